@@ -1,0 +1,106 @@
+"""KV-cache page allocator for LLM inference engines.
+
+`CacheManager` is what an engine talks to; `PagePool` is what lies under it. See the README for ten lines of use.
+"""
+
+from typing import Any
+
+from pagepool import errors, hashing
+from pagepool._version import __version__
+from pagepool.attention import (
+    ChunkedLocalAttentionManager,
+    FullAttentionManager,
+    MambaManager,
+    SingleTypeCacheManager,
+    SlidingWindowManager,
+    get_manager_for_kv_cache_spec,
+)
+from pagepool.coordinator import (
+    CacheCoordinator,
+    CacheCoordinatorNoPrefixCache,
+    HybridCacheCoordinator,
+    UnitaryCacheCoordinator,
+    get_kv_cache_coordinator,
+)
+from pagepool.hashing import (
+    PageHash,
+    PageHashWithGroupId,
+    hash_page_tokens,
+    hash_request_tokens,
+    init_none_hash,
+)
+from pagepool.manager import CacheManager, CachePages, PrefixProbe
+from pagepool.page_pool import CachePage, FreeCachePageQueue, PagePool, PagePoolStats, PageProbe
+from pagepool.request import EngineRequest, EngineRequestStatus, Request
+from pagepool.specs import (
+    AttentionSpec,
+    CacheGroupsConfig,
+    CacheGroupSpec,
+    CacheSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    RuntimePageBudgetEstimate,
+    SlidingWindowSpec,
+    create_kv_cache_specs_from_config,
+    dp_shard_for_page_id,
+    dp_shard_page_bounds,
+    estimate_runtime_page_budget,
+    pages_per_dp_shard,
+    usable_pages_count,
+)
+
+__all__ = [
+    "NONE_HASH",
+    "AttentionSpec",
+    "CacheCoordinator",
+    "CacheCoordinatorNoPrefixCache",
+    "CacheGroupSpec",
+    "CacheGroupsConfig",
+    "CacheManager",
+    "CachePage",
+    "CachePages",
+    "CacheSpec",
+    "ChunkedLocalAttentionManager",
+    "ChunkedLocalAttentionSpec",
+    "EngineRequest",
+    "EngineRequestStatus",
+    "FreeCachePageQueue",
+    "FullAttentionManager",
+    "FullAttentionSpec",
+    "HybridCacheCoordinator",
+    "MambaManager",
+    "MambaSpec",
+    "PageHash",
+    "PageHashWithGroupId",
+    "PagePool",
+    "PagePoolStats",
+    "PageProbe",
+    "PrefixProbe",
+    "Request",
+    "RuntimePageBudgetEstimate",
+    "SingleTypeCacheManager",
+    "SlidingWindowManager",
+    "SlidingWindowSpec",
+    "UnitaryCacheCoordinator",
+    "__version__",
+    "create_kv_cache_specs_from_config",
+    "dp_shard_for_page_id",
+    "dp_shard_page_bounds",
+    "errors",
+    "estimate_runtime_page_budget",
+    "get_kv_cache_coordinator",
+    "get_manager_for_kv_cache_spec",
+    "hash_page_tokens",
+    "hash_request_tokens",
+    "init_none_hash",
+    "pages_per_dp_shard",
+    "usable_pages_count",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """``NONE_HASH`` as it is now: `init_none_hash` may change it."""
+    if name == "NONE_HASH":
+        return hashing.NONE_HASH
+    raise AttributeError(f"module 'pagepool' has no attribute {name!r}")

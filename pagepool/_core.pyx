@@ -1,0 +1,1607 @@
+"""The compiled core: page records, free queue, ref counts, prefix index and hash chains. No policy.
+
+A pool of `num_pages` pages is one array of 32-byte `Page` records, indexed by page id. Invariants, all walked by
+`PageStore.check`:
+
+* Record 0 is the null page. It is never handed out, and its links close the free queue into a ring: ``next_free`` is the
+  page that is evicted first, ``prev_free`` the one that was freed last.
+* A page is in the free queue exactly when its ref count is 0; outside it both links are `NOT_FREE`.
+* A page has a prefix entry exactly when ``group`` is not `NO_GROUP`. The index maps (128-bit key, group) to the page that was
+  cached first under it; later pages with the same content hang behind it in a ring of `Links`, in the order they were cached,
+  and have `TWIN` set in ``group``, as has the first.
+* The index is an open-addressing table with linear probing, filled to a half at most. Deletion shifts entries back
+  (Knuth, The Art of Computer Programming, vol. 3, 6.4, algorithm R), so there are no tombstones and a miss stays short forever.
+
+A call checks everything first, then commits and cannot fail; a list that turns out wrong half-way is rolled back exactly.
+Each store has a lock: calls from several threads are serialised, and long ones let the other threads run.
+"""
+
+cimport cython
+from cpython.long cimport PyLong_CheckExact
+from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.string cimport memcpy
+
+import os
+from operator import index as as_index
+
+import numpy as np
+
+from pagepool.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DoubleFreeError,
+    IntegrityError,
+    OutOfPagesError,
+    PageHashError,
+    PageIdError,
+)
+from pagepool.hashing import HashNames, PageHash, PageHashWithGroupId
+
+cdef extern from "Python.h":
+    long long PyLong_AsLongLongAndOverflow(object value, int *overflow) except? -1
+
+cdef enum:
+    NULL_PAGE = 0
+    NOT_FREE = -1             # links of a page outside the free queue
+    NO_GROUP = -1             # group of a page without a prefix entry
+    TWIN = 1 << 30            # flag in Page.group: other pages have the same content
+    MAX_GROUP = (1 << 30) - 1
+    MAX_PAGES = 1 << 30
+    RELEASE_GIL_AT = 1024     # pages of work from which other Python threads are let run meanwhile
+
+cdef struct Page:             # 32 bytes, two to a cache line
+    uint64_t key_lo           # digest of the content; meaningful while group is not NO_GROUP
+    uint64_t key_hi
+    int32_t ref_cnt           # holders; 0: free
+    int32_t prev_free         # page ids; NOT_FREE outside the queue
+    int32_t next_free
+    int32_t group             # cache group of the prefix entry, with the TWIN flag; NO_GROUP: not cached
+
+cdef struct Slot:             # one slot of the prefix index
+    uint32_t tag              # hash of key and group; its low bits are the home slot
+    int32_t page_id           # page cached first under the key; NULL_PAGE: empty
+
+cdef struct Links:
+    int32_t prev
+    int32_t next
+
+cdef struct Digest:
+    uint64_t lo
+    uint64_t hi
+
+cdef struct Range:            # half-open range of page ids that may hit
+    int32_t start
+    int32_t stop
+
+cdef struct Pool:
+    Page *pages
+    Slot *slots               # NULL: no prefix caching
+    Links *twins              # rings of pages with the same content, valid while TWIN is set
+    Links *shard_links        # free queue of each shard, closed by the record num_pages + shard; NULL: no shards yet
+    int32_t *shard_num_free
+    uint64_t multiplier       # odd and secret: which slots collide cannot be foreseen
+    uint32_t mask             # slots - 1
+    int32_t num_pages
+    int32_t num_free
+    int32_t num_shards        # 0: no shards yet
+    int32_t pages_per_shard
+    int32_t num_keys          # distinct (key, group) in the index
+    int64_t num_allocated     # pages, since construction
+    int64_t num_freed
+    int64_t num_evicted
+    int64_t num_cached
+
+
+# SipHash-2-4 with 128-bit output: Aumasson and Bernstein, "SipHash: a fast short-input PRF", 2012, and its reference code.
+
+cdef struct SipState:
+    uint64_t v0
+    uint64_t v1
+    uint64_t v2
+    uint64_t v3
+
+
+cdef inline uint64_t rotate(uint64_t x, int bits) noexcept nogil:
+    return (x << bits) | (x >> (64 - bits))
+
+
+cdef inline void sip_round(SipState *s) noexcept nogil:
+    s.v0 += s.v1
+    s.v1 = rotate(s.v1, 13) ^ s.v0
+    s.v0 = rotate(s.v0, 32)
+    s.v2 += s.v3
+    s.v3 = rotate(s.v3, 16) ^ s.v2
+    s.v0 += s.v3
+    s.v3 = rotate(s.v3, 21) ^ s.v0
+    s.v2 += s.v1
+    s.v1 = rotate(s.v1, 17) ^ s.v2
+    s.v2 = rotate(s.v2, 32)
+
+
+cdef inline void sip_absorb(SipState *s, uint64_t word) noexcept nogil:
+    s.v3 ^= word
+    sip_round(s)
+    sip_round(s)
+    s.v0 ^= word
+
+
+cdef inline SipState sip_start(Digest key) noexcept nogil:
+    cdef SipState s
+    s.v0 = key.lo ^ <uint64_t>0x736f6d6570736575
+    s.v1 = key.hi ^ <uint64_t>0x646f72616e646f6d ^ 0xee
+    s.v2 = key.lo ^ <uint64_t>0x6c7967656e657261
+    s.v3 = key.hi ^ <uint64_t>0x7465646279746573
+    return s
+
+
+cdef inline Digest sip_finish(SipState *s, uint64_t num_bytes, uint64_t tail) noexcept nogil:
+    """`tail`: the last ``num_bytes % 8`` bytes of the message, little-endian."""
+    cdef Digest digest
+    cdef int i
+    sip_absorb(s, (num_bytes << 56) | tail)
+    s.v2 ^= 0xee
+    for i in range(4):
+        sip_round(s)
+    digest.lo = s.v0 ^ s.v1 ^ s.v2 ^ s.v3
+    s.v1 ^= 0xdd
+    for i in range(4):
+        sip_round(s)
+    digest.hi = s.v0 ^ s.v1 ^ s.v2 ^ s.v3
+    return digest
+
+
+cdef inline Digest sip_finish_bytes(
+    SipState *s, uint64_t num_before, const uint8_t *data, Py_ssize_t size
+) noexcept nogil:
+    """Absorb `data` and finish. `num_before` bytes, a multiple of 8, were absorbed already."""
+    cdef uint64_t word
+    cdef Py_ssize_t i
+    for i in range(size // 8):
+        memcpy(&word, data + 8 * i, 8)
+        sip_absorb(s, word)
+    word = 0
+    memcpy(&word, data + size // 8 * 8, size % 8)
+    return sip_finish(s, num_before + size, word)
+
+
+cdef inline Digest hash_after(Digest key, Digest parent, const uint8_t *data, Py_ssize_t size) noexcept nogil:
+    """Digest of the parent's 16 bytes followed by `data`: one link of a chain."""
+    cdef SipState s = sip_start(key)
+    sip_absorb(&s, parent.lo)
+    sip_absorb(&s, parent.hi)
+    return sip_finish_bytes(&s, 16, data, size)
+
+
+cdef Digest digest_of_bytes(bytes data) except *:
+    cdef Digest digest
+    if len(data) != 16:
+        raise ArgumentError(f"key: got {len(data)} bytes, allowed: 16")
+    memcpy(&digest, <const char *>data, 16)
+    return digest
+
+
+cdef Digest digest_of_int(object value) except *:
+    return digest_of_bytes(value.to_bytes(16, "little"))
+
+
+cdef inline object int_of_digest(Digest digest):
+    return <object>digest.hi << 64 | <object>digest.lo
+
+
+def siphash128(bytes key not None, bytes data not None) -> bytes:
+    """SipHash-2-4 of `data` with 128-bit output under the 16-byte `key`: 16 bytes. O(len(data)).
+
+    >>> siphash128(bytes(range(16)), b"").hex()
+    'a3817f04ba25a8e66df67214c7550293'
+    """
+    cdef SipState s = sip_start(digest_of_bytes(key))
+    cdef Digest digest = sip_finish_bytes(&s, 0, data, len(data))
+    return (<char *>&digest)[:16]
+
+
+# Free queue. The caller holds the store's lock and passes page ids within the pool.
+
+cdef inline void link_after(Links *links, int32_t last, int32_t page_id) noexcept nogil:
+    """Put `page_id` behind `last` into its ring."""
+    cdef int32_t following = links[last].next
+    links[page_id].prev = last
+    links[page_id].next = following
+    links[last].next = page_id
+    links[following].prev = page_id
+
+
+cdef inline void unlink(Links *links, int32_t page_id) noexcept nogil:
+    links[links[page_id].prev].next = links[page_id].next
+    links[links[page_id].next].prev = links[page_id].prev
+
+
+cdef inline int32_t shard_of(Pool *pool, int32_t page_id) noexcept nogil:
+    return page_id // pool.pages_per_shard
+
+
+cdef inline void push(Pool *pool, int32_t page_id) noexcept nogil:
+    """Put a page outside the queue to its back, which is evicted last."""
+    cdef Page *pages = pool.pages
+    cdef int32_t last = pages[NULL_PAGE].prev_free
+    cdef int32_t shard
+    pages[page_id].prev_free = last
+    pages[page_id].next_free = NULL_PAGE
+    pages[last].next_free = page_id
+    pages[NULL_PAGE].prev_free = page_id
+    pool.num_free += 1
+    if pool.num_shards:
+        shard = shard_of(pool, page_id)
+        link_after(pool.shard_links, pool.shard_links[pool.num_pages + shard].prev, page_id)
+        pool.shard_num_free[shard] += 1
+
+
+cdef inline void pull(Pool *pool, int32_t page_id) noexcept nogil:
+    """Take a page out of the queue, wherever it stands in it."""
+    cdef Page *page = &pool.pages[page_id]
+    cdef int32_t shard
+    pool.pages[page.prev_free].next_free = page.next_free
+    pool.pages[page.next_free].prev_free = page.prev_free
+    page.prev_free = NOT_FREE
+    page.next_free = NOT_FREE
+    pool.num_free -= 1
+    if pool.num_shards:
+        shard = shard_of(pool, page_id)
+        unlink(pool.shard_links, page_id)
+        pool.shard_num_free[shard] -= 1
+
+
+cdef inline bint is_free(Pool *pool, int32_t page_id) noexcept nogil:
+    return pool.pages[page_id].prev_free != NOT_FREE
+
+
+cdef void link_shards(Pool *pool) noexcept nogil:
+    """Build the queue of each shard from the whole one. O(free pages)."""
+    cdef int32_t page_id = pool.pages[NULL_PAGE].next_free
+    cdef int32_t shard
+    for shard in range(pool.num_shards):
+        pool.shard_links[pool.num_pages + shard].prev = pool.num_pages + shard
+        pool.shard_links[pool.num_pages + shard].next = pool.num_pages + shard
+    while page_id != NULL_PAGE:
+        shard = shard_of(pool, page_id)
+        link_after(pool.shard_links, pool.shard_links[pool.num_pages + shard].prev, page_id)
+        pool.shard_num_free[shard] += 1
+        page_id = pool.pages[page_id].next_free
+
+
+# Prefix index.
+
+cdef inline uint32_t tag_of(Pool *pool, uint64_t key_lo, int32_t group) noexcept nogil:
+    return <uint32_t>(((key_lo ^ <uint64_t>group << 40) * pool.multiplier) >> 32)
+
+
+cdef inline bint has_key(Page *page, Digest key, int32_t group) noexcept nogil:
+    return page.key_lo == key.lo and page.key_hi == key.hi and (page.group & ~TWIN) == group
+
+
+cdef inline int32_t find(Pool *pool, Digest key, int32_t group) noexcept nogil:
+    """The page cached first under the key, or NULL_PAGE."""
+    cdef uint32_t tag = tag_of(pool, key.lo, group)
+    cdef uint32_t i = tag & pool.mask
+    while pool.slots[i].page_id != NULL_PAGE:
+        if pool.slots[i].tag == tag and has_key(&pool.pages[pool.slots[i].page_id], key, group):
+            return pool.slots[i].page_id
+        i = (i + 1) & pool.mask
+    return NULL_PAGE
+
+
+cdef inline int32_t find_within(Pool *pool, Digest key, int32_t group, Range ids) noexcept nogil:
+    """The page cached first under the key among those with an id in `ids`, or NULL_PAGE. O(pages of equal content)."""
+    cdef int32_t first = find(pool, key, group)
+    cdef int32_t page_id = first
+    if first == NULL_PAGE:
+        return NULL_PAGE
+    while not ids.start <= page_id < ids.stop:
+        if not pool.pages[page_id].group & TWIN:
+            return NULL_PAGE
+        page_id = pool.twins[page_id].next
+        if page_id == first:
+            return NULL_PAGE
+    return page_id
+
+
+cdef inline void enter(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
+    """Give a page without an entry the key. The index cannot be full: it has a slot for every two pages and more."""
+    cdef Page *page = &pool.pages[page_id]
+    cdef uint32_t tag = tag_of(pool, key.lo, group)
+    cdef uint32_t i = tag & pool.mask
+    cdef int32_t first
+    page.key_lo = key.lo
+    page.key_hi = key.hi
+    page.group = group
+    pool.num_cached += 1
+    while pool.slots[i].page_id != NULL_PAGE:
+        first = pool.slots[i].page_id
+        if pool.slots[i].tag == tag and has_key(&pool.pages[first], key, group):
+            join_twins(pool, first, page_id)
+            return
+        i = (i + 1) & pool.mask
+    pool.slots[i].tag = tag
+    pool.slots[i].page_id = page_id
+    pool.num_keys += 1
+
+
+cdef void join_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
+    """Put `page_id` at the end of the ring that begins with `first`."""
+    if not pool.pages[first].group & TWIN:
+        pool.twins[first].prev = first
+        pool.twins[first].next = first
+        pool.pages[first].group |= TWIN
+    link_after(pool.twins, pool.twins[first].prev, page_id)
+    pool.pages[page_id].group |= TWIN
+
+
+cdef inline uint32_t slot_holding(Pool *pool, int32_t page_id, uint32_t tag) noexcept nogil:
+    """The slot that names `page_id`, or the empty slot that ends the search."""
+    cdef uint32_t i = tag & pool.mask
+    while pool.slots[i].page_id != page_id and pool.slots[i].page_id != NULL_PAGE:
+        i = (i + 1) & pool.mask
+    return i
+
+
+cdef inline void empty_slot(Pool *pool, uint32_t hole) noexcept nogil:
+    """Empty a slot and shift back the entries behind it that would no longer be found."""
+    cdef uint32_t i = (hole + 1) & pool.mask
+    while pool.slots[i].page_id != NULL_PAGE:
+        if ((i - (pool.slots[i].tag & pool.mask)) & pool.mask) >= ((i - hole) & pool.mask):
+            pool.slots[hole] = pool.slots[i]
+            hole = i
+        i = (i + 1) & pool.mask
+    pool.slots[hole].page_id = NULL_PAGE
+    pool.num_keys -= 1
+
+
+cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
+    """Take the prefix entry of a page that has one."""
+    cdef Page *page = &pool.pages[page_id]
+    cdef int32_t group = page.group & ~TWIN
+    cdef uint32_t i = slot_holding(pool, page_id, tag_of(pool, page.key_lo, group))
+    if page.group & TWIN:
+        leave_twins(pool, page_id, i)
+    else:
+        empty_slot(pool, i)
+    page.group = NO_GROUP
+
+
+cdef void leave_twins(Pool *pool, int32_t page_id, uint32_t slot) noexcept nogil:
+    """`slot` names `page_id` if it was the first of its ring; then the next one takes its place."""
+    cdef int32_t following = pool.twins[page_id].next
+    unlink(pool.twins, page_id)
+    if pool.twins[following].next == following:
+        pool.pages[following].group &= ~TWIN
+    if pool.slots[slot].page_id == page_id:
+        pool.slots[slot].page_id = following
+
+
+# Pages in lists. Each function checks its whole list first, or undoes what it did.
+
+cdef inline void claim(Pool *pool, int32_t page_id) noexcept nogil:
+    """Make a page that was just taken out of the queue its holder's own: no entry, one reference."""
+    if pool.pages[page_id].group != NO_GROUP:
+        drop(pool, page_id)
+        pool.num_evicted += 1
+    pool.pages[page_id].ref_cnt = 1
+    pool.num_allocated += 1
+
+
+cdef int32_t take(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
+    """Take the `n` pages at the front of the queue, of which there are enough. Returns NULL_PAGE, or, with nothing
+    changed, a page in the queue that somebody gave a reference to.
+    """
+    cdef int32_t page_id = pool.pages[NULL_PAGE].next_free
+    cdef Py_ssize_t i
+    for i in range(n):
+        if pool.pages[page_id].ref_cnt:
+            return page_id
+        out[i] = page_id
+        page_id = pool.pages[page_id].next_free
+    for i in range(n):
+        pull(pool, out[i])
+        claim(pool, out[i])
+    return NULL_PAGE
+
+
+cdef int32_t take_from_shard(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
+    """The same for the pages of one shard, in the order of the queue. O(n), whatever the size of the pool."""
+    cdef int32_t page_id = pool.shard_links[pool.num_pages + shard].next
+    cdef Py_ssize_t i
+    for i in range(n):
+        if pool.pages[page_id].ref_cnt:
+            return page_id
+        out[i] = page_id
+        page_id = pool.shard_links[page_id].next
+    for i in range(n):
+        pull(pool, out[i])
+        claim(pool, out[i])
+    return NULL_PAGE
+
+
+cdef Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil:
+    """One reference less for each page, null pages passed over; those that reach 0 go to the back of the queue.
+    Returns -1, or, with nothing changed, the index of a page that has no reference to give.
+    """
+    cdef Py_ssize_t i, at
+    cdef int32_t page_id
+    for i in range(n):
+        at = n - 1 - i if tail_first else i
+        page_id = ids[at]
+        if page_id == NULL_PAGE:
+            continue
+        if pool.pages[page_id].ref_cnt == 0:
+            undo_give_back(pool, ids, n, i, tail_first)
+            return at
+        pool.pages[page_id].ref_cnt -= 1
+        if pool.pages[page_id].ref_cnt == 0 and not is_free(pool, page_id):
+            push(pool, page_id)
+            pool.num_freed += 1
+    return -1
+
+
+cdef void undo_give_back(
+    Pool *pool, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_done, bint tail_first
+) noexcept nogil:
+    """Undo the first `num_done` steps of `give_back`, last first, so that the queue is as it was."""
+    cdef Py_ssize_t i
+    cdef int32_t page_id
+    for i in range(num_done - 1, -1, -1):
+        page_id = ids[n - 1 - i if tail_first else i]
+        if page_id == NULL_PAGE:
+            continue
+        if pool.pages[page_id].ref_cnt == 0 and pool.pages[NULL_PAGE].prev_free == page_id:
+            pull(pool, page_id)
+            pool.num_freed -= 1
+        pool.pages[page_id].ref_cnt += 1
+
+
+cdef Py_ssize_t find_untouchable(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """Index of a page that `touch_all` could not touch, or -1."""
+    cdef Py_ssize_t i
+    for i in range(n):
+        if ids[i] != NULL_PAGE:
+            if pool.pages[ids[i]].ref_cnt == 0 and not is_free(pool, ids[i]):
+                return i
+            if pool.pages[ids[i]].ref_cnt == INT32_MAX:
+                return i
+    return -1
+
+
+cdef void touch_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """One reference more for each page, null pages passed over; a free page leaves the queue."""
+    cdef Py_ssize_t i
+    for i in range(n):
+        if ids[i] != NULL_PAGE:
+            if pool.pages[ids[i]].ref_cnt == 0:
+                pull(pool, ids[i])
+            pool.pages[ids[i]].ref_cnt += 1
+
+
+cdef Py_ssize_t count_free(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """How many of the pages are in the free queue."""
+    cdef Py_ssize_t i, count = 0
+    for i in range(n):
+        count += ids[i] != NULL_PAGE and is_free(pool, ids[i])
+    return count
+
+
+# Hits. Group page j is known by the digest of the last hash page in it: chain index (j + 1) * stride - 1.
+
+cdef inline bint hits_all(
+    Pool *pool, const Digest *chain, Py_ssize_t at, const int32_t *groups, Py_ssize_t num_groups, Range ids
+) noexcept nogil:
+    cdef Py_ssize_t g
+    for g in range(num_groups):
+        if find_within(pool, chain[at], groups[g], ids) == NULL_PAGE:
+            return False
+    return True
+
+
+cdef Py_ssize_t find_leading_hits(
+    Pool *pool, const Digest *chain, Py_ssize_t stride, Py_ssize_t start, Py_ssize_t stop,
+    const int32_t *groups, Py_ssize_t num_groups, Range ids,
+) noexcept nogil:
+    """End of the pages from `start` on, at most up to `stop`, that hit in all groups."""
+    cdef Py_ssize_t j = start
+    while j < stop and hits_all(pool, chain, (j + 1) * stride - 1, groups, num_groups, ids):
+        j += 1
+    return j
+
+
+cdef Py_ssize_t find_last_run(
+    Pool *pool, const Digest *chain, Py_ssize_t stride, Py_ssize_t stop, Py_ssize_t need,
+    const int32_t *groups, Py_ssize_t num_groups, Range ids,
+) noexcept nogil:
+    """End of the last `need` consecutive pages before `stop` that hit in all groups; else of the leading ones that do."""
+    cdef Py_ssize_t j, run = 0
+    for j in range(stop - 1, -1, -1):
+        if hits_all(pool, chain, (j + 1) * stride - 1, groups, num_groups, ids):
+            run += 1
+            if run >= need:
+                return j + run
+        else:
+            run = 0
+    return run
+
+
+# From Python objects, at the boundary.
+
+cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=0, Py_ssize_t highest=MAX_PAGES) except -1:
+    """`value` as a size; the error says what was got and what is allowed."""
+    if type(value) is not int:
+        try:
+            value = as_index(value)
+        except TypeError:
+            raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: an int") from None
+    if not lowest <= value <= highest:
+        raise ArgumentError(f"{name}: got {value}, allowed: {lowest} to {highest}")
+    return value
+
+
+cdef inline int32_t int32_of(object value) except? -1:
+    """`value` as int32. OverflowError, TypeError: see `explained`. A plain int, the only kind on hot paths, takes 1 ns."""
+    cdef long long number = value if PyLong_CheckExact(value) else as_index(value)
+    if not INT32_MIN <= number <= INT32_MAX:
+        raise OverflowError(f"got {number}")
+    return <int32_t>number
+
+
+cdef object explained(str name, object error):
+    """The typed error for what `int32_of` raised."""
+    cls = ArgumentTypeError if isinstance(error, TypeError) else ArgumentError
+    return cls(f"{name}: {error}; allowed: ints that fit int32")
+
+
+cdef int32_t group_of(object group) except -1:
+    return <int32_t>size_of(group, "group", 0, MAX_GROUP)
+
+
+cdef object as_int32_array(object values, str name):
+    """`values`, a NumPy array, as a contiguous int32 vector; no copy where it is one already."""
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise ArgumentTypeError(
+            f"{name}: got an array of {values.dtype} with {values.ndim} dimensions, allowed: one of ints with 1 dimension"
+        )
+    if values.dtype == np.int32:
+        return np.ascontiguousarray(values, dtype=np.int32)
+    if values.size and not (INT32_MIN <= values.min() and values.max() <= INT32_MAX):
+        raise ArgumentError(f"{name}: got {values.min()} to {values.max()}, allowed: ints that fit int32")
+    return np.ascontiguousarray(values, dtype=np.int32)
+
+
+cdef class PageIds:
+    """A run of int32 page ids in native memory: what the manager passes around instead of page objects.
+
+    ``len()`` is the number of ids; `to_list` and `to_array` copy them out, 10 ns and 0.3 ns an id.
+    """
+
+    cdef int32_t *ids
+    cdef Py_ssize_t num
+    cdef Py_ssize_t capacity
+
+    def __init__(self, object values=()):
+        """Copy ids from a list, a tuple, another iterable of ints, an array of ints, or another PageIds."""
+        self.extend(values)
+
+    def __dealloc__(self):
+        free(self.ids)
+
+    def __reduce__(self):
+        return PageIds, (self.to_list(),)
+
+    def __len__(self):
+        return self.num
+
+    def __getitem__(self, Py_ssize_t i) -> int:
+        if not 0 <= i < self.num:
+            raise IndexError(f"index: got {i}, allowed: 0 to {self.num - 1}")
+        return self.ids[i]
+
+    def __contains__(self, value) -> bool:
+        cdef Py_ssize_t i
+        for i in range(self.num):
+            if self.ids[i] == value:
+                return True
+        return False
+
+    def __repr__(self):
+        return f"{type(self).__name__}({self.to_list()})"
+
+    cdef int reserve(self, Py_ssize_t num_more) except -1:
+        """Make room for `num_more` ids, so that adding them cannot fail. Amortised O(1) an id."""
+        cdef Py_ssize_t capacity = max(self.num + num_more, 2 * self.capacity, 4)
+        cdef int32_t *ids
+        if self.num + num_more <= self.capacity:
+            return 0
+        ids = <int32_t *>realloc(self.ids, capacity * sizeof(int32_t))
+        if ids == NULL:
+            raise MemoryError(f"{capacity} int32 values")
+        self.ids = ids
+        self.capacity = capacity
+        return 0
+
+    cdef int add(self, const int32_t *ids, Py_ssize_t n) except -1:
+        self.reserve(n)
+        if n:
+            memcpy(self.ids + self.num, ids, n * sizeof(int32_t))
+        self.num += n
+        return 0
+
+    cdef int add_items(self, list items) except -1:
+        cdef Py_ssize_t i = 0
+        cdef int32_t *out
+        self.reserve(len(items))
+        out = self.ids + self.num
+        try:
+            for value in items:
+                if i == self.capacity - self.num:
+                    raise ArgumentError("ids: the list grew while it was read")
+                out[i] = int32_of(value)
+                i += 1
+        except (OverflowError, TypeError) as error:
+            raise explained("ids", error) from None
+        self.num += i
+        return 0
+
+    def extend(self, object values) -> None:
+        """Append ids; nothing is appended if one of them is not an int that fits int32."""
+        cdef const int32_t[::1] array
+        cdef PageIds other
+        if isinstance(values, PageIds):
+            other = values
+            self.add(other.ids, other.num)
+        elif isinstance(values, np.ndarray):
+            array = as_int32_array(values, "ids")
+            if array.shape[0]:
+                self.add(&array[0], array.shape[0])
+        else:
+            values = values if type(values) is list else list(values)
+            self.add_items(values)
+
+    def to_list(self) -> list:
+        """The ids as a new list."""
+        cdef Py_ssize_t i
+        return [self.ids[i] for i in range(self.num)]
+
+    def to_array(self):
+        """The ids as a new int32 array."""
+        cdef int32_t[::1] array
+        result = np.empty(self.num, dtype=np.int32)
+        if self.num:
+            array = result
+            memcpy(&array[0], self.ids, self.num * sizeof(int32_t))
+        return result
+
+    def shard(self, Py_ssize_t pages_per_shard) -> int:
+        """The data-parallel shard of all the pages, null pages passed over; -1 where they disagree or there are none. O(n)."""
+        cdef Py_ssize_t i
+        cdef int32_t shard = -1
+        for i in range(self.num):
+            if self.ids[i] != NULL_PAGE:
+                if shard >= 0 and self.ids[i] // pages_per_shard != shard:
+                    return -1
+                shard = <int32_t>(self.ids[i] // pages_per_shard)
+        return shard
+
+
+@cython.final
+cdef class HeldPages(PageIds):
+    """The pages that one request holds in one cache group, in token order.
+
+    ``num_cached_pages`` of them, from the first on, need no prefix entry any more; the first ``num_skipped_pages`` fell out
+    of the attention window, and their places hold the null page.
+    """
+
+    cdef readonly Py_ssize_t num_cached_pages
+    cdef readonly Py_ssize_t num_skipped_pages
+
+
+@cython.final
+cdef class HashChain:
+    """The digests of a request's full pages, each made from the one before: SipHash-2-4-128 under a secret key.
+
+    `page_size` is in tokens. With `keep_token_ids` the tokens stay beside the digests. 16 bytes a page; 30 ns a page of 16.
+    """
+
+    cdef Digest key
+    cdef Digest extra_key     # for extra keys: no tokens can imitate them
+    cdef Digest *digests
+    cdef Py_ssize_t num
+    cdef Py_ssize_t capacity
+    cdef readonly Py_ssize_t page_size
+    cdef PageIds token_ids    # None: not kept
+    cdef cython.pymutex lock
+
+    def __init__(self, page_size, bytes key not None, bint keep_token_ids=False):
+        self.page_size = size_of(page_size, "page_size", 1)
+        self.key = digest_of_bytes(key)
+        self.extra_key = digest_of_bytes(siphash128(key, b"extra keys"))
+        self.token_ids = PageIds() if keep_token_ids else None
+
+    def __dealloc__(self):
+        free(self.digests)
+
+    def __reduce__(self):
+        raise TypeError("a HashChain holds a secret key and cannot be pickled")
+
+    def __len__(self):
+        """Number of pages hashed."""
+        return self.num
+
+    def __getitem__(self, Py_ssize_t i) -> int:
+        """The digest of page `i` as an int of 128 bits."""
+        if not 0 <= i < self.num:
+            raise IndexError(f"page: got {i}, allowed: 0 to {self.num - 1}")
+        return int_of_digest(self.digests[i])
+
+    cdef int reserve(self, Py_ssize_t num_more) except -1:
+        cdef Py_ssize_t capacity = max(self.num + num_more, 2 * self.capacity, 4)
+        cdef Digest *digests
+        if self.num + num_more <= self.capacity:
+            return 0
+        digests = <Digest *>realloc(self.digests, capacity * sizeof(Digest))
+        if digests == NULL:
+            raise MemoryError(f"{capacity} digests")
+        self.digests = digests
+        self.capacity = capacity
+        return 0
+
+    cdef void hash_pages(self, const int32_t *tokens, Py_ssize_t num_pages, Digest parent) noexcept nogil:
+        """Write the digests of the next pages, for which there is room. Does not count them."""
+        cdef Py_ssize_t i
+        for i in range(num_pages):
+            parent = hash_after(
+                self.key, parent, <const uint8_t *>(tokens + i * self.page_size), self.page_size * sizeof(int32_t)
+            )
+            self.digests[self.num + i] = parent
+
+    def extend(self, object tokens, bytes extra_keys=b"") -> None:
+        """Hash the next pages: a list or an int array with a multiple of `page_size` token ids.
+
+        `extra_keys`, if not empty, enter the first of these pages. O(tokens).
+        """
+        cdef PageIds copied
+        cdef const int32_t[::1] array
+        if isinstance(tokens, np.ndarray):
+            array = as_int32_array(tokens, "token ids")
+            if array.shape[0]:
+                self.extend_native(&array[0], array.shape[0], extra_keys)
+        else:
+            copied = PageIds(tokens)
+            self.extend_native(copied.ids, copied.num, extra_keys)
+
+    cdef int extend_native(self, const int32_t *tokens, Py_ssize_t num_tokens, bytes extra_keys) except -1:
+        cdef Py_ssize_t num_pages = num_tokens // self.page_size
+        cdef Digest parent
+        if num_tokens % self.page_size:
+            raise ArgumentError(f"token ids: got {num_tokens}, allowed: a multiple of the page size {self.page_size}")
+        with self.lock:
+            self.reserve(num_pages)
+            if self.token_ids is not None:
+                self.token_ids.add(tokens, num_tokens)
+            parent = self.digests[self.num - 1] if self.num else Digest(0, 0)
+            if extra_keys:
+                parent = hash_after(self.extra_key, parent, extra_keys, len(extra_keys))
+            if num_pages < RELEASE_GIL_AT:
+                self.hash_pages(tokens, num_pages, parent)
+            else:
+                with nogil:
+                    self.hash_pages(tokens, num_pages, parent)
+            self.num += num_pages
+        return 0
+
+    def append_key(self, object key) -> None:
+        """Append one page by a 128-bit key that was made elsewhere."""
+        cdef Digest digest = digest_of_int(key)
+        with self.lock:
+            self.reserve(1)
+            self.digests[self.num] = digest
+            self.num += 1
+
+    def page_token_ids(self, Py_ssize_t i) -> tuple:
+        """The tokens of page `i`, or an empty tuple where they are not kept."""
+        cdef Py_ssize_t j
+        if self.token_ids is None or not 0 <= i < self.token_ids.num // self.page_size:
+            return ()
+        return tuple([self.token_ids.ids[j] for j in range(i * self.page_size, (i + 1) * self.page_size)])
+
+
+cdef class PageStore:
+    """The records of one pool, its free queue and its prefix index. `pagepool.PagePool` is the door for users.
+
+    Takes and returns page ids. O(num_pages) to make; memory a page: 32 bytes of record, 8 of twin links and 16 to 32 of index
+    slots (none of the last two without caching); 8 more once a data-parallel hint was given.
+    """
+
+    cdef Pool pool
+    cdef int32_t *page_tokens           # [num_pages, tokens_width] token ids of cached pages; NULL: not kept
+    cdef Py_ssize_t tokens_width
+    cdef dict num_tokens_of_group       # group -> tokens a page
+    cdef dict views                     # page id -> CachePage, for those that were asked for
+    cdef readonly bint is_pool          # record 0 is a page of its own; other stores can grow
+    cdef readonly bint enable_caching
+    cdef public object names            # HashNames
+    cdef cython.pymutex lock
+
+    def __cinit__(self):
+        self.pool.num_pages = 0
+
+    def __init__(self, num_pages, bint enable_caching=True, bint is_pool=True):
+        cdef int32_t page_id
+        if self.pool.num_pages:
+            raise ArgumentError("a page store is made once")
+        self.is_pool = is_pool
+        self.enable_caching = enable_caching
+        self.views = {}
+        self.num_tokens_of_group = {}
+        self.names = HashNames()
+        self.pool.multiplier = int.from_bytes(os.urandom(8), "little") | 1
+        self.resize(size_of(num_pages, "num_pages", 1))
+        for page_id in range(1, self.pool.num_pages):
+            push(&self.pool, page_id)
+
+    def __dealloc__(self):
+        free(self.pool.pages)
+        free(self.pool.slots)
+        free(self.pool.twins)
+        free(self.pool.shard_links)
+        free(self.pool.shard_num_free)
+        free(self.page_tokens)
+
+    def __reduce__(self):
+        raise TypeError("a page store cannot be pickled")
+
+    cdef int resize(self, Py_ssize_t num_pages) except -1:
+        """Grow to `num_pages` records; new ones are neither free nor cached. A prefix index is built anew."""
+        cdef Py_ssize_t num_slots = 4
+        cdef Page *pages
+        cdef Links *twins
+        cdef Slot *slots
+        while num_slots < 2 * num_pages:
+            num_slots *= 2
+        pages = <Page *>realloc(self.pool.pages, num_pages * sizeof(Page))
+        if pages == NULL:
+            raise MemoryError(f"{num_pages} page records")
+        self.pool.pages = pages
+        if self.enable_caching:
+            twins = <Links *>realloc(self.pool.twins, num_pages * sizeof(Links))
+            if twins == NULL:
+                raise MemoryError(f"{num_pages} twin links")
+            self.pool.twins = twins
+            slots = <Slot *>calloc(num_slots, sizeof(Slot))
+            if slots == NULL:
+                raise MemoryError(f"{num_slots} index slots")
+            free(self.pool.slots)
+            self.pool.slots = slots
+            self.pool.mask = <uint32_t>(num_slots - 1)
+        self.add_records(<int32_t>num_pages)
+        return 0
+
+    cdef void add_records(self, int32_t num_pages) noexcept:
+        """Initialise the records that `resize` made room for, and enter the cached ones in the new index."""
+        cdef Page *pages = self.pool.pages
+        cdef Digest key
+        cdef int32_t i, group
+        if self.pool.num_pages == 0:
+            pages[NULL_PAGE] = Page(0, 0, 0, NULL_PAGE, NULL_PAGE, NO_GROUP)
+            self.pool.num_pages = 1
+        self.pool.num_keys = 0
+        for i in range(1, self.pool.num_pages):
+            if pages[i].group != NO_GROUP:
+                key = Digest(pages[i].key_lo, pages[i].key_hi)
+                enter(&self.pool, i, key, pages[i].group & ~TWIN)
+        for i in range(self.pool.num_pages, num_pages):
+            pages[i] = Page(0, 0, 0, NOT_FREE, NOT_FREE, NO_GROUP)
+        self.pool.num_pages = num_pages
+
+    # What it holds.
+
+    @property
+    def num_pages(self) -> int:
+        return self.pool.num_pages
+
+    @property
+    def num_free_pages(self) -> int:
+        return self.pool.num_free
+
+    @property
+    def num_keys(self) -> int:
+        """Distinct (hash, group) pairs in the prefix index."""
+        return self.pool.num_keys
+
+    @property
+    def counters(self) -> tuple:
+        """Pages allocated, freed, evicted and cached since the store was made."""
+        return self.pool.num_allocated, self.pool.num_freed, self.pool.num_evicted, self.pool.num_cached
+
+    def ref_count(self, page_id) -> int:
+        return self.pool.pages[self.checked_id(page_id)].ref_cnt
+
+    def set_ref_count(self, page_id, ref_cnt) -> None:
+        """Overwrite a count. `check` and the next `take` notice a page that is free and referenced at once."""
+        cdef Py_ssize_t count = size_of(ref_cnt, "ref_cnt", 0, INT32_MAX - 1)
+        self.pool.pages[self.checked_id(page_id)].ref_cnt = <int32_t>count
+
+    def is_free(self, page_id) -> bool:
+        """Whether the page is in the free queue."""
+        cdef int32_t checked = self.checked_id(page_id)
+        return checked != NULL_PAGE and is_free(&self.pool, checked)
+
+    def neighbours(self, page_id) -> tuple:
+        """The pages before and after a page in the free queue; None at the ends and outside the queue."""
+        cdef Page *page = &self.pool.pages[self.checked_id(page_id)]
+        if not self.is_free(page_id):
+            return None, None
+        return (
+            None if page.prev_free == NULL_PAGE else self.page(page.prev_free),
+            None if page.next_free == NULL_PAGE else self.page(page.next_free),
+        )
+
+    def ref_counts(self):
+        """The ref counts of all pages: int32 array ``[num_pages]``. O(num_pages)."""
+        cdef PageIds counts = PageIds()
+        cdef int32_t i
+        counts.reserve(self.pool.num_pages)
+        for i in range(self.pool.num_pages):
+            counts.ids[i] = self.pool.pages[i].ref_cnt
+        counts.num = self.pool.num_pages
+        return counts.to_array()
+
+    def free_ids(self) -> PageIds:
+        """The free queue, front first. O(pages in it)."""
+        cdef PageIds ids = PageIds()
+        cdef int32_t page_id
+        with self.lock:
+            ids.reserve(self.pool.num_free)
+            page_id = self.pool.pages[NULL_PAGE].next_free
+            while page_id != NULL_PAGE:
+                ids.add(&page_id, 1)
+                page_id = self.pool.pages[page_id].next_free
+        return ids
+
+    def first_cached_ids(self) -> PageIds:
+        """For each key of the prefix index the page cached first under it. O(size of the index)."""
+        cdef PageIds ids = PageIds()
+        cdef Py_ssize_t i
+        if self.pool.slots != NULL:
+            with self.lock:
+                for i in range(<Py_ssize_t>self.pool.mask + 1):
+                    if self.pool.slots[i].page_id != NULL_PAGE:
+                        ids.add(&self.pool.slots[i].page_id, 1)
+        return ids
+
+    # Page objects.
+
+    def page(self, page_id) -> CachePage:
+        """The one view of a page, made when first asked for."""
+        cdef CachePage view
+        cdef int32_t checked
+        found = self.views.get(page_id)
+        if found is not None:
+            return found
+        checked = self.checked_id(page_id)
+        view = CachePage.__new__(CachePage)
+        view.store = self
+        view.index = checked
+        view.page_id = checked
+        self.views[checked] = view
+        return view
+
+    def pages(self, PageIds ids not None) -> list:
+        """The views of the pages."""
+        cdef Py_ssize_t i
+        return [self.page(ids.ids[i]) for i in range(ids.num)]
+
+    def ids_of_pages(self, pages) -> PageIds:
+        """The ids of views of this store's pages; PageIdError for another pool's."""
+        cdef PageIds ids = PageIds()
+        cdef CachePage page
+        for item in pages:
+            if not isinstance(item, CachePage):
+                raise ArgumentTypeError(f"pages: got {type(item).__name__}, allowed: CachePage")
+            page = item
+            if page.store is not self:
+                raise PageIdError(f"page {page.page_id} belongs to another pool")
+            ids.add(&page.index, 1)
+        return ids
+
+    cdef int32_t checked_id(self, object page_id) except -1:
+        cdef int32_t checked
+        try:
+            checked = int32_of(page_id)
+        except (OverflowError, TypeError) as error:
+            raise explained("page id", error) from None
+        self.check_range(checked)
+        return checked
+
+    cdef PageIds checked(self, object page_ids):
+        """`page_ids` as ids that lie within the pool; the same object where it is a PageIds."""
+        cdef PageIds ids = page_ids if isinstance(page_ids, PageIds) else PageIds(page_ids)
+        cdef Py_ssize_t i
+        for i in range(ids.num):
+            self.check_range(ids.ids[i])
+        return ids
+
+    cdef inline int check_range(self, int32_t page_id) except -1:
+        if not 0 <= page_id < self.pool.num_pages:
+            raise PageIdError(f"page id: got {page_id}, allowed: 0 to {self.pool.num_pages - 1}")
+        return 0
+
+    cdef int32_t checked_shard(self, object shard) except? -1:
+        """`shard` as an index; -1, the whole pool, for None."""
+        return -1 if shard is None else <int32_t>size_of(shard, "shard", 0, self.pool.num_shards - 1)
+
+    # The free queue.
+
+    def take(self, n, shard=None) -> PageIds:
+        """Take `n` pages from the front of the queue (of the shard): ref count 1, prefix entries dropped. O(n)."""
+        cdef PageIds ids = PageIds()
+        self.take_into(ids, size_of(n, "num_pages"), self.checked_shard(shard))
+        return ids
+
+    cdef int take_into(self, PageIds ids, Py_ssize_t n, int32_t shard) except -1:
+        """Append `n` new pages to `ids`. `shard` -1: from anywhere."""
+        cdef int32_t *out
+        cdef int32_t bad
+        with self.lock:
+            if n > self.count_free_in(shard):
+                where = "" if shard < 0 else f" in shard {shard}"
+                raise OutOfPagesError(f"pages: {n} asked for, {self.count_free_in(shard)} free{where}")
+            ids.reserve(n)
+            out = ids.ids + ids.num
+            if shard >= 0:
+                bad = take_from_shard(&self.pool, out, n, shard)
+            elif n < RELEASE_GIL_AT:
+                bad = take(&self.pool, out, n)
+            else:
+                with nogil:
+                    bad = take(&self.pool, out, n)
+            if bad != NULL_PAGE:
+                raise IntegrityError(
+                    f"page {bad} is in the free queue with ref count {self.pool.pages[bad].ref_cnt}, allowed: 0"
+                )
+            ids.num += n
+        return 0
+
+    cdef int32_t count_free_in(self, int32_t shard) noexcept:
+        return self.pool.num_free if shard < 0 else self.pool.shard_num_free[shard]
+
+    def num_free_in_shard(self, shard) -> int:
+        """Free pages of one shard; of the whole pool for None."""
+        return self.count_free_in(self.checked_shard(shard))
+
+    def set_shards(self, num_shards) -> None:
+        """Keep a free queue for each of `num_shards` equal id ranges from now on. O(free pages) when the number changes."""
+        cdef int32_t n = <int32_t>size_of(num_shards, "data_parallel_size", 1, self.pool.num_pages)
+        cdef Links *links
+        cdef int32_t *counts
+        if n == self.pool.num_shards:
+            return
+        if self.pool.num_pages % n:
+            raise ArgumentError(f"data_parallel_size: got {n}, allowed: a divisor of the {self.pool.num_pages} pages")
+        links = <Links *>malloc((self.pool.num_pages + n) * sizeof(Links))
+        counts = <int32_t *>calloc(n, sizeof(int32_t))
+        if links == NULL or counts == NULL:
+            free(links)
+            free(counts)
+            raise MemoryError(f"links of {self.pool.num_pages} pages in {n} shards")
+        with self.lock:
+            free(self.pool.shard_links)
+            free(self.pool.shard_num_free)
+            self.pool.shard_links = links
+            self.pool.shard_num_free = counts
+            self.pool.num_shards = n
+            self.pool.pages_per_shard = self.pool.num_pages // n
+            link_shards(&self.pool)
+
+    def give_back(self, page_ids, bint tail_first=False) -> None:
+        """One reference less for each page; those at 0 go to the back of the queue, in order. Null pages are passed over."""
+        cdef PageIds ids = self.checked(page_ids)
+        cdef Py_ssize_t bad
+        with self.lock:
+            if ids.num < RELEASE_GIL_AT:
+                bad = give_back(&self.pool, ids.ids, ids.num, tail_first)
+            else:
+                with nogil:
+                    bad = give_back(&self.pool, ids.ids, ids.num, tail_first)
+        if bad >= 0:
+            raise DoubleFreeError(f"page {ids.ids[bad]} (at {bad} of {ids.num}) is freed more often than it is held")
+
+    def touch(self, page_ids) -> None:
+        """One reference more for each page; a free page leaves the queue. Null pages are passed over. O(n)."""
+        cdef PageIds ids = self.checked(page_ids)
+        cdef Py_ssize_t bad
+        with self.lock:
+            bad = find_untouchable(&self.pool, ids.ids, ids.num)
+            if bad < 0:
+                touch_all(&self.pool, ids.ids, ids.num)
+        if bad >= 0:
+            raise PageIdError(
+                f"page {ids.ids[bad]} cannot be touched: its ref count is {self.pool.pages[ids.ids[bad]].ref_cnt} "
+                "and it is not in the free queue"
+            )
+
+    def count_free(self, page_ids) -> int:
+        """How many of the pages are in the free queue. O(n)."""
+        cdef PageIds ids = self.checked(page_ids)
+        return count_free(&self.pool, ids.ids, ids.num)
+
+    def pop(self, n) -> PageIds:
+        """Take the first `n` pages out of the queue and leave ref counts and prefix entries as they are."""
+        cdef PageIds ids = PageIds()
+        cdef Py_ssize_t i, num = size_of(n, "n")
+        cdef int32_t page_id
+        with self.lock:
+            if num > self.pool.num_free:
+                raise OutOfPagesError(f"pages: {num} asked for, {self.pool.num_free} free")
+            ids.reserve(num)
+            for i in range(num):
+                page_id = self.pool.pages[NULL_PAGE].next_free
+                pull(&self.pool, page_id)
+                ids.add(&page_id, 1)
+        return ids
+
+    def remove(self, page_id) -> None:
+        """Take a page out of the queue, wherever it stands. O(1)."""
+        cdef int32_t checked = self.checked_id(page_id)
+        with self.lock:
+            if checked == NULL_PAGE or not is_free(&self.pool, checked):
+                raise PageIdError(f"page {self.page(checked).page_id} is not in the free queue")
+            pull(&self.pool, checked)
+
+    def append(self, page_ids) -> None:
+        """Put pages that are not in the queue and not held at its back, in order."""
+        cdef PageIds ids = self.checked(page_ids)
+        cdef Py_ssize_t i
+        cdef int32_t page_id
+        with self.lock:
+            for i in range(ids.num):
+                page_id = ids.ids[i]
+                if page_id == NULL_PAGE or is_free(&self.pool, page_id) or self.pool.pages[page_id].ref_cnt:
+                    for i in range(i - 1, -1, -1):
+                        pull(&self.pool, ids.ids[i])
+                    raise PageIdError(
+                        f"page {self.page(page_id).page_id} cannot be appended: it is in the free queue, held, or the null page"
+                    )
+                push(&self.pool, page_id)
+
+    def adopt(self, CachePage page not None) -> None:
+        """Take over the record of a page that stands alone: `page` becomes a view of this store."""
+        cdef PageStore home = page.store
+        cdef Page *record = &home.pool.pages[page.index]
+        if home is self:
+            return
+        if home.is_pool or self.is_pool or is_free(&home.pool, page.index):
+            raise PageIdError(f"page {page.page_id} belongs to another pool or queue")
+        page_hash = page.page_hash
+        self.resize(self.pool.num_pages + 1)
+        self.pool.pages[self.pool.num_pages - 1].ref_cnt = record.ref_cnt
+        del home.views[page.index]
+        page.store = self
+        page.index = self.pool.num_pages - 1
+        self.views[page.index] = page
+        if page_hash is not None:
+            page.page_hash = page_hash
+
+    # The prefix index.
+
+    def find(self, key, group, start=0, stop=None):
+        """The page cached first under a 128-bit int key in a group, among ids in ``[start, stop)``; None if there is none."""
+        cdef Digest digest = digest_of_int(key)
+        cdef Range ids = Range(start, self.pool.num_pages if stop is None else stop)
+        cdef int32_t page_id = NULL_PAGE
+        cdef int32_t checked_group = group_of(group)
+        if self.enable_caching:
+            with self.lock:
+                page_id = find_within(&self.pool, digest, checked_group, ids)
+        return None if page_id == NULL_PAGE else page_id
+
+    def twins(self, page_id) -> PageIds:
+        """All pages with the content of a cached page, in the order they were cached, from this one on."""
+        cdef PageIds ids = PageIds()
+        cdef int32_t first = self.checked_id(page_id)
+        cdef int32_t twin = first
+        with self.lock:
+            ids.add(&first, 1)
+            while self.pool.pages[first].group != NO_GROUP and self.pool.pages[first].group & TWIN:
+                twin = self.pool.twins[twin].next
+                if twin == first:
+                    break
+                ids.add(&twin, 1)
+        return ids
+
+    def enter(self, page_id, key, group) -> None:
+        """Give a page without a prefix entry one."""
+        cdef int32_t checked = self.checked_id(page_id)
+        cdef Digest digest = digest_of_int(key)
+        cdef int32_t checked_group = group_of(group)
+        if not self.enable_caching:
+            raise PageHashError("prefix caching is off")
+        with self.lock:
+            self.check_enterable(checked)
+            enter(&self.pool, checked, digest, checked_group)
+
+    cdef int check_enterable(self, int32_t page_id) except -1:
+        if page_id == NULL_PAGE:
+            raise PageIdError("the null page cannot be cached")
+        if self.pool.pages[page_id].group != NO_GROUP:
+            raise PageHashError(f"page {page_id} has a hash already")
+        return 0
+
+    def drop(self, page_ids) -> int:
+        """Drop the prefix entries of pages; the pages stay where they are. Returns how many had one."""
+        cdef PageIds ids = self.checked(page_ids)
+        cdef Py_ssize_t i
+        cdef Py_ssize_t num_dropped = 0
+        with self.lock:
+            for i in range(ids.num):
+                if self.pool.pages[ids.ids[i]].group != NO_GROUP:
+                    drop(&self.pool, ids.ids[i])
+                    num_dropped += 1
+        return num_dropped
+
+    def drop_all(self) -> None:
+        """Drop every prefix entry. O(num_pages)."""
+        cdef int32_t i
+        with self.lock:
+            for i in range(1, self.pool.num_pages):
+                if self.pool.pages[i].group != NO_GROUP:
+                    drop(&self.pool, i)
+
+    def key_of(self, page_id):
+        """``(128-bit int key, group)`` of a cached page, or None."""
+        cdef Page *page = &self.pool.pages[self.checked_id(page_id)]
+        if page.group == NO_GROUP:
+            return None
+        return int_of_digest(Digest(page.key_lo, page.key_hi)), page.group & ~TWIN
+
+    def page_hash_of(self, page_id):
+        """The PageHashWithGroupId of a cached page, or None."""
+        found = self.key_of(page_id)
+        if found is None:
+            return None
+        key, group = found
+        page_hash = self.names.hash_of(key) or PageHash(key, self.token_ids_of(page_id, group))
+        return PageHashWithGroupId(page_hash, group)
+
+    def keep_token_ids(self, width) -> None:
+        """Keep the tokens of pages cached from now on, `width` at most a page: int32 ``[num_pages, width]``."""
+        cdef size_t num_tokens = size_of(width, "page_size", 1)
+        self.page_tokens = <int32_t *>malloc(num_tokens * self.pool.num_pages * sizeof(int32_t))
+        if self.page_tokens == NULL:
+            raise MemoryError(f"{width} token ids for each of {self.pool.num_pages} pages")
+        self.tokens_width = num_tokens
+
+    cdef tuple token_ids_of(self, int32_t page_id, group):
+        cdef Py_ssize_t i
+        cdef Py_ssize_t num_tokens = self.num_tokens_of_group.get(group, 0)
+        if self.page_tokens == NULL:
+            return ()
+        return tuple([self.page_tokens[page_id * self.tokens_width + i] for i in range(num_tokens)])
+
+    # Whole requests.
+
+    def enter_pages(self, PageIds held not None, HashChain chain not None, start, stop, stride, group) -> None:
+        """Enter pages ``held[start:stop]`` under their digests of the chain, of which `stride` make a page. All or nothing.
+
+        Null pages are passed over. PageHashError if one is cached already. O(stop - start).
+        """
+        cdef Py_ssize_t i, num_hashes = size_of(stride, "stride", 1)
+        cdef Py_ssize_t last = size_of(stop, "num_full_pages", 0, min(held.num, chain.num // num_hashes))
+        cdef Py_ssize_t first = size_of(start, "num_cached_pages", 0, last)
+        cdef int32_t checked_group = group_of(group)
+        if last > first and not self.enable_caching:
+            raise PageHashError("prefix caching is off")
+        with self.lock:
+            for i in range(first, last):
+                self.check_range(held.ids[i])
+                if held.ids[i] != NULL_PAGE:
+                    self.check_enterable(held.ids[i])
+            for i in range(first, last):
+                if held.ids[i] != NULL_PAGE:
+                    enter(&self.pool, held.ids[i], chain.digests[(i + 1) * num_hashes - 1], checked_group)
+            if self.page_tokens != NULL and chain.token_ids is not None:
+                self.num_tokens_of_group[checked_group] = num_hashes * chain.page_size
+                self.copy_tokens(held, chain.token_ids, first, last, num_hashes * chain.page_size)
+
+    cdef void copy_tokens(
+        self, PageIds held, PageIds tokens, Py_ssize_t start, Py_ssize_t stop, Py_ssize_t num_tokens
+    ) noexcept:
+        cdef Py_ssize_t i
+        for i in range(start, min(stop, tokens.num // num_tokens)):
+            memcpy(
+                self.page_tokens + held.ids[i] * self.tokens_width, tokens.ids + i * num_tokens, num_tokens * sizeof(int32_t)
+            )
+
+    def hold_hits(self, HeldPages held not None, PageIds hits not None) -> None:
+        """Append hit pages, which were touched, to what a request holds."""
+        held.add(hits.ids, hits.num)
+        held.num_cached_pages = held.num
+
+    def hold_new(self, HeldPages held not None, n, shard=None) -> PageIds:
+        """Take `n` pages, append them to what a request holds, and return them."""
+        cdef PageIds new = PageIds()
+        cdef Py_ssize_t num = size_of(n, "num_pages")
+        new.reserve(num)
+        self.take_into(held, num, self.checked_shard(shard))
+        new.add(held.ids + held.num - num, num)
+        return new
+
+    def enter_held(self, HeldPages held not None, HashChain chain not None, num_full_pages, stride, group) -> None:
+        """Enter the pages of a request that got full: those from ``held.num_cached_pages`` to `num_full_pages`."""
+        self.enter_pages(held, chain, held.num_cached_pages, num_full_pages, stride, group)
+        held.num_cached_pages = num_full_pages
+
+    def skip(self, HeldPages held not None, first_useful_page) -> None:
+        """Free the pages before `first_useful_page`, the last first, and put the null page in their places."""
+        cdef Py_ssize_t i, stop = min(size_of(first_useful_page, "first_useful_page"), held.num)
+        cdef PageIds skipped
+        if stop <= held.num_skipped_pages:
+            return
+        skipped = PageIds()
+        skipped.add(held.ids + held.num_skipped_pages, stop - held.num_skipped_pages)
+        self.give_back(skipped, tail_first=True)
+        for i in range(held.num_skipped_pages, stop):
+            held.ids[i] = NULL_PAGE
+        held.num_skipped_pages = stop
+
+    def find_leading_hits(
+        self, HashChain chain not None, stride, start, stop, PageIds groups not None, first_id=0, stop_id=None
+    ) -> int:
+        """End of the group pages from `start` on, at most up to `stop`, that hit in all `groups`. O(pages x groups)."""
+        cdef Range ids = Range(first_id, self.pool.num_pages if stop_id is None else stop_id)
+        cdef Py_ssize_t num_hashes = size_of(stride, "stride", 1)
+        cdef Py_ssize_t last = min(size_of(stop, "stop"), chain.num // num_hashes)
+        cdef Py_ssize_t first = size_of(start, "start")
+        if not self.enable_caching:
+            return first
+        with self.lock:
+            if last - first < RELEASE_GIL_AT:
+                return find_leading_hits(&self.pool, chain.digests, num_hashes, first, last, groups.ids, groups.num, ids)
+            with nogil:
+                last = find_leading_hits(&self.pool, chain.digests, num_hashes, first, last, groups.ids, groups.num, ids)
+        return last
+
+    def find_last_run(
+        self, HashChain chain not None, stride, stop, need, PageIds groups not None, first_id=0, stop_id=None
+    ) -> int:
+        """End of the last `need` consecutive group pages before `stop` that hit in all `groups`; else of the leading ones."""
+        cdef Range ids = Range(first_id, self.pool.num_pages if stop_id is None else stop_id)
+        cdef Py_ssize_t num_hashes = size_of(stride, "stride", 1)
+        cdef Py_ssize_t last = min(size_of(stop, "stop"), chain.num // num_hashes)
+        cdef Py_ssize_t run = size_of(need, "need", 1)
+        if not self.enable_caching:
+            return 0
+        with self.lock:
+            return find_last_run(&self.pool, chain.digests, num_hashes, last, run, groups.ids, groups.num, ids)
+
+    def fetch_hits(
+        self, HashChain chain not None, stride, start, stop, group, first_id=0, stop_id=None
+    ) -> PageIds:
+        """The pages of one group for ``[0, stop)``: the null page before `start`, then the page cached first for each digest."""
+        cdef Range ids = Range(first_id, self.pool.num_pages if stop_id is None else stop_id)
+        cdef Py_ssize_t i, num_hashes = size_of(stride, "stride", 1)
+        cdef Py_ssize_t last = size_of(stop, "stop", 0, chain.num // num_hashes)
+        cdef Py_ssize_t first = size_of(start, "start", 0, last)
+        cdef int32_t checked_group = group_of(group)
+        cdef PageIds hits = PageIds()
+        hits.reserve(last)
+        with self.lock:
+            for i in range(first):
+                hits.ids[i] = NULL_PAGE
+            for i in range(first, last):
+                hits.ids[i] = find_within(&self.pool, chain.digests[(i + 1) * num_hashes - 1], checked_group, ids)
+        hits.num = last
+        return hits
+
+    def count_shared(self, PageIds held not None, num_holders) -> int:
+        """How many of the pages, from the first on, have at least `num_holders` references."""
+        cdef Py_ssize_t i, need = size_of(num_holders, "num_scheduled_requests")
+        for i in range(held.num):
+            self.check_range(held.ids[i])
+            if self.pool.pages[held.ids[i]].ref_cnt < need:
+                return i
+        return held.num
+
+    # Integrity.
+
+    def check(self) -> None:
+        """Walk every invariant of the module's docstring; IntegrityError names the first page that is wrong. O(num_pages)."""
+        with self.lock:
+            self.check_queue()
+            self.check_shards()
+            self.check_records()
+            self.check_index()
+
+    cdef int check_queue(self) except -1:
+        cdef Page *pages = self.pool.pages
+        cdef int32_t previous = NULL_PAGE
+        cdef int32_t page_id = pages[NULL_PAGE].next_free
+        cdef int32_t count = 0
+        while page_id != NULL_PAGE:
+            if not 0 < page_id < self.pool.num_pages:
+                raise IntegrityError(f"page {previous}: next_free is {page_id}, allowed: 0 to {self.pool.num_pages - 1}")
+            if pages[page_id].prev_free != previous:
+                raise IntegrityError(f"page {page_id}: prev_free is {pages[page_id].prev_free}, the page before is {previous}")
+            if pages[page_id].ref_cnt != 0:
+                raise IntegrityError(f"page {page_id} is in the free queue with ref count {pages[page_id].ref_cnt}, allowed: 0")
+            count += 1
+            previous = page_id
+            page_id = pages[page_id].next_free
+        if pages[NULL_PAGE].prev_free != previous:
+            raise IntegrityError(f"page {previous} ends the free queue, the queue says {pages[NULL_PAGE].prev_free}")
+        if count != self.pool.num_free:
+            raise IntegrityError(f"the free queue has {count} pages, the pool counts {self.pool.num_free}")
+        return 0
+
+    cdef int check_shards(self) except -1:
+        """The queue of each shard is the part of the whole queue that lies in the shard, in the same order."""
+        cdef PageIds cursors
+        cdef int32_t page_id, shard
+        if self.pool.num_shards == 0:
+            return 0
+        cursors = PageIds([self.pool.num_pages + i for i in range(self.pool.num_shards)])
+        page_id = self.pool.pages[NULL_PAGE].next_free
+        while page_id != NULL_PAGE:
+            shard = shard_of(&self.pool, page_id)
+            if self.pool.shard_links[cursors.ids[shard]].next != page_id:
+                raise IntegrityError(f"page {page_id} is not next in the free queue of shard {shard}")
+            cursors.ids[shard] = page_id
+            page_id = self.pool.pages[page_id].next_free
+        for shard in range(self.pool.num_shards):
+            if self.pool.shard_links[cursors.ids[shard]].next != self.pool.num_pages + shard:
+                raise IntegrityError(f"page {cursors.ids[shard]} does not end the free queue of shard {shard}")
+        return 0
+
+    cdef int check_records(self) except -1:
+        cdef Page *page
+        cdef int32_t i
+        cdef int32_t num_free = 0
+        if self.pool.pages[NULL_PAGE].ref_cnt or self.pool.pages[NULL_PAGE].group != NO_GROUP:
+            raise IntegrityError("page 0, the null page, is held or cached")
+        for i in range(1, self.pool.num_pages):
+            page = &self.pool.pages[i]
+            num_free += is_free(&self.pool, i)
+            if page.ref_cnt < 0 or (self.is_pool and page.ref_cnt == 0 and not is_free(&self.pool, i)):
+                raise IntegrityError(f"page {i} has ref count {page.ref_cnt} and is not in the free queue")
+            if page.group != NO_GROUP:
+                self.check_entry(i)
+        if num_free != self.pool.num_free:
+            raise IntegrityError(f"{num_free} pages have links of the free queue, it has {self.pool.num_free}")
+        return 0
+
+    cdef int check_entry(self, int32_t page_id) except -1:
+        """A cached page is found under its key, first or in the ring of the first."""
+        cdef Page *page = &self.pool.pages[page_id]
+        cdef Digest key = Digest(page.key_lo, page.key_hi)
+        cdef int32_t first = NULL_PAGE
+        if self.enable_caching:
+            first = find(&self.pool, key, page.group & ~TWIN)
+        if first == NULL_PAGE:
+            raise IntegrityError(f"page {page_id} is cached, but a look-up of its hash finds nothing")
+        if not page.group & TWIN:
+            if first != page_id:
+                raise IntegrityError(f"page {page_id} is cached alone, but a look-up of its hash finds page {first}")
+            return 0
+        if self.pool.twins[self.pool.twins[page_id].next].prev != page_id:
+            raise IntegrityError(f"page {page_id}: the next page of equal content does not link back")
+        if not has_key(&self.pool.pages[self.pool.twins[page_id].next], key, page.group & ~TWIN):
+            raise IntegrityError(f"page {page_id}: the next page of equal content, {self.pool.twins[page_id].next}, differs")
+        return 0
+
+    cdef int check_index(self) except -1:
+        """Each slot names a cached page whose key leads back to the slot."""
+        cdef Py_ssize_t i
+        cdef int32_t page_id, group
+        cdef int32_t num_keys = 0
+        if self.pool.slots == NULL:
+            return 0
+        for i in range(<Py_ssize_t>self.pool.mask + 1):
+            page_id = self.pool.slots[i].page_id
+            if page_id == NULL_PAGE:
+                continue
+            num_keys += 1
+            group = self.pool.pages[page_id].group
+            if group == NO_GROUP or self.pool.slots[i].tag != tag_of(&self.pool, self.pool.pages[page_id].key_lo, group & ~TWIN):
+                raise IntegrityError(f"page {page_id} is named by slot {i} of the prefix index, which is not its own")
+            if slot_holding(&self.pool, page_id, self.pool.slots[i].tag) != i:
+                raise IntegrityError(f"page {page_id} is named by slot {i} of the prefix index, where a look-up does not end")
+        if num_keys != self.pool.num_keys:
+            raise IntegrityError(f"the prefix index has {num_keys} keys, the pool counts {self.pool.num_keys}")
+        return 0
+
+
+@cython.final
+cdef class CachePage:
+    """A view of one page's record. ``pool.pages[i]`` gives it; equal pages are the same object.
+
+    ``CachePage(page_id)`` makes a page that stands alone, to be handed to a `FreeCachePageQueue`.
+
+    >>> page = CachePage(7)
+    >>> page.incr_ref()
+    >>> page
+    CachePage(page_id=7, ref_cnt=1, page_hash=None, prev_free_page=None, next_free_page=None)
+    """
+
+    cdef PageStore store
+    cdef int32_t index                  # record in the store
+    cdef readonly object page_id        # the index in a pool, any int for a page made alone
+
+    def __init__(self, page_id, ref_cnt=0):
+        """`ref_cnt` must not be negative."""
+        cdef PageStore store = PageStore(2, True, False)
+        self.page_id = as_index(page_id)
+        self.store = store
+        self.index = 1
+        store.pop(1)
+        store.set_ref_count(1, ref_cnt)
+        store.views[1] = self
+
+    def __reduce__(self):
+        raise TypeError("a CachePage is a view of its pool and cannot be pickled")
+
+    @property
+    def ref_cnt(self) -> int:
+        """References held to the page; 0: free. Settable, never negative."""
+        return self.store.pool.pages[self.index].ref_cnt
+
+    @ref_cnt.setter
+    def ref_cnt(self, value):
+        self.store.set_ref_count(self.index, value)
+
+    def incr_ref(self) -> None:
+        """One reference more."""
+        self.store.set_ref_count(self.index, self.ref_cnt + 1)
+
+    def decr_ref(self) -> None:
+        """One reference less; DoubleFreeError at 0. The page does not enter the free queue: `PagePool.free_pages` does that."""
+        if self.ref_cnt == 0:
+            raise DoubleFreeError(f"page {self.page_id} has no reference to give back")
+        self.store.set_ref_count(self.index, self.ref_cnt - 1)
+
+    @property
+    def page_hash(self):
+        """The PageHashWithGroupId that the page is cached under, or None. Setting it enters the page in the prefix index;
+        PageHashError if it has one already.
+        """
+        return self.store.page_hash_of(self.index)
+
+    @page_hash.setter
+    def page_hash(self, page_hash):
+        if not isinstance(page_hash, PageHashWithGroupId):
+            raise ArgumentTypeError(f"page_hash: got {type(page_hash).__name__}, allowed: PageHashWithGroupId")
+        self.store.enter(self.index, self.store.names.key_of(page_hash.page_hash), page_hash.group_id)
+
+    def reset_hash(self) -> None:
+        """Drop the page's prefix entry, if it has one."""
+        self.store.drop([self.index])
+
+    @property
+    def is_null(self) -> bool:
+        """Whether this is the pool's null page."""
+        return self.store.is_pool and self.index == NULL_PAGE
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the page is in the free queue."""
+        return self.store.is_free(self.index)
+
+    @property
+    def prev_free_page(self):
+        """The page before this one in the free queue, or None."""
+        return self.store.neighbours(self.index)[0]
+
+    @property
+    def next_free_page(self):
+        """The page behind this one in the free queue, or None."""
+        return self.store.neighbours(self.index)[1]
+
+    def __repr__(self):
+        before, behind = self.store.neighbours(self.index)
+        return (
+            f"CachePage(page_id={self.page_id}, ref_cnt={self.ref_cnt}, page_hash={self.page_hash}, "
+            f"prev_free_page={before and before.page_id}, next_free_page={behind and behind.page_id})"
+        )

@@ -1,0 +1,302 @@
+"""The cache groups of a model, together: what each request holds in each of them, and the prefix they all agree on."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from math import gcd, lcm
+
+from pagepool._core import HashChain, HeldPages, PageIds
+from pagepool.attention import NEVER, PrefixQuery, SingleTypeCacheManager, get_manager_for_kv_cache_spec
+from pagepool.errors import ArgumentError
+from pagepool.page_pool import PagePool
+from pagepool.specs import CacheGroupSpec
+
+__all__ = [
+    "CacheCoordinator",
+    "CacheCoordinatorNoPrefixCache",
+    "HybridCacheCoordinator",
+    "RequestPages",
+    "UnitaryCacheCoordinator",
+    "get_kv_cache_coordinator",
+]
+
+IdRange = tuple[int, int | None]
+"""Half-open range of the page ids that may hit; None: to the end of the pool."""
+
+ANY_PAGE: IdRange = (0, None)
+
+
+class RequestPages:
+    """What one request holds in each group, and up to where nothing needs doing.
+
+    The request needs no page while its tokens are at most ``num_room_tokens``, has none to enter in the prefix index while
+    they are fewer than ``num_next_full_tokens``, and none to skip while fewer than ``num_next_skip_tokens`` are computed.
+    """
+
+    __slots__ = ("groups", "num_next_full_tokens", "num_next_skip_tokens", "num_room_tokens")
+
+    def __init__(self, num_groups: int) -> None:
+        """Holds nothing yet."""
+        self.groups = tuple(HeldPages() for _ in range(num_groups))
+        self.num_room_tokens = 0
+        self.num_next_full_tokens = 1
+        self.num_next_skip_tokens = 0
+
+
+class CacheCoordinator(ABC):
+    """Keeps the pages of requests for all groups of a model. Subclasses say how a prefix is looked up.
+
+    ``requests`` has what each request holds; ``single_type_managers`` the rules of each group. A hash covers
+    ``hash_page_size`` tokens: the greatest common divisor of the page sizes of the groups that are prefix-cached.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        kv_cache_groups: Sequence[CacheGroupSpec],
+        max_model_len: int,
+        use_eagle: bool,
+        enable_caching: bool,
+    ) -> None:
+        """See `CacheManager`."""
+        self.num_pages = num_pages
+        self.kv_cache_groups = kv_cache_groups
+        self.max_model_len = max_model_len
+        self.use_eagle = use_eagle
+        self.enable_caching = enable_caching
+        self.page_pool = PagePool(num_pages, enable_caching)
+        self.requests: dict[str, RequestPages] = {}
+        self.single_type_managers = tuple(
+            get_manager_for_kv_cache_spec(
+                group.kv_cache_spec, page_pool=self.page_pool, kv_cache_group_id=group_id
+            )
+            for group_id, group in enumerate(kv_cache_groups)
+        )
+        cached = [manager for manager in self.single_type_managers if manager.is_prefix_cached]
+        self.hash_page_size = gcd(*(manager.page_size for manager in cached)) or 1
+        for manager in cached:
+            manager.num_hashes_per_page = manager.page_size // self.hash_page_size
+
+    # What requests hold.
+
+    def get_pages(self, request_id: str) -> tuple[PageIds, ...]:
+        """The ids of a request's pages, for each group; empty for an unknown request."""
+        held = self.requests.get(request_id)
+        return tuple(PageIds() for _ in self.single_type_managers) if held is None else held.groups
+
+    def count_pages_to_allocate(self, held: RequestPages, num_tokens: int, hits: Sequence[PageIds]) -> list[int]:
+        """New pages that each group needs so that `num_tokens` tokens have a slot, the hits being attached."""
+        return [
+            max(0, manager.get_num_pages(num_tokens) - len(group) - len(group_hits))
+            for manager, group, group_hits in zip(self.single_type_managers, held.groups, hits, strict=True)
+        ]
+
+    def remove_skipped_pages(self, held: RequestPages, num_computed_tokens: int) -> None:
+        """Give back the pages that fell out of an attention window; the null page takes their places."""
+        if num_computed_tokens < held.num_next_skip_tokens:
+            return
+        for manager, group in zip(self.single_type_managers, held.groups, strict=True):
+            first_useful_page = manager.find_first_useful_page(group, num_computed_tokens)
+            self.page_pool.store.skip(group, max(0, first_useful_page))
+
+    def count_free_hits(self, hits: Sequence[PageIds]) -> int:
+        """How many of the hit pages are in the free queue, and would leave it."""
+        return sum([self.page_pool.store.count_free(ids) for ids in hits if ids])
+
+    def touch_hits(self, hits: Sequence[PageIds]) -> None:
+        """Take a reference to each hit page."""
+        for ids in hits:
+            if ids:
+                self.page_pool.store.touch(ids)
+
+    def give_back_hits(self, hits: Sequence[PageIds]) -> None:
+        """Undo `touch_hits`; the pages count as used just now."""
+        for ids in hits:
+            self.page_pool.store.give_back(ids)
+
+    def attach_hits(self, held: RequestPages, hits: Sequence[PageIds]) -> None:
+        """Make touched hit pages the first pages of a request."""
+        for group, ids in zip(held.groups, hits, strict=True):
+            if ids:
+                self.page_pool.store.hold_hits(group, ids)
+
+    def allocate_new_pages(
+        self, held: RequestPages, num_pages: Sequence[int], shard: int | None
+    ) -> tuple[PageIds, ...]:
+        """Take that many pages for each group, of which there are enough, and return them."""
+        return tuple(
+            self.page_pool.store.hold_new(group, n, shard)
+            for group, n in zip(held.groups, num_pages, strict=True)
+        )
+
+    def count_cached_hashes(self, held: RequestPages) -> int:
+        """Leading hashes whose pages need no entry any more, in any group."""
+        return min(
+            group.num_cached_pages * manager.num_hashes_per_page
+            for manager, group in zip(self.single_type_managers, held.groups, strict=True)
+            if manager.is_prefix_cached
+        )
+
+    def cache_pages(self, held: RequestPages, chain: HashChain, num_tokens: int) -> None:
+        """Enter the pages that `num_tokens` tokens fill, and that are not yet, in the prefix index."""
+        for manager, group in zip(self.single_type_managers, held.groups, strict=True):
+            num_full_pages = num_tokens // manager.page_size
+            if manager.is_prefix_cached and num_full_pages > group.num_cached_pages:
+                self.page_pool.store.enter_held(
+                    group, chain, num_full_pages, manager.num_hashes_per_page, manager.kv_cache_group_id
+                )
+
+    def update_thresholds(self, held: RequestPages) -> None:
+        """Work out anew up to where the request needs nothing."""
+        rooms, fulls, skips = [NEVER], [NEVER], [NEVER]
+        for manager, group in zip(self.single_type_managers, held.groups, strict=True):
+            rooms.append(manager.get_num_room_tokens(len(group)))
+            skips.append(manager.find_next_skip(group))
+            if self.enable_caching and manager.is_prefix_cached:
+                fulls.append((group.num_cached_pages + 1) * manager.page_size)
+        held.num_room_tokens = min(rooms)
+        held.num_next_full_tokens = min(fulls)
+        held.num_next_skip_tokens = min(skips)
+
+    def free(self, request_id: str) -> None:
+        """Give back all pages of a request, group by group, the last page first. An unknown request has none."""
+        held = self.requests.get(request_id)
+        if held is None:
+            return
+        ids = PageIds()
+        for group in reversed(held.groups):
+            ids.extend(group)
+        self.page_pool.store.give_back(ids, tail_first=True)
+        del self.requests[request_id]
+
+    def get_num_common_prefix_pages(self, request_id: str, num_scheduled_requests: int) -> list[int]:
+        """For each group the leading pages that at least that many requests hold."""
+        held = self.requests.get(request_id)
+        if held is None or not self.enable_caching:
+            return [0] * len(self.single_type_managers)
+        return [
+            manager.get_num_common_prefix_pages(group, num_scheduled_requests)
+            for manager, group in zip(self.single_type_managers, held.groups, strict=True)
+        ]
+
+    # What the prefix index holds.
+
+    @abstractmethod
+    def find_longest_cache_hit(
+        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE
+    ) -> tuple[tuple[PageIds, ...], int]:
+        """The longest cached prefix of at most `max_cache_hit_length` tokens: page ids for each group, with the null page in
+        the places that the group's attention does not reach, and its length in tokens. Changes nothing.
+        """
+
+
+class CacheCoordinatorNoPrefixCache(CacheCoordinator):
+    """Any number of groups, none included, without prefix caching."""
+
+    def __init__(
+        self, num_pages: int, kv_cache_groups: Sequence[CacheGroupSpec], max_model_len: int, use_eagle: bool
+    ) -> None:
+        """See `CacheManager`."""
+        super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, False)
+
+    def find_longest_cache_hit(
+        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE
+    ) -> tuple[tuple[PageIds, ...], int]:
+        """Nothing is ever cached."""
+        return tuple(PageIds() for _ in self.single_type_managers), 0
+
+
+class HybridCacheCoordinator(CacheCoordinator):
+    """Any number of groups of any kinds, page sizes and order.
+
+    Groups whose rules are equal are looked up together. The hit is the longest length that is a common multiple of all page
+    sizes and a hit for each kind: every kind in turn shortens it to what it has, until none shortens it any more. With eagle
+    each kind drops its last page once, in the first round. A state group makes every hit 0.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        kv_cache_groups: Sequence[CacheGroupSpec],
+        max_model_len: int,
+        use_eagle: bool,
+        enable_caching: bool,
+    ) -> None:
+        """ArgumentError for eagle with chunked local attention, which cannot drop a page across chunks."""
+        super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, enable_caching)
+        self._kinds = self._group_by_hit_class()
+        self._page_size_lcm = lcm(*(manager.page_size for manager, _ in self._kinds if manager.is_prefix_cached))
+        if use_eagle and not all(manager.can_drop_page for manager, _ in self._kinds):
+            raise ArgumentError("use_eagle: got True, allowed with chunked local attention and caching: False")
+
+    def _group_by_hit_class(self) -> list[tuple[SingleTypeCacheManager, PageIds]]:
+        """A manager and the group ids of each kind; full attention first, since it bounds the others at the least cost."""
+        kinds: dict[tuple[object, ...], tuple[SingleTypeCacheManager, PageIds]] = {}
+        for manager in self.single_type_managers:
+            _, group_ids = kinds.setdefault(manager.hit_class, (manager, PageIds()))
+            group_ids.extend([manager.kv_cache_group_id])
+        return sorted(kinds.values(), key=lambda kind: not kind[0].is_prefix_closed)
+
+    def find_longest_cache_hit(
+        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE
+    ) -> tuple[tuple[PageIds, ...], int]:
+        """O(pages x groups) a round, and rarely more than two rounds."""
+        num_tokens = self._shorten(chain, max_cache_hit_length, ids, is_recheck=False)
+        previous = -1
+        while num_tokens != previous:
+            previous = num_tokens
+            num_tokens = self._shorten(chain, num_tokens, ids, is_recheck=True)
+        return self._fetch(chain, num_tokens, ids), num_tokens
+
+    def _shorten(self, chain: HashChain, num_tokens: int, ids: IdRange, is_recheck: bool) -> int:
+        """One round: let each kind shorten the hit to what it has."""
+        num_tokens -= num_tokens % self._page_size_lcm
+        for manager, group_ids in self._kinds:
+            query = PrefixQuery(chain, group_ids, *ids)
+            num_tokens = manager.find_hit_length(query, num_tokens, self.use_eagle, is_recheck)
+            num_tokens -= num_tokens % self._page_size_lcm
+        return num_tokens
+
+    def _fetch(self, chain: HashChain, num_tokens: int, ids: IdRange) -> tuple[PageIds, ...]:
+        """The pages of a hit of that length."""
+        return tuple(
+            self.page_pool.store.fetch_hits(
+                chain,
+                manager.num_hashes_per_page,
+                manager.find_first_hit_page(num_tokens, self.use_eagle),
+                num_tokens // manager.page_size,
+                manager.kv_cache_group_id,
+                *ids,
+            )
+            for manager in self.single_type_managers
+        )
+
+
+class UnitaryCacheCoordinator(HybridCacheCoordinator):
+    """One group: its own longest hit is the answer."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        kv_cache_groups: Sequence[CacheGroupSpec],
+        max_model_len: int,
+        use_eagle: bool,
+        enable_caching: bool,
+    ) -> None:
+        """ArgumentError unless there is exactly one group."""
+        if len(kv_cache_groups) != 1:
+            raise ArgumentError(f"kv_cache_groups: got {len(kv_cache_groups)}, allowed: 1")
+        super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, enable_caching)
+
+
+def get_kv_cache_coordinator(
+    num_pages: int,
+    kv_cache_groups: Sequence[CacheGroupSpec],
+    max_model_len: int,
+    use_eagle: bool,
+    enable_caching: bool,
+) -> CacheCoordinator:
+    """The coordinator for the number of groups and whether prefixes are cached."""
+    if not enable_caching:
+        return CacheCoordinatorNoPrefixCache(num_pages, kv_cache_groups, max_model_len, use_eagle)
+    cls = UnitaryCacheCoordinator if len(kv_cache_groups) == 1 else HybridCacheCoordinator
+    return cls(num_pages, kv_cache_groups, max_model_len, use_eagle, enable_caching)

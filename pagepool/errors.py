@@ -1,0 +1,49 @@
+"""The exceptions that pagepool raises. A call that raises one of them has changed nothing.
+
+Every class derives from `PagePoolError` and from the builtin exception that engines catch today, so existing
+`except ValueError` clauses keep working. Messages say what was asked, what was got and what is allowed.
+"""
+
+
+class PagePoolError(Exception):
+    """Base of every exception of this package."""
+
+
+class ArgumentError(PagePoolError, ValueError):
+    """A value is of the right type but outside what the call allows."""
+
+
+class ArgumentTypeError(PagePoolError, TypeError):
+    """A value is of a type, dtype or layout that the call does not take."""
+
+
+class OutOfPagesError(PagePoolError, ValueError):
+    """More pages were asked for than are free (in the pool, or in the data-parallel shard)."""
+
+
+class RequestTooLargeError(OutOfPagesError):
+    """A request needs more pages than the whole pool has, so waiting for free pages would never end."""
+
+
+class DoubleFreeError(PagePoolError, RuntimeError):
+    """A page's reference count would go below zero."""
+
+
+class IntegrityError(PagePoolError, RuntimeError):
+    """The pool's records contradict one another; the message names the first page that is wrong."""
+
+
+class PageIdError(PagePoolError, IndexError):
+    """A page id is out of range, a page belongs to another pool, or it is not in the state the call needs."""
+
+
+class PageHashError(PagePoolError, RuntimeError):
+    """A page would be given a hash while it has one."""
+
+
+class RowIndexError(PagePoolError, IndexError):
+    """A page-table row is out of range."""
+
+
+class RowOverflowError(PagePoolError, ValueError):
+    """A page-table row would get more pages than it has columns."""

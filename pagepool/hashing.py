@@ -1,0 +1,280 @@
+"""Tokens and parent to page hash: the named tuples, the seeds, the extra keys and the hash functions in Python.
+
+A page is known by the chain of everything before it: ``hash(parent hash, tokens of the page, extra keys)``. Equal hashes
+mean equal contents from the first token on, which is what lets two requests share a page. Extra keys are what is not in the
+tokens but changes the keys and values all the same: a LoRA adapter, an image, a tenant's salt.
+
+The manager's default algorithm, SipHash-2-4-128, runs in the compiled core; this module gives it its secret key.
+"""
+
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from pagepool.errors import ArgumentError, ArgumentTypeError
+
+HashFunction = Callable[[Any], int]
+"""Maps ``(parent hash, token ids, extra keys)`` to an int; the builtin `hash` is one."""
+
+ExtraKeys = tuple[tuple[Any, ...], ...]
+
+
+class PageHash(NamedTuple):
+    """What a full page is known by.
+
+    ``hash_value`` is the int that the hash function gave. ``token_ids`` are the page's tokens, or empty where only the digest
+    is kept (the manager's own algorithms, unless it was made with ``keep_token_ids=True``). ``extra_keys`` are the page's
+    extra keys or None.
+    """
+
+    hash_value: int
+    token_ids: tuple[int, ...]
+    extra_keys: Any | None = None
+
+
+class PageHashWithGroupId(NamedTuple):
+    """A page hash in one cache group: groups hold different layers, so equal tokens need a page in each."""
+
+    page_hash: PageHash
+    group_id: int
+
+    def get_hash_value(self) -> int:
+        """The int in the page hash."""
+        return self.page_hash.hash_value
+
+
+def get_hash_seed(hash_seed: int | str | bytes | None = None) -> bytes | None:
+    """The seed as bytes: `hash_seed` where given, else ``PYTHONHASHSEED`` where it names one, else None.
+
+    >>> get_hash_seed(7)
+    b'7'
+    """
+    if hash_seed is None:
+        hash_seed = os.environ.get("PYTHONHASHSEED", "random")
+        if hash_seed in ("", "random"):
+            return None
+    if isinstance(hash_seed, bytes):
+        return hash_seed
+    if isinstance(hash_seed, bool) or not isinstance(hash_seed, int | str):
+        raise ArgumentTypeError(f"hash_seed: got {type(hash_seed).__name__}, allowed: int, str, bytes or None")
+    return str(hash_seed).encode()
+
+
+_PROCESS_SECRET = os.urandom(32)
+
+NONE_HASH: int = 0
+"""Parent hash of a first page for hash functions that are callables. Set by `init_none_hash`."""
+
+
+def init_none_hash() -> None:
+    """Set `NONE_HASH` anew: from ``PYTHONHASHSEED`` where it is set, else from the process's secret.
+
+    Calling it again changes nothing unless the environment changed, so hashes made before stay valid.
+    """
+    global NONE_HASH
+    seed = get_hash_seed()
+    source = _PROCESS_SECRET if seed is None else hashlib.sha256(b"pagepool none hash " + seed).digest()
+    NONE_HASH = int.from_bytes(source[:8], "little") >> 1
+
+
+init_none_hash()
+
+
+def get_siphash_key(hash_seed: int | str | bytes | None = None) -> bytes:
+    """The 16-byte SipHash key: from the seed if there is one, else secret and random for each process.
+
+    >>> get_siphash_key(1) == get_siphash_key(1) != get_siphash_key(2)
+    True
+    """
+    seed = get_hash_seed(hash_seed)
+    source = _PROCESS_SECRET if seed is None else b"seed " + seed
+    return hashlib.sha256(b"pagepool siphash key " + source).digest()[:16]
+
+
+def hash_page_tokens(
+    hash_function: HashFunction,
+    parent_page_hash: int | None,
+    curr_page_token_ids: Sequence[int],
+    extra_keys: Any | None = None,
+) -> PageHash:
+    """Hash one full page: ``hash_function((parent or NONE_HASH, tuple of tokens, extra_keys))``.
+
+    `parent_page_hash` is the ``hash_value`` of the page before, None for a first page. O(tokens).
+
+    >>> hash_page_tokens(lambda content: len(content[1]), None, [5, 6, 7])
+    PageHash(hash_value=3, token_ids=(5, 6, 7), extra_keys=None)
+    """
+    parent = NONE_HASH if parent_page_hash is None else parent_page_hash
+    token_ids = tuple(curr_page_token_ids)
+    return PageHash(hash_function((parent, token_ids, extra_keys)), token_ids, extra_keys)
+
+
+def hash_request_tokens(hash_function: HashFunction, page_size: int, request: Any) -> list[PageHash]:
+    """Hash every full page of ``request.all_token_ids``, each with the one before as its parent. O(tokens)."""
+    token_ids = request.all_token_ids
+    extra_keys = RequestExtraKeys.of(request)
+    page_hashes: list[PageHash] = []
+    parent: int | None = None
+    for start in range(0, len(token_ids) - page_size + 1, page_size):
+        page_extra_keys = extra_keys.of_page(start, start + page_size) if extra_keys else None
+        page_hashes.append(
+            hash_page_tokens(hash_function, parent, token_ids[start : start + page_size], page_extra_keys)
+        )
+        parent = page_hashes[-1].hash_value
+    return page_hashes
+
+
+def sha256_page(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys | None) -> bytes:
+    """SHA-256 of the parent's digest, the tokens as little-endian int32 and the encoded extra keys: 32 bytes.
+
+    The same in every process and on every machine. Token ids outside int32 raise `ArgumentError`.
+    """
+    try:
+        tokens = struct.pack(f"<{len(token_ids)}i", *token_ids)
+    except struct.error as error:
+        raise ArgumentError(f"token ids: {error}; allowed: ints that fit int32") from None
+    return hashlib.sha256(parent + tokens + encode_extra_keys(extra_keys)).digest()
+
+
+def sha256_cbor(content: Any) -> bytes:
+    """SHA-256 of the canonical CBOR encoding of `content`, as vLLM's function of that name: 32 bytes.
+
+    Needs the package cbor2 (the extra ``pagepool[cbor]``).
+    """
+    try:
+        import cbor2
+    except ImportError:
+        raise ImportError("hash_algo='sha256_cbor' needs cbor2: pip install 'pagepool[cbor]'") from None
+    return hashlib.sha256(cbor2.dumps(content, canonical=True)).digest()
+
+
+def encode_extra_keys(extra_keys: ExtraKeys | None) -> bytes:
+    """Extra keys as bytes, different for different keys; empty for None."""
+    return b"" if extra_keys is None else repr(extra_keys).encode()
+
+
+class RequestExtraKeys:
+    """The extra keys of one request's pages.
+
+    A ``cache_salt`` and a ``lora_id`` enter the first page; each multimodal feature enters the pages that it overlaps. The
+    chain carries them to every later page. A feature is any object with ``mm_hash`` (or ``identifier``) and a position
+    ``placeholder_range`` (or ``mm_position``) with ``offset`` and ``length`` in tokens; one without a position enters the
+    first page. A request that says ``has_vision`` and names no feature shares pages with itself alone.
+    """
+
+    __slots__ = ("_features", "_first_page_keys")
+
+    def __init__(self, first_page_keys: ExtraKeys, features: tuple[tuple[int, int, Any, Any], ...]) -> None:
+        """`features` are ``(start, end, modality, content hash)`` with half-open token ranges."""
+        self._first_page_keys = first_page_keys
+        self._features = features
+
+    @classmethod
+    def of(cls, request: Any) -> "RequestExtraKeys | None":
+        """The extra keys of `request`, or None where it has none. O(features)."""
+        named = (("lora", getattr(request, "lora_id", None)), ("salt", getattr(request, "cache_salt", None)))
+        keys = [(name, _plain(name, value)) for name, value in named if value is not None]
+        mm_features = getattr(request, "mm_features", None)
+        if not mm_features and getattr(request, "has_vision", False):
+            keys.append(("vision", _plain("request_id", request.request_id)))
+        features = tuple(_feature_range(feature) for feature in mm_features or ())
+        return cls(tuple(keys), features) if keys or features else None
+
+    def of_page(self, start: int, end: int) -> ExtraKeys | None:
+        """Keys of the page with tokens ``[start, end)``, or None. Offsets are relative to the page."""
+        keys = [
+            ("mm", modality, content_hash, feature_start - start, feature_end - feature_start)
+            for feature_start, feature_end, modality, content_hash in self._features
+            if feature_start < end and start < feature_end
+        ]
+        first: Iterable[tuple[Any, ...]] = self._first_page_keys if start == 0 else ()
+        return (*first, *keys) or None
+
+    def find_next_page(self, start: int, page_size: int) -> int | None:
+        """Index of the first page at or after token `start` (a page boundary) that has keys, or None."""
+        pages = [max(start, begin) // page_size for begin, end, _, _ in self._features if end > start]
+        if start == 0 and self._first_page_keys:
+            return 0
+        return min(pages, default=None)
+
+
+def _feature_range(feature: Any) -> tuple[int, int, Any, Any]:
+    """``(start, end, modality, content hash)`` of one multimodal feature."""
+    content_hash = getattr(feature, "mm_hash", None)
+    if content_hash is None:
+        content_hash = getattr(feature, "identifier", None)
+    if content_hash is None:
+        raise ArgumentError(f"mm_features: {feature!r} has neither mm_hash nor identifier")
+    position = getattr(feature, "placeholder_range", None) or getattr(feature, "mm_position", None)
+    start, end = 0, 1
+    if position is not None:
+        start, end = position.offset, position.offset + position.length
+    return start, end, str(getattr(feature, "modality", "mm")), _plain("mm_hash", content_hash)
+
+
+def _plain(name: str, value: Any) -> int | str | bytes:
+    """`value` if its repr tells it from every other value."""
+    if type(value) not in (int, str, bytes):
+        raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: int, str or bytes")
+    checked: int | str | bytes = value
+    return checked
+
+
+_MAX_KEY = (1 << 128) - 1
+
+
+class HashNames:
+    """Which `PageHash` stands for which 128-bit key of the prefix index, where the key is not simply the hash value.
+
+    Pages that the manager hashes natively have keys that are their hash values, and nothing is stored for them. One hash may
+    stand for several keys, when a weak hash function gives different prefixes the same value.
+    """
+
+    __slots__ = ("_hash_of_key", "_keys_of_hash")
+
+    def __init__(self) -> None:
+        """No names yet."""
+        self._hash_of_key: dict[int, PageHash] = {}
+        self._keys_of_hash: dict[PageHash, list[int]] = {}
+
+    def __len__(self) -> int:
+        """Number of keys with a name."""
+        return len(self._hash_of_key)
+
+    def add(self, key: int, page_hash: PageHash) -> None:
+        """Let `page_hash` stand for `key`. O(1)."""
+        if key not in self._hash_of_key:
+            self._hash_of_key[key] = page_hash
+            self._keys_of_hash.setdefault(page_hash, []).append(key)
+
+    def hash_of(self, key: int) -> PageHash | None:
+        """The hash that stands for `key`, or None where the key is the hash value."""
+        return self._hash_of_key.get(key)
+
+    def keys_of(self, page_hash: PageHash) -> list[int]:
+        """The keys that `page_hash` may stand for, the first named first. Empty: it cannot be cached."""
+        named = self._keys_of_hash.get(page_hash)
+        if named is not None:
+            return named
+        return [page_hash.hash_value] if 0 <= page_hash.hash_value <= _MAX_KEY else []
+
+    def key_of(self, page_hash: PageHash) -> int:
+        """The key to enter a page with `page_hash` under. One that carries tokens gets a fresh random key with it as name."""
+        named = self._keys_of_hash.get(page_hash)
+        if named is not None:
+            return named[0]
+        if not page_hash.token_ids and page_hash.extra_keys is None and 0 <= page_hash.hash_value <= _MAX_KEY:
+            return page_hash.hash_value
+        key = int.from_bytes(os.urandom(16), "little")
+        self.add(key, page_hash)
+        return key
+
+    def keep_only(self, keys: Iterable[int]) -> None:
+        """Forget every name but those of `keys`. O(keys)."""
+        kept = [(key, self._hash_of_key[key]) for key in keys if key in self._hash_of_key]
+        self._hash_of_key = {}
+        self._keys_of_hash = {}
+        for key, page_hash in kept:
+            self.add(key, page_hash)

@@ -1,0 +1,420 @@
+"""The door for engines: prefix look-up, slots for tokens, and giving pages back, request by request."""
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pagepool._core import CachePage, PageIds, PageStore
+from pagepool.coordinator import CacheCoordinator, RequestPages, get_kv_cache_coordinator
+from pagepool.errors import ArgumentError, RequestTooLargeError
+from pagepool.request import EngineRequestStatus, Request
+from pagepool.request_hashes import HashAlgorithm, RequestHashes, RequestPageHashes, make_page_hasher
+from pagepool.specs import CacheGroupSpec, pages_per_dp_shard, require_int, usable_pages_count
+
+__all__ = ["CacheManager", "CachePages", "PrefixProbe"]
+
+logger = logging.getLogger(__name__)
+
+
+class CachePages:
+    """Pages for each cache group: what a look-up hit, or what an allocation added.
+
+    Holds ids; the page objects of ``pages`` are made when they are first read.
+    """
+
+    __slots__ = ("_groups", "_store")
+
+    _groups: tuple[PageIds, ...] | tuple[list[CachePage], ...]
+
+    def __init__(
+        self, pages: tuple[list[CachePage], ...] | tuple[PageIds, ...], store: PageStore | None = None
+    ) -> None:
+        """One list of pages for each group; with `store`, that pool's page ids instead."""
+        self._groups = pages
+        self._store = store
+
+    @property
+    def pages(self) -> tuple[list[CachePage], ...]:
+        """One list of page objects for each group."""
+        if self._store is not None:
+            self._groups = tuple(self._store.pages(ids) for ids in self._groups)
+            self._store = None
+        return self._groups  # type: ignore[return-value]
+
+    def get_page_ids(self) -> tuple[list[int], ...]:
+        """One list of page ids for each group. O(pages)."""
+        if self._store is not None:
+            return tuple([ids.to_list() for ids in self._groups])  # type: ignore[union-attr]
+        return tuple([page.page_id for page in group] for group in self.pages)
+
+    def get_ids(self, store: PageStore) -> tuple[PageIds, ...]:
+        """The native ids; PageIdError unless the pages are of `store`."""
+        if self._store is store:
+            return self._groups  # type: ignore[return-value]
+        return tuple(store.ids_of_pages(group) for group in self.pages)
+
+    def get_unhashed_page_ids(self) -> list[int]:
+        """Ids of the pages that are not cached. ArgumentError unless there is exactly one group."""
+        if len(self._groups) != 1:
+            raise ArgumentError(f"get_unhashed_page_ids: got {len(self._groups)} groups, allowed: 1")
+        return [page.page_id for page in self.pages[0] if page.page_hash is None]
+
+    def new_empty(self) -> "CachePages":
+        """No pages, for as many groups."""
+        return CachePages(tuple([] for _ in self._groups))
+
+    def __add__(self, other: "CachePages") -> "CachePages":
+        """The pages of both, group by group."""
+        return CachePages(tuple([*mine, *others] for mine, others in zip(self.pages, other.pages, strict=True)))
+
+    def __eq__(self, other: object) -> bool:
+        """The same pages in the same order."""
+        return isinstance(other, CachePages) and self.pages == other.pages
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        """The ids."""
+        return f"CachePages(page_ids={self.get_page_ids()})"
+
+
+class PrefixProbe(NamedTuple):
+    """What `CacheManager.probe` found: tokens that would be hit, of those asked for, and why not more."""
+
+    num_hit_tokens: int
+    num_queried_tokens: int
+    reason: str
+
+
+class CacheManager:
+    """Allocates pages to requests and finds prefixes that are cached already.
+
+    One owner at a time: calls on one manager from several threads must be made one after another.
+
+    `num_pages` counts the null page. Without groups prefix caching is off. `hash_algo` is ``"siphash128"`` (keyed with a secret
+    of the process), ``"sha256"`` (the same in every process), ``"sha256_cbor"`` (as vLLM's), or a callable such as the builtin
+    `hash`; `hash_seed`, or ``PYTHONHASHSEED``, makes a keyed one deterministic. `keep_token_ids` keeps the tokens of cached
+    pages in their hashes, at 4 bytes a token.
+
+    >>> from pagepool import CacheGroupSpec, EngineRequest, FullAttentionSpec
+    >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+    >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+    >>> first = EngineRequest("first", [1, 2, 3, 4, 5, 6])
+    >>> manager.allocate_slots(first, num_new_tokens=6).get_page_ids()
+    ([1, 2],)
+    >>> second = EngineRequest("second", [1, 2, 3, 4, 9])
+    >>> hits, num_hit_tokens = manager.get_computed_pages(second)
+    >>> hits.get_page_ids(), num_hit_tokens
+    (([1],), 4)
+    >>> manager.allocate_slots(second, 1, num_hit_tokens, hits).get_page_ids()
+    ([3],)
+    >>> manager.free(first); manager.free(second)
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        kv_cache_groups: Sequence[CacheGroupSpec],
+        max_model_len: int,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        *,
+        hash_algo: HashAlgorithm = "siphash128",
+        hash_seed: int | str | bytes | None = None,
+        keep_token_ids: bool = False,
+    ) -> None:
+        """`max_model_len` in tokens. ArgumentError for values out of range and for combinations that cannot work."""
+        self.num_pages = num_pages
+        self.kv_cache_groups = kv_cache_groups
+        self.num_kv_cache_groups = len(kv_cache_groups)
+        self.max_model_len = require_int("max_model_len", max_model_len, 1)
+        self.enable_caching = bool(enable_caching and kv_cache_groups)
+        self.use_eagle = use_eagle
+        self.page_size = kv_cache_groups[0].kv_cache_spec.page_size if self.enable_caching else None
+        self.coordinator: CacheCoordinator = get_kv_cache_coordinator(
+            num_pages, kv_cache_groups, self.max_model_len, use_eagle, self.enable_caching
+        )
+        self.page_pool = self.coordinator.page_pool
+        self._store = self.page_pool.store
+        if keep_token_ids and self.enable_caching:
+            self._store.keep_token_ids(max(group.kv_cache_spec.page_size for group in kv_cache_groups))
+        self._hasher = make_page_hasher(hash_algo, self.coordinator.hash_page_size, hash_seed, keep_token_ids)
+        self._hashes: dict[str, RequestHashes] = {}
+        self._requests = self.coordinator.requests
+        self._no_ids = tuple(PageIds() for _ in kv_cache_groups)
+
+    @property
+    def usage(self) -> float:
+        """Share of the pages that are not free, the null page counted as used: 0.0 to 1.0."""
+        return self.page_pool.get_usage()
+
+    @property
+    def req_to_page_hashes(self) -> RequestPageHashes:
+        """The hashes of each request's pages, by request id: a live, read-only view."""
+        return RequestPageHashes(self._hasher, self._hashes)
+
+    # Prefix look-up.
+
+    def get_computed_pages(
+        self, request: Request, *, dp_shard_hint: int | None = None, data_parallel_size: int | None = None
+    ) -> tuple[CachePages, int]:
+        """The longest cached prefix of a request, in full pages, and its length in tokens: at most ``num_tokens - 1``, so that
+        one token is left to compute.
+
+        Nothing when caching is off or the request wants ``prompt_logprobs``. With eagle the last page that hits is dropped;
+        with a hint only pages of that shard hit. Takes no references: pass the pages to `allocate_slots` before anything else
+        is allocated. O(pages), hashing included the first time.
+        """
+        if not self._may_hit(request):
+            return self.create_empty_page_list(), 0
+        hashes = self._extend_hashes(request, request.num_tokens)
+        ids = self.page_pool.find_shard_bounds(dp_shard_hint, data_parallel_size)
+        pages, num_tokens = self.coordinator.find_longest_cache_hit(hashes.chain, request.num_tokens - 1, ids)
+        self.page_pool.count_query(request.num_tokens, num_tokens)
+        return CachePages(pages, self._store), num_tokens
+
+    def probe(self, request: Request) -> PrefixProbe:
+        """What `get_computed_pages` would find, and why not more. Changes nothing, counters and stored hashes included."""
+        if not self._may_hit(request):
+            reason = "prompt_logprobs are asked for" if self.enable_caching else "prefix caching is off"
+            return PrefixProbe(0, request.num_tokens, reason)
+        hashes = self._hasher.start(request)
+        self._hasher.extend(hashes, request, request.num_tokens // self.coordinator.hash_page_size)
+        _, num_tokens = self.coordinator.find_longest_cache_hit(hashes.chain, request.num_tokens - 1)
+        is_all = request.num_tokens - num_tokens <= self.coordinator.hash_page_size
+        reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
+        return PrefixProbe(num_tokens, request.num_tokens, reason)
+
+    def _may_hit(self, request: Request) -> bool:
+        params = request.sampling_params
+        return self.enable_caching and getattr(params, "prompt_logprobs", None) is None
+
+    def _extend_hashes(self, request: Request, num_tokens: int) -> RequestHashes:
+        """The request's hashes, made at least for its full pages up to `num_tokens`."""
+        hashes = self._hashes.get(request.request_id)
+        if hashes is None:
+            hashes = self._hashes[request.request_id] = self._hasher.start(request)
+        self._hasher.extend(hashes, request, num_tokens // self.coordinator.hash_page_size)
+        return hashes
+
+    # Slots.
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_pages: CachePages | None = None,
+        num_lookahead_tokens: int = 0,
+        delay_cache_pages: bool = False,
+        dp_shard_hint: int | None = None,
+        data_parallel_size: int | None = None,
+        *,
+        num_external_computed_tokens: int = 0,
+        num_reserved_pages: int = 0,
+    ) -> CachePages | None:
+        """Make room for the next tokens of a request and return the new pages; None, and nothing taken, if too few are free.
+
+        The request has ``num_computed_tokens`` computed; `num_new_computed_tokens` more are in `new_computed_pages`, the hits
+        of `get_computed_pages`, for a request that holds no page yet; `num_external_computed_tokens` more will be filled by a
+        transfer; then come `num_new_tokens` to compute now and room for `num_lookahead_tokens` drafts. All but the drafts are
+        entered in the prefix index as far as they fill pages and the request knows their tokens, unless `delay_cache_pages`
+        (call `cache_pages` later). Pages that an attention window has left are given back first, even if None is returned.
+
+        With `data_parallel_size` > 1 pages come from the shard that the request's pages are in, else from the hinted one; where
+        that shard is too short the hits count as used just now and None is returned. `num_reserved_pages` free pages are left
+        for others (a watermark for admission). ArgumentError, a ValueError, for 0 new tokens. Amortised O(new pages).
+        """
+        if type(num_new_tokens) is not int or num_new_tokens <= 0 or num_lookahead_tokens < 0:
+            self._check_num_tokens(num_new_tokens, num_lookahead_tokens, num_external_computed_tokens)
+        num_computed_tokens = request.num_computed_tokens
+        num_tokens = (
+            num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens + num_new_tokens
+        )
+        held = self._requests.get(request.request_id)
+        if (
+            held is not None
+            and num_tokens + num_lookahead_tokens <= held.num_room_tokens
+            and num_tokens < held.num_next_full_tokens
+            and num_computed_tokens < held.num_next_skip_tokens
+            and new_computed_pages is None
+        ):
+            return CachePages(self._no_ids, self._store)
+        return self._allocate_slots(
+            request,
+            held or RequestPages(self.num_kv_cache_groups),
+            self._get_hits(request, new_computed_pages),
+            min(num_tokens + num_lookahead_tokens, self.max_model_len),
+            0 if delay_cache_pages or not self.enable_caching else min(num_tokens, request.num_tokens),
+            dp_shard_hint,
+            data_parallel_size,
+            num_reserved_pages,
+        )
+
+    def _allocate_slots(
+        self,
+        request: Request,
+        held: RequestPages,
+        hits: tuple[PageIds, ...],
+        num_tokens_with_slot: int,
+        num_tokens_to_cache: int,
+        dp_shard_hint: int | None,
+        data_parallel_size: int | None,
+        num_reserved_pages: int,
+    ) -> CachePages | None:
+        """Do what is due: hash first, which may fail for want of tokens, then skip, take and enter pages."""
+        is_full = num_tokens_to_cache >= held.num_next_full_tokens
+        hashes = self._extend_hashes(request, num_tokens_to_cache) if is_full else None
+        self.coordinator.remove_skipped_pages(held, request.num_computed_tokens)
+        new_ids: tuple[PageIds, ...] | None = self._no_ids
+        if num_tokens_with_slot > held.num_room_tokens or hits is not self._no_ids:
+            shard = self._find_shard(held, hits, dp_shard_hint, data_parallel_size)
+            new_ids = self._take_pages(held, hits, num_tokens_with_slot, shard, num_reserved_pages)
+        if new_ids is not None:
+            self._requests[request.request_id] = held
+            if hashes is not None:
+                self._cache_pages(held, hashes, num_tokens_to_cache)
+        self.coordinator.update_thresholds(held)
+        return None if new_ids is None else CachePages(new_ids, self._store)
+
+    def _check_num_tokens(self, num_new_tokens: int, num_lookahead: int, num_external: int) -> None:
+        require_int("num_new_tokens", num_new_tokens, 0)
+        require_int("num_lookahead_tokens", num_lookahead, 0)
+        if num_new_tokens + require_int("num_external_computed_tokens", num_external, 0) == 0:
+            raise ArgumentError("num_new_tokens: got 0, allowed: at least 1")
+
+    def _get_hits(self, request: Request, new_computed_pages: CachePages | None) -> tuple[PageIds, ...]:
+        """The native ids of hits, which only a request without pages may take."""
+        if new_computed_pages is None:
+            return self._no_ids
+        hits = new_computed_pages.get_ids(self._store)
+        if len(hits) != self.num_kv_cache_groups:
+            raise ArgumentError(f"new_computed_pages: got {len(hits)} groups, allowed: {self.num_kv_cache_groups}")
+        if any(hits) and not self.enable_caching:
+            raise ArgumentError("new_computed_pages: got pages, allowed without prefix caching: none")
+        if any(hits) and request.request_id in self._requests:
+            raise ArgumentError(
+                f"new_computed_pages: got pages for request {request.request_id!r}, which holds some already; allowed: none"
+            )
+        return hits
+
+    def _find_shard(
+        self,
+        held: RequestPages,
+        hits: Sequence[PageIds],
+        dp_shard_hint: int | None,
+        data_parallel_size: int | None,
+    ) -> int | None:
+        """The shard that all pages of the request are in, else the hinted one; None: anywhere."""
+        pages_per_shard = pages_per_dp_shard(self.num_pages, data_parallel_size)
+        if pages_per_shard is None:
+            return None
+        ids = PageIds()
+        for group in (*held.groups, *hits):
+            ids.extend(group)
+        shard = ids.shard(pages_per_shard)
+        return self.page_pool.find_shard(dp_shard_hint if shard < 0 else shard, data_parallel_size)
+
+    def _take_pages(
+        self,
+        held: RequestPages,
+        hits: Sequence[PageIds],
+        num_tokens: int,
+        shard: int | None,
+        num_reserved_pages: int,
+    ) -> tuple[PageIds, ...] | None:
+        """Touch and attach the hits and take the new pages, or nothing of it."""
+        num_new_pages = self.coordinator.count_pages_to_allocate(held, num_tokens, hits)
+        num_needed_pages = sum(num_new_pages) + self.coordinator.count_free_hits(hits)
+        if num_needed_pages > max(0, self._store.num_free_pages - num_reserved_pages):
+            self._warn_if_hopeless(held, num_needed_pages)
+            return None
+        self.coordinator.touch_hits(hits)
+        if sum(num_new_pages) > self._store.num_free_in_shard(shard):
+            self.coordinator.give_back_hits(hits)
+            return None
+        self.coordinator.attach_hits(held, hits)
+        return self.coordinator.allocate_new_pages(held, num_new_pages, shard)
+
+    def _warn_if_hopeless(self, held: RequestPages, num_needed_pages: int) -> None:
+        num_held_pages = sum(len(group) - group.num_skipped_pages for group in held.groups)
+        if num_held_pages + num_needed_pages > usable_pages_count(self.num_pages):
+            logger.warning(
+                "a request needs %d pages at once, the pool has %d: no waiting helps, see CacheManager.require_capacity",
+                num_held_pages + num_needed_pages,
+                usable_pages_count(self.num_pages),
+            )
+
+    def require_capacity(self, num_tokens: int) -> None:
+        """RequestTooLargeError if a request of `num_tokens` tokens could not run to its end even alone in the pool.
+
+        Ask at admission: `allocate_slots` returns None for such a request for ever. O(groups).
+        """
+        num_tokens = min(require_int("num_tokens", num_tokens, 0), self.max_model_len)
+        num_pages = sum(manager.get_min_num_pages(num_tokens) for manager in self.coordinator.single_type_managers)
+        if num_pages > usable_pages_count(self.num_pages):
+            raise RequestTooLargeError(
+                f"a request of {num_tokens} tokens needs {num_pages} pages, the pool has {usable_pages_count(self.num_pages)}"
+            )
+
+    # Caching what got full.
+
+    def cache_pages(self, request: Request, num_computed_tokens: int) -> None:
+        """Enter the pages that the first `num_computed_tokens` tokens fill in the prefix index: what a delayed allocation left
+        out. Nothing without caching. ArgumentError if the request does not hold them. O(new full pages).
+        """
+        if not self.enable_caching:
+            return
+        num_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
+        held = self._requests.get(request.request_id)
+        if held is None:
+            raise ArgumentError(f"request {request.request_id!r} holds no pages")
+        if num_tokens > held.num_room_tokens:
+            raise ArgumentError(f"num_computed_tokens: got {num_tokens}, allowed: at most {held.num_room_tokens}")
+        self._cache_pages(held, self._extend_hashes(request, num_tokens), num_tokens)
+        self.coordinator.update_thresholds(held)
+
+    def _cache_pages(self, held: RequestPages, hashes: RequestHashes, num_tokens: int) -> None:
+        if hashes.page_hashes:
+            start = self.coordinator.count_cached_hashes(held)
+            self._hasher.name_pages(self._store.names, hashes, start, num_tokens // self.coordinator.hash_page_size)
+        self.coordinator.cache_pages(held, hashes.chain, num_tokens)
+        if hashes.page_hashes:
+            self.page_pool.forget_evicted_names()
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all prefix entries, after new weights for instance. False, and nothing changed, while a page is held."""
+        return self.page_pool.reset_prefix_cache()
+
+    # Giving back.
+
+    def free(self, request: Request) -> None:
+        """Give back the pages of a request, the last first, so that the ends of prefixes are evicted before their beginnings.
+
+        Nothing for a request that holds none. Its hashes stay, for when it comes back. O(pages).
+        """
+        self.coordinator.free(request.request_id)
+
+    def free_page_hashes(self, request: Request) -> None:
+        """Forget the hashes of a request that is finished. Not for one that is preempted and will come back."""
+        self._hashes.pop(request.request_id, None)
+
+    # Looking.
+
+    def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """The ids of a request's pages, one list for each group; the null page, 0, where one was skipped. O(pages)."""
+        return tuple([ids.to_list() for ids in self.coordinator.get_pages(request_id)])
+
+    def get_num_common_prefix_pages(self, request: Request, num_scheduled_requests: int) -> list[int]:
+        """For each group the leading pages of a running request that at least `num_scheduled_requests` requests hold.
+
+        Counts holders, not batches: a page held by a request that is not scheduled counts too. 0 for groups that are not full
+        attention, and without caching. ArgumentError unless the request is RUNNING.
+        """
+        if request.status != EngineRequestStatus.RUNNING:
+            raise ArgumentError(f"request {request.request_id!r}: status is {request.status}, allowed: RUNNING")
+        return self.coordinator.get_num_common_prefix_pages(request.request_id, num_scheduled_requests)
+
+    def create_empty_page_list(self) -> CachePages:
+        """No pages, for the groups of this manager."""
+        return CachePages(self._no_ids, self._store)

@@ -1,0 +1,450 @@
+"""The pool of pages, its free queue and its page objects, as engines know them."""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from pagepool._core import CachePage, HashChain, PageIds, PageStore
+from pagepool.errors import ArgumentError, ArgumentTypeError, OutOfPagesError, PageIdError
+from pagepool.hashing import PageHash, PageHashWithGroupId, RequestExtraKeys, hash_page_tokens
+from pagepool.specs import dp_shard_page_bounds, pages_per_dp_shard
+
+__all__ = ["CachePage", "CachedPages", "FreeCachePageQueue", "PagePool", "PagePoolStats", "PageProbe", "Pages"]
+
+logger = logging.getLogger(__name__)
+
+PageIdArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class PagePoolStats:
+    """What a pool did since it was made. Pages: how often one was handed out, got free, lost its prefix entry to a new
+    holder, and was entered in the prefix index. Tokens: looked up, and found, by `CacheManager.get_computed_pages`.
+    """
+
+    num_allocated_pages: int
+    num_freed_pages: int
+    num_evicted_pages: int
+    num_cached_pages: int
+    num_queried_tokens: int
+    num_hit_tokens: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Hit tokens per queried token; 0 before the first query."""
+        return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
+
+
+class PageProbe(NamedTuple):
+    """What `PagePool.probe` found: the leading pages that hit in every group, and the first group without the next one
+    (None: every page hit).
+    """
+
+    num_hit_pages: int
+    missed_group_id: int | None
+
+
+class Pages(Sequence[CachePage]):
+    """All pages of a pool by id. A page object is made when it is first read, and kept."""
+
+    def __init__(self, store: PageStore) -> None:
+        """`store` holds the records."""
+        self._store = store
+
+    def __len__(self) -> int:
+        """Number of pages, the null page included."""
+        return self._store.num_pages
+
+    @overload
+    def __getitem__(self, index: int) -> CachePage: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[CachePage]: ...
+    def __getitem__(self, index: int | slice) -> CachePage | list[CachePage]:
+        """The page with that id, or a list of pages for a slice. PageIdError, an IndexError, outside the pool."""
+        if isinstance(index, slice):
+            return [self._store.page(page_id) for page_id in range(len(self))[index]]
+        return self._store.page(index if index >= 0 else index + len(self))
+
+
+class FreeCachePageQueue:
+    """The free pages in the order in which they are evicted: a doubly linked list inside the page records.
+
+    ``FreeCachePageQueue(pages)`` takes over the records of pages that stand alone; ``pool.free_page_queue`` is a pool's own.
+    All operations are O(1) a page.
+
+    >>> first, second = CachePage(4), CachePage(2)
+    >>> queue = FreeCachePageQueue([first, second])
+    >>> queue.popleft() is first, queue.num_free_pages
+    (True, 1)
+    """
+
+    def __init__(self, pages: Sequence[CachePage]) -> None:
+        """Queue `pages` in the given order. PageIdError if one belongs to a pool or another queue."""
+        self._store = PageStore(1, is_pool=False)
+        self.append_n(pages)
+
+    @classmethod
+    def of_store(cls, store: PageStore) -> "FreeCachePageQueue":
+        """The queue of a pool's store."""
+        queue = cls.__new__(cls)
+        queue._store = store
+        return queue
+
+    @property
+    def num_free_pages(self) -> int:
+        """Number of pages in the queue."""
+        return self._store.num_free_pages
+
+    def popleft(self) -> CachePage:
+        """Take the page at the front. OutOfPagesError, a ValueError, from an empty queue."""
+        return self.popleft_n(1)[0]
+
+    def popleft_n(self, n: int) -> list[CachePage]:
+        """Take the `n` pages at the front; OutOfPagesError, and nothing taken, if there are fewer."""
+        return self._store.pages(self._store.pop(n))
+
+    def remove(self, page: CachePage) -> None:
+        """Take a page out wherever it stands; PageIdError if it is not in the queue."""
+        self._store.remove(self._store.ids_of_pages([page])[0])
+
+    def append(self, page: CachePage) -> None:
+        """Put a page at the back; PageIdError if it is in a queue already, is held, or is a pool's and this is not its queue."""
+        self.append_n([page])
+
+    def append_n(self, pages: Sequence[CachePage]) -> None:
+        """Put pages at the back, in order; all or none of them."""
+        if not self._store.is_pool:
+            for page in pages:
+                self._store.adopt(page)
+        self._store.append(self._store.ids_of_pages(pages))
+
+    def get_all_free_pages(self) -> list[CachePage]:
+        """The pages in the queue, front first. O(pages)."""
+        return self._store.pages(self._store.free_ids())
+
+
+class CachedPages(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
+    """The prefix index as a mapping: hash and group to the pages with that content, by id, in the order they were cached.
+
+    A live view: ``len`` and ``in`` are O(1), iteration is O(size of the index).
+    """
+
+    def __init__(self, pool: "PagePool") -> None:
+        """A view of the index of `pool`."""
+        self._pool = pool
+
+    def __len__(self) -> int:
+        """Number of distinct (hash, group) pairs."""
+        return self._pool.store.num_keys
+
+    def __iter__(self) -> Iterator[PageHashWithGroupId]:
+        """The pairs, in no particular order."""
+        for page_id in self._pool.store.first_cached_ids().to_list():
+            yield self._pool.store.page_hash_of(page_id)
+
+    def __getitem__(self, key: PageHashWithGroupId) -> dict[int, CachePage]:
+        """Pages by id. KeyError if none is cached under `key`."""
+        if isinstance(key, PageHashWithGroupId):
+            page_id = self._pool.find_page_id(key.page_hash, key.group_id)
+            if page_id is not None:
+                return {page.page_id: page for page in self._pool.store.pages(self._pool.store.twins(page_id))}
+        raise KeyError(key)
+
+
+class PagePool:
+    """A fixed number of pages, handed out least recently used first, with their prefix entries.
+
+    Page 0 is the null page, a placeholder that is never handed out, never freed and never counted. Ready in O(num_pages),
+    40 ms for a million; 56 to 72 bytes a page with caching, 32 without.
+
+    >>> pool = PagePool(8, enable_caching=True)
+    >>> pages = pool.get_new_pages(3)
+    >>> [page.page_id for page in pages], pool.get_num_free_pages()
+    ([1, 2, 3], 4)
+    >>> pool.free_pages(reversed(pages))
+    >>> pool.free_page_ids_in_order().tolist()
+    [4, 5, 6, 7, 3, 2, 1]
+    """
+
+    def __init__(self, num_pages: int, enable_caching: bool) -> None:
+        """`num_pages` counts the null page; ArgumentError, a ValueError, unless it is a positive int."""
+        if not isinstance(num_pages, int | np.integer) or num_pages <= 0:
+            raise ArgumentError(f"num_pages: got {num_pages!r}, allowed: a positive int")
+        self.store = PageStore(num_pages, enable_caching)
+        self.num_pages = int(num_pages)
+        self.enable_caching = enable_caching
+        self.pages = Pages(self.store)
+        self.free_page_queue = FreeCachePageQueue.of_store(self.store)
+        self.null_page = self.pages[0]
+        self.cached_page_hash_to_page = CachedPages(self)
+        self._num_queried_tokens = 0
+        self._num_hit_tokens = 0
+
+    # Taking and giving back.
+
+    def get_new_pages(
+        self, num_pages: int, *, dp_shard_hint: int | None = None, data_parallel_size: int | None = None
+    ) -> list[CachePage]:
+        """Take `num_pages` pages from the front of the free queue; their prefix entries are dropped, their ref counts are 1.
+
+        With a hint and a `data_parallel_size` that divides the pool: only from that shard's range of ids, in queue order.
+        OutOfPagesError, a ValueError, if there are too few. O(num_pages).
+        """
+        shard = self.find_shard(dp_shard_hint, data_parallel_size)
+        return self.store.pages(self.store.take(num_pages, shard))
+
+    def get_new_page_ids(
+        self, num_pages: int, *, dp_shard_hint: int | None = None, data_parallel_size: int | None = None
+    ) -> PageIdArray:
+        """`get_new_pages` as an int32 array ``[num_pages]``."""
+        return self.store.take(num_pages, self.find_shard(dp_shard_hint, data_parallel_size)).to_array()
+
+    def free_pages(self, ordered_pages: Iterable[CachePage]) -> None:
+        """Give back one reference to each page. Those left with none go to the back of the free queue, in the given order,
+        and keep their prefix entry until they are handed out again.
+
+        DoubleFreeError if a page would be freed more often than it is held, PageIdError for the null page and for pages of
+        another pool; nothing is freed then. O(pages).
+        """
+        self._free(self.store.ids_of_pages(ordered_pages))
+
+    def free_page_ids(self, ordered_page_ids: PageIdArray | Sequence[int]) -> None:
+        """`free_pages` by id: an int32 array or a list."""
+        self._free(PageIds(ordered_page_ids))
+
+    def _free(self, ids: PageIds) -> None:
+        if 0 in ids:
+            raise PageIdError("page 0, the null page, cannot be freed")
+        self.store.give_back(ids)
+
+    def touch(self, pages: Iterable[Iterable[CachePage]]) -> None:
+        """Take one reference more to each page of each group; a free page leaves the free queue. Null pages are passed over.
+
+        PageIdError, and nothing touched, for pages of another pool or out of the queue without a holder. O(pages).
+        """
+        self.store.touch(self.store.ids_of_pages([page for group in pages for page in group]))
+
+    def touch_page_ids(self, page_ids: PageIdArray | Sequence[int]) -> None:
+        """`touch` by id: an int32 array or a list."""
+        self.store.touch(page_ids)
+
+    # Prefix caching.
+
+    def get_cached_page(
+        self,
+        page_hash: PageHash,
+        kv_cache_group_ids: Sequence[int],
+        *,
+        dp_shard_hint: int | None = None,
+        data_parallel_size: int | None = None,
+    ) -> list[CachePage] | None:
+        """One page for each group that has the content of `page_hash`, or None if any group lacks it.
+
+        Of several pages with equal content the one cached first; with a hint, the first in that shard. Changes nothing.
+        O(groups), with a hint O(groups x pages of equal content).
+        """
+        page_ids = self.get_cached_page_ids(
+            page_hash, kv_cache_group_ids, dp_shard_hint=dp_shard_hint, data_parallel_size=data_parallel_size
+        )
+        return None if page_ids is None else self.store.pages(PageIds(page_ids))
+
+    def get_cached_page_ids(
+        self,
+        page_hash: PageHash,
+        kv_cache_group_ids: Sequence[int],
+        *,
+        dp_shard_hint: int | None = None,
+        data_parallel_size: int | None = None,
+    ) -> PageIdArray | None:
+        """`get_cached_page` as an int32 array ``[groups]``, or None."""
+        bounds = self.find_shard_bounds(dp_shard_hint, data_parallel_size)
+        page_ids = [self.find_page_id(page_hash, group_id, *bounds) for group_id in kv_cache_group_ids]
+        return None if None in page_ids else np.array(page_ids, dtype=np.int32)
+
+    def find_page_id(self, page_hash: PageHash, group_id: int, start: int = 0, stop: int | None = None) -> int | None:
+        """The page cached first under `page_hash` in a group, with an id in ``[start, stop)``, or None.
+
+        A hash that carries token ids hits only a page whose token ids are equal.
+        """
+        for key in self.store.names.keys_of(page_hash):
+            page_id = self.store.find(key, group_id, start, stop)
+            if page_id is not None and page_hash in (
+                self.store.page_hash_of(page_id).page_hash,
+                PageHash(key, ()),
+            ):
+                return page_id
+        return None
+
+    def cache_full_pages(
+        self,
+        request: Any,
+        pages: Sequence[CachePage],
+        page_hashes: list[PageHash],
+        num_cached_pages: int,
+        num_full_pages: int,
+        page_size: int,
+        kv_cache_group_id: int,
+    ) -> None:
+        """Enter pages ``pages[num_cached_pages:num_full_pages]`` of a request in the prefix index.
+
+        `page_hashes` are the request's from its first page on. Those that it lacks are computed with the builtin `hash` from
+        ``request.all_token_ids`` and appended to it. Null pages are passed over. PageHashError, and nothing entered, if a page
+        has a hash already. O(num_full_pages - num_cached_pages).
+        """
+        ids = self.store.ids_of_pages(pages[num_cached_pages:num_full_pages])
+        self._cache_full(ids, request, page_hashes, num_cached_pages, num_full_pages, page_size, kv_cache_group_id)
+
+    def cache_full_page_ids(
+        self,
+        request: Any,
+        page_ids: PageIdArray | Sequence[int],
+        page_hashes: list[PageHash],
+        num_cached_pages: int,
+        num_full_pages: int,
+        page_size: int,
+        kv_cache_group_id: int,
+    ) -> None:
+        """`cache_full_pages` by id: an int32 array or a list."""
+        ids = PageIds(page_ids[num_cached_pages:num_full_pages])
+        self._cache_full(ids, request, page_hashes, num_cached_pages, num_full_pages, page_size, kv_cache_group_id)
+
+    def _cache_full(
+        self,
+        ids: PageIds,
+        request: Any,
+        page_hashes: list[PageHash],
+        num_cached_pages: int,
+        num_full_pages: int,
+        page_size: int,
+        group_id: int,
+    ) -> None:
+        if len(page_hashes) < num_cached_pages:
+            raise ArgumentError(
+                f"page_hashes: got {len(page_hashes)}, allowed: at least the {num_cached_pages} of the cached pages"
+            )
+        if len(ids) != max(0, num_full_pages - num_cached_pages):
+            raise ArgumentError(f"num_full_pages: got {num_full_pages}, more than there are pages")
+        missing = _hash_missing_pages(request, page_hashes, num_full_pages, page_size)
+        new_hashes = [*page_hashes, *missing][num_cached_pages:num_full_pages]
+        chain = HashChain(page_size, bytes(16))
+        for page_hash in new_hashes:
+            chain.append_key(self.store.names.key_of(page_hash))
+        self.store.enter_pages(ids, chain, 0, len(ids), 1, group_id)
+        page_hashes.extend(missing)
+        self.forget_evicted_names()
+
+    def forget_evicted_names(self) -> None:
+        """Drop the hash objects of evicted pages, once there are more of them than the pool could need. Amortised O(1)."""
+        if len(self.store.names) > 2 * self.num_pages + 1024:
+            page_ids = self.store.first_cached_ids().to_list()
+            self.store.names.keep_only(self.store.key_of(page_id)[0] for page_id in page_ids)
+
+    def probe(self, page_hashes: Iterable[PageHash], kv_cache_group_ids: Sequence[int] = (0,)) -> PageProbe:
+        """How many of the pages, from the first on, hit in every group, and which group missed. Changes nothing."""
+        num_hit_pages = 0
+        for page_hash in page_hashes:
+            for group_id in kv_cache_group_ids:
+                if self.find_page_id(page_hash, group_id) is None:
+                    return PageProbe(num_hit_pages, group_id)
+            num_hit_pages += 1
+        return PageProbe(num_hit_pages, None)
+
+    def evict_pages(self, page_ids: PageIdArray | Sequence[int]) -> int:
+        """Drop the prefix entries of pages, free or held; the pages themselves stay where they are. Returns how many had one.
+
+        PageIdError, and nothing dropped, for an id outside the pool or the null page. O(pages).
+        """
+        ids = PageIds(page_ids)
+        if 0 in ids:
+            raise PageIdError("page 0, the null page, is never cached")
+        return self.store.drop(ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all prefix entries, after new weights for instance. False, and nothing changed, while a page is held.
+
+        The free queue keeps its order. O(num_pages).
+        """
+        num_held_pages = self.num_pages - 1 - self.get_num_free_pages()
+        if num_held_pages:
+            logger.warning("prefix cache not reset: %d pages are held", num_held_pages)
+            return False
+        self.store.drop_all()
+        self.store.names.keep_only(())
+        logger.info("prefix cache reset")
+        return True
+
+    # Looking.
+
+    def get_num_free_pages(self) -> int:
+        """Number of pages in the free queue."""
+        return self.store.num_free_pages
+
+    def get_usage(self) -> float:
+        """Share of the pages that are not free, the null page counted as used: 0.0 to 1.0."""
+        return 1.0 - self.store.num_free_pages / self.num_pages
+
+    def ref_counts(self) -> PageIdArray:
+        """Ref counts of all pages: int32 array ``[num_pages]``, a copy."""
+        counts: PageIdArray = self.store.ref_counts()
+        return counts
+
+    def free_page_ids_in_order(self) -> PageIdArray:
+        """The free queue, the page that is evicted first in front: int32 array, a copy."""
+        return self.store.free_ids().to_array()
+
+    @property
+    def stats(self) -> PagePoolStats:
+        """Counters since the pool was made."""
+        return PagePoolStats(*self.store.counters, self._num_queried_tokens, self._num_hit_tokens)
+
+    def count_query(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
+        """Add one look-up to the counters."""
+        self._num_queried_tokens += num_queried_tokens
+        self._num_hit_tokens += num_hit_tokens
+
+    def check(self) -> None:
+        """Walk the free queue, the ref counts and the prefix index both ways. IntegrityError names the first page that is
+        wrong. O(num_pages).
+        """
+        self.store.check()
+
+    # Data-parallel shards.
+
+    def find_shard(self, dp_shard_hint: int | None, data_parallel_size: int | None) -> int | None:
+        """The shard that a hint means, modulo the size; None where the pool is not divided. The first call for a size builds
+        the shards' queues in O(free pages); they are kept from then on.
+        """
+        if dp_shard_hint is None or pages_per_dp_shard(self.num_pages, data_parallel_size) is None:
+            return None
+        self.store.set_shards(data_parallel_size)
+        return int(dp_shard_hint) % int(data_parallel_size or 1)
+
+    def find_shard_bounds(
+        self, dp_shard_hint: int | None, data_parallel_size: int | None
+    ) -> tuple[int, int | None]:
+        """Half-open range of the page ids that may hit under a hint."""
+        pages_per_shard = pages_per_dp_shard(self.num_pages, data_parallel_size)
+        if dp_shard_hint is None or pages_per_shard is None:
+            return 0, None
+        return dp_shard_page_bounds(int(dp_shard_hint) % int(data_parallel_size or 1), pages_per_shard)
+
+
+def _hash_missing_pages(
+    request: Any, page_hashes: Sequence[PageHash], num_full_pages: int, page_size: int
+) -> list[PageHash]:
+    """The hashes from ``len(page_hashes)`` to `num_full_pages`."""
+    extra_keys = RequestExtraKeys.of(request) if len(page_hashes) < num_full_pages else None
+    parent = page_hashes[-1].hash_value if page_hashes else None
+    missing = []
+    for start in range(len(page_hashes) * page_size, num_full_pages * page_size, page_size):
+        token_ids = request.all_token_ids[start : start + page_size]
+        if len(token_ids) != page_size:
+            raise ArgumentError(f"request {request.request_id}: {len(token_ids)} tokens from {start} on, a page has {page_size}")
+        page_extra_keys = extra_keys.of_page(start, start + page_size) if extra_keys else None
+        missing.append(hash_page_tokens(hash, parent, token_ids, page_extra_keys))
+        parent = missing[-1].hash_value
+    return missing

@@ -1,0 +1,115 @@
+"""What managers read of a request, an engine's states of one, and a small request for use without an
+engine."""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from enum import IntEnum
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["EngineRequest", "EngineRequestStatus", "Request", "TokenIds"]
+
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
+"""Token ids by position: a list, or an int32 array, which is read without a copy."""
+
+
+class EngineRequestStatus(IntEnum):
+    """Where a request stands in an engine. All values above `PREEMPTED` are ends."""
+
+    WAITING = 1
+    WAITING_FOR_FSM = 2
+    WAITING_FOR_REMOTE_KVS = 3
+    RUNNING = 4
+    PREEMPTED = 5
+    FINISHED_STOPPED = 6
+    FINISHED_LENGTH_CAPPED = 7
+    FINISHED_ABORTED = 8
+    FINISHED_IGNORED = 9
+
+    def __str__(self) -> str:
+        """The name alone, as engines log it."""
+        return self.name
+
+    @staticmethod
+    def is_finished(status: "EngineRequestStatus") -> bool:
+        """Whether a request in this state will never run again.
+
+        >>> EngineRequestStatus.is_finished(EngineRequestStatus.PREEMPTED)
+        False
+        """
+        return status > EngineRequestStatus.PREEMPTED
+
+
+class Request(Protocol):
+    """What a manager reads of an engine's request. It never writes to it.
+
+    Read only where a request has them: `cache_salt` (requests of different salts share no pages), `lora_id`
+    (the same for adapters), `mm_features` (images and the like: objects with `mm_hash` or `identifier`, and
+    `placeholder_range` or `mm_position` with `offset` and `length` in tokens), and `has_vision` (true without
+    features: shares with no other request).
+    """
+
+    @property
+    def request_id(self) -> str:
+        """Unique among the requests that hold pages."""
+
+    @property
+    def all_token_ids(self) -> TokenIds:
+        """Prompt and generated tokens so far; sliceable, `[num_tokens]`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The length of `all_token_ids`."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Leading tokens whose keys and values are in their pages."""
+
+    @property
+    def sampling_params(self) -> Any:
+        """None, or an object; one whose `prompt_logprobs` is not None takes no prefix hits."""
+
+    @property
+    def status(self) -> int:
+        """An `EngineRequestStatus`, or an engine's own int of the same value."""
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """A request for use without an engine: tests, simulations, a first steps' loop.
+
+    `all_token_ids` starts as a copy of `prompt_token_ids`; the caller moves `num_computed_tokens` and
+    `status`.
+
+    >>> request = EngineRequest("chat-1", [11, 12, 13])
+    >>> request.append_output_token_ids(14)
+    >>> request.append_output_token_ids([15, 16])
+    >>> request.num_tokens, request.all_token_ids[-3:]
+    (6, [14, 15, 16])
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    _: KW_ONLY
+    num_computed_tokens: int = 0
+    sampling_params: Any = None
+    status: EngineRequestStatus = EngineRequestStatus.WAITING
+    mm_features: Sequence[Any] = ()
+    cache_salt: str | None = None
+    lora_id: int | str | None = None
+    all_token_ids: list[int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Copies the prompt."""
+        self.all_token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens so far."""
+        return len(self.all_token_ids)
+
+    def append_output_token_ids(self, token_ids: int | Sequence[int]) -> None:
+        """Appends one generated token, or several in order."""
+        self.all_token_ids.extend([token_ids] if isinstance(token_ids, int) else token_ids)

@@ -1,0 +1,238 @@
+"""The hashes of one request's pages, and the algorithms that make them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pagepool._core import HashChain
+from pagepool.errors import ArgumentError
+from pagepool.hashing import (
+    ExtraKeys,
+    HashFunction,
+    HashNames,
+    PageHash,
+    RequestExtraKeys,
+    encode_extra_keys,
+    get_hash_seed,
+    get_siphash_key,
+    hash_page_tokens,
+    sha256_cbor,
+    sha256_page,
+)
+from pagepool.request import Request, TokenIds
+
+__all__ = ["HashAlgorithm", "PageHasher", "RequestHashes", "RequestPageHashes", "make_page_hasher"]
+
+HashAlgorithm = str | HashFunction
+"""``"siphash128"``, ``"sha256"``, ``"sha256_cbor"``, or a callable as `pagepool.hash_page_tokens` takes it."""
+
+
+class RequestHashes:
+    """The digests of a request's full pages, made as far as somebody needed them.
+
+    ``chain`` has the keys of the prefix index. ``page_hashes`` has the hashes that the pages are known by to the user, where
+    these are not simply the keys.
+    """
+
+    __slots__ = ("_extra_keys", "chain", "page_hashes")
+
+    def __init__(self, request: Request, chain: HashChain) -> None:
+        """No page is hashed yet."""
+        self.chain = chain
+        self.page_hashes: list[PageHash] = []
+        self._extra_keys = RequestExtraKeys.of(request)
+
+    def find_keyed_page(self, start_page: int, page_size: int) -> tuple[int | None, ExtraKeys | None]:
+        """The next page from `start_page` on that has extra keys, and the keys; None where there is none."""
+        if self._extra_keys is None:
+            return None, None
+        page = self._extra_keys.find_next_page(start_page * page_size, page_size)
+        if page is None:
+            return None, None
+        return page, self._extra_keys.of_page(page * page_size, (page + 1) * page_size)
+
+
+class PageHasher(ABC):
+    """One way to hash pages of `page_size` tokens. Made once for a manager."""
+
+    def __init__(self, page_size: int, hash_seed: int | str | bytes | None, keep_token_ids: bool) -> None:
+        """See `CacheManager` for the seed and the tokens."""
+        self.page_size = page_size
+        self.keep_token_ids = keep_token_ids
+        self._key = get_siphash_key(hash_seed)
+
+    def start(self, request: Request) -> RequestHashes:
+        """The hashes of a request, none of them made yet."""
+        return RequestHashes(request, HashChain(self.page_size, self._key, self.keep_token_ids))
+
+    def extend(self, hashes: RequestHashes, request: Request, num_pages: int) -> None:
+        """Hash up to `num_pages` pages of the request. ArgumentError if it has fewer tokens. O(new tokens)."""
+        num_hashed = len(hashes.chain)
+        while num_hashed < num_pages:
+            keyed_page, keys = hashes.find_keyed_page(num_hashed, self.page_size)
+            if keyed_page == num_hashed:
+                stop = num_hashed + 1
+            else:
+                stop, keys = min(num_pages, keyed_page or num_pages), None
+            self.hash_pages(hashes, self._read_tokens(request, num_hashed, stop), keys)
+            num_hashed = stop
+
+    def _read_tokens(self, request: Request, start_page: int, stop_page: int) -> TokenIds:
+        start, stop = start_page * self.page_size, stop_page * self.page_size
+        token_ids = request.all_token_ids[start:stop]
+        if len(token_ids) != stop - start:
+            raise ArgumentError(
+                f"request {request.request_id!r}: all_token_ids ends at {start + len(token_ids)}, "
+                f"its pages up to token {stop} were to be hashed"
+            )
+        return token_ids
+
+    @abstractmethod
+    def hash_pages(self, hashes: RequestHashes, token_ids: TokenIds, extra_keys: ExtraKeys | None) -> None:
+        """Append the hashes of the next pages; `extra_keys` are those of the first of them."""
+
+    def name_pages(self, names: HashNames, hashes: RequestHashes, start: int, stop: int) -> None:
+        """Tell `names` which hash stands for each key in ``[start, stop)`` of the chain."""
+        for i in range(start, min(stop, len(hashes.page_hashes))):
+            names.add(hashes.chain[i], hashes.page_hashes[i])
+
+    def list_page_hashes(self, hashes: RequestHashes) -> list[PageHash]:
+        """The hashes made so far, as objects. O(pages)."""
+        return list(hashes.page_hashes)
+
+
+class SipHasher(PageHasher):
+    """SipHash-2-4-128 in the compiled core: the key of the index is the hash. 30 ns a page of 16 tokens."""
+
+    def hash_pages(self, hashes: RequestHashes, token_ids: TokenIds, extra_keys: ExtraKeys | None) -> None:
+        """One native call for all pages."""
+        hashes.chain.extend(token_ids, encode_extra_keys(extra_keys))
+
+    def list_page_hashes(self, hashes: RequestHashes) -> list[PageHash]:
+        """Made anew from the chain."""
+        chain = hashes.chain
+        return [PageHash(chain[i], chain.page_token_ids(i)) for i in range(len(chain))]
+
+
+class PythonHasher(PageHasher):
+    """A hash made page by page in Python."""
+
+    def hash_pages(self, hashes: RequestHashes, token_ids: TokenIds, extra_keys: ExtraKeys | None) -> None:
+        """Page by page, each from the hash of the one before."""
+        tokens = [int(token_id) for token_id in token_ids]
+        for start in range(0, len(tokens), self.page_size):
+            self.hash_page(hashes, tokens[start : start + self.page_size], extra_keys if start == 0 else None)
+
+    @abstractmethod
+    def hash_page(self, hashes: RequestHashes, token_ids: list[int], extra_keys: ExtraKeys | None) -> None:
+        """Append key and hash of one page."""
+
+
+class Sha256Hasher(PythonHasher):
+    """SHA-256 in one of its two forms. The key of the index is the first half of the digest, the hash value all of it."""
+
+    def __init__(
+        self,
+        page_size: int,
+        hash_seed: int | str | bytes | None,
+        keep_token_ids: bool,
+        root: bytes,
+        hash_page_bytes: Callable[[bytes, Sequence[int], ExtraKeys | None], bytes],
+    ) -> None:
+        """`root` is the parent of first pages; `hash_page_bytes` maps parent, tokens and extra keys to 32 bytes."""
+        super().__init__(page_size, hash_seed, keep_token_ids)
+        self._root = root
+        self._hash_page_bytes = hash_page_bytes
+
+    def hash_page(self, hashes: RequestHashes, token_ids: list[int], extra_keys: ExtraKeys | None) -> None:
+        """One digest."""
+        parent = hashes.page_hashes[-1].hash_value.to_bytes(32, "big") if hashes.page_hashes else self._root
+        digest = self._hash_page_bytes(parent, token_ids, extra_keys)
+        kept = tuple(token_ids) if self.keep_token_ids else ()
+        hashes.chain.append_key(int.from_bytes(digest[:16], "little"))
+        hashes.page_hashes.append(PageHash(int.from_bytes(digest, "big"), kept))
+
+
+class CallableHasher(PythonHasher):
+    """Any callable. Its values are what the user sees; the key of the index is a SipHash chain over the same contents, so that
+    prompts which collide under a weak callable never share a page.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        hash_seed: int | str | bytes | None,
+        keep_token_ids: bool,
+        hash_function: HashFunction,
+    ) -> None:
+        """`hash_function` takes ``(parent hash, token ids, extra keys)``."""
+        super().__init__(page_size, hash_seed, keep_token_ids)
+        self._hash_function = hash_function
+
+    def hash_page(self, hashes: RequestHashes, token_ids: list[int], extra_keys: ExtraKeys | None) -> None:
+        """One call of the callable and one native digest."""
+        parent = hashes.page_hashes[-1].hash_value if hashes.page_hashes else None
+        page_hash = hash_page_tokens(self._hash_function, parent, token_ids, extra_keys)
+        hashes.chain.extend(token_ids, encode_extra_keys(extra_keys))
+        hashes.page_hashes.append(page_hash)
+
+
+def _sha256_cbor_page(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys | None) -> bytes:
+    return sha256_cbor((parent, tuple(token_ids), extra_keys))
+
+
+def make_page_hasher(
+    hash_algo: HashAlgorithm, page_size: int, hash_seed: int | str | bytes | None, keep_token_ids: bool
+) -> PageHasher:
+    """The hasher for an algorithm's name or a callable. ArgumentError for an unknown name."""
+    if callable(hash_algo):
+        return CallableHasher(page_size, hash_seed, keep_token_ids, hash_algo)
+    if hash_algo == "siphash128":
+        return SipHasher(page_size, hash_seed, keep_token_ids)
+    if hash_algo == "sha256":
+        return Sha256Hasher(page_size, hash_seed, keep_token_ids, _sha256_root(hash_seed), sha256_page)
+    if hash_algo == "sha256_cbor":
+        return Sha256Hasher(page_size, hash_seed, keep_token_ids, _cbor_root(hash_seed), _sha256_cbor_page)
+    raise ArgumentError(
+        f"hash_algo: got {hash_algo!r}, allowed: 'siphash128', 'sha256', 'sha256_cbor' or a callable"
+    )
+
+
+def _sha256_root(hash_seed: int | str | bytes | None) -> bytes:
+    """Zeros unless a seed is given: the same in every process."""
+    return bytes(32) if hash_seed is None else sha256_page(b"root", (), (("seed", get_hash_seed(hash_seed)),))
+
+
+def _cbor_root(hash_seed: int | str | bytes | None) -> bytes:
+    """vLLM hashes the seed as a string; without one its root is random, and here secret to the process."""
+    seed = get_hash_seed(hash_seed)
+    return sha256_cbor((get_siphash_key(), b"root") if seed is None else seed.decode())
+
+
+class RequestPageHashes(Mapping[str, list[PageHash]]):
+    """The hashes of each request as lists of `PageHash`, by request id: a live, read-only view. An unknown id has none.
+
+    The objects are made when they are read, O(pages) each time.
+    """
+
+    def __init__(self, hasher: PageHasher, hashes: Mapping[str, RequestHashes]) -> None:
+        """A view of `hashes`, which `hasher` made."""
+        self._hasher = hasher
+        self._hashes = hashes
+
+    def __getitem__(self, request_id: str) -> list[PageHash]:
+        """The hashes made so far for a request."""
+        hashes = self._hashes.get(request_id)
+        return [] if hashes is None else self._hasher.list_page_hashes(hashes)
+
+    def __contains__(self, request_id: object) -> bool:
+        """Whether hashes are kept for the request."""
+        return request_id in self._hashes
+
+    def __iter__(self) -> Iterator[str]:
+        """Ids of the requests with hashes."""
+        return iter(self._hashes)
+
+    def __len__(self) -> int:
+        """Number of requests with hashes."""
+        return len(self._hashes)
