@@ -138,14 +138,14 @@ cdef inline SipState sip_start(Digest key) noexcept nogil:
 cdef inline Digest sip_finish(SipState *s, uint64_t num_bytes, uint64_t tail) noexcept nogil:
     """`tail`: the last ``num_bytes % 8`` bytes of the message, little-endian."""
     cdef Digest digest
-    cdef int i
+    cdef int _
     sip_absorb(s, (num_bytes << 56) | tail)
     s.v2 ^= 0xee
-    for i in range(4):
+    for _ in range(4):
         sip_round(s)
     digest.lo = s.v0 ^ s.v1 ^ s.v2 ^ s.v3
     s.v1 ^= 0xdd
-    for i in range(4):
+    for _ in range(4):
         sip_round(s)
     digest.hi = s.v0 ^ s.v1 ^ s.v2 ^ s.v3
     return digest
@@ -478,6 +478,19 @@ cdef void touch_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil
             if pool.pages[ids[i]].ref_cnt == 0:
                 pull(pool, ids[i])
             pool.pages[ids[i]].ref_cnt += 1
+
+
+cdef Py_ssize_t push_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """Put pages to the back of the queue. Returns -1, or, with nothing changed, the index of one that must not be there."""
+    cdef Py_ssize_t i, bad = -1
+    for i in range(n):
+        if ids[i] == NULL_PAGE or is_free(pool, ids[i]) or pool.pages[ids[i]].ref_cnt:
+            bad = i
+            break
+        push(pool, ids[i])
+    for i in range(bad):
+        pull(pool, ids[i])
+    return bad
 
 
 cdef Py_ssize_t count_free(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
@@ -884,7 +897,7 @@ cdef class PageStore:
         """Initialise the records that `resize` made room for, and enter the cached ones in the new index."""
         cdef Page *pages = self.pool.pages
         cdef Digest key
-        cdef int32_t i, group
+        cdef int32_t i
         if self.pool.num_pages == 0:
             pages[NULL_PAGE] = Page(0, 0, 0, NULL_PAGE, NULL_PAGE, NO_GROUP)
             self.pool.num_pages = 1
@@ -1132,16 +1145,15 @@ cdef class PageStore:
     def pop(self, n) -> PageIds:
         """Take the first `n` pages out of the queue and leave ref counts and prefix entries as they are."""
         cdef PageIds ids = PageIds()
-        cdef Py_ssize_t i, num = size_of(n, "n")
-        cdef int32_t page_id
+        cdef Py_ssize_t num = size_of(n, "n")
         with self.lock:
             if num > self.pool.num_free:
                 raise OutOfPagesError(f"pages: {num} asked for, {self.pool.num_free} free")
             ids.reserve(num)
-            for i in range(num):
-                page_id = self.pool.pages[NULL_PAGE].next_free
-                pull(&self.pool, page_id)
-                ids.add(&page_id, 1)
+            while ids.num < num:
+                ids.ids[ids.num] = self.pool.pages[NULL_PAGE].next_free
+                pull(&self.pool, ids.ids[ids.num])
+                ids.num += 1
         return ids
 
     def remove(self, page_id) -> None:
@@ -1155,18 +1167,13 @@ cdef class PageStore:
     def append(self, page_ids) -> None:
         """Put pages that are not in the queue and not held at its back, in order."""
         cdef PageIds ids = self.checked(page_ids)
-        cdef Py_ssize_t i
-        cdef int32_t page_id
+        cdef Py_ssize_t bad
         with self.lock:
-            for i in range(ids.num):
-                page_id = ids.ids[i]
-                if page_id == NULL_PAGE or is_free(&self.pool, page_id) or self.pool.pages[page_id].ref_cnt:
-                    for i in range(i - 1, -1, -1):
-                        pull(&self.pool, ids.ids[i])
-                    raise PageIdError(
-                        f"page {self.page(page_id).page_id} cannot be appended: it is in the free queue, held, or the null page"
-                    )
-                push(&self.pool, page_id)
+            bad = push_all(&self.pool, ids.ids, ids.num)
+        if bad >= 0:
+            raise PageIdError(
+                f"page {self.page(ids.ids[bad]).page_id} cannot be appended: it is in the free queue, held, or the null page"
+            )
 
     def adopt(self, CachePage page not None) -> None:
         """Take over the record of a page that stands alone: `page` becomes a view of this store."""
@@ -1263,9 +1270,8 @@ cdef class PageStore:
         found = self.key_of(page_id)
         if found is None:
             return None
-        key, group = found
-        page_hash = self.names.hash_of(key) or PageHash(key, self.token_ids_of(page_id, group))
-        return PageHashWithGroupId(page_hash, group)
+        page_hash = self.names.hash_of(found[0]) or PageHash(found[0], self.token_ids_of(page_id, found[1]))
+        return PageHashWithGroupId(page_hash, found[1])
 
     def keep_token_ids(self, width) -> None:
         """Keep the tokens of pages cached from now on, `width` at most a page: int32 ``[num_pages, width]``."""
@@ -1381,7 +1387,7 @@ cdef class PageStore:
     def fetch_hits(
         self, HashChain chain not None, stride, start, stop, group, first_id=0, stop_id=None
     ) -> PageIds:
-        """The pages of one group for ``[0, stop)``: the null page before `start`, then the page cached first for each digest."""
+        """The pages of one group for ``[0, stop)``: the null page before `start`, from there those cached first."""
         cdef Range ids = Range(first_id, self.pool.num_pages if stop_id is None else stop_id)
         cdef Py_ssize_t i, num_hashes = size_of(stride, "stride", 1)
         cdef Py_ssize_t last = size_of(stop, "stop", 0, chain.num // num_hashes)
@@ -1396,6 +1402,19 @@ cdef class PageStore:
                 hits.ids[i] = find_within(&self.pool, chain.digests[(i + 1) * num_hashes - 1], checked_group, ids)
         hits.num = last
         return hits
+
+    def find_stale_hit(self, PageIds hits not None, HashChain chain not None, stride, group) -> int:
+        """Index of the first of the pages, null pages aside, that is not cached under its digest any more; -1: none. O(pages)."""
+        cdef Py_ssize_t i, num_hashes = size_of(stride, "stride", 1)
+        cdef int32_t checked_group = group_of(group)
+        cdef PageIds ids = self.checked(hits)
+        for i in range(ids.num):
+            if i >= chain.num // num_hashes:
+                return i
+            if ids.ids[i] != NULL_PAGE:
+                if not has_key(&self.pool.pages[ids.ids[i]], chain.digests[(i + 1) * num_hashes - 1], checked_group):
+                    return i
+        return -1
 
     def count_shared(self, PageIds held not None, num_holders) -> int:
         """How many of the pages, from the first on, have at least `num_holders` references."""
@@ -1497,6 +1516,7 @@ cdef class PageStore:
         cdef Py_ssize_t i
         cdef int32_t page_id, group
         cdef int32_t num_keys = 0
+        cdef uint32_t tag
         if self.pool.slots == NULL:
             return 0
         for i in range(<Py_ssize_t>self.pool.mask + 1):
@@ -1505,7 +1525,8 @@ cdef class PageStore:
                 continue
             num_keys += 1
             group = self.pool.pages[page_id].group
-            if group == NO_GROUP or self.pool.slots[i].tag != tag_of(&self.pool, self.pool.pages[page_id].key_lo, group & ~TWIN):
+            tag = tag_of(&self.pool, self.pool.pages[page_id].key_lo, group & ~TWIN)
+            if group == NO_GROUP or self.pool.slots[i].tag != tag:
                 raise IntegrityError(f"page {page_id} is named by slot {i} of the prefix index, which is not its own")
             if slot_holding(&self.pool, page_id, self.pool.slots[i].tag) != i:
                 raise IntegrityError(f"page {page_id} is named by slot {i} of the prefix index, where a look-up does not end")

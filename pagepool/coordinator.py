@@ -6,7 +6,7 @@ from math import gcd, lcm
 
 from pagepool._core import HashChain, HeldPages, PageIds
 from pagepool.attention import NEVER, PrefixQuery, SingleTypeCacheManager, get_manager_for_kv_cache_spec
-from pagepool.errors import ArgumentError
+from pagepool.errors import ArgumentError, PageHashError
 from pagepool.page_pool import PagePool
 from pagepool.specs import CacheGroupSpec
 
@@ -32,11 +32,12 @@ class RequestPages:
     they are fewer than ``num_next_full_tokens``, and none to skip while fewer than ``num_next_skip_tokens`` are computed.
     """
 
-    __slots__ = ("groups", "num_next_full_tokens", "num_next_skip_tokens", "num_room_tokens")
+    __slots__ = ("by_group", "groups", "num_next_full_tokens", "num_next_skip_tokens", "num_room_tokens")
 
-    def __init__(self, num_groups: int) -> None:
-        """Holds nothing yet."""
-        self.groups = tuple(HeldPages() for _ in range(num_groups))
+    def __init__(self, managers: Sequence[SingleTypeCacheManager]) -> None:
+        """Holds nothing yet in the group of any manager. ``by_group`` pairs each manager with the pages of its group."""
+        self.groups = tuple([HeldPages() for _ in managers])
+        self.by_group = tuple(zip(managers, self.groups, strict=True))
         self.num_room_tokens = 0
         self.num_next_full_tokens = 1
         self.num_next_skip_tokens = 0
@@ -86,17 +87,29 @@ class CacheCoordinator(ABC):
     def count_pages_to_allocate(self, held: RequestPages, num_tokens: int, hits: Sequence[PageIds]) -> list[int]:
         """New pages that each group needs so that `num_tokens` tokens have a slot, the hits being attached."""
         return [
-            max(0, manager.get_num_pages(num_tokens) - len(group) - len(group_hits))
-            for manager, group, group_hits in zip(self.single_type_managers, held.groups, hits, strict=True)
+            max(0, manager.get_num_pages(num_tokens) - len(group) - len(ids))
+            for (manager, group), ids in zip(held.by_group, hits, strict=True)
         ]
 
     def remove_skipped_pages(self, held: RequestPages, num_computed_tokens: int) -> None:
         """Give back the pages that fell out of an attention window; the null page takes their places."""
         if num_computed_tokens < held.num_next_skip_tokens:
             return
-        for manager, group in zip(self.single_type_managers, held.groups, strict=True):
+        for manager, group in held.by_group:
             first_useful_page = manager.find_first_useful_page(group, num_computed_tokens)
             self.page_pool.store.skip(group, max(0, first_useful_page))
+
+    def check_hits(self, chain: HashChain, hits: Sequence[PageIds]) -> None:
+        """PageHashError if a page was handed to somebody else, or dropped from the index, since it was hit. O(pages)."""
+        for manager, ids in zip(self.single_type_managers, hits, strict=True):
+            stale = self.page_pool.store.find_stale_hit(
+                ids, chain, manager.num_hashes_per_page, manager.kv_cache_group_id
+            )
+            if stale >= 0:
+                raise PageHashError(
+                    f"page {ids[stale]} (at {stale} of group {manager.kv_cache_group_id}) does not hold this prefix: "
+                    "look it up again, right before allocate_slots"
+                )
 
     def count_free_hits(self, hits: Sequence[PageIds]) -> int:
         """How many of the hit pages are in the free queue, and would leave it."""
@@ -123,22 +136,21 @@ class CacheCoordinator(ABC):
         self, held: RequestPages, num_pages: Sequence[int], shard: int | None
     ) -> tuple[PageIds, ...]:
         """Take that many pages for each group, of which there are enough, and return them."""
-        return tuple(
-            self.page_pool.store.hold_new(group, n, shard)
-            for group, n in zip(held.groups, num_pages, strict=True)
-        )
+        hold_new = self.page_pool.store.hold_new
+        return tuple([hold_new(group, n, shard) for group, n in zip(held.groups, num_pages, strict=True)])
 
     def count_cached_hashes(self, held: RequestPages) -> int:
         """Leading hashes whose pages need no entry any more, in any group."""
-        return min(
+        counts = [
             group.num_cached_pages * manager.num_hashes_per_page
-            for manager, group in zip(self.single_type_managers, held.groups, strict=True)
+            for manager, group in held.by_group
             if manager.is_prefix_cached
-        )
+        ]
+        return min(counts, default=NEVER)
 
     def cache_pages(self, held: RequestPages, chain: HashChain, num_tokens: int) -> None:
         """Enter the pages that `num_tokens` tokens fill, and that are not yet, in the prefix index."""
-        for manager, group in zip(self.single_type_managers, held.groups, strict=True):
+        for manager, group in held.by_group:
             num_full_pages = num_tokens // manager.page_size
             if manager.is_prefix_cached and num_full_pages > group.num_cached_pages:
                 self.page_pool.store.enter_held(
@@ -147,15 +159,16 @@ class CacheCoordinator(ABC):
 
     def update_thresholds(self, held: RequestPages) -> None:
         """Work out anew up to where the request needs nothing."""
-        rooms, fulls, skips = [NEVER], [NEVER], [NEVER]
-        for manager, group in zip(self.single_type_managers, held.groups, strict=True):
-            rooms.append(manager.get_num_room_tokens(len(group)))
-            skips.append(manager.find_next_skip(group))
+        num_room_tokens = num_next_full_tokens = num_next_skip_tokens = NEVER
+        for manager, group in held.by_group:
+            num_room_tokens = min(num_room_tokens, manager.get_num_room_tokens(len(group)))
+            num_next_skip_tokens = min(num_next_skip_tokens, manager.find_next_skip(group))
             if self.enable_caching and manager.is_prefix_cached:
-                fulls.append((group.num_cached_pages + 1) * manager.page_size)
-        held.num_room_tokens = min(rooms)
-        held.num_next_full_tokens = min(fulls)
-        held.num_next_skip_tokens = min(skips)
+                num_full_tokens = (group.num_cached_pages + 1) * manager.page_size
+                num_next_full_tokens = min(num_next_full_tokens, num_full_tokens)
+        held.num_room_tokens = num_room_tokens
+        held.num_next_full_tokens = num_next_full_tokens
+        held.num_next_skip_tokens = num_next_skip_tokens
 
     def free(self, request_id: str) -> None:
         """Give back all pages of a request, group by group, the last page first. An unknown request has none."""
@@ -175,7 +188,7 @@ class CacheCoordinator(ABC):
             return [0] * len(self.single_type_managers)
         return [
             manager.get_num_common_prefix_pages(group, num_scheduled_requests)
-            for manager, group in zip(self.single_type_managers, held.groups, strict=True)
+            for manager, group in held.by_group
         ]
 
     # What the prefix index holds.

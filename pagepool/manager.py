@@ -37,7 +37,7 @@ class CachePages:
     def pages(self) -> tuple[list[CachePage], ...]:
         """One list of page objects for each group."""
         if self._store is not None:
-            self._groups = tuple(self._store.pages(ids) for ids in self._groups)
+            self._groups = tuple([self._store.pages(ids) for ids in self._groups])  # type: ignore[arg-type]
             self._store = None
         return self._groups  # type: ignore[return-value]
 
@@ -225,12 +225,16 @@ class CacheManager:
         that shard is too short the hits count as used just now and None is returned. `num_reserved_pages` free pages are left
         for others (a watermark for admission). ArgumentError, a ValueError, for 0 new tokens. Amortised O(new pages).
         """
-        if type(num_new_tokens) is not int or num_new_tokens <= 0 or num_lookahead_tokens < 0:
-            self._check_num_tokens(num_new_tokens, num_lookahead_tokens, num_external_computed_tokens)
+        try:  # negative exactly when one of the four is out of range: a tenth of the cost of comparing each
+            is_wrong = num_new_tokens - 1 | num_new_computed_tokens | num_lookahead_tokens | num_external_computed_tokens < 0
+        except TypeError:
+            is_wrong = True
+        if is_wrong:
+            _check_num_tokens(
+                num_new_tokens, num_external_computed_tokens, num_new_computed_tokens, num_lookahead_tokens
+            )
         num_computed_tokens = request.num_computed_tokens
-        num_tokens = (
-            num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens + num_new_tokens
-        )
+        num_tokens = num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens + num_new_tokens
         held = self._requests.get(request.request_id)
         if (
             held is not None
@@ -242,13 +246,13 @@ class CacheManager:
             return CachePages(self._no_ids, self._store)
         return self._allocate_slots(
             request,
-            held or RequestPages(self.num_kv_cache_groups),
+            held or RequestPages(self.coordinator.single_type_managers),
             self._get_hits(request, new_computed_pages),
             min(num_tokens + num_lookahead_tokens, self.max_model_len),
             0 if delay_cache_pages or not self.enable_caching else min(num_tokens, request.num_tokens),
             dp_shard_hint,
             data_parallel_size,
-            num_reserved_pages,
+            require_int("num_reserved_pages", num_reserved_pages, 0),
         )
 
     def _allocate_slots(
@@ -277,12 +281,6 @@ class CacheManager:
         self.coordinator.update_thresholds(held)
         return None if new_ids is None else CachePages(new_ids, self._store)
 
-    def _check_num_tokens(self, num_new_tokens: int, num_lookahead: int, num_external: int) -> None:
-        require_int("num_new_tokens", num_new_tokens, 0)
-        require_int("num_lookahead_tokens", num_lookahead, 0)
-        if num_new_tokens + require_int("num_external_computed_tokens", num_external, 0) == 0:
-            raise ArgumentError("num_new_tokens: got 0, allowed: at least 1")
-
     def _get_hits(self, request: Request, new_computed_pages: CachePages | None) -> tuple[PageIds, ...]:
         """The native ids of hits, which only a request without pages may take."""
         if new_computed_pages is None:
@@ -290,12 +288,17 @@ class CacheManager:
         hits = new_computed_pages.get_ids(self._store)
         if len(hits) != self.num_kv_cache_groups:
             raise ArgumentError(f"new_computed_pages: got {len(hits)} groups, allowed: {self.num_kv_cache_groups}")
-        if any(hits) and not self.enable_caching:
+        if not any(hits):
+            return self._no_ids
+        if not self.enable_caching:
             raise ArgumentError("new_computed_pages: got pages, allowed without prefix caching: none")
-        if any(hits) and request.request_id in self._requests:
+        if request.request_id in self._requests:
             raise ArgumentError(
                 f"new_computed_pages: got pages for request {request.request_id!r}, which holds some already; allowed: none"
             )
+        managers = self.coordinator.single_type_managers
+        num_hit_tokens = max(len(ids) * manager.page_size for ids, manager in zip(hits, managers, strict=True))
+        self.coordinator.check_hits(self._extend_hashes(request, num_hit_tokens).chain, hits)
         return hits
 
     def _find_shard(
@@ -418,3 +421,13 @@ class CacheManager:
     def create_empty_page_list(self) -> CachePages:
         """No pages, for the groups of this manager."""
         return CachePages(self._no_ids, self._store)
+
+
+def _check_num_tokens(
+    num_new_tokens: int, num_external_tokens: int, num_new_computed_tokens: int, num_lookahead_tokens: int
+) -> None:
+    """ArgumentError for negative counts and for nothing to do, ArgumentTypeError for what is no int."""
+    require_int("num_new_computed_tokens", num_new_computed_tokens, 0)
+    require_int("num_lookahead_tokens", num_lookahead_tokens, 0)
+    num_external_tokens = require_int("num_external_computed_tokens", num_external_tokens, 0)
+    require_int("num_new_tokens", num_new_tokens, 0 if num_external_tokens else 1)

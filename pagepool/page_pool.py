@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import CachePage, HashChain, PageIds, PageStore
-from pagepool.errors import ArgumentError, ArgumentTypeError, OutOfPagesError, PageIdError
+from pagepool.errors import ArgumentError, PageIdError
 from pagepool.hashing import PageHash, PageHashWithGroupId, RequestExtraKeys, hash_page_tokens
 from pagepool.specs import dp_shard_page_bounds, pages_per_dp_shard
 
@@ -112,7 +112,7 @@ class FreeCachePageQueue:
         self._store.remove(self._store.ids_of_pages([page])[0])
 
     def append(self, page: CachePage) -> None:
-        """Put a page at the back; PageIdError if it is in a queue already, is held, or is a pool's and this is not its queue."""
+        """Put a page at the back; PageIdError if it is in a queue, is held, or is a pool's and this is not its queue."""
         self.append_n([page])
 
     def append_n(self, pages: Sequence[CachePage]) -> None:
@@ -144,7 +144,9 @@ class CachedPages(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
     def __iter__(self) -> Iterator[PageHashWithGroupId]:
         """The pairs, in no particular order."""
         for page_id in self._pool.store.first_cached_ids().to_list():
-            yield self._pool.store.page_hash_of(page_id)
+            page_hash = self._pool.store.page_hash_of(page_id)
+            if page_hash is not None:
+                yield page_hash
 
     def __getitem__(self, key: PageHashWithGroupId) -> dict[int, CachePage]:
         """Pages by id. KeyError if none is cached under `key`."""
@@ -272,10 +274,8 @@ class PagePool:
         """
         for key in self.store.names.keys_of(page_hash):
             page_id = self.store.find(key, group_id, start, stop)
-            if page_id is not None and page_hash in (
-                self.store.page_hash_of(page_id).page_hash,
-                PageHash(key, ()),
-            ):
+            found = None if page_id is None else self.store.page_hash_of(page_id)
+            if found is not None and page_hash in (found.page_hash, PageHash(key, ())):
                 return page_id
         return None
 
@@ -340,8 +340,8 @@ class PagePool:
     def forget_evicted_names(self) -> None:
         """Drop the hash objects of evicted pages, once there are more of them than the pool could need. Amortised O(1)."""
         if len(self.store.names) > 2 * self.num_pages + 1024:
-            page_ids = self.store.first_cached_ids().to_list()
-            self.store.names.keep_only(self.store.key_of(page_id)[0] for page_id in page_ids)
+            found = map(self.store.key_of, self.store.first_cached_ids().to_list())
+            self.store.names.keep_only(key_and_group[0] for key_and_group in found if key_and_group)
 
     def probe(self, page_hashes: Iterable[PageHash], kv_cache_group_ids: Sequence[int] = (0,)) -> PageProbe:
         """How many of the pages, from the first on, hit in every group, and which group missed. Changes nothing."""
@@ -420,8 +420,9 @@ class PagePool:
         """
         if dp_shard_hint is None or pages_per_dp_shard(self.num_pages, data_parallel_size) is None:
             return None
-        self.store.set_shards(data_parallel_size)
-        return int(dp_shard_hint) % int(data_parallel_size or 1)
+        num_shards = int(data_parallel_size or 1)
+        self.store.set_shards(num_shards)
+        return int(dp_shard_hint) % num_shards
 
     def find_shard_bounds(
         self, dp_shard_hint: int | None, data_parallel_size: int | None
@@ -443,7 +444,7 @@ def _hash_missing_pages(
     for start in range(len(page_hashes) * page_size, num_full_pages * page_size, page_size):
         token_ids = request.all_token_ids[start : start + page_size]
         if len(token_ids) != page_size:
-            raise ArgumentError(f"request {request.request_id}: {len(token_ids)} tokens from {start} on, a page has {page_size}")
+            raise ArgumentError(f"request {request.request_id!r} has {len(token_ids)} tokens from {start} on, a page has {page_size}")
         page_extra_keys = extra_keys.of_page(start, start + page_size) if extra_keys else None
         missing.append(hash_page_tokens(hash, parent, token_ids, page_extra_keys))
         parent = missing[-1].hash_value

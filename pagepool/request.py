@@ -1,5 +1,4 @@
-"""What managers read of a request, an engine's states of one, and a small request for use without an
-engine."""
+"""What managers read of a request, the states of one, and a small request for use without an engine."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -102,7 +101,7 @@ class EngineRequest:
     all_token_ids: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Copies the prompt."""
+        """Copy the prompt."""
         self.all_token_ids = list(self.prompt_token_ids)
 
     @property
@@ -111,5 +110,5 @@ class EngineRequest:
         return len(self.all_token_ids)
 
     def append_output_token_ids(self, token_ids: int | Sequence[int]) -> None:
-        """Appends one generated token, or several in order."""
+        """Append one generated token, or several in order."""
         self.all_token_ids.extend([token_ids] if isinstance(token_ids, int) else token_ids)

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from pagepool._core import HashChain
 from pagepool.errors import ArgumentError

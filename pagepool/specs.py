@@ -73,7 +73,7 @@ def cdiv(numerator: int, denominator: int) -> int:
 
 
 def require_int(name: str, value: object, minimum: int) -> int:
-    """Returns `value` as an int, or raises an error that names it.
+    """Return `value` as an int, or raise an error that names it.
 
     Raises `ArgumentTypeError` if it is no integer (a bool is none, a NumPy integer is one) and
     `ArgumentError` if it is below `minimum`.
@@ -123,7 +123,7 @@ class CacheSpec:
     page_size: int
 
     def __post_init__(self) -> None:
-        """Checks the fields."""
+        """Check the fields."""
         require_int("page_size", self.page_size, minimum=1)
 
     @property
@@ -168,7 +168,7 @@ class AttentionSpec(CacheSpec):
     use_mla: bool
 
     def __post_init__(self) -> None:
-        """Checks the fields."""
+        """Check the fields."""
         super().__post_init__()
         require_int("num_kv_heads", self.num_kv_heads, minimum=1)
         require_int("head_size", self.head_size, minimum=1)
@@ -207,7 +207,7 @@ class FullAttentionSpec(AttentionSpec):
     attention_chunk_size: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks the fields."""
+        """Check the fields."""
         super().__post_init__()
         if self.sliding_window is not None:
             require_int("sliding_window", self.sliding_window, minimum=1)
@@ -235,9 +235,7 @@ class FullAttentionSpec(AttentionSpec):
         return replace(
             merged,
             sliding_window=_only_size("sliding_window", (spec.sliding_window for spec in specs)),
-            attention_chunk_size=_only_size(
-                "attention_chunk_size", (spec.attention_chunk_size for spec in specs)
-            ),
+            attention_chunk_size=_only_size("attention_chunk_size", (spec.attention_chunk_size for spec in specs)),
         )
 
 
@@ -251,7 +249,7 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
     attention_chunk_size: int
 
     def __post_init__(self) -> None:
-        """Checks the fields."""
+        """Check the fields."""
         super().__post_init__()
         require_int("attention_chunk_size", self.attention_chunk_size, minimum=1)
 
@@ -280,7 +278,7 @@ class SlidingWindowSpec(AttentionSpec):
     sliding_window: int
 
     def __post_init__(self) -> None:
-        """Checks the fields."""
+        """Check the fields."""
         super().__post_init__()
         require_int("sliding_window", self.sliding_window, minimum=1)
         if self.use_mla:
@@ -292,8 +290,7 @@ class SlidingWindowSpec(AttentionSpec):
         return f"sliding_window_{self.sliding_window}_{self.page_size}_{self.page_size_bytes}"
 
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int, **_: object) -> int:
-        """Bytes of one step's tokens, the window before them, and a page more as they need not start on a
-        page."""
+        """Bytes of one step's tokens and the window before them, and a page as they may start within one."""
         num_tokens = min(self.sliding_window - 1 + max_num_batched_tokens, max_model_len)
         return (cdiv(num_tokens, self.page_size) + 1) * self.page_size_bytes
 
@@ -314,7 +311,7 @@ class MambaSpec(CacheSpec):
     page_size_padded: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks the fields."""
+        """Check the fields."""
         super().__post_init__()
         if not self.shapes:
             raise ArgumentError("shapes must name at least one state")
@@ -422,9 +419,7 @@ def _max_pages_per_request(spec: CacheSpec, max_model_len: int, max_num_batched_
     page_size_bytes = spec.page_size_bytes
     if page_size_bytes <= 0:
         raise ArgumentError(f"{type(spec).__name__}.page_size_bytes must be positive, got {page_size_bytes}")
-    num_bytes = spec.max_memory_usage_bytes(
-        max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens
-    )
+    num_bytes = spec.max_memory_usage_bytes(max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens)
     return max(1, cdiv(num_bytes, page_size_bytes))
 
 
@@ -466,11 +461,7 @@ def estimate_runtime_page_budget(
     )
     pages_per_request = sum(per_group_pages)
     usable_pages = usable_pages_count(num_pages)
-    fitting = (
-        _max_concurrent_requests(num_pages, pages_per_request, data_parallel_size)
-        if per_group_pages
-        else usable_pages
-    )
+    fitting = _max_concurrent_requests(num_pages, pages_per_request, data_parallel_size) if per_group_pages else usable_pages
     return RuntimePageBudgetEstimate(pages_per_request, max(1, fitting), usable_pages, per_group_pages)
 
 
@@ -504,9 +495,7 @@ def _layer_value(config: object, name: str, layer: int) -> int | None:
 def _layer_geometry(config: object, layer: int, num_kv_heads: int, head_size: int) -> tuple[int, int]:
     """KV heads and head size of a layer; full-attention layers of some hybrids have their own."""
     num_kv_heads = (
-        _layer_value(config, "num_kv_heads", layer)
-        or _layer_value(config, "num_key_value_heads", layer)
-        or num_kv_heads
+        _layer_value(config, "num_kv_heads", layer) or _layer_value(config, "num_key_value_heads", layer) or num_kv_heads
     )
     layer_types = getattr(config, "layer_types", None)
     if not isinstance(layer_types, list | tuple) or not 0 <= layer < len(layer_types):
@@ -573,7 +562,4 @@ def create_kv_cache_specs_from_config(
         geometry = _layer_geometry(config, int(layer), num_kv_heads, head_size)
         key = _LayerKey(_mask_kind(detail.mask_type), detail.size, getattr(detail, "chunks", None), *geometry)
         layers_by_key.setdefault(key, []).append(f"layer.{int(layer)}")
-    return [
-        CacheGroupSpec(_spec_for(key, page_size, dtype, use_mla), names)
-        for key, names in layers_by_key.items()
-    ]
+    return [CacheGroupSpec(_spec_for(key, page_size, dtype, use_mla), names) for key, names in layers_by_key.items()]

@@ -1,0 +1,45 @@
+"""What a replay counts."""
+
+from dataclasses import asdict, dataclass
+
+__all__ = ["Figures"]
+
+
+@dataclass(slots=True)
+class Figures:
+    """Counts of one replay. Tokens are tokens, usages are shares of the pool in [0, 1], times are seconds.
+
+    `prompt_tokens` and `hit_tokens` count a request's first admission only; what is hit again when it comes
+    back after a preemption is `rehit_tokens`. Usage is seen once a step, after its pages were taken. Requests
+    larger than the pool are `skipped` and in no other count.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    rehit_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    allocated_pages: int = 0
+    evicted_pages: int = 0
+    preemptions: int = 0
+    peak_usage: float = 0.0
+    mean_usage: float = 0.0
+    allocator_seconds: float = 0.0
+    wall_seconds: float = 0.0
+    skipped: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the prompt tokens that were hits; 0 without prompts."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def see_usage(self, usage: float) -> None:
+        """Count one step and its usage. O(1)."""
+        self.steps += 1
+        self.peak_usage = max(self.peak_usage, usage)
+        self.mean_usage += (usage - self.mean_usage) / self.steps
+
+    def as_dict(self) -> dict[str, int | float]:
+        """All figures by name, for JSON."""
+        return {**asdict(self), "hit_rate": self.hit_rate}

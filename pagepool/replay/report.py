@@ -1,0 +1,57 @@
+"""A replay's figures as a table for people."""
+
+from rich.console import Console
+from rich.table import Table
+
+from pagepool.replay.figures import Figures
+
+__all__ = ["print_report"]
+
+
+def _format_seconds(seconds: float) -> str:
+    """With the unit that leaves a number from 1 to 1000.
+
+    >>> _format_seconds(2.5), _format_seconds(0.0123), _format_seconds(4.2e-7)
+    ('2.50 s', '12.30 ms', '0.42 us')
+    """
+    if seconds >= 1:
+        return f"{seconds:,.2f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.2f} ms"
+    return f"{seconds * 1e6:.2f} us"
+
+
+def _rows(figures: Figures) -> list[tuple[str, str]]:
+    seconds_a_step = figures.allocator_seconds / max(1, figures.steps)
+    seconds_a_page = figures.allocator_seconds / max(1, figures.allocated_pages)
+    return [
+        ("requests", f"{figures.requests:,}"),
+        ("  larger than the pool, skipped", f"{figures.skipped:,}"),
+        ("prompt tokens", f"{figures.prompt_tokens:,}"),
+        ("  hit", f"{figures.hit_tokens:,}"),
+        ("  hit rate", f"{figures.hit_rate:.1%}"),
+        ("generated tokens", f"{figures.generated_tokens:,}"),
+        ("steps", f"{figures.steps:,}"),
+        ("preemptions", f"{figures.preemptions:,}"),
+        ("  tokens hit again after one", f"{figures.rehit_tokens:,}"),
+        ("pages allocated", f"{figures.allocated_pages:,}"),
+        ("  evicted for it", f"{figures.evicted_pages:,}"),
+        ("peak usage", f"{figures.peak_usage:.1%}"),
+        ("mean usage", f"{figures.mean_usage:.1%}"),
+        ("time in the allocator", _format_seconds(figures.allocator_seconds)),
+        ("  per step", _format_seconds(seconds_a_step)),
+        ("  per page allocated", _format_seconds(seconds_a_page)),
+        ("wall time", _format_seconds(figures.wall_seconds)),
+    ]
+
+
+def print_report(figures: Figures, title: str) -> None:
+    """Print the title and a table of two columns, one row a figure, to standard output."""
+    table = Table.grid(padding=(0, 4))
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for row in _rows(figures):
+        table.add_row(*row)
+    console = Console(highlight=False)
+    console.print(title, style="bold", markup=False, soft_wrap=True)
+    console.print(table)

@@ -1,0 +1,67 @@
+"""A request whose answer is known before it runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from pagepool.request import EngineRequestStatus
+
+__all__ = ["Int32Array", "SimulatedRequest"]
+
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedRequest:
+    """What a manager reads of a request, on one int32 array that holds the prompt and the answer to come.
+
+    `make_token_ids` makes that array, `[num_prompt_tokens + num_output_tokens]`, when the request is about to
+    run, so that a long trace does not stand in memory. Decoding a token is `num_tokens += 1`.
+
+    >>> request = SimulatedRequest("a", 3, 2, lambda: np.arange(5, dtype=np.int32))
+    >>> request.all_token_ids.tolist(), request.num_final_tokens, request.num_slots
+    ([0, 1, 2], 5, 4)
+    """
+
+    sampling_params: ClassVar[None] = None
+
+    request_id: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    make_token_ids: Callable[[], Int32Array]
+    num_tokens: int = field(init=False)
+    num_computed_tokens: int = field(init=False, default=0)
+    status: EngineRequestStatus = field(init=False, default=EngineRequestStatus.WAITING)
+    _token_ids: Int32Array | None = field(init=False, default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        """Start with the prompt."""
+        self.num_tokens = self.num_prompt_tokens
+
+    @property
+    def num_final_tokens(self) -> int:
+        """Prompt and answer together."""
+        return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that need a place in a page: all but the last one generated, which is never computed."""
+        return max(self.num_prompt_tokens, self.num_final_tokens - 1)
+
+    @property
+    def all_token_ids(self) -> Int32Array:
+        """Prompt and generated tokens so far: a view, `[num_tokens]`. O(1) once loaded."""
+        return self.load_token_ids()[: self.num_tokens]
+
+    def load_token_ids(self) -> Int32Array:
+        """All token ids, those to be generated included. O(tokens) the first time, then O(1)."""
+        if self._token_ids is None:
+            self._token_ids = self.make_token_ids()
+        return self._token_ids
+
+    def drop_token_ids(self) -> None:
+        """Give back the memory of the token ids; they are made again if they are asked for."""
+        self._token_ids = None

@@ -1,0 +1,535 @@
+"""The pure-Python twin of the allocator, written to be obviously right and nothing else.
+
+Pages are integers, page 0 is the null page. A page's content is everything that determines it: all tokens up
+to its end and the extra keys of its request. `ContentKeys` numbers contents, so equal numbers mean equal
+contents and X of their class, so that the twin also runs beside the engine that it was checked against.
+
+Errors are the builtin ones that the package's own exceptions derive from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+NULL_PAGE = 0
+RUNNING = 4
+
+PageIds = list[int]
+PagesByGroup = tuple[PageIds, ...]
+
+
+def cdiv(dividend: int, divisor: int) -> int:
+    """Divide, rounding up."""
+    return -(-dividend // divisor)
+
+
+def leading_run(hits: Sequence[bool]) -> int:
+    """Count the hits before the first miss."""
+    return next((index for index, hit in enumerate(hits) if not hit), len(hits))
+
+
+def shard_of_hint(num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> range | None:
+    """Return the page ids of the hinted shard, or None where the pool is not sharded."""
+    if dp_shard_hint is None or not is_sharded(num_pages, data_parallel_size):
+        return None
+    size = num_pages // data_parallel_size
+    shard = dp_shard_hint % data_parallel_size
+    return range(shard * size, (shard + 1) * size)
+
+
+def is_sharded(num_pages: int, data_parallel_size: int | None) -> bool:
+    """Tell whether the pages divide evenly among more than one shard."""
+    return data_parallel_size is not None and data_parallel_size > 1 and num_pages % data_parallel_size == 0
+
+
+# --- what a page contains -----------------------------------------------------------------------------------
+
+
+class ContentKeys:
+    """Numbers the contents of pages: one number for each (content of the parent page, tokens, extra keys)."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._chains: defaultdict[str, list[int]] = defaultdict(list)
+
+    def chain(self, request: Any) -> list[int]:
+        """Return the contents of all full pages of the request, those that got full of late included."""
+        chain = self._chains[request.request_id]
+        for page in range(len(chain), len(request.all_token_ids) // self.page_size):
+            chain.append(self._number(chain[-1] if chain else None, request, page))
+        return chain
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is remembered for a finished request."""
+        self._chains.pop(request_id, None)
+
+    def _number(self, parent: int | None, request: Any, page: int) -> int:
+        start, stop = page * self.page_size, (page + 1) * self.page_size
+        content = (parent, tuple(request.all_token_ids[start:stop]), extra_keys(request, start, stop))
+        return self._numbers.setdefault(content, len(self._numbers))
+
+
+def extra_keys(request: Any, start: int, stop: int) -> tuple[Any, ...]:
+    """Return what besides the tokens determines the page of tokens [start, stop)."""
+    features = getattr(request, "mm_features", None) or ()
+    keys: list[Any] = [key for feature in features for key in feature_keys(feature, start, stop)]
+    if start == 0:
+        keys.append(("salt", getattr(request, "cache_salt", None)))
+        keys.append(("lora", getattr(request, "lora_id", None)))
+        if getattr(request, "has_vision", False) and not features:
+            keys.append(("private", request.request_id))
+    return tuple(keys)
+
+
+def feature_keys(feature: Any, start: int, stop: int) -> list[Any]:
+    """Return the feature and its place in the page if it overlaps; one without a place is at token 0."""
+    place = getattr(feature, "placeholder_range", None) or getattr(feature, "mm_position", None)
+    first, length = (place.offset, place.length) if place else (0, 1)
+    content = getattr(feature, "mm_hash", None) or feature.identifier
+    overlaps = first < stop and start < first + length
+    return [(feature.modality, content, first - start, length)] if overlaps else []
+
+
+# --- the pool -----------------------------------------------------------------------------------------------
+
+
+class OraclePool:
+    """Ref counts in a list, the free queue in an OrderedDict, the prefix index in a dict of dicts."""
+
+    def __init__(self, num_pages: int, enable_caching: bool) -> None:
+        self.num_pages = num_pages
+        self.enable_caching = enable_caching
+        self.ref_counts = [0] * num_pages
+        self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_pages))
+        self.index: dict[tuple[int, int], dict[int, None]] = {}
+        self.entry_of_page: dict[int, tuple[int, int]] = {}
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def usage(self) -> float:
+        return 1.0 - len(self.free_queue) / self.num_pages
+
+    def free_page_ids(self, shard: range | None = None) -> PageIds:
+        """List the free pages (of a shard) in the order in which they would be handed out."""
+        return [page for page in self.free_queue if shard is None or page in shard]
+
+    def get_new_pages(
+        self, num_pages: int, *, dp_shard_hint: int | None = None, data_parallel_size: int | None = None
+    ) -> PageIds:
+        """Take pages from the front of the queue (of the hinted shard) and evict their prefix entries."""
+        return self.take(num_pages, shard_of_hint(self.num_pages, dp_shard_hint, data_parallel_size))
+
+    def take(self, num_pages: int, shard: range | None) -> PageIds:
+        """Take pages from the front of the queue (of the shard) and evict their prefix entries."""
+        pages = self.free_page_ids(shard)[:num_pages]
+        if len(pages) < num_pages:
+            raise ValueError(f"{num_pages} pages wanted, {len(pages)} are free")
+        for page in pages:
+            del self.free_queue[page]
+            self.ref_counts[page] = 1
+        self.counts["allocated"] += num_pages
+        self.counts["evicted"] += self.evict_pages(pages)
+        return pages
+
+    def touch(self, pages_by_group: Iterable[PageIds]) -> None:
+        """Add a reference to each page; a free one leaves the queue."""
+        for pages in pages_by_group:
+            for page in pages:
+                if page != NULL_PAGE:
+                    self.free_queue.pop(page, None)
+                    self.ref_counts[page] += 1
+
+    def free_pages(self, pages: Sequence[int]) -> None:
+        """Drop a reference of each page; those without any left go to the back of the queue in this order."""
+        if NULL_PAGE in pages:
+            raise IndexError("the null page cannot be freed")
+        if any(self.ref_counts[page] < pages.count(page) for page in pages):
+            raise RuntimeError(f"a page of {pages} is freed more often than it is held")
+        for page in pages:
+            self.ref_counts[page] -= 1
+            if self.ref_counts[page] == 0:
+                self.free_queue[page] = None
+                self.counts["freed"] += 1
+
+    def get_cached_page(
+        self,
+        key: int,
+        group_ids: Sequence[int],
+        *,
+        dp_shard_hint: int | None = None,
+        data_parallel_size: int | None = None,
+    ) -> PageIds | None:
+        """Return one page for each group, the one entered first (in the shard); None if a group has none."""
+        shard = shard_of_hint(self.num_pages, dp_shard_hint, data_parallel_size)
+        pages = [self.first_entered(key, group_id, shard) for group_id in group_ids]
+        return None if None in pages else pages
+
+    def first_entered(self, key: int, group_id: int, shard: range | None) -> int | None:
+        """Return the page with this content that was entered first, or None."""
+        pages = self.index.get((key, group_id), {})
+        return next((page for page in pages if shard is None or page in shard), None)
+
+    def cache_full_pages(
+        self, pages: PageIds, keys: Sequence[int], num_cached_pages: int, num_full_pages: int, group_id: int
+    ) -> None:
+        """Enter pages [num_cached_pages, num_full_pages) under their contents, null pages excepted."""
+        new = [i for i in range(num_cached_pages, num_full_pages) if pages[i] != NULL_PAGE]
+        if any(pages[i] in self.entry_of_page for i in new):
+            raise RuntimeError("a page has an entry already")
+        for i in new:
+            self.index.setdefault((keys[i], group_id), {})[pages[i]] = None
+            self.entry_of_page[pages[i]] = (keys[i], group_id)
+        self.counts["cached"] += len(new)
+
+    def evict_pages(self, pages: Iterable[int]) -> int:
+        """Drop the prefix entries of the pages and return how many had one."""
+        cached = self.entry_of_page.keys() & pages
+        for page in cached:
+            entry = self.entry_of_page.pop(page)
+            del self.index[entry][page]
+            if not self.index[entry]:
+                del self.index[entry]
+        return len(cached)
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all prefix entries, unless a page is held."""
+        if any(self.ref_counts):
+            return False
+        self.evict_pages(range(self.num_pages))
+        return True
+
+
+# --- kinds of attention -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Full:
+    """Full attention: every page is kept; a hit is a leading run."""
+
+    page_size: int
+
+    def num_required_pages(self, num_tokens: int) -> int:
+        return cdiv(num_tokens, self.page_size)
+
+    def first_useful_page(self, num_computed_tokens: int, num_cached_pages: int) -> int:
+        return 0
+
+    def first_hit_page(self, length: int, eagle: bool) -> int:
+        return 0
+
+    def longest(self, hits: Sequence[bool], max_length: int, eagle: bool) -> int:
+        """Return the length in tokens of the longest hit of at most `max_length` tokens."""
+        return max(0, self.confirmed(hits, max_length, eagle) - eagle * self.page_size)
+
+    def confirmed(self, hits: Sequence[bool], max_length: int, eagle: bool) -> int:
+        """Return how much of a hit of `max_length` tokens, eagle's page dropped already, stands."""
+        return leading_run(hits[: max_length // self.page_size]) * self.page_size
+
+
+@dataclass(frozen=True)
+class Sliding(Full):
+    """Sliding window: pages wholly before the window are dropped; a hit is a run that covers the window."""
+
+    window: int
+
+    def first_useful_page(self, num_computed_tokens: int, num_cached_pages: int) -> int:
+        return max(0, (num_computed_tokens - self.window + 1) // self.page_size)
+
+    def first_hit_page(self, length: int, eagle: bool) -> int:
+        return max(0, length // self.page_size - self._kept_run(eagle))
+
+    def longest(self, hits: Sequence[bool], max_length: int, eagle: bool) -> int:
+        length = self._end_of_last_run(hits, max_length, self._kept_run(eagle) + eagle)
+        return max(0, length - eagle * self.page_size)
+
+    def confirmed(self, hits: Sequence[bool], max_length: int, eagle: bool) -> int:
+        return self._end_of_last_run(hits, max_length, self._kept_run(eagle))
+
+    def _kept_run(self, eagle: bool) -> int:
+        """Return how many pages a hit hands out; the one that eagle recomputes may cover a small window."""
+        return max(1 - eagle, cdiv(self.window - 1, self.page_size))
+
+    def _end_of_last_run(self, hits: Sequence[bool], max_length: int, run: int) -> int:
+        num_pages = max_length // self.page_size
+        for end in range(num_pages, run - 1, -1):
+            if all(hits[end - run : end]):
+                return end * self.page_size
+        return leading_run(hits[:num_pages]) * self.page_size
+
+
+@dataclass(frozen=True)
+class Chunked(Full):
+    """Chunked local attention: pages of earlier chunks are dropped and count as hit."""
+
+    chunk: int
+
+    def first_useful_page(self, num_computed_tokens: int, num_cached_pages: int) -> int:
+        first = self.first_hit_page(num_computed_tokens, False)
+        return min(first, num_cached_pages - 1) if num_cached_pages else first
+
+    def first_hit_page(self, length: int, eagle: bool) -> int:
+        return length // self.chunk * self.chunk // self.page_size
+
+    def confirmed(self, hits: Sequence[bool], max_length: int, eagle: bool) -> int:
+        first = self.first_hit_page(max_length, eagle)
+        return (first + leading_run(hits[first : max_length // self.page_size])) * self.page_size
+
+
+@dataclass(frozen=True)
+class Mamba(Full):
+    """A recurrent state: one page a request, never shared."""
+
+    def num_required_pages(self, num_tokens: int) -> int:
+        return 1
+
+
+Kind = Full | Sliding | Chunked | Mamba
+
+
+def kind_of(spec: Any) -> Kind:
+    """Return the kind of attention that a spec of the package, or of the engine, describes."""
+    match type(spec).__name__:
+        case "FullAttentionSpec":
+            return Full(spec.page_size)
+        case "SlidingWindowSpec":
+            return Sliding(spec.page_size, spec.sliding_window)
+        case "ChunkedLocalAttentionSpec":
+            return Chunked(spec.page_size, spec.attention_chunk_size)
+        case "MambaSpec":
+            return Mamba(spec.page_size)
+    raise TypeError(f"unknown spec {spec!r}")
+
+
+def group_ids_by_kind(kinds: Sequence[Kind]) -> dict[Kind, list[int]]:
+    """Put equal groups together: full attention first, then in order of first appearance."""
+    classes: dict[Kind, list[int]] = {}
+    for group_id, kind in enumerate(kinds):
+        classes.setdefault(kind, []).append(group_id)
+    return dict(sorted(classes.items(), key=lambda item: type(item[0]) is not Full))
+
+
+# --- the manager --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class HeldPages:
+    """What a request holds in one group."""
+
+    pages: PageIds = field(default_factory=list)
+    num_cached_pages: int = 0
+
+
+class OracleManager:
+    """The operations of `CacheManager`, with page ids in place of pages."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        kv_cache_groups: Sequence[Any],
+        max_model_len: int,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+    ) -> None:
+        self.kinds = [kind_of(group.kv_cache_spec) for group in kv_cache_groups]
+        self.enable_caching = enable_caching and bool(self.kinds)
+        self.max_model_len = max_model_len
+        self.use_eagle = use_eagle
+        self.page_pool = OraclePool(num_pages, self.enable_caching)
+        self.classes = group_ids_by_kind(self.kinds)
+        page_sizes = [kind.page_size for kind in self.kinds if not isinstance(kind, Mamba)]
+        self.hit_step = math.lcm(*page_sizes)
+        self.keys = ContentKeys(math.gcd(*page_sizes) or 1)
+        self.held: dict[str, list[HeldPages]] = {}
+
+    @property
+    def usage(self) -> float:
+        return self.page_pool.usage
+
+    # looking up
+
+    def get_computed_pages(
+        self, request: Any, *, dp_shard_hint: int | None = None, data_parallel_size: int | None = None
+    ) -> tuple[PagesByGroup, int]:
+        """Return the pages of the longest cached prefix, by group, and its length in tokens."""
+        sampling_params = request.sampling_params
+        if not self.enable_caching or (sampling_params and sampling_params.prompt_logprobs is not None):
+            return self._no_pages(), 0
+        shard = shard_of_hint(self.page_pool.num_pages, dp_shard_hint, data_parallel_size)
+        length = self._hit_length(request, shard)
+        self.page_pool.counts.update(queried=request.num_tokens, hit=length)
+        group_ids = range(len(self.kinds))
+        return tuple(self._hit_pages(request, group_id, length, shard) for group_id in group_ids), length
+
+    def _hit_length(self, request: Any, shard: range | None) -> int:
+        """Let the classes shorten the length in turn, each dropping eagle's page, until all of them agree."""
+        if any(isinstance(kind, Mamba) for kind in self.kinds):
+            return 0
+        length = self._floor(request.num_tokens - 1)
+        hits = {kind: self._hits(request, kind, length, shard) for kind in self.classes}
+        for kind in self.classes:
+            length = self._floor(kind.longest(hits[kind], length, self.use_eagle))
+        agreed = None
+        while agreed != length:
+            agreed = length
+            for kind in self.classes:
+                length = self._floor(kind.confirmed(hits[kind], length, self.use_eagle))
+        return length
+
+    def _floor(self, num_tokens: int) -> int:
+        return num_tokens // self.hit_step * self.hit_step
+
+    def _hits(self, request: Any, kind: Kind, length: int, shard: range | None) -> list[bool]:
+        """Tell for each page of the kind whether all of its groups have it cached."""
+        keys = self._keys(request, kind)[: length // kind.page_size]
+        entered = self.page_pool.first_entered
+        return [all(entered(key, group_id, shard) is not None for group_id in self.classes[kind]) for key in keys]
+
+    def _hit_pages(self, request: Any, group_id: int, length: int, shard: range | None) -> PageIds:
+        kind = self.kinds[group_id]
+        num_pages = length // kind.page_size
+        first = kind.first_hit_page(length, self.use_eagle)
+        keys = self._keys(request, kind)[first:num_pages]
+        return [NULL_PAGE] * first + [self.page_pool.first_entered(key, group_id, shard) for key in keys]
+
+    def _keys(self, request: Any, kind: Kind) -> list[int]:
+        """Return the contents of the request's full pages of this kind's size."""
+        step = kind.page_size // self.keys.page_size
+        return self.keys.chain(request)[step - 1 :: step]
+
+    # allocating
+
+    def allocate_slots(
+        self,
+        request: Any,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_pages: PagesByGroup | None = None,
+        num_lookahead_tokens: int = 0,
+        delay_cache_pages: bool = False,
+        dp_shard_hint: int | None = None,
+        data_parallel_size: int | None = None,
+        *,
+        num_external_computed_tokens: int = 0,
+        num_reserved_pages: int = 0,
+    ) -> PagesByGroup | None:
+        """Make room for new tokens; return the new pages by group, or None where the pool is too short."""
+        hits = new_computed_pages or self._no_pages()
+        self._check_allocation(request, num_new_tokens, num_external_computed_tokens, hits)
+        self._skip_pages(request)
+        num_computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
+        num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        num_missing = self._num_missing_pages(request, num_slots, hits)
+        if not self._fits(sum(num_missing), hits, num_reserved_pages):
+            return None
+        shard = self._shard(request, hits, dp_shard_hint, data_parallel_size)
+        new_pages = self._take_pages(hits, num_missing, shard)
+        if new_pages is None:
+            return None
+        self._attach(request, hits, new_pages)
+        if not delay_cache_pages:
+            self.cache_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
+        return new_pages
+
+    def _check_allocation(self, request: Any, num_new: int, num_external: int, hits: PagesByGroup) -> None:
+        if num_new < 0 or num_new + num_external <= 0:
+            raise ValueError("nothing to allocate")
+        if any(hits) and (not self.enable_caching or any(self.get_page_ids(request.request_id))):
+            raise ValueError("hits go to a request that holds nothing")
+
+    def _skip_pages(self, request: Any) -> None:
+        """Give back the pages that no coming token looks at, the last one first."""
+        for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
+            first_useful = kind.first_useful_page(request.num_computed_tokens, held.num_cached_pages)
+            last = min(first_useful, len(held.pages)) - 1
+            while last >= 0 and held.pages[last] != NULL_PAGE:
+                self.page_pool.free_pages([held.pages[last]])
+                held.pages[last] = NULL_PAGE
+                last -= 1
+
+    def _num_missing_pages(self, request: Any, num_slots: int, hits: PagesByGroup) -> list[int]:
+        held = self.get_page_ids(request.request_id)
+        return [max(0, kind.num_required_pages(num_slots) - len(hits[i]) - len(held[i])) for i, kind in enumerate(self.kinds)]
+
+    def _fits(self, num_missing: int, hits: PagesByGroup, num_reserved_pages: int) -> bool:
+        num_free_hits = len({page for pages in hits for page in pages if page in self.page_pool.free_queue})
+        return num_missing + num_free_hits <= max(0, len(self.page_pool.free_queue) - num_reserved_pages)
+
+    def _shard(
+        self, request: Any, hits: PagesByGroup, dp_shard_hint: int | None, data_parallel_size: int | None
+    ) -> range | None:
+        """Return the shard on which all held pages and hits agree, else the hinted one."""
+        num_pages = self.page_pool.num_pages
+        if not is_sharded(num_pages, data_parallel_size):
+            return None
+        size = num_pages // data_parallel_size
+        pages_by_group = (*self.get_page_ids(request.request_id), *hits)
+        shards = {page // size for pages in pages_by_group for page in pages if page != NULL_PAGE}
+        hint = shards.pop() if len(shards) == 1 else dp_shard_hint
+        return shard_of_hint(num_pages, hint, data_parallel_size)
+
+    def _take_pages(self, hits: PagesByGroup, num_missing: list[int], shard: range | None) -> PagesByGroup | None:
+        """Touch the hits and take new pages, or give the hits back where the shard is too short."""
+        self.page_pool.touch(hits)
+        if len(self.page_pool.free_page_ids(shard)) < sum(num_missing):
+            for pages in hits:
+                self.page_pool.free_pages([page for page in pages if page != NULL_PAGE])
+            return None
+        return tuple(self.page_pool.take(num_pages, shard) for num_pages in num_missing)
+
+    def _attach(self, request: Any, hits: PagesByGroup, new_pages: PagesByGroup) -> None:
+        if request.request_id not in self.held:
+            self.held[request.request_id] = [HeldPages(list(pages), len(pages)) for pages in hits]
+        for held, pages in zip(self.held[request.request_id], new_pages, strict=True):
+            held.pages += pages
+
+    def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
+        """Enter the pages that are full of computed tokens in the prefix index."""
+        if not self.enable_caching:
+            return
+        for group_id, held in enumerate(self.held.get(request.request_id, ())):
+            kind = self.kinds[group_id]
+            num_full_pages = min(num_computed_tokens // kind.page_size, len(held.pages))
+            if isinstance(kind, Mamba) or num_full_pages <= held.num_cached_pages:
+                continue
+            keys = self._keys(request, kind)
+            self.page_pool.cache_full_pages(held.pages, keys, held.num_cached_pages, num_full_pages, group_id)
+            held.num_cached_pages = num_full_pages
+
+    # giving back and asking
+
+    def free(self, request: Any) -> None:
+        """Give back all pages of the request, the last one first."""
+        for held in self.held.pop(request.request_id, ()):
+            self.page_pool.free_pages([page for page in reversed(held.pages) if page != NULL_PAGE])
+
+    def free_page_hashes(self, request: Any) -> None:
+        """Forget the contents of a finished request's pages."""
+        self.keys.forget(request.request_id)
+
+    def get_page_ids(self, request_id: str) -> PagesByGroup:
+        """Return what the request holds, by group."""
+        held = self.held.get(request_id)
+        return tuple(group.pages for group in held) if held else self._no_pages()
+
+    def get_num_common_prefix_pages(self, request: Any, num_scheduled_requests: int) -> list[int]:
+        """Count, by group, the leading pages that at least so many requests hold."""
+        if request.status != RUNNING:
+            raise ValueError("the request is not running")
+        return [
+            leading_run([self.page_pool.ref_counts[page] >= num_scheduled_requests for page in pages])
+            if self.enable_caching and type(kind) is Full
+            else 0
+            for kind, pages in zip(self.kinds, self.get_page_ids(request.request_id), strict=True)
+        ]
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all prefix entries, unless a page is held."""
+        return self.page_pool.reset_prefix_cache()
+
+    def _no_pages(self) -> PagesByGroup:
+        return tuple([] for _ in self.kinds)

@@ -1,0 +1,132 @@
+"""Configurations of a manager, and of the random work on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Group:
+    """A cache group: kind ("full", "sliding", "chunked", "mamba"), page size, window or chunk in tokens."""
+
+    kind: str
+    page_size: int
+    span: int = 0
+
+    def spec(self, specs: ModuleType, dtype: Any) -> Any:
+        """Build the spec with the classes of a module: the package's, or the engine's."""
+        if self.kind == "mamba":
+            return specs.MambaSpec(page_size=self.page_size, shapes=((2, 2),), dtype=dtype)
+        common = {
+            "page_size": self.page_size,
+            "num_kv_heads": 1,
+            "head_size": 8,
+            "dtype": dtype,
+            "use_mla": False,
+        }
+        if self.kind == "sliding":
+            return specs.SlidingWindowSpec(**common, sliding_window=self.span)
+        if self.kind == "chunked":
+            return specs.ChunkedLocalAttentionSpec(**common, attention_chunk_size=self.span)
+        return specs.FullAttentionSpec(**common)
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What the engine does beyond the common: each can be switched off for a system that does not know it."""
+
+    extra_keys: bool = True  # salts, LoRA ids, multimodal features
+    external_tokens: bool = True  # tokens that a KV transfer computes
+    reserved_pages: bool = True
+    evict_pages: bool = True
+    delay_caching: bool = True
+    prompt_logprobs: bool = True
+    follow_ups: bool = True  # prompts that begin with a finished request's tokens
+    repeated_tokens: bool = True  # generated tokens come from the vocabulary, else each is new
+    bursts: bool = True  # several tokens are appended, or drafts accepted, at once
+    stray_calls: bool = True  # look-ups of running requests, calls that must be refused
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A configuration of the manager and of the workload on it."""
+
+    name: str
+    groups: tuple[Group, ...]
+    num_pages: tuple[int, ...] = (8, 13, 24, 64)
+    enable_caching: bool = True
+    use_eagle: bool = False
+    data_parallel_size: int | None = None
+    habits: Habits = field(default_factory=Habits)
+
+    @property
+    def page_size(self) -> int:
+        """The largest page that fills up."""
+        return max((group.page_size for group in self.groups if group.kind != "mamba"), default=1)
+
+    @property
+    def max_model_len(self) -> int:
+        return max(24, 8 * self.page_size)
+
+    def cache_groups(self, specs: ModuleType, dtype: Any = "float16") -> list[Any]:
+        """Build the groups with the spec classes of a module."""
+        return [specs.CacheGroupSpec(kv_cache_spec=group.spec(specs, dtype)) for group in self.groups]
+
+    def manager(self, manager_class: Callable[..., Any], groups: list[Any], num_pages: int, **options: Any) -> Any:
+        """Build a manager of this setting."""
+        return manager_class(num_pages, groups, self.max_model_len, self.enable_caching, self.use_eagle, **options)
+
+
+FULL_1, FULL_2, FULL_4, FULL_6, FULL_8, FULL_16 = (Group("full", page_size) for page_size in (1, 2, 4, 6, 8, 16))
+WINDOW_1, WINDOW_3, WINDOW_5, WINDOW_9 = (Group("sliding", 4, window) for window in (1, 3, 5, 9))
+WIDE_6, WIDE_8 = (Group("sliding", page_size, 13) for page_size in (6, 8))
+CHUNK_6, CHUNK_8, CHUNK_16 = (Group("chunked", 4, chunk) for chunk in (6, 8, 16))
+STATE = Group("mamba", 8 * FULL_4.page_size)
+
+SMALL, LARGE = (16, 40), (24, 64)
+
+SETTINGS = [
+    Setting("full 1", (FULL_1,)),
+    Setting("full 2", (FULL_2,)),
+    Setting("full 4", (FULL_4,)),
+    Setting("full 16", (FULL_16,)),
+    Setting("full uncached", (FULL_4,), enable_caching=False),
+    Setting("full eagle", (FULL_4,), use_eagle=True),
+    Setting("full 2 shards", (FULL_4,), (8, 24), data_parallel_size=2),
+    Setting("full 4 shards", (FULL_2,), (16, 48), data_parallel_size=4),
+    Setting("full uneven shards", (FULL_4,), (9, 25), data_parallel_size=2),
+    Setting("full 4 and 8", (FULL_4, FULL_8), SMALL),
+    Setting("window 1", (WINDOW_1,)),
+    Setting("window 1 eagle", (WINDOW_1,), use_eagle=True),
+    Setting("window 3", (WINDOW_3,)),
+    Setting("window 5", (WINDOW_5,)),
+    Setting("window 9", (WINDOW_9,)),
+    Setting("window 9 eagle", (WINDOW_9,), use_eagle=True),
+    Setting("window 9 uncached", (WINDOW_9,), enable_caching=False),
+    Setting("window 9 2 shards", (WINDOW_9,), (8, 24), data_parallel_size=2),
+    Setting("chunk 6", (CHUNK_6,)),
+    Setting("chunk 8", (CHUNK_8,)),
+    Setting("chunk 16", (CHUNK_16,)),
+    Setting("chunk 16 uncached", (CHUNK_16,), enable_caching=False),
+    Setting("mamba", (STATE,)),
+    Setting("full and mamba", (FULL_4, STATE), SMALL),
+    Setting("full and window", (FULL_4, WINDOW_9), SMALL),
+    Setting("full and window eagle", (FULL_4, WINDOW_9), SMALL, use_eagle=True),
+    Setting("full and window 2 shards", (FULL_4, WINDOW_9), SMALL, data_parallel_size=2),
+    Setting("windows and full", (WINDOW_9, WINDOW_9, FULL_4), LARGE),
+    Setting("full and chunk", (FULL_4, FULL_4, CHUNK_16), LARGE),
+    Setting("chunk and full", (CHUNK_6, FULL_4), SMALL),
+    Setting("interleaved", (FULL_4, WINDOW_9, FULL_4, CHUNK_8, WINDOW_9), LARGE),
+    Setting("two windows", (WINDOW_5, WINDOW_9), SMALL),
+    Setting("two windows eagle", (WINDOW_9, WINDOW_3), SMALL, use_eagle=True),
+    Setting("two chunks 4 shards", (CHUNK_8, CHUNK_16), SMALL, data_parallel_size=4),
+    Setting("full 4 and window of 8", (FULL_4, WIDE_8), SMALL),
+    Setting("window of 8 and full 4 eagle", (WIDE_8, FULL_4), SMALL, use_eagle=True),
+    Setting("full 8 and windows of 4", (FULL_8, WINDOW_5, WINDOW_9), LARGE),
+    Setting("full 4 and window of 6", (FULL_4, WIDE_6), SMALL),
+    Setting("full 6, window of 4, chunk of 4", (FULL_6, WINDOW_9, CHUNK_8), LARGE),
+    Setting("windows of 4 and 6 eagle", (WINDOW_9, WIDE_6), LARGE, use_eagle=True),
+]

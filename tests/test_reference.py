@@ -1,0 +1,177 @@
+"""The oracle, and the package, against the engine whose API they keep (easydel 0.3.0), where it is installed.
+
+The same random work as in `test_differential.py`, less what the engine does not know (external tokens,
+reserved pages, extra keys, eviction by page id; several types besides full attention, two full groups
+alone, interleaved groups, groups of different page sizes; eagle with chunked attention) and less what it
+does otherwise than we mean to:
+
+- It hashes a request's tokens once. What is known later is not looked up, and the look-up for a window or a
+  chunk reads past the end of the hashes: generated tokens come one at a time and are cached at once, or
+  each of them is new to full attention (`BURSTING`); no look-ups of running requests.
+- It chains a generated page to the last page before it that the request still holds, to none if all of them
+  are null: dropped because a window is no longer than a page, or hits that end with a chunk. So in these
+  settings generated tokens are never seen twice, and no request is left unhashed by asking for prompt log
+  probabilities.
+- It gives the null page a hash when a dropped page is cached late: no delayed caching with windows and
+  chunks.
+- If a chunk is not a multiple of the page size, a hit may end in a chunk that was not looked up: no such
+  chunks.
+- An allocation that fails for want of pages in a shard leaves an entry behind, and the next one with hits
+  trips over it: the twin frees the request, which drops the entry. With several groups the pages of the
+  first ones are lost: shards with one group only.
+- It caches the page of a Mamba state when the request is as long as that page: requests are shorter.
+- It takes a negative number of tokens, and answers a wrong status with an assertion: no misuse.
+- It counts references to its null page: that count is not compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from oracle import OracleManager
+from settings import (
+    CHUNK_8,
+    CHUNK_16,
+    FULL_1,
+    FULL_2,
+    FULL_4,
+    FULL_16,
+    LARGE,
+    SMALL,
+    STATE,
+    WINDOW_1,
+    WINDOW_3,
+    WINDOW_5,
+    WINDOW_9,
+    Habits,
+    Setting,
+)
+from twins import OracleTwin, PackageTwin, State, Twin, Twins
+from workload import run_workload
+
+reference_manager = pytest.importorskip("easydel.inference.esurge.core.manager")
+reference_specs = pytest.importorskip("easydel.inference.esurge.core.interface")
+
+NUM_SEEDS = 6
+NUM_CALLS = 1500
+
+PLAIN = Habits(
+    extra_keys=False,
+    external_tokens=False,
+    reserved_pages=False,
+    evict_pages=False,
+    delay_caching=False,
+    prompt_logprobs=False,
+    follow_ups=False,
+    repeated_tokens=False,
+    bursts=False,
+    stray_calls=False,
+)
+CHAINED = replace(PLAIN, prompt_logprobs=True, follow_ups=True, repeated_tokens=True)
+BURSTING = replace(PLAIN, prompt_logprobs=True, follow_ups=True, bursts=True, delay_caching=True)
+UNSHARED = replace(BURSTING, repeated_tokens=True)
+
+SETTINGS = [
+    Setting("full 1", (FULL_1,), habits=CHAINED),
+    Setting("full 2", (FULL_2,), habits=BURSTING),
+    Setting("full 4", (FULL_4,), habits=CHAINED),
+    Setting("full 4 bursts", (FULL_4,), habits=BURSTING),
+    Setting("full 16", (FULL_16,), habits=BURSTING),
+    Setting("full eagle", (FULL_4,), use_eagle=True, habits=CHAINED),
+    Setting("full uncached", (FULL_4,), enable_caching=False, habits=UNSHARED),
+    Setting("full 2 shards", (FULL_4,), (8, 24), data_parallel_size=2, habits=CHAINED),
+    Setting("full 4 shards", (FULL_2,), (16, 48), data_parallel_size=4, habits=BURSTING),
+    Setting("full uneven shards", (FULL_4,), (9, 25), data_parallel_size=2, habits=CHAINED),
+    Setting("window 1", (WINDOW_1,), habits=PLAIN),
+    Setting("window 3", (WINDOW_3,), habits=PLAIN),
+    Setting("window 5", (WINDOW_5,), habits=CHAINED),
+    Setting("window 9", (WINDOW_9,), habits=CHAINED),
+    Setting("window 1 eagle", (WINDOW_1,), use_eagle=True, habits=PLAIN),
+    Setting("window 9 eagle", (WINDOW_9,), use_eagle=True, habits=CHAINED),
+    Setting("window uncached", (WINDOW_9,), enable_caching=False, habits=UNSHARED),
+    Setting("chunk 8", (CHUNK_8,), habits=PLAIN),
+    Setting("chunk 16", (CHUNK_16,), habits=PLAIN),
+    Setting("chunk 2 shards", (CHUNK_16,), (8, 24), data_parallel_size=2, habits=PLAIN),
+    Setting("window 2 shards", (WINDOW_9,), (8, 24), data_parallel_size=2, habits=CHAINED),
+    Setting("mamba", (STATE,), habits=UNSHARED),
+    Setting("full and window", (FULL_4, WINDOW_9), SMALL, habits=CHAINED),
+    Setting("full and short window", (FULL_4, WINDOW_3), SMALL, habits=PLAIN),
+    Setting("windows and full", (WINDOW_9, WINDOW_9, FULL_4), LARGE, habits=CHAINED),
+    Setting("full and window eagle", (FULL_4, WINDOW_9), SMALL, use_eagle=True, habits=CHAINED),
+    Setting("full and chunk", (FULL_4, FULL_4, CHUNK_16), LARGE, habits=CHAINED),
+    Setting("chunk and full", (CHUNK_8, FULL_4), SMALL, habits=PLAIN),
+    Setting("full and mamba", (FULL_4, STATE), SMALL, habits=UNSHARED),
+    Setting("mamba and full", (STATE, FULL_4), SMALL, habits=UNSHARED),
+]
+
+
+class ReferenceTwin(Twin):
+    """The engine's own manager."""
+
+    def to_page_ids(self, pages: Any) -> tuple[list[int], ...]:
+        return pages.get_page_ids()
+
+    def state(self, request_ids: Iterable[str]) -> State:
+        pool = self.manager.page_pool
+        return State(
+            [page.ref_cnt for page in pool.pages[1:]],
+            [page.page_id for page in pool.free_page_queue.get_all_free_pages()],
+            len(pool.cached_page_hash_to_page),
+            self.manager.usage,
+            [self.manager.get_page_ids(request_id) for request_id in request_ids],
+        )
+
+    def allocate(
+        self, request: Any, num_new_tokens: int, num_hit_tokens: int | None = None, **options: Any
+    ) -> tuple[list[int], ...] | None:
+        pages = super().allocate(request, num_new_tokens, num_hit_tokens, **options)
+        if pages is None and not any(self.manager.get_page_ids(request.request_id)):
+            self.manager.free(request)
+        return pages
+
+
+def reference_twin(setting: Setting, num_pages: int) -> ReferenceTwin:
+    groups = setting.cache_groups(reference_specs)
+    return ReferenceTwin(setting.manager(reference_manager.CacheManager, groups, num_pages))
+
+
+def oracle_against_reference(setting: Setting, num_pages: int) -> Twins:
+    oracle = OracleTwin(setting.manager(OracleManager, setting.cache_groups(reference_specs), num_pages))
+    return Twins(oracle, reference_twin(setting, num_pages))
+
+
+def package_against_reference(**options: Any) -> Callable[[Setting, int], Twins]:
+    def make(setting: Setting, num_pages: int) -> Twins:
+        pagepool = pytest.importorskip("pagepool")
+        groups = setting.cache_groups(pagepool)
+        package = PackageTwin(setting.manager(pagepool.CacheManager, groups, num_pages, **options))
+        return Twins(reference_twin(setting, num_pages), package)
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Keep the engine from logging every reset."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+@pytest.mark.parametrize(
+    "make_twins",
+    [
+        pytest.param(oracle_against_reference, id="oracle"),
+        pytest.param(package_against_reference(), id="package"),
+        pytest.param(package_against_reference(hash_algo=hash), id="package with builtin hash"),
+    ],
+)
+def test_same_as_reference(make_twins: Callable[[Setting, int], Twins], setting: Setting) -> None:
+    for seed in range(NUM_SEEDS):
+        run_workload(setting, make_twins, zlib.crc32(setting.name.encode()) + seed, NUM_CALLS)

@@ -1,0 +1,173 @@
+"""Two systems under the same calls: whatever one returns or holds, the other must return and hold too."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from oracle import OracleManager, OraclePool
+
+EXPECTED_ERRORS = (ValueError, RuntimeError, IndexError)
+NUM_REMEMBERED_CALLS = 20
+
+
+class Mismatch(AssertionError):
+    """The twins differ; the message tells in what, and the last calls."""
+
+
+class State(NamedTuple):
+    """Everything that can be seen of a manager and its pool."""
+
+    ref_counts: list[int]  # of all pages but the null page, whose count is not kept
+    free_page_ids: list[int]  # front of the queue first
+    num_prefix_entries: int  # distinct (content, group)
+    usage: float
+    page_ids: list[tuple[list[int], ...]]  # by request asked about, by group
+
+    def differences(self, other: State) -> list[str]:
+        """Name the fields in which the other state differs, with both values."""
+        return [
+            f"{name}: {mine} against {theirs}"
+            for name, mine, theirs in zip(self._fields, self, other, strict=True)
+            if mine != theirs
+        ]
+
+
+def oracle_state(pool: OraclePool, page_ids: list[tuple[list[int], ...]]) -> State:
+    """Return the state of the oracle's pool."""
+    return State(pool.ref_counts[1:], pool.free_page_ids(), len(pool.index), pool.usage, page_ids)
+
+
+def package_state(pool: Any, page_ids: list[tuple[list[int], ...]]) -> State:
+    """Return the state of the package's pool, once it has checked itself."""
+    pool.check()
+    return State(
+        pool.ref_counts().tolist()[1:],
+        pool.free_page_ids_in_order().tolist(),
+        len(pool.cached_page_hash_to_page),
+        pool.get_usage(),
+        page_ids,
+    )
+
+
+class Twin(ABC):
+    """A manager, called and seen as all the others are. Hits stay inside, in the manager's own form."""
+
+    def __init__(self, manager: Any) -> None:
+        self.manager = manager
+        self.hits: Any = None
+
+    @abstractmethod
+    def to_page_ids(self, pages: Any) -> tuple[list[int], ...]:
+        """Turn what the manager returns for pages into page ids by group."""
+
+    @abstractmethod
+    def state(self, request_ids: Iterable[str]) -> State:
+        """Return all that can be seen, with what these requests hold."""
+
+    def look_up(self, request: Any, **options: Any) -> tuple[tuple[list[int], ...], int]:
+        self.hits, num_tokens = self.manager.get_computed_pages(request, **options)
+        return self.to_page_ids(self.hits), num_tokens
+
+    def allocate(self, request: Any, num_new_tokens: int, num_hit_tokens: int | None = None, **options: Any) -> Any:
+        """Allocate, with the hits of the last look-up where `num_hit_tokens` is given."""
+        hits = None if num_hit_tokens is None else self.hits
+        pages = self.manager.allocate_slots(request, num_new_tokens, num_hit_tokens or 0, hits, **options)
+        return None if pages is None else self.to_page_ids(pages)
+
+    def free(self, request: Any) -> None:
+        self.manager.free(request)
+
+    def free_page_hashes(self, request: Any) -> None:
+        self.manager.free_page_hashes(request)
+
+    def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
+        self.manager.cache_pages(request, num_computed_tokens)
+
+    def get_num_common_prefix_pages(self, request: Any, num_scheduled_requests: int) -> list[int]:
+        return list(self.manager.get_num_common_prefix_pages(request, num_scheduled_requests))
+
+    def reset_prefix_cache(self) -> bool:
+        return self.manager.reset_prefix_cache()
+
+    def evict_pages(self, page_ids: list[int]) -> int:
+        return self.manager.page_pool.evict_pages(page_ids)
+
+
+class OracleTwin(Twin):
+    """The oracle."""
+
+    manager: OracleManager
+
+    def to_page_ids(self, pages: tuple[list[int], ...]) -> tuple[list[int], ...]:
+        return pages
+
+    def state(self, request_ids: Iterable[str]) -> State:
+        held = [self.manager.get_page_ids(request_id) for request_id in request_ids]
+        return oracle_state(self.manager.page_pool, held)
+
+
+class PackageTwin(Twin):
+    """The package's manager, whose pool is checked whenever its state is read."""
+
+    def to_page_ids(self, pages: Any) -> tuple[list[int], ...]:
+        return pages.get_page_ids()
+
+    def look_up(self, request: Any, **options: Any) -> tuple[tuple[list[int], ...], int]:
+        """Look up, and probe first where the look-up is one that a probe can tell the result of."""
+        probe = None if options.get("dp_shard_hint") is not None else self.manager.probe(request)
+        pages, num_tokens = super().look_up(request, **options)
+        if probe is not None and probe.num_hit_tokens != num_tokens:
+            raise Mismatch(f"{probe} before a look-up that hit {num_tokens} tokens")
+        return pages, num_tokens
+
+    def state(self, request_ids: Iterable[str]) -> State:
+        held = [self.manager.get_page_ids(request_id) for request_id in request_ids]
+        return package_state(self.manager.page_pool, held)
+
+
+class Twins:
+    """Calls both, the oracle first, and compares results and states after every call."""
+
+    def __init__(self, oracle: Twin, system: Twin) -> None:
+        self.oracle = oracle
+        self.system = system
+        self.num_calls = 0
+        self.live_request_ids: dict[str, None] = {}
+        self._last_calls: deque[tuple[Any, ...]] = deque(maxlen=NUM_REMEMBERED_CALLS)
+
+    def call(self, name: str, *args: Any, **options: Any) -> Any:
+        """Do the operation on both and return its result, or None where both refuse it with one error."""
+        self.num_calls += 1
+        self._last_calls.append((name, args, options))
+        try:
+            expected = getattr(self.oracle, name)(*args, **options)
+        except EXPECTED_ERRORS as error:
+            expected = error
+        result = self._system_result(expected, name, args, options)
+        if result != expected:
+            raise Mismatch(self._report([f"result: {expected!r} against {result!r}"]))
+        self._compare_states()
+        return None if isinstance(expected, Exception) else expected
+
+    def _system_result(self, expected: Any, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Return what the system returns, or the expected error where it raises one of that kind."""
+        try:
+            return getattr(self.system, name)(*args, **options)
+        except Exception as error:
+            if isinstance(expected, Exception) and isinstance(error, type(expected)):
+                return expected
+            raise Mismatch(self._report([f"result: {expected!r} against {error!r}"])) from error
+
+    def _compare_states(self) -> None:
+        expected = self.oracle.state(self.live_request_ids)
+        state = self.system.state(self.live_request_ids)
+        if state != expected:
+            raise Mismatch(self._report(expected.differences(state)))
+
+    def _report(self, differences: list[str]) -> str:
+        first = self.num_calls - len(self._last_calls)
+        calls = [f"  call {first + i}: {call}" for i, call in enumerate(self._last_calls)]
+        return "\n".join(["oracle against system:", *differences, "the last calls:", *calls])
