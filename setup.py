@@ -2,13 +2,19 @@
 
 PAGEPOOL_DEBUG=1      bounds checks, overflow checks and C asserts on
 PAGEPOOL_SANITIZE=1   AddressSanitizer and UndefinedBehaviorSanitizer (implies debug; run Python with libasan preloaded)
-PAGEPOOL_ANNOTATE=1   also write pagepool/_core.html, the annotated source
+PAGEPOOL_ANNOTATE=1   also write the annotated source, _core.html, beside the C file under build/
 """
 
+import io
 import os
+import re
+import sys
+from contextlib import redirect_stderr
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 
 def is_set(name: str) -> bool:
@@ -17,28 +23,46 @@ def is_set(name: str) -> bool:
 
 SANITIZE = is_set("PAGEPOOL_SANITIZE")
 DEBUG = SANITIZE or is_set("PAGEPOOL_DEBUG")
-SANITIZER_FLAGS = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer"] if SANITIZE else []
+SANITIZER_FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"] if SANITIZE else []
+DIRECTIVES = {
+    "language_level": 3,
+    "boundscheck": DEBUG,
+    "wraparound": False,
+    "initializedcheck": DEBUG,
+    "overflowcheck": DEBUG,
+    "cdivision": True,
+    "freethreading_compatible": True,
+    "autotestdict": False,
+    "warn.undeclared": False,
+}
+
+
+class BuildCore(build_ext):
+    """Translates and compiles, always anew: neither step sees that a switch changed. What Cython warns of is an error."""
+
+    def build_extension(self, ext: Extension) -> None:
+        messages = io.StringIO()
+        with redirect_stderr(messages):
+            [translated] = cythonize(
+                ext,
+                force=True,
+                build_dir=self.build_temp,
+                annotate=is_set("PAGEPOOL_ANNOTATE"),
+                compiler_directives=DIRECTIVES,
+            )
+        sys.stderr.write(messages.getvalue())
+        if re.search(r"^(warning|performance hint): ", messages.getvalue(), re.MULTILINE):
+            raise CompileError("Cython's warnings and performance hints fail the build")
+        ext.sources = translated.sources
+        self.force = True
+        super().build_extension(ext)
+
 
 core = Extension(
     "pagepool._core",
     ["pagepool/_core.pyx"],
-    extra_compile_args=(["-O1", "-g", "-UNDEBUG"] if DEBUG else ["-O3"]) + SANITIZER_FLAGS,
+    extra_compile_args=(["-O1", "-g", "-fno-omit-frame-pointer", "-UNDEBUG"] if DEBUG else ["-O3", "-g0"]) + SANITIZER_FLAGS,
     extra_link_args=SANITIZER_FLAGS,
 )
 
-setup(
-    ext_modules=cythonize(
-        [core],
-        annotate=is_set("PAGEPOOL_ANNOTATE"),
-        compiler_directives={
-            "language_level": 3,
-            "boundscheck": DEBUG,
-            "wraparound": False,
-            "initializedcheck": DEBUG,
-            "overflowcheck": DEBUG,
-            "cdivision": True,
-            "freethreading_compatible": True,
-            "warn.undeclared": False,
-        },
-    )
-)
+setup(ext_modules=[core], cmdclass={"build_ext": BuildCore})

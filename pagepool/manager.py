@@ -130,11 +130,11 @@ class CacheManager:
         self.max_model_len = require_int("max_model_len", max_model_len, 1)
         self.enable_caching = bool(enable_caching and kv_cache_groups)
         self.use_eagle = use_eagle
-        self.page_size = kv_cache_groups[0].kv_cache_spec.page_size if self.enable_caching else None
         self.coordinator: CacheCoordinator = get_kv_cache_coordinator(
             num_pages, kv_cache_groups, self.max_model_len, use_eagle, self.enable_caching
         )
         self.page_pool = self.coordinator.page_pool
+        self.page_size = kv_cache_groups[0].kv_cache_spec.page_size if self.enable_caching else None
         self._store = self.page_pool.store
         if keep_token_ids and self.enable_caching:
             self._store.keep_token_ids(max(group.kv_cache_spec.page_size for group in kv_cache_groups))

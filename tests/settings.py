@@ -89,7 +89,7 @@ STATE = Group("mamba", 8 * FULL_4.page_size)
 SMALL, LARGE = (16, 40), (24, 64)
 
 SETTINGS = [
-    Setting("full 1", (FULL_1,)),
+    Setting("full 1", (FULL_1,), (64, 256)),
     Setting("full 2", (FULL_2,)),
     Setting("full 4", (FULL_4,)),
     Setting("full 16", (FULL_16,)),

@@ -215,25 +215,25 @@ class RandomWorkload:
         rng, attributes = self.rng, {}
         if self.habits.prompt_logprobs:
             attributes["sampling_params"] = rng.choice((None, None, WITHOUT_LOGPROBS, WITHOUT_LOGPROBS, WITH_LOGPROBS))
-        if self.habits.extra_keys and rng.random() < 0.3:
-            attributes["cache_salt"] = rng.choice((None, None, "salt", "pepper"))
-            attributes["lora_id"] = rng.choice((None, None, 1, 2))
-            attributes["has_vision"] = rng.random() < 0.6
-            if attributes["has_vision"]:
-                attributes["mm_features"] = self._features(token_ids)
+        if self.habits.extra_keys and rng.random() < 0.4:
+            attributes |= rng.choice((self._tenant, self._vision))(token_ids)
         return attributes
 
-    def _features(self, token_ids: list[int]) -> tuple[Feature, ...]:
-        """Put up to two features over the tokens, mostly at places where other requests have theirs."""
-        features, offset = [], 0
-        for _ in range(self.rng.randint(0, 2)):
-            offset += self.rng.choice((0, 1, self.page_size))
-            length = self.rng.choice((2, self.page_size + 1))
-            place = SimpleNamespace(offset=offset, length=length) if self.rng.random() < 0.9 else None
-            features.append(Feature(self.rng.choice(("cat", "dog")), "image", place))
-            offset += length
-            token_ids[:offset] = [PLACEHOLDER_TOKEN] * min(offset, len(token_ids))
-        return tuple(features)
+    def _tenant(self, token_ids: list[int]) -> dict[str, Any]:
+        rng = self.rng
+        return {"cache_salt": rng.choice((None, "salt", "pepper")), "lora_id": rng.choice((None, 1, 2))}
+
+    def _vision(self, token_ids: list[int]) -> dict[str, Any]:
+        """Put features over the tokens, in one of a few ways so that some requests differ in nothing else."""
+        places = self.rng.choice(((), (None,), ((0, 2),), ((1, self.page_size),), ((0, 1), (2, self.page_size))))
+        features = tuple(self._feature(place) for place in places)
+        num_placeholders = min(self.page_size, len(token_ids))
+        token_ids[:num_placeholders] = [PLACEHOLDER_TOKEN] * num_placeholders
+        return {"has_vision": True, "mm_features": features}
+
+    def _feature(self, place: tuple[int, int] | None) -> Feature:
+        placeholder_range = SimpleNamespace(offset=place[0], length=place[1]) if place else None
+        return Feature(self.rng.choice(("cat", "dog")), "image", placeholder_range)
 
     # requests are computed
 

@@ -1,0 +1,70 @@
+# make demo, make test: each sets itself up from nothing but Python 3.11+, make and a C compiler.
+# PYTHON=python3.13 picks the interpreter, PYTEST_ARGS="-k fork" the tests, VENV=... the environment.
+
+PYTHON ?= python3
+VENV ?= .venv
+DEV_VENV ?= .venv-dev
+EASYDEL_VENV ?= $(HOME)/.cache/pagepool/venv-easydel
+
+SOURCES := $(wildcard *.py *.toml *.md LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name py.typed)
+# The installed wheel, never the source tree: neither the tests nor the processes they start see the working directory.
+RUN := PAGEPOOL_TEST_INSTALLED=1 PYTHONSAFEPATH=1
+LIBASAN = $(shell $(CC) -print-file-name=libasan.so)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+MAKEFLAGS += --no-print-directory
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: demo test debug sanitize lint bench test-easydel clean
+
+demo: $(VENV)/with-replay  ## replay the built-in generator's chats
+	$(VENV)/bin/pagepool replay
+
+test: $(VENV)/with-test  ## all tests and doctests on the wheel
+	$(RUN) $(VENV)/bin/python -m pytest --doctest-modules --doctest-glob='*.md' $(PYTEST_ARGS) \
+	    --pyargs pagepool $(CURDIR)/tests $(addprefix $(CURDIR)/,$(wildcard README.md docs))
+
+debug:  ## the same on a build with bounds checks, overflow checks and asserts
+	PAGEPOOL_DEBUG=1 $(MAKE) test VENV=.venv-debug
+
+sanitize:  ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
+	PAGEPOOL_SANITIZE=1 $(MAKE) .venv-sanitize/with-test VENV=.venv-sanitize
+	$(MAKE) test VENV=.venv-sanitize RUN='$(RUN) ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(LIBASAN)"'
+
+lint: $(DEV_VENV)/installed  ## style, types, and whether the stub agrees with the compiled core
+	$(DEV_VENV)/bin/ruff check
+	$(DEV_VENV)/bin/cython-lint pagepool
+	$(DEV_VENV)/bin/mypy
+	$(DEV_VENV)/bin/stubtest pagepool._core --ignore-disjoint-bases
+
+bench: $(DEV_VENV)/installed  ## pagepool beside its rivals
+	$(DEV_VENV)/bin/python -m bench $(BENCH_ARGS)
+
+test-easydel:  ## the tests that compare with easydel, which is large: in an environment of its own
+	$(MAKE) $(EASYDEL_VENV)/with-test VENV=$(EASYDEL_VENV)
+	$(EASYDEL_VENV)/bin/pip install --quiet easydel==0.3.0 torch==2.13.0 pillow
+	$(RUN) $(EASYDEL_VENV)/bin/python -m pytest tests/test_reference.py tests/test_request.py tests/test_specs.py $(PYTEST_ARGS)
+
+clean:
+	rm -rf .venv .venv-* build dist *.egg-info pagepool/*.so .benchmarks .hypothesis .*_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# An environment with the wheel, which is built from the source distribution.
+$(VENV)/installed: $(SOURCES)
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	rm -rf $(@D)/dist
+	$(@D)/bin/pip install --quiet build
+	$(@D)/bin/python -m build --outdir $(@D)/dist > $(@D)/build.log 2>&1 || { cat $(@D)/build.log; exit 1; }
+	$(@D)/bin/pip install --quiet --force-reinstall --no-deps $(@D)/dist/*.whl
+	touch $@
+
+# The same with the wheel's extra of that name and all it depends on.
+$(VENV)/with-%: $(VENV)/installed
+	$(@D)/bin/pip install --quiet "$$(echo $(@D)/dist/*.whl)[$*]"
+	touch $@
+
+# An environment to develop in, with the source tree itself.
+$(DEV_VENV)/installed: $(SOURCES)
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --editable '.[test,lint]'
+	touch $@

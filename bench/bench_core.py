@@ -1,0 +1,120 @@
+"""The pool under the manager, in sizes from a thousand pages to a million: take and give back, shard hints, look-ups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from bench.race import Race
+from bench.rivals import OTHERS, PAGEPOOL, PAGEPOOL_ARRAYS, RIVALS, Rival
+from bench.workload import PAGE_SIZE, BenchRequest, random_page_ids, random_tokens
+
+POOL_SIZES = (1_000, 10_000, 100_000, 1_000_000)
+NUM_TAKEN = 500
+NUM_CALLS = 10
+NUM_SHARDS = 8
+NUM_REMOVED = 500
+NUM_CACHED = 512
+NUM_ROUNDS = 7
+"""Of pools, which the oracle and easydel's shard hints walk from end to end: up to seconds a round."""
+
+
+class TakeAndGiveBack:
+    """Take pages and give them back, tail first, several times; the whole pool goes round."""
+
+    def __init__(self, rival: Rival, num_pages: int) -> None:
+        self.rival = rival
+        self.pool = rival.make_pool(num_pages)
+
+    def prepare(self) -> None:
+        pass
+
+    def run(self) -> None:
+        for _ in range(NUM_CALLS):
+            self.page_ids = self.rival.take_and_give_back(self.pool, NUM_TAKEN)
+
+
+class TakeFromShard(TakeAndGiveBack):
+    """Take one page from each data-parallel shard in turn, and give it back."""
+
+    def run(self) -> None:
+        self.page_ids = [
+            self.rival.take_and_give_back(self.pool, 1, dp_shard_hint=shard, data_parallel_size=NUM_SHARDS)
+            for shard in range(NUM_SHARDS)
+        ]
+
+
+class Remove:
+    """Take pages from random places of the free queue, and put each at its back."""
+
+    def __init__(self, rival: Rival, num_pages: int) -> None:
+        self.rival = rival
+        self.pool = rival.make_pool(num_pages)
+        self.page_ids = random_page_ids(NUM_REMOVED, num_pages)
+        self.pages = rival.get_pages(self.pool, self.page_ids)
+
+    def prepare(self) -> None:
+        pass
+
+    def run(self) -> None:
+        self.rival.remove_and_append(self.pool, self.pages)
+
+
+class LookUp:
+    """Find the pages of a cached prompt whose hashes are known, one call a page."""
+
+    def __init__(self, rival: Rival) -> None:
+        self.rival = rival
+        self.manager = rival.make_manager(2 * NUM_CACHED)
+        self.request = BenchRequest("cached", random_tokens(NUM_CACHED * PAGE_SIZE, 0))
+        self.manager.get_computed_pages(self.request)
+        self.manager.allocate_slots(self.request, self.request.num_tokens)
+        self.hashes = rival.get_hashes(self.manager, self.request)
+
+    def prepare(self) -> None:
+        pass
+
+    def run(self) -> None:
+        self.page_ids = self.rival.look_up(self.manager.page_pool, self.hashes)
+
+
+class FindHits(LookUp):
+    """Find them all in one call."""
+
+    def run(self) -> None:
+        hits, _ = self.manager.get_computed_pages(self.request)
+        self.page_ids = self.rival.read_ids(hits)
+
+
+@pytest.mark.parametrize("num_pages", POOL_SIZES)
+@pytest.mark.parametrize(
+    ("ours", "form"), [(PAGEPOOL_ARRAYS, "array of ids"), (PAGEPOOL, "page objects")], ids=["ids", "pages"]
+)
+def test_take_and_give_back(race: Race, ours: Rival, form: str, num_pages: int) -> None:
+    contenders = {rival.name: TakeAndGiveBack(rival, num_pages) for rival in (ours, *OTHERS)}
+    target = 17 if ours is PAGEPOOL_ARRAYS and num_pages == 1_000_000 else None
+    work = f"take and give back {NUM_TAKEN} ({form}), pool of {num_pages:,}"
+    race(contenders, work, "page", NUM_TAKEN * NUM_CALLS, NUM_ROUNDS, target)
+
+
+@pytest.mark.parametrize("num_pages", POOL_SIZES[1:])
+def test_take_from_shard(race: Race, num_pages: int) -> None:
+    contenders = {rival.name: TakeFromShard(rival, num_pages) for rival in RIVALS}
+    target = 10_500 if num_pages == 100_000 else None
+    race(contenders, f"one page with a shard hint, pool of {num_pages:,}", "page", NUM_SHARDS, NUM_ROUNDS, target)
+
+
+@pytest.mark.parametrize("num_pages", POOL_SIZES)
+def test_remove(race: Race, num_pages: int) -> None:
+    contenders = {rival.name: Remove(rival, num_pages) for rival in RIVALS}
+    race(contenders, f"remove from the free queue, pool of {num_pages:,}", "page", NUM_REMOVED, NUM_ROUNDS)
+
+
+@pytest.mark.parametrize(
+    ("make_contender", "work"),
+    [(LookUp, "look up a cached page"), (FindHits, f"find {NUM_CACHED} hits, hashed before")],
+    ids=["page", "prompt"],
+)
+def test_look_up(race: Race, make_contender: Any, work: str) -> None:
+    contenders = {rival.name: make_contender(rival) for rival in RIVALS}
+    race(contenders, work, "page", NUM_CACHED, 10 * NUM_ROUNDS)

@@ -1,0 +1,114 @@
+"""The API that engines call, `CacheManager`, request by request: decode, and prompts of 8192 tokens.
+
+Pages of 16 tokens, one full-attention group, prefix caching on, tokens in Python lists. What an engine does itself (to append
+the sampled token, to count computed tokens, to make a request) is not timed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from bench.race import Race
+from bench.rivals import RIVALS, Rival
+from bench.workload import PAGE_SIZE, BenchRequest, random_tokens
+
+NUM_RUNNING = 1024
+CONTEXT_LEN = 2048
+NUM_STEPS = 96
+
+PROMPT_LEN = 8192
+PAGES_PER_PROMPT = PROMPT_LEN // PAGE_SIZE
+NUM_PROMPTS = 96
+
+
+class Decode:
+    """All running requests get a slot for one token more. The contexts are spread, so that each step fills the pages of one
+    request in 16, and as many need a new one.
+    """
+
+    def __init__(self, rival: Rival) -> None:
+        pages_per_request = (CONTEXT_LEN + NUM_STEPS) // PAGE_SIZE + 2
+        self.rival = rival
+        self.manager = rival.make_manager(NUM_RUNNING * pages_per_request)
+        self.requests = [
+            BenchRequest(f"request-{i}", random_tokens(CONTEXT_LEN - i % PAGE_SIZE, i)) for i in range(NUM_RUNNING)
+        ]
+        for request in self.requests:
+            self.manager.get_computed_pages(request)
+            self.manager.allocate_slots(request, request.num_tokens)
+
+    def prepare(self) -> None:
+        for i, request in enumerate(self.requests):
+            request.num_computed_tokens = request.num_tokens
+            request.all_token_ids.append(i)
+
+    def run(self) -> None:
+        allocate, read_ids = self.manager.allocate_slots, self.rival.read_ids
+        self.page_ids = [read_ids(allocate(request, 1)) for request in self.requests]
+
+
+class Prompt:
+    """One prompt is looked up, gets its pages, and leaves. What the pool holds decides which case it is."""
+
+    def __init__(self, rival: Rival, num_prompts_in_pool: int, num_distinct_prompts: int) -> None:
+        self.manager = rival.make_manager(num_prompts_in_pool * PAGES_PER_PROMPT + 1)
+        self.num_distinct_prompts = num_distinct_prompts
+        self.num_prompts = 0
+
+    def prepare(self) -> None:
+        tokens = random_tokens(PROMPT_LEN, NUM_RUNNING + self.num_prompts % self.num_distinct_prompts)
+        self.request = BenchRequest(f"prompt-{self.num_prompts}", tokens)
+        self.num_prompts += 1
+
+    def run(self) -> None:
+        manager, request = self.manager, self.request
+        hits, num_hit_tokens = manager.get_computed_pages(request)
+        manager.allocate_slots(request, PROMPT_LEN - num_hit_tokens, num_hit_tokens, hits)
+        self.page_ids = manager.get_page_ids(request.request_id)
+        manager.free(request)
+        manager.free_page_hashes(request)
+
+
+class CachedPrompt(Prompt):
+    """The first prompt fills the cache."""
+
+    def __init__(self, rival: Rival) -> None:
+        super().__init__(rival, num_prompts_in_pool=4, num_distinct_prompts=1)
+        self.prepare()
+        self.run()
+
+
+class EvictingPrompt(Prompt):
+    """Prompts fill the pool, so that each one more evicts the pages of the oldest."""
+
+    def __init__(self, rival: Rival) -> None:
+        super().__init__(rival, num_prompts_in_pool=4, num_distinct_prompts=1 << 30)
+        for _ in range(4):
+            self.prepare()
+            self.run()
+
+
+def cold_prompt(rival: Rival) -> Prompt:
+    """Make a pool in which no page was ever used, large enough for all rounds."""
+    return Prompt(rival, num_prompts_in_pool=NUM_PROMPTS + 2, num_distinct_prompts=1 << 30)
+
+
+def test_decode(race: Race) -> None:
+    contenders = {rival.name: Decode(rival) for rival in RIVALS}
+    work = f"decode: {NUM_RUNNING} running, context {CONTEXT_LEN}"
+    race(contenders, work, "request-step", NUM_RUNNING, NUM_STEPS, target=3.5)
+
+
+@pytest.mark.parametrize(
+    ("make_contender", "work", "target"),
+    [
+        (cold_prompt, f"cold prompt of {PROMPT_LEN} tokens", 6),
+        (CachedPrompt, f"cached prompt of {PROMPT_LEN} tokens", 8),
+        (EvictingPrompt, f"cold prompt of {PROMPT_LEN} tokens that evicts", 6),
+    ],
+    ids=["cold", "cached", "evict"],
+)
+def test_prompt(race: Race, make_contender: Any, work: str, target: float) -> None:
+    contenders = {rival.name: make_contender(rival) for rival in RIVALS}
+    race(contenders, work, "page", PAGES_PER_PROMPT, NUM_PROMPTS, target)

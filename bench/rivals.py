@@ -1,0 +1,136 @@
+"""The rivals behind one set of calls: pagepool, the oracle of the tests, and easydel where it is installed.
+
+One full-attention group with pages of 16 tokens, prefix caching on. All calls give page ids as Python ints in lists, which
+is what an engine writes into its page table, except where a name says array.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import pagepool
+from bench.workload import PAGE_SIZE
+from oracle import OracleManager, OraclePool
+
+MAX_MODEL_LEN = 1 << 20
+
+
+class Rival:
+    """A package with the engines' API: managers, pools, pages and hashes as objects."""
+
+    def __init__(self, name: str, managers: ModuleType, pools: ModuleType, specs: ModuleType) -> None:
+        self.name = name
+        self._managers, self._pools, self._specs = managers, pools, specs
+
+    def make_manager(self, num_pages: int) -> Any:
+        return self._managers.CacheManager(num_pages, [make_group(self._specs)], MAX_MODEL_LEN)
+
+    def make_pool(self, num_pages: int) -> Any:
+        return self._pools.PagePool(num_pages, enable_caching=True)
+
+    def read_ids(self, pages: Any) -> tuple[list[int], ...]:
+        """Read the ids out of what `allocate_slots` or `get_computed_pages` returned."""
+        return pages.get_page_ids()
+
+    def take_and_give_back(self, pool: Any, num_pages: int, **hint: int) -> list[int]:
+        """Take pages, read their ids, and free them tail first."""
+        pages = pool.get_new_pages(num_pages, **hint)
+        page_ids = [page.page_id for page in pages]
+        pool.free_pages(reversed(pages))
+        return page_ids
+
+    def get_pages(self, pool: Any, page_ids: Sequence[int]) -> Sequence[Any]:
+        """Return pages in the form that `remove_and_append` takes."""
+        return [pool.pages[page_id] for page_id in page_ids]
+
+    def remove_and_append(self, pool: Any, pages: Sequence[Any]) -> None:
+        """Take each page out of the free queue, wherever it stands, and put it at the back."""
+        queue = pool.free_page_queue
+        for page in pages:
+            queue.remove(page)
+            queue.append(page)
+
+    def get_hashes(self, manager: Any, request: Any) -> Sequence[Any]:
+        """Return the hashes of a request that was looked up."""
+        return list(manager.req_to_page_hashes[request.request_id])
+
+    def look_up(self, pool: Any, hashes: Sequence[Any]) -> list[int]:
+        """Find the page of each hash, one call a page."""
+        return [pool.get_cached_page(page_hash, [0])[0].page_id for page_hash in hashes]
+
+
+class ArrayRival(Rival):
+    """Pagepool's own way to take and give back: page ids in int32 arrays, no page objects."""
+
+    def take_and_give_back(self, pool: Any, num_pages: int, **hint: int) -> Any:
+        page_ids = pool.get_new_page_ids(num_pages, **hint)
+        pool.free_page_ids(page_ids[::-1])
+        return page_ids
+
+
+class OracleRival(Rival):
+    """The pure-Python twin: pages are ints."""
+
+    def __init__(self) -> None:
+        self.name = "oracle"
+
+    def make_manager(self, num_pages: int) -> OracleManager:
+        return OracleManager(num_pages, [make_group(pagepool)], MAX_MODEL_LEN)
+
+    def make_pool(self, num_pages: int) -> OraclePool:
+        return OraclePool(num_pages, enable_caching=True)
+
+    def read_ids(self, pages: tuple[list[int], ...]) -> tuple[list[int], ...]:
+        return pages
+
+    def take_and_give_back(self, pool: OraclePool, num_pages: int, **hint: int) -> list[int]:
+        page_ids = pool.get_new_pages(num_pages, **hint)
+        pool.free_pages(page_ids[::-1])
+        return page_ids
+
+    def get_pages(self, pool: OraclePool, page_ids: Sequence[int]) -> Sequence[int]:
+        return page_ids
+
+    def remove_and_append(self, pool: OraclePool, pages: Sequence[int]) -> None:
+        queue = pool.free_queue
+        for page_id in pages:
+            del queue[page_id]
+            queue[page_id] = None
+
+    def get_hashes(self, manager: OracleManager, request: Any) -> Sequence[int]:
+        return manager.keys.chain(request)
+
+    def look_up(self, pool: OraclePool, hashes: Sequence[int]) -> list[int]:
+        return [pool.get_cached_page(key, [0])[0] for key in hashes]
+
+
+def make_group(specs: ModuleType) -> Any:
+    """Make a full-attention group with the spec classes of a package."""
+    spec = specs.FullAttentionSpec(
+        page_size=PAGE_SIZE, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False
+    )
+    return specs.CacheGroupSpec(kv_cache_spec=spec)
+
+
+def find_easydel() -> list[Rival]:
+    """Return easydel's manager as a rival; no rival where it is not installed."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # pages are kept on the host: take no accelerator for them
+    core = "easydel.inference.esurge.core"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            modules = [importlib.import_module(f"{core}.{name}") for name in ("manager", "page_pool", "interface")]
+    except ImportError:
+        return []
+    return [Rival("easydel", *modules)]
+
+
+PAGEPOOL = Rival("pagepool", pagepool, pagepool, pagepool)
+PAGEPOOL_ARRAYS = ArrayRival("pagepool", pagepool, pagepool, pagepool)
+OTHERS = [OracleRival(), *find_easydel()]
+RIVALS = [PAGEPOOL, *OTHERS]

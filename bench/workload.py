@@ -1,0 +1,40 @@
+"""Requests and tokens that every rival takes: seeded, and made anew for each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+SEED = 20_240_607
+VOCABULARY = 128_000
+WAITING = 1
+
+PAGE_SIZE = 16
+
+
+def random_tokens(num_tokens: int, stream: int) -> list[int]:
+    """Return the tokens of a stream, as new objects each time, so that nobody finds them in a cache warmed by another."""
+    return np.random.default_rng([SEED, stream]).integers(0, VOCABULARY, num_tokens).tolist()
+
+
+def random_page_ids(num_ids: int, num_pages: int) -> list[int]:
+    """Return distinct page ids, the null page excepted."""
+    return (np.random.default_rng(SEED).choice(num_pages - 1, num_ids, replace=False) + 1).tolist()
+
+
+@dataclass(slots=True)
+class BenchRequest:
+    """What any of the managers reads of an engine's request, at the least cost to read."""
+
+    request_id: str
+    all_token_ids: list[int]
+    num_computed_tokens: int = 0
+    sampling_params: None = None
+    status: int = WAITING
+    mm_features: tuple[()] = ()
+    has_vision: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)

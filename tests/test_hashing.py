@@ -1,0 +1,316 @@
+"""Hashes: published vectors, chains, seeds, algorithms, extra keys."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import pagepool
+from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, hashing
+from pagepool._core import HashChain, siphash128
+from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.hashing import RequestExtraKeys, encode_extra_keys, get_siphash_key, sha256_cbor, sha256_page
+
+KEY = bytes(range(16))
+
+# SipHash-2-4 with 128-bit output of 00 01 02 ... under KEY, for 0 to 63 bytes: the vectors published with the algorithm.
+SIPHASH_VECTORS = """
+a3817f04ba25a8e66df67214c7550293 da87c1d86b99af44347659119b22fc45 8177228da4a45dc7fca38bdef60affe4
+9c70b60c5267a94e5f33b6b02985ed51 f88164c12d9c8faf7d0f6e7c7bcd5579 1368875980776f8854527a07690e9627
+14eeca338b208613485ea0308fd7a15e a1f1ebbed8dbc153c0b84aa61ff08239 3b62a9ba6258f5610f83e264f31497b4
+264499060ad9baabc47f8b02bb6d71ed 00110dc378146956c95447d3f3d0fbba 0151c568386b6677a2b4dc6f81e5dc18
+d626b266905ef35882634df68532c125 9869e247e9c08b10d029934fc4b952f7 31fcefac66d7de9c7ec7485fe4494902
+5493e99933b0a8117e08ec0f97cfc3d9 6ee2a4ca67b054bbfd3315bf85230577 473d06e8738db89854c066c47ae47740
+a426e5e423bf4885294da481feaef723 78017731cf65fab074d5208952512eb1 9e25fc833f2290733e9344a5e83839eb
+568e495abe525a218a2214cd3e071d12 4a29b54552d16b9a469c10528eff0aae c9d184ddd5a9f5e0cf8ce29a9abf691c
+2db479ae78bd50d8882a8a178a6132ad 8ece5f042d5e447b5051b9eacb8d8f6f 9c0b53b4b3c307e87eaee08678141f66
+abf248af69a6eae4bfd3eb2f129eeb94 0664da1668574b88b935f3027358aef4 aa4b9dc4bf337de90cd4fd3c467c6ab7
+ea5c7f471faf6bde2b1ad7d4686d2287 2939b0183223fafc1723de4f52c43d35 7c3956ca5eeafc3e363e9d556546eb68
+77c6077146f01c32b6b69d5f4ea9ffcf 37a6986cb8847edf0925f0f1309b54de a705f0e69da9a8f907241a2e923c8cc8
+3dc47d1f29c448461e9e76ed904f6711 0d62bf01e6fc0e1a0d3c4751c5d3692b 8c03468bca7c669ee4fd5e084bbee7b5
+528a5bb93baf2c9c4473cce5d0d22bd9 df6a301e95c95dad97ae0cc8c6913bd8 801189902c857f39e73591285e70b6db
+e617346ac9c231bb3650ae34ccca0c5b 27d93437efb721aa401821dcec5adf89 89237d9ded9c5e78d8b1c9b166cc7342
+4a6d8091bf5e7d651189fa94a250b14c 0e33f96055e7ae893ffc0e3dcf492902 e61c432b720b19d18ec8d84bdc63151b
+f7e5aef549f782cf379055a608269b16 438d030fd0b7a54fa837f2ad201a6403 a590d3ee4fbf04e3247e0d27f286423f
+5fe2c1a172fe93c4b15cd37caef9f538 2c97325cbd06b36eb2133dd08b3a017c 92c814227a6bca949ff0659f002ad39e
+dce850110bd8328cfbd50841d6911d87 67f14984c7da791248e32bb5922583da 1938f2cf72d54ee97e94166fa91d2a36
+74481e9646ed49fe0f6224301604698e 57fca5de98a9d6d8006438d0583d8a1d 9fecde1cefdc1cbed4763674d9575359
+e3040c00eb28f15366ca73cbd872e740 7697009a6a831dfecca91c5993670f7a 5853542321f567a005d547a4f04759bd
+5150d1772f50834a503e069a973fbd7c
+""".split()
+
+
+def make_manager(page_size=4, num_pages=32, **options):
+    spec = FullAttentionSpec(page_size, 1, 8, "float16", False)
+    return CacheManager(num_pages, [CacheGroupSpec(spec)], 1024, **options)
+
+
+def fill(manager, request):
+    """Admit a request and compute all of it; returns the number of hit tokens."""
+    hits, num_hit_tokens = manager.get_computed_pages(request)
+    assert manager.allocate_slots(request, request.num_tokens - num_hit_tokens, num_hit_tokens, hits) is not None
+    request.num_computed_tokens = request.num_tokens
+    return num_hit_tokens
+
+
+def test_siphash_gives_the_published_vectors():
+    assert len(SIPHASH_VECTORS) == 64
+    for size, vector in enumerate(SIPHASH_VECTORS):
+        assert siphash128(KEY, bytes(range(size))).hex() == vector
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 16, 17])
+def test_a_chain_is_the_hash_of_parent_and_tokens(page_size):
+    tokens = [7 * i - 3 for i in range(5 * page_size)]
+    chain = HashChain(page_size, KEY)
+    chain.extend(tokens)
+    parent = bytes(16)
+    for i in range(5):
+        page = np.array(tokens[i * page_size : (i + 1) * page_size], dtype="<i4").tobytes()
+        parent = siphash128(KEY, parent + page)
+        assert chain[i].to_bytes(16, "little") == parent
+
+
+@pytest.mark.parametrize("convert", [list, tuple, np.int32, np.int64, np.uint16, "strided"])
+def test_tokens_may_come_as_any_ints(convert):
+    tokens = list(range(5, 5 + 4 * 2000))
+    expected = HashChain(4, KEY)
+    expected.extend(tokens)
+    if convert == "strided":
+        values = np.repeat(np.array(tokens, dtype=np.int32), 2)[::2]
+    else:
+        values = convert(tokens) if convert in (list, tuple) else np.array(tokens, dtype=convert)
+    chain = HashChain(4, KEY)
+    chain.extend(values)
+    assert [chain[i] for i in range(2000)] == [expected[i] for i in range(2000)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error"),
+    [
+        ([1, 2, 3], ArgumentError),
+        ([1, 2, 3, 1 << 31], ArgumentError),
+        ([1, 2, 3, 1 << 80], ArgumentError),
+        ([1, 2, 3, 4.0], ArgumentTypeError),
+        ([1, 2, 3, "4"], ArgumentTypeError),
+        (np.array([1.0, 2, 3, 4]), ArgumentTypeError),
+        (np.zeros((2, 2), dtype=np.int32), ArgumentTypeError),
+        (np.array([1, 2, 3, 1 << 40]), ArgumentError),
+    ],
+)
+def test_wrong_tokens_leave_the_chain_as_it_was(tokens, error):
+    chain = HashChain(4, KEY)
+    chain.extend([1, 2, 3, 4])
+    before = chain[0]
+    with pytest.raises(error):
+        chain.extend(tokens)
+    assert len(chain) == 1
+    assert chain[0] == before
+
+
+def test_extra_keys_cannot_be_imitated_by_tokens():
+    """The extra keys have a key of their own: no tokens lead to the digest that extra keys lead to."""
+    plain, keyed = HashChain(4, KEY), HashChain(4, KEY)
+    imitation = np.frombuffer(b"16 bytes of keys", dtype="<i4")
+    plain.extend(imitation)
+    plain.extend([1, 2, 3, 4])
+    keyed.extend([1, 2, 3, 4], b"16 bytes of keys")
+    assert plain[1] != keyed[0]
+
+
+@pytest.mark.parametrize("hash_algo", ["siphash128", "sha256", "sha256_cbor"])
+def test_a_seed_makes_hashes_the_same_in_every_process(hash_algo):
+    program = (
+        "from pagepool import *\n"
+        "spec = FullAttentionSpec(2, 1, 8, 'float16', False)\n"
+        f"manager = CacheManager(8, [CacheGroupSpec(spec)], 64, hash_algo={hash_algo!r}, hash_seed=11)\n"
+        "manager.get_computed_pages(EngineRequest('a', [1, 2, 3, 4]))\n"
+        "print([h.hash_value for h in manager.req_to_page_hashes['a']])\n"
+    )
+    outputs = {subprocess.check_output([sys.executable, "-c", program], text=True) for _ in range(2)}
+    assert len(outputs) == 1
+
+
+def test_without_a_seed_the_key_is_secret_to_the_process():
+    program = "from pagepool.hashing import get_siphash_key; print(get_siphash_key().hex())"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    run = [sys.executable, "-c", program]
+    assert subprocess.check_output(run, env=env) != subprocess.check_output(run, env=env)
+    env["PYTHONHASHSEED"] = "5"
+    assert subprocess.check_output(run, env=env) == subprocess.check_output(run, env=env)
+
+
+def test_sha256_is_parent_then_little_endian_tokens_then_keys():
+    tokens = b"\x01\x00\x00\x00\xfe\xff\xff\xff"
+    keys = (("salt", "x"),)
+    expected = hashlib.sha256(bytes(32) + tokens + encode_extra_keys(keys)).digest()
+    assert sha256_page(bytes(32), [1, -2], keys) == expected
+
+
+def test_sha256_cbor_encodes_canonically():
+    """An array of three: byte string, array of ints, null. The encoding is written out, so that no library is trusted."""
+    encoded = b"\x83" + b"\x58\x20" + bytes(32) + b"\x82\x01\x19\x01\x00" + b"\xf6"
+    assert sha256_cbor((bytes(32), (1, 256), None)) == hashlib.sha256(encoded).digest()
+
+
+@pytest.mark.parametrize("hash_algo", ["siphash128", "sha256", "sha256_cbor", hash])
+@pytest.mark.parametrize("keep_token_ids", [False, True])
+def test_every_algorithm_hits_what_it_cached(hash_algo, keep_token_ids):
+    manager = make_manager(hash_algo=hash_algo, keep_token_ids=keep_token_ids)
+    assert fill(manager, EngineRequest("a", [1, 2, 3, 4, 5, 6, 7, 8, 9])) == 0
+    assert fill(manager, EngineRequest("b", [1, 2, 3, 4, 5, 6, 7, 8, 10])) == 8
+    page_hash = manager.page_pool.pages[2].page_hash
+    assert page_hash.group_id == 0
+    assert page_hash.page_hash == manager.req_to_page_hashes["b"][1]
+    assert list(manager.page_pool.cached_page_hash_to_page[page_hash]) == [2]
+    kept = keep_token_ids or hash_algo is hash
+    assert page_hash.page_hash.token_ids == ((5, 6, 7, 8) if kept else ())
+    assert manager.page_pool.get_cached_page(page_hash.page_hash, [0]) == [manager.page_pool.pages[2]]
+
+
+def test_a_callable_gives_the_hashes_that_the_user_can_compute():
+    manager = make_manager(hash_algo=hash)
+    fill(manager, EngineRequest("a", list(range(9))))
+    first = pagepool.hash_page_tokens(hash, None, [0, 1, 2, 3])
+    second = pagepool.hash_page_tokens(hash, first.hash_value, [4, 5, 6, 7])
+    assert manager.req_to_page_hashes["a"] == [first, second]
+    assert manager.page_pool.pages[2].page_hash.page_hash == second
+    assert pagepool.hash_request_tokens(hash, 4, EngineRequest("b", list(range(9)))) == [first, second]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_prompts_that_collide_under_a_weak_callable_share_nothing(window):
+    """Also where only the pages of a window are looked up, so that the tokens before it are never compared."""
+    spec = FullAttentionSpec(4, 1, 8, "float16", False)
+    if window:
+        spec = pagepool.SlidingWindowSpec(4, 1, 8, "float16", False, window)
+    manager = CacheManager(32, [CacheGroupSpec(spec)], 1024, hash_algo=lambda content: 0)
+    fill(manager, EngineRequest("a", [1, 1, 1, 1, 2, 2, 2, 2, 0]))
+    assert fill(manager, EngineRequest("b", [9, 9, 9, 9, 2, 2, 2, 2, 0])) == 0
+    assert fill(manager, EngineRequest("c", [1, 1, 1, 1, 3, 3, 3, 3, 0])) == 4
+
+
+def test_names_of_evicted_pages_are_forgotten():
+    manager = make_manager(num_pages=8, hash_algo=hash)
+    for i in range(2000):
+        request = EngineRequest(str(i), [i] * 9)
+        fill(manager, request)
+        manager.free(request)
+        manager.free_page_hashes(request)
+    assert len(manager.page_pool.store.names) <= 2 * 8 + 1024 + 2
+    manager.page_pool.check()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "num_shared_tokens"),
+    [
+        ({"cache_salt": "a"}, {"cache_salt": "a"}, 8),
+        ({"cache_salt": "a"}, {"cache_salt": "b"}, 0),
+        ({"cache_salt": "a"}, {}, 0),
+        ({"lora_id": 1}, {"lora_id": 1}, 8),
+        ({"lora_id": 1}, {"lora_id": 2}, 0),
+        ({"lora_id": 1}, {"cache_salt": "1"}, 0),
+    ],
+)
+def test_salts_and_adapters_keep_requests_apart(first, second, num_shared_tokens):
+    manager = make_manager()
+    fill(manager, EngineRequest("a", list(range(9)), **first))
+    assert fill(manager, EngineRequest("b", list(range(9)), **second)) == num_shared_tokens
+
+
+def image(content_hash, offset, length):
+    position = SimpleNamespace(offset=offset, length=length)
+    return SimpleNamespace(mm_hash=content_hash, modality="image", placeholder_range=position)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "num_shared_tokens"),
+    [
+        ([image("x", 5, 2)], [image("x", 5, 2)], 12),
+        ([image("x", 5, 2)], [image("y", 5, 2)], 4),
+        ([image("x", 5, 2)], [], 4),
+        ([image("x", 5, 2)], [image("x", 4, 3)], 4),
+        ([image("x", 2, 3)], [image("y", 2, 3)], 0),
+        ([image("x", 5, 1), image("y", 9, 1)], [image("x", 5, 1), image("z", 9, 1)], 8),
+        ([SimpleNamespace(identifier="x")], [SimpleNamespace(identifier="y")], 0),
+    ],
+)
+def test_an_image_enters_the_pages_it_overlaps_and_all_after(first, second, num_shared_tokens):
+    manager = make_manager()
+    tokens = [1] * 13
+    fill(manager, EngineRequest("a", tokens, mm_features=first))
+    assert fill(manager, EngineRequest("b", list(tokens), mm_features=second)) == num_shared_tokens
+
+
+@pytest.mark.parametrize("hash_algo", ["siphash128", "sha256", hash])
+def test_decoded_pages_carry_the_keys_of_the_prompt(hash_algo):
+    """A follow-up of a conversation with an image hits what was generated in it, and nobody else does."""
+    manager = make_manager(hash_algo=hash_algo)
+    request = EngineRequest("a", [1] * 6, mm_features=[image("x", 1, 2)], cache_salt="s")
+    fill(manager, request)
+    for token in range(7):
+        request.append_output_token_ids(token)
+        manager.allocate_slots(request, 1)
+        request.num_computed_tokens += 1
+    follow_up = [*request.all_token_ids, 5]
+    same = EngineRequest("b", follow_up, mm_features=[image("x", 1, 2)], cache_salt="s")
+    assert manager.get_computed_pages(same)[1] == 12
+    assert manager.get_computed_pages(EngineRequest("c", follow_up, cache_salt="s"))[1] == 0
+
+
+def test_vision_without_features_shares_with_itself_alone():
+    manager = make_manager()
+
+    def seen(name):
+        return SimpleNamespace(
+            request_id=name,
+            all_token_ids=[1] * 9,
+            num_tokens=9,
+            num_computed_tokens=0,
+            sampling_params=None,
+            status=1,
+            has_vision=True,
+        )
+
+    fill(manager, seen("a"))
+    assert fill(manager, seen("b")) == 0
+    manager.free(seen("a"))
+    assert manager.get_computed_pages(seen("a"))[1] == 8
+
+
+@pytest.mark.parametrize(
+    "request_keys", [{"cache_salt": 1.5}, {"lora_id": object()}, {"mm_features": [SimpleNamespace()]}]
+)
+def test_extra_keys_of_unclear_identity_are_refused(request_keys):
+    with pytest.raises((ArgumentError, ArgumentTypeError)):
+        make_manager().get_computed_pages(EngineRequest("a", [1] * 9, **request_keys))
+
+
+def test_requests_without_extra_keys_cost_nothing():
+    assert RequestExtraKeys.of(EngineRequest("a", [1])) is None
+
+
+def test_none_hash_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "3")
+    hashing.init_none_hash()
+    seeded = pagepool.NONE_HASH
+    monkeypatch.setenv("PYTHONHASHSEED", "4")
+    hashing.init_none_hash()
+    assert pagepool.NONE_HASH != seeded
+    monkeypatch.delenv("PYTHONHASHSEED")
+    hashing.init_none_hash()
+    secret = pagepool.NONE_HASH
+    hashing.init_none_hash()
+    assert secret == pagepool.NONE_HASH
+
+
+def test_unknown_algorithms_and_seeds_are_refused():
+    with pytest.raises(ArgumentError, match="siphash128"):
+        make_manager(hash_algo="md5")
+    with pytest.raises(ArgumentTypeError):
+        make_manager(hash_seed=1.5)
+    assert get_siphash_key(b"x") == get_siphash_key("x")

@@ -1,0 +1,359 @@
+"""The pool, its queue and its page objects, call by call. The random tests compare whole workloads with the oracle."""
+
+import gc
+import logging
+import pickle
+import random
+
+import numpy as np
+import pytest
+
+from pagepool import (
+    CachePage,
+    FreeCachePageQueue,
+    PageHash,
+    PageHashWithGroupId,
+    PagePool,
+    PageProbe,
+    hash_request_tokens,
+)
+from pagepool._core import PageIds
+from pagepool.errors import OutOfPagesError, PageHashError
+from pagepool.request import EngineRequest
+
+
+def page_hash(value, group_id=0):
+    return PageHashWithGroupId(PageHash(value, ()), group_id)
+
+
+def cache(pool, page_id, value, group_id=0):
+    pool.pages[page_id].page_hash = page_hash(value, group_id)
+
+
+def ids(pages):
+    return [page.page_id for page in pages]
+
+
+# Queue.
+
+
+def test_a_queue_of_pages_made_alone():
+    pages = [CachePage(page_id) for page_id in (10, 11, 12, 13)]
+    queue = FreeCachePageQueue(pages)
+    assert queue.num_free_pages == 4
+    assert queue.get_all_free_pages() == pages
+    assert pages[0].prev_free_page is None
+    assert pages[0].next_free_page is pages[1]
+    queue.remove(pages[2])
+    assert pages[1].next_free_page is pages[3]
+    assert pages[2].next_free_page is None
+    assert queue.popleft() is pages[0]
+    queue.append(pages[2])
+    queue.append_n([pages[0]])
+    assert ids(queue.popleft_n(4)) == [11, 13, 12, 10]
+    with pytest.raises(ValueError, match="1 asked for, 0 free"):
+        queue.popleft()
+
+
+def test_a_queue_adopts_pages_later_with_their_counts_and_hashes():
+    queue = FreeCachePageQueue([])
+    page = CachePage(5)
+    page.page_hash = page_hash(1)
+    for other in range(20):
+        queue.append(CachePage(100 + other))
+    queue.append(page)
+    assert page.page_hash == page_hash(1)
+    assert queue.get_all_free_pages()[-1] is page
+    with pytest.raises(RuntimeError):
+        page.page_hash = page_hash(2)
+    page.reset_hash()
+    assert page.page_hash is None
+
+
+def test_append_n_is_all_or_nothing():
+    pool = PagePool(8, True)
+    first, second = pool.free_page_queue.popleft_n(2)
+    with pytest.raises(IndexError):
+        pool.free_page_queue.append_n([first, second, first])
+    assert pool.free_page_ids_in_order().tolist() == [3, 4, 5, 6, 7]
+    pool.free_page_queue.append_n([second, first])
+    assert pool.free_page_ids_in_order().tolist() == [3, 4, 5, 6, 7, 2, 1]
+
+
+# Page objects.
+
+
+def test_a_page_object_is_a_view_and_there_is_one_of_each():
+    pool = PagePool(8, True)
+    assert pool.pages[3] is pool.pages[3]
+    assert pool.pages[-1] is pool.pages[7]
+    assert len(pool.pages) == 8
+    assert ids(pool.pages[2:5]) == [2, 3, 4]
+    assert pool.pages[3] == pool.pages[3] != pool.pages[4]
+    assert len({pool.pages[3], pool.pages[3]}) == 1
+    page = pool.get_new_pages(1)[0]
+    assert page is pool.pages[1]
+    pool.touch_page_ids([1])
+    assert page.ref_cnt == 2
+    assert pool.null_page.is_null
+    assert not page.is_null
+    assert not page.is_free
+    assert pool.pages[2].is_free
+    assert "page_id=1" in repr(page)
+    assert "next_free_page=3" in repr(pool.pages[2])
+
+
+def count_page_objects():
+    gc.collect()
+    return sum(isinstance(item, CachePage) for item in gc.get_objects())
+
+
+def test_page_objects_are_made_only_for_those_who_ask():
+    before = count_page_objects()
+    pool = PagePool(1000, True)
+    pool.free_page_ids(pool.get_new_page_ids(500))
+    assert count_page_objects() == before + 1  # the null page
+    assert len(pool.pages[10:20]) == 10
+    assert count_page_objects() == before + 11
+
+
+def test_a_page_outlives_its_pool():
+    page = PagePool(8, True).pages[3]
+    gc.collect()
+    page.incr_ref()
+    assert page.ref_cnt == 1
+
+
+def test_core_objects_are_not_pickled_by_accident():
+    pool = PagePool(8, True)
+    for item in (pool.pages[1], pool.store):
+        with pytest.raises(TypeError, match="pickled"):
+            pickle.dumps(item)
+    assert pickle.loads(pickle.dumps(PageIds([1, 2]))).to_list() == [1, 2]
+
+
+# Taking and giving back.
+
+
+def test_pages_come_from_the_front_and_go_to_the_back():
+    pool = PagePool(6, True)
+    pages = pool.get_new_pages(3)
+    pool.free_pages([pages[1], pages[0]])
+    assert pool.free_page_ids_in_order().tolist() == [4, 5, 2, 1]
+    assert pool.get_new_page_ids(4).tolist() == [4, 5, 2, 1]
+    assert pool.get_new_page_ids(0).tolist() == []
+    assert pool.get_usage() == pytest.approx(1.0)
+
+
+def test_a_page_listed_twice_is_queued_once_where_its_count_reaches_zero():
+    pool = PagePool(6, True)
+    first, second = pool.get_new_pages(2)
+    pool.touch(([first],))
+    pool.free_pages([first, second, first])
+    assert pool.free_page_ids_in_order().tolist() == [3, 4, 5, 2, 1]
+    pool.check()
+
+
+def test_a_failed_free_leaves_the_order_of_the_queue():
+    pool = PagePool(10, True)
+    taken = pool.get_new_page_ids(5)
+    before = pool.free_page_ids_in_order().tolist()
+    with pytest.raises(RuntimeError):
+        pool.free_page_ids([*taken, taken[2]])
+    assert pool.free_page_ids_in_order().tolist() == before
+    assert pool.ref_counts().tolist() == [0, 1, 1, 1, 1, 1, 0, 0, 0, 0]
+    pool.check()
+
+
+def test_touch_takes_free_pages_out_of_the_queue_and_passes_over_the_null_page():
+    pool = PagePool(6, True)
+    pool.touch(([pool.pages[3], pool.null_page], [pool.pages[3]]))
+    assert pool.pages[3].ref_cnt == 2
+    assert pool.null_page.ref_cnt == 0
+    assert pool.free_page_ids_in_order().tolist() == [1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("num_pages", [1, 2, 3])
+def test_the_smallest_pools(num_pages):
+    pool = PagePool(num_pages, True)
+    assert pool.get_num_free_pages() == num_pages - 1
+    assert pool.get_cached_page(PageHash(1, ()), [0]) is None
+    pool.free_page_ids(pool.get_new_page_ids(num_pages - 1))
+    with pytest.raises(OutOfPagesError):
+        pool.get_new_pages(num_pages)
+    pool.check()
+
+
+@pytest.mark.parametrize("num_pages", [1_500, 4_000])
+def test_long_lists_take_the_road_without_the_gil(num_pages):
+    pool = PagePool(num_pages + 1, True)
+    taken = pool.get_new_page_ids(num_pages)
+    assert taken.dtype == np.int32
+    assert taken.tolist() == list(range(1, num_pages + 1))
+    pool.free_page_ids(taken[::-1])
+    assert pool.free_page_ids_in_order().tolist() == taken[::-1].tolist()
+    pool.check()
+
+
+# Shards.
+
+
+def test_a_hint_takes_from_its_shard_in_queue_order():
+    pool = PagePool(12, True)
+    pool.get_new_page_ids(11)
+    pool.free_page_ids([7, 5, 4, 2, 9, 1])
+    assert pool.get_new_page_ids(2, dp_shard_hint=1, data_parallel_size=3).tolist() == [7, 5]
+    assert ids(pool.get_new_pages(1, dp_shard_hint=3, data_parallel_size=3)) == [2]
+    with pytest.raises(OutOfPagesError, match="in shard 1"):
+        pool.get_new_pages(2, dp_shard_hint=1, data_parallel_size=3)
+    assert pool.get_new_page_ids(1, dp_shard_hint=1, data_parallel_size=5).tolist() == [4]
+    pool.check()
+
+
+def test_the_number_of_shards_may_change():
+    pool = PagePool(24, True)
+    for size in (2, 3, 4, 24, 1, 6):
+        start = 24 // size * (size - 1)
+        taken = pool.get_new_page_ids(1, dp_shard_hint=size - 1, data_parallel_size=size)
+        assert taken[0] >= max(1, start if size > 1 else 1)
+        pool.free_page_ids(taken)
+        pool.check()
+
+
+# Prefix entries.
+
+
+def test_of_duplicates_the_one_cached_first_is_hit():
+    pool = PagePool(12, True)
+    for page_id in (7, 2, 9):
+        cache(pool, page_id, 55)
+    assert ids(pool.get_cached_page(PageHash(55, ()), [0])) == [7]
+    assert list(pool.cached_page_hash_to_page[page_hash(55)]) == [7, 2, 9]
+    assert ids(pool.get_cached_page(PageHash(55, ()), [0], dp_shard_hint=0, data_parallel_size=2)) == [2]
+    pool.evict_pages([7])
+    assert list(pool.cached_page_hash_to_page[page_hash(55)]) == [2, 9]
+    pool.evict_pages([9])
+    cache(pool, 1, 55)
+    assert list(pool.cached_page_hash_to_page[page_hash(55)]) == [2, 1]
+    assert pool.evict_pages([2, 1, 3]) == 2
+    assert len(pool.cached_page_hash_to_page) == 0
+    pool.check()
+
+
+def test_a_hit_needs_every_group():
+    pool = PagePool(12, True)
+    cache(pool, 3, 8, group_id=0)
+    cache(pool, 4, 8, group_id=2)
+    assert ids(pool.get_cached_page(PageHash(8, ()), [2, 0])) == [4, 3]
+    assert pool.get_cached_page(PageHash(8, ()), [0, 1]) is None
+    assert pool.get_cached_page_ids(PageHash(8, ()), [0]).tolist() == [3]
+    assert pool.probe([PageHash(8, ()), PageHash(9, ())], [0, 2]) == PageProbe(1, 0)
+    assert pool.probe([PageHash(8, ())], [2]) == PageProbe(1, None)
+
+
+def test_handing_a_page_out_drops_its_entry():
+    pool = PagePool(4, True)
+    cache(pool, 1, 8)
+    assert pool.get_new_page_ids(1).tolist() == [1]
+    assert pool.pages[1].page_hash is None
+    assert page_hash(8) not in pool.cached_page_hash_to_page
+    assert pool.stats.num_evicted_pages == 1
+
+
+def test_the_index_as_a_mapping():
+    pool = PagePool(8, True)
+    cache(pool, 1, 8)
+    cache(pool, 2, 9, group_id=1)
+    view = pool.cached_page_hash_to_page
+    assert set(view) == {page_hash(8), page_hash(9, 1)}
+    assert page_hash(8) in view
+    assert page_hash(8, 1) not in view
+    assert "something else" not in view
+    with pytest.raises(KeyError):
+        view[page_hash(7)]
+    assert view.get(page_hash(9, 1)) == {2: pool.pages[2]}
+
+
+def test_full_pages_are_cached_with_hashes_that_the_pool_completes():
+    pool = PagePool(8, True)
+    request = EngineRequest("a", list(range(10)))
+    pages = pool.get_new_pages(3)
+    hashes = hash_request_tokens(hash, 3, request)
+    known = hashes[:1]
+    pool.cache_full_pages(request, pages, known, 0, 3, 3, 0)
+    assert known == hashes
+    assert [page.page_hash.page_hash for page in pages] == hashes
+    assert pool.get_cached_page(hashes[2], [0]) == [pages[2]]
+    pool.cache_full_pages(request, pages, known, 3, 3, 3, 0)
+    with pytest.raises(PageHashError):
+        pool.cache_full_page_ids(request, [1, 2, 3], known, 2, 3, 3, 0)
+    pool.check()
+
+
+def test_hashes_with_tokens_hit_equal_tokens_only():
+    pool = PagePool(8, True)
+    pool.pages[1].page_hash = PageHashWithGroupId(PageHash(5, (1, 2)), 0)
+    pool.pages[2].page_hash = PageHashWithGroupId(PageHash(5, (3, 4)), 0)
+    assert ids(pool.get_cached_page(PageHash(5, (3, 4)), [0])) == [2]
+    assert pool.get_cached_page(PageHash(5, (1, 4)), [0]) is None
+    assert pool.get_cached_page(PageHash(5, ()), [0]) is None
+
+
+def test_the_prefix_cache_is_reset_only_when_nothing_is_held(caplog):
+    pool = PagePool(8, True)
+    pages = pool.get_new_pages(2)
+    cache(pool, 1, 8)
+    with caplog.at_level(logging.WARNING, "pagepool"):
+        assert not pool.reset_prefix_cache()
+    assert "2 pages are held" in caplog.text
+    assert len(pool.cached_page_hash_to_page) == 1
+    pool.free_pages(pages)
+    order = pool.free_page_ids_in_order().tolist()
+    assert pool.reset_prefix_cache()
+    assert len(pool.cached_page_hash_to_page) == 0
+    assert pool.free_page_ids_in_order().tolist() == order
+
+
+def test_without_caching_nothing_is_cached():
+    pool = PagePool(8, False)
+    with pytest.raises(PageHashError, match="caching is off"):
+        cache(pool, 1, 8)
+    assert pool.get_cached_page(PageHash(8, ()), [0]) is None
+    assert len(pool.cached_page_hash_to_page) == 0
+
+
+@pytest.mark.parametrize("num_values", [3, 40, 4000])
+def test_the_index_equals_a_dict_under_random_entries_and_deletions(num_values):
+    """Few values: long rings of duplicates. Many: long probe sequences, with shifts back across the end of the table."""
+    rng = random.Random(num_values)
+    pool = PagePool(300, True)
+    expected: dict[int, list[int]] = {}
+    for _ in range(6000):
+        page_id = rng.randrange(1, 300)
+        current = pool.pages[page_id].page_hash
+        if current is None:
+            value = rng.randrange(num_values) << 90 | rng.randrange(num_values)
+            cache(pool, page_id, value)
+            expected.setdefault(value, []).append(page_id)
+        else:
+            value = current.page_hash.hash_value
+            pool.evict_pages([page_id])
+            expected[value].remove(page_id)
+            if not expected[value]:
+                del expected[value]
+        assert len(pool.cached_page_hash_to_page) == len(expected)
+    pool.check()
+    for value, page_ids in expected.items():
+        assert list(pool.cached_page_hash_to_page[page_hash(value)]) == page_ids
+
+
+def test_stats_count_since_construction():
+    pool = PagePool(6, True)
+    pages = pool.get_new_pages(2)
+    cache(pool, 1, 8)
+    pool.free_pages(pages)
+    pool.get_new_pages(5)
+    stats = pool.stats
+    assert (stats.num_allocated_pages, stats.num_freed_pages) == (7, 2)
+    assert (stats.num_cached_pages, stats.num_evicted_pages) == (1, 1)
+    assert stats.hit_rate == 0.0
