@@ -24,12 +24,11 @@ test: $(VENV)/with-test  ## all tests and doctests on the wheel
 	$(RUN) $(VENV)/bin/python -m pytest --doctest-modules --doctest-glob='*.md' $(PYTEST_ARGS) \
 	    --pyargs pagepool $(CURDIR)/tests $(addprefix $(CURDIR)/,$(wildcard README.md docs))
 
-debug:  ## the same on a build with bounds checks, overflow checks and asserts
+debug:  ## the same on a build with bounds checks and asserts
 	PAGEPOOL_DEBUG=1 $(MAKE) test VENV=.venv-debug
 
 sanitize:  ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
-	PAGEPOOL_SANITIZE=1 $(MAKE) .venv-sanitize/with-test VENV=.venv-sanitize
-	$(MAKE) test VENV=.venv-sanitize RUN='$(RUN) ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(LIBASAN)"'
+	PAGEPOOL_SANITIZE=1 $(MAKE) test VENV=.venv-sanitize RUN='$(RUN) ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(LIBASAN)"'
 
 lint: $(DEV_VENV)/installed  ## style, types, and whether the stub agrees with the compiled core
 	$(DEV_VENV)/bin/ruff check

@@ -1,6 +1,6 @@
 """Builds the compiled core. Environment switches:
 
-PAGEPOOL_DEBUG=1      bounds checks, overflow checks and C asserts on
+PAGEPOOL_DEBUG=1      bounds checks and asserts on
 PAGEPOOL_SANITIZE=1   AddressSanitizer and UndefinedBehaviorSanitizer (implies debug; run Python with libasan preloaded)
 PAGEPOOL_ANNOTATE=1   also write the annotated source, _core.html, beside the C file under build/
 """
@@ -23,13 +23,13 @@ def is_set(name: str) -> bool:
 
 SANITIZE = is_set("PAGEPOOL_SANITIZE")
 DEBUG = SANITIZE or is_set("PAGEPOOL_DEBUG")
-SANITIZER_FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"] if SANITIZE else []
+# Python compiles with -fwrapv, under which signed overflow is defined and so would not be reported.
+SANITIZER_FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-wrapv"] if SANITIZE else []
 DIRECTIVES = {
     "language_level": 3,
     "boundscheck": DEBUG,
     "wraparound": False,
     "initializedcheck": DEBUG,
-    "overflowcheck": DEBUG,
     "cdivision": True,
     "freethreading_compatible": True,
     "autotestdict": False,
@@ -63,6 +63,7 @@ core = Extension(
     ["pagepool/_core.pyx"],
     extra_compile_args=(["-O1", "-g", "-fno-omit-frame-pointer", "-UNDEBUG"] if DEBUG else ["-O3", "-g0"]) + SANITIZER_FLAGS,
     extra_link_args=SANITIZER_FLAGS,
+    define_macros=[] if DEBUG else [("CYTHON_WITHOUT_ASSERTIONS", "1")],
 )
 
 setup(ext_modules=[core], cmdclass={"build_ext": BuildCore})

@@ -8,8 +8,6 @@ import numpy.typing as npt
 
 from pagepool.hashing import HashNames, PageHashWithGroupId
 
-_Ids = PageIds | Sequence[int] | npt.NDArray[np.int32]
-
 def siphash128(key: bytes, data: bytes) -> bytes: ...
 
 class PageIds:
@@ -21,6 +19,8 @@ class PageIds:
     def to_list(self) -> list[int]: ...
     def to_array(self) -> npt.NDArray[np.int32]: ...
     def shard(self, pages_per_shard: int) -> int: ...
+
+_Ids = PageIds | Sequence[int] | npt.NDArray[np.int32]
 
 @final
 class HeldPages(PageIds):

@@ -220,11 +220,16 @@ cdef inline int32_t shard_of(Pool *pool, int32_t page_id) noexcept nogil:
     return page_id // pool.pages_per_shard
 
 
+cdef inline bint is_free(Pool *pool, int32_t page_id) noexcept nogil:
+    return pool.pages[page_id].prev_free != NOT_FREE
+
+
 cdef inline void push(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page outside the queue to its back, which is evicted last."""
     cdef Page *pages = pool.pages
     cdef int32_t last = pages[NULL_PAGE].prev_free
     cdef int32_t shard
+    assert 0 < page_id < pool.num_pages and not is_free(pool, page_id)
     pages[page_id].prev_free = last
     pages[page_id].next_free = NULL_PAGE
     pages[last].next_free = page_id
@@ -240,6 +245,7 @@ cdef inline void pull(Pool *pool, int32_t page_id) noexcept nogil:
     """Take a page out of the queue, wherever it stands in it."""
     cdef Page *page = &pool.pages[page_id]
     cdef int32_t shard
+    assert 0 < page_id < pool.num_pages and is_free(pool, page_id)
     pool.pages[page.prev_free].next_free = page.next_free
     pool.pages[page.next_free].prev_free = page.prev_free
     page.prev_free = NOT_FREE
@@ -249,10 +255,6 @@ cdef inline void pull(Pool *pool, int32_t page_id) noexcept nogil:
         shard = shard_of(pool, page_id)
         unlink(pool.shard_links, page_id)
         pool.shard_num_free[shard] -= 1
-
-
-cdef inline bint is_free(Pool *pool, int32_t page_id) noexcept nogil:
-    return pool.pages[page_id].prev_free != NOT_FREE
 
 
 cdef void link_shards(Pool *pool) noexcept nogil:
@@ -311,6 +313,7 @@ cdef inline void enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     cdef uint32_t tag = tag_of(pool, key.lo, group)
     cdef uint32_t i = tag & pool.mask
     cdef int32_t first
+    assert 0 < page_id < pool.num_pages and page.group == NO_GROUP
     page.key_lo = key.lo
     page.key_hi = key.hi
     page.group = group
@@ -361,6 +364,7 @@ cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
     cdef Page *page = &pool.pages[page_id]
     cdef int32_t group = page.group & ~TWIN
     cdef uint32_t i = slot_holding(pool, page_id, tag_of(pool, page.key_lo, group))
+    assert 0 < page_id < pool.num_pages and page.group != NO_GROUP
     if page.group & TWIN:
         leave_twins(pool, page_id, i)
     else:
@@ -897,7 +901,7 @@ cdef class PageStore:
         """Initialise the records that `resize` made room for, and enter the cached ones in the new index."""
         cdef Page *pages = self.pool.pages
         cdef Digest key
-        cdef int32_t i
+        cdef int32_t i, group
         if self.pool.num_pages == 0:
             pages[NULL_PAGE] = Page(0, 0, 0, NULL_PAGE, NULL_PAGE, NO_GROUP)
             self.pool.num_pages = 1
@@ -905,7 +909,9 @@ cdef class PageStore:
         for i in range(1, self.pool.num_pages):
             if pages[i].group != NO_GROUP:
                 key = Digest(pages[i].key_lo, pages[i].key_hi)
-                enter(&self.pool, i, key, pages[i].group & ~TWIN)
+                group = pages[i].group & ~TWIN
+                pages[i].group = NO_GROUP
+                enter(&self.pool, i, key, group)
         for i in range(self.pool.num_pages, num_pages):
             pages[i] = Page(0, 0, 0, NOT_FREE, NOT_FREE, NO_GROUP)
         self.pool.num_pages = num_pages

@@ -444,7 +444,7 @@ def _hash_missing_pages(
     for start in range(len(page_hashes) * page_size, num_full_pages * page_size, page_size):
         token_ids = request.all_token_ids[start : start + page_size]
         if len(token_ids) != page_size:
-            raise ArgumentError(f"request {request.request_id!r} has {len(token_ids)} tokens from {start} on, a page has {page_size}")
+            raise ArgumentError(f"request {request.request_id!r}: no full page of {page_size} tokens from {start} on")
         page_extra_keys = extra_keys.of_page(start, start + page_size) if extra_keys else None
         missing.append(hash_page_tokens(hash, parent, token_ids, page_extra_keys))
         parent = missing[-1].hash_value

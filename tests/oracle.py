@@ -2,7 +2,8 @@
 
 Pages are integers, page 0 is the null page. A page's content is everything that determines it: all tokens up
 to its end and the extra keys of its request. `ContentKeys` numbers contents, so equal numbers mean equal
-contents and X of their class, so that the twin also runs beside the engine that it was checked against.
+contents and there is no hash that could collide. Nothing is shared with the package: specs are told apart by
+the name of their class, so that the twin also runs beside the engine that it was checked against.
 
 Errors are the builtin ones that the package's own exceptions derive from.
 """

@@ -1,9 +1,9 @@
 """Random work for twins: a small engine that takes its decisions by a seed.
 
 `Engine` knows what a scheduler does with a request (submit, admit, grow, preempt, finish) and keeps its
-books. It decides nothing, so that a hypothesis machine can drive it as well; `RandomWorkload` decides.
-Prompts come from a few families over a tiny vocabulary, pools are tiny: hits, duplicates, evictions,
-shortage are frequent.
+books. It decides nothing, so that a hypothesis machine can drive it as well; `RandomWorkload` decides. Prompts
+come from a few families over a tiny vocabulary, and pools are tiny, so that hits, duplicates, evictions and
+shortage are all frequent.
 """
 
 from __future__ import annotations
@@ -370,7 +370,11 @@ class RandomWorkload:
     def misuse(self) -> None:
         """Do what must be refused, or must do nothing."""
         if self.engine.running:
-            self.twins.call("allocate", self.rng.choice(self.engine.running), self.rng.randint(-1, 0))
+            request = self.rng.choice(self.engine.running)
+            self.twins.call("allocate", request, self.rng.randint(-1, 0))
+            num_hit_tokens = self.engine.look_up(request, self._placement())
+            if num_hit_tokens:
+                self.twins.call("allocate", request, 1, num_hit_tokens)
         if self.engine.waiting:
             request = self.rng.choice(self.engine.waiting)
             self.twins.call("free", request)
