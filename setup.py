@@ -27,14 +27,15 @@ DEBUG = SANITIZE or is_set("PAGEPOOL_DEBUG")
 SANITIZER_FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-wrapv"] if SANITIZE else []
 DIRECTIVES = {
     "language_level": 3,
-    "boundscheck": DEBUG,
+    "boundscheck": False,
     "wraparound": False,
-    "initializedcheck": DEBUG,
+    "initializedcheck": False,
     "cdivision": True,
     "freethreading_compatible": True,
     "autotestdict": False,
     "warn.undeclared": False,
 }
+DEBUG_DIRECTIVES = {"boundscheck": True, "initializedcheck": True} if DEBUG else {}
 
 
 class BuildCore(build_ext):
@@ -48,7 +49,7 @@ class BuildCore(build_ext):
                 force=True,
                 build_dir=self.build_temp,
                 annotate=is_set("PAGEPOOL_ANNOTATE"),
-                compiler_directives=DIRECTIVES,
+                compiler_directives=DIRECTIVES | DEBUG_DIRECTIVES,
             )
         sys.stderr.write(messages.getvalue())
         if re.search(r"^(warning|performance hint): ", messages.getvalue(), re.MULTILINE):

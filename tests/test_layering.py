@@ -1,0 +1,109 @@
+"""Imports go one way: each file imports only files above it, and what is large or optional only where it is used."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sources import CORE, PYTHON_FILES, ROOT
+
+import pagepool
+
+ORDER = [
+    "_version",
+    "errors",
+    "specs",
+    "request",
+    "hashing",
+    "_core",
+    "request_hashes",
+    "page_pool",
+    "attention",
+    "coordinator",
+    "manager",
+    "page_table",
+    "running_batch",
+    "replay",
+    "__init__",
+    "__main__",
+]
+OPTIONAL = {"jax", "click", "rich", "cbor2", "hypothesis"}
+FILES = [*PYTHON_FILES, CORE]
+CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +(\w+)|c?import +([\w.]+))", re.MULTILINE)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def place_of(path: Path) -> int:
+    """Return the place in the order, which a folder's files share."""
+    return ORDER.index(path.relative_to(ROOT / "pagepool").with_suffix("").parts[0])
+
+
+def imports(tree: ast.AST, at_import_time: bool = False) -> Iterator[str]:
+    """Yield what is imported as dotted names, with the first name of `from ... import`.
+
+    With `at_import_time`, leave out what functions import, and what only type checkers see.
+    """
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{'.' * node.level}{node.module}.{alias.name}" for alias in node.names)
+        elif not at_import_time or not (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+        ):
+            yield from imports(node, at_import_time)
+
+
+def imports_of(path: Path, at_import_time: bool = False) -> list[str]:
+    text = path.read_text()
+    if path == CORE:
+        return [f"{package}.{name}" if package else module for package, name, module in CYTHON_IMPORT.findall(text)]
+    return list(imports(ast.parse(text), at_import_time))
+
+
+def places_imported_by(path: Path) -> set[int]:
+    """Return the places of the package's own files that are imported; `__init__` for names that are no file."""
+    parts = [name.split(".") for name in imports_of(path) if name.split(".")[0] == "pagepool"]
+    names = {(part[1:] or ["__init__"])[0] for part in parts}
+    return {ORDER.index(name if name in ORDER else "__init__") for name in names}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_only_files_above(path: Path) -> None:
+    place = place_of(path)
+    not_above = {ORDER[other] for other in places_imported_by(path) if other >= place}
+    assert not_above <= ({"replay"} if ORDER[place] == "replay" else set())
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_are_absolute(path: Path) -> None:
+    assert not [name for name in imports_of(path) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name != "replay"], ids=name_of)
+def test_optional_packages_are_imported_on_first_use(path: Path) -> None:
+    roots = {name.split(".")[0] for name in imports_of(path, at_import_time=True)}
+    assert not roots & OPTIONAL
+
+
+def test_importing_the_package_is_light() -> None:
+    code = (
+        "import json, sys, time; start = time.perf_counter(); import numpy; numpy_end = time.perf_counter(); "
+        "import pagepool; end = time.perf_counter(); "
+        "print(json.dumps([numpy_end - start, end - numpy_end, sorted({m.split('.')[0] for m in sys.modules})]))"
+    )
+    folder = Path(pagepool.__file__).parents[1]
+    process = subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, capture_output=True, text=True, timeout=120)
+    numpy_seconds, seconds, roots = json.loads(process.stdout)
+    print(f"import numpy: {numpy_seconds * 1e3:.0f} ms; import pagepool after it: {seconds * 1e3:.0f} ms")
+    assert not OPTIONAL & set(roots)

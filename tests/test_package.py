@@ -1,0 +1,103 @@
+"""What is installed, what is public, and whether all of it is documented."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import os
+import pkgutil
+from importlib.metadata import distribution, version
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import pagepool
+from pagepool import _core
+
+INSTALLED = os.environ.get("PAGEPOOL_TEST_INSTALLED") == "1"
+on_the_wheel = pytest.mark.skipif(not INSTALLED, reason="only `make test` installs the wheel")
+
+
+def modules() -> list[ModuleType]:
+    names = (module.name for module in pkgutil.walk_packages(pagepool.__path__, "pagepool."))
+    return [pagepool, *(importlib.import_module(name) for name in names if not name.endswith("__main__"))]
+
+
+def public_objects() -> list[object]:
+    """Return the public classes and functions of all modules, each once, where it is defined."""
+    return [
+        value
+        for module in modules()
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isclass(value) or inspect.isroutine(value))
+        and getattr(value, "__module__", None) == module.__name__
+    ]
+
+
+def is_documented(value: object) -> bool:
+    """Whether somebody wrote a docstring: a dataclass or a named tuple without one gets its signature."""
+    name = getattr(value, "__name__", "")
+    return bool(value.__doc__) and not str(value.__doc__).startswith(f"{name}(")
+
+
+def members(cls: type) -> list[tuple[str, object]]:
+    """Return the public methods and properties that the class itself defines."""
+    return [
+        (name, member)
+        for name, member in vars(cls).items()
+        if not name.startswith("_")
+        and (isinstance(member, property | classmethod | staticmethod) or inspect.isroutine(member))
+    ]
+
+
+def test_public_names_are_sorted_and_there() -> None:
+    assert pagepool.__all__ == sorted(pagepool.__all__)
+    assert len(pagepool.__all__) == len(set(pagepool.__all__))
+    assert not [name for name in pagepool.__all__ if not hasattr(pagepool, name)]
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        _ = pagepool.no_such_name
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
+def test_modules_are_documented(module: ModuleType) -> None:
+    assert module.__doc__
+
+
+@pytest.mark.parametrize("value", public_objects(), ids=lambda value: f"{value.__module__}.{value.__qualname__}")
+def test_public_objects_are_documented(value: object) -> None:
+    assert is_documented(value)
+    if inspect.isclass(value):
+        assert not [name for name, member in members(value) if not inspect.getdoc(getattr(value, name))]
+
+
+def test_doctests_of_the_core() -> None:
+    """Those of Python files run with pytest's own collection; compiled ones it does not see."""
+    result = doctest.testmod(_core)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+@on_the_wheel
+def test_the_wheel_is_what_is_tested() -> None:
+    assert "site-packages" in Path(pagepool.__file__).parts
+    assert Path(_core.__file__).parent == Path(pagepool.__file__).parent
+    assert version("pagepool") == pagepool.__version__
+
+
+@on_the_wheel
+def test_the_wheel_carries_the_core_and_its_types_but_no_sources_of_it() -> None:
+    files = distribution("pagepool").files
+    assert files is not None
+    names = {file.name for file in files if file.parts[0] == "pagepool"}
+    assert {"_core.pyi", "py.typed", Path(_core.__file__).name} <= names
+    assert not {name for name in names if name.endswith((".c", ".pyx", ".html"))}
+    assert {file.parts[0] for file in files if file.parts[0] != ".."} == {
+        "pagepool",
+        f"pagepool-{pagepool.__version__}.dist-info",
+    }
