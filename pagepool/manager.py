@@ -192,7 +192,7 @@ class CacheManager:
     def _extend_hashes(self, request: Request, num_tokens: int) -> RequestHashes:
         """The request's hashes, made at least for its full pages up to `num_tokens`."""
         hashes = self._hashes.get(request.request_id)
-        if hashes is None:
+        if hashes is None or hashes.request is not request:  # another request may have had this id, and other tokens
             hashes = self._hashes[request.request_id] = self._hasher.start(request)
         self._hasher.extend(hashes, request, num_tokens // self.coordinator.hash_page_size)
         return hashes

@@ -33,10 +33,11 @@ class RequestHashes:
     these are not simply the keys.
     """
 
-    __slots__ = ("_extra_keys", "chain", "page_hashes")
+    __slots__ = ("_extra_keys", "chain", "page_hashes", "request")
 
     def __init__(self, request: Request, chain: HashChain) -> None:
         """No page is hashed yet."""
+        self.request = request
         self.chain = chain
         self.page_hashes: list[PageHash] = []
         self._extra_keys = RequestExtraKeys.of(request)

@@ -402,6 +402,15 @@ def test_hashes_are_kept_until_they_are_freed():
     assert manager.req_to_page_hashes["a"] == []
 
 
+def test_a_request_id_that_is_used_again_brings_no_hashes_along():
+    """The engine forgot `free_page_hashes`; the new request has other tokens and must not hit the old one's pages."""
+    manager = make_manager()
+    request, _ = admit(manager, "a", range(9))
+    manager.free(request)
+    assert admit(manager, "a", [50] * 9)[1] == 0
+    assert admit(manager, "b", [50] * 9)[1] == 8
+
+
 def test_reset_and_usage():
     manager = make_manager(num_pages=10)
     request, _ = admit(manager, "a", range(9))

@@ -48,13 +48,12 @@ def members(cls: type) -> list[tuple[str, object]]:
     return [
         (name, member)
         for name, member in vars(cls).items()
-        if not name.startswith("_")
-        and (isinstance(member, property | classmethod | staticmethod) or inspect.isroutine(member))
+        if not name.startswith("_") and (isinstance(member, property | classmethod | staticmethod) or inspect.isroutine(member))
     ]
 
 
 def test_public_names_are_sorted_and_there() -> None:
-    assert pagepool.__all__ == sorted(pagepool.__all__)
+    assert pagepool.__all__ == sorted(pagepool.__all__, key=lambda name: (not name.isupper(), name))
     assert len(pagepool.__all__) == len(set(pagepool.__all__))
     assert not [name for name in pagepool.__all__ if not hasattr(pagepool, name)]
 
