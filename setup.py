@@ -31,6 +31,7 @@ DIRECTIVES = {
     "wraparound": False,
     "initializedcheck": False,
     "cdivision": True,
+    "nonecheck": True,
     "freethreading_compatible": True,
     "autotestdict": False,
     "warn.undeclared": False,

@@ -339,6 +339,26 @@ cdef void join_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
     pool.pages[page_id].group |= TWIN
 
 
+cdef Py_ssize_t enter_all(
+    Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop, const Digest *chain, Py_ssize_t stride, int32_t group
+) noexcept nogil:
+    """Enter pages ``ids[start:stop]``, null pages passed over. Returns -1, or, with nothing changed, the index of one that
+    has an entry already.
+    """
+    cdef Py_ssize_t i, j
+    for i in range(start, stop):
+        if ids[i] == NULL_PAGE:
+            continue
+        if pool.pages[ids[i]].group != NO_GROUP:
+            for j in range(start, i):
+                if ids[j] != NULL_PAGE:
+                    drop(pool, ids[j])
+                    pool.num_cached -= 1
+            return i
+        enter(pool, ids[i], chain[(i + 1) * stride - 1], group)
+    return -1
+
+
 cdef inline uint32_t slot_holding(Pool *pool, int32_t page_id, uint32_t tag) noexcept nogil:
     """The slot that names `page_id`, or the empty slot that ends the search."""
     cdef uint32_t i = tag & pool.mask
@@ -572,6 +592,15 @@ cdef object explained(str name, object error):
     return cls(f"{name}: {error}; allowed: ints that fit int32")
 
 
+cdef list as_list(object values, str name):
+    if type(values) is list:
+        return values
+    try:
+        return list(values)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: a list, an array or another iterable") from None
+
+
 cdef int32_t group_of(object group) except -1:
     return <int32_t>size_of(group, "group", 0, MAX_GROUP)
 
@@ -619,8 +648,9 @@ cdef class PageIds:
 
     def __contains__(self, value) -> bool:
         cdef Py_ssize_t i
+        cdef int32_t wanted = int32_of(value)
         for i in range(self.num):
-            if self.ids[i] == value:
+            if self.ids[i] == wanted:
                 return True
         return False
 
@@ -649,14 +679,14 @@ cdef class PageIds:
 
     cdef int add_items(self, list items) except -1:
         cdef Py_ssize_t i = 0
-        cdef int32_t *out
+        cdef int32_t number
         self.reserve(len(items))
-        out = self.ids + self.num
         try:
             for value in items:
-                if i == self.capacity - self.num:
+                number = int32_of(value)  # may run Python code that changes the list, or even self
+                if self.num + i >= self.capacity:
                     raise ArgumentError("ids: the list grew while it was read")
-                out[i] = int32_of(value)
+                self.ids[self.num + i] = number
                 i += 1
         except (OverflowError, TypeError) as error:
             raise explained("ids", error) from None
@@ -669,14 +699,14 @@ cdef class PageIds:
         cdef PageIds other
         if isinstance(values, PageIds):
             other = values
+            self.reserve(other.num)  # first, for `other` may be self
             self.add(other.ids, other.num)
         elif isinstance(values, np.ndarray):
             array = as_int32_array(values, "ids")
             if array.shape[0]:
                 self.add(&array[0], array.shape[0])
         else:
-            values = values if type(values) is list else list(values)
-            self.add_items(values)
+            self.add_items(as_list(values, "ids"))
 
     def to_list(self) -> list:
         """The ids as a new list."""
@@ -692,15 +722,15 @@ cdef class PageIds:
             memcpy(&array[0], self.ids, self.num * sizeof(int32_t))
         return result
 
-    def shard(self, Py_ssize_t pages_per_shard) -> int:
+    def shard(self, pages_per_shard) -> int:
         """The data-parallel shard of all the pages, null pages passed over; -1 where they disagree or there are none. O(n)."""
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i, size = size_of(pages_per_shard, "pages_per_shard", 1)
         cdef int32_t shard = -1
         for i in range(self.num):
             if self.ids[i] != NULL_PAGE:
-                if shard >= 0 and self.ids[i] // pages_per_shard != shard:
+                if shard >= 0 and self.ids[i] // size != shard:
                     return -1
-                shard = <int32_t>(self.ids[i] // pages_per_shard)
+                shard = <int32_t>(self.ids[i] // size)
         return shard
 
 
@@ -732,7 +762,7 @@ cdef class HashChain:
     cdef PageIds token_ids    # None: not kept
     cdef cython.pymutex lock
 
-    def __init__(self, page_size, bytes key not None, bint keep_token_ids=False):
+    def __cinit__(self, page_size, bytes key not None, bint keep_token_ids=False):
         self.page_size = size_of(page_size, "page_size", 1)
         self.key = digest_of_bytes(key)
         self.extra_key = digest_of_bytes(siphash128(key, b"extra keys"))
@@ -834,26 +864,19 @@ cdef class PageStore:
     """
 
     cdef Pool pool
-    cdef int32_t *page_tokens           # [num_pages, tokens_width] token ids of cached pages; NULL: not kept
+    cdef int32_t *page_tokens           # [num_pages, tokens_width] tokens of cached pages, their number first; NULL: not kept
     cdef Py_ssize_t tokens_width
-    cdef dict num_tokens_of_group       # group -> tokens a page
     cdef dict views                     # page id -> CachePage, for those that were asked for
     cdef readonly bint is_pool          # record 0 is a page of its own; other stores can grow
     cdef readonly bint enable_caching
     cdef public object names            # HashNames
     cdef cython.pymutex lock
 
-    def __cinit__(self):
-        self.pool.num_pages = 0
-
-    def __init__(self, num_pages, bint enable_caching=True, bint is_pool=True):
+    def __cinit__(self, num_pages, bint enable_caching=True, bint is_pool=True):
         cdef int32_t page_id
-        if self.pool.num_pages:
-            raise ArgumentError("a page store is made once")
         self.is_pool = is_pool
         self.enable_caching = enable_caching
         self.views = {}
-        self.num_tokens_of_group = {}
         self.names = HashNames()
         self.pool.multiplier = int.from_bytes(os.urandom(8), "little") | 1
         self.resize(size_of(num_pages, "num_pages", 1))
@@ -940,9 +963,11 @@ cdef class PageStore:
         return self.pool.pages[self.checked_id(page_id)].ref_cnt
 
     def set_ref_count(self, page_id, ref_cnt) -> None:
-        """Overwrite a count. `check` and the next `take` notice a page that is free and referenced at once."""
+        """Overwrite a count; that of the null page is not kept. `check` and the next `take` notice a page that is free and referenced at once."""
         cdef Py_ssize_t count = size_of(ref_cnt, "ref_cnt", 0, INT32_MAX - 1)
-        self.pool.pages[self.checked_id(page_id)].ref_cnt = <int32_t>count
+        cdef int32_t checked = self.checked_id(page_id)
+        if checked != NULL_PAGE:
+            self.pool.pages[checked].ref_cnt = <int32_t>count
 
     def is_free(self, page_id) -> bool:
         """Whether the page is in the free queue."""
@@ -1018,7 +1043,7 @@ cdef class PageStore:
         """The ids of views of this store's pages; PageIdError for another pool's."""
         cdef PageIds ids = PageIds()
         cdef CachePage page
-        for item in pages:
+        for item in as_list(pages, "pages"):
             if not isinstance(item, CachePage):
                 raise ArgumentTypeError(f"pages: got {type(item).__name__}, allowed: CachePage")
             page = item
@@ -1236,6 +1261,7 @@ cdef class PageStore:
         with self.lock:
             self.check_enterable(checked)
             enter(&self.pool, checked, digest, checked_group)
+            self.copy_tokens(checked, None, 0, 0)
 
     cdef int check_enterable(self, int32_t page_id) except -1:
         if page_id == NULL_PAGE:
@@ -1276,23 +1302,35 @@ cdef class PageStore:
         found = self.key_of(page_id)
         if found is None:
             return None
-        page_hash = self.names.hash_of(found[0]) or PageHash(found[0], self.token_ids_of(page_id, found[1]))
+        page_hash = self.names.hash_of(found[0]) or PageHash(found[0], self.token_ids_of(page_id))
         return PageHashWithGroupId(page_hash, found[1])
 
     def keep_token_ids(self, width) -> None:
-        """Keep the tokens of pages cached from now on, `width` at most a page: int32 ``[num_pages, width]``."""
-        cdef size_t num_tokens = size_of(width, "page_size", 1)
-        self.page_tokens = <int32_t *>malloc(num_tokens * self.pool.num_pages * sizeof(int32_t))
-        if self.page_tokens == NULL:
+        """Keep the tokens of pages that `enter_held` enters from now on, `width` at most a page. 4 bytes a token."""
+        cdef size_t num_values = size_of(width, "page_size", 1) + 1
+        cdef int32_t *page_tokens = <int32_t *>calloc(num_values * self.pool.num_pages, sizeof(int32_t))
+        if page_tokens == NULL:
             raise MemoryError(f"{width} token ids for each of {self.pool.num_pages} pages")
-        self.tokens_width = num_tokens
+        free(self.page_tokens)
+        self.page_tokens = page_tokens
+        self.tokens_width = num_values
 
-    cdef tuple token_ids_of(self, int32_t page_id, group):
-        cdef Py_ssize_t i
-        cdef Py_ssize_t num_tokens = self.num_tokens_of_group.get(group, 0)
+    cdef tuple token_ids_of(self, int32_t page_id):
+        cdef int32_t *tokens = self.page_tokens + page_id * self.tokens_width
+        cdef int32_t i
         if self.page_tokens == NULL:
             return ()
-        return tuple([self.page_tokens[page_id * self.tokens_width + i] for i in range(num_tokens)])
+        return tuple([tokens[1 + i] for i in range(tokens[0])])
+
+    cdef void copy_tokens(self, int32_t page_id, HashChain chain, Py_ssize_t start, Py_ssize_t num_tokens) noexcept:
+        """Keep the tokens of a page that begins at token `start` of a chain, or none where the chain does not have them."""
+        cdef int32_t *kept = self.page_tokens + page_id * self.tokens_width
+        if self.page_tokens == NULL:
+            return
+        kept[0] = 0
+        if chain is not None and chain.token_ids is not None and start + num_tokens <= chain.token_ids.num:
+            kept[0] = <int32_t>num_tokens
+            memcpy(kept + 1, chain.token_ids.ids + start, num_tokens * sizeof(int32_t))
 
     # Whole requests.
 
@@ -1301,32 +1339,23 @@ cdef class PageStore:
 
         Null pages are passed over. PageHashError if one is cached already. O(stop - start).
         """
-        cdef Py_ssize_t i, num_hashes = size_of(stride, "stride", 1)
+        cdef Py_ssize_t i, bad, num_hashes = size_of(stride, "stride", 1)
         cdef Py_ssize_t last = size_of(stop, "num_full_pages", 0, min(held.num, chain.num // num_hashes))
         cdef Py_ssize_t first = size_of(start, "num_cached_pages", 0, last)
         cdef int32_t checked_group = group_of(group)
+        cdef Py_ssize_t num_tokens = num_hashes * chain.page_size
         if last > first and not self.enable_caching:
             raise PageHashError("prefix caching is off")
+        if self.page_tokens != NULL and num_tokens >= self.tokens_width:
+            raise ArgumentError(f"page size: got {num_tokens} tokens, allowed: {self.tokens_width - 1}, as many as are kept")
         with self.lock:
             for i in range(first, last):
                 self.check_range(held.ids[i])
-                if held.ids[i] != NULL_PAGE:
-                    self.check_enterable(held.ids[i])
+            bad = enter_all(&self.pool, held.ids, first, last, chain.digests, num_hashes, checked_group)
+            if bad >= 0:
+                raise PageHashError(f"page {held.ids[bad]} (at {bad} of {held.num}) has a hash already")
             for i in range(first, last):
-                if held.ids[i] != NULL_PAGE:
-                    enter(&self.pool, held.ids[i], chain.digests[(i + 1) * num_hashes - 1], checked_group)
-            if self.page_tokens != NULL and chain.token_ids is not None:
-                self.num_tokens_of_group[checked_group] = num_hashes * chain.page_size
-                self.copy_tokens(held, chain.token_ids, first, last, num_hashes * chain.page_size)
-
-    cdef void copy_tokens(
-        self, PageIds held, PageIds tokens, Py_ssize_t start, Py_ssize_t stop, Py_ssize_t num_tokens
-    ) noexcept:
-        cdef Py_ssize_t i
-        for i in range(start, min(stop, tokens.num // num_tokens)):
-            memcpy(
-                self.page_tokens + held.ids[i] * self.tokens_width, tokens.ids + i * num_tokens, num_tokens * sizeof(int32_t)
-            )
+                self.copy_tokens(held.ids[i], chain, i * num_tokens, num_tokens)
 
     def hold_hits(self, HeldPages held not None, PageIds hits not None) -> None:
         """Append hit pages, which were touched, to what a request holds."""

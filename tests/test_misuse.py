@@ -85,6 +85,8 @@ POOL_CASES = {
     "take a negative number": (lambda u: u.pool.get_new_pages(-1), ArgumentError),
     "take a fraction": (lambda u: u.pool.get_new_pages(1.5), ArgumentTypeError),
     "take a string": (lambda u: u.pool.get_new_pages("3"), ArgumentTypeError),
+    "free no list": (lambda u: u.pool.free_page_ids(7), ArgumentTypeError),
+    "free no list of pages": (lambda u: u.pool.free_pages(u.pool.pages[1]), ArgumentTypeError),
     "take nothing said": (lambda u: u.pool.get_new_page_ids(None), ArgumentTypeError),
     "take the null page from the queue": (lambda u: u.pool.free_page_queue.remove(u.pool.null_page), PageIdError),
     "queue the null page": (lambda u: u.pool.free_page_queue.append(u.pool.null_page), PageIdError),
@@ -115,6 +117,10 @@ POOL_CASES = {
     ),
     "cache a page twice": (
         lambda u: u.pool.cache_full_pages(u.held, u.pool.pages[3:0:-1], [HASH] * 2, 0, 2, 4, 0),
+        PageHashError,
+    ),
+    "cache one page as two": (
+        lambda u: u.pool.cache_full_page_ids(u.held, [3, 3], [HASH, PageHash(98, ())], 0, 2, 4, 0),
         PageHashError,
     ),
     "cache without the hashes before": (
