@@ -12,7 +12,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the oracle lives there
 
-from bench.race import Race, Result, as_table  # noqa: E402
+from bench.race import Race, Result, as_table
 
 RESULTS = pytest.StashKey[list[Result]]()
 

@@ -173,6 +173,16 @@ cdef inline Digest hash_after(Digest key, Digest parent, const uint8_t *data, Py
     return sip_finish_bytes(&s, 16, data, size)
 
 
+cdef void hash_pages(
+    Digest key, Digest parent, const int32_t *tokens, Py_ssize_t page_size, Digest *out, Py_ssize_t num_pages
+) noexcept nogil:
+    """The digests of consecutive pages, each from the one before."""
+    cdef Py_ssize_t i
+    for i in range(num_pages):
+        parent = hash_after(key, parent, <const uint8_t *>(tokens + i * page_size), page_size * sizeof(int32_t))
+        out[i] = parent
+
+
 cdef Digest digest_of_bytes(bytes data) except *:
     cdef Digest digest
     if len(data) != 16:
@@ -796,15 +806,6 @@ cdef class HashChain:
         self.capacity = capacity
         return 0
 
-    cdef void hash_pages(self, const int32_t *tokens, Py_ssize_t num_pages, Digest parent) noexcept nogil:
-        """Write the digests of the next pages, for which there is room. Does not count them."""
-        cdef Py_ssize_t i
-        for i in range(num_pages):
-            parent = hash_after(
-                self.key, parent, <const uint8_t *>(tokens + i * self.page_size), self.page_size * sizeof(int32_t)
-            )
-            self.digests[self.num + i] = parent
-
     def extend(self, object tokens, bytes extra_keys=b"") -> None:
         """Hash the next pages: a list or an int array with a multiple of `page_size` token ids.
 
@@ -822,7 +823,9 @@ cdef class HashChain:
 
     cdef int extend_native(self, const int32_t *tokens, Py_ssize_t num_tokens, bytes extra_keys) except -1:
         cdef Py_ssize_t num_pages = num_tokens // self.page_size
-        cdef Digest parent
+        cdef Py_ssize_t page_size
+        cdef Digest key, parent
+        cdef Digest *out
         if num_tokens % self.page_size:
             raise ArgumentError(f"token ids: got {num_tokens}, allowed: a multiple of the page size {self.page_size}")
         with self.lock:
@@ -832,11 +835,12 @@ cdef class HashChain:
             parent = self.digests[self.num - 1] if self.num else Digest(0, 0)
             if extra_keys:
                 parent = hash_after(self.extra_key, parent, extra_keys, len(extra_keys))
+            key, out, page_size = self.key, self.digests + self.num, self.page_size
             if num_pages < RELEASE_GIL_AT:
-                self.hash_pages(tokens, num_pages, parent)
+                hash_pages(key, parent, tokens, page_size, out, num_pages)
             else:
                 with nogil:
-                    self.hash_pages(tokens, num_pages, parent)
+                    hash_pages(key, parent, tokens, page_size, out, num_pages)
             self.num += num_pages
         return 0
 
@@ -960,10 +964,11 @@ cdef class PageStore:
         return self.pool.num_allocated, self.pool.num_freed, self.pool.num_evicted, self.pool.num_cached
 
     def ref_count(self, page_id) -> int:
+        """References held to a page."""
         return self.pool.pages[self.checked_id(page_id)].ref_cnt
 
     def set_ref_count(self, page_id, ref_cnt) -> None:
-        """Overwrite a count; that of the null page is not kept. `check` and the next `take` notice a page that is free and referenced at once."""
+        """Overwrite a count; that of the null page is not kept. `check` and the next `take` notice a free page that is held."""
         cdef Py_ssize_t count = size_of(ref_cnt, "ref_cnt", 0, INT32_MAX - 1)
         cdef int32_t checked = self.checked_id(page_id)
         if checked != NULL_PAGE:
@@ -1439,7 +1444,7 @@ cdef class PageStore:
         return hits
 
     def find_stale_hit(self, PageIds hits not None, HashChain chain not None, stride, group) -> int:
-        """Index of the first of the pages, null pages aside, that is not cached under its digest any more; -1: none. O(pages)."""
+        """Index of the first page, null pages aside, that is not cached under its digest any more; -1: none. O(pages)."""
         cdef Py_ssize_t i, num_hashes = size_of(stride, "stride", 1)
         cdef int32_t checked_group = group_of(group)
         cdef PageIds ids = self.checked(hits)
