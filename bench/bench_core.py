@@ -1,4 +1,4 @@
-"""The pool under the manager, from a thousand pages to a million: take and give back, shard hints, look-ups."""
+"""The pool under the manager, from a thousand pages to a million: taking, shard hints, the queue, hits."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Races: rivals do the same work in turn, round by round, under one clock; and the table of the results.
 
 A race is one benchmark of pytest-benchmark. Its rounds go to the rivals by turns, so that whatever else the
-machine does hits all alike. Each turn is a round that is not timed and then one that is, so that nobody pays for
-the memory that the rival before went through; what is prepared before a round is not timed either, and the
-garbage collector is off. The medians by rival are in the benchmark's ``extra_info``; pytest-benchmark's own
-statistics mix the rivals.
+machine does hits all alike. Each turn is a round that is not timed and then one that is, so that nobody pays
+for the memory that the rival before went through; what is prepared before a round is not timed either, and
+the garbage collector is off. The medians by rival are in the benchmark's ``extra_info``; pytest-benchmark's
+own statistics mix the rivals.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Contender(Protocol):
 
 @dataclass(frozen=True)
 class Work:
-    """What is raced. A round does `num_units` of `unit`; `target` is the ratio to easydel that we mean to reach."""
+    """What is raced. A round does `num_units` of `unit`; `target` is the ratio to easydel to reach."""
 
     name: str
     unit: str
