@@ -27,14 +27,15 @@ DEBUG = SANITIZE or is_set("PAGEPOOL_DEBUG")
 SANITIZER_FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-wrapv"] if SANITIZE else []
 DIRECTIVES = {
     "language_level": 3,
-    "boundscheck": DEBUG,
+    "boundscheck": False,
     "wraparound": False,
-    "initializedcheck": DEBUG,
+    "initializedcheck": False,
     "cdivision": True,
     "freethreading_compatible": True,
     "autotestdict": False,
     "warn.undeclared": False,
 }
+DEBUG_DIRECTIVES = {"boundscheck": True, "initializedcheck": True} if DEBUG else {}
 
 
 class BuildCore(build_ext):
@@ -42,15 +43,17 @@ class BuildCore(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         messages = io.StringIO()
-        with redirect_stderr(messages):
-            [translated] = cythonize(
-                ext,
-                force=True,
-                build_dir=self.build_temp,
-                annotate=is_set("PAGEPOOL_ANNOTATE"),
-                compiler_directives=DIRECTIVES,
-            )
-        sys.stderr.write(messages.getvalue())
+        try:
+            with redirect_stderr(messages):
+                [translated] = cythonize(
+                    ext,
+                    force=True,
+                    build_dir=self.build_temp,
+                    annotate=is_set("PAGEPOOL_ANNOTATE"),
+                    compiler_directives=DIRECTIVES | DEBUG_DIRECTIVES,
+                )
+        finally:
+            sys.stderr.write(messages.getvalue())
         if re.search(r"^(warning|performance hint): ", messages.getvalue(), re.MULTILINE):
             raise CompileError("Cython's warnings and performance hints fail the build")
         ext.sources = translated.sources
@@ -61,9 +64,9 @@ class BuildCore(build_ext):
 core = Extension(
     "pagepool._core",
     ["pagepool/_core.pyx"],
+    define_macros=[] if DEBUG else [("CYTHON_WITHOUT_ASSERTIONS", "1")],
     extra_compile_args=(["-O1", "-g", "-fno-omit-frame-pointer", "-UNDEBUG"] if DEBUG else ["-O3", "-g0"]) + SANITIZER_FLAGS,
     extra_link_args=SANITIZER_FLAGS,
-    define_macros=[] if DEBUG else [("CYTHON_WITHOUT_ASSERTIONS", "1")],
 )
 
 setup(ext_modules=[core], cmdclass={"build_ext": BuildCore})

@@ -12,6 +12,10 @@ A pool of `num_pages` pages is one array of 32-byte `Page` records, indexed by p
 * The index is an open-addressing table with linear probing, filled to a half at most. Deletion shifts entries back
   (Knuth, The Art of Computer Programming, vol. 3, 6.4, algorithm R), so there are no tombstones and a miss stays short forever.
 
+A page table is one int32 array of rows; `TableRows` keeps beside it which windows of 64 columns changed since they were last
+sent to the device. Invariants: a row holds zeros from ``extent`` on, and ``num_pages <= extent`` unless the user wrote the
+arrays himself.
+
 A call checks everything first, then commits and cannot fail; a list that turns out wrong half-way is rolled back exactly.
 Each store has a lock: calls from several threads are serialised, and long ones let the other threads run.
 """
@@ -20,7 +24,7 @@ cimport cython
 from cpython.long cimport PyLong_CheckExact
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc, realloc
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 import os
 from operator import index as as_index
@@ -35,6 +39,8 @@ from pagepool.errors import (
     OutOfPagesError,
     PageHashError,
     PageIdError,
+    RowIndexError,
+    RowOverflowError,
 )
 from pagepool.hashing import HashNames, PageHash, PageHashWithGroupId
 
@@ -49,6 +55,9 @@ cdef enum:
     MAX_GROUP = (1 << 30) - 1
     MAX_PAGES = 1 << 30
     RELEASE_GIL_AT = 1024     # pages of work from which other Python threads are let run meanwhile
+    WINDOW = 64               # columns of a page table that are sent to the device together
+    CACHE_LINE = 64           # bytes
+    NUM_PAYLOAD_FIELDS = 3    # group, row and first column of a window, behind its values
 
 cdef struct Page:             # 32 bytes, two to a cache line
     uint64_t key_lo           # digest of the content; meaningful while group is not NO_GROUP
@@ -73,6 +82,18 @@ cdef struct Digest:
 cdef struct Range:            # half-open range of page ids that may hit
     int32_t start
     int32_t stop
+
+cdef struct Rows:
+    int32_t *table            # [num_rows, num_columns] page ids
+    int32_t *num_pages        # [num_rows]
+    int32_t *extent           # [num_rows] leading columns that may hold something other than 0, here or on the device
+    uint8_t *is_dirty         # [num_rows, num_windows] windows not sent yet
+    uint8_t *is_row_dirty     # [num_rows] whether any window of the row is
+    Py_ssize_t num_rows
+    Py_ssize_t num_columns
+    Py_ssize_t num_windows    # of a row
+    Py_ssize_t width          # columns of a window: WINDOW, or all of a narrower table
+    int64_t version           # moves with each change
 
 cdef struct Pool:
     Page *pages
@@ -542,6 +563,102 @@ cdef Py_ssize_t find_last_run(
         else:
             run = 0
     return run
+
+
+# Rows of a page table. The caller checked row numbers and room.
+
+cdef inline void mark(Rows *rows, Py_ssize_t row, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Columns ``[start, stop)`` of a row are to be sent."""
+    if start < stop:
+        memset(rows.is_dirty + row * rows.num_windows + start // WINDOW, 1, (stop - 1) // WINDOW - start // WINDOW + 1)
+        rows.is_row_dirty[row] = 1
+        rows.extent[row] = max(rows.extent[row], <int32_t>stop)
+
+
+cdef inline void append_ids(Rows *rows, Py_ssize_t row, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    cdef Py_ssize_t start = rows.num_pages[row]
+    memcpy(rows.table + row * rows.num_columns + start, ids, n * sizeof(int32_t))
+    rows.num_pages[row] += <int32_t>n
+    mark(rows, row, start, start + n)
+
+
+cdef inline void clear_from(Rows *rows, Py_ssize_t row, Py_ssize_t start) noexcept nogil:
+    """Zeros from column `start` to the row's extent, which `start` becomes."""
+    cdef Py_ssize_t stop = rows.extent[row]
+    if start < stop:
+        memset(rows.table + row * rows.num_columns + start, 0, (stop - start) * sizeof(int32_t))
+        mark(rows, row, start, stop)
+    rows.extent[row] = <int32_t>start
+
+
+cdef inline void clear_one(Rows *rows, Py_ssize_t row) noexcept nogil:
+    rows.num_pages[row] = 0
+    clear_from(rows, row, 0)
+
+
+cdef void copy_row(Rows *rows, Py_ssize_t src, Py_ssize_t tgt) noexcept nogil:
+    cdef Py_ssize_t n = rows.num_pages[src]
+    if src == tgt:
+        return
+    memcpy(rows.table + tgt * rows.num_columns, rows.table + src * rows.num_columns, n * sizeof(int32_t))
+    rows.num_pages[tgt] = <int32_t>n
+    mark(rows, tgt, 0, n)
+    clear_from(rows, tgt, n)
+
+
+cdef void swap_rows(Rows *rows, Py_ssize_t src, Py_ssize_t tgt) noexcept nogil:
+    cdef Py_ssize_t i, n = max(rows.extent[src], rows.extent[tgt])
+    cdef int32_t *first = rows.table + src * rows.num_columns
+    cdef int32_t *second = rows.table + tgt * rows.num_columns
+    for i in range(n):
+        first[i], second[i] = second[i], first[i]
+    rows.num_pages[src], rows.num_pages[tgt] = rows.num_pages[tgt], rows.num_pages[src]
+    mark(rows, src, 0, n)
+    mark(rows, tgt, 0, n)
+
+
+cdef Py_ssize_t count_dirty(Rows *rows, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Dirty windows in rows ``[start, stop)``."""
+    cdef Py_ssize_t row, i, count = 0
+    for row in range(start, stop):
+        if rows.is_row_dirty[row]:
+            for i in range(row * rows.num_windows, (row + 1) * rows.num_windows):
+                count += rows.is_dirty[i]
+    return count
+
+
+cdef void clean(Rows *rows, Py_ssize_t stop) noexcept nogil:
+    """Nothing in rows before `stop` is to be sent any more."""
+    memset(rows.is_dirty, 0, stop * rows.num_windows)
+    memset(rows.is_row_dirty, 0, stop)
+
+
+cdef Py_ssize_t pack_windows(
+    Rows *rows, Py_ssize_t stop, int32_t group, int32_t *payload, Py_ssize_t stride, Py_ssize_t room
+) noexcept nogil:
+    """Copy up to `room` dirty windows of rows before `stop` into the payload, a line of `stride` values each, and mark them
+    sent. Returns how many. The last window of a row ends with the row, whatever the row's width.
+    """
+    cdef Py_ssize_t row, window, column, count = 0
+    cdef int32_t *line = payload
+    for row in range(stop):
+        if not rows.is_row_dirty[row]:
+            continue
+        for window in range(rows.num_windows):
+            if not rows.is_dirty[row * rows.num_windows + window]:
+                continue
+            if count == room:
+                return count
+            column = min(window * WINDOW, rows.num_columns - rows.width)
+            memcpy(line, rows.table + row * rows.num_columns + column, rows.width * sizeof(int32_t))
+            line[stride - 3] = group
+            line[stride - 2] = <int32_t>row
+            line[stride - 1] = <int32_t>column
+            rows.is_dirty[row * rows.num_windows + window] = 0
+            line += stride
+            count += 1
+        rows.is_row_dirty[row] = 0
+    return count
 
 
 # From Python objects, at the boundary.
@@ -1632,3 +1749,375 @@ cdef class CachePage:
             f"CachePage(page_id={self.page_id}, ref_cnt={self.ref_cnt}, page_hash={self.page_hash}, "
             f"prev_free_page={before and before.page_id}, next_free_page={behind and behind.page_id})"
         )
+
+
+def make_aligned_zeros(shape) -> np.ndarray:
+    """An int32 array of zeros that begins at a cache line: whole-table copies are twice as fast from and to it."""
+    cdef Py_ssize_t num_values = 1
+    for size in shape:
+        num_values *= size
+    memory = np.zeros(num_values + CACHE_LINE // 4, dtype=np.int32)
+    start = -memory.ctypes.data % CACHE_LINE // 4
+    return memory[start:start + num_values].reshape(shape)
+
+
+cdef class TableRows:
+    """The host side of a page table: int32 ``[num_rows, num_columns]`` page ids, zeros behind each row's last.
+
+    `pagepool.PageTable` adds the device side. Each change is one native call, notes which windows of 64 columns it touched,
+    and moves ``cpu_version``. A wrong call changes nothing.
+    """
+
+    cdef Rows rows
+    cdef readonly object page_table_cpu         # the buffers, pinned by the memoryviews below
+    cdef readonly object num_pages_per_row
+    cdef object flags
+    cdef int32_t[:, ::1] table_view
+    cdef int32_t[::1] num_pages_view
+    cdef int32_t[::1] extent_view
+    cdef uint8_t[::1] flags_view
+    cdef cython.pymutex lock
+
+    def __init__(self, num_rows, num_columns):
+        """Both at least 1."""
+        if self.rows.num_rows:
+            raise ArgumentError("the rows of a table are made once")
+        cdef Py_ssize_t n = size_of(num_rows, "max_num_reqs", 1)
+        cdef Py_ssize_t num_windows
+        self.rows.num_columns = size_of(num_columns, "max_num_pages_per_req", 1)
+        num_windows = (self.rows.num_columns + WINDOW - 1) // WINDOW
+        if n * self.rows.num_columns > MAX_PAGES:
+            raise ArgumentError(f"page table: got {n} x {self.rows.num_columns}, allowed: {MAX_PAGES} ids in all")
+        self.rows.width = min(self.rows.num_columns, WINDOW)
+        self.page_table_cpu = make_aligned_zeros((n, self.rows.num_columns))
+        self.num_pages_per_row = np.zeros(n, dtype=np.int32)
+        self.table_view = self.page_table_cpu
+        self.num_pages_view = self.num_pages_per_row
+        self.extent_view = np.zeros(n, dtype=np.int32)
+        self.flags_view = np.zeros(n * (num_windows + 1), dtype=np.uint8)
+        self.rows.table = &self.table_view[0, 0]
+        self.rows.num_pages = &self.num_pages_view[0]
+        self.rows.extent = &self.extent_view[0]
+        self.rows.is_row_dirty = &self.flags_view[0]
+        self.rows.is_dirty = self.rows.is_row_dirty + n
+        self.rows.num_windows = num_windows
+        self.rows.num_rows = n
+
+    def __reduce__(self):
+        raise TypeError("a page table cannot be pickled")
+
+    @property
+    def max_num_reqs(self) -> int:
+        """Number of rows."""
+        return self.rows.num_rows
+
+    @property
+    def max_num_pages_per_req(self) -> int:
+        """Number of columns."""
+        return self.rows.num_columns
+
+    @property
+    def cpu_version(self) -> int:
+        """Moves with each change of the host table."""
+        return self.rows.version
+
+    cdef Py_ssize_t checked_row(self, object row) except -1:
+        cdef int32_t checked
+        try:
+            checked = int32_of(row)
+        except OverflowError:
+            checked = -1
+        except TypeError as error:
+            raise explained("row", error) from None
+        if not 0 <= checked < self.rows.num_rows:
+            raise RowIndexError(f"row: got {row}, allowed: 0 to {self.rows.num_rows - 1}")
+        return checked
+
+    cdef int check_count(self, Py_ssize_t row) except -1:
+        """The user may write `num_pages_per_row`, and must not be able to lead us outside the table."""
+        if not 0 <= self.rows.num_pages[row] <= self.rows.num_columns:
+            raise IntegrityError(
+                f"row {row} has {self.rows.num_pages[row]} pages, allowed: 0 to {self.rows.num_columns}; "
+                "num_pages_per_row was overwritten"
+            )
+        return 0
+
+    cdef int check_ids(self, Py_ssize_t row, PageIds ids, Py_ssize_t num_pages) except -1:
+        """Whether `ids` may follow the first `num_pages` of a row."""
+        cdef Py_ssize_t i
+        self.check_count(row)
+        if num_pages + ids.num > self.rows.num_columns:
+            raise RowOverflowError(
+                f"row {row} has {num_pages} pages, {ids.num} more were given, allowed: {self.rows.num_columns} in all"
+            )
+        for i in range(ids.num):
+            if ids.ids[i] < 0:
+                raise PageIdError(f"page id: got {ids.ids[i]} (at {i}), allowed: at least 0")
+        return 0
+
+    def append_row(self, page_ids, row_idx) -> None:
+        """Put page ids (a list, or an int32 array) behind those of a row; nothing happens if there are none.
+
+        RowIndexError, RowOverflowError, and PageIdError for a negative id. O(ids).
+        """
+        cdef Py_ssize_t row = self.checked_row(row_idx)
+        cdef PageIds ids = as_page_ids(page_ids)
+        self.check_ids(row, ids, self.rows.num_pages[row])
+        if ids.num:
+            with self.lock:
+                append_ids(&self.rows, row, ids.ids, ids.num)
+                self.rows.version += 1
+
+    def add_row(self, page_ids, row_idx) -> None:
+        """Replace a row by page ids. O(ids + pages that the row had)."""
+        cdef Py_ssize_t row = self.checked_row(row_idx)
+        cdef PageIds ids = as_page_ids(page_ids)
+        self.check_ids(row, ids, 0)
+        with self.lock:
+            clear_one(&self.rows, row)
+            append_ids(&self.rows, row, ids.ids, ids.num)
+            self.rows.version += 1
+
+    def clear_row(self, row_idx) -> None:
+        """Empty a row. O(pages that it had)."""
+        cdef Py_ssize_t row = self.checked_row(row_idx)
+        with self.lock:
+            clear_one(&self.rows, row)
+            self.rows.version += 1
+
+    def move_row(self, src, tgt) -> None:
+        """Copy a row over another, whose rest becomes zero; the source stays. O(pages of both)."""
+        cdef Py_ssize_t source = self.checked_row(src)
+        cdef Py_ssize_t target = self.checked_row(tgt)
+        self.check_count(source)
+        with self.lock:
+            copy_row(&self.rows, source, target)
+            self.rows.version += 1
+
+    def swap_row(self, src, tgt) -> None:
+        """Exchange two rows. O(pages of both)."""
+        cdef Py_ssize_t source = self.checked_row(src)
+        cdef Py_ssize_t target = self.checked_row(tgt)
+        with self.lock:
+            swap_rows(&self.rows, source, target)
+            self.rows.version += 1
+
+    def append_rows_batch(self, page_ids_per_req, req_indices) -> None:
+        """`append_row` for a list of ids each and a row each, in order; rows may repeat. All or nothing. O(ids)."""
+        append_batch((self,), [(ids,) for ids in page_ids_per_req], req_indices)
+
+    def clear_rows(self) -> None:
+        """Empty all rows. O(pages in the table)."""
+        cdef Py_ssize_t row
+        with self.lock:
+            for row in range(self.rows.num_rows):
+                clear_one(&self.rows, row)
+            self.rows.version += 1
+
+    def mark_dirty(self, rows=None) -> None:
+        """Say that the user wrote into `page_table_cpu` himself: in these rows (a list or an array), or in all."""
+        cdef Py_ssize_t i
+        cdef list checked = [self.checked_row(row) for row in (range(self.rows.num_rows) if rows is None else rows)]
+        with self.lock:
+            for i in checked:
+                mark(&self.rows, i, 0, self.rows.num_columns)
+            self.rows.version += 1
+
+    def slot_mapping(self, rows, positions, page_size) -> np.ndarray:
+        """Slots of tokens: ``table[row, position // page_size] * page_size + position % page_size``, int32 ``[num_tokens]``.
+
+        `rows` and `positions` are int arrays or lists of one length. RowIndexError outside the table, ArgumentError for a slot
+        that does not fit int32. O(tokens), native.
+        """
+        cdef PageIds row_of = as_page_ids(rows)
+        cdef PageIds position_of = as_page_ids(positions)
+        cdef PageIds slots = PageIds()
+        cdef int64_t size = size_of(page_size, "page_size", 1)
+        cdef int64_t slot
+        cdef Py_ssize_t i
+        if row_of.num != position_of.num:
+            raise ArgumentError(f"positions: got {position_of.num}, allowed: as many as rows, {row_of.num}")
+        slots.reserve(row_of.num)
+        for i in range(row_of.num):
+            if not (0 <= row_of.ids[i] < self.rows.num_rows and 0 <= position_of.ids[i] < size * self.rows.num_columns):
+                raise RowIndexError(
+                    f"row {row_of.ids[i]}, position {position_of.ids[i]} (at {i}), "
+                    f"allowed: rows below {self.rows.num_rows}, positions below {size * self.rows.num_columns}"
+                )
+            slot = self.rows.table[row_of.ids[i] * self.rows.num_columns + position_of.ids[i] // size] * size
+            slot += position_of.ids[i] % size
+            if slot > INT32_MAX:
+                raise ArgumentError(f"slot: got {slot} (at {i}), allowed: at most {INT32_MAX}")
+            slots.ids[i] = <int32_t>slot
+        slots.num = row_of.num
+        return slots.to_array()
+
+    # For the device side.
+
+    def count_dirty_windows(self, start, stop) -> int:
+        """Windows in rows ``[start, stop)`` that were not sent yet."""
+        cdef Py_ssize_t last = size_of(stop, "num_reqs", 0, self.rows.num_rows)
+        cdef Py_ssize_t first = size_of(start, "start", 0, self.rows.num_rows)
+        return count_dirty(&self.rows, first, last)
+
+    def copy_aligned(self) -> np.ndarray:
+        """A fresh copy of the whole table, which counts as sent."""
+        copied = make_aligned_zeros((self.rows.num_rows, self.rows.num_columns))
+        with self.lock:
+            copied[...] = self.page_table_cpu
+            clean(&self.rows, self.rows.num_rows)
+        return copied
+
+
+cdef PageIds as_page_ids(object values):
+    return values if isinstance(values, PageIds) else PageIds(values)
+
+
+cdef int append_batch(tuple tables, object page_ids_per_req, object req_indices) except -1:
+    """Append to each row and table, or nothing: the counts are raised one by one as if it were done, and taken back."""
+    cdef list requests = list(page_ids_per_req)
+    cdef list rows = list(req_indices)
+    cdef list steps = []
+    cdef TableRows table
+    cdef PageIds ids
+    cdef Py_ssize_t row
+    if len(requests) != len(rows):
+        raise ArgumentError(f"req_indices: got {len(rows)}, allowed: as many as requests, {len(requests)}")
+    for by_table, row_idx in zip(requests, rows, strict=True):
+        for table, values in zip(tables, by_group_of(by_table, len(tables)), strict=True):
+            steps.append((table, table.checked_row(row_idx), as_page_ids(values)))
+    check_steps(steps)
+    for table, row, ids in steps:
+        if ids.num:
+            with table.lock:
+                append_ids(&table.rows, row, ids.ids, ids.num)
+                table.rows.version += 1
+    return 0
+
+
+cdef int check_steps(list steps) except -1:
+    cdef TableRows table
+    cdef PageIds ids
+    cdef Py_ssize_t row
+    cdef dict num_pages = {}
+    for table, row, ids in steps:
+        count = num_pages.get((id(table), row), table.rows.num_pages[row])
+        table.check_ids(row, ids, count)
+        num_pages[id(table), row] = count + ids.num
+    return 0
+
+
+cdef list by_group_of(object values, Py_ssize_t num_groups):
+    """One list of ids for each group."""
+    groups = list(values)
+    if len(groups) != num_groups:
+        raise ArgumentError(f"page_ids: got {len(groups)} groups, allowed: {num_groups}")
+    return groups
+
+
+cdef class GroupedRows:
+    """The host tables of several cache groups with the same rows. Each call changes all of them, or none."""
+
+    cdef readonly tuple page_tables
+
+    def __init__(self, page_tables):
+        """`page_tables` are `TableRows` with the same number of rows."""
+        self.page_tables = tuple(page_tables)
+        for table in self.page_tables:
+            if not isinstance(table, TableRows) or table.max_num_reqs != self.page_tables[0].max_num_reqs:
+                raise ArgumentError("page_tables: allowed: page tables with one number of rows")
+
+    def __reduce__(self):
+        raise TypeError("a page table cannot be pickled")
+
+    def __len__(self) -> int:
+        return len(self.page_tables)
+
+    def __getitem__(self, i):
+        return self.page_tables[i]
+
+    def append_row(self, page_ids, row_idx) -> None:
+        """Put a list of page ids for each group behind those of a row."""
+        append_batch(self.page_tables, [page_ids], [row_idx])
+
+    def append_rows_batch(self, page_ids_per_req, req_indices) -> None:
+        """`append_row` for several rows, in order; rows may repeat. ``page_ids_per_req[i][g]`` are ids of group ``g``. O(ids)."""
+        append_batch(self.page_tables, page_ids_per_req, req_indices)
+
+    def add_row(self, page_ids, row_idx) -> None:
+        """Replace a row by a list of page ids for each group."""
+        cdef TableRows table
+        cdef list groups = [as_page_ids(ids) for ids in by_group_of(page_ids, len(self.page_tables))]
+        for table, ids in zip(self.page_tables, groups, strict=True):
+            table.check_ids(table.checked_row(row_idx), ids, 0)
+        for table, ids in zip(self.page_tables, groups, strict=True):
+            table.add_row(ids, row_idx)
+
+    def clear_row(self, row_idx) -> None:
+        """Empty a row in all groups."""
+        self.check_rows(row_idx, row_idx)
+        for table in self.page_tables:
+            table.clear_row(row_idx)
+
+    def move_row(self, src, tgt) -> None:
+        """Copy a row over another in all groups; the source stays."""
+        self.check_rows(src, tgt)
+        for table in self.page_tables:
+            table.move_row(src, tgt)
+
+    def swap_row(self, src, tgt) -> None:
+        """Exchange two rows in all groups."""
+        self.check_rows(src, tgt)
+        for table in self.page_tables:
+            table.swap_row(src, tgt)
+
+    def mark_dirty(self, rows=None) -> None:
+        """Say that the user wrote into the host tables himself: in these rows, or in all."""
+        cdef list checked = [] if rows is None else list(rows)
+        for row in checked:
+            self.check_rows(row, row)
+        for table in self.page_tables:
+            table.mark_dirty(None if rows is None else checked)
+
+    cdef int check_rows(self, object src, object tgt) except -1:
+        cdef TableRows table
+        for table in self.page_tables:
+            table.checked_row(src)
+            table.checked_row(tgt)
+        return 0
+
+
+cdef Py_ssize_t get_payload_width(tuple tables) except -1:
+    """The widest window of any table."""
+    cdef Py_ssize_t width = 0
+    for item in tables:
+        width = max(width, (<TableRows?>item).rows.width)
+    return width
+
+
+def pack_dirty_windows(tuple tables not None, num_reqs, num_lines) -> np.ndarray:
+    """A fresh payload for the device: int32 ``[num_lines, width + 3]``, a line for each dirty window in rows before `num_reqs`:
+    its values, its table's index, its row and its first column. These windows count as sent; those that found no room do not.
+
+    Lines without a window have a row outside the table, each another one.
+    """
+    cdef TableRows table
+    cdef Py_ssize_t width = get_payload_width(tables)
+    cdef Py_ssize_t n, count = 0
+    cdef Py_ssize_t num_rows = 0
+    cdef int32_t group
+    cdef int32_t[:, ::1] payload
+    result = np.zeros((size_of(num_lines, "num_lines", 1), width + NUM_PAYLOAD_FIELDS), dtype=np.int32)
+    payload = result
+    for group, item in enumerate(tables):
+        table = item
+        num_rows = table.rows.num_rows
+        n = size_of(num_reqs, "num_reqs", 0, num_rows)
+        if count < payload.shape[0]:
+            with table.lock:
+                count += pack_windows(
+                    &table.rows, n, group, &payload[count, 0], payload.shape[1], payload.shape[0] - count
+                )
+    for n in range(count, payload.shape[0]):
+        payload[n, width + 1] = <int32_t>(num_rows + n)
+    return result
