@@ -231,7 +231,8 @@ class LocalScatter:
         if len(set(shardings)) != 1:
             raise ArgumentError("sharding: tables that span processes must all have the same")
         self._sharding: Any = shardings[0]
-        self._devices = sorted(self._sharding.addressable_devices, key=lambda device: int(device.id))
+        devices: list[Any] = list(self._sharding.addressable_devices)
+        self._devices = sorted(devices, key=lambda device: int(device.id))
         mesh = jax.sharding.Mesh(np.array(self._devices), ("local",))
         by_device, everywhere = jax.sharding.PartitionSpec("local"), jax.sharding.PartitionSpec()
         self._local_sharding = jax.sharding.NamedSharding(mesh, by_device)
