@@ -95,6 +95,12 @@ cdef struct Rows:
     Py_ssize_t width          # columns of a window: WINDOW, or all of a narrower table
     int64_t version           # moves with each change
 
+cdef struct Append:           # ids to put behind those of a row
+    Rows *rows
+    Py_ssize_t row
+    const int32_t *ids
+    Py_ssize_t n
+
 cdef struct Pool:
     Page *pages
     Slot *slots               # NULL: no prefix caching
@@ -582,6 +588,34 @@ cdef inline void append_ids(Rows *rows, Py_ssize_t row, const int32_t *ids, Py_s
     mark(rows, row, start, start + n)
 
 
+cdef inline bint fits(Rows *rows, Py_ssize_t row, Py_ssize_t start, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """Whether ids may stand in a row from column `start` on, and the row's count was not overwritten with nonsense."""
+    cdef Py_ssize_t i
+    cdef int32_t signs = 0
+    if not (0 <= rows.num_pages[row] <= rows.num_columns and n <= rows.num_columns - start):
+        return False
+    for i in range(n):
+        signs |= ids[i]
+    return signs >= 0
+
+
+cdef Py_ssize_t append_all(const Append *appends, Py_ssize_t num) noexcept nogil:
+    """All of them in order, or none; returns how many fit. Counts go up one by one as if it were done, and come back."""
+    cdef Py_ssize_t i, num_fitting = 0
+    cdef const Append *it = appends
+    while num_fitting < num and fits(it.rows, it.row, it.rows.num_pages[it.row], it.ids, it.n):
+        it.rows.num_pages[it.row] += <int32_t>it.n
+        num_fitting += 1
+        it += 1
+    for i in range(num_fitting):
+        appends[i].rows.num_pages[appends[i].row] -= <int32_t>appends[i].n
+    if num_fitting == num:
+        for i in range(num):
+            append_ids(appends[i].rows, appends[i].row, appends[i].ids, appends[i].n)
+            appends[i].rows.version += appends[i].n > 0
+    return num_fitting
+
+
 cdef inline void clear_from(Rows *rows, Py_ssize_t row, Py_ssize_t start) noexcept nogil:
     """Zeros from column `start` to the row's extent, which `start` becomes."""
     cdef Py_ssize_t stop = rows.extent[row]
@@ -597,7 +631,7 @@ cdef inline void clear_one(Rows *rows, Py_ssize_t row) noexcept nogil:
 
 
 cdef void copy_row(Rows *rows, Py_ssize_t src, Py_ssize_t tgt) noexcept nogil:
-    cdef Py_ssize_t n = rows.num_pages[src]
+    cdef Py_ssize_t n = max(0, min(rows.num_pages[src], rows.num_columns))  # the user may write it meanwhile
     if src == tgt:
         return
     memcpy(rows.table + tgt * rows.num_columns, rows.table + src * rows.num_columns, n * sizeof(int32_t))
@@ -615,6 +649,24 @@ cdef void swap_rows(Rows *rows, Py_ssize_t src, Py_ssize_t tgt) noexcept nogil:
     rows.num_pages[src], rows.num_pages[tgt] = rows.num_pages[tgt], rows.num_pages[src]
     mark(rows, src, 0, n)
     mark(rows, tgt, 0, n)
+
+
+cdef Py_ssize_t map_slots(
+    const Rows *rows, const int32_t *row_ids, const int32_t *positions, int32_t *slots, Py_ssize_t n, int64_t page_size
+) noexcept nogil:
+    """Slots of `n` tokens; returns how many there are before the first that is outside the table or does not fit int32."""
+    cdef Py_ssize_t i
+    cdef uint32_t page, size = <uint32_t>page_size
+    cdef int64_t slot, stop = page_size * rows.num_columns
+    for i in range(n):
+        if not (0 <= row_ids[i] < rows.num_rows and 0 <= positions[i] < stop):
+            return i
+        page = <uint32_t>positions[i] // size
+        slot = rows.table[row_ids[i] * rows.num_columns + page] * page_size + <uint32_t>positions[i] - page * size
+        if not INT32_MIN <= slot <= INT32_MAX:
+            return i
+        slots[i] = <int32_t>slot
+    return n
 
 
 cdef Py_ssize_t count_dirty(Rows *rows, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
@@ -663,6 +715,10 @@ cdef Py_ssize_t pack_windows(
 
 # From Python objects, at the boundary.
 
+cdef object ndarray = np.ndarray
+cdef object INT32 = np.dtype(np.int32)
+
+
 cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=0, Py_ssize_t highest=MAX_PAGES) except -1:
     """`value` as a size; the error says what was got and what is allowed."""
     if type(value) is not int:
@@ -695,15 +751,26 @@ cdef int32_t group_of(object group) except -1:
 
 cdef object as_int32_array(object values, str name):
     """`values`, a NumPy array, as a contiguous int32 vector; no copy where it is one already."""
-    if values.ndim != 1 or values.dtype.kind not in "iu":
+    if values.ndim != 1 or (values.dtype is not INT32 and values.dtype.kind not in "iu"):
         raise ArgumentTypeError(
             f"{name}: got an array of {values.dtype} with {values.ndim} dimensions, allowed: one of ints with 1 dimension"
         )
-    if values.dtype == np.int32:
+    if values.dtype is INT32 or values.dtype == INT32:
         return np.ascontiguousarray(values, dtype=np.int32)
     if values.size and not (INT32_MIN <= values.min() and values.max() <= INT32_MAX):
         raise ArgumentError(f"{name}: got {values.min()} to {values.max()}, allowed: ints that fit int32")
     return np.ascontiguousarray(values, dtype=np.int32)
+
+
+cdef list as_list(object values, str name):
+    """`values`, if it is a list, or its items as one."""
+    if type(values) is list:
+        return values
+    try:
+        values = iter(values)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: a list or an array") from None
+    return list(values)
 
 
 cdef class PageIds:
@@ -787,13 +854,12 @@ cdef class PageIds:
         if isinstance(values, PageIds):
             other = values
             self.add(other.ids, other.num)
-        elif isinstance(values, np.ndarray):
+        elif isinstance(values, ndarray):
             array = as_int32_array(values, "ids")
             if array.shape[0]:
                 self.add(&array[0], array.shape[0])
         else:
-            values = values if type(values) is list else list(values)
-            self.add_items(values)
+            self.add_items(as_list(values, "ids"))
 
     def to_list(self) -> list:
         """The ids as a new list."""
@@ -819,6 +885,38 @@ cdef class PageIds:
                     return -1
                 shard = <int32_t>(self.ids[i] // pages_per_shard)
         return shard
+
+
+@cython.final
+cdef class BorrowedIds(PageIds):
+    """The ids in an int32 array, not copied. It is not to outlive a call, nor to be extended."""
+
+    cdef const int32_t[::1] array
+
+    cdef int borrow(self, object values) except -1:
+        self.array = as_int32_array(values, "ids")
+        self.num = self.array.shape[0]
+        if self.num:
+            self.ids = <int32_t *>&self.array[0]
+        return 0
+
+    def __dealloc__(self):
+        self.ids = NULL
+
+
+cdef PageIds as_page_ids(object values):
+    """`values` as ids to read during a call; no copy is made of an int32 array or of PageIds."""
+    cdef PageIds ids
+    cdef BorrowedIds borrowed
+    if isinstance(values, PageIds):
+        return values
+    if isinstance(values, ndarray):
+        borrowed = BorrowedIds.__new__(BorrowedIds)
+        borrowed.borrow(values)
+        return borrowed
+    ids = PageIds.__new__(PageIds)
+    ids.add_items(as_list(values, "ids"))
+    return ids
 
 
 @cython.final
@@ -1835,24 +1933,65 @@ cdef class TableRows:
 
     cdef int check_count(self, Py_ssize_t row) except -1:
         """The user may write `num_pages_per_row`, and must not be able to lead us outside the table."""
-        if not 0 <= self.rows.num_pages[row] <= self.rows.num_columns:
+        cdef int32_t count = self.rows.num_pages[row]
+        if not 0 <= count <= self.rows.num_columns:
             raise IntegrityError(
-                f"row {row} has {self.rows.num_pages[row]} pages, allowed: 0 to {self.rows.num_columns}; "
-                "num_pages_per_row was overwritten"
+                f"row {row} has {count} pages, allowed: 0 to {self.rows.num_columns}; num_pages_per_row was overwritten"
             )
         return 0
 
-    cdef int check_ids(self, Py_ssize_t row, PageIds ids, Py_ssize_t num_pages) except -1:
-        """Whether `ids` may follow the first `num_pages` of a row."""
+    cdef int refuse(self, Py_ssize_t row, Py_ssize_t start, const int32_t *ids, Py_ssize_t n) except -1:
+        """Raise what is wrong with putting `ids` into a row from column `start` on."""
         cdef Py_ssize_t i
         self.check_count(row)
-        if num_pages + ids.num > self.rows.num_columns:
-            raise RowOverflowError(
-                f"row {row} has {num_pages} pages, {ids.num} more were given, allowed: {self.rows.num_columns} in all"
-            )
-        for i in range(ids.num):
-            if ids.ids[i] < 0:
-                raise PageIdError(f"page id: got {ids.ids[i]} (at {i}), allowed: at least 0")
+        for i in range(n):
+            if ids[i] < 0:
+                raise PageIdError(f"page id: got {ids[i]} (at {i}), allowed: at least 0")
+        raise RowOverflowError(f"row {row} has {start} pages, {n} more were given, allowed: {self.rows.num_columns} in all")
+
+    # With numbers that were checked: what both one group and several do.
+
+    cdef int replace_at(self, Py_ssize_t row, PageIds ids) except -1:
+        with self.lock:
+            clear_one(&self.rows, row)
+            append_ids(&self.rows, row, ids.ids, ids.num)
+            self.rows.version += 1
+        return 0
+
+    cdef int clear_at(self, Py_ssize_t row) except -1:
+        with self.lock:
+            clear_one(&self.rows, row)
+            self.rows.version += 1
+        return 0
+
+    cdef int move_at(self, Py_ssize_t source, Py_ssize_t target) except -1:
+        with self.lock:
+            copy_row(&self.rows, source, target)
+            self.rows.version += 1
+        return 0
+
+    cdef int swap_at(self, Py_ssize_t source, Py_ssize_t target) except -1:
+        with self.lock:
+            swap_rows(&self.rows, source, target)
+            self.rows.version += 1
+        return 0
+
+    cdef int mark_at(self, PageIds rows) except -1:
+        cdef Py_ssize_t i
+        with self.lock:
+            for i in range(rows.num):
+                mark(&self.rows, rows.ids[i], 0, self.rows.num_columns)
+            self.rows.version += 1
+        return 0
+
+    cdef PageIds checked_rows(self, object rows):
+        """The numbers of `rows`, all for None."""
+        return PageIds([self.checked_row(row) for row in as_list(range(self.rows.num_rows) if rows is None else rows, "rows")])
+
+    cdef int check_fits(self, Py_ssize_t row, PageIds ids) except -1:
+        """Whether `ids` may fill a row."""
+        if not fits(&self.rows, row, 0, ids.ids, ids.num):
+            self.refuse(row, 0, ids.ids, ids.num)
         return 0
 
     def append_row(self, page_ids, row_idx) -> None:
@@ -1862,66 +2001,48 @@ cdef class TableRows:
         """
         cdef Py_ssize_t row = self.checked_row(row_idx)
         cdef PageIds ids = as_page_ids(page_ids)
-        self.check_ids(row, ids, self.rows.num_pages[row])
-        if ids.num:
-            with self.lock:
-                append_ids(&self.rows, row, ids.ids, ids.num)
-                self.rows.version += 1
+        cdef Append append = Append(&self.rows, row, ids.ids, ids.num)
+        cdef Py_ssize_t start
+        cdef bint is_done
+        with self.lock:
+            start = self.rows.num_pages[row]
+            is_done = append_all(&append, 1)
+        if not is_done:
+            self.refuse(row, start, ids.ids, ids.num)
 
     def add_row(self, page_ids, row_idx) -> None:
         """Replace a row by page ids. O(ids + pages that the row had)."""
         cdef Py_ssize_t row = self.checked_row(row_idx)
         cdef PageIds ids = as_page_ids(page_ids)
-        self.check_ids(row, ids, 0)
-        with self.lock:
-            clear_one(&self.rows, row)
-            append_ids(&self.rows, row, ids.ids, ids.num)
-            self.rows.version += 1
+        self.check_fits(row, ids)
+        self.replace_at(row, ids)
 
     def clear_row(self, row_idx) -> None:
         """Empty a row. O(pages that it had)."""
-        cdef Py_ssize_t row = self.checked_row(row_idx)
-        with self.lock:
-            clear_one(&self.rows, row)
-            self.rows.version += 1
+        self.clear_at(self.checked_row(row_idx))
 
     def move_row(self, src, tgt) -> None:
         """Copy a row over another, whose rest becomes zero; the source stays. O(pages of both)."""
         cdef Py_ssize_t source = self.checked_row(src)
         cdef Py_ssize_t target = self.checked_row(tgt)
         self.check_count(source)
-        with self.lock:
-            copy_row(&self.rows, source, target)
-            self.rows.version += 1
+        self.move_at(source, target)
 
     def swap_row(self, src, tgt) -> None:
         """Exchange two rows. O(pages of both)."""
         cdef Py_ssize_t source = self.checked_row(src)
-        cdef Py_ssize_t target = self.checked_row(tgt)
-        with self.lock:
-            swap_rows(&self.rows, source, target)
-            self.rows.version += 1
+        self.swap_at(source, self.checked_row(tgt))
 
     def append_rows_batch(self, page_ids_per_req, req_indices) -> None:
         """`append_row` for a list of ids each and a row each, in order; rows may repeat. All or nothing. O(ids)."""
-        append_batch((self,), [(ids,) for ids in page_ids_per_req], req_indices)
-
-    def clear_rows(self) -> None:
-        """Empty all rows. O(pages in the table)."""
-        cdef Py_ssize_t row
-        with self.lock:
-            for row in range(self.rows.num_rows):
-                clear_one(&self.rows, row)
-            self.rows.version += 1
+        cdef Appends appends = Appends((self,), as_list(page_ids_per_req, "page_ids"), req_indices)
+        for page_ids, row in zip(appends.requests, appends.row_ids, strict=True):
+            appends.add(self, row, page_ids)
+        appends.commit()
 
     def mark_dirty(self, rows=None) -> None:
         """Say that the user wrote into `page_table_cpu` himself: in these rows (a list or an array), or in all."""
-        cdef Py_ssize_t i
-        cdef list checked = [self.checked_row(row) for row in (range(self.rows.num_rows) if rows is None else rows)]
-        with self.lock:
-            for i in checked:
-                mark(&self.rows, i, 0, self.rows.num_columns)
-            self.rows.version += 1
+        self.mark_at(self.checked_rows(rows))
 
     def slot_mapping(self, rows, positions, page_size) -> np.ndarray:
         """Slots of tokens: ``table[row, position // page_size] * page_size + position % page_size``, int32 ``[num_tokens]``.
@@ -1929,28 +2050,30 @@ cdef class TableRows:
         `rows` and `positions` are int arrays or lists of one length. RowIndexError outside the table, ArgumentError for a slot
         that does not fit int32. O(tokens), native.
         """
-        cdef PageIds row_of = as_page_ids(rows)
-        cdef PageIds position_of = as_page_ids(positions)
-        cdef PageIds slots = PageIds()
+        cdef PageIds row_ids = as_page_ids(rows)
+        cdef PageIds at = as_page_ids(positions)
         cdef int64_t size = size_of(page_size, "page_size", 1)
-        cdef int64_t slot
-        cdef Py_ssize_t i
-        if row_of.num != position_of.num:
-            raise ArgumentError(f"positions: got {position_of.num}, allowed: as many as rows, {row_of.num}")
-        slots.reserve(row_of.num)
-        for i in range(row_of.num):
-            if not (0 <= row_of.ids[i] < self.rows.num_rows and 0 <= position_of.ids[i] < size * self.rows.num_columns):
-                raise RowIndexError(
-                    f"row {row_of.ids[i]}, position {position_of.ids[i]} (at {i}), "
-                    f"allowed: rows below {self.rows.num_rows}, positions below {size * self.rows.num_columns}"
-                )
-            slot = self.rows.table[row_of.ids[i] * self.rows.num_columns + position_of.ids[i] // size] * size
-            slot += position_of.ids[i] % size
-            if slot > INT32_MAX:
-                raise ArgumentError(f"slot: got {slot} (at {i}), allowed: at most {INT32_MAX}")
-            slots.ids[i] = <int32_t>slot
-        slots.num = row_of.num
-        return slots.to_array()
+        cdef Py_ssize_t bad
+        cdef int32_t[::1] slots
+        if row_ids.num != at.num:
+            raise ArgumentError(f"positions: got {at.num}, allowed: as many as rows, {row_ids.num}")
+        result = np.empty(at.num, dtype=INT32)
+        if at.num:
+            slots = result
+            bad = map_slots(&self.rows, row_ids.ids, at.ids, &slots[0], at.num, size)
+            if bad < at.num:
+                self.refuse_slot(bad, row_ids.ids[bad], at.ids[bad], size)
+        return result
+
+    cdef int refuse_slot(self, Py_ssize_t i, int32_t row, int32_t position, int64_t page_size) except -1:
+        """Raise what is wrong with a token's slot."""
+        cdef int64_t num_positions = page_size * self.rows.num_columns
+        if 0 <= row < self.rows.num_rows and 0 <= position < num_positions:
+            raise ArgumentError(f"slot: row {row}, position {position} (at {i}), allowed: slots that fit int32")
+        raise RowIndexError(
+            f"row {row}, position {position} (at {i}), "
+            f"allowed: rows below {self.rows.num_rows}, positions below {num_positions}"
+        )
 
     # For the device side.
 
@@ -1963,53 +2086,83 @@ cdef class TableRows:
     def copy_aligned(self) -> np.ndarray:
         """A fresh copy of the whole table, which counts as sent."""
         copied = make_aligned_zeros((self.rows.num_rows, self.rows.num_columns))
-        with self.lock:
-            copied[...] = self.page_table_cpu
+        cdef int32_t[:, ::1] target = copied
+        with self.lock, nogil:
+            memcpy(&target[0, 0], self.rows.table, self.rows.num_rows * self.rows.num_columns * sizeof(int32_t))
             clean(&self.rows, self.rows.num_rows)
         return copied
 
-
-cdef PageIds as_page_ids(object values):
-    return values if isinstance(values, PageIds) else PageIds(values)
-
-
-cdef int append_batch(tuple tables, object page_ids_per_req, object req_indices) except -1:
-    """Append to each row and table, or nothing: the counts are raised one by one as if it were done, and taken back."""
-    cdef list requests = list(page_ids_per_req)
-    cdef list rows = list(req_indices)
-    cdef list steps = []
-    cdef TableRows table
-    cdef PageIds ids
-    cdef Py_ssize_t row
-    if len(requests) != len(rows):
-        raise ArgumentError(f"req_indices: got {len(rows)}, allowed: as many as requests, {len(requests)}")
-    for by_table, row_idx in zip(requests, rows, strict=True):
-        for table, values in zip(tables, by_group_of(by_table, len(tables)), strict=True):
-            steps.append((table, table.checked_row(row_idx), as_page_ids(values)))
-    check_steps(steps)
-    for table, row, ids in steps:
-        if ids.num:
-            with table.lock:
-                append_ids(&table.rows, row, ids.ids, ids.num)
-                table.rows.version += 1
-    return 0
+    def clear_rows(self) -> None:
+        """Empty all rows, and count them as sent: the device copy is to be made anew. O(pages in the table)."""
+        cdef Py_ssize_t row
+        with self.lock:
+            for row in range(self.rows.num_rows):
+                clear_one(&self.rows, row)
+            clean(&self.rows, self.rows.num_rows)
+            self.rows.version += 1
 
 
-cdef int check_steps(list steps) except -1:
-    cdef TableRows table
-    cdef PageIds ids
-    cdef Py_ssize_t row
-    cdef dict num_pages = {}
-    for table, row, ids in steps:
-        count = num_pages.get((id(table), row), table.rows.num_pages[row])
-        table.check_ids(row, ids, count)
-        num_pages[id(table), row] = count + ids.num
-    return 0
+@cython.final
+cdef class Appends:
+    """Ids to put behind those of rows, for several rows and tables, gathered before anything changes."""
+
+    cdef Append *items
+    cdef Py_ssize_t num
+    cdef tuple tables
+    cdef list requests
+    cdef list row_ids
+    cdef list held       # keeps the ids alive
+    cdef list targets    # the table of each item, for errors
+
+    def __init__(self, tuple tables, list requests, rows):
+        """Room for one append for each request and table."""
+        self.tables = tables
+        self.requests = requests
+        self.row_ids = as_list(rows.tolist() if isinstance(rows, ndarray) else rows, "req_indices")
+        self.held = []
+        self.targets = []
+        if len(requests) != len(self.row_ids):
+            raise ArgumentError(f"req_indices: got {len(self.row_ids)}, allowed: as many as requests, {len(requests)}")
+        self.items = <Append *>calloc(max(len(requests) * len(tables), 1), sizeof(Append))
+        if self.items == NULL:
+            raise MemoryError(f"{len(requests)} requests")
+
+    def __dealloc__(self):
+        free(self.items)
+
+    cdef int add(self, TableRows table, object row, object page_ids) except -1:
+        cdef PageIds ids = as_page_ids(page_ids)
+        self.items[self.num] = Append(&table.rows, table.checked_row(row), ids.ids, ids.num)
+        self.held.append(ids)
+        self.targets.append(table)
+        self.num += 1
+        return 0
+
+    cdef int commit(self) except -1:
+        """Do all, or raise what is wrong with the first that does not fit."""
+        cdef TableRows table
+        cdef Py_ssize_t num_done
+        for table in self.tables:
+            table.lock.acquire()
+        num_done = append_all(self.items, self.num)
+        for table in self.tables:
+            table.lock.release()
+        if num_done < self.num:
+            self.refuse(num_done)
+        return 0
+
+    cdef int refuse(self, Py_ssize_t bad) except -1:
+        cdef Append *item = self.items + bad
+        cdef Py_ssize_t i, start = item.rows.num_pages[item.row]
+        for i in range(bad):
+            if self.items[i].rows == item.rows and self.items[i].row == item.row:
+                start += self.items[i].n
+        (<TableRows>self.targets[bad]).refuse(item.row, start, item.ids, item.n)
 
 
 cdef list by_group_of(object values, Py_ssize_t num_groups):
     """One list of ids for each group."""
-    groups = list(values)
+    groups = as_list(values, "page_ids")
     if len(groups) != num_groups:
         raise ArgumentError(f"page_ids: got {len(groups)} groups, allowed: {num_groups}")
     return groups
@@ -2021,11 +2174,13 @@ cdef class GroupedRows:
     cdef readonly tuple page_tables
 
     def __init__(self, page_tables):
-        """`page_tables` are `TableRows` with the same number of rows."""
-        self.page_tables = tuple(page_tables)
+        """`page_tables` are `TableRows` with the same number of rows, none of them twice."""
+        self.page_tables = tuple(as_list(page_tables, "page_tables"))
         for table in self.page_tables:
             if not isinstance(table, TableRows) or table.max_num_reqs != self.page_tables[0].max_num_reqs:
                 raise ArgumentError("page_tables: allowed: page tables with one number of rows")
+        if len({id(table) for table in self.page_tables}) != len(self.page_tables):
+            raise ArgumentError("page_tables: got one twice, allowed: each once")
 
     def __reduce__(self):
         raise TypeError("a page table cannot be pickled")
@@ -2036,55 +2191,61 @@ cdef class GroupedRows:
     def __getitem__(self, i):
         return self.page_tables[i]
 
+    cdef Py_ssize_t checked_row(self, object row) except -1:
+        """All groups have the same rows; without groups any number will do."""
+        return (<TableRows>self.page_tables[0]).checked_row(row) if self.page_tables else 0
+
     def append_row(self, page_ids, row_idx) -> None:
         """Put a list of page ids for each group behind those of a row."""
-        append_batch(self.page_tables, [page_ids], [row_idx])
+        self.append_rows_batch([page_ids], [row_idx])
 
     def append_rows_batch(self, page_ids_per_req, req_indices) -> None:
         """`append_row` for several rows, in order; rows may repeat. ``page_ids_per_req[i][g]`` are ids of group ``g``. O(ids)."""
-        append_batch(self.page_tables, page_ids_per_req, req_indices)
+        cdef Py_ssize_t num_groups = len(self.page_tables)
+        cdef Appends appends = Appends(self.page_tables, as_list(page_ids_per_req, "page_ids"), req_indices)
+        for by_group, row in zip(appends.requests, appends.row_ids, strict=True):
+            for table, page_ids in zip(self.page_tables, by_group_of(by_group, num_groups), strict=True):
+                appends.add(table, row, page_ids)
+        appends.commit()
 
     def add_row(self, page_ids, row_idx) -> None:
         """Replace a row by a list of page ids for each group."""
-        cdef TableRows table
+        cdef Py_ssize_t row = self.checked_row(row_idx)
         cdef list groups = [as_page_ids(ids) for ids in by_group_of(page_ids, len(self.page_tables))]
         for table, ids in zip(self.page_tables, groups, strict=True):
-            table.check_ids(table.checked_row(row_idx), ids, 0)
+            (<TableRows>table).check_fits(row, ids)
         for table, ids in zip(self.page_tables, groups, strict=True):
-            table.add_row(ids, row_idx)
+            (<TableRows>table).replace_at(row, ids)
 
     def clear_row(self, row_idx) -> None:
         """Empty a row in all groups."""
-        self.check_rows(row_idx, row_idx)
+        cdef Py_ssize_t row = self.checked_row(row_idx)
         for table in self.page_tables:
-            table.clear_row(row_idx)
+            (<TableRows>table).clear_at(row)
 
     def move_row(self, src, tgt) -> None:
         """Copy a row over another in all groups; the source stays."""
-        self.check_rows(src, tgt)
+        cdef Py_ssize_t source = self.checked_row(src)
+        cdef Py_ssize_t target = self.checked_row(tgt)
         for table in self.page_tables:
-            table.move_row(src, tgt)
+            (<TableRows>table).check_count(source)
+        for table in self.page_tables:
+            (<TableRows>table).move_at(source, target)
 
     def swap_row(self, src, tgt) -> None:
         """Exchange two rows in all groups."""
-        self.check_rows(src, tgt)
+        cdef Py_ssize_t source = self.checked_row(src)
+        cdef Py_ssize_t target = self.checked_row(tgt)
         for table in self.page_tables:
-            table.swap_row(src, tgt)
+            (<TableRows>table).swap_at(source, target)
 
     def mark_dirty(self, rows=None) -> None:
         """Say that the user wrote into the host tables himself: in these rows, or in all."""
-        cdef list checked = [] if rows is None else list(rows)
-        for row in checked:
-            self.check_rows(row, row)
-        for table in self.page_tables:
-            table.mark_dirty(None if rows is None else checked)
-
-    cdef int check_rows(self, object src, object tgt) except -1:
-        cdef TableRows table
-        for table in self.page_tables:
-            table.checked_row(src)
-            table.checked_row(tgt)
-        return 0
+        cdef PageIds checked
+        if self.page_tables:
+            checked = (<TableRows>self.page_tables[0]).checked_rows(rows)
+            for table in self.page_tables:
+                (<TableRows>table).mark_at(checked)
 
 
 cdef Py_ssize_t get_payload_width(tuple tables) except -1:

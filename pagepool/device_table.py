@@ -48,17 +48,20 @@ def import_jax() -> Any:
     return jax
 
 
-class DeviceTable:
-    """The device array of one host table and where it lives.
+class DeviceTable(TableRows):
+    """A host table, and its copy on the device.
 
-    `sharding` None means the first device. With `donate` a commit updates the array in place and the arrays returned before become
-    invalid; steps that are under way and read them are safe. Without, a commit copies the table and old arrays stay.
+    With `donate` a commit updates the device array in place and the arrays returned before become invalid; steps that are under
+    way and read them are safe. Without, a commit copies the table and old arrays stay. Commits are to come from one thread at a
+    time; rows may change in others meanwhile.
     """
 
-    def __init__(self, host: TableRows, sharding: jax.sharding.Sharding | None, donate: bool) -> None:
-        """No array is made, and jax is not imported, before `array` is read."""
-        self.host = host
-        self.donate = donate
+    def __init__(
+        self, num_rows: int, num_columns: int, sharding: jax.sharding.Sharding | None = None, donate: bool = True
+    ) -> None:
+        """No array is made, and jax is not imported, before `page_table` is read. `sharding` None means the first device."""
+        super().__init__(num_rows, num_columns)
+        self._donate = donate
         self._sharding = sharding
         self._array: jax.Array | None = None
 
@@ -71,26 +74,31 @@ class DeviceTable:
         return self._sharding
 
     @property
-    def array(self) -> jax.Array:
-        """The device array as of the last commit: int32 ``[max_num_reqs, max_num_pages_per_req]``."""
+    def page_table(self) -> jax.Array:
+        """The device array as of the last commit, int32, zeros before the first. ImportError without jax."""
         if self._array is None:
-            self._array = upload(np.zeros_like(self.host.page_table_cpu), self.sharding)
+            self._array = upload(np.zeros_like(self.page_table_cpu), self.sharding)
         return self._array
-
-    @array.setter
-    def array(self, array: jax.Array | None) -> None:
-        self._array = array
 
     def upload_all(self) -> None:
         """Send the whole host table."""
-        self._array = upload(self.host.copy_aligned(), self.sharding)
+        self._array = upload(self.copy_aligned(), self.sharding)
+
+    def distrust(self) -> None:
+        """Whatever may have reached the device, send all rows again. An array that was lost is made anew."""
+        self.mark_dirty()
+        if self._array is not None and is_lost(self._array):
+            self._array = None
 
     def clear(self) -> None:
-        """Zeros on the host and, if there is an array, on the device."""
-        self.host.clear_rows()
-        zeros = self.host.copy_aligned()
-        if self._array is not None:
-            self._array = upload(zeros, self.sharding)
+        """Empty all rows, on the host and on the device."""
+        self._array = None  # zeros again, when it is asked for
+        self.clear_rows()
+
+
+def is_lost(array: jax.Array) -> bool:
+    """Whether an array, or a part of it, was donated or deleted."""
+    return array.is_deleted() or any(shard.data.is_deleted() for shard in array.addressable_shards)
 
 
 def upload(table: Int32Array, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -110,39 +118,39 @@ def upload(table: Int32Array, sharding: jax.sharding.Sharding) -> jax.Array:
 def get_payload_sizes(tables: Sequence[DeviceTable]) -> list[int]:
     """Numbers of windows that a payload may have; the last holds as many as are sent rather than the whole table."""
     sizes = [SMALLEST_PAYLOAD]
-    while sizes[-1] < get_max_num_windows(tables):
+    last = get_max_num_windows(tables)
+    while sizes[-1] < last:
         sizes.append(4 * sizes[-1])
     return sizes
 
 
 def get_max_num_windows(tables: Sequence[DeviceTable]) -> int:
     """More dirty windows than these, and the whole table is sent."""
-    num_values = sum(table.host.page_table_cpu.size for table in tables)
+    num_values = sum(table.page_table_cpu.size for table in tables)
     return int(num_values // (FULL_UPLOAD_SHARE * WINDOW))
 
 
-def commit_tables(tables: Sequence[DeviceTable], num_reqs: int) -> tuple[jax.Array, ...]:
+def commit_tables(tables: tuple[DeviceTable, ...], num_reqs: int) -> tuple[jax.Array, ...]:
     """Send what changed in the first `num_reqs` rows, and return the arrays; rows from there on stay dirty.
 
     The windows count as unsent again if sending them fails. O(dirty windows + rows).
     """
-    num_dirty = sum([table.host.count_dirty_windows(0, num_reqs) for table in tables])
+    num_dirty = sum([table.count_dirty_windows(0, num_reqs) for table in tables])
     if num_dirty:
         try:
             send(tables, num_reqs, num_dirty)
         except BaseException:
             for table in tables:
-                table.host.mark_dirty()
-                table.array = None
+                table.distrust()
             raise
-    return tuple([table.array for table in tables])
+    return tuple([table.page_table for table in tables])
 
 
-def send(tables: Sequence[DeviceTable], num_reqs: int, num_dirty: int) -> None:
+def send(tables: tuple[DeviceTable, ...], num_reqs: int, num_dirty: int) -> None:
     """Send the windows, or the whole tables if that is cheaper and every dirty row is meant."""
-    num_rows = tables[0].host.max_num_reqs
+    num_rows = tables[0].max_num_reqs
     if num_dirty <= get_max_num_windows(tables) or any(
-        table.host.count_dirty_windows(num_reqs, num_rows) for table in tables
+        table.count_dirty_windows(num_reqs, num_rows) for table in tables
     ):
         send_windows(tables, num_reqs, num_dirty)
     else:
@@ -150,31 +158,29 @@ def send(tables: Sequence[DeviceTable], num_reqs: int, num_dirty: int) -> None:
             table.upload_all()
 
 
-def send_windows(tables: Sequence[DeviceTable], num_reqs: int, num_dirty: int) -> None:
+def send_windows(tables: tuple[DeviceTable, ...], num_reqs: int, num_dirty: int) -> None:
     """Scatter the dirty windows, in as many payloads as it takes."""
     sizes = get_payload_sizes(tables)
-    hosts = tuple(table.host for table in tables)
     while num_dirty > 0:
         size = next((size for size in sizes if size >= num_dirty), sizes[-1])
-        scatter_payload(tables, pack_dirty_windows(hosts, num_reqs, size))
+        scatter_payload(tables, pack_dirty_windows(tables, num_reqs, size))
         num_dirty -= size
 
 
-def warmup_tables(tables: Sequence[DeviceTable]) -> None:
+def warmup_tables(tables: tuple[DeviceTable, ...]) -> None:
     """Compile the program for each size of payload, with payloads that change nothing."""
-    hosts = tuple(table.host for table in tables)
     for size in get_payload_sizes(tables):
-        scatter_payload(tables, pack_dirty_windows(hosts, 0, size))
+        scatter_payload(tables, pack_dirty_windows(tables, 0, size))
 
 
-def scatter_payload(tables: Sequence[DeviceTable], payload: Int32Array) -> None:
+def scatter_payload(tables: tuple[DeviceTable, ...], payload: Int32Array) -> None:
     """Replace the arrays by ones with the payload's windows written."""
     jax = import_jax()
-    scatter = get_scatter(tuple(table.sharding for table in tables), tables[0].donate)
+    scatter = get_scatter(tuple([table.sharding for table in tables]), tables[0]._donate)
     with jax.transfer_guard_host_to_device("allow"):
-        arrays = scatter(tuple(table.array for table in tables), payload)
+        arrays = scatter(tuple([table.page_table for table in tables]), payload)
     for table, array in zip(tables, arrays, strict=True):
-        table.array = array
+        table._array = array
 
 
 Scatter = Callable[[tuple[Any, ...], Int32Array], tuple[Any, ...]]
@@ -191,8 +197,8 @@ def get_scatter(shardings: tuple[jax.sharding.Sharding, ...], donate: bool) -> S
 
 
 def write_windows(tables: tuple[Any, ...], payload: Any, first_rows: Any = None) -> tuple[Any, ...]:
-    """Traced: write each line of the payload into the table it names. `first_rows` [1] is the table row that row 0 of the arrays
-    is, where they are parts of tables. A line that is not for an array gets a row outside it, each line another one.
+    """Traced: write each line of the payload into the table it names. `first_rows` [1] is the table row that row 0 of the
+    arrays is, where they are parts of tables. A line that is not for an array gets a row outside it, each line another one.
     """
     jax = import_jax()
     width = payload.shape[1] - 3
@@ -221,8 +227,8 @@ def scatter_windows(table: Any, starts: Any, windows: Any) -> Any:
 class LocalScatter:
     """Writes a payload into this process's parts of tables that span several processes.
 
-    The parts are seen as one array over the local devices, so that no process waits for another, and each may send another payload
-    or none. Tables may be replicated or sharded by rows.
+    The parts are seen as one array over the local devices, so that no process waits for another, and each may send another
+    payload or none. Tables may be replicated or sharded by rows.
     """
 
     def __init__(self, shardings: tuple[jax.sharding.Sharding, ...], donated: tuple[int, ...]) -> None:

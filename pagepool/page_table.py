@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import GroupedRows, TableRows
+from pagepool._core import GroupedRows
 from pagepool.device_table import DeviceTable, commit_tables, warmup_tables
 from pagepool.specs import cdiv, require_int
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 __all__ = ["MultiGroupPageTable", "PageTable", "device_slot_mapping"]
 
 
-class PageTable(TableRows):
+class PageTable(DeviceTable):
     """The page ids of each row, int32 ``[max_num_reqs, max_num_pages_per_req]``, zeros behind each row's last.
 
-    Rows change on the host, one native call each; `commit` sends what changed to the device. ``num_pages_per_row`` counts each row's
-    pages; ``cpu_version`` moves with each change. Who writes into ``page_table_cpu`` himself says so with `mark_dirty`.
+    Rows change on the host, one native call each; `commit` sends what changed to the device. ``num_pages_per_row`` counts each
+    row's pages; ``cpu_version`` moves with each change. Who writes into ``page_table_cpu`` himself says so with `mark_dirty`.
 
     >>> table = PageTable(max_num_reqs=4, max_num_pages_per_req=8, max_num_batched_tokens=64)
     >>> table.append_row([5, 6], 1)
@@ -45,14 +45,8 @@ class PageTable(TableRows):
         """`sharding` None: the first device. `donate` False keeps arrays of earlier commits valid, at a copy of the table for
         each commit. `max_num_batched_tokens` is what the engine schedules at most; it is kept for the engine.
         """
-        super().__init__(max_num_reqs, max_num_pages_per_req)
+        super().__init__(max_num_reqs, max_num_pages_per_req, sharding, donate)
         self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, 0)
-        self.device_table = DeviceTable(self, sharding, donate)
-
-    @property
-    def page_table(self) -> jax.Array:
-        """The device array as of the last commit. ImportError, which names the extra, without jax."""
-        return self.device_table.array
 
     def get_device_tensor(self) -> jax.Array:
         """The device array as of the last commit."""
@@ -69,15 +63,11 @@ class PageTable(TableRows):
         ``donate=False``; a step under way that reads one is safe. Tables replicated over processes need equal host tables in
         all of them: jax does not check that. ArgumentError for a number of rows outside the table.
         """
-        return commit_tables((self.device_table,), num_reqs)[0]
+        return commit_tables((self,), num_reqs)[0]
 
     def warmup(self) -> None:
         """Compile all programs that `commit` will use: none is compiled later. About 0.1 s each, four for 256 x 2048."""
-        warmup_tables((self.device_table,))
-
-    def clear(self) -> None:
-        """Zeros on the host and on the device."""
-        self.device_table.clear()
+        warmup_tables((self,))
 
 
 class MultiGroupPageTable(GroupedRows):
@@ -109,21 +99,17 @@ class MultiGroupPageTable(GroupedRows):
             for page_size in self.page_sizes
         )
 
-    @property
-    def _device_tables(self) -> tuple[DeviceTable, ...]:
-        return tuple([table.device_table for table in self.page_tables])
-
     def commit(self, num_reqs: int) -> tuple[jax.Array, ...]:
         """Send what changed in the first `num_reqs` rows of all groups together. See `PageTable.commit`."""
-        return commit_tables(self._device_tables, num_reqs) if self.page_tables else ()
+        return commit_tables(self.page_tables, num_reqs) if self.page_tables else ()
 
     def warmup(self) -> None:
         """Compile all programs that `commit` will use."""
         if self.page_tables:
-            warmup_tables(self._device_tables)
+            warmup_tables(self.page_tables)
 
     def clear(self) -> None:
-        """Zeros on the host and on the device, in all groups."""
+        """Empty all rows of all groups, on the host and on the device."""
         for table in self.page_tables:
             table.clear()
 
