@@ -888,7 +888,8 @@ cdef class PageIds:
 
 
 @cython.final
-cdef class BorrowedIds(PageIds):
+@cython.auto_pickle(False)
+cdef class _BorrowedIds(PageIds):
     """The ids in an int32 array, not copied. It is not to outlive a call, nor to be extended."""
 
     cdef const int32_t[::1] array
@@ -907,11 +908,11 @@ cdef class BorrowedIds(PageIds):
 cdef PageIds as_page_ids(object values):
     """`values` as ids to read during a call; no copy is made of an int32 array or of PageIds."""
     cdef PageIds ids
-    cdef BorrowedIds borrowed
+    cdef _BorrowedIds borrowed
     if isinstance(values, PageIds):
         return values
     if isinstance(values, ndarray):
-        borrowed = BorrowedIds.__new__(BorrowedIds)
+        borrowed = _BorrowedIds.__new__(_BorrowedIds)
         borrowed.borrow(values)
         return borrowed
     ids = PageIds.__new__(PageIds)
@@ -1986,7 +1987,8 @@ cdef class TableRows:
 
     cdef PageIds checked_rows(self, object rows):
         """The numbers of `rows`, all for None."""
-        return PageIds([self.checked_row(row) for row in as_list(range(self.rows.num_rows) if rows is None else rows, "rows")])
+        numbers = range(self.rows.num_rows) if rows is None else rows
+        return PageIds([self.checked_row(row) for row in as_list(numbers, "rows")])
 
     cdef int check_fits(self, Py_ssize_t row, PageIds ids) except -1:
         """Whether `ids` may fill a row."""
@@ -2035,7 +2037,7 @@ cdef class TableRows:
 
     def append_rows_batch(self, page_ids_per_req, req_indices) -> None:
         """`append_row` for a list of ids each and a row each, in order; rows may repeat. All or nothing. O(ids)."""
-        cdef Appends appends = Appends((self,), as_list(page_ids_per_req, "page_ids"), req_indices)
+        cdef _Appends appends = _Appends((self,), as_list(page_ids_per_req, "page_ids"), req_indices)
         for page_ids, row in zip(appends.requests, appends.row_ids, strict=True):
             appends.add(self, row, page_ids)
         appends.commit()
@@ -2103,7 +2105,8 @@ cdef class TableRows:
 
 
 @cython.final
-cdef class Appends:
+@cython.auto_pickle(False)
+cdef class _Appends:
     """Ids to put behind those of rows, for several rows and tables, gathered before anything changes."""
 
     cdef Append *items
@@ -2200,9 +2203,9 @@ cdef class GroupedRows:
         self.append_rows_batch([page_ids], [row_idx])
 
     def append_rows_batch(self, page_ids_per_req, req_indices) -> None:
-        """`append_row` for several rows, in order; rows may repeat. ``page_ids_per_req[i][g]`` are ids of group ``g``. O(ids)."""
+        """`append_row` for several rows, in order; rows may repeat. ``page_ids_per_req[i][g]``: ids of group ``g``. O(ids)."""
         cdef Py_ssize_t num_groups = len(self.page_tables)
-        cdef Appends appends = Appends(self.page_tables, as_list(page_ids_per_req, "page_ids"), req_indices)
+        cdef _Appends appends = _Appends(self.page_tables, as_list(page_ids_per_req, "page_ids"), req_indices)
         for by_group, row in zip(appends.requests, appends.row_ids, strict=True):
             for table, page_ids in zip(self.page_tables, by_group_of(by_group, num_groups), strict=True):
                 appends.add(table, row, page_ids)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import TableRows, pack_dirty_windows
-from pagepool.errors import ArgumentError
+from pagepool.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     import jax
@@ -60,6 +60,8 @@ class DeviceTable(TableRows):
         self, num_rows: int, num_columns: int, sharding: jax.sharding.Sharding | None = None, donate: bool = True
     ) -> None:
         """No array is made, and jax is not imported, before `page_table` is read. `sharding` None means the first device."""
+        if sharding is not None and not hasattr(sharding, "is_fully_addressable"):
+            raise ArgumentTypeError(f"sharding: got {type(sharding).__name__}, allowed: a jax.sharding.Sharding, or None")
         super().__init__(num_rows, num_columns)
         self._donate = donate
         self._sharding = sharding
