@@ -127,9 +127,9 @@ def get_payload_sizes(tables: Sequence[DeviceTable]) -> list[int]:
 
 
 def get_max_num_windows(tables: Sequence[DeviceTable]) -> int:
-    """More dirty windows than these, and the whole table is sent."""
-    num_values = sum(table.page_table_cpu.size for table in tables)
-    return int(num_values // (FULL_UPLOAD_SHARE * WINDOW))
+    """More dirty windows than these, and the whole table is sent. The smallest payload is cheaper than any table."""
+    num_values = sum([table.page_table_cpu.size for table in tables])
+    return max(SMALLEST_PAYLOAD, num_values // (FULL_UPLOAD_SHARE * WINDOW))
 
 
 def commit_tables(tables: tuple[DeviceTable, ...], num_reqs: int) -> tuple[jax.Array, ...]:
@@ -251,11 +251,18 @@ class LocalScatter:
 
     def __call__(self, tables: tuple[Any, ...], payload: Int32Array) -> tuple[Any, ...]:
         """Write, and return the tables anew."""
-        first_rows = self._find_first_rows(tables[0].shape)
-        local = self._program(tuple(self._as_local(table) for table in tables), payload, first_rows)
+        local = self._program(*self._localize(tables, payload))
         return tuple(
             self._as_global(part, table.shape) for part, table in zip(local, tables, strict=True)
         )
+
+    def lower(self, tables: tuple[Any, ...], payload: Int32Array) -> Any:
+        """The program as jax lowers it for these tables, to be looked at."""
+        return self._program.lower(*self._localize(tables, payload))
+
+    def _localize(self, tables: tuple[Any, ...], payload: Int32Array) -> tuple[Any, ...]:
+        """The program's arguments."""
+        return tuple(self._as_local(table) for table in tables), payload, self._find_first_rows(tables[0].shape)
 
     def _find_first_rows(self, shape: tuple[int, int]) -> Int32Array:
         """The table row at which each local device's part begins."""

@@ -164,7 +164,7 @@ class Work:
             assert not table.page_table_cpu[behind].any()
 
     def overwrite_host(self) -> None:
-        """Spoil the host tables, as an engine may that fills them for the next step, and forget it: undone by `restore_host`."""
+        """Spoil the host tables, as an engine may that fills them for the next step, and forget it; see `restore_host`."""
         for table, _ in self.pairs:
             table.page_table_cpu[:] = -7
 
