@@ -262,7 +262,8 @@ class LocalScatter:
 
     def _localize(self, tables: tuple[Any, ...], payload: Int32Array) -> tuple[Any, ...]:
         """The program's arguments."""
-        return tuple(self._as_local(table) for table in tables), payload, self._find_first_rows(tables[0].shape)
+        first_rows = self._find_first_rows(tables[0].shape)
+        return tuple([self._as_local(table) for table in tables]), payload, first_rows
 
     def _find_first_rows(self, shape: tuple[int, int]) -> Int32Array:
         """The table row at which each local device's part begins."""

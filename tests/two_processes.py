@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from table_model import Work, make_grouped_work, make_work
 
 import pagepool
-from pagepool.device_table import LocalScatter, get_payload_sizes, get_scatter
+from pagepool.device_table import LocalScatter, get_payload_sizes, get_scatter, is_lost
 from pagepool.errors import ArgumentError
 
 NUM_ROWS = 16
@@ -105,6 +105,7 @@ def check_donation(sharding: NamedSharding) -> None:
         old = table.page_table
         table.append_row([5], 0)
         new = table.commit(NUM_ROWS)
+        assert is_lost(old) is donate
         if not donate:
             assert not any(part.any() for _, part in read_shards(old))
         assert int(jax.jit(lambda table: table.sum())(new)) == 5
