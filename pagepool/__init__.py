@@ -31,6 +31,7 @@ from pagepool.hashing import (
 )
 from pagepool.manager import CacheManager, CachePages, PrefixProbe
 from pagepool.page_pool import CachePage, FreeCachePageQueue, PagePool, PagePoolStats, PageProbe
+from pagepool.page_table import MultiGroupPageTable, PageTable, device_slot_mapping
 from pagepool.request import EngineRequest, EngineRequestStatus, Request
 from pagepool.specs import (
     AttentionSpec,
@@ -71,11 +72,13 @@ __all__ = [
     "HybridCacheCoordinator",
     "MambaManager",
     "MambaSpec",
+    "MultiGroupPageTable",
     "PageHash",
     "PageHashWithGroupId",
     "PagePool",
     "PagePoolStats",
     "PageProbe",
+    "PageTable",
     "PrefixProbe",
     "Request",
     "RuntimePageBudgetEstimate",
@@ -85,6 +88,7 @@ __all__ = [
     "UnitaryCacheCoordinator",
     "__version__",
     "create_kv_cache_specs_from_config",
+    "device_slot_mapping",
     "dp_shard_for_page_id",
     "dp_shard_page_bounds",
     "errors",

@@ -12,6 +12,10 @@ A pool of `num_pages` pages is one array of 32-byte `Page` records, indexed by p
 * The index is an open-addressing table with linear probing, filled to a half at most. Deletion shifts entries back
   (Knuth, The Art of Computer Programming, vol. 3, 6.4, algorithm R), so there are no tombstones and a miss stays short forever.
 
+A page table is one int32 array of rows; `TableRows` keeps beside it which windows of 64 columns changed since they were last
+sent to the device. Invariants: a row holds zeros from ``extent`` on, and ``num_pages <= extent`` unless the user wrote the
+arrays himself.
+
 A call checks everything first, then commits and cannot fail; a list that turns out wrong half-way is rolled back exactly.
 Each store has a lock: calls from several threads are serialised, and long ones let the other threads run.
 """
@@ -20,7 +24,7 @@ cimport cython
 from cpython.long cimport PyLong_CheckExact
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc, realloc
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 import os
 from operator import index as as_index
@@ -35,6 +39,8 @@ from pagepool.errors import (
     OutOfPagesError,
     PageHashError,
     PageIdError,
+    RowIndexError,
+    RowOverflowError,
 )
 from pagepool.hashing import HashNames, PageHash, PageHashWithGroupId
 
@@ -49,6 +55,9 @@ cdef enum:
     MAX_GROUP = (1 << 30) - 1
     MAX_PAGES = 1 << 30
     RELEASE_GIL_AT = 1024     # pages of work from which other Python threads are let run meanwhile
+    WINDOW = 64               # columns of a page table that are sent to the device together
+    CACHE_LINE = 64           # bytes
+    NUM_PAYLOAD_FIELDS = 3    # group, row and first column of a window, behind its values
 
 cdef struct Page:             # 32 bytes, two to a cache line
     uint64_t key_lo           # digest of the content; meaningful while group is not NO_GROUP
@@ -73,6 +82,24 @@ cdef struct Digest:
 cdef struct Range:            # half-open range of page ids that may hit
     int32_t start
     int32_t stop
+
+cdef struct Rows:
+    int32_t *table            # [num_rows, num_columns] page ids
+    int32_t *num_pages        # [num_rows]
+    int32_t *extent           # [num_rows] leading columns that may hold something other than 0, here or on the device
+    uint8_t *is_dirty         # [num_rows, num_windows] windows not sent yet
+    uint8_t *is_row_dirty     # [num_rows] whether any window of the row is
+    Py_ssize_t num_rows
+    Py_ssize_t num_columns
+    Py_ssize_t num_windows    # of a row
+    Py_ssize_t width          # columns of a window: WINDOW, or all of a narrower table
+    int64_t version           # moves with each change
+
+cdef struct Append:           # ids to put behind those of a row
+    Rows *rows
+    Py_ssize_t row
+    const int32_t *ids
+    Py_ssize_t n
 
 cdef struct Pool:
     Page *pages
@@ -574,7 +601,153 @@ cdef Py_ssize_t find_last_run(
     return run
 
 
+# Rows of a page table. The caller checked row numbers and room.
+
+cdef inline void mark(Rows *rows, Py_ssize_t row, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Columns ``[start, stop)`` of a row are to be sent."""
+    if start < stop:
+        memset(rows.is_dirty + row * rows.num_windows + start // WINDOW, 1, (stop - 1) // WINDOW - start // WINDOW + 1)
+        rows.is_row_dirty[row] = 1
+        rows.extent[row] = max(rows.extent[row], <int32_t>stop)
+
+
+cdef inline void append_ids(Rows *rows, Py_ssize_t row, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    cdef Py_ssize_t start = rows.num_pages[row]
+    memcpy(rows.table + row * rows.num_columns + start, ids, n * sizeof(int32_t))
+    rows.num_pages[row] += <int32_t>n
+    mark(rows, row, start, start + n)
+
+
+cdef inline bint fits(Rows *rows, Py_ssize_t row, Py_ssize_t start, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """Whether ids may stand in a row from column `start` on, and the row's count was not overwritten with nonsense."""
+    cdef Py_ssize_t i
+    cdef int32_t signs = 0
+    if not (0 <= rows.num_pages[row] <= rows.num_columns and n <= rows.num_columns - start):
+        return False
+    for i in range(n):
+        signs |= ids[i]
+    return signs >= 0
+
+
+cdef Py_ssize_t append_all(const Append *appends, Py_ssize_t num) noexcept nogil:
+    """All of them in order, or none; returns how many fit. Counts go up one by one as if it were done, and come back."""
+    cdef Py_ssize_t i, num_fitting = 0
+    cdef const Append *it = appends
+    while num_fitting < num and fits(it.rows, it.row, it.rows.num_pages[it.row], it.ids, it.n):
+        it.rows.num_pages[it.row] += <int32_t>it.n
+        num_fitting += 1
+        it += 1
+    for i in range(num_fitting):
+        appends[i].rows.num_pages[appends[i].row] -= <int32_t>appends[i].n
+    if num_fitting == num:
+        for i in range(num):
+            append_ids(appends[i].rows, appends[i].row, appends[i].ids, appends[i].n)
+            appends[i].rows.version += appends[i].n > 0
+    return num_fitting
+
+
+cdef inline void clear_from(Rows *rows, Py_ssize_t row, Py_ssize_t start) noexcept nogil:
+    """Zeros from column `start` to the row's extent, which `start` becomes."""
+    cdef Py_ssize_t stop = rows.extent[row]
+    if start < stop:
+        memset(rows.table + row * rows.num_columns + start, 0, (stop - start) * sizeof(int32_t))
+        mark(rows, row, start, stop)
+    rows.extent[row] = <int32_t>start
+
+
+cdef inline void clear_one(Rows *rows, Py_ssize_t row) noexcept nogil:
+    rows.num_pages[row] = 0
+    clear_from(rows, row, 0)
+
+
+cdef void copy_row(Rows *rows, Py_ssize_t src, Py_ssize_t tgt) noexcept nogil:
+    cdef Py_ssize_t n = max(0, min(rows.num_pages[src], rows.num_columns))  # the user may write it meanwhile
+    if src == tgt:
+        return
+    memcpy(rows.table + tgt * rows.num_columns, rows.table + src * rows.num_columns, n * sizeof(int32_t))
+    rows.num_pages[tgt] = <int32_t>n
+    mark(rows, tgt, 0, n)
+    clear_from(rows, tgt, n)
+
+
+cdef void swap_rows(Rows *rows, Py_ssize_t src, Py_ssize_t tgt) noexcept nogil:
+    cdef Py_ssize_t i, n = max(rows.extent[src], rows.extent[tgt])
+    cdef int32_t *first = rows.table + src * rows.num_columns
+    cdef int32_t *second = rows.table + tgt * rows.num_columns
+    for i in range(n):
+        first[i], second[i] = second[i], first[i]
+    rows.num_pages[src], rows.num_pages[tgt] = rows.num_pages[tgt], rows.num_pages[src]
+    mark(rows, src, 0, n)
+    mark(rows, tgt, 0, n)
+
+
+cdef Py_ssize_t map_slots(
+    const Rows *rows, const int32_t *row_ids, const int32_t *positions, int32_t *slots, Py_ssize_t n, int64_t page_size
+) noexcept nogil:
+    """Slots of `n` tokens; returns how many there are before the first that is outside the table or does not fit int32."""
+    cdef Py_ssize_t i
+    cdef uint32_t page, size = <uint32_t>page_size
+    cdef int64_t slot, stop = page_size * rows.num_columns
+    for i in range(n):
+        if not (0 <= row_ids[i] < rows.num_rows and 0 <= positions[i] < stop):
+            return i
+        page = <uint32_t>positions[i] // size
+        slot = rows.table[row_ids[i] * rows.num_columns + page] * page_size + <uint32_t>positions[i] - page * size
+        if not INT32_MIN <= slot <= INT32_MAX:
+            return i
+        slots[i] = <int32_t>slot
+    return n
+
+
+cdef Py_ssize_t count_dirty(Rows *rows, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Dirty windows in rows ``[start, stop)``."""
+    cdef Py_ssize_t row, i, count = 0
+    for row in range(start, stop):
+        if rows.is_row_dirty[row]:
+            for i in range(row * rows.num_windows, (row + 1) * rows.num_windows):
+                count += rows.is_dirty[i]
+    return count
+
+
+cdef void clean(Rows *rows, Py_ssize_t stop) noexcept nogil:
+    """Nothing in rows before `stop` is to be sent any more."""
+    memset(rows.is_dirty, 0, stop * rows.num_windows)
+    memset(rows.is_row_dirty, 0, stop)
+
+
+cdef Py_ssize_t pack_windows(
+    Rows *rows, Py_ssize_t stop, int32_t group, int32_t *payload, Py_ssize_t stride, Py_ssize_t room
+) noexcept nogil:
+    """Copy up to `room` dirty windows of rows before `stop` into the payload, a line of `stride` values each, and mark them
+    sent. Returns how many. The last window of a row ends with the row, whatever the row's width.
+    """
+    cdef Py_ssize_t row, window, column, count = 0
+    cdef int32_t *line = payload
+    for row in range(stop):
+        if not rows.is_row_dirty[row]:
+            continue
+        for window in range(rows.num_windows):
+            if not rows.is_dirty[row * rows.num_windows + window]:
+                continue
+            if count == room:
+                return count
+            column = min(window * WINDOW, rows.num_columns - rows.width)
+            memcpy(line, rows.table + row * rows.num_columns + column, rows.width * sizeof(int32_t))
+            line[stride - 3] = group
+            line[stride - 2] = <int32_t>row
+            line[stride - 1] = <int32_t>column
+            rows.is_dirty[row * rows.num_windows + window] = 0
+            line += stride
+            count += 1
+        rows.is_row_dirty[row] = 0
+    return count
+
+
 # From Python objects, at the boundary.
+
+cdef object ndarray = np.ndarray
+cdef object INT32 = np.dtype(np.int32)
+
 
 cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=0, Py_ssize_t highest=MAX_PAGES) except -1:
     """`value` as a size; the error says what was got and what is allowed."""
@@ -602,30 +775,32 @@ cdef object explained(str name, object error):
     return cls(f"{name}: {error}; allowed: ints that fit int32")
 
 
-cdef list as_list(object values, str name):
-    if type(values) is list:
-        return values
-    try:
-        return list(values)
-    except TypeError:
-        raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: a list, an array or another iterable") from None
-
-
 cdef int32_t group_of(object group) except -1:
     return <int32_t>size_of(group, "group", 0, MAX_GROUP)
 
 
 cdef object as_int32_array(object values, str name):
     """`values`, a NumPy array, as a contiguous int32 vector; no copy where it is one already."""
-    if values.ndim != 1 or values.dtype.kind not in "iu":
+    if values.ndim != 1 or (values.dtype is not INT32 and values.dtype.kind not in "iu"):
         raise ArgumentTypeError(
             f"{name}: got an array of {values.dtype} with {values.ndim} dimensions, allowed: one of ints with 1 dimension"
         )
-    if values.dtype == np.int32:
+    if values.dtype is INT32 or values.dtype == INT32:
         return np.ascontiguousarray(values, dtype=np.int32)
     if values.size and not (INT32_MIN <= values.min() and values.max() <= INT32_MAX):
         raise ArgumentError(f"{name}: got {values.min()} to {values.max()}, allowed: ints that fit int32")
     return np.ascontiguousarray(values, dtype=np.int32)
+
+
+cdef list as_list(object values, str name):
+    """`values`, if it is a list, or its items as one."""
+    if type(values) is list:
+        return values
+    try:
+        values = iter(values)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: a list or an array") from None
+    return list(values)
 
 
 cdef class PageIds:
@@ -711,7 +886,7 @@ cdef class PageIds:
             other = values
             self.reserve(other.num)  # first, for `other` may be self
             self.add(other.ids, other.num)
-        elif isinstance(values, np.ndarray):
+        elif isinstance(values, ndarray):
             array = as_int32_array(values, "ids")
             if array.shape[0]:
                 self.add(&array[0], array.shape[0])
@@ -742,6 +917,39 @@ cdef class PageIds:
                     return -1
                 shard = <int32_t>(self.ids[i] // size)
         return shard
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class _BorrowedIds(PageIds):
+    """The ids in an int32 array, not copied. It is not to outlive a call, nor to be extended."""
+
+    cdef const int32_t[::1] array
+
+    cdef int borrow(self, object values) except -1:
+        self.array = as_int32_array(values, "ids")
+        self.num = self.array.shape[0]
+        if self.num:
+            self.ids = <int32_t *>&self.array[0]
+        return 0
+
+    def __dealloc__(self):
+        self.ids = NULL
+
+
+cdef PageIds as_page_ids(object values):
+    """`values` as ids to read during a call; no copy is made of an int32 array or of PageIds."""
+    cdef PageIds ids
+    cdef _BorrowedIds borrowed
+    if isinstance(values, PageIds):
+        return values
+    if isinstance(values, ndarray):
+        borrowed = _BorrowedIds.__new__(_BorrowedIds)
+        borrowed.borrow(values)
+        return borrowed
+    ids = PageIds.__new__(PageIds)
+    ids.add_items(as_list(values, "ids"))
+    return ids
 
 
 @cython.final
@@ -1666,3 +1874,440 @@ cdef class CachePage:
             f"CachePage(page_id={self.page_id}, ref_cnt={self.ref_cnt}, page_hash={self.page_hash}, "
             f"prev_free_page={before and before.page_id}, next_free_page={behind and behind.page_id})"
         )
+
+
+def make_aligned_zeros(shape) -> np.ndarray:
+    """An int32 array of zeros that begins at a cache line: whole-table copies are twice as fast from and to it."""
+    cdef Py_ssize_t num_values = 1
+    for size in shape:
+        num_values *= size
+    memory = np.zeros(num_values + CACHE_LINE // 4, dtype=np.int32)
+    start = -memory.ctypes.data % CACHE_LINE // 4
+    return memory[start:start + num_values].reshape(shape)
+
+
+cdef class TableRows:
+    """The host side of a page table: int32 ``[num_rows, num_columns]`` page ids, zeros behind each row's last.
+
+    `pagepool.PageTable` adds the device side. Each change is one native call, notes which windows of 64 columns it touched,
+    and moves ``cpu_version``. A wrong call changes nothing.
+    """
+
+    cdef Rows rows
+    cdef readonly object page_table_cpu         # the buffers, pinned by the memoryviews below
+    cdef readonly object num_pages_per_row
+    cdef object flags
+    cdef int32_t[:, ::1] table_view
+    cdef int32_t[::1] num_pages_view
+    cdef int32_t[::1] extent_view
+    cdef uint8_t[::1] flags_view
+    cdef cython.pymutex lock
+
+    def __init__(self, num_rows, num_columns):
+        """Both at least 1."""
+        if self.rows.num_rows:
+            raise ArgumentError("the rows of a table are made once")
+        cdef Py_ssize_t n = size_of(num_rows, "max_num_reqs", 1)
+        cdef Py_ssize_t num_windows
+        self.rows.num_columns = size_of(num_columns, "max_num_pages_per_req", 1)
+        num_windows = (self.rows.num_columns + WINDOW - 1) // WINDOW
+        if n * self.rows.num_columns > MAX_PAGES:
+            raise ArgumentError(f"page table: got {n} x {self.rows.num_columns}, allowed: {MAX_PAGES} ids in all")
+        self.rows.width = min(self.rows.num_columns, WINDOW)
+        self.page_table_cpu = make_aligned_zeros((n, self.rows.num_columns))
+        self.num_pages_per_row = np.zeros(n, dtype=np.int32)
+        self.table_view = self.page_table_cpu
+        self.num_pages_view = self.num_pages_per_row
+        self.extent_view = np.zeros(n, dtype=np.int32)
+        self.flags_view = np.zeros(n * (num_windows + 1), dtype=np.uint8)
+        self.rows.table = &self.table_view[0, 0]
+        self.rows.num_pages = &self.num_pages_view[0]
+        self.rows.extent = &self.extent_view[0]
+        self.rows.is_row_dirty = &self.flags_view[0]
+        self.rows.is_dirty = self.rows.is_row_dirty + n
+        self.rows.num_windows = num_windows
+        self.rows.num_rows = n
+
+    def __reduce__(self):
+        raise TypeError("a page table cannot be pickled")
+
+    @property
+    def max_num_reqs(self) -> int:
+        """Number of rows."""
+        return self.rows.num_rows
+
+    @property
+    def max_num_pages_per_req(self) -> int:
+        """Number of columns."""
+        return self.rows.num_columns
+
+    @property
+    def cpu_version(self) -> int:
+        """Moves with each change of the host table."""
+        return self.rows.version
+
+    cdef Py_ssize_t checked_row(self, object row) except -1:
+        cdef int32_t checked
+        try:
+            checked = int32_of(row)
+        except OverflowError:
+            checked = -1
+        except TypeError as error:
+            raise explained("row", error) from None
+        if not 0 <= checked < self.rows.num_rows:
+            raise RowIndexError(f"row: got {row}, allowed: 0 to {self.rows.num_rows - 1}")
+        return checked
+
+    cdef int check_count(self, Py_ssize_t row) except -1:
+        """The user may write `num_pages_per_row`, and must not be able to lead us outside the table."""
+        cdef int32_t count = self.rows.num_pages[row]
+        if not 0 <= count <= self.rows.num_columns:
+            raise IntegrityError(
+                f"row {row} has {count} pages, allowed: 0 to {self.rows.num_columns}; num_pages_per_row was overwritten"
+            )
+        return 0
+
+    cdef int refuse(self, Py_ssize_t row, Py_ssize_t start, const int32_t *ids, Py_ssize_t n) except -1:
+        """Raise what is wrong with putting `ids` into a row from column `start` on."""
+        cdef Py_ssize_t i
+        self.check_count(row)
+        for i in range(n):
+            if ids[i] < 0:
+                raise PageIdError(f"page id: got {ids[i]} (at {i}), allowed: at least 0")
+        raise RowOverflowError(f"row {row} has {start} pages, {n} more were given, allowed: {self.rows.num_columns} in all")
+
+    # With numbers that were checked: what both one group and several do.
+
+    cdef int replace_at(self, Py_ssize_t row, PageIds ids) except -1:
+        with self.lock:
+            clear_one(&self.rows, row)
+            append_ids(&self.rows, row, ids.ids, ids.num)
+            self.rows.version += 1
+        return 0
+
+    cdef int clear_at(self, Py_ssize_t row) except -1:
+        with self.lock:
+            clear_one(&self.rows, row)
+            self.rows.version += 1
+        return 0
+
+    cdef int move_at(self, Py_ssize_t source, Py_ssize_t target) except -1:
+        with self.lock:
+            copy_row(&self.rows, source, target)
+            self.rows.version += 1
+        return 0
+
+    cdef int swap_at(self, Py_ssize_t source, Py_ssize_t target) except -1:
+        with self.lock:
+            swap_rows(&self.rows, source, target)
+            self.rows.version += 1
+        return 0
+
+    cdef int mark_at(self, PageIds rows) except -1:
+        cdef Py_ssize_t i
+        with self.lock:
+            for i in range(rows.num):
+                mark(&self.rows, rows.ids[i], 0, self.rows.num_columns)
+            self.rows.version += 1
+        return 0
+
+    cdef PageIds checked_rows(self, object rows):
+        """The numbers of `rows`, all for None."""
+        numbers = range(self.rows.num_rows) if rows is None else rows
+        return PageIds([self.checked_row(row) for row in as_list(numbers, "rows")])
+
+    cdef int check_fits(self, Py_ssize_t row, PageIds ids) except -1:
+        """Whether `ids` may fill a row."""
+        if not fits(&self.rows, row, 0, ids.ids, ids.num):
+            self.refuse(row, 0, ids.ids, ids.num)
+        return 0
+
+    def append_row(self, page_ids, row_idx) -> None:
+        """Put page ids (a list, or an int32 array) behind those of a row; nothing happens if there are none.
+
+        RowIndexError, RowOverflowError, and PageIdError for a negative id. O(ids).
+        """
+        cdef Py_ssize_t row = self.checked_row(row_idx)
+        cdef PageIds ids = as_page_ids(page_ids)
+        cdef Append append = Append(&self.rows, row, ids.ids, ids.num)
+        cdef Py_ssize_t start
+        cdef bint is_done
+        with self.lock:
+            start = self.rows.num_pages[row]
+            is_done = append_all(&append, 1)
+        if not is_done:
+            self.refuse(row, start, ids.ids, ids.num)
+
+    def add_row(self, page_ids, row_idx) -> None:
+        """Replace a row by page ids. O(ids + pages that the row had)."""
+        cdef Py_ssize_t row = self.checked_row(row_idx)
+        cdef PageIds ids = as_page_ids(page_ids)
+        self.check_fits(row, ids)
+        self.replace_at(row, ids)
+
+    def clear_row(self, row_idx) -> None:
+        """Empty a row. O(pages that it had)."""
+        self.clear_at(self.checked_row(row_idx))
+
+    def move_row(self, src, tgt) -> None:
+        """Copy a row over another, whose rest becomes zero; the source stays. O(pages of both)."""
+        cdef Py_ssize_t source = self.checked_row(src)
+        cdef Py_ssize_t target = self.checked_row(tgt)
+        self.check_count(source)
+        self.move_at(source, target)
+
+    def swap_row(self, src, tgt) -> None:
+        """Exchange two rows. O(pages of both)."""
+        cdef Py_ssize_t source = self.checked_row(src)
+        self.swap_at(source, self.checked_row(tgt))
+
+    def append_rows_batch(self, page_ids_per_req, req_indices) -> None:
+        """`append_row` for a list of ids each and a row each, in order; rows may repeat. All or nothing. O(ids)."""
+        cdef _Appends appends = _Appends((self,), as_list(page_ids_per_req, "page_ids"), req_indices)
+        for page_ids, row in zip(appends.requests, appends.row_ids, strict=True):
+            appends.add(self, row, page_ids)
+        appends.commit()
+
+    def mark_dirty(self, rows=None) -> None:
+        """Say that the user wrote into `page_table_cpu` himself: in these rows (a list or an array), or in all."""
+        self.mark_at(self.checked_rows(rows))
+
+    def slot_mapping(self, rows, positions, page_size) -> np.ndarray:
+        """Slots of tokens: ``table[row, position // page_size] * page_size + position % page_size``, int32 ``[num_tokens]``.
+
+        `rows` and `positions` are int arrays or lists of one length. RowIndexError outside the table, ArgumentError for a slot
+        that does not fit int32. O(tokens), native.
+        """
+        cdef PageIds row_ids = as_page_ids(rows)
+        cdef PageIds at = as_page_ids(positions)
+        cdef int64_t size = size_of(page_size, "page_size", 1)
+        cdef Py_ssize_t bad
+        cdef int32_t[::1] slots
+        if row_ids.num != at.num:
+            raise ArgumentError(f"positions: got {at.num}, allowed: as many as rows, {row_ids.num}")
+        result = np.empty(at.num, dtype=INT32)
+        if at.num:
+            slots = result
+            bad = map_slots(&self.rows, row_ids.ids, at.ids, &slots[0], at.num, size)
+            if bad < at.num:
+                self.refuse_slot(bad, row_ids.ids[bad], at.ids[bad], size)
+        return result
+
+    cdef int refuse_slot(self, Py_ssize_t i, int32_t row, int32_t position, int64_t page_size) except -1:
+        """Raise what is wrong with a token's slot."""
+        cdef int64_t num_positions = page_size * self.rows.num_columns
+        if 0 <= row < self.rows.num_rows and 0 <= position < num_positions:
+            raise ArgumentError(f"slot: row {row}, position {position} (at {i}), allowed: slots that fit int32")
+        raise RowIndexError(
+            f"row {row}, position {position} (at {i}), "
+            f"allowed: rows below {self.rows.num_rows}, positions below {num_positions}"
+        )
+
+    # For the device side.
+
+    def count_dirty_windows(self, start, stop) -> int:
+        """Windows in rows ``[start, stop)`` that were not sent yet."""
+        cdef Py_ssize_t last = size_of(stop, "num_reqs", 0, self.rows.num_rows)
+        cdef Py_ssize_t first = size_of(start, "start", 0, self.rows.num_rows)
+        return count_dirty(&self.rows, first, last)
+
+    def copy_aligned(self) -> np.ndarray:
+        """A fresh copy of the whole table, which counts as sent."""
+        copied = make_aligned_zeros((self.rows.num_rows, self.rows.num_columns))
+        cdef int32_t[:, ::1] target = copied
+        with self.lock, nogil:
+            memcpy(&target[0, 0], self.rows.table, self.rows.num_rows * self.rows.num_columns * sizeof(int32_t))
+            clean(&self.rows, self.rows.num_rows)
+        return copied
+
+    def clear_rows(self) -> None:
+        """Empty all rows, and count them as sent: the device copy is to be made anew. O(pages in the table)."""
+        cdef Py_ssize_t row
+        with self.lock:
+            for row in range(self.rows.num_rows):
+                clear_one(&self.rows, row)
+            clean(&self.rows, self.rows.num_rows)
+            self.rows.version += 1
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class _Appends:
+    """Ids to put behind those of rows, for several rows and tables, gathered before anything changes."""
+
+    cdef Append *items
+    cdef Py_ssize_t num
+    cdef tuple tables
+    cdef list requests
+    cdef list row_ids
+    cdef list held       # keeps the ids alive
+    cdef list targets    # the table of each item, for errors
+
+    def __init__(self, tuple tables, list requests, rows):
+        """Room for one append for each request and table."""
+        self.tables = tables
+        self.requests = requests
+        self.row_ids = as_list(rows.tolist() if isinstance(rows, ndarray) else rows, "req_indices")
+        self.held = []
+        self.targets = []
+        if len(requests) != len(self.row_ids):
+            raise ArgumentError(f"req_indices: got {len(self.row_ids)}, allowed: as many as requests, {len(requests)}")
+        self.items = <Append *>calloc(max(len(requests) * len(tables), 1), sizeof(Append))
+        if self.items == NULL:
+            raise MemoryError(f"{len(requests)} requests")
+
+    def __dealloc__(self):
+        free(self.items)
+
+    cdef int add(self, TableRows table, object row, object page_ids) except -1:
+        cdef PageIds ids = as_page_ids(page_ids)
+        self.items[self.num] = Append(&table.rows, table.checked_row(row), ids.ids, ids.num)
+        self.held.append(ids)
+        self.targets.append(table)
+        self.num += 1
+        return 0
+
+    cdef int commit(self) except -1:
+        """Do all, or raise what is wrong with the first that does not fit."""
+        cdef TableRows table
+        cdef Py_ssize_t num_done
+        for table in self.tables:
+            table.lock.acquire()
+        num_done = append_all(self.items, self.num)
+        for table in self.tables:
+            table.lock.release()
+        if num_done < self.num:
+            self.refuse(num_done)
+        return 0
+
+    cdef int refuse(self, Py_ssize_t bad) except -1:
+        cdef Append *item = self.items + bad
+        cdef Py_ssize_t i, start = item.rows.num_pages[item.row]
+        for i in range(bad):
+            if self.items[i].rows == item.rows and self.items[i].row == item.row:
+                start += self.items[i].n
+        (<TableRows>self.targets[bad]).refuse(item.row, start, item.ids, item.n)
+
+
+cdef list by_group_of(object values, Py_ssize_t num_groups):
+    """One list of ids for each group."""
+    groups = as_list(values, "page_ids")
+    if len(groups) != num_groups:
+        raise ArgumentError(f"page_ids: got {len(groups)} groups, allowed: {num_groups}")
+    return groups
+
+
+cdef class GroupedRows:
+    """The host tables of several cache groups with the same rows. Each call changes all of them, or none."""
+
+    cdef readonly tuple page_tables
+
+    def __init__(self, page_tables):
+        """`page_tables` are `TableRows` with the same number of rows, none of them twice."""
+        self.page_tables = tuple(as_list(page_tables, "page_tables"))
+        for table in self.page_tables:
+            if not isinstance(table, TableRows) or table.max_num_reqs != self.page_tables[0].max_num_reqs:
+                raise ArgumentError("page_tables: allowed: page tables with one number of rows")
+        if len({id(table) for table in self.page_tables}) != len(self.page_tables):
+            raise ArgumentError("page_tables: got one twice, allowed: each once")
+
+    def __reduce__(self):
+        raise TypeError("a page table cannot be pickled")
+
+    def __len__(self) -> int:
+        return len(self.page_tables)
+
+    def __getitem__(self, i):
+        return self.page_tables[i]
+
+    cdef Py_ssize_t checked_row(self, object row) except -1:
+        """All groups have the same rows; without groups any number will do."""
+        return (<TableRows>self.page_tables[0]).checked_row(row) if self.page_tables else 0
+
+    def append_row(self, page_ids, row_idx) -> None:
+        """Put a list of page ids for each group behind those of a row."""
+        self.append_rows_batch([page_ids], [row_idx])
+
+    def append_rows_batch(self, page_ids_per_req, req_indices) -> None:
+        """`append_row` for several rows, in order; rows may repeat. ``page_ids_per_req[i][g]``: ids of group ``g``. O(ids)."""
+        cdef Py_ssize_t num_groups = len(self.page_tables)
+        cdef _Appends appends = _Appends(self.page_tables, as_list(page_ids_per_req, "page_ids"), req_indices)
+        for by_group, row in zip(appends.requests, appends.row_ids, strict=True):
+            for table, page_ids in zip(self.page_tables, by_group_of(by_group, num_groups), strict=True):
+                appends.add(table, row, page_ids)
+        appends.commit()
+
+    def add_row(self, page_ids, row_idx) -> None:
+        """Replace a row by a list of page ids for each group."""
+        cdef Py_ssize_t row = self.checked_row(row_idx)
+        cdef list groups = [as_page_ids(ids) for ids in by_group_of(page_ids, len(self.page_tables))]
+        for table, ids in zip(self.page_tables, groups, strict=True):
+            (<TableRows>table).check_fits(row, ids)
+        for table, ids in zip(self.page_tables, groups, strict=True):
+            (<TableRows>table).replace_at(row, ids)
+
+    def clear_row(self, row_idx) -> None:
+        """Empty a row in all groups."""
+        cdef Py_ssize_t row = self.checked_row(row_idx)
+        for table in self.page_tables:
+            (<TableRows>table).clear_at(row)
+
+    def move_row(self, src, tgt) -> None:
+        """Copy a row over another in all groups; the source stays."""
+        cdef Py_ssize_t source = self.checked_row(src)
+        cdef Py_ssize_t target = self.checked_row(tgt)
+        for table in self.page_tables:
+            (<TableRows>table).check_count(source)
+        for table in self.page_tables:
+            (<TableRows>table).move_at(source, target)
+
+    def swap_row(self, src, tgt) -> None:
+        """Exchange two rows in all groups."""
+        cdef Py_ssize_t source = self.checked_row(src)
+        cdef Py_ssize_t target = self.checked_row(tgt)
+        for table in self.page_tables:
+            (<TableRows>table).swap_at(source, target)
+
+    def mark_dirty(self, rows=None) -> None:
+        """Say that the user wrote into the host tables himself: in these rows, or in all."""
+        cdef PageIds checked
+        if self.page_tables:
+            checked = (<TableRows>self.page_tables[0]).checked_rows(rows)
+            for table in self.page_tables:
+                (<TableRows>table).mark_at(checked)
+
+
+cdef Py_ssize_t get_payload_width(tuple tables) except -1:
+    """The widest window of any table."""
+    cdef Py_ssize_t width = 0
+    for item in tables:
+        width = max(width, (<TableRows?>item).rows.width)
+    return width
+
+
+def pack_dirty_windows(tuple tables not None, num_reqs, num_lines) -> np.ndarray:
+    """A fresh payload for the device: int32 ``[num_lines, width + 3]``, a line for each dirty window in rows before `num_reqs`:
+    its values, its table's index, its row and its first column. These windows count as sent; those that found no room do not.
+
+    Lines without a window have a row outside the table, each another one.
+    """
+    cdef TableRows table
+    cdef Py_ssize_t width = get_payload_width(tables)
+    cdef Py_ssize_t n, count = 0
+    cdef Py_ssize_t num_rows = 0
+    cdef int32_t group
+    cdef int32_t[:, ::1] payload
+    result = np.zeros((size_of(num_lines, "num_lines", 1), width + NUM_PAYLOAD_FIELDS), dtype=np.int32)
+    payload = result
+    for group, item in enumerate(tables):
+        table = item
+        num_rows = table.rows.num_rows
+        n = size_of(num_reqs, "num_reqs", 0, num_rows)
+        if count < payload.shape[0]:
+            with table.lock:
+                count += pack_windows(
+                    &table.rows, n, group, &payload[count, 0], payload.shape[1], payload.shape[0] - count
+                )
+    for n in range(count, payload.shape[0]):
+        payload[n, width + 1] = <int32_t>(num_rows + n)
+    return result

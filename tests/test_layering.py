@@ -27,6 +27,7 @@ ORDER = [
     "attention",
     "coordinator",
     "manager",
+    "device_table",
     "page_table",
     "running_batch",
     "replay",

@@ -1,0 +1,294 @@
+"""The device copy of page tables: only what changed is sent, by one donated scatter for all groups.
+
+A commit copies the dirty 64-column windows into a payload of its own, which nobody ever writes again, and hands it to one
+compiled program. So no later write to the host table can reach the device, whatever jax aliases or reads late; jax on CPU does
+alias 64-byte-aligned NumPy buffers (jax issue 37830). Payloads come in few sizes, so the number of compilations depends on the
+size of the table alone. The approach was measured against others; docs/design.md has the figures.
+
+jax is imported when a device copy is first asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagepool._core import TableRows, pack_dirty_windows
+from pagepool.errors import ArgumentError, ArgumentTypeError
+
+if TYPE_CHECKING:
+    import jax
+
+__all__ = ["DeviceTable", "commit_tables", "warmup_tables"]
+
+WINDOW = 64
+"""Columns that are sent together."""
+
+SMALLEST_PAYLOAD = 16
+"""Windows; each size of payload is four times the one before."""
+
+FULL_UPLOAD_SHARE = 16
+"""Above one part in so many of a table the whole of it is sent: it is cheaper then."""
+
+Int32Array = npt.NDArray[np.int32]
+
+
+def import_jax() -> Any:
+    """The module jax, or an ImportError that says what to install."""
+    try:
+        import jax
+    except ImportError as error:
+        raise ImportError(
+            "the device copy of a page table needs jax: pip install 'pagepool[jax]' (the host table works without)"
+        ) from error
+    return jax
+
+
+class DeviceTable(TableRows):
+    """A host table, and its copy on the device.
+
+    With `donate` a commit updates the device array in place and the arrays returned before become invalid; steps that are under
+    way and read them are safe. Without, a commit copies the table and old arrays stay. Commits are to come from one thread at a
+    time; rows may change in others meanwhile.
+    """
+
+    def __init__(
+        self, num_rows: int, num_columns: int, sharding: jax.sharding.Sharding | None = None, donate: bool = True
+    ) -> None:
+        """No array is made, and jax is not imported, before `page_table` is read. `sharding` None means the first device."""
+        if sharding is not None and not hasattr(sharding, "is_fully_addressable"):
+            raise ArgumentTypeError(f"sharding: got {type(sharding).__name__}, allowed: a jax.sharding.Sharding, or None")
+        super().__init__(num_rows, num_columns)
+        self._donate = donate
+        self._sharding = sharding
+        self._array: jax.Array | None = None
+
+    @property
+    def sharding(self) -> jax.sharding.Sharding:
+        """The sharding of the array, never None: an uncommitted array would be one more program to compile."""
+        if self._sharding is None:
+            jax = import_jax()
+            self._sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return self._sharding
+
+    @property
+    def page_table(self) -> jax.Array:
+        """The device array as of the last commit, int32, zeros before the first. ImportError without jax."""
+        if self._array is None:
+            self._array = upload(np.zeros_like(self.page_table_cpu), self.sharding)
+        return self._array
+
+    def upload_all(self) -> None:
+        """Send the whole host table."""
+        self._array = upload(self.copy_aligned(), self.sharding)
+
+    def distrust(self) -> None:
+        """Whatever may have reached the device, send all rows again. An array that was lost is made anew."""
+        self.mark_dirty()
+        if self._array is not None and is_lost(self._array):
+            self._array = None
+
+    def clear(self) -> None:
+        """Empty all rows, on the host and on the device."""
+        self._array = None  # zeros again, when it is asked for
+        self.clear_rows()
+
+
+def is_lost(array: jax.Array) -> bool:
+    """Whether an array, or a part of it, was donated or deleted."""
+    return array.is_deleted() or any(shard.data.is_deleted() for shard in array.addressable_shards)
+
+
+def upload(table: Int32Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Send an array that nobody writes any more. Across processes each sends its own part: `device_put` would first compare
+    the whole table between them.
+    """
+    module = import_jax()
+    array: jax.Array
+    with module.transfer_guard_host_to_device("allow"):
+        if sharding.is_fully_addressable:
+            array = module.device_put(table, sharding)
+        else:
+            array = module.make_array_from_callback(table.shape, sharding, lambda index: table[index])
+    return array
+
+
+def get_payload_sizes(tables: Sequence[DeviceTable]) -> list[int]:
+    """Numbers of windows that a payload may have; the last holds as many as are sent rather than the whole table."""
+    sizes = [SMALLEST_PAYLOAD]
+    last = get_max_num_windows(tables)
+    while sizes[-1] < last:
+        sizes.append(4 * sizes[-1])
+    return sizes
+
+
+def get_max_num_windows(tables: Sequence[DeviceTable]) -> int:
+    """More dirty windows than these, and the whole table is sent. The smallest payload is cheaper than any table."""
+    num_values = sum([table.page_table_cpu.size for table in tables])
+    return max(SMALLEST_PAYLOAD, num_values // (FULL_UPLOAD_SHARE * WINDOW))
+
+
+def commit_tables(tables: tuple[DeviceTable, ...], num_reqs: int) -> tuple[jax.Array, ...]:
+    """Send what changed in the first `num_reqs` rows, and return the arrays; rows from there on stay dirty.
+
+    The windows count as unsent again if sending them fails. O(dirty windows + rows).
+    """
+    num_dirty = sum([table.count_dirty_windows(0, num_reqs) for table in tables])
+    if num_dirty:
+        try:
+            send(tables, num_reqs, num_dirty)
+        except BaseException:
+            for table in tables:
+                table.distrust()
+            raise
+    return tuple([table.page_table for table in tables])
+
+
+def send(tables: tuple[DeviceTable, ...], num_reqs: int, num_dirty: int) -> None:
+    """Send the windows, or the whole tables if that is cheaper and every dirty row is meant."""
+    num_rows = tables[0].max_num_reqs
+    if num_dirty <= get_max_num_windows(tables) or any(
+        table.count_dirty_windows(num_reqs, num_rows) for table in tables
+    ):
+        send_windows(tables, num_reqs, num_dirty)
+    else:
+        for table in tables:
+            table.upload_all()
+
+
+def send_windows(tables: tuple[DeviceTable, ...], num_reqs: int, num_dirty: int) -> None:
+    """Scatter the dirty windows, in as many payloads as it takes."""
+    sizes = get_payload_sizes(tables)
+    while num_dirty > 0:
+        size = next((size for size in sizes if size >= num_dirty), sizes[-1])
+        scatter_payload(tables, pack_dirty_windows(tables, num_reqs, size))
+        num_dirty -= size
+
+
+def warmup_tables(tables: tuple[DeviceTable, ...]) -> None:
+    """Compile the program for each size of payload, with payloads that change nothing."""
+    for size in get_payload_sizes(tables):
+        scatter_payload(tables, pack_dirty_windows(tables, 0, size))
+
+
+def scatter_payload(tables: tuple[DeviceTable, ...], payload: Int32Array) -> None:
+    """Replace the arrays by ones with the payload's windows written."""
+    jax = import_jax()
+    scatter = get_scatter(tuple([table.sharding for table in tables]), tables[0]._donate)
+    with jax.transfer_guard_host_to_device("allow"):
+        arrays = scatter(tuple([table.page_table for table in tables]), payload)
+    for table, array in zip(tables, arrays, strict=True):
+        table._array = array
+
+
+Scatter = Callable[[tuple[Any, ...], Int32Array], tuple[Any, ...]]
+
+
+@lru_cache(maxsize=64)
+def get_scatter(shardings: tuple[jax.sharding.Sharding, ...], donate: bool) -> Scatter:
+    """The program that writes a payload into tables with these shardings. jax compiles it once for each shape."""
+    jax = import_jax()
+    donated = (0,) if donate else ()
+    if all(sharding.is_fully_addressable for sharding in shardings):
+        return jax.jit(write_windows, donate_argnums=donated, out_shardings=shardings)  # type: ignore[no-any-return]
+    return LocalScatter(shardings, donated)
+
+
+def write_windows(tables: tuple[Any, ...], payload: Any, first_rows: Any = None) -> tuple[Any, ...]:
+    """Traced: write each line of the payload into the table it names. `first_rows` [1] is the table row that row 0 of the
+    arrays is, where they are parts of tables. A line that is not for an array gets a row outside it, each line another one.
+    """
+    jax = import_jax()
+    width = payload.shape[1] - 3
+    groups, rows, columns = payload[:, width], payload[:, width + 1], payload[:, width + 2]
+    if first_rows is not None:
+        rows = rows - first_rows[0]
+    written = []
+    for group, table in enumerate(tables):
+        num_rows, num_columns = table.shape
+        lines = jax.lax.iota(rows.dtype, rows.shape[0])
+        is_here = (groups == group) & (rows >= 0) & (rows < num_rows)
+        starts = jax.numpy.stack([jax.numpy.where(is_here, rows, num_rows + lines), columns], axis=1)
+        written.append(scatter_windows(table, starts, payload[:, : min(num_columns, WINDOW)]))
+    return tuple(written)
+
+
+def scatter_windows(table: Any, starts: Any, windows: Any) -> Any:
+    """Traced: ``table[row, column:column + width] = windows[i]`` for each ``starts[i]``; those outside are dropped."""
+    lax = import_jax().lax
+    dimensions = lax.ScatterDimensionNumbers(
+        update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
+    )
+    return lax.scatter(table, starts, windows, dimensions, mode=lax.GatherScatterMode.FILL_OR_DROP)
+
+
+class LocalScatter:
+    """Writes a payload into this process's parts of tables that span several processes.
+
+    The parts are seen as one array over the local devices, so that no process waits for another, and each may send another
+    payload or none. Tables may be replicated or sharded by rows.
+    """
+
+    def __init__(self, shardings: tuple[jax.sharding.Sharding, ...], donated: tuple[int, ...]) -> None:
+        """ArgumentError if shardings of the tables differ."""
+        jax = import_jax()
+        if len(set(shardings)) != 1:
+            raise ArgumentError("sharding: tables that span processes must all have the same")
+        self._sharding: Any = shardings[0]
+        devices: list[Any] = list(self._sharding.addressable_devices)
+        self._devices = sorted(devices, key=lambda device: int(device.id))
+        mesh = jax.sharding.Mesh(np.array(self._devices), ("local",))
+        by_device, everywhere = jax.sharding.PartitionSpec("local"), jax.sharding.PartitionSpec()
+        self._local_sharding = jax.sharding.NamedSharding(mesh, by_device)
+        program = get_shard_map()(
+            write_windows, mesh=mesh, in_specs=(by_device, everywhere, by_device), out_specs=by_device
+        )
+        self._program = jax.jit(program, donate_argnums=donated)
+
+    def __call__(self, tables: tuple[Any, ...], payload: Int32Array) -> tuple[Any, ...]:
+        """Write, and return the tables anew."""
+        local = self._program(*self._localize(tables, payload))
+        return tuple(
+            self._as_global(part, table.shape) for part, table in zip(local, tables, strict=True)
+        )
+
+    def lower(self, tables: tuple[Any, ...], payload: Int32Array) -> Any:
+        """The program as jax lowers it for these tables, to be looked at."""
+        return self._program.lower(*self._localize(tables, payload))
+
+    def _localize(self, tables: tuple[Any, ...], payload: Int32Array) -> tuple[Any, ...]:
+        """The program's arguments."""
+        first_rows = self._find_first_rows(tables[0].shape)
+        return tuple([self._as_local(table) for table in tables]), payload, first_rows
+
+    def _find_first_rows(self, shape: tuple[int, int]) -> Int32Array:
+        """The table row at which each local device's part begins."""
+        slices = self._sharding.addressable_devices_indices_map(shape)
+        for _, columns in slices.values():
+            if columns.indices(shape[1]) != (0, shape[1], 1):
+                raise ArgumentError("sharding: a table that spans processes may be sharded by rows, not by columns")
+        return np.array([slices[device][0].indices(shape[0])[0] for device in self._devices], dtype=np.int32)
+
+    def _as_local(self, table: Any) -> Any:
+        parts = {shard.device: shard.data for shard in table.addressable_shards}
+        ordered = [parts[device] for device in self._devices]
+        shape = (sum(part.shape[0] for part in ordered), table.shape[1])
+        return import_jax().make_array_from_single_device_arrays(shape, self._local_sharding, ordered)
+
+    def _as_global(self, local: Any, shape: tuple[int, int]) -> Any:
+        parts = [shard.data for shard in local.addressable_shards]
+        return import_jax().make_array_from_single_device_arrays(shape, self._sharding, parts)
+
+
+def get_shard_map() -> Callable[..., Any]:
+    """`shard_map`, where this version of jax has it."""
+    jax = import_jax()
+    if hasattr(jax, "shard_map"):
+        return jax.shard_map  # type: ignore[no-any-return]
+    from jax.experimental.shard_map import shard_map
+
+    return shard_map

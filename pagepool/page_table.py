@@ -1,0 +1,123 @@
+"""Page tables: which pages hold each running request's tokens, on the host and on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagepool._core import GroupedRows
+from pagepool.device_table import DeviceTable, commit_tables, warmup_tables
+from pagepool.specs import cdiv, require_int
+
+if TYPE_CHECKING:
+    import jax
+
+__all__ = ["MultiGroupPageTable", "PageTable", "device_slot_mapping"]
+
+
+class PageTable(DeviceTable):
+    """The page ids of each row, int32 ``[max_num_reqs, max_num_pages_per_req]``, zeros behind each row's last.
+
+    Rows change on the host, one native call each; `commit` sends what changed to the device. ``num_pages_per_row`` counts each
+    row's pages; ``cpu_version`` moves with each change. Who writes into ``page_table_cpu`` himself says so with `mark_dirty`.
+
+    >>> table = PageTable(max_num_reqs=4, max_num_pages_per_req=8, max_num_batched_tokens=64)
+    >>> table.append_row([5, 6], 1)
+    >>> table.append_row([7], 1)
+    >>> table.page_table_cpu[1].tolist(), table.num_pages_per_row.tolist()
+    ([5, 6, 7, 0, 0, 0, 0, 0], [0, 3, 0, 0])
+    >>> table.slot_mapping(rows=[1, 1], positions=[0, 35], page_size=16).tolist()
+    [80, 115]
+    """
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+        max_num_pages_per_req: int,
+        max_num_batched_tokens: int,
+        sharding: jax.sharding.Sharding | None = None,
+        *,
+        donate: bool = True,
+    ) -> None:
+        """`sharding` None: the first device. `donate` False keeps arrays of earlier commits valid, at a copy of the table for
+        each commit. `max_num_batched_tokens` is what the engine schedules at most; it is kept for the engine.
+        """
+        super().__init__(max_num_reqs, max_num_pages_per_req, sharding, donate)
+        self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, 0)
+
+    def get_device_tensor(self) -> jax.Array:
+        """The device array as of the last commit."""
+        return self.page_table
+
+    def get_cpu_tensor(self) -> npt.NDArray[np.int32]:
+        """The host table itself, not a copy."""
+        return self.page_table_cpu
+
+    def commit(self, num_reqs: int) -> jax.Array:
+        """Send what changed in the first `num_reqs` rows and return the device array. Rows from there on stay dirty.
+
+        Nothing changed: the same array, in 2 us. Otherwise arrays returned before are invalid, unless the table was made with
+        ``donate=False``; a step under way that reads one is safe. Tables replicated over processes need equal host tables in
+        all of them: jax does not check that. ArgumentError for a number of rows outside the table.
+        """
+        return commit_tables((self,), num_reqs)[0]
+
+    def warmup(self) -> None:
+        """Compile all programs that `commit` will use: none is compiled later. About 0.1 s each, four for 256 x 2048."""
+        warmup_tables((self,))
+
+
+class MultiGroupPageTable(GroupedRows):
+    """A page table for each cache group, with the same rows. A call changes all of them or none, and one program commits all.
+
+    >>> tables = MultiGroupPageTable(4, max_model_len=64, max_num_batched_tokens=64, page_sizes=[16, 32])
+    >>> tables.append_rows_batch([[[1, 2], [3]], [[4], [5]]], req_indices=[0, 2])
+    >>> tables[0].page_table_cpu[0].tolist(), tables[1].page_table_cpu[2].tolist()
+    ([1, 2, 0, 0], [5, 0])
+    """
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        page_sizes: Sequence[int],
+        sharding: jax.sharding.Sharding | None = None,
+        *,
+        donate: bool = True,
+    ) -> None:
+        """`page_sizes` in tokens, one for each group: group ``g`` has ``ceil(max_model_len / page_sizes[g])`` columns."""
+        max_model_len = require_int("max_model_len", max_model_len, 1)
+        self.page_sizes = [require_int("page_sizes", page_size, 1) for page_size in page_sizes]
+        super().__init__(
+            PageTable(
+                max_num_reqs, cdiv(max_model_len, page_size), max_num_batched_tokens, sharding, donate=donate
+            )
+            for page_size in self.page_sizes
+        )
+
+    def commit(self, num_reqs: int) -> tuple[jax.Array, ...]:
+        """Send what changed in the first `num_reqs` rows of all groups together. See `PageTable.commit`."""
+        return commit_tables(self.page_tables, num_reqs) if self.page_tables else ()
+
+    def warmup(self) -> None:
+        """Compile all programs that `commit` will use."""
+        if self.page_tables:
+            warmup_tables(self.page_tables)
+
+    def clear(self) -> None:
+        """Empty all rows of all groups, on the host and on the device."""
+        for table in self.page_tables:
+            table.clear()
+
+
+def device_slot_mapping(page_table: Any, rows: Any, positions: Any, page_size: int) -> Any:
+    """Slots of tokens on the device, to be traced inside the caller's jit: int32 ``[num_tokens]``.
+
+    `page_table` is a device array ``[max_num_reqs, max_num_pages_per_req]``, `rows` and `positions` are int32
+    ``[num_tokens]``. As everywhere in jax, indices outside the table are clamped and not reported.
+    """
+    return page_table[rows, positions // page_size] * page_size + positions % page_size

@@ -1,0 +1,118 @@
+"""What the tests on devices share: slow computations, compile counts, random commits, programs of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from table_model import Work
+
+import pagepool
+
+TESTS = Path(__file__).parent
+COLLECTIVES = ("all-reduce", "all-gather", "collective-permute", "all-to-all", "reduce-scatter", "collective-broadcast")
+COMPILATIONS: list[str] = []
+
+
+def note_compilation(event: str, duration: float, **_: Any) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        COMPILATIONS.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(note_compilation)
+
+
+@contextmanager
+def count_compilations() -> Iterator[list[str]]:
+    """Yield a list that has an entry for each compilation, when the block is left."""
+    start = len(COMPILATIONS)
+    compilations: list[str] = []
+    yield compilations
+    compilations.extend(COMPILATIONS[start:])
+
+
+@jax.jit
+def after_slow_work(table: Any) -> Any:
+    """Return the table, as soon as some 50 ms of work are done."""
+    matrix = jax.lax.fori_loop(0, 60, lambda _, m: jnp.tanh(m @ m), jnp.full((256, 256), 0.01, dtype=jnp.float32))
+    return table + (matrix[0, 0] > 2).astype(jnp.int32)
+
+
+def make_pending(table: pagepool.PageTable) -> None:
+    """Make the device array one that is still being computed: what a commit then starts has to wait, and reads late."""
+    table._array = after_slow_work(table.page_table)
+
+
+def read(array: jax.Array) -> Any:
+    """Read an array through a copy. A NumPy view of the array itself would be cached in it, and keep it from being donated."""
+    return np.asarray(jnp.array(array, copy=True))
+
+
+def read_shards(array: jax.Array) -> list[tuple[Any, Any]]:
+    """Return the index and the contents of each shard of this process."""
+    return [(shard.index, np.array(shard.data)) for shard in array.addressable_shards]
+
+
+def commit_at_random(work: Work, is_pending: bool = False) -> list[jax.Array]:
+    """Commit some rows, overwrite the host tables before the device can be done, and compare them all with the models."""
+    num_reqs = work.num_rows if work.coin() else int(work.rng.integers(0, work.num_rows + 1))
+    if is_pending:
+        for table, _ in work.pairs:
+            make_pending(table)
+    committed = work.tables.commit(num_reqs)
+    work.overwrite_host()
+    arrays = list(committed) if isinstance(committed, tuple) else [committed]
+    for array, (table, model) in zip(arrays, work.pairs, strict=True):
+        model.commit(num_reqs)
+        np.testing.assert_array_equal(read(array), model.on_device)
+        assert array is table.page_table
+        assert array.dtype == jnp.int32
+        assert array.sharding == table.sharding
+        assert array.committed
+    work.restore_host()
+    return arrays
+
+
+def run_work(work: Work, num_commits: int, is_pending: bool = False) -> None:
+    """Do random rounds, from no operation at all to more than a full upload takes."""
+    for _ in range(num_commits):
+        for _ in range(int(work.rng.choice([0, 1, 3, 40], p=[0.1, 0.4, 0.4, 0.1]))):
+            work.do()
+        commit_at_random(work, is_pending)
+    work.check()
+
+
+def start_program(name: str, *args: str, num_devices: int) -> subprocess.Popen[str]:
+    """Start a program of this folder on simulated CPU devices."""
+    folders = [str(TESTS), str(Path(pagepool.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+    }
+    command = [sys.executable, str(TESTS / name), *args]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def await_programs(programs: list[subprocess.Popen[str]], timeout: float) -> None:
+    """Wait until all are done; if one fails or the time is over, end them all and show what they said."""
+    said = []
+    try:
+        for program in programs:
+            said.append(program.communicate(timeout=timeout)[0])
+    except subprocess.TimeoutExpired:
+        said.append(f"not done after {timeout} s")
+    finally:
+        for program in programs:
+            program.kill()
+            said.append(program.communicate()[0] or "")
+    assert [program.returncode for program in programs] == [0] * len(programs), "\n".join(said)

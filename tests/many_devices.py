@@ -1,0 +1,91 @@
+"""Program: page tables on the simulated CPU devices of one process, replicated and sharded by rows."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from devices import COLLECTIVES, count_compilations, read, read_shards, run_work
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from table_model import make_grouped_work, make_work
+
+import pagepool
+from pagepool.device_table import get_payload_sizes, get_scatter
+
+SPECS = [PartitionSpec(), PartitionSpec("rows"), PartitionSpec("rows", None), PartitionSpec(("rows", "copies"))]
+
+
+def make_shardings() -> list[NamedSharding]:
+    devices = np.array(jax.devices())
+    assert devices.size == 8
+    return [
+        *(NamedSharding(Mesh(devices.reshape(4, 2), ("rows", "copies")), spec) for spec in SPECS),
+        NamedSharding(Mesh(devices, ("rows",)), PartitionSpec("rows")),
+    ]
+
+
+def check_program(table: pagepool.PageTable) -> None:
+    """No device talks to another, and the table is updated in place."""
+    payload = np.zeros((16, 64 + 3), dtype=np.int32)
+    program = get_scatter((table.sharding,), True).lower((table.page_table,), payload).compile()  # type: ignore[attr-defined]
+    text = program.as_text()
+    assert not [name for name in COLLECTIVES if name in text]
+    assert "input_output_alias" in text
+
+
+def check_compilations(sharding: NamedSharding) -> None:
+    """As many as payload sizes, all in `warmup`."""
+    table = pagepool.PageTable(64, 640, 64, sharding)
+    jax.clear_caches()
+    with count_compilations() as in_warmup:
+        table.warmup()
+    assert len(in_warmup) == len(get_payload_sizes((table,))), in_warmup
+    with count_compilations() as later:
+        for num_reqs in range(65):
+            table.append_row([num_reqs] * (10 if num_reqs % 2 else 1), num_reqs % 64)
+            table.mark_dirty(range(num_reqs))
+            table.commit(num_reqs).block_until_ready()
+    assert not later
+
+
+def check_shards(sharding: NamedSharding) -> None:
+    """The array keeps its sharding, and each shard holds its rows."""
+    work = make_work((64, 257), 3, sharding=sharding)
+    for _ in range(30):
+        work.do()
+    array = work.tables.commit(64)
+    assert array.sharding == sharding
+    for index, part in read_shards(array):
+        np.testing.assert_array_equal(part, work.model.table[index])  # type: ignore[union-attr]
+
+
+def check_donation(sharding: NamedSharding) -> None:
+    """A commit replaces the array, unless it is told not to."""
+    for donate in (True, False):
+        table = pagepool.PageTable(8, 100, 64, sharding, donate=donate)
+        old = table.page_table
+        table.append_row([1], 0)
+        new = table.commit(8)
+        assert old.is_deleted() is donate
+        assert read(new)[0, 0] == 1
+
+
+def main() -> None:
+    for seed, sharding in enumerate(make_shardings()):
+        check_program(pagepool.PageTable(64, 257, 64, sharding))
+        check_shards(sharding)
+        check_donation(sharding)
+        check_compilations(sharding)
+        run_work(make_work((8, 100), seed, sharding=sharding), 40)
+        run_work(make_work((64, 257), seed, sharding=sharding), 15)
+        run_work(make_work((8, 100), seed, sharding=sharding), 3, is_pending=True)
+        run_work(make_grouped_work(8, 600, [16, 5], seed, sharding=sharding), 20)
+        with jax.transfer_guard("disallow"):
+            table = pagepool.PageTable(8, 100, 64, sharding)
+            table.append_row([1], 0)
+            table.commit(8)
+            table.mark_dirty()
+            table.commit(8)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,452 @@
+"""Commits: what reaches the device, what never does, how often jax compiles, on one device, on eight, in two processes."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+from devices import (  # noqa: E402
+    after_slow_work,
+    await_programs,
+    commit_at_random,
+    count_compilations,
+    make_pending,
+    read,
+    run_work,
+    start_program,
+)
+from table_model import SHAPES, make_grouped_work, make_work, slots_in_numpy  # noqa: E402
+
+import pagepool  # noqa: E402
+from pagepool import MultiGroupPageTable, PageTable, device_table  # noqa: E402
+from pagepool._core import pack_dirty_windows  # noqa: E402
+
+GROUPS = [[16], [16, 16], [16, 1, 7]]
+
+
+# Random work.
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_commits_send_what_changed(shape: tuple[int, int], donate: bool) -> None:
+    run_work(make_work(shape, seed=1, donate=donate), 100)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("page_sizes", GROUPS, ids=str)
+def test_commits_send_all_groups(page_sizes: list[int], donate: bool) -> None:
+    run_work(make_grouped_work(6, 300, page_sizes, seed=2, donate=donate), 60)
+
+
+def test_a_group_may_be_committed_alone() -> None:
+    work = make_grouped_work(6, 300, [16, 5], seed=3)
+    for step in range(40):
+        for _ in range(3):
+            work.do()
+        table, model = work.pairs[step % 2]
+        table.commit(4)
+        model.commit(4)
+        commit_at_random(work)
+
+
+@pytest.mark.parametrize("shape", [(8, 100), (300, 640)], ids=str)
+def test_host_writes_never_reach_a_pending_commit(shape: tuple[int, int]) -> None:
+    """The device array is still being computed when the host table, which jax could alias, is overwritten."""
+    work = make_work(shape, seed=4)
+    assert work.pairs[0][0].page_table_cpu.ctypes.data % 64 == 0
+    run_work(work, 12, is_pending=True)
+    run_work(make_grouped_work(6, 300, [16, 5], seed=4), 4, is_pending=True)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("shape", [(256, 2048), (1024, 8192)], ids=str)
+def test_host_writes_never_reach_a_large_commit(shape: tuple[int, int], is_full: bool) -> None:
+    table = PageTable(*shape, 64)
+    for value in range(1, 5):
+        for row in range(0, shape[0], 1 if is_full else 64):
+            table.append_row([value] * 64, row)
+        num_windows = shape[0] if is_full else shape[0] // 64
+        if is_full:
+            table.mark_dirty()
+        else:
+            make_pending(table)
+            assert table.count_dirty_windows(0, shape[0]) == num_windows
+        before = table.page_table
+        expected = table.page_table_cpu.copy()
+        array = table.commit(shape[0])
+        assert array is not before
+        table.page_table_cpu[:] = -1
+        np.testing.assert_array_equal(read(array), expected)
+        table.page_table_cpu[:] = expected
+
+
+def test_full_uploads_take_a_copy_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """jax may alias what it is given: so that is memory of its own, aligned as jax likes it, each time anew."""
+    sent: list[Any] = []
+    upload = device_table.upload
+    monkeypatch.setattr(device_table, "upload", lambda array, sharding: sent.append(array) or upload(array, sharding))
+    table = PageTable(64, 640, 64)
+    for _ in range(3):
+        table.mark_dirty()
+        table.commit(64)
+    assert len(sent) == 3
+    assert all(array.ctypes.data % 64 == 0 for array in sent)
+    arrays = [*sent, table.page_table_cpu]
+    assert not [1 for i, one in enumerate(arrays) for other in arrays[:i] if np.shares_memory(one, other)]
+
+
+def test_payloads_are_never_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+
+    def keep(*args: Any) -> Any:
+        sent.append(pack_dirty_windows(*args))
+        return sent[-1]
+
+    monkeypatch.setattr(device_table, "pack_dirty_windows", keep)
+    table = PageTable(64, 640, 64)
+    for row in range(4):
+        table.append_row([1], row)
+        table.commit(64)
+    assert len(sent) == 4
+    arrays = [*sent, table.page_table_cpu]
+    assert not [1 for i, one in enumerate(arrays) for other in arrays[:i] if np.shares_memory(one, other)]
+
+
+# Which way a commit goes.
+
+
+def test_windows_or_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("scatter_payload", "upload"):
+        function = getattr(device_table, name)
+        monkeypatch.setattr(
+            device_table, name, lambda *args, name=name, function=function: calls.append(name) or function(*args)
+        )
+    table = PageTable(64, 640, 64)  # 640 windows in all, so 40 at most
+    table.warmup()
+    for num_rows, num_committed, expected in (
+        (4, 64, ["scatter_payload"]),
+        (5, 64, ["upload"]),
+        (0, 64, []),
+        (5, 4, ["scatter_payload"]),
+        (64, 63, ["scatter_payload"] * 10),
+        (0, 64, ["scatter_payload"]),
+    ):
+        table.mark_dirty(range(num_rows))
+        calls.clear()
+        table.commit(num_committed)
+        assert calls == expected
+
+
+def test_nothing_dirty_gives_the_same_array() -> None:
+    for tables in (PageTable(8, 100, 64), MultiGroupPageTable(8, 100, 64, [1, 16])):
+        work = [tables.append_row] if isinstance(tables, PageTable) else [lambda ids, row: tables.append_row([ids, ids], row)]
+        first = tables.commit(8)
+        work[0]([1], 5)
+        same = tables.commit(5)
+        changed = tables.commit(6)
+        pairs = zip(first, same, changed, strict=True) if isinstance(tables, MultiGroupPageTable) else [(first, same, changed)]
+        assert all(a is b and b is not c for a, b, c in pairs)
+
+
+def test_rows_that_are_not_committed_stay_dirty() -> None:
+    table = PageTable(8, 100, 64)
+    table.append_row([1] * 70, 2)
+    table.append_row([2] * 70, 6)
+    assert read(table.commit(0)).sum() == 0
+    assert read(table.commit(4)).sum() == 70
+    assert table.count_dirty_windows(0, 8) == 2
+    assert read(table.commit(8)).sum() == 210
+    assert table.count_dirty_windows(0, 8) == 0
+
+
+def test_a_commit_after_clear() -> None:
+    for donate in (True, False):
+        table = PageTable(8, 100, 64, donate=donate)
+        table.append_row([1] * 70, 2)
+        table.commit(8)
+        table.clear()
+        assert read(table.page_table).sum() == 0
+        assert table.count_dirty_windows(0, 8) == 0
+        table.append_row([3], 7)
+        assert read(table.commit(8)).sum() == 3
+        table.clear()
+        table.append_row([3], 7)
+        assert read(table.commit(7)).sum() == 0
+        assert read(table.commit(8)).sum() == 3
+
+
+def test_arrays_are_int32_in_64_bit_mode() -> None:
+    with jax.enable_x64(True):
+        run_work(make_work((8, 100), seed=5), 20)
+        slots = pagepool.device_slot_mapping(jnp.ones((2, 3), jnp.int32), jnp.zeros(2, jnp.int32), jnp.arange(2, dtype=jnp.int32), 16)
+        assert slots.dtype == jnp.int32
+
+
+# Donation.
+
+
+def test_commits_replace_the_array_in_place() -> None:
+    table = PageTable(64, 640, 64)
+    table.warmup()  # the first array may be the uploaded NumPy array itself, which is copied once
+    old = table.commit(64)
+    pointer = old.unsafe_buffer_pointer()
+    table.append_row([1], 0)
+    new = table.commit(64)
+    assert old.is_deleted()
+    assert new.unsafe_buffer_pointer() == pointer
+    with pytest.raises(RuntimeError, match="deleted"):
+        np.asarray(old)
+
+
+def test_without_donation_old_arrays_stay() -> None:
+    table = PageTable(64, 640, 64, donate=False)
+    arrays = []
+    for value in range(1, 5):
+        table.append_row([value], value)
+        arrays.append(table.commit(64))
+    table.mark_dirty()
+    arrays.append(table.commit(64))
+    table.clear()
+    assert [read(array).sum() for array in arrays] == [1, 3, 6, 10, 10]
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_step_that_still_reads_the_table_is_safe(donate: bool) -> None:
+    table = PageTable(64, 640, 64, donate=donate)
+    table.warmup()
+    after_slow_work(table.page_table).block_until_ready()
+    for value in range(1, 7):
+        expected = table.page_table_cpu.copy()
+        step = after_slow_work(table.page_table)
+        table.append_row([value] * 100, value)
+        if value % 3 == 0:
+            table.mark_dirty()  # a full upload
+        array = table.commit(64)
+        table.page_table_cpu[:, 600:] = 9
+        np.testing.assert_array_equal(np.asarray(step), expected)
+        table.page_table_cpu[:, 600:] = 0
+        np.testing.assert_array_equal(read(array), table.page_table_cpu)
+
+
+def test_a_view_that_is_alive_keeps_its_contents() -> None:
+    """NumPy views of the device array keep jax from donating it: a copy is made instead."""
+    table = PageTable(64, 640, 64)
+    table.append_row([1], 0)
+    view = np.asarray(table.commit(64))
+    table.append_row([2], 0)
+    array = table.commit(64)
+    assert view[0, :2].tolist() == [1, 0]
+    assert read(array)[0, :2].tolist() == [1, 2]
+
+
+# Failures.
+
+
+class BrokenError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("takes_the_arrays", [False, True])
+def test_after_a_failure_all_is_sent_again(takes_the_arrays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = make_grouped_work(6, 300, [16, 5], seed=6)
+    run_work(work, 5)
+
+    def broken(arrays: Any, payload: Any) -> Any:
+        for array in arrays if takes_the_arrays else ():
+            array.delete()
+        raise BrokenError
+
+    work.both("append_row", [[], []], 0)
+    work.both("add_row", [[1], [2]], 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(device_table, "get_scatter", lambda *_: broken)
+        with pytest.raises(BrokenError):
+            work.tables.commit(6)
+    for table, model in work.pairs:
+        assert table.count_dirty_windows(0, 6) == 6 * -(-model.table.shape[1] // 64)
+        if takes_the_arrays:
+            model.on_device[:] = 0  # lost; rows that are committed next are whole again
+    commit_at_random(work)
+    run_work(work, 10)
+
+
+def test_after_a_failed_upload_all_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = PageTable(64, 640, 64)
+    table.append_row([1], 0)
+    array = table.commit(64)
+    table.append_row([2], 0)
+    table.mark_dirty()
+
+    def broken(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device_table, "upload", broken)
+        with pytest.raises(KeyboardInterrupt):
+            table.commit(64)
+    assert table.page_table is array
+    assert read(table.commit(64)).sum() == 3
+
+
+def test_a_table_that_the_user_deleted_is_made_anew() -> None:
+    table = PageTable(8, 100, 64)
+    table.append_row([1], 0)
+    table.commit(8).delete()
+    table.append_row([2], 1)
+    with pytest.raises(RuntimeError, match="deleted"):
+        table.commit(8)
+    assert read(table.commit(8)).sum() == 3
+
+
+def test_tables_leave_at_once_with_their_arrays() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        table = PageTable(64, 640, 64)
+        table.append_row([1], 0)
+        array = weakref.ref(table.commit(64))
+        before = len(jax.live_arrays())
+        del table
+        assert array() is None
+        assert len(jax.live_arrays()) == before - 1
+    finally:
+        gc.enable()
+
+
+def test_commits_leave_nothing_behind() -> None:
+    table = PageTable(64, 640, 64)
+    table.warmup()
+    for i in range(3):
+        table.append_row([1], i)
+        table.commit(64)
+    gc.collect()
+    before = len(jax.live_arrays())
+    for i in range(50):
+        table.append_row([1], i)
+        table.commit(64)
+    assert len(jax.live_arrays()) == before
+
+
+# Compilations.
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_sizes"), [((256, 2048), 4), ((1024, 8192), 6), ((1, 1), 1), ((5, 7), 1), ((64, 1000), 2)], ids=str
+)
+def test_as_many_compilations_as_payload_sizes(shape: tuple[int, int], num_sizes: int) -> None:
+    table = PageTable(*shape, 64)
+    jax.clear_caches()
+    with count_compilations() as in_warmup:
+        table.warmup()
+    assert len(in_warmup) == num_sizes
+
+
+def test_warmup_changes_nothing() -> None:
+    table = PageTable(8, 100, 64)
+    table.append_row([1], 0)
+    version = table.cpu_version
+    table.warmup()
+    assert (table.cpu_version, table.count_dirty_windows(0, 8), read(table.page_table).sum()) == (version, 1, 0)
+    assert read(table.commit(8)).sum() == 1
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_no_compilation_after_warmup(donate: bool) -> None:
+    """Whatever the number of requests, the amount of work, and the way it is sent."""
+    shape = (64, 1000)
+    table = PageTable(*shape, 64, donate=donate)
+    table.warmup()
+    with count_compilations() as compilations:
+        for num_reqs in range(shape[0] + 1):
+            for num_dirty in (1, 7, num_reqs):
+                table.mark_dirty(range(min(num_dirty, num_reqs)))
+                table.append_row([num_reqs], num_reqs % shape[0])
+                table.commit(num_reqs).block_until_ready()
+        table.clear()
+        table.commit(64)
+    assert not compilations
+
+
+def test_no_compilation_after_warmup_of_groups() -> None:
+    tables = MultiGroupPageTable(16, 2000, 64, [16, 2])
+    jax.clear_caches()
+    with count_compilations() as in_warmup:
+        tables.warmup()
+    assert len(in_warmup) == 2
+    with count_compilations() as compilations:
+        for num_reqs in range(17):
+            tables.append_row([[1], [num_reqs]], num_reqs % 16)
+            tables.commit(num_reqs)
+            tables.mark_dirty()
+            tables.commit(num_reqs)
+    assert not compilations
+
+
+def test_without_warmup_only_what_is_needed_is_compiled() -> None:
+    table = PageTable(64, 1001, 64)
+    jax.clear_caches()
+    with count_compilations() as compilations:
+        for num_reqs in range(1, 65):
+            table.append_row([1], num_reqs - 1)
+            table.commit(num_reqs)
+    assert len(compilations) == 1
+
+
+# Transfers.
+
+
+def test_commits_pass_a_transfer_guard() -> None:
+    with jax.transfer_guard("disallow"):
+        table = PageTable(64, 640, 64)
+        table.warmup()
+        table.append_row([1], 0)
+        table.commit(64)
+        table.mark_dirty()
+        table.commit(64)
+        table.clear()
+        table.commit(64)
+        with pytest.raises(Exception, match="[Dd]isallowed"):
+            jax.jit(lambda x: x + 1)(np.ones(3))
+
+
+# Slots.
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16])
+def test_device_slots_are_those_of_numpy(page_size: int) -> None:
+    rng = np.random.default_rng(page_size)
+    table = PageTable(64, 257, 64)
+    for row in range(64):
+        table.append_row(rng.integers(0, 1000, 257, dtype=np.int32), row)
+    rows = rng.integers(0, 64, 500, dtype=np.int32)
+    positions = rng.integers(0, 257 * page_size, 500, dtype=np.int32)
+    trace = jax.jit(pagepool.device_slot_mapping, static_argnames="page_size")
+    slots = trace(table.commit(64), rows, positions, page_size=page_size)
+    assert slots.dtype == jnp.int32
+    np.testing.assert_array_equal(slots, slots_in_numpy(table.page_table_cpu, rows, positions, page_size))
+    np.testing.assert_array_equal(slots, table.slot_mapping(rows, positions, page_size))
+
+
+# Many devices.
+
+
+def test_eight_devices() -> None:
+    await_programs([start_program("many_devices.py", num_devices=8)], timeout=600)
+
+
+def test_two_processes() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    programs = [start_program("two_processes.py", address, str(i), num_devices=2) for i in range(2)]
+    await_programs(programs, timeout=300)

@@ -1,0 +1,666 @@
+"""The host side of page tables: rows against a NumPy model, errors that change nothing, slots. No test here needs jax."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from table_model import MAX_PAGE_ID, SHAPES, make_grouped_work, make_work, slots_in_numpy
+
+import pagepool
+from pagepool import MultiGroupPageTable, PageTable
+from pagepool._core import GroupedRows, PageIds, make_aligned_zeros, pack_dirty_windows
+from pagepool.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    IntegrityError,
+    PageIdError,
+    PagePoolError,
+    RowIndexError,
+    RowOverflowError,
+)
+
+NUM_STEPS = 600
+
+
+def make_table(num_rows: int = 4, num_columns: int = 8) -> PageTable:
+    return PageTable(num_rows, num_columns, 64)
+
+
+def state_of(tables: Any) -> list[Any]:
+    """Everything that a call may change."""
+    return [
+        (
+            table.page_table_cpu.tolist(),
+            table.num_pages_per_row.tolist(),
+            table.cpu_version,
+            table.count_dirty_windows(0, table.max_num_reqs),
+        )
+        for table in getattr(tables, "page_tables", (tables,))
+    ]
+
+
+# Rows against the model.
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_are_those_of_the_model(shape: tuple[int, int]) -> None:
+    work = make_work(shape, seed=1)
+    for _ in range(NUM_STEPS):
+        work.do()
+        work.check()
+
+
+@pytest.mark.parametrize("page_sizes", [[16], [16, 16], [16, 1, 7]], ids=str)
+def test_rows_of_all_groups_are_those_of_the_models(page_sizes: list[int]) -> None:
+    work = make_grouped_work(6, 200, page_sizes, seed=2)
+    for _ in range(NUM_STEPS):
+        work.do()
+        work.check()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dirty_windows_are_enough(shape: tuple[int, int], seed: int) -> None:
+    """Windows written over the last known table, with commits of random rows in between, give the table."""
+    work = make_work(shape, seed)
+    (table, model), *_ = work.pairs
+    for _ in range(200):
+        for _ in range(work.rng.integers(0, 4)):
+            work.do()
+            if not model.table.any():  # after clear() the device is set to zeros by other means
+                model.on_device[:] = 0
+                table.mark_dirty()
+        num_rows = int(work.rng.integers(0, shape[0] + 1))
+        payload = pack_dirty_windows((table,), num_rows, int(work.rng.integers(1, 500)))
+        apply(payload, model.on_device)
+        if not table.count_dirty_windows(0, num_rows):
+            np.testing.assert_array_equal(model.on_device[:num_rows], model.table[:num_rows])
+
+
+def apply(payload: Any, on_device: Any) -> None:
+    """Write a payload as the device does, and check the lines that say nothing."""
+    *_, groups, rows, columns = payload.T
+    is_here = rows < on_device.shape[0]
+    width = min(64, on_device.shape[1])
+    assert np.unique(rows[~is_here]).size == np.count_nonzero(~is_here)
+    assert not groups.any()
+    for line, row, column in zip(payload[is_here], rows[is_here], columns[is_here], strict=True):
+        assert 0 <= column <= on_device.shape[1] - width
+        on_device[row, column : column + width] = line[:width]
+
+
+def test_the_buffers_are_the_arrays_themselves() -> None:
+    table = make_table()
+    assert table.get_cpu_tensor() is table.page_table_cpu
+    assert table.page_table_cpu.dtype == table.num_pages_per_row.dtype == np.int32
+    assert table.page_table_cpu.ctypes.data % 64 == 0
+    table.append_row([5, 6], 1)
+    table.get_cpu_tensor()[1, 1] = 9
+    table.move_row(1, 0)
+    assert table.page_table_cpu[0].tolist() == [5, 9, 0, 0, 0, 0, 0, 0]
+
+
+def test_what_rows_do() -> None:
+    table = make_table()
+    table.append_row([1, 2, 3], 0)
+    table.append_row(np.array([4], dtype=np.int32), 0)
+    table.move_row(0, 2)
+    assert table.page_table_cpu[2].tolist() == [1, 2, 3, 4, 0, 0, 0, 0]
+    assert table.num_pages_per_row.tolist() == [4, 0, 4, 0]
+    table.add_row([7], 2)
+    table.swap_row(0, 2)
+    assert table.page_table_cpu[[0, 2], :4].tolist() == [[7, 0, 0, 0], [1, 2, 3, 4]]
+    table.clear_row(2)
+    table.move_row(1, 0)
+    assert not table.page_table_cpu.any()
+    assert not table.num_pages_per_row.any()
+
+
+@pytest.mark.parametrize(
+    "page_ids",
+    [
+        [3, 4],
+        (3, 4),
+        range(3, 5),
+        (i for i in (3, 4)),
+        PageIds([3, 4]),
+        *(np.array([3, 4], dtype=dtype) for dtype in ("int32", "int64", "uint8", "uint64", ">i4")),
+        np.array([3, 0, 4, 0], dtype=np.int32)[::2],
+        np.array([4, 3], dtype=np.int64)[::-1],
+        [np.int32(3), np.int64(4)],
+    ],
+    ids=lambda value: f"{type(value).__name__}-{getattr(value, 'dtype', '')}",
+)
+def test_ids_come_in_many_forms(page_ids: Any) -> None:
+    table = make_table()
+    table.append_row(page_ids, 0)
+    assert table.page_table_cpu[0, :3].tolist() == [3, 4, 0]
+
+
+def test_read_only_arrays_are_taken() -> None:
+    ids = np.array([3, 4], dtype=np.int32)
+    ids.flags.writeable = False
+    table = make_table()
+    table.add_row(ids, np.int64(0))
+    assert table.page_table_cpu[0, :3].tolist() == [3, 4, 0]
+
+
+@pytest.mark.parametrize("page_ids", [[], np.empty(0, dtype=np.int32), ()], ids=type)
+def test_no_ids_change_nothing(page_ids: Any) -> None:
+    table = make_table()
+    before = state_of(table)
+    table.append_row(page_ids, 0)
+    table.append_rows_batch([page_ids, page_ids], [1, 2])
+    table.append_rows_batch([], [])
+    assert state_of(table) == before
+
+
+def test_versions_move_with_each_change() -> None:
+    table = make_table()
+    calls: list[tuple[Any, ...]] = [
+        (table.append_row, [1], 0),
+        (table.add_row, [2], 1),
+        (table.append_rows_batch, [[1], [2]], [0, 1]),
+        (table.move_row, 0, 2),
+        (table.swap_row, 0, 1),
+        (table.clear_row, 0),
+        (table.mark_dirty, [3]),
+        (table.mark_dirty,),
+        (table.clear,),
+    ]
+    for call, *args in calls:
+        version = table.cpu_version
+        call(*args)
+        assert table.cpu_version > version
+
+
+def test_only_touched_windows_are_dirty() -> None:
+    table = make_table(4, 640)
+    table.append_row([1], 0)
+    table.append_row([1] * 65, 1)
+    assert table.count_dirty_windows(0, 4) == 3
+    assert table.count_dirty_windows(0, 1) == 1
+    pack_dirty_windows((table,), 4, 16)
+    table.append_row([1] * 63, 0)
+    table.append_row([1] * 64, 0)
+    assert table.count_dirty_windows(0, 4) == 2
+    pack_dirty_windows((table,), 4, 16)
+    table.swap_row(0, 1)
+    assert table.count_dirty_windows(0, 4) == 4
+    table.mark_dirty([3])
+    assert table.count_dirty_windows(3, 4) == 10
+
+
+def test_a_row_may_come_twice_in_a_batch() -> None:
+    tables = MultiGroupPageTable(4, 64, 64, [16, 32])
+    tables.append_rows_batch([[[1], [2]], [[3, 4], []], [[5], [6]]], np.array([2, 2, 2]))
+    assert tables[0].page_table_cpu[2].tolist() == [1, 3, 4, 5]
+    assert tables[1].page_table_cpu[2].tolist() == [2, 6]
+    before = state_of(tables)
+    with pytest.raises(RowOverflowError, match="row 1 has 4 pages, 1 more were given, allowed: 4 in all"):
+        tables.append_rows_batch([[[1, 2], []], [[3, 4], [7]], [[5], []]], [1, 1, 1])
+    assert state_of(tables) == before
+
+
+def test_groups_are_tables_by_number() -> None:
+    tables = MultiGroupPageTable(4, 100, 64, [16, 32])
+    assert len(tables) == 2
+    assert [table.page_table_cpu.shape for table in tables] == [(4, 7), (4, 4)]
+    assert tables[-1] is tables.page_tables[1]
+    with pytest.raises(IndexError):
+        tables[2]
+
+
+def test_no_groups_at_all() -> None:
+    tables = MultiGroupPageTable(4, 64, 64, [])
+    tables.append_rows_batch([[], []], [0, 1])
+    tables.add_row([], 0)
+    tables.clear_row(0)
+    tables.move_row(0, 1)
+    tables.swap_row(0, 1)
+    tables.mark_dirty()
+    tables.clear()
+    tables.warmup()
+    assert tables.commit(4) == ()
+
+
+# Errors change nothing.
+
+BAD_IDS = [
+    ([-1], PageIdError),
+    ([1, 2, -(2**31)], PageIdError),
+    ([2**31], ArgumentError),
+    ([-(2**31) - 1], ArgumentError),
+    ([10**30], ArgumentError),
+    ([1.0], ArgumentTypeError),
+    ([None], ArgumentTypeError),
+    ([[1]], ArgumentTypeError),
+    (["1"], ArgumentTypeError),
+    ("12", ArgumentTypeError),
+    (None, ArgumentTypeError),
+    (5, ArgumentTypeError),
+    (1.5, ArgumentTypeError),
+    ([1] * 9, RowOverflowError),
+    (np.ones(9, dtype=np.int32), RowOverflowError),
+    (np.array([1.0]), ArgumentTypeError),
+    (np.array([True]), ArgumentTypeError),
+    (np.array(1), ArgumentTypeError),
+    (np.array([[1]]), ArgumentTypeError),
+    (np.array([1], dtype=object), ArgumentTypeError),
+    (np.array([2**31]), ArgumentError),
+    (np.array([2**64 - 1], dtype=np.uint64), ArgumentError),
+    (np.array([3, -1], dtype=np.int32), PageIdError),
+    (np.array([-1], dtype=np.int8), PageIdError),
+]
+BAD_ROWS = [
+    (-1, RowIndexError),
+    (4, RowIndexError),
+    (2**31, RowIndexError),
+    (10**30, RowIndexError),
+    (-(10**30), RowIndexError),
+    (1.0, ArgumentTypeError),
+    (np.float64(1), ArgumentTypeError),
+    (None, ArgumentTypeError),
+    ("1", ArgumentTypeError),
+    ([1], ArgumentTypeError),
+]
+
+
+def filled_table() -> PageTable:
+    table = make_table()
+    table.append_row([1, 2, 3], 0)
+    table.append_row([4], 1)
+    pack_dirty_windows((table,), 1, 16)
+    return table
+
+
+def filled_tables() -> MultiGroupPageTable:
+    tables = MultiGroupPageTable(4, 128, 64, [16, 16])
+    tables.append_row([[1, 2, 3], [4]], 0)
+    pack_dirty_windows(tables.page_tables, 1, 16)
+    return tables
+
+
+def refuse(tables: Any, error: type[Exception], call: str, *args: Any) -> None:
+    """The call raises exactly this error, and changes nothing."""
+    before = state_of(tables)
+    with pytest.raises(PagePoolError) as raised:
+        getattr(tables, call)(*args)
+    assert raised.type is error
+    assert state_of(tables) == before
+
+
+@pytest.mark.parametrize(("page_ids", "error"), BAD_IDS, ids=repr)
+def test_bad_ids_are_refused(page_ids: Any, error: type[Exception]) -> None:
+    refuse(filled_table(), error, "append_row", page_ids, 1)
+    refuse(filled_table(), error, "add_row", page_ids, 1)
+    refuse(filled_table(), error, "append_rows_batch", [[1], page_ids, [2]], [0, 1, 2])
+    refuse(filled_tables(), error, "append_row", [[1], page_ids], 1)
+    refuse(filled_tables(), error, "add_row", [[1], page_ids], 1)
+    refuse(filled_tables(), error, "append_rows_batch", [[[1], [1]], [[1], page_ids]], [0, 1])
+
+
+@pytest.mark.parametrize(("row", "error"), BAD_ROWS, ids=repr)
+def test_bad_rows_are_refused(row: Any, error: type[Exception]) -> None:
+    for tables, page_ids in ((filled_table(), [1]), (filled_tables(), [[1], [1]])):
+        refuse(tables, error, "append_row", page_ids, row)
+        refuse(tables, error, "add_row", page_ids, row)
+        refuse(tables, error, "append_rows_batch", [page_ids, page_ids], [0, row])
+        refuse(tables, error, "clear_row", row)
+        refuse(tables, error, "move_row", 0, row)
+        refuse(tables, error, "move_row", row, 0)
+        refuse(tables, error, "swap_row", 0, row)
+        refuse(tables, error, "swap_row", row, 0)
+        refuse(tables, error, "mark_dirty", [0, row])
+
+
+@pytest.mark.parametrize(
+    ("call", "args"),
+    [
+        ("append_row", ([[1]], 0)),
+        ("append_row", ([[1], [2], [3]], 0)),
+        ("append_row", ([], 0)),
+        ("add_row", ([[1]], 0)),
+        ("append_rows_batch", ([[[1], [2]], [[1]]], [0, 1])),
+        ("append_rows_batch", ([[[1], [2]]], [0, 1])),
+        ("append_rows_batch", ([[[1], [2]], [[1], [2]]], [0])),
+    ],
+)
+def test_wrong_numbers_of_groups_and_rows_are_refused(call: str, args: Any) -> None:
+    refuse(filled_tables(), ArgumentError, call, *args)
+
+
+@pytest.mark.parametrize(
+    ("call", "args"),
+    [
+        ("append_row", (5, 0)),
+        ("append_row", (None, 0)),
+        ("append_rows_batch", (None, [0])),
+        ("append_rows_batch", ([[[1], [2]]], 0)),
+        ("append_rows_batch", ([5], [0])),
+        ("mark_dirty", (3,)),
+        ("mark_dirty", (1.5,)),
+    ],
+)
+def test_what_is_no_list_is_refused(call: str, args: Any) -> None:
+    refuse(filled_tables(), ArgumentTypeError, call, *args)
+    if call != "append_rows_batch" or args[0] != [[[1], [2]]]:
+        refuse(filled_table(), ArgumentTypeError, call, *args)
+
+
+def test_an_id_whose_reading_fails_or_changes_the_table() -> None:
+    table = make_table()
+
+    class Sly:
+        def __index__(self) -> int:
+            table.append_row([1] * 7, 0)
+            return 9
+
+    class Failing:
+        def __index__(self) -> int:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        table.append_row([1, Failing()], 0)
+    assert not table.page_table_cpu.any()
+    table.append_row([2, Sly()], 1)
+    with pytest.raises(RowOverflowError):
+        table.append_row([2, Sly()], 0)
+    assert table.num_pages_per_row.tolist() == [7, 2, 0, 0]
+
+
+@pytest.mark.parametrize("count", [-1, 9, 2**31 - 1, -(2**31)])
+def test_overwritten_counts_do_not_lead_outside_the_table(count: int) -> None:
+    table = filled_table()
+    table.num_pages_per_row[0] = count
+    refuse(table, IntegrityError, "append_row", [1], 0)
+    refuse(table, IntegrityError, "append_rows_batch", [[1]], [0])
+    refuse(table, IntegrityError, "move_row", 0, 1)
+    table.swap_row(0, 1)
+    refuse(table, IntegrityError, "append_row", [1], 1)
+    table.clear_row(1)
+    table.append_row([5], 1)
+    assert table.page_table_cpu[1].tolist() == [5] + [0] * 7
+
+
+def test_a_move_is_refused_in_all_groups() -> None:
+    tables = filled_tables()
+    tables[1].num_pages_per_row[0] = 99
+    refuse(tables, IntegrityError, "move_row", 0, 1)
+
+
+def test_a_row_written_by_hand_can_be_cleared() -> None:
+    table = make_table(2, 200)
+    table.page_table_cpu[1, :150] = 7
+    table.num_pages_per_row[1] = 150
+    table.mark_dirty([1])
+    table.append_row([8], 1)
+    table.swap_row(0, 1)
+    assert table.page_table_cpu[0, 148:152].tolist() == [7, 7, 8, 0]
+    table.add_row([1], 0)
+    assert table.page_table_cpu.sum() == 1
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, None, "3", 2**31, 10**30], ids=repr)
+def test_bad_sizes_are_refused(value: Any) -> None:
+    with pytest.raises(PagePoolError):
+        PageTable(value, 4, 64)
+    with pytest.raises(PagePoolError):
+        PageTable(4, value, 64)
+    with pytest.raises(PagePoolError):
+        MultiGroupPageTable(value, 64, 64, [16])
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, None, "3"], ids=repr)
+def test_bad_lengths_are_refused(value: Any) -> None:
+    with pytest.raises(PagePoolError):
+        MultiGroupPageTable(4, value, 64, [16])
+    with pytest.raises(PagePoolError):
+        MultiGroupPageTable(4, 64, 64, [16, value])
+    with pytest.raises(PagePoolError):
+        PageTable(4, 4, value or -1)
+
+
+def test_tables_that_are_too_large_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="allowed: 1073741824 ids in all"):
+        PageTable(2**20, 2**11, 64)
+
+
+@pytest.mark.parametrize("sharding", ["rows", 1, object()])
+def test_what_is_no_sharding_is_refused(sharding: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match="sharding"):
+        PageTable(4, 4, 64, sharding)
+
+
+def test_tables_are_made_once_and_not_copied() -> None:
+    table = filled_table()
+    with pytest.raises(ArgumentError):
+        table.__init__(3, 3, 3)  # type: ignore[misc]
+    for tables in (table, filled_tables()):
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            pickle.dumps(tables)
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            copy.deepcopy(tables)
+    with pytest.raises(AttributeError):
+        table.page_table_cpu = np.zeros(3)  # type: ignore[misc]
+    assert table.page_table_cpu.shape == (4, 8)
+
+
+def test_a_table_whose_init_never_ran_has_no_rows() -> None:
+    table = PageTable.__new__(PageTable)
+    with pytest.raises(RowIndexError):
+        table.append_row([1], 0)
+    assert table.count_dirty_windows(0, 0) == 0
+    with pytest.raises(RowIndexError):
+        table.slot_mapping([0], [0], 16)
+
+
+def test_groups_of_unlike_tables_are_refused() -> None:
+    table = make_table()
+    for page_tables in ([table, make_table(5)], [table, table], [1]):
+        with pytest.raises(ArgumentError):
+            GroupedRows(page_tables)  # type: ignore[arg-type]
+
+
+# Commit, as far as it goes without jax.
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "error"),
+    [(-1, ArgumentError), (5, ArgumentError), (10**30, ArgumentError), (1.0, ArgumentTypeError), (None, ArgumentTypeError)],
+)
+def test_bad_numbers_of_rows_are_refused(num_reqs: Any, error: type[Exception]) -> None:
+    refuse(filled_table(), error, "commit", num_reqs)
+    refuse(filled_tables(), error, "commit", num_reqs)
+
+
+# Memory and threads.
+
+
+def test_tables_leave_at_once() -> None:
+    """Without the garbage collector: they are large, and engines switch it off."""
+    gc.disable()
+    try:
+        table = make_table(64, 1024)
+        tables = MultiGroupPageTable(4, 64, 64, [16, 32])
+        references = [weakref.ref(table), weakref.ref(tables), weakref.ref(tables[0]), weakref.ref(table.page_table_cpu)]
+        host = table.page_table_cpu
+        del table, tables
+        assert [reference() is None for reference in references] == [True, True, True, False]
+        host[:] = 3
+    finally:
+        gc.enable()
+
+
+def test_borrowed_arrays_are_given_back() -> None:
+    table = make_table(4, 64)
+    ids = np.arange(4, dtype=np.int32)
+    count = sys.getrefcount(ids)
+    for _ in range(10):
+        table.append_row(ids, 0)
+        table.append_rows_batch([ids, ids], [1, 2])
+        with pytest.raises(RowIndexError):
+            table.append_row(ids, 9)
+        table.slot_mapping(ids, ids, 16)
+    assert sys.getrefcount(ids) == count
+
+
+def test_threads_do_not_overfill_a_row() -> None:
+    tables = MultiGroupPageTable(2, 512, 64, [1, 1])
+    errors: list[Exception] = []
+
+    def fill() -> None:
+        for _ in range(200):
+            try:
+                tables.append_rows_batch([[[1, 1], [2, 2]], [[3], [4]]], [0, 1])
+                tables[0].append_row([5], 1)
+            except RowOverflowError:
+                tables[0].copy_aligned()
+            except Exception as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=fill) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    counts = [table.num_pages_per_row[0] for table in tables]
+    assert counts[0] == counts[1] <= 512
+    assert (tables[0].page_table_cpu != 0).sum(axis=1).tolist() == tables[0].num_pages_per_row.tolist()
+
+
+def test_aligned_zeros_are_aligned() -> None:
+    for shape in ((1, 1), (3, 7), (64, 257)):
+        zeros = make_aligned_zeros(shape)
+        assert zeros.ctypes.data % 64 == 0
+        assert zeros.shape == shape
+        assert zeros.flags.c_contiguous
+        assert not zeros.any()
+
+
+# Slot mapping.
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16, 64, 1000])
+@pytest.mark.parametrize("shape", [(5, 7), (64, 257), (1, 1)], ids=str)
+def test_slots_are_those_of_numpy(shape: tuple[int, int], page_size: int) -> None:
+    rng = np.random.default_rng(page_size)
+    table = PageTable(*shape, 64)
+    table.page_table_cpu[:] = rng.integers(0, MAX_PAGE_ID // page_size, shape)
+    rows = rng.integers(0, shape[0], 2000).astype(np.int32)
+    positions = rng.integers(0, shape[1] * page_size, 2000).astype(np.int32)
+    expected = slots_in_numpy(table.page_table_cpu, rows, positions, page_size)
+    for slots in (
+        table.slot_mapping(rows, positions, page_size),
+        table.slot_mapping(rows.astype(np.int64), positions.tolist(), np.int64(page_size)),  # type: ignore[arg-type]
+    ):
+        assert slots.dtype == np.int32
+        np.testing.assert_array_equal(slots, expected)
+    assert table.slot_mapping([], [], page_size).shape == (0,)
+
+
+def test_device_slots_are_plain_array_arithmetic() -> None:
+    table = filled_table()
+    rows, positions = np.array([0, 1]), np.array([33, 2])
+    expected = table.slot_mapping(rows, positions, 16)
+    assert pagepool.device_slot_mapping(table.page_table_cpu, rows, positions, 16).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (([0, 4], [0, 0], 16), RowIndexError),
+        (([0, -1], [0, 0], 16), RowIndexError),
+        (([0], [128], 16), RowIndexError),
+        (([0], [-1], 16), RowIndexError),
+        (([0, 1], [0], 16), ArgumentError),
+        (([0], [0], 0), ArgumentError),
+        (([0], [0], -16), ArgumentError),
+        (([0], [0], 16.0), ArgumentTypeError),
+        (([0.0], [0], 16), ArgumentTypeError),
+        (([0], np.array([0.0]), 16), ArgumentTypeError),
+        ((0, 0, 16), ArgumentTypeError),
+        (([0], [2**31], 16), ArgumentError),
+        (([3], [0], 2**30), ArgumentError),
+    ],
+)
+def test_bad_slots_are_refused(args: Any, error: type[Exception]) -> None:
+    table = filled_table()
+    table.append_row([MAX_PAGE_ID], 3)
+    refuse(table, error, "slot_mapping", *args)
+
+
+def test_slots_at_the_edge_of_int32() -> None:
+    table = make_table()
+    table.append_row([MAX_PAGE_ID // 16], 0)
+    assert table.slot_mapping([0], [15], 16).tolist() == [MAX_PAGE_ID]
+    table.append_row([MAX_PAGE_ID // 16 + 1], 0)
+    with pytest.raises(ArgumentError, match=r"row 0, position 16 \(at 1\)"):
+        table.slot_mapping([0, 0], [15, 16], 16)
+
+
+# No jax.
+
+HOST_WORK = """
+import sys
+import numpy as np
+import pagepool
+table = pagepool.PageTable(4, 100, 64)
+table.append_row([1, 2], 0)
+table.append_rows_batch([[3], [4]], np.array([0, 1]))
+table.add_row([5], 2)
+table.swap_row(0, 1)
+table.move_row(0, 3)
+table.clear_row(2)
+table.mark_dirty()
+assert table.slot_mapping([1], [17], 16).tolist() == [33]
+tables = pagepool.MultiGroupPageTable(4, 64, 64, [16, 32])
+tables.append_row([[1], [2]], 0)
+tables.clear()
+table.clear()
+table.append_row([1], 0)
+"""
+WITHOUT_JAX = """
+for ask in (lambda: table.commit(4), lambda: tables.commit(4), lambda: table.page_table, table.get_device_tensor, table.warmup):
+    try:
+        ask()
+    except ImportError as error:
+        assert "pip install 'pagepool[jax]'" in str(error), error
+    else:
+        raise SystemExit("no error")
+assert table.page_table_cpu[0, 0] == 1
+assert table.count_dirty_windows(0, 4) > 0
+"""
+
+
+def run_python(code: str) -> None:
+    folders = [str(Path(pagepool.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+
+
+def test_the_host_side_imports_no_jax() -> None:
+    run_python(f"{HOST_WORK}\nassert not {{'jax', 'jaxlib'}} & set(sys.modules), 'jax was imported'")
+
+
+def test_without_jax_a_device_copy_is_refused_and_the_rest_works() -> None:
+    run_python(f"import sys\nsys.modules['jax'] = None\n{HOST_WORK}{WITHOUT_JAX}")
