@@ -16,7 +16,7 @@ NUM_CALLS = 10
 NUM_SHARDS = 8
 NUM_REMOVED = 500
 NUM_CACHED = 512
-NUM_ROUNDS = 7  # few: the oracle, and easydel under a shard hint, walk the pool from end to end
+NUM_TURNS = 3  # few: the oracle, and easydel under a shard hint, walk the pool from end to end
 
 
 class TakeAndGiveBack:
@@ -94,7 +94,7 @@ def test_take_and_give_back(race: Race, ours: Rival, form: str, num_pages: int) 
     contenders = {rival.name: TakeAndGiveBack(rival, num_pages) for rival in (ours, *OTHERS)}
     name = f"take and give back {NUM_TAKEN} ({form}), pool of {num_pages:,}"
     target = 17 if (ours, num_pages) == (PAGEPOOL_ARRAYS, 1_000_000) else None
-    race(contenders, Work(name, "page", NUM_TAKEN * NUM_CALLS, NUM_ROUNDS, target))
+    race(contenders, Work(name, "page", NUM_TAKEN * NUM_CALLS, NUM_TURNS, target))
 
 
 @pytest.mark.parametrize("num_pages", POOL_SIZES[1:])
@@ -102,14 +102,14 @@ def test_take_from_shard(race: Race, num_pages: int) -> None:
     contenders = {rival.name: TakeFromShard(rival, num_pages) for rival in RIVALS}
     target = 10_500 if num_pages == 100_000 else None
     name = f"one page with a shard hint, pool of {num_pages:,}"
-    race(contenders, Work(name, "page", NUM_SHARDS, NUM_ROUNDS, target))
+    race(contenders, Work(name, "page", NUM_SHARDS, NUM_TURNS, target))
 
 
 @pytest.mark.parametrize("num_pages", POOL_SIZES)
 def test_remove(race: Race, num_pages: int) -> None:
     contenders = {rival.name: Remove(rival, num_pages) for rival in RIVALS}
     name = f"remove from the free queue, append, pool of {num_pages:,}"
-    race(contenders, Work(name, "page", NUM_REMOVED, 10 * NUM_ROUNDS))
+    race(contenders, Work(name, "page", NUM_REMOVED, 5 * NUM_TURNS))
 
 
 @pytest.mark.parametrize(
@@ -119,4 +119,4 @@ def test_remove(race: Race, num_pages: int) -> None:
 )
 def test_look_up(race: Race, make_contender: Callable[[Rival], LookUp], name: str) -> None:
     contenders = {rival.name: make_contender(rival) for rival in RIVALS}
-    race(contenders, Work(name, "page", NUM_CACHED, 10 * NUM_ROUNDS))
+    race(contenders, Work(name, "page", NUM_CACHED, 5 * NUM_TURNS))

@@ -10,18 +10,19 @@ from collections.abc import Callable
 
 import pytest
 
-from bench.race import Race, Work
+from bench.race import Race, Work, count_rounds, run_untimed
 from bench.rivals import RIVALS, Rival
 from bench.workload import PAGE_SIZE, BenchRequest, random_tokens
 
 NUM_RUNNING = 1024
 CONTEXT_LEN = 2048
-NUM_ROUNDS = 48
-NUM_STEPS = 2 * (NUM_ROUNDS + 2)
+NUM_TURNS = 12
+NUM_STEPS = count_rounds(NUM_TURNS)
 
 PROMPT_LEN = 8192
 PAGES_PER_PROMPT = PROMPT_LEN // PAGE_SIZE
-NUM_PROMPTS = 2 * (NUM_ROUNDS + 2)
+NUM_PROMPTS = count_rounds(NUM_TURNS)
+NUM_PROMPTS_IN_POOL = 4  # of a pool that evicts
 
 
 class Decode:
@@ -55,13 +56,13 @@ class Decode:
 class Prompt:
     """One prompt is looked up, gets its pages, and leaves. What the pool holds decides which case it is."""
 
-    def __init__(self, rival: Rival, num_prompts_in_pool: int, num_distinct_prompts: int) -> None:
+    def __init__(self, rival: Rival, num_prompts_in_pool: int, is_repeated: bool = False) -> None:
         self.manager = rival.make_manager(num_prompts_in_pool * PAGES_PER_PROMPT + 1)
-        self.num_distinct_prompts = num_distinct_prompts
+        self.is_repeated = is_repeated
         self.num_prompts = 0
 
     def prepare(self) -> None:
-        tokens = random_tokens(PROMPT_LEN, NUM_RUNNING + self.num_prompts % self.num_distinct_prompts)
+        tokens = random_tokens(PROMPT_LEN, NUM_RUNNING + (0 if self.is_repeated else self.num_prompts))
         self.request = BenchRequest(f"prompt-{self.num_prompts}", tokens)
         self.num_prompts += 1
 
@@ -78,30 +79,28 @@ class CachedPrompt(Prompt):
     """The first prompt fills the cache."""
 
     def __init__(self, rival: Rival) -> None:
-        super().__init__(rival, num_prompts_in_pool=4, num_distinct_prompts=1)
-        self.prepare()
-        self.run()
+        super().__init__(rival, NUM_PROMPTS_IN_POOL, is_repeated=True)
+        run_untimed(self)
 
 
 class EvictingPrompt(Prompt):
     """Prompts fill the pool, so that each one more evicts the pages of the oldest."""
 
     def __init__(self, rival: Rival) -> None:
-        super().__init__(rival, num_prompts_in_pool=4, num_distinct_prompts=NUM_PROMPTS + 4)
-        for _ in range(4):
-            self.prepare()
-            self.run()
+        super().__init__(rival, NUM_PROMPTS_IN_POOL)
+        for _ in range(NUM_PROMPTS_IN_POOL):
+            run_untimed(self)
 
 
 def cold_prompt(rival: Rival) -> Prompt:
     """Make a pool in which no page was ever used, large enough for all rounds."""
-    return Prompt(rival, num_prompts_in_pool=NUM_PROMPTS, num_distinct_prompts=NUM_PROMPTS + 4)
+    return Prompt(rival, NUM_PROMPTS)
 
 
 def test_decode(race: Race) -> None:
     contenders = {rival.name: Decode(rival) for rival in RIVALS}
     name = f"decode: {NUM_RUNNING} running, context {CONTEXT_LEN}"
-    race(contenders, Work(name, "request-step", NUM_RUNNING, NUM_ROUNDS, target=3.5))
+    race(contenders, Work(name, "request-step", NUM_RUNNING, NUM_TURNS, target=3.5))
 
 
 @pytest.mark.parametrize(
@@ -115,4 +114,4 @@ def test_decode(race: Race) -> None:
 )
 def test_prompt(race: Race, make_contender: Callable[[Rival], Prompt], name: str, target: float) -> None:
     contenders = {rival.name: make_contender(rival) for rival in RIVALS}
-    race(contenders, Work(name, "page", PAGES_PER_PROMPT, NUM_ROUNDS, target))
+    race(contenders, Work(name, "page", PAGES_PER_PROMPT, NUM_TURNS, target))

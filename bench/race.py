@@ -1,10 +1,10 @@
 """Races: rivals do the same work in turn, round by round, under one clock; and the table of the results.
 
-A race is one benchmark of pytest-benchmark. Its rounds go to the rivals by turns, so that whatever else the
-machine does hits all alike. Each turn is a round that is not timed and then one that is, so that nobody pays
-for the memory that the rival before went through; what is prepared before a round is not timed either, and
-the garbage collector is off. The medians by rival are in the benchmark's ``extra_info``; pytest-benchmark's
-own statistics mix the rivals.
+A race is one benchmark of pytest-benchmark. Its rounds go to the rivals by turns of a few, so that whatever
+else the machine does hits all alike. The first round of a turn is not timed, so that nobody pays for the memory
+that the rival before went through; what is prepared before a round is not timed either, and the garbage
+collector is off. The medians by rival are in the benchmark's ``extra_info``; pytest-benchmark's own statistics
+mix the rivals.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import pagepool
 
 COLUMNS = ("work", "easydel", "oracle", "pagepool", "ratio to easydel", "ratio to oracle", "target ratio")
 OURS = "pagepool"
+TIMED_ROUNDS_PER_TURN = 4
 
 
 class Contender(Protocol):
@@ -43,7 +44,7 @@ class Work:
     name: str
     unit: str
     num_units: int
-    num_rounds: int
+    num_turns: int
     target: float | None = None
 
 
@@ -74,14 +75,14 @@ class Race:
 
     def __call__(self, contenders: Mapping[str, Contender], work: Work) -> None:
         """Time the contenders, by the rivals' names, and add the result."""
-        turns = alternate(list(contenders.values()))
-        for _ in contenders:
-            next(turns).run()
+        for contender in contenders.values():
+            run_untimed(contender)
         check_same_work(contenders)
+        turns = alternate(contenders)
         self._benchmark.pedantic(
             lambda contender: contender.run(),
             setup=lambda: ((next(turns),), {}),
-            rounds=work.num_rounds * len(contenders),
+            rounds=work.num_turns * TIMED_ROUNDS_PER_TURN * len(contenders),
         )
         if self._benchmark.enabled:
             check_same_work(contenders)
@@ -89,22 +90,32 @@ class Race:
 
     def _add_result(self, rivals: Sequence[str], work: Work) -> None:
         """Deal the rounds that pytest-benchmark timed out to the rivals again."""
-        seconds = self._benchmark.stats.stats.data
-        medians = {
-            rival: median(seconds[turn :: len(rivals)]) * 1e6 / work.num_units
-            for turn, rival in enumerate(rivals)
-        }
+        seconds: dict[str, list[float]] = {rival: [] for rival in rivals}
+        turns = cycle([rival for rival in rivals for _ in range(TIMED_ROUNDS_PER_TURN)])
+        for rival, duration in zip(turns, self._benchmark.stats.stats.data, strict=False):
+            seconds[rival].append(duration)
+        medians = {rival: median(seconds[rival]) * 1e6 / work.num_units for rival in rivals}
         self._results.append(Result(work, medians))
         self._benchmark.extra_info.update(asdict(self._results[-1]))
 
 
-def alternate(contenders: Sequence[Contender]) -> Iterator[Contender]:
-    """Yield the contenders by turns, warm and prepared."""
-    for contender in cycle(contenders):
-        contender.prepare()
-        contender.run()
-        contender.prepare()
-        yield contender
+def count_rounds(num_turns: int) -> int:
+    """Return how many rounds a contender runs in a race, those that are not timed included."""
+    return 1 + num_turns * (1 + TIMED_ROUNDS_PER_TURN)
+
+
+def alternate(contenders: Mapping[str, Contender]) -> Iterator[Contender]:
+    """Yield who runs the next timed round, prepared for it."""
+    for contender in cycle(contenders.values()):
+        run_untimed(contender)
+        for _ in range(TIMED_ROUNDS_PER_TURN):
+            contender.prepare()
+            yield contender
+
+
+def run_untimed(contender: Contender) -> None:
+    contender.prepare()
+    contender.run()
 
 
 def check_same_work(contenders: Mapping[str, Contender]) -> None:
