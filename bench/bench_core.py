@@ -1,11 +1,12 @@
-"""The pool under the manager, in sizes from a thousand pages to a million: take and give back, shard hints, look-ups."""
+"""The pool under the manager, from a thousand pages to a million: taking, shard hints, the queue, hits."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
-from bench.race import Race
+
+from bench.race import Race, Work
 from bench.rivals import OTHERS, PAGEPOOL, PAGEPOOL_ARRAYS, RIVALS, Rival
 from bench.workload import PAGE_SIZE, BenchRequest, random_page_ids, random_tokens
 
@@ -15,12 +16,11 @@ NUM_CALLS = 10
 NUM_SHARDS = 8
 NUM_REMOVED = 500
 NUM_CACHED = 512
-NUM_ROUNDS = 7
-"""Of pools, which the oracle and easydel's shard hints walk from end to end: up to seconds a round."""
+NUM_ROUNDS = 7  # few: the oracle, and easydel under a shard hint, walk the pool from end to end
 
 
 class TakeAndGiveBack:
-    """Take pages and give them back, tail first, several times; the whole pool goes round."""
+    """Take pages and give them back, tail first, several times."""
 
     def __init__(self, rival: Rival, num_pages: int) -> None:
         self.rival = rival
@@ -92,29 +92,31 @@ class FindHits(LookUp):
 )
 def test_take_and_give_back(race: Race, ours: Rival, form: str, num_pages: int) -> None:
     contenders = {rival.name: TakeAndGiveBack(rival, num_pages) for rival in (ours, *OTHERS)}
-    target = 17 if ours is PAGEPOOL_ARRAYS and num_pages == 1_000_000 else None
-    work = f"take and give back {NUM_TAKEN} ({form}), pool of {num_pages:,}"
-    race(contenders, work, "page", NUM_TAKEN * NUM_CALLS, NUM_ROUNDS, target)
+    name = f"take and give back {NUM_TAKEN} ({form}), pool of {num_pages:,}"
+    target = 17 if (ours, num_pages) == (PAGEPOOL_ARRAYS, 1_000_000) else None
+    race(contenders, Work(name, "page", NUM_TAKEN * NUM_CALLS, NUM_ROUNDS, target))
 
 
 @pytest.mark.parametrize("num_pages", POOL_SIZES[1:])
 def test_take_from_shard(race: Race, num_pages: int) -> None:
     contenders = {rival.name: TakeFromShard(rival, num_pages) for rival in RIVALS}
     target = 10_500 if num_pages == 100_000 else None
-    race(contenders, f"one page with a shard hint, pool of {num_pages:,}", "page", NUM_SHARDS, NUM_ROUNDS, target)
+    name = f"one page with a shard hint, pool of {num_pages:,}"
+    race(contenders, Work(name, "page", NUM_SHARDS, NUM_ROUNDS, target))
 
 
 @pytest.mark.parametrize("num_pages", POOL_SIZES)
 def test_remove(race: Race, num_pages: int) -> None:
     contenders = {rival.name: Remove(rival, num_pages) for rival in RIVALS}
-    race(contenders, f"remove from the free queue, pool of {num_pages:,}", "page", NUM_REMOVED, NUM_ROUNDS)
+    name = f"remove from the free queue, append, pool of {num_pages:,}"
+    race(contenders, Work(name, "page", NUM_REMOVED, 10 * NUM_ROUNDS))
 
 
 @pytest.mark.parametrize(
-    ("make_contender", "work"),
+    ("make_contender", "name"),
     [(LookUp, "look up a cached page"), (FindHits, f"find {NUM_CACHED} hits, hashed before")],
     ids=["page", "prompt"],
 )
-def test_look_up(race: Race, make_contender: Any, work: str) -> None:
+def test_look_up(race: Race, make_contender: Callable[[Rival], LookUp], name: str) -> None:
     contenders = {rival.name: make_contender(rival) for rival in RIVALS}
-    race(contenders, work, "page", NUM_CACHED, 10 * NUM_ROUNDS)
+    race(contenders, Work(name, "page", NUM_CACHED, 10 * NUM_ROUNDS))

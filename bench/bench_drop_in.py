@@ -1,30 +1,33 @@
 """The API that engines call, `CacheManager`, request by request: decode, and prompts of 8192 tokens.
 
-Pages of 16 tokens, one full-attention group, prefix caching on, tokens in Python lists. What an engine does itself (to append
-the sampled token, to count computed tokens, to make a request) is not timed.
+Pages of 16 tokens, one full-attention group, prefix caching on, tokens in Python lists. What an engine does
+itself (to append the sampled token, to count computed tokens, to make a request) is not timed.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
-from bench.race import Race
+
+from bench.race import Race, Work
 from bench.rivals import RIVALS, Rival
 from bench.workload import PAGE_SIZE, BenchRequest, random_tokens
 
 NUM_RUNNING = 1024
 CONTEXT_LEN = 2048
-NUM_STEPS = 96
+NUM_ROUNDS = 48
+NUM_STEPS = 2 * (NUM_ROUNDS + 2)
 
 PROMPT_LEN = 8192
 PAGES_PER_PROMPT = PROMPT_LEN // PAGE_SIZE
-NUM_PROMPTS = 96
+NUM_PROMPTS = 2 * (NUM_ROUNDS + 2)
 
 
 class Decode:
-    """All running requests get a slot for one token more. The contexts are spread, so that each step fills the pages of one
-    request in 16, and as many need a new one.
+    """All running requests get a slot for one token more.
+
+    The contexts are spread: in each step one request in 16 fills a page, and one in 16 needs a new one.
     """
 
     def __init__(self, rival: Rival) -> None:
@@ -32,7 +35,8 @@ class Decode:
         self.rival = rival
         self.manager = rival.make_manager(NUM_RUNNING * pages_per_request)
         self.requests = [
-            BenchRequest(f"request-{i}", random_tokens(CONTEXT_LEN - i % PAGE_SIZE, i)) for i in range(NUM_RUNNING)
+            BenchRequest(f"request-{i}", random_tokens(CONTEXT_LEN - i % PAGE_SIZE, i))
+            for i in range(NUM_RUNNING)
         ]
         for request in self.requests:
             self.manager.get_computed_pages(request)
@@ -83,7 +87,7 @@ class EvictingPrompt(Prompt):
     """Prompts fill the pool, so that each one more evicts the pages of the oldest."""
 
     def __init__(self, rival: Rival) -> None:
-        super().__init__(rival, num_prompts_in_pool=4, num_distinct_prompts=1 << 30)
+        super().__init__(rival, num_prompts_in_pool=4, num_distinct_prompts=NUM_PROMPTS + 4)
         for _ in range(4):
             self.prepare()
             self.run()
@@ -91,17 +95,17 @@ class EvictingPrompt(Prompt):
 
 def cold_prompt(rival: Rival) -> Prompt:
     """Make a pool in which no page was ever used, large enough for all rounds."""
-    return Prompt(rival, num_prompts_in_pool=NUM_PROMPTS + 2, num_distinct_prompts=1 << 30)
+    return Prompt(rival, num_prompts_in_pool=NUM_PROMPTS, num_distinct_prompts=NUM_PROMPTS + 4)
 
 
 def test_decode(race: Race) -> None:
     contenders = {rival.name: Decode(rival) for rival in RIVALS}
-    work = f"decode: {NUM_RUNNING} running, context {CONTEXT_LEN}"
-    race(contenders, work, "request-step", NUM_RUNNING, NUM_STEPS, target=3.5)
+    name = f"decode: {NUM_RUNNING} running, context {CONTEXT_LEN}"
+    race(contenders, Work(name, "request-step", NUM_RUNNING, NUM_ROUNDS, target=3.5))
 
 
 @pytest.mark.parametrize(
-    ("make_contender", "work", "target"),
+    ("make_contender", "name", "target"),
     [
         (cold_prompt, f"cold prompt of {PROMPT_LEN} tokens", 6),
         (CachedPrompt, f"cached prompt of {PROMPT_LEN} tokens", 8),
@@ -109,6 +113,6 @@ def test_decode(race: Race) -> None:
     ],
     ids=["cold", "cached", "evict"],
 )
-def test_prompt(race: Race, make_contender: Any, work: str, target: float) -> None:
+def test_prompt(race: Race, make_contender: Callable[[Rival], Prompt], name: str, target: float) -> None:
     contenders = {rival.name: make_contender(rival) for rival in RIVALS}
-    race(contenders, work, "page", PAGES_PER_PROMPT, NUM_PROMPTS, target)
+    race(contenders, Work(name, "page", PAGES_PER_PROMPT, NUM_ROUNDS, target))

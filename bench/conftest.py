@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the oracle lives there
-
-from bench.race import Race, Result, as_table  # noqa: E402
+from bench.race import Race, Result, as_table
 
 RESULTS = pytest.StashKey[list[Result]]()
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the oracle lives there
 
 
 def pytest_configure(config: pytest.Config) -> None:

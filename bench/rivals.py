@@ -1,7 +1,7 @@
 """The rivals behind one set of calls: pagepool, the oracle of the tests, and easydel where it is installed.
 
-One full-attention group with pages of 16 tokens, prefix caching on. All calls give page ids as Python ints in lists, which
-is what an engine writes into its page table, except where a name says array.
+One full-attention group with pages of 16 tokens, prefix caching on. All calls give page ids as Python ints in
+lists, which is what an engine writes into its page table, except where a name says array.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+from oracle import OracleManager, OraclePool
+
 import pagepool
 from bench.workload import PAGE_SIZE
-from oracle import OracleManager, OraclePool
 
 MAX_MODEL_LEN = 1 << 20
 
@@ -124,7 +125,9 @@ def find_easydel() -> list[Rival]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            modules = [importlib.import_module(f"{core}.{name}") for name in ("manager", "page_pool", "interface")]
+            modules = [
+                importlib.import_module(f"{core}.{name}") for name in ("manager", "page_pool", "interface")
+            ]
     except ImportError:
         return []
     return [Rival("easydel", *modules)]

@@ -14,7 +14,7 @@ PAGE_SIZE = 16
 
 
 def random_tokens(num_tokens: int, stream: int) -> list[int]:
-    """Return the tokens of a stream, as new objects each time, so that nobody finds them in a cache warmed by another."""
+    """Return the tokens of a stream: new objects each time, so that no rival warms them for the next."""
     return np.random.default_rng([SEED, stream]).integers(0, VOCABULARY, num_tokens).tolist()
 
 
