@@ -57,7 +57,6 @@ cdef enum:
     RELEASE_GIL_AT = 1024     # pages of work from which other Python threads are let run meanwhile
     WINDOW = 64               # columns of a page table that are sent to the device together
     CACHE_LINE = 64           # bytes
-    NUM_PAYLOAD_FIELDS = 3    # group, row and first column of a window, behind its values
 
 cdef struct Page:             # 32 bytes, two to a cache line
     uint64_t key_lo           # digest of the content; meaningful while group is not NO_GROUP
@@ -716,13 +715,12 @@ cdef void clean(Rows *rows, Py_ssize_t stop) noexcept nogil:
 
 
 cdef Py_ssize_t pack_windows(
-    Rows *rows, Py_ssize_t stop, int32_t group, int32_t *payload, Py_ssize_t stride, Py_ssize_t room
+    Rows *rows, Py_ssize_t stop, int32_t *windows, Py_ssize_t stride, int32_t *starts, Py_ssize_t room
 ) noexcept nogil:
-    """Copy up to `room` dirty windows of rows before `stop` into the payload, a line of `stride` values each, and mark them
-    sent. Returns how many. The last window of a row ends with the row, whatever the row's width.
+    """Copy up to `room` dirty windows of rows before `stop`, a line of `stride` values each, and where they begin, and mark
+    them sent. Returns how many. The last window of a row ends with the row, whatever the row's width.
     """
     cdef Py_ssize_t row, window, column, count = 0
-    cdef int32_t *line = payload
     for row in range(stop):
         if not rows.is_row_dirty[row]:
             continue
@@ -732,12 +730,10 @@ cdef Py_ssize_t pack_windows(
             if count == room:
                 return count
             column = min(window * WINDOW, rows.num_columns - rows.width)
-            memcpy(line, rows.table + row * rows.num_columns + column, rows.width * sizeof(int32_t))
-            line[stride - 3] = group
-            line[stride - 2] = <int32_t>row
-            line[stride - 1] = <int32_t>column
+            memcpy(windows + count * stride, rows.table + row * rows.num_columns + column, rows.width * sizeof(int32_t))
+            starts[2 * count] = <int32_t>row
+            starts[2 * count + 1] = <int32_t>column
             rows.is_dirty[row * rows.num_windows + window] = 0
-            line += stride
             count += 1
         rows.is_row_dirty[row] = 0
     return count
@@ -2285,29 +2281,29 @@ cdef Py_ssize_t get_payload_width(tuple tables) except -1:
     return width
 
 
-def pack_dirty_windows(tuple tables not None, num_reqs, num_lines) -> np.ndarray:
-    """A fresh payload for the device: int32 ``[num_lines, width + 3]``, a line for each dirty window in rows before `num_reqs`:
-    its values, its table's index, its row and its first column. These windows count as sent; those that found no room do not.
+def pack_dirty_windows(tuple tables not None, num_reqs, num_lines) -> tuple:
+    """A fresh payload for the device, with a line for each dirty window in rows before `num_reqs`: the values, int32
+    ``[num_lines, width]``, and the row and the column where they begin in each table, int32 ``[num_tables, num_lines, 2]``.
+    These windows count as sent; those that found no room do not.
 
-    Lines without a window have a row outside the table, each another one.
+    Where a line is not for a table, its row is outside it, another one for each line.
     """
     cdef TableRows table
-    cdef Py_ssize_t width = get_payload_width(tables)
-    cdef Py_ssize_t n, count = 0
-    cdef Py_ssize_t num_rows = 0
+    cdef Py_ssize_t n, lines = size_of(num_lines, "num_lines", 1)
+    cdef Py_ssize_t count = 0
     cdef int32_t group
-    cdef int32_t[:, ::1] payload
-    result = np.zeros((size_of(num_lines, "num_lines", 1), width + NUM_PAYLOAD_FIELDS), dtype=np.int32)
-    payload = result
+    cdef int32_t[:, ::1] windows
+    cdef int32_t[:, :, ::1] starts
+    payload = np.zeros((lines, get_payload_width(tables)), dtype=INT32), np.zeros((len(tables), lines, 2), dtype=INT32)
+    windows, starts = payload
     for group, item in enumerate(tables):
         table = item
-        num_rows = table.rows.num_rows
-        n = size_of(num_reqs, "num_reqs", 0, num_rows)
-        if count < payload.shape[0]:
+        stop = size_of(num_reqs, "num_reqs", 0, table.rows.num_rows)
+        for n in range(lines):
+            starts[group, n, 0] = <int32_t>(table.rows.num_rows + n)
+        if count < lines:
             with table.lock:
                 count += pack_windows(
-                    &table.rows, n, group, &payload[count, 0], payload.shape[1], payload.shape[0] - count
+                    &table.rows, stop, &windows[count, 0], windows.shape[1], &starts[group, count, 0], lines - count
                 )
-    for n in range(count, payload.shape[0]):
-        payload[n, width + 1] = <int32_t>(num_rows + n)
-    return result
+    return payload

@@ -35,6 +35,7 @@ FULL_UPLOAD_SHARE = 16
 """Above one part in so many of a table the whole of it is sent: it is cheaper then."""
 
 Int32Array = npt.NDArray[np.int32]
+Payload = tuple[Int32Array, Int32Array]
 
 
 def import_jax() -> Any:
@@ -175,17 +176,17 @@ def warmup_tables(tables: tuple[DeviceTable, ...]) -> None:
         scatter_payload(tables, pack_dirty_windows(tables, 0, size))
 
 
-def scatter_payload(tables: tuple[DeviceTable, ...], payload: Int32Array) -> None:
+def scatter_payload(tables: tuple[DeviceTable, ...], payload: Payload) -> None:
     """Replace the arrays by ones with the payload's windows written."""
     jax = import_jax()
     scatter = get_scatter(tuple([table.sharding for table in tables]), tables[0]._donate)
     with jax.transfer_guard_host_to_device("allow"):
-        arrays = scatter(tuple([table.page_table for table in tables]), payload)
+        arrays = scatter(tuple([table.page_table for table in tables]), *payload)
     for table, array in zip(tables, arrays, strict=True):
         table._array = array
 
 
-Scatter = Callable[[tuple[Any, ...], Int32Array], tuple[Any, ...]]
+Scatter = Callable[[tuple[Any, ...], Int32Array, Int32Array], tuple[Any, ...]]
 
 
 @lru_cache(maxsize=64)
@@ -198,23 +199,24 @@ def get_scatter(shardings: tuple[jax.sharding.Sharding, ...], donate: bool) -> S
     return LocalScatter(shardings, donated)
 
 
-def write_windows(tables: tuple[Any, ...], payload: Any, first_rows: Any = None) -> tuple[Any, ...]:
-    """Traced: write each line of the payload into the table it names. `first_rows` [1] is the table row that row 0 of the
-    arrays is, where they are parts of tables. A line that is not for an array gets a row outside it, each line another one.
+def write_windows(tables: tuple[Any, ...], windows: Any, starts: Any, first_rows: Any = None) -> tuple[Any, ...]:
+    """Traced: write a payload. `first_rows` [1] is the table row that row 0 of the arrays is, where they are parts of tables.
+
+    Without it nothing is computed: jax on CPU runs programs that hardly compute at once, others on a thread, 40 us later.
     """
-    jax = import_jax()
-    width = payload.shape[1] - 3
-    groups, rows, columns = payload[:, width], payload[:, width + 1], payload[:, width + 2]
-    if first_rows is not None:
-        rows = rows - first_rows[0]
     written = []
-    for group, table in enumerate(tables):
-        num_rows, num_columns = table.shape
-        lines = jax.lax.iota(rows.dtype, rows.shape[0])
-        is_here = (groups == group) & (rows >= 0) & (rows < num_rows)
-        starts = jax.numpy.stack([jax.numpy.where(is_here, rows, num_rows + lines), columns], axis=1)
-        written.append(scatter_windows(table, starts, payload[:, : min(num_columns, WINDOW)]))
+    for table, at in zip(tables, starts, strict=True):
+        local = at if first_rows is None else find_local_starts(at, first_rows[0], table.shape[0])
+        written.append(scatter_windows(table, local, windows[:, : table.shape[1]]))
     return tuple(written)
+
+
+def find_local_starts(starts: Any, first_row: Any, num_rows: int) -> Any:
+    """Traced: starts in a part of a table. Those of other parts get a row outside it, each another one."""
+    jax = import_jax()
+    rows, columns = starts[:, 0] - first_row, starts[:, 1]
+    outside = num_rows + jax.lax.iota(rows.dtype, rows.shape[0])
+    return jax.numpy.stack([jax.numpy.where((rows >= 0) & (rows < num_rows), rows, outside), columns], axis=1)
 
 
 def scatter_windows(table: Any, starts: Any, windows: Any) -> Any:
@@ -245,25 +247,25 @@ class LocalScatter:
         by_device, everywhere = jax.sharding.PartitionSpec("local"), jax.sharding.PartitionSpec()
         self._local_sharding = jax.sharding.NamedSharding(mesh, by_device)
         program = get_shard_map()(
-            write_windows, mesh=mesh, in_specs=(by_device, everywhere, by_device), out_specs=by_device
+            write_windows, mesh=mesh, in_specs=(by_device, everywhere, everywhere, by_device), out_specs=by_device
         )
         self._program = jax.jit(program, donate_argnums=donated)
 
-    def __call__(self, tables: tuple[Any, ...], payload: Int32Array) -> tuple[Any, ...]:
+    def __call__(self, tables: tuple[Any, ...], windows: Int32Array, starts: Int32Array) -> tuple[Any, ...]:
         """Write, and return the tables anew."""
-        local = self._program(*self._localize(tables, payload))
+        local = self._program(*self._localize(tables, windows, starts))
         return tuple(
             self._as_global(part, table.shape) for part, table in zip(local, tables, strict=True)
         )
 
-    def lower(self, tables: tuple[Any, ...], payload: Int32Array) -> Any:
+    def lower(self, tables: tuple[Any, ...], windows: Int32Array, starts: Int32Array) -> Any:
         """The program as jax lowers it for these tables, to be looked at."""
-        return self._program.lower(*self._localize(tables, payload))
+        return self._program.lower(*self._localize(tables, windows, starts))
 
-    def _localize(self, tables: tuple[Any, ...], payload: Int32Array) -> tuple[Any, ...]:
+    def _localize(self, tables: tuple[Any, ...], windows: Int32Array, starts: Int32Array) -> tuple[Any, ...]:
         """The program's arguments."""
         first_rows = self._find_first_rows(tables[0].shape)
-        return tuple([self._as_local(table) for table in tables]), payload, first_rows
+        return tuple([self._as_local(table) for table in tables]), windows, starts, first_rows
 
     def _find_first_rows(self, shape: tuple[int, int]) -> Int32Array:
         """The table row at which each local device's part begins."""

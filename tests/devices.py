@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,7 +78,6 @@ def commit_at_random(work: Work, is_pending: bool = False) -> list[jax.Array]:
         assert array is table.page_table
         assert array.dtype == jnp.int32
         assert array.sharding == table.sharding
-        assert array.committed
     work.restore_host()
     return arrays
 
@@ -90,29 +91,36 @@ def run_work(work: Work, num_commits: int, is_pending: bool = False) -> None:
     work.check()
 
 
-def start_program(name: str, *args: str, num_devices: int) -> subprocess.Popen[str]:
-    """Start a program of this folder on simulated CPU devices."""
-    folders = [str(TESTS), str(Path(pagepool.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
-    }
-    command = [sys.executable, str(TESTS / name), *args]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+class Program:
+    """A program of this folder, running on simulated CPU devices."""
+
+    def __init__(self, name: str, *args: str, num_devices: int) -> None:
+        folders = [str(TESTS), str(Path(pagepool.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        }
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `end`
+        command = [sys.executable, str(TESTS / name), *args]
+        self.process = subprocess.Popen(command, env=env, stdout=self.log, stderr=subprocess.STDOUT)
+
+    def end(self) -> str:
+        """End the program if it is not done, and return what it said."""
+        self.process.kill()
+        self.process.wait()
+        with self.log:
+            self.log.seek(0)
+            return self.log.read()
 
 
-def await_programs(programs: list[subprocess.Popen[str]], timeout: float) -> None:
-    """Wait until all are done; if one fails or the time is over, end them all and show what they said."""
-    said = []
-    try:
-        for program in programs:
-            said.append(program.communicate(timeout=timeout)[0])
-    except subprocess.TimeoutExpired:
-        said.append(f"not done after {timeout} s")
-    finally:
-        for program in programs:
-            program.kill()
-            said.append(program.communicate()[0] or "")
-    assert [program.returncode for program in programs] == [0] * len(programs), "\n".join(said)
+def await_programs(programs: list[Program], timeout: float) -> None:
+    """Wait until all are done. If one fails, which the others might wait for, or the time is over, end them all."""
+    end = time.monotonic() + timeout
+    codes: list[int | None] = [None]
+    while None in codes and not any(codes) and time.monotonic() < end:
+        time.sleep(0.05)
+        codes = [program.process.poll() for program in programs]
+    said = [program.end() for program in programs]
+    assert codes == [0] * len(programs), "\n".join(said)

@@ -82,22 +82,21 @@ def test_dirty_windows_are_enough(shape: tuple[int, int], seed: int) -> None:
                 model.on_device[:] = 0
                 table.mark_dirty()
         num_rows = int(work.rng.integers(0, shape[0] + 1))
-        payload = pack_dirty_windows((table,), num_rows, int(work.rng.integers(1, 500)))
-        apply(payload, model.on_device)
+        apply(*pack_dirty_windows((table,), num_rows, int(work.rng.integers(1, 500))), model.on_device)
         if not table.count_dirty_windows(0, num_rows):
             np.testing.assert_array_equal(model.on_device[:num_rows], model.table[:num_rows])
 
 
-def apply(payload: Any, on_device: Any) -> None:
+def apply(windows: Any, starts: Any, on_device: Any) -> None:
     """Write a payload as the device does, and check the lines that say nothing."""
-    *_, groups, rows, columns = payload.T
+    (rows, columns) = starts[0].T
     is_here = rows < on_device.shape[0]
     width = min(64, on_device.shape[1])
+    assert windows.shape == (rows.size, width)
     assert np.unique(rows[~is_here]).size == np.count_nonzero(~is_here)
-    assert not groups.any()
-    for line, row, column in zip(payload[is_here], rows[is_here], columns[is_here], strict=True):
+    for window, row, column in zip(windows[is_here], rows[is_here], columns[is_here], strict=True):
         assert 0 <= column <= on_device.shape[1] - width
-        on_device[row, column : column + width] = line[:width]
+        on_device[row, column : column + width] = window
 
 
 def test_the_buffers_are_the_arrays_themselves() -> None:
