@@ -1,10 +1,10 @@
 """Races: rivals do the same work in turn, round by round, under one clock; and the table of the results.
 
 A race is one benchmark of pytest-benchmark. Its rounds go to the rivals by turns of a few, so that whatever
-else the machine does hits all alike. The first round of a turn is not timed, so that nobody pays for the memory
-that the rival before went through; what is prepared before a round is not timed either, and the garbage
-collector is off. The medians by rival are in the benchmark's ``extra_info``; pytest-benchmark's own statistics
-mix the rivals.
+else the machine does hits all alike. The first round of a turn is not timed, so that nobody pays for the
+memory that the rival before went through; what is prepared before a round is not timed either, and the
+garbage collector is off. The medians by rival are in the benchmark's ``extra_info``; pytest-benchmark's own
+statistics mix the rivals.
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ from pagepool.hashing import HashNames, PageHash, PageHashWithGroupId
 
 cdef extern from "Python.h":
     long long PyLong_AsLongLongAndOverflow(object value, int *overflow) except? -1
+    unsigned long long PyLong_AsUnsignedLongLongMask(object value) except? -1
 
 cdef enum:
     NULL_PAGE = 0
@@ -218,7 +219,9 @@ cdef Digest digest_of_bytes(bytes data) except *:
 
 
 cdef Digest digest_of_int(object value) except *:
-    return digest_of_bytes(value.to_bytes(16, "little"))
+    """OverflowError unless `value` is an int of 128 bits."""
+    cdef uint64_t high = value >> 64
+    return Digest(PyLong_AsUnsignedLongLongMask(value), high)
 
 
 cdef inline object int_of_digest(Digest digest):
@@ -747,19 +750,32 @@ cdef object INT32 = np.dtype(np.int32)
 
 cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=0, Py_ssize_t highest=MAX_PAGES) except -1:
     """`value` as a size; the error says what was got and what is allowed."""
+    cdef int overflow = 0
+    cdef long long size
     if type(value) is not int:
         try:
             value = as_index(value)
         except TypeError:
             raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: an int") from None
-    if not lowest <= value <= highest:
+    size = PyLong_AsLongLongAndOverflow(value, &overflow)
+    if overflow or not lowest <= size <= highest:
         raise ArgumentError(f"{name}: got {value}, allowed: {lowest} to {highest}")
-    return value
+    return size
 
 
 cdef inline int32_t int32_of(object value) except? -1:
     """`value` as int32. OverflowError, TypeError: see `explained`. A plain int, the only kind on hot paths, takes 1 ns."""
-    cdef long long number = value if PyLong_CheckExact(value) else as_index(value)
+    cdef long long number
+    if PyLong_CheckExact(value):
+        number = value
+        if INT32_MIN <= number <= INT32_MAX:
+            return <int32_t>number
+    return int32_of_index(value)
+
+
+cdef int32_t int32_of_index(object value) except? -1:
+    """The rare part of `int32_of`, apart so that the other is inlined."""
+    cdef long long number = as_index(value)
     if not INT32_MIN <= number <= INT32_MAX:
         raise OverflowError(f"got {number}")
     return <int32_t>number
@@ -858,21 +874,32 @@ cdef class PageIds:
         self.num += n
         return 0
 
-    cdef int add_items(self, list items) except -1:
-        cdef Py_ssize_t i = 0
+    cdef int add_items(self, list items, Py_ssize_t start, Py_ssize_t stop) except -1:
+        """Append ``items[start:stop]``, fewer where the list ends before. A slice would touch each reference count twice."""
+        cdef Py_ssize_t i, num = 0
         cdef int32_t number
-        self.reserve(len(items))
+        stop = min(stop, len(items))
+        self.reserve(max(0, stop - start))
         try:
-            for value in items:
-                number = int32_of(value)  # may run Python code that changes the list, or even self
-                if self.num + i >= self.capacity:
-                    raise ArgumentError("ids: the list grew while it was read")
-                self.ids[self.num + i] = number
-                i += 1
+            for i in range(start, stop):
+                if i >= len(items):
+                    raise ArgumentError("ids: the list shrank while it was read")
+                number = int32_of(items[i])  # may run Python code that changes the list, or even self
+                if self.num + num >= self.capacity:
+                    raise ArgumentError("ids: changed while the list was read")
+                self.ids[self.num + num] = number
+                num += 1
         except (OverflowError, TypeError) as error:
             raise explained("ids", error) from None
-        self.num += i
+        self.num += num
         return 0
+
+    @staticmethod
+    def of_slice(list items not None, start, stop) -> PageIds:
+        """The ints ``items[start:stop]``, fewer where the list ends before."""
+        cdef PageIds ids = PageIds.__new__(PageIds)
+        ids.add_items(items, size_of(start, "start"), size_of(stop, "stop"))
+        return ids
 
     def extend(self, object values) -> None:
         """Append ids; nothing is appended if one of them is not an int that fits int32."""
@@ -887,7 +914,7 @@ cdef class PageIds:
             if array.shape[0]:
                 self.add(&array[0], array.shape[0])
         else:
-            self.add_items(as_list(values, "ids"))
+            self.add_items(as_list(values, "ids"), 0, MAX_PAGES)
 
     def to_list(self) -> list:
         """The ids as a new list."""
@@ -944,8 +971,15 @@ cdef PageIds as_page_ids(object values):
         borrowed.borrow(values)
         return borrowed
     ids = PageIds.__new__(PageIds)
-    ids.add_items(as_list(values, "ids"))
+    ids.add_items(as_list(values, "ids"), 0, MAX_PAGES)
     return ids
+
+
+def lists_of(tuple groups not None) -> tuple:
+    """The ids of each PageIds as a list. One group, which is what most models have, costs no loop."""
+    if len(groups) == 1:
+        return ((<PageIds?>groups[0]).to_list(),)
+    return tuple([(<PageIds?>ids).to_list() for ids in groups])
 
 
 @cython.final
@@ -1022,7 +1056,7 @@ cdef class HashChain:
             if array.shape[0]:
                 self.extend_native(&array[0], array.shape[0], extra_keys)
         else:
-            copied = PageIds(tokens)
+            copied = tokens if isinstance(tokens, PageIds) else PageIds(tokens)
             self.extend_native(copied.ids, copied.num, extra_keys)
 
     cdef int extend_native(self, const int32_t *tokens, Py_ssize_t num_tokens, bytes extra_keys) except -1:
@@ -1230,36 +1264,43 @@ cdef class PageStore:
 
     def page(self, page_id) -> CachePage:
         """The one view of a page, made when first asked for."""
-        cdef CachePage view
-        cdef int32_t checked
-        found = self.views.get(page_id)
-        if found is not None:
-            return found
-        checked = self.checked_id(page_id)
-        view = CachePage.__new__(CachePage)
-        view.store = self
-        view.index = checked
-        view.page_id = checked
-        self.views[checked] = view
+        return self.view(self.checked_id(page_id))
+
+    cdef CachePage view(self, int32_t page_id):
+        """The view of a page within the pool."""
+        cdef CachePage view = self.views.get(page_id)
+        if view is None:
+            view = CachePage.__new__(CachePage)
+            view.store = self
+            view.index = page_id
+            view.page_id = page_id
+            self.views[page_id] = view
         return view
 
     def pages(self, PageIds ids not None) -> list:
         """The views of the pages."""
         cdef Py_ssize_t i
-        return [self.page(ids.ids[i]) for i in range(ids.num)]
+        return [self.view(ids.ids[i]) for i in range(ids.num)]
 
     def ids_of_pages(self, pages) -> PageIds:
         """The ids of views of this store's pages; PageIdError for another pool's."""
-        cdef PageIds ids = PageIds()
-        cdef CachePage page
+        cdef PageIds ids = PageIds.__new__(PageIds)
+        cdef int32_t index
         for item in as_list(pages, "pages"):
-            if not isinstance(item, CachePage):
-                raise ArgumentTypeError(f"pages: got {type(item).__name__}, allowed: CachePage")
-            page = item
-            if page.store is not self:
-                raise PageIdError(f"page {page.page_id} belongs to another pool")
-            ids.add(&page.index, 1)
+            index = self.index_of(item)
+            if ids.num == ids.capacity:
+                ids.reserve(1)
+            ids.ids[ids.num] = index
+            ids.num += 1
         return ids
+
+    cdef inline int32_t index_of(self, object page) except -1:
+        """The record of a view; PageIdError for another pool's."""
+        if type(page) is not CachePage:
+            raise ArgumentTypeError(f"pages: got {type(page).__name__}, allowed: CachePage")
+        if (<CachePage>page).store is not self:
+            raise PageIdError(f"page {(<CachePage>page).page_id} belongs to another pool")
+        return (<CachePage>page).index
 
     cdef int32_t checked_id(self, object page_id) except -1:
         cdef int32_t checked
@@ -1398,11 +1439,18 @@ cdef class PageStore:
 
     def remove(self, page_id) -> None:
         """Take a page out of the queue, wherever it stands. O(1)."""
-        cdef int32_t checked = self.checked_id(page_id)
+        self.pull_checked(self.checked_id(page_id))
+
+    def remove_page(self, page) -> None:
+        """`remove` by its view; PageIdError for another pool's."""
+        self.pull_checked(self.index_of(page))
+
+    cdef int pull_checked(self, int32_t page_id) except -1:
         with self.lock:
-            if checked == NULL_PAGE or not is_free(&self.pool, checked):
-                raise PageIdError(f"page {self.page(checked).page_id} is not in the free queue")
-            pull(&self.pool, checked)
+            if page_id == NULL_PAGE or not is_free(&self.pool, page_id):
+                raise PageIdError(f"page {self.page(page_id).page_id} is not in the free queue")
+            pull(&self.pool, page_id)
+        return 0
 
     def append(self, page_ids) -> None:
         """Put pages that are not in the queue and not held at its back, in order."""

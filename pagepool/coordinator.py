@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import repeat
 from math import gcd, lcm
 
 from pagepool._core import HashChain, HeldPages, PageIds
@@ -87,8 +88,8 @@ class CacheCoordinator(ABC):
     def count_pages_to_allocate(self, held: RequestPages, num_tokens: int, hits: Sequence[PageIds]) -> list[int]:
         """New pages that each group needs so that `num_tokens` tokens have a slot, the hits being attached."""
         return [
-            max(0, manager.get_num_pages(num_tokens) - len(group) - len(ids))
-            for (manager, group), ids in zip(held.by_group, hits, strict=True)
+            max(0, manager.get_num_pages(num_tokens) - len(group) - len(hits[i]))
+            for i, (manager, group) in enumerate(held.by_group)
         ]
 
     def remove_skipped_pages(self, held: RequestPages, num_computed_tokens: int) -> None:
@@ -136,8 +137,7 @@ class CacheCoordinator(ABC):
         self, held: RequestPages, num_pages: Sequence[int], shard: int | None
     ) -> tuple[PageIds, ...]:
         """Take that many pages for each group, of which there are enough, and return them."""
-        hold_new = self.page_pool.store.hold_new
-        return tuple([hold_new(group, n, shard) for group, n in zip(held.groups, num_pages, strict=True)])
+        return tuple(map(self.page_pool.store.hold_new, held.groups, num_pages, repeat(shard)))
 
     def count_cached_hashes(self, held: RequestPages) -> int:
         """Leading hashes whose pages need no entry any more, in any group."""

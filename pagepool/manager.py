@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pagepool._core import CachePage, PageIds, PageStore
+from pagepool._core import CachePage, PageIds, PageStore, lists_of
 from pagepool.coordinator import CacheCoordinator, RequestPages, get_kv_cache_coordinator
 from pagepool.errors import ArgumentError, RequestTooLargeError
 from pagepool.request import EngineRequestStatus, Request
@@ -44,7 +44,7 @@ class CachePages:
     def get_page_ids(self) -> tuple[list[int], ...]:
         """One list of page ids for each group. O(pages)."""
         if self._store is not None:
-            return tuple([ids.to_list() for ids in self._groups])  # type: ignore[union-attr]
+            return lists_of(self._groups)  # type: ignore[arg-type]
         return tuple([page.page_id for page in group] for group in self.pages)
 
     def get_ids(self, store: PageStore) -> tuple[PageIds, ...]:
@@ -327,17 +327,21 @@ class CacheManager:
         num_reserved_pages: int,
     ) -> tuple[PageIds, ...] | None:
         """Touch and attach the hits and take the new pages, or nothing of it."""
-        num_new_pages = self.coordinator.count_pages_to_allocate(held, num_tokens, hits)
-        num_needed_pages = sum(num_new_pages) + self.coordinator.count_free_hits(hits)
-        if num_needed_pages > max(0, self._store.num_free_pages - num_reserved_pages):
+        coordinator, store = self.coordinator, self._store
+        has_hits = hits is not self._no_ids
+        num_new_pages = coordinator.count_pages_to_allocate(held, num_tokens, hits)
+        num_needed_pages = sum(num_new_pages) + (coordinator.count_free_hits(hits) if has_hits else 0)
+        if num_needed_pages and num_needed_pages + num_reserved_pages > store.num_free_pages:
             self._warn_if_hopeless(held, num_needed_pages)
             return None
-        self.coordinator.touch_hits(hits)
-        if sum(num_new_pages) > self._store.num_free_in_shard(shard):
-            self.coordinator.give_back_hits(hits)
+        if has_hits:
+            coordinator.touch_hits(hits)
+        if shard is not None and sum(num_new_pages) > store.num_free_in_shard(shard):
+            coordinator.give_back_hits(hits)
             return None
-        self.coordinator.attach_hits(held, hits)
-        return self.coordinator.allocate_new_pages(held, num_new_pages, shard)
+        if has_hits:
+            coordinator.attach_hits(held, hits)
+        return coordinator.allocate_new_pages(held, num_new_pages, shard)
 
     def _warn_if_hopeless(self, held: RequestPages, num_needed_pages: int) -> None:
         num_held_pages = sum(len(group) - group.num_skipped_pages for group in held.groups)
@@ -406,7 +410,7 @@ class CacheManager:
 
     def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
         """The ids of a request's pages, one list for each group; the null page, 0, where one was skipped. O(pages)."""
-        return tuple([ids.to_list() for ids in self.coordinator.get_pages(request_id)])
+        return lists_of(self.coordinator.get_pages(request_id))
 
     def get_num_common_prefix_pages(self, request: Request, num_scheduled_requests: int) -> list[int]:
         """For each group the leading pages of a running request that at least `num_scheduled_requests` requests hold.

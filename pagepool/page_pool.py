@@ -109,7 +109,7 @@ class FreeCachePageQueue:
 
     def remove(self, page: CachePage) -> None:
         """Take a page out wherever it stands; PageIdError if it is not in the queue."""
-        self._store.remove(self._store.ids_of_pages([page])[0])
+        self._store.remove_page(page)
 
     def append(self, page: CachePage) -> None:
         """Put a page at the back; PageIdError if it is in a queue, is held, or is a pool's and this is not its queue."""
@@ -249,10 +249,9 @@ class PagePool:
         Of several pages with equal content the one cached first; with a hint, the first in that shard. Changes nothing.
         O(groups), with a hint O(groups x pages of equal content).
         """
-        page_ids = self.get_cached_page_ids(
-            page_hash, kv_cache_group_ids, dp_shard_hint=dp_shard_hint, data_parallel_size=data_parallel_size
-        )
-        return None if page_ids is None else self.store.pages(PageIds(page_ids))
+        bounds = self.find_shard_bounds(dp_shard_hint, data_parallel_size)
+        page_ids = self._find_page_ids(page_hash, kv_cache_group_ids, bounds)
+        return None if page_ids is None else [self.store.page(page_id) for page_id in page_ids]
 
     def get_cached_page_ids(
         self,
@@ -264,20 +263,37 @@ class PagePool:
     ) -> PageIdArray | None:
         """`get_cached_page` as an int32 array ``[groups]``, or None."""
         bounds = self.find_shard_bounds(dp_shard_hint, data_parallel_size)
-        page_ids = [self.find_page_id(page_hash, group_id, *bounds) for group_id in kv_cache_group_ids]
-        return None if None in page_ids else np.array(page_ids, dtype=np.int32)
+        page_ids = self._find_page_ids(page_hash, kv_cache_group_ids, bounds)
+        return None if page_ids is None else np.array(page_ids, dtype=np.int32)
+
+    def _find_page_ids(
+        self, page_hash: PageHash, group_ids: Sequence[int], bounds: tuple[int, int | None]
+    ) -> list[int] | None:
+        page_ids = []
+        for group_id in group_ids:
+            page_id = self.find_page_id(page_hash, group_id, *bounds)
+            if page_id is None:
+                return None
+            page_ids.append(page_id)
+        return page_ids
 
     def find_page_id(self, page_hash: PageHash, group_id: int, start: int = 0, stop: int | None = None) -> int | None:
         """The page cached first under `page_hash` in a group, with an id in ``[start, stop)``, or None.
 
         A hash that carries token ids hits only a page whose token ids are equal.
         """
-        for key in self.store.names.keys_of(page_hash):
+        names, key = self.store.names, page_hash.hash_value
+        if not names and page_hash == (key, (), None) and 0 <= key < 1 << 128:  # made natively: no need to ask for names
+            return self.store.find(key, group_id, start, stop)
+        for key in names.keys_of(page_hash):
             page_id = self.store.find(key, group_id, start, stop)
-            found = None if page_id is None else self.store.page_hash_of(page_id)
-            if found is not None and page_hash in (found.page_hash, PageHash(key, ())):
+            if page_id is not None and (page_hash == (key, (), None) or self._has_hash(page_id, page_hash)):
                 return page_id
         return None
+
+    def _has_hash(self, page_id: int, page_hash: PageHash) -> bool:
+        found = self.store.page_hash_of(page_id)
+        return found is not None and found.page_hash == page_hash
 
     def cache_full_pages(
         self,
@@ -428,7 +444,9 @@ class PagePool:
         self, dp_shard_hint: int | None, data_parallel_size: int | None
     ) -> tuple[int, int | None]:
         """Half-open range of the page ids that may hit under a hint."""
-        pages_per_shard = pages_per_dp_shard(self.num_pages, data_parallel_size)
+        pages_per_shard = None
+        if dp_shard_hint is not None:
+            pages_per_shard = pages_per_dp_shard(self.num_pages, data_parallel_size)
         if dp_shard_hint is None or pages_per_shard is None:
             return 0, None
         return dp_shard_page_bounds(int(dp_shard_hint) % int(data_parallel_size or 1), pages_per_shard)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from pagepool._core import HashChain
+from pagepool._core import HashChain, PageIds
 from pagepool.errors import ArgumentError
 from pagepool.hashing import (
     ExtraKeys,
@@ -77,9 +77,10 @@ class PageHasher(ABC):
             self.hash_pages(hashes, self._read_tokens(request, num_hashed, stop), keys)
             num_hashed = stop
 
-    def _read_tokens(self, request: Request, start_page: int, stop_page: int) -> TokenIds:
+    def _read_tokens(self, request: Request, start_page: int, stop_page: int) -> TokenIds | PageIds:
         start, stop = start_page * self.page_size, stop_page * self.page_size
-        token_ids = request.all_token_ids[start:stop]
+        all_ids = request.all_token_ids
+        token_ids = PageIds.of_slice(all_ids, start, stop) if type(all_ids) is list else all_ids[start:stop]
         if len(token_ids) != stop - start:
             raise ArgumentError(
                 f"request {request.request_id!r}: all_token_ids ends at {start + len(token_ids)}, "
@@ -88,7 +89,7 @@ class PageHasher(ABC):
         return token_ids
 
     @abstractmethod
-    def hash_pages(self, hashes: RequestHashes, token_ids: TokenIds, extra_keys: ExtraKeys | None) -> None:
+    def hash_pages(self, hashes: RequestHashes, token_ids: TokenIds | PageIds, extra_keys: ExtraKeys | None) -> None:
         """Append the hashes of the next pages; `extra_keys` are those of the first of them."""
 
     def name_pages(self, names: HashNames, hashes: RequestHashes, start: int, stop: int) -> None:
@@ -104,7 +105,7 @@ class PageHasher(ABC):
 class SipHasher(PageHasher):
     """SipHash-2-4-128 in the compiled core: the key of the index is the hash. 30 ns a page of 16 tokens."""
 
-    def hash_pages(self, hashes: RequestHashes, token_ids: TokenIds, extra_keys: ExtraKeys | None) -> None:
+    def hash_pages(self, hashes: RequestHashes, token_ids: TokenIds | PageIds, extra_keys: ExtraKeys | None) -> None:
         """One native call for all pages."""
         hashes.chain.extend(token_ids, encode_extra_keys(extra_keys))
 
@@ -117,9 +118,9 @@ class SipHasher(PageHasher):
 class PythonHasher(PageHasher):
     """A hash made page by page in Python."""
 
-    def hash_pages(self, hashes: RequestHashes, token_ids: TokenIds, extra_keys: ExtraKeys | None) -> None:
+    def hash_pages(self, hashes: RequestHashes, token_ids: TokenIds | PageIds, extra_keys: ExtraKeys | None) -> None:
         """Page by page, each from the hash of the one before."""
-        tokens = [int(token_id) for token_id in token_ids]
+        tokens = token_ids.to_list() if isinstance(token_ids, PageIds) else [int(token_id) for token_id in token_ids]
         for start in range(0, len(tokens), self.page_size):
             self.hash_page(hashes, tokens[start : start + self.page_size], extra_keys if start == 0 else None)
 
