@@ -22,7 +22,7 @@ SHAPES = {(256, 2048): 40, (1024, 8192): 300}
 """Rows and columns of the tables that are committed, and how many times faster than a whole copy we mean to be."""
 
 NUM_STEPS = 200
-NUM_ROUNDS = 30
+NUM_ROUNDS = 40
 PROMPT = list(range(1, 501))
 
 Table = Any
@@ -52,7 +52,7 @@ class Rows:
 def fill(table: Table) -> None:
     """Give each row the same pages, for half its length."""
     num_rows, num_columns = table.page_table_cpu.shape
-    page_ids = np.arange(1, num_columns // 2 + 1, dtype=np.int32)
+    page_ids = list(range(1, num_columns // 2 + 1))
     for row in range(num_rows):
         table.add_row(page_ids, row)
 

@@ -615,7 +615,8 @@ cdef inline void mark(Rows *rows, Py_ssize_t row, Py_ssize_t start, Py_ssize_t s
 
 cdef inline void append_ids(Rows *rows, Py_ssize_t row, const int32_t *ids, Py_ssize_t n) noexcept nogil:
     cdef Py_ssize_t start = rows.num_pages[row]
-    memcpy(rows.table + row * rows.num_columns + start, ids, n * sizeof(int32_t))
+    if n:  # without ids there is no pointer either, which memcpy must not get
+        memcpy(rows.table + row * rows.num_columns + start, ids, n * sizeof(int32_t))
     rows.num_pages[row] += <int32_t>n
     mark(rows, row, start, start + n)
 
@@ -2158,9 +2159,10 @@ cdef class TableRows:
     def copy_aligned(self) -> np.ndarray:
         """A fresh copy of the whole table, which counts as sent."""
         copied = make_aligned_zeros((self.rows.num_rows, self.rows.num_columns))
-        cdef int32_t[:, ::1] target = copied
+        cdef int32_t[:, ::1] view = copied
+        cdef int32_t *target = &view[0, 0]
         with self.lock, nogil:
-            memcpy(&target[0, 0], self.rows.table, self.rows.num_rows * self.rows.num_columns * sizeof(int32_t))
+            memcpy(target, self.rows.table, self.rows.num_rows * self.rows.num_columns * sizeof(int32_t))
             clean(&self.rows, self.rows.num_rows)
         return copied
 

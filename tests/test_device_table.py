@@ -452,6 +452,7 @@ def test_eight_devices() -> None:
     await_programs([Program("many_devices.py", num_devices=8)], timeout=600)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 5), reason="collectives on CPU break in such old versions, with any program")
 def test_two_processes() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
