@@ -32,6 +32,7 @@ sanitize:  ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
 
 lint: $(DEV_VENV)/installed  ## style, types, and whether the stub agrees with the compiled core
 	$(DEV_VENV)/bin/ruff check
+	$(DEV_VENV)/bin/ruff format --check
 	PATH="$(abspath $(DEV_VENV))/bin:$$PATH" cython-lint pagepool
 	$(DEV_VENV)/bin/mypy
 	$(DEV_VENV)/bin/stubtest pagepool._core --ignore-disjoint-bases

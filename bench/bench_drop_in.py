@@ -36,8 +36,7 @@ class Decode:
         self.rival = rival
         self.manager = rival.make_manager(NUM_RUNNING * pages_per_request)
         self.requests = [
-            BenchRequest(f"request-{i}", random_tokens(CONTEXT_LEN - i % PAGE_SIZE, i))
-            for i in range(NUM_RUNNING)
+            BenchRequest(f"request-{i}", random_tokens(CONTEXT_LEN - i % PAGE_SIZE, i)) for i in range(NUM_RUNNING)
         ]
         for request in self.requests:
             self.manager.get_computed_pages(request)

@@ -134,9 +134,7 @@ class Slots:
 
 @pytest.mark.parametrize("num_tokens", [256, 8192])
 def test_slot_mapping(race: Race, num_tokens: int) -> None:
-    contenders = {
-        rival: Slots(PAGE_TABLES[rival](NUM_ROWS, NUM_COLUMNS, 1), num_tokens) for rival in (OURS, OBVIOUS)
-    }
+    contenders = {rival: Slots(PAGE_TABLES[rival](NUM_ROWS, NUM_COLUMNS, 1), num_tokens) for rival in (OURS, OBVIOUS)}
     race(contenders, Work(f"slots of {num_tokens} tokens", "token", num_tokens, 10 * NUM_ROUNDS))
 
 

@@ -112,9 +112,7 @@ class OracleRival(Rival):
 
 def make_group(specs: ModuleType) -> Any:
     """Make a full-attention group with the spec classes of a package."""
-    spec = specs.FullAttentionSpec(
-        page_size=PAGE_SIZE, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False
-    )
+    spec = specs.FullAttentionSpec(page_size=PAGE_SIZE, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
     return specs.CacheGroupSpec(kv_cache_spec=spec)
 
 
@@ -125,9 +123,7 @@ def find_easydel() -> list[Rival]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            modules = [
-                importlib.import_module(f"{core}.{name}") for name in ("manager", "page_pool", "interface")
-            ]
+            modules = [importlib.import_module(f"{core}.{name}") for name in ("manager", "page_pool", "interface")]
     except ImportError:
         return []
     return [Rival("easydel", *modules)]

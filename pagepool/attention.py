@@ -98,9 +98,7 @@ class SingleTypeCacheManager(ABC):
         return 0
 
     @abstractmethod
-    def find_hit_length(
-        self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool = False
-    ) -> int:
+    def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool = False) -> int:
         """The longest prefix, in tokens and at most `max_num_tokens`, from which a request can go on. O(pages x groups).
 
         With eagle the last page is dropped, since the drafter needs its hidden states computed anew; a re-check, of a length
@@ -121,9 +119,7 @@ class FullAttentionManager(SingleTypeCacheManager):
         """O(pages of the answer)."""
         return self.page_pool.store.count_shared(held, num_scheduled_requests)
 
-    def find_hit_length(
-        self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool = False
-    ) -> int:
+    def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool = False) -> int:
         """Forwards from the first page to the first that misses. A shorter prefix of a hit is a hit."""
         if is_recheck:
             return max_num_tokens
@@ -173,9 +169,7 @@ class SlidingWindowManager(SingleTypeCacheManager):
         """Consecutive pages that a hit needs: those of the window, and the one that eagle drops."""
         return max(1, cdiv(self.sliding_window - 1, self.page_size) + (1 if use_eagle else 0))
 
-    def find_hit_length(
-        self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool = False
-    ) -> int:
+    def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool = False) -> int:
         """Backwards to the last run of pages that fills the window; failing that, the leading pages."""
         num_dropped = 1 if use_eagle else 0
         num_run_pages = self._get_num_run_pages(use_eagle) - (num_dropped if is_recheck else 0)
@@ -233,13 +227,9 @@ class ChunkedLocalAttentionManager(SingleTypeCacheManager):
 
     def find_next_skip(self, held: HeldPages) -> int:
         """When a chunk begins at or behind the first page that is not skipped yet."""
-        return (
-            cdiv((held.num_skipped_pages + 1) * self.page_size, self.attention_chunk_size) * self.attention_chunk_size
-        )
+        return cdiv((held.num_skipped_pages + 1) * self.page_size, self.attention_chunk_size) * self.attention_chunk_size
 
-    def find_hit_length(
-        self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool = False
-    ) -> int:
+    def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool = False) -> int:
         """Forwards from the page in which the last chunk begins; all before it is not needed."""
         num_pages = self.page_pool.store.find_leading_hits(
             query.chain,
@@ -270,9 +260,7 @@ class MambaManager(SingleTypeCacheManager):
         """All of them in one page."""
         return NEVER if num_pages else 0
 
-    def find_hit_length(
-        self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool = False
-    ) -> int:
+    def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool = False) -> int:
         """Never a hit: the state after a prefix is not kept."""
         return 0
 

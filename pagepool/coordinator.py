@@ -68,9 +68,7 @@ class CacheCoordinator(ABC):
         self.page_pool = PagePool(num_pages, enable_caching)
         self.requests: dict[str, RequestPages] = {}
         self.single_type_managers = tuple(
-            get_manager_for_kv_cache_spec(
-                group.kv_cache_spec, page_pool=self.page_pool, kv_cache_group_id=group_id
-            )
+            get_manager_for_kv_cache_spec(group.kv_cache_spec, page_pool=self.page_pool, kv_cache_group_id=group_id)
             for group_id, group in enumerate(kv_cache_groups)
         )
         cached = [manager for manager in self.single_type_managers if manager.is_prefix_cached]
@@ -103,9 +101,7 @@ class CacheCoordinator(ABC):
     def check_hits(self, chain: HashChain, hits: Sequence[PageIds]) -> None:
         """PageHashError if a page was handed to somebody else, or dropped from the index, since it was hit. O(pages)."""
         for manager, ids in zip(self.single_type_managers, hits, strict=True):
-            stale = self.page_pool.store.find_stale_hit(
-                ids, chain, manager.num_hashes_per_page, manager.kv_cache_group_id
-            )
+            stale = self.page_pool.store.find_stale_hit(ids, chain, manager.num_hashes_per_page, manager.kv_cache_group_id)
             if stale >= 0:
                 raise PageHashError(
                     f"page {ids[stale]} (at {stale} of group {manager.kv_cache_group_id}) does not hold this prefix: "
@@ -133,18 +129,14 @@ class CacheCoordinator(ABC):
             if ids:
                 self.page_pool.store.hold_hits(group, ids)
 
-    def allocate_new_pages(
-        self, held: RequestPages, num_pages: Sequence[int], shard: int | None
-    ) -> tuple[PageIds, ...]:
+    def allocate_new_pages(self, held: RequestPages, num_pages: Sequence[int], shard: int | None) -> tuple[PageIds, ...]:
         """Take that many pages for each group, of which there are enough, and return them."""
         return tuple(map(self.page_pool.store.hold_new, held.groups, num_pages, repeat(shard)))
 
     def count_cached_hashes(self, held: RequestPages) -> int:
         """Leading hashes whose pages need no entry any more, in any group."""
         counts = [
-            group.num_cached_pages * manager.num_hashes_per_page
-            for manager, group in held.by_group
-            if manager.is_prefix_cached
+            group.num_cached_pages * manager.num_hashes_per_page for manager, group in held.by_group if manager.is_prefix_cached
         ]
         return min(counts, default=NEVER)
 
@@ -186,10 +178,7 @@ class CacheCoordinator(ABC):
         held = self.requests.get(request_id)
         if held is None or not self.enable_caching:
             return [0] * len(self.single_type_managers)
-        return [
-            manager.get_num_common_prefix_pages(group, num_scheduled_requests)
-            for manager, group in held.by_group
-        ]
+        return [manager.get_num_common_prefix_pages(group, num_scheduled_requests) for manager, group in held.by_group]
 
     # What the prefix index holds.
 
@@ -205,9 +194,7 @@ class CacheCoordinator(ABC):
 class CacheCoordinatorNoPrefixCache(CacheCoordinator):
     """Any number of groups, none included, without prefix caching."""
 
-    def __init__(
-        self, num_pages: int, kv_cache_groups: Sequence[CacheGroupSpec], max_model_len: int, use_eagle: bool
-    ) -> None:
+    def __init__(self, num_pages: int, kv_cache_groups: Sequence[CacheGroupSpec], max_model_len: int, use_eagle: bool) -> None:
         """See `CacheManager`."""
         super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, False)
 

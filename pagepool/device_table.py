@@ -152,9 +152,7 @@ def commit_tables(tables: tuple[DeviceTable, ...], num_reqs: int) -> tuple[jax.A
 def send(tables: tuple[DeviceTable, ...], num_reqs: int, num_dirty: int) -> None:
     """Send the windows, or the whole tables if that is cheaper and every dirty row is meant."""
     num_rows = tables[0].max_num_reqs
-    if num_dirty <= get_max_num_windows(tables) or any(
-        table.count_dirty_windows(num_reqs, num_rows) for table in tables
-    ):
+    if num_dirty <= get_max_num_windows(tables) or any(table.count_dirty_windows(num_reqs, num_rows) for table in tables):
         send_windows(tables, num_reqs, num_dirty)
     else:
         for table in tables:
@@ -254,9 +252,7 @@ class LocalScatter:
     def __call__(self, tables: tuple[Any, ...], windows: Int32Array, starts: Int32Array) -> tuple[Any, ...]:
         """Write, and return the tables anew."""
         local = self._program(*self._localize(tables, windows, starts))
-        return tuple(
-            self._as_global(part, table.shape) for part, table in zip(local, tables, strict=True)
-        )
+        return tuple(self._as_global(part, table.shape) for part, table in zip(local, tables, strict=True))
 
     def lower(self, tables: tuple[Any, ...], windows: Int32Array, starts: Int32Array) -> Any:
         """The program as jax lowers it for these tables, to be looked at."""

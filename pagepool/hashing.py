@@ -119,9 +119,7 @@ def hash_request_tokens(hash_function: HashFunction, page_size: int, request: An
     parent: int | None = None
     for start in range(0, len(token_ids) - page_size + 1, page_size):
         page_extra_keys = extra_keys.of_page(start, start + page_size) if extra_keys else None
-        page_hashes.append(
-            hash_page_tokens(hash_function, parent, token_ids[start : start + page_size], page_extra_keys)
-        )
+        page_hashes.append(hash_page_tokens(hash_function, parent, token_ids[start : start + page_size], page_extra_keys))
         parent = page_hashes[-1].hash_value
     return page_hashes
 

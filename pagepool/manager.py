@@ -26,9 +26,7 @@ class CachePages:
 
     _groups: tuple[PageIds, ...] | tuple[list[CachePage], ...]
 
-    def __init__(
-        self, pages: tuple[list[CachePage], ...] | tuple[PageIds, ...], store: PageStore | None = None
-    ) -> None:
+    def __init__(self, pages: tuple[list[CachePage], ...] | tuple[PageIds, ...], store: PageStore | None = None) -> None:
         """One list of pages for each group; with `store`, that pool's page ids instead."""
         self._groups = pages
         self._store = store
@@ -230,9 +228,7 @@ class CacheManager:
         except TypeError:
             is_wrong = True
         if is_wrong:
-            _check_num_tokens(
-                num_new_tokens, num_external_computed_tokens, num_new_computed_tokens, num_lookahead_tokens
-            )
+            _check_num_tokens(num_new_tokens, num_external_computed_tokens, num_new_computed_tokens, num_lookahead_tokens)
         num_computed_tokens = request.num_computed_tokens
         num_tokens = num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens + num_new_tokens
         held = self._requests.get(request.request_id)

@@ -266,9 +266,7 @@ class PagePool:
         page_ids = self._find_page_ids(page_hash, kv_cache_group_ids, bounds)
         return None if page_ids is None else np.array(page_ids, dtype=np.int32)
 
-    def _find_page_ids(
-        self, page_hash: PageHash, group_ids: Sequence[int], bounds: tuple[int, int | None]
-    ) -> list[int] | None:
+    def _find_page_ids(self, page_hash: PageHash, group_ids: Sequence[int], bounds: tuple[int, int | None]) -> list[int] | None:
         page_ids = []
         for group_id in group_ids:
             page_id = self.find_page_id(page_hash, group_id, *bounds)
@@ -440,9 +438,7 @@ class PagePool:
         self.store.set_shards(num_shards)
         return int(dp_shard_hint) % num_shards
 
-    def find_shard_bounds(
-        self, dp_shard_hint: int | None, data_parallel_size: int | None
-    ) -> tuple[int, int | None]:
+    def find_shard_bounds(self, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int | None]:
         """Half-open range of the page ids that may hit under a hint."""
         pages_per_shard = None
         if dp_shard_hint is not None:
@@ -452,9 +448,7 @@ class PagePool:
         return dp_shard_page_bounds(int(dp_shard_hint) % int(data_parallel_size or 1), pages_per_shard)
 
 
-def _hash_missing_pages(
-    request: Any, page_hashes: Sequence[PageHash], num_full_pages: int, page_size: int
-) -> list[PageHash]:
+def _hash_missing_pages(request: Any, page_hashes: Sequence[PageHash], num_full_pages: int, page_size: int) -> list[PageHash]:
     """The hashes from ``len(page_hashes)`` to `num_full_pages`."""
     extra_keys = RequestExtraKeys.of(request) if len(page_hashes) < num_full_pages else None
     parent = page_hashes[-1].hash_value if page_hashes else None

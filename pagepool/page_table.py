@@ -93,9 +93,7 @@ class MultiGroupPageTable(GroupedRows):
         max_model_len = require_int("max_model_len", max_model_len, 1)
         self.page_sizes = [require_int("page_sizes", page_size, 1) for page_size in page_sizes]
         super().__init__(
-            PageTable(
-                max_num_reqs, cdiv(max_model_len, page_size), max_num_batched_tokens, sharding, donate=donate
-            )
+            PageTable(max_num_reqs, cdiv(max_model_len, page_size), max_num_batched_tokens, sharding, donate=donate)
             for page_size in self.page_sizes
         )
 

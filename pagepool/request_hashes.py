@@ -194,9 +194,7 @@ def make_page_hasher(
         return Sha256Hasher(page_size, hash_seed, keep_token_ids, _sha256_root(hash_seed), sha256_page)
     if hash_algo == "sha256_cbor":
         return Sha256Hasher(page_size, hash_seed, keep_token_ids, _cbor_root(hash_seed), _sha256_cbor_page)
-    raise ArgumentError(
-        f"hash_algo: got {hash_algo!r}, allowed: 'siphash128', 'sha256', 'sha256_cbor' or a callable"
-    )
+    raise ArgumentError(f"hash_algo: got {hash_algo!r}, allowed: 'siphash128', 'sha256', 'sha256_cbor' or a callable")
 
 
 def _sha256_root(hash_seed: int | str | bytes | None) -> bytes:

@@ -283,9 +283,7 @@ def test_vision_without_features_shares_with_itself_alone():
     assert manager.get_computed_pages(seen("a"))[1] == 8
 
 
-@pytest.mark.parametrize(
-    "request_keys", [{"cache_salt": 1.5}, {"lora_id": object()}, {"mm_features": [SimpleNamespace()]}]
-)
+@pytest.mark.parametrize("request_keys", [{"cache_salt": 1.5}, {"lora_id": object()}, {"mm_features": [SimpleNamespace()]}])
 def test_extra_keys_of_unclear_identity_are_refused(request_keys):
     with pytest.raises((ArgumentError, ArgumentTypeError)):
         make_manager().get_computed_pages(EngineRequest("a", [1] * 9, **request_keys))

@@ -160,9 +160,7 @@ MANAGER_CASES = {
         ArgumentError,
     ),
     "hits of another pool": (
-        lambda u: u.manager.allocate_slots(
-            EngineRequest("new", [7] * 5), 1, 4, CachePages(([u.other_pool.pages[1]],))
-        ),
+        lambda u: u.manager.allocate_slots(EngineRequest("new", [7] * 5), 1, 4, CachePages(([u.other_pool.pages[1]],))),
         PageIdError,
     ),
     "hits of another prefix": (
