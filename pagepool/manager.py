@@ -223,7 +223,7 @@ class CacheManager:
         that shard is too short the hits count as used just now and None is returned. `num_reserved_pages` free pages are left
         for others (a watermark for admission). ArgumentError, a ValueError, for 0 new tokens. Amortised O(new pages).
         """
-        try:  # negative exactly when one of the four is out of range: a tenth of the cost of comparing each
+        try:  # negative exactly when one of the four is out of range; cheaper than four comparisons
             is_wrong = num_new_tokens - 1 | num_new_computed_tokens | num_lookahead_tokens | num_external_computed_tokens < 0
         except TypeError:
             is_wrong = True
