@@ -22,7 +22,7 @@ SHAPES = {(256, 2048): 40, (1024, 8192): 300}
 """Rows and columns of the tables that are committed, and how many times faster than a whole copy we mean to be."""
 
 NUM_STEPS = 200
-NUM_ROUNDS = 40
+NUM_TURNS = 10
 PROMPT = list(range(1, 501))
 
 Table = Any
@@ -112,7 +112,7 @@ def test_append_batch(race: Race) -> None:
 
 def run_rows(race: Race, change: Change, name: str, rivals: Any = PAGE_TABLES) -> None:
     contenders = {rival: Rows(PAGE_TABLES[rival](NUM_ROWS, NUM_COLUMNS, 1), change) for rival in rivals}
-    race(contenders, Work(name, "row", NUM_ROWS, NUM_ROUNDS))
+    race(contenders, Work(name, "row", NUM_ROWS, NUM_TURNS))
 
 
 class Slots:
@@ -135,7 +135,7 @@ class Slots:
 @pytest.mark.parametrize("num_tokens", [256, 8192])
 def test_slot_mapping(race: Race, num_tokens: int) -> None:
     contenders = {rival: Slots(PAGE_TABLES[rival](NUM_ROWS, NUM_COLUMNS, 1), num_tokens) for rival in (OURS, OBVIOUS)}
-    race(contenders, Work(f"slots of {num_tokens} tokens", "token", num_tokens, 10 * NUM_ROUNDS))
+    race(contenders, Work(f"slots of {num_tokens} tokens", "token", num_tokens, 10 * NUM_TURNS))
 
 
 class Commit:
@@ -200,7 +200,7 @@ def test_commit(race: Race, shape: tuple[int, int], change: Change, waits: bool)
     jax = pytest.importorskip("jax")
     contenders = {rival: Commit(jax, make(*shape, 1), change, waits) for rival, make in PAGE_TABLES.items()}
     name = f"commit {shape[0]} x {shape[1]}, {change.__name__}, {'to completion' if waits else 'dispatch only'}"
-    race(contenders, Work(name, "commit", 1, NUM_ROUNDS, SHAPES[shape] if waits else None))
+    race(contenders, Work(name, "commit", 1, NUM_TURNS, SHAPES[shape] if waits else None))
 
 
 class Run:

@@ -1453,16 +1453,25 @@ cdef class PageStore:
             pull(&self.pool, page_id)
         return 0
 
+    def append_page(self, page) -> None:
+        """`append` for one page by its view; PageIdError for another pool's."""
+        cdef int32_t page_id = self.index_of(page)
+        self.push_checked(&page_id, 1)
+
     def append(self, page_ids) -> None:
         """Put pages that are not in the queue and not held at its back, in order."""
         cdef PageIds ids = self.checked(page_ids)
+        self.push_checked(ids.ids, ids.num)
+
+    cdef int push_checked(self, const int32_t *ids, Py_ssize_t n) except -1:
         cdef Py_ssize_t bad
         with self.lock:
-            bad = push_all(&self.pool, ids.ids, ids.num)
+            bad = push_all(&self.pool, ids, n)
         if bad >= 0:
             raise PageIdError(
-                f"page {self.page(ids.ids[bad]).page_id} cannot be appended: it is in the free queue, held, or the null page"
+                f"page {self.page(ids[bad]).page_id} cannot be appended: it is in the free queue, held, or the null page"
             )
+        return 0
 
     def adopt(self, CachePage page not None) -> None:
         """Take over the record of a page that stands alone: `page` becomes a view of this store."""
@@ -1494,6 +1503,16 @@ cdef class PageStore:
             with self.lock:
                 page_id = find_within(&self.pool, digest, checked_group, ids)
         return None if page_id == NULL_PAGE else page_id
+
+    def find_pages(self, key, groups, start=0, stop=None):
+        """For each group the view of the page that `find` finds; None if it finds none in one of them."""
+        pages = []
+        for group in groups:
+            page_id = self.find(key, group, start, stop)
+            if page_id is None:
+                return None
+            pages.append(self.view(page_id))
+        return pages
 
     def twins(self, page_id) -> PageIds:
         """All pages with the content of a cached page, in the order they were cached, from this one on."""

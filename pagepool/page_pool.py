@@ -113,7 +113,9 @@ class FreeCachePageQueue:
 
     def append(self, page: CachePage) -> None:
         """Put a page at the back; PageIdError if it is in a queue, is held, or is a pool's and this is not its queue."""
-        self.append_n([page])
+        if not self._store.is_pool:
+            self._store.adopt(page)
+        self._store.append_page(page)
 
     def append_n(self, pages: Sequence[CachePage]) -> None:
         """Put pages at the back, in order; all or none of them."""
@@ -250,6 +252,8 @@ class PagePool:
         O(groups), with a hint O(groups x pages of equal content).
         """
         bounds = self.find_shard_bounds(dp_shard_hint, data_parallel_size)
+        if self._is_own_key(page_hash):
+            return self.store.find_pages(page_hash.hash_value, kv_cache_group_ids, *bounds)
         page_ids = self._find_page_ids(page_hash, kv_cache_group_ids, bounds)
         return None if page_ids is None else [self.store.page(page_id) for page_id in page_ids]
 
@@ -280,14 +284,18 @@ class PagePool:
 
         A hash that carries token ids hits only a page whose token ids are equal.
         """
-        names, key = self.store.names, page_hash.hash_value
-        if not names and page_hash == (key, (), None) and 0 <= key < 1 << 128:  # made natively: no need to ask for names
-            return self.store.find(key, group_id, start, stop)
-        for key in names.keys_of(page_hash):
+        if self._is_own_key(page_hash):
+            return self.store.find(page_hash.hash_value, group_id, start, stop)
+        for key in self.store.names.keys_of(page_hash):
             page_id = self.store.find(key, group_id, start, stop)
             if page_id is not None and (page_hash == (key, (), None) or self._has_hash(page_id, page_hash)):
                 return page_id
         return None
+
+    def _is_own_key(self, page_hash: PageHash) -> bool:
+        """Whether the hash value is the key, as it is for native hashes: no need to ask for names, nor to compare tokens."""
+        key = page_hash.hash_value
+        return not self.store.names and 0 <= key < 1 << 128 and page_hash == (key, (), None)
 
     def _has_hash(self, page_id: int, page_hash: PageHash) -> bool:
         found = self.store.page_hash_of(page_id)
