@@ -1202,10 +1202,6 @@ cdef class PageStore:
         """Pages allocated, freed, evicted and cached since the store was made."""
         return self.pool.num_allocated, self.pool.num_freed, self.pool.num_evicted, self.pool.num_cached
 
-    def ref_count(self, page_id) -> int:
-        """References held to a page."""
-        return self.pool.pages[self.checked_id(page_id)].ref_cnt
-
     def set_ref_count(self, page_id, ref_cnt) -> None:
         """Overwrite a count; that of the null page is not kept. `check` and the next `take` notice a free page that is held."""
         cdef Py_ssize_t count = size_of(ref_cnt, "ref_cnt", 0, INT32_MAX - 1)
@@ -1960,7 +1956,6 @@ cdef class TableRows:
     cdef Rows rows
     cdef readonly object page_table_cpu         # the buffers, pinned by the memoryviews below
     cdef readonly object num_pages_per_row
-    cdef object flags
     cdef int32_t[:, ::1] table_view
     cdef int32_t[::1] num_pages_view
     cdef int32_t[::1] extent_view

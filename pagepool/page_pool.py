@@ -448,10 +448,10 @@ class PagePool:
 
     def find_shard_bounds(self, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int | None]:
         """Half-open range of the page ids that may hit under a hint."""
-        pages_per_shard = None
-        if dp_shard_hint is not None:
-            pages_per_shard = pages_per_dp_shard(self.num_pages, data_parallel_size)
-        if dp_shard_hint is None or pages_per_shard is None:
+        if dp_shard_hint is None:
+            return 0, None
+        pages_per_shard = pages_per_dp_shard(self.num_pages, data_parallel_size)
+        if pages_per_shard is None:
             return 0, None
         return dp_shard_page_bounds(int(dp_shard_hint) % int(data_parallel_size or 1), pages_per_shard)
 

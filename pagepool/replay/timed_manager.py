@@ -1,5 +1,6 @@
 """A stopwatch around a manager."""
 
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -49,11 +50,15 @@ class TimedManager:
         self._manager = manager
         self.seconds = 0.0
 
+    def _time(self, call: Callable[..., Any], *args: Any) -> Any:
+        start = perf_counter()
+        result = call(*args)
+        self.seconds += perf_counter() - start
+        return result
+
     def get_computed_pages(self, request: Request) -> tuple[Any, int]:
         """As the manager's."""
-        start = perf_counter()
-        result = self._manager.get_computed_pages(request)
-        self.seconds += perf_counter() - start
+        result: tuple[Any, int] = self._time(self._manager.get_computed_pages, request)
         return result
 
     def allocate_slots(
@@ -64,19 +69,13 @@ class TimedManager:
         new_computed_pages: Any = None,
     ) -> Any | None:
         """As the manager's."""
-        start = perf_counter()
-        pages = self._manager.allocate_slots(request, num_new_tokens, num_new_computed_tokens, new_computed_pages)
-        self.seconds += perf_counter() - start
-        return pages
+        allocate = self._manager.allocate_slots
+        return self._time(allocate, request, num_new_tokens, num_new_computed_tokens, new_computed_pages)
 
     def free(self, request: Request) -> None:
         """As the manager's."""
-        start = perf_counter()
-        self._manager.free(request)
-        self.seconds += perf_counter() - start
+        self._time(self._manager.free, request)
 
     def free_page_hashes(self, request: Request) -> None:
         """As the manager's."""
-        start = perf_counter()
-        self._manager.free_page_hashes(request)
-        self.seconds += perf_counter() - start
+        self._time(self._manager.free_page_hashes, request)
