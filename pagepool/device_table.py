@@ -118,18 +118,23 @@ def upload(table: Int32Array, sharding: jax.sharding.Sharding) -> jax.Array:
     return array
 
 
-def get_payload_sizes(tables: Sequence[DeviceTable]) -> list[int]:
-    """Numbers of windows that a payload may have; the last holds as many as are sent rather than the whole table."""
+def count_values(tables: Sequence[DeviceTable]) -> int:
+    """Page ids that the tables have room for in all."""
+    return sum([table.max_num_reqs * table.max_num_pages_per_req for table in tables])
+
+
+@lru_cache(maxsize=64)
+def get_payload_sizes(num_values: int) -> tuple[int, ...]:
+    """Numbers of windows that a payload may have; the last holds as many as are sent rather than all `num_values` ids."""
     sizes = [SMALLEST_PAYLOAD]
-    last = get_max_num_windows(tables)
+    last = get_max_num_windows(num_values)
     while sizes[-1] < last:
         sizes.append(4 * sizes[-1])
-    return sizes
+    return tuple(sizes)
 
 
-def get_max_num_windows(tables: Sequence[DeviceTable]) -> int:
-    """More dirty windows than these, and the whole table is sent. The smallest payload is cheaper than any table."""
-    num_values = sum([table.page_table_cpu.size for table in tables])
+def get_max_num_windows(num_values: int) -> int:
+    """More dirty windows than these, and all ids are sent. The smallest payload is cheaper than any table."""
     return max(SMALLEST_PAYLOAD, num_values // (FULL_UPLOAD_SHARE * WINDOW))
 
 
@@ -152,16 +157,16 @@ def commit_tables(tables: tuple[DeviceTable, ...], num_reqs: int) -> tuple[jax.A
 def send(tables: tuple[DeviceTable, ...], num_reqs: int, num_dirty: int) -> None:
     """Send the windows, or the whole tables if that is cheaper and every dirty row is meant."""
     num_rows = tables[0].max_num_reqs
-    if num_dirty <= get_max_num_windows(tables) or any(table.count_dirty_windows(num_reqs, num_rows) for table in tables):
-        send_windows(tables, num_reqs, num_dirty)
+    num_values = count_values(tables)
+    if num_dirty <= get_max_num_windows(num_values) or any(table.count_dirty_windows(num_reqs, num_rows) for table in tables):
+        send_windows(tables, num_reqs, num_dirty, get_payload_sizes(num_values))
     else:
         for table in tables:
             table.upload_all()
 
 
-def send_windows(tables: tuple[DeviceTable, ...], num_reqs: int, num_dirty: int) -> None:
-    """Scatter the dirty windows, in as many payloads as it takes."""
-    sizes = get_payload_sizes(tables)
+def send_windows(tables: tuple[DeviceTable, ...], num_reqs: int, num_dirty: int, sizes: Sequence[int]) -> None:
+    """Scatter the dirty windows, in as many payloads of these sizes as it takes."""
     while num_dirty > 0:
         size = next((size for size in sizes if size >= num_dirty), sizes[-1])
         scatter_payload(tables, pack_dirty_windows(tables, num_reqs, size))
@@ -170,7 +175,7 @@ def send_windows(tables: tuple[DeviceTable, ...], num_reqs: int, num_dirty: int)
 
 def warmup_tables(tables: tuple[DeviceTable, ...]) -> None:
     """Compile the program for each size of payload, with payloads that change nothing."""
-    for size in get_payload_sizes(tables):
+    for size in get_payload_sizes(count_values(tables)):
         scatter_payload(tables, pack_dirty_windows(tables, 0, size))
 
 
