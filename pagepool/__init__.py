@@ -33,6 +33,7 @@ from pagepool.manager import CacheManager, CachePages, PrefixProbe
 from pagepool.page_pool import CachePage, FreeCachePageQueue, PagePool, PagePoolStats, PageProbe
 from pagepool.page_table import MultiGroupPageTable, PageTable, device_slot_mapping
 from pagepool.request import EngineRequest, EngineRequestStatus, Request
+from pagepool.running_batch import RunningBatch, StepResult
 from pagepool.specs import (
     AttentionSpec,
     CacheGroupsConfig,
@@ -81,10 +82,12 @@ __all__ = [
     "PageTable",
     "PrefixProbe",
     "Request",
+    "RunningBatch",
     "RuntimePageBudgetEstimate",
     "SingleTypeCacheManager",
     "SlidingWindowManager",
     "SlidingWindowSpec",
+    "StepResult",
     "UnitaryCacheCoordinator",
     "__version__",
     "create_kv_cache_specs_from_config",

@@ -22,7 +22,7 @@ Each store has a lock: calls from several threads are serialised, and long ones 
 
 cimport cython
 from cpython.long cimport PyLong_CheckExact
-from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport INT32_MAX, INT32_MIN, INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
 
@@ -58,6 +58,7 @@ cdef enum:
     RELEASE_GIL_AT = 1024     # pages of work from which other Python threads are let run meanwhile
     WINDOW = 64               # columns of a page table that are sent to the device together
     CACHE_LINE = 64           # bytes
+    MAX_TOKENS = 1 << 30      # of a request
 
 cdef struct Page:             # 32 bytes, two to a cache line
     uint64_t key_lo           # digest of the content; meaningful while group is not NO_GROUP
@@ -107,6 +108,8 @@ cdef struct Pool:
     Links *twins              # rings of pages with the same content, valid while TWIN is set
     Links *shard_links        # free queue of each shard, closed by the record num_pages + shard; NULL: no shards yet
     int32_t *shard_num_free
+    int32_t *page_tokens      # [num_pages, tokens_width] tokens of cached pages, their number first; NULL: not kept
+    Py_ssize_t tokens_width
     uint64_t multiplier       # odd and secret: which slots collide cannot be foreseen
     uint32_t mask             # slots - 1
     int32_t num_pages
@@ -118,6 +121,72 @@ cdef struct Pool:
     int64_t num_freed
     int64_t num_evicted
     int64_t num_cached
+
+
+cdef struct Rules:            # which pages a cache group needs
+    int32_t page_size         # tokens; MAX_TOKENS for a state, which has one page
+    int32_t window            # tokens that one attends to; 0: no sliding window
+    int32_t chunk             # tokens that attend to each other; 0: not chunked
+
+cdef struct Held:             # what a running row has in one group; as HeldPages
+    int32_t num_pages
+    int32_t num_cached
+    int32_t num_skipped
+
+cdef struct Group:
+    Rules rules
+    int32_t id                # in the prefix index; NO_GROUP: its pages are never cached
+    int32_t stride            # hashes of a page
+    Held *held                # [num_rows]
+    int32_t *page_ids         # [num_rows, num_columns] what the rows hold; the table is the user's to write
+    Rows *rows                # the table
+    Py_ssize_t num_columns
+
+cdef struct ExtraKey:         # what enters the hash of a page besides its tokens
+    const uint8_t *data       # NULL ends a row's keys
+    Py_ssize_t size
+    Py_ssize_t page
+
+cdef struct Batch:            # rows that run together; values by row are [num_rows]
+    Pool *pool
+    Group *groups
+    Py_ssize_t num_groups
+    Py_ssize_t num_rows
+    int32_t max_num_tokens    # of a row
+    int32_t hash_page_size    # tokens; 0: no prefix caching
+    Digest key
+    Digest extra_key
+    int32_t *num_tokens       # known ones
+    int32_t *num_computed
+    int32_t *num_hits         # tokens hit at admission
+    int32_t *num_hashed       # pages
+    int32_t *next_event       # least number of tokens for which more than counting is due
+    int32_t *shards           # where pages come from; -1: anywhere
+    uint8_t *is_admitted
+    uint32_t *stamps          # the call that last named the row
+    uint32_t stamp            # this call
+    int32_t *checked_rows     # the rows of this call
+    int32_t *token_ids        # [num_rows, tokens_stride] known tokens
+    Py_ssize_t tokens_stride
+    Digest *digests           # [num_rows, digests_stride]
+    Py_ssize_t digests_stride
+    ExtraKey **extra_keys     # NULL for most
+
+cdef struct Amounts:          # a number for each row; stride 0: the same for all
+    const int32_t *values
+    Py_ssize_t stride
+
+cdef struct Growth:           # one call that grows rows
+    const int32_t *rows
+    Py_ssize_t num_rows
+    Amounts num_new_tokens
+    Amounts num_ahead         # tokens that are to have room only
+    const int32_t *token_ids  # one to append to each row first; NULL: none
+    Py_ssize_t max_num_new    # pages
+    Py_ssize_t num_new
+    int32_t *new_ids
+    int32_t *new_rows
+    int32_t *new_groups
 
 
 # SipHash-2-4 with 128-bit output: Aumasson and Bernstein, "SipHash: a fast short-input PRF", 2012, and its reference code.
@@ -398,6 +467,15 @@ cdef Py_ssize_t enter_all(
     return -1
 
 
+cdef inline void keep_tokens(Pool *pool, int32_t page_id, const int32_t *tokens, Py_ssize_t n) noexcept nogil:
+    """Keep the tokens of a page, fewer than `tokens_width`, if the pool keeps any."""
+    cdef int32_t *kept = pool.page_tokens + page_id * pool.tokens_width
+    if pool.page_tokens != NULL:
+        kept[0] = <int32_t>n
+        if n:
+            memcpy(kept + 1, tokens, n * sizeof(int32_t))
+
+
 cdef inline uint32_t slot_holding(Pool *pool, int32_t page_id, uint32_t tag) noexcept nogil:
     """The slot that names `page_id`, or the empty slot that ends the search."""
     cdef uint32_t i = tag & pool.mask
@@ -484,6 +562,24 @@ cdef int32_t take_from_shard(Pool *pool, int32_t *out, Py_ssize_t n, int32_t sha
     return NULL_PAGE
 
 
+cdef inline int32_t take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
+    """`take` from a shard, or for -1 from the whole pool."""
+    return take(pool, out, n) if shard < 0 else take_from_shard(pool, out, n, shard)
+
+
+cdef inline int32_t count_free_in(Pool *pool, int32_t shard) noexcept nogil:
+    return pool.num_free if shard < 0 else pool.shard_num_free[shard]
+
+
+cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
+    """One reference less for a page that has one; without any it goes to the back of the queue."""
+    cdef Page *page = &pool.pages[page_id]
+    page.ref_cnt -= 1
+    if page.ref_cnt == 0 and page.prev_free == NOT_FREE:
+        push(pool, page_id)
+        pool.num_freed += 1
+
+
 cdef Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil:
     """One reference less for each page, null pages passed over; those that reach 0 go to the back of the queue.
     Returns -1, or, with nothing changed, the index of a page that has no reference to give.
@@ -498,10 +594,7 @@ cdef Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tai
         if pool.pages[page_id].ref_cnt == 0:
             undo_give_back(pool, ids, n, i, tail_first)
             return at
-        pool.pages[page_id].ref_cnt -= 1
-        if pool.pages[page_id].ref_cnt == 0 and not is_free(pool, page_id):
-            push(pool, page_id)
-            pool.num_freed += 1
+        put_back(pool, page_id)
     return -1
 
 
@@ -613,12 +706,16 @@ cdef inline void mark(Rows *rows, Py_ssize_t row, Py_ssize_t start, Py_ssize_t s
         rows.extent[row] = max(rows.extent[row], <int32_t>stop)
 
 
-cdef inline void append_ids(Rows *rows, Py_ssize_t row, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t start = rows.num_pages[row]
+cdef inline void write_ids(Rows *rows, Py_ssize_t row, Py_ssize_t start, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """Let a row go on with these ids, and end, after its first `start`."""
     if n:  # without ids there is no pointer either, which memcpy must not get
         memcpy(rows.table + row * rows.num_columns + start, ids, n * sizeof(int32_t))
-    rows.num_pages[row] += <int32_t>n
+    rows.num_pages[row] = <int32_t>(start + n)
     mark(rows, row, start, start + n)
+
+
+cdef inline void append_ids(Rows *rows, Py_ssize_t row, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    write_ids(rows, row, rows.num_pages[row], ids, n)
 
 
 cdef inline bint fits(Rows *rows, Py_ssize_t row, Py_ssize_t start, const int32_t *ids, Py_ssize_t n) noexcept nogil:
@@ -743,6 +840,504 @@ cdef Py_ssize_t pack_windows(
     return count
 
 
+# Which pages a request needs in a cache group, by the kind of attention.
+
+cdef inline int32_t pages_for(const Rules *rules, int32_t num_tokens) noexcept nogil:
+    """Places that tokens take, those of skipped pages included."""
+    return <int32_t>((<uint32_t>num_tokens + <uint32_t>rules.page_size - 1) // <uint32_t>rules.page_size)
+
+
+cdef inline int32_t full_pages(const Rules *rules, int32_t num_tokens) noexcept nogil:
+    return <int32_t>(<uint32_t>num_tokens // <uint32_t>rules.page_size)
+
+
+cdef inline int32_t first_useful_page(const Rules *rules, int32_t num_computed, int32_t num_cached) noexcept nogil:
+    """Pages before it are of no use to tokens from `num_computed` on. A chunk's is never past the last cached page."""
+    cdef int32_t page
+    if rules.window:
+        return full_pages(rules, max(0, num_computed - rules.window + 1))
+    if rules.chunk:
+        page = full_pages(rules, num_computed - num_computed % rules.chunk)
+        return min(page, num_cached - 1) if num_cached else page
+    return 0
+
+
+cdef inline int32_t next_skip(const Rules *rules, int32_t num_skipped) noexcept nogil:
+    """The least number of computed tokens at which a page more may be skipped; MAX_TOKENS: never."""
+    cdef int64_t stop = (<int64_t>num_skipped + 1) * rules.page_size
+    if rules.window:
+        return <int32_t>min(stop + rules.window - 1, <int64_t>MAX_TOKENS)
+    if rules.chunk:
+        return <int32_t>min((stop + rules.chunk - 1) // rules.chunk * rules.chunk, <int64_t>MAX_TOKENS)
+    return MAX_TOKENS
+
+
+# Rows that run together. The caller holds the locks of the batch, the store and the tables, and checked what he passes.
+
+cdef inline int32_t *ids_of(const Group *group, Py_ssize_t row) noexcept nogil:
+    return group.page_ids + row * group.num_columns
+
+
+cdef inline int32_t *tokens_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
+    return batch.token_ids + row * batch.tokens_stride
+
+
+cdef inline Digest *digests_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
+    return batch.digests + row * batch.digests_stride
+
+
+cdef Py_ssize_t count_new_pages(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Pages that a row lacks, in all groups, so that `num_tokens` tokens have a slot."""
+    cdef Py_ssize_t g, count = 0
+    for g in range(batch.num_groups):
+        count += max(0, pages_for(&batch.groups[g].rules, num_tokens) - batch.groups[g].held[row].num_pages)
+    return count
+
+
+cdef inline void blank(Group *group, Py_ssize_t row, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Put the null page into places of a row, here and in the table."""
+    memset(ids_of(group, row) + start, 0, (stop - start) * sizeof(int32_t))
+    memset(group.rows.table + row * group.num_columns + start, 0, (stop - start) * sizeof(int32_t))
+    mark(group.rows, row, start, stop)
+    group.rows.version += 1
+
+
+cdef void skip_pages(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Give back the pages that no token from the computed ones on attends to, the last first."""
+    cdef Group *group
+    cdef Held *held
+    cdef Py_ssize_t g, j
+    cdef int32_t first
+    for g in range(batch.num_groups):
+        group = &batch.groups[g]
+        held = &group.held[row]
+        first = min(first_useful_page(&group.rules, batch.num_computed[row], held.num_cached), held.num_pages)
+        if first > held.num_skipped:
+            for j in range(first - 1, held.num_skipped - 1, -1):
+                put_back_held(batch.pool, ids_of(group, row)[j])
+            blank(group, row, held.num_skipped, first)
+            held.num_skipped = first
+
+
+cdef inline void put_back_held(Pool *pool, int32_t page_id) noexcept nogil:
+    """`put_back`, but for the null page and for a page that somebody else gave back already."""
+    if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt:
+        put_back(pool, page_id)
+
+
+cdef Py_ssize_t find_unheld(const Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Index of a page in ``ids[start:stop]``, null pages aside, without any reference; -1: there is none."""
+    cdef Py_ssize_t i
+    for i in range(start, stop):
+        if ids[i] != NULL_PAGE and pool.pages[ids[i]].ref_cnt == 0:
+            return i
+    return -1
+
+
+cdef int32_t find_held_free(Pool *pool, Py_ssize_t n) noexcept nogil:
+    """A page among the first `n` of the free queue, and of each shard's, that somebody gave a reference to; or NULL_PAGE."""
+    cdef int32_t page_id = pool.pages[NULL_PAGE].next_free
+    cdef int32_t shard
+    cdef Py_ssize_t _
+    for _ in range(min(n, pool.num_free)):
+        if pool.pages[page_id].ref_cnt:
+            return page_id
+        page_id = pool.pages[page_id].next_free
+    for shard in range(pool.num_shards):
+        page_id = pool.shard_links[pool.num_pages + shard].next
+        for _ in range(min(n, pool.shard_num_free[shard])):
+            if pool.pages[page_id].ref_cnt:
+                return page_id
+            page_id = pool.shard_links[page_id].next
+    return NULL_PAGE
+
+
+cdef void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Growth *growth) noexcept nogil:
+    """Give a row the pages that it lacks, of which there are enough: group by group, into the table too."""
+    cdef Group *group
+    cdef int32_t *ids
+    cdef Py_ssize_t g, j, start, n
+    for g in range(batch.num_groups):
+        group = &batch.groups[g]
+        start = group.held[row].num_pages
+        n = pages_for(&group.rules, num_tokens) - start
+        if n <= 0:
+            continue
+        ids = ids_of(group, row) + start
+        take_from(batch.pool, ids, n, batch.shards[row])
+        group.held[row].num_pages += <int32_t>n
+        write_ids(group.rows, row, start, ids, n)
+        group.rows.version += 1
+        if growth != NULL:
+            for j in range(n):
+                growth.new_ids[growth.num_new + j] = ids[j]
+                growth.new_rows[growth.num_new + j] = <int32_t>row
+                growth.new_groups[growth.num_new + j] = <int32_t>g
+            growth.num_new += n
+
+
+cdef inline const ExtraKey *find_extra_key(const Batch *batch, Py_ssize_t row, Py_ssize_t page) noexcept nogil:
+    """What enters the hash of a page besides its tokens; NULL for most."""
+    cdef const ExtraKey *key = batch.extra_keys[row]
+    if key != NULL:
+        while key.data != NULL:
+            if key.page == page:
+                return key
+            key += 1
+    return NULL
+
+
+cdef void hash_row(Batch *batch, Py_ssize_t row, Py_ssize_t num_pages) noexcept nogil:
+    """Hash a row's pages, as far as they are not yet, up to `num_pages`."""
+    cdef Digest *digests = digests_of(batch, row)
+    cdef const int32_t *tokens = tokens_of(batch, row)
+    cdef const ExtraKey *key
+    cdef Py_ssize_t size = batch.hash_page_size * sizeof(int32_t)
+    cdef Py_ssize_t i = batch.num_hashed[row]
+    cdef Digest parent = digests[i - 1] if i else Digest(0, 0)
+    for i in range(i, num_pages):
+        key = find_extra_key(batch, row, i)
+        if key != NULL:
+            parent = hash_after(batch.extra_key, parent, key.data, key.size)
+        parent = hash_after(batch.key, parent, <const uint8_t *>(tokens + i * batch.hash_page_size), size)
+        digests[i] = parent
+    batch.num_hashed[row] = max(batch.num_hashed[row], <int32_t>num_pages)
+
+
+cdef void enter_full_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Hash and enter the pages that `num_tokens` tokens fill. A page that somebody gave an entry keeps that."""
+    cdef Group *group
+    cdef Held *held
+    cdef Py_ssize_t g
+    cdef int32_t page_id, stop
+    if not batch.hash_page_size:
+        return
+    hash_row(batch, row, num_tokens // batch.hash_page_size)
+    for g in range(batch.num_groups):
+        group = &batch.groups[g]
+        held = &group.held[row]
+        stop = full_pages(&group.rules, num_tokens) if group.id != NO_GROUP else 0
+        while held.num_cached < stop:
+            page_id = ids_of(group, row)[held.num_cached]
+            if page_id != NULL_PAGE and batch.pool.pages[page_id].group == NO_GROUP:
+                enter(batch.pool, page_id, digests_of(batch, row)[(held.num_cached + 1) * group.stride - 1], group.id)
+                keep_tokens(
+                    batch.pool, page_id, tokens_of(batch, row) + held.num_cached * group.rules.page_size, group.rules.page_size
+                )
+            held.num_cached += 1
+
+
+cdef void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Work out the least number of tokens for which something is due: a page to take, to enter or to skip."""
+    cdef Group *group
+    cdef Held *held
+    cdef Py_ssize_t g
+    cdef int64_t event = INT32_MAX
+    for g in range(batch.num_groups):
+        group = &batch.groups[g]
+        held = &group.held[row]
+        event = min(event, <int64_t>held.num_pages * group.rules.page_size + 1)
+        event = min(event, <int64_t>next_skip(&group.rules, held.num_skipped) + 1)
+        if batch.hash_page_size and group.id != NO_GROUP:
+            event = min(event, <int64_t>(held.num_cached + 1) * group.rules.page_size)
+    batch.next_event[row] = <int32_t>event
+
+
+cdef bint grow_row(Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_room_tokens, Growth *growth) noexcept nogil:
+    """Do what is due for a row to have `num_tokens` tokens computed and room for more; False, without any room taken, if too
+    few pages are free.
+    """
+    cdef Py_ssize_t num_new_pages
+    cdef bint has_room
+    skip_pages(batch, row)
+    num_new_pages = count_new_pages(batch, row, num_room_tokens)
+    has_room = num_new_pages == 0 or num_new_pages <= count_free_in(batch.pool, batch.shards[row])
+    if has_room:
+        if num_new_pages:
+            take_pages(batch, row, num_room_tokens, growth)
+        enter_full_pages(batch, row, num_tokens)
+    plan_next_event(batch, row)
+    return has_room
+
+
+cdef inline int32_t amount(const Amounts *amounts, Py_ssize_t i) noexcept nogil:
+    return amounts.values[i * amounts.stride]
+
+
+cdef inline int32_t room_for(const Batch *batch, const Growth *growth, Py_ssize_t i, int32_t num_tokens) noexcept nogil:
+    """Tokens that are to have a slot, drafts included."""
+    return min(num_tokens + amount(&growth.num_ahead, i), batch.max_num_tokens)
+
+
+cdef inline bint is_due(const Batch *batch, Py_ssize_t row, int32_t num_room_tokens) noexcept nogil:
+    """Whether a row that grows to `num_room_tokens` needs more than counting."""
+    return max(num_room_tokens, batch.num_computed[row] + 1) >= batch.next_event[row]
+
+
+cdef bint has_lost_page(const Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Whether a page that a row would skip now was given back by somebody else."""
+    cdef const Group *group
+    cdef Py_ssize_t g, stop
+    for g in range(batch.num_groups):
+        group = &batch.groups[g]
+        stop = first_useful_page(&group.rules, batch.num_computed[row], group.held[row].num_cached)
+        stop = min(stop, group.held[row].num_pages)
+        if find_unheld(batch.pool, ids_of(group, row), group.held[row].num_skipped, stop) >= 0:
+            return True
+    return False
+
+
+cdef inline bint claim_row(Batch *batch, int32_t row) noexcept nogil:
+    """Whether a row is in the table, admitted, and here for the first time in this call."""
+    if not (0 <= row < batch.num_rows and batch.is_admitted[row]) or batch.stamps[row] == batch.stamp:
+        return False
+    batch.stamps[row] = batch.stamp
+    return True
+
+
+cdef inline void start_call(Batch *batch) noexcept nogil:
+    """Forget which rows were seen."""
+    batch.stamp += 1
+    if batch.stamp == 0:
+        memset(batch.stamps, 0, batch.num_rows * sizeof(uint32_t))
+        batch.stamp = 1
+
+
+cdef Py_ssize_t check_growth(Batch *batch, Growth *growth) noexcept nogil:
+    """How many rows there are before the first that is wrong. Copies the rows, so that nobody changes them any more, and
+    counts the pages that are needed at most.
+    """
+    cdef Py_ssize_t i
+    cdef int32_t row, known, num_new, num_tokens, num_room_tokens
+    start_call(batch)
+    for i in range(growth.num_rows):
+        row = growth.rows[i]
+        if not claim_row(batch, row):
+            return i
+        batch.checked_rows[i] = row
+        known = batch.num_tokens[row] + (growth.token_ids != NULL)
+        num_new = amount(&growth.num_new_tokens, i)
+        if num_new < 0 or amount(&growth.num_ahead, i) < 0 or known > batch.max_num_tokens:
+            return i
+        if num_new > known - batch.num_computed[row]:
+            return i
+        num_tokens = batch.num_computed[row] + num_new
+        num_room_tokens = room_for(batch, growth, i, num_tokens)
+        if is_due(batch, row, num_room_tokens):
+            growth.max_num_new += count_new_pages(batch, row, num_room_tokens)
+            if has_lost_page(batch, row):
+                return i
+    return growth.num_rows
+
+
+cdef Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
+    """Grow checked rows in order, up to the first that does not fit; returns how many did."""
+    cdef Py_ssize_t i, row
+    cdef int32_t num_tokens, num_room_tokens
+    for i in range(growth.num_rows):
+        row = batch.checked_rows[i]
+        if growth.token_ids != NULL:
+            tokens_of(batch, row)[batch.num_tokens[row]] = growth.token_ids[i]
+        num_tokens = batch.num_computed[row] + amount(&growth.num_new_tokens, i)
+        num_room_tokens = room_for(batch, growth, i, num_tokens)
+        if is_due(batch, row, num_room_tokens) and not grow_row(batch, row, num_tokens, num_room_tokens, growth):
+            return i
+        batch.num_tokens[row] += growth.token_ids != NULL
+        batch.num_computed[row] = num_tokens
+    return growth.num_rows
+
+
+cdef Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const int32_t *token_ids, Py_ssize_t n) noexcept nogil:
+    """Append a token to each row, in order; returns how many fit, and if not all do, nothing is appended."""
+    cdef Py_ssize_t i, num_done = 0
+    cdef int32_t row
+    while num_done < n:
+        row = rows[num_done]
+        if not (0 <= row < batch.num_rows and batch.is_admitted[row]) or batch.num_tokens[row] >= batch.max_num_tokens:
+            break
+        tokens_of(batch, row)[batch.num_tokens[row]] = token_ids[num_done]
+        batch.num_tokens[row] += 1
+        num_done += 1
+    if num_done < n:
+        for i in range(num_done):
+            batch.num_tokens[rows[i]] -= 1
+    return num_done
+
+
+# Trimming. A page that the cut goes through is written again by the tokens to come, so nobody else may read it.
+
+cdef inline bint cuts_shared_page(const Batch *batch, const Group *group, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Whether a row of `num_tokens` tokens would write into a page that somebody else holds too."""
+    cdef int32_t page = full_pages(&group.rules, num_tokens)
+    if page == pages_for(&group.rules, num_tokens) or page >= group.held[row].num_pages:
+        return False
+    return batch.pool.pages[ids_of(group, row)[page]].ref_cnt > 1
+
+
+cdef int32_t find_restart(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """How many tokens of a row that is cut to `num_tokens` stay computed."""
+    cdef const Group *group
+    cdef Py_ssize_t g
+    cdef int32_t restart = min(batch.num_computed[row], num_tokens)
+    for g in range(batch.num_groups):
+        group = &batch.groups[g]
+        if cuts_shared_page(batch, group, row, num_tokens):
+            restart = min(restart, full_pages(&group.rules, num_tokens) * group.rules.page_size)
+    return restart
+
+
+cdef bint can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Whether the pages that the next token attends to are still there, and nobody gave back one that is to go."""
+    cdef const Group *group
+    cdef const int32_t *ids
+    cdef Py_ssize_t g
+    cdef int32_t first, restart = find_restart(batch, row, num_tokens)
+    for g in range(batch.num_groups):
+        group = &batch.groups[g]
+        ids = ids_of(group, row)
+        first = first_useful_page(&group.rules, restart, min(group.held[row].num_cached, full_pages(&group.rules, num_tokens)))
+        if first < pages_for(&group.rules, restart) and ids[first] == NULL_PAGE:
+            return False
+        if find_unheld(batch.pool, ids, full_pages(&group.rules, num_tokens), group.held[row].num_pages) >= 0:
+            return False
+    return True
+
+
+cdef Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amounts *num_tokens, Py_ssize_t n) noexcept nogil:
+    """How many rows there are before the first that is wrong. Copies the rows."""
+    cdef Py_ssize_t i
+    start_call(batch)
+    for i in range(n):
+        if not claim_row(batch, rows[i]):
+            return i
+        batch.checked_rows[i] = rows[i]
+        if not 0 <= amount(num_tokens, i) <= batch.num_tokens[batch.checked_rows[i]]:
+            return i
+        if not can_trim(batch, batch.checked_rows[i], amount(num_tokens, i)):
+            return i
+    return n
+
+
+cdef void trim_group(Batch *batch, Group *group, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Give back a group's pages behind `num_tokens` tokens, the last first, and drop entries whose tokens are gone."""
+    cdef Held *held = &group.held[row]
+    cdef int32_t *ids = ids_of(group, row)
+    cdef int32_t cut = full_pages(&group.rules, num_tokens)
+    cdef int32_t keep = cut if cuts_shared_page(batch, group, row, num_tokens) else pages_for(&group.rules, num_tokens)
+    cdef Py_ssize_t j
+    for j in range(held.num_pages - 1, cut - 1, -1):
+        if ids[j] != NULL_PAGE and batch.pool.pages[ids[j]].ref_cnt == 1 and batch.pool.pages[ids[j]].group != NO_GROUP:
+            drop(batch.pool, ids[j])
+        if j >= keep:
+            put_back_held(batch.pool, ids[j])
+    held.num_pages = min(held.num_pages, keep)
+    held.num_cached = min(held.num_cached, cut)
+    held.num_skipped = min(held.num_skipped, held.num_pages)
+    end_row(group, row)
+
+
+cdef void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    cdef int32_t restart = find_restart(batch, row, num_tokens)
+    cdef Py_ssize_t g
+    for g in range(batch.num_groups):
+        trim_group(batch, &batch.groups[g], row, num_tokens)
+    batch.num_tokens[row] = num_tokens
+    batch.num_computed[row] = restart
+    batch.num_hits[row] = min(batch.num_hits[row], num_tokens)
+    if batch.hash_page_size:
+        batch.num_hashed[row] = min(batch.num_hashed[row], num_tokens // batch.hash_page_size)
+    plan_next_event(batch, row)
+
+
+cdef void end_row(Group *group, Py_ssize_t row) noexcept nogil:
+    """Let the table's row end where the batch's does."""
+    group.rows.num_pages[row] = group.held[row].num_pages
+    clear_from(group.rows, row, group.held[row].num_pages)
+    group.rows.version += 1
+
+
+cdef void show_row(Group *group, Py_ssize_t row) noexcept nogil:
+    """Make the table's row what the batch holds."""
+    write_ids(group.rows, row, 0, ids_of(group, row), group.held[row].num_pages)
+    end_row(group, row)
+
+
+# Rows that come, go and change places.
+
+cdef bint has_hits(const Batch *batch, Py_ssize_t row, Py_ssize_t g, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """Whether pages, null pages aside, are still cached with what the row's leading pages hold, and may be held once more."""
+    cdef const Group *group = &batch.groups[g]
+    cdef Py_ssize_t i
+    for i in range(n):
+        if ids[i] != NULL_PAGE:
+            if not has_key(&batch.pool.pages[ids[i]], digests_of(batch, row)[(i + 1) * group.stride - 1], group.id):
+                return False
+            if batch.pool.pages[ids[i]].ref_cnt == INT32_MAX:
+                return False
+    return True
+
+
+cdef void attach_hits(Batch *batch, Py_ssize_t row, Py_ssize_t g, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """Make hits, which `has_hits` saw, the first pages of an empty row."""
+    cdef Group *group = &batch.groups[g]
+    touch_all(batch.pool, ids, n)
+    if n:
+        memcpy(ids_of(group, row), ids, n * sizeof(int32_t))
+    group.held[row] = Held(<int32_t>n, <int32_t>n, 0)
+
+
+cdef void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Make a row free. Its pages were given back, or moved."""
+    cdef Py_ssize_t g
+    for g in range(batch.num_groups):
+        batch.groups[g].held[row] = Held(0, 0, 0)
+        end_row(&batch.groups[g], row)
+    batch.num_tokens[row] = 0
+    batch.num_computed[row] = 0
+    batch.num_hits[row] = 0
+    batch.num_hashed[row] = 0
+    batch.shards[row] = -1
+    batch.is_admitted[row] = 0
+    batch.next_event[row] = 0
+
+
+cdef inline void swap_at(int32_t *values, Py_ssize_t first, Py_ssize_t second) noexcept nogil:
+    values[first], values[second] = values[second], values[first]
+
+
+cdef inline void swap_values(int32_t *first, int32_t *second, Py_ssize_t n) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(n):
+        first[i], second[i] = second[i], first[i]
+
+
+cdef void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second) noexcept nogil:
+    """Exchange all that two rows have."""
+    cdef Group *group
+    cdef Py_ssize_t g, n = max(batch.num_tokens[first], batch.num_tokens[second])
+    swap_values(tokens_of(batch, first), tokens_of(batch, second), n)
+    n = max(batch.num_hashed[first], batch.num_hashed[second])
+    if n:
+        swap_values(
+            <int32_t *>digests_of(batch, first), <int32_t *>digests_of(batch, second), n * (sizeof(Digest) // sizeof(int32_t))
+        )
+    swap_at(batch.num_tokens, first, second)
+    swap_at(batch.num_computed, first, second)
+    swap_at(batch.num_hits, first, second)
+    swap_at(batch.num_hashed, first, second)
+    swap_at(batch.next_event, first, second)
+    swap_at(batch.shards, first, second)
+    batch.is_admitted[first], batch.is_admitted[second] = batch.is_admitted[second], batch.is_admitted[first]
+    batch.extra_keys[first], batch.extra_keys[second] = batch.extra_keys[second], batch.extra_keys[first]
+    for g in range(batch.num_groups):
+        group = &batch.groups[g]
+        n = max(group.held[first].num_pages, group.held[second].num_pages)
+        swap_values(ids_of(group, first), ids_of(group, second), n)
+        group.held[first], group.held[second] = group.held[second], group.held[first]
+        show_row(group, first)
+        show_row(group, second)
+
+
 # From Python objects, at the boundary.
 
 cdef object ndarray = np.ndarray
@@ -857,16 +1452,22 @@ cdef class PageIds:
 
     cdef int reserve(self, Py_ssize_t num_more) except -1:
         """Make room for `num_more` ids, so that adding them cannot fail. Amortised O(1) an id."""
+        if not self.has_room_for(num_more):
+            raise MemoryError(f"{self.num + num_more} int32 values")
+        return 0
+
+    cdef bint has_room_for(self, Py_ssize_t num_more) noexcept:
+        """`reserve`; False where memory is short."""
         cdef Py_ssize_t capacity = max(self.num + num_more, 2 * self.capacity, 4)
         cdef int32_t *ids
         if self.num + num_more <= self.capacity:
-            return 0
+            return True
         ids = <int32_t *>realloc(self.ids, capacity * sizeof(int32_t))
         if ids == NULL:
-            raise MemoryError(f"{capacity} int32 values")
+            return False
         self.ids = ids
         self.capacity = capacity
-        return 0
+        return True
 
     cdef int add(self, const int32_t *ids, Py_ssize_t n) except -1:
         self.reserve(n)
@@ -875,7 +1476,7 @@ cdef class PageIds:
         self.num += n
         return 0
 
-    cdef int add_items(self, list items, Py_ssize_t start, Py_ssize_t stop) except -1:
+    cdef int add_items(self, list items, Py_ssize_t start, Py_ssize_t stop, str name="ids") except -1:
         """Append ``items[start:stop]``, fewer where the list ends before. A slice would touch each reference count twice."""
         cdef Py_ssize_t i, num = 0
         cdef int32_t number
@@ -884,14 +1485,14 @@ cdef class PageIds:
         try:
             for i in range(start, stop):
                 if i >= len(items):
-                    raise ArgumentError("ids: the list shrank while it was read")
+                    raise ArgumentError(f"{name}: the list shrank while it was read")
                 number = int32_of(items[i])  # may run Python code that changes the list, or even self
                 if self.num + num >= self.capacity:
-                    raise ArgumentError("ids: changed while the list was read")
+                    raise ArgumentError(f"{name}: changed while the list was read")
                 self.ids[self.num + num] = number
                 num += 1
         except (OverflowError, TypeError) as error:
-            raise explained("ids", error) from None
+            raise explained(name, error) from None
         self.num += num
         return 0
 
@@ -950,8 +1551,8 @@ cdef class _BorrowedIds(PageIds):
 
     cdef const int32_t[::1] array
 
-    cdef int borrow(self, object values) except -1:
-        self.array = as_int32_array(values, "ids")
+    cdef int borrow(self, object values, str name) except -1:
+        self.array = as_int32_array(values, name)
         self.num = self.array.shape[0]
         if self.num:
             self.ids = <int32_t *>&self.array[0]
@@ -961,18 +1562,18 @@ cdef class _BorrowedIds(PageIds):
         self.ids = NULL
 
 
-cdef PageIds as_page_ids(object values):
-    """`values` as ids to read during a call; no copy is made of an int32 array or of PageIds."""
+cdef PageIds as_page_ids(object values, str name="ids"):
+    """`values` as int32 to read during a call; no copy is made of an int32 array or of PageIds."""
     cdef PageIds ids
     cdef _BorrowedIds borrowed
     if isinstance(values, PageIds):
         return values
     if isinstance(values, ndarray):
         borrowed = _BorrowedIds.__new__(_BorrowedIds)
-        borrowed.borrow(values)
+        borrowed.borrow(values, name)
         return borrowed
     ids = PageIds.__new__(PageIds)
-    ids.add_items(as_list(values, "ids"), 0, MAX_PAGES)
+    ids.add_items(as_list(values, name), 0, MAX_PAGES, name)
     return ids
 
 
@@ -996,6 +1597,45 @@ cdef class HeldPages(PageIds):
 
 
 @cython.final
+@cython.auto_pickle(False)
+cdef class PageRules:
+    """Which pages a request needs in one cache group.
+
+    `page_size` tokens share a page; None is a state, one page for any number of tokens. With a `window` a token attends to so
+    many tokens, itself included; with a `chunk` to those of its chunk. Pages that no token to come attends to are skipped.
+    """
+
+    cdef Rules rules
+
+    def __cinit__(self, page_size, window=0, chunk=0):
+        self.rules.page_size = MAX_TOKENS if page_size is None else <int32_t>size_of(page_size, "page_size", 1, MAX_TOKENS)
+        self.rules.window = <int32_t>min(size_of(window, "sliding_window", 0, INT64_MAX), MAX_TOKENS)
+        self.rules.chunk = <int32_t>min(size_of(chunk, "attention_chunk_size", 0, INT64_MAX), MAX_TOKENS)
+
+    def count_pages(self, num_tokens) -> int:
+        """Places that tokens take, those of skipped pages included."""
+        return pages_for(&self.rules, <int32_t>size_of(num_tokens, "num_tokens", 0, MAX_TOKENS))
+
+    def count_room_tokens(self, num_pages) -> int:
+        """Tokens that have a slot in so many places."""
+        return <int64_t>self.rules.page_size * size_of(num_pages, "num_pages")
+
+    def find_first_useful_page(self, num_computed_tokens, num_cached_pages) -> int:
+        """Pages before it are of no use to tokens from `num_computed_tokens` on."""
+        cdef Py_ssize_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, MAX_TOKENS)
+        return first_useful_page(&self.rules, <int32_t>num_computed, <int32_t>size_of(num_cached_pages, "num_cached_pages"))
+
+    def find_next_skip(self, num_skipped_pages) -> int:
+        """The least number of computed tokens at which a page more may be skipped."""
+        return next_skip(&self.rules, <int32_t>size_of(num_skipped_pages, "num_skipped_pages"))
+
+
+cdef Digest extra_key_of(bytes key) except *:
+    """The key for extra keys: no tokens can imitate them."""
+    return digest_of_bytes(siphash128(key, b"extra keys"))
+
+
+@cython.final
 cdef class HashChain:
     """The digests of a request's full pages, each made from the one before: SipHash-2-4-128 under a secret key.
 
@@ -1003,7 +1643,7 @@ cdef class HashChain:
     """
 
     cdef Digest key
-    cdef Digest extra_key     # for extra keys: no tokens can imitate them
+    cdef Digest extra_key
     cdef Digest *digests
     cdef Py_ssize_t num
     cdef Py_ssize_t capacity
@@ -1014,7 +1654,7 @@ cdef class HashChain:
     def __cinit__(self, page_size, bytes key not None, bint keep_token_ids=False):
         self.page_size = size_of(page_size, "page_size", 1)
         self.key = digest_of_bytes(key)
-        self.extra_key = digest_of_bytes(siphash128(key, b"extra keys"))
+        self.extra_key = extra_key_of(key)
         self.token_ids = PageIds() if keep_token_ids else None
 
     def __dealloc__(self):
@@ -1107,8 +1747,6 @@ cdef class PageStore:
     """
 
     cdef Pool pool
-    cdef int32_t *page_tokens           # [num_pages, tokens_width] tokens of cached pages, their number first; NULL: not kept
-    cdef Py_ssize_t tokens_width
     cdef dict views                     # page id -> CachePage, for those that were asked for
     cdef readonly bint is_pool          # record 0 is a page of its own; other stores can grow
     cdef readonly bint enable_caching
@@ -1132,7 +1770,7 @@ cdef class PageStore:
         free(self.pool.twins)
         free(self.pool.shard_links)
         free(self.pool.shard_num_free)
-        free(self.page_tokens)
+        free(self.pool.page_tokens)
 
     def __reduce__(self):
         raise TypeError("a page store cannot be pickled")
@@ -1338,31 +1976,29 @@ cdef class PageStore:
         cdef int32_t *out
         cdef int32_t bad
         with self.lock:
-            if n > self.count_free_in(shard):
+            if n > count_free_in(&self.pool, shard):
                 where = "" if shard < 0 else f" in shard {shard}"
-                raise OutOfPagesError(f"pages: {n} asked for, {self.count_free_in(shard)} free{where}")
+                raise OutOfPagesError(f"pages: {n} asked for, {count_free_in(&self.pool, shard)} free{where}")
             ids.reserve(n)
             out = ids.ids + ids.num
-            if shard >= 0:
-                bad = take_from_shard(&self.pool, out, n, shard)
-            elif n < RELEASE_GIL_AT:
-                bad = take(&self.pool, out, n)
+            if n < RELEASE_GIL_AT:
+                bad = take_from(&self.pool, out, n, shard)
             else:
                 with nogil:
-                    bad = take(&self.pool, out, n)
-            if bad != NULL_PAGE:
-                raise IntegrityError(
-                    f"page {bad} is in the free queue with ref count {self.pool.pages[bad].ref_cnt}, allowed: 0"
-                )
+                    bad = take_from(&self.pool, out, n, shard)
+            self.check_untaken(bad)
             ids.num += n
         return 0
 
-    cdef int32_t count_free_in(self, int32_t shard) noexcept:
-        return self.pool.num_free if shard < 0 else self.pool.shard_num_free[shard]
+    cdef int check_untaken(self, int32_t bad) except -1:
+        """Raise unless `bad` is the null page: it is in the free queue, and somebody gave it a reference."""
+        if bad != NULL_PAGE:
+            raise IntegrityError(f"page {bad} is in the free queue with ref count {self.pool.pages[bad].ref_cnt}, allowed: 0")
+        return 0
 
     def num_free_in_shard(self, shard) -> int:
         """Free pages of one shard; of the whole pool for None."""
-        return self.count_free_in(self.checked_shard(shard))
+        return count_free_in(&self.pool, self.checked_shard(shard))
 
     def set_shards(self, num_shards) -> None:
         """Keep a free queue for each of `num_shards` equal id ranges from now on. O(free pages) when the number changes."""
@@ -1584,26 +2220,23 @@ cdef class PageStore:
         cdef int32_t *page_tokens = <int32_t *>calloc(num_values * self.pool.num_pages, sizeof(int32_t))
         if page_tokens == NULL:
             raise MemoryError(f"{width} token ids for each of {self.pool.num_pages} pages")
-        free(self.page_tokens)
-        self.page_tokens = page_tokens
-        self.tokens_width = num_values
+        free(self.pool.page_tokens)
+        self.pool.page_tokens = page_tokens
+        self.pool.tokens_width = num_values
 
     cdef tuple token_ids_of(self, int32_t page_id):
-        cdef int32_t *tokens = self.page_tokens + page_id * self.tokens_width
+        cdef int32_t *tokens = self.pool.page_tokens + page_id * self.pool.tokens_width
         cdef int32_t i
-        if self.page_tokens == NULL:
+        if self.pool.page_tokens == NULL:
             return ()
         return tuple([tokens[1 + i] for i in range(tokens[0])])
 
     cdef void copy_tokens(self, int32_t page_id, HashChain chain, Py_ssize_t start, Py_ssize_t num_tokens) noexcept:
         """Keep the tokens of a page that begins at token `start` of a chain, or none where the chain does not have them."""
-        cdef int32_t *kept = self.page_tokens + page_id * self.tokens_width
-        if self.page_tokens == NULL:
-            return
-        kept[0] = 0
         if chain is not None and chain.token_ids is not None and start + num_tokens <= chain.token_ids.num:
-            kept[0] = <int32_t>num_tokens
-            memcpy(kept + 1, chain.token_ids.ids + start, num_tokens * sizeof(int32_t))
+            keep_tokens(&self.pool, page_id, chain.token_ids.ids + start, num_tokens)
+        else:
+            keep_tokens(&self.pool, page_id, NULL, 0)
 
     # Whole requests.
 
@@ -1619,8 +2252,9 @@ cdef class PageStore:
         cdef Py_ssize_t num_tokens = num_hashes * chain.page_size
         if last > first and not self.enable_caching:
             raise PageHashError("prefix caching is off")
-        if self.page_tokens != NULL and num_tokens >= self.tokens_width:
-            raise ArgumentError(f"page size: got {num_tokens} tokens, allowed: {self.tokens_width - 1}, as many as are kept")
+        if self.pool.page_tokens != NULL and num_tokens >= self.pool.tokens_width:
+            kept = self.pool.tokens_width - 1
+            raise ArgumentError(f"page size: got {num_tokens} tokens, allowed: {kept}, as many as are kept")
         with self.lock:
             for i in range(first, last):
                 self.check_range(held.ids[i])
@@ -2335,6 +2969,726 @@ cdef class GroupedRows:
             checked = (<TableRows>self.page_tables[0]).checked_rows(rows)
             for table in self.page_tables:
                 (<TableRows>table).mark_at(checked)
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class StepResult:
+    """What a call of `RunningBatch` that grows rows did.
+
+    The first `num_grown` of its rows have their room; the row at that place, if there is one, is the first that did not fit.
+    """
+
+    cdef readonly Py_ssize_t num_grown
+    cdef int32_t *values            # [3, capacity]: page ids, rows, groups
+    cdef Py_ssize_t capacity
+    cdef Py_ssize_t num
+
+    def __init__(self):
+        raise TypeError("a StepResult is what RunningBatch returns")
+
+    def __dealloc__(self):
+        free(self.values)
+
+    cdef bint has_room_for(self, Py_ssize_t n) noexcept:
+        """Make room for `n` new pages; False where memory is short."""
+        if n:
+            self.values = <int32_t *>malloc(3 * n * sizeof(int32_t))
+        self.capacity = n
+        return n == 0 or self.values != NULL
+
+    cdef object column(self, Py_ssize_t i):
+        cdef int32_t[::1] array
+        result = np.empty(self.num, dtype=INT32)
+        if self.num:
+            array = result
+            memcpy(&array[0], self.values + i * self.capacity, self.num * sizeof(int32_t))
+        return result
+
+    @property
+    def new_page_ids(self) -> np.ndarray:
+        """Ids of the pages that were taken: int32 ``[num_new_pages]``, a copy. In a row group by group."""
+        return self.column(0)
+
+    @property
+    def new_page_rows(self) -> np.ndarray:
+        """The row of each new page, int32 ``[num_new_pages]``, a copy: the rows in the order of the call."""
+        return self.column(1)
+
+    @property
+    def new_page_groups(self) -> np.ndarray:
+        """The cache group of each new page, int32 ``[num_new_pages]``, a copy."""
+        return self.column(2)
+
+    def __repr__(self):
+        return f"StepResult(num_grown={self.num_grown}, new_page_ids={self.new_page_ids.tolist()})"
+
+
+cdef int32_t ZERO = 0
+cdef int32_t ONE = 1
+
+
+cdef PageIds as_amounts(object values, str name, Py_ssize_t num_rows):
+    """`values` as a number for each row, or one for all, copied, so that nobody changes them during the call."""
+    cdef PageIds amounts
+    if hasattr(values, "__index__") and not isinstance(values, ndarray):
+        return PageIds([size_of(values, name, 0, MAX_TOKENS)])
+    amounts = PageIds(as_page_ids(values, name))
+    if amounts.num != num_rows:
+        raise ArgumentError(f"{name}: got {amounts.num}, allowed: one, or as many as rows, {num_rows}")
+    return amounts
+
+
+cdef Amounts amounts_in(PageIds amounts, Py_ssize_t num_rows) noexcept:
+    """A view of them. A single number serves all rows."""
+    return Amounts(amounts.ids, 1 if amounts.num == num_rows else 0)
+
+
+cdef class RunningRows:
+    """What the rows of a running batch know and hold. `pagepool.RunningBatch` is the door for users.
+
+    Each row has its known tokens, the digests of its pages and, for each group, its page ids. Memory is touched only as far as
+    rows grow: 4 bytes a token, 16 a hashed page, 4 a page and group; `release` keeps it for the next row.
+    """
+
+    cdef Batch batch
+    cdef PageStore store
+    cdef tuple tables               # one TableRows a group
+    cdef list buffers               # the arrays that `batch` points into
+    cdef list extra_key_bytes       # by row: the bytes that `batch.extra_keys` points into
+    cdef bytes key
+    cdef int32_t num_shards         # of the pool that rows are bound to; 0: none
+    cdef uint8_t *is_claimed        # by row: admitted, or about to be
+    cdef readonly object num_tokens
+    cdef readonly object num_computed_tokens
+    cdef readonly object num_cached_tokens
+    cdef readonly object is_admitted
+    cdef cython.pymutex lock
+
+    def __init__(
+        self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards
+    ):
+        """`tables` are `TableRows`, one for each of `groups`: ``(PageRules, group id, hashes of a page)``, with the id None
+        where pages are not cached.
+        """
+        cdef TableRows table
+        cdef Py_ssize_t n
+        if self.batch.num_rows:
+            raise ArgumentError("the rows of a batch are made once")
+        self.store = store
+        self.key = key
+        self.tables = tuple(tables)
+        self.buffers = []
+        self.num_shards = <int32_t>size_of(num_shards, "data_parallel_size", 0)
+        self.batch.groups = <Group *>calloc(max(1, len(self.tables)), sizeof(Group))
+        if self.batch.groups == NULL:
+            raise MemoryError("cache groups")
+        table = self.tables[0]
+        n = table.rows.num_rows
+        self.batch.max_num_tokens = <int32_t>size_of(max_num_tokens, "max_model_len", 1)
+        self.batch.hash_page_size = <int32_t>size_of(hash_page_size, "hash_page_size", 0, MAX_TOKENS)
+        for table, (rules, group_id, stride) in zip(self.tables, groups, strict=True):
+            self.add_group(n, table, rules, group_id, stride)
+        self.make_state(n)
+        self.make_contents(n)
+        self.batch.pool = &store.pool
+        self.batch.num_rows = n
+
+    def __dealloc__(self):
+        cdef Py_ssize_t row
+        for row in range(self.batch.num_rows):
+            free(self.batch.extra_keys[row])
+        free(self.batch.extra_keys)
+        free(self.batch.groups)
+
+    def __reduce__(self):
+        raise TypeError("a running batch cannot be pickled")
+
+    cdef int32_t *new_buffer(self, Py_ssize_t num_rows, Py_ssize_t num_columns) except NULL:
+        """Zeros that live as long as the batch. Memory that nobody touches costs nothing."""
+        cdef int32_t[:, ::1] view = make_aligned_zeros((num_rows, num_columns))
+        self.buffers.append(view)
+        return &view[0, 0]
+
+    cdef object newest_buffer(self, object dtype):
+        """A view of it for users, which they cannot write."""
+        return np.frombuffer(memoryview(self.buffers[len(self.buffers) - 1]).toreadonly().cast("B"), dtype=dtype)
+
+    cdef int add_group(self, Py_ssize_t n, TableRows table, PageRules rules, group_id, stride) except -1:
+        cdef Group *group = &self.batch.groups[self.batch.num_groups]
+        if table.rows.num_rows != n:
+            raise ArgumentError(f"page_table: got {table.rows.num_rows} rows beside {n}, allowed: one number of rows")
+        group.rules = rules.rules
+        group.id = NO_GROUP if group_id is None else group_of(group_id)
+        group.stride = <int32_t>size_of(stride, "stride", 1)
+        group.rows = &table.rows
+        group.num_columns = table.rows.num_columns
+        group.page_ids = self.new_buffer(n, group.num_columns)
+        group.held = <Held *>self.new_buffer(n, sizeof(Held) // sizeof(int32_t))
+        self.batch.max_num_tokens = <int32_t>min(
+            <int64_t>self.batch.max_num_tokens, <int64_t>rules.rules.page_size * group.num_columns
+        )
+        self.batch.num_groups += 1
+        return 0
+
+    cdef int make_state(self, Py_ssize_t n) except -1:
+        cdef Py_ssize_t row
+        self.batch.num_tokens = self.new_buffer(n, 1)
+        self.num_tokens = self.newest_buffer(np.int32)
+        self.batch.num_computed = self.new_buffer(n, 1)
+        self.num_computed_tokens = self.newest_buffer(np.int32)
+        self.batch.num_hits = self.new_buffer(n, 1)
+        self.num_cached_tokens = self.newest_buffer(np.int32)
+        self.batch.is_admitted = <uint8_t *>self.new_buffer((n + 3) // 4, 1)
+        self.is_admitted = self.newest_buffer(np.bool_)[:n]
+        self.is_claimed = <uint8_t *>self.new_buffer((n + 3) // 4, 1)
+        self.batch.num_hashed = self.new_buffer(n, 1)
+        self.batch.next_event = self.new_buffer(n, 1)
+        self.batch.checked_rows = self.new_buffer(n, 1)
+        self.batch.stamps = <uint32_t *>self.new_buffer(n, 1)
+        self.batch.shards = self.new_buffer(n, 1)
+        for row in range(n):
+            self.batch.shards[row] = -1
+        return 0
+
+    cdef int make_contents(self, Py_ssize_t n) except -1:
+        """Rows of an odd number of cache lines: the rows' ends, which a step writes, fall into different sets of a cache."""
+        cdef Py_ssize_t line = CACHE_LINE // sizeof(int32_t)
+        cdef Py_ssize_t num_hashes = 0
+        self.batch.tokens_stride = ((self.batch.max_num_tokens + line - 1) // line | 1) * line
+        self.batch.token_ids = self.new_buffer(n, self.batch.tokens_stride)
+        self.batch.key = digest_of_bytes(self.key)
+        self.batch.extra_key = extra_key_of(self.key)
+        if self.batch.hash_page_size:
+            num_hashes = self.batch.max_num_tokens // self.batch.hash_page_size
+        self.batch.digests_stride = num_hashes | 1
+        self.batch.digests = <Digest *>self.new_buffer(n, self.batch.digests_stride * (sizeof(Digest) // sizeof(int32_t)))
+        self.extra_key_bytes = [None] * n
+        self.batch.extra_keys = <ExtraKey **>calloc(n, sizeof(ExtraKey *))
+        if self.batch.extra_keys == NULL:
+            raise MemoryError(f"{n} rows")
+        return 0
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens that a row can know: those of the model, or fewer where the table has less room."""
+        return self.batch.max_num_tokens
+
+    # Locks: rows first, then the store, then the tables. While they are held no Python object is made.
+
+    cdef bint acquire(self) noexcept:
+        """Take all locks. False, and none taken, if the pool is divided otherwise than the rows are bound to."""
+        self.lock.acquire()
+        self.store.lock.acquire()
+        for table in self.tables:
+            (<TableRows>table).lock.acquire()
+        if self.num_shards and self.store.pool.num_shards != self.num_shards:
+            self.let_go()
+            return False
+        return True
+
+    cdef void let_go(self) noexcept:
+        for table in self.tables:
+            (<TableRows>table).lock.release()
+        self.store.lock.release()
+        self.lock.release()
+
+    cdef int enter_call(self) except -1:
+        """Take all locks, after the pool is divided as the rows need it: another user of the pool may want other shards."""
+        for _ in range(100):
+            if self.num_shards:
+                self.store.set_shards(self.num_shards)
+            if self.acquire():
+                return 0
+        raise IntegrityError(f"the pool is divided into {self.store.pool.num_shards} shards again and again by somebody else")
+
+    # Growing.
+
+    def grow(self, rows, num_new_tokens=1, num_lookahead_tokens=0) -> StepResult:
+        """Give the next known tokens of each row their slots, and room for drafts behind them, row by row in the given order.
+
+        `rows` is a list or an int array without repeats. `num_new_tokens` and `num_lookahead_tokens` are a number for all rows
+        or one for each. First the pages that fell out of the attention window go back, then the missing pages are taken, then
+        pages that got full are entered in the prefix index. The first row that does not fit stops the call and gets nothing of
+        it: preempt, and call again from ``num_grown``.
+
+        ArgumentError for more tokens than a row knows, for rows not admitted or repeated, RowIndexError outside the table:
+        nothing has changed then. O(rows + new pages).
+        """
+        cdef PageIds row_ids = as_page_ids(rows, "rows")
+        cdef PageIds new = as_amounts(num_new_tokens, "num_new_tokens", row_ids.num)
+        cdef PageIds ahead = as_amounts(num_lookahead_tokens, "num_lookahead_tokens", row_ids.num)
+        return self.run(row_ids, amounts_in(new, row_ids.num), amounts_in(ahead, row_ids.num), NULL)
+
+    def step(self, rows, token_ids) -> StepResult:
+        """Append one token to each row and give the next token of each its slot: the decode step of the whole batch.
+
+        `rows` and `token_ids` are lists or int arrays of one length; rows do not repeat. A row that does not fit stops the call
+        and has not got its token either. RowOverflowError, and nothing changed, where a row is as long as it can be; other
+        errors as in `grow`. O(rows + new pages), native; about 10 ns a row.
+        """
+        cdef PageIds row_ids = as_page_ids(rows, "rows")
+        cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
+        check_lengths(tokens, row_ids)
+        return self.run(row_ids, Amounts(&ONE, 0), Amounts(&ZERO, 0), tokens.ids)
+
+    cdef StepResult run(self, PageIds rows, Amounts num_new_tokens, Amounts num_ahead, const int32_t *token_ids):
+        """Check all rows, make room for the result, then grow: nothing can fail any more."""
+        cdef Growth growth = Growth(rows.ids, rows.num, num_new_tokens, num_ahead, token_ids, 0, 0, NULL, NULL, NULL)
+        cdef StepResult result = StepResult.__new__(StepResult)
+        cdef Py_ssize_t num_right
+        cdef bint has_room = True
+        cdef int32_t held_free = NULL_PAGE
+        if growth.num_rows == 0:
+            return result
+        self.enter_call()
+        num_right = check_growth(&self.batch, &growth)
+        if num_right == growth.num_rows:
+            has_room = result.has_room_for(growth.max_num_new)
+            held_free = find_held_free(&self.store.pool, growth.max_num_new)
+            if has_room and held_free == NULL_PAGE:
+                self.grow_checked(&growth, result)
+        self.let_go()
+        if num_right < growth.num_rows:
+            self.refuse_growth(&growth, num_right)
+        if not has_room:
+            raise MemoryError(f"{growth.max_num_new} new pages")
+        self.store.check_untaken(held_free)
+        return result
+
+    cdef void grow_checked(self, Growth *growth, StepResult result) noexcept:
+        cdef Py_ssize_t num_grown
+        growth.new_ids = result.values
+        growth.new_rows = result.values + result.capacity
+        growth.new_groups = result.values + 2 * result.capacity
+        if growth.num_rows + growth.max_num_new < RELEASE_GIL_AT:
+            num_grown = grow_rows(&self.batch, growth)
+        else:
+            with nogil:
+                num_grown = grow_rows(&self.batch, growth)
+        result.num_grown = num_grown
+        result.num = growth.num_new
+
+    cdef int refuse_row(self, const int32_t *rows, Py_ssize_t at) except -1:
+        """Raise what is wrong with a row of a call, if anything is."""
+        cdef Py_ssize_t i
+        cdef int32_t row = rows[at]
+        if not 0 <= row < self.batch.num_rows:
+            raise RowIndexError(f"row: got {row} (at {at}), allowed: 0 to {self.batch.num_rows - 1}")
+        if not self.batch.is_admitted[row]:
+            raise ArgumentError(f"row {row} (at {at}) is not admitted")
+        for i in range(at):
+            if rows[i] == row:
+                raise ArgumentError(f"rows: got {row} twice (at {i} and {at}), allowed: each once")
+        return 0
+
+    cdef int refuse_growth(self, const Growth *growth, Py_ssize_t at) except -1:
+        cdef int32_t row = growth.rows[at]
+        self.refuse_row(growth.rows, at)
+        if growth.token_ids != NULL and self.batch.num_tokens[row] >= self.batch.max_num_tokens:
+            self.refuse_length(row, <int64_t>self.batch.num_tokens[row] + 1)
+        if has_lost_page(&self.batch, row):
+            raise DoubleFreeError(f"row {row} (at {at}): a page that it holds was given back by somebody else")
+        raise ArgumentError(
+            f"row {row} (at {at}): got {amount(&growth.num_new_tokens, at)} new tokens and {amount(&growth.num_ahead, at)} "
+            f"lookahead tokens, allowed: at least 0, and new ones up to the "
+            f"{self.batch.num_tokens[row] - self.batch.num_computed[row]} that are known and not computed"
+        )
+
+    cdef int refuse_length(self, Py_ssize_t row, int64_t num_tokens) except -1:
+        raise RowOverflowError(
+            f"row {row}: got {num_tokens} tokens, "
+            f"allowed: {self.batch.max_num_tokens}, which is max_model_len or what the table has room for"
+        )
+
+    # Known tokens.
+
+    def append(self, rows, token_ids) -> None:
+        """Let rows know one token more each, without room for it yet; rows may repeat, for several tokens in order.
+
+        RowOverflowError, and nothing changed, where a row would be longer than it can be. O(rows).
+        """
+        cdef PageIds row_ids = PageIds(as_page_ids(rows, "rows"))
+        cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
+        cdef Py_ssize_t num_done
+        check_lengths(tokens, row_ids)
+        with self.lock:
+            num_done = append_tokens(&self.batch, row_ids.ids, tokens.ids, row_ids.num)
+        if num_done < row_ids.num:
+            self.refuse_append(row_ids, num_done)
+
+    cdef int refuse_append(self, PageIds rows, Py_ssize_t at) except -1:
+        cdef Py_ssize_t i
+        cdef int64_t num_tokens = 1
+        self.refuse_row(&rows.ids[at], 0)
+        for i in range(at):
+            num_tokens += rows.ids[i] == rows.ids[at]
+        self.refuse_length(rows.ids[at], self.batch.num_tokens[rows.ids[at]] + num_tokens)
+
+    def trim(self, rows, num_tokens) -> None:
+        """Forget the known tokens of rows from `num_tokens` on, a number for all rows or one for each: rejected drafts.
+
+        Pages wholly behind go back, the last first, and lose their prefix entry unless somebody else holds them. Where the cut
+        goes through a page that somebody else holds too, that page goes back as well, and its first tokens are to be
+        computed again: ``num_computed_tokens`` says so. ArgumentError, and nothing changed, for more tokens than a row knows,
+        and where pages that the attention window needs again were given back already. O(rows + pages behind).
+        """
+        cdef PageIds row_ids = as_page_ids(rows, "rows")
+        cdef PageIds lengths = as_amounts(num_tokens, "num_tokens", row_ids.num)
+        cdef Amounts amounts = amounts_in(lengths, row_ids.num)
+        cdef Py_ssize_t i, num_right
+        self.enter_call()
+        num_right = check_trim(&self.batch, row_ids.ids, &amounts, row_ids.num)
+        if num_right == row_ids.num:
+            for i in range(row_ids.num):
+                trim_row(&self.batch, self.batch.checked_rows[i], amount(&amounts, i))
+        self.let_go()
+        if num_right < row_ids.num:
+            self.refuse_trim(row_ids, num_right, amount(&amounts, num_right))
+
+    cdef int refuse_trim(self, PageIds rows, Py_ssize_t at, int32_t num_tokens) except -1:
+        cdef int32_t row = rows.ids[at]
+        self.refuse_row(rows.ids, at)
+        if not 0 <= num_tokens <= self.batch.num_tokens[row]:
+            raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {self.batch.num_tokens[row]}")
+        raise ArgumentError(
+            f"row {row} (at {at}): cannot be cut to {num_tokens} tokens: pages that they need were given back, "
+            "when they fell out of the attention window or by somebody else"
+        )
+
+    # Coming, going, changing places.
+
+    def release(self, rows) -> None:
+        """Give back all pages of rows, in the given order, the last page of each first, and make the rows free.
+
+        DoubleFreeError, and nothing changed, if somebody else gave one of them back. O(pages).
+        """
+        cdef PageIds row_ids = as_page_ids(rows, "rows")
+        cdef PageIds ids = PageIds.__new__(PageIds)
+        cdef Py_ssize_t num_right, bad = -1
+        cdef bint has_room = True
+        self.enter_call()
+        num_right = self.check_release(row_ids, ids, &has_room)
+        if num_right == row_ids.num and has_room:
+            bad = self.release_checked(ids, num_right)
+        self.let_go()
+        if num_right < row_ids.num:
+            self.refuse_row(row_ids.ids, num_right)
+            raise ArgumentError("rows: changed during the call")
+        if not has_room:
+            raise MemoryError("the pages of the rows")
+        if bad >= 0:
+            raise DoubleFreeError(f"page {ids.ids[bad]} is given back by a row more often than it is held")
+        for row in row_ids.to_list():
+            self.forget_extra_keys(row)
+
+    cdef Py_ssize_t check_release(self, PageIds rows, PageIds ids, bint *has_room) noexcept:
+        """How many rows there are before the first that is wrong. Copies the rows, and puts their pages into `ids`, in the order
+        in which they go back.
+        """
+        cdef const Group *group
+        cdef Py_ssize_t i, g, j
+        start_call(&self.batch)
+        for i in range(rows.num):
+            if not claim_row(&self.batch, rows.ids[i]):
+                return i
+            self.batch.checked_rows[i] = rows.ids[i]
+            for g in range(self.batch.num_groups):
+                group = &self.batch.groups[g]
+                has_room[0] = has_room[0] and ids.has_room_for(group.held[self.batch.checked_rows[i]].num_pages)
+                if has_room[0]:
+                    for j in range(group.held[self.batch.checked_rows[i]].num_pages - 1, -1, -1):
+                        ids.ids[ids.num] = ids_of(group, self.batch.checked_rows[i])[j]
+                        ids.num += 1
+        return rows.num
+
+    cdef Py_ssize_t release_checked(self, PageIds ids, Py_ssize_t num_rows) noexcept:
+        """Give back the pages and empty the rows; or the index of a page that nobody holds, and nothing changed."""
+        cdef Py_ssize_t i, bad
+        if ids.num < RELEASE_GIL_AT:
+            bad = give_back(&self.store.pool, ids.ids, ids.num, False)
+        else:
+            with nogil:
+                bad = give_back(&self.store.pool, ids.ids, ids.num, False)
+        if bad < 0:
+            for i in range(num_rows):
+                self.is_claimed[self.batch.checked_rows[i]] = 0
+                empty_row(&self.batch, self.batch.checked_rows[i])
+        return bad
+
+    cdef void forget_extra_keys(self, Py_ssize_t row) noexcept:
+        free(self.batch.extra_keys[row])
+        self.batch.extra_keys[row] = NULL
+        self.extra_key_bytes[row] = None
+
+    cdef Py_ssize_t checked_row(self, object row) except -1:
+        return (<TableRows>self.tables[0]).checked_row(row)
+
+    def move_row(self, src, tgt) -> None:
+        """Let an admitted row go on as another, free one; the source is free after. O(tokens and pages of the row)."""
+        cdef Py_ssize_t source = self.checked_row(src)
+        cdef Py_ssize_t target = self.checked_row(tgt)
+        self.exchange(source, target, True)
+
+    def swap_row(self, src, tgt) -> None:
+        """Exchange two rows, free or not. O(tokens and pages of both)."""
+        cdef Py_ssize_t source = self.checked_row(src)
+        cdef Py_ssize_t target = self.checked_row(tgt)
+        self.exchange(source, target, False)
+
+    cdef int exchange(self, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1:
+        cdef Batch *batch = &self.batch
+        cdef bint is_right
+        self.enter_call()
+        is_right = not is_move or (batch.is_admitted[source] and not self.is_claimed[target])
+        is_right = is_right and batch.is_admitted[source] == self.is_claimed[source]
+        is_right = is_right and batch.is_admitted[target] == self.is_claimed[target]
+        if is_right and source != target:
+            exchange_rows(batch, source, target)
+            self.is_claimed[source] = batch.is_admitted[source]
+            self.is_claimed[target] = batch.is_admitted[target]
+            data = self.extra_key_bytes[source]
+            self.extra_key_bytes[source] = self.extra_key_bytes[target]
+            self.extra_key_bytes[target] = data
+        self.let_go()
+        if not is_right:
+            raise ArgumentError(
+                f"rows {source} and {target}: {'admitted' if batch.is_admitted[source] else 'free'} and "
+                f"{'admitted' if batch.is_admitted[target] else 'free'}, allowed: "
+                f"{'an admitted row and a free one' if is_move else 'rows that are not being admitted'}"
+            )
+        return 0
+
+    # Admission.
+
+    def admit_row(self, row, token_ids, num_tokens, extra_keys, find_hits, shard, num_reserved_pages):
+        """Start a free row: see `RunningBatch.admit`. `extra_keys` are ``(page, bytes)`` of the hash pages that have any, in
+        order; `find_hits` maps a `HashChain` to page ids for each group and the tokens that they hold, None: take no hits.
+        """
+        cdef Py_ssize_t checked = self.checked_row(row)
+        cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
+        cdef Py_ssize_t num_known = tokens.num
+        cdef Py_ssize_t num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
+        cdef Py_ssize_t num_wanted
+        if num_known == 0:
+            raise ArgumentError("token_ids: got none, allowed: at least 1")
+        if num_known > self.batch.max_num_tokens:
+            self.refuse_length(checked, num_known)
+        num_wanted = num_known if num_tokens is None else size_of(num_tokens, "num_tokens", 1, num_known)
+        self.claim(checked)
+        is_admitted = False
+        try:
+            self.set_contents(checked, tokens, num_known, extra_keys)
+            num_hits = self.attach(checked, num_known, num_wanted, find_hits, shard, num_reserved)
+            is_admitted = num_hits is not None
+        finally:
+            if not is_admitted:
+                self.forget_extra_keys(checked)
+                self.is_claimed[checked] = 0
+        return num_hits
+
+    cdef int claim(self, Py_ssize_t row) except -1:
+        """From here on nobody else admits the row, nor moves another one there."""
+        cdef bint is_claimed
+        with self.lock:
+            is_claimed = self.is_claimed[row]
+            self.is_claimed[row] = 1
+        if is_claimed:
+            raise ArgumentError(f"row {row} is admitted already")
+        return 0
+
+    cdef int set_contents(self, Py_ssize_t row, PageIds tokens, Py_ssize_t num_tokens, object extra_keys) except -1:
+        """Copy the tokens and hash their full pages."""
+        cdef Py_ssize_t num_pages
+        memcpy(tokens_of(&self.batch, row), tokens.ids, num_tokens * sizeof(int32_t))
+        if not self.batch.hash_page_size:
+            return 0
+        self.set_extra_keys(row, extra_keys)
+        self.batch.num_hashed[row] = 0
+        num_pages = num_tokens // self.batch.hash_page_size
+        if num_pages < RELEASE_GIL_AT:
+            hash_row(&self.batch, row, num_pages)
+        else:
+            with nogil:
+                hash_row(&self.batch, row, num_pages)
+        return 0
+
+    cdef int set_extra_keys(self, Py_ssize_t row, object extra_keys) except -1:
+        cdef ExtraKey *keys
+        cdef bytes data
+        cdef Py_ssize_t i
+        if not extra_keys:
+            return 0
+        keys = <ExtraKey *>calloc(len(extra_keys) + 1, sizeof(ExtraKey))
+        if keys == NULL:
+            raise MemoryError(f"{len(extra_keys)} extra keys")
+        self.batch.extra_keys[row] = keys
+        self.extra_key_bytes[row] = [data for _, data in extra_keys]
+        for i, data in enumerate(self.extra_key_bytes[row]):
+            keys[i] = ExtraKey(<const uint8_t *><const char *>data, len(data), size_of(extra_keys[i][0], "page"))
+        return 0
+
+    cdef object attach(
+        self, Py_ssize_t row, Py_ssize_t num_known, Py_ssize_t num_wanted, object find_hits, object shard, Py_ssize_t num_reserved
+    ):
+        """Look the row's prefix up, and take its pages: the tokens that were hit; None, and nothing taken, where room is short."""
+        cdef tuple hits = ()
+        cdef int32_t num_hits = 0
+        cdef int32_t held_free = NULL_PAGE
+        cdef bint is_stale, has_room
+        cdef int32_t checked_shard = self.store.checked_shard(shard)
+        if find_hits is not None and self.batch.hash_page_size:
+            hits, found = self.look_up(row, find_hits)
+            num_hits = <int32_t>size_of(found, "num_hit_tokens", 0, num_known - 1)
+            self.check_hits(hits, num_hits)
+        self.enter_call()
+        self.batch.shards[row] = checked_shard
+        is_stale = not self.can_touch(row, hits)
+        num_wanted = max(num_wanted, num_hits)
+        has_room = not is_stale and self.has_room_for(row, hits, <int32_t>num_wanted, num_reserved, &held_free)
+        if has_room and held_free == NULL_PAGE:
+            self.fill_row(row, hits, <int32_t>num_known, <int32_t>num_wanted)
+            self.batch.num_hits[row] = num_hits
+        self.let_go()
+        if is_stale:
+            raise PageHashError(f"row {row}: a page that was hit was handed to somebody else meanwhile")
+        self.store.check_untaken(held_free)
+        return num_hits if has_room else None
+
+    cdef object look_up(self, Py_ssize_t row, object find_hits):
+        """Call `find_hits` with the row's digests, which are lent to a chain and taken back."""
+        cdef HashChain chain = HashChain.__new__(HashChain, self.batch.hash_page_size, self.key)
+        chain.digests = digests_of(&self.batch, row)
+        chain.num = self.batch.num_hashed[row]
+        try:
+            return find_hits(chain)
+        finally:
+            chain.digests = NULL
+            chain.num = 0
+
+    cdef int check_hits(self, tuple hits, int32_t num_hits) except -1:
+        """Hits of every group, as long as they say, within the pool."""
+        cdef PageIds ids
+        cdef Py_ssize_t g
+        if len(hits) != self.batch.num_groups:
+            raise ArgumentError(f"hits: got {len(hits)} groups, allowed: {self.batch.num_groups}")
+        for g in range(self.batch.num_groups):
+            ids = hits[g]
+            if ids.num > full_pages(&self.batch.groups[g].rules, num_hits):
+                raise ArgumentError(f"hits: got {ids.num} pages for {num_hits} tokens")
+            self.store.checked(ids)
+        return 0
+
+    cdef bint can_touch(self, Py_ssize_t row, tuple hits) noexcept:
+        cdef Py_ssize_t g
+        for g in range(len(hits)):
+            if not has_hits(&self.batch, row, g, (<PageIds>hits[g]).ids, (<PageIds>hits[g]).num):
+                return False
+        return True
+
+    cdef bint has_room_for(
+        self, Py_ssize_t row, tuple hits, int32_t num_tokens, Py_ssize_t num_reserved, int32_t *held_free
+    ) noexcept:
+        """Whether the pool has the pages that an empty row needs beside its hits, and those of the hits that are free."""
+        cdef Pool *pool = &self.store.pool
+        cdef Py_ssize_t g, num_needed = count_new_pages(&self.batch, row, num_tokens)
+        for g in range(len(hits)):
+            num_needed -= (<PageIds>hits[g]).num
+            num_needed += count_free(pool, (<PageIds>hits[g]).ids, (<PageIds>hits[g]).num)
+        if num_needed and num_needed + num_reserved > pool.num_free or num_needed > count_free_in(pool, self.batch.shards[row]):
+            return False
+        held_free[0] = find_held_free(pool, num_needed)
+        return True
+
+    cdef void fill_row(self, Py_ssize_t row, tuple hits, int32_t num_known, int32_t num_wanted) noexcept:
+        """Give an empty row its hits and its pages, and enter those that are full."""
+        cdef Py_ssize_t g
+        for g in range(len(hits)):
+            attach_hits(&self.batch, row, g, (<PageIds>hits[g]).ids, (<PageIds>hits[g]).num)
+        for g in range(self.batch.num_groups):
+            show_row(&self.batch.groups[g], row)
+        take_pages(&self.batch, row, num_wanted, NULL)
+        enter_full_pages(&self.batch, row, num_wanted)
+        plan_next_event(&self.batch, row)
+        self.batch.num_tokens[row] = num_known
+        self.batch.num_computed[row] = num_wanted
+        self.batch.is_admitted[row] = 1
+
+    # Looking.
+
+    def get_page_ids(self, row) -> tuple:
+        """The ids of a row's pages, one list for each group; the null page, 0, where one was skipped. O(pages)."""
+        cdef Py_ssize_t checked = self.checked_row(row)
+        cdef Py_ssize_t g, j
+        return tuple([
+            [ids_of(&self.batch.groups[g], checked)[j] for j in range(self.batch.groups[g].held[checked].num_pages)]
+            for g in range(self.batch.num_groups)
+        ])
+
+    def check_rows(self, held_elsewhere) -> None:
+        """IntegrityError unless rows, tables and ref counts agree. `held_elsewhere` are `PageIds` of others who hold pages."""
+        cdef int32_t[::1] counts = np.zeros(self.store.pool.num_pages, dtype=np.int32)
+        cdef PageIds ids
+        cdef Py_ssize_t i, row, g
+        for row in range(self.batch.num_rows):
+            self.check_counts(row)
+            for g in range(self.batch.num_groups):
+                self.check_row(row, g)
+                for i in range(self.batch.groups[g].held[row].num_pages):
+                    counts[ids_of(&self.batch.groups[g], row)[i]] += 1
+        for ids in held_elsewhere:
+            for i in range(self.store.checked(ids).num):
+                counts[ids.ids[i]] += 1
+        for i in range(1, self.store.pool.num_pages):
+            if counts[i] > self.store.pool.pages[i].ref_cnt:
+                count = self.store.pool.pages[i].ref_cnt
+                raise IntegrityError(f"page {i} stands in {counts[i]} rows and requests, its ref count is {count}")
+
+    cdef int check_counts(self, Py_ssize_t row) except -1:
+        cdef Batch *batch = &self.batch
+        cdef int32_t event = batch.next_event[row]
+        if not 0 <= batch.num_computed[row] <= batch.num_tokens[row] <= batch.max_num_tokens:
+            raise IntegrityError(
+                f"row {row} has {batch.num_tokens[row]} tokens, {batch.num_computed[row]} of them computed, "
+                f"allowed: at most {batch.max_num_tokens}"
+            )
+        if batch.is_admitted[row]:
+            plan_next_event(batch, row)
+        if batch.next_event[row] != event:
+            raise IntegrityError(f"row {row}: the next event is at {event} tokens, allowed: {batch.next_event[row]}")
+        return 0
+
+    cdef int check_row(self, Py_ssize_t row, Py_ssize_t g) except -1:
+        """A row's pages are those of its tokens, lie in the pool, and stand in the table."""
+        cdef Group *group = &self.batch.groups[g]
+        cdef Held *held = &group.held[row]
+        cdef const int32_t *ids = ids_of(group, row)
+        cdef const int32_t *shown = group.rows.table + row * group.num_columns
+        cdef Py_ssize_t i
+        if not pages_for(&group.rules, self.batch.num_computed[row]) <= held.num_pages <= group.num_columns:
+            raise IntegrityError(f"row {row}, group {g}: {held.num_pages} pages for {self.batch.num_computed[row]} tokens")
+        if not 0 <= held.num_skipped <= held.num_pages or not 0 <= held.num_cached <= held.num_pages:
+            raise IntegrityError(
+                f"row {row}, group {g}: {held.num_pages} pages, {held.num_skipped} skipped, {held.num_cached} cached"
+            )
+        for i in range(held.num_pages):
+            self.store.check_range(ids[i])
+            if ids[i] == NULL_PAGE and i and ids[i - 1] != NULL_PAGE:
+                raise IntegrityError(f"row {row}, group {g}: the null page stands behind page {ids[i - 1]} (at {i})")
+        if group.rows.num_pages[row] != held.num_pages:
+            raise IntegrityError(f"row {row}, group {g}: {held.num_pages} pages, the table says {group.rows.num_pages[row]}")
+        for i in range(group.num_columns):
+            if shown[i] != (ids[i] if i < held.num_pages else 0):
+                raise IntegrityError(
+                    f"row {row}, group {g}: page {ids[i] if i < held.num_pages else 0} (at {i}), the table says {shown[i]}"
+                )
+        return 0
+
+
+cdef int check_lengths(PageIds tokens, PageIds rows) except -1:
+    if tokens.num != rows.num:
+        raise ArgumentError(f"token_ids: got {tokens.num}, allowed: as many as rows, {rows.num}")
+    return 0
 
 
 cdef Py_ssize_t get_payload_width(tuple tables) except -1:

@@ -5,9 +5,10 @@ holds (`HeldPages`).
 """
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from pagepool._core import HashChain, HeldPages, PageIds
+from pagepool._core import HashChain, HeldPages, PageIds, PageRules
 from pagepool.errors import ArgumentError
 from pagepool.page_pool import PagePool
 from pagepool.specs import (
@@ -28,9 +29,6 @@ __all__ = [
     "SlidingWindowManager",
     "get_manager_for_kv_cache_spec",
 ]
-
-NEVER = 1 << 62
-"""A number of tokens that no request reaches."""
 
 
 class PrefixQuery(NamedTuple):
@@ -68,6 +66,16 @@ class SingleTypeCacheManager(ABC):
         self.page_size: int = kv_cache_spec.page_size
         self.num_hashes_per_page = 1
 
+    @cached_property
+    def rules(self) -> PageRules:
+        """Which pages a request needs: all of its tokens'."""
+        return PageRules(self.page_size)
+
+    @property
+    def index_group_id(self) -> int | None:
+        """The group that its pages are entered for in the prefix index; None: they never are."""
+        return self.kv_cache_group_id if self.is_prefix_cached else None
+
     @property
     def hit_class(self) -> tuple[Any, ...]:
         """Groups with equal values have equal rules for hits and are looked up together."""
@@ -75,7 +83,7 @@ class SingleTypeCacheManager(ABC):
 
     def get_num_pages(self, num_tokens: int) -> int:
         """Places that `num_tokens` tokens take, those of skipped pages included."""
-        return cdiv(num_tokens, self.page_size)
+        return self.rules.count_pages(num_tokens)
 
     def get_min_num_pages(self, num_tokens: int) -> int:
         """Pages that a request of `num_tokens` tokens holds at once, at its peak, in the smallest steps."""
@@ -83,15 +91,15 @@ class SingleTypeCacheManager(ABC):
 
     def get_num_room_tokens(self, num_pages: int) -> int:
         """Tokens that have a slot in `num_pages` places."""
-        return num_pages * self.page_size
+        return self.rules.count_room_tokens(num_pages)
 
     def find_first_useful_page(self, held: HeldPages, num_computed_tokens: int) -> int:
         """Pages before it are of no use to tokens from `num_computed_tokens` on."""
-        return 0
+        return self.rules.find_first_useful_page(num_computed_tokens, held.num_cached_pages)
 
     def find_next_skip(self, held: HeldPages) -> int:
         """The least number of computed tokens at which a page more may be skipped."""
-        return NEVER
+        return self.rules.find_next_skip(held.num_skipped_pages)
 
     def get_num_common_prefix_pages(self, held: HeldPages, num_scheduled_requests: int) -> int:
         """Leading pages that at least `num_scheduled_requests` requests hold; 0 for kinds that skip pages."""
@@ -148,6 +156,11 @@ class SlidingWindowManager(SingleTypeCacheManager):
         super().__init__(kv_cache_spec, page_pool, kv_cache_group_id)
         self.sliding_window = kv_cache_spec.sliding_window
 
+    @cached_property
+    def rules(self) -> PageRules:
+        """Those in the next token's window."""
+        return PageRules(self.page_size, window=self.sliding_window)
+
     @property
     def hit_class(self) -> tuple[Any, ...]:
         """The window counts too."""
@@ -156,14 +169,6 @@ class SlidingWindowManager(SingleTypeCacheManager):
     def get_min_num_pages(self, num_tokens: int) -> int:
         """The window and one page more, where it straddles a boundary."""
         return min(self.get_num_pages(num_tokens), cdiv(self.sliding_window - 1, self.page_size) + 1)
-
-    def find_first_useful_page(self, held: HeldPages, num_computed_tokens: int) -> int:
-        """The page of the first token in the next token's window."""
-        return max(0, num_computed_tokens - self.sliding_window + 1) // self.page_size
-
-    def find_next_skip(self, held: HeldPages) -> int:
-        """When the window has left one page more."""
-        return (held.num_skipped_pages + 1) * self.page_size + self.sliding_window - 1
 
     def _get_num_run_pages(self, use_eagle: bool) -> int:
         """Consecutive pages that a hit needs: those of the window, and the one that eagle drops."""
@@ -207,6 +212,11 @@ class ChunkedLocalAttentionManager(SingleTypeCacheManager):
         super().__init__(kv_cache_spec, page_pool, kv_cache_group_id)
         self.attention_chunk_size = kv_cache_spec.attention_chunk_size
 
+    @cached_property
+    def rules(self) -> PageRules:
+        """Those from the page on in which the chunk begins, but never past the last cached page."""
+        return PageRules(self.page_size, chunk=self.attention_chunk_size)
+
     @property
     def hit_class(self) -> tuple[Any, ...]:
         """The chunk size counts too."""
@@ -219,15 +229,6 @@ class ChunkedLocalAttentionManager(SingleTypeCacheManager):
     def _find_chunk_page(self, num_tokens: int) -> int:
         """The page in which the chunk of the token at `num_tokens` begins."""
         return num_tokens // self.attention_chunk_size * self.attention_chunk_size // self.page_size
-
-    def find_first_useful_page(self, held: HeldPages, num_computed_tokens: int) -> int:
-        """The page in which the chunk begins, but never past the last cached page."""
-        page = self._find_chunk_page(num_computed_tokens)
-        return min(page, held.num_cached_pages - 1) if held.num_cached_pages else page
-
-    def find_next_skip(self, held: HeldPages) -> int:
-        """When a chunk begins at or behind the first page that is not skipped yet."""
-        return cdiv((held.num_skipped_pages + 1) * self.page_size, self.attention_chunk_size) * self.attention_chunk_size
 
     def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool = False) -> int:
         """Forwards from the page in which the last chunk begins; all before it is not needed."""
@@ -252,13 +253,10 @@ class MambaManager(SingleTypeCacheManager):
 
     is_prefix_cached = False
 
-    def get_num_pages(self, num_tokens: int) -> int:
-        """One, however many tokens."""
-        return 1
-
-    def get_num_room_tokens(self, num_pages: int) -> int:
-        """All of them in one page."""
-        return NEVER if num_pages else 0
+    @cached_property
+    def rules(self) -> PageRules:
+        """One page, however many tokens."""
+        return PageRules(None)
 
     def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool = False) -> int:
         """Never a hit: the state after a prefix is not kept."""

@@ -6,7 +6,7 @@ from itertools import repeat
 from math import gcd, lcm
 
 from pagepool._core import HashChain, HeldPages, PageIds
-from pagepool.attention import NEVER, PrefixQuery, SingleTypeCacheManager, get_manager_for_kv_cache_spec
+from pagepool.attention import PrefixQuery, SingleTypeCacheManager, get_manager_for_kv_cache_spec
 from pagepool.errors import ArgumentError, PageHashError
 from pagepool.page_pool import PagePool
 from pagepool.specs import CacheGroupSpec
@@ -24,6 +24,9 @@ IdRange = tuple[int, int | None]
 """Half-open range of the page ids that may hit; None: to the end of the pool."""
 
 ANY_PAGE: IdRange = (0, None)
+
+NEVER = 1 << 62
+"""A number of tokens that no request reaches."""
 
 
 class RequestPages:

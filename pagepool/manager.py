@@ -136,7 +136,7 @@ class CacheManager:
         self._store = self.page_pool.store
         if keep_token_ids and self.enable_caching:
             self._store.keep_token_ids(max(group.kv_cache_spec.page_size for group in kv_cache_groups))
-        self._hasher = make_page_hasher(hash_algo, self.coordinator.hash_page_size, hash_seed, keep_token_ids)
+        self.hasher = make_page_hasher(hash_algo, self.coordinator.hash_page_size, hash_seed, keep_token_ids)
         self._hashes: dict[str, RequestHashes] = {}
         self._requests = self.coordinator.requests
         self._no_ids = tuple(PageIds() for _ in kv_cache_groups)
@@ -149,7 +149,7 @@ class CacheManager:
     @property
     def req_to_page_hashes(self) -> RequestPageHashes:
         """The hashes of each request's pages, by request id: a live, read-only view."""
-        return RequestPageHashes(self._hasher, self._hashes)
+        return RequestPageHashes(self.hasher, self._hashes)
 
     # Prefix look-up.
 
@@ -176,8 +176,8 @@ class CacheManager:
         if not self._may_hit(request):
             reason = "prompt_logprobs are asked for" if self.enable_caching else "prefix caching is off"
             return PrefixProbe(0, request.num_tokens, reason)
-        hashes = self._hasher.start(request)
-        self._hasher.extend(hashes, request, request.num_tokens // self.coordinator.hash_page_size)
+        hashes = self.hasher.start(request)
+        self.hasher.extend(hashes, request, request.num_tokens // self.coordinator.hash_page_size)
         _, num_tokens = self.coordinator.find_longest_cache_hit(hashes.chain, request.num_tokens - 1)
         is_all = request.num_tokens - num_tokens <= self.coordinator.hash_page_size
         reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
@@ -191,8 +191,8 @@ class CacheManager:
         """The request's hashes, made at least for its full pages up to `num_tokens`."""
         hashes = self._hashes.get(request.request_id)
         if hashes is None or hashes.request is not request:  # another request may have had this id, and other tokens
-            hashes = self._hashes[request.request_id] = self._hasher.start(request)
-        self._hasher.extend(hashes, request, num_tokens // self.coordinator.hash_page_size)
+            hashes = self._hashes[request.request_id] = self.hasher.start(request)
+        self.hasher.extend(hashes, request, num_tokens // self.coordinator.hash_page_size)
         return hashes
 
     # Slots.
@@ -380,7 +380,7 @@ class CacheManager:
     def _cache_pages(self, held: RequestPages, hashes: RequestHashes, num_tokens: int) -> None:
         if hashes.page_hashes:
             start = self.coordinator.count_cached_hashes(held)
-            self._hasher.name_pages(self._store.names, hashes, start, num_tokens // self.coordinator.hash_page_size)
+            self.hasher.name_pages(self._store.names, hashes, start, num_tokens // self.coordinator.hash_page_size)
         self.coordinator.cache_pages(held, hashes.chain, num_tokens)
         if hashes.page_hashes:
             self.page_pool.forget_evicted_names()

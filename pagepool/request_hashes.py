@@ -61,6 +61,11 @@ class PageHasher(ABC):
         self.keep_token_ids = keep_token_ids
         self._key = get_siphash_key(hash_seed)
 
+    @property
+    def native_key(self) -> bytes | None:
+        """The SipHash key where the core alone can make the hashes; None where it cannot."""
+        return None
+
     def start(self, request: Request) -> RequestHashes:
         """The hashes of a request, none of them made yet."""
         return RequestHashes(request, HashChain(self.page_size, self._key, self.keep_token_ids))
@@ -104,6 +109,11 @@ class PageHasher(ABC):
 
 class SipHasher(PageHasher):
     """SipHash-2-4-128 in the compiled core: the key of the index is the hash. 30 ns a page of 16 tokens."""
+
+    @property
+    def native_key(self) -> bytes | None:
+        """The key of the chain."""
+        return self._key
 
     def hash_pages(self, hashes: RequestHashes, token_ids: TokenIds | PageIds, extra_keys: ExtraKeys | None) -> None:
         """One native call for all pages."""

@@ -1,0 +1,162 @@
+"""Rows that run together: a whole step of an engine's batch in one native call."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from pagepool._core import HashChain, PageIds, RunningRows, StepResult
+from pagepool.attention import SingleTypeCacheManager
+from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.hashing import RequestExtraKeys, encode_extra_keys
+from pagepool.manager import CacheManager
+from pagepool.page_table import MultiGroupPageTable, PageTable
+from pagepool.request import TokenIds
+
+__all__ = ["RunningBatch", "StepResult"]
+
+
+class RunningBatch(RunningRows):
+    """The running requests of an engine, one in each row of its page table, grown together.
+
+    A row has known tokens (``num_tokens``: the prompt and what was appended); of these, ``num_computed_tokens`` have their
+    slots, because they were computed before or are computed in this step. Pages that get full by that are entered in the prefix
+    index at once. ``num_cached_tokens`` were hit when the row was admitted. These, and ``is_admitted``, are read-only arrays by
+    row, live. Pool and prefix index are the manager's: what one caches the other hits.
+
+    One owner at a time, as with the manager; calls are serialised, and each is all or nothing but for the rows behind the first
+    that does not fit. The rows of the table are the batch's to fill.
+
+    >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable
+    >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+    >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+    >>> table = PageTable(max_num_reqs=2, max_num_pages_per_req=16, max_num_batched_tokens=64)
+    >>> batch = RunningBatch(manager, table)
+    >>> batch.admit(0, [1, 2, 3, 4, 5, 6, 7]), batch.admit(1, [1, 2, 3, 4, 9])
+    (0, 4)
+    >>> result = batch.step(rows=[0, 1], token_ids=[8, 10])
+    >>> result.num_grown, result.new_page_ids.tolist(), batch.num_computed_tokens.tolist()
+    (2, [], [8, 6])
+    >>> batch.step([0, 1], [11, 12]).new_page_rows.tolist(), table.page_table_cpu[:, :3].tolist()
+    ([0], [[1, 2, 4], [1, 3, 0]])
+    >>> batch.release([0, 1])
+    """
+
+    def __init__(
+        self, manager: CacheManager, page_table: PageTable | MultiGroupPageTable, *, data_parallel_size: int | None = None
+    ) -> None:
+        """`page_table` has a table for each group of the manager; a `PageTable` serves one group. `data_parallel_size` divides
+        the pool for `admit`'s `dp_shard`.
+
+        ArgumentError where they do not fit together, and for a manager that caches with another `hash_algo` than
+        ``"siphash128"``: a step hashes natively. Memory by row is reserved for the longest one and touched only as rows grow:
+        4 bytes a token, 16 a page hashed, 4 a page.
+        """
+        if not isinstance(manager, CacheManager):
+            raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
+        self._manager = manager
+        self._data_parallel_size = data_parallel_size
+        self._hash_page_size = manager.coordinator.hash_page_size if manager.enable_caching else 0
+        pool = manager.page_pool
+        num_shards = 0 if pool.find_shard(0, data_parallel_size) is None else int(data_parallel_size or 0)
+        super().__init__(
+            pool.store,
+            _tables_of(page_table, manager),
+            [(group.rules, group.index_group_id, group.num_hashes_per_page) for group in _groups_of(manager)],
+            manager.max_model_len,
+            self._hash_page_size,
+            _native_key_of(manager),
+            num_shards,
+        )
+
+    def admit(
+        self,
+        row: int,
+        token_ids: TokenIds,
+        *,
+        num_tokens: int | None = None,
+        cache_salt: str | None = None,
+        lora_id: int | str | None = None,
+        mm_features: Sequence[Any] = (),
+        dp_shard: int | None = None,
+        num_reserved_pages: int = 0,
+        look_up: bool = True,
+    ) -> int | None:
+        """Start a request in a free row: take its longest cached prefix and room for its first `num_tokens` tokens, the cached
+        ones included (None: for all it knows), and fill the table's row.
+
+        `token_ids`, a list or an int32 array, are the tokens that the row knows. Returns how many of them were cached, at most
+        one less than all; None, and nothing changed, if too few pages are free, with `num_reserved_pages` left for rows that
+        run (`CacheManager.require_capacity` tells whether waiting can help). `cache_salt`, `lora_id` and `mm_features` keep
+        prefixes apart as for `CacheManager`. With `dp_shard` hits and pages, later ones too, come from that shard. Without
+        `look_up` no prefix is taken: for a request that wants ``prompt_logprobs``.
+
+        RowIndexError outside the table, RowOverflowError for more tokens than `max_num_tokens`, ArgumentError for a row that is
+        admitted already, for no tokens and values out of range. O(tokens).
+        """
+        if dp_shard is not None and self._data_parallel_size is None:
+            raise ArgumentError(f"dp_shard: got {dp_shard}, allowed without data_parallel_size: None")
+        pool = self._manager.page_pool
+        shard = pool.find_shard(dp_shard, self._data_parallel_size)
+
+        def find_hits(chain: HashChain) -> tuple[tuple[PageIds, ...], int]:
+            bounds = pool.find_shard_bounds(dp_shard, self._data_parallel_size)
+            hits, num_hit_tokens = self._manager.coordinator.find_longest_cache_hit(chain, len(token_ids) - 1, bounds)
+            pool.count_query(len(token_ids), num_hit_tokens)
+            return hits, num_hit_tokens
+
+        extra_keys = self._list_extra_keys(cache_salt, lora_id, mm_features)
+        return self.admit_row(row, token_ids, num_tokens, extra_keys, find_hits if look_up else None, shard, num_reserved_pages)
+
+    def _list_extra_keys(
+        self, cache_salt: str | None, lora_id: int | str | None, mm_features: Sequence[Any]
+    ) -> list[tuple[int, bytes]]:
+        """The pages whose hash is made of more than tokens, and what else enters it."""
+        if not self._hash_page_size or (cache_salt is None and lora_id is None and not mm_features):
+            return []
+        request = SimpleNamespace(cache_salt=cache_salt, lora_id=lora_id, mm_features=mm_features)
+        keys = RequestExtraKeys.of(request)
+        if keys is None:
+            return []
+        page_size, keyed, start = self._hash_page_size, [], 0
+        while start < self.max_num_tokens and (page := keys.find_next_page(start, page_size)) is not None:
+            start = (page + 1) * page_size
+            keyed.append((page, encode_extra_keys(keys.of_page(page * page_size, start))))
+        return keyed
+
+    def check(self) -> None:
+        """IntegrityError unless every page of a row is held by it, no page stands in more rows and requests of the manager than
+        its ref count says, the table shows what the rows hold, and the pool is right. O(pages + table).
+        """
+        held_by_requests = [ids for held in self._manager.coordinator.requests.values() for ids in held.groups]
+        self.check_rows(held_by_requests)
+        self._manager.page_pool.check()
+
+
+def _tables_of(page_table: PageTable | MultiGroupPageTable, manager: CacheManager) -> tuple[PageTable, ...]:
+    """One table for each group."""
+    page_sizes = [group.page_size for group in _groups_of(manager)]
+    if isinstance(page_table, MultiGroupPageTable):
+        if page_table.page_sizes != page_sizes:
+            raise ArgumentError(f"page_table: got page sizes {page_table.page_sizes}, allowed: the groups' {page_sizes}")
+        tables = page_table.page_tables
+    elif isinstance(page_table, PageTable):
+        tables = (page_table,)
+    else:
+        raise ArgumentTypeError(f"page_table: got {type(page_table).__name__}, allowed: PageTable or MultiGroupPageTable")
+    if not page_sizes or len(tables) != len(page_sizes):
+        raise ArgumentError(f"page_table: got {len(tables)} tables for {len(page_sizes)} groups, allowed: one each, at least 1")
+    return tables
+
+
+def _groups_of(manager: CacheManager) -> tuple[SingleTypeCacheManager, ...]:
+    return manager.coordinator.single_type_managers
+
+
+def _native_key_of(manager: CacheManager) -> bytes:
+    """The key under which the core hashes pages; zeros where it never does."""
+    if not manager.enable_caching:
+        return bytes(16)
+    key = manager.hasher.native_key
+    if key is None:
+        raise ArgumentError("manager: got one with another hash_algo, allowed with caching: 'siphash128'")
+    return key
