@@ -1,33 +1,39 @@
 """Page tables: rows on the host, and commits to the device, beside NumPy and ``table.at[:n].set(host[:n])``.
 
 The column "oracle" is that obvious page table. Commits are timed without the row operations before them, to completion and to
-the return of the call. The runs of 200 steps begin with no program compiled, and count the compilations.
+the return of the call, in a process for each rival. The runs of 200 steps begin with no program compiled, and count the
+compilations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain, repeat
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bench.commit_worker import CHANGES, PROMPT, Change
 from bench.race import Race, Work
-from bench.table_rivals import OBVIOUS, OURS, PAGE_TABLES
+from bench.table_rivals import OBVIOUS, OURS, Table, fill, find_page_tables
 from bench.workload import PAGE_SIZE, SEED
 
 NUM_ROWS = 256
 NUM_COLUMNS = 2048
-SHAPES = {(256, 2048): 40, (1024, 8192): 300}
-"""Rows and columns of the tables that are committed, and how many times faster than a whole copy we mean to be."""
+SHAPES = {(256, 2048): (15, 40), (1024, 8192): (3, 300)}
+"""Rows and columns of the tables that are committed: turns, and how many times faster than a whole copy we mean to be."""
+ROUNDS_PER_COMMIT_TURN = 20
 
 NUM_STEPS = 200
 NUM_TURNS = 10
-PROMPT = list(range(1, 501))
-
-Table = Any
-Change = Callable[[Table, int], None]
-"""Something to do with a table's rows, in the round of a number."""
+ROOT = Path(__file__).parents[1]
+PAGE_TABLES = find_page_tables()
 
 
 class Rows:
@@ -47,14 +53,6 @@ class Rows:
     @property
     def page_ids(self) -> list[int]:
         return self.table.page_table_cpu.sum(axis=1).tolist()
-
-
-def fill(table: Table) -> None:
-    """Give each row the same pages, for half its length."""
-    num_rows, num_columns = table.page_table_cpu.shape
-    page_ids = list(range(1, num_columns // 2 + 1))
-    for row in range(num_rows):
-        table.add_row(page_ids, row)
 
 
 def append_pages(table: Table, _: int) -> None:
@@ -138,69 +136,67 @@ def test_slot_mapping(race: Race, num_tokens: int) -> None:
     race(contenders, Work(f"slots of {num_tokens} tokens", "token", num_tokens, 10 * NUM_TURNS))
 
 
-class Commit:
-    """A commit of all rows after some change."""
+class Clock:
+    """Time for pytest-benchmark that goes on by what the workers measured, and stands still otherwise."""
 
-    def __init__(self, jax: Any, table: Table, change: Change, waits: bool) -> None:
-        self.jax, self.table, self.change, self.waits = jax, table, change, waits
-        self.num_rounds = 0
-        fill(table)
-        if hasattr(table, "warmup"):
-            table.warmup()
-        table.commit(table.page_table_cpu.shape[0])
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+CLOCK = Clock()
+
+
+class Worker:
+    """Commits in a process of its own, which runs the rounds of a turn at once: it would fall asleep between two messages."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._turns = chain([1], repeat(1 + ROUNDS_PER_COMMIT_TURN))
+        self._seconds: Iterator[float] = iter(())
 
     def prepare(self) -> None:
-        for array in self.jax.live_arrays():  # whatever the others left running
-            array.block_until_ready()
-        self.change(self.table, self.num_rounds)
-        self.num_rounds += 1
+        """The worker does so itself, before it looks at its clock."""
 
     def run(self) -> None:
-        self.table.commit(self.table.page_table_cpu.shape[0])
-        if self.waits:
-            self.table.page_table.block_until_ready()
+        seconds = next(self._seconds, None)
+        if seconds is None:
+            self._seconds = iter(self._ask(next(self._turns)))
+            seconds = next(self._seconds)
+        CLOCK.seconds += seconds
 
     @property
     def page_ids(self) -> list[int]:
-        """Sums of rows, taken on the device: a view on the host would keep an array from being updated in place."""
-        return self.jax.numpy.sum(self.table.page_table, axis=1).tolist()
+        return self._ask("page_ids")
+
+    def _ask(self, question: object) -> Any:
+        print(question, file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
 
 
-def decode(table: Table, step: int) -> None:
-    """One row in 16 gains a page."""
-    for row in range(step % 16, table.page_table_cpu.shape[0], 16):
-        table.append_row([step + 1], row)
+@contextmanager
+def start_worker(*arguments: object) -> Iterator[Worker]:
+    """Start a worker and end it, whatever happens in between."""
+    command = [sys.executable, "-m", "bench.commit_worker", *map(str, arguments)]
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            yield Worker(process)
+        finally:
+            process.kill()
 
 
-def prefill(table: Table, step: int) -> None:
-    """Four rows gain 500 pages, after one in some rounds was emptied to have room for them."""
-    for i in range(4):
-        row = (4 * step + i) % table.page_table_cpu.shape[0]
-        if table.num_pages_per_row[row] + len(PROMPT) > table.page_table_cpu.shape[1]:
-            table.clear_row(row)
-        table.append_row(PROMPT, row)
-
-
-def swap(table: Table, step: int) -> None:
-    """Four pairs of rows change places, half filled, and one page tells them apart."""
-    num_rows = table.page_table_cpu.shape[0]
-    table.append_row([step + 1], 8 * step % num_rows)
-    for i in range(4):
-        table.swap_row((8 * step + i) % num_rows, (8 * step + i + 4) % num_rows)
-
-
-def nothing(table: Table, step: int) -> None:
-    """No row changes."""
-
-
+@pytest.mark.benchmark(timer=CLOCK)
 @pytest.mark.parametrize("waits", [True, False], ids=["completion", "dispatch"])
-@pytest.mark.parametrize("change", [decode, prefill, swap, nothing], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
-def test_commit(race: Race, shape: tuple[int, int], change: Change, waits: bool) -> None:
-    jax = pytest.importorskip("jax")
-    contenders = {rival: Commit(jax, make(*shape, 1), change, waits) for rival, make in PAGE_TABLES.items()}
-    name = f"commit {shape[0]} x {shape[1]}, {change.__name__}, {'to completion' if waits else 'dispatch only'}"
-    race(contenders, Work(name, "commit", 1, NUM_TURNS, SHAPES[shape] if waits else None))
+def test_commit(race: Race, shape: tuple[int, int], change: str, waits: bool) -> None:
+    pytest.importorskip("jax")
+    num_turns, target = SHAPES[shape]
+    name = f"commit {shape[0]} x {shape[1]}, {change}, {'to completion' if waits else 'dispatch only'}"
+    with ExitStack() as stack:
+        workers = {rival: stack.enter_context(start_worker(rival, *shape, change, waits)) for rival in PAGE_TABLES}
+        race(workers, Work(name, "commit", 1, num_turns, target if waits else None, ROUNDS_PER_COMMIT_TURN))
 
 
 class Run:

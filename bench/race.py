@@ -21,7 +21,6 @@ import pagepool
 
 COLUMNS = ("work", "easydel", "oracle", "pagepool", "ratio to easydel", "ratio to oracle", "target ratio")
 OURS = "pagepool"
-TIMED_ROUNDS_PER_TURN = 4
 
 
 class Contender(Protocol):
@@ -39,13 +38,17 @@ class Contender(Protocol):
 
 @dataclass(frozen=True)
 class Work:
-    """What is raced. A round does `num_units` of `unit`; `target` is the ratio to easydel to reach."""
+    """What is raced. A round does `num_units` of `unit`; `target` is the ratio to easydel to reach.
+
+    `num_turns` times each rival has a turn of `rounds_per_turn` timed rounds.
+    """
 
     name: str
     unit: str
     num_units: int
     num_turns: int
     target: float | None = None
+    rounds_per_turn: int = 4
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,11 @@ class Race:
         for contender in contenders.values():
             run_untimed(contender)
         check_same_work(contenders)
-        turns = alternate(contenders)
+        turns = alternate(contenders, work.rounds_per_turn)
         self._benchmark.pedantic(
             lambda contender: contender.run(),
             setup=lambda: ((next(turns),), {}),
-            rounds=work.num_turns * TIMED_ROUNDS_PER_TURN * len(contenders),
+            rounds=work.num_turns * work.rounds_per_turn * len(contenders),
         )
         if self._benchmark.enabled:
             check_same_work(contenders)
@@ -91,7 +94,7 @@ class Race:
     def _add_result(self, rivals: Sequence[str], work: Work) -> None:
         """Deal the rounds that pytest-benchmark timed out to the rivals again."""
         seconds: dict[str, list[float]] = {rival: [] for rival in rivals}
-        turns = cycle([rival for rival in rivals for _ in range(TIMED_ROUNDS_PER_TURN)])
+        turns = cycle([rival for rival in rivals for _ in range(work.rounds_per_turn)])
         for rival, duration in zip(turns, self._benchmark.stats.stats.data, strict=False):
             seconds[rival].append(duration)
         medians = {rival: median(seconds[rival]) * 1e6 / work.num_units for rival in rivals}
@@ -101,14 +104,14 @@ class Race:
 
 def count_rounds(num_turns: int) -> int:
     """Return how many rounds a contender runs in a race, those that are not timed included."""
-    return 1 + num_turns * (1 + TIMED_ROUNDS_PER_TURN)
+    return 1 + num_turns * (1 + Work.rounds_per_turn)
 
 
-def alternate(contenders: Mapping[str, Contender]) -> Iterator[Contender]:
+def alternate(contenders: Mapping[str, Contender], rounds_per_turn: int) -> Iterator[Contender]:
     """Yield who runs the next timed round, prepared for it."""
     for contender in cycle(contenders.values()):
         run_untimed(contender)
-        for _ in range(TIMED_ROUNDS_PER_TURN):
+        for _ in range(rounds_per_turn):
             contender.prepare()
             yield contender
 

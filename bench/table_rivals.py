@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,6 +15,9 @@ import pagepool
 OURS = "pagepool"
 OBVIOUS = "oracle"
 """The column of the table that the obvious page table shares with the manager's pure-Python twin."""
+EASYDEL = "easydel"
+
+Table = Any
 
 
 class ObviousPageTable:
@@ -62,18 +66,29 @@ class ObviousPageTable:
         self._page_table = self.page_table.at[:num_reqs].set(self.page_table_cpu[:num_reqs])
 
 
-def find_easydel() -> dict[str, Callable[[int, int, int], Any]]:
-    """Return easydel's page table; nothing where it is not installed."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return {"easydel": importlib.import_module("easydel.inference.esurge.page_table").PageTable}
-    except ImportError:
-        return {}
+def import_easydel() -> Callable[[int, int, int], Table]:
+    """Return easydel's page table, or raise ImportError. It takes ten seconds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module("easydel.inference.esurge.page_table").PageTable
 
 
-PAGE_TABLES: dict[str, Callable[[int, int, int], Any]] = {
-    OURS: pagepool.PageTable,
-    OBVIOUS: ObviousPageTable,
-    **find_easydel(),
-}
+def find_page_table(rival: str) -> Callable[[int, int, int], Table]:
+    """Return what makes a rival's table, and import no other rival."""
+    return {OURS: lambda: pagepool.PageTable, OBVIOUS: lambda: ObviousPageTable, EASYDEL: import_easydel}[rival]()
+
+
+def find_page_tables() -> dict[str, Callable[[int, int, int], Table]]:
+    """Return what makes the tables of all rivals that are installed."""
+    page_tables = {rival: find_page_table(rival) for rival in (OURS, OBVIOUS)}
+    with contextlib.suppress(ImportError):
+        page_tables[EASYDEL] = find_page_table(EASYDEL)
+    return page_tables
+
+
+def fill(table: Table) -> None:
+    """Give each row the same pages, for half its length."""
+    num_rows, num_columns = table.page_table_cpu.shape
+    page_ids = list(range(1, num_columns // 2 + 1))
+    for row in range(num_rows):
+        table.add_row(page_ids, row)

@@ -183,8 +183,12 @@ def scatter_payload(tables: tuple[DeviceTable, ...], payload: Payload) -> None:
     """Replace the arrays by ones with the payload's windows written."""
     jax = import_jax()
     scatter = get_scatter(tuple([table.sharding for table in tables]), tables[0]._donate)
-    with jax.transfer_guard_host_to_device("allow"):
-        arrays = scatter(tuple([table.page_table for table in tables]), *payload)
+    arguments = (tuple([table.page_table for table in tables]), *payload)
+    if jax.config.jax_transfer_guard_host_to_device is None:  # no guard: to enter the context all the same would cost 1 us
+        arrays = scatter(*arguments)
+    else:
+        with jax.transfer_guard_host_to_device("allow"):
+            arrays = scatter(*arguments)
     for table, array in zip(tables, arrays, strict=True):
         table._array = array
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import socket
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -413,8 +415,18 @@ def test_without_warmup_only_what_is_needed_is_compiled() -> None:
 # Transfers.
 
 
-def test_commits_pass_a_transfer_guard() -> None:
-    with jax.transfer_guard("disallow"):
+@contextmanager
+def guard_all_threads(level: str) -> Iterator[None]:
+    jax.config.update("jax_transfer_guard", level)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_transfer_guard", None)
+
+
+@pytest.mark.parametrize("guard", [jax.transfer_guard, jax.transfer_guard_host_to_device, guard_all_threads])
+def test_commits_pass_a_transfer_guard(guard: Any) -> None:
+    with guard("disallow"):
         table = PageTable(64, 640, 64)
         table.warmup()
         table.append_row([1], 0)
