@@ -21,6 +21,7 @@ Each store has a lock: calls from several threads are serialised, and long ones 
 """
 
 cimport cython
+from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
 from cpython.long cimport PyLong_CheckExact
 from libc.stdint cimport INT32_MAX, INT32_MIN, INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc, realloc
@@ -44,6 +45,22 @@ from pagepool.errors import (
 )
 from pagepool.hashing import HashNames, PageHash, PageHashWithGroupId
 
+cdef extern from *:
+    """
+    #if defined(__linux__)
+    #include <sys/mman.h>
+    #endif
+    /* Memory that is touched here and there: huge pages would make all of it resident. */
+    static void pagepool_keep_sparse(char *memory, size_t size) {
+    #if defined(MADV_NOHUGEPAGE)
+        size_t start = ((size_t)memory + 4095) & ~(size_t)4095;
+        if (size > 8192) madvise((void *)start, ((size_t)memory + size - start) & ~(size_t)4095, MADV_NOHUGEPAGE);
+    #endif
+    }
+    """
+    void keep_sparse "pagepool_keep_sparse" (char *memory, size_t size) noexcept nogil
+    void fetch "__builtin_prefetch" (const void *address) noexcept nogil
+
 cdef extern from "Python.h":
     long long PyLong_AsLongLongAndOverflow(object value, int *overflow) except? -1
     unsigned long long PyLong_AsUnsignedLongLongMask(object value) except? -1
@@ -59,6 +76,8 @@ cdef enum:
     WINDOW = 64               # columns of a page table that are sent to the device together
     CACHE_LINE = 64           # bytes
     MAX_TOKENS = 1 << 30      # of a request
+    NUM_ENTRIES = 16          # that wait for their slots of the index to come into the cache
+    NUM_AHEAD = 4             # rows for which memory is fetched before it is their turn
 
 cdef struct Page:             # 32 bytes, two to a cache line
     uint64_t key_lo           # digest of the content; meaningful while group is not NO_GROUP
@@ -147,6 +166,13 @@ cdef struct ExtraKey:         # what enters the hash of a page besides its token
     Py_ssize_t size
     Py_ssize_t page
 
+cdef struct Entry:            # a page to enter in the prefix index
+    const Digest *key
+    const int32_t *tokens
+    int32_t num_tokens
+    int32_t page_id
+    int32_t group
+
 cdef struct Batch:            # rows that run together; values by row are [num_rows]
     Pool *pool
     Group *groups
@@ -166,11 +192,15 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     uint32_t *stamps          # the call that last named the row
     uint32_t stamp            # this call
     int32_t *checked_rows     # the rows of this call
+    int32_t *due_rows         # where in this call stand those for which more than counting is due
+    Entry entries[NUM_ENTRIES]
+    Py_ssize_t num_entries    # that wait to be entered
     int32_t *token_ids        # [num_rows, tokens_stride] known tokens
     Py_ssize_t tokens_stride
     Digest *digests           # [num_rows, digests_stride]
     Py_ssize_t digests_stride
     ExtraKey **extra_keys     # NULL for most
+    bint skips_pages          # whether pages of any group fall out of a window
 
 cdef struct Amounts:          # a number for each row; stride 0: the same for all
     const int32_t *values
@@ -182,6 +212,7 @@ cdef struct Growth:           # one call that grows rows
     Amounts num_new_tokens
     Amounts num_ahead         # tokens that are to have room only
     const int32_t *token_ids  # one to append to each row first; NULL: none
+    Py_ssize_t num_due        # rows
     Py_ssize_t max_num_new    # pages
     Py_ssize_t num_new
     int32_t *new_ids
@@ -700,15 +731,20 @@ cdef Py_ssize_t find_last_run(
 
 cdef inline void mark(Rows *rows, Py_ssize_t row, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
     """Columns ``[start, stop)`` of a row are to be sent."""
+    cdef Py_ssize_t first = start // WINDOW, last = (stop - 1) // WINDOW
     if start < stop:
-        memset(rows.is_dirty + row * rows.num_windows + start // WINDOW, 1, (stop - 1) // WINDOW - start // WINDOW + 1)
+        rows.is_dirty[row * rows.num_windows + first] = 1
+        if last > first:
+            memset(rows.is_dirty + row * rows.num_windows + first + 1, 1, last - first)
         rows.is_row_dirty[row] = 1
         rows.extent[row] = max(rows.extent[row], <int32_t>stop)
 
 
 cdef inline void write_ids(Rows *rows, Py_ssize_t row, Py_ssize_t start, const int32_t *ids, Py_ssize_t n) noexcept nogil:
     """Let a row go on with these ids, and end, after its first `start`."""
-    if n:  # without ids there is no pointer either, which memcpy must not get
+    if n == 1:
+        rows.table[row * rows.num_columns + start] = ids[0]
+    elif n:  # without ids there is no pointer either, which memcpy must not get
         memcpy(rows.table + row * rows.num_columns + start, ids, n * sizeof(int32_t))
     rows.num_pages[row] = <int32_t>(start + n)
     mark(rows, row, start, start + n)
@@ -886,11 +922,19 @@ cdef inline Digest *digests_of(const Batch *batch, Py_ssize_t row) noexcept nogi
     return batch.digests + row * batch.digests_stride
 
 
-cdef Py_ssize_t count_new_pages(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Pages that a row lacks, in all groups, so that `num_tokens` tokens have a slot."""
+cdef inline int32_t count_missing(const Group *group, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Pages that a row lacks in a group so that `num_tokens` tokens have a slot."""
+    cdef int32_t num_pages = group.held[row].num_pages
+    if num_tokens <= <int64_t>num_pages * group.rules.page_size:
+        return 0
+    return pages_for(&group.rules, num_tokens) - num_pages
+
+
+cdef inline Py_ssize_t count_new_pages(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Pages that a row lacks in all groups."""
     cdef Py_ssize_t g, count = 0
     for g in range(batch.num_groups):
-        count += max(0, pages_for(&batch.groups[g].rules, num_tokens) - batch.groups[g].held[row].num_pages)
+        count += count_missing(&batch.groups[g], row, num_tokens)
     return count
 
 
@@ -902,8 +946,8 @@ cdef inline void blank(Group *group, Py_ssize_t row, Py_ssize_t start, Py_ssize_
     group.rows.version += 1
 
 
-cdef void skip_pages(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Give back the pages that no token from the computed ones on attends to, the last first."""
+cdef void skip_pages(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
+    """Give back the pages that no token from `num_computed` on attends to, the last first."""
     cdef Group *group
     cdef Held *held
     cdef Py_ssize_t g, j
@@ -911,7 +955,7 @@ cdef void skip_pages(Batch *batch, Py_ssize_t row) noexcept nogil:
     for g in range(batch.num_groups):
         group = &batch.groups[g]
         held = &group.held[row]
-        first = min(first_useful_page(&group.rules, batch.num_computed[row], held.num_cached), held.num_pages)
+        first = min(first_useful_page(&group.rules, num_computed, held.num_cached), held.num_pages)
         if first > held.num_skipped:
             for j in range(first - 1, held.num_skipped - 1, -1):
                 put_back_held(batch.pool, ids_of(group, row)[j])
@@ -960,8 +1004,8 @@ cdef void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Growth *g
     for g in range(batch.num_groups):
         group = &batch.groups[g]
         start = group.held[row].num_pages
-        n = pages_for(&group.rules, num_tokens) - start
-        if n <= 0:
+        n = count_missing(group, row, num_tokens)
+        if n == 0:
             continue
         ids = ids_of(group, row) + start
         take_from(batch.pool, ids, n, batch.shards[row])
@@ -987,42 +1031,71 @@ cdef inline const ExtraKey *find_extra_key(const Batch *batch, Py_ssize_t row, P
     return NULL
 
 
-cdef void hash_row(Batch *batch, Py_ssize_t row, Py_ssize_t num_pages) noexcept nogil:
-    """Hash a row's pages, as far as they are not yet, up to `num_pages`."""
+cdef void hash_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Hash the pages that `num_tokens` tokens fill, as far as they are not yet."""
     cdef Digest *digests = digests_of(batch, row)
     cdef const int32_t *tokens = tokens_of(batch, row)
     cdef const ExtraKey *key
     cdef Py_ssize_t size = batch.hash_page_size * sizeof(int32_t)
     cdef Py_ssize_t i = batch.num_hashed[row]
     cdef Digest parent = digests[i - 1] if i else Digest(0, 0)
-    for i in range(i, num_pages):
+    while (i + 1) * batch.hash_page_size <= num_tokens:
         key = find_extra_key(batch, row, i)
         if key != NULL:
             parent = hash_after(batch.extra_key, parent, key.data, key.size)
         parent = hash_after(batch.key, parent, <const uint8_t *>(tokens + i * batch.hash_page_size), size)
         digests[i] = parent
-    batch.num_hashed[row] = max(batch.num_hashed[row], <int32_t>num_pages)
+        i += 1
+    batch.num_hashed[row] = <int32_t>i
+
+
+cdef void enter_waiting(Batch *batch) noexcept nogil:
+    """Enter the pages that wait for it, in order. A page that somebody gave an entry keeps that."""
+    cdef const Entry *entry
+    cdef Py_ssize_t i
+    for i in range(batch.num_entries):
+        entry = &batch.entries[i]
+        if batch.pool.pages[entry.page_id].group == NO_GROUP:
+            enter(batch.pool, entry.page_id, entry.key[0], entry.group)
+            keep_tokens(batch.pool, entry.page_id, entry.tokens, entry.num_tokens)
+    batch.num_entries = 0
+
+
+cdef inline void enter_later(Batch *batch, Entry entry) noexcept nogil:
+    """Enter a page before the call ends. Its record and its slot, likely far away both, are fetched meanwhile."""
+    if batch.num_entries == NUM_ENTRIES:
+        enter_waiting(batch)
+    fetch(&batch.pool.pages[entry.page_id])
+    fetch(&batch.pool.slots[tag_of(batch.pool, entry.key.lo, entry.group) & batch.pool.mask])
+    batch.entries[batch.num_entries] = entry
+    batch.num_entries += 1
 
 
 cdef void enter_full_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Hash and enter the pages that `num_tokens` tokens fill. A page that somebody gave an entry keeps that."""
-    cdef Group *group
+    """Hash the pages that `num_tokens` tokens fill, and have them entered."""
+    cdef const Group *group
     cdef Held *held
     cdef Py_ssize_t g
-    cdef int32_t page_id, stop
+    cdef int32_t size, page_id
     if not batch.hash_page_size:
         return
-    hash_row(batch, row, num_tokens // batch.hash_page_size)
+    hash_row(batch, row, num_tokens)
     for g in range(batch.num_groups):
         group = &batch.groups[g]
         held = &group.held[row]
-        stop = full_pages(&group.rules, num_tokens) if group.id != NO_GROUP else 0
-        while held.num_cached < stop:
+        size = group.rules.page_size
+        while group.id != NO_GROUP and (held.num_cached + <int64_t>1) * size <= num_tokens:
             page_id = ids_of(group, row)[held.num_cached]
-            if page_id != NULL_PAGE and batch.pool.pages[page_id].group == NO_GROUP:
-                enter(batch.pool, page_id, digests_of(batch, row)[(held.num_cached + 1) * group.stride - 1], group.id)
-                keep_tokens(
-                    batch.pool, page_id, tokens_of(batch, row) + held.num_cached * group.rules.page_size, group.rules.page_size
+            if page_id != NULL_PAGE:
+                enter_later(
+                    batch,
+                    Entry(
+                        digests_of(batch, row) + (held.num_cached + 1) * group.stride - 1,
+                        tokens_of(batch, row) + held.num_cached * size,
+                        size,
+                        page_id,
+                        group.id,
+                    ),
                 )
             held.num_cached += 1
 
@@ -1043,13 +1116,16 @@ cdef void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
     batch.next_event[row] = <int32_t>event
 
 
-cdef bint grow_row(Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_room_tokens, Growth *growth) noexcept nogil:
-    """Do what is due for a row to have `num_tokens` tokens computed and room for more; False, without any room taken, if too
-    few pages are free.
+cdef bint grow_row(
+    Batch *batch, Py_ssize_t row, int32_t num_before, int32_t num_tokens, int32_t num_room_tokens, Growth *growth
+) noexcept nogil:
+    """Do what is due for a row that had `num_before` tokens computed to have `num_tokens`, and room for more; False, without
+    any room taken, if too few pages are free.
     """
     cdef Py_ssize_t num_new_pages
     cdef bint has_room
-    skip_pages(batch, row)
+    if batch.skips_pages:
+        skip_pages(batch, row, num_before)
     num_new_pages = count_new_pages(batch, row, num_room_tokens)
     has_room = num_new_pages == 0 or num_new_pages <= count_free_in(batch.pool, batch.shards[row])
     if has_room:
@@ -1064,14 +1140,9 @@ cdef inline int32_t amount(const Amounts *amounts, Py_ssize_t i) noexcept nogil:
     return amounts.values[i * amounts.stride]
 
 
-cdef inline int32_t room_for(const Batch *batch, const Growth *growth, Py_ssize_t i, int32_t num_tokens) noexcept nogil:
+cdef inline int32_t room_for(const Batch *batch, int32_t num_tokens, int32_t num_ahead) noexcept nogil:
     """Tokens that are to have a slot, drafts included."""
-    return min(num_tokens + amount(&growth.num_ahead, i), batch.max_num_tokens)
-
-
-cdef inline bint is_due(const Batch *batch, Py_ssize_t row, int32_t num_room_tokens) noexcept nogil:
-    """Whether a row that grows to `num_room_tokens` needs more than counting."""
-    return max(num_room_tokens, batch.num_computed[row] + 1) >= batch.next_event[row]
+    return min(num_tokens + num_ahead, batch.max_num_tokens)
 
 
 cdef bint has_lost_page(const Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -1103,48 +1174,86 @@ cdef inline void start_call(Batch *batch) noexcept nogil:
         batch.stamp = 1
 
 
-cdef Py_ssize_t check_growth(Batch *batch, Growth *growth) noexcept nogil:
-    """How many rows there are before the first that is wrong. Copies the rows, so that nobody changes them any more, and
-    counts the pages that are needed at most.
+cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
+    """Note a row for which more than counting is due, and how many pages it may need; False if it is not fit for it."""
+    cdef int32_t row = batch.checked_rows[i]
+    if not batch.is_admitted[row] or (batch.skips_pages and has_lost_page(batch, row)):
+        return False
+    growth.max_num_new += count_new_pages(batch, row, num_room_tokens)
+    batch.due_rows[growth.num_due] = <int32_t>i
+    growth.num_due += 1
+    return True
+
+
+cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, bint is_step) noexcept nogil:
+    """How many rows there are before the first that is wrong. Copies the rows, so that nobody changes them any more, counts as
+    if all grew, and notes those for which more is due; for a row that is not admitted that is always so.
     """
     cdef Py_ssize_t i
-    cdef int32_t row, known, num_new, num_tokens, num_room_tokens
+    cdef int32_t row, known, computed, num_room_tokens
+    cdef int32_t num_new = 1, num_ahead = 0
     start_call(batch)
     for i in range(growth.num_rows):
         row = growth.rows[i]
-        if not claim_row(batch, row):
+        if not 0 <= row < batch.num_rows or batch.stamps[row] == batch.stamp:
             return i
+        if not is_step:
+            num_new = amount(&growth.num_new_tokens, i)
+            num_ahead = amount(&growth.num_ahead, i)
+        known = batch.num_tokens[row] + is_step
+        computed = batch.num_computed[row]
+        if num_new < 0 or num_ahead < 0 or known > batch.max_num_tokens or num_new > known - computed:
+            return i
+        batch.stamps[row] = batch.stamp
         batch.checked_rows[i] = row
-        known = batch.num_tokens[row] + (growth.token_ids != NULL)
-        num_new = amount(&growth.num_new_tokens, i)
-        if num_new < 0 or amount(&growth.num_ahead, i) < 0 or known > batch.max_num_tokens:
+        num_room_tokens = computed + 1 if is_step else room_for(batch, computed + num_new, num_ahead)
+        if max(num_room_tokens, computed + 1) >= batch.next_event[row] and not check_due(batch, growth, i, num_room_tokens):
             return i
-        if num_new > known - batch.num_computed[row]:
-            return i
-        num_tokens = batch.num_computed[row] + num_new
-        num_room_tokens = room_for(batch, growth, i, num_tokens)
-        if is_due(batch, row, num_room_tokens):
-            growth.max_num_new += count_new_pages(batch, row, num_room_tokens)
-            if has_lost_page(batch, row):
-                return i
+        if is_step:
+            tokens_of(batch, row)[known - 1] = growth.token_ids[i]
+            batch.num_tokens[row] = known
+        batch.num_computed[row] = computed + num_new
     return growth.num_rows
+
+
+cdef void uncount(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Undo what `check_growth` counted for checked rows."""
+    cdef Py_ssize_t i, row
+    for i in range(start, stop):
+        row = batch.checked_rows[i]
+        batch.num_tokens[row] -= growth.token_ids != NULL
+        batch.num_computed[row] -= amount(&growth.num_new_tokens, i)
+
+
+cdef inline void fetch_row(const Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Have the memory fetched that `grow_row` will read: rows lie far apart."""
+    cdef const Group *group = &batch.groups[0]
+    cdef const Held *held = &group.held[row]
+    fetch(ids_of(group, row) + held.num_pages)
+    fetch(digests_of(batch, row) + batch.num_hashed[row])
+    fetch(group.rows.table + row * group.num_columns + held.num_pages)
 
 
 cdef Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
-    """Grow checked rows in order, up to the first that does not fit; returns how many did."""
-    cdef Py_ssize_t i, row
-    cdef int32_t num_tokens, num_room_tokens
-    for i in range(growth.num_rows):
+    """Do what is due for counted rows, in order, up to the first that does not fit, and return where it stands, or how many
+    rows there are. Those from there on are as they were.
+    """
+    cdef Py_ssize_t k, i, row, num_grown = growth.num_rows
+    cdef int32_t num_new, num_tokens, num_room_tokens
+    for k in range(growth.num_due):
+        if k + NUM_AHEAD < growth.num_due:
+            fetch_row(batch, batch.checked_rows[batch.due_rows[k + NUM_AHEAD]])
+        i = batch.due_rows[k]
         row = batch.checked_rows[i]
-        if growth.token_ids != NULL:
-            tokens_of(batch, row)[batch.num_tokens[row]] = growth.token_ids[i]
-        num_tokens = batch.num_computed[row] + amount(&growth.num_new_tokens, i)
-        num_room_tokens = room_for(batch, growth, i, num_tokens)
-        if is_due(batch, row, num_room_tokens) and not grow_row(batch, row, num_tokens, num_room_tokens, growth):
-            return i
-        batch.num_tokens[row] += growth.token_ids != NULL
-        batch.num_computed[row] = num_tokens
-    return growth.num_rows
+        num_new = amount(&growth.num_new_tokens, i)
+        num_tokens = batch.num_computed[row]
+        num_room_tokens = room_for(batch, num_tokens, amount(&growth.num_ahead, i))
+        if not grow_row(batch, row, num_tokens - num_new, num_tokens, num_room_tokens, growth):
+            num_grown = i
+            break
+    enter_waiting(batch)
+    uncount(batch, growth, num_grown, growth.num_rows)
+    return num_grown
 
 
 cdef Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const int32_t *token_ids, Py_ssize_t n) noexcept nogil:
@@ -1549,17 +1658,29 @@ cdef class PageIds:
 cdef class _BorrowedIds(PageIds):
     """The ids in an int32 array, not copied. It is not to outlive a call, nor to be extended."""
 
-    cdef const int32_t[::1] array
+    cdef Py_buffer view
 
     cdef int borrow(self, object values, str name) except -1:
-        self.array = as_int32_array(values, name)
-        self.num = self.array.shape[0]
-        if self.num:
-            self.ids = <int32_t *>&self.array[0]
+        if not self.try_borrow(values):
+            self.try_borrow(as_int32_array(values, name))
         return 0
+
+    cdef bint try_borrow(self, object values) except -1:
+        """False for an array of another type or layout. The buffer itself, for a memoryview of Cython's costs 0.2 us more."""
+        try:
+            PyObject_GetBuffer(values, &self.view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
+        except (BufferError, ValueError):
+            return False
+        if self.view.ndim != 1 or self.view.itemsize != sizeof(int32_t) or self.view.format != b"i":
+            PyBuffer_Release(&self.view)
+            return False
+        self.ids = <int32_t *>self.view.buf
+        self.num = self.view.shape[0]
+        return True
 
     def __dealloc__(self):
         self.ids = NULL
+        PyBuffer_Release(&self.view)
 
 
 cdef PageIds as_page_ids(object values, str name="ids"):
@@ -3044,6 +3165,34 @@ cdef Amounts amounts_in(PageIds amounts, Py_ssize_t num_rows) noexcept:
     return Amounts(amounts.ids, 1 if amounts.num == num_rows else 0)
 
 
+@cython.final
+@cython.auto_pickle(False)
+cdef class _Buffer:
+    """A matrix of int32, read-only for Python."""
+
+    cdef char *memory
+    cdef int32_t *values
+    cdef Py_ssize_t size            # bytes
+
+    cdef int allocate(self, Py_ssize_t num_rows, Py_ssize_t num_columns) except -1:
+        """MemoryError where the matrix does not fit the address space."""
+        if num_columns > INT64_MAX // <Py_ssize_t>sizeof(int32_t) // num_rows - CACHE_LINE:
+            raise MemoryError(f"{num_rows} x {num_columns} int32 values")
+        self.size = num_rows * num_columns * sizeof(int32_t)
+        self.memory = <char *>calloc(self.size + CACHE_LINE, 1)
+        if self.memory == NULL:
+            raise MemoryError(f"{num_rows} x {num_columns} int32 values")
+        keep_sparse(self.memory, self.size + CACHE_LINE)
+        self.values = <int32_t *>(self.memory + CACHE_LINE - <size_t>self.memory % CACHE_LINE)
+        return 0
+
+    def __dealloc__(self):
+        free(self.memory)
+
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        PyBuffer_FillInfo(view, self, self.values, self.size, 1, flags)
+
+
 cdef class RunningRows:
     """What the rows of a running batch know and hold. `pagepool.RunningBatch` is the door for users.
 
@@ -3105,14 +3254,15 @@ cdef class RunningRows:
         raise TypeError("a running batch cannot be pickled")
 
     cdef int32_t *new_buffer(self, Py_ssize_t num_rows, Py_ssize_t num_columns) except NULL:
-        """Zeros that live as long as the batch. Memory that nobody touches costs nothing."""
-        cdef int32_t[:, ::1] view = make_aligned_zeros((num_rows, num_columns))
-        self.buffers.append(view)
-        return &view[0, 0]
+        """Zeros from a cache line on that live as long as the batch. What nobody touches takes no memory."""
+        cdef _Buffer buffer = _Buffer.__new__(_Buffer)
+        buffer.allocate(num_rows, num_columns)
+        self.buffers.append(buffer)
+        return buffer.values
 
     cdef object newest_buffer(self, object dtype):
         """A view of it for users, which they cannot write."""
-        return np.frombuffer(memoryview(self.buffers[len(self.buffers) - 1]).toreadonly().cast("B"), dtype=dtype)
+        return np.frombuffer(self.buffers[len(self.buffers) - 1], dtype=dtype)
 
     cdef int add_group(self, Py_ssize_t n, TableRows table, PageRules rules, group_id, stride) except -1:
         cdef Group *group = &self.batch.groups[self.batch.num_groups]
@@ -3128,6 +3278,7 @@ cdef class RunningRows:
         self.batch.max_num_tokens = <int32_t>min(
             <int64_t>self.batch.max_num_tokens, <int64_t>rules.rules.page_size * group.num_columns
         )
+        self.batch.skips_pages |= group.rules.window or group.rules.chunk
         self.batch.num_groups += 1
         return 0
 
@@ -3145,6 +3296,7 @@ cdef class RunningRows:
         self.batch.num_hashed = self.new_buffer(n, 1)
         self.batch.next_event = self.new_buffer(n, 1)
         self.batch.checked_rows = self.new_buffer(n, 1)
+        self.batch.due_rows = self.new_buffer(n, 1)
         self.batch.stamps = <uint32_t *>self.new_buffer(n, 1)
         self.batch.shards = self.new_buffer(n, 1)
         for row in range(n):
@@ -3234,7 +3386,7 @@ cdef class RunningRows:
 
     cdef StepResult run(self, PageIds rows, Amounts num_new_tokens, Amounts num_ahead, const int32_t *token_ids):
         """Check all rows, make room for the result, then grow: nothing can fail any more."""
-        cdef Growth growth = Growth(rows.ids, rows.num, num_new_tokens, num_ahead, token_ids, 0, 0, NULL, NULL, NULL)
+        cdef Growth growth = Growth(rows.ids, rows.num, num_new_tokens, num_ahead, token_ids, 0, 0, 0, NULL, NULL, NULL)
         cdef StepResult result = StepResult.__new__(StepResult)
         cdef Py_ssize_t num_right
         cdef bint has_room = True
@@ -3242,12 +3394,14 @@ cdef class RunningRows:
         if growth.num_rows == 0:
             return result
         self.enter_call()
-        num_right = check_growth(&self.batch, &growth)
+        num_right = self.check_rows_of(&growth)
         if num_right == growth.num_rows:
             has_room = result.has_room_for(growth.max_num_new)
             held_free = find_held_free(&self.store.pool, growth.max_num_new)
-            if has_room and held_free == NULL_PAGE:
-                self.grow_checked(&growth, result)
+        if num_right == growth.num_rows and has_room and held_free == NULL_PAGE:
+            self.grow_checked(&growth, result)
+        else:
+            uncount(&self.batch, &growth, 0, num_right)
         self.let_go()
         if num_right < growth.num_rows:
             self.refuse_growth(&growth, num_right)
@@ -3255,6 +3409,12 @@ cdef class RunningRows:
             raise MemoryError(f"{growth.max_num_new} new pages")
         self.store.check_untaken(held_free)
         return result
+
+    cdef Py_ssize_t check_rows_of(self, Growth *growth) noexcept:
+        """`check_growth`, compiled apart for steps, which are hot."""
+        if growth.token_ids != NULL:
+            return check_growth(&self.batch, growth, True)
+        return check_growth(&self.batch, growth, False)
 
     cdef void grow_checked(self, Growth *growth, StepResult result) noexcept:
         cdef Py_ssize_t num_grown
@@ -3383,8 +3543,8 @@ cdef class RunningRows:
             self.forget_extra_keys(row)
 
     cdef Py_ssize_t check_release(self, PageIds rows, PageIds ids, bint *has_room) noexcept:
-        """How many rows there are before the first that is wrong. Copies the rows, and puts their pages into `ids`, in the order
-        in which they go back.
+        """How many rows there are before the first that is wrong. Copies the rows, and puts their pages into `ids`, in the
+        order in which they go back.
         """
         cdef const Group *group
         cdef Py_ssize_t i, g, j
@@ -3499,18 +3659,16 @@ cdef class RunningRows:
 
     cdef int set_contents(self, Py_ssize_t row, PageIds tokens, Py_ssize_t num_tokens, object extra_keys) except -1:
         """Copy the tokens and hash their full pages."""
-        cdef Py_ssize_t num_pages
         memcpy(tokens_of(&self.batch, row), tokens.ids, num_tokens * sizeof(int32_t))
         if not self.batch.hash_page_size:
             return 0
         self.set_extra_keys(row, extra_keys)
         self.batch.num_hashed[row] = 0
-        num_pages = num_tokens // self.batch.hash_page_size
-        if num_pages < RELEASE_GIL_AT:
-            hash_row(&self.batch, row, num_pages)
+        if num_tokens < RELEASE_GIL_AT * self.batch.hash_page_size:
+            hash_row(&self.batch, row, <int32_t>num_tokens)
         else:
             with nogil:
-                hash_row(&self.batch, row, num_pages)
+                hash_row(&self.batch, row, <int32_t>num_tokens)
         return 0
 
     cdef int set_extra_keys(self, Py_ssize_t row, object extra_keys) except -1:
@@ -3529,9 +3687,16 @@ cdef class RunningRows:
         return 0
 
     cdef object attach(
-        self, Py_ssize_t row, Py_ssize_t num_known, Py_ssize_t num_wanted, object find_hits, object shard, Py_ssize_t num_reserved
+        self,
+        Py_ssize_t row,
+        Py_ssize_t num_known,
+        Py_ssize_t num_wanted,
+        object find_hits,
+        object shard,
+        Py_ssize_t num_reserved,
     ):
-        """Look the row's prefix up, and take its pages: the tokens that were hit; None, and nothing taken, where room is short."""
+        """Look the row's prefix up, and take its pages: the tokens that were hit; None, and nothing taken, if too few are free.
+        """
         cdef tuple hits = ()
         cdef int32_t num_hits = 0
         cdef int32_t held_free = NULL_PAGE
@@ -3609,6 +3774,7 @@ cdef class RunningRows:
             show_row(&self.batch.groups[g], row)
         take_pages(&self.batch, row, num_wanted, NULL)
         enter_full_pages(&self.batch, row, num_wanted)
+        enter_waiting(&self.batch)
         plan_next_event(&self.batch, row)
         self.batch.num_tokens[row] = num_known
         self.batch.num_computed[row] = num_wanted
