@@ -77,7 +77,6 @@ cdef enum:
     CACHE_LINE = 64           # bytes
     MAX_TOKENS = 1 << 30      # of a request
     NUM_ENTRIES = 16          # that wait for their slots of the index to come into the cache
-    NUM_AHEAD = 4             # rows for which memory is fetched before it is their turn
 
 cdef struct Page:             # 32 bytes, two to a cache line
     uint64_t key_lo           # digest of the content; meaningful while group is not NO_GROUP
@@ -1020,28 +1019,18 @@ cdef void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Growth *g
             growth.num_new += n
 
 
-cdef inline const ExtraKey *find_extra_key(const Batch *batch, Py_ssize_t row, Py_ssize_t page) noexcept nogil:
-    """What enters the hash of a page besides its tokens; NULL for most."""
-    cdef const ExtraKey *key = batch.extra_keys[row]
-    if key != NULL:
-        while key.data != NULL:
-            if key.page == page:
-                return key
-            key += 1
-    return NULL
-
-
 cdef void hash_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Hash the pages that `num_tokens` tokens fill, as far as they are not yet."""
     cdef Digest *digests = digests_of(batch, row)
     cdef const int32_t *tokens = tokens_of(batch, row)
-    cdef const ExtraKey *key
+    cdef const ExtraKey *key = batch.extra_keys[row]
     cdef Py_ssize_t size = batch.hash_page_size * sizeof(int32_t)
     cdef Py_ssize_t i = batch.num_hashed[row]
     cdef Digest parent = digests[i - 1] if i else Digest(0, 0)
     while (i + 1) * batch.hash_page_size <= num_tokens:
-        key = find_extra_key(batch, row, i)
-        if key != NULL:
+        while key != NULL and key.data != NULL and key.page < i:
+            key += 1
+        if key != NULL and key.data != NULL and key.page == i:
             parent = hash_after(batch.extra_key, parent, key.data, key.size)
         parent = hash_after(batch.key, parent, <const uint8_t *>(tokens + i * batch.hash_page_size), size)
         digests[i] = parent
@@ -1158,11 +1147,12 @@ cdef bint has_lost_page(const Batch *batch, Py_ssize_t row) noexcept nogil:
     return False
 
 
-cdef inline bint claim_row(Batch *batch, int32_t row) noexcept nogil:
-    """Whether a row is in the table, admitted, and here for the first time in this call."""
+cdef inline bint claim_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nogil:
+    """Whether a row is in the table, admitted, and here for the first time in this call. Copies it, as the one at `i`."""
     if not (0 <= row < batch.num_rows and batch.is_admitted[row]) or batch.stamps[row] == batch.stamp:
         return False
     batch.stamps[row] = batch.stamp
+    batch.checked_rows[i] = row
     return True
 
 
@@ -1225,15 +1215,6 @@ cdef void uncount(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize
         batch.num_computed[row] -= amount(&growth.num_new_tokens, i)
 
 
-cdef inline void fetch_row(const Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Have the memory fetched that `grow_row` will read: rows lie far apart."""
-    cdef const Group *group = &batch.groups[0]
-    cdef const Held *held = &group.held[row]
-    fetch(ids_of(group, row) + held.num_pages)
-    fetch(digests_of(batch, row) + batch.num_hashed[row])
-    fetch(group.rows.table + row * group.num_columns + held.num_pages)
-
-
 cdef Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
     """Do what is due for counted rows, in order, up to the first that does not fit, and return where it stands, or how many
     rows there are. Those from there on are as they were.
@@ -1241,8 +1222,6 @@ cdef Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
     cdef Py_ssize_t k, i, row, num_grown = growth.num_rows
     cdef int32_t num_new, num_tokens, num_room_tokens
     for k in range(growth.num_due):
-        if k + NUM_AHEAD < growth.num_due:
-            fetch_row(batch, batch.checked_rows[batch.due_rows[k + NUM_AHEAD]])
         i = batch.due_rows[k]
         row = batch.checked_rows[i]
         num_new = amount(&growth.num_new_tokens, i)
@@ -1304,7 +1283,7 @@ cdef bint can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexc
     for g in range(batch.num_groups):
         group = &batch.groups[g]
         ids = ids_of(group, row)
-        first = first_useful_page(&group.rules, restart, min(group.held[row].num_cached, full_pages(&group.rules, num_tokens)))
+        first = first_useful_page(&group.rules, restart, 0)
         if first < pages_for(&group.rules, restart) and ids[first] == NULL_PAGE:
             return False
         if find_unheld(batch.pool, ids, full_pages(&group.rules, num_tokens), group.held[row].num_pages) >= 0:
@@ -1317,9 +1296,8 @@ cdef Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amounts *num
     cdef Py_ssize_t i
     start_call(batch)
     for i in range(n):
-        if not claim_row(batch, rows[i]):
+        if not claim_row(batch, rows[i], i):
             return i
-        batch.checked_rows[i] = rows[i]
         if not 0 <= amount(num_tokens, i) <= batch.num_tokens[batch.checked_rows[i]]:
             return i
         if not can_trim(batch, batch.checked_rows[i], amount(num_tokens, i)):
@@ -3429,8 +3407,8 @@ cdef class RunningRows:
         result.num_grown = num_grown
         result.num = growth.num_new
 
-    cdef int refuse_row(self, const int32_t *rows, Py_ssize_t at) except -1:
-        """Raise what is wrong with a row of a call, if anything is."""
+    cdef int32_t refuse_row(self, const int32_t *rows, Py_ssize_t at) except -1:
+        """Raise what is wrong with a row of a call, or return it."""
         cdef Py_ssize_t i
         cdef int32_t row = rows[at]
         if not 0 <= row < self.batch.num_rows:
@@ -3440,11 +3418,10 @@ cdef class RunningRows:
         for i in range(at):
             if rows[i] == row:
                 raise ArgumentError(f"rows: got {row} twice (at {i} and {at}), allowed: each once")
-        return 0
+        return row
 
     cdef int refuse_growth(self, const Growth *growth, Py_ssize_t at) except -1:
-        cdef int32_t row = growth.rows[at]
-        self.refuse_row(growth.rows, at)
+        cdef int32_t row = self.refuse_row(growth.rows, at)
         if growth.token_ids != NULL and self.batch.num_tokens[row] >= self.batch.max_num_tokens:
             self.refuse_length(row, <int64_t>self.batch.num_tokens[row] + 1)
         if has_lost_page(&self.batch, row):
@@ -3507,8 +3484,7 @@ cdef class RunningRows:
             self.refuse_trim(row_ids, num_right, amount(&amounts, num_right))
 
     cdef int refuse_trim(self, PageIds rows, Py_ssize_t at, int32_t num_tokens) except -1:
-        cdef int32_t row = rows.ids[at]
-        self.refuse_row(rows.ids, at)
+        cdef int32_t row = self.refuse_row(rows.ids, at)
         if not 0 <= num_tokens <= self.batch.num_tokens[row]:
             raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {self.batch.num_tokens[row]}")
         raise ArgumentError(
@@ -3539,8 +3515,6 @@ cdef class RunningRows:
             raise MemoryError("the pages of the rows")
         if bad >= 0:
             raise DoubleFreeError(f"page {ids.ids[bad]} is given back by a row more often than it is held")
-        for row in row_ids.to_list():
-            self.forget_extra_keys(row)
 
     cdef Py_ssize_t check_release(self, PageIds rows, PageIds ids, bint *has_room) noexcept:
         """How many rows there are before the first that is wrong. Copies the rows, and puts their pages into `ids`, in the
@@ -3550,9 +3524,8 @@ cdef class RunningRows:
         cdef Py_ssize_t i, g, j
         start_call(&self.batch)
         for i in range(rows.num):
-            if not claim_row(&self.batch, rows.ids[i]):
+            if not claim_row(&self.batch, rows.ids[i], i):
                 return i
-            self.batch.checked_rows[i] = rows.ids[i]
             for g in range(self.batch.num_groups):
                 group = &self.batch.groups[g]
                 has_room[0] = has_room[0] and ids.has_room_for(group.held[self.batch.checked_rows[i]].num_pages)
@@ -3573,6 +3546,7 @@ cdef class RunningRows:
         if bad < 0:
             for i in range(num_rows):
                 self.is_claimed[self.batch.checked_rows[i]] = 0
+                self.forget_extra_keys(self.batch.checked_rows[i])
                 empty_row(&self.batch, self.batch.checked_rows[i])
         return bad
 
