@@ -77,6 +77,7 @@ cdef enum:
     CACHE_LINE = 64           # bytes
     MAX_TOKENS = 1 << 30      # of a request
     NUM_ENTRIES = 16          # that wait for their slots of the index to come into the cache
+    LOOK_AHEAD = 8            # hashes by which a look-up has memory fetched before it reads it
 
 cdef struct Page:             # 32 bytes, two to a cache line
     uint64_t key_lo           # digest of the content; meaningful while group is not NO_GROUP
@@ -415,6 +416,11 @@ cdef inline uint32_t tag_of(Pool *pool, uint64_t key_lo, int32_t group) noexcept
     return <uint32_t>(((key_lo ^ <uint64_t>group << 40) * pool.multiplier) >> 32)
 
 
+cdef inline Slot *home_of(Pool *pool, Digest key, int32_t group) noexcept nogil:
+    """The slot where a look-up begins."""
+    return &pool.slots[tag_of(pool, key.lo, group) & pool.mask]
+
+
 cdef inline bint has_key(Page *page, Digest key, int32_t group) noexcept nogil:
     return page.key_lo == key.lo and page.key_hi == key.hi and (page.group & ~TWIN) == group
 
@@ -560,6 +566,13 @@ cdef inline void claim(Pool *pool, int32_t page_id) noexcept nogil:
     pool.num_allocated += 1
 
 
+cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
+    """Have the slot fetched that a page with an entry will leave."""
+    cdef Page *page = &pool.pages[page_id]
+    if page.group != NO_GROUP:
+        fetch(home_of(pool, Digest(page.key_lo, page.key_hi), page.group & ~TWIN))
+
+
 cdef int32_t take(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
     """Take the `n` pages at the front of the queue, of which there are enough. Returns NULL_PAGE, or, with nothing
     changed, a page in the queue that somebody gave a reference to.
@@ -570,6 +583,7 @@ cdef int32_t take(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
         if pool.pages[page_id].ref_cnt:
             return page_id
         out[i] = page_id
+        fetch_entry(pool, page_id)
         page_id = pool.pages[page_id].next_free
     for i in range(n):
         pull(pool, out[i])
@@ -585,6 +599,7 @@ cdef int32_t take_from_shard(Pool *pool, int32_t *out, Py_ssize_t n, int32_t sha
         if pool.pages[page_id].ref_cnt:
             return page_id
         out[i] = page_id
+        fetch_entry(pool, page_id)
         page_id = pool.shard_links[page_id].next
     for i in range(n):
         pull(pool, out[i])
@@ -699,13 +714,23 @@ cdef inline bint hits_all(
     return True
 
 
+cdef inline void fetch_hit(Pool *pool, const Digest *chain, Py_ssize_t at, Py_ssize_t stop, int32_t group) noexcept nogil:
+    """Have the memory fetched that look-ups soon after `at` will read: slots first, then the records that those name."""
+    if at + 2 * LOOK_AHEAD < stop:
+        fetch(home_of(pool, chain[at + 2 * LOOK_AHEAD], group))
+        fetch(&pool.pages[home_of(pool, chain[at + LOOK_AHEAD], group).page_id])
+
+
 cdef Py_ssize_t find_leading_hits(
     Pool *pool, const Digest *chain, Py_ssize_t stride, Py_ssize_t start, Py_ssize_t stop,
     const int32_t *groups, Py_ssize_t num_groups, Range ids,
 ) noexcept nogil:
     """End of the pages from `start` on, at most up to `stop`, that hit in all groups."""
     cdef Py_ssize_t j = start
-    while j < stop and hits_all(pool, chain, (j + 1) * stride - 1, groups, num_groups, ids):
+    while j < stop:
+        fetch_hit(pool, chain, (j + 1) * stride - 1, stop * stride, groups[0])
+        if not hits_all(pool, chain, (j + 1) * stride - 1, groups, num_groups, ids):
+            return j
         j += 1
     return j
 
@@ -1055,7 +1080,7 @@ cdef inline void enter_later(Batch *batch, Entry entry) noexcept nogil:
     if batch.num_entries == NUM_ENTRIES:
         enter_waiting(batch)
     fetch(&batch.pool.pages[entry.page_id])
-    fetch(&batch.pool.slots[tag_of(batch.pool, entry.key.lo, entry.group) & batch.pool.mask])
+    fetch(home_of(batch.pool, entry.key[0], entry.group))
     batch.entries[batch.num_entries] = entry
     batch.num_entries += 1
 
