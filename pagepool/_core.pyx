@@ -1,4 +1,4 @@
-"""The compiled core: page records, free queue, ref counts, prefix index and hash chains. No policy.
+"""The compiled core: page records, free queue, ref counts, prefix index, hash chains, page tables and running rows.
 
 A pool of `num_pages` pages is one array of 32-byte `Page` records, indexed by page id. Invariants, all walked by
 `PageStore.check`:
@@ -16,8 +16,13 @@ A page table is one int32 array of rows; `TableRows` keeps beside it which windo
 sent to the device. Invariants: a row holds zeros from ``extent`` on, and ``num_pages <= extent`` unless the user wrote the
 arrays himself.
 
+A running batch keeps the rows' tokens, digests and page ids (`RunningRows`). Invariants: a row's places hold null pages first,
+then pages that it has a reference to; the table shows the same; `next_event` is the least number of tokens for which a page is to
+be taken, entered or skipped, and 0 in a free row.
+
 A call checks everything first, then commits and cannot fail; a list that turns out wrong half-way is rolled back exactly.
-Each store has a lock: calls from several threads are serialised, and long ones let the other threads run.
+Each store, table and batch has a lock, taken in the order batch, store, tables: calls from several threads are serialised, and
+long ones let the other threads run.
 """
 
 cimport cython
