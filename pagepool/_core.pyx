@@ -1304,8 +1304,16 @@ cdef int32_t find_restart(const Batch *batch, Py_ssize_t row, int32_t num_tokens
     return restart
 
 
+cdef inline int32_t count_kept(const Batch *batch, const Group *group, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Leading pages of a group that a row of `num_tokens` tokens goes on with."""
+    if cuts_shared_page(batch, group, row, num_tokens):
+        return full_pages(&group.rules, num_tokens)
+    return pages_for(&group.rules, num_tokens)
+
+
 cdef bint can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Whether the pages that the next token attends to are still there, and nobody gave back one that is to go."""
+    """Whether the pages that the next token attends to, and its own, are still there, and nobody gave back one that is to go.
+    """
     cdef const Group *group
     cdef const int32_t *ids
     cdef Py_ssize_t g
@@ -1314,7 +1322,7 @@ cdef bint can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexc
         group = &batch.groups[g]
         ids = ids_of(group, row)
         first = first_useful_page(&group.rules, restart, 0)
-        if first < pages_for(&group.rules, restart) and ids[first] == NULL_PAGE:
+        if first < min(count_kept(batch, group, row, num_tokens), group.held[row].num_pages) and ids[first] == NULL_PAGE:
             return False
         if find_unheld(batch.pool, ids, full_pages(&group.rules, num_tokens), group.held[row].num_pages) >= 0:
             return False
@@ -1340,7 +1348,7 @@ cdef void trim_group(Batch *batch, Group *group, Py_ssize_t row, int32_t num_tok
     cdef Held *held = &group.held[row]
     cdef int32_t *ids = ids_of(group, row)
     cdef int32_t cut = full_pages(&group.rules, num_tokens)
-    cdef int32_t keep = cut if cuts_shared_page(batch, group, row, num_tokens) else pages_for(&group.rules, num_tokens)
+    cdef int32_t keep = count_kept(batch, group, row, num_tokens)
     cdef Py_ssize_t j
     for j in range(held.num_pages - 1, cut - 1, -1):
         if ids[j] != NULL_PAGE and batch.pool.pages[ids[j]].ref_cnt == 1 and batch.pool.pages[ids[j]].group != NO_GROUP:
