@@ -26,7 +26,7 @@ from bench.race import BATCHED, Race, Work, count_rounds, run_untimed
 from bench.rivals import OTHERS, PAGEPOOL, PAGEPOOL_ARRAYS
 from bench.workload import PAGE_SIZE, SEED, VOCABULARY
 
-NUM_TURNS = 6
+NUM_TURNS = 10
 NUM_SCALING_TURNS = 3  # few, so that the cold prompts of all rounds fit into a pool of ten thousand pages
 
 ROW_STEPS = 4096  # of a round of decode
@@ -281,7 +281,6 @@ class MixedRun:
 
     @property
     def page_ids(self) -> list[Any]:
-        assert self.engine.manager.page_pool.get_num_free_pages() > 0
         return [*map(list, self.admitted), *self.engine.list_new_pages(self.results)]
 
 
@@ -291,7 +290,7 @@ def test_mixed_run(race: Race) -> None:
     contenders = {name: MixedRun(lambda name=name: make_mixed_engine(name), steps) for name in names}
     num_prompts, num_row_steps = sum(len(step.prompts) for step in steps), sum(len(step.rows) for step in steps)
     name = f"mixed run: {NUM_MIXED_STEPS} steps, up to {NUM_MIXED_ROWS} rows, {num_prompts} prompts, evicting"
-    race(contenders, Work(name, "row", num_row_steps, NUM_MIXED_TURNS, suite=BATCHED))
+    race(contenders, Work(name, "row and step", num_row_steps, NUM_MIXED_TURNS, suite=BATCHED))
 
 
 def make_mixed_engine(name: str) -> Engine:
