@@ -217,7 +217,7 @@ def test_scaling_of_prompts(race: Race, case: PromptCase, num_pages: int, is_shu
 NUM_MIXED_ROWS = 256
 NUM_MIXED_STEPS = 300
 NUM_MIXED_PAGES = 20_000
-NUM_MIXED_TURNS = 1
+NUM_MIXED_TURNS = 3
 MAX_NUM_ARRIVALS = 4  # in a step
 
 
@@ -260,13 +260,16 @@ def with_lists(step: MixedStep) -> MixedStep:
 
 
 class MixedRun:
-    """The planned steps from the start, in an empty pool that is too small for all prompts: later ones evict."""
+    """The planned steps from the start, with nothing cached, in a pool that is too small for all prompts: later ones evict."""
 
-    def __init__(self, make_engine: Callable[[], Engine], steps: Sequence[MixedStep]) -> None:
-        self.make_engine, self.steps = make_engine, steps
+    def __init__(self, engine: Engine, steps: Sequence[MixedStep]) -> None:
+        self.engine, self.steps = engine, steps
+        self.running: list[int] = []
 
     def prepare(self) -> None:
-        self.engine = self.make_engine()
+        self.engine.release(self.running)
+        self.engine.manager.reset_prefix_cache()
+        self.running = self.steps[-1].rows.tolist()
         steps = self.steps if isinstance(self.engine, Batched) else [with_lists(step) for step in self.steps]
         as_request = self.engine.as_request
         self.plan = [(step, [(row, as_request(tokens)) for row, tokens in step.prompts]) for step in steps]
@@ -286,15 +289,11 @@ class MixedRun:
 
 def test_mixed_run(race: Race) -> None:
     steps = list(plan_steps(np.random.default_rng(SEED)))
-    names = list(make_engines(1, 1, ["easydel"]))
-    contenders = {name: MixedRun(lambda name=name: make_mixed_engine(name), steps) for name in names}
+    engines = make_engines(NUM_MIXED_PAGES, NUM_MIXED_ROWS, ["easydel"])
+    contenders = {name: MixedRun(engine, steps) for name, engine in engines.items()}
     num_prompts, num_row_steps = sum(len(step.prompts) for step in steps), sum(len(step.rows) for step in steps)
     name = f"mixed run: {NUM_MIXED_STEPS} steps, up to {NUM_MIXED_ROWS} rows, {num_prompts} prompts, evicting"
     race(contenders, Work(name, "row and step", num_row_steps, NUM_MIXED_TURNS, suite=BATCHED))
-
-
-def make_mixed_engine(name: str) -> Engine:
-    return make_engines(NUM_MIXED_PAGES, NUM_MIXED_ROWS, [name])[name]
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
