@@ -22,16 +22,18 @@ NUM_TURNS = 3  # few: the oracle, and easydel under a shard hint, walk the pool 
 class TakeAndGiveBack:
     """Take pages and give them back, tail first, several times."""
 
-    def __init__(self, rival: Rival, num_pages: int) -> None:
+    def __init__(self, rival: Rival, num_pages: int, num_taken: int = NUM_TAKEN) -> None:
         self.rival = rival
         self.pool = rival.make_pool(num_pages)
+        self.num_taken = num_taken
+        self.num_units = NUM_CALLS * num_taken
 
     def prepare(self) -> None:
         pass
 
     def run(self) -> None:
         for _ in range(NUM_CALLS):
-            self.page_ids = self.rival.take_and_give_back(self.pool, NUM_TAKEN)
+            self.page_ids = self.rival.take_and_give_back(self.pool, self.num_taken)
 
 
 class TakeFromShard(TakeAndGiveBack):

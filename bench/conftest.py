@@ -1,4 +1,4 @@
-"""The `race` fixture of the benches, and the table of all races at the end of a run."""
+"""The fixtures of the benches: races, the limit, remarks; and the tables of all races at the end of a run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 
-from bench.race import Race, Result, as_table
+from bench.limit import Limit
+from bench.race import Race, Result, as_tables
 
 RESULTS = pytest.StashKey[list[Result]]()
+LIMIT = pytest.StashKey[Limit]()
+REMARKS = pytest.StashKey[list[str]]()
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the oracle lives there
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[RESULTS] = []
+    config.stash[REMARKS] = []
 
 
 @pytest.fixture
@@ -30,6 +34,20 @@ def race(benchmark: Any, pytestconfig: pytest.Config) -> Iterator[Race]:
     gc.enable()
 
 
+@pytest.fixture(scope="session")
+def limit(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Limit:
+    """Compile the limit; the tables show the medians of its runs."""
+    return pytestconfig.stash.setdefault(LIMIT, Limit(tmp_path_factory.mktemp("limit")))
+
+
+@pytest.fixture
+def remarks(pytestconfig: pytest.Config) -> list[str]:
+    """Return the list of what is printed after the tables."""
+    return pytestconfig.stash[REMARKS]
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if config.stash[RESULTS]:
-        terminalreporter.write(f"\n\n{as_table(config.stash[RESULTS])}\n\n")
+    limit = config.stash.get(LIMIT, None)
+    tables = [as_tables(config.stash[RESULTS], limit.medians() if limit else {})] if config.stash[RESULTS] else []
+    for text in (*tables, *config.stash[REMARKS]):
+        terminalreporter.write(f"\n\n{text}\n\n")

@@ -19,8 +19,25 @@ from typing import Any, Protocol
 
 import pagepool
 
-COLUMNS = ("work", "easydel", "oracle", "pagepool", "ratio to easydel", "ratio to oracle", "target ratio")
-OURS = "pagepool"
+
+@dataclass(frozen=True)
+class Suite:
+    """A table of its own: the columns of its contenders, the last of them ours, and the unit of its times."""
+
+    rivals: tuple[str, ...]
+    ours: str
+    unit: str
+    units_per_second: float
+    target: str
+
+    def columns(self) -> list[str]:
+        """Return the heads of the table but for those of the limit."""
+        return ["work", *self.rivals, self.ours, *(f"ratio to {rival}" for rival in self.rivals), self.target]
+
+
+DROP_IN = Suite(("easydel", "oracle"), "pagepool", "us", 1e6, "target ratio")
+BATCHED = Suite(("easydel", "oracle", "manager"), "batched", "ns", 1e9, "target")
+LIMIT_COLUMNS = ("limit in C", "times the limit")
 
 
 class Contender(Protocol):
@@ -38,7 +55,8 @@ class Contender(Protocol):
 
 @dataclass(frozen=True)
 class Work:
-    """What is raced. A round does `num_units` of `unit`; `target` is the ratio to easydel to reach.
+    """What is raced. A round does `num_units` of `unit`; `target` is the ratio to easydel to reach or, in the suite of batches,
+    the time not to exceed. `limit` names the same work in plain C.
 
     `num_turns` times each rival has a turn of `rounds_per_turn` timed rounds.
     """
@@ -48,25 +66,42 @@ class Work:
     num_units: int
     num_turns: int
     target: float | None = None
+    suite: Suite = DROP_IN
+    limit: str | None = None
     rounds_per_turn: int = 4
 
 
 @dataclass(frozen=True)
 class Result:
-    """The medians of one race in microseconds a unit, by rival."""
+    """The medians of one race by rival, a unit of work, in the suite's unit of time."""
 
     work: Work
     medians: Mapping[str, float]
 
+    @property
+    def ours(self) -> float:
+        return self.medians[self.work.suite.ours]
+
     def ratio_to(self, rival: str) -> float | None:
         """Return how many times as long the rival takes."""
-        return self.medians[rival] / self.medians[OURS] if rival in self.medians else None
+        return self.medians[rival] / self.ours if rival in self.medians else None
 
     def cells(self) -> list[str]:
-        """Return the line of the table."""
-        times = [show_time(self.medians.get(rival)) for rival in ("easydel", "oracle", OURS)]
-        ratios = [show_ratio(self.ratio_to("easydel")), show_ratio(self.ratio_to("oracle"))]
-        return [f"{self.work.name}, per {self.work.unit}", *times, *ratios, show_ratio(self.work.target)]
+        """Return the line of the table but for the limit."""
+        suite = self.work.suite
+        times = [show_time(self.medians.get(rival), suite.unit) for rival in (*suite.rivals, suite.ours)]
+        ratios = [show_ratio(self.ratio_to(rival)) for rival in suite.rivals]
+        return [f"{self.work.name}, per {self.work.unit}", *times, *ratios, self._show_target()]
+
+    def limit_cells(self, limits: Mapping[str, float]) -> list[str]:
+        """Return what the table says of the limit, by the limits' names in the suite's unit of time."""
+        limit = limits.get(self.work.limit or "")
+        return [show_time(limit, self.work.suite.unit), show_ratio(self.ours / limit if limit else None)]
+
+    def _show_target(self) -> str:
+        if self.work.suite is DROP_IN:
+            return show_ratio(self.work.target)
+        return "-" if self.work.target is None else f"{self.work.target:g} {self.work.suite.unit}"
 
 
 class Race:
@@ -97,7 +132,7 @@ class Race:
         turns = cycle([rival for rival in rivals for _ in range(work.rounds_per_turn)])
         for rival, duration in zip(turns, self._benchmark.stats.stats.data, strict=False):
             seconds[rival].append(duration)
-        medians = {rival: median(seconds[rival]) * 1e6 / work.num_units for rival in rivals}
+        medians = {rival: median(seconds[rival]) * work.suite.units_per_second / work.num_units for rival in rivals}
         self._results.append(Result(work, medians))
         self._benchmark.extra_info.update(asdict(self._results[-1]))
 
@@ -127,8 +162,8 @@ def check_same_work(contenders: Mapping[str, Contender]) -> None:
     assert all(page_ids == first for page_ids in others), f"{', '.join(contenders)}: not the same pages"
 
 
-def show_time(microseconds: float | None) -> str:
-    return "-" if microseconds is None else f"{microseconds:,.{count_decimals(microseconds)}f} us"
+def show_time(time: float | None, unit: str) -> str:
+    return "-" if time is None else f"{time:,.{count_decimals(time)}f} {unit}"
 
 
 def show_ratio(ratio: float | None) -> str:
@@ -140,10 +175,23 @@ def count_decimals(value: float) -> int:
     return next((digits for digits, least in enumerate((100, 10, 1, 0.1)) if value >= least), 4)
 
 
-def as_table(results: Sequence[Result]) -> str:
-    """Return the results as a GitHub table, and what they were measured with."""
-    lines = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *(result.cells() for result in results)]
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", describe_setup()])
+def as_tables(results: Sequence[Result], limits: Mapping[str, float]) -> str:
+    """Return the results as GitHub tables, one a suite, and what they were measured with."""
+    suites = {suite: [result for result in results if result.work.suite == suite] for suite in (DROP_IN, BATCHED)}
+    return "\n\n".join([*(suite_table(suite, held, limits) for suite, held in suites.items() if held), describe_setup()])
+
+
+def suite_table(suite: Suite, results: Sequence[Result], limits: Mapping[str, float]) -> str:
+    """Return the results of a suite as a GitHub table, with the limit beside them where it was measured."""
+    has_limit = suite is BATCHED and bool(limits)
+    lines = [result.cells() + (result.limit_cells(limits) if has_limit else []) for result in results]
+    return as_table([*suite.columns(), *(LIMIT_COLUMNS if has_limit else ())], lines)
+
+
+def as_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a GitHub table: the first column to the left, numbers to the right."""
+    rules = ["---", *["---:"] * (len(columns) - 1)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (columns, rules, *lines))
 
 
 def describe_setup() -> str:

@@ -28,8 +28,8 @@ class Rival:
         self.name = name
         self._managers, self._pools, self._specs = managers, pools, specs
 
-    def make_manager(self, num_pages: int) -> Any:
-        return self._managers.CacheManager(num_pages, [make_group(self._specs)], MAX_MODEL_LEN)
+    def make_manager(self, num_pages: int, max_model_len: int = MAX_MODEL_LEN) -> Any:
+        return self._managers.CacheManager(num_pages, [make_group(self._specs)], max_model_len)
 
     def make_pool(self, num_pages: int) -> Any:
         return self._pools.PagePool(num_pages, enable_caching=True)
@@ -80,8 +80,8 @@ class OracleRival(Rival):
     def __init__(self) -> None:
         self.name = "oracle"
 
-    def make_manager(self, num_pages: int) -> OracleManager:
-        return OracleManager(num_pages, [make_group(pagepool)], MAX_MODEL_LEN)
+    def make_manager(self, num_pages: int, max_model_len: int = MAX_MODEL_LEN) -> OracleManager:
+        return OracleManager(num_pages, [make_group(pagepool)], max_model_len)
 
     def make_pool(self, num_pages: int) -> OraclePool:
         return OraclePool(num_pages, enable_caching=True)

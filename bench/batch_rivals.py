@@ -1,0 +1,139 @@
+"""A running batch and its rivals behind one set of calls: an engine's rows with their page ids, whoever keeps them.
+
+One full-attention group with pages of 16 tokens, prefix caching on. The rivals' managers work request by request, and their
+engine keeps a page table beside them: easydel's own, pagepool's, and plain NumPy for the oracle. All count computed tokens and
+append the sampled ones, since a running batch does so itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+import pagepool
+from bench.rivals import OTHERS, PAGEPOOL, Rival
+from bench.table_rivals import find_page_tables
+from bench.workload import PAGE_SIZE, BenchRequest
+
+MAX_MODEL_LEN = 32_768
+PAGE_TABLES = find_page_tables()
+
+Tokens = Any
+"""Token ids: a list, or an int32 array."""
+
+
+class RequestByRequest:
+    """A manager, its requests by row, and the page table beside it."""
+
+    takes_arrays = False
+
+    def __init__(self, rival: Rival, num_pages: int, num_rows: int) -> None:
+        self.num_pages = num_pages
+        self.manager = rival.make_manager(num_pages, MAX_MODEL_LEN)
+        self.table = PAGE_TABLES[rival.name](num_rows, MAX_MODEL_LEN // PAGE_SIZE, MAX_MODEL_LEN)
+        self.requests: dict[int, BenchRequest] = {}
+        self._read_ids = rival.read_ids
+        self._num_requests = 0
+
+    def as_request(self, tokens: Tokens) -> BenchRequest:
+        """Return what `admit` takes. It is the request's own to append to, if it is a list."""
+        self._num_requests += 1
+        return BenchRequest(f"request-{self._num_requests}", tokens)
+
+    def admit(self, row: int, request: BenchRequest) -> Sequence[int]:
+        """Take the longest cached prefix and pages for the rest, fill the row, and return its page ids."""
+        hits, num_hit_tokens = self.manager.get_computed_pages(request)
+        self.manager.allocate_slots(request, request.num_tokens - num_hit_tokens, num_hit_tokens, hits)
+        request.num_computed_tokens = request.num_tokens
+        page_ids = self.manager.get_page_ids(request.request_id)[0]
+        self.table.add_row(page_ids, row)
+        self.requests[row] = request
+        return page_ids
+
+    def step(self, rows: Iterable[int], token_ids: Iterable[int]) -> list[tuple[int, list[int]]]:
+        """Append one token to each row and give it its slot. Returns the new page ids by row."""
+        allocate, read_ids, append_row, requests = (
+            self.manager.allocate_slots,
+            self._read_ids,
+            self.table.append_row,
+            self.requests,
+        )
+        new = []
+        for row, token_id in zip(rows, token_ids, strict=True):
+            request = requests[row]
+            request.all_token_ids.append(token_id)
+            (page_ids,) = read_ids(allocate(request, 1))
+            request.num_computed_tokens += 1
+            if page_ids:
+                append_row(page_ids, row)
+                new.append((row, page_ids))
+        return new
+
+    def release(self, rows: Iterable[int]) -> None:
+        """Give the rows' pages back, the last one first."""
+        for row in rows:
+            request = self.requests.pop(row)
+            self.manager.free(request)
+            self.manager.free_page_hashes(request)
+            self.table.clear_row(row)
+
+    def list_new_pages(self, results: Iterable[list[tuple[int, list[int]]]]) -> list[tuple[int, int]]:
+        """Return the new pages of some steps as pairs of row and page id, for comparison."""
+        return [(row, page_id) for row, page_ids in chain.from_iterable(results) for page_id in page_ids]
+
+
+class ManagerWithArrays(RequestByRequest):
+    """Pagepool's manager, which takes tokens in arrays too."""
+
+    takes_arrays = True
+
+
+class Batched:
+    """A running batch."""
+
+    takes_arrays = True
+
+    def __init__(self, num_pages: int, num_rows: int) -> None:
+        self.num_pages = num_pages
+        self.manager = PAGEPOOL.make_manager(num_pages, MAX_MODEL_LEN)
+        self.table = pagepool.PageTable(num_rows, MAX_MODEL_LEN // PAGE_SIZE, MAX_MODEL_LEN)
+        self.batch = pagepool.RunningBatch(self.manager, self.table)
+        self.release = self.batch.release
+
+    def as_request(self, tokens: Tokens) -> Tokens:
+        return tokens
+
+    def admit(self, row: int, tokens: Tokens) -> Any:
+        self.batch.admit(row, tokens)
+        return self.table.page_table_cpu[row, : self.table.num_pages_per_row[row]].copy()
+
+    def step(self, rows: Any, token_ids: Any) -> tuple[Any, Any]:
+        result = self.batch.step(rows, token_ids)
+        return result.new_page_rows, result.new_page_ids
+
+    def list_new_pages(self, results: Iterable[tuple[Any, Any]]) -> list[tuple[int, int]]:
+        return [pair for rows, page_ids in results for pair in zip(rows.tolist(), page_ids.tolist(), strict=True)]
+
+
+Engine = RequestByRequest | Batched
+
+
+def make_engines(num_pages: int, num_rows: int, rivals: Sequence[str]) -> dict[str, Engine]:
+    """Make new engines by the name of their column: ours and the named rivals that are there."""
+    others = {rival.name: rival for rival in OTHERS if rival.name in rivals}
+    return {
+        "batched": Batched(num_pages, num_rows),
+        "manager": ManagerWithArrays(PAGEPOOL, num_pages, num_rows),
+        **{name: RequestByRequest(rival, num_pages, num_rows) for name, rival in others.items()},
+    }
+
+
+def shuffle_free_pages(engine: Engine) -> None:
+    """Bring the free queue of pagepool's own out of the order of ids, as it is in a pool that has served for a while."""
+    pool = engine.manager.page_pool
+    order = np.random.default_rng(0).permutation(pool.get_num_free_pages())
+    page_ids = pool.get_new_page_ids(len(order))
+    pool.free_page_ids(page_ids[order])
