@@ -32,6 +32,7 @@ from pagepool.replay import (
 from pagepool.replay.allocator import Allocator
 from pagepool.replay.simulated_request import Int32Array
 from pagepool.replay.trace import parse_record
+from pagepool.running_batch import RunningBatch
 from pagepool.specs import CacheGroupSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec, cdiv
 
 CliRunner = pytest.importorskip("click.testing").CliRunner
@@ -532,6 +533,42 @@ class TestCommand:
         assert figures_of(trace, "--limit", 1, "--max-batched-tokens", 100)["steps"] == 6 + 2
         assert figures_of(trace, "--limit", 1, "--page-size", 1)["allocated_pages"] == 602
 
+    def test_both_ways_of_allocating_give_the_same(self, trace: Path) -> None:
+        options = (trace, "--max-batched-tokens", 1000, "--num-pages", 610)
+        by_path = figures_of(*options, "--compare")
+        assert list(by_path) == ["manager", "batched"]
+        manager, batched = ({**by_path[path], "allocator_seconds": 0, "wall_seconds": 0} for path in by_path)
+        assert manager == batched
+        for option in ("--batched", "--no-batched"):
+            figures = figures_of(*options, option)
+            assert {**figures, "allocator_seconds": 0, "wall_seconds": 0} == batched
+
+    @pytest.mark.parametrize("option", ["--batched", "--no-batched"])
+    def test_the_way_that_was_chosen_allocates(self, trace: Path, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        def admit(*_: object, **__: object) -> None:
+            raise ArgumentError("batched")
+
+        monkeypatch.setattr("pagepool.running_batch.RunningBatch.admit", admit)
+        result = invoke(trace, option)
+        assert (result.exit_code != 0) == (option == "--batched")
+
+    def test_the_comparison_has_a_column_for_each(self, trace: Path) -> None:
+        lines = invoke(trace, "--num-pages", 200, "--compare").output.splitlines()
+        assert len([line for line in lines if line.startswith("skipped ")]) == 1
+        columns = [line.split()[-2:] for line in lines if line.startswith(("  ", "prompt", "steps", "wall"))]
+        assert columns[0] == ["manager", "batched"]
+        assert ["1,200", "1,200"] in columns
+
+    def test_paths_that_differ_are_told(self, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        admit = RunningBatch.admit
+        monkeypatch.setattr(RunningBatch, "admit", lambda *args, **options: admit(*args, **options, look_up=False))
+        result = invoke(trace, "--max-num-seqs", 1, "--compare", "--json", tmp_path / "figures.json")
+        assert result.exit_code == 1
+        assert "Error: manager and batched differ in " in result.output
+        assert "hit_tokens" in result.output
+        by_path = json.loads((tmp_path / "figures.json").read_text())
+        assert by_path["manager"]["hit_tokens"] > by_path["batched"]["hit_tokens"] == 0
+
     def test_requests_larger_than_the_pool_are_reported(self, trace: Path) -> None:
         result = invoke(trace, "--num-pages", 200)
         assert result.exit_code == 0
@@ -593,6 +630,7 @@ class TestCommand:
             ["--page-size", "0"],
             ["--num-pages", "0"],
             ["--num-pages", str(1 << 62)],
+            ["--page-size", str(1 << 40)],
             ["--max-batched-tokens", "0"],
             ["--max-num-seqs", "-1"],
             ["--limit", "-1"],
