@@ -171,6 +171,7 @@ class RunningRows:
         row: int,
         token_ids: Sequence[int] | npt.NDArray[Any],
         num_tokens: int | None,
+        max_num_new_tokens: int | None,
         extra_keys: Sequence[tuple[int, bytes]],
         find_hits: _HitFinder | None,
         shard: int | None,

@@ -30,7 +30,7 @@ from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBuffer_FillInfo,
 from cpython.long cimport PyLong_CheckExact
 from libc.stdint cimport INT32_MAX, INT32_MIN, INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc, realloc
-from libc.string cimport memcpy, memset
+from libc.string cimport memcmp, memcpy, memset
 
 import os
 from operator import index as as_index
@@ -190,7 +190,7 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     int32_t *num_tokens       # known ones
     int32_t *num_computed
     int32_t *num_hits         # tokens hit at admission
-    int32_t *num_hashed       # pages
+    int32_t *num_hashed       # pages; in a free row those of its last tokens
     int32_t *next_event       # least number of tokens for which more than counting is due
     int32_t *shards           # where pages come from; -1: anywhere
     uint8_t *is_admitted
@@ -1090,6 +1090,17 @@ cdef inline void enter_later(Batch *batch, Entry entry) noexcept nogil:
     batch.num_entries += 1
 
 
+cdef Py_ssize_t count_hashed_before(const Batch *batch, Py_ssize_t row, const int32_t *token_ids, Py_ssize_t n) noexcept nogil:
+    """How many pages of `token_ids` a free row has hashed already, because whoever was there last began with them."""
+    cdef const int32_t *tokens = tokens_of(batch, row)
+    cdef Py_ssize_t i, size = batch.hash_page_size
+    cdef Py_ssize_t num_pages = min(<Py_ssize_t>batch.num_hashed[row], n // size)
+    for i in range(num_pages):
+        if memcmp(tokens + i * size, token_ids + i * size, size * sizeof(int32_t)) != 0:
+            return i
+    return num_pages
+
+
 cdef void enter_full_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Hash the pages that `num_tokens` tokens fill, and have them entered."""
     cdef const Group *group
@@ -1420,7 +1431,6 @@ cdef void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     batch.num_tokens[row] = 0
     batch.num_computed[row] = 0
     batch.num_hits[row] = 0
-    batch.num_hashed[row] = 0
     batch.shards[row] = -1
     batch.is_admitted[row] = 0
     batch.next_event[row] = 0
@@ -1440,6 +1450,8 @@ cdef void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second) noexc
     """Exchange all that two rows have."""
     cdef Group *group
     cdef Py_ssize_t g, n = max(batch.num_tokens[first], batch.num_tokens[second])
+    batch.num_hashed[first] *= batch.is_admitted[first]  # a free row's last tokens stay behind
+    batch.num_hashed[second] *= batch.is_admitted[second]
     swap_values(tokens_of(batch, first), tokens_of(batch, second), n)
     n = max(batch.num_hashed[first], batch.num_hashed[second])
     if n:
@@ -3583,12 +3595,15 @@ cdef class RunningRows:
                 bad = give_back(&self.store.pool, ids.ids, ids.num, False)
         if bad < 0:
             for i in range(num_rows):
-                self.is_claimed[self.batch.checked_rows[i]] = 0
-                self.forget_extra_keys(self.batch.checked_rows[i])
                 empty_row(&self.batch, self.batch.checked_rows[i])
+                self.forget_extra_keys(self.batch.checked_rows[i])
+                self.is_claimed[self.batch.checked_rows[i]] = 0
         return bad
 
     cdef void forget_extra_keys(self, Py_ssize_t row) noexcept:
+        """Of a row that gets free. Its hashes stay for the next request, unless keys are in them."""
+        if self.batch.extra_keys[row] != NULL:
+            self.batch.num_hashed[row] = 0
         free(self.batch.extra_keys[row])
         self.batch.extra_keys[row] = NULL
         self.extra_key_bytes[row] = None
@@ -3633,7 +3648,7 @@ cdef class RunningRows:
 
     # Admission.
 
-    def admit_row(self, row, token_ids, num_tokens, extra_keys, find_hits, shard, num_reserved_pages):
+    def admit_row(self, row, token_ids, num_tokens, max_num_new_tokens, extra_keys, find_hits, shard, num_reserved_pages):
         """Start a free row: see `RunningBatch.admit`. `extra_keys` are ``(page, bytes)`` of the hash pages that have any, in
         order; `find_hits` maps a `HashChain` to page ids for each group and the tokens that they hold, None: take no hits.
         """
@@ -3641,17 +3656,18 @@ cdef class RunningRows:
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
         cdef Py_ssize_t num_known = tokens.num
         cdef Py_ssize_t num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
-        cdef Py_ssize_t num_wanted
+        cdef Py_ssize_t num_wanted, max_num_new
         if num_known == 0:
             raise ArgumentError("token_ids: got none, allowed: at least 1")
         if num_known > self.batch.max_num_tokens:
             self.refuse_length(checked, num_known)
         num_wanted = num_known if num_tokens is None else size_of(num_tokens, "num_tokens", 1, num_known)
+        max_num_new = num_wanted if max_num_new_tokens is None else size_of(max_num_new_tokens, "max_num_new_tokens", 1)
         self.claim(checked)
         is_admitted = False
         try:
             self.set_contents(checked, tokens, num_known, extra_keys)
-            num_hits = self.attach(checked, num_known, num_wanted, find_hits, shard, num_reserved)
+            num_hits = self.attach(checked, num_known, num_wanted, max_num_new, find_hits, shard, num_reserved)
             is_admitted = num_hits is not None
         finally:
             if not is_admitted:
@@ -3670,13 +3686,17 @@ cdef class RunningRows:
         return 0
 
     cdef int set_contents(self, Py_ssize_t row, PageIds tokens, Py_ssize_t num_tokens, object extra_keys) except -1:
-        """Copy the tokens and hash their full pages."""
-        memcpy(tokens_of(&self.batch, row), tokens.ids, num_tokens * sizeof(int32_t))
+        """Copy the tokens and hash their full pages, but for those that the row has hashed for a request before."""
+        cdef Py_ssize_t start, num_kept = 0
+        if self.batch.hash_page_size and not extra_keys:
+            num_kept = count_hashed_before(&self.batch, row, tokens.ids, num_tokens)
+        self.batch.num_hashed[row] = <int32_t>num_kept
+        start = num_kept * self.batch.hash_page_size
+        memcpy(tokens_of(&self.batch, row) + start, tokens.ids + start, (num_tokens - start) * sizeof(int32_t))
         if not self.batch.hash_page_size:
             return 0
         self.set_extra_keys(row, extra_keys)
-        self.batch.num_hashed[row] = 0
-        if num_tokens < RELEASE_GIL_AT * self.batch.hash_page_size:
+        if num_tokens - start < RELEASE_GIL_AT * self.batch.hash_page_size:
             hash_row(&self.batch, row, <int32_t>num_tokens)
         else:
             with nogil:
@@ -3703,6 +3723,7 @@ cdef class RunningRows:
         Py_ssize_t row,
         Py_ssize_t num_known,
         Py_ssize_t num_wanted,
+        Py_ssize_t max_num_new,
         object find_hits,
         object shard,
         Py_ssize_t num_reserved,
@@ -3721,7 +3742,7 @@ cdef class RunningRows:
         self.enter_call()
         self.batch.shards[row] = checked_shard
         is_stale = not self.can_touch(row, hits)
-        num_wanted = max(num_wanted, num_hits)
+        num_wanted = max(min(num_wanted, num_hits + max_num_new), num_hits)
         has_room = not is_stale and self.has_room_for(row, hits, <int32_t>num_wanted, num_reserved, &held_free)
         if has_room and held_free == NULL_PAGE:
             self.fill_row(row, hits, <int32_t>num_known, <int32_t>num_wanted)

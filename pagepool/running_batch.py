@@ -74,6 +74,7 @@ class RunningBatch(RunningRows):
         token_ids: TokenIds,
         *,
         num_tokens: int | None = None,
+        max_num_new_tokens: int | None = None,
         cache_salt: str | None = None,
         lora_id: int | str | None = None,
         mm_features: Sequence[Any] = (),
@@ -82,7 +83,8 @@ class RunningBatch(RunningRows):
         look_up: bool = True,
     ) -> int | None:
         """Start a request in a free row: take its longest cached prefix and room for its first `num_tokens` tokens, the cached
-        ones included (None: for all it knows), and fill the table's row.
+        ones included (None: for all it knows), and fill the table's row. `max_num_new_tokens`, a step's budget, is
+        the most that get room behind the cached ones.
 
         `token_ids`, a list or an int32 array, are the tokens that the row knows. Returns how many of them were cached, at most
         one less than all; None, and nothing changed, if too few pages are free, with `num_reserved_pages` left for rows that
@@ -91,7 +93,8 @@ class RunningBatch(RunningRows):
         `look_up` no prefix is taken: for a request that wants ``prompt_logprobs``.
 
         RowIndexError outside the table, RowOverflowError for more tokens than `max_num_tokens`, ArgumentError for a row that is
-        admitted already, for no tokens and values out of range. O(tokens).
+        admitted already, for no tokens and values out of range. O(tokens); a row keeps its last request's hashes, so a request
+        that is tried again, or comes back, in the same row is hashed no second time unless it has extra keys.
         """
         if dp_shard is not None and self._data_parallel_size is None:
             raise ArgumentError(f"dp_shard: got {dp_shard}, allowed without data_parallel_size: None")
@@ -105,7 +108,8 @@ class RunningBatch(RunningRows):
             return hits, num_hit_tokens
 
         extra_keys = self._list_extra_keys(cache_salt, lora_id, mm_features)
-        return self.admit_row(row, token_ids, num_tokens, extra_keys, find_hits if look_up else None, shard, num_reserved_pages)
+        finder = find_hits if look_up else None
+        return self.admit_row(row, token_ids, num_tokens, max_num_new_tokens, extra_keys, finder, shard, num_reserved_pages)
 
     def _list_extra_keys(
         self, cache_salt: str | None, lora_id: int | str | None, mm_features: Sequence[Any]

@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +29,11 @@ from pagepool.replay import (
     make_requests,
     read_trace,
 )
+from pagepool.replay.allocator import Allocator
+from pagepool.replay.simulated_request import Int32Array
 from pagepool.replay.trace import parse_record
-from pagepool.specs import CacheGroupSpec, FullAttentionSpec, cdiv
+from pagepool.running_batch import RunningBatch
+from pagepool.specs import CacheGroupSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec, cdiv
 
 CliRunner = pytest.importorskip("click.testing").CliRunner
 pytest.importorskip("rich")
@@ -53,8 +58,10 @@ ISSUE_KEYS = {
 GOOD = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}
 
 
-def make_manager(num_pages: int, page_size: int = PAGE_SIZE, enable_caching: bool = True) -> CacheManager:
-    return CacheManager(num_pages, groups_of(page_size), 1 << 20, enable_caching=enable_caching)
+def make_manager(
+    num_pages: int, page_size: int = PAGE_SIZE, enable_caching: bool = True, groups: list[CacheGroupSpec] | None = None
+) -> CacheManager:
+    return CacheManager(num_pages, groups or groups_of(page_size), 1 << 20, enable_caching=enable_caching)
 
 
 def groups_of(page_size: int) -> list[CacheGroupSpec]:
@@ -78,22 +85,41 @@ class CountingPool(OraclePool):
 
 
 class ReplayOracle(OracleManager):
-    """The oracle as a replay takes it; remembers who was given room for how many tokens, and when none was
-    there."""
+    """The oracle as a replay takes it, without a running batch."""
 
     def __init__(self, num_pages: int, page_size: int = PAGE_SIZE, enable_caching: bool = True) -> None:
         super().__init__(num_pages, groups_of(page_size), 1 << 20, enable_caching)
         self.page_pool = CountingPool(num_pages, self.enable_caching)
-        self.calls: list[tuple[str, int | None]] = []
 
     def require_capacity(self, num_tokens: int) -> None:
         if cdiv(num_tokens, self.kinds[0].page_size) > self.page_pool.num_pages - 1:
             raise RequestTooLargeError("too large")
 
-    def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **options: Any) -> Any:
-        pages = super().allocate_slots(request, num_new_tokens, *args, **options)
-        self.calls.append((request.request_id, None if pages is None else num_new_tokens))
-        return pages
+
+class RecordedAllocator:
+    """Remembers who was given room for how many tokens, and when there was none."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        self.allocator = allocator
+        self.calls: list[tuple[str, int | None]] = []
+        self.names: dict[int, str] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.allocator, name)
+
+    def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
+        num_hits = self.allocator.admit(row, request, max_num_new_tokens)
+        num_new_tokens = None if num_hits is None else min(request.num_tokens - num_hits, max_num_new_tokens)
+        self.calls.append((request.request_id, num_new_tokens))
+        self.names[row] = request.request_id
+        return num_hits
+
+    def grow(self, rows: Int32Array, num_new_tokens: Int32Array) -> int:
+        num_grown = self.allocator.grow(rows, num_new_tokens)
+        names = [self.names[row] for row in rows.tolist()]
+        self.calls += zip(names[:num_grown], num_new_tokens.tolist(), strict=False)
+        self.calls += [(name, None) for name in names[num_grown:][:1]]
+        return num_grown
 
 
 def request_of(name: str, num_prompt_tokens: int, num_output_tokens: int = 1) -> SimulatedRequest:
@@ -108,13 +134,21 @@ def request_of(name: str, num_prompt_tokens: int, num_output_tokens: int = 1) ->
     )
 
 
-def steps_of(scheduler: Scheduler, manager: ReplayOracle) -> list[list[tuple[str, int | None]]]:
+def make_scheduler(num_pages: int, requests: list[SimulatedRequest], batched: bool, **options: Any) -> Scheduler:
+    """With the oracle request by request, or with a running batch."""
+    limits = {name: options.pop(name) for name in ("max_num_batched_tokens", "max_num_seqs") if name in options}
+    manager = (make_manager if batched else ReplayOracle)(num_pages, **options)
+    return Scheduler(manager, requests, batched=batched, **limits)
+
+
+def steps_of(scheduler: Scheduler) -> list[list[tuple[str, int | None]]]:
     """The calls for room, by step."""
+    recorded = scheduler._allocator = RecordedAllocator(scheduler._allocator)
     steps = []
-    while scheduler.waiting or scheduler.running:
-        manager.calls = []
+    while scheduler.waiting or scheduler.running.size:
+        recorded.calls = []
         scheduler.step()
-        steps.append(manager.calls)
+        steps.append(recorded.calls)
     return steps
 
 
@@ -123,11 +157,12 @@ def counts(figures: Figures) -> Figures:
     return replace(figures, allocator_seconds=0.0, wall_seconds=0.0)
 
 
-class TestScheduler:
-    def test_prompts_share_the_budget_and_decoding_goes_first(self) -> None:
-        manager = ReplayOracle(64)
-        scheduler = Scheduler(manager, [request_of("a", 10, 3), request_of("b", 25, 2)], max_num_batched_tokens=16)
-        assert steps_of(scheduler, manager) == [
+@pytest.mark.parametrize("batched", [False, True])
+class TestDecisions:
+    def test_prompts_share_the_budget_and_decoding_goes_first(self, batched: bool) -> None:
+        requests = [request_of("a", 10, 3), request_of("b", 25, 2)]
+        scheduler = make_scheduler(64, requests, batched, max_num_batched_tokens=16)
+        assert steps_of(scheduler) == [
             [("a", 10), ("b", 6)],
             [("a", 1), ("b", 15)],
             [("a", 1), ("b", 4)],
@@ -135,29 +170,26 @@ class TestScheduler:
         ]
         assert counts(scheduler.figures).generated_tokens == 5
 
-    def test_at_most_so_many_run_at_once_in_order_of_arrival(self) -> None:
-        manager = ReplayOracle(64)
+    def test_at_most_so_many_run_at_once_in_order_of_arrival(self, batched: bool) -> None:
         requests = [request_of(name, 4, 2) for name in "abc"]
-        assert steps_of(Scheduler(manager, requests, max_num_seqs=2), manager) == [
+        assert steps_of(make_scheduler(64, requests, batched, max_num_seqs=2)) == [
             [("a", 4), ("b", 4)],
             [("a", 1), ("b", 1)],
             [("c", 4)],
             [("c", 1)],
         ]
 
-    def test_the_first_that_does_not_fit_blocks_those_behind_it(self) -> None:
-        manager = ReplayOracle(1 + 4)
+    def test_the_first_that_does_not_fit_blocks_those_behind_it(self, batched: bool) -> None:
         requests = [request_of("a", 3 * 16), request_of("b", 2 * 16), request_of("c", 16)]
-        assert steps_of(Scheduler(manager, requests), manager) == [
+        assert steps_of(make_scheduler(1 + 4, requests, batched)) == [
             [("a", 48), ("b", None)],
             [("b", 32), ("c", 16)],
         ]
 
-    def test_the_newest_is_preempted_and_comes_back_first(self) -> None:
-        manager = ReplayOracle(1 + 3, enable_caching=False)
+    def test_the_newest_is_preempted_and_comes_back_first(self, batched: bool) -> None:
         requests = [request_of("a", 16, 4), request_of("b", 16, 4), request_of("c", 16, 1)]
-        scheduler = Scheduler(manager, requests)
-        assert steps_of(scheduler, manager) == [
+        scheduler = make_scheduler(1 + 3, requests, batched, enable_caching=False)
+        assert steps_of(scheduler) == [
             [("a", 16), ("b", 16), ("c", 16)],
             [("a", 1), ("b", None)],  # c has ended, a takes its page, b is the newest and has to go
             [("a", 1), ("b", None)],
@@ -170,45 +202,44 @@ class TestScheduler:
         assert scheduler.figures.prompt_tokens == 48
         assert scheduler.figures.generated_tokens == 9
 
-    def test_what_is_hit_again_after_a_preemption_is_counted_apart(self) -> None:
-        manager = ReplayOracle(1 + 4)
-        scheduler = Scheduler(manager, [request_of("a", 32, 3), request_of("b", 32, 20)])
-        figures = scheduler.run()
+    def test_what_is_hit_again_after_a_preemption_is_counted_apart(self, batched: bool) -> None:
+        figures = make_scheduler(1 + 4, [request_of("a", 32, 3), request_of("b", 32, 20)], batched).run()
         assert figures.preemptions == 1
         assert (figures.hit_tokens, figures.prompt_tokens) == (0, 64)
         assert figures.rehit_tokens == 16
 
-    def test_an_empty_answer_ends_after_the_prompt(self) -> None:
-        figures = Scheduler(make_manager(64), [request_of("a", 20, 0)]).run()
-        assert (figures.requests, figures.steps, figures.generated_tokens) == (1, 1, 0)
+    def test_an_empty_answer_ends_after_the_prompt(self, batched: bool) -> None:
+        figures = make_scheduler(64, [request_of("a", 20, 0)], batched, max_num_batched_tokens=12).run()
+        assert (figures.requests, figures.steps, figures.generated_tokens) == (1, 2, 0)
 
-    def test_requests_larger_than_the_pool_are_skipped(self) -> None:
+    def test_requests_larger_than_the_pool_are_skipped(self, batched: bool) -> None:
         # The last token generated needs no place.
         requests = [request_of("fits", 3 * 16, 17), request_of("large", 3 * 16, 18), request_of("a", 1)]
-        for manager in (make_manager(1 + 4), ReplayOracle(1 + 4)):
-            scheduler = Scheduler(manager, [replace(request) for request in requests])
-            assert [request.request_id for request, _ in scheduler.skipped] == ["large"]
-            figures = scheduler.run()
-            assert (figures.requests, figures.skipped, figures.prompt_tokens) == (2, 1, 49)
+        scheduler = make_scheduler(1 + 4, requests, batched)
+        assert [request.request_id for request, _ in scheduler.skipped] == ["large"]
+        figures = scheduler.run()
+        assert (figures.requests, figures.skipped, figures.prompt_tokens) == (2, 1, 49)
 
-    def test_a_manager_that_loses_pages_is_no_endless_loop(self) -> None:
-        manager = ReplayOracle(8)
-        manager.page_pool.take(7, None)
+    def test_a_manager_that_loses_pages_is_no_endless_loop(self, batched: bool) -> None:
+        manager = make_manager(8)
+        manager.page_pool.get_new_pages(7)
         with pytest.raises(PagePoolError, match=r"no request got room at usage 1\.000"):
-            Scheduler(manager, [request_of("a", 16)]).run()
+            Scheduler(manager, [request_of("a", 16)], batched=batched).run()
 
-    def test_all_pages_are_free_in_the_end_and_hits_are_not_kept_from_run_to_run(self) -> None:
+    def test_all_pages_are_free_in_the_end_and_hits_are_not_kept_from_run_to_run(self, batched: bool) -> None:
         manager = make_manager(200)
-        figures = Scheduler(manager, generate_chats(50), max_num_seqs=8).run()
+        figures = Scheduler(manager, generate_chats(50), max_num_seqs=8, batched=batched).run()
         assert manager.page_pool.get_num_free_pages() == 199
         assert manager.req_to_page_hashes == {}
         manager.page_pool.check()
         assert 0 < figures.mean_usage <= figures.peak_usage <= 1
         assert 0 < figures.allocator_seconds < figures.wall_seconds
-        again = Scheduler(manager, generate_chats(50), max_num_seqs=8).run()
+        again = Scheduler(manager, generate_chats(50), max_num_seqs=8, batched=batched).run()
         assert again.hit_tokens >= figures.hit_tokens
         assert again.allocated_pages < 2 * figures.allocated_pages
 
+
+class TestScheduler:
     def test_steps_are_reported_as_they_go(self) -> None:
         seen = []
         figures = Scheduler(make_manager(1000), generate_chats(9)).run(lambda so_far: seen.append(so_far.requests))
@@ -228,9 +259,10 @@ class TestScheduler:
 class TestEqualToTheOracle:
     def compare(self, make: Any, num_pages: int, **limits: Any) -> Figures:
         options = {name: limits.pop(name) for name in ("page_size", "enable_caching") if name in limits}
-        ours = Scheduler(make_manager(num_pages, **options), make(), **limits).run()
-        oracles = Scheduler(ReplayOracle(num_pages, **options), make(), **limits).run()
-        assert counts(ours) == counts(oracles)
+        oracles = Scheduler(ReplayOracle(num_pages, **options), make(), batched=False, **limits).run()
+        for batched in (False, True):
+            ours = Scheduler(make_manager(num_pages, **options), make(), batched=batched, **limits).run()
+            assert counts(ours) == counts(oracles)
         return ours
 
     def test_chats_in_a_pool_that_is_large_enough(self) -> None:
@@ -258,6 +290,73 @@ class TestEqualToTheOracle:
         records = read_trace(str(SHARED_TRACE), limit=20)
         figures = self.compare(lambda: make_requests(records), 2500)
         assert figures.hit_tokens > 0
+        assert figures.evicted_pages > 0
+
+
+def make_random_requests(rng: np.random.Generator, num_requests: int) -> list[SimulatedRequest]:
+    """Prompts that begin with one of three texts, and answers that others continue."""
+    texts = rng.integers(2**31, size=(3, 200), dtype=np.int32)
+    requests = []
+    for name in range(num_requests):
+        num_shared, num_own, num_output_tokens = rng.integers((1, 0, 0), (120, 20, 60)).tolist()
+        own = rng.integers(2, size=num_own + int(rng.integers(2)) * num_output_tokens, dtype=np.int32)
+        tokens = np.append(texts[rng.integers(3), :num_shared], own)
+        tokens = np.append(tokens, texts[0])[: num_shared + num_own + num_output_tokens]
+        requests.append(SimulatedRequest(str(name), num_shared + num_own, num_output_tokens, partial(np.copy, tokens)))
+    return requests
+
+
+def free_ids_of(manager: CacheManager) -> list[int]:
+    return [page.page_id for page in manager.page_pool.free_page_queue.get_all_free_pages()]
+
+
+class TestEqualPaths:
+    """A running batch and a manager give the same figures, and leave the same pages free in the same order."""
+
+    def compare(self, requests: list[SimulatedRequest], *args: Any, **limits: Any) -> Figures:
+        figures, free_ids = [], []
+        for batched in (False, True):
+            manager = make_manager(*args)
+            scheduler = Scheduler(manager, [replace(request) for request in requests], batched=batched, **limits)
+            figures.append(scheduler.run())
+            free_ids.append(free_ids_of(manager))
+            manager.page_pool.check()
+        assert figures[0].list_differences(figures[1]) == []
+        assert counts(figures[0]) == counts(figures[1])
+        assert free_ids[0] == free_ids[1]
+        return figures[1]
+
+    def test_random_requests_in_tiny_pools(self) -> None:
+        seen = Counter()
+        for seed in range(150):
+            rng = np.random.default_rng(seed)
+            page_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
+            num_pages = 2 + int(rng.integers(150, 500)) // page_size
+            limits = {"max_num_batched_tokens": int(rng.integers(1, 100)), "max_num_seqs": int(rng.integers(1, 12))}
+            requests = make_random_requests(rng, num_requests=30)
+            print(f"seed {seed}")
+            seen.update(self.compare(requests, num_pages, page_size, seed % 5 > 0, **limits).as_dict())
+        for name in ("preemptions", "rehit_tokens", "hit_tokens", "evicted_pages", "skipped"):
+            assert seen[name] > 0
+
+    @pytest.mark.parametrize("kind", ["window", "chunks", "hybrid"])
+    def test_other_kinds_of_attention(self, kind: str) -> None:
+        kinds: dict[str, Any] = {
+            "full": FullAttentionSpec(4, 1, 1, "bfloat16", use_mla=False),
+            "window": SlidingWindowSpec(4, 1, 1, "bfloat16", use_mla=False, sliding_window=10),
+            "chunks": ChunkedLocalAttentionSpec(4, 1, 1, "bfloat16", use_mla=False, attention_chunk_size=16),
+        }
+        names = ["full", "window"] if kind == "hybrid" else [kind]
+        groups = [CacheGroupSpec(kinds[name]) for name in names]
+        for seed in range(15):
+            requests = make_random_requests(np.random.default_rng(seed), num_requests=25)
+            assert self.compare(requests, 120, 4, True, groups, max_num_seqs=9, max_num_batched_tokens=70).requests > 0
+
+    @pytest.mark.skipif(not SHARED_TRACE.exists(), reason="the trace is not here")
+    def test_the_trace(self) -> None:
+        figures = self.compare(make_requests(read_trace(str(SHARED_TRACE))), 100_000)
+        assert figures.requests == 12_031
+        assert figures.preemptions > 0
         assert figures.evicted_pages > 0
 
 
@@ -434,6 +533,42 @@ class TestCommand:
         assert figures_of(trace, "--limit", 1, "--max-batched-tokens", 100)["steps"] == 6 + 2
         assert figures_of(trace, "--limit", 1, "--page-size", 1)["allocated_pages"] == 602
 
+    def test_both_ways_of_allocating_give_the_same(self, trace: Path) -> None:
+        options = (trace, "--max-batched-tokens", 1000, "--num-pages", 610)
+        by_path = figures_of(*options, "--compare")
+        assert list(by_path) == ["manager", "batched"]
+        manager, batched = ({**by_path[path], "allocator_seconds": 0, "wall_seconds": 0} for path in by_path)
+        assert manager == batched
+        for option in ("--batched", "--no-batched"):
+            figures = figures_of(*options, option)
+            assert {**figures, "allocator_seconds": 0, "wall_seconds": 0} == batched
+
+    @pytest.mark.parametrize("option", ["--batched", "--no-batched"])
+    def test_the_way_that_was_chosen_allocates(self, trace: Path, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        def admit(*_: object, **__: object) -> None:
+            raise ArgumentError("batched")
+
+        monkeypatch.setattr("pagepool.running_batch.RunningBatch.admit", admit)
+        result = invoke(trace, option)
+        assert (result.exit_code != 0) == (option == "--batched")
+
+    def test_the_comparison_has_a_column_for_each(self, trace: Path) -> None:
+        lines = invoke(trace, "--num-pages", 200, "--compare").output.splitlines()
+        assert len([line for line in lines if line.startswith("skipped ")]) == 1
+        columns = [line.split()[-2:] for line in lines if line.startswith(("  ", "prompt", "steps", "wall"))]
+        assert columns[0] == ["manager", "batched"]
+        assert ["1,200", "1,200"] in columns
+
+    def test_paths_that_differ_are_told(self, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        admit = RunningBatch.admit
+        monkeypatch.setattr(RunningBatch, "admit", lambda *args, **options: admit(*args, **options, look_up=False))
+        result = invoke(trace, "--max-num-seqs", 1, "--compare", "--json", tmp_path / "figures.json")
+        assert result.exit_code == 1
+        assert "Error: manager and batched differ in " in result.output
+        assert "hit_tokens" in result.output
+        by_path = json.loads((tmp_path / "figures.json").read_text())
+        assert by_path["manager"]["hit_tokens"] > by_path["batched"]["hit_tokens"] == 0
+
     def test_requests_larger_than_the_pool_are_reported(self, trace: Path) -> None:
         result = invoke(trace, "--num-pages", 200)
         assert result.exit_code == 0
@@ -495,6 +630,7 @@ class TestCommand:
             ["--page-size", "0"],
             ["--num-pages", "0"],
             ["--num-pages", str(1 << 62)],
+            ["--page-size", str(1 << 40)],
             ["--max-batched-tokens", "0"],
             ["--max-num-seqs", "-1"],
             ["--limit", "-1"],

@@ -1,4 +1,4 @@
-"""Replay a trace of requests through a manager under a simulated scheduler.
+"""Replay a trace of requests through a running batch, or a manager, under a simulated scheduler.
 
 `pagepool replay` on the command line; in Python:
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import IO
 
 import click
@@ -23,6 +24,7 @@ __all__ = ["pagepool"]
 
 DEFAULT_NUM_CHATS = 2000
 MAX_SKIPPED_SHOWN = 10
+PATHS = ("manager", "batched")
 POSITIVE = click.IntRange(min=1)
 NOT_NEGATIVE = click.IntRange(min=0)
 
@@ -60,6 +62,17 @@ def make_manager(num_pages: int, page_size: int, requests: list[SimulatedRequest
         raise Refusal(f"no pool of {num_pages} pages of {page_size} tokens: {error or 'out of memory'}") from error
 
 
+def make_scheduler(
+    manager: CacheManager, requests: list[SimulatedRequest], max_batched_tokens: int, max_num_seqs: int, batched: bool
+) -> Scheduler:
+    """A scheduler of its own copies of the requests, which it changes as they run."""
+    copies = [replace(request) for request in requests]
+    try:
+        return Scheduler(manager, copies, max_num_batched_tokens=max_batched_tokens, max_num_seqs=max_num_seqs, batched=batched)
+    except (PagePoolError, MemoryError) as error:
+        raise Refusal(f"no batch of {max_num_seqs} requests: {error or 'out of memory'}") from error
+
+
 def open_output(path: str | None) -> AbstractContextManager[IO[str] | None]:
     """The file for JSON, opened before the work so that a bad path is told at once."""
     if path is None:
@@ -70,13 +83,13 @@ def open_output(path: str | None) -> AbstractContextManager[IO[str] | None]:
         raise Refusal(str(error)) from error
 
 
-def run_with_progress(scheduler: Scheduler, shown: bool) -> Figures:
+def run_with_progress(scheduler: Scheduler, path: str, shown: bool) -> Figures:
     """Run to the end under a progress bar on standard output, if it is to be shown."""
     if not shown:
         return scheduler.run()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, transient=True) as progress:
-        task = progress.add_task("requests", total=len(scheduler.waiting))
+        task = progress.add_task(f"{path}: requests", total=len(scheduler.waiting))
         return scheduler.run(lambda figures: progress.update(task, completed=figures.requests))
 
 
@@ -89,6 +102,21 @@ def report_skipped(scheduler: Scheduler) -> None:
         click.echo(f"skipped {num_more} more", err=True)
 
 
+def write_json(figures: dict[str, Figures], output: IO[str]) -> None:
+    """The figures by name; by path and name if there are several paths."""
+    by_path = {path: each.as_dict() for path, each in figures.items()}
+    json.dump(by_path if len(by_path) > 1 else next(iter(by_path.values())), output, indent=2)
+    output.write("\n")
+
+
+def require_equal(figures: dict[str, Figures]) -> None:
+    """Exit with code 1 and the names of the figures in which the paths differ, if there are any."""
+    first, *others = figures.values()
+    names = sorted({name for other in others for name in first.list_differences(other)})
+    if names:
+        raise click.ClickException(f"{' and '.join(figures)} differ in {', '.join(names)}")
+
+
 @pagepool.command()
 @click.argument("trace", required=False, type=click.Path(exists=True, dir_okay=False, allow_dash=True))
 @click.option("--num-pages", type=POSITIVE, default=32768, help="Pages in the pool, the null page included.")
@@ -96,6 +124,8 @@ def report_skipped(scheduler: Scheduler) -> None:
 @click.option("--max-batched-tokens", type=POSITIVE, default=8192, help="Tokens that a step computes at most.")
 @click.option("--max-num-seqs", type=POSITIVE, default=256, help="Requests that run at once at most.")
 @click.option("--no-caching", is_flag=True, help="Do without prefix caching.")
+@click.option("--batched/--no-batched", default=True, help="Allocate for all running requests at once, or request by request.")
+@click.option("--compare", is_flag=True, help="Replay both ways; exit code 1 if more than times differs.")
 @click.option("--limit", type=NOT_NEGATIVE, metavar="N", help="Only the first N requests; without TRACE how many to make up.")
 @click.option("--seed", type=NOT_NEGATIVE, default=0, help="Of the answers' tokens, and of the made-up chats.")
 @click.option(
@@ -111,6 +141,8 @@ def replay(
     max_batched_tokens: int,
     max_num_seqs: int,
     no_caching: bool,
+    batched: bool,
+    compare: bool,
     limit: int | None,
     seed: int,
     json_path: str | None,
@@ -122,18 +154,23 @@ def replay(
     Without TRACE: 2,000 turns of made-up chats that share system prompts.
 
     All requests wait from the start, in order, and timestamps are not looked at. Each step computes running
-    requests first, then admits waiting ones; the newest is preempted when the pool is short.
+    requests first, then admits waiting ones; the newest is preempted when the pool is short. Who allocates, a
+    running batch in one call a step or (--no-batched) the manager in one a request, makes no difference but in time.
     """
     requests = load_requests(trace, limit, seed)
-    manager = make_manager(num_pages, page_size, requests, not no_caching)
+    is_shown = json_path != "-"
     with open_output(json_path) as output:
-        scheduler = Scheduler(manager, requests, max_num_batched_tokens=max_batched_tokens, max_num_seqs=max_num_seqs)
-        report_skipped(scheduler)
-        figures = run_with_progress(scheduler, shown=sys.stdout.isatty() and json_path != "-")
-        if json_path != "-":
+        schedulers = {}
+        for path in PATHS if compare else (PATHS[batched],):
+            manager = make_manager(num_pages, page_size, requests, not no_caching)
+            schedulers[path] = make_scheduler(manager, requests, max_batched_tokens, max_num_seqs, path == "batched")
+        report_skipped(next(iter(schedulers.values())))
+        figures = {
+            path: run_with_progress(scheduler, path, is_shown and sys.stdout.isatty()) for path, scheduler in schedulers.items()
+        }
+        if is_shown:
             source = source_name(trace) if trace else "made-up chats"
-            title = f"{source}, {num_pages:,} pages of {page_size} tokens"
-            print_report(figures, title)
+            print_report(figures, f"{source}, {num_pages:,} pages of {page_size} tokens")
         if output is not None:
-            json.dump(figures.as_dict(), output, indent=2)
-            output.write("\n")
+            write_json(figures, output)
+    require_equal(figures)

@@ -11,7 +11,7 @@ class Figures:
 
     `prompt_tokens` and `hit_tokens` count a request's first admission only; what is hit again when it comes
     back after a preemption is `rehit_tokens`. Usage is seen once a step, after its pages were taken. Requests
-    larger than the pool are `skipped` and in no other count.
+    larger than the pool are `skipped` and in no other count. An answer is counted when it has ended.
     """
 
     requests: int = 0
@@ -39,6 +39,11 @@ class Figures:
         self.steps += 1
         self.peak_usage = max(self.peak_usage, usage)
         self.mean_usage += (usage - self.mean_usage) / self.steps
+
+    def list_differences(self, other: "Figures") -> list[str]:
+        """The names of the figures that are not the same, times aside."""
+        others = other.as_dict()
+        return [name for name, value in self.as_dict().items() if value != others[name] and not name.endswith("_seconds")]
 
     def as_dict(self) -> dict[str, int | float]:
         """All figures by name, for JSON."""

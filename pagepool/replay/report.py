@@ -1,4 +1,4 @@
-"""A replay's figures as a table for people."""
+"""Figures of replays as a table for people."""
 
 from rich.console import Console
 from rich.table import Table
@@ -45,13 +45,15 @@ def _rows(figures: Figures) -> list[tuple[str, str]]:
     ]
 
 
-def print_report(figures: Figures, title: str) -> None:
-    """Print the title and a table of two columns, one row a figure, to standard output."""
+def print_report(figures: dict[str, Figures], title: str) -> None:
+    """Print the title and a table with one row a figure and one column for each of `figures`, to standard output."""
     table = Table.grid(padding=(0, 4))
     table.add_column("figure")
-    table.add_column("value", justify="right")
-    for row in _rows(figures):
-        table.add_row(*row)
+    for path in figures:
+        table.add_column(path, justify="right")
+    table.add_row("", *figures)
+    for rows in zip(*map(_rows, figures.values()), strict=True):
+        table.add_row(rows[0][0], *(value for _, value in rows))
     console = Console(highlight=False)
     console.print(title, style="bold", markup=False, soft_wrap=True)
     console.print(table)

@@ -15,10 +15,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from time import perf_counter
 
+import numpy as np
+
 from pagepool.errors import PagePoolError, RequestTooLargeError
+from pagepool.manager import CacheManager
+from pagepool.replay.allocator import Allocator, BatchAllocator, ManagerAllocator
 from pagepool.replay.figures import Figures
-from pagepool.replay.simulated_request import SimulatedRequest
-from pagepool.replay.timed_manager import Manager, TimedManager
+from pagepool.replay.simulated_request import Int32Array, SimulatedRequest
 from pagepool.request import EngineRequestStatus
 from pagepool.specs import require_int
 
@@ -29,42 +32,56 @@ class Scheduler:
     """Runs requests through a manager to their end.
 
     `skipped` lists the requests that are larger than the whole pool, each with the manager's reason; they are
-    not run. Raises `ArgumentError` or `ArgumentTypeError` if a limit is not a positive integer.
+    not run. `running` are the rows of those that run, in the order in which they were admitted. Raises
+    `ArgumentError` or `ArgumentTypeError` if a limit is not a positive integer.
     """
 
     def __init__(
         self,
-        manager: Manager,
+        manager: CacheManager,
         requests: Iterable[SimulatedRequest],
         *,
         max_num_batched_tokens: int = 8192,
         max_num_seqs: int = 256,
+        batched: bool = True,
     ) -> None:
-        """`max_num_batched_tokens` limits a step, `max_num_seqs` the requests that run at once."""
+        """`max_num_batched_tokens` limits a step, `max_num_seqs` the requests that run at once. `batched` lets a
+        `RunningBatch` of the manager allocate, otherwise the manager does it request by request; all figures but
+        the times are the same.
+        """
         self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
         self.max_num_seqs = require_int("max_num_seqs", max_num_seqs, minimum=1)
         self.figures = Figures()
         self.waiting: deque[SimulatedRequest] = deque()
-        self.running: list[SimulatedRequest] = []
         self.skipped: list[tuple[SimulatedRequest, str]] = []
         self._manager = manager
-        self._timed = TimedManager(manager)
         for request in requests:
             self._enqueue(request)
+        num_rows = min(self.max_num_seqs, len(self.waiting))
+        self._allocator: Allocator = ManagerAllocator(manager)
+        if batched and self.waiting:
+            max_num_tokens = max(request.num_final_tokens for request in self.waiting)
+            self._allocator = BatchAllocator(manager, num_rows, max_num_tokens)
+        # The first that waits goes into the first free row: tried again, or back after a preemption, it finds its hashes there.
+        self._free_rows = deque(range(num_rows))
+        self._requests: dict[int, SimulatedRequest] = {}
+        self.running: Int32Array = np.empty(0, dtype=np.int32)
+        self._num_tokens, self._num_computed_tokens, self._num_slots = np.zeros((3, num_rows), dtype=np.int32)
 
     def run(self, on_step: Callable[[Figures], object] | None = None) -> Figures:
         """Step until no request is left; `on_step` sees the figures so far after each step.
 
-        Cost: one or two calls to the manager for each running request and step.
+        Cost: one call to the batch a step, and a few for each request; without the batch one or two calls to the
+        manager for each running request and step.
         """
         start = perf_counter()
         stats = self._manager.page_pool.stats
-        while self.waiting or self.running:
+        while self.waiting or self.running.size:
             self.step()
             if on_step is not None:
                 on_step(self.figures)
         self.figures.wall_seconds = perf_counter() - start
-        self.figures.allocator_seconds = self._timed.seconds
+        self.figures.allocator_seconds = self._allocator.seconds
         new_stats = self._manager.page_pool.stats
         self.figures.allocated_pages = new_stats.num_allocated_pages - stats.num_allocated_pages
         self.figures.evicted_pages = new_stats.num_evicted_pages - stats.num_evicted_pages
@@ -76,12 +93,14 @@ class Scheduler:
 
         Raises `PagePoolError` if nothing can be scheduled, which a manager that loses no pages never causes.
         """
-        scheduled, budget = self._schedule_running()
-        scheduled += self._admit(budget)
-        if not scheduled:
+        num_preemptions = self.figures.preemptions
+        num_scheduled = self._grow_running()
+        if self.figures.preemptions == num_preemptions:
+            num_scheduled += self._admit(self.max_num_batched_tokens - num_scheduled)
+        if num_scheduled == 0:
             raise PagePoolError(f"no request got room at usage {self._manager.usage:.3f}: pages were lost")
         self.figures.see_usage(self._manager.usage)
-        self._compute(scheduled)
+        self._decode()
 
     def _enqueue(self, request: SimulatedRequest) -> None:
         try:
@@ -92,58 +111,68 @@ class Scheduler:
         else:
             self.waiting.append(request)
 
-    def _schedule_running(self) -> tuple[list[tuple[SimulatedRequest, int]], int]:
-        """What running requests compute, and the budget left for waiting ones: none if any was preempted."""
-        scheduled: list[tuple[SimulatedRequest, int]] = []
-        budget = self.max_num_batched_tokens
-        num_preemptions = self.figures.preemptions
-        while len(scheduled) < len(self.running) and budget:
-            request = self.running[len(scheduled)]
-            num_new_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            if not self._make_room(request, num_new_tokens):
-                break
-            scheduled.append((request, num_new_tokens))
-            budget -= num_new_tokens
-        return scheduled, budget if self.figures.preemptions == num_preemptions else 0
+    def _share_budget(self) -> tuple[Int32Array, Int32Array]:
+        """The running rows that compute something in this step, and how many tokens."""
+        rows = self.running
+        num_new_tokens = self._num_tokens[rows] - self._num_computed_tokens[rows]
+        if num_new_tokens.sum() <= self.max_num_batched_tokens:
+            return rows, num_new_tokens
+        num_left = self.max_num_batched_tokens - (np.cumsum(num_new_tokens) - num_new_tokens)
+        num_left = num_left[num_left > 0]
+        return rows[: len(num_left)], np.minimum(num_new_tokens[: len(num_left)], num_left).astype(np.int32)
 
-    def _make_room(self, request: SimulatedRequest, num_new_tokens: int) -> bool:
-        """Preempt the newest until the request has its room; False if it had to go itself."""
-        while self._timed.allocate_slots(request, num_new_tokens) is None:
-            newest = self.running.pop()
-            self._preempt(newest)
-            if newest is request:
-                return False
-        return True
+    def _grow_running(self) -> int:
+        """Make room for what running requests compute, and preempt the newest while there is none. Returns how
+        many tokens are computed."""
+        rows, num_new_tokens = self._share_budget()
+        num_done, num_rows = 0, len(rows)
+        while num_done < num_rows:
+            num_done += self._allocator.grow(rows[num_done:num_rows], num_new_tokens[num_done:num_rows])
+            if num_done < num_rows:
+                self._preempt_newest()
+                num_rows = min(num_rows, len(self.running))
+        self._num_computed_tokens[rows[:num_done]] += num_new_tokens[:num_done]
+        return int(num_new_tokens[:num_done].sum())
 
-    def _preempt(self, request: SimulatedRequest) -> None:
-        self._timed.free(request)
+    def _preempt_newest(self) -> None:
+        row = int(self.running[-1])
+        self.running = self.running[:-1]
+        self._allocator.preempt(row)
+        request = self._requests.pop(row)
+        request.num_tokens = int(self._num_tokens[row])
         request.status = EngineRequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
         self.waiting.appendleft(request)
+        self._free_rows.appendleft(row)
         self.figures.preemptions += 1
 
-    def _admit(self, budget: int) -> list[tuple[SimulatedRequest, int]]:
-        admitted: list[tuple[SimulatedRequest, int]] = []
-        while self.waiting and budget and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            num_new_tokens = self._start(request, budget)
+    def _admit(self, budget: int) -> int:
+        """Start waiting requests while there is room. Returns how many tokens they compute."""
+        num_scheduled = 0
+        admitted: list[int] = []
+        while self.waiting and num_scheduled < budget and self._free_rows:
+            num_new_tokens = self._start(self.waiting[0], self._free_rows[0], budget - num_scheduled)
             if num_new_tokens == 0:
                 break
-            self.running.append(self.waiting.popleft())
-            admitted.append((request, num_new_tokens))
-            budget -= num_new_tokens
-        return admitted
+            self.waiting.popleft()
+            admitted.append(self._free_rows.popleft())
+            num_scheduled += num_new_tokens
+        if admitted:
+            self.running = np.append(self.running, np.array(admitted, dtype=np.int32))
+        return num_scheduled
 
-    def _start(self, request: SimulatedRequest, budget: int) -> int:
+    def _start(self, request: SimulatedRequest, row: int, budget: int) -> int:
         """Take the hits and room for the first tokens after them; return how many, 0 if the pool is too
         short."""
-        request.load_token_ids()  # ahead of the manager, whose time is taken
-        pages, num_hit_tokens = self._timed.get_computed_pages(request)
-        num_new_tokens = min(request.num_tokens - num_hit_tokens, budget)
-        if self._timed.allocate_slots(request, num_new_tokens, num_hit_tokens, pages) is None:
+        request.load_token_ids()  # ahead of the allocator, whose time is taken
+        num_hit_tokens = self._allocator.admit(row, request, budget)
+        if num_hit_tokens is None:
             return 0
+        num_new_tokens = min(request.num_tokens - num_hit_tokens, budget)
         self._count_admission(request, num_hit_tokens)
-        request.num_computed_tokens = num_hit_tokens
+        self._requests[row] = request
+        self._num_tokens[row] = request.num_tokens
+        self._num_computed_tokens[row] = num_hit_tokens + num_new_tokens
+        self._num_slots[row] = request.num_slots
         request.status = EngineRequestStatus.RUNNING
         return num_new_tokens
 
@@ -154,23 +183,24 @@ class Scheduler:
             self.figures.prompt_tokens += request.num_prompt_tokens
             self.figures.hit_tokens += num_hit_tokens
 
-    def _compute(self, scheduled: list[tuple[SimulatedRequest, int]]) -> None:
-        num_ended = self.figures.requests
-        for request, num_new_tokens in scheduled:
-            request.num_computed_tokens += num_new_tokens
-            if request.num_computed_tokens == request.num_tokens:
-                self._decode(request)
-        if self.figures.requests > num_ended:
-            self.running = [one for one in self.running if one.status is EngineRequestStatus.RUNNING]
+    def _decode(self) -> None:
+        """Let each row whose tokens are all computed generate the next one, and end those whose answers have no
+        more to compute."""
+        rows = self.running
+        num_computed_tokens = self._num_computed_tokens[rows]
+        self._num_tokens[rows] = np.maximum(self._num_tokens[rows], num_computed_tokens + 1)
+        is_ended = num_computed_tokens == self._num_slots[rows]
+        if is_ended.any():
+            self.running = rows[~is_ended]
+            self._end(rows[is_ended])
 
-    def _decode(self, request: SimulatedRequest) -> None:
-        """Generate the next token, if the answer has one, and end the request after the last."""
-        if request.num_tokens < request.num_final_tokens:
-            request.num_tokens += 1
-            self.figures.generated_tokens += 1
-        if request.num_tokens == request.num_final_tokens:
-            self._timed.free(request)
-            self._timed.free_page_hashes(request)
+    def _end(self, rows: Int32Array) -> None:
+        self._allocator.finish(rows)
+        for row in rows.tolist():
+            request = self._requests.pop(row)
+            request.num_tokens = request.num_final_tokens
             request.drop_token_ids()
             request.status = EngineRequestStatus.FINISHED_LENGTH_CAPPED
+            self._free_rows.insert(1, row)  # ahead of those whose memory was never touched
             self.figures.requests += 1
+            self.figures.generated_tokens += request.num_output_tokens
