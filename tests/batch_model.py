@@ -374,6 +374,7 @@ class BatchRows(Rows):
         self.batch = pagepool.RunningBatch(manager, tables, data_parallel_size=setting.data_parallel_size)
         self.tables = getattr(tables, "page_tables", (tables,))
         self.on_device = [table.page_table_cpu.copy() for table in self.tables]
+        self.named: set[int] = set()  # rows of the call, which alone may get dirty
         self._forms = itertools.cycle(ROW_FORMS)
 
     def _formed(self, values: Amounts) -> Any:
@@ -381,28 +382,34 @@ class BatchRows(Rows):
         return values if form is list or isinstance(values, int) else np.array(values, dtype=form)
 
     def admit(self, row: int, token_ids: list[int], **options: Any) -> int | None:
+        self.named = {row}
         return self.batch.admit(row, self._formed(token_ids), **options)
 
     def grow(self, rows: list[int], num_new_tokens: Amounts = 1, num_lookahead_tokens: Amounts = 0) -> Grown:
-        formed = map(self._formed, (rows, num_new_tokens, num_lookahead_tokens))
-        return grown_of(self.batch.grow(*formed))
+        self.named = set(rows)
+        return grown_of(self.batch.grow(*map(self._formed, (rows, num_new_tokens, num_lookahead_tokens))))
 
     def step(self, rows: list[int], token_ids: list[int]) -> Grown:
+        self.named = set(rows)
         return grown_of(self.batch.step(self._formed(rows), self._formed(token_ids)))
 
     def append(self, rows: list[int], token_ids: list[int]) -> None:
         self.batch.append(self._formed(rows), self._formed(token_ids))
 
     def trim(self, rows: list[int], num_tokens: Amounts) -> None:
+        self.named = set(rows)
         self.batch.trim(self._formed(rows), self._formed(num_tokens))
 
     def release(self, rows: list[int]) -> None:
+        self.named = set(rows)
         self.batch.release(self._formed(rows))
 
     def move_row(self, src: int, tgt: int) -> None:
+        self.named = {src, tgt}
         self.batch.move_row(src, tgt)
 
     def swap_row(self, src: int, tgt: int) -> None:
+        self.named = {src, tgt}
         self.batch.swap_row(src, tgt)
 
     def state(self, request_ids: Iterable[str]) -> BatchState:
@@ -423,8 +430,10 @@ class BatchRows(Rows):
     def _commit(self) -> None:
         """Send what is dirty to the NumPy tables that stand for the device: they must be the host's then."""
         for table, on_device in zip(self.tables, self.on_device, strict=True):
-            send(table, on_device)
+            dirty_rows = {row for row, _ in send(table, on_device)}
+            assert dirty_rows <= self.named, f"rows {dirty_rows} are dirty, the call named {self.named}"
             np.testing.assert_array_equal(on_device, table.page_table_cpu)
+        self.named = set()
 
 
 def make_tables(setting: Setting, num_rows: int) -> Any:
@@ -443,7 +452,7 @@ def grown_of(result: pagepool.StepResult) -> Grown:
 
 def send(table: pagepool.PageTable, on_device: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
     """Write a table's dirty windows over what the device knows; return row and first column of each."""
-    num_rows, num_columns = on_device.shape
+    num_rows = on_device.shape[0]
     num_windows = table.count_dirty_windows(0, num_rows)
     if not num_windows:
         return []

@@ -121,7 +121,8 @@ class BatchWorkload:
         base = rng.choice(self.families)
         num_shared = rng.randint(0, len(base) // page_size) * page_size + rng.randint(0, 2)
         tokens = base[:num_shared] + self._tokens(rng.randint(1, 2 * page_size))
-        return tokens[: rng.choice((self.max_tokens, self.max_tokens - 1, self.max_tokens // 2, 2 * page_size, page_size - 1, 1)) or 1]
+        most = rng.choice((self.max_tokens, self.max_tokens - 1, self.max_tokens // 2, 2 * page_size, page_size - 1, 1))
+        return tokens[: max(1, most)]
 
     def _attributes(self) -> dict[str, Any]:
         """Return what makes a request special."""
@@ -155,12 +156,13 @@ class BatchWorkload:
     def grow_all(self, rows: list[int], num_new: Any, num_ahead: Any) -> None:
         """Grow, and go on with the rest after a victim was preempted."""
 
-        def call(rows: list[int]) -> Grown:
-            news, aheads = (values if isinstance(values, int) else [values[row] for row in rows] for values in by_row)
-            return self.twins.call("grow", rows, news, aheads)
+        def of(values: Any, rows: list[int]) -> Any:
+            return values if isinstance(values, int) else [values[row] for row in rows]
 
-        by_row = [values if isinstance(values, int) else dict(zip(rows, values, strict=True)) for values in (num_new, num_ahead)]
-        self._persist(rows, call)
+        new, ahead = (
+            values if isinstance(values, int) else dict(zip(rows, values, strict=True)) for values in (num_new, num_ahead)
+        )
+        self._persist(rows, lambda rows: self.twins.call("grow", rows, of(new, rows), of(ahead, rows)))
 
     def step(self) -> None:
         """Decode a token of some rows."""
