@@ -135,7 +135,7 @@ class ModelRows(Rows):
     def __init__(self, manager: Any, setting: Setting, num_rows: int) -> None:
         super().__init__(manager)
         self.setting = setting
-        self.requests: list[Request | None] = [None] * num_rows
+        self.requests: list[Any] = [None] * num_rows  # a Request, or None for a free row
         self.num_hits = [0] * num_rows
         self.shards: list[int | None] = [None] * num_rows
         widths = [cdiv(setting.max_model_len, group.page_size) for group in setting.groups]

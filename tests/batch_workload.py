@@ -13,7 +13,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from batch_model import Grown, ModelRows
+from batch_model import Grown
 from settings import Setting
 from twins import Mismatch, Twins
 from workload import NUM_FAMILIES, VOCABULARY, Feature
@@ -30,7 +30,7 @@ class BatchWorkload:
         self.num_pages = num_pages
         self.rng = rng
         self.twins = twins
-        self.model: ModelRows = twins.oracle
+        self.model: Any = twins.oracle  # ModelRows
         self.max_tokens = setting.max_model_len
         self.families = [self._tokens(self.max_tokens) for _ in range(NUM_FAMILIES)]
         self.attributes: dict[int, dict[str, Any]] = {}  # by row
@@ -112,16 +112,20 @@ class BatchWorkload:
         return options
 
     def _new_request(self) -> tuple[list[int], dict[str, Any]]:
-        token_ids = self._prompt()
-        return token_ids, self._attributes() if self.rng.random() < 0.4 else {}
+        """Return a prompt of a family, or one that begins as a row that runs."""
+        row = self.rng.choice(self.rows() or [None])
+        if row is not None and self.rng.random() < 0.5:
+            return self._prompt(self.model.requests[row].all_token_ids), self.attributes[row]
+        return self._prompt(self.rng.choice(self.families)), self._attributes() if self.rng.random() < 0.4 else {}
 
-    def _prompt(self) -> list[int]:
-        """Return the beginning of a family and some tokens more; now and then it is tiny, or as long as can be."""
+    def _prompt(self, base: list[int]) -> list[int]:
+        """Return the beginning of other tokens and some more; now and then it is tiny, or as long as can be."""
         rng, page_size = self.rng, self.setting.page_size
-        base = rng.choice(self.families)
-        num_shared = rng.randint(0, len(base) // page_size) * page_size + rng.randint(0, 2)
+        num_shared = rng.choice((len(base), rng.randint(0, len(base) // page_size) * page_size + rng.randint(0, 2)))
         tokens = base[:num_shared] + self._tokens(rng.randint(1, 2 * page_size))
-        most = rng.choice((self.max_tokens, self.max_tokens - 1, self.max_tokens // 2, 2 * page_size, page_size - 1, 1))
+        most = rng.choice(
+            (self.max_tokens, self.max_tokens // 2, self.max_tokens // 2, 3 * page_size, 2 * page_size, page_size - 1)
+        )
         return tokens[: max(1, most)]
 
     def _attributes(self) -> dict[str, Any]:
@@ -197,14 +201,26 @@ class BatchWorkload:
         self.twins.call("trim", rows, [self.num_tokens(row) - rng.randint(0, nums_drafts[row]) for row in rows])
 
     def trim(self) -> None:
-        """Cut rows anywhere, mostly near the end; where a window has gone on that is refused."""
+        """Cut rows anywhere, mostly near the end or in what is shared; where a window has gone on that is refused."""
         rng, rows = self.rng, self.some(self.rows())
         if rng.random() < 0.2:
             self.twins.call("trim", rows, rng.randint(0, min(map(self.num_tokens, rows), default=0)))
             return
-        depths = [rng.choice((0, 1, self.setting.page_size, self.max_tokens)) for _ in rows]
-        nums = [max(0, self.num_tokens(row) - rng.randint(0, depth)) for row, depth in zip(rows, depths, strict=True)]
-        self.twins.call("trim", rows, nums)
+        self.twins.call("trim", rows, [self._cut(row) for row in rows])
+
+    def _cut(self, row: int) -> int:
+        num_shared = self._num_shared_tokens(row)
+        if num_shared and self.rng.random() < 0.5:
+            return self.rng.randint(max(0, num_shared - self.setting.page_size), num_shared)
+        depth = self.rng.choice((0, 1, self.setting.page_size, self.max_tokens))
+        return max(0, self.num_tokens(row) - self.rng.randint(0, depth))
+
+    def _num_shared_tokens(self, row: int) -> int:
+        """Return where the last page ends that somebody else holds too; 0: none."""
+        ref_counts = self.model.manager.page_pool.ref_counts
+        groups = zip(self.setting.groups, self.model.get_page_ids(row), strict=True)
+        ends = [(i + 1) * group.page_size for group, pages in groups for i, page in enumerate(pages) if ref_counts[page] > 1]
+        return min(max(ends, default=0), self.num_tokens(row))
 
     # rows go and change places
 
