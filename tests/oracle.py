@@ -69,6 +69,10 @@ class ContentKeys:
         """Drop what is remembered for a finished request."""
         self._chains.pop(request_id, None)
 
+    def cut(self, request_id: str, num_tokens: int) -> None:
+        """Drop what is remembered for tokens from `num_tokens` on."""
+        del self._chains[request_id][num_tokens // self.page_size :]
+
     def _number(self, parent: int | None, request: Any, page: int) -> int:
         start, stop = page * self.page_size, (page + 1) * self.page_size
         content = (parent, tuple(request.all_token_ids[start:stop]), extra_keys(request, start, stop))
@@ -217,6 +221,9 @@ class Full:
     def num_required_pages(self, num_tokens: int) -> int:
         return cdiv(num_tokens, self.page_size)
 
+    def num_full_pages(self, num_tokens: int) -> int:
+        return num_tokens // self.page_size
+
     def first_useful_page(self, num_computed_tokens: int, num_cached_pages: int) -> int:
         return 0
 
@@ -286,7 +293,10 @@ class Mamba(Full):
     """A recurrent state: one page a request, never shared."""
 
     def num_required_pages(self, num_tokens: int) -> int:
-        return 1
+        return min(1, num_tokens)
+
+    def num_full_pages(self, num_tokens: int) -> int:
+        return 0
 
 
 Kind = Full | Sliding | Chunked | Mamba
@@ -500,6 +510,55 @@ class OracleManager:
             keys = self._keys(request, kind)
             self.page_pool.cache_full_pages(held.pages, keys, held.num_cached_pages, num_full_pages, group_id)
             held.num_cached_pages = num_full_pages
+
+    # cutting
+
+    def check_trim(self, request: Any, num_tokens: int) -> None:
+        """Refuse a cut after which a token to compute would miss a page: its own, or one that it looks at."""
+        restart = self._restart(request, num_tokens)
+        for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
+            first = kind.first_useful_page(restart, 0)
+            if NULL_PAGE in held.pages[first : self._num_kept_pages(kind, held, num_tokens)]:
+                raise ValueError("a page that is needed again was given back")
+
+    def trim(self, request: Any, num_tokens: int) -> int:
+        """Cut the request, whose tokens the caller cuts, and return how many of them stay computed."""
+        restart = self._restart(request, num_tokens)
+        for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
+            num_full_pages = kind.num_full_pages(num_tokens)
+            num_kept_pages = self._num_kept_pages(kind, held, num_tokens)
+            while len(held.pages) > num_kept_pages:
+                self._let_go(held.pages.pop())
+            for page in held.pages[num_full_pages:]:
+                self.page_pool.evict_pages([page])
+            held.num_cached_pages = min(held.num_cached_pages, num_full_pages)
+        self.keys.cut(request.request_id, num_tokens)
+        return restart
+
+    def _restart(self, request: Any, num_tokens: int) -> int:
+        """Tokens that share a page with the cut are computed again where somebody else holds the page."""
+        starts = [
+            kind.num_full_pages(num_tokens) * kind.page_size
+            for kind, held in zip(self.kinds, self.held[request.request_id], strict=True)
+            if self._cuts_shared_page(kind, held, num_tokens)
+        ]
+        return min(request.num_computed_tokens, num_tokens, *starts)
+
+    def _num_kept_pages(self, kind: Kind, held: HeldPages, num_tokens: int) -> int:
+        is_shared = self._cuts_shared_page(kind, held, num_tokens)
+        return kind.num_full_pages(num_tokens) if is_shared else kind.num_required_pages(num_tokens)
+
+    def _cuts_shared_page(self, kind: Kind, held: HeldPages, num_tokens: int) -> bool:
+        """Tell whether the cut goes through a page that others hold too."""
+        cut_pages = held.pages[kind.num_full_pages(num_tokens) : kind.num_required_pages(num_tokens)]
+        return any(page != NULL_PAGE and self.page_pool.ref_counts[page] > 1 for page in cut_pages)
+
+    def _let_go(self, page: int) -> None:
+        """Give a page back; the last holder takes its entry along."""
+        if page != NULL_PAGE:
+            if self.page_pool.ref_counts[page] == 1:
+                self.page_pool.evict_pages([page])
+            self.page_pool.free_pages([page])
 
     # giving back and asking
 

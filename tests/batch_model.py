@@ -1,0 +1,462 @@
+"""One batch of rows under one set of calls: over the oracle, over `CacheManager`, and as a `RunningBatch`.
+
+The first two do row by row, in plain Python and with a plain NumPy table, what the batch does in one native call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from oracle import OracleManager, PagesByGroup, cdiv, shard_of_hint
+from settings import Setting
+from workload import WITH_LOGPROBS, Request
+
+import pagepool
+from pagepool._core import pack_dirty_windows
+
+HASH_SEED = "rows"
+Amounts = int | Sequence[int]
+
+
+class Grown(NamedTuple):
+    """A `StepResult` in lists: rows that have their room, and the new pages."""
+
+    num_grown: int
+    page_ids: list[int]
+    rows: list[int]
+    groups: list[int]
+
+
+class BatchState(NamedTuple):
+    """Everything that can be seen of rows, their tables and their pool."""
+
+    is_admitted: list[bool]
+    num_tokens: list[int]
+    num_computed_tokens: list[int]
+    num_cached_tokens: list[int]
+    page_ids: list[PagesByGroup]  # by row, by group
+    tables: list[list[list[int]]]  # by group
+    num_pages_per_row: list[list[int]]  # by group
+    ref_counts: list[int]  # of all pages but the null page, whose count is not kept
+    free_page_ids: list[int]  # front of the queue first
+    prefix_entries: list[tuple[int, tuple[int, ...]]]  # (group, pages of one content in the order they were entered)
+    hashes: dict[int, int]  # by cached page; empty where a side has none
+    stats: dict[str, int]
+    request_page_ids: list[PagesByGroup]  # of requests that share the manager, by request asked about
+
+    def differences(self, other: BatchState) -> list[str]:
+        """Name the fields in which the other state differs, with both values."""
+        return [
+            f"{name}: {mine} against {theirs}"
+            for name, mine, theirs in zip(self._fields, self, other, strict=True)
+            if mine != theirs
+        ]
+
+
+class PoolState(NamedTuple):
+    """The fields of `BatchState` that the pool has."""
+
+    ref_counts: list[int]
+    free_page_ids: list[int]
+    prefix_entries: list[tuple[int, tuple[int, ...]]]
+    hashes: dict[int, int]
+    stats: dict[str, int]
+
+
+def package_pool_state(pool: pagepool.PagePool, with_hashes: bool) -> PoolState:
+    """Return the state of the package's pool."""
+    pages_by_key = dict(pool.cached_page_hash_to_page)
+    hashes = {page: key.page_hash.hash_value for key, pages in pages_by_key.items() for page in pages}
+    return PoolState(
+        pool.ref_counts().tolist()[1:],
+        pool.free_page_ids_in_order().tolist(),
+        sorted((key.group_id, tuple(pages)) for key, pages in pages_by_key.items()),
+        hashes if with_hashes else {},
+        asdict(pool.stats),
+    )
+
+
+def oracle_pool_state(manager: OracleManager) -> PoolState:
+    """Return the state of the oracle's pool, whose counters are named otherwise."""
+    pool = manager.page_pool
+    stats = {f"num_{name}_pages": pool.counts[name] for name in ("allocated", "freed", "evicted", "cached")}
+    stats |= {"num_queried_tokens": pool.counts["queried"], "num_hit_tokens": pool.counts["hit"]}
+    entries = sorted((group_id, tuple(pages)) for (_, group_id), pages in pool.index.items())
+    return PoolState(pool.ref_counts[1:], pool.free_page_ids(), entries, {}, stats)
+
+
+# --- what all have in common --------------------------------------------------------------------------------
+
+
+class Rows(ABC):
+    """Rows beside requests of the same manager. Calls are those of `RunningBatch`, results are plain lists."""
+
+    def __init__(self, manager: Any) -> None:
+        self.manager = manager
+        self.neighbours: dict[str, Request] = {}
+
+    @abstractmethod
+    def state(self, request_ids: Iterable[str]) -> BatchState:
+        """Return all that can be seen, with what these neighbours hold."""
+
+    def start_neighbour(self, request_id: str, token_ids: list[int], **attributes: Any) -> int | None:
+        """Run a request through the manager; return the tokens that it hit, None if it does not fit."""
+        request = Request(request_id, list(token_ids), **attributes)
+        hits, num_hit_tokens = self.manager.get_computed_pages(request)
+        pages = self.manager.allocate_slots(request, len(token_ids) - num_hit_tokens, num_hit_tokens, hits)
+        self.manager.free_page_hashes(request)
+        if pages is None:
+            return None
+        self.neighbours[request_id] = request
+        return num_hit_tokens
+
+    def finish_neighbour(self, request_id: str) -> None:
+        self.manager.free(self.neighbours.pop(request_id))
+
+    def reset_prefix_cache(self) -> bool:
+        return self.manager.reset_prefix_cache()
+
+    def evict_pages(self, page_ids: list[int]) -> int:
+        return self.manager.page_pool.evict_pages(page_ids)
+
+
+# --- row by row ---------------------------------------------------------------------------------------------
+
+
+class ModelRows(Rows):
+    """Each row is a request, and a line of a table. What a manager makes of requests is the subclass's."""
+
+    def __init__(self, manager: Any, setting: Setting, num_rows: int) -> None:
+        super().__init__(manager)
+        self.setting = setting
+        self.requests: list[Any] = [None] * num_rows  # a Request, or None for a free row
+        self.num_hits = [0] * num_rows
+        self.shards: list[int | None] = [None] * num_rows
+        widths = [cdiv(setting.max_model_len, group.page_size) for group in setting.groups]
+        self.tables = [np.zeros((num_rows, width), dtype=np.int32) for width in widths]
+        self._numbers = itertools.count()
+
+    @abstractmethod
+    def pool_state(self) -> PoolState:
+        """Return what can be seen of the pool."""
+
+    @abstractmethod
+    def to_page_ids(self, pages: Any) -> PagesByGroup:
+        """Turn what the manager returns for pages into page ids by group."""
+
+    @abstractmethod
+    def skip_pages(self, request: Request) -> None:
+        """Give back what fell out of the window, and nothing else."""
+
+    # coming and growing
+
+    def admit(
+        self,
+        row: int,
+        token_ids: list[int],
+        *,
+        num_tokens: int | None = None,
+        dp_shard: int | None = None,
+        num_reserved_pages: int = 0,
+        look_up: bool = True,
+        **attributes: Any,
+    ) -> int | None:
+        request = Request(f"row{next(self._numbers)}", list(token_ids), **attributes)
+        request.sampling_params = None if look_up else WITH_LOGPROBS
+        hits, num_hits = self.manager.get_computed_pages(request, **self._placement(dp_shard))
+        num_computed = max(num_hits, len(token_ids) if num_tokens is None else num_tokens)
+        if self._is_shard_short(self.to_page_ids(hits), num_computed, dp_shard):
+            return None
+        num_attached = min(num_hits, num_computed - 1)  # managers want something to compute
+        options = {"num_reserved_pages": num_reserved_pages, **self._placement(dp_shard)}
+        pages = self.manager.allocate_slots(request, num_computed - num_attached, num_attached, hits, **options)
+        if pages is None:
+            return None
+        request.num_computed_tokens = num_computed
+        self.requests[row], self.num_hits[row], self.shards[row] = request, num_hits, dp_shard
+        self._show(row)
+        return num_hits
+
+    def grow(self, rows: list[int], num_new_tokens: Amounts = 1, num_lookahead_tokens: Amounts = 0) -> Grown:
+        grown = Grown(0, [], [], [])
+        news, aheads = (by_row(amounts, len(rows)) for amounts in (num_new_tokens, num_lookahead_tokens))
+        for row, num_new, num_ahead in zip(rows, news, aheads, strict=True):
+            if not self._grow_row(row, num_new, num_ahead, grown):
+                break
+            grown = grown._replace(num_grown=grown.num_grown + 1)
+        return grown
+
+    def step(self, rows: list[int], token_ids: list[int]) -> Grown:
+        grown = Grown(0, [], [], [])
+        for row, token_id in zip(rows, token_ids, strict=True):
+            self.append([row], [token_id])
+            if not self._grow_row(row, 1, 0, grown):
+                self._forget_last_token(row)
+                break
+            grown = grown._replace(num_grown=grown.num_grown + 1)
+        return grown
+
+    def append(self, rows: list[int], token_ids: list[int]) -> None:
+        for row, token_id in zip(rows, token_ids, strict=True):
+            self.requests[row].all_token_ids.append(token_id)
+
+    def _grow_row(self, row: int, num_new: int, num_ahead: int, grown: Grown) -> bool:
+        request = self.requests[row]
+        new_pages = self._make_room(request, num_new, num_ahead, self._placement(self.shards[row]))
+        self._show(row)
+        if new_pages is None:
+            return False
+        request.num_computed_tokens += num_new
+        for group_id, page_ids in enumerate(self.to_page_ids(new_pages)):
+            grown.page_ids.extend(page_ids)
+            grown.rows.extend([row] * len(page_ids))
+            grown.groups.extend([group_id] * len(page_ids))
+        return True
+
+    def _make_room(self, request: Request, num_new: int, num_ahead: int, placement: dict[str, Any]) -> Any:
+        """Allocate. Managers want new tokens: where all are lookahead, those are the new ones, not entered."""
+        if num_new:
+            return self.manager.allocate_slots(request, num_new, num_lookahead_tokens=num_ahead, **placement)
+        if num_ahead:
+            return self.manager.allocate_slots(request, num_ahead, delay_cache_pages=True, **placement)
+        self.skip_pages(request)
+        return self.no_pages()
+
+    @abstractmethod
+    def no_pages(self) -> Any:
+        """Return what the manager says where it added nothing."""
+
+    def _forget_last_token(self, row: int) -> None:
+        """Take a token back that the manager may have hashed for an allocation that failed."""
+        request = self.requests[row]
+        self.manager.free_page_hashes(request)
+        self.requests[row] = replace(request, all_token_ids=request.all_token_ids[:-1])
+
+    def _placement(self, shard: int | None) -> dict[str, Any]:
+        if shard is None:
+            return {}
+        return {"dp_shard_hint": shard, "data_parallel_size": self.setting.data_parallel_size}
+
+    def _is_shard_short(self, hits: PagesByGroup, num_tokens: int, dp_shard: int | None) -> bool:
+        """Tell whether the shard lacks pages for an admission. A manager would move the hits to the queue's end."""
+        shard = shard_of_hint(self.manager.page_pool.num_pages, dp_shard, self.setting.data_parallel_size)
+        if shard is None:
+            return False
+        held = {page for page_ids in hits for page in page_ids}
+        num_free = sum(page in shard and page not in held for page in self.pool_state().free_page_ids)
+        sizes = [num_tokens if group.kind == "mamba" else group.page_size for group in self.setting.groups]
+        num_missing = sum(cdiv(num_tokens, size) - len(page_ids) for size, page_ids in zip(sizes, hits, strict=True))
+        return num_missing > num_free
+
+    # going and changing places
+
+    def release(self, rows: list[int]) -> None:
+        for row in rows:
+            self.manager.free(self.requests[row])
+            self.manager.free_page_hashes(self.requests[row])
+            self.requests[row], self.num_hits[row], self.shards[row] = None, 0, None
+            self._show(row)
+
+    def move_row(self, src: int, tgt: int) -> None:
+        self.swap_row(src, tgt)
+
+    def swap_row(self, src: int, tgt: int) -> None:
+        for values in (self.requests, self.num_hits, self.shards):
+            values[src], values[tgt] = values[tgt], values[src]
+        self._show(src)
+        self._show(tgt)
+
+    # looking
+
+    def get_page_ids(self, row: int) -> PagesByGroup:
+        request = self.requests[row]
+        page_ids = self.manager.get_page_ids(request.request_id) if request else ()
+        return tuple(list(ids) for ids in page_ids) or tuple([] for _ in self.tables)
+
+    def state(self, request_ids: Iterable[str]) -> BatchState:
+        page_ids = [self.get_page_ids(row) for row in range(len(self.requests))]
+        pool = self.pool_state()
+        return BatchState(
+            [request is not None for request in self.requests],
+            [request.num_tokens if request else 0 for request in self.requests],
+            [request.num_computed_tokens if request else 0 for request in self.requests],
+            list(self.num_hits),
+            page_ids,
+            [table.tolist() for table in self.tables],
+            [[len(ids[group_id]) for ids in page_ids] for group_id in range(len(self.tables))],
+            *pool,
+            [tuple(list(ids) for ids in self.manager.get_page_ids(request_id)) for request_id in request_ids],
+        )
+
+    def _show(self, row: int) -> None:
+        """Write the row's pages, and zeros behind them."""
+        for table, page_ids in zip(self.tables, self.get_page_ids(row), strict=True):
+            table[row] = 0
+            table[row, : len(page_ids)] = page_ids
+
+
+def by_row(amounts: Amounts, num_rows: int) -> Sequence[int]:
+    """One number for each row."""
+    return [amounts] * num_rows if isinstance(amounts, int) else amounts
+
+
+class OracleRows(ModelRows):
+    """Rows over the oracle, which can trim."""
+
+    manager: OracleManager
+
+    def pool_state(self) -> PoolState:
+        return oracle_pool_state(self.manager)
+
+    def to_page_ids(self, pages: PagesByGroup) -> PagesByGroup:
+        return pages
+
+    def no_pages(self) -> PagesByGroup:
+        return tuple([] for _ in self.tables)
+
+    def skip_pages(self, request: Request) -> None:
+        self.manager._skip_pages(request)
+
+    def trim(self, rows: list[int], num_tokens: Amounts) -> None:
+        """Cut rows in order. All are checked first, each as it stands before the call."""
+        lengths = list(zip(rows, by_row(num_tokens, len(rows)), strict=True))
+        for row, length in lengths:
+            self.manager.check_trim(self.requests[row], length)
+        for row, length in lengths:
+            request = self.requests[row]
+            request.num_computed_tokens = self.manager.trim(request, length)
+            del request.all_token_ids[length:]
+            self.num_hits[row] = min(self.num_hits[row], length)
+            self._show(row)
+
+
+class ManagerRows(ModelRows):
+    """Rows over the package's manager, request by request. It cannot trim."""
+
+    manager: pagepool.CacheManager
+
+    def pool_state(self) -> PoolState:
+        return package_pool_state(self.manager.page_pool, with_hashes=True)
+
+    def to_page_ids(self, pages: pagepool.CachePages) -> PagesByGroup:
+        return pages.get_page_ids()
+
+    def no_pages(self) -> pagepool.CachePages:
+        return self.manager.create_empty_page_list()
+
+    def skip_pages(self, request: Request) -> None:
+        held = self.manager.coordinator.requests[request.request_id]
+        self.manager.coordinator.remove_skipped_pages(held, request.num_computed_tokens)
+        self.manager.coordinator.update_thresholds(held)
+
+
+# --- the batch ----------------------------------------------------------------------------------------------
+
+
+ROW_FORMS = (list, np.int32, np.int64, np.uint16, ">i4")
+
+
+class BatchRows(Rows):
+    """A `RunningBatch`, checked whenever its state is read. Arguments take turns in lists and arrays of several dtypes."""
+
+    manager: pagepool.CacheManager
+
+    def __init__(self, manager: pagepool.CacheManager, setting: Setting, num_rows: int, with_hashes: bool) -> None:
+        super().__init__(manager)
+        self.with_hashes = with_hashes
+        tables = make_tables(setting, num_rows)
+        self.batch = pagepool.RunningBatch(manager, tables, data_parallel_size=setting.data_parallel_size)
+        self.tables = getattr(tables, "page_tables", (tables,))
+        self.on_device = [table.page_table_cpu.copy() for table in self.tables]
+        self.named: set[int] = set()  # rows of the call, which alone may get dirty
+        self._forms = itertools.cycle(ROW_FORMS)
+
+    def _formed(self, values: Amounts) -> Any:
+        form = next(self._forms)
+        return values if form is list or isinstance(values, int) else np.array(values, dtype=form)
+
+    def admit(self, row: int, token_ids: list[int], **options: Any) -> int | None:
+        self.named = {row}
+        return self.batch.admit(row, self._formed(token_ids), **options)
+
+    def grow(self, rows: list[int], num_new_tokens: Amounts = 1, num_lookahead_tokens: Amounts = 0) -> Grown:
+        self.named = set(rows)
+        return grown_of(self.batch.grow(*map(self._formed, (rows, num_new_tokens, num_lookahead_tokens))))
+
+    def step(self, rows: list[int], token_ids: list[int]) -> Grown:
+        self.named = set(rows)
+        return grown_of(self.batch.step(self._formed(rows), self._formed(token_ids)))
+
+    def append(self, rows: list[int], token_ids: list[int]) -> None:
+        self.batch.append(self._formed(rows), self._formed(token_ids))
+
+    def trim(self, rows: list[int], num_tokens: Amounts) -> None:
+        self.named = set(rows)
+        self.batch.trim(self._formed(rows), self._formed(num_tokens))
+
+    def release(self, rows: list[int]) -> None:
+        self.named = set(rows)
+        self.batch.release(self._formed(rows))
+
+    def move_row(self, src: int, tgt: int) -> None:
+        self.named = {src, tgt}
+        self.batch.move_row(src, tgt)
+
+    def swap_row(self, src: int, tgt: int) -> None:
+        self.named = {src, tgt}
+        self.batch.swap_row(src, tgt)
+
+    def state(self, request_ids: Iterable[str]) -> BatchState:
+        self.batch.check()
+        self._commit()
+        batch = self.batch
+        pool = package_pool_state(self.manager.page_pool, self.with_hashes)
+        by_row = (batch.is_admitted, batch.num_tokens, batch.num_computed_tokens, batch.num_cached_tokens)
+        return BatchState(
+            *(values.tolist() for values in by_row),
+            [batch.get_page_ids(row) for row in range(batch.num_tokens.size)],
+            [table.page_table_cpu.tolist() for table in self.tables],
+            [table.num_pages_per_row.tolist() for table in self.tables],
+            *pool,
+            [self.manager.get_page_ids(request_id) for request_id in request_ids],
+        )
+
+    def _commit(self) -> None:
+        """Send what is dirty to the NumPy tables that stand for the device: they must be the host's then."""
+        for table, on_device in zip(self.tables, self.on_device, strict=True):
+            dirty_rows = {row for row, _ in send(table, on_device)}
+            assert dirty_rows <= self.named, f"rows {dirty_rows} are dirty, the call named {self.named}"
+            np.testing.assert_array_equal(on_device, table.page_table_cpu)
+        self.named = set()
+
+
+def make_tables(setting: Setting, num_rows: int) -> Any:
+    """Return the table of a single group, else tables of all groups."""
+    page_sizes = [group.page_size for group in setting.groups]
+    if len(page_sizes) > 1:
+        return pagepool.MultiGroupPageTable(num_rows, setting.max_model_len, 64, page_sizes)
+    return pagepool.PageTable(num_rows, cdiv(setting.max_model_len, page_sizes[0]), 64)
+
+
+def grown_of(result: pagepool.StepResult) -> Grown:
+    arrays = (result.new_page_ids, result.new_page_rows, result.new_page_groups)
+    assert all(array.dtype == np.int32 and array.ndim == 1 for array in arrays)
+    return Grown(result.num_grown, *(array.tolist() for array in arrays))
+
+
+def send(table: pagepool.PageTable, on_device: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
+    """Write a table's dirty windows over what the device knows; return row and first column of each."""
+    num_rows = on_device.shape[0]
+    num_windows = table.count_dirty_windows(0, num_rows)
+    if not num_windows:
+        return []
+    windows, (places,) = pack_dirty_windows((table,), num_rows, num_windows)
+    for window, (row, column) in zip(windows, places, strict=True):
+        on_device[row, column : column + 64] = window
+    return [(int(row), int(column)) for row, column in places]

@@ -1,0 +1,765 @@
+"""A running batch that is misused, or whose surroundings fail: the named error, nothing changed, and it goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pagepool
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    FullAttentionSpec,
+    MultiGroupPageTable,
+    PageTable,
+    RunningBatch,
+    SlidingWindowSpec,
+    StepResult,
+)
+from pagepool.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DoubleFreeError,
+    IntegrityError,
+    PageHashError,
+    PagePoolError,
+    RowIndexError,
+    RowOverflowError,
+)
+
+FULL = FullAttentionSpec(4, 1, 8, "float16", False)
+FULL_8 = FullAttentionSpec(8, 1, 8, "float16", False)
+WINDOW_5 = SlidingWindowSpec(4, 1, 8, "float16", False, 5)
+MAX_MODEL_LEN = 32
+
+
+def make_manager(*specs: Any, num_pages: int = 24, **options: Any) -> CacheManager:
+    groups = [CacheGroupSpec(spec) for spec in specs]
+    return CacheManager(num_pages, groups, MAX_MODEL_LEN, **{"hash_seed": "misuse"} | options)
+
+
+class InUse:
+    """Four rows: 0 has 10 tokens; 1 shares the first 8 of them and is as long as can be; 2 has computed 3 of 6; 3 is free."""
+
+    def __init__(self, manager: CacheManager | None = None, num_columns: int = 8) -> None:
+        self.manager = manager or make_manager(FULL)
+        self.pool = self.manager.page_pool
+        self.table = PageTable(4, num_columns, 64)
+        self.batch = RunningBatch(self.manager, self.table)
+        self.batch.admit(0, list(range(10)))
+        self.batch.admit(1, [*range(8), *range(100, 124)])
+        self.batch.admit(2, [7] * 6, num_tokens=3)
+
+    def state(self) -> list[Any]:
+        """Everything that a call may change and that can be seen, the tokens excepted: see `go_on`."""
+        batch, table, pool = self.batch, self.table, self.pool
+        return [
+            *(values.tolist() for values in (batch.is_admitted, batch.num_tokens, batch.num_computed_tokens)),
+            batch.num_cached_tokens.tolist(),
+            [batch.get_page_ids(row) for row in range(4)],
+            table.page_table_cpu.tolist(),
+            table.num_pages_per_row.tolist(),
+            table.cpu_version,
+            [table.count_dirty_windows(row, row + 1) for row in range(4)],
+            pool.ref_counts().tolist(),
+            pool.free_page_ids_in_order().tolist(),
+            {key: list(pages) for key, pages in pool.cached_page_hash_to_page.items()},
+            pool.stats,
+        ]
+
+    def go_on(self) -> list[Any]:
+        """Fill more pages, whose hashes tell all tokens, start other rows, and end: equal states mean equal rows."""
+        batch = self.batch
+        rows = np.flatnonzero(batch.is_admitted)
+        batch.grow(rows, (batch.num_tokens - batch.num_computed_tokens)[rows])
+        growing = rows[batch.num_tokens[rows] <= MAX_MODEL_LEN - 8]
+        for token_id in range(8):
+            batch.step(growing, [token_id] * growing.size)
+        for row in np.flatnonzero(~batch.is_admitted):
+            batch.admit(row, list(range(9)))
+        states = [self.state()]
+        batch.check()
+        batch.release([3, 1, 0, 2])
+        batch.check()
+        return [*states, self.state()]
+
+
+def assert_refused(call: Callable[[InUse], Any], error: type[Exception], message: str) -> None:
+    """The call raises and changes nothing, not even what is seen only later."""
+    in_use = InUse()
+    before = in_use.state()
+    with pytest.raises(error, match=message):
+        call(in_use)
+    assert in_use.state() == before
+    in_use.batch.check()
+    assert in_use.go_on() == InUse().go_on()
+
+
+# --- rows ---------------------------------------------------------------------------------------------------
+
+
+class Unready:
+    """Is an int only for those who do not ask."""
+
+    def __index__(self) -> int:
+        raise ZeroDivisionError("no number yet")
+
+
+class Int(int):
+    """As an engine may have for its ids."""
+
+
+def tokens_for(rows: Any) -> list[int]:
+    return [1] * int(np.size(np.asarray(rows, dtype=object)))
+
+
+BY_ROWS: dict[str, Callable[[RunningBatch, Any], Any]] = {
+    "grow": lambda batch, rows: batch.grow(rows, 0),
+    "step": lambda batch, rows: batch.step(rows, tokens_for(rows)),
+    "append": lambda batch, rows: batch.append(rows, tokens_for(rows)),
+    "trim": lambda batch, rows: batch.trim(rows, 1),
+    "release": lambda batch, rows: batch.release(rows),
+}
+BAD_ROWS: dict[str, tuple[Any, type[Exception], str]] = {
+    "outside": ([0, 4], RowIndexError, r"got 4.*allowed: 0 to 3"),
+    "outside, array": (np.array([4, 0], dtype=np.int32), RowIndexError, r"got 4.*allowed: 0 to 3"),
+    "far outside": ([0, 2**31 - 1], RowIndexError, r"got 2147483647.*allowed: 0 to 3"),
+    "negative": ([0, -1], RowIndexError, r"got -1.*allowed: 0 to 3"),
+    "lowest": (np.array([-(2**31)], dtype=np.int32), RowIndexError, r"got -2147483648.*allowed: 0 to 3"),
+    "not admitted": ([0, 3], ArgumentError, r"row 3.*not admitted"),
+    "beyond int32": ([0, 2**40], ArgumentError, r"rows.*1099511627776.*int32"),
+    "beyond int32, array": (np.array([0, 2**40]), ArgumentError, r"rows.*1099511627776.*int32"),
+    "beyond int64": ([0, 2**80], ArgumentError, r"rows.*int32"),
+    "uint64": (np.array([2**63], dtype=np.uint64), ArgumentError, r"rows.*9223372036854775808.*int32"),
+    "floats": ([0, 2.0], ArgumentTypeError, r"rows.*float"),
+    "float array": (np.array([0.0, 2.0]), ArgumentTypeError, r"rows.*float64.*ints"),
+    "bool array": (np.array([True, False]), ArgumentTypeError, r"rows.*bool.*ints"),
+    "object array": (np.array([0, 2], dtype=object), ArgumentTypeError, r"rows.*object.*ints"),
+    "string array": (np.array(["0"]), ArgumentTypeError, r"rows.*<U1.*ints"),
+    "2-D": (np.array([[0, 2]]), ArgumentTypeError, r"rows.*2 dimensions.*1 dimension"),
+    "0-D": (np.array(0), ArgumentTypeError, r"rows.*0 dimensions.*1 dimension"),
+    "nested": ([[0], [2]], ArgumentTypeError, r"rows.*list"),
+    "strings": (["0"], ArgumentTypeError, r"rows.*str"),
+    "a string": ("02", ArgumentTypeError, r"rows.*str"),
+    "a number": (0, ArgumentTypeError, r"rows.*int.*a list or an array"),
+    "nothing": (None, ArgumentTypeError, r"rows.*NoneType.*a list or an array"),
+    "an error of its own": ([0, Unready()], ZeroDivisionError, "no number yet"),
+}
+ONCE = [name for name in BY_ROWS if name != "append"]
+
+
+@pytest.mark.parametrize(("rows", "error", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_wrong_rows(name: str, rows: Any, error: type[Exception], message: str) -> None:
+    assert_refused(lambda in_use: BY_ROWS[name](in_use.batch, rows), error, message)
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_rows_do_not_repeat(name: str) -> None:
+    assert_refused(lambda in_use: BY_ROWS[name](in_use.batch, [0, 2, 0]), ArgumentError, r"got 0 twice.*each once")
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_a_released_row_is_refused(name: str) -> None:
+    in_use = InUse()
+    in_use.batch.release([1])
+    before = in_use.state()
+    with pytest.raises(ArgumentError, match=r"row 1.*not admitted"):
+        BY_ROWS[name](in_use.batch, [0, 1])
+    assert in_use.state() == before
+
+
+@pytest.mark.parametrize("empty", [[], (), np.array([], dtype=np.int32), np.array([], dtype=np.int64)], ids=repr)
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_no_rows_are_nothing_to_do(name: str, empty: Any) -> None:
+    in_use = InUse()
+    before = in_use.state()
+    result = BY_ROWS[name](in_use.batch, empty)
+    assert in_use.state() == before
+    if isinstance(result, StepResult):
+        assert (result.num_grown, result.new_page_ids.size, result.new_page_rows.size, result.new_page_groups.size) == (0,) * 4
+
+
+# --- amounts and tokens -------------------------------------------------------------------------------------
+
+
+BAD_CALLS: dict[str, tuple[Callable[[InUse], Any], type[Exception], str]] = {
+    "grow by more than is known": (lambda u: u.batch.grow([0, 2], [0, 4]), ArgumentError, r"row 2.*got 4.*up to the 3"),
+    "grow all by more than one knows": (lambda u: u.batch.grow([2, 0], 1), ArgumentError, r"row 0.*got 1.*up to the 0"),
+    "grow by less than nothing": (lambda u: u.batch.grow([0], -1), ArgumentError, r"num_new_tokens.*-1"),
+    "grow one by less than nothing": (lambda u: u.batch.grow([2, 0], [1, -1]), ArgumentError, r"row 0.*got -1.*at least 0"),
+    "grow by the lowest": (lambda u: u.batch.grow([0], [-(2**31)]), ArgumentError, r"got -2147483648.*at least 0"),
+    "grow by the most": (lambda u: u.batch.grow([2], [2**31 - 1]), ArgumentError, r"got 2147483647.*up to the 3"),
+    "grow by too much for int32": (lambda u: u.batch.grow([0], 2**40), ArgumentError, r"num_new_tokens.*1099511627776"),
+    "grow one by too much for int32": (lambda u: u.batch.grow([0], [2**40]), ArgumentError, r"num_new_tokens.*int32"),
+    "grow by a fraction": (lambda u: u.batch.grow([2], 1.5), ArgumentTypeError, r"num_new_tokens.*float"),
+    "grow one by a fraction": (lambda u: u.batch.grow([2], [1.5]), ArgumentTypeError, r"num_new_tokens.*float"),
+    "grow by floats": (lambda u: u.batch.grow([2], np.ones(1)), ArgumentTypeError, r"num_new_tokens.*float64"),
+    "grow by flags": (lambda u: u.batch.grow([2], np.ones(1, dtype=bool)), ArgumentTypeError, r"num_new_tokens.*bool"),
+    "grow by a table": (lambda u: u.batch.grow([2], np.ones((1, 1), dtype=np.int32)), ArgumentTypeError, r"2 dimensions"),
+    "grow by a string": (lambda u: u.batch.grow([2], "1"), ArgumentTypeError, r"num_new_tokens.*str"),
+    "grow by nothing said": (lambda u: u.batch.grow([2], None), ArgumentTypeError, r"num_new_tokens.*NoneType"),
+    "grow by what has no number": (lambda u: u.batch.grow([2], Unready()), ZeroDivisionError, "no number yet"),
+    "grow by too many numbers": (lambda u: u.batch.grow([2], [1, 1]), ArgumentError, r"num_new_tokens: got 2.*rows, 1"),
+    "grow by too few numbers": (lambda u: u.batch.grow([2, 0], [0]), ArgumentError, r"num_new_tokens: got 1.*rows, 2"),
+    "look ahead less than nothing": (lambda u: u.batch.grow([0], 0, -1), ArgumentError, r"num_lookahead_tokens.*-1"),
+    "one looks ahead less": (lambda u: u.batch.grow([2, 0], 0, [0, -1]), ArgumentError, r"row 0.*-1 lookahead.*at least 0"),
+    "look ahead a fraction": (lambda u: u.batch.grow([0], 0, 0.5), ArgumentTypeError, r"num_lookahead_tokens.*float"),
+    "look ahead too many numbers": (
+        lambda u: u.batch.grow([0], 0, [1, 1]),
+        ArgumentError,
+        r"num_lookahead_tokens: got 2.*rows, 1",
+    ),
+    "look ahead beyond int64": (lambda u: u.batch.grow([0], 0, 2**80), ArgumentError, r"num_lookahead_tokens"),
+    "step at the end": (lambda u: u.batch.step([0, 1], [1, 1]), RowOverflowError, r"row 1: got 33 tokens, allowed: 32"),
+    "step without tokens": (lambda u: u.batch.step([0], []), ArgumentError, r"token_ids: got 0.*rows, 1"),
+    "step with too many tokens": (lambda u: u.batch.step([0], [1, 2]), ArgumentError, r"token_ids: got 2.*rows, 1"),
+    "append at the end": (lambda u: u.batch.append([0, 1], [1, 1]), RowOverflowError, r"row 1: got 33 tokens, allowed: 32"),
+    "append past the end": (
+        lambda u: u.batch.append([0] * 23, [1] * 23),
+        RowOverflowError,
+        r"row 0: got 33 tokens, allowed: 32",
+    ),
+    "append too few tokens": (lambda u: u.batch.append([0, 2], [1]), ArgumentError, r"token_ids: got 1.*rows, 2"),
+    "trim to more than is known": (lambda u: u.batch.trim([0, 2], [1, 7]), ArgumentError, r"num_tokens: got 7.*0 to 6"),
+    "trim to less than nothing": (lambda u: u.batch.trim([0], -1), ArgumentError, r"num_tokens.*-1"),
+    "trim one to less than nothing": (lambda u: u.batch.trim([2, 0], [1, -1]), ArgumentError, r"num_tokens: got -1.*0 to 10"),
+    "trim to the most": (lambda u: u.batch.trim([0], [2**31 - 1]), ArgumentError, r"num_tokens: got 2147483647.*0 to 10"),
+    "trim to a fraction": (lambda u: u.batch.trim([0], 1.5), ArgumentTypeError, r"num_tokens.*float"),
+    "trim to floats": (lambda u: u.batch.trim([0], np.ones(1)), ArgumentTypeError, r"num_tokens.*float64"),
+    "trim to too many numbers": (lambda u: u.batch.trim([0], [1, 2]), ArgumentError, r"num_tokens: got 2.*rows, 1"),
+    "move a free row": (lambda u: u.batch.move_row(3, 3), ArgumentError, r"rows 3 and 3.*free.*allowed"),
+    "move to an admitted row": (lambda u: u.batch.move_row(0, 1), ArgumentError, r"rows 0 and 1.*admitted.*a free one"),
+    "move to itself": (lambda u: u.batch.move_row(0, 0), ArgumentError, r"rows 0 and 0.*a free one"),
+    "move from outside": (lambda u: u.batch.move_row(4, 3), RowIndexError, r"got 4.*allowed: 0 to 3"),
+    "move to outside": (lambda u: u.batch.move_row(0, -1), RowIndexError, r"got -1.*allowed: 0 to 3"),
+    "move half a row": (lambda u: u.batch.move_row(0.5, 3), ArgumentTypeError, r"row.*float"),
+    "swap with outside": (lambda u: u.batch.swap_row(0, 4), RowIndexError, r"got 4.*allowed: 0 to 3"),
+    "swap beyond int32": (lambda u: u.batch.swap_row(2**40, 0), RowIndexError, r"got 1099511627776.*allowed: 0 to 3"),
+    "swap a string": (lambda u: u.batch.swap_row(0, "1"), ArgumentTypeError, r"row.*str"),
+    "read outside": (lambda u: u.batch.get_page_ids(4), RowIndexError, r"got 4.*allowed: 0 to 3"),
+    "read before": (lambda u: u.batch.get_page_ids(-1), RowIndexError, r"got -1.*allowed: 0 to 3"),
+    "read half a row": (lambda u: u.batch.get_page_ids(0.5), ArgumentTypeError, r"row.*float"),
+    "write a count": (lambda u: np.copyto(u.batch.num_tokens, 0), ValueError, r"read-only"),
+    "write a flag": (lambda u: u.batch.is_admitted.fill(True), ValueError, r"read-only"),
+}
+BAD_TOKENS: dict[str, tuple[Any, type[Exception], str]] = {
+    "beyond int32": ([2**40], ArgumentError, r"token_ids.*1099511627776.*int32"),
+    "beyond int32, array": (np.array([2**40]), ArgumentError, r"token_ids.*1099511627776.*int32"),
+    "below int32": (np.array([-(2**31) - 1]), ArgumentError, r"token_ids.*-2147483649.*int32"),
+    "uint32": (np.array([2**31], dtype=np.uint32), ArgumentError, r"token_ids.*2147483648.*int32"),
+    "floats": ([1.0], ArgumentTypeError, r"token_ids.*float"),
+    "float array": (np.array([1.0]), ArgumentTypeError, r"token_ids.*float64.*ints"),
+    "bool array": (np.array([True]), ArgumentTypeError, r"token_ids.*bool.*ints"),
+    "2-D": (np.array([[1]]), ArgumentTypeError, r"token_ids.*2 dimensions.*1 dimension"),
+    "strings": (["a"], ArgumentTypeError, r"token_ids.*str"),
+    "a number": (1, ArgumentTypeError, r"token_ids.*int.*a list or an array"),
+    "nothing": (None, ArgumentTypeError, r"token_ids.*NoneType.*a list or an array"),
+    "an error of its own": ([Unready()], ZeroDivisionError, "no number yet"),
+}
+BY_TOKENS: dict[str, Callable[[RunningBatch, Any], Any]] = {
+    "admit": lambda batch, token_ids: batch.admit(3, token_ids),
+    "step": lambda batch, token_ids: batch.step([0], token_ids),
+    "append": lambda batch, token_ids: batch.append([0], token_ids),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_a_wrong_call(call: Callable[[InUse], Any], error: type[Exception], message: str) -> None:
+    assert_refused(call, error, message)
+
+
+@pytest.mark.parametrize(("token_ids", "error", "message"), BAD_TOKENS.values(), ids=BAD_TOKENS)
+@pytest.mark.parametrize("name", BY_TOKENS)
+def test_wrong_tokens(name: str, token_ids: Any, error: type[Exception], message: str) -> None:
+    assert_refused(lambda in_use: BY_TOKENS[name](in_use.batch, token_ids), error, message)
+
+
+@pytest.mark.parametrize("num_ahead", [22, 2**30, 2**30 + 1, 2**31 - 11, 2**31 - 10, 2**31 - 1])
+def test_lookahead_ends_with_the_row_however_much_it_is(num_ahead: int) -> None:
+    in_use = InUse()
+    assert in_use.batch.grow([0], 0, [num_ahead]).new_page_ids.size == 5
+    assert len(in_use.batch.get_page_ids(0)[0]) == 8
+    in_use.batch.check()
+
+
+# --- admission ----------------------------------------------------------------------------------------------
+
+
+PLACED = SimpleNamespace(offset=0, length=2)
+BAD_ADMISSIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
+    "outside": ((4, [1]), {}, RowIndexError, r"got 4.*allowed: 0 to 3"),
+    "negative": ((-1, [1]), {}, RowIndexError, r"got -1.*allowed: 0 to 3"),
+    "beyond int32": ((2**40, [1]), {}, RowIndexError, r"got 1099511627776.*allowed: 0 to 3"),
+    "half a row": ((3.0, [1]), {}, ArgumentTypeError, r"row.*float"),
+    "a string": (("3", [1]), {}, ArgumentTypeError, r"row.*str"),
+    "several rows": (([3], [1]), {}, ArgumentTypeError, r"row.*list"),
+    "no number": ((Unready(), [1]), {}, ZeroDivisionError, "no number yet"),
+    "twice": ((0, [1]), {}, ArgumentError, r"row 0 is admitted already"),
+    "no tokens": ((3, []), {}, ArgumentError, r"token_ids: got none.*at least 1"),
+    "an empty array": ((3, np.array([], dtype=np.int32)), {}, ArgumentError, r"token_ids: got none.*at least 1"),
+    "too many tokens": ((3, [1] * 33), {}, RowOverflowError, r"row 3: got 33 tokens, allowed: 32"),
+    "none of them": ((3, [1] * 6), {"num_tokens": 0}, ArgumentError, r"num_tokens: got 0.*1 to 6"),
+    "more than all": ((3, [1] * 6), {"num_tokens": 7}, ArgumentError, r"num_tokens: got 7.*1 to 6"),
+    "less than none": ((3, [1] * 6), {"num_tokens": -1}, ArgumentError, r"num_tokens: got -1.*1 to 6"),
+    "far more than all": ((3, [1] * 6), {"num_tokens": 2**40}, ArgumentError, r"num_tokens: got 1099511627776.*1 to 6"),
+    "half of one": ((3, [1] * 6), {"num_tokens": 0.5}, ArgumentTypeError, r"num_tokens.*float"),
+    "a string of them": ((3, [1] * 6), {"num_tokens": "3"}, ArgumentTypeError, r"num_tokens.*str"),
+    "a shard of none": ((3, [1]), {"dp_shard": 0}, ArgumentError, r"dp_shard: got 0.*data_parallel_size"),
+    "less than no reserve": ((3, [1]), {"num_reserved_pages": -1}, ArgumentError, r"num_reserved_pages: got -1"),
+    "half a reserve": ((3, [1]), {"num_reserved_pages": 0.5}, ArgumentTypeError, r"num_reserved_pages.*float"),
+    "a feature without content": ((3, [1]), {"mm_features": [PLACED]}, ArgumentError, r"mm_features.*mm_hash"),
+    "an odd content": ((3, [1]), {"mm_features": [SimpleNamespace(mm_hash=1.5)]}, ArgumentTypeError, r"mm_hash.*float"),
+    "an odd salt": ((3, [1]), {"cache_salt": ["salt"]}, ArgumentTypeError, r"salt.*list"),
+    "an odd adapter": ((3, [1]), {"lora_id": 1.5}, ArgumentTypeError, r"lora.*float"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "options", "error", "message"), BAD_ADMISSIONS.values(), ids=BAD_ADMISSIONS)
+def test_a_wrong_admission(arguments: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    assert_refused(lambda in_use: in_use.batch.admit(*arguments, **options), error, message)
+
+
+def test_a_table_may_have_less_room_than_the_model() -> None:
+    batch = RunningBatch(make_manager(FULL), PageTable(2, 2, 64))
+    assert batch.max_num_tokens == 8
+    with pytest.raises(RowOverflowError, match=r"row 1: got 9 tokens, allowed: 8.*table has room"):
+        batch.admit(1, [1] * 9)
+    assert batch.admit(1, [1] * 7, num_tokens=2) == 0
+    assert batch.grow([1], 5, 100).new_page_ids.size == 1
+    assert batch.step([1], [1]).num_grown == 1
+    for call in (batch.step, batch.append):
+        with pytest.raises(RowOverflowError, match=r"row 1: got 9 tokens, allowed: 8"):
+            call([1], [1])
+    batch.check()
+
+
+def test_what_does_not_fit_changes_nothing_but_the_counted_query() -> None:
+    in_use = InUse()
+    before = in_use.state()
+    assert in_use.batch.admit(3, list(range(9)), num_reserved_pages=13) is None
+    assert in_use.state()[:-1] == before[:-1]
+    assert in_use.pool.stats.num_queried_tokens - before[-1].num_queried_tokens == 9
+    assert in_use.pool.stats.num_hit_tokens - before[-1].num_hit_tokens == 8
+    assert in_use.batch.admit(3, list(range(9)), num_reserved_pages=12) == 8
+
+
+BAD_BATCHES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no manager": (lambda: RunningBatch(None, PageTable(4, 8, 64)), ArgumentTypeError, r"manager.*NoneType.*CacheManager"),
+    "a pool": (lambda: RunningBatch(pagepool.PagePool(8, True), PageTable(4, 8, 64)), ArgumentTypeError, r"manager.*PagePool"),
+    "no table": (lambda: RunningBatch(make_manager(FULL), None), ArgumentTypeError, r"page_table.*NoneType.*PageTable"),
+    "tables in a list": (
+        lambda: RunningBatch(make_manager(FULL), [PageTable(4, 8, 64)]),
+        ArgumentTypeError,
+        r"page_table.*list",
+    ),
+    "an array": (lambda: RunningBatch(make_manager(FULL), np.zeros((4, 8))), ArgumentTypeError, r"page_table.*ndarray"),
+    "no groups": (lambda: RunningBatch(make_manager(), PageTable(4, 8, 64)), ArgumentError, r"0 groups.*at least 1"),
+    "no groups and no tables": (
+        lambda: RunningBatch(make_manager(), MultiGroupPageTable(4, 32, 64, [])),
+        ArgumentError,
+        r"0 groups.*at least 1",
+    ),
+    "one table for two groups": (
+        lambda: RunningBatch(make_manager(FULL, WINDOW_5), PageTable(4, 8, 64)),
+        ArgumentError,
+        r"got 1 tables for 2 groups",
+    ),
+    "two tables for one group": (
+        lambda: RunningBatch(make_manager(FULL), MultiGroupPageTable(4, 32, 64, [4, 4])),
+        ArgumentError,
+        r"got .*\[4, 4\].*\[4\]",
+    ),
+    "another page size": (
+        lambda: RunningBatch(make_manager(FULL), MultiGroupPageTable(4, 32, 64, [8])),
+        ArgumentError,
+        r"page sizes \[8\].*\[4\]",
+    ),
+    "page sizes in another order": (
+        lambda: RunningBatch(make_manager(FULL, FULL_8), MultiGroupPageTable(4, 32, 64, [8, 4])),
+        ArgumentError,
+        r"page sizes \[8, 4\].*\[4, 8\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "message"), BAD_BATCHES.values(), ids=BAD_BATCHES)
+def test_what_does_not_fit_together(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        make()
+    assert isinstance(caught.value, PagePoolError)
+
+
+@pytest.mark.parametrize("hash_algo", ["sha256", hash])
+def test_pages_are_hashed_natively_or_not_at_all(hash_algo: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"hash_algo.*siphash128"):
+        RunningBatch(make_manager(FULL, hash_algo=hash_algo), PageTable(4, 8, 64))
+    batch = RunningBatch(make_manager(FULL, hash_algo=hash_algo, enable_caching=False), PageTable(4, 8, 64))
+    assert batch.admit(0, [1] * 9) == 0
+    batch.check()
+
+
+# --- what is allowed ----------------------------------------------------------------------------------------
+
+
+def read_only(values: list[int]) -> Any:
+    array = np.array(values, dtype=np.int32)
+    array.setflags(write=False)
+    return array
+
+
+FORMS: dict[str, Callable[[list[int]], Any]] = {
+    "int64": lambda values: np.array(values, dtype=np.int64),
+    "uint8": lambda values: np.array(values, dtype=np.uint8),
+    "uint64": lambda values: np.array(values, dtype=np.uint64),
+    "big-endian": lambda values: np.array(values, dtype=">i4"),
+    "big-endian int64": lambda values: np.array(values, dtype=">i8"),
+    "read-only": read_only,
+    "every other": lambda values: np.repeat(np.array(values, dtype=np.int32), 2)[::2],
+    "backwards": lambda values: np.array(values[::-1], dtype=np.int32)[::-1],
+    "a column": lambda values: np.array([values, values], dtype=np.int32).T[:, 1],
+    "unaligned": lambda values: np.frombuffer(b"." + np.array(values, dtype=np.int32).tobytes(), dtype=np.int32, offset=1),
+    "tuple": tuple,
+    "ints of a subclass": lambda values: [Int(value) for value in values],
+    "NumPy's ints": lambda values: [np.int16(value) for value in values],
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_the_form_of_the_numbers_does_not_matter(form: Callable[[list[int]], Any]) -> None:
+    expected, in_use = InUse(), InUse()
+    for batch, of in ((expected.batch, list), (in_use.batch, form)):
+        batch.admit(3, of([5, 6, 7, 8, 9]))
+        batch.grow(of([2, 0]), of([3, 0]), of([1, 9]))
+        batch.step(of([3, 0]), of([11, 12]))
+        batch.append(of([0, 0, 2]), of([3, 4, 5]))
+        batch.trim(of([3, 2]), of([3, 6]))
+        batch.release(of([1]))
+    assert in_use.state() == expected.state()
+    in_use.batch.check()
+
+
+def test_single_numbers_may_be_any_int() -> None:
+    expected, in_use, third = InUse(), InUse(), InUse()
+    for batch, of in ((expected.batch, int), (in_use.batch, Int), (third.batch, np.int64)):
+        batch.admit(of(3), [5, 6, 7], num_tokens=of(2), num_reserved_pages=of(1))
+        batch.grow([3], of(1), of(8))
+        batch.trim([3], of(1))
+        batch.swap_row(of(2), of(3))
+        batch.release([of(1)])
+        batch.move_row(of(3), of(1))
+    assert in_use.state() == third.state() == expected.state()
+
+
+def test_arguments_are_not_written() -> None:
+    in_use = InUse()
+    rows, token_ids = np.array([0, 2], dtype=np.int32), np.array([8, 9], dtype=np.int32)
+    in_use.batch.step(rows, token_ids)
+    in_use.batch.release(rows)
+    assert (rows.tolist(), token_ids.tolist()) == ([0, 2], [8, 9])
+
+
+def test_known_tokens_are_a_copy() -> None:
+    in_use, expected = InUse(), InUse()
+    token_ids = np.arange(50, 56, dtype=np.int32)
+    in_use.batch.admit(3, token_ids, num_tokens=1)
+    expected.batch.admit(3, token_ids.copy(), num_tokens=1)
+    token_ids[:] = 0
+    for batch in (in_use.batch, expected.batch):
+        batch.grow([3], 5)
+    assert in_use.state() == expected.state()
+
+
+# --- windows ------------------------------------------------------------------------------------------------
+
+
+def make_window() -> tuple[CacheManager, PageTable, RunningBatch]:
+    """A row of 21 tokens in a window of 5: the first 4 of its 6 pages are given back."""
+    manager, table = make_manager(WINDOW_5), PageTable(2, 8, 64)
+    batch = RunningBatch(manager, table)
+    batch.admit(0, list(range(20)))
+    batch.step([0], [20])
+    assert batch.get_page_ids(0) == ([0, 0, 0, 0, 5, 6],)
+    return manager, table, batch
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 15, 17, 19])
+def test_a_cut_behind_the_window_is_refused(num_tokens: int) -> None:
+    manager, table, batch = make_window()
+    before = (batch.get_page_ids(0), batch.num_tokens.tolist(), table.cpu_version, manager.page_pool.ref_counts().tolist())
+    with pytest.raises(ArgumentError, match=rf"row 0.*cut to {num_tokens} tokens.*window"):
+        batch.trim([0], num_tokens)
+    after = (batch.get_page_ids(0), batch.num_tokens.tolist(), table.cpu_version, manager.page_pool.ref_counts().tolist())
+    assert after == before
+    batch.check()
+
+
+@pytest.mark.parametrize(("num_tokens", "page_ids"), [(20, [0, 0, 0, 0, 5]), (21, [0, 0, 0, 0, 5, 6]), (0, [])])
+def test_a_cut_within_the_window_and_one_to_nothing(num_tokens: int, page_ids: list[int]) -> None:
+    _, table, batch = make_window()
+    batch.trim([0], num_tokens)
+    assert batch.get_page_ids(0) == (page_ids,)
+    assert table.page_table_cpu[0].tolist() == page_ids + [0] * (8 - len(page_ids))
+    batch.append([0] * 4, [1] * 4)
+    batch.grow([0], 4)
+    batch.check()
+
+
+def test_a_cut_that_begins_again_before_the_window_is_refused() -> None:
+    """The cut goes through a page of 8 that both rows hold, so all is to be computed again, into pages that are gone."""
+    manager, tables = make_manager(FULL_8, WINDOW_5), MultiGroupPageTable(2, MAX_MODEL_LEN, 64, [8, 4])
+    batch = RunningBatch(manager, tables)
+    batch.admit(0, list(range(16)))
+    assert batch.admit(1, list(range(9))) == 8
+    batch.step([0], [16])
+    before = (batch.get_page_ids(0), manager.page_pool.ref_counts().tolist())
+    assert before[0][1][:3] == [0, 0, 0]
+    with pytest.raises(ArgumentError, match=r"row 0.*cut to 6 tokens.*window"):
+        batch.trim([0], 6)
+    assert (batch.get_page_ids(0), manager.page_pool.ref_counts().tolist()) == before
+    batch.check()
+
+
+# --- others who lay hands on pages and tables ---------------------------------------------------------------
+
+
+def test_a_page_given_back_behind_our_back_is_not_given_back_twice() -> None:
+    in_use = InUse()
+    in_use.pool.free_page_ids([3])
+    before = in_use.state()
+    with pytest.raises(DoubleFreeError, match="page 3 "):
+        in_use.batch.release([2, 0])
+    assert in_use.state() == before
+    with pytest.raises(IntegrityError, match="page 3 stands in 1"):
+        in_use.batch.check()
+    in_use.pool.touch_page_ids([3])
+    in_use.batch.release([2, 0])
+    in_use.batch.check()
+
+
+def test_a_shared_page_given_back_once_too_often_is_missed_by_the_last_holder() -> None:
+    in_use = InUse()
+    in_use.pool.free_page_ids([1])
+    with pytest.raises(IntegrityError, match="page 1 stands in 2 rows and requests, its ref count is 1"):
+        in_use.batch.check()
+    before = in_use.state()
+    with pytest.raises(DoubleFreeError, match="page 1 "):
+        in_use.batch.release([0, 1])
+    assert in_use.state() == before
+    in_use.batch.release([0])
+    with pytest.raises(DoubleFreeError, match="page 1 "):
+        in_use.batch.release([1])
+
+
+def spoil(table: PageTable, value: int) -> None:
+    """Write nonsense into the table and its counts, beyond the rows' ends too."""
+    table.page_table_cpu[:] = value
+    table.num_pages_per_row[:] = value
+
+
+ON_SPOILED: dict[str, Callable[[RunningBatch], Any]] = {
+    "step": lambda batch: [batch.step([0, 2], [token_id] * 2).new_page_ids.tolist() for token_id in range(7)],
+    "grow": lambda batch: batch.grow([2, 0], [3, 0], 30).new_page_ids.tolist(),
+    "trim": lambda batch: batch.trim([0, 1, 2], [6, 0, 6]),
+    "release": lambda batch: batch.release([2, 1]),
+    "move": lambda batch: batch.move_row(1, 3),
+    "swap": lambda batch: (batch.swap_row(0, 1), batch.swap_row(2, 3)),
+    "admit": lambda batch: batch.admit(3, list(range(9))),
+    "append": lambda batch: batch.append([0, 2], [1, 1]),
+}
+
+
+@pytest.mark.parametrize("value", [-7, 0, 10**9, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("name", ON_SPOILED)
+def test_the_table_is_written_and_never_read(name: str, value: int) -> None:
+    in_use, expected = InUse(), InUse()
+    spoil(in_use.table, value)
+    with pytest.raises(IntegrityError, match=r"row 0, group 0.*the table says"):
+        in_use.batch.check()
+    assert ON_SPOILED[name](in_use.batch) == ON_SPOILED[name](expected.batch)
+    in_use.table.page_table_cpu[:] = expected.table.page_table_cpu
+    in_use.table.num_pages_per_row[:] = expected.table.num_pages_per_row
+    assert in_use.state() == expected.state()
+    in_use.batch.check()
+    assert in_use.go_on()[0][4:] == expected.go_on()[0][4:]
+
+
+def test_check_names_a_place_of_the_table_that_was_overwritten() -> None:
+    in_use = InUse()
+    in_use.table.page_table_cpu[1, 7] = 20
+    with pytest.raises(IntegrityError, match=r"row 1, group 0: page \d+ \(at 7\), the table says 20"):
+        in_use.batch.check()
+    in_use.table.page_table_cpu[1, 7] = in_use.batch.get_page_ids(1)[0][7]
+    in_use.table.page_table_cpu[3, 0] = 5
+    with pytest.raises(IntegrityError, match=r"row 3, group 0: page 0 \(at 0\), the table says 5"):
+        in_use.batch.check()
+
+
+# --- injected failures --------------------------------------------------------------------------------------
+
+
+NEEDS_PAGES: dict[str, Callable[[RunningBatch], Any]] = {
+    "grow": lambda batch: batch.grow([2, 0], [3, 0], [0, 1]),
+    "step": lambda batch: batch.step([2, 0], [1, 3]),
+    "admit": lambda batch: batch.admit(3, [5] * 5),
+    "admit with hits": lambda batch: batch.admit(3, list(range(12))),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_PAGES)
+def test_a_free_page_with_a_holder_is_not_handed_out(name: str) -> None:
+    in_use, expected = InUse(), InUse()
+    for batch in (in_use.batch, expected.batch):
+        batch.append([0, 0], [1, 2])
+        batch.grow([0], 2)
+    call = NEEDS_PAGES[name]
+    page = in_use.pool.pages[int(in_use.pool.free_page_ids_in_order()[0])]
+    page.ref_cnt = 1
+    before = in_use.state()
+    with pytest.raises(IntegrityError, match=f"page {page.page_id} "):
+        call(in_use.batch)
+    assert in_use.state()[:-1] == before[:-1]  # a look-up was counted
+    with pytest.raises(IntegrityError, match=f"page {page.page_id} "):
+        in_use.batch.check()
+    page.ref_cnt = 0
+    in_use.batch.check()
+    call(in_use.batch)
+    call(expected.batch)
+    assert in_use.state()[:-1] == expected.state()[:-1]
+    assert in_use.go_on()[0][:-1] == expected.go_on()[0][:-1]
+
+
+def test_what_needs_no_page_does_not_mind_a_free_page_with_a_holder() -> None:
+    in_use = InUse()
+    page = in_use.pool.pages[int(in_use.pool.free_page_ids_in_order()[0])]
+    page.ref_cnt = 1
+    assert in_use.batch.step([0], [1]).num_grown == 1
+    assert in_use.batch.grow([2], 1).num_grown == 1
+    in_use.batch.release([1])
+    page.ref_cnt = 0
+    in_use.batch.check()
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise MemoryError("injected")
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_memory_that_arguments_lack(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Arrays of int64 are copied."""
+    in_use = InUse()
+    before = in_use.state()
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "ascontiguousarray", fail)
+        with pytest.raises(MemoryError, match="injected"):
+            BY_ROWS[name](in_use.batch, np.array([0, 2], dtype=np.int64))
+    assert in_use.state() == before
+    assert in_use.go_on() == InUse().go_on()
+
+
+def test_memory_that_a_result_lacks_can_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_use = InUse()
+    result = in_use.batch.grow([2, 0], [3, 0], 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "empty", fail)
+        with pytest.raises(MemoryError, match="injected"):
+            result.new_page_ids.tolist()
+    assert result.new_page_rows.tolist() == [2, 2, 0]
+    assert result.new_page_ids.tolist() == in_use.batch.get_page_ids(2)[0][1:] + in_use.batch.get_page_ids(0)[0][3:]
+
+
+def test_a_look_up_that_fails_leaves_the_row_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_use = InUse()
+    before = in_use.state()
+    with monkeypatch.context() as patch:
+        patch.setattr(in_use.manager.coordinator, "find_longest_cache_hit", fail)
+        for _ in range(2):
+            with pytest.raises(MemoryError, match="injected"):
+                in_use.batch.admit(3, list(range(9)), cache_salt="salt")
+    assert in_use.state() == before
+    assert in_use.go_on() == InUse().go_on()
+
+
+def test_a_row_that_is_being_admitted_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another thread might do during a look-up."""
+    in_use = InUse()
+    find = in_use.manager.coordinator.find_longest_cache_hit
+    calls = [
+        lambda: in_use.batch.admit(3, [1]),
+        lambda: in_use.batch.move_row(0, 3),
+        lambda: in_use.batch.swap_row(0, 3),
+        lambda: in_use.batch.release([3]),
+        lambda: in_use.batch.step([3], [1]),
+    ]
+
+    def find_and_meddle(*args: Any) -> Any:
+        for call in calls:
+            with pytest.raises(ArgumentError, match="row"):
+                call()
+        return find(*args)
+
+    monkeypatch.setattr(in_use.manager.coordinator, "find_longest_cache_hit", find_and_meddle)
+    assert in_use.batch.admit(3, list(range(9))) == 8
+    in_use.batch.check()
+
+
+def test_hits_that_are_gone_after_the_look_up_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_use = InUse()
+    find = in_use.manager.coordinator.find_longest_cache_hit
+
+    def find_and_evict(*args: Any) -> Any:
+        found = find(*args)
+        in_use.pool.evict_pages([2])
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(in_use.manager.coordinator, "find_longest_cache_hit", find_and_evict)
+        with pytest.raises(PageHashError, match="row 3"):
+            in_use.batch.admit(3, list(range(9)))
+    assert not in_use.batch.is_admitted[3]
+    assert in_use.batch.admit(3, list(range(9))) == 4
+    in_use.batch.check()
+
+
+WITHOUT_MEMORY = """
+import resource
+import pagepool
+
+def limit(num_bytes):
+    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, resource.RLIM_INFINITY))
+
+spec = pagepool.FullAttentionSpec(4, 1, 8, "float16", False)
+manager = pagepool.CacheManager(24, [pagepool.CacheGroupSpec(spec)], 1 << 16)
+table = pagepool.PageTable(4096, 1 << 14, 64)
+with open("/proc/self/statm") as file:
+    num_bytes = int(file.read().split()[0]) * resource.getpagesize()
+limit(num_bytes + (64 << 20))
+try:
+    pagepool.RunningBatch(manager, table)
+except MemoryError:
+    print("MemoryError")
+small = pagepool.RunningBatch(manager, pagepool.PageTable(2, 8, 64))
+assert small.admit(0, [1] * 9) == 0
+limit(resource.RLIM_INFINITY)
+large = pagepool.RunningBatch(manager, table)
+assert large.admit(4095, [1] * 9) == 8
+for batch in (small, large):
+    batch.release([0 if batch is small else 4095])
+small.check()
+assert not manager.page_pool.ref_counts()[1:].any()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer aborts where memory is short")
+def test_memory_that_a_batch_lacks() -> None:
+    command = [sys.executable, "-c", WITHOUT_MEMORY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "MemoryError\n"), done.stderr

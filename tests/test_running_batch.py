@@ -1,0 +1,136 @@
+"""A running batch against the oracle and against the manager on random work, and what a call marks dirty in the tables.
+
+PAGEPOOL_TEST_OPERATIONS: a tenth of so many calls are made in all for each of the two.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from batch_model import HASH_SEED, BatchRows, ManagerRows, OracleRows, send
+from batch_workload import run_batch_workload
+from oracle import OracleManager
+from settings import SETTINGS, Group, Setting
+from test_differential import NUM_OPERATIONS
+from twins import Twins
+
+import pagepool
+
+NUM_CALLS = max(NUM_OPERATIONS // (10 * len(SETTINGS)), 50)
+MAX_CALLS_PER_SEED = 200
+
+
+def make_manager(setting: Setting, num_pages: int, **options: Any) -> pagepool.CacheManager:
+    groups = setting.cache_groups(pagepool)
+    return setting.manager(pagepool.CacheManager, groups, num_pages, hash_seed=HASH_SEED, **options)
+
+
+def oracle_and_batch(setting: Setting, num_pages: int, num_rows: int) -> Twins:
+    oracle = setting.manager(OracleManager, setting.cache_groups(pagepool), num_pages)
+    batch = BatchRows(make_manager(setting, num_pages), setting, num_rows, with_hashes=False)
+    return Twins(OracleRows(oracle, setting, num_rows), batch)
+
+
+def manager_and_batch(setting: Setting, num_pages: int, num_rows: int) -> Twins:
+    batch = BatchRows(make_manager(setting, num_pages), setting, num_rows, with_hashes=True)
+    return Twins(ManagerRows(make_manager(setting, num_pages), setting, num_rows), batch)
+
+
+TWINS = {"oracle": (oracle_and_batch, True), "manager": (manager_and_batch, False)}
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+@pytest.mark.parametrize("model", TWINS)
+def test_same_as_row_by_row(setting: Setting, model: str) -> None:
+    make_twins, trims = TWINS[model]
+    num_seeds = -(-NUM_CALLS // MAX_CALLS_PER_SEED)
+    first_seed = zlib.crc32(f"{setting.name} {model}".encode())
+    for seed in range(first_seed, first_seed + num_seeds):
+        run_batch_workload(setting, make_twins, seed, -(-NUM_CALLS // num_seeds), trims)
+
+
+# --- what is dirty --------------------------------------------------------------------------------------------
+
+
+Places = list[tuple[int, int]]
+PROMPT = list(range(140))
+
+CALLS: list[tuple[str, Callable[[pagepool.RunningBatch], Any], Places]] = [
+    ("an admission", lambda batch: batch.admit(0, PROMPT), [(0, 0), (0, 64)]),
+    ("one that finds no room", lambda batch: batch.admit(1, PROMPT, num_reserved_pages=380), []),
+    ("a step into a new page", lambda batch: batch.step([0], [1]), [(0, 64)]),
+    ("a step into the same page", lambda batch: batch.step([0], [2]), []),
+    ("tokens without room", lambda batch: batch.append([0, 0], [3, 4]), []),
+    ("room for drafts", lambda batch: batch.grow([0], 2, 118), [(0, 64), (0, 128)]),
+    ("tokens that have room", lambda batch: batch.step([0], [5]), []),
+    ("a cut that leaves all pages", lambda batch: batch.trim([0], 145), [(0, 64), (0, 128)]),
+    ("a cut within a page", lambda batch: batch.trim([0], 145), []),
+    ("a cut by a page", lambda batch: batch.trim([0], 144), [(0, 64)]),
+    ("an admission with hits", lambda batch: batch.admit(1, PROMPT[:9]), [(1, 0)]),
+    ("a row that moves", lambda batch: batch.move_row(0, 2), [(0, 0), (0, 64), (2, 0), (2, 64)]),
+    ("rows that change places", lambda batch: batch.swap_row(1, 2), [(1, 0), (1, 64), (2, 0), (2, 64)]),
+    ("a row that changes places with itself", lambda batch: batch.swap_row(1, 1), []),
+    ("nothing", lambda batch: (batch.step([], []), batch.release([])), []),
+    ("a release", lambda batch: batch.release([1]), [(1, 0), (1, 64)]),
+    ("the last release", lambda batch: batch.release([2]), [(2, 0)]),
+    ("the last window of all", lambda batch: batch.admit(2, [7] * 400), [(2, 0), (2, 64), (2, 128), (2, 136)]),
+]
+
+
+def make_wide(group: Group) -> tuple[pagepool.RunningBatch, pagepool.PageTable]:
+    """Return a batch over three rows of 200 pages, which are four windows."""
+    specs = [pagepool.CacheGroupSpec(kv_cache_spec=group.spec(pagepool, "float16"))]
+    table = pagepool.PageTable(3, 200, 64)
+    return pagepool.RunningBatch(pagepool.CacheManager(400, specs, 200 * group.page_size), table), table
+
+
+def test_the_windows_that_a_call_changes_are_dirty() -> None:
+    batch, table = make_wide(Group("full", 2))
+    on_device = np.zeros_like(table.page_table_cpu)
+    for name, call, expected in CALLS:
+        version = table.cpu_version
+        call(batch)
+        assert send(table, on_device) == expected, name
+        assert table.cpu_version > version or not expected, name
+        np.testing.assert_array_equal(on_device, table.page_table_cpu)
+        for row in range(3):
+            page_ids = batch.get_page_ids(row)[0]
+            assert table.page_table_cpu[row].tolist() == page_ids + [0] * (200 - len(page_ids))
+        batch.check()
+
+
+def test_places_that_leave_the_window_are_dirty() -> None:
+    """Pages of 2 tokens, a window of 5: a page goes back with every other step, one comes."""
+    batch, table = make_wide(Group("sliding", 2, 5))
+    on_device = np.zeros_like(table.page_table_cpu)
+    batch.admit(0, PROMPT)
+    batch.step([0], [1])
+    assert send(table, on_device) == [(0, 0), (0, 64)]
+    assert on_device[0, :71].tolist() == [0] * 68 + [69, 70, 71]
+    for token_id, expected in enumerate([[], [(0, 64)], [], [(0, 64)]]):
+        batch.step([0], [token_id])
+        assert send(table, on_device) == expected
+        np.testing.assert_array_equal(on_device, table.page_table_cpu)
+    assert on_device[0, :73].tolist() == [0] * 70 + [71, 72, 73]
+
+
+def test_a_call_that_stops_marks_what_it_did() -> None:
+    """Row 0 gets its page; row 1 only gives one back that has left its window, and then does not fit."""
+    specs = [pagepool.CacheGroupSpec(kv_cache_spec=group.spec(pagepool, "float16")) for group in (Group("sliding", 2, 3),)]
+    table = pagepool.PageTable(3, 200, 64)
+    batch = pagepool.RunningBatch(pagepool.CacheManager(9, specs, 400, enable_caching=False), table)
+    on_device = np.zeros_like(table.page_table_cpu)
+    batch.admit(0, [1] * 4)
+    batch.admit(1, [1] * 4)
+    batch.admit(2, [1] * 6)
+    send(table, on_device)
+    result = batch.grow([0, 1], 0, [2, 8])
+    assert result.num_grown == 1
+    assert send(table, on_device) == [(0, 0), (1, 0)]
+    np.testing.assert_array_equal(on_device, table.page_table_cpu)
+    assert batch.get_page_ids(1) == ([0, 4],)
+    batch.check()
