@@ -17,8 +17,8 @@ sent to the device. Invariants: a row holds zeros from ``extent`` on, and ``num_
 arrays himself.
 
 A running batch keeps the rows' tokens, digests and page ids (`RunningRows`). Invariants: a row's places hold null pages first,
-then pages that it has a reference to; the table shows the same; `next_event` is the least number of tokens for which a page is to
-be taken, entered or skipped, and 0 in a free row.
+then pages that it has a reference to; the table shows the same; `next_event` is the least number of tokens for which a page is
+to be taken, entered or skipped, and 0 in a free row.
 
 A call checks everything first, then commits and cannot fail; a list that turns out wrong half-way is rolled back exactly.
 Each store, table and batch has a lock, taken in the order batch, store, tables: calls from several threads are serialised, and
@@ -1172,7 +1172,7 @@ cdef inline int32_t amount(const Amounts *amounts, Py_ssize_t i) noexcept nogil:
 
 cdef inline int32_t room_for(const Batch *batch, int32_t num_tokens, int32_t num_ahead) noexcept nogil:
     """Tokens that are to have a slot, drafts included."""
-    return min(num_tokens + num_ahead, batch.max_num_tokens)
+    return <int32_t>min(<int64_t>num_tokens + num_ahead, <int64_t>batch.max_num_tokens)
 
 
 cdef bint has_lost_page(const Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -1531,7 +1531,7 @@ cdef object as_int32_array(object values, str name):
             f"{name}: got an array of {values.dtype} with {values.ndim} dimensions, allowed: one of ints with 1 dimension"
         )
     if values.dtype is INT32 or values.dtype == INT32:
-        return np.ascontiguousarray(values, dtype=np.int32)
+        return np.require(values, np.int32, ["C", "A"])
     if values.size and not (INT32_MIN <= values.min() and values.max() <= INT32_MAX):
         raise ArgumentError(f"{name}: got {values.min()} to {values.max()}, allowed: ints that fit int32")
     return np.ascontiguousarray(values, dtype=np.int32)
@@ -1689,8 +1689,8 @@ cdef class _BorrowedIds(PageIds):
     cdef Py_buffer view
 
     cdef int borrow(self, object values, str name) except -1:
-        if not self.try_borrow(values):
-            self.try_borrow(as_int32_array(values, name))
+        if not self.try_borrow(values) and not self.try_borrow(as_int32_array(values, name)):
+            raise ArgumentTypeError(f"{name}: got an array whose buffer cannot be read, allowed: one of int32")
         return 0
 
     cdef bint try_borrow(self, object values) except -1:
@@ -3457,14 +3457,18 @@ cdef class RunningRows:
         result.num_grown = num_grown
         result.num = growth.num_new
 
-    cdef int32_t refuse_row(self, const int32_t *rows, Py_ssize_t at) except -1:
-        """Raise what is wrong with a row of a call, or return it."""
-        cdef Py_ssize_t i
-        cdef int32_t row = rows[at]
+    cdef int32_t refuse_unknown(self, int32_t row, Py_ssize_t at) except -1:
+        """Raise if a row of a call is not in the table or not admitted, or return it."""
         if not 0 <= row < self.batch.num_rows:
             raise RowIndexError(f"row: got {row} (at {at}), allowed: 0 to {self.batch.num_rows - 1}")
         if not self.batch.is_admitted[row]:
             raise ArgumentError(f"row {row} (at {at}) is not admitted")
+        return row
+
+    cdef int32_t refuse_row(self, const int32_t *rows, Py_ssize_t at) except -1:
+        """Raise what is wrong with a row of a call in which none may stand twice, or return it."""
+        cdef Py_ssize_t i
+        cdef int32_t row = self.refuse_unknown(rows[at], at)
         for i in range(at):
             if rows[i] == row:
                 raise ArgumentError(f"rows: got {row} twice (at {i} and {at}), allowed: each once")
@@ -3507,10 +3511,10 @@ cdef class RunningRows:
     cdef int refuse_append(self, PageIds rows, Py_ssize_t at) except -1:
         cdef Py_ssize_t i
         cdef int64_t num_tokens = 1
-        self.refuse_row(&rows.ids[at], 0)
+        cdef int32_t row = self.refuse_unknown(rows.ids[at], at)
         for i in range(at):
-            num_tokens += rows.ids[i] == rows.ids[at]
-        self.refuse_length(rows.ids[at], self.batch.num_tokens[rows.ids[at]] + num_tokens)
+            num_tokens += rows.ids[i] == row
+        self.refuse_length(row, self.batch.num_tokens[row] + num_tokens)
 
     def trim(self, rows, num_tokens) -> None:
         """Forget the known tokens of rows from `num_tokens` on, a number for all rows or one for each: rejected drafts.
@@ -3650,7 +3654,8 @@ cdef class RunningRows:
 
     def admit_row(self, row, token_ids, num_tokens, max_num_new_tokens, extra_keys, find_hits, shard, num_reserved_pages):
         """Start a free row: see `RunningBatch.admit`. `extra_keys` are ``(page, bytes)`` of the hash pages that have any, in
-        order; `find_hits` maps a `HashChain` to page ids for each group and the tokens that they hold, None: take no hits.
+        order; `find_hits` maps a `HashChain` and the number of known tokens to page ids for each group and the tokens that they
+        hold; None: take no hits.
         """
         cdef Py_ssize_t checked = self.checked_row(row)
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
@@ -3736,7 +3741,7 @@ cdef class RunningRows:
         cdef bint is_stale, has_room
         cdef int32_t checked_shard = self.store.checked_shard(shard)
         if find_hits is not None and self.batch.hash_page_size:
-            hits, found = self.look_up(row, find_hits)
+            hits, found = self.look_up(row, num_known, find_hits)
             num_hits = <int32_t>size_of(found, "num_hit_tokens", 0, num_known - 1)
             self.check_hits(hits, num_hits)
         self.enter_call()
@@ -3753,13 +3758,13 @@ cdef class RunningRows:
         self.store.check_untaken(held_free)
         return num_hits if has_room else None
 
-    cdef object look_up(self, Py_ssize_t row, object find_hits):
+    cdef object look_up(self, Py_ssize_t row, Py_ssize_t num_known, object find_hits):
         """Call `find_hits` with the row's digests, which are lent to a chain and taken back."""
         cdef HashChain chain = HashChain.__new__(HashChain, self.batch.hash_page_size, self.key)
         chain.digests = digests_of(&self.batch, row)
         chain.num = self.batch.num_hashed[row]
         try:
-            return find_hits(chain)
+            return find_hits(chain, num_known)
         finally:
             chain.digests = NULL
             chain.num = 0

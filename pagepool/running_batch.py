@@ -1,6 +1,6 @@
 """Rows that run together: a whole step of an engine's batch in one native call."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,7 @@ from pagepool.hashing import RequestExtraKeys, encode_extra_keys
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable, PageTable
 from pagepool.request import TokenIds
+from pagepool.specs import require_int
 
 __all__ = ["RunningBatch", "StepResult"]
 
@@ -54,10 +55,12 @@ class RunningBatch(RunningRows):
         if not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
         self._manager = manager
-        self._data_parallel_size = data_parallel_size
+        self._data_parallel_size = (
+            None if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size, 1)
+        )
         self._hash_page_size = manager.coordinator.hash_page_size if manager.enable_caching else 0
         pool = manager.page_pool
-        num_shards = 0 if pool.find_shard(0, data_parallel_size) is None else int(data_parallel_size or 0)
+        num_shards = 0 if pool.find_shard(0, self._data_parallel_size) is None else self._data_parallel_size or 0
         super().__init__(
             pool.store,
             _tables_of(page_table, manager),
@@ -96,17 +99,18 @@ class RunningBatch(RunningRows):
         admitted already, for no tokens and values out of range. O(tokens); a row keeps its last request's hashes, so a request
         that is tried again, or comes back, in the same row is hashed no second time unless it has extra keys.
         """
-        if dp_shard is not None and self._data_parallel_size is None:
+        pool, size = self._manager.page_pool, self._data_parallel_size
+        if dp_shard is not None and size is None:
             raise ArgumentError(f"dp_shard: got {dp_shard}, allowed without data_parallel_size: None")
-        pool = self._manager.page_pool
-        shard = pool.find_shard(dp_shard, self._data_parallel_size)
+        hint = None if dp_shard is None else require_int("dp_shard", dp_shard, 0)
 
-        def find_hits(chain: HashChain) -> tuple[tuple[PageIds, ...], int]:
-            bounds = pool.find_shard_bounds(dp_shard, self._data_parallel_size)
-            hits, num_hit_tokens = self._manager.coordinator.find_longest_cache_hit(chain, len(token_ids) - 1, bounds)
-            pool.count_query(len(token_ids), num_hit_tokens)
+        def find_hits(chain: HashChain, num_known_tokens: int) -> tuple[tuple[PageIds, ...], int]:
+            bounds = pool.find_shard_bounds(hint, size)
+            hits, num_hit_tokens = self._manager.coordinator.find_longest_cache_hit(chain, num_known_tokens - 1, bounds)
+            pool.count_query(num_known_tokens, num_hit_tokens)
             return hits, num_hit_tokens
 
+        shard = pool.find_shard(hint, size)
         extra_keys = self._list_extra_keys(cache_salt, lora_id, mm_features)
         finder = find_hits if look_up else None
         return self.admit_row(row, token_ids, num_tokens, max_num_new_tokens, extra_keys, finder, shard, num_reserved_pages)
@@ -117,8 +121,9 @@ class RunningBatch(RunningRows):
         """The pages whose hash is made of more than tokens, and what else enters it."""
         if not self._hash_page_size or (cache_salt is None and lora_id is None and not mm_features):
             return []
-        request = SimpleNamespace(cache_salt=cache_salt, lora_id=lora_id, mm_features=mm_features)
-        keys = RequestExtraKeys.of(request)
+        if not isinstance(mm_features, Iterable):
+            raise ArgumentTypeError(f"mm_features: got {type(mm_features).__name__}, allowed: a sequence of features")
+        keys = RequestExtraKeys.of(SimpleNamespace(cache_salt=cache_salt, lora_id=lora_id, mm_features=mm_features))
         if keys is None:
             return []
         page_size, keyed, start = self._hash_page_size, [], 0
