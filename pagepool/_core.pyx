@@ -26,7 +26,8 @@ long ones let the other threads run.
 """
 
 cimport cython
-from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_SIMPLE, PyBUF_WRITABLE
+from cpython.buffer cimport PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
 from cpython.long cimport PyLong_CheckExact
 from libc.stdint cimport INT32_MAX, INT32_MIN, INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc, realloc
@@ -162,9 +163,10 @@ cdef struct Group:
     int32_t id                # in the prefix index; NO_GROUP: its pages are never cached
     int32_t stride            # hashes of a page
     Held *held                # [num_rows]
-    int32_t *page_ids         # [num_rows, num_columns] what the rows hold; the table is the user's to write
+    int32_t *page_ids         # [num_rows, ids_stride] what the rows hold; the table is the user's to write
+    Py_ssize_t ids_stride
     Rows *rows                # the table
-    Py_ssize_t num_columns
+    Py_ssize_t num_columns    # of it
 
 cdef struct ExtraKey:         # what enters the hash of a page besides its tokens
     const uint8_t *data       # NULL ends a row's keys
@@ -940,7 +942,7 @@ cdef inline int32_t next_skip(const Rules *rules, int32_t num_skipped) noexcept 
 # Rows that run together. The caller holds the locks of the batch, the store and the tables, and checked what he passes.
 
 cdef inline int32_t *ids_of(const Group *group, Py_ssize_t row) noexcept nogil:
-    return group.page_ids + row * group.num_columns
+    return group.page_ids + row * group.ids_stride
 
 
 cdef inline int32_t *tokens_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -1197,12 +1199,13 @@ cdef inline bint claim_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nog
     return True
 
 
-cdef inline void start_call(Batch *batch) noexcept nogil:
-    """Forget which rows were seen."""
+cdef inline uint32_t start_call(Batch *batch) noexcept nogil:
+    """Forget which rows were seen; returns the stamp of those that will be."""
     batch.stamp += 1
     if batch.stamp == 0:
         memset(batch.stamps, 0, batch.num_rows * sizeof(uint32_t))
         batch.stamp = 1
+    return batch.stamp
 
 
 cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
@@ -1222,20 +1225,20 @@ cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, bint is_step) 
     """
     cdef Py_ssize_t i
     cdef int32_t row, known, computed, num_room_tokens
-    cdef int32_t num_new = 1, num_ahead = 0
-    start_call(batch)
+    cdef int32_t num_new = 1, num_ahead = 0, max_num_tokens = batch.max_num_tokens
+    cdef uint32_t stamp = start_call(batch), num_rows = <uint32_t>batch.num_rows
     for i in range(growth.num_rows):
         row = growth.rows[i]
-        if not 0 <= row < batch.num_rows or batch.stamps[row] == batch.stamp:
+        if <uint32_t>row >= num_rows or batch.stamps[row] == stamp:
             return i
         if not is_step:
             num_new = amount(&growth.num_new_tokens, i)
             num_ahead = amount(&growth.num_ahead, i)
         known = batch.num_tokens[row] + is_step
         computed = batch.num_computed[row]
-        if num_new < 0 or num_ahead < 0 or known > batch.max_num_tokens or num_new > known - computed:
+        if known > max_num_tokens or num_new < 0 or num_ahead < 0 or num_new > known - computed:
             return i
-        batch.stamps[row] = batch.stamp
+        batch.stamps[row] = stamp
         batch.checked_rows[i] = row
         num_room_tokens = computed + 1 if is_step else room_for(batch, computed + num_new, num_ahead)
         if max(num_room_tokens, computed + 1) >= batch.next_event[row] and not check_due(batch, growth, i, num_room_tokens):
@@ -1479,6 +1482,7 @@ cdef void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second) noexc
 
 cdef object ndarray = np.ndarray
 cdef object INT32 = np.dtype(np.int32)
+cdef object empty_array = np.empty
 
 
 cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=0, Py_ssize_t highest=MAX_PAGES) except -1:
@@ -1535,6 +1539,17 @@ cdef object as_int32_array(object values, str name):
     if values.size and not (INT32_MIN <= values.min() and values.max() <= INT32_MAX):
         raise ArgumentError(f"{name}: got {values.min()} to {values.max()}, allowed: ints that fit int32")
     return np.ascontiguousarray(values, dtype=np.int32)
+
+
+cdef object array_of(const int32_t *values, Py_ssize_t n):
+    """A new int32 array."""
+    cdef Py_buffer view
+    array = empty_array(n, INT32)
+    if n:
+        PyObject_GetBuffer(array, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+        memcpy(view.buf, values, n * sizeof(int32_t))
+        PyBuffer_Release(&view)
+    return array
 
 
 cdef list as_list(object values, str name):
@@ -1662,12 +1677,7 @@ cdef class PageIds:
 
     def to_array(self):
         """The ids as a new int32 array."""
-        cdef int32_t[::1] array
-        result = np.empty(self.num, dtype=np.int32)
-        if self.num:
-            array = result
-            memcpy(&array[0], self.ids, self.num * sizeof(int32_t))
-        return result
+        return array_of(self.ids, self.num)
 
     def shard(self, pages_per_shard) -> int:
         """The data-parallel shard of all the pages, null pages passed over; -1 where they disagree or there are none. O(n)."""
@@ -3147,12 +3157,7 @@ cdef class StepResult:
         return n == 0 or self.values != NULL
 
     cdef object column(self, Py_ssize_t i):
-        cdef int32_t[::1] array
-        result = np.empty(self.num, dtype=INT32)
-        if self.num:
-            array = result
-            memcpy(&array[0], self.values + i * self.capacity, self.num * sizeof(int32_t))
-        return result
+        return array_of(self.values + i * self.capacity, self.num)
 
     @property
     def new_page_ids(self) -> np.ndarray:
@@ -3171,6 +3176,14 @@ cdef class StepResult:
 
     def __repr__(self):
         return f"StepResult(num_grown={self.num_grown}, new_page_ids={self.new_page_ids.tolist()})"
+
+
+cdef inline Py_ssize_t odd_lines(Py_ssize_t num_values, Py_ssize_t size) noexcept nogil:
+    """Values of `size` bytes that rows lie apart, at least `num_values`: an odd number of cache lines, so that the ends of rows,
+    which a step writes, fall into different sets of a cache.
+    """
+    cdef Py_ssize_t num_in_line = CACHE_LINE // size
+    return ((num_values + num_in_line - 1) // num_in_line | 1) * num_in_line
 
 
 cdef int32_t ZERO = 0
@@ -3301,7 +3314,8 @@ cdef class RunningRows:
         group.stride = <int32_t>size_of(stride, "stride", 1)
         group.rows = &table.rows
         group.num_columns = table.rows.num_columns
-        group.page_ids = self.new_buffer(n, group.num_columns)
+        group.ids_stride = odd_lines(group.num_columns, sizeof(int32_t))
+        group.page_ids = self.new_buffer(n, group.ids_stride)
         group.held = <Held *>self.new_buffer(n, sizeof(Held) // sizeof(int32_t))
         self.batch.max_num_tokens = <int32_t>min(
             <int64_t>self.batch.max_num_tokens, <int64_t>rules.rules.page_size * group.num_columns
@@ -3332,16 +3346,14 @@ cdef class RunningRows:
         return 0
 
     cdef int make_contents(self, Py_ssize_t n) except -1:
-        """Rows of an odd number of cache lines: the rows' ends, which a step writes, fall into different sets of a cache."""
-        cdef Py_ssize_t line = CACHE_LINE // sizeof(int32_t)
         cdef Py_ssize_t num_hashes = 0
-        self.batch.tokens_stride = ((self.batch.max_num_tokens + line - 1) // line | 1) * line
+        self.batch.tokens_stride = odd_lines(self.batch.max_num_tokens, sizeof(int32_t))
         self.batch.token_ids = self.new_buffer(n, self.batch.tokens_stride)
         self.batch.key = digest_of_bytes(self.key)
         self.batch.extra_key = extra_key_of(self.key)
         if self.batch.hash_page_size:
             num_hashes = self.batch.max_num_tokens // self.batch.hash_page_size
-        self.batch.digests_stride = num_hashes | 1
+        self.batch.digests_stride = odd_lines(num_hashes, sizeof(Digest))
         self.batch.digests = <Digest *>self.new_buffer(n, self.batch.digests_stride * (sizeof(Digest) // sizeof(int32_t)))
         self.extra_key_bytes = [None] * n
         self.batch.extra_keys = <ExtraKey **>calloc(n, sizeof(ExtraKey *))
