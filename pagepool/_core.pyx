@@ -173,6 +173,19 @@ cdef struct ExtraKey:         # what enters the hash of a page besides its token
     Py_ssize_t size
     Py_ssize_t page
 
+cdef struct RowState:         # 32 bytes, two to a cache line
+    int32_t num_tokens        # known ones
+    int32_t num_computed      # tokens
+    int32_t next_event        # least number of tokens for which more than counting is due; 0: the row is free
+    uint32_t stamp            # the call that last named the row
+    int32_t num_hits          # tokens hit at admission
+    int32_t num_hashed        # pages; in a free row those of its last tokens
+    int32_t shard             # where pages come from; -1: anywhere
+    uint8_t is_admitted
+    uint8_t is_claimed        # admitted, or about to be
+    uint8_t unused
+    uint8_t unused_too
+
 cdef struct Entry:            # a page to enter in the prefix index
     const Digest *key
     const int32_t *tokens
@@ -189,14 +202,7 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     int32_t hash_page_size    # tokens; 0: no prefix caching
     Digest key
     Digest extra_key
-    int32_t *num_tokens       # known ones
-    int32_t *num_computed
-    int32_t *num_hits         # tokens hit at admission
-    int32_t *num_hashed       # pages; in a free row those of its last tokens
-    int32_t *next_event       # least number of tokens for which more than counting is due
-    int32_t *shards           # where pages come from; -1: anywhere
-    uint8_t *is_admitted
-    uint32_t *stamps          # the call that last named the row
+    RowState *states
     uint32_t stamp            # this call
     int32_t *checked_rows     # the rows of this call
     int32_t *due_rows         # where in this call stand those for which more than counting is due
@@ -1039,7 +1045,7 @@ cdef void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Growth *g
         if n == 0:
             continue
         ids = ids_of(group, row) + start
-        take_from(batch.pool, ids, n, batch.shards[row])
+        take_from(batch.pool, ids, n, batch.states[row].shard)
         group.held[row].num_pages += <int32_t>n
         write_ids(group.rows, row, start, ids, n)
         group.rows.version += 1
@@ -1057,7 +1063,7 @@ cdef void hash_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept no
     cdef const int32_t *tokens = tokens_of(batch, row)
     cdef const ExtraKey *key = batch.extra_keys[row]
     cdef Py_ssize_t size = batch.hash_page_size * sizeof(int32_t)
-    cdef Py_ssize_t i = batch.num_hashed[row]
+    cdef Py_ssize_t i = batch.states[row].num_hashed
     cdef Digest parent = digests[i - 1] if i else Digest(0, 0)
     while (i + 1) * batch.hash_page_size <= num_tokens:
         while key != NULL and key.data != NULL and key.page < i:
@@ -1067,7 +1073,7 @@ cdef void hash_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept no
         parent = hash_after(batch.key, parent, <const uint8_t *>(tokens + i * batch.hash_page_size), size)
         digests[i] = parent
         i += 1
-    batch.num_hashed[row] = <int32_t>i
+    batch.states[row].num_hashed = <int32_t>i
 
 
 cdef void enter_waiting(Batch *batch) noexcept nogil:
@@ -1096,7 +1102,7 @@ cdef Py_ssize_t count_hashed_before(const Batch *batch, Py_ssize_t row, const in
     """How many pages of `token_ids` a free row has hashed already, because whoever was there last began with them."""
     cdef const int32_t *tokens = tokens_of(batch, row)
     cdef Py_ssize_t i, size = batch.hash_page_size
-    cdef Py_ssize_t num_pages = min(<Py_ssize_t>batch.num_hashed[row], n // size)
+    cdef Py_ssize_t num_pages = min(<Py_ssize_t>batch.states[row].num_hashed, n // size)
     for i in range(num_pages):
         if memcmp(tokens + i * size, token_ids + i * size, size * sizeof(int32_t)) != 0:
             return i
@@ -1145,7 +1151,7 @@ cdef void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
         event = min(event, <int64_t>next_skip(&group.rules, held.num_skipped) + 1)
         if batch.hash_page_size and group.id != NO_GROUP:
             event = min(event, <int64_t>(held.num_cached + 1) * group.rules.page_size)
-    batch.next_event[row] = <int32_t>event
+    batch.states[row].next_event = <int32_t>event
 
 
 cdef bint grow_row(
@@ -1159,7 +1165,7 @@ cdef bint grow_row(
     if batch.skips_pages:
         skip_pages(batch, row, num_before)
     num_new_pages = count_new_pages(batch, row, num_room_tokens)
-    has_room = num_new_pages == 0 or num_new_pages <= count_free_in(batch.pool, batch.shards[row])
+    has_room = num_new_pages == 0 or num_new_pages <= count_free_in(batch.pool, batch.states[row].shard)
     if has_room:
         if num_new_pages:
             take_pages(batch, row, num_room_tokens, growth)
@@ -1183,7 +1189,7 @@ cdef bint has_lost_page(const Batch *batch, Py_ssize_t row) noexcept nogil:
     cdef Py_ssize_t g, stop
     for g in range(batch.num_groups):
         group = &batch.groups[g]
-        stop = first_useful_page(&group.rules, batch.num_computed[row], group.held[row].num_cached)
+        stop = first_useful_page(&group.rules, batch.states[row].num_computed, group.held[row].num_cached)
         stop = min(stop, group.held[row].num_pages)
         if find_unheld(batch.pool, ids_of(group, row), group.held[row].num_skipped, stop) >= 0:
             return True
@@ -1192,26 +1198,28 @@ cdef bint has_lost_page(const Batch *batch, Py_ssize_t row) noexcept nogil:
 
 cdef inline bint claim_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nogil:
     """Whether a row is in the table, admitted, and here for the first time in this call. Copies it, as the one at `i`."""
-    if not (0 <= row < batch.num_rows and batch.is_admitted[row]) or batch.stamps[row] == batch.stamp:
+    if not (0 <= row < batch.num_rows and batch.states[row].is_admitted) or batch.states[row].stamp == batch.stamp:
         return False
-    batch.stamps[row] = batch.stamp
+    batch.states[row].stamp = batch.stamp
     batch.checked_rows[i] = row
     return True
 
 
 cdef inline uint32_t start_call(Batch *batch) noexcept nogil:
     """Forget which rows were seen; returns the stamp of those that will be."""
+    cdef Py_ssize_t row
     batch.stamp += 1
     if batch.stamp == 0:
-        memset(batch.stamps, 0, batch.num_rows * sizeof(uint32_t))
+        for row in range(batch.num_rows):
+            batch.states[row].stamp = 0
         batch.stamp = 1
     return batch.stamp
 
 
-cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
+cdef bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
     """Note a row for which more than counting is due, and how many pages it may need; False if it is not fit for it."""
     cdef int32_t row = batch.checked_rows[i]
-    if not batch.is_admitted[row] or (batch.skips_pages and has_lost_page(batch, row)):
+    if not batch.states[row].is_admitted or (batch.skips_pages and has_lost_page(batch, row)):
         return False
     growth.max_num_new += count_new_pages(batch, row, num_room_tokens)
     batch.due_rows[growth.num_due] = <int32_t>i
@@ -1223,30 +1231,34 @@ cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, bint is_step) 
     """How many rows there are before the first that is wrong. Copies the rows, so that nobody changes them any more, counts as
     if all grew, and notes those for which more is due; for a row that is not admitted that is always so.
     """
+    cdef RowState *state
     cdef Py_ssize_t i
     cdef int32_t row, known, computed, num_room_tokens
     cdef int32_t num_new = 1, num_ahead = 0, max_num_tokens = batch.max_num_tokens
     cdef uint32_t stamp = start_call(batch), num_rows = <uint32_t>batch.num_rows
     for i in range(growth.num_rows):
         row = growth.rows[i]
-        if <uint32_t>row >= num_rows or batch.stamps[row] == stamp:
+        if <uint32_t>row >= num_rows:
+            return i
+        state = &batch.states[row]
+        if state.stamp == stamp:
             return i
         if not is_step:
             num_new = amount(&growth.num_new_tokens, i)
             num_ahead = amount(&growth.num_ahead, i)
-        known = batch.num_tokens[row] + is_step
-        computed = batch.num_computed[row]
+        known = state.num_tokens + is_step
+        computed = state.num_computed
         if known > max_num_tokens or num_new < 0 or num_ahead < 0 or num_new > known - computed:
             return i
-        batch.stamps[row] = stamp
+        state.stamp = stamp
         batch.checked_rows[i] = row
         num_room_tokens = computed + 1 if is_step else room_for(batch, computed + num_new, num_ahead)
-        if max(num_room_tokens, computed + 1) >= batch.next_event[row] and not check_due(batch, growth, i, num_room_tokens):
+        if max(num_room_tokens, computed + 1) >= state.next_event and not check_due(batch, growth, i, num_room_tokens):
             return i
         if is_step:
             tokens_of(batch, row)[known - 1] = growth.token_ids[i]
-            batch.num_tokens[row] = known
-        batch.num_computed[row] = computed + num_new
+            state.num_tokens = known
+        state.num_computed = computed + num_new
     return growth.num_rows
 
 
@@ -1255,8 +1267,8 @@ cdef void uncount(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize
     cdef Py_ssize_t i, row
     for i in range(start, stop):
         row = batch.checked_rows[i]
-        batch.num_tokens[row] -= growth.token_ids != NULL
-        batch.num_computed[row] -= amount(&growth.num_new_tokens, i)
+        batch.states[row].num_tokens -= growth.token_ids != NULL
+        batch.states[row].num_computed -= amount(&growth.num_new_tokens, i)
 
 
 cdef Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
@@ -1269,7 +1281,7 @@ cdef Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
         i = batch.due_rows[k]
         row = batch.checked_rows[i]
         num_new = amount(&growth.num_new_tokens, i)
-        num_tokens = batch.num_computed[row]
+        num_tokens = batch.states[row].num_computed
         num_room_tokens = room_for(batch, num_tokens, amount(&growth.num_ahead, i))
         if not grow_row(batch, row, num_tokens - num_new, num_tokens, num_room_tokens, growth):
             num_grown = i
@@ -1285,14 +1297,16 @@ cdef Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const int32_t *
     cdef int32_t row
     while num_done < n:
         row = rows[num_done]
-        if not (0 <= row < batch.num_rows and batch.is_admitted[row]) or batch.num_tokens[row] >= batch.max_num_tokens:
+        if not (0 <= row < batch.num_rows and batch.states[row].is_admitted):
             break
-        tokens_of(batch, row)[batch.num_tokens[row]] = token_ids[num_done]
-        batch.num_tokens[row] += 1
+        if batch.states[row].num_tokens >= batch.max_num_tokens:
+            break
+        tokens_of(batch, row)[batch.states[row].num_tokens] = token_ids[num_done]
+        batch.states[row].num_tokens += 1
         num_done += 1
     if num_done < n:
         for i in range(num_done):
-            batch.num_tokens[rows[i]] -= 1
+            batch.states[rows[i]].num_tokens -= 1
     return num_done
 
 
@@ -1310,7 +1324,7 @@ cdef int32_t find_restart(const Batch *batch, Py_ssize_t row, int32_t num_tokens
     """How many tokens of a row that is cut to `num_tokens` stay computed."""
     cdef const Group *group
     cdef Py_ssize_t g
-    cdef int32_t restart = min(batch.num_computed[row], num_tokens)
+    cdef int32_t restart = min(batch.states[row].num_computed, num_tokens)
     for g in range(batch.num_groups):
         group = &batch.groups[g]
         if cuts_shared_page(batch, group, row, num_tokens):
@@ -1350,7 +1364,7 @@ cdef Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amounts *num
     for i in range(n):
         if not claim_row(batch, rows[i], i):
             return i
-        if not 0 <= amount(num_tokens, i) <= batch.num_tokens[batch.checked_rows[i]]:
+        if not 0 <= amount(num_tokens, i) <= batch.states[batch.checked_rows[i]].num_tokens:
             return i
         if not can_trim(batch, batch.checked_rows[i], amount(num_tokens, i)):
             return i
@@ -1380,11 +1394,11 @@ cdef void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept no
     cdef Py_ssize_t g
     for g in range(batch.num_groups):
         trim_group(batch, &batch.groups[g], row, num_tokens)
-    batch.num_tokens[row] = num_tokens
-    batch.num_computed[row] = restart
-    batch.num_hits[row] = min(batch.num_hits[row], num_tokens)
+    batch.states[row].num_tokens = num_tokens
+    batch.states[row].num_computed = restart
+    batch.states[row].num_hits = min(batch.states[row].num_hits, num_tokens)
     if batch.hash_page_size:
-        batch.num_hashed[row] = min(batch.num_hashed[row], num_tokens // batch.hash_page_size)
+        batch.states[row].num_hashed = min(batch.states[row].num_hashed, num_tokens // batch.hash_page_size)
     plan_next_event(batch, row)
 
 
@@ -1431,16 +1445,7 @@ cdef void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     for g in range(batch.num_groups):
         batch.groups[g].held[row] = Held(0, 0, 0)
         end_row(&batch.groups[g], row)
-    batch.num_tokens[row] = 0
-    batch.num_computed[row] = 0
-    batch.num_hits[row] = 0
-    batch.shards[row] = -1
-    batch.is_admitted[row] = 0
-    batch.next_event[row] = 0
-
-
-cdef inline void swap_at(int32_t *values, Py_ssize_t first, Py_ssize_t second) noexcept nogil:
-    values[first], values[second] = values[second], values[first]
+    batch.states[row] = RowState(0, 0, 0, 0, 0, batch.states[row].num_hashed, -1, 0, 0, 0, 0)
 
 
 cdef inline void swap_values(int32_t *first, int32_t *second, Py_ssize_t n) noexcept nogil:
@@ -1452,22 +1457,16 @@ cdef inline void swap_values(int32_t *first, int32_t *second, Py_ssize_t n) noex
 cdef void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second) noexcept nogil:
     """Exchange all that two rows have."""
     cdef Group *group
-    cdef Py_ssize_t g, n = max(batch.num_tokens[first], batch.num_tokens[second])
-    batch.num_hashed[first] *= batch.is_admitted[first]  # a free row's last tokens stay behind
-    batch.num_hashed[second] *= batch.is_admitted[second]
+    cdef Py_ssize_t g, n = max(batch.states[first].num_tokens, batch.states[second].num_tokens)
+    batch.states[first].num_hashed *= batch.states[first].is_admitted  # a free row's last tokens stay behind
+    batch.states[second].num_hashed *= batch.states[second].is_admitted
     swap_values(tokens_of(batch, first), tokens_of(batch, second), n)
-    n = max(batch.num_hashed[first], batch.num_hashed[second])
+    n = max(batch.states[first].num_hashed, batch.states[second].num_hashed)
     if n:
         swap_values(
             <int32_t *>digests_of(batch, first), <int32_t *>digests_of(batch, second), n * (sizeof(Digest) // sizeof(int32_t))
         )
-    swap_at(batch.num_tokens, first, second)
-    swap_at(batch.num_computed, first, second)
-    swap_at(batch.num_hits, first, second)
-    swap_at(batch.num_hashed, first, second)
-    swap_at(batch.next_event, first, second)
-    swap_at(batch.shards, first, second)
-    batch.is_admitted[first], batch.is_admitted[second] = batch.is_admitted[second], batch.is_admitted[first]
+    batch.states[first], batch.states[second] = batch.states[second], batch.states[first]
     batch.extra_keys[first], batch.extra_keys[second] = batch.extra_keys[second], batch.extra_keys[first]
     for g in range(batch.num_groups):
         group = &batch.groups[g]
@@ -1482,7 +1481,6 @@ cdef void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second) noexc
 
 cdef object ndarray = np.ndarray
 cdef object INT32 = np.dtype(np.int32)
-cdef object empty_array = np.empty
 
 
 cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=0, Py_ssize_t highest=MAX_PAGES) except -1:
@@ -1544,7 +1542,7 @@ cdef object as_int32_array(object values, str name):
 cdef object array_of(const int32_t *values, Py_ssize_t n):
     """A new int32 array."""
     cdef Py_buffer view
-    array = empty_array(n, INT32)
+    array = np.empty(n, dtype=INT32)
     if n:
         PyObject_GetBuffer(array, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
         memcpy(view.buf, values, n * sizeof(int32_t))
@@ -3179,8 +3177,8 @@ cdef class StepResult:
 
 
 cdef inline Py_ssize_t odd_lines(Py_ssize_t num_values, Py_ssize_t size) noexcept nogil:
-    """Values of `size` bytes that rows lie apart, at least `num_values`: an odd number of cache lines, so that the ends of rows,
-    which a step writes, fall into different sets of a cache.
+    """Values of `size` bytes that rows lie apart, at least `num_values`: an odd number of cache lines, so that the ends of
+    rows, which a step writes, fall into different sets of a cache.
     """
     cdef Py_ssize_t num_in_line = CACHE_LINE // size
     return ((num_values + num_in_line - 1) // num_in_line | 1) * num_in_line
@@ -3234,6 +3232,20 @@ cdef class _Buffer:
         PyBuffer_FillInfo(view, self, self.values, self.size, 1, flags)
 
 
+cdef object ROW_STATE = np.dtype([
+    ("num_tokens", "i4"),
+    ("num_computed", "i4"),
+    ("next_event", "i4"),
+    ("stamp", "u4"),
+    ("num_hits", "i4"),
+    ("num_hashed", "i4"),
+    ("shard", "i4"),
+    ("is_admitted", "?"),
+    ("is_claimed", "?"),
+    ("unused", "u1", 2),
+])
+
+
 cdef class RunningRows:
     """What the rows of a running batch know and hold. `pagepool.RunningBatch` is the door for users.
 
@@ -3248,7 +3260,6 @@ cdef class RunningRows:
     cdef list extra_key_bytes       # by row: the bytes that `batch.extra_keys` points into
     cdef bytes key
     cdef int32_t num_shards         # of the pool that rows are bound to; 0: none
-    cdef uint8_t *is_claimed        # by row: admitted, or about to be
     cdef readonly object num_tokens
     cdef readonly object num_computed_tokens
     cdef readonly object num_cached_tokens
@@ -3301,10 +3312,6 @@ cdef class RunningRows:
         self.buffers.append(buffer)
         return buffer.values
 
-    cdef object newest_buffer(self, object dtype):
-        """A view of it for users, which they cannot write."""
-        return np.frombuffer(self.buffers[len(self.buffers) - 1], dtype=dtype)
-
     cdef int add_group(self, Py_ssize_t n, TableRows table, PageRules rules, group_id, stride) except -1:
         cdef Group *group = &self.batch.groups[self.batch.num_groups]
         if table.rows.num_rows != n:
@@ -3326,23 +3333,16 @@ cdef class RunningRows:
 
     cdef int make_state(self, Py_ssize_t n) except -1:
         cdef Py_ssize_t row
-        self.batch.num_tokens = self.new_buffer(n, 1)
-        self.num_tokens = self.newest_buffer(np.int32)
-        self.batch.num_computed = self.new_buffer(n, 1)
-        self.num_computed_tokens = self.newest_buffer(np.int32)
-        self.batch.num_hits = self.new_buffer(n, 1)
-        self.num_cached_tokens = self.newest_buffer(np.int32)
-        self.batch.is_admitted = <uint8_t *>self.new_buffer((n + 3) // 4, 1)
-        self.is_admitted = self.newest_buffer(np.bool_)[:n]
-        self.is_claimed = <uint8_t *>self.new_buffer((n + 3) // 4, 1)
-        self.batch.num_hashed = self.new_buffer(n, 1)
-        self.batch.next_event = self.new_buffer(n, 1)
+        self.batch.states = <RowState *>self.new_buffer(n, sizeof(RowState) // sizeof(int32_t))
+        states = np.frombuffer(self.buffers[len(self.buffers) - 1], dtype=ROW_STATE)
+        self.num_tokens = states["num_tokens"]
+        self.num_computed_tokens = states["num_computed"]
+        self.num_cached_tokens = states["num_hits"]
+        self.is_admitted = states["is_admitted"]
         self.batch.checked_rows = self.new_buffer(n, 1)
         self.batch.due_rows = self.new_buffer(n, 1)
-        self.batch.stamps = <uint32_t *>self.new_buffer(n, 1)
-        self.batch.shards = self.new_buffer(n, 1)
         for row in range(n):
-            self.batch.shards[row] = -1
+            self.batch.states[row].shard = -1
         return 0
 
     cdef int make_contents(self, Py_ssize_t n) except -1:
@@ -3473,7 +3473,7 @@ cdef class RunningRows:
         """Raise if a row of a call is not in the table or not admitted, or return it."""
         if not 0 <= row < self.batch.num_rows:
             raise RowIndexError(f"row: got {row} (at {at}), allowed: 0 to {self.batch.num_rows - 1}")
-        if not self.batch.is_admitted[row]:
+        if not self.batch.states[row].is_admitted:
             raise ArgumentError(f"row {row} (at {at}) is not admitted")
         return row
 
@@ -3488,14 +3488,14 @@ cdef class RunningRows:
 
     cdef int refuse_growth(self, const Growth *growth, Py_ssize_t at) except -1:
         cdef int32_t row = self.refuse_row(growth.rows, at)
-        if growth.token_ids != NULL and self.batch.num_tokens[row] >= self.batch.max_num_tokens:
-            self.refuse_length(row, <int64_t>self.batch.num_tokens[row] + 1)
+        if growth.token_ids != NULL and self.batch.states[row].num_tokens >= self.batch.max_num_tokens:
+            self.refuse_length(row, <int64_t>self.batch.states[row].num_tokens + 1)
         if has_lost_page(&self.batch, row):
             raise DoubleFreeError(f"row {row} (at {at}): a page that it holds was given back by somebody else")
         raise ArgumentError(
             f"row {row} (at {at}): got {amount(&growth.num_new_tokens, at)} new tokens and {amount(&growth.num_ahead, at)} "
             f"lookahead tokens, allowed: at least 0, and new ones up to the "
-            f"{self.batch.num_tokens[row] - self.batch.num_computed[row]} that are known and not computed"
+            f"{self.batch.states[row].num_tokens - self.batch.states[row].num_computed} that are known and not computed"
         )
 
     cdef int refuse_length(self, Py_ssize_t row, int64_t num_tokens) except -1:
@@ -3526,7 +3526,7 @@ cdef class RunningRows:
         cdef int32_t row = self.refuse_unknown(rows.ids[at], at)
         for i in range(at):
             num_tokens += rows.ids[i] == row
-        self.refuse_length(row, self.batch.num_tokens[row] + num_tokens)
+        self.refuse_length(row, self.batch.states[row].num_tokens + num_tokens)
 
     def trim(self, rows, num_tokens) -> None:
         """Forget the known tokens of rows from `num_tokens` on, a number for all rows or one for each: rejected drafts.
@@ -3551,8 +3551,8 @@ cdef class RunningRows:
 
     cdef int refuse_trim(self, PageIds rows, Py_ssize_t at, int32_t num_tokens) except -1:
         cdef int32_t row = self.refuse_row(rows.ids, at)
-        if not 0 <= num_tokens <= self.batch.num_tokens[row]:
-            raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {self.batch.num_tokens[row]}")
+        if not 0 <= num_tokens <= self.batch.states[row].num_tokens:
+            raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {self.batch.states[row].num_tokens}")
         raise ArgumentError(
             f"row {row} (at {at}): cannot be cut to {num_tokens} tokens: pages that they need were given back, "
             "when they fell out of the attention window or by somebody else"
@@ -3611,15 +3611,14 @@ cdef class RunningRows:
                 bad = give_back(&self.store.pool, ids.ids, ids.num, False)
         if bad < 0:
             for i in range(num_rows):
-                empty_row(&self.batch, self.batch.checked_rows[i])
                 self.forget_extra_keys(self.batch.checked_rows[i])
-                self.is_claimed[self.batch.checked_rows[i]] = 0
+                empty_row(&self.batch, self.batch.checked_rows[i])
         return bad
 
     cdef void forget_extra_keys(self, Py_ssize_t row) noexcept:
         """Of a row that gets free. Its hashes stay for the next request, unless keys are in them."""
         if self.batch.extra_keys[row] != NULL:
-            self.batch.num_hashed[row] = 0
+            self.batch.states[row].num_hashed = 0
         free(self.batch.extra_keys[row])
         self.batch.extra_keys[row] = NULL
         self.extra_key_bytes[row] = None
@@ -3643,21 +3642,19 @@ cdef class RunningRows:
         cdef Batch *batch = &self.batch
         cdef bint is_right
         self.enter_call()
-        is_right = not is_move or (batch.is_admitted[source] and not self.is_claimed[target])
-        is_right = is_right and batch.is_admitted[source] == self.is_claimed[source]
-        is_right = is_right and batch.is_admitted[target] == self.is_claimed[target]
+        is_right = not is_move or (batch.states[source].is_admitted and not batch.states[target].is_claimed)
+        is_right = is_right and batch.states[source].is_admitted == batch.states[source].is_claimed
+        is_right = is_right and batch.states[target].is_admitted == batch.states[target].is_claimed
         if is_right and source != target:
             exchange_rows(batch, source, target)
-            self.is_claimed[source] = batch.is_admitted[source]
-            self.is_claimed[target] = batch.is_admitted[target]
             data = self.extra_key_bytes[source]
             self.extra_key_bytes[source] = self.extra_key_bytes[target]
             self.extra_key_bytes[target] = data
         self.let_go()
         if not is_right:
             raise ArgumentError(
-                f"rows {source} and {target}: {'admitted' if batch.is_admitted[source] else 'free'} and "
-                f"{'admitted' if batch.is_admitted[target] else 'free'}, allowed: "
+                f"rows {source} and {target}: {'admitted' if batch.states[source].is_admitted else 'free'} and "
+                f"{'admitted' if batch.states[target].is_admitted else 'free'}, allowed: "
                 f"{'an admitted row and a free one' if is_move else 'rows that are not being admitted'}"
             )
         return 0
@@ -3689,15 +3686,15 @@ cdef class RunningRows:
         finally:
             if not is_admitted:
                 self.forget_extra_keys(checked)
-                self.is_claimed[checked] = 0
+                self.batch.states[checked].is_claimed = 0
         return num_hits
 
     cdef int claim(self, Py_ssize_t row) except -1:
         """From here on nobody else admits the row, nor moves another one there."""
         cdef bint is_claimed
         with self.lock:
-            is_claimed = self.is_claimed[row]
-            self.is_claimed[row] = 1
+            is_claimed = self.batch.states[row].is_claimed
+            self.batch.states[row].is_claimed = 1
         if is_claimed:
             raise ArgumentError(f"row {row} is admitted already")
         return 0
@@ -3707,7 +3704,7 @@ cdef class RunningRows:
         cdef Py_ssize_t start, num_kept = 0
         if self.batch.hash_page_size and not extra_keys:
             num_kept = count_hashed_before(&self.batch, row, tokens.ids, num_tokens)
-        self.batch.num_hashed[row] = <int32_t>num_kept
+        self.batch.states[row].num_hashed = <int32_t>num_kept
         start = num_kept * self.batch.hash_page_size
         memcpy(tokens_of(&self.batch, row) + start, tokens.ids + start, (num_tokens - start) * sizeof(int32_t))
         if not self.batch.hash_page_size:
@@ -3757,13 +3754,13 @@ cdef class RunningRows:
             num_hits = <int32_t>size_of(found, "num_hit_tokens", 0, num_known - 1)
             self.check_hits(hits, num_hits)
         self.enter_call()
-        self.batch.shards[row] = checked_shard
+        self.batch.states[row].shard = checked_shard
         is_stale = not self.can_touch(row, hits)
         num_wanted = max(min(num_wanted, num_hits + max_num_new), num_hits)
         has_room = not is_stale and self.has_room_for(row, hits, <int32_t>num_wanted, num_reserved, &held_free)
         if has_room and held_free == NULL_PAGE:
             self.fill_row(row, hits, <int32_t>num_known, <int32_t>num_wanted)
-            self.batch.num_hits[row] = num_hits
+            self.batch.states[row].num_hits = num_hits
         self.let_go()
         if is_stale:
             raise PageHashError(f"row {row}: a page that was hit was handed to somebody else meanwhile")
@@ -3774,7 +3771,7 @@ cdef class RunningRows:
         """Call `find_hits` with the row's digests, which are lent to a chain and taken back."""
         cdef HashChain chain = HashChain.__new__(HashChain, self.batch.hash_page_size, self.key)
         chain.digests = digests_of(&self.batch, row)
-        chain.num = self.batch.num_hashed[row]
+        chain.num = self.batch.states[row].num_hashed
         try:
             return find_hits(chain, num_known)
         finally:
@@ -3810,7 +3807,9 @@ cdef class RunningRows:
         for g in range(len(hits)):
             num_needed -= (<PageIds>hits[g]).num
             num_needed += count_free(pool, (<PageIds>hits[g]).ids, (<PageIds>hits[g]).num)
-        if num_needed and num_needed + num_reserved > pool.num_free or num_needed > count_free_in(pool, self.batch.shards[row]):
+        if num_needed and num_needed + num_reserved > pool.num_free:
+            return False
+        if num_needed > count_free_in(pool, self.batch.states[row].shard):
             return False
         held_free[0] = find_held_free(pool, num_needed)
         return True
@@ -3826,9 +3825,9 @@ cdef class RunningRows:
         enter_full_pages(&self.batch, row, num_wanted)
         enter_waiting(&self.batch)
         plan_next_event(&self.batch, row)
-        self.batch.num_tokens[row] = num_known
-        self.batch.num_computed[row] = num_wanted
-        self.batch.is_admitted[row] = 1
+        self.batch.states[row].num_tokens = num_known
+        self.batch.states[row].num_computed = num_wanted
+        self.batch.states[row].is_admitted = 1
 
     # Looking.
 
@@ -3862,16 +3861,16 @@ cdef class RunningRows:
 
     cdef int check_counts(self, Py_ssize_t row) except -1:
         cdef Batch *batch = &self.batch
-        cdef int32_t event = batch.next_event[row]
-        if not 0 <= batch.num_computed[row] <= batch.num_tokens[row] <= batch.max_num_tokens:
+        cdef int32_t event = batch.states[row].next_event
+        if not 0 <= batch.states[row].num_computed <= batch.states[row].num_tokens <= batch.max_num_tokens:
             raise IntegrityError(
-                f"row {row} has {batch.num_tokens[row]} tokens, {batch.num_computed[row]} of them computed, "
+                f"row {row} has {batch.states[row].num_tokens} tokens, {batch.states[row].num_computed} of them computed, "
                 f"allowed: at most {batch.max_num_tokens}"
             )
-        if batch.is_admitted[row]:
+        if batch.states[row].is_admitted:
             plan_next_event(batch, row)
-        if batch.next_event[row] != event:
-            raise IntegrityError(f"row {row}: the next event is at {event} tokens, allowed: {batch.next_event[row]}")
+        if batch.states[row].next_event != event:
+            raise IntegrityError(f"row {row}: the next event is at {event} tokens, allowed: {batch.states[row].next_event}")
         return 0
 
     cdef int check_row(self, Py_ssize_t row, Py_ssize_t g) except -1:
@@ -3881,8 +3880,8 @@ cdef class RunningRows:
         cdef const int32_t *ids = ids_of(group, row)
         cdef const int32_t *shown = group.rows.table + row * group.num_columns
         cdef Py_ssize_t i
-        if not pages_for(&group.rules, self.batch.num_computed[row]) <= held.num_pages <= group.num_columns:
-            raise IntegrityError(f"row {row}, group {g}: {held.num_pages} pages for {self.batch.num_computed[row]} tokens")
+        if not pages_for(&group.rules, self.batch.states[row].num_computed) <= held.num_pages <= group.num_columns:
+            raise IntegrityError(f"row {row}, group {g}: {held.num_pages} pages for {self.batch.states[row].num_computed} tokens")
         if not 0 <= held.num_skipped <= held.num_pages or not 0 <= held.num_cached <= held.num_pages:
             raise IntegrityError(
                 f"row {row}, group {g}: {held.num_pages} pages, {held.num_skipped} skipped, {held.num_cached} cached"
