@@ -29,7 +29,8 @@ from bench.workload import PAGE_SIZE, SEED, VOCABULARY
 NUM_TURNS = 10
 NUM_SCALING_TURNS = 3  # few, so that the cold prompts of all rounds fit into a pool of ten thousand pages
 
-ROW_STEPS = 4096  # of a round of decode
+NUM_STEPS = PAGE_SIZE  # of a round of decode: each row takes a page and fills one
+NUM_DECODE_TURNS = 5
 CONTEXT_LEN = 2048
 SHORT_CONTEXT_LEN = 256  # of the rows that fit into the smallest pool
 NUM_SCALING_ROWS = 256
@@ -43,24 +44,23 @@ POOLS = [(10_000, False), (100_000, False), (1_000_000, False), (1_000_000, True
 POOL_IDS = ["10k", "100k", "1M", "1M-shuffled"]
 
 
-@pytest.fixture(autouse=True)
-def measure_limit(limit: Limit) -> Iterator[None]:
-    """Run the limit before and after each race."""
-    limit.measure()
-    yield
+@pytest.fixture
+def measured_limit(limit: Limit) -> None:
+    """Run the limit before a race that is compared with it."""
     limit.measure()
 
 
 class Decode:
-    """All rows get a token and its slot, for some steps.
+    """All rows get a token and its slot, for as many steps as a page has tokens.
 
-    The contexts are spread: in each step one row in 16 fills a page, and one in 16 needs a new one.
+    The contexts are spread: in each step one row in 16 fills a page, and one in 16 needs a new one. The round of a turn that is
+    not timed goes once through the memory of all rows.
     """
 
     def __init__(self, engine: Engine, num_rows: int, context_len: int) -> None:
         self.engine = engine
         self.rows: Any = np.arange(num_rows, dtype=np.int32)
-        self.num_steps, self.num_rounds = ROW_STEPS // num_rows, 0
+        self.num_rounds = 0
         rng = np.random.default_rng(SEED)
         for row in range(num_rows):
             tokens = rng.integers(0, 250, context_len - row % PAGE_SIZE, dtype=np.int32)  # ints that CPython shares
@@ -71,7 +71,7 @@ class Decode:
     def prepare(self) -> None:
         self.num_rounds += 1
         rng = np.random.default_rng([SEED, self.num_rounds])
-        sampled = rng.integers(0, VOCABULARY, (self.num_steps, len(self.rows)), dtype=np.int32)
+        sampled = rng.integers(0, VOCABULARY, (NUM_STEPS, len(self.rows)), dtype=np.int32)
         self.sampled = list(sampled) if isinstance(self.engine, Batched) else sampled.tolist()
 
     def run(self) -> None:
@@ -85,7 +85,7 @@ class Decode:
 
 def num_decode_pages(num_rows: int, context_len: int, num_turns: int) -> int:
     """Return how many pages the rows need to the end of a race."""
-    num_steps = count_rounds(num_turns) * (ROW_STEPS // num_rows)
+    num_steps = count_rounds(num_turns) * NUM_STEPS
     return num_rows * ((context_len + num_steps) // PAGE_SIZE + 1) + 1
 
 
@@ -144,16 +144,18 @@ PROMPT_IDS = [case.limit for case in PROMPT_CASES]
 
 
 @pytest.mark.parametrize("num_rows", [16, 256, 1024, 4096])
+@pytest.mark.usefixtures("measured_limit")
 def test_decode(race: Race, num_rows: int) -> None:
-    engines = make_engines(num_decode_pages(num_rows, CONTEXT_LEN, NUM_TURNS), num_rows, ["easydel"])
+    engines = make_engines(num_decode_pages(num_rows, CONTEXT_LEN, NUM_DECODE_TURNS), num_rows, ["easydel"])
     contenders = {name: Decode(engine, num_rows, CONTEXT_LEN) for name, engine in engines.items()}
     target = 15 if num_rows == 1024 else None
     name = f"decode: {num_rows} rows, context {CONTEXT_LEN}"
-    race(contenders, Work(name, "row", ROW_STEPS, NUM_TURNS, target, BATCHED, f"decode_{num_rows}"))
+    race(contenders, Work(name, "row", num_rows * NUM_STEPS, NUM_DECODE_TURNS, target, BATCHED, f"decode_{num_rows}"))
 
 
 @pytest.mark.parametrize("as_list", [False, True], ids=["array", "list"])
 @pytest.mark.parametrize("case", PROMPT_CASES, ids=PROMPT_IDS)
+@pytest.mark.usefixtures("measured_limit")
 def test_prompt(race: Race, case: PromptCase, as_list: bool) -> None:
     engines = make_engines(case.num_prompts_in_pool * PAGES_PER_PROMPT + 1, 1, ["easydel", "oracle"])
     contenders = {name: case.make(engine, as_list) for name, engine in engines.items()}
@@ -203,7 +205,7 @@ def test_scaling_of_decode(race: Race, num_pages: int, is_shuffled: bool) -> Non
     engines = make_scaling_engines(num_pages, NUM_SCALING_ROWS, is_shuffled)
     contenders = {name: Decode(engine, NUM_SCALING_ROWS, SHORT_CONTEXT_LEN) for name, engine in engines.items()}
     name = f"decode: {NUM_SCALING_ROWS} rows, context {SHORT_CONTEXT_LEN}, {name_pool(num_pages, is_shuffled)}"
-    race(contenders, Work(name, "row", ROW_STEPS, NUM_SCALING_TURNS, suite=BATCHED))
+    race(contenders, Work(name, "row", NUM_SCALING_ROWS * NUM_STEPS, NUM_SCALING_TURNS, suite=BATCHED))
 
 
 @pytest.mark.parametrize(("num_pages", "is_shuffled"), POOLS, ids=POOL_IDS)

@@ -1,7 +1,8 @@
-"""The limit: the same work in plain C, without checks and without Python, where its source and a compiler are at hand.
+"""The limit: the work in plain C, without checks and without Python, where its source and a compiler are at hand.
 
-The source lies beside the repository and is not part of it. It is compiled to a temporary folder; each run prints nanoseconds
-by the name of the work, medians of seven rounds, and takes some tenths of a second.
+The source lies beside the repository and is not part of it. It is compiled to a temporary folder. It and `bench.limit_work`,
+which does the same with a running batch, run in turn; each prints nanoseconds by the name of the work, medians of seven
+rounds, and takes about a second.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -17,24 +19,34 @@ SOURCE = Path(__file__).parents[2] / "shared" / "design" / "limit.c"
 
 
 class Limit:
-    """The compiled program and what its runs measured; nothing where it cannot be compiled."""
+    """What the runs of the compiled program, and ours beside them, measured; nothing where it cannot be compiled."""
 
     def __init__(self, folder: Path) -> None:
-        self._program = folder / "limit"
-        self._runs: list[dict[str, float]] = []
+        program = folder / "limit"
         compiler = shutil.which("cc")
-        self._is_there = compiler is not None and SOURCE.exists() and compiles(compiler, self._program)
+        is_there = compiler is not None and SOURCE.exists() and compiles(compiler, program)
+        self._commands = ([str(program)], [sys.executable, "-m", "bench.limit_work"]) if is_there else ()
+        self._runs: list[list[dict[str, float]]] = []
 
     def measure(self) -> None:
-        """Run it once more."""
-        if self._is_there:
-            run = subprocess.run([self._program], check=True, capture_output=True, timeout=60)
-            self._runs.append(json.loads(run.stdout))
+        """Run both once more."""
+        if self._commands:
+            self._runs.append([run_json(command) for command in self._commands])
 
-    def medians(self) -> Mapping[str, float]:
-        """Return nanoseconds by the name of the work, medians of the runs so far."""
-        names = self._runs[0] if self._runs else ()
-        return {name: median(run[name] for run in self._runs) for name in names}
+    def medians(self) -> Mapping[str, tuple[float, float]]:
+        """Return the limit's nanoseconds and ours by the name of the work, medians of the runs so far."""
+        names = self._runs[0][0] if self._runs else ()
+        return {name: (self._median(0, name), self._median(1, name)) for name in names}
+
+    def _median(self, which: int, name: str) -> float:
+        return median(run[which][name] for run in self._runs)
+
+
+def run_json(command: Sequence[str]) -> dict[str, float]:
+    """Return what a program prints. Ours needs the repository's root for its imports."""
+    run = subprocess.run(command, check=True, capture_output=True, timeout=120, cwd=Path(__file__).parents[1])
+    printed: dict[str, float] = json.loads(run.stdout)
+    return printed
 
 
 def compiles(compiler: str, program: Path) -> bool:

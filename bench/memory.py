@@ -3,8 +3,7 @@
 Linux only. Pages of 16 tokens, one full-attention group, prefix caching on. Each line but the second is measured in a fresh
 process, since memory that one batch gave back would serve the next.
 
-Where Linux gives NumPy's large arrays huge pages, short rows in long reserved ones cost what is reserved, not what they hold.
-``NUMPY_MADVISE_HUGEPAGE=0`` in the environment shows the difference.
+The rows' table is NumPy's, to which Linux may give huge pages: short rows in long reserved ones then cost what is reserved.
 """
 
 from __future__ import annotations

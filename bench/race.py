@@ -37,7 +37,10 @@ class Suite:
 
 DROP_IN = Suite(("easydel", "oracle"), "pagepool", "us", 1e6, "target ratio")
 BATCHED = Suite(("easydel", "oracle", "manager"), "batched", "ns", 1e9, "target")
-LIMIT_COLUMNS = ("limit in C", "times the limit")
+LIMIT_COLUMNS = ("limit in C", "the same, batched", "times the limit")
+
+Limits = Mapping[str, tuple[float, float]]
+"""Times of the limit in C and of the same work by a running batch, alone both, by the name of the work."""
 
 
 class Contender(Protocol):
@@ -93,10 +96,11 @@ class Result:
         ratios = [show_ratio(self.ratio_to(rival)) for rival in suite.rivals]
         return [f"{self.work.name}, per {self.work.unit}", *times, *ratios, self._show_target()]
 
-    def limit_cells(self, limits: Mapping[str, float]) -> list[str]:
+    def limit_cells(self, limits: Limits) -> list[str]:
         """Return what the table says of the limit, by the limits' names in the suite's unit of time."""
-        limit = limits.get(self.work.limit or "")
-        return [show_time(limit, self.work.suite.unit), show_ratio(self.ours / limit if limit else None)]
+        limit, ours = limits.get(self.work.limit or "", (None, None))
+        times = [show_time(time, self.work.suite.unit) for time in (limit, ours)]
+        return [*times, show_ratio(ours / limit if ours and limit else None)]
 
     def _show_target(self) -> str:
         if self.work.suite is DROP_IN:
@@ -175,13 +179,13 @@ def count_decimals(value: float) -> int:
     return next((digits for digits, least in enumerate((100, 10, 1, 0.1)) if value >= least), 4)
 
 
-def as_tables(results: Sequence[Result], limits: Mapping[str, float]) -> str:
+def as_tables(results: Sequence[Result], limits: Limits) -> str:
     """Return the results as GitHub tables, one a suite, and what they were measured with."""
     suites = {suite: [result for result in results if result.work.suite == suite] for suite in (DROP_IN, BATCHED)}
     return "\n\n".join([*(suite_table(suite, held, limits) for suite, held in suites.items() if held), describe_setup()])
 
 
-def suite_table(suite: Suite, results: Sequence[Result], limits: Mapping[str, float]) -> str:
+def suite_table(suite: Suite, results: Sequence[Result], limits: Limits) -> str:
     """Return the results of a suite as a GitHub table, with the limit beside them where it was measured."""
     has_limit = suite is BATCHED and bool(limits)
     lines = [result.cells() + (result.limit_cells(limits) if has_limit else []) for result in results]
