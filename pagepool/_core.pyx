@@ -186,6 +186,11 @@ cdef struct RowState:         # 32 bytes, two to a cache line
     uint8_t unused
     uint8_t unused_too
 
+cdef struct Link:             # a page to hash
+    Digest parent
+    Digest *digest            # where the result goes
+    const uint8_t *tokens
+
 cdef struct Entry:            # a page to enter in the prefix index
     const Digest *key
     const int32_t *tokens
@@ -206,8 +211,10 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     uint32_t stamp            # this call
     int32_t *checked_rows     # the rows of this call
     int32_t *due_rows         # where in this call stand those for which more than counting is due
+    Link links[NUM_ENTRIES]
+    Py_ssize_t num_links      # that wait to be hashed
     Entry entries[NUM_ENTRIES]
-    Py_ssize_t num_entries    # that wait to be entered
+    Py_ssize_t num_entries    # that wait to be entered, once those are
     int32_t *token_ids        # [num_rows, tokens_stride] known tokens
     Py_ssize_t tokens_stride
     Digest *digests           # [num_rows, digests_stride]
@@ -259,58 +266,94 @@ cdef inline void sip_round(SipState *s) noexcept nogil:
     s.v2 = rotate(s.v2, 32)
 
 
-cdef inline void sip_absorb(SipState *s, uint64_t word) noexcept nogil:
-    s.v3 ^= word
-    sip_round(s)
-    sip_round(s)
-    s.v0 ^= word
+# A round waits for its own results most of the time, so two messages of one length take hardly longer than one: `lanes` is 1 or 2.
 
-
-cdef inline SipState sip_start(Digest key) noexcept nogil:
-    cdef SipState s
-    s.v0 = key.lo ^ <uint64_t>0x736f6d6570736575
-    s.v1 = key.hi ^ <uint64_t>0x646f72616e646f6d ^ 0xee
-    s.v2 = key.lo ^ <uint64_t>0x6c7967656e657261
-    s.v3 = key.hi ^ <uint64_t>0x7465646279746573
-    return s
-
-
-cdef inline Digest sip_finish(SipState *s, uint64_t num_bytes, uint64_t tail) noexcept nogil:
-    """`tail`: the last ``num_bytes % 8`` bytes of the message, little-endian."""
-    cdef Digest digest
+cdef inline void sip_rounds(SipState *s, int n, int lanes) noexcept nogil:
     cdef int _
-    sip_absorb(s, (num_bytes << 56) | tail)
-    s.v2 ^= 0xee
-    for _ in range(4):
-        sip_round(s)
-    digest.lo = s.v0 ^ s.v1 ^ s.v2 ^ s.v3
-    s.v1 ^= 0xdd
-    for _ in range(4):
-        sip_round(s)
-    digest.hi = s.v0 ^ s.v1 ^ s.v2 ^ s.v3
-    return digest
+    for _ in range(n):
+        sip_round(&s[0])
+        if lanes == 2:
+            sip_round(&s[1])
 
 
-cdef inline Digest sip_finish_bytes(
-    SipState *s, uint64_t num_before, const uint8_t *data, Py_ssize_t size
-) noexcept nogil:
-    """Absorb `data` and finish. `num_before` bytes, a multiple of 8, were absorbed already."""
-    cdef uint64_t word
+cdef inline void sip_absorb(SipState *s, const uint64_t *words, int lanes) noexcept nogil:
+    """One word for each message."""
+    cdef int lane
+    for lane in range(lanes):
+        s[lane].v3 ^= words[lane]
+    sip_rounds(s, 2, lanes)
+    for lane in range(lanes):
+        s[lane].v0 ^= words[lane]
+
+
+cdef inline void sip_start(SipState *s, Digest key, int lanes) noexcept nogil:
+    cdef int lane
+    for lane in range(lanes):
+        s[lane].v0 = key.lo ^ <uint64_t>0x736f6d6570736575
+        s[lane].v1 = key.hi ^ <uint64_t>0x646f72616e646f6d ^ 0xee
+        s[lane].v2 = key.lo ^ <uint64_t>0x6c7967656e657261
+        s[lane].v3 = key.hi ^ <uint64_t>0x7465646279746573
+
+
+cdef inline void sip_finish(SipState *s, Digest *digests, int lanes) noexcept nogil:
+    cdef int lane
+    for lane in range(lanes):
+        s[lane].v2 ^= 0xee
+    sip_rounds(s, 4, lanes)
+    for lane in range(lanes):
+        digests[lane].lo = s[lane].v0 ^ s[lane].v1 ^ s[lane].v2 ^ s[lane].v3
+        s[lane].v1 ^= 0xdd
+    sip_rounds(s, 4, lanes)
+    for lane in range(lanes):
+        digests[lane].hi = s[lane].v0 ^ s[lane].v1 ^ s[lane].v2 ^ s[lane].v3
+
+
+cdef inline void sip_bytes(SipState *s, const uint8_t **data, Py_ssize_t size, uint64_t num_before, int lanes) noexcept nogil:
+    """Absorb the last `size` bytes of each message, little-endian; `num_before`, a multiple of 8, were absorbed already."""
+    cdef uint64_t[2] words
+    cdef int lane
     cdef Py_ssize_t i
     for i in range(size // 8):
-        memcpy(&word, data + 8 * i, 8)
-        sip_absorb(s, word)
-    word = 0
-    memcpy(&word, data + size // 8 * 8, size % 8)
-    return sip_finish(s, num_before + size, word)
+        for lane in range(lanes):
+            memcpy(&words[lane], data[lane] + 8 * i, 8)
+        sip_absorb(s, words, lanes)
+    for lane in range(lanes):
+        words[lane] = 0
+        memcpy(&words[lane], data[lane] + size // 8 * 8, size % 8)
+        words[lane] |= (num_before + size) << 56
+    sip_absorb(s, words, lanes)
+
+
+cdef inline void hash_lanes(
+    Digest key, const Digest *parents, const uint8_t **data, Py_ssize_t size, Digest *digests, int lanes
+) noexcept nogil:
+    """Digests of messages, each its parent's 16 bytes followed by `size` bytes of data."""
+    cdef SipState[2] s
+    cdef uint64_t[2] words
+    cdef int lane
+    sip_start(s, key, lanes)
+    for lane in range(lanes):
+        words[lane] = parents[lane].lo
+    sip_absorb(s, words, lanes)
+    for lane in range(lanes):
+        words[lane] = parents[lane].hi
+    sip_absorb(s, words, lanes)
+    sip_bytes(s, data, size, 16, lanes)
+    sip_finish(s, digests, lanes)
 
 
 cdef inline Digest hash_after(Digest key, Digest parent, const uint8_t *data, Py_ssize_t size) noexcept nogil:
     """Digest of the parent's 16 bytes followed by `data`: one link of a chain."""
-    cdef SipState s = sip_start(key)
-    sip_absorb(&s, parent.lo)
-    sip_absorb(&s, parent.hi)
-    return sip_finish_bytes(&s, 16, data, size)
+    cdef Digest digest
+    hash_lanes(key, &parent, &data, size, &digest, 1)
+    return digest
+
+
+cdef void hash_two_after(
+    Digest key, const Digest *parents, const uint8_t **data, Py_ssize_t size, Digest *digests
+) noexcept nogil:
+    """A link of each of two chains at once."""
+    hash_lanes(key, parents, data, size, digests, 2)
 
 
 cdef void hash_pages(
@@ -347,8 +390,12 @@ def siphash128(bytes key not None, bytes data not None) -> bytes:
     >>> siphash128(bytes(range(16)), b"").hex()
     'a3817f04ba25a8e66df67214c7550293'
     """
-    cdef SipState s = sip_start(digest_of_bytes(key))
-    cdef Digest digest = sip_finish_bytes(&s, 0, data, len(data))
+    cdef SipState s
+    cdef Digest digest
+    cdef const uint8_t *message = data
+    sip_start(&s, digest_of_bytes(key), 1)
+    sip_bytes(&s, &message, len(data), 0, 1)
+    sip_finish(&s, &digest, 1)
     return (<char *>&digest)[:16]
 
 
@@ -1076,28 +1123,6 @@ cdef void hash_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept no
     batch.states[row].num_hashed = <int32_t>i
 
 
-cdef void enter_waiting(Batch *batch) noexcept nogil:
-    """Enter the pages that wait for it, in order. A page that somebody gave an entry keeps that."""
-    cdef const Entry *entry
-    cdef Py_ssize_t i
-    for i in range(batch.num_entries):
-        entry = &batch.entries[i]
-        if batch.pool.pages[entry.page_id].group == NO_GROUP:
-            enter(batch.pool, entry.page_id, entry.key[0], entry.group)
-            keep_tokens(batch.pool, entry.page_id, entry.tokens, entry.num_tokens)
-    batch.num_entries = 0
-
-
-cdef inline void enter_later(Batch *batch, Entry entry) noexcept nogil:
-    """Enter a page before the call ends. Its record and its slot, likely far away both, are fetched meanwhile."""
-    if batch.num_entries == NUM_ENTRIES:
-        enter_waiting(batch)
-    fetch(&batch.pool.pages[entry.page_id])
-    fetch(home_of(batch.pool, entry.key[0], entry.group))
-    batch.entries[batch.num_entries] = entry
-    batch.num_entries += 1
-
-
 cdef Py_ssize_t count_hashed_before(const Batch *batch, Py_ssize_t row, const int32_t *token_ids, Py_ssize_t n) noexcept nogil:
     """How many pages of `token_ids` a free row has hashed already, because whoever was there last began with them."""
     cdef const int32_t *tokens = tokens_of(batch, row)
@@ -1109,6 +1134,63 @@ cdef Py_ssize_t count_hashed_before(const Batch *batch, Py_ssize_t row, const in
     return num_pages
 
 
+cdef void hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """`hash_row`, but a single page, which is what decoding fills, waits for another row's: two are hashed at once."""
+    cdef Py_ssize_t i = batch.states[row].num_hashed
+    cdef Digest *digests = digests_of(batch, row)
+    cdef Link *link = &batch.links[batch.num_links]
+    if batch.extra_keys[row] != NULL or batch.num_links == NUM_ENTRIES or num_tokens // batch.hash_page_size != i + 1:
+        hash_row(batch, row, num_tokens)
+    else:
+        link.parent = digests[i - 1] if i else Digest(0, 0)
+        link.digest = &digests[i]
+        link.tokens = <const uint8_t *>(tokens_of(batch, row) + i * batch.hash_page_size)
+        batch.num_links += 1
+        batch.states[row].num_hashed += 1
+
+
+cdef void hash_waiting(Batch *batch) noexcept nogil:
+    """Hash the pages that wait for it, two at a time; the last of an odd number twice."""
+    cdef const uint8_t *tokens[2]
+    cdef Digest[2] parents
+    cdef Digest[2] digests
+    cdef Py_ssize_t i, lane
+    for i in range(0, batch.num_links, 2):
+        for lane in range(2):
+            parents[lane] = batch.links[min(i + lane, batch.num_links - 1)].parent
+            tokens[lane] = batch.links[min(i + lane, batch.num_links - 1)].tokens
+        hash_two_after(batch.key, parents, tokens, batch.hash_page_size * sizeof(int32_t), digests)
+        for lane in range(2):
+            batch.links[min(i + lane, batch.num_links - 1)].digest[0] = digests[lane]
+    batch.num_links = 0
+
+
+cdef void enter_waiting(Batch *batch) noexcept nogil:
+    """Hash and enter the pages that wait for it, in order. A page that somebody gave an entry keeps that. The slots of the
+    index, likely far away, are all fetched before the first is read.
+    """
+    cdef const Entry *entry
+    cdef Py_ssize_t i
+    hash_waiting(batch)
+    for i in range(batch.num_entries):
+        fetch(home_of(batch.pool, batch.entries[i].key[0], batch.entries[i].group))
+    for i in range(batch.num_entries):
+        entry = &batch.entries[i]
+        if batch.pool.pages[entry.page_id].group == NO_GROUP:
+            enter(batch.pool, entry.page_id, entry.key[0], entry.group)
+            keep_tokens(batch.pool, entry.page_id, entry.tokens, entry.num_tokens)
+    batch.num_entries = 0
+
+
+cdef inline void enter_later(Batch *batch, Entry entry) noexcept nogil:
+    """Enter a page before the call ends. Its record, likely far away, is fetched meanwhile."""
+    if batch.num_entries == NUM_ENTRIES:
+        enter_waiting(batch)
+    fetch(&batch.pool.pages[entry.page_id])
+    batch.entries[batch.num_entries] = entry
+    batch.num_entries += 1
+
+
 cdef void enter_full_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Hash the pages that `num_tokens` tokens fill, and have them entered."""
     cdef const Group *group
@@ -1117,7 +1199,8 @@ cdef void enter_full_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens) noe
     cdef int32_t size, page_id
     if not batch.hash_page_size:
         return
-    hash_row(batch, row, num_tokens)
+    if (batch.states[row].num_hashed + <int64_t>1) * batch.hash_page_size <= num_tokens:
+        hash_later(batch, row, num_tokens)
     for g in range(batch.num_groups):
         group = &batch.groups[g]
         held = &group.held[row]
