@@ -266,7 +266,8 @@ cdef inline void sip_round(SipState *s) noexcept nogil:
     s.v2 = rotate(s.v2, 32)
 
 
-# A round waits for its own results most of the time, so two messages of one length take hardly longer than one: `lanes` is 1 or 2.
+# A round waits for its own results most of the time, so two messages of one length take hardly longer than one: `lanes` is 1
+# or 2.
 
 cdef inline void sip_rounds(SipState *s, int n, int lanes) noexcept nogil:
     cdef int _
@@ -3964,7 +3965,8 @@ cdef class RunningRows:
         cdef const int32_t *shown = group.rows.table + row * group.num_columns
         cdef Py_ssize_t i
         if not pages_for(&group.rules, self.batch.states[row].num_computed) <= held.num_pages <= group.num_columns:
-            raise IntegrityError(f"row {row}, group {g}: {held.num_pages} pages for {self.batch.states[row].num_computed} tokens")
+            num_tokens = self.batch.states[row].num_computed
+            raise IntegrityError(f"row {row}, group {g}: {held.num_pages} pages for {num_tokens} tokens")
         if not 0 <= held.num_skipped <= held.num_pages or not 0 <= held.num_cached <= held.num_pages:
             raise IntegrityError(
                 f"row {row}, group {g}: {held.num_pages} pages, {held.num_skipped} skipped, {held.num_cached} cached"

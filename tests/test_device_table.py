@@ -471,3 +471,24 @@ def test_two_processes() -> None:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     programs = [Program("two_processes.py", address, str(i), num_devices=2) for i in range(2)]
     await_programs(programs, timeout=300)
+
+
+def test_what_a_running_batch_does_reaches_the_device() -> None:
+    specs = [
+        pagepool.FullAttentionSpec(4, 1, 8, "float16", False),
+        pagepool.SlidingWindowSpec(4, 1, 8, "float16", False, sliding_window=9),
+    ]
+    manager = pagepool.CacheManager(64, [pagepool.CacheGroupSpec(spec) for spec in specs], 64)
+    tables = MultiGroupPageTable(4, 64, 64, page_sizes=[4, 4])
+    batch = pagepool.RunningBatch(manager, tables)
+    for row in range(3):
+        batch.admit(row, list(range(20 + row)))
+    for step in range(20):
+        batch.step([0, 1, 2], [step] * 3)
+        arrays = tables.commit(3)
+    batch.trim([1], 39)
+    batch.release([0])
+    batch.move_row(2, 0)
+    for array, table in zip(tables.commit(4), tables.page_tables, strict=True):
+        np.testing.assert_array_equal(np.asarray(array), table.page_table_cpu)
+    assert [array.is_deleted() for array in arrays] == [True, True]

@@ -134,3 +134,31 @@ def test_a_call_that_stops_marks_what_it_did() -> None:
     np.testing.assert_array_equal(on_device, table.page_table_cpu)
     assert batch.get_page_ids(1) == ([0, 4],)
     batch.check()
+
+
+def make_batch(num_pages: int, num_rows: int, **options: Any) -> tuple[pagepool.CacheManager, pagepool.RunningBatch]:
+    spec = pagepool.FullAttentionSpec(4, num_kv_heads=1, head_size=8, dtype="float16", use_mla=False)
+    manager = pagepool.CacheManager(num_pages, [pagepool.CacheGroupSpec(spec)], 64, **options)
+    return manager, pagepool.RunningBatch(manager, pagepool.PageTable(num_rows, 16, 64))
+
+
+def test_tokens_of_pages_are_kept_where_the_manager_keeps_them() -> None:
+    manager, batch = make_batch(16, 2, keep_token_ids=True)
+    batch.admit(0, [1, 2, 3, 4, 5, 6])
+    batch.step([0], [7])
+    batch.step([0], [8])
+    pages = [manager.page_pool.pages[page_id] for page_id in batch.get_page_ids(0)[0]]
+    kept = [page.page_hash.page_hash.token_ids for page in pages if page.page_hash]
+    assert kept == [(1, 2, 3, 4), (5, 6, 7, 8)]
+
+
+def test_the_index_has_room_for_every_page() -> None:
+    """All pages of the pool are cached, then all are evicted by others, and again."""
+    manager, batch = make_batch(16 * 8 + 1, 8)
+    for turn in range(3):
+        for row in range(8):
+            assert batch.admit(row, [1000 * turn + 100 * row + i for i in range(64)]) == 0
+        assert len(manager.page_pool.cached_page_hash_to_page) == 16 * 8
+        batch.check()
+        batch.release(range(8))
+    assert manager.page_pool.stats.num_evicted_pages == 2 * 16 * 8
