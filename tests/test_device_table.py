@@ -486,7 +486,7 @@ def test_what_a_running_batch_does_reaches_the_device() -> None:
     for step in range(20):
         batch.step([0, 1, 2], [step] * 3)
         arrays = tables.commit(3)
-    batch.trim([1], 39)
+    batch.trim([1], 40)
     batch.release([0])
     batch.move_row(2, 0)
     for array, table in zip(tables.commit(4), tables.page_tables, strict=True):

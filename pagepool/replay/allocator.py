@@ -126,7 +126,7 @@ class BatchAllocator(Allocator):
         return self._time(self._batch.grow, rows, num_new_tokens).num_grown
 
     def preempt(self, row: int) -> None:
-        """The row's tokens are forgotten, hashes too."""
+        """The row keeps the hashes until another request comes."""
         self._time(self._batch.release, [row])
 
     def finish(self, rows: Int32Array) -> None:
