@@ -196,7 +196,7 @@ def test_commit(race: Race, shape: tuple[int, int], change: str, waits: bool) ->
     name = f"commit {shape[0]} x {shape[1]}, {change}, {'to completion' if waits else 'dispatch only'}"
     with ExitStack() as stack:
         workers = {rival: stack.enter_context(start_worker(rival, *shape, change, waits)) for rival in PAGE_TABLES}
-        race(workers, Work(name, "commit", 1, num_turns, target if waits else None, ROUNDS_PER_COMMIT_TURN))
+        race(workers, Work(name, "commit", 1, num_turns, target if waits else None, rounds_per_turn=ROUNDS_PER_COMMIT_TURN))
 
 
 class Run:

@@ -150,7 +150,9 @@ def test_decode(race: Race, num_rows: int) -> None:
     contenders = {name: Decode(engine, num_rows, CONTEXT_LEN) for name, engine in engines.items()}
     target = 15 if num_rows == 1024 else None
     name = f"decode: {num_rows} rows, context {CONTEXT_LEN}"
-    race(contenders, Work(name, "row", num_rows * NUM_STEPS, NUM_DECODE_TURNS, target, BATCHED, f"decode_{num_rows}"))
+    race(
+        contenders, Work(name, "row", num_rows * NUM_STEPS, NUM_DECODE_TURNS, target, suite=BATCHED, limit=f"decode_{num_rows}")
+    )
 
 
 @pytest.mark.parametrize("as_list", [False, True], ids=["array", "list"])
@@ -160,7 +162,10 @@ def test_prompt(race: Race, case: PromptCase, as_list: bool) -> None:
     engines = make_engines(case.num_prompts_in_pool * PAGES_PER_PROMPT + 1, 1, ["easydel", "oracle"])
     contenders = {name: case.make(engine, as_list) for name, engine in engines.items()}
     name = f"{case.name} of {PROMPT_LEN} tokens in {'a list' if as_list else 'an array'}"
-    race(contenders, Work(name, "page", PAGES_PER_PROMPT, NUM_TURNS, None if as_list else case.target, BATCHED, case.limit))
+    race(
+        contenders,
+        Work(name, "page", PAGES_PER_PROMPT, NUM_TURNS, None if as_list else case.target, suite=BATCHED, limit=case.limit),
+    )
 
 
 @pytest.mark.parametrize("num_pages", [10_000, 100_000, 1_000_000])
@@ -179,8 +184,8 @@ def test_take_and_give_back(race: Race, num_pages: int) -> None:
         contenders["batched"].num_units,
         NUM_SCALING_TURNS,
         12 if is_largest else None,
-        BATCHED,
-        "churn_1M" if is_largest else None,
+        suite=BATCHED,
+        limit="churn_1M" if is_largest else None,
     )
     race(contenders, work)
 

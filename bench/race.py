@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from itertools import cycle
 from statistics import median
 from typing import Any, Protocol
@@ -58,8 +58,8 @@ class Contender(Protocol):
 
 @dataclass(frozen=True)
 class Work:
-    """What is raced. A round does `num_units` of `unit`; `target` is the ratio to easydel to reach or, in the suite of batches,
-    the time not to exceed. `limit` names the same work in plain C.
+    """What is raced. A round does `num_units` of `unit`; `target` is the ratio to reach, to easydel or in a commit to the
+    oracle, and in the suite of batches the time not to exceed. `limit` names the same work in plain C.
 
     `num_turns` times each rival has a turn of `rounds_per_turn` timed rounds.
     """
@@ -69,6 +69,7 @@ class Work:
     num_units: int
     num_turns: int
     target: float | None = None
+    _: KW_ONLY
     suite: Suite = DROP_IN
     limit: str | None = None
     rounds_per_turn: int = 4

@@ -176,7 +176,7 @@ cdef struct ExtraKey:         # what enters the hash of a page besides its token
 cdef struct RowState:         # 32 bytes, two to a cache line
     int32_t num_tokens        # known ones
     int32_t num_computed      # tokens
-    int32_t next_event        # least number of tokens for which more than counting is due; 0: the row is free
+    int32_t next_event        # least number of computed tokens to come for which more than counting is due; 0: a free row
     uint32_t stamp            # the call that last named the row
     int32_t num_hits          # tokens hit at admission
     int32_t num_hashed        # pages; in a free row those of its last tokens
@@ -1223,7 +1223,9 @@ cdef void enter_full_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens) noe
 
 
 cdef void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Work out the least number of tokens for which something is due: a page to take, to enter or to skip."""
+    """Work out the least number of tokens to come for which something is due: a page to take, to enter, or, since rows skip by
+    the tokens that they had before, to skip one token earlier.
+    """
     cdef Group *group
     cdef Held *held
     cdef Py_ssize_t g
@@ -1502,16 +1504,14 @@ cdef void show_row(Group *group, Py_ssize_t row) noexcept nogil:
 # Rows that come, go and change places.
 
 cdef bint has_hits(const Batch *batch, Py_ssize_t row, Py_ssize_t g, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Whether pages, null pages aside, are still cached with what the row's leading pages hold, and may be held once more."""
+    """Whether pages, null pages aside, are still cached with what the row's leading pages hold, and can be touched."""
     cdef const Group *group = &batch.groups[g]
     cdef Py_ssize_t i
     for i in range(n):
         if ids[i] != NULL_PAGE:
             if not has_key(&batch.pool.pages[ids[i]], digests_of(batch, row)[(i + 1) * group.stride - 1], group.id):
                 return False
-            if batch.pool.pages[ids[i]].ref_cnt == INT32_MAX:
-                return False
-    return True
+    return find_untouchable(batch.pool, ids, n) < 0
 
 
 cdef void attach_hits(Batch *batch, Py_ssize_t row, Py_ssize_t g, const int32_t *ids, Py_ssize_t n) noexcept nogil:
@@ -1773,6 +1773,11 @@ cdef class PageIds:
         return shard
 
 
+cdef inline bint is_signed(const char *buffer_format) noexcept nogil:
+    """Whether a buffer holds C ints, or longs, in the byte order of the machine."""
+    return (buffer_format[0] == c"i" or buffer_format[0] == c"l") and buffer_format[1] == 0
+
+
 @cython.final
 @cython.auto_pickle(False)
 cdef class _BorrowedIds(PageIds):
@@ -1791,7 +1796,7 @@ cdef class _BorrowedIds(PageIds):
             PyObject_GetBuffer(values, &self.view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
         except (BufferError, ValueError):
             return False
-        if self.view.ndim != 1 or self.view.itemsize != sizeof(int32_t) or self.view.format != b"i":
+        if self.view.ndim != 1 or self.view.itemsize != sizeof(int32_t) or not is_signed(self.view.format):
             PyBuffer_Release(&self.view)
             return False
         self.ids = <int32_t *>self.view.buf
@@ -1804,11 +1809,11 @@ cdef class _BorrowedIds(PageIds):
 
 
 cdef PageIds as_page_ids(object values, str name="ids"):
-    """`values` as int32 to read during a call; no copy is made of an int32 array or of PageIds."""
+    """`values` as int32 to read during a call; no copy is made of an int32 array."""
     cdef PageIds ids
     cdef _BorrowedIds borrowed
     if isinstance(values, PageIds):
-        return values
+        return PageIds(values)  # its owner may extend it meanwhile
     if isinstance(values, ndarray):
         borrowed = _BorrowedIds.__new__(_BorrowedIds)
         borrowed.borrow(values, name)
@@ -1855,7 +1860,10 @@ cdef class PageRules:
 
     def count_pages(self, num_tokens) -> int:
         """Places that tokens take, those of skipped pages included."""
-        return pages_for(&self.rules, <int32_t>size_of(num_tokens, "num_tokens", 0, MAX_TOKENS))
+        cdef int64_t n = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS)
+        if self.rules.page_size == MAX_TOKENS:
+            return n > 0
+        return (n + self.rules.page_size - 1) // self.rules.page_size
 
     def count_room_tokens(self, num_pages) -> int:
         """Tokens that have a slot in so many places."""
@@ -1863,7 +1871,7 @@ cdef class PageRules:
 
     def find_first_useful_page(self, num_computed_tokens, num_cached_pages) -> int:
         """Pages before it are of no use to tokens from `num_computed_tokens` on."""
-        cdef Py_ssize_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, MAX_TOKENS)
+        cdef int64_t num_computed = min(size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX), MAX_TOKENS)
         return first_useful_page(&self.rules, <int32_t>num_computed, <int32_t>size_of(num_cached_pages, "num_cached_pages"))
 
     def find_next_skip(self, num_skipped_pages) -> int:
@@ -1919,6 +1927,8 @@ cdef class HashChain:
         cdef Digest *digests
         if self.num + num_more <= self.capacity:
             return 0
+        if self.digests != NULL and self.capacity == 0:
+            raise ArgumentError("the chain is lent for a look-up and cannot grow")
         digests = <Digest *>realloc(self.digests, capacity * sizeof(Digest))
         if digests == NULL:
             raise MemoryError(f"{capacity} digests")
@@ -2545,8 +2555,8 @@ cdef class PageStore:
         cdef Py_ssize_t num_hashes = size_of(stride, "stride", 1)
         cdef Py_ssize_t last = min(size_of(stop, "stop"), chain.num // num_hashes)
         cdef Py_ssize_t first = size_of(start, "start")
-        if not self.enable_caching:
-            return first
+        if not self.enable_caching or groups.num == 0:
+            return first if groups.num else last
         with self.lock:
             if last - first < RELEASE_GIL_AT:
                 return find_leading_hits(&self.pool, chain.digests, num_hashes, first, last, groups.ids, groups.num, ids)
@@ -3358,7 +3368,7 @@ cdef class RunningRows:
         """
         cdef TableRows table
         cdef Py_ssize_t n
-        if self.batch.num_rows:
+        if self.batch.groups != NULL:
             raise ArgumentError("the rows of a batch are made once")
         self.store = store
         self.key = key
@@ -3370,7 +3380,7 @@ cdef class RunningRows:
             raise MemoryError("cache groups")
         table = self.tables[0]
         n = table.rows.num_rows
-        self.batch.max_num_tokens = <int32_t>size_of(max_num_tokens, "max_model_len", 1)
+        self.batch.max_num_tokens = <int32_t>min(size_of(max_num_tokens, "max_model_len", 1, INT64_MAX), MAX_TOKENS)
         self.batch.hash_page_size = <int32_t>size_of(hash_page_size, "hash_page_size", 0, MAX_TOKENS)
         for table, (rules, group_id, stride) in zip(self.tables, groups, strict=True):
             self.add_group(n, table, rules, group_id, stride)
@@ -3471,6 +3481,8 @@ cdef class RunningRows:
 
     cdef int enter_call(self) except -1:
         """Take all locks, after the pool is divided as the rows need it: another user of the pool may want other shards."""
+        if not self.batch.num_rows:
+            raise ArgumentError("the batch was not made: its constructor did not run, or failed")
         for _ in range(100):
             if self.num_shards:
                 self.store.set_shards(self.num_shards)
@@ -3520,6 +3532,7 @@ cdef class RunningRows:
         self.enter_call()
         num_right = self.check_rows_of(&growth)
         if num_right == growth.num_rows:
+            growth.max_num_new = min(growth.max_num_new, self.store.pool.num_pages)  # each page is taken once at most
             has_room = result.has_room_for(growth.max_num_new)
             held_free = find_held_free(&self.store.pool, growth.max_num_new)
         if num_right == growth.num_rows and has_room and held_free == NULL_PAGE:
@@ -3829,13 +3842,14 @@ cdef class RunningRows:
         """Look the row's prefix up, and take its pages: the tokens that were hit; None, and nothing taken, if too few are free.
         """
         cdef tuple hits = ()
+        cdef object num_hit_tokens = 0  # made before anything is taken
         cdef int32_t num_hits = 0
         cdef int32_t held_free = NULL_PAGE
         cdef bint is_stale, has_room
         cdef int32_t checked_shard = self.store.checked_shard(shard)
         if find_hits is not None and self.batch.hash_page_size:
-            hits, found = self.look_up(row, num_known, find_hits)
-            num_hits = <int32_t>size_of(found, "num_hit_tokens", 0, num_known - 1)
+            hits, num_hit_tokens = self.look_up(row, num_known, find_hits)
+            num_hits = <int32_t>size_of(num_hit_tokens, "num_hit_tokens", 0, num_known - 1)
             self.check_hits(hits, num_hits)
         self.enter_call()
         self.batch.states[row].shard = checked_shard
@@ -3847,9 +3861,9 @@ cdef class RunningRows:
             self.batch.states[row].num_hits = num_hits
         self.let_go()
         if is_stale:
-            raise PageHashError(f"row {row}: a page that was hit was handed to somebody else meanwhile")
+            raise PageHashError(f"row {row}: a page that was hit has another content meanwhile, or cannot be held")
         self.store.check_untaken(held_free)
-        return num_hits if has_room else None
+        return num_hit_tokens if has_room else None
 
     cdef object look_up(self, Py_ssize_t row, Py_ssize_t num_known, object find_hits):
         """Call `find_hits` with the row's digests, which are lent to a chain and taken back."""
@@ -3918,15 +3932,32 @@ cdef class RunningRows:
     def get_page_ids(self, row) -> tuple:
         """The ids of a row's pages, one list for each group; the null page, 0, where one was skipped. O(pages)."""
         cdef Py_ssize_t checked = self.checked_row(row)
-        cdef Py_ssize_t g, j
-        return tuple([
-            [ids_of(&self.batch.groups[g], checked)[j] for j in range(self.batch.groups[g].held[checked].num_pages)]
-            for g in range(self.batch.num_groups)
-        ])
+        cdef Py_ssize_t g
+        return tuple([self.copy_ids(&self.batch.groups[g], checked).to_list() for g in range(self.batch.num_groups)])
+
+    cdef PageIds copy_ids(self, const Group *group, Py_ssize_t row):
+        cdef PageIds ids = PageIds.__new__(PageIds)
+        cdef bint has_room
+        with self.lock:
+            has_room = ids.has_room_for(group.held[row].num_pages)
+            if has_room:
+                ids.num = group.held[row].num_pages
+                memcpy(ids.ids, ids_of(group, row), ids.num * sizeof(int32_t))
+        if not has_room:
+            raise MemoryError(f"the pages of row {row}")
+        return ids
 
     def check_rows(self, held_elsewhere) -> None:
         """IntegrityError unless rows, tables and ref counts agree. `held_elsewhere` are `PageIds` of others who hold pages."""
         cdef int32_t[::1] counts = np.zeros(self.store.pool.num_pages, dtype=np.int32)
+        cdef list others = [self.store.checked(ids) for ids in held_elsewhere]
+        self.enter_call()
+        try:
+            self.check_all(counts, others)
+        finally:
+            self.let_go()
+
+    cdef int check_all(self, int32_t[::1] counts, list others) except -1:
         cdef PageIds ids
         cdef Py_ssize_t i, row, g
         for row in range(self.batch.num_rows):
@@ -3935,8 +3966,8 @@ cdef class RunningRows:
                 self.check_row(row, g)
                 for i in range(self.batch.groups[g].held[row].num_pages):
                     counts[ids_of(&self.batch.groups[g], row)[i]] += 1
-        for ids in held_elsewhere:
-            for i in range(self.store.checked(ids).num):
+        for ids in others:
+            for i in range(ids.num):
                 counts[ids.ids[i]] += 1
         for i in range(1, self.store.pool.num_pages):
             if counts[i] > self.store.pool.pages[i].ref_cnt:
@@ -3945,7 +3976,7 @@ cdef class RunningRows:
 
     cdef int check_counts(self, Py_ssize_t row) except -1:
         cdef Batch *batch = &self.batch
-        cdef int32_t event = batch.states[row].next_event
+        cdef int32_t planned, event = batch.states[row].next_event
         if not 0 <= batch.states[row].num_computed <= batch.states[row].num_tokens <= batch.max_num_tokens:
             raise IntegrityError(
                 f"row {row} has {batch.states[row].num_tokens} tokens, {batch.states[row].num_computed} of them computed, "
@@ -3953,8 +3984,9 @@ cdef class RunningRows:
             )
         if batch.states[row].is_admitted:
             plan_next_event(batch, row)
-        if batch.states[row].next_event != event:
-            raise IntegrityError(f"row {row}: the next event is at {event} tokens, allowed: {batch.states[row].next_event}")
+        planned, batch.states[row].next_event = batch.states[row].next_event, event
+        if planned != event:
+            raise IntegrityError(f"row {row}: the next event is at {event} tokens, allowed: {planned}")
         return 0
 
     cdef int check_row(self, Py_ssize_t row, Py_ssize_t g) except -1:

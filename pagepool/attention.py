@@ -226,16 +226,12 @@ class ChunkedLocalAttentionManager(SingleTypeCacheManager):
         """Those of one chunk, which may straddle a boundary."""
         return min(self.get_num_pages(num_tokens), cdiv(self.attention_chunk_size - 1, self.page_size) + 1)
 
-    def _find_chunk_page(self, num_tokens: int) -> int:
-        """The page in which the chunk of the token at `num_tokens` begins."""
-        return num_tokens // self.attention_chunk_size * self.attention_chunk_size // self.page_size
-
     def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool = False) -> int:
         """Forwards from the page in which the last chunk begins; all before it is not needed."""
         num_pages = self.page_pool.store.find_leading_hits(
             query.chain,
             self.num_hashes_per_page,
-            self._find_chunk_page(max_num_tokens),
+            self.find_first_hit_page(max_num_tokens, use_eagle),
             max_num_tokens // self.page_size,
             query.group_ids,
             query.start_id,
@@ -245,7 +241,7 @@ class ChunkedLocalAttentionManager(SingleTypeCacheManager):
 
     def find_first_hit_page(self, num_hit_tokens: int, use_eagle: bool) -> int:
         """The page in which the chunk of the next token begins."""
-        return self._find_chunk_page(num_hit_tokens)
+        return self.rules.find_first_useful_page(num_hit_tokens, 0)
 
 
 class MambaManager(SingleTypeCacheManager):

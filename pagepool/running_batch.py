@@ -21,8 +21,9 @@ class RunningBatch(RunningRows):
 
     A row has known tokens (``num_tokens``: the prompt and what was appended); of these, ``num_computed_tokens`` have their
     slots, because they were computed before or are computed in this step. Pages that get full by that are entered in the prefix
-    index at once. ``num_cached_tokens`` were hit when the row was admitted. These, and ``is_admitted``, are read-only arrays by
-    row, live. Pool and prefix index are the manager's: what one caches the other hits.
+    index at once. ``num_cached_tokens`` were hit when the row was admitted, as far as `trim` left them. These, and
+    ``is_admitted``, are read-only arrays by row, live. Pool and prefix index are the manager's: what one caches the other hits.
+    A batch that is dropped gives nothing back: release its rows before.
 
     One owner at a time, as with the manager; calls are serialised, and each is all or nothing but for the rows behind the first
     that does not fit. The rows of the table are the batch's to fill.
@@ -54,22 +55,21 @@ class RunningBatch(RunningRows):
         """
         if not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
-        self._manager = manager
-        self._data_parallel_size = (
-            None if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size, 1)
-        )
-        self._hash_page_size = manager.coordinator.hash_page_size if manager.enable_caching else 0
-        pool = manager.page_pool
-        num_shards = 0 if pool.find_shard(0, self._data_parallel_size) is None else self._data_parallel_size or 0
+        size = 0 if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size, 1)
+        is_divided = size > 0 and manager.page_pool.find_shard(0, size) is not None
+        hash_page_size = manager.coordinator.hash_page_size if manager.enable_caching else 0
         super().__init__(
-            pool.store,
+            manager.page_pool.store,
             _tables_of(page_table, manager),
             [(group.rules, group.index_group_id, group.num_hashes_per_page) for group in _groups_of(manager)],
             manager.max_model_len,
-            self._hash_page_size,
+            hash_page_size,
             _native_key_of(manager),
-            num_shards,
+            size if is_divided else 0,
         )
+        self._manager = manager
+        self._data_parallel_size = size or None
+        self._hash_page_size = hash_page_size
 
     def admit(
         self,
@@ -80,7 +80,7 @@ class RunningBatch(RunningRows):
         max_num_new_tokens: int | None = None,
         cache_salt: str | None = None,
         lora_id: int | str | None = None,
-        mm_features: Sequence[Any] = (),
+        mm_features: Sequence[Any] | None = None,
         dp_shard: int | None = None,
         num_reserved_pages: int = 0,
         look_up: bool = True,
@@ -93,11 +93,15 @@ class RunningBatch(RunningRows):
         one less than all; None, and nothing changed, if too few pages are free, with `num_reserved_pages` left for rows that
         run (`CacheManager.require_capacity` tells whether waiting can help). `cache_salt`, `lora_id` and `mm_features` keep
         prefixes apart as for `CacheManager`. With `dp_shard` hits and pages, later ones too, come from that shard. Without
-        `look_up` no prefix is taken: for a request that wants ``prompt_logprobs``.
+        `look_up` no prefix is taken: for a request that wants ``prompt_logprobs``. A request with images that names no features
+        must have a salt of its own, for it has no id here by which it could be told from others. A shard is taken modulo
+        `data_parallel_size`.
 
         RowIndexError outside the table, RowOverflowError for more tokens than `max_num_tokens`, ArgumentError for a row that is
-        admitted already, for no tokens and values out of range. O(tokens); a row keeps its last request's hashes, so a request
-        that is tried again, or comes back, in the same row is hashed no second time unless it has extra keys.
+        admitted already, for no tokens and values out of range, ArgumentTypeError for other types; PageHashError if another
+        thread took a page that was hit, IntegrityError for a free page that somebody gave a reference to. O(tokens), and with
+        features O(pages with features x features); a row keeps its last request's hashes, so a request that is tried again,
+        or comes back, in the same row is hashed no second time unless it has extra keys.
         """
         pool, size = self._manager.page_pool, self._data_parallel_size
         if dp_shard is not None and size is None:
@@ -116,12 +120,12 @@ class RunningBatch(RunningRows):
         return self.admit_row(row, token_ids, num_tokens, max_num_new_tokens, extra_keys, finder, shard, num_reserved_pages)
 
     def _list_extra_keys(
-        self, cache_salt: str | None, lora_id: int | str | None, mm_features: Sequence[Any]
+        self, cache_salt: str | None, lora_id: int | str | None, mm_features: Sequence[Any] | None
     ) -> list[tuple[int, bytes]]:
         """The pages whose hash is made of more than tokens, and what else enters it."""
         if not self._hash_page_size or (cache_salt is None and lora_id is None and not mm_features):
             return []
-        if not isinstance(mm_features, Iterable):
+        if mm_features is not None and not isinstance(mm_features, Iterable):
             raise ArgumentTypeError(f"mm_features: got {type(mm_features).__name__}, allowed: a sequence of features")
         keys = RequestExtraKeys.of(SimpleNamespace(cache_salt=cache_salt, lora_id=lora_id, mm_features=mm_features))
         if keys is None:
@@ -129,7 +133,8 @@ class RunningBatch(RunningRows):
         page_size, keyed, start = self._hash_page_size, [], 0
         while start < self.max_num_tokens and (page := keys.find_next_page(start, page_size)) is not None:
             start = (page + 1) * page_size
-            keyed.append((page, encode_extra_keys(keys.of_page(page * page_size, start))))
+            if data := encode_extra_keys(keys.of_page(page * page_size, start)):  # a feature of no tokens has none
+                keyed.append((page, data))
         return keyed
 
     def check(self) -> None:
