@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from pagepool import (
     SlidingWindowSpec,
     StepResult,
 )
+from pagepool._core import PageRules, RunningRows
 from pagepool.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -763,3 +765,80 @@ def test_memory_that_a_batch_lacks() -> None:
     command = [sys.executable, "-c", WITHOUT_MEMORY]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "MemoryError\n"), done.stderr
+
+
+@pytest.mark.parametrize("take_away", ["decr_ref", "popleft"])
+def test_a_hit_that_is_neither_held_nor_free_is_refused(take_away: str) -> None:
+    manager = make_manager(FULL, num_pages=4)
+    batch = RunningBatch(manager, PageTable(2, 8, 64))
+    batch.admit(0, list(range(9)))
+    if take_away == "decr_ref":
+        manager.page_pool.pages[1].decr_ref()
+    else:
+        batch.release([0])
+        manager.page_pool.free_page_queue.popleft_n(3)
+    before = manager.page_pool.free_page_ids_in_order().tolist()
+    with pytest.raises(PageHashError, match="cannot be held"):
+        batch.admit(1, list(range(9)))
+    assert manager.page_pool.free_page_ids_in_order().tolist() == before
+    assert not batch.is_admitted[1]
+
+
+def test_no_features_are_no_features() -> None:
+    """None, an empty list, and features of no tokens, beside a salt; and the manager hashes alike."""
+    manager = make_manager(FULL)
+    batch = RunningBatch(manager, PageTable(5, 8, 64))
+    nowhere = SimpleNamespace(mm_hash="cat", modality="image", placeholder_range=SimpleNamespace(offset=4, length=0))
+    request = pagepool.EngineRequest("same", list(range(10)), cache_salt="a", mm_features=[nowhere])
+    hits = [
+        batch.admit(row, list(range(10)), cache_salt="a", mm_features=none) for row, none in enumerate((None, [], [nowhere]))
+    ]
+    assert hits == [0, 8, 8]
+    assert manager.get_computed_pages(request)[1] == 8
+
+
+def test_a_batch_that_was_not_made_is_refused() -> None:
+    batch = RunningBatch.__new__(RunningBatch)
+    for call in (lambda: batch.step([0], [1]), lambda: batch.release([0]), lambda: batch.trim([0], 0)):
+        with pytest.raises(ArgumentError, match="was not made"):
+            call()
+
+
+def test_a_batch_is_made_once_even_if_it_failed() -> None:
+    manager = make_manager(FULL, FULL)
+    batch = RunningBatch.__new__(RunningBatch)
+    tables = PageTable(2, 8, 64), PageTable(3, 8, 64)
+    groups = [(PageRules(4), group_id, 1) for group_id in range(2)]
+    for message in ("one number of rows", "made once", "made once"):
+        with pytest.raises(ArgumentError, match=message):
+            RunningRows.__init__(batch, manager.page_pool.store, tables, groups, 8, 4, bytes(16), 0)
+    with pytest.raises(ArgumentError, match="made once"):
+        RunningBatch.__init__(batch, manager, MultiGroupPageTable(2, MAX_MODEL_LEN, 64, [4, 4]))
+
+
+def test_limits_of_the_core_are_not_limits_of_the_model() -> None:
+    manager = CacheManager(24, [CacheGroupSpec(FULL)], 10**12)
+    with pytest.raises(pagepool.errors.RequestTooLargeError):
+        manager.require_capacity(10**11)
+    assert RunningBatch(manager, PageTable(2, 8, 64)).max_num_tokens == 32
+
+
+def test_threads_step_rows_of_their_own() -> None:
+    """Steps of 1,100 rows let go of the GIL. Each thread has rows of its own; all share the pool."""
+    num_threads, num_rows, num_steps = 4, 1100, 12
+    manager = CacheManager(num_threads * num_rows * 4 + 1, [CacheGroupSpec(FULL)], 16)
+    batch = RunningBatch(manager, PageTable(num_threads * num_rows, 4, 64))
+    blocks = np.arange(num_threads * num_rows, dtype=np.int32).reshape(num_threads, num_rows)
+
+    def run(rows: Any) -> None:
+        for row in rows.tolist():
+            batch.admit(row, [row, row + 1, row + 2])
+        for step in range(num_steps):
+            assert batch.step(rows, rows + step).num_grown == num_rows
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        list(threads.map(run, blocks))
+    batch.check()
+    assert batch.num_computed_tokens.tolist() == [3 + num_steps] * (num_threads * num_rows)
+    batch.release(blocks.ravel())
+    assert manager.page_pool.get_num_free_pages() == manager.num_pages - 1

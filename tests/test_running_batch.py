@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 from batch_model import HASH_SEED, BatchRows, ManagerRows, OracleRows, send
-from batch_workload import run_batch_workload
+from batch_workload import BatchWorkload, run_batch_workload
 from oracle import OracleManager
 from settings import SETTINGS, Group, Setting
 from test_differential import NUM_OPERATIONS
@@ -22,6 +23,7 @@ import pagepool
 
 NUM_CALLS = max(NUM_OPERATIONS // (10 * len(SETTINGS)), 50)
 MAX_CALLS_PER_SEED = 200
+NUM_MANY_ROWS = 40
 
 
 def make_manager(setting: Setting, num_pages: int, **options: Any) -> pagepool.CacheManager:
@@ -51,6 +53,20 @@ def test_same_as_row_by_row(setting: Setting, model: str) -> None:
     first_seed = zlib.crc32(f"{setting.name} {model}".encode())
     for seed in range(first_seed, first_seed + num_seeds):
         run_batch_workload(setting, make_twins, seed, -(-NUM_CALLS // num_seeds), trims)
+
+
+@pytest.mark.parametrize(
+    "setting", [setting for setting in SETTINGS if setting.page_size <= 8], ids=lambda setting: setting.name
+)
+def test_many_rows_at_once(setting: Setting) -> None:
+    """In one call more pages get full than wait to be hashed and entered together, and room ends among them."""
+    num_pages = 12 * max(setting.num_pages)
+    twins = manager_and_batch(setting, num_pages, NUM_MANY_ROWS)
+    workload = BatchWorkload(setting, twins, num_pages, Random(zlib.crc32(setting.name.encode())), trims=False)
+    for _ in range(4):
+        for action in (workload.admit,) * NUM_MANY_ROWS + (workload.step, workload.grow) * setting.page_size:
+            action()
+    workload.drain()
 
 
 # --- what is dirty --------------------------------------------------------------------------------------------
