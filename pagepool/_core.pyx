@@ -3940,7 +3940,7 @@ cdef class RunningRows:
         cdef bint has_room
         with self.lock:
             has_room = ids.has_room_for(group.held[row].num_pages)
-            if has_room:
+            if has_room and group.held[row].num_pages:  # memcpy must not get the pointer of an empty list
                 ids.num = group.held[row].num_pages
                 memcpy(ids.ids, ids_of(group, row), ids.num * sizeof(int32_t))
         if not has_room:
