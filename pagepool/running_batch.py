@@ -1,6 +1,6 @@
 """Rows that run together: a whole step of an engine's batch in one native call."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,12 +123,14 @@ class RunningBatch(RunningRows):
         self, cache_salt: str | None, lora_id: int | str | None, mm_features: Sequence[Any] | None
     ) -> list[tuple[int, bytes]]:
         """The pages whose hash is made of more than tokens, and what else enters it."""
-        if not self._hash_page_size or (cache_salt is None and lora_id is None and not mm_features):
+        if cache_salt is None and lora_id is None and mm_features is None:
             return []
-        if mm_features is not None and not isinstance(mm_features, Iterable):
-            raise ArgumentTypeError(f"mm_features: got {type(mm_features).__name__}, allowed: a sequence of features")
-        keys = RequestExtraKeys.of(SimpleNamespace(cache_salt=cache_salt, lora_id=lora_id, mm_features=mm_features))
-        if keys is None:
+        try:
+            features = tuple(mm_features or ())
+        except (TypeError, ValueError):
+            raise ArgumentTypeError(f"mm_features: got {type(mm_features).__name__}, allowed: a sequence, or None") from None
+        keys = RequestExtraKeys.of(SimpleNamespace(cache_salt=cache_salt, lora_id=lora_id, mm_features=features))
+        if keys is None or not self._hash_page_size:
             return []
         page_size, keyed, start = self._hash_page_size, [], 0
         while start < self.max_num_tokens and (page := keys.find_next_page(start, page_size)) is not None:

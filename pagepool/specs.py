@@ -83,9 +83,12 @@ def require_int(name: str, value: object, minimum: int) -> int:
     """
     if type(value) is int and value >= minimum:  # by far the most common; the check of the protocol takes a microsecond
         return value
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise ArgumentTypeError(f"{name} must be an integer, got {value!r}")
-    number = operator.index(value)
+    try:
+        if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+            raise TypeError
+        number = operator.index(value)  # an array has the method, and refuses
+    except TypeError:
+        raise ArgumentTypeError(f"{name} must be an integer, got {value!r}") from None
     if number < minimum:
         raise ArgumentError(f"{name} must be at least {minimum}, got {number}")
     return number

@@ -842,3 +842,18 @@ def test_threads_step_rows_of_their_own() -> None:
     assert batch.num_computed_tokens.tolist() == [3 + num_steps] * (num_threads * num_rows)
     batch.release(blocks.ravel())
     assert manager.page_pool.get_num_free_pages() == manager.num_pages - 1
+
+
+@pytest.mark.parametrize("features", [7, np.arange(3), np.array(3)], ids=["int", "array", "number"])
+@pytest.mark.parametrize("enable_caching", [True, False])
+def test_features_that_are_none_are_refused(features: Any, enable_caching: bool) -> None:
+    batch = RunningBatch(make_manager(FULL, enable_caching=enable_caching), PageTable(2, 8, 64))
+    with pytest.raises((ArgumentError, ArgumentTypeError), match="mm_features"):
+        batch.admit(0, [1, 2, 3], mm_features=features)
+    assert not batch.is_admitted.any()
+
+
+def test_an_array_is_no_shard() -> None:
+    batch = RunningBatch(make_manager(FULL), PageTable(2, 8, 64), data_parallel_size=2)
+    with pytest.raises(ArgumentTypeError, match="dp_shard must be an integer"):
+        batch.admit(0, [1, 2, 3], dp_shard=np.arange(2))  # type: ignore[arg-type]
