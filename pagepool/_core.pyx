@@ -60,7 +60,7 @@ cdef extern from *:
     static void pagepool_keep_sparse(char *memory, size_t size) {
     #if defined(MADV_NOHUGEPAGE)
         size_t start = ((size_t)memory + 4095) & ~(size_t)4095;
-        if (size > 8192) madvise((void *)start, ((size_t)memory + size - start) & ~(size_t)4095, MADV_NOHUGEPAGE);
+        if (size >= 2 << 20) madvise((void *)start, ((size_t)memory + size - start) & ~(size_t)4095, MADV_NOHUGEPAGE);
     #endif
     }
     """
