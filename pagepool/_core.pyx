@@ -183,8 +183,6 @@ cdef struct RowState:         # 32 bytes, two to a cache line
     int32_t shard             # where pages come from; -1: anywhere
     uint8_t is_admitted
     uint8_t is_claimed        # admitted, or about to be
-    uint8_t unused
-    uint8_t unused_too
 
 cdef struct Link:             # a page to hash
     Digest parent
@@ -1031,21 +1029,26 @@ cdef inline void blank(Group *group, Py_ssize_t row, Py_ssize_t start, Py_ssize_
     group.rows.version += 1
 
 
+cdef inline int32_t find_skip_stop(const Group *group, Py_ssize_t row, int32_t num_computed) noexcept nogil:
+    """End of a row's pages that no token from `num_computed` on attends to."""
+    return min(first_useful_page(&group.rules, num_computed, group.held[row].num_cached), group.held[row].num_pages)
+
+
 cdef void skip_pages(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Give back the pages that no token from `num_computed` on attends to, the last first."""
     cdef Group *group
     cdef Held *held
     cdef Py_ssize_t g, j
-    cdef int32_t first
+    cdef int32_t stop
     for g in range(batch.num_groups):
         group = &batch.groups[g]
         held = &group.held[row]
-        first = min(first_useful_page(&group.rules, num_computed, held.num_cached), held.num_pages)
-        if first > held.num_skipped:
-            for j in range(first - 1, held.num_skipped - 1, -1):
+        stop = find_skip_stop(group, row, num_computed)
+        if stop > held.num_skipped:
+            for j in range(stop - 1, held.num_skipped - 1, -1):
                 put_back_held(batch.pool, ids_of(group, row)[j])
-            blank(group, row, held.num_skipped, first)
-            held.num_skipped = first
+            blank(group, row, held.num_skipped, stop)
+            held.num_skipped = stop
 
 
 cdef inline void put_back_held(Pool *pool, int32_t page_id) noexcept nogil:
@@ -1275,16 +1278,20 @@ cdef bint has_lost_page(const Batch *batch, Py_ssize_t row) noexcept nogil:
     cdef Py_ssize_t g, stop
     for g in range(batch.num_groups):
         group = &batch.groups[g]
-        stop = first_useful_page(&group.rules, batch.states[row].num_computed, group.held[row].num_cached)
-        stop = min(stop, group.held[row].num_pages)
+        stop = find_skip_stop(group, row, batch.states[row].num_computed)
         if find_unheld(batch.pool, ids_of(group, row), group.held[row].num_skipped, stop) >= 0:
             return True
     return False
 
 
+cdef inline bint is_row(const Batch *batch, int32_t row) noexcept nogil:
+    """Whether a row is in the table and admitted."""
+    return 0 <= row < batch.num_rows and batch.states[row].is_admitted
+
+
 cdef inline bint claim_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nogil:
-    """Whether a row is in the table, admitted, and here for the first time in this call. Copies it, as the one at `i`."""
-    if not (0 <= row < batch.num_rows and batch.states[row].is_admitted) or batch.states[row].stamp == batch.stamp:
+    """Whether a row `is_row` and here for the first time in this call. Copies it, as the one at `i`."""
+    if not is_row(batch, row) or batch.states[row].stamp == batch.stamp:
         return False
     batch.states[row].stamp = batch.stamp
     batch.checked_rows[i] = row
@@ -1383,9 +1390,7 @@ cdef Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const int32_t *
     cdef int32_t row
     while num_done < n:
         row = rows[num_done]
-        if not (0 <= row < batch.num_rows and batch.states[row].is_admitted):
-            break
-        if batch.states[row].num_tokens >= batch.max_num_tokens:
+        if not is_row(batch, row) or batch.states[row].num_tokens >= batch.max_num_tokens:
             break
         tokens_of(batch, row)[batch.states[row].num_tokens] = token_ids[num_done]
         batch.states[row].num_tokens += 1
@@ -1529,7 +1534,7 @@ cdef void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     for g in range(batch.num_groups):
         batch.groups[g].held[row] = Held(0, 0, 0)
         end_row(&batch.groups[g], row)
-    batch.states[row] = RowState(0, 0, 0, 0, 0, batch.states[row].num_hashed, -1, 0, 0, 0, 0)
+    batch.states[row] = RowState(0, 0, 0, 0, 0, batch.states[row].num_hashed, -1, 0, 0)
 
 
 cdef inline void swap_values(int32_t *first, int32_t *second, Py_ssize_t n) noexcept nogil:
@@ -1821,6 +1826,12 @@ cdef PageIds as_page_ids(object values, str name="ids"):
     ids = PageIds.__new__(PageIds)
     ids.add_items(as_list(values, name), 0, MAX_PAGES, name)
     return ids
+
+
+cdef PageIds as_own_ids(object values, str name):
+    """The same as ids that nobody else can change; an array is copied too."""
+    cdef PageIds ids = as_page_ids(values, name)
+    return PageIds(ids) if isinstance(ids, _BorrowedIds) else ids
 
 
 def lists_of(tuple groups not None) -> tuple:
@@ -3287,7 +3298,7 @@ cdef PageIds as_amounts(object values, str name, Py_ssize_t num_rows):
     cdef PageIds amounts
     if hasattr(values, "__index__") and not isinstance(values, ndarray):
         return PageIds([size_of(values, name, 0, MAX_TOKENS)])
-    amounts = PageIds(as_page_ids(values, name))
+    amounts = as_own_ids(values, name)
     if amounts.num != num_rows:
         raise ArgumentError(f"{name}: got {amounts.num}, allowed: one, or as many as rows, {num_rows}")
     return amounts
@@ -3336,8 +3347,7 @@ cdef object ROW_STATE = np.dtype([
     ("shard", "i4"),
     ("is_admitted", "?"),
     ("is_claimed", "?"),
-    ("unused", "u1", 2),
-])
+], align=True)
 
 
 cdef class RunningRows:
@@ -3608,7 +3618,7 @@ cdef class RunningRows:
 
         RowOverflowError, and nothing changed, where a row would be longer than it can be. O(rows).
         """
-        cdef PageIds row_ids = PageIds(as_page_ids(rows, "rows"))
+        cdef PageIds row_ids = as_own_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
         cdef Py_ssize_t num_done
         check_lengths(tokens, row_ids)
@@ -3937,14 +3947,8 @@ cdef class RunningRows:
 
     cdef PageIds copy_ids(self, const Group *group, Py_ssize_t row):
         cdef PageIds ids = PageIds.__new__(PageIds)
-        cdef bint has_room
         with self.lock:
-            has_room = ids.has_room_for(group.held[row].num_pages)
-            if has_room and group.held[row].num_pages:  # memcpy must not get the pointer of an empty list
-                ids.num = group.held[row].num_pages
-                memcpy(ids.ids, ids_of(group, row), ids.num * sizeof(int32_t))
-        if not has_room:
-            raise MemoryError(f"the pages of row {row}")
+            ids.add(ids_of(group, row), group.held[row].num_pages)
         return ids
 
     def check_rows(self, held_elsewhere) -> None:

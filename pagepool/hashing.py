@@ -190,6 +190,11 @@ class RequestExtraKeys:
         first: Iterable[tuple[Any, ...]] = self._first_page_keys if start == 0 else ()
         return (*first, *keys) or None
 
+    def find_keyed_page(self, start_page: int, page_size: int) -> tuple[int | None, ExtraKeys | None]:
+        """The next page from `start_page` on that may have keys, and the keys; None where there is none."""
+        page = self.find_next_page(start_page * page_size, page_size)
+        return page, None if page is None else self.of_page(page * page_size, (page + 1) * page_size)
+
     def find_next_page(self, start: int, page_size: int) -> int | None:
         """Index of the first page at or after token `start` (a page boundary) that has keys, or None."""
         pages = [max(start, begin) // page_size for begin, end, _, _ in self._features if end > start]

@@ -44,12 +44,7 @@ class RequestHashes:
 
     def find_keyed_page(self, start_page: int, page_size: int) -> tuple[int | None, ExtraKeys | None]:
         """The next page from `start_page` on that has extra keys, and the keys; None where there is none."""
-        if self._extra_keys is None:
-            return None, None
-        page = self._extra_keys.find_next_page(start_page * page_size, page_size)
-        if page is None:
-            return None, None
-        return page, self._extra_keys.of_page(page * page_size, (page + 1) * page_size)
+        return (None, None) if self._extra_keys is None else self._extra_keys.find_keyed_page(start_page, page_size)
 
 
 class PageHasher(ABC):

@@ -132,11 +132,12 @@ class RunningBatch(RunningRows):
         keys = RequestExtraKeys.of(SimpleNamespace(cache_salt=cache_salt, lora_id=lora_id, mm_features=features))
         if keys is None or not self._hash_page_size:
             return []
-        page_size, keyed, start = self._hash_page_size, [], 0
-        while start < self.max_num_tokens and (page := keys.find_next_page(start, page_size)) is not None:
-            start = (page + 1) * page_size
-            if data := encode_extra_keys(keys.of_page(page * page_size, start)):  # a feature of no tokens has none
-                keyed.append((page, data))
+        keyed = []
+        page, page_keys = keys.find_keyed_page(0, self._hash_page_size)
+        while page is not None and page * self._hash_page_size < self.max_num_tokens:
+            if page_keys:  # a feature of no tokens has none
+                keyed.append((page, encode_extra_keys(page_keys)))
+            page, page_keys = keys.find_keyed_page(page + 1, self._hash_page_size)
         return keyed
 
     def check(self) -> None:
