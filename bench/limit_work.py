@@ -15,7 +15,7 @@ from time import perf_counter_ns
 import numpy as np
 
 import pagepool
-from bench.workload import PAGE_SIZE
+from bench.workload import PAGE_SIZE, make_group
 
 NUM_ROUNDS = 7
 CONTEXT_LEN = 2048
@@ -28,8 +28,7 @@ NUM_TAKES = 100
 
 
 def make_batch(num_pages: int, num_rows: int, max_model_len: int) -> pagepool.RunningBatch:
-    spec = pagepool.FullAttentionSpec(page_size=PAGE_SIZE, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
-    manager = pagepool.CacheManager(num_pages, [pagepool.CacheGroupSpec(spec)], max_model_len)
+    manager = pagepool.CacheManager(num_pages, [make_group(pagepool)], max_model_len)
     return pagepool.RunningBatch(manager, pagepool.PageTable(num_rows, max_model_len // PAGE_SIZE, max_model_len))
 
 

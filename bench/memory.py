@@ -16,7 +16,7 @@ import numpy as np
 
 import pagepool
 from bench.race import as_table
-from bench.workload import PAGE_SIZE, SEED, VOCABULARY
+from bench.workload import PAGE_SIZE, SEED, VOCABULARY, make_group
 
 NUM_PAGES = 1_000_000
 NUM_ROWS = 256
@@ -32,8 +32,7 @@ def read_resident_bytes() -> int:
 
 
 def make_manager() -> pagepool.CacheManager:
-    spec = pagepool.FullAttentionSpec(page_size=PAGE_SIZE, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
-    return pagepool.CacheManager(NUM_PAGES, [pagepool.CacheGroupSpec(spec)], MAX_MODEL_LEN)
+    return pagepool.CacheManager(NUM_PAGES, [make_group(pagepool)], MAX_MODEL_LEN)
 
 
 def make_batch(manager: pagepool.CacheManager, num_rows: int) -> pagepool.RunningBatch:

@@ -16,7 +16,7 @@ from typing import Any
 from oracle import OracleManager, OraclePool
 
 import pagepool
-from bench.workload import PAGE_SIZE
+from bench.workload import make_group
 
 MAX_MODEL_LEN = 1 << 20
 
@@ -108,12 +108,6 @@ class OracleRival(Rival):
 
     def look_up(self, pool: OraclePool, hashes: Sequence[int]) -> list[int]:
         return [pool.get_cached_page(key, [0])[0] for key in hashes]
-
-
-def make_group(specs: ModuleType) -> Any:
-    """Make a full-attention group with the spec classes of a package."""
-    spec = specs.FullAttentionSpec(page_size=PAGE_SIZE, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
-    return specs.CacheGroupSpec(kv_cache_spec=spec)
 
 
 def find_easydel() -> list[Rival]:

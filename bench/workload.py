@@ -1,8 +1,10 @@
-"""Requests and tokens that every rival takes: seeded, and made anew for each of them."""
+"""The group, requests and tokens that every rival takes: seeded, and made anew for each of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +13,12 @@ VOCABULARY = 128_000
 WAITING = 1
 
 PAGE_SIZE = 16
+
+
+def make_group(specs: ModuleType) -> Any:
+    """Make a full-attention group with the spec classes of a package."""
+    spec = specs.FullAttentionSpec(page_size=PAGE_SIZE, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+    return specs.CacheGroupSpec(kv_cache_spec=spec)
 
 
 def random_tokens(num_tokens: int, stream: int) -> list[int]:
