@@ -24,7 +24,7 @@ from random import Random
 import numpy as np
 from settings import SETTINGS, Group, Setting
 from soak_engine import BatchSide, Engine, ManagerSide
-from soak_faults import Faults, SoakError, pool_state, require_equal
+from soak_faults import Faults, SoakError, require_equal, require_same_pools
 from workload import NUM_FAMILIES, VOCABULARY
 
 import pagepool
@@ -171,7 +171,7 @@ class Round:
         """Compare everything, and let each walk its invariants. O(pool)."""
         for engine in self.engines:
             engine.side.check()
-        require_equal("the pool", [pool_state(engine.pool) for engine in self.engines])
+        require_same_pools("the engines' pools", [engine.pool for engine in self.engines])
         for row in self.engines[0].running.tolist():
             require_equal(f"the pages of row {row}", [engine.side.get_page_ids(row) for engine in self.engines])
         self.counts["checks"] += len(self.engines)

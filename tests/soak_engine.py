@@ -224,8 +224,7 @@ class Engine(Scheduler):
         self._num_computed_tokens[row] = num_tokens
 
     def restart(self, pool: pagepool.PagePool) -> None:
-        """Go on with another pool, as after a restart: every request waits again."""
-        self.preempt_all()
+        """Go on with another pool, when all requests wait: a new manager, which knows nothing of them."""
         for request in self.waiting:
             self.manager.free_page_hashes(request)
         self.counts["pages handed out"] += self.pool.stats.num_allocated_pages
