@@ -59,7 +59,7 @@ class Kind:
 def make_long(name: str, groups: tuple[Group, ...], num_pages: int, max_num_seqs: int, **options: bool) -> Kind:
     """Return a kind whose prompts have thousands of tokens."""
     setting = Setting(name, groups, (num_pages,), **options)
-    return Kind(setting, max_num_seqs, 16_384, 12 * max_num_seqs, 2000, 100, 0.2, is_short=False)
+    return Kind(setting, max_num_seqs, 16_384, 12 * max_num_seqs, 2000, 250, 0.2, is_short=False)
 
 
 SHORT = [Kind(setting) for setting in SETTINGS if setting.data_parallel_size is None]
