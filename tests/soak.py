@@ -276,7 +276,7 @@ class Soak:
         yield "seconds", f"{self.seconds:,.1f}"
         yield "operations a second", f"{self.counts['operations'] / self.seconds:,.0f}"
         yield from ((name, f"{count:,}") for name, count in sorted(self.counts.items()))
-        yield "faults", f"{self.faults.total():,}"
+        yield "faults and interventions", f"{self.faults.total():,}"
         yield from ((f"  {name}", f"{count:,}") for name, count in sorted(self.faults.items()))
         samples = [sample for each in self.resident_mib.values() for sample in each]
         yield "resident memory, MiB", f"{min(samples):.0f} to {max(samples):.0f}"
