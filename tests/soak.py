@@ -24,7 +24,8 @@ from random import Random
 import numpy as np
 from settings import SETTINGS, Group, Setting
 from soak_engine import BatchSide, Engine, ManagerSide
-from soak_faults import Faults, SoakError, require_equal, require_same_pools
+from soak_faults import Faults
+from soak_states import SoakError, require_equal, require_same_pools
 from workload import NUM_FAMILIES, VOCABULARY
 
 import pagepool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from soak_engine import BatchSide, Engine
+from soak_snapshots import Restorer
+from soak_states import SoakError, held_page_ids, list_references, pool_state, require_equal
 
 import pagepool
 from pagepool.errors import (
@@ -23,17 +24,11 @@ from pagepool.errors import (
     PagePoolError,
     RowIndexError,
     RowOverflowError,
-    SnapshotError,
 )
-from pagepool.snapshot import seal
 
 MAX_EXHAUSTED_STEPS = 3
 MAX_EVICTED_PAGES = 8
 NUM_PROBED = 32
-
-
-class SoakError(AssertionError):
-    """Engines differ, or a wrong call was not refused, or something is left at the end."""
 
 
 class Misuse(NamedTuple):
@@ -44,62 +39,9 @@ class Misuse(NamedTuple):
     error: type[PagePoolError]
 
 
-def require_equal(what: str, values: list[Any]) -> None:
-    """Raise if the engines differ in something."""
-    if any(value != values[0] for value in values[1:]):
-        raise SoakError(f"{what}: " + " against ".join(f"{value!r:.500}" for value in values))
-
-
-def pool_state(pool: pagepool.PagePool) -> tuple[Any, ...]:
-    """Return the free order, the ref counts, the number of prefix entries and the counters."""
-    counts = pool.ref_counts()
-    counts[0] = 0  # the null page's is not kept
-    return pool.free_page_ids_in_order().tobytes(), counts.tobytes(), len(pool.cached_page_hash_to_page), pool.stats
-
-
-def require_same_pools(what: str, pools: list[pagepool.PagePool]) -> None:
-    """Raise if pools differ in anything that a snapshot has, prefix entries and their order among equals included."""
-    first, *others = map(sort_entries, pools)
-    differences = {name for other in others for name in first if not np.array_equal(first[name], other[name])}
-    if differences:
-        raise SoakError(f"{what}: they differ in {', '.join(sorted(differences))}")
-
-
-def sort_entries(pool: pagepool.PagePool) -> dict[str, Any]:
-    """Return a pool's snapshot with the prefix entries by key: their order in the index is each pool's own."""
-    arrays = pool.snapshot()
-    del arrays["checksum"]
-    order = np.lexsort((*arrays["cached_keys"].T, arrays["cached_group_ids"]))
-    cached = {name: array[order] for name, array in arrays.items() if name.startswith("cached") and array.size}
-    return arrays | cached
-
-
-def list_references(pool: pagepool.PagePool) -> Any:
-    """Return the ids of the pages that somebody holds, each as often as it is held."""
-    held = held_page_ids(pool)
-    return np.repeat(held, pool.ref_counts()[held])
-
-
-def list_contradictions(arrays: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
-    """Yield what cannot be: an array of a snapshot, a place in it, and the value that is wrong there."""
-    free, cached, num_pages = arrays["free_page_ids"], arrays["cached_page_ids"], arrays["ref_counts"].size
-    yield "ref_counts", num_pages - 1, -1
-    if free.size:
-        yield from (("ref_counts", free[0], 1), ("free_page_ids", 0, num_pages), ("free_page_ids", 0, free[-1]))[
-            : free.size + 1
-        ]
-    if cached.size:
-        yield from (("cached_page_ids", 0, 0), ("cached_page_ids", 0, cached[-1]))[: cached.size]
-
-
 def probe_waiting(engine: Engine) -> list[int]:
     """Return how many tokens the first waiting requests would hit."""
     return [engine.manager.probe(request).num_hit_tokens for request in itertools.islice(engine.waiting, NUM_PROBED)]
-
-
-def held_page_ids(pool: pagepool.PagePool) -> Any:
-    """Return the ids of the pages that somebody holds, ``[held pages]``."""
-    return np.flatnonzero(pool.ref_counts()[1:]).astype(np.int32) + 1
 
 
 class Faults:
@@ -110,6 +52,7 @@ class Faults:
         self.engines = engines
         self.rng = rng
         self.counts: Counter[str] = Counter()
+        self.restorer = Restorer(rng, self.counts)
         self.foreign_pool = pagepool.PagePool(4, enable_caching=True)
         self.faults: dict[Callable[[], None], float] = {
             self.abort_prefill: 2,
@@ -361,7 +304,7 @@ class Faults:
         back what the old requests held, and what was cached hits as before.
         """
         for engine in self.engines:
-            pool = self._restore(engine.pool)
+            pool = self.restorer.restore(engine.pool)
             pool.free_page_ids(list_references(pool))
             engine.preempt_all()
             expected = probe_waiting(engine)
@@ -369,46 +312,6 @@ class Faults:
             pool.check()
             require_equal("hits after a restart", [expected, probe_waiting(engine)])
         self._count("restarts from a snapshot")
-
-    def _restore(self, pool: pagepool.PagePool) -> pagepool.PagePool:
-        """Return the pool as it comes back from a file, having compared it and a second one."""
-        file = io.BytesIO()
-        np.savez(file, **pool.snapshot())
-        file.seek(0)
-        with np.load(file) as saved:
-            restored, again = pagepool.PagePool.restore(saved), pagepool.PagePool.restore(saved)
-            self._refuse_damaged(dict(saved))
-            self._refuse_contradiction(dict(saved))
-        require_same_pools("restored pools", [pool, restored, again])
-        restored.check()
-        self._count("snapshots restored")
-        return restored
-
-    def _refuse_damaged(self, saved: dict[str, Any]) -> None:
-        """Damage one array of a snapshot: a value, its length or type, or let it be lost."""
-        name = self.rng.choice(sorted(saved))
-        array = saved.pop(name)
-        if array.size and self.rng.random() < 0.8:
-            place = self.rng.randrange(array.size)
-            flipped = array.copy()
-            flipped.reshape(-1).view(np.uint8)[place] ^= 1 << self.rng.randrange(8) if array.dtype != bool else 1
-            saved[name] = self.rng.choice((flipped, array[:-1], array.astype(np.float64)))
-        self._refuse_restore("damaged snapshots refused", saved, name)
-
-    def _refuse_contradiction(self, saved: dict[str, Any]) -> None:
-        """Let the arrays of a snapshot contradict one another, under a checksum that is right."""
-        arrays = {name: array for name, array in saved.items() if name not in ("format", "version", "checksum")}
-        name, place, value = self.rng.choice(list(list_contradictions(arrays)))
-        arrays[name][place] = value
-        self._refuse_restore("contradictory snapshots refused", seal(arrays), name)
-
-    def _refuse_restore(self, fault: str, snapshot: dict[str, Any], name: str) -> None:
-        try:
-            pagepool.PagePool.restore(snapshot)
-        except SnapshotError:
-            self._count(fault)
-        else:
-            raise SoakError(f"{fault}: one whose {name!r} is wrong was restored")
 
     # rows
 

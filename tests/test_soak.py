@@ -11,7 +11,8 @@ import pytest
 import soak
 from soak import LONG, SHORT, Kind, Round, Soak, find_growth, take_turns
 from soak_engine import BatchSide, Engine, ManagerSide
-from soak_faults import Faults, SoakError
+from soak_faults import Faults
+from soak_states import SoakError
 
 import pagepool
 
