@@ -251,7 +251,7 @@ class Soak:
         work = Round(kind, seed, self.records)
         try:
             work.run()
-        except BaseException:
+        except Exception:
             print(f"failed; to repeat: python tests/soak.py --kind {kind.name!r} --seed {seed} --rounds 1", flush=True)
             raise
         self.num_rounds += 1

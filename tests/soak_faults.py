@@ -235,7 +235,7 @@ class Faults:
             for engine in self.engines:
                 engine.pool.free_page_ids([page_id])
                 give_back = partial(engine.side.give_back, row)
-                self._refuse(engine, Misuse("pages freed by their owner after a thief refused", give_back, DoubleFreeError))
+                self._refuse(engine, Misuse("frees after a theft refused", give_back, DoubleFreeError))
                 engine.pool.touch_page_ids([page_id])
 
     # admissions
