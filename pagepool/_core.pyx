@@ -2866,12 +2866,12 @@ cdef class PageStore:
         shard=None, num_shards=0, num_reserved=0,
     ):
         """Take what a request needs, in one go: a reference to its hits, which become its first pages, and new pages behind
-        what it holds. `groups` are `HeldPages`; `hits` are none, or `PageIds` for each, cached under `chain` with `strides` hashes a
-        page for `group_ids`.
+        what it holds. `groups` are `HeldPages`; `hits` are none, or `PageIds` for each, cached under `chain` with `strides`
+        hashes a page for `group_ids`.
 
         Returns the new pages of each group; None, with nothing changed, if the pool has too few free beside `num_reserved`;
-        None too if only the shard has, and the hits count as used just now. PageHashError for a hit that has another content by now.
-        O(pages).
+        None too if only the shard has, and the hits count as used just now. PageHashError for a hit that has another content
+        by now. O(pages).
         """
         cdef _Needs needs = _Needs(self, groups, num_new_pages, hits, chain, strides, group_ids)
         cdef int32_t divided = <int32_t>size_of(num_shards, "data_parallel_size", 0)
@@ -3803,7 +3803,7 @@ cdef class TableRows:
                     return f"row {row}: page {ids[i]} (at {i}), allowed: at least 0"
             for i in range(rows.extent[row], rows.num_columns):
                 if ids[i] != 0:
-                    return f"row {row}: page {ids[i]} (at {i}) behind the row's reach, {rows.extent[row]}; was mark_dirty called?"
+                    return f"row {row}: page {ids[i]} (at {i}) behind the row's reach, {rows.extent[row]}; no mark_dirty?"
             num_dirty = 0
             for i in range(row * rows.num_windows, (row + 1) * rows.num_windows):
                 num_dirty += rows.is_dirty[i]
