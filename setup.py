@@ -2,6 +2,7 @@
 
 PAGEPOOL_DEBUG=1      bounds checks and asserts on
 PAGEPOOL_SANITIZE=1   AddressSanitizer and UndefinedBehaviorSanitizer (implies debug; run Python with libasan preloaded)
+PAGEPOOL_UNGUARDED=1  no checks in the hot loops: only to measure what they cost, see bench/guards.py
 PAGEPOOL_ANNOTATE=1   also write the annotated source, _core.html, beside the C file under build/
 """
 
@@ -62,10 +63,14 @@ class BuildCore(build_ext):
         super().build_extension(ext)
 
 
+MACROS = [("CYTHON_WITHOUT_ASSERTIONS", "1")] if not DEBUG else []
+if is_set("PAGEPOOL_UNGUARDED"):
+    MACROS.append(("PAGEPOOL_GUARDS", "0"))
+
 core = Extension(
     "pagepool._core",
     ["pagepool/_core.pyx"],
-    define_macros=[] if DEBUG else [("CYTHON_WITHOUT_ASSERTIONS", "1")],
+    define_macros=MACROS,
     extra_compile_args=(["-O1", "-g", "-fno-omit-frame-pointer", "-UNDEBUG"] if DEBUG else ["-O3", "-g0"]) + SANITIZER_FLAGS,
     extra_link_args=SANITIZER_FLAGS,
 )
