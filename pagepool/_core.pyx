@@ -375,8 +375,14 @@ cdef Digest digest_of_bytes(bytes data) except *:
 
 
 cdef Digest digest_of_int(object value) except *:
-    """OverflowError unless `value` is an int of 128 bits."""
-    cdef uint64_t high = value >> 64
+    """`value` as a key."""
+    cdef uint64_t high
+    if type(value) is not int:
+        value = int(index_of(value, "key"))
+    try:
+        high = value >> 64
+    except OverflowError:
+        raise ArgumentError(f"key: got {value}, allowed: 0 to 2**128 - 1") from None
     return Digest(PyLong_AsUnsignedLongLongMask(value), high)
 
 
@@ -568,8 +574,10 @@ cdef Py_ssize_t enter_all(
 
 
 cdef inline void keep_tokens(Pool *pool, int32_t page_id, const int32_t *tokens, Py_ssize_t n) noexcept nogil:
-    """Keep the tokens of a page, fewer than `tokens_width`, if the pool keeps any."""
+    """Keep the tokens of a page if the pool keeps any, and as many."""
     cdef int32_t *kept = pool.page_tokens + page_id * pool.tokens_width
+    if n >= pool.tokens_width:
+        n = 0
     if pool.page_tokens != NULL:
         kept[0] = <int32_t>n
         if n:
@@ -1603,15 +1611,20 @@ cdef object ndarray = np.ndarray
 cdef object INT32 = np.dtype(np.int32)
 
 
+cdef object index_of(object value, str name):
+    """`value` as an int."""
+    try:
+        return as_index(value)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: an int") from None
+
+
 cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=0, Py_ssize_t highest=MAX_PAGES) except -1:
     """`value` as a size; the error says what was got and what is allowed."""
     cdef int overflow = 0
     cdef long long size
     if type(value) is not int:
-        try:
-            value = as_index(value)
-        except TypeError:
-            raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: an int") from None
+        value = index_of(value, name)
     size = PyLong_AsLongLongAndOverflow(value, &overflow)
     if overflow or not lowest <= size <= highest:
         raise ArgumentError(f"{name}: got {value}, allowed: {lowest} to {highest}")
@@ -1642,12 +1655,21 @@ cdef object explained(str name, object error):
     return cls(f"{name}: {error}; allowed: ints that fit int32")
 
 
+cdef int32_t page_id_of(object value) except? -1:
+    try:
+        return int32_of(value)
+    except (OverflowError, TypeError) as error:
+        raise explained("page id", error) from None
+
+
 cdef int32_t group_of(object group) except -1:
     return <int32_t>size_of(group, "group", 0, MAX_GROUP)
 
 
 cdef object as_int32_array(object values, str name):
     """`values`, a NumPy array, as a contiguous int32 vector; no copy where it is one already."""
+    if type(values) is not ndarray:
+        values = np.asarray(values)  # a subclass may say anything of itself
     if values.ndim != 1 or (values.dtype is not INT32 and values.dtype.kind not in "iu"):
         raise ArgumentTypeError(
             f"{name}: got an array of {values.dtype} with {values.ndim} dimensions, allowed: one of ints with 1 dimension"
@@ -1718,7 +1740,7 @@ cdef class PageIds:
 
     def __contains__(self, value) -> bool:
         cdef Py_ssize_t i
-        cdef int32_t wanted = int32_of(value)
+        cdef int32_t wanted = page_id_of(value)
         for i in range(self.num):
             if self.ids[i] == wanted:
                 return True
@@ -1971,19 +1993,27 @@ cdef class HashChain:
             raise IndexError(f"page: got {i}, allowed: 0 to {self.num - 1}")
         return int_of_digest(self.digests[i])
 
-    cdef int reserve(self, Py_ssize_t num_more) except -1:
+    cdef bint is_lent(self) noexcept:
+        """Whether the digests are a running row's, for the time of a look-up."""
+        return self.digests != NULL and self.capacity == 0
+
+    cdef bint has_room_for(self, Py_ssize_t num_more) noexcept:
+        """Make room for `num_more` digests; False where the chain is lent or memory is short."""
         cdef Py_ssize_t capacity = max(self.num + num_more, 2 * self.capacity, 4)
         cdef Digest *digests
         if self.num + num_more <= self.capacity:
-            return 0
-        if self.digests != NULL and self.capacity == 0:
-            raise ArgumentError("the chain is lent for a look-up and cannot grow")
-        digests = <Digest *>realloc(self.digests, capacity * sizeof(Digest))
+            return True
+        digests = NULL if self.is_lent() else <Digest *>realloc(self.digests, capacity * sizeof(Digest))
         if digests == NULL:
-            raise MemoryError(f"{capacity} digests")
+            return False
         self.digests = digests
         self.capacity = capacity
-        return 0
+        return True
+
+    cdef int refuse_growth(self, Py_ssize_t num_more) except -1:
+        if self.is_lent():
+            raise ArgumentError("the chain is lent for a look-up and cannot grow")
+        raise MemoryError(f"{self.num + num_more} digests")
 
     def extend(self, object tokens, bytes extra_keys=b"") -> None:
         """Hash the next pages: a list or an int array with a multiple of `page_size` token ids.
@@ -2002,34 +2032,48 @@ cdef class HashChain:
 
     cdef int extend_native(self, const int32_t *tokens, Py_ssize_t num_tokens, bytes extra_keys) except -1:
         cdef Py_ssize_t num_pages = num_tokens // self.page_size
-        cdef Py_ssize_t page_size
-        cdef Digest key, parent
-        cdef Digest *out
+        cdef const uint8_t *extra = NULL
+        cdef bint has_room
         if num_tokens % self.page_size:
             raise ArgumentError(f"token ids: got {num_tokens}, allowed: a multiple of the page size {self.page_size}")
-        with self.lock:
-            self.reserve(num_pages)
-            if self.token_ids is not None:
-                self.token_ids.add(tokens, num_tokens)
-            parent = self.digests[self.num - 1] if self.num else Digest(0, 0)
-            if extra_keys:
-                parent = hash_after(self.extra_key, parent, extra_keys, len(extra_keys))
-            key, out, page_size = self.key, self.digests + self.num, self.page_size
-            if num_pages < RELEASE_GIL_AT:
-                hash_pages(key, parent, tokens, page_size, out, num_pages)
-            else:
-                with nogil:
-                    hash_pages(key, parent, tokens, page_size, out, num_pages)
-            self.num += num_pages
+        if extra_keys:
+            extra = extra_keys
+        with self.lock:  # in which no error is made: that may run the garbage collector, and so a finalizer that calls us
+            has_room = self.has_room_for(num_pages) and (self.token_ids is None or self.token_ids.has_room_for(num_tokens))
+            if has_room:
+                self.hash_more(tokens, num_pages, extra, len(extra_keys))
+        if not has_room:
+            self.refuse_growth(num_pages)
         return 0
+
+    cdef void hash_more(self, const int32_t *tokens, Py_ssize_t num_pages, const uint8_t *extra, Py_ssize_t size) noexcept:
+        """Hash pages for which there is room. `extra` NULL: no extra keys, else `size` bytes."""
+        cdef Digest parent = self.digests[self.num - 1] if self.num else Digest(0, 0)
+        cdef Digest key = self.key
+        cdef Digest *out = self.digests + self.num
+        cdef Py_ssize_t page_size = self.page_size
+        if self.token_ids is not None:
+            self.token_ids.add(tokens, num_pages * page_size)
+        if extra != NULL:
+            parent = hash_after(self.extra_key, parent, extra, size)
+        if num_pages < RELEASE_GIL_AT:
+            hash_pages(key, parent, tokens, page_size, out, num_pages)
+        else:
+            with nogil:
+                hash_pages(key, parent, tokens, page_size, out, num_pages)
+        self.num += num_pages
 
     def append_key(self, object key) -> None:
         """Append one page by a 128-bit key that was made elsewhere."""
         cdef Digest digest = digest_of_int(key)
+        cdef bint has_room
         with self.lock:
-            self.reserve(1)
-            self.digests[self.num] = digest
-            self.num += 1
+            has_room = self.has_room_for(1)
+            if has_room:
+                self.digests[self.num] = digest
+                self.num += 1
+        if not has_room:
+            self.refuse_growth(1)
 
     def page_token_ids(self, Py_ssize_t i) -> tuple:
         """The tokens of page `i`, or an empty tuple where they are not kept."""
@@ -2050,7 +2094,7 @@ cdef class PageStore:
     cdef dict views                     # page id -> CachePage, for those that were asked for
     cdef readonly bint is_pool          # record 0 is a page of its own; other stores can grow
     cdef readonly bint enable_caching
-    cdef public object names            # HashNames
+    cdef readonly object names          # HashNames
     cdef cython.pymutex lock
 
     def __cinit__(self, num_pages, bint enable_caching=True, bint is_pool=True):
@@ -2154,8 +2198,9 @@ cdef class PageStore:
 
     def neighbours(self, page_id) -> tuple:
         """The pages before and after a page in the free queue; None at the ends and outside the queue."""
-        cdef Page *page = &self.pool.pages[self.checked_id(page_id)]
-        if not self.is_free(page_id):
+        cdef int32_t checked = self.checked_id(page_id)
+        cdef Page page = self.pool.pages[checked]  # a copy: making a view may run Python code
+        if checked == NULL_PAGE or not is_free(&self.pool, checked):
             return None, None
         return (
             None if page.prev_free == NULL_PAGE else self.page(page.prev_free),
@@ -2215,6 +2260,7 @@ cdef class PageStore:
     def pages(self, PageIds ids not None) -> list:
         """The views of the pages."""
         cdef Py_ssize_t i
+        self.checked(ids)
         return [self.view(ids.ids[i]) for i in range(ids.num)]
 
     def ids_of_pages(self, pages) -> PageIds:
@@ -2237,12 +2283,12 @@ cdef class PageStore:
             raise PageIdError(f"page {(<CachePage>page).page_id} belongs to another pool")
         return (<CachePage>page).index
 
+    cdef Range range_of(self, object start, object stop) except *:
+        """The page ids from `start` to before `stop`, None: to the end. They need not lie in the pool."""
+        return Range(page_id_of(start), self.pool.num_pages if stop is None else page_id_of(stop))
+
     cdef int32_t checked_id(self, object page_id) except -1:
-        cdef int32_t checked
-        try:
-            checked = int32_of(page_id)
-        except (OverflowError, TypeError) as error:
-            raise explained("page id", error) from None
+        cdef int32_t checked = page_id_of(page_id)
         self.check_range(checked)
         return checked
 
@@ -2274,21 +2320,25 @@ cdef class PageStore:
     cdef int take_into(self, PageIds ids, Py_ssize_t n, int32_t shard) except -1:
         """Append `n` new pages to `ids`. `shard` -1: from anywhere."""
         cdef int32_t *out
-        cdef int32_t bad
-        with self.lock:
-            if n > count_free_in(&self.pool, shard):
-                where = "" if shard < 0 else f" in shard {shard}"
-                raise OutOfPagesError(f"pages: {n} asked for, {count_free_in(&self.pool, shard)} free{where}")
-            ids.reserve(n)
+        cdef int32_t num_free, bad = NULL_PAGE
+        cdef bint has_room = False
+        with self.lock:  # in which no error is made: that may run the garbage collector, and so a finalizer that calls us
+            num_free = count_free_in(&self.pool, shard)
+            has_room = n <= num_free and ids.has_room_for(n)
             out = ids.ids + ids.num
-            if n < RELEASE_GIL_AT:
+            if has_room and n < RELEASE_GIL_AT:
                 bad = take_from(&self.pool, out, n, shard)
-            else:
+            elif has_room:
                 with nogil:
                     bad = take_from(&self.pool, out, n, shard)
-            self.check_untaken(bad)
-            ids.num += n
-        return 0
+            if has_room and bad == NULL_PAGE:
+                ids.num += n
+        if n > num_free:
+            where = "" if shard < 0 else f" in shard {shard}"
+            raise OutOfPagesError(f"pages: {n} asked for, {num_free} free{where}")
+        if not has_room:
+            raise MemoryError(f"{n} page ids")
+        return self.check_untaken(bad)
 
     cdef int check_untaken(self, int32_t bad) except -1:
         """Raise unless `bad` is the null page: it is in the free queue, and somebody gave it a reference."""
@@ -2300,6 +2350,12 @@ cdef class PageStore:
         """Free pages of one shard; of the whole pool for None."""
         return count_free_in(&self.pool, self.checked_shard(shard))
 
+    cdef int check_fixed(self) except -1:
+        """A queue of pages that stand alone grows, and arrays beside its records do not."""
+        if not self.is_pool:
+            raise ArgumentError("the store of a queue has no shards, and keeps no token ids")
+        return 0
+
     def set_shards(self, num_shards) -> None:
         """Keep a free queue for each of `num_shards` equal id ranges from now on. O(free pages) when the number changes."""
         cdef int32_t n = <int32_t>size_of(num_shards, "data_parallel_size", 1, self.pool.num_pages)
@@ -2307,6 +2363,7 @@ cdef class PageStore:
         cdef int32_t *counts
         if n == self.pool.num_shards:
             return
+        self.check_fixed()
         if self.pool.num_pages % n:
             raise ArgumentError(f"data_parallel_size: got {n}, allowed: a divisor of the {self.pool.num_pages} pages")
         links = <Links *>malloc((self.pool.num_pages + n) * sizeof(Links))
@@ -2359,15 +2416,19 @@ cdef class PageStore:
     def pop(self, n) -> PageIds:
         """Take the first `n` pages out of the queue and leave ref counts and prefix entries as they are."""
         cdef PageIds ids = PageIds()
-        cdef Py_ssize_t num = size_of(n, "n")
+        cdef Py_ssize_t num_free, num = size_of(n, "n")
+        cdef bint has_room
         with self.lock:
-            if num > self.pool.num_free:
-                raise OutOfPagesError(f"pages: {num} asked for, {self.pool.num_free} free")
-            ids.reserve(num)
-            while ids.num < num:
+            num_free = self.pool.num_free
+            has_room = num <= num_free and ids.has_room_for(num)
+            while has_room and ids.num < num:
                 ids.ids[ids.num] = self.pool.pages[NULL_PAGE].next_free
                 pull(&self.pool, ids.ids[ids.num])
                 ids.num += 1
+        if num > num_free:
+            raise OutOfPagesError(f"pages: {num} asked for, {num_free} free")
+        if not has_room:
+            raise MemoryError(f"{num} page ids")
         return ids
 
     def remove(self, page_id) -> None:
@@ -2379,10 +2440,13 @@ cdef class PageStore:
         self.pull_checked(self.index_of(page))
 
     cdef int pull_checked(self, int32_t page_id) except -1:
+        cdef bint is_in_queue
         with self.lock:
-            if page_id == NULL_PAGE or not is_free(&self.pool, page_id):
-                raise PageIdError(f"page {self.page(page_id).page_id} is not in the free queue")
-            pull(&self.pool, page_id)
+            is_in_queue = page_id != NULL_PAGE and is_free(&self.pool, page_id)
+            if is_in_queue:
+                pull(&self.pool, page_id)
+        if not is_in_queue:
+            raise PageIdError(f"page {self.page(page_id).page_id} is not in the free queue")
         return 0
 
     def append_page(self, page) -> None:
@@ -2407,15 +2471,14 @@ cdef class PageStore:
 
     def adopt(self, CachePage page not None) -> None:
         """Take over the record of a page that stands alone: `page` becomes a view of this store."""
+        page_hash = page.page_hash  # first, for it may run Python code
         cdef PageStore home = page.store
-        cdef Page *record = &home.pool.pages[page.index]
         if home is self:
             return
         if home.is_pool or self.is_pool or is_free(&home.pool, page.index):
             raise PageIdError(f"page {page.page_id} belongs to another pool or queue")
-        page_hash = page.page_hash
         self.resize(self.pool.num_pages + 1)
-        self.pool.pages[self.pool.num_pages - 1].ref_cnt = record.ref_cnt
+        self.pool.pages[self.pool.num_pages - 1].ref_cnt = home.pool.pages[page.index].ref_cnt
         del home.views[page.index]
         page.store = self
         page.index = self.pool.num_pages - 1
@@ -2428,7 +2491,7 @@ cdef class PageStore:
     def find(self, key, group, start=0, stop=None):
         """The page cached first under a 128-bit int key in a group, among ids in ``[start, stop)``; None if there is none."""
         cdef Digest digest = digest_of_int(key)
-        cdef Range ids = Range(start, self.pool.num_pages if stop is None else stop)
+        cdef Range ids = self.range_of(start, stop)
         cdef int32_t page_id = NULL_PAGE
         cdef int32_t checked_group = group_of(group)
         if self.enable_caching:
@@ -2439,7 +2502,7 @@ cdef class PageStore:
     def find_pages(self, key, groups, start=0, stop=None):
         """For each group the view of the page that `find` finds; None if it finds none in one of them."""
         pages = []
-        for group in groups:
+        for group in as_list(groups, "groups"):
             page_id = self.find(key, group, start, stop)
             if page_id is None:
                 return None
@@ -2465,19 +2528,18 @@ cdef class PageStore:
         cdef int32_t checked = self.checked_id(page_id)
         cdef Digest digest = digest_of_int(key)
         cdef int32_t checked_group = group_of(group)
+        cdef bint has_entry
         if not self.enable_caching:
             raise PageHashError("prefix caching is off")
-        with self.lock:
-            self.check_enterable(checked)
-            enter(&self.pool, checked, digest, checked_group)
-            self.copy_tokens(checked, None, 0, 0)
-
-    cdef int check_enterable(self, int32_t page_id) except -1:
-        if page_id == NULL_PAGE:
+        if checked == NULL_PAGE:
             raise PageIdError("the null page cannot be cached")
-        if self.pool.pages[page_id].group != NO_GROUP:
-            raise PageHashError(f"page {page_id} has a hash already")
-        return 0
+        with self.lock:
+            has_entry = self.pool.pages[checked].group != NO_GROUP
+            if not has_entry:
+                enter(&self.pool, checked, digest, checked_group)
+                self.copy_tokens(checked, None, 0, 0)
+        if has_entry:
+            raise PageHashError(f"page {checked} has a hash already")
 
     def drop(self, page_ids) -> int:
         """Drop the prefix entries of pages; the pages stay where they are. Returns how many had one."""
@@ -2508,10 +2570,11 @@ cdef class PageStore:
 
     def page_hash_of(self, page_id):
         """The PageHashWithGroupId of a cached page, or None."""
-        found = self.key_of(page_id)
+        cdef int32_t checked = self.checked_id(page_id)
+        found = self.key_of(checked)
         if found is None:
             return None
-        page_hash = self.names.hash_of(found[0]) or PageHash(found[0], self.token_ids_of(page_id))
+        page_hash = self.names.hash_of(found[0]) or PageHash(found[0], self.token_ids_of(checked))
         return PageHashWithGroupId(page_hash, found[1])
 
     def keep_token_ids(self, width) -> None:
@@ -2522,6 +2585,7 @@ cdef class PageStore:
         cdef int32_t *page_tokens
         if num_values <= self.pool.tokens_width:
             return
+        self.check_fixed()
         page_tokens = <int32_t *>calloc(num_values * self.pool.num_pages, sizeof(int32_t))
         if page_tokens == NULL:
             raise MemoryError(f"{width} token ids for each of {self.pool.num_pages} pages")
@@ -2567,14 +2631,14 @@ cdef class PageStore:
         if self.pool.page_tokens != NULL and num_tokens >= self.pool.tokens_width:
             kept = self.pool.tokens_width - 1
             raise ArgumentError(f"page size: got {num_tokens} tokens, allowed: {kept}, as many as are kept")
+        for i in range(first, last):
+            self.check_range(held.ids[i])
         with self.lock:
-            for i in range(first, last):
-                self.check_range(held.ids[i])
             bad = enter_all(&self.pool, held.ids, first, last, chain.digests, num_hashes, checked_group)
-            if bad >= 0:
-                raise PageHashError(f"page {held.ids[bad]} (at {bad} of {held.num}) has a hash already")
-            for i in range(first, last):
+            for i in range(first, last if bad < 0 else first):
                 self.copy_tokens(held.ids[i], chain, i * num_tokens, num_tokens)
+        if bad >= 0:
+            raise PageHashError(f"page {held.ids[bad]} (at {bad} of {held.num}) has a hash already")
 
     def hold_hits(self, HeldPages held not None, PageIds hits not None) -> None:
         """Append hit pages, which were touched, to what a request holds."""
@@ -2612,7 +2676,7 @@ cdef class PageStore:
         self, HashChain chain not None, stride, start, stop, PageIds groups not None, first_id=0, stop_id=None
     ) -> int:
         """End of the group pages from `start` on, at most up to `stop`, that hit in all `groups`. O(pages x groups)."""
-        cdef Range ids = Range(first_id, self.pool.num_pages if stop_id is None else stop_id)
+        cdef Range ids = self.range_of(first_id, stop_id)
         cdef Py_ssize_t num_hashes = size_of(stride, "stride", 1)
         cdef Py_ssize_t last = min(size_of(stop, "stop"), chain.num // num_hashes)
         cdef Py_ssize_t first = size_of(start, "start")
@@ -2629,7 +2693,7 @@ cdef class PageStore:
         self, HashChain chain not None, stride, stop, need, PageIds groups not None, first_id=0, stop_id=None
     ) -> int:
         """End of the last `need` consecutive group pages before `stop` that hit in all `groups`; else of the leading ones."""
-        cdef Range ids = Range(first_id, self.pool.num_pages if stop_id is None else stop_id)
+        cdef Range ids = self.range_of(first_id, stop_id)
         cdef Py_ssize_t num_hashes = size_of(stride, "stride", 1)
         cdef Py_ssize_t last = min(size_of(stop, "stop"), chain.num // num_hashes)
         cdef Py_ssize_t run = size_of(need, "need", 1)
@@ -2642,7 +2706,7 @@ cdef class PageStore:
         self, HashChain chain not None, stride, start, stop, group, first_id=0, stop_id=None
     ) -> PageIds:
         """The pages of one group for ``[0, stop)``: the null page before `start`, from there those cached first."""
-        cdef Range ids = Range(first_id, self.pool.num_pages if stop_id is None else stop_id)
+        cdef Range ids = self.range_of(first_id, stop_id)
         cdef Py_ssize_t i, num_hashes = size_of(stride, "stride", 1)
         cdef Py_ssize_t last = size_of(stop, "stop", 0, chain.num // num_hashes)
         cdef Py_ssize_t first = size_of(start, "start", 0, last)
@@ -2650,9 +2714,9 @@ cdef class PageStore:
         cdef PageIds hits = PageIds()
         hits.reserve(last)
         with self.lock:
-            for i in range(first):
+            for i in range(first if self.enable_caching else last):
                 hits.ids[i] = NULL_PAGE
-            for i in range(first, last):
+            for i in range(first, last if self.enable_caching else first):
                 hits.ids[i] = find_within(&self.pool, chain.digests[(i + 1) * num_hashes - 1], checked_group, ids)
         hits.num = last
         return hits
@@ -2763,11 +2827,12 @@ cdef class PageStore:
             as_own_ids(np.ascontiguousarray(cached_keys).view(np.int32).reshape(-1), "cached_keys"),
             as_own_ids(cached_token_ids.reshape(-1), "cached_token_ids"),
         )
-        if num_shards:
+        if size_of(num_shards, "data_parallel_size"):
             store.set_shards(num_shards)
-        num_allocated, num_freed, num_evicted, num_cached = counters
-        store.pool.num_allocated, store.pool.num_freed = num_allocated, num_freed
-        store.pool.num_evicted, store.pool.num_cached = num_evicted, num_cached
+        counts_so_far = [size_of(count, "counters", 0, INT64_MAX) for count in as_list(counters, "counters")]
+        if len(counts_so_far) != 4:
+            raise SnapshotError(f"counters: got {len(counts_so_far)}, allowed: 4")
+        store.pool.num_allocated, store.pool.num_freed, store.pool.num_evicted, store.pool.num_cached = counts_so_far
         return store
 
     cdef int load_queue(self, PageIds ref_counts, PageIds free_ids) except -1:
@@ -3011,7 +3076,7 @@ cdef class CachePage:
     def __init__(self, page_id, ref_cnt=0):
         """`ref_cnt` must not be negative."""
         cdef PageStore store = PageStore(2, True, False)
-        self.page_id = as_index(page_id)
+        self.page_id = index_of(page_id, "page_id")
         self.store = store
         self.index = 1
         store.pop(1)
@@ -3085,14 +3150,15 @@ cdef class CachePage:
         )
 
 
-def make_aligned_zeros(shape) -> np.ndarray:
+def make_aligned_zeros(tuple shape not None) -> np.ndarray:
     """An int32 array of zeros that begins at a cache line: whole-table copies are twice as fast from and to it."""
     cdef Py_ssize_t num_values = 1
-    for size in shape:
-        num_values *= size
+    sizes = [size_of(size, "shape") for size in shape]
+    for size in sizes:
+        num_values = size_of(num_values * size, "shape")
     memory = np.zeros(num_values + CACHE_LINE // 4, dtype=np.int32)
     start = -memory.ctypes.data % CACHE_LINE // 4
-    return memory[start:start + num_values].reshape(shape)
+    return memory[start:start + num_values].reshape(sizes)
 
 
 cdef class TableRows:
@@ -3355,15 +3421,15 @@ cdef class _Appends:
     def __init__(self, tuple tables, list requests, rows):
         """Room for one append for each request and table."""
         self.tables = tables
-        self.requests = requests
-        self.row_ids = as_list(rows.tolist() if isinstance(rows, ndarray) else rows, "req_indices")
+        self.requests = list(requests)  # copies: reading an id may run Python code that changes the lists
+        self.row_ids = list(as_list(rows.tolist() if isinstance(rows, ndarray) else rows, "req_indices"))
         self.held = []
         self.targets = []
-        if len(requests) != len(self.row_ids):
-            raise ArgumentError(f"req_indices: got {len(self.row_ids)}, allowed: as many as requests, {len(requests)}")
-        self.items = <Append *>calloc(max(len(requests) * len(tables), 1), sizeof(Append))
+        if len(self.requests) != len(self.row_ids):
+            raise ArgumentError(f"req_indices: got {len(self.row_ids)}, allowed: as many as requests, {len(self.requests)}")
+        self.items = <Append *>calloc(max(len(self.requests) * len(tables), 1), sizeof(Append))
         if self.items == NULL:
-            raise MemoryError(f"{len(requests)} requests")
+            raise MemoryError(f"{len(self.requests)} requests")
 
     def __dealloc__(self):
         free(self.items)
@@ -3398,6 +3464,17 @@ cdef class _Appends:
         (<TableRows>self.targets[bad]).refuse(item.row, start, item.ids, item.n)
 
 
+cdef tuple checked_tables(object page_tables):
+    """`page_tables` as a tuple of tables with one number of rows, none of them twice."""
+    cdef tuple tables = tuple(as_list(page_tables, "page_tables"))
+    for table in tables:
+        if not isinstance(table, TableRows) or not 0 < table.max_num_reqs == tables[0].max_num_reqs:
+            raise ArgumentError("page_tables: allowed: page tables with one number of rows")
+    if len({id(table) for table in tables}) != len(tables):
+        raise ArgumentError("page_tables: got one twice, allowed: each once")
+    return tables
+
+
 cdef list by_group_of(object values, Py_ssize_t num_groups):
     """One list of ids for each group."""
     groups = as_list(values, "page_ids")
@@ -3411,14 +3488,15 @@ cdef class GroupedRows:
 
     cdef readonly tuple page_tables
 
+    def __cinit__(self, *_, **__):
+        self.page_tables = ()
+
     def __init__(self, page_tables):
         """`page_tables` are `TableRows` with the same number of rows, none of them twice."""
-        self.page_tables = tuple(as_list(page_tables, "page_tables"))
-        for table in self.page_tables:
-            if not isinstance(table, TableRows) or table.max_num_reqs != self.page_tables[0].max_num_reqs:
-                raise ArgumentError("page_tables: allowed: page tables with one number of rows")
-        if len({id(table) for table in self.page_tables}) != len(self.page_tables):
-            raise ArgumentError("page_tables: got one twice, allowed: each once")
+        cdef tuple tables = checked_tables(page_tables)
+        if self.page_tables:
+            raise ArgumentError("the tables of groups are set once")
+        self.page_tables = tables
 
     def __reduce__(self):
         raise TypeError("a page table cannot be pickled")
@@ -3439,10 +3517,10 @@ cdef class GroupedRows:
 
     def append_rows_batch(self, page_ids_per_req, req_indices) -> None:
         """`append_row` for several rows, in order; rows may repeat. ``page_ids_per_req[i][g]``: ids of group ``g``. O(ids)."""
-        cdef Py_ssize_t num_groups = len(self.page_tables)
-        cdef _Appends appends = _Appends(self.page_tables, as_list(page_ids_per_req, "page_ids"), req_indices)
+        cdef tuple tables = self.page_tables
+        cdef _Appends appends = _Appends(tables, as_list(page_ids_per_req, "page_ids"), req_indices)
         for by_group, row in zip(appends.requests, appends.row_ids, strict=True):
-            for table, page_ids in zip(self.page_tables, by_group_of(by_group, num_groups), strict=True):
+            for table, page_ids in zip(tables, by_group_of(by_group, len(tables)), strict=True):
                 appends.add(table, row, page_ids)
         appends.commit()
 
@@ -3603,6 +3681,19 @@ cdef object ROW_STATE = np.dtype([
 ], align=True)
 
 
+cdef list checked_groups(object groups, Py_ssize_t num_tables):
+    """``(PageRules, id, hashes of a page)`` for each table, in plain numbers; the id is `NO_GROUP` for None."""
+    cdef list checked = []
+    cdef PageRules rules
+    for rules, group_id, stride in as_list(groups, "groups"):
+        if rules is None:
+            raise ArgumentTypeError("groups: got None, allowed: PageRules")
+        checked.append((rules, NO_GROUP if group_id is None else group_of(group_id), size_of(stride, "stride", 1)))
+    if not checked or len(checked) != num_tables:
+        raise ArgumentError(f"groups: got {len(checked)} for {num_tables} tables, allowed: one each, at least 1")
+    return checked
+
+
 cdef class RunningRows:
     """What the rows of a running batch know and hold. `pagepool.RunningBatch` is the door for users.
 
@@ -3629,23 +3720,27 @@ cdef class RunningRows:
         """`tables` are `TableRows`, one for each of `groups`: ``(PageRules, group id, hashes of a page)``, with the id None
         where pages are not cached.
         """
-        cdef TableRows table
-        cdef Py_ssize_t n
-        if self.batch.groups != NULL:
+        cdef tuple by_group = checked_tables(tables)
+        cdef list rules_by_group = checked_groups(groups, len(by_group))
+        cdef Py_ssize_t n, num_pool_shards = size_of(num_shards, "data_parallel_size", 0)
+        cdef Py_ssize_t num_tokens = min(size_of(max_num_tokens, "max_model_len", 1, INT64_MAX), MAX_TOKENS)
+        cdef Py_ssize_t num_hash_tokens = size_of(hash_page_size, "hash_page_size", 0, MAX_TOKENS)
+        if self.batch.groups != NULL:  # from here on no code of others runs
             raise ArgumentError("the rows of a batch are made once")
+        if num_hash_tokens and not store.enable_caching:
+            raise ArgumentError(f"hash_page_size: got {num_hash_tokens}, allowed without prefix caching: 0")
         self.store = store
         self.key = key
-        self.tables = tuple(tables)
+        self.tables = by_group
         self.buffers = []
-        self.num_shards = <int32_t>size_of(num_shards, "data_parallel_size", 0)
-        self.batch.groups = <Group *>calloc(max(1, len(self.tables)), sizeof(Group))
+        self.num_shards = <int32_t>num_pool_shards
+        self.batch.groups = <Group *>calloc(len(by_group), sizeof(Group))
         if self.batch.groups == NULL:
             raise MemoryError("cache groups")
-        table = self.tables[0]
-        n = table.rows.num_rows
-        self.batch.max_num_tokens = <int32_t>min(size_of(max_num_tokens, "max_model_len", 1, INT64_MAX), MAX_TOKENS)
-        self.batch.hash_page_size = <int32_t>size_of(hash_page_size, "hash_page_size", 0, MAX_TOKENS)
-        for table, (rules, group_id, stride) in zip(self.tables, groups, strict=True):
+        n = (<TableRows>by_group[0]).rows.num_rows
+        self.batch.max_num_tokens = <int32_t>num_tokens
+        self.batch.hash_page_size = <int32_t>num_hash_tokens
+        for table, (rules, group_id, stride) in zip(by_group, rules_by_group, strict=True):
             self.add_group(n, table, rules, group_id, stride)
         self.make_state(n)
         self.make_contents(n)
@@ -3669,13 +3764,16 @@ cdef class RunningRows:
         self.buffers.append(buffer)
         return buffer.values
 
-    cdef int add_group(self, Py_ssize_t n, TableRows table, PageRules rules, group_id, stride) except -1:
+    cdef int add_group(self, Py_ssize_t n, TableRows table, PageRules rules, int32_t group_id, Py_ssize_t stride) except -1:
         cdef Group *group = &self.batch.groups[self.batch.num_groups]
-        if table.rows.num_rows != n:
-            raise ArgumentError(f"page_table: got {table.rows.num_rows} rows beside {n}, allowed: one number of rows")
+        if self.batch.hash_page_size and group_id != NO_GROUP and stride * self.batch.hash_page_size != rules.rules.page_size:
+            raise ArgumentError(
+                f"groups: got {stride} hashes of {self.batch.hash_page_size} tokens for pages of {rules.rules.page_size}, "
+                "allowed: as many as make a page"
+            )
         group.rules = rules.rules
-        group.id = NO_GROUP if group_id is None else group_of(group_id)
-        group.stride = <int32_t>size_of(stride, "stride", 1)
+        group.id = group_id
+        group.stride = <int32_t>stride
         group.rows = &table.rows
         group.num_columns = table.rows.num_columns
         group.ids_stride = odd_lines(group.num_columns, sizeof(int32_t))
@@ -3742,10 +3840,14 @@ cdef class RunningRows:
         self.store.lock.release()
         self.lock.release()
 
-    cdef int enter_call(self) except -1:
-        """Take all locks, after the pool is divided as the rows need it: another user of the pool may want other shards."""
+    cdef int check_made(self) except -1:
         if not self.batch.num_rows:
             raise ArgumentError("the batch was not made: its constructor did not run, or failed")
+        return 0
+
+    cdef int enter_call(self) except -1:
+        """Take all locks, after the pool is divided as the rows need it: another user of the pool may want other shards."""
+        self.check_made()
         for _ in range(100):
             if self.num_shards:
                 self.store.set_shards(self.num_shards)
@@ -3984,6 +4086,7 @@ cdef class RunningRows:
         self.extra_key_bytes[row] = None
 
     cdef Py_ssize_t checked_row(self, object row) except -1:
+        self.check_made()
         return (<TableRows>self.tables[0]).checked_row(row)
 
     def move_row(self, src, tgt) -> None:
@@ -4031,6 +4134,7 @@ cdef class RunningRows:
         cdef Py_ssize_t num_known = tokens.num
         cdef Py_ssize_t num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         cdef Py_ssize_t num_wanted, max_num_new
+        cdef list keys = checked_extra_keys(extra_keys)
         if num_known == 0:
             raise ArgumentError("token_ids: got none, allowed: at least 1")
         if num_known > self.batch.max_num_tokens:
@@ -4040,7 +4144,7 @@ cdef class RunningRows:
         self.claim(checked)
         is_admitted = False
         try:
-            self.set_contents(checked, tokens, num_known, extra_keys)
+            self.set_contents(checked, tokens, num_known, keys)
             num_hits = self.attach(checked, num_known, num_wanted, max_num_new, find_hits, shard, num_reserved)
             is_admitted = num_hits is not None
         finally:
@@ -4059,7 +4163,7 @@ cdef class RunningRows:
             raise ArgumentError(f"row {row} is admitted already")
         return 0
 
-    cdef int set_contents(self, Py_ssize_t row, PageIds tokens, Py_ssize_t num_tokens, object extra_keys) except -1:
+    cdef int set_contents(self, Py_ssize_t row, PageIds tokens, Py_ssize_t num_tokens, list extra_keys) except -1:
         """Copy the tokens and hash their full pages, but for those that the row has hashed for a request before."""
         cdef Py_ssize_t start, num_kept = 0
         if self.batch.hash_page_size and not extra_keys:
@@ -4077,19 +4181,19 @@ cdef class RunningRows:
                 hash_row(&self.batch, row, <int32_t>num_tokens)
         return 0
 
-    cdef int set_extra_keys(self, Py_ssize_t row, object extra_keys) except -1:
+    cdef int set_extra_keys(self, Py_ssize_t row, list extra_keys) except -1:
         cdef ExtraKey *keys
         cdef bytes data
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i, page
         if not extra_keys:
             return 0
         keys = <ExtraKey *>calloc(len(extra_keys) + 1, sizeof(ExtraKey))
         if keys == NULL:
             raise MemoryError(f"{len(extra_keys)} extra keys")
         self.batch.extra_keys[row] = keys
-        self.extra_key_bytes[row] = [data for _, data in extra_keys]
-        for i, data in enumerate(self.extra_key_bytes[row]):
-            keys[i] = ExtraKey(<const uint8_t *><const char *>data, len(data), size_of(extra_keys[i][0], "page"))
+        self.extra_key_bytes[row] = extra_keys
+        for i, (page, data) in enumerate(extra_keys):
+            keys[i] = ExtraKey(<const uint8_t *><const char *>data, len(data), page)
         return 0
 
     cdef object attach(
@@ -4147,6 +4251,8 @@ cdef class RunningRows:
             raise ArgumentError(f"hits: got {len(hits)} groups, allowed: {self.batch.num_groups}")
         for g in range(self.batch.num_groups):
             ids = hits[g]
+            if ids is None:
+                raise ArgumentTypeError("hits: got None, allowed: PageIds")
             if ids.num > full_pages(&self.batch.groups[g].rules, num_hits):
                 raise ArgumentError(f"hits: got {ids.num} pages for {num_hits} tokens")
             self.store.checked(ids)
@@ -4206,21 +4312,30 @@ cdef class RunningRows:
 
     def check_rows(self, held_elsewhere) -> None:
         """IntegrityError unless rows, tables and ref counts agree. `held_elsewhere` are `PageIds` of others who hold pages."""
+        self.check_made()
+        cdef list others = [self.store.checked(ids) for ids in as_list(held_elsewhere, "held_elsewhere")]
         cdef int32_t[::1] counts = np.zeros(self.store.pool.num_pages, dtype=np.int32)
-        cdef list others = [self.store.checked(ids) for ids in held_elsewhere]
+        cdef str flaw
         self.enter_call()
         try:
-            self.check_all(counts, others)
+            flaw = self.find_flaw(counts, others)
         finally:
             self.let_go()
+        if flaw is not None:
+            raise IntegrityError(flaw)
 
-    cdef int check_all(self, int32_t[::1] counts, list others) except -1:
+    cdef str find_flaw(self, int32_t[::1] counts, list others):
         cdef PageIds ids
         cdef Py_ssize_t i, row, g
+        cdef str flaw
         for row in range(self.batch.num_rows):
-            self.check_counts(row)
+            flaw = self.find_flaw_in_counts(row)
+            if flaw is not None:
+                return flaw
             for g in range(self.batch.num_groups):
-                self.check_row(row, g)
+                flaw = self.find_flaw_in_row(row, g)
+                if flaw is not None:
+                    return flaw
                 for i in range(self.batch.groups[g].held[row].num_pages):
                     counts[ids_of(&self.batch.groups[g], row)[i]] += 1
         for ids in others:
@@ -4228,14 +4343,14 @@ cdef class RunningRows:
                 counts[ids.ids[i]] += 1
         for i in range(1, self.store.pool.num_pages):
             if counts[i] > self.store.pool.pages[i].ref_cnt:
-                count = self.store.pool.pages[i].ref_cnt
-                raise IntegrityError(f"page {i} stands in {counts[i]} rows and requests, its ref count is {count}")
+                return f"page {i} stands in {counts[i]} rows and requests, its ref count is {self.store.pool.pages[i].ref_cnt}"
+        return None
 
-    cdef int check_counts(self, Py_ssize_t row) except -1:
+    cdef str find_flaw_in_counts(self, Py_ssize_t row):
         cdef Batch *batch = &self.batch
         cdef int32_t planned, event = batch.states[row].next_event
         if not 0 <= batch.states[row].num_computed <= batch.states[row].num_tokens <= batch.max_num_tokens:
-            raise IntegrityError(
+            return (
                 f"row {row} has {batch.states[row].num_tokens} tokens, {batch.states[row].num_computed} of them computed, "
                 f"allowed: at most {batch.max_num_tokens}"
             )
@@ -4243,10 +4358,10 @@ cdef class RunningRows:
             plan_next_event(batch, row)
         planned, batch.states[row].next_event = batch.states[row].next_event, event
         if planned != event:
-            raise IntegrityError(f"row {row}: the next event is at {event} tokens, allowed: {planned}")
-        return 0
+            return f"row {row}: the next event is at {event} tokens, allowed: {planned}"
+        return None
 
-    cdef int check_row(self, Py_ssize_t row, Py_ssize_t g) except -1:
+    cdef str find_flaw_in_row(self, Py_ssize_t row, Py_ssize_t g):
         """A row's pages are those of its tokens, lie in the pool, and stand in the table."""
         cdef Group *group = &self.batch.groups[g]
         cdef Held *held = &group.held[row]
@@ -4255,23 +4370,31 @@ cdef class RunningRows:
         cdef Py_ssize_t i
         if not pages_for(&group.rules, self.batch.states[row].num_computed) <= held.num_pages <= group.num_columns:
             num_tokens = self.batch.states[row].num_computed
-            raise IntegrityError(f"row {row}, group {g}: {held.num_pages} pages for {num_tokens} tokens")
+            return f"row {row}, group {g}: {held.num_pages} pages for {num_tokens} tokens"
         if not 0 <= held.num_skipped <= held.num_pages or not 0 <= held.num_cached <= held.num_pages:
-            raise IntegrityError(
-                f"row {row}, group {g}: {held.num_pages} pages, {held.num_skipped} skipped, {held.num_cached} cached"
-            )
+            return f"row {row}, group {g}: {held.num_pages} pages, {held.num_skipped} skipped, {held.num_cached} cached"
         for i in range(held.num_pages):
-            self.store.check_range(ids[i])
+            if not 0 <= ids[i] < self.store.pool.num_pages:
+                return f"row {row}, group {g}: page {ids[i]} (at {i}), allowed: 0 to {self.store.pool.num_pages - 1}"
             if ids[i] == NULL_PAGE and i and ids[i - 1] != NULL_PAGE:
-                raise IntegrityError(f"row {row}, group {g}: the null page stands behind page {ids[i - 1]} (at {i})")
+                return f"row {row}, group {g}: the null page stands behind page {ids[i - 1]} (at {i})"
         if group.rows.num_pages[row] != held.num_pages:
-            raise IntegrityError(f"row {row}, group {g}: {held.num_pages} pages, the table says {group.rows.num_pages[row]}")
+            return f"row {row}, group {g}: {held.num_pages} pages, the table says {group.rows.num_pages[row]}"
         for i in range(group.num_columns):
             if shown[i] != (ids[i] if i < held.num_pages else 0):
-                raise IntegrityError(
-                    f"row {row}, group {g}: page {ids[i] if i < held.num_pages else 0} (at {i}), the table says {shown[i]}"
-                )
-        return 0
+                return f"row {row}, group {g}: page {ids[i] if i < held.num_pages else 0} (at {i}), the table says {shown[i]}"
+        return None
+
+
+cdef list checked_extra_keys(object extra_keys):
+    """``(page, bytes)`` pairs as a list of ints and bytes."""
+    cdef bytes data
+    cdef list checked = []
+    for page, data in as_list(extra_keys, "extra_keys"):
+        if data is None:
+            raise ArgumentTypeError("extra_keys: got None, allowed: bytes")
+        checked.append((size_of(page, "page"), data))
+    return checked
 
 
 cdef int check_lengths(PageIds tokens, PageIds rows) except -1:
