@@ -48,7 +48,8 @@ BUILTIN_ERRORS: dict[type[Exception], tuple[str, ...]] = {
         r"[Aa]rgument",  # of the wrong number, name, or class for a parameter that has one; None where one is
         r"^Expected .*, got|^Cannot convert|NoneType",  # the same inside arguments
         r"integer|scalar index|__\w+__|iter\(\)",  # an argument whose own `__index__`, `__len__` or `__iter__` is wrong
-        r"unpack|iterable|iteration|not callable|unhashable",  # sequences, pairs, triples and functions that are none
+        r"unpack|iterable|iteration|not callable",  # sequences, pairs, triples and functions that are none
+        r"unhashable|not supported between",  # a page hash of anything
         r"cannot be pickled|no default __reduce__",
         r"what RunningBatch returns",
     ),
@@ -150,13 +151,16 @@ MENU = [
     for _ in range(WEIGHT_BY_KIND.get(entry.kind, 1) * (WEIGHTS.get(entry.owner.__name__, 1) if entry.owner else 1))
 ]
 
+OVERWRITE = "an array was overwritten"
+SHARE = "two batches share a table"
+
 # What a user may do at his own risk: afterwards `check` may find fault.
 SPOILS_POOLS = {f"PageStore.{name}" for name in ("set_ref_count", "pop", "remove", "remove_page")} | {
     f"CachePage.{name}" for name in ("ref_cnt", "incr_ref", "decr_ref", "__init__")
 }
 SPOILS_BATCHES = (
     SPOILS_POOLS
-    | {"PageStore.give_back", "PageStore.skip", "PageStore.hold_hits"}
+    | {"PageStore.give_back", "PageStore.give_back_held", "PageStore.skip", OVERWRITE}
     | {
         f"{rows}.{name}"
         for rows in ("TableRows", "GroupedRows")
@@ -216,9 +220,10 @@ class World:
         source = self.source
         store = _core.PageStore(source.pick((16, 2, 9, 40)), source.pick((True, True, True, False)))
         tables = [_core.TableRows(4, columns) for columns in source.pick(((8,), (8, 8), (8, 4), (1,), (70,)))]
-        for value in (store, *tables, _core.HashChain(4, bytes(16), True), _core.HeldPages(), _core.PageIds([1, 2, 0])):
+        for value in (store, *tables, _core.HashChain(4, bytes(16), True), _core.HeldPages(), _core.HeldPages()):
             self.keep(value)
-        for value in (_core.CachePage(7), store.page(1), _core.GroupedRows(tables), tables[0].page_table_cpu):
+        arrays = tables[0].num_pages_per_row, tables[0].page_table_cpu
+        for value in (_core.CachePage(7), store.page(1), _core.GroupedRows(tables), _core.PageIds([1, 2, 0]), *arrays):
             self.keep(value)
         arguments = (
             store,
@@ -245,10 +250,10 @@ class World:
     def note_batch(self, batch: Any, arguments: tuple[Any, ...]) -> None:
         """Remember of what a batch was made. Two that share a table spoil each other."""
         self.recipes[id(batch)] = arguments[0], arguments[2]
-        for table in arguments[1] if type(arguments[1]) in (list, tuple) else ():
-            if id(table) in self.tabled:
-                self.spoilt.add("two batches with one table")
-            self.tabled.add(id(table))
+        tables = list(arguments[1]) if type(arguments[1]) in (list, tuple, _core.GroupedRows) else []
+        if not tables or any(id(table) in self.tabled for table in tables):  # from a hostile iterable: who knows
+            self.spoilt.add(SHARE)
+        self.tabled.update(map(id, tables))
 
     # what is done
 
@@ -260,6 +265,8 @@ class World:
         try:
             self.furnish()
             while self.source.has_more():
+                if self.source.below(64) == 1:
+                    self.overwrite_array()
                 self.call()
         finally:
             self.is_over = True
@@ -307,6 +314,14 @@ class World:
         finally:
             self.depth -= 1
 
+    def overwrite_array(self) -> int:
+        """Write into an array, which may be a table's."""
+        values = self.one(np.ndarray) if self.live[np.ndarray] else None
+        if OVERWRITE not in self.forbidden and values is not None and values.flags.writeable and values.dtype == np.int32:
+            values.reshape(-1)[: 1 + small(self)] = self.source.pick((0, 1, -1, 7, 2**31 - 1, -(2**31)))
+            self.spoilt.add(OVERWRITE)
+        return small(self)
+
     def interfere(self) -> Any:
         """What a hostile argument does when it is asked for something."""
         if self.is_over or self.depth > MAX_DEPTH:
@@ -348,9 +363,11 @@ class World:
         """Walk the invariants of pools and batches, unless something was done that may break them."""
         for store in self.live[_core.PageStore]:
             self.check_one(store.check, SPOILS_POOLS)
+        for table in self.live[_core.TableRows]:
+            self.check_one(table.check, {OVERWRITE})
         for batch in self.live[_core.RunningRows]:
             if batch.num_tokens is not None:
-                self.check_one(lambda batch=batch: batch.check_rows([]), SPOILS_BATCHES | {"two batches with one table"})
+                self.check_one(lambda batch=batch: batch.check_rows([]), SPOILS_BATCHES | {SHARE})
 
     def check_one(self, check: Callable[[], None], spoilers: set[str]) -> None:
         try:
@@ -381,7 +398,7 @@ CALLS: dict[str, Callable[[Entry, Any, tuple[Any, ...]], Any]] = {
 CONSTRUCTED_WITH: dict[str, tuple[Any, ...]] = {"PageStore": (8,), "HashChain": (2, bytes(16)), "PageRules": (4,)}
 INTERFERENCES: tuple[Callable[[World], Any], ...] = (
     *(small, small, small, World.call_again, World.call_again, World.call_again),
-    *(World.change_list, World.change_list, World.raise_error, leave_garbage, wild, interesting),
+    *(World.change_list, World.overwrite_array, World.raise_error, leave_garbage, wild, interesting),
 )
 
 
@@ -434,6 +451,13 @@ def admitted_rows(world: World) -> Any:
 def as_many(maker: Callable[[World], Any]) -> Callable[[World], Any]:
     """A list as long as what was chosen last."""
     return lambda world: [maker(world) for _ in range(world.num_chosen)]
+
+
+def held_tuple(world: World) -> tuple[Any, ...]:
+    """What a request of one group holds, or of two."""
+    held = tuple(world.live[_core.HeldPages][: 1 + world.source.below(2)])
+    world.num_chosen = len(held)
+    return held
 
 
 def tables_of_rows(world: World) -> Any:
@@ -533,12 +557,21 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "flag": constant(True, True, False),
     "free_page_ids": saved("free_page_ids"),
     "group": constant(0, 0, 0, 1),
-    "groups": one_of(constant([0], [0, 1], (1,)), live(_core.PageIds), lambda world: (world.one(_core.PageIds),)),
+    "device_table": one_of(live(np.ndarray), array),
+    "find_leading_hits.groups": lambda world: _core.PageIds(world.source.pick(([0], [1], [0, 1], []))),
+    "find_last_run.groups": lambda world: _core.PageIds(world.source.pick(([0], [1], [0, 1], []))),
+    "find_pages.groups": constant([0], [0, 1], (1,)),
+    "group_ids": lambda world: _core.PageIds(range(world.num_chosen)),
+    "groups": held_tuple,
     "groups_of_rows": rules_by_group,
     "hash_page_size": constant(4, 4, 2, 0),
     "held": one_of(live(_core.HeldPages), live(_core.HeldPages), live(_core.PageIds)),
-    "held_elsewhere": one_of(constant([]), some(live(_core.PageIds)), Lazy),
-    "hits": live(_core.PageIds),
+    "check_holders.held": one_of(held_tuple, Lazy),
+    "held_elsewhere": one_of(constant([]), held_tuple, Lazy),
+    "num_new_pages": as_many(constant(0, 1, 2)),
+    "hits": one_of(constant((), ()), as_many(live(_core.PageIds)), as_many(lambda _: _core.PageIds())),
+    "strides": lambda world: _core.PageIds([1] * world.num_chosen),
+    "num_reserved": constant(0, 0, 2),
     "ids": live(_core.PageIds),
     "is_pool": constant(True, True, True, False),
     "items": ints,
