@@ -400,8 +400,14 @@ cdef Digest digest_of_bytes(bytes data) except *:
 
 
 cdef Digest digest_of_int(object value) except *:
-    """OverflowError unless `value` is an int of 128 bits."""
-    cdef uint64_t high = value >> 64
+    """`value` as a key."""
+    cdef uint64_t high
+    if type(value) is not int:
+        value = int(index_of(value, "key"))
+    try:
+        high = value >> 64
+    except OverflowError:
+        raise ArgumentError(f"key: got {value}, allowed: 0 to 2**128 - 1") from None
     return Digest(PyLong_AsUnsignedLongLongMask(value), high)
 
 
@@ -593,8 +599,10 @@ cdef Py_ssize_t enter_all(
 
 
 cdef inline void keep_tokens(Pool *pool, int32_t page_id, const int32_t *tokens, Py_ssize_t n) noexcept nogil:
-    """Keep the tokens of a page, fewer than `tokens_width`, if the pool keeps any."""
+    """Keep the tokens of a page if the pool keeps any, and so many."""
     cdef int32_t *kept = pool.page_tokens + page_id * pool.tokens_width
+    if n >= pool.tokens_width:
+        n = 0
     if pool.page_tokens != NULL:
         kept[0] = <int32_t>n
         if n:
@@ -1715,15 +1723,20 @@ cdef object ndarray = np.ndarray
 cdef object INT32 = np.dtype(np.int32)
 
 
+cdef object index_of(object value, str name):
+    """`value` as an int."""
+    try:
+        return as_index(value)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: an int") from None
+
+
 cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=0, Py_ssize_t highest=MAX_PAGES) except -1:
     """`value` as a size; the error says what was got and what is allowed."""
     cdef int overflow = 0
     cdef long long size
     if type(value) is not int:
-        try:
-            value = as_index(value)
-        except TypeError:
-            raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: an int") from None
+        value = index_of(value, name)
     size = PyLong_AsLongLongAndOverflow(value, &overflow)
     if overflow or not lowest <= size <= highest:
         raise ArgumentError(f"{name}: got {value}, allowed: {lowest} to {highest}")
@@ -1754,12 +1767,21 @@ cdef object explained(str name, object error):
     return cls(f"{name}: {error}; allowed: ints that fit int32")
 
 
+cdef int32_t page_id_of(object value) except? -1:
+    try:
+        return int32_of(value)
+    except (OverflowError, TypeError) as error:
+        raise explained("page id", error) from None
+
+
 cdef int32_t group_of(object group) except -1:
     return <int32_t>size_of(group, "group", 0, MAX_GROUP)
 
 
 cdef object as_int32_array(object values, str name):
     """`values`, a NumPy array, as a contiguous int32 vector; no copy where it is one already."""
+    if type(values) is not ndarray:
+        values = np.asarray(values)  # a subclass may say anything of itself
     if values.ndim != 1 or (values.dtype is not INT32 and values.dtype.kind not in "iu"):
         raise ArgumentTypeError(
             f"{name}: got an array of {values.dtype} with {values.ndim} dimensions, allowed: one of ints with 1 dimension"
@@ -1794,6 +1816,9 @@ cdef list as_list(object values, str name):
 
 
 cdef object require_matrix(object values, object dtype, str name):
+    """`values` if it is a matrix of that type; of a subclass, which may say anything of itself, the array that it is."""
+    if isinstance(values, ndarray) and type(values) is not ndarray:
+        values = np.asarray(values)
     if not isinstance(values, ndarray) or values.ndim != 2 or values.dtype != dtype:
         allowed = f"allowed: an array of {np.dtype(dtype)} with 2 dimensions"
         raise ArgumentTypeError(f"{name}: got {type(values).__name__}, {allowed}")
@@ -1831,7 +1856,7 @@ cdef class PageIds:
         return self.ids[i]
 
     def __contains__(self, value) -> bool:
-        return self.has(int32_of(value))
+        return self.has(page_id_of(value))
 
     @cython.critical_section
     cdef bint has(self, int32_t wanted) noexcept:
@@ -2230,14 +2255,23 @@ cdef class HashChain:
         return tuple(tokens.to_list())
 
 
+cdef list held_pages_in(object values):
+    """`values` as a list of `HeldPages`."""
+    cdef list held = list(as_list(values, "held"))
+    for item in held:
+        if not isinstance(item, HeldPages):
+            raise ArgumentTypeError(f"held: got {type(item).__name__}, allowed: HeldPages")
+    return held
+
+
 cdef int check_distinct(tuple groups) except -1:
-    """ArgumentError where a `HeldPages` stands twice."""
+    """ArgumentError where a `HeldPages` stands twice, ArgumentTypeError for something else."""
     cdef Py_ssize_t i, j
+    held_pages_in(groups)
     for i in range(len(groups)):
         for j in range(i):
-            if groups[j] is <HeldPages?>groups[i]:
+            if groups[j] is groups[i]:
                 raise ArgumentError(f"groups: got one twice (at {j} and {i}), allowed: each once")
-        <HeldPages?>groups[i]
     return 0
 
 
@@ -2261,7 +2295,7 @@ cdef class PageStore:
     cdef dict views                     # page id -> CachePage, for those that were asked for
     cdef readonly bint is_pool          # record 0 is a page of its own; other stores can grow
     cdef readonly bint enable_caching
-    cdef public object names            # HashNames
+    cdef readonly object names          # HashNames
     cdef Py_ssize_t capacity            # records there is room for
     cdef cython.pymutex lock
 
@@ -2521,11 +2555,7 @@ cdef class PageStore:
         return (<CachePage>page).index
 
     cdef int32_t checked_id(self, object page_id) except -1:
-        cdef int32_t checked
-        try:
-            checked = int32_of(page_id)
-        except (OverflowError, TypeError) as error:
-            raise explained("page id", error) from None
+        cdef int32_t checked = page_id_of(page_id)
         self.check_range(checked)
         return checked
 
@@ -2593,6 +2623,12 @@ cdef class PageStore:
             raise IntegrityError(f"page {bad} is in the free queue with ref count {self.pool.pages[bad].ref_cnt}, allowed: 0")
         return 0
 
+    cdef int check_fixed(self) except -1:
+        """The store of a queue grows, and arrays beside its records do not."""
+        if not self.is_pool:
+            raise ArgumentError("the store of a queue has no shards, and keeps no token ids")
+        return 0
+
     def set_shards(self, num_shards) -> None:
         """Keep a free queue for each of `num_shards` equal id ranges from now on. O(free pages) when the number changes."""
         cdef int32_t n = <int32_t>size_of(num_shards, "data_parallel_size", 1, self.pool.num_pages)
@@ -2600,6 +2636,7 @@ cdef class PageStore:
         cdef int32_t *counts
         if n == self.pool.num_shards:
             return
+        self.check_fixed()
         if self.pool.num_pages % n:
             raise ArgumentError(f"data_parallel_size: got {n}, allowed: a divisor of the {self.pool.num_pages} pages")
         links = <Links *>malloc((self.pool.num_pages + n) * sizeof(Links))
@@ -2748,7 +2785,7 @@ cdef class PageStore:
     def find(self, key, group, start=0, stop=None):
         """The page cached first under a 128-bit int key in a group, among ids in ``[start, stop)``; None if there is none."""
         cdef Digest digest = digest_of_int(key)
-        cdef Range ids = Range(start, self.pool.num_pages if stop is None else stop)
+        cdef Range ids = self.range_of(start, stop)
         cdef int32_t page_id = NULL_PAGE
         cdef int32_t checked_group = group_of(group)
         if self.enable_caching:
@@ -2759,7 +2796,7 @@ cdef class PageStore:
     def find_pages(self, key, groups, start=0, stop=None):
         """For each group the view of the page that `find` finds; None if it finds none in one of them."""
         pages = []
-        for group in groups:
+        for group in as_list(groups, "groups"):
             page_id = self.find(key, group, start, stop)
             if page_id is None:
                 return None
@@ -2836,10 +2873,11 @@ cdef class PageStore:
 
     def page_hash_of(self, page_id):
         """The PageHashWithGroupId of a cached page, or None."""
-        found = self.key_of(page_id)
+        cdef int32_t checked = self.checked_id(page_id)
+        found = self.key_of(checked)
         if found is None:
             return None
-        page_hash = self.names.hash_of(found[0]) or PageHash(found[0], self.token_ids_of(page_id))
+        page_hash = self.names.hash_of(found[0]) or PageHash(found[0], self.token_ids_of(checked))
         return PageHashWithGroupId(page_hash, found[1])
 
     def keep_token_ids(self, width) -> None:
@@ -2850,6 +2888,7 @@ cdef class PageStore:
         cdef int32_t *page_tokens
         if num_values <= self.pool.tokens_width:
             return
+        self.check_fixed()
         page_tokens = <int32_t *>calloc(num_values * self.pool.num_pages, sizeof(int32_t))
         if page_tokens == NULL:
             raise MemoryError(f"{width} token ids for each of {self.pool.num_pages} pages")
@@ -3139,24 +3178,29 @@ cdef class PageStore:
         """
         cdef PageIds counts = as_own_ids(ref_counts, "ref_counts")
         cdef PageStore store = PageStore(counts.num, enable_caching)
-        cdef Py_ssize_t width = require_matrix(cached_token_ids, np.int32, "cached_token_ids").shape[1]
-        require_matrix(cached_keys, np.uint64, "cached_keys")
+        tokens = require_matrix(cached_token_ids, np.int32, "cached_token_ids")
+        keys = np.ascontiguousarray(require_matrix(cached_keys, np.uint64, "cached_keys"))
+        cdef Py_ssize_t width = tokens.shape[1]
         if width:
             store.keep_token_ids(size_of(width - 1, "page_size", 1))
         store.load_queue(counts, as_own_ids(free_page_ids, "free_page_ids"))
         store.load_entries(
             as_own_ids(cached_page_ids, "cached_page_ids"),
             as_own_ids(cached_group_ids, "cached_group_ids"),
-            as_own_ids(np.ascontiguousarray(cached_keys).view(np.int32).reshape(-1), "cached_keys"),
-            as_own_ids(cached_token_ids.reshape(-1), "cached_token_ids"),
+            as_own_ids(keys.view(np.int32).reshape(-1), "cached_keys"),
+            as_own_ids(tokens.reshape(-1), "cached_token_ids"),
         )
-        if num_shards:
+        if size_of(num_shards, "data_parallel_size"):
             store.set_shards(num_shards)
-        num_allocated, num_freed, num_evicted, num_cached, num_queried, num_hit = counters
-        store.pool.num_allocated, store.pool.num_freed = num_allocated, num_freed
-        store.pool.num_evicted, store.pool.num_cached = num_evicted, num_cached
-        store.pool.num_queried, store.pool.num_hit = num_queried, num_hit
+        store.load_counters([size_of(count, "counters", 0, INT64_MAX) for count in as_list(counters, "counters")])
         return store
+
+    cdef int load_counters(self, list counters) except -1:
+        if len(counters) != 6:
+            raise SnapshotError(f"counters: got {len(counters)}, allowed: 6")
+        self.pool.num_allocated, self.pool.num_freed, self.pool.num_evicted = counters[:3]
+        self.pool.num_cached, self.pool.num_queried, self.pool.num_hit = counters[3:]
+        return 0
 
     cdef int load_queue(self, PageIds ref_counts, PageIds free_ids) except -1:
         """Let a fresh store's pages have these references, and the free queue this order."""
@@ -3213,8 +3257,8 @@ cdef class PageStore:
 
     def check_holders(self, held) -> None:
         """IntegrityError unless all that `HeldPages` hold has as many references at least. O(num_pages + pages held)."""
+        cdef list groups = held_pages_in(held)
         cdef int32_t[::1] counts = np.zeros(self.pool.num_pages, dtype=np.int32)
-        cdef list groups = [<HeldPages?>group for group in held]
         cdef str flaw
         with self.lock:
             flaw = self.find_flaw_in_holders(&counts[0], groups)
@@ -3570,7 +3614,7 @@ cdef class CachePage:
         if self.store is not None:
             raise ArgumentError("a page is made once")
         store = PageStore(2, True, False)
-        self.page_id = as_index(page_id)
+        self.page_id = index_of(page_id, "page_id")
         self.store = store
         self.index = 1
         store.pop(1)
@@ -3650,14 +3694,15 @@ cdef class CachePage:
         )
 
 
-def make_aligned_zeros(shape) -> np.ndarray:
+def make_aligned_zeros(tuple shape not None) -> np.ndarray:
     """An int32 array of zeros that begins at a cache line: whole-table copies are twice as fast from and to it."""
     cdef Py_ssize_t num_values = 1
-    for size in shape:
-        num_values *= size
+    sizes = [size_of(size, "shape") for size in shape]
+    for size in sizes:
+        num_values = size_of(num_values * size, "shape")
     memory = np.zeros(num_values + CACHE_LINE // 4, dtype=np.int32)
     start = -memory.ctypes.data % CACHE_LINE // 4
-    return memory[start:start + num_values].reshape(shape)
+    return memory[start:start + num_values].reshape(sizes)
 
 
 cdef class TableRows:
@@ -3888,7 +3933,7 @@ cdef class TableRows:
         as sent; None if there is none. O(table).
         """
         cdef Rows *rows = &self.rows
-        cdef const int32_t[:, ::1] view = np.ascontiguousarray(device_table, dtype=np.int32)
+        cdef const int32_t[:, ::1] view = np.ascontiguousarray(require_matrix(device_table, np.int32, "device_table"))
         cdef Py_ssize_t row, column, bad_row = -1, bad_column = 0
         if view.shape[0] != rows.num_rows or view.shape[1] != rows.num_columns:
             raise ArgumentError(
@@ -3950,15 +3995,15 @@ cdef class _Appends:
     def __init__(self, tuple tables, list requests, rows):
         """Room for one append for each request and table."""
         self.lock_order = in_lock_order(tables)
-        self.requests = requests
-        self.row_ids = as_list(rows.tolist() if isinstance(rows, ndarray) else rows, "req_indices")
+        self.requests = list(requests)  # copies: reading an id may run Python code that changes the lists
+        self.row_ids = list(as_list(rows.tolist() if isinstance(rows, ndarray) else rows, "req_indices"))
         self.held = []
         self.targets = []
-        if len(requests) != len(self.row_ids):
-            raise ArgumentError(f"req_indices: got {len(self.row_ids)}, allowed: as many as requests, {len(requests)}")
-        self.items = <Append *>calloc(max(len(requests) * len(tables), 1), sizeof(Append))
+        if len(self.requests) != len(self.row_ids):
+            raise ArgumentError(f"req_indices: got {len(self.row_ids)}, allowed: as many as requests, {len(self.requests)}")
+        self.items = <Append *>calloc(max(len(self.requests) * len(tables), 1), sizeof(Append))
         if self.items == NULL:
-            raise MemoryError(f"{len(requests)} requests")
+            raise MemoryError(f"{len(self.requests)} requests")
 
     def __dealloc__(self):
         free(self.items)
@@ -3993,6 +4038,17 @@ cdef class _Appends:
         (<TableRows>self.targets[bad]).refuse(item.row, start, item.ids, item.n)
 
 
+cdef tuple checked_tables(object page_tables):
+    """`page_tables` as a tuple of tables with one number of rows, none of them twice."""
+    cdef tuple tables = tuple(as_list(page_tables, "page_tables"))
+    for table in tables:
+        if not isinstance(table, TableRows) or not 0 < table.max_num_reqs == tables[0].max_num_reqs:
+            raise ArgumentError("page_tables: allowed: page tables with one number of rows")
+    if len({id(table) for table in tables}) != len(tables):
+        raise ArgumentError("page_tables: got one twice, allowed: each once")
+    return tables
+
+
 cdef list by_group_of(object values, Py_ssize_t num_groups):
     """One list of ids for each group."""
     groups = as_list(values, "page_ids")
@@ -4013,16 +4069,11 @@ cdef class GroupedRows:
 
     def __init__(self, page_tables):
         """`page_tables` are `TableRows` with the same number of rows, none of them twice."""
-        tables = as_list(page_tables, "page_tables")
+        cdef tuple tables = checked_tables(page_tables)
         if self.page_tables:
             raise ArgumentError("the tables of groups are given once")
-        for table in tables:
-            if not isinstance(table, TableRows) or table.max_num_reqs != tables[0].max_num_reqs:
-                raise ArgumentError("page_tables: allowed: page tables with one number of rows")
-        if len({id(table) for table in tables}) != len(tables):
-            raise ArgumentError("page_tables: got one twice, allowed: each once")
-        self.lock_order = in_lock_order(tuple(tables))
-        self.page_tables = tuple(tables)
+        self.lock_order = in_lock_order(tables)
+        self.page_tables = tables
 
     def __reduce__(self):
         raise TypeError("a page table cannot be pickled")
@@ -4051,10 +4102,10 @@ cdef class GroupedRows:
 
     def append_rows_batch(self, page_ids_per_req, req_indices) -> None:
         """`append_row` for several rows, in order; rows may repeat. ``page_ids_per_req[i][g]``: ids of group ``g``. O(ids)."""
-        cdef Py_ssize_t num_groups = len(self.page_tables)
-        cdef _Appends appends = _Appends(self.page_tables, as_list(page_ids_per_req, "page_ids"), req_indices)
+        cdef tuple tables = self.page_tables
+        cdef _Appends appends = _Appends(tables, as_list(page_ids_per_req, "page_ids"), req_indices)
         for by_group, row in zip(appends.requests, appends.row_ids, strict=True):
-            for table, page_ids in zip(self.page_tables, by_group_of(by_group, num_groups), strict=True):
+            for table, page_ids in zip(tables, by_group_of(by_group, len(tables)), strict=True):
                 appends.add(table, row, page_ids)
         appends.commit()
 
@@ -4226,6 +4277,30 @@ cdef object ROW_STATE = np.dtype([
 ], align=True)
 
 
+cdef list checked_groups(object groups, Py_ssize_t num_tables):
+    """``(PageRules, id, hashes of a page)`` for each table, in plain numbers; the id is `NO_GROUP` for None."""
+    cdef list checked = []
+    cdef PageRules rules
+    for rules, group_id, stride in as_list(groups, "groups"):
+        if rules is None:
+            raise ArgumentTypeError("groups: got None, allowed: PageRules")
+        checked.append((rules, NO_GROUP if group_id is None else group_of(group_id), size_of(stride, "stride", 1)))
+    if not checked or len(checked) != num_tables:
+        raise ArgumentError(f"groups: got {len(checked)} for {num_tables} tables, allowed: one each, at least 1")
+    return checked
+
+
+cdef list checked_extra_keys(object extra_keys):
+    """``(page, bytes)`` pairs as ints and bytes."""
+    cdef bytes data
+    cdef list checked = []
+    for page, data in as_list(extra_keys, "extra_keys"):
+        if data is None:
+            raise ArgumentTypeError("extra_keys: got None, allowed: bytes")
+        checked.append((size_of(page, "page"), data))
+    return checked
+
+
 cdef class RunningRows:
     """What the rows of a running batch know and hold. `pagepool.RunningBatch` is the door for users.
 
@@ -4253,24 +4328,25 @@ cdef class RunningRows:
         """`tables` are `TableRows`, one for each of `groups`: ``(PageRules, group id, hashes of a page)``, with the id None
         where pages are not cached.
         """
-        cdef TableRows table
-        cdef Py_ssize_t n
-        if self.batch.groups != NULL:
+        cdef tuple by_group = checked_tables(tables)
+        cdef list rules_by_group = checked_groups(groups, len(by_group))
+        cdef Py_ssize_t n, num_pool_shards = size_of(num_shards, "data_parallel_size", 0)
+        cdef Py_ssize_t num_tokens = min(size_of(max_num_tokens, "max_model_len", 1, INT64_MAX), MAX_TOKENS)
+        cdef Py_ssize_t num_hash_tokens = size_of(hash_page_size, "hash_page_size", 0, MAX_TOKENS)
+        if self.batch.groups != NULL:  # after the arguments were read, which may run Python code
             raise ArgumentError("the rows of a batch are made once")
-        self.store = store
-        self.key = key
-        self.tables = tuple([<TableRows?>item for item in tables])
-        self.lock_order = in_lock_order(self.tables)
-        self.buffers = []
-        self.num_shards = <int32_t>size_of(num_shards, "data_parallel_size", 0)
-        self.batch.groups = <Group *>calloc(max(1, len(self.tables)), sizeof(Group))
+        if num_hash_tokens and not store.enable_caching:
+            raise ArgumentError(f"hash_page_size: got {num_hash_tokens}, allowed without prefix caching: 0")
+        self.batch.groups = <Group *>calloc(len(by_group), sizeof(Group))
         if self.batch.groups == NULL:
             raise MemoryError("cache groups")
-        table = self.tables[0]
-        n = table.rows.num_rows
-        self.batch.max_num_tokens = <int32_t>min(size_of(max_num_tokens, "max_model_len", 1, INT64_MAX), MAX_TOKENS)
-        self.batch.hash_page_size = <int32_t>size_of(hash_page_size, "hash_page_size", 0, MAX_TOKENS)
-        for table, (rules, group_id, stride) in zip(self.tables, groups, strict=True):
+        self.store, self.key, self.buffers = store, key, []
+        self.tables, self.lock_order = by_group, in_lock_order(by_group)
+        self.num_shards = <int32_t>num_pool_shards
+        self.batch.max_num_tokens = <int32_t>num_tokens
+        self.batch.hash_page_size = <int32_t>num_hash_tokens
+        n = (<TableRows>by_group[0]).rows.num_rows
+        for table, (rules, group_id, stride) in zip(by_group, rules_by_group, strict=True):
             self.add_group(n, table, rules, group_id, stride)
         self.make_state(n)
         self.make_contents(n)
@@ -4294,13 +4370,16 @@ cdef class RunningRows:
         self.buffers.append(buffer)
         return buffer.values
 
-    cdef int add_group(self, Py_ssize_t n, TableRows table, PageRules rules, group_id, stride) except -1:
+    cdef int add_group(self, Py_ssize_t n, TableRows table, PageRules rules, int32_t group_id, Py_ssize_t stride) except -1:
         cdef Group *group = &self.batch.groups[self.batch.num_groups]
-        if table.rows.num_rows != n:
-            raise ArgumentError(f"page_table: got {table.rows.num_rows} rows beside {n}, allowed: one number of rows")
+        if self.batch.hash_page_size and group_id != NO_GROUP and stride * self.batch.hash_page_size != rules.rules.page_size:
+            raise ArgumentError(
+                f"groups: got {stride} hashes of {self.batch.hash_page_size} tokens for pages of {rules.rules.page_size}, "
+                "allowed: as many as make a page"
+            )
         group.rules = rules.rules
-        group.id = NO_GROUP if group_id is None else group_of(group_id)
-        group.stride = <int32_t>size_of(stride, "stride", 1)
+        group.id = group_id
+        group.stride = <int32_t>stride
         group.rows = &table.rows
         group.num_columns = table.rows.num_columns
         group.ids_stride = odd_lines(group.num_columns, sizeof(int32_t))
@@ -4356,10 +4435,14 @@ cdef class RunningRows:
         self.store.lock.release()
         self.lock.release()
 
-    cdef int enter_call(self) except -1:
-        """Take all locks, with the pool divided as the rows need it."""
+    cdef int check_made(self) except -1:
         if not self.batch.num_rows:
             raise ArgumentError("the batch was not made: its constructor did not run, or failed")
+        return 0
+
+    cdef int enter_call(self) except -1:
+        """Take all locks, with the pool divided as the rows need it."""
+        self.check_made()
         self.lock.acquire()
         try:
             self.store.lock_divided(self.num_shards)
@@ -4603,8 +4686,7 @@ cdef class RunningRows:
         self.extra_key_bytes[row] = None
 
     cdef Py_ssize_t checked_row(self, object row) except -1:
-        if not self.batch.num_rows:
-            raise ArgumentError("the batch was not made: its constructor did not run, or failed")
+        self.check_made()
         return (<TableRows>self.tables[0]).checked_row(row)
 
     def move_row(self, src, tgt) -> None:
@@ -4652,6 +4734,7 @@ cdef class RunningRows:
         cdef Py_ssize_t num_known = tokens.num
         cdef Py_ssize_t num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         cdef Py_ssize_t num_wanted, max_num_new
+        cdef list keys = checked_extra_keys(extra_keys)
         if num_known == 0:
             raise ArgumentError("token_ids: got none, allowed: at least 1")
         if num_known > self.batch.max_num_tokens:
@@ -4661,7 +4744,7 @@ cdef class RunningRows:
         self.claim(checked)
         is_admitted = False
         try:
-            self.set_contents(checked, tokens, num_known, extra_keys)
+            self.set_contents(checked, tokens, num_known, keys)
             num_hits = self.attach(checked, num_known, num_wanted, max_num_new, find_hits, shard, num_reserved)
             is_admitted = num_hits is not None
         finally:
@@ -4680,7 +4763,7 @@ cdef class RunningRows:
             raise ArgumentError(f"row {row} is admitted already")
         return 0
 
-    cdef int set_contents(self, Py_ssize_t row, PageIds tokens, Py_ssize_t num_tokens, object extra_keys) except -1:
+    cdef int set_contents(self, Py_ssize_t row, PageIds tokens, Py_ssize_t num_tokens, list extra_keys) except -1:
         """Copy the tokens and hash their full pages, but for those that the row has hashed for a request before."""
         cdef Py_ssize_t start, num_kept = 0
         if self.batch.hash_page_size and not extra_keys:
@@ -4698,19 +4781,19 @@ cdef class RunningRows:
                 hash_row(&self.batch, row, <int32_t>num_tokens)
         return 0
 
-    cdef int set_extra_keys(self, Py_ssize_t row, object extra_keys) except -1:
+    cdef int set_extra_keys(self, Py_ssize_t row, list extra_keys) except -1:
         cdef ExtraKey *keys
         cdef bytes data
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i, page
         if not extra_keys:
             return 0
         keys = <ExtraKey *>calloc(len(extra_keys) + 1, sizeof(ExtraKey))
         if keys == NULL:
             raise MemoryError(f"{len(extra_keys)} extra keys")
         self.batch.extra_keys[row] = keys
-        self.extra_key_bytes[row] = [data for _, data in extra_keys]
-        for i, data in enumerate(self.extra_key_bytes[row]):
-            keys[i] = ExtraKey(<const uint8_t *><const char *>data, len(data), size_of(extra_keys[i][0], "page"))
+        self.extra_key_bytes[row] = extra_keys
+        for i, (page, data) in enumerate(extra_keys):
+            keys[i] = ExtraKey(<const uint8_t *><const char *>data, len(data), page)
         return 0
 
     cdef object attach(
@@ -4772,6 +4855,8 @@ cdef class RunningRows:
             raise ArgumentError(f"hits: got {len(hits)} groups, allowed: {self.batch.num_groups}")
         for g in range(self.batch.num_groups):
             ids = hits[g]
+            if ids is None:
+                raise ArgumentTypeError("hits: got None, allowed: PageIds")
             if ids.num > full_pages(&self.batch.groups[g].rules, num_hits):
                 raise ArgumentError(f"hits: got {ids.num} pages for {num_hits} tokens")
             self.store.checked(ids)
@@ -4834,8 +4919,9 @@ cdef class RunningRows:
 
     def check_rows(self, held_elsewhere) -> None:
         """IntegrityError unless rows, tables and ref counts agree. `held_elsewhere` are `HeldPages` of others. O(table)."""
+        self.check_made()
+        cdef list others = held_pages_in(held_elsewhere)
         cdef int32_t[::1] counts = np.zeros(self.store.pool.num_pages, dtype=np.int32)
-        cdef list others = [<HeldPages?>held for held in held_elsewhere]
         cdef str flaw
         self.enter_call()
         flaw = self.find_flaw(&counts[0]) or self.store.find_flaw_in_holders(&counts[0], others)
