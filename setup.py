@@ -2,6 +2,7 @@
 
 PAGEPOOL_DEBUG=1      bounds checks and asserts on
 PAGEPOOL_SANITIZE=1   AddressSanitizer and UndefinedBehaviorSanitizer (implies debug; run Python with libasan preloaded)
+PAGEPOOL_TSAN=1       ThreadSanitizer (implies debug; for a Python that was built with it, by the same clang)
 PAGEPOOL_ANNOTATE=1   also write the annotated source, _core.html, beside the C file under build/
 """
 
@@ -22,9 +23,11 @@ def is_set(name: str) -> bool:
 
 
 SANITIZE = is_set("PAGEPOOL_SANITIZE")
-DEBUG = SANITIZE or is_set("PAGEPOOL_DEBUG")
+TSAN = is_set("PAGEPOOL_TSAN")
+DEBUG = SANITIZE or TSAN or is_set("PAGEPOOL_DEBUG")
 # Python compiles with -fwrapv, under which signed overflow is defined and so would not be reported.
 SANITIZER_FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-wrapv"] if SANITIZE else []
+SANITIZER_FLAGS += ["-fsanitize=thread"] if TSAN else []
 DIRECTIVES = {
     "language_level": 3,
     "boundscheck": False,
