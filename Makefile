@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test debug sanitize lint bench test-easydel clean
+.PHONY: demo test debug sanitize soak lint bench test-easydel clean
 
 demo: $(VENV)/with-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
@@ -33,6 +33,12 @@ WITHOUT_JAX = $(foreach path,tests/test_device_table.py docs/page_table.md,--ign
 sanitize:  ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
 	PAGEPOOL_SANITIZE=1 $(MAKE) test VENV=.venv-sanitize PYTEST_ARGS='$(WITHOUT_JAX) $(PYTEST_ARGS)' \
 	    RUN='$(RUN) ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(LIBASAN)"'
+
+SOAK_SECONDS ?= 60
+SOAK_SEED ?= 0
+
+soak: $(VENV)/with-test  ## work under random faults, through manager and running batch; the real trace if there is one
+	$(RUN) PYTHONPATH=$(CURDIR)/tests $(VENV)/bin/python $(CURDIR)/tests/soak.py --seconds $(SOAK_SECONDS) --seed $(SOAK_SEED)
 
 lint: $(DEV_VENV)/installed  ## style, types, and whether the stub agrees with the compiled core
 	$(DEV_VENV)/bin/ruff check
