@@ -713,6 +713,28 @@ def test_a_manager_and_a_batch_share_a_pool(seed: int) -> None:
     release_all(manager, batch)
 
 
+@pytest.mark.parametrize("evicted", [0, 1, 2])
+def test_a_page_that_is_dropped_during_a_look_up_is_no_hit(evicted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the length of a hit and its pages another thread may take one of them."""
+    manager = make_manager(32)
+    batch = RunningBatch(manager, PageTable(1, 16, 64))
+    prompt = list(range(3 * PAGE_SIZE))
+    manager.allocate_slots(EngineRequest("first", prompt), len(prompt))
+    cached = manager.get_page_ids("first")[0]
+    fetch = manager.coordinator._fetch
+
+    def fetch_late(*arguments: Any) -> Any:
+        manager.page_pool.evict_pages([cached[evicted]])
+        return fetch(*arguments)
+
+    monkeypatch.setattr(manager.coordinator, "_fetch", fetch_late)
+    hits, num_hit_tokens = manager.get_computed_pages(EngineRequest("second", [*prompt, 99]))
+    assert (hits.get_page_ids(), num_hit_tokens) == ((cached[:evicted],), evicted * PAGE_SIZE)
+    assert batch.admit(0, [*prompt, 99]) == evicted * PAGE_SIZE
+    assert batch.get_page_ids(0)[0][:evicted] == cached[:evicted]
+    assert 0 not in batch.get_page_ids(0)[0]
+
+
 # The small ones of the core.
 
 
