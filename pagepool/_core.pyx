@@ -3078,13 +3078,16 @@ cdef class PageStore:
 
     def fetch_hits(
         self, HashChain chain not None, stride, start, stop, group, first_id=0, stop_id=None
-    ) -> PageIds:
-        """The pages of one group for ``[0, stop)``: the null page before `start`, from there those cached first."""
+    ):
+        """The pages of one group for ``[0, stop)``: the null page before `start`, from there those cached first. None if one
+        is not cached: another thread dropped it since it was found.
+        """
         cdef Range ids = self.range_of(first_id, stop_id)
         cdef Py_ssize_t i, num_hashes = size_of(stride, "stride", 1)
         cdef Py_ssize_t last = size_of(stop, "stop", 0, len(chain) // num_hashes)
         cdef Py_ssize_t first = size_of(start, "start", 0, last)
         cdef int32_t checked_group = group_of(group)
+        cdef bint is_whole = True
         cdef PageIds hits = PageIds()
         hits.reserve(last)
         with chain.lock, self.lock:
@@ -3093,8 +3096,9 @@ cdef class PageStore:
                 hits.ids[i] = NULL_PAGE
             for i in range(first, last if self.enable_caching else first):
                 hits.ids[i] = find_within(&self.pool, chain.digests[(i + 1) * num_hashes - 1], checked_group, ids)
+                is_whole = is_whole and hits.ids[i] != NULL_PAGE
             hits.num = last
-        return hits
+        return hits if is_whole else None
 
     def count_shared(self, PageIds held not None, num_holders) -> int:
         """How many of the pages, from the first on, have at least `num_holders` references."""
