@@ -1,6 +1,7 @@
 """The manager, call by call: what users of other allocators ran into, and what goes beyond the reference."""
 
 import gc
+import itertools
 import logging
 import weakref
 from types import SimpleNamespace
@@ -215,6 +216,33 @@ def test_a_request_that_can_never_run_is_told_apart(caplog):
     make_manager(chunked(8), num_pages=6).require_capacity(200)
     with pytest.raises(RequestTooLargeError):
         make_manager(STATE, full(), num_pages=6).require_capacity(20)
+
+
+def runs_alone(manager, num_tokens):
+    """Whether a request gets to its end when its tokens come one by one."""
+    request = EngineRequest("alone", list(range(num_tokens)))
+    while request.num_computed_tokens < num_tokens:
+        if manager.allocate_slots(request, 1) is None:
+            return False
+        request.num_computed_tokens += 1
+    return True
+
+
+def has_capacity(manager, num_tokens):
+    try:
+        manager.require_capacity(num_tokens)
+    except RequestTooLargeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("enable_caching", [False, True])
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+@pytest.mark.parametrize("kind", [sliding, chunked])
+def test_the_capacity_asked_for_is_what_a_request_needs(kind, page_size, enable_caching):
+    for span, num_tokens, num_pages in itertools.product((1, 2, 3, 4, 5, 6, 8, 9), (0, 1, 4, 7, 30), range(1, 12)):
+        managers = [make_manager(kind(span, page_size), num_pages=num_pages, enable_caching=enable_caching) for _ in range(2)]
+        assert has_capacity(managers[0], num_tokens) == runs_alone(managers[1], num_tokens), (span, num_tokens, num_pages)
 
 
 def test_a_request_comes_back_after_preemption():
