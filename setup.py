@@ -2,6 +2,7 @@
 
 PAGEPOOL_DEBUG=1      bounds checks and asserts on
 PAGEPOOL_SANITIZE=1   AddressSanitizer and UndefinedBehaviorSanitizer (implies debug; run Python with libasan preloaded)
+PAGEPOOL_COVERAGE=1   the core calls coverage.py's line tracer; the C file, which Cython's plugin reads, beside the source
 PAGEPOOL_ANNOTATE=1   also write the annotated source, _core.html, beside the C file under build/
 """
 
@@ -22,9 +23,11 @@ def is_set(name: str) -> bool:
 
 
 SANITIZE = is_set("PAGEPOOL_SANITIZE")
+COVERAGE = is_set("PAGEPOOL_COVERAGE")
 DEBUG = SANITIZE or is_set("PAGEPOOL_DEBUG")
 # Python compiles with -fwrapv, under which signed overflow is defined and so would not be reported.
 SANITIZER_FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-wrapv"] if SANITIZE else []
+TRACE_MACROS = [("CYTHON_TRACE_NOGIL", "1")] if COVERAGE else []
 DIRECTIVES = {
     "language_level": 3,
     "boundscheck": False,
@@ -49,9 +52,9 @@ class BuildCore(build_ext):
                 [translated] = cythonize(
                     ext,
                     force=True,
-                    build_dir=self.build_temp,
+                    build_dir=None if COVERAGE else self.build_temp,
                     annotate=is_set("PAGEPOOL_ANNOTATE"),
-                    compiler_directives=DIRECTIVES | DEBUG_DIRECTIVES,
+                    compiler_directives=DIRECTIVES | DEBUG_DIRECTIVES | {"linetrace": COVERAGE},
                 )
         finally:
             sys.stderr.write(messages.getvalue())
@@ -65,7 +68,7 @@ class BuildCore(build_ext):
 core = Extension(
     "pagepool._core",
     ["pagepool/_core.pyx"],
-    define_macros=[] if DEBUG else [("CYTHON_WITHOUT_ASSERTIONS", "1")],
+    define_macros=([] if DEBUG else [("CYTHON_WITHOUT_ASSERTIONS", "1")]) + TRACE_MACROS,
     extra_compile_args=(["-O1", "-g", "-fno-omit-frame-pointer", "-UNDEBUG"] if DEBUG else ["-O3", "-g0"]) + SANITIZER_FLAGS,
     extra_link_args=SANITIZER_FLAGS,
 )
