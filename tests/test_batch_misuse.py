@@ -784,11 +784,12 @@ def test_a_hit_that_is_neither_held_nor_free_is_refused(take_away: str) -> None:
     assert not batch.is_admitted[1]
 
 
-def test_no_features_are_no_features() -> None:
+@pytest.mark.parametrize("offset", [0, 4, 8])
+def test_no_features_are_no_features(offset: int) -> None:
     """None, an empty list, and features of no tokens, beside a salt; and the manager hashes alike."""
     manager = make_manager(FULL)
     batch = RunningBatch(manager, PageTable(5, 8, 64))
-    nowhere = SimpleNamespace(mm_hash="cat", modality="image", placeholder_range=SimpleNamespace(offset=4, length=0))
+    nowhere = SimpleNamespace(mm_hash="cat", modality="image", placeholder_range=SimpleNamespace(offset=offset, length=0))
     request = pagepool.EngineRequest("same", list(range(10)), cache_salt="a", mm_features=[nowhere])
     hits = [
         batch.admit(row, list(range(10)), cache_salt="a", mm_features=none) for row, none in enumerate((None, [], [nowhere]))

@@ -152,6 +152,17 @@ def test_sha256_is_parent_then_little_endian_tokens_then_keys():
     assert sha256_page(bytes(32), [1, -2], keys) == expected
 
 
+def test_sha256_takes_what_fits_int32():
+    with pytest.raises(ArgumentError, match="token ids.*allowed: ints that fit int32"):
+        sha256_page(bytes(32), [1 << 31], None)
+
+
+def test_sha256_cbor_says_which_extra_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cbor2", None)
+    with pytest.raises(ImportError, match=r"needs cbor2: pip install 'pagepool\[cbor\]'"):
+        sha256_cbor([1])
+
+
 def test_sha256_cbor_encodes_canonically():
     """An array of three: byte string, array of ints, null. The encoding is written out, so that no library is trusted."""
     encoded = b"\x83" + b"\x58\x20" + bytes(32) + b"\x82\x01\x19\x01\x00" + b"\xf6"

@@ -20,8 +20,10 @@ from pagepool import (
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
+    UnitaryCacheCoordinator,
 )
-from pagepool.errors import RequestTooLargeError
+from pagepool._core import HashChain
+from pagepool.errors import ArgumentError, RequestTooLargeError
 
 
 def full(page_size=4):
@@ -397,6 +399,34 @@ def test_hits_may_be_passed_as_page_objects():
 
 
 # The manager as a whole.
+
+
+def test_hits_of_some_groups_are_shared_and_the_others_get_new_pages():
+    """An engine that restored the state by itself brings the pages of full attention alone."""
+    manager = make_manager(full(), STATE)
+    first, _ = admit(manager, "first", range(9))
+    second = EngineRequest("second", list(range(9)))
+    hits = CachePages(([manager.page_pool.pages[page_id] for page_id in (1, 2)], []))
+    assert manager.allocate_slots(second, 1, 8, hits).get_page_ids() == ([5], [6])
+    assert manager.get_page_ids("first") == ([1, 2, 3], [4])
+    assert manager.get_page_ids("second") == ([1, 2, 5], [6])
+    assert manager.page_pool.ref_counts()[:7].tolist() == [0, 2, 2, 1, 1, 1, 1]
+    manager.free(first)
+    manager.free(second)
+    manager.page_pool.check()
+
+
+def test_without_prefix_caching_the_coordinator_finds_nothing():
+    coordinator = make_manager(full(), sliding(8), enable_caching=False).coordinator
+    hits, num_hit_tokens = coordinator.find_longest_cache_hit(HashChain(4, bytes(16)), 100)
+    assert [list(ids) for ids in hits] == [[], []]
+    assert num_hit_tokens == 0
+
+
+@pytest.mark.parametrize("num_groups", [0, 2])
+def test_the_unitary_coordinator_is_for_one_group(num_groups):
+    with pytest.raises(ArgumentError, match=f"kv_cache_groups: got {num_groups}, allowed: 1"):
+        UnitaryCacheCoordinator(8, [CacheGroupSpec(full())] * num_groups, 64, False, True)
 
 
 def test_without_groups_there_is_nothing_to_hold():

@@ -251,6 +251,10 @@ def test_a_hit_needs_every_group():
     assert pool.probe([PageHash(8, ())], [2]) == PageProbe(1, None)
 
 
+def test_the_hash_of_a_cached_page_is_in_its_name():
+    assert page_hash(7, 1).get_hash_value() == 7
+
+
 def test_handing_a_page_out_drops_its_entry():
     pool = PagePool(4, True)
     cache(pool, 1, 8)
@@ -272,6 +276,17 @@ def test_the_index_as_a_mapping():
     with pytest.raises(KeyError):
         view[page_hash(7)]
     assert view.get(page_hash(9, 1)) == {2: pool.pages[2]}
+
+
+def test_a_page_evicted_while_the_index_is_iterated_is_passed_over():
+    pool = PagePool(8, True)
+    for page_id in (1, 2, 3):
+        cache(pool, page_id, page_id)
+    seen = []
+    for key in pool.cached_page_hash_to_page:
+        seen.append(key)
+        pool.evict_pages([1, 2, 3])
+    assert len(seen) == 1
 
 
 def test_full_pages_are_cached_with_hashes_that_the_pool_completes():

@@ -690,6 +690,13 @@ class TestProcess:
         assert "pip install 'pagepool[replay]'" in result.stderr
         assert "Traceback" not in result.stderr
 
+    def test_what_is_missing_else_is_not_taken_for_an_extra(self) -> None:
+        code = "import sys; sys.modules['pagepool.replay.report'] = None\nfrom pagepool.replay.cli import main\nmain()"
+        result = run(code=code)
+        assert result.returncode == 1
+        assert "ModuleNotFoundError" in result.stderr
+        assert "pip install" not in result.stderr
+
     def test_help_and_version(self) -> None:
         assert "replay" in run("--help").stdout
         assert "--max-batched-tokens" in run("replay", "--help").stdout
