@@ -48,6 +48,7 @@ from pagepool.errors import (
     PageIdError,
     RowIndexError,
     RowOverflowError,
+    SnapshotError,
 )
 from pagepool.hashing import HashNames, PageHash, PageHashWithGroupId
 
@@ -132,7 +133,7 @@ cdef struct Pool:
     Slot *slots               # NULL: no prefix caching
     Links *twins              # rings of pages with the same content, valid while TWIN is set
     Links *shard_links        # free queue of each shard, closed by the record num_pages + shard; NULL: no shards yet
-    int32_t *shard_num_free
+    int32_t *shard_num_free   # [2 * num_shards]; `PageStore.check` works in the second half
     int32_t *page_tokens      # [num_pages, tokens_width] tokens of cached pages, their number first; NULL: not kept
     Py_ssize_t tokens_width
     uint64_t multiplier       # odd and secret: which slots collide cannot be foreseen
@@ -480,6 +481,10 @@ cdef inline Slot *home_of(Pool *pool, Digest key, int32_t group) noexcept nogil:
     return &pool.slots[tag_of(pool, key.lo, group) & pool.mask]
 
 
+cdef inline Digest digest_of(const Page *page) noexcept nogil:
+    return Digest(page.key_lo, page.key_hi)
+
+
 cdef inline bint has_key(Page *page, Digest key, int32_t group) noexcept nogil:
     return page.key_lo == key.lo and page.key_hi == key.hi and (page.group & ~TWIN) == group
 
@@ -614,6 +619,32 @@ cdef void leave_twins(Pool *pool, int32_t page_id, uint32_t slot) noexcept nogil
         pool.slots[slot].page_id = following
 
 
+cdef Py_ssize_t count_cached(const Pool *pool) noexcept nogil:
+    """Pages with a prefix entry."""
+    cdef Py_ssize_t i, count = 0
+    for i in range(pool.num_pages):
+        count += pool.pages[i].group != NO_GROUP
+    return count
+
+
+cdef Py_ssize_t list_cached(const Pool *pool, int32_t *out) noexcept nogil:
+    """The pages that the index leads to, those of equal content one after another as they were cached. Returns how many.
+    `out` NULL: only counts.
+    """
+    cdef Py_ssize_t i, count = 0
+    cdef int32_t first, page_id
+    for i in range(<Py_ssize_t>pool.mask + 1 if pool.slots != NULL else 0):
+        first = page_id = pool.slots[i].page_id
+        while page_id != NULL_PAGE:
+            if out != NULL:
+                out[count] = page_id
+            count += 1
+            page_id = pool.twins[page_id].next if pool.pages[page_id].group & TWIN else first
+            if page_id == first:
+                break
+    return count
+
+
 # Pages in lists. Each function checks its whole list first, or undoes what it did.
 
 cdef inline void claim(Pool *pool, int32_t page_id) noexcept nogil:
@@ -629,7 +660,7 @@ cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
     """Have the slot fetched that a page with an entry will leave."""
     cdef Page *page = &pool.pages[page_id]
     if page.group != NO_GROUP:
-        fetch(home_of(pool, Digest(page.key_lo, page.key_hi), page.group & ~TWIN))
+        fetch(home_of(pool, digest_of(page), page.group & ~TWIN))
 
 
 cdef int32_t take(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
@@ -1650,6 +1681,13 @@ cdef list as_list(object values, str name):
     return list(values)
 
 
+cdef object require_matrix(object values, object dtype, str name):
+    if not isinstance(values, ndarray) or values.ndim != 2 or values.dtype != dtype:
+        allowed = f"allowed: an array of {np.dtype(dtype)} with 2 dimensions"
+        raise ArgumentTypeError(f"{name}: got {type(values).__name__}, {allowed}")
+    return values
+
+
 cdef class PageIds:
     """A run of int32 page ids in native memory: what the manager passes around instead of page objects.
 
@@ -2074,7 +2112,7 @@ cdef class PageStore:
         self.pool.num_keys = 0
         for i in range(1, self.pool.num_pages):
             if pages[i].group != NO_GROUP:
-                key = Digest(pages[i].key_lo, pages[i].key_hi)
+                key = digest_of(&pages[i])
                 group = pages[i].group & ~TWIN
                 pages[i].group = NO_GROUP
                 enter(&self.pool, i, key, group)
@@ -2272,7 +2310,7 @@ cdef class PageStore:
         if self.pool.num_pages % n:
             raise ArgumentError(f"data_parallel_size: got {n}, allowed: a divisor of the {self.pool.num_pages} pages")
         links = <Links *>malloc((self.pool.num_pages + n) * sizeof(Links))
-        counts = <int32_t *>calloc(n, sizeof(int32_t))
+        counts = <int32_t *>calloc(2 * n, sizeof(int32_t))
         if links == NULL or counts == NULL:
             free(links)
             free(counts)
@@ -2466,7 +2504,7 @@ cdef class PageStore:
         cdef Page *page = &self.pool.pages[self.checked_id(page_id)]
         if page.group == NO_GROUP:
             return None
-        return int_of_digest(Digest(page.key_lo, page.key_hi)), page.group & ~TWIN
+        return int_of_digest(digest_of(page)), page.group & ~TWIN
 
     def page_hash_of(self, page_id):
         """The PageHashWithGroupId of a cached page, or None."""
@@ -2477,14 +2515,26 @@ cdef class PageStore:
         return PageHashWithGroupId(page_hash, found[1])
 
     def keep_token_ids(self, width) -> None:
-        """Keep the tokens of pages that `enter_held` enters from now on, `width` at most a page. 4 bytes a token."""
-        cdef size_t num_values = size_of(width, "page_size", 1) + 1
-        cdef int32_t *page_tokens = <int32_t *>calloc(num_values * self.pool.num_pages, sizeof(int32_t))
+        """Keep the tokens of pages that `enter_held` enters from now on, `width` at most a page. 4 bytes a token. Tokens kept
+        so far stay; a width that is no greater changes nothing.
+        """
+        cdef Py_ssize_t i, num_values = size_of(width, "page_size", 1) + 1
+        cdef int32_t *page_tokens
+        if num_values <= self.pool.tokens_width:
+            return
+        page_tokens = <int32_t *>calloc(num_values * self.pool.num_pages, sizeof(int32_t))
         if page_tokens == NULL:
             raise MemoryError(f"{width} token ids for each of {self.pool.num_pages} pages")
-        free(self.pool.page_tokens)
-        self.pool.page_tokens = page_tokens
-        self.pool.tokens_width = num_values
+        with self.lock:
+            for i in range(self.pool.num_pages if self.pool.tokens_width else 0):
+                memcpy(
+                    page_tokens + i * num_values,
+                    self.pool.page_tokens + i * self.pool.tokens_width,
+                    self.pool.tokens_width * sizeof(int32_t),
+                )
+            free(self.pool.page_tokens)
+            self.pool.page_tokens = page_tokens
+            self.pool.tokens_width = num_values
 
     cdef tuple token_ids_of(self, int32_t page_id):
         cdef int32_t *tokens = self.pool.page_tokens + page_id * self.pool.tokens_width
@@ -2629,114 +2679,317 @@ cdef class PageStore:
                 return i
         return held.num
 
+    # Saving and loading.
+
+    def save(self) -> dict:
+        """All that `load` needs to make an equal store, as arrays by the names of its arguments. O(num_pages).
+
+        IntegrityError if the records contradict one another: what is wrong is not saved.
+        """
+        cdef PageIds ref_counts = PageIds(), free_ids = PageIds(), cached_ids = PageIds()
+        cdef PageIds groups = PageIds(), keys = PageIds(), tokens = PageIds()
+        cdef bint has_room = False
+        cdef Pool pool
+        cdef str flaw
+        with self.lock:
+            flaw = self.find_flaw()
+            pool = self.pool
+            if flaw is None:
+                has_room = self.copy_queue(ref_counts, free_ids) and self.copy_entries(cached_ids, groups, keys, tokens)
+        if flaw is not None:
+            raise IntegrityError(flaw)
+        if not has_room:
+            raise MemoryError(f"copies of {pool.num_pages} page records")
+        return {
+            "ref_counts": ref_counts.to_array(),
+            "free_page_ids": free_ids.to_array(),
+            "cached_page_ids": cached_ids.to_array(),
+            "cached_group_ids": groups.to_array(),
+            "cached_keys": keys.to_array().view(np.uint64).reshape(-1, 2),
+            "cached_token_ids": tokens.to_array().reshape(cached_ids.num, pool.tokens_width),
+            "counters": np.array([pool.num_allocated, pool.num_freed, pool.num_evicted, pool.num_cached], dtype=np.int64),
+            "num_shards": np.array([pool.num_shards], dtype=np.int64),
+        }
+
+    cdef bint copy_queue(self, PageIds ref_counts, PageIds free_ids) noexcept:
+        """Copy the ref counts and the free queue, front first; False where memory is short."""
+        cdef int32_t i = self.pool.pages[NULL_PAGE].next_free
+        if not (ref_counts.has_room_for(self.pool.num_pages) and free_ids.has_room_for(self.pool.num_free)):
+            return False
+        while i != NULL_PAGE:
+            free_ids.ids[free_ids.num] = i
+            free_ids.num += 1
+            i = self.pool.pages[i].next_free
+        for i in range(self.pool.num_pages):
+            ref_counts.ids[i] = self.pool.pages[i].ref_cnt
+        ref_counts.num = self.pool.num_pages
+        return True
+
+    cdef bint copy_entries(self, PageIds ids, PageIds groups, PageIds keys, PageIds tokens) noexcept:
+        """Copy the prefix entries, pages of equal content in the order they were cached; False where memory is short."""
+        cdef Page *page
+        cdef Py_ssize_t i, n, width = self.pool.tokens_width
+        n = count_cached(&self.pool)
+        if not (ids.has_room_for(n) and groups.has_room_for(n) and keys.has_room_for(4 * n) and tokens.has_room_for(n * width)):
+            return False
+        list_cached(&self.pool, ids.ids)
+        for i in range(n):
+            page = &self.pool.pages[ids.ids[i]]
+            groups.ids[i] = page.group & ~TWIN
+            memcpy(keys.ids + 4 * i, &page.key_lo, sizeof(Digest))
+            if width:
+                memcpy(tokens.ids + i * width, self.pool.page_tokens + ids.ids[i] * width, width * sizeof(int32_t))
+        ids.num, groups.num, keys.num, tokens.num = n, n, 4 * n, n * width
+        return True
+
+    @staticmethod
+    def load(
+        bint enable_caching, ref_counts, free_page_ids, cached_page_ids, cached_group_ids, cached_keys, cached_token_ids,
+        counters, num_shards,
+    ) -> PageStore:
+        """A store as `save` found it, from arrays with the shapes that it gave them. SnapshotError where they contradict one
+        another. O(num_pages).
+        """
+        cdef PageIds counts = as_own_ids(ref_counts, "ref_counts")
+        cdef PageStore store = PageStore(counts.num, enable_caching)
+        cdef Py_ssize_t width = require_matrix(cached_token_ids, np.int32, "cached_token_ids").shape[1]
+        require_matrix(cached_keys, np.uint64, "cached_keys")
+        if width:
+            store.keep_token_ids(size_of(width - 1, "page_size", 1))
+        store.load_queue(counts, as_own_ids(free_page_ids, "free_page_ids"))
+        store.load_entries(
+            as_own_ids(cached_page_ids, "cached_page_ids"),
+            as_own_ids(cached_group_ids, "cached_group_ids"),
+            as_own_ids(np.ascontiguousarray(cached_keys).view(np.int32).reshape(-1), "cached_keys"),
+            as_own_ids(cached_token_ids.reshape(-1), "cached_token_ids"),
+        )
+        if num_shards:
+            store.set_shards(num_shards)
+        num_allocated, num_freed, num_evicted, num_cached = counters
+        store.pool.num_allocated, store.pool.num_freed = num_allocated, num_freed
+        store.pool.num_evicted, store.pool.num_cached = num_evicted, num_cached
+        return store
+
+    cdef int load_queue(self, PageIds ref_counts, PageIds free_ids) except -1:
+        """Let a fresh store's pages have these references, and the free queue this order."""
+        cdef Py_ssize_t i
+        cdef int32_t page_id
+        for page_id in range(1, self.pool.num_pages):
+            pull(&self.pool, page_id)
+            self.pool.pages[page_id].ref_cnt = ref_counts.ids[page_id]
+        for i in range(free_ids.num):
+            page_id = free_ids.ids[i]
+            if not 0 < page_id < self.pool.num_pages or is_free(&self.pool, page_id):
+                allowed = f"allowed: 1 to {self.pool.num_pages - 1}, each once"
+                raise SnapshotError(f"free_page_ids: got {page_id} (at {i}), {allowed}")
+            push(&self.pool, page_id)
+        for page_id in range(self.pool.num_pages):
+            count = ref_counts.ids[page_id]
+            if count < 0 or (page_id and (count == 0) != is_free(&self.pool, page_id)) or (page_id == NULL_PAGE and count):
+                where = "in the free queue" if page_id and is_free(&self.pool, page_id) else "not in the free queue"
+                raise SnapshotError(f"ref_counts: page {page_id} has {count} references and is {where}")
+        return 0
+
+    cdef int load_entries(self, PageIds ids, PageIds groups, PageIds keys, PageIds tokens) except -1:
+        """Enter pages of a store without entries in the prefix index, in order."""
+        cdef Py_ssize_t i, width = self.pool.tokens_width
+        cdef int32_t page_id, group
+        if not (groups.num == ids.num and keys.num == 4 * ids.num and tokens.num == ids.num * width):
+            raise SnapshotError(f"cached pages: got {ids.num} ids, {groups.num} groups, {keys.num // 4} keys, allowed: as many")
+        if ids.num and not self.enable_caching:
+            raise SnapshotError(f"cached_page_ids: got {ids.num}, allowed without prefix caching: none")
+        for i in range(ids.num):
+            page_id, group = ids.ids[i], groups.ids[i]
+            if not 0 < page_id < self.pool.num_pages or self.pool.pages[page_id].group != NO_GROUP:
+                allowed = f"allowed: 1 to {self.pool.num_pages - 1}, each once"
+                raise SnapshotError(f"cached_page_ids: got {page_id} (at {i}), {allowed}")
+            if not 0 <= group <= MAX_GROUP:
+                raise SnapshotError(f"cached_group_ids: got {group} (at {i}), allowed: 0 to {MAX_GROUP}")
+            if width and not 0 <= tokens.ids[i * width] < width:
+                num_tokens = tokens.ids[i * width]
+                raise SnapshotError(f"cached_token_ids: page {page_id} has {num_tokens}, allowed: 0 to {width - 1}")
+            enter(&self.pool, page_id, (<Digest *>(keys.ids + 4 * i))[0], group)
+            if width:
+                keep_tokens(&self.pool, page_id, tokens.ids + i * width + 1, tokens.ids[i * width])
+        return 0
+
     # Integrity.
 
     def check(self) -> None:
         """Walk every invariant of the module's docstring; IntegrityError names the first page that is wrong. O(num_pages)."""
+        cdef str flaw
         with self.lock:
-            self.check_queue()
-            self.check_shards()
-            self.check_records()
-            self.check_index()
+            flaw = self.find_flaw()
+        if flaw is not None:
+            raise IntegrityError(flaw)
 
-    cdef int check_queue(self) except -1:
+    # What is wrong, or None. An exception made here, with the lock held, could set off a garbage collection that calls us.
+
+    cdef str find_flaw(self):
+        return (
+            self.find_flaw_in_records()
+            or self.find_flaw_in_queue()
+            or self.find_flaw_in_shards()
+            or self.find_flaw_in_slots()
+            or self.find_flaw_in_entries()
+        )
+
+    cdef str describe(self, int32_t page_id):
+        """A page with all its numbers."""
+        cdef Page *page = &self.pool.pages[page_id]
+        entry = "not cached"
+        if page.group != NO_GROUP:
+            entry = f"cached for group {page.group & ~TWIN} under {int_of_digest(digest_of(page)):#034x}"
+        return f"page {page_id} (ref count {page.ref_cnt}, free-queue links {page.prev_free} and {page.next_free}, {entry})"
+
+    cdef str find_flaw_in_records(self):
+        """Each page by itself: links within the pool, in the free queue exactly when nobody holds it."""
+        cdef Page *page = &self.pool.pages[NULL_PAGE]
+        cdef int32_t i, last = self.pool.num_pages - 1
+        cdef int32_t num_free = 0
+        if page.ref_cnt or page.group != NO_GROUP or not 0 <= page.prev_free <= last or not 0 <= page.next_free <= last:
+            return f"{self.describe(NULL_PAGE)}, the null page: allowed: not held, not cached, links from 0 to {last}"
+        for i in range(1, self.pool.num_pages):
+            page = &self.pool.pages[i]
+            if (page.prev_free == NOT_FREE) != (page.next_free == NOT_FREE):
+                return f"{self.describe(i)}: allowed: both links of the free queue, or none ({NOT_FREE})"
+            if is_free(&self.pool, i):
+                num_free += 1
+                if not (0 <= page.prev_free <= last and 0 <= page.next_free <= last):
+                    return f"{self.describe(i)}: allowed links: 0 to {last}"
+                if page.ref_cnt:
+                    return f"{self.describe(i)} is in the free queue with ref count {page.ref_cnt}, allowed: 0"
+            elif page.ref_cnt < 0 or (self.is_pool and page.ref_cnt == 0):
+                return f"{self.describe(i)} is not in the free queue, allowed ref counts: 1 to {INT32_MAX}"
+            if page.group < NO_GROUP or (page.group != NO_GROUP and page.group & ~TWIN > MAX_GROUP):
+                return f"{self.describe(i)}: allowed groups: 0 to {MAX_GROUP}"
+        if num_free != self.pool.num_free:
+            return f"{num_free} pages have links of the free queue, the pool counts {self.pool.num_free}"
+        return None
+
+    cdef str find_flaw_in_queue(self):
+        """The queue is one ring through the null page, and has all the free pages."""
         cdef Page *pages = self.pool.pages
         cdef int32_t previous = NULL_PAGE
         cdef int32_t page_id = pages[NULL_PAGE].next_free
         cdef int32_t count = 0
-        while page_id != NULL_PAGE:
-            if not 0 < page_id < self.pool.num_pages:
-                raise IntegrityError(f"page {previous}: next_free is {page_id}, allowed: 0 to {self.pool.num_pages - 1}")
+        while page_id != NULL_PAGE and count <= self.pool.num_free:
             if pages[page_id].prev_free != previous:
-                raise IntegrityError(f"page {page_id}: prev_free is {pages[page_id].prev_free}, the page before is {previous}")
-            if pages[page_id].ref_cnt != 0:
-                raise IntegrityError(f"page {page_id} is in the free queue with ref count {pages[page_id].ref_cnt}, allowed: 0")
+                return f"{self.describe(page_id)}: the page before it in the free queue is {previous}"
             count += 1
             previous = page_id
             page_id = pages[page_id].next_free
         if pages[NULL_PAGE].prev_free != previous:
-            raise IntegrityError(f"page {previous} ends the free queue, the queue says {pages[NULL_PAGE].prev_free}")
+            return f"{self.describe(previous)} ends the free queue, whose last page is said to be {pages[NULL_PAGE].prev_free}"
         if count != self.pool.num_free:
-            raise IntegrityError(f"the free queue has {count} pages, the pool counts {self.pool.num_free}")
-        return 0
+            return f"the free queue ends after {count} pages with page {previous}, the pool counts {self.pool.num_free}"
+        return None
 
-    cdef int check_shards(self) except -1:
+    cdef str find_flaw_in_shards(self):
         """The queue of each shard is the part of the whole queue that lies in the shard, in the same order."""
-        cdef PageIds cursors
-        cdef int32_t page_id, shard
-        if self.pool.num_shards == 0:
-            return 0
-        cursors = PageIds([self.pool.num_pages + i for i in range(self.pool.num_shards)])
-        page_id = self.pool.pages[NULL_PAGE].next_free
-        while page_id != NULL_PAGE:
+        cdef Links *links = self.pool.shard_links
+        cdef int32_t *last_seen = self.pool.shard_num_free + self.pool.num_shards
+        cdef int32_t page_id = self.pool.pages[NULL_PAGE].next_free
+        cdef int32_t shard, end, count
+        for shard in range(self.pool.num_shards):
+            last_seen[shard] = self.pool.num_pages + shard
+        while self.pool.num_shards and page_id != NULL_PAGE:
             shard = shard_of(&self.pool, page_id)
-            if self.pool.shard_links[cursors.ids[shard]].next != page_id:
-                raise IntegrityError(f"page {page_id} is not next in the free queue of shard {shard}")
-            cursors.ids[shard] = page_id
+            if links[last_seen[shard]].next != page_id or links[page_id].prev != last_seen[shard]:
+                return (
+                    f"page {page_id}: links {links[page_id].prev} and {links[page_id].next} in the queue of shard {shard}, "
+                    f"where page {last_seen[shard]} says {links[last_seen[shard]].next}"
+                )
+            last_seen[shard] = page_id
             page_id = self.pool.pages[page_id].next_free
         for shard in range(self.pool.num_shards):
-            if self.pool.shard_links[cursors.ids[shard]].next != self.pool.num_pages + shard:
-                raise IntegrityError(f"page {cursors.ids[shard]} does not end the free queue of shard {shard}")
-        return 0
+            end = self.pool.num_pages + shard
+            if links[last_seen[shard]].next != end or links[end].prev != last_seen[shard]:
+                return f"page {last_seen[shard]} is the last free one of shard {shard}, its queue says {links[end].prev}"
+            count = self.count_free_pages_of(shard)
+            if count != self.pool.shard_num_free[shard]:
+                return f"shard {shard} has {count} free pages, the pool counts {self.pool.shard_num_free[shard]}"
+        return None
 
-    cdef int check_records(self) except -1:
-        cdef Page *page
-        cdef int32_t i
-        cdef int32_t num_free = 0
-        if self.pool.pages[NULL_PAGE].ref_cnt or self.pool.pages[NULL_PAGE].group != NO_GROUP:
-            raise IntegrityError("page 0, the null page, is held or cached")
-        for i in range(1, self.pool.num_pages):
-            page = &self.pool.pages[i]
-            num_free += is_free(&self.pool, i)
-            if page.ref_cnt < 0 or (self.is_pool and page.ref_cnt == 0 and not is_free(&self.pool, i)):
-                raise IntegrityError(f"page {i} has ref count {page.ref_cnt} and is not in the free queue")
-            if page.group != NO_GROUP:
-                self.check_entry(i)
-        if num_free != self.pool.num_free:
-            raise IntegrityError(f"{num_free} pages have links of the free queue, it has {self.pool.num_free}")
-        return 0
+    cdef int32_t count_free_pages_of(self, int32_t shard) noexcept:
+        cdef int32_t i, count = 0
+        for i in range(max(1, shard * self.pool.pages_per_shard), (shard + 1) * self.pool.pages_per_shard):
+            count += is_free(&self.pool, i)
+        return count
 
-    cdef int check_entry(self, int32_t page_id) except -1:
-        """A cached page is found under its key, first or in the ring of the first."""
-        cdef Page *page = &self.pool.pages[page_id]
-        cdef Digest key = Digest(page.key_lo, page.key_hi)
-        cdef int32_t first = NULL_PAGE
-        if self.enable_caching:
-            first = find(&self.pool, key, page.group & ~TWIN)
-        if first == NULL_PAGE:
-            raise IntegrityError(f"page {page_id} is cached, but a look-up of its hash finds nothing")
-        if not page.group & TWIN:
-            if first != page_id:
-                raise IntegrityError(f"page {page_id} is cached alone, but a look-up of its hash finds page {first}")
-            return 0
-        if self.pool.twins[self.pool.twins[page_id].next].prev != page_id:
-            raise IntegrityError(f"page {page_id}: the next page of equal content does not link back")
-        if not has_key(&self.pool.pages[self.pool.twins[page_id].next], key, page.group & ~TWIN):
-            raise IntegrityError(f"page {page_id}: the next page of equal content, {self.pool.twins[page_id].next}, differs")
-        return 0
-
-    cdef int check_index(self) except -1:
+    cdef str find_flaw_in_slots(self):
         """Each slot names a cached page whose key leads back to the slot."""
-        cdef Py_ssize_t i
-        cdef int32_t page_id, group
-        cdef int32_t num_keys = 0
-        cdef uint32_t tag
-        if self.pool.slots == NULL:
-            return 0
-        for i in range(<Py_ssize_t>self.pool.mask + 1):
+        cdef Py_ssize_t i, num_slots = <Py_ssize_t>self.pool.mask + 1 if self.pool.slots != NULL else 0
+        cdef Page *page
+        cdef int32_t page_id, num_keys = 0
+        for i in range(num_slots):
             page_id = self.pool.slots[i].page_id
-            if page_id == NULL_PAGE:
-                continue
-            num_keys += 1
-            group = self.pool.pages[page_id].group
-            tag = tag_of(&self.pool, self.pool.pages[page_id].key_lo, group & ~TWIN)
-            if group == NO_GROUP or self.pool.slots[i].tag != tag:
-                raise IntegrityError(f"page {page_id} is named by slot {i} of the prefix index, which is not its own")
-            if slot_holding(&self.pool, page_id, self.pool.slots[i].tag) != i:
-                raise IntegrityError(f"page {page_id} is named by slot {i} of the prefix index, where a look-up does not end")
+            num_keys += page_id != NULL_PAGE
+            if not 0 <= page_id < self.pool.num_pages:
+                return f"slot {i} of the prefix index names page {page_id}, allowed: 1 to {self.pool.num_pages - 1}, or 0"
         if num_keys != self.pool.num_keys:
-            raise IntegrityError(f"the prefix index has {num_keys} keys, the pool counts {self.pool.num_keys}")
-        return 0
+            return f"the prefix index has {num_keys} keys, the pool counts {self.pool.num_keys}"
+        for i in range(num_slots):
+            page_id = self.pool.slots[i].page_id
+            if page_id != NULL_PAGE:
+                page = &self.pool.pages[page_id]
+                tag = tag_of(&self.pool, page.key_lo, page.group & ~TWIN)
+                if page.group == NO_GROUP or self.pool.slots[i].tag != tag:
+                    return f"{self.describe(page_id)} is named by slot {i} of the prefix index, which is not its own"
+                if slot_holding(&self.pool, page_id, tag) != i:
+                    return f"{self.describe(page_id)} is named by slot {i} of the prefix index, where no look-up comes to"
+        return None
+
+    cdef str find_flaw_in_entries(self):
+        """Each cached page is found under its key, first or in the ring of the first."""
+        cdef Py_ssize_t num_cached = count_cached(&self.pool)
+        cdef int32_t i
+        cdef str flaw
+        if num_cached and not self.enable_caching:
+            return f"{num_cached} pages are cached, allowed without prefix caching: none"
+        for i in range(1, self.pool.num_pages):
+            if self.pool.pages[i].group != NO_GROUP:
+                flaw = self.find_flaw_in_entry(i)
+                if flaw is not None:
+                    return flaw
+        if num_cached != list_cached(&self.pool, NULL):
+            return self.find_lost_twin()
+        return None
+
+    cdef str find_flaw_in_entry(self, int32_t page_id):
+        cdef Page *page = &self.pool.pages[page_id]
+        cdef int32_t first = find(&self.pool, digest_of(page), page.group & ~TWIN)
+        cdef Links links
+        cdef int32_t num_tokens = self.pool.page_tokens[page_id * self.pool.tokens_width] if self.pool.tokens_width else 0
+        if first == NULL_PAGE:
+            return f"{self.describe(page_id)}: a look-up of its hash finds nothing"
+        if num_tokens and not 0 < num_tokens < self.pool.tokens_width:
+            return f"{self.describe(page_id)} has {num_tokens} token ids, allowed: 0 to {self.pool.tokens_width - 1}"
+        if not page.group & TWIN:
+            return None if first == page_id else f"{self.describe(page_id)}: a look-up of its hash finds page {first}"
+        links = self.pool.twins[page_id]
+        if not (0 < links.prev < self.pool.num_pages and 0 < links.next < self.pool.num_pages) or links.next == page_id:
+            return f"{self.describe(page_id)}: pages of equal content are said to be {links.prev} and {links.next}"
+        if self.pool.twins[links.next].prev != page_id or self.pool.twins[links.prev].next != page_id:
+            return f"{self.describe(page_id)}: pages of equal content, {links.prev} and {links.next}, do not link back"
+        if self.pool.pages[links.next].group != page.group or not has_key(
+            &self.pool.pages[links.next], digest_of(page), page.group & ~TWIN
+        ):
+            return f"{self.describe(page_id)}: the next page of equal content is said to be {self.describe(links.next)}"
+        return None
+
+    cdef str find_lost_twin(self):
+        """The first page in a ring that the index does not lead to. The rings themselves are closed."""
+        cdef int32_t i, first, twin
+        for i in range(1, self.pool.num_pages):
+            if self.pool.pages[i].group != NO_GROUP and self.pool.pages[i].group & TWIN:
+                first = find(&self.pool, digest_of(&self.pool.pages[i]), self.pool.pages[i].group & ~TWIN)
+                twin = self.pool.twins[i].next
+                while twin != first and twin != i:
+                    twin = self.pool.twins[twin].next
+                if twin != first:
+                    return f"{self.describe(i)} is not among the pages of equal content of page {first}"
+        return None
 
 
 @cython.final

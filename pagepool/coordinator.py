@@ -61,6 +61,7 @@ class CacheCoordinator(ABC):
         max_model_len: int,
         use_eagle: bool,
         enable_caching: bool,
+        page_pool: PagePool | None = None,
     ) -> None:
         """See `CacheManager`."""
         self.num_pages = num_pages
@@ -68,7 +69,7 @@ class CacheCoordinator(ABC):
         self.max_model_len = max_model_len
         self.use_eagle = use_eagle
         self.enable_caching = enable_caching
-        self.page_pool = PagePool(num_pages, enable_caching)
+        self.page_pool = page_pool or PagePool(num_pages, enable_caching)
         self.requests: dict[str, RequestPages] = {}
         self.single_type_managers = tuple(
             get_manager_for_kv_cache_spec(group.kv_cache_spec, page_pool=self.page_pool, kv_cache_group_id=group_id)
@@ -197,9 +198,16 @@ class CacheCoordinator(ABC):
 class CacheCoordinatorNoPrefixCache(CacheCoordinator):
     """Any number of groups, none included, without prefix caching."""
 
-    def __init__(self, num_pages: int, kv_cache_groups: Sequence[CacheGroupSpec], max_model_len: int, use_eagle: bool) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        kv_cache_groups: Sequence[CacheGroupSpec],
+        max_model_len: int,
+        use_eagle: bool,
+        page_pool: PagePool | None = None,
+    ) -> None:
         """See `CacheManager`."""
-        super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, False)
+        super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, False, page_pool)
 
     def find_longest_cache_hit(
         self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE
@@ -223,9 +231,10 @@ class HybridCacheCoordinator(CacheCoordinator):
         max_model_len: int,
         use_eagle: bool,
         enable_caching: bool,
+        page_pool: PagePool | None = None,
     ) -> None:
         """ArgumentError for eagle with chunked local attention, which cannot drop a page across chunks."""
-        super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, enable_caching)
+        super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, enable_caching, page_pool)
         self._kinds = self._group_by_hit_class()
         self._page_size_lcm = lcm(*(manager.page_size for manager, _ in self._kinds if manager.is_prefix_cached))
         if use_eagle and not all(manager.can_drop_page for manager, _ in self._kinds):
@@ -284,11 +293,12 @@ class UnitaryCacheCoordinator(HybridCacheCoordinator):
         max_model_len: int,
         use_eagle: bool,
         enable_caching: bool,
+        page_pool: PagePool | None = None,
     ) -> None:
         """ArgumentError unless there is exactly one group."""
         if len(kv_cache_groups) != 1:
             raise ArgumentError(f"kv_cache_groups: got {len(kv_cache_groups)}, allowed: 1")
-        super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, enable_caching)
+        super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, enable_caching, page_pool)
 
 
 def get_kv_cache_coordinator(
@@ -297,9 +307,18 @@ def get_kv_cache_coordinator(
     max_model_len: int,
     use_eagle: bool,
     enable_caching: bool,
+    page_pool: PagePool | None = None,
 ) -> CacheCoordinator:
-    """The coordinator for the number of groups and whether prefixes are cached."""
+    """The coordinator for the number of groups and whether prefixes are cached, on `page_pool` or a new one.
+
+    ArgumentError for a pool of another size, or that caches otherwise.
+    """
+    if page_pool is not None and (page_pool.num_pages, page_pool.enable_caching) != (num_pages, enable_caching):
+        raise ArgumentError(
+            f"page_pool: got {page_pool.num_pages} pages, caching {page_pool.enable_caching}; "
+            f"allowed: {num_pages} pages, caching {enable_caching}"
+        )
     if not enable_caching:
-        return CacheCoordinatorNoPrefixCache(num_pages, kv_cache_groups, max_model_len, use_eagle)
+        return CacheCoordinatorNoPrefixCache(num_pages, kv_cache_groups, max_model_len, use_eagle, page_pool)
     cls = UnitaryCacheCoordinator if len(kv_cache_groups) == 1 else HybridCacheCoordinator
-    return cls(num_pages, kv_cache_groups, max_model_len, use_eagle, enable_caching)
+    return cls(num_pages, kv_cache_groups, max_model_len, use_eagle, enable_caching, page_pool)

@@ -30,7 +30,11 @@ class DoubleFreeError(PagePoolError, RuntimeError):
 
 
 class IntegrityError(PagePoolError, RuntimeError):
-    """The pool's records contradict one another; the message names the first page that is wrong."""
+    """The pool's records contradict one another; the message names the first page, row or entry that is wrong."""
+
+
+class SnapshotError(PagePoolError, ValueError):
+    """What should be a saved pool is damaged, of another version, or something else; the message says in what."""
 
 
 class PageIdError(PagePoolError, IndexError):

@@ -252,6 +252,10 @@ class HashNames:
             self._hash_of_key[key] = page_hash
             self._keys_of_hash.setdefault(page_hash, []).append(key)
 
+    def items(self) -> Iterable[tuple[int, PageHash]]:
+        """Keys and the hashes that stand for them, in the order in which they were named."""
+        return self._hash_of_key.items()
+
     def hash_of(self, key: int) -> PageHash | None:
         """The hash that stands for `key`, or None where the key is the hash value."""
         return self._hash_of_key.get(key)

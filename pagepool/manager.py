@@ -7,6 +7,7 @@ from typing import NamedTuple
 from pagepool._core import CachePage, PageIds, PageStore, lists_of
 from pagepool.coordinator import CacheCoordinator, RequestPages, get_kv_cache_coordinator
 from pagepool.errors import ArgumentError, RequestTooLargeError
+from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.request_hashes import HashAlgorithm, RequestHashes, RequestPageHashes, make_page_hasher
 from pagepool.specs import CacheGroupSpec, pages_per_dp_shard, require_int, usable_pages_count
@@ -92,7 +93,8 @@ class CacheManager:
     `num_pages` counts the null page. Without groups prefix caching is off. `hash_algo` is ``"siphash128"`` (keyed with a secret
     of the process), ``"sha256"`` (the same in every process), ``"sha256_cbor"`` (as vLLM's), or a callable such as the builtin
     `hash`; `hash_seed`, or ``PYTHONHASHSEED``, makes a keyed one deterministic. `keep_token_ids` keeps the tokens of cached
-    pages in their hashes, at 4 bytes a token.
+    pages in their hashes, at 4 bytes a token. `page_pool` is a pool of its own to go on with, such as `PagePool.restore` brings
+    back; what it has cached hits if the seed, the algorithm and the groups are those that it was cached with.
 
     >>> from pagepool import CacheGroupSpec, EngineRequest, FullAttentionSpec
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -120,6 +122,7 @@ class CacheManager:
         hash_algo: HashAlgorithm = "siphash128",
         hash_seed: int | str | bytes | None = None,
         keep_token_ids: bool = False,
+        page_pool: PagePool | None = None,
     ) -> None:
         """`max_model_len` in tokens. ArgumentError for values out of range and for combinations that cannot work."""
         self.num_pages = num_pages
@@ -129,7 +132,7 @@ class CacheManager:
         self.enable_caching = bool(enable_caching and kv_cache_groups)
         self.use_eagle = use_eagle
         self.coordinator: CacheCoordinator = get_kv_cache_coordinator(
-            num_pages, kv_cache_groups, self.max_model_len, use_eagle, self.enable_caching
+            num_pages, kv_cache_groups, self.max_model_len, use_eagle, self.enable_caching, page_pool
         )
         self.page_pool = self.coordinator.page_pool
         self.page_size = kv_cache_groups[0].kv_cache_spec.page_size if self.enable_caching else None

@@ -23,6 +23,7 @@ ORDER = [
     "hashing",
     "_core",
     "request_hashes",
+    "snapshot",
     "page_pool",
     "attention",
     "coordinator",

@@ -1,0 +1,134 @@
+"""A saved pool: its arrays' names and types, the text of its hash names, and the checksum over all of it.
+
+A snapshot is a dict of NumPy arrays without Python objects, as `numpy.savez` writes and `numpy.load` reads them.
+"""
+
+import ast
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pagepool.errors import ArgumentError, ArgumentTypeError, SnapshotError
+from pagepool.hashing import HashNames, PageHash
+
+__all__ = ["Snapshot", "decode_names", "encode_names", "seal", "unseal"]
+
+Snapshot = dict[str, npt.NDArray[Any]]
+
+FORMAT = b"pagepool.PagePool"
+VERSION = 1
+
+
+class Field(NamedTuple):
+    """Type and shape of one array; None is any length."""
+
+    dtype: type[np.generic]
+    shape: tuple[int | None, ...]
+
+
+FIELDS = {
+    "format": Field(np.uint8, (None,)),
+    "version": Field(np.int64, (1,)),
+    "enable_caching": Field(np.bool_, (1,)),
+    "ref_counts": Field(np.int32, (None,)),
+    "free_page_ids": Field(np.int32, (None,)),
+    "cached_page_ids": Field(np.int32, (None,)),
+    "cached_group_ids": Field(np.int32, (None,)),
+    "cached_keys": Field(np.uint64, (None, 2)),
+    "cached_token_ids": Field(np.int32, (None, None)),
+    "names": Field(np.uint8, (None,)),
+    "counters": Field(np.int64, (6,)),
+    "num_shards": Field(np.int64, (1,)),
+    "checksum": Field(np.uint8, (32,)),
+}
+
+
+def seal(arrays: Snapshot) -> Snapshot:
+    """The arrays of a pool with format, version and checksum. O(bytes)."""
+    snapshot: Snapshot = {"format": _as_bytes(FORMAT), "version": np.array([VERSION], dtype=np.int64), **arrays}
+    return {**snapshot, "checksum": _as_bytes(_checksum(snapshot))}
+
+
+def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
+    """The arrays of a snapshot, checked against format, version, types, shapes and checksum. O(bytes).
+
+    ArgumentTypeError for what is no mapping, SnapshotError for one that `seal` did not make, or not so.
+    """
+    if not isinstance(snapshot, Mapping):
+        raise ArgumentTypeError(
+            f"snapshot: got {type(snapshot).__name__}, allowed: a dict of arrays, or what numpy.load returns"
+        )
+    found_format = _read(snapshot, "format").tobytes()
+    if found_format != FORMAT:
+        raise SnapshotError(f"snapshot: format is {found_format!r}, allowed: {FORMAT!r}")
+    version = int(_read(snapshot, "version")[0])
+    if version != VERSION:
+        raise SnapshotError(f"snapshot: version is {version}, allowed: {VERSION}")
+    arrays = {name: _read(snapshot, name) for name in FIELDS}
+    if arrays.pop("checksum").tobytes() != _checksum(arrays):
+        raise SnapshotError("snapshot: its checksum is not that of its arrays; one of them changed since it was taken")
+    return arrays
+
+
+def _read(snapshot: Mapping[str, Any], name: str) -> npt.NDArray[Any]:
+    """One array of the right type and shape."""
+    try:
+        array = snapshot[name]
+    except KeyError:
+        raise SnapshotError(f"snapshot: has no {name!r}") from None
+    except Exception as error:  # a file is only read here, and there are many ways to be broken
+        raise SnapshotError(f"snapshot: {name!r} cannot be read: {error}") from error
+    dtype, shape = FIELDS[name]
+    if not isinstance(array, np.ndarray) or array.dtype != dtype:
+        got = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+        raise SnapshotError(f"snapshot: {name!r} is of {got}, allowed: an array of {np.dtype(dtype)}")
+    if len(array.shape) != len(shape) or any(n not in (None, got) for n, got in zip(shape, array.shape, strict=True)):
+        allowed = str(shape).replace("None", "any")
+        raise SnapshotError(f"snapshot: {name!r} has the shape {array.shape}, allowed: {allowed}")
+    return np.ascontiguousarray(array)
+
+
+def _checksum(arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
+    """SHA-256 over names, shapes and values."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(f"{name} {arrays[name].shape} ".encode())
+        digest.update(arrays[name].data if arrays[name].size else b"")
+    return digest.digest()
+
+
+def _as_bytes(data: bytes) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(data, dtype=np.uint8).copy()
+
+
+def encode_names(names: HashNames) -> npt.NDArray[np.uint8]:
+    """Names as text, a line of Python literals for each. ArgumentError for a hash that literals cannot tell. O(names)."""
+    return _as_bytes("\n".join(_encode_name(key, page_hash) for key, page_hash in names.items()).encode())
+
+
+def _encode_name(key: int, page_hash: PageHash) -> str:
+    line = repr((key, *page_hash))
+    try:
+        is_literal = ast.literal_eval(line) == (key, *page_hash)
+    except (ValueError, SyntaxError):
+        is_literal = False
+    if not is_literal:
+        raise ArgumentError(f"page hash: got {page_hash}, allowed in a snapshot: made of ints, strings, bytes, None and tuples")
+    return line
+
+
+def decode_names(text: npt.NDArray[np.uint8]) -> Iterator[tuple[int, PageHash]]:
+    """What `encode_names` was given. SnapshotError for text that it did not make."""
+    for line in text.tobytes().splitlines():
+        try:
+            key, hash_value, token_ids, extra_keys = ast.literal_eval(line.decode())
+            if not (isinstance(key, int) and isinstance(hash_value, int) and isinstance(token_ids, tuple)):
+                raise ValueError(f"got {line!r}")
+            page_hash = PageHash(hash_value, token_ids, extra_keys)
+            hash(page_hash)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+            raise SnapshotError(f"snapshot: 'names' has a line that is no page hash: {error}") from None
+        yield key, page_hash

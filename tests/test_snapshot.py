@@ -1,0 +1,310 @@
+"""Pools saved and restored: the same pool in every respect, or an error that says what is wrong."""
+
+from __future__ import annotations
+
+import io
+import random
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pagepool
+from pagepool import CacheManager, EngineRequest, PagePool, hash_page_tokens
+from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, PageHashError, SnapshotError
+from pagepool.snapshot import FIELDS, seal
+
+PAGE_SIZE = 4
+
+
+def state_of(pool: PagePool) -> dict[str, Any]:
+    """Everything that a user can see of a pool."""
+    return {
+        "ref_counts": pool.ref_counts().tolist(),
+        "free": pool.free_page_ids_in_order().tolist(),
+        "hashes": [page.page_hash for page in pool.pages],
+        "twins": {key: list(pool.cached_page_hash_to_page[key]) for key in pool.cached_page_hash_to_page},
+        "num_keys": len(pool.cached_page_hash_to_page),
+        "stats": pool.stats,
+        "caching": pool.enable_caching,
+    }
+
+
+def make_group(page_size: int = PAGE_SIZE) -> pagepool.CacheGroupSpec:
+    return pagepool.CacheGroupSpec(pagepool.FullAttentionSpec(page_size, 1, 8, "float32", False))
+
+
+def make_manager(num_pages: int = 64, **options: Any) -> CacheManager:
+    return CacheManager(num_pages, [make_group()], max_model_len=256, hash_seed=3, **options)
+
+
+def run_requests(manager: CacheManager, rng: random.Random, num_requests: int) -> list[EngineRequest]:
+    """Chats with common beginnings, half of which stay. Returns those."""
+    running = []
+    for i in range(num_requests):
+        request = EngineRequest(f"{i}-{rng.random()}", [rng.randrange(2) for _ in range(rng.randrange(1, 24))])
+        hits, num_hit_tokens = manager.get_computed_pages(request)
+        if manager.allocate_slots(request, request.num_tokens - num_hit_tokens, num_hit_tokens, hits) is None:
+            continue
+        if rng.random() < 0.5:
+            manager.free(request)
+        else:
+            running.append(request)
+    return running
+
+
+@pytest.fixture
+def pool() -> PagePool:
+    """A pool with held, free, cached and evicted pages, and pages of equal content."""
+    manager = make_manager()
+    run_requests(manager, random.Random(5), 20)
+    return manager.page_pool
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"keep_token_ids": True},
+        {"hash_algo": "sha256"},
+        {"hash_algo": hash},
+        {"hash_algo": lambda content: 7},
+        {"enable_caching": False},
+    ],
+    ids=["siphash128", "token ids", "sha256", "hash", "constant", "no caching"],
+)
+def test_a_restored_pool_is_the_same(options, seed, tmp_path):
+    manager = make_manager(**options)
+    running = run_requests(manager, random.Random(seed), 30)
+    np.savez(tmp_path / "pool.npz", **manager.page_pool.snapshot())
+    with np.load(tmp_path / "pool.npz") as file:
+        restored = PagePool.restore(file)
+    restored.check()
+    assert state_of(restored) == state_of(manager.page_pool)
+    assert running or seed
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_restored_pool_goes_on_as_the_saved_one(seed):
+    pool = make_manager().page_pool
+    rng = random.Random(seed)
+    pool.get_new_pages(3, dp_shard_hint=1, data_parallel_size=4)
+    twin = PagePool.restore(pool.snapshot())
+    for _ in range(200):
+        num_pages, hint = rng.randrange(6), rng.choice([None, 0, 1, 2, 3])
+        results = []
+        for one in (pool, twin):
+            held = [page.page_id for page in one.pages[1:] if page.ref_cnt]
+            one.free_page_ids(random.Random(num_pages).sample(held, min(len(held), 3)))
+            try:
+                pages = one.get_new_pages(num_pages, dp_shard_hint=hint, data_parallel_size=4)
+                results.append([page.page_id for page in pages])
+            except pagepool.errors.OutOfPagesError as error:
+                results.append(str(error))
+        assert results[0] == results[1], f"seed {seed}"
+        assert state_of(pool) == state_of(twin), f"seed {seed}"
+    twin.check()
+
+
+def test_a_restarted_engine_hits_what_was_cached():
+    manager = make_manager()
+    prompt = EngineRequest("prompt", list(range(20)))
+    manager.allocate_slots(prompt, 20)
+    saved = manager.page_pool.snapshot()
+    restarted = make_manager(page_pool=PagePool.restore(saved))
+    again = EngineRequest("again", list(range(20)))
+    hits, num_hit_tokens = restarted.get_computed_pages(again)
+    assert (num_hit_tokens, hits.get_page_ids()) == (16, ([1, 2, 3, 4],))
+    held = np.flatnonzero(restarted.page_pool.ref_counts())
+    restarted.page_pool.free_page_ids(held[::-1].astype(np.int32))
+    assert restarted.allocate_slots(again, 4, num_hit_tokens, hits) is not None
+    restarted.free(again)
+    assert restarted.page_pool.get_num_free_pages() == 63
+
+
+def test_another_process_restores_it(tmp_path):
+    manager = make_manager()
+    manager.allocate_slots(EngineRequest("prompt", list(range(20))), 20)
+    np.savez(tmp_path / "pool.npz", **manager.page_pool.snapshot())
+    code = f"""
+import numpy, pagepool
+pool = pagepool.PagePool.restore(numpy.load({str(tmp_path / "pool.npz")!r}))
+spec = pagepool.FullAttentionSpec({PAGE_SIZE}, 1, 8, "float32", False)
+manager = pagepool.CacheManager(64, [pagepool.CacheGroupSpec(spec)], 256, hash_seed=3, page_pool=pool)
+print(manager.get_computed_pages(pagepool.EngineRequest("again", list(range(20))))[1])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "16\n"
+
+
+def test_a_snapshot_is_a_copy(pool):
+    saved = pool.snapshot()
+    before = {name: array.copy() for name, array in saved.items()}
+    pool.free_page_ids(np.flatnonzero(pool.ref_counts()).astype(np.int32))
+    pool.get_new_pages(5)
+    assert all((saved[name] == before[name]).all() for name in before)
+    assert state_of(PagePool.restore(saved)) == state_of(PagePool.restore(before))
+    assert not any(array.dtype.hasobject for array in saved.values())
+
+
+def test_every_changed_byte_is_noticed(pool):
+    saved = pool.snapshot()
+    rng = random.Random(1)
+    for name, array in saved.items():
+        for _ in range(40 if array.size else 0):
+            damaged = {other: values.copy() for other, values in saved.items()}
+            damaged[name].reshape(-1).view(np.uint8)[rng.randrange(array.nbytes)] ^= 1 << rng.randrange(8)
+            if name == "enable_caching":
+                damaged[name][:] = not array[0]
+            with pytest.raises(SnapshotError, match=r"checksum|format|version"):
+                PagePool.restore(damaged)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda array: array.astype(np.float32),
+        lambda array: array.reshape(-1)[:0].reshape((0,) * (array.ndim + 1)),
+        lambda array: np.array([{}], dtype=object),
+        lambda array: array.tolist(),
+        lambda array: None,
+    ],
+    ids=["dtype", "shape", "objects", "list", "None"],
+)
+def test_wrong_arrays_are_refused(pool, name, change):
+    saved = pool.snapshot()
+    with pytest.raises(SnapshotError, match=name):
+        PagePool.restore({**saved, name: change(saved[name])})
+    del saved[name]
+    with pytest.raises(SnapshotError, match=f"has no '{name}'"):
+        PagePool.restore(saved)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("ref_counts", [0, 1, -1, 1, 0, 0], "page 2 has -1 references"),
+        ("ref_counts", [1, 1, 1, 1, 0, 0], "page 0 has 1 references"),
+        ("ref_counts", [0, 1, 1, 0, 0, 0], "page 3 has 0 references and is not in the free queue"),
+        ("ref_counts", [0, 1, 1, 1, 2, 0], "page 4 has 2 references and is in the free queue"),
+        ("ref_counts", [], "num_pages: got 0"),
+        ("free_page_ids", [4, 4], r"free_page_ids: got 4 \(at 1\)"),
+        ("free_page_ids", [4, 0], r"free_page_ids: got 0 \(at 1\)"),
+        ("free_page_ids", [4, 6], r"free_page_ids: got 6 \(at 1\)"),
+        ("free_page_ids", [-7, 5], r"free_page_ids: got -7 \(at 0\)"),
+        ("cached_page_ids", [1, 1], r"cached_page_ids: got 1 \(at 1\)"),
+        ("cached_page_ids", [1, 0], r"cached_page_ids: got 0 \(at 1\)"),
+        ("cached_page_ids", [1, 99], r"cached_page_ids: got 99 \(at 1\)"),
+        ("cached_page_ids", [1], "cached pages: got 1 ids, 2 groups, 2 keys"),
+        ("cached_group_ids", [0, -2], r"cached_group_ids: got -2 \(at 1\)"),
+        ("cached_group_ids", [0, 1 << 30], r"cached_group_ids: got 1073741824 \(at 1\)"),
+        ("counters", [0, 0, 0, -1, 0, 0], "counters: got"),
+        ("num_shards", [4], "data_parallel_size: got 4"),
+        ("num_shards", [-1], "data_parallel_size: got -1"),
+        ("enable_caching", [False], "allowed without prefix caching: none"),
+    ],
+)
+def test_contradictions_are_refused_even_with_the_right_checksum(name, values, message):
+    pool = PagePool(6, enable_caching=True)
+    request = EngineRequest("r", list(range(8)))
+    pool.cache_full_pages(request, pool.get_new_pages(3), [], 0, 2, PAGE_SIZE, 0)
+    arrays = {name: array for name, array in pool.snapshot().items() if name not in ("format", "version", "checksum")}
+    PagePool.restore(seal(arrays)).check()
+    arrays[name] = np.array(values, dtype=arrays[name].dtype)
+    with pytest.raises(SnapshotError, match=message):
+        PagePool.restore(seal(arrays))
+
+
+@pytest.mark.parametrize(
+    "line", ["1, 2", "__import__('os')", "(1, 2, 3, 4)", "(1, 2, (3,), [])", "('a', 2, (3,), None)", "(", "(" * 5000]
+)
+def test_names_that_are_no_hashes_are_refused(pool, line):
+    arrays = {name: array for name, array in pool.snapshot().items() if name not in ("format", "version", "checksum")}
+    arrays["names"] = np.frombuffer(line.encode(), dtype=np.uint8)
+    with pytest.raises(SnapshotError, match="'names' has a line that is no page hash"):
+        PagePool.restore(seal(arrays))
+
+
+def test_token_counts_out_of_range_are_refused():
+    manager = make_manager(keep_token_ids=True)
+    manager.allocate_slots(EngineRequest("prompt", list(range(20))), 20)
+    arrays = {
+        name: array for name, array in manager.page_pool.snapshot().items() if name not in ("format", "version", "checksum")
+    }
+    for count in (-1, PAGE_SIZE + 1):
+        arrays["cached_token_ids"][2, 0] = count
+        with pytest.raises(SnapshotError, match=f"has {count}, allowed: 0 to {PAGE_SIZE}"):
+            PagePool.restore(seal(arrays))
+
+
+def test_what_is_no_snapshot_is_refused(pool, tmp_path):
+    for thing in (None, 5, [], "pool.npz", np.zeros(3)):
+        with pytest.raises(ArgumentTypeError, match="snapshot: got"):
+            PagePool.restore(thing)
+    with pytest.raises(SnapshotError, match="has no 'format'"):
+        PagePool.restore({})
+    saved = pool.snapshot()
+    with pytest.raises(SnapshotError, match=r"format is b'other', allowed: b'pagepool.PagePool'"):
+        PagePool.restore({**saved, "format": np.frombuffer(b"other", dtype=np.uint8)})
+    with pytest.raises(SnapshotError, match="version is 2, allowed: 1"):
+        PagePool.restore({**saved, "version": np.array([2])})
+    np.savez(tmp_path / "objects.npz", **{**saved, "names": np.array([{}], dtype=object)})
+    with np.load(tmp_path / "objects.npz") as file, pytest.raises(SnapshotError, match="'names' cannot be read"):
+        PagePool.restore(file)
+
+
+def test_a_file_with_a_flipped_byte_is_refused_or_the_same(pool):
+    whole = io.BytesIO()
+    np.savez(whole, **pool.snapshot())
+    rng = random.Random(2)
+    for _ in range(200):
+        damaged = bytearray(whole.getvalue())
+        damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+        try:
+            file = np.load(io.BytesIO(damaged))
+        except Exception:
+            continue  # numpy's to refuse
+        with file:
+            try:
+                restored = PagePool.restore(file)
+            except SnapshotError:
+                continue
+            assert state_of(restored) == state_of(pool)
+
+
+def test_a_damaged_pool_is_not_saved(pool):
+    held = next(page for page in pool.pages[1:] if page.ref_cnt)
+    held.ref_cnt = 0
+    with pytest.raises(IntegrityError, match=f"page {held.page_id} "):
+        pool.snapshot()
+
+
+def test_hashes_that_are_no_literals_are_not_saved():
+    pool = PagePool(4, enable_caching=True)
+    page_hash = hash_page_tokens(lambda content: 1, None, [1, 2], (("opaque", object()),))
+    pool.get_new_pages(1)[0].page_hash = pagepool.PageHashWithGroupId(page_hash, 0)
+    with pytest.raises(ArgumentError, match="page hash: got"):
+        pool.snapshot()
+
+
+def test_a_manager_takes_only_a_pool_that_fits(pool):
+    for options in ({"num_pages": 65}, {"enable_caching": False}):
+        with pytest.raises(ArgumentError, match="page_pool: got 64 pages, caching True"):
+            make_manager(**options, page_pool=pool)
+
+
+def test_a_pool_that_kept_tokens_goes_on_keeping_them():
+    manager = make_manager(keep_token_ids=True)
+    manager.allocate_slots(EngineRequest("prompt", list(range(8))), 8)
+    restored = PagePool.restore(manager.page_pool.snapshot())
+    wider = CacheManager(64, [make_group(8)], max_model_len=256, hash_seed=3, keep_token_ids=True, page_pool=restored)
+    wider.allocate_slots(EngineRequest("other", list(range(8))), 8)
+    kept = [page.page_hash.page_hash.token_ids for page in restored.pages[1:4]]
+    assert kept == [(0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3, 4, 5, 6, 7)]
+    restored.check()
+    with pytest.raises(PageHashError, match="has a hash already"):
+        restored.pages[1].page_hash = restored.pages[2].page_hash
