@@ -153,7 +153,7 @@ def test_sha256_is_parent_then_little_endian_tokens_then_keys():
 
 
 def test_sha256_takes_what_fits_int32():
-    with pytest.raises(ArgumentError, match="token ids.*allowed: ints that fit int32"):
+    with pytest.raises(ArgumentError, match=r"token ids: .*; allowed: ints that fit int32"):
         sha256_page(bytes(32), [1 << 31], None)
 
 
@@ -204,6 +204,16 @@ def test_prompts_that_collide_under_a_weak_callable_share_nothing(window):
     fill(manager, EngineRequest("a", [1, 1, 1, 1, 2, 2, 2, 2, 0]))
     assert fill(manager, EngineRequest("b", [9, 9, 9, 9, 2, 2, 2, 2, 0])) == 0
     assert fill(manager, EngineRequest("c", [1, 1, 1, 1, 3, 3, 3, 3, 0])) == 4
+
+
+def test_kept_tokens_are_compared_where_a_hash_brings_some():
+    manager = make_manager(keep_token_ids=True)
+    fill(manager, EngineRequest("a", [1, 2, 3, 4]))
+    name = manager.page_pool.pages[1].page_hash.page_hash
+    assert name.token_ids == (1, 2, 3, 4)
+    assert manager.page_pool.get_cached_page_ids(name, [0]).tolist() == [1]
+    assert manager.page_pool.get_cached_page_ids(name._replace(token_ids=()), [0]).tolist() == [1]
+    assert manager.page_pool.get_cached_page_ids(name._replace(token_ids=(1, 2, 3, 5)), [0]) is None
 
 
 def test_names_of_evicted_pages_are_forgotten():

@@ -381,9 +381,12 @@ def test_cache_pages_are_lists_of_page_objects_when_read():
     assert pages.get_page_ids() == ([1, 2, 3],)
     assert pages == CachePages(([pool.pages[1], pool.pages[2], pool.pages[3]],))
     assert pages != pages.new_empty()
+    assert pages.new_empty().get_page_ids() == ([],)
     both = pages + CachePages(([pool.pages[7]],))
     assert both.get_page_ids() == ([1, 2, 3, 7],)
     assert repr(both) == "CachePages(page_ids=([1, 2, 3, 7],))"
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        _ = pages + CachePages(([], []))
     assert manager.create_empty_page_list().get_page_ids() == ([],)
     pages.pages[0].append(pool.pages[9])
     assert pages.get_page_ids() == ([1, 2, 3, 9],)

@@ -4,6 +4,7 @@ import gc
 import logging
 import pickle
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -240,6 +241,29 @@ def test_of_duplicates_the_one_cached_first_is_hit():
     pool.check()
 
 
+@pytest.mark.parametrize("token_ids", [(), (1, 2)])
+def test_a_hint_hits_in_its_shard_only(token_ids):
+    """A hash without tokens is its own key; one with tokens is looked up by name."""
+    pool = PagePool(12, True)
+    name = PageHash(55, token_ids)
+    pool.pages[7].page_hash = PageHashWithGroupId(name, 0)
+    for hint, expected in ((0, None), (1, 7), (2, None), (None, 7)):
+        placement = {"dp_shard_hint": hint, "data_parallel_size": 2}
+        found = pool.get_cached_page_ids(name, [0], **placement)
+        assert pool.get_cached_page(name, [0], **placement) == (None if expected is None else [pool.pages[expected]])
+        assert found is None if expected is None else found.tolist() == [expected]
+    assert found.dtype == np.int32
+
+
+@pytest.mark.parametrize("value", [-1, 0, 1 << 128])
+def test_values_at_the_bounds_of_a_key(value):
+    pool = PagePool(8, True)
+    assert pool.get_cached_page(PageHash(value, ()), [0]) is None
+    cache(pool, 1, value)
+    assert ids(pool.get_cached_page(PageHash(value, ()), [0])) == [1]
+    assert pool.pages[1].page_hash == page_hash(value)
+
+
 def test_a_hit_needs_every_group():
     pool = PagePool(12, True)
     cache(pool, 3, 8, group_id=0)
@@ -249,6 +273,8 @@ def test_a_hit_needs_every_group():
     assert pool.get_cached_page_ids(PageHash(8, ()), [0]).tolist() == [3]
     assert pool.probe([PageHash(8, ()), PageHash(9, ())], [0, 2]) == PageProbe(1, 0)
     assert pool.probe([PageHash(8, ())], [2]) == PageProbe(1, None)
+    cache(pool, 5, 9)
+    assert pool.probe([PageHash(8, ()), PageHash(9, ()), PageHash(10, ())]) == PageProbe(2, 0)
 
 
 def test_the_hash_of_a_cached_page_is_in_its_name():
@@ -273,8 +299,9 @@ def test_the_index_as_a_mapping():
     assert page_hash(8) in view
     assert page_hash(8, 1) not in view
     assert "something else" not in view
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError) as caught:
         view[page_hash(7)]
+    assert caught.value.args == (page_hash(7),)
     assert view.get(page_hash(9, 1)) == {2: pool.pages[2]}
 
 
@@ -303,6 +330,16 @@ def test_full_pages_are_cached_with_hashes_that_the_pool_completes():
     with pytest.raises(PageHashError):
         pool.cache_full_page_ids(request, [1, 2, 3], known, 2, 3, 3, 0)
     pool.check()
+
+
+def test_hashes_that_the_pool_completes_have_the_extra_keys():
+    pool = PagePool(8, True)
+    image = SimpleNamespace(mm_hash="cat", modality="image", placeholder_range=SimpleNamespace(offset=4, length=2))
+    request = EngineRequest("a", list(range(10)), cache_salt="salt", mm_features=[image])
+    hashes = []
+    pool.cache_full_page_ids(request, pool.get_new_page_ids(3), hashes, 0, 3, 3, 0)
+    assert hashes == hash_request_tokens(hash, 3, request)
+    assert [page_hash.extra_keys is None for page_hash in hashes] == [False, False, True]
 
 
 def test_hashes_with_tokens_hit_equal_tokens_only():
