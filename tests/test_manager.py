@@ -19,8 +19,10 @@ from pagepool import (
     EngineRequestStatus,
     FullAttentionSpec,
     MambaSpec,
+    PagePool,
     SlidingWindowSpec,
     UnitaryCacheCoordinator,
+    get_kv_cache_coordinator,
 )
 from pagepool._core import HashChain
 from pagepool.errors import ArgumentError, RequestTooLargeError
@@ -247,6 +249,11 @@ def test_the_capacity_asked_for_is_what_a_request_needs(kind, page_size, enable_
         assert has_capacity(managers[0], num_tokens) == runs_alone(managers[1], num_tokens), (span, num_tokens, num_pages)
 
 
+def test_a_chunk_counts_whole_pages():
+    [manager] = make_manager(chunked(5, 3)).coordinator.single_type_managers
+    assert manager.get_min_num_pages(30) == 3
+
+
 def test_a_request_comes_back_after_preemption():
     manager = make_manager(num_pages=8)
     request, _ = admit(manager, "a", range(10))
@@ -417,6 +424,20 @@ def test_hits_of_some_groups_are_shared_and_the_others_get_new_pages():
     manager.free(first)
     manager.free(second)
     manager.page_pool.check()
+
+
+@pytest.mark.parametrize("enable_caching", [False, True])
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_coordinator_says_what_it_was_made_with(num_groups, enable_caching):
+    pool = PagePool(8, enable_caching)
+    groups = [CacheGroupSpec(full())] * num_groups
+    coordinator = get_kv_cache_coordinator(8, groups, 64, True, enable_caching, pool)
+    made_with = coordinator.num_pages, coordinator.kv_cache_groups, coordinator.max_model_len, coordinator.use_eagle
+    assert made_with == (8, groups, 64, True)
+    assert coordinator.enable_caching is enable_caching
+    assert coordinator.page_pool is pool
+    assert [manager.kv_cache_spec for manager in coordinator.single_type_managers] == [full()] * num_groups
+    assert [manager.num_hashes_per_page for manager in coordinator.single_type_managers] == [1] * num_groups
 
 
 def test_without_prefix_caching_the_coordinator_finds_nothing():
