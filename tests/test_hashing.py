@@ -113,6 +113,20 @@ def test_wrong_tokens_leave_the_chain_as_it_was(tokens, error):
     assert chain[0] == before
 
 
+@pytest.mark.parametrize("key", [b"", bytes(15), bytes(17)])
+def test_a_key_has_sixteen_bytes(key):
+    with pytest.raises(ArgumentError, match=f"key: got {len(key)} bytes, allowed: 16"):
+        HashChain(4, key)
+
+
+def test_a_digest_that_there_is_not_yet():
+    chain = HashChain(4, KEY)
+    chain.extend([1, 2, 3, 4])
+    for page in (1, -1):
+        with pytest.raises(IndexError, match=f"page: got {page}, allowed: 0 to 0"):
+            _ = chain[page]
+
+
 def test_extra_keys_cannot_be_imitated_by_tokens():
     """The extra keys have a key of their own: no tokens lead to the digest that extra keys lead to."""
     plain, keyed = HashChain(4, KEY), HashChain(4, KEY)

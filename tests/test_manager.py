@@ -25,7 +25,7 @@ from pagepool import (
     get_kv_cache_coordinator,
 )
 from pagepool._core import HashChain
-from pagepool.errors import ArgumentError, RequestTooLargeError
+from pagepool.errors import ArgumentError, DoubleFreeError, RequestTooLargeError
 
 
 def full(page_size=4):
@@ -409,6 +409,24 @@ def test_hits_may_be_passed_as_page_objects():
 
 
 # The manager as a whole.
+
+
+def test_a_request_with_a_page_that_somebody_else_gave_back_is_not_freed():
+    """The window's pages, which were given back before that page was met, are held again; those it skipped are no pages."""
+    manager = make_manager(sliding(6), full())
+    request, _ = admit(manager, "a", range(16))
+    decode(manager, request, [1, 2])
+    window, [first, *_] = manager.get_page_ids("a")
+    assert window[:3] == [0, 0, 0]
+    manager.page_pool.free_page_ids([first])
+    before = manager.page_pool.ref_counts().tolist(), manager.page_pool.free_page_ids_in_order().tolist()
+    with pytest.raises(DoubleFreeError, match=f"page {first} "):
+        manager.free(request)
+    assert (manager.page_pool.ref_counts().tolist(), manager.page_pool.free_page_ids_in_order().tolist()) == before
+    manager.page_pool.touch_page_ids([first])
+    manager.free(request)
+    assert manager.page_pool.get_num_free_pages() == manager.num_pages - 1
+    manager.page_pool.check()
 
 
 def test_hits_of_some_groups_are_shared_and_the_others_get_new_pages():

@@ -167,6 +167,10 @@ MANAGER_CASES = {
         lambda u: u.manager.allocate_slots(EngineRequest("new", [8] * 5), 1, 4, CachePages(([u.pool.pages[4]],))),
         PageHashError,
     ),
+    "more hits than the request has pages": (
+        lambda u: u.manager.allocate_slots(EngineRequest("new", [7] * 5), 1, 4, CachePages((u.pool.pages[4:6],))),
+        ArgumentError,
+    ),
     "hits that are not cached": (
         lambda u: u.manager.allocate_slots(EngineRequest("new", [8] * 5), 1, 4, CachePages(([u.pool.pages[9]],))),
         PageHashError,

@@ -18,8 +18,8 @@ from pagepool import (
     PageProbe,
     hash_request_tokens,
 )
-from pagepool._core import PageIds
-from pagepool.errors import OutOfPagesError, PageHashError
+from pagepool._core import HashChain, PageIds
+from pagepool.errors import ArgumentError, IntegrityError, OutOfPagesError, PageHashError, PageIdError
 from pagepool.request import EngineRequest
 
 
@@ -67,6 +67,9 @@ def test_a_queue_adopts_pages_later_with_their_counts_and_hashes():
     assert queue.get_all_free_pages()[-1] is page
     with pytest.raises(RuntimeError):
         page.page_hash = page_hash(2)
+    for other in range(20):
+        queue.append(CachePage(200 + other))
+    assert page.page_hash == page_hash(1)
     page.reset_hash()
     assert page.page_hash is None
 
@@ -127,10 +130,46 @@ def test_a_page_outlives_its_pool():
 
 def test_core_objects_are_not_pickled_by_accident():
     pool = PagePool(8, True)
-    for item in (pool.pages[1], pool.store):
+    for item in (pool.pages[1], pool.store, HashChain(4, bytes(16))):
         with pytest.raises(TypeError, match="pickled"):
             pickle.dumps(item)
     assert pickle.loads(pickle.dumps(PageIds([1, 2]))).to_list() == [1, 2]
+
+
+def test_page_ids_are_read_like_a_list():
+    page_ids = PageIds([7, 8])
+    assert repr(page_ids) == "PageIds([7, 8])"
+    assert page_ids[1] == 8
+    for index in (2, -1):
+        with pytest.raises(IndexError, match=f"index: got {index}, allowed: 0 to 1"):
+            _ = page_ids[index]
+
+
+class Meddler:
+    """An id that does something else when it is read."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def __index__(self):
+        self.act()
+        return 1
+
+
+def test_a_list_that_shrinks_while_it_is_read_is_refused():
+    items = [0, 1, 2]
+    items[1] = Meddler(items.clear)
+    page_ids = PageIds([5])
+    with pytest.raises(ArgumentError, match="ids: the list shrank while it was read"):
+        page_ids.extend(items)
+    assert page_ids.to_list() == [5]
+
+
+def test_ids_that_are_extended_while_a_list_is_read_keep_one_of_both():
+    page_ids = PageIds([5])
+    with pytest.raises(ArgumentError, match="ids: changed while the list was read"):
+        page_ids.extend([0, Meddler(lambda: page_ids.extend(range(100))), 2])
+    assert page_ids.to_list() == [5, *range(100)]
 
 
 # Taking and giving back.
@@ -174,6 +213,16 @@ def test_touch_takes_free_pages_out_of_the_queue_and_passes_over_the_null_page()
     assert pool.free_page_ids_in_order().tolist() == [1, 2, 4, 5]
 
 
+def test_more_holders_than_can_be_counted_are_refused():
+    pool = PagePool(8, True)
+    [page] = pool.get_new_pages(1)
+    page.ref_cnt = (1 << 31) - 2
+    pool.touch([[page]])
+    with pytest.raises(PageIdError, match="page 1 "):
+        pool.touch([[page]])
+    assert page.ref_cnt == (1 << 31) - 1
+
+
 @pytest.mark.parametrize("num_pages", [1, 2, 3])
 def test_the_smallest_pools(num_pages):
     pool = PagePool(num_pages, True)
@@ -209,6 +258,22 @@ def test_a_hint_takes_from_its_shard_in_queue_order():
         pool.get_new_pages(2, dp_shard_hint=1, data_parallel_size=3)
     assert pool.get_new_page_ids(1, dp_shard_hint=1, data_parallel_size=5).tolist() == [4]
     pool.check()
+
+
+def test_a_shard_hands_out_no_page_with_a_holder():
+    pool = PagePool(12, True)
+    pool.pages[7].ref_cnt = 1
+    assert pool.get_new_page_ids(1, dp_shard_hint=0, data_parallel_size=2).tolist() == [1]
+    with pytest.raises(IntegrityError, match="page 7 is in the free queue with ref count 1, allowed: 0"):
+        pool.get_new_page_ids(2, dp_shard_hint=1, data_parallel_size=2)
+    pool.pages[7].ref_cnt = 0
+    assert pool.get_new_page_ids(2, dp_shard_hint=1, data_parallel_size=2).tolist() == [6, 7]
+    pool.check()
+
+
+def test_shards_are_of_one_size():
+    with pytest.raises(ArgumentError, match="data_parallel_size: got 5, allowed: a divisor of the 12 pages"):
+        PagePool(12, True).store.set_shards(5)
 
 
 def test_the_number_of_shards_may_change():

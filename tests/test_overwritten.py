@@ -1,4 +1,4 @@
-"""check(): whatever number of a pool or of a running batch is overwritten, it is found. ctypes overwrites them in memory."""
+"""What the core does when ctypes overwrote its memory: check() finds what is wrong, counters that wrap around do no harm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pagepool import (
     RunningBatch,
     SlidingWindowSpec,
 )
-from pagepool.errors import IntegrityError
+from pagepool.errors import ArgumentError, IntegrityError
 
 NO_GROUP = NOT_FREE = -1
 TWIN = 1 << 30
@@ -80,7 +80,15 @@ class GroupMemory(ctypes.Structure):
 class BatchMemory(ctypes.Structure):
     """The beginning of a running batch, as in the core."""
 
-    _fields_ = [("pool", c_void_p), ("groups", POINTER(GroupMemory)), ("num_groups", c_ssize_t), ("num_rows", c_ssize_t)]
+    _fields_ = [
+        ("pool", c_void_p),
+        ("groups", POINTER(GroupMemory)),
+        *((name, c_ssize_t) for name in ("num_groups", "num_rows")),
+        *((name, c_int32) for name in ("max_num_tokens", "hash_page_size")),
+        *((name, c_uint64 * 2) for name in ("key", "extra_key")),
+        ("states", c_void_p),
+        ("stamp", c_uint32),
+    ]
 
 
 def memory_of(owner: object, struct: Any) -> Any:
@@ -291,3 +299,18 @@ def test_a_null_page_behind_others_is_found() -> None:
     page_ids[held[0] - 1] = 0
     with pytest.raises(IntegrityError, match=r"^row 0, group 0: the null page stands behind page \d+ \(at 5\)$"):
         batch.check()
+
+
+def test_the_stamps_of_calls_start_anew() -> None:
+    """A row that a call names twice is told by the number of the call, which has 32 bits."""
+    batch, _, _ = make_batch()
+    batch.admit(1, [7] * 5)
+    memory = memory_of(batch, BatchMemory)
+    assert (memory.max_num_tokens, memory.hash_page_size) == (64, 4)
+    memory.stamp = (1 << 32) - 2
+    for _ in range(4):
+        batch.step([0, 1], [2, 3])
+        with pytest.raises(ArgumentError, match="got 1 twice"):
+            batch.step([1, 1], [4, 5])
+    assert memory.stamp == 7  # after 2**32 - 1 comes 1: 0 is the stamp of rows that no call has named
+    batch.check()
