@@ -212,7 +212,8 @@ def test_a_request_that_can_never_run_is_told_apart(caplog):
     manager = make_manager(num_pages=6)
     with caplog.at_level(logging.WARNING, "pagepool"):
         assert manager.allocate_slots(EngineRequest("a", list(range(40))), 40) is None
-    assert "no waiting helps" in caplog.text
+    message = "a request needs 10 pages at once, the pool has 5: no waiting helps, see CacheManager.require_capacity"
+    assert caplog.messages == [message]
     with pytest.raises(RequestTooLargeError, match="needs 10 pages, the pool has 5"):
         manager.require_capacity(40)
     manager.require_capacity(20)

@@ -420,13 +420,14 @@ def test_the_prefix_cache_is_reset_only_when_nothing_is_held(caplog):
     pool = PagePool(8, True)
     pages = pool.get_new_pages(2)
     cache(pool, 1, 8)
-    with caplog.at_level(logging.WARNING, "pagepool"):
-        assert not pool.reset_prefix_cache()
-    assert "2 pages are held" in caplog.text
+    caplog.set_level(logging.INFO, "pagepool")
+    assert not pool.reset_prefix_cache()
+    assert caplog.messages == ["prefix cache not reset: 2 pages are held"]
     assert len(pool.cached_page_hash_to_page) == 1
     pool.free_pages(pages)
     order = pool.free_page_ids_in_order().tolist()
     assert pool.reset_prefix_cache()
+    assert caplog.messages[1:] == ["prefix cache reset"]
     assert len(pool.cached_page_hash_to_page) == 0
     assert pool.free_page_ids_in_order().tolist() == order
 
