@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test debug sanitize coverage mutation lint bench test-easydel clean
+.PHONY: demo test debug sanitize coverage mutation soak lint bench test-easydel clean
 
 demo: $(VENV)/with-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
@@ -47,6 +47,12 @@ mutation: export PAGEPOOL_TEST_OPERATIONS ?= 20000
 mutation: .venv-mutation/tree  ## changes of the façade that no test minds; MUTATION_FILE=pagepool/attention.py: of one file
 	cd $< && ../bin/mutmut run $(if $(MUTATION_FILE),'$(subst /,.,$(MUTATION_FILE:.py=)).*')
 	cd $< && ../bin/mutmut results
+
+SOAK_SECONDS ?= 60
+SOAK_SEED ?= 0
+
+soak: $(VENV)/with-test  ## work under random faults, through manager and running batch; the real trace if there is one
+	$(RUN) PYTHONPATH=$(CURDIR)/tests $(VENV)/bin/python $(CURDIR)/tests/soak.py --seconds $(SOAK_SECONDS) --seed $(SOAK_SEED)
 
 lint: $(DEV_VENV)/installed  ## style, types, and whether the stub agrees with the compiled core
 	$(DEV_VENV)/bin/ruff check

@@ -29,8 +29,11 @@ cimport cython
 from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_SIMPLE, PyBUF_WRITABLE
 from cpython.buffer cimport PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
 from cpython.long cimport PyLong_CheckExact
+from cpython.mem cimport PyMem_RawCalloc as calloc
+from cpython.mem cimport PyMem_RawFree as free
+from cpython.mem cimport PyMem_RawMalloc as malloc
+from cpython.mem cimport PyMem_RawRealloc as realloc
 from libc.stdint cimport INT32_MAX, INT32_MIN, INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcmp, memcpy, memset
 
 import os
@@ -67,6 +70,16 @@ cdef extern from *:
     """
     void keep_sparse "pagepool_keep_sparse" (char *memory, size_t size) noexcept nogil
     void fetch "__builtin_prefetch" (const void *address) noexcept nogil
+
+cdef extern from *:
+    """
+    #ifdef Py_GIL_DISABLED
+    #define PAGEPOOL_GIL_DISABLED 1
+    #else
+    #define PAGEPOOL_GIL_DISABLED 0
+    #endif
+    """
+    bint GIL_DISABLED "PAGEPOOL_GIL_DISABLED"
 
 cdef extern from "Python.h":
     long long PyLong_AsLongLongAndOverflow(object value, int *overflow) except? -1
@@ -147,6 +160,8 @@ cdef struct Pool:
     int64_t num_freed
     int64_t num_evicted
     int64_t num_cached
+    int64_t num_queried       # tokens
+    int64_t num_hit
 
 
 cdef struct Rules:            # which pages a cache group needs
@@ -715,6 +730,15 @@ cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
         pool.num_freed += 1
 
 
+cdef Py_ssize_t find_outside(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """Index of an id outside the pool, or -1."""
+    cdef Py_ssize_t i
+    for i in range(n):
+        if not 0 <= ids[i] < pool.num_pages:
+            return i
+    return -1
+
+
 cdef Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil:
     """One reference less for each page, null pages passed over; those that reach 0 go to the back of the queue.
     Returns -1, or, with nothing changed, the index of a page that has no reference to give.
@@ -756,7 +780,7 @@ cdef Py_ssize_t find_untouchable(Pool *pool, const int32_t *ids, Py_ssize_t n) n
         if ids[i] != NULL_PAGE:
             if pool.pages[ids[i]].ref_cnt == 0 and not is_free(pool, ids[i]):
                 return i
-            if pool.pages[ids[i]].ref_cnt == INT32_MAX:
+            if pool.pages[ids[i]].ref_cnt > INT32_MAX - n:  # each id may be the same page
                 return i
     return -1
 
@@ -908,16 +932,24 @@ cdef inline void clear_from(Rows *rows, Py_ssize_t row, Py_ssize_t start) noexce
 cdef inline void clear_one(Rows *rows, Py_ssize_t row) noexcept nogil:
     rows.num_pages[row] = 0
     clear_from(rows, row, 0)
+    rows.version += 1
 
 
 cdef void copy_row(Rows *rows, Py_ssize_t src, Py_ssize_t tgt) noexcept nogil:
     cdef Py_ssize_t n = max(0, min(rows.num_pages[src], rows.num_columns))  # the user may write it meanwhile
     if src == tgt:
+        rows.version += 1
         return
     memcpy(rows.table + tgt * rows.num_columns, rows.table + src * rows.num_columns, n * sizeof(int32_t))
     rows.num_pages[tgt] = <int32_t>n
     mark(rows, tgt, 0, n)
     clear_from(rows, tgt, n)
+    rows.version += 1
+
+
+cdef inline void replace_row(Rows *rows, Py_ssize_t row, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    clear_one(rows, row)
+    append_ids(rows, row, ids, n)
 
 
 cdef void swap_rows(Rows *rows, Py_ssize_t src, Py_ssize_t tgt) noexcept nogil:
@@ -929,6 +961,14 @@ cdef void swap_rows(Rows *rows, Py_ssize_t src, Py_ssize_t tgt) noexcept nogil:
     rows.num_pages[src], rows.num_pages[tgt] = rows.num_pages[tgt], rows.num_pages[src]
     mark(rows, src, 0, n)
     mark(rows, tgt, 0, n)
+    rows.version += 1
+
+
+cdef void mark_rows(Rows *rows, const int32_t *row_ids, Py_ssize_t n) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(n):
+        mark(rows, row_ids[i], 0, rows.num_columns)
+    rows.version += 1
 
 
 cdef Py_ssize_t map_slots(
@@ -957,6 +997,14 @@ cdef Py_ssize_t count_dirty(Rows *rows, Py_ssize_t start, Py_ssize_t stop) noexc
             for i in range(row * rows.num_windows, (row + 1) * rows.num_windows):
                 count += rows.is_dirty[i]
     return count
+
+
+cdef bint is_unsent(const Rows *rows, Py_ssize_t row, Py_ssize_t column) noexcept nogil:
+    """Whether a window with that column is to be sent. The last window of a row ends with the row, and may begin before its
+    place.
+    """
+    cdef const uint8_t *flags = rows.is_dirty + row * rows.num_windows
+    return flags[column // WINDOW] or (column >= rows.num_columns - rows.width and flags[rows.num_windows - 1])
 
 
 cdef void clean(Rows *rows, Py_ssize_t stop) noexcept nogil:
@@ -1139,20 +1187,32 @@ cdef void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Growth *g
             growth.num_new += n
 
 
+cdef inline Digest hash_page_of(
+    const Batch *batch, Py_ssize_t row, Py_ssize_t page, Digest parent, const ExtraKey **next_key
+) noexcept nogil:
+    """The digest of a row's page behind `parent`; `next_key` goes on to the first extra key that is not before the page."""
+    cdef const ExtraKey *key = next_key[0]
+    while key != NULL and key.data != NULL and key.page < page:
+        key += 1
+    next_key[0] = key
+    if key != NULL and key.data != NULL and key.page == page:
+        parent = hash_after(batch.extra_key, parent, key.data, key.size)
+    return hash_after(
+        batch.key,
+        parent,
+        <const uint8_t *>(tokens_of(batch, row) + page * batch.hash_page_size),
+        batch.hash_page_size * sizeof(int32_t),
+    )
+
+
 cdef void hash_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Hash the pages that `num_tokens` tokens fill, as far as they are not yet."""
     cdef Digest *digests = digests_of(batch, row)
-    cdef const int32_t *tokens = tokens_of(batch, row)
     cdef const ExtraKey *key = batch.extra_keys[row]
-    cdef Py_ssize_t size = batch.hash_page_size * sizeof(int32_t)
     cdef Py_ssize_t i = batch.states[row].num_hashed
     cdef Digest parent = digests[i - 1] if i else Digest(0, 0)
     while (i + 1) * batch.hash_page_size <= num_tokens:
-        while key != NULL and key.data != NULL and key.page < i:
-            key += 1
-        if key != NULL and key.data != NULL and key.page == i:
-            parent = hash_after(batch.extra_key, parent, key.data, key.size)
-        parent = hash_after(batch.key, parent, <const uint8_t *>(tokens + i * batch.hash_page_size), size)
+        parent = hash_page_of(batch, row, i, parent, &key)
         digests[i] = parent
         i += 1
     batch.states[row].num_hashed = <int32_t>i
@@ -1689,18 +1749,19 @@ cdef object require_matrix(object values, object dtype, str name):
 
 
 cdef class PageIds:
-    """A run of int32 page ids in native memory: what the manager passes around instead of page objects.
+    """A run of int32 page ids in native memory: what the manager passes around instead of page objects. It does not change.
 
-    ``len()`` is the number of ids; `to_list` and `to_array` copy them out, 10 ns and 0.3 ns an id.
+    Made of a list, a tuple, another iterable of ints, an array of ints, or another PageIds; copied. ``len()`` is the number of
+    ids; `to_list` and `to_array` copy them out, 10 ns and 0.3 ns an id.
     """
 
     cdef int32_t *ids
     cdef Py_ssize_t num
     cdef Py_ssize_t capacity
 
-    def __init__(self, object values=()):
-        """Copy ids from a list, a tuple, another iterable of ints, an array of ints, or another PageIds."""
-        self.extend(values)
+    def __cinit__(self, values=None):
+        if values is not None:
+            self.fill(values)
 
     def __dealloc__(self):
         free(self.ids)
@@ -1711,14 +1772,18 @@ cdef class PageIds:
     def __len__(self):
         return self.num
 
+    @cython.critical_section
     def __getitem__(self, Py_ssize_t i) -> int:
         if not 0 <= i < self.num:
             raise IndexError(f"index: got {i}, allowed: 0 to {self.num - 1}")
         return self.ids[i]
 
     def __contains__(self, value) -> bool:
+        return self.has(int32_of(value))
+
+    @cython.critical_section
+    cdef bint has(self, int32_t wanted) noexcept:
         cdef Py_ssize_t i
-        cdef int32_t wanted = int32_of(value)
         for i in range(self.num):
             if self.ids[i] == wanted:
                 return True
@@ -1746,11 +1811,16 @@ cdef class PageIds:
         self.capacity = capacity
         return True
 
-    cdef int add(self, const int32_t *ids, Py_ssize_t n) except -1:
-        self.reserve(n)
+    @cython.critical_section
+    cdef void put(self, const int32_t *ids, Py_ssize_t n) noexcept:
+        """Append ids, for which there is room."""
         if n:
             memcpy(self.ids + self.num, ids, n * sizeof(int32_t))
         self.num += n
+
+    cdef int add(self, const int32_t *ids, Py_ssize_t n) except -1:
+        self.reserve(n)
+        self.put(ids, n)
         return 0
 
     cdef int add_items(self, list items, Py_ssize_t start, Py_ssize_t stop, str name="ids") except -1:
@@ -1780,30 +1850,43 @@ cdef class PageIds:
         ids.add_items(items, size_of(start, "start"), size_of(stop, "stop"))
         return ids
 
-    def extend(self, object values) -> None:
+    @staticmethod
+    def joined(groups) -> PageIds:
+        """The ids of several PageIds, one after another."""
+        cdef PageIds ids = PageIds.__new__(PageIds)
+        for group in groups:
+            ids.fill(<PageIds?>group)
+        return ids
+
+    cdef int fill(self, object values) except -1:
         """Append ids; nothing is appended if one of them is not an int that fits int32."""
         cdef const int32_t[::1] array
-        cdef PageIds other
         if isinstance(values, PageIds):
-            other = values
-            self.reserve(other.num)  # first, for `other` may be self
-            self.add(other.ids, other.num)
+            (<PageIds>values).copy_into(self)
         elif isinstance(values, ndarray):
             array = as_int32_array(values, "ids")
             if array.shape[0]:
                 self.add(&array[0], array.shape[0])
         else:
             self.add_items(as_list(values, "ids"), 0, MAX_PAGES)
+        return 0
 
+    @cython.critical_section
+    cdef int copy_into(self, PageIds other) except -1:
+        return other.add(self.ids, self.num)
+
+    @cython.critical_section
     def to_list(self) -> list:
         """The ids as a new list."""
         cdef Py_ssize_t i
         return [self.ids[i] for i in range(self.num)]
 
+    @cython.critical_section
     def to_array(self):
         """The ids as a new int32 array."""
         return array_of(self.ids, self.num)
 
+    @cython.critical_section
     def shard(self, pages_per_shard) -> int:
         """The data-parallel shard of all the pages, null pages passed over; -1 where they disagree or there are none. O(n)."""
         cdef Py_ssize_t i, size = size_of(pages_per_shard, "pages_per_shard", 1)
@@ -1856,7 +1939,7 @@ cdef PageIds as_page_ids(object values, str name="ids"):
     cdef PageIds ids
     cdef _BorrowedIds borrowed
     if isinstance(values, PageIds):
-        return PageIds(values)  # its owner may extend it meanwhile
+        return settled(values)
     if isinstance(values, ndarray):
         borrowed = _BorrowedIds.__new__(_BorrowedIds)
         borrowed.borrow(values, name)
@@ -1881,7 +1964,7 @@ def lists_of(tuple groups not None) -> tuple:
 
 @cython.final
 cdef class HeldPages(PageIds):
-    """The pages that one request holds in one cache group, in token order.
+    """The pages that one request holds in one cache group, in token order. Only a `PageStore` changes them, under its lock.
 
     ``num_cached_pages`` of them, from the first on, need no prefix entry any more; the first ``num_skipped_pages`` fell out
     of the attention window, and their places hold the null page.
@@ -1889,6 +1972,28 @@ cdef class HeldPages(PageIds):
 
     cdef readonly Py_ssize_t num_cached_pages
     cdef readonly Py_ssize_t num_skipped_pages
+
+    @cython.critical_section
+    cdef bint has_place_for(self, Py_ssize_t num_more) noexcept:
+        """`has_room_for`, while others may read."""
+        return self.has_room_for(num_more)
+
+    @cython.critical_section
+    cdef void blank(self, Py_ssize_t stop) noexcept:
+        """Put the null page in the places of those before `stop`."""
+        memset(self.ids, 0, stop * sizeof(int32_t))
+        self.num_skipped_pages = stop
+
+    @cython.critical_section
+    cdef void clear(self) noexcept:
+        self.num = 0
+        self.num_cached_pages = 0
+        self.num_skipped_pages = 0
+
+
+cdef PageIds settled(PageIds ids):
+    """`ids`, or a copy of those that may change."""
+    return PageIds(ids) if isinstance(ids, HeldPages) else ids
 
 
 @cython.final
@@ -1963,27 +2068,42 @@ cdef class HashChain:
 
     def __len__(self):
         """Number of pages hashed."""
-        return self.num
+        cdef Py_ssize_t num
+        with self.lock:
+            num = self.num
+        return num
 
     def __getitem__(self, Py_ssize_t i) -> int:
         """The digest of page `i` as an int of 128 bits."""
-        if not 0 <= i < self.num:
-            raise IndexError(f"page: got {i}, allowed: 0 to {self.num - 1}")
-        return int_of_digest(self.digests[i])
+        cdef Digest digest
+        cdef Py_ssize_t num
+        with self.lock:
+            num = self.num
+            if 0 <= i < num:
+                digest = self.digests[i]
+        if not 0 <= i < num:
+            raise IndexError(f"page: got {i}, allowed: 0 to {num - 1}")
+        return int_of_digest(digest)
 
-    cdef int reserve(self, Py_ssize_t num_more) except -1:
+    cdef bint has_room_for(self, Py_ssize_t num_more) noexcept:
+        """Make room for `num_more` digests; False where memory is short, or the chain is lent for a look-up."""
         cdef Py_ssize_t capacity = max(self.num + num_more, 2 * self.capacity, 4)
         cdef Digest *digests
         if self.num + num_more <= self.capacity:
-            return 0
+            return True
         if self.digests != NULL and self.capacity == 0:
-            raise ArgumentError("the chain is lent for a look-up and cannot grow")
+            return False
         digests = <Digest *>realloc(self.digests, capacity * sizeof(Digest))
         if digests == NULL:
-            raise MemoryError(f"{capacity} digests")
+            return False
         self.digests = digests
         self.capacity = capacity
-        return 0
+        return True
+
+    cdef int refuse_growth(self, Py_ssize_t num_more) except -1:
+        if self.digests != NULL and self.capacity == 0:
+            raise ArgumentError("the chain is lent for a look-up and cannot grow")
+        raise MemoryError(f"{num_more} digests more")
 
     def extend(self, object tokens, bytes extra_keys=b"") -> None:
         """Hash the next pages: a list or an int array with a multiple of `page_size` token ids.
@@ -1997,46 +2117,85 @@ cdef class HashChain:
             if array.shape[0]:
                 self.extend_native(&array[0], array.shape[0], extra_keys)
         else:
-            copied = tokens if isinstance(tokens, PageIds) else PageIds(tokens)
+            copied = settled(tokens) if isinstance(tokens, PageIds) else PageIds(tokens)
             self.extend_native(copied.ids, copied.num, extra_keys)
 
     cdef int extend_native(self, const int32_t *tokens, Py_ssize_t num_tokens, bytes extra_keys) except -1:
         cdef Py_ssize_t num_pages = num_tokens // self.page_size
-        cdef Py_ssize_t page_size
-        cdef Digest key, parent
-        cdef Digest *out
+        cdef bint has_room
         if num_tokens % self.page_size:
             raise ArgumentError(f"token ids: got {num_tokens}, allowed: a multiple of the page size {self.page_size}")
         with self.lock:
-            self.reserve(num_pages)
-            if self.token_ids is not None:
-                self.token_ids.add(tokens, num_tokens)
-            parent = self.digests[self.num - 1] if self.num else Digest(0, 0)
-            if extra_keys:
-                parent = hash_after(self.extra_key, parent, extra_keys, len(extra_keys))
-            key, out, page_size = self.key, self.digests + self.num, self.page_size
-            if num_pages < RELEASE_GIL_AT:
-                hash_pages(key, parent, tokens, page_size, out, num_pages)
-            else:
-                with nogil:
-                    hash_pages(key, parent, tokens, page_size, out, num_pages)
-            self.num += num_pages
+            has_room = self.has_room_for(num_pages) and (self.token_ids is None or self.token_ids.has_room_for(num_tokens))
+            if has_room:
+                self.hash_after_last(tokens, num_pages, extra_keys)
+        if not has_room:
+            self.refuse_growth(num_pages)
         return 0
+
+    cdef void hash_after_last(self, const int32_t *tokens, Py_ssize_t num_pages, bytes extra_keys) noexcept:
+        """Hash pages, for which there is room."""
+        cdef Digest parent = self.digests[self.num - 1] if self.num else Digest(0, 0)
+        cdef Digest key = self.key
+        cdef Digest *out = self.digests + self.num
+        cdef Py_ssize_t page_size = self.page_size
+        if self.token_ids is not None:
+            memcpy(self.token_ids.ids + self.token_ids.num, tokens, num_pages * page_size * sizeof(int32_t))
+            self.token_ids.num += num_pages * page_size
+        if extra_keys:
+            parent = hash_after(self.extra_key, parent, extra_keys, len(extra_keys))
+        if num_pages < RELEASE_GIL_AT:
+            hash_pages(key, parent, tokens, page_size, out, num_pages)
+        else:
+            with nogil:
+                hash_pages(key, parent, tokens, page_size, out, num_pages)
+        self.num += num_pages
 
     def append_key(self, object key) -> None:
         """Append one page by a 128-bit key that was made elsewhere."""
         cdef Digest digest = digest_of_int(key)
+        cdef bint has_room
         with self.lock:
-            self.reserve(1)
-            self.digests[self.num] = digest
-            self.num += 1
+            has_room = self.has_room_for(1)
+            if has_room:
+                self.digests[self.num] = digest
+                self.num += 1
+        if not has_room:
+            self.refuse_growth(1)
 
     def page_token_ids(self, Py_ssize_t i) -> tuple:
         """The tokens of page `i`, or an empty tuple where they are not kept."""
-        cdef Py_ssize_t j
-        if self.token_ids is None or not 0 <= i < self.token_ids.num // self.page_size:
-            return ()
-        return tuple([self.token_ids.ids[j] for j in range(i * self.page_size, (i + 1) * self.page_size)])
+        cdef PageIds tokens = PageIds.__new__(PageIds)
+        cdef bint has_room = True
+        with self.lock:
+            if self.token_ids is not None and 0 <= i < self.token_ids.num // self.page_size:
+                has_room = tokens.has_room_for(self.page_size)
+                if has_room:
+                    memcpy(tokens.ids, self.token_ids.ids + i * self.page_size, self.page_size * sizeof(int32_t))
+                    tokens.num = self.page_size
+        if not has_room:
+            raise MemoryError(f"{self.page_size} token ids")
+        return tuple(tokens.to_list())
+
+
+cdef int check_distinct(tuple groups) except -1:
+    """ArgumentError where a `HeldPages` stands twice."""
+    cdef Py_ssize_t i, j
+    for i in range(len(groups)):
+        for j in range(i):
+            if groups[j] is <HeldPages?>groups[i]:
+                raise ArgumentError(f"groups: got one twice (at {j} and {i}), allowed: each once")
+        <HeldPages?>groups[i]
+    return 0
+
+
+cdef tuple counters_of(Pool pool):
+    return pool.num_allocated, pool.num_freed, pool.num_evicted, pool.num_cached, pool.num_queried, pool.num_hit
+
+
+cdef int32_t as_shard(object shard, int32_t num_shards) except? -1:
+    """`shard` as an index; -1, the whole pool, for None."""
+    return -1 if shard is None else <int32_t>size_of(shard, "shard", 0, num_shards - 1)
 
 
 cdef class PageStore:
@@ -2051,16 +2210,20 @@ cdef class PageStore:
     cdef readonly bint is_pool          # record 0 is a page of its own; other stores can grow
     cdef readonly bint enable_caching
     cdef public object names            # HashNames
+    cdef Py_ssize_t capacity            # records there is room for
     cdef cython.pymutex lock
 
     def __cinit__(self, num_pages, bint enable_caching=True, bint is_pool=True):
-        cdef int32_t page_id
+        cdef int32_t page_id, num_records
         self.is_pool = is_pool
         self.enable_caching = enable_caching
         self.views = {}
         self.names = HashNames()
         self.pool.multiplier = int.from_bytes(os.urandom(8), "little") | 1
-        self.resize(size_of(num_pages, "num_pages", 1))
+        num_records = size_of(num_pages, "num_pages", 1)
+        if not self.has_room_for(num_records):
+            raise MemoryError(f"{num_records} page records")
+        self.add_records(num_records)
         for page_id in range(1, self.pool.num_pages):
             push(&self.pool, page_id)
 
@@ -2075,52 +2238,90 @@ cdef class PageStore:
     def __reduce__(self):
         raise TypeError("a page store cannot be pickled")
 
-    cdef int resize(self, Py_ssize_t num_pages) except -1:
-        """Grow to `num_pages` records; new ones are neither free nor cached. A prefix index is built anew."""
+    cdef bint has_room_for(self, Py_ssize_t num_pages) noexcept:
+        """Make room for `num_pages` records; False where memory is short. Amortised O(1) a record."""
+        cdef Py_ssize_t capacity = max(num_pages, 2 * self.capacity if self.capacity else 0)
         cdef Py_ssize_t num_slots = 4
-        cdef Page *pages
-        cdef Links *twins
         cdef Slot *slots
-        while num_slots < 2 * num_pages:
+        if num_pages <= self.capacity:
+            return True
+        while num_slots < 2 * capacity:
             num_slots *= 2
-        pages = <Page *>realloc(self.pool.pages, num_pages * sizeof(Page))
-        if pages == NULL:
-            raise MemoryError(f"{num_pages} page records")
-        self.pool.pages = pages
+        if not self.has_records_for(capacity):
+            return False
         if self.enable_caching:
-            twins = <Links *>realloc(self.pool.twins, num_pages * sizeof(Links))
-            if twins == NULL:
-                raise MemoryError(f"{num_pages} twin links")
-            self.pool.twins = twins
             slots = <Slot *>calloc(num_slots, sizeof(Slot))
             if slots == NULL:
-                raise MemoryError(f"{num_slots} index slots")
+                return False
             free(self.pool.slots)
             self.pool.slots = slots
             self.pool.mask = <uint32_t>(num_slots - 1)
-        self.add_records(<int32_t>num_pages)
-        return 0
+            self.enter_again()
+        self.capacity = capacity
+        return True
 
-    cdef void add_records(self, int32_t num_pages) noexcept:
-        """Initialise the records that `resize` made room for, and enter the cached ones in the new index."""
+    cdef bint has_records_for(self, Py_ssize_t capacity) noexcept:
+        cdef Page *pages = <Page *>realloc(self.pool.pages, capacity * sizeof(Page))
+        cdef Links *twins
+        if pages == NULL:
+            return False
+        self.pool.pages = pages
+        if self.enable_caching:
+            twins = <Links *>realloc(self.pool.twins, capacity * sizeof(Links))
+            if twins == NULL:
+                return False
+            self.pool.twins = twins
+        return True
+
+    cdef void enter_again(self) noexcept:
+        """Enter the cached pages in a new index."""
         cdef Page *pages = self.pool.pages
-        cdef Digest key
+        cdef int64_t num_cached = self.pool.num_cached
         cdef int32_t i, group
-        if self.pool.num_pages == 0:
-            pages[NULL_PAGE] = Page(0, 0, 0, NULL_PAGE, NULL_PAGE, NO_GROUP)
-            self.pool.num_pages = 1
         self.pool.num_keys = 0
         for i in range(1, self.pool.num_pages):
             if pages[i].group != NO_GROUP:
-                key = digest_of(&pages[i])
                 group = pages[i].group & ~TWIN
                 pages[i].group = NO_GROUP
-                enter(&self.pool, i, key, group)
+                enter(&self.pool, i, digest_of(&pages[i]), group)
+        self.pool.num_cached = num_cached
+
+    cdef void add_records(self, int32_t num_pages) noexcept:
+        """Initialise records, for which there is room, up to `num_pages`: neither free nor cached."""
+        cdef int32_t i
+        if self.pool.num_pages == 0:
+            self.pool.pages[NULL_PAGE] = Page(0, 0, 0, NULL_PAGE, NULL_PAGE, NO_GROUP)
+            self.pool.num_pages = 1
         for i in range(self.pool.num_pages, num_pages):
-            pages[i] = Page(0, 0, 0, NOT_FREE, NOT_FREE, NO_GROUP)
+            self.pool.pages[i] = Page(0, 0, 0, NOT_FREE, NOT_FREE, NO_GROUP)
         self.pool.num_pages = num_pages
 
     # What it holds.
+
+    cdef inline void lock_to_read(self) noexcept:
+        """Needed for one value only where no GIL keeps writers away. Those that let the GIL go write whole values."""
+        if GIL_DISABLED:
+            self.lock.acquire()
+
+    cdef inline void unlock_to_read(self) noexcept:
+        if GIL_DISABLED:
+            self.lock.release()
+
+    cdef inline Page record(self, int32_t page_id) noexcept:
+        """A copy of a page's record."""
+        cdef Page page
+        self.lock_to_read()
+        page = self.pool.pages[page_id]
+        self.unlock_to_read()
+        return page
+
+    cdef inline Pool get_pool(self) noexcept:
+        """A copy of the pool's numbers."""
+        cdef Pool pool
+        self.lock_to_read()
+        pool = self.pool
+        self.unlock_to_read()
+        return pool
 
     @property
     def num_pages(self) -> int:
@@ -2128,71 +2329,94 @@ cdef class PageStore:
 
     @property
     def num_free_pages(self) -> int:
-        return self.pool.num_free
+        return self.get_pool().num_free
 
     @property
     def num_keys(self) -> int:
         """Distinct (hash, group) pairs in the prefix index."""
-        return self.pool.num_keys
+        return self.get_pool().num_keys
 
     @property
     def counters(self) -> tuple:
-        """Pages allocated, freed, evicted and cached since the store was made."""
-        return self.pool.num_allocated, self.pool.num_freed, self.pool.num_evicted, self.pool.num_cached
+        """Pages allocated, freed, evicted and cached, and tokens queried and hit, since the store was made."""
+        return counters_of(self.get_pool())
+
+    def count_query(self, num_queried_tokens, num_hit_tokens) -> None:
+        """Add one look-up to the counters."""
+        cdef Py_ssize_t num_queried = size_of(num_queried_tokens, "num_queried_tokens", 0, INT64_MAX >> 20)
+        cdef Py_ssize_t num_hit = size_of(num_hit_tokens, "num_hit_tokens", 0, num_queried)
+        with self.lock:
+            self.pool.num_queried += num_queried
+            self.pool.num_hit += num_hit
 
     def set_ref_count(self, page_id, ref_cnt) -> None:
         """Overwrite a count; that of the null page is not kept. `check` and the next `take` notice a free page that is held."""
         cdef Py_ssize_t count = size_of(ref_cnt, "ref_cnt", 0, INT32_MAX - 1)
         cdef int32_t checked = self.checked_id(page_id)
         if checked != NULL_PAGE:
-            self.pool.pages[checked].ref_cnt = <int32_t>count
+            with self.lock:
+                self.pool.pages[checked].ref_cnt = <int32_t>count
+
+    cdef bint add_reference(self, int32_t page_id, int32_t change) noexcept:
+        """One reference more or less; False, and nothing changed, where the count would leave its range."""
+        cdef bint is_right
+        with self.lock:
+            is_right = 0 <= self.pool.pages[page_id].ref_cnt + <int64_t>change < INT32_MAX
+            if is_right and page_id != NULL_PAGE:
+                self.pool.pages[page_id].ref_cnt += change
+        return is_right
 
     def is_free(self, page_id) -> bool:
         """Whether the page is in the free queue."""
         cdef int32_t checked = self.checked_id(page_id)
-        return checked != NULL_PAGE and is_free(&self.pool, checked)
+        return checked != NULL_PAGE and self.record(checked).prev_free != NOT_FREE
 
     def neighbours(self, page_id) -> tuple:
         """The pages before and after a page in the free queue; None at the ends and outside the queue."""
-        cdef Page *page = &self.pool.pages[self.checked_id(page_id)]
-        if not self.is_free(page_id):
+        cdef int32_t checked = self.checked_id(page_id)
+        cdef Page page = self.record(checked)
+        if checked == NULL_PAGE or page.prev_free == NOT_FREE:
             return None, None
         return (
-            None if page.prev_free == NULL_PAGE else self.page(page.prev_free),
-            None if page.next_free == NULL_PAGE else self.page(page.next_free),
+            None if page.prev_free == NULL_PAGE else self.view(page.prev_free),
+            None if page.next_free == NULL_PAGE else self.view(page.next_free),
         )
 
     def ref_counts(self):
         """The ref counts of all pages: int32 array ``[num_pages]``. O(num_pages)."""
-        cdef PageIds counts = PageIds()
-        cdef int32_t i
-        counts.reserve(self.pool.num_pages)
-        for i in range(self.pool.num_pages):
-            counts.ids[i] = self.pool.pages[i].ref_cnt
-        counts.num = self.pool.num_pages
+        cdef PageIds ids = PageIds.__new__(PageIds)
+        cdef PageIds counts = PageIds.__new__(PageIds)
+        cdef bint has_room
+        with self.lock:
+            has_room = self.copy_queue(counts, ids)
+        if not has_room:
+            raise MemoryError(f"ref counts of {self.pool.num_pages} pages")
         return counts.to_array()
 
     def free_ids(self) -> PageIds:
-        """The free queue, front first. O(pages in it)."""
-        cdef PageIds ids = PageIds()
-        cdef int32_t page_id
+        """The free queue, front first. O(num_pages)."""
+        cdef PageIds ids = PageIds.__new__(PageIds)
+        cdef PageIds counts = PageIds.__new__(PageIds)
+        cdef bint has_room
         with self.lock:
-            ids.reserve(self.pool.num_free)
-            page_id = self.pool.pages[NULL_PAGE].next_free
-            while page_id != NULL_PAGE:
-                ids.add(&page_id, 1)
-                page_id = self.pool.pages[page_id].next_free
+            has_room = self.copy_queue(counts, ids)
+        if not has_room:
+            raise MemoryError(f"ids of {self.pool.num_pages} pages")
         return ids
 
     def first_cached_ids(self) -> PageIds:
         """For each key of the prefix index the page cached first under it. O(size of the index)."""
-        cdef PageIds ids = PageIds()
+        cdef PageIds ids = PageIds.__new__(PageIds)
         cdef Py_ssize_t i
-        if self.pool.slots != NULL:
-            with self.lock:
-                for i in range(<Py_ssize_t>self.pool.mask + 1):
-                    if self.pool.slots[i].page_id != NULL_PAGE:
-                        ids.add(&self.pool.slots[i].page_id, 1)
+        cdef bint has_room
+        with self.lock:
+            has_room = ids.has_room_for(self.pool.num_keys)
+            for i in range(<Py_ssize_t>self.pool.mask + 1 if self.pool.num_keys and has_room else 0):
+                if self.pool.slots[i].page_id != NULL_PAGE:
+                    ids.ids[ids.num] = self.pool.slots[i].page_id
+                    ids.num += 1
+        if not has_room:
+            raise MemoryError(f"ids of {self.pool.num_keys} pages")
         return ids
 
     # Page objects.
@@ -2209,13 +2433,14 @@ cdef class PageStore:
             view.store = self
             view.index = page_id
             view.page_id = page_id
-            self.views[page_id] = view
+            view = self.views.setdefault(page_id, view)  # another thread may have made one
         return view
 
     def pages(self, PageIds ids not None) -> list:
         """The views of the pages."""
+        cdef PageIds checked = self.checked(ids)
         cdef Py_ssize_t i
-        return [self.view(ids.ids[i]) for i in range(ids.num)]
+        return [self.view(checked.ids[i]) for i in range(checked.num)]
 
     def ids_of_pages(self, pages) -> PageIds:
         """The ids of views of this store's pages; PageIdError for another pool's."""
@@ -2247,8 +2472,8 @@ cdef class PageStore:
         return checked
 
     cdef PageIds checked(self, object page_ids):
-        """`page_ids` as ids that lie within the pool; the same object where it is a PageIds."""
-        cdef PageIds ids = page_ids if isinstance(page_ids, PageIds) else PageIds(page_ids)
+        """`page_ids` as ids that lie within the pool and do not change."""
+        cdef PageIds ids = settled(page_ids) if isinstance(page_ids, PageIds) else PageIds(page_ids)
         cdef Py_ssize_t i
         for i in range(ids.num):
             self.check_range(ids.ids[i])
@@ -2259,46 +2484,58 @@ cdef class PageStore:
             raise PageIdError(f"page id: got {page_id}, allowed: 0 to {self.pool.num_pages - 1}")
         return 0
 
-    cdef int32_t checked_shard(self, object shard) except? -1:
-        """`shard` as an index; -1, the whole pool, for None."""
-        return -1 if shard is None else <int32_t>size_of(shard, "shard", 0, self.pool.num_shards - 1)
-
     # The free queue.
 
-    def take(self, n, shard=None) -> PageIds:
-        """Take `n` pages from the front of the queue (of the shard): ref count 1, prefix entries dropped. O(n)."""
-        cdef PageIds ids = PageIds()
-        self.take_into(ids, size_of(n, "num_pages"), self.checked_shard(shard))
+    def take(self, n, shard=None, num_shards=0) -> PageIds:
+        """Take `n` pages from the front of the queue (of the shard, of so many): ref count 1, prefix entries dropped. O(n)."""
+        cdef PageIds ids = PageIds.__new__(PageIds)
+        cdef Py_ssize_t num = size_of(n, "num_pages")
+        cdef int32_t divided = <int32_t>size_of(num_shards, "data_parallel_size", 0)
+        cdef int32_t checked_shard = as_shard(shard, divided)
+        cdef int32_t num_free, bad = NULL_PAGE
+        cdef bint has_room = True
+        self.lock_divided(divided)
+        num_free = count_free_in(&self.pool, checked_shard)
+        if num <= num_free:
+            has_room = ids.has_room_for(num)
+            if has_room:
+                bad = self.take_into(ids, num, checked_shard)
+        self.lock.release()
+        if num > num_free:
+            where = "" if checked_shard < 0 else f" in shard {checked_shard}"
+            raise OutOfPagesError(f"pages: {num} asked for, {num_free} free{where}")
+        if not has_room:
+            raise MemoryError(f"ids of {num} pages")
+        self.check_untaken(bad)
         return ids
 
-    cdef int take_into(self, PageIds ids, Py_ssize_t n, int32_t shard) except -1:
-        """Append `n` new pages to `ids`. `shard` -1: from anywhere."""
-        cdef int32_t *out
-        cdef int32_t bad
-        with self.lock:
-            if n > count_free_in(&self.pool, shard):
-                where = "" if shard < 0 else f" in shard {shard}"
-                raise OutOfPagesError(f"pages: {n} asked for, {count_free_in(&self.pool, shard)} free{where}")
-            ids.reserve(n)
-            out = ids.ids + ids.num
-            if n < RELEASE_GIL_AT:
-                bad = take_from(&self.pool, out, n, shard)
-            else:
-                with nogil:
-                    bad = take_from(&self.pool, out, n, shard)
-            self.check_untaken(bad)
-            ids.num += n
+    cdef int lock_divided(self, int32_t num_shards) except -1:
+        """Take the lock, with the pool divided into so many shards; 0: however it is. Another user may want it otherwise."""
+        self.lock.acquire()
+        while num_shards and self.pool.num_shards != num_shards:
+            self.lock.release()
+            self.set_shards(num_shards)
+            self.lock.acquire()
         return 0
+
+    cdef int32_t take_into(self, PageIds ids, Py_ssize_t n, int32_t shard) noexcept:
+        """Append `n` new pages, of which there are enough and for which there is room. As `take_from`."""
+        cdef int32_t *out = ids.ids + ids.num
+        cdef int32_t bad
+        if n < RELEASE_GIL_AT:
+            bad = take_from(&self.pool, out, n, shard)
+        else:
+            with nogil:
+                bad = take_from(&self.pool, out, n, shard)
+        if bad == NULL_PAGE:
+            ids.num += n
+        return bad
 
     cdef int check_untaken(self, int32_t bad) except -1:
         """Raise unless `bad` is the null page: it is in the free queue, and somebody gave it a reference."""
         if bad != NULL_PAGE:
             raise IntegrityError(f"page {bad} is in the free queue with ref count {self.pool.pages[bad].ref_cnt}, allowed: 0")
         return 0
-
-    def num_free_in_shard(self, shard) -> int:
-        """Free pages of one shard; of the whole pool for None."""
-        return count_free_in(&self.pool, self.checked_shard(shard))
 
     def set_shards(self, num_shards) -> None:
         """Keep a free queue for each of `num_shards` equal id ranges from now on. O(free pages) when the number changes."""
@@ -2329,13 +2566,25 @@ cdef class PageStore:
         cdef PageIds ids = self.checked(page_ids)
         cdef Py_ssize_t bad
         with self.lock:
-            if ids.num < RELEASE_GIL_AT:
-                bad = give_back(&self.pool, ids.ids, ids.num, tail_first)
-            else:
-                with nogil:
-                    bad = give_back(&self.pool, ids.ids, ids.num, tail_first)
+            bad = self.give_back_ids(ids.ids, ids.num, tail_first)
         if bad >= 0:
-            raise DoubleFreeError(f"page {ids.ids[bad]} (at {bad} of {ids.num}) is freed more often than it is held")
+            self.refuse_give_back(ids, bad)
+
+    cdef Py_ssize_t give_back_ids(self, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept:
+        """As `give_back` does; also the index of an id outside the pool."""
+        cdef Py_ssize_t bad
+        if n < RELEASE_GIL_AT:
+            bad = find_outside(&self.pool, ids, n)
+            return bad if bad >= 0 else give_back(&self.pool, ids, n, tail_first)
+        with nogil:
+            bad = find_outside(&self.pool, ids, n)
+            if bad < 0:
+                bad = give_back(&self.pool, ids, n, tail_first)
+        return bad
+
+    cdef int refuse_give_back(self, PageIds ids, Py_ssize_t bad) except -1:
+        self.check_range(ids[bad])
+        raise DoubleFreeError(f"page {ids[bad]} (at {bad} of {len(ids)}) is freed more often than it is held")
 
     def touch(self, page_ids) -> None:
         """One reference more for each page; a free page leaves the queue. Null pages are passed over. O(n)."""
@@ -2346,28 +2595,31 @@ cdef class PageStore:
             if bad < 0:
                 touch_all(&self.pool, ids.ids, ids.num)
         if bad >= 0:
-            raise PageIdError(
-                f"page {ids.ids[bad]} cannot be touched: its ref count is {self.pool.pages[ids.ids[bad]].ref_cnt} "
-                "and it is not in the free queue"
-            )
+            self.refuse_touch(ids.ids[bad])
 
-    def count_free(self, page_ids) -> int:
-        """How many of the pages are in the free queue. O(n)."""
-        cdef PageIds ids = self.checked(page_ids)
-        return count_free(&self.pool, ids.ids, ids.num)
+    cdef int refuse_touch(self, int32_t page_id) except -1:
+        cdef int32_t ref_cnt = self.record(page_id).ref_cnt
+        where = f"allowed: fewer than {INT32_MAX}" if ref_cnt else "and it is not in the free queue"
+        raise PageIdError(f"page {page_id} cannot be touched: its ref count is {ref_cnt}, {where}")
 
     def pop(self, n) -> PageIds:
         """Take the first `n` pages out of the queue and leave ref counts and prefix entries as they are."""
-        cdef PageIds ids = PageIds()
+        cdef PageIds ids = PageIds.__new__(PageIds)
         cdef Py_ssize_t num = size_of(n, "n")
+        cdef int32_t num_free
+        cdef bint has_room = True
         with self.lock:
-            if num > self.pool.num_free:
-                raise OutOfPagesError(f"pages: {num} asked for, {self.pool.num_free} free")
-            ids.reserve(num)
-            while ids.num < num:
-                ids.ids[ids.num] = self.pool.pages[NULL_PAGE].next_free
-                pull(&self.pool, ids.ids[ids.num])
-                ids.num += 1
+            num_free = self.pool.num_free
+            if num <= num_free:
+                has_room = ids.has_room_for(num)
+                while has_room and ids.num < num:
+                    ids.ids[ids.num] = self.pool.pages[NULL_PAGE].next_free
+                    pull(&self.pool, ids.ids[ids.num])
+                    ids.num += 1
+        if num > num_free:
+            raise OutOfPagesError(f"pages: {num} asked for, {num_free} free")
+        if not has_room:
+            raise MemoryError(f"ids of {num} pages")
         return ids
 
     def remove(self, page_id) -> None:
@@ -2379,10 +2631,13 @@ cdef class PageStore:
         self.pull_checked(self.index_of(page))
 
     cdef int pull_checked(self, int32_t page_id) except -1:
+        cdef bint was_free
         with self.lock:
-            if page_id == NULL_PAGE or not is_free(&self.pool, page_id):
-                raise PageIdError(f"page {self.page(page_id).page_id} is not in the free queue")
-            pull(&self.pool, page_id)
+            was_free = page_id != NULL_PAGE and is_free(&self.pool, page_id)
+            if was_free:
+                pull(&self.pool, page_id)
+        if not was_free:
+            raise PageIdError(f"page {self.page(page_id).page_id} is not in the free queue")
         return 0
 
     def append_page(self, page) -> None:
@@ -2406,20 +2661,28 @@ cdef class PageStore:
         return 0
 
     def adopt(self, CachePage page not None) -> None:
-        """Take over the record of a page that stands alone: `page` becomes a view of this store."""
+        """Take over the record of a page that stands alone: `page` becomes a view of this store. Amortised O(1)."""
         cdef PageStore home = page.store
-        cdef Page *record = &home.pool.pages[page.index]
+        cdef int32_t index = page.index
+        cdef Page record
+        cdef bint has_room
         if home is self:
             return
-        if home.is_pool or self.is_pool or is_free(&home.pool, page.index):
+        if home.is_pool or self.is_pool or home.is_free(index):
             raise PageIdError(f"page {page.page_id} belongs to another pool or queue")
         page_hash = page.page_hash
-        self.resize(self.pool.num_pages + 1)
-        self.pool.pages[self.pool.num_pages - 1].ref_cnt = record.ref_cnt
+        record = home.record(index)
+        with self.lock:
+            has_room = self.has_room_for(self.pool.num_pages + <Py_ssize_t>1)
+            if has_room:
+                self.add_records(self.pool.num_pages + 1)
+                index = self.pool.num_pages - 1
+                self.pool.pages[index].ref_cnt = record.ref_cnt
+        if not has_room:
+            raise MemoryError(f"{self.pool.num_pages + 1} page records")
         del home.views[page.index]
-        page.store = self
-        page.index = self.pool.num_pages - 1
-        self.views[page.index] = page
+        page.settle(self, index)
+        self.views[index] = page
         if page_hash is not None:
             page.page_hash = page_hash
 
@@ -2448,16 +2711,23 @@ cdef class PageStore:
 
     def twins(self, page_id) -> PageIds:
         """All pages with the content of a cached page, in the order they were cached, from this one on."""
-        cdef PageIds ids = PageIds()
+        cdef PageIds ids = PageIds.__new__(PageIds)
         cdef int32_t first = self.checked_id(page_id)
         cdef int32_t twin = first
+        cdef bint has_room
         with self.lock:
-            ids.add(&first, 1)
-            while self.pool.pages[first].group != NO_GROUP and self.pool.pages[first].group & TWIN:
+            has_room = ids.has_room_for(1)
+            while has_room:
+                ids.ids[ids.num] = twin
+                ids.num += 1
+                if self.pool.pages[first].group == NO_GROUP or not self.pool.pages[first].group & TWIN:
+                    break
                 twin = self.pool.twins[twin].next
                 if twin == first:
                     break
-                ids.add(&twin, 1)
+                has_room = ids.has_room_for(1)
+        if not has_room:
+            raise MemoryError(f"{ids.num + 1} page ids")
         return ids
 
     def enter(self, page_id, key, group) -> None:
@@ -2465,19 +2735,18 @@ cdef class PageStore:
         cdef int32_t checked = self.checked_id(page_id)
         cdef Digest digest = digest_of_int(key)
         cdef int32_t checked_group = group_of(group)
+        cdef bint is_cached
         if not self.enable_caching:
             raise PageHashError("prefix caching is off")
-        with self.lock:
-            self.check_enterable(checked)
-            enter(&self.pool, checked, digest, checked_group)
-            self.copy_tokens(checked, None, 0, 0)
-
-    cdef int check_enterable(self, int32_t page_id) except -1:
-        if page_id == NULL_PAGE:
+        if checked == NULL_PAGE:
             raise PageIdError("the null page cannot be cached")
-        if self.pool.pages[page_id].group != NO_GROUP:
-            raise PageHashError(f"page {page_id} has a hash already")
-        return 0
+        with self.lock:
+            is_cached = self.pool.pages[checked].group != NO_GROUP
+            if not is_cached:
+                enter(&self.pool, checked, digest, checked_group)
+                keep_tokens(&self.pool, checked, NULL, 0)
+        if is_cached:
+            raise PageHashError(f"page {checked} has a hash already")
 
     def drop(self, page_ids) -> int:
         """Drop the prefix entries of pages; the pages stay where they are. Returns how many had one."""
@@ -2491,20 +2760,22 @@ cdef class PageStore:
                     num_dropped += 1
         return num_dropped
 
-    def drop_all(self) -> None:
-        """Drop every prefix entry. O(num_pages)."""
-        cdef int32_t i
+    def drop_all(self) -> int:
+        """Drop every prefix entry, unless pages are held. Returns how many are. O(num_pages)."""
+        cdef int32_t i, num_held
         with self.lock:
-            for i in range(1, self.pool.num_pages):
+            num_held = self.pool.num_pages - 1 - self.pool.num_free
+            for i in range(1, self.pool.num_pages if num_held == 0 else 1):
                 if self.pool.pages[i].group != NO_GROUP:
                     drop(&self.pool, i)
+        return num_held
 
     def key_of(self, page_id):
         """``(128-bit int key, group)`` of a cached page, or None."""
-        cdef Page *page = &self.pool.pages[self.checked_id(page_id)]
+        cdef Page page = self.record(self.checked_id(page_id))
         if page.group == NO_GROUP:
             return None
-        return int_of_digest(digest_of(page)), page.group & ~TWIN
+        return int_of_digest(digest_of(&page)), page.group & ~TWIN
 
     def page_hash_of(self, page_id):
         """The PageHashWithGroupId of a cached page, or None."""
@@ -2537,15 +2808,24 @@ cdef class PageStore:
             self.pool.tokens_width = num_values
 
     cdef tuple token_ids_of(self, int32_t page_id):
-        cdef int32_t *tokens = self.pool.page_tokens + page_id * self.pool.tokens_width
-        cdef int32_t i
+        cdef PageIds ids = PageIds.__new__(PageIds)
+        cdef const int32_t *tokens
+        cdef bint has_room = True
         if self.pool.page_tokens == NULL:
             return ()
-        return tuple([tokens[1 + i] for i in range(tokens[0])])
+        with self.lock:
+            tokens = self.pool.page_tokens + page_id * self.pool.tokens_width
+            has_room = ids.has_room_for(tokens[0])
+            if has_room and tokens[0]:
+                memcpy(ids.ids, tokens + 1, tokens[0] * sizeof(int32_t))
+                ids.num = tokens[0]
+        if not has_room:
+            raise MemoryError("the token ids of a page")
+        return tuple(ids.to_list())
 
     cdef void copy_tokens(self, int32_t page_id, HashChain chain, Py_ssize_t start, Py_ssize_t num_tokens) noexcept:
         """Keep the tokens of a page that begins at token `start` of a chain, or none where the chain does not have them."""
-        if chain is not None and chain.token_ids is not None and start + num_tokens <= chain.token_ids.num:
+        if chain.token_ids is not None and start + num_tokens <= chain.token_ids.num:
             keep_tokens(&self.pool, page_id, chain.token_ids.ids + start, num_tokens)
         else:
             keep_tokens(&self.pool, page_id, NULL, 0)
@@ -2558,7 +2838,8 @@ cdef class PageStore:
         Null pages are passed over. PageHashError if one is cached already. O(stop - start).
         """
         cdef Py_ssize_t i, bad, num_hashes = size_of(stride, "stride", 1)
-        cdef Py_ssize_t last = size_of(stop, "num_full_pages", 0, min(held.num, chain.num // num_hashes))
+        cdef PageIds ids = self.checked(held)
+        cdef Py_ssize_t last = size_of(stop, "num_full_pages", 0, min(ids.num, len(chain) // num_hashes))
         cdef Py_ssize_t first = size_of(start, "num_cached_pages", 0, last)
         cdef int32_t checked_group = group_of(group)
         cdef Py_ssize_t num_tokens = num_hashes * chain.page_size
@@ -2567,117 +2848,155 @@ cdef class PageStore:
         if self.pool.page_tokens != NULL and num_tokens >= self.pool.tokens_width:
             kept = self.pool.tokens_width - 1
             raise ArgumentError(f"page size: got {num_tokens} tokens, allowed: {kept}, as many as are kept")
-        with self.lock:
-            for i in range(first, last):
-                self.check_range(held.ids[i])
-            bad = enter_all(&self.pool, held.ids, first, last, chain.digests, num_hashes, checked_group)
-            if bad >= 0:
-                raise PageHashError(f"page {held.ids[bad]} (at {bad} of {held.num}) has a hash already")
-            for i in range(first, last):
-                self.copy_tokens(held.ids[i], chain, i * num_tokens, num_tokens)
-
-    def hold_hits(self, HeldPages held not None, PageIds hits not None) -> None:
-        """Append hit pages, which were touched, to what a request holds."""
-        held.add(hits.ids, hits.num)
-        held.num_cached_pages = held.num
-
-    def hold_new(self, HeldPages held not None, n, shard=None) -> PageIds:
-        """Take `n` pages, append them to what a request holds, and return them."""
-        cdef PageIds new = PageIds()
-        cdef Py_ssize_t num = size_of(n, "num_pages")
-        new.reserve(num)
-        self.take_into(held, num, self.checked_shard(shard))
-        new.add(held.ids + held.num - num, num)
-        return new
+        with chain.lock, self.lock:
+            last = min(last, chain.num // num_hashes)  # a chain that was lent is empty afterwards
+            bad = enter_all(&self.pool, ids.ids, first, last, chain.digests, num_hashes, checked_group)
+            for i in range(first, last if bad < 0 else first):
+                self.copy_tokens(ids.ids[i], chain, i * num_tokens, num_tokens)
+        if bad >= 0:
+            raise PageHashError(f"page {ids.ids[bad]} (at {bad} of {ids.num}) has a hash already")
 
     def enter_held(self, HeldPages held not None, HashChain chain not None, num_full_pages, stride, group) -> None:
         """Enter the pages of a request that got full: those from ``held.num_cached_pages`` to `num_full_pages`."""
         self.enter_pages(held, chain, held.num_cached_pages, num_full_pages, stride, group)
         held.num_cached_pages = num_full_pages
 
+    def take_for(
+        self, tuple groups not None, num_new_pages, hits=(), HashChain chain=None, PageIds strides=None, PageIds group_ids=None,
+        shard=None, num_shards=0, num_reserved=0,
+    ):
+        """Take what a request needs, in one go: a reference to its hits, which become its first pages, and new pages behind
+        what it holds. `groups` are `HeldPages`; `hits` are none, or `PageIds` for each, cached under `chain` with `strides`
+        hashes a page for `group_ids`.
+
+        Returns the new pages of each group; None, with nothing changed, if the pool has too few free beside `num_reserved`;
+        None too if only the shard has, and the hits count as used just now. PageHashError for a hit that has another content
+        by now. O(pages).
+        """
+        cdef _Needs needs = _Needs(self, groups, num_new_pages, hits, chain, strides, group_ids)
+        cdef int32_t divided = <int32_t>size_of(num_shards, "data_parallel_size", 0)
+        cdef int32_t checked_shard = as_shard(shard, divided)
+        cdef Py_ssize_t reserved = size_of(num_reserved, "num_reserved_pages")
+        if divided:
+            self.set_shards(divided)
+        needs.chain.lock.acquire()
+        try:
+            self.lock_divided(divided)
+            needs.take(checked_shard, reserved)
+            self.lock.release()
+        finally:
+            needs.chain.lock.release()
+        return needs.result()
+
+    def give_back_held(self, tuple groups not None) -> None:
+        """Give back all that `HeldPages` hold, the last group first and its last page first; they hold nothing then. O(pages).
+
+        DoubleFreeError, and nothing changed, if somebody else gave one of the pages back.
+        """
+        cdef PageIds ids = PageIds.__new__(PageIds)
+        cdef Py_ssize_t bad = -1
+        cdef bint has_room = True
+        check_distinct(groups)
+        with self.lock:
+            for held in reversed(groups):
+                has_room = has_room and ids.has_room_for((<HeldPages>held).num)
+                if has_room:
+                    ids.put((<HeldPages>held).ids, (<HeldPages>held).num)
+            if has_room:
+                bad = self.give_back_ids(ids.ids, ids.num, True)
+            for held in groups if has_room and bad < 0 else ():
+                (<HeldPages>held).clear()
+        if not has_room:
+            raise MemoryError("the ids of the pages of a request")
+        if bad >= 0:
+            self.refuse_give_back(ids, bad)
+
     def skip(self, HeldPages held not None, first_useful_page) -> None:
         """Free the pages before `first_useful_page`, the last first, and put the null page in their places."""
-        cdef Py_ssize_t i, stop = min(size_of(first_useful_page, "first_useful_page"), held.num)
-        cdef PageIds skipped
-        if stop <= held.num_skipped_pages:
-            return
-        skipped = PageIds()
-        skipped.add(held.ids + held.num_skipped_pages, stop - held.num_skipped_pages)
-        self.give_back(skipped, tail_first=True)
-        for i in range(held.num_skipped_pages, stop):
-            held.ids[i] = NULL_PAGE
-        held.num_skipped_pages = stop
+        cdef Py_ssize_t stop = size_of(first_useful_page, "first_useful_page")
+        cdef Py_ssize_t start, bad = -1
+        with self.lock:
+            start, stop = held.num_skipped_pages, min(stop, held.num)
+            if stop > start:
+                bad = self.give_back_ids(held.ids + start, stop - start, True)
+                if bad < 0:
+                    held.blank(stop)
+        if bad >= 0:
+            self.refuse_give_back(held, start + bad)
 
     def find_leading_hits(
         self, HashChain chain not None, stride, start, stop, PageIds groups not None, first_id=0, stop_id=None
     ) -> int:
         """End of the group pages from `start` on, at most up to `stop`, that hit in all `groups`. O(pages x groups)."""
-        cdef Range ids = Range(first_id, self.pool.num_pages if stop_id is None else stop_id)
+        cdef Range ids = self.range_of(first_id, stop_id)
+        cdef PageIds group_ids = settled(groups)
         cdef Py_ssize_t num_hashes = size_of(stride, "stride", 1)
-        cdef Py_ssize_t last = min(size_of(stop, "stop"), chain.num // num_hashes)
-        cdef Py_ssize_t first = size_of(start, "start")
-        if not self.enable_caching or groups.num == 0:
-            return first if groups.num else last
-        with self.lock:
-            if last - first < RELEASE_GIL_AT:
-                return find_leading_hits(&self.pool, chain.digests, num_hashes, first, last, groups.ids, groups.num, ids)
-            with nogil:
-                last = find_leading_hits(&self.pool, chain.digests, num_hashes, first, last, groups.ids, groups.num, ids)
+        cdef Py_ssize_t wanted = size_of(stop, "stop")
+        cdef Py_ssize_t last, first = size_of(start, "start")
+        with chain.lock, self.lock:
+            last = min(wanted, chain.num // num_hashes)
+            if not self.enable_caching or group_ids.num == 0:
+                last = first if group_ids.num else last
+            elif last - first < RELEASE_GIL_AT:
+                last = find_leading_hits(
+                    &self.pool, chain.digests, num_hashes, first, last, group_ids.ids, group_ids.num, ids
+                )
+            else:
+                with nogil:
+                    last = find_leading_hits(
+                        &self.pool, chain.digests, num_hashes, first, last, group_ids.ids, group_ids.num, ids
+                    )
         return last
+
+    cdef Range range_of(self, first_id, stop_id) except *:
+        """Half-open range of page ids; None: to the end of the pool."""
+        cdef Py_ssize_t stop = self.pool.num_pages if stop_id is None else size_of(stop_id, "stop")
+        return Range(<int32_t>size_of(first_id, "start"), <int32_t>stop)
 
     def find_last_run(
         self, HashChain chain not None, stride, stop, need, PageIds groups not None, first_id=0, stop_id=None
     ) -> int:
         """End of the last `need` consecutive group pages before `stop` that hit in all `groups`; else of the leading ones."""
-        cdef Range ids = Range(first_id, self.pool.num_pages if stop_id is None else stop_id)
+        cdef Range ids = self.range_of(first_id, stop_id)
+        cdef PageIds group_ids = settled(groups)
         cdef Py_ssize_t num_hashes = size_of(stride, "stride", 1)
-        cdef Py_ssize_t last = min(size_of(stop, "stop"), chain.num // num_hashes)
-        cdef Py_ssize_t run = size_of(need, "need", 1)
+        cdef Py_ssize_t wanted = size_of(stop, "stop")
+        cdef Py_ssize_t last, run = size_of(need, "need", 1)
         if not self.enable_caching:
             return 0
-        with self.lock:
-            return find_last_run(&self.pool, chain.digests, num_hashes, last, run, groups.ids, groups.num, ids)
+        with chain.lock, self.lock:
+            last = min(wanted, chain.num // num_hashes)
+            last = find_last_run(&self.pool, chain.digests, num_hashes, last, run, group_ids.ids, group_ids.num, ids)
+        return last
 
     def fetch_hits(
         self, HashChain chain not None, stride, start, stop, group, first_id=0, stop_id=None
     ) -> PageIds:
         """The pages of one group for ``[0, stop)``: the null page before `start`, from there those cached first."""
-        cdef Range ids = Range(first_id, self.pool.num_pages if stop_id is None else stop_id)
+        cdef Range ids = self.range_of(first_id, stop_id)
         cdef Py_ssize_t i, num_hashes = size_of(stride, "stride", 1)
-        cdef Py_ssize_t last = size_of(stop, "stop", 0, chain.num // num_hashes)
+        cdef Py_ssize_t last = size_of(stop, "stop", 0, len(chain) // num_hashes)
         cdef Py_ssize_t first = size_of(start, "start", 0, last)
         cdef int32_t checked_group = group_of(group)
         cdef PageIds hits = PageIds()
         hits.reserve(last)
-        with self.lock:
-            for i in range(first):
+        with chain.lock, self.lock:
+            last = min(last, chain.num // num_hashes)
+            for i in range(last):
                 hits.ids[i] = NULL_PAGE
-            for i in range(first, last):
+            for i in range(first, last if self.enable_caching else first):
                 hits.ids[i] = find_within(&self.pool, chain.digests[(i + 1) * num_hashes - 1], checked_group, ids)
-        hits.num = last
+            hits.num = last
         return hits
-
-    def find_stale_hit(self, PageIds hits not None, HashChain chain not None, stride, group) -> int:
-        """Index of the first page, null pages aside, that is not cached under its digest any more; -1: none. O(pages)."""
-        cdef Py_ssize_t i, num_hashes = size_of(stride, "stride", 1)
-        cdef int32_t checked_group = group_of(group)
-        cdef PageIds ids = self.checked(hits)
-        for i in range(ids.num):
-            if i >= chain.num // num_hashes:
-                return i
-            if ids.ids[i] != NULL_PAGE:
-                if not has_key(&self.pool.pages[ids.ids[i]], chain.digests[(i + 1) * num_hashes - 1], checked_group):
-                    return i
-        return -1
 
     def count_shared(self, PageIds held not None, num_holders) -> int:
         """How many of the pages, from the first on, have at least `num_holders` references."""
-        cdef Py_ssize_t i, need = size_of(num_holders, "num_scheduled_requests")
-        for i in range(held.num):
-            self.check_range(held.ids[i])
-            if self.pool.pages[held.ids[i]].ref_cnt < need:
-                return i
-        return held.num
+        cdef PageIds ids = self.checked(held)
+        cdef Py_ssize_t i = 0, need = size_of(num_holders, "num_scheduled_requests")
+        with self.lock:
+            while i < ids.num and self.pool.pages[ids.ids[i]].ref_cnt >= need:
+                i += 1
+        return i
 
     # Saving and loading.
 
@@ -2707,7 +3026,7 @@ cdef class PageStore:
             "cached_group_ids": groups.to_array(),
             "cached_keys": keys.to_array().view(np.uint64).reshape(-1, 2),
             "cached_token_ids": tokens.to_array().reshape(cached_ids.num, pool.tokens_width),
-            "counters": np.array([pool.num_allocated, pool.num_freed, pool.num_evicted, pool.num_cached], dtype=np.int64),
+            "counters": np.array(counters_of(pool), dtype=np.int64),
             "num_shards": np.array([pool.num_shards], dtype=np.int64),
         }
 
@@ -2765,9 +3084,10 @@ cdef class PageStore:
         )
         if num_shards:
             store.set_shards(num_shards)
-        num_allocated, num_freed, num_evicted, num_cached = counters
+        num_allocated, num_freed, num_evicted, num_cached, num_queried, num_hit = counters
         store.pool.num_allocated, store.pool.num_freed = num_allocated, num_freed
         store.pool.num_evicted, store.pool.num_cached = num_evicted, num_cached
+        store.pool.num_queried, store.pool.num_hit = num_queried, num_hit
         return store
 
     cdef int load_queue(self, PageIds ref_counts, PageIds free_ids) except -1:
@@ -2823,6 +3143,16 @@ cdef class PageStore:
         if flaw is not None:
             raise IntegrityError(flaw)
 
+    def check_holders(self, held) -> None:
+        """IntegrityError unless all that `HeldPages` hold has as many references at least. O(num_pages + pages held)."""
+        cdef int32_t[::1] counts = np.zeros(self.pool.num_pages, dtype=np.int32)
+        cdef list groups = [<HeldPages?>group for group in held]
+        cdef str flaw
+        with self.lock:
+            flaw = self.find_flaw_in_holders(&counts[0], groups)
+        if flaw is not None:
+            raise IntegrityError(flaw)
+
     # What is wrong, or None. An exception made here, with the lock held, could set off a garbage collection that calls us.
 
     cdef str find_flaw(self):
@@ -2833,6 +3163,22 @@ cdef class PageStore:
             or self.find_flaw_in_slots()
             or self.find_flaw_in_entries()
         )
+
+    cdef str find_flaw_in_holders(self, int32_t *counts, list groups):
+        """Requests' pages lie in the pool, and no page stands in more places, those in `counts` too, than it has references."""
+        cdef HeldPages held
+        cdef Py_ssize_t i
+        for held in groups:
+            if not (0 <= held.num_skipped_pages <= held.num and 0 <= held.num_cached_pages <= held.num):
+                return f"a request has {held.num} pages, {held.num_skipped_pages} skipped, {held.num_cached_pages} cached"
+            for i in range(held.num):
+                if not 0 <= held.ids[i] < self.pool.num_pages or (i < held.num_skipped_pages and held.ids[i] != NULL_PAGE):
+                    return f"a request has page {held.ids[i]} (at {i}, {held.num_skipped_pages} skipped)"
+                counts[held.ids[i]] += 1
+        for i in range(1, self.pool.num_pages):
+            if counts[i] > self.pool.pages[i].ref_cnt:
+                return f"page {i} stands in {counts[i]} rows and requests, its ref count is {self.pool.pages[i].ref_cnt}"
+        return None
 
     cdef str describe(self, int32_t page_id):
         """A page with all its numbers."""
@@ -2992,6 +3338,146 @@ cdef class PageStore:
         return None
 
 
+cdef enum Outcome:
+    DONE
+    SHORT                     # too few pages are free
+    STALE                     # a hit has another content
+    UNTOUCHABLE               # a hit cannot be held
+    HELD_FREE                 # somebody gave a reference to a page in the free queue
+    NO_MEMORY
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class _Needs:
+    """What a request needs of a pool: gathered and made room for before the locks are taken, then taken in one go."""
+
+    cdef PageStore store
+    cdef tuple groups         # HeldPages
+    cdef list hits            # PageIds of each group; empty: no hits
+    cdef list new             # PageIds of each group, to be filled
+    cdef PageIds num_new
+    cdef HashChain chain
+    cdef PageIds strides
+    cdef PageIds group_ids
+    cdef Outcome outcome
+    cdef Py_ssize_t bad_group
+    cdef Py_ssize_t bad
+    cdef int32_t bad_page
+
+    def __init__(self, PageStore store, tuple groups, num_new_pages, hits, HashChain chain, strides, group_ids):
+        check_distinct(groups)
+        self.store = store
+        self.groups = groups
+        self.num_new = PageIds([size_of(n, "num_new_pages") for n in num_new_pages])
+        self.hits = [store.checked(<PageIds?>ids) for ids in hits]
+        self.chain = HashChain(1, bytes(16)) if chain is None else chain
+        self.strides = settled(strides) if strides is not None else PageIds()
+        self.group_ids = settled(group_ids) if group_ids is not None else PageIds()
+        self.new = [PageIds.__new__(PageIds) for _ in groups]
+        lengths = {len(groups), self.num_new.num}
+        if self.hits:
+            lengths |= {len(self.hits), self.strides.num, self.group_ids.num}
+        if len(lengths) > 1:
+            raise ArgumentError(f"groups: got {sorted(lengths)} groups, numbers, hits and keys, allowed: as many of each")
+        if any([stride < 1 for stride in self.strides.to_list()]):
+            raise ArgumentError(f"strides: got {self.strides.to_list()}, allowed: at least 1")
+
+    cdef void take(self, int32_t shard, Py_ssize_t num_reserved) noexcept:
+        """Take all or nothing, and note which. The locks of chain and store are held."""
+        cdef Pool *pool = &self.store.pool
+        cdef Py_ssize_t g, num_new = 0, num_free_hits = 0
+        cdef PageIds ids
+        for g in range(self.num_new.num):
+            num_new += self.num_new.ids[g]
+        for ids in self.hits:
+            num_free_hits += count_free(pool, ids.ids, ids.num)
+        self.outcome = self.find_obstacle(num_new + num_free_hits, num_reserved)
+        if self.outcome != DONE:
+            return
+        for ids in self.hits:
+            touch_all(pool, ids.ids, ids.num)
+        if num_new > count_free_in(pool, shard):
+            for ids in self.hits:
+                give_back(pool, ids.ids, ids.num, False)
+            self.outcome = SHORT
+            return
+        for g in range(self.num_new.num):
+            self.fill(g, shard)
+
+    cdef Outcome find_obstacle(self, Py_ssize_t num_pages, Py_ssize_t num_reserved) noexcept:
+        """What is in the way of taking `num_pages` from the free queue, hits among them; DONE: nothing."""
+        cdef Py_ssize_t g, num_more
+        for g in range(len(self.hits)):
+            if self.is_stale(g):
+                return STALE
+            if self.is_untouchable(g):
+                return UNTOUCHABLE
+        if num_pages and num_pages + num_reserved > self.store.pool.num_free:
+            return SHORT
+        self.bad_page = find_held_free(&self.store.pool, num_pages)
+        if self.bad_page != NULL_PAGE:
+            return HELD_FREE
+        for g in range(self.num_new.num):
+            num_more = self.num_new.ids[g] + ((<PageIds>self.hits[g]).num if self.hits else 0)
+            if not (<PageIds>self.new[g]).has_room_for(self.num_new.ids[g]):
+                return NO_MEMORY
+            if not (<HeldPages>self.groups[g]).has_place_for(num_more):
+                return NO_MEMORY
+        return DONE
+
+    cdef bint is_stale(self, Py_ssize_t g) noexcept:
+        """Whether a hit of a group, null pages aside, has another content by now."""
+        cdef PageIds ids = self.hits[g]
+        cdef Py_ssize_t i, stride = self.strides.ids[g]
+        self.bad_group = g
+        for i in range(ids.num):
+            self.bad = i
+            if i >= self.chain.num // stride:
+                return True
+            if ids.ids[i] != NULL_PAGE:
+                if not has_key(
+                    &self.store.pool.pages[ids.ids[i]], self.chain.digests[(i + 1) * stride - 1], self.group_ids.ids[g]
+                ):
+                    return True
+        return False
+
+    cdef bint is_untouchable(self, Py_ssize_t g) noexcept:
+        cdef PageIds ids = self.hits[g]
+        cdef Py_ssize_t bad = find_untouchable(&self.store.pool, ids.ids, ids.num)
+        if bad >= 0:
+            self.bad_page = ids.ids[bad]
+        return bad >= 0
+
+    cdef void fill(self, Py_ssize_t g, int32_t shard) noexcept:
+        """Give a group its hits and its new pages."""
+        cdef HeldPages held = self.groups[g]
+        cdef PageIds new = self.new[g]
+        cdef PageIds ids
+        if self.hits:
+            ids = self.hits[g]
+            if ids.num:
+                held.put(ids.ids, ids.num)
+                held.num_cached_pages = held.num
+        self.store.take_into(new, self.num_new.ids[g], shard)
+        held.put(new.ids, new.num)
+
+    cdef object result(self):
+        """The new pages, None if there were too few, or the error."""
+        if self.outcome == STALE:
+            page_id = (<PageIds>self.hits[self.bad_group]).ids[self.bad]
+            raise PageHashError(
+                f"page {page_id} (at {self.bad} of group {self.group_ids.ids[self.bad_group]}) does not hold this prefix: "
+                "look it up again, right before allocate_slots"
+            )
+        if self.outcome == UNTOUCHABLE:
+            self.store.refuse_touch(self.bad_page)
+        if self.outcome == NO_MEMORY:
+            raise MemoryError("the ids of the pages of a request")
+        self.store.check_untaken(self.bad_page)
+        return tuple(self.new) if self.outcome == DONE else None
+
+
 @cython.final
 cdef class CachePage:
     """A view of one page's record. ``pool.pages[i]`` gives it; equal pages are the same object.
@@ -3010,7 +3496,10 @@ cdef class CachePage:
 
     def __init__(self, page_id, ref_cnt=0):
         """`ref_cnt` must not be negative."""
-        cdef PageStore store = PageStore(2, True, False)
+        cdef PageStore store
+        if self.store is not None:
+            raise ArgumentError("a page is made once")
+        store = PageStore(2, True, False)
         self.page_id = as_index(page_id)
         self.store = store
         self.index = 1
@@ -3021,10 +3510,16 @@ cdef class CachePage:
     def __reduce__(self):
         raise TypeError("a CachePage is a view of its pool and cannot be pickled")
 
+    @cython.critical_section
+    cdef void settle(self, PageStore store, int32_t index) noexcept:
+        """Become a view of another record."""
+        self.store = store
+        self.index = index
+
     @property
     def ref_cnt(self) -> int:
         """References held to the page; 0: free. Settable, never negative."""
-        return self.store.pool.pages[self.index].ref_cnt
+        return self.store.record(self.index).ref_cnt
 
     @ref_cnt.setter
     def ref_cnt(self, value):
@@ -3032,13 +3527,13 @@ cdef class CachePage:
 
     def incr_ref(self) -> None:
         """One reference more."""
-        self.store.set_ref_count(self.index, self.ref_cnt + 1)
+        if not self.store.add_reference(self.index, 1):
+            raise ArgumentError(f"page {self.page_id} has {self.ref_cnt} references, allowed: fewer than {INT32_MAX}")
 
     def decr_ref(self) -> None:
         """One reference less; DoubleFreeError at 0. The page does not enter the free queue: `PagePool.free_pages` does that."""
-        if self.ref_cnt == 0:
+        if not self.store.add_reference(self.index, -1):
             raise DoubleFreeError(f"page {self.page_id} has no reference to give back")
-        self.store.set_ref_count(self.index, self.ref_cnt - 1)
 
     @property
     def page_hash(self):
@@ -3184,41 +3679,6 @@ cdef class TableRows:
                 raise PageIdError(f"page id: got {ids[i]} (at {i}), allowed: at least 0")
         raise RowOverflowError(f"row {row} has {start} pages, {n} more were given, allowed: {self.rows.num_columns} in all")
 
-    # With numbers that were checked: what both one group and several do.
-
-    cdef int replace_at(self, Py_ssize_t row, PageIds ids) except -1:
-        with self.lock:
-            clear_one(&self.rows, row)
-            append_ids(&self.rows, row, ids.ids, ids.num)
-            self.rows.version += 1
-        return 0
-
-    cdef int clear_at(self, Py_ssize_t row) except -1:
-        with self.lock:
-            clear_one(&self.rows, row)
-            self.rows.version += 1
-        return 0
-
-    cdef int move_at(self, Py_ssize_t source, Py_ssize_t target) except -1:
-        with self.lock:
-            copy_row(&self.rows, source, target)
-            self.rows.version += 1
-        return 0
-
-    cdef int swap_at(self, Py_ssize_t source, Py_ssize_t target) except -1:
-        with self.lock:
-            swap_rows(&self.rows, source, target)
-            self.rows.version += 1
-        return 0
-
-    cdef int mark_at(self, PageIds rows) except -1:
-        cdef Py_ssize_t i
-        with self.lock:
-            for i in range(rows.num):
-                mark(&self.rows, rows.ids[i], 0, self.rows.num_columns)
-            self.rows.version += 1
-        return 0
-
     cdef PageIds checked_rows(self, object rows):
         """The numbers of `rows`, all for None."""
         numbers = range(self.rows.num_rows) if rows is None else rows
@@ -3251,23 +3711,29 @@ cdef class TableRows:
         cdef Py_ssize_t row = self.checked_row(row_idx)
         cdef PageIds ids = as_page_ids(page_ids)
         self.check_fits(row, ids)
-        self.replace_at(row, ids)
+        with self.lock:
+            replace_row(&self.rows, row, ids.ids, ids.num)
 
     def clear_row(self, row_idx) -> None:
         """Empty a row. O(pages that it had)."""
-        self.clear_at(self.checked_row(row_idx))
+        cdef Py_ssize_t row = self.checked_row(row_idx)
+        with self.lock:
+            clear_one(&self.rows, row)
 
     def move_row(self, src, tgt) -> None:
         """Copy a row over another, whose rest becomes zero; the source stays. O(pages of both)."""
         cdef Py_ssize_t source = self.checked_row(src)
         cdef Py_ssize_t target = self.checked_row(tgt)
         self.check_count(source)
-        self.move_at(source, target)
+        with self.lock:
+            copy_row(&self.rows, source, target)
 
     def swap_row(self, src, tgt) -> None:
         """Exchange two rows. O(pages of both)."""
         cdef Py_ssize_t source = self.checked_row(src)
-        self.swap_at(source, self.checked_row(tgt))
+        cdef Py_ssize_t target = self.checked_row(tgt)
+        with self.lock:
+            swap_rows(&self.rows, source, target)
 
     def append_rows_batch(self, page_ids_per_req, req_indices) -> None:
         """`append_row` for a list of ids each and a row each, in order; rows may repeat. All or nothing. O(ids)."""
@@ -3278,7 +3744,9 @@ cdef class TableRows:
 
     def mark_dirty(self, rows=None) -> None:
         """Say that the user wrote into `page_table_cpu` himself: in these rows (a list or an array), or in all."""
-        self.mark_at(self.checked_rows(rows))
+        cdef PageIds row_ids = self.checked_rows(rows)
+        with self.lock:
+            mark_rows(&self.rows, row_ids.ids, row_ids.num)
 
     def slot_mapping(self, rows, positions, page_size) -> np.ndarray:
         """Slots of tokens: ``table[row, position // page_size] * page_size + position % page_size``, int32 ``[num_tokens]``.
@@ -3296,7 +3764,8 @@ cdef class TableRows:
         result = np.empty(at.num, dtype=INT32)
         if at.num:
             slots = result
-            bad = map_slots(&self.rows, row_ids.ids, at.ids, &slots[0], at.num, size)
+            with self.lock:
+                bad = map_slots(&self.rows, row_ids.ids, at.ids, &slots[0], at.num, size)
             if bad < at.num:
                 self.refuse_slot(bad, row_ids.ids[bad], at.ids[bad], size)
         return result
@@ -3311,13 +3780,65 @@ cdef class TableRows:
             f"allowed: rows below {self.rows.num_rows}, positions below {num_positions}"
         )
 
+    def check(self) -> None:
+        """IntegrityError names the first row that is wrong: its count outside the table or its reach, a negative id among its
+        pages, anything behind its reach, or windows to be sent in a row that says there are none. O(table).
+        """
+        cdef str flaw
+        with self.lock:
+            flaw = self.find_flaw()
+        if flaw is not None:
+            raise IntegrityError(flaw)
+
+    cdef str find_flaw(self):
+        cdef Rows *rows = &self.rows
+        cdef Py_ssize_t row, i, num_dirty
+        cdef int32_t *ids
+        for row in range(rows.num_rows):
+            ids = rows.table + row * rows.num_columns
+            if not 0 <= rows.num_pages[row] <= rows.extent[row] <= rows.num_columns:
+                return f"row {row} has {rows.num_pages[row]} pages, reaches to {rows.extent[row]} of {rows.num_columns} columns"
+            for i in range(rows.num_pages[row]):
+                if ids[i] < 0:
+                    return f"row {row}: page {ids[i]} (at {i}), allowed: at least 0"
+            for i in range(rows.extent[row], rows.num_columns):
+                if ids[i] != 0:
+                    return f"row {row}: page {ids[i]} (at {i}) behind the row's reach, {rows.extent[row]}; no mark_dirty?"
+            num_dirty = 0
+            for i in range(row * rows.num_windows, (row + 1) * rows.num_windows):
+                num_dirty += rows.is_dirty[i]
+            if num_dirty and not rows.is_row_dirty[row]:
+                return f"row {row} has {num_dirty} windows to be sent, and is not marked"
+        return None
+
     # For the device side.
+
+    def find_unsent(self, device_table) -> tuple | None:
+        """Row and column of the first id that differs from `device_table`, int32 of the table's shape, in a window that counts
+        as sent; None if there is none. O(table).
+        """
+        cdef Rows *rows = &self.rows
+        cdef const int32_t[:, ::1] view = np.ascontiguousarray(device_table, dtype=np.int32)
+        cdef Py_ssize_t row, column, bad_row = -1, bad_column = 0
+        if view.shape[0] != rows.num_rows or view.shape[1] != rows.num_columns:
+            raise ArgumentError(
+                f"device_table: got {view.shape[0]} x {view.shape[1]}, allowed: {rows.num_rows} x {rows.num_columns}"
+            )
+        with self.lock:
+            for row in range(rows.num_rows):
+                for column in range(rows.num_columns):
+                    if rows.table[row * rows.num_columns + column] != view[row, column]:
+                        if not is_unsent(rows, row, column) and bad_row < 0:
+                            bad_row, bad_column = row, column
+        return None if bad_row < 0 else (bad_row, bad_column)
 
     def count_dirty_windows(self, start, stop) -> int:
         """Windows in rows ``[start, stop)`` that were not sent yet."""
         cdef Py_ssize_t last = size_of(stop, "num_reqs", 0, self.rows.num_rows)
-        cdef Py_ssize_t first = size_of(start, "start", 0, self.rows.num_rows)
-        return count_dirty(&self.rows, first, last)
+        cdef Py_ssize_t count, first = size_of(start, "start", 0, self.rows.num_rows)
+        with self.lock:
+            count = count_dirty(&self.rows, first, last)
+        return count
 
     def copy_aligned(self) -> np.ndarray:
         """A fresh copy of the whole table, which counts as sent."""
@@ -3336,7 +3857,11 @@ cdef class TableRows:
             for row in range(self.rows.num_rows):
                 clear_one(&self.rows, row)
             clean(&self.rows, self.rows.num_rows)
-            self.rows.version += 1
+
+
+cdef tuple in_lock_order(tuple tables):
+    """The order in which everybody takes the locks of several tables, so that nobody waits for ever."""
+    return tables if len(tables) == 1 else tuple(sorted(tables, key=id))
 
 
 @cython.final
@@ -3346,7 +3871,7 @@ cdef class _Appends:
 
     cdef Append *items
     cdef Py_ssize_t num
-    cdef tuple tables
+    cdef tuple lock_order
     cdef list requests
     cdef list row_ids
     cdef list held       # keeps the ids alive
@@ -3354,7 +3879,7 @@ cdef class _Appends:
 
     def __init__(self, tuple tables, list requests, rows):
         """Room for one append for each request and table."""
-        self.tables = tables
+        self.lock_order = in_lock_order(tables)
         self.requests = requests
         self.row_ids = as_list(rows.tolist() if isinstance(rows, ndarray) else rows, "req_indices")
         self.held = []
@@ -3380,10 +3905,10 @@ cdef class _Appends:
         """Do all, or raise what is wrong with the first that does not fit."""
         cdef TableRows table
         cdef Py_ssize_t num_done
-        for table in self.tables:
+        for table in self.lock_order:
             table.lock.acquire()
         num_done = append_all(self.items, self.num)
-        for table in self.tables:
+        for table in self.lock_order:
             table.lock.release()
         if num_done < self.num:
             self.refuse(num_done)
@@ -3410,15 +3935,24 @@ cdef class GroupedRows:
     """The host tables of several cache groups with the same rows. Each call changes all of them, or none."""
 
     cdef readonly tuple page_tables
+    cdef tuple lock_order
+
+    def __cinit__(self, *args, **kwargs):
+        self.page_tables = ()
+        self.lock_order = ()
 
     def __init__(self, page_tables):
         """`page_tables` are `TableRows` with the same number of rows, none of them twice."""
-        self.page_tables = tuple(as_list(page_tables, "page_tables"))
-        for table in self.page_tables:
-            if not isinstance(table, TableRows) or table.max_num_reqs != self.page_tables[0].max_num_reqs:
+        tables = as_list(page_tables, "page_tables")
+        if self.page_tables:
+            raise ArgumentError("the tables of groups are given once")
+        for table in tables:
+            if not isinstance(table, TableRows) or table.max_num_reqs != tables[0].max_num_reqs:
                 raise ArgumentError("page_tables: allowed: page tables with one number of rows")
-        if len({id(table) for table in self.page_tables}) != len(self.page_tables):
+        if len({id(table) for table in tables}) != len(tables):
             raise ArgumentError("page_tables: got one twice, allowed: each once")
+        self.lock_order = in_lock_order(tuple(tables))
+        self.page_tables = tuple(tables)
 
     def __reduce__(self):
         raise TypeError("a page table cannot be pickled")
@@ -3428,6 +3962,14 @@ cdef class GroupedRows:
 
     def __getitem__(self, i):
         return self.page_tables[i]
+
+    cdef void acquire(self) noexcept:
+        for table in self.lock_order:
+            (<TableRows>table).lock.acquire()
+
+    cdef void let_go(self) noexcept:
+        for table in self.lock_order:
+            (<TableRows>table).lock.release()
 
     cdef Py_ssize_t checked_row(self, object row) except -1:
         """All groups have the same rows; without groups any number will do."""
@@ -3449,17 +3991,22 @@ cdef class GroupedRows:
     def add_row(self, page_ids, row_idx) -> None:
         """Replace a row by a list of page ids for each group."""
         cdef Py_ssize_t row = self.checked_row(row_idx)
+        cdef Py_ssize_t g
         cdef list groups = [as_page_ids(ids) for ids in by_group_of(page_ids, len(self.page_tables))]
         for table, ids in zip(self.page_tables, groups, strict=True):
             (<TableRows>table).check_fits(row, ids)
-        for table, ids in zip(self.page_tables, groups, strict=True):
-            (<TableRows>table).replace_at(row, ids)
+        self.acquire()
+        for g in range(len(groups)):
+            replace_row(&(<TableRows>self.page_tables[g]).rows, row, (<PageIds>groups[g]).ids, (<PageIds>groups[g]).num)
+        self.let_go()
 
     def clear_row(self, row_idx) -> None:
         """Empty a row in all groups."""
         cdef Py_ssize_t row = self.checked_row(row_idx)
+        self.acquire()
         for table in self.page_tables:
-            (<TableRows>table).clear_at(row)
+            clear_one(&(<TableRows>table).rows, row)
+        self.let_go()
 
     def move_row(self, src, tgt) -> None:
         """Copy a row over another in all groups; the source stays."""
@@ -3467,23 +4014,29 @@ cdef class GroupedRows:
         cdef Py_ssize_t target = self.checked_row(tgt)
         for table in self.page_tables:
             (<TableRows>table).check_count(source)
+        self.acquire()
         for table in self.page_tables:
-            (<TableRows>table).move_at(source, target)
+            copy_row(&(<TableRows>table).rows, source, target)
+        self.let_go()
 
     def swap_row(self, src, tgt) -> None:
         """Exchange two rows in all groups."""
         cdef Py_ssize_t source = self.checked_row(src)
         cdef Py_ssize_t target = self.checked_row(tgt)
+        self.acquire()
         for table in self.page_tables:
-            (<TableRows>table).swap_at(source, target)
+            swap_rows(&(<TableRows>table).rows, source, target)
+        self.let_go()
 
     def mark_dirty(self, rows=None) -> None:
         """Say that the user wrote into the host tables himself: in these rows, or in all."""
         cdef PageIds checked
         if self.page_tables:
             checked = (<TableRows>self.page_tables[0]).checked_rows(rows)
+            self.acquire()
             for table in self.page_tables:
-                (<TableRows>table).mark_at(checked)
+                mark_rows(&(<TableRows>table).rows, checked.ids, checked.num)
+            self.let_go()
 
 
 @cython.final
@@ -3613,6 +4166,7 @@ cdef class RunningRows:
     cdef Batch batch
     cdef PageStore store
     cdef tuple tables               # one TableRows a group
+    cdef tuple lock_order           # the same in the order in which everybody locks them
     cdef list buffers               # the arrays that `batch` points into
     cdef list extra_key_bytes       # by row: the bytes that `batch.extra_keys` points into
     cdef bytes key
@@ -3635,7 +4189,8 @@ cdef class RunningRows:
             raise ArgumentError("the rows of a batch are made once")
         self.store = store
         self.key = key
-        self.tables = tuple(tables)
+        self.tables = tuple([<TableRows?>item for item in tables])
+        self.lock_order = in_lock_order(self.tables)
         self.buffers = []
         self.num_shards = <int32_t>size_of(num_shards, "data_parallel_size", 0)
         self.batch.groups = <Group *>calloc(max(1, len(self.tables)), sizeof(Group))
@@ -3725,33 +4280,25 @@ cdef class RunningRows:
 
     # Locks: rows first, then the store, then the tables. While they are held no Python object is made.
 
-    cdef bint acquire(self) noexcept:
-        """Take all locks. False, and none taken, if the pool is divided otherwise than the rows are bound to."""
-        self.lock.acquire()
-        self.store.lock.acquire()
-        for table in self.tables:
-            (<TableRows>table).lock.acquire()
-        if self.num_shards and self.store.pool.num_shards != self.num_shards:
-            self.let_go()
-            return False
-        return True
-
     cdef void let_go(self) noexcept:
-        for table in self.tables:
+        for table in self.lock_order:
             (<TableRows>table).lock.release()
         self.store.lock.release()
         self.lock.release()
 
     cdef int enter_call(self) except -1:
-        """Take all locks, after the pool is divided as the rows need it: another user of the pool may want other shards."""
+        """Take all locks, with the pool divided as the rows need it."""
         if not self.batch.num_rows:
             raise ArgumentError("the batch was not made: its constructor did not run, or failed")
-        for _ in range(100):
-            if self.num_shards:
-                self.store.set_shards(self.num_shards)
-            if self.acquire():
-                return 0
-        raise IntegrityError(f"the pool is divided into {self.store.pool.num_shards} shards again and again by somebody else")
+        self.lock.acquire()
+        try:
+            self.store.lock_divided(self.num_shards)
+        except BaseException:
+            self.lock.release()
+            raise
+        for table in self.lock_order:
+            (<TableRows>table).lock.acquire()
+        return 0
 
     # Growing.
 
@@ -3984,6 +4531,8 @@ cdef class RunningRows:
         self.extra_key_bytes[row] = None
 
     cdef Py_ssize_t checked_row(self, object row) except -1:
+        if not self.batch.num_rows:
+            raise ArgumentError("the batch was not made: its constructor did not run, or failed")
         return (<TableRows>self.tables[0]).checked_row(row)
 
     def move_row(self, src, tgt) -> None:
@@ -4109,7 +4658,7 @@ cdef class RunningRows:
         cdef int32_t num_hits = 0
         cdef int32_t held_free = NULL_PAGE
         cdef bint is_stale, has_room
-        cdef int32_t checked_shard = self.store.checked_shard(shard)
+        cdef int32_t checked_shard = as_shard(shard, self.num_shards)
         if find_hits is not None and self.batch.hash_page_size:
             hits, num_hit_tokens = self.look_up(row, num_known, find_hits)
             num_hits = <int32_t>size_of(num_hit_tokens, "num_hit_tokens", 0, num_known - 1)
@@ -4136,8 +4685,9 @@ cdef class RunningRows:
         try:
             return find_hits(chain, num_known)
         finally:
-            chain.digests = NULL
-            chain.num = 0
+            with chain.lock:
+                chain.digests = NULL
+                chain.num = 0
 
     cdef int check_hits(self, tuple hits, int32_t num_hits) except -1:
         """Hits of every group, as long as they say, within the pool."""
@@ -4205,73 +4755,89 @@ cdef class RunningRows:
         return ids
 
     def check_rows(self, held_elsewhere) -> None:
-        """IntegrityError unless rows, tables and ref counts agree. `held_elsewhere` are `PageIds` of others who hold pages."""
+        """IntegrityError unless rows, tables and ref counts agree. `held_elsewhere` are `HeldPages` of others. O(table)."""
         cdef int32_t[::1] counts = np.zeros(self.store.pool.num_pages, dtype=np.int32)
-        cdef list others = [self.store.checked(ids) for ids in held_elsewhere]
+        cdef list others = [<HeldPages?>held for held in held_elsewhere]
+        cdef str flaw
         self.enter_call()
-        try:
-            self.check_all(counts, others)
-        finally:
-            self.let_go()
+        flaw = self.find_flaw(&counts[0]) or self.store.find_flaw_in_holders(&counts[0], others)
+        self.let_go()
+        if flaw is not None:
+            raise IntegrityError(flaw)
 
-    cdef int check_all(self, int32_t[::1] counts, list others) except -1:
-        cdef PageIds ids
-        cdef Py_ssize_t i, row, g
+    cdef str find_flaw(self, int32_t *counts):
+        """What is wrong with a row, or None; counts the pages of those that are right."""
+        cdef Py_ssize_t row, g, i
+        cdef str flaw
         for row in range(self.batch.num_rows):
-            self.check_counts(row)
+            flaw = self.find_flaw_in_counts(row)
             for g in range(self.batch.num_groups):
-                self.check_row(row, g)
-                for i in range(self.batch.groups[g].held[row].num_pages):
-                    counts[ids_of(&self.batch.groups[g], row)[i]] += 1
-        for ids in others:
-            for i in range(ids.num):
-                counts[ids.ids[i]] += 1
-        for i in range(1, self.store.pool.num_pages):
-            if counts[i] > self.store.pool.pages[i].ref_cnt:
-                count = self.store.pool.pages[i].ref_cnt
-                raise IntegrityError(f"page {i} stands in {counts[i]} rows and requests, its ref count is {count}")
+                if flaw is None:
+                    flaw = self.find_flaw_in_pages(row, g)
+                if flaw is None:
+                    for i in range(self.batch.groups[g].held[row].num_pages):
+                        counts[ids_of(&self.batch.groups[g], row)[i]] += 1
+            if flaw is not None:
+                return flaw
+        return None
 
-    cdef int check_counts(self, Py_ssize_t row) except -1:
+    cdef str find_flaw_in_counts(self, Py_ssize_t row):
         cdef Batch *batch = &self.batch
-        cdef int32_t planned, event = batch.states[row].next_event
-        if not 0 <= batch.states[row].num_computed <= batch.states[row].num_tokens <= batch.max_num_tokens:
-            raise IntegrityError(
-                f"row {row} has {batch.states[row].num_tokens} tokens, {batch.states[row].num_computed} of them computed, "
+        cdef RowState *state = &batch.states[row]
+        cdef int32_t planned, event = state.next_event
+        if not 0 <= state.num_computed <= state.num_tokens <= batch.max_num_tokens:
+            return (
+                f"row {row} has {state.num_tokens} tokens, {state.num_computed} of them computed, "
                 f"allowed: at most {batch.max_num_tokens}"
             )
-        if batch.states[row].is_admitted:
+        if state.is_admitted:
             plan_next_event(batch, row)
-        planned, batch.states[row].next_event = batch.states[row].next_event, event
+        planned, state.next_event = state.next_event, event
         if planned != event:
-            raise IntegrityError(f"row {row}: the next event is at {event} tokens, allowed: {planned}")
-        return 0
+            return f"row {row}: the next event is at {event} tokens, allowed: {planned}"
+        if state.is_admitted and batch.hash_page_size and not self.has_right_digests(row):
+            return f"row {row}: {state.num_hashed} pages are hashed, otherwise than its {state.num_tokens} tokens would be"
+        return None
 
-    cdef int check_row(self, Py_ssize_t row, Py_ssize_t g) except -1:
+    cdef bint has_right_digests(self, Py_ssize_t row) noexcept:
+        """Whether the row's digests are those that its tokens and extra keys give. O(tokens)."""
+        cdef Batch *batch = &self.batch
+        cdef const ExtraKey *key = batch.extra_keys[row]
+        cdef Digest parent = Digest(0, 0)
+        cdef int32_t i, num_hashed = batch.states[row].num_hashed
+        if not 0 <= num_hashed <= batch.states[row].num_tokens // batch.hash_page_size:
+            return False
+        for i in range(num_hashed):
+            parent = hash_page_of(batch, row, i, parent, &key)
+            if memcmp(&parent, &digests_of(batch, row)[i], sizeof(Digest)) != 0:
+                return False
+        return True
+
+    cdef str find_flaw_in_pages(self, Py_ssize_t row, Py_ssize_t g):
         """A row's pages are those of its tokens, lie in the pool, and stand in the table."""
         cdef Group *group = &self.batch.groups[g]
         cdef Held *held = &group.held[row]
         cdef const int32_t *ids = ids_of(group, row)
         cdef const int32_t *shown = group.rows.table + row * group.num_columns
         cdef Py_ssize_t i
+        cdef int32_t last = self.store.pool.num_pages - 1
         if not pages_for(&group.rules, self.batch.states[row].num_computed) <= held.num_pages <= group.num_columns:
-            num_tokens = self.batch.states[row].num_computed
-            raise IntegrityError(f"row {row}, group {g}: {held.num_pages} pages for {num_tokens} tokens")
+            return f"row {row}, group {g}: {held.num_pages} pages for {self.batch.states[row].num_computed} tokens"
         if not 0 <= held.num_skipped <= held.num_pages or not 0 <= held.num_cached <= held.num_pages:
-            raise IntegrityError(
-                f"row {row}, group {g}: {held.num_pages} pages, {held.num_skipped} skipped, {held.num_cached} cached"
-            )
+            return f"row {row}, group {g}: {held.num_pages} pages, {held.num_skipped} skipped, {held.num_cached} cached"
         for i in range(held.num_pages):
-            self.store.check_range(ids[i])
+            if not 0 <= ids[i] <= last:
+                return f"row {row}, group {g}: page {ids[i]} (at {i}), allowed: 0 to {last}"
             if ids[i] == NULL_PAGE and i and ids[i - 1] != NULL_PAGE:
-                raise IntegrityError(f"row {row}, group {g}: the null page stands behind page {ids[i - 1]} (at {i})")
+                return f"row {row}, group {g}: the null page stands behind page {ids[i - 1]} (at {i})"
         if group.rows.num_pages[row] != held.num_pages:
-            raise IntegrityError(f"row {row}, group {g}: {held.num_pages} pages, the table says {group.rows.num_pages[row]}")
+            return f"row {row}, group {g}: {held.num_pages} pages, the table says {group.rows.num_pages[row]}"
         for i in range(group.num_columns):
             if shown[i] != (ids[i] if i < held.num_pages else 0):
-                raise IntegrityError(
+                return (
                     f"row {row}, group {g}: page {ids[i] if i < held.num_pages else 0} (at {i}), the table says {shown[i]}"
                 )
-        return 0
+        return None
 
 
 cdef int check_lengths(PageIds tokens, PageIds rows) except -1:

@@ -2,12 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import repeat
 from math import gcd, lcm
 
 from pagepool._core import HashChain, HeldPages, PageIds
 from pagepool.attention import PrefixQuery, SingleTypeCacheManager, get_manager_for_kv_cache_spec
-from pagepool.errors import ArgumentError, PageHashError
+from pagepool.errors import ArgumentError
 from pagepool.page_pool import PagePool
 from pagepool.specs import CacheGroupSpec
 
@@ -42,6 +41,10 @@ class RequestPages:
         """Holds nothing yet in the group of any manager. ``by_group`` pairs each manager with the pages of its group."""
         self.groups = tuple([HeldPages() for _ in managers])
         self.by_group = tuple(zip(managers, self.groups, strict=True))
+        self.forget_thresholds()
+
+    def forget_thresholds(self) -> None:
+        """Let everything be looked at anew."""
         self.num_room_tokens = 0
         self.num_next_full_tokens = 1
         self.num_next_skip_tokens = 0
@@ -79,6 +82,8 @@ class CacheCoordinator(ABC):
         self.hash_page_size = gcd(*(manager.page_size for manager in cached)) or 1
         for manager in cached:
             manager.num_hashes_per_page = manager.page_size // self.hash_page_size
+        self._strides = PageIds([manager.num_hashes_per_page for manager in self.single_type_managers])
+        self._group_ids = PageIds([manager.kv_cache_group_id for manager in self.single_type_managers])
 
     # What requests hold.
 
@@ -86,6 +91,10 @@ class CacheCoordinator(ABC):
         """The ids of a request's pages, for each group; empty for an unknown request."""
         held = self.requests.get(request_id)
         return tuple(PageIds() for _ in self.single_type_managers) if held is None else held.groups
+
+    def get_all_held(self) -> list[HeldPages]:
+        """What all requests hold, in any group."""
+        return [group for held in self.requests.values() for group in held.groups]
 
     def count_pages_to_allocate(self, held: RequestPages, num_tokens: int, hits: Sequence[PageIds]) -> list[int]:
         """New pages that each group needs so that `num_tokens` tokens have a slot, the hits being attached."""
@@ -102,40 +111,22 @@ class CacheCoordinator(ABC):
             first_useful_page = manager.find_first_useful_page(group, num_computed_tokens)
             self.page_pool.store.skip(group, max(0, first_useful_page))
 
-    def check_hits(self, chain: HashChain, hits: Sequence[PageIds]) -> None:
-        """PageHashError if a page was handed to somebody else, or dropped from the index, since it was hit. O(pages)."""
-        for manager, ids in zip(self.single_type_managers, hits, strict=True):
-            stale = self.page_pool.store.find_stale_hit(ids, chain, manager.num_hashes_per_page, manager.kv_cache_group_id)
-            if stale >= 0:
-                raise PageHashError(
-                    f"page {ids[stale]} (at {stale} of group {manager.kv_cache_group_id}) does not hold this prefix: "
-                    "look it up again, right before allocate_slots"
-                )
-
-    def count_free_hits(self, hits: Sequence[PageIds]) -> int:
-        """How many of the hit pages are in the free queue, and would leave it."""
-        return sum([self.page_pool.store.count_free(ids) for ids in hits if ids])
-
-    def touch_hits(self, hits: Sequence[PageIds]) -> None:
-        """Take a reference to each hit page."""
-        for ids in hits:
-            if ids:
-                self.page_pool.store.touch(ids)
-
-    def give_back_hits(self, hits: Sequence[PageIds]) -> None:
-        """Undo `touch_hits`; the pages count as used just now."""
-        for ids in hits:
-            self.page_pool.store.give_back(ids)
-
-    def attach_hits(self, held: RequestPages, hits: Sequence[PageIds]) -> None:
-        """Make touched hit pages the first pages of a request."""
-        for group, ids in zip(held.groups, hits, strict=True):
-            if ids:
-                self.page_pool.store.hold_hits(group, ids)
-
-    def allocate_new_pages(self, held: RequestPages, num_pages: Sequence[int], shard: int | None) -> tuple[PageIds, ...]:
-        """Take that many pages for each group, of which there are enough, and return them."""
-        return tuple(map(self.page_pool.store.hold_new, held.groups, num_pages, repeat(shard)))
+    def take_pages(
+        self,
+        held: RequestPages,
+        num_new_pages: Sequence[int],
+        hits: Sequence[PageIds],
+        chain: HashChain | None,
+        shard: tuple[int, int] | None,
+        num_reserved_pages: int,
+    ) -> tuple[PageIds, ...] | None:
+        """Give a request its hits, which are cached under `chain`, and that many new pages of each group, from one shard of so
+        many. The new pages; None, and nothing taken, if too few are free. All in one native call, which nothing interrupts.
+        """
+        shard_id, num_shards = shard or (None, 0)
+        return self.page_pool.store.take_for(
+            held.groups, num_new_pages, hits, chain, self._strides, self._group_ids, shard_id, num_shards, num_reserved_pages
+        )
 
     def count_cached_hashes(self, held: RequestPages) -> int:
         """Leading hashes whose pages need no entry any more, in any group."""
@@ -171,10 +162,8 @@ class CacheCoordinator(ABC):
         held = self.requests.get(request_id)
         if held is None:
             return
-        ids = PageIds()
-        for group in reversed(held.groups):
-            ids.extend(group)
-        self.page_pool.store.give_back(ids, tail_first=True)
+        held.forget_thresholds()  # first, for an interrupt may come before the request is forgotten
+        self.page_pool.store.give_back_held(held.groups)
         del self.requests[request_id]
 
     def get_num_common_prefix_pages(self, request_id: str, num_scheduled_requests: int) -> list[int]:
@@ -242,11 +231,11 @@ class HybridCacheCoordinator(CacheCoordinator):
 
     def _group_by_hit_class(self) -> list[tuple[SingleTypeCacheManager, PageIds]]:
         """A manager and the group ids of each kind; full attention first, since it bounds the others at the least cost."""
-        kinds: dict[tuple[object, ...], tuple[SingleTypeCacheManager, PageIds]] = {}
+        kinds: dict[tuple[object, ...], list[SingleTypeCacheManager]] = {}
         for manager in self.single_type_managers:
-            _, group_ids = kinds.setdefault(manager.hit_class, (manager, PageIds()))
-            group_ids.extend([manager.kv_cache_group_id])
-        return sorted(kinds.values(), key=lambda kind: not kind[0].is_prefix_closed)
+            kinds.setdefault(manager.hit_class, []).append(manager)
+        groups = [(kind[0], PageIds([manager.kv_cache_group_id for manager in kind])) for kind in kinds.values()]
+        return sorted(groups, key=lambda group: not group[0].is_prefix_closed)
 
     def find_longest_cache_hit(
         self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE

@@ -10,6 +10,7 @@ jax is imported when a device copy is first asked for.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import TableRows, pack_dirty_windows
-from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
 
 if TYPE_CHECKING:
     import jax
@@ -33,6 +34,9 @@ SMALLEST_PAYLOAD = 16
 
 FULL_UPLOAD_SHARE = 16
 """Above one part in so many of a table the whole of it is sent: it is cheaper then."""
+
+COMMIT_LOCK = threading.RLock()
+"""Commits are made one after another, for two that donate one array would lose it."""
 
 Int32Array = npt.NDArray[np.int32]
 Payload = tuple[Int32Array, Int32Array]
@@ -53,8 +57,8 @@ class DeviceTable(TableRows):
     """A host table, and its copy on the device.
 
     With `donate` a commit updates the device array in place and the arrays returned before become invalid; steps that are under
-    way and read them are safe. Without, a commit copies the table and old arrays stay. Commits are to come from one thread at a
-    time; rows may change in others meanwhile.
+    way and read them are safe. Without, a commit copies the table and old arrays stay. Commits of several threads are made one
+    after another; rows may change in others meanwhile.
     """
 
     def __init__(
@@ -79,9 +83,13 @@ class DeviceTable(TableRows):
     @property
     def page_table(self) -> jax.Array:
         """The device array as of the last commit, int32, zeros before the first. ImportError without jax."""
-        if self._array is None:
-            self._array = upload(np.zeros_like(self.page_table_cpu), self.sharding)
-        return self._array
+        array = self._array
+        if array is None:
+            with COMMIT_LOCK:
+                if self._array is None:
+                    self._array = upload(np.zeros_like(self.page_table_cpu), self.sharding)
+                array = self._array
+        return array
 
     def upload_all(self) -> None:
         """Send the whole host table."""
@@ -95,8 +103,25 @@ class DeviceTable(TableRows):
 
     def clear(self) -> None:
         """Empty all rows, on the host and on the device."""
-        self._array = None  # zeros again, when it is asked for
-        self.clear_rows()
+        with COMMIT_LOCK:
+            try:
+                self.clear_rows()
+                self._array = None  # zeros again, when it is asked for
+            except BaseException:
+                self.distrust()
+                raise
+
+    def check(self) -> None:
+        """IntegrityError names the first row that is wrong on the host, or whose ids on the device are others than those sent.
+        O(table), and a copy of it from the device where that holds one.
+        """
+        super().check()
+        with COMMIT_LOCK:
+            if self._array is not None and self.sharding.is_fully_addressable:
+                unsent = self.find_unsent(np.asarray(self._array))
+                if unsent is not None:
+                    row, column = unsent
+                    raise IntegrityError(f"row {row}, column {column}: the device has another page, which counts as sent")
 
 
 def is_lost(array: jax.Array) -> bool:
@@ -143,15 +168,16 @@ def commit_tables(tables: tuple[DeviceTable, ...], num_reqs: int) -> tuple[jax.A
 
     The windows count as unsent again if sending them fails. O(dirty windows + rows).
     """
-    num_dirty = sum([table.count_dirty_windows(0, num_reqs) for table in tables])
-    if num_dirty:
-        try:
-            send(tables, num_reqs, num_dirty)
-        except BaseException:
-            for table in tables:
-                table.distrust()
-            raise
-    return tuple([table.page_table for table in tables])
+    with COMMIT_LOCK:
+        num_dirty = sum([table.count_dirty_windows(0, num_reqs) for table in tables])
+        if num_dirty:
+            try:
+                send(tables, num_reqs, num_dirty)
+            except BaseException:
+                for table in tables:
+                    table.distrust()
+                raise
+        return tuple([table.page_table for table in tables])
 
 
 def send(tables: tuple[DeviceTable, ...], num_reqs: int, num_dirty: int) -> None:
@@ -175,8 +201,9 @@ def send_windows(tables: tuple[DeviceTable, ...], num_reqs: int, num_dirty: int,
 
 def warmup_tables(tables: tuple[DeviceTable, ...]) -> None:
     """Compile the program for each size of payload, with payloads that change nothing."""
-    for size in get_payload_sizes(count_values(tables)):
-        scatter_payload(tables, pack_dirty_windows(tables, 0, size))
+    with COMMIT_LOCK:
+        for size in get_payload_sizes(count_values(tables)):
+            scatter_payload(tables, pack_dirty_windows(tables, 0, size))
 
 
 def scatter_payload(tables: tuple[DeviceTable, ...], payload: Payload) -> None:

@@ -10,6 +10,7 @@ The manager's default algorithm, SipHash-2-4-128, runs in the compiled core; thi
 import hashlib
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -235,10 +236,11 @@ class HashNames:
     stand for several keys, when a weak hash function gives different prefixes the same value.
     """
 
-    __slots__ = ("_hash_of_key", "_keys_of_hash")
+    __slots__ = ("_hash_of_key", "_keys_of_hash", "_lock")
 
     def __init__(self) -> None:
         """No names yet."""
+        self._lock = threading.RLock()
         self._hash_of_key: dict[int, PageHash] = {}
         self._keys_of_hash: dict[PageHash, list[int]] = {}
 
@@ -248,13 +250,15 @@ class HashNames:
 
     def add(self, key: int, page_hash: PageHash) -> None:
         """Let `page_hash` stand for `key`. O(1)."""
-        if key not in self._hash_of_key:
-            self._hash_of_key[key] = page_hash
-            self._keys_of_hash.setdefault(page_hash, []).append(key)
+        with self._lock:
+            if key not in self._hash_of_key:
+                self._hash_of_key[key] = page_hash
+                self._keys_of_hash.setdefault(page_hash, []).append(key)
 
     def items(self) -> Iterable[tuple[int, PageHash]]:
         """Keys and the hashes that stand for them, in the order in which they were named."""
-        return self._hash_of_key.items()
+        with self._lock:
+            return list(self._hash_of_key.items())
 
     def hash_of(self, key: int) -> PageHash | None:
         """The hash that stands for `key`, or None where the key is the hash value."""
@@ -280,8 +284,9 @@ class HashNames:
 
     def keep_only(self, keys: Iterable[int]) -> None:
         """Forget every name but those of `keys`. O(keys)."""
-        kept = [(key, self._hash_of_key[key]) for key in keys if key in self._hash_of_key]
-        self._hash_of_key = {}
-        self._keys_of_hash = {}
-        for key, page_hash in kept:
-            self.add(key, page_hash)
+        with self._lock:
+            kept = [(key, self._hash_of_key[key]) for key in keys if key in self._hash_of_key]
+            self._hash_of_key = {}
+            self._keys_of_hash = {}
+            for key, page_hash in kept:
+                self.add(key, page_hash)

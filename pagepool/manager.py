@@ -1,6 +1,7 @@
 """The door for engines: prefix look-up, slots for tokens, and giving pages back, request by request."""
 
 import logging
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -88,7 +89,8 @@ class PrefixProbe(NamedTuple):
 class CacheManager:
     """Allocates pages to requests and finds prefixes that are cached already.
 
-    One owner at a time: calls on one manager from several threads must be made one after another.
+    One owner at a time. Calls from several threads are made one after another all the same, each as a whole; a call that an
+    exception interrupts, ``KeyboardInterrupt`` among them, loses no page: `free` gives back what a request got.
 
     `num_pages` counts the null page. Without groups prefix caching is off. `hash_algo` is ``"siphash128"`` (keyed with a secret
     of the process), ``"sha256"`` (the same in every process), ``"sha256_cbor"`` (as vLLM's), or a callable such as the builtin
@@ -141,6 +143,7 @@ class CacheManager:
             self._store.keep_token_ids(max(group.kv_cache_spec.page_size for group in kv_cache_groups))
         self.hasher = make_page_hasher(hash_algo, self.coordinator.hash_page_size, hash_seed, keep_token_ids)
         self._hashes: dict[str, RequestHashes] = {}
+        self._lock = threading.RLock()  # a request's attributes, and a garbage collection, may call us back
         self._requests = self.coordinator.requests
         self._no_ids = tuple(PageIds() for _ in kv_cache_groups)
 
@@ -168,10 +171,11 @@ class CacheManager:
         """
         if not self._may_hit(request):
             return self.create_empty_page_list(), 0
-        hashes = self._extend_hashes(request, request.num_tokens)
         ids = self.page_pool.find_shard_bounds(dp_shard_hint, data_parallel_size)
-        pages, num_tokens = self.coordinator.find_longest_cache_hit(hashes.chain, request.num_tokens - 1, ids)
-        self.page_pool.count_query(request.num_tokens, num_tokens)
+        with self._lock:
+            hashes = self._extend_hashes(request, request.num_tokens)
+            pages, num_tokens = self.coordinator.find_longest_cache_hit(hashes.chain, request.num_tokens - 1, ids)
+            self.page_pool.count_query(request.num_tokens, num_tokens)
         return CachePages(pages, self._store), num_tokens
 
     def probe(self, request: Request) -> PrefixProbe:
@@ -243,21 +247,21 @@ class CacheManager:
             and new_computed_pages is None
         ):
             return CachePages(self._no_ids, self._store)
-        return self._allocate_slots(
-            request,
-            held or RequestPages(self.coordinator.single_type_managers),
-            self._get_hits(request, new_computed_pages),
-            min(num_tokens + num_lookahead_tokens, self.max_model_len),
-            0 if delay_cache_pages or not self.enable_caching else min(num_tokens, request.num_tokens),
-            dp_shard_hint,
-            data_parallel_size,
-            require_int("num_reserved_pages", num_reserved_pages, 0),
-        )
+        num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0)
+        with self._lock:
+            return self._allocate_slots(
+                request,
+                self._get_hits(request, new_computed_pages),
+                min(num_tokens + num_lookahead_tokens, self.max_model_len),
+                0 if delay_cache_pages or not self.enable_caching else min(num_tokens, request.num_tokens),
+                dp_shard_hint,
+                data_parallel_size,
+                num_reserved_pages,
+            )
 
     def _allocate_slots(
         self,
         request: Request,
-        held: RequestPages,
         hits: tuple[PageIds, ...],
         num_tokens_with_slot: int,
         num_tokens_to_cache: int,
@@ -266,17 +270,16 @@ class CacheManager:
         num_reserved_pages: int,
     ) -> CachePages | None:
         """Do what is due: hash first, which may fail for want of tokens, then skip, take and enter pages."""
+        held = self._requests.get(request.request_id) or RequestPages(self.coordinator.single_type_managers)
         is_full = num_tokens_to_cache >= held.num_next_full_tokens
         hashes = self._extend_hashes(request, num_tokens_to_cache) if is_full else None
         self.coordinator.remove_skipped_pages(held, request.num_computed_tokens)
         new_ids: tuple[PageIds, ...] | None = self._no_ids
         if num_tokens_with_slot > held.num_room_tokens or hits is not self._no_ids:
             shard = self._find_shard(held, hits, dp_shard_hint, data_parallel_size)
-            new_ids = self._take_pages(held, hits, num_tokens_with_slot, shard, num_reserved_pages)
-        if new_ids is not None:
-            self._requests[request.request_id] = held
-            if hashes is not None:
-                self._cache_pages(held, hashes, num_tokens_to_cache)
+            new_ids = self._take_pages(request, held, hits, num_tokens_with_slot, shard, num_reserved_pages)
+        if new_ids is not None and hashes is not None:
+            self._cache_pages(held, hashes, num_tokens_to_cache)
         self.coordinator.update_thresholds(held)
         return None if new_ids is None else CachePages(new_ids, self._store)
 
@@ -291,13 +294,13 @@ class CacheManager:
             return self._no_ids
         if not self.enable_caching:
             raise ArgumentError("new_computed_pages: got pages, allowed without prefix caching: none")
-        if request.request_id in self._requests:
+        held = self._requests.get(request.request_id)
+        if held is not None and any(held.groups):
             raise ArgumentError(
                 f"new_computed_pages: got pages for request {request.request_id!r}, which holds some already; allowed: none"
             )
         managers = self.coordinator.single_type_managers
-        num_hit_tokens = max(len(ids) * manager.page_size for ids, manager in zip(hits, managers, strict=True))
-        self.coordinator.check_hits(self._extend_hashes(request, num_hit_tokens).chain, hits)
+        self._extend_hashes(request, max(len(ids) * manager.page_size for ids, manager in zip(hits, managers, strict=True)))
         return hits
 
     def _find_shard(
@@ -306,49 +309,49 @@ class CacheManager:
         hits: Sequence[PageIds],
         dp_shard_hint: int | None,
         data_parallel_size: int | None,
-    ) -> int | None:
-        """The shard that all pages of the request are in, else the hinted one; None: anywhere."""
+    ) -> tuple[int, int] | None:
+        """The shard that all pages of the request are in, else the hinted one, of how many; None: anywhere."""
         pages_per_shard = pages_per_dp_shard(self.num_pages, data_parallel_size)
         if pages_per_shard is None:
             return None
-        ids = PageIds()
-        for group in (*held.groups, *hits):
-            ids.extend(group)
-        shard = ids.shard(pages_per_shard)
+        shard = PageIds.joined((*held.groups, *hits)).shard(pages_per_shard)
         return self.page_pool.find_shard(dp_shard_hint if shard < 0 else shard, data_parallel_size)
 
     def _take_pages(
         self,
+        request: Request,
         held: RequestPages,
         hits: Sequence[PageIds],
         num_tokens: int,
-        shard: int | None,
+        shard: tuple[int, int] | None,
         num_reserved_pages: int,
     ) -> tuple[PageIds, ...] | None:
-        """Touch and attach the hits and take the new pages, or nothing of it."""
-        coordinator, store = self.coordinator, self._store
+        """Attach the hits and take the new pages, or nothing of it."""
+        num_new_pages = self.coordinator.count_pages_to_allocate(held, num_tokens, hits)
         has_hits = hits is not self._no_ids
-        num_new_pages = coordinator.count_pages_to_allocate(held, num_tokens, hits)
-        num_needed_pages = sum(num_new_pages) + (coordinator.count_free_hits(hits) if has_hits else 0)
-        if num_needed_pages and num_needed_pages + num_reserved_pages > store.num_free_pages:
-            self._warn_if_hopeless(held, num_needed_pages)
-            return None
-        if has_hits:
-            coordinator.touch_hits(hits)
-        if shard is not None and sum(num_new_pages) > store.num_free_in_shard(shard):
-            coordinator.give_back_hits(hits)
-            return None
-        if has_hits:
-            coordinator.attach_hits(held, hits)
-        return coordinator.allocate_new_pages(held, num_new_pages, shard)
+        chain = self._hashes[request.request_id].chain if has_hits else None
+        self._requests[request.request_id] = held  # before anything is taken, so that no interrupt can lose it
+        try:
+            new_ids = self.coordinator.take_pages(
+                held, num_new_pages, hits if has_hits else (), chain, shard, num_reserved_pages
+            )
+        finally:
+            if not any(held.groups):
+                del self._requests[request.request_id]
+        if new_ids is None:
+            self._warn_if_hopeless((*held.groups, *hits), sum(num_new_pages))
+        return new_ids
 
-    def _warn_if_hopeless(self, held: RequestPages, num_needed_pages: int) -> None:
-        num_held_pages = sum(len(group) - group.num_skipped_pages for group in held.groups)
-        if num_held_pages + num_needed_pages > usable_pages_count(self.num_pages):
+    def _warn_if_hopeless(self, held: Sequence[PageIds], num_new_pages: int) -> None:
+        num_usable_pages = usable_pages_count(self.num_pages)
+        if sum(map(len, held)) + num_new_pages <= num_usable_pages:  # most often; null pages need not be told apart
+            return
+        num_needed_pages = num_new_pages + sum([page_id != 0 for ids in held for page_id in ids.to_list()])
+        if num_needed_pages > num_usable_pages:
             logger.warning(
                 "a request needs %d pages at once, the pool has %d: no waiting helps, see CacheManager.require_capacity",
-                num_held_pages + num_needed_pages,
-                usable_pages_count(self.num_pages),
+                num_needed_pages,
+                num_usable_pages,
             )
 
     def require_capacity(self, num_tokens: int) -> None:
@@ -372,13 +375,14 @@ class CacheManager:
         if not self.enable_caching:
             return
         num_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
-        held = self._requests.get(request.request_id)
-        if held is None:
-            raise ArgumentError(f"request {request.request_id!r} holds no pages")
-        if num_tokens > held.num_room_tokens:
-            raise ArgumentError(f"num_computed_tokens: got {num_tokens}, allowed: at most {held.num_room_tokens}")
-        self._cache_pages(held, self._extend_hashes(request, num_tokens), num_tokens)
-        self.coordinator.update_thresholds(held)
+        with self._lock:
+            held = self._requests.get(request.request_id)
+            if held is None:
+                raise ArgumentError(f"request {request.request_id!r} holds no pages")
+            if num_tokens > held.num_room_tokens:
+                raise ArgumentError(f"num_computed_tokens: got {num_tokens}, allowed: at most {held.num_room_tokens}")
+            self._cache_pages(held, self._extend_hashes(request, num_tokens), num_tokens)
+            self.coordinator.update_thresholds(held)
 
     def _cache_pages(self, held: RequestPages, hashes: RequestHashes, num_tokens: int) -> None:
         if hashes.page_hashes:
@@ -390,7 +394,8 @@ class CacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Drop all prefix entries, after new weights for instance. False, and nothing changed, while a page is held."""
-        return self.page_pool.reset_prefix_cache()
+        with self._lock:
+            return self.page_pool.reset_prefix_cache()
 
     # Giving back.
 
@@ -399,13 +404,22 @@ class CacheManager:
 
         Nothing for a request that holds none. Its hashes stay, for when it comes back. O(pages).
         """
-        self.coordinator.free(request.request_id)
+        with self._lock:
+            self.coordinator.free(request.request_id)
 
     def free_page_hashes(self, request: Request) -> None:
         """Forget the hashes of a request that is finished. Not for one that is preempted and will come back."""
         self._hashes.pop(request.request_id, None)
 
     # Looking.
+
+    def check(self) -> None:
+        """IntegrityError, naming the first page that is wrong, unless each page has at least the references that requests hold,
+        and the pool is right. O(num_pages + pages held).
+        """
+        with self._lock:
+            self._store.check_holders(self.coordinator.get_all_held())
+            self.page_pool.check()
 
     def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
         """The ids of a request's pages, one list for each group; the null page, 0, where one was skipped. O(pages)."""

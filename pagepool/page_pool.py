@@ -190,8 +190,6 @@ class PagePool:
         self.free_page_queue = FreeCachePageQueue.of_store(self.store)
         self.null_page = self.pages[0]
         self.cached_page_hash_to_page = CachedPages(self)
-        self._num_queried_tokens = 0
-        self._num_hit_tokens = 0
 
     # Saving.
 
@@ -204,8 +202,6 @@ class PagePool:
         O(num_pages), 0.1 s for a million.
         """
         arrays = self.store.save()
-        counters = [*arrays["counters"], self._num_queried_tokens, self._num_hit_tokens]
-        arrays["counters"] = np.array(counters, dtype=np.int64)
         arrays["enable_caching"] = np.array([self.enable_caching])
         arrays["names"] = encode_names(self.store.names)
         return seal(arrays)
@@ -230,14 +226,13 @@ class PagePool:
             raise SnapshotError(f"counters: got {counters}, allowed: at least 0")
         enable_caching, num_shards = bool(arrays.pop("enable_caching")[0]), int(arrays.pop("num_shards")[0])
         try:
-            store = PageStore.load(enable_caching, **arrays, counters=counters[:4], num_shards=num_shards)
+            store = PageStore.load(enable_caching, **arrays, counters=counters, num_shards=num_shards)
         except ArgumentError as error:
             raise SnapshotError(f"snapshot: {error}") from None
         pool = cls.__new__(cls)
         pool._start(store)
         for key, page_hash in decode_names(names):
             pool.store.names.add(key, page_hash)
-        pool.count_query(*counters[4:])
         return pool
 
     # Taking and giving back.
@@ -250,14 +245,17 @@ class PagePool:
         With a hint and a `data_parallel_size` that divides the pool: only from that shard's range of ids, in queue order.
         OutOfPagesError, a ValueError, if there are too few. O(num_pages).
         """
-        shard = self.find_shard(dp_shard_hint, data_parallel_size)
-        return self.store.pages(self.store.take(num_pages, shard))
+        return self.store.pages(self._take(num_pages, dp_shard_hint, data_parallel_size))
 
     def get_new_page_ids(
         self, num_pages: int, *, dp_shard_hint: int | None = None, data_parallel_size: int | None = None
     ) -> PageIdArray:
         """`get_new_pages` as an int32 array ``[num_pages]``."""
-        return self.store.take(num_pages, self.find_shard(dp_shard_hint, data_parallel_size)).to_array()
+        return self._take(num_pages, dp_shard_hint, data_parallel_size).to_array()
+
+    def _take(self, num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> PageIds:
+        shard = self.find_shard(dp_shard_hint, data_parallel_size)
+        return self.store.take(num_pages) if shard is None else self.store.take(num_pages, *shard)
 
     def free_pages(self, ordered_pages: Iterable[CachePage]) -> None:
         """Give back one reference to each page. Those left with none go to the back of the free queue, in the given order,
@@ -442,11 +440,10 @@ class PagePool:
 
         The free queue keeps its order. O(num_pages).
         """
-        num_held_pages = self.num_pages - 1 - self.get_num_free_pages()
+        num_held_pages = self.store.drop_all()
         if num_held_pages:
             logger.warning("prefix cache not reset: %d pages are held", num_held_pages)
             return False
-        self.store.drop_all()
         self.store.names.keep_only(())
         logger.info("prefix cache reset")
         return True
@@ -473,12 +470,11 @@ class PagePool:
     @property
     def stats(self) -> PagePoolStats:
         """Counters since the pool was made."""
-        return PagePoolStats(*self.store.counters, self._num_queried_tokens, self._num_hit_tokens)
+        return PagePoolStats(*self.store.counters)
 
     def count_query(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
         """Add one look-up to the counters."""
-        self._num_queried_tokens += num_queried_tokens
-        self._num_hit_tokens += num_hit_tokens
+        self.store.count_query(num_queried_tokens, num_hit_tokens)
 
     def check(self) -> None:
         """Walk the free queue, the ref counts and the prefix index both ways. IntegrityError names the first page that is
@@ -488,15 +484,14 @@ class PagePool:
 
     # Data-parallel shards.
 
-    def find_shard(self, dp_shard_hint: int | None, data_parallel_size: int | None) -> int | None:
-        """The shard that a hint means, modulo the size; None where the pool is not divided. The first call for a size builds
-        the shards' queues in O(free pages); they are kept from then on.
+    def find_shard(self, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int] | None:
+        """The shard that a hint means, modulo the size, and that size; None where the pool is not divided. The first time that
+        pages are taken for a size builds the shards' queues in O(free pages); they are kept from then on.
         """
         if dp_shard_hint is None or pages_per_dp_shard(self.num_pages, data_parallel_size) is None:
             return None
         num_shards = int(data_parallel_size or 1)
-        self.store.set_shards(num_shards)
-        return int(dp_shard_hint) % num_shards
+        return int(dp_shard_hint) % num_shards, num_shards
 
     def find_shard_bounds(self, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int | None]:
         """Half-open range of the page ids that may hit under a hint."""

@@ -111,6 +111,11 @@ class MultiGroupPageTable(GroupedRows):
         for table in self.page_tables:
             table.clear()
 
+    def check(self) -> None:
+        """`PageTable.check` of each group."""
+        for table in self.page_tables:
+            table.check()
+
 
 def device_slot_mapping(page_table: Any, rows: Any, positions: Any, page_size: int) -> Any:
     """Slots of tokens on the device, to be traced inside the caller's jit: int32 ``[num_tokens]``.

@@ -114,7 +114,7 @@ class RunningBatch(RunningRows):
             pool.count_query(num_known_tokens, num_hit_tokens)
             return hits, num_hit_tokens
 
-        shard = pool.find_shard(hint, size)
+        shard, _ = pool.find_shard(hint, size) or (None, 0)
         extra_keys = self._list_extra_keys(cache_salt, lora_id, mm_features)
         finder = find_hits if look_up else None
         return self.admit_row(row, token_ids, num_tokens, max_num_new_tokens, extra_keys, finder, shard, num_reserved_pages)
@@ -144,8 +144,7 @@ class RunningBatch(RunningRows):
         """IntegrityError unless every page of a row is held by it, no page stands in more rows and requests of the manager than
         its ref count says, the table shows what the rows hold, and the pool is right. O(pages + table).
         """
-        held_by_requests = [ids for held in self._manager.coordinator.requests.values() for ids in held.groups]
-        self.check_rows(held_by_requests)
+        self.check_rows(self._manager.coordinator.get_all_held())
         self._manager.page_pool.check()
 
 

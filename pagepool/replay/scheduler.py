@@ -91,14 +91,16 @@ class Scheduler:
         """One step: running requests, then waiting ones, then each decodes a token whose tokens are all
         computed.
 
-        Raises `PagePoolError` if nothing can be scheduled, which a manager that loses no pages never causes.
+        Raises `PagePoolError` if nothing can be scheduled: pages were lost, or, in groups with windows, which need room for
+        all tokens of a step at once, one step's tokens are more than the pool has room for.
         """
         num_preemptions = self.figures.preemptions
         num_scheduled = self._grow_running()
         if self.figures.preemptions == num_preemptions:
             num_scheduled += self._admit(self.max_num_batched_tokens - num_scheduled)
         if num_scheduled == 0:
-            raise PagePoolError(f"no request got room at usage {self._manager.usage:.3f}: pages were lost")
+            usage = f"usage {self._manager.usage:.3f}"
+            raise PagePoolError(f"no request got room at {usage}: pages were lost, or a step's tokens need more than there are")
         self.figures.see_usage(self._manager.usage)
         self._decode()
 

@@ -1,0 +1,241 @@
+"""An engine that can be disturbed: a replay's scheduler whose requests are aborted, moved, cut, and survive a restart."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+import pagepool
+from pagepool.replay import Scheduler, SimulatedRequest
+from pagepool.replay.allocator import Allocator, BatchAllocator, ManagerAllocator
+from pagepool.replay.simulated_request import Int32Array
+
+PagesByGroup = tuple[list[int], ...]
+
+
+class CountingAllocator(Allocator):
+    """Counts what is asked for by request: an admission, a growth, an end each. Knows what disturbances need."""
+
+    counts: Counter[str]
+
+    def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
+        self.counts["operations"] += 1
+        return super().admit(row, request, max_num_new_tokens)
+
+    def grow(self, rows: Int32Array, num_new_tokens: Int32Array) -> int:
+        num_grown = super().grow(rows, num_new_tokens)
+        self.counts["operations"] += num_grown
+        self.counts["tokens"] += int(num_new_tokens[:num_grown].sum())
+        return num_grown
+
+    def preempt(self, row: int) -> None:
+        self.counts["operations"] += 1
+        super().preempt(row)
+
+    def finish(self, rows: Int32Array) -> None:
+        self.counts["operations"] += len(rows)
+        super().finish(rows)
+
+    @abstractmethod
+    def get_page_ids(self, row: int) -> PagesByGroup:
+        """Return what a row holds."""
+
+    @abstractmethod
+    def give_back(self, row: int) -> None:
+        """Give back what a row holds, as its owner would."""
+
+    @abstractmethod
+    def reserve_all(self, row: int, request: SimulatedRequest) -> bool:
+        """Try to admit a request while all pages are reserved for others; tell whether it was admitted."""
+
+    @abstractmethod
+    def look_ahead(self, row: int, num_tokens: int) -> bool:
+        """Take room for drafts behind the computed tokens; tell whether there was any."""
+
+    @abstractmethod
+    def exchange(self, row: int, other: int) -> None:
+        """Let two rows change places, of which at least the first has a request."""
+
+    @abstractmethod
+    def cut(self, row: int, num_tokens: int) -> None:
+        """Forget tokens of a row that is about to be given back, with the entries of the pages they are in."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Walk all invariants."""
+
+
+class ManagerSide(CountingAllocator, ManagerAllocator):
+    """Request by request."""
+
+    def __init__(self, manager: pagepool.CacheManager, counts: Counter[str], num_rows: int) -> None:
+        super().__init__(manager)
+        self.manager = manager
+        self.counts = counts
+
+    def get_page_ids(self, row: int) -> PagesByGroup:
+        return self.manager.get_page_ids(self._requests[row].request_id)
+
+    def give_back(self, row: int) -> None:
+        self.manager.free(self._requests[row])
+
+    def reserve_all(self, row: int, request: SimulatedRequest) -> bool:
+        request.num_computed_tokens = 0
+        pages, num_hits = self.manager.get_computed_pages(request)
+        options = {"num_reserved_pages": self.manager.num_pages}
+        return self.manager.allocate_slots(request, request.num_tokens - num_hits, num_hits, pages, **options) is not None
+
+    def look_ahead(self, row: int, num_tokens: int) -> bool:
+        return self.manager.allocate_slots(self._requests[row], num_tokens, delay_cache_pages=True) is not None
+
+    def exchange(self, row: int, other: int) -> None:
+        exchange_keys(self._requests, row, other)
+
+    def cut(self, row: int, num_tokens: int) -> None:
+        """A manager cannot cut: the entries are dropped by hand, the pages go with the others. One group."""
+        page_size = self.manager.kv_cache_groups[0].kv_cache_spec.page_size
+        behind = np.array(self.get_page_ids(row)[0][num_tokens // page_size :], dtype=np.int32)
+        is_own = self.manager.page_pool.ref_counts()[behind] == 1
+        self.manager.page_pool.evict_pages(behind[is_own & (behind != 0)])
+
+    def check(self) -> None:
+        self.manager.page_pool.check()
+
+
+class BatchSide(CountingAllocator, BatchAllocator):
+    """A step at once."""
+
+    def __init__(self, manager: pagepool.CacheManager, counts: Counter[str], num_rows: int) -> None:
+        super().__init__(manager, num_rows, manager.max_model_len)
+        self.manager = manager
+        self.batch = self._batch
+        self.counts = counts
+
+    def get_page_ids(self, row: int) -> PagesByGroup:
+        return self.batch.get_page_ids(row)
+
+    def give_back(self, row: int) -> None:
+        self.batch.release([row])
+
+    def reserve_all(self, row: int, request: SimulatedRequest) -> bool:
+        return self.batch.admit(row, request.all_token_ids, num_reserved_pages=self.manager.num_pages) is not None
+
+    def look_ahead(self, row: int, num_tokens: int) -> bool:
+        return self.batch.grow([row], 0, num_tokens).num_grown == 1
+
+    def exchange(self, row: int, other: int) -> None:
+        (self.batch.swap_row if self.batch.is_admitted[other] else self.batch.move_row)(row, other)
+
+    def cut(self, row: int, num_tokens: int) -> None:
+        self.batch.trim([row], num_tokens)
+
+    def check(self) -> None:
+        self.batch.check()
+
+
+def exchange_keys(values: dict[int, Any], key: int, other: int) -> None:
+    """Let what stands under one key stand under the other, and the other way round."""
+    mine, others = values.pop(key, None), values.pop(other, None)
+    values.update({k: value for k, value in ((other, mine), (key, others)) if value is not None})
+
+
+MakeSide = Callable[[pagepool.CacheManager, "Counter[str]", int], ManagerSide | BatchSide]
+
+
+class Engine(Scheduler):
+    """A scheduler of its own copies of the requests, over one side. Rows are the same on all sides."""
+
+    def __init__(
+        self,
+        make_manager: Callable[..., pagepool.CacheManager],
+        make_side: MakeSide,
+        requests: Iterable[SimulatedRequest],
+        **limits: int,
+    ) -> None:
+        self.make_manager = make_manager
+        self.manager = make_manager()
+        self.make_side = make_side
+        self.counts: Counter[str] = Counter()
+        super().__init__(self.manager, [replace(request) for request in requests], batched=False, **limits)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        self._manager = self.manager
+        self.pool = self.manager.page_pool
+        self.num_rows = len(self._num_tokens)
+        self._allocator = self.side = self.make_side(self.manager, self.counts, self.num_rows)
+
+    # what there is
+
+    @property
+    def free_rows(self) -> list[int]:
+        return list(self._free_rows)
+
+    def request_of(self, row: int) -> SimulatedRequest:
+        return self._requests[row]
+
+    def find_prefilling_rows(self) -> Int32Array:
+        """Return the rows whose prompts are not computed to their ends: a row that decodes lacks one token."""
+        rows = self.running
+        return rows[self._num_tokens[rows] - self._num_computed_tokens[rows] > 1]
+
+    def num_computed_tokens(self, row: int) -> int:
+        return int(self._num_computed_tokens[row])
+
+    # disturbances
+
+    def abort(self, row: int) -> None:
+        """End a running request wherever it stands."""
+        self.running = self.running[self.running != row]
+        self._allocator.finish(np.array([row], dtype=np.int32))
+        self._requests.pop(row).drop_token_ids()
+        self._free_rows.append(row)
+
+    def abort_waiting(self, position: int) -> None:
+        """End a request that waits, preempted before perhaps."""
+        self.manager.free_page_hashes(self.waiting[position])
+        del self.waiting[position]
+
+    def preempt_newest(self) -> None:
+        self._preempt_newest()
+
+    def preempt_all(self) -> None:
+        while self.running.size:
+            self._preempt_newest()
+
+    def exchange(self, row: int, other: int) -> None:
+        """Let a running row and any other change places."""
+        self.side.exchange(row, other)
+        pair, reverse = [row, other], [other, row]
+        for values in (self._num_tokens, self._num_computed_tokens, self._num_slots):
+            values[pair] = values[reverse]
+        exchange_keys(self._requests, row, other)
+        places = {row: other, other: row}
+        self.running = np.array([places.get(each, each) for each in self.running.tolist()], dtype=np.int32)
+        self._free_rows = deque(places.get(each, each) for each in self._free_rows)
+
+    def recompute_from(self, row: int, num_tokens: int) -> None:
+        """Go on with a row of which only so many tokens are computed any more."""
+        self._num_computed_tokens[row] = num_tokens
+
+    def restart(self, pool: pagepool.PagePool) -> None:
+        """Go on with another pool, when all requests wait: a new manager, which knows nothing of them."""
+        for request in self.waiting:
+            self.manager.free_page_hashes(request)
+        self.counts["pages handed out"] += self.pool.stats.num_allocated_pages
+        self.manager = self.make_manager(page_pool=pool)
+        self.counts["pages handed out"] -= pool.stats.num_allocated_pages
+        self._set_up()
+
+    def drain(self) -> None:
+        """End all requests."""
+        for row in self.running.tolist():
+            self.abort(row)
+        while self.waiting:
+            self.abort_waiting(0)
+        self.counts["pages handed out"] += self.pool.stats.num_allocated_pages

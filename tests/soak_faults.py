@@ -1,0 +1,372 @@
+"""What goes wrong in a soak: each fault befalls all engines alike, and what must be refused must change nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+from soak_engine import BatchSide, Engine
+from soak_snapshots import Restorer
+from soak_states import SoakError, held_page_ids, list_references, pool_state, require_equal
+
+import pagepool
+from pagepool.errors import (
+    ArgumentError,
+    DoubleFreeError,
+    OutOfPagesError,
+    PageHashError,
+    PageIdError,
+    PagePoolError,
+    RowIndexError,
+    RowOverflowError,
+)
+
+MAX_EXHAUSTED_STEPS = 3
+MAX_EVICTED_PAGES = 8
+NUM_PROBED = 32
+
+
+class Misuse(NamedTuple):
+    """A wrong call and what it must raise."""
+
+    name: str
+    call: Callable[[], Any]
+    error: type[PagePoolError]
+
+
+def probe_waiting(engine: Engine) -> list[int]:
+    """Return how many tokens the first waiting requests would hit."""
+    return [engine.manager.probe(request).num_hit_tokens for request in itertools.islice(engine.waiting, NUM_PROBED)]
+
+
+class Faults:
+    """Chooses faults by a seed, and counts them by kind."""
+
+    def __init__(self, engines: list[Engine], rng: Random, may_trim: bool) -> None:
+        """Rows are cut, and go on, only where `may_trim`: a manager cannot do that."""
+        self.engines = engines
+        self.rng = rng
+        self.counts: Counter[str] = Counter()
+        self.restorer = Restorer(rng, self.counts)
+        self.foreign_pool = pagepool.PagePool(4, enable_caching=True)
+        self.faults: dict[Callable[[], None], float] = {
+            self.abort_prefill: 2,
+            self.abort: 2,
+            self.abort_waiting: 1,
+            self.preempt: 2,
+            self.cut_and_preempt: 1,
+            self.misuse: 6,
+            self.reserve_all: 2,
+            self.steal: 1,
+            self.attach_stale_hits: 1,
+            self.exhaust: 1,
+            self.evict: 2,
+            self.refuse_reset: 1,
+            self.reset: 0.1,
+            self.restart: 0.5,
+            self.exchange: 4,
+            self.look_ahead: 3,
+            self.trim_known: 2,
+        }
+        if may_trim:
+            self.faults[self.trim] = 6
+
+    @property
+    def first(self) -> Engine:
+        """The engine by which decisions are taken: the others are like it."""
+        return self.engines[0]
+
+    def inject(self) -> None:
+        """Let one fault happen, if there is what it needs."""
+        self.rng.choices(list(self.faults), list(self.faults.values()))[0]()
+
+    def step(self) -> None:
+        """One step of all engines. A request whose next chunk does not fit even the empty pool, in groups with windows, is
+        aborted.
+        """
+        if not self._ask("a step", try_step):
+            for engine in self.engines:
+                if held_page_ids(engine.pool).size:
+                    raise SoakError("no request got room, though none runs: pages were lost")
+                engine.abort_waiting(0)
+            self._count("chunks larger than the pool")
+
+    def _count(self, name: str) -> None:
+        self.counts[name] += 1
+
+    def _ask(self, what: str, ask: Callable[[Engine], Any]) -> Any:
+        """Do the same with all engines and return what they agree on."""
+        answers = [ask(engine) for engine in self.engines]
+        require_equal(what, answers)
+        return answers[0]
+
+    def _running_row(self) -> int | None:
+        running = self.first.running
+        return int(self.rng.choice(running)) if running.size else None
+
+    # requests go
+
+    def abort_prefill(self) -> None:
+        rows = self.first.find_prefilling_rows()
+        if rows.size:
+            row = int(self.rng.choice(rows))
+            self._ask("abort", lambda engine: engine.abort(row))
+            self._count("aborts in prefill")
+
+    def abort(self) -> None:
+        row = self._running_row()
+        if row is not None:
+            self._ask("abort", lambda engine: engine.abort(row))
+            self._count("aborts")
+
+    def abort_waiting(self) -> None:
+        if self.first.waiting:
+            position = self.rng.randrange(len(self.first.waiting))
+            self._ask("abort", lambda engine: engine.abort_waiting(position))
+            self._count("aborts while waiting")
+
+    def preempt(self) -> None:
+        if self.first.running.size:
+            self._ask("preempt", Engine.preempt_newest)
+            self._count("preemptions by hand")
+
+    def cut_and_preempt(self) -> None:
+        """Forget some of the newest request's tokens, and let it go and come back with all of them."""
+        if not self.first.running.size or len(self.first.manager.kv_cache_groups) > 1:
+            return
+        row = int(self.first.running[-1])
+        num_tokens = self.rng.randint(0, self.first.num_computed_tokens(row))
+        for engine in reversed(self.engines):  # a batch may refuse, a manager is not asked
+            try:
+                engine.side.cut(row, num_tokens)
+            except ArgumentError:
+                self._count("trims refused behind a window")
+                return
+        self._ask("preempt", Engine.preempt_newest)
+        self._count("trims before a preemption")
+
+    # wrong calls
+
+    def misuse(self) -> None:
+        """Make a wrong call on each engine, of one kind."""
+        for engine, each in zip(self.engines, self._misuses(), strict=True):
+            self._refuse(engine, each)
+
+    def _misuses(self) -> Iterator[Misuse]:
+        kind = self.rng.random()
+        for engine in self.engines:
+            misuses = [*self._pool_misuses(engine.pool), *self._side_misuses(engine)]
+            yield misuses[int(kind * len(misuses))]
+
+    def _refuse(self, engine: Engine, misuse: Misuse) -> None:
+        before = pool_state(engine.pool)
+        try:
+            misuse.call()
+        except misuse.error:
+            self._count(misuse.name)
+        else:
+            raise SoakError(f"{misuse.name}: not refused")
+        if pool_state(engine.pool) != before:
+            raise SoakError(f"{misuse.name}: refused, but it changed the pool")
+
+    def _pool_misuses(self, pool: pagepool.PagePool) -> Iterator[Misuse]:
+        foreign, num_free = self.foreign_pool.pages[1], pool.get_num_free_pages()
+        yield Misuse("foreign pages refused", lambda: pool.free_pages([foreign]), PageIdError)
+        yield Misuse("foreign pages refused", lambda: pool.touch([[foreign]]), PageIdError)
+        yield Misuse("bad page ids refused", lambda: pool.free_page_ids([0]), PageIdError)
+        yield Misuse("bad page ids refused", lambda: pool.free_page_ids([pool.num_pages]), PageIdError)
+        yield Misuse("bad page ids refused", lambda: pool.touch_page_ids([-1]), PageIdError)
+        yield Misuse("bad page ids refused", lambda: pool.evict_pages([1, pool.num_pages]), PageIdError)
+        yield Misuse("too many pages refused", lambda: pool.get_new_page_ids(num_free + 1), OutOfPagesError)
+        yield from self._double_frees(pool)
+
+    def _double_frees(self, pool: pagepool.PagePool) -> Iterator[Misuse]:
+        """Yield wrong lists of pages that are free, that are held, and of both."""
+        held, free = held_page_ids(pool), pool.free_page_ids_in_order()
+        if free.size:
+            page_id = int(free[-1])
+            yield Misuse("double frees refused", lambda: pool.free_page_ids([page_id]), DoubleFreeError)
+            yield Misuse("double frees refused", lambda: pool.free_page_ids([*held.tolist(), page_id]), DoubleFreeError)
+        if held.size:
+            twice = [int(held[0])] * (int(pool.ref_counts()[held[0]]) + 1)
+            yield Misuse("double frees refused", lambda: pool.free_page_ids(twice), DoubleFreeError)
+            yield Misuse("double frees refused", lambda: pool.free_pages([pool.pages[i] for i in twice]), DoubleFreeError)
+
+    def _side_misuses(self, engine: Engine) -> Iterator[Misuse]:
+        misuses = self._batch_misuses if isinstance(engine.side, BatchSide) else self._manager_misuses
+        if engine.running.size:
+            yield from misuses(engine, int(engine.running[-1]))
+
+    def _manager_misuses(self, engine: Engine, row: int) -> Iterator[Misuse]:
+        manager, request = engine.manager, engine.request_of(row)
+        foreign = pagepool.CachePages(tuple([self.foreign_pool.pages[1]] for _ in manager.kv_cache_groups))
+        yield Misuse("bad counts refused", lambda: manager.allocate_slots(request, 0), ArgumentError)
+        yield Misuse("bad counts refused", lambda: manager.allocate_slots(request, 1, -1), ArgumentError)
+        yield Misuse("bad counts refused", lambda: manager.require_capacity(-1), ArgumentError)
+        yield Misuse("foreign pages refused", lambda: manager.allocate_slots(request, 1, 1, foreign), PageIdError)
+
+    def _batch_misuses(self, engine: Engine, row: int) -> Iterator[Misuse]:
+        batch, outside = engine.side.batch, engine.num_rows
+        known, computed = int(batch.num_tokens[row]), int(batch.num_computed_tokens[row])
+        yield Misuse("bad rows refused", lambda: batch.step([outside, row], [1, 1]), RowIndexError)
+        yield Misuse("bad rows refused", lambda: batch.release([row, -1]), RowIndexError)
+        yield Misuse("bad rows refused", lambda: batch.release([row, row]), ArgumentError)
+        yield Misuse("bad rows refused", lambda: batch.admit(row, [1]), ArgumentError)
+        yield Misuse("bad rows refused", lambda: batch.move_row(row, row), ArgumentError)
+        yield Misuse("bad counts refused", lambda: batch.grow([row], known - computed + 1), ArgumentError)
+        yield Misuse("bad counts refused", lambda: batch.trim([row], known + 1), ArgumentError)
+        too_many = batch.max_num_tokens - known + 1
+        yield Misuse("too long rows refused", lambda: batch.append([row] * too_many, [1] * too_many), RowOverflowError)
+        for free_row in engine.free_rows[:1]:
+            yield Misuse("bad rows refused", partial(batch.release, [row, free_row]), ArgumentError)
+            yield Misuse("bad rows refused", partial(batch.move_row, free_row, row), ArgumentError)
+
+    def steal(self) -> None:
+        """Give back a page of a running request behind its back: its owner is refused when he does the same."""
+        row = self._running_row()
+        page_ids = [] if row is None else [page_id for ids in self.first.side.get_page_ids(row) for page_id in ids if page_id]
+        ref_counts = self.first.pool.ref_counts()
+        for page_id in [page_id for page_id in page_ids if ref_counts[page_id] == 1][-1:]:
+            for engine in self.engines:
+                engine.pool.free_page_ids([page_id])
+                give_back = partial(engine.side.give_back, row)
+                self._refuse(engine, Misuse("frees after a theft refused", give_back, DoubleFreeError))
+                engine.pool.touch_page_ids([page_id])
+
+    # admissions
+
+    def reserve_all(self) -> None:
+        """Refuse a waiting request, since all pages are reserved for those that run."""
+        if self.first.waiting and self.first.free_rows:
+            row, request = self.rng.choice(self.first.free_rows), self.rng.randrange(len(self.first.waiting))
+            if self._ask("reserved", lambda engine: engine.side.reserve_all(row, engine.waiting[request])):
+                raise SoakError("a request was admitted into reserved pages")
+            self._count("admissions refused")
+
+    def attach_stale_hits(self) -> None:
+        """Take hits that lose an entry between look-up and allocation."""
+        if self.first.waiting:
+            self._ask("stale hits", self._attach_stale_hits)
+
+    def _attach_stale_hits(self, engine: Engine) -> int:
+        manager, request = engine.manager, engine.waiting[0]
+        request.num_computed_tokens = 0
+        hits, num_hits = manager.get_computed_pages(request)
+        last_ids = [ids[-1] for ids in hits.get_page_ids() if ids and ids[-1]]
+        if last_ids:
+            engine.pool.evict_pages(last_ids)
+            misuse = Misuse("stale hits refused", lambda: manager.allocate_slots(request, 1, num_hits, hits), PageHashError)
+            self._refuse(engine, misuse)
+        manager.free_page_hashes(request)
+        return num_hits
+
+    def exhaust(self) -> None:
+        """Hold nearly all free pages for some steps, in which rows are preempted and perhaps none runs."""
+        num_pages = max(0, self.first.pool.get_num_free_pages() - self.rng.randint(0, 2))
+        taken = self._ask("pages", lambda engine: engine.pool.get_new_page_ids(num_pages).tolist())
+        for _ in range(self.rng.randint(1, MAX_EXHAUSTED_STEPS)):
+            self._ask("a step without pages", try_step)
+        self._ask("pages", lambda engine: engine.pool.free_page_ids(taken))
+        self._count("pools exhausted")
+
+    # the prefix cache
+
+    def evict(self) -> None:
+        last = self.first.pool.num_pages - 1
+        page_ids = [self.rng.randint(1, last) for _ in range(self.rng.randint(1, MAX_EVICTED_PAGES))]
+        self._ask("evicted entries", lambda engine: engine.pool.evict_pages(page_ids))
+        self._count("evictions")
+
+    def refuse_reset(self) -> None:
+        """Reset a cache in use, which does nothing and says so."""
+        if held_page_ids(self.first.pool).size:
+            before = [pool_state(engine.pool) for engine in self.engines]
+            if self._ask("reset", lambda engine: engine.manager.reset_prefix_cache()):
+                raise SoakError("a prefix cache in use was reset")
+            require_equal("reset", [before, [pool_state(engine.pool) for engine in self.engines]])
+            self._count("resets refused")
+
+    def reset(self) -> None:
+        self._ask("preempt", Engine.preempt_all)
+        if not self._ask("reset", lambda engine: engine.manager.reset_prefix_cache()):
+            raise SoakError("a prefix cache that nobody uses was not reset")
+        self._count("resets")
+
+    # restarts
+
+    def restart(self) -> None:
+        """Save each pool while requests hold pages, and lose the engine; a new one goes on with the pool restored: it gives
+        back what the old requests held, and what was cached hits as before.
+        """
+        for engine in self.engines:
+            pool = self.restorer.restore(engine.pool)
+            pool.free_page_ids(list_references(pool))
+            engine.preempt_all()
+            expected = probe_waiting(engine)
+            engine.restart(pool)
+            pool.check()
+            require_equal("hits after a restart", [expected, probe_waiting(engine)])
+        self._count("restarts from a snapshot")
+
+    # rows
+
+    def exchange(self) -> None:
+        """Let a running row change places with any other."""
+        row, other = self._running_row(), self.rng.randrange(self.first.num_rows)
+        if row is not None and row != other:
+            self._ask("exchange", lambda engine: engine.exchange(row, other))
+            self._count("rows moved or swapped")
+
+    def look_ahead(self) -> None:
+        """Take room for drafts, none of which is accepted."""
+        row = self._running_row()
+        if row is not None:
+            num_tokens = self.rng.randint(1, 8)
+            self._ask("lookahead", lambda engine: engine.side.look_ahead(row, num_tokens))
+            self._count("lookaheads")
+
+    def trim_known(self) -> None:
+        """Forget tokens of a batch's row that have no room yet, and let it know them again."""
+        row = self._running_row()
+        for engine in self.engines:
+            if row is not None and isinstance(engine.side, BatchSide):
+                groups = zip(engine.manager.kv_cache_groups, engine.side.get_page_ids(row), strict=True)
+                num_room = max(len(ids) * group.kv_cache_spec.page_size for group, ids in groups)
+                num_known = int(engine.side.batch.num_tokens[row])
+                if num_room <= num_known:
+                    self._trim(engine, row, self.rng.randint(num_room, num_known))
+
+    def trim(self) -> None:
+        """Cut a row anywhere; it goes on from there with the same tokens."""
+        row = self._running_row()
+        if row is not None:
+            num_tokens = self.rng.randint(0, self.first.num_computed_tokens(row))
+            for engine in self.engines:
+                self._trim(engine, row, num_tokens)
+
+    def _trim(self, engine: Engine, row: int, num_tokens: int) -> None:
+        batch, known = engine.side.batch, engine.request_of(row).load_token_ids()
+        try:
+            batch.trim([row], num_tokens)
+        except ArgumentError:
+            self._count("trims refused behind a window")
+            return
+        batch.append(np.full(len(known) - num_tokens, row, dtype=np.int32), known[num_tokens:])
+        engine.recompute_from(row, int(batch.num_computed_tokens[row]))
+        self._count("trims")
+
+
+def try_step(engine: Engine) -> bool:
+    """One step; False if no request got room."""
+    try:
+        engine.step()
+    except PagePoolError as error:
+        if type(error) is not PagePoolError:
+            raise
+        return False
+    return True

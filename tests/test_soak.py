@@ -1,0 +1,142 @@
+"""A short soak of each kind, and that a soak finds what is wrong."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import soak
+from soak import LONG, SHORT, Kind, Round, Soak, find_growth, take_turns
+from soak_engine import BatchSide, Engine, ManagerSide
+from soak_faults import Faults
+from soak_states import SoakError
+
+import pagepool
+
+SEED = 5
+FULL_4 = next(kind for kind in SHORT if kind.name == "full 4")
+
+
+def shorten(kind: Kind, num_steps: int) -> Kind:
+    return replace(kind, num_steps=num_steps, num_requests=2 * num_steps)
+
+
+def run_round(kind: Kind, seed: int = SEED) -> Round:
+    work = Round(kind, seed, [])
+    work.run()
+    return work
+
+
+@pytest.mark.parametrize("kind", take_turns(), ids=lambda kind: kind.name)
+def test_a_short_round(kind: Kind) -> None:
+    print(f"seed {SEED}")
+    work = run_round(shorten(kind, 60))
+    assert work.counts["operations"] > 60
+    assert work.faults.counts.total() > 5
+
+
+def test_every_fault_is_injected() -> None:
+    """Each in turn, in the middle of a round."""
+    work = Round(replace(FULL_4, fault_rate=0.0), SEED, [])
+    for fault in [each.__name__ for each in work.faults.faults]:
+        counts = work.faults.counts.copy()
+        for _ in range(200):
+            work.faults.step()
+            getattr(work.faults, fault)()
+            if work.faults.counts != counts:
+                break
+        assert work.faults.counts != counts, fault
+    work.end()
+
+
+def test_a_seed_is_a_round() -> None:
+    first, again, other = (run_round(FULL_4, seed) for seed in (1, 1, 2))
+    assert first.counts == again.counts
+    assert first.faults.counts == again.faults.counts
+    assert first.faults.counts != other.faults.counts
+
+
+# --- what is wrong is found ---------------------------------------------------------------------------------
+
+
+def abort_nothing(engine: Engine, row: int) -> None:
+    """End a request, and forget to give its pages back."""
+    engine.running = engine.running[engine.running != row]
+    engine._requests.pop(row)
+    engine._free_rows.append(row)
+
+
+def cut_one_more(side: ManagerSide, row: int, num_tokens: int) -> None:
+    side.manager.page_pool.evict_pages([1])
+
+
+def free_wrongly(pool: pagepool.PagePool, page_ids: Any) -> None:
+    """Take back what nobody holds, without a word."""
+
+
+BROKEN = {
+    "a leak": (Engine, "abort", abort_nothing, "."),
+    "another entry dropped": (ManagerSide, "cut", cut_one_more, "against"),
+    "a double free that passes": (pagepool.PagePool, "free_page_ids", free_wrongly, "not refused"),
+    "a reset in use": (pagepool.PagePool, "reset_prefix_cache", lambda pool: True, "was reset"),
+    "a room that is not there": (BatchSide, "look_ahead", lambda *_: True, "against"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, method, broken, message = BROKEN[name]
+    monkeypatch.setattr(owner, method, broken)
+    with pytest.raises((SoakError, pagepool.errors.PagePoolError), match=message):
+        run_round(FULL_4)
+
+
+def test_a_failing_round_says_how_to_repeat_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(Faults, "inject", lambda faults: faults.rng.choices([]))
+    with pytest.raises(IndexError):
+        Soak(41, []).run_round(FULL_4)
+    assert "python tests/soak.py --kind 'full 4' --seed 41 --rounds 1" in capsys.readouterr().out
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(soak, "load_trace", list)
+    monkeypatch.setattr(sys, "argv", ["soak.py", "--kind", "window 9", "--rounds", "2", "--seed", "3"])
+    soak.main()
+    said = capsys.readouterr().out
+    assert "seed 4  window 9" in said
+    assert "3 to 4" in said
+
+
+def test_an_unknown_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["soak.py", "--kind", "unheard of"])
+    with pytest.raises(SystemExit, match="got 'unheard of', allowed: full 1, "):
+        soak.main()
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def test_growth_is_told_from_noise() -> None:
+    rng = Random(SEED)
+    noise = [rng.uniform(0, 8) for _ in range(50)]
+    assert abs(find_growth([100 + each for each in noise])) < 4
+    assert find_growth([100 + each + i for i, each in enumerate(noise)]) > 16
+    assert find_growth([500.0]) == 0
+
+
+def test_memory_that_grows_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = iter(range(0, 10_000, 20))
+    monkeypatch.setattr(soak, "read_resident_mib", lambda: float(next(sizes)))
+    work = Soak(0, [])
+    for _ in range(soak.MIN_SAMPLES + 1):
+        work.run_round(shorten(FULL_4, 5))
+    with pytest.raises(SoakError, match="resident memory has grown"):
+        work.require_flat()
+
+
+def test_long_rounds_take_turns_with_short_ones() -> None:
+    names = [kind.name for kind in take_turns()]
+    assert len(names) == len(set(names)) == 2 * len(SHORT) + len(LONG)
