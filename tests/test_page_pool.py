@@ -159,17 +159,8 @@ class Meddler:
 def test_a_list_that_shrinks_while_it_is_read_is_refused():
     items = [0, 1, 2]
     items[1] = Meddler(items.clear)
-    page_ids = PageIds([5])
     with pytest.raises(ArgumentError, match="ids: the list shrank while it was read"):
-        page_ids.extend(items)
-    assert page_ids.to_list() == [5]
-
-
-def test_ids_that_are_extended_while_a_list_is_read_keep_one_of_both():
-    page_ids = PageIds([5])
-    with pytest.raises(ArgumentError, match="ids: changed while the list was read"):
-        page_ids.extend([0, Meddler(lambda: page_ids.extend(range(100))), 2])
-    assert page_ids.to_list() == [5, *range(100)]
+        PageIds(items)
 
 
 # Taking and giving back.
