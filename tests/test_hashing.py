@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pagepool
-from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, hashing
+from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, hash_request_tokens, hashing
 from pagepool._core import HashChain, siphash128
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import RequestExtraKeys, encode_extra_keys, get_siphash_key, sha256_cbor, sha256_page
@@ -233,6 +233,8 @@ def test_kept_tokens_are_compared_where_a_hash_brings_some():
 def test_names_of_evicted_pages_are_forgotten():
     """As soon as there are more than two a page and 1,024 besides."""
     manager = make_manager(num_pages=8, hash_algo=hash)
+    held = EngineRequest("held", [7] * 4)
+    fill(manager, held)
     num_names = []
     for i in range(2000):
         request = EngineRequest(str(i), [i] * 5)
@@ -242,6 +244,7 @@ def test_names_of_evicted_pages_are_forgotten():
         num_names.append(len(manager.page_pool.store.names))
     assert max(num_names) == 2 * 8 + 1024
     assert num_names[-1] < 1000
+    assert manager.page_pool.pages[1].page_hash.page_hash == hash_request_tokens(hash, 4, held)[0]
     manager.page_pool.check()
 
 

@@ -25,7 +25,7 @@ from pagepool import (
     get_kv_cache_coordinator,
 )
 from pagepool._core import HashChain
-from pagepool.errors import ArgumentError, DoubleFreeError, RequestTooLargeError
+from pagepool.errors import ArgumentError, DoubleFreeError, IntegrityError, RequestTooLargeError
 
 
 def full(page_size=4):
@@ -88,6 +88,17 @@ def test_eagle_drops_the_last_page_of_a_hit():
     assert admit(manager, "b", range(13))[1] == 8
 
 
+def test_eagle_drops_the_last_page_of_a_window_that_has_one_more():
+    """Of three pages the window needs two: with the first evicted, two are left, and eagle would leave one."""
+    hits = []
+    for use_eagle, evicted in itertools.product((False, True), ([], [1], [1, 2])):
+        manager = make_manager(sliding(6), use_eagle=use_eagle)
+        admit(manager, "a", range(13))
+        manager.page_pool.evict_pages(evicted)
+        hits.append(manager.get_computed_pages(EngineRequest("b", list(range(13))))[1])
+    assert hits == [12, 12, 0, 8, 0, 0]
+
+
 def test_what_was_generated_is_hit_by_the_follow_up():
     manager = make_manager()
     request, _ = admit(manager, "a", range(6))
@@ -113,11 +124,12 @@ def test_probe_changes_nothing_and_says_why():
     before = (manager.page_pool.stats, manager.page_pool.free_page_ids_in_order().tolist(), len(manager.req_to_page_hashes))
     probe = manager.probe(request)
     assert (probe.num_hit_tokens, probe.num_queried_tokens) == (8, 13)
-    assert "token 8" in probe.reason
-    assert manager.probe(EngineRequest("c", list(range(9)))).reason == "all full pages hit"
+    assert probe.reason == "the page at token 8 is not cached for every group"
+    assert manager.probe(EngineRequest("c", list(range(9)))) == (8, 9, "all full pages hit")
+    assert manager.probe(EngineRequest("c", list(range(8)))) == (4, 8, "all full pages hit")  # one token is left to compute
     logprobs = EngineRequest("d", [1], sampling_params=SimpleNamespace(prompt_logprobs=1))
-    assert "prompt_logprobs" in manager.probe(logprobs).reason
-    assert "off" in make_manager(enable_caching=False).probe(request).reason
+    assert manager.probe(logprobs) == (0, 1, "prompt_logprobs are asked for")
+    assert make_manager(enable_caching=False).probe(request) == (0, 13, "prefix caching is off")
     assert before == (
         manager.page_pool.stats,
         manager.page_pool.free_page_ids_in_order().tolist(),
@@ -141,6 +153,7 @@ def test_a_delayed_allocation_is_cached_when_told():
     manager = make_manager()
     request = EngineRequest("a", list(range(9)))
     manager.allocate_slots(request, 9, delay_cache_pages=True)
+    manager.cache_pages(request, 0)
     assert len(manager.page_pool.cached_page_hash_to_page) == 0
     manager.cache_pages(request, 8)
     assert len(manager.page_pool.cached_page_hash_to_page) == 2
@@ -349,6 +362,23 @@ def test_the_shard_of_held_pages_wins_over_the_hint():
     assert manager.allocate_slots(request, 4, dp_shard_hint=0, data_parallel_size=2).get_page_ids() == ([10],)
 
 
+@pytest.mark.parametrize(("spec", "num_free_tokens"), [(full(), 0), (sliding(6), 0), (chunked(8), 8)])
+def test_a_hint_finds_the_prefix_of_its_shard(spec, num_free_tokens):
+    """Shard 1 has the prefix first, then shard 0 too: its pages are found second, and for its hint only. A chunk that begins
+    needs no page of those before.
+    """
+    manager = make_manager(spec, num_pages=24)
+    shards = [{"dp_shard_hint": shard, "data_parallel_size": 2} for shard in range(2)]
+    request, probe = EngineRequest("a", list(range(13))), EngineRequest("b", list(range(13)))
+    assert manager.allocate_slots(request, 13, **shards[1]) is not None
+    assert [manager.get_computed_pages(probe, **shard)[1] for shard in shards] == [num_free_tokens, 12]
+    assert manager.allocate_slots(probe, 13, **shards[0]) is not None
+    for first_id, shard in zip((1, 12), shards, strict=True):
+        hits, num_hit_tokens = manager.get_computed_pages(EngineRequest("c", list(range(13))), **shard)
+        assert num_hit_tokens == 12
+        assert {page_id for page_id in hits.get_page_ids()[0] if page_id} <= set(range(first_id, first_id + 3))
+
+
 def test_a_short_shard_gives_hits_back_as_just_used():
     manager = make_manager(num_pages=16)
     request, _ = admit(manager, "a", range(9), dp_shard_hint=1, data_parallel_size=2)
@@ -395,7 +425,7 @@ def test_cache_pages_are_lists_of_page_objects_when_read():
     assert repr(both) == "CachePages(page_ids=([1, 2, 3, 7],))"
     with pytest.raises(ValueError, match="argument 2 is longer"):
         _ = pages + CachePages(([], []))
-    assert manager.create_empty_page_list().get_page_ids() == ([],)
+    assert manager.create_empty_page_list().get_page_ids() == manager.create_empty_page_list().pages == ([],)
     pages.pages[0].append(pool.pages[9])
     assert pages.get_page_ids() == ([1, 2, 3, 9],)
 
@@ -520,6 +550,15 @@ def test_reset_and_usage():
     manager.free(request)
     assert manager.reset_prefix_cache()
     assert manager.get_computed_pages(request)[1] == 0
+
+
+def test_check_finds_a_page_that_somebody_else_gave_back():
+    manager = make_manager()
+    admit(manager, "a", range(9))
+    manager.page_pool.free_page_ids([2])
+    manager.page_pool.check()
+    with pytest.raises(IntegrityError, match="page 2 "):
+        manager.check()
 
 
 def test_a_manager_is_collected_when_dropped():
