@@ -81,6 +81,17 @@ cdef extern from *:
     """
     bint GIL_DISABLED "PAGEPOOL_GIL_DISABLED"
 
+cdef extern from *:
+    """
+    /* Before CPython 3.13 a Cython mutex is a lock that was allocated, and NULL where that failed. */
+    #if PY_VERSION_HEX > 0x030d0000
+    #define pagepool_has_lock(mutex) 1
+    #else
+    #define pagepool_has_lock(mutex) (*(void **)(mutex) != NULL)
+    #endif
+    """
+    bint has_lock "pagepool_has_lock" (const void *mutex)
+
 cdef extern from "Python.h":
     long long PyLong_AsLongLongAndOverflow(object value, int *overflow) except? -1
     unsigned long long PyLong_AsUnsignedLongLongMask(object value) except? -1
@@ -1660,6 +1671,15 @@ cdef void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second) noexc
 # From Python objects, at the boundary.
 
 cdef object ndarray = np.ndarray
+
+
+cdef int require_lock(const void *mutex) except -1:
+    """MemoryError where a fresh object's mutex could not be made: it would be no mutex, but a crash."""
+    if not has_lock(mutex):
+        raise MemoryError("a lock")
+    return 0
+
+
 cdef object INT32 = np.dtype(np.int32)
 
 
@@ -2055,6 +2075,7 @@ cdef class HashChain:
     cdef cython.pymutex lock
 
     def __cinit__(self, page_size, bytes key not None, bint keep_token_ids=False):
+        require_lock(&self.lock)
         self.page_size = size_of(page_size, "page_size", 1)
         self.key = digest_of_bytes(key)
         self.extra_key = extra_key_of(key)
@@ -2215,6 +2236,7 @@ cdef class PageStore:
 
     def __cinit__(self, num_pages, bint enable_caching=True, bint is_pool=True):
         cdef int32_t page_id, num_records
+        require_lock(&self.lock)
         self.is_pool = is_pool
         self.enable_caching = enable_caching
         self.views = {}
@@ -3586,12 +3608,14 @@ cdef class CachePage:
 
 def make_aligned_zeros(shape) -> np.ndarray:
     """An int32 array of zeros that begins at a cache line: whole-table copies are twice as fast from and to it."""
-    cdef Py_ssize_t num_values = 1
+    cdef Py_ssize_t start, num_values = 1
+    cdef int32_t[::1] memory
     for size in shape:
         num_values *= size
-    memory = np.zeros(num_values + CACHE_LINE // 4, dtype=np.int32)
-    start = -memory.ctypes.data % CACHE_LINE // 4
-    return memory[start:start + num_values].reshape(shape)
+    array = np.zeros(num_values + CACHE_LINE // 4, dtype=np.int32)
+    memory = array
+    start = (CACHE_LINE - <size_t>&memory[0] % CACHE_LINE) % CACHE_LINE // 4
+    return array[start:start + num_values].reshape(shape)
 
 
 cdef class TableRows:
@@ -3609,6 +3633,9 @@ cdef class TableRows:
     cdef int32_t[::1] extent_view
     cdef uint8_t[::1] flags_view
     cdef cython.pymutex lock
+
+    def __cinit__(self, *args, **kwargs):
+        require_lock(&self.lock)
 
     def __init__(self, num_rows, num_columns):
         """Both at least 1."""
@@ -4180,6 +4207,9 @@ cdef class RunningRows:
     cdef readonly object num_cached_tokens
     cdef readonly object is_admitted
     cdef cython.pymutex lock
+
+    def __cinit__(self, *args, **kwargs):
+        require_lock(&self.lock)
 
     def __init__(
         self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards
