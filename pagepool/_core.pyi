@@ -53,7 +53,7 @@ class HashChain:
 class PageStore:
     is_pool: Final[bool]
     enable_caching: Final[bool]
-    names: HashNames
+    names: Final[HashNames]
     def __new__(cls, num_pages: int, enable_caching: bool = ..., is_pool: bool = ...) -> Self: ...
     @property
     def num_pages(self) -> int: ...
