@@ -83,6 +83,17 @@ cdef extern from *:
 
 cdef extern from *:
     """
+    /* Before CPython 3.13 a Cython mutex is a lock that was allocated, and NULL where that failed. */
+    #if PY_VERSION_HEX > 0x030d0000
+    #define pagepool_has_lock(mutex) 1
+    #else
+    #define pagepool_has_lock(mutex) (*(void **)(mutex) != NULL)
+    #endif
+    """
+    bint has_lock "pagepool_has_lock" (const void *mutex)
+
+cdef extern from *:
+    """
     /* 0 only in the build that `python -m bench.guards` compares with: what the guards of the hot loops cost. */
     #ifndef PAGEPOOL_GUARDS
     #define PAGEPOOL_GUARDS 1
@@ -1720,6 +1731,15 @@ cdef void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second) noexc
 # From Python objects, at the boundary.
 
 cdef object ndarray = np.ndarray
+
+
+cdef int require_lock(const void *mutex) except -1:
+    """MemoryError where a fresh object's mutex could not be made: it would be no mutex, but a crash."""
+    if not has_lock(mutex):
+        raise MemoryError("a lock")
+    return 0
+
+
 cdef object INT32 = np.dtype(np.int32)
 
 
@@ -2132,6 +2152,7 @@ cdef class HashChain:
     cdef cython.pymutex lock
 
     def __cinit__(self, page_size, bytes key not None, bint keep_token_ids=False):
+        require_lock(&self.lock)
         self.page_size = size_of(page_size, "page_size", 1)
         self.key = digest_of_bytes(key)
         self.extra_key = extra_key_of(key)
@@ -2301,6 +2322,7 @@ cdef class PageStore:
 
     def __cinit__(self, num_pages, bint enable_caching=True, bint is_pool=True):
         cdef int32_t page_id, num_records
+        require_lock(&self.lock)
         self.is_pool = is_pool
         self.enable_caching = enable_caching
         self.views = {}
@@ -3700,13 +3722,15 @@ cdef class CachePage:
 
 def make_aligned_zeros(tuple shape not None) -> np.ndarray:
     """An int32 array of zeros that begins at a cache line: whole-table copies are twice as fast from and to it."""
-    cdef Py_ssize_t num_values = 1
+    cdef Py_ssize_t start, num_values = 1
+    cdef int32_t[::1] memory
     sizes = [size_of(size, "shape") for size in shape]
     for size in sizes:
         num_values = size_of(num_values * size, "shape")
-    memory = np.zeros(num_values + CACHE_LINE // 4, dtype=np.int32)
-    start = -memory.ctypes.data % CACHE_LINE // 4
-    return memory[start:start + num_values].reshape(sizes)
+    array = np.zeros(num_values + CACHE_LINE // 4, dtype=np.int32)
+    memory = array
+    start = (CACHE_LINE - <size_t>&memory[0] % CACHE_LINE) % CACHE_LINE // 4
+    return array[start:start + num_values].reshape(sizes)
 
 
 cdef class TableRows:
@@ -3724,6 +3748,9 @@ cdef class TableRows:
     cdef int32_t[::1] extent_view
     cdef uint8_t[::1] flags_view
     cdef cython.pymutex lock
+
+    def __cinit__(self, *args, **kwargs):
+        require_lock(&self.lock)
 
     def __init__(self, num_rows, num_columns):
         """Both at least 1."""
@@ -4325,6 +4352,9 @@ cdef class RunningRows:
     cdef readonly object num_cached_tokens
     cdef readonly object is_admitted
     cdef cython.pymutex lock
+
+    def __cinit__(self, *args, **kwargs):
+        require_lock(&self.lock)
 
     def __init__(
         self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards
