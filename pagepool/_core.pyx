@@ -181,6 +181,7 @@ cdef struct Pool:
     int64_t num_freed
     int64_t num_evicted
     int64_t num_cached
+    int64_t num_dropped       # prefix entries
     int64_t num_queried       # tokens
     int64_t num_hit
 
@@ -651,6 +652,7 @@ cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
     else:
         empty_slot(pool, i)
     page.group = NO_GROUP
+    pool.num_dropped += 1
 
 
 cdef void leave_twins(Pool *pool, int32_t page_id, uint32_t slot) noexcept nogil:
@@ -1656,10 +1658,10 @@ cdef void show_row(Group *group, Py_ssize_t row) noexcept nogil:
 # Rows that come, go and change places.
 
 cdef Py_ssize_t count_free_hits(
-    const Batch *batch, Py_ssize_t row, Py_ssize_t g, const int32_t *ids, Py_ssize_t n
+    const Batch *batch, Py_ssize_t row, Py_ssize_t g, const int32_t *ids, Py_ssize_t n, bint is_known
 ) noexcept nogil:
-    """How many pages, null pages aside, are in the free queue; -1 if one is not cached any more with what the row's leading
-    pages hold, or cannot be touched.
+    """How many pages, null pages aside, are in the free queue; -1 if one cannot be touched, or is not cached any more with what
+    the row's leading pages hold, unless that `is_known`.
     """
     cdef const Group *group = &batch.groups[g]
     cdef const Digest *digests = digests_of(batch, row)
@@ -1674,10 +1676,11 @@ cdef Py_ssize_t count_free_hits(
         page = &batch.pool.pages[ids[i]]
         num_free += page.prev_free != NOT_FREE
         if GUARDS:  # without branches, for there is nearly always nothing wrong
+            is_lost |= (page.ref_cnt == 0) & (page.prev_free == NOT_FREE) | (page.ref_cnt > INT32_MAX - n)
+        if GUARDS and not is_known:
             digest = &digests[(i + 1) * group.stride - 1]
             differences |= (page.key_lo ^ digest.lo) | (page.key_hi ^ digest.hi)
             differences |= <uint64_t>((page.group & ~TWIN) ^ group.id)
-            is_lost |= (page.ref_cnt == 0) & (page.prev_free == NOT_FREE) | (page.ref_cnt > INT32_MAX - n)
     return -1 if differences or is_lost else num_free
 
 
@@ -2301,6 +2304,28 @@ cdef tuple counters_of(Pool pool):
 cdef int32_t as_shard(object shard, int32_t num_shards) except? -1:
     """`shard` as an index; -1, the whole pool, for None."""
     return -1 if shard is None else <int32_t>size_of(shard, "shard", 0, num_shards - 1)
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class _FoundIds(PageIds):
+    """Pages as a look-up found them. What they hold is known, and need not be compared, while no prefix entry was dropped."""
+
+    cdef HashChain chain
+    cdef const Pool *pool
+    cdef Py_ssize_t stride
+    cdef int32_t group
+    cdef int64_t num_dropped
+
+    cdef bint is_known(self, HashChain chain, const Group *group, const Pool *pool) noexcept:
+        """Whether these are still the pages of a group with what the chain says. The pool is locked."""
+        return (
+            self.chain is chain
+            and self.pool == pool
+            and self.stride == group.stride
+            and self.group == group.id
+            and self.num_dropped == pool.num_dropped
+        )
 
 
 cdef class PageStore:
@@ -3103,7 +3128,8 @@ cdef class PageStore:
         cdef Py_ssize_t first = size_of(start, "start", 0, last)
         cdef int32_t checked_group = group_of(group)
         cdef bint is_whole = True
-        cdef PageIds hits = PageIds()
+        cdef _FoundIds hits = _FoundIds.__new__(_FoundIds)
+        hits.chain, hits.pool, hits.stride, hits.group = chain, &self.pool, num_hashes, checked_group
         hits.reserve(last)
         with chain.lock, self.lock:
             last = min(last, chain.num // num_hashes)
@@ -3113,6 +3139,7 @@ cdef class PageStore:
                 hits.ids[i] = find_within(&self.pool, chain.digests[(i + 1) * num_hashes - 1], checked_group, ids)
                 is_whole = is_whole and hits.ids[i] != NULL_PAGE
             hits.num = last
+            hits.num_dropped = self.pool.num_dropped
         return hits if is_whole else None
 
     def count_shared(self, PageIds held not None, num_holders) -> int:
@@ -4846,16 +4873,18 @@ cdef class RunningRows:
         cdef object num_hit_tokens = 0  # made before anything is taken
         cdef int32_t num_hits = 0
         cdef int32_t held_free = NULL_PAGE
+        cdef HashChain chain = None
         cdef Py_ssize_t num_free_hits
         cdef bint has_room
         cdef int32_t checked_shard = as_shard(shard, self.num_shards)
         if find_hits is not None and self.batch.hash_page_size:
-            hits, num_hit_tokens = self.look_up(row, num_known, find_hits)
+            chain = HashChain.__new__(HashChain, self.batch.hash_page_size, self.key)
+            hits, num_hit_tokens = self.look_up(row, num_known, find_hits, chain)
             num_hits = <int32_t>size_of(num_hit_tokens, "num_hit_tokens", 0, num_known - 1)
             self.check_hits(hits, num_hits)
         self.enter_call()
         self.batch.states[row].shard = checked_shard
-        num_free_hits = self.count_free_hits(row, hits)
+        num_free_hits = self.count_free_hits(row, hits, chain)
         num_wanted = max(min(num_wanted, num_hits + max_num_new), num_hits)
         has_room = num_free_hits >= 0 and self.has_room_for(
             row, hits, num_free_hits, <int32_t>num_wanted, num_reserved, &held_free
@@ -4869,9 +4898,8 @@ cdef class RunningRows:
         self.store.check_untaken(held_free)
         return num_hit_tokens if has_room else None
 
-    cdef object look_up(self, Py_ssize_t row, Py_ssize_t num_known, object find_hits):
+    cdef object look_up(self, Py_ssize_t row, Py_ssize_t num_known, object find_hits, HashChain chain):
         """Call `find_hits` with the row's digests, which are lent to a chain and taken back."""
-        cdef HashChain chain = HashChain.__new__(HashChain, self.batch.hash_page_size, self.key)
         chain.digests = digests_of(&self.batch, row)
         chain.num = self.batch.states[row].num_hashed
         try:
@@ -4896,11 +4924,15 @@ cdef class RunningRows:
             self.store.checked(ids)
         return 0
 
-    cdef Py_ssize_t count_free_hits(self, Py_ssize_t row, tuple hits) noexcept:
-        """How many hits are in the free queue; -1 if one of them cannot be taken."""
+    cdef Py_ssize_t count_free_hits(self, Py_ssize_t row, tuple hits, HashChain chain) noexcept:
+        """How many hits, looked up with `chain`, are in the free queue; -1 if one of them cannot be taken."""
         cdef Py_ssize_t g, num_free, num_all = 0
+        cdef PageIds ids
+        cdef bint is_known
         for g in range(len(hits)):
-            num_free = count_free_hits(&self.batch, row, g, (<PageIds>hits[g]).ids, (<PageIds>hits[g]).num)
+            ids = hits[g]
+            is_known = isinstance(ids, _FoundIds) and (<_FoundIds>ids).is_known(chain, &self.batch.groups[g], self.batch.pool)
+            num_free = count_free_hits(&self.batch, row, g, ids.ids, ids.num, is_known)
             if num_free < 0:
                 return -1
             num_all += num_free
