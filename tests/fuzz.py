@@ -138,7 +138,7 @@ def fuzz_with_coverage(fuzzer: Fuzzer, options: argparse.Namespace) -> None:
     flags += ["-rss_limit_mb=0", "-malloc_limit_mb=0", "-detect_leaks=0", "-print_final_stats=1"]
     if options.corpus:
         options.corpus.mkdir(parents=True, exist_ok=True)
-        flags.append(str(options.corpus))
+        flags += [str(options.corpus), f"-artifact_prefix={options.corpus.parent}/"]
     atheris.Setup([sys.argv[0], *flags], fuzzer.run_until_deadline)
     atheris.Fuzz()
 
