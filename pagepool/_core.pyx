@@ -81,6 +81,15 @@ cdef extern from *:
     """
     bint GIL_DISABLED "PAGEPOOL_GIL_DISABLED"
 
+cdef extern from *:
+    """
+    /* 0 only in the build that `python -m bench.guards` compares with: what the guards of the hot loops cost. */
+    #ifndef PAGEPOOL_GUARDS
+    #define PAGEPOOL_GUARDS 1
+    #endif
+    """
+    bint GUARDS "PAGEPOOL_GUARDS"
+
 cdef extern from "Python.h":
     long long PyLong_AsLongLongAndOverflow(object value, int *overflow) except? -1
     unsigned long long PyLong_AsUnsignedLongLongMask(object value) except? -1
@@ -156,6 +165,7 @@ cdef struct Pool:
     int32_t num_shards        # 0: no shards yet
     int32_t pages_per_shard
     int32_t num_keys          # distinct (key, group) in the index
+    int32_t num_held_free     # pages in the queue that somebody gave a reference to
     int64_t num_allocated     # pages, since construction
     int64_t num_freed
     int64_t num_evicted
@@ -440,7 +450,7 @@ cdef inline int32_t shard_of(Pool *pool, int32_t page_id) noexcept nogil:
     return page_id // pool.pages_per_shard
 
 
-cdef inline bint is_free(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline bint is_free(const Pool *pool, int32_t page_id) noexcept nogil:
     return pool.pages[page_id].prev_free != NOT_FREE
 
 
@@ -668,6 +678,26 @@ cdef Py_ssize_t list_cached(const Pool *pool, int32_t *out) noexcept nogil:
     return count
 
 
+cdef int32_t find_held_free(const Pool *pool, Py_ssize_t n) noexcept nogil:
+    """A page among the first `n` of the free queue, and of each shard's, that somebody gave a reference to; or NULL_PAGE."""
+    cdef int32_t page_id = pool.pages[NULL_PAGE].next_free
+    cdef int32_t shard
+    cdef Py_ssize_t _
+    if pool.num_held_free == 0:
+        return NULL_PAGE
+    for _ in range(min(n, pool.num_free)):
+        if pool.pages[page_id].ref_cnt:
+            return page_id
+        page_id = pool.pages[page_id].next_free
+    for shard in range(pool.num_shards):
+        page_id = pool.shard_links[pool.num_pages + shard].next
+        for _ in range(min(n, pool.shard_num_free[shard])):
+            if pool.pages[page_id].ref_cnt:
+                return page_id
+            page_id = pool.shard_links[page_id].next
+    return NULL_PAGE
+
+
 # Pages in lists. Each function checks its whole list first, or undoes what it did.
 
 cdef inline void claim(Pool *pool, int32_t page_id) noexcept nogil:
@@ -686,43 +716,38 @@ cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
         fetch(home_of(pool, digest_of(page), page.group & ~TWIN))
 
 
-cdef int32_t take(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
-    """Take the `n` pages at the front of the queue, of which there are enough. Returns NULL_PAGE, or, with nothing
-    changed, a page in the queue that somebody gave a reference to.
-    """
+cdef void take(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
+    """Take the `n` pages at the front of the queue, of which there are enough, none of them held (`find_held_free`)."""
     cdef int32_t page_id = pool.pages[NULL_PAGE].next_free
     cdef Py_ssize_t i
     for i in range(n):
-        if pool.pages[page_id].ref_cnt:
-            return page_id
         out[i] = page_id
         fetch_entry(pool, page_id)
         page_id = pool.pages[page_id].next_free
     for i in range(n):
         pull(pool, out[i])
         claim(pool, out[i])
-    return NULL_PAGE
 
 
-cdef int32_t take_from_shard(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
+cdef void take_from_shard(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
     """The same for the pages of one shard, in the order of the queue. O(n), whatever the size of the pool."""
     cdef int32_t page_id = pool.shard_links[pool.num_pages + shard].next
     cdef Py_ssize_t i
     for i in range(n):
-        if pool.pages[page_id].ref_cnt:
-            return page_id
         out[i] = page_id
         fetch_entry(pool, page_id)
         page_id = pool.shard_links[page_id].next
     for i in range(n):
         pull(pool, out[i])
         claim(pool, out[i])
-    return NULL_PAGE
 
 
-cdef inline int32_t take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
+cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
     """`take` from a shard, or for -1 from the whole pool."""
-    return take(pool, out, n) if shard < 0 else take_from_shard(pool, out, n, shard)
+    if shard < 0:
+        take(pool, out, n)
+    else:
+        take_from_shard(pool, out, n, shard)
 
 
 cdef inline int32_t count_free_in(Pool *pool, int32_t shard) noexcept nogil:
@@ -733,7 +758,7 @@ cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
     """One reference less for a page that has one; without any it goes to the back of the queue."""
     cdef Page *page = &pool.pages[page_id]
     page.ref_cnt -= 1
-    if page.ref_cnt == 0 and page.prev_free == NOT_FREE:
+    if page.ref_cnt == 0:
         push(pool, page_id)
         pool.num_freed += 1
 
@@ -741,8 +766,21 @@ cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
 cdef Py_ssize_t find_outside(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
     """Index of an id outside the pool, or -1."""
     cdef Py_ssize_t i
-    for i in range(n):
-        if not 0 <= ids[i] < pool.num_pages:
+    cdef int32_t signs = 0, last = pool.num_pages - 1
+    for i in range(n if GUARDS else 0):  # several at once, for there is no way out
+        signs |= ids[i] | <int32_t>(<uint32_t>last - <uint32_t>ids[i])
+    if signs < 0:
+        for i in range(n):
+            if not 0 <= ids[i] <= last:
+                return i
+    return -1
+
+
+cdef Py_ssize_t find_unheld(const Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Index of a page in ``ids[start:stop]``, null pages aside, without any reference; -1: there is none."""
+    cdef Py_ssize_t i
+    for i in range(start, stop):
+        if ids[i] != NULL_PAGE and (pool.pages[ids[i]].ref_cnt == 0 or (pool.num_held_free and is_free(pool, ids[i]))):
             return i
     return -1
 
@@ -752,16 +790,27 @@ cdef Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tai
     Returns -1, or, with nothing changed, the index of a page that has no reference to give.
     """
     cdef Py_ssize_t i, at
-    cdef int32_t page_id
+    cdef Page *page
+    cdef int32_t left
+    if GUARDS and pool.num_held_free:
+        at = find_unheld(pool, ids, 0, n)
+        if at >= 0:
+            return at
     for i in range(n):
         at = n - 1 - i if tail_first else i
-        page_id = ids[at]
-        if page_id == NULL_PAGE:
+        if ids[at] == NULL_PAGE:
             continue
-        if pool.pages[page_id].ref_cnt == 0:
+        page = &pool.pages[ids[at]]
+        left = page.ref_cnt - 1
+        if left == 0:  # the common case first: it needs no check
+            page.ref_cnt = 0
+            push(pool, ids[at])
+            pool.num_freed += 1
+        elif left > 0 or not GUARDS:
+            page.ref_cnt = left
+        else:
             undo_give_back(pool, ids, n, i, tail_first)
             return at
-        put_back(pool, page_id)
     return -1
 
 
@@ -775,7 +824,7 @@ cdef void undo_give_back(
         page_id = ids[n - 1 - i if tail_first else i]
         if page_id == NULL_PAGE:
             continue
-        if pool.pages[page_id].ref_cnt == 0 and pool.pages[NULL_PAGE].prev_free == page_id:
+        if pool.pages[page_id].ref_cnt == 0:
             pull(pool, page_id)
             pool.num_freed -= 1
         pool.pages[page_id].ref_cnt += 1
@@ -784,7 +833,7 @@ cdef void undo_give_back(
 cdef Py_ssize_t find_untouchable(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
     """Index of a page that `touch_all` could not touch, or -1."""
     cdef Py_ssize_t i
-    for i in range(n):
+    for i in range(n if GUARDS else 0):
         if ids[i] != NULL_PAGE:
             if pool.pages[ids[i]].ref_cnt == 0 and not is_free(pool, ids[i]):
                 return i
@@ -904,9 +953,9 @@ cdef inline bint fits(Rows *rows, Py_ssize_t row, Py_ssize_t start, const int32_
     """Whether ids may stand in a row from column `start` on, and the row's count was not overwritten with nonsense."""
     cdef Py_ssize_t i
     cdef int32_t signs = 0
-    if not (0 <= rows.num_pages[row] <= rows.num_columns and n <= rows.num_columns - start):
+    if GUARDS and not (0 <= rows.num_pages[row] <= rows.num_columns and n <= rows.num_columns - start):
         return False
-    for i in range(n):
+    for i in range(n if GUARDS else 0):
         signs |= ids[i]
     return signs >= 0
 
@@ -987,11 +1036,11 @@ cdef Py_ssize_t map_slots(
     cdef uint32_t page, size = <uint32_t>page_size
     cdef int64_t slot, stop = page_size * rows.num_columns
     for i in range(n):
-        if not (0 <= row_ids[i] < rows.num_rows and 0 <= positions[i] < stop):
+        if GUARDS and not (0 <= row_ids[i] < rows.num_rows and 0 <= positions[i] < stop):
             return i
         page = <uint32_t>positions[i] // size
         slot = rows.table[row_ids[i] * rows.num_columns + page] * page_size + <uint32_t>positions[i] - page * size
-        if not INT32_MIN <= slot <= INT32_MAX:
+        if GUARDS and not INT32_MIN <= slot <= INT32_MAX:
             return i
         slots[i] = <int32_t>slot
     return n
@@ -1140,35 +1189,8 @@ cdef void skip_pages(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcep
 
 cdef inline void put_back_held(Pool *pool, int32_t page_id) noexcept nogil:
     """`put_back`, but for the null page and for a page that somebody else gave back already."""
-    if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt:
+    if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt and not is_free(pool, page_id):
         put_back(pool, page_id)
-
-
-cdef Py_ssize_t find_unheld(const Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Index of a page in ``ids[start:stop]``, null pages aside, without any reference; -1: there is none."""
-    cdef Py_ssize_t i
-    for i in range(start, stop):
-        if ids[i] != NULL_PAGE and pool.pages[ids[i]].ref_cnt == 0:
-            return i
-    return -1
-
-
-cdef int32_t find_held_free(Pool *pool, Py_ssize_t n) noexcept nogil:
-    """A page among the first `n` of the free queue, and of each shard's, that somebody gave a reference to; or NULL_PAGE."""
-    cdef int32_t page_id = pool.pages[NULL_PAGE].next_free
-    cdef int32_t shard
-    cdef Py_ssize_t _
-    for _ in range(min(n, pool.num_free)):
-        if pool.pages[page_id].ref_cnt:
-            return page_id
-        page_id = pool.pages[page_id].next_free
-    for shard in range(pool.num_shards):
-        page_id = pool.shard_links[pool.num_pages + shard].next
-        for _ in range(min(n, pool.shard_num_free[shard])):
-            if pool.pages[page_id].ref_cnt:
-                return page_id
-            page_id = pool.shard_links[page_id].next
-    return NULL_PAGE
 
 
 cdef void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Growth *growth) noexcept nogil:
@@ -1390,7 +1412,7 @@ cdef inline bint is_row(const Batch *batch, int32_t row) noexcept nogil:
 
 cdef inline bint claim_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nogil:
     """Whether a row `is_row` and here for the first time in this call. Copies it, as the one at `i`."""
-    if not is_row(batch, row) or batch.states[row].stamp == batch.stamp:
+    if GUARDS and (not is_row(batch, row) or batch.states[row].stamp == batch.stamp):
         return False
     batch.states[row].stamp = batch.stamp
     batch.checked_rows[i] = row
@@ -1411,7 +1433,7 @@ cdef inline uint32_t start_call(Batch *batch) noexcept nogil:
 cdef bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
     """Note a row for which more than counting is due, and how many pages it may need; False if it is not fit for it."""
     cdef int32_t row = batch.checked_rows[i]
-    if not batch.states[row].is_admitted or (batch.skips_pages and has_lost_page(batch, row)):
+    if GUARDS and (not batch.states[row].is_admitted or (batch.skips_pages and has_lost_page(batch, row))):
         return False
     growth.max_num_new += count_new_pages(batch, row, num_room_tokens)
     batch.due_rows[growth.num_due] = <int32_t>i
@@ -1419,9 +1441,23 @@ cdef bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room
     return True
 
 
-cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, bint is_step) noexcept nogil:
+cdef bint copy_ascending(Batch *batch, const int32_t *rows, Py_ssize_t n) noexcept nogil:
+    """Copy rows that are in the table and each behind the one before, as they mostly are: then none stands there twice."""
+    cdef const int32_t *copied = batch.checked_rows
+    cdef int32_t signs = 0
+    cdef Py_ssize_t i
+    if n > batch.num_rows:
+        return False
+    memcpy(batch.checked_rows, rows, n * sizeof(int32_t))
+    for i in range(1, n if GUARDS else 1):  # several at once, for there is no way out
+        signs |= copied[i] | <int32_t>(<uint32_t>copied[i] - <uint32_t>copied[i - 1] - 1)
+    return not GUARDS or (signs >= 0 and copied[0] >= 0 and copied[n - 1] < batch.num_rows)
+
+
+cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, bint is_step, bint is_ascending) noexcept nogil:
     """How many rows there are before the first that is wrong. Copies the rows, so that nobody changes them any more, counts as
-    if all grew, and notes those for which more is due; for a row that is not admitted that is always so.
+    if all grew, and notes those for which more is due; for a row that is not admitted that is always so. Of `is_ascending`,
+    `copy_ascending` made sure.
     """
     cdef RowState *state
     cdef Py_ssize_t i
@@ -1429,21 +1465,22 @@ cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, bint is_step) 
     cdef int32_t num_new = 1, num_ahead = 0, max_num_tokens = batch.max_num_tokens
     cdef uint32_t stamp = start_call(batch), num_rows = <uint32_t>batch.num_rows
     for i in range(growth.num_rows):
-        row = growth.rows[i]
-        if <uint32_t>row >= num_rows:
-            return i
+        row = batch.checked_rows[i] if is_ascending else growth.rows[i]
+        if not is_ascending:
+            if <uint32_t>row >= num_rows or batch.states[row].stamp == stamp:
+                return i
+            batch.states[row].stamp = stamp
+            batch.checked_rows[i] = row
         state = &batch.states[row]
-        if state.stamp == stamp:
-            return i
         if not is_step:
             num_new = amount(&growth.num_new_tokens, i)
             num_ahead = amount(&growth.num_ahead, i)
         known = state.num_tokens + is_step
         computed = state.num_computed
-        if known > max_num_tokens or num_new < 0 or num_ahead < 0 or num_new > known - computed:
+        if GUARDS and known > max_num_tokens:
             return i
-        state.stamp = stamp
-        batch.checked_rows[i] = row
+        if not is_step and (num_new < 0 or num_ahead < 0 or num_new > known - computed):
+            return i
         num_room_tokens = computed + 1 if is_step else room_for(batch, computed + num_new, num_ahead)
         if max(num_room_tokens, computed + 1) >= state.next_event and not check_due(batch, growth, i, num_room_tokens):
             return i
@@ -1607,19 +1644,34 @@ cdef void show_row(Group *group, Py_ssize_t row) noexcept nogil:
 
 # Rows that come, go and change places.
 
-cdef bint has_hits(const Batch *batch, Py_ssize_t row, Py_ssize_t g, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Whether pages, null pages aside, are still cached with what the row's leading pages hold, and can be touched."""
+cdef Py_ssize_t count_free_hits(
+    const Batch *batch, Py_ssize_t row, Py_ssize_t g, const int32_t *ids, Py_ssize_t n
+) noexcept nogil:
+    """How many pages, null pages aside, are in the free queue; -1 if one is not cached any more with what the row's leading
+    pages hold, or cannot be touched.
+    """
     cdef const Group *group = &batch.groups[g]
-    cdef Py_ssize_t i
+    cdef const Digest *digests = digests_of(batch, row)
+    cdef const Digest *digest
+    cdef const Page *page
+    cdef Py_ssize_t i, num_free = 0
+    cdef uint64_t differences = 0
+    cdef bint is_lost = False
     for i in range(n):
-        if ids[i] != NULL_PAGE:
-            if not has_key(&batch.pool.pages[ids[i]], digests_of(batch, row)[(i + 1) * group.stride - 1], group.id):
-                return False
-    return find_untouchable(batch.pool, ids, n) < 0
+        if ids[i] == NULL_PAGE:
+            continue
+        page = &batch.pool.pages[ids[i]]
+        num_free += page.prev_free != NOT_FREE
+        if GUARDS:  # without branches, for there is nearly always nothing wrong
+            digest = &digests[(i + 1) * group.stride - 1]
+            differences |= (page.key_lo ^ digest.lo) | (page.key_hi ^ digest.hi)
+            differences |= <uint64_t>((page.group & ~TWIN) ^ group.id)
+            is_lost |= (page.ref_cnt == 0) & (page.prev_free == NOT_FREE) | (page.ref_cnt > INT32_MAX - n)
+    return -1 if differences or is_lost else num_free
 
 
 cdef void attach_hits(Batch *batch, Py_ssize_t row, Py_ssize_t g, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Make hits, which `has_hits` saw, the first pages of an empty row."""
+    """Make hits, which `count_free_hits` saw, the first pages of an empty row."""
     cdef Group *group = &batch.groups[g]
     touch_all(batch.pool, ids, n)
     if n:
@@ -1809,10 +1861,10 @@ cdef class PageIds:
     @cython.critical_section
     cdef bint has(self, int32_t wanted) noexcept:
         cdef Py_ssize_t i
-        for i in range(self.num):
-            if self.ids[i] == wanted:
-                return True
-        return False
+        cdef int32_t num_found = 0
+        for i in range(self.num):  # several at once, for there is no way out
+            num_found |= self.ids[i] == wanted
+        return num_found
 
     def __repr__(self):
         return f"{type(self).__name__}({self.to_list()})"
@@ -2391,7 +2443,13 @@ cdef class PageStore:
         cdef int32_t checked = self.checked_id(page_id)
         if checked != NULL_PAGE:
             with self.lock:
-                self.pool.pages[checked].ref_cnt = <int32_t>count
+                self.overwrite_count(checked, <int32_t>count)
+
+    cdef void overwrite_count(self, int32_t page_id, int32_t count) noexcept:
+        cdef Page *page = &self.pool.pages[page_id]
+        if is_free(&self.pool, page_id):
+            self.pool.num_held_free += (count != 0) - (page.ref_cnt != 0)
+        page.ref_cnt = count
 
     cdef bint add_reference(self, int32_t page_id, int32_t change) noexcept:
         """One reference more or less; False, and nothing changed, where the count would leave its range."""
@@ -2399,7 +2457,7 @@ cdef class PageStore:
         with self.lock:
             is_right = 0 <= self.pool.pages[page_id].ref_cnt + <int64_t>change < INT32_MAX
             if is_right and page_id != NULL_PAGE:
-                self.pool.pages[page_id].ref_cnt += change
+                self.overwrite_count(page_id, self.pool.pages[page_id].ref_cnt + change)
         return is_right
 
     def is_free(self, page_id) -> bool:
@@ -2506,9 +2564,9 @@ cdef class PageStore:
     cdef PageIds checked(self, object page_ids):
         """`page_ids` as ids that lie within the pool and do not change."""
         cdef PageIds ids = settled(page_ids) if isinstance(page_ids, PageIds) else PageIds(page_ids)
-        cdef Py_ssize_t i
-        for i in range(ids.num):
-            self.check_range(ids.ids[i])
+        cdef Py_ssize_t bad = find_outside(&self.pool, ids.ids, ids.num)
+        if bad >= 0:
+            self.check_range(ids.ids[bad])
         return ids
 
     cdef inline int check_range(self, int32_t page_id) except -1:
@@ -2530,8 +2588,9 @@ cdef class PageStore:
         num_free = count_free_in(&self.pool, checked_shard)
         if num <= num_free:
             has_room = ids.has_room_for(num)
-            if has_room:
-                bad = self.take_into(ids, num, checked_shard)
+            bad = find_held_free(&self.pool, num)
+            if has_room and bad == NULL_PAGE:
+                self.take_into(ids, num, checked_shard)
         self.lock.release()
         if num > num_free:
             where = "" if checked_shard < 0 else f" in shard {checked_shard}"
@@ -2550,18 +2609,15 @@ cdef class PageStore:
             self.lock.acquire()
         return 0
 
-    cdef int32_t take_into(self, PageIds ids, Py_ssize_t n, int32_t shard) noexcept:
-        """Append `n` new pages, of which there are enough and for which there is room. As `take_from`."""
+    cdef void take_into(self, PageIds ids, Py_ssize_t n, int32_t shard) noexcept:
+        """Append `n` new pages, of which there are enough, none of them held, and for which there is room."""
         cdef int32_t *out = ids.ids + ids.num
-        cdef int32_t bad
         if n < RELEASE_GIL_AT:
-            bad = take_from(&self.pool, out, n, shard)
+            take_from(&self.pool, out, n, shard)
         else:
             with nogil:
-                bad = take_from(&self.pool, out, n, shard)
-        if bad == NULL_PAGE:
-            ids.num += n
-        return bad
+                take_from(&self.pool, out, n, shard)
+        ids.num += n
 
     cdef int check_untaken(self, int32_t bad) except -1:
         """Raise unless `bad` is the null page: it is in the free queue, and somebody gave it a reference."""
@@ -2610,19 +2666,15 @@ cdef class PageStore:
             self.refuse_give_back(ids, bad)
 
     cdef Py_ssize_t give_back_ids(self, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept:
-        """As `give_back` does; also the index of an id outside the pool."""
+        """`give_back` of ids that lie within the pool."""
         cdef Py_ssize_t bad
         if n < RELEASE_GIL_AT:
-            bad = find_outside(&self.pool, ids, n)
-            return bad if bad >= 0 else give_back(&self.pool, ids, n, tail_first)
+            return give_back(&self.pool, ids, n, tail_first)
         with nogil:
-            bad = find_outside(&self.pool, ids, n)
-            if bad < 0:
-                bad = give_back(&self.pool, ids, n, tail_first)
+            bad = give_back(&self.pool, ids, n, tail_first)
         return bad
 
     cdef int refuse_give_back(self, PageIds ids, Py_ssize_t bad) except -1:
-        self.check_range(ids[bad])
         raise DoubleFreeError(f"page {ids[bad]} (at {bad} of {len(ids)}) is freed more often than it is held")
 
     def touch(self, page_ids) -> None:
@@ -2653,7 +2705,7 @@ cdef class PageStore:
                 has_room = ids.has_room_for(num)
                 while has_room and ids.num < num:
                     ids.ids[ids.num] = self.pool.pages[NULL_PAGE].next_free
-                    pull(&self.pool, ids.ids[ids.num])
+                    self.pull_any(ids.ids[ids.num])
                     ids.num += 1
         if num > num_free:
             raise OutOfPagesError(f"pages: {num} asked for, {num_free} free")
@@ -2669,12 +2721,17 @@ cdef class PageStore:
         """`remove` by its view; PageIdError for another pool's."""
         self.pull_checked(self.index_of(page))
 
+    cdef void pull_any(self, int32_t page_id) noexcept:
+        """`pull`, also for a page that somebody gave a reference to."""
+        self.pool.num_held_free -= self.pool.pages[page_id].ref_cnt != 0
+        pull(&self.pool, page_id)
+
     cdef int pull_checked(self, int32_t page_id) except -1:
         cdef bint was_free
         with self.lock:
             was_free = page_id != NULL_PAGE and is_free(&self.pool, page_id)
             if was_free:
-                pull(&self.pool, page_id)
+                self.pull_any(page_id)
         if not was_free:
             raise PageIdError(f"page {self.page(page_id).page_id} is not in the free queue")
         return 0
@@ -2936,7 +2993,7 @@ cdef class PageStore:
         """
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef Py_ssize_t bad = -1
-        cdef bint has_room = True
+        cdef bint has_room = True, is_foreign = False
         check_distinct(groups)
         with self.lock:
             for held in reversed(groups):
@@ -2944,11 +3001,16 @@ cdef class PageStore:
                 if has_room:
                     ids.put((<HeldPages>held).ids, (<HeldPages>held).num)
             if has_room:
-                bad = self.give_back_ids(ids.ids, ids.num, True)
+                bad = find_outside(&self.pool, ids.ids, ids.num)
+                is_foreign = bad >= 0
+                if not is_foreign:
+                    bad = self.give_back_ids(ids.ids, ids.num, True)
             for held in groups if has_room and bad < 0 else ():
                 (<HeldPages>held).clear()
         if not has_room:
             raise MemoryError("the ids of the pages of a request")
+        if is_foreign:
+            self.check_range(ids.ids[bad])
         if bad >= 0:
             self.refuse_give_back(ids, bad)
 
@@ -2956,12 +3018,18 @@ cdef class PageStore:
         """Free the pages before `first_useful_page`, the last first, and put the null page in their places."""
         cdef Py_ssize_t stop = size_of(first_useful_page, "first_useful_page")
         cdef Py_ssize_t start, bad = -1
+        cdef bint is_foreign = False
         with self.lock:
             start, stop = held.num_skipped_pages, min(stop, held.num)
             if stop > start:
-                bad = self.give_back_ids(held.ids + start, stop - start, True)
+                bad = find_outside(&self.pool, held.ids + start, stop - start)
+                is_foreign = bad >= 0
+                if not is_foreign:
+                    bad = self.give_back_ids(held.ids + start, stop - start, True)
                 if bad < 0:
                     held.blank(stop)
+        if is_foreign:
+            self.check_range(held[start + bad])
         if bad >= 0:
             self.refuse_give_back(held, start + bad)
 
@@ -3012,13 +3080,16 @@ cdef class PageStore:
 
     def fetch_hits(
         self, HashChain chain not None, stride, start, stop, group, first_id=0, stop_id=None
-    ) -> PageIds:
-        """The pages of one group for ``[0, stop)``: the null page before `start`, from there those cached first."""
+    ):
+        """The pages of one group for ``[0, stop)``: the null page before `start`, from there those cached first. None if one
+        is not cached: another thread dropped it since it was found.
+        """
         cdef Range ids = self.range_of(first_id, stop_id)
         cdef Py_ssize_t i, num_hashes = size_of(stride, "stride", 1)
         cdef Py_ssize_t last = size_of(stop, "stop", 0, len(chain) // num_hashes)
         cdef Py_ssize_t first = size_of(start, "start", 0, last)
         cdef int32_t checked_group = group_of(group)
+        cdef bint is_whole = True
         cdef PageIds hits = PageIds()
         hits.reserve(last)
         with chain.lock, self.lock:
@@ -3027,8 +3098,9 @@ cdef class PageStore:
                 hits.ids[i] = NULL_PAGE
             for i in range(first, last if self.enable_caching else first):
                 hits.ids[i] = find_within(&self.pool, chain.digests[(i + 1) * num_hashes - 1], checked_group, ids)
+                is_whole = is_whole and hits.ids[i] != NULL_PAGE
             hits.num = last
-        return hits
+        return hits if is_whole else None
 
     def count_shared(self, PageIds held not None, num_holders) -> int:
         """How many of the pages, from the first on, have at least `num_holders` references."""
@@ -3255,6 +3327,8 @@ cdef class PageStore:
                 return f"{self.describe(i)} is not in the free queue, allowed ref counts: 1 to {INT32_MAX}"
             if page.group < NO_GROUP or (page.group != NO_GROUP and page.group & ~TWIN > MAX_GROUP):
                 return f"{self.describe(i)}: allowed groups: 0 to {MAX_GROUP}"
+        if self.pool.num_held_free:
+            return f"no free page has references, the pool counts {self.pool.num_held_free} that have"
         if num_free != self.pool.num_free:
             return f"{num_free} pages have links of the free queue, the pool counts {self.pool.num_free}"
         return None
@@ -4447,9 +4521,11 @@ cdef class RunningRows:
 
     cdef Py_ssize_t check_rows_of(self, Growth *growth) noexcept:
         """`check_growth`, compiled apart for steps, which are hot."""
-        if growth.token_ids != NULL:
-            return check_growth(&self.batch, growth, True)
-        return check_growth(&self.batch, growth, False)
+        if growth.token_ids == NULL:
+            return check_growth(&self.batch, growth, False, False)
+        if copy_ascending(&self.batch, growth.rows, growth.num_rows):
+            return check_growth(&self.batch, growth, True, True)
+        return check_growth(&self.batch, growth, True, False)
 
     cdef void grow_checked(self, Growth *growth, StepResult result) noexcept:
         cdef Py_ssize_t num_grown
@@ -4745,7 +4821,8 @@ cdef class RunningRows:
         cdef object num_hit_tokens = 0  # made before anything is taken
         cdef int32_t num_hits = 0
         cdef int32_t held_free = NULL_PAGE
-        cdef bint is_stale, has_room
+        cdef Py_ssize_t num_free_hits
+        cdef bint has_room
         cdef int32_t checked_shard = as_shard(shard, self.num_shards)
         if find_hits is not None and self.batch.hash_page_size:
             hits, num_hit_tokens = self.look_up(row, num_known, find_hits)
@@ -4753,14 +4830,16 @@ cdef class RunningRows:
             self.check_hits(hits, num_hits)
         self.enter_call()
         self.batch.states[row].shard = checked_shard
-        is_stale = not self.can_touch(row, hits)
+        num_free_hits = self.count_free_hits(row, hits)
         num_wanted = max(min(num_wanted, num_hits + max_num_new), num_hits)
-        has_room = not is_stale and self.has_room_for(row, hits, <int32_t>num_wanted, num_reserved, &held_free)
+        has_room = num_free_hits >= 0 and self.has_room_for(
+            row, hits, num_free_hits, <int32_t>num_wanted, num_reserved, &held_free
+        )
         if has_room and held_free == NULL_PAGE:
             self.fill_row(row, hits, <int32_t>num_known, <int32_t>num_wanted)
             self.batch.states[row].num_hits = num_hits
         self.let_go()
-        if is_stale:
+        if num_free_hits < 0:
             raise PageHashError(f"row {row}: a page that was hit has another content meanwhile, or cannot be held")
         self.store.check_untaken(held_free)
         return num_hit_tokens if has_room else None
@@ -4792,22 +4871,25 @@ cdef class RunningRows:
             self.store.checked(ids)
         return 0
 
-    cdef bint can_touch(self, Py_ssize_t row, tuple hits) noexcept:
-        cdef Py_ssize_t g
+    cdef Py_ssize_t count_free_hits(self, Py_ssize_t row, tuple hits) noexcept:
+        """How many hits are in the free queue; -1 if one of them cannot be taken."""
+        cdef Py_ssize_t g, num_free, num_all = 0
         for g in range(len(hits)):
-            if not has_hits(&self.batch, row, g, (<PageIds>hits[g]).ids, (<PageIds>hits[g]).num):
-                return False
-        return True
+            num_free = count_free_hits(&self.batch, row, g, (<PageIds>hits[g]).ids, (<PageIds>hits[g]).num)
+            if num_free < 0:
+                return -1
+            num_all += num_free
+        return num_all
 
     cdef bint has_room_for(
-        self, Py_ssize_t row, tuple hits, int32_t num_tokens, Py_ssize_t num_reserved, int32_t *held_free
+        self, Py_ssize_t row, tuple hits, Py_ssize_t num_free_hits, int32_t num_tokens, Py_ssize_t num_reserved,
+        int32_t *held_free,
     ) noexcept:
         """Whether the pool has the pages that an empty row needs beside its hits, and those of the hits that are free."""
         cdef Pool *pool = &self.store.pool
-        cdef Py_ssize_t g, num_needed = count_new_pages(&self.batch, row, num_tokens)
+        cdef Py_ssize_t g, num_needed = count_new_pages(&self.batch, row, num_tokens) + num_free_hits
         for g in range(len(hits)):
             num_needed -= (<PageIds>hits[g]).num
-            num_needed += count_free(pool, (<PageIds>hits[g]).ids, (<PageIds>hits[g]).num)
         if num_needed and num_needed + num_reserved > pool.num_free:
             return False
         if num_needed > count_free_in(pool, self.batch.states[row].shard):
