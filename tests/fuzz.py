@@ -24,7 +24,8 @@ try:
 except ImportError:
     atheris = None
 
-from fuzz_world import ENTRIES, Entry, Finding, World
+from fuzz_entries import ENTRIES, Entry
+from fuzz_world import Finding, World
 
 from pagepool import _core
 
