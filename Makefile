@@ -38,7 +38,7 @@ sanitize:  ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
 FUZZ_VENV ?= .venv-fuzz
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 0
-FUZZ = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/tests $(1)/bin/python -m fuzz --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
+FUZZ = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/tests $(1)/bin/python -m fuzz --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED) $(FUZZ_ARGS)
 WITH_CLANG := PAGEPOOL_FUZZ=1 CC=clang LDSHARED="clang -shared"
 FUZZ_ASAN = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=1024 \
     LD_PRELOAD="$$(echo $(CURDIR)/$(FUZZ_VENV)/lib/python3*/site-packages/asan_with_fuzzer.so)"

@@ -2224,6 +2224,8 @@ cdef class HashChain:
         cdef bint has_room
         if num_tokens % self.page_size:
             raise ArgumentError(f"token ids: got {num_tokens}, allowed: a multiple of the page size {self.page_size}")
+        if num_tokens == 0:
+            return 0
         with self.lock:
             has_room = self.has_room_for(num_pages) and (self.token_ids is None or self.token_ids.has_room_for(num_tokens))
             if has_room:
@@ -3781,27 +3783,24 @@ cdef class TableRows:
 
     def __init__(self, num_rows, num_columns):
         """Both at least 1."""
-        if self.rows.num_rows:
-            raise ArgumentError("the rows of a table are made once")
         cdef Py_ssize_t n = size_of(num_rows, "max_num_reqs", 1)
-        cdef Py_ssize_t num_windows
-        self.rows.num_columns = size_of(num_columns, "max_num_pages_per_req", 1)
-        num_windows = (self.rows.num_columns + WINDOW - 1) // WINDOW
-        if n * self.rows.num_columns > MAX_PAGES:
-            raise ArgumentError(f"page table: got {n} x {self.rows.num_columns}, allowed: {MAX_PAGES} ids in all")
-        self.rows.width = min(self.rows.num_columns, WINDOW)
-        self.page_table_cpu = make_aligned_zeros((n, self.rows.num_columns))
-        self.num_pages_per_row = np.zeros(n, dtype=np.int32)
-        self.table_view = self.page_table_cpu
-        self.num_pages_view = self.num_pages_per_row
-        self.extent_view = np.zeros(n, dtype=np.int32)
-        self.flags_view = np.zeros(n * (num_windows + 1), dtype=np.uint8)
+        cdef Py_ssize_t num_columns_of_row = size_of(num_columns, "max_num_pages_per_req", 1)
+        cdef Py_ssize_t num_windows = (num_columns_of_row + WINDOW - 1) // WINDOW
+        if n * num_columns_of_row > MAX_PAGES:
+            raise ArgumentError(f"page table: got {n} x {num_columns_of_row}, allowed: {MAX_PAGES} ids in all")
+        page_table, num_pages = make_aligned_zeros((n, num_columns_of_row)), np.zeros(n, dtype=np.int32)
+        extent, flags = np.zeros(n, dtype=np.int32), np.zeros(n * (num_windows + 1), dtype=np.uint8)
+        if self.rows.num_rows:  # after all that may run Python code
+            raise ArgumentError("the rows of a table are made once")
+        self.page_table_cpu, self.num_pages_per_row = page_table, num_pages
+        self.table_view, self.num_pages_view, self.extent_view, self.flags_view = page_table, num_pages, extent, flags
         self.rows.table = &self.table_view[0, 0]
         self.rows.num_pages = &self.num_pages_view[0]
         self.rows.extent = &self.extent_view[0]
         self.rows.is_row_dirty = &self.flags_view[0]
         self.rows.is_dirty = self.rows.is_row_dirty + n
-        self.rows.num_windows = num_windows
+        self.rows.num_columns, self.rows.num_windows = num_columns_of_row, num_windows
+        self.rows.width = min(num_columns_of_row, WINDOW)
         self.rows.num_rows = n
 
     def __reduce__(self):
@@ -3821,6 +3820,11 @@ cdef class TableRows:
     def cpu_version(self) -> int:
         """Moves with each change of the host table."""
         return self.rows.version
+
+    cdef int check_made(self) except -1:
+        if not self.rows.num_rows:
+            raise ArgumentError("the page table was not made: its constructor did not run, or failed")
+        return 0
 
     cdef Py_ssize_t checked_row(self, object row) except -1:
         cdef int32_t checked
@@ -4015,6 +4019,7 @@ cdef class TableRows:
 
     def copy_aligned(self) -> np.ndarray:
         """A fresh copy of the whole table, which counts as sent."""
+        self.check_made()
         copied = make_aligned_zeros((self.rows.num_rows, self.rows.num_columns))
         cdef int32_t[:, ::1] view = copied
         cdef int32_t *target = &view[0, 0]
@@ -5079,8 +5084,11 @@ cdef int check_lengths(PageIds tokens, PageIds rows) except -1:
 cdef Py_ssize_t get_payload_width(tuple tables) except -1:
     """The widest window of any table."""
     cdef Py_ssize_t width = 0
-    for item in tables:
-        width = max(width, (<TableRows?>item).rows.width)
+    for table in tables:
+        if not isinstance(table, TableRows):
+            raise ArgumentTypeError(f"tables: got {type(table).__name__}, allowed: TableRows")
+        (<TableRows>table).check_made()
+        width = max(width, (<TableRows>table).rows.width)
     return width
 
 

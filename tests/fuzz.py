@@ -24,7 +24,8 @@ try:
 except ImportError:
     atheris = None
 
-from fuzz_world import ENTRIES, Entry, Finding, World
+from fuzz_entries import ENTRIES, Entry
+from fuzz_world import Finding, World
 
 from pagepool import _core
 
@@ -107,6 +108,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--num-inputs", type=int, help="of seeds")
     parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--corpus", type=Path, help="folder of inputs that coverage found worth keeping")
+    parser.add_argument("--verbose", action="store_true", help="let libFuzzer tell the coverage that it finds")
     parser.add_argument("--note", type=Path, help="file for the input that runs")
     parser.add_argument("--require-all", action="store_true", help="fail if something was not called with success")
     return parser.parse_args()
@@ -135,10 +137,10 @@ def main() -> None:
 def fuzz_with_coverage(fuzzer: Fuzzer, options: argparse.Namespace) -> None:
     """Let libFuzzer make the inputs. It does not return."""
     flags = [f"-max_len={MAX_INPUT_BYTES}", f"-timeout={MAX_INPUT_SECONDS}", f"-seed={options.seed + 1}", "-len_control=0"]
-    flags += ["-rss_limit_mb=0", "-malloc_limit_mb=0", "-detect_leaks=0", "-print_final_stats=1"]
+    flags += ["-rss_limit_mb=0", "-malloc_limit_mb=0", "-detect_leaks=0", f"-verbosity={int(options.verbose)}"]
     if options.corpus:
         options.corpus.mkdir(parents=True, exist_ok=True)
-        flags.append(str(options.corpus))
+        flags += [str(options.corpus), f"-artifact_prefix={options.corpus.parent}/"]
     atheris.Setup([sys.argv[0], *flags], fuzzer.run_until_deadline)
     atheris.Fuzz()
 

@@ -56,8 +56,15 @@ class World(Protocol):
     """What makers and hostile arguments see of `fuzz_world.World`."""
 
     source: Source
+    live: dict[type, list[Any]]
+    lists: list[list[Any]]
+    recipes: dict[int, tuple[Any, Any]]
+    focus: Any
+    num_chosen: int
 
     def any_live(self) -> Any: ...
+    def one(self, cls: type) -> Any: ...
+    def keep(self, value: Any) -> None: ...
     def interfere(self) -> Any: ...
 
 
@@ -235,7 +242,7 @@ def changing_list(world: World) -> list[Any]:
     items = [
         world.source.pick((Index, Container, Lazy))(world) if world.source.below(3) == 0 else small(world) for _ in range(4)
     ]
-    world.lists.append(items)  # type: ignore[attr-defined]
+    world.lists.append(items)
     return items
 
 

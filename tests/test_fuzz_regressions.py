@@ -21,6 +21,7 @@ from pagepool._core import (
     RunningRows,
     TableRows,
     make_aligned_zeros,
+    pack_dirty_windows,
 )
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, PagePoolError
 
@@ -107,6 +108,29 @@ def test_a_batch_that_is_made_while_its_constructor_runs() -> None:
         batch.__init__(*arguments, Index(0, lambda: batch.__init__(*arguments, 0)))  # type: ignore[misc]
     assert admit(batch, 0, [1]) == 0
     batch.check_rows([])
+
+
+def test_a_table_that_is_made_while_its_constructor_runs() -> None:
+    table = TableRows.__new__(TableRows)
+    with pytest.raises(ArgumentError, match="made once"):
+        table.__init__(1, Index(1, lambda: table.__init__(100, 100)))  # type: ignore[misc, arg-type]
+    assert table.page_table_cpu.shape == (table.max_num_reqs, table.max_num_pages_per_req) == (100, 100)
+
+
+def test_a_table_whose_constructor_failed_is_refused() -> None:
+    table = TableRows.__new__(TableRows)
+    with pytest.raises(ArgumentError):
+        table.__init__(2**20, 2**20)  # type: ignore[misc]
+    for call in (table.copy_aligned, lambda: pack_dirty_windows((table,), 0, 1), lambda: GroupedRows([table])):
+        with pytest.raises(ArgumentError):
+            call()
+
+
+def test_a_chain_that_keeps_no_tokens() -> None:
+    """Memory that is not there must not be copied, not even none of it: see UndefinedBehaviorSanitizer."""
+    chain = HashChain(4, KEY, True)
+    chain.extend([], b"extra")
+    assert len(chain) == 0
 
 
 # --- arguments that change, or lie ------------------------------------------------------------------------------

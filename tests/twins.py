@@ -149,7 +149,7 @@ class Twins:
         result = self._system_result(expected, name, args, options)
         if result != expected:
             raise Mismatch(self._report([f"result: {expected!r} against {result!r}"]))
-        self._compare_states()
+        self.compare_states()
         return None if isinstance(expected, Exception) else expected
 
     def _system_result(self, expected: Any, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -161,7 +161,8 @@ class Twins:
                 return expected
             raise Mismatch(self._report([f"result: {expected!r} against {error!r}"])) from error
 
-    def _compare_states(self) -> None:
+    def compare_states(self) -> None:
+        """Mismatch unless both show the same."""
         expected = self.oracle.state(self.live_request_ids)
         state = self.system.state(self.live_request_ids)
         if state != expected:

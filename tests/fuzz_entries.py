@@ -1,0 +1,119 @@
+"""What there is to call in the compiled core, read from the module: what is new in it is called without anybody telling."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from pagepool import _core
+
+
+class Entry(NamedTuple):
+    """One thing to call: of a class, or of the module where `owner` is None."""
+
+    owner: type | None
+    name: str
+    kind: str  # function, construct, new, init, method, get, set, delete
+    parameters: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.owner.__name__}.{self.name}" if self.owner else self.name
+
+
+CONSTRUCTORS = {
+    "PageIds": "values",
+    "HeldPages": "values",
+    "PageRules": "page_size window chunk",
+    "HashChain": "page_size key_bytes flag",
+    "PageStore": "num_pages flag is_pool",
+    "CachePage": "page_id ref_cnt",
+    "TableRows": "num_rows num_columns",
+    "GroupedRows": "page_tables",
+    "RunningRows": "store tables groups_of_rows max_num_tokens hash_page_size key_bytes num_shards",
+}
+KEYED_BY_BYTES = {"siphash128"}
+NOT_CALLED = {"__doc__", "__module__", "__new__", "__init__", "__pyx_vtable__", "__setstate__"}
+
+
+def public_classes() -> list[type]:
+    return [item for name, item in public_items() if isinstance(item, type)]
+
+
+def public_items() -> Iterator[tuple[str, Any]]:
+    for name, item in vars(_core).items():
+        if not name.startswith("_") and getattr(item, "__module__", None) == _core.__name__:
+            yield name, item
+
+
+def entries() -> Iterator[Entry]:
+    """Everything public in the core."""
+    for name, item in public_items():
+        if isinstance(item, type):
+            parameters = tuple(CONSTRUCTORS.get(name, "").split())
+            yield from (Entry(item, f"__{kind}__", kind, parameters) for kind in ("construct", "new", "init"))
+            yield from entries_of(item)
+        else:
+            yield Entry(None, name, "function", parameters_of(name, item))
+
+
+def entries_of(cls: type) -> Iterator[Entry]:
+    for name in dir(cls):
+        owner = next(base for base in cls.__mro__ if name in vars(base))
+        if owner is object or name in NOT_CALLED:
+            continue
+        member = vars(owner)[name]
+        if inspect.isdatadescriptor(member):
+            yield from (Entry(cls, name, kind, ("anything",)[: kind == "set"]) for kind in ("get", "set", "delete"))
+        else:
+            yield Entry(cls, name, "method", parameters_of(name, getattr(member, "__func__", member)))
+
+
+def parameters_of(name: str, function: Any) -> tuple[str, ...]:
+    """The names of a function's parameters; Python's own methods have none that tell."""
+    try:
+        names = [name for name in inspect.signature(function).parameters if name != "self"]
+    except ValueError:
+        names = ["i"] if name == "__getitem__" else []
+    if name in KEYED_BY_BYTES:
+        names = ["key_bytes" if name == "key" else name for name in names]
+    return tuple(names)
+
+
+ENTRIES = list(entries())
+WEIGHTS = {"RunningRows": 6, "PageStore": 3, "HashChain": 2, "TableRows": 2}
+WEIGHT_BY_KIND = {"method": 4, "function": 4, "construct": 2}
+MENU = [
+    entry
+    for entry in ENTRIES
+    for _ in range(WEIGHT_BY_KIND.get(entry.kind, 1) * (WEIGHTS.get(entry.owner.__name__, 1) if entry.owner else 1))
+]
+
+OVERWRITE = "an array was overwritten"
+SHARE = "two batches share a table"
+
+# What a user may do at his own risk: afterwards `check` may find fault.
+SPOILS_POOLS = {f"PageStore.{name}" for name in ("set_ref_count", "pop", "remove", "remove_page")} | {
+    f"CachePage.{name}" for name in ("ref_cnt", "incr_ref", "decr_ref", "__init__")
+}
+SPOILS_BATCHES = (
+    SPOILS_POOLS
+    | {"PageStore.give_back", "PageStore.give_back_held", "PageStore.skip", OVERWRITE}
+    | {
+        f"{rows}.{name}"
+        for rows in ("TableRows", "GroupedRows")
+        for name in ("append_row", "add_row", "clear_row", "clear_rows", "move_row", "swap_row", "append_rows_batch")
+    }
+)
+FORBIDDEN: tuple[set[str], ...] = (set(), SPOILS_POOLS, SPOILS_BATCHES, SPOILS_BATCHES)
+
+CALLS: dict[str, Callable[[Entry, Any, tuple[Any, ...]], Any]] = {
+    "function": lambda entry, _, arguments: getattr(_core, entry.name)(*arguments),
+    "construct": lambda entry, _, arguments: entry.owner(*arguments),  # type: ignore[misc]
+    "new": lambda entry, _, arguments: entry.owner.__new__(entry.owner, *arguments),  # type: ignore[union-attr, call-overload]
+    "init": lambda entry, focus, arguments: focus.__init__(*arguments),
+    "method": lambda entry, focus, arguments: getattr(focus, entry.name)(*arguments),
+    "get": lambda entry, focus, _: getattr(focus, entry.name),
+    "set": lambda entry, focus, arguments: setattr(focus, entry.name, *arguments),
+    "delete": lambda entry, focus, _: delattr(focus, entry.name),
+}

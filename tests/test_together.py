@@ -1,0 +1,306 @@
+"""One pool under a running batch, requests of a manager, direct calls and page tables at once, driven by hypothesis.
+
+The batch's random workload takes its decisions from hypothesis here, so that what is found is shrunk. Whatever is done, the
+oracle does it too; mistakes are made on the package alone, which must refuse them and be as before.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from batch_model import BatchRows, OracleRows, package_pool_state
+from batch_workload import NUM_ROWS, BatchWorkload
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from oracle import NULL_PAGE, OracleManager
+from settings import SETTINGS
+from table_model import make_grouped_work
+from test_running_batch import make_manager
+from twins import Twins
+from workload import Request
+
+import pagepool
+from pagepool.errors import PagePoolError
+from pagepool.snapshot import seal
+
+HAS_JAX = importlib.util.find_spec("jax") is not None
+TABLE_ROWS, TABLE_TOKENS, TABLE_PAGE_SIZES = 4, 520, [4, 8]
+
+randoms = st.randoms(use_true_random=False)
+
+
+# --- what can be done beside rows and requests ------------------------------------------------------------------
+
+
+class OracleTogether(OracleRows):
+    """The oracle's rows, and its pool called directly."""
+
+    def take(self, num_pages: int) -> list[int]:
+        return self.manager.page_pool.get_new_pages(num_pages)
+
+    def free(self, page_ids: list[int]) -> None:
+        self.manager.page_pool.free_pages(page_ids)
+
+    def touch(self, page_ids: list[int]) -> None:
+        self.manager.page_pool.touch([page_ids])
+
+    def find_like(self, page_id: int) -> list[int] | None:
+        """The page that a look-up of a cached page's content finds."""
+        pool = self.manager.page_pool
+        entry = pool.entry_of_page.get(page_id)
+        return None if entry is None else pool.get_cached_page(entry[0], [entry[1]])
+
+    def probe(self, token_ids: list[int]) -> int:
+        """A look-up that is not counted."""
+        counts, request = self.manager.page_pool.counts.copy(), Request("probe", token_ids)
+        num_hit_tokens = self.manager.get_computed_pages(request)[1]
+        self.manager.free_page_hashes(request)
+        self.manager.page_pool.counts = counts
+        return num_hit_tokens
+
+    def extend_neighbour(self, request_id: str, token_ids: list[int]) -> bool:
+        """Append tokens to a request and compute them; False, with the tokens known, if they do not fit."""
+        return extend(self, request_id, token_ids)
+
+
+class PackageTogether(BatchRows):
+    """The running batch, and its pool called directly, by page object and by id in turns."""
+
+    @property
+    def pool(self) -> pagepool.PagePool:
+        return self.manager.page_pool
+
+    def pages(self, page_ids: list[int]) -> list[Any]:
+        return [self.pool.pages[page_id] for page_id in page_ids]
+
+    def take(self, num_pages: int) -> list[int]:
+        if num_pages % 2:
+            return [page.page_id for page in self.pool.get_new_pages(num_pages)]
+        return self.pool.get_new_page_ids(num_pages).tolist()
+
+    def free(self, page_ids: list[int]) -> None:
+        if len(page_ids) % 2:
+            self.pool.free_pages(self.pages(page_ids))
+        else:
+            self.pool.free_page_ids(np.array(page_ids, dtype=np.int32))
+
+    def touch(self, page_ids: list[int]) -> None:
+        if len(page_ids) % 2:
+            self.pool.touch([self.pages(page_ids)])
+        else:
+            self.pool.touch_page_ids(page_ids)
+
+    def find_like(self, page_id: int) -> list[int] | None:
+        page_hash = self.pool.pages[page_id].page_hash
+        pages = page_hash and self.pool.get_cached_page(page_hash.page_hash, [page_hash.group_id])
+        return pages and [page.page_id for page in pages]
+
+    def probe(self, token_ids: list[int]) -> int:
+        return self.manager.probe(Request("probe", token_ids)).num_hit_tokens
+
+    def extend_neighbour(self, request_id: str, token_ids: list[int]) -> bool:
+        return extend(self, request_id, token_ids)
+
+
+def extend(rows: OracleTogether | PackageTogether, request_id: str, token_ids: list[int]) -> bool:
+    request = rows.neighbours[request_id]
+    request.num_computed_tokens = request.num_tokens
+    request.all_token_ids.extend(token_ids)
+    if rows.manager.allocate_slots(request, len(token_ids)) is not None:
+        return True
+    del request.all_token_ids[-len(token_ids) :]
+    return False
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------
+
+
+FOREIGN = pagepool.PagePool(4, enable_caching=True)
+MISTAKES: dict[str, Callable[[PackageTogether], Any]] = {
+    "free the null page": lambda rows: rows.pool.free_pages([rows.pool.null_page]),
+    "free the null page by id": lambda rows: rows.pool.free_page_ids([NULL_PAGE]),
+    "free a page of another pool": lambda rows: rows.pool.free_pages([FOREIGN.pages[1]]),
+    "touch a page of another pool": lambda rows: rows.pool.touch([[FOREIGN.pages[1]]]),
+    "free a page outside": lambda rows: rows.pool.free_page_ids([rows.pool.num_pages]),
+    "touch a page outside": lambda rows: rows.pool.touch_page_ids([-1]),
+    "take all pages and one": lambda rows: rows.pool.get_new_pages(rows.pool.get_num_free_pages() + 1),
+    "take less than none": lambda rows: rows.pool.get_new_page_ids(-1),
+    "evict a page outside": lambda rows: rows.pool.evict_pages([rows.pool.num_pages]),
+    "step a row outside": lambda rows: rows.batch.step([NUM_ROWS], [1]),
+    "step a row without a token": lambda rows: rows.batch.step([0], []),
+    "grow by less than nothing": lambda rows: rows.batch.grow([0], -1),
+    "release a row twice": lambda rows: rows.batch.release([0, 0]),
+    "append to a row outside": lambda rows: rows.batch.append([-1], [1]),
+    "trim to less than nothing": lambda rows: rows.batch.trim([0], -1),
+    "admit without tokens": lambda rows: rows.batch.admit(0, []),
+    "admit too many tokens": lambda rows: rows.batch.admit(0, [1] * (rows.batch.max_num_tokens + 1)),
+    "admit a row outside": lambda rows: rows.batch.admit(NUM_ROWS, [1]),
+    "move a row to itself": lambda rows: rows.batch.move_row(0, 0),
+    "swap with a row outside": lambda rows: rows.batch.swap_row(0, -1),
+    "overflow a row": lambda rows: rows.tables[0].append_row([1] * (rows.tables[0].max_num_pages_per_req + 1), 0),
+    "give a row a negative page": lambda rows: rows.tables[0].add_row([-1], 0),
+    "clear a row outside": lambda rows: rows.tables[0].clear_row(NUM_ROWS),
+    "commit too many rows": lambda rows: rows.tables[0].count_dirty_windows(0, NUM_ROWS + 1),
+}
+
+
+# --- the machine ------------------------------------------------------------------------------------------------
+
+
+def rule_of(action: Callable[[BatchWorkload], None]) -> Any:
+    """Make a rule of what the batch's workload can do."""
+
+    @rule(rng=randoms)
+    def act(machine: Together, rng: Random) -> None:
+        machine.workload.rng = rng
+        action(machine.workload)
+
+    return act
+
+
+class Together(RuleBasedStateMachine):
+    """Rows, requests, direct holders and tables on one pool, in any order, with mistakes among it."""
+
+    @initialize(setting=st.sampled_from(SETTINGS), seed=st.integers(0, 2**16), rng=randoms)
+    def start(self, setting: Any, seed: int, rng: Random) -> None:
+        num_pages = rng.choice(setting.num_pages)
+        oracle = OracleTogether(setting.manager(OracleManager, setting.cache_groups(pagepool), num_pages), setting, NUM_ROWS)
+        self.package = PackageTogether(make_manager(setting, num_pages), setting, NUM_ROWS, with_hashes=False)
+        self.twins = Twins(oracle, self.package)
+        self.workload = BatchWorkload(setting, self.twins, num_pages, rng, trims=True)
+        self.work = make_grouped_work(TABLE_ROWS, TABLE_TOKENS, TABLE_PAGE_SIZES, seed)
+        self.mine: list[int] = []  # pages that were taken or touched directly, one for each reference
+
+    @invariant()
+    def is_as_the_oracle(self) -> None:
+        """Compares all that can be seen; `batch.check()` is called for it, and with it the pool's."""
+        if hasattr(self, "twins"):
+            self.twins.compare_states()
+            self.work.check()
+            for table, _ in self.work.pairs:
+                table.check()
+
+    # rows and requests
+
+    admit = rule_of(BatchWorkload.admit)
+    grow = rule_of(BatchWorkload.grow)
+    step = rule_of(BatchWorkload.step)
+    append = rule_of(BatchWorkload.append)
+    draft = rule_of(BatchWorkload.draft)
+    trim = rule_of(BatchWorkload.trim)
+    release = rule_of(BatchWorkload.release)
+    move = rule_of(BatchWorkload.move)
+    swap = rule_of(BatchWorkload.swap)
+    start_neighbour = rule_of(BatchWorkload.start_neighbour)
+    finish_neighbour = rule_of(BatchWorkload.finish_neighbour)
+    evict = rule_of(BatchWorkload.evict)
+    reset = rule_of(BatchWorkload.reset)
+
+    @precondition(lambda self: self.twins.live_request_ids)
+    @rule(data=st.data(), token_ids=st.lists(st.integers(0, 2), min_size=1, max_size=6))
+    def extend_neighbour(self, data: st.DataObject, token_ids: list[int]) -> None:
+        request_id = data.draw(st.sampled_from(list(self.twins.live_request_ids)))
+        room = self.workload.max_tokens - self.package.neighbours[request_id].num_tokens
+        if room > len(token_ids):
+            self.twins.call("extend_neighbour", request_id, token_ids)
+
+    # direct calls
+
+    @rule(num_pages=st.integers(0, 4))
+    def take(self, num_pages: int) -> None:
+        self.mine += self.twins.call("take", num_pages) or []
+
+    @rule(data=st.data())
+    def touch(self, data: st.DataObject) -> None:
+        page_ids = data.draw(st.lists(st.integers(0, self.workload.num_pages - 1), max_size=3))
+        self.twins.call("touch", page_ids)
+        self.mine += [page_id for page_id in page_ids if page_id != NULL_PAGE]
+
+    @precondition(lambda self: self.mine)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        places = data.draw(st.lists(st.integers(0, len(self.mine) - 1), unique=True, max_size=4))
+        self.twins.call("free", [self.mine[place] for place in places])
+        self.mine = [page_id for place, page_id in enumerate(self.mine) if place not in places]
+
+    @precondition(lambda self: self.mine)
+    @rule(data=st.data(), more=st.integers(1, 3))
+    def free_too_often(self, data: st.DataObject, more: int) -> None:
+        """One time more than all holders together could: the call is refused whole."""
+        page_id = data.draw(st.sampled_from(self.mine))
+        num_references = int(self.package.pool.ref_counts()[page_id])
+        assert self.twins.call("free", [*self.mine, *[page_id] * (num_references + more)]) is None
+
+    @rule(data=st.data())
+    def find_like(self, data: st.DataObject) -> None:
+        self.twins.call("find_like", data.draw(st.integers(1, self.workload.num_pages - 1)))
+
+    @rule(rng=randoms)
+    def probe(self, rng: Random) -> None:
+        self.twins.call("probe", rng.choice(self.workload.families)[: rng.randint(1, self.workload.max_tokens - 1)])
+
+    @rule(name=st.sampled_from(sorted(MISTAKES)))
+    def make_mistake(self, name: str) -> None:
+        with pytest.raises(PagePoolError):
+            MISTAKES[name](self.package)
+
+    # tables of their own
+
+    @rule()
+    def change_tables(self) -> None:
+        self.work.do()
+
+    @precondition(lambda self: self.twins.live_request_ids)
+    @rule(data=st.data(), row=st.integers(0, TABLE_ROWS - 1))
+    def show_neighbour(self, data: st.DataObject, row: int) -> None:
+        """Write what a request holds, in its first group, into a row of both tables."""
+        request_id = data.draw(st.sampled_from(list(self.twins.live_request_ids)))
+        page_ids = self.package.manager.get_page_ids(request_id)[0]
+        self.work.both("add_row", [page_ids, page_ids[:-1]], row)
+
+    @precondition(lambda _: HAS_JAX)
+    @rule(num_rows=st.integers(0, TABLE_ROWS))
+    def commit(self, num_rows: int) -> None:
+        arrays = self.work.tables.commit(num_rows)
+        self.work.model.commit(num_rows)
+        for array, (_, model) in zip(arrays, self.work.pairs, strict=True):
+            np.testing.assert_array_equal(np.asarray(array), model.on_device)
+
+    # snapshots
+
+    @rule()
+    def restore(self) -> None:
+        """A pool that is restored is equal, and a change of it is not seen here."""
+        restored = pagepool.PagePool.restore(self.package.pool.snapshot())
+        restored.check()
+        assert package_pool_state(restored, True) == package_pool_state(self.package.pool, True)
+        restored.get_new_pages(restored.get_num_free_pages())
+
+    @rule(rng=randoms, is_sealed=st.booleans())
+    def restore_damaged(self, rng: Random, is_sealed: bool) -> None:
+        """With one bit changed it is refused; with the checksum made to fit, it is refused or makes a sound pool."""
+        snapshot = self.package.pool.snapshot()
+        name = rng.choice([name for name, values in snapshot.items() if values.size])
+        snapshot[name] = snapshot[name].copy()
+        memory = snapshot[name].reshape(-1).view(np.uint8)
+        memory[rng.randrange(memory.size)] ^= 1 << rng.randrange(8)
+        if is_sealed:
+            snapshot = seal({key: values for key, values in snapshot.items() if key != "checksum"})
+        try:
+            restored = pagepool.PagePool.restore(snapshot)
+        except PagePoolError:
+            return
+        assert is_sealed
+        restored.check()
+
+
+TestTogether = Together.TestCase
+TestTogether.settings = settings(
+    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False
+)
