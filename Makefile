@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test debug sanitize fuzz soak lint bench test-easydel clean
+.PHONY: demo test debug sanitize fuzz soak coverage mutation lint bench test-easydel clean
 
 demo: $(VENV)/with-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
@@ -49,6 +49,20 @@ fuzz:  ## calls of everything in the compiled core with arguments of any kind, f
 	else \
 	    $(MAKE) $(VENV)/with-test && $(call FUZZ,$(VENV)); \
 	fi
+
+# Few random operations: each line of the core calls the tracer.
+coverage: export PAGEPOOL_TEST_OPERATIONS ?= 20000
+coverage: .venv-coverage/tree  ## lines and branches of the façade and lines of the core that no test runs: fails below 98 % and 95 %
+	cd $< && rm -f .coverage* && ../bin/coverage run -m pytest --doctest-modules --doctest-glob='*.md' $(PYTEST_ARGS) \
+	    pagepool tests docs README.md
+	cd $< && ../bin/coverage combine --quiet
+	cd $< && ../bin/coverage report --omit='*.pyx' --fail-under=98; facade=$$?; \
+	    ../bin/coverage report --include='*.pyx' --fail-under=95 && exit $$facade
+
+mutation: export PAGEPOOL_TEST_OPERATIONS ?= 20000
+mutation: .venv-mutation/tree  ## changes of the façade that no test minds; MUTATION_FILE=pagepool/attention.py: of one file
+	cd $< && ../bin/mutmut run $(if $(MUTATION_FILE),'$(subst /,.,$(MUTATION_FILE:.py=)).*')
+	cd $< && ../bin/mutmut results
 
 SOAK_SECONDS ?= 60
 SOAK_SEED ?= 0
@@ -88,6 +102,14 @@ $(VENV)/installed: $(SOURCES)
 $(VENV)/with-%: $(VENV)/installed
 	$(@D)/bin/pip install --quiet "$$(echo $(@D)/dist/*.whl)[$*]"
 	touch $@
+
+# A copy of the source tree, installed in place with the extra of that name: for what reads or changes the sources.
+.venv-coverage/tree: export PAGEPOOL_COVERAGE = 1
+.venv-coverage/tree .venv-mutation/tree: .venv-%/tree: $(SOURCES) $(wildcard tests/*.py docs/*.md)
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	rm -rf $@ && mkdir $@
+	tar -cf - $^ | tar -xf - -C $@
+	$(@D)/bin/pip install --quiet --editable '$@[$*]'
 
 # An environment to develop in, with the source tree itself.
 $(DEV_VENV)/installed: $(SOURCES)
