@@ -1737,6 +1737,7 @@ cdef void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second) noexc
 # From Python objects, at the boundary.
 
 cdef object ndarray = np.ndarray
+cdef object INT32 = np.dtype(np.int32)
 
 
 cdef int require_lock(const void *mutex) except -1:
@@ -1744,9 +1745,6 @@ cdef int require_lock(const void *mutex) except -1:
     if not has_lock(mutex):
         raise MemoryError("a lock")
     return 0
-
-
-cdef object INT32 = np.dtype(np.int32)
 
 
 cdef object index_of(object value, str name):
@@ -2415,30 +2413,22 @@ cdef class PageStore:
 
     # What it holds.
 
-    cdef inline void lock_to_read(self) noexcept:
-        """Needed for one value only where no GIL keeps writers away. Those that let the GIL go write whole values."""
+    cdef inline int32_t read(self, const int32_t *value) noexcept:
+        """One value. It is never torn, so that no lock is needed but where there is no GIL at all."""
+        cdef int32_t copied
         if GIL_DISABLED:
             self.lock.acquire()
-
-    cdef inline void unlock_to_read(self) noexcept:
+        copied = value[0]
         if GIL_DISABLED:
             self.lock.release()
+        return copied
 
     cdef inline Page record(self, int32_t page_id) noexcept:
-        """A copy of a page's record."""
+        """A copy of a page's record, as it is between calls."""
         cdef Page page
-        self.lock_to_read()
-        page = self.pool.pages[page_id]
-        self.unlock_to_read()
+        with self.lock:
+            page = self.pool.pages[page_id]
         return page
-
-    cdef inline Pool get_pool(self) noexcept:
-        """A copy of the pool's numbers."""
-        cdef Pool pool
-        self.lock_to_read()
-        pool = self.pool
-        self.unlock_to_read()
-        return pool
 
     @property
     def num_pages(self) -> int:
@@ -2446,17 +2436,20 @@ cdef class PageStore:
 
     @property
     def num_free_pages(self) -> int:
-        return self.get_pool().num_free
+        return self.read(&self.pool.num_free)
 
     @property
     def num_keys(self) -> int:
         """Distinct (hash, group) pairs in the prefix index."""
-        return self.get_pool().num_keys
+        return self.read(&self.pool.num_keys)
 
     @property
     def counters(self) -> tuple:
         """Pages allocated, freed, evicted and cached, and tokens queried and hit, since the store was made."""
-        return counters_of(self.get_pool())
+        cdef Pool pool
+        with self.lock:
+            pool = self.pool
+        return counters_of(pool)
 
     def count_query(self, num_queried_tokens, num_hit_tokens) -> None:
         """Add one look-up to the counters."""
@@ -2492,7 +2485,7 @@ cdef class PageStore:
     def is_free(self, page_id) -> bool:
         """Whether the page is in the free queue."""
         cdef int32_t checked = self.checked_id(page_id)
-        return checked != NULL_PAGE and self.record(checked).prev_free != NOT_FREE
+        return checked != NULL_PAGE and self.read(&self.pool.pages[checked].prev_free) != NOT_FREE
 
     def neighbours(self, page_id) -> tuple:
         """The pages before and after a page in the free queue; None at the ends and outside the queue."""
@@ -3660,6 +3653,13 @@ cdef class CachePage:
         raise TypeError("a CachePage is a view of its pool and cannot be pickled")
 
     @cython.critical_section
+    cdef int32_t get_ref_count(self) except? -1:
+        cdef PageStore store = self.store
+        if store.is_pool:
+            return store.read(&store.pool.pages[self.index].ref_cnt)
+        return store.record(self.index).ref_cnt  # the records of a queue move when it grows
+
+    @cython.critical_section
     cdef void settle(self, PageStore store, int32_t index) noexcept:
         """Become a view of another record."""
         self.store = store
@@ -3668,7 +3668,7 @@ cdef class CachePage:
     @property
     def ref_cnt(self) -> int:
         """References held to the page; 0: free. Settable, never negative."""
-        return self.store.record(self.index).ref_cnt
+        return self.get_ref_count()
 
     @ref_cnt.setter
     def ref_cnt(self, value):
