@@ -115,12 +115,13 @@ USES = [use_manager, use_batch, use_pages, use_chain, use_snapshot]
 @pytest.mark.usefixtures("_traced")
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_all_of_it_is_collected(use: Callable[[], None]) -> None:
-    """What was made, cycles included, is gone: fifty times leave no more than once."""
-    use()
-    before = traced_bytes()
-    for _ in range(50):
-        use()
-    assert traced_bytes() - before < 4096
+    """What was made, cycles included, is gone: a hundred times leave no more than fifty. CPython without the GIL is late with some."""
+    sizes = []
+    for _ in range(2):
+        for _ in range(50):
+            use()
+        sizes.append(traced_bytes())
+    assert sizes[1] - sizes[0] < 4096
 
 
 def test_managers_tables_and_batches_are_collected() -> None:
