@@ -115,7 +115,9 @@ USES = [use_manager, use_batch, use_pages, use_chain, use_snapshot]
 @pytest.mark.usefixtures("_traced")
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_all_of_it_is_collected(use: Callable[[], None]) -> None:
-    """What was made, cycles included, is gone: a hundred times leave no more than fifty. CPython without the GIL is late with some."""
+    """What was made, cycles included, is gone: a hundred times leave no more than fifty. Without the GIL CPython is late with
+    some of it.
+    """
     sizes = []
     for _ in range(2):
         for _ in range(50):
