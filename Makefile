@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test debug sanitize fuzz soak coverage mutation lint bench test-easydel clean
+.PHONY: demo test debug sanitize threads tsan fuzz soak coverage mutation lint bench test-easydel clean
 
 demo: $(VENV)/with-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
@@ -33,6 +33,30 @@ WITHOUT_JAX = $(foreach path,tests/test_device_table.py docs/page_table.md,--ign
 sanitize:  ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
 	PAGEPOOL_SANITIZE=1 $(MAKE) test VENV=.venv-sanitize PYTEST_ARGS='$(WITHOUT_JAX) $(PYTEST_ARGS)' \
 	    RUN='$(RUN) ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(LIBASAN)"'
+
+# Wheels only: some packages have none for these Pythons, and jax is left out.
+FREE_THREADED ?= $(firstword $(foreach name,python3.14t python3.13t,$(shell command -v $(name))))
+THREADS_VENV ?= .venv-threads
+TSAN_VENV ?= .venv-tsan
+INSTALL = $(MAKE) $(1)/installed VENV=$(1) PYTHON="$(FREE_THREADED)" && $(1)/bin/pip install --quiet --only-binary :all: numpy pytest
+HAS_TSAN = import sysconfig; assert "--with-thread-sanitizer" in sysconfig.get_config_var("CONFIG_ARGS")
+
+threads:  ## the tests on a Python without the GIL, if there is one: FREE_THREADED=python3.13t
+	@if test -z "$(FREE_THREADED)"; then \
+	    echo 'threads: skipped, no free-threaded Python (python3.14t, python3.13t) is on PATH'; \
+	else \
+	    $(call INSTALL,$(THREADS_VENV)) pytest-benchmark hypothesis ml-dtypes cbor2 click rich && \
+	    $(RUN) $(THREADS_VENV)/bin/python -m pytest $(WITHOUT_JAX) $(PYTEST_ARGS) $(CURDIR)/tests; \
+	fi
+
+tsan:  ## many threads under ThreadSanitizer: FREE_THREADED is a Python without the GIL that was built with it, by clang
+	@if ! $(FREE_THREADED) -c '$(HAS_TSAN)' 2> /dev/null; then \
+	    echo 'tsan: skipped, no free-threaded Python that was configured --with-thread-sanitizer: give one as FREE_THREADED'; \
+	else \
+	    export CC=clang PAGEPOOL_TSAN=1 && $(call INSTALL,$(TSAN_VENV)) pytest-benchmark && \
+	    TSAN_OPTIONS='suppressions=$(CURDIR)/tests/tsan.supp history_size=4 exitcode=66' \
+	    $(RUN) $(TSAN_VENV)/bin/python -m pytest --capture=sys $(PYTEST_ARGS) $(CURDIR)/tests/test_threads.py; \
+	fi
 
 # Coverage leads the fuzzer where there is clang, and an atheris for this Python; else it goes by seeds, on a plain build.
 FUZZ_VENV ?= .venv-fuzz

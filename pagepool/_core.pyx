@@ -171,6 +171,7 @@ cdef struct Pool:
     Py_ssize_t tokens_width
     uint64_t multiplier       # odd and secret: which slots collide cannot be foreseen
     uint32_t mask             # slots - 1
+    uint32_t home_shift       # of a tag, to where a look-up begins
     int32_t num_pages
     int32_t num_free
     int32_t num_shards        # 0: no shards yet
@@ -519,9 +520,14 @@ cdef inline uint32_t tag_of(Pool *pool, uint64_t key_lo, int32_t group) noexcept
     return <uint32_t>(((key_lo ^ <uint64_t>group << 40) * pool.multiplier) >> 32)
 
 
+cdef inline uint32_t home_at(const Pool *pool, uint32_t tag) noexcept nogil:
+    """The upper bits of a tag: the lower ones of a product depend on the lower ones of a key alone, and could be aimed at."""
+    return tag >> pool.home_shift
+
+
 cdef inline Slot *home_of(Pool *pool, Digest key, int32_t group) noexcept nogil:
     """The slot where a look-up begins."""
-    return &pool.slots[tag_of(pool, key.lo, group) & pool.mask]
+    return &pool.slots[home_at(pool, tag_of(pool, key.lo, group))]
 
 
 cdef inline Digest digest_of(const Page *page) noexcept nogil:
@@ -535,7 +541,7 @@ cdef inline bint has_key(Page *page, Digest key, int32_t group) noexcept nogil:
 cdef inline int32_t find(Pool *pool, Digest key, int32_t group) noexcept nogil:
     """The page cached first under the key, or NULL_PAGE."""
     cdef uint32_t tag = tag_of(pool, key.lo, group)
-    cdef uint32_t i = tag & pool.mask
+    cdef uint32_t i = home_at(pool, tag)
     while pool.slots[i].page_id != NULL_PAGE:
         if pool.slots[i].tag == tag and has_key(&pool.pages[pool.slots[i].page_id], key, group):
             return pool.slots[i].page_id
@@ -562,7 +568,7 @@ cdef inline void enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     """Give a page without an entry the key. The index cannot be full: it has a slot for every two pages and more."""
     cdef Page *page = &pool.pages[page_id]
     cdef uint32_t tag = tag_of(pool, key.lo, group)
-    cdef uint32_t i = tag & pool.mask
+    cdef uint32_t i = home_at(pool, tag)
     cdef int32_t first
     assert 0 < page_id < pool.num_pages and page.group == NO_GROUP
     page.key_lo = key.lo
@@ -623,7 +629,7 @@ cdef inline void keep_tokens(Pool *pool, int32_t page_id, const int32_t *tokens,
 
 cdef inline uint32_t slot_holding(Pool *pool, int32_t page_id, uint32_t tag) noexcept nogil:
     """The slot that names `page_id`, or the empty slot that ends the search."""
-    cdef uint32_t i = tag & pool.mask
+    cdef uint32_t i = home_at(pool, tag)
     while pool.slots[i].page_id != page_id and pool.slots[i].page_id != NULL_PAGE:
         i = (i + 1) & pool.mask
     return i
@@ -633,7 +639,7 @@ cdef inline void empty_slot(Pool *pool, uint32_t hole) noexcept nogil:
     """Empty a slot and shift back the entries behind it that would no longer be found."""
     cdef uint32_t i = (hole + 1) & pool.mask
     while pool.slots[i].page_id != NULL_PAGE:
-        if ((i - (pool.slots[i].tag & pool.mask)) & pool.mask) >= ((i - hole) & pool.mask):
+        if ((i - home_at(pool, pool.slots[i].tag)) & pool.mask) >= ((i - hole) & pool.mask):
             pool.slots[hole] = pool.slots[i]
             hole = i
         i = (i + 1) & pool.mask
@@ -2374,12 +2380,14 @@ cdef class PageStore:
     cdef bint has_room_for(self, Py_ssize_t num_pages) noexcept:
         """Make room for `num_pages` records; False where memory is short. Amortised O(1) a record."""
         cdef Py_ssize_t capacity = max(num_pages, 2 * self.capacity if self.capacity else 0)
-        cdef Py_ssize_t num_slots = 4
+        cdef Py_ssize_t num_slots
+        cdef uint32_t num_slot_bits = 2
         cdef Slot *slots
         if num_pages <= self.capacity:
             return True
-        while num_slots < 2 * capacity:
-            num_slots *= 2
+        while <Py_ssize_t>1 << num_slot_bits < 2 * capacity:
+            num_slot_bits += 1
+        num_slots = <Py_ssize_t>1 << num_slot_bits
         if not self.has_records_for(capacity):
             return False
         if self.enable_caching:
@@ -2389,6 +2397,7 @@ cdef class PageStore:
             free(self.pool.slots)
             self.pool.slots = slots
             self.pool.mask = <uint32_t>(num_slots - 1)
+            self.pool.home_shift = 32 - num_slot_bits
             self.enter_again()
         self.capacity = capacity
         return True

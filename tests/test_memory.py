@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
 import tracemalloc
@@ -48,6 +49,7 @@ def make_table(num_rows: int = 3) -> MultiGroupPageTable:
 # No leak.
 
 
+@pytest.mark.skipif("PAGEPOOL_SANITIZE" in os.environ, reason="AddressSanitizer keeps freed memory for a while")
 @pytest.mark.parametrize(("what", "num_operations"), [("operations", 10_000_000), ("pools", 100)])
 def test_memory_does_not_grow(what: str, num_operations: int) -> None:
     """Less than a byte for each operation, and for each pool of a million pages less than one byte a page."""
@@ -113,12 +115,15 @@ USES = [use_manager, use_batch, use_pages, use_chain, use_snapshot]
 @pytest.mark.usefixtures("_traced")
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_all_of_it_is_collected(use: Callable[[], None]) -> None:
-    """What was made, cycles included, is gone: fifty times leave no more than once."""
-    use()
-    before = traced_bytes()
-    for _ in range(50):
-        use()
-    assert traced_bytes() - before < 4096
+    """What was made, cycles included, is gone: a hundred times leave no more than fifty. Without the GIL CPython is late with
+    some of it.
+    """
+    sizes = []
+    for _ in range(2):
+        for _ in range(50):
+            use()
+        sizes.append(traced_bytes())
+    assert sizes[1] - sizes[0] < 4096
 
 
 def test_managers_tables_and_batches_are_collected() -> None:

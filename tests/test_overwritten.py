@@ -63,6 +63,7 @@ class PoolMemory(ctypes.Structure):
         ("tokens_width", c_ssize_t),
         ("multiplier", c_uint64),
         ("mask", c_uint32),
+        ("home_shift", c_uint32),
         *((name, c_int32) for name in ("num_pages", "num_free", "num_shards", "pages_per_shard", "num_keys")),
     ]
 
@@ -218,7 +219,7 @@ def test_a_slot_that_no_lookup_comes_to_is_found() -> None:
     pool, memory = make_pool()
     slots = [memory.slots[i] for i in range(memory.mask + 1)]
     taken = next(slot for slot in slots if slot.page_id == 9)
-    home = taken.tag & memory.mask
+    home = taken.tag >> memory.home_shift
     place = next(i % len(slots) for i in range(home - 1, home - len(slots), -1) if not slots[i].page_id)
     slots[place].tag, slots[place].page_id, taken.page_id = taken.tag, 9, 0
     with pytest.raises(
