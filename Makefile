@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test debug sanitize coverage mutation soak lint bench test-easydel clean
+.PHONY: demo test debug sanitize coverage mutation fuzz soak lint bench test-easydel clean
 
 demo: $(VENV)/with-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
@@ -47,6 +47,22 @@ mutation: export PAGEPOOL_TEST_OPERATIONS ?= 20000
 mutation: .venv-mutation/tree  ## changes of the façade that no test minds; MUTATION_FILE=pagepool/attention.py: of one file
 	cd $< && ../bin/mutmut run $(if $(MUTATION_FILE),'$(subst /,.,$(MUTATION_FILE:.py=)).*')
 	cd $< && ../bin/mutmut results
+
+# Coverage leads the fuzzer where there is clang, and an atheris for this Python; else it goes by seeds, on a plain build.
+FUZZ_VENV ?= .venv-fuzz
+FUZZ_SECONDS ?= 60
+FUZZ_SEED ?= 0
+FUZZ = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/tests $(1)/bin/python -m fuzz --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
+WITH_CLANG := PAGEPOOL_FUZZ=1 CC=clang LDSHARED="clang -shared"
+FUZZ_ASAN = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=1024 \
+    LD_PRELOAD="$$(echo $(CURDIR)/$(FUZZ_VENV)/lib/python3*/site-packages/asan_with_fuzzer.so)"
+
+fuzz:  ## calls of everything in the compiled core with arguments of any kind, for FUZZ_SECONDS
+	if clang --version && $(WITH_CLANG) $(MAKE) $(FUZZ_VENV)/with-fuzz VENV=$(FUZZ_VENV); then \
+	    $(FUZZ_ASAN) $(call FUZZ,$(FUZZ_VENV)) --corpus $(FUZZ_VENV)/corpus; \
+	else \
+	    $(MAKE) $(VENV)/with-test && $(call FUZZ,$(VENV)); \
+	fi
 
 SOAK_SECONDS ?= 60
 SOAK_SEED ?= 0

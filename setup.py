@@ -2,6 +2,9 @@
 
 PAGEPOOL_DEBUG=1      bounds checks and asserts on
 PAGEPOOL_SANITIZE=1   AddressSanitizer and UndefinedBehaviorSanitizer (implies debug; run Python with libasan preloaded)
+PAGEPOOL_FUZZ=1       the same, and coverage for libFuzzer, which is in atheris (needs clang; see `make fuzz`)
+PAGEPOOL_TSAN=1       ThreadSanitizer (implies debug; for a Python that was built with it, by the same clang)
+PAGEPOOL_UNGUARDED=1  no checks in the hot loops: only to measure what they cost, see bench/guards.py
 PAGEPOOL_COVERAGE=1   the core calls coverage.py's line tracer; the C file, which Cython's plugin reads, beside the source
 PAGEPOOL_ANNOTATE=1   also write the annotated source, _core.html, beside the C file under build/
 """
@@ -22,12 +25,17 @@ def is_set(name: str) -> bool:
     return os.environ.get(name, "0") not in ("", "0")
 
 
-SANITIZE = is_set("PAGEPOOL_SANITIZE")
+FUZZ = is_set("PAGEPOOL_FUZZ")
+TSAN = is_set("PAGEPOOL_TSAN")
 COVERAGE = is_set("PAGEPOOL_COVERAGE")
-DEBUG = SANITIZE or is_set("PAGEPOOL_DEBUG")
+SANITIZE = FUZZ or is_set("PAGEPOOL_SANITIZE")
+DEBUG = SANITIZE or TSAN or is_set("PAGEPOOL_DEBUG")
 # Python compiles with -fwrapv, under which signed overflow is defined and so would not be reported.
 SANITIZER_FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-wrapv"] if SANITIZE else []
-TRACE_MACROS = [("CYTHON_TRACE_NOGIL", "1")] if COVERAGE else []
+SANITIZER_FLAGS += ["-fsanitize=thread"] if TSAN else []
+if FUZZ:
+    # An offset of zero from a null pointer, which clang alone reports, is what an empty list of ids has.
+    SANITIZER_FLAGS += ["-fsanitize=fuzzer-no-link", "-fno-sanitize=pointer-overflow"]
 DIRECTIVES = {
     "language_level": 3,
     "boundscheck": False,
@@ -65,10 +73,16 @@ class BuildCore(build_ext):
         super().build_extension(ext)
 
 
+MACROS = [("CYTHON_WITHOUT_ASSERTIONS", "1")] if not DEBUG else []
+if is_set("PAGEPOOL_UNGUARDED"):
+    MACROS.append(("PAGEPOOL_GUARDS", "0"))
+if COVERAGE:
+    MACROS.append(("CYTHON_TRACE_NOGIL", "1"))
+
 core = Extension(
     "pagepool._core",
     ["pagepool/_core.pyx"],
-    define_macros=([] if DEBUG else [("CYTHON_WITHOUT_ASSERTIONS", "1")]) + TRACE_MACROS,
+    define_macros=MACROS,
     extra_compile_args=(["-O1", "-g", "-fno-omit-frame-pointer", "-UNDEBUG"] if DEBUG else ["-O3", "-g0"]) + SANITIZER_FLAGS,
     extra_link_args=SANITIZER_FLAGS,
 )

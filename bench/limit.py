@@ -42,9 +42,9 @@ class Limit:
         return median(run[which][name] for run in self._runs)
 
 
-def run_json(command: Sequence[str]) -> dict[str, float]:
-    """Return what a program prints. Ours needs the repository's root for its imports."""
-    run = subprocess.run(command, check=True, capture_output=True, timeout=120, cwd=Path(__file__).parents[1])
+def run_json(command: Sequence[str], folder: Path = Path(__file__).parents[1]) -> dict[str, float]:
+    """Return what a program prints that is run in `folder`, which ours needs for its imports."""
+    run = subprocess.run(command, check=True, capture_output=True, timeout=120, cwd=folder)
     printed: dict[str, float] = json.loads(run.stdout)
     return printed
 

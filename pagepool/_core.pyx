@@ -81,6 +81,15 @@ cdef extern from *:
     """
     bint GIL_DISABLED "PAGEPOOL_GIL_DISABLED"
 
+cdef extern from *:
+    """
+    /* 0 only in the build that `python -m bench.guards` compares with: what the guards of the hot loops cost. */
+    #ifndef PAGEPOOL_GUARDS
+    #define PAGEPOOL_GUARDS 1
+    #endif
+    """
+    bint GUARDS "PAGEPOOL_GUARDS"
+
 cdef extern from "Python.h":
     long long PyLong_AsLongLongAndOverflow(object value, int *overflow) except? -1
     unsigned long long PyLong_AsUnsignedLongLongMask(object value) except? -1
@@ -156,6 +165,7 @@ cdef struct Pool:
     int32_t num_shards        # 0: no shards yet
     int32_t pages_per_shard
     int32_t num_keys          # distinct (key, group) in the index
+    int32_t num_held_free     # pages in the queue that somebody gave a reference to
     int64_t num_allocated     # pages, since construction
     int64_t num_freed
     int64_t num_evicted
@@ -390,8 +400,14 @@ cdef Digest digest_of_bytes(bytes data) except *:
 
 
 cdef Digest digest_of_int(object value) except *:
-    """OverflowError unless `value` is an int of 128 bits."""
-    cdef uint64_t high = value >> 64
+    """`value` as a key."""
+    cdef uint64_t high
+    if type(value) is not int:
+        value = int(index_of(value, "key"))
+    try:
+        high = value >> 64
+    except OverflowError:
+        raise ArgumentError(f"key: got {value}, allowed: 0 to 2**128 - 1") from None
     return Digest(PyLong_AsUnsignedLongLongMask(value), high)
 
 
@@ -434,7 +450,7 @@ cdef inline int32_t shard_of(Pool *pool, int32_t page_id) noexcept nogil:
     return page_id // pool.pages_per_shard
 
 
-cdef inline bint is_free(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline bint is_free(const Pool *pool, int32_t page_id) noexcept nogil:
     return pool.pages[page_id].prev_free != NOT_FREE
 
 
@@ -583,8 +599,10 @@ cdef Py_ssize_t enter_all(
 
 
 cdef inline void keep_tokens(Pool *pool, int32_t page_id, const int32_t *tokens, Py_ssize_t n) noexcept nogil:
-    """Keep the tokens of a page, fewer than `tokens_width`, if the pool keeps any."""
+    """Keep the tokens of a page if the pool keeps any, and so many."""
     cdef int32_t *kept = pool.page_tokens + page_id * pool.tokens_width
+    if n >= pool.tokens_width:
+        n = 0
     if pool.page_tokens != NULL:
         kept[0] = <int32_t>n
         if n:
@@ -660,6 +678,26 @@ cdef Py_ssize_t list_cached(const Pool *pool, int32_t *out) noexcept nogil:
     return count
 
 
+cdef int32_t find_held_free(const Pool *pool, Py_ssize_t n) noexcept nogil:
+    """A page among the first `n` of the free queue, and of each shard's, that somebody gave a reference to; or NULL_PAGE."""
+    cdef int32_t page_id = pool.pages[NULL_PAGE].next_free
+    cdef int32_t shard
+    cdef Py_ssize_t _
+    if pool.num_held_free == 0:
+        return NULL_PAGE
+    for _ in range(min(n, pool.num_free)):
+        if pool.pages[page_id].ref_cnt:
+            return page_id
+        page_id = pool.pages[page_id].next_free
+    for shard in range(pool.num_shards):
+        page_id = pool.shard_links[pool.num_pages + shard].next
+        for _ in range(min(n, pool.shard_num_free[shard])):
+            if pool.pages[page_id].ref_cnt:
+                return page_id
+            page_id = pool.shard_links[page_id].next
+    return NULL_PAGE
+
+
 # Pages in lists. Each function checks its whole list first, or undoes what it did.
 
 cdef inline void claim(Pool *pool, int32_t page_id) noexcept nogil:
@@ -678,43 +716,38 @@ cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
         fetch(home_of(pool, digest_of(page), page.group & ~TWIN))
 
 
-cdef int32_t take(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
-    """Take the `n` pages at the front of the queue, of which there are enough. Returns NULL_PAGE, or, with nothing
-    changed, a page in the queue that somebody gave a reference to.
-    """
+cdef void take(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
+    """Take the `n` pages at the front of the queue, of which there are enough, none of them held (`find_held_free`)."""
     cdef int32_t page_id = pool.pages[NULL_PAGE].next_free
     cdef Py_ssize_t i
     for i in range(n):
-        if pool.pages[page_id].ref_cnt:
-            return page_id
         out[i] = page_id
         fetch_entry(pool, page_id)
         page_id = pool.pages[page_id].next_free
     for i in range(n):
         pull(pool, out[i])
         claim(pool, out[i])
-    return NULL_PAGE
 
 
-cdef int32_t take_from_shard(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
+cdef void take_from_shard(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
     """The same for the pages of one shard, in the order of the queue. O(n), whatever the size of the pool."""
     cdef int32_t page_id = pool.shard_links[pool.num_pages + shard].next
     cdef Py_ssize_t i
     for i in range(n):
-        if pool.pages[page_id].ref_cnt:
-            return page_id
         out[i] = page_id
         fetch_entry(pool, page_id)
         page_id = pool.shard_links[page_id].next
     for i in range(n):
         pull(pool, out[i])
         claim(pool, out[i])
-    return NULL_PAGE
 
 
-cdef inline int32_t take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
+cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
     """`take` from a shard, or for -1 from the whole pool."""
-    return take(pool, out, n) if shard < 0 else take_from_shard(pool, out, n, shard)
+    if shard < 0:
+        take(pool, out, n)
+    else:
+        take_from_shard(pool, out, n, shard)
 
 
 cdef inline int32_t count_free_in(Pool *pool, int32_t shard) noexcept nogil:
@@ -725,7 +758,7 @@ cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
     """One reference less for a page that has one; without any it goes to the back of the queue."""
     cdef Page *page = &pool.pages[page_id]
     page.ref_cnt -= 1
-    if page.ref_cnt == 0 and page.prev_free == NOT_FREE:
+    if page.ref_cnt == 0:
         push(pool, page_id)
         pool.num_freed += 1
 
@@ -733,8 +766,21 @@ cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
 cdef Py_ssize_t find_outside(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
     """Index of an id outside the pool, or -1."""
     cdef Py_ssize_t i
-    for i in range(n):
-        if not 0 <= ids[i] < pool.num_pages:
+    cdef int32_t signs = 0, last = pool.num_pages - 1
+    for i in range(n if GUARDS else 0):  # several at once, for there is no way out
+        signs |= ids[i] | <int32_t>(<uint32_t>last - <uint32_t>ids[i])
+    if signs < 0:
+        for i in range(n):
+            if not 0 <= ids[i] <= last:
+                return i
+    return -1
+
+
+cdef Py_ssize_t find_unheld(const Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Index of a page in ``ids[start:stop]``, null pages aside, without any reference; -1: there is none."""
+    cdef Py_ssize_t i
+    for i in range(start, stop):
+        if ids[i] != NULL_PAGE and (pool.pages[ids[i]].ref_cnt == 0 or (pool.num_held_free and is_free(pool, ids[i]))):
             return i
     return -1
 
@@ -744,16 +790,27 @@ cdef Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tai
     Returns -1, or, with nothing changed, the index of a page that has no reference to give.
     """
     cdef Py_ssize_t i, at
-    cdef int32_t page_id
+    cdef Page *page
+    cdef int32_t left
+    if GUARDS and pool.num_held_free:
+        at = find_unheld(pool, ids, 0, n)
+        if at >= 0:
+            return at
     for i in range(n):
         at = n - 1 - i if tail_first else i
-        page_id = ids[at]
-        if page_id == NULL_PAGE:
+        if ids[at] == NULL_PAGE:
             continue
-        if pool.pages[page_id].ref_cnt == 0:
+        page = &pool.pages[ids[at]]
+        left = page.ref_cnt - 1
+        if left == 0:  # the common case first: it needs no check
+            page.ref_cnt = 0
+            push(pool, ids[at])
+            pool.num_freed += 1
+        elif left > 0 or not GUARDS:
+            page.ref_cnt = left
+        else:
             undo_give_back(pool, ids, n, i, tail_first)
             return at
-        put_back(pool, page_id)
     return -1
 
 
@@ -767,7 +824,7 @@ cdef void undo_give_back(
         page_id = ids[n - 1 - i if tail_first else i]
         if page_id == NULL_PAGE:
             continue
-        if pool.pages[page_id].ref_cnt == 0 and pool.pages[NULL_PAGE].prev_free == page_id:
+        if pool.pages[page_id].ref_cnt == 0:
             pull(pool, page_id)
             pool.num_freed -= 1
         pool.pages[page_id].ref_cnt += 1
@@ -776,7 +833,7 @@ cdef void undo_give_back(
 cdef Py_ssize_t find_untouchable(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
     """Index of a page that `touch_all` could not touch, or -1."""
     cdef Py_ssize_t i
-    for i in range(n):
+    for i in range(n if GUARDS else 0):
         if ids[i] != NULL_PAGE:
             if pool.pages[ids[i]].ref_cnt == 0 and not is_free(pool, ids[i]):
                 return i
@@ -896,9 +953,9 @@ cdef inline bint fits(Rows *rows, Py_ssize_t row, Py_ssize_t start, const int32_
     """Whether ids may stand in a row from column `start` on, and the row's count was not overwritten with nonsense."""
     cdef Py_ssize_t i
     cdef int32_t signs = 0
-    if not (0 <= rows.num_pages[row] <= rows.num_columns and n <= rows.num_columns - start):
+    if GUARDS and not (0 <= rows.num_pages[row] <= rows.num_columns and n <= rows.num_columns - start):
         return False
-    for i in range(n):
+    for i in range(n if GUARDS else 0):
         signs |= ids[i]
     return signs >= 0
 
@@ -979,11 +1036,11 @@ cdef Py_ssize_t map_slots(
     cdef uint32_t page, size = <uint32_t>page_size
     cdef int64_t slot, stop = page_size * rows.num_columns
     for i in range(n):
-        if not (0 <= row_ids[i] < rows.num_rows and 0 <= positions[i] < stop):
+        if GUARDS and not (0 <= row_ids[i] < rows.num_rows and 0 <= positions[i] < stop):
             return i
         page = <uint32_t>positions[i] // size
         slot = rows.table[row_ids[i] * rows.num_columns + page] * page_size + <uint32_t>positions[i] - page * size
-        if not INT32_MIN <= slot <= INT32_MAX:
+        if GUARDS and not INT32_MIN <= slot <= INT32_MAX:
             return i
         slots[i] = <int32_t>slot
     return n
@@ -1132,35 +1189,8 @@ cdef void skip_pages(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcep
 
 cdef inline void put_back_held(Pool *pool, int32_t page_id) noexcept nogil:
     """`put_back`, but for the null page and for a page that somebody else gave back already."""
-    if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt:
+    if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt and not is_free(pool, page_id):
         put_back(pool, page_id)
-
-
-cdef Py_ssize_t find_unheld(const Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Index of a page in ``ids[start:stop]``, null pages aside, without any reference; -1: there is none."""
-    cdef Py_ssize_t i
-    for i in range(start, stop):
-        if ids[i] != NULL_PAGE and pool.pages[ids[i]].ref_cnt == 0:
-            return i
-    return -1
-
-
-cdef int32_t find_held_free(Pool *pool, Py_ssize_t n) noexcept nogil:
-    """A page among the first `n` of the free queue, and of each shard's, that somebody gave a reference to; or NULL_PAGE."""
-    cdef int32_t page_id = pool.pages[NULL_PAGE].next_free
-    cdef int32_t shard
-    cdef Py_ssize_t _
-    for _ in range(min(n, pool.num_free)):
-        if pool.pages[page_id].ref_cnt:
-            return page_id
-        page_id = pool.pages[page_id].next_free
-    for shard in range(pool.num_shards):
-        page_id = pool.shard_links[pool.num_pages + shard].next
-        for _ in range(min(n, pool.shard_num_free[shard])):
-            if pool.pages[page_id].ref_cnt:
-                return page_id
-            page_id = pool.shard_links[page_id].next
-    return NULL_PAGE
 
 
 cdef void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Growth *growth) noexcept nogil:
@@ -1382,7 +1412,7 @@ cdef inline bint is_row(const Batch *batch, int32_t row) noexcept nogil:
 
 cdef inline bint claim_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nogil:
     """Whether a row `is_row` and here for the first time in this call. Copies it, as the one at `i`."""
-    if not is_row(batch, row) or batch.states[row].stamp == batch.stamp:
+    if GUARDS and (not is_row(batch, row) or batch.states[row].stamp == batch.stamp):
         return False
     batch.states[row].stamp = batch.stamp
     batch.checked_rows[i] = row
@@ -1403,7 +1433,7 @@ cdef inline uint32_t start_call(Batch *batch) noexcept nogil:
 cdef bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
     """Note a row for which more than counting is due, and how many pages it may need; False if it is not fit for it."""
     cdef int32_t row = batch.checked_rows[i]
-    if not batch.states[row].is_admitted or (batch.skips_pages and has_lost_page(batch, row)):
+    if GUARDS and (not batch.states[row].is_admitted or (batch.skips_pages and has_lost_page(batch, row))):
         return False
     growth.max_num_new += count_new_pages(batch, row, num_room_tokens)
     batch.due_rows[growth.num_due] = <int32_t>i
@@ -1411,9 +1441,23 @@ cdef bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room
     return True
 
 
-cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, bint is_step) noexcept nogil:
+cdef bint copy_ascending(Batch *batch, const int32_t *rows, Py_ssize_t n) noexcept nogil:
+    """Copy rows that are in the table and each behind the one before, as they mostly are: then none stands there twice."""
+    cdef const int32_t *copied = batch.checked_rows
+    cdef int32_t signs = 0
+    cdef Py_ssize_t i
+    if n > batch.num_rows:
+        return False
+    memcpy(batch.checked_rows, rows, n * sizeof(int32_t))
+    for i in range(1, n if GUARDS else 1):  # several at once, for there is no way out
+        signs |= copied[i] | <int32_t>(<uint32_t>copied[i] - <uint32_t>copied[i - 1] - 1)
+    return not GUARDS or (signs >= 0 and copied[0] >= 0 and copied[n - 1] < batch.num_rows)
+
+
+cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, bint is_step, bint is_ascending) noexcept nogil:
     """How many rows there are before the first that is wrong. Copies the rows, so that nobody changes them any more, counts as
-    if all grew, and notes those for which more is due; for a row that is not admitted that is always so.
+    if all grew, and notes those for which more is due; for a row that is not admitted that is always so. Of `is_ascending`,
+    `copy_ascending` made sure.
     """
     cdef RowState *state
     cdef Py_ssize_t i
@@ -1421,21 +1465,22 @@ cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, bint is_step) 
     cdef int32_t num_new = 1, num_ahead = 0, max_num_tokens = batch.max_num_tokens
     cdef uint32_t stamp = start_call(batch), num_rows = <uint32_t>batch.num_rows
     for i in range(growth.num_rows):
-        row = growth.rows[i]
-        if <uint32_t>row >= num_rows:
-            return i
+        row = batch.checked_rows[i] if is_ascending else growth.rows[i]
+        if not is_ascending:
+            if <uint32_t>row >= num_rows or batch.states[row].stamp == stamp:
+                return i
+            batch.states[row].stamp = stamp
+            batch.checked_rows[i] = row
         state = &batch.states[row]
-        if state.stamp == stamp:
-            return i
         if not is_step:
             num_new = amount(&growth.num_new_tokens, i)
             num_ahead = amount(&growth.num_ahead, i)
         known = state.num_tokens + is_step
         computed = state.num_computed
-        if known > max_num_tokens or num_new < 0 or num_ahead < 0 or num_new > known - computed:
+        if GUARDS and known > max_num_tokens:
             return i
-        state.stamp = stamp
-        batch.checked_rows[i] = row
+        if not is_step and (num_new < 0 or num_ahead < 0 or num_new > known - computed):
+            return i
         num_room_tokens = computed + 1 if is_step else room_for(batch, computed + num_new, num_ahead)
         if max(num_room_tokens, computed + 1) >= state.next_event and not check_due(batch, growth, i, num_room_tokens):
             return i
@@ -1599,19 +1644,34 @@ cdef void show_row(Group *group, Py_ssize_t row) noexcept nogil:
 
 # Rows that come, go and change places.
 
-cdef bint has_hits(const Batch *batch, Py_ssize_t row, Py_ssize_t g, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Whether pages, null pages aside, are still cached with what the row's leading pages hold, and can be touched."""
+cdef Py_ssize_t count_free_hits(
+    const Batch *batch, Py_ssize_t row, Py_ssize_t g, const int32_t *ids, Py_ssize_t n
+) noexcept nogil:
+    """How many pages, null pages aside, are in the free queue; -1 if one is not cached any more with what the row's leading
+    pages hold, or cannot be touched.
+    """
     cdef const Group *group = &batch.groups[g]
-    cdef Py_ssize_t i
+    cdef const Digest *digests = digests_of(batch, row)
+    cdef const Digest *digest
+    cdef const Page *page
+    cdef Py_ssize_t i, num_free = 0
+    cdef uint64_t differences = 0
+    cdef bint is_lost = False
     for i in range(n):
-        if ids[i] != NULL_PAGE:
-            if not has_key(&batch.pool.pages[ids[i]], digests_of(batch, row)[(i + 1) * group.stride - 1], group.id):
-                return False
-    return find_untouchable(batch.pool, ids, n) < 0
+        if ids[i] == NULL_PAGE:
+            continue
+        page = &batch.pool.pages[ids[i]]
+        num_free += page.prev_free != NOT_FREE
+        if GUARDS:  # without branches, for there is nearly always nothing wrong
+            digest = &digests[(i + 1) * group.stride - 1]
+            differences |= (page.key_lo ^ digest.lo) | (page.key_hi ^ digest.hi)
+            differences |= <uint64_t>((page.group & ~TWIN) ^ group.id)
+            is_lost |= (page.ref_cnt == 0) & (page.prev_free == NOT_FREE) | (page.ref_cnt > INT32_MAX - n)
+    return -1 if differences or is_lost else num_free
 
 
 cdef void attach_hits(Batch *batch, Py_ssize_t row, Py_ssize_t g, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Make hits, which `has_hits` saw, the first pages of an empty row."""
+    """Make hits, which `count_free_hits` saw, the first pages of an empty row."""
     cdef Group *group = &batch.groups[g]
     touch_all(batch.pool, ids, n)
     if n:
@@ -1663,15 +1723,20 @@ cdef object ndarray = np.ndarray
 cdef object INT32 = np.dtype(np.int32)
 
 
+cdef object index_of(object value, str name):
+    """`value` as an int."""
+    try:
+        return as_index(value)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: an int") from None
+
+
 cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=0, Py_ssize_t highest=MAX_PAGES) except -1:
     """`value` as a size; the error says what was got and what is allowed."""
     cdef int overflow = 0
     cdef long long size
     if type(value) is not int:
-        try:
-            value = as_index(value)
-        except TypeError:
-            raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: an int") from None
+        value = index_of(value, name)
     size = PyLong_AsLongLongAndOverflow(value, &overflow)
     if overflow or not lowest <= size <= highest:
         raise ArgumentError(f"{name}: got {value}, allowed: {lowest} to {highest}")
@@ -1702,12 +1767,21 @@ cdef object explained(str name, object error):
     return cls(f"{name}: {error}; allowed: ints that fit int32")
 
 
+cdef int32_t page_id_of(object value) except? -1:
+    try:
+        return int32_of(value)
+    except (OverflowError, TypeError) as error:
+        raise explained("page id", error) from None
+
+
 cdef int32_t group_of(object group) except -1:
     return <int32_t>size_of(group, "group", 0, MAX_GROUP)
 
 
 cdef object as_int32_array(object values, str name):
     """`values`, a NumPy array, as a contiguous int32 vector; no copy where it is one already."""
+    if type(values) is not ndarray:
+        values = np.asarray(values)  # a subclass may say anything of itself
     if values.ndim != 1 or (values.dtype is not INT32 and values.dtype.kind not in "iu"):
         raise ArgumentTypeError(
             f"{name}: got an array of {values.dtype} with {values.ndim} dimensions, allowed: one of ints with 1 dimension"
@@ -1742,6 +1816,9 @@ cdef list as_list(object values, str name):
 
 
 cdef object require_matrix(object values, object dtype, str name):
+    """`values` if it is a matrix of that type; of a subclass, which may say anything of itself, the array that it is."""
+    if isinstance(values, ndarray) and type(values) is not ndarray:
+        values = np.asarray(values)
     if not isinstance(values, ndarray) or values.ndim != 2 or values.dtype != dtype:
         allowed = f"allowed: an array of {np.dtype(dtype)} with 2 dimensions"
         raise ArgumentTypeError(f"{name}: got {type(values).__name__}, {allowed}")
@@ -1779,15 +1856,15 @@ cdef class PageIds:
         return self.ids[i]
 
     def __contains__(self, value) -> bool:
-        return self.has(int32_of(value))
+        return self.has(page_id_of(value))
 
     @cython.critical_section
     cdef bint has(self, int32_t wanted) noexcept:
         cdef Py_ssize_t i
-        for i in range(self.num):
-            if self.ids[i] == wanted:
-                return True
-        return False
+        cdef int32_t num_found = 0
+        for i in range(self.num):  # several at once, for there is no way out
+            num_found |= self.ids[i] == wanted
+        return num_found
 
     def __repr__(self):
         return f"{type(self).__name__}({self.to_list()})"
@@ -2178,14 +2255,23 @@ cdef class HashChain:
         return tuple(tokens.to_list())
 
 
+cdef list held_pages_in(object values):
+    """`values` as a list of `HeldPages`."""
+    cdef list held = list(as_list(values, "held"))
+    for item in held:
+        if not isinstance(item, HeldPages):
+            raise ArgumentTypeError(f"held: got {type(item).__name__}, allowed: HeldPages")
+    return held
+
+
 cdef int check_distinct(tuple groups) except -1:
-    """ArgumentError where a `HeldPages` stands twice."""
+    """ArgumentError where a `HeldPages` stands twice, ArgumentTypeError for something else."""
     cdef Py_ssize_t i, j
+    held_pages_in(groups)
     for i in range(len(groups)):
         for j in range(i):
-            if groups[j] is <HeldPages?>groups[i]:
+            if groups[j] is groups[i]:
                 raise ArgumentError(f"groups: got one twice (at {j} and {i}), allowed: each once")
-        <HeldPages?>groups[i]
     return 0
 
 
@@ -2209,7 +2295,7 @@ cdef class PageStore:
     cdef dict views                     # page id -> CachePage, for those that were asked for
     cdef readonly bint is_pool          # record 0 is a page of its own; other stores can grow
     cdef readonly bint enable_caching
-    cdef public object names            # HashNames
+    cdef readonly object names          # HashNames
     cdef Py_ssize_t capacity            # records there is room for
     cdef cython.pymutex lock
 
@@ -2355,7 +2441,13 @@ cdef class PageStore:
         cdef int32_t checked = self.checked_id(page_id)
         if checked != NULL_PAGE:
             with self.lock:
-                self.pool.pages[checked].ref_cnt = <int32_t>count
+                self.overwrite_count(checked, <int32_t>count)
+
+    cdef void overwrite_count(self, int32_t page_id, int32_t count) noexcept:
+        cdef Page *page = &self.pool.pages[page_id]
+        if is_free(&self.pool, page_id):
+            self.pool.num_held_free += (count != 0) - (page.ref_cnt != 0)
+        page.ref_cnt = count
 
     cdef bint add_reference(self, int32_t page_id, int32_t change) noexcept:
         """One reference more or less; False, and nothing changed, where the count would leave its range."""
@@ -2363,7 +2455,7 @@ cdef class PageStore:
         with self.lock:
             is_right = 0 <= self.pool.pages[page_id].ref_cnt + <int64_t>change < INT32_MAX
             if is_right and page_id != NULL_PAGE:
-                self.pool.pages[page_id].ref_cnt += change
+                self.overwrite_count(page_id, self.pool.pages[page_id].ref_cnt + change)
         return is_right
 
     def is_free(self, page_id) -> bool:
@@ -2463,20 +2555,16 @@ cdef class PageStore:
         return (<CachePage>page).index
 
     cdef int32_t checked_id(self, object page_id) except -1:
-        cdef int32_t checked
-        try:
-            checked = int32_of(page_id)
-        except (OverflowError, TypeError) as error:
-            raise explained("page id", error) from None
+        cdef int32_t checked = page_id_of(page_id)
         self.check_range(checked)
         return checked
 
     cdef PageIds checked(self, object page_ids):
         """`page_ids` as ids that lie within the pool and do not change."""
         cdef PageIds ids = settled(page_ids) if isinstance(page_ids, PageIds) else PageIds(page_ids)
-        cdef Py_ssize_t i
-        for i in range(ids.num):
-            self.check_range(ids.ids[i])
+        cdef Py_ssize_t bad = find_outside(&self.pool, ids.ids, ids.num)
+        if bad >= 0:
+            self.check_range(ids.ids[bad])
         return ids
 
     cdef inline int check_range(self, int32_t page_id) except -1:
@@ -2498,8 +2586,9 @@ cdef class PageStore:
         num_free = count_free_in(&self.pool, checked_shard)
         if num <= num_free:
             has_room = ids.has_room_for(num)
-            if has_room:
-                bad = self.take_into(ids, num, checked_shard)
+            bad = find_held_free(&self.pool, num)
+            if has_room and bad == NULL_PAGE:
+                self.take_into(ids, num, checked_shard)
         self.lock.release()
         if num > num_free:
             where = "" if checked_shard < 0 else f" in shard {checked_shard}"
@@ -2518,23 +2607,26 @@ cdef class PageStore:
             self.lock.acquire()
         return 0
 
-    cdef int32_t take_into(self, PageIds ids, Py_ssize_t n, int32_t shard) noexcept:
-        """Append `n` new pages, of which there are enough and for which there is room. As `take_from`."""
+    cdef void take_into(self, PageIds ids, Py_ssize_t n, int32_t shard) noexcept:
+        """Append `n` new pages, of which there are enough, none of them held, and for which there is room."""
         cdef int32_t *out = ids.ids + ids.num
-        cdef int32_t bad
         if n < RELEASE_GIL_AT:
-            bad = take_from(&self.pool, out, n, shard)
+            take_from(&self.pool, out, n, shard)
         else:
             with nogil:
-                bad = take_from(&self.pool, out, n, shard)
-        if bad == NULL_PAGE:
-            ids.num += n
-        return bad
+                take_from(&self.pool, out, n, shard)
+        ids.num += n
 
     cdef int check_untaken(self, int32_t bad) except -1:
         """Raise unless `bad` is the null page: it is in the free queue, and somebody gave it a reference."""
         if bad != NULL_PAGE:
             raise IntegrityError(f"page {bad} is in the free queue with ref count {self.pool.pages[bad].ref_cnt}, allowed: 0")
+        return 0
+
+    cdef int check_fixed(self) except -1:
+        """The store of a queue grows, and arrays beside its records do not."""
+        if not self.is_pool:
+            raise ArgumentError("the store of a queue has no shards, and keeps no token ids")
         return 0
 
     def set_shards(self, num_shards) -> None:
@@ -2544,6 +2636,7 @@ cdef class PageStore:
         cdef int32_t *counts
         if n == self.pool.num_shards:
             return
+        self.check_fixed()
         if self.pool.num_pages % n:
             raise ArgumentError(f"data_parallel_size: got {n}, allowed: a divisor of the {self.pool.num_pages} pages")
         links = <Links *>malloc((self.pool.num_pages + n) * sizeof(Links))
@@ -2571,19 +2664,15 @@ cdef class PageStore:
             self.refuse_give_back(ids, bad)
 
     cdef Py_ssize_t give_back_ids(self, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept:
-        """As `give_back` does; also the index of an id outside the pool."""
+        """`give_back` of ids that lie within the pool."""
         cdef Py_ssize_t bad
         if n < RELEASE_GIL_AT:
-            bad = find_outside(&self.pool, ids, n)
-            return bad if bad >= 0 else give_back(&self.pool, ids, n, tail_first)
+            return give_back(&self.pool, ids, n, tail_first)
         with nogil:
-            bad = find_outside(&self.pool, ids, n)
-            if bad < 0:
-                bad = give_back(&self.pool, ids, n, tail_first)
+            bad = give_back(&self.pool, ids, n, tail_first)
         return bad
 
     cdef int refuse_give_back(self, PageIds ids, Py_ssize_t bad) except -1:
-        self.check_range(ids[bad])
         raise DoubleFreeError(f"page {ids[bad]} (at {bad} of {len(ids)}) is freed more often than it is held")
 
     def touch(self, page_ids) -> None:
@@ -2614,7 +2703,7 @@ cdef class PageStore:
                 has_room = ids.has_room_for(num)
                 while has_room and ids.num < num:
                     ids.ids[ids.num] = self.pool.pages[NULL_PAGE].next_free
-                    pull(&self.pool, ids.ids[ids.num])
+                    self.pull_any(ids.ids[ids.num])
                     ids.num += 1
         if num > num_free:
             raise OutOfPagesError(f"pages: {num} asked for, {num_free} free")
@@ -2630,12 +2719,17 @@ cdef class PageStore:
         """`remove` by its view; PageIdError for another pool's."""
         self.pull_checked(self.index_of(page))
 
+    cdef void pull_any(self, int32_t page_id) noexcept:
+        """`pull`, also for a page that somebody gave a reference to."""
+        self.pool.num_held_free -= self.pool.pages[page_id].ref_cnt != 0
+        pull(&self.pool, page_id)
+
     cdef int pull_checked(self, int32_t page_id) except -1:
         cdef bint was_free
         with self.lock:
             was_free = page_id != NULL_PAGE and is_free(&self.pool, page_id)
             if was_free:
-                pull(&self.pool, page_id)
+                self.pull_any(page_id)
         if not was_free:
             raise PageIdError(f"page {self.page(page_id).page_id} is not in the free queue")
         return 0
@@ -2691,7 +2785,7 @@ cdef class PageStore:
     def find(self, key, group, start=0, stop=None):
         """The page cached first under a 128-bit int key in a group, among ids in ``[start, stop)``; None if there is none."""
         cdef Digest digest = digest_of_int(key)
-        cdef Range ids = Range(start, self.pool.num_pages if stop is None else stop)
+        cdef Range ids = self.range_of(start, stop)
         cdef int32_t page_id = NULL_PAGE
         cdef int32_t checked_group = group_of(group)
         if self.enable_caching:
@@ -2702,7 +2796,7 @@ cdef class PageStore:
     def find_pages(self, key, groups, start=0, stop=None):
         """For each group the view of the page that `find` finds; None if it finds none in one of them."""
         pages = []
-        for group in groups:
+        for group in as_list(groups, "groups"):
             page_id = self.find(key, group, start, stop)
             if page_id is None:
                 return None
@@ -2779,10 +2873,11 @@ cdef class PageStore:
 
     def page_hash_of(self, page_id):
         """The PageHashWithGroupId of a cached page, or None."""
-        found = self.key_of(page_id)
+        cdef int32_t checked = self.checked_id(page_id)
+        found = self.key_of(checked)
         if found is None:
             return None
-        page_hash = self.names.hash_of(found[0]) or PageHash(found[0], self.token_ids_of(page_id))
+        page_hash = self.names.hash_of(found[0]) or PageHash(found[0], self.token_ids_of(checked))
         return PageHashWithGroupId(page_hash, found[1])
 
     def keep_token_ids(self, width) -> None:
@@ -2793,6 +2888,7 @@ cdef class PageStore:
         cdef int32_t *page_tokens
         if num_values <= self.pool.tokens_width:
             return
+        self.check_fixed()
         page_tokens = <int32_t *>calloc(num_values * self.pool.num_pages, sizeof(int32_t))
         if page_tokens == NULL:
             raise MemoryError(f"{width} token ids for each of {self.pool.num_pages} pages")
@@ -2895,7 +2991,7 @@ cdef class PageStore:
         """
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef Py_ssize_t bad = -1
-        cdef bint has_room = True
+        cdef bint has_room = True, is_foreign = False
         check_distinct(groups)
         with self.lock:
             for held in reversed(groups):
@@ -2903,11 +2999,16 @@ cdef class PageStore:
                 if has_room:
                     ids.put((<HeldPages>held).ids, (<HeldPages>held).num)
             if has_room:
-                bad = self.give_back_ids(ids.ids, ids.num, True)
+                bad = find_outside(&self.pool, ids.ids, ids.num)
+                is_foreign = bad >= 0
+                if not is_foreign:
+                    bad = self.give_back_ids(ids.ids, ids.num, True)
             for held in groups if has_room and bad < 0 else ():
                 (<HeldPages>held).clear()
         if not has_room:
             raise MemoryError("the ids of the pages of a request")
+        if is_foreign:
+            self.check_range(ids.ids[bad])
         if bad >= 0:
             self.refuse_give_back(ids, bad)
 
@@ -2915,12 +3016,18 @@ cdef class PageStore:
         """Free the pages before `first_useful_page`, the last first, and put the null page in their places."""
         cdef Py_ssize_t stop = size_of(first_useful_page, "first_useful_page")
         cdef Py_ssize_t start, bad = -1
+        cdef bint is_foreign = False
         with self.lock:
             start, stop = held.num_skipped_pages, min(stop, held.num)
             if stop > start:
-                bad = self.give_back_ids(held.ids + start, stop - start, True)
+                bad = find_outside(&self.pool, held.ids + start, stop - start)
+                is_foreign = bad >= 0
+                if not is_foreign:
+                    bad = self.give_back_ids(held.ids + start, stop - start, True)
                 if bad < 0:
                     held.blank(stop)
+        if is_foreign:
+            self.check_range(held[start + bad])
         if bad >= 0:
             self.refuse_give_back(held, start + bad)
 
@@ -2971,13 +3078,16 @@ cdef class PageStore:
 
     def fetch_hits(
         self, HashChain chain not None, stride, start, stop, group, first_id=0, stop_id=None
-    ) -> PageIds:
-        """The pages of one group for ``[0, stop)``: the null page before `start`, from there those cached first."""
+    ):
+        """The pages of one group for ``[0, stop)``: the null page before `start`, from there those cached first. None if one
+        is not cached: another thread dropped it since it was found.
+        """
         cdef Range ids = self.range_of(first_id, stop_id)
         cdef Py_ssize_t i, num_hashes = size_of(stride, "stride", 1)
         cdef Py_ssize_t last = size_of(stop, "stop", 0, len(chain) // num_hashes)
         cdef Py_ssize_t first = size_of(start, "start", 0, last)
         cdef int32_t checked_group = group_of(group)
+        cdef bint is_whole = True
         cdef PageIds hits = PageIds()
         hits.reserve(last)
         with chain.lock, self.lock:
@@ -2986,8 +3096,9 @@ cdef class PageStore:
                 hits.ids[i] = NULL_PAGE
             for i in range(first, last if self.enable_caching else first):
                 hits.ids[i] = find_within(&self.pool, chain.digests[(i + 1) * num_hashes - 1], checked_group, ids)
+                is_whole = is_whole and hits.ids[i] != NULL_PAGE
             hits.num = last
-        return hits
+        return hits if is_whole else None
 
     def count_shared(self, PageIds held not None, num_holders) -> int:
         """How many of the pages, from the first on, have at least `num_holders` references."""
@@ -3071,24 +3182,29 @@ cdef class PageStore:
         """
         cdef PageIds counts = as_own_ids(ref_counts, "ref_counts")
         cdef PageStore store = PageStore(counts.num, enable_caching)
-        cdef Py_ssize_t width = require_matrix(cached_token_ids, np.int32, "cached_token_ids").shape[1]
-        require_matrix(cached_keys, np.uint64, "cached_keys")
+        tokens = require_matrix(cached_token_ids, np.int32, "cached_token_ids")
+        keys = np.ascontiguousarray(require_matrix(cached_keys, np.uint64, "cached_keys"))
+        cdef Py_ssize_t width = tokens.shape[1]
         if width:
             store.keep_token_ids(size_of(width - 1, "page_size", 1))
         store.load_queue(counts, as_own_ids(free_page_ids, "free_page_ids"))
         store.load_entries(
             as_own_ids(cached_page_ids, "cached_page_ids"),
             as_own_ids(cached_group_ids, "cached_group_ids"),
-            as_own_ids(np.ascontiguousarray(cached_keys).view(np.int32).reshape(-1), "cached_keys"),
-            as_own_ids(cached_token_ids.reshape(-1), "cached_token_ids"),
+            as_own_ids(keys.view(np.int32).reshape(-1), "cached_keys"),
+            as_own_ids(tokens.reshape(-1), "cached_token_ids"),
         )
-        if num_shards:
+        if size_of(num_shards, "data_parallel_size"):
             store.set_shards(num_shards)
-        num_allocated, num_freed, num_evicted, num_cached, num_queried, num_hit = counters
-        store.pool.num_allocated, store.pool.num_freed = num_allocated, num_freed
-        store.pool.num_evicted, store.pool.num_cached = num_evicted, num_cached
-        store.pool.num_queried, store.pool.num_hit = num_queried, num_hit
+        store.load_counters([size_of(count, "counters", 0, INT64_MAX) for count in as_list(counters, "counters")])
         return store
+
+    cdef int load_counters(self, list counters) except -1:
+        if len(counters) != 6:
+            raise SnapshotError(f"counters: got {len(counters)}, allowed: 6")
+        self.pool.num_allocated, self.pool.num_freed, self.pool.num_evicted = counters[:3]
+        self.pool.num_cached, self.pool.num_queried, self.pool.num_hit = counters[3:]
+        return 0
 
     cdef int load_queue(self, PageIds ref_counts, PageIds free_ids) except -1:
         """Let a fresh store's pages have these references, and the free queue this order."""
@@ -3145,8 +3261,8 @@ cdef class PageStore:
 
     def check_holders(self, held) -> None:
         """IntegrityError unless all that `HeldPages` hold has as many references at least. O(num_pages + pages held)."""
+        cdef list groups = held_pages_in(held)
         cdef int32_t[::1] counts = np.zeros(self.pool.num_pages, dtype=np.int32)
-        cdef list groups = [<HeldPages?>group for group in held]
         cdef str flaw
         with self.lock:
             flaw = self.find_flaw_in_holders(&counts[0], groups)
@@ -3209,6 +3325,8 @@ cdef class PageStore:
                 return f"{self.describe(i)} is not in the free queue, allowed ref counts: 1 to {INT32_MAX}"
             if page.group < NO_GROUP or (page.group != NO_GROUP and page.group & ~TWIN > MAX_GROUP):
                 return f"{self.describe(i)}: allowed groups: 0 to {MAX_GROUP}"
+        if self.pool.num_held_free:
+            return f"no free page has references, the pool counts {self.pool.num_held_free} that have"
         if num_free != self.pool.num_free:
             return f"{num_free} pages have links of the free queue, the pool counts {self.pool.num_free}"
         return None
@@ -3500,7 +3618,7 @@ cdef class CachePage:
         if self.store is not None:
             raise ArgumentError("a page is made once")
         store = PageStore(2, True, False)
-        self.page_id = as_index(page_id)
+        self.page_id = index_of(page_id, "page_id")
         self.store = store
         self.index = 1
         store.pop(1)
@@ -3580,14 +3698,15 @@ cdef class CachePage:
         )
 
 
-def make_aligned_zeros(shape) -> np.ndarray:
+def make_aligned_zeros(tuple shape not None) -> np.ndarray:
     """An int32 array of zeros that begins at a cache line: whole-table copies are twice as fast from and to it."""
     cdef Py_ssize_t num_values = 1
-    for size in shape:
-        num_values *= size
+    sizes = [size_of(size, "shape") for size in shape]
+    for size in sizes:
+        num_values = size_of(num_values * size, "shape")
     memory = np.zeros(num_values + CACHE_LINE // 4, dtype=np.int32)
     start = -memory.ctypes.data % CACHE_LINE // 4
-    return memory[start:start + num_values].reshape(shape)
+    return memory[start:start + num_values].reshape(sizes)
 
 
 cdef class TableRows:
@@ -3818,7 +3937,7 @@ cdef class TableRows:
         as sent; None if there is none. O(table).
         """
         cdef Rows *rows = &self.rows
-        cdef const int32_t[:, ::1] view = np.ascontiguousarray(device_table, dtype=np.int32)
+        cdef const int32_t[:, ::1] view = np.ascontiguousarray(require_matrix(device_table, np.int32, "device_table"))
         cdef Py_ssize_t row, column, bad_row = -1, bad_column = 0
         if view.shape[0] != rows.num_rows or view.shape[1] != rows.num_columns:
             raise ArgumentError(
@@ -3880,15 +3999,15 @@ cdef class _Appends:
     def __init__(self, tuple tables, list requests, rows):
         """Room for one append for each request and table."""
         self.lock_order = in_lock_order(tables)
-        self.requests = requests
-        self.row_ids = as_list(rows.tolist() if isinstance(rows, ndarray) else rows, "req_indices")
+        self.requests = list(requests)  # copies: reading an id may run Python code that changes the lists
+        self.row_ids = list(as_list(rows.tolist() if isinstance(rows, ndarray) else rows, "req_indices"))
         self.held = []
         self.targets = []
-        if len(requests) != len(self.row_ids):
-            raise ArgumentError(f"req_indices: got {len(self.row_ids)}, allowed: as many as requests, {len(requests)}")
-        self.items = <Append *>calloc(max(len(requests) * len(tables), 1), sizeof(Append))
+        if len(self.requests) != len(self.row_ids):
+            raise ArgumentError(f"req_indices: got {len(self.row_ids)}, allowed: as many as requests, {len(self.requests)}")
+        self.items = <Append *>calloc(max(len(self.requests) * len(tables), 1), sizeof(Append))
         if self.items == NULL:
-            raise MemoryError(f"{len(requests)} requests")
+            raise MemoryError(f"{len(self.requests)} requests")
 
     def __dealloc__(self):
         free(self.items)
@@ -3923,6 +4042,17 @@ cdef class _Appends:
         (<TableRows>self.targets[bad]).refuse(item.row, start, item.ids, item.n)
 
 
+cdef tuple checked_tables(object page_tables):
+    """`page_tables` as a tuple of tables with one number of rows, none of them twice."""
+    cdef tuple tables = tuple(as_list(page_tables, "page_tables"))
+    for table in tables:
+        if not isinstance(table, TableRows) or not 0 < table.max_num_reqs == tables[0].max_num_reqs:
+            raise ArgumentError("page_tables: allowed: page tables with one number of rows")
+    if len({id(table) for table in tables}) != len(tables):
+        raise ArgumentError("page_tables: got one twice, allowed: each once")
+    return tables
+
+
 cdef list by_group_of(object values, Py_ssize_t num_groups):
     """One list of ids for each group."""
     groups = as_list(values, "page_ids")
@@ -3943,16 +4073,11 @@ cdef class GroupedRows:
 
     def __init__(self, page_tables):
         """`page_tables` are `TableRows` with the same number of rows, none of them twice."""
-        tables = as_list(page_tables, "page_tables")
+        cdef tuple tables = checked_tables(page_tables)
         if self.page_tables:
             raise ArgumentError("the tables of groups are given once")
-        for table in tables:
-            if not isinstance(table, TableRows) or table.max_num_reqs != tables[0].max_num_reqs:
-                raise ArgumentError("page_tables: allowed: page tables with one number of rows")
-        if len({id(table) for table in tables}) != len(tables):
-            raise ArgumentError("page_tables: got one twice, allowed: each once")
-        self.lock_order = in_lock_order(tuple(tables))
-        self.page_tables = tuple(tables)
+        self.lock_order = in_lock_order(tables)
+        self.page_tables = tables
 
     def __reduce__(self):
         raise TypeError("a page table cannot be pickled")
@@ -3981,10 +4106,10 @@ cdef class GroupedRows:
 
     def append_rows_batch(self, page_ids_per_req, req_indices) -> None:
         """`append_row` for several rows, in order; rows may repeat. ``page_ids_per_req[i][g]``: ids of group ``g``. O(ids)."""
-        cdef Py_ssize_t num_groups = len(self.page_tables)
-        cdef _Appends appends = _Appends(self.page_tables, as_list(page_ids_per_req, "page_ids"), req_indices)
+        cdef tuple tables = self.page_tables
+        cdef _Appends appends = _Appends(tables, as_list(page_ids_per_req, "page_ids"), req_indices)
         for by_group, row in zip(appends.requests, appends.row_ids, strict=True):
-            for table, page_ids in zip(self.page_tables, by_group_of(by_group, num_groups), strict=True):
+            for table, page_ids in zip(tables, by_group_of(by_group, len(tables)), strict=True):
                 appends.add(table, row, page_ids)
         appends.commit()
 
@@ -4156,6 +4281,30 @@ cdef object ROW_STATE = np.dtype([
 ], align=True)
 
 
+cdef list checked_groups(object groups, Py_ssize_t num_tables):
+    """``(PageRules, id, hashes of a page)`` for each table, in plain numbers; the id is `NO_GROUP` for None."""
+    cdef list checked = []
+    cdef PageRules rules
+    for rules, group_id, stride in as_list(groups, "groups"):
+        if rules is None:
+            raise ArgumentTypeError("groups: got None, allowed: PageRules")
+        checked.append((rules, NO_GROUP if group_id is None else group_of(group_id), size_of(stride, "stride", 1)))
+    if not checked or len(checked) != num_tables:
+        raise ArgumentError(f"groups: got {len(checked)} for {num_tables} tables, allowed: one each, at least 1")
+    return checked
+
+
+cdef list checked_extra_keys(object extra_keys):
+    """``(page, bytes)`` pairs as ints and bytes."""
+    cdef bytes data
+    cdef list checked = []
+    for page, data in as_list(extra_keys, "extra_keys"):
+        if data is None:
+            raise ArgumentTypeError("extra_keys: got None, allowed: bytes")
+        checked.append((size_of(page, "page"), data))
+    return checked
+
+
 cdef class RunningRows:
     """What the rows of a running batch know and hold. `pagepool.RunningBatch` is the door for users.
 
@@ -4183,24 +4332,25 @@ cdef class RunningRows:
         """`tables` are `TableRows`, one for each of `groups`: ``(PageRules, group id, hashes of a page)``, with the id None
         where pages are not cached.
         """
-        cdef TableRows table
-        cdef Py_ssize_t n
-        if self.batch.groups != NULL:
+        cdef tuple by_group = checked_tables(tables)
+        cdef list rules_by_group = checked_groups(groups, len(by_group))
+        cdef Py_ssize_t n, num_pool_shards = size_of(num_shards, "data_parallel_size", 0)
+        cdef Py_ssize_t num_tokens = min(size_of(max_num_tokens, "max_model_len", 1, INT64_MAX), MAX_TOKENS)
+        cdef Py_ssize_t num_hash_tokens = size_of(hash_page_size, "hash_page_size", 0, MAX_TOKENS)
+        if self.batch.groups != NULL:  # after the arguments were read, which may run Python code
             raise ArgumentError("the rows of a batch are made once")
-        self.store = store
-        self.key = key
-        self.tables = tuple([<TableRows?>item for item in tables])
-        self.lock_order = in_lock_order(self.tables)
-        self.buffers = []
-        self.num_shards = <int32_t>size_of(num_shards, "data_parallel_size", 0)
-        self.batch.groups = <Group *>calloc(max(1, len(self.tables)), sizeof(Group))
+        if num_hash_tokens and not store.enable_caching:
+            raise ArgumentError(f"hash_page_size: got {num_hash_tokens}, allowed without prefix caching: 0")
+        self.batch.groups = <Group *>calloc(len(by_group), sizeof(Group))
         if self.batch.groups == NULL:
             raise MemoryError("cache groups")
-        table = self.tables[0]
-        n = table.rows.num_rows
-        self.batch.max_num_tokens = <int32_t>min(size_of(max_num_tokens, "max_model_len", 1, INT64_MAX), MAX_TOKENS)
-        self.batch.hash_page_size = <int32_t>size_of(hash_page_size, "hash_page_size", 0, MAX_TOKENS)
-        for table, (rules, group_id, stride) in zip(self.tables, groups, strict=True):
+        self.store, self.key, self.buffers = store, key, []
+        self.tables, self.lock_order = by_group, in_lock_order(by_group)
+        self.num_shards = <int32_t>num_pool_shards
+        self.batch.max_num_tokens = <int32_t>num_tokens
+        self.batch.hash_page_size = <int32_t>num_hash_tokens
+        n = (<TableRows>by_group[0]).rows.num_rows
+        for table, (rules, group_id, stride) in zip(by_group, rules_by_group, strict=True):
             self.add_group(n, table, rules, group_id, stride)
         self.make_state(n)
         self.make_contents(n)
@@ -4224,13 +4374,16 @@ cdef class RunningRows:
         self.buffers.append(buffer)
         return buffer.values
 
-    cdef int add_group(self, Py_ssize_t n, TableRows table, PageRules rules, group_id, stride) except -1:
+    cdef int add_group(self, Py_ssize_t n, TableRows table, PageRules rules, int32_t group_id, Py_ssize_t stride) except -1:
         cdef Group *group = &self.batch.groups[self.batch.num_groups]
-        if table.rows.num_rows != n:
-            raise ArgumentError(f"page_table: got {table.rows.num_rows} rows beside {n}, allowed: one number of rows")
+        if self.batch.hash_page_size and group_id != NO_GROUP and stride * self.batch.hash_page_size != rules.rules.page_size:
+            raise ArgumentError(
+                f"groups: got {stride} hashes of {self.batch.hash_page_size} tokens for pages of {rules.rules.page_size}, "
+                "allowed: as many as make a page"
+            )
         group.rules = rules.rules
-        group.id = NO_GROUP if group_id is None else group_of(group_id)
-        group.stride = <int32_t>size_of(stride, "stride", 1)
+        group.id = group_id
+        group.stride = <int32_t>stride
         group.rows = &table.rows
         group.num_columns = table.rows.num_columns
         group.ids_stride = odd_lines(group.num_columns, sizeof(int32_t))
@@ -4286,10 +4439,14 @@ cdef class RunningRows:
         self.store.lock.release()
         self.lock.release()
 
-    cdef int enter_call(self) except -1:
-        """Take all locks, with the pool divided as the rows need it."""
+    cdef int check_made(self) except -1:
         if not self.batch.num_rows:
             raise ArgumentError("the batch was not made: its constructor did not run, or failed")
+        return 0
+
+    cdef int enter_call(self) except -1:
+        """Take all locks, with the pool divided as the rows need it."""
+        self.check_made()
         self.lock.acquire()
         try:
             self.store.lock_divided(self.num_shards)
@@ -4359,9 +4516,11 @@ cdef class RunningRows:
 
     cdef Py_ssize_t check_rows_of(self, Growth *growth) noexcept:
         """`check_growth`, compiled apart for steps, which are hot."""
-        if growth.token_ids != NULL:
-            return check_growth(&self.batch, growth, True)
-        return check_growth(&self.batch, growth, False)
+        if growth.token_ids == NULL:
+            return check_growth(&self.batch, growth, False, False)
+        if copy_ascending(&self.batch, growth.rows, growth.num_rows):
+            return check_growth(&self.batch, growth, True, True)
+        return check_growth(&self.batch, growth, True, False)
 
     cdef void grow_checked(self, Growth *growth, StepResult result) noexcept:
         cdef Py_ssize_t num_grown
@@ -4531,8 +4690,7 @@ cdef class RunningRows:
         self.extra_key_bytes[row] = None
 
     cdef Py_ssize_t checked_row(self, object row) except -1:
-        if not self.batch.num_rows:
-            raise ArgumentError("the batch was not made: its constructor did not run, or failed")
+        self.check_made()
         return (<TableRows>self.tables[0]).checked_row(row)
 
     def move_row(self, src, tgt) -> None:
@@ -4580,6 +4738,7 @@ cdef class RunningRows:
         cdef Py_ssize_t num_known = tokens.num
         cdef Py_ssize_t num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         cdef Py_ssize_t num_wanted, max_num_new
+        cdef list keys = checked_extra_keys(extra_keys)
         if num_known == 0:
             raise ArgumentError("token_ids: got none, allowed: at least 1")
         if num_known > self.batch.max_num_tokens:
@@ -4589,7 +4748,7 @@ cdef class RunningRows:
         self.claim(checked)
         is_admitted = False
         try:
-            self.set_contents(checked, tokens, num_known, extra_keys)
+            self.set_contents(checked, tokens, num_known, keys)
             num_hits = self.attach(checked, num_known, num_wanted, max_num_new, find_hits, shard, num_reserved)
             is_admitted = num_hits is not None
         finally:
@@ -4608,7 +4767,7 @@ cdef class RunningRows:
             raise ArgumentError(f"row {row} is admitted already")
         return 0
 
-    cdef int set_contents(self, Py_ssize_t row, PageIds tokens, Py_ssize_t num_tokens, object extra_keys) except -1:
+    cdef int set_contents(self, Py_ssize_t row, PageIds tokens, Py_ssize_t num_tokens, list extra_keys) except -1:
         """Copy the tokens and hash their full pages, but for those that the row has hashed for a request before."""
         cdef Py_ssize_t start, num_kept = 0
         if self.batch.hash_page_size and not extra_keys:
@@ -4626,19 +4785,19 @@ cdef class RunningRows:
                 hash_row(&self.batch, row, <int32_t>num_tokens)
         return 0
 
-    cdef int set_extra_keys(self, Py_ssize_t row, object extra_keys) except -1:
+    cdef int set_extra_keys(self, Py_ssize_t row, list extra_keys) except -1:
         cdef ExtraKey *keys
         cdef bytes data
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i, page
         if not extra_keys:
             return 0
         keys = <ExtraKey *>calloc(len(extra_keys) + 1, sizeof(ExtraKey))
         if keys == NULL:
             raise MemoryError(f"{len(extra_keys)} extra keys")
         self.batch.extra_keys[row] = keys
-        self.extra_key_bytes[row] = [data for _, data in extra_keys]
-        for i, data in enumerate(self.extra_key_bytes[row]):
-            keys[i] = ExtraKey(<const uint8_t *><const char *>data, len(data), size_of(extra_keys[i][0], "page"))
+        self.extra_key_bytes[row] = extra_keys
+        for i, (page, data) in enumerate(extra_keys):
+            keys[i] = ExtraKey(<const uint8_t *><const char *>data, len(data), page)
         return 0
 
     cdef object attach(
@@ -4657,7 +4816,8 @@ cdef class RunningRows:
         cdef object num_hit_tokens = 0  # made before anything is taken
         cdef int32_t num_hits = 0
         cdef int32_t held_free = NULL_PAGE
-        cdef bint is_stale, has_room
+        cdef Py_ssize_t num_free_hits
+        cdef bint has_room
         cdef int32_t checked_shard = as_shard(shard, self.num_shards)
         if find_hits is not None and self.batch.hash_page_size:
             hits, num_hit_tokens = self.look_up(row, num_known, find_hits)
@@ -4665,14 +4825,16 @@ cdef class RunningRows:
             self.check_hits(hits, num_hits)
         self.enter_call()
         self.batch.states[row].shard = checked_shard
-        is_stale = not self.can_touch(row, hits)
+        num_free_hits = self.count_free_hits(row, hits)
         num_wanted = max(min(num_wanted, num_hits + max_num_new), num_hits)
-        has_room = not is_stale and self.has_room_for(row, hits, <int32_t>num_wanted, num_reserved, &held_free)
+        has_room = num_free_hits >= 0 and self.has_room_for(
+            row, hits, num_free_hits, <int32_t>num_wanted, num_reserved, &held_free
+        )
         if has_room and held_free == NULL_PAGE:
             self.fill_row(row, hits, <int32_t>num_known, <int32_t>num_wanted)
             self.batch.states[row].num_hits = num_hits
         self.let_go()
-        if is_stale:
+        if num_free_hits < 0:
             raise PageHashError(f"row {row}: a page that was hit has another content meanwhile, or cannot be held")
         self.store.check_untaken(held_free)
         return num_hit_tokens if has_room else None
@@ -4697,27 +4859,32 @@ cdef class RunningRows:
             raise ArgumentError(f"hits: got {len(hits)} groups, allowed: {self.batch.num_groups}")
         for g in range(self.batch.num_groups):
             ids = hits[g]
+            if ids is None:
+                raise ArgumentTypeError("hits: got None, allowed: PageIds")
             if ids.num > full_pages(&self.batch.groups[g].rules, num_hits):
                 raise ArgumentError(f"hits: got {ids.num} pages for {num_hits} tokens")
             self.store.checked(ids)
         return 0
 
-    cdef bint can_touch(self, Py_ssize_t row, tuple hits) noexcept:
-        cdef Py_ssize_t g
+    cdef Py_ssize_t count_free_hits(self, Py_ssize_t row, tuple hits) noexcept:
+        """How many hits are in the free queue; -1 if one of them cannot be taken."""
+        cdef Py_ssize_t g, num_free, num_all = 0
         for g in range(len(hits)):
-            if not has_hits(&self.batch, row, g, (<PageIds>hits[g]).ids, (<PageIds>hits[g]).num):
-                return False
-        return True
+            num_free = count_free_hits(&self.batch, row, g, (<PageIds>hits[g]).ids, (<PageIds>hits[g]).num)
+            if num_free < 0:
+                return -1
+            num_all += num_free
+        return num_all
 
     cdef bint has_room_for(
-        self, Py_ssize_t row, tuple hits, int32_t num_tokens, Py_ssize_t num_reserved, int32_t *held_free
+        self, Py_ssize_t row, tuple hits, Py_ssize_t num_free_hits, int32_t num_tokens, Py_ssize_t num_reserved,
+        int32_t *held_free,
     ) noexcept:
         """Whether the pool has the pages that an empty row needs beside its hits, and those of the hits that are free."""
         cdef Pool *pool = &self.store.pool
-        cdef Py_ssize_t g, num_needed = count_new_pages(&self.batch, row, num_tokens)
+        cdef Py_ssize_t g, num_needed = count_new_pages(&self.batch, row, num_tokens) + num_free_hits
         for g in range(len(hits)):
             num_needed -= (<PageIds>hits[g]).num
-            num_needed += count_free(pool, (<PageIds>hits[g]).ids, (<PageIds>hits[g]).num)
         if num_needed and num_needed + num_reserved > pool.num_free:
             return False
         if num_needed > count_free_in(pool, self.batch.states[row].shard):
@@ -4756,8 +4923,9 @@ cdef class RunningRows:
 
     def check_rows(self, held_elsewhere) -> None:
         """IntegrityError unless rows, tables and ref counts agree. `held_elsewhere` are `HeldPages` of others. O(table)."""
+        self.check_made()
+        cdef list others = held_pages_in(held_elsewhere)
         cdef int32_t[::1] counts = np.zeros(self.store.pool.num_pages, dtype=np.int32)
-        cdef list others = [<HeldPages?>held for held in held_elsewhere]
         cdef str flaw
         self.enter_call()
         flaw = self.find_flaw(&counts[0]) or self.store.find_flaw_in_holders(&counts[0], others)

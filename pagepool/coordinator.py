@@ -240,13 +240,21 @@ class HybridCacheCoordinator(CacheCoordinator):
     def find_longest_cache_hit(
         self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE
     ) -> tuple[tuple[PageIds, ...], int]:
-        """O(pages x groups) a round, and rarely more than two rounds."""
+        """O(pages x groups) a round, and rarely more than two rounds. Again if other threads drop what was found."""
+        while True:
+            num_tokens = self._find_hit_length(chain, max_cache_hit_length, ids)
+            hits = self._fetch(chain, num_tokens, ids)
+            if hits is not None:
+                return hits, num_tokens
+
+    def _find_hit_length(self, chain: HashChain, max_cache_hit_length: int, ids: IdRange) -> int:
+        """The length on which all kinds agree."""
         num_tokens = self._shorten(chain, max_cache_hit_length, ids, is_recheck=False)
         previous = -1
         while num_tokens != previous:
             previous = num_tokens
             num_tokens = self._shorten(chain, num_tokens, ids, is_recheck=True)
-        return self._fetch(chain, num_tokens, ids), num_tokens
+        return num_tokens
 
     def _shorten(self, chain: HashChain, num_tokens: int, ids: IdRange, is_recheck: bool) -> int:
         """One round: let each kind shorten the hit to what it has."""
@@ -257,19 +265,17 @@ class HybridCacheCoordinator(CacheCoordinator):
             num_tokens -= num_tokens % self._page_size_lcm
         return num_tokens
 
-    def _fetch(self, chain: HashChain, num_tokens: int, ids: IdRange) -> tuple[PageIds, ...]:
-        """The pages of a hit of that length."""
-        return tuple(
-            self.page_pool.store.fetch_hits(
-                chain,
-                manager.num_hashes_per_page,
-                manager.find_first_hit_page(num_tokens, self.use_eagle),
-                num_tokens // manager.page_size,
-                manager.kv_cache_group_id,
-                *ids,
-            )
-            for manager in self.single_type_managers
-        )
+    def _fetch(self, chain: HashChain, num_tokens: int, ids: IdRange) -> tuple[PageIds, ...] | None:
+        """The pages of a hit of that length; None if one of them is not cached any more."""
+        hits = []
+        for manager in self.single_type_managers:
+            start, stop = manager.find_first_hit_page(num_tokens, self.use_eagle), num_tokens // manager.page_size
+            stride, group_id = manager.num_hashes_per_page, manager.kv_cache_group_id
+            pages = self.page_pool.store.fetch_hits(chain, stride, start, stop, group_id, *ids)
+            if pages is None:
+                return None
+            hits.append(pages)
+        return tuple(hits)
 
 
 class UnitaryCacheCoordinator(HybridCacheCoordinator):

@@ -858,11 +858,11 @@ def test_a_batch_that_was_not_made_is_refused() -> None:
 def test_a_batch_is_made_once_even_if_it_failed() -> None:
     manager = make_manager(FULL, FULL)
     batch = RunningBatch.__new__(RunningBatch)
-    tables = PageTable(2, 8, 64), PageTable(3, 8, 64)
+    alike, unlike = ((PageTable(2, 8, 64), PageTable(num_rows, 8, 64)) for num_rows in (2, 3))
     groups = [(PageRules(4), group_id, 1) for group_id in range(2)]
-    for message in ("one number of rows", "made once", "made once"):
+    for tables, message in ((unlike, "one number of rows"), (alike, "key: got 3 bytes"), (alike, "made once")):
         with pytest.raises(ArgumentError, match=message):
-            RunningRows.__init__(batch, manager.page_pool.store, tables, groups, 8, 4, bytes(16), 0)
+            RunningRows.__init__(batch, manager.page_pool.store, tables, groups, 8, 4, b"key", 0)
     with pytest.raises(ArgumentError, match="made once"):
         RunningBatch.__init__(batch, manager, MultiGroupPageTable(2, MAX_MODEL_LEN, 64, [4, 4]))
 

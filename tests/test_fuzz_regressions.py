@@ -1,0 +1,283 @@
+"""What fuzzing found in the compiled core, each in its shortest form. Most of it crashed or hung."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagepool._core import (
+    CachePage,
+    GroupedRows,
+    HashChain,
+    HeldPages,
+    PageIds,
+    PageRules,
+    PageStore,
+    RunningRows,
+    TableRows,
+    make_aligned_zeros,
+)
+from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, PagePoolError
+
+KEY = bytes(16)
+
+
+class Index:
+    """An int that does something when it is asked for."""
+
+    def __init__(self, value: int, act: Callable[[], Any]) -> None:
+        self.value, self.act = value, act
+
+    def __index__(self) -> int:
+        self.act()
+        return self.value
+
+
+class Varying:
+    """Each time the next of some ints."""
+
+    def __init__(self, *values: int) -> None:
+        self.values = list(values)
+
+    def __index__(self) -> int:
+        return self.values.pop(0)
+
+
+def make_batch(store: PageStore, *tables: TableRows, hash_page_size: int = 4, stride: int = 1) -> RunningRows:
+    return RunningRows(store, tables, [(PageRules(4), 0, stride)] * len(tables), 32, hash_page_size, KEY, 0)
+
+
+def admit(batch: RunningRows, row: int, token_ids: list[int], extra_keys: Any = (), find_hits: Any = None) -> int | None:
+    return batch.admit_row(row, token_ids, None, None, extra_keys, find_hits, None, 0)
+
+
+# --- objects half made ------------------------------------------------------------------------------------------
+
+
+def test_grouped_rows_keep_nothing_of_a_constructor_that_failed() -> None:
+    rows = GroupedRows.__new__(GroupedRows)
+    with pytest.raises(ArgumentError):
+        rows.__init__([object()])  # type: ignore[misc, list-item]
+    rows.clear_row(0)
+    assert rows.page_tables == ()
+
+
+def test_the_tables_of_grouped_rows_stay() -> None:
+    rows = GroupedRows([TableRows(2, 2)])
+    with pytest.raises(ArgumentError, match="once"):
+        rows.__init__([TableRows(9, 9)])  # type: ignore[misc]
+
+
+BAD_BATCHES: dict[str, Callable[[], Any]] = {
+    "no table": lambda: make_batch(PageStore(8)),
+    "a table twice": lambda: make_batch(PageStore(8), *[TableRows(2, 8)] * 2),
+    "a table without rows": lambda: make_batch(PageStore(8), TableRows.__new__(TableRows)),
+    "tables of other lengths": lambda: make_batch(PageStore(8), TableRows(2, 8), TableRows(3, 8)),
+    "hashes that do not make a page": lambda: make_batch(PageStore(8), TableRows(2, 8), stride=1000),
+    "hashes without an index": lambda: make_batch(PageStore(8, False), TableRows(2, 8)),
+}
+
+
+@pytest.mark.parametrize("make", BAD_BATCHES.values(), ids=BAD_BATCHES)
+def test_a_batch_that_cannot_be(make: Callable[[], Any]) -> None:
+    with pytest.raises(PagePoolError):
+        make()
+
+
+@pytest.mark.parametrize("call", ["admit_row", "get_page_ids", "move_row", "check_rows"])
+def test_a_batch_whose_constructor_failed_is_refused(call: str) -> None:
+    batch = RunningRows.__new__(RunningRows)
+    arguments = {"admit_row": (0, [1], None, None, (), None, None, 0), "move_row": (0, 1), "check_rows": ([],)}.get(call, (0,))
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="not made"):
+            getattr(batch, call)(*arguments)
+        with pytest.raises(PagePoolError):
+            batch.__init__(PageStore(8), [TableRows(2, 8)], [(PageRules(4), 0, 9)], 32, 4, KEY, 0)  # type: ignore[misc]
+
+
+def test_a_batch_that_is_made_while_its_constructor_runs() -> None:
+    batch = RunningRows.__new__(RunningRows)
+    arguments = (PageStore(8), [TableRows(2, 8)], [(PageRules(4), 0, 1)], 32, 4, KEY)
+    with pytest.raises(ArgumentError, match="made once"):
+        batch.__init__(*arguments, Index(0, lambda: batch.__init__(*arguments, 0)))  # type: ignore[misc]
+    assert admit(batch, 0, [1]) == 0
+    batch.check_rows([])
+
+
+# --- arguments that change, or lie ------------------------------------------------------------------------------
+
+
+def test_requests_that_grow_while_they_are_read() -> None:
+    table = TableRows(4, 64)
+    rows: list[int] = [0]
+    requests: list[Any] = []
+
+    def grow() -> None:
+        rows.extend([1] * 100)
+        requests.extend([[1]] * 100)
+
+    requests.append([Index(1, grow)])
+    table.append_rows_batch(requests, rows)
+    assert table.num_pages_per_row.tolist() == [1, 0, 0, 0]
+
+
+def test_extra_keys_that_are_more_than_they_say() -> None:
+    class Short(list[Any]):
+        def __len__(self) -> int:
+            return 1
+
+    batch = make_batch(PageStore(8), TableRows(2, 8))
+    assert admit(batch, 0, [1] * 16, Short((page, b"key") for page in range(100))) == 0
+    batch.release([0])
+
+
+def test_page_ids_that_answer_otherwise_the_second_time() -> None:
+    store = PageStore(8)
+    store.keep_token_ids(4)
+    store.enter(1, 5, 0)
+    page_hash = store.page_hash_of(Varying(1, 1 << 28))  # type: ignore[arg-type]
+    assert page_hash is not None
+    assert page_hash.page_hash.hash_value == 5
+    assert [page and page.page_id for page in store.neighbours(Varying(2, 7))] == [1, 3]  # type: ignore[arg-type]
+
+
+def test_a_store_that_grows_while_holders_are_listed() -> None:
+    store = PageStore(1, True, False)
+    batch = RunningRows(store, [TableRows(2, 8)], [(PageRules(4), None, 1)], 32, 0, KEY, 0)
+
+    def holders() -> Iterator[HeldPages]:
+        for _ in range(1000):
+            store.adopt(CachePage(0))
+        yield HeldPages()
+
+    batch.check_rows(holders())
+    store.check_holders(holders())
+
+
+def test_hits_that_are_none() -> None:
+    batch = make_batch(PageStore(8), TableRows(2, 8))
+    with pytest.raises(ArgumentTypeError, match="hits: got None"):
+        admit(batch, 0, [1] * 9, find_hits=lambda *_: ((None,), 4))
+
+
+def test_a_subclass_that_lies_about_its_type() -> None:
+    class Liar(np.ndarray[Any, Any]):
+        dtype = property(lambda _: 3)
+
+    with pytest.raises(ArgumentTypeError, match="float64"):
+        PageIds(np.ones(3).view(Liar))
+
+
+# --- numbers out of bounds --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_id", [-1, 8, 2**31 - 1])
+def test_views_of_pages_outside_the_pool(page_id: int) -> None:
+    with pytest.raises(PageIdError):
+        PageStore(8).pages(PageIds([page_id]))
+
+
+@pytest.mark.parametrize("key", [-1, 2**128, 1.5, "1", None, np.ones(2)], ids=repr)
+def test_keys_that_are_none(key: Any) -> None:
+    store = PageStore(8)
+    for call in (lambda: store.find(key, 0), lambda: store.enter(1, key, 0), lambda: HashChain(4, KEY).append_key(key)):
+        with pytest.raises(PagePoolError, match="key: got"):
+            call()
+
+
+@pytest.mark.parametrize("bound", [2**31, "0", 0.5], ids=repr)
+def test_bounds_that_are_no_page_ids(bound: Any) -> None:
+    with pytest.raises(PagePoolError, match="start: got"):
+        PageStore(8).find(1, 0, bound)
+
+
+@pytest.mark.parametrize("shape", [(2**40,), (2**30, 2**30), (-1,), ("1",)], ids=repr)
+def test_shapes_that_are_none(shape: Any) -> None:
+    with pytest.raises(PagePoolError, match="shape"):
+        make_aligned_zeros(shape)
+
+
+def test_pages_with_more_tokens_than_are_kept() -> None:
+    store = PageStore(8)
+    store.keep_token_ids(1)
+    batch = make_batch(store, TableRows(2, 8))
+    admit(batch, 0, [1] * 9)
+    assert [page_hash and page_hash.page_hash.token_ids for page_hash in map(store.page_hash_of, (1, 2, 3))] == [(), (), None]
+
+
+def test_the_store_of_a_queue_has_no_arrays_that_do_not_grow() -> None:
+    store = PageStore(4, True, False)
+    for call in (lambda: store.set_shards(2), lambda: store.keep_token_ids(4)):
+        with pytest.raises(ArgumentError, match="queue"):
+            call()
+
+
+def test_hits_without_an_index() -> None:
+    chain = HashChain(1, KEY)
+    chain.extend([1, 2])
+    assert PageStore(8, False).fetch_hits(chain, 1, 0, 2, 0).to_list() == [0, 0]
+
+
+def test_the_names_of_a_store_stay() -> None:
+    with pytest.raises(AttributeError):
+        PageStore(8).names = None  # type: ignore[misc, assignment]
+
+
+# --- locks ------------------------------------------------------------------------------------------------------
+
+
+WITH_FINALIZERS = """
+import gc
+from pagepool._core import CachePage, HashChain, PageIds, PageStore, PageRules, RunningRows, TableRows
+
+class Finalizer:
+    def __init__(self):
+        self.cycle = self
+
+    def __del__(self):
+        store.take(0)
+        chain.append_key(1)
+        batch.step([], [])
+        batch.grow([0], 0)
+
+def refuse(call, *arguments):
+    for threshold in range(1, 12):
+        Finalizer()
+        gc.set_threshold(threshold)
+        try:
+            call(*arguments)
+        except Exception as error:
+            continue
+        finally:
+            gc.set_threshold(0)
+        raise AssertionError(call)
+
+store, table = PageStore(8), TableRows(2, 8)
+chain = HashChain(1, bytes(16))
+chain.extend([1, 2])
+batch = RunningRows(store, [table], [(PageRules(4), 0, 1)], 32, 4, bytes(16), 0)
+batch.admit_row(0, [1, 2, 3, 4, 5], None, None, (), None, None, 0)
+table.clear_row(0)
+page = store.page(1)
+refuse(batch.check_rows, [])
+refuse(store.take, 100)
+refuse(store.pop, 100)
+refuse(store.remove_page, page)
+refuse(store.enter, 1, 7, 0)
+refuse(store.enter_pages, PageIds([1]), chain, 0, 1, 1, 0)
+refuse(store.give_back, [3])
+refuse(store.append, [3])
+store.set_ref_count(3, 1)
+refuse(store.take, 2)
+refuse(store.check)
+"""
+
+
+def test_finalizers_that_run_while_an_error_is_made() -> None:
+    """The collector may run when any error is made, and a finalizer may call what raises it: no lock may be held then."""
+    subprocess.run([sys.executable, "-c", WITH_FINALIZERS], check=True, timeout=60)

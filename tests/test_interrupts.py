@@ -1,0 +1,365 @@
+"""`KeyboardInterrupt` in the middle of a call: nothing is lost, and the call can be made again.
+
+A signal is handled between two opcodes of a Python frame, never inside a native call. So one test interrupts calls at every
+opcode of the package's own frames in turn, and another by real signals, wherever they come.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pagepool
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    ChunkedLocalAttentionSpec,
+    EngineRequest,
+    FullAttentionSpec,
+    MultiGroupPageTable,
+    PagePool,
+    PageTable,
+    RunningBatch,
+    SlidingWindowSpec,
+)
+
+PAGE_SIZE = 4
+FULL = FullAttentionSpec(PAGE_SIZE, 1, 8, "float16", False)
+WINDOW = SlidingWindowSpec(PAGE_SIZE, 1, 8, "float16", False, 9)
+CHUNK = ChunkedLocalAttentionSpec(PAGE_SIZE, 1, 8, "float16", False, 8)
+GROUPS = [CacheGroupSpec(spec) for spec in (FULL, WINDOW, CHUNK)]
+PACKAGE = str(Path(pagepool.__file__).parent)
+NUM_PAGES = 64
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt before the opcode of that number in frames of the package."""
+
+    def __init__(self, opcode: int) -> None:
+        self.num_left = opcode
+        self.is_done = False
+
+    def trace(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes = True
+        self.num_left -= event == "opcode"
+        if self.num_left < 0 and not self.is_done:
+            self.is_done = True
+            raise KeyboardInterrupt
+        return self.trace
+
+    def interrupts(self, call: Callable[[], object]) -> bool:
+        """Whether the call has so many opcodes, and was interrupted."""
+        previous = sys.gettrace()
+        sys.settrace(self.trace)
+        try:
+            call()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(previous)
+        return self.is_done
+
+
+def interrupted_everywhere(make: Callable[[], Any], call: Callable[[Any], object]) -> Iterator[Any]:
+    """What `make` makes, after a call on it was interrupted at the first opcode, the second, and so on to the last."""
+    for opcode in itertools.count():
+        thing = make()
+        if not Interrupter(opcode).interrupts(lambda thing=thing: call(thing)):
+            return
+        yield thing
+
+
+# Requests of a manager.
+
+
+class Requests:
+    """A manager with a request that is running, and a second one whose prompt begins as that of the first."""
+
+    def __init__(self, **options: Any) -> None:
+        self.manager = CacheManager(NUM_PAGES, GROUPS, 256, **options)
+        self.first = EngineRequest("first", list(range(30)))
+        self.second = EngineRequest("second", [*range(25), 99, 98, 97])
+        self.manager.allocate_slots(self.first, 30)
+        self.manager.page_pool.evict_pages(self.manager.get_page_ids("first")[0][5:])
+        self.first.num_computed_tokens = 30
+
+    def start_second(self) -> tuple[int, tuple[list[int], ...]]:
+        """The tokens that were hit, and how many pages there are of each group, null pages as 0."""
+        hits, num_hit_tokens = self.manager.get_computed_pages(self.second)
+        num_new_tokens = self.second.num_tokens - num_hit_tokens
+        assert self.manager.allocate_slots(self.second, num_new_tokens, num_hit_tokens, hits) is not None
+        page_ids = self.manager.get_page_ids("second")
+        return num_hit_tokens, tuple([min(page_id, 1) for page_id in ids] for ids in page_ids)
+
+    def restart_second(self) -> tuple[int, tuple[list[int], ...]]:
+        """Give back what the second request has, and start it."""
+        self.manager.check()
+        self.manager.free(self.second)
+        self.manager.check()
+        self.second.num_computed_tokens = 0
+        return self.start_second()
+
+    def decode_first(self) -> None:
+        """A page more in each group, pages skipped and pages entered."""
+        self.first.append_output_token_ids([7] * 9)
+        self.manager.allocate_slots(self.first, 9)
+
+    def delay_second(self) -> None:
+        """Leave pages to be entered."""
+        self.manager.allocate_slots(self.second, self.second.num_tokens, delay_cache_pages=True)
+        self.second.num_computed_tokens = self.second.num_tokens
+
+    def free_all(self) -> None:
+        """Whatever was interrupted, this gives everything back."""
+        self.manager.check()
+        for request in (self.second, self.first):
+            self.manager.free(request)
+        self.manager.check()
+        assert self.manager.usage == 1 / NUM_PAGES
+        assert not self.manager.page_pool.ref_counts().any()
+
+
+MANAGER_CALLS: dict[str, tuple[Callable[[Requests], object], Callable[[Requests], object]]] = {
+    "a look-up": (lambda r: None, lambda r: r.manager.get_computed_pages(r.second)),
+    "an allocation with hits": (lambda r: None, Requests.start_second),
+    "an allocation that skips and enters pages": (lambda r: None, Requests.decode_first),
+    "caching": (Requests.delay_second, lambda r: r.manager.cache_pages(r.second, r.second.num_tokens)),
+    "giving back": (Requests.start_second, lambda r: r.manager.free(r.second)),
+    "a reset that is refused": (lambda r: None, lambda r: r.manager.reset_prefix_cache()),
+    "forgetting hashes": (Requests.start_second, lambda r: r.manager.free_page_hashes(r.second)),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"hash_algo": hash}], ids=["siphash128", "callable"])
+@pytest.mark.parametrize(("prepare", "call"), MANAGER_CALLS.values(), ids=MANAGER_CALLS)
+def test_a_call_of_a_manager(prepare: Callable[..., Any], call: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Afterwards the second request starts as if the call had not been, or as if it had come to its end."""
+
+    def make() -> Requests:
+        requests = Requests(**options)
+        prepare(requests)
+        return requests
+
+    before, after = make(), make()
+    call(after)
+    expected = before.restart_second(), after.restart_second()
+    num_interrupted = 0
+    for requests in interrupted_everywhere(make, call):
+        assert requests.restart_second() in expected
+        requests.free_all()
+        assert requests.manager.reset_prefix_cache()
+        num_interrupted += 1
+    assert num_interrupted
+
+
+def test_a_reset() -> None:
+    """It is done or not."""
+
+    def make() -> Requests:
+        requests = Requests()
+        requests.free_all()
+        return requests
+
+    for requests in interrupted_everywhere(make, lambda requests: requests.manager.reset_prefix_cache()):
+        requests.manager.check()
+        assert requests.manager.reset_prefix_cache()
+        assert not requests.manager.page_pool.cached_page_hash_to_page
+
+
+# Rows of a batch.
+
+
+class Rows:
+    """A batch with two rows of three, the first of which outlives the other."""
+
+    def __init__(self) -> None:
+        self.manager = CacheManager(NUM_PAGES, GROUPS, 256)
+        self.batch = RunningBatch(self.manager, MultiGroupPageTable(3, 256, 64, [PAGE_SIZE] * len(GROUPS)))
+        self.batch.admit(0, list(range(30)))
+        self.batch.admit(1, [*range(20), 5, 6, 7])
+
+    def admit(self) -> int | None:
+        return self.batch.admit(2, [*range(25), 99, 98, 97], cache_salt=None, mm_features=[])
+
+    def release_all(self) -> None:
+        """Whatever was interrupted, this gives everything back."""
+        self.batch.check()
+        self.batch.release(np.flatnonzero(self.batch.is_admitted).astype(np.int32))
+        self.batch.check()
+        assert self.manager.usage == 1 / NUM_PAGES
+
+
+BATCH_CALLS: dict[str, Callable[[Rows], object]] = {
+    "admit": Rows.admit,
+    "step": lambda r: r.batch.step([0, 1], [1, 2]),
+    "grow": lambda r: r.batch.grow([0, 1], 0, 5),
+    "append": lambda r: r.batch.append([0, 1], [1, 2]),
+    "trim": lambda r: r.batch.trim([0, 1], 21),
+    "release": lambda r: r.batch.release([1]),
+    "move_row": lambda r: r.batch.move_row(1, 2),
+    "check": lambda r: r.batch.check(),
+}
+
+
+@pytest.mark.parametrize("call", BATCH_CALLS.values(), ids=BATCH_CALLS)
+def test_a_call_of_a_batch(call: Callable[[Rows], object]) -> None:
+    """Row 2 is admitted or free; who frees it can admit it. Most calls are native as a whole, and nothing interrupts them."""
+    expected = Rows().admit()
+    for rows in interrupted_everywhere(Rows, call):
+        rows.batch.check()
+        if rows.batch.is_admitted[2]:
+            rows.batch.release([2])
+        assert rows.admit() == expected
+        rows.release_all()
+
+
+# The pool.
+
+
+class Held:
+    """A pool with pages that are held, of which the caller knows."""
+
+    def __init__(self) -> None:
+        self.pool = PagePool(16, enable_caching=True)
+        self.pages = self.pool.get_new_pages(5)
+
+
+@pytest.mark.parametrize(
+    ("call", "num_references"),
+    [
+        (lambda held: held.pool.free_pages(held.pages), 0),
+        (lambda held: held.pool.free_page_ids([page.page_id for page in held.pages]), 0),
+        (lambda held: held.pool.touch([held.pages]), 2),
+        (lambda held: held.pool.touch_page_ids([page.page_id for page in held.pages]), 2),
+    ],
+    ids=["free_pages", "free_page_ids", "touch", "touch_page_ids"],
+)
+def test_a_call_of_a_pool(call: Callable[[Held], object], num_references: int) -> None:
+    """All the pages or none."""
+    for held in interrupted_everywhere(Held, call):
+        held.pool.check()
+        assert {page.ref_cnt for page in held.pages} in ({1}, {num_references})
+
+
+def test_pages_are_taken_whole_or_not() -> None:
+    """What a call took that was interrupted on its way back, its caller cannot know: a manager's request, or a row, can."""
+    for held in interrupted_everywhere(Held, lambda held: held.pool.get_new_pages(3)):
+        held.pool.check()
+        assert held.pool.get_num_free_pages() in (10, 7)
+
+
+# The table.
+
+
+def test_a_commit() -> None:
+    """The next one sends what this one may not have sent."""
+    pytest.importorskip("jax")
+    table = PageTable(4, 8, 64)
+    table.warmup()
+    page_ids = itertools.count(1)
+
+    def make() -> PageTable:
+        for row in range(4):
+            table.add_row([next(page_ids) for _ in range(3)], row)
+        return table
+
+    num_interrupted = 0
+    for interrupted in interrupted_everywhere(make, lambda table: table.commit(4)):
+        assert np.asarray(interrupted.commit(4)).tolist() == interrupted.page_table_cpu.tolist()
+        num_interrupted += 1
+    assert num_interrupted
+
+
+# Real signals.
+
+
+def interrupt_after(seconds: float, call: Callable[[], object]) -> None:
+    """Make a call that a timer's KeyboardInterrupt ends, unless it comes to its end before."""
+    with suppress(KeyboardInterrupt):  # one only: the timer does not repeat
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            call()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@pytest.fixture
+def _keyboard_interrupts() -> Iterator[None]:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.mark.usefixtures("_keyboard_interrupts")
+def test_signals_in_long_calls() -> None:
+    """Prompts of two thousand pages are looked up, taken, entered and given back until a signal comes."""
+    rng = Random(1)
+    manager = CacheManager(20_000, GROUPS, 10_000)
+    batch = RunningBatch(manager, MultiGroupPageTable(2, 10_000, 64, [PAGE_SIZE] * len(GROUPS)))
+    prompts = [np.full(8500, i, dtype=np.int32) for i in range(3)]
+    requests = [Prompt(f"{i}", prompt) for i, prompt in enumerate(prompts)]
+
+    def use() -> None:
+        for request in requests:
+            hits, num_hit_tokens = manager.get_computed_pages(request)
+            manager.allocate_slots(request, 8500 - num_hit_tokens, num_hit_tokens, hits)
+            manager.free(request)
+        batch.admit(0, prompts[0])
+        batch.admit(1, prompts[1])
+        batch.step([0, 1], [1, 2])
+        batch.release([0, 1])
+
+    for _ in range(100):
+        interrupt_after(rng.uniform(1e-5, 5e-3), use)
+        batch.check()
+        manager.check()
+        for request in requests:
+            manager.free(request)
+        batch.release(np.flatnonzero(batch.is_admitted).astype(np.int32))
+        assert manager.page_pool.get_num_free_pages() == 19_999
+    assert manager.reset_prefix_cache()
+
+
+class Prompt(EngineRequest):
+    """A request whose tokens stay an array."""
+
+    def __init__(self, request_id: str, token_ids: np.ndarray) -> None:
+        super().__init__(request_id, [])
+        self.all_token_ids = token_ids  # type: ignore[assignment]
+
+
+@pytest.mark.usefixtures("_keyboard_interrupts")
+def test_signals_in_long_calls_of_a_pool() -> None:
+    """Pages get a reference more and lose it again, all of them at a time."""
+    rng = Random(1)
+    pool = PagePool(5_000, enable_caching=True)
+    page_ids = pool.get_new_page_ids(4_000)
+
+    def use() -> None:
+        while True:
+            pool.touch_page_ids(page_ids)
+            pool.free_page_ids(page_ids)
+
+    for _ in range(100):
+        interrupt_after(rng.uniform(1e-5, 2e-3), use)
+        pool.check()
+        counts = set(pool.ref_counts()[page_ids].tolist())
+        assert counts in ({1}, {2})
+        if counts == {2}:
+            pool.free_page_ids(page_ids)

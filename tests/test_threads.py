@@ -1,0 +1,797 @@
+"""Many threads at once on one pool, manager, table, batch or chain.
+
+One owner at a time is the contract. What happens otherwise is defined: calls are made one after another, each as a whole, so no
+page is ever held by two, nothing is lost, and a call that comes too late gets a typed error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    CachePage,
+    EngineRequest,
+    FreeCachePageQueue,
+    FullAttentionSpec,
+    MultiGroupPageTable,
+    PageHash,
+    PagePool,
+    PageTable,
+    RunningBatch,
+    SlidingWindowSpec,
+)
+from pagepool._core import HashChain, PageIds
+from pagepool.errors import (
+    OutOfPagesError,
+    PageHashError,
+    PageIdError,
+    PagePoolError,
+    RowOverflowError,
+)
+
+PAGE_SIZE = 4
+FULL = FullAttentionSpec(PAGE_SIZE, 1, 8, "float16", False)
+WINDOW = SlidingWindowSpec(PAGE_SIZE, 1, 8, "float16", False, 9)
+MANY_PAGES = 1100
+"""Calls on so many pages let go of the GIL."""
+
+Work = Callable[[Random, int], None]
+seeds = pytest.mark.parametrize("seed", range(3))
+num_threads = pytest.mark.parametrize("num_threads", [2, 4, 8])
+
+
+@pytest.fixture(autouse=True)
+def _switch_often() -> Iterator[None]:
+    """Threads take turns as often as CPython lets them."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def run_threads(num_threads: int, seed: int, work: Work) -> None:
+    """Start so many threads at once, each with its own randomness and number. What one of them raises is raised here."""
+    barrier = threading.Barrier(num_threads)
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            barrier.wait()
+            work(Random(f"{seed}, {number}"), number)
+        except BaseException as error:
+            error.add_note(f"in thread {number} of {num_threads}, seed {seed}")
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+class Owners:
+    """Who holds each page alone, as the threads themselves have it."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.names: list[int | None] = [None] * num_pages
+
+    def take(self, name: int, page_ids: list[int]) -> None:
+        """Note pages that were handed out as new to a thread."""
+        for page_id in page_ids:
+            assert self.names[page_id] is None, f"page {page_id} was handed to thread {name} and to {self.names[page_id]}"
+            self.names[page_id] = name
+
+    def leave(self, name: int, page_ids: list[int]) -> None:
+        """Note pages that a thread is about to give back."""
+        for page_id in page_ids:
+            assert self.names[page_id] == name, f"page {page_id} of thread {name} was handed to thread {self.names[page_id]}"
+            self.names[page_id] = None
+
+
+def make_manager(num_pages: int, *specs: Any, **options: Any) -> CacheManager:
+    return CacheManager(num_pages, [CacheGroupSpec(spec) for spec in specs or (FULL,)], 8192, **options)
+
+
+def assert_held(pool: PagePool, page_ids: Iterable[int]) -> None:
+    """The pages, null pages aside, have as many references as they stand in the list, and all others are free."""
+    counts = np.bincount([page_id for page_id in page_ids if page_id], minlength=pool.num_pages)
+    assert pool.ref_counts().tolist() == counts.tolist()
+    pool.check()
+
+
+def assert_all_free(pool: PagePool) -> None:
+    """Nothing is lost."""
+    assert pool.get_num_free_pages() == pool.num_pages - 1
+    assert not pool.ref_counts().any()
+    assert sorted(pool.free_page_ids_in_order().tolist()) == list(range(1, pool.num_pages))
+    pool.check()
+
+
+# The pool.
+
+
+class PoolUser:
+    """Takes pages of a pool, does all sorts of things with them, and gives them back."""
+
+    def __init__(self, pool: PagePool, owners: Owners, rng: Random, number: int) -> None:
+        self.pool = pool
+        self.owners = owners
+        self.rng = rng
+        self.number = number
+        self.page_ids: list[int] = []
+        self.actions = [self.take, self.take, self.give_back, self.touch, self.cache, self.evict, self.look, self.inspect]
+
+    def run(self, num_actions: int) -> None:
+        for _ in range(num_actions):
+            self.rng.choice(self.actions)()
+        self.give_back_first(len(self.page_ids))
+
+    def take(self) -> None:
+        n = self.rng.choice((1, 1, 2, 5, 17, MANY_PAGES))
+        shards = self.rng.choice((None, 2, 4))
+        hint = {} if shards is None else {"dp_shard_hint": self.rng.randrange(shards), "data_parallel_size": shards}
+        with suppress(OutOfPagesError):
+            if self.rng.random() < 0.5:
+                page_ids = self.pool.get_new_page_ids(n, **hint).tolist()
+            else:
+                page_ids = [page.page_id for page in self.pool.get_new_pages(n, **hint)]
+            self.owners.take(self.number, page_ids)
+            if shards is not None:
+                assert {page_id // (self.pool.num_pages // shards) for page_id in page_ids} == {hint["dp_shard_hint"]}
+            self.page_ids += page_ids
+
+    def give_back(self) -> None:
+        self.rng.shuffle(self.page_ids)
+        self.give_back_first(self.rng.choice((1, 3, 40, len(self.page_ids))))
+
+    def give_back_first(self, n: int) -> None:
+        page_ids, self.page_ids = self.page_ids[:n], self.page_ids[n:]
+        self.owners.leave(self.number, page_ids)
+        if self.rng.random() < 0.5:
+            self.pool.free_page_ids(page_ids)
+        else:
+            self.pool.free_pages(self.pool.pages[page_id] for page_id in page_ids)
+
+    def touch(self) -> None:
+        """Take a second reference to pages held, and give it back."""
+        page_ids = self.rng.sample(self.page_ids, min(5, len(self.page_ids)))
+        self.pool.touch_page_ids(page_ids)
+        self.pool.free_pages([self.pool.pages[page_id] for page_id in page_ids])
+
+    def cache(self) -> None:
+        """Enter pages under hashes that others enter, too. Those that have a hash already are refused."""
+        page_ids = self.page_ids[:3]
+        hashes = [PageHash(self.rng.randrange(50), self.rng.choice(((), (1, 2, 3, 4)))) for _ in page_ids]
+        with suppress(PageHashError):
+            self.pool.cache_full_page_ids(None, page_ids, hashes, 0, len(page_ids), PAGE_SIZE, 0)
+
+    def evict(self) -> None:
+        self.pool.evict_pages(self.rng.sample(range(1, self.pool.num_pages), 3))
+
+    def look(self) -> None:
+        page_hash = PageHash(self.rng.randrange(50), self.rng.choice(((), (1, 2, 3, 4))))
+        self.pool.get_cached_page(page_hash, [0])
+        self.pool.get_cached_page_ids(page_hash, [0], dp_shard_hint=1, data_parallel_size=2)
+        assert len(list(self.pool.cached_page_hash_to_page)) < self.pool.num_pages
+        self.pool.probe([page_hash])
+
+    def inspect(self) -> None:
+        """Whatever the others are doing, the pool is right in between."""
+        self.rng.choice((self.pool.check, self.pool.reset_prefix_cache, self.compare_sums, self.copy))()
+
+    def compare_sums(self) -> None:
+        page_ids = self.pool.free_page_ids_in_order().tolist()
+        assert len(set(page_ids)) == len(page_ids)
+        assert self.pool.ref_counts().min() >= 0
+        assert repr(self.pool.pages[self.rng.randrange(self.pool.num_pages)])
+        assert 0 <= self.pool.get_usage() <= 1
+
+    def copy(self) -> None:
+        copied = PagePool.restore(self.pool.snapshot())
+        copied.check()
+        assert copied.num_pages == self.pool.num_pages
+
+
+@seeds
+@num_threads
+def test_a_pool(num_threads: int, seed: int) -> None:
+    pool = PagePool(2400, enable_caching=True)
+    owners = Owners(pool.num_pages)
+    run_threads(num_threads, seed, lambda rng, number: PoolUser(pool, owners, rng, number).run(800 // num_threads))
+    assert owners.names == [None] * pool.num_pages
+    assert_all_free(pool)
+
+
+@seeds
+@num_threads
+def test_pages_of_a_pool_that_are_shared(num_threads: int, seed: int) -> None:
+    """Threads take new pages, and references to any pages, free or not. Each page has as many as they took."""
+    pool = PagePool(2 * MANY_PAGES, enable_caching=True)
+    held: list[list[int]] = [[] for _ in range(num_threads)]
+
+    def work(rng: Random, number: int) -> None:
+        for _ in range(300 // num_threads):
+            page_ids = rng.sample(range(1, pool.num_pages), rng.choice((1, 8, MANY_PAGES)))
+            pool.touch_page_ids(page_ids)
+            held[number] += page_ids
+            with suppress(OutOfPagesError):
+                held[number] += pool.get_new_page_ids(rng.choice((1, 8, 40))).tolist()
+            rng.shuffle(held[number])
+            n = rng.randrange(len(held[number]))
+            pool.free_page_ids(held[number][:n])
+            del held[number][:n]
+
+    for _ in range(3):
+        run_threads(num_threads, seed, work)
+        assert_held(pool, itertools.chain.from_iterable(held))
+
+
+@seeds
+def test_a_pool_without_caching_in_long_calls(seed: int) -> None:
+    """Two of three threads find the pool empty at any time."""
+    pool = PagePool(3 * MANY_PAGES, enable_caching=False)
+    owners = Owners(pool.num_pages)
+
+    def work(rng: Random, number: int) -> None:
+        for _ in range(100):
+            with suppress(OutOfPagesError):
+                page_ids = pool.get_new_page_ids(MANY_PAGES + rng.randrange(99))
+                owners.take(number, page_ids.tolist())
+                rng.shuffle(page_ids)
+                owners.leave(number, page_ids.tolist())
+                pool.free_page_ids(page_ids)
+
+    run_threads(4, seed, work)
+    assert_all_free(pool)
+
+
+@seeds
+def test_a_page_is_freed_once_whoever_tries(seed: int) -> None:
+    """All threads free all pages in long calls, each in an order of its own: one succeeds, and the others change nothing."""
+    pool = PagePool(MANY_PAGES + 1, enable_caching=True)
+    for _ in range(20):
+        page_ids = pool.get_new_page_ids(MANY_PAGES).tolist()
+        freed: list[int] = []
+
+        def work(rng: Random, number: int, page_ids: list[int] = page_ids, freed: list[int] = freed) -> None:
+            with suppress(PagePoolError):
+                pool.free_page_ids(rng.sample(page_ids, len(page_ids)))
+                freed.append(number)
+
+        run_threads(3, seed, work)
+        assert len(freed) == 1
+        assert_all_free(pool)
+
+
+@seeds
+@num_threads
+def test_a_queue(num_threads: int, seed: int) -> None:
+    """Pages that stand alone are adopted by one queue, and taken out again, from either end or the middle."""
+    queue = FreeCachePageQueue([])
+    numbers = itertools.count()
+
+    def work(rng: Random, number: int) -> None:
+        mine = [CachePage(next(numbers)) for _ in range(100)]
+        for page in mine:
+            queue.append(page)
+            if rng.random() < 0.3:
+                with suppress(PageIdError):
+                    queue.remove(rng.choice(mine))
+                    mine.append(CachePage(next(numbers)))
+            taken = queue.popleft_n(min(2, queue.num_free_pages)) if rng.random() < 0.2 else []
+            queue.append_n(taken)
+            assert page.page_id >= 0
+
+    def work_alone(rng: Random, number: int) -> None:
+        with suppress(OutOfPagesError):  # others may take the last ones in between
+            work(rng, number)
+
+    run_threads(num_threads, seed, work_alone)
+    page_ids = [page.page_id for page in queue.get_all_free_pages()]
+    assert len(set(page_ids)) == len(page_ids) == queue.num_free_pages
+
+
+# A manager.
+
+
+class Client:
+    """Runs requests through a manager from their first look-up to their end, or nearly. Prompts are of few families."""
+
+    def __init__(self, manager: CacheManager, rng: Random, name: str) -> None:
+        self.manager = manager
+        self.rng = rng
+        self.name = name
+
+    def run(self, num_requests: int) -> list[str]:
+        """Serve so many requests. The last ones are left running: their ids."""
+        return [f"{self.name}-{i}" for i in range(num_requests) if self.serve(f"{self.name}-{i}", i >= num_requests - 3)]
+
+    def serve(self, request_id: str, is_left: bool) -> bool:
+        num_shared = self.rng.choice((0, 5, 8, 30, 30, 2 * MANY_PAGES))
+        prompt = [self.rng.randrange(2)] * num_shared + self.rng.choices(range(3), k=self.rng.randint(1, 12))
+        request = EngineRequest(request_id, prompt)
+        is_running = self.start(request)
+        for _ in range(self.rng.randrange(12) * is_running):
+            self.decode(request)
+        if is_running:
+            assert len(self.manager.get_page_ids(request_id)[0]) * PAGE_SIZE >= request.num_tokens
+        if not is_left:
+            self.manager.free(request)
+            self.manager.free_page_hashes(request)
+        return is_left and is_running
+
+    def start(self, request: EngineRequest) -> bool:
+        hits, num_hit_tokens = self.manager.get_computed_pages(request)
+        num_new_tokens = request.num_tokens - num_hit_tokens
+        delay = self.rng.random() < 0.3
+        try:
+            new = self.manager.allocate_slots(request, num_new_tokens, num_hit_tokens, hits, delay_cache_pages=delay)
+        except PageHashError:  # another thread took a page that was hit
+            return False
+        if new is None:
+            return False
+        request.num_computed_tokens = request.num_tokens
+        if delay:
+            self.manager.cache_pages(request, request.num_tokens)
+        return True
+
+    def decode(self, request: EngineRequest) -> None:
+        new = self.manager.allocate_slots(request, 1, num_lookahead_tokens=self.rng.choice((0, 0, 2)))
+        if new is not None:
+            request.append_output_token_ids(self.rng.randrange(3))
+            request.num_computed_tokens += 1
+
+
+def page_ids_of(manager: CacheManager, request_ids: Iterable[str]) -> list[int]:
+    """What requests hold, in all groups."""
+    return [page_id for request_id in request_ids for ids in manager.get_page_ids(request_id) for page_id in ids]
+
+
+def run_clients(manager: CacheManager, num_threads: int, seed: int, num_requests: int) -> None:
+    """Run requests in so many threads at once; the pages of those that are left running are theirs, and all others are free."""
+    left: list[str] = []
+    run_threads(num_threads, seed, lambda rng, number: left.extend(Client(manager, rng, str(number)).run(num_requests)))
+    assert left
+    assert_held(manager.page_pool, page_ids_of(manager, left))
+    for request_id in left:
+        manager.free(EngineRequest(request_id, []))
+    assert_all_free(manager.page_pool)
+
+
+@seeds
+@num_threads
+def test_a_manager(num_threads: int, seed: int) -> None:
+    """Each thread has requests of its own; pages are shared where prompts begin alike."""
+    run_clients(make_manager(3000), num_threads, seed, 160 // num_threads)
+
+
+@seeds
+@pytest.mark.parametrize("options", [{}, {"keep_token_ids": True}, {"hash_algo": hash}, {"hash_algo": "sha256"}], ids=str)
+def test_a_manager_of_several_groups(options: dict[str, Any], seed: int) -> None:
+    """Pages that fall out of a window go back while others hit them."""
+    run_clients(make_manager(6000, FULL, WINDOW, **options), 4, seed, 15)
+
+
+@seeds
+@num_threads
+def test_the_same_requests_from_several_threads(num_threads: int, seed: int) -> None:
+    """Who comes too late gets a typed error, and nothing is lost."""
+    manager = make_manager(64, FULL, WINDOW)
+    requests = [EngineRequest(f"r{i}", [i % 2] * 30) for i in range(4)]
+
+    def work(rng: Random, number: int) -> None:
+        for _ in range(400 // num_threads):
+            request = rng.choice(requests)
+            with suppress(PagePoolError):
+                use_request(manager, request, rng)
+
+    run_threads(num_threads, seed, work)
+    manager.page_pool.check()
+    for request in requests:
+        manager.free(request)
+        manager.free_page_hashes(request)
+        assert manager.get_page_ids(request.request_id) == ([], [])
+    assert_all_free(manager.page_pool)
+
+
+def use_request(manager: CacheManager, request: EngineRequest, rng: Random) -> None:
+    """One call or two for a request that others use, too."""
+    action = rng.randrange(8)
+    if action < 3:
+        hits, num_hit_tokens = manager.get_computed_pages(request)
+        manager.allocate_slots(request, rng.randint(1, 30 - num_hit_tokens), num_hit_tokens, hits)
+    elif action == 3:
+        manager.allocate_slots(request, rng.randint(1, 30), delay_cache_pages=True)
+    elif action == 4:
+        manager.cache_pages(request, rng.randrange(30))
+    elif action == 5:
+        manager.free(request)
+    elif action == 6:
+        manager.free_page_hashes(request)
+    else:
+        manager.probe(request)
+        manager.get_page_ids(request.request_id)
+        manager.reset_prefix_cache()
+        assert list(manager.req_to_page_hashes) is not None
+        manager.page_pool.check()
+
+
+# Page tables.
+
+
+@seeds
+@num_threads
+def test_rows_of_a_table(num_threads: int, seed: int) -> None:
+    """Each thread has three rows; a model says what they hold. Others change their rows, and the table is copied."""
+    table = PageTable(3 * num_threads, 200, 64)
+    models = [[[] for _ in range(3)] for _ in range(num_threads)]
+
+    def work(rng: Random, number: int) -> None:
+        model = models[number]
+        for i in range(300):
+            src, tgt = rng.randrange(3), rng.randrange(3)
+            change_row(table, model, 3 * number, src, tgt, rng, i)
+            if i % 50 == number:
+                table.count_dirty_windows(0, 3 * num_threads)
+                assert table.copy_aligned()[3 * number + src, : len(model[src])].tolist() == model[src]
+
+    run_threads(num_threads, seed, work)
+    rows = list(itertools.chain.from_iterable(models))
+    assert [row[:n].tolist() for row, n in zip(table.page_table_cpu, table.num_pages_per_row, strict=True)] == rows
+    assert not any(row[n:].any() for row, n in zip(table.page_table_cpu, table.num_pages_per_row, strict=True))
+
+
+def change_row(table: PageTable, model: list[list[int]], first: int, src: int, tgt: int, rng: Random, page_id: int) -> None:
+    """Change rows `src` and `tgt` behind `first` of a table, and of a model of them."""
+    ids = [page_id] * rng.randint(1, 9)
+    action = rng.randrange(6)
+    if action < 2:
+        with suppress(RowOverflowError):
+            table.append_row(ids, first + src)
+            model[src] = model[src] + ids
+    elif action == 2:
+        table.add_row(np.array(ids, dtype=np.int32), first + src)
+        model[src] = ids
+    elif action == 3:
+        table.swap_row(first + src, first + tgt)
+        model[src], model[tgt] = model[tgt], model[src]
+    elif action == 4:
+        table.move_row(first + src, first + tgt)
+        model[tgt] = model[src]
+    else:
+        table.clear_row(first + src)
+        model[src] = []
+
+
+@seeds
+@num_threads
+def test_the_same_rows_from_several_threads(num_threads: int, seed: int) -> None:
+    """Rows consist of whole runs: a run is appended, moved, swapped or cleared as one."""
+    table = PageTable(3, 300, 64)
+
+    def work(rng: Random, number: int) -> None:
+        for i in range(200):
+            change_row(table, [[], [], []], 0, rng.randrange(3), rng.randrange(3), rng, 1000 * (number + 1) + i)
+            with suppress(RowOverflowError):
+                page_id = 1000 * (number + 1) + 500 + i
+                table.append_rows_batch([[page_id] * 3, np.full(2, page_id, dtype=np.int32)], [i % 3, (i + 1) % 3])
+            table.slot_mapping([0, 1, 2], [5, 6, 7], 4)
+            assert (table.num_pages_per_row <= 300).all()
+
+    run_threads(num_threads, seed, work)
+    for row, n in zip(table.page_table_cpu, table.num_pages_per_row, strict=True):
+        assert row[:n].all()
+        assert not row[n:].any()
+        runs = [(page_id, len(list(run))) for page_id, run in itertools.groupby(row[:n].tolist())]
+        assert all(length <= 9 if page_id % 1000 < 500 else length in (2, 3, 5) for page_id, length in runs)
+
+
+@seeds
+def test_all_groups_of_a_table_change_at_once(seed: int) -> None:
+    """Both groups get the same ids in each call, so they are equal at the end."""
+    tables = MultiGroupPageTable(3, 1200, 64, [4, 4])
+
+    def work(rng: Random, number: int) -> None:
+        for i in range(300):
+            row, ids = rng.randrange(3), [1 + 1000 * number + i] * rng.randint(1, 4)
+            actions: list[Callable[[], None]] = [
+                lambda row=row, ids=ids: tables.append_row([ids, ids], row),
+                lambda row=row, ids=ids: tables.add_row([ids, ids], row),
+                lambda row=row: tables.move_row(row, (row + 1) % 3),
+                lambda row=row: tables.swap_row(row, (row + 1) % 3),
+                lambda row=row: tables.clear_row(row),
+            ]
+            with suppress(RowOverflowError):
+                rng.choice(actions)()
+
+    run_threads(3, seed, work)
+    assert (tables[0].page_table_cpu == tables[1].page_table_cpu).all()
+    assert (tables[0].num_pages_per_row == tables[1].num_pages_per_row).all()
+
+
+@seeds
+def test_a_table_is_committed_while_its_rows_change(seed: int) -> None:
+    """One thread commits, as the contract has it; what it missed the last commit sends."""
+    pytest.importorskip("jax")
+    table = PageTable(9, 200, 64)
+    table.warmup()
+    models = [[[] for _ in range(3)] for _ in range(3)]
+
+    def work(rng: Random, number: int) -> None:
+        for i in range(60):
+            if number == 3:
+                table.commit(9)
+            else:
+                change_row(table, models[number], 3 * number, rng.randrange(3), rng.randrange(3), rng, i)
+
+    run_threads(4, seed, work)
+    assert np.asarray(table.commit(9)).tolist() == table.page_table_cpu.tolist()
+
+
+# A running batch.
+
+
+class RowUser:
+    """Runs requests in rows of a batch that are its own, and knows how long they must be."""
+
+    def __init__(self, batch: RunningBatch, rows: range, rng: Random) -> None:
+        self.batch = batch
+        self.rows = rows
+        self.rng = rng
+        self.lengths: dict[int, int] = {}
+
+    def run(self, num_actions: int) -> None:
+        actions = [
+            self.admit,
+            self.admit,
+            self.step,
+            self.step,
+            self.append,
+            self.trim,
+            self.release,
+            self.exchange,
+            self.inspect,
+        ]
+        for _ in range(num_actions):
+            self.rng.choice(actions)()
+            assert {row: int(self.batch.num_tokens[row]) for row in self.lengths} == self.lengths
+
+    def admit(self) -> None:
+        row = self.rng.choice(self.rows)
+        prompt = [self.rng.randrange(2)] * self.rng.choice((3, 12, 30, 4 * MANY_PAGES)) + self.rng.choices(range(3), k=5)
+        if row not in self.lengths:
+            with suppress(PageHashError):  # another thread took a page that was hit
+                if self.batch.admit(row, np.array(prompt, dtype=np.int32), num_reserved_pages=50) is not None:
+                    self.lengths[row] = len(prompt)
+
+    def step(self) -> None:
+        """Decode all rows; those that do not fit are released."""
+        rows = [row for row in self.lengths if self.batch.num_computed_tokens[row] == self.lengths[row]]
+        result = self.batch.step(rows, [self.rng.randrange(3) for _ in rows])
+        for row in rows[: result.num_grown]:
+            self.lengths[row] += 1
+        assert set(result.new_page_rows.tolist()) <= set(rows)
+        self.release_rows(rows[result.num_grown :])
+
+    def append(self) -> None:
+        """Let rows know drafts, and compute them."""
+        rows = self.rng.sample(list(self.lengths), min(2, len(self.lengths)))
+        self.batch.append([*rows, *rows], [1] * 2 * len(rows))
+        for row in rows:
+            self.lengths[row] += 2
+        nums = [self.lengths[row] - int(self.batch.num_computed_tokens[row]) for row in rows]
+        self.release_rows(rows[self.batch.grow(rows, nums, 3).num_grown :])
+
+    def trim(self) -> None:
+        rows = list(self.lengths)
+        for row in rows:
+            self.lengths[row] = max(1, self.lengths[row] - self.rng.randrange(6))
+        self.batch.trim(rows, [self.lengths[row] for row in rows])
+        nums = [self.lengths[row] - int(self.batch.num_computed_tokens[row]) for row in rows]
+        self.release_rows(rows[self.batch.grow(rows, nums).num_grown :])
+
+    def release(self) -> None:
+        self.release_rows(self.rng.sample(list(self.lengths), min(2, len(self.lengths))))
+
+    def release_rows(self, rows: list[int]) -> None:
+        for row in rows:
+            del self.lengths[row]
+        self.batch.release(rows)
+
+    def exchange(self) -> None:
+        """Swap two rows, or move one."""
+        src, tgt = self.rng.sample(self.rows, 2)
+        lengths = self.lengths.pop(src, None), self.lengths.pop(tgt, None)
+        self.batch.swap_row(src, tgt)
+        self.lengths |= {row: n for row, n in zip((tgt, src), lengths, strict=True) if n is not None}
+        if tgt in self.lengths and src not in self.lengths:
+            self.batch.move_row(tgt, src)
+            self.lengths[src] = self.lengths.pop(tgt)
+
+    def inspect(self) -> None:
+        self.batch.check()
+        for row, length in self.lengths.items():
+            [page_ids] = self.batch.get_page_ids(row)
+            assert len(page_ids) * PAGE_SIZE >= length
+            assert len(set(page_ids)) == len(page_ids)
+
+
+@seeds
+@num_threads
+def test_rows_of_a_batch(num_threads: int, seed: int) -> None:
+    """Each thread has four rows; all share the pool and its prefixes."""
+    manager = make_manager(4000)
+    batch = RunningBatch(manager, PageTable(4 * num_threads, 1200, 64))
+    run_threads(
+        num_threads, seed, lambda rng, number: RowUser(batch, range(4 * number, 4 * number + 4), rng).run(600 // num_threads)
+    )
+    batch.check()
+    assert_held(manager.page_pool, page_ids_in(batch))
+    release_all(manager, batch)
+
+
+@seeds
+@num_threads
+def test_the_same_rows_of_a_batch_from_several_threads(num_threads: int, seed: int) -> None:
+    """Each call is right or refused as a whole, whatever the others did to the rows a moment ago."""
+    manager = make_manager(200, FULL, WINDOW)
+    batch = RunningBatch(manager, MultiGroupPageTable(4, 256, 64, [PAGE_SIZE, PAGE_SIZE]))
+
+    def work(rng: Random, number: int) -> None:
+        for _ in range(400 // num_threads):
+            with suppress(PagePoolError):
+                use_rows(batch, rng)
+
+    run_threads(num_threads, seed, work)
+    batch.check()
+    assert_held(manager.page_pool, page_ids_in(batch))
+    release_all(manager, batch)
+
+
+def page_ids_in(batch: RunningBatch) -> list[int]:
+    """What rows hold, in all groups."""
+    return [page_id for row in range(len(batch.num_tokens)) for ids in batch.get_page_ids(row) for page_id in ids]
+
+
+def release_all(manager: CacheManager, batch: RunningBatch) -> None:
+    """Nothing is lost."""
+    batch.release(np.flatnonzero(batch.is_admitted).astype(np.int32))
+    assert_all_free(manager.page_pool)
+
+
+def use_rows(batch: RunningBatch, rng: Random) -> None:
+    """One call for rows that others use, too."""
+    rows = rng.sample(range(4), rng.randint(1, 4))
+    actions: list[Callable[[], object]] = [
+        lambda: batch.admit(rows[0], [rng.randrange(2)] * rng.randint(1, 200)),
+        lambda: batch.step(rows[:2], [1] * len(rows[:2])),
+        lambda: batch.grow(rows, 1, 5),
+        lambda: batch.append(rows, [2] * len(rows)),
+        lambda: batch.trim(rows[:1], rng.randint(1, 100)),
+        lambda: batch.release(rows[:1]),
+        lambda: batch.swap_row(rows[0], rows[-1]),
+        lambda: batch.move_row(rows[0], rows[-1]),
+        lambda: batch.get_page_ids(rows[0]),
+        batch.check,
+    ]
+    rng.choice(actions)()
+
+
+@seeds
+def test_a_manager_and_a_batch_share_a_pool(seed: int) -> None:
+    """Requests of the manager and rows of the batch hit one another's pages."""
+    manager = make_manager(4000)
+    batch = RunningBatch(manager, PageTable(8, 1200, 64))
+    left: list[str] = []
+
+    def work(rng: Random, number: int) -> None:
+        if number % 2:
+            left.extend(Client(manager, rng, str(number)).run(20))
+        else:
+            RowUser(batch, range(2 * number, 2 * number + 4), rng).run(60)
+
+    run_threads(4, seed, work)
+    batch.check()
+    assert_held(manager.page_pool, page_ids_in(batch) + page_ids_of(manager, left))
+    for request_id in left:
+        manager.free(EngineRequest(request_id, []))
+    release_all(manager, batch)
+
+
+@pytest.mark.parametrize("evicted", [0, 1, 2])
+def test_a_page_that_is_dropped_during_a_look_up_is_no_hit(evicted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the length of a hit and its pages another thread may take one of them."""
+    manager = make_manager(32)
+    batch = RunningBatch(manager, PageTable(1, 16, 64))
+    prompt = list(range(3 * PAGE_SIZE))
+    manager.allocate_slots(EngineRequest("first", prompt), len(prompt))
+    cached = manager.get_page_ids("first")[0]
+    fetch = manager.coordinator._fetch
+
+    def fetch_late(*arguments: Any) -> Any:
+        manager.page_pool.evict_pages([cached[evicted]])
+        return fetch(*arguments)
+
+    monkeypatch.setattr(manager.coordinator, "_fetch", fetch_late)
+    hits, num_hit_tokens = manager.get_computed_pages(EngineRequest("second", [*prompt, 99]))
+    assert (hits.get_page_ids(), num_hit_tokens) == ((cached[:evicted],), evicted * PAGE_SIZE)
+    assert batch.admit(0, [*prompt, 99]) == evicted * PAGE_SIZE
+    assert batch.get_page_ids(0)[0][:evicted] == cached[:evicted]
+    assert 0 not in batch.get_page_ids(0)[0]
+
+
+# The small ones of the core.
+
+
+@seeds
+@num_threads
+def test_a_hash_chain(num_threads: int, seed: int) -> None:
+    """Each call hashes its pages in one run, behind what was there: hashing the same tokens alone gives the same digests."""
+    chain = HashChain(PAGE_SIZE, bytes(16), True)
+
+    def work(rng: Random, number: int) -> None:
+        for _ in range(12):
+            num_pages = rng.choice((1, 2, 7, MANY_PAGES))
+            chain.extend(np.full(num_pages * PAGE_SIZE, number, dtype=np.int32))
+            for i in rng.choices(range(len(chain)), k=20):
+                assert chain[i]
+                assert len(set(chain.page_token_ids(i))) == 1
+
+    run_threads(num_threads, seed, work)
+    again = HashChain(PAGE_SIZE, bytes(16))
+    again.extend([token for i in range(len(chain)) for token in chain.page_token_ids(i)])
+    assert [again[i] for i in range(len(again))] == [chain[i] for i in range(len(chain))]
+
+
+@seeds
+def test_a_chain_is_read_while_it_grows(seed: int) -> None:
+    """Look-ups see the digests that were there when they began, in memory that moves."""
+    manager = make_manager(3000)
+    store = manager.page_pool.store
+    chain = HashChain(PAGE_SIZE, bytes(16))
+
+    def work(rng: Random, number: int) -> None:
+        for _ in range(30):
+            if number == 0:
+                chain.extend([rng.randrange(9)] * (PAGE_SIZE * rng.choice((1, 50, MANY_PAGES))))
+            else:
+                assert store.find_leading_hits(chain, 1, 0, len(chain), PageIds([0])) == 0
+                assert store.find_last_run(chain, 1, len(chain), 2, PageIds([0])) == 0
+
+    run_threads(4, seed, work)
+
+
+@seeds
+def test_page_ids(seed: int) -> None:
+    """Ids are read from all sides."""
+    ids = PageIds(range(500))
+
+    def work(rng: Random, number: int) -> None:
+        for _ in range(100):
+            assert PageIds(ids).to_list() == list(range(500))
+            assert ids.to_array()[rng.randrange(500)] in ids
+            assert ids[len(ids) - 1] == 499
+
+    run_threads(4, seed, work)
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python always has the GIL")
+def test_importing_does_not_turn_the_gil_on() -> None:
+    command = [sys.executable, "-c", "import pagepool, sys; print(sys._is_gil_enabled())"]
+    process = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    assert (process.stdout, process.stderr) == ("False\n", "")
