@@ -236,6 +236,24 @@ def test_a_request_that_can_never_run_is_told_apart(caplog):
         make_manager(STATE, full(), num_pages=6).require_capacity(20)
 
 
+def test_pages_that_are_held_count_when_a_request_can_never_run(caplog):
+    """Of five pages request a holds two, b one: three more for a may come, four never. Pages that were skipped are no pages."""
+    manager = make_manager(num_pages=6)
+    first, _ = admit(manager, "a", range(8))
+    admit(manager, "b", range(50, 54))
+    assert manager.allocate_slots(first, 12) is None
+    assert not caplog.messages
+    assert manager.allocate_slots(first, 13) is None
+    assert [message.partition(":")[0] for message in caplog.messages] == ["a request needs 6 pages at once, the pool has 5"]
+    caplog.clear()
+    manager = make_manager(sliding(4), num_pages=6)
+    first, _ = admit(manager, "a", range(12))
+    admit(manager, "b", range(50, 54))
+    assert manager.allocate_slots(first, 16) is None
+    assert not caplog.messages
+    assert manager.get_page_ids("a") == ([0, 0, 3],)
+
+
 def runs_alone(manager, num_tokens):
     """Whether a request gets to its end when its tokens come one by one."""
     request = EngineRequest("alone", list(range(num_tokens)))
@@ -425,6 +443,7 @@ def test_cache_pages_are_lists_of_page_objects_when_read():
     assert repr(both) == "CachePages(page_ids=([1, 2, 3, 7],))"
     with pytest.raises(ValueError, match="argument 2 is longer"):
         _ = pages + CachePages(([], []))
+    assert manager.allocate_slots(request, 1).pages == ([],)
     assert manager.create_empty_page_list().get_page_ids() == manager.create_empty_page_list().pages == ([],)
     pages.pages[0].append(pool.pages[9])
     assert pages.get_page_ids() == ([1, 2, 3, 9],)
