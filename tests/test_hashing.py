@@ -208,6 +208,19 @@ def test_a_callable_gives_the_hashes_that_the_user_can_compute():
     assert pagepool.hash_request_tokens(hash, 4, EngineRequest("b", list(range(9)))) == [first, second]
 
 
+def test_a_page_is_hashed_once():
+    contents = []
+    manager = make_manager(hash_algo=lambda content: contents.append(content) or len(contents))
+    request = EngineRequest("a", list(range(10)))
+    fill(manager, request)
+    for token_id in range(10):
+        request.append_output_token_ids(token_id)
+        assert manager.allocate_slots(request, 1) is not None
+        request.num_computed_tokens += 1
+    manager.get_computed_pages(request)
+    assert len(contents) == 5
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_prompts_that_collide_under_a_weak_callable_share_nothing(window):
     """Also where only the pages of a window are looked up, so that the tokens before it are never compared."""

@@ -11,6 +11,7 @@ import pytest
 
 import pagepool
 from pagepool import (
+    CacheCoordinatorNoPrefixCache,
     CacheGroupSpec,
     CacheManager,
     CachePages,
@@ -18,6 +19,7 @@ from pagepool import (
     EngineRequest,
     EngineRequestStatus,
     FullAttentionSpec,
+    HybridCacheCoordinator,
     MambaSpec,
     PagePool,
     SlidingWindowSpec,
@@ -236,6 +238,24 @@ def test_a_request_that_can_never_run_is_told_apart(caplog):
         make_manager(STATE, full(), num_pages=6).require_capacity(20)
 
 
+def test_pages_that_are_held_count_when_a_request_can_never_run(caplog):
+    """Of five pages request a holds two, b one: three more for a may come, four never. Pages that were skipped are no pages."""
+    manager = make_manager(num_pages=6)
+    first, _ = admit(manager, "a", range(8))
+    admit(manager, "b", range(50, 54))
+    assert manager.allocate_slots(first, 12) is None
+    assert not caplog.messages
+    assert manager.allocate_slots(first, 13) is None
+    assert [message.partition(":")[0] for message in caplog.messages] == ["a request needs 6 pages at once, the pool has 5"]
+    caplog.clear()
+    manager = make_manager(sliding(4), num_pages=6)
+    first, _ = admit(manager, "a", range(12))
+    admit(manager, "b", range(50, 54))
+    assert manager.allocate_slots(first, 16) is None
+    assert not caplog.messages
+    assert manager.get_page_ids("a") == ([0, 0, 3],)
+
+
 def runs_alone(manager, num_tokens):
     """Whether a request gets to its end when its tokens come one by one."""
     request = EngineRequest("alone", list(range(num_tokens)))
@@ -425,6 +445,7 @@ def test_cache_pages_are_lists_of_page_objects_when_read():
     assert repr(both) == "CachePages(page_ids=([1, 2, 3, 7],))"
     with pytest.raises(ValueError, match="argument 2 is longer"):
         _ = pages + CachePages(([], []))
+    assert manager.allocate_slots(request, 1).pages == ([],)
     assert manager.create_empty_page_list().get_page_ids() == manager.create_empty_page_list().pages == ([],)
     pages.pages[0].append(pool.pages[9])
     assert pages.get_page_ids() == ([1, 2, 3, 9],)
@@ -485,8 +506,33 @@ def test_a_coordinator_says_what_it_was_made_with(num_groups, enable_caching):
     assert made_with == (8, groups, 64, True)
     assert coordinator.enable_caching is enable_caching
     assert coordinator.page_pool is pool
+    cached_kind = UnitaryCacheCoordinator if num_groups == 1 else HybridCacheCoordinator
+    assert type(coordinator) is (cached_kind if enable_caching else CacheCoordinatorNoPrefixCache)
     assert [manager.kv_cache_spec for manager in coordinator.single_type_managers] == [full()] * num_groups
     assert [manager.num_hashes_per_page for manager in coordinator.single_type_managers] == [1] * num_groups
+
+
+@pytest.mark.parametrize(("enable_caching", "page_size"), [(False, None), (True, 8)])
+def test_a_manager_says_what_it_was_made_with(enable_caching, page_size):
+    groups = [CacheGroupSpec(full(8)), CacheGroupSpec(full(4))]
+    manager = CacheManager(16, groups, 1, enable_caching, True)
+    assert (manager.num_pages, manager.kv_cache_groups, manager.num_kv_cache_groups) == (16, groups, 2)
+    assert (manager.max_model_len, manager.coordinator.max_model_len) == (1, 1)
+    assert (manager.enable_caching, manager.use_eagle, manager.page_size) == (enable_caching, True, page_size)
+
+
+def test_tokens_and_shards_are_kept_only_if_asked_for():
+    manager = make_manager()
+    admit(manager, "a", range(9))
+    assert manager.page_pool.pages[1].page_hash.page_hash.token_ids == ()
+    snapshot = manager.page_pool.snapshot()
+    assert snapshot["cached_token_ids"].shape == (2, 0)
+    assert snapshot["num_shards"].tolist() == [0]
+
+
+def test_without_a_group_that_is_cached_a_hash_is_of_one_token():
+    assert make_manager(STATE).coordinator.hash_page_size == 1
+    assert make_manager(full(6), sliding(5, 4), STATE).coordinator.hash_page_size == 2
 
 
 def test_without_prefix_caching_the_coordinator_finds_nothing():

@@ -155,6 +155,10 @@ MANAGER_CASES = {
         lambda u: u.manager.allocate_slots(u.held, 1, 4, u.manager.get_computed_pages(u.held)[0]),
         ArgumentError,
     ),
+    "hits for a request that has room": (
+        lambda u: u.manager.allocate_slots(u.held, 1, 0, CachePages((u.pool.pages[4:5],))),
+        ArgumentError,
+    ),
     "hits for another number of groups": (
         lambda u: u.manager.allocate_slots(EngineRequest("new", [1]), 1, 0, CachePages(([], []))),
         ArgumentError,
