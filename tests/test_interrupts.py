@@ -1,7 +1,7 @@
 """`KeyboardInterrupt` in the middle of a call: nothing is lost, and the call can be made again.
 
-A signal is handled by CPython between two opcodes of a Python frame, never inside a native call: when a function begins, after a
-call, and before a loop's next round. So one test interrupts calls at each of these places in the package's own frames in turn, and
+A signal is handled between two opcodes of a Python frame, never inside a native call: when a function begins, after a call, and
+before the next round of a loop. So one test interrupts calls at each of these places in the package's own frames in turn, and
 another by real signals, wherever they come.
 """
 
@@ -52,6 +52,13 @@ def find_places(code: CodeType) -> frozenset[int]:
     return frozenset(opcode.offset for opcode in dis.get_instructions(code) if opcode.opname.startswith(names))
 
 
+@cache
+def find_handler(code: CodeType, offset: int) -> int | None:
+    """Where an exception that the opcode at an offset raises is handled."""
+    entries = dis.Bytecode(code).exception_entries  # type: ignore[attr-defined]
+    return next((entry.target for entry in entries if entry.start <= offset < entry.end), None)
+
+
 class Interrupter:
     """Raises KeyboardInterrupt at the place of that number in frames of the package."""
 
@@ -65,12 +72,17 @@ class Interrupter:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
-            self.num_left -= self.last_offsets.get(frame) in find_places(frame.f_code)
+            self.num_left -= self.is_place(frame)
             self.last_offsets[frame] = frame.f_lasti
         if self.num_left < 0 and not self.is_done:
             self.is_done = True
             raise KeyboardInterrupt
         return self.trace
+
+    def is_place(self, frame: FrameType) -> bool:
+        """Whether the opcode before was one, and an exception here is handled as if that had raised it."""
+        code, last_offset = frame.f_code, self.last_offsets.get(frame, -1)
+        return last_offset in find_places(code) and find_handler(code, last_offset) == find_handler(code, frame.f_lasti)
 
     def interrupts(self, call: Callable[[], object]) -> bool:
         """Whether the call has so many places, and was interrupted."""
