@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test debug sanitize fuzz soak lint bench test-easydel clean
+.PHONY: demo test debug sanitize threads tsan fuzz soak coverage mutation lint bench test-easydel clean
 
 demo: $(VENV)/with-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
@@ -34,6 +34,30 @@ sanitize:  ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
 	PAGEPOOL_SANITIZE=1 $(MAKE) test VENV=.venv-sanitize PYTEST_ARGS='$(WITHOUT_JAX) $(PYTEST_ARGS)' \
 	    RUN='$(RUN) ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(LIBASAN)"'
 
+# Wheels only: some packages have none for these Pythons, and jax is left out.
+FREE_THREADED ?= $(firstword $(foreach name,python3.14t python3.13t,$(shell command -v $(name))))
+THREADS_VENV ?= .venv-threads
+TSAN_VENV ?= .venv-tsan
+INSTALL = $(MAKE) $(1)/installed VENV=$(1) PYTHON="$(FREE_THREADED)" && $(1)/bin/pip install --quiet --only-binary :all: numpy pytest
+HAS_TSAN = import sysconfig; assert "--with-thread-sanitizer" in sysconfig.get_config_var("CONFIG_ARGS")
+
+threads:  ## the tests on a Python without the GIL, if there is one: FREE_THREADED=python3.13t
+	@if test -z "$(FREE_THREADED)"; then \
+	    echo 'threads: skipped, no free-threaded Python (python3.14t, python3.13t) is on PATH'; \
+	else \
+	    $(call INSTALL,$(THREADS_VENV)) pytest-benchmark hypothesis ml-dtypes cbor2 click rich && \
+	    $(RUN) $(THREADS_VENV)/bin/python -m pytest $(WITHOUT_JAX) $(PYTEST_ARGS) $(CURDIR)/tests; \
+	fi
+
+tsan:  ## many threads under ThreadSanitizer: FREE_THREADED is a Python without the GIL that was built with it, by clang
+	@if ! $(FREE_THREADED) -c '$(HAS_TSAN)' 2> /dev/null; then \
+	    echo 'tsan: skipped, no free-threaded Python that was configured --with-thread-sanitizer: give one as FREE_THREADED'; \
+	else \
+	    export CC=clang PAGEPOOL_TSAN=1 && $(call INSTALL,$(TSAN_VENV)) pytest-benchmark && \
+	    TSAN_OPTIONS='suppressions=$(CURDIR)/tests/tsan.supp history_size=4 exitcode=66' \
+	    $(RUN) $(TSAN_VENV)/bin/python -m pytest --capture=sys $(PYTEST_ARGS) $(CURDIR)/tests/test_threads.py; \
+	fi
+
 # Coverage leads the fuzzer where there is clang, and an atheris for this Python; else it goes by seeds, on a plain build.
 FUZZ_VENV ?= .venv-fuzz
 FUZZ_SECONDS ?= 60
@@ -49,6 +73,24 @@ fuzz:  ## calls of everything in the compiled core with arguments of any kind, f
 	else \
 	    $(MAKE) $(VENV)/with-test && $(call FUZZ,$(VENV)); \
 	fi
+
+# Each line of the core calls the tracer, so operations are few; and it runs Python inside the core, under locks too, so that
+# what calls back from there, or is a tracer itself, is left out.
+WITHOUT_REENTRY = --ignore=tests/test_interrupts.py --ignore=tests/test_fuzz.py \
+    --deselect=tests/test_fuzz_regressions.py::test_finalizers_that_run_while_an_error_is_made
+
+coverage: export PAGEPOOL_TEST_OPERATIONS ?= 20000
+coverage: .venv-coverage/tree  ## lines and branches of the façade and lines of the core that no test runs: fails below 98 % and 95 %
+	cd $< && rm -f .coverage* && ../bin/coverage run -m pytest --doctest-modules --doctest-glob='*.md' $(WITHOUT_REENTRY) \
+	    $(PYTEST_ARGS) pagepool tests docs README.md
+	cd $< && ../bin/coverage combine --quiet
+	cd $< && ../bin/coverage report --omit='*.pyx' --fail-under=98; facade=$$?; \
+	    ../bin/coverage report --include='*.pyx' --fail-under=95 && exit $$facade
+
+mutation: export PAGEPOOL_TEST_OPERATIONS ?= 20000
+mutation: .venv-mutation/tree  ## changes of the façade that no test minds; MUTATION_FILE=pagepool/attention.py: of one file
+	cd $< && ../bin/mutmut run $(if $(MUTATION_FILE),'$(subst /,.,$(MUTATION_FILE:.py=)).*')
+	cd $< && ../bin/mutmut results
 
 SOAK_SECONDS ?= 60
 SOAK_SEED ?= 0
@@ -88,6 +130,14 @@ $(VENV)/installed: $(SOURCES)
 $(VENV)/with-%: $(VENV)/installed
 	$(@D)/bin/pip install --quiet "$$(echo $(@D)/dist/*.whl)[$*]"
 	touch $@
+
+# A copy of the source tree, installed in place with the extra of that name: for what reads or changes the sources.
+.venv-coverage/tree: export PAGEPOOL_COVERAGE = 1
+.venv-coverage/tree .venv-mutation/tree: .venv-%/tree: $(SOURCES) $(wildcard tests/*.py docs/*.md)
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	rm -rf $@ && mkdir $@
+	tar -cf - $^ | tar -xf - -C $@
+	$(@D)/bin/pip install --quiet --editable '$@[$*]'
 
 # An environment to develop in, with the source tree itself.
 $(DEV_VENV)/installed: $(SOURCES)

@@ -5,6 +5,7 @@ PAGEPOOL_SANITIZE=1   AddressSanitizer and UndefinedBehaviorSanitizer (implies d
 PAGEPOOL_FUZZ=1       the same, and coverage for libFuzzer, which is in atheris (needs clang; see `make fuzz`)
 PAGEPOOL_TSAN=1       ThreadSanitizer (implies debug; for a Python that was built with it, by the same clang)
 PAGEPOOL_UNGUARDED=1  no checks in the hot loops: only to measure what they cost, see bench/guards.py
+PAGEPOOL_COVERAGE=1   the core calls coverage.py's line tracer; the C file, which Cython's plugin reads, beside the source
 PAGEPOOL_ANNOTATE=1   also write the annotated source, _core.html, beside the C file under build/
 """
 
@@ -26,6 +27,7 @@ def is_set(name: str) -> bool:
 
 FUZZ = is_set("PAGEPOOL_FUZZ")
 TSAN = is_set("PAGEPOOL_TSAN")
+COVERAGE = is_set("PAGEPOOL_COVERAGE")
 SANITIZE = FUZZ or is_set("PAGEPOOL_SANITIZE")
 DEBUG = SANITIZE or TSAN or is_set("PAGEPOOL_DEBUG")
 # Python compiles with -fwrapv, under which signed overflow is defined and so would not be reported.
@@ -58,9 +60,9 @@ class BuildCore(build_ext):
                 [translated] = cythonize(
                     ext,
                     force=True,
-                    build_dir=self.build_temp,
+                    build_dir=None if COVERAGE else self.build_temp,
                     annotate=is_set("PAGEPOOL_ANNOTATE"),
-                    compiler_directives=DIRECTIVES | DEBUG_DIRECTIVES,
+                    compiler_directives=DIRECTIVES | DEBUG_DIRECTIVES | {"linetrace": COVERAGE},
                 )
         finally:
             sys.stderr.write(messages.getvalue())
@@ -71,14 +73,16 @@ class BuildCore(build_ext):
         super().build_extension(ext)
 
 
-MACROS = [("CYTHON_WITHOUT_ASSERTIONS", "1")] if not DEBUG else []
-if is_set("PAGEPOOL_UNGUARDED"):
-    MACROS.append(("PAGEPOOL_GUARDS", "0"))
+MACROS = {
+    ("CYTHON_WITHOUT_ASSERTIONS", "1"): not DEBUG,
+    ("CYTHON_TRACE_NOGIL", "1"): COVERAGE,
+    ("PAGEPOOL_GUARDS", "0"): is_set("PAGEPOOL_UNGUARDED"),
+}
 
 core = Extension(
     "pagepool._core",
     ["pagepool/_core.pyx"],
-    define_macros=MACROS,
+    define_macros=[macro for macro, is_wanted in MACROS.items() if is_wanted],
     extra_compile_args=(["-O1", "-g", "-fno-omit-frame-pointer", "-UNDEBUG"] if DEBUG else ["-O3", "-g0"]) + SANITIZER_FLAGS,
     extra_link_args=SANITIZER_FLAGS,
 )

@@ -83,6 +83,17 @@ cdef extern from *:
 
 cdef extern from *:
     """
+    /* Before CPython 3.13 a Cython mutex is a lock that was allocated, and NULL where that failed. */
+    #if PY_VERSION_HEX > 0x030d0000
+    #define pagepool_has_lock(mutex) 1
+    #else
+    #define pagepool_has_lock(mutex) (*(void **)(mutex) != NULL)
+    #endif
+    """
+    bint has_lock "pagepool_has_lock" (const void *mutex)
+
+cdef extern from *:
+    """
     /* 0 only in the build that `python -m bench.guards` compares with: what the guards of the hot loops cost. */
     #ifndef PAGEPOOL_GUARDS
     #define PAGEPOOL_GUARDS 1
@@ -160,6 +171,7 @@ cdef struct Pool:
     Py_ssize_t tokens_width
     uint64_t multiplier       # odd and secret: which slots collide cannot be foreseen
     uint32_t mask             # slots - 1
+    uint32_t home_shift       # of a tag, to where a look-up begins
     int32_t num_pages
     int32_t num_free
     int32_t num_shards        # 0: no shards yet
@@ -170,6 +182,7 @@ cdef struct Pool:
     int64_t num_freed
     int64_t num_evicted
     int64_t num_cached
+    int64_t num_dropped       # prefix entries
     int64_t num_queried       # tokens
     int64_t num_hit
 
@@ -507,9 +520,14 @@ cdef inline uint32_t tag_of(Pool *pool, uint64_t key_lo, int32_t group) noexcept
     return <uint32_t>(((key_lo ^ <uint64_t>group << 40) * pool.multiplier) >> 32)
 
 
+cdef inline uint32_t home_at(const Pool *pool, uint32_t tag) noexcept nogil:
+    """The upper bits of a tag: the lower ones of a product depend on the lower ones of a key alone, and could be aimed at."""
+    return tag >> pool.home_shift
+
+
 cdef inline Slot *home_of(Pool *pool, Digest key, int32_t group) noexcept nogil:
     """The slot where a look-up begins."""
-    return &pool.slots[tag_of(pool, key.lo, group) & pool.mask]
+    return &pool.slots[home_at(pool, tag_of(pool, key.lo, group))]
 
 
 cdef inline Digest digest_of(const Page *page) noexcept nogil:
@@ -523,7 +541,7 @@ cdef inline bint has_key(Page *page, Digest key, int32_t group) noexcept nogil:
 cdef inline int32_t find(Pool *pool, Digest key, int32_t group) noexcept nogil:
     """The page cached first under the key, or NULL_PAGE."""
     cdef uint32_t tag = tag_of(pool, key.lo, group)
-    cdef uint32_t i = tag & pool.mask
+    cdef uint32_t i = home_at(pool, tag)
     while pool.slots[i].page_id != NULL_PAGE:
         if pool.slots[i].tag == tag and has_key(&pool.pages[pool.slots[i].page_id], key, group):
             return pool.slots[i].page_id
@@ -550,7 +568,7 @@ cdef inline void enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     """Give a page without an entry the key. The index cannot be full: it has a slot for every two pages and more."""
     cdef Page *page = &pool.pages[page_id]
     cdef uint32_t tag = tag_of(pool, key.lo, group)
-    cdef uint32_t i = tag & pool.mask
+    cdef uint32_t i = home_at(pool, tag)
     cdef int32_t first
     assert 0 < page_id < pool.num_pages and page.group == NO_GROUP
     page.key_lo = key.lo
@@ -611,7 +629,7 @@ cdef inline void keep_tokens(Pool *pool, int32_t page_id, const int32_t *tokens,
 
 cdef inline uint32_t slot_holding(Pool *pool, int32_t page_id, uint32_t tag) noexcept nogil:
     """The slot that names `page_id`, or the empty slot that ends the search."""
-    cdef uint32_t i = tag & pool.mask
+    cdef uint32_t i = home_at(pool, tag)
     while pool.slots[i].page_id != page_id and pool.slots[i].page_id != NULL_PAGE:
         i = (i + 1) & pool.mask
     return i
@@ -621,7 +639,7 @@ cdef inline void empty_slot(Pool *pool, uint32_t hole) noexcept nogil:
     """Empty a slot and shift back the entries behind it that would no longer be found."""
     cdef uint32_t i = (hole + 1) & pool.mask
     while pool.slots[i].page_id != NULL_PAGE:
-        if ((i - (pool.slots[i].tag & pool.mask)) & pool.mask) >= ((i - hole) & pool.mask):
+        if ((i - home_at(pool, pool.slots[i].tag)) & pool.mask) >= ((i - hole) & pool.mask):
             pool.slots[hole] = pool.slots[i]
             hole = i
         i = (i + 1) & pool.mask
@@ -640,6 +658,7 @@ cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
     else:
         empty_slot(pool, i)
     page.group = NO_GROUP
+    pool.num_dropped += 1
 
 
 cdef void leave_twins(Pool *pool, int32_t page_id, uint32_t slot) noexcept nogil:
@@ -1645,10 +1664,10 @@ cdef void show_row(Group *group, Py_ssize_t row) noexcept nogil:
 # Rows that come, go and change places.
 
 cdef Py_ssize_t count_free_hits(
-    const Batch *batch, Py_ssize_t row, Py_ssize_t g, const int32_t *ids, Py_ssize_t n
+    const Batch *batch, Py_ssize_t row, Py_ssize_t g, const int32_t *ids, Py_ssize_t n, bint is_known
 ) noexcept nogil:
-    """How many pages, null pages aside, are in the free queue; -1 if one is not cached any more with what the row's leading
-    pages hold, or cannot be touched.
+    """How many pages, null pages aside, are in the free queue; -1 if one cannot be touched, or is not cached any more with what
+    the row's leading pages hold, unless that `is_known`.
     """
     cdef const Group *group = &batch.groups[g]
     cdef const Digest *digests = digests_of(batch, row)
@@ -1663,10 +1682,11 @@ cdef Py_ssize_t count_free_hits(
         page = &batch.pool.pages[ids[i]]
         num_free += page.prev_free != NOT_FREE
         if GUARDS:  # without branches, for there is nearly always nothing wrong
+            is_lost |= (page.ref_cnt == 0) & (page.prev_free == NOT_FREE) | (page.ref_cnt > INT32_MAX - n)
+        if GUARDS and not is_known:
             digest = &digests[(i + 1) * group.stride - 1]
             differences |= (page.key_lo ^ digest.lo) | (page.key_hi ^ digest.hi)
             differences |= <uint64_t>((page.group & ~TWIN) ^ group.id)
-            is_lost |= (page.ref_cnt == 0) & (page.prev_free == NOT_FREE) | (page.ref_cnt > INT32_MAX - n)
     return -1 if differences or is_lost else num_free
 
 
@@ -1721,6 +1741,13 @@ cdef void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second) noexc
 
 cdef object ndarray = np.ndarray
 cdef object INT32 = np.dtype(np.int32)
+
+
+cdef int require_lock(const void *mutex) except -1:
+    """MemoryError where a fresh object's mutex could not be made: it would be no mutex, but a crash."""
+    if not has_lock(mutex):
+        raise MemoryError("a lock")
+    return 0
 
 
 cdef object index_of(object value, str name):
@@ -2132,6 +2159,7 @@ cdef class HashChain:
     cdef cython.pymutex lock
 
     def __cinit__(self, page_size, bytes key not None, bint keep_token_ids=False):
+        require_lock(&self.lock)
         self.page_size = size_of(page_size, "page_size", 1)
         self.key = digest_of_bytes(key)
         self.extra_key = extra_key_of(key)
@@ -2286,6 +2314,28 @@ cdef int32_t as_shard(object shard, int32_t num_shards) except? -1:
     return -1 if shard is None else <int32_t>size_of(shard, "shard", 0, num_shards - 1)
 
 
+@cython.final
+@cython.auto_pickle(False)
+cdef class _FoundIds(PageIds):
+    """Pages as a look-up found them. What they hold is known, and need not be compared, while no prefix entry was dropped."""
+
+    cdef HashChain chain
+    cdef const Pool *pool
+    cdef Py_ssize_t stride
+    cdef int32_t group
+    cdef int64_t num_dropped
+
+    cdef bint is_known(self, HashChain chain, const Group *group, const Pool *pool) noexcept:
+        """Whether these are still the pages of a group with what the chain says. The pool is locked."""
+        return (
+            self.chain is chain
+            and self.pool == pool
+            and self.stride == group.stride
+            and self.group == group.id
+            and self.num_dropped == pool.num_dropped
+        )
+
+
 cdef class PageStore:
     """The records of one pool, its free queue and its prefix index. `pagepool.PagePool` is the door for users.
 
@@ -2303,6 +2353,7 @@ cdef class PageStore:
 
     def __cinit__(self, num_pages, bint enable_caching=True, bint is_pool=True):
         cdef int32_t page_id, num_records
+        require_lock(&self.lock)
         self.is_pool = is_pool
         self.enable_caching = enable_caching
         self.views = {}
@@ -2329,12 +2380,14 @@ cdef class PageStore:
     cdef bint has_room_for(self, Py_ssize_t num_pages) noexcept:
         """Make room for `num_pages` records; False where memory is short. Amortised O(1) a record."""
         cdef Py_ssize_t capacity = max(num_pages, 2 * self.capacity if self.capacity else 0)
-        cdef Py_ssize_t num_slots = 4
+        cdef Py_ssize_t num_slots
+        cdef uint32_t num_slot_bits = 2
         cdef Slot *slots
         if num_pages <= self.capacity:
             return True
-        while num_slots < 2 * capacity:
-            num_slots *= 2
+        while <Py_ssize_t>1 << num_slot_bits < 2 * capacity:
+            num_slot_bits += 1
+        num_slots = <Py_ssize_t>1 << num_slot_bits
         if not self.has_records_for(capacity):
             return False
         if self.enable_caching:
@@ -2344,6 +2397,7 @@ cdef class PageStore:
             free(self.pool.slots)
             self.pool.slots = slots
             self.pool.mask = <uint32_t>(num_slots - 1)
+            self.pool.home_shift = 32 - num_slot_bits
             self.enter_again()
         self.capacity = capacity
         return True
@@ -2386,30 +2440,22 @@ cdef class PageStore:
 
     # What it holds.
 
-    cdef inline void lock_to_read(self) noexcept:
-        """Needed for one value only where no GIL keeps writers away. Those that let the GIL go write whole values."""
+    cdef inline int32_t read(self, const int32_t *value) noexcept:
+        """One value. It is never torn, so that no lock is needed but where there is no GIL at all."""
+        cdef int32_t copied
         if GIL_DISABLED:
             self.lock.acquire()
-
-    cdef inline void unlock_to_read(self) noexcept:
+        copied = value[0]
         if GIL_DISABLED:
             self.lock.release()
+        return copied
 
     cdef inline Page record(self, int32_t page_id) noexcept:
-        """A copy of a page's record."""
+        """A copy of a page's record, as it is between calls."""
         cdef Page page
-        self.lock_to_read()
-        page = self.pool.pages[page_id]
-        self.unlock_to_read()
+        with self.lock:
+            page = self.pool.pages[page_id]
         return page
-
-    cdef inline Pool get_pool(self) noexcept:
-        """A copy of the pool's numbers."""
-        cdef Pool pool
-        self.lock_to_read()
-        pool = self.pool
-        self.unlock_to_read()
-        return pool
 
     @property
     def num_pages(self) -> int:
@@ -2417,17 +2463,20 @@ cdef class PageStore:
 
     @property
     def num_free_pages(self) -> int:
-        return self.get_pool().num_free
+        return self.read(&self.pool.num_free)
 
     @property
     def num_keys(self) -> int:
         """Distinct (hash, group) pairs in the prefix index."""
-        return self.get_pool().num_keys
+        return self.read(&self.pool.num_keys)
 
     @property
     def counters(self) -> tuple:
         """Pages allocated, freed, evicted and cached, and tokens queried and hit, since the store was made."""
-        return counters_of(self.get_pool())
+        cdef Pool pool
+        with self.lock:
+            pool = self.pool
+        return counters_of(pool)
 
     def count_query(self, num_queried_tokens, num_hit_tokens) -> None:
         """Add one look-up to the counters."""
@@ -2463,7 +2512,7 @@ cdef class PageStore:
     def is_free(self, page_id) -> bool:
         """Whether the page is in the free queue."""
         cdef int32_t checked = self.checked_id(page_id)
-        return checked != NULL_PAGE and self.record(checked).prev_free != NOT_FREE
+        return checked != NULL_PAGE and self.read(&self.pool.pages[checked].prev_free) != NOT_FREE
 
     def neighbours(self, page_id) -> tuple:
         """The pages before and after a page in the free queue; None at the ends and outside the queue."""
@@ -3090,7 +3139,8 @@ cdef class PageStore:
         cdef Py_ssize_t first = size_of(start, "start", 0, last)
         cdef int32_t checked_group = group_of(group)
         cdef bint is_whole = True
-        cdef PageIds hits = PageIds()
+        cdef _FoundIds hits = _FoundIds.__new__(_FoundIds)
+        hits.chain, hits.pool, hits.stride, hits.group = chain, &self.pool, num_hashes, checked_group
         hits.reserve(last)
         with chain.lock, self.lock:
             last = min(last, chain.num // num_hashes)
@@ -3100,6 +3150,7 @@ cdef class PageStore:
                 hits.ids[i] = find_within(&self.pool, chain.digests[(i + 1) * num_hashes - 1], checked_group, ids)
                 is_whole = is_whole and hits.ids[i] != NULL_PAGE
             hits.num = last
+            hits.num_dropped = self.pool.num_dropped
         return hits if is_whole else None
 
     def count_shared(self, PageIds held not None, num_holders) -> int:
@@ -3633,6 +3684,13 @@ cdef class CachePage:
         raise TypeError("a CachePage is a view of its pool and cannot be pickled")
 
     @cython.critical_section
+    cdef int32_t get_ref_count(self) except? -1:
+        cdef PageStore store = self.store
+        if store.is_pool:
+            return store.read(&store.pool.pages[self.index].ref_cnt)
+        return store.record(self.index).ref_cnt  # the records of a queue move when it grows
+
+    @cython.critical_section
     cdef void settle(self, PageStore store, int32_t index) noexcept:
         """Become a view of another record."""
         self.store = store
@@ -3641,7 +3699,7 @@ cdef class CachePage:
     @property
     def ref_cnt(self) -> int:
         """References held to the page; 0: free. Settable, never negative."""
-        return self.store.record(self.index).ref_cnt
+        return self.get_ref_count()
 
     @ref_cnt.setter
     def ref_cnt(self, value):
@@ -3704,13 +3762,15 @@ cdef class CachePage:
 
 def make_aligned_zeros(tuple shape not None) -> np.ndarray:
     """An int32 array of zeros that begins at a cache line: whole-table copies are twice as fast from and to it."""
-    cdef Py_ssize_t num_values = 1
+    cdef Py_ssize_t start, num_values = 1
+    cdef int32_t[::1] memory
     sizes = [size_of(size, "shape") for size in shape]
     for size in sizes:
         num_values = size_of(num_values * size, "shape")
-    memory = np.zeros(num_values + CACHE_LINE // 4, dtype=np.int32)
-    start = -memory.ctypes.data % CACHE_LINE // 4
-    return memory[start:start + num_values].reshape(sizes)
+    array = np.zeros(num_values + CACHE_LINE // 4, dtype=np.int32)
+    memory = array
+    start = (CACHE_LINE - <size_t>&memory[0] % CACHE_LINE) % CACHE_LINE // 4
+    return array[start:start + num_values].reshape(sizes)
 
 
 cdef class TableRows:
@@ -3728,6 +3788,9 @@ cdef class TableRows:
     cdef int32_t[::1] extent_view
     cdef uint8_t[::1] flags_view
     cdef cython.pymutex lock
+
+    def __cinit__(self, *args, **kwargs):
+        require_lock(&self.lock)
 
     def __init__(self, num_rows, num_columns):
         """Both at least 1."""
@@ -4334,6 +4397,9 @@ cdef class RunningRows:
     cdef readonly object is_admitted
     cdef cython.pymutex lock
 
+    def __cinit__(self, *args, **kwargs):
+        require_lock(&self.lock)
+
     def __init__(
         self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards
     ):
@@ -4824,16 +4890,18 @@ cdef class RunningRows:
         cdef object num_hit_tokens = 0  # made before anything is taken
         cdef int32_t num_hits = 0
         cdef int32_t held_free = NULL_PAGE
+        cdef HashChain chain = None
         cdef Py_ssize_t num_free_hits
         cdef bint has_room
         cdef int32_t checked_shard = as_shard(shard, self.num_shards)
         if find_hits is not None and self.batch.hash_page_size:
-            hits, num_hit_tokens = self.look_up(row, num_known, find_hits)
+            chain = HashChain.__new__(HashChain, self.batch.hash_page_size, self.key)
+            hits, num_hit_tokens = self.look_up(row, num_known, find_hits, chain)
             num_hits = <int32_t>size_of(num_hit_tokens, "num_hit_tokens", 0, num_known - 1)
             self.check_hits(hits, num_hits)
         self.enter_call()
         self.batch.states[row].shard = checked_shard
-        num_free_hits = self.count_free_hits(row, hits)
+        num_free_hits = self.count_free_hits(row, hits, chain)
         num_wanted = max(min(num_wanted, num_hits + max_num_new), num_hits)
         has_room = num_free_hits >= 0 and self.has_room_for(
             row, hits, num_free_hits, <int32_t>num_wanted, num_reserved, &held_free
@@ -4847,9 +4915,8 @@ cdef class RunningRows:
         self.store.check_untaken(held_free)
         return num_hit_tokens if has_room else None
 
-    cdef object look_up(self, Py_ssize_t row, Py_ssize_t num_known, object find_hits):
+    cdef object look_up(self, Py_ssize_t row, Py_ssize_t num_known, object find_hits, HashChain chain):
         """Call `find_hits` with the row's digests, which are lent to a chain and taken back."""
-        cdef HashChain chain = HashChain.__new__(HashChain, self.batch.hash_page_size, self.key)
         chain.digests = digests_of(&self.batch, row)
         chain.num = self.batch.states[row].num_hashed
         try:
@@ -4874,11 +4941,15 @@ cdef class RunningRows:
             self.store.checked(ids)
         return 0
 
-    cdef Py_ssize_t count_free_hits(self, Py_ssize_t row, tuple hits) noexcept:
-        """How many hits are in the free queue; -1 if one of them cannot be taken."""
+    cdef Py_ssize_t count_free_hits(self, Py_ssize_t row, tuple hits, HashChain chain) noexcept:
+        """How many hits, looked up with `chain`, are in the free queue; -1 if one of them cannot be taken."""
         cdef Py_ssize_t g, num_free, num_all = 0
+        cdef PageIds ids
+        cdef bint is_known
         for g in range(len(hits)):
-            num_free = count_free_hits(&self.batch, row, g, (<PageIds>hits[g]).ids, (<PageIds>hits[g]).num)
+            ids = hits[g]
+            is_known = isinstance(ids, _FoundIds) and (<_FoundIds>ids).is_known(chain, &self.batch.groups[g], self.batch.pool)
+            num_free = count_free_hits(&self.batch, row, g, ids.ids, ids.num, is_known)
             if num_free < 0:
                 return -1
             num_all += num_free

@@ -6,6 +6,7 @@ holds (`HeldPages`).
 
 from abc import ABC, abstractmethod
 from functools import cached_property
+from math import lcm
 from typing import Any, NamedTuple
 
 from pagepool._core import HashChain, HeldPages, PageIds, PageRules
@@ -106,7 +107,7 @@ class SingleTypeCacheManager(ABC):
         return 0
 
     @abstractmethod
-    def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool = False) -> int:
+    def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool) -> int:
         """The longest prefix, in tokens and at most `max_num_tokens`, from which a request can go on. O(pages x groups).
 
         With eagle the last page is dropped, since the drafter needs its hidden states computed anew; a re-check, of a length
@@ -127,7 +128,7 @@ class FullAttentionManager(SingleTypeCacheManager):
         """O(pages of the answer)."""
         return self.page_pool.store.count_shared(held, num_scheduled_requests)
 
-    def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool = False) -> int:
+    def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool) -> int:
         """Forwards from the first page to the first that misses. A shorter prefix of a hit is a hit."""
         if is_recheck:
             return max_num_tokens
@@ -174,7 +175,7 @@ class SlidingWindowManager(SingleTypeCacheManager):
         """Consecutive pages that a hit needs: those of the window, and the one that eagle drops."""
         return max(1, cdiv(self.sliding_window - 1, self.page_size) + (1 if use_eagle else 0))
 
-    def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool = False) -> int:
+    def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool) -> int:
         """Backwards to the last run of pages that fills the window; failing that, the leading pages."""
         num_dropped = 1 if use_eagle else 0
         num_run_pages = self._get_num_run_pages(use_eagle) - (num_dropped if is_recheck else 0)
@@ -223,10 +224,13 @@ class ChunkedLocalAttentionManager(SingleTypeCacheManager):
         return type(self), self.page_size, self.attention_chunk_size
 
     def get_min_num_pages(self, num_tokens: int) -> int:
-        """Those of one chunk, which may straddle a boundary."""
-        return min(self.get_num_pages(num_tokens), cdiv(self.attention_chunk_size - 1, self.page_size) + 1)
+        """Those of the chunk that reaches into most; with caching the last cached page stays besides. O(page_size)."""
+        size = self.attention_chunk_size
+        starts = range(0, min(num_tokens, lcm(size, self.page_size)), size)
+        spans = [cdiv(min(start + size, num_tokens), self.page_size) - start // self.page_size for start in starts]
+        return min(self.get_num_pages(num_tokens), max([2 if self.page_pool.enable_caching else 1, *spans]))
 
-    def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool = False) -> int:
+    def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool) -> int:
         """Forwards from the page in which the last chunk begins; all before it is not needed."""
         num_pages = self.page_pool.store.find_leading_hits(
             query.chain,
@@ -254,7 +258,7 @@ class MambaManager(SingleTypeCacheManager):
         """One page, however many tokens."""
         return PageRules(None)
 
-    def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool = False) -> int:
+    def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool) -> int:
         """Never a hit: the state after a prefix is not kept."""
         return 0
 

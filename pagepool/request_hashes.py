@@ -234,8 +234,8 @@ class RequestPageHashes(Mapping[str, list[PageHash]]):
         return request_id in self._hashes
 
     def __iter__(self) -> Iterator[str]:
-        """Ids of the requests with hashes."""
-        return iter(self._hashes)
+        """Ids of the requests with hashes, as they were at once: other threads may add some."""
+        return iter(list(self._hashes))
 
     def __len__(self) -> int:
         """Number of requests with hashes."""

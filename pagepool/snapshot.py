@@ -3,8 +3,8 @@
 A snapshot is a dict of NumPy arrays without Python objects, as `numpy.savez` writes and `numpy.load` reads them.
 """
 
-import ast
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -105,30 +105,37 @@ def _as_bytes(data: bytes) -> npt.NDArray[np.uint8]:
 
 
 def encode_names(names: HashNames) -> npt.NDArray[np.uint8]:
-    """Names as text, a line of Python literals for each. ArgumentError for a hash that literals cannot tell. O(names)."""
-    return _as_bytes("\n".join(_encode_name(key, page_hash) for key, page_hash in names.items()).encode())
+    """Names as JSON. ArgumentError for a hash with anything but ints, strings, bytes, None and tuples of them. O(names)."""
+    return _as_bytes(json.dumps([[key, *map(_to_json, page_hash)] for key, page_hash in names.items()]).encode())
 
 
-def _encode_name(key: int, page_hash: PageHash) -> str:
-    line = repr((key, *page_hash))
-    try:
-        is_literal = ast.literal_eval(line) == (key, *page_hash)
-    except (ValueError, SyntaxError):
-        is_literal = False
-    if not is_literal:
-        raise ArgumentError(f"page hash: got {page_hash}, allowed in a snapshot: made of ints, strings, bytes, None and tuples")
-    return line
+def _to_json(value: Any) -> Any:
+    """Tuples as lists, bytes as an object."""
+    if type(value) is tuple:
+        return [_to_json(item) for item in value]
+    if type(value) is bytes:
+        return {"bytes": value.hex()}
+    if isinstance(value, np.integer):
+        return int(value)
+    if value is None or type(value) in (int, bool, str):
+        return value
+    raise ArgumentError(
+        f"page hash: got {type(value).__name__} in one, allowed in a snapshot: ints, strings, bytes, None and tuples"
+    )
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple([_from_json(item) for item in value])
+    return bytes.fromhex(value["bytes"]) if isinstance(value, dict) else value
 
 
 def decode_names(text: npt.NDArray[np.uint8]) -> Iterator[tuple[int, PageHash]]:
     """What `encode_names` was given. SnapshotError for text that it did not make."""
-    for line in text.tobytes().splitlines():
-        try:
-            key, hash_value, token_ids, extra_keys = ast.literal_eval(line.decode())
+    try:
+        for key, hash_value, token_ids, extra_keys in _from_json(json.loads(text.tobytes())):
             if not (isinstance(key, int) and isinstance(hash_value, int) and isinstance(token_ids, tuple)):
-                raise ValueError(f"got {line!r}")
-            page_hash = PageHash(hash_value, token_ids, extra_keys)
-            hash(page_hash)
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
-            raise SnapshotError(f"snapshot: 'names' has a line that is no page hash: {error}") from None
-        yield key, page_hash
+                raise ValueError(f"got key {key!r}, hash {hash_value!r} and token ids {token_ids!r}")
+            yield key, PageHash(hash_value, token_ids, extra_keys)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise SnapshotError(f"snapshot: 'names' are no page hashes: {error}") from None

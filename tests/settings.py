@@ -113,6 +113,7 @@ SETTINGS = [
     Setting("chunk 16 uncached", (CHUNK_16,), enable_caching=False),
     Setting("mamba", (STATE,)),
     Setting("full and mamba", (FULL_4, STATE), SMALL),
+    Setting("full and mamba in pages of 4", (FULL_4, Group("mamba", 4)), SMALL),
     Setting("full and window", (FULL_4, WINDOW_9), SMALL),
     Setting("full and window eagle", (FULL_4, WINDOW_9), SMALL, use_eagle=True),
     Setting("full and window 2 shards", (FULL_4, WINDOW_9), SMALL, data_parallel_size=2),
@@ -128,5 +129,7 @@ SETTINGS = [
     Setting("full 8 and windows of 4", (FULL_8, WINDOW_5, WINDOW_9), LARGE),
     Setting("full 4 and window of 6", (FULL_4, WIDE_6), SMALL),
     Setting("full 6, window of 4, chunk of 4", (FULL_6, WINDOW_9, CHUNK_8), LARGE),
+    Setting("one window in pages of 4 and 6", (WINDOW_9, Group("sliding", 6, 9)), LARGE),
+    Setting("one chunk in pages of 4 and 6", (CHUNK_8, Group("chunked", 6, 8)), LARGE),
     Setting("windows of 4 and 6 eagle", (WINDOW_9, WIDE_6), LARGE, use_eagle=True),
 ]

@@ -24,7 +24,7 @@ from pagepool import (
     SlidingWindowSpec,
     StepResult,
 )
-from pagepool._core import PageRules, RunningRows
+from pagepool._core import PageIds, PageRules, RunningRows
 from pagepool.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -546,6 +546,25 @@ def test_a_page_given_back_behind_our_back_is_not_given_back_twice() -> None:
     in_use.batch.check()
 
 
+def test_a_page_that_leaves_the_window_or_is_cut_is_not_given_back_twice() -> None:
+    manager = make_manager(WINDOW_5)
+    batch = RunningBatch(manager, PageTable(2, 8, 64))
+    batch.admit(0, list(range(8)))
+    batch.admit(1, list(range(100, 110)))
+    [leaving, _], [*_, cut] = batch.get_page_ids(0)[0], batch.get_page_ids(1)[0]
+    manager.page_pool.free_page_ids([leaving, cut])
+    before = manager.page_pool.ref_counts().tolist(), manager.page_pool.free_page_ids_in_order().tolist()
+    with pytest.raises(DoubleFreeError, match=r"row 0 \(at 0\): a page that it holds was given back by somebody else"):
+        batch.step([0], [8])
+    with pytest.raises(ArgumentError, match=r"row 1 \(at 0\): cannot be cut to 8 tokens: .* or by somebody else"):
+        batch.trim([1], 8)
+    assert (manager.page_pool.ref_counts().tolist(), manager.page_pool.free_page_ids_in_order().tolist()) == before
+    manager.page_pool.touch_page_ids([leaving, cut])
+    batch.step([0], [8])
+    batch.trim([1], 8)
+    batch.check()
+
+
 def test_a_shared_page_given_back_once_too_often_is_missed_by_the_last_holder() -> None:
     in_use = InUse()
     in_use.pool.free_page_ids([1])
@@ -712,6 +731,37 @@ def test_a_row_that_is_being_admitted_is_taken(monkeypatch: pytest.MonkeyPatch) 
     in_use.batch.check()
 
 
+@pytest.mark.parametrize(
+    ("hits", "message"),
+    [
+        ((), "hits: got 0 groups, allowed: 1"),
+        ((PageIds([1, 2, 4]),), "hits: got 3 pages for 8 tokens"),
+        ((PageIds([1, 99]),), "page id"),
+    ],
+    ids=["groups", "pages", "ids"],
+)
+def test_hits_that_a_coordinator_of_ones_own_gets_wrong(monkeypatch: pytest.MonkeyPatch, hits: Any, message: str) -> None:
+    in_use = InUse()
+    before = in_use.state()
+    with monkeypatch.context() as patch:
+        patch.setattr(in_use.manager.coordinator, "find_longest_cache_hit", lambda *_: (hits, 8))
+        with pytest.raises(PagePoolError, match=message):
+            in_use.batch.admit(3, list(range(9)))
+    assert in_use.state()[:-1] == before[:-1]  # a look-up was counted
+    assert in_use.go_on()[0][:-1] == InUse().go_on()[0][:-1]
+
+
+def test_the_digests_that_are_lent_for_a_look_up_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_use = InUse()
+    before = in_use.state()
+    with monkeypatch.context() as patch:
+        patch.setattr(in_use.manager.coordinator, "find_longest_cache_hit", lambda chain, *_: chain.append_key(1))
+        with pytest.raises(ArgumentError, match="the chain is lent for a look-up and cannot grow"):
+            in_use.batch.admit(3, list(range(9)))
+    assert in_use.state()[:-1] == before[:-1]  # a look-up was counted
+    assert in_use.go_on()[0][:-1] == InUse().go_on()[0][:-1]
+
+
 def test_hits_that_are_gone_after_the_look_up_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     in_use = InUse()
     find = in_use.manager.coordinator.find_longest_cache_hit
@@ -784,11 +834,12 @@ def test_a_hit_that_is_neither_held_nor_free_is_refused(take_away: str) -> None:
     assert not batch.is_admitted[1]
 
 
-def test_no_features_are_no_features() -> None:
+@pytest.mark.parametrize("offset", [0, 4, 8])
+def test_no_features_are_no_features(offset: int) -> None:
     """None, an empty list, and features of no tokens, beside a salt; and the manager hashes alike."""
     manager = make_manager(FULL)
     batch = RunningBatch(manager, PageTable(5, 8, 64))
-    nowhere = SimpleNamespace(mm_hash="cat", modality="image", placeholder_range=SimpleNamespace(offset=4, length=0))
+    nowhere = SimpleNamespace(mm_hash="cat", modality="image", placeholder_range=SimpleNamespace(offset=offset, length=0))
     request = pagepool.EngineRequest("same", list(range(10)), cache_salt="a", mm_features=[nowhere])
     hits = [
         batch.admit(row, list(range(10)), cache_salt="a", mm_features=none) for row, none in enumerate((None, [], [nowhere]))

@@ -30,6 +30,7 @@ from table_model import SHAPES, make_grouped_work, make_work, slots_in_numpy  # 
 import pagepool  # noqa: E402
 from pagepool import MultiGroupPageTable, PageTable, device_table  # noqa: E402
 from pagepool._core import pack_dirty_windows  # noqa: E402
+from pagepool.errors import ArgumentError  # noqa: E402
 
 enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 GROUPS = [[16], [16, 16], [16, 1, 7]]
@@ -471,6 +472,20 @@ def test_two_processes() -> None:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     programs = [Program("two_processes.py", address, str(i), num_devices=2) for i in range(2)]
     await_programs(programs, timeout=300)
+
+
+def test_tables_that_span_processes_have_one_sharding() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("rows",))
+    specs = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("rows")
+    with pytest.raises(ArgumentError, match="sharding: tables that span processes must all have the same"):
+        device_table.LocalScatter(tuple(jax.sharding.NamedSharding(mesh, spec) for spec in specs), ())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_shard_map_is_found_where_older_versions_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = pytest.importorskip("jax.experimental.shard_map")
+    monkeypatch.delattr(jax, "shard_map", raising=False)
+    assert device_table.get_shard_map() is older.shard_map
 
 
 def test_what_a_running_batch_does_reaches_the_device() -> None:

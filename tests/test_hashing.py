@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pagepool
-from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, hashing
+from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, hash_request_tokens, hashing
 from pagepool._core import HashChain, siphash128
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import RequestExtraKeys, encode_extra_keys, get_siphash_key, sha256_cbor, sha256_page
@@ -113,6 +113,20 @@ def test_wrong_tokens_leave_the_chain_as_it_was(tokens, error):
     assert chain[0] == before
 
 
+@pytest.mark.parametrize("key", [b"", bytes(15), bytes(17)])
+def test_a_key_has_sixteen_bytes(key):
+    with pytest.raises(ArgumentError, match=f"key: got {len(key)} bytes, allowed: 16"):
+        HashChain(4, key)
+
+
+def test_a_digest_that_there_is_not_yet():
+    chain = HashChain(4, KEY)
+    chain.extend([1, 2, 3, 4])
+    for page in (1, -1):
+        with pytest.raises(IndexError, match=f"page: got {page}, allowed: 0 to 0"):
+            _ = chain[page]
+
+
 def test_extra_keys_cannot_be_imitated_by_tokens():
     """The extra keys have a key of their own: no tokens lead to the digest that extra keys lead to."""
     plain, keyed = HashChain(4, KEY), HashChain(4, KEY)
@@ -152,6 +166,17 @@ def test_sha256_is_parent_then_little_endian_tokens_then_keys():
     assert sha256_page(bytes(32), [1, -2], keys) == expected
 
 
+def test_sha256_takes_what_fits_int32():
+    with pytest.raises(ArgumentError, match=r"token ids: .*; allowed: ints that fit int32"):
+        sha256_page(bytes(32), [1 << 31], None)
+
+
+def test_sha256_cbor_says_which_extra_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cbor2", None)
+    with pytest.raises(ImportError, match=r"needs cbor2: pip install 'pagepool\[cbor\]'"):
+        sha256_cbor([1])
+
+
 def test_sha256_cbor_encodes_canonically():
     """An array of three: byte string, array of ints, null. The encoding is written out, so that no library is trusted."""
     encoded = b"\x83" + b"\x58\x20" + bytes(32) + b"\x82\x01\x19\x01\x00" + b"\xf6"
@@ -183,6 +208,19 @@ def test_a_callable_gives_the_hashes_that_the_user_can_compute():
     assert pagepool.hash_request_tokens(hash, 4, EngineRequest("b", list(range(9)))) == [first, second]
 
 
+def test_a_page_is_hashed_once():
+    contents = []
+    manager = make_manager(hash_algo=lambda content: contents.append(content) or len(contents))
+    request = EngineRequest("a", list(range(10)))
+    fill(manager, request)
+    for token_id in range(10):
+        request.append_output_token_ids(token_id)
+        assert manager.allocate_slots(request, 1) is not None
+        request.num_computed_tokens += 1
+    manager.get_computed_pages(request)
+    assert len(contents) == 5
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_prompts_that_collide_under_a_weak_callable_share_nothing(window):
     """Also where only the pages of a window are looked up, so that the tokens before it are never compared."""
@@ -195,14 +233,31 @@ def test_prompts_that_collide_under_a_weak_callable_share_nothing(window):
     assert fill(manager, EngineRequest("c", [1, 1, 1, 1, 3, 3, 3, 3, 0])) == 4
 
 
+def test_kept_tokens_are_compared_where_a_hash_brings_some():
+    manager = make_manager(keep_token_ids=True)
+    fill(manager, EngineRequest("a", [1, 2, 3, 4]))
+    name = manager.page_pool.pages[1].page_hash.page_hash
+    assert name.token_ids == (1, 2, 3, 4)
+    assert manager.page_pool.get_cached_page_ids(name, [0]).tolist() == [1]
+    assert manager.page_pool.get_cached_page_ids(name._replace(token_ids=()), [0]).tolist() == [1]
+    assert manager.page_pool.get_cached_page_ids(name._replace(token_ids=(1, 2, 3, 5)), [0]) is None
+
+
 def test_names_of_evicted_pages_are_forgotten():
+    """As soon as there are more than two a page and 1,024 besides."""
     manager = make_manager(num_pages=8, hash_algo=hash)
+    held = EngineRequest("held", [7] * 4)
+    fill(manager, held)
+    num_names = []
     for i in range(2000):
-        request = EngineRequest(str(i), [i] * 9)
+        request = EngineRequest(str(i), [i] * 5)
         fill(manager, request)
         manager.free(request)
         manager.free_page_hashes(request)
-    assert len(manager.page_pool.store.names) <= 2 * 8 + 1024 + 2
+        num_names.append(len(manager.page_pool.store.names))
+    assert max(num_names) == 2 * 8 + 1024
+    assert num_names[-1] < 1000
+    assert manager.page_pool.pages[1].page_hash.page_hash == hash_request_tokens(hash, 4, held)[0]
     manager.page_pool.check()
 
 

@@ -1,6 +1,7 @@
 """The manager, call by call: what users of other allocators ran into, and what goes beyond the reference."""
 
 import gc
+import itertools
 import logging
 import weakref
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 
 import pagepool
 from pagepool import (
+    CacheCoordinatorNoPrefixCache,
     CacheGroupSpec,
     CacheManager,
     CachePages,
@@ -17,10 +19,15 @@ from pagepool import (
     EngineRequest,
     EngineRequestStatus,
     FullAttentionSpec,
+    HybridCacheCoordinator,
     MambaSpec,
+    PagePool,
     SlidingWindowSpec,
+    UnitaryCacheCoordinator,
+    get_kv_cache_coordinator,
 )
-from pagepool.errors import RequestTooLargeError
+from pagepool._core import HashChain
+from pagepool.errors import ArgumentError, DoubleFreeError, IntegrityError, RequestTooLargeError
 
 
 def full(page_size=4):
@@ -83,6 +90,17 @@ def test_eagle_drops_the_last_page_of_a_hit():
     assert admit(manager, "b", range(13))[1] == 8
 
 
+def test_eagle_drops_the_last_page_of_a_window_that_has_one_more():
+    """Of three pages the window needs two: with the first evicted, two are left, and eagle would leave one."""
+    hits = []
+    for use_eagle, evicted in itertools.product((False, True), ([], [1], [1, 2])):
+        manager = make_manager(sliding(6), use_eagle=use_eagle)
+        admit(manager, "a", range(13))
+        manager.page_pool.evict_pages(evicted)
+        hits.append(manager.get_computed_pages(EngineRequest("b", list(range(13))))[1])
+    assert hits == [12, 12, 0, 8, 0, 0]
+
+
 def test_what_was_generated_is_hit_by_the_follow_up():
     manager = make_manager()
     request, _ = admit(manager, "a", range(6))
@@ -108,11 +126,12 @@ def test_probe_changes_nothing_and_says_why():
     before = (manager.page_pool.stats, manager.page_pool.free_page_ids_in_order().tolist(), len(manager.req_to_page_hashes))
     probe = manager.probe(request)
     assert (probe.num_hit_tokens, probe.num_queried_tokens) == (8, 13)
-    assert "token 8" in probe.reason
-    assert manager.probe(EngineRequest("c", list(range(9)))).reason == "all full pages hit"
+    assert probe.reason == "the page at token 8 is not cached for every group"
+    assert manager.probe(EngineRequest("c", list(range(9)))) == (8, 9, "all full pages hit")
+    assert manager.probe(EngineRequest("c", list(range(8)))) == (4, 8, "all full pages hit")  # one token is left to compute
     logprobs = EngineRequest("d", [1], sampling_params=SimpleNamespace(prompt_logprobs=1))
-    assert "prompt_logprobs" in manager.probe(logprobs).reason
-    assert "off" in make_manager(enable_caching=False).probe(request).reason
+    assert manager.probe(logprobs) == (0, 1, "prompt_logprobs are asked for")
+    assert make_manager(enable_caching=False).probe(request) == (0, 13, "prefix caching is off")
     assert before == (
         manager.page_pool.stats,
         manager.page_pool.free_page_ids_in_order().tolist(),
@@ -136,6 +155,7 @@ def test_a_delayed_allocation_is_cached_when_told():
     manager = make_manager()
     request = EngineRequest("a", list(range(9)))
     manager.allocate_slots(request, 9, delay_cache_pages=True)
+    manager.cache_pages(request, 0)
     assert len(manager.page_pool.cached_page_hash_to_page) == 0
     manager.cache_pages(request, 8)
     assert len(manager.page_pool.cached_page_hash_to_page) == 2
@@ -207,7 +227,8 @@ def test_a_request_that_can_never_run_is_told_apart(caplog):
     manager = make_manager(num_pages=6)
     with caplog.at_level(logging.WARNING, "pagepool"):
         assert manager.allocate_slots(EngineRequest("a", list(range(40))), 40) is None
-    assert "no waiting helps" in caplog.text
+    message = "a request needs 10 pages at once, the pool has 5: no waiting helps, see CacheManager.require_capacity"
+    assert caplog.messages == [message]
     with pytest.raises(RequestTooLargeError, match="needs 10 pages, the pool has 5"):
         manager.require_capacity(40)
     manager.require_capacity(20)
@@ -215,6 +236,56 @@ def test_a_request_that_can_never_run_is_told_apart(caplog):
     make_manager(chunked(8), num_pages=6).require_capacity(200)
     with pytest.raises(RequestTooLargeError):
         make_manager(STATE, full(), num_pages=6).require_capacity(20)
+
+
+def test_pages_that_are_held_count_when_a_request_can_never_run(caplog):
+    """Of five pages request a holds two, b one: three more for a may come, four never. Pages that were skipped are no pages."""
+    manager = make_manager(num_pages=6)
+    first, _ = admit(manager, "a", range(8))
+    admit(manager, "b", range(50, 54))
+    assert manager.allocate_slots(first, 12) is None
+    assert not caplog.messages
+    assert manager.allocate_slots(first, 13) is None
+    assert [message.partition(":")[0] for message in caplog.messages] == ["a request needs 6 pages at once, the pool has 5"]
+    caplog.clear()
+    manager = make_manager(sliding(4), num_pages=6)
+    first, _ = admit(manager, "a", range(12))
+    admit(manager, "b", range(50, 54))
+    assert manager.allocate_slots(first, 16) is None
+    assert not caplog.messages
+    assert manager.get_page_ids("a") == ([0, 0, 3],)
+
+
+def runs_alone(manager, num_tokens):
+    """Whether a request gets to its end when its tokens come one by one."""
+    request = EngineRequest("alone", list(range(num_tokens)))
+    while request.num_computed_tokens < num_tokens:
+        if manager.allocate_slots(request, 1) is None:
+            return False
+        request.num_computed_tokens += 1
+    return True
+
+
+def has_capacity(manager, num_tokens):
+    try:
+        manager.require_capacity(num_tokens)
+    except RequestTooLargeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("enable_caching", [False, True])
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+@pytest.mark.parametrize("kind", [sliding, chunked])
+def test_the_capacity_asked_for_is_what_a_request_needs(kind, page_size, enable_caching):
+    for span, num_tokens, num_pages in itertools.product((1, 2, 3, 4, 5, 6, 8, 9), (0, 1, 4, 7, 30), range(1, 12)):
+        managers = [make_manager(kind(span, page_size), num_pages=num_pages, enable_caching=enable_caching) for _ in range(2)]
+        assert has_capacity(managers[0], num_tokens) == runs_alone(managers[1], num_tokens), (span, num_tokens, num_pages)
+
+
+def test_a_chunk_counts_whole_pages():
+    [manager] = make_manager(chunked(5, 3)).coordinator.single_type_managers
+    assert manager.get_min_num_pages(30) == 3
 
 
 def test_a_request_comes_back_after_preemption():
@@ -311,6 +382,23 @@ def test_the_shard_of_held_pages_wins_over_the_hint():
     assert manager.allocate_slots(request, 4, dp_shard_hint=0, data_parallel_size=2).get_page_ids() == ([10],)
 
 
+@pytest.mark.parametrize(("spec", "num_free_tokens"), [(full(), 0), (sliding(6), 0), (chunked(8), 8)])
+def test_a_hint_finds_the_prefix_of_its_shard(spec, num_free_tokens):
+    """Shard 1 has the prefix first, then shard 0 too: its pages are found second, and for its hint only. A chunk that begins
+    needs no page of those before.
+    """
+    manager = make_manager(spec, num_pages=24)
+    shards = [{"dp_shard_hint": shard, "data_parallel_size": 2} for shard in range(2)]
+    request, probe = EngineRequest("a", list(range(13))), EngineRequest("b", list(range(13)))
+    assert manager.allocate_slots(request, 13, **shards[1]) is not None
+    assert [manager.get_computed_pages(probe, **shard)[1] for shard in shards] == [num_free_tokens, 12]
+    assert manager.allocate_slots(probe, 13, **shards[0]) is not None
+    for first_id, shard in zip((1, 12), shards, strict=True):
+        hits, num_hit_tokens = manager.get_computed_pages(EngineRequest("c", list(range(13))), **shard)
+        assert num_hit_tokens == 12
+        assert {page_id for page_id in hits.get_page_ids()[0] if page_id} <= set(range(first_id, first_id + 3))
+
+
 def test_a_short_shard_gives_hits_back_as_just_used():
     manager = make_manager(num_pages=16)
     request, _ = admit(manager, "a", range(9), dp_shard_hint=1, data_parallel_size=2)
@@ -351,10 +439,14 @@ def test_cache_pages_are_lists_of_page_objects_when_read():
     assert pages.get_page_ids() == ([1, 2, 3],)
     assert pages == CachePages(([pool.pages[1], pool.pages[2], pool.pages[3]],))
     assert pages != pages.new_empty()
+    assert pages.new_empty().get_page_ids() == ([],)
     both = pages + CachePages(([pool.pages[7]],))
     assert both.get_page_ids() == ([1, 2, 3, 7],)
     assert repr(both) == "CachePages(page_ids=([1, 2, 3, 7],))"
-    assert manager.create_empty_page_list().get_page_ids() == ([],)
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        _ = pages + CachePages(([], []))
+    assert manager.allocate_slots(request, 1).pages == ([],)
+    assert manager.create_empty_page_list().get_page_ids() == manager.create_empty_page_list().pages == ([],)
     pages.pages[0].append(pool.pages[9])
     assert pages.get_page_ids() == ([1, 2, 3, 9],)
 
@@ -369,6 +461,91 @@ def test_hits_may_be_passed_as_page_objects():
 
 
 # The manager as a whole.
+
+
+def test_a_request_with_a_page_that_somebody_else_gave_back_is_not_freed():
+    """The window's pages, which were given back before that page was met, are held again; those it skipped are no pages."""
+    manager = make_manager(sliding(6), full())
+    request, _ = admit(manager, "a", range(16))
+    decode(manager, request, [1, 2])
+    window, [first, *_] = manager.get_page_ids("a")
+    assert window[:3] == [0, 0, 0]
+    manager.page_pool.free_page_ids([first])
+    before = manager.page_pool.ref_counts().tolist(), manager.page_pool.free_page_ids_in_order().tolist()
+    with pytest.raises(DoubleFreeError, match=f"page {first} "):
+        manager.free(request)
+    assert (manager.page_pool.ref_counts().tolist(), manager.page_pool.free_page_ids_in_order().tolist()) == before
+    manager.page_pool.touch_page_ids([first])
+    manager.free(request)
+    assert manager.page_pool.get_num_free_pages() == manager.num_pages - 1
+    manager.page_pool.check()
+
+
+def test_hits_of_some_groups_are_shared_and_the_others_get_new_pages():
+    """An engine that restored the state by itself brings the pages of full attention alone."""
+    manager = make_manager(full(), STATE)
+    first, _ = admit(manager, "first", range(9))
+    second = EngineRequest("second", list(range(9)))
+    hits = CachePages(([manager.page_pool.pages[page_id] for page_id in (1, 2)], []))
+    assert manager.allocate_slots(second, 1, 8, hits).get_page_ids() == ([5], [6])
+    assert manager.get_page_ids("first") == ([1, 2, 3], [4])
+    assert manager.get_page_ids("second") == ([1, 2, 5], [6])
+    assert manager.page_pool.ref_counts()[:7].tolist() == [0, 2, 2, 1, 1, 1, 1]
+    manager.free(first)
+    manager.free(second)
+    manager.page_pool.check()
+
+
+@pytest.mark.parametrize("enable_caching", [False, True])
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_coordinator_says_what_it_was_made_with(num_groups, enable_caching):
+    pool = PagePool(8, enable_caching)
+    groups = [CacheGroupSpec(full())] * num_groups
+    coordinator = get_kv_cache_coordinator(8, groups, 64, True, enable_caching, pool)
+    made_with = coordinator.num_pages, coordinator.kv_cache_groups, coordinator.max_model_len, coordinator.use_eagle
+    assert made_with == (8, groups, 64, True)
+    assert coordinator.enable_caching is enable_caching
+    assert coordinator.page_pool is pool
+    cached_kind = UnitaryCacheCoordinator if num_groups == 1 else HybridCacheCoordinator
+    assert type(coordinator) is (cached_kind if enable_caching else CacheCoordinatorNoPrefixCache)
+    assert [manager.kv_cache_spec for manager in coordinator.single_type_managers] == [full()] * num_groups
+    assert [manager.num_hashes_per_page for manager in coordinator.single_type_managers] == [1] * num_groups
+
+
+@pytest.mark.parametrize(("enable_caching", "page_size"), [(False, None), (True, 8)])
+def test_a_manager_says_what_it_was_made_with(enable_caching, page_size):
+    groups = [CacheGroupSpec(full(8)), CacheGroupSpec(full(4))]
+    manager = CacheManager(16, groups, 1, enable_caching, True)
+    assert (manager.num_pages, manager.kv_cache_groups, manager.num_kv_cache_groups) == (16, groups, 2)
+    assert (manager.max_model_len, manager.coordinator.max_model_len) == (1, 1)
+    assert (manager.enable_caching, manager.use_eagle, manager.page_size) == (enable_caching, True, page_size)
+
+
+def test_tokens_and_shards_are_kept_only_if_asked_for():
+    manager = make_manager()
+    admit(manager, "a", range(9))
+    assert manager.page_pool.pages[1].page_hash.page_hash.token_ids == ()
+    snapshot = manager.page_pool.snapshot()
+    assert snapshot["cached_token_ids"].shape == (2, 0)
+    assert snapshot["num_shards"].tolist() == [0]
+
+
+def test_without_a_group_that_is_cached_a_hash_is_of_one_token():
+    assert make_manager(STATE).coordinator.hash_page_size == 1
+    assert make_manager(full(6), sliding(5, 4), STATE).coordinator.hash_page_size == 2
+
+
+def test_without_prefix_caching_the_coordinator_finds_nothing():
+    coordinator = make_manager(full(), sliding(8), enable_caching=False).coordinator
+    hits, num_hit_tokens = coordinator.find_longest_cache_hit(HashChain(4, bytes(16)), 100)
+    assert [list(ids) for ids in hits] == [[], []]
+    assert num_hit_tokens == 0
+
+
+@pytest.mark.parametrize("num_groups", [0, 2])
+def test_the_unitary_coordinator_is_for_one_group(num_groups):
+    with pytest.raises(ArgumentError, match=f"kv_cache_groups: got {num_groups}, allowed: 1"):
+        UnitaryCacheCoordinator(8, [CacheGroupSpec(full())] * num_groups, 64, False, True)
 
 
 def test_without_groups_there_is_nothing_to_hold():
@@ -419,6 +596,15 @@ def test_reset_and_usage():
     manager.free(request)
     assert manager.reset_prefix_cache()
     assert manager.get_computed_pages(request)[1] == 0
+
+
+def test_check_finds_a_page_that_somebody_else_gave_back():
+    manager = make_manager()
+    admit(manager, "a", range(9))
+    manager.page_pool.free_page_ids([2])
+    manager.page_pool.check()
+    with pytest.raises(IntegrityError, match="page 2 "):
+        manager.check()
 
 
 def test_a_manager_is_collected_when_dropped():

@@ -36,8 +36,8 @@ SPEC = FullAttentionSpec(4, 1, 8, "float16", False)
 class InUse:
     """A manager of 16 pages: `held` has pages 1 to 3, two of them cached; page 4 is free and cached."""
 
-    def __init__(self, **options):
-        self.manager = CacheManager(16, [CacheGroupSpec(SPEC)], 64, **options)
+    def __init__(self, spec=SPEC, **options):
+        self.manager = CacheManager(16, [CacheGroupSpec(spec)], 64, **options)
         self.pool = self.manager.page_pool
         self.held = EngineRequest("held", list(range(10)))
         gone = EngineRequest("gone", [7] * 5)
@@ -155,6 +155,10 @@ MANAGER_CASES = {
         lambda u: u.manager.allocate_slots(u.held, 1, 4, u.manager.get_computed_pages(u.held)[0]),
         ArgumentError,
     ),
+    "hits for a request that has room": (
+        lambda u: u.manager.allocate_slots(u.held, 1, 0, CachePages((u.pool.pages[4:5],))),
+        ArgumentError,
+    ),
     "hits for another number of groups": (
         lambda u: u.manager.allocate_slots(EngineRequest("new", [1]), 1, 0, CachePages(([], []))),
         ArgumentError,
@@ -166,6 +170,10 @@ MANAGER_CASES = {
     "hits of another prefix": (
         lambda u: u.manager.allocate_slots(EngineRequest("new", [8] * 5), 1, 4, CachePages(([u.pool.pages[4]],))),
         PageHashError,
+    ),
+    "more hits than the request has pages": (
+        lambda u: u.manager.allocate_slots(EngineRequest("new", [7] * 5), 1, 4, CachePages((u.pool.pages[4:6],))),
+        ArgumentError,
     ),
     "hits that are not cached": (
         lambda u: u.manager.allocate_slots(EngineRequest("new", [8] * 5), 1, 4, CachePages(([u.pool.pages[9]],))),
@@ -204,9 +212,100 @@ def test_a_misuse_raises_and_changes_nothing(call, error):
     with pytest.raises(error) as caught:
         call(in_use)
     assert isinstance(caught.value, PagePoolError)
-    assert str(caught.value)
+    assert str(caught.value) not in ("", "None")
     assert in_use.state() == before
     in_use.pool.check()
+
+
+MESSAGES = [
+    (lambda u: PagePool(0, True), "num_pages: got 0, allowed: a positive int"),
+    (lambda u: u.pool.free_page_ids([1, 0]), "page 0, the null page, cannot be freed"),
+    (lambda u: u.pool.evict_pages([0]), "page 0, the null page, is never cached"),
+    (
+        lambda u: u.pool.cache_full_page_ids(u.held, [1, 2], [], 1, 2, 4, 0),
+        "page_hashes: got 0, allowed: at least the 1 of the cached pages",
+    ),
+    (
+        lambda u: u.pool.cache_full_page_ids(u.held, [3], [], 0, 2, 4, 0),
+        "num_full_pages: got 2, more than there are pages",
+    ),
+    (
+        lambda u: u.pool.cache_full_page_ids(u.held, [3, 5, 6], [], 0, 3, 4, 0),
+        "request 'held': no full page of 4 tokens from 8 on",
+    ),
+    (lambda u: CachePages(([], [])).get_unhashed_page_ids(), "get_unhashed_page_ids: got 2 groups, allowed: 1"),
+    (
+        lambda u: u.manager.allocate_slots(EngineRequest("new", [1]), 1, 0, CachePages(([], []))),
+        "new_computed_pages: got 2 groups, allowed: 1",
+    ),
+    (
+        lambda u: InUse(enable_caching=False).manager.allocate_slots(u.held, 1, 4, CachePages((u.other_pool.pages[1:2],))),
+        "page 1 belongs to another pool",
+    ),
+    (
+        lambda u: (uncached := InUse(enable_caching=False)).manager.allocate_slots(
+            EngineRequest("new", [7] * 5), 1, 4, CachePages((uncached.pool.pages[4:5],))
+        ),
+        "new_computed_pages: got pages, allowed without prefix caching: none",
+    ),
+    (lambda u: u.manager.allocate_slots(u.held, 0), "num_new_tokens must be at least 1, got 0"),
+    (
+        lambda u: u.manager.allocate_slots(u.held, 1, 4, u.manager.get_computed_pages(u.held)[0]),
+        "new_computed_pages: got pages for request 'held', which holds some already; allowed: none",
+    ),
+    (
+        lambda u: u.manager.allocate_slots(EngineRequest("new", [8] * 5), 1, 4, CachePages(([u.pool.pages[4]],))),
+        "page 4 (at 0 of group 0) does not hold this prefix: look it up again, right before allocate_slots",
+    ),
+    (lambda u: u.manager.require_capacity(61), "a request of 61 tokens needs 16 pages, the pool has 15"),
+    (lambda u: u.manager.cache_pages(EngineRequest("new", [1] * 9), 8), "request 'new' holds no pages"),
+    (lambda u: u.manager.cache_pages(u.held, 13), "num_computed_tokens: got 13, allowed: at most 12"),
+    (
+        lambda u: u.manager.get_num_common_prefix_pages(u.held, 1),
+        f"request 'held': status is {EngineRequestStatus.WAITING}, allowed: RUNNING",
+    ),
+    (
+        lambda u: InUse(spec=ChunkedLocalAttentionSpec(4, 1, 8, "float16", False, 8), use_eagle=True),
+        "use_eagle: got True, allowed with chunked local attention and caching: False",
+    ),
+    (
+        lambda u: CacheManager(16, [CacheGroupSpec(SPEC)], 64, page_pool=PagePool(8, False)),
+        "page_pool: got 8 pages, caching False; allowed: 16 pages, caching True",
+    ),
+    (
+        lambda u: InUse(spec=EngineRequest("no spec", [])),
+        "kv_cache_spec: got EngineRequest, allowed: FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), MESSAGES, ids=[message for _, message in MESSAGES])
+def test_a_message_says_what_was_got_and_what_is_allowed(call, message):
+    with pytest.raises(PagePoolError) as caught:
+        call(InUse())
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(("value", "message"), [(-1, "{} must be at least "), (1.5, "{} must be an integer, got 1.5")])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("max_model_len", lambda u, value: CacheManager(16, [CacheGroupSpec(SPEC)], value)),
+        ("num_new_tokens", lambda u, value: u.manager.allocate_slots(u.held, value)),
+        ("num_new_computed_tokens", lambda u, value: u.manager.allocate_slots(u.held, 1, value)),
+        ("num_lookahead_tokens", lambda u, value: u.manager.allocate_slots(u.held, 1, num_lookahead_tokens=value)),
+        (
+            "num_external_computed_tokens",
+            lambda u, value: u.manager.allocate_slots(u.held, 1, num_external_computed_tokens=value),
+        ),
+        ("num_reserved_pages", lambda u, value: u.manager.allocate_slots(u.held, 9, num_reserved_pages=value)),
+        ("num_tokens", lambda u, value: u.manager.require_capacity(value)),
+        ("num_computed_tokens", lambda u, value: u.manager.cache_pages(u.held, value)),
+    ],
+)
+def test_a_wrong_number_is_named(name, call, value, message):
+    with pytest.raises(PagePoolError, match=f"^{message.format(name)}"):
+        call(InUse(), value)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ on_the_wheel = pytest.mark.skipif(not INSTALLED, reason="only `make test` instal
 
 def modules() -> list[ModuleType]:
     names = (module.name for module in pkgutil.walk_packages(pagepool.__path__, "pagepool."))
-    return [pagepool, *(importlib.import_module(name) for name in names if not name.endswith("__main__"))]
+    return [pagepool, *(importlib.import_module(name) for name in names)]
 
 
 def public_objects() -> list[object]:

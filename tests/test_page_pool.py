@@ -4,6 +4,7 @@ import gc
 import logging
 import pickle
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,8 +18,8 @@ from pagepool import (
     PageProbe,
     hash_request_tokens,
 )
-from pagepool._core import PageIds
-from pagepool.errors import OutOfPagesError, PageHashError
+from pagepool._core import HashChain, PageIds
+from pagepool.errors import ArgumentError, IntegrityError, OutOfPagesError, PageHashError, PageIdError
 from pagepool.request import EngineRequest
 
 
@@ -66,6 +67,9 @@ def test_a_queue_adopts_pages_later_with_their_counts_and_hashes():
     assert queue.get_all_free_pages()[-1] is page
     with pytest.raises(RuntimeError):
         page.page_hash = page_hash(2)
+    for other in range(20):
+        queue.append(CachePage(200 + other))
+    assert page.page_hash == page_hash(1)
     page.reset_hash()
     assert page.page_hash is None
 
@@ -126,10 +130,37 @@ def test_a_page_outlives_its_pool():
 
 def test_core_objects_are_not_pickled_by_accident():
     pool = PagePool(8, True)
-    for item in (pool.pages[1], pool.store):
+    for item in (pool.pages[1], pool.store, HashChain(4, bytes(16))):
         with pytest.raises(TypeError, match="pickled"):
             pickle.dumps(item)
     assert pickle.loads(pickle.dumps(PageIds([1, 2]))).to_list() == [1, 2]
+
+
+def test_page_ids_are_read_like_a_list():
+    page_ids = PageIds([7, 8])
+    assert repr(page_ids) == "PageIds([7, 8])"
+    assert page_ids[1] == 8
+    for index in (2, -1):
+        with pytest.raises(IndexError, match=f"index: got {index}, allowed: 0 to 1"):
+            _ = page_ids[index]
+
+
+class Meddler:
+    """An id that does something else when it is read."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def __index__(self):
+        self.act()
+        return 1
+
+
+def test_a_list_that_shrinks_while_it_is_read_is_refused():
+    items = [0, 1, 2]
+    items[1] = Meddler(items.clear)
+    with pytest.raises(ArgumentError, match="ids: the list shrank while it was read"):
+        PageIds(items)
 
 
 # Taking and giving back.
@@ -173,6 +204,16 @@ def test_touch_takes_free_pages_out_of_the_queue_and_passes_over_the_null_page()
     assert pool.free_page_ids_in_order().tolist() == [1, 2, 4, 5]
 
 
+def test_more_holders_than_can_be_counted_are_refused():
+    pool = PagePool(8, True)
+    [page] = pool.get_new_pages(1)
+    page.ref_cnt = (1 << 31) - 2
+    pool.touch([[page]])
+    with pytest.raises(PageIdError, match="page 1 "):
+        pool.touch([[page]])
+    assert page.ref_cnt == (1 << 31) - 1
+
+
 @pytest.mark.parametrize("num_pages", [1, 2, 3])
 def test_the_smallest_pools(num_pages):
     pool = PagePool(num_pages, True)
@@ -210,6 +251,22 @@ def test_a_hint_takes_from_its_shard_in_queue_order():
     pool.check()
 
 
+def test_a_shard_hands_out_no_page_with_a_holder():
+    pool = PagePool(12, True)
+    pool.pages[7].ref_cnt = 1
+    assert pool.get_new_page_ids(1, dp_shard_hint=0, data_parallel_size=2).tolist() == [1]
+    with pytest.raises(IntegrityError, match="page 7 is in the free queue with ref count 1, allowed: 0"):
+        pool.get_new_page_ids(2, dp_shard_hint=1, data_parallel_size=2)
+    pool.pages[7].ref_cnt = 0
+    assert pool.get_new_page_ids(2, dp_shard_hint=1, data_parallel_size=2).tolist() == [6, 7]
+    pool.check()
+
+
+def test_shards_are_of_one_size():
+    with pytest.raises(ArgumentError, match="data_parallel_size: got 5, allowed: a divisor of the 12 pages"):
+        PagePool(12, True).store.set_shards(5)
+
+
 def test_the_number_of_shards_may_change():
     pool = PagePool(24, True)
     for size in (2, 3, 4, 24, 1, 6):
@@ -240,6 +297,29 @@ def test_of_duplicates_the_one_cached_first_is_hit():
     pool.check()
 
 
+@pytest.mark.parametrize("token_ids", [(), (1, 2)])
+def test_a_hint_hits_in_its_shard_only(token_ids):
+    """A hash without tokens is its own key; one with tokens is looked up by name."""
+    pool = PagePool(12, True)
+    name = PageHash(55, token_ids)
+    pool.pages[7].page_hash = PageHashWithGroupId(name, 0)
+    for hint, expected in ((0, None), (1, 7), (2, None), (None, 7)):
+        placement = {"dp_shard_hint": hint, "data_parallel_size": 2}
+        found = pool.get_cached_page_ids(name, [0], **placement)
+        assert pool.get_cached_page(name, [0], **placement) == (None if expected is None else [pool.pages[expected]])
+        assert found is None if expected is None else found.tolist() == [expected]
+    assert found.dtype == np.int32
+
+
+@pytest.mark.parametrize("value", [-1, 0, 1 << 128])
+def test_values_at_the_bounds_of_a_key(value):
+    pool = PagePool(8, True)
+    assert pool.get_cached_page(PageHash(value, ()), [0]) is None
+    cache(pool, 1, value)
+    assert ids(pool.get_cached_page(PageHash(value, ()), [0])) == [1]
+    assert pool.pages[1].page_hash == page_hash(value)
+
+
 def test_a_hit_needs_every_group():
     pool = PagePool(12, True)
     cache(pool, 3, 8, group_id=0)
@@ -249,6 +329,12 @@ def test_a_hit_needs_every_group():
     assert pool.get_cached_page_ids(PageHash(8, ()), [0]).tolist() == [3]
     assert pool.probe([PageHash(8, ()), PageHash(9, ())], [0, 2]) == PageProbe(1, 0)
     assert pool.probe([PageHash(8, ())], [2]) == PageProbe(1, None)
+    cache(pool, 5, 9)
+    assert pool.probe([PageHash(8, ()), PageHash(9, ()), PageHash(10, ())]) == PageProbe(2, 0)
+
+
+def test_the_hash_of_a_cached_page_is_in_its_name():
+    assert page_hash(7, 1).get_hash_value() == 7
 
 
 def test_handing_a_page_out_drops_its_entry():
@@ -269,9 +355,21 @@ def test_the_index_as_a_mapping():
     assert page_hash(8) in view
     assert page_hash(8, 1) not in view
     assert "something else" not in view
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError) as caught:
         view[page_hash(7)]
+    assert caught.value.args == (page_hash(7),)
     assert view.get(page_hash(9, 1)) == {2: pool.pages[2]}
+
+
+def test_a_page_evicted_while_the_index_is_iterated_is_passed_over():
+    pool = PagePool(8, True)
+    for page_id in (1, 2, 3):
+        cache(pool, page_id, page_id)
+    seen = []
+    for key in pool.cached_page_hash_to_page:
+        seen.append(key)
+        pool.evict_pages([1, 2, 3])
+    assert len(seen) == 1
 
 
 def test_full_pages_are_cached_with_hashes_that_the_pool_completes():
@@ -290,6 +388,16 @@ def test_full_pages_are_cached_with_hashes_that_the_pool_completes():
     pool.check()
 
 
+def test_hashes_that_the_pool_completes_have_the_extra_keys():
+    pool = PagePool(8, True)
+    image = SimpleNamespace(mm_hash="cat", modality="image", placeholder_range=SimpleNamespace(offset=4, length=2))
+    request = EngineRequest("a", list(range(10)), cache_salt="salt", mm_features=[image])
+    hashes = []
+    pool.cache_full_page_ids(request, pool.get_new_page_ids(3), hashes, 0, 3, 3, 0)
+    assert hashes == hash_request_tokens(hash, 3, request)
+    assert [page_hash.extra_keys is None for page_hash in hashes] == [False, False, True]
+
+
 def test_hashes_with_tokens_hit_equal_tokens_only():
     pool = PagePool(8, True)
     pool.pages[1].page_hash = PageHashWithGroupId(PageHash(5, (1, 2)), 0)
@@ -303,13 +411,14 @@ def test_the_prefix_cache_is_reset_only_when_nothing_is_held(caplog):
     pool = PagePool(8, True)
     pages = pool.get_new_pages(2)
     cache(pool, 1, 8)
-    with caplog.at_level(logging.WARNING, "pagepool"):
-        assert not pool.reset_prefix_cache()
-    assert "2 pages are held" in caplog.text
+    caplog.set_level(logging.INFO, "pagepool")
+    assert not pool.reset_prefix_cache()
+    assert caplog.messages == ["prefix cache not reset: 2 pages are held"]
     assert len(pool.cached_page_hash_to_page) == 1
     pool.free_pages(pages)
     order = pool.free_page_ids_in_order().tolist()
     assert pool.reset_prefix_cache()
+    assert caplog.messages[1:] == ["prefix cache reset"]
     assert len(pool.cached_page_hash_to_page) == 0
     assert pool.free_page_ids_in_order().tolist() == order
 

@@ -1,0 +1,317 @@
+"""What the core does when ctypes overwrote its memory: check() finds what is wrong, counters that wrap around do no harm."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Iterator
+from ctypes import POINTER, c_int32, c_ssize_t, c_uint32, c_uint64, c_void_p
+from typing import Any
+
+import pytest
+
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    PageHash,
+    PageHashWithGroupId,
+    PagePool,
+    PageTable,
+    RunningBatch,
+    SlidingWindowSpec,
+)
+from pagepool.errors import ArgumentError, IntegrityError
+
+NO_GROUP = NOT_FREE = -1
+TWIN = 1 << 30
+NUM_PAGES, NUM_SHARDS = 16, 4
+EQUAL_PAGES = (1, 2, 3, 8)
+
+
+class Record(ctypes.Structure):
+    """One page, as in the core."""
+
+    _fields_ = [
+        ("key_lo", c_uint64),
+        ("key_hi", c_uint64),
+        *((name, c_int32) for name in ("ref_cnt", "prev_free", "next_free", "group")),
+    ]
+
+
+class Slot(ctypes.Structure):
+    """One slot of the prefix index, as in the core."""
+
+    _fields_ = [("tag", c_uint32), ("page_id", c_int32)]
+
+
+class Links(ctypes.Structure):
+    """Places in a ring, as in the core."""
+
+    _fields_ = [("prev", c_int32), ("next", c_int32)]
+
+
+class PoolMemory(ctypes.Structure):
+    """The pool itself, as in the core."""
+
+    _fields_ = [
+        ("pages", POINTER(Record)),
+        ("slots", POINTER(Slot)),
+        ("twins", POINTER(Links)),
+        ("shard_links", POINTER(Links)),
+        ("shard_num_free", POINTER(c_int32)),
+        ("page_tokens", POINTER(c_int32)),
+        ("tokens_width", c_ssize_t),
+        ("multiplier", c_uint64),
+        ("mask", c_uint32),
+        ("home_shift", c_uint32),
+        *((name, c_int32) for name in ("num_pages", "num_free", "num_shards", "pages_per_shard", "num_keys")),
+    ]
+
+
+class GroupMemory(ctypes.Structure):
+    """What the rows of a batch hold in one cache group, as in the core."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("page_size", "window", "chunk", "id", "stride")),
+        ("held", POINTER(c_int32 * 3)),
+        ("page_ids", POINTER(c_int32)),
+    ]
+
+
+class BatchMemory(ctypes.Structure):
+    """The beginning of a running batch, as in the core."""
+
+    _fields_ = [
+        ("pool", c_void_p),
+        ("groups", POINTER(GroupMemory)),
+        *((name, c_ssize_t) for name in ("num_groups", "num_rows")),
+        *((name, c_int32) for name in ("max_num_tokens", "hash_page_size")),
+        *((name, c_uint64 * 2) for name in ("key", "extra_key")),
+        ("states", c_void_p),
+        ("stamp", c_uint32),
+    ]
+
+
+def memory_of(owner: object, struct: Any) -> Any:
+    """Return the struct that a compiled object begins with, behind the header and the pointer to its methods."""
+    return struct.from_address(id(owner) + object.__basicsize__ + ctypes.sizeof(c_void_p))
+
+
+def make_pool() -> tuple[PagePool, Any]:
+    """Return a pool with pages held and free, cached alone, with equals, and not at all, in shards, and its memory."""
+    pool = PagePool(NUM_PAGES, True)
+    pool.store.keep_token_ids(2)
+    pool.get_new_page_ids(0, dp_shard_hint=0, data_parallel_size=NUM_SHARDS)
+    pool.get_new_page_ids(7)
+    pool.touch_page_ids([6])
+    for page_id, value in (*((page_id, 5) for page_id in EQUAL_PAGES), (4, 6), (5, 7), (9, 8)):
+        pool.pages[page_id].page_hash = PageHashWithGroupId(PageHash(value, ()), value % 2)
+    pool.free_page_ids([3, 4])
+    memory = memory_of(pool.store, PoolMemory)
+    assert (memory.num_pages, memory.num_free, memory.num_shards) == (NUM_PAGES, pool.get_num_free_pages(), NUM_SHARDS)
+    assert [memory.pages[page_id].ref_cnt for page_id in range(NUM_PAGES)] == pool.ref_counts().tolist()
+    pool.check()
+    return pool, memory
+
+
+def fields_of(item: Any) -> list[tuple[Any, Any]]:
+    return [(item, name) for name, _ in item._fields_]
+
+
+def numbers_that_matter(memory: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each number as what it is an attribute or item of, and its name or index."""
+    for page_id in range(NUM_PAGES):
+        page = memory.pages[page_id]
+        is_cached, is_twin = page.group != NO_GROUP, page.group != NO_GROUP and page.group & TWIN
+        yield from fields_of(page)[0 if is_cached else 2 :]
+        yield from fields_of(memory.twins[page_id]) if is_twin else ()
+        yield from fields_of(memory.shard_links[page_id]) if page.next_free != NOT_FREE and page_id else ()
+    for shard in range(NUM_SHARDS):
+        yield from fields_of(memory.shard_links[NUM_PAGES + shard])
+        yield memory.shard_num_free, shard
+    for i in range(memory.mask + 1):
+        yield from fields_of(memory.slots[i])[0 if memory.slots[i].page_id else 1 :]
+    yield memory, "num_free"
+    yield memory, "num_keys"
+
+
+def read(number: tuple[Any, Any]) -> int:
+    owner, name = number
+    value: int = getattr(owner, name) if isinstance(name, str) else owner[name]
+    return value
+
+
+def write(number: tuple[Any, Any], value: int) -> None:
+    owner, name = number
+    if isinstance(name, str):
+        setattr(owner, name, value)
+    else:
+        owner[name] = value
+
+
+def can_be(number: tuple[Any, Any], value: int) -> bool:
+    """Whether nothing contradicts that value: nobody but the holders knows how many they are, the second half of a digest
+    stands only in its page, unless others are equal, and any page of a ring may have been its first.
+    """
+    (owner, name), old = number, read(number)
+    if ctypes.c_uint32(value).value == ctypes.c_uint32(old).value:
+        return True
+    if name == "ref_cnt":
+        return old > 0 and value > 0
+    if name == "key_hi":
+        return not owner.group & TWIN
+    return name == "page_id" and {old, value} <= set(EQUAL_PAGES)
+
+
+def test_each_number_that_is_overwritten_is_found() -> None:
+    pool, memory = make_pool()
+    values = [-(1 << 31), -2, -1, 0, 1, 2, 3, 7, 8, 9, NUM_PAGES - 1, NUM_PAGES, NUM_PAGES + 1, TWIN, TWIN + 1, (1 << 31) - 1]
+    for number, value in itertools.product(numbers_that_matter(memory), values):
+        if can_be(number, value):
+            continue
+        old = read(number)
+        write(number, value)
+        with pytest.raises(IntegrityError) as caught:
+            pool.check()
+        with pytest.raises(IntegrityError):
+            pool.snapshot()
+        assert "None" not in str(caught.value)
+        write(number, old)
+        pool.check()
+
+
+def test_a_page_is_named_with_all_its_numbers() -> None:
+    pool, memory = make_pool()
+    memory.pages[9].ref_cnt = 4
+    key = f"{8:#034x}"
+    expected = rf"^page 9 \(ref count 4, free-queue links 8 and 10, cached for group 0 under {key}\)"
+    with pytest.raises(IntegrityError, match=expected + r" is in the free queue with ref count 4, allowed: 0$"):
+        pool.check()
+
+
+def test_a_number_of_kept_tokens_that_cannot_be_is_found() -> None:
+    pool, memory = make_pool()
+    for num_tokens in (-1, 3, 1 << 30):
+        memory.page_tokens[4 * memory.tokens_width] = num_tokens
+        with pytest.raises(IntegrityError, match=f"^page 4 .* has {num_tokens} token ids, allowed: 0 to 2$"):
+            pool.check()
+
+
+def test_a_ring_that_was_cut_in_two_is_found() -> None:
+    """The index leads to the first page."""
+    pool, memory = make_pool()
+    for first, second in (EQUAL_PAGES[:2], EQUAL_PAGES[2:]):
+        memory.twins[first].prev = memory.twins[first].next = second
+        memory.twins[second].prev = memory.twins[second].next = first
+    with pytest.raises(IntegrityError, match=r"^page 3 .* is not among the pages of equal content of page 1$"):
+        pool.check()
+
+
+def test_two_pages_that_are_both_cached_alone_under_one_key_are_found() -> None:
+    pool, memory = make_pool()
+    memory.pages[9].key_lo, memory.pages[9].group = 6, 0
+    with pytest.raises(IntegrityError, match=r"prefix index, which is not its own|a look-up of its hash finds page 4"):
+        pool.check()
+
+
+def test_a_slot_that_no_lookup_comes_to_is_found() -> None:
+    """Its home slot is empty, and the slot before that one, which ends the longest way round, takes its place."""
+    pool, memory = make_pool()
+    slots = [memory.slots[i] for i in range(memory.mask + 1)]
+    taken = next(slot for slot in slots if slot.page_id == 9)
+    home = taken.tag >> memory.home_shift
+    place = next(i % len(slots) for i in range(home - 1, home - len(slots), -1) if not slots[i].page_id)
+    slots[place].tag, slots[place].page_id, taken.page_id = taken.tag, 9, 0
+    with pytest.raises(
+        IntegrityError, match=r"^page 9 .* is named by slot \d+ of the prefix index, where no look-up comes to$"
+    ):
+        pool.check()
+
+
+def test_a_free_queue_that_ends_early_is_found() -> None:
+    pool, memory = make_pool()
+    first = memory.pages[0].next_free
+    memory.pages[first].next_free = 0
+    memory.pages[0].prev_free = first
+    with pytest.raises(IntegrityError, match=f"^the free queue ends after 1 pages with page {first}, the pool counts "):
+        pool.check()
+
+
+def test_a_page_cached_without_prefix_caching_is_found() -> None:
+    pool = PagePool(8, False)
+    memory_of(pool.store, PoolMemory).pages[3].group = 0
+    with pytest.raises(IntegrityError, match=r"^1 pages are cached, allowed without prefix caching: none$"):
+        pool.check()
+
+
+# The running batch.
+
+
+def make_batch() -> tuple[RunningBatch, Any, Any]:
+    """Return a batch with a row of full attention and of a window that has left pages, and what its first group holds."""
+    options = {"num_kv_heads": 1, "head_size": 8, "dtype": "float16", "use_mla": False}
+    spec = SlidingWindowSpec(4, **options, sliding_window=5)
+    manager = CacheManager(32, [CacheGroupSpec(spec)], 64)
+    batch = RunningBatch(manager, PageTable(2, 16, 64))
+    batch.admit(0, list(range(20)))
+    batch.step([0], [1])
+    memory = memory_of(batch, BatchMemory)
+    assert (memory.num_groups, memory.num_rows, memory.groups[0].window) == (1, 2, 5)
+    batch.check()
+    return batch, memory.groups[0].held[0], memory.groups[0].page_ids
+
+
+def overwrite(array: Any, value: int) -> None:
+    """Overwrite the first value of an array that cannot be written."""
+    c_int32.from_address(array.__array_interface__["data"][0]).value = value
+
+
+@pytest.mark.parametrize(("num_tokens", "num_computed"), [(65, 20), (20, 21), (20, -1), (-1, -1)])
+def test_token_counts_that_cannot_be_are_found(num_tokens: int, num_computed: int) -> None:
+    batch, _, _ = make_batch()
+    overwrite(batch.num_tokens, num_tokens)
+    overwrite(batch.num_computed_tokens, num_computed)
+    with pytest.raises(
+        IntegrityError, match=f"^row 0 has {num_tokens} tokens, {num_computed} of them computed, allowed: at most 64$"
+    ):
+        batch.check()
+
+
+@pytest.mark.parametrize(("field", "value"), [(0, -1), (0, 4), (0, 17), (1, -1), (1, 7), (2, -1), (2, 7), (1, 3), (2, 3)])
+def test_page_counts_that_cannot_be_are_found(field: int, value: int) -> None:
+    batch, held, _ = make_batch()
+    held[field] = value
+    with pytest.raises(IntegrityError, match=r"^row 0"):
+        batch.check()
+
+
+def test_an_event_that_is_not_due_is_found() -> None:
+    batch, _, _ = make_batch()
+    events = c_int32.from_address(batch.num_tokens.__array_interface__["data"][0] + 8)
+    events.value += 1
+    with pytest.raises(
+        IntegrityError, match=f"^row 0: the next event is at {events.value} tokens, allowed: {events.value - 1}$"
+    ):
+        batch.check()
+
+
+def test_a_null_page_behind_others_is_found() -> None:
+    batch, held, page_ids = make_batch()
+    page_ids[held[0] - 1] = 0
+    with pytest.raises(IntegrityError, match=r"^row 0, group 0: the null page stands behind page \d+ \(at 5\)$"):
+        batch.check()
+
+
+def test_the_stamps_of_calls_start_anew() -> None:
+    """A row that a call names twice is told by the number of the call, which has 32 bits."""
+    batch, _, _ = make_batch()
+    batch.admit(1, [7] * 5)
+    memory = memory_of(batch, BatchMemory)
+    assert (memory.max_num_tokens, memory.hash_page_size) == (64, 4)
+    memory.stamp = (1 << 32) - 2
+    for _ in range(4):
+        batch.step([0, 1], [2, 3])
+        with pytest.raises(ArgumentError, match="got 1 twice"):
+            batch.step([1, 1], [4, 5])
+    assert memory.stamp == 7  # after 2**32 - 1 comes 1: 0 is the stamp of rows that no call has named
+    batch.check()
