@@ -3350,9 +3350,7 @@ cdef class PageStore:
         return None
 
     cdef str describe(self, int32_t page_id):
-        """A page with all its numbers. They are written as C numbers: formatting an int by a specification makes objects that may
-        set off a garbage collection.
-        """
+        """A page with all its numbers, all of them C's: to format a Python int may set off a garbage collection."""
         cdef Page *page = &self.pool.pages[page_id]
         entry = "not cached"
         if page.group != NO_GROUP:
