@@ -2683,9 +2683,12 @@ cdef class PageStore:
     def set_shards(self, num_shards) -> None:
         """Keep a free queue for each of `num_shards` equal id ranges from now on. O(free pages) when the number changes."""
         cdef int32_t n = <int32_t>size_of(num_shards, "data_parallel_size", 1, self.pool.num_pages)
+        cdef bint is_divided
         cdef Links *links
         cdef int32_t *counts
-        if n == self.pool.num_shards:
+        with self.lock:
+            is_divided = n == self.pool.num_shards
+        if is_divided:
             return
         self.check_fixed()
         if self.pool.num_pages % n:
