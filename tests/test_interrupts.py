@@ -1,19 +1,22 @@
 """`KeyboardInterrupt` in the middle of a call: nothing is lost, and the call can be made again.
 
-A signal is handled between two opcodes of a Python frame, never inside a native call. So one test interrupts calls at every
-opcode of the package's own frames in turn, and another by real signals, wherever they come.
+A signal is handled by CPython between two opcodes of a Python frame, never inside a native call: when a function begins, after a
+call, and before a loop's next round. So one test interrupts calls at each of these places in the package's own frames in turn, and
+another by real signals, wherever they come.
 """
 
 from __future__ import annotations
 
+import dis
 import itertools
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from random import Random
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -42,25 +45,35 @@ PACKAGE = str(Path(pagepool.__file__).parent)
 NUM_PAGES = 64
 
 
-class Interrupter:
-    """Raises KeyboardInterrupt before the opcode of that number in frames of the package."""
+@cache
+def find_places(code: CodeType) -> frozenset[int]:
+    """Offsets of the opcodes behind which signals are handled."""
+    names = ("RESUME", "CALL", "JUMP_BACKWARD")
+    return frozenset(opcode.offset for opcode in dis.get_instructions(code) if opcode.opname.startswith(names))
 
-    def __init__(self, opcode: int) -> None:
-        self.num_left = opcode
+
+class Interrupter:
+    """Raises KeyboardInterrupt at the place of that number in frames of the package."""
+
+    def __init__(self, place: int) -> None:
+        self.num_left = place
         self.is_done = False
+        self.last_offsets: dict[FrameType, int] = {}
 
     def trace(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         frame.f_trace_opcodes = True
-        self.num_left -= event == "opcode"
+        if event == "opcode":
+            self.num_left -= self.last_offsets.get(frame) in find_places(frame.f_code)
+            self.last_offsets[frame] = frame.f_lasti
         if self.num_left < 0 and not self.is_done:
             self.is_done = True
             raise KeyboardInterrupt
         return self.trace
 
     def interrupts(self, call: Callable[[], object]) -> bool:
-        """Whether the call has so many opcodes, and was interrupted."""
+        """Whether the call has so many places, and was interrupted."""
         previous = sys.gettrace()
         sys.settrace(self.trace)
         try:
@@ -73,10 +86,10 @@ class Interrupter:
 
 
 def interrupted_everywhere(make: Callable[[], Any], call: Callable[[Any], object]) -> Iterator[Any]:
-    """What `make` makes, after a call on it was interrupted at the first opcode, the second, and so on to the last."""
-    for opcode in itertools.count():
+    """What `make` makes, after a call on it was interrupted at the first place, the second, and so on to the last."""
+    for place in itertools.count():
         thing = make()
-        if not Interrupter(opcode).interrupts(lambda thing=thing: call(thing)):
+        if not Interrupter(place).interrupts(lambda thing=thing: call(thing)):
             return
         yield thing
 

@@ -169,6 +169,7 @@ class Failure:
 
     def fails(self, allocation: int, call: Callable[[], object]) -> bool:
         """Whether the call raised MemoryError, or one of the other errors by which CPython says that memory is short."""
+        gc.disable()  # a collection may call others, such as jax, who do not expect it
         self.testcapi.set_nomemory(allocation, allocation + 1)
         try:
             call()
@@ -180,6 +181,7 @@ class Failure:
             return True
         finally:
             self.testcapi.remove_mem_hooks()
+            gc.enable()
         return False
 
     def each(self, make: Callable[[], Any], call: Callable[[Any], object]) -> Iterator[Any]:
