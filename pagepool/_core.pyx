@@ -4794,12 +4794,15 @@ cdef class RunningRows:
             self.extra_key_bytes[target] = data
         self.let_go()
         if not is_right:
-            raise ArgumentError(
-                f"rows {source} and {target}: {'admitted' if batch.states[source].is_admitted else 'free'} and "
-                f"{'admitted' if batch.states[target].is_admitted else 'free'}, allowed: "
-                f"{'an admitted row and a free one' if is_move else 'rows that are not being admitted'}"
-            )
+            self.refuse_exchange(source, target, is_move)
         return 0
+
+    cdef int refuse_exchange(self, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1:
+        raise ArgumentError(
+            f"rows {source} and {target}: {'admitted' if self.batch.states[source].is_admitted else 'free'} and "
+            f"{'admitted' if self.batch.states[target].is_admitted else 'free'}, allowed: "
+            f"{'an admitted row and a free one' if is_move else 'rows that are not being admitted'}"
+        )
 
     # Admission.
 

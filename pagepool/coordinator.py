@@ -93,8 +93,8 @@ class CacheCoordinator(ABC):
         return tuple(PageIds() for _ in self.single_type_managers) if held is None else held.groups
 
     def get_all_held(self) -> list[HeldPages]:
-        """What all requests hold, in any group."""
-        return [group for held in self.requests.values() for group in held.groups]
+        """What all requests hold, in any group. Other threads may add requests meanwhile."""
+        return [group for held in list(self.requests.values()) for group in held.groups]
 
     def count_pages_to_allocate(self, held: RequestPages, num_tokens: int, hits: Sequence[PageIds]) -> list[int]:
         """New pages that each group needs so that `num_tokens` tokens have a slot, the hits being attached."""

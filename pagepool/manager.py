@@ -409,7 +409,8 @@ class CacheManager:
 
     def free_page_hashes(self, request: Request) -> None:
         """Forget the hashes of a request that is finished. Not for one that is preempted and will come back."""
-        self._hashes.pop(request.request_id, None)
+        with self._lock:
+            self._hashes.pop(request.request_id, None)
 
     # Looking.
 
