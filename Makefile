@@ -6,6 +6,8 @@ VENV ?= .venv
 DEV_VENV ?= .venv-dev
 EASYDEL_VENV ?= $(HOME)/.cache/pagepool/venv-easydel
 
+EXTRA ?= test
+
 SOURCES := $(wildcard *.py *.toml *.md LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name py.typed)
 # The installed wheel, never the source tree: neither the tests nor the processes they start see the working directory.
 RUN := PAGEPOOL_TEST_INSTALLED=1 PYTHONSAFEPATH=1
@@ -20,18 +22,18 @@ MAKEFLAGS += --no-print-directory
 demo: $(VENV)/with-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
 
-test: $(VENV)/with-test  ## all tests and doctests on the wheel
+test: $(VENV)/with-$(EXTRA)  ## all tests and doctests on the wheel
 	$(RUN) $(VENV)/bin/python -m pytest --doctest-modules --doctest-glob='*.md' $(PYTEST_ARGS) \
 	    --pyargs pagepool $(CURDIR)/tests $(addprefix $(CURDIR)/,$(wildcard README.md docs))
 
 debug:  ## the same on a build with bounds checks and asserts
 	PAGEPOOL_DEBUG=1 $(MAKE) test VENV=.venv-debug
 
-# jax aborts under AddressSanitizer as soon as it compiles something, so what runs on a device is left out.
+# jax aborts under AddressSanitizer as soon as it compiles something, so it is not installed, and what needs it left out.
 WITHOUT_JAX = $(foreach path,tests/test_device_table.py docs/page_table.md,--ignore=$(CURDIR)/$(path))
 
 sanitize:  ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
-	PAGEPOOL_SANITIZE=1 $(MAKE) test VENV=.venv-sanitize PYTEST_ARGS='$(WITHOUT_JAX) $(PYTEST_ARGS)' \
+	PAGEPOOL_SANITIZE=1 $(MAKE) test VENV=.venv-sanitize EXTRA=test-host PYTEST_ARGS='$(WITHOUT_JAX) $(PYTEST_ARGS)' \
 	    RUN='$(RUN) ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(LIBASAN)"'
 
 # Wheels only: some packages have none for these Pythons, and jax is left out.
