@@ -30,7 +30,8 @@ debug:  ## the same on a build with bounds checks and asserts
 	PAGEPOOL_DEBUG=1 $(MAKE) test VENV=.venv-debug
 
 # jax aborts under AddressSanitizer as soon as it compiles something, so it is not installed, and what needs it left out.
-WITHOUT_JAX = $(foreach path,tests/test_device_table.py docs/page_table.md,--ignore=$(CURDIR)/$(path))
+NEED_JAX = docs/page_table.md $(addprefix tests/,test_device_table.py devices.py many_devices.py two_processes.py)
+WITHOUT_JAX = $(foreach path,$(NEED_JAX),--ignore=$(CURDIR)/$(path))
 
 sanitize:  ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
 	PAGEPOOL_SANITIZE=1 $(MAKE) test VENV=.venv-sanitize EXTRA=test-host PYTEST_ARGS='$(WITHOUT_JAX) $(PYTEST_ARGS)' \
