@@ -77,15 +77,14 @@ fuzz:  ## calls of everything in the compiled core with arguments of any kind, f
 	    $(MAKE) $(VENV)/with-test && $(call FUZZ,$(VENV)); \
 	fi
 
-# Each line of the core calls the tracer, so operations are few, and ten million too many; and it runs Python inside the core,
-# under locks too, so that what calls back from there, or is a tracer itself, is left out.
-WITHOUT_REENTRY = --ignore=tests/test_interrupts.py --ignore=tests/test_fuzz.py \
-    --deselect=tests/test_memory.py::test_memory_does_not_grow \
+# Each line of the core calls the tracer, so operations are few. It runs Python inside the core, under locks and where memory is
+# short too: what calls back from there, lets allocations fail or is a tracer itself is left out.
+UNTRACED = $(foreach name,fuzz interrupts memory,--ignore=tests/test_$(name).py) \
     --deselect=tests/test_fuzz_regressions.py::test_finalizers_that_run_while_an_error_is_made
 
 coverage: export PAGEPOOL_TEST_OPERATIONS ?= 20000
 coverage: .venv-coverage/tree  ## lines and branches of the façade and lines of the core that no test runs: fails below 98 % and 95 %
-	cd $< && rm -f .coverage* && ../bin/coverage run -m pytest --doctest-modules --doctest-glob='*.md' $(WITHOUT_REENTRY) \
+	cd $< && rm -f .coverage* && ../bin/coverage run -m pytest --doctest-modules --doctest-glob='*.md' $(UNTRACED) \
 	    $(PYTEST_ARGS) pagepool tests docs README.md
 	cd $< && ../bin/coverage combine --quiet
 	cd $< && ../bin/coverage report --omit='*.pyx' --fail-under=98; facade=$$?; \
