@@ -6,6 +6,8 @@ VENV ?= .venv
 DEV_VENV ?= .venv-dev
 EASYDEL_VENV ?= $(HOME)/.cache/pagepool/venv-easydel
 
+EXTRA ?= test
+
 SOURCES := $(wildcard *.py *.toml *.md LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name py.typed)
 # The installed wheel, never the source tree: neither the tests nor the processes they start see the working directory.
 RUN := PAGEPOOL_TEST_INSTALLED=1 PYTHONSAFEPATH=1
@@ -20,18 +22,19 @@ MAKEFLAGS += --no-print-directory
 demo: $(VENV)/with-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
 
-test: $(VENV)/with-test  ## all tests and doctests on the wheel
+test: $(VENV)/with-$(EXTRA)  ## all tests and doctests on the wheel
 	$(RUN) $(VENV)/bin/python -m pytest --doctest-modules --doctest-glob='*.md' $(PYTEST_ARGS) \
 	    --pyargs pagepool $(CURDIR)/tests $(addprefix $(CURDIR)/,$(wildcard README.md docs))
 
 debug:  ## the same on a build with bounds checks and asserts
 	PAGEPOOL_DEBUG=1 $(MAKE) test VENV=.venv-debug
 
-# jax aborts under AddressSanitizer as soon as it compiles something, so what runs on a device is left out.
-WITHOUT_JAX = $(foreach path,tests/test_device_table.py docs/page_table.md,--ignore=$(CURDIR)/$(path))
+# jax aborts under AddressSanitizer as soon as it compiles something, so it is not installed, and what needs it left out.
+NEED_JAX = docs/page_table.md $(addprefix tests/,test_device_table.py devices.py many_devices.py two_processes.py)
+WITHOUT_JAX = $(foreach path,$(NEED_JAX),--ignore=$(CURDIR)/$(path))
 
 sanitize:  ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
-	PAGEPOOL_SANITIZE=1 $(MAKE) test VENV=.venv-sanitize PYTEST_ARGS='$(WITHOUT_JAX) $(PYTEST_ARGS)' \
+	PAGEPOOL_SANITIZE=1 $(MAKE) test VENV=.venv-sanitize EXTRA=test-host PYTEST_ARGS='$(WITHOUT_JAX) $(PYTEST_ARGS)' \
 	    RUN='$(RUN) ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(LIBASAN)"'
 
 # Wheels only: some packages have none for these Pythons, and jax is left out.
@@ -74,14 +77,14 @@ fuzz:  ## calls of everything in the compiled core with arguments of any kind, f
 	    $(MAKE) $(VENV)/with-test && $(call FUZZ,$(VENV)); \
 	fi
 
-# Each line of the core calls the tracer, so operations are few; and it runs Python inside the core, under locks too, so that
-# what calls back from there, or is a tracer itself, is left out.
-WITHOUT_REENTRY = --ignore=tests/test_interrupts.py --ignore=tests/test_fuzz.py \
+# Each line of the core calls the tracer, so operations are few. It runs Python inside the core, under locks and where memory is
+# short too: what calls back from there, lets allocations fail or is a tracer itself is left out.
+UNTRACED = $(foreach name,fuzz interrupts memory,--ignore=tests/test_$(name).py) \
     --deselect=tests/test_fuzz_regressions.py::test_finalizers_that_run_while_an_error_is_made
 
 coverage: export PAGEPOOL_TEST_OPERATIONS ?= 20000
 coverage: .venv-coverage/tree  ## lines and branches of the façade and lines of the core that no test runs: fails below 98 % and 95 %
-	cd $< && rm -f .coverage* && ../bin/coverage run -m pytest --doctest-modules --doctest-glob='*.md' $(WITHOUT_REENTRY) \
+	cd $< && rm -f .coverage* && ../bin/coverage run -m pytest --doctest-modules --doctest-glob='*.md' $(UNTRACED) \
 	    $(PYTEST_ARGS) pagepool tests docs README.md
 	cd $< && ../bin/coverage combine --quiet
 	cd $< && ../bin/coverage report --omit='*.pyx' --fail-under=98; facade=$$?; \

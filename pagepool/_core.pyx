@@ -3353,11 +3353,11 @@ cdef class PageStore:
         return None
 
     cdef str describe(self, int32_t page_id):
-        """A page with all its numbers."""
+        """A page with all its numbers, all of them C's: to format a Python int may set off a garbage collection."""
         cdef Page *page = &self.pool.pages[page_id]
         entry = "not cached"
         if page.group != NO_GROUP:
-            entry = f"cached for group {page.group & ~TWIN} under {int_of_digest(digest_of(page)):#034x}"
+            entry = f"cached for group {page.group & ~TWIN} under 0x{page.key_hi:016x}{page.key_lo:016x}"
         return f"page {page_id} (ref count {page.ref_cnt}, free-queue links {page.prev_free} and {page.next_free}, {entry})"
 
     cdef str find_flaw_in_records(self):
@@ -4043,6 +4043,7 @@ cdef class TableRows:
     def clear_rows(self) -> None:
         """Empty all rows, and count them as sent: the device copy is to be made anew. O(pages in the table)."""
         cdef Py_ssize_t row
+        self.check_made()
         with self.lock:
             for row in range(self.rows.num_rows):
                 clear_one(&self.rows, row)

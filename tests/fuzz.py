@@ -78,7 +78,7 @@ class Fuzzer:
         seconds = time.monotonic() - self.start
         calls = self.counts.total()
         print(f"{calls:,} boundary calls in {self.num_inputs:,} inputs, {seconds:.0f} s, {calls / seconds:,.0f} a second")
-        print(f"{len(self.counts)} of {len(ENTRIES)} entries called, {len(self.successes)} with success; no finding")
+        print(f"{len(self.counts)} of {len(ENTRIES)} entries called, {len(self.successes)} with success")
 
     def missed(self) -> list[str]:
         """What was never called, or never with success though that is possible."""
@@ -122,6 +122,16 @@ def main() -> None:
     warnings.simplefilter("ignore")
     limit_memory()
     fuzzer = Fuzzer(note, options.seconds)
+    try:
+        run(fuzzer, options)
+    finally:
+        fuzzer.report()
+    if options.require_all and fuzzer.missed():
+        sys.exit(f"never called, or never with success: {', '.join(fuzzer.missed())}")
+
+
+def run(fuzzer: Fuzzer, options: argparse.Namespace) -> None:
+    """Run files, or new inputs."""
     if options.inputs:
         for path in options.inputs:
             fuzzer.run(path.read_bytes())
@@ -129,9 +139,6 @@ def main() -> None:
         fuzz_with_coverage(fuzzer, options)
     else:
         fuzzer.run_seeds(options.seed, options.num_inputs)
-    fuzzer.report()
-    if options.require_all and fuzzer.missed():
-        sys.exit(f"never called, or never with success: {', '.join(fuzzer.missed())}")
 
 
 def fuzz_with_coverage(fuzzer: Fuzzer, options: argparse.Namespace) -> None:

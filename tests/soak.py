@@ -8,6 +8,7 @@ the end of a round nobody holds a page and nothing is kept for a request. Reside
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import logging
 import os
@@ -32,6 +33,7 @@ import pagepool
 from pagepool.replay import SimulatedRequest, TraceRecord, generate_chats, make_requests, read_trace
 
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
+LIBC = ctypes.CDLL(None)
 STATM = Path("/proc/self/statm")
 MIB = 1 << 20
 MAX_GROWTH_MIB = 16
@@ -217,8 +219,10 @@ def require_empty(engine: Engine) -> None:
 
 
 def read_resident_mib() -> float:
-    """Return the resident memory of this process; 0 where /proc does not tell."""
+    """Return the resident memory of this process, without what malloc keeps for later; 0 where /proc does not tell."""
     gc.collect()
+    if hasattr(LIBC, "malloc_trim"):
+        LIBC.malloc_trim(0)
     return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / MIB if STATM.exists() else 0.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -846,6 +847,15 @@ def test_no_features_are_no_features(offset: int) -> None:
     ]
     assert hits == [0, 8, 8]
     assert manager.get_computed_pages(request)[1] == 8
+
+
+def test_a_batch_is_not_pickled_and_a_result_not_made() -> None:
+    batch = InUse().batch
+    with pytest.raises(TypeError, match="a running batch cannot be pickled"):
+        pickle.dumps(batch)
+    with pytest.raises(TypeError, match="a StepResult is what RunningBatch returns"):
+        StepResult()
+    assert repr(batch.grow([2], 3)) == f"StepResult(num_grown=1, new_page_ids={batch.get_page_ids(2)[0][1:]})"
 
 
 def test_a_batch_that_was_not_made_is_refused() -> None:

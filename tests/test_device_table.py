@@ -30,7 +30,7 @@ from table_model import SHAPES, make_grouped_work, make_work, slots_in_numpy  # 
 import pagepool  # noqa: E402
 from pagepool import MultiGroupPageTable, PageTable, device_table  # noqa: E402
 from pagepool._core import pack_dirty_windows  # noqa: E402
-from pagepool.errors import ArgumentError  # noqa: E402
+from pagepool.errors import ArgumentError, IntegrityError  # noqa: E402
 
 enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 GROUPS = [[16], [16, 16], [16, 1, 7]]
@@ -307,6 +307,43 @@ def test_after_a_failed_upload_all_is_sent_again(monkeypatch: pytest.MonkeyPatch
             table.commit(64)
     assert table.page_table is array
     assert read(table.commit(64)).sum() == 3
+
+
+def test_after_a_failed_clear_all_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = PageTable(64, 640, 64)
+    table.append_row([1], 0)
+    table.commit(64)
+
+    def broken(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PageTable, "clear_rows", broken)
+        with pytest.raises(KeyboardInterrupt):
+            table.clear()
+    assert table.count_dirty_windows(0, 64) == 64 * 10
+    assert read(table.commit(64)).sum() == 1
+    table.clear()
+    assert read(table.commit(64)).sum() == 0
+
+
+def test_check_finds_what_the_device_does_not_have() -> None:
+    table = PageTable(8, 100, 64)
+    table.append_row([1, 2], 3)
+    table.check()
+    table.commit(8)
+    table.append_row([4], 3)
+    table.check()  # not sent yet
+    table.commit(8)
+    table.page_table_cpu[3, 1] = 9
+    with pytest.raises(IntegrityError, match=r"^row 3, column 1: the device has another page, which counts as sent$"):
+        table.check()
+    table.mark_dirty([3])
+    table.check()
+    table.commit(8)
+    table.check()
+    with pytest.raises(ArgumentError, match="device_table: got 8 x 99, allowed: 8 x 100"):
+        table.find_unsent(np.zeros((8, 99), dtype=np.int32))
 
 
 def test_a_table_that_the_user_deleted_is_made_anew() -> None:

@@ -121,7 +121,12 @@ def test_a_table_whose_constructor_failed_is_refused() -> None:
     table = TableRows.__new__(TableRows)
     with pytest.raises(ArgumentError):
         table.__init__(2**20, 2**20)  # type: ignore[misc]
-    for call in (table.copy_aligned, lambda: pack_dirty_windows((table,), 0, 1), lambda: GroupedRows([table])):
+    for call in (
+        table.copy_aligned,
+        table.clear_rows,
+        lambda: pack_dirty_windows((table,), 0, 1),
+        lambda: GroupedRows([table]),
+    ):
         with pytest.raises(ArgumentError):
             call()
 
@@ -299,6 +304,11 @@ refuse(store.append, [3])
 store.set_ref_count(3, 1)
 refuse(store.take, 2)
 refuse(store.check)
+store.set_ref_count(3, 0)
+store.enter(5, 9, 0)
+store.set_ref_count(5, 1)
+refuse(store.check)
+refuse(store.save)
 """
 
 

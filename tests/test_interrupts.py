@@ -1,7 +1,8 @@
 """`KeyboardInterrupt` in the middle of a call: nothing is lost, and the call can be made again.
 
-A signal is handled between two opcodes of a Python frame, never inside a native call. So one test interrupts calls at every
-opcode of the package's own frames in turn, but for the few where none is, and another by real signals, wherever they come.
+A signal is handled between two opcodes of a Python frame, never inside a native call: when a function begins, after a call, and
+before the next round of a loop. So one test interrupts calls at each of these places in the package's own frames in turn, and
+another by real signals, wherever they come.
 """
 
 from __future__ import annotations
@@ -46,39 +47,46 @@ NUM_PAGES = 64
 
 
 @cache
-def find_deaf_offsets(code: CodeType) -> frozenset[int]:
-    """Offsets at which CPython looks for no signal, and an exception would leave a `with` block without unlocking: those of
-    opcodes that do nothing, and from the end of a block to the call of ``__exit__``, which gets None three times.
-    """
-    instructions = list(dis.get_instructions(code))
-    offsets = {x.offset for x in instructions if x.opname == "NOP"}
-    for i in range(len(instructions) - 3):
-        if all(x.opname == "LOAD_CONST" and x.argval is None for x in instructions[i : i + 3]):
-            start = next(j for j in range(i - 1, -1, -1) if instructions[j].opname not in ("SWAP", "NOP")) + 1
-            stop = next(j for j in range(i + 3, len(instructions)) if instructions[j].opname not in ("PRECALL", "CALL"))
-            offsets |= {x.offset for x in instructions[start:stop]}
-    return frozenset(offsets)
+def find_places(code: CodeType) -> frozenset[int]:
+    """Offsets of the opcodes behind which signals are handled."""
+    names = ("RESUME", "CALL", "JUMP_BACKWARD")
+    return frozenset(opcode.offset for opcode in dis.get_instructions(code) if opcode.opname.startswith(names))
+
+
+@cache
+def find_handler(code: CodeType, offset: int) -> int | None:
+    """Where an exception that the opcode at an offset raises is handled."""
+    entries = dis.Bytecode(code).exception_entries  # type: ignore[attr-defined]
+    return next((entry.target for entry in entries if entry.start <= offset < entry.end), None)
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt before the opcode of that number in frames of the package."""
+    """Raises KeyboardInterrupt at the place of that number in frames of the package."""
 
-    def __init__(self, opcode: int) -> None:
-        self.num_left = opcode
+    def __init__(self, place: int) -> None:
+        self.num_left = place
         self.is_done = False
+        self.last_offsets: dict[FrameType, int] = {}
 
     def trace(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         frame.f_trace_opcodes = True
-        self.num_left -= event == "opcode" and frame.f_lasti not in find_deaf_offsets(frame.f_code)
+        if event == "opcode":
+            self.num_left -= self.is_place(frame)
+            self.last_offsets[frame] = frame.f_lasti
         if self.num_left < 0 and not self.is_done:
             self.is_done = True
             raise KeyboardInterrupt
         return self.trace
 
+    def is_place(self, frame: FrameType) -> bool:
+        """Whether the opcode before was one, and an exception here is handled as if that had raised it."""
+        code, last_offset = frame.f_code, self.last_offsets.get(frame, -1)
+        return last_offset in find_places(code) and find_handler(code, last_offset) == find_handler(code, frame.f_lasti)
+
     def interrupts(self, call: Callable[[], object]) -> bool:
-        """Whether the call has so many opcodes, and was interrupted."""
+        """Whether the call has so many places, and was interrupted."""
         previous = sys.gettrace()
         sys.settrace(self.trace)
         try:
@@ -91,10 +99,10 @@ class Interrupter:
 
 
 def interrupted_everywhere(make: Callable[[], Any], call: Callable[[Any], object]) -> Iterator[Any]:
-    """What `make` makes, after a call on it was interrupted at the first opcode, the second, and so on to the last."""
-    for opcode in itertools.count():
+    """What `make` makes, after a call on it was interrupted at the first place, the second, and so on to the last."""
+    for place in itertools.count():
         thing = make()
-        if not Interrupter(opcode).interrupts(lambda thing=thing: call(thing)):
+        if not Interrupter(place).interrupts(lambda thing=thing: call(thing)):
             return
         yield thing
 

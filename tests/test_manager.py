@@ -364,6 +364,25 @@ def test_groups_of_any_kinds_and_page_sizes_agree_on_one_prefix():
     manager.page_pool.check()
 
 
+def test_a_kind_looks_again_when_another_shortens_the_hit():
+    """The wide window lacks the last page, so three are left; the narrow one has the fourth and the second, not the third."""
+    manager = make_manager(sliding(5), sliding(9))
+    admit(manager, "a", range(17))
+    narrow, wide = manager.get_page_ids("a")
+    manager.page_pool.evict_pages([narrow[2], wide[3]])
+    hits, num_hit_tokens = manager.get_computed_pages(EngineRequest("b", list(range(17))))
+    assert num_hit_tokens == 8
+    assert hits.get_page_ids() == ([0, narrow[1]], wide[:2])
+
+
+def test_a_hit_of_one_token_is_looked_at_again_too():
+    manager = make_manager(sliding(2, 1), sliding(3, 1))
+    admit(manager, "a", range(4))
+    narrow, wide = manager.get_page_ids("a")
+    manager.page_pool.evict_pages([*narrow[:2], *wide[1:3]])
+    assert manager.get_computed_pages(EngineRequest("b", list(range(4))))[1] == 0
+
+
 def test_eagle_drops_one_page_of_each_kind_and_no_more():
     """Looking again after another kind shortened the hit must not drop again, or long prefixes shrink to nothing."""
     manager = make_manager(full(), sliding(6), sliding(9), use_eagle=True)

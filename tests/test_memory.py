@@ -169,7 +169,7 @@ class Failure:
 
     def fails(self, allocation: int, call: Callable[[], object]) -> bool:
         """Whether the call raised MemoryError, or one of the other errors by which CPython says that memory is short."""
-        gc.disable()  # whose callbacks, jax's among them, would be what fails
+        gc.disable()  # a collection may call others, such as jax, who do not expect it
         self.testcapi.set_nomemory(allocation, allocation + 1)
         try:
             call()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Iterator
-from ctypes import POINTER, c_int32, c_ssize_t, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_int32, c_ssize_t, c_uint8, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from pagepool import (
     CacheGroupSpec,
     CacheManager,
+    EngineRequest,
     PageHash,
     PageHashWithGroupId,
     PagePool,
@@ -64,7 +65,7 @@ class PoolMemory(ctypes.Structure):
         ("multiplier", c_uint64),
         ("mask", c_uint32),
         ("home_shift", c_uint32),
-        *((name, c_int32) for name in ("num_pages", "num_free", "num_shards", "pages_per_shard", "num_keys")),
+        *((name, c_int32) for name in ("num_pages", "num_free", "num_shards", "pages_per_shard", "num_keys", "num_held_free")),
     ]
 
 
@@ -89,6 +90,22 @@ class BatchMemory(ctypes.Structure):
         *((name, c_uint64 * 2) for name in ("key", "extra_key")),
         ("states", c_void_p),
         ("stamp", c_uint32),
+    ]
+
+
+class HeldMemory(ctypes.Structure):
+    """What a request holds in one cache group, as in the core."""
+
+    _fields_ = [("ids", POINTER(c_int32)), *((name, c_ssize_t) for name in ("num", "capacity", "num_cached", "num_skipped"))]
+
+
+class TableMemory(ctypes.Structure):
+    """The beginning of a page table, as in the core."""
+
+    _fields_ = [
+        *((name, POINTER(c_int32)) for name in ("table", "num_pages", "extent")),
+        *((name, POINTER(c_uint8)) for name in ("is_dirty", "is_row_dirty")),
+        *((name, c_ssize_t) for name in ("num_rows", "num_columns", "num_windows")),
     ]
 
 
@@ -133,6 +150,7 @@ def numbers_that_matter(memory: Any) -> Iterator[tuple[Any, Any]]:
         yield from fields_of(memory.slots[i])[0 if memory.slots[i].page_id else 1 :]
     yield memory, "num_free"
     yield memory, "num_keys"
+    yield memory, "num_held_free"
 
 
 def read(number: tuple[Any, Any]) -> int:
@@ -295,11 +313,73 @@ def test_an_event_that_is_not_due_is_found() -> None:
         batch.check()
 
 
+def test_a_page_outside_the_pool_is_found() -> None:
+    batch, _, page_ids = make_batch()
+    page_ids[5] = 32
+    with pytest.raises(IntegrityError, match=r"^row 0, group 0: page 32 \(at 5\), allowed: 0 to 31$"):
+        batch.check()
+
+
+@pytest.mark.parametrize("num_hashed", [-1, 6])
+def test_a_number_of_hashed_pages_that_cannot_be_is_found(num_hashed: int) -> None:
+    batch, _, _ = make_batch()
+    c_int32.from_address(batch.num_tokens.__array_interface__["data"][0] + 20).value = num_hashed
+    with pytest.raises(IntegrityError, match=rf"^row 0: {num_hashed} pages are hashed, otherwise than its 21 tokens would be$"):
+        batch.check()
+
+
 def test_a_null_page_behind_others_is_found() -> None:
     batch, held, page_ids = make_batch()
     page_ids[held[0] - 1] = 0
     with pytest.raises(IntegrityError, match=r"^row 0, group 0: the null page stands behind page \d+ \(at 5\)$"):
         batch.check()
+
+
+# Requests and tables.
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_cached", -1, "a request has 3 pages, 1 skipped, -1 cached"),
+        ("num_cached", 4, "a request has 3 pages, 1 skipped, 4 cached"),
+        ("num_skipped", 4, "a request has 3 pages, 4 skipped, 3 cached"),
+        ("num_skipped", 2, "a request has page 2 (at 1, 2 skipped)"),
+    ],
+)
+def test_what_a_request_cannot_hold_is_found(field: str, value: int, message: str) -> None:
+    spec = SlidingWindowSpec(4, num_kv_heads=1, head_size=8, dtype="float16", use_mla=False, sliding_window=5)
+    manager = CacheManager(32, [CacheGroupSpec(spec)], 64)
+    request = EngineRequest("a", list(range(12)))
+    for num_computed_tokens in (0, 8):
+        request.num_computed_tokens = num_computed_tokens
+        manager.allocate_slots(request, 8 - num_computed_tokens // 2)
+    manager.check()
+    [held] = manager.coordinator.get_pages("a")
+    memory = memory_of(held, HeldMemory)
+    assert (memory.num, memory.num_cached, memory.num_skipped, memory.ids[1]) == (3, 3, 1, 2)
+    setattr(memory, field, value)
+    with pytest.raises(IntegrityError) as caught:
+        manager.check()
+    assert str(caught.value) == message
+    memory.num_cached, memory.num_skipped, memory.ids[2] = 3, 1, 32
+    with pytest.raises(IntegrityError, match=r"^a request has page 32 \(at 2, 1 skipped\)$"):
+        manager.check()
+    memory.ids[2] = 3
+    manager.check()
+
+
+def test_a_row_that_is_not_marked_is_found() -> None:
+    table = PageTable(4, 200, 64)
+    table.append_row([1, 2], 3)
+    memory = memory_of(table, TableMemory)
+    assert (memory.num_rows, memory.num_columns, memory.num_windows) == (4, 200, 4)
+    memory.is_row_dirty[3] = 0
+    with pytest.raises(IntegrityError, match=r"^row 3 has 1 windows to be sent, and is not marked$"):
+        table.check()
+
+
+# What only a run of years reaches.
 
 
 def test_the_stamps_of_calls_start_anew() -> None:

@@ -50,6 +50,30 @@ def state_of(tables: Any) -> list[Any]:
     ]
 
 
+# Checks.
+
+
+DAMAGE = {
+    "row 1 has 9 pages, reaches to 2 of 8 columns": lambda table: table.num_pages_per_row.__setitem__(1, 9),
+    "row 1 has -1 pages, reaches to 2 of 8 columns": lambda table: table.num_pages_per_row.__setitem__(1, -1),
+    "row 1: page -5 (at 1), allowed: at least 0": lambda table: table.page_table_cpu.__setitem__((1, 1), -5),
+    "row 1: page 3 (at 7) behind the row's reach, 2; no mark_dirty?": lambda table: table.page_table_cpu.__setitem__((1, 7), 3),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGE)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_check_finds_what_was_written_into_a_table(grouped: bool, message: str) -> None:
+    tables = MultiGroupPageTable(4, 128, 64, [64, 16]) if grouped else make_table()
+    table = tables.page_tables[1] if isinstance(tables, MultiGroupPageTable) else tables
+    table.append_row([6, 7], 1)
+    tables.check()
+    DAMAGE[message](table)
+    with pytest.raises(IntegrityError) as caught:
+        tables.check()
+    assert str(caught.value) == message
+
+
 # Rows against the model.
 
 
