@@ -247,6 +247,7 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     RowState *states
     uint32_t stamp            # this call
     int32_t *checked_rows     # the rows of this call
+    Py_ssize_t num_ascending  # so many of them `copy_ascending` found right, and nobody wrote since
     int32_t *due_rows         # where in this call stand those for which more than counting is due
     Link links[NUM_ENTRIES]
     Py_ssize_t num_links      # that wait to be hashed
@@ -1441,6 +1442,7 @@ cdef inline bint claim_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nog
 cdef inline uint32_t start_call(Batch *batch) noexcept nogil:
     """Forget which rows were seen; returns the stamp of those that will be."""
     cdef Py_ssize_t row
+    batch.num_ascending = 0
     batch.stamp += 1
     if batch.stamp == 0:
         for row in range(batch.num_rows):
@@ -1465,12 +1467,18 @@ cdef bint copy_ascending(Batch *batch, const int32_t *rows, Py_ssize_t n) noexce
     cdef const int32_t *copied = batch.checked_rows
     cdef int32_t signs = 0
     cdef Py_ssize_t i
+    if n <= batch.num_ascending and memcmp(copied, rows, n * sizeof(int32_t)) == 0:  # as in the step before
+        return True
+    batch.num_ascending = 0
     if n > batch.num_rows:
         return False
     memcpy(batch.checked_rows, rows, n * sizeof(int32_t))
     for i in range(1, n if GUARDS else 1):  # several at once, for there is no way out
         signs |= copied[i] | <int32_t>(<uint32_t>copied[i] - <uint32_t>copied[i - 1] - 1)
-    return not GUARDS or (signs >= 0 and copied[0] >= 0 and copied[n - 1] < batch.num_rows)
+    if GUARDS and (signs < 0 or copied[0] < 0 or copied[n - 1] >= batch.num_rows):
+        return False
+    batch.num_ascending = n
+    return True
 
 
 cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, bint is_step, bint is_ascending) noexcept nogil:
@@ -1482,7 +1490,8 @@ cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, bint is_step, 
     cdef Py_ssize_t i
     cdef int32_t row, known, computed, num_room_tokens
     cdef int32_t num_new = 1, num_ahead = 0, max_num_tokens = batch.max_num_tokens
-    cdef uint32_t stamp = start_call(batch), num_rows = <uint32_t>batch.num_rows
+    cdef uint32_t stamp = 0 if is_ascending else start_call(batch)
+    cdef uint32_t num_rows = <uint32_t>batch.num_rows
     for i in range(growth.num_rows):
         row = batch.checked_rows[i] if is_ascending else growth.rows[i]
         if not is_ascending:
