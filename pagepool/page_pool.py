@@ -188,8 +188,18 @@ class PagePool:
         self.enable_caching = store.enable_caching
         self.pages = Pages(self.store)
         self.free_page_queue = FreeCachePageQueue.of_store(self.store)
-        self.null_page = self.pages[0]
-        self.cached_page_hash_to_page = CachedPages(self)
+
+    # Made when they are asked for: a pool that nobody looked into has no cycle, and is gone as soon as it is dropped.
+
+    @property
+    def null_page(self) -> CachePage:
+        """Page 0, which stands for no page."""
+        return self.store.page(0)
+
+    @property
+    def cached_page_hash_to_page(self) -> CachedPages:
+        """The prefix index, a live view."""
+        return CachedPages(self)
 
     # Saving.
 
