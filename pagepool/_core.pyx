@@ -1551,8 +1551,6 @@ cdef Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
             break
     enter_waiting(batch)
     uncount(batch, growth, num_grown, growth.num_rows)
-    if num_grown < growth.num_rows:
-        plan_next_event(batch, batch.checked_rows[num_grown])
     return num_grown
 
 
@@ -5062,7 +5060,7 @@ cdef class RunningRows:
         if state.is_admitted:
             plan_next_event(batch, row)
         planned, state.next_event = state.next_event, event
-        if not state.is_admitted <= event <= planned:  # of tokens that came and went an earlier one may be left
+        if not state.is_admitted <= event <= planned:  # an early one is left by tokens that went, and by a row without room
             return f"row {row}: the next event is at {event} tokens, allowed: {int(state.is_admitted)} to {planned}"
         if state.is_admitted and batch.hash_page_size and not self.has_right_digests(row):
             return f"row {row}: {state.num_hashed} pages are hashed, otherwise than its {state.num_tokens} tokens would be"
