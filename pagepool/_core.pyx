@@ -109,6 +109,7 @@ cdef enum:
     NULL_PAGE = 0
     NOT_FREE = -1             # links of a page outside the free queue
     NO_GROUP = -1             # group of a page without a prefix entry
+    NOT_NEW = -1              # links of a page that is not to be reported
     TWIN = 1 << 30            # flag in Page.group: other pages have the same content
     MAX_GROUP = (1 << 30) - 1
     MAX_PAGES = 1 << 30
@@ -142,6 +143,42 @@ cdef struct Digest:
 cdef struct Range:            # half-open range of page ids that may hit
     int32_t start
     int32_t stop
+
+cdef struct Origin:           # how a cached page came to be
+    Digest parent             # the page's before it in its request
+    int32_t page              # place in the request; 0: no parent
+    int32_t context           # what else its hash is of, as `hold_context` has it; 0: nothing
+
+cdef struct Run:              # cached pages that follow one another in a request, to report
+    Origin origin             # of the first
+    int32_t group
+    int32_t num_pages
+    int32_t num_tokens        # that were kept of them
+    int32_t _
+
+cdef struct Report:           # of cached pages
+    Digest *keys
+    Run *runs
+    int32_t *token_ids
+    Py_ssize_t num_pages
+    Py_ssize_t num_runs
+    Py_ssize_t num_tokens
+
+cdef struct Removal:          # an entry that went, to report
+    Digest key
+    int32_t group
+    int32_t _
+
+cdef struct Journal:          # what came into the prefix index and went since somebody asked; pages are not NULL where anybody does
+    Origin *origins           # [num_pages] of cached pages
+    Links *new                # [num_pages] ring of the first pages of keys that are new, closed by the null page; NOT_NEW: outside
+    Removal *removed          # [num_pages] keys that are gone and were there when somebody asked last
+    int32_t *context_refs     # [num_contexts] pages and rows with that context
+    Py_ssize_t num_contexts
+    int32_t num_new
+    int32_t num_removed
+    uint8_t is_cleared        # all entries went at once, and no key but the new ones is left
+    uint8_t is_disordered     # a new key went again: children may stand before their parents
 
 cdef struct Rows:
     int32_t *table            # [num_rows, num_columns] page ids
@@ -185,6 +222,7 @@ cdef struct Pool:
     int64_t num_dropped       # prefix entries
     int64_t num_queried       # tokens
     int64_t num_hit
+    Journal journal
 
 
 cdef struct Rules:            # which pages a cache group needs
@@ -234,6 +272,9 @@ cdef struct Entry:            # a page to enter in the prefix index
     int32_t num_tokens
     int32_t page_id
     int32_t group
+    int32_t stride            # hashes of a page
+    int32_t page              # place in the row
+    int32_t context
 
 cdef struct Batch:            # rows that run together; values by row are [num_rows]
     Pool *pool
@@ -258,6 +299,7 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     Digest *digests           # [num_rows, digests_stride]
     Py_ssize_t digests_stride
     ExtraKey **extra_keys     # NULL for most
+    int32_t *contexts         # as `hold_context` has them; 0 for most
     bint skips_pages          # whether pages of any group fall out of a window
 
 cdef struct Amounts:          # a number for each row; stride 0: the same for all
@@ -587,6 +629,53 @@ cdef inline void enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     pool.num_keys += 1
 
 
+cdef void free_journal(Journal *journal) noexcept:
+    free(journal.origins)
+    free(journal.new)
+    free(journal.removed)
+    free(journal.context_refs)
+
+
+cdef inline bint is_journaled(const Pool *pool) noexcept nogil:
+    return pool.journal.origins != NULL
+
+
+cdef inline void note_entry(Pool *pool, int32_t page_id, Origin origin) noexcept nogil:
+    """Of a page that was entered just now."""
+    cdef Journal *journal = &pool.journal
+    if not is_journaled(pool):
+        return
+    journal.origins[page_id] = origin
+    journal.context_refs[origin.context] += 1
+    if not pool.pages[page_id].group & TWIN:
+        link_after(journal.new, journal.new[NULL_PAGE].prev, page_id)
+        journal.num_new += 1
+
+
+cdef void forget_new(Pool *pool, int32_t page_id) noexcept nogil:
+    unlink(pool.journal.new, page_id)
+    pool.journal.new[page_id] = Links(NOT_NEW, NOT_NEW)
+    pool.journal.num_new -= 1
+
+
+cdef void note_drop(Pool *pool, int32_t page_id) noexcept nogil:
+    """Of a page whose entry is about to go. Of a new key nobody needs to hear; one that other pages have too stays."""
+    cdef Journal *journal = &pool.journal
+    cdef Page *page = &pool.pages[page_id]
+    cdef bint is_new = journal.new[page_id].next != NOT_NEW
+    journal.context_refs[journal.origins[page_id].context] -= 1
+    if page.group & TWIN:
+        if is_new:
+            link_after(journal.new, page_id, pool.twins[page_id].next)
+            journal.num_new += 1
+    elif not is_new:
+        journal.removed[journal.num_removed] = Removal(digest_of(page), page.group, 0)
+        journal.num_removed += 1
+    if is_new:
+        forget_new(pool, page_id)
+        journal.is_disordered = 1
+
+
 cdef void join_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
     """Put `page_id` at the end of the ring that begins with `first`."""
     if not pool.pages[first].group & TWIN:
@@ -597,8 +686,65 @@ cdef void join_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
     pool.pages[page_id].group |= TWIN
 
 
+cdef inline bint continues(const Pool *pool, const Report *report, int32_t page_id) noexcept nogil:
+    """Whether a page follows in its request on the one that was reported last."""
+    cdef const Origin *origin = &pool.journal.origins[page_id]
+    cdef const Run *run = &report.runs[report.num_runs - 1]
+    return (
+        report.num_runs > 0
+        and origin.page == run.origin.page + run.num_pages
+        and (pool.pages[page_id].group & ~TWIN) == run.group
+        and origin.context == run.origin.context
+        and memcmp(&origin.parent, &report.keys[report.num_pages - 1], sizeof(Digest)) == 0
+    )
+
+
+cdef void report_page(const Pool *pool, int32_t page_id, Report *report) noexcept nogil:
+    """Report a cached page."""
+    cdef const int32_t *kept = pool.page_tokens + page_id * pool.tokens_width
+    cdef int32_t num_tokens = kept[0] if pool.tokens_width else 0
+    if not continues(pool, report, page_id):
+        report.runs[report.num_runs] = Run(pool.journal.origins[page_id], pool.pages[page_id].group & ~TWIN, 0, 0, 0)
+        report.num_runs += 1
+    memcpy(report.token_ids + report.num_tokens, kept + 1, num_tokens * sizeof(int32_t))
+    report.keys[report.num_pages] = digest_of(&pool.pages[page_id])
+    report.runs[report.num_runs - 1].num_pages += 1
+    report.runs[report.num_runs - 1].num_tokens += num_tokens
+    report.num_tokens += num_tokens
+    report.num_pages += 1
+
+
+cdef void report_new(Pool *pool, Report *report) noexcept nogil:
+    """Report the new keys, which are new no longer."""
+    cdef Links *new = pool.journal.new
+    cdef int32_t following, page_id = new[NULL_PAGE].next
+    while page_id != NULL_PAGE:
+        report_page(pool, page_id, report)
+        following = new[page_id].next
+        new[page_id] = Links(NOT_NEW, NOT_NEW)
+        page_id = following
+    new[NULL_PAGE] = Links(NULL_PAGE, NULL_PAGE)
+    pool.journal.num_new = 0
+
+
+cdef void report_all(Pool *pool, Report *report) noexcept nogil:
+    """Report each key of the index, by the page cached first under it."""
+    cdef Page *page
+    cdef int32_t page_id
+    for page_id in range(1, pool.num_pages):
+        page = &pool.pages[page_id]
+        if page.group != NO_GROUP and find(pool, digest_of(page), page.group & ~TWIN) == page_id:
+            report_page(pool, page_id, report)
+
+
+cdef inline Origin origin_of(const Digest *chain, Py_ssize_t i, Py_ssize_t stride, int32_t context) noexcept nogil:
+    """Of page `i` of a request, whose pages have `stride` digests each."""
+    return Origin(chain[i * stride - 1] if i else Digest(0, 0), <int32_t>i, context)
+
+
 cdef Py_ssize_t enter_all(
-    Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop, const Digest *chain, Py_ssize_t stride, int32_t group
+    Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop, const Digest *chain, Py_ssize_t stride, int32_t group,
+    int32_t context,
 ) noexcept nogil:
     """Enter pages ``ids[start:stop]``, null pages passed over. Returns -1, or, with nothing changed, the index of one that
     has an entry already.
@@ -614,6 +760,7 @@ cdef Py_ssize_t enter_all(
                     pool.num_cached -= 1
             return i
         enter(pool, ids[i], chain[(i + 1) * stride - 1], group)
+        note_entry(pool, ids[i], origin_of(chain, i, stride, context))
     return -1
 
 
@@ -654,6 +801,8 @@ cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
     cdef int32_t group = page.group & ~TWIN
     cdef uint32_t i = slot_holding(pool, page_id, tag_of(pool, page.key_lo, group))
     assert 0 < page_id < pool.num_pages and page.group != NO_GROUP
+    if is_journaled(pool):
+        note_drop(pool, page_id)
     if page.group & TWIN:
         leave_twins(pool, page_id, i)
     else:
@@ -1315,6 +1464,7 @@ cdef void enter_waiting(Batch *batch) noexcept nogil:
     index, likely far away, are all fetched before the first is read.
     """
     cdef const Entry *entry
+    cdef const Digest *chain
     cdef Py_ssize_t i
     hash_waiting(batch)
     for i in range(batch.num_entries):
@@ -1323,6 +1473,9 @@ cdef void enter_waiting(Batch *batch) noexcept nogil:
         entry = &batch.entries[i]
         if batch.pool.pages[entry.page_id].group == NO_GROUP:
             enter(batch.pool, entry.page_id, entry.key[0], entry.group)
+            if is_journaled(batch.pool):
+                chain = entry.key - (entry.page + 1) * entry.stride + 1
+                note_entry(batch.pool, entry.page_id, origin_of(chain, entry.page, entry.stride, entry.context))
             keep_tokens(batch.pool, entry.page_id, entry.tokens, entry.num_tokens)
     batch.num_entries = 0
 
@@ -1361,6 +1514,9 @@ cdef void enter_full_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens) noe
                         size,
                         page_id,
                         group.id,
+                        group.stride,
+                        held.num_cached,
+                        batch.contexts[row],
                     ),
                 )
             held.num_cached += 1
@@ -1744,6 +1900,7 @@ cdef void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second) noexc
         )
     batch.states[first], batch.states[second] = batch.states[second], batch.states[first]
     batch.extra_keys[first], batch.extra_keys[second] = batch.extra_keys[second], batch.extra_keys[first]
+    batch.contexts[first], batch.contexts[second] = batch.contexts[second], batch.contexts[first]
     for g in range(batch.num_groups):
         group = &batch.groups[g]
         n = max(group.held[first].num_pages, group.held[second].num_pages)
@@ -2172,6 +2329,7 @@ cdef class HashChain:
     cdef Py_ssize_t capacity
     cdef readonly Py_ssize_t page_size
     cdef PageIds token_ids    # None: not kept
+    cdef int32_t context      # of pages that are entered, as `PageStore.hold_context` has it
     cdef cython.pymutex lock
 
     def __cinit__(self, page_size, bytes key not None, bint keep_token_ids=False):
@@ -2183,6 +2341,12 @@ cdef class HashChain:
 
     def __dealloc__(self):
         free(self.digests)
+
+    def set_context(self, context) -> None:
+        """Let pages that are entered with these hashes have a context: see `PageStore.hold_context`. 0: none."""
+        cdef Py_ssize_t checked = size_of(context, "context")
+        with self.lock:
+            self.context = <int32_t>checked
 
     def __reduce__(self):
         raise TypeError("a HashChain holds a secret key and cannot be pickled")
@@ -2352,6 +2516,44 @@ cdef class _FoundIds(PageIds):
         )
 
 
+cdef object RUN = np.dtype([
+    ("parent", "u8", 2),
+    ("page", "i4"),
+    ("context", "i4"),
+    ("group", "i4"),
+    ("num_pages", "i4"),
+    ("num_tokens", "i4"),
+    ("_", "i4"),
+])
+cdef object REMOVAL = np.dtype([("key", "u8", 2), ("group", "i4"), ("_", "i4")])
+
+
+cdef class _Report:
+    """Room for a report of `capacity` pages, of which `tokens_width` tokens are kept at most."""
+
+    cdef Report report
+    cdef Py_ssize_t capacity
+    cdef object keys
+    cdef object runs
+    cdef object token_ids
+
+    def __init__(self, Py_ssize_t capacity, Py_ssize_t tokens_width):
+        cdef uint64_t[:, ::1] keys
+        cdef uint8_t[::1] runs
+        cdef int32_t[::1] token_ids
+        self.capacity = capacity
+        self.keys = keys = np.empty((capacity + 1, 2), np.uint64)
+        self.runs = np.empty(capacity + 1, RUN)
+        self.token_ids = token_ids = np.empty((capacity + 1) * (tokens_width + 1), np.int32)
+        runs = self.runs.view(np.uint8)
+        self.report = Report(<Digest *>&keys[0, 0], <Run *>&runs[0], &token_ids[0], 0, 0, 0)
+
+    cdef tuple arrays(self):
+        return (
+            self.keys[: self.report.num_pages], self.runs[: self.report.num_runs], self.token_ids[: self.report.num_tokens]
+        )
+
+
 cdef class PageStore:
     """The records of one pool, its free queue and its prefix index. `pagepool.PagePool` is the door for users.
 
@@ -2389,6 +2591,7 @@ cdef class PageStore:
         free(self.pool.shard_links)
         free(self.pool.shard_num_free)
         free(self.pool.page_tokens)
+        free_journal(&self.pool.journal)
 
     def __reduce__(self):
         raise TypeError("a page store cannot be pickled")
@@ -2693,7 +2896,7 @@ cdef class PageStore:
     cdef int check_fixed(self) except -1:
         """The store of a queue grows, and arrays beside its records do not."""
         if not self.is_pool:
-            raise ArgumentError("the store of a queue has no shards, and keeps no token ids")
+            raise ArgumentError("the store of a queue has no shards, keeps no token ids and no journal")
         return 0
 
     def set_shards(self, num_shards) -> None:
@@ -2908,6 +3111,7 @@ cdef class PageStore:
             is_cached = self.pool.pages[checked].group != NO_GROUP
             if not is_cached:
                 enter(&self.pool, checked, digest, checked_group)
+                note_entry(&self.pool, checked, Origin(Digest(0, 0), 0, 0))
                 keep_tokens(&self.pool, checked, NULL, 0)
         if is_cached:
             raise PageHashError(f"page {checked} has a hash already")
@@ -2932,6 +3136,9 @@ cdef class PageStore:
             for i in range(1, self.pool.num_pages if num_held == 0 else 1):
                 if self.pool.pages[i].group != NO_GROUP:
                     drop(&self.pool, i)
+            if num_held == 0 and is_journaled(&self.pool):
+                self.pool.journal.num_removed = 0
+                self.pool.journal.is_cleared = 1
         return num_held
 
     def key_of(self, page_id):
@@ -2973,6 +3180,148 @@ cdef class PageStore:
             self.pool.page_tokens = page_tokens
             self.pool.tokens_width = num_values
 
+    # The journal: what came into the prefix index and went, for those who are told of it.
+
+    def start_journal(self) -> None:
+        """Note from now on which keys come and go, and where cached pages stand in their requests. 52 bytes a page.
+
+        ArgumentError where pages are cached already, of which that is not known. Nothing where it is done already.
+        """
+        cdef Journal journal = Journal(NULL, NULL, NULL, NULL, 1, 0, 0, 0, 0)
+        cdef Py_ssize_t i, n = self.pool.num_pages
+        cdef bint is_first = False
+        cdef int32_t num_keys = 0
+        self.check_fixed()
+        journal.origins = <Origin *>calloc(n, sizeof(Origin))
+        journal.new = <Links *>calloc(n, sizeof(Links))
+        journal.removed = <Removal *>calloc(n, sizeof(Removal))
+        journal.context_refs = <int32_t *>calloc(1, sizeof(int32_t))
+        has_room = journal.origins and journal.new and journal.removed and journal.context_refs
+        for i in range(1, n if has_room else 0):
+            journal.new[i] = Links(NOT_NEW, NOT_NEW)
+        if has_room:
+            with self.lock:
+                num_keys = self.pool.num_keys
+                is_first = not is_journaled(&self.pool) and num_keys == 0
+                if is_first:
+                    self.pool.journal = journal
+        if not is_first:
+            free_journal(&journal)
+        if not has_room:
+            raise MemoryError(f"the journal of {n} pages")
+        if not is_first and not is_journaled(&self.pool):
+            raise ArgumentError(f"{num_keys} prefixes are cached already, allowed: none")
+
+    @property
+    def num_unreported(self) -> int:
+        """Keys that went, and nobody took the changes since."""
+        return self.read(&self.pool.journal.num_removed)
+
+    cdef int check_journaled(self) except -1:
+        if not is_journaled(&self.pool):
+            raise ArgumentError("no journal was started")
+        return 0
+
+    def hold_context(self, context) -> None:
+        """One reference more to a context, a small positive int that stands for what pages are hashed with besides tokens."""
+        cdef Py_ssize_t i, checked = size_of(context, "context", 1)
+        cdef Py_ssize_t num_contexts = max(checked + 1, 2 * self.pool.journal.num_contexts)
+        cdef int32_t *context_refs
+        cdef bint has_room = True
+        self.check_journaled()
+        with self.lock:
+            if checked >= self.pool.journal.num_contexts:
+                context_refs = <int32_t *>realloc(self.pool.journal.context_refs, num_contexts * sizeof(int32_t))
+                has_room = context_refs != NULL
+                if has_room:
+                    for i in range(self.pool.journal.num_contexts, num_contexts):
+                        context_refs[i] = 0
+                    self.pool.journal.context_refs = context_refs
+                    self.pool.journal.num_contexts = num_contexts
+            if has_room:
+                self.pool.journal.context_refs[checked] += 1
+        if not has_room:
+            raise MemoryError(f"{num_contexts} contexts")
+
+    cdef int32_t checked_context(self, object context) except -1:
+        """A context as a number; 0 is none."""
+        cdef Py_ssize_t checked = size_of(context, "context")
+        if checked and checked >= self.pool.journal.num_contexts:
+            raise ArgumentError(f"context: got {context}, allowed: 0, and those that were held")
+        return <int32_t>checked
+
+    def release_context(self, context) -> None:
+        """One reference less; 0 stands for no context. ArgumentError where there is none."""
+        cdef Py_ssize_t checked = size_of(context, "context")
+        cdef bint is_held
+        if checked == 0:
+            return
+        with self.lock:
+            is_held = checked < self.pool.journal.num_contexts and self.pool.journal.context_refs[checked] > 0
+            if is_held:
+                self.pool.journal.context_refs[checked] -= 1
+        if not is_held:
+            raise ArgumentError(f"context: got {context}, allowed: one that is held")
+
+    def held_contexts(self) -> set:
+        """The contexts with references. O(contexts)."""
+        cdef PageIds ids = PageIds.__new__(PageIds)
+        cdef Py_ssize_t i
+        cdef bint has_room
+        with self.lock:
+            has_room = ids.has_room_for(self.pool.journal.num_contexts)
+            for i in range(1, self.pool.journal.num_contexts if has_room else 0):
+                if self.pool.journal.context_refs[i]:
+                    ids.ids[ids.num] = <int32_t>i
+                    ids.num += 1
+        if not has_room:
+            raise MemoryError("the contexts of the pages")
+        return set(ids.to_list())
+
+    def take_changes(self) -> tuple:
+        """What changed in the index since this was called last: whether all went at once before, the keys that went, those that
+        came, as `list_entries` has them, and whether a run may stand before that of its parent. Of a key that came and went
+        nothing is told.
+
+        ``(bool, REMOVAL[removed], (uint64[keys, 2], RUN[runs], int32[tokens]), bool)``. O(changes).
+        """
+        cdef Journal *journal = &self.pool.journal
+        cdef _Report report
+        cdef uint8_t[::1] removed_bytes
+        cdef Py_ssize_t num_removed = 0
+        cdef bint fits = False, is_cleared = False, is_disordered = False
+        self.check_journaled()
+        while not fits:
+            report = _Report(self.read(&journal.num_new), self.pool.tokens_width)
+            removed = np.empty(self.read(&journal.num_removed) + 1, REMOVAL)  # one more: no memoryview is empty
+            removed_bytes = removed.view(np.uint8)
+            with self.lock:
+                fits = journal.num_new <= report.capacity
+                fits = fits and journal.num_removed * <Py_ssize_t>sizeof(Removal) < removed_bytes.shape[0]
+                if fits:
+                    num_removed = journal.num_removed
+                    memcpy(&removed_bytes[0], journal.removed, num_removed * sizeof(Removal))
+                    report_new(&self.pool, &report.report)
+                    is_cleared, is_disordered = journal.is_cleared, journal.is_disordered
+                    journal.num_removed = 0
+                    journal.is_cleared = journal.is_disordered = 0
+        return is_cleared, removed[:num_removed], report.arrays(), is_disordered
+
+    def list_entries(self) -> tuple:
+        """All keys of the index, in no particular order, where their pages stand, as runs of pages that follow one another in a
+        request, and the tokens of these: ``(uint64[keys, 2], RUN[runs], int32[tokens])``. Changes nothing. O(num_pages).
+        """
+        cdef _Report report
+        cdef bint fits = False
+        self.check_journaled()
+        while not fits:
+            report = _Report(self.read(&self.pool.num_keys), self.pool.tokens_width)
+            with self.lock:
+                fits = self.pool.num_keys <= report.capacity
+                if fits:
+                    report_all(&self.pool, &report.report)
+        return report.arrays()
+
     cdef tuple token_ids_of(self, int32_t page_id):
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef const int32_t *tokens
@@ -3009,6 +3358,7 @@ cdef class PageStore:
         cdef Py_ssize_t first = size_of(start, "num_cached_pages", 0, last)
         cdef int32_t checked_group = group_of(group)
         cdef Py_ssize_t num_tokens = num_hashes * chain.page_size
+        cdef int32_t context
         if last > first and not self.enable_caching:
             raise PageHashError("prefix caching is off")
         if self.pool.page_tokens != NULL and num_tokens >= self.pool.tokens_width:
@@ -3016,7 +3366,8 @@ cdef class PageStore:
             raise ArgumentError(f"page size: got {num_tokens} tokens, allowed: {kept}, as many as are kept")
         with chain.lock, self.lock:
             last = min(last, chain.num // num_hashes)  # a chain that was lent is empty afterwards
-            bad = enter_all(&self.pool, ids.ids, first, last, chain.digests, num_hashes, checked_group)
+            context = chain.context if chain.context < self.pool.journal.num_contexts else 0
+            bad = enter_all(&self.pool, ids.ids, first, last, chain.digests, num_hashes, checked_group, context)
             for i in range(first, last if bad < 0 else first):
                 self.copy_tokens(ids.ids[i], chain, i * num_tokens, num_tokens)
         if bad >= 0:
@@ -3350,6 +3701,7 @@ cdef class PageStore:
             or self.find_flaw_in_shards()
             or self.find_flaw_in_slots()
             or self.find_flaw_in_entries()
+            or self.find_flaw_in_journal()
         )
 
     cdef str find_flaw_in_holders(self, int32_t *counts, list groups):
@@ -3490,6 +3842,29 @@ cdef class PageStore:
                     return flaw
         if num_cached != list_cached(&self.pool, NULL):
             return self.find_lost_twin()
+        return None
+
+    cdef str find_flaw_in_journal(self):
+        """Each new key is in the ring once, by a page that has it."""
+        cdef Journal *journal = &self.pool.journal
+        cdef int32_t page_id = journal.new[NULL_PAGE].next if is_journaled(&self.pool) else NULL_PAGE
+        cdef int32_t previous = NULL_PAGE
+        cdef int32_t i, count = 0
+        for i in range(1, self.pool.num_pages if is_journaled(&self.pool) else 1):
+            count += journal.new[i].next != NOT_NEW
+            if self.pool.pages[i].group == NO_GROUP and journal.new[i].next != NOT_NEW:
+                return f"{self.describe(i)} is in the journal as new"
+            if self.pool.pages[i].group != NO_GROUP and not 0 <= journal.origins[i].context < journal.num_contexts:
+                return f"{self.describe(i)} has context {journal.origins[i].context}, allowed: 0 to {journal.num_contexts - 1}"
+        if count != journal.num_new or not 0 <= journal.num_removed < self.pool.num_pages:
+            return f"{count} new and {journal.num_removed} gone keys are in the journal, which counts {journal.num_new} new ones"
+        while page_id != NULL_PAGE and count:
+            if not 0 < page_id < self.pool.num_pages or journal.new[page_id].prev != previous:
+                return f"page {page_id} follows page {previous} in the journal"
+            count -= 1
+            previous, page_id = page_id, journal.new[page_id].next
+        if count or page_id != NULL_PAGE:
+            return f"page {previous} ends the journal of {journal.num_new} new keys"
         return None
 
     cdef str find_flaw_in_entry(self, int32_t page_id):
@@ -4453,6 +4828,7 @@ cdef class RunningRows:
         for row in range(self.batch.num_rows):
             free(self.batch.extra_keys[row])
         free(self.batch.extra_keys)
+        free(self.batch.contexts)
         free(self.batch.groups)
 
     def __reduce__(self):
@@ -4513,7 +4889,8 @@ cdef class RunningRows:
         self.batch.digests = <Digest *>self.new_buffer(n, self.batch.digests_stride * (sizeof(Digest) // sizeof(int32_t)))
         self.extra_key_bytes = [None] * n
         self.batch.extra_keys = <ExtraKey **>calloc(n, sizeof(ExtraKey *))
-        if self.batch.extra_keys == NULL:
+        self.batch.contexts = <int32_t *>calloc(n, sizeof(int32_t))
+        if self.batch.extra_keys == NULL or self.batch.contexts == NULL:
             raise MemoryError(f"{n} rows")
         return 0
 
@@ -4768,17 +5145,23 @@ cdef class RunningRows:
                 bad = give_back(&self.store.pool, ids.ids, ids.num, False)
         if bad < 0:
             for i in range(num_rows):
+                self.forget_context(self.batch.checked_rows[i])
                 self.forget_extra_keys(self.batch.checked_rows[i])
                 empty_row(&self.batch, self.batch.checked_rows[i])
         return bad
 
     cdef void forget_extra_keys(self, Py_ssize_t row) noexcept:
-        """Of a row that gets free. Its hashes stay for the next request, unless keys are in them."""
+        """Of a row that gets free, and holds no context. Its hashes stay for the next request, unless keys are in them."""
         if self.batch.extra_keys[row] != NULL:
             self.batch.states[row].num_hashed = 0
         free(self.batch.extra_keys[row])
         self.batch.extra_keys[row] = NULL
         self.extra_key_bytes[row] = None
+
+    cdef void forget_context(self, Py_ssize_t row) noexcept:
+        if self.batch.contexts[row]:
+            self.store.pool.journal.context_refs[self.batch.contexts[row]] -= 1
+        self.batch.contexts[row] = 0
 
     cdef Py_ssize_t checked_row(self, object row) except -1:
         self.check_made()
@@ -4822,10 +5205,12 @@ cdef class RunningRows:
 
     # Admission.
 
-    def admit_row(self, row, token_ids, num_tokens, max_num_new_tokens, extra_keys, find_hits, shard, num_reserved_pages):
+    def admit_row(
+        self, row, token_ids, num_tokens, max_num_new_tokens, extra_keys, find_hits, shard, num_reserved_pages, context=0
+    ):
         """Start a free row: see `RunningBatch.admit`. `extra_keys` are ``(page, bytes)`` of the hash pages that have any, in
         order; `find_hits` maps a `HashChain` and the number of known tokens to page ids for each group and the tokens that they
-        hold; None: take no hits.
+        hold; None: take no hits. A reference to `context` becomes the row's, where it is admitted.
         """
         cdef Py_ssize_t checked = self.checked_row(row)
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
@@ -4833,6 +5218,7 @@ cdef class RunningRows:
         cdef Py_ssize_t num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         cdef Py_ssize_t num_wanted, max_num_new
         cdef list keys = checked_extra_keys(extra_keys)
+        cdef int32_t checked_context = self.store.checked_context(context)
         if num_known == 0:
             raise ArgumentError("token_ids: got none, allowed: at least 1")
         if num_known > self.batch.max_num_tokens:
@@ -4843,7 +5229,7 @@ cdef class RunningRows:
         is_admitted = False
         try:
             self.set_contents(checked, tokens, num_known, keys)
-            num_hits = self.attach(checked, num_known, num_wanted, max_num_new, find_hits, shard, num_reserved)
+            num_hits = self.attach(checked, num_known, num_wanted, max_num_new, find_hits, shard, num_reserved, checked_context)
             is_admitted = num_hits is not None
         finally:
             if not is_admitted:
@@ -4903,6 +5289,7 @@ cdef class RunningRows:
         object find_hits,
         object shard,
         Py_ssize_t num_reserved,
+        int32_t context,
     ):
         """Look the row's prefix up, and take its pages: the tokens that were hit; None, and nothing taken, if too few are free.
         """
@@ -4927,6 +5314,7 @@ cdef class RunningRows:
             row, hits, num_free_hits, <int32_t>num_wanted, num_reserved, &held_free
         )
         if has_room and held_free == NULL_PAGE:
+            self.batch.contexts[row] = context
             self.fill_row(row, hits, <int32_t>num_known, <int32_t>num_wanted)
             self.batch.states[row].num_hits = num_hits
         self.let_go()

@@ -12,6 +12,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
@@ -154,8 +155,9 @@ def encode_extra_keys(extra_keys: ExtraKeys | None) -> bytes:
     return b"" if extra_keys is None else repr(extra_keys).encode()
 
 
+@dataclass(frozen=True, slots=True)
 class RequestExtraKeys:
-    """The extra keys of one request's pages.
+    """The extra keys of one request's pages. `features` are ``(start, end, modality, content hash)`` with half-open token ranges.
 
     A ``cache_salt`` and a ``lora_id`` enter the first page; each multimodal feature enters the pages that it overlaps. The
     chain carries them to every later page. A feature is any object with ``mm_hash`` (or ``identifier``) and a position
@@ -163,12 +165,8 @@ class RequestExtraKeys:
     first page. A request that says ``has_vision`` and names no feature shares pages with itself alone.
     """
 
-    __slots__ = ("_features", "_first_page_keys")
-
-    def __init__(self, first_page_keys: ExtraKeys, features: tuple[tuple[int, int, Any, Any], ...]) -> None:
-        """`features` are ``(start, end, modality, content hash)`` with half-open token ranges."""
-        self._first_page_keys = first_page_keys
-        self._features = features
+    first_page_keys: ExtraKeys
+    features: tuple[tuple[int, int, Any, Any], ...]
 
     @classmethod
     def of(cls, request: Any) -> "RequestExtraKeys | None":
@@ -185,10 +183,10 @@ class RequestExtraKeys:
         """Keys of the page with tokens ``[start, end)``, or None. Offsets are relative to the page."""
         keys = [
             ("mm", modality, content_hash, feature_start - start, feature_end - feature_start)
-            for feature_start, feature_end, modality, content_hash in self._features
+            for feature_start, feature_end, modality, content_hash in self.features
             if feature_start < end and start < feature_end
         ]
-        first: Iterable[tuple[Any, ...]] = self._first_page_keys if start == 0 else ()
+        first: Iterable[tuple[Any, ...]] = self.first_page_keys if start == 0 else ()
         return (*first, *keys) or None
 
     def find_keyed_page(self, start_page: int, page_size: int) -> tuple[int | None, ExtraKeys | None]:
@@ -198,8 +196,8 @@ class RequestExtraKeys:
 
     def find_next_page(self, start: int, page_size: int) -> int | None:
         """Index of the first page at or after token `start` (a page boundary) that has keys, or None."""
-        pages = [max(start, begin) // page_size for begin, end, _, _ in self._features if end > start]
-        if start == 0 and self._first_page_keys:
+        pages = [max(start, begin) // page_size for begin, end, _, _ in self.features if end > start]
+        if start == 0 and self.first_page_keys:
             return 0
         return min(pages, default=None)
 

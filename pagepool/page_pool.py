@@ -412,16 +412,20 @@ class PagePool:
             raise ArgumentError(f"num_full_pages: got {num_full_pages}, more than there are pages")
         missing = _hash_missing_pages(request, page_hashes, num_full_pages, page_size)
         new_hashes = [*page_hashes, *missing][num_cached_pages:num_full_pages]
+        parents = page_hashes[num_cached_pages - 1 : num_cached_pages] if num_cached_pages else []
         chain = HashChain(page_size, bytes(16))
-        for page_hash in new_hashes:
+        for page_hash in (*parents, *new_hashes):
             chain.append_key(self.store.names.key_of(page_hash))
-        self.store.enter_pages(ids, chain, 0, len(ids), 1, group_id)
+        ids = PageIds.joined((PageIds([0] * len(parents)), ids))
+        self.store.enter_pages(ids, chain, len(parents), len(ids), 1, group_id)
         page_hashes.extend(missing)
         self.forget_evicted_names()
 
     def forget_evicted_names(self) -> None:
-        """Drop the hash objects of evicted pages, once there are more of them than the pool could need. Amortised O(1)."""
-        if len(self.store.names) > 2 * self.num_pages + 1024:
+        """Drop the hash objects of evicted pages, once there are more of them than the pool could need, and nobody waits to be
+        told that they went. Amortised O(1).
+        """
+        if len(self.store.names) > 2 * self.num_pages + 1024 and not self.store.num_unreported:
             found = map(self.store.key_of, self.store.first_cached_ids().to_list())
             self.store.names.keep_only(key_and_group[0] for key_and_group in found if key_and_group)
 

@@ -33,22 +33,27 @@ class RequestHashes:
     these are not simply the keys.
     """
 
-    __slots__ = ("_extra_keys", "chain", "page_hashes", "request")
+    __slots__ = ("chain", "extra_keys", "page_hashes", "request")
 
     def __init__(self, request: Request, chain: HashChain) -> None:
         """No page is hashed yet."""
         self.request = request
         self.chain = chain
         self.page_hashes: list[PageHash] = []
-        self._extra_keys = RequestExtraKeys.of(request)
+        self.extra_keys = RequestExtraKeys.of(request)
 
     def find_keyed_page(self, start_page: int, page_size: int) -> tuple[int | None, ExtraKeys | None]:
         """The next page from `start_page` on that has extra keys, and the keys; None where there is none."""
-        return (None, None) if self._extra_keys is None else self._extra_keys.find_keyed_page(start_page, page_size)
+        return (None, None) if self.extra_keys is None else self.extra_keys.find_keyed_page(start_page, page_size)
 
 
 class PageHasher(ABC):
-    """One way to hash pages of `page_size` tokens. Made once for a manager."""
+    """One way to hash pages of `page_size` tokens. Made once for a manager.
+
+    ``num_hash_bytes`` are those of a hash value; of longer ones, which a callable may return, the lowest ones are told.
+    """
+
+    num_hash_bytes = 8
 
     def __init__(self, page_size: int, hash_seed: int | str | bytes | None, keep_token_ids: bool) -> None:
         """See `CacheManager` for the seed and the tokens."""
@@ -105,6 +110,8 @@ class PageHasher(ABC):
 class SipHasher(PageHasher):
     """SipHash-2-4-128 in the compiled core: the key of the index is the hash. 30 ns a page of 16 tokens."""
 
+    num_hash_bytes = 16
+
     @property
     def native_key(self) -> bytes | None:
         """The key of the chain."""
@@ -136,6 +143,8 @@ class PythonHasher(PageHasher):
 
 class Sha256Hasher(PythonHasher):
     """SHA-256 in one of its two forms. The key of the index is the first half of the digest, the hash value all of it."""
+
+    num_hash_bytes = 32
 
     def __init__(
         self,

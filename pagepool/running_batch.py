@@ -115,21 +115,29 @@ class RunningBatch(RunningRows):
             return hits, num_hit_tokens
 
         shard, _ = pool.find_shard(hint, size) or (None, 0)
-        extra_keys = self._list_extra_keys(cache_salt, lora_id, mm_features)
+        keys = _make_extra_keys(cache_salt, lora_id, mm_features)
         finder = find_hits if look_up else None
-        return self.admit_row(row, token_ids, num_tokens, max_num_new_tokens, extra_keys, finder, shard, num_reserved_pages)
-
-    def _list_extra_keys(
-        self, cache_salt: str | None, lora_id: int | str | None, mm_features: Sequence[Any] | None
-    ) -> list[tuple[int, bytes]]:
-        """The pages whose hash is made of more than tokens, and what else enters it."""
-        if cache_salt is None and lora_id is None and mm_features is None:
-            return []
+        source, num_hit_tokens = self._manager.event_source, None
+        context = 0 if source is None else source.contexts.hold(keys)
         try:
-            features = tuple(mm_features or ())
-        except (TypeError, ValueError):
-            raise ArgumentTypeError(f"mm_features: got {type(mm_features).__name__}, allowed: a sequence, or None") from None
-        keys = RequestExtraKeys.of(SimpleNamespace(cache_salt=cache_salt, lora_id=lora_id, mm_features=features))
+            num_hit_tokens = self.admit_row(
+                row,
+                token_ids,
+                num_tokens,
+                max_num_new_tokens,
+                self._list_keyed(keys),
+                finder,
+                shard,
+                num_reserved_pages,
+                context,
+            )
+        finally:
+            if context and num_hit_tokens is None:
+                pool.store.release_context(context)
+        return num_hit_tokens
+
+    def _list_keyed(self, keys: RequestExtraKeys | None) -> list[tuple[int, bytes]]:
+        """The pages whose hash is made of more than tokens, and what else enters it."""
         if keys is None or not self._hash_page_size:
             return []
         keyed = []
@@ -146,6 +154,18 @@ class RunningBatch(RunningRows):
         """
         self.check_rows(self._manager.coordinator.get_all_held())
         self._manager.page_pool.check()
+
+
+def _make_extra_keys(
+    cache_salt: str | None, lora_id: int | str | None, mm_features: Sequence[Any] | None
+) -> RequestExtraKeys | None:
+    if cache_salt is None and lora_id is None and mm_features is None:
+        return None
+    try:
+        features = tuple(mm_features or ())
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(f"mm_features: got {type(mm_features).__name__}, allowed: a sequence, or None") from None
+    return RequestExtraKeys.of(SimpleNamespace(cache_salt=cache_salt, lora_id=lora_id, mm_features=features))
 
 
 def _tables_of(page_table: PageTable | MultiGroupPageTable, manager: CacheManager) -> tuple[PageTable, ...]:

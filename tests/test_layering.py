@@ -25,6 +25,7 @@ ORDER = [
     "request_hashes",
     "snapshot",
     "page_pool",
+    "events",
     "attention",
     "coordinator",
     "manager",
@@ -35,7 +36,7 @@ ORDER = [
     "__init__",
     "__main__",
 ]
-OPTIONAL = {"jax", "click", "rich", "cbor2", "hypothesis"}
+OPTIONAL = {"msgspec", "zmq", "jax", "click", "rich", "cbor2", "hypothesis"}
 FILES = [*PYTHON_FILES, CORE]
 CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +(\w+)|c?import +([\w.]+))", re.MULTILINE)
 
