@@ -30,7 +30,7 @@ from pagepool.hashing import (
     init_none_hash,
 )
 from pagepool.manager import CacheManager, CachePages, PrefixProbe
-from pagepool.page_pool import CachePage, FreeCachePageQueue, PagePool, PagePoolStats, PageProbe
+from pagepool.page_pool import CachePage, FreeCachePageQueue, PagePool, PageProbe
 from pagepool.page_table import MultiGroupPageTable, PageTable, device_slot_mapping
 from pagepool.request import EngineRequest, EngineRequestStatus, Request
 from pagepool.running_batch import RunningBatch, StepResult
@@ -51,6 +51,7 @@ from pagepool.specs import (
     pages_per_dp_shard,
     usable_pages_count,
 )
+from pagepool.stats import CacheStats, PagePoolStats, QueryCounts, TimeHistogram
 
 __all__ = [
     "NONE_HASH",
@@ -63,6 +64,7 @@ __all__ = [
     "CachePage",
     "CachePages",
     "CacheSpec",
+    "CacheStats",
     "ChunkedLocalAttentionManager",
     "ChunkedLocalAttentionSpec",
     "EngineRequest",
@@ -81,6 +83,7 @@ __all__ = [
     "PageProbe",
     "PageTable",
     "PrefixProbe",
+    "QueryCounts",
     "Request",
     "RunningBatch",
     "RuntimePageBudgetEstimate",
@@ -88,6 +91,7 @@ __all__ = [
     "SlidingWindowManager",
     "SlidingWindowSpec",
     "StepResult",
+    "TimeHistogram",
     "UnitaryCacheCoordinator",
     "__version__",
     "create_kv_cache_specs_from_config",

@@ -73,6 +73,17 @@ cdef extern from *:
 
 cdef extern from *:
     """
+    #include <time.h>
+    static int64_t pagepool_monotonic_ns(void) {
+        struct timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    }
+    """
+    int64_t monotonic_ns "pagepool_monotonic_ns" () noexcept nogil
+
+cdef extern from *:
+    """
     #ifdef Py_GIL_DISABLED
     #define PAGEPOOL_GIL_DISABLED 1
     #else
@@ -118,6 +129,8 @@ cdef enum:
     CACHE_LINE = 64           # bytes
     MAX_TOKENS = 1 << 30      # of a request
     NUM_ENTRIES = 16          # that wait for their slots of the index to come into the cache
+    NUM_BUCKETS = 24          # of times: below 1 ms, below 2, 4, ..., 2**22 ms, and longer
+    SAMPLE_SHIFT = 7          # in large pools every 128th page is sampled
     LOOK_AHEAD = 8            # hashes by which a look-up has memory fetched before it reads it
 
 cdef struct Page:             # 32 bytes, two to a cache line
@@ -143,6 +156,21 @@ cdef struct Digest:
 cdef struct Range:            # half-open range of page ids that may hit
     int32_t start
     int32_t stop
+
+cdef struct Stay:             # of a sampled page, in ns of a clock of its own
+    int64_t start             # when it was handed out
+    int64_t last_use          # then, or when it was last hit
+
+cdef struct Histogram:        # of times
+    int64_t counts[NUM_BUCKETS]
+    int64_t sum               # ns
+
+cdef struct Residency:        # how long pages stay; sampled
+    Stay *stays               # [num_pages / interval + 1]
+    int32_t shift             # every 2**shift-th page is sampled
+    Histogram lifetimes       # from when a page was handed out to when it was evicted
+    Histogram idle_times      # from its last use to then
+    Histogram reuse_gaps      # from use to use
 
 cdef struct Origin:           # how a cached page came to be
     Digest parent             # the page's before it in its request
@@ -214,6 +242,8 @@ cdef struct Pool:
     int32_t num_shards        # 0: no shards yet
     int32_t pages_per_shard
     int32_t num_keys          # distinct (key, group) in the index
+    int32_t num_entries       # pages with an entry
+    int32_t sample_mask       # of page ids: 0 for those that are sampled
     int32_t num_held_free     # pages in the queue that somebody gave a reference to
     int64_t num_allocated     # pages, since construction
     int64_t num_freed
@@ -223,6 +253,7 @@ cdef struct Pool:
     int64_t num_queried       # tokens
     int64_t num_hit
     Journal journal
+    Residency *residency
 
 
 cdef struct Rules:            # which pages a cache group needs
@@ -618,6 +649,7 @@ cdef inline void enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     page.key_hi = key.hi
     page.group = group
     pool.num_cached += 1
+    pool.num_entries += 1
     while pool.slots[i].page_id != NULL_PAGE:
         first = pool.slots[i].page_id
         if pool.slots[i].tag == tag and has_key(&pool.pages[first], key, group):
@@ -808,6 +840,7 @@ cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
     else:
         empty_slot(pool, i)
     page.group = NO_GROUP
+    pool.num_entries -= 1
     pool.num_dropped += 1
 
 
@@ -869,8 +902,42 @@ cdef int32_t find_held_free(const Pool *pool, Py_ssize_t n) noexcept nogil:
 
 # Pages in lists. Each function checks its whole list first, or undoes what it did.
 
+cdef inline Stay *stay_of(Pool *pool, int32_t page_id) noexcept nogil:
+    """Of a sampled page."""
+    return &pool.residency.stays[page_id >> pool.residency.shift]
+
+
+cdef void count_time(Histogram *histogram, int64_t duration) noexcept nogil:
+    cdef int64_t milliseconds = duration // 1_000_000
+    cdef Py_ssize_t bucket = 0
+    while milliseconds >> bucket and bucket < NUM_BUCKETS - 1:
+        bucket += 1
+    histogram.counts[bucket] += 1
+    histogram.sum += duration
+
+
+cdef void note_claim(Pool *pool, int32_t page_id) noexcept nogil:
+    """Of a sampled page that is handed out, and evicted for it if it has an entry."""
+    cdef Stay *stay = stay_of(pool, page_id)
+    cdef int64_t now = monotonic_ns()
+    if pool.pages[page_id].group != NO_GROUP:
+        count_time(&pool.residency.lifetimes, now - stay.start)
+        count_time(&pool.residency.idle_times, now - stay.last_use)
+    stay[0] = Stay(now, now)
+
+
+cdef void note_use(Pool *pool, int32_t page_id) noexcept nogil:
+    """Of a sampled page that is hit."""
+    cdef Stay *stay = stay_of(pool, page_id)
+    cdef int64_t now = monotonic_ns()
+    count_time(&pool.residency.reuse_gaps, now - stay.last_use)
+    stay.last_use = now
+
+
 cdef inline void claim(Pool *pool, int32_t page_id) noexcept nogil:
     """Make a page that was just taken out of the queue its holder's own: no entry, one reference."""
+    if not page_id & pool.sample_mask:
+        note_claim(pool, page_id)
     if pool.pages[page_id].group != NO_GROUP:
         drop(pool, page_id)
         pool.num_evicted += 1
@@ -1019,6 +1086,8 @@ cdef void touch_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil
             if pool.pages[ids[i]].ref_cnt == 0:
                 pull(pool, ids[i])
             pool.pages[ids[i]].ref_cnt += 1
+            if not ids[i] & pool.sample_mask:
+                note_use(pool, ids[i])
 
 
 cdef Py_ssize_t push_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
@@ -2485,6 +2554,11 @@ cdef int check_distinct(tuple groups) except -1:
     return 0
 
 
+cdef tuple histogram_of(const Histogram *histogram):
+    cdef Py_ssize_t i
+    return [histogram.counts[i] for i in range(NUM_BUCKETS)], histogram.sum
+
+
 cdef tuple counters_of(Pool pool):
     return pool.num_allocated, pool.num_freed, pool.num_evicted, pool.num_cached, pool.num_queried, pool.num_hit
 
@@ -2581,6 +2655,9 @@ cdef class PageStore:
         if not self.has_room_for(num_records):
             raise MemoryError(f"{num_records} page records")
         self.add_records(num_records)
+        self.pool.sample_mask = -1
+        if is_pool:
+            self.sample_residency()
         for page_id in range(1, self.pool.num_pages):
             push(&self.pool, page_id)
 
@@ -2592,6 +2669,9 @@ cdef class PageStore:
         free(self.pool.shard_num_free)
         free(self.pool.page_tokens)
         free_journal(&self.pool.journal)
+        if self.pool.residency != NULL:
+            free(self.pool.residency.stays)
+        free(self.pool.residency)
 
     def __reduce__(self):
         raise TypeError("a page store cannot be pickled")
@@ -2639,13 +2719,28 @@ cdef class PageStore:
         cdef Page *pages = self.pool.pages
         cdef int64_t num_cached = self.pool.num_cached
         cdef int32_t i, group
-        self.pool.num_keys = 0
+        self.pool.num_keys = self.pool.num_entries = 0
         for i in range(1, self.pool.num_pages):
             if pages[i].group != NO_GROUP:
                 group = pages[i].group & ~TWIN
                 pages[i].group = NO_GROUP
                 enter(&self.pool, i, digest_of(&pages[i]), group)
         self.pool.num_cached = num_cached
+
+    cdef int sample_residency(self) except -1:
+        """Sample every 128th page; in a small pool more, so that there are some."""
+        cdef int32_t shift = SAMPLE_SHIFT
+        while shift and self.pool.num_pages >> (shift + SAMPLE_SHIFT) == 0:
+            shift -= 1
+        self.pool.residency = <Residency *>calloc(1, sizeof(Residency))
+        if self.pool.residency == NULL:
+            raise MemoryError("the residency of pages")
+        self.pool.residency.shift = shift
+        self.pool.residency.stays = <Stay *>calloc((self.pool.num_pages >> shift) + 1, sizeof(Stay))
+        if self.pool.residency.stays == NULL:
+            raise MemoryError("the residency of pages")
+        self.pool.sample_mask = (1 << shift) - 1
+        return 0
 
     cdef void add_records(self, int32_t num_pages) noexcept:
         """Initialise records, for which there is room, up to `num_pages`: neither free nor cached."""
@@ -2688,6 +2783,23 @@ cdef class PageStore:
     def num_keys(self) -> int:
         """Distinct (hash, group) pairs in the prefix index."""
         return self.read(&self.pool.num_keys)
+
+    @property
+    def num_cached_pages(self) -> int:
+        """Pages with a prefix entry."""
+        return self.read(&self.pool.num_entries)
+
+    @property
+    def residency(self) -> tuple:
+        """Lifetimes, idle times before eviction and gaps between uses of sampled pages: for each the counts of times below 1
+        ms, below 2, 4, ..., 2**22 ms, and longer, and their sum in ns. O(1).
+        """
+        cdef Residency copied
+        if self.pool.residency == NULL:
+            return ()
+        with self.lock:
+            copied = self.pool.residency[0]
+        return histogram_of(&copied.lifetimes), histogram_of(&copied.idle_times), histogram_of(&copied.reuse_gaps)
 
     @property
     def counters(self) -> tuple:
@@ -3835,6 +3947,8 @@ cdef class PageStore:
         cdef str flaw
         if num_cached and not self.enable_caching:
             return f"{num_cached} pages are cached, allowed without prefix caching: none"
+        if num_cached != self.pool.num_entries:
+            return f"{num_cached} pages are cached, the pool counts {self.pool.num_entries}"
         for i in range(1, self.pool.num_pages):
             if self.pool.pages[i].group != NO_GROUP:
                 flaw = self.find_flaw_in_entry(i)

@@ -12,6 +12,7 @@ from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.request_hashes import HashAlgorithm, RequestHashes, RequestPageHashes, make_page_hasher
 from pagepool.specs import CacheGroupSpec, pages_per_dp_shard, require_int, usable_pages_count
+from pagepool.stats import CacheStats, QueryCounts, TimeHistogram
 
 if TYPE_CHECKING:
     from pagepool.events import Event, EventSource
@@ -149,6 +150,7 @@ class CacheManager:
         self._lock = threading.RLock()  # a request's attributes, and a garbage collection, may call us back
         self._requests = self.coordinator.requests
         self.event_source: EventSource | None = None
+        self._query_counts = [0, 0, 0], [0, 0, 0]  # requests, queried and hit tokens: at first, and after a preemption
         self._no_ids = tuple(PageIds() for _ in kv_cache_groups)
 
     @property
@@ -179,8 +181,17 @@ class CacheManager:
         with self._lock:
             hashes = self._extend_hashes(request, request.num_tokens)
             pages, num_tokens = self.coordinator.find_longest_cache_hit(hashes.chain, request.num_tokens - 1, ids)
-            self.page_pool.count_query(request.num_tokens, num_tokens)
+            self.count_query(request.num_tokens, num_tokens, request.status == EngineRequestStatus.PREEMPTED)
         return CachePages(pages, self._store), num_tokens
+
+    def count_query(self, num_queried_tokens: int, num_hit_tokens: int, is_preempted: bool = False) -> None:
+        """Add a look-up to the counters of manager and pool; a preempted request that came back is counted apart."""
+        with self._lock:
+            self.page_pool.count_query(num_queried_tokens, num_hit_tokens)
+            counts = self._query_counts[is_preempted]
+            counts[0] += 1
+            counts[1] += num_queried_tokens
+            counts[2] += num_hit_tokens
 
     def probe(self, request: Request) -> PrefixProbe:
         """What `get_computed_pages` would find, and why not more. Changes nothing, counters and stored hashes included."""
@@ -468,6 +479,41 @@ class CacheManager:
             self._hashes.pop(request.request_id, None)
 
     # Looking.
+
+    def stats(self) -> CacheStats:
+        """What the cache holds and did: see `CacheStats`. Numbers of one call fit together unless other threads go on
+        meanwhile. O(1), 10 us.
+
+        >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
+        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+        >>> manager = CacheManager(num_pages=11, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+        >>> request = EngineRequest("a", [1, 2, 3, 4, 9])
+        >>> _ = manager.get_computed_pages(request), manager.allocate_slots(request, 5)
+        >>> stats = manager.stats()
+        >>> stats.num_held_pages, stats.num_cached_pages, stats.usage, stats.queries.num_queried_tokens
+        (2, 1, 0.2, 5)
+        """
+        with self._lock:
+            pool = self.page_pool.stats
+            queries, preempted_queries = (QueryCounts(*counts) for counts in self._query_counts)
+        num_pages, num_free_pages = self.num_pages - 1, self._store.num_free_pages
+        num_held_pages = num_pages - num_free_pages
+        lifetime, idle_before_eviction, reuse_gap = (TimeHistogram.of(*counts) for counts in self._store.residency)
+        return CacheStats(
+            num_pages=num_pages,
+            num_free_pages=num_free_pages,
+            num_held_pages=num_held_pages,
+            num_cached_pages=self._store.num_cached_pages,
+            usage=num_held_pages / num_pages if num_pages else 0.0,
+            queries=queries,
+            preempted_queries=preempted_queries,
+            num_allocated_pages=pool.num_allocated_pages,
+            num_freed_pages=pool.num_freed_pages,
+            num_evicted_pages=pool.num_evicted_pages,
+            lifetime=lifetime,
+            idle_before_eviction=idle_before_eviction,
+            reuse_gap=reuse_gap,
+        )
 
     def check(self) -> None:
         """IntegrityError, naming the first page that is wrong, unless each page has at least the references that requests hold,

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -13,31 +12,13 @@ from pagepool.errors import ArgumentError, PageIdError, SnapshotError
 from pagepool.hashing import PageHash, PageHashWithGroupId, RequestExtraKeys, hash_page_tokens
 from pagepool.snapshot import Snapshot, decode_names, encode_names, seal, unseal
 from pagepool.specs import dp_shard_page_bounds, pages_per_dp_shard
+from pagepool.stats import PagePoolStats
 
-__all__ = ["CachePage", "CachedPages", "FreeCachePageQueue", "PagePool", "PagePoolStats", "PageProbe", "Pages"]
+__all__ = ["CachePage", "CachedPages", "FreeCachePageQueue", "PagePool", "PageProbe", "Pages"]
 
 logger = logging.getLogger(__name__)
 
 PageIdArray = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class PagePoolStats:
-    """What a pool did since it was made. Pages: how often one was handed out, got free, lost its prefix entry to a new
-    holder, and was entered in the prefix index. Tokens: looked up, and found, by `CacheManager.get_computed_pages`.
-    """
-
-    num_allocated_pages: int
-    num_freed_pages: int
-    num_evicted_pages: int
-    num_cached_pages: int
-    num_queried_tokens: int
-    num_hit_tokens: int
-
-    @property
-    def hit_rate(self) -> float:
-        """Hit tokens per queried token; 0 before the first query."""
-        return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
 
 
 class PageProbe(NamedTuple):

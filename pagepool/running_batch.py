@@ -84,6 +84,7 @@ class RunningBatch(RunningRows):
         dp_shard: int | None = None,
         num_reserved_pages: int = 0,
         look_up: bool = True,
+        is_preempted: bool = False,
     ) -> int | None:
         """Start a request in a free row: take its longest cached prefix and room for its first `num_tokens` tokens, the cached
         ones included (None: for all it knows), and fill the table's row. `max_num_new_tokens`, a step's budget, is
@@ -95,7 +96,7 @@ class RunningBatch(RunningRows):
         prefixes apart as for `CacheManager`. With `dp_shard` hits and pages, later ones too, come from that shard. Without
         `look_up` no prefix is taken: for a request that wants ``prompt_logprobs``. A request with images that names no features
         must have a salt of its own, for it has no id here by which it could be told from others. A shard is taken modulo
-        `data_parallel_size`.
+        `data_parallel_size`. With `is_preempted`, of a request that ran before, `CacheManager.stats` counts the look-up apart.
 
         RowIndexError outside the table, RowOverflowError for more tokens than `max_num_tokens`, ArgumentError for a row that is
         admitted already, for no tokens and values out of range, ArgumentTypeError for other types; PageHashError if another
@@ -111,7 +112,7 @@ class RunningBatch(RunningRows):
         def find_hits(chain: HashChain, num_known_tokens: int) -> tuple[tuple[PageIds, ...], int]:
             bounds = pool.find_shard_bounds(hint, size)
             hits, num_hit_tokens = self._manager.coordinator.find_longest_cache_hit(chain, num_known_tokens - 1, bounds)
-            pool.count_query(num_known_tokens, num_hit_tokens)
+            self._manager.count_query(num_known_tokens, num_hit_tokens, is_preempted)
             return hits, num_hit_tokens
 
         shard, _ = pool.find_shard(hint, size) or (None, 0)

@@ -24,6 +24,7 @@ ORDER = [
     "_core",
     "request_hashes",
     "snapshot",
+    "stats",
     "page_pool",
     "events",
     "attention",
