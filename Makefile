@@ -48,7 +48,7 @@ threads:  ## the tests on a Python without the GIL, if there is one: FREE_THREAD
 	@if test -z "$(FREE_THREADED)"; then \
 	    echo 'threads: skipped, no free-threaded Python (python3.14t, python3.13t) is on PATH'; \
 	else \
-	    $(call INSTALL,$(THREADS_VENV)) pytest-benchmark hypothesis ml-dtypes cbor2 click rich && \
+	    $(call INSTALL,$(THREADS_VENV)) pytest-benchmark hypothesis ml-dtypes cbor2 click rich prometheus-client && \
 	    $(RUN) $(THREADS_VENV)/bin/python -m pytest $(WITHOUT_JAX) $(PYTEST_ARGS) $(CURDIR)/tests; \
 	fi
 

@@ -33,11 +33,12 @@ ORDER = [
     "device_table",
     "page_table",
     "running_batch",
+    "metrics",
     "replay",
     "__init__",
     "__main__",
 ]
-OPTIONAL = {"msgspec", "zmq", "jax", "click", "rich", "cbor2", "hypothesis"}
+OPTIONAL = {"prometheus_client", "msgspec", "zmq", "jax", "click", "rich", "cbor2", "hypothesis"}
 FILES = [*PYTHON_FILES, CORE]
 CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +(\w+)|c?import +([\w.]+))", re.MULTILINE)
 

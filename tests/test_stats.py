@@ -1,0 +1,120 @@
+"""What a manager says of its cache: against the pool's own records, and in time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import FrozenInstanceError
+from random import Random
+
+import pytest
+
+import pagepool
+from pagepool import CacheGroupSpec, CacheManager, CacheStats, EngineRequest, EngineRequestStatus, PageTable, RunningBatch
+
+SPEC = pagepool.FullAttentionSpec(4, 1, 8, "float16", False)
+
+
+def make_manager(num_pages: int = 12, **options: bool) -> CacheManager:
+    return CacheManager(num_pages, [CacheGroupSpec(SPEC)], 64, hash_seed="stats", **options)
+
+
+def start(manager: CacheManager, name: str, token_ids: list[int]) -> EngineRequest | None:
+    request = EngineRequest(name, token_ids)
+    hits, num_hit_tokens = manager.get_computed_pages(request)
+    is_started = manager.allocate_slots(request, len(token_ids) - num_hit_tokens, num_hit_tokens, hits) is not None
+    return request if is_started else None
+
+
+def assert_agrees(manager: CacheManager) -> CacheStats:
+    """With the pool's pages, looked at one by one."""
+    stats, pages = manager.stats(), manager.page_pool.pages[1:]
+    assert stats.num_pages == len(pages)
+    assert stats.num_free_pages == sum(page.is_free for page in pages)
+    assert stats.num_held_pages == sum(page.ref_cnt > 0 for page in pages)
+    assert stats.num_cached_pages == sum(page.page_hash is not None for page in pages)
+    assert stats.usage == stats.num_held_pages / stats.num_pages
+    pool = manager.page_pool.stats
+    assert (stats.num_allocated_pages, stats.num_freed_pages) == (pool.num_allocated_pages, pool.num_freed_pages)
+    assert stats.num_evicted_pages == stats.lifetime.num_times == stats.idle_before_eviction.num_times  # all are sampled
+    return stats
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_agrees_with_the_records(seed: int) -> None:
+    rng, manager = Random(seed), make_manager()
+    running: list[EngineRequest] = []
+    num_queried_tokens = num_requests = 0
+    for i in range(120):
+        if running and rng.random() < 0.5:
+            manager.free(running.pop(rng.randrange(len(running))))
+        elif rng.random() < 0.05:
+            manager.page_pool.evict_pages([rng.randint(1, 11)])
+        elif rng.random() < 0.05:
+            manager.reset_prefix_cache()
+        else:
+            token_ids = [rng.randint(0, 1) for _ in range(rng.randint(1, 24))]
+            num_queried_tokens, num_requests = num_queried_tokens + len(token_ids), num_requests + 1
+            running += filter(None, [start(manager, f"{seed}.{i}", token_ids)])
+        stats = assert_agrees(manager)
+        assert stats.queries.num_queried_tokens == num_queried_tokens, f"seed {seed}"
+        assert stats.queries.num_requests == num_requests
+    assert stats.queries.num_hit_tokens == manager.page_pool.stats.num_hit_tokens > 0
+    assert stats.queries.hit_rate == stats.queries.num_hit_tokens / num_queried_tokens
+    manager.check()
+
+
+def test_look_ups_after_a_preemption_are_counted_apart() -> None:
+    manager = make_manager()
+    batch = RunningBatch(manager, PageTable(2, 16, 64))
+    request = start(manager, "a", [1, 2, 3, 4, 5])
+    assert request is not None
+    manager.free(request)
+    request.status = EngineRequestStatus.PREEMPTED
+    assert manager.get_computed_pages(request)[1] == 4
+    batch.admit(0, [1, 2, 3, 4, 5], is_preempted=True)
+    batch.admit(1, [1, 2, 3, 4, 6])
+    stats = manager.stats()
+    assert stats.queries == pagepool.QueryCounts(2, 10, 4)
+    assert stats.preempted_queries == pagepool.QueryCounts(2, 10, 8)
+    assert pagepool.QueryCounts().hit_rate == 0
+
+
+def test_times_of_pages() -> None:
+    manager = make_manager(num_pages=4)
+    first = start(manager, "a", [1, 2, 3, 4, 5])
+    assert first is not None
+    manager.free(first)
+    time.sleep(0.03)
+    again = start(manager, "b", [1, 2, 3, 4, 6])
+    assert again is not None
+    manager.free(again)
+    gap = manager.stats().reuse_gap
+    assert gap.num_times == 1
+    assert sum(gap.counts[:5]) == 0  # none below 16 ms
+    assert gap.sum_seconds >= 0.03
+    time.sleep(0.02)
+    assert start(manager, "c", [7] * 12) is not None
+    stats = manager.stats()
+    assert stats.num_evicted_pages == stats.lifetime.num_times == 1
+    assert stats.lifetime.sum_seconds >= stats.idle_before_eviction.sum_seconds + 0.03
+    assert stats.idle_before_eviction.sum_seconds >= 0.02
+    assert len(stats.lifetime.counts) == len(stats.lifetime.bounds_seconds) + 1
+
+
+def test_of_large_pools_pages_are_sampled() -> None:
+    pool = pagepool.PagePool(100_000, enable_caching=True)
+    manager = CacheManager(100_000, [CacheGroupSpec(SPEC)], 2**20, hash_seed="stats", page_pool=pool)
+    for i in range(2):
+        request = start(manager, f"{i}", list(range(i * 400_000, i * 400_000 + 399_996)))
+        assert request is not None
+        manager.free(request)
+    stats = manager.stats()
+    assert stats.num_evicted_pages > 90_000
+    assert 0.9 < stats.lifetime.num_times * 128 / stats.num_evicted_pages < 1.1
+
+
+def test_without_caching_and_without_pages() -> None:
+    stats = make_manager(num_pages=1, enable_caching=False).stats()
+    assert (stats.num_pages, stats.usage, stats.num_cached_pages) == (0, 0.0, 0)
+    with pytest.raises(FrozenInstanceError):
+        stats.usage = 1.0  # type: ignore[misc]
