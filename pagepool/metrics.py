@@ -17,6 +17,7 @@ vllm:kv_cache_usage_perc{model_name="tiny"} 0.0
 
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -98,7 +99,7 @@ TIMES = {
 }
 
 
-def _samples_of(stats: CacheStats) -> list[tuple[object, ...]]:
+def _samples_of(stats: CacheStats) -> list[tuple[Any, ...]]:
     """What stands behind the labels, in the order of the tables above."""
     queries, preempted = stats.queries, stats.preempted_queries
     gauges = (stats.usage, stats.num_pages, stats.num_free_pages, stats.num_held_pages, stats.num_cached_pages)
