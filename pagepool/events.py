@@ -223,7 +223,7 @@ class EventSource:
         return hashes if self.hashes_as_bytes else np.array(hashes, np.uint64)
 
     def _hash_of(self, key: list[int]) -> Any:
-        low, high = key
+        low, high = map(int, key)
         value = high << 64 | low
         name = self._store.names.hash_of(value)
         value = (value if name is None else name.hash_value) & ((1 << 8 * self._num_hash_bytes) - 1)

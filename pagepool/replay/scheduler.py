@@ -44,10 +44,11 @@ class Scheduler:
         max_num_batched_tokens: int = 8192,
         max_num_seqs: int = 256,
         batched: bool = True,
+        max_num_tokens: int | None = None,
     ) -> None:
         """`max_num_batched_tokens` limits a step, `max_num_seqs` the requests that run at once. `batched` lets a
         `RunningBatch` of the manager allocate, otherwise the manager does it request by request; all figures but
-        the times are the same.
+        the times are the same. `max_num_tokens` is the length of the longest request that `add` may bring; None: none comes.
         """
         self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
         self.max_num_seqs = require_int("max_num_seqs", max_num_seqs, minimum=1)
@@ -55,13 +56,15 @@ class Scheduler:
         self.waiting: deque[SimulatedRequest] = deque()
         self.skipped: list[tuple[SimulatedRequest, str]] = []
         self._manager = manager
+        self.started: list[SimulatedRequest] = []
+        self.ended: list[SimulatedRequest] = []
         for request in requests:
-            self._enqueue(request)
-        num_rows = min(self.max_num_seqs, len(self.waiting))
+            self.add(request)
+        num_rows = self.max_num_seqs if max_num_tokens else min(self.max_num_seqs, len(self.waiting))
         self._allocator: Allocator = ManagerAllocator(manager)
-        if batched and self.waiting:
-            max_num_tokens = max(request.num_final_tokens for request in self.waiting)
-            self._allocator = BatchAllocator(manager, num_rows, max_num_tokens)
+        if batched and num_rows:
+            lengths = (request.num_final_tokens for request in self.waiting)
+            self._allocator = BatchAllocator(manager, num_rows, max(max_num_tokens or 0, *lengths, 1))
         # The first that waits goes into the first free row: tried again, or back after a preemption, it finds its hashes there.
         self._free_rows = deque(range(num_rows))
         self._requests: dict[int, SimulatedRequest] = {}
@@ -87,14 +90,16 @@ class Scheduler:
         self.figures.evicted_pages = new_stats.num_evicted_pages - stats.num_evicted_pages
         return self.figures
 
-    def step(self) -> None:
+    def step(self) -> int:
         """One step: running requests, then waiting ones, then each decodes a token whose tokens are all
-        computed.
+        computed. Returns how many tokens it computes; `started` and `ended` are the requests that were admitted for the first
+        time in it, and that have their whole answer after it.
 
         Raises `PagePoolError` if nothing can be scheduled: pages were lost, or, in groups with windows, which need room for
         all tokens of a step at once, one step's tokens are more than the pool has room for.
         """
         num_preemptions = self.figures.preemptions
+        self.started, self.ended = [], []
         num_scheduled = self._grow_running()
         if self.figures.preemptions == num_preemptions:
             num_scheduled += self._admit(self.max_num_batched_tokens - num_scheduled)
@@ -103,8 +108,10 @@ class Scheduler:
             raise PagePoolError(f"no request got room at {usage}: pages were lost, or a step's tokens need more than there are")
         self.figures.see_usage(self._manager.usage)
         self._decode()
+        return num_scheduled
 
-    def _enqueue(self, request: SimulatedRequest) -> None:
+    def add(self, request: SimulatedRequest) -> None:
+        """Let a request wait, behind all others; one that is larger than the pool is `skipped`."""
         try:
             self._manager.require_capacity(request.num_slots)
         except RequestTooLargeError as error:
@@ -182,6 +189,7 @@ class Scheduler:
         if request.status is EngineRequestStatus.PREEMPTED:
             self.figures.rehit_tokens += num_hit_tokens
         else:
+            self.started.append(request)
             self.figures.prompt_tokens += request.num_prompt_tokens
             self.figures.hit_tokens += num_hit_tokens
 
@@ -206,3 +214,4 @@ class Scheduler:
             self._free_rows.insert(1, row)  # ahead of those whose memory was never touched
             self.figures.requests += 1
             self.figures.generated_tokens += request.num_output_tokens
+            self.ended.append(request)

@@ -1,0 +1,252 @@
+"""Replicas behind a router, on one clock: the same figures in one process and on Ray."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pagepool.errors import PagePoolError
+from pagepool.hashing import get_siphash_key
+from pagepool.replay.figures import Figures
+from pagepool.replay.replica import HASH_SEED, Replica, ReplicaReport, ReplicaSettings
+from pagepool.replay.router import Router
+from pagepool.replay.trace import TraceRecord, make_requests
+
+__all__ = ["Fleet", "FleetFigures", "LocalReplicas", "RayReplicas", "Replicas"]
+
+Arrivals = list[tuple[float, int]]
+
+
+class Replicas(ABC):
+    """Where the replicas run."""
+
+    def __init__(self, num_replicas: int, settings: ReplicaSettings, records: Sequence[TraceRecord], seed: int) -> None:
+        """Start them all."""
+        self.settings = settings
+        self.num_replicas = num_replicas
+        self._records = records
+        self._seed = seed
+        self._replicas = [self._start(0.0) for _ in range(num_replicas)]
+
+    @abstractmethod
+    def _start(self, now: float) -> Any: ...
+
+    @abstractmethod
+    def advance(self, until: float, arrivals: Sequence[Arrivals]) -> list[ReplicaReport | None]:
+        """Let each go on to a time with its arrivals; None for one that died."""
+
+    def restart(self, i: int, now: float) -> None:
+        """Put a new one in the place of one that died, or is to die."""
+        self._replicas[i] = self._start(now)
+
+    def close(self) -> None:
+        """End them."""
+
+
+class LocalReplicas(Replicas):
+    """In this process, one after another."""
+
+    def _start(self, now: float) -> Replica:
+        return Replica(self.settings, self._records, self._seed, now)
+
+    def advance(self, until: float, arrivals: Sequence[Arrivals]) -> list[ReplicaReport | None]:
+        """O(their steps)."""
+        return [replica.advance(until, each) for replica, each in zip(self._replicas, arrivals, strict=True)]
+
+
+class RayReplicas(Replicas):
+    """As actors on Ray, side by side."""
+
+    def __init__(
+        self, num_replicas: int, settings: ReplicaSettings, records: Sequence[TraceRecord], seed: int, address: str
+    ) -> None:
+        """`address` of a cluster, or ``"local"`` to start one on this machine for the time being."""
+        import ray
+
+        self._ray = ray
+        ray.init(None if address == "local" else address, log_to_driver=False, include_dashboard=False)
+        self._actor = ray.remote(num_cpus=0, max_restarts=0)(Replica)
+        self._shared_records = ray.put(list(records))
+        super().__init__(num_replicas, settings, records, seed)
+
+    def _start(self, now: float) -> Any:
+        return self._actor.remote(self.settings, self._shared_records, self._seed, now)
+
+    def advance(self, until: float, arrivals: Sequence[Arrivals]) -> list[ReplicaReport | None]:
+        """As long as the slowest takes."""
+        futures = [actor.advance.remote(until, each) for actor, each in zip(self._replicas, arrivals, strict=True)]
+        return [self._get(future) for future in futures]
+
+    def _get(self, future: Any) -> ReplicaReport | None:
+        try:
+            report: ReplicaReport = self._ray.get(future)
+        except self._ray.exceptions.RayActorError:
+            return None
+        return report
+
+    def restart(self, i: int, now: float) -> None:
+        """Kill what is left of the old one."""
+        self._ray.kill(self._replicas[i])
+        super().restart(i, now)
+
+    def close(self) -> None:
+        """Leave Ray; one that was started here ends."""
+        self._ray.shutdown()
+
+
+@dataclass
+class FleetFigures:
+    """What a fleet did. Tokens are tokens, times seconds on the replicas' clock."""
+
+    num_requests: int = 0
+    num_skipped: int = 0
+    num_rerouted: int = 0
+    num_deaths: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    wait_seconds: list[float] = field(default_factory=list, repr=False)
+    computed_tokens: list[int] = field(default_factory=list)
+    """By replica: those that were hit not counted."""
+    end_seconds: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the prompt tokens that were hits."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """Tokens that the busiest replica computed, per token of the average one; 1.0: all did the same."""
+        mean = sum(self.computed_tokens) / max(1, len(self.computed_tokens))
+        return max(self.computed_tokens) / mean if mean else 1.0
+
+    def wait_percentile(self, percent: float) -> float:
+        """Seconds that so many percent of the requests waited at most."""
+        return float(np.percentile(self.wait_seconds, percent)) if self.wait_seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "requests": self.num_requests,
+            "skipped": self.num_skipped,
+            "rerouted": self.num_rerouted,
+            "deaths": self.num_deaths,
+            "prompt_tokens": self.prompt_tokens,
+            "hit_tokens": self.hit_tokens,
+            "hit_rate": self.hit_rate,
+            "generated_tokens": self.generated_tokens,
+            "preemptions": self.preemptions,
+            "imbalance": self.imbalance,
+            "computed_tokens": self.computed_tokens,
+            "wait_seconds": {name: self.wait_percentile(percent) for name, percent in WAIT_PERCENTILES.items()},
+            "end_seconds": self.end_seconds,
+        }
+
+
+WAIT_PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
+
+
+class Fleet:
+    """Routes a trace's requests to replicas and runs them to the end.
+
+    Time goes on by `report_seconds`. In each such round the requests that arrive in it are routed by what the replicas
+    reported at the end of the round before; then all replicas go on. So a router's knowledge is as old as in a cluster, and
+    the figures do not depend on where the replicas run. At `deaths`, ``(seconds, replica)``, a replica is lost at the
+    beginning of a round with its cache and its requests, which are routed anew; an empty one takes its place.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        router: Router,
+        records: Sequence[TraceRecord],
+        *,
+        seed: int = 0,
+        report_seconds: float = 1.0,
+        deaths: Sequence[tuple[float, int]] = (),
+    ) -> None:
+        """The parts, all new. Requests come at their timestamps, the first at 0 s."""
+        self.figures = FleetFigures()
+        self._replicas = replicas
+        self._router = router
+        self._requests = make_requests(records, seed=seed)
+        start = records[0].timestamp if records else 0.0
+        self._waiting = [((record.timestamp - start) / 1000, i) for i, record in enumerate(records)][::-1]
+        self._running: list[dict[int, float]] = [{} for _ in range(replicas.num_replicas)]
+        self._reported = [Figures() for _ in range(replicas.num_replicas)]
+        self._deaths = sorted(deaths, reverse=True)
+        self._report_seconds = report_seconds
+
+    def run(self, on_round: Callable[[FleetFigures], object] | None = None) -> FleetFigures:
+        """Go on until every request has ended; `on_round` sees the figures so far after each round."""
+        now = 0.0
+        self.figures.computed_tokens = [0] * self._replicas.num_replicas
+        while self._waiting or any(self._running):
+            until = now + self._report_seconds
+            reports = self._replicas.advance(until, self._route(now, until))
+            for i, report in enumerate(reports):
+                if report is None:
+                    self._bury(i, until)
+                else:
+                    self._count(i, report)
+            now = until
+            if on_round is not None:
+                on_round(self.figures)
+        self.figures.end_seconds = now
+        return self.figures
+
+    def _route(self, now: float, until: float) -> list[Arrivals]:
+        """The arrivals of a round, by replica."""
+        while self._deaths and self._deaths[-1][0] <= now:
+            self._bury(self._deaths.pop()[1], now)
+        arrivals: list[Arrivals] = [[] for _ in range(self._replicas.num_replicas)]
+        while self._waiting and self._waiting[-1][0] < until:
+            seconds, i = self._waiting.pop()
+            request = self._requests[i]
+            chosen = self._router.choose(i, request.all_token_ids)
+            request.drop_token_ids()
+            self._running[chosen][i] = seconds
+            arrivals[chosen].append((seconds, i))
+        return arrivals
+
+    def _bury(self, i: int, now: float) -> None:
+        """Replace a replica that died, and have its requests routed anew before all others."""
+        self._replicas.restart(i, now)
+        self._router.forget(i)
+        lost = sorted(((seconds, request) for request, seconds in self._running[i].items()), reverse=True)
+        for _, request in lost:
+            self._router.end(request)
+        self._waiting += lost
+        self._running[i] = {}
+        self._reported[i] = Figures()
+        self.figures.num_deaths += 1
+        self.figures.num_rerouted += len(lost)
+
+    def _count(self, i: int, report: ReplicaReport) -> None:
+        self._router.hear(i, report.events)
+        for request in (*report.ended, *report.skipped):
+            del self._running[i][request]
+            self._router.end(request)
+        figures, before, new = self.figures, self._reported[i], report.figures
+        figures.num_requests += len(report.ended)
+        figures.num_skipped += len(report.skipped)
+        figures.wait_seconds += report.wait_seconds
+        figures.prompt_tokens += new.prompt_tokens - before.prompt_tokens
+        figures.hit_tokens += new.hit_tokens - before.hit_tokens
+        figures.generated_tokens += new.generated_tokens - before.generated_tokens
+        figures.preemptions += new.preemptions - before.preemptions
+        figures.computed_tokens[i] += _count_computed(new) - _count_computed(before)
+        self._reported[i] = new
+
+
+def _count_computed(figures: Figures) -> int:
+    return figures.prompt_tokens - figures.hit_tokens + figures.generated_tokens
+
+
+def hash_key() -> bytes:
+    """What the replicas of a fleet hash with."""
+    return get_siphash_key(HASH_SEED)
