@@ -1,13 +1,12 @@
 """Replicas behind a router, on one clock: the same figures in one process and on Ray."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from pagepool.errors import PagePoolError
 from pagepool.hashing import get_siphash_key
 from pagepool.replay.figures import Figures
 from pagepool.replay.replica import HASH_SEED, Replica, ReplicaReport, ReplicaSettings
@@ -41,7 +40,7 @@ class Replicas(ABC):
         """Put a new one in the place of one that died, or is to die."""
         self._replicas[i] = self._start(now)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  there may be nothing to do
         """End them."""
 
 

@@ -1,8 +1,7 @@
 """Who gets a request: routers in front of a fleet."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -25,14 +24,14 @@ class Router(ABC):
     def choose(self, request: int, token_ids: Int32Array) -> int:
         """The replica for a request, which is called by its place in the trace, with so many prompt tokens."""
 
-    def end(self, request: int) -> None:
+    def end(self, request: int) -> None:  # noqa: B027  not every router wants to know
         """Hear that a request has ended, or was lost with its replica."""
 
-    def hear(self, replica: int, events: bytes) -> None:
+    def hear(self, replica: int, events: bytes) -> None:  # noqa: B027
         """Hear a replica's batch of events."""
 
-    def forget(self, replica: int) -> None:
-        """A replica has lost its cache."""
+    def forget(self, replica: int) -> None:  # noqa: B027
+        """Hear that a replica has lost its cache."""
 
 
 class RoundRobinRouter(Router):

@@ -1,0 +1,155 @@
+"""Replicas behind a router: figures against a scheduler alone, what routers know against what is cached, and deaths."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec")
+
+from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
+from pagepool.replay import Scheduler, TraceRecord, make_requests
+from pagepool.replay.fleet import Fleet, FleetFigures, LocalReplicas, RayReplicas, Replicas, hash_key
+from pagepool.replay.replica import ReplicaSettings
+from pagepool.replay.router import ROUTERS, LeastLoadedRouter, PrefixRouter, RoundRobinRouter, Router
+
+SETTINGS = ReplicaSettings(num_pages=600, max_num_seqs=8)
+HAS_RAY = importlib.util.find_spec("ray") is not None
+
+
+def make_records(seed: int, num_requests: int = 60, seconds: float = 5.0) -> list[TraceRecord]:
+    """Chats of a few users, each turn of which goes on where the one before ended."""
+    rng = Random(seed)
+    records, histories = [], [[user] for user in range(6)]
+    for i in range(num_requests):
+        history = rng.choice(histories)
+        history.append(1000 + i)
+        input_length = 512 * len(history) - rng.randint(0, 500)
+        records.append(TraceRecord(1000 * seconds * i / num_requests, input_length, rng.randint(1, 40), tuple(history)))
+        if len(history) > 6:
+            del history[1:]
+    return records
+
+
+def make_fleet(records: list[TraceRecord], router: type[Router], num_replicas: int = 3, **options: Any) -> Fleet:
+    replicas = LocalReplicas(num_replicas, SETTINGS, records, 0)
+    return Fleet(replicas, router(num_replicas, SETTINGS.page_size, hash_key()), records, **options)
+
+
+def test_one_replica_does_what_a_scheduler_does() -> None:
+    records = [TraceRecord(0, each.input_length, each.output_length, each.hash_ids) for each in make_records(1)]
+    figures = make_fleet(records, RoundRobinRouter, num_replicas=1).run()
+    requests = make_requests(records)
+    spec = FullAttentionSpec(16, num_kv_heads=1, head_size=1, dtype="bfloat16", use_mla=False)
+    max_model_len = max(request.num_final_tokens for request in requests)
+    alone = Scheduler(CacheManager(600, [CacheGroupSpec(spec)], max_model_len), requests, max_num_seqs=8).run()
+    assert (figures.num_requests, figures.prompt_tokens, figures.hit_tokens, figures.generated_tokens, figures.preemptions) == (
+        alone.requests,
+        alone.prompt_tokens,
+        alone.hit_tokens,
+        alone.generated_tokens,
+        alone.preemptions,
+    )
+    assert alone.hit_tokens
+    assert len(figures.wait_seconds) == 60
+    assert figures.wait_percentile(100) > figures.wait_percentile(50) > 0
+
+
+@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
+@pytest.mark.parametrize("seed", range(3))
+def test_every_request_ends(router: type[Router], seed: int) -> None:
+    records = make_records(seed)
+    fleet = make_fleet(records, router, deaths=[(2.0, 1), (4.0, 0), (4.0, 2)])
+    figures = fleet.run()
+    assert figures.num_requests == len(records), f"seed {seed}"
+    assert figures.num_deaths == 3
+    assert figures.num_rerouted > 0
+    assert sum(figures.computed_tokens) >= sum(record.input_length for record in records) - figures.hit_tokens
+    assert figures.imbalance >= 1
+    assert 0 < figures.hit_rate < 1
+    assert figures.as_dict()["wait_seconds"]["p99"] >= figures.as_dict()["wait_seconds"]["p50"]
+
+
+def test_a_router_that_reads_events_finds_more() -> None:
+    rates = {name: make_fleet(make_records(2), router).run().hit_rate for name, router in ROUTERS.items()}
+    assert rates["prefix"] > 1.2 * max(rates["round-robin"], rates["least-loaded"]), rates
+
+
+def test_the_prefix_router_knows_what_is_cached() -> None:
+    """After each round, of each replica, told by its events alone; also when one has died."""
+    records = make_records(3)
+    fleet = make_fleet(records, PrefixRouter, deaths=[(3.0, 1)])
+    router: Any = fleet._router
+
+    def compare(_: FleetFigures) -> None:
+        for i, replica in enumerate(fleet._replicas._replicas):
+            told = {block_hash for block_hash, holders in router._holders.items() if holders >> i & 1}
+            cached = {h for event in replica._manager.snapshot_events() for h in event.block_hashes.tolist()}
+            assert told == cached
+
+    fleet.run(compare)
+    assert sum(replica._manager.stats().num_evicted_pages for replica in fleet._replicas._replicas)
+
+
+def test_round_robin_takes_turns() -> None:
+    router = RoundRobinRouter(3, 16, hash_key())
+    assert [router.choose(i, make_requests(make_records(0))[i].all_token_ids) for i in range(5)] == [0, 1, 2, 0, 1]
+
+
+def test_least_loaded_counts_what_has_not_ended() -> None:
+    router, token_ids = LeastLoadedRouter(3, 16, hash_key()), make_requests(make_records(0))[0].all_token_ids
+    assert [router.choose(i, token_ids) for i in range(4)] == [0, 1, 2, 0]
+    router.end(1)
+    assert [router.choose(i, token_ids) for i in range(4, 6)] == [1, 1]
+
+
+def test_a_request_larger_than_the_pool_is_skipped() -> None:
+    records = [*make_records(0, 5), TraceRecord(30_000, 600 * 16, 1, tuple(range(5000, 5019)))]
+    figures = make_fleet(records, LeastLoadedRouter).run()
+    assert (figures.num_requests, figures.num_skipped) == (5, 1)
+
+
+@contextmanager
+def on_ray(num_replicas: int, records: list[TraceRecord]) -> Iterator[Replicas]:
+    replicas = RayReplicas(num_replicas, SETTINGS, records, 0, "local")
+    try:
+        yield replicas
+    finally:
+        replicas.close()
+
+
+def run_both(records: list[TraceRecord], router: type[Router], **options: Any) -> tuple[FleetFigures, FleetFigures]:
+    with on_ray(3, records) as replicas:
+        apart = Fleet(replicas, router(3, SETTINGS.page_size, hash_key()), records, **options).run()
+    return make_fleet(records, router, **options).run(), apart
+
+
+@pytest.mark.skipif(not HAS_RAY, reason="ray is not installed")
+@pytest.mark.filterwarnings("default")
+def test_on_ray_the_figures_are_the_same() -> None:
+    together, apart = run_both(make_records(4), PrefixRouter, deaths=[(3.0, 2)])
+    assert together == apart
+
+
+@pytest.mark.skipif(not HAS_RAY, reason="ray is not installed")
+@pytest.mark.filterwarnings("default")
+def test_an_actor_that_dies_by_itself_loses_its_cache_and_not_the_run() -> None:
+    import ray
+
+    records = make_records(5)
+    killed: list[int] = []
+    with on_ray(3, records) as replicas:
+
+        def kill(figures: FleetFigures) -> None:
+            if figures.num_requests > 20 and not killed:
+                ray.kill(replicas._replicas[1])
+                killed.append(1)
+
+        figures = Fleet(replicas, PrefixRouter(3, SETTINGS.page_size, hash_key()), records).run(kill)
+    assert (figures.num_requests, figures.num_deaths) == (len(records), 1)
+    assert killed
