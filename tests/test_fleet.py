@@ -76,7 +76,7 @@ def test_every_request_ends(router: type[Router], seed: int) -> None:
 
 
 def test_a_router_that_reads_events_finds_more() -> None:
-    rates = {name: make_fleet(make_records(2), router).run().hit_rate for name, router in ROUTERS.items()}
+    rates = {name: make_fleet(make_records(2, seconds=20), router).run().hit_rate for name, router in ROUTERS.items()}
     assert rates["prefix"] > 1.2 * max(rates["round-robin"], rates["least-loaded"]), rates
 
 
