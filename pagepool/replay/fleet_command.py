@@ -1,0 +1,164 @@
+"""`pagepool fleet`: replicas behind a router."""
+
+import sys
+from contextlib import ExitStack
+from typing import Any
+
+import click
+
+from pagepool.errors import PagePoolError
+from pagepool.replay.options import (
+    POSITIVE,
+    TRACE,
+    Refusal,
+    block_size_option,
+    check_plot_format,
+    json_option,
+    load_trace,
+    max_batched_tokens_option,
+    max_num_seqs_option,
+    open_result,
+    page_size_option,
+    require_plots,
+    seed_option,
+    to_json,
+)
+from pagepool.replay.progress import ProgressBars
+from pagepool.replay.trace import TraceRecord, source_name
+
+__all__ = ["fleet"]
+
+ROUTERS = ("round-robin", "least-loaded", "prefix")
+SECONDS = click.FloatRange(min=0, min_open=True)
+
+
+def parse_deaths(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> list[tuple[float, int]]:
+    """``REPLICA@SECONDS`` as ``(seconds, replica)``."""
+    deaths = []
+    for text in texts:
+        replica, _at, seconds = text.partition("@")
+        try:
+            deaths.append((float(seconds), int(replica)))
+        except ValueError as error:
+            raise click.BadParameter(f"{text!r} is not REPLICA@SECONDS, as 3@600") from error
+    return deaths
+
+
+def require_extras(ray: str | None) -> None:
+    """Exit with code 1 and the name of the extra where something is not installed."""
+    try:
+        import msgspec  # noqa: F401
+
+        if ray is not None:
+            import ray as _  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"the fleet needs {error.name}: pip install 'pagepool[fleet]'") from error
+
+
+def start_replicas(num_replicas: int, settings: Any, records: list[TraceRecord], seed: int, ray: str | None) -> Any:
+    """In this process or on Ray; exit code 1 and a sentence if that cannot be reached."""
+    from pagepool.replay.fleet import LocalReplicas, RayReplicas
+
+    try:
+        if ray is None:
+            return LocalReplicas(num_replicas, settings, records, seed)
+        return RayReplicas(num_replicas, settings, records, seed, ray)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        if isinstance(error, PagePoolError):
+            raise Refusal(str(error)) from error
+        raise click.ClickException(f"Ray at {ray}: {error}") from error
+
+
+@click.command()
+@click.argument("trace", type=TRACE)
+@click.option("--replicas", "num_replicas", type=POSITIVE, default=16, help="Engines behind the router.")
+@click.option("--router", "routers", type=click.Choice(ROUTERS), multiple=True, help="One or more.  [default: all three]")
+@click.option("--num-pages", type=POSITIVE, default=32768, help="Pages in the pool of each replica, the null page included.")
+@page_size_option
+@block_size_option
+@max_batched_tokens_option
+@max_num_seqs_option
+@click.option("--decode-seconds", type=SECONDS, default=0.025, help="How long a step takes at least: a token of each request.")
+@click.option("--prefill-rate", type=SECONDS, default=10_000.0, help="Tokens a second in steps with prompts.")
+@click.option("--report-seconds", type=SECONDS, default=1.0, help="How often replicas report to the router.")
+@click.option("--kill", "deaths", multiple=True, callback=parse_deaths, metavar="REPLICA@SECONDS", help="Let replicas die.")
+@click.option("--ray", metavar="ADDRESS|local", help="Run replicas as actors on a Ray cluster, or on one started here.")
+@click.option("--limit", type=POSITIVE, metavar="N", help="Only the first N requests.")
+@seed_option
+@click.option(
+    "--plot", "plot_path", type=click.Path(dir_okay=False), callback=check_plot_format, help="Draw to a file: .png or .svg."
+)
+@json_option
+def fleet(
+    trace: str,
+    num_replicas: int,
+    routers: tuple[str, ...],
+    num_pages: int,
+    page_size: int,
+    block_size: int,
+    max_batched_tokens: int,
+    max_num_seqs: int,
+    decode_seconds: float,
+    prefill_rate: float,
+    report_seconds: float,
+    deaths: list[tuple[float, int]],
+    ray: str | None,
+    limit: int | None,
+    seed: int,
+    plot_path: str | None,
+    json_path: str | None,
+) -> None:
+    """Tell what routers make of TRACE before a fleet of engines: hit rate, balance of load, and waiting.
+
+    Requests arrive at their timestamps and are routed one by one. Each replica has a pool of its own and runs its
+    requests as `pagepool replay` does, on a clock: a step takes as long as one token of each request, or its
+    prompts' tokens at the rate of prefill. Routers:
+
+    \b
+      round-robin   one replica after another
+      least-loaded  the one with the fewest requests
+      prefix        the one with the least to compute, by the events with which
+                    replicas tell what they have cached (as vLLM's do)
+
+    What a router knows is as old as the last report. A replica that dies (--kill 3@600: the fourth, ten minutes
+    after the first request) loses its cache and its requests, which are routed anew, and an empty one takes its place.
+    On Ray the figures are the same.
+
+    TRACE is as for `pagepool replay`.
+    """
+    require_extras(ray)
+    if plot_path:
+        require_plots()
+    if any(replica not in range(num_replicas) for _, replica in deaths):
+        raise click.UsageError(f"--kill: replicas are 0 to {num_replicas - 1}")
+    from pagepool.replay.fleet import Fleet, FleetFigures, hash_key
+    from pagepool.replay.replica import ReplicaSettings
+    from pagepool.replay.router import ROUTERS as ROUTERS_BY_NAME
+
+    settings = ReplicaSettings(num_pages, page_size, max_batched_tokens, max_num_seqs, decode_seconds, prefill_rate)
+    records, _ = load_trace(trace, limit, block_size, seed)
+    is_shown = json_path != "-"
+    figures: dict[str, FleetFigures] = {}
+    with ExitStack() as stack:
+        json_file, plot_file = (stack.enter_context(open_result(path)) for path in (json_path, plot_path))
+        bars = stack.enter_context(ProgressBars(is_shown and sys.stdout.isatty()))
+        for name in routers or ROUTERS:
+            replicas = start_replicas(num_replicas, settings, records, seed, ray)
+            router = ROUTERS_BY_NAME[name](num_replicas, page_size, hash_key())
+            update = bars.add(f"{name}: requests", len(records))
+            try:
+                run = Fleet(replicas, router, records, seed=seed, report_seconds=report_seconds, deaths=deaths)
+                figures[name] = run.run(lambda so_far, update=update: update(so_far.num_requests))
+            finally:
+                replicas.close()
+        title = f"{source_name(trace)}: {num_replicas} replicas of {num_pages:,} pages of {page_size} tokens"
+        if plot_path and plot_file:
+            from pagepool.replay.fleet_plot import save_fleet_plot
+
+            save_fleet_plot(figures, title, plot_file, plot_path[-3:].lower())
+        if json_file:
+            json_file.write(to_json({name: each.as_dict() for name, each in figures.items()}))
+    if is_shown:
+        from pagepool.replay.fleet_report import print_fleet
+
+        print_fleet(figures, title)

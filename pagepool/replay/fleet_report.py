@@ -1,0 +1,47 @@
+"""A fleet's figures by router as a table on a terminal."""
+
+from rich.console import Console
+from rich.table import Table
+
+from pagepool.replay.fleet import FleetFigures
+
+__all__ = ["print_fleet"]
+
+
+def print_fleet(figures: dict[str, FleetFigures], title: str) -> None:
+    """Print the title, a row for each figure and a column for each router, and what the words mean, to standard output."""
+    table = Table.grid(padding=(0, 4))
+    table.add_column("figure")
+    for name in figures:
+        table.add_column(name, justify="right")
+    table.add_row("", *figures)
+    for rows in zip(*map(_rows, figures.values()), strict=True):
+        table.add_row(rows[0][0], *(value for _, value in rows))
+    console = Console(highlight=False)
+    console.print(title, style="bold", markup=False, soft_wrap=True)
+    console.print(table)
+    console.print(NOTE, style="dim", markup=False, soft_wrap=True)
+
+
+NOTE = (
+    "Imbalance: tokens that the busiest replica computed, per token of the average one. Waiting: from a request's arrival to the "
+    "step that first computes something of it."
+)
+
+
+def _rows(figures: FleetFigures) -> list[tuple[str, str]]:
+    return [
+        ("requests", f"{figures.num_requests:,}"),
+        ("  larger than the pool, skipped", f"{figures.num_skipped:,}"),
+        ("  routed anew after a death", f"{figures.num_rerouted:,}"),
+        ("prompt tokens", f"{figures.prompt_tokens:,}"),
+        ("  hit", f"{figures.hit_tokens:,}"),
+        ("  hit rate", f"{figures.hit_rate:.1%}"),
+        ("generated tokens", f"{figures.generated_tokens:,}"),
+        ("preemptions", f"{figures.preemptions:,}"),
+        ("imbalance", f"{figures.imbalance:.2f}"),
+        ("waiting, half of the requests at most", f"{figures.wait_percentile(50):,.2f} s"),
+        ("  90 %", f"{figures.wait_percentile(90):,.2f} s"),
+        ("  99 %", f"{figures.wait_percentile(99):,.2f} s"),
+        ("all ended after", f"{figures.end_seconds:,.0f} s"),
+    ]
