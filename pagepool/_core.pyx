@@ -12,6 +12,9 @@ A pool of `num_pages` pages is one array of 32-byte `Page` records, indexed by p
 * The index is an open-addressing table with linear probing, filled to a half at most. Deletion shifts entries back
   (Knuth, The Art of Computer Programming, vol. 3, 6.4, algorithm R), so there are no tombstones and a miss stays short forever.
 
+A pool whose changes are told has a `Journal`. Invariants: the ring of new keys has the first page of each key that is in the
+index and was not when the changes were taken last; `removed` has each key once that was, and is not since then.
+
 A page table is one int32 array of rows; `TableRows` keeps beside it which windows of 64 columns changed since they were last
 sent to the device. Invariants: a row holds zeros from ``extent`` on, and ``num_pages <= extent`` unless the user wrote the
 arrays himself.
@@ -120,7 +123,7 @@ cdef enum:
     NULL_PAGE = 0
     NOT_FREE = -1             # links of a page outside the free queue
     NO_GROUP = -1             # group of a page without a prefix entry
-    NOT_NEW = -1              # links of a page that is not to be reported
+    NOT_NEW = -1              # links of a page whose key is not new to those who are told
     TWIN = 1 << 30            # flag in Page.group: other pages have the same content
     MAX_GROUP = (1 << 30) - 1
     MAX_PAGES = 1 << 30
@@ -173,40 +176,42 @@ cdef struct Residency:        # how long pages stay; sampled
     Histogram reuse_gaps      # from use to use
 
 cdef struct Origin:           # how a cached page came to be
-    Digest parent             # the page's before it in its request
-    int32_t page              # place in the request; 0: no parent
-    int32_t context           # what else its hash is of, as `hold_context` has it; 0: nothing
+    Digest parent             # key of the page before it in its request
+    int32_t place             # in its request, in pages; 0: it has no parent
+    int32_t context           # what else its hash is of, see `PageStore.add_context`; 0: nothing
 
-cdef struct Run:              # cached pages that follow one another in a request, to report
+cdef struct Removal:          # an entry that went
+    Digest key
+    int32_t group
+
+cdef struct Context:
+    int32_t num_users         # cached pages and rows that have it
+    int32_t num_holders       # who wants it kept all the same
+
+cdef struct Journal:          # which keys came into the prefix index and went since somebody took the changes
+    Origin *origins           # [num_pages] of cached pages; NULL: there is no journal
+    Links *new                # [num_pages] ring of the first pages of new keys, closed by the null page; NOT_NEW outside
+    Removal *removed          # [num_pages] keys that are gone, and were there when the changes were taken last
+    Context *contexts         # [num_contexts], and room up to the next power of 2
+    int32_t num_contexts      # the first stands for none
+    int32_t num_new
+    int32_t num_removed
+    uint8_t is_cleared        # all entries went at once; nothing is in `removed` then
+    uint8_t is_told           # somebody is about to say what he took, so that names and contexts are needed still
+
+cdef struct Run:              # cached pages that follow one another in a request
     Origin origin             # of the first
     int32_t group
     int32_t num_pages
-    int32_t num_tokens        # that were kept of them
-    int32_t _
+    int32_t num_tokens        # that were kept of each
 
-cdef struct Report:           # of cached pages
-    Digest *keys
-    Run *runs
-    int32_t *token_ids
+cdef struct Copies:           # of cached pages
+    Digest *keys              # [num_pages]
+    Run *runs                 # [num_runs]
+    int32_t *token_ids        # [num_tokens]
     Py_ssize_t num_pages
     Py_ssize_t num_runs
     Py_ssize_t num_tokens
-
-cdef struct Removal:          # an entry that went, to report
-    Digest key
-    int32_t group
-    int32_t _
-
-cdef struct Journal:          # what came into the prefix index and went since somebody asked; pages are not NULL where anybody does
-    Origin *origins           # [num_pages] of cached pages
-    Links *new                # [num_pages] ring of the first pages of keys that are new, closed by the null page; NOT_NEW: outside
-    Removal *removed          # [num_pages] keys that are gone and were there when somebody asked last
-    int32_t *context_refs     # [num_contexts] pages and rows with that context
-    Py_ssize_t num_contexts
-    int32_t num_new
-    int32_t num_removed
-    uint8_t is_cleared        # all entries went at once, and no key but the new ones is left
-    uint8_t is_disordered     # a new key went again: children may stand before their parents
 
 cdef struct Rows:
     int32_t *table            # [num_rows, num_columns] page ids
@@ -298,13 +303,13 @@ cdef struct Link:             # a page to hash
     const uint8_t *tokens
 
 cdef struct Entry:            # a page to enter in the prefix index
-    const Digest *key
+    const Digest *chain       # the row's
     const int32_t *tokens
     int32_t num_tokens
     int32_t page_id
     int32_t group
     int32_t stride            # hashes of a page
-    int32_t page              # place in the row
+    int32_t place             # in the row
     int32_t context
 
 cdef struct Batch:            # rows that run together; values by row are [num_rows]
@@ -330,7 +335,7 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     Digest *digests           # [num_rows, digests_stride]
     Py_ssize_t digests_stride
     ExtraKey **extra_keys     # NULL for most
-    int32_t *contexts         # as `hold_context` has them; 0 for most
+    int32_t *contexts         # 0 for most
     bint skips_pages          # whether pages of any group fall out of a window
 
 cdef struct Amounts:          # a number for each row; stride 0: the same for all
@@ -661,12 +666,7 @@ cdef inline void enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     pool.num_keys += 1
 
 
-cdef void free_journal(Journal *journal) noexcept:
-    free(journal.origins)
-    free(journal.new)
-    free(journal.removed)
-    free(journal.context_refs)
-
+# The journal. Only the net change is noted, so that it has a bounded size: a new key that goes again leaves nothing behind.
 
 cdef inline bint is_journaled(const Pool *pool) noexcept nogil:
     return pool.journal.origins != NULL
@@ -675,37 +675,42 @@ cdef inline bint is_journaled(const Pool *pool) noexcept nogil:
 cdef inline void note_entry(Pool *pool, int32_t page_id, Origin origin) noexcept nogil:
     """Of a page that was entered just now."""
     cdef Journal *journal = &pool.journal
-    if not is_journaled(pool):
-        return
     journal.origins[page_id] = origin
-    journal.context_refs[origin.context] += 1
+    journal.contexts[origin.context].num_users += 1
     if not pool.pages[page_id].group & TWIN:
-        link_after(journal.new, journal.new[NULL_PAGE].prev, page_id)
-        journal.num_new += 1
+        note_new(journal, page_id)
 
 
-cdef void forget_new(Pool *pool, int32_t page_id) noexcept nogil:
-    unlink(pool.journal.new, page_id)
-    pool.journal.new[page_id] = Links(NOT_NEW, NOT_NEW)
-    pool.journal.num_new -= 1
+cdef inline void note_new(Journal *journal, int32_t page_id) noexcept nogil:
+    link_after(journal.new, journal.new[NULL_PAGE].prev, page_id)
+    journal.num_new += 1
+
+
+cdef inline void forget_new(Journal *journal, int32_t page_id) noexcept nogil:
+    unlink(journal.new, page_id)
+    journal.new[page_id] = Links(NOT_NEW, NOT_NEW)
+    journal.num_new -= 1
 
 
 cdef void note_drop(Pool *pool, int32_t page_id) noexcept nogil:
-    """Of a page whose entry is about to go. Of a new key nobody needs to hear; one that other pages have too stays."""
+    """Of a page whose entry is about to go. Its key stays where other pages have it too: the next one is the first then."""
     cdef Journal *journal = &pool.journal
     cdef Page *page = &pool.pages[page_id]
     cdef bint is_new = journal.new[page_id].next != NOT_NEW
-    journal.context_refs[journal.origins[page_id].context] -= 1
-    if page.group & TWIN:
-        if is_new:
-            link_after(journal.new, page_id, pool.twins[page_id].next)
-            journal.num_new += 1
-    elif not is_new:
-        journal.removed[journal.num_removed] = Removal(digest_of(page), page.group, 0)
-        journal.num_removed += 1
+    journal.contexts[journal.origins[page_id].context].num_users -= 1
     if is_new:
-        forget_new(pool, page_id)
-        journal.is_disordered = 1
+        forget_new(journal, page_id)
+        if page.group & TWIN:
+            note_new(journal, pool.twins[page_id].next)
+    elif not page.group & TWIN:
+        journal.removed[journal.num_removed] = Removal(digest_of(page), page.group)
+        journal.num_removed += 1
+
+
+cdef void note_clear(Journal *journal) noexcept nogil:
+    """Of all entries, which were dropped."""
+    journal.num_removed = 0
+    journal.is_cleared = 1
 
 
 cdef void join_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
@@ -718,70 +723,124 @@ cdef void join_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
     pool.pages[page_id].group |= TWIN
 
 
-cdef inline bint continues(const Pool *pool, const Report *report, int32_t page_id) noexcept nogil:
-    """Whether a page follows in its request on the one that was reported last."""
-    cdef const Origin *origin = &pool.journal.origins[page_id]
-    cdef const Run *run = &report.runs[report.num_runs - 1]
+cdef int32_t add_context(Journal *journal) noexcept nogil:
+    """A context that somebody holds, behind the last; -1 where memory is short."""
+    cdef int32_t context = journal.num_contexts
+    cdef Context *contexts = journal.contexts
+    if context & (context - 1) == 0:  # as many as there is room for
+        contexts = <Context *>realloc(contexts, max(1, 2 * <size_t>context) * sizeof(Context))
+        if contexts == NULL:
+            return -1
+        journal.contexts = contexts
+    contexts[context] = Context(0, 1)
+    journal.num_contexts += 1
+    return context
+
+
+cdef inline bint continues(const Run *run, const Run *first, const Digest *last_key) noexcept nogil:
+    """Whether a run that begins with `first` goes on where `run` ends, with a page of the key `last_key`."""
     return (
-        report.num_runs > 0
-        and origin.page == run.origin.page + run.num_pages
-        and (pool.pages[page_id].group & ~TWIN) == run.group
-        and origin.context == run.origin.context
-        and memcmp(&origin.parent, &report.keys[report.num_pages - 1], sizeof(Digest)) == 0
+        first.origin.place == run.origin.place + run.num_pages
+        and memcmp(&first.origin.parent, last_key, sizeof(Digest)) == 0
+        and first.group == run.group
+        and first.origin.context == run.origin.context
+        and first.num_tokens == run.num_tokens
     )
 
 
-cdef void report_page(const Pool *pool, int32_t page_id, Report *report) noexcept nogil:
-    """Report a cached page."""
+cdef void copy_page(const Pool *pool, int32_t page_id, Copies *copies) noexcept nogil:
+    """Append a cached page, for which there is room, to the last run or as one of its own."""
     cdef const int32_t *kept = pool.page_tokens + page_id * pool.tokens_width
     cdef int32_t num_tokens = kept[0] if pool.tokens_width else 0
-    if not continues(pool, report, page_id):
-        report.runs[report.num_runs] = Run(pool.journal.origins[page_id], pool.pages[page_id].group & ~TWIN, 0, 0, 0)
-        report.num_runs += 1
-    memcpy(report.token_ids + report.num_tokens, kept + 1, num_tokens * sizeof(int32_t))
-    report.keys[report.num_pages] = digest_of(&pool.pages[page_id])
-    report.runs[report.num_runs - 1].num_pages += 1
-    report.runs[report.num_runs - 1].num_tokens += num_tokens
-    report.num_tokens += num_tokens
-    report.num_pages += 1
+    cdef Run run = Run(pool.journal.origins[page_id], pool.pages[page_id].group & ~TWIN, 0, num_tokens)
+    if not copies.num_runs or not continues(&copies.runs[copies.num_runs - 1], &run, &copies.keys[copies.num_pages - 1]):
+        copies.runs[copies.num_runs] = run
+        copies.num_runs += 1
+    copies.runs[copies.num_runs - 1].num_pages += 1
+    copies.keys[copies.num_pages] = digest_of(&pool.pages[page_id])
+    copies.num_pages += 1
+    if num_tokens:
+        memcpy(copies.token_ids + copies.num_tokens, kept + 1, num_tokens * sizeof(int32_t))
+        copies.num_tokens += num_tokens
 
 
-cdef void report_new(Pool *pool, Report *report) noexcept nogil:
-    """Report the new keys, which are new no longer."""
-    cdef Links *new = pool.journal.new
-    cdef int32_t following, page_id = new[NULL_PAGE].next
+cdef void copy_new(const Pool *pool, Copies *copies) noexcept nogil:
+    """The first page of each new key, in the order in which these came."""
+    cdef int32_t page_id = pool.journal.new[NULL_PAGE].next
     while page_id != NULL_PAGE:
-        report_page(pool, page_id, report)
-        following = new[page_id].next
-        new[page_id] = Links(NOT_NEW, NOT_NEW)
-        page_id = following
-    new[NULL_PAGE] = Links(NULL_PAGE, NULL_PAGE)
-    pool.journal.num_new = 0
+        copy_page(pool, page_id, copies)
+        page_id = pool.journal.new[page_id].next
 
 
-cdef void report_all(Pool *pool, Report *report) noexcept nogil:
-    """Report each key of the index, by the page cached first under it."""
-    cdef Page *page
+cdef inline bint is_first(Pool *pool, int32_t page_id) noexcept nogil:
+    """Whether a page is cached, and the one that a look-up finds."""
+    cdef Page *page = &pool.pages[page_id]
+    if page.group == NO_GROUP:
+        return False
+    return not page.group & TWIN or find(pool, digest_of(page), page.group & ~TWIN) == page_id
+
+
+cdef void copy_keys(Pool *pool, Copies *copies) noexcept nogil:
+    """The keys of the index, and those of the pages' parents."""
     cdef int32_t page_id
     for page_id in range(1, pool.num_pages):
-        page = &pool.pages[page_id]
-        if page.group != NO_GROUP and find(pool, digest_of(page), page.group & ~TWIN) == page_id:
-            report_page(pool, page_id, report)
+        if is_first(pool, page_id):
+            copies.keys[copies.num_pages] = digest_of(&pool.pages[page_id])
+            copies.num_pages += 1
+            if is_journaled(pool) and pool.journal.origins[page_id].place:
+                copies.keys[copies.num_pages] = pool.journal.origins[page_id].parent
+                copies.num_pages += 1
 
 
-cdef inline Origin origin_of(const Digest *chain, Py_ssize_t i, Py_ssize_t stride, int32_t context) noexcept nogil:
-    """Of page `i` of a request, whose pages have `stride` digests each."""
-    return Origin(chain[i * stride - 1] if i else Digest(0, 0), <int32_t>i, context)
+cdef inline int32_t find_parent(Pool *pool, int32_t page_id) noexcept nogil:
+    """The first page with the key of a cached page's parent, or NULL_PAGE."""
+    cdef const Origin *origin = &pool.journal.origins[page_id]
+    cdef int32_t parent = find(pool, origin.parent, pool.pages[page_id].group & ~TWIN) if origin.place else NULL_PAGE
+    return parent if pool.journal.origins[parent].place + 1 == origin.place else NULL_PAGE
+
+
+cdef void copy_all(Pool *pool, Links *links, Copies *copies) noexcept nogil:
+    """The first page of each key, as few runs as can be: `links`, zeros for each page, will say what follows a page."""
+    cdef int32_t page_id, parent
+    for page_id in range(1, pool.num_pages):
+        parent = find_parent(pool, page_id) if is_first(pool, page_id) else NULL_PAGE
+        if parent != NULL_PAGE and links[parent].next == NULL_PAGE:
+            links[parent].next = page_id
+            links[page_id].prev = parent
+    for page_id in range(1, pool.num_pages):
+        if links[page_id].prev == NULL_PAGE and is_first(pool, page_id):
+            parent = page_id
+            while parent != NULL_PAGE:
+                copy_page(pool, parent, copies)
+                parent = links[parent].next
+
+
+cdef void end_journal(Journal *journal) noexcept nogil:
+    """Begin it anew: what is in it was copied."""
+    cdef int32_t following, page_id = journal.new[NULL_PAGE].next
+    while page_id != NULL_PAGE:
+        following = journal.new[page_id].next
+        journal.new[page_id] = Links(NOT_NEW, NOT_NEW)
+        page_id = following
+    journal.new[NULL_PAGE] = Links(NULL_PAGE, NULL_PAGE)
+    journal.num_new = journal.num_removed = 0
+    journal.is_cleared = 0
+
+
+cdef inline Origin origin_of(const Digest *chain, Py_ssize_t place, Py_ssize_t stride, int32_t context) noexcept nogil:
+    """Of a page of a request, whose pages have `stride` digests each."""
+    return Origin(chain[place * stride - 1] if place else Digest(0, 0), <int32_t>place, context)
 
 
 cdef Py_ssize_t enter_all(
     Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop, const Digest *chain, Py_ssize_t stride, int32_t group,
-    int32_t context,
+    int32_t context, int32_t first_place,
 ) noexcept nogil:
     """Enter pages ``ids[start:stop]``, null pages passed over. Returns -1, or, with nothing changed, the index of one that
     has an entry already.
     """
     cdef Py_ssize_t i, j
+    cdef Origin origin
     for i in range(start, stop):
         if ids[i] == NULL_PAGE:
             continue
@@ -792,7 +851,10 @@ cdef Py_ssize_t enter_all(
                     pool.num_cached -= 1
             return i
         enter(pool, ids[i], chain[(i + 1) * stride - 1], group)
-        note_entry(pool, ids[i], origin_of(chain, i, stride, context))
+        if is_journaled(pool):
+            origin = origin_of(chain, i, stride, context)
+            origin.place += first_place
+            note_entry(pool, ids[i], origin)
     return -1
 
 
@@ -1528,23 +1590,25 @@ cdef void hash_waiting(Batch *batch) noexcept nogil:
     batch.num_links = 0
 
 
+cdef inline Digest key_of(const Entry *entry) noexcept nogil:
+    return entry.chain[(entry.place + <Py_ssize_t>1) * entry.stride - 1]
+
+
 cdef void enter_waiting(Batch *batch) noexcept nogil:
     """Hash and enter the pages that wait for it, in order. A page that somebody gave an entry keeps that. The slots of the
     index, likely far away, are all fetched before the first is read.
     """
     cdef const Entry *entry
-    cdef const Digest *chain
     cdef Py_ssize_t i
     hash_waiting(batch)
     for i in range(batch.num_entries):
-        fetch(home_of(batch.pool, batch.entries[i].key[0], batch.entries[i].group))
+        fetch(home_of(batch.pool, key_of(&batch.entries[i]), batch.entries[i].group))
     for i in range(batch.num_entries):
         entry = &batch.entries[i]
         if batch.pool.pages[entry.page_id].group == NO_GROUP:
-            enter(batch.pool, entry.page_id, entry.key[0], entry.group)
+            enter(batch.pool, entry.page_id, key_of(entry), entry.group)
             if is_journaled(batch.pool):
-                chain = entry.key - (entry.page + 1) * entry.stride + 1
-                note_entry(batch.pool, entry.page_id, origin_of(chain, entry.page, entry.stride, entry.context))
+                note_entry(batch.pool, entry.page_id, origin_of(entry.chain, entry.place, entry.stride, entry.context))
             keep_tokens(batch.pool, entry.page_id, entry.tokens, entry.num_tokens)
     batch.num_entries = 0
 
@@ -1578,7 +1642,7 @@ cdef void enter_full_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens) noe
                 enter_later(
                     batch,
                     Entry(
-                        digests_of(batch, row) + (held.num_cached + 1) * group.stride - 1,
+                        digests_of(batch, row),
                         tokens_of(batch, row) + held.num_cached * size,
                         size,
                         page_id,
@@ -1947,6 +2011,15 @@ cdef void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
         batch.groups[g].held[row] = Held(0, 0, 0)
         end_row(&batch.groups[g], row)
     batch.states[row] = RowState(0, 0, 0, 0, 0, batch.states[row].num_hashed, -1, 0, 0)
+
+
+cdef void set_context(Batch *batch, Py_ssize_t row, int32_t context) noexcept nogil:
+    """The context of a row's pages from now on. None, which is what there is without a journal, has no users."""
+    if batch.contexts[row]:
+        batch.pool.journal.contexts[batch.contexts[row]].num_users -= 1
+    if context:
+        batch.pool.journal.contexts[context].num_users += 1
+    batch.contexts[row] = context
 
 
 cdef inline void swap_values(int32_t *first, int32_t *second, Py_ssize_t n) noexcept nogil:
@@ -2398,7 +2471,6 @@ cdef class HashChain:
     cdef Py_ssize_t capacity
     cdef readonly Py_ssize_t page_size
     cdef PageIds token_ids    # None: not kept
-    cdef int32_t context      # of pages that are entered, as `PageStore.hold_context` has it
     cdef cython.pymutex lock
 
     def __cinit__(self, page_size, bytes key not None, bint keep_token_ids=False):
@@ -2410,12 +2482,6 @@ cdef class HashChain:
 
     def __dealloc__(self):
         free(self.digests)
-
-    def set_context(self, context) -> None:
-        """Let pages that are entered with these hashes have a context: see `PageStore.hold_context`. 0: none."""
-        cdef Py_ssize_t checked = size_of(context, "context")
-        with self.lock:
-            self.context = <int32_t>checked
 
     def __reduce__(self):
         raise TypeError("a HashChain holds a secret key and cannot be pickled")
@@ -2507,15 +2573,22 @@ cdef class HashChain:
                 hash_pages(key, parent, tokens, page_size, out, num_pages)
         self.num += num_pages
 
-    def append_key(self, object key) -> None:
-        """Append one page by a 128-bit key that was made elsewhere."""
+    def append_key(self, object key, tokens=()) -> None:
+        """Append one page by a 128-bit key that was made elsewhere, with its tokens where they are to be kept: none, or
+        `page_size` of them.
+        """
         cdef Digest digest = digest_of_int(key)
+        cdef PageIds copied = as_own_ids(tokens, "token ids")
         cdef bint has_room
+        if copied.num not in (0, self.page_size):
+            raise ArgumentError(f"token ids: got {copied.num}, allowed: none, or a page of {self.page_size}")
         with self.lock:
-            has_room = self.has_room_for(1)
+            has_room = self.has_room_for(1) and (self.token_ids is None or self.token_ids.has_room_for(copied.num))
             if has_room:
                 self.digests[self.num] = digest
                 self.num += 1
+                if self.token_ids is not None:
+                    self.token_ids.put(copied.ids, copied.num)
         if not has_room:
             self.refuse_growth(1)
 
@@ -2590,42 +2663,70 @@ cdef class _FoundIds(PageIds):
         )
 
 
-cdef object RUN = np.dtype([
-    ("parent", "u8", 2),
-    ("page", "i4"),
-    ("context", "i4"),
-    ("group", "i4"),
-    ("num_pages", "i4"),
-    ("num_tokens", "i4"),
-    ("_", "i4"),
-])
-cdef object REMOVAL = np.dtype([("key", "u8", 2), ("group", "i4"), ("_", "i4")])
+cdef object KEY = np.dtype(np.uint64)
 
 
-cdef class _Report:
-    """Room for a report of `capacity` pages, of which `tokens_width` tokens are kept at most."""
+@cython.final
+@cython.auto_pickle(False)
+cdef class _Copies:
+    """Copies of cached pages, and of keys that went, in memory that the arrays made of it share. Read-only for Python."""
 
-    cdef Report report
-    cdef Py_ssize_t capacity
-    cdef object keys
-    cdef object runs
-    cdef object token_ids
+    cdef char *memory
+    cdef Py_ssize_t size            # bytes
+    cdef Copies pages
+    cdef Digest *removed_keys
+    cdef int32_t *removed_groups
+    cdef Py_ssize_t num_removed
 
-    def __init__(self, Py_ssize_t capacity, Py_ssize_t tokens_width):
-        cdef uint64_t[:, ::1] keys
-        cdef uint8_t[::1] runs
-        cdef int32_t[::1] token_ids
-        self.capacity = capacity
-        self.keys = keys = np.empty((capacity + 1, 2), np.uint64)
-        self.runs = np.empty(capacity + 1, RUN)
-        self.token_ids = token_ids = np.empty((capacity + 1) * (tokens_width + 1), np.int32)
-        runs = self.runs.view(np.uint8)
-        self.report = Report(<Digest *>&keys[0, 0], <Run *>&runs[0], &token_ids[0], 0, 0, 0)
+    def __dealloc__(self):
+        free(self.memory)
 
-    cdef tuple arrays(self):
-        return (
-            self.keys[: self.report.num_pages], self.runs[: self.report.num_runs], self.token_ids[: self.report.num_tokens]
-        )
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        PyBuffer_FillInfo(view, self, self.memory, self.size, 1, flags)
+
+    cdef bint has_room_for(self, Py_ssize_t num_pages, Py_ssize_t tokens_width, Py_ssize_t num_removed) noexcept:
+        """Take memory for so many pages and keys; False where it is short."""
+        cdef Py_ssize_t key_size = num_pages * sizeof(Digest), removed_size = num_removed * sizeof(Digest)
+        cdef Py_ssize_t runs_size = num_pages * sizeof(Run), tokens_size = num_pages * tokens_width * sizeof(int32_t)
+        self.size = key_size + removed_size + runs_size + tokens_size + num_removed * sizeof(int32_t)
+        self.memory = <char *>malloc(self.size)
+        self.pages.keys = <Digest *>self.memory
+        self.removed_keys = <Digest *>(self.memory + key_size)
+        self.pages.runs = <Run *>(self.memory + key_size + removed_size)
+        self.pages.token_ids = <int32_t *>(self.memory + key_size + removed_size + runs_size)
+        self.removed_groups = <int32_t *>(self.memory + key_size + removed_size + runs_size + tokens_size)
+        return self.memory != NULL
+
+    cdef void copy_removed(self, const Journal *journal) noexcept:
+        cdef Py_ssize_t i
+        for i in range(journal.num_removed):
+            self.removed_keys[i] = journal.removed[i].key
+            self.removed_groups[i] = journal.removed[i].group
+        self.num_removed = journal.num_removed
+
+    cdef object array(self, object dtype, const void *start, Py_ssize_t n):
+        return np.frombuffer(self, dtype, n, <const char *>start - self.memory)
+
+    cdef object keys(self, const Digest *start, Py_ssize_t n):
+        """uint64 ``[n, 2]``, the lower half of each first."""
+        return self.array(KEY, start, 2 * n).reshape(n, 2)
+
+    cdef tuple list_pages(self):
+        """What `PageStore.list_entries` returns."""
+        cdef Py_ssize_t i
+        runs = [
+            (
+                int_of_digest(self.pages.runs[i].origin.parent),
+                self.pages.runs[i].origin.place,
+                self.pages.runs[i].origin.context,
+                self.pages.runs[i].group,
+                self.pages.runs[i].num_pages,
+                self.pages.runs[i].num_tokens,
+            )
+            for i in range(self.pages.num_runs)
+        ]
+        keys = self.keys(self.pages.keys, self.pages.num_pages)
+        return keys, runs, self.array(INT32, self.pages.token_ids, self.pages.num_tokens)
 
 
 cdef class PageStore:
@@ -2668,7 +2769,10 @@ cdef class PageStore:
         free(self.pool.shard_links)
         free(self.pool.shard_num_free)
         free(self.pool.page_tokens)
-        free_journal(&self.pool.journal)
+        free(self.pool.journal.origins)
+        free(self.pool.journal.new)
+        free(self.pool.journal.removed)
+        free(self.pool.journal.contexts)
         if self.pool.residency != NULL:
             free(self.pool.residency.stays)
         free(self.pool.residency)
@@ -3223,7 +3327,8 @@ cdef class PageStore:
             is_cached = self.pool.pages[checked].group != NO_GROUP
             if not is_cached:
                 enter(&self.pool, checked, digest, checked_group)
-                note_entry(&self.pool, checked, Origin(Digest(0, 0), 0, 0))
+                if is_journaled(&self.pool):
+                    note_entry(&self.pool, checked, Origin(Digest(0, 0), 0, 0))
                 keep_tokens(&self.pool, checked, NULL, 0)
         if is_cached:
             raise PageHashError(f"page {checked} has a hash already")
@@ -3249,8 +3354,7 @@ cdef class PageStore:
                 if self.pool.pages[i].group != NO_GROUP:
                     drop(&self.pool, i)
             if num_held == 0 and is_journaled(&self.pool):
-                self.pool.journal.num_removed = 0
-                self.pool.journal.is_cleared = 1
+                note_clear(&self.pool.journal)
         return num_held
 
     def key_of(self, page_id):
@@ -3295,144 +3399,193 @@ cdef class PageStore:
     # The journal: what came into the prefix index and went, for those who are told of it.
 
     def start_journal(self) -> None:
-        """Note from now on which keys come and go, and where cached pages stand in their requests. 52 bytes a page.
+        """Note from now on which keys come and go, and where cached pages stand in their requests. 56 bytes a page.
 
-        ArgumentError where pages are cached already, of which that is not known. Nothing where it is done already.
+        ArgumentError where there is a journal already, and where pages are held or cached, of which that is not known.
         """
-        cdef Journal journal = Journal(NULL, NULL, NULL, NULL, 1, 0, 0, 0, 0)
-        cdef Py_ssize_t i, n = self.pool.num_pages
-        cdef bint is_first = False
-        cdef int32_t num_keys = 0
+        cdef Journal journal
+        cdef Py_ssize_t n = self.pool.num_pages
+        cdef int32_t num_held = 0, num_keys = 0
+        cdef bint has_room, has_journal = False
+        memset(&journal, 0, sizeof(journal))
         self.check_fixed()
         journal.origins = <Origin *>calloc(n, sizeof(Origin))
-        journal.new = <Links *>calloc(n, sizeof(Links))
-        journal.removed = <Removal *>calloc(n, sizeof(Removal))
-        journal.context_refs = <int32_t *>calloc(1, sizeof(int32_t))
-        has_room = journal.origins and journal.new and journal.removed and journal.context_refs
-        for i in range(1, n if has_room else 0):
-            journal.new[i] = Links(NOT_NEW, NOT_NEW)
+        journal.new = <Links *>malloc(n * sizeof(Links))
+        journal.removed = <Removal *>malloc(n * sizeof(Removal))
+        has_room = journal.origins != NULL and journal.new != NULL and journal.removed != NULL
+        has_room = has_room and add_context(&journal) == 0
         if has_room:
+            memset(journal.new, NOT_NEW, n * sizeof(Links))
+            journal.new[NULL_PAGE] = Links(NULL_PAGE, NULL_PAGE)
             with self.lock:
+                has_journal = is_journaled(&self.pool)
+                num_held = self.pool.num_pages - 1 - self.pool.num_free
                 num_keys = self.pool.num_keys
-                is_first = not is_journaled(&self.pool) and num_keys == 0
-                if is_first:
-                    self.pool.journal = journal
-        if not is_first:
-            free_journal(&journal)
+                if not has_journal and num_held == 0 and num_keys == 0:
+                    self.pool.journal, journal = journal, self.pool.journal
+        free(journal.origins)
+        free(journal.new)
+        free(journal.removed)
+        free(journal.contexts)
         if not has_room:
             raise MemoryError(f"the journal of {n} pages")
-        if not is_first and not is_journaled(&self.pool):
-            raise ArgumentError(f"{num_keys} prefixes are cached already, allowed: none")
+        if has_journal:
+            raise ArgumentError("the pool has a journal already")
+        if num_held or num_keys:
+            raise ArgumentError(f"{num_held} pages are held and {num_keys} prefixes cached already, allowed: none")
 
-    @property
-    def num_unreported(self) -> int:
-        """Keys that went, and nobody took the changes since."""
-        return self.read(&self.pool.journal.num_removed)
-
-    cdef int check_journaled(self) except -1:
-        if not is_journaled(&self.pool):
-            raise ArgumentError("no journal was started")
-        return 0
-
-    def hold_context(self, context) -> None:
-        """One reference more to a context, a small positive int that stands for what pages are hashed with besides tokens."""
-        cdef Py_ssize_t i, checked = size_of(context, "context", 1)
-        cdef Py_ssize_t num_contexts = max(checked + 1, 2 * self.pool.journal.num_contexts)
-        cdef int32_t *context_refs
-        cdef bint has_room = True
+    def add_context(self) -> int:
+        """A small int that is to stand for what pages are hashed with besides their tokens; 0 is none. It is kept while cached
+        pages or rows have it, or somebody holds it, as the caller does.
+        """
+        cdef int32_t context
         self.check_journaled()
         with self.lock:
-            if checked >= self.pool.journal.num_contexts:
-                context_refs = <int32_t *>realloc(self.pool.journal.context_refs, num_contexts * sizeof(int32_t))
-                has_room = context_refs != NULL
-                if has_room:
-                    for i in range(self.pool.journal.num_contexts, num_contexts):
-                        context_refs[i] = 0
-                    self.pool.journal.context_refs = context_refs
-                    self.pool.journal.num_contexts = num_contexts
-            if has_room:
-                self.pool.journal.context_refs[checked] += 1
-        if not has_room:
-            raise MemoryError(f"{num_contexts} contexts")
+            context = add_context(&self.pool.journal)
+        if context < 0:
+            raise MemoryError("contexts of pages")
+        return context
 
-    cdef int32_t checked_context(self, object context) except -1:
-        """A context as a number; 0 is none."""
-        cdef Py_ssize_t checked = size_of(context, "context")
-        if checked and checked >= self.pool.journal.num_contexts:
-            raise ArgumentError(f"context: got {context}, allowed: 0, and those that were held")
-        return <int32_t>checked
+    def hold_context(self, context) -> None:
+        """Hold a context once more."""
+        self.change_holders(context, 1)
 
     def release_context(self, context) -> None:
-        """One reference less; 0 stands for no context. ArgumentError where there is none."""
-        cdef Py_ssize_t checked = size_of(context, "context")
-        cdef bint is_held
-        if checked == 0:
-            return
-        with self.lock:
-            is_held = checked < self.pool.journal.num_contexts and self.pool.journal.context_refs[checked] > 0
-            if is_held:
-                self.pool.journal.context_refs[checked] -= 1
-        if not is_held:
-            raise ArgumentError(f"context: got {context}, allowed: one that is held")
+        """Hold a context once less. ArgumentError where nobody holds it."""
+        self.change_holders(context, -1)
 
-    def held_contexts(self) -> set:
-        """The contexts with references. O(contexts)."""
-        cdef PageIds ids = PageIds.__new__(PageIds)
-        cdef Py_ssize_t i
-        cdef bint has_room
+    cdef int change_holders(self, object context, int32_t change) except -1:
+        cdef int32_t checked = self.checked_context(context)
+        cdef Context *changed
+        cdef bint is_right
+        self.check_journaled()
         with self.lock:
-            has_room = ids.has_room_for(self.pool.journal.num_contexts)
-            for i in range(1, self.pool.journal.num_contexts if has_room else 0):
-                if self.pool.journal.context_refs[i]:
+            changed = &self.pool.journal.contexts[checked]
+            is_right = 0 <= changed.num_holders + <int64_t>change < INT32_MAX
+            if is_right:
+                changed.num_holders += change
+        if not is_right:
+            raise ArgumentError(f"context: got {context}, allowed: one that is held, and not by {INT32_MAX} others")
+        return 0
+
+    def kept_contexts(self):
+        """The contexts that are to be kept, as a set; None while somebody tells what he took. O(contexts)."""
+        cdef PageIds ids = PageIds.__new__(PageIds)
+        cdef Journal *journal = &self.pool.journal
+        cdef Py_ssize_t i
+        cdef bint has_room, is_told
+        with self.lock:
+            is_told = journal.is_told
+            has_room = ids.has_room_for(journal.num_contexts)
+            for i in range(journal.num_contexts if has_room else 0):
+                if journal.contexts[i].num_users or journal.contexts[i].num_holders:
                     ids.ids[ids.num] = <int32_t>i
                     ids.num += 1
         if not has_room:
-            raise MemoryError("the contexts of the pages")
-        return set(ids.to_list())
+            raise MemoryError("the contexts of a journal")
+        return None if is_told else set(ids.to_list())
 
-    def take_changes(self) -> tuple:
-        """What changed in the index since this was called last: whether all went at once before, the keys that went, those that
-        came, as `list_entries` has them, and whether a run may stand before that of its parent. Of a key that came and went
-        nothing is told.
+    @property
+    def max_num_kept_keys(self) -> int:
+        """How many `kept_keys` there can be."""
+        cdef Py_ssize_t num_removed = self.read(&self.pool.journal.num_removed)
+        return 2 * <Py_ssize_t>self.pool.num_pages + num_removed if is_journaled(&self.pool) else self.pool.num_pages
 
-        ``(bool, REMOVAL[removed], (uint64[keys, 2], RUN[runs], int32[tokens]), bool)``. O(changes).
+    def kept_keys(self):
+        """The keys whose names are to be kept, as a list of 128-bit ints: those of the index; with a journal those of parents
+        too, and those that went since the changes were taken. None while somebody tells what he took. O(num_pages).
         """
+        cdef _Copies copies = _Copies.__new__(_Copies)
+        cdef Py_ssize_t i
+        cdef bint has_room, is_told
+        with self.lock:
+            is_told = self.pool.journal.is_told
+            has_room = copies.has_room_for(2 * <Py_ssize_t>self.pool.num_keys, 0, self.pool.journal.num_removed)
+            if has_room:
+                copy_keys(&self.pool, &copies.pages)
+                copies.copy_removed(&self.pool.journal)
+        if not has_room:
+            raise MemoryError("the keys of the prefix index")
+        if is_told:
+            return None
+        keys = [int_of_digest(copies.pages.keys[i]) for i in range(copies.pages.num_pages)]
+        return keys + [int_of_digest(copies.removed_keys[i]) for i in range(copies.num_removed)]
+
+    def take_changes(self, bint with_entries=False) -> tuple:
+        """What changed in the index since this was called last: ``(is_cleared, removed_keys, removed_groups, new, entries)``.
+
+        All entries went at once before the rest, if `is_cleared`; uint64 ``[n, 2]`` and int32 ``[n]`` of keys that went;
+        then `new` ones came, as `list_entries` has them. Of a key that came and went again nothing is told. `entries` are
+        those of the index after it, or None. Names and contexts are kept until `end_report`. O(changes), or O(num_pages).
+        """
+        cdef _Copies changes = _Copies.__new__(_Copies)
+        cdef _Copies entries = _Copies.__new__(_Copies)
         cdef Journal *journal = &self.pool.journal
-        cdef _Report report
-        cdef uint8_t[::1] removed_bytes
-        cdef Py_ssize_t num_removed = 0
-        cdef bint fits = False, is_cleared = False, is_disordered = False
+        cdef bint has_room, is_cleared = False
         self.check_journaled()
-        while not fits:
-            report = _Report(self.read(&journal.num_new), self.pool.tokens_width)
-            removed = np.empty(self.read(&journal.num_removed) + 1, REMOVAL)  # one more: no memoryview is empty
-            removed_bytes = removed.view(np.uint8)
-            with self.lock:
-                fits = journal.num_new <= report.capacity
-                fits = fits and journal.num_removed * <Py_ssize_t>sizeof(Removal) < removed_bytes.shape[0]
-                if fits:
-                    num_removed = journal.num_removed
-                    memcpy(&removed_bytes[0], journal.removed, num_removed * sizeof(Removal))
-                    report_new(&self.pool, &report.report)
-                    is_cleared, is_disordered = journal.is_cleared, journal.is_disordered
-                    journal.num_removed = 0
-                    journal.is_cleared = journal.is_disordered = 0
-        return is_cleared, removed[:num_removed], report.arrays(), is_disordered
+        with self.lock:
+            has_room = changes.has_room_for(journal.num_new, self.pool.tokens_width, journal.num_removed)
+            has_room = has_room and (not with_entries or self.copy_entries_to(entries))
+            if has_room:
+                changes.copy_removed(journal)
+                self.copy_new_to(changes)
+                is_cleared = journal.is_cleared
+                end_journal(journal)
+                journal.is_told = True
+        if not has_room:
+            raise MemoryError("copies of what changed in the prefix index")
+        return (
+            is_cleared,
+            changes.keys(changes.removed_keys, changes.num_removed),
+            changes.array(INT32, changes.removed_groups, changes.num_removed),
+            changes.list_pages(),
+            entries.list_pages() if with_entries else None,
+        )
 
     def list_entries(self) -> tuple:
-        """All keys of the index, in no particular order, where their pages stand, as runs of pages that follow one another in a
-        request, and the tokens of these: ``(uint64[keys, 2], RUN[runs], int32[tokens])``. Changes nothing. O(num_pages).
+        """The keys of the index, uint64 ``[n, 2]``, the lower half of each first; the runs of pages that follow one another in
+        a request, ``(key of the parent, place of the first page, context, group, pages, tokens kept of each)``; and these
+        tokens, int32. Changes nothing. Names and contexts are kept until `end_report`. O(num_pages).
         """
-        cdef _Report report
-        cdef bint fits = False
+        cdef _Copies entries = _Copies.__new__(_Copies)
+        cdef bint has_room
         self.check_journaled()
-        while not fits:
-            report = _Report(self.read(&self.pool.num_keys), self.pool.tokens_width)
-            with self.lock:
-                fits = self.pool.num_keys <= report.capacity
-                if fits:
-                    report_all(&self.pool, &report.report)
-        return report.arrays()
+        with self.lock:
+            has_room = self.copy_entries_to(entries)
+            self.pool.journal.is_told = has_room
+        if not has_room:
+            raise MemoryError("copies of the prefix index")
+        return entries.list_pages()
+
+    def end_report(self) -> None:
+        """Names and contexts of what was taken are not needed any more."""
+        with self.lock:
+            self.pool.journal.is_told = False
+
+    cdef int check_journaled(self) except -1:
+        cdef bint has_journal
+        with self.lock:
+            has_journal = is_journaled(&self.pool)
+        if not has_journal:
+            raise ArgumentError("the pool has no journal")
+        return 0
+
+    cdef void copy_new_to(self, _Copies copies) noexcept:
+        if self.pool.journal.num_new < RELEASE_GIL_AT:
+            copy_new(&self.pool, &copies.pages)
+        else:
+            with nogil:
+                copy_new(&self.pool, &copies.pages)
+
+    cdef bint copy_entries_to(self, _Copies copies) noexcept:
+        """Copy all entries; False where memory is short."""
+        cdef Links *links = <Links *>calloc(self.pool.num_pages, sizeof(Links))
+        cdef bint has_room = links != NULL and copies.has_room_for(self.pool.num_keys, self.pool.tokens_width, 0)
+        if has_room:
+            with nogil:
+                copy_all(&self.pool, links, &copies.pages)
+        free(links)
+        return has_room
 
     cdef tuple token_ids_of(self, int32_t page_id):
         cdef PageIds ids = PageIds.__new__(PageIds)
@@ -3459,10 +3612,13 @@ cdef class PageStore:
 
     # Whole requests.
 
-    def enter_pages(self, PageIds held not None, HashChain chain not None, start, stop, stride, group) -> None:
+    def enter_pages(
+        self, PageIds held not None, HashChain chain not None, start, stop, stride, group, context=0, first_place=0
+    ) -> None:
         """Enter pages ``held[start:stop]`` under their digests of the chain, of which `stride` make a page. All or nothing.
 
-        Null pages are passed over. PageHashError if one is cached already. O(stop - start).
+        Null pages are passed over. The pages have a `context` of `add_context`; ``held[0]`` stands at `first_place` in
+        its request. PageHashError if one is cached already. O(stop - start).
         """
         cdef Py_ssize_t i, bad, num_hashes = size_of(stride, "stride", 1)
         cdef PageIds ids = self.checked(held)
@@ -3470,7 +3626,8 @@ cdef class PageStore:
         cdef Py_ssize_t first = size_of(start, "num_cached_pages", 0, last)
         cdef int32_t checked_group = group_of(group)
         cdef Py_ssize_t num_tokens = num_hashes * chain.page_size
-        cdef int32_t context
+        cdef int32_t checked_context = self.checked_context(context)
+        cdef int32_t place = <int32_t>size_of(first_place, "first_place", 0, MAX_PAGES - ids.num)
         if last > first and not self.enable_caching:
             raise PageHashError("prefix caching is off")
         if self.pool.page_tokens != NULL and num_tokens >= self.pool.tokens_width:
@@ -3478,16 +3635,25 @@ cdef class PageStore:
             raise ArgumentError(f"page size: got {num_tokens} tokens, allowed: {kept}, as many as are kept")
         with chain.lock, self.lock:
             last = min(last, chain.num // num_hashes)  # a chain that was lent is empty afterwards
-            context = chain.context if chain.context < self.pool.journal.num_contexts else 0
-            bad = enter_all(&self.pool, ids.ids, first, last, chain.digests, num_hashes, checked_group, context)
+            bad = enter_all(
+                &self.pool, ids.ids, first, last, chain.digests, num_hashes, checked_group, checked_context, place
+            )
             for i in range(first, last if bad < 0 else first):
                 self.copy_tokens(ids.ids[i], chain, i * num_tokens, num_tokens)
         if bad >= 0:
             raise PageHashError(f"page {ids.ids[bad]} (at {bad} of {ids.num}) has a hash already")
 
-    def enter_held(self, HeldPages held not None, HashChain chain not None, num_full_pages, stride, group) -> None:
+    cdef int32_t checked_context(self, object context) except -1:
+        """A context as a number, which stays one, whatever it stands for."""
+        cdef Py_ssize_t checked = size_of(context, "context")
+        cdef int32_t num_contexts = max(1, self.read(&self.pool.journal.num_contexts)) if checked else 1
+        if checked >= num_contexts:
+            raise ArgumentError(f"context: got {context}, allowed: 0 to {num_contexts - 1}")
+        return <int32_t>checked
+
+    def enter_held(self, HeldPages held not None, HashChain chain not None, num_full_pages, stride, group, context=0) -> None:
         """Enter the pages of a request that got full: those from ``held.num_cached_pages`` to `num_full_pages`."""
-        self.enter_pages(held, chain, held.num_cached_pages, num_full_pages, stride, group)
+        self.enter_pages(held, chain, held.num_cached_pages, num_full_pages, stride, group, context)
         held.num_cached_pages = num_full_pages
 
     def take_for(
@@ -3959,26 +4125,69 @@ cdef class PageStore:
         return None
 
     cdef str find_flaw_in_journal(self):
-        """Each new key is in the ring once, by a page that has it."""
+        """The keys that are new, those that went, and how many pages have each context at least."""
         cdef Journal *journal = &self.pool.journal
-        cdef int32_t page_id = journal.new[NULL_PAGE].next if is_journaled(&self.pool) else NULL_PAGE
-        cdef int32_t previous = NULL_PAGE
-        cdef int32_t i, count = 0
-        for i in range(1, self.pool.num_pages if is_journaled(&self.pool) else 1):
-            count += journal.new[i].next != NOT_NEW
-            if self.pool.pages[i].group == NO_GROUP and journal.new[i].next != NOT_NEW:
-                return f"{self.describe(i)} is in the journal as new"
-            if self.pool.pages[i].group != NO_GROUP and not 0 <= journal.origins[i].context < journal.num_contexts:
-                return f"{self.describe(i)} has context {journal.origins[i].context}, allowed: 0 to {journal.num_contexts - 1}"
-        if count != journal.num_new or not 0 <= journal.num_removed < self.pool.num_pages:
-            return f"{count} new and {journal.num_removed} gone keys are in the journal, which counts {journal.num_new} new ones"
-        while page_id != NULL_PAGE and count:
-            if not 0 < page_id < self.pool.num_pages or journal.new[page_id].prev != previous:
-                return f"page {page_id} follows page {previous} in the journal"
-            count -= 1
-            previous, page_id = page_id, journal.new[page_id].next
-        if count or page_id != NULL_PAGE:
-            return f"page {previous} ends the journal of {journal.num_new} new keys"
+        cdef int32_t i
+        cdef int64_t num_users = 0
+        if not is_journaled(&self.pool):
+            return None
+        for i in range(journal.num_contexts):
+            if journal.contexts[i].num_users < 0 or journal.contexts[i].num_holders < 0:
+                return (
+                    f"context {i} has {journal.contexts[i].num_users} users and {journal.contexts[i].num_holders} holders, "
+                    "allowed: at least 0"
+                )
+            num_users += journal.contexts[i].num_users
+        if num_users < count_cached(&self.pool):
+            return f"the contexts have {num_users} users, {count_cached(&self.pool)} pages are cached"
+        return self.find_flaw_in_origins() or self.find_flaw_in_new() or self.find_flaw_in_removed()
+
+    cdef str find_flaw_in_origins(self):
+        """Each cached page has a place and a context."""
+        cdef Journal *journal = &self.pool.journal
+        cdef Origin *origin
+        cdef int32_t i
+        for i in range(1, self.pool.num_pages):
+            origin = &journal.origins[i]
+            if self.pool.pages[i].group != NO_GROUP and (origin.place < 0 or not 0 <= origin.context < journal.num_contexts):
+                return (
+                    f"{self.describe(i)} has place {origin.place} and context {origin.context}, "
+                    f"allowed: at least 0, and 0 to {journal.num_contexts - 1}"
+                )
+        return None
+
+    cdef str find_flaw_in_new(self):
+        """The ring of new keys has the first page of each, and nothing else."""
+        cdef Links *new = self.pool.journal.new
+        cdef int32_t page_id = new[NULL_PAGE].next, previous = NULL_PAGE, count = 0, num_linked = 0, i
+        while page_id != NULL_PAGE and count <= self.pool.journal.num_new:
+            if not 0 < page_id < self.pool.num_pages or new[page_id].prev != previous:
+                return f"page {page_id} follows page {previous} in the journal, and does not link back"
+            if not is_first(&self.pool, page_id):
+                return f"{self.describe(page_id)} is in the journal, and no look-up finds it"
+            count += 1
+            previous, page_id = page_id, new[page_id].next
+        for i in range(1, self.pool.num_pages):
+            num_linked += new[i].next != NOT_NEW or new[i].prev != NOT_NEW
+        if new[NULL_PAGE].prev != previous or count != self.pool.journal.num_new or num_linked != count:
+            return (
+                f"the journal ends after {count} new keys with page {previous}, {num_linked} pages have links; "
+                f"it counts {self.pool.journal.num_new}, and page {new[NULL_PAGE].prev} is the last"
+            )
+        return None
+
+    cdef str find_flaw_in_removed(self):
+        """A key that went is not in the index, unless it is new."""
+        cdef Journal *journal = &self.pool.journal
+        cdef int32_t i, first, num_new = journal.num_new if journal.is_cleared else self.pool.num_keys
+        if not 0 <= journal.num_removed < self.pool.num_pages or (journal.is_cleared and journal.num_removed):
+            return f"the journal counts {journal.num_removed} keys that went, allowed: 0 to {self.pool.num_pages - 1}, or none"
+        if num_new != self.pool.num_keys:
+            return f"the prefix index has {self.pool.num_keys} keys, {num_new} of them new since all went"
+        for i in range(journal.num_removed):
+            first = find(&self.pool, journal.removed[i].key, journal.removed[i].group)
+            if first != NULL_PAGE and journal.new[first].next == NOT_NEW:
+                return f"{self.describe(first)} is in the journal as gone"
         return None
 
     cdef str find_flaw_in_entry(self, int32_t page_id):
@@ -5259,23 +5468,18 @@ cdef class RunningRows:
                 bad = give_back(&self.store.pool, ids.ids, ids.num, False)
         if bad < 0:
             for i in range(num_rows):
-                self.forget_context(self.batch.checked_rows[i])
+                set_context(&self.batch, self.batch.checked_rows[i], 0)
                 self.forget_extra_keys(self.batch.checked_rows[i])
                 empty_row(&self.batch, self.batch.checked_rows[i])
         return bad
 
     cdef void forget_extra_keys(self, Py_ssize_t row) noexcept:
-        """Of a row that gets free, and holds no context. Its hashes stay for the next request, unless keys are in them."""
+        """Of a row that gets free. Its hashes stay for the next request, unless keys are in them."""
         if self.batch.extra_keys[row] != NULL:
             self.batch.states[row].num_hashed = 0
         free(self.batch.extra_keys[row])
         self.batch.extra_keys[row] = NULL
         self.extra_key_bytes[row] = None
-
-    cdef void forget_context(self, Py_ssize_t row) noexcept:
-        if self.batch.contexts[row]:
-            self.store.pool.journal.context_refs[self.batch.contexts[row]] -= 1
-        self.batch.contexts[row] = 0
 
     cdef Py_ssize_t checked_row(self, object row) except -1:
         self.check_made()
@@ -5324,7 +5528,7 @@ cdef class RunningRows:
     ):
         """Start a free row: see `RunningBatch.admit`. `extra_keys` are ``(page, bytes)`` of the hash pages that have any, in
         order; `find_hits` maps a `HashChain` and the number of known tokens to page ids for each group and the tokens that they
-        hold; None: take no hits. A reference to `context` becomes the row's, where it is admitted.
+        hold; None: take no hits. The row has a `context` of `PageStore.add_context`.
         """
         cdef Py_ssize_t checked = self.checked_row(row)
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
@@ -5428,7 +5632,7 @@ cdef class RunningRows:
             row, hits, num_free_hits, <int32_t>num_wanted, num_reserved, &held_free
         )
         if has_room and held_free == NULL_PAGE:
-            self.batch.contexts[row] = context
+            set_context(&self.batch, row, context)
             self.fill_row(row, hits, <int32_t>num_known, <int32_t>num_wanted)
             self.batch.states[row].num_hits = num_hits
         self.let_go()

@@ -54,7 +54,8 @@ class CacheCoordinator(ABC):
     """Keeps the pages of requests for all groups of a model. Subclasses say how a prefix is looked up.
 
     ``requests`` has what each request holds; ``single_type_managers`` the rules of each group. A hash covers
-    ``hash_page_size`` tokens: the greatest common divisor of the page sizes of the groups that are prefix-cached.
+    ``hash_page_size`` tokens: the greatest common divisor of the page sizes of the groups that are prefix-cached, of which
+    ``max_cached_page_size`` is the largest.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class CacheCoordinator(ABC):
         )
         cached = [manager for manager in self.single_type_managers if manager.is_prefix_cached]
         self.hash_page_size = gcd(*(manager.page_size for manager in cached)) or 1
+        self.max_cached_page_size = max([manager.page_size for manager in cached], default=1)
         for manager in cached:
             manager.num_hashes_per_page = manager.page_size // self.hash_page_size
         self._strides = PageIds([manager.num_hashes_per_page for manager in self.single_type_managers])
@@ -135,13 +137,15 @@ class CacheCoordinator(ABC):
         ]
         return min(counts, default=NEVER)
 
-    def cache_pages(self, held: RequestPages, chain: HashChain, num_tokens: int) -> None:
-        """Enter the pages that `num_tokens` tokens fill, and that are not yet, in the prefix index."""
+    def cache_pages(self, held: RequestPages, chain: HashChain, num_tokens: int, context: int) -> None:
+        """Enter the pages that `num_tokens` tokens fill, and that are not yet, in the prefix index. `context` stands for the
+        request's extra keys where events are made (`CacheManager.hold_context`).
+        """
         for manager, group in held.by_group:
             num_full_pages = num_tokens // manager.page_size
             if manager.is_prefix_cached and num_full_pages > group.num_cached_pages:
                 self.page_pool.store.enter_held(
-                    group, chain, num_full_pages, manager.num_hashes_per_page, manager.kv_cache_group_id
+                    group, chain, num_full_pages, manager.num_hashes_per_page, manager.kv_cache_group_id, context
                 )
 
     def update_thresholds(self, held: RequestPages) -> None:

@@ -28,39 +28,43 @@ import numpy.typing as npt
 
 from pagepool._core import PageStore
 from pagepool.hashing import ExtraKeys, RequestExtraKeys
-from pagepool.page_pool import PagePool
+from pagepool.request_hashes import PageHasher
 from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
-__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "Event", "EventBatch", "EventSource", "encode_batch"]
+__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "Contexts", "Event", "EventBatch", "EventSource", "encode_batch"]
 
 MEDIUM = "GPU"
-NUM_INT_BYTES = 8
+NUM_KEY_BYTES = 16
+MASK = (1 << 64) - 1
 MIN_CONTEXTS = 64
 
 Array = npt.NDArray[Any]
 Hash = int | bytes
+Run = tuple[int, int, int, int, int, int]
+Entries = tuple[Array, list[Run], Array]
 
 
 class EventBatch(msgspec.Struct, array_like=True, gc=False):
-    """What one step did. ``ts`` is in seconds since 1970, ``data_parallel_rank`` tells engines of one router apart."""
+    """What is sent at once. ``ts`` is in seconds since 1970, ``data_parallel_rank`` tells the engines of one router apart."""
 
     ts: float
-    events: list[Any]
+    events: "Sequence[Event]"
     data_parallel_rank: int | None = None
 
 
-class Event(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+class Event(msgspec.Struct, tag=True, omit_defaults=True, eq=False, gc=False):
     """Base of the three events."""
 
 
 class BlockStored(Event):
-    """Pages that follow one another in one request and can be hit from now on.
+    """Pages that follow one another in one request, and can be hit from now on.
 
-    ``block_hashes`` uint64 array, or list of bytes: one for each page; ``parent_block_hash``: of the page before the first of
-    them, None at the beginning of a prompt; ``token_ids`` int32 array ``[pages x block_size]``, empty for pages that were not
-    cached by a manager; ``block_size`` in tokens; ``lora_id``, ``lora_name``: the request's ``lora_id``, an int or a string;
-    ``extra_keys``: for each page LoRA, features as ``(hash, offset)`` and salt, None where a page has none; ``group_idx``:
-    cache group; ``kv_cache_spec_kind``, ``kv_cache_spec_sliding_window`` (tokens): its kind of attention.
+    ``block_hashes``: one for each page, in a uint64 array or, as bytes, in a list. ``parent_block_hash``: of the page before
+    the first; None at the beginning of a prompt. ``token_ids``: int32 array ``[pages x block_size]``; empty for pages that were
+    cached without the manager. ``block_size``: tokens of a page. ``lora_id``, ``lora_name``: the request's ``lora_id``, by
+    whether it is an int or a string. ``extra_keys``: for each page what it is hashed with besides tokens (LoRA, features as
+    ``(hash, offset)``, salt), None for a page without; None where no page has any. ``group_idx``: the cache group;
+    ``kv_cache_spec_kind``, ``kv_cache_spec_sliding_window`` (tokens): its kind of attention.
     """
 
     block_hashes: Any
@@ -77,7 +81,10 @@ class BlockStored(Event):
 
 
 class BlockRemoved(Event):
-    """Pages of one group that cannot be hit any more: the last page with that content was handed out anew, or dropped."""
+    """Pages of one group that can be hit no more: the last one of that content was handed out anew, or its entry dropped.
+
+    ``block_hashes`` as in `BlockStored`.
+    """
 
     block_hashes: Any
     medium: str | None
@@ -85,7 +92,7 @@ class BlockRemoved(Event):
 
 
 class AllBlocksCleared(Event):
-    """Nothing can be hit any more."""
+    """Nothing that was stored before can be hit any more."""
 
 
 def _encode_array(value: Any) -> Any:
@@ -98,8 +105,155 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 
 def encode_batch(batch: EventBatch) -> bytes:
-    """The batch in msgpack, as vLLM sends it. About 0.3 us a page."""
+    """The batch in msgpack, as vLLM sends it. 0.3 us a page of 16 tokens."""
     return _encoder.encode(batch)
+
+
+class Contexts:
+    """Small ints that stand for the extra keys of requests. Those that no page and no row has any more are used again."""
+
+    def __init__(self, store: PageStore) -> None:
+        """`store` counts who has which."""
+        self._store = store
+        self._values: dict[int, RequestExtraKeys] = {}
+        self._contexts: dict[RequestExtraKeys, int] = {}
+        self._unused: list[int] = []
+        self._num_at_sweep = MIN_CONTEXTS
+
+    def hold(self, value: RequestExtraKeys) -> int:
+        """The int for `value`, kept until `PageStore.release_context`. Not for two threads at once. Amortised O(1)."""
+        context = self._contexts.get(value)
+        if context is None:
+            return self._add(value)
+        self._store.hold_context(context)
+        return context
+
+    def _add(self, value: RequestExtraKeys) -> int:
+        """An interrupt may lose an int, but cannot give one to two values."""
+        self._sweep()
+        if self._unused:
+            context = self._unused.pop()
+            self._store.hold_context(context)
+        else:
+            context = self._store.add_context()
+        self._values[context] = value
+        self._contexts[value] = context
+        return context
+
+    def _sweep(self) -> None:
+        """Forget what nobody has, once there is twice as much as was left the last time."""
+        kept = self._store.kept_contexts() if len(self._values) >= self._num_at_sweep else None
+        if kept is not None:
+            unused = [context for context in self._values if context not in kept]
+            for context in unused:
+                self._contexts.pop(self._values.pop(context), None)
+            self._unused += unused
+            self._num_at_sweep = max(MIN_CONTEXTS, 2 * len(self._values))
+
+    def __getitem__(self, context: int) -> RequestExtraKeys:
+        """What an int stands for."""
+        return self._values[context]
+
+
+class EventSource:
+    """Makes events of what the journal of a pool says. ``contexts`` are what its pages are entered with."""
+
+    def __init__(self, store: PageStore, groups: Sequence[CacheGroupSpec], hasher: PageHasher, hashes_as_bytes: bool) -> None:
+        """Starts the journal of `store`; ArgumentError if something is held or cached already."""
+        self.hashes_as_bytes = hashes_as_bytes
+        self.contexts = Contexts(store)
+        self._store = store
+        self._num_digest_bytes = hasher.num_digest_bytes
+        self._specs = [group.kv_cache_spec for group in groups]
+        self._lock = threading.RLock()
+        self._must_start_over = False
+        store.start_journal()
+
+    def take(self) -> list[Event]:
+        """What changed since the last call. O(changes)."""
+        return self._take(False)[0]
+
+    def take_with_snapshot(self) -> tuple[list[Event], list[Event]]:
+        """`take`, and what leads to the same state from any: `AllBlocksCleared` and all that is cached. O(num_pages)."""
+        return self._take(True)
+
+    def start_over(self) -> None:
+        """Let the next events lead from any state to the right one: somebody was not told."""
+        self._must_start_over = True
+
+    def list_all(self) -> list[Event]:
+        """All that can be hit now, parents first. O(num_pages)."""
+        with self._lock:
+            try:
+                return self._list_stored(self._store.list_entries())
+            finally:
+                self._store.end_report()
+
+    def _take(self, with_snapshot: bool) -> tuple[list[Event], list[Event]]:
+        with self._lock:
+            must_start_over, self._must_start_over = self._must_start_over, True  # in case that this call is interrupted
+            try:
+                changes = self._store.take_changes(with_snapshot or must_start_over)
+                snapshot = [] if changes[-1] is None else [AllBlocksCleared(), *self._list_stored(changes[-1])]
+                events = snapshot if must_start_over else self._list_changes(*changes[:-1])
+            finally:
+                self._store.end_report()
+            self._must_start_over = False
+        return events, snapshot
+
+    def _list_changes(self, is_cleared: bool, removed_keys: Array, removed_groups: Array, new: Entries) -> list[Event]:
+        events: list[Event] = [AllBlocksCleared()] if is_cleared else []
+        for group in np.unique(removed_groups).tolist() if len(removed_groups) else ():
+            keys = removed_keys[removed_groups == group]
+            events.append(BlockRemoved(self._hashes_of(keys), MEDIUM, group))
+        return [*events, *self._list_stored(new)]
+
+    def _list_stored(self, entries: Entries) -> list[Event]:
+        """An event for each run. A run's parent is in one that begins earlier in its request, if it is in any."""
+        keys, runs, token_ids = entries
+        events: list[tuple[int, Event]] = []
+        page, token = 0, 0
+        for run in runs:
+            _, start_page, _, _, num_pages, num_tokens = run
+            stop_page, stop_token = page + num_pages, token + num_pages * num_tokens
+            events.append((start_page, self._make_stored(keys[page:stop_page], run, token_ids[token:stop_token])))
+            page, token = stop_page, stop_token
+        events.sort(key=itemgetter(0))
+        return [event for _, event in events]
+
+    def _make_stored(self, keys: Array, run: Run, token_ids: Array) -> BlockStored:
+        parent, start_page, context, group, _, _ = run
+        spec = self._specs[group]
+        event = BlockStored(
+            self._hashes_of(keys),
+            self._hash_of(parent) if start_page else None,
+            token_ids,
+            spec.page_size,
+            None,
+            MEDIUM,
+            None,
+            None,
+            group,
+            _kind_of(spec),
+            spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
+        )
+        if context:
+            _add_extra_keys(event, self.contexts[context], start_page, len(keys))
+        return event
+
+    def _hashes_of(self, keys: Array) -> Array | list[Hash]:
+        """What keys of the index, ``[n, 2]``, are told as."""
+        if not self.hashes_as_bytes:
+            return keys[:, 0]
+        return [self._hash_of(high << 64 | low) for low, high in keys.tolist()]
+
+    def _hash_of(self, key: int) -> Hash:
+        """The hash that a key, the lower half of a digest or all of it, is told as."""
+        if not self.hashes_as_bytes:
+            return key & MASK
+        name = self._store.names.hash_of(key) if self._num_digest_bytes > NUM_KEY_BYTES else None
+        digest = key if name is None else name.hash_value & ((1 << 8 * self._num_digest_bytes) - 1)
+        return digest.to_bytes(self._num_digest_bytes, "big")
 
 
 def _kind_of(spec: CacheSpec) -> str:
@@ -113,137 +267,30 @@ def _kind_of(spec: CacheSpec) -> str:
     return "mla_attention" if getattr(spec, "use_mla", False) else "full_attention"
 
 
-class Contexts:
-    """Small ints for what pages are hashed with besides tokens. Those that no page and no row has any more are used again."""
-
-    def __init__(self, store: PageStore) -> None:
-        """`store` counts who has which."""
-        self._store = store
-        self.lock = threading.RLock()
-        self._values: dict[int, RequestExtraKeys] = {}
-        self._contexts: dict[RequestExtraKeys, int] = {}
-        self._unused: list[int] = []
-        self._num_at_sweep = MIN_CONTEXTS
-
-    def hold(self, value: RequestExtraKeys | None) -> int:
-        """The int for `value`, held until `PageStore.release_context`; 0 for None. Amortised O(1)."""
-        if value is None:
-            return 0
-        with self.lock:
-            if value not in self._contexts:
-                context = self._next()
-                self._contexts[value] = context
-                self._values[context] = value
-            self._store.hold_context(self._contexts[value])
-            return self._contexts[value]
-
-    def _next(self) -> int:
-        if len(self._values) >= self._num_at_sweep:
-            held = self._store.held_contexts()
-            for context in self._values.keys() - held:
-                del self._contexts[self._values.pop(context)]
-                self._unused.append(context)
-            self._num_at_sweep = max(MIN_CONTEXTS, 2 * len(self._values))
-        return self._unused.pop() if self._unused else len(self._values) + 1
-
-    def __getitem__(self, context: int) -> RequestExtraKeys:
-        """What an int that is held stands for."""
-        return self._values[context]
-
-
-class EventSource:
-    """Makes events of what the journal of a pool's store says."""
-
-    def __init__(self, pool: PagePool, groups: Sequence[CacheGroupSpec], num_hash_bytes: int, hashes_as_bytes: bool) -> None:
-        """`num_hash_bytes` of a hash value. ArgumentError if something is cached already."""
-        self.hashes_as_bytes = hashes_as_bytes
-        self._num_hash_bytes = num_hash_bytes if hashes_as_bytes else NUM_INT_BYTES
-        self._store = pool.store
-        self._specs = [group.kv_cache_spec for group in groups]
-        self._kinds = [_kind_of(spec) for spec in self._specs]
-        self._store.start_journal()
-        self._store.keep_token_ids(max(spec.page_size for spec in self._specs))
-        self.contexts = Contexts(self._store)
-
-    def take(self) -> list[Event]:
-        """What changed since the last call. O(changes)."""
-        with self.contexts.lock:
-            is_cleared, removed, new, is_disordered = self._store.take_changes()
-            stored = self._list_stored(*new, is_disordered)
-        events: list[Event] = [AllBlocksCleared()] if is_cleared else []
-        for group in range(len(self._specs)):
-            keys = removed["key"] if len(self._specs) == 1 else removed["key"][removed["group"] == group]
-            if len(keys):
-                events.append(BlockRemoved(self._hashes_of(keys), MEDIUM, group))
-        return [*events, *stored]
-
-    def list_all(self) -> list[Event]:
-        """All that can be hit now, parents first. O(pool)."""
-        with self.contexts.lock:
-            return self._list_stored(*self._store.list_entries(), True)
-
-    def _list_stored(self, keys: Array, runs: Array, token_ids: Array, is_disordered: bool) -> list[Event]:
-        """One event for each run. What begins later in its request than another run cannot be that one's parent."""
-        events, page, token = [], 0, 0
-        for parent, start_page, context, group, num_pages, num_tokens, _ in runs.tolist():
-            event = self._make_stored(
-                keys[page : page + num_pages], parent, token_ids[token : token + num_tokens], start_page, context, group
-            )
-            events.append((start_page, event))
-            page, token = page + num_pages, token + num_tokens
-        if is_disordered:
-            events.sort(key=itemgetter(0))
-        return [event for _, event in events]
-
-    def _make_stored(
-        self, keys: Array, parent: list[int], token_ids: Array, start_page: int, context: int, group: int
-    ) -> BlockStored:
-        spec = self._specs[group]
-        event = BlockStored(
-            block_hashes=self._hashes_of(keys),
-            parent_block_hash=self._hash_of(parent) if start_page else None,
-            token_ids=token_ids,
-            block_size=spec.page_size,
-            lora_id=None,
-            medium=MEDIUM,
-            lora_name=None,
-            group_idx=group,
-            kv_cache_spec_kind=self._kinds[group],
-            kv_cache_spec_sliding_window=getattr(spec, "sliding_window", None),
-        )
-        if context:
-            _add_extra_keys(event, self.contexts[context], start_page, len(keys))
-        return event
-
-    def _hashes_of(self, keys: Array) -> Array | list[bytes]:
-        """The hashes that keys of the index, ``[n, 2]``, stand for: unsigned ints, or bytes."""
-        if not self.hashes_as_bytes and not self._store.names:
-            return keys[:, 0]
-        hashes = [self._hash_of(key) for key in keys.tolist()]
-        return hashes if self.hashes_as_bytes else np.array(hashes, np.uint64)
-
-    def _hash_of(self, key: list[int]) -> Any:
-        low, high = map(int, key)
-        value = high << 64 | low
-        name = self._store.names.hash_of(value)
-        value = (value if name is None else name.hash_value) & ((1 << 8 * self._num_hash_bytes) - 1)
-        return value.to_bytes(self._num_hash_bytes, "big") if self.hashes_as_bytes else value
-
-
 def _add_extra_keys(event: BlockStored, value: RequestExtraKeys, start_page: int, num_pages: int) -> None:
-    """What pages of a request are hashed with besides tokens, in the order in which vLLM names it: LoRA, features, salt."""
-    size = event.block_size
-    pages = [value.of_page(page * size, (page + 1) * size) for page in range(start_page, start_page + num_pages)]
-    event.extra_keys = [None if keys is None else _flatten(keys) for keys in pages] if any(pages) else None
-    lora_id = dict(value.first_page_keys).get("lora")
-    if isinstance(lora_id, int):
-        event.lora_id = lora_id
-    else:
-        event.lora_name = lora_id
+    """What pages of a request are hashed with besides tokens."""
+    for name, key in value.first_page_keys:
+        if name == "lora" and isinstance(_portable(key), int):
+            event.lora_id = key
+        elif name == "lora":
+            event.lora_name = key.hex() if isinstance(key, bytes) else str(_portable(key))
+    extra_keys: list[tuple[Any, ...] | None] = [None] * num_pages
+    page, keys = value.find_keyed_page(start_page, event.block_size)
+    while page is not None and page < start_page + num_pages:
+        extra_keys[page - start_page] = keys and _flatten(keys)
+        page, keys = value.find_keyed_page(page + 1, event.block_size)
+    event.extra_keys = extra_keys if any(extra_keys) else None
 
 
 def _flatten(keys: ExtraKeys) -> tuple[Any, ...]:
-    named = {key[0]: key[1] for key in keys if key[0] != "mm"}
-    features = [(content_hash, offset) for _, _, content_hash, offset, _ in (key for key in keys if key[0] == "mm")]
-    lora = [named.pop("lora")] if "lora" in named else []
-    return (*lora, *features, *named.values())
+    """Extra keys in vLLM's order: LoRA, features, then salt or whatever else keeps a request to itself."""
+    features = [(_portable(key[2]), key[3]) for key in keys if key[0] == "mm"]
+    lora = [_portable(key[1]) for key in keys if key[0] == "lora"]
+    return (*lora, *features, *[_portable(key[1]) for key in keys if key[0] not in ("mm", "lora")])
+
+
+def _portable(key: int | str | bytes) -> int | str | bytes:
+    """`key`, or text for it where msgpack has no such value: an int of more than 64 bits, a string that is no Unicode."""
+    if isinstance(key, int) and not -(1 << 63) <= key <= MASK:
+        return str(key)
+    return key.encode("utf-8", "backslashreplace").decode() if isinstance(key, str) else key

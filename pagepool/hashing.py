@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.specs import require_int
 
 HashFunction = Callable[[Any], int]
 """Maps ``(parent hash, token ids, extra keys)`` to an int; the builtin `hash` is one."""
@@ -157,12 +158,13 @@ def encode_extra_keys(extra_keys: ExtraKeys | None) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class RequestExtraKeys:
-    """The extra keys of one request's pages. `features` are ``(start, end, modality, content hash)`` with half-open token ranges.
+    """The extra keys of one request's pages.
 
     A ``cache_salt`` and a ``lora_id`` enter the first page; each multimodal feature enters the pages that it overlaps. The
     chain carries them to every later page. A feature is any object with ``mm_hash`` (or ``identifier``) and a position
     ``placeholder_range`` (or ``mm_position``) with ``offset`` and ``length`` in tokens; one without a position enters the
-    first page. A request that says ``has_vision`` and names no feature shares pages with itself alone.
+    first page. A request that says ``has_vision`` and names no feature shares pages with itself alone. ``features`` are
+    ``(start, end, modality, content hash)`` with half-open token ranges.
     """
 
     first_page_keys: ExtraKeys
@@ -212,7 +214,8 @@ def _feature_range(feature: Any) -> tuple[int, int, Any, Any]:
     position = getattr(feature, "placeholder_range", None) or getattr(feature, "mm_position", None)
     start, end = 0, 1
     if position is not None:
-        start, end = position.offset, position.offset + position.length
+        start = require_int("mm_features: offset", position.offset, 0)
+        end = start + require_int("mm_features: length", position.length, 0)
     return start, end, str(getattr(feature, "modality", "mm")), _plain("mm_hash", content_hash)
 
 
@@ -224,7 +227,7 @@ def _plain(name: str, value: Any) -> int | str | bytes:
     return checked
 
 
-_MAX_KEY = (1 << 128) - 1
+MAX_KEY = (1 << 128) - 1
 
 
 class HashNames:
@@ -267,14 +270,14 @@ class HashNames:
         named = self._keys_of_hash.get(page_hash)
         if named is not None:
             return named
-        return [page_hash.hash_value] if 0 <= page_hash.hash_value <= _MAX_KEY else []
+        return [page_hash.hash_value] if 0 <= page_hash.hash_value <= MAX_KEY else []
 
     def key_of(self, page_hash: PageHash) -> int:
         """The key to enter a page with `page_hash` under. One that carries tokens gets a fresh random key with it as name."""
         named = self._keys_of_hash.get(page_hash)
         if named is not None:
             return named[0]
-        if not page_hash.token_ids and page_hash.extra_keys is None and 0 <= page_hash.hash_value <= _MAX_KEY:
+        if not page_hash.token_ids and page_hash.extra_keys is None and 0 <= page_hash.hash_value <= MAX_KEY:
             return page_hash.hash_value
         key = int.from_bytes(os.urandom(16), "little")
         self.add(key, page_hash)
@@ -283,8 +286,8 @@ class HashNames:
     def keep_only(self, keys: Iterable[int]) -> None:
         """Forget every name but those of `keys`. O(keys)."""
         with self._lock:
-            kept = [(key, self._hash_of_key[key]) for key in keys if key in self._hash_of_key]
-            self._hash_of_key = {}
-            self._keys_of_hash = {}
-            for key, page_hash in kept:
-                self.add(key, page_hash)
+            kept = HashNames()
+            for key in keys:
+                if key in self._hash_of_key:
+                    kept.add(key, self._hash_of_key[key])
+            self._hash_of_key, self._keys_of_hash = kept._hash_of_key, kept._keys_of_hash  # others may read meanwhile

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pagepool._core import CachePage, PageIds, PageStore, lists_of
 from pagepool.coordinator import CacheCoordinator, RequestPages, get_kv_cache_coordinator
 from pagepool.errors import ArgumentError, RequestTooLargeError
+from pagepool.hashing import RequestExtraKeys
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.request_hashes import HashAlgorithm, RequestHashes, RequestPageHashes, make_page_hasher
@@ -143,9 +144,10 @@ class CacheManager:
         self.page_pool = self.coordinator.page_pool
         self.page_size = kv_cache_groups[0].kv_cache_spec.page_size if self.enable_caching else None
         self._store = self.page_pool.store
+        self.hasher = make_page_hasher(hash_algo, self.coordinator.hash_page_size, hash_seed)
+        self.hasher.keep_token_ids = keep_token_ids
         if keep_token_ids and self.enable_caching:
-            self._store.keep_token_ids(max(group.kv_cache_spec.page_size for group in kv_cache_groups))
-        self.hasher = make_page_hasher(hash_algo, self.coordinator.hash_page_size, hash_seed, keep_token_ids)
+            self._store.keep_token_ids(self.coordinator.max_cached_page_size)
         self._hashes: dict[str, RequestHashes] = {}
         self._lock = threading.RLock()  # a request's attributes, and a garbage collection, may call us back
         self._requests = self.coordinator.requests
@@ -401,17 +403,13 @@ class CacheManager:
 
     def _cache_pages(self, held: RequestPages, hashes: RequestHashes, num_tokens: int) -> None:
         if hashes.page_hashes:
-            start = self.coordinator.count_cached_hashes(held)
+            start = max(0, self.coordinator.count_cached_hashes(held) - 1)  # with the parent of the first
             self.hasher.name_pages(self._store.names, hashes, start, num_tokens // self.coordinator.hash_page_size)
-        context = 0
-        if self.event_source is not None:
-            context = self.event_source.contexts.hold(hashes.extra_keys)
-            hashes.chain.set_context(context)
+        context = self.hold_context(hashes.extra_keys)
         try:
-            self.coordinator.cache_pages(held, hashes.chain, num_tokens)
+            self.coordinator.cache_pages(held, hashes.chain, num_tokens, context)
         finally:
-            if context:
-                self._store.release_context(context)
+            self.release_context(context)
         if hashes.page_hashes:
             self.page_pool.forget_evicted_names()
 
@@ -423,45 +421,58 @@ class CacheManager:
     # Events.
 
     def enable_events(self, *, hashes_as_bytes: bool = False) -> None:
-        """Note from now on what comes into the prefix cache and goes, for `take_events`. Before the first request.
+        """Note from now on what comes into the prefix cache and goes, for `take_events`: before the first request.
 
-        Hashes are told as unsigned ints of 64 bits, the lowest of the digest, or as the bytes of all of it. Routers that hash
-        prompts themselves need ``hash_algo="sha256_cbor"`` and the seed. Costs 52 bytes a page and 4 a token; up to 15 % of a
-        cold prompt. ImportError without the extra ``pagepool[events]``; ArgumentError without prefix caching, where
-        something is cached already, and where the events were enabled with another choice.
+        Hashes are told as unsigned ints, the lowest 64 bits of the digest, or as the bytes of all of it. Other processes can
+        only make the same hashes with ``hash_algo="sha256"`` or ``"sha256_cbor"`` and a seed. Costs 56 bytes a page and 4 a
+        token, and a cold prompt up to 15 % more time. ImportError without the extra ``pagepool[events]``; ArgumentError without
+        prefix caching, where pages are held or cached already, and for another choice than before.
         """
         from pagepool.events import EventSource
 
         if not self.enable_caching:
-            raise ArgumentError("events: prefix caching is off, so there are none")
+            raise ArgumentError("events: got a manager without prefix caching, which has none")
         with self._lock:
             if self.event_source is None:
-                self.event_source = EventSource(
-                    self.page_pool, self.kv_cache_groups, self.hasher.num_hash_bytes, hashes_as_bytes
-                )
+                self._store.keep_token_ids(self.coordinator.max_cached_page_size)
+                self.event_source = EventSource(self._store, self.kv_cache_groups, self.hasher, hashes_as_bytes)
                 self.hasher.keep_token_ids = True
+                self._hashes.clear()  # those of requests that were looked up already have no tokens
             elif self.event_source.hashes_as_bytes != hashes_as_bytes:
-                raise ArgumentError(f"hashes_as_bytes: got {hashes_as_bytes}, the events were enabled with another choice")
+                raise ArgumentError(f"hashes_as_bytes: got {hashes_as_bytes}, allowed: {self.event_source.hashes_as_bytes}")
 
     def take_events(self) -> "list[Event]":
-        """What changed in the prefix cache since this was called last, as `pagepool.events` has it: `AllBlocksCleared`,
-        `BlockRemoved`, `BlockStored`, in this order, parents before their children.
+        """What changed in the prefix cache since this was called last, a running batch's pages included: `AllBlocksCleared`,
+        `BlockRemoved`, `BlockStored` of `pagepool.events`, in this order, parents before their children.
 
-        What came and went since is in none of them. A running batch's pages are among them. ArgumentError unless events were
-        enabled. O(changes).
+        Of what came and went again since nothing is told. Where a call was interrupted the next one starts over, with
+        `AllBlocksCleared` and all that is cached. ArgumentError unless events were enabled. O(changes).
         """
-        return self._get_event_source().take()
+        return self.require_event_source().take()
 
     def snapshot_events(self) -> "list[Event]":
-        """All that can be hit now as `BlockStored`, parents first: for a router that starts late. Takes nothing from
-        `take_events`, which may tell some of it again. O(num_pages).
+        """All that can be hit now as `BlockStored`, parents first: for a router that starts late. What changed since
+        `take_events` is in it, and is told again by the next `take_events`, so take those before. O(num_pages).
         """
-        return self._get_event_source().list_all()
+        return self.require_event_source().list_all()
 
-    def _get_event_source(self) -> "EventSource":
+    def require_event_source(self) -> "EventSource":
+        """Where events come from; ArgumentError unless they were enabled."""
         if self.event_source is None:
             raise ArgumentError("events: call enable_events before the first request")
         return self.event_source
+
+    def hold_context(self, extra_keys: RequestExtraKeys | None) -> int:
+        """What stands for extra keys in the core until `release_context`; 0 for none, and where no events are made."""
+        if extra_keys is None or self.event_source is None:
+            return 0
+        with self._lock:
+            return self.event_source.contexts.hold(extra_keys)
+
+    def release_context(self, context: int) -> None:
+        """Let what `hold_context` returned stand for something else, once no page has it any more."""
+        if context:
+            self._store.release_context(context)
 
     # Giving back.
 

@@ -393,22 +393,27 @@ class PagePool:
             raise ArgumentError(f"num_full_pages: got {num_full_pages}, more than there are pages")
         missing = _hash_missing_pages(request, page_hashes, num_full_pages, page_size)
         new_hashes = [*page_hashes, *missing][num_cached_pages:num_full_pages]
-        parents = page_hashes[num_cached_pages - 1 : num_cached_pages] if num_cached_pages else []
+        num_parents = min(num_cached_pages, 1)
+        parents = page_hashes[num_cached_pages - num_parents : num_cached_pages]
         chain = HashChain(page_size, bytes(16))
         for page_hash in (*parents, *new_hashes):
             chain.append_key(self.store.names.key_of(page_hash))
-        ids = PageIds.joined((PageIds([0] * len(parents)), ids))
-        self.store.enter_pages(ids, chain, len(parents), len(ids), 1, group_id)
+        ids = PageIds.joined((PageIds([0] * num_parents), ids))
+        first_place = num_cached_pages - num_parents
+        self.store.enter_pages(ids, chain, num_parents, len(ids), 1, group_id, first_place=first_place)
         page_hashes.extend(missing)
         self.forget_evicted_names()
 
     def forget_evicted_names(self) -> None:
-        """Drop the hash objects of evicted pages, once there are more of them than the pool could need, and nobody waits to be
-        told that they went. Amortised O(1).
-        """
-        if len(self.store.names) > 2 * self.num_pages + 1024 and not self.store.num_unreported:
-            found = map(self.store.key_of, self.store.first_cached_ids().to_list())
-            self.store.names.keep_only(key_and_group[0] for key_and_group in found if key_and_group)
+        """Drop the hash objects of evicted pages, once there are more of them than the pool could need. Amortised O(1)."""
+        if len(self.store.names) > 2 * self.store.max_num_kept_keys + 1024:
+            self._forget_names()
+
+    def _forget_names(self) -> None:
+        """Drop the hash objects that neither the index needs nor who tells what changed in it."""
+        keys = self.store.kept_keys()
+        if keys is not None:
+            self.store.names.keep_only(keys)
 
     def probe(self, page_hashes: Iterable[PageHash], kv_cache_group_ids: Sequence[int] = (0,)) -> PageProbe:
         """How many of the pages, from the first on, hit in every group, and which group missed. Changes nothing."""
@@ -439,7 +444,7 @@ class PagePool:
         if num_held_pages:
             logger.warning("prefix cache not reset: %d pages are held", num_held_pages)
             return False
-        self.store.names.keep_only(())
+        self._forget_names()
         logger.info("prefix cache reset")
         return True
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pagepool._core import HashChain, PageIds
 from pagepool.errors import ArgumentError
 from pagepool.hashing import (
+    MAX_KEY,
     ExtraKeys,
     HashFunction,
     HashNames,
@@ -50,15 +51,15 @@ class RequestHashes:
 class PageHasher(ABC):
     """One way to hash pages of `page_size` tokens. Made once for a manager.
 
-    ``num_hash_bytes`` are those of a hash value; of longer ones, which a callable may return, the lowest ones are told.
+    ``num_digest_bytes``, of which the key of the index is the lower or only half, tell pages of different contents apart.
     """
 
-    num_hash_bytes = 8
+    num_digest_bytes = 16
 
-    def __init__(self, page_size: int, hash_seed: int | str | bytes | None, keep_token_ids: bool) -> None:
-        """See `CacheManager` for the seed and the tokens."""
+    def __init__(self, page_size: int, hash_seed: int | str | bytes | None) -> None:
+        """See `CacheManager` for the seed. ``keep_token_ids`` may be set later: it is for requests that start then."""
         self.page_size = page_size
-        self.keep_token_ids = keep_token_ids
+        self.keep_token_ids = False
         self._key = get_siphash_key(hash_seed)
 
     @property
@@ -110,8 +111,6 @@ class PageHasher(ABC):
 class SipHasher(PageHasher):
     """SipHash-2-4-128 in the compiled core: the key of the index is the hash. 30 ns a page of 16 tokens."""
 
-    num_hash_bytes = 16
-
     @property
     def native_key(self) -> bytes | None:
         """The key of the chain."""
@@ -142,20 +141,19 @@ class PythonHasher(PageHasher):
 
 
 class Sha256Hasher(PythonHasher):
-    """SHA-256 in one of its two forms. The key of the index is the first half of the digest, the hash value all of it."""
+    """SHA-256 in one of its two forms. The key of the index is the lower half of the hash value, which is the digest."""
 
-    num_hash_bytes = 32
+    num_digest_bytes = 32
 
     def __init__(
         self,
         page_size: int,
         hash_seed: int | str | bytes | None,
-        keep_token_ids: bool,
         root: bytes,
         hash_page_bytes: Callable[[bytes, Sequence[int], ExtraKeys | None], bytes],
     ) -> None:
         """`root` is the parent of first pages; `hash_page_bytes` maps parent, tokens and extra keys to 32 bytes."""
-        super().__init__(page_size, hash_seed, keep_token_ids)
+        super().__init__(page_size, hash_seed)
         self._root = root
         self._hash_page_bytes = hash_page_bytes
 
@@ -164,8 +162,9 @@ class Sha256Hasher(PythonHasher):
         parent = hashes.page_hashes[-1].hash_value.to_bytes(32, "big") if hashes.page_hashes else self._root
         digest = self._hash_page_bytes(parent, token_ids, extra_keys)
         kept = tuple(token_ids) if self.keep_token_ids else ()
-        hashes.chain.append_key(int.from_bytes(digest[:16], "little"))
-        hashes.page_hashes.append(PageHash(int.from_bytes(digest, "big"), kept))
+        hash_value = int.from_bytes(digest, "big")
+        hashes.chain.append_key(hash_value & MAX_KEY, kept)
+        hashes.page_hashes.append(PageHash(hash_value, kept))
 
 
 class CallableHasher(PythonHasher):
@@ -173,15 +172,9 @@ class CallableHasher(PythonHasher):
     prompts which collide under a weak callable never share a page.
     """
 
-    def __init__(
-        self,
-        page_size: int,
-        hash_seed: int | str | bytes | None,
-        keep_token_ids: bool,
-        hash_function: HashFunction,
-    ) -> None:
+    def __init__(self, page_size: int, hash_seed: int | str | bytes | None, hash_function: HashFunction) -> None:
         """`hash_function` takes ``(parent hash, token ids, extra keys)``."""
-        super().__init__(page_size, hash_seed, keep_token_ids)
+        super().__init__(page_size, hash_seed)
         self._hash_function = hash_function
 
     def hash_page(self, hashes: RequestHashes, token_ids: list[int], extra_keys: ExtraKeys | None) -> None:
@@ -196,18 +189,16 @@ def _sha256_cbor_page(parent: bytes, token_ids: Sequence[int], extra_keys: Extra
     return sha256_cbor((parent, tuple(token_ids), extra_keys))
 
 
-def make_page_hasher(
-    hash_algo: HashAlgorithm, page_size: int, hash_seed: int | str | bytes | None, keep_token_ids: bool
-) -> PageHasher:
+def make_page_hasher(hash_algo: HashAlgorithm, page_size: int, hash_seed: int | str | bytes | None) -> PageHasher:
     """The hasher for an algorithm's name or a callable. ArgumentError for an unknown name."""
     if callable(hash_algo):
-        return CallableHasher(page_size, hash_seed, keep_token_ids, hash_algo)
+        return CallableHasher(page_size, hash_seed, hash_algo)
     if hash_algo == "siphash128":
-        return SipHasher(page_size, hash_seed, keep_token_ids)
+        return SipHasher(page_size, hash_seed)
     if hash_algo == "sha256":
-        return Sha256Hasher(page_size, hash_seed, keep_token_ids, _sha256_root(hash_seed), sha256_page)
+        return Sha256Hasher(page_size, hash_seed, _sha256_root(hash_seed), sha256_page)
     if hash_algo == "sha256_cbor":
-        return Sha256Hasher(page_size, hash_seed, keep_token_ids, _cbor_root(hash_seed), _sha256_cbor_page)
+        return Sha256Hasher(page_size, hash_seed, _cbor_root(hash_seed), _sha256_cbor_page)
     raise ArgumentError(f"hash_algo: got {hash_algo!r}, allowed: 'siphash128', 'sha256', 'sha256_cbor' or a callable")
 
 

@@ -118,24 +118,13 @@ class RunningBatch(RunningRows):
         shard, _ = pool.find_shard(hint, size) or (None, 0)
         keys = _make_extra_keys(cache_salt, lora_id, mm_features)
         finder = find_hits if look_up else None
-        source, num_hit_tokens = self._manager.event_source, None
-        context = 0 if source is None else source.contexts.hold(keys)
+        keyed, context = self._list_keyed(keys), self._manager.hold_context(keys)
         try:
-            num_hit_tokens = self.admit_row(
-                row,
-                token_ids,
-                num_tokens,
-                max_num_new_tokens,
-                self._list_keyed(keys),
-                finder,
-                shard,
-                num_reserved_pages,
-                context,
+            return self.admit_row(
+                row, token_ids, num_tokens, max_num_new_tokens, keyed, finder, shard, num_reserved_pages, context
             )
         finally:
-            if context and num_hit_tokens is None:
-                pool.store.release_context(context)
-        return num_hit_tokens
+            self._manager.release_context(context)
 
     def _list_keyed(self, keys: RequestExtraKeys | None) -> list[tuple[int, bytes]]:
         """The pages whose hash is made of more than tokens, and what else enters it."""

@@ -131,7 +131,7 @@ class BatchWorkload:
     def _attributes(self) -> dict[str, Any]:
         """Return what makes a request special."""
         if self.rng.random() < 0.5:
-            return {"cache_salt": self.rng.choice((None, "salt", "pepper")), "lora_id": self.rng.choice((None, 1, 2))}
+            return {"cache_salt": self.rng.choice((None, "salt", "pepper")), "lora_id": self.rng.choice((None, 1, "tuned"))}
         return {"mm_features": self._features()}
 
     def _features(self) -> tuple[Feature, ...]:

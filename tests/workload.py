@@ -221,7 +221,7 @@ class RandomWorkload:
 
     def _tenant(self, token_ids: list[int]) -> dict[str, Any]:
         rng = self.rng
-        return {"cache_salt": rng.choice((None, "salt", "pepper")), "lora_id": rng.choice((None, 1, 2))}
+        return {"cache_salt": rng.choice((None, "salt", "pepper")), "lora_id": rng.choice((None, 1, "tuned"))}
 
     def _vision(self, token_ids: list[int]) -> dict[str, Any]:
         """Put features over the tokens, in one of a few ways so that some requests differ in nothing else."""

@@ -1,0 +1,158 @@
+"""What a router makes of events, written to be obviously right, and how it compares with the oracle.
+
+It insists on what is promised: nothing is stored twice, nothing removed that is not there, and a page whose parent is not known
+when it comes has none in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from oracle import ContentKeys, Mamba, OracleManager
+
+import pagepool
+from pagepool.events import AllBlocksCleared, BlockRemoved, BlockStored
+
+ORDER = [AllBlocksCleared, BlockRemoved, BlockStored]
+KINDS = {"Full": "full_attention", "Sliding": "sliding_window", "Chunked": "chunked_local_attention"}
+
+Key = tuple[int, Any]
+"""A group and a hash."""
+
+
+class Stored(NamedTuple):
+    """What is known of a page."""
+
+    parent: Any
+    token_ids: tuple[int, ...]
+    extra_keys: tuple[Any, ...] | None
+    lora: int | str | None
+
+
+class Router:
+    """The pages that one engine says it has."""
+
+    def __init__(self) -> None:
+        self.pages: dict[Key, Stored] = {}
+
+    def apply(self, events: Iterable[Any]) -> None:
+        """Follow a batch of events, and complain."""
+        events = list(events)
+        places = [ORDER.index(type(event)) for event in events]
+        assert places == sorted(places), events
+        orphans = []
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self.pages.clear()
+            elif isinstance(event, BlockRemoved):
+                self.remove(event)
+            elif not self.store(event):
+                orphans.append((event.group_idx, event.parent_block_hash))
+        assert not self.pages.keys() & orphans, "a parent came after its child"
+
+    def remove(self, event: Any) -> None:
+        assert len(event.block_hashes) and event.medium == "GPU"
+        for block_hash in hashes_of(event):
+            del self.pages[event.group_idx, block_hash]
+
+    def store(self, event: Any) -> bool:
+        """Enter pages. Returns whether the first one's parent is known, if it has one."""
+        size, hashes = event.block_size, hashes_of(event)
+        token_ids = [int(token_id) for token_id in event.token_ids]
+        extra_keys = event.extra_keys or [None] * len(hashes)
+        assert hashes and len(hashes) == len(extra_keys) and event.medium == "GPU"
+        assert len(token_ids) in (0, size * len(hashes))
+        assert event.lora_id is None or event.lora_name is None
+        lora = event.lora_name if event.lora_id is None else event.lora_id
+        parent = event.parent_block_hash
+        is_known = parent is None or (event.group_idx, parent) in self.pages
+        for i, block_hash in enumerate(hashes):
+            key = event.group_idx, block_hash
+            assert key not in self.pages, f"{key} is stored twice"
+            self.pages[key] = Stored(parent, tuple(token_ids[i * size : (i + 1) * size]), extra_keys[i], lora)
+            parent = block_hash
+        return is_known
+
+
+def hashes_of(event: Any) -> list[Any]:
+    """The hashes as ints or bytes: arrays have ints of their own."""
+    return [block_hash if isinstance(block_hash, bytes) else int(block_hash) for block_hash in event.block_hashes]
+
+
+class Telling:
+    """A manager that is told of by events, beside the oracle that did the same."""
+
+    def __init__(self, manager: pagepool.CacheManager, oracle: OracleManager, hashes_as_bytes: bool) -> None:
+        self.manager = manager
+        self.oracle = oracle
+        self.hashes_as_bytes = hashes_as_bytes
+        self.router = Router()
+        self._told: dict[tuple[int, int], Any] = {}  # (content, group) to hash, for all times
+        manager.enable_events(hashes_as_bytes=hashes_as_bytes)
+
+    def check(self) -> None:
+        """Take the events: the router has what the oracle has, and so has one that starts now."""
+        self.router.apply(self.manager.take_events())
+        contents = Contents(self.oracle.keys)
+        pool = self.oracle.page_pool
+        told = {page: (group, self.hash_of(page)) for page, (_, group) in pool.entry_of_page.items()}
+        assert self.router.pages.keys() == set(told.values())
+        for page, (content, group) in pool.entry_of_page.items():
+            kind = self.oracle.kinds[group]
+            assert not isinstance(kind, Mamba)
+            expected, parent = contents.page(content, kind.page_size // self.oracle.keys.page_size)
+            stored = self.router.pages[told[page]]
+            assert sorted_keys(stored) == sorted_keys(expected), f"page {page}: {stored} against {expected}"
+            assert self._told.setdefault((content, group), told[page][1]) == told[page][1]
+            assert parent is not None or stored.parent is None
+            assert parent is None or self._told.setdefault((parent, group), stored.parent) == stored.parent
+        late = Router()
+        late.apply(self.manager.snapshot_events())
+        assert late.pages == self.router.pages
+
+    def hash_of(self, page_id: int) -> Any:
+        """How the hash of a cached page is told."""
+        page_hash = self.manager.page_pool.pages[page_id].page_hash
+        key, _ = self.manager.page_pool.store.key_of(page_id)
+        if not self.hashes_as_bytes:
+            return key & ((1 << 64) - 1)
+        if self.manager.hasher.num_digest_bytes == 32:
+            return page_hash.page_hash.hash_value.to_bytes(32, "big")
+        return key.to_bytes(16, "big")
+
+
+def sorted_keys(stored: Stored) -> tuple[Any, ...]:
+    """All but the parent. Features of a page are told in the request's order, and in the oracle stand once with each hash."""
+    keys = None if stored.extra_keys is None else sorted(set(map(repr, stored.extra_keys)))
+    return stored.token_ids, keys, stored.lora
+
+
+class Contents:
+    """What the oracle's numbers stand for."""
+
+    def __init__(self, keys: ContentKeys) -> None:
+        self.page_size = keys.page_size
+        self.by_number = {number: content for content, number in keys._numbers.items()}
+
+    def page(self, number: int, num_hashes: int) -> tuple[Stored, int | None]:
+        """A page that ends with a content and has so many, as it should be told, and the content of its parent."""
+        parent: int | None = number
+        token_ids: list[int] = []
+        extra_keys: dict[Any, None] = {}
+        for i in range(num_hashes - 1, -1, -1):
+            parent, tokens, keys = self.by_number[parent]
+            token_ids[:0] = tokens
+            extra_keys |= dict.fromkeys(told_keys(keys, i * self.page_size))
+        return Stored(None, tuple(token_ids), tuple(extra_keys) or None, self.lora_of(number)), parent
+
+    def lora_of(self, number: int) -> int | str | None:
+        """The LoRA adapter, which the first content of a chain has."""
+        parent, _, keys = self.by_number[number]
+        return dict(key for key in keys if len(key) == 2)["lora"] if parent is None else self.lora_of(parent)
+
+
+def told_keys(keys: tuple[Any, ...], start: int) -> list[Any]:
+    """Extra keys of a hash, which begins at a token of its page, as events have them."""
+    features = [(key[1], start + key[2]) for key in keys if len(key) == 4]
+    return features + [key[1] for key in keys if len(key) == 2 and key[1] is not None]
