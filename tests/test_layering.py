@@ -35,7 +35,7 @@ ORDER = [
     "__init__",
     "__main__",
 ]
-OPTIONAL = {"jax", "click", "rich", "cbor2", "hypothesis"}
+OPTIONAL = {"jax", "click", "rich", "matplotlib", "cbor2", "hypothesis"}
 FILES = [*PYTHON_FILES, CORE]
 CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +(\w+)|c?import +([\w.]+))", re.MULTILINE)
 

@@ -479,9 +479,9 @@ class TestTrace:
         assert len(read_trace(str(path), limit=1)) == 1
 
     def test_more_hash_ids_than_there_are_tokens_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pagepool.replay.trace.MAX_IDS", 3)
+        monkeypatch.setattr("pagepool.replay.trace.MAX_TOKEN_IDS", 3 * 512)
         record = TraceRecord(0, 1024, 1, (1, 2))
-        with pytest.raises(TraceError, match="t:2: more than 3 distinct hash_ids"):
+        with pytest.raises(TraceError, match="t:2: more than 3 distinct hash ids"):
             make_requests([record, TraceRecord(0, 1024, 1, (3, 4))], "t")
 
     def test_packed_traces(self, tmp_path: Path) -> None:
@@ -639,7 +639,6 @@ class TestCommand:
             ["--seed", "x"],
             ["--unknown"],
             ["no-such-file.jsonl"],
-            ["--limit", "1", "--json", "no-such-folder/figures.json"],
         ],
     )
     def test_bad_options(self, options: list[str]) -> None:
