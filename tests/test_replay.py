@@ -661,12 +661,13 @@ class TestProcess:
         assert json.loads(result.stdout)["skipped"] == 1
         assert "skipped" in result.stderr
 
+    @pytest.mark.parametrize("command", ["plan", "replay"])
     @pytest.mark.parametrize("json_options", [[], ["--json", "-"]])
-    def test_a_progress_bar_on_a_terminal_only(self, trace: Path, json_options: list[str]) -> None:
+    def test_a_progress_bar_on_a_terminal_only(self, trace: Path, command: str, json_options: list[str]) -> None:
         pty = pytest.importorskip("pty")
         ours, theirs = pty.openpty()
-        command = [sys.executable, "-m", "pagepool", "replay", str(trace), *json_options]
-        with subprocess.Popen(command, stdout=theirs, env={**os.environ, "TERM": "xterm"}) as process:
+        process_args = [sys.executable, "-m", "pagepool", command, str(trace), *json_options]
+        with subprocess.Popen(process_args, stdout=theirs, env={**os.environ, "TERM": "xterm"}) as process:
             os.close(theirs)
             output = b""
             try:

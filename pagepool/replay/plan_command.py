@@ -39,7 +39,9 @@ from pagepool.specs import cdiv
 
 __all__ = ["plan"]
 
+NUM_REPLAYS = 4
 MAX_REPLAY_STEPS = 200_000  # ten seconds
+MAX_REPLAY_PAGES = 10_000_000  # half a gigabyte
 
 
 def parse_sizes(units: Mapping[str, int]) -> Callable[[click.Context, click.Parameter, str | None], Sizes | None]:
@@ -91,14 +93,20 @@ def choose_sizes(asked: Sizes | None, planner: Planner) -> list[int]:
 
 
 def choose_replays(
-    sizes: Sequence[int], num_replays: int, requests: Sequence[SimulatedRequest], page_size: int, max_num_seqs: int
+    sizes: Sequence[int], num_replays: int | None, requests: Sequence[SimulatedRequest], page_size: int, max_num_seqs: int
 ) -> list[int]:
-    """So many sizes evenly apart, of those in which a scheduler does not have to go nearly request by request."""
-    num_tokens = sum(request.num_output_tokens for request in requests)
-    mean_pages = sum(cdiv(request.num_slots, page_size) for request in requests) / len(requests)
-    affordable = [size for size in sizes if num_tokens <= MAX_REPLAY_STEPS * min(size / mean_pages, max_num_seqs)]
-    places = np.linspace(0, len(affordable) - 1, min(num_replays, len(affordable))).round().astype(int)
-    return [affordable[place] for place in places]
+    """So many sizes evenly apart; None: some of those in which a replay is a matter of seconds."""
+    if num_replays is None:
+        num_tokens = sum(request.num_output_tokens for request in requests)
+        mean_pages = sum(cdiv(request.num_slots, page_size) for request in requests) / len(requests)
+        sizes = [
+            size
+            for size in sizes
+            if num_tokens <= MAX_REPLAY_STEPS * min(size / mean_pages, max_num_seqs) and size <= MAX_REPLAY_PAGES
+        ]
+        num_replays = NUM_REPLAYS
+    places = np.linspace(0, len(sizes) - 1, min(num_replays, len(sizes))).round().astype(int)
+    return [sizes[place] for place in places]
 
 
 def replay_pools(sizes: Iterable[int], make: Callable[[int], Scheduler], bars: ProgressBars) -> dict[int, Figures]:
@@ -164,7 +172,10 @@ def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
 @page_size_option
 @block_size_option
 @click.option(
-    "--replays", type=NOT_NEGATIVE, default=4, help="In how many of the pools a simulated scheduler runs requests together."
+    "--replays",
+    type=NOT_NEGATIVE,
+    help="In how many of the pools a simulated scheduler runs requests together.",
+    show_default=f"{NUM_REPLAYS}, of those that take seconds",
 )
 @max_batched_tokens_option
 @max_num_seqs_option
@@ -184,7 +195,7 @@ def plan(
     kv_dtype: str | None,
     page_size: int,
     block_size: int,
-    replays: int,
+    replays: int | None,
     max_batched_tokens: int,
     max_num_seqs: int,
     limit: int | None,
