@@ -66,7 +66,7 @@ class Engine:
         self.table = PageTable(self.num_rows, -(-max_model_len // page_size), max_num_batched_tokens, self.runner.replicated)
         self.batch = RunningBatch(self.manager, self.table)
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.padded_sizes = [8 << i for i in range(max(1, (max_num_batched_tokens - 1).bit_length() - 2))]
+        self.padded_sizes = [16 << i for i in range(max(1, (max_num_batched_tokens - 1).bit_length() - 3))]
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # the oldest first
         self.free_rows = deque(range(max_num_reqs))

@@ -31,7 +31,9 @@ class ModelRunner:
         make_pages = jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=split)
         self.kv_cache: KVCache = [(make_pages(), make_pages()) for _ in range(self.sizes["layers"])]
         shardings = (self.replicated, [(split, split)] * self.sizes["layers"])
-        self._program: Callable[..., Any] = jax.jit(partial(step, attend=attend), donate_argnums=1, out_shardings=shardings)
+        self._program: Callable[..., Any] = jax.jit(
+            partial(step, attend=divide_attention(attend, self.mesh)), donate_argnums=1, out_shardings=shardings
+        )
 
     def _split(self, axes: str) -> NamedSharding:
         spec = PartitionSpec(*("tensor" if axis in SPLIT_AXES else None for axis in axes.split()))
@@ -55,6 +57,14 @@ def make_mesh(num_devices: int, sizes: dict[str, int]) -> Mesh:
     if any(length % num_devices for length in lengths.values()):
         raise ValueError(f"devices: got {num_devices}, allowed: what divides {lengths}")
     return Mesh(np.array(devices[:num_devices]), ("tensor",))
+
+
+def divide_attention(attend: Attention, mesh: Mesh) -> Attention:
+    """Each device attends with its own heads, to its own part of the pages: a kernel cannot be divided by XLA."""
+    by_head, by_kv_head, whole = PartitionSpec(None, "tensor"), PartitionSpec("tensor"), PartitionSpec()
+    in_specs = (by_head, by_kv_head, by_kv_head, whole, whole)
+    divided: Attention = jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=by_head, check_vma=False)
+    return divided
 
 
 def step(weights: Weights, kv_cache: KVCache, page_table: Any, tokens: Tokens, params: SamplingRows, attend: Attention) -> Any:

@@ -16,7 +16,6 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 pytest.importorskip("engine", reason="examples/ is not here")
 
-from attention import attend_by_gather, attend_by_pallas  # noqa: E402
 from engine import Engine, Request  # noqa: E402
 from model import make_weights  # noqa: E402
 from sampling import SamplingParams  # noqa: E402
@@ -30,10 +29,18 @@ LIMITS: dict[str, Any] = {
     "num_pages": 40,
     "page_size": 4,
     "max_num_reqs": 6,
-    "max_num_batched_tokens": 32,
+    "max_num_batched_tokens": 16,
     "max_model_len": 100,
 }
+WEIGHTS = make_weights(SEED)
 Ask = tuple[list[int], SamplingParams]
+
+
+def make_engine(**options: Any) -> Engine:
+    """An engine that has compiled all it needs."""
+    engine = Engine(WEIGHTS, **{**LIMITS, **options})
+    engine.warmup()
+    return engine
 
 
 def make_asks(num_asks: int) -> list[Ask]:
@@ -48,13 +55,17 @@ def make_asks(num_asks: int) -> list[Ask]:
     return asks
 
 
-def answer_densely(weights: dict[str, Any], prompt: list[int], params: SamplingParams) -> list[int]:
+@jax.jit
+def make_noise(seed: Any, position: Any) -> Any:
+    return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (VOCAB,))
+
+
+def answer_densely(prompt: list[int], params: SamplingParams) -> list[int]:
     """Return the answer of the dense model. Refuses choices so close that another order of summation could change them."""
     token_ids = list(prompt)
     while len(token_ids) < len(prompt) + params.max_tokens and token_ids[len(prompt) :][-1:] != [params.stop_token_id]:
-        logits = dense_model.compute_logits(weights, token_ids)
-        key = jax.random.fold_in(jax.random.key(params.seed), len(token_ids) - 1)
-        noisy = logits + params.temperature * np.asarray(jax.random.gumbel(key, (VOCAB,)))
+        logits = dense_model.compute_logits(WEIGHTS, token_ids)
+        noisy = logits + params.temperature * np.asarray(make_noise(params.seed, len(token_ids) - 1))
         by_logit = np.argsort(-logits)
         allowed = by_logit[: params.top_k or VOCAB]
         first, second = (*np.sort(noisy[allowed])[::-1], -np.inf)[:2]
@@ -83,18 +94,13 @@ def answer_by_engine(engine: Engine, asks: list[Ask]) -> tuple[list[Request], se
     return requests, preempted
 
 
-def check_answers(num_asks: int, **options: Any) -> None:
+def check_answers(engine: Engine, asks: list[Ask]) -> None:
     """The engine's answers are the dense model's, whatever was hit, evicted, preempted and cut into chunks on the way."""
     print(f"seed {SEED}")
-    weights, asks = make_weights(SEED), make_asks(num_asks)
-    with jax.default_matmul_precision("highest"):
-        engine = Engine(weights, **LIMITS, **options)
-        engine.warmup()
-        with count_compilations() as compilations:
-            requests, preempted = answer_by_engine(engine, asks)
+    with count_compilations() as compilations:
+        requests, preempted = answer_by_engine(engine, asks)
     assert not compilations
-    exact = {name: array.astype(np.float64) for name, array in weights.items()}
-    expected = [answer_densely(exact, *ask) for ask in asks]
+    expected = [answer_densely(*ask) for ask in asks]
     assert [request.output for request in requests] == expected
     check_that_all_happened(engine, preempted)
     check_variety(expected)
@@ -106,6 +112,11 @@ def check_that_all_happened(engine: Engine, preempted: set[Request]) -> None:
     assert stats.num_hit_tokens > 0
     assert stats.num_evicted_pages > 0
     assert {request.params.temperature > 0 for request in preempted} == {False, True}
+    check_rest(engine)
+
+
+def check_rest(engine: Engine) -> None:
+    """No row and no page is taken."""
     engine.batch.check()
     assert not engine.batch.is_admitted.any()
     assert engine.manager.page_pool.get_num_free_pages() == LIMITS["num_pages"] - 1
@@ -120,5 +131,5 @@ def check_variety(answers: list[list[int]]) -> None:
 
 
 if __name__ == "__main__":
-    for attend, num_asks in ((attend_by_gather, 20), (attend_by_pallas, 12)):
-        check_answers(num_asks, attend=attend, num_devices=len(jax.devices()))
+    with jax.default_matmul_precision("highest"):
+        check_answers(make_engine(num_devices=len(jax.devices())), make_asks(16))
