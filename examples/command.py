@@ -8,9 +8,9 @@ from time import perf_counter
 from typing import Any
 
 from attention import attend_by_gather, attend_by_pallas
-from engine import Engine, Request
+from engine import Engine
 from model import load_weights, make_weights
-from sampling import SamplingParams
+from request import Request, SamplingParams
 from stopwatch import Stopwatch, format_profile
 
 ALPHABET = string.digits + string.ascii_letters + string.punctuation + " \n"
@@ -150,12 +150,9 @@ def find_symbol(engine: Engine, request: Request, streamed: Mapping[Request, int
 
 def print_answers(engine: Engine, requests: Sequence[Request]) -> None:
     """The text, and what the allocator did for it."""
-    print()
+    print("\nPrompt -> answer (tokens that were cached when the request was admitted, the last time if it was preempted)")
     for request in requests:
-        print(f"{decode(request.token_ids[: request.num_prompt_tokens])!r} -> {decode(request.output)!r}")
-    stats = engine.manager.page_pool.stats
-    print(
-        f"\n{sum(len(request.output) for request in requests)} tokens for {len(requests)} requests; "
-        f"{stats.num_hit_tokens:,} of {stats.num_queried_tokens:,} tokens were cached at admission; "
-        f"{stats.num_evicted_pages} pages evicted, {engine.num_preemptions} preemptions"
-    )
+        prompt, answer = decode(request.token_ids[: request.num_prompt_tokens]), decode(request.output)
+        print(f"{prompt!r} -> {answer!r} ({request.num_cached_tokens})")
+    num_evicted_pages = engine.manager.page_pool.stats.num_evicted_pages
+    print(f"{num_evicted_pages} cached pages were evicted, {engine.num_preemptions} times a request was preempted.\n")

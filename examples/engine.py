@@ -6,36 +6,11 @@ from typing import Any
 
 import numpy as np
 from attention import attend_by_gather
-from model import Attention, Tokens, Weights
-from runner import ModelRunner
-from sampling import SamplingParams, SamplingRows
+from model import Attention, Weights
+from request import Chunk, Request, SamplingParams
+from runner import ModelRunner, pack
 
 from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
-
-
-class Request:
-    """A prompt and what was generated. A preempted request keeps its tokens, and is admitted again with all of them."""
-
-    def __init__(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """`prompt` are token ids."""
-        self.token_ids = list(prompt)
-        self.num_prompt_tokens = len(self.token_ids)
-        self.params = params
-        self.row = -1
-
-    @property
-    def output(self) -> list[int]:
-        """The tokens that were generated so far."""
-        return self.token_ids[self.num_prompt_tokens :]
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the answer has its last token."""
-        return len(self.output) == self.params.max_tokens or self.output[-1:] == [self.params.stop_token_id]
-
-
-Schedule = list[tuple[Request, int]]
-"""The requests of a step, and how many tokens of each are computed."""
 
 
 class Engine:
@@ -88,10 +63,10 @@ class Engine:
         return request
 
     def warmup(self) -> None:
-        """Compile all that there is to compile: a program for each padded size."""
+        """Compile all that there is to compile: the table's commits, and a program for each padded size."""
         self.table.warmup()
         for padded_size in self.padded_sizes:
-            self.execute([], padded_size)
+            self.runner.run(self.table.page_table, *pack([], self.num_rows, padded_size))
 
     def stream(self) -> Iterator[tuple[Request, int]]:
         """Run until no request is left; yield each token with its request, as it comes."""
@@ -100,32 +75,34 @@ class Engine:
 
     def step(self) -> list[tuple[Request, int]]:
         """Run the model once. Returns each request that got a token, and the token."""
-        scheduled = self.schedule()
-        num_tokens = sum(num_new for _, num_new in scheduled)
-        padded_size = next(size for size in self.padded_sizes if size >= num_tokens)
-        return self.update(scheduled, self.execute(scheduled, padded_size))
+        chunks = self.schedule()
+        page_table = self.table.commit(self.num_rows)
+        padded_size = next(size for size in self.padded_sizes if size >= count_tokens(chunks))
+        return self.update(chunks, self.runner.run(page_table, *pack(chunks, self.num_rows, padded_size)))
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> list[Chunk]:
         """Running requests first, then waiting ones for what is left of the budget, unless pages are short already."""
         num_preemptions = self.num_preemptions
-        scheduled = self.grow_running()
+        chunks = self.grow_running()
         if self.num_preemptions == num_preemptions:
-            scheduled += self.admit_waiting(self.max_num_batched_tokens - sum(num_new for _, num_new in scheduled))
-        return scheduled
+            chunks += self.admit_waiting(self.max_num_batched_tokens - count_tokens(chunks))
+        return chunks
 
-    def grow_running(self) -> Schedule:
+    def grow_running(self) -> list[Chunk]:
         """Give known tokens their slots, those of the oldest request first. While pages are short the newest gives way."""
         rows = np.array([request.row for request in self.running], dtype=np.int32)
-        num_missing = self.batch.num_tokens[rows] - self.batch.num_computed_tokens[rows]
+        starts = self.batch.num_computed_tokens[rows]
+        num_missing = self.batch.num_tokens[rows] - starts
         num_before = np.cumsum(num_missing) - num_missing
         num_new = np.clip(self.max_num_batched_tokens - num_before, 0, num_missing)
         num_grown = 0
         while num_grown < len(self.running):
             todo = slice(num_grown, len(self.running))
             num_grown += self.batch.grow(rows[todo], num_new[todo]).num_grown
-            if num_grown < len(self.running):  # who gives way has not grown in this step: its cached pages are computed
+            if num_grown < len(self.running):  # who gives way has not grown in this step: all its cached pages are computed
                 self.preempt(self.running.pop())
-        return [(request, n) for request, n in zip(self.running, num_new.tolist(), strict=False) if n]
+        chunks = map(Chunk, self.running, starts.tolist(), (starts + num_new).tolist())
+        return [chunk for chunk in chunks if chunk.start < chunk.stop]
 
     def preempt(self, request: Request) -> None:
         """Give its pages back, and let it wait before all others."""
@@ -134,58 +111,38 @@ class Engine:
         self.waiting.appendleft(request)
         self.num_preemptions += 1
 
-    def admit_waiting(self, budget: int) -> Schedule:
+    def admit_waiting(self, budget: int) -> list[Chunk]:
         """Start waiting requests, in order, behind their cached prefixes, until budget, rows or pages are used up."""
-        admitted: Schedule = []
+        chunks: list[Chunk] = []
         while self.waiting and self.free_rows and budget > 0:
             request, row = self.waiting[0], self.free_rows[0]
             num_cached = self.batch.admit(row, request.token_ids, max_num_new_tokens=budget)
             if num_cached is None:
                 break
-            request.row = row
-            admitted.append((request, int(self.batch.num_computed_tokens[row]) - num_cached))
-            budget -= admitted[-1][1]
+            request.row, request.num_cached_tokens = row, num_cached
+            chunks.append(Chunk(request, num_cached, int(self.batch.num_computed_tokens[row])))
+            budget -= count_tokens(chunks[-1:])
             self.running.append(self.waiting.popleft())
             self.free_rows.popleft()
-        return admitted
+        return chunks
 
-    def execute(self, scheduled: Schedule, padded_size: int) -> Any:
-        """Send what changed in the page table, run the model, and return a token for each row."""
-        page_table = self.table.commit(self.num_rows)
-        return self.runner.run(page_table, *self.pack(scheduled, padded_size))
-
-    def pack(self, scheduled: Schedule, padded_size: int) -> tuple[Tokens, SamplingRows]:
-        """The step's tokens one behind the other, then padding; and by row what its request asks for."""
-        token_ids, positions = np.zeros((2, padded_size), np.int32)
-        rows = np.full(padded_size, self.num_rows - 1, np.int32)
-        last, top_k, seed = np.zeros((3, self.num_rows), np.int32)
-        temperature = np.zeros(self.num_rows, np.float32)
-        end = 0
-        for request, num_new in scheduled:
-            start, end = end, end + num_new
-            num_computed = int(self.batch.num_computed_tokens[request.row])  # those of this step included
-            token_ids[start:end] = request.token_ids[num_computed - num_new : num_computed]
-            positions[start:end] = np.arange(num_computed - num_new, num_computed)
-            rows[start:end] = request.row
-            last[request.row] = end - 1
-            temperature[request.row] = request.params.temperature
-            top_k[request.row] = request.params.top_k
-            seed[request.row] = request.params.seed
-        return Tokens(token_ids, rows, positions, last), SamplingRows(temperature, top_k, seed)
-
-    def update(self, scheduled: Schedule, sampled: Any) -> list[tuple[Request, int]]:
-        """Append what was sampled for requests whose tokens are all computed, and end those that are finished."""
-        is_complete = self.batch.num_computed_tokens == self.batch.num_tokens
-        streamed = [(request, int(sampled[request.row])) for request, _ in scheduled if is_complete[request.row]]
-        for request, token_id in streamed:
-            request.token_ids.append(token_id)
-        going_on = [(request.row, token_id) for request, token_id in streamed if not request.is_finished]
-        self.batch.append([row for row, _ in going_on], [token_id for _, token_id in going_on])
-        finished = [request.row for request, _ in streamed if request.is_finished]
-        self.batch.release(finished)
-        self.free_rows.extend(finished)
+    def update(self, chunks: Sequence[Chunk], sampled: Any) -> list[tuple[Request, int]]:
+        """Append the sampled token where all tokens of a request are computed, and end those that are finished."""
+        complete = [request for request, _, stop in chunks if stop == len(request.token_ids)]
+        for request in complete:
+            request.token_ids.append(int(sampled[request.row]))
+        going_on = [request for request in complete if not request.is_finished]
+        self.batch.append([request.row for request in going_on], [request.token_ids[-1] for request in going_on])
+        finished_rows = [request.row for request in complete if request.is_finished]
+        self.batch.release(finished_rows)
+        self.free_rows.extend(finished_rows)
         self.running = [request for request in self.running if not request.is_finished]
-        return streamed
+        return [(request, request.token_ids[-1]) for request in complete]
+
+
+def count_tokens(chunks: Sequence[Chunk]) -> int:
+    """What a step with these chunks computes."""
+    return sum(stop - start for _, start, stop in chunks)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What is on the devices: the weights, the KV cache, and the program that runs a step."""
+"""What is on the devices: the weights, the KV cache, the program that runs a step, and its arguments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from model import AXES, Attention, KVCache, Tokens, Weights, forward, get_sizes
+from request import Chunk
 from sampling import SamplingRows, sample
 
-__all__ = ["ModelRunner"]
+__all__ = ["ModelRunner", "pack"]
 
 SPLIT_AXES = {"heads", "kv_heads", "hidden"}
 """These are divided over the devices, tensor parallelism; the others are whole on each."""
@@ -71,3 +72,20 @@ def step(weights: Weights, kv_cache: KVCache, page_table: Any, tokens: Tokens, p
     """Traced: a token for each row, and the cache."""
     logits, kv_cache = forward(weights, kv_cache, page_table, tokens, attend)
     return sample(logits, tokens.positions[tokens.last], params), kv_cache
+
+
+def pack(chunks: Sequence[Chunk], num_rows: int, padded_size: int) -> tuple[Tokens, SamplingRows]:
+    """The tokens of the chunks one behind the other, then padding, which is in the last row; and by row what is asked for."""
+    token_ids, positions = np.zeros((2, padded_size), np.int32)
+    rows = np.full(padded_size, num_rows - 1, np.int32)
+    last, top_k, seed = np.zeros((3, num_rows), np.int32)
+    temperature = np.zeros(num_rows, np.float32)
+    end = 0
+    for request, start, stop in chunks:
+        begin, end, row = end, end + stop - start, request.row
+        token_ids[begin:end] = request.token_ids[start:stop]
+        positions[begin:end] = np.arange(start, stop)
+        rows[begin:end] = row
+        last[row] = end - 1
+        temperature[row], top_k[row], seed[row] = request.params.temperature, request.params.top_k, request.params.seed
+    return Tokens(token_ids, rows, positions, last), SamplingRows(temperature, top_k, seed)

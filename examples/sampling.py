@@ -1,36 +1,15 @@
 """Which token comes next: greedy, or by temperature, top-k and a seed of the request's own."""
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-__all__ = ["SamplingParams", "SamplingRows", "sample"]
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """What a request asks for. Temperature 0 is greedy, top-k 0 is the whole vocabulary, `stop_token_id` ends the answer.
-
-    ValueError for what is out of range.
-    """
-
-    max_tokens: int = 32
-    temperature: float = 0.0
-    top_k: int = 0
-    seed: int = 0
-    stop_token_id: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the numbers; NaN is not in range either."""
-        for name, least in (("max_tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
-            if not least <= getattr(self, name) < 2**31:
-                raise ValueError(f"{name}: got {getattr(self, name)}, allowed: {least} to 2**31 - 1")
+__all__ = ["SamplingRows", "sample"]
 
 
 class SamplingRows(NamedTuple):
-    """The parameters of all rows, ``[rows]``."""
+    """The parameters of the requests by row, ``[rows]``: float32, int32, int32."""
 
     temperature: Any
     top_k: Any

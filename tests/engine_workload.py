@@ -16,9 +16,9 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 pytest.importorskip("engine", reason="examples/ is not here")
 
-from engine import Engine, Request  # noqa: E402
+from engine import Engine  # noqa: E402
 from model import make_weights  # noqa: E402
-from sampling import SamplingParams  # noqa: E402
+from request import Request, SamplingParams  # noqa: E402
 
 SEED = 5
 VOCAB = 96
