@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-jax = pytest.importorskip("jax")
+jax = pytest.importorskip("jax", minversion="0.6.1")
 
 import numpy as np  # noqa: E402
 from devices import Program, await_programs  # noqa: E402
