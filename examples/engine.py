@@ -76,9 +76,11 @@ class Engine:
     def step(self) -> list[tuple[Request, int]]:
         """Run the model once. Returns each request that got a token, and the token."""
         chunks = self.schedule()
+        num_tokens = count_tokens(chunks)
+        padded_size = next(size for size in self.padded_sizes if size >= num_tokens)
         page_table = self.table.commit(self.num_rows)
-        padded_size = next(size for size in self.padded_sizes if size >= count_tokens(chunks))
-        return self.update(chunks, self.runner.run(page_table, *pack(chunks, self.num_rows, padded_size)))
+        sampled = self.runner.run(page_table, *pack(chunks, self.num_rows, padded_size))
+        return self.update(chunks, sampled)
 
     def schedule(self) -> list[Chunk]:
         """Running requests first, then waiting ones for what is left of the budget, unless pages are short already."""

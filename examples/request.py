@@ -45,7 +45,9 @@ class Request:
     @property
     def is_finished(self) -> bool:
         """Whether the answer has its last token."""
-        return len(self.output) == self.params.max_tokens or self.output[-1:] == [self.params.stop_token_id]
+        num_generated = len(self.token_ids) - self.num_prompt_tokens
+        has_stopped = num_generated > 0 and self.token_ids[-1] == self.params.stop_token_id
+        return has_stopped or num_generated == self.params.max_tokens
 
 
 class Chunk(NamedTuple):
