@@ -102,10 +102,9 @@ def make_engine(args: Namespace) -> Engine:
 def add_prompts(engine: Engine, args: Namespace) -> list[Request]:
     """Queue a request for each prompt. ValueError for one that cannot run."""
     prompts = args.prompts or [SYSTEM_PROMPT + question for question in QUESTIONS]
-    stop = None if args.stop is None else encode(args.stop)
-    if stop is not None and len(stop) != 1:
+    if args.stop is not None and len(args.stop) != 1:
         raise ValueError(f"--stop: got {args.stop!r}, allowed: one character")
-    stop_token_id = None if stop is None else stop[0]
+    stop_token_id = None if args.stop is None else encode(args.stop)[0]
     requests = []
     for seed, prompt in enumerate(prompts, args.seed):
         params = SamplingParams(args.max_tokens, args.temperature, args.top_k, seed, stop_token_id)
@@ -114,8 +113,11 @@ def add_prompts(engine: Engine, args: Namespace) -> list[Request]:
 
 
 def encode(text: str) -> list[int]:
-    """Token ids; those of characters that are none of the alphabet's are -1, which the engine refuses."""
-    return [ALPHABET.find(character) for character in text]
+    """Token ids. ValueError for a character that is none of the alphabet's."""
+    wrong = [character for character in text if character not in ALPHABET]
+    if wrong:
+        raise ValueError(f"text: got {wrong[0]!r}, allowed: printable ASCII and newline")
+    return [ALPHABET.index(character) for character in text]
 
 
 def decode(token_ids: Sequence[int]) -> str:

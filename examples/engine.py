@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from attention import attend_by_gather
-from model import Attention, Weights
+from model import Attention, Weights, get_sizes
 from request import Chunk, Request, SamplingParams
 from runner import ModelRunner, pack
 
@@ -32,16 +32,16 @@ class Engine:
         for name, value in (("max_num_reqs", max_num_reqs), ("max_num_batched_tokens", max_num_batched_tokens)):
             if value < 1:
                 raise ValueError(f"{name}: got {value}, allowed: at least 1")
-        self.runner = ModelRunner(weights, num_pages, page_size, attend, num_devices)
-        sizes = self.runner.sizes
+        sizes = get_sizes(weights)
         spec = FullAttentionSpec(page_size, sizes["kv_heads"], sizes["head_size"], "float32", use_mla=False)
         self.manager = CacheManager(num_pages, [CacheGroupSpec(spec)], max_model_len)
+        self.runner = ModelRunner(weights, num_pages, page_size, attend, num_devices)
         # The row behind those of requests is never admitted, so its pages are all page 0, the null page: padding goes there.
         self.num_rows = max_num_reqs + 1
         self.table = PageTable(self.num_rows, -(-max_model_len // page_size), max_num_batched_tokens, self.runner.replicated)
         self.batch = RunningBatch(self.manager, self.table)
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.padded_sizes = [16 << i for i in range(max(1, (max_num_batched_tokens - 1).bit_length() - 3))]
+        self.padded_sizes = list_padded_sizes(max_num_batched_tokens)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # the oldest first
         self.free_rows = deque(range(max_num_reqs))
@@ -140,6 +140,14 @@ class Engine:
         self.free_rows.extend(finished_rows)
         self.running = [request for request in self.running if not request.is_finished]
         return [(request, request.token_ids[-1]) for request in complete]
+
+
+def list_padded_sizes(max_num_tokens: int) -> list[int]:
+    """The numbers of tokens that steps are padded to: doubled each time, so few programs are compiled."""
+    sizes = [16]
+    while sizes[-1] < max_num_tokens:
+        sizes.append(2 * sizes[-1])
+    return sizes
 
 
 def count_tokens(chunks: Sequence[Chunk]) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import NamedTuple
 
 __all__ = ["Chunk", "Request", "SamplingParams"]
@@ -30,11 +31,11 @@ class Request:
     """A prompt and what was generated. A preempted request keeps its tokens, and is admitted again with all of them."""
 
     def __init__(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """`prompt` are token ids. `row` and `num_cached_tokens` are those of the last admission."""
-        self.token_ids = list(prompt)
+        """`prompt` are token ids; TypeError for what is no integer."""
+        self.token_ids = [index(token_id) for token_id in prompt]
         self.num_prompt_tokens = len(self.token_ids)
         self.params = params
-        self.row = -1
+        self.row = -1  # this and the next: of the last admission
         self.num_cached_tokens = 0
 
     @property

@@ -98,6 +98,7 @@ def test_a_stop_token_ends_the_answer(engine: Engine) -> None:
         ([], 1, ValueError, "prompt: got no tokens, allowed: at least 1"),
         ([1, VOCAB], 1, ValueError, "prompt: got token id 96, allowed: 0 to 95"),
         ([-1], 1, ValueError, "prompt: got token id -1, allowed: 0 to 95"),
+        ([1.0], 1, TypeError, "'float' object cannot be interpreted as an integer"),
         ([1] * 60, 42, ValueError, "request: got 101 tokens with its answer, allowed: 100"),
     ],
 )
@@ -173,10 +174,11 @@ def test_the_command_streams_and_profiles(
     ("options", "message"),
     [
         ([""], "prompt: got no tokens"),
-        (["Große Seiten"], "prompt: got token id -1"),
+        (["Große Seiten"], "text: got 'ß'"),
         (["page " * 60], "request: got 331 tokens with its answer, allowed: 256"),
         (["--num-pages", "4", "page " * 10], "a request of 81 tokens needs 11 pages, the pool has 3"),
         (["--stop", "ab"], "--stop: got 'ab'"),
+        (["--stop", "é"], "text: got 'é'"),
         (["--max-tokens", "0"], "max_tokens: got 0"),
         (["--weights", "nowhere.npz"], "No such file"),
         (["--weights", __file__], "is no file of numpy.savez"),
