@@ -156,5 +156,5 @@ def print_answers(engine: Engine, requests: Sequence[Request]) -> None:
     for request in requests:
         prompt, answer = decode(request.token_ids[: request.num_prompt_tokens]), decode(request.output)
         print(f"{prompt!r} -> {answer!r} ({request.num_cached_tokens})")
-    num_evicted_pages = engine.manager.page_pool.stats.num_evicted_pages
-    print(f"{num_evicted_pages} cached pages were evicted, {engine.num_preemptions} times a request was preempted.\n")
+    stats = engine.manager.page_pool.stats
+    print(f"Cached pages that were evicted: {stats.num_evicted_pages}. Preemptions: {engine.num_preemptions}.\n")
