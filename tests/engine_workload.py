@@ -132,4 +132,4 @@ def check_variety(answers: list[list[int]]) -> None:
 
 if __name__ == "__main__":
     with jax.default_matmul_precision("highest"):
-        check_answers(make_engine(num_devices=len(jax.devices())), make_asks(16))
+        check_answers(make_engine(num_devices=len(jax.devices())), make_asks(12))

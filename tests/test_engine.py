@@ -54,7 +54,7 @@ def test_answers_are_those_of_the_dense_model(engine: Engine) -> None:
 
 
 def test_answers_by_the_interpreted_kernel() -> None:
-    check_answers(make_engine(attend=attention.attend_by_pallas), make_asks(16))
+    check_answers(make_engine(attend=attention.attend_by_pallas), make_asks(12))
 
 
 def test_answers_on_eight_devices() -> None:
