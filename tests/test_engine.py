@@ -119,6 +119,16 @@ def test_requests_larger_than_the_pool_are_refused() -> None:
     assert len(engine.waiting) == 1
 
 
+def test_an_engine_whose_pages_are_held_by_others_does_not_spin(engine: Engine) -> None:
+    pages = engine.manager.page_pool.get_new_pages(LIMITS["num_pages"] - 1)
+    request = engine.add([1, 2, 3], SamplingParams(1))
+    with pytest.raises(RuntimeError, match=r"^nothing can run: 1 requests wait, 0 have rows, none got room$"):
+        engine.step()
+    engine.manager.page_pool.free_pages(pages)
+    assert [streamed for streamed, _ in engine.stream()] == [request]
+    check_rest(engine)
+
+
 @pytest.mark.parametrize(
     "wrong", [{"max_tokens": 0}, {"temperature": -0.1}, {"temperature": math.nan}, {"top_k": -1}, {"seed": 2**31}], ids=str
 )
