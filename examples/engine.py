@@ -77,7 +77,7 @@ class Engine:
         """Run the model once. Returns each request that got a token, and the token. RuntimeError if nothing can run."""
         chunks = self.schedule()
         if not chunks:
-            raise RuntimeError(f"nothing can run: {len(self.waiting)} requests wait, {len(self.running)} have rows, none got room")
+            raise RuntimeError(f"nothing can run: {len(self.waiting)} requests wait, {len(self.running)} have rows")
         num_tokens = count_tokens(chunks)
         padded_size = next(size for size in self.padded_sizes if size >= num_tokens)
         page_table = self.table.commit(self.num_rows)

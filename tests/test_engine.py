@@ -122,7 +122,7 @@ def test_requests_larger_than_the_pool_are_refused() -> None:
 def test_an_engine_whose_pages_are_held_by_others_does_not_spin(engine: Engine) -> None:
     pages = engine.manager.page_pool.get_new_pages(LIMITS["num_pages"] - 1)
     request = engine.add([1, 2, 3], SamplingParams(1))
-    with pytest.raises(RuntimeError, match=r"^nothing can run: 1 requests wait, 0 have rows, none got room$"):
+    with pytest.raises(RuntimeError, match=r"^nothing can run: 1 requests wait, 0 have rows$"):
         engine.step()
     engine.manager.page_pool.free_pages(pages)
     assert [streamed for streamed, _ in engine.stream()] == [request]
