@@ -27,15 +27,18 @@ class ProgressBars:
         """No bar yet."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), RateColumn(), TimeRemainingColumn())
         self._progress = Progress(*columns, transient=True, disable=not shown)
+        self._is_shown = shown
 
     def __enter__(self) -> Self:
         """The bars."""
-        self._progress.start()
+        if self._is_shown:  # else the end of it would still be printed
+            self._progress.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Take them away."""
-        self._progress.stop()
+        if self._is_shown:
+            self._progress.stop()
 
     def add(self, description: str, total: int) -> Callable[[int], None]:
         """A bar that ends at `total`. Returns what takes how much is done."""
