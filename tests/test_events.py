@@ -6,8 +6,6 @@ PAGEPOOL_TEST_OPERATIONS: a tenth of so many calls are made in all for each of t
 from __future__ import annotations
 
 import zlib
-from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ import pagepool
 
 pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
 
-from router import Router, Telling
+from router import Telling
 
 CACHING = [setting for setting in SETTINGS if setting.enable_caching]
 ALGORITHMS = {name: options for name, options in HASHING.items() if "keep_token_ids" not in options}

@@ -13,12 +13,14 @@ import pytest
 pytest.importorskip("msgspec")
 
 from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
+from pagepool.hashing import get_siphash_key
 from pagepool.replay import Scheduler, TraceRecord, make_requests
-from pagepool.replay.fleet import Fleet, FleetFigures, LocalReplicas, RayReplicas, Replicas, hash_key
-from pagepool.replay.replica import ReplicaSettings
+from pagepool.replay.fleet import Fleet, FleetFigures, LocalReplicas, RayReplicas, Replicas
+from pagepool.replay.replica import HASH_SEED, ReplicaSettings
 from pagepool.replay.router import ROUTERS, LeastLoadedRouter, PrefixRouter, RoundRobinRouter, Router
 
 SETTINGS = ReplicaSettings(num_pages=600, max_num_seqs=8)
+KEY = get_siphash_key(HASH_SEED)
 HAS_RAY = importlib.util.find_spec("ray") is not None
 
 
@@ -37,8 +39,8 @@ def make_records(seed: int, num_requests: int = 60, seconds: float = 5.0) -> lis
 
 
 def make_fleet(records: list[TraceRecord], router: type[Router], num_replicas: int = 3, **options: Any) -> Fleet:
-    replicas = LocalReplicas(num_replicas, SETTINGS, records, 0)
-    return Fleet(replicas, router(num_replicas, SETTINGS.page_size, hash_key()), records, **options)
+    replicas = LocalReplicas(num_replicas, SETTINGS, records)
+    return Fleet(replicas, router(num_replicas, SETTINGS.page_size, KEY), **options)
 
 
 def test_one_replica_does_what_a_scheduler_does() -> None:
@@ -97,12 +99,12 @@ def test_the_prefix_router_knows_what_is_cached() -> None:
 
 
 def test_round_robin_takes_turns() -> None:
-    router = RoundRobinRouter(3, 16, hash_key())
+    router = RoundRobinRouter(3, 16, KEY)
     assert [router.choose(i, make_requests(make_records(0))[i].all_token_ids) for i in range(5)] == [0, 1, 2, 0, 1]
 
 
 def test_least_loaded_counts_what_has_not_ended() -> None:
-    router, token_ids = LeastLoadedRouter(3, 16, hash_key()), make_requests(make_records(0))[0].all_token_ids
+    router, token_ids = LeastLoadedRouter(3, 16, KEY), make_requests(make_records(0))[0].all_token_ids
     assert [router.choose(i, token_ids) for i in range(4)] == [0, 1, 2, 0]
     router.end(1)
     assert [router.choose(i, token_ids) for i in range(4, 6)] == [1, 1]
@@ -116,7 +118,7 @@ def test_a_request_larger_than_the_pool_is_skipped() -> None:
 
 @contextmanager
 def on_ray(num_replicas: int, records: list[TraceRecord]) -> Iterator[Replicas]:
-    replicas = RayReplicas(num_replicas, SETTINGS, records, 0, "local")
+    replicas = RayReplicas(num_replicas, SETTINGS, records, "local")
     try:
         yield replicas
     finally:
@@ -125,7 +127,7 @@ def on_ray(num_replicas: int, records: list[TraceRecord]) -> Iterator[Replicas]:
 
 def run_both(records: list[TraceRecord], router: type[Router], **options: Any) -> tuple[FleetFigures, FleetFigures]:
     with on_ray(3, records) as replicas:
-        apart = Fleet(replicas, router(3, SETTINGS.page_size, hash_key()), records, **options).run()
+        apart = Fleet(replicas, router(3, SETTINGS.page_size, KEY), **options).run()
     return make_fleet(records, router, **options).run(), apart
 
 
@@ -150,6 +152,6 @@ def test_an_actor_that_dies_by_itself_loses_its_cache_and_not_the_run() -> None:
                 ray.kill(replicas._replicas[1])
                 killed.append(1)
 
-        figures = Fleet(replicas, PrefixRouter(3, SETTINGS.page_size, hash_key()), records).run(kill)
+        figures = Fleet(replicas, PrefixRouter(3, SETTINGS.page_size, KEY)).run(kill)
     assert (figures.num_requests, figures.num_deaths) == (len(records), 1)
     assert killed

@@ -38,7 +38,7 @@ ORDER = [
     "__init__",
     "__main__",
 ]
-OPTIONAL = {"prometheus_client", "msgspec", "zmq", "jax", "click", "rich", "cbor2", "hypothesis"}
+OPTIONAL = {"jax", "click", "rich", "matplotlib", "cbor2", "hypothesis", "msgspec", "zmq", "prometheus_client", "ray"}
 FILES = [*PYTHON_FILES, CORE]
 CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +(\w+)|c?import +([\w.]+))", re.MULTILINE)
 

@@ -479,9 +479,9 @@ class TestTrace:
         assert len(read_trace(str(path), limit=1)) == 1
 
     def test_more_hash_ids_than_there_are_tokens_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pagepool.replay.trace.MAX_IDS", 3)
+        monkeypatch.setattr("pagepool.replay.trace.MAX_TOKEN_IDS", 3 * 512)
         record = TraceRecord(0, 1024, 1, (1, 2))
-        with pytest.raises(TraceError, match="t:2: more than 3 distinct hash_ids"):
+        with pytest.raises(TraceError, match="t:2: more than 3 distinct hash ids"):
             make_requests([record, TraceRecord(0, 1024, 1, (3, 4))], "t")
 
     def test_packed_traces(self, tmp_path: Path) -> None:
@@ -639,7 +639,6 @@ class TestCommand:
             ["--seed", "x"],
             ["--unknown"],
             ["no-such-file.jsonl"],
-            ["--limit", "1", "--json", "no-such-folder/figures.json"],
         ],
     )
     def test_bad_options(self, options: list[str]) -> None:
@@ -662,12 +661,13 @@ class TestProcess:
         assert json.loads(result.stdout)["skipped"] == 1
         assert "skipped" in result.stderr
 
+    @pytest.mark.parametrize("command", ["plan", "replay"])
     @pytest.mark.parametrize("json_options", [[], ["--json", "-"]])
-    def test_a_progress_bar_on_a_terminal_only(self, trace: Path, json_options: list[str]) -> None:
+    def test_a_progress_bar_on_a_terminal_only(self, trace: Path, command: str, json_options: list[str]) -> None:
         pty = pytest.importorskip("pty")
         ours, theirs = pty.openpty()
-        command = [sys.executable, "-m", "pagepool", "replay", str(trace), *json_options]
-        with subprocess.Popen(command, stdout=theirs, env={**os.environ, "TERM": "xterm"}) as process:
+        process_args = [sys.executable, "-m", "pagepool", command, str(trace), *json_options]
+        with subprocess.Popen(process_args, stdout=theirs, env={**os.environ, "TERM": "xterm"}) as process:
             os.close(theirs)
             output = b""
             try:

@@ -1,6 +1,7 @@
-"""Replay a trace of requests through a running batch, or a manager, under a simulated scheduler.
+"""Replay a trace of requests through a running batch, or a manager, under a simulated scheduler; plan how large a pool is to
+be; record a trace.
 
-`pagepool replay` on the command line; in Python:
+`pagepool replay` and `pagepool plan` on the command line; in Python:
 
 >>> from pagepool.manager import CacheManager
 >>> from pagepool.replay import Scheduler, generate_chats
@@ -11,17 +12,24 @@
 >>> figures.requests, figures.hit_tokens > 0
 (20, True)
 
-Only the command itself (`cli.py`, `command.py`, `report.py`) needs the extra `pagepool[replay]`.
+Only the commands need the extra `pagepool[replay]`, and only their plots `pagepool[plan]`.
 """
 
 from pagepool.replay.figures import Figures
 from pagepool.replay.generator import generate_chats
+from pagepool.replay.plan import Knee, Plan, Planner, PoolFigures
+from pagepool.replay.recorder import Recorder
 from pagepool.replay.scheduler import Scheduler
 from pagepool.replay.simulated_request import SimulatedRequest
 from pagepool.replay.trace import TraceError, TraceRecord, make_requests, read_trace
 
 __all__ = [
     "Figures",
+    "Knee",
+    "Plan",
+    "Planner",
+    "PoolFigures",
+    "Recorder",
     "Scheduler",
     "SimulatedRequest",
     "TraceError",

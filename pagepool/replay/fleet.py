@@ -10,10 +10,10 @@ import numpy as np
 from pagepool.hashing import get_siphash_key
 from pagepool.replay.figures import Figures
 from pagepool.replay.replica import HASH_SEED, Replica, ReplicaReport, ReplicaSettings
-from pagepool.replay.router import Router
+from pagepool.replay.router import ROUTERS, Router
 from pagepool.replay.trace import TraceRecord, make_requests
 
-__all__ = ["Fleet", "FleetFigures", "LocalReplicas", "RayReplicas", "Replicas"]
+__all__ = ["Fleet", "FleetFigures", "LocalReplicas", "RayReplicas", "Replicas", "run_fleet"]
 
 Arrivals = list[tuple[float, int]]
 
@@ -21,12 +21,11 @@ Arrivals = list[tuple[float, int]]
 class Replicas(ABC):
     """Where the replicas run."""
 
-    def __init__(self, num_replicas: int, settings: ReplicaSettings, records: Sequence[TraceRecord], seed: int) -> None:
+    def __init__(self, num_replicas: int, settings: ReplicaSettings, records: Sequence[TraceRecord]) -> None:
         """Start them all."""
         self.settings = settings
         self.num_replicas = num_replicas
-        self._records = records
-        self._seed = seed
+        self.records = records
         self._replicas = [self._start(0.0) for _ in range(num_replicas)]
 
     @abstractmethod
@@ -48,7 +47,7 @@ class LocalReplicas(Replicas):
     """In this process, one after another."""
 
     def _start(self, now: float) -> Replica:
-        return Replica(self.settings, self._records, self._seed, now)
+        return Replica(self.settings, self.records, now)
 
     def advance(self, until: float, arrivals: Sequence[Arrivals]) -> list[ReplicaReport | None]:
         """O(their steps)."""
@@ -58,9 +57,7 @@ class LocalReplicas(Replicas):
 class RayReplicas(Replicas):
     """As actors on Ray, side by side."""
 
-    def __init__(
-        self, num_replicas: int, settings: ReplicaSettings, records: Sequence[TraceRecord], seed: int, address: str
-    ) -> None:
+    def __init__(self, num_replicas: int, settings: ReplicaSettings, records: Sequence[TraceRecord], address: str) -> None:
         """`address` of a cluster, or ``"local"`` to start one on this machine for the time being."""
         import ray
 
@@ -68,10 +65,10 @@ class RayReplicas(Replicas):
         ray.init(None if address == "local" else address, log_to_driver=False, include_dashboard=False)
         self._actor = ray.remote(num_cpus=0, max_restarts=0)(Replica)
         self._shared_records = ray.put(list(records))
-        super().__init__(num_replicas, settings, records, seed)
+        super().__init__(num_replicas, settings, records)
 
     def _start(self, now: float) -> Any:
-        return self._actor.remote(self.settings, self._shared_records, self._seed, now)
+        return self._actor.remote(self.settings, self._shared_records, now)
 
     def advance(self, until: float, arrivals: Sequence[Arrivals]) -> list[ReplicaReport | None]:
         """As long as the slowest takes."""
@@ -162,9 +159,7 @@ class Fleet:
         self,
         replicas: Replicas,
         router: Router,
-        records: Sequence[TraceRecord],
         *,
-        seed: int = 0,
         report_seconds: float = 1.0,
         deaths: Sequence[tuple[float, int]] = (),
     ) -> None:
@@ -172,7 +167,8 @@ class Fleet:
         self.figures = FleetFigures()
         self._replicas = replicas
         self._router = router
-        self._requests = make_requests(records, seed=seed)
+        records = replicas.records
+        self._requests = make_requests(records, seed=replicas.settings.seed)
         start = records[0].timestamp if records else 0.0
         self._waiting = [((record.timestamp - start) / 1000, i) for i, record in enumerate(records)][::-1]
         self._running: list[dict[int, float]] = [{} for _ in range(replicas.num_replicas)]
@@ -246,6 +242,28 @@ def _count_computed(figures: Figures) -> int:
     return figures.prompt_tokens - figures.hit_tokens + figures.generated_tokens
 
 
-def hash_key() -> bytes:
-    """What the replicas of a fleet hash with."""
-    return get_siphash_key(HASH_SEED)
+def run_fleet(
+    router: str,
+    num_replicas: int,
+    settings: ReplicaSettings,
+    records: Sequence[TraceRecord],
+    ray: str | None = None,
+    *,
+    report_seconds: float = 1.0,
+    deaths: Sequence[tuple[float, int]] = (),
+    on_progress: Callable[[int], object] = int,
+) -> FleetFigures:
+    """Run a trace through replicas behind a router of `ROUTERS`, in this process or on Ray at an address; `on_progress` sees
+    how many requests have ended.
+    """
+    replicas: Replicas
+    if ray is None:
+        replicas = LocalReplicas(num_replicas, settings, records)
+    else:
+        replicas = RayReplicas(num_replicas, settings, records, ray)
+    try:
+        chosen = ROUTERS[router](num_replicas, settings.page_size, get_siphash_key(HASH_SEED))
+        fleet = Fleet(replicas, chosen, report_seconds=report_seconds, deaths=deaths)
+        return fleet.run(lambda figures: on_progress(figures.num_requests))
+    finally:
+        replicas.close()

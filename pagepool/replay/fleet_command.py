@@ -1,8 +1,9 @@
 """`pagepool fleet`: replicas behind a router."""
 
 import sys
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
@@ -12,19 +13,22 @@ from pagepool.replay.options import (
     TRACE,
     Refusal,
     block_size_option,
-    check_plot_format,
     json_option,
     load_trace,
     max_batched_tokens_option,
     max_num_seqs_option,
     open_result,
     page_size_option,
+    plot_option,
     require_plots,
     seed_option,
     to_json,
 )
 from pagepool.replay.progress import ProgressBars
-from pagepool.replay.trace import TraceRecord, source_name
+from pagepool.replay.trace import source_name
+
+if TYPE_CHECKING:
+    from pagepool.replay.fleet import FleetFigures
 
 __all__ = ["fleet"]
 
@@ -55,18 +59,24 @@ def require_extras(ray: str | None) -> None:
         raise click.ClickException(f"the fleet needs {error.name}: pip install 'pagepool[fleet]'") from error
 
 
-def start_replicas(num_replicas: int, settings: Any, records: list[TraceRecord], seed: int, ray: str | None) -> Any:
-    """In this process or on Ray; exit code 1 and a sentence if that cannot be reached."""
-    from pagepool.replay.fleet import LocalReplicas, RayReplicas
-
+@contextmanager
+def refusals(ray: str | None) -> Iterator[None]:
+    """Say in a sentence what cannot be run, with exit code 2, and that Ray cannot be reached, with 1."""
     try:
-        if ray is None:
-            return LocalReplicas(num_replicas, settings, records, seed)
-        return RayReplicas(num_replicas, settings, records, seed, ray)
+        yield
+    except PagePoolError as error:
+        raise Refusal(str(error)) from error
     except (ConnectionError, ValueError, RuntimeError) as error:
-        if isinstance(error, PagePoolError):
-            raise Refusal(str(error)) from error
+        if ray is None:
+            raise
         raise click.ClickException(f"Ray at {ray}: {error}") from error
+
+
+def write_plot(figures: "dict[str, FleetFigures]", title: str, path: str, file: BinaryIO) -> None:
+    """In the format that the path's end tells."""
+    from pagepool.replay.fleet_plot import save_fleet_plot
+
+    save_fleet_plot(figures, title, file, path[-3:].lower())
 
 
 @click.command()
@@ -85,9 +95,7 @@ def start_replicas(num_replicas: int, settings: Any, records: list[TraceRecord],
 @click.option("--ray", metavar="ADDRESS|local", help="Run replicas as actors on a Ray cluster, or on one started here.")
 @click.option("--limit", type=POSITIVE, metavar="N", help="Only the first N requests.")
 @seed_option
-@click.option(
-    "--plot", "plot_path", type=click.Path(dir_okay=False), callback=check_plot_format, help="Draw to a file: .png or .svg."
-)
+@plot_option
 @json_option
 def fleet(
     trace: str,
@@ -131,34 +139,28 @@ def fleet(
         require_plots()
     if any(replica not in range(num_replicas) for _, replica in deaths):
         raise click.UsageError(f"--kill: replicas are 0 to {num_replicas - 1}")
-    from pagepool.replay.fleet import Fleet, FleetFigures, hash_key
+    from pagepool.replay.fleet import run_fleet
+    from pagepool.replay.fleet_report import print_fleet
     from pagepool.replay.replica import ReplicaSettings
-    from pagepool.replay.router import ROUTERS as ROUTERS_BY_NAME
 
-    settings = ReplicaSettings(num_pages, page_size, max_batched_tokens, max_num_seqs, decode_seconds, prefill_rate)
     records, _ = load_trace(trace, limit, block_size, seed)
+    settings = ReplicaSettings(num_pages, page_size, max_batched_tokens, max_num_seqs, decode_seconds, prefill_rate, seed)
+    title = f"{source_name(trace)}: {num_replicas} replicas of {num_pages:,} pages of {page_size} tokens"
     is_shown = json_path != "-"
-    figures: dict[str, FleetFigures] = {}
-    with ExitStack() as stack:
-        json_file, plot_file = (stack.enter_context(open_result(path)) for path in (json_path, plot_path))
-        bars = stack.enter_context(ProgressBars(is_shown and sys.stdout.isatty()))
-        for name in routers or ROUTERS:
-            replicas = start_replicas(num_replicas, settings, records, seed, ray)
-            router = ROUTERS_BY_NAME[name](num_replicas, page_size, hash_key())
-            update = bars.add(f"{name}: requests", len(records))
-            try:
-                run = Fleet(replicas, router, records, seed=seed, report_seconds=report_seconds, deaths=deaths)
-                figures[name] = run.run(lambda so_far, update=update: update(so_far.num_requests))
-            finally:
-                replicas.close()
-        title = f"{source_name(trace)}: {num_replicas} replicas of {num_pages:,} pages of {page_size} tokens"
+    with open_result(json_path) as json_file, open_result(plot_path) as plot_file:
+        with ProgressBars(is_shown and sys.stdout.isatty()) as bars, refusals(ray):
+            figures = {
+                name: run_fleet(
+                    *(name, num_replicas, settings, records, ray),
+                    report_seconds=report_seconds,
+                    deaths=deaths,
+                    on_progress=bars.add(f"{name}: requests", len(records)),
+                )
+                for name in routers or ROUTERS
+            }
         if plot_path and plot_file:
-            from pagepool.replay.fleet_plot import save_fleet_plot
-
-            save_fleet_plot(figures, title, plot_file, plot_path[-3:].lower())
+            write_plot(figures, title, plot_path, plot_file)
         if json_file:
             json_file.write(to_json({name: each.as_dict() for name, each in figures.items()}))
     if is_shown:
-        from pagepool.replay.fleet_report import print_fleet
-
         print_fleet(figures, title)

@@ -4,7 +4,7 @@ from typing import BinaryIO
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from pagepool.replay.drawing import BLUE, GREEN, ORANGE, save_figure
 from pagepool.replay.fleet import FleetFigures
@@ -40,17 +40,20 @@ def _draw_hits(axes: Axes, figures: dict[str, FleetFigures]) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.3g}%"))
     axes.set_ylabel("share of prompt tokens hit")
     axes.tick_params("x", labelsize="small")
+    axes.grid(visible=False, axis="x")
 
 
 def _draw_loads(axes: Axes, figures: dict[str, FleetFigures]) -> None:
     """Replicas in order of what they computed: a flat line is a balanced fleet."""
     for (name, each), color, style in zip(figures.items(), COLORS, ("-", "--", ":"), strict=False):
         loads = sorted(each.computed_tokens)
-        axes.plot(range(1, len(loads) + 1), [load / 1e6 for load in loads], color=color, linestyle=style, marker=".", label=name)
+        axes.plot(
+            range(1, len(loads) + 1), [load / 1e6 for load in loads], color=color, linestyle=style, marker=".", label=name
+        )
     axes.set_ylim(0)
     axes.set_xlabel("replicas, the idlest first")
     axes.set_ylabel("million tokens computed")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize="small")
 
 

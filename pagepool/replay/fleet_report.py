@@ -24,8 +24,8 @@ def print_fleet(figures: dict[str, FleetFigures], title: str) -> None:
 
 
 NOTE = (
-    "Imbalance: tokens that the busiest replica computed, per token of the average one. Waiting: from a request's arrival to the "
-    "step that first computes something of it."
+    "Imbalance: tokens that the busiest replica computed, per token of the average one. Waiting: from a request's arrival to "
+    "the step that first computes something of it."
 )
 
 

@@ -28,6 +28,8 @@ class ReplicaSettings:
     max_num_seqs: int = 256
     decode_step_seconds: float = 0.025
     prefill_tokens_per_second: float = 10_000.0
+    seed: int = 0
+    """Of the tokens that the trace does not tell."""
 
     def step_seconds(self, num_tokens: int) -> float:
         """How long a step of so many tokens takes."""
@@ -51,10 +53,10 @@ class ReplicaReport:
 class Replica:
     """Runs the requests that a router gives it, one step after another, on a clock that starts at 0 s."""
 
-    def __init__(self, settings: ReplicaSettings, records: Sequence[TraceRecord], seed: int = 0, now: float = 0.0) -> None:
+    def __init__(self, settings: ReplicaSettings, records: Sequence[TraceRecord], now: float = 0.0) -> None:
         """`records` is the whole trace, of which parts will come; `now` the time at which the replica starts."""
         self._settings = settings
-        self._requests = make_requests(records, seed=seed)
+        self._requests = make_requests(records, seed=settings.seed)
         self._indices = {request.request_id: i for i, request in enumerate(self._requests)}
         max_num_tokens = max(request.num_final_tokens for request in self._requests)
         spec = FullAttentionSpec(settings.page_size, num_kv_heads=1, head_size=1, dtype="bfloat16", use_mla=False)

@@ -9,9 +9,18 @@ import numpy.typing as npt
 
 from pagepool.request import EngineRequestStatus
 
-__all__ = ["Int32Array", "SimulatedRequest"]
+__all__ = ["Int32Array", "SimulatedRequest", "count_slots"]
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
+
+
+def count_slots(num_prompt_tokens: int, num_output_tokens: int) -> int:
+    """Tokens of a request that need a place in a page: all but the last one generated, which is never computed.
+
+    >>> count_slots(3, 2), count_slots(3, 0)
+    (4, 3)
+    """
+    return max(num_prompt_tokens, num_prompt_tokens + num_output_tokens - 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,8 +57,8 @@ class SimulatedRequest:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that need a place in a page: all but the last one generated, which is never computed."""
-        return max(self.num_prompt_tokens, self.num_final_tokens - 1)
+        """Tokens that need a place in a page."""
+        return count_slots(self.num_prompt_tokens, self.num_output_tokens)
 
     @property
     def all_token_ids(self) -> Int32Array:

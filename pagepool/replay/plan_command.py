@@ -1,0 +1,234 @@
+"""`pagepool plan`: how large a pool is to be."""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import BinaryIO
+
+import click
+import numpy as np
+
+from pagepool.errors import ArgumentError, PagePoolError
+from pagepool.replay.figures import Figures
+from pagepool.replay.model import read_page_bytes
+from pagepool.replay.options import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    TRACE,
+    Refusal,
+    block_size_option,
+    json_option,
+    load_trace,
+    max_batched_tokens_option,
+    max_num_seqs_option,
+    open_result,
+    page_size_option,
+    plot_option,
+    require_plots,
+    seed_option,
+    to_json,
+)
+from pagepool.replay.plan import Plan, Planner
+from pagepool.replay.plan_report import print_plan
+from pagepool.replay.progress import ProgressBars
+from pagepool.replay.scheduler import Scheduler
+from pagepool.replay.simulated_request import SimulatedRequest
+from pagepool.replay.simulation import make_scheduler, run
+from pagepool.replay.sizes import BYTE_UNITS, COUNT_UNITS, Sizes
+from pagepool.replay.trace import source_name
+from pagepool.specs import cdiv
+
+__all__ = ["plan"]
+
+NUM_REPLAYS = 4
+MAX_REPLAY_STEPS = 200_000  # ten seconds
+MAX_REPLAY_PAGES = 10_000_000  # half a gigabyte
+
+
+def parse_sizes(units: Mapping[str, int]) -> Callable[[click.Context, click.Parameter, str | None], Sizes | None]:
+    """What makes sizes of an option's text."""
+
+    def parse(_: click.Context, __: click.Parameter, text: str | None) -> Sizes | None:
+        try:
+            return None if text is None else Sizes.parse(text, units)
+        except ArgumentError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return parse
+
+
+def find_page_bytes(page_size: int, bytes_per_token: int | None, model_config: str | None, kv_dtype: str | None) -> int | None:
+    """Bytes of a page, as far as somebody said."""
+    if bytes_per_token is not None and model_config is not None:
+        raise click.UsageError("--bytes-per-token and --model-config exclude each other")
+    if kv_dtype is not None and model_config is None:
+        raise click.UsageError("--kv-dtype needs --model-config")
+    if model_config is None:
+        return None if bytes_per_token is None else bytes_per_token * page_size
+    try:
+        return read_page_bytes(model_config, page_size, kv_dtype)
+    except (PagePoolError, OSError) as error:
+        raise Refusal(str(error)) from error
+
+
+def find_sizes(num_pages: Sizes | None, memory: Sizes | None, page_bytes: int | None) -> Sizes | None:
+    """Sizes in pages, as far as somebody said."""
+    if memory is None:
+        return num_pages
+    if num_pages is not None:
+        raise click.UsageError("--num-pages and --memory exclude each other")
+    if page_bytes is None:
+        raise click.UsageError("--memory needs --bytes-per-token or --model-config")
+    try:
+        return memory.divided_by(page_bytes)
+    except ArgumentError as error:
+        raise click.UsageError(f"--memory: {error}") from error
+
+
+def choose_sizes(asked: Sizes | None, planner: Planner) -> list[int]:
+    """The sizes that were asked for. If that is one or none, also all from where each request fits to where all hits are."""
+    if asked is not None and len(asked.numbers) > 1:
+        return asked.list()
+    ends = planner.min_num_pages, max(planner.min_num_pages + 1, planner.max_num_pages)
+    return sorted({*Sizes(ends, is_range=True).list(), *(asked.numbers if asked else ())})
+
+
+def choose_replays(
+    sizes: Sequence[int], num_replays: int | None, requests: Sequence[SimulatedRequest], page_size: int, max_num_seqs: int
+) -> list[int]:
+    """So many sizes evenly apart; None: some of those in which a replay is a matter of seconds."""
+    if num_replays is None:
+        num_tokens = sum(request.num_output_tokens for request in requests)
+        mean_pages = sum(cdiv(request.num_slots, page_size) for request in requests) / len(requests)
+        sizes = [
+            size
+            for size in sizes
+            if num_tokens <= MAX_REPLAY_STEPS * min(size / mean_pages, max_num_seqs) and size <= MAX_REPLAY_PAGES
+        ]
+        num_replays = NUM_REPLAYS
+    places = np.linspace(0, len(sizes) - 1, min(num_replays, len(sizes))).round().astype(int)
+    return [sizes[place] for place in places]
+
+
+def replay_pools(sizes: Iterable[int], make: Callable[[int], Scheduler], bars: ProgressBars) -> dict[int, Figures]:
+    """What a scheduler counts in pools of those sizes."""
+    replays = {}
+    for size in sizes:
+        scheduler = make(size)
+        replays[size] = run(scheduler, bars.add(f"together, {size:,} pages: requests", len(scheduler.waiting)))
+    return replays
+
+
+def write_plot(plan: Plan, path: str, file: BinaryIO) -> None:
+    """In the format that the path's end tells."""
+    from pagepool.replay.plot import save_plot
+
+    save_plot(plan, file, path[-3:].lower())
+
+
+def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
+    """As UTF-8."""
+    from pagepool.replay.web_page import make_page
+
+    file.write(make_page(plan, source).encode())
+
+
+@click.command()
+@click.argument("trace", type=TRACE)
+@click.option(
+    "--num-pages",
+    callback=parse_sizes(COUNT_UNITS),
+    metavar="SIZES",
+    help="Sizes of the pool in pages, the null page included: 12800, or 10k,20k, or a range 1k:1M.",
+    show_default="from the largest request to where all hits are",
+)
+@click.option(
+    "--memory",
+    callback=parse_sizes(BYTE_UNITS),
+    metavar="SIZES",
+    help="The same in bytes: 40GiB, or 20GiB,40GiB, or 8GiB:80GiB.",
+)
+@click.option("--bytes-per-token", type=POSITIVE, help="Of keys and values in all layers together, on one device.")
+@click.option(
+    "--model-config",
+    type=click.Path(exists=True, dir_okay=False),
+    help="The config.json of a Hugging Face model, for its bytes per token.",
+)
+@click.option("--kv-dtype", help="Of the cache, as float8_e4m3fn.  [default: the model's]")
+@page_size_option
+@block_size_option
+@click.option(
+    "--replays",
+    type=NOT_NEGATIVE,
+    help="In how many of the pools a simulated scheduler runs requests together.",
+    show_default=f"{NUM_REPLAYS}, of those that take seconds",
+)
+@max_batched_tokens_option
+@max_num_seqs_option
+@click.option("--limit", type=POSITIVE, metavar="N", help="Only the first N requests.")
+@seed_option
+@plot_option
+@click.option("--html", "html_path", type=click.Path(dir_okay=False), help="Write plot and tables as one page for a browser.")
+@json_option
+def plan(
+    trace: str,
+    num_pages: Sizes | None,
+    memory: Sizes | None,
+    bytes_per_token: int | None,
+    model_config: str | None,
+    kv_dtype: str | None,
+    page_size: int,
+    block_size: int,
+    replays: int | None,
+    max_batched_tokens: int,
+    max_num_seqs: int,
+    limit: int | None,
+    seed: int,
+    plot_path: str | None,
+    html_path: str | None,
+    json_path: str | None,
+) -> None:
+    """Tell what pools of many sizes would hit of TRACE, and so how large a pool is worth its memory.
+
+    For each size: the prompt tokens that need not be computed, if requests run one after another, with the pool
+    as it is (the least recently used page is evicted) and with the best policy that there could be, which
+    knows the future. In some of the pools a simulated scheduler runs requests together, as `pagepool replay`
+    does; that is where preemptions show. Requests larger than a pool are skipped.
+
+    TRACE is as for `pagepool replay`. Give sizes in pages, or in bytes with what a token takes:
+
+    \b
+      pagepool plan trace.jsonl --num-pages 1k:1M --html plan.html
+      pagepool plan trace.jsonl --memory 40GiB --model-config config.json
+
+    With one size or none, the sizes are those from where each request fits to where nothing more can be hit.
+    """
+    page_bytes = find_page_bytes(page_size, bytes_per_token, model_config, kv_dtype)
+    asked = find_sizes(num_pages, memory, page_bytes)
+    if plot_path or html_path:
+        require_plots()
+    records, requests = load_trace(trace, limit, block_size, seed)
+    is_shown = json_path != "-"
+    with open_result(json_path) as json_file, open_result(plot_path) as plot_file, open_result(html_path) as html_file:
+        with ProgressBars(is_shown and sys.stdout.isatty()) as bars:
+            planner = Planner(records, page_size, bars.add("one after another: requests", len(records)))
+            made = planner.make_plan(choose_sizes(asked, planner), page_bytes)
+            sizes = choose_replays([pool.num_pages for pool in made.pools], replays, requests, page_size, max_num_seqs)
+            make = partial(
+                make_scheduler,
+                requests,
+                page_size=page_size,
+                max_batched_tokens=max_batched_tokens,
+                max_num_seqs=max_num_seqs,
+            )
+            figures = replay_pools(sizes, lambda size: make(num_pages=size), bars)
+            made = replace(made, replays=figures)
+        if plot_path and plot_file:
+            write_plot(made, plot_path, plot_file)
+        if html_file:
+            write_page(made, source_name(trace), html_file)
+        if json_file:
+            json_file.write(to_json(made.as_dict()))
+    if is_shown:
+        print_plan(made, source_name(trace))

@@ -1,0 +1,76 @@
+"""Sizes of pools as people write them: one, some, or a range, in pages or in bytes."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pagepool.errors import ArgumentError
+
+__all__ = ["BYTE_UNITS", "COUNT_UNITS", "Sizes"]
+
+COUNT_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+BYTE_UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+ROUND_NUMBERS = (10, 15, 20, 30, 50, 70)  # in each decade, about evenly apart on a logarithmic axis
+MAX_SIZE = 10**18
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes in ascending order; of a range only its ends, until it is listed."""
+
+    numbers: tuple[int, ...]
+    is_range: bool = False
+
+    @classmethod
+    def parse(cls, text: str, units: Mapping[str, int]) -> "Sizes":
+        """From `A:B`, or from numbers between commas, each with one of the units. ArgumentError with the reason.
+
+        >>> Sizes.parse("1k:1M", COUNT_UNITS), Sizes.parse("40GiB", BYTE_UNITS)
+        (Sizes(numbers=(1000, 1000000), is_range=True), Sizes(numbers=(42949672960,), is_range=False))
+        """
+        parts = text.split(":")
+        is_range = len(parts) == 2
+        numbers = [_parse_number(part, units) for part in (parts if is_range else text.split(","))]
+        if is_range and numbers[0] >= numbers[1]:
+            raise ArgumentError(f"the range {text!r} must ascend")
+        return cls(tuple(sorted(set(numbers))), is_range)
+
+    def divided_by(self, divisor: int) -> "Sizes":
+        """The sizes in another unit, rounded down. ArgumentError if one is 0 then."""
+        numbers = tuple(sorted({number // divisor for number in self.numbers}))
+        if numbers[0] == 0:
+            raise ArgumentError(f"{self.numbers[0]} bytes are less than one page of {divisor} bytes")
+        return Sizes(numbers, self.is_range and len(numbers) > 1)
+
+    def list(self) -> list[int]:
+        """All sizes; of a range its ends and the round numbers between them.
+
+        >>> Sizes((700, 4000), is_range=True).list()
+        [700, 1000, 1500, 2000, 3000, 4000]
+        """
+        if not self.is_range:
+            return [*self.numbers]
+        start, stop = self.numbers
+        return [start, *(number for number in _round_numbers(stop) if number > start), stop]
+
+
+def _parse_number(text: str, units: Mapping[str, int]) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
+    if match is None or match[2] not in units:
+        names = ", ".join(unit or "none" for unit in units)
+        raise ArgumentError(f"{text!r} is not a number with a unit of these: {names}")
+    number = Fraction(match[1]) * units[match[2]]
+    if not 1 <= number <= MAX_SIZE:
+        raise ArgumentError(f"{text!r} is not between 1 and {MAX_SIZE}")
+    return int(number)
+
+
+def _round_numbers(stop: int) -> Iterator[int]:
+    """1, 2, 3, 5, 7, 10, 15, 20, 30, ... below `stop`."""
+    power = 1
+    while power < stop:
+        for number in ROUND_NUMBERS:
+            if number * power % 10 == 0 and number * power // 10 < stop:
+                yield number * power // 10
+        power *= 10

@@ -1,0 +1,394 @@
+"""`pagepool plan`, and what all commands do about bad traces and results that cannot be written."""
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from privileges import read_only_folder, without_privileges
+
+from pagepool.replay import Figures, Knee, Plan, Planner, PoolFigures, TraceRecord, make_requests
+
+CliRunner = pytest.importorskip("click.testing").CliRunner
+pytest.importorskip("rich")
+from pagepool.replay.command import pagepool  # noqa: E402  only with the extra
+from pagepool.replay.plan_command import choose_replays, choose_sizes  # noqa: E402
+from pagepool.replay.wording import describe, list_columns  # noqa: E402
+
+COMMANDS = ["plan", "replay"]
+LLAMA = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+RESULTS = {"--json": "figures.json", "--html": "page.html", "--plot": "plot.png"}
+
+
+def line_of(**changes: Any) -> str:
+    return json.dumps({"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]} | changes) + "\n"
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Chats that come back: 12 requests of 38 to 75 pages."""
+    path = tmp_path / "trace <b>&$x$.jsonl"
+    lines = [line_of(timestamp=i, hash_ids=[i % 4, 10 + i % 4]) for i in range(8)]
+    lines += [line_of(timestamp=8, input_length=1200, hash_ids=[i, 10 + i, 20 + i]) for i in range(4)]
+    path.write_text("".join(lines))
+    return path
+
+
+def invoke(*args: object, **options: Any) -> Any:
+    return CliRunner(env={"FORCE_COLOR": None, "TTY_COMPATIBLE": None}).invoke(pagepool, [*map(str, args)], **options)
+
+
+def figures_of(*args: object) -> dict[str, Any]:
+    result = invoke("plan", *args, "--json", "-")
+    assert result.exit_code == 0, result.output
+    figures: dict[str, Any] = json.loads(result.stdout)
+    return figures
+
+
+def sizes_of(figures: dict[str, Any]) -> list[int]:
+    return [pool["num_pages"] for pool in figures["pools"]]
+
+
+class TestPlan:
+    def test_figures(self, trace: Path) -> None:
+        figures = figures_of(trace, "--num-pages", "100:1k", "--replays", 2)
+        assert sizes_of(figures) == [100, 150, 200, 300, 500, 700, 1000]
+        last = figures["pools"][-1]
+        assert figures["requests"] == last["requests"] == 12
+        assert figures["prompt_tokens"] == 8 * 600 + 4 * 1200
+        assert last["lru_hit_tokens"] == last["best_hit_tokens"] == figures["most_hit_tokens"] == 8 * 592
+        assert [pool["replay"] is not None for pool in figures["pools"]] == [True, *[False] * 5, True]
+        assert last["replay"]["hit_tokens"] == 8 * 592
+        assert figures["knees"][2]["share"] == 0.95
+
+    def test_the_table(self, trace: Path) -> None:
+        result = invoke("plan", trace, "--num-pages", "60,500")
+        assert result.exit_code == 0
+        for text in ("12 requests", " give 95% of the hits that any pool could", "skipped", "preempted", "Belady", "Mattson"):
+            assert text in result.output
+        assert "GiB" not in result.output
+        assert "\x1b" not in result.output
+        assert max(map(len, result.output.splitlines()[5:-4])) <= 80
+
+    def test_no_size_or_one_is_seen_among_all_that_matter(self, trace: Path) -> None:
+        sizes = sizes_of(figures_of(trace))
+        assert sizes[0] == 77
+        assert sizes_of(figures_of(trace, "--num-pages", 90)) == sorted([*sizes, 90])
+        assert sizes_of(figures_of(trace, "--num-pages", "90,80")) == [80, 90]
+
+    def test_pools_in_bytes(self, trace: Path, tmp_path: Path) -> None:
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps(LLAMA))
+        figures = figures_of(trace, "--memory", "200MiB:1GiB", "--model-config", config)
+        assert figures["page_bytes"] == 16 * 128 * 1024
+        assert sizes_of(figures) == [100, 150, 200, 300, 500, 512]
+        assert sizes_of(figures_of(trace, "--memory", "0.25GiB,1GiB", "--bytes-per-token", 128 * 1024)) == [128, 512]
+        assert figures_of(trace, "--model-config", config, "--kv-dtype", "float8_e4m3fn")["page_bytes"] == 16 * 64 * 1024
+        result = invoke("plan", trace, "--num-pages", 512, "--bytes-per-token", 128 * 1024)
+        assert re.search(r"512 +1\.0 ", result.output)
+        assert "pages of 16 tokens and 2.0 MiB" in result.output
+
+    def test_options_reach_the_plan(self, trace: Path) -> None:
+        assert figures_of(trace, "--limit", 3)["requests"] == 3
+        assert figures_of(trace, "--page-size", 100)["min_num_pages"] == 14
+        assert all(pool["replay"] is None for pool in figures_of(trace, "--replays", 0)["pools"])
+        alone = figures_of(trace, "--num-pages", "500,600", "--max-num-seqs", 1)["pools"][0]
+        assert alone["replay"]["steps"] == 12 * 3
+        assert figures_of(trace, "--num-pages", "500,600", "--max-batched-tokens", 100)["pools"][0]["replay"]["steps"] > 36
+
+    def test_blocks_of_another_size(self, tmp_path: Path) -> None:
+        path = tmp_path / "trace.jsonl"
+        path.write_text(line_of(input_length=32) * 2)
+        assert figures_of(path, "--block-size", 16)["most_hit_tokens"] == 16
+        path.write_text(line_of(input_length=32, block_size=16) * 2)
+        assert figures_of(path)["most_hit_tokens"] == 16
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            ["--num-pages", "1k:"],
+            ["--num-pages", "1k:1k"],
+            ["--num-pages", "1M:1k"],
+            ["--num-pages", "0"],
+            ["--num-pages", "-5"],
+            ["--num-pages", "many"],
+            ["--num-pages", "1KiB"],
+            ["--num-pages", "1,"],
+            ["--num-pages", "9999999999G"],
+            ["--memory", "40GiB"],
+            ["--memory", "40", "--bytes-per-token", "1"],
+            ["--memory", "1kB", "--bytes-per-token", "1000"],
+            ["--memory", "40GiB", "--bytes-per-token", "1", "--num-pages", "100"],
+            ["--bytes-per-token", "0"],
+            ["--kv-dtype", "float16"],
+            ["--bytes-per-token", "1", "--model-config", __file__],
+            ["--model-config", __file__],
+            ["--model-config", "no-such-file.json"],
+            ["--plot", "plot.gif"],
+            ["--limit", "0"],
+            ["--replays", "-1"],
+        ],
+    )
+    def test_bad_options(self, trace: Path, options: list[str]) -> None:
+        result = invoke("plan", trace, *options)
+        assert result.exit_code == 2
+        assert "Error: " in result.output
+
+    def test_replays_are_spread_over_the_sizes_in_which_requests_run_together(self) -> None:
+        requests = make_requests([TraceRecord(0, 1600, 1_000_000, (0, 1, 2, 3))] * 10)
+        sizes = [*range(1_000_000, 12_000_000, 1_000_000)]
+        in_seconds = [4_000_000, 6_000_000, 8_000_000, 10_000_000]
+        assert choose_replays(sizes, None, requests, 16, 1_000) == in_seconds
+        assert choose_replays(sizes[:5], None, requests, 16, 1_000) == [4_000_000, 5_000_000]
+        assert choose_replays(sizes, None, requests, 16, 1) == []
+        assert choose_replays(sizes, 3, requests, 16, 1) == [1_000_000, 6_000_000, 11_000_000]
+        assert choose_replays(sizes, 99, requests, 16, 1) == sizes
+        assert choose_replays(sizes, 0, requests, 16, 1_000) == []
+
+    def test_a_trace_without_hits(self, tmp_path: Path) -> None:
+        path = tmp_path / "trace.jsonl"
+        path.write_text(line_of())
+        result = invoke("plan", path)
+        assert result.exit_code == 0
+        assert "no pool hits anything" in result.output
+        assert choose_sizes(None, Planner([TraceRecord(0, 1, 1, (0,))], 16)) == [2, 3]
+
+
+class TestWording:
+    def plan(self, **changes: Any) -> Plan:
+        knees = (Knee(0.95, 12_800, 6_400),)
+        pools = (PoolFigures(10_000, 5, 0, 1_000, 250, 500),)
+        return Plan(**{"page_size": 16, "page_bytes": None, "requests": 5, "prompt_tokens": 1_000, "most_hit_tokens": 600,
+                       "min_num_pages": 9, "knees": knees, "pools": pools} | changes)  # fmt: skip
+
+    def test_the_knee_in_words(self) -> None:
+        knee, unlimited, largest = describe(self.plan())
+        assert knee.startswith("12,800 pages give 95% of the hits that any pool could, ")
+        assert knee.endswith("with the best eviction policy 6,400 pages would.")
+        assert unlimited == "A pool that never evicts hits 600 of 1,000 prompt tokens (60.0%)."
+        assert largest == "The largest request needs a pool of 9 pages; smaller ones skip it."
+        assert describe(self.plan(page_bytes=1 << 20))[0].startswith("12,800 pages (12.5 GiB) give 95% of the hits")
+
+    def test_columns_that_say_nothing_are_left_out(self) -> None:
+        names = [name for name, _ in list_columns(self.plan())]
+        assert names == ["pages", "hit rate, LRU", "hit rate, best", "tokens saved, LRU"]
+        figures = Figures(prompt_tokens=4, hit_tokens=1, preemptions=1_234)
+        skipping = (PoolFigures(10_000, 4, 1, 900, 250, 500),)
+        columns = dict(list_columns(self.plan(replays={10_000: figures}, page_bytes=1 << 20, pools=skipping)))
+        assert columns["GiB"] == ["9.8"]
+        assert columns["requests skipped"] == ["1"]
+        assert columns["hit rate, together"] == ["25.0%"]
+        assert columns["preempted, together"] == ["1,234"]
+
+
+class Page(HTMLParser):
+    """Tags that are open, captions, headings of columns, and everything that a browser would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.fetched: list[str] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        if tag != "meta":
+            self.open.append(tag)
+        links = {"src", "href", "xlink:href", "data", "action"}
+        self.fetched += [str(value) for name, value in attrs if name in links and not str(value).startswith("#")]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+
+class TestPictures:
+    @pytest.fixture(autouse=True)
+    def _needs_matplotlib(self) -> None:
+        pytest.importorskip("matplotlib")
+
+    def test_formats(self, trace: Path, tmp_path: Path) -> None:
+        for options in ([], ["--bytes-per-token", 100_000], ["--replays", 0], ["--num-pages", "1:1M"]):
+            assert invoke("plan", trace, "--plot", tmp_path / "plot.png", *options).exit_code == 0
+            assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+            assert invoke("plan", trace, "--plot", tmp_path / "plot.SVG", *options).exit_code == 0
+            text = "".join(ET.fromstring((tmp_path / "plot.SVG").read_text()).itertext())
+            assert "share of prompt tokens saved" in text
+            assert ("memory of the pool (GiB)" in text) == ("--bytes-per-token" in options)
+            assert ("preemptions" in text) == ("--replays" not in options)
+
+    def test_the_same_plan_gives_the_same_bytes(self, trace: Path, tmp_path: Path) -> None:
+        for name in ("plot.png", "plot.svg"):
+            contents = set()
+            for _ in range(2):
+                invoke("plan", trace, "--replays", 0, "--plot", tmp_path / name)
+                contents.add((tmp_path / name).read_bytes())
+            assert len(contents) == 1
+
+    def test_the_page(self, trace: Path, tmp_path: Path) -> None:
+        path = tmp_path / "page.html"
+        assert invoke("plan", trace, "--html", path, "--bytes-per-token", 100_000).exit_code == 0
+        page = Page(path.read_text())
+        assert page.open == []
+        assert page.fetched == []
+        assert not {"script", "link", "img", "iframe", "b"} & {*page.seen}
+        assert page.seen.count("svg") == 1
+        assert page.texts["h1"] == [f"Pools for {trace.name}"]
+        assert len(page.texts["caption"]) == page.seen.count("table") == 2
+        assert {"hit rate, LRU", "GiB", "preempted, together", "pages, best"} <= {*page.texts["th"]}
+        assert "url(http" not in path.read_text()
+        assert str(tmp_path) not in path.read_text()
+
+    def test_a_page_without_hits(self, tmp_path: Path) -> None:
+        (tmp_path / "trace.jsonl").write_text(line_of())
+        assert invoke("plan", tmp_path / "trace.jsonl", "--html", tmp_path / "page.html").exit_code == 0
+        assert Page((tmp_path / "page.html").read_text()).seen.count("table") == 1
+
+
+class TestBadTraces:
+    """A sentence with the line's number, and exit code 2."""
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("empty.jsonl", b"", ":1: the trace is empty"),
+            ("empty.jsonl.gz", gzip.compress(b""), ":1: the trace is empty"),
+            ("cut.jsonl", (line_of() * 3)[:-20].encode(), ":3: not valid JSON"),
+            ("cut.jsonl.gz", gzip.compress(line_of().encode() * 3)[:-12], ": Compressed file ended before"),
+            ("tail.jsonl.gz", gzip.compress(line_of().encode() * 3) + b"garbage", ":4: Not a gzipped file"),
+            ("plain.jsonl.gz", line_of().encode(), ":1: Not a gzipped file"),
+            ("packed.jsonl", gzip.compress(line_of().encode()), ":1: not valid JSON"),
+            ("blocks.jsonl", line_of(hash_ids=[*range(38)]).encode(), ":1: input_length 600 needs 2 hash_ids, got 38"),
+            (
+                "mixed.jsonl",
+                (line_of() + line_of(block_size=300)).encode(),
+                ":2: block_size is 300, that of the lines before 512",
+            ),
+            ("order.jsonl", (line_of(timestamp=5) + line_of(timestamp=4)).encode(), ":2: timestamp 4 is before 5"),
+            ("answer.jsonl", line_of(output_hash_ids=[7]).encode(), ":1: 603 tokens fill 1 blocks of 512, got 3 ids"),
+            ("answer.jsonl", line_of(output_hash_ids="7").encode(), ":1: output_hash_ids must be a list of integers"),
+            ("zero.jsonl", line_of(block_size=0).encode(), ":1: block_size must be at least 1, got 0"),
+        ],
+    )
+    def test_a_sentence(self, command: str, name: str, content: bytes, message: str, tmp_path: Path) -> None:
+        (tmp_path / name).write_bytes(content)
+        result = invoke(command, tmp_path / name)
+        assert result.exit_code == 2
+        assert f"Error: {tmp_path / name}:" in result.output
+        assert message in result.output
+        assert "Traceback" not in result.output
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_lines_without_an_end_are_not_read_into_memory(self, command: str, tmp_path: Path) -> None:
+        path = tmp_path / "huge.jsonl"
+        with path.open("wb") as file:
+            file.write(line_of().encode())
+            file.truncate(1 << 33)
+        result = invoke(command, path)
+        assert result.exit_code == 2
+        assert f"{path}:2: the line is longer than 67108864 bytes" in result.output
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_more_than_there_is_memory_for(self, command: str, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: object) -> None:
+            raise MemoryError
+
+        monkeypatch.setattr("pagepool.replay.options.read_trace", fail)
+        result = invoke(command, trace)
+        assert result.exit_code == 2
+        assert "too large for the memory: --limit takes the first N requests" in result.output
+
+    def test_blocks_of_any_size_take_no_memory(self, tmp_path: Path) -> None:
+        path = tmp_path / "trace.jsonl"
+        path.write_text(line_of(block_size=2**31 - 1, hash_ids=[0]) * 2)
+        assert figures_of(path)["most_hit_tokens"] == 592
+
+
+class TestBadResults:
+    """A sentence and exit code 1, before the work, and nothing half-written."""
+
+    def cases(self, folder: Path) -> list[list[object]]:
+        cases: list[list[object]] = [[command, "--json", folder / "figures.json"] for command in COMMANDS]
+        return cases + [["plan", option, folder / name] for option, name in RESULTS.items() if option != "--json"]
+
+    def check(self, args: list[object], trace: Path, reason: str) -> None:
+        command, option, path = args
+        if option != "--json":
+            pytest.importorskip("matplotlib")
+        result = invoke(command, trace, option, path)
+        assert result.exit_code == 1
+        assert result.output == f"Error: {path} cannot be written: {reason}\n"
+
+    @pytest.mark.parametrize("case", range(4))
+    def test_a_folder_that_is_not_there(self, case: int, trace: Path) -> None:
+        self.check(self.cases(trace.parent / "no")[case], trace, "No such file or directory")
+
+    @pytest.mark.parametrize("case", range(4))
+    def test_a_folder_that_is_read_only(self, case: int, trace: Path) -> None:
+        with read_only_folder(trace=trace.read_bytes()) as folder, without_privileges():
+            self.check(self.cases(folder)[case], folder / "trace", "Permission denied")
+            assert [path.name for path in folder.iterdir()] == ["trace"]
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_a_disk_that_is_full(self, command: str, trace: Path) -> None:
+        self.check([command, "--json", "/dev/full"], trace, "No space left on device")
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_work_that_fails_leaves_what_was_there(self, command: str, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupt(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        path = trace.parent / "figures.json"
+        path.write_text("before")
+        monkeypatch.setattr("pagepool.replay.scheduler.Scheduler.run", interrupt)
+        assert invoke(command, trace, "--json", path).exit_code == 1
+        assert path.read_text() == "before"
+        assert {*trace.parent.iterdir()} == {trace, path}
+
+
+class TestProcess:
+    def run(self, code: str, *args: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", f"import sys\n{code}", *map(str, args)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    @pytest.mark.parametrize("option", ["--plot", "--html"])
+    def test_plots_need_an_extra(self, option: str, trace: Path) -> None:
+        code = "sys.modules['matplotlib'] = None\nfrom pagepool.replay.cli import main\nmain()"
+        result = self.run(code, "plan", trace, option, trace.parent / "plot.png")
+        assert result.returncode == 1
+        assert result.stderr == "Error: --plot and --html need matplotlib: pip install 'pagepool[plan]'\n"
+        assert [*trace.parent.iterdir()] == [trace]
+
+    def test_nothing_else_imports_it(self, trace: Path) -> None:
+        code = "import atexit\natexit.register(lambda: print('matplotlib' in sys.modules))\n"
+        assert self.run(f"{code}from pagepool.replay.cli import main\nmain()", "plan", trace).stdout.endswith("False\n")
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_help_fits_a_terminal(self, command: str) -> None:
+        output = self.run("from pagepool.replay.cli import main\nmain()", command, "--help").stdout
+        assert "--page-size" in output
+        assert max(map(len, output.splitlines())) <= 80

@@ -1,0 +1,76 @@
+"""Files are written whole or not at all."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from privileges import read_only_folder, without_privileges
+
+from pagepool.replay.output import open_output
+
+
+def test_it_takes_its_place_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    path.write_text("before")
+    with open_output(path) as file:
+        file.write(b"after")
+        file.flush()
+        assert path.read_text() == "before"
+    assert path.read_text() == "after"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_leaves_all_as_it_was(error: type[BaseException], tmp_path: Path) -> None:
+    def fail() -> None:
+        with open_output(path) as file:
+            file.write(b"half")
+            raise error
+
+    path = tmp_path / "figures.json"
+    path.write_text("before")
+    with pytest.raises(error):
+        fail()
+    assert path.read_text() == "before"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_link_keeps_leading_to_its_file(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with open_output(tmp_path / "link") as file:
+        file.write(b"text")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "text"
+
+
+def test_a_new_file_has_the_rights_of_any(tmp_path: Path) -> None:
+    (tmp_path / "any").touch()
+    with open_output(tmp_path / "new"):
+        pass
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "any").stat().st_mode
+
+
+def test_devices_and_pipes_are_not_replaced(tmp_path: Path) -> None:
+    with open_output(os.devnull) as file:
+        file.write(b"text")
+    assert not Path(os.devnull).is_file()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    with open_output(pipe) as file:
+        file.write(b"text")
+    reader.join()
+    assert read == [b"text"]
+
+
+def test_where_nothing_can_be_written(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), open_output(tmp_path / "no" / "file"):
+        pass
+    with pytest.raises(IsADirectoryError), open_output(tmp_path):
+        pass
+    with read_only_folder() as folder, without_privileges(), pytest.raises(PermissionError), open_output(folder / "file"):
+        pass
+    assert [*tmp_path.iterdir()] == []

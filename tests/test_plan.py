@@ -1,0 +1,263 @@
+"""What a plan says of pools: against the real manager, against brute force, and by hand."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from test_replay import SHARED_TRACE, make_manager
+
+from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.manager import CacheManager
+from pagepool.replay import Figures, Planner, SimulatedRequest, TraceRecord, make_requests, read_trace
+from pagepool.replay.lru import LruCurve
+from pagepool.replay.optimum import BestCurve
+from pagepool.replay.reuse import find_reuse
+from pagepool.specs import cdiv
+
+NUM_SEEDS = 30
+
+
+def record_of(*block_ids: int, input_length: int | None = None, output_length: int = 0, block_size: int = 4) -> TraceRecord:
+    length = len(block_ids) * block_size if input_length is None else input_length
+    return TraceRecord(0, length, output_length, block_ids, None, block_size)
+
+
+def make_random_records(rng: np.random.Generator, num_requests: int = 60) -> list[TraceRecord]:
+    """Prompts that go on from a prefix of an earlier request or answer, and end anywhere; some answers are known."""
+    block_size, num_ids = int(rng.integers(1, 9)), int(rng.integers(2, 5))
+    paths: list[tuple[int, ...]] = [()]
+    records = []
+    for _ in range(num_requests):
+        path = paths[rng.integers(len(paths))]
+        path = (*path[: rng.integers(len(path) + 1)], *rng.integers(num_ids, size=rng.integers(1, 8)).tolist())
+        paths.append(path)
+        num_blocks = int(rng.integers(1, len(path) + 1))
+        input_length = num_blocks * block_size - int(rng.integers(block_size))
+        if rng.integers(2):
+            records.append(TraceRecord(0, input_length, int(rng.integers(20)), path[:num_blocks], None, block_size))
+        else:
+            output_length = len(path) * block_size - input_length + int(rng.integers(block_size))
+            records.append(
+                TraceRecord(0, input_length, output_length, path[:num_blocks], path[num_blocks:], block_size),
+            )
+    return records
+
+
+def run_alone(manager: CacheManager, request: SimulatedRequest) -> list[int]:
+    """Run a request to its end with nobody else; return the pages it hit."""
+    hits, num_hit_tokens = manager.get_computed_pages(request)
+    hit_ids = hits.get_page_ids()[0]
+    request.num_tokens = request.num_slots
+    assert manager.allocate_slots(request, request.num_slots - num_hit_tokens, num_hit_tokens, hits) is not None
+    manager.free(request)
+    manager.free_page_hashes(request)
+    request.drop_token_ids()
+    return hit_ids
+
+
+def count_hits(records: list[TraceRecord], num_pages: int, page_size: int) -> int:
+    """Tokens that the real manager hits, one request after another, of those that fit."""
+    manager = make_manager(num_pages, page_size)
+    requests = [request for request in make_requests(records) if cdiv(request.num_slots, page_size) < num_pages]
+    return page_size * sum(len(run_alone(manager, request)) for request in requests)
+
+
+def without_hits_on_twins(records: list[TraceRecord], page_size: int) -> list[TraceRecord]:
+    """The records without those that would hit a page which is in the pool twice."""
+    manager = make_manager(20_000, page_size)
+    others = []
+    for record, request in zip(records, make_requests(records), strict=True):
+        hits, _ = manager.get_computed_pages(request)
+        if all(len(manager.page_pool.store.twins(page_id)) == 1 for page_id in hits.get_page_ids()[0]):
+            run_alone(manager, request)
+            others.append(record)
+    return others
+
+
+def count_twins(records: list[TraceRecord], page_size: int) -> int:
+    """How many pages are computed while they are cached, in a pool that never evicts."""
+    manager = make_manager(20_000, page_size)
+    for request in make_requests(records):
+        run_alone(manager, request)
+    first_ids = manager.page_pool.store.first_cached_ids().to_list()
+    return sum(len(manager.page_pool.store.twins(page_id)) - 1 for page_id in first_ids)
+
+
+def count_best_hits(records: list[TraceRecord], num_usable_pages: int, page_size: int) -> int:
+    """Pages that hit at best, of all choices of what to keep: the best count for each set of pages that can be cached."""
+    best_of: dict[frozenset[bytes], int] = {frozenset(): 0}
+    for request in make_requests(records):
+        tokens = request.load_token_ids()
+        keys = [tokens[:end].tobytes() for end in range(page_size, request.num_slots + 1, page_size)]
+        max_hits = (request.num_prompt_tokens - 1) // page_size
+        num_kept = num_usable_pages - cdiv(request.num_slots, page_size)
+        after: dict[frozenset[bytes], int] = {}
+        for cached, num_hits in best_of.items():
+            num_hits += len(list(itertools.takewhile(cached.__contains__, keys[:max_hits])))
+            others = cached.difference(keys)
+            for kept in itertools.combinations(others, min(num_kept, len(others))):
+                state = frozenset((*kept, *keys))
+                after[state] = max(after.get(state, 0), num_hits)
+        best_of = after
+    return max(best_of.values())
+
+
+class TestReuse:
+    def test_each_page_is_last_used_by_somebody(self) -> None:
+        reuse = find_reuse([record_of(1, 2, 3), record_of(1, 2, 4), record_of(1, 2, 3, 5), record_of(6)], page_size=2)
+        rows = zip(reuse.user.tolist(), reuse.source.tolist(), reuse.first_page.tolist(), reuse.num_pages.tolist(), strict=True)
+        assert [*rows] == [(1, 0, 0, 4), (2, 1, 0, 4), (2, 0, 4, 2)]
+        assert reuse.request_pages.tolist() == [6, 6, 8, 2]
+        assert reuse.num_hit_pages == 10
+
+    def test_one_token_is_left_to_compute(self) -> None:
+        assert find_reuse([record_of(1, 2)] * 2, page_size=4).num_pages.tolist() == [1]
+        assert find_reuse([record_of(1)] * 2, page_size=4).num_pages.tolist() == []
+
+    def test_a_block_may_be_used_in_part(self) -> None:
+        records = [record_of(1, 2, input_length=6), record_of(1, 2), record_of(1, 2, 3)]
+        reuse = find_reuse(records, page_size=2)
+        assert reuse.source.tolist() == [0, 1]
+        assert reuse.num_pages.tolist() == [3, 4]
+
+    def test_equal_ids_behind_other_prefixes_are_other_pages(self) -> None:
+        assert find_reuse([record_of(1, 3), record_of(2, 3, 4)], page_size=4).num_hit_pages == 0
+
+    def test_answers_are_there_to_be_hit(self) -> None:
+        first = TraceRecord(0, 6, 7, (1, 2), (3,), 4)
+        assert find_reuse([first, record_of(1, 2, 3, 4)], page_size=4).num_pages.tolist() == [3]
+        no_ids = TraceRecord(0, 6, 7, (1, 2), None, 4)
+        assert find_reuse([no_ids, record_of(1, 2, 3, 4)], page_size=4).num_pages.tolist() == [1]
+
+    def test_nothing(self) -> None:
+        assert find_reuse([], page_size=4).num_hit_pages == 0
+
+    def test_how_far_it_is_is_told(self) -> None:
+        seen: list[int] = []
+        find_reuse([record_of(1)] * 3, 4, seen.append)
+        assert seen == [1, 2, 3]
+
+
+class TestLru:
+    def test_equal_to_the_manager(self) -> None:
+        """At all sizes, with pages of other sizes than blocks, and requests that are skipped."""
+        seen: Counter[str] = Counter()
+        for seed in range(NUM_SEEDS):
+            print(f"seed {seed}")
+            rng = np.random.default_rng(seed)
+            page_size = int(rng.integers(1, 9))
+            records = without_hits_on_twins(make_random_records(rng), page_size)
+            planner = Planner(records, page_size)
+            for pool in planner.make_plan(rng.integers(1, planner.max_num_pages + 3, size=8).tolist()).pools:
+                assert pool.lru_hit_tokens == count_hits(records, pool.num_pages, page_size)
+                seen.update(twins=count_twins(records, page_size), skipped=pool.skipped, hits=pool.lru_hit_tokens)
+        assert min(seen.values()) > 0
+
+    def test_hits_on_pages_that_are_there_twice_differ_by_so_many_pages(self) -> None:
+        num_differences = 0
+        for seed in range(NUM_SEEDS):
+            print(f"seed {seed}")
+            rng = np.random.default_rng(seed)
+            records, page_size = make_random_records(rng), int(rng.integers(1, 9))
+            num_twins = count_twins(records, page_size)
+            curve = LruCurve(find_reuse(records, page_size))
+            for num_pages in rng.integers(60, 300, size=4).tolist():
+                hits = count_hits(records, num_pages, page_size) // page_size
+                assert curve.count_hits(num_pages - 1 - num_twins) <= hits <= curve.count_hits(num_pages - 1 + num_twins)
+                num_differences += hits != curve.count_hits(num_pages - 1)
+        assert num_differences > 0
+
+    @pytest.mark.skipif(not SHARED_TRACE.exists(), reason="the trace is not here")
+    @pytest.mark.parametrize("page_size", [16, 100])
+    def test_a_part_of_the_trace(self, page_size: int) -> None:
+        records = read_trace(str(SHARED_TRACE), limit=700)
+        sizes = [size * 16 // page_size for size in (4_000, 50_000, 150_000, 400_000)]
+        for pool in Planner(records, page_size).make_plan(sizes).pools:
+            assert pool.lru_hit_tokens == count_hits(records, pool.num_pages, page_size)
+
+
+class TestBest:
+    def test_equal_to_brute_force(self) -> None:
+        num_better = 0
+        for seed in range(5 * NUM_SEEDS):
+            print(f"seed {seed}")
+            rng = np.random.default_rng(seed)
+            ids = [rng.integers(2, size=rng.integers(1, 5)).tolist() for _ in range(10)]
+            records = [record_of(*path, output_length=int(rng.integers(3)), block_size=2) for path in ids]
+            page_size = int(rng.integers(2, 4))
+            reuse = find_reuse(records, page_size)
+            num_usable_pages = int(reuse.request_pages.max() + rng.integers(3))
+            best = BestCurve(reuse).count_hits(num_usable_pages)
+            assert best == count_best_hits(records, num_usable_pages, page_size)
+            num_better += best > LruCurve(reuse).count_hits(num_usable_pages)
+        assert num_better > 0
+
+    def test_never_worse_than_lru_and_larger_is_never_worse(self) -> None:
+        for seed in range(NUM_SEEDS):
+            print(f"seed {seed}")
+            rng = np.random.default_rng(seed)
+            reuse = find_reuse(make_random_records(rng), page_size=int(rng.integers(1, 9)))
+            lru, best = LruCurve(reuse), BestCurve(reuse)
+            sizes = range(int(reuse.request_pages.max()), int(reuse.request_pages.sum()) + 1, 7)
+            lru_hits, best_hits = [lru.count_hits(size) for size in sizes], [best.count_hits(size) for size in sizes]
+            assert lru_hits == sorted(lru_hits)
+            assert best_hits == sorted(best_hits)
+            assert all(many >= few for many, few in zip(best_hits, lru_hits, strict=True))
+            assert best.count_hits(sizes.stop) == lru.count_hits(sizes.stop) == reuse.num_hit_pages
+
+    def test_a_loop_that_is_larger_than_the_pool(self) -> None:
+        """What LRU is worst at: each page is evicted just before it is used again."""
+        reuse = find_reuse([record_of(i % 4, 9, block_size=1) for i in range(40)], page_size=1)
+        assert LruCurve(reuse).count_hits(6) == 0
+        assert BestCurve(reuse).count_hits(6) > 20
+
+
+class TestPlan:
+    def test_the_knee_is_the_smallest_pool_with_that_share(self) -> None:
+        for seed in range(NUM_SEEDS):
+            print(f"seed {seed}")
+            rng = np.random.default_rng(seed)
+            planner = Planner(make_random_records(rng), page_size=int(rng.integers(1, 5)))
+            plan = planner.make_plan([planner.max_num_pages])
+            assert [knee.share for knee in plan.knees] == [0.5, 0.8, 0.95, 0.99]
+            assert plan.knee == plan.knees[2]
+            assert plan.pools[0].lru_hit_tokens == plan.most_hit_tokens
+            for knee in plan.knees:
+                for name in ("lru", "best"):
+                    num_pages = getattr(knee, f"{name}_num_pages")
+                    before, after = planner.make_plan([num_pages - 1, num_pages]).pools
+                    assert getattr(after, f"{name}_hit_tokens") >= knee.share * plan.most_hit_tokens
+                    if num_pages > plan.min_num_pages:
+                        assert getattr(before, f"{name}_hit_tokens") < knee.share * plan.most_hit_tokens
+
+    def test_no_hits_no_knee(self) -> None:
+        plan = Planner([record_of(1), record_of(2)], page_size=4).make_plan([3])
+        assert (plan.knee, plan.knees, plan.most_hit_tokens, plan.min_num_pages) == (None, (), 0, 2)
+        assert plan.pools[0].lru_hit_rate == plan.pools[0].best_hit_rate == 0
+
+    def test_smaller_pools_skip_requests(self) -> None:
+        [pool] = Planner([record_of(1, 2, 3), record_of(1, 2), record_of(1, 4)], page_size=4).make_plan([3]).pools
+        assert (pool.requests, pool.skipped, pool.prompt_tokens) == (2, 1, 16)
+        assert pool.lru_hit_tokens == 4
+        assert pool.lru_hit_rate == 0.25
+
+    def test_a_pool_that_holds_nothing(self) -> None:
+        [pool] = Planner([record_of(1)], page_size=4).make_plan([1]).pools
+        assert (pool.requests, pool.skipped, pool.lru_hit_rate) == (0, 1, 0)
+
+    def test_as_a_dict(self) -> None:
+        plan = Planner([record_of(1, 2)] * 2, page_size=4).make_plan([5, 6], page_bytes=100)
+        plan.replays[6] = Figures(hit_tokens=3, prompt_tokens=4)
+        fields = plan.as_dict()
+        assert fields["page_bytes"] == 100
+        assert [pool["num_pages"] for pool in fields["pools"]] == [5, 6]
+        assert fields["pools"][0]["replay"] is None
+        assert fields["pools"][1]["replay"]["hit_rate"] == 0.75
+        assert fields["pools"][1]["lru_hit_rate"] == 0.25
+        assert "replays" not in fields
+
+    @pytest.mark.parametrize(("page_size", "error"), [(0, ArgumentError), ("16", ArgumentTypeError)])
+    def test_page_sizes_are_positive_integers(self, page_size: object, error: type[Exception]) -> None:
+        with pytest.raises(error, match="page_size"):
+            Planner([record_of(1)], page_size)  # type: ignore[arg-type]

@@ -1,0 +1,320 @@
+"""A recorded trace replays to what the engine hit, says nothing else, and is there whole or not at all."""
+
+import gzip
+import json
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_plan import run_alone
+from test_replay import groups_of, make_manager
+
+from pagepool.errors import ArgumentError
+from pagepool.manager import CacheManager
+from pagepool.page_table import PageTable
+from pagepool.replay import Recorder, Scheduler, make_requests, read_trace
+from pagepool.request import EngineRequest
+from pagepool.running_batch import RunningBatch
+from pagepool.specs import CacheGroupSpec, FullAttentionSpec, SlidingWindowSpec
+
+NUM_SEEDS = 25
+FIELDS = {"timestamp", "input_length", "output_length", "hash_ids", "output_hash_ids", "block_size"}
+
+
+class Chats:
+    """Prompts that go on where others stood, with answers that are now and then the same again; some have salts."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.ended: list[EngineRequest] = []
+        self.num_requests = 0
+
+    def ask(self) -> EngineRequest:
+        """A prompt that begins with any beginning of what a request that has ended said, or heard."""
+        self.num_requests += 1
+        base = self.ended[self.rng.integers(len(self.ended))] if self.ended and self.rng.random() < 0.8 else None
+        known = [] if base is None else base.all_token_ids
+        kept = known if self.rng.integers(2) else known[: self.rng.integers(len(known) + 1)]
+        new = self.rng.integers(3, size=self.rng.integers(not kept, 12)).tolist()
+        salt = base.cache_salt if base is not None else (None, None, "a", "b")[self.rng.integers(4)]
+        return EngineRequest(str(self.num_requests), kept + new, cache_salt=salt)
+
+    def answer(self, request: EngineRequest) -> None:
+        """Append one token."""
+        request.append_output_token_ids(sum(request.all_token_ids) % 3)
+
+    def num_answer_tokens(self) -> int:
+        return int(self.rng.integers(20))
+
+
+def run_manager(manager: CacheManager, recorder: Recorder, chats: Chats, num_requests: int) -> list[int]:
+    """Requests one after another, request by request; returns the tokens that each hit."""
+    num_hits = []
+    for _ in range(num_requests):
+        request = chats.ask()
+        recorder.start(request)
+        hits, num_hit_tokens = manager.get_computed_pages(request)
+        num_new_tokens = request.num_tokens - num_hit_tokens
+        assert manager.allocate_slots(request, num_new_tokens, num_hit_tokens, hits) is not None
+        request.num_computed_tokens = request.num_tokens
+        for i in range(chats.num_answer_tokens()):
+            if i > 0:
+                assert manager.allocate_slots(request, 1) is not None
+                request.num_computed_tokens += 1
+            chats.answer(request)
+        recorder.finish(request)
+        manager.free(request)
+        manager.free_page_hashes(request)
+        chats.ended.append(request)
+        num_hits.append(num_hit_tokens)
+    return num_hits
+
+
+def run_batch(manager: CacheManager, recorder: Recorder, chats: Chats, num_requests: int, num_rows: int = 1) -> list[int]:
+    """As many requests at once as there are rows, which end in any order; returns the tokens that each hit."""
+    batch = RunningBatch(manager, PageTable(num_rows, 2_000, 2_000))
+    running: dict[int, tuple[EngineRequest, int]] = {}
+    num_hits: list[int] = []
+    while len(num_hits) < num_requests or running:
+        free = [row for row in range(num_rows) if row not in running]
+        if free and len(num_hits) < num_requests:
+            request = chats.ask()
+            recorder.start(request)
+            num_hit_tokens = batch.admit(free[0], request.all_token_ids, cache_salt=request.cache_salt)
+            assert num_hit_tokens is not None
+            num_hits.append(num_hit_tokens)
+            running[free[0]] = (request, request.num_tokens + chats.num_answer_tokens())
+        for row, (request, num_final_tokens) in [*running.items()]:
+            if request.num_tokens < num_final_tokens:
+                chats.answer(request)
+            if request.num_tokens < num_final_tokens:
+                assert batch.step([row], request.all_token_ids[-1:]).num_grown == 1
+            else:
+                recorder.finish(request)
+                batch.release([row])
+                del running[row]
+                chats.ended.append(request)
+    return num_hits
+
+
+def replay(path: Path, manager: CacheManager) -> list[int]:
+    """The tokens that each request of a trace hits, one after another."""
+    page_size = manager.kv_cache_groups[0].kv_cache_spec.page_size
+    return [page_size * len(run_alone(manager, request)) for request in make_requests(read_trace(str(path)))]
+
+
+def request_of(*token_ids: int, name: str = "a") -> EngineRequest:
+    return EngineRequest(name, list(token_ids))
+
+
+def lines_of(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class TestReplay:
+    @pytest.mark.parametrize("run", [run_manager, run_batch])
+    def test_requests_one_after_another_hit_what_they_hit(self, run: Callable[..., list[int]], tmp_path: Path) -> None:
+        """In pools so small that most is evicted."""
+        seen: Counter[str] = Counter()
+        path = tmp_path / "trace.jsonl"
+        for seed in range(NUM_SEEDS):
+            print(f"seed {seed}")
+            rng = np.random.default_rng(seed)
+            page_size = int(rng.integers(1, 9))
+            manager = make_manager(1_000 // page_size, page_size)
+            with Recorder(manager, path) as recorder:
+                num_hits = run(manager, recorder, Chats(seed), 60)
+            again = make_manager(1_000 // page_size, page_size)
+            assert replay(path, again) == num_hits
+            scheduler = Scheduler(
+                make_manager(1_000 // page_size, page_size), make_requests(read_trace(str(path))), max_num_seqs=1
+            )
+            assert scheduler.run().hit_tokens == sum(num_hits)
+            assert again.page_pool.stats.num_evicted_pages == manager.page_pool.stats.num_evicted_pages
+            seen.update(hits=sum(num_hits), evicted=manager.page_pool.stats.num_evicted_pages)
+        assert min(seen.values()) > 0
+
+    def test_requests_together_hit_what_they_hit_if_nothing_is_evicted(self, tmp_path: Path) -> None:
+        path = tmp_path / "trace.jsonl.gz"
+        for seed in range(NUM_SEEDS):
+            print(f"seed {seed}")
+            manager = make_manager(30_000, page_size=4)
+            with Recorder(manager, path) as recorder:
+                num_hits = run_batch(manager, recorder, Chats(seed), 60, num_rows=5)
+            assert sum(num_hits) > 0
+            assert replay(path, make_manager(30_000, page_size=4)) == num_hits
+
+    def test_hybrids(self, tmp_path: Path) -> None:
+        groups = [
+            CacheGroupSpec(FullAttentionSpec(8, 1, 1, "bfloat16", use_mla=False)),
+            CacheGroupSpec(SlidingWindowSpec(4, 1, 1, "bfloat16", use_mla=False, sliding_window=10)),
+        ]
+        path = tmp_path / "trace.jsonl"
+        manager = make_manager(500, groups=groups)
+        with Recorder(manager, path) as recorder:
+            num_hits = run_manager(manager, recorder, Chats(3), 60)
+        assert {line["block_size"] for line in lines_of(path)} == {4}
+        scheduler = Scheduler(make_manager(500, groups=groups), make_requests(read_trace(str(path))), max_num_seqs=1)
+        assert scheduler.run().hit_tokens == sum(num_hits) > 0
+
+    def test_larger_blocks_make_a_trace_as_others_are(self, tmp_path: Path) -> None:
+        manager = make_manager(100)
+        with Recorder(manager, tmp_path / "trace.jsonl", block_size=512) as recorder:
+            request = EngineRequest("a", list(range(1_100)))
+            recorder.start(request)
+            request.append_output_token_ids(list(range(1_000)))
+            recorder.finish(request)
+        [record] = read_trace(str(tmp_path / "trace.jsonl"))
+        assert (len(record.hash_ids), len(record.output_hash_ids or ()), record.block_size) == (3, 1, 512)
+
+
+class TestLines:
+    def record(self, path: Path, *requests: EngineRequest) -> list[dict[str, object]]:
+        with Recorder(make_manager(10, page_size=4), path) as recorder:
+            for request in requests:
+                recorder.start(request)
+                recorder.finish(request)
+        return lines_of(path)
+
+    def test_nothing_but_hashes_and_lengths(self, tmp_path: Path) -> None:
+        [line] = self.record(tmp_path / "trace.jsonl", EngineRequest("secret", [77, 77, 77, 77, 77], cache_salt="salt"))
+        assert set(line) == FIELDS
+        assert (line["input_length"], line["output_length"], line["block_size"]) == (5, 0, 4)
+        assert "secret" not in (tmp_path / "trace.jsonl").read_text()
+
+    def test_two_recordings_have_no_id_in_common(self, tmp_path: Path) -> None:
+        requests = [request_of(*range(40), name=name) for name in "ab"]
+        first, second = (self.record(tmp_path / name, *requests) for name in ("1.jsonl", "2.jsonl"))
+        assert first[0]["hash_ids"] == first[1]["hash_ids"]
+        assert not set(first[0]["hash_ids"]) & set(second[0]["hash_ids"])  # type: ignore[call-overload]
+
+    def test_salts_and_blocks_that_are_not_full_are_like_no_others(self, tmp_path: Path) -> None:
+        prompt = [1, 2, 3, 4, 5]
+        requests = [EngineRequest(str(i), prompt, cache_salt=salt) for i, salt in enumerate((None, None, "a", "b"))]
+        (one, begun), (same, _), *others = (line["hash_ids"] for line in self.record(tmp_path / "t.jsonl", *requests))  # type: ignore[misc]
+        assert one == same
+        assert len({one, begun, *(block_id for ids in others for block_id in ids)}) == 6
+
+    def test_in_the_order_of_the_starts(self, tmp_path: Path) -> None:
+        requests = [request_of(*range(length), name=str(length)) for length in (3, 4, 5)]
+        with Recorder(make_manager(10, page_size=4), tmp_path / "trace.jsonl") as recorder:
+            for request in requests:
+                recorder.start(request)
+            for request in reversed(requests):
+                recorder.finish(request)
+        lines = lines_of(tmp_path / "trace.jsonl")
+        assert [line["input_length"] for line in lines] == [3, 4, 5]
+        times = [line["timestamp"] for line in lines]
+        assert times == sorted(times)  # type: ignore[type-var]
+
+    def test_one_that_was_preempted_may_be_started_again(self, tmp_path: Path) -> None:
+        request = request_of(1, 2)
+        with Recorder(make_manager(10, page_size=4), tmp_path / "trace.jsonl") as recorder:
+            recorder.start(request)
+            request.append_output_token_ids(3)
+            recorder.start(request)
+            recorder.finish(request)
+            recorder.finish(request)
+        [line] = lines_of(tmp_path / "trace.jsonl")
+        assert (line["input_length"], line["output_length"]) == (2, 1)
+
+    def test_what_was_not_started_is_not_recorded(self, tmp_path: Path) -> None:
+        with Recorder(make_manager(10, page_size=4), tmp_path / "trace.jsonl") as recorder:
+            recorder.finish(request_of(1))
+        assert lines_of(tmp_path / "trace.jsonl") == []
+
+    def test_what_still_runs_is_written_as_it_stands(self, tmp_path: Path) -> None:
+        request = request_of(1, 2)
+        recorder = Recorder(make_manager(10, page_size=4), tmp_path / "trace.jsonl")
+        recorder.start(request)
+        request.append_output_token_ids([3, 4, 5])
+        recorder.close()
+        recorder.start(request_of(1, name="late"))
+        recorder.finish(request)
+        recorder.close()
+        [line] = lines_of(tmp_path / "trace.jsonl")
+        assert (line["input_length"], line["output_length"]) == (2, 3)
+
+    def test_a_prompt_has_tokens_and_keeps_them(self, tmp_path: Path) -> None:
+        with Recorder(make_manager(10, page_size=4), tmp_path / "trace.jsonl") as recorder:
+            with pytest.raises(ArgumentError, match="num_tokens must be at least 1, got 0"):
+                recorder.start(request_of())
+            recorder.start(request_of(1, 2))
+            with pytest.raises(ArgumentError, match="num_tokens must be at least 2, got 1"):
+                recorder.finish(request_of(1))
+
+    def test_blocks_have_tokens(self, tmp_path: Path) -> None:
+        with pytest.raises(ArgumentError, match="block_size must be at least 1, got 0"):
+            Recorder(make_manager(10), tmp_path / "trace.jsonl", block_size=0)
+        assert [*tmp_path.iterdir()] == []
+
+
+class TestFile:
+    def test_it_appears_when_the_recorder_is_closed(self, tmp_path: Path) -> None:
+        path = tmp_path / "trace.jsonl.gz"
+        with Recorder(make_manager(10, page_size=4), path) as recorder:
+            recorder.start(request_of(1, 2, 3))
+            assert not path.exists()
+        assert [*tmp_path.iterdir()] == [path]
+        assert b"trace" not in path.read_bytes()
+        assert json.loads(gzip.decompress(path.read_bytes()))["input_length"] == 3
+
+    def test_an_error_in_the_engine_keeps_what_was_recorded(self, tmp_path: Path) -> None:
+        def crash() -> None:
+            with Recorder(make_manager(10, page_size=4), tmp_path / "trace.jsonl.gz") as recorder:
+                recorder.start(request_of(1, 2, 3))
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            crash()
+        assert len(read_trace(str(tmp_path / "trace.jsonl.gz"))) == 1
+
+    def test_a_process_that_is_killed_leaves_nothing_at_the_path(self, tmp_path: Path) -> None:
+        code = f"""
+import os, signal
+from pagepool import CacheManager, EngineRequest
+from pagepool.replay import Recorder
+recorder = Recorder(CacheManager(10, [], 64), {str(tmp_path / "trace.jsonl")!r}, block_size=4)
+recorder.start(EngineRequest("a", [1, 2, 3]))
+recorder.finish(EngineRequest("a", [1, 2, 3]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+        assert [path.suffix for path in tmp_path.iterdir()] == [".part"]
+
+    def test_a_file_that_cannot_be_written(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError):
+            Recorder(make_manager(10), tmp_path / "no" / "trace.jsonl")
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+    def test_a_disk_that_is_full(self) -> None:
+        with Recorder(make_manager(10, page_size=1), "/dev/full") as recorder:
+            request = request_of(*range(10_000))
+            recorder.start(request)
+            with pytest.raises(OSError, match="No space left"):
+                recorder.finish(request)
+            recorder.start(request_of(1, name="late"))
+
+    def test_a_line_that_is_torn_leaves_no_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: object) -> None:
+            raise OSError("torn")
+
+        recorder = Recorder(make_manager(10), tmp_path / "trace.jsonl.gz")
+        recorder.start(request_of(1))
+        monkeypatch.setattr("gzip.GzipFile.write", fail)
+        with pytest.raises(OSError, match="torn"):
+            recorder.finish(request_of(1))
+        recorder.close()
+        assert [*tmp_path.iterdir()] == []
+
+
+def test_managers_without_caching_are_recorded_too(tmp_path: Path) -> None:
+    manager = CacheManager(10, groups_of(4), 64, enable_caching=False)
+    with Recorder(manager, tmp_path / "trace.jsonl") as recorder:
+        recorder.start(request_of(1, 2, 3, 4, 5))
+    assert len(lines_of(tmp_path / "trace.jsonl")[0]["hash_ids"]) == 2  # type: ignore[arg-type]
