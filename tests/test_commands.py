@@ -80,7 +80,7 @@ class TestPlan:
             assert text in result.output
         assert "GiB" not in result.output
         assert "\x1b" not in result.output
-        assert max(map(len, result.output.splitlines()[5:-4])) <= 80
+        assert max(map(len, result.output.splitlines()[5:-5])) <= 80
 
     def test_no_size_or_one_is_seen_among_all_that_matter(self, trace: Path) -> None:
         sizes = sizes_of(figures_of(trace))
