@@ -1,1 +1,1 @@
-"""Adapters: pagepool in engines that have an allocator of their own. Each is a module, imported by nobody but its users."""
+"""Adapters: pagepool in engines that have an allocator of their own. Nobody imports them but their users, and who sets a variable."""
