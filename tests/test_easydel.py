@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 from test_package import INSTALLED
 
+import pagepool
 from pagepool.compat import easydel
+from pagepool.errors import CompatError
 
 interface = pytest.importorskip("easydel.inference.esurge.core.interface")
 pytestmark = pytest.mark.filterwarnings("default")
@@ -69,16 +71,15 @@ def test_the_scheduler_decides_the_same(name: str, seed: int) -> None:
 
 
 def test_classes_are_found_in_the_engine_and_put_back() -> None:
-    scheduler, buffer, core = (
-        __import__(f"{easydel.ENGINE}.{name}", fromlist=["_"])
-        for name in ("scheduler.scheduler", "runners.sequence_buffer", "core")
-    )
+    places = [(f"{easydel.ENGINE}.{place}".rstrip("."), name) for name, places in easydel.PLACES.items() for place in places]
+    own = [getattr(sys.modules[module], name) for module, name in places]
     with easydel.installed():
-        found = {scheduler.CacheManager, buffer.MultiGroupPageTable, core.CacheManager, core.CachePages, core.PagePool}
-        assert {cls.__module__.split(".")[0] for cls in found} == {"pagepool"}
-    assert scheduler.CacheManager.__module__ == f"{easydel.ENGINE}.core.manager"
-    manager = scheduler.CacheManager(8, [], 64)
-    with pytest.raises(easydel.CompatError, match="got 1 CacheManager, 1 PagePool"):
+        assert [getattr(sys.modules[module], name) for module, name in places] == [
+            getattr(pagepool, name) for _, name in places
+        ]
+    assert [getattr(sys.modules[module], name) for module, name in places] == own
+    manager = own[0](8, [], 64)
+    with pytest.raises(CompatError, match="got 1 CacheManager, 1 PagePool"):
         easydel.install()
     del manager
 

@@ -1,1 +1,1 @@
-"""Adapters: pagepool in engines that have an allocator of their own. Nobody imports them but their users, and who sets a variable."""
+"""Adapters: pagepool in engines that have an allocator of their own. Imported only where somebody asks for one."""

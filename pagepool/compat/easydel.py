@@ -33,6 +33,7 @@ from pagepool.page_table import MultiGroupPageTable, PageTable
 __all__ = [
     "ENGINE",
     "PLACES",
+    "REPLACEMENTS",
     "SIGNATURES",
     "VARIABLE",
     "VERSION",
@@ -55,6 +56,7 @@ VARIABLE = "PAGEPOOL_EASYDEL"
 """The environment variable: 1 installs when the engine is imported, 0 or nothing does not."""
 
 REPLACEMENTS = {cls.__name__: cls for cls in (CacheManager, CachePages, PagePool, PageTable, MultiGroupPageTable)}
+"""Our classes by the names of the engine's."""
 
 PLACES = {
     "CacheManager": ("core.manager", "core", "", "scheduler.scheduler", "scheduler.token_budget"),
@@ -242,7 +244,7 @@ def _check_signatures(classes: Mapping[str, type]) -> None:
     """CompatError names all that is not as recorded."""
     differences = []
     for name, cls in classes.items():
-        found, recorded = signatures_of(cls), SIGNATURES[name]
+        found, recorded = _signatures_of(cls), SIGNATURES[name]
         differences += [
             f"{name}.{member}: got {found.get(member, 'nothing')}, expected {recorded.get(member, 'nothing')}"
             for member in sorted(found.keys() | recorded.keys())
@@ -252,7 +254,7 @@ def _check_signatures(classes: Mapping[str, type]) -> None:
         raise CompatError(f"EasyDeL {VERSION} is not as it was recorded: {'; '.join(differences)}")
 
 
-def signatures_of(cls: type) -> dict[str, str]:
+def _signatures_of(cls: type) -> dict[str, str]:
     """What can be called of a class, by name, as in `SIGNATURES`."""
     operators = ("__init__", "__add__", "__getitem__")
     return {
