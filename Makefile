@@ -30,7 +30,7 @@ debug:  ## the same on a build with bounds checks and asserts
 	PAGEPOOL_DEBUG=1 $(MAKE) test VENV=.venv-debug
 
 # jax aborts under AddressSanitizer as soon as it compiles something, so it is not installed, and what needs it left out.
-NEED_JAX = docs/page_table.md $(addprefix tests/,test_device_table.py devices.py many_devices.py two_processes.py)
+NEED_JAX = docs/engines.md docs/page_table.md $(addprefix tests/,test_device_table.py devices.py many_devices.py two_processes.py)
 WITHOUT_JAX = $(foreach path,$(NEED_JAX),--ignore=$(CURDIR)/$(path))
 
 sanitize:  ## the same under AddressSanitizer and UndefinedBehaviorSanitizer

@@ -17,8 +17,8 @@ sent to the device. Invariants: a row holds zeros from ``extent`` on, and ``num_
 arrays himself.
 
 A running batch keeps the rows' tokens, digests and page ids (`RunningRows`). Invariants: a row's places hold null pages first,
-then pages that it has a reference to; the table shows the same; `next_event` is the least number of tokens for which a page is
-to be taken, entered or skipped, and 0 in a free row.
+then pages that it has a reference to; the table shows the same; `next_event` is at most the least number of tokens for which a
+page is to be taken, entered or skipped or the row is too short, and 0 in a free row.
 
 A call checks everything first, then commits and cannot fail; a list that turns out wrong half-way is rolled back exactly.
 Each store, table and batch has a lock, taken in the order batch, store, tables: calls from several threads are serialised, and
@@ -215,7 +215,7 @@ cdef struct ExtraKey:         # what enters the hash of a page besides its token
 cdef struct RowState:         # 32 bytes, two to a cache line
     int32_t num_tokens        # known ones
     int32_t num_computed      # tokens
-    int32_t next_event        # least number of computed tokens to come for which more than counting is due; 0: a free row
+    int32_t next_event        # of fewer computed tokens to come nothing but counting is due; 0: a free row
     uint32_t stamp            # the call that last named the row
     int32_t num_hits          # tokens hit at admission
     int32_t num_hashed        # pages; in a free row those of its last tokens
@@ -1366,14 +1366,19 @@ cdef void enter_full_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens) noe
             held.num_cached += 1
 
 
+cdef inline int64_t last_token_event(const Batch *batch, Py_ssize_t row) noexcept nogil:
+    """How many tokens are computed when a row that computes each token as it comes to know it is as long as it can be."""
+    return <int64_t>batch.states[row].num_computed + batch.max_num_tokens - batch.states[row].num_tokens
+
+
 cdef void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Work out the least number of tokens to come for which something is due: a page to take, to enter, or, since rows skip by
-    the tokens that they had before, to skip one token earlier.
+    the tokens that they had before, to skip one token earlier; or a token for which the row is too short.
     """
     cdef Group *group
     cdef Held *held
     cdef Py_ssize_t g
-    cdef int64_t event = INT32_MAX
+    cdef int64_t event = min(<int64_t>INT32_MAX, last_token_event(batch, row) + 1)
     for g in range(batch.num_groups):
         group = &batch.groups[g]
         held = &group.held[row]
@@ -1400,7 +1405,7 @@ cdef bint grow_row(
         if num_new_pages:
             take_pages(batch, row, num_room_tokens, growth)
         enter_full_pages(batch, row, num_tokens)
-    plan_next_event(batch, row)
+        plan_next_event(batch, row)
     return has_room
 
 
@@ -1451,10 +1456,13 @@ cdef inline uint32_t start_call(Batch *batch) noexcept nogil:
     return batch.stamp
 
 
-cdef bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
+cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
     """Note a row for which more than counting is due, and how many pages it may need; False if it is not fit for it."""
     cdef int32_t row = batch.checked_rows[i]
-    if GUARDS and (not batch.states[row].is_admitted or (batch.skips_pages and has_lost_page(batch, row))):
+    cdef bint is_step = growth.token_ids != NULL
+    if GUARDS and not (batch.states[row].is_admitted and batch.states[row].num_tokens + is_step <= batch.max_num_tokens):
+        return False
+    if GUARDS and batch.skips_pages and has_lost_page(batch, row):
         return False
     growth.max_num_new += count_new_pages(batch, row, num_room_tokens)
     batch.due_rows[growth.num_due] = <int32_t>i
@@ -1489,7 +1497,7 @@ cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, bint is_step, 
     cdef RowState *state
     cdef Py_ssize_t i
     cdef int32_t row, known, computed, num_room_tokens
-    cdef int32_t num_new = 1, num_ahead = 0, max_num_tokens = batch.max_num_tokens
+    cdef int32_t num_new = 1, num_ahead = 0
     cdef uint32_t stamp = 0 if is_ascending else start_call(batch)
     cdef uint32_t num_rows = <uint32_t>batch.num_rows
     for i in range(growth.num_rows):
@@ -1505,8 +1513,6 @@ cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, bint is_step, 
             num_ahead = amount(&growth.num_ahead, i)
         known = state.num_tokens + is_step
         computed = state.num_computed
-        if GUARDS and known > max_num_tokens:
-            return i
         if not is_step and (num_new < 0 or num_ahead < 0 or num_new > known - computed):
             return i
         num_room_tokens = computed + 1 if is_step else room_for(batch, computed + num_new, num_ahead)
@@ -1558,6 +1564,7 @@ cdef Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const int32_t *
             break
         tokens_of(batch, row)[batch.states[row].num_tokens] = token_ids[num_done]
         batch.states[row].num_tokens += 1
+        batch.states[row].next_event = <int32_t>min(<int64_t>batch.states[row].next_event, last_token_event(batch, row) + 1)
         num_done += 1
     if num_done < n:
         for i in range(num_done):
@@ -4994,9 +5001,9 @@ cdef class RunningRows:
         take_pages(&self.batch, row, num_wanted, NULL)
         enter_full_pages(&self.batch, row, num_wanted)
         enter_waiting(&self.batch)
-        plan_next_event(&self.batch, row)
         self.batch.states[row].num_tokens = num_known
         self.batch.states[row].num_computed = num_wanted
+        plan_next_event(&self.batch, row)
         self.batch.states[row].is_admitted = 1
 
     # Looking.
@@ -5053,8 +5060,8 @@ cdef class RunningRows:
         if state.is_admitted:
             plan_next_event(batch, row)
         planned, state.next_event = state.next_event, event
-        if planned != event:
-            return f"row {row}: the next event is at {event} tokens, allowed: {planned}"
+        if not state.is_admitted <= event <= planned:  # an early one is left by tokens that went, and by a row without room
+            return f"row {row}: the next event is at {event} tokens, allowed: {int(state.is_admitted)} to {planned}"
         if state.is_admitted and batch.hash_page_size and not self.has_right_digests(row):
             return f"row {row}: {state.num_hashed} pages are hashed, otherwise than its {state.num_tokens} tokens would be"
         return None

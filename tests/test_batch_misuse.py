@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -341,6 +342,47 @@ def test_a_table_may_have_less_room_than_the_model() -> None:
     for call in (batch.step, batch.append):
         with pytest.raises(RowOverflowError, match=r"row 1: got 9 tokens, allowed: 8"):
             call([1], [1])
+    batch.check()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_row_ends_at_its_length_however_it_got_there(seed: int) -> None:
+    """At one at which no page ends; in a pool that is short now and then."""
+    rng = Random(seed)
+    manager = CacheManager(9, [CacheGroupSpec(FULL)], 21, enable_caching=seed % 2 == 0, hash_seed="misuse")
+    batch = RunningBatch(manager, PageTable(2, 6, 21))
+    batch.admit(0, [1])
+    for _ in range(60):
+        if batch.is_admitted[1]:
+            batch.release([1])
+        else:
+            batch.admit(1, [rng.randrange(100) for _ in range(rng.randint(1, 21))], look_up=False)
+        for _ in range(rng.randint(1, 6)):
+            known, computed = (int(values[0]) for values in (batch.num_tokens, batch.num_computed_tokens))
+            assert known <= 21, f"seed {seed}"
+            call = rng.choice([batch.step, batch.step, batch.append, batch.grow, batch.trim])
+            if call == batch.grow:
+                batch.grow([0], rng.randint(0, known - computed), rng.randint(0, 30))
+            elif call == batch.trim:
+                batch.trim([0], rng.randint(max(1, known - 6), known))
+            elif known < 21:
+                call([0], [1])
+            else:
+                with pytest.raises(RowOverflowError, match="row 0: got 22 tokens, allowed: 21"):
+                    call([0], [1])
+        batch.check()
+
+
+def test_a_row_that_could_not_grow_still_ends_at_its_length() -> None:
+    batch = RunningBatch(CacheManager(4, [CacheGroupSpec(FULL)], 21), PageTable(2, 6, 21))
+    batch.admit(0, [1] * 20, num_tokens=4)
+    batch.grow([0], 0, 4)
+    batch.admit(1, [2] * 4)
+    assert batch.grow([0], 16).num_grown == 0
+    batch.check()
+    batch.step([0], [1])
+    with pytest.raises(RowOverflowError, match="row 0: got 22 tokens, allowed: 21"):
+        batch.step([0], [1])
     batch.check()
 
 
