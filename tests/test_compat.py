@@ -33,6 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     modules = pop_modules()
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv(easydel.VARIABLE, raising=False)
     write_engine(tmp_path)
     yield tmp_path
     easydel.uninstall()
@@ -241,6 +242,10 @@ def test_the_variable(python: Callable[..., subprocess.CompletedProcess[str]], v
     assert (process.stdout.strip(), process.stderr) == (home, "")
 
 
+def test_nothing_is_loaded_without_the_variable(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    assert python("import sys, pagepool; print([name for name in sys.modules if 'compat.' in name])", None).stdout == "[]\n"
+
+
 @on_the_wheel
 def test_the_variable_alone_does_on_the_wheel(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     assert python(SHOW, "1").stdout.strip() == "pagepool.manager"
@@ -284,6 +289,14 @@ def test_an_import_that_failed_is_tried_again(folder: Path, monkeypatch: pytest.
     importlib.invalidate_caches()
     engine_module("")
     assert easydel.is_installed()
+
+
+def test_two_hooks_of_one_module_both_act(folder: Path) -> None:
+    names: list[str] = []
+    for name in ("first", "second"):
+        sys.meta_path.insert(0, AfterImport("easydel", lambda name=name: names.append(name)))
+    importlib.import_module("easydel")
+    assert names == ["first", "second"]
 
 
 def test_the_hook_acts_on_its_module_alone_and_keeps_its_loader(folder: Path) -> None:

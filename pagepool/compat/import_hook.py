@@ -21,11 +21,11 @@ class AfterImport(MetaPathFinder):
         self._action = action
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """What the other finders find, if it is the module, with a loader that acts when it is done."""
+        """What the finders behind this one find, if it is the module, with a loader that acts when it is done."""
         if fullname != self.name:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in behind)), None)
         if spec is not None and spec.loader is not None:
             self._act_after(spec.loader)
         return spec
