@@ -17,10 +17,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test debug sanitize threads tsan fuzz soak coverage mutation lint bench test-easydel clean
+.PHONY: demo engine test debug sanitize threads tsan fuzz soak coverage mutation lint bench test-easydel clean
 
 demo: $(VENV)/with-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
+
+engine: $(VENV)/with-jax  ## let the example engine generate, with random weights: ENGINE_ARGS=--profile
+	$(VENV)/bin/python examples/engine.py $(ENGINE_ARGS)
 
 test: $(VENV)/with-$(EXTRA)  ## all tests and doctests on the wheel
 	$(RUN) $(VENV)/bin/python -m pytest --doctest-modules --doctest-glob='*.md' $(PYTEST_ARGS) \
@@ -30,7 +33,8 @@ debug:  ## the same on a build with bounds checks and asserts
 	PAGEPOOL_DEBUG=1 $(MAKE) test VENV=.venv-debug
 
 # jax aborts under AddressSanitizer as soon as it compiles something, so it is not installed, and what needs it left out.
-NEED_JAX = docs/engines.md docs/page_table.md $(addprefix tests/,test_device_table.py devices.py many_devices.py two_processes.py)
+NEED_JAX = docs/engines.md docs/page_table.md \
+    $(addprefix tests/,test_device_table.py devices.py many_devices.py two_processes.py test_engine.py engine_workload.py)
 WITHOUT_JAX = $(foreach path,$(NEED_JAX),--ignore=$(CURDIR)/$(path))
 
 sanitize:  ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -138,7 +142,7 @@ $(VENV)/with-%: $(VENV)/installed
 
 # A copy of the source tree, installed in place with the extra of that name: for what reads or changes the sources.
 .venv-coverage/tree: export PAGEPOOL_COVERAGE = 1
-.venv-coverage/tree .venv-mutation/tree: .venv-%/tree: $(SOURCES) $(wildcard tests/*.py docs/*.md)
+.venv-coverage/tree .venv-mutation/tree: .venv-%/tree: $(SOURCES) $(wildcard tests/*.py docs/*.md examples/*.py)
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	rm -rf $@ && mkdir $@
 	tar -cf - $^ | tar -xf - -C $@

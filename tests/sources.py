@@ -1,4 +1,4 @@
-"""The package's sources, and the functions in them. Cython's are found by their look: it has no parser to lend."""
+"""The sources of package and examples, and the functions in them. Cython's are found by their look: it has no parser."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PYTHON_FILES = sorted((ROOT / "pagepool").rglob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 CORE = ROOT / "pagepool" / "_core.pyx"
 
 CYTHON_HEADER = re.compile(r"( *)(?:cdef|cpdef|def)\b(?! (?:class|struct|enum|extern)\b)[^=(]*?(\w+)\(")

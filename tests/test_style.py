@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from sources import CORE, PYTHON_FILES, ROOT, cython_functions, python_functions
+from sources import CORE, EXAMPLES, PYTHON_FILES, ROOT, cython_functions, python_functions
 
 FUNCTIONS = [
-    *(function for path in PYTHON_FILES for function in python_functions(path)),
+    *(function for path in [*PYTHON_FILES, *EXAMPLES] for function in python_functions(path)),
     *cython_functions(CORE),
 ]
 MAX_BODY_LINES = 50
@@ -30,7 +30,7 @@ def test_the_median_function_is_short(suffix: str) -> None:
     assert statistics.median(sizes) <= MAX_MEDIAN
 
 
-@pytest.mark.parametrize("path", PYTHON_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*PYTHON_FILES, *EXAMPLES], ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_asserts(path: Path) -> None:
     """`python -O` takes them away, and users' mistakes deserve an error of their own."""
     assert [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)] == []

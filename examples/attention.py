@@ -1,0 +1,41 @@
+"""Paged attention in two forms. Each token is a query of its own, with its row's pages and its own length: so a chunk of a
+prompt needs no more code than a decoded token. (A fast engine has a kernel that reads a prompt's pages once for a whole chunk.)
+
+query ``[tokens, heads, head_size]``, pages ``[kv_heads, num_pages, page_size, head_size]``, page_ids int32
+``[tokens, pages_per_row]``, lengths int32 ``[tokens]``, the token itself included; result as query.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["attend_by_gather", "attend_by_pallas"]
+
+
+def attend_by_gather(query: Any, key_pages: Any, value_pages: Any, page_ids: Any, lengths: Any) -> Any:
+    """Gather the pages of each token's row, and attend to them as if they were contiguous."""
+    (num_tokens, num_heads, head_size), kv_heads = query.shape, key_pages.shape[0]
+    keys, values = (pages[:, page_ids].reshape(kv_heads, num_tokens, -1, head_size) for pages in (key_pages, value_pages))
+    grouped = query.reshape(num_tokens, kv_heads, num_heads // kv_heads, head_size)
+    scores = jnp.einsum("tkgd,ktld->tkgl", grouped, keys) * head_size**-0.5
+    is_seen = jnp.arange(keys.shape[2]) < lengths[:, None]
+    weights = jax.nn.softmax(jnp.where(is_seen[:, None, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("tkgl,ktld->tkgd", weights, values).reshape(query.shape)
+
+
+def attend_by_pallas(query: Any, key_pages: Any, value_pages: Any, page_ids: Any, lengths: Any) -> Any:
+    """The paged attention kernel for GPUs that comes with jax, which reads pages where they are. Interpreted elsewhere."""
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    pages_per_block = next(n for n in (8, 4, 2, 1) if page_ids.shape[1] % n == 0)
+    return paged_attention(
+        query * query.shape[-1] ** -0.5,
+        key_pages,
+        value_pages,
+        page_ids,
+        lengths,
+        pages_per_compute_block=pages_per_block,
+        k_splits=1,
+        interpret=jax.default_backend() != "gpu",
+    )

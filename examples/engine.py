@@ -1,0 +1,163 @@
+"""A continuous-batching engine: chunked prefill, prefix caching, preemption, sampling, streaming. See `engine.py --help`."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from attention import attend_by_gather
+from model import Attention, Weights, get_sizes
+from request import Chunk, Request, SamplingParams
+from runner import ModelRunner, pack
+
+from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
+
+
+class Engine:
+    """Runs requests, each in a row of the page table; a step computes up to `max_num_batched_tokens` tokens of them."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        *,
+        num_pages: int = 64,
+        page_size: int = 8,
+        max_num_reqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        max_model_len: int = 256,
+        attend: Attention = attend_by_gather,
+        num_devices: int = 1,
+    ) -> None:
+        """`num_pages` of `page_size` tokens; at most `max_num_reqs` requests run at once. ValueError for what cannot work."""
+        for name, value in (("max_num_reqs", max_num_reqs), ("max_num_batched_tokens", max_num_batched_tokens)):
+            if value < 1:
+                raise ValueError(f"{name}: got {value}, allowed: at least 1")
+        sizes = get_sizes(weights)
+        spec = FullAttentionSpec(page_size, sizes["kv_heads"], sizes["head_size"], "float32", use_mla=False)
+        self.manager = CacheManager(num_pages, [CacheGroupSpec(spec)], max_model_len)
+        self.runner = ModelRunner(weights, num_pages, page_size, attend, num_devices)
+        # The row behind those of requests is never admitted, so its pages are all page 0, the null page: padding goes there.
+        self.num_rows = max_num_reqs + 1
+        self.table = PageTable(self.num_rows, -(-max_model_len // page_size), max_num_batched_tokens, self.runner.replicated)
+        self.batch = RunningBatch(self.manager, self.table)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.padded_sizes = list_padded_sizes(max_num_batched_tokens)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # the oldest first
+        self.free_rows = deque(range(max_num_reqs))
+        self.num_preemptions = 0
+
+    def add(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Request:
+        """Queue a request. ValueError, and nothing changed, for one that could not run to its end."""
+        request = Request(prompt, params or SamplingParams())
+        num_tokens = len(request.token_ids) + request.params.max_tokens - 1  # the last one is never computed on
+        wrong = [token_id for token_id in request.token_ids if not 0 <= token_id < self.runner.sizes["vocab"]]
+        if not request.token_ids:
+            raise ValueError("prompt: got no tokens, allowed: at least 1")
+        if wrong:
+            raise ValueError(f"prompt: got token id {wrong[0]}, allowed: 0 to {self.runner.sizes['vocab'] - 1}")
+        if num_tokens > self.batch.max_num_tokens:
+            raise ValueError(f"request: got {num_tokens} tokens with its answer, allowed: {self.batch.max_num_tokens}")
+        self.manager.require_capacity(num_tokens)
+        self.waiting.append(request)
+        return request
+
+    def warmup(self) -> None:
+        """Compile all that there is to compile: the table's commits, and a program for each padded size."""
+        self.table.warmup()
+        for padded_size in self.padded_sizes:
+            self.runner.run(self.table.page_table, *pack([], self.num_rows, padded_size))
+
+    def stream(self) -> Iterator[tuple[Request, int]]:
+        """Run until no request is left; yield each token with its request, as it comes."""
+        while self.waiting or self.running:
+            yield from self.step()
+
+    def step(self) -> list[tuple[Request, int]]:
+        """Run the model once. Returns each request that got a token, and the token. RuntimeError if nothing can run."""
+        chunks = self.schedule()
+        if not chunks:
+            raise RuntimeError(f"nothing can run: {len(self.waiting)} requests wait, {len(self.running)} have rows")
+        num_tokens = count_tokens(chunks)
+        padded_size = next(size for size in self.padded_sizes if size >= num_tokens)
+        page_table = self.table.commit(self.num_rows)
+        sampled = self.runner.run(page_table, *pack(chunks, self.num_rows, padded_size))
+        return self.update(chunks, sampled)
+
+    def schedule(self) -> list[Chunk]:
+        """Running requests first, then waiting ones for what is left of the budget, unless pages are short already."""
+        num_preemptions = self.num_preemptions
+        chunks = self.grow_running()
+        if self.num_preemptions == num_preemptions:
+            chunks += self.admit_waiting(self.max_num_batched_tokens - count_tokens(chunks))
+        return chunks
+
+    def grow_running(self) -> list[Chunk]:
+        """Give known tokens their slots, those of the oldest request first. While pages are short the newest gives way."""
+        rows = np.array([request.row for request in self.running], dtype=np.int32)
+        starts = self.batch.num_computed_tokens[rows]
+        num_missing = self.batch.num_tokens[rows] - starts
+        num_before = np.cumsum(num_missing) - num_missing
+        num_new = np.clip(self.max_num_batched_tokens - num_before, 0, num_missing)
+        num_grown = 0
+        while num_grown < len(self.running):
+            todo = slice(num_grown, len(self.running))
+            num_grown += self.batch.grow(rows[todo], num_new[todo]).num_grown
+            if num_grown < len(self.running):  # who gives way has not grown in this step: all its cached pages are computed
+                self.preempt(self.running.pop())
+        chunks = map(Chunk, self.running, starts.tolist(), (starts + num_new).tolist())
+        return [chunk for chunk in chunks if chunk.start < chunk.stop]
+
+    def preempt(self, request: Request) -> None:
+        """Give its pages back, and let it wait before all others."""
+        self.batch.release([request.row])
+        self.free_rows.appendleft(request.row)  # comes back in the same row, which has kept its hashes
+        self.waiting.appendleft(request)
+        self.num_preemptions += 1
+
+    def admit_waiting(self, budget: int) -> list[Chunk]:
+        """Start waiting requests, in order, behind their cached prefixes, until budget, rows or pages are used up."""
+        chunks: list[Chunk] = []
+        while self.waiting and self.free_rows and budget > 0:
+            request, row = self.waiting[0], self.free_rows[0]
+            num_cached = self.batch.admit(row, request.token_ids, max_num_new_tokens=budget)
+            if num_cached is None:
+                break
+            request.row, request.num_cached_tokens = row, num_cached
+            chunks.append(Chunk(request, num_cached, int(self.batch.num_computed_tokens[row])))
+            budget -= count_tokens(chunks[-1:])
+            self.running.append(self.waiting.popleft())
+            self.free_rows.popleft()
+        return chunks
+
+    def update(self, chunks: Sequence[Chunk], sampled: Any) -> list[tuple[Request, int]]:
+        """Append the sampled token where all tokens of a request are computed, and end those that are finished."""
+        complete = [request for request, _, stop in chunks if stop == len(request.token_ids)]
+        for request in complete:
+            request.token_ids.append(int(sampled[request.row]))
+        going_on = [request for request in complete if not request.is_finished]
+        self.batch.append([request.row for request in going_on], [request.token_ids[-1] for request in going_on])
+        finished_rows = [request.row for request in complete if request.is_finished]
+        self.batch.release(finished_rows)
+        self.free_rows.extend(finished_rows)
+        self.running = [request for request in self.running if not request.is_finished]
+        return [(request, request.token_ids[-1]) for request in complete]
+
+
+def list_padded_sizes(max_num_tokens: int) -> list[int]:
+    """The numbers of tokens that steps are padded to: doubled each time, so few programs are compiled."""
+    sizes = [16]
+    while sizes[-1] < max_num_tokens:
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def count_tokens(chunks: Sequence[Chunk]) -> int:
+    """What a step with these chunks computes."""
+    return sum(stop - start for _, start, stop in chunks)
+
+
+if __name__ == "__main__":
+    from command import main
+
+    main()

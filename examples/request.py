@@ -1,0 +1,59 @@
+"""What is asked of the engine, and how far it got."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import NamedTuple
+
+__all__ = ["Chunk", "Request", "SamplingParams"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Temperature 0 is greedy, top-k 0 is the whole vocabulary, `stop_token_id` ends the answer. ValueError for what is out of
+    range.
+    """
+
+    max_tokens: int = 32
+    temperature: float = 0.0
+    top_k: int = 0
+    seed: int = 0
+    stop_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the numbers; NaN is not in range either."""
+        for name, least in (("max_tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
+            if not least <= getattr(self, name) < 2**31:
+                raise ValueError(f"{name}: got {getattr(self, name)}, allowed: {least} to 2**31 - 1")
+
+
+class Request:
+    """A prompt and what was generated. A preempted request keeps its tokens, and is admitted again with all of them."""
+
+    def __init__(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """`prompt` are token ids; TypeError for what is no integer."""
+        self.token_ids = [index(token_id) for token_id in prompt]
+        self.num_prompt_tokens = len(self.token_ids)
+        self.params = params
+        self.row = -1  # this and the next: of the last admission
+        self.num_cached_tokens = 0
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens that were generated so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the answer has its last token."""
+        num_generated = len(self.token_ids) - self.num_prompt_tokens
+        has_stopped = num_generated > 0 and self.token_ids[-1] == self.params.stop_token_id
+        return has_stopped or num_generated == self.params.max_tokens
+
+
+class Chunk(NamedTuple):
+    """The tokens of a request that a step computes: positions `start` to `stop`, one token where it decodes."""
+
+    request: Request
+    start: int
+    stop: int

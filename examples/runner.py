@@ -1,0 +1,91 @@
+"""What is on the devices: the weights, the KV cache, the program that runs a step, and its arguments."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from model import AXES, Attention, KVCache, Tokens, Weights, forward, get_sizes
+from request import Chunk
+from sampling import SamplingRows, sample
+
+__all__ = ["ModelRunner", "pack"]
+
+SPLIT_AXES = {"heads", "kv_heads", "hidden"}
+"""These are divided over the devices, tensor parallelism; the others are whole on each."""
+
+
+class ModelRunner:
+    """A model on a mesh of devices, with a KV cache of `num_pages` pages of `page_size` tokens, divided by KV heads."""
+
+    def __init__(self, weights: Weights, num_pages: int, page_size: int, attend: Attention, num_devices: int) -> None:
+        """ValueError for weights that are no model, and for devices that are not there or that heads cannot be divided over."""
+        self.sizes = get_sizes(weights)
+        self.mesh = make_mesh(num_devices, self.sizes)
+        self.replicated = NamedSharding(self.mesh, PartitionSpec())
+        self.weights = {name: jax.device_put(weights[name], self._split(axes)) for name, axes in AXES.items()}
+        split = self._split("kv_heads num_pages page_size head_size")
+        shape = (self.sizes["kv_heads"], num_pages, page_size, self.sizes["head_size"])
+        make_pages = jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=split)
+        self.kv_cache: KVCache = [(make_pages(), make_pages()) for _ in range(self.sizes["layers"])]
+        shardings = (self.replicated, [(split, split)] * self.sizes["layers"])
+        self._program: Callable[..., Any] = jax.jit(
+            partial(step, attend=divide_attention(attend, self.mesh)), donate_argnums=1, out_shardings=shardings
+        )
+
+    def _split(self, axes: str) -> NamedSharding:
+        spec = PartitionSpec(*("tensor" if axis in SPLIT_AXES else None for axis in axes.split()))
+        return NamedSharding(self.mesh, spec)
+
+    def run(self, page_table: jax.Array, tokens: Tokens, params: SamplingRows) -> Any:
+        """Compute a step's tokens, and return what follows the last one of each row, int32 ``[rows]``, on the host."""
+        sampled, self.kv_cache = self._program(self.weights, self.kv_cache, page_table, tokens, params)
+        return np.asarray(sampled)
+
+
+def make_mesh(num_devices: int, sizes: dict[str, int]) -> Mesh:
+    """The first `num_devices` devices. ValueError if there are fewer, or the axes cannot be divided by so many."""
+    devices = jax.devices()
+    if not 1 <= num_devices <= len(devices):
+        raise ValueError(
+            f"devices: got {num_devices}, allowed: 1 to {len(devices)} (XLA_FLAGS=--xla_force_host_platform_device_count=8 "
+            "simulates 8 on a CPU)"
+        )
+    lengths = {axis: sizes[axis] for axis in sorted(SPLIT_AXES)}
+    if any(length % num_devices for length in lengths.values()):
+        raise ValueError(f"devices: got {num_devices}, allowed: what divides {lengths}")
+    return Mesh(np.array(devices[:num_devices]), ("tensor",))
+
+
+def divide_attention(attend: Attention, mesh: Mesh) -> Attention:
+    """Each device attends with its own heads, to its own part of the pages: a kernel cannot be divided by XLA."""
+    by_head, by_kv_head, whole = PartitionSpec(None, "tensor"), PartitionSpec("tensor"), PartitionSpec()
+    in_specs = (by_head, by_kv_head, by_kv_head, whole, whole)
+    divided: Attention = jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=by_head, check_vma=False)
+    return divided
+
+
+def step(weights: Weights, kv_cache: KVCache, page_table: Any, tokens: Tokens, params: SamplingRows, attend: Attention) -> Any:
+    """Traced: a token for each row, and the cache."""
+    logits, kv_cache = forward(weights, kv_cache, page_table, tokens, attend)
+    return sample(logits, tokens.positions[tokens.last], params), kv_cache
+
+
+def pack(chunks: Sequence[Chunk], num_rows: int, padded_size: int) -> tuple[Tokens, SamplingRows]:
+    """The tokens of the chunks one behind the other, then padding, which is in the last row; and by row what is asked for."""
+    token_ids, positions = np.zeros((2, padded_size), np.int32)
+    rows = np.full(padded_size, num_rows - 1, np.int32)
+    last, top_k, seed = np.zeros((3, num_rows), np.int32)
+    temperature = np.zeros(num_rows, np.float32)
+    end = 0
+    for request, start, stop in chunks:
+        begin, end, row = end, end + stop - start, request.row
+        token_ids[begin:end] = request.token_ids[start:stop]
+        positions[begin:end] = np.arange(start, stop)
+        rows[begin:end] = row
+        last[row] = end - 1
+        temperature[row], top_k[row], seed[row] = request.params.temperature, request.params.top_k, request.params.seed
+    return Tokens(token_ids, rows, positions, last), SamplingRows(temperature, top_k, seed)

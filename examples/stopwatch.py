@@ -1,0 +1,46 @@
+"""How long calls take: what the allocator, the commit and the model are of a step."""
+
+import statistics
+from collections.abc import Callable, Mapping
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+__all__ = ["Stopwatch", "format_profile"]
+
+
+class Stopwatch:
+    """Stands for an object, passes calls of its methods on, and adds up their time until the next lap."""
+
+    def __init__(self, watched: Any) -> None:
+        """`watched` keeps its attributes; only methods are timed."""
+        self._watched = watched
+        self._seconds = 0.0
+        self.laps: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        """The attribute of what is watched."""
+        value = getattr(self._watched, name)
+        return partial(self._time, value) if callable(value) else value
+
+    def _time(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        start = perf_counter()
+        try:
+            return call(*args, **options)
+        finally:
+            self._seconds += perf_counter() - start
+
+    def end_lap(self) -> None:
+        """Note the seconds since the last lap, and begin at 0."""
+        self.laps.append(self._seconds)
+        self._seconds = 0.0
+
+
+def format_profile(parts: Mapping[str, list[float]], step_seconds: list[float]) -> str:
+    """A line for each part, for what is left, and for the step: the median in microseconds, and the share of all time."""
+    rest = [step - sum(seconds) for step, *seconds in zip(step_seconds, *parts.values(), strict=True)]
+    lines = [f"{'part':<22}{'p50 a step':>12}{'share':>9}"]
+    for name, seconds in {**parts, "the engine's own Python": rest, "step": step_seconds}.items():
+        share = sum(seconds) / sum(step_seconds)
+        lines.append(f"{name:<22}{statistics.median(seconds) * 1e6:>9,.1f} us{share:>9.2%}")
+    return "\n".join(lines)

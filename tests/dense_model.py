@@ -1,0 +1,50 @@
+"""The model of examples/ in NumPy and float64, one sequence at a time, without cache and pages: obviously right, and slow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+def compute_logits(weights: dict[str, Array], token_ids: list[int]) -> Array:
+    """Return the logits of the token that follows, all tokens computed anew."""
+    weights = {name: array.astype(np.float64) for name, array in weights.items()}
+    hidden = weights["embedding"][token_ids]
+    for layer in range(len(weights["query"])):
+        w = {name: array[layer] for name, array in weights.items() if name not in ("embedding", "unembedding", "final_norm")}
+        hidden = hidden + attend(w, normalize(hidden) * w["attention_norm"])
+        normed = normalize(hidden) * w["mlp_norm"]
+        gate, up = (np.einsum("tw,wh->th", normed, w[name]) for name in ("gate", "up"))  # `@` would wait for BLAS's threads
+        hidden = hidden + np.einsum("th,hw->tw", gate / (1 + np.exp(-gate)) * up, w["down"])
+    return normalize(hidden[-1]) * weights["final_norm"] @ weights["unembedding"]
+
+
+def normalize(hidden: Array) -> Array:
+    return hidden / np.sqrt((hidden**2).mean(axis=-1, keepdims=True) + 1e-6)
+
+
+def attend(w: dict[str, Array], normed: Array) -> Array:
+    """Causal attention, head by head; neighbouring query heads share a KV head."""
+    num_heads, num_kv_heads = w["query"].shape[1], w["key"].shape[1]
+    is_hidden = np.triu(np.ones((len(normed), len(normed)), dtype=bool), 1)
+    added = np.zeros_like(normed)
+    for head in range(num_heads):
+        kv_head = head * num_kv_heads // num_heads
+        query, key = rotate(normed @ w["query"][:, head]), rotate(normed @ w["key"][:, kv_head])
+        scores = np.where(is_hidden, -np.inf, query @ key.T / np.sqrt(query.shape[1]))
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        added += weights @ (normed @ w["value"][:, kv_head]) @ w["output"][head]
+    return added
+
+
+def rotate(vectors: Array) -> Array:
+    """Turn pairs, seen as complex numbers, by angles that grow with the position."""
+    half = vectors.shape[1] // 2
+    angles = np.arange(len(vectors))[:, None] / 10_000.0 ** (np.arange(half) / half)
+    turned = (vectors[:, :half] + 1j * vectors[:, half:]) * np.exp(1j * angles)
+    return np.concatenate([turned.real, turned.imag], axis=1)

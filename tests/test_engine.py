@@ -1,0 +1,205 @@
+"""The engine of examples/: its answers are those of a dense model, on one device and on eight; its command line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+jax = pytest.importorskip("jax", minversion="0.6.1")
+
+import numpy as np  # noqa: E402
+from devices import Program, await_programs  # noqa: E402
+from engine_workload import (  # noqa: E402
+    LIMITS,
+    VOCAB,
+    WEIGHTS,
+    Engine,
+    SamplingParams,
+    answer_densely,
+    check_answers,
+    check_rest,
+    make_asks,
+    make_engine,
+)
+
+from pagepool.errors import RequestTooLargeError  # noqa: E402
+
+attention = pytest.importorskip("attention")
+command = pytest.importorskip("command")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_float32() -> Iterator[None]:
+    """What it is on CPUs anyway; other devices have to be asked."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """An engine for all tests. Each leaves it without requests. Its steps have two sizes."""
+    return make_engine(max_num_batched_tokens=24)
+
+
+# Answers.
+
+
+def test_answers_are_those_of_the_dense_model(engine: Engine) -> None:
+    check_answers(engine, make_asks(24))
+
+
+def test_answers_by_the_interpreted_kernel() -> None:
+    check_answers(make_engine(attend=attention.attend_by_pallas), make_asks(12))
+
+
+def test_answers_on_eight_devices() -> None:
+    await_programs([Program("engine_workload.py", num_devices=8)], timeout=300)
+
+
+def test_a_prompt_hits_pages_that_are_computed_in_the_same_step(engine: Engine) -> None:
+    num_hit_tokens = engine.manager.page_pool.stats.num_hit_tokens
+    prompt = list(range(12))
+    asks = [([*prompt, last], SamplingParams(4)) for last in (90, 91)]
+    requests = [engine.add(*ask) for ask in asks]
+    assert [request for request, _ in engine.step()] == requests
+    assert engine.manager.page_pool.stats.num_hit_tokens == num_hit_tokens + len(prompt)
+    list(engine.stream())
+    assert [request.output for request in requests] == [answer_densely(*ask) for ask in asks]
+
+
+def test_a_long_prompt_is_computed_in_chunks(engine: Engine) -> None:
+    prompt, params = make_asks(30)[-1]
+    prompt = [*prompt[::-1], *range(70 - len(prompt))]
+    request = engine.add(prompt, params := replace(params, max_tokens=3))
+    streamed = [engine.step() for _ in range(5)]
+    assert streamed == [[], [], *([(request, token_id)] for token_id in answer_densely(prompt, params))]
+    check_rest(engine)
+
+
+def test_a_stop_token_ends_the_answer(engine: Engine) -> None:
+    prompt, params = make_asks(2)[1]
+    answer = answer_densely(prompt, params)
+    stopped = engine.add(prompt, replace(params, stop_token_id=answer[4]))
+    assert [token_id for _, token_id in engine.stream()] == answer[: answer.index(answer[4]) + 1] == stopped.output
+    check_rest(engine)
+
+
+# What cannot work.
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "error", "message"),
+    [
+        ([], 1, ValueError, "prompt: got no tokens, allowed: at least 1"),
+        ([1, VOCAB], 1, ValueError, "prompt: got token id 96, allowed: 0 to 95"),
+        ([-1], 1, ValueError, "prompt: got token id -1, allowed: 0 to 95"),
+        ([1.0], 1, TypeError, "'float' object cannot be interpreted as an integer"),
+        ([1] * 60, 42, ValueError, "request: got 101 tokens with its answer, allowed: 100"),
+    ],
+)
+def test_requests_that_cannot_run_are_refused(
+    engine: Engine, prompt: list[int], max_tokens: int, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{message}$"):
+        engine.add(prompt, SamplingParams(max_tokens))
+    assert not engine.waiting
+    check_rest(engine)
+
+
+def test_requests_larger_than_the_pool_are_refused() -> None:
+    engine = Engine(WEIGHTS, **{**LIMITS, "num_pages": 5})
+    engine.add([1] * 10, SamplingParams(7))
+    with pytest.raises(RequestTooLargeError, match=r"^a request of 17 tokens needs 5 pages, the pool has 4$"):
+        engine.add([1] * 10, SamplingParams(8))
+    assert len(engine.waiting) == 1
+
+
+def test_an_engine_whose_pages_are_held_by_others_does_not_spin(engine: Engine) -> None:
+    pages = engine.manager.page_pool.get_new_pages(LIMITS["num_pages"] - 1)
+    request = engine.add([1, 2, 3], SamplingParams(1))
+    with pytest.raises(RuntimeError, match=r"^nothing can run: 1 requests wait, 0 have rows$"):
+        engine.step()
+    engine.manager.page_pool.free_pages(pages)
+    assert [streamed for streamed, _ in engine.stream()] == [request]
+    check_rest(engine)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_tokens": 0}, {"temperature": -0.1}, {"temperature": math.nan}, {"top_k": -1}, {"seed": 2**31}], ids=str
+)
+def test_sampling_parameters_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: got "):
+        SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_num_reqs": 0}, {"max_num_batched_tokens": 0}, {"num_pages": 0}, {"page_size": 0}, {"num_devices": 99}],
+    ids=str,
+)
+def test_engines_that_cannot_work_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"must be at least 1|got .*allowed"):
+        Engine(WEIGHTS, **{**LIMITS, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("key", None), ("more", (1,)), ("key", (2, 64, 8)), ("up", (2, 64, 127)), ("final_norm", (65,))],
+    ids=str,
+)
+def test_weights_that_are_no_model_are_refused(name: str, shape: tuple[int, ...] | None) -> None:
+    weights = {key: array for key, array in WEIGHTS.items() if key != name}
+    if shape is not None:
+        weights[name] = np.zeros(shape, dtype=np.float32)
+    with pytest.raises(ValueError, match=r"^weights: got "):
+        Engine(weights, **LIMITS)
+
+
+# The command line.
+
+
+def test_the_command_streams_and_profiles(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "weights.npz"
+    np.savez(path, **WEIGHTS)
+    options = ["--max-tokens", "4", "--max-num-batched-tokens", "16", "--weights", str(path), "Who owns page 7?", "Who else?"]
+    command.main([*options, "--profile"])
+    text = capsys.readouterr().out
+    for part in ("allocator", "commit", "model", "step"):
+        assert f"\n{part} " in text
+    answers = text[: text.index("\npart ")]
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)  # the example finds its files beside it
+    program = Program("../examples/engine.py", *options, "--attention", "pallas", "--num-devices", "8", num_devices=8)
+    code = program.process.wait(timeout=300)
+    assert (code, answers in program.end()) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([""], "prompt: got no tokens"),
+        (["Große Seiten"], "text: got 'ß'"),
+        (["page " * 60], "request: got 331 tokens with its answer, allowed: 256"),
+        (["--num-pages", "4", "page " * 10], "a request of 81 tokens needs 11 pages, the pool has 3"),
+        (["--stop", "ab"], "--stop: got 'ab'"),
+        (["--stop", "é"], "text: got 'é'"),
+        (["--max-tokens", "0"], "max_tokens: got 0"),
+        (["--weights", "nowhere.npz"], "No such file"),
+        (["--weights", __file__], "is no file of numpy.savez"),
+        (["--num-devices", "99"], "devices: got 99"),
+    ],
+    ids=lambda value: "" if isinstance(value, list) else value,
+)
+def test_the_command_says_what_is_wrong(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        command.main(options)
+    said = capsys.readouterr()
+    assert exit_info.value.code == 2
+    assert message in said.err
+    assert not said.out
