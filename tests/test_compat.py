@@ -107,10 +107,12 @@ def test_modules_that_are_imported_later_follow(folder: Path) -> None:
     assert late.CacheManager is engine_module("core.manager").CacheManager
 
 
-def test_twice_is_as_once(folder: Path) -> None:
+def test_twice_is_as_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     easydel.uninstall()
     easydel.install()
+    assert not caplog.messages
     easydel.install()
+    assert caplog.messages == ["EasyDeL allocates with pagepool already: it was installed before"]
     assert modules_of_classes() == {"pagepool"}
     easydel.uninstall()
     easydel.uninstall()

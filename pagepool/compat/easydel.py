@@ -134,13 +134,16 @@ _replaced: dict[type, type] = {}
 
 
 def install() -> None:
-    """Put pagepool's classes where the engine looks them up. Nothing if that was done.
+    """Put pagepool's classes where the engine looks them up. Nothing but a warning in the log if that was done.
 
     Imports the engine if it is not imported yet. CompatError, and nothing changed, if EasyDeL is not there, if it is of another
     version than `VERSION`, if a class is not where or not what was recorded of it, or if objects of these classes live, as they
     do once an engine is built (``gc.freeze`` hides them). Takes 0.3 s once the engine is imported, most of it for that search.
     """
-    _import_engine()
+    if is_installed():
+        logger.warning("EasyDeL allocates with pagepool already: it was installed before")
+        return
+    _import_engine()  # which installs, where the variable asks for it
     with _lock:
         if _replaced:
             return
@@ -175,7 +178,8 @@ def is_installed() -> bool:
 def installed() -> Iterator[None]:
     """`install` on entry, `uninstall` on exit; what was installed before stays."""
     was_installed = is_installed()
-    install()
+    if not was_installed:
+        install()
     try:
         yield
     finally:
