@@ -31,11 +31,13 @@ ORDER = [
     "device_table",
     "page_table",
     "running_batch",
+    "compat",
     "replay",
     "__init__",
     "__main__",
 ]
-OPTIONAL = {"jax", "click", "rich", "matplotlib", "cbor2", "hypothesis"}
+FOLDERS = {"compat", "replay"}
+OPTIONAL = {"easydel", "jax", "click", "rich", "matplotlib", "cbor2", "hypothesis"}
 FILES = [*PYTHON_FILES, CORE]
 CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +(\w+)|c?import +([\w.]+))", re.MULTILINE)
 
@@ -84,7 +86,7 @@ def places_imported_by(path: Path) -> set[int]:
 def test_imports_only_files_above(path: Path) -> None:
     place = place_of(path)
     not_above = {ORDER[other] for other in places_imported_by(path) if other >= place}
-    assert not_above <= ({"replay"} if ORDER[place] == "replay" else set())
+    assert not_above <= {ORDER[place]} & FOLDERS
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
