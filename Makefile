@@ -8,7 +8,7 @@ EASYDEL_VENV ?= $(HOME)/.cache/pagepool/venv-easydel
 
 EXTRA ?= test
 
-SOURCES := $(wildcard *.py *.toml *.md LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name py.typed)
+SOURCES := $(wildcard *.py *.toml *.md *.pth LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name py.typed)
 # The installed wheel, never the source tree: neither the tests nor the processes they start see the working directory.
 RUN := PAGEPOOL_TEST_INSTALLED=1 PYTHONSAFEPATH=1
 LIBASAN = $(shell $(CC) -print-file-name=libasan.so)
@@ -115,10 +115,12 @@ lint: $(DEV_VENV)/installed  ## style, types, and whether the stub agrees with t
 bench: $(DEV_VENV)/installed  ## pagepool beside its rivals
 	$(DEV_VENV)/bin/python -m bench $(BENCH_ARGS)
 
-test-easydel:  ## the tests that compare with easydel, which is large: in an environment of its own
+# EASYDEL_TESTS=folder: the folder tests of EasyDeL's repository at the same version, for its own tests too.
+test-easydel:  ## the tests with easydel, which is large: in an environment of its own
 	$(MAKE) $(EASYDEL_VENV)/with-test VENV=$(EASYDEL_VENV)
 	$(EASYDEL_VENV)/bin/pip install --quiet easydel==0.3.0 torch==2.13.0 pillow
-	$(RUN) $(EASYDEL_VENV)/bin/python -m pytest tests/test_reference.py tests/test_request.py tests/test_specs.py $(PYTEST_ARGS)
+	$(RUN) $(EASYDEL_VENV)/bin/python -m pytest $(PYTEST_ARGS) \
+	    $(foreach name,compat easydel reference request specs,tests/test_$(name).py)
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info pagepool/*.so .benchmarks .hypothesis .*_cache

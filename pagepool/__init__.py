@@ -3,6 +3,7 @@
 `CacheManager` is what an engine talks to; `PagePool` is what lies under it. See the README for ten lines of use.
 """
 
+import os
 from typing import Any
 
 from pagepool import errors, hashing
@@ -115,3 +116,9 @@ def __getattr__(name: str) -> Any:
     if name == "NONE_HASH":
         return hashing.NONE_HASH
     raise AttributeError(f"module 'pagepool' has no attribute {name!r}")
+
+
+if os.environ.get("PAGEPOOL_EASYDEL", "0") not in ("", "0"):
+    from pagepool.compat.easydel import install_on_import
+
+    install_on_import()

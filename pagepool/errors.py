@@ -51,3 +51,7 @@ class RowIndexError(PagePoolError, IndexError):
 
 class RowOverflowError(PagePoolError, ValueError):
     """A page-table row would get more pages than it has columns."""
+
+
+class CompatError(PagePoolError, RuntimeError):
+    """An engine is not what its adapter in `pagepool.compat` was made for, or was built before its allocator was replaced."""

@@ -15,13 +15,14 @@ from privileges import read_only_folder, without_privileges
 
 from pagepool.replay import Figures, Knee, Plan, Planner, PoolFigures, TraceRecord, make_requests
 
-CliRunner = pytest.importorskip("click.testing").CliRunner
+pytest.importorskip("click")
 pytest.importorskip("rich")
-from pagepool.replay.command import pagepool  # noqa: E402  only with the extra
-from pagepool.replay.plan_command import choose_replays, choose_sizes  # noqa: E402
-from pagepool.replay.wording import describe, list_columns  # noqa: E402
+from command_line import invoke
 
-COMMANDS = ["plan", "replay"]
+from pagepool.replay.plan_command import choose_replays, choose_sizes
+from pagepool.replay.wording import describe, list_columns
+
+COMMANDS = ["fleet", "plan", "replay"]
 LLAMA = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
@@ -44,10 +45,6 @@ def trace(tmp_path: Path) -> Path:
     lines += [line_of(timestamp=8, input_length=1200, hash_ids=[i, 10 + i, 20 + i]) for i in range(4)]
     path.write_text("".join(lines))
     return path
-
-
-def invoke(*args: object, **options: Any) -> Any:
-    return CliRunner(env={"FORCE_COLOR": None, "TTY_COMPATIBLE": None}).invoke(pagepool, [*map(str, args)], **options)
 
 
 def figures_of(*args: object) -> dict[str, Any]:
@@ -80,7 +77,7 @@ class TestPlan:
             assert text in result.output
         assert "GiB" not in result.output
         assert "\x1b" not in result.output
-        assert max(map(len, result.output.splitlines()[5:-4])) <= 80
+        assert max(map(len, result.output.splitlines()[5:-5])) <= 80
 
     def test_no_size_or_one_is_seen_among_all_that_matter(self, trace: Path) -> None:
         sizes = sizes_of(figures_of(trace))

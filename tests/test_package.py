@@ -98,5 +98,6 @@ def test_the_wheel_carries_the_core_and_its_types_but_no_sources_of_it() -> None
     assert not {name for name in names if name.endswith((".c", ".pyx", ".html"))}
     assert {file.parts[0] for file in files if file.parts[0] != ".."} == {
         "pagepool",
+        "pagepool.pth",
         f"pagepool-{pagepool.__version__}.dist-info",
     }

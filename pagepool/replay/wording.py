@@ -20,6 +20,11 @@ TOGETHER_NOTE = (
     "than one after another, now less."
 )
 
+SKIPPED_NOTE = (
+    "Skipped: requests larger than the pool. Hit rates are shares of the prompt tokens of those that run, a plot has shares of "
+    "all prompt tokens."
+)
+
 
 def format_count(count: float) -> str:
     """Short, for an axis.
@@ -70,7 +75,8 @@ def _describe_knee(plan: Plan) -> str:
 
 def list_notes(plan: Plan) -> list[str]:
     """What the columns mean."""
-    return [LRU_NOTE, BEST_NOTE, *([TOGETHER_NOTE] if plan.replays else [])]
+    is_skipping = any(pool.skipped for pool in plan.pools)
+    return [LRU_NOTE, BEST_NOTE, *([TOGETHER_NOTE] if plan.replays else []), *([SKIPPED_NOTE] if is_skipping else [])]
 
 
 def list_columns(plan: Plan) -> list[tuple[str, list[str]]]:

@@ -1,0 +1,80 @@
+"""`pagepool fleet`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+pytest.importorskip("msgspec")
+from command_line import invoke
+from test_fleet import HAS_RAY, make_records
+
+ROUTERS = ["round-robin", "least-loaded", "prefix"]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    fields = ("timestamp", "input_length", "output_length", "hash_ids")
+    lines = [{name: getattr(record, name) for name in fields} for record in make_records(1)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_table_with_a_column_for_each_router(trace: Path) -> None:
+    result = invoke("fleet", trace, "--replicas", 3, "--num-pages", 600)
+    assert result.exit_code == 0, result.output
+    assert "3 replicas of 600 pages of 16 tokens" in result.stdout
+    header, *rows = result.stdout.splitlines()[1:]
+    assert header.split() == ROUTERS
+    cells = {re.split(r"  +", row.strip())[0]: re.split(r"  +", row.strip())[1:] for row in rows}
+    assert cells["requests"] == ["60"] * 3
+    assert all(0 < float(rate.rstrip("%")) < 100 for rate in cells["hit rate"])
+
+
+def test_figures_and_plot(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("fleet.png", "fleet.svg"):
+        options = ["--router", "prefix", "--router", "round-robin", "--kill", "1@2", "--plot", tmp_path / name, "--json", "-"]
+        result = invoke("fleet", trace, "--replicas", 3, "--num-pages", 600, *options)
+        assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout)
+    assert [*figures] == ["prefix", "round-robin"]
+    assert all((each["requests"], each["deaths"]) == (60, 1) for each in figures.values())
+    assert len(figures["prefix"]["computed_tokens"]) == 3
+    assert (tmp_path / "fleet.png").read_bytes().startswith(b"\x89PNG")
+    assert "waited at most (s)" in (tmp_path / "fleet.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kill", "3"], "'3' is not REPLICA@SECONDS, as 3@600"),
+        (["--kill", "x@1"], "'x@1' is not REPLICA@SECONDS"),
+        (["--kill", "16@1"], "--kill: replicas are 0 to 15"),
+        (["--router", "random"], "'random' is not one of"),
+        (["--decode-seconds", "0"], "0.0 is not in the range x>0"),
+        (["--replicas", "0"], "0 is not in the range x>=1"),
+    ],
+)
+def test_what_makes_no_sense(trace: Path, options: list[str], message: str) -> None:
+    result = invoke("fleet", trace, *options)
+    assert (result.exit_code, message in result.output) == (2, True), result.output
+
+
+@pytest.mark.skipif(not HAS_RAY, reason="ray is not installed")
+@pytest.mark.filterwarnings("default")
+def test_no_ray_at_the_address(trace: Path) -> None:
+    code = "from pagepool.replay.command import pagepool; pagepool()"
+    command = [sys.executable, "-c", code, "fleet", str(trace), "--ray", "127.0.0.1:1", "--limit", "3"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 1
+    assert "Error: Ray at 127.0.0.1:1:" in process.stderr
+    assert "Traceback" not in process.stderr.split("Error: Ray at")[1]
