@@ -361,7 +361,7 @@ class TestBadResults:
 
         path = trace.parent / "figures.json"
         path.write_text("before")
-        monkeypatch.setattr("pagepool.replay.scheduler.Scheduler.run", interrupt)
+        monkeypatch.setattr("pagepool.replay.scheduler.Scheduler.step", interrupt)
         assert invoke(command, trace, "--json", path).exit_code == 1
         assert path.read_text() == "before"
         assert {*trace.parent.iterdir()} == {trace, path}
@@ -377,7 +377,7 @@ class TestProcess:
         code = "sys.modules['matplotlib'] = None\nfrom pagepool.replay.cli import main\nmain()"
         result = self.run(code, "plan", trace, option, trace.parent / "plot.png")
         assert result.returncode == 1
-        assert result.stderr == "Error: --plot and --html need matplotlib: pip install 'pagepool[plan]'\n"
+        assert result.stderr == "Error: plots need matplotlib: pip install 'pagepool[plan]'\n"
         assert [*trace.parent.iterdir()] == [trace]
 
     def test_nothing_else_imports_it(self, trace: Path) -> None:

@@ -1,5 +1,6 @@
 """Replicas behind a router, on one clock: the same figures in one process and on Ray."""
 
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from pagepool.replay.trace import TraceRecord, make_requests
 __all__ = ["Fleet", "FleetFigures", "LocalReplicas", "RayReplicas", "Replicas", "run_fleet"]
 
 Arrivals = list[tuple[float, int]]
+CONNECT_SECONDS = 10.0
 
 
 class Replicas(ABC):
@@ -58,10 +60,13 @@ class RayReplicas(Replicas):
     """As actors on Ray, side by side."""
 
     def __init__(self, num_replicas: int, settings: ReplicaSettings, records: Sequence[TraceRecord], address: str) -> None:
-        """`address` of a cluster, or ``"local"`` to start one on this machine for the time being."""
+        """`address` of a cluster, ``"auto"`` for the one that this machine belongs to, or ``"local"`` to start one here for the
+        time being. ConnectionError where there is none.
+        """
         import ray
 
         self._ray = ray
+        _require_listener(address)
         ray.init(None if address == "local" else address, log_to_driver=False, include_dashboard=False)
         self._actor = ray.remote(num_cpus=0, max_restarts=0)(Replica)
         self._shared_records = ray.put(list(records))
@@ -90,6 +95,13 @@ class RayReplicas(Replicas):
     def close(self) -> None:
         """Leave Ray; one that was started here ends."""
         self._ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """ConnectionError if nobody listens at a host and port: Ray itself would wait for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon:
+        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
 
 
 @dataclass
