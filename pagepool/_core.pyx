@@ -723,12 +723,12 @@ cdef void join_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
     pool.pages[page_id].group |= TWIN
 
 
-cdef int32_t add_context(Journal *journal) noexcept nogil:
+cdef int32_t add_context(Journal *journal) noexcept:
     """A context that somebody holds, behind the last; -1 where memory is short."""
     cdef int32_t context = journal.num_contexts
     cdef Context *contexts = journal.contexts
     if context & (context - 1) == 0:  # as many as there is room for
-        contexts = <Context *>realloc(contexts, max(1, 2 * <size_t>context) * sizeof(Context))
+        contexts = <Context *>realloc(contexts, (2 * <size_t>context if context else 1) * sizeof(Context))
         if contexts == NULL:
             return -1
         journal.contexts = contexts

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import PageStore
+from pagepool.errors import ArgumentTypeError
 from pagepool.hashing import ExtraKeys, RequestExtraKeys
 from pagepool.request_hashes import PageHasher
 from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
@@ -98,7 +99,7 @@ class AllBlocksCleared(Event):
 def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
-    raise NotImplementedError
+    raise ArgumentTypeError(f"events: got {type(value).__name__} among them, allowed: those of pagepool.events")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
@@ -171,11 +172,15 @@ class EventSource:
 
     def take(self) -> list[Event]:
         """What changed since the last call. O(changes)."""
-        return self._take(False)[0]
+        events, _ = self._take(False)
+        self._must_start_over = False  # last, so that an interrupt comes before
+        return events
 
     def take_with_snapshot(self) -> tuple[list[Event], list[Event]]:
         """`take`, and what leads to the same state from any: `AllBlocksCleared` and all that is cached. O(num_pages)."""
-        return self._take(True)
+        taken = self._take(True)
+        self._must_start_over = False
+        return taken
 
     def start_over(self) -> None:
         """Let the next events lead from any state to the right one: somebody was not told."""
@@ -191,14 +196,13 @@ class EventSource:
 
     def _take(self, with_snapshot: bool) -> tuple[list[Event], list[Event]]:
         with self._lock:
-            must_start_over, self._must_start_over = self._must_start_over, True  # in case that this call is interrupted
+            must_start_over, self._must_start_over = self._must_start_over, True
             try:
                 changes = self._store.take_changes(with_snapshot or must_start_over)
                 snapshot = [] if changes[-1] is None else [AllBlocksCleared(), *self._list_stored(changes[-1])]
                 events = snapshot if must_start_over else self._list_changes(*changes[:-1])
             finally:
                 self._store.end_report()
-            self._must_start_over = False
         return events, snapshot
 
     def _list_changes(self, is_cleared: bool, removed_keys: Array, removed_groups: Array, new: Entries) -> list[Event]:

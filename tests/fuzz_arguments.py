@@ -172,6 +172,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "cached_token_ids": saved("cached_token_ids"),
     "chain": live(_core.HashChain),
     "chunk": constant(0, 0, 5),
+    "context": constant(0, 0, 1, 2),
     "counters": saved("counters"),
     "data": constant(b"", b"data", bytes(100)),
     "extend.extra_keys": constant(b"", b"", b"salt"),
@@ -179,6 +180,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "find_hits": one_of(hits_finder, hits_finder, constant(None), wild),
     "enable_caching": constant(True, True, False),
     "first_id": constant(0, 0, 0, 3),
+    "first_place": constant(0, 0, 3),
     "flag": constant(True, True, False),
     "free_page_ids": saved("free_page_ids"),
     "group": constant(0, 0, 0, 1),
@@ -244,4 +246,5 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "tokens": one_of(constant([1, 2, 3, 4], [0] * 8, [1, 1]), tokens, ids),
     "values": ids,
     "window": constant(0, 0, 6),
+    "with_entries": constant(True, False),
 }

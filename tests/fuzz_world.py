@@ -113,9 +113,13 @@ class World:
         batch = _core.RunningRows(*arguments)
         self.note_batch(batch, arguments)
         self.keep(batch)
+        context = source.below(2)
+        if context:
+            store.start_journal()
+            store.add_context()
         for row in range(source.below(4)):
             num_tokens = min(source.pick((3, 9)), batch.max_num_tokens)
-            batch.admit_row(row, [source.below(2)] * num_tokens, None, None, (), None, None, 0)
+            batch.admit_row(row, [source.below(2)] * num_tokens, None, None, (), None, None, 0, context)
 
     def rules(self, store: Any, num_groups: int) -> list[tuple[Any, int | None, int]]:
         """Groups of a batch: full attention, a window, or a chunk beside them; cached where the store caches."""

@@ -6,24 +6,36 @@ PAGEPOOL_TEST_OPERATIONS: a tenth of so many calls are made in all for each of t
 from __future__ import annotations
 
 import zlib
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from batch_model import BatchRows, OracleRows
 from batch_workload import run_batch_workload
 from oracle import OracleManager
 from settings import SETTINGS, Setting
 from test_differential import HASHING, NUM_OPERATIONS
+from test_interrupts import interrupted_everywhere
+from test_memory import Failure, not_with_cython_3_3
 from test_running_batch import make_manager
+from test_threads import run_threads
 from twins import OracleTwin, PackageTwin, Twins
-from workload import run_workload
+from workload import Feature, Request, run_workload
 
 import pagepool
+from pagepool import hashing
+from pagepool.errors import ArgumentError, ArgumentTypeError
 
-pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
+msgspec = pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
 
-from router import Telling
+from router import Router, Telling  # noqa: E402
 
+from pagepool.events import AllBlocksCleared, BlockRemoved, EventBatch, encode_batch  # noqa: E402
+
+FULL = pagepool.FullAttentionSpec(4, 1, 8, "float16", False)
+MASK = (1 << 64) - 1
 CACHING = [setting for setting in SETTINGS if setting.enable_caching]
 ALGORITHMS = {name: options for name, options in HASHING.items() if "keep_token_ids" not in options}
 ALGORITHMS["sha256_cbor"] = {"hash_algo": "sha256_cbor", "hash_seed": 7}
@@ -72,3 +84,409 @@ def test_a_router_knows_what_a_batch_has_cached(setting: Setting, hashes_as_byte
         return ToldTwins(oracle, batch, PERIODS[seed % 4], hashes_as_bytes)
 
     run_batch_workload(setting, make_twins, seed, NUM_CALLS // 2 + 50, trims=True)
+
+
+# --- what each field says -------------------------------------------------------------------------------------
+
+
+class WireEvent(msgspec.Struct, tag=True, omit_defaults=True):
+    """A router's own classes, as vLLM 0.33 has them."""
+
+
+class WireStored(WireEvent, tag="BlockStored"):
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class WireRemoved(WireEvent, tag="BlockRemoved"):
+    block_hashes: list[int | bytes]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class WireCleared(WireEvent, tag="AllBlocksCleared"):
+    pass
+
+
+class WireBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    ts: float
+    events: list[WireStored | WireRemoved | WireCleared]
+    data_parallel_rank: int | None = None
+
+
+def decode(events: list[Any]) -> list[Any]:
+    """What a router gets."""
+    return msgspec.msgpack.decode(encode_batch(EventBatch(1.5, events, 3)), type=WireBatch).events
+
+
+def make_told(*specs: Any, num_pages: int = 32, **options: Any) -> pagepool.CacheManager:
+    groups = [pagepool.CacheGroupSpec(spec) for spec in specs or (FULL,)]
+    hashes_as_bytes = options.pop("hashes_as_bytes", False)
+    manager = pagepool.CacheManager(num_pages, groups, 256, **options)
+    manager.enable_events(hashes_as_bytes=hashes_as_bytes)
+    return manager
+
+
+def run_request(manager: pagepool.CacheManager, token_ids: list[int], **attributes: Any) -> Request:
+    """Compute a request; it keeps its pages."""
+    request = Request(f"r{len(manager.req_to_page_hashes)}", token_ids, **attributes)
+    hits, num_hits = manager.get_computed_pages(request)
+    assert manager.allocate_slots(request, len(token_ids) - num_hits, num_hits, hits) is not None
+    request.num_computed_tokens = len(token_ids)
+    return request
+
+
+def test_a_batch_on_the_wire() -> None:
+    """Arrays and maps as vLLM makes them, the fields in its order, and those that have nothing to say left out."""
+    manager = make_told(hash_seed=1)
+    request = run_request(manager, list(range(9)))
+    events = manager.take_events()
+    ts, [stored], rank = msgspec.msgpack.decode(encode_batch(EventBatch(1.5, events, 3)))
+    assert (ts, rank) == (1.5, 3)
+    hashes = [page_hash.hash_value & MASK for page_hash in manager.req_to_page_hashes[request.request_id]]
+    assert list(stored.items()) == [
+        *[("type", "BlockStored"), ("block_hashes", hashes), ("parent_block_hash", None), ("token_ids", list(range(8)))],
+        *[("block_size", 4), ("lora_id", None), ("medium", "GPU"), ("lora_name", None)],
+        *[("group_idx", 0), ("kv_cache_spec_kind", "full_attention")],
+    ]
+    manager.free(request)
+    manager.page_pool.evict_pages([2])
+    batch = msgspec.msgpack.decode(encode_batch(EventBatch(2.0, manager.take_events())))
+    assert batch == [2.0, [{"type": "BlockRemoved", "block_hashes": hashes[1:], "medium": "GPU", "group_idx": 0}], None]
+    manager.reset_prefix_cache()
+    assert msgspec.msgpack.decode(encode_batch(EventBatch(3.0, manager.take_events())))[1] == [{"type": "AllBlocksCleared"}]
+
+
+@pytest.mark.parametrize(("hash_algo", "num_bytes"), [("siphash128", 16), ("sha256", 32), (hash, 16)])
+def test_hashes_as_bytes_end_with_the_ints(hash_algo: Any, num_bytes: int) -> None:
+    both = [make_told(hash_algo=hash_algo, hash_seed=1, hashes_as_bytes=as_bytes) for as_bytes in (False, True)]
+    for manager in both:
+        run_request(manager, list(range(12)))
+        run_request(manager, [*range(8), 9, 9, 9, 9])
+        manager.page_pool.evict_pages([2])
+    as_ints, as_bytes = (decode(manager.take_events()) for manager in both)
+    for ints, raw in zip(as_ints, as_bytes, strict=True):
+        assert {len(value) for value in raw.block_hashes} == {num_bytes}
+        assert [int.from_bytes(value[-8:], "big") for value in raw.block_hashes] == ints.block_hashes
+    assert as_bytes[-1].parent_block_hash[-8:] == as_ints[-1].parent_block_hash.to_bytes(8, "big")
+
+
+@pytest.mark.parametrize("hash_algo", ["sha256", "sha256_cbor"])
+def test_hashes_can_be_made_of_the_events_alone(hash_algo: str) -> None:
+    """As vLLM's are: of the parent, the tokens and the extra keys."""
+    if hash_algo == "sha256_cbor":
+        pytest.importorskip("cbor2")
+    manager = make_told(hash_algo=hash_algo, hash_seed=7, hashes_as_bytes=True)
+    run_request(manager, list(range(12)), cache_salt="salt")
+    run_request(manager, [*range(8), 8, 9, 7, 7], cache_salt="salt")
+    root = hashing.sha256_cbor("7") if hash_algo == "sha256_cbor" else hashing.sha256_page(b"root", (), (("seed", b"7"),))
+    for stored in decode(manager.take_events()):
+        parent = stored.parent_block_hash or root
+        for i, block_hash in enumerate(stored.block_hashes):
+            tokens, keys = stored.token_ids[4 * i : 4 * i + 4], stored.extra_keys and stored.extra_keys[i]
+            tagged = keys and (("salt", *keys),)
+            if hash_algo == "sha256_cbor":
+                parent = hashing.sha256_cbor((parent, tuple(tokens), tagged))
+            else:
+                parent = hashing.sha256_page(parent, tokens, tagged)
+            assert block_hash == parent
+
+
+def test_groups_say_what_they_are() -> None:
+    specs = [
+        FULL,
+        pagepool.FullAttentionSpec(4, 1, 8, "float16", True),
+        pagepool.SlidingWindowSpec(8, 1, 8, "float16", False, 13),
+        pagepool.ChunkedLocalAttentionSpec(4, 1, 8, "float16", False, 8),
+        pagepool.MambaSpec(page_size=4096, shapes=((2, 2),), dtype="float16"),
+        pagepool.FullAttentionSpec(4, 1, 8, "float16", False, sliding_window=9),
+    ]
+    manager = make_told(*specs)
+    run_request(manager, list(range(24)))
+    said = [
+        (event.group_idx, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window, event.block_size, len(event.block_hashes))
+        for event in decode(manager.take_events())
+    ]
+    assert sorted(said) == [
+        *[(0, "full_attention", None, 4, 6), (1, "mla_attention", None, 4, 6), (2, "sliding_window", 13, 8, 3)],
+        *[(3, "chunked_local_attention", None, 4, 6), (5, "full_attention", None, 4, 6)],
+    ]
+    manager.page_pool.evict_pages(range(1, 32))
+    assert sorted(event.group_idx for event in decode(manager.take_events())) == [0, 1, 2, 3, 5]
+
+
+FEATURES = (Feature("cat", "image", SimpleNamespace(offset=2, length=3)), Feature("dog", "image", None))
+
+
+@pytest.mark.parametrize("is_batch", [False, True])
+def test_extra_keys_page_by_page(is_batch: bool) -> None:
+    """In vLLM's order: LoRA, features with their place in the page, salt."""
+    manager = make_told()
+    attributes = {"lora_id": "tuned", "cache_salt": "salt", "mm_features": FEATURES}
+    if is_batch:
+        pagepool.RunningBatch(manager, pagepool.PageTable(1, 16, 64)).admit(0, list(range(12)), **attributes)
+    else:
+        run_request(manager, list(range(12)), **attributes)
+    [stored] = decode(manager.take_events())
+    assert stored.extra_keys == [("tuned", ["cat", 2], ["dog", 0], "salt"), (["cat", -2],), None]
+    assert (stored.lora_id, stored.lora_name) == (None, "tuned")
+
+
+@pytest.mark.parametrize(
+    ("attributes", "expected"),
+    [
+        ({"lora_id": 5}, (5, None, (5,))),
+        ({"lora_id": 2**63}, (2**63, None, (2**63,))),
+        ({"lora_id": 2**64}, (None, str(2**64), (str(2**64),))),
+        ({"lora_id": -(2**63) - 1}, (None, str(-(2**63) - 1), (str(-(2**63) - 1),))),
+        ({"lora_id": b"\xffraw"}, (None, "ff726177", (b"\xffraw",))),
+        ({"cache_salt": "\ud800"}, (None, None, ("\\ud800",))),
+        ({"cache_salt": 2**200}, (None, None, (str(2**200),))),
+        ({"mm_features": (Feature(2**100, "image", None),)}, (None, None, ([str(2**100), 0],))),
+        ({"has_vision": True}, (None, None, ("r0",))),
+        ({"lora_id": "", "cache_salt": ""}, (None, "", ("", ""))),
+    ],
+    ids=str,
+)
+def test_whatever_requests_are_hashed_with_can_be_sent(attributes: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    """An int that msgpack has not, or a string that is no Unicode, would stop all that is sent."""
+    manager = make_told()
+    run_request(manager, [1, 2, 3, 4], **attributes)
+    [stored] = decode(manager.take_events())
+    assert (stored.lora_id, stored.lora_name, stored.extra_keys[0]) == expected
+
+
+def test_a_place_in_numpys_ints_is_the_same_place() -> None:
+    manager = make_told()
+    for integer in (int, np.int64, np.uint8):
+        place = SimpleNamespace(offset=integer(2), length=integer(3))
+        run_request(manager, [9] * 8, mm_features=(Feature("cat", "image", place),))
+    [stored] = decode(manager.take_events())
+    assert stored.extra_keys == [(["cat", 2],), (["cat", -2],)]
+
+
+def test_events_with_the_classes_of_vllm() -> None:
+    """Where vLLM can be imported."""
+    vllm = pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
+    manager = make_told(FULL, pagepool.SlidingWindowSpec(4, 1, 8, "float16", False, 9), hashes_as_bytes=True)
+    run_request(manager, list(range(12)), lora_id=1, cache_salt="salt", mm_features=FEATURES)
+    manager.page_pool.evict_pages([1])
+    events = [*manager.take_events(), BlockRemoved([b"x" * 16], "GPU", 0), AllBlocksCleared()]
+    batch = msgspec.msgpack.decode(encode_batch(EventBatch(1.5, events, 3)), type=vllm.KVEventBatch)
+    assert (batch.ts, batch.data_parallel_rank) == (1.5, 3)
+    for theirs, ours in zip(batch.events, decode(events), strict=True):
+        assert type(theirs).__name__ == f"Block{type(ours).__name__[4:]}".replace("BlockCleared", "AllBlocksCleared")
+        assert {name: getattr(theirs, name) for name in ours.__struct_fields__} == msgspec.structs.asdict(ours)
+
+
+# --- when ---------------------------------------------------------------------------------------------------
+
+
+def test_a_page_whose_parent_is_gone() -> None:
+    """It is told with the hash of its parent, and after it if that comes again in the same batch."""
+    manager = make_told()
+    request = run_request(manager, list(range(8)))
+    [first] = manager.take_events()
+    manager.page_pool.evict_pages([1, 2])
+    request.all_token_ids.extend(range(8, 12))
+    assert manager.allocate_slots(request, 4) is not None
+    [removed, orphan] = decode(manager.take_events())
+    assert removed.block_hashes == first.block_hashes.tolist()
+    assert orphan.parent_block_hash == first.block_hashes[1]
+    request.all_token_ids.extend(range(12, 16))
+    assert manager.allocate_slots(request, 8) is not None
+    manager.page_pool.evict_pages([3])
+    run_request(manager, list(range(12)))
+    [_, again, child] = decode(manager.take_events())
+    assert (again.parent_block_hash, len(again.block_hashes)) == (None, 3)
+    assert child.parent_block_hash == again.block_hashes[2] == orphan.block_hashes[0]
+
+
+def test_requests_that_were_looked_up_before() -> None:
+    """Their tokens are told all the same."""
+    manager = pagepool.CacheManager(32, [pagepool.CacheGroupSpec(FULL)], 64)
+    request = Request("early", list(range(8)))
+    manager.get_computed_pages(request)
+    manager.enable_events()
+    manager.allocate_slots(request, 8)
+    [stored] = manager.take_events()
+    assert stored.token_ids.tolist() == list(range(8))
+
+
+def test_pages_cached_without_the_manager_have_parents_too() -> None:
+    manager, router = make_told(), Router()
+    pool = manager.page_pool
+    request, page_hashes = Request("direct", list(range(24))), []
+    page_ids = pool.get_new_page_ids(6).tolist()
+    for start, stop in ((0, 2), (2, 3), (3, 6)):
+        pool.cache_full_page_ids(request, page_ids, page_hashes, start, stop, 4, 0)
+    [stored] = manager.take_events()
+    assert (len(stored.block_hashes), stored.parent_block_hash, len(stored.token_ids)) == (6, None, 0)
+    router.apply([stored])
+    pool.evict_pages(page_ids[1:4])
+    pool.cache_full_page_ids(request, page_ids, page_hashes, 3, 4, 4, 0)
+    pool.cache_full_page_ids(request, page_ids, page_hashes, 1, 3, 4, 0)
+    router.apply(manager.take_events())
+    assert len(router.pages) == 6
+    assert len(manager.snapshot_events()) == 1
+
+
+def test_a_snapshot_changes_nothing() -> None:
+    manager = make_told()
+    run_request(manager, list(range(12)), cache_salt="salt")
+    first, second = (decode(manager.snapshot_events()) for _ in range(2))
+    assert first == second == decode(manager.take_events())
+    assert manager.take_events() == []
+    assert decode(manager.snapshot_events()) == first
+
+
+def test_extra_keys_are_kept_as_long_as_somebody_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request has a salt of its own, and pages or rows outlive many others."""
+    manager = make_told(num_pages=64)
+    batch = pagepool.RunningBatch(manager, pagepool.PageTable(2, 16, 64))
+    values = manager.require_event_source().contexts._values
+    batch.admit(0, [1, 2, 3], cache_salt="row")
+    run_request(manager, [1, 2, 3, 4], cache_salt="page")
+    for i in range(1000):
+        request = run_request(manager, [1, 2, 3, 4], cache_salt=f"salt {i}")
+        manager.free(request)
+        manager.free_page_hashes(request)
+        batch.admit(1, [1, 2, 3, 4], cache_salt=f"pepper {i}")
+        batch.swap_row(0, 1)
+        batch.swap_row(0, 1)
+        batch.release([1])
+        assert len(values) <= 4 * 64
+    manager.take_events()
+    batch.append([0], [4])
+    batch.grow([0])
+    [stored] = decode(manager.take_events())
+    assert stored.extra_keys == [("row",)]
+    told = {event.extra_keys[0] for event in decode(manager.snapshot_events())}
+    assert ("page",) in told
+    assert len(told) == len(manager.page_pool.cached_page_hash_to_page)
+
+
+def test_names_are_kept_as_long_as_somebody_needs_them() -> None:
+    """And no longer, even if nobody takes the events. Hashes of 32 bytes need them."""
+    manager, router = make_told(num_pages=16, hash_algo="sha256", hashes_as_bytes=True), Router()
+    names = manager.page_pool.store.names
+    for i in range(3000):
+        request = run_request(manager, [i, 1, 2, 3, 4, 5, 6, 7])
+        manager.free(request)
+        manager.free_page_hashes(request)
+        if i == 10:
+            router.apply(manager.take_events())
+    assert len(names) <= 6 * 16 + 1024
+    router.apply(manager.take_events())
+    assert {stored for _, stored in router.pages} == {
+        key.page_hash.hash_value.to_bytes(32, "big") for key in manager.page_pool.cached_page_hash_to_page
+    }
+    manager.reset_prefix_cache()
+    assert len(names) == 0
+
+
+def test_an_interrupted_take_is_made_up_for() -> None:
+    """Wherever the interrupt comes, the next events start over."""
+
+    def make() -> pagepool.CacheManager:
+        manager = make_told(FULL, pagepool.SlidingWindowSpec(4, 1, 8, "float16", False, 9), num_pages=64)
+        run_request(manager, list(range(12)), cache_salt="salt")
+        manager.page_pool.evict_pages([2])
+        return manager
+
+    num_interrupted = 0
+    for manager in interrupted_everywhere(make, lambda manager: manager.require_event_source().take()):
+        router = Router()
+        router.apply(manager.take_events())
+        assert len(router.pages) == len(manager.page_pool.cached_page_hash_to_page)
+        assert manager.take_events() == []
+        assert manager.page_pool.store.kept_contexts() is not None
+        num_interrupted += 1
+    assert num_interrupted > 10
+
+
+@not_with_cython_3_3
+@pytest.mark.parametrize("name", ["take", "take_with_snapshot", "list_all"])
+def test_a_take_that_runs_out_of_memory_is_made_up_for(name: str) -> None:
+    """Whichever allocation fails."""
+
+    def make() -> pagepool.CacheManager:
+        manager = make_told(num_pages=64)
+        run_request(manager, list(range(12)), cache_salt="salt")
+        return manager
+
+    for manager in Failure().each(make, lambda manager: getattr(manager.require_event_source(), name)()):
+        router = Router()
+        router.apply(manager.take_events())
+        assert len(router.pages) == 3
+        assert manager.take_events() == []
+        manager.page_pool.check()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_thread_is_told_what_the_others_cache(seed: int) -> None:
+    """Extra keys and names are what they should be, whatever the others forget meanwhile."""
+    manager, router = make_told(num_pages=1500, hash_algo="sha256", hashes_as_bytes=True), Router()
+
+    def work(rng: Random, number: int) -> None:
+        if number == 0:
+            for _ in range(100):
+                router.apply(manager.take_events())
+                Router().apply(manager.snapshot_events())
+        else:
+            for i in range(150):
+                salt = f"{number} {i}"
+                request = Request(salt, [rng.randrange(3) for _ in range(rng.randint(1, 80))], cache_salt=salt)
+                if manager.allocate_slots(request, request.num_tokens) is not None:
+                    manager.free(request)
+                manager.free_page_hashes(request)
+
+    run_threads(4, seed, work)
+    router.apply(manager.take_events())
+    manager.check()
+    assert {key for _, key in router.pages} == {
+        key.page_hash.hash_value.to_bytes(32, "big") for key in manager.page_pool.cached_page_hash_to_page
+    }
+
+
+# --- what is refused ------------------------------------------------------------------------------------------
+
+
+def test_managers_without_events() -> None:
+    manager = pagepool.CacheManager(8, [pagepool.CacheGroupSpec(FULL)], 64)
+    for call in (manager.take_events, manager.snapshot_events):
+        with pytest.raises(ArgumentError, match=r"^events: call enable_events before the first request$"):
+            call()
+
+
+def test_events_that_cannot_be_enabled() -> None:
+    groups = [pagepool.CacheGroupSpec(FULL)]
+    uncached = pagepool.CacheManager(8, groups, 64, enable_caching=False)
+    with pytest.raises(ArgumentError, match=r"^events: got a manager without prefix caching, which has none$"):
+        uncached.enable_events()
+    late = pagepool.CacheManager(8, groups, 64)
+    run_request(late, [1, 2, 3, 4, 5])
+    with pytest.raises(ArgumentError, match=r"^2 pages are held and 1 prefixes cached already, allowed: none$"):
+        late.enable_events()
+    late.free(Request("r0", []))
+    late.reset_prefix_cache()
+    late.enable_events()
+    late.enable_events()
+    with pytest.raises(ArgumentError, match=r"^hashes_as_bytes: got True, allowed: False$"):
+        late.enable_events(hashes_as_bytes=True)
+    with pytest.raises(ArgumentError, match=r"^the pool has a journal already$"):
+        pagepool.CacheManager(8, groups, 64, page_pool=late.page_pool).enable_events()
+
+
+def test_a_value_that_is_no_event_is_not_sent() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"^events: got object among them, allowed: those of pagepool.events$"):
+        encode_batch(EventBatch(0.0, [object()]))

@@ -21,7 +21,7 @@ def run_fuzz(*options: str) -> str:
 
 
 def test_nothing_public_breaks_whatever_is_passed() -> None:
-    print(run_fuzz("--num-inputs", "3000", "--require-all"))
+    print(run_fuzz("--num-inputs", "5000", "--require-all"))
 
 
 def test_a_seed_makes_the_same_calls_again() -> None:

@@ -30,6 +30,7 @@ ORDER = [
     "attention",
     "coordinator",
     "manager",
+    "event_publisher",
     "device_table",
     "page_table",
     "running_batch",
@@ -41,7 +42,7 @@ ORDER = [
 ]
 FOLDERS = {"compat", "replay"}
 OPTIONAL = {"cbor2", "click", "easydel", "hypothesis", "jax", "matplotlib", "msgspec", "prometheus_client", "ray", "rich", "zmq"}
-EXTRAS = {"events", "event_publisher", "metrics", "replay"}  # what is imported only by those who want what it needs
+EXTRAS = {"events", "event_publisher", "metrics", "replay"}  # which themselves are imported on first use
 FILES = [*PYTHON_FILES, CORE]
 CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +(\w+)|c?import +([\w.]+))", re.MULTILINE)
 

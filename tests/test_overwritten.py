@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Iterator
-from ctypes import POINTER, c_int32, c_ssize_t, c_uint8, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_int32, c_int64, c_ssize_t, c_uint8, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from pagepool import (
     RunningBatch,
     SlidingWindowSpec,
 )
+from pagepool._core import HashChain, PageIds
 from pagepool.errors import ArgumentError, IntegrityError
 
 NO_GROUP = NOT_FREE = -1
@@ -51,6 +52,37 @@ class Links(ctypes.Structure):
     _fields_ = [("prev", c_int32), ("next", c_int32)]
 
 
+class OriginMemory(ctypes.Structure):
+    """How a cached page came to be, as in the core."""
+
+    _fields_ = [("parent", c_uint64 * 2), ("place", c_int32), ("context", c_int32)]
+
+
+class RemovalMemory(ctypes.Structure):
+    """A key that went, as in the core."""
+
+    _fields_ = [("key_lo", c_uint64), ("key_hi", c_uint64), ("group", c_int32)]
+
+
+class ContextMemory(ctypes.Structure):
+    """Who has a context, as in the core."""
+
+    _fields_ = [("num_users", c_int32), ("num_holders", c_int32)]
+
+
+class JournalMemory(ctypes.Structure):
+    """The journal of a pool, as in the core."""
+
+    _fields_ = [
+        ("origins", POINTER(OriginMemory)),
+        ("new", POINTER(Links)),
+        ("removed", POINTER(RemovalMemory)),
+        ("contexts", POINTER(ContextMemory)),
+        *((name, c_int32) for name in ("num_contexts", "num_new", "num_removed")),
+        ("is_cleared", c_uint8),
+    ]
+
+
 class PoolMemory(ctypes.Structure):
     """The pool itself, as in the core."""
 
@@ -66,6 +98,8 @@ class PoolMemory(ctypes.Structure):
         ("mask", c_uint32),
         ("home_shift", c_uint32),
         *((name, c_int32) for name in ("num_pages", "num_free", "num_shards", "pages_per_shard", "num_keys", "num_held_free")),
+        ("counters", c_int64 * 7),
+        ("journal", JournalMemory),
     ]
 
 
@@ -259,6 +293,93 @@ def test_a_page_cached_without_prefix_caching_is_found() -> None:
     pool = PagePool(8, False)
     memory_of(pool.store, PoolMemory).pages[3].group = 0
     with pytest.raises(IntegrityError, match=r"^1 pages are cached, allowed without prefix caching: none$"):
+        pool.check()
+
+
+# The journal.
+
+
+def make_journal() -> tuple[PagePool, Any]:
+    """Return a pool of which changes were told, and others not yet, and the memory of its journal."""
+    pool = PagePool(NUM_PAGES, True)
+    pool.store.start_journal()
+    chain = HashChain(2, bytes(16))
+    chain.extend(list(range(16)))
+    context = pool.store.add_context()
+    pool.store.enter_pages(PageIds([1, 2, 3, 4, 5]), chain, 0, 5, 1, 0, context)
+    pool.store.take_changes()
+    pool.store.drop([2, 5])
+    pool.store.enter_pages(PageIds([0, 7, 0, 0, 0, 8, 9]), chain, 1, 7, 1, 0, context)
+    memory = memory_of(pool.store, PoolMemory).journal
+    assert (memory.num_contexts, memory.num_new, memory.num_removed, memory.is_cleared) == (2, 3, 2, 0)
+    assert (memory.contexts[context].num_users, memory.origins[8].place, memory.new[0].next) == (6, 5, 7)
+    pool.check()
+    return pool, memory
+
+
+def numbers_of_journal(memory: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield those numbers of a journal that others contradict."""
+    for page_id in (0, 6, 7, 8, 9):
+        yield from fields_of(memory.new[page_id])
+    yield memory, "num_new"
+    yield memory, "num_contexts"
+    yield memory.contexts[1], "num_users"
+
+
+def test_each_number_of_a_journal_that_is_overwritten_is_found() -> None:
+    pool, memory = make_journal()
+    values = [-(1 << 31), -2, -1, 0, 1, 2, 3, 7, 8, 9, NUM_PAGES - 1, NUM_PAGES, (1 << 31) - 1]
+    for number, value in itertools.product(numbers_of_journal(memory), values):
+        old = read(number)
+        if value == old or (number[1] in ("num_users", "num_contexts") and value > old):
+            continue  # rows may have a context too, and what is behind the end of an array is no context
+        write(number, value)
+        with pytest.raises(IntegrityError):
+            pool.check()
+        write(number, old)
+        pool.check()
+
+
+@pytest.mark.parametrize(
+    ("find", "name", "value", "message"),
+    [
+        (lambda journal: journal.origins[3], "place", -1, r"^page 3 .* has place -1 and context 1, allowed: at least 0, and 0"),
+        (lambda journal: journal.origins[3], "context", 2, r"^page 3 .* has place 2 and context 2, .* 0 to 1$"),
+        (lambda journal: journal.contexts[1], "num_holders", -1, r"^context 1 has 6 users and -1 holders, allowed: at least 0$"),
+        (lambda journal: journal.contexts[1], "num_users", 5, r"^the contexts have 5 users, 6 pages are cached$"),
+        (lambda journal: journal.new[8], "prev", 9, r"^page 8 follows page 7 in the journal, and does not link back$"),
+        (lambda journal: journal.new[7], "next", 6, r"^page 6 follows page 7 in the journal, and does not link back$"),
+        (lambda journal: journal, "num_new", 2, r"^the journal ends after 3 new keys with page 9, 3 pages have links; it counts 2"),
+        (lambda journal: journal, "num_removed", -1, r"^the journal counts -1 keys that went, allowed: 0 to 15, or none$"),
+        (lambda journal: journal, "is_cleared", 1, r"^the journal counts 2 keys that went"),
+    ],
+)
+def test_what_is_wrong_with_a_journal_is_named(find: Any, name: str, value: int, message: str) -> None:
+    pool, memory = make_journal()
+    setattr(find(memory), name, value)
+    with pytest.raises(IntegrityError, match=message):
+        pool.check()
+
+
+def test_a_key_that_is_told_as_gone_and_is_there_is_found() -> None:
+    pool, memory = make_journal()
+    key, _ = pool.store.key_of(3)
+    memory.removed[0].key_lo, memory.removed[0].key_hi = key & ((1 << 64) - 1), key >> 64
+    with pytest.raises(IntegrityError, match=r"^page 3 .* is in the journal as gone$"):
+        pool.check()
+
+
+def test_a_key_that_was_there_before_everything_went_is_found() -> None:
+    pool, memory = make_journal()
+    memory.is_cleared, memory.num_removed = 1, 0
+    with pytest.raises(IntegrityError, match=r"^the prefix index has 6 keys, 3 of them new since all went$"):
+        pool.check()
+
+
+def test_a_page_in_the_journal_that_no_look_up_finds_is_found() -> None:
+    pool, memory = make_journal()
+    memory.new[9].next, memory.new[6].prev, memory.new[6].next, memory.new[0].prev = 6, 9, 0, 6
+    with pytest.raises(IntegrityError, match=r"^page 6 .* is in the journal, and no look-up finds it$"):
         pool.check()
 
 

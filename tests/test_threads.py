@@ -33,7 +33,7 @@ from pagepool import (
     RunningBatch,
     SlidingWindowSpec,
 )
-from pagepool._core import HashChain, PageIds
+from pagepool._core import HashChain, PageIds, PageStore
 from pagepool.errors import (
     OutOfPagesError,
     PageHashError,
@@ -711,6 +711,81 @@ def test_a_manager_and_a_batch_share_a_pool(seed: int) -> None:
     for request_id in left:
         manager.free(EngineRequest(request_id, []))
     release_all(manager, batch)
+
+
+# A journal.
+
+
+class Reader:
+    """Takes the changes of a pool, and knows by them what is cached."""
+
+    def __init__(self, store: PageStore) -> None:
+        self.store = store
+        self.keys: set[tuple[int, int, int]] = set()
+
+    def read(self) -> None:
+        is_cleared, removed_keys, groups, (new_keys, runs, _), entries = self.store.take_changes(True)
+        assert self.store.kept_contexts() is None
+        assert self.store.kept_keys() is None
+        if is_cleared:
+            self.keys.clear()
+        removed = {(*key, group) for key, group in zip(removed_keys.tolist(), groups.tolist(), strict=True)}
+        assert removed <= self.keys
+        self.keys -= removed
+        new = self.keys_in(new_keys, runs)
+        assert not new & self.keys
+        self.keys |= new
+        assert entries is not None
+        assert self.keys_in(*entries[:2]) == self.keys
+        self.store.end_report()
+
+    def keys_in(self, keys: Any, runs: list[tuple[int, ...]]) -> set[tuple[int, int, int]]:
+        groups = [run[3] for run in runs for _ in range(run[4])]
+        listed = [(*key, group) for key, group in zip(keys.tolist(), groups, strict=True)]
+        assert len(set(listed)) == len(listed)
+        return set(listed)
+
+
+@seeds
+def test_one_thread_is_told_what_the_others_cache(seed: int) -> None:
+    """Requests, rows and direct users of one pool; after each look the reader knows what is cached, and all that is."""
+    manager = make_manager(4000)
+    store = manager.page_pool.store
+    store.start_journal()
+    batch = RunningBatch(manager, PageTable(4, 1200, 64))
+    owners = Owners(4000)
+    reader = Reader(store)
+    left: list[str] = []
+
+    def work(rng: Random, number: int) -> None:
+        if number == 0:
+            for _ in range(60):
+                reader.read()
+        elif number == 1:
+            PoolUser(manager.page_pool, owners, rng, number).run(60)
+        elif number == 2:
+            left.extend(Client(manager, rng, "client").run(20))
+        else:
+            use_contexts(store, batch, rng)
+
+    run_threads(4, seed, work)
+    reader.read()
+    batch.check()
+    assert store.kept_contexts() is not None
+    assert len(reader.keys) == store.num_keys
+
+
+def use_contexts(store: PageStore, batch: RunningBatch, rng: Random) -> None:
+    """Rows of which some have a context, which nobody else has."""
+    for _ in range(60):
+        row, context = rng.randrange(4), store.add_context()
+        if batch.is_admitted[row]:
+            batch.release([row])
+        prompt = [rng.randrange(3) for _ in range(rng.choice((3, 30, 300)))]
+        batch.admit_row(row, prompt, None, None, [(0, b"%d" % context)], None, None, 50, context)
+        store.release_context(context)
+        kept = store.kept_contexts()
+        assert kept is None or context in kept or not batch.is_admitted[row]
 
 
 @pytest.mark.parametrize("evicted", [0, 1, 2])
