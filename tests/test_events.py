@@ -213,7 +213,13 @@ def test_groups_say_what_they_are() -> None:
     manager = make_told(*specs)
     run_request(manager, list(range(24)))
     said = [
-        (event.group_idx, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window, event.block_size, len(event.block_hashes))
+        (
+            event.group_idx,
+            event.kv_cache_spec_kind,
+            event.kv_cache_spec_sliding_window,
+            event.block_size,
+            len(event.block_hashes),
+        )
         for event in decode(manager.take_events())
     ]
     assert sorted(said) == [

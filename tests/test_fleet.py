@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("msgspec")
 
 from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
+from pagepool.errors import PagePoolError
 from pagepool.hashing import get_siphash_key
 from pagepool.replay import Scheduler, TraceRecord, make_requests
 from pagepool.replay.fleet import Fleet, FleetFigures, LocalReplicas, RayReplicas, Replicas
@@ -114,6 +115,19 @@ def test_a_request_larger_than_the_pool_is_skipped() -> None:
     records = [*make_records(0, 5), TraceRecord(30_000, 600 * 16, 1, tuple(range(5000, 5019)))]
     figures = make_fleet(records, LeastLoadedRouter).run()
     assert (figures.num_requests, figures.num_skipped) == (5, 1)
+
+
+class DyingReplicas(LocalReplicas):
+    """One of them dies in every round."""
+
+    def advance(self, until: float, arrivals: Any) -> list[Any]:
+        return [OSError("no memory"), *super().advance(until, arrivals)[1:]]
+
+
+def test_a_replica_that_dies_at_each_start_ends_the_run() -> None:
+    replicas = DyingReplicas(3, SETTINGS, make_records(0))
+    with pytest.raises(PagePoolError, match="replica 0 died 3 times in a row: no memory"):
+        Fleet(replicas, RoundRobinRouter(3, SETTINGS.page_size, KEY)).run()
 
 
 @contextmanager

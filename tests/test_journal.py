@@ -334,7 +334,10 @@ def test_a_journal_begins_with_nothing_held_or_cached() -> None:
     held, cached = PagePool(8, enable_caching=True).store, PagePool(8, enable_caching=True).store
     held.take(2)
     cached.enter(1, 5, 0)
-    for store, message in ((held, "2 pages are held and 0 prefixes cached"), (cached, "0 pages are held and 1 prefixes cached")):
+    for store, message in (
+        (held, "2 pages are held and 0 prefixes cached"),
+        (cached, "0 pages are held and 1 prefixes cached"),
+    ):
         with pytest.raises(ArgumentError, match=f"^{message} already, allowed: none$"):
             store.start_journal()
     with pytest.raises(ArgumentError, match=r"no journal$"):

@@ -41,7 +41,19 @@ ORDER = [
     "__main__",
 ]
 FOLDERS = {"compat", "replay"}
-OPTIONAL = {"cbor2", "click", "easydel", "hypothesis", "jax", "matplotlib", "msgspec", "prometheus_client", "ray", "rich", "zmq"}
+OPTIONAL = {
+    "cbor2",
+    "click",
+    "easydel",
+    "hypothesis",
+    "jax",
+    "matplotlib",
+    "msgspec",
+    "prometheus_client",
+    "ray",
+    "rich",
+    "zmq",
+}
 EXTRAS = {"events", "event_publisher", "metrics", "replay"}  # which themselves are imported on first use
 FILES = [*PYTHON_FILES, CORE]
 CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +(\w+)|c?import +([\w.]+))", re.MULTILINE)

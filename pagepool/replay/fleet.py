@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pagepool.errors import PagePoolError
 from pagepool.hashing import get_siphash_key
 from pagepool.replay.figures import Figures
 from pagepool.replay.replica import HASH_SEED, Replica, ReplicaReport, ReplicaSettings
@@ -18,6 +19,7 @@ __all__ = ["Fleet", "FleetFigures", "LocalReplicas", "RayReplicas", "Replicas", 
 
 Arrivals = list[tuple[float, int]]
 CONNECT_SECONDS = 10.0
+MAX_DEATHS_IN_A_ROW = 3
 
 
 class Replicas(ABC):
@@ -34,8 +36,8 @@ class Replicas(ABC):
     def _start(self, now: float) -> Any: ...
 
     @abstractmethod
-    def advance(self, until: float, arrivals: Sequence[Arrivals]) -> list[ReplicaReport | None]:
-        """Let each go on to a time with its arrivals; None for one that died."""
+    def advance(self, until: float, arrivals: Sequence[Arrivals]) -> list[ReplicaReport | Exception]:
+        """Let each go on to a time with its arrivals; for one that died, why."""
 
     def restart(self, i: int, now: float) -> None:
         """Put a new one in the place of one that died, or is to die."""
@@ -51,7 +53,7 @@ class LocalReplicas(Replicas):
     def _start(self, now: float) -> Replica:
         return Replica(self.settings, self.records, now)
 
-    def advance(self, until: float, arrivals: Sequence[Arrivals]) -> list[ReplicaReport | None]:
+    def advance(self, until: float, arrivals: Sequence[Arrivals]) -> list[ReplicaReport | Exception]:
         """O(their steps)."""
         return [replica.advance(until, each) for replica, each in zip(self._replicas, arrivals, strict=True)]
 
@@ -75,16 +77,16 @@ class RayReplicas(Replicas):
     def _start(self, now: float) -> Any:
         return self._actor.remote(self.settings, self._shared_records, now)
 
-    def advance(self, until: float, arrivals: Sequence[Arrivals]) -> list[ReplicaReport | None]:
+    def advance(self, until: float, arrivals: Sequence[Arrivals]) -> list[ReplicaReport | Exception]:
         """As long as the slowest takes."""
         futures = [actor.advance.remote(until, each) for actor, each in zip(self._replicas, arrivals, strict=True)]
         return [self._get(future) for future in futures]
 
-    def _get(self, future: Any) -> ReplicaReport | None:
+    def _get(self, future: Any) -> ReplicaReport | Exception:
         try:
-            report: ReplicaReport = self._ray.get(future)
-        except self._ray.exceptions.RayActorError:
-            return None
+            report: ReplicaReport | Exception = self._ray.get(future)
+        except self._ray.exceptions.RayActorError as error:
+            report = error
         return report
 
     def restart(self, i: int, now: float) -> None:
@@ -159,7 +161,7 @@ WAIT_PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 
 class Fleet:
-    """Routes a trace's requests to replicas and runs them to the end.
+    """Routes a trace's requests to replicas and runs them to the end. PagePoolError for a replica that dies at each start.
 
     Time goes on by `report_seconds`. In each such round the requests that arrive in it are routed by what the replicas
     reported at the end of the round before; then all replicas go on. So a router's knowledge is as old as in a cluster, and
@@ -186,6 +188,7 @@ class Fleet:
         self._running: list[dict[int, float]] = [{} for _ in range(replicas.num_replicas)]
         self._reported = [Figures() for _ in range(replicas.num_replicas)]
         self._deaths = sorted(deaths, reverse=True)
+        self._num_deaths_in_a_row = [0] * replicas.num_replicas
         self._report_seconds = report_seconds
 
     def run(self, on_round: Callable[[FleetFigures], object] | None = None) -> FleetFigures:
@@ -196,15 +199,22 @@ class Fleet:
             until = now + self._report_seconds
             reports = self._replicas.advance(until, self._route(now, until))
             for i, report in enumerate(reports):
-                if report is None:
-                    self._bury(i, until)
-                else:
+                if isinstance(report, ReplicaReport):
                     self._count(i, report)
+                else:
+                    self._require_life(i, report)
+                    self._bury(i, until)
             now = until
             if on_round is not None:
                 on_round(self.figures)
         self.figures.end_seconds = now
         return self.figures
+
+    def _require_life(self, i: int, error: Exception) -> None:
+        """PagePoolError for a replica that dies again and again: another one in its place would too."""
+        self._num_deaths_in_a_row[i] += 1
+        if self._num_deaths_in_a_row[i] == MAX_DEATHS_IN_A_ROW:
+            raise PagePoolError(f"replica {i} died {MAX_DEATHS_IN_A_ROW} times in a row: {error}") from error
 
     def _route(self, now: float, until: float) -> list[Arrivals]:
         """The arrivals of a round, by replica."""
@@ -234,6 +244,7 @@ class Fleet:
         self.figures.num_rerouted += len(lost)
 
     def _count(self, i: int, report: ReplicaReport) -> None:
+        self._num_deaths_in_a_row[i] = 0
         self._router.hear(i, report.events)
         for request in (*report.ended, *report.skipped):
             del self._running[i][request]

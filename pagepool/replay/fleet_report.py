@@ -25,7 +25,7 @@ def print_fleet(figures: dict[str, FleetFigures], title: str) -> None:
 
 NOTE = (
     "Imbalance: tokens that the busiest replica computed, per token of the average one. Waiting: from a request's arrival to "
-    "the step that first computes something of it."
+    "the step that first computes something of it; so many requests waited so long at most."
 )
 
 
@@ -40,7 +40,7 @@ def _rows(figures: FleetFigures) -> list[tuple[str, str]]:
         ("generated tokens", f"{figures.generated_tokens:,}"),
         ("preemptions", f"{figures.preemptions:,}"),
         ("imbalance", f"{figures.imbalance:.2f}"),
-        ("waiting, half of the requests at most", f"{figures.wait_percentile(50):,.2f} s"),
+        ("waiting, 50 %", f"{figures.wait_percentile(50):,.2f} s"),
         ("  90 %", f"{figures.wait_percentile(90):,.2f} s"),
         ("  99 %", f"{figures.wait_percentile(99):,.2f} s"),
         ("all ended after", f"{figures.end_seconds:,.0f} s"),

@@ -1,0 +1,94 @@
+"""docs/operating.md: every command in it runs, and says what stands there where that does not need the real trace."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from sources import ROOT
+
+for package in ("click", "rich", "msgspec", "matplotlib"):
+    pytest.importorskip(package)
+from command_line import invoke  # noqa: E402  only with the extras
+from test_fleet import HAS_RAY, make_records  # noqa: E402
+
+DOCUMENT = ROOT / "docs" / "operating.md"
+CONFIG = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+
+
+class Example(NamedTuple):
+    """A command in the document, and what it is said to print; None where that is not told."""
+
+    command: str
+    output: str | None
+
+
+def read_examples() -> list[Example]:
+    if not DOCUMENT.exists():
+        return []
+    examples = []
+    for kind, block in re.findall(r"^```(sh|console)\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL):
+        if kind == "sh":
+            commands = [line.partition("  #")[0].strip() for line in block.splitlines()]
+            examples += [Example(command, None) for command in commands if command.startswith("pagepool ")]
+        else:
+            parts = re.split(r"^\$ (.*)\n", block, flags=re.MULTILINE)[1:]
+            examples += [Example(command, output) for command, output in zip(parts[::2], parts[1::2], strict=True)]
+    return examples
+
+
+EXAMPLES = read_examples()
+
+
+@pytest.fixture(scope="module")
+def recording() -> Path:
+    """What the document records."""
+    test = doctest.DocTestParser().get_doctest(DOCUMENT.read_text().partition("## Metrics")[0], {}, "recording", None, 0)
+    assert doctest.DocTestRunner().run(test, clear_globs=False).failed == 0
+    return Path(test.globs["path"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, recording: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One with the files that the document names; a small trace stands for the real one."""
+    monkeypatch.chdir(tmp_path)
+    fields = ("timestamp", "input_length", "output_length", "hash_ids")
+    lines = [json.dumps({name: getattr(record, name) for name in fields}) + "\n" for record in make_records(1)]
+    Path("trace.jsonl").write_text("".join(lines))
+    Path("cut.jsonl").write_text("".join(lines[:4]) + '{"timestamp": 1, ')
+    Path("empty.jsonl").touch()
+    Path("config.json").write_text(json.dumps(CONFIG))
+    shutil.copy(recording, "recorded.jsonl.gz")
+    return tmp_path
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.command)
+@pytest.mark.filterwarnings("default:::ray")
+def test_a_command(example: Example, folder: Path) -> None:
+    command = shlex.split(example.command)
+    if "--ray" in command and not HAS_RAY:
+        pytest.skip("ray is not installed")
+    result = invoke(*command[1:])
+    is_error = example.output is not None and example.output.startswith("Error:")
+    assert (result.exit_code != 0) is is_error, result.output
+    if example.output is not None and "trace.jsonl" not in command:
+        got = result.stderr if is_error else "".join(f"{line.rstrip()}\n" for line in result.stdout.splitlines())
+        assert doctest.OutputChecker().check_output(example.output, got, doctest.ELLIPSIS), f"{got}\n{example.output}"
+
+
+def test_there_are_commands() -> None:
+    if not DOCUMENT.exists():
+        pytest.skip("the documents are not here")
+    assert {example.command.split()[1] for example in EXAMPLES} == {"fleet", "plan", "replay"}
