@@ -1,7 +1,7 @@
 """Replay a trace of requests through a running batch, or a manager, under a simulated scheduler; plan how large a pool is to
-be; record a trace.
+be; put a router before a fleet; record a trace.
 
-`pagepool replay` and `pagepool plan` on the command line; in Python:
+`pagepool replay`, `pagepool plan` and `pagepool fleet` on the command line; in Python:
 
 >>> from pagepool.manager import CacheManager
 >>> from pagepool.replay import Scheduler, generate_chats
@@ -12,7 +12,7 @@ be; record a trace.
 >>> figures.requests, figures.hit_tokens > 0
 (20, True)
 
-Only the commands need the extra `pagepool[replay]`, and only their plots `pagepool[plan]`.
+Only the commands need the extra `pagepool[replay]`, only their plots `pagepool[plan]`, and the fleet `pagepool[fleet]`.
 """
 
 from pagepool.replay.figures import Figures
