@@ -29,6 +29,7 @@ ORDER = [
     "attention",
     "coordinator",
     "manager",
+    "event_replay",
     "event_publisher",
     "device_table",
     "page_table",
@@ -38,7 +39,7 @@ ORDER = [
     "__main__",
 ]
 OPTIONAL = {"msgspec", "zmq", "jax", "click", "rich", "cbor2", "hypothesis"}
-EXTRAS = {"replay", "events", "event_publisher"}  # which themselves are imported on first use
+EXTRAS = {"replay", "events", "event_replay", "event_publisher"}  # which themselves are imported on first use
 FILES = [*PYTHON_FILES, CORE]
 CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +(\w+)|c?import +([\w.]+))", re.MULTILINE)
 
