@@ -37,6 +37,10 @@ class SnapshotError(PagePoolError, ValueError):
     """What should be a saved pool is damaged, of another version, or something else; the message says in what."""
 
 
+class EndpointError(PagePoolError, OSError):
+    """An address cannot be listened at, or connected to: it is none, the port is in use, or there is no such host."""
+
+
 class PageIdError(PagePoolError, IndexError):
     """A page id is out of range, a page belongs to another pool, or it is not in the state the call needs."""
 

@@ -49,7 +49,7 @@ class EventBatch(msgspec.Struct, array_like=True, gc=False):
     """What is sent at once. ``ts`` is in seconds since 1970, ``data_parallel_rank`` tells the engines of one router apart."""
 
     ts: float
-    events: "Sequence[Event]"
+    events: "Sequence[Event | msgspec.Raw]"
     data_parallel_rank: int | None = None
 
 
@@ -106,8 +106,9 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 
 def encode_batch(batch: EventBatch) -> bytes:
-    """The batch in msgpack, as vLLM sends it. 0.3 us a page of 16 tokens."""
-    return _encoder.encode(batch)
+    """The batch in msgpack, as vLLM sends it. 0.3 us a page of 16 tokens; between events other threads may run."""
+    events = [msgspec.Raw(_encoder.encode(event)) for event in batch.events]
+    return _encoder.encode(EventBatch(batch.ts, events, batch.data_parallel_rank))
 
 
 class Contexts:

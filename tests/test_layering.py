@@ -30,6 +30,7 @@ ORDER = [
     "attention",
     "coordinator",
     "manager",
+    "event_replay",
     "event_publisher",
     "device_table",
     "page_table",
@@ -54,7 +55,7 @@ OPTIONAL = {
     "rich",
     "zmq",
 }
-EXTRAS = {"events", "event_publisher", "metrics", "replay"}  # which themselves are imported on first use
+EXTRAS = {"events", "event_replay", "event_publisher", "metrics", "replay"}  # which themselves are imported on first use
 FILES = [*PYTHON_FILES, CORE]
 CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +(\w+)|c?import +([\w.]+))", re.MULTILINE)
 

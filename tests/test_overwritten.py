@@ -345,21 +345,11 @@ def test_each_number_of_a_journal_that_is_overwritten_is_found() -> None:
     [
         (lambda journal: journal.origins[3], "place", -1, r"^page 3 .* has place -1 and context 1, allowed: at least 0, and 0"),
         (lambda journal: journal.origins[3], "context", 2, r"^page 3 .* has place 2 and context 2, .* 0 to 1$"),
-        (
-            lambda journal: journal.contexts[1],
-            "num_holders",
-            -1,
-            r"^context 1 has 6 users and -1 holders, allowed: at least 0$",
-        ),
+        (lambda journal: journal.contexts[1], "num_holders", -1, r"^context 1 has 6 users and -1 holders"),
         (lambda journal: journal.contexts[1], "num_users", 5, r"^the contexts have 5 users, 6 pages are cached$"),
         (lambda journal: journal.new[8], "prev", 9, r"^page 8 follows page 7 in the journal, and does not link back$"),
         (lambda journal: journal.new[7], "next", 6, r"^page 6 follows page 7 in the journal, and does not link back$"),
-        (
-            lambda journal: journal,
-            "num_new",
-            2,
-            r"^the journal ends after 3 new keys with page 9, 3 pages have links; it counts 2",
-        ),
+        (lambda journal: journal, "num_new", 2, r"^the journal ends after 3 new keys with page 9, .* counts 2"),
         (lambda journal: journal, "num_removed", -1, r"^the journal counts -1 keys that went, allowed: 0 to 15, or none$"),
         (lambda journal: journal, "is_cleared", 1, r"^the journal counts 2 keys that went"),
     ],

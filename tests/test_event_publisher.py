@@ -1,0 +1,560 @@
+"""The publisher over real sockets on loopback, with routers that are slow, late, dead, or worse."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+
+import pagepool
+from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError
+
+pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
+zmq = pytest.importorskip("zmq", reason="events are an extra: pyzmq is not installed")
+
+from router import Router  # noqa: E402
+from test_events import FULL, make_told, run_request  # noqa: E402
+from wire import WireBatch, decode_batch  # noqa: E402
+
+from pagepool.event_publisher import EventPublisher  # noqa: E402
+from pagepool.events import AllBlocksCleared, BlockRemoved  # noqa: E402
+
+LOOPBACK = "tcp://127.0.0.1:*"
+END = (-1).to_bytes(8, "big", signed=True)
+START = 2**64 - 1
+TIMEOUT = 20_000  # milliseconds, after which a test fails
+HOUR = 3600.0
+NUM_LARGE = 400
+"""Batches of 100 kB, more than the sockets between publisher and subscriber hold."""
+
+
+class Subscriber:
+    """A router's end of both sockets."""
+
+    def __init__(self, publisher: EventPublisher, topic: str = "", hwm: int = 0) -> None:
+        self.publisher = publisher
+        self.context = zmq.Context()
+        self.live = self.context.socket(zmq.SUB)
+        self.live.set_hwm(hwm)
+        self.live.rcvtimeo = TIMEOUT
+        self.live.connect(publisher.endpoint)
+        self.live.subscribe(topic)
+        self.router = Router()
+        self.sequence = -1
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.context.destroy(linger=0)
+
+    def receive(self) -> tuple[int, WireBatch]:
+        """The next batch that is published."""
+        _, sequence, payload = self.live.recv_multipart()
+        return int.from_bytes(sequence, "big"), decode_batch(payload)
+
+    def wait_until_subscribed(self) -> None:
+        """Return once what is published arrives."""
+        poller = zmq.Poller()
+        poller.register(self.live, zmq.POLLIN)
+        while not poller.poll(10):
+            self.publisher.publish([])
+        while poller.poll(50):
+            self.live.recv_multipart()
+
+    def ask(self, sequence: int) -> None:
+        self.asking = self.context.socket(zmq.DEALER)
+        self.asking.rcvtimeo = TIMEOUT
+        self.asking.connect(self.publisher.replay_endpoint)
+        self.asking.send_multipart([b"", sequence.to_bytes(8, "big")])
+
+    def replay(self, sequence: int) -> list[tuple[int, WireBatch]]:
+        """What is sent again from that one on."""
+        self.ask(sequence)
+        batches = []
+        while True:
+            empty, topic, number, payload = self.asking.recv_multipart()
+            assert empty == b""
+            if number == END:
+                assert (topic, payload) == (b"", b"")
+                self.asking.close()
+                return batches
+            batches.append((int.from_bytes(number, "big"), decode_batch(payload)))
+
+    def follow(self, manager: pagepool.CacheManager) -> None:
+        """As routers do: apply what comes, ask for what is missed, until all that is cached is known."""
+        while self.router.pages.keys() != cached(manager):
+            sequence, batch = self.receive()
+            missed = self.replay(self.sequence + 1) if sequence > self.sequence + 1 else []
+            for number, replayed in [*missed, (sequence, batch)]:
+                if number > self.sequence:
+                    self.router.apply(replayed.events)
+                    self.sequence = number
+
+
+def number_of(batches: list[tuple[int, WireBatch]]) -> list[int]:
+    return [sequence for sequence, _ in batches]
+
+
+def cached(manager: pagepool.CacheManager) -> set[tuple[int, int]]:
+    """What a router should know."""
+    return {(key.group_id, key.page_hash.hash_value & ((1 << 64) - 1)) for key in manager.page_pool.cached_page_hash_to_page}
+
+
+def work(manager: pagepool.CacheManager, rng: Random) -> None:
+    """A request comes and goes."""
+    request = run_request(manager, [rng.randrange(2) for _ in range(rng.randint(1, 40))])
+    manager.free(request)
+    manager.free_page_hashes(request)
+
+
+def publish_some(publisher: EventPublisher, num_batches: int, size: int = 16) -> None:
+    """Batches that differ in their one hash, of so many bytes, which is in no group."""
+    for i in range(num_batches):
+        publisher.publish([BlockRemoved([i.to_bytes(8, "big") + bytes(size)], "GPU")])
+
+
+@pytest.fixture
+def manager() -> pagepool.CacheManager:
+    return make_told(num_pages=32)
+
+
+@pytest.fixture
+def publisher(manager: pagepool.CacheManager) -> Iterator[EventPublisher]:
+    """One that takes events only when it is told to."""
+    with EventPublisher(manager, LOOPBACK, LOOPBACK, interval=HOUR, buffer_steps=8, data_parallel_rank=3) as publisher:
+        yield publisher
+
+
+# --- what is sent ---------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_topic_number_and_payload(manager: pagepool.CacheManager) -> None:
+    publisher = EventPublisher(manager, LOOPBACK, topic="kv@host", data_parallel_rank=3)
+    with publisher, Subscriber(publisher, topic="kv@") as subscriber, Subscriber(publisher, topic="other") as other:
+        subscriber.wait_until_subscribed()
+        run_request(manager, list(range(9)))
+        topic, number, payload = subscriber.live.recv_multipart()
+        assert (topic, len(number)) == (b"kv@host", 8)
+        batch = decode_batch(payload)
+        assert (batch.data_parallel_rank, batch.events[0].token_ids) == (3, list(range(8)))
+        assert abs(batch.ts - time.time()) < HOUR
+        assert not other.live.poll(0)
+
+
+def test_the_first_batch_has_all_that_is_cached_already(manager: pagepool.CacheManager) -> None:
+    run_request(manager, list(range(9)))
+    manager.take_events()
+    with EventPublisher(manager, LOOPBACK, LOOPBACK) as publisher, Subscriber(publisher) as subscriber:
+        while not (batches := subscriber.replay(0)):
+            pass
+        sequence, batch = batches[0]
+        assert (sequence, type(batch.events[0]).__name__) == (0, "AllBlocksCleared")
+        subscriber.router.apply(batch.events)
+        assert subscriber.router.pages.keys() == cached(manager)
+
+
+@pytest.mark.parametrize("interval", [0.001, HOUR])
+def test_a_router_follows(interval: float) -> None:
+    """Taken by the clock, or by flushing, while the engine goes on."""
+    manager, rng = make_told(num_pages=32), Random(0)
+    with EventPublisher(manager, LOOPBACK, LOOPBACK, interval=interval) as publisher, Subscriber(publisher) as subscriber:
+        subscriber.wait_until_subscribed()
+        for _ in range(300):
+            work(manager, rng)
+            publisher.flush()
+        subscriber.follow(manager)
+
+
+def test_routers_may_listen_instead(manager: pagepool.CacheManager) -> None:
+    """One SUB socket for all engines."""
+    with zmq.Context() as context, context.socket(zmq.SUB) as live:
+        port = live.bind_to_random_port("tcp://127.0.0.1")
+        live.subscribe("")
+        live.rcvtimeo = TIMEOUT
+        publishers = [EventPublisher(None, f"tcp://127.0.0.1:{port}", topic=str(i), is_connecting=True) for i in range(3)]
+        topics: set[bytes] = set()
+        while len(topics) < 3:
+            for publisher in publishers:
+                publisher.publish([])
+            while live.poll(20):
+                topics.add(live.recv_multipart()[0])
+        for publisher in publishers:
+            publisher.close()
+
+
+def test_what_is_handed_over_is_sent_as_it_is(publisher: EventPublisher) -> None:
+    with Subscriber(publisher) as subscriber:
+        subscriber.wait_until_subscribed()
+        publish_some(publisher, 3)
+        hashes = [subscriber.receive()[1].events[0].block_hashes for _ in range(3)]
+        assert hashes == [[i.to_bytes(8, "big") + bytes(16)] for i in range(3)]
+        with pytest.raises(ArgumentTypeError, match=r"^events: got object among them"):
+            publisher.publish([object()])  # type: ignore[list-item]
+
+
+# --- what is sent again ---------------------------------------------------------------------------------------
+
+
+def test_a_gap_is_filled(publisher: EventPublisher, manager: pagepool.CacheManager) -> None:
+    """The router comes when two batches were sent, and is told of them before the third."""
+    publish_some(publisher, 1)
+    with Subscriber(publisher) as subscriber:
+        while len(batches := subscriber.replay(0)) < 2:
+            pass
+        assert number_of(batches) == [0, 1]
+        assert number_of(subscriber.replay(1)) == [1]
+        assert number_of(subscriber.replay(2)) == []
+        run_request(manager, list(range(9)))
+        publisher.flush()
+        while len(batches := subscriber.replay(2)) < 1:
+            pass
+        assert number_of(batches) == [2]
+        subscriber.router.apply(batches[0][1].events)
+        assert subscriber.router.pages.keys() == cached(manager)
+
+
+def test_a_router_that_starts_late_is_told_everything(publisher: EventPublisher, manager: pagepool.CacheManager) -> None:
+    """Of 30 batches the last eight are kept."""
+    rng = Random(1)
+    for _ in range(10):
+        work(manager, rng)
+    publish_some(publisher, 30)
+    publisher.publish([])
+    with Subscriber(publisher) as subscriber:
+        subscriber.wait_until_subscribed()
+        first, *rest = subscriber.replay(0)
+        subscriber.router.apply(first[1].events)
+        assert subscriber.router.pages.keys() == cached(manager)
+        subscriber.sequence = first[0]
+        assert number_of(rest) == []
+        work(manager, rng)
+        publisher.flush()
+        sequence, batch = subscriber.receive()
+        assert sequence == first[0] + 1
+        subscriber.router.apply(batch.events)
+        assert subscriber.router.pages.keys() == cached(manager)
+        for wrong in (0, START, sequence + 2):
+            assert number_of(subscriber.replay(wrong)) == [first[0], sequence]
+        assert number_of(subscriber.replay(sequence)) == [sequence]
+
+
+def test_a_snapshot_serves_many(publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made anew only once the batches behind it are kept no more: asking costs the engine nothing."""
+    source = publisher._worker._source
+    made = []
+    take = source.take_with_snapshot
+    monkeypatch.setattr(source, "take_with_snapshot", lambda: made.append(0) or take())
+    with Subscriber(publisher) as subscriber:
+        for num_batches in range(1, 30):
+            publish_some(publisher, 1)
+            while (batches := subscriber.replay(START))[-1][0] < num_batches:
+                pass
+            assert type(batches[0][1].events[0]).__name__ == "AllBlocksCleared"
+            assert number_of(batches) == list(range(num_batches - num_batches % 9, num_batches + 1))
+            assert len(made) == num_batches // 9
+
+
+def test_without_a_manager_there_is_what_is_kept() -> None:
+    with EventPublisher(None, LOOPBACK, LOOPBACK, buffer_steps=4) as publisher, Subscriber(publisher) as subscriber:
+        assert subscriber.replay(0) == subscriber.replay(START) == subscriber.replay(77) == []
+        publish_some(publisher, 10)
+        publisher.publish([AllBlocksCleared()])
+        publish_some(publisher, 2)
+        while (numbers := number_of(subscriber.replay(START)))[-1:] != [12]:
+            pass
+        assert numbers == [10, 11, 12]
+        publish_some(publisher, 3)
+        while (numbers := number_of(subscriber.replay(2)))[-1] < 15:
+            pass
+        assert numbers == [12, 13, 14, 15]
+
+
+# --- routers that are slow, dead, or worse ----------------------------------------------------------------------
+
+
+def test_a_slow_subscriber_misses_batches_and_asks_for_them() -> None:
+    """It does not hold up the publisher, nor another subscriber."""
+    publisher = EventPublisher(None, LOOPBACK, LOOPBACK, hwm=20, buffer_steps=400)
+    with publisher, Subscriber(publisher, hwm=1) as slow, Subscriber(publisher) as fast:
+        slow.wait_until_subscribed()
+        fast.wait_until_subscribed()
+        while slow.live.poll(50):
+            slow.receive()
+        received = []
+        for i in range(NUM_LARGE):
+            publisher.publish([BlockRemoved([i.to_bytes(8, "big") + bytes(100_000)], "GPU")])
+            received.append(fast.receive())
+        first = received[0][0]
+        assert number_of(received) == list(range(first, first + NUM_LARGE))
+        seen = []
+        while slow.live.poll(200):
+            seen.append(slow.receive())
+        assert any(after > before + 1 for before, after in itertools.pairwise(number_of(seen)))
+        known = {number: batch.events for number, batch in slow.replay(first) + seen}
+        assert known == {number: batch.events for number, batch in received}
+
+
+def test_routers_that_die_are_forgotten(publisher: EventPublisher, manager: pagepool.CacheManager) -> None:
+    """While they are sent to, or asked: by closing, or as if the machine were gone."""
+    publish_some(publisher, 8, size=1_000_000)
+    for _ in range(10):
+        with Subscriber(publisher) as subscriber:
+            subscriber.ask(0)
+    for endpoint in (publisher.endpoint, publisher.replay_endpoint):
+        for data in (b"", b"\xff" * 10, os.urandom(5000), b"GET / HTTP/1.1\r\n\r\n"):
+            with connect(endpoint) as raw:
+                raw.sendall(data)
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # reset at the end
+    assert_serves(publisher, manager)
+
+
+def connect(endpoint: str) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])))
+
+
+def assert_serves(publisher: EventPublisher, manager: pagepool.CacheManager) -> None:
+    """Whatever was done to it, it publishes, and replays."""
+    with Subscriber(publisher) as subscriber:
+        subscriber.wait_until_subscribed()
+        subscriber.replay(START)
+        work(manager, Random(2))
+        publisher.flush()
+        subscriber.receive()
+        for _, batch in subscriber.replay(START):
+            subscriber.router.apply([event for event in batch.events if getattr(event, "group_idx", 0) is not None])
+        assert subscriber.router.pages.keys() == cached(manager)
+
+
+BAD_REQUESTS = [
+    [b""],
+    [b"", b""],
+    [b"", b"1234567"],
+    [b"", b"123456789"],
+    [b"x", bytes(8)],
+    [b"", bytes(8), b""],
+    [b""] * 300,
+    [bytes(8)],
+    [b"", b"x" * 5000],
+    [os.urandom(4000)],
+]
+
+
+def test_garbage_is_not_answered(publisher: EventPublisher, manager: pagepool.CacheManager) -> None:
+    for frames in BAD_REQUESTS:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            dealer.connect(publisher.replay_endpoint)
+            dealer.send_multipart(frames)
+            assert not dealer.poll(20), frames
+    assert_serves(publisher, manager)
+
+
+def test_a_flood_of_requests_does_not_stop_publishing(publisher: EventPublisher, manager: pagepool.CacheManager) -> None:
+    """Each would be answered by eight megabytes, which nobody reads. Others are answered meanwhile."""
+    publish_some(publisher, 8, size=1_000_000)
+    with Subscriber(publisher) as flooding, Subscriber(publisher) as subscriber:
+        dealers = [flooding.context.socket(zmq.DEALER) for _ in range(40)]
+        for dealer in dealers:
+            dealer.connect(publisher.replay_endpoint)
+        for _ in range(2000):
+            for dealer in dealers:
+                dealer.send_multipart([b"", bytes(8)], zmq.DONTWAIT) if dealer.poll(0, zmq.POLLOUT) else None
+        subscriber.wait_until_subscribed()
+        numbers = []
+        for i in range(50):
+            run_request(manager, [i % 2, 1, 2, 3, 4]) if i < 2 else publish_some(publisher, 1)
+            publisher.flush()
+            numbers.append(subscriber.receive()[0])
+        assert numbers == list(range(numbers[0], numbers[0] + 50))
+        assert threading.active_count() < 20
+    assert_serves(publisher, manager)
+
+
+# --- what goes wrong in the engine ------------------------------------------------------------------------------
+
+
+def test_events_that_could_not_be_sent_are_told_anew(
+    publisher: EventPublisher, manager: pagepool.CacheManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Subscriber(publisher) as subscriber:
+        subscriber.wait_until_subscribed()
+        run_request(manager, list(range(9)))
+        with monkeypatch.context() as patch:
+            patch.setattr(publisher._worker._source, "_hash_of", lambda key: 1 / 0)
+            run_request(manager, [7] * 9)
+            manager.page_pool.evict_pages([1])
+            publisher.flush()
+            while not caplog.records:
+                time.sleep(0.01)
+        assert caplog.records[0].message == "events were not sent; routers are told anew"
+        publisher.flush()
+        subscriber.router.apply(subscriber.receive()[1].events)
+        assert subscriber.router.pages.keys() == cached(manager)
+
+
+def test_a_publisher_is_closed_once(publisher: EventPublisher, manager: pagepool.CacheManager) -> None:
+    with Subscriber(publisher) as subscriber:
+        subscriber.wait_until_subscribed()
+        run_request(manager, list(range(9)))
+        publisher.close()
+        assert subscriber.receive()[1].events[0].token_ids == list(range(8))
+    publisher.close()
+    for call in (publisher.flush, lambda: publisher.publish([])):
+        with pytest.raises(ArgumentError, match=r"^the publisher is closed, or another process's$"):
+            call()
+    with EventPublisher(manager, publisher.endpoint, publisher.replay_endpoint) as again:
+        assert_serves(again, manager)
+
+
+def test_a_publisher_that_is_dropped_ends() -> None:
+    before = set(threading.enumerate())
+    publisher = EventPublisher(make_told(), LOOPBACK, LOOPBACK)
+    [thread] = set(threading.enumerate()) - before
+    del publisher
+    thread.join(TIMEOUT / 1000)
+    assert not thread.is_alive()
+
+
+ENDINGS = {
+    "exit": "",
+    "exit with an error": "raise SystemExit(3)",
+    "with a router that does not read": """
+import socket
+router = socket.create_connection(("127.0.0.1", int(publisher.replay_endpoint.rpartition(":")[2])))
+publisher.publish([AllBlocksCleared()] * 100_000)
+""",
+    "fork": "child = os.fork(); sys.exit() if child == 0 else sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))",
+    "fork and use": """
+child = os.fork()
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+try:
+    publisher.flush()
+except ArgumentError:
+    publisher.close()
+    del publisher
+else:
+    sys.exit(5)
+""",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
+def test_an_interpreter_ends_without_closing(ending: str) -> None:
+    """It does not hang, and nothing is printed."""
+    if "fork" in ending and not hasattr(os, "fork"):
+        pytest.skip("there is no fork here")
+    code = f"""
+import os, sys
+from pagepool.errors import ArgumentError
+from pagepool.event_publisher import EventPublisher
+from pagepool.events import AllBlocksCleared
+from test_event_publisher import LOOPBACK, make_told
+manager = make_told()
+publisher = EventPublisher(manager, LOOPBACK, LOOPBACK)
+{ending}
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert (process.returncode, process.stderr) == (3 if "SystemExit" in ending else 0, "")
+
+
+# --- what is refused ------------------------------------------------------------------------------------------
+
+
+def test_a_port_that_is_in_use(publisher: EventPublisher) -> None:
+    for name in ("endpoint", "replay_endpoint"):
+        endpoints = {"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK, name: publisher.endpoint}
+        expected = f"^{name}: got '{publisher.endpoint}': the port is in use; allowed: a free one, such as 'tcp://\\*:5557'$"
+        with pytest.raises(EndpointError, match=expected) as caught:
+            EventPublisher(None, **endpoints)
+        assert isinstance(caught.value, OSError)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "x", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "http://a:1", "tcp://no.such.host.:1", "\ud800"]
+)
+def test_an_address_that_is_none(endpoint: str) -> None:
+    num_threads = threading.active_count()
+    with pytest.raises(EndpointError, match=r"^endpoint: got '.*': .+; allowed: a free one, such as 'tcp://\*:5557'$"):
+        EventPublisher(None, endpoint)
+    assert threading.active_count() == num_threads
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"manager": 3}, ArgumentTypeError, "manager: got int, allowed: CacheManager or None"),
+    ({"endpoint": 3}, ArgumentTypeError, "endpoint: got int, allowed: a string such as"),
+    ({"replay_endpoint": 3}, ArgumentTypeError, "replay_endpoint: got int, allowed: a string such as"),
+    ({"topic": b"x"}, ArgumentTypeError, "topic: got bytes, allowed: a string"),
+    ({"interval": "1"}, ArgumentTypeError, "interval: got str, allowed: a number of seconds"),
+    ({"interval": True}, ArgumentTypeError, "interval: got bool, allowed: a number of seconds"),
+    ({"interval": 0}, ArgumentError, "interval: got 0, allowed: more than 0 seconds"),
+    ({"interval": float("nan")}, ArgumentError, "interval: got nan, allowed: more than 0 seconds"),
+    ({"interval": float("inf")}, ArgumentError, "interval: got inf, allowed: more than 0 seconds"),
+    ({"buffer_steps": 0}, ArgumentError, "buffer_steps must be at least 1, got 0"),
+    ({"hwm": 0}, ArgumentError, "hwm must be at least 1, got 0"),
+    ({"data_parallel_rank": -1}, ArgumentError, "data_parallel_rank must be at least 0, got -1"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), WRONG, ids=str)
+def test_options_that_are_wrong(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        EventPublisher(**{"endpoint": LOOPBACK} | options)
+
+
+def test_a_manager_has_one_publisher_and_events(publisher: EventPublisher, manager: pagepool.CacheManager) -> None:
+    with pytest.raises(ArgumentError, match=r"^manager: got one whose events another publisher takes$"):
+        EventPublisher(manager, LOOPBACK)
+    without = pagepool.CacheManager(8, [pagepool.CacheGroupSpec(FULL)], 64)
+    with pytest.raises(ArgumentError, match=r"^events: call enable_events before the first request$"):
+        EventPublisher(without, LOOPBACK)
+
+
+# --- beside vLLM ------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_client_cannot_tell_it_from_vllms() -> None:
+    """Where vLLM can be imported: the same frames for the same requests."""
+    vllm = pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
+    endpoints = [f"tcp://*:{free_port()}" for _ in range(2)]
+    theirs = vllm.ZmqEventPublisher(0, endpoints[0], endpoints[1], buffer_steps=4, topic="kv")
+    with EventPublisher(None, LOOPBACK, LOOPBACK, buffer_steps=4, topic="kv") as ours:
+        for i in range(6):
+            theirs.publish(vllm.KVEventBatch(1.0, [vllm.BlockRemoved([i], "GPU", 0)]))
+            ours.publish([BlockRemoved([i], "GPU", 0)])
+        time.sleep(0.5)
+        for sequence in (0, 2, 4, 5, 6):
+            answers = [
+                replay_raw(endpoint, sequence) for endpoint in (endpoints[1].replace("*", "127.0.0.1"), ours.replay_endpoint)
+            ]
+            assert answers[0] == answers[1]
+    theirs.shutdown()
+
+
+def replay_raw(endpoint: str | None, sequence: int) -> list[tuple[Any, ...]]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.rcvtimeo = TIMEOUT
+        dealer.connect(endpoint)
+        dealer.send_multipart([b"", sequence.to_bytes(8, "big")])
+        answers = []
+        while not answers or answers[-1][2] != END:
+            *frames, payload = dealer.recv_multipart()
+            answers.append((*frames, payload and decode_batch(payload).events))
+        return answers
