@@ -97,7 +97,8 @@ class PoolMemory(ctypes.Structure):
         ("multiplier", c_uint64),
         ("mask", c_uint32),
         ("home_shift", c_uint32),
-        *((name, c_int32) for name in ("num_pages", "num_free", "num_shards", "pages_per_shard", "num_keys", "num_held_free")),
+        *((name, c_int32) for name in ("num_pages", "num_free", "num_shards", "pages_per_shard")),
+        *((name, c_int32) for name in ("num_keys", "num_entries", "sample_mask", "num_held_free")),
         ("counters", c_int64 * 7),
         ("journal", JournalMemory),
     ]
@@ -184,6 +185,7 @@ def numbers_that_matter(memory: Any) -> Iterator[tuple[Any, Any]]:
         yield from fields_of(memory.slots[i])[0 if memory.slots[i].page_id else 1 :]
     yield memory, "num_free"
     yield memory, "num_keys"
+    yield memory, "num_entries"
     yield memory, "num_held_free"
 
 
