@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-BENCHES = [str(HERE / name) for name in ("bench_drop_in.py", "bench_core.py", "bench_running_batch.py", "bench_page_table.py")]
+NAMES = ("drop_in", "core", "running_batch", "page_table", "events")
+BENCHES = [str(HERE / f"bench_{name}.py") for name in NAMES]
 
 sys.exit(pytest.main(["-q", *BENCHES, "--benchmark-enable", "--benchmark-quiet", *sys.argv[1:]]))

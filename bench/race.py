@@ -114,7 +114,7 @@ class Race:
 
     def __init__(self, benchmark: Any, results: list[Result]) -> None:
         self._benchmark = benchmark
-        self._results = results
+        self.results = results
 
     def __call__(self, contenders: Mapping[str, Contender], work: Work) -> None:
         """Time the contenders, by the rivals' names, and add the result."""
@@ -138,8 +138,8 @@ class Race:
         for rival, duration in zip(turns, self._benchmark.stats.stats.data, strict=False):
             seconds[rival].append(duration)
         medians = {rival: median(seconds[rival]) * work.suite.units_per_second / work.num_units for rival in rivals}
-        self._results.append(Result(work, medians))
-        self._benchmark.extra_info.update(asdict(self._results[-1]))
+        self.results.append(Result(work, medians))
+        self._benchmark.extra_info.update(asdict(self.results[-1]))
 
 
 def count_rounds(num_turns: int) -> int:

@@ -180,6 +180,10 @@ cdef struct Origin:           # how a cached page came to be
     int32_t place             # in its request, in pages; 0: it has no parent
     int32_t context           # what else its hash is of, see `PageStore.add_context`; 0: nothing
 
+cdef struct Note:             # 32 bytes, two to a cache line
+    Origin origin             # of a cached page
+    Links new                 # ring of the first pages of new keys, closed by the null page; NOT_NEW outside
+
 cdef struct Removal:          # an entry that went
     Digest key
     int32_t group
@@ -189,8 +193,7 @@ cdef struct Context:
     int32_t num_holders       # who wants it kept all the same
 
 cdef struct Journal:          # which keys came into the prefix index and went since somebody took the changes
-    Origin *origins           # [num_pages] of cached pages; NULL: there is no journal
-    Links *new                # [num_pages] ring of the first pages of new keys, closed by the null page; NOT_NEW outside
+    Note *notes               # [num_pages]; NULL: there is no journal
     Removal *removed          # [num_pages] keys that are gone, and were there when the changes were taken last
     Context *contexts         # [num_contexts], and room up to the next power of 2
     int32_t num_contexts      # the first stands for none
@@ -303,13 +306,15 @@ cdef struct Link:             # a page to hash
     const uint8_t *tokens
 
 cdef struct Entry:            # a page to enter in the prefix index
-    const Digest *chain       # the row's
+    const Digest *key
     const int32_t *tokens
     int32_t num_tokens
     int32_t page_id
     int32_t group
-    int32_t stride            # hashes of a page
-    int32_t place             # in the row
+
+cdef struct Provenance:       # what its origin will be, once the parent is hashed
+    const Digest *parent      # NULL: it has none
+    int32_t place
     int32_t context
 
 cdef struct Batch:            # rows that run together; values by row are [num_rows]
@@ -329,6 +334,7 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     Link links[NUM_ENTRIES]
     Py_ssize_t num_links      # that wait to be hashed
     Entry entries[NUM_ENTRIES]
+    Provenance provenances[NUM_ENTRIES]  # of the same, where there is a journal
     Py_ssize_t num_entries    # that wait to be entered, once those are
     int32_t *token_ids        # [num_rows, tokens_stride] known tokens
     Py_ssize_t tokens_stride
@@ -669,36 +675,44 @@ cdef inline void enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
 # The journal. Only the net change is noted, so that it has a bounded size: a new key that goes again leaves nothing behind.
 
 cdef inline bint is_journaled(const Pool *pool) noexcept nogil:
-    return pool.journal.origins != NULL
+    return pool.journal.notes != NULL
 
 
 cdef inline void note_entry(Pool *pool, int32_t page_id, Origin origin) noexcept nogil:
     """Of a page that was entered just now."""
     cdef Journal *journal = &pool.journal
-    journal.origins[page_id] = origin
+    journal.notes[page_id].origin = origin
     journal.contexts[origin.context].num_users += 1
     if not pool.pages[page_id].group & TWIN:
         note_new(journal, page_id)
 
 
 cdef inline void note_new(Journal *journal, int32_t page_id) noexcept nogil:
-    link_after(journal.new, journal.new[NULL_PAGE].prev, page_id)
+    """Put a page behind the last in the ring."""
+    cdef Note *notes = journal.notes
+    cdef int32_t last = notes[NULL_PAGE].new.prev
+    notes[page_id].new = Links(last, NULL_PAGE)
+    notes[last].new.next = page_id
+    notes[NULL_PAGE].new.prev = page_id
     journal.num_new += 1
 
 
 cdef inline void forget_new(Journal *journal, int32_t page_id) noexcept nogil:
-    unlink(journal.new, page_id)
-    journal.new[page_id] = Links(NOT_NEW, NOT_NEW)
+    cdef Note *notes = journal.notes
+    cdef Links links = notes[page_id].new
+    notes[links.prev].new.next = links.next
+    notes[links.next].new.prev = links.prev
+    notes[page_id].new = Links(NOT_NEW, NOT_NEW)
     journal.num_new -= 1
 
 
 cdef void note_drop(Pool *pool, int32_t page_id) noexcept nogil:
     """Of a page whose entry is about to go. Its key stays where other pages have it too: the next one is the first then."""
     cdef Journal *journal = &pool.journal
+    cdef Note *note = &journal.notes[page_id]
     cdef Page *page = &pool.pages[page_id]
-    cdef bint is_new = journal.new[page_id].next != NOT_NEW
-    journal.contexts[journal.origins[page_id].context].num_users -= 1
-    if is_new:
+    journal.contexts[note.origin.context].num_users -= 1
+    if note.new.next != NOT_NEW:
         forget_new(journal, page_id)
         if page.group & TWIN:
             note_new(journal, pool.twins[page_id].next)
@@ -752,7 +766,7 @@ cdef void copy_page(const Pool *pool, int32_t page_id, Copies *copies) noexcept 
     """Append a cached page, for which there is room, to the last run or as one of its own."""
     cdef const int32_t *kept = pool.page_tokens + page_id * pool.tokens_width
     cdef int32_t num_tokens = kept[0] if pool.tokens_width else 0
-    cdef Run run = Run(pool.journal.origins[page_id], pool.pages[page_id].group & ~TWIN, 0, num_tokens)
+    cdef Run run = Run(pool.journal.notes[page_id].origin, pool.pages[page_id].group & ~TWIN, 0, num_tokens)
     if not copies.num_runs or not continues(&copies.runs[copies.num_runs - 1], &run, &copies.keys[copies.num_pages - 1]):
         copies.runs[copies.num_runs] = run
         copies.num_runs += 1
@@ -766,10 +780,10 @@ cdef void copy_page(const Pool *pool, int32_t page_id, Copies *copies) noexcept 
 
 cdef void copy_new(const Pool *pool, Copies *copies) noexcept nogil:
     """The first page of each new key, in the order in which these came."""
-    cdef int32_t page_id = pool.journal.new[NULL_PAGE].next
+    cdef int32_t page_id = pool.journal.notes[NULL_PAGE].new.next
     while page_id != NULL_PAGE:
         copy_page(pool, page_id, copies)
-        page_id = pool.journal.new[page_id].next
+        page_id = pool.journal.notes[page_id].new.next
 
 
 cdef inline bint is_first(Pool *pool, int32_t page_id) noexcept nogil:
@@ -787,16 +801,16 @@ cdef void copy_keys(Pool *pool, Copies *copies) noexcept nogil:
         if is_first(pool, page_id):
             copies.keys[copies.num_pages] = digest_of(&pool.pages[page_id])
             copies.num_pages += 1
-            if is_journaled(pool) and pool.journal.origins[page_id].place:
-                copies.keys[copies.num_pages] = pool.journal.origins[page_id].parent
+            if is_journaled(pool) and pool.journal.notes[page_id].origin.place:
+                copies.keys[copies.num_pages] = pool.journal.notes[page_id].origin.parent
                 copies.num_pages += 1
 
 
 cdef inline int32_t find_parent(Pool *pool, int32_t page_id) noexcept nogil:
     """The first page with the key of a cached page's parent, or NULL_PAGE."""
-    cdef const Origin *origin = &pool.journal.origins[page_id]
+    cdef const Origin *origin = &pool.journal.notes[page_id].origin
     cdef int32_t parent = find(pool, origin.parent, pool.pages[page_id].group & ~TWIN) if origin.place else NULL_PAGE
-    return parent if pool.journal.origins[parent].place + 1 == origin.place else NULL_PAGE
+    return parent if pool.journal.notes[parent].origin.place + 1 == origin.place else NULL_PAGE
 
 
 cdef void copy_all(Pool *pool, Links *links, Copies *copies) noexcept nogil:
@@ -817,12 +831,12 @@ cdef void copy_all(Pool *pool, Links *links, Copies *copies) noexcept nogil:
 
 cdef void end_journal(Journal *journal) noexcept nogil:
     """Begin it anew: what is in it was copied."""
-    cdef int32_t following, page_id = journal.new[NULL_PAGE].next
+    cdef int32_t following, page_id = journal.notes[NULL_PAGE].new.next
     while page_id != NULL_PAGE:
-        following = journal.new[page_id].next
-        journal.new[page_id] = Links(NOT_NEW, NOT_NEW)
+        following = journal.notes[page_id].new.next
+        journal.notes[page_id].new = Links(NOT_NEW, NOT_NEW)
         page_id = following
-    journal.new[NULL_PAGE] = Links(NULL_PAGE, NULL_PAGE)
+    journal.notes[NULL_PAGE].new = Links(NULL_PAGE, NULL_PAGE)
     journal.num_new = journal.num_removed = 0
     journal.is_cleared = 0
 
@@ -1590,10 +1604,6 @@ cdef void hash_waiting(Batch *batch) noexcept nogil:
     batch.num_links = 0
 
 
-cdef inline Digest key_of(const Entry *entry) noexcept nogil:
-    return entry.chain[(entry.place + <Py_ssize_t>1) * entry.stride - 1]
-
-
 cdef void enter_waiting(Batch *batch) noexcept nogil:
     """Hash and enter the pages that wait for it, in order. A page that somebody gave an entry keeps that. The slots of the
     index, likely far away, are all fetched before the first is read.
@@ -1602,24 +1612,36 @@ cdef void enter_waiting(Batch *batch) noexcept nogil:
     cdef Py_ssize_t i
     hash_waiting(batch)
     for i in range(batch.num_entries):
-        fetch(home_of(batch.pool, key_of(&batch.entries[i]), batch.entries[i].group))
+        fetch(home_of(batch.pool, batch.entries[i].key[0], batch.entries[i].group))
     for i in range(batch.num_entries):
         entry = &batch.entries[i]
         if batch.pool.pages[entry.page_id].group == NO_GROUP:
-            enter(batch.pool, entry.page_id, key_of(entry), entry.group)
+            enter(batch.pool, entry.page_id, entry.key[0], entry.group)
             if is_journaled(batch.pool):
-                note_entry(batch.pool, entry.page_id, origin_of(entry.chain, entry.place, entry.stride, entry.context))
+                note_entry(batch.pool, entry.page_id, origin_from(&batch.provenances[i]))
             keep_tokens(batch.pool, entry.page_id, entry.tokens, entry.num_tokens)
     batch.num_entries = 0
 
 
+cdef inline Origin origin_from(const Provenance *provenance) noexcept nogil:
+    cdef Digest parent = Digest(0, 0) if provenance.parent == NULL else provenance.parent[0]
+    return Origin(parent, provenance.place, provenance.context)
+
+
 cdef inline void enter_later(Batch *batch, Entry entry) noexcept nogil:
     """Enter a page before the call ends. Its record, likely far away, is fetched meanwhile."""
-    if batch.num_entries == NUM_ENTRIES:
-        enter_waiting(batch)
     fetch(&batch.pool.pages[entry.page_id])
     batch.entries[batch.num_entries] = entry
     batch.num_entries += 1
+
+
+cdef void note_later(Batch *batch, const Group *group, Py_ssize_t row, int32_t place) noexcept nogil:
+    """Remember where the page of a row that is to be entered next comes from."""
+    cdef int32_t page_id = ids_of(group, row)[place]
+    cdef const Digest *parent = digests_of(batch, row) + place * group.stride - 1 if place else NULL
+    batch.provenances[batch.num_entries] = Provenance(parent, place, batch.contexts[row])
+    fetch(&batch.pool.journal.notes[page_id])
+    fetch(batch.pool.page_tokens + page_id * batch.pool.tokens_width)
 
 
 cdef void enter_full_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
@@ -1639,17 +1661,18 @@ cdef void enter_full_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens) noe
         while group.id != NO_GROUP and (held.num_cached + <int64_t>1) * size <= num_tokens:
             page_id = ids_of(group, row)[held.num_cached]
             if page_id != NULL_PAGE:
+                if batch.num_entries == NUM_ENTRIES:
+                    enter_waiting(batch)
+                if is_journaled(batch.pool):
+                    note_later(batch, group, row, held.num_cached)
                 enter_later(
                     batch,
                     Entry(
-                        digests_of(batch, row),
+                        digests_of(batch, row) + (held.num_cached + 1) * group.stride - 1,
                         tokens_of(batch, row) + held.num_cached * size,
                         size,
                         page_id,
                         group.id,
-                        group.stride,
-                        held.num_cached,
-                        batch.contexts[row],
                     ),
                 )
             held.num_cached += 1
@@ -2663,7 +2686,9 @@ cdef class _FoundIds(PageIds):
         )
 
 
-cdef object KEY = np.dtype(np.uint64)
+cdef object frombuffer = np.frombuffer
+cdef object NO_KEYS = np.frombuffer(b"", np.uint64)
+cdef object NO_NUMBERS = np.frombuffer(b"", np.int32)
 
 
 @cython.final
@@ -2704,12 +2729,9 @@ cdef class _Copies:
             self.removed_groups[i] = journal.removed[i].group
         self.num_removed = journal.num_removed
 
-    cdef object array(self, object dtype, const void *start, Py_ssize_t n):
-        return np.frombuffer(self, dtype, n, <const char *>start - self.memory)
-
-    cdef object keys(self, const Digest *start, Py_ssize_t n):
-        """uint64 ``[n, 2]``, the lower half of each first."""
-        return self.array(KEY, start, 2 * n).reshape(n, 2)
+    cdef object array(self, object empty, const void *start, Py_ssize_t n):
+        """An array like `empty`, which it is if `n` is 0."""
+        return frombuffer(self, empty.dtype, n, <const char *>start - self.memory) if n else empty
 
     cdef tuple list_pages(self):
         """What `PageStore.list_entries` returns."""
@@ -2725,8 +2747,8 @@ cdef class _Copies:
             )
             for i in range(self.pages.num_runs)
         ]
-        keys = self.keys(self.pages.keys, self.pages.num_pages)
-        return keys, runs, self.array(INT32, self.pages.token_ids, self.pages.num_tokens)
+        keys = self.array(NO_KEYS, self.pages.keys, 2 * self.pages.num_pages)
+        return keys, runs, self.array(NO_NUMBERS, self.pages.token_ids, self.pages.num_tokens)
 
 
 cdef class PageStore:
@@ -2769,8 +2791,7 @@ cdef class PageStore:
         free(self.pool.shard_links)
         free(self.pool.shard_num_free)
         free(self.pool.page_tokens)
-        free(self.pool.journal.origins)
-        free(self.pool.journal.new)
+        free(self.pool.journal.notes)
         free(self.pool.journal.removed)
         free(self.pool.journal.contexts)
         if self.pool.residency != NULL:
@@ -3399,7 +3420,8 @@ cdef class PageStore:
     # The journal: what came into the prefix index and went, for those who are told of it.
 
     def start_journal(self) -> None:
-        """Note from now on which keys come and go, and where cached pages stand in their requests. 56 bytes a page.
+        """Note from now on which keys come and go, and where cached pages stand in their requests. 56 bytes a page, which are
+        touched now, as are those of kept tokens: the first prompts would pay for it.
 
         ArgumentError where there is a journal already, and where pages are held or cached, of which that is not known.
         """
@@ -3409,22 +3431,23 @@ cdef class PageStore:
         cdef bint has_room, has_journal = False
         memset(&journal, 0, sizeof(journal))
         self.check_fixed()
-        journal.origins = <Origin *>calloc(n, sizeof(Origin))
-        journal.new = <Links *>malloc(n * sizeof(Links))
+        journal.notes = <Note *>malloc(n * sizeof(Note))
         journal.removed = <Removal *>malloc(n * sizeof(Removal))
-        has_room = journal.origins != NULL and journal.new != NULL and journal.removed != NULL
+        has_room = journal.notes != NULL and journal.removed != NULL
         has_room = has_room and add_context(&journal) == 0
         if has_room:
-            memset(journal.new, NOT_NEW, n * sizeof(Links))
-            journal.new[NULL_PAGE] = Links(NULL_PAGE, NULL_PAGE)
+            memset(journal.notes, NOT_NEW, n * sizeof(Note))
+            memset(journal.removed, 0, n * sizeof(Removal))
+            journal.notes[NULL_PAGE] = Note(Origin(Digest(0, 0), 0, 0), Links(NULL_PAGE, NULL_PAGE))
             with self.lock:
                 has_journal = is_journaled(&self.pool)
                 num_held = self.pool.num_pages - 1 - self.pool.num_free
                 num_keys = self.pool.num_keys
                 if not has_journal and num_held == 0 and num_keys == 0:
+                    if self.pool.tokens_width:
+                        memset(self.pool.page_tokens, 0, n * self.pool.tokens_width * sizeof(int32_t))
                     self.pool.journal, journal = journal, self.pool.journal
-        free(journal.origins)
-        free(journal.new)
+        free(journal.notes)
         free(journal.removed)
         free(journal.contexts)
         if not has_room:
@@ -3514,7 +3537,7 @@ cdef class PageStore:
     def take_changes(self, bint with_entries=False) -> tuple:
         """What changed in the index since this was called last: ``(is_cleared, removed_keys, removed_groups, new, entries)``.
 
-        All entries went at once before the rest, if `is_cleared`; uint64 ``[n, 2]`` and int32 ``[n]`` of keys that went;
+        All entries went at once before the rest, if `is_cleared`; uint64 ``[2 n]`` and int32 ``[n]`` of keys that went;
         then `new` ones came, as `list_entries` has them. Of a key that came and went again nothing is told. `entries` are
         those of the index after it, or None. Names and contexts are kept until `end_report`. O(changes), or O(num_pages).
         """
@@ -3536,16 +3559,16 @@ cdef class PageStore:
             raise MemoryError("copies of what changed in the prefix index")
         return (
             is_cleared,
-            changes.keys(changes.removed_keys, changes.num_removed),
-            changes.array(INT32, changes.removed_groups, changes.num_removed),
+            changes.array(NO_KEYS, changes.removed_keys, 2 * changes.num_removed),
+            changes.array(NO_NUMBERS, changes.removed_groups, changes.num_removed),
             changes.list_pages(),
             entries.list_pages() if with_entries else None,
         )
 
     def list_entries(self) -> tuple:
-        """The keys of the index, uint64 ``[n, 2]``, the lower half of each first; the runs of pages that follow one another in
-        a request, ``(key of the parent, place of the first page, context, group, pages, tokens kept of each)``; and these
-        tokens, int32. Changes nothing. Names and contexts are kept until `end_report`. O(num_pages).
+        """The keys of the index, uint64 ``[2 n]``, of each the lower half and the upper; the runs of pages that follow one
+        another in a request, ``(key of the parent, place of the first page, context, group, pages, tokens kept of each)``; and
+        these tokens, int32. Changes nothing. Names and contexts are kept until `end_report`. O(num_pages).
         """
         cdef _Copies entries = _Copies.__new__(_Copies)
         cdef bint has_room
@@ -4148,7 +4171,7 @@ cdef class PageStore:
         cdef Origin *origin
         cdef int32_t i
         for i in range(1, self.pool.num_pages):
-            origin = &journal.origins[i]
+            origin = &journal.notes[i].origin
             if self.pool.pages[i].group != NO_GROUP and (origin.place < 0 or not 0 <= origin.context < journal.num_contexts):
                 return (
                     f"{self.describe(i)} has place {origin.place} and context {origin.context}, "
@@ -4158,21 +4181,21 @@ cdef class PageStore:
 
     cdef str find_flaw_in_new(self):
         """The ring of new keys has the first page of each, and nothing else."""
-        cdef Links *new = self.pool.journal.new
-        cdef int32_t page_id = new[NULL_PAGE].next, previous = NULL_PAGE, count = 0, num_linked = 0, i
+        cdef Note *notes = self.pool.journal.notes
+        cdef int32_t page_id = notes[NULL_PAGE].new.next, previous = NULL_PAGE, count = 0, num_linked = 0, i
         while page_id != NULL_PAGE and count <= self.pool.journal.num_new:
-            if not 0 < page_id < self.pool.num_pages or new[page_id].prev != previous:
+            if not 0 < page_id < self.pool.num_pages or notes[page_id].new.prev != previous:
                 return f"page {page_id} follows page {previous} in the journal, and does not link back"
             if not is_first(&self.pool, page_id):
                 return f"{self.describe(page_id)} is in the journal, and no look-up finds it"
             count += 1
-            previous, page_id = page_id, new[page_id].next
+            previous, page_id = page_id, notes[page_id].new.next
         for i in range(1, self.pool.num_pages):
-            num_linked += new[i].next != NOT_NEW or new[i].prev != NOT_NEW
-        if new[NULL_PAGE].prev != previous or count != self.pool.journal.num_new or num_linked != count:
+            num_linked += notes[i].new.next != NOT_NEW or notes[i].new.prev != NOT_NEW
+        if notes[NULL_PAGE].new.prev != previous or count != self.pool.journal.num_new or num_linked != count:
             return (
                 f"the journal ends after {count} new keys with page {previous}, {num_linked} pages have links; "
-                f"it counts {self.pool.journal.num_new}, and page {new[NULL_PAGE].prev} is the last"
+                f"it counts {self.pool.journal.num_new}, and page {notes[NULL_PAGE].new.prev} is the last"
             )
         return None
 
@@ -4186,7 +4209,7 @@ cdef class PageStore:
             return f"the prefix index has {self.pool.num_keys} keys, {num_new} of them new since all went"
         for i in range(journal.num_removed):
             first = find(&self.pool, journal.removed[i].key, journal.removed[i].group)
-            if first != NULL_PAGE and journal.new[first].next == NOT_NEW:
+            if first != NULL_PAGE and journal.notes[first].new.next == NOT_NEW:
                 return f"{self.describe(first)} is in the journal as gone"
         return None
 

@@ -166,7 +166,7 @@ class EventSource:
         self.contexts = Contexts(store)
         self._store = store
         self._num_digest_bytes = hasher.num_digest_bytes
-        self._specs = [group.kv_cache_spec for group in groups]
+        self._described = [_describe(group.kv_cache_spec, i) for i, group in enumerate(groups)]
         self._lock = threading.RLock()
         self._must_start_over = False
         store.start_journal()
@@ -208,49 +208,35 @@ class EventSource:
 
     def _list_changes(self, is_cleared: bool, removed_keys: Array, removed_groups: Array, new: Entries) -> list[Event]:
         events: list[Event] = [AllBlocksCleared()] if is_cleared else []
-        for group in np.unique(removed_groups).tolist() if len(removed_groups) else ():
-            keys = removed_keys[removed_groups == group]
-            events.append(BlockRemoved(self._hashes_of(keys), MEDIUM, group))
+        for group in range(len(self._described) if len(removed_groups) else 0):
+            is_one = removed_groups == group
+            keys = removed_keys if is_one.all() else removed_keys[np.repeat(is_one, 2)]
+            if len(keys):
+                events.append(BlockRemoved(self._hashes_of(keys), MEDIUM, group))
         return [*events, *self._list_stored(new)]
 
     def _list_stored(self, entries: Entries) -> list[Event]:
         """An event for each run. A run's parent is in one that begins earlier in its request, if it is in any."""
         keys, runs, token_ids = entries
+        hashes = self._hashes_of(keys)
         events: list[tuple[int, Event]] = []
         page, token = 0, 0
-        for run in runs:
-            _, start_page, _, _, num_pages, num_tokens = run
+        for parent, start_page, context, group, num_pages, num_tokens in runs:
             stop_page, stop_token = page + num_pages, token + num_pages * num_tokens
-            events.append((start_page, self._make_stored(keys[page:stop_page], run, token_ids[token:stop_token])))
+            parent_hash = self._hash_of(parent) if start_page else None
+            event = BlockStored(hashes[page:stop_page], parent_hash, token_ids[token:stop_token], *self._described[group])
+            if context:
+                _add_extra_keys(event, self.contexts[context], start_page, num_pages)
+            events.append((start_page, event))
             page, token = stop_page, stop_token
         events.sort(key=itemgetter(0))
         return [event for _, event in events]
 
-    def _make_stored(self, keys: Array, run: Run, token_ids: Array) -> BlockStored:
-        parent, start_page, context, group, _, _ = run
-        spec = self._specs[group]
-        event = BlockStored(
-            self._hashes_of(keys),
-            self._hash_of(parent) if start_page else None,
-            token_ids,
-            spec.page_size,
-            None,
-            MEDIUM,
-            None,
-            None,
-            group,
-            _kind_of(spec),
-            spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
-        )
-        if context:
-            _add_extra_keys(event, self.contexts[context], start_page, len(keys))
-        return event
-
     def _hashes_of(self, keys: Array) -> Array | list[Hash]:
-        """What keys of the index, ``[n, 2]``, are told as."""
+        """What keys of the index, ``[2 n]``, are told as."""
         if not self.hashes_as_bytes:
-            return keys[:, 0]
-        return [self._hash_of(high << 64 | low) for low, high in keys.tolist()]
+            return keys[::2]
+        return [self._hash_of(high << 64 | low) for low, high in keys.reshape(-1, 2).tolist()]
 
     def _hash_of(self, key: int) -> Hash:
         """The hash that a key, the lower half of a digest or all of it, is told as."""
@@ -259,6 +245,12 @@ class EventSource:
         name = self._store.names.hash_of(key) if self._num_digest_bytes > NUM_KEY_BYTES else None
         digest = key if name is None else name.hash_value & ((1 << 8 * self._num_digest_bytes) - 1)
         return digest.to_bytes(self._num_digest_bytes, "big")
+
+
+def _describe(spec: CacheSpec, group: int) -> tuple[Any, ...]:
+    """The fields of `BlockStored` from ``block_size`` on for a page without extra keys."""
+    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+    return spec.page_size, None, MEDIUM, None, None, group, _kind_of(spec), window
 
 
 def _kind_of(spec: CacheSpec) -> str:

@@ -54,17 +54,17 @@ def enter(store: PageStore, page_ids: Sequence[int], chain: HashChain, start: in
     store.enter_pages(ids, chain, start, len(ids), 1, options.pop("group", 0), **options)
 
 
-def as_int(key: Any) -> int:
-    return int(key[1]) << 64 | int(key[0])
+def as_ints(keys: Any) -> list[int]:
+    return [high << 64 | low for low, high in keys.reshape(-1, 2).tolist()]
 
 
 def as_runs(entries: Any) -> list[Run]:
-    keys, runs, token_ids = entries
+    keys, runs, token_ids = as_ints(entries[0]), *entries[1:]
     listed, page, token = [], 0, 0
     for parent, place, context, group, num_pages, num_tokens in runs:
         stop, stop_token = page + num_pages, token + num_pages * num_tokens
-        of_run = [as_int(key) for key in keys[page:stop]]
-        listed.append(Run(of_run, token_ids[token:stop_token].tolist(), parent if place else None, place, context, group))
+        of_run = keys[page:stop], token_ids[token:stop_token].tolist()
+        listed.append(Run(*of_run, parent if place else None, place, context, group))
         page, token = stop, stop_token
     assert (page, token) == (len(keys), len(token_ids))
     return listed
@@ -74,7 +74,7 @@ def take(store: PageStore) -> Changes:
     is_cleared, removed_keys, removed_groups, new, entries = store.take_changes()
     store.end_report()
     assert entries is None
-    removed = [(as_int(key), group) for key, group in zip(removed_keys, removed_groups.tolist(), strict=True)]
+    removed = list(zip(as_ints(removed_keys), removed_groups.tolist(), strict=True))
     store.check()
     return Changes(is_cleared, removed, as_runs(new))
 
@@ -248,7 +248,7 @@ def test_entries_and_changes_of_one_moment() -> None:
     enter(store, [3, 4], chain, 2)
     _, removed_keys, _, new, entries = store.take_changes(True)
     store.end_report()
-    assert [as_int(key) for key in removed_keys] == [chain[1]]
+    assert as_ints(removed_keys) == [chain[1]]
     assert [run.keys for run in as_runs(new)] == [[chain[2], chain[3]]]
     assert [run.keys for run in as_runs(entries)] == [[chain[0]], [chain[2], chain[3]]]
     assert take(store) == NOTHING

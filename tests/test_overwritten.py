@@ -52,10 +52,10 @@ class Links(ctypes.Structure):
     _fields_ = [("prev", c_int32), ("next", c_int32)]
 
 
-class OriginMemory(ctypes.Structure):
-    """How a cached page came to be, as in the core."""
+class NoteMemory(ctypes.Structure):
+    """What is noted of a page, as in the core."""
 
-    _fields_ = [("parent", c_uint64 * 2), ("place", c_int32), ("context", c_int32)]
+    _fields_ = [("parent", c_uint64 * 2), ("place", c_int32), ("context", c_int32), ("new", Links)]
 
 
 class RemovalMemory(ctypes.Structure):
@@ -74,8 +74,7 @@ class JournalMemory(ctypes.Structure):
     """The journal of a pool, as in the core."""
 
     _fields_ = [
-        ("origins", POINTER(OriginMemory)),
-        ("new", POINTER(Links)),
+        ("notes", POINTER(NoteMemory)),
         ("removed", POINTER(RemovalMemory)),
         ("contexts", POINTER(ContextMemory)),
         *((name, c_int32) for name in ("num_contexts", "num_new", "num_removed")),
@@ -314,7 +313,7 @@ def make_journal() -> tuple[PagePool, Any]:
     pool.store.enter_pages(PageIds([0, 7, 0, 0, 0, 8, 9]), chain, 1, 7, 1, 0, context)
     memory = memory_of(pool.store, PoolMemory).journal
     assert (memory.num_contexts, memory.num_new, memory.num_removed, memory.is_cleared) == (2, 3, 2, 0)
-    assert (memory.contexts[context].num_users, memory.origins[8].place, memory.new[0].next) == (6, 5, 7)
+    assert (memory.contexts[context].num_users, memory.notes[8].place, memory.notes[0].new.next) == (6, 5, 7)
     pool.check()
     return pool, memory
 
@@ -322,7 +321,7 @@ def make_journal() -> tuple[PagePool, Any]:
 def numbers_of_journal(memory: Any) -> Iterator[tuple[Any, Any]]:
     """Yield those numbers of a journal that others contradict."""
     for page_id in (0, 6, 7, 8, 9):
-        yield from fields_of(memory.new[page_id])
+        yield from fields_of(memory.notes[page_id].new)
     yield memory, "num_new"
     yield memory, "num_contexts"
     yield memory.contexts[1], "num_users"
@@ -345,12 +344,12 @@ def test_each_number_of_a_journal_that_is_overwritten_is_found() -> None:
 @pytest.mark.parametrize(
     ("find", "name", "value", "message"),
     [
-        (lambda journal: journal.origins[3], "place", -1, r"^page 3 .* has place -1 and context 1, allowed: at least 0, and 0"),
-        (lambda journal: journal.origins[3], "context", 2, r"^page 3 .* has place 2 and context 2, .* 0 to 1$"),
+        (lambda journal: journal.notes[3], "place", -1, r"^page 3 .* has place -1 and context 1, allowed: at least 0, and 0"),
+        (lambda journal: journal.notes[3], "context", 2, r"^page 3 .* has place 2 and context 2, .* 0 to 1$"),
         (lambda journal: journal.contexts[1], "num_holders", -1, r"^context 1 has 6 users and -1 holders"),
         (lambda journal: journal.contexts[1], "num_users", 5, r"^the contexts have 5 users, 6 pages are cached$"),
-        (lambda journal: journal.new[8], "prev", 9, r"^page 8 follows page 7 in the journal, and does not link back$"),
-        (lambda journal: journal.new[7], "next", 6, r"^page 6 follows page 7 in the journal, and does not link back$"),
+        (lambda journal: journal.notes[8].new, "prev", 9, r"^page 8 follows page 7 in the journal, and does not link back$"),
+        (lambda journal: journal.notes[7].new, "next", 6, r"^page 6 follows page 7 in the journal, and does not link back$"),
         (lambda journal: journal, "num_new", 2, r"^the journal ends after 3 new keys with page 9, .* counts 2"),
         (lambda journal: journal, "num_removed", -1, r"^the journal counts -1 keys that went, allowed: 0 to 15, or none$"),
         (lambda journal: journal, "is_cleared", 1, r"^the journal counts 2 keys that went"),
@@ -380,7 +379,7 @@ def test_a_key_that_was_there_before_everything_went_is_found() -> None:
 
 def test_a_page_in_the_journal_that_no_look_up_finds_is_found() -> None:
     pool, memory = make_journal()
-    memory.new[9].next, memory.new[6].prev, memory.new[6].next, memory.new[0].prev = 6, 9, 0, 6
+    memory.notes[9].new.next, memory.notes[6].new.prev, memory.notes[6].new.next, memory.notes[0].new.prev = 6, 9, 0, 6
     with pytest.raises(IntegrityError, match=r"^page 6 .* is in the journal, and no look-up finds it$"):
         pool.check()
 

@@ -729,7 +729,8 @@ class Reader:
         assert self.store.kept_keys() is None
         if is_cleared:
             self.keys.clear()
-        removed = {(*key, group) for key, group in zip(removed_keys.tolist(), groups.tolist(), strict=True)}
+        pairs = removed_keys.reshape(-1, 2).tolist()
+        removed = {(*key, group) for key, group in zip(pairs, groups.tolist(), strict=True)}
         assert removed <= self.keys
         self.keys -= removed
         new = self.keys_in(new_keys, runs)
@@ -741,7 +742,7 @@ class Reader:
 
     def keys_in(self, keys: Any, runs: list[tuple[int, ...]]) -> set[tuple[int, int, int]]:
         groups = [run[3] for run in runs for _ in range(run[4])]
-        listed = [(*key, group) for key, group in zip(keys.tolist(), groups, strict=True)]
+        listed = [(*key, group) for key, group in zip(keys.reshape(-1, 2).tolist(), groups, strict=True)]
         assert len(set(listed)) == len(listed)
         return set(listed)
 

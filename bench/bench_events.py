@@ -1,0 +1,137 @@
+"""What events cost the engine: prompts of 8192 tokens and decoding, by the manager request by request and by a running batch.
+
+Four managers do the same work: without events; with events, taken where it is not timed, as a publisher's thread takes them;
+taken by the engine itself after each prompt or step; taken and encoded. The bench prints what each takes beside the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bench.batch_rivals import Batched
+from bench.bench_drop_in import CachedPrompt, EvictingPrompt, Prompt, cold_prompt
+from bench.bench_running_batch import (
+    NUM_DECODE_TURNS,
+    NUM_STEPS,
+    PAGES_PER_PROMPT,
+    PROMPT_CASES,
+    PROMPT_IDS,
+    Decode,
+    PromptCase,
+    num_decode_pages,
+)
+from bench.race import Contender, Race, Suite, Work
+from bench.rivals import PAGEPOOL
+
+events = pytest.importorskip("pagepool.events")
+
+EVENTS = Suite(("noted", "taken", "encoded"), "off", "ns", 1e9, "target")
+NUM_TURNS = 10
+NUM_ROWS = 1024
+CONTEXT_LEN = 2048
+
+
+class Told:
+    """A contender whose manager notes events."""
+
+    def __init__(self, contender: Any, manager: Any) -> None:
+        self.contender = contender
+        self.manager = manager
+
+    def prepare(self) -> None:
+        self.contender.prepare()
+        if self.manager.event_source is not None:
+            self.manager.take_events()
+
+    def run(self) -> None:
+        self.contender.run()
+
+    @property
+    def page_ids(self) -> Any:
+        return self.contender.page_ids
+
+
+class Taken(Told):
+    """One that takes them too."""
+
+    def run(self) -> None:
+        self.contender.run()
+        self.taken = self.manager.take_events()
+
+
+class Encoded(Taken):
+    """One that encodes what it takes."""
+
+    def run(self) -> None:
+        super().run()
+        self.payload = events.encode_batch(events.EventBatch(0.0, self.taken))
+
+
+CONTENDERS = {"off": Told, "noted": Told, "taken": Taken, "encoded": Encoded}
+
+
+def make_contenders(make: Callable[[bool], tuple[Any, Any]]) -> dict[str, Contender]:
+    """Return them by name; `make` returns what does the work, with events or without, and its manager."""
+    return {name: cls(*make(name != "off")) for name, cls in CONTENDERS.items()}
+
+
+def show(race: Race, remarks: list[str]) -> None:
+    """Add the last result to what is printed, if it was timed."""
+    if race.results:
+        result = race.results[-1]
+        costs = [f"{name} {result.medians[name]:.1f} ns ({result.ratio_to(name) - 1:+.1%})" for name in EVENTS.rivals]
+        remarks.append(f"{result.work.name}, per {result.work.unit}: off {result.ours:.1f} ns, {', '.join(costs)}")
+
+
+@pytest.mark.parametrize("case", PROMPT_CASES, ids=PROMPT_IDS)
+def test_prompt_in_a_batch(race: Race, remarks: list[str], case: PromptCase) -> None:
+    def make(has_events: bool) -> tuple[Any, Any]:
+        engine = Batched(case.num_prompts_in_pool * PAGES_PER_PROMPT + 1, 1)
+        if has_events:
+            engine.manager.enable_events()
+        return case.make(engine, False), engine.manager
+
+    race(make_contenders(make), Work(f"{case.name}, batch", "page", PAGES_PER_PROMPT, NUM_TURNS, suite=EVENTS))
+    show(race, remarks)
+
+
+DROP_IN_PROMPTS: dict[str, Callable[[Any], Prompt]] = {
+    "cold prompt": cold_prompt,
+    "cached prompt": CachedPrompt,
+    "evicting prompt": EvictingPrompt,
+}
+
+
+@pytest.mark.parametrize("name", DROP_IN_PROMPTS)
+def test_prompt_in_a_manager(race: Race, remarks: list[str], name: str) -> None:
+    class ToldRival:
+        def __init__(self, has_events: bool) -> None:
+            self.has_events = has_events
+
+        def make_manager(self, num_pages: int) -> Any:
+            manager = PAGEPOOL.make_manager(num_pages)
+            if self.has_events:
+                manager.enable_events()
+            return manager
+
+    def make(has_events: bool) -> tuple[Any, Any]:
+        contender = DROP_IN_PROMPTS[name](ToldRival(has_events))
+        return contender, contender.manager
+
+    race(make_contenders(make), Work(f"{name}, request by request", "page", PAGES_PER_PROMPT, NUM_TURNS, suite=EVENTS))
+    show(race, remarks)
+
+
+def test_decode_in_a_batch(race: Race, remarks: list[str]) -> None:
+    def make(has_events: bool) -> tuple[Any, Any]:
+        engine = Batched(num_decode_pages(NUM_ROWS, CONTEXT_LEN, NUM_DECODE_TURNS), NUM_ROWS)
+        if has_events:
+            engine.manager.enable_events()
+        return Decode(engine, NUM_ROWS, CONTEXT_LEN), engine.manager
+
+    name = f"decode: {NUM_ROWS} rows, {NUM_STEPS} steps, batch"
+    race(make_contenders(make), Work(name, "row and step", NUM_ROWS * NUM_STEPS, NUM_DECODE_TURNS, suite=EVENTS))
+    show(race, remarks)
