@@ -41,18 +41,19 @@ sanitize:  ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
 	PAGEPOOL_SANITIZE=1 $(MAKE) test VENV=.venv-sanitize EXTRA=test-host PYTEST_ARGS='$(WITHOUT_JAX) $(PYTEST_ARGS)' \
 	    RUN='$(RUN) ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(LIBASAN)"'
 
-# Wheels only: some packages have none for these Pythons, and jax is left out.
+# Wheels only: some packages have none for these Pythons, and jax is left out, and what has to do with events where they have none.
 FREE_THREADED ?= $(firstword $(foreach name,python3.14t python3.13t,$(shell command -v $(name))))
 THREADS_VENV ?= .venv-threads
 TSAN_VENV ?= .venv-tsan
 INSTALL = $(MAKE) $(1)/installed VENV=$(1) PYTHON="$(FREE_THREADED)" && $(1)/bin/pip install --quiet --only-binary :all: numpy pytest
+EVENTS = $(THREADS_VENV)/bin/pip install --quiet --only-binary :all: msgspec pyzmq || echo 'threads: without events'
 HAS_TSAN = import sysconfig; assert "--with-thread-sanitizer" in sysconfig.get_config_var("CONFIG_ARGS")
 
 threads:  ## the tests on a Python without the GIL, if there is one: FREE_THREADED=python3.13t
 	@if test -z "$(FREE_THREADED)"; then \
 	    echo 'threads: skipped, no free-threaded Python (python3.14t, python3.13t) is on PATH'; \
 	else \
-	    $(call INSTALL,$(THREADS_VENV)) pytest-benchmark hypothesis ml-dtypes cbor2 click rich prometheus-client && \
+	    $(call INSTALL,$(THREADS_VENV)) pytest-benchmark hypothesis ml-dtypes cbor2 click rich prometheus-client && { $(EVENTS); } && \
 	    $(RUN) $(THREADS_VENV)/bin/python -m pytest $(WITHOUT_JAX) $(PYTEST_ARGS) $(CURDIR)/tests; \
 	fi
 

@@ -405,11 +405,12 @@ class CacheManager:
         if hashes.page_hashes:
             start = max(0, self.coordinator.count_cached_hashes(held) - 1)  # with the parent of the first
             self.hasher.name_pages(self._store.names, hashes, start, num_tokens // self.coordinator.hash_page_size)
-        context = self.hold_context(hashes.extra_keys)
+        context = self.hold_context(hashes.extra_keys) if hashes.extra_keys else 0
         try:
             self.coordinator.cache_pages(held, hashes.chain, num_tokens, context)
         finally:
-            self.release_context(context)
+            if context:
+                self._store.release_context(context)
         if hashes.page_hashes:
             self.page_pool.forget_evicted_names()
 
@@ -470,7 +471,7 @@ class CacheManager:
             return self.event_source.contexts.hold(extra_keys)
 
     def release_context(self, context: int) -> None:
-        """Let what `hold_context` returned stand for something else, once no page has it any more."""
+        """Let what `hold_context` returned stand for something else, once no page has it any more. 0 stands for nothing."""
         if context:
             self._store.release_context(context)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import importlib.util
 import inspect
 import os
 import pkgutil
@@ -16,13 +17,20 @@ import pytest
 import pagepool
 from pagepool import _core
 
+NEEDED = {
+    "pagepool.events": ["msgspec"],
+    "pagepool.event_replay": ["zmq"],
+    "pagepool.event_publisher": ["msgspec", "zmq"],
+}
 INSTALLED = os.environ.get("PAGEPOOL_TEST_INSTALLED") == "1"
 on_the_wheel = pytest.mark.skipif(not INSTALLED, reason="only `make test` installs the wheel")
 
 
 def modules() -> list[ModuleType]:
-    names = (module.name for module in pkgutil.walk_packages(pagepool.__path__, "pagepool."))
-    return [pagepool, *(importlib.import_module(name) for name in names)]
+    """Return all modules but those of an extra that is not installed."""
+    names = {module.name for module in pkgutil.walk_packages(pagepool.__path__, "pagepool.")}
+    missing = {name for name, needed in NEEDED.items() if not all(map(importlib.util.find_spec, needed))}
+    return [pagepool, *(importlib.import_module(name) for name in sorted(names - missing))]
 
 
 def public_objects() -> list[object]:

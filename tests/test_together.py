@@ -19,6 +19,7 @@ from batch_workload import NUM_ROWS, BatchWorkload
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from oracle import NULL_PAGE, OracleManager
+from router import Telling
 from settings import SETTINGS
 from table_model import make_grouped_work
 from test_running_batch import make_manager
@@ -30,6 +31,7 @@ from pagepool.errors import PagePoolError
 from pagepool.snapshot import seal
 
 HAS_JAX = importlib.util.find_spec("jax") is not None
+HAS_EVENTS = importlib.util.find_spec("msgspec") is not None
 TABLE_ROWS, TABLE_TOKENS, TABLE_PAGE_SIZES = 4, 520, [4, 8]
 
 randoms = st.randoms(use_true_random=False)
@@ -176,6 +178,8 @@ class Together(RuleBasedStateMachine):
         self.workload = BatchWorkload(setting, self.twins, num_pages, rng, trims=True)
         self.work = make_grouped_work(TABLE_ROWS, TABLE_TOKENS, TABLE_PAGE_SIZES, seed)
         self.mine: list[int] = []  # pages that were taken or touched directly, one for each reference
+        has_events = HAS_EVENTS and setting.enable_caching and rng.random() < 0.5
+        self.telling = Telling(self.package.manager, oracle.manager, False) if has_events else None
 
     @invariant()
     def is_as_the_oracle(self) -> None:
@@ -271,6 +275,13 @@ class Together(RuleBasedStateMachine):
         self.work.model.commit(num_rows)
         for array, (_, model) in zip(arrays, self.work.pairs, strict=True):
             np.testing.assert_array_equal(np.asarray(array), model.on_device)
+
+    # events
+
+    @precondition(lambda self: self.telling)
+    @rule()
+    def tell(self) -> None:
+        self.telling.check()
 
     # snapshots
 
