@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from privileges import read_only_folder, without_privileges
+from test_model import LLAMA
 
 from pagepool.replay import Figures, Knee, Plan, Planner, PoolFigures, TraceRecord, make_requests
 
@@ -23,13 +24,6 @@ from pagepool.replay.plan_command import choose_replays, choose_sizes
 from pagepool.replay.wording import describe, list_columns
 
 COMMANDS = ["fleet", "plan", "replay"]
-LLAMA = {
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "torch_dtype": "bfloat16",
-}
 RESULTS = {"--json": "figures.json", "--html": "page.html", "--plot": "plot.png"}
 
 

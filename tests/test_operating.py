@@ -17,15 +17,9 @@ for package in ("click", "rich", "msgspec", "matplotlib"):
     pytest.importorskip(package)
 from command_line import invoke  # noqa: E402  only with the extras
 from test_fleet import HAS_RAY, make_records  # noqa: E402
+from test_model import LLAMA  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "operating.md"
-CONFIG = {
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "torch_dtype": "bfloat16",
-}
 
 
 class Example(NamedTuple):
@@ -69,7 +63,7 @@ def folder(tmp_path: Path, recording: Path, monkeypatch: pytest.MonkeyPatch) -> 
     Path("trace.jsonl").write_text("".join(lines))
     Path("cut.jsonl").write_text("".join(lines[:4]) + '{"timestamp": 1, ')
     Path("empty.jsonl").touch()
-    Path("config.json").write_text(json.dumps(CONFIG))
+    Path("config.json").write_text(json.dumps(LLAMA))
     shutil.copy(recording, "recorded.jsonl.gz")
     return tmp_path
 

@@ -1,26 +1,14 @@
 """A fleet's figures by router as a table on a terminal."""
 
-from rich.console import Console
-from rich.table import Table
-
 from pagepool.replay.fleet import FleetFigures
+from pagepool.replay.report import print_columns
 
 __all__ = ["print_fleet"]
 
 
 def print_fleet(figures: dict[str, FleetFigures], title: str) -> None:
     """Print the title, a row for each figure and a column for each router, and what the words mean, to standard output."""
-    table = Table.grid(padding=(0, 4))
-    table.add_column("figure")
-    for name in figures:
-        table.add_column(name, justify="right")
-    table.add_row("", *figures)
-    for rows in zip(*map(_rows, figures.values()), strict=True):
-        table.add_row(rows[0][0], *(value for _, value in rows))
-    console = Console(highlight=False)
-    console.print(title, style="bold", markup=False, soft_wrap=True)
-    console.print(table)
-    console.print(NOTE, style="dim", markup=False, soft_wrap=True)
+    print_columns({name: _rows(each) for name, each in figures.items()}, title, NOTE)
 
 
 NOTE = (

@@ -5,7 +5,7 @@ from rich.table import Table
 
 from pagepool.replay.figures import Figures
 
-__all__ = ["print_report"]
+__all__ = ["print_columns", "print_report"]
 
 
 def _format_seconds(seconds: float) -> str:
@@ -47,13 +47,22 @@ def _rows(figures: Figures) -> list[tuple[str, str]]:
 
 def print_report(figures: dict[str, Figures], title: str) -> None:
     """Print the title and a table with one row a figure and one column for each of `figures`, to standard output."""
+    print_columns({path: _rows(each) for path, each in figures.items()}, title)
+
+
+def print_columns(columns: dict[str, list[tuple[str, str]]], title: str, note: str = "") -> None:
+    """Print the title, a table, and a note if there is one: `columns` by heading are ``(what it is, value)``, each with the
+    same rows.
+    """
     table = Table.grid(padding=(0, 4))
     table.add_column("figure")
-    for path in figures:
-        table.add_column(path, justify="right")
-    table.add_row("", *figures)
-    for rows in zip(*map(_rows, figures.values()), strict=True):
-        table.add_row(rows[0][0], *(value for _, value in rows))
+    for heading in columns:
+        table.add_column(heading, justify="right")
+    table.add_row("", *columns)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(row[0][0], *(value for _, value in row))
     console = Console(highlight=False)
     console.print(title, style="bold", markup=False, soft_wrap=True)
     console.print(table)
+    if note:
+        console.print(note, style="dim", markup=False, soft_wrap=True)
