@@ -62,6 +62,7 @@ def test_figures_and_plot(trace: Path, tmp_path: Path) -> None:
         (["--router", "random"], "'random' is not one of"),
         (["--decode-seconds", "0"], "0.0 is not in the range x>0"),
         (["--replicas", "0"], "0 is not in the range x>=1"),
+        (["--num-pages", str(2**40)], f"num_pages: got {2**40}, allowed: 1 to {2**30}"),
     ],
 )
 def test_what_makes_no_sense(trace: Path, options: list[str], message: str) -> None:

@@ -64,8 +64,8 @@ def refusals(ray: str | None) -> Iterator[None]:
     """Say in a sentence what cannot be run, with exit code 2, and that Ray cannot be reached, with 1."""
     try:
         yield
-    except PagePoolError as error:
-        raise Refusal(str(error)) from error
+    except (PagePoolError, MemoryError) as error:
+        raise Refusal(str(error) or "out of memory") from error
     except (ConnectionError, ValueError, RuntimeError) as error:
         if ray is None:
             raise
