@@ -1,3 +1,3 @@
 """What pytest leaves alone when it looks for doctests: helpers that import EasyDeL, which is rarely installed."""
 
-collect_ignore = ["easydel_scheduler.py", "tiny_engine.py"]
+collect_ignore = ["ray_fleet.py", "easydel_scheduler.py", "tiny_engine.py"]

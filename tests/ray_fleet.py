@@ -1,0 +1,42 @@
+"""A program: a fleet on Ray, compared with one in this process, or with an actor that is killed. Prints ``done``."""
+
+from __future__ import annotations
+
+import sys
+
+import ray
+from test_fleet import KEY, SETTINGS, make_fleet, make_records
+
+from pagepool.replay.fleet import Fleet, FleetFigures, RayReplicas
+from pagepool.replay.router import PrefixRouter
+
+
+def compare_with_one_process(replicas: RayReplicas) -> None:
+    deaths = [(3.0, 2)]
+    apart = Fleet(replicas, PrefixRouter(3, SETTINGS.page_size, KEY), deaths=deaths).run()
+    together = make_fleet(list(replicas.records), PrefixRouter, deaths=deaths).run()
+    if apart != together:
+        sys.exit(f"on Ray {apart}, in one process {together}")
+
+
+def kill_an_actor(replicas: RayReplicas) -> None:
+    """It dies by itself, as far as the fleet knows: its cache is lost, and not the run."""
+    killed: list[int] = []
+
+    def kill(figures: FleetFigures) -> None:
+        if figures.num_requests > 20 and not killed:
+            ray.kill(replicas._replicas[1])
+            killed.append(1)
+
+    figures = Fleet(replicas, PrefixRouter(3, SETTINGS.page_size, KEY)).run(kill)
+    if (figures.num_requests, figures.num_deaths) != (len(replicas.records), 1):
+        sys.exit(f"{figures} of {len(replicas.records)} requests")
+
+
+if __name__ == "__main__":
+    running = RayReplicas(3, SETTINGS, make_records(4), "local")
+    try:
+        {"compare_with_one_process": compare_with_one_process, "kill_an_actor": kill_an_actor}[sys.argv[1]](running)
+    finally:
+        running.close()
+    print("done")
