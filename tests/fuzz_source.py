@@ -90,8 +90,13 @@ class Index:
 class Container(Index):
     """A sequence, an iterator, a mapping, an array and a callable that is never twice the same."""
 
-    __len__ = __iter__ = __next__ = __getitem__ = __contains__ = __eq__ = Index.hook
+    __len__ = __iter__ = __getitem__ = __contains__ = __eq__ = Index.hook
     __array__ = __call__ = __getattr__ = __reversed__ = Index.hook
+
+    def __next__(self) -> Any:
+        if not self.world.source.has_more():  # it is not to be endless
+            raise StopIteration
+        return self.hook()
 
     def __hash__(self) -> int:
         return self.world.interfere()
