@@ -424,13 +424,15 @@ class CacheManager:
     def enable_events(self, *, hashes_as_bytes: bool = False) -> None:
         """Note from now on what comes into the prefix cache and goes, for `take_events`: before the first request.
 
-        Hashes are told as unsigned ints, the lowest 64 bits of the digest, or as the bytes of all of it. Other processes can
-        only make the same hashes with ``hash_algo="sha256"`` or ``"sha256_cbor"`` and a seed. Costs 56 bytes a page and 4 a
-        token, and a cold prompt up to 15 % more time. ImportError without the extra ``pagepool[events]``; ArgumentError without
+        Hashes are told as unsigned ints, the lowest 64 bits of the digest, or as the bytes of all of it. Other processes make
+        the same hashes only with the same `hash_seed`, or ``hash_algo="sha256"``. Costs 56 bytes a page and 4 a
+        token, and a cold prompt 5 to 10 % more time. ImportError without the extra ``pagepool[events]``; ArgumentError without
         prefix caching, where pages are held or cached already, and for another choice than before.
         """
-        from pagepool.events import EventSource
-
+        try:
+            from pagepool.events import EventSource
+        except ImportError:
+            raise ImportError("events need msgspec: pip install 'pagepool[events]'") from None
         if not self.enable_caching:
             raise ArgumentError("events: got a manager without prefix caching, which has none")
         with self._lock:

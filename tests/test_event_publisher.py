@@ -516,6 +516,17 @@ def test_options_that_are_wrong(options: dict[str, Any], error: type[Exception],
         EventPublisher(**{"endpoint": LOOPBACK} | options)
 
 
+def test_a_thread_that_cannot_be_started(manager: pagepool.CacheManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left listening, and the next publisher has the events."""
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("no more threads")))
+        with pytest.raises(RuntimeError, match="no more threads"):
+            EventPublisher(manager, endpoint, LOOPBACK)
+    with EventPublisher(manager, endpoint, LOOPBACK) as publisher:
+        assert_serves(publisher, manager)
+
+
 def test_a_manager_has_one_publisher_and_events(publisher: EventPublisher, manager: pagepool.CacheManager) -> None:
     with pytest.raises(ArgumentError, match=r"^manager: got one whose events another publisher takes$"):
         EventPublisher(manager, LOOPBACK)

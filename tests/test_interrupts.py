@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from router import Router
 
 import pagepool
 from pagepool import (
@@ -210,6 +211,29 @@ def test_a_reset() -> None:
         requests.manager.check()
         assert requests.manager.reset_prefix_cache()
         assert not requests.manager.page_pool.cached_page_hash_to_page
+
+
+def make_told() -> CacheManager:
+    """Return a manager of which there are events to take."""
+    pytest.importorskip("msgspec", reason="events are an extra")
+    manager = CacheManager(NUM_PAGES, GROUPS, 256)
+    manager.enable_events()
+    manager.allocate_slots(EngineRequest("told", list(range(30)), cache_salt="salt"), 30)
+    manager.page_pool.evict_pages([2])
+    return manager
+
+
+def test_taking_events() -> None:
+    """Wherever the interrupt comes, the next events begin anew."""
+    num_interrupted = 0
+    for manager in interrupted_everywhere(make_told, lambda manager: manager.require_event_source().take()):
+        router = Router()
+        router.apply(manager.take_events())
+        assert len(router.pages) == len(manager.page_pool.cached_page_hash_to_page)
+        assert manager.take_events() == []
+        assert manager.page_pool.store.kept_contexts() is not None
+        num_interrupted += 1
+    assert num_interrupted > 10
 
 
 # Rows of a batch.

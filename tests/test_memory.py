@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from router import Router
 
 from pagepool import (
     CacheGroupSpec,
@@ -323,3 +324,24 @@ def test_a_call_of_a_manager_that_runs_out_of_memory_loses_nothing(call: Callabl
         in_use.batch.check()
         in_use.manager.check()
         assert in_use.manager.usage == 1 / in_use.pool.num_pages
+
+
+def make_told() -> CacheManager:
+    """Return a manager of which there are events to take."""
+    pytest.importorskip("msgspec", reason="events are an extra")
+    manager = make_manager()
+    manager.enable_events()
+    manager.allocate_slots(EngineRequest("told", list(range(3 * PAGE_SIZE)), cache_salt="salt"), 3 * PAGE_SIZE)
+    return manager
+
+
+@not_with_cython_3_3
+@pytest.mark.parametrize("name", ["take", "take_with_snapshot", "list_all"])
+def test_taking_events_without_memory_is_made_up_for(name: str) -> None:
+    """Whichever allocation fails, the next events have everything."""
+    for manager in Failure().each(make_told, lambda manager: getattr(manager.require_event_source(), name)()):
+        router = Router()
+        router.apply(manager.take_events())
+        assert len(router.pages) == len(manager.page_pool.cached_page_hash_to_page) > 0
+        assert manager.take_events() == []
+        manager.page_pool.check()
