@@ -83,9 +83,9 @@ def _attach(socket: "zmq.Socket[bytes]", name: str, endpoint: object, is_connect
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.IPV6, "[" in endpoint)
-    port = endpoint.rpartition(":")[2]
+    port = endpoint.rpartition(":")[2] if endpoint.startswith("tcp:") else ""
     try:
-        if port.isdecimal() and int(port) > MAX_PORT:  # which would be another one modulo 2**16
+        if port.isdecimal() and int(port.lstrip("0")[:6] or 0) > MAX_PORT:  # which would be another one modulo 2**16
             raise zmq.ZMQError(zmq.EINVAL)
         socket.connect(endpoint) if is_connecting else socket.bind(endpoint)
     except (zmq.ZMQError, UnicodeError) as error:
@@ -317,7 +317,11 @@ class EventPublisher:
         """Send a batch of events as they are, without a manager or beside it. Encodes them, and waits while `hwm` batches wait
         to be sent. ArgumentTypeError for something else, ArgumentError once it is closed.
         """
-        encoded = encode(events, self._data_parallel_rank)
+        try:
+            listed = list(events)
+        except TypeError:
+            raise ArgumentTypeError(f"events: got {type(events).__name__}, allowed: a list") from None
+        encoded = encode(listed, self._data_parallel_rank)
         while True:
             self._worker.require_open()
             with contextlib.suppress(queue.Full):

@@ -223,11 +223,12 @@ class EventSource:
         page, token = 0, 0
         for parent, start_page, context, group, num_pages, num_tokens in runs:
             stop_page, stop_token = page + num_pages, token + num_pages * num_tokens
-            parent_hash = self._hash_of(parent) if start_page else None
-            event = BlockStored(hashes[page:stop_page], parent_hash, token_ids[token:stop_token], *self._described[group])
-            if context:
-                _add_extra_keys(event, self.contexts[context], start_page, num_pages)
-            events.append((start_page, event))
+            if group < len(self._described):  # the pool has others only where somebody entered pages himself
+                parent_hash = self._hash_of(parent) if start_page else None
+                event = BlockStored(hashes[page:stop_page], parent_hash, token_ids[token:stop_token], *self._described[group])
+                if context:
+                    _add_extra_keys(event, self.contexts[context], start_page, num_pages)
+                events.append((start_page, event))
             page, token = stop_page, stop_token
         events.sort(key=itemgetter(0))
         return [event for _, event in events]

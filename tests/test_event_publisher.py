@@ -199,6 +199,8 @@ def test_what_is_handed_over_is_sent_as_it_is(publisher: EventPublisher) -> None
         assert hashes == [[i.to_bytes(8, "big") + bytes(16)] for i in range(3)]
         with pytest.raises(ArgumentTypeError, match=r"^events: got object among them"):
             publisher.publish([object()])  # type: ignore[list-item]
+        with pytest.raises(ArgumentTypeError, match=r"^events: got int, allowed: a list$"):
+            publisher.publish(5)  # type: ignore[arg-type]
 
 
 # --- what is sent again ---------------------------------------------------------------------------------------
@@ -492,6 +494,11 @@ def test_an_address_that_is_none(endpoint: str) -> None:
     with pytest.raises(EndpointError, match=r"^endpoint: got '.*': .+; allowed: a free one, such as 'tcp://\*:5557'$"):
         EventPublisher(None, endpoint)
     assert threading.active_count() == num_threads
+
+
+def test_a_port_of_many_digits() -> None:
+    with pytest.raises(EndpointError):
+        EventPublisher(None, "tcp://127.0.0.1:" + 5000 * "0" + "99999")
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -319,6 +319,19 @@ def test_pages_cached_without_the_manager_have_parents_too() -> None:
     assert len(manager.snapshot_events()) == 1
 
 
+def test_groups_that_the_manager_does_not_have_are_not_told() -> None:
+    """Somebody entered a page of his own."""
+    manager = make_told()
+    page_hash = pagepool.PageHash(7, ())
+    for group_id in (0, 5):
+        manager.page_pool.pages[group_id + 1].page_hash = pagepool.PageHashWithGroupId(page_hash, group_id)
+    [stored] = manager.take_events()
+    assert (stored.group_idx, stored.parent_block_hash, len(stored.token_ids)) == (0, None, 0)
+    manager.page_pool.evict_pages([1, 6])
+    [removed] = manager.take_events()
+    assert (removed.group_idx, removed.block_hashes.tolist()) == (0, [7])
+
+
 def test_a_snapshot_changes_nothing() -> None:
     manager = make_told()
     run_request(manager, list(range(12)), cache_salt="salt")
