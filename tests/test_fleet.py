@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -136,5 +137,6 @@ def test_a_replica_that_dies_at_each_start_ends_the_run() -> None:
 def test_on_ray(check: str) -> None:
     """In a process of its own: Ray forks, and other tests have started the threads of jax."""
     command = [sys.executable, str(Path(__file__).with_name("ray_fleet.py")), check]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert (process.returncode, process.stdout.splitlines()[-1:]) == (0, ["done"]), process.stderr
