@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import importlib.util
+import importlib
 import inspect
 import os
 import pkgutil
