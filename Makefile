@@ -85,9 +85,7 @@ fuzz:  ## calls of everything in the compiled core with arguments of any kind, f
 # Each line of the core calls the tracer, so operations are few. It runs Python inside the core, under locks and where memory is
 # short too: what calls back from there, lets allocations fail or is a tracer itself is left out.
 UNTRACED = $(foreach name,fuzz interrupts memory,--ignore=tests/test_$(name).py) \
-    --deselect=tests/test_fuzz_regressions.py::test_finalizers_that_run_while_an_error_is_made \
-    --deselect=tests/test_events.py::test_an_interrupted_take_is_made_up_for \
-    --deselect=tests/test_events.py::test_a_take_that_runs_out_of_memory_is_made_up_for
+    --deselect=tests/test_fuzz_regressions.py::test_finalizers_that_run_while_an_error_is_made
 
 coverage: export PAGEPOOL_TEST_OPERATIONS ?= 20000
 coverage: .venv-coverage/tree  ## lines and branches of the façade and lines of the core that no test runs: fails below 98 % and 95 %
