@@ -426,7 +426,7 @@ class CacheManager:
 
         Hashes are told as unsigned ints, the lowest 64 bits of the digest, or as the bytes of all of it. Other processes make
         the same hashes only with the same `hash_seed`, or ``hash_algo="sha256"``. Costs 56 bytes a page and 4 a
-        token, and a cold prompt 5 to 10 % more time. ImportError without the extra ``pagepool[events]``; ArgumentError without
+        token, and a cold prompt 5 to 11 % more time. ImportError without the extra ``pagepool[events]``; ArgumentError without
         prefix caching, where pages are held or cached already, and for another choice than before.
         """
         try:
