@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+import os
 import re
 import shlex
 import shutil
@@ -75,7 +76,8 @@ def run_apart(command: list[str]) -> None:
     if not HAS_RAY:
         pytest.skip("ray is not installed")
     code = "from pagepool.replay.cli import main; main()"
-    subprocess.run([sys.executable, "-c", code, *command[1:]], check=True, capture_output=True, timeout=300)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code, *command[1:]], check=True, capture_output=True, timeout=300, env=environment)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.command)
