@@ -134,9 +134,11 @@ def test_a_replica_that_dies_at_each_start_ends_the_run() -> None:
 
 @pytest.mark.skipif(not HAS_RAY, reason="ray is not installed")
 @pytest.mark.parametrize("check", ["compare_with_one_process", "kill_an_actor"])
-def test_on_ray(check: str) -> None:
-    """In a process of its own: Ray forks, and other tests have started the threads of jax."""
+def test_on_ray(check: str, tmp_path: Path) -> None:
+    """In a process of its own: Ray forks, and other tests have started the threads of jax. Its actors import from the folder in
+    which it starts, so not among the sources.
+    """
     command = [sys.executable, str(Path(__file__).with_name("ray_fleet.py")), check]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment, cwd=tmp_path)
     assert (process.returncode, process.stdout.splitlines()[-1:]) == (0, ["done"]), process.stderr
