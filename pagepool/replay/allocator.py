@@ -11,11 +11,18 @@ from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable
 from pagepool.replay.simulated_request import Int32Array, SimulatedRequest
 from pagepool.running_batch import RunningBatch
+from pagepool.specs import CacheGroupSpec, FullAttentionSpec
 
-__all__ = ["Allocator", "BatchAllocator", "ManagerAllocator"]
+__all__ = ["Allocator", "BatchAllocator", "ManagerAllocator", "make_groups"]
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
+
+
+def make_groups(page_size: int) -> list[CacheGroupSpec]:
+    """One full-attention group. The number of bytes that a page stands for plays no part."""
+    spec = FullAttentionSpec(page_size, num_kv_heads=1, head_size=1, dtype="bfloat16", use_mla=False)
+    return [CacheGroupSpec(spec)]
 
 
 class Allocator(ABC):

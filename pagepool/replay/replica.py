@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from pagepool.events import EventBatch, encode_batch
 from pagepool.manager import CacheManager
+from pagepool.replay.allocator import make_groups
 from pagepool.replay.figures import Figures
 from pagepool.replay.scheduler import Scheduler
 from pagepool.replay.trace import TraceRecord, make_requests
-from pagepool.specs import CacheGroupSpec, FullAttentionSpec
 
 __all__ = ["Replica", "ReplicaReport", "ReplicaSettings"]
 
@@ -59,8 +59,7 @@ class Replica:
         self._requests = make_requests(records, seed=settings.seed)
         self._indices = {request.request_id: i for i, request in enumerate(self._requests)}
         max_num_tokens = max(request.num_final_tokens for request in self._requests)
-        spec = FullAttentionSpec(settings.page_size, num_kv_heads=1, head_size=1, dtype="bfloat16", use_mla=False)
-        self._manager = CacheManager(settings.num_pages, [CacheGroupSpec(spec)], max_num_tokens, hash_seed=HASH_SEED)
+        self._manager = CacheManager(settings.num_pages, make_groups(settings.page_size), max_num_tokens, hash_seed=HASH_SEED)
         self._manager.enable_events()
         self._scheduler = Scheduler(
             self._manager,

@@ -46,25 +46,33 @@ class RoundRobinRouter(Router):
         return chosen
 
 
-class LeastLoadedRouter(Router):
-    """The replica with the fewest requests that have not ended; of equal ones the first."""
+class LoadRouter(Router):
+    """One that knows what each replica has to do."""
 
     def __init__(self, num_replicas: int, page_size: int, hash_key: bytes) -> None:
         """No replica has any request."""
         super().__init__(num_replicas, page_size, hash_key)
         self._loads = [0] * num_replicas
-        self._chosen: dict[int, int] = {}
+        self._chosen: dict[int, tuple[int, int]] = {}
+
+    def assign(self, request: int, replica: int, load: int) -> int:
+        """Count what a request adds to a replica's load until it ends. Returns the replica."""
+        self._chosen[request] = replica, load
+        self._loads[replica] += load
+        return replica
+
+    def end(self, request: int) -> None:
+        """Its replica has so much less to do."""
+        replica, load = self._chosen.pop(request)
+        self._loads[replica] -= load
+
+
+class LeastLoadedRouter(LoadRouter):
+    """The replica with the fewest requests that have not ended; of equal ones the first."""
 
     def choose(self, request: int, token_ids: Int32Array) -> int:
         """O(replicas)."""
-        chosen = min(range(self.num_replicas), key=self._loads.__getitem__)
-        self._chosen[request] = chosen
-        self._loads[chosen] += 1
-        return chosen
-
-    def end(self, request: int) -> None:
-        """One request less."""
-        self._loads[self._chosen.pop(request)] -= 1
+        return self.assign(request, min(range(self.num_replicas), key=self._loads.__getitem__), 1)
 
 
 Hash: TypeAlias = int
@@ -93,7 +101,7 @@ class Batch(msgspec.Struct, array_like=True):
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
 
 
-class PrefixRouter(Router):
+class PrefixRouter(LoadRouter):
     """The replica that has the least to compute: the request's tokens that it does not have cached, and those of its other
     requests that have not ended. What is cached where it knows from the replicas' events alone.
     """
@@ -102,8 +110,6 @@ class PrefixRouter(Router):
         """Nothing is cached anywhere."""
         super().__init__(num_replicas, page_size, hash_key)
         self._holders: dict[Hash, int] = {}  # a bit for each replica
-        self._loads = [0] * num_replicas  # tokens to compute
-        self._chosen: dict[int, tuple[int, int]] = {}
         self._decoder = msgspec.msgpack.Decoder(Batch)
 
     def choose(self, request: int, token_ids: Int32Array) -> int:
@@ -111,9 +117,7 @@ class PrefixRouter(Router):
         num_cached_pages = self._count_cached_pages(token_ids)
         costs = [len(token_ids) - self.page_size * num_pages for num_pages in num_cached_pages]
         chosen = min(range(self.num_replicas), key=lambda i: (self._loads[i] + costs[i], self._loads[i]))
-        self._chosen[request] = chosen, costs[chosen]
-        self._loads[chosen] += costs[chosen]
-        return chosen
+        return self.assign(request, chosen, costs[chosen])
 
     def _count_cached_pages(self, token_ids: Int32Array) -> list[int]:
         """The leading pages of a prompt that each replica has."""
@@ -132,11 +136,6 @@ class PrefixRouter(Router):
         for replica in _bits(holders):
             counts[replica] = num_pages
         return counts
-
-    def end(self, request: int) -> None:
-        """Its tokens are computed."""
-        replica, cost = self._chosen.pop(request)
-        self._loads[replica] -= cost
 
     def hear(self, replica: int, events: bytes) -> None:
         """O(pages told of)."""

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from pagepool.errors import PagePoolError
 from pagepool.manager import CacheManager
+from pagepool.replay.allocator import make_groups
 from pagepool.replay.figures import Figures
 from pagepool.replay.options import Refusal
 from pagepool.replay.scheduler import Scheduler
 from pagepool.replay.simulated_request import SimulatedRequest
-from pagepool.specs import CacheGroupSpec, FullAttentionSpec
 
 __all__ = ["make_scheduler", "run"]
 
@@ -36,11 +36,10 @@ def make_scheduler(
 
 
 def make_manager(num_pages: int, page_size: int, requests: Sequence[SimulatedRequest], enable_caching: bool) -> CacheManager:
-    """A manager of one full-attention group. The number of bytes a page stands for plays no part."""
-    spec = FullAttentionSpec(page_size, num_kv_heads=1, head_size=1, dtype="bfloat16", use_mla=False)
+    """A manager that takes the longest of the requests."""
     max_model_len = max((request.num_final_tokens for request in requests), default=1)
     try:
-        return CacheManager(num_pages, [CacheGroupSpec(spec)], max_model_len, enable_caching=enable_caching)
+        return CacheManager(num_pages, make_groups(page_size), max_model_len, enable_caching=enable_caching)
     except (PagePoolError, OverflowError, MemoryError) as error:
         raise Refusal(f"no pool of {num_pages} pages of {page_size} tokens: {error or 'out of memory'}") from error
 
