@@ -2853,8 +2853,11 @@ cdef class PageStore:
         self.pool.num_cached = num_cached
 
     cdef int sample_residency(self) except -1:
-        """Sample every 128th page; in a small pool more, so that there are some."""
-        cdef int32_t shift = SAMPLE_SHIFT
+        """Sample every 128th page; in a small pool more, so that there are some. A pool that is restored has pages in use already:
+        their time begins now.
+        """
+        cdef int32_t i, shift = SAMPLE_SHIFT
+        cdef int64_t now = monotonic_ns()
         while shift and self.pool.num_pages >> (shift + SAMPLE_SHIFT) == 0:
             shift -= 1
         self.pool.residency = <Residency *>calloc(1, sizeof(Residency))
@@ -2864,6 +2867,8 @@ cdef class PageStore:
         self.pool.residency.stays = <Stay *>calloc((self.pool.num_pages >> shift) + 1, sizeof(Stay))
         if self.pool.residency.stays == NULL:
             raise MemoryError("the residency of pages")
+        for i in range((self.pool.num_pages >> shift) + 1):
+            self.pool.residency.stays[i] = Stay(now, now)
         self.pool.sample_mask = (1 << shift) - 1
         return 0
 

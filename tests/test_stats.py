@@ -101,6 +101,19 @@ def test_times_of_pages() -> None:
     assert len(stats.lifetime.counts) == len(stats.lifetime.bounds_seconds) + 1
 
 
+def test_times_of_a_restored_pool_begin_with_it() -> None:
+    manager = make_manager()
+    first = start(manager, "a", [1, 2, 3, 4, 5])
+    assert first is not None
+    manager.free(first)
+    pool = pagepool.PagePool.restore(manager.page_pool.snapshot())
+    restored = CacheManager(12, [CacheGroupSpec(SPEC)], 64, hash_seed="stats", page_pool=pool)
+    assert start(restored, "b", [1, 2, 3, 4, 6]) is not None
+    gap = restored.stats().reuse_gap
+    assert gap.num_times == 1
+    assert gap.sum_seconds < time.monotonic() / 2  # not since the machine was started
+
+
 def test_of_large_pools_pages_are_sampled() -> None:
     pool = pagepool.PagePool(100_000, enable_caching=True)
     manager = CacheManager(100_000, [CacheGroupSpec(SPEC)], 2**20, hash_seed="stats", page_pool=pool)
