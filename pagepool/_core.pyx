@@ -2853,8 +2853,8 @@ cdef class PageStore:
         self.pool.num_cached = num_cached
 
     cdef int sample_residency(self) except -1:
-        """Sample every 128th page; in a small pool more, so that there are some. A pool that is restored has pages in use already:
-        their time begins now.
+        """Sample every 128th page; in a small pool more, so that there are some. Pages that a restored pool has in use already
+        begin their time now.
         """
         cdef int32_t i, shift = SAMPLE_SHIFT
         cdef int64_t now = monotonic_ns()
