@@ -472,10 +472,6 @@ class PagePool:
         """Counters since the pool was made."""
         return PagePoolStats(*self.store.counters)
 
-    def count_query(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
-        """Add one look-up to the counters."""
-        self.store.count_query(num_queried_tokens, num_hit_tokens)
-
     def check(self) -> None:
         """Walk the free queue, the ref counts, the shards and the prefix index both ways. IntegrityError names the first page
         or slot that is wrong, with all its numbers. O(num_pages).

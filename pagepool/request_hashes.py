@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from pagepool._core import HashChain, PageIds
+from pagepool._core import HashChain, PageIds, Refusal
 from pagepool.errors import ArgumentError
 from pagepool.hashing import (
     MAX_KEY,
@@ -31,10 +31,11 @@ class RequestHashes:
     """The digests of a request's full pages, made as far as somebody needed them.
 
     ``chain`` has the keys of the prefix index. ``page_hashes`` has the hashes that the pages are known by to the user, where
-    these are not simply the keys.
+    these are not simply the keys. ``query`` is the look-up that counts once the request is admitted: its tokens, those that
+    hit, and whether the request was preempted before. ``refusal`` is what is known of the request if it was refused.
     """
 
-    __slots__ = ("chain", "extra_keys", "page_hashes", "request")
+    __slots__ = ("chain", "extra_keys", "page_hashes", "query", "refusal", "request")
 
     def __init__(self, request: Request, chain: HashChain) -> None:
         """No page is hashed yet."""
@@ -42,6 +43,8 @@ class RequestHashes:
         self.chain = chain
         self.page_hashes: list[PageHash] = []
         self.extra_keys = RequestExtraKeys.of(request)
+        self.query: tuple[int, int, bool] | None = None
+        self.refusal: Refusal | None = None
 
     def find_keyed_page(self, start_page: int, page_size: int) -> tuple[int | None, ExtraKeys | None]:
         """The next page from `start_page` on that has extra keys, and the keys; None where there is none."""

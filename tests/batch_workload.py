@@ -35,6 +35,7 @@ class BatchWorkload:
         self.families = [self._tokens(self.max_tokens) for _ in range(NUM_FAMILIES)]
         self.attributes: dict[int, dict[str, Any]] = {}  # by row
         self.preempted: deque[tuple[list[int], dict[str, Any]]] = deque(maxlen=4)
+        self.refused: dict[int, tuple[list[int], dict[str, Any], bool]] = {}  # by row
         self._names = (f"neighbour{number}" for number in itertools.count())
         self._actions = self._weighted_actions(trims)
 
@@ -92,17 +93,30 @@ class BatchWorkload:
             return
         rng = self.rng
         row = rng.choice(self.free_rows())
-        token_ids, attributes = self.preempted.popleft() if self.preempted and rng.random() < 0.5 else self._new_request()
-        options = self._admission_options(len(token_ids))
-        if self.twins.call("admit", row, token_ids, **attributes, **options) is not None:
-            self.attributes[row] = attributes
-        elif rng.random() < 0.5 and self.rows():
+        if self.refused.get(row) and rng.random() < 0.7:
+            token_ids, attributes, is_preempted = self.refused.pop(row)
+        elif self.preempted and rng.random() < 0.5:
+            (token_ids, attributes), is_preempted = self.preempted.popleft(), True
+        else:
+            (token_ids, attributes), is_preempted = self._new_request(), False
+        if not self.try_to_admit(row, token_ids, attributes, is_preempted) and rng.random() < 0.5 and self.rows():
             self.preempt(rng.choice(self.rows()))
+
+    def try_to_admit(self, row: int, token_ids: list[int], attributes: dict[str, Any], is_preempted: bool) -> bool:
+        """Admit, or keep what was refused: by the same objects, in the same row, it is known when it comes again."""
+        options = self._admission_options(len(token_ids))
+        if self.twins.call("admit", row, token_ids, **attributes, **options, is_preempted=is_preempted) is None:
+            self.refused[row] = token_ids, attributes, is_preempted
+            return False
+        self.attributes[row] = attributes
+        return True
 
     def _admission_options(self, num_tokens: int) -> dict[str, Any]:
         rng, options = self.rng, {}
         if rng.random() < 0.5:
             options["num_tokens"] = rng.randint(1, num_tokens)
+        if rng.random() < 0.3:
+            options["max_num_new_tokens"] = rng.randint(1, num_tokens)
         if rng.random() < 0.1:
             options["num_reserved_pages"] = rng.randint(1, self.num_pages // 2)
         if rng.random() < 0.1:
@@ -279,11 +293,18 @@ class BatchWorkload:
         self.reset()
 
 
-def run_batch_workload(setting: Setting, make_twins: Callable[..., Twins], seed: int, num_calls: int, trims: bool) -> None:
+def run_batch_workload(
+    setting: Setting,
+    make_twins: Callable[..., Twins],
+    seed: int,
+    num_calls: int,
+    trims: bool,
+    workload_class: type[BatchWorkload] = BatchWorkload,
+) -> None:
     """Run a seed's workload to its end; on a mismatch, say how to run it again."""
     rng = Random(seed)
     num_pages = rng.choice(setting.num_pages)
-    workload = BatchWorkload(setting, make_twins(setting, num_pages, NUM_ROWS), num_pages, rng, trims)
+    workload = workload_class(setting, make_twins(setting, num_pages, NUM_ROWS), num_pages, rng, trims)
     try:
         workload.run(num_calls)
     except Exception as error:

@@ -27,6 +27,8 @@ CONSTRUCTORS = {
     "PageRules": "page_size window chunk",
     "HashChain": "page_size key_bytes flag",
     "PageStore": "num_pages flag is_pool",
+    "QueryCounter": "store flag",
+    "Refusal": "tuple_of_hits num_looked_up num_hit_tokens",
     "CachePage": "page_id ref_cnt",
     "TableRows": "num_rows num_columns",
     "GroupedRows": "page_tables",

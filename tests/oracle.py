@@ -18,6 +18,7 @@ from typing import Any
 
 NULL_PAGE = 0
 RUNNING = 4
+PREEMPTED = 5
 
 PageIds = list[int]
 PagesByGroup = tuple[PageIds, ...]
@@ -356,6 +357,7 @@ class OracleManager:
         self.hit_step = math.lcm(*page_sizes)
         self.keys = ContentKeys(math.gcd(*page_sizes) or 1)
         self.held: dict[str, list[HeldPages]] = {}
+        self.queries: dict[str, dict[str, int]] = {}
 
     @property
     def usage(self) -> float:
@@ -372,7 +374,8 @@ class OracleManager:
             return self._no_pages(), 0
         shard = shard_of_hint(self.page_pool.num_pages, dp_shard_hint, data_parallel_size)
         length = self._hit_length(request, shard)
-        self.page_pool.counts.update(queried=request.num_tokens, hit=length)
+        is_first = request.status != PREEMPTED
+        self.queries[request.request_id] = {"queried": request.num_tokens, "hit": length} if is_first else {}
         group_ids = range(len(self.kinds))
         return tuple(self._hit_pages(request, group_id, length, shard) for group_id in group_ids), length
 
@@ -441,10 +444,17 @@ class OracleManager:
         new_pages = self._take_pages(hits, num_missing, shard)
         if new_pages is None:
             return None
+        self._count_admission(request, hits)
         self._attach(request, hits, new_pages)
         if not delay_cache_pages:
             self.cache_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
         return new_pages
+
+    def _count_admission(self, request: Any, hits: PagesByGroup) -> None:
+        """Count the look-up of a request that holds nothing yet, once, with the hits that it takes."""
+        if request.request_id not in self.held:
+            query = self.queries.pop(request.request_id, {})
+            self.page_pool.counts.update(query if any(hits) else query | {"hit": 0})
 
     def _check_allocation(self, request: Any, num_new: int, num_external: int, hits: PagesByGroup) -> None:
         if num_new < 0 or num_new + num_external <= 0:

@@ -53,8 +53,10 @@ def test_agrees_with_the_records(seed: int) -> None:
             manager.reset_prefix_cache()
         else:
             token_ids = [rng.randint(0, 1) for _ in range(rng.randint(1, 24))]
-            num_queried_tokens, num_requests = num_queried_tokens + len(token_ids), num_requests + 1
-            running += filter(None, [start(manager, f"{seed}.{i}", token_ids)])
+            request = start(manager, f"{seed}.{i}", token_ids)
+            if request is not None:
+                num_queried_tokens, num_requests = num_queried_tokens + len(token_ids), num_requests + 1
+                running.append(request)
         stats = assert_agrees(manager)
         assert stats.queries.num_queried_tokens == num_queried_tokens, f"seed {seed}"
         assert stats.queries.num_requests == num_requests
@@ -70,7 +72,8 @@ def test_look_ups_after_a_preemption_are_counted_apart() -> None:
     assert request is not None
     manager.free(request)
     request.status = EngineRequestStatus.PREEMPTED
-    assert manager.get_computed_pages(request)[1] == 4
+    hits, num_hit_tokens = manager.get_computed_pages(request)
+    assert manager.allocate_slots(request, 1, num_hit_tokens, hits) is not None
     batch.admit(0, [1, 2, 3, 4, 5], is_preempted=True)
     batch.admit(1, [1, 2, 3, 4, 6])
     stats = manager.stats()

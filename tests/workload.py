@@ -16,12 +16,11 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from oracle import RUNNING
+from oracle import PREEMPTED, RUNNING
 from settings import Setting
 from twins import Mismatch, Twins
 
 WAITING = 1
-PREEMPTED = 5
 MAX_WAITING = 4
 NUM_FAMILIES = 3
 VOCABULARY = range(3)
@@ -381,11 +380,17 @@ class RandomWorkload:
             self.twins.call("get_num_common_prefix_pages", request, 1)
 
 
-def run_workload(setting: Setting, make_twins: Callable[[Setting, int], Twins], seed: int, num_calls: int) -> Twins:
+def run_workload(
+    setting: Setting,
+    make_twins: Callable[[Setting, int], Twins],
+    seed: int,
+    num_calls: int,
+    workload_class: type[RandomWorkload] = RandomWorkload,
+) -> Twins:
     """Run a seed's workload to its end and return the twins; on a mismatch, say how to run it again."""
     rng = Random(seed)
     num_pages = rng.choice(setting.num_pages)
-    workload = RandomWorkload(setting, make_twins(setting, num_pages), num_pages, rng)
+    workload = workload_class(setting, make_twins(setting, num_pages), num_pages, rng)
     try:
         workload.run(num_calls)
         workload.drain()
