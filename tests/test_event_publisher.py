@@ -20,6 +20,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError
 pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
 zmq = pytest.importorskip("zmq", reason="events are an extra: pyzmq is not installed")
 
+from ports import free_port  # noqa: E402
 from router import Router  # noqa: E402
 from test_events import FULL, make_told, run_request  # noqa: E402
 from wire import WireBatch, decode_batch  # noqa: E402
@@ -543,12 +544,6 @@ def test_a_manager_has_one_publisher_and_events(publisher: EventPublisher, manag
 
 
 # --- beside vLLM ------------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_a_client_cannot_tell_it_from_vllms() -> None:
