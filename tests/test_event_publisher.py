@@ -46,10 +46,10 @@ class Keys(NamedTuple):
     curve_secretkey: bytes
 
 
-def set_keys(context: Any, keys: Keys | None) -> None:
-    """Have all sockets to come use them."""
+def set_keys(target: Any, keys: Keys | None) -> None:
+    """Have a socket use them, or all sockets of a context that are yet to come."""
     for name, key in ({} if keys is None else keys._asdict()).items():
-        setattr(context, name, key)
+        setattr(target, name, key)
 
 
 class Subscriber:
@@ -466,9 +466,8 @@ def test_keys_as_text_on_a_socket_file(manager: pagepool.CacheManager, tmp_path:
 
 @pytest.mark.parametrize("keys", [ALLOWED, *STRANGERS.values()], ids=["with keys", *STRANGERS])
 def test_a_router_that_listens_needs_a_key_too(keys: Keys | None) -> None:
-    with zmq.Context() as context:
-        set_keys(context, keys)
-        live = context.socket(zmq.SUB)
+    with zmq.Context() as context, context.socket(zmq.SUB) as live:
+        set_keys(live, keys)
         port = live.bind_to_random_port("tcp://127.0.0.1")
         live.subscribe("")
         with EventPublisher(None, f"tcp://127.0.0.1:{port}", is_connecting=True, **CURVE) as publisher:
@@ -477,7 +476,6 @@ def test_a_router_that_listens_needs_a_key_too(keys: Keys | None) -> None:
                 if live.poll(5):
                     break
             assert bool(live.poll(0)) is (keys == ALLOWED)
-        live.close()
 
 
 def test_no_router_is_admitted_once_the_authenticator_is_gone() -> None:
@@ -518,7 +516,7 @@ WRONG_KEYS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "message"), WRONG_KEYS, ids=str)
+@pytest.mark.parametrize(("options", "error", "message"), WRONG_KEYS, ids=[message for _, _, message in WRONG_KEYS])
 def test_keys_that_are_none(
     options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
