@@ -190,7 +190,7 @@ def test_documents_name_what_arrives(address: str) -> None:
     named = set(re.findall(r"\bpagepool_\w+", text))
     assert named
     assert named <= {sample.name for sample in scrape(address, "*/*")}
-    assert set(re.findall(r"\bvllm[:_]\w+", text)) - {"vllm_names"} <= recorded_names()
+    assert set(re.findall(r"\bvllm[:_]\w+", text)) <= recorded_names()
     assert not re.findall(r"\bpagepool:\w+", text)
 
 
