@@ -104,16 +104,17 @@ class TestShares:
         pytest.importorskip("msgspec")
         from pagepool.replay.fleet import run_fleet
         from pagepool.replay.fleet_plot import draw_fleet
-        from pagepool.replay.fleet_report import headline
+        from pagepool.replay.fleet_report import headline_fleet
         from pagepool.replay.replica import ReplicaSettings
 
         records = make_records()
         figures = {name: run_fleet(name, 2, ReplicaSettings(45, 2), records) for name in ("round-robin", "prefix")}
         each = figures["prefix"]
         assert each.num_skipped == 1
-        assert each.all_prompt_tokens == sum(record.input_length for record in records) > each.prompt_tokens
-        assert each.hit_rate == each.as_dict()["hit_rate"] == each.hit_tokens / each.all_prompt_tokens > 0
-        bars = draw_fleet(figures, headline(figures, "chat"), "").axes[0]
+        all_tokens = sum(record.input_length for record in records)
+        assert each.prompt_tokens + each.skipped_prompt_tokens == all_tokens > each.prompt_tokens
+        assert each.hit_rate == each.as_dict()["hit_rate"] == each.hit_tokens / all_tokens > 0
+        bars = draw_fleet(figures, headline_fleet(figures, "chat"), "").axes[0]
         assert [bar.get_height() for bar in bars.patches] == [each.hit_rate for each in figures.values()]
         assert bars.get_ylabel() == HIT_RATE
         assert [text.get_text() for text in bars.texts] == [f"{each.hit_rate:.1%}" for each in figures.values()]
@@ -143,14 +144,14 @@ class TestShares:
             assert f"**{share}**" in document.read_text()
 
     def test_tables_of_replays_and_fleets(self, tmp_path: Path) -> None:
-        """Tokens that hit are that share of the tokens two rows above."""
+        """Tokens that hit are that share of the tokens in both rows above."""
         pytest.importorskip("msgspec")
         path = tmp_path / "trace.jsonl"
         path.write_text(line_of() * 3 + line_of(input_length=1200, hash_ids=[5, 6, 7]))
         for command in (["replay"], ["fleet", "--router", "prefix", "--replicas", 1]):
             output = invoke(*command, path, "--num-pages", 60).stdout
             rows = dict(re.findall(r"^ *([a-z ,]+?)  +([\d.,%]+)$", output, re.MULTILINE))
-            assert (rows["larger than the pool, skipped"], rows["prompt tokens"], rows["hit"]) == ("1", "3,000", "1,184")
+            assert (rows["prompt tokens"], rows["of skipped requests"], rows["hit"]) == ("1,800", "1,200", "1,184")
             assert rows["hit rate"] == "39.5%"
 
 
@@ -265,15 +266,16 @@ class TestTitles:
     def test_a_fleet(self) -> None:
         pytest.importorskip("msgspec")
         from pagepool.replay.fleet import FleetFigures
-        from pagepool.replay.fleet_report import headline
+        from pagepool.replay.fleet_report import headline_fleet
 
         none, some, most = (FleetFigures(prompt_tokens=8, hit_tokens=tokens) for tokens in (0, 1, 2))
-        assert headline({"a": some, "b": most}, "chat") == "chat: router b hits most, 25.0% of prompt tokens (a 12.5%)"
+        assert headline_fleet({"a": some, "b": most}, "chat") == "chat: router b hits most, 25.0% of prompt tokens (a 12.5%)"
         assert (
-            headline({"a": most, "b": most, "c": none}, "x") == "x: routers a and b hit most, 25.0% of prompt tokens (c 0.0%)"
+            headline_fleet({"a": most, "b": most, "c": none}, "x")
+            == "x: routers a and b hit most, 25.0% of prompt tokens (c 0.0%)"
         )
-        assert headline({"a": most}, "chat") == "chat: router a hits 25.0% of prompt tokens"
-        assert headline({"a": none, "b": none}, "chat") == "chat: no prompt token hits"
+        assert headline_fleet({"a": most}, "chat") == "chat: router a hits 25.0% of prompt tokens"
+        assert headline_fleet({"a": none, "b": none}, "chat") == "chat: no prompt token hits"
 
     @pytest.mark.parametrize("name", [ODD_NAME, LONG_NAME, "対話" * 40, "\N{REPLACEMENT CHARACTER}"])
     def test_any_name_can_be_drawn(self, name: str) -> None:

@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 __all__ = ["Figures", "find_hit_rate"]
 
 
-def find_hit_rate(hit_tokens: int, prompt_tokens: int) -> float:
+def find_hit_rate(hit_tokens: int, prompt_tokens: int, skipped_prompt_tokens: int = 0) -> float:
     """The share of all prompt tokens of a trace, those of skipped requests included, that need not be computed; 0 without
     prompts. Every hit rate of `replay`, `plan` and `fleet`, in tables, plots and JSON, is this one.
     """
-    return hit_tokens / max(1, prompt_tokens)
+    return hit_tokens / max(1, prompt_tokens + skipped_prompt_tokens)
 
 
 @dataclass(slots=True)
@@ -39,14 +39,9 @@ class Figures:
     skipped_prompt_tokens: int = 0
 
     @property
-    def all_prompt_tokens(self) -> int:
-        """Those of skipped requests included."""
-        return self.prompt_tokens + self.skipped_prompt_tokens
-
-    @property
     def hit_rate(self) -> float:
         """The share of all prompt tokens: see `find_hit_rate`."""
-        return find_hit_rate(self.hit_tokens, self.all_prompt_tokens)
+        return find_hit_rate(self.hit_tokens, self.prompt_tokens, self.skipped_prompt_tokens)
 
     def see_usage(self, usage: float) -> None:
         """Count one step and its usage. O(1)."""

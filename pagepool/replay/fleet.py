@@ -127,14 +127,9 @@ class FleetFigures:
     end_seconds: float = 0.0
 
     @property
-    def all_prompt_tokens(self) -> int:
-        """Those of skipped requests included."""
-        return self.prompt_tokens + self.skipped_prompt_tokens
-
-    @property
     def hit_rate(self) -> float:
         """The share of all prompt tokens: see `find_hit_rate`."""
-        return find_hit_rate(self.hit_tokens, self.all_prompt_tokens)
+        return find_hit_rate(self.hit_tokens, self.prompt_tokens, self.skipped_prompt_tokens)
 
     @property
     def imbalance(self) -> float:

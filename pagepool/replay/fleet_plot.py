@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from pagepool.replay.drawing import BLUE, GREEN, GREY, ORANGE, PAPER, save_figure
 from pagepool.replay.fleet import FleetFigures
-from pagepool.replay.fleet_report import describe_fleet, headline
+from pagepool.replay.fleet_report import describe_fleet, headline_fleet
 from pagepool.replay.wording import HIT_RATE, format_count, shorten_name
 
 __all__ = ["draw_fleet", "save_fleet_plot"]
@@ -27,8 +27,10 @@ def save_fleet_plot(figures: dict[str, FleetFigures], name: str, summary: str, f
     """Draw hit rate, load by replica and waiting for each router. `name` is the trace's, `summary` what the fleet has, and
     `file_format` ``"png"`` or ``"svg"``.
     """
-    draw = partial(draw_fleet, figures, headline(figures, shorten_name(name)), summary)
-    save_figure(draw, file, file_format, title=headline(figures, name), description=f"{summary}. {describe_fleet(figures)}")
+    draw = partial(draw_fleet, figures, headline_fleet(figures, shorten_name(name)), summary)
+    save_figure(
+        draw, file, file_format, title=headline_fleet(figures, name), description=f"{summary}. {describe_fleet(figures)}"
+    )
 
 
 def draw_fleet(figures: dict[str, FleetFigures], heading: str, summary: str) -> Figure:

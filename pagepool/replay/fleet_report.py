@@ -4,7 +4,7 @@ from pagepool.replay.fleet import FleetFigures
 from pagepool.replay.report import print_columns
 from pagepool.replay.wording import HIT_RATE
 
-__all__ = ["describe_fleet", "headline", "print_fleet"]
+__all__ = ["describe_fleet", "headline_fleet", "print_fleet"]
 
 
 def print_fleet(figures: dict[str, FleetFigures], title: str) -> None:
@@ -19,11 +19,11 @@ NOTE = (
 )
 
 
-def headline(figures: dict[str, FleetFigures], name: str) -> str:
+def headline_fleet(figures: dict[str, FleetFigures], name: str) -> str:
     """What was found, for a title, with the name of the trace: which router hits most, and the others' hit rates.
 
     >>> round_robin, prefix = FleetFigures(prompt_tokens=8, hit_tokens=1), FleetFigures(prompt_tokens=8, hit_tokens=2)
-    >>> headline({"round-robin": round_robin, "prefix": prefix}, "chat")
+    >>> headline_fleet({"round-robin": round_robin, "prefix": prefix}, "chat")
     'chat: router prefix hits most, 25.0% of prompt tokens (round-robin 12.5%)'
     """
     if not any(each.hit_tokens for each in figures.values()):
@@ -53,7 +53,8 @@ def _rows(figures: FleetFigures) -> list[tuple[str, str]]:
         ("requests", f"{figures.num_requests:,}"),
         ("  larger than the pool, skipped", f"{figures.num_skipped:,}"),
         ("  routed anew after a death", f"{figures.num_rerouted:,}"),
-        ("prompt tokens", f"{figures.all_prompt_tokens:,}"),
+        ("prompt tokens", f"{figures.prompt_tokens:,}"),
+        ("  of skipped requests", f"{figures.skipped_prompt_tokens:,}"),
         ("  hit", f"{figures.hit_tokens:,}"),
         ("  hit rate", f"{figures.hit_rate:.1%}"),
         ("generated tokens", f"{figures.generated_tokens:,}"),

@@ -33,19 +33,14 @@ class PoolFigures:
     skipped_prompt_tokens: int = 0
 
     @property
-    def all_prompt_tokens(self) -> int:
-        """Those of skipped requests included: the same for every pool."""
-        return self.prompt_tokens + self.skipped_prompt_tokens
-
-    @property
     def lru_hit_rate(self) -> float:
         """The share of all prompt tokens: see `find_hit_rate`."""
-        return find_hit_rate(self.lru_hit_tokens, self.all_prompt_tokens)
+        return find_hit_rate(self.lru_hit_tokens, self.prompt_tokens, self.skipped_prompt_tokens)
 
     @property
     def best_hit_rate(self) -> float:
         """The same of the best policy."""
-        return find_hit_rate(self.best_hit_tokens, self.all_prompt_tokens)
+        return find_hit_rate(self.best_hit_tokens, self.prompt_tokens, self.skipped_prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from pagepool.replay.plan import Plan
 
 __all__ = [
     "HIT_RATE",
-    "HIT_RATE_NOTE",
     "describe",
     "describe_picture",
     "format_bytes",
