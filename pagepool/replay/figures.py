@@ -2,7 +2,14 @@
 
 from dataclasses import asdict, dataclass
 
-__all__ = ["Figures"]
+__all__ = ["Figures", "find_hit_rate"]
+
+
+def find_hit_rate(hit_tokens: int, prompt_tokens: int, skipped_prompt_tokens: int = 0) -> float:
+    """The share of all prompt tokens of a trace, those of skipped requests included, that need not be computed; 0 without
+    prompts. Every hit rate of `replay`, `plan` and `fleet`, in tables, plots and JSON, is this one.
+    """
+    return hit_tokens / max(1, prompt_tokens + skipped_prompt_tokens)
 
 
 @dataclass(slots=True)
@@ -11,7 +18,8 @@ class Figures:
 
     `prompt_tokens` and `hit_tokens` count a request's first admission only; what is hit again when it comes
     back after a preemption is `rehit_tokens`. Usage is seen once a step, after its pages were taken. Requests
-    larger than the pool are `skipped` and in no other count. An answer is counted when it has ended.
+    larger than the pool are `skipped`, with `skipped_prompt_tokens`, and in no other count. An answer is counted when it
+    has ended.
     """
 
     requests: int = 0
@@ -28,11 +36,12 @@ class Figures:
     allocator_seconds: float = 0.0
     wall_seconds: float = 0.0
     skipped: int = 0
+    skipped_prompt_tokens: int = 0
 
     @property
     def hit_rate(self) -> float:
-        """The share of the prompt tokens that were hits; 0 without prompts."""
-        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        """The share of all prompt tokens: see `find_hit_rate`."""
+        return find_hit_rate(self.hit_tokens, self.prompt_tokens, self.skipped_prompt_tokens)
 
     def see_usage(self, usage: float) -> None:
         """Count one step and its usage. O(1)."""

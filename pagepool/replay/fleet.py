@@ -10,7 +10,7 @@ import numpy as np
 
 from pagepool.errors import PagePoolError
 from pagepool.hashing import get_siphash_key
-from pagepool.replay.figures import Figures
+from pagepool.replay.figures import Figures, find_hit_rate
 from pagepool.replay.replica import HASH_SEED, Replica, ReplicaReport, ReplicaSettings
 from pagepool.replay.router import ROUTERS, Router
 from pagepool.replay.trace import TraceRecord, make_requests
@@ -108,13 +108,16 @@ def _require_listener(address: str) -> None:
 
 @dataclass
 class FleetFigures:
-    """What a fleet did. Tokens are tokens, times seconds on the replicas' clock."""
+    """What a fleet did. Tokens are tokens, times seconds on the replicas' clock. Prompts of requests that are routed anew count
+    each time that a replica admits them.
+    """
 
     num_requests: int = 0
     num_skipped: int = 0
     num_rerouted: int = 0
     num_deaths: int = 0
     prompt_tokens: int = 0
+    skipped_prompt_tokens: int = 0
     hit_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
@@ -125,8 +128,8 @@ class FleetFigures:
 
     @property
     def hit_rate(self) -> float:
-        """The share of the prompt tokens that were hits."""
-        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        """The share of all prompt tokens: see `find_hit_rate`."""
+        return find_hit_rate(self.hit_tokens, self.prompt_tokens, self.skipped_prompt_tokens)
 
     @property
     def imbalance(self) -> float:
@@ -146,6 +149,7 @@ class FleetFigures:
             "rerouted": self.num_rerouted,
             "deaths": self.num_deaths,
             "prompt_tokens": self.prompt_tokens,
+            "skipped_prompt_tokens": self.skipped_prompt_tokens,
             "hit_tokens": self.hit_tokens,
             "hit_rate": self.hit_rate,
             "generated_tokens": self.generated_tokens,
@@ -254,6 +258,7 @@ class Fleet:
         figures.num_skipped += len(report.skipped)
         figures.wait_seconds += report.wait_seconds
         figures.prompt_tokens += new.prompt_tokens - before.prompt_tokens
+        figures.skipped_prompt_tokens += new.skipped_prompt_tokens - before.skipped_prompt_tokens
         figures.hit_tokens += new.hit_tokens - before.hit_tokens
         figures.generated_tokens += new.generated_tokens - before.generated_tokens
         figures.preemptions += new.preemptions - before.preemptions

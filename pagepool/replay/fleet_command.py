@@ -26,6 +26,7 @@ from pagepool.replay.options import (
 )
 from pagepool.replay.progress import ProgressBars
 from pagepool.replay.trace import source_name
+from pagepool.replay.wording import name_trace
 
 if TYPE_CHECKING:
     from pagepool.replay.fleet import FleetFigures
@@ -72,11 +73,11 @@ def refusals(ray: str | None) -> Iterator[None]:
         raise click.ClickException(f"Ray at {ray}: {error}") from error
 
 
-def write_plot(figures: "dict[str, FleetFigures]", title: str, path: str, file: BinaryIO) -> None:
+def write_plot(figures: "dict[str, FleetFigures]", source: str, summary: str, path: str, file: BinaryIO) -> None:
     """In the format that the path's end tells."""
     from pagepool.replay.fleet_plot import save_fleet_plot
 
-    save_fleet_plot(figures, title, file, path[-3:].lower())
+    save_fleet_plot(figures, name_trace(source), summary, file, path[-3:].lower())
 
 
 @click.command()
@@ -145,7 +146,7 @@ def fleet(
 
     records, _ = load_trace(trace, limit, block_size, seed)
     settings = ReplicaSettings(num_pages, page_size, max_batched_tokens, max_num_seqs, decode_seconds, prefill_rate, seed)
-    title = f"{source_name(trace)}: {num_replicas} replicas of {num_pages:,} pages of {page_size} tokens"
+    summary = f"{num_replicas} replicas of {num_pages:,} pages of {page_size} tokens"
     is_shown = json_path != "-"
     with open_result(json_path) as json_file, open_result(plot_path) as plot_file:
         with ProgressBars(is_shown and sys.stdout.isatty()) as bars, refusals(ray):
@@ -159,8 +160,8 @@ def fleet(
                 for name in routers or ROUTERS
             }
         if plot_path and plot_file:
-            write_plot(figures, title, plot_path, plot_file)
+            write_plot(figures, source_name(trace), summary, plot_path, plot_file)
         if json_file:
             json_file.write(to_json({name: each.as_dict() for name, each in figures.items()}))
     if is_shown:
-        print_fleet(figures, title)
+        print_fleet(figures, f"{source_name(trace)}: {summary}")

@@ -28,6 +28,7 @@ def _rows(figures: Figures) -> list[tuple[str, str]]:
         ("requests", f"{figures.requests:,}"),
         ("  larger than the pool, skipped", f"{figures.skipped:,}"),
         ("prompt tokens", f"{figures.prompt_tokens:,}"),
+        ("  of skipped requests", f"{figures.skipped_prompt_tokens:,}"),
         ("  hit", f"{figures.hit_tokens:,}"),
         ("  hit rate", f"{figures.hit_rate:.1%}"),
         ("generated tokens", f"{figures.generated_tokens:,}"),

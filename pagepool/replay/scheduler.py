@@ -117,6 +117,7 @@ class Scheduler:
         except RequestTooLargeError as error:
             self.skipped.append((request, str(error)))
             self.figures.skipped += 1
+            self.figures.skipped_prompt_tokens += request.num_prompt_tokens
         else:
             self.waiting.append(request)
 
