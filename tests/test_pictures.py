@@ -29,7 +29,7 @@ from pagepool.replay.figures import find_hit_rate  # noqa: E402
 from pagepool.replay.plot import draw_plan, save_plot  # noqa: E402
 from pagepool.replay.simulation import make_manager  # noqa: E402
 from pagepool.replay.web_page import make_page  # noqa: E402
-from pagepool.replay.wording import HIT_RATE, headline, list_columns, name_trace  # noqa: E402
+from pagepool.replay.wording import HIT_RATE, RUN_HIT_RATE, headline, list_columns, name_trace  # noqa: E402
 
 ODD_NAME = 'a <b>&"$x$'
 LONG_NAME = "conversation_" * 12
@@ -94,10 +94,13 @@ class TestShares:
         pools = plan.as_dict()["pools"]
         assert [*drawn["hit rate, LRU"].get_ydata()] == [pool["lru_hit_rate"] for pool in pools]
         assert [*drawn["hit rate, best"].get_ydata()] == [pool["best_hit_rate"] for pool in pools]
-        assert [*drawn["hit rate, together"].get_ydata()] == [pool["replay"]["hit_rate"] for pool in pools if pool["replay"]]
+        assert [*drawn["hit rate, together"].get_ydata()] == [
+            pool["replay"]["trace_hit_rate"] for pool in pools if pool["replay"]
+        ]
         assert [pool["lru_hit_rate"] for pool in pools] == [pool.lru_hit_tokens / all_tokens for pool in plan.pools]
         assert plan.replays[45].skipped == 1
-        assert plan.replays[45].hit_rate == plan.replays[45].hit_tokens / all_tokens > 0
+        assert plan.replays[45].trace_hit_rate == plan.replays[45].hit_tokens / all_tokens > 0
+        assert plan.replays[45].hit_rate == plan.replays[45].hit_tokens / plan.replays[45].prompt_tokens
         assert [*lines["a pool that never evicts"].get_ydata()] == [plan.most_hit_rate] * 2
 
     def test_a_fleet(self, tmp_path: Path) -> None:
@@ -113,10 +116,10 @@ class TestShares:
         assert each.num_skipped == 1
         all_tokens = sum(record.input_length for record in records)
         assert each.prompt_tokens + each.skipped_prompt_tokens == all_tokens > each.prompt_tokens
-        assert each.hit_rate == each.as_dict()["hit_rate"] == each.hit_tokens / all_tokens > 0
+        assert each.hit_rate == each.as_dict()["hit_rate"] == each.hit_tokens / each.prompt_tokens > 0
         bars = draw_fleet(figures, headline_fleet(figures, "chat"), "").axes[0]
         assert [bar.get_height() for bar in bars.patches] == [each.hit_rate for each in figures.values()]
-        assert bars.get_ylabel() == HIT_RATE
+        assert bars.get_ylabel() == RUN_HIT_RATE
         assert [text.get_text() for text in bars.texts] == [f"{each.hit_rate:.1%}" for each in figures.values()]
 
     def test_a_request_that_a_dead_replica_skipped_counts_once(self) -> None:
@@ -144,15 +147,15 @@ class TestShares:
             assert f"**{share}**" in document.read_text()
 
     def test_tables_of_replays_and_fleets(self, tmp_path: Path) -> None:
-        """Tokens that hit are that share of the tokens in both rows above."""
+        """Tokens that hit are that share of the prompt tokens that ran."""
         pytest.importorskip("msgspec")
         path = tmp_path / "trace.jsonl"
         path.write_text(line_of() * 3 + line_of(input_length=1200, hash_ids=[5, 6, 7]))
         for command in (["replay"], ["fleet", "--router", "prefix", "--replicas", 1]):
             output = invoke(*command, path, "--num-pages", 60).stdout
             rows = dict(re.findall(r"^ *([a-z ,]+?)  +([\d.,%]+)$", output, re.MULTILINE))
-            assert (rows["prompt tokens"], rows["of skipped requests"], rows["hit"]) == ("1,800", "1,200", "1,184")
-            assert rows["hit rate"] == "39.5%"
+            assert (rows["prompt tokens"], rows["their prompt tokens"], rows["hit"]) == ("1,800", "1,200", "1,184")
+            assert rows["hit rate"] == "65.8%"
 
 
 class TestKnee:

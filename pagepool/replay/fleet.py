@@ -109,7 +109,7 @@ def _require_listener(address: str) -> None:
 @dataclass
 class FleetFigures:
     """What a fleet did. Tokens are tokens, times seconds on the replicas' clock. Prompts of requests that are routed anew count
-    each time that a replica admits them.
+    each time that a replica admits them. Requests that come back after a preemption count as in `Figures`.
     """
 
     num_requests: int = 0
@@ -119,17 +119,19 @@ class FleetFigures:
     prompt_tokens: int = 0
     skipped_prompt_tokens: int = 0
     hit_tokens: int = 0
+    returned_tokens: int = 0
+    rehit_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
     wait_seconds: list[float] = field(default_factory=list, repr=False)
     computed_tokens: list[int] = field(default_factory=list)
-    """By replica: those that were hit not counted."""
+    """By replica, those computed again after a preemption included."""
     end_seconds: float = 0.0
 
     @property
     def hit_rate(self) -> float:
-        """The share of all prompt tokens: see `find_hit_rate`."""
-        return find_hit_rate(self.hit_tokens, self.prompt_tokens, self.skipped_prompt_tokens)
+        """The share of the prompt tokens that ran: see `find_hit_rate`."""
+        return find_hit_rate(self.hit_tokens, self.prompt_tokens)
 
     @property
     def imbalance(self) -> float:
@@ -152,6 +154,8 @@ class FleetFigures:
             "skipped_prompt_tokens": self.skipped_prompt_tokens,
             "hit_tokens": self.hit_tokens,
             "hit_rate": self.hit_rate,
+            "returned_tokens": self.returned_tokens,
+            "rehit_tokens": self.rehit_tokens,
             "generated_tokens": self.generated_tokens,
             "preemptions": self.preemptions,
             "imbalance": self.imbalance,
@@ -260,6 +264,8 @@ class Fleet:
         figures.prompt_tokens += new.prompt_tokens - before.prompt_tokens
         figures.skipped_prompt_tokens += new.skipped_prompt_tokens - before.skipped_prompt_tokens
         figures.hit_tokens += new.hit_tokens - before.hit_tokens
+        figures.returned_tokens += new.returned_tokens - before.returned_tokens
+        figures.rehit_tokens += new.rehit_tokens - before.rehit_tokens
         figures.generated_tokens += new.generated_tokens - before.generated_tokens
         figures.preemptions += new.preemptions - before.preemptions
         figures.computed_tokens[i] += _count_computed(new) - _count_computed(before)
@@ -267,7 +273,8 @@ class Fleet:
 
 
 def _count_computed(figures: Figures) -> int:
-    return figures.prompt_tokens - figures.hit_tokens + figures.generated_tokens
+    num_looked_up, num_hits = figures.prompt_tokens + figures.returned_tokens, figures.hit_tokens + figures.rehit_tokens
+    return num_looked_up - num_hits + figures.generated_tokens
 
 
 def run_fleet(

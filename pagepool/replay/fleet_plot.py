@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from pagepool.replay.drawing import BLUE, GREEN, GREY, ORANGE, PAPER, save_figure
 from pagepool.replay.fleet import FleetFigures
 from pagepool.replay.fleet_report import describe_fleet, headline_fleet
-from pagepool.replay.wording import HIT_RATE, format_count, shorten_name
+from pagepool.replay.wording import RUN_HIT_RATE, format_count, shorten_name
 
 __all__ = ["draw_fleet", "save_fleet_plot"]
 
@@ -56,7 +56,7 @@ def _draw_hits(axes: Axes, figures: dict[str, FleetFigures]) -> None:
     axes.set_xlim(-0.75, len(figures) - 0.25)
     axes.set_ylim(0, 1.15 * max(*rates, 0.01))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.3g}%"))
-    axes.set_ylabel(HIT_RATE)
+    axes.set_ylabel(RUN_HIT_RATE)
     axes.tick_params("x", labelsize="small")
     axes.grid(visible=False, axis="x")
 

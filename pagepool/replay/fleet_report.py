@@ -2,7 +2,7 @@
 
 from pagepool.replay.fleet import FleetFigures
 from pagepool.replay.report import print_columns
-from pagepool.replay.wording import HIT_RATE
+from pagepool.replay.wording import RUN_HIT_RATE
 
 __all__ = ["describe_fleet", "headline_fleet", "print_fleet"]
 
@@ -13,7 +13,7 @@ def print_fleet(figures: dict[str, FleetFigures], title: str) -> None:
 
 
 NOTE = (
-    f"{HIT_RATE.capitalize()}, those of skipped requests included. "
+    f"{RUN_HIT_RATE.capitalize()} that need not be computed, skipped requests left out. "
     "Imbalance: tokens that the busiest replica computed, per token of the average one. Waiting: from a request's arrival to "
     "the step that first computes something of it; so many requests waited so long at most."
 )
@@ -52,13 +52,15 @@ def _rows(figures: FleetFigures) -> list[tuple[str, str]]:
     return [
         ("requests", f"{figures.num_requests:,}"),
         ("  larger than the pool, skipped", f"{figures.num_skipped:,}"),
+        ("    their prompt tokens", f"{figures.skipped_prompt_tokens:,}"),
         ("  routed anew after a death", f"{figures.num_rerouted:,}"),
         ("prompt tokens", f"{figures.prompt_tokens:,}"),
-        ("  of skipped requests", f"{figures.skipped_prompt_tokens:,}"),
         ("  hit", f"{figures.hit_tokens:,}"),
         ("  hit rate", f"{figures.hit_rate:.1%}"),
         ("generated tokens", f"{figures.generated_tokens:,}"),
         ("preemptions", f"{figures.preemptions:,}"),
+        ("  tokens looked up again", f"{figures.returned_tokens:,}"),
+        ("    hit again", f"{figures.rehit_tokens:,}"),
         ("imbalance", f"{figures.imbalance:.2f}"),
         ("waiting, 50 %", f"{figures.wait_percentile(50):,.2f} s"),
         ("  90 %", f"{figures.wait_percentile(90):,.2f} s"),

@@ -53,7 +53,7 @@ def _draw_hits(axes: Axes, plan: Plan) -> None:
     sizes = [pool.num_pages for pool in plan.pools]
     best = [pool.best_hit_rate for pool in plan.pools]
     lru = [pool.lru_hit_rate for pool in plan.pools]
-    together = [figures.hit_rate for figures in plan.replays.values()]
+    together = [figures.trace_hit_rate for figures in plan.replays.values()]
     most = plan.most_hit_rate
     axes.axhline(most, color=GREY, linestyle=":", label="a pool that never evicts")
     axes.plot(sizes, best, color=ORANGE, linestyle="--", marker="s", markersize=4, label="best, one after another")

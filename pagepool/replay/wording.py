@@ -7,6 +7,7 @@ from pagepool.replay.plan import Plan
 
 __all__ = [
     "HIT_RATE",
+    "RUN_HIT_RATE",
     "describe",
     "describe_picture",
     "format_bytes",
@@ -35,7 +36,8 @@ TOGETHER_NOTE = (
 )
 
 HIT_RATE = "hit rate: share of all prompt tokens"
-"""The heading of tables and the label of axes."""
+RUN_HIT_RATE = "hit rate: share of prompt tokens"
+"""The headings of tables and labels of axes: of a plan, whose pools may skip requests, and of a run."""
 
 HIT_RATE_NOTE = (
     "Hit rate: the share of all prompt tokens of the trace that need not be computed. Requests larger than the pool are "
@@ -150,7 +152,7 @@ def list_columns(plan: Plan) -> list[tuple[str, list[str]]]:
         columns.append(("requests skipped", [f"{pool.skipped:,}" for pool in plan.pools]))
     if plan.replays:
         replays = [plan.replays.get(pool.num_pages) for pool in plan.pools]
-        columns.append(("hit rate, together", [f"{replay.hit_rate:.1%}" if replay else "" for replay in replays]))
+        columns.append(("hit rate, together", [f"{replay.trace_hit_rate:.1%}" if replay else "" for replay in replays]))
         columns.append(("preempted, together", [f"{replay.preemptions:,}" if replay else "" for replay in replays]))
     return columns
 
