@@ -12,7 +12,8 @@ __all__ = ["AfterImport"]
 class AfterImport(MetaPathFinder):
     """Calls `action` when the module `name` has run, each time it is imported, before its importer sees it.
 
-    Put it in front of ``sys.meta_path``. What `action` raises comes out of the import, which has failed then.
+    Put it in front of ``sys.meta_path``. What `action` raises comes out of the import, which has failed then, and those of the
+    modules below it: whoever imports one of them afterwards imports them all again, and meets `action` again.
     """
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
@@ -36,6 +37,15 @@ class AfterImport(MetaPathFinder):
 
         def exec_and_act(module: ModuleType) -> None:
             exec_module(module)
-            self._action()
+            try:
+                self._action()
+            except BaseException:
+                self._forget_submodules()
+                raise
 
         loader.exec_module = exec_and_act  # type: ignore[attr-defined]
+
+    def _forget_submodules(self) -> None:
+        """Python itself forgets the module alone."""
+        for name in [name for name in sys.modules if name.startswith(f"{self.name}.")]:
+            del sys.modules[name]
