@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import subprocess
 import sys
@@ -19,6 +19,8 @@ from pagepool.compat import easydel
 from pagepool.compat.easydel import ENGINE, PLACES, REPLACEMENTS, SIGNATURES
 from pagepool.compat.import_hook import AfterImport
 from pagepool.errors import CompatError
+
+without_easydel = pytest.mark.skipif(importlib.util.find_spec("easydel") is not None, reason="EasyDeL is installed")
 
 
 def pop_modules() -> dict[str, ModuleType]:
@@ -263,12 +265,24 @@ def test_nothing_is_loaded_without_the_variable(python: Callable[..., subprocess
     assert python("import sys, pagepool; print([name for name in sys.modules if 'compat.' in name])", None).stdout == "[]\n"
 
 
-def test_the_variable_without_the_engine(tmp_path: Path) -> None:
-    """The import of an engine that is not there fails as it would, and pagepool is of use without it."""
-    process = run_python(tmp_path, "-c", f"import sys; sys.modules['easydel'] = None; import pagepool; {SHOW}", value="1")
-    assert process.returncode == 1
-    assert process.stderr.splitlines()[-1].startswith("ModuleNotFoundError: ")
+@without_easydel
+@pytest.mark.parametrize("name", ["easydel", ENGINE])
+def test_the_variable_without_the_engine(tmp_path: Path, name: str) -> None:
+    """A program that takes what is there does not get another engine. What needs none runs."""
+    code = f"import pagepool\ntry:\n    import {name}\nexcept ImportError:\n    print('another engine')"
+    process = run_python(tmp_path, "-c", code, value="1")
+    assert (process.returncode, process.stdout) == (1, "")
+    assert "CompatError: easydel: got no module of that name, expected that of easydel==0.3.0" in process.stderr
+    assert run_python(tmp_path, "-c", code, value="0").stdout == "another engine\n"
     assert run_python(tmp_path, "-c", "import pagepool; pagepool.PagePool(8, True)", value="1").returncode == 0
+
+
+def test_the_variable_with_a_version_that_lacks_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "easydel").mkdir()
+    (tmp_path / "easydel" / "__init__.py").write_text("__version__ = '0.1'\n")
+    process = run_python(tmp_path, "-c", f"import pagepool, easydel, {ENGINE}", value="1")
+    assert process.returncode == 1
+    assert "CompatError: easydel.inference: got no module of that name" in process.stderr
 
 
 def test_the_variable_with_an_engine_that_is_built_already(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:

@@ -37,7 +37,7 @@ def run_module(name: str, arguments: Sequence[str]) -> None:
 
 
 def _set_first_path(folder: str, is_script: bool) -> None:
-    """Put `folder` where ``python -m`` has put the current folder, or, with ``-P``, has put nothing: nor is a script's then."""
+    """Put `folder` first, where ``python -m`` put the current one; with ``-P`` it put none, nor is a script's put then."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
     elif not is_script:
@@ -45,9 +45,7 @@ def _set_first_path(folder: str, is_script: bool) -> None:
 
 
 def _set_main() -> ModuleType:
-    """A `__main__` in which nothing has run, with the names that Python gave the one there is, and under all its names:
-    multiprocessing knows it as `__mp_main__`.
-    """
+    """Put a new `__main__` in the place of the one there is, also where multiprocessing has it as `__mp_main__`."""
     main, before = ModuleType("__main__"), sys.modules["__main__"]
     vars(main).update((name, vars(before)[name]) for name in ("__annotations__", "__builtins__") if hasattr(before, name))
     sys.modules.update({name: main for name, module in list(sys.modules.items()) if module is before})
@@ -76,14 +74,12 @@ def _read_code(file: str, loader: SourceFileLoader | SourcelessFileLoader) -> An
 
 
 def _run_as_main(name: str, must_alter_argv: bool) -> None:
-    """What ``python -m`` calls. `runpy.run_module` takes the module from `sys.modules` when it ends, before threads and exit
-    handlers have.
-    """
+    """What ``python -m`` calls. `runpy.run_module` takes `__main__` away at the end, which threads and exit handlers need."""
     runpy._run_module_as_main(name, must_alter_argv)  # type: ignore[attr-defined]
 
 
 def _call(run: Callable[..., None], *arguments: object) -> None:
-    """Let a traceback that Python prints begin with the program's own frames."""
+    """Call `run` so that a traceback of the program begins with its own frames."""
     try:
         run(*arguments)
     except SystemExit:
@@ -94,7 +90,7 @@ def _call(run: Callable[..., None], *arguments: object) -> None:
 
 
 def _skip_ours(traceback: TracebackType | None) -> TracebackType | None:
-    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == _skip_ours.__code__.co_filename:
         traceback = traceback.tb_next
     return traceback
 

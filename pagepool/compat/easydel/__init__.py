@@ -214,6 +214,7 @@ def install_if_asked() -> None:
 def install_on_import() -> None:
     """`install` as soon as the engine is imported, or now if it is: what `install` raises, that import raises.
 
+    Looking for an engine that is not there raises CompatError, and not ModuleNotFoundError, lest a program take another engine.
     An engine that is imported anew gets ours anew. Programs may set what jax reads before they import it, since this imports
     neither EasyDeL nor jax.
     """
@@ -223,7 +224,11 @@ def install_on_import() -> None:
         sys.meta_path.insert(0, _hook)
 
 
-_hook = AfterImport(ENGINE, install)
+def _refuse_missing(name: str) -> None:
+    raise CompatError(f"{name}: got no module of that name, expected that of easydel=={VERSION}: is EasyDeL installed?")
+
+
+_hook = AfterImport(ENGINE, install, _refuse_missing)
 
 
 # Finding.
