@@ -8,7 +8,7 @@ EASYDEL_VENV ?= $(HOME)/.cache/pagepool/venv-easydel
 
 EXTRA ?= test
 
-SOURCES := $(wildcard *.py *.toml *.md *.pth LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name py.typed)
+SOURCES := $(wildcard *.py *.toml *.md LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name py.typed)
 # The installed wheel, never the source tree: neither the tests nor the processes they start see the working directory.
 RUN := PAGEPOOL_TEST_INSTALLED=1 PYTHONSAFEPATH=1
 LIBASAN = $(shell $(CC) -print-file-name=libasan.so)

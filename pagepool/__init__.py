@@ -118,7 +118,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'pagepool' has no attribute {name!r}")
 
 
-if os.environ.get("PAGEPOOL_EASYDEL", "0") not in ("", "0"):
-    from pagepool.compat.easydel import install_on_import
+if "PAGEPOOL_EASYDEL" in os.environ:
+    from pagepool.compat.easydel import install_if_asked
 
-    install_on_import()
+    install_if_asked()

@@ -98,10 +98,11 @@ class CacheManager:
     exception interrupts, ``KeyboardInterrupt`` among them, loses no page: `free` gives back what a request got.
 
     `num_pages` counts the null page. Without groups prefix caching is off. `hash_algo` is ``"siphash128"`` (keyed with a secret
-    of the process), ``"sha256"`` (the same in every process), ``"sha256_cbor"`` (as vLLM's), or a callable such as the builtin
-    `hash`; `hash_seed`, or ``PYTHONHASHSEED``, makes a keyed one deterministic. `keep_token_ids` keeps the tokens of cached
-    pages in their hashes, at 4 bytes a token. `page_pool` is a pool of its own to go on with, such as `PagePool.restore` brings
-    back; what it has cached hits if the seed, the algorithm and the groups are those that it was cached with.
+    of the process), ``"sha256"`` (the same in every process), ``"sha256_cbor"`` (vLLM's: see docs/engines.md), or a callable
+    such as the builtin `hash`; `hash_seed`, or ``PYTHONHASHSEED``, makes a keyed one deterministic. `keep_token_ids` keeps the
+    tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is a pool of its own to go on with, such as
+    `PagePool.restore` brings back; what it has cached hits if the seed, the algorithm and the groups are those that it was
+    cached with.
 
     >>> from pagepool import CacheGroupSpec, EngineRequest, FullAttentionSpec
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -459,9 +460,9 @@ class CacheManager:
         """Note from now on what comes into the prefix cache and goes, for `take_events`: before the first request.
 
         Hashes are told as unsigned ints, the lowest 64 bits of the digest, or as the bytes of all of it. Other processes make
-        the same hashes only with the same `hash_seed`, or ``hash_algo="sha256"``. Costs 56 bytes a page and 4 a
-        token, and a cold prompt 5 to 11 % more time. ImportError without the extra ``pagepool[events]``; ArgumentError without
-        prefix caching, where pages are held or cached already, and for another choice than before.
+        the same hashes only with the same `hash_seed`, or ``"sha256"`` or ``"sha256_cbor"`` as `hash_algo`. Costs 56 bytes a
+        page and 4 a token, and a cold prompt 5 to 11 % more time. ImportError without the extra ``pagepool[events]``;
+        ArgumentError without prefix caching, where pages are held or cached already, and for another choice than before.
         """
         try:
             from pagepool.events import EventSource

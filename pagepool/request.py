@@ -8,10 +8,14 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["EngineRequest", "EngineRequestStatus", "Request", "TokenIds"]
+__all__ = ["EngineRequest", "EngineRequestStatus", "LoraId", "Request", "TokenIds"]
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
 """Token ids by position: a list, or an int32 array, which is read without a copy."""
+
+
+LoraId: TypeAlias = int | str | tuple[str, str]
+"""What tells adapters apart: a number, a name, or name and path, which are what vLLM hashes."""
 
 
 class EngineRequestStatus(IntEnum):
@@ -45,9 +49,9 @@ class Request(Protocol):
     """What a manager reads of an engine's request. It never writes to it.
 
     Read only where a request has them: `cache_salt` (requests of different salts share no pages), `lora_id`
-    (the same for adapters), `mm_features` (images and the like: objects with `mm_hash` or `identifier`, and
-    `placeholder_range` or `mm_position` with `offset` and `length` in tokens), and `has_vision` (true without
-    features: shares with no other request).
+    (the same for adapters: an int, a string, or a pair of name and path), `mm_features` (images and the like:
+    objects with `mm_hash` or `identifier`, and `placeholder_range` or `mm_position` with `offset` and `length` in
+    tokens), and `has_vision` (true without features: shares with no other request).
     """
 
     @property
@@ -97,7 +101,7 @@ class EngineRequest:
     status: EngineRequestStatus = EngineRequestStatus.WAITING
     mm_features: Sequence[Any] = ()
     cache_salt: str | None = None
-    lora_id: int | str | None = None
+    lora_id: LoraId | None = None
     all_token_ids: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import RequestExtraKeys, encode_extra_keys
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable, PageTable
-from pagepool.request import TokenIds
+from pagepool.request import LoraId, TokenIds
 from pagepool.specs import require_int
 
 __all__ = ["RunningBatch", "StepResult"]
@@ -80,7 +80,7 @@ class RunningBatch(RunningRows):
         num_tokens: int | None = None,
         max_num_new_tokens: int | None = None,
         cache_salt: str | None = None,
-        lora_id: int | str | None = None,
+        lora_id: LoraId | None = None,
         mm_features: Sequence[Any] | None = None,
         dp_shard: int | None = None,
         num_reserved_pages: int = 0,
@@ -165,7 +165,7 @@ class RunningBatch(RunningRows):
 
 
 def _make_extra_keys(
-    cache_salt: str | None, lora_id: int | str | None, mm_features: Sequence[Any] | None
+    cache_salt: str | None, lora_id: LoraId | None, mm_features: Sequence[Any] | None
 ) -> RequestExtraKeys | None:
     if cache_salt is None and lora_id is None and mm_features is None:
         return None

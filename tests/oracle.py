@@ -52,10 +52,14 @@ def is_sharded(num_pages: int, data_parallel_size: int | None) -> bool:
 
 
 class ContentKeys:
-    """Numbers the contents of pages: one number for each (content of the parent page, tokens, extra keys)."""
+    """Numbers the contents of pages: one number for each (content of the parent page, tokens, extra keys).
+
+    With `ignores_lengths`, as vLLM does, features are the same that have the same content and offset.
+    """
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
+        self.ignores_lengths = False
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._chains: defaultdict[str, list[int]] = defaultdict(list)
 
@@ -76,7 +80,10 @@ class ContentKeys:
 
     def _number(self, parent: int | None, request: Any, page: int) -> int:
         start, stop = page * self.page_size, (page + 1) * self.page_size
-        content = (parent, tuple(request.all_token_ids[start:stop]), extra_keys(request, start, stop))
+        keys = extra_keys(request, start, stop)
+        if self.ignores_lengths:
+            keys = tuple((None, *key[1:3], None) if len(key) == 4 else key for key in keys)
+        content = (parent, tuple(request.all_token_ids[start:stop]), keys)
         return self._numbers.setdefault(content, len(self._numbers))
 
 
