@@ -252,19 +252,14 @@ class PagePool:
         """Give back one reference to each page. Those left with none go to the back of the free queue, in the given order,
         and keep their prefix entry until they are handed out again.
 
-        DoubleFreeError if a page would be freed more often than it is held, PageIdError for the null page and for pages of
-        another pool; nothing is freed then. O(pages).
+        Null pages are passed over. DoubleFreeError if a page would be freed more often than it is held, PageIdError for pages
+        of another pool; nothing is freed then. O(pages).
         """
-        self._free(self.store.ids_of_pages(ordered_pages))
+        self.store.give_back(self.store.ids_of_pages(ordered_pages))
 
     def free_page_ids(self, ordered_page_ids: PageIdArray | Sequence[int]) -> None:
         """`free_pages` by id: an int32 array or a list."""
-        self._free(PageIds(ordered_page_ids))
-
-    def _free(self, ids: PageIds) -> None:
-        if 0 in ids:
-            raise PageIdError("page 0, the null page, cannot be freed")
-        self.store.give_back(ids)
+        self.store.give_back(ordered_page_ids)
 
     def touch(self, pages: Iterable[Iterable[CachePage]]) -> None:
         """Take one reference more to each page of each group; a free page leaves the free queue. Null pages are passed over.

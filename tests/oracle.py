@@ -150,9 +150,8 @@ class OraclePool:
                     self.ref_counts[page] += 1
 
     def free_pages(self, pages: Sequence[int]) -> None:
-        """Drop a reference of each page; those without any left go to the back of the queue in this order."""
-        if NULL_PAGE in pages:
-            raise IndexError("the null page cannot be freed")
+        """Drop a reference of each page but the null page; those without any left go to the queue's back, in this order."""
+        pages = [page for page in pages if page != NULL_PAGE]
         if any(self.ref_counts[page] < pages.count(page) for page in pages):
             raise RuntimeError(f"a page of {pages} is freed more often than it is held")
         for page in pages:
@@ -488,7 +487,7 @@ class OracleManager:
         self.page_pool.touch(hits)
         if len(self.page_pool.free_page_ids(shard)) < sum(num_missing):
             for pages in hits:
-                self.page_pool.free_pages([page for page in pages if page != NULL_PAGE])
+                self.page_pool.free_pages(pages)
             return None
         return tuple(self.page_pool.take(num_pages, shard) for num_pages in num_missing)
 
@@ -565,7 +564,7 @@ class OracleManager:
     def free(self, request: Any) -> None:
         """Give back all pages of the request, the last one first."""
         for held in self.held.pop(request.request_id, ()):
-            self.page_pool.free_pages([page for page in reversed(held.pages) if page != NULL_PAGE])
+            self.page_pool.free_pages(held.pages[::-1])
 
     def free_page_hashes(self, request: Any) -> None:
         """Forget the contents of a finished request's pages."""

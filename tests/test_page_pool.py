@@ -215,6 +215,18 @@ def test_more_holders_than_can_be_counted_are_refused():
     assert page.ref_cnt == (1 << 31) - 1
 
 
+def test_the_null_page_is_passed_over_when_it_is_given_back():
+    pool = PagePool(6, True)
+    first, second = pool.get_new_pages(2)
+    pool.free_pages([pool.null_page, second, pool.null_page, first])
+    assert pool.free_page_ids_in_order().tolist() == [3, 4, 5, 2, 1]
+    pool.free_page_ids([0, *pool.get_new_page_ids(1).tolist(), 0])
+    pool.free_page_ids(np.zeros(3, dtype=np.int32))
+    assert pool.free_page_ids_in_order().tolist() == [4, 5, 2, 1, 3]
+    assert pool.null_page.ref_cnt == 0
+    pool.check()
+
+
 @pytest.mark.parametrize("num_pages", [1, 2, 3])
 def test_the_smallest_pools(num_pages):
     pool = PagePool(num_pages, True)
