@@ -71,6 +71,14 @@ class RunningBatch(RunningRows):
         self._data_parallel_size = size or None
         self._hash_page_size = hash_page_size
 
+    def __repr__(self) -> str:
+        """Its size, and what its rows know and have computed."""
+        return (
+            f"RunningBatch(num_rows={self.num_tokens.size}, num_admitted={self.is_admitted.sum()}, "
+            f"max_num_tokens={self.max_num_tokens}, num_tokens={self.num_tokens.sum()}, "
+            f"num_computed_tokens={self.num_computed_tokens.sum()})"
+        )
+
     def admit(
         self,
         row: int,
