@@ -27,7 +27,7 @@ CONSTRUCTORS = {
     "PageRules": "page_size window chunk",
     "HashChain": "page_size key_bytes flag",
     "PageStore": "num_pages flag is_pool",
-    "CachePage": "page_id ref_cnt",
+    "CachePage": "page_id ref_cnt _page_hash prev_free_page next_free_page is_null",
     "TableRows": "num_rows num_columns",
     "GroupedRows": "page_tables",
     "RunningRows": "store tables groups_of_rows max_num_tokens hash_page_size key_bytes num_shards",
