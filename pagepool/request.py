@@ -121,7 +121,7 @@ def _list_token_ids(name: str, token_ids: Iterable[int]) -> list[int]:
     """The token ids as a new list."""
     if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
         raise ArgumentTypeError(f"{name}: got {type(token_ids).__name__}, allowed: a sequence of ints")
-    listed = list(token_ids)
+    listed = token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
     if not set(map(type, listed)) <= {int} or min(listed, default=0) < 0:
         for i, token_id in enumerate(listed):
             require_int(f"{name}[{i}]", token_id, 0)
