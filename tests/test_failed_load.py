@@ -78,11 +78,13 @@ def test_pages_are_entered_one_by_one_as_they_are_computed() -> None:
     request = start(manager)
     manager.page_pool.evict_pages(manager.get_page_ids("loaded")[0][1:6])
     request.num_computed_tokens = PAGE_SIZE
+    [held] = manager.coordinator.requests["loaded"].groups
+    assert held.num_cached_pages == NUM_FULL_PAGES
     for num_pages in range(1, NUM_FULL_PAGES):
         compute(manager, request, PAGE_SIZE - 1)
-        assert count_hits(manager) == num_pages
+        assert count_hits(manager) == held.num_cached_pages == manager.stats().num_cached_pages == num_pages
         compute(manager, request, 1)
-        assert count_hits(manager) == num_pages + 1
+        assert count_hits(manager) == held.num_cached_pages == manager.stats().num_cached_pages == num_pages + 1
 
 
 def test_pages_that_are_not_computed_again_are_not_entered() -> None:
