@@ -270,7 +270,7 @@ cdef struct Pool:
     int64_t num_hit
     Journal journal
     Residency *residency
-
+    uint8_t is_restored       # it was loaded from a snapshot, and nobody took a reference since
 
 cdef struct Prefix:           # what the leading pages of a request are looked up by in one group
     const Digest *digests
@@ -869,6 +869,19 @@ cdef inline Origin origin_of(const Digest *chain, Py_ssize_t place, Py_ssize_t s
     return Origin(chain[place * stride - 1] if place else Digest(0, 0), <int32_t>place, context)
 
 
+cdef inline void enter_at(
+    Pool *pool, const int32_t *ids, Py_ssize_t i, const Digest *chain, Py_ssize_t stride, int32_t group, int32_t context,
+    int32_t first_place,
+) noexcept nogil:
+    """Enter page ``ids[i]``, which has no entry."""
+    cdef Origin origin
+    enter(pool, ids[i], chain[(i + 1) * stride - 1], group)
+    if is_journaled(pool):
+        origin = origin_of(chain, i, stride, context)
+        origin.place += first_place
+        note_entry(pool, ids[i], origin)
+
+
 cdef Py_ssize_t enter_all(
     Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop, const Digest *chain, Py_ssize_t stride, int32_t group,
     int32_t context, int32_t first_place,
@@ -877,7 +890,6 @@ cdef Py_ssize_t enter_all(
     has an entry already.
     """
     cdef Py_ssize_t i, j
-    cdef Origin origin
     for i in range(start, stop):
         if ids[i] == NULL_PAGE:
             continue
@@ -887,11 +899,25 @@ cdef Py_ssize_t enter_all(
                     drop(pool, ids[j])
                     pool.num_cached -= 1
             return i
-        enter(pool, ids[i], chain[(i + 1) * stride - 1], group)
-        if is_journaled(pool):
-            origin = origin_of(chain, i, stride, context)
-            origin.place += first_place
-            note_entry(pool, ids[i], origin)
+        enter_at(pool, ids, i, chain, stride, group, context, first_place)
+    return -1
+
+
+cdef Py_ssize_t enter_missing(
+    Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop, const Digest *chain, Py_ssize_t stride, int32_t group,
+    int32_t context, int32_t first_place,
+) noexcept nogil:
+    """`enter_all`, but pages that have the entry already are passed over too, and keep it. Returns -1, or, with nothing
+    changed, the index of one that has another.
+    """
+    cdef Py_ssize_t i
+    for i in range(start, stop):
+        if ids[i] != NULL_PAGE and pool.pages[ids[i]].group != NO_GROUP:
+            if not has_key(&pool.pages[ids[i]], chain[(i + 1) * stride - 1], group):
+                return i
+    for i in range(start, stop):
+        if ids[i] != NULL_PAGE and pool.pages[ids[i]].group == NO_GROUP:
+            enter_at(pool, ids, i, chain, stride, group, context, first_place)
     return -1
 
 
@@ -1080,6 +1106,7 @@ cdef void take_from_shard(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard)
 
 cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
     """`take` from a shard, or for -1 from the whole pool."""
+    pool.is_restored &= n == 0
     if shard < 0:
         take(pool, out, n)
     else:
@@ -1108,6 +1135,19 @@ cdef Py_ssize_t find_outside(const Pool *pool, const int32_t *ids, Py_ssize_t n)
     if signs < 0:
         for i in range(n):
             if not 0 <= ids[i] <= last:
+                return i
+    return -1
+
+
+cdef inline Py_ssize_t find_negative(const int32_t *values, Py_ssize_t n) noexcept nogil:
+    """Index of a value below 0, or -1."""
+    cdef Py_ssize_t i
+    cdef int32_t signs = 0
+    for i in range(n):  # several at once, for there is no way out
+        signs |= values[i]
+    if signs < 0:
+        for i in range(n):
+            if values[i] < 0:
                 return i
     return -1
 
@@ -1187,6 +1227,7 @@ cdef void unwatch(Pool *pool, int32_t page_id) noexcept nogil:
 cdef void touch_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
     """One reference more for each page, null pages passed over; a free page leaves the queue."""
     cdef Py_ssize_t i
+    pool.is_restored &= n == 0
     for i in range(n):
         if ids[i] != NULL_PAGE:
             if pool.pages[ids[i]].ref_cnt == 0:
@@ -1351,13 +1392,9 @@ cdef inline void append_ids(Rows *rows, Py_ssize_t row, const int32_t *ids, Py_s
 
 cdef inline bint fits(Rows *rows, Py_ssize_t row, Py_ssize_t start, const int32_t *ids, Py_ssize_t n) noexcept nogil:
     """Whether ids may stand in a row from column `start` on, and the row's count was not overwritten with nonsense."""
-    cdef Py_ssize_t i
-    cdef int32_t signs = 0
-    if GUARDS and not (0 <= rows.num_pages[row] <= rows.num_columns and n <= rows.num_columns - start):
-        return False
-    for i in range(n if GUARDS else 0):
-        signs |= ids[i]
-    return signs >= 0
+    if not GUARDS:
+        return True
+    return 0 <= rows.num_pages[row] <= rows.num_columns and n <= rows.num_columns - start and find_negative(ids, n) < 0
 
 
 cdef Py_ssize_t append_all(const Append *appends, Py_ssize_t num) noexcept nogil:
@@ -2495,6 +2532,20 @@ cdef PageIds as_own_ids(object values, str name):
     return PageIds(ids) if isinstance(ids, _BorrowedIds) else ids
 
 
+cdef int refuse_negative(const int32_t *token_ids, Py_ssize_t n, Py_ssize_t first) except -1:
+    """ArgumentError for a token id below 0, with its place, where the first one stands at `first`."""
+    cdef Py_ssize_t bad = find_negative(token_ids, n)
+    if bad >= 0:
+        raise ArgumentError(f"token_ids: got {token_ids[bad]} (at {first + bad}), allowed: at least 0")
+    return 0
+
+
+def require_token_ids(token_ids, first=0) -> None:
+    """ArgumentError for a token id below 0, with its place, where the first one stands at `first`. O(n), 0.1 ns each."""
+    cdef PageIds ids = as_page_ids(token_ids, "token_ids")
+    refuse_negative(ids.ids, ids.num, size_of(first, "first"))
+
+
 def lists_of(tuple groups not None) -> tuple:
     """The ids of each PageIds as a list. One group, which is what most models have, costs no loop."""
     if len(groups) == 1:
@@ -3054,6 +3105,7 @@ cdef class PageStore:
 
     cdef void overwrite_count(self, int32_t page_id, int32_t count) noexcept:
         cdef Page *page = &self.pool.pages[page_id]
+        self.pool.is_restored &= count <= page.ref_cnt
         if is_free(&self.pool, page_id):
             self.pool.num_held_free += (count != 0) - (page.ref_cnt != 0)
         page.ref_cnt = count
@@ -3287,6 +3339,21 @@ cdef class PageStore:
     cdef int refuse_give_back(self, PageIds ids, Py_ssize_t bad) except -1:
         raise DoubleFreeError(f"page {ids[bad]} (at {bad} of {len(ids)}) is freed more often than it is held")
 
+    def give_back_restored(self) -> int | None:
+        """Give back all references of a store that was loaded, the pages in order of their ids. Returns how many pages; None,
+        and nothing changed, for another store, and once a reference was taken. O(num_pages).
+        """
+        cdef int32_t page_id, num_given = 0
+        cdef bint is_restored
+        with self.lock:
+            is_restored = self.pool.is_restored
+            for page_id in range(1, self.pool.num_pages if is_restored else 1):
+                if self.pool.pages[page_id].ref_cnt:
+                    self.pool.pages[page_id].ref_cnt = 1
+                    put_back(&self.pool, page_id)
+                    num_given += 1
+        return num_given if is_restored else None
+
     def touch(self, page_ids) -> None:
         """One reference more for each page; a free page leaves the queue. Null pages are passed over. O(n)."""
         cdef PageIds ids = self.checked(page_ids)
@@ -3375,6 +3442,8 @@ cdef class PageStore:
         cdef bint has_room
         if home is self:
             return
+        if page.is_null:
+            raise PageIdError(f"page {page.page_id} cannot be appended: it is a null page")
         if home.is_pool or self.is_pool or home.is_free(index):
             raise PageIdError(f"page {page.page_id} belongs to another pool or queue")
         page_hash = page.page_hash
@@ -3739,12 +3808,14 @@ cdef class PageStore:
     # Whole requests.
 
     def enter_pages(
-        self, PageIds held not None, HashChain chain not None, start, stop, stride, group, context=0, first_place=0
+        self, PageIds held not None, HashChain chain not None, start, stop, stride, group, context=0, first_place=0,
+        bint is_again=False,
     ) -> None:
         """Enter pages ``held[start:stop]`` under their digests of the chain, of which `stride` make a page. All or nothing.
 
         Null pages are passed over. The pages have a `context` of `add_context`; ``held[0]`` stands at `first_place` in
-        its request. PageHashError if one is cached already. O(stop - start).
+        its request. PageHashError if one is cached already; with `is_again` only if it is cached as something else.
+        O(stop - start).
         """
         cdef Py_ssize_t i, bad, num_hashes = size_of(stride, "stride", 1)
         cdef PageIds ids = self.checked(held)
@@ -3764,6 +3835,10 @@ cdef class PageStore:
             bad = enter_all(
                 &self.pool, ids.ids, first, last, chain.digests, num_hashes, checked_group, checked_context, place
             )
+            if bad >= 0 and is_again:
+                bad = enter_missing(
+                    &self.pool, ids.ids, first, last, chain.digests, num_hashes, checked_group, checked_context, place
+                )
             for i in range(first, last if bad < 0 else first):
                 self.copy_tokens(ids.ids[i], chain, i * num_tokens, num_tokens)
         if bad >= 0:
@@ -3778,9 +3853,17 @@ cdef class PageStore:
         return <int32_t>checked
 
     def enter_held(self, HeldPages held not None, HashChain chain not None, num_full_pages, stride, group, context=0) -> None:
-        """Enter the pages of a request that got full: those from ``held.num_cached_pages`` to `num_full_pages`."""
-        self.enter_pages(held, chain, held.num_cached_pages, num_full_pages, stride, group, context)
+        """Enter the pages of a request that got full: those from ``held.num_cached_pages`` to `num_full_pages`. What is entered
+        already, since `rewind` let it be looked at once more, stays.
+        """
+        self.enter_pages(held, chain, held.num_cached_pages, num_full_pages, stride, group, context, 0, True)
         held.num_cached_pages = num_full_pages
+
+    def rewind(self, HeldPages held not None, num_pages) -> None:
+        """Let `enter_held` look at the pages of a request from `num_pages` on again: their tokens are computed once more."""
+        cdef Py_ssize_t num = size_of(num_pages, "num_pages")
+        with self.lock:
+            held.num_cached_pages = min(held.num_cached_pages, num)
 
     def take_for(
         self, tuple groups not None, num_new_pages, hits=(), HashChain chain=None, PageIds strides=None, PageIds group_ids=None,
@@ -4024,6 +4107,7 @@ cdef class PageStore:
         if size_of(num_shards, "data_parallel_size"):
             store.set_shards(num_shards)
         store.load_counters([size_of(count, "counters", 0, INT64_MAX) for count in as_list(counters, "counters")])
+        store.pool.is_restored = 1
         return store
 
     cdef int load_counters(self, list counters) except -1:
@@ -4639,32 +4723,60 @@ cdef class Refusal:
 
 @cython.final
 cdef class CachePage:
-    """A view of one page's record. ``pool.pages[i]`` gives it; equal pages are the same object.
+    """A view of one page's record. ``pool.pages[i]`` gives it; there is one view of each page.
 
-    ``CachePage(page_id)`` makes a page that stands alone, to be handed to a `FreeCachePageQueue`.
+    ``CachePage(page_id)`` makes a page that stands alone, to be handed to a `FreeCachePageQueue`. Pages of other pools, or that
+    stand alone, are equal if all that can be seen of them is: `page_id`, `ref_cnt`, `page_hash`, `is_null`, and the ids of the
+    pages before and behind in the free queue. The hash is that of `page_id`, which does not change.
 
     >>> page = CachePage(7)
     >>> page.incr_ref()
     >>> page
     CachePage(page_id=7, ref_cnt=1, page_hash=None, prev_free_page=None, next_free_page=None)
+    >>> page == CachePage(7), page == CachePage(page_id=7, ref_cnt=1)
+    (False, True)
     """
 
     cdef PageStore store
     cdef int32_t index                  # record in the store
+    cdef bint is_made_null              # a null page that stands alone
     cdef readonly object page_id        # the index in a pool, any int for a page made alone
 
-    def __init__(self, page_id, ref_cnt=0):
-        """`ref_cnt` must not be negative."""
+    def __init__(self, page_id, ref_cnt=0, _page_hash=None, prev_free_page=None, next_free_page=None, is_null=False):
+        """`ref_cnt` must not be negative; `_page_hash` is a PageHashWithGroupId that the page is cached under, or None. A null
+        page stands for no page, and no queue takes it. ArgumentError for neighbours: a queue links its pages itself.
+        """
         cdef PageStore store
-        if self.store is not None:
-            raise ArgumentError("a page is made once")
+        cdef bint is_made_null = is_null
+        if prev_free_page is not None or next_free_page is not None:
+            raise ArgumentError("prev_free_page, next_free_page: got a page, allowed: None; a FreeCachePageQueue links its own")
+        if _page_hash is not None:
+            require_page_hash(_page_hash)
         store = PageStore(2, True, False)
-        self.page_id = index_of(page_id, "page_id")
-        self.store = store
-        self.index = 1
+        checked_id = index_of(page_id, "page_id")
         store.pop(1)
         store.set_ref_count(1, ref_cnt)
+        if _page_hash is not None:
+            store.enter(1, store.names.key_of(_page_hash.page_hash), _page_hash.group_id)
+        if self.store is not None:  # after the arguments were read, which may run Python code
+            raise ArgumentError("a page is made once")
+        self.page_id, self.store, self.index, self.is_made_null = checked_id, store, 1, is_made_null
         store.views[1] = self
+
+    def __eq__(self, other):
+        if self is other:
+            return True
+        if type(other) is not CachePage:
+            return NotImplemented
+        return self.page_id == other.page_id and self.fields() == (<CachePage>other).fields()
+
+    def __hash__(self):
+        return hash(self.page_id)
+
+    cdef tuple fields(self):
+        """What equal pages have in common besides their id. The neighbours' ids alone: theirs would lead through the queue."""
+        before, behind = self.store.neighbours(self.index)
+        return self.ref_cnt, self.page_hash, self.is_null, before and before.page_id, behind and behind.page_id
 
     def __reduce__(self):
         raise TypeError("a CachePage is a view of its pool and cannot be pickled")
@@ -4710,8 +4822,7 @@ cdef class CachePage:
 
     @page_hash.setter
     def page_hash(self, page_hash):
-        if not isinstance(page_hash, PageHashWithGroupId):
-            raise ArgumentTypeError(f"page_hash: got {type(page_hash).__name__}, allowed: PageHashWithGroupId")
+        require_page_hash(page_hash)
         self.store.enter(self.index, self.store.names.key_of(page_hash.page_hash), page_hash.group_id)
 
     def reset_hash(self) -> None:
@@ -4720,8 +4831,8 @@ cdef class CachePage:
 
     @property
     def is_null(self) -> bool:
-        """Whether this is the pool's null page."""
-        return self.store.is_pool and self.index == NULL_PAGE
+        """Whether this is a pool's null page, or one that was made as such."""
+        return self.is_made_null or (self.store.is_pool and self.index == NULL_PAGE)
 
     @property
     def is_free(self) -> bool:
@@ -4744,6 +4855,12 @@ cdef class CachePage:
             f"CachePage(page_id={self.page_id}, ref_cnt={self.ref_cnt}, page_hash={self.page_hash}, "
             f"prev_free_page={before and before.page_id}, next_free_page={behind and behind.page_id})"
         )
+
+
+cdef int require_page_hash(object page_hash) except -1:
+    if not isinstance(page_hash, PageHashWithGroupId):
+        raise ArgumentTypeError(f"page_hash: got {type(page_hash).__name__}, allowed: PageHashWithGroupId")
+    return 0
 
 
 def make_aligned_zeros(tuple shape not None) -> np.ndarray:
@@ -4846,11 +4963,10 @@ cdef class TableRows:
 
     cdef int refuse(self, Py_ssize_t row, Py_ssize_t start, const int32_t *ids, Py_ssize_t n) except -1:
         """Raise what is wrong with putting `ids` into a row from column `start` on."""
-        cdef Py_ssize_t i
+        cdef Py_ssize_t bad = find_negative(ids, n)
         self.check_count(row)
-        for i in range(n):
-            if ids[i] < 0:
-                raise PageIdError(f"page id: got {ids[i]} (at {i}), allowed: at least 0")
+        if bad >= 0:
+            raise PageIdError(f"page id: got {ids[bad]} (at {bad}), allowed: at least 0")
         raise RowOverflowError(f"row {row} has {start} pages, {n} more were given, allowed: {self.rows.num_columns} in all")
 
     cdef PageIds checked_rows(self, object rows):
@@ -5054,10 +5170,12 @@ cdef class _Appends:
     cdef list targets    # the table of each item, for errors
 
     def __init__(self, tuple tables, list requests, rows):
-        """Room for one append for each request and table."""
+        """Room for one append for each request and table. Without requests there is nothing to do in any row."""
         self.lock_order = in_lock_order(tables)
         self.requests = list(requests)  # copies: reading an id may run Python code that changes the lists
         self.row_ids = list(as_list(rows.tolist() if isinstance(rows, ndarray) else rows, "req_indices"))
+        if not self.requests:
+            self.row_ids = []
         self.held = []
         self.targets = []
         if len(self.requests) != len(self.row_ids):
@@ -5623,7 +5741,7 @@ cdef class RunningRows:
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
-        check_lengths(tokens, row_ids)
+        check_tokens(tokens, row_ids)
         return self.run(row_ids, Amounts(&ONE, 0), Amounts(&ZERO, 0), tokens.ids)
 
     cdef StepResult run(self, PageIds rows, Amounts num_new_tokens, Amounts num_ahead, const int32_t *token_ids):
@@ -5719,7 +5837,7 @@ cdef class RunningRows:
         cdef PageIds row_ids = as_own_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
         cdef Py_ssize_t num_done
-        check_lengths(tokens, row_ids)
+        check_tokens(tokens, row_ids)
         with self.lock:
             num_done = append_tokens(&self.batch, row_ids.ids, tokens.ids, row_ids.num)
         if num_done < row_ids.num:
@@ -5959,6 +6077,7 @@ cdef class RunningRows:
     cdef int set_contents(self, Py_ssize_t row, PageIds tokens, Py_ssize_t num_tokens, list extra_keys) except -1:
         """Copy the tokens and hash their full pages, but for those that the row has hashed for a request before."""
         cdef Py_ssize_t start, num_kept = 0
+        refuse_negative(tokens.ids, num_tokens, 0)
         if self.batch.hash_page_size and not extra_keys:
             num_kept = count_hashed_before(&self.batch, row, tokens.ids, num_tokens)
         self.batch.states[row].num_hashed = <int32_t>num_kept
@@ -6230,10 +6349,11 @@ cdef class RunningRows:
         return None
 
 
-cdef int check_lengths(PageIds tokens, PageIds rows) except -1:
+cdef int check_tokens(PageIds tokens, PageIds rows) except -1:
+    """One token id for each row, none below 0."""
     if tokens.num != rows.num:
         raise ArgumentError(f"token_ids: got {tokens.num}, allowed: as many as rows, {rows.num}")
-    return 0
+    return refuse_negative(tokens.ids, tokens.num, 0)
 
 
 cdef Py_ssize_t get_payload_width(tuple tables) except -1:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pagepool._core import CachePage, PageIds, PageStore, QueryCounter, Refusal, lists_of
 from pagepool.coordinator import ANY_PAGE, CacheCoordinator, RequestPages, get_kv_cache_coordinator
-from pagepool.errors import ArgumentError, RequestTooLargeError
+from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError
 from pagepool.hashing import RequestExtraKeys
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
@@ -69,7 +69,11 @@ class CachePages:
         return CachePages(tuple([] for _ in self._groups))
 
     def __add__(self, other: "CachePages") -> "CachePages":
-        """The pages of both, group by group."""
+        """The pages of both, group by group. ArgumentError for another number of groups."""
+        if not isinstance(other, CachePages):
+            return NotImplemented
+        if len(self.pages) != len(other.pages):
+            raise ArgumentError(f"+: got {len(other.pages)} groups, allowed: {len(self.pages)}, as many as on the left")
         return CachePages(tuple([*mine, *others] for mine, others in zip(self.pages, other.pages, strict=True)))
 
     def __eq__(self, other: object) -> bool:
@@ -133,6 +137,7 @@ class CacheManager:
         page_pool: PagePool | None = None,
     ) -> None:
         """`max_model_len` in tokens. ArgumentError for values out of range and for combinations that cannot work."""
+        _check_groups(kv_cache_groups)
         self.num_pages = num_pages
         self.kv_cache_groups = kv_cache_groups
         self.num_kv_cache_groups = len(kv_cache_groups)
@@ -155,6 +160,15 @@ class CacheManager:
         self.event_source: EventSource | None = None
         self.query_counters = QueryCounter(self._store), QueryCounter(self._store, is_preempted=True)
         self._no_ids = tuple(PageIds() for _ in kv_cache_groups)
+
+    def __repr__(self) -> str:
+        """Its sizes, and how much of the pool is in use."""
+        return (
+            f"CacheManager(num_pages={self.num_pages}, num_free_pages={self._store.num_free_pages}, "
+            f"num_cached_pages={self._store.num_cached_pages}, num_requests={len(self._requests)}, "
+            f"num_kv_cache_groups={self.num_kv_cache_groups}, max_model_len={self.max_model_len}, "
+            f"enable_caching={self.enable_caching})"
+        )
 
     @property
     def usage(self) -> float:
@@ -260,7 +274,7 @@ class CacheManager:
             held is not None
             and num_tokens + num_lookahead_tokens <= held.num_room_tokens
             and num_tokens < held.num_next_full_tokens
-            and num_computed_tokens < held.num_next_skip_tokens
+            and held.num_cached_tokens <= num_computed_tokens < held.num_next_skip_tokens
             and new_computed_pages is None
         ):
             return CachePages(self._no_ids, self._store)
@@ -289,8 +303,9 @@ class CacheManager:
         """Do what is due: hash first, which may fail for want of tokens, then skip, take and enter pages."""
         is_admission = request.request_id not in self._requests
         held = self._requests.get(request.request_id) or RequestPages(self.coordinator.single_type_managers)
-        is_full = num_tokens_to_cache >= held.num_next_full_tokens
+        is_full = num_tokens_to_cache >= held.num_next_full_tokens or request.num_computed_tokens < held.num_cached_tokens
         hashes = self._extend_hashes(request, num_tokens_to_cache) if is_full else None
+        self.coordinator.rewind(held, request.num_computed_tokens)
         self.coordinator.remove_skipped_pages(held, request.num_computed_tokens)
         new_ids: tuple[PageIds, ...] | None = self._no_ids
         if num_tokens_with_slot > held.num_room_tokens or hits is not self._no_ids:
@@ -433,7 +448,9 @@ class CacheManager:
                 raise ArgumentError(f"request {request.request_id!r} holds no pages")
             if num_tokens > held.num_room_tokens:
                 raise ArgumentError(f"num_computed_tokens: got {num_tokens}, allowed: at most {held.num_room_tokens}")
-            self._cache_pages(held, self._extend_hashes(request, num_tokens), num_tokens)
+            hashes = self._extend_hashes(request, num_tokens)
+            self.coordinator.rewind(held, request.num_computed_tokens)
+            self._cache_pages(held, hashes, num_tokens)
             self.coordinator.update_thresholds(held)
 
     def _cache_pages(self, held: RequestPages, hashes: RequestHashes, num_tokens: int) -> None:
@@ -588,6 +605,15 @@ class CacheManager:
     def create_empty_page_list(self) -> CachePages:
         """No pages, for the groups of this manager."""
         return CachePages(self._no_ids, self._store)
+
+
+def _check_groups(kv_cache_groups: Sequence[CacheGroupSpec]) -> None:
+    """ArgumentTypeError for what is no sequence of groups, a spec in place of its group for instance."""
+    if not isinstance(kv_cache_groups, Sequence):
+        raise ArgumentTypeError(f"kv_cache_groups: got {type(kv_cache_groups).__name__}, allowed: a list of CacheGroupSpec")
+    for i, group in enumerate(kv_cache_groups):
+        if not hasattr(group, "kv_cache_spec"):
+            raise ArgumentTypeError(f"kv_cache_groups: got {type(group).__name__} (at {i}), allowed: CacheGroupSpec")
 
 
 def _check_num_tokens(

@@ -1,12 +1,15 @@
 """What managers read of a request, the states of one, and a small request for use without an engine."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from pagepool.errors import ArgumentTypeError
+from pagepool.specs import require_int
 
 __all__ = ["EngineRequest", "EngineRequestStatus", "LoraId", "Request", "TokenIds"]
 
@@ -84,7 +87,7 @@ class EngineRequest:
     """A request for use without an engine: tests, simulations, a first steps' loop.
 
     `all_token_ids` starts as a copy of `prompt_token_ids`; the caller moves `num_computed_tokens` and
-    `status`.
+    `status`. Token ids are ints of at least 0: ArgumentTypeError or ArgumentError for others.
 
     >>> request = EngineRequest("chat-1", [11, 12, 13])
     >>> request.append_output_token_ids(14)
@@ -106,7 +109,7 @@ class EngineRequest:
 
     def __post_init__(self) -> None:
         """Copy the prompt."""
-        self.all_token_ids = list(self.prompt_token_ids)
+        self.all_token_ids = _list_token_ids("prompt_token_ids", self.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -115,4 +118,15 @@ class EngineRequest:
 
     def append_output_token_ids(self, token_ids: int | Sequence[int]) -> None:
         """Append one generated token, or several in order."""
-        self.all_token_ids.extend([token_ids] if isinstance(token_ids, int) else token_ids)
+        self.all_token_ids.extend(_list_token_ids("token_ids", [token_ids] if isinstance(token_ids, int) else token_ids))
+
+
+def _list_token_ids(name: str, token_ids: Iterable[int]) -> list[int]:
+    """The token ids as a new list."""
+    if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
+        raise ArgumentTypeError(f"{name}: got {type(token_ids).__name__}, allowed: a sequence of ints")
+    listed = token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
+    if not set(map(type, listed)) <= {int} or min(listed, default=0) < 0:
+        for i, token_id in enumerate(listed):
+            require_int(f"{name}[{i}]", token_id, 0)
+    return listed

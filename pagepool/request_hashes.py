@@ -4,7 +4,9 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from pagepool._core import HashChain, PageIds, Refusal
+import numpy as np
+
+from pagepool._core import HashChain, PageIds, Refusal, require_token_ids
 from pagepool.errors import ArgumentError
 from pagepool.hashing import (
     MAX_KEY,
@@ -82,7 +84,7 @@ class PageHasher(ABC):
         return RequestHashes(request, chain, self.extra_keys.of(request))
 
     def extend(self, hashes: RequestHashes, request: Request, num_pages: int) -> None:
-        """Hash up to `num_pages` pages of the request. ArgumentError if it has fewer tokens. O(new tokens)."""
+        """Hash up to `num_pages` pages of the request. ArgumentError for fewer tokens, or negative ones. O(new tokens)."""
         num_hashed = len(hashes.chain)
         while num_hashed < num_pages:
             keyed_page, keys = hashes.find_keyed_page(num_hashed, self.page_size)
@@ -97,11 +99,14 @@ class PageHasher(ABC):
         start, stop = start_page * self.page_size, stop_page * self.page_size
         all_ids = request.all_token_ids
         token_ids = PageIds.of_slice(all_ids, start, stop) if type(all_ids) is list else all_ids[start:stop]
+        if not isinstance(token_ids, PageIds | np.ndarray):
+            token_ids = PageIds(token_ids)
         if len(token_ids) != stop - start:
             raise ArgumentError(
                 f"request {request.request_id!r}: all_token_ids ends at {start + len(token_ids)}, "
                 f"its pages up to token {stop} were to be hashed"
             )
+        require_token_ids(token_ids, start)
         return token_ids
 
     @abstractmethod

@@ -72,6 +72,14 @@ class RunningBatch(RunningRows):
         self._hash_page_size = hash_page_size
         self._counters = manager.query_counters if manager.enable_caching else (None, None)
 
+    def __repr__(self) -> str:
+        """Its size, and what its rows know and have computed."""
+        return (
+            f"RunningBatch(num_rows={self.num_tokens.size}, num_admitted={self.is_admitted.sum()}, "
+            f"max_num_tokens={self.max_num_tokens}, num_tokens={self.num_tokens.sum()}, "
+            f"num_computed_tokens={self.num_computed_tokens.sum()})"
+        )
+
     def admit(
         self,
         row: int,

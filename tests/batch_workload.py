@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from batch_model import Grown
+from oracle import NULL_PAGE
 from settings import Setting
 from twins import Mismatch, Twins
 from workload import NUM_FAMILIES, VOCABULARY, Feature
@@ -62,7 +63,7 @@ class BatchWorkload:
             self.reset: 0.2,
             self.drain: 0.1,
         }
-        return actions | {self.trim: 2, self.draft: 3} if trims else actions
+        return actions | {self.trim: 2, self.draft: 3, self.fail_load: 1} if trims else actions
 
     # what rows there are
 
@@ -221,6 +222,22 @@ class BatchWorkload:
             self.twins.call("trim", rows, rng.randint(0, min(map(self.num_tokens, rows), default=0)))
             return
         self.twins.call("trim", rows, [self._cut(row) for row in rows])
+
+    def fail_load(self) -> None:
+        """Drop the entries of a row's pages from some token on, and compute it again from there."""
+        if not self.rows():
+            return
+        row = self.rng.choice(self.rows())
+        request = self.model.requests[row]
+        cut = self.rng.randint(0, request.num_computed_tokens)
+        token_ids = list(request.all_token_ids[cut:])
+        groups = zip(self.setting.groups, self.model.get_page_ids(row), strict=True)
+        bad = [page_id for group, page_ids in groups for page_id in page_ids[cut // group.page_size :] if page_id != NULL_PAGE]
+        self.twins.call("evict_pages", bad if self.rng.random() < 0.6 else self.rng.sample(bad, len(bad) // 2))
+        self.twins.call("trim", [row], cut)
+        if self.num_tokens(row) == cut:  # nothing stood in the way
+            self.twins.call("append", [row] * len(token_ids), token_ids)
+            self.grow_all([row], [self.num_uncomputed(row)], 0)
 
     def _cut(self, row: int) -> int:
         num_shared = self._num_shared_tokens(row)

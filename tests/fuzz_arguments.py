@@ -165,6 +165,7 @@ rules_by_group = as_many(
 )
 
 FITTING: dict[str, Callable[[World], Any]] = {
+    "_page_hash": one_of(constant(None), page_hash),
     "anything": one_of(wild, small, page_hash),
     "cached_group_ids": saved("cached_group_ids"),
     "cached_keys": saved("cached_keys"),
@@ -180,6 +181,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "admit_row.extra_keys": one_of(*[constant(())] * 5, some(pair), hostile(HostileList, [(1, b"x")])),
     "find_hits": one_of(hits_finder, hits_finder, constant(None), wild),
     "enable_caching": constant(True, True, False),
+    "first": constant(0, 0, 3),
     "first_id": constant(0, 0, 0, 3),
     "first_place": constant(0, 0, 3),
     "flag": constant(True, True, False),
@@ -201,6 +203,8 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "strides": lambda world: _core.PageIds([1] * world.num_chosen),
     "num_reserved": constant(0, 0, 2),
     "ids": live(_core.PageIds),
+    "is_again": constant(False, True),
+    "is_null": constant(False, False, True),
     "is_pool": constant(True, True, True, False),
     "items": ints,
     "key": key,
@@ -211,6 +215,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "enter_held.num_full_pages": constant(0, 1, 2),
     "max_num_new_tokens": one_of(constant(None, None, None), middle),
     "max_num_tokens": constant(32, 32, 7, 2**40),
+    "next_free_page": one_of(constant(None, None, None, None), live(_core.CachePage)),
     "num_hit_tokens": constant(0, 0, 4, 8, 1),
     "num_looked_up": constant(9, 12, 30, 4),
     "num_lookahead_tokens": one_of(constant(0, 0, 0), small, as_many(small)),
@@ -228,6 +233,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "page_tables": table_lists,
     "pages": some(live(_core.CachePage)),
     "positions": ids,
+    "prev_free_page": one_of(constant(None, None, None, None), live(_core.CachePage)),
     "ref_cnt": constant(0, 1, 2),
     "ref_counts": saved("ref_counts"),
     "req_indices": as_many(row),

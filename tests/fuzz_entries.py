@@ -29,7 +29,7 @@ CONSTRUCTORS = {
     "PageStore": "num_pages flag is_pool",
     "QueryCounter": "store flag",
     "Refusal": "tuple_of_hits num_looked_up num_hit_tokens",
-    "CachePage": "page_id ref_cnt",
+    "CachePage": "page_id ref_cnt _page_hash prev_free_page next_free_page is_null",
     "TableRows": "num_rows num_columns",
     "GroupedRows": "page_tables",
     "RunningRows": "store tables groups_of_rows max_num_tokens hash_page_size key_bytes num_shards",

@@ -158,9 +158,8 @@ class OraclePool:
                     self.ref_counts[page] += 1
 
     def free_pages(self, pages: Sequence[int]) -> None:
-        """Drop a reference of each page; those without any left go to the back of the queue in this order."""
-        if NULL_PAGE in pages:
-            raise IndexError("the null page cannot be freed")
+        """Drop a reference of each page but the null page; those without any left go to the queue's back, in this order."""
+        pages = [page for page in pages if page != NULL_PAGE]
         if any(self.ref_counts[page] < pages.count(page) for page in pages):
             raise RuntimeError(f"a page of {pages} is freed more often than it is held")
         for page in pages:
@@ -441,6 +440,7 @@ class OracleManager:
         """Make room for new tokens; return the new pages by group, or None where the pool is too short."""
         hits = new_computed_pages or self._no_pages()
         self._check_allocation(request, num_new_tokens, num_external_computed_tokens, hits)
+        self._rewind(request)
         self._skip_pages(request)
         num_computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
         num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
@@ -468,6 +468,11 @@ class OracleManager:
             raise ValueError("nothing to allocate")
         if any(hits) and (not self.enable_caching or any(self.get_page_ids(request.request_id))):
             raise ValueError("hits go to a request that holds nothing")
+
+    def _rewind(self, request: Any) -> None:
+        """Look at the pages again whose tokens are to be computed, perhaps once more: they may have lost their entries."""
+        for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
+            held.num_cached_pages = min(held.num_cached_pages, kind.num_full_pages(request.num_computed_tokens))
 
     def _skip_pages(self, request: Any) -> None:
         """Give back the pages that no coming token looks at, the last one first."""
@@ -505,7 +510,7 @@ class OracleManager:
         self.page_pool.touch(hits)
         if len(self.page_pool.free_page_ids(shard)) < sum(num_missing):
             for pages in hits:
-                self.page_pool.free_pages([page for page in pages if page != NULL_PAGE])
+                self.page_pool.free_pages(pages)
             return None
         return tuple(self.page_pool.take(num_pages, shard) for num_pages in num_missing)
 
@@ -519,13 +524,16 @@ class OracleManager:
         """Enter the pages that are full of computed tokens in the prefix index."""
         if not self.enable_caching:
             return
+        self._rewind(request)
         for group_id, held in enumerate(self.held.get(request.request_id, ())):
             kind = self.kinds[group_id]
             num_full_pages = min(num_computed_tokens // kind.page_size, len(held.pages))
             if isinstance(kind, Mamba) or num_full_pages <= held.num_cached_pages:
                 continue
             keys = self._keys(request, kind)
-            self.page_pool.cache_full_pages(held.pages, keys, held.num_cached_pages, num_full_pages, group_id)
+            for page in range(held.num_cached_pages, num_full_pages):
+                if self.page_pool.entry_of_page.get(held.pages[page]) != (keys[page], group_id):
+                    self.page_pool.cache_full_pages(held.pages, keys, page, page + 1, group_id)
             held.num_cached_pages = num_full_pages
 
     # cutting
@@ -582,7 +590,7 @@ class OracleManager:
     def free(self, request: Any) -> None:
         """Give back all pages of the request, the last one first."""
         for held in self.held.pop(request.request_id, ()):
-            self.page_pool.free_pages([page for page in reversed(held.pages) if page != NULL_PAGE])
+            self.page_pool.free_pages(held.pages[::-1])
 
     def free_page_hashes(self, request: Any) -> None:
         """Forget the contents of a finished request's pages."""

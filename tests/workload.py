@@ -16,7 +16,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from oracle import PREEMPTED, RUNNING
+from oracle import NULL_PAGE, PREEMPTED, RUNNING
 from settings import Setting
 from twins import Mismatch, Twins
 
@@ -122,6 +122,11 @@ class Engine:
         """Enter what a delayed allocation left out."""
         self.twins.call("cache_pages", request, request.num_computed_tokens)
 
+    def fail_load(self, request: Request, page_ids: list[int], num_computed_tokens: int) -> None:
+        """Drop the entries of pages that a transfer did not fill; the request is computed again from there on."""
+        self.twins.call("evict_pages", page_ids)
+        request.num_computed_tokens = num_computed_tokens
+
     def preempt(self, request: Request) -> None:
         """Give the pages back; the request waits to be computed again."""
         self._leave(request)
@@ -183,7 +188,7 @@ class RandomWorkload:
             self.drain: 0.1,
         }
         if self.habits.evict_pages:
-            actions[self.evict] = 0.5
+            actions |= {self.evict: 0.5, self.fail_load: 1}
         if self.habits.stray_calls:
             actions |= {self.look_up: 1, self.cache: 0.5, self.misuse: 0.3}
         return actions
@@ -347,6 +352,21 @@ class RandomWorkload:
         """Drop the prefix entries of some pages."""
         num_evicted = self.rng.randint(1, 3)
         self.twins.call("evict_pages", self.rng.sample(range(1, self.num_pages), num_evicted))
+
+    def fail_load(self) -> None:
+        """Let a transfer fail: mostly all pages from the first bad one on lose their entries, else some of them."""
+        if not self.engine.running:
+            return
+        rng, request = self.rng, self.rng.choice(self.engine.running)
+        num_computed_tokens = rng.randint(0, request.num_computed_tokens)
+        held = self.twins.oracle.manager.get_page_ids(request.request_id)
+        bad = [
+            page_id
+            for group, page_ids in zip(self.setting.groups, held, strict=True)
+            for page_id in page_ids[num_computed_tokens // group.page_size :]
+            if page_id != NULL_PAGE
+        ]
+        self.engine.fail_load(request, bad if rng.random() < 0.6 else rng.sample(bad, len(bad) // 2), num_computed_tokens)
 
     def count_common_prefix(self) -> None:
         """Ask what the running requests have in common."""
