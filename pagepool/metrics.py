@@ -42,7 +42,7 @@ class CacheCollector(Collector):
         """`labels` stand at each sample. Give ``model_name`` and ``engine``, as vLLM does: the dashboard tells engines apart by
         them. Errors as in `add`.
         """
-        self._label_names = sorted(labels or {})
+        self._label_names = sorted(_require_labels(labels or {}))
         self._managers: dict[tuple[str, ...], CacheManager] = {}
         self.add(manager, labels)
 
