@@ -1,0 +1,106 @@
+"""What pools take of memory, and what there is: a kernel that promised more than it has ends a process without a word."""
+
+import os
+import re
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from pagepool.replay.trace import TraceRecord
+from pagepool.replay.wording import format_bytes
+
+__all__ = [
+    "count_available_bytes",
+    "count_pool_bytes",
+    "count_replica_bytes",
+    "describe_use",
+    "require_memory",
+    "require_memory_left",
+]
+
+PAGE_BYTES = 64  # of a pool whose pages are all cached
+EVENT_BYTES = 64  # of a page where events are on, without its tokens
+TOKEN_BYTES = 4
+REQUEST_BYTES, BLOCK_BYTES = 1_000, 48  # of a replica's copy of the trace
+MAX_NUM_PAGES = 1 << 30  # pools refuse more by themselves
+MIN_LEFT_BYTES = 64 << 20
+SYSTEM = Path("/proc/meminfo")
+
+
+class Container(NamedTuple):
+    """The files of a Linux control group, and the field of the second that counts what cannot be taken back."""
+
+    limit: Path
+    use: Path
+    field: str
+
+
+CONTAINERS = (
+    Container(Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.stat"), "anon"),
+    Container(Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.stat"), "total_rss"),
+)
+
+
+def count_available_bytes() -> int:
+    """The bytes that this process can still take: of the machine, and of the container where there is one. Where the system
+    does not say, all memory of the machine.
+    """
+    system = _read_field(SYSTEM, "MemAvailable:"), _read_field(SYSTEM, "SwapFree:")
+    if system[0] is None:
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        available = 1024 * (system[0] + (system[1] or 0))
+    for container in CONTAINERS:
+        limit, use = _read_field(container.limit), _read_field(container.use, container.field)
+        if limit is not None and use is not None:
+            available = min(available, max(0, limit - use))
+    return available
+
+
+def _read_field(path: Path, name: str = "") -> int | None:
+    """The number behind a name at a line's beginning; None where the file or the number is not there."""
+    try:
+        match = re.search(rf"^{re.escape(name)}\s*(\d+)\b", path.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return None if match is None else int(match[1])
+
+
+def count_pool_bytes(num_pages: int) -> int:
+    """The bytes of a pool in which all pages are cached."""
+    return num_pages * PAGE_BYTES
+
+
+def count_replica_bytes(num_pages: int, page_size: int, records: Sequence[TraceRecord]) -> int:
+    """The bytes of a replica of a fleet: a pool with events, and requests."""
+    num_blocks = sum(len(record.block_ids) for record in records)
+    pool = count_pool_bytes(num_pages) + num_pages * (EVENT_BYTES + TOKEN_BYTES * page_size)
+    return pool + len(records) * REQUEST_BYTES + num_blocks * BLOCK_BYTES
+
+
+def require_memory(what: str, num_pages: int, num_bytes: int) -> None:
+    """Exit with code 1 and a sentence if `what`, with pools of `num_pages` pages, takes more bytes than there are. More pages
+    than a pool allows are left to its own error.
+    """
+    available = count_available_bytes()
+    if num_pages <= MAX_NUM_PAGES and num_bytes > available:
+        raise click.ClickException(
+            f"out of memory: {what} would take {format_bytes(num_bytes)}, {format_bytes(available)} are available"
+        )
+
+
+def require_memory_left() -> None:
+    """MemoryError where memory is nearly used up, before the kernel ends the process."""
+    available = count_available_bytes()
+    if available < MIN_LEFT_BYTES:
+        raise MemoryError(f"{describe_use()}, {format_bytes(available)} are left")
+
+
+def describe_use() -> str:
+    """How much this process has taken at most, in words."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return f"{format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)} are in use"
