@@ -163,7 +163,7 @@ def fleet(
             records, requests = load_trace(trace, limit, block_size, seed, progress)
             require_one_that_fits(requests, num_pages, page_size)
             if ray in (None, "local"):
-                require_memory(replicas, num_pages, num_replicas * count_replica_bytes(num_pages, page_size, records))
+                require_memory(replicas, num_replicas * count_replica_bytes(num_pages, page_size, records))
             num_rows = min(max_num_seqs, len(records))
             settings = ReplicaSettings(num_pages, page_size, max_batched_tokens, num_rows, decode_seconds, prefill_rate, seed)
             figures = {}

@@ -6,6 +6,7 @@ import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from traceback import clear_frames
 from typing import NamedTuple
 
 import click
@@ -17,7 +18,8 @@ __all__ = [
     "count_available_bytes",
     "count_pool_bytes",
     "count_replica_bytes",
-    "describe_use",
+    "count_request_bytes",
+    "explain",
     "require_memory",
     "require_memory_left",
 ]
@@ -25,7 +27,7 @@ __all__ = [
 PAGE_BYTES = 64  # of a pool whose pages are all cached
 EVENT_BYTES = 64  # of a page where events are on, without its tokens
 TOKEN_BYTES = 4
-REQUEST_BYTES, BLOCK_BYTES = 1_000, 48  # of a replica's copy of the trace
+REQUEST_BYTES, BLOCK_BYTES = 1_000, 48  # of a request that is simulated, and of its hash ids
 MAX_NUM_PAGES = 1 << 30  # pools refuse more by themselves
 MIN_LEFT_BYTES = 64 << 20
 SYSTEM = Path("/proc/meminfo")
@@ -70,24 +72,27 @@ def _read_field(path: Path, name: str = "") -> int | None:
     return None if match is None else int(match[1])
 
 
-def count_pool_bytes(num_pages: int) -> int:
-    """The bytes of a pool in which all pages are cached."""
-    return num_pages * PAGE_BYTES
+def count_pool_bytes(num_pages: int, page_bytes: int = PAGE_BYTES) -> int:
+    """The bytes of a pool in which all pages are cached; 0 for more pages than there can be, which pools refuse themselves."""
+    return num_pages * page_bytes if num_pages <= MAX_NUM_PAGES else 0
 
 
 def count_replica_bytes(num_pages: int, page_size: int, records: Sequence[TraceRecord]) -> int:
     """The bytes of a replica of a fleet: a pool with events, and requests."""
     num_blocks = sum(len(record.block_ids) for record in records)
-    pool = count_pool_bytes(num_pages) + num_pages * (EVENT_BYTES + TOKEN_BYTES * page_size)
+    pool = count_pool_bytes(num_pages, PAGE_BYTES + EVENT_BYTES + TOKEN_BYTES * page_size)
     return pool + len(records) * REQUEST_BYTES + num_blocks * BLOCK_BYTES
 
 
-def require_memory(what: str, num_pages: int, num_bytes: int) -> None:
-    """Exit with code 1 and a sentence if `what`, with pools of `num_pages` pages, takes more bytes than there are. More pages
-    than a pool allows are left to its own error.
-    """
+def count_request_bytes(num_requests: int) -> int:
+    """The bytes of requests that are made up."""
+    return num_requests * REQUEST_BYTES
+
+
+def require_memory(what: str, num_bytes: int) -> None:
+    """Exit with code 1 and a sentence if `what` takes more bytes than there are."""
     available = count_available_bytes()
-    if num_pages <= MAX_NUM_PAGES and num_bytes > available:
+    if num_bytes > available:
         raise click.ClickException(
             f"out of memory: {what} would take {format_bytes(num_bytes)}, {format_bytes(available)} are available"
         )
@@ -104,3 +109,9 @@ def describe_use() -> str:
     """How much this process has taken at most, in words."""
     unit = 1 if sys.platform == "darwin" else 1024
     return f"{format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)} are in use"
+
+
+def explain(error: MemoryError) -> str:
+    """What was too much, in words. What the failed calls held is given back first, so that there is memory to say so."""
+    clear_frames(error.__traceback__)
+    return str(error) or describe_use()

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from pagepool.errors import ArgumentError, PagePoolError
-from pagepool.replay.memory import describe_use
+from pagepool.replay.memory import explain
 from pagepool.replay.progress import Progress
 from pagepool.replay.results import InputFile, OutputFile, require_files_apart
 from pagepool.replay.simulated_request import SimulatedRequest
@@ -79,7 +79,7 @@ class Command(click.Command):
         try:
             return super().invoke(ctx)
         except MemoryError as error:
-            raise click.ClickException(f"out of memory: {error if str(error) else describe_use()}") from error
+            raise click.ClickException(f"out of memory: {explain(error)}") from error
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # only later versions of click have a parameter there
@@ -175,9 +175,10 @@ def load_trace(
     except OSError as error:
         raise Refusal(f"{source}: {error.strerror or error}") from error
     except MemoryError as error:
+        reason = explain(error)
         size = f" ({format_bytes(Path(trace).stat().st_size)})" if Path(trace).is_file() else ""
         hint = "too large for the memory: --limit takes the first N requests"
-        raise MemoryError(f"{source}{size} is {hint}; {error if str(error) else describe_use()}") from error
+        raise MemoryError(f"{source}{size} is {hint}; {reason}") from error
 
 
 def require_plots() -> None:

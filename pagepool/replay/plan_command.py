@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from reprlib import repr as shorten
 from typing import BinaryIO
 
 import click
@@ -59,7 +60,7 @@ def find_page_bytes(page_size: int, bytes_per_token: int | None, model_config: s
     except (PagePoolError, OSError) as error:
         raise Refusal(str(error)) from error
     if page_bytes > MAX_SIZE:
-        raise Refusal(f"{model_config}: a page would take {page_bytes} bytes")
+        raise Refusal(f"{model_config}: a page would take {shorten(page_bytes)} bytes, allowed: {MAX_SIZE}")
     return page_bytes
 
 
@@ -212,7 +213,7 @@ def plan(
                 made = planner.make_plan(choose_sizes(asked, planner), page_bytes)
             sizes = choose_replays([pool.num_pages for pool in made.pools], replays, requests, page_size, max_num_seqs)
             largest = max(sizes, default=0)
-            require_memory(f"a replay in {describe_pool(largest, page_size)}", largest, count_pool_bytes(largest))
+            require_memory(f"a replay in {describe_pool(largest, page_size)}", count_pool_bytes(largest))
             make = partial(
                 make_scheduler,
                 requests,

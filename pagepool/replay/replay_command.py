@@ -4,7 +4,7 @@ import click
 
 from pagepool.replay.figures import Figures
 from pagepool.replay.generator import generate_chats
-from pagepool.replay.memory import count_pool_bytes, require_memory
+from pagepool.replay.memory import count_pool_bytes, count_request_bytes, require_memory
 from pagepool.replay.options import (
     TRACE,
     Command,
@@ -38,7 +38,9 @@ def load_requests(
 ) -> list[SimulatedRequest]:
     """The requests of the trace, or of made-up chats."""
     if trace is None:
-        return generate_chats(DEFAULT_NUM_CHATS if limit is None else limit, seed)
+        num_requests = DEFAULT_NUM_CHATS if limit is None else limit
+        require_memory(f"{count_of(num_requests, 'request')} of made-up chats", count_request_bytes(num_requests))
+        return generate_chats(num_requests, seed)
     return load_trace(trace, limit, block_size, seed, progress)[1]
 
 
@@ -110,7 +112,7 @@ def replay(
         requests = load_requests(trace, limit, block_size, seed, progress)
         paths = PATHS if compare else (PATHS[batched],)
         pools = f"{count_of(len(paths), 'pool')} of {describe_pool(num_pages, page_size)}"
-        require_memory(pools, num_pages, len(paths) * count_pool_bytes(num_pages))
+        require_memory(pools, len(paths) * count_pool_bytes(num_pages))
         schedulers = {
             path: make_scheduler(
                 requests,

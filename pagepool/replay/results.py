@@ -6,7 +6,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from io import BytesIO
+from io import BytesIO, TextIOWrapper
 from typing import Any, BinaryIO
 
 import click
@@ -91,11 +91,11 @@ def open_result(path: str | None) -> Iterator[BinaryIO | None]:
                 file = stack.enter_context(open_output(path))
         yield content
         if path == "-":
-            with printing():
-                sys.stdout.buffer.write(content.getbuffer())
+            with printing() as stdout:
+                stdout.buffer.write(content.getvalue())
             return
         with _explaining(path):
-            file.write(content.getbuffer())
+            file.write(content.getvalue())
             stack.close()
 
 
@@ -108,12 +108,15 @@ def _explaining(path: str) -> Iterator[None]:
 
 
 @contextmanager
-def printing() -> Iterator[None]:
-    """Let all that is printed in the block arrive: exit code 1 and a sentence if it cannot. Readers may go away, as click
-    allows.
+def printing() -> Iterator[TextIOWrapper]:
+    """Standard output, for what is printed in the block: exit code 1 and a sentence if not all of it arrives. Readers may go
+    away, as click allows. What the encoding lacks is escaped.
     """
+    if not isinstance(sys.stdout, TextIOWrapper):
+        raise click.ClickException("standard output cannot be written: it is closed")
     try:
-        yield
+        sys.stdout.reconfigure(errors="backslashreplace")
+        yield sys.stdout
         sys.stdout.flush()
     except BrokenPipeError:
         raise

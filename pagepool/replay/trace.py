@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from reprlib import repr as shorten
 from typing import Any, BinaryIO, NoReturn, cast
 
 import numpy as np
@@ -129,7 +130,7 @@ def parse_record(text: bytes, block_size: int = BLOCK_SIZE) -> TraceRecord:
     if type(timestamp) not in (int, float):
         raise ArgumentError(f"timestamp must be a number, got {timestamp!r}")
     if abs(timestamp) >= MAX_TIMESTAMP:
-        raise ArgumentError(f"timestamp must be below 2**53, got {timestamp!r}")
+        raise ArgumentError(f"timestamp must be below 2**53 ms, got {shorten(timestamp)}")
     record = TraceRecord(
         timestamp,
         _read_length(fields, "input_length", minimum=1),
