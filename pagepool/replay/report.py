@@ -59,8 +59,8 @@ def print_columns(columns: dict[str, list[tuple[str, str]]], title: str, note: s
     """
     table = Table.grid(padding=(0, 4))
     table.add_column("figure")
-    for heading in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
+    for heading, rows in columns.items():
+        table.add_column(heading, justify="right", no_wrap=True, min_width=max(len(value) for _, value in rows))
     table.add_row("", *columns)
     for row in zip(*columns.values(), strict=True):
         table.add_row(row[0][0], *(value for _, value in row))
