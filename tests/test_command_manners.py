@@ -217,17 +217,18 @@ class TestMemory:
         monkeypatch.setattr(memory, "SYSTEM", tmp_path / "none")
         assert memory.count_available_bytes() > 1 << 20
 
-    def test_a_pool_takes_no_more_than_is_counted(self, trace: Path) -> None:
-        """And not much less, all of its pages being cached."""
+    @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux says what is resident")
+    def test_a_pool_takes_about_what_is_counted(self) -> None:
+        """All of its pages being cached."""
         code = (
-            "import resource, sys; from pagepool.replay.simulation import make_scheduler; from pagepool.replay import *\n"
+            "import os; from pagepool.replay.simulation import make_scheduler; from pagepool.replay import *\n"
             "records = [TraceRecord(0, 512 * 100, 1, tuple(range(100 * i, 100 * i + 100))) for i in range(400)]\n"
-            "requests = make_requests(records); rss = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+            "requests = make_requests(records)\n"
+            "rss = lambda: int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE')\n"
             "def run(n):\n"
             "    s = make_scheduler(requests, num_pages=n, page_size=16, max_batched_tokens=60_000, max_num_seqs=1)\n"
             "    return s, s.run()\n"
-            "run(4000); before = rss(); s, figures = run(1_300_000); assert not figures.evicted_pages\n"
-            "print((rss() - before) * (1 if sys.platform == 'darwin' else 1024))"
+            "run(4000); before = rss(); s, figures = run(1_300_000); assert not figures.evicted_pages; print(rss() - before)"
         )
         taken = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
         assert 0.4 * memory.count_pool_bytes(1_300_000) < taken < 1.2 * memory.count_pool_bytes(1_300_000)
@@ -245,20 +246,17 @@ class TestMemory:
                 ["plan", "--num-pages", "10k,100M", "--replays", "2"],
                 "a pool of 100,000,000 pages of 16 tokens takes 6.0 GiB: 100000000 page records",
             ),
-            (["replay", "--limit", "10M"], "are in use"),
         ],
     )
     def test_an_address_space_that_is_short(self, args: list[str], message: str, trace: Path) -> None:
-        source = [] if "--limit" in args else [str(trace)]
         code = (
-            "import resource, sys; from pagepool.replay.cli import main; from pagepool.replay import memory\n"
+            "import resource; from pagepool.replay.cli import main; from pagepool.replay import memory\n"
             "memory.count_available_bytes = lambda: 1 << 60\n"
             "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, resource.RLIM_INFINITY))\n"
             "main()"
         )
-        size = "" if "--limit" not in args else "resource.setrlimit(resource.RLIMIT_AS, (1 << 29, resource.RLIM_INFINITY))\n"
-        command = [sys.executable, "-c", code.replace("main()", f"{size}main()"), args[0], *source, *args[1:]]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-c", code, args[0], str(trace), *args[1:]]
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         assert result.returncode == 1
         assert re.fullmatch(rf"Error: out of memory: .*{re.escape(message)}\n", result.stderr), result.stderr
 

@@ -31,6 +31,7 @@ REQUEST_BYTES, BLOCK_BYTES = 1_000, 48  # of a request that is simulated, and of
 MAX_NUM_PAGES = 1 << 30  # pools refuse more by themselves
 MIN_LEFT_BYTES = 64 << 20
 SYSTEM = Path("/proc/meminfo")
+PROCESS = Path("/proc/self/status")
 
 
 class Container(NamedTuple):
@@ -107,11 +108,16 @@ def require_memory_left() -> None:
 
 def describe_use() -> str:
     """How much this process has taken at most, in words."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return f"{format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)} are in use"
+    num_kib = _read_field(PROCESS, "VmHWM:")
+    if num_kib is None:
+        num_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1024 if sys.platform == "darwin" else 1)
+    return f"{format_bytes(num_kib * 1024)} are in use"
 
 
 def explain(error: MemoryError) -> str:
     """What was too much, in words. What the failed calls held is given back first, so that there is memory to say so."""
-    clear_frames(error.__traceback__)
+    raised: BaseException | None = error
+    while raised is not None:
+        clear_frames(raised.__traceback__)
+        raised = raised.__context__
     return str(error) or describe_use()

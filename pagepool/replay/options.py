@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 UNITS = "Numbers may have a unit: 10k, 1.5M, 2G; bytes kB, MB, GB, TB or KiB, MiB, GiB, TiB."
+RESERVED_BYTES = 4 << 20  # never touched: address space to say in that there is no more
 
 
 class HelpFormatter(click.HelpFormatter):
@@ -76,9 +77,11 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Run it."""
         require_files_apart(ctx)
+        reserve = bytearray(RESERVED_BYTES)
         try:
             return super().invoke(ctx)
         except MemoryError as error:
+            del reserve
             raise click.ClickException(f"out of memory: {explain(error)}") from error
 
 
