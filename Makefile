@@ -8,7 +8,7 @@ EASYDEL_VENV ?= $(HOME)/.cache/pagepool/venv-easydel
 
 EXTRA ?= test
 
-SOURCES := $(wildcard *.py *.toml *.md *.pth LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name py.typed)
+SOURCES := $(wildcard *.py *.toml *.md LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name py.typed)
 # The installed wheel, never the source tree: neither the tests nor the processes they start see the working directory.
 RUN := PAGEPOOL_TEST_INSTALLED=1 PYTHONSAFEPATH=1
 LIBASAN = $(shell $(CC) -print-file-name=libasan.so)
@@ -121,7 +121,7 @@ test-easydel:  ## the tests with easydel, which is large: in an environment of i
 	$(MAKE) $(EASYDEL_VENV)/with-test VENV=$(EASYDEL_VENV)
 	$(EASYDEL_VENV)/bin/pip install --quiet easydel==0.3.0 torch==2.13.0 pillow
 	$(RUN) $(EASYDEL_VENV)/bin/python -m pytest $(PYTEST_ARGS) \
-	    $(foreach name,compat easydel reference request specs,tests/test_$(name).py)
+	    $(foreach name,compat easydel reference reference_names request specs,tests/test_$(name).py)
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info pagepool/*.so .benchmarks .hypothesis .*_cache

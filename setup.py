@@ -18,7 +18,6 @@ from contextlib import redirect_stderr
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
 
 
@@ -74,15 +73,6 @@ class BuildCore(build_ext):
         super().build_extension(ext)
 
 
-class BuildPython(build_py):
-    """Puts the file that Python reads when it starts beside the package: see docs/design.md."""
-
-    def run(self) -> None:
-        super().run()
-        if not self.editable_mode:
-            self.copy_file("pagepool.pth", self.build_lib)
-
-
 MACROS = {
     ("CYTHON_WITHOUT_ASSERTIONS", "1"): not DEBUG,
     ("CYTHON_TRACE_NOGIL", "1"): COVERAGE,
@@ -97,4 +87,4 @@ core = Extension(
     extra_link_args=SANITIZER_FLAGS,
 )
 
-setup(ext_modules=[core], cmdclass={"build_ext": BuildCore, "build_py": BuildPython})
+setup(ext_modules=[core], cmdclass={"build_ext": BuildCore})

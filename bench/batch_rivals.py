@@ -53,6 +53,11 @@ class RequestByRequest:
         self.requests[row] = request
         return page_ids
 
+    def is_refused(self, request: BenchRequest) -> bool:
+        """Try to start a request that does not fit."""
+        hits, num_hit_tokens = self.manager.get_computed_pages(request)
+        return self.manager.allocate_slots(request, request.num_tokens - num_hit_tokens, num_hit_tokens, hits) is None
+
     def step(self, rows: Iterable[int], token_ids: Iterable[int]) -> list[tuple[int, list[int]]]:
         """Append one token to each row and give it its slot. Returns the new page ids by row."""
         allocate, read_ids, append_row, requests = (
@@ -109,6 +114,9 @@ class Batched:
     def admit(self, row: int, tokens: Tokens) -> Any:
         self.batch.admit(row, tokens)
         return self.table.page_table_cpu[row, : self.table.num_pages_per_row[row]].copy()
+
+    def is_refused(self, tokens: Tokens) -> bool:
+        return self.batch.admit(0, tokens) is None
 
     def step(self, rows: Any, token_ids: Any) -> tuple[Any, Any]:
         result = self.batch.step(rows, token_ids)

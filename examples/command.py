@@ -156,5 +156,8 @@ def print_answers(engine: Engine, requests: Sequence[Request]) -> None:
     for request in requests:
         prompt, answer = decode(request.token_ids[: request.num_prompt_tokens]), decode(request.output)
         print(f"{prompt!r} -> {answer!r} ({request.num_cached_tokens})")
-    stats = engine.manager.page_pool.stats
-    print(f"Cached pages that were evicted: {stats.num_evicted_pages}. Preemptions: {engine.num_preemptions}.\n")
+    stats = engine.manager.stats()
+    first, again = stats.queries, stats.preempted_queries
+    print(f"Prompt tokens that were cached: {first.num_hit_tokens} of {first.num_queried_tokens} ({first.hit_rate:.1%}).")
+    print(f"Preemptions: {engine.num_preemptions}. Tokens cached when their requests came back: {again.num_hit_tokens}.")
+    print(f"Cached pages that were evicted: {stats.num_evicted_pages}.\n")

@@ -120,7 +120,9 @@ class Engine:
         chunks: list[Chunk] = []
         while self.waiting and self.free_rows and budget > 0:
             request, row = self.waiting[0], self.free_rows[0]
-            num_cached = self.batch.admit(row, request.token_ids, max_num_new_tokens=budget)
+            num_cached = self.batch.admit(
+                row, request.token_ids, max_num_new_tokens=budget, is_preempted=request.num_cached_tokens is not None
+            )
             if num_cached is None:
                 break
             request.row, request.num_cached_tokens = row, num_cached

@@ -36,7 +36,7 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
         self.params = params
         self.row = -1  # this and the next: of the last admission
-        self.num_cached_tokens = 0
+        self.num_cached_tokens: int | None = None
 
     @property
     def output(self) -> list[int]:

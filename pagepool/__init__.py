@@ -32,7 +32,13 @@ from pagepool.hashing import (
 )
 from pagepool.manager import CacheManager, CachePages, PrefixProbe
 from pagepool.page_pool import CachePage, FreeCachePageQueue, PagePool, PageProbe
-from pagepool.page_table import MultiGroupPageTable, PageTable, device_slot_mapping
+from pagepool.page_table import (
+    PAGE_TABLE_PADDING_VAL,
+    SLOT_MAPPING_PADDING_VAL,
+    MultiGroupPageTable,
+    PageTable,
+    device_slot_mapping,
+)
 from pagepool.request import EngineRequest, EngineRequestStatus, Request
 from pagepool.running_batch import RunningBatch, StepResult
 from pagepool.specs import (
@@ -45,6 +51,7 @@ from pagepool.specs import (
     MambaSpec,
     RuntimePageBudgetEstimate,
     SlidingWindowSpec,
+    cdiv,
     create_kv_cache_specs_from_config,
     dp_shard_for_page_id,
     dp_shard_page_bounds,
@@ -56,6 +63,8 @@ from pagepool.stats import CacheStats, PagePoolStats, QueryCounts, TimeHistogram
 
 __all__ = [
     "NONE_HASH",
+    "PAGE_TABLE_PADDING_VAL",
+    "SLOT_MAPPING_PADDING_VAL",
     "AttentionSpec",
     "CacheCoordinator",
     "CacheCoordinatorNoPrefixCache",
@@ -95,6 +104,7 @@ __all__ = [
     "TimeHistogram",
     "UnitaryCacheCoordinator",
     "__version__",
+    "cdiv",
     "create_kv_cache_specs_from_config",
     "device_slot_mapping",
     "dp_shard_for_page_id",
@@ -118,7 +128,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'pagepool' has no attribute {name!r}")
 
 
-if os.environ.get("PAGEPOOL_EASYDEL", "0") not in ("", "0"):
-    from pagepool.compat.easydel import install_on_import
+if "PAGEPOOL_EASYDEL" in os.environ:
+    from pagepool.compat.easydel import install_if_asked
 
-    install_on_import()
+    install_if_asked()

@@ -15,6 +15,9 @@ A pool of `num_pages` pages is one array of 32-byte `Page` records, indexed by p
 A pool whose changes are told has a `Journal`. Invariants: the ring of new keys has the first page of each key that is in the
 index and was not when the changes were taken last; `removed` has each key once that was, and is not since then.
 
+Pages that a refused request hits are `WATCHED`. `num_unwatched` counts those that lost the flag, with their entry or because
+they were touched: while it stays, the hits stay, and a refusal is repeated in O(1).
+
 A page table is one int32 array of rows; `TableRows` keeps beside it which windows of 64 columns changed since they were last
 sent to the device. Invariants: a row holds zeros from ``extent`` on, and ``num_pages <= extent`` unless the user wrote the
 arrays himself.
@@ -125,7 +128,9 @@ cdef enum:
     NO_GROUP = -1             # group of a page without a prefix entry
     NOT_NEW = -1              # links of a page whose key is not new to those who are told
     TWIN = 1 << 30            # flag in Page.group: other pages have the same content
-    MAX_GROUP = (1 << 30) - 1
+    WATCHED = 1 << 29         # flag in Page.group: a refused request hits the page
+    FLAGS = TWIN | WATCHED
+    MAX_GROUP = WATCHED - 1
     MAX_PAGES = 1 << 30
     RELEASE_GIL_AT = 1024     # pages of work from which other Python threads are let run meanwhile
     WINDOW = 64               # columns of a page table that are sent to the device together
@@ -135,6 +140,7 @@ cdef enum:
     NUM_BUCKETS = 24          # of times: below 1 ms, below 2, 4, ..., 2**22 ms, and longer
     SAMPLE_SHIFT = 7          # in large pools every 128th page is sampled
     LOOK_AHEAD = 8            # hashes by which a look-up has memory fetched before it reads it
+    NUM_SAMPLED = 16          # tokens, and up to twice as many, by which a refused request is known again
 
 cdef struct Page:             # 32 bytes, two to a cache line
     uint64_t key_lo           # digest of the content; meaningful while group is not NO_GROUP
@@ -142,7 +148,7 @@ cdef struct Page:             # 32 bytes, two to a cache line
     int32_t ref_cnt           # holders; 0: free
     int32_t prev_free         # page ids; NOT_FREE outside the queue
     int32_t next_free
-    int32_t group             # cache group of the prefix entry, with the TWIN flag; NO_GROUP: not cached
+    int32_t group             # cache group of the prefix entry, with its flags; NO_GROUP: not cached
 
 cdef struct Slot:             # one slot of the prefix index
     uint32_t tag              # hash of key and group; its low bits are the home slot
@@ -258,11 +264,28 @@ cdef struct Pool:
     int64_t num_evicted
     int64_t num_cached
     int64_t num_dropped       # prefix entries
+    int64_t num_reused        # free pages that were taken out of the queue as they are
+    int64_t num_unwatched     # pages that lost their WATCHED flag
     int64_t num_queried       # tokens
     int64_t num_hit
     Journal journal
     Residency *residency
+    uint8_t is_restored       # it was loaded from a snapshot, and nobody took a reference since
 
+cdef struct Prefix:           # what the leading pages of a request are looked up by in one group
+    const Digest *digests
+    Py_ssize_t stride         # digests of a page
+    Py_ssize_t max_num_pages  # that may hit
+    int32_t group
+    Range ids
+
+cdef struct Watch:            # what a refusal rests on, with the pool's counters of then
+    int64_t num_changes       # of the index: entries and drops
+    int64_t num_reused
+    int64_t num_unwatched
+    Py_ssize_t num_pages      # leading ones that hit
+    Py_ssize_t num_held       # hits that would take nothing from the free queue, null pages among them: at most
+    bint is_leading           # the hits are the leading pages of the only group, WATCHED, and the next page misses
 
 cdef struct Rules:            # which pages a cache group needs
     int32_t page_size         # tokens; MAX_TOKENS for a state, which has one page
@@ -620,7 +643,7 @@ cdef inline Digest digest_of(const Page *page) noexcept nogil:
 
 
 cdef inline bint has_key(Page *page, Digest key, int32_t group) noexcept nogil:
-    return page.key_lo == key.lo and page.key_hi == key.hi and (page.group & ~TWIN) == group
+    return page.key_lo == key.lo and page.key_hi == key.hi and (page.group & ~FLAGS) == group
 
 
 cdef inline int32_t find(Pool *pool, Digest key, int32_t group) noexcept nogil:
@@ -717,7 +740,7 @@ cdef void note_drop(Pool *pool, int32_t page_id) noexcept nogil:
         if page.group & TWIN:
             note_new(journal, pool.twins[page_id].next)
     elif not page.group & TWIN:
-        journal.removed[journal.num_removed] = Removal(digest_of(page), page.group)
+        journal.removed[journal.num_removed] = Removal(digest_of(page), page.group & ~FLAGS)
         journal.num_removed += 1
 
 
@@ -766,7 +789,7 @@ cdef void copy_page(const Pool *pool, int32_t page_id, Copies *copies) noexcept 
     """Append a cached page, for which there is room, to the last run or as one of its own."""
     cdef const int32_t *kept = pool.page_tokens + page_id * pool.tokens_width
     cdef int32_t num_tokens = kept[0] if pool.tokens_width else 0
-    cdef Run run = Run(pool.journal.notes[page_id].origin, pool.pages[page_id].group & ~TWIN, 0, num_tokens)
+    cdef Run run = Run(pool.journal.notes[page_id].origin, pool.pages[page_id].group & ~FLAGS, 0, num_tokens)
     if not copies.num_runs or not continues(&copies.runs[copies.num_runs - 1], &run, &copies.keys[copies.num_pages - 1]):
         copies.runs[copies.num_runs] = run
         copies.num_runs += 1
@@ -791,7 +814,7 @@ cdef inline bint is_first(Pool *pool, int32_t page_id) noexcept nogil:
     cdef Page *page = &pool.pages[page_id]
     if page.group == NO_GROUP:
         return False
-    return not page.group & TWIN or find(pool, digest_of(page), page.group & ~TWIN) == page_id
+    return not page.group & TWIN or find(pool, digest_of(page), page.group & ~FLAGS) == page_id
 
 
 cdef void copy_keys(Pool *pool, Copies *copies) noexcept nogil:
@@ -809,7 +832,7 @@ cdef void copy_keys(Pool *pool, Copies *copies) noexcept nogil:
 cdef inline int32_t find_parent(Pool *pool, int32_t page_id) noexcept nogil:
     """The first page with the key of a cached page's parent, or NULL_PAGE."""
     cdef const Origin *origin = &pool.journal.notes[page_id].origin
-    cdef int32_t parent = find(pool, origin.parent, pool.pages[page_id].group & ~TWIN) if origin.place else NULL_PAGE
+    cdef int32_t parent = find(pool, origin.parent, pool.pages[page_id].group & ~FLAGS) if origin.place else NULL_PAGE
     return parent if pool.journal.notes[parent].origin.place + 1 == origin.place else NULL_PAGE
 
 
@@ -846,6 +869,19 @@ cdef inline Origin origin_of(const Digest *chain, Py_ssize_t place, Py_ssize_t s
     return Origin(chain[place * stride - 1] if place else Digest(0, 0), <int32_t>place, context)
 
 
+cdef inline void enter_at(
+    Pool *pool, const int32_t *ids, Py_ssize_t i, const Digest *chain, Py_ssize_t stride, int32_t group, int32_t context,
+    int32_t first_place,
+) noexcept nogil:
+    """Enter page ``ids[i]``, which has no entry."""
+    cdef Origin origin
+    enter(pool, ids[i], chain[(i + 1) * stride - 1], group)
+    if is_journaled(pool):
+        origin = origin_of(chain, i, stride, context)
+        origin.place += first_place
+        note_entry(pool, ids[i], origin)
+
+
 cdef Py_ssize_t enter_all(
     Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop, const Digest *chain, Py_ssize_t stride, int32_t group,
     int32_t context, int32_t first_place,
@@ -854,7 +890,6 @@ cdef Py_ssize_t enter_all(
     has an entry already.
     """
     cdef Py_ssize_t i, j
-    cdef Origin origin
     for i in range(start, stop):
         if ids[i] == NULL_PAGE:
             continue
@@ -864,11 +899,25 @@ cdef Py_ssize_t enter_all(
                     drop(pool, ids[j])
                     pool.num_cached -= 1
             return i
-        enter(pool, ids[i], chain[(i + 1) * stride - 1], group)
-        if is_journaled(pool):
-            origin = origin_of(chain, i, stride, context)
-            origin.place += first_place
-            note_entry(pool, ids[i], origin)
+        enter_at(pool, ids, i, chain, stride, group, context, first_place)
+    return -1
+
+
+cdef Py_ssize_t enter_missing(
+    Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop, const Digest *chain, Py_ssize_t stride, int32_t group,
+    int32_t context, int32_t first_place,
+) noexcept nogil:
+    """`enter_all`, but pages that have the entry already are passed over too, and keep it. Returns -1, or, with nothing
+    changed, the index of one that has another.
+    """
+    cdef Py_ssize_t i
+    for i in range(start, stop):
+        if ids[i] != NULL_PAGE and pool.pages[ids[i]].group != NO_GROUP:
+            if not has_key(&pool.pages[ids[i]], chain[(i + 1) * stride - 1], group):
+                return i
+    for i in range(start, stop):
+        if ids[i] != NULL_PAGE and pool.pages[ids[i]].group == NO_GROUP:
+            enter_at(pool, ids, i, chain, stride, group, context, first_place)
     return -1
 
 
@@ -906,11 +955,12 @@ cdef inline void empty_slot(Pool *pool, uint32_t hole) noexcept nogil:
 cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
     """Take the prefix entry of a page that has one."""
     cdef Page *page = &pool.pages[page_id]
-    cdef int32_t group = page.group & ~TWIN
+    cdef int32_t group = page.group & ~FLAGS
     cdef uint32_t i = slot_holding(pool, page_id, tag_of(pool, page.key_lo, group))
     assert 0 < page_id < pool.num_pages and page.group != NO_GROUP
     if is_journaled(pool):
         note_drop(pool, page_id)
+    pool.num_unwatched += (page.group & WATCHED) != 0
     if page.group & TWIN:
         leave_twins(pool, page_id, i)
     else:
@@ -1025,7 +1075,7 @@ cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
     """Have the slot fetched that a page with an entry will leave."""
     cdef Page *page = &pool.pages[page_id]
     if page.group != NO_GROUP:
-        fetch(home_of(pool, digest_of(page), page.group & ~TWIN))
+        fetch(home_of(pool, digest_of(page), page.group & ~FLAGS))
 
 
 cdef void take(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
@@ -1056,6 +1106,7 @@ cdef void take_from_shard(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard)
 
 cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
     """`take` from a shard, or for -1 from the whole pool."""
+    pool.is_restored &= n == 0
     if shard < 0:
         take(pool, out, n)
     else:
@@ -1084,6 +1135,19 @@ cdef Py_ssize_t find_outside(const Pool *pool, const int32_t *ids, Py_ssize_t n)
     if signs < 0:
         for i in range(n):
             if not 0 <= ids[i] <= last:
+                return i
+    return -1
+
+
+cdef inline Py_ssize_t find_negative(const int32_t *values, Py_ssize_t n) noexcept nogil:
+    """Index of a value below 0, or -1."""
+    cdef Py_ssize_t i
+    cdef int32_t signs = 0
+    for i in range(n):  # several at once, for there is no way out
+        signs |= values[i]
+    if signs < 0:
+        for i in range(n):
+            if values[i] < 0:
                 return i
     return -1
 
@@ -1154,13 +1218,23 @@ cdef Py_ssize_t find_untouchable(Pool *pool, const int32_t *ids, Py_ssize_t n) n
     return -1
 
 
+cdef void unwatch(Pool *pool, int32_t page_id) noexcept nogil:
+    """Clear the WATCHED flag of a cached page."""
+    pool.num_unwatched += (pool.pages[page_id].group & WATCHED) != 0
+    pool.pages[page_id].group &= ~WATCHED
+
+
 cdef void touch_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
     """One reference more for each page, null pages passed over; a free page leaves the queue."""
     cdef Py_ssize_t i
+    pool.is_restored &= n == 0
     for i in range(n):
         if ids[i] != NULL_PAGE:
             if pool.pages[ids[i]].ref_cnt == 0:
                 pull(pool, ids[i])
+                pool.num_reused += 1
+            if pool.pages[ids[i]].group >= WATCHED:
+                unwatch(pool, ids[i])
             pool.pages[ids[i]].ref_cnt += 1
             if not ids[i] & pool.sample_mask:
                 note_use(pool, ids[i])
@@ -1236,6 +1310,59 @@ cdef Py_ssize_t find_last_run(
     return run
 
 
+# Refusals. A refused request needs at least as many free pages the next time, unless one of its hits got another holder or a
+# further page of it was cached. Hits that are evicted from the end on are followed; after any other change the prefix is looked
+# up again.
+
+cdef inline int64_t count_changes(const Pool *pool) noexcept nogil:
+    """Entries that came into the prefix index, and that went. It never gets less."""
+    return pool.num_cached + pool.num_dropped
+
+
+cdef inline bint is_hit(Pool *pool, const Prefix *prefix, const int32_t *ids, Py_ssize_t i) noexcept nogil:
+    """Whether the page that was found for place `i` is cached under its digest."""
+    return has_key(&pool.pages[ids[i]], prefix.digests[(i + 1) * prefix.stride - 1], prefix.group)
+
+
+cdef inline bint ends_at(Pool *pool, const Prefix *prefix, Py_ssize_t num_pages) noexcept nogil:
+    """Whether the page behind the first `num_pages` misses, or may not hit."""
+    if num_pages >= prefix.max_num_pages:
+        return True
+    return find_within(pool, prefix.digests[(num_pages + 1) * prefix.stride - 1], prefix.group, prefix.ids) == NULL_PAGE
+
+
+cdef void watch_leading(Pool *pool, Watch *watch, const Prefix *prefix, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """Watch the hits of the only group, its first `n` pages, unless the next page hits too."""
+    cdef Py_ssize_t i
+    watch.is_leading = ends_at(pool, prefix, n)
+    watch.num_pages = n
+    for i in range(n if watch.is_leading else 0):
+        pool.pages[ids[i]].group |= WATCHED
+
+
+cdef bint has_same_hits(Pool *pool, Watch *watch, const Prefix *prefix, const int32_t *ids) noexcept nogil:
+    """Whether a look-up would find the first `watch.num_pages` of `ids`, less those evicted from the end on since, and at most
+    `watch.num_held` of them held. O(pages evicted).
+    """
+    if watch.num_reused != pool.num_reused:
+        return False
+    if not watch.is_leading:
+        return watch.num_changes == count_changes(pool)
+    while watch.num_unwatched != pool.num_unwatched and watch.num_pages:
+        if is_hit(pool, prefix, ids, watch.num_pages - 1):
+            break
+        watch.num_pages -= 1
+        watch.num_unwatched += 1
+    return watch.num_unwatched == pool.num_unwatched and ends_at(pool, prefix, watch.num_pages)
+
+
+cdef inline bint has_free_pages(Pool *pool, Py_ssize_t num_pages, Py_ssize_t num_reserved, int32_t shard) noexcept nogil:
+    """Whether so many pages can be taken of a shard, or for -1 of the pool, with `num_reserved` left in the pool."""
+    if num_pages and num_pages + num_reserved > pool.num_free:
+        return False
+    return num_pages <= count_free_in(pool, shard)
+
+
 # Rows of a page table. The caller checked row numbers and room.
 
 cdef inline void mark(Rows *rows, Py_ssize_t row, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
@@ -1265,13 +1392,9 @@ cdef inline void append_ids(Rows *rows, Py_ssize_t row, const int32_t *ids, Py_s
 
 cdef inline bint fits(Rows *rows, Py_ssize_t row, Py_ssize_t start, const int32_t *ids, Py_ssize_t n) noexcept nogil:
     """Whether ids may stand in a row from column `start` on, and the row's count was not overwritten with nonsense."""
-    cdef Py_ssize_t i
-    cdef int32_t signs = 0
-    if GUARDS and not (0 <= rows.num_pages[row] <= rows.num_columns and n <= rows.num_columns - start):
-        return False
-    for i in range(n if GUARDS else 0):
-        signs |= ids[i]
-    return signs >= 0
+    if not GUARDS:
+        return True
+    return 0 <= rows.num_pages[row] <= rows.num_columns and n <= rows.num_columns - start and find_negative(ids, n) < 0
 
 
 cdef Py_ssize_t append_all(const Append *appends, Py_ssize_t num) noexcept nogil:
@@ -2014,7 +2137,7 @@ cdef Py_ssize_t count_free_hits(
         if GUARDS and not is_known:
             digest = &digests[(i + 1) * group.stride - 1]
             differences |= (page.key_lo ^ digest.lo) | (page.key_hi ^ digest.hi)
-            differences |= <uint64_t>((page.group & ~TWIN) ^ group.id)
+            differences |= <uint64_t>((page.group & ~FLAGS) ^ group.id)
     return -1 if differences or is_lost else num_free
 
 
@@ -2034,6 +2157,18 @@ cdef void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
         batch.groups[g].held[row] = Held(0, 0, 0)
         end_row(&batch.groups[g], row)
     batch.states[row] = RowState(0, 0, 0, 0, 0, batch.states[row].num_hashed, -1, 0, 0)
+
+
+cdef inline bint hits_leading_pages(const Group *group) noexcept nogil:
+    """Whether what hits in a group are leading pages, any number: that of full attention."""
+    return group.id != NO_GROUP and not group.rules.window and not group.rules.chunk
+
+
+cdef inline Range ids_in_shard(const Pool *pool, int32_t shard) noexcept nogil:
+    """The ids of a shard, or for -1 of the pool."""
+    if shard < 0:
+        return Range(0, pool.num_pages)
+    return Range(shard * pool.pages_per_shard, (shard + 1) * pool.pages_per_shard)
 
 
 cdef void set_context(Batch *batch, Py_ssize_t row, int32_t context) noexcept nogil:
@@ -2395,6 +2530,20 @@ cdef PageIds as_own_ids(object values, str name):
     """The same as ids that nobody else can change; an array is copied too."""
     cdef PageIds ids = as_page_ids(values, name)
     return PageIds(ids) if isinstance(ids, _BorrowedIds) else ids
+
+
+cdef int refuse_negative(const int32_t *token_ids, Py_ssize_t n, Py_ssize_t first) except -1:
+    """ArgumentError for a token id below 0, with its place, where the first one stands at `first`."""
+    cdef Py_ssize_t bad = find_negative(token_ids, n)
+    if bad >= 0:
+        raise ArgumentError(f"token_ids: got {token_ids[bad]} (at {first + bad}), allowed: at least 0")
+    return 0
+
+
+def require_token_ids(token_ids, first=0) -> None:
+    """ArgumentError for a token id below 0, with its place, where the first one stands at `first`. O(n), 0.1 ns each."""
+    cdef PageIds ids = as_page_ids(token_ids, "token_ids")
+    refuse_negative(ids.ids, ids.num, size_of(first, "first"))
 
 
 def lists_of(tuple groups not None) -> tuple:
@@ -2847,7 +2996,7 @@ cdef class PageStore:
         self.pool.num_keys = self.pool.num_entries = 0
         for i in range(1, self.pool.num_pages):
             if pages[i].group != NO_GROUP:
-                group = pages[i].group & ~TWIN
+                group = pages[i].group & ~FLAGS
                 pages[i].group = NO_GROUP
                 enter(&self.pool, i, digest_of(&pages[i]), group)
         self.pool.num_cached = num_cached
@@ -2939,14 +3088,6 @@ cdef class PageStore:
             pool = self.pool
         return counters_of(pool)
 
-    def count_query(self, num_queried_tokens, num_hit_tokens) -> None:
-        """Add one look-up to the counters."""
-        cdef Py_ssize_t num_queried = size_of(num_queried_tokens, "num_queried_tokens", 0, INT64_MAX >> 20)
-        cdef Py_ssize_t num_hit = size_of(num_hit_tokens, "num_hit_tokens", 0, num_queried)
-        with self.lock:
-            self.pool.num_queried += num_queried
-            self.pool.num_hit += num_hit
-
     def set_ref_count(self, page_id, ref_cnt) -> None:
         """Overwrite a count; that of the null page is not kept. `check` and the next `take` notice a free page that is held."""
         cdef Py_ssize_t count = size_of(ref_cnt, "ref_cnt", 0, INT32_MAX - 1)
@@ -2955,8 +3096,16 @@ cdef class PageStore:
             with self.lock:
                 self.overwrite_count(checked, <int32_t>count)
 
+    cdef int64_t count_changes(self) noexcept:
+        """Entries that came into the prefix index, and that went."""
+        cdef int64_t num_changes
+        with self.lock:
+            num_changes = count_changes(&self.pool)
+        return num_changes
+
     cdef void overwrite_count(self, int32_t page_id, int32_t count) noexcept:
         cdef Page *page = &self.pool.pages[page_id]
+        self.pool.is_restored &= count <= page.ref_cnt
         if is_free(&self.pool, page_id):
             self.pool.num_held_free += (count != 0) - (page.ref_cnt != 0)
         page.ref_cnt = count
@@ -3190,6 +3339,21 @@ cdef class PageStore:
     cdef int refuse_give_back(self, PageIds ids, Py_ssize_t bad) except -1:
         raise DoubleFreeError(f"page {ids[bad]} (at {bad} of {len(ids)}) is freed more often than it is held")
 
+    def give_back_restored(self) -> int | None:
+        """Give back all references of a store that was loaded, the pages in order of their ids. Returns how many pages; None,
+        and nothing changed, for another store, and once a reference was taken. O(num_pages).
+        """
+        cdef int32_t page_id, num_given = 0
+        cdef bint is_restored
+        with self.lock:
+            is_restored = self.pool.is_restored
+            for page_id in range(1, self.pool.num_pages if is_restored else 1):
+                if self.pool.pages[page_id].ref_cnt:
+                    self.pool.pages[page_id].ref_cnt = 1
+                    put_back(&self.pool, page_id)
+                    num_given += 1
+        return num_given if is_restored else None
+
     def touch(self, page_ids) -> None:
         """One reference more for each page; a free page leaves the queue. Null pages are passed over. O(n)."""
         cdef PageIds ids = self.checked(page_ids)
@@ -3238,6 +3402,7 @@ cdef class PageStore:
         """`pull`, also for a page that somebody gave a reference to."""
         self.pool.num_held_free -= self.pool.pages[page_id].ref_cnt != 0
         pull(&self.pool, page_id)
+        self.pool.num_reused += 1
 
     cdef int pull_checked(self, int32_t page_id) except -1:
         cdef bint was_free
@@ -3277,6 +3442,8 @@ cdef class PageStore:
         cdef bint has_room
         if home is self:
             return
+        if page.is_null:
+            raise PageIdError(f"page {page.page_id} cannot be appended: it is a null page")
         if home.is_pool or self.is_pool or home.is_free(index):
             raise PageIdError(f"page {page.page_id} belongs to another pool or queue")
         page_hash = page.page_hash
@@ -3388,7 +3555,7 @@ cdef class PageStore:
         cdef Page page = self.record(self.checked_id(page_id))
         if page.group == NO_GROUP:
             return None
-        return int_of_digest(digest_of(&page)), page.group & ~TWIN
+        return int_of_digest(digest_of(&page)), page.group & ~FLAGS
 
     def page_hash_of(self, page_id):
         """The PageHashWithGroupId of a cached page, or None."""
@@ -3641,12 +3808,14 @@ cdef class PageStore:
     # Whole requests.
 
     def enter_pages(
-        self, PageIds held not None, HashChain chain not None, start, stop, stride, group, context=0, first_place=0
+        self, PageIds held not None, HashChain chain not None, start, stop, stride, group, context=0, first_place=0,
+        bint is_again=False,
     ) -> None:
         """Enter pages ``held[start:stop]`` under their digests of the chain, of which `stride` make a page. All or nothing.
 
         Null pages are passed over. The pages have a `context` of `add_context`; ``held[0]`` stands at `first_place` in
-        its request. PageHashError if one is cached already. O(stop - start).
+        its request. PageHashError if one is cached already; with `is_again` only if it is cached as something else.
+        O(stop - start).
         """
         cdef Py_ssize_t i, bad, num_hashes = size_of(stride, "stride", 1)
         cdef PageIds ids = self.checked(held)
@@ -3666,6 +3835,10 @@ cdef class PageStore:
             bad = enter_all(
                 &self.pool, ids.ids, first, last, chain.digests, num_hashes, checked_group, checked_context, place
             )
+            if bad >= 0 and is_again:
+                bad = enter_missing(
+                    &self.pool, ids.ids, first, last, chain.digests, num_hashes, checked_group, checked_context, place
+                )
             for i in range(first, last if bad < 0 else first):
                 self.copy_tokens(ids.ids[i], chain, i * num_tokens, num_tokens)
         if bad >= 0:
@@ -3680,9 +3853,17 @@ cdef class PageStore:
         return <int32_t>checked
 
     def enter_held(self, HeldPages held not None, HashChain chain not None, num_full_pages, stride, group, context=0) -> None:
-        """Enter the pages of a request that got full: those from ``held.num_cached_pages`` to `num_full_pages`."""
-        self.enter_pages(held, chain, held.num_cached_pages, num_full_pages, stride, group, context)
+        """Enter the pages of a request that got full: those from ``held.num_cached_pages`` to `num_full_pages`. What is entered
+        already, since `rewind` let it be looked at once more, stays.
+        """
+        self.enter_pages(held, chain, held.num_cached_pages, num_full_pages, stride, group, context, 0, True)
         held.num_cached_pages = num_full_pages
+
+    def rewind(self, HeldPages held not None, num_pages) -> None:
+        """Let `enter_held` look at the pages of a request from `num_pages` on again: their tokens are computed once more."""
+        cdef Py_ssize_t num = size_of(num_pages, "num_pages")
+        with self.lock:
+            held.num_cached_pages = min(held.num_cached_pages, num)
 
     def take_for(
         self, tuple groups not None, num_new_pages, hits=(), HashChain chain=None, PageIds strides=None, PageIds group_ids=None,
@@ -3894,7 +4075,7 @@ cdef class PageStore:
         list_cached(&self.pool, ids.ids)
         for i in range(n):
             page = &self.pool.pages[ids.ids[i]]
-            groups.ids[i] = page.group & ~TWIN
+            groups.ids[i] = page.group & ~FLAGS
             memcpy(keys.ids + 4 * i, &page.key_lo, sizeof(Digest))
             if width:
                 memcpy(tokens.ids + i * width, self.pool.page_tokens + ids.ids[i] * width, width * sizeof(int32_t))
@@ -3926,6 +4107,7 @@ cdef class PageStore:
         if size_of(num_shards, "data_parallel_size"):
             store.set_shards(num_shards)
         store.load_counters([size_of(count, "counters", 0, INT64_MAX) for count in as_list(counters, "counters")])
+        store.pool.is_restored = 1
         return store
 
     cdef int load_counters(self, list counters) except -1:
@@ -4031,7 +4213,7 @@ cdef class PageStore:
         cdef Page *page = &self.pool.pages[page_id]
         entry = "not cached"
         if page.group != NO_GROUP:
-            entry = f"cached for group {page.group & ~TWIN} under 0x{page.key_hi:016x}{page.key_lo:016x}"
+            entry = f"cached for group {page.group & ~FLAGS} under 0x{page.key_hi:016x}{page.key_lo:016x}"
         return f"page {page_id} (ref count {page.ref_cnt}, free-queue links {page.prev_free} and {page.next_free}, {entry})"
 
     cdef str find_flaw_in_records(self):
@@ -4053,7 +4235,7 @@ cdef class PageStore:
                     return f"{self.describe(i)} is in the free queue with ref count {page.ref_cnt}, allowed: 0"
             elif page.ref_cnt < 0 or (self.is_pool and page.ref_cnt == 0):
                 return f"{self.describe(i)} is not in the free queue, allowed ref counts: 1 to {INT32_MAX}"
-            if page.group < NO_GROUP or (page.group != NO_GROUP and page.group & ~TWIN > MAX_GROUP):
+            if page.group < NO_GROUP or (page.group != NO_GROUP and page.group & ~FLAGS > MAX_GROUP):
                 return f"{self.describe(i)}: allowed groups: 0 to {MAX_GROUP}"
         if self.pool.num_held_free:
             return f"no free page has references, the pool counts {self.pool.num_held_free} that have"
@@ -4127,7 +4309,7 @@ cdef class PageStore:
             page_id = self.pool.slots[i].page_id
             if page_id != NULL_PAGE:
                 page = &self.pool.pages[page_id]
-                tag = tag_of(&self.pool, page.key_lo, page.group & ~TWIN)
+                tag = tag_of(&self.pool, page.key_lo, page.group & ~FLAGS)
                 if page.group == NO_GROUP or self.pool.slots[i].tag != tag:
                     return f"{self.describe(page_id)} is named by slot {i} of the prefix index, which is not its own"
                 if slot_holding(&self.pool, page_id, tag) != i:
@@ -4220,7 +4402,7 @@ cdef class PageStore:
 
     cdef str find_flaw_in_entry(self, int32_t page_id):
         cdef Page *page = &self.pool.pages[page_id]
-        cdef int32_t first = find(&self.pool, digest_of(page), page.group & ~TWIN)
+        cdef int32_t first = find(&self.pool, digest_of(page), page.group & ~FLAGS)
         cdef Links links
         cdef int32_t num_tokens = self.pool.page_tokens[page_id * self.pool.tokens_width] if self.pool.tokens_width else 0
         if first == NULL_PAGE:
@@ -4234,8 +4416,8 @@ cdef class PageStore:
             return f"{self.describe(page_id)}: pages of equal content are said to be {links.prev} and {links.next}"
         if self.pool.twins[links.next].prev != page_id or self.pool.twins[links.prev].next != page_id:
             return f"{self.describe(page_id)}: pages of equal content, {links.prev} and {links.next}, do not link back"
-        if self.pool.pages[links.next].group != page.group or not has_key(
-            &self.pool.pages[links.next], digest_of(page), page.group & ~TWIN
+        if not self.pool.pages[links.next].group & TWIN or not has_key(
+            &self.pool.pages[links.next], digest_of(page), page.group & ~FLAGS
         ):
             return f"{self.describe(page_id)}: the next page of equal content is said to be {self.describe(links.next)}"
         return None
@@ -4245,13 +4427,55 @@ cdef class PageStore:
         cdef int32_t i, first, twin
         for i in range(1, self.pool.num_pages):
             if self.pool.pages[i].group != NO_GROUP and self.pool.pages[i].group & TWIN:
-                first = find(&self.pool, digest_of(&self.pool.pages[i]), self.pool.pages[i].group & ~TWIN)
+                first = find(&self.pool, digest_of(&self.pool.pages[i]), self.pool.pages[i].group & ~FLAGS)
                 twin = self.pool.twins[i].next
                 while twin != first and twin != i:
                     twin = self.pool.twins[twin].next
                 if twin != first:
                     return f"{self.describe(i)} is not among the pages of equal content of page {first}"
         return None
+
+
+cdef class QueryCounter:
+    """Counts requests that were admitted after a look-up, their tokens and the hits among these: in the store's counters too,
+    unless they had been preempted.
+    """
+
+    cdef PageStore store
+    cdef readonly bint is_preempted
+    cdef int64_t num_requests
+    cdef int64_t num_tokens
+    cdef int64_t num_hit_tokens
+
+    def __cinit__(self, PageStore store not None, bint is_preempted=False):
+        self.store = store
+        self.is_preempted = is_preempted
+
+    def __reduce__(self):
+        raise TypeError("a query counter cannot be pickled")
+
+    @property
+    def counts(self) -> tuple:
+        """Requests, tokens, hit tokens."""
+        cdef int64_t num_requests, num_tokens, num_hit_tokens
+        with self.store.lock:
+            num_requests, num_tokens, num_hit_tokens = self.num_requests, self.num_tokens, self.num_hit_tokens
+        return num_requests, num_tokens, num_hit_tokens
+
+    def add(self, num_tokens, num_hit_tokens) -> None:
+        """Count a request."""
+        cdef Py_ssize_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX >> 20)
+        cdef Py_ssize_t num_hits = size_of(num_hit_tokens, "num_hit_tokens", 0, num)
+        self.count(num, num_hits)
+
+    cdef void count(self, Py_ssize_t num_tokens, Py_ssize_t num_hit_tokens) noexcept:
+        with self.store.lock:
+            self.num_requests += 1
+            self.num_tokens += num_tokens
+            self.num_hit_tokens += num_hit_tokens
+            if not self.is_preempted:
+                self.store.pool.num_queried += num_tokens
+                self.store.pool.num_hit += num_hit_tokens
 
 
 cdef enum Outcome:
@@ -4394,34 +4618,165 @@ cdef class _Needs:
         return tuple(self.new) if self.outcome == DONE else None
 
 
+cdef class Refusal:
+    """A refused request of `num_tokens` tokens. `hits`, the `PageIds` of each group, hold `num_hit_tokens` tokens; both shrink
+    as the last hits are evicted. While the hits are watched, `is_short` knows that the refusal stands.
+    """
+
+    cdef readonly tuple hits
+    cdef readonly Py_ssize_t num_tokens
+    cdef readonly Py_ssize_t num_hit_tokens
+    cdef PageStore store
+    cdef HashChain chain            # None: the digests are elsewhere
+    cdef Prefix prefix              # of the only group; without a stride the hits are not its leading pages, or there are more
+    cdef Py_ssize_t page_size       # of it, in tokens
+    cdef Watch watch
+
+    def __cinit__(self, tuple hits not None, num_tokens, num_hit_tokens):
+        if not all([isinstance(ids, PageIds) for ids in hits]):
+            raise ArgumentTypeError(f"hits: got {[type(ids).__name__ for ids in hits]}, allowed: PageIds")
+        self.hits = tuple([settled(ids) for ids in hits])
+        self.num_tokens = size_of(num_tokens, "num_tokens", 0, MAX_TOKENS)
+        self.num_hit_tokens = size_of(num_hit_tokens, "num_hit_tokens", 0, self.num_tokens)
+
+    def __reduce__(self):
+        raise TypeError("a refusal cannot be pickled")
+
+    def watch_hits(self, PageStore store not None, HashChain chain not None, stride, group) -> bool:
+        """Watch the hits, the leading pages of the only group under `chain`. False, and nothing is watched, unless a look-up
+        would find exactly them now. Once for each object. O(pages).
+        """
+        cdef Py_ssize_t num_hashes = size_of(stride, "stride", 1, MAX_TOKENS)
+        cdef int32_t checked_group = group_of(group)
+        cdef PageIds ids = store.checked(self.hits[0]) if len(self.hits) == 1 else None
+        if ids is None or self.store is not None or not store.enable_caching:
+            return False
+        with chain.lock, store.lock:
+            self.page_size = num_hashes * chain.page_size
+            self.prefix = Prefix(chain.digests, num_hashes, 0, checked_group, Range(0, store.pool.num_pages))
+            self.prefix.max_num_pages = min(max(0, self.num_tokens - 1) // self.page_size, chain.num // num_hashes)
+            if self.has_cached_hits(store, ids):
+                self.begin(&store.pool, ids.num - count_free(&store.pool, ids.ids, ids.num))
+        if self.watch.is_leading:
+            self.store, self.chain = store, chain
+        return self.watch.is_leading
+
+    cdef bint has_cached_hits(self, PageStore store, PageIds ids) noexcept:
+        """Whether `ids` are as many pages as the hits have tokens for, and cached."""
+        cdef Py_ssize_t i
+        if ids.num > self.prefix.max_num_pages or ids.num * self.page_size != self.num_hit_tokens:
+            return False
+        for i in range(ids.num):
+            if not is_hit(&store.pool, &self.prefix, ids.ids, i):
+                return False
+        return True
+
+    cdef void begin(self, Pool *pool, Py_ssize_t num_held) noexcept:
+        """Watch hits that are cached, `num_held` of them held. The pool is locked."""
+        self.watch = Watch(count_changes(pool), pool.num_reused, pool.num_unwatched, 0, num_held, False)
+        if self.prefix.stride:
+            watch_leading(pool, &self.watch, &self.prefix, self.first_ids(), self.num_hit_tokens // self.page_size)
+
+    cdef const int32_t *first_ids(self) noexcept:
+        return (<PageIds>self.hits[0]).ids if self.hits else NULL
+
+    cdef bint finds_hits(self, Pool *pool) noexcept:
+        """Whether a look-up would find the hits, as far as they are not evicted from the end on. The pool is locked."""
+        if not has_same_hits(pool, &self.watch, &self.prefix, self.first_ids()):
+            return False
+        if self.watch.is_leading:
+            self.num_hit_tokens = self.watch.num_pages * self.page_size
+        return True
+
+    cdef bint finds_watched_hits(self) noexcept:
+        """The same for those of a chain. It and the pool are locked."""
+        self.prefix.digests = self.chain.digests
+        return self.chain.num // self.prefix.stride >= self.prefix.max_num_pages and self.finds_hits(&self.store.pool)
+
+    def has_same_hits(self) -> bool:
+        """Whether a look-up would find the watched hits; those evicted from the end on go out of them. O(pages evicted)."""
+        cdef bint is_same
+        cdef PageIds ids
+        if self.store is None:
+            return False
+        with self.chain.lock, self.store.lock:
+            is_same = self.finds_watched_hits()
+        if is_same and self.watch.num_pages < len(self.hits[0]):
+            ids = PageIds.__new__(PageIds)
+            ids.add(self.first_ids(), self.watch.num_pages)
+            self.hits = (ids,)
+        return is_same
+
+    def is_short(self, num_new_pages, num_reserved=0) -> bool:
+        """Whether it is certain that too few pages are free for the watched hits and `num_new_pages` behind them. O(1)."""
+        cdef Py_ssize_t num_pages, num_new = size_of(num_new_pages, "num_new_pages")
+        cdef Py_ssize_t reserved = size_of(num_reserved, "num_reserved_pages")
+        cdef bint is_short
+        if self.store is None:
+            return False
+        with self.chain.lock, self.store.lock:
+            num_pages = num_new + len(self.hits[0]) - self.watch.num_held
+            is_short = self.finds_watched_hits() and self.watch.num_pages == len(self.hits[0])
+            is_short = is_short and not has_free_pages(&self.store.pool, num_pages, reserved, -1)
+        return is_short
+
+
 @cython.final
 cdef class CachePage:
-    """A view of one page's record. ``pool.pages[i]`` gives it; equal pages are the same object.
+    """A view of one page's record. ``pool.pages[i]`` gives it; there is one view of each page.
 
-    ``CachePage(page_id)`` makes a page that stands alone, to be handed to a `FreeCachePageQueue`.
+    ``CachePage(page_id)`` makes a page that stands alone, to be handed to a `FreeCachePageQueue`. Pages of other pools, or that
+    stand alone, are equal if all that can be seen of them is: `page_id`, `ref_cnt`, `page_hash`, `is_null`, and the ids of the
+    pages before and behind in the free queue. The hash is that of `page_id`, which does not change.
 
     >>> page = CachePage(7)
     >>> page.incr_ref()
     >>> page
     CachePage(page_id=7, ref_cnt=1, page_hash=None, prev_free_page=None, next_free_page=None)
+    >>> page == CachePage(7), page == CachePage(page_id=7, ref_cnt=1)
+    (False, True)
     """
 
     cdef PageStore store
     cdef int32_t index                  # record in the store
+    cdef bint is_made_null              # a null page that stands alone
     cdef readonly object page_id        # the index in a pool, any int for a page made alone
 
-    def __init__(self, page_id, ref_cnt=0):
-        """`ref_cnt` must not be negative."""
+    def __init__(self, page_id, ref_cnt=0, _page_hash=None, prev_free_page=None, next_free_page=None, is_null=False):
+        """`ref_cnt` must not be negative; `_page_hash` is a PageHashWithGroupId that the page is cached under, or None. A null
+        page stands for no page, and no queue takes it. ArgumentError for neighbours: a queue links its pages itself.
+        """
         cdef PageStore store
-        if self.store is not None:
-            raise ArgumentError("a page is made once")
+        cdef bint is_made_null = is_null
+        if prev_free_page is not None or next_free_page is not None:
+            raise ArgumentError("prev_free_page, next_free_page: got a page, allowed: None; a FreeCachePageQueue links its own")
+        if _page_hash is not None:
+            require_page_hash(_page_hash)
         store = PageStore(2, True, False)
-        self.page_id = index_of(page_id, "page_id")
-        self.store = store
-        self.index = 1
+        checked_id = index_of(page_id, "page_id")
         store.pop(1)
         store.set_ref_count(1, ref_cnt)
+        if _page_hash is not None:
+            store.enter(1, store.names.key_of(_page_hash.page_hash), _page_hash.group_id)
+        if self.store is not None:  # after the arguments were read, which may run Python code
+            raise ArgumentError("a page is made once")
+        self.page_id, self.store, self.index, self.is_made_null = checked_id, store, 1, is_made_null
         store.views[1] = self
+
+    def __eq__(self, other):
+        if self is other:
+            return True
+        if type(other) is not CachePage:
+            return NotImplemented
+        return self.page_id == other.page_id and self.fields() == (<CachePage>other).fields()
+
+    def __hash__(self):
+        return hash(self.page_id)
+
+    cdef tuple fields(self):
+        """What equal pages have in common besides their id. The neighbours' ids alone: theirs would lead through the queue."""
+        before, behind = self.store.neighbours(self.index)
+        return self.ref_cnt, self.page_hash, self.is_null, before and before.page_id, behind and behind.page_id
 
     def __reduce__(self):
         raise TypeError("a CachePage is a view of its pool and cannot be pickled")
@@ -4467,8 +4822,7 @@ cdef class CachePage:
 
     @page_hash.setter
     def page_hash(self, page_hash):
-        if not isinstance(page_hash, PageHashWithGroupId):
-            raise ArgumentTypeError(f"page_hash: got {type(page_hash).__name__}, allowed: PageHashWithGroupId")
+        require_page_hash(page_hash)
         self.store.enter(self.index, self.store.names.key_of(page_hash.page_hash), page_hash.group_id)
 
     def reset_hash(self) -> None:
@@ -4477,8 +4831,8 @@ cdef class CachePage:
 
     @property
     def is_null(self) -> bool:
-        """Whether this is the pool's null page."""
-        return self.store.is_pool and self.index == NULL_PAGE
+        """Whether this is a pool's null page, or one that was made as such."""
+        return self.is_made_null or (self.store.is_pool and self.index == NULL_PAGE)
 
     @property
     def is_free(self) -> bool:
@@ -4501,6 +4855,12 @@ cdef class CachePage:
             f"CachePage(page_id={self.page_id}, ref_cnt={self.ref_cnt}, page_hash={self.page_hash}, "
             f"prev_free_page={before and before.page_id}, next_free_page={behind and behind.page_id})"
         )
+
+
+cdef int require_page_hash(object page_hash) except -1:
+    if not isinstance(page_hash, PageHashWithGroupId):
+        raise ArgumentTypeError(f"page_hash: got {type(page_hash).__name__}, allowed: PageHashWithGroupId")
+    return 0
 
 
 def make_aligned_zeros(tuple shape not None) -> np.ndarray:
@@ -4603,11 +4963,10 @@ cdef class TableRows:
 
     cdef int refuse(self, Py_ssize_t row, Py_ssize_t start, const int32_t *ids, Py_ssize_t n) except -1:
         """Raise what is wrong with putting `ids` into a row from column `start` on."""
-        cdef Py_ssize_t i
+        cdef Py_ssize_t bad = find_negative(ids, n)
         self.check_count(row)
-        for i in range(n):
-            if ids[i] < 0:
-                raise PageIdError(f"page id: got {ids[i]} (at {i}), allowed: at least 0")
+        if bad >= 0:
+            raise PageIdError(f"page id: got {ids[bad]} (at {bad}), allowed: at least 0")
         raise RowOverflowError(f"row {row} has {start} pages, {n} more were given, allowed: {self.rows.num_columns} in all")
 
     cdef PageIds checked_rows(self, object rows):
@@ -4811,10 +5170,12 @@ cdef class _Appends:
     cdef list targets    # the table of each item, for errors
 
     def __init__(self, tuple tables, list requests, rows):
-        """Room for one append for each request and table."""
+        """Room for one append for each request and table. Without requests there is nothing to do in any row."""
         self.lock_order = in_lock_order(tables)
         self.requests = list(requests)  # copies: reading an id may run Python code that changes the lists
         self.row_ids = list(as_list(rows.tolist() if isinstance(rows, ndarray) else rows, "req_indices"))
+        if not self.requests:
+            self.row_ids = []
         self.held = []
         self.targets = []
         if len(self.requests) != len(self.row_ids):
@@ -5119,6 +5480,81 @@ cdef list checked_extra_keys(object extra_keys):
     return checked
 
 
+@cython.final
+cdef class _RowRefusal(Refusal):
+    """A row's refused request, and by what it is known when it comes back."""
+
+    cdef int32_t shard              # where its pages come from; -1: anywhere
+    cdef tuple options
+    cdef object token_ids           # held, so that nothing else is in its place
+    cdef PageIds sample             # some of its tokens
+    cdef const int32_t *memory      # of an array
+
+    cdef int remember(self, object token_ids, object options) except -1:
+        """Know the request again by `options`, unless these are None, and its tokens, if they are in a list or an array."""
+        cdef PageIds ids
+        cdef Py_ssize_t at
+        cdef bint is_list = type(token_ids) is list
+        if type(options) is not tuple or not (is_list or isinstance(token_ids, ndarray)):
+            return 0
+        ids = as_page_ids(token_ids, "token_ids")
+        if ids.num == self.num_tokens:
+            self.memory = NULL if is_list else ids.ids
+            self.token_ids, self.options = token_ids, options
+            self.sample = PageIds.__new__(PageIds)
+            at = self.num_tokens - 1
+            while at >= 0:
+                self.sample.add(ids.ids + at, 1)
+                at -= self.sample_step()
+        return 0
+
+    cdef Py_ssize_t sample_step(self) noexcept:
+        return max(1, self.num_tokens // NUM_SAMPLED)
+
+    cdef bint is_of(self, object token_ids, object options) except -1:
+        """Whether a request is this one."""
+        cdef Py_ssize_t i
+        if self.options is None or type(options) is not tuple or len(<tuple>options) != len(self.options):
+            return False
+        for i in range(len(self.options)):
+            if (<tuple>options)[i] is not self.options[i]:
+                return False
+        return self.has_tokens_of_list(token_ids) if self.memory == NULL else self.has_tokens_of_array(token_ids)
+
+    cdef bint has_tokens_of_list(self, object token_ids) except -1:
+        cdef Py_ssize_t i, at = self.num_tokens - 1
+        if token_ids is not self.token_ids or len(<list>token_ids) != self.num_tokens:
+            return False
+        for i in range(self.sample.num):
+            token_id = (<list>token_ids)[at]
+            if type(token_id) is not int or token_id != self.sample.ids[i]:
+                return False
+            at -= self.sample_step()
+        return True
+
+    cdef bint has_tokens_of_array(self, object token_ids) except -1:
+        cdef _BorrowedIds ids = _BorrowedIds.__new__(_BorrowedIds)
+        cdef Py_ssize_t i, at = self.num_tokens - 1
+        if not isinstance(token_ids, ndarray) or not ids.try_borrow(token_ids):
+            return False
+        if ids.ids != self.memory or ids.num != self.num_tokens:
+            return False
+        for i in range(self.sample.num):
+            if ids.ids[at] != self.sample.ids[i]:
+                return False
+            at -= self.sample_step()
+        return True
+
+
+cdef Py_ssize_t as_num_wanted(object num_tokens, Py_ssize_t num_known) except -1:
+    """The tokens that are to have room at first: `num_tokens`, or for None all."""
+    return num_known if num_tokens is None else size_of(num_tokens, "num_tokens", 1, num_known)
+
+
+cdef Py_ssize_t as_max_num_new(object max_num_new_tokens, Py_ssize_t num_wanted) except -1:
+    return num_wanted if max_num_new_tokens is None else size_of(max_num_new_tokens, "max_num_new_tokens", 1)
+
+
 cdef class RunningRows:
     """What the rows of a running batch know and hold. `pagepool.RunningBatch` is the door for users.
 
@@ -5132,6 +5568,7 @@ cdef class RunningRows:
     cdef tuple lock_order           # the same in the order in which everybody locks them
     cdef list buffers               # the arrays that `batch` points into
     cdef list extra_key_bytes       # by row: the bytes that `batch.extra_keys` points into
+    cdef list refusals              # by row: the _RowRefusal of the request that was tried last, or None
     cdef bytes key
     cdef int32_t num_shards         # of the pool that rows are bound to; 0: none
     cdef readonly object num_tokens
@@ -5239,6 +5676,7 @@ cdef class RunningRows:
         self.batch.digests_stride = odd_lines(num_hashes, sizeof(Digest))
         self.batch.digests = <Digest *>self.new_buffer(n, self.batch.digests_stride * (sizeof(Digest) // sizeof(int32_t)))
         self.extra_key_bytes = [None] * n
+        self.refusals = [None] * n
         self.batch.extra_keys = <ExtraKey **>calloc(n, sizeof(ExtraKey *))
         self.batch.contexts = <int32_t *>calloc(n, sizeof(int32_t))
         if self.batch.extra_keys == NULL or self.batch.contexts == NULL:
@@ -5303,7 +5741,7 @@ cdef class RunningRows:
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
-        check_lengths(tokens, row_ids)
+        check_tokens(tokens, row_ids)
         return self.run(row_ids, Amounts(&ONE, 0), Amounts(&ZERO, 0), tokens.ids)
 
     cdef StepResult run(self, PageIds rows, Amounts num_new_tokens, Amounts num_ahead, const int32_t *token_ids):
@@ -5399,7 +5837,7 @@ cdef class RunningRows:
         cdef PageIds row_ids = as_own_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
         cdef Py_ssize_t num_done
-        check_lengths(tokens, row_ids)
+        check_tokens(tokens, row_ids)
         with self.lock:
             num_done = append_tokens(&self.batch, row_ids.ids, tokens.ids, row_ids.num)
         if num_done < row_ids.num:
@@ -5534,6 +5972,7 @@ cdef class RunningRows:
         is_right = is_right and batch.states[target].is_admitted == batch.states[target].is_claimed
         if is_right and source != target:
             exchange_rows(batch, source, target)
+            self.refusals[source] = self.refusals[target] = None
             data = self.extra_key_bytes[source]
             self.extra_key_bytes[source] = self.extra_key_bytes[target]
             self.extra_key_bytes[target] = data
@@ -5552,11 +5991,13 @@ cdef class RunningRows:
     # Admission.
 
     def admit_row(
-        self, row, token_ids, num_tokens, max_num_new_tokens, extra_keys, find_hits, shard, num_reserved_pages, context=0
+        self, row, token_ids, num_tokens, max_num_new_tokens, extra_keys, find_hits, shard, num_reserved_pages, context=0,
+        options=None, QueryCounter counter=None,
     ):
         """Start a free row: see `RunningBatch.admit`. `extra_keys` are ``(page, bytes)`` of the hash pages that have any, in
         order; `find_hits` maps a `HashChain` and the number of known tokens to page ids for each group and the tokens that they
-        hold; None: take no hits. The row has a `context` of `PageStore.add_context`.
+        hold; None: take no hits. The row has a `context` of `PageStore.add_context`. `options`, a tuple of what hits depend on
+        besides the tokens, identifies a refused request for `is_refused_still`. `counter` counts an admitted one.
         """
         cdef Py_ssize_t checked = self.checked_row(row)
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
@@ -5569,19 +6010,59 @@ cdef class RunningRows:
             raise ArgumentError("token_ids: got none, allowed: at least 1")
         if num_known > self.batch.max_num_tokens:
             self.refuse_length(checked, num_known)
-        num_wanted = num_known if num_tokens is None else size_of(num_tokens, "num_tokens", 1, num_known)
-        max_num_new = num_wanted if max_num_new_tokens is None else size_of(max_num_new_tokens, "max_num_new_tokens", 1)
+        num_wanted = as_num_wanted(num_tokens, num_known)
+        max_num_new = as_max_num_new(max_num_new_tokens, num_wanted)
+        if counter is not None and counter.store is not self.store:
+            raise ArgumentError("counter: got one of another pool, allowed: one of the batch's")
         self.claim(checked)
         is_admitted = False
+        refusal = None
         try:
             self.set_contents(checked, tokens, num_known, keys)
             num_hits = self.attach(checked, num_known, num_wanted, max_num_new, find_hits, shard, num_reserved, checked_context)
-            is_admitted = num_hits is not None
+            is_admitted = type(num_hits) is not _RowRefusal
+            refusal = None if is_admitted else num_hits
         finally:
+            self.refusals[checked] = refusal
             if not is_admitted:
                 self.forget_extra_keys(checked)
                 self.batch.states[checked].is_claimed = 0
-        return num_hits
+        if is_admitted and counter is not None:
+            counter.count(num_known, self.batch.states[checked].num_hits)
+        if refusal is not None:
+            (<_RowRefusal>refusal).remember(token_ids, options)
+        return None if refusal is not None else num_hits
+
+    def is_refused_still(self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options) -> bool:
+        """Whether the request that a row refused last is certainly refused again. It is the same request if its tokens are in
+        the same list, or an array over the same memory, a sample of them is equal, and each of `options` is the same object.
+        O(1).
+        """
+        cdef Py_ssize_t checked = self.checked_row(row)
+        cdef _RowRefusal refusal = self.refusals[checked]
+        cdef Py_ssize_t num_wanted, max_num_new, num_reserved
+        cdef bint is_refused
+        if refusal is None or not refusal.is_of(token_ids, options):
+            return False
+        num_wanted = as_num_wanted(num_tokens, refusal.num_tokens)
+        max_num_new = as_max_num_new(max_num_new_tokens, num_wanted)
+        num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
+        self.enter_call()
+        is_refused = self.refusals[checked] is refusal and not self.batch.states[checked].is_claimed
+        is_refused = is_refused and self.is_short_still(checked, refusal, num_wanted, max_num_new, num_reserved)
+        self.let_go()
+        return is_refused
+
+    cdef bint is_short_still(
+        self, Py_ssize_t row, _RowRefusal refusal, Py_ssize_t num_wanted, Py_ssize_t max_num_new, Py_ssize_t num_reserved
+    ) noexcept:
+        """Whether the row would hit what it hit, and too few pages are free for it. The locks are held."""
+        cdef Py_ssize_t num_needed
+        if not refusal.finds_hits(&self.store.pool):
+            return False
+        num_wanted = max(min(num_wanted, refusal.num_hit_tokens + max_num_new), refusal.num_hit_tokens)
+        num_needed = count_new_pages(&self.batch, row, <int32_t>num_wanted) - refusal.watch.num_held
+        return not has_free_pages(&self.store.pool, num_needed, num_reserved, refusal.shard)
 
     cdef int claim(self, Py_ssize_t row) except -1:
         """From here on nobody else admits the row, nor moves another one there."""
@@ -5596,6 +6077,7 @@ cdef class RunningRows:
     cdef int set_contents(self, Py_ssize_t row, PageIds tokens, Py_ssize_t num_tokens, list extra_keys) except -1:
         """Copy the tokens and hash their full pages, but for those that the row has hashed for a request before."""
         cdef Py_ssize_t start, num_kept = 0
+        refuse_negative(tokens.ids, num_tokens, 0)
         if self.batch.hash_page_size and not extra_keys:
             num_kept = count_hashed_before(&self.batch, row, tokens.ids, num_tokens)
         self.batch.states[row].num_hashed = <int32_t>num_kept
@@ -5637,7 +6119,8 @@ cdef class RunningRows:
         Py_ssize_t num_reserved,
         int32_t context,
     ):
-        """Look the row's prefix up, and take its pages: the tokens that were hit; None, and nothing taken, if too few are free.
+        """Look the row's prefix up, and take its pages: the tokens that were hit; a `_RowRefusal`, and nothing taken, if too
+        few are free.
         """
         cdef tuple hits = ()
         cdef object num_hit_tokens = 0  # made before anything is taken
@@ -5647,11 +6130,14 @@ cdef class RunningRows:
         cdef Py_ssize_t num_free_hits
         cdef bint has_room
         cdef int32_t checked_shard = as_shard(shard, self.num_shards)
+        cdef _RowRefusal refusal
+        cdef int64_t num_changes = self.store.count_changes()
         if find_hits is not None and self.batch.hash_page_size:
             chain = HashChain.__new__(HashChain, self.batch.hash_page_size, self.key)
             hits, num_hit_tokens = self.look_up(row, num_known, find_hits, chain)
             num_hits = <int32_t>size_of(num_hit_tokens, "num_hit_tokens", 0, num_known - 1)
             self.check_hits(hits, num_hits)
+        refusal = _RowRefusal(hits, num_known, num_hit_tokens)
         self.enter_call()
         self.batch.states[row].shard = checked_shard
         num_free_hits = self.count_free_hits(row, hits, chain)
@@ -5663,11 +6149,35 @@ cdef class RunningRows:
             set_context(&self.batch, row, context)
             self.fill_row(row, hits, <int32_t>num_known, <int32_t>num_wanted)
             self.batch.states[row].num_hits = num_hits
+        elif not has_room and num_free_hits >= 0:
+            self.begin_refusal(row, refusal, num_free_hits, num_changes)
         self.let_go()
         if num_free_hits < 0:
             raise PageHashError(f"row {row}: a page that was hit has another content meanwhile, or cannot be held")
         self.store.check_untaken(held_free)
-        return num_hit_tokens if has_room else None
+        return num_hit_tokens if has_room else refusal
+
+    cdef void begin_refusal(
+        self, Py_ssize_t row, _RowRefusal refusal, Py_ssize_t num_free_hits, int64_t num_changes
+    ) noexcept:
+        """Watch the hits of a refused row, looked up after `num_changes` changes of the index. The locks are held."""
+        cdef Pool *pool = &self.store.pool
+        cdef Group *group = &self.batch.groups[0]
+        cdef Py_ssize_t num_held = -num_free_hits
+        cdef PageIds ids
+        cdef bint is_leading
+        for ids in refusal.hits:
+            num_held += ids.num
+        refusal.shard = self.batch.states[row].shard
+        is_leading = self.batch.num_groups == 1 and hits_leading_pages(group) and num_changes == count_changes(pool)
+        if refusal.hits and is_leading:
+            refusal.page_size = group.rules.page_size
+            refusal.prefix = Prefix(
+                digests_of(&self.batch, row), group.stride, (refusal.num_tokens - 1) // refusal.page_size, group.id,
+                ids_in_shard(pool, refusal.shard),
+            )
+        refusal.begin(pool, num_held)
+        refusal.watch.num_changes = num_changes
 
     cdef object look_up(self, Py_ssize_t row, Py_ssize_t num_known, object find_hits, HashChain chain):
         """Call `find_hits` with the row's digests, which are lent to a chain and taken back."""
@@ -5718,9 +6228,7 @@ cdef class RunningRows:
         cdef Py_ssize_t g, num_needed = count_new_pages(&self.batch, row, num_tokens) + num_free_hits
         for g in range(len(hits)):
             num_needed -= (<PageIds>hits[g]).num
-        if num_needed and num_needed + num_reserved > pool.num_free:
-            return False
-        if num_needed > count_free_in(pool, self.batch.states[row].shard):
+        if not has_free_pages(pool, num_needed, num_reserved, self.batch.states[row].shard):
             return False
         held_free[0] = find_held_free(pool, num_needed)
         return True
@@ -5841,10 +6349,11 @@ cdef class RunningRows:
         return None
 
 
-cdef int check_lengths(PageIds tokens, PageIds rows) except -1:
+cdef int check_tokens(PageIds tokens, PageIds rows) except -1:
+    """One token id for each row, none below 0."""
     if tokens.num != rows.num:
         raise ArgumentError(f"token_ids: got {tokens.num}, allowed: as many as rows, {rows.num}")
-    return 0
+    return refuse_negative(tokens.ids, tokens.num, 0)
 
 
 cdef Py_ssize_t get_payload_width(tuple tables) except -1:

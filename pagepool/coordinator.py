@@ -32,10 +32,11 @@ class RequestPages:
     """What one request holds in each group, and up to where nothing needs doing.
 
     The request needs no page while its tokens are at most ``num_room_tokens``, has none to enter in the prefix index while
-    they are fewer than ``num_next_full_tokens``, and none to skip while fewer than ``num_next_skip_tokens`` are computed.
+    they are fewer than ``num_next_full_tokens``, and none to skip while fewer than ``num_next_skip_tokens`` are computed. Its
+    pages were entered up to ``num_cached_tokens``: once fewer are computed, some may have to be entered again.
     """
 
-    __slots__ = ("by_group", "groups", "num_next_full_tokens", "num_next_skip_tokens", "num_room_tokens")
+    __slots__ = ("by_group", "groups", "num_cached_tokens", "num_next_full_tokens", "num_next_skip_tokens", "num_room_tokens")
 
     def __init__(self, managers: Sequence[SingleTypeCacheManager]) -> None:
         """Holds nothing yet in the group of any manager. ``by_group`` pairs each manager with the pages of its group."""
@@ -48,6 +49,7 @@ class RequestPages:
         self.num_room_tokens = 0
         self.num_next_full_tokens = 1
         self.num_next_skip_tokens = 0
+        self.num_cached_tokens = 0
 
 
 class CacheCoordinator(ABC):
@@ -113,6 +115,14 @@ class CacheCoordinator(ABC):
             first_useful_page = manager.find_first_useful_page(group, num_computed_tokens)
             self.page_pool.store.skip(group, max(0, first_useful_page))
 
+    def rewind(self, held: RequestPages, num_computed_tokens: int) -> None:
+        """Have the pages looked at again, when they get full, whose tokens were computed before and are once more: after a
+        failed load, say, for which `PagePool.evict_pages` dropped their entries.
+        """
+        if num_computed_tokens < held.num_cached_tokens:
+            for manager, group in held.by_group:
+                self.page_pool.store.rewind(group, num_computed_tokens // manager.page_size)
+
     def take_pages(
         self,
         held: RequestPages,
@@ -151,15 +161,18 @@ class CacheCoordinator(ABC):
     def update_thresholds(self, held: RequestPages) -> None:
         """Work out anew up to where the request needs nothing."""
         num_room_tokens = num_next_full_tokens = num_next_skip_tokens = NEVER
+        num_cached_tokens = 0
         for manager, group in held.by_group:
             num_room_tokens = min(num_room_tokens, manager.get_num_room_tokens(len(group)))
             num_next_skip_tokens = min(num_next_skip_tokens, manager.find_next_skip(group))
             if self.enable_caching and manager.is_prefix_cached:
-                num_full_tokens = (group.num_cached_pages + 1) * manager.page_size
-                num_next_full_tokens = min(num_next_full_tokens, num_full_tokens)
+                num_tokens = group.num_cached_pages * manager.page_size
+                num_cached_tokens = max(num_cached_tokens, num_tokens)
+                num_next_full_tokens = min(num_next_full_tokens, num_tokens + manager.page_size)
         held.num_room_tokens = num_room_tokens
         held.num_next_full_tokens = num_next_full_tokens
         held.num_next_skip_tokens = num_next_skip_tokens
+        held.num_cached_tokens = num_cached_tokens
 
     def free(self, request_id: str) -> None:
         """Give back all pages of a request, group by group, the last page first. An unknown request has none."""

@@ -1,12 +1,13 @@
-"""Sends events to routers over ZeroMQ as vLLM 0.33 does: published as they come, and again to who asks for those he missed.
+"""Sends events to routers over ZeroMQ as vLLM 0.33 does: published as they come, with replay for subscribers that missed some.
 
 `EventPublisher` does it in a thread of its own. Needs the extra ``pagepool[events]``.
 
 A batch is published as three frames: topic, sequence number (8 bytes, big-endian), and what `pagepool.events.encode_batch`
-makes. Who sees a gap in the numbers sends the first one that he lacks to the replay endpoint, as a DEALER or REQ socket does,
-behind an empty frame; each batch from there on comes as an empty frame and the three above, and at the end one with the number
--1 and nothing in it. Beyond vLLM: who asks for a batch that is kept no more, for one that there never was, or for -1, gets a
-batch first that begins with `AllBlocksCleared` and has all that is cached, under the number from which to go on.
+makes. A router that sees a gap in the numbers sends the first one that it lacks to the replay endpoint, as a DEALER or REQ
+socket does, behind an empty frame; each batch from there on comes as an empty frame and the three above, and at the end one
+with the number -1 and nothing in it. Beyond vLLM: a request for a batch that is kept no more, for one that there never was, or
+for -1, is answered first with a batch that begins with `AllBlocksCleared` and has all that is cached, under the number from
+which to go on.
 """
 
 import contextlib
@@ -14,15 +15,18 @@ import logging
 import math
 import os
 import queue
+import struct
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError
 from pagepool.event_replay import Batch, History, Replay
@@ -34,55 +38,100 @@ __all__ = ["EventPublisher"]
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
 MAX_PORT = 65535
 MAX_REQUEST_BYTES = 4096  # of what routers send: sequence numbers, and the topics that they want
-MAX_REPLAYS = 16  # at once; who else asks waits
+MAX_REPLAYS = 16  # at once; other routers wait
 REPLAY_HWM = 64  # batches that wait in the socket for one router
 SHARE_OF_REPLAYS = 0.1  # of the thread's time
 MIN_REST = 0.002  # seconds between two parts of replays
 MAX_WAIT = 3600.0  # seconds
 SECONDS_TO_CLOSE = 1.0
+NUM_KEY_BYTES = 32
+ZAP_DOMAIN = "pagepool"
+
+
+class Curve(NamedTuple):
+    """A publisher's secret key, and the public keys of the routers that may connect; each as Z85."""
+
+    secret_key: bytes
+    client_keys: frozenset[bytes]
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a router may connect: pyzmq's authenticator asks."""
+        return key in self.client_keys
+
+    def protect(self, socket: "zmq.Socket[bytes]", name: str, endpoint: str) -> None:
+        """Have a socket encrypt, and admit those routers only; none where the authenticator is gone. EndpointError for an
+        address over which ZeroMQ would send in the clear.
+        """
+        if not endpoint.startswith(("tcp:", "ipc:")):
+            raise EndpointError(f"{name}: got {endpoint!r} with keys, allowed: tcp or ipc, such as {DEFAULT_ENDPOINT!r}")
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret_key)
+        socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
 class Sockets(NamedTuple):
     """Those of one publisher, which its thread alone uses but for `wake`."""
 
     context: "zmq.Context[zmq.Socket[bytes]]"
+    authenticator: ThreadAuthenticator | None
     published: "zmq.Socket[bytes]"
     replayed: "zmq.Socket[bytes] | None"
     wake: "zmq.Socket[bytes]"
     woken: "zmq.Socket[bytes]"
 
 
-def _open_sockets(endpoint: str, replay_endpoint: str | None, hwm: int, is_connecting: bool) -> Sockets:
+def _open_sockets(endpoint: str, replay_endpoint: str | None, hwm: int, is_connecting: bool, curve: Curve | None) -> Sockets:
     """All of them, or EndpointError and none."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    authenticator = None
     try:
+        if curve is not None:
+            authenticator = _start_authenticator(context, curve)
         published = context.socket(zmq.PUB)
         published.set_hwm(hwm)
-        _attach(published, "endpoint", endpoint, is_connecting)
+        _attach(published, "endpoint", endpoint, is_connecting, curve)
         replayed = None
         if replay_endpoint is not None:
             replayed = context.socket(zmq.ROUTER)
             replayed.set_hwm(REPLAY_HWM)
             replayed.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            _attach(replayed, "replay_endpoint", replay_endpoint, False)
+            _attach(replayed, "replay_endpoint", replay_endpoint, False, curve)
         wake, woken = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         woken.bind("inproc://wake")
         wake.connect("inproc://wake")
     except BaseException:
-        context.destroy(linger=0)
+        _close_sockets(context, authenticator, 0.0)
         raise
-    return Sockets(context, published, replayed, wake, woken)
+    return Sockets(context, authenticator, published, replayed, wake, woken)
 
 
-def _attach(socket: "zmq.Socket[bytes]", name: str, endpoint: object, is_connecting: bool) -> None:
+def _close_sockets(context: "zmq.Context[Any]", authenticator: ThreadAuthenticator | None, linger_seconds: float) -> None:
+    if authenticator is not None:
+        authenticator.stop()
+    context.destroy(linger=int(1000 * linger_seconds))
+
+
+def _start_authenticator(context: "zmq.Context[Any]", curve: Curve) -> ThreadAuthenticator:
+    """Let it answer which routers may connect; without it a socket with CURVE admits all that know the server's public key."""
+    authenticator = ThreadAuthenticator(context)
+    authenticator.configure_curve_callback(ZAP_DOMAIN, curve)
+    authenticator.start()
+    return authenticator
+
+
+def _attach(socket: "zmq.Socket[bytes]", name: str, endpoint: object, is_connecting: bool, curve: Curve | None) -> None:
     """Listen at an address, or connect to it."""
     if not isinstance(endpoint, str):
-        raise ArgumentTypeError(f"{name}: got {type(endpoint).__name__}, allowed: a string such as 'tcp://*:5557'")
+        raise ArgumentTypeError(f"{name}: got {type(endpoint).__name__}, allowed: a string such as {DEFAULT_ENDPOINT!r}")
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.IPV6, "[" in endpoint)
+    if curve is not None:
+        curve.protect(socket, name, endpoint)
     port = endpoint.rpartition(":")[2] if endpoint.startswith("tcp:") else ""
     try:
         if port.isdecimal() and int(port.lstrip("0")[:6] or 0) > MAX_PORT:  # which would be another one modulo 2**16
@@ -91,11 +140,11 @@ def _attach(socket: "zmq.Socket[bytes]", name: str, endpoint: object, is_connect
     except (zmq.ZMQError, UnicodeError) as error:
         is_in_use = isinstance(error, zmq.ZMQError) and error.errno == zmq.EADDRINUSE
         reason = "the port is in use" if is_in_use else str(error)
-        raise EndpointError(f"{name}: got {endpoint!r}: {reason}; allowed: a free one, such as 'tcp://*:5557'") from None
+        raise EndpointError(f"{name}: got {endpoint!r}: {reason}; allowed: a free one, such as {DEFAULT_ENDPOINT!r}") from None
 
 
 class Options(NamedTuple):
-    """What a publisher was told beside its addresses."""
+    """The options of a publisher, besides addresses and keys."""
 
     topic: bytes
     interval: float
@@ -126,7 +175,7 @@ class Worker:
         try:
             self._thread.start()
         except BaseException:
-            sockets.context.destroy(linger=0)
+            _close_sockets(sockets.context, sockets.authenticator, 0.0)
             raise
 
     @property
@@ -140,8 +189,8 @@ class Worker:
             raise ArgumentError("the publisher is closed, or another process's")
 
     def wake(self) -> None:
-        """Have it look what there is to do."""
-        with self._wake_lock, contextlib.suppress(zmq.ZMQError):  # it has been told often enough, or is at its end
+        """Have the thread look for work."""
+        with self._wake_lock, contextlib.suppress(zmq.ZMQError):  # it has been woken often enough, or is at its end
             self.sockets.wake.send(b"", zmq.DONTWAIT)
 
     def close(self) -> None:
@@ -162,10 +211,10 @@ class Worker:
             self._do(self._replay_some)
         self._do(self._publish_all)
         with self._wake_lock:
-            self.sockets.context.destroy(linger=int(1000 * SECONDS_TO_CLOSE))
+            _close_sockets(self.sockets.context, self.sockets.authenticator, SECONDS_TO_CLOSE)
 
     def _do(self, work: Any) -> None:
-        """Whatever goes wrong, the thread goes on. What was taken by then is told anew."""
+        """The thread goes on after any error. Events that were taken by then are sent anew, as a snapshot."""
         try:
             work()
         except Exception:
@@ -175,7 +224,7 @@ class Worker:
             time.sleep(0.1)
 
     def _wait(self) -> None:
-        """Until somebody wakes us or asks, or something is due."""
+        """Until the engine wakes the thread, a router asks, or something is due."""
         now = time.monotonic()
         poller = zmq.Poller()
         poller.register(self.sockets.woken, zmq.POLLIN)
@@ -222,7 +271,7 @@ class Worker:
         self._replay_at = now + max(MIN_REST, (now - start) / SHARE_OF_REPLAYS)
 
     def _accept(self, socket: "zmq.Socket[bytes]") -> None:
-        """Begin a replay if somebody asks for one, and as he should."""
+        """Begin a replay if a router asks for one in the right format."""
         try:
             frames = socket.recv_multipart(zmq.DONTWAIT)
         except zmq.ZMQError:
@@ -251,17 +300,21 @@ def encode(events: Sequence[Event], data_parallel_rank: int) -> tuple[bytes, boo
 
 
 WORKERS: "weakref.WeakKeyDictionary[EventSource, Worker]" = weakref.WeakKeyDictionary()
-"""Who takes the events of a manager."""
+"""The worker that takes the events of a manager."""
 
 
 class EventPublisher:
     """Publishes the events of a manager, or those that are handed to it, in a thread of its own.
 
-    The thread takes the manager's events every `interval` seconds, and when `flush` tells it to; nobody else is to take them.
-    The engine's threads do nothing, and memory is bounded, whatever routers do: who is too slow misses batches beyond `hwm`,
-    and asks for them at `replay_endpoint`, where the last `buffer_steps` are kept, and all that is cached for who comes later
-    still. The first batch has all that is cached already. Whoever reaches the endpoints reads the tokens of all prompts: listen
-    where only routers are.
+    The thread takes the manager's events every `interval` seconds, and at `flush`; nothing else may take them. The engine's
+    threads do nothing, and memory is bounded, whatever routers do: a slow one misses batches beyond `hwm`, and asks for them at
+    `replay_endpoint`, where the last `buffer_steps` are kept, and all that is cached for a router that asks later still. The
+    first batch has all that is cached already.
+
+    Events have the tokens of all prompts, so the publisher listens on loopback unless `endpoint` says otherwise;
+    ``tcp://*:5557`` is every interface. Where routers are on other machines, give it keys: with `curve_secretkey`, its own from
+    ``zmq.curve_keypair()``, both endpoints encrypt, and only routers with one of the public keys `curve_client_keys` receive
+    anything. A router sets pyzmq's ``curve_serverkey``, ``curve_publickey`` and ``curve_secretkey`` before it connects.
 
     >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -275,7 +328,7 @@ class EventPublisher:
     def __init__(
         self,
         manager: CacheManager | None = None,
-        endpoint: str = "tcp://*:5557",
+        endpoint: str = DEFAULT_ENDPOINT,
         replay_endpoint: str | None = None,
         *,
         topic: str = "",
@@ -284,12 +337,15 @@ class EventPublisher:
         hwm: int = 1000,
         data_parallel_rank: int = 0,
         is_connecting: bool = False,
+        curve_secretkey: str | bytes | None = None,
+        curve_client_keys: Iterable[str | bytes] | None = None,
     ) -> None:
         """Without a `manager` only what `publish` is given is sent. `endpoint` is where to listen, or, if `is_connecting`,
         where a router does; port ``*`` is one that is free. Routers that want one `topic` only subscribe to it.
 
         ``endpoint`` and ``replay_endpoint`` then are the addresses with their ports. EndpointError, an OSError, where a port is
-        in use or an address none; ArgumentError for values out of range, and a manager without events or that has a publisher.
+        in use or an address none; ArgumentError for values out of range, one of secret key and client keys without the other,
+        keys that are none or that this libzmq cannot use, and a manager without events or that has a publisher.
         """
         if manager is not None and not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager or None")
@@ -304,7 +360,8 @@ class EventPublisher:
             require_int("hwm", hwm, 1),
             require_int("data_parallel_rank", data_parallel_rank, 0),
         )
-        sockets = _open_sockets(endpoint, replay_endpoint, options.hwm, is_connecting)
+        curve = _as_curve(curve_secretkey, curve_client_keys)
+        sockets = _open_sockets(endpoint, replay_endpoint, options.hwm, is_connecting, curve)
         self.endpoint = sockets.published.getsockopt_string(zmq.LAST_ENDPOINT)
         self.replay_endpoint = sockets.replayed and sockets.replayed.getsockopt_string(zmq.LAST_ENDPOINT)
         self._data_parallel_rank = options.data_parallel_rank
@@ -360,3 +417,32 @@ def _as_seconds(name: str, value: Any) -> float:
     if not 0 < value < math.inf:
         raise ArgumentError(f"{name}: got {value}, allowed: more than 0 seconds")
     return min(float(value), MAX_WAIT)
+
+
+def _as_curve(secret_key: object, client_keys: Any) -> Curve | None:
+    """Both or neither: without client keys, all routers that know the public key could connect, and it is no secret."""
+    if secret_key is None and client_keys is None:
+        return None
+    if secret_key is None or client_keys is None:
+        raise ArgumentError("curve_secretkey, curve_client_keys: got one of them, allowed: both or neither")
+    if not zmq.has("curve"):
+        raise ArgumentError("curve_secretkey: got a key, allowed: None, since this libzmq was built without CURVE")
+    if isinstance(client_keys, str | bytes) or not isinstance(client_keys, Iterable):
+        raise ArgumentTypeError(f"curve_client_keys: got {type(client_keys).__name__}, allowed: a list of keys")
+    keys = frozenset(_as_key("curve_client_keys", key) for key in client_keys)
+    if not keys:
+        raise ArgumentError("curve_client_keys: got none, allowed: at least one key")
+    return Curve(_as_key("curve_secretkey", secret_key), keys)
+
+
+def _as_key(name: str, key: object) -> bytes:
+    """A key as Z85. No error has it in its message: it may be the secret one."""
+    if not isinstance(key, str | bytes):
+        raise ArgumentTypeError(f"{name}: got {type(key).__name__}, allowed: 40 characters of Z85")
+    try:
+        decoded = z85.decode(key)
+    except (ValueError, KeyError, struct.error):
+        decoded = b""
+    if len(decoded) != NUM_KEY_BYTES:
+        raise ArgumentError(f"{name}: got {len(key)} characters, allowed: 40 of Z85, as zmq.curve_keypair makes them")
+    return z85.encode(decoded)

@@ -11,7 +11,7 @@ __all__ = ["Batch", "History", "Replay"]
 
 END = (-1).to_bytes(8, "big", signed=True)
 PATIENCE = 10.0
-"""Seconds for which a router may leave his replay unread."""
+"""Seconds for which a router may leave its replay unread."""
 
 Batch = tuple[int, bytes]
 """Sequence number and payload."""
@@ -68,7 +68,7 @@ class History:
 
 
 class Replay:
-    """Batches on their way to one router, as far as he reads them."""
+    """Batches on their way to one router, sent as it reads them."""
 
     def __init__(self, client: bytes, topic: bytes, batches: Sequence[Batch]) -> None:
         """`client` is how the socket knows the router."""
@@ -77,7 +77,7 @@ class Replay:
         self._give_up_at = time.monotonic() + PATIENCE
 
     def send(self, socket: "zmq.Socket[bytes]", num_messages: int) -> bool:
-        """Send so many messages at most, without waiting. Whether there are more, and somebody who may yet read them."""
+        """Send `num_messages` at most, without waiting. Returns whether there are more, and a router that may yet read them."""
         try:
             while num_messages and self._message is not None:
                 socket.send_multipart(self._message, zmq.DONTWAIT)

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from pagepool._core import PageStore
 from pagepool.errors import ArgumentTypeError
-from pagepool.hashing import ExtraKeys, RequestExtraKeys
+from pagepool.hashing import LORA, RequestExtraKeys
 from pagepool.request_hashes import PageHasher
 from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
@@ -63,8 +63,9 @@ class BlockStored(Event):
     ``block_hashes``: one for each page, in a uint64 array or, as bytes, in a list. ``parent_block_hash``: of the page before
     the first; None at the beginning of a prompt. ``token_ids``: int32 array ``[pages x block_size]``; empty for pages that were
     cached without the manager. ``block_size``: tokens of a page. ``lora_id``, ``lora_name``: the request's ``lora_id``, by
-    whether it is an int or a string. ``extra_keys``: for each page what it is hashed with besides tokens (LoRA, features as
-    ``(hash, offset)``, salt), None for a page without; None where no page has any. ``group_idx``: the cache group;
+    whether it is an int or a string; of a pair the name. ``extra_keys``: for each page what it is hashed with besides tokens
+    (LoRA's name, features as ``(hash, offset)``, salt), None for a page without; None where no page has any. LoRA enters every
+    page with ``sha256_cbor``, as in vLLM, and else the first. ``group_idx``: the cache group;
     ``kv_cache_spec_kind``, ``kv_cache_spec_sliding_window`` (tokens): its kind of attention.
     """
 
@@ -267,28 +268,23 @@ def _kind_of(spec: CacheSpec) -> str:
 
 def _add_extra_keys(event: BlockStored, value: RequestExtraKeys, start_page: int, num_pages: int) -> None:
     """What pages of a request are hashed with besides tokens."""
-    for name, key in value.first_page_keys:
-        if name == "lora" and isinstance(_portable(key), int):
-            event.lora_id = key
-        elif name == "lora":
-            event.lora_name = key.hex() if isinstance(key, bytes) else str(_portable(key))
+    for lora_id in [key[1] for key in value.request_keys if key[0] == LORA]:
+        if isinstance(_portable(lora_id), int):
+            event.lora_id = lora_id
+        else:
+            event.lora_name = lora_id.hex() if isinstance(lora_id, bytes) else str(_portable(lora_id))
     extra_keys: list[tuple[Any, ...] | None] = [None] * num_pages
     page, keys = value.find_keyed_page(start_page, event.block_size)
     while page is not None and page < start_page + num_pages:
-        extra_keys[page - start_page] = keys and _flatten(keys)
+        extra_keys[page - start_page] = keys and _portable(tuple(value.without_tags(keys)))
         page, keys = value.find_keyed_page(page + 1, event.block_size)
     event.extra_keys = extra_keys if any(extra_keys) else None
 
 
-def _flatten(keys: ExtraKeys) -> tuple[Any, ...]:
-    """Extra keys in vLLM's order: LoRA, features, then salt or whatever else keeps a request to itself."""
-    features = [(_portable(key[2]), key[3]) for key in keys if key[0] == "mm"]
-    lora = [_portable(key[1]) for key in keys if key[0] == "lora"]
-    return (*lora, *features, *[_portable(key[1]) for key in keys if key[0] not in ("mm", "lora")])
-
-
-def _portable(key: int | str | bytes) -> int | str | bytes:
-    """`key`, or text for it where msgpack has no such value: an int of more than 64 bits, a string that is no Unicode."""
+def _portable(key: Any) -> Any:
+    """`key`, or text where msgpack has no such value: an int of more than 64 bits, text that is no Unicode. Tuples by item."""
+    if isinstance(key, tuple):
+        return tuple(map(_portable, key))
     if isinstance(key, int) and not -(1 << 63) <= key <= MASK:
         return str(key)
     return key.encode("utf-8", "backslashreplace").decode() if isinstance(key, str) else key

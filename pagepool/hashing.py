@@ -13,7 +13,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.specs import require_int
@@ -22,6 +22,9 @@ HashFunction = Callable[[Any], int]
 """Maps ``(parent hash, token ids, extra keys)`` to an int; the builtin `hash` is one."""
 
 ExtraKeys = tuple[tuple[Any, ...], ...]
+
+LORA = "lora"
+"""The first item of an adapter's key."""
 
 
 class PageHash(NamedTuple):
@@ -148,7 +151,10 @@ def sha256_cbor(content: Any) -> bytes:
         import cbor2
     except ImportError:
         raise ImportError("hash_algo='sha256_cbor' needs cbor2: pip install 'pagepool[cbor]'") from None
-    return hashlib.sha256(cbor2.dumps(content, canonical=True)).digest()
+    try:
+        return hashlib.sha256(cbor2.dumps(content, canonical=True)).digest()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"hash_algo='sha256_cbor': got text that is no Unicode: {error}") from None
 
 
 def encode_extra_keys(extra_keys: ExtraKeys | None) -> bytes:
@@ -163,33 +169,40 @@ class RequestExtraKeys:
     A ``cache_salt`` and a ``lora_id`` enter the first page; each multimodal feature enters the pages that it overlaps. The
     chain carries them to every later page. A feature is any object with ``mm_hash`` (or ``identifier``) and a position
     ``placeholder_range`` (or ``mm_position``) with ``offset`` and ``length`` in tokens; one without a position enters the
-    first page. A request that says ``has_vision`` and names no feature shares pages with itself alone. ``features`` are
-    ``(start, end, modality, content hash)`` with half-open token ranges.
+    first page. A request that says ``has_vision`` and names no feature shares pages with itself alone. ``request_keys`` are
+    those that are not features. ``features`` are ``(start, end, modality, content hash)`` with half-open token ranges.
     """
 
-    first_page_keys: ExtraKeys
+    SALT: ClassVar[str] = "salt"
+    FEATURE_NAMES: ClassVar[tuple[str, ...]] = ("mm_hash", "identifier")
+    TOLD_OF_FEATURE: ClassVar[slice] = slice(2, 4)
+
+    request_keys: ExtraKeys
     features: tuple[tuple[int, int, Any, Any], ...]
 
     @classmethod
-    def of(cls, request: Any) -> "RequestExtraKeys | None":
+    def of(cls, request: Any) -> Self | None:
         """The extra keys of `request`, or None where it has none. O(features)."""
-        named = (("lora", getattr(request, "lora_id", None)), ("salt", getattr(request, "cache_salt", None)))
-        keys = [(name, _plain(name, value)) for name, value in named if value is not None]
+        lora_id, salt = getattr(request, "lora_id", None), getattr(request, "cache_salt", None)
+        keys = [] if lora_id is None else [_lora_key(lora_id)]
+        keys += [] if salt is None else [(cls.SALT, _plain("salt", salt))]
         mm_features = getattr(request, "mm_features", None)
         if not mm_features and getattr(request, "has_vision", False):
             keys.append(("vision", _plain("request_id", request.request_id)))
-        features = tuple(_feature_range(feature) for feature in mm_features or ())
+        features = tuple(_feature_range(feature, cls.FEATURE_NAMES) for feature in mm_features or ())
         return cls(tuple(keys), features) if keys or features else None
 
     def of_page(self, start: int, end: int) -> ExtraKeys | None:
         """Keys of the page with tokens ``[start, end)``, or None. Offsets are relative to the page."""
-        keys = [
+        first: ExtraKeys = self.request_keys if start == 0 else ()
+        return (*first, *self._feature_keys(start, end)) or None
+
+    def _feature_keys(self, start: int, end: int) -> ExtraKeys:
+        return tuple(
             ("mm", modality, content_hash, feature_start - start, feature_end - feature_start)
             for feature_start, feature_end, modality, content_hash in self.features
             if feature_start < end and start < feature_end
-        ]
-        first: Iterable[tuple[Any, ...]] = self.first_page_keys if start == 0 else ()
-        return (*first, *keys) or None
+        )
 
     def find_keyed_page(self, start_page: int, page_size: int) -> tuple[int | None, ExtraKeys | None]:
         """The next page from `start_page` on that may have keys, and the keys; None where there is none."""
@@ -199,16 +212,47 @@ class RequestExtraKeys:
     def find_next_page(self, start: int, page_size: int) -> int | None:
         """Index of the first page at or after token `start` (a page boundary) that has keys, or None."""
         pages = [max(start, begin) // page_size for begin, end, _, _ in self.features if end > start]
-        if start == 0 and self.first_page_keys:
+        if start == 0 and self.request_keys:
             return 0
         return min(pages, default=None)
 
+    def without_tags(self, keys: ExtraKeys) -> list[Any]:
+        """What events tell of a page's keys, in vLLM's order: LoRA, features as ``(hash, offset)``, then what is left."""
+        in_order = sorted(keys, key=lambda key: (LORA, "mm").index(key[0]) if key[0] in (LORA, "mm") else 2)
+        return [key[self.TOLD_OF_FEATURE] if key[0] == "mm" else key[1] for key in in_order]
 
-def _feature_range(feature: Any) -> tuple[int, int, Any, Any]:
-    """``(start, end, modality, content hash)`` of one multimodal feature."""
-    content_hash = getattr(feature, "mm_hash", None)
-    if content_hash is None:
-        content_hash = getattr(feature, "identifier", None)
+
+@dataclass(frozen=True, slots=True)
+class VllmExtraKeys(RequestExtraKeys):
+    """The same in vLLM's order and form: LoRA in every page, features by name and offset, the salt in the first page.
+
+    Features have to come in the order of their offsets and not to overlap, as vLLM's do.
+    """
+
+    SALT: ClassVar[str] = "cache_salt"
+    FEATURE_NAMES: ClassVar[tuple[str, ...]] = ("identifier", "mm_hash")
+    TOLD_OF_FEATURE: ClassVar[slice] = slice(1, 3)
+
+    def of_page(self, start: int, end: int) -> ExtraKeys | None:
+        """Keys of the page with tokens ``[start, end)``, or None."""
+        lora = [key for key in self.request_keys if key[0] == LORA]
+        first = [key for key in self.request_keys if key[0] != LORA and start == 0]
+        return (*lora, *self._feature_keys(start, end), *first) or None
+
+    def _feature_keys(self, start: int, end: int) -> ExtraKeys:
+        whole = RequestExtraKeys._feature_keys(self, start, end)
+        return tuple(("mm", content_hash, offset) for _, _, content_hash, offset, _ in whole)
+
+    def find_next_page(self, start: int, page_size: int) -> int | None:
+        """That page itself where there is an adapter."""
+        if any(key[0] == LORA for key in self.request_keys):
+            return start // page_size
+        return RequestExtraKeys.find_next_page(self, start, page_size)
+
+
+def _feature_range(feature: Any, names: Sequence[str]) -> tuple[int, int, Any, Any]:
+    """``(start, end, modality, content hash)`` of one multimodal feature. The hash is the first of `names` that it has."""
+    content_hash = next((value for name in names if (value := getattr(feature, name, None)) is not None), None)
     if content_hash is None:
         raise ArgumentError(f"mm_features: {feature!r} has neither mm_hash nor identifier")
     position = getattr(feature, "placeholder_range", None) or getattr(feature, "mm_position", None)
@@ -217,6 +261,15 @@ def _feature_range(feature: Any) -> tuple[int, int, Any, Any]:
         start = require_int("mm_features: offset", position.offset, 0)
         end = start + require_int("mm_features: length", position.length, 0)
     return start, end, str(getattr(feature, "modality", "mm")), _plain("mm_hash", content_hash)
+
+
+def _lora_key(lora_id: Any) -> tuple[Any, ...]:
+    """The adapter's key: its number or name, or its name and path."""
+    if type(lora_id) is not tuple:
+        return LORA, _plain("lora_id", lora_id)
+    if len(lora_id) != 2:
+        raise ArgumentError(f"lora_id: got a tuple of {len(lora_id)}, allowed: a pair of name and path")
+    return LORA, *[_plain("lora_id", part) for part in lora_id]
 
 
 def _plain(name: str, value: Any) -> int | str | bytes:

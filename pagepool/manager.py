@@ -5,9 +5,9 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagepool._core import CachePage, PageIds, PageStore, lists_of
-from pagepool.coordinator import CacheCoordinator, RequestPages, get_kv_cache_coordinator
-from pagepool.errors import ArgumentError, RequestTooLargeError
+from pagepool._core import CachePage, PageIds, PageStore, QueryCounter, Refusal, lists_of
+from pagepool.coordinator import ANY_PAGE, CacheCoordinator, RequestPages, get_kv_cache_coordinator
+from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError
 from pagepool.hashing import RequestExtraKeys
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
@@ -69,7 +69,11 @@ class CachePages:
         return CachePages(tuple([] for _ in self._groups))
 
     def __add__(self, other: "CachePages") -> "CachePages":
-        """The pages of both, group by group."""
+        """The pages of both, group by group. ArgumentError for another number of groups."""
+        if not isinstance(other, CachePages):
+            return NotImplemented
+        if len(self.pages) != len(other.pages):
+            raise ArgumentError(f"+: got {len(other.pages)} groups, allowed: {len(self.pages)}, as many as on the left")
         return CachePages(tuple([*mine, *others] for mine, others in zip(self.pages, other.pages, strict=True)))
 
     def __eq__(self, other: object) -> bool:
@@ -98,10 +102,11 @@ class CacheManager:
     exception interrupts, ``KeyboardInterrupt`` among them, loses no page: `free` gives back what a request got.
 
     `num_pages` counts the null page. Without groups prefix caching is off. `hash_algo` is ``"siphash128"`` (keyed with a secret
-    of the process), ``"sha256"`` (the same in every process), ``"sha256_cbor"`` (as vLLM's), or a callable such as the builtin
-    `hash`; `hash_seed`, or ``PYTHONHASHSEED``, makes a keyed one deterministic. `keep_token_ids` keeps the tokens of cached
-    pages in their hashes, at 4 bytes a token. `page_pool` is a pool of its own to go on with, such as `PagePool.restore` brings
-    back; what it has cached hits if the seed, the algorithm and the groups are those that it was cached with.
+    of the process), ``"sha256"`` (the same in every process), ``"sha256_cbor"`` (vLLM's: see docs/engines.md), or a callable
+    such as the builtin `hash`; `hash_seed`, or ``PYTHONHASHSEED``, makes a keyed one deterministic. `keep_token_ids` keeps the
+    tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is a pool of its own to go on with, such as
+    `PagePool.restore` brings back; what it has cached hits if the seed, the algorithm and the groups are those that it was
+    cached with.
 
     >>> from pagepool import CacheGroupSpec, EngineRequest, FullAttentionSpec
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -132,6 +137,7 @@ class CacheManager:
         page_pool: PagePool | None = None,
     ) -> None:
         """`max_model_len` in tokens. ArgumentError for values out of range and for combinations that cannot work."""
+        _check_groups(kv_cache_groups)
         self.num_pages = num_pages
         self.kv_cache_groups = kv_cache_groups
         self.num_kv_cache_groups = len(kv_cache_groups)
@@ -152,8 +158,17 @@ class CacheManager:
         self._lock = threading.RLock()  # a request's attributes, and a garbage collection, may call us back
         self._requests = self.coordinator.requests
         self.event_source: EventSource | None = None
-        self._query_counts = [0, 0, 0], [0, 0, 0]  # requests, queried and hit tokens: at first, and after a preemption
+        self.query_counters = QueryCounter(self._store), QueryCounter(self._store, is_preempted=True)
         self._no_ids = tuple(PageIds() for _ in kv_cache_groups)
+
+    def __repr__(self) -> str:
+        """Its sizes, and how much of the pool is in use."""
+        return (
+            f"CacheManager(num_pages={self.num_pages}, num_free_pages={self._store.num_free_pages}, "
+            f"num_cached_pages={self._store.num_cached_pages}, num_requests={len(self._requests)}, "
+            f"num_kv_cache_groups={self.num_kv_cache_groups}, max_model_len={self.max_model_len}, "
+            f"enable_caching={self.enable_caching})"
+        )
 
     @property
     def usage(self) -> float:
@@ -175,25 +190,24 @@ class CacheManager:
 
         Nothing when caching is off or the request wants ``prompt_logprobs``. With eagle the last page that hits is dropped;
         with a hint only pages of that shard hit. Takes no references: pass the pages to `allocate_slots` before anything else
-        is allocated. O(pages), hashing included the first time.
+        is allocated. The look-up counts in `stats` once `allocate_slots` admits the request. O(pages), hashing included the
+        first time; O(1) for a request of one group of full attention that `allocate_slots` refused with its hits, until one of
+        these finds another holder or another page of it is cached.
         """
         if not self._may_hit(request):
             return self.create_empty_page_list(), 0
         ids = self.page_pool.find_shard_bounds(dp_shard_hint, data_parallel_size)
         with self._lock:
-            hashes = self._extend_hashes(request, request.num_tokens)
-            pages, num_tokens = self.coordinator.find_longest_cache_hit(hashes.chain, request.num_tokens - 1, ids)
-            self.count_query(request.num_tokens, num_tokens, request.status == EngineRequestStatus.PREEMPTED)
+            num_queried_tokens = request.num_tokens
+            hashes = self._extend_hashes(request, num_queried_tokens)
+            refusal = hashes.refusal
+            if refusal and ids == ANY_PAGE and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits():
+                pages, num_tokens = refusal.hits, refusal.num_hit_tokens
+            else:
+                hashes.refusal = None
+                pages, num_tokens = self.coordinator.find_longest_cache_hit(hashes.chain, num_queried_tokens - 1, ids)
+            hashes.query = num_queried_tokens, num_tokens, request.status == EngineRequestStatus.PREEMPTED
         return CachePages(pages, self._store), num_tokens
-
-    def count_query(self, num_queried_tokens: int, num_hit_tokens: int, is_preempted: bool = False) -> None:
-        """Add a look-up to the counters of manager and pool; a preempted request that came back is counted apart."""
-        with self._lock:
-            self.page_pool.count_query(num_queried_tokens, num_hit_tokens)
-            counts = self._query_counts[is_preempted]
-            counts[0] += 1
-            counts[1] += num_queried_tokens
-            counts[2] += num_hit_tokens
 
     def probe(self, request: Request) -> PrefixProbe:
         """What `get_computed_pages` would find, and why not more. Changes nothing, counters and stored hashes included."""
@@ -260,7 +274,7 @@ class CacheManager:
             held is not None
             and num_tokens + num_lookahead_tokens <= held.num_room_tokens
             and num_tokens < held.num_next_full_tokens
-            and num_computed_tokens < held.num_next_skip_tokens
+            and held.num_cached_tokens <= num_computed_tokens < held.num_next_skip_tokens
             and new_computed_pages is None
         ):
             return CachePages(self._no_ids, self._store)
@@ -287,9 +301,11 @@ class CacheManager:
         num_reserved_pages: int,
     ) -> CachePages | None:
         """Do what is due: hash first, which may fail for want of tokens, then skip, take and enter pages."""
+        is_admission = request.request_id not in self._requests
         held = self._requests.get(request.request_id) or RequestPages(self.coordinator.single_type_managers)
-        is_full = num_tokens_to_cache >= held.num_next_full_tokens
+        is_full = num_tokens_to_cache >= held.num_next_full_tokens or request.num_computed_tokens < held.num_cached_tokens
         hashes = self._extend_hashes(request, num_tokens_to_cache) if is_full else None
+        self.coordinator.rewind(held, request.num_computed_tokens)
         self.coordinator.remove_skipped_pages(held, request.num_computed_tokens)
         new_ids: tuple[PageIds, ...] | None = self._no_ids
         if num_tokens_with_slot > held.num_room_tokens or hits is not self._no_ids:
@@ -298,6 +314,8 @@ class CacheManager:
         if new_ids is not None and hashes is not None:
             self._cache_pages(held, hashes, num_tokens_to_cache)
         self.coordinator.update_thresholds(held)
+        if new_ids is not None and is_admission:
+            self._count_admission(request, hits)
         return None if new_ids is None else CachePages(new_ids, self._store)
 
     def _get_hits(self, request: Request, new_computed_pages: CachePages | None) -> tuple[PageIds, ...]:
@@ -338,7 +356,7 @@ class CacheManager:
         self,
         request: Request,
         held: RequestPages,
-        hits: Sequence[PageIds],
+        hits: tuple[PageIds, ...],
         num_tokens: int,
         shard: tuple[int, int] | None,
         num_reserved_pages: int,
@@ -346,18 +364,50 @@ class CacheManager:
         """Attach the hits and take the new pages, or nothing of it."""
         num_new_pages = self.coordinator.count_pages_to_allocate(held, num_tokens, hits)
         has_hits = hits is not self._no_ids
-        chain = self._hashes[request.request_id].chain if has_hits else None
+        hashes = self._hashes[request.request_id] if has_hits else None
+        if hashes and shard is None and self._is_refused_still(hashes, hits, sum(num_new_pages), num_reserved_pages):
+            self._warn_if_hopeless(hits, sum(num_new_pages))
+            return None
         self._requests[request.request_id] = held  # before anything is taken, so that no interrupt can lose it
         try:
             new_ids = self.coordinator.take_pages(
-                held, num_new_pages, hits if has_hits else (), chain, shard, num_reserved_pages
+                held, num_new_pages, hits if has_hits else (), hashes.chain if hashes else None, shard, num_reserved_pages
             )
         finally:
             if not any(held.groups):
                 del self._requests[request.request_id]
         if new_ids is None:
             self._warn_if_hopeless((*held.groups, *hits), sum(num_new_pages))
+        if new_ids is None and hashes and shard is None:
+            self._note_refusal(hashes, hits)
         return new_ids
+
+    def _is_refused_still(
+        self, hashes: RequestHashes, hits: Sequence[PageIds], num_new_pages: int, num_reserved_pages: int
+    ) -> bool:
+        """Whether the request was refused with these hits, and is again for certain."""
+        refusal = hashes.refusal
+        return refusal is not None and refusal.hits is hits and refusal.is_short(num_new_pages, num_reserved_pages)
+
+    def _note_refusal(self, hashes: RequestHashes, hits: tuple[PageIds, ...]) -> None:
+        """Remember the hits of a refused request, if they are the leading pages of its only group."""
+        manager = self.coordinator.single_type_managers[0]
+        if hashes.query is None or len(hits) > 1 or not manager.is_prefix_closed or self.use_eagle:
+            return
+        refusal = Refusal(hits, hashes.query[0], len(hits[0]) * manager.page_size)
+        is_watched = refusal.watch_hits(self._store, hashes.chain, manager.num_hashes_per_page, manager.kv_cache_group_id)
+        hashes.refusal = refusal if is_watched else None
+
+    def _count_admission(self, request: Request, hits: Sequence[PageIds]) -> None:
+        """Count the look-up of a request that has its first pages now, and as much of what it hit as it took."""
+        hashes = self._hashes.get(request.request_id)
+        if hashes is None or hashes.query is None:
+            return
+        num_queried_tokens, num_hit_tokens, is_preempted = hashes.query
+        hashes.query = hashes.refusal = None
+        managers = self.coordinator.single_type_managers
+        num_taken_tokens = max(len(ids) * manager.page_size for ids, manager in zip(hits, managers, strict=True))
+        self.query_counters[is_preempted].add(num_queried_tokens, min(num_hit_tokens, num_taken_tokens))
 
     def _warn_if_hopeless(self, held: Sequence[PageIds], num_new_pages: int) -> None:
         num_usable_pages = usable_pages_count(self.num_pages)
@@ -397,7 +447,9 @@ class CacheManager:
                 raise ArgumentError(f"request {request.request_id!r} holds no pages")
             if num_tokens > held.num_room_tokens:
                 raise ArgumentError(f"num_computed_tokens: got {num_tokens}, allowed: at most {held.num_room_tokens}")
-            self._cache_pages(held, self._extend_hashes(request, num_tokens), num_tokens)
+            hashes = self._extend_hashes(request, num_tokens)
+            self.coordinator.rewind(held, request.num_computed_tokens)
+            self._cache_pages(held, hashes, num_tokens)
             self.coordinator.update_thresholds(held)
 
     def _cache_pages(self, held: RequestPages, hashes: RequestHashes, num_tokens: int) -> None:
@@ -424,9 +476,9 @@ class CacheManager:
         """Note from now on what comes into the prefix cache and goes, for `take_events`: before the first request.
 
         Hashes are told as unsigned ints, the lowest 64 bits of the digest, or as the bytes of all of it. Other processes make
-        the same hashes only with the same `hash_seed`, or ``hash_algo="sha256"``. Costs 56 bytes a page and 4 a
-        token, and a cold prompt 5 to 11 % more time. ImportError without the extra ``pagepool[events]``; ArgumentError without
-        prefix caching, where pages are held or cached already, and for another choice than before.
+        the same hashes only with the same `hash_seed`, or ``"sha256"`` or ``"sha256_cbor"`` as `hash_algo`. Costs 56 bytes a
+        page and 4 a token, and a cold prompt 5 to 11 % more time. ImportError without the extra ``pagepool[events]``;
+        ArgumentError without prefix caching, where pages are held or cached already, and for another choice than before.
         """
         try:
             from pagepool.events import EventSource
@@ -506,9 +558,8 @@ class CacheManager:
         >>> stats.num_held_pages, stats.num_cached_pages, stats.usage, stats.queries.num_queried_tokens
         (2, 1, 0.2, 5)
         """
-        with self._lock:
-            pool = self.page_pool.stats
-            queries, preempted_queries = (QueryCounts(*counts) for counts in self._query_counts)
+        pool = self.page_pool.stats
+        queries, preempted_queries = (QueryCounts(*counter.counts) for counter in self.query_counters)
         num_pages, num_free_pages = self.num_pages - 1, self._store.num_free_pages
         num_held_pages = num_pages - num_free_pages
         lifetime, idle_before_eviction, reuse_gap = (TimeHistogram.of(*counts) for counts in self._store.residency)
@@ -553,6 +604,15 @@ class CacheManager:
     def create_empty_page_list(self) -> CachePages:
         """No pages, for the groups of this manager."""
         return CachePages(self._no_ids, self._store)
+
+
+def _check_groups(kv_cache_groups: Sequence[CacheGroupSpec]) -> None:
+    """ArgumentTypeError for what is no sequence of groups, a spec in place of its group for instance."""
+    if not isinstance(kv_cache_groups, Sequence):
+        raise ArgumentTypeError(f"kv_cache_groups: got {type(kv_cache_groups).__name__}, allowed: a list of CacheGroupSpec")
+    for i, group in enumerate(kv_cache_groups):
+        if not hasattr(group, "kv_cache_spec"):
+            raise ArgumentTypeError(f"kv_cache_groups: got {type(group).__name__} (at {i}), allowed: CacheGroupSpec")
 
 
 def _check_num_tokens(

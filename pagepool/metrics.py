@@ -1,20 +1,23 @@
-"""The numbers of a cache for Prometheus. Needs the extra ``pagepool[metrics]``.
+"""Prometheus metrics of a cache. Needs the extra ``pagepool[metrics]``.
 
-Where vLLM has a metric of the same meaning it has that one's name, so that its dashboards and alerts work; the others begin
-with ``pagepool:``. ``docs/grafana-dashboard.json`` shows them.
+Each name begins with ``pagepool_``. Where vLLM has a metric of the same meaning, the rest is vLLM's: ``vllm:prefix_cache_hits``
+is ``pagepool_prefix_cache_hits``. No name has a colon: from prometheus-client 0.23 on, a colon arrives as an underscore at
+Prometheus 2.x and as a colon at 3.x, so the name that is stored would depend on the versions of both. ``docs/`` has a Grafana
+dashboard, alerts, and rules that record vLLM's own names for its dashboards.
 
 >>> from prometheus_client import CollectorRegistry, generate_latest
 >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
 >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
 >>> manager = CacheManager(num_pages=11, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
 >>> registry = CollectorRegistry()
->>> registry.register(CacheCollector(manager, {"model_name": "tiny"}))
+>>> registry.register(CacheCollector(manager, {"model_name": "tiny", "engine": "0"}))
 >>> print(*generate_latest(registry).decode().splitlines()[:3], sep="\\n")
-# HELP vllm:kv_cache_usage_perc Pages that requests hold, per page of the pool, 0 to 1.
-# TYPE vllm:kv_cache_usage_perc gauge
-vllm:kv_cache_usage_perc{model_name="tiny"} 0.0
+# HELP pagepool_kv_cache_usage_perc Pages that requests hold, per page of the pool, 0 to 1.
+# TYPE pagepool_kv_cache_usage_perc gauge
+pagepool_kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
@@ -22,7 +25,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pagepool.errors import ArgumentError
+from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.manager import CacheManager
 from pagepool.stats import CacheStats, TimeHistogram
 
@@ -36,19 +39,23 @@ class CacheCollector(Collector):
     """
 
     def __init__(self, manager: CacheManager, labels: Mapping[str, str] | None = None) -> None:
-        """`labels` stand at each sample; vLLM's are ``model_name`` and ``engine``."""
-        self._label_names = list(labels or {})
+        """`labels` stand at each sample. Give ``model_name`` and ``engine``, as vLLM does: the dashboard tells engines apart by
+        them. Errors as in `add`.
+        """
+        self._label_names = sorted(labels or {})
         self._managers: dict[tuple[str, ...], CacheManager] = {}
         self.add(manager, labels)
 
     def add(self, manager: CacheManager, labels: Mapping[str, str] | None = None) -> None:
         """Another manager of the same process, of another data-parallel rank for instance: a registry takes one collector.
 
-        ArgumentError unless its labels have the same names and other values.
+        ArgumentError unless its labels have the same names and other values, and the names are letters, digits and underscores;
+        ArgumentTypeError for values that are no strings.
         """
-        if list(labels or {}) != self._label_names:
-            raise ArgumentError(f"labels: got {list(labels or {})}, allowed: {self._label_names}")
-        values = tuple((labels or {}).values())
+        labels = _require_labels(labels or {})
+        if sorted(labels) != self._label_names:
+            raise ArgumentError(f"labels: got {sorted(labels)}, allowed: {self._label_names}")
+        values = tuple(labels[name] for name in self._label_names)
         if values in self._managers:
             raise ArgumentError(f"labels: got {values}, which another manager has")
         self._managers[values] = manager
@@ -75,28 +82,41 @@ class CacheCollector(Collector):
 
 
 GAUGES = {
-    "vllm:kv_cache_usage_perc": "Pages that requests hold, per page of the pool, 0 to 1.",
-    "pagepool:pages": "Pages of the pool, the null page not counted.",
-    "pagepool:free_pages": "Pages that nobody holds.",
-    "pagepool:held_pages": "Pages that requests hold.",
-    "pagepool:cached_pages": "Pages that can be hit, held or free.",
+    "pagepool_kv_cache_usage_perc": "Pages that requests hold, per page of the pool, 0 to 1.",
+    "pagepool_pages": "Pages of the pool, without the null page.",
+    "pagepool_free_pages": "Pages that no request holds, cached ones included.",
+    "pagepool_held_pages": "Pages that requests hold.",
+    "pagepool_cached_pages": "Pages that can be hit, held or free.",
 }
 COUNTERS = {
-    "vllm:prefix_cache_queries": "Tokens of prompts that were looked up.",
-    "vllm:prefix_cache_hits": "Tokens of prompts that were hit.",
-    "pagepool:prefix_cache_requests": "Prompts that were looked up.",
-    "pagepool:preempted_prefix_cache_queries": "Tokens looked up after a preemption.",
-    "pagepool:preempted_prefix_cache_hits": "Tokens hit after a preemption.",
-    "pagepool:preempted_prefix_cache_requests": "Requests looked up after a preemption.",
-    "pagepool:allocated_pages": "Pages handed out.",
-    "pagepool:freed_pages": "Pages given back by their last holder.",
-    "pagepool:evicted_pages": "Pages handed out anew while they could be hit.",
+    "pagepool_prefix_cache_queries": "Tokens of prompts of admitted requests, counted once at admission.",
+    "pagepool_prefix_cache_hits": "Tokens of these prompts that were hit.",
+    "pagepool_prefix_cache_requests": "Requests admitted for the first time.",
+    "pagepool_preempted_prefix_cache_queries": "Tokens of requests admitted again after a preemption.",
+    "pagepool_preempted_prefix_cache_hits": "Tokens of these requests that were hit.",
+    "pagepool_preempted_prefix_cache_requests": "Requests admitted again after a preemption.",
+    "pagepool_allocated_pages": "Pages handed out.",
+    "pagepool_freed_pages": "Pages given back by their last holder.",
+    "pagepool_evicted_pages": "Pages handed out anew while they could be hit.",
 }
 TIMES = {
-    "vllm:kv_block_lifetime": "Sampled: from when a page was handed out to its eviction.",
-    "vllm:kv_block_idle_before_evict": "Sampled: from a page's last use to its eviction.",
-    "vllm:kv_block_reuse_gap": "Sampled: from a use of a page to its next hit.",
+    "pagepool_kv_block_lifetime": "Sampled: from when a page was handed out to its eviction.",
+    "pagepool_kv_block_idle_before_evict": "Sampled: from a page's last use to its eviction.",
+    "pagepool_kv_block_reuse_gap": "Sampled: from a use of a page to its next hit.",
 }
+
+
+LABEL_NAME = re.compile(r"(?!__|le$)[a-zA-Z_][a-zA-Z0-9_]*")
+"""Names that every server stores as they are: ``le`` is the buckets' own, and names that begin with ``__`` are the server's."""
+
+
+def _require_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
+    for name, value in labels.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ArgumentTypeError(f"labels: got {name!r}: {value!r}, allowed: strings")
+        if not LABEL_NAME.fullmatch(name):
+            raise ArgumentError(f"labels: got {name!r}, allowed: letters, digits and underscores, except 'le' and '__...'")
+    return labels
 
 
 def _samples_of(stats: CacheStats) -> list[tuple[Any, ...]]:

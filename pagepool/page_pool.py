@@ -182,6 +182,13 @@ class PagePool:
         """The prefix index, a live view."""
         return CachedPages(self)
 
+    def __repr__(self) -> str:
+        """Its size, and how much of it is in use."""
+        return (
+            f"PagePool(num_pages={self.num_pages}, num_free_pages={self.store.num_free_pages}, "
+            f"num_cached_pages={self.store.num_cached_pages}, enable_caching={self.enable_caching})"
+        )
+
     # Saving.
 
     def snapshot(self) -> Snapshot:
@@ -201,8 +208,9 @@ class PagePool:
     def restore(cls, snapshot: Mapping[str, Any]) -> "PagePool":
         """The pool that `snapshot` was taken of: a dict as that returned it, or what `numpy.load` returns.
 
-        Held pages are held again, by whoever gives them back. Prefix entries hit for a manager with the same key: give it a
-        `hash_seed` where the process is another. What the pages hold on the device is the engine's to bring back.
+        Held pages are held again: whoever holds them gives them back, or `release_all_held` does. Prefix entries hit for a
+        manager with the same key: give it a `hash_seed` where the process is another. What the pages hold on the device is the
+        engine's to bring back.
         SnapshotError, a ValueError, where the snapshot is damaged, of another version, or something else. O(num_pages).
 
         >>> pool = PagePool(8, enable_caching=True)
@@ -225,6 +233,26 @@ class PagePool:
         for key, page_hash in decode_names(names):
             pool.store.names.add(key, page_hash)
         return pool
+
+    def release_all_held(self) -> int:
+        """Give back every reference of a restored pool whose holders are gone; the pages go to the back of the free queue in
+        order of their ids and keep their prefix entries. Returns how many pages. O(num_pages).
+
+        Only right after `restore`: ArgumentError, and nothing changed, for a pool that was not restored, and as soon as a page
+        was taken or hit since, for then a manager, a batch or a caller may hold it.
+
+        >>> pool = PagePool(8, enable_caching=True)
+        >>> pages = pool.get_new_pages(3)
+        >>> restored = PagePool.restore(pool.snapshot())
+        >>> restored.release_all_held(), restored.get_num_free_pages(), restored.reset_prefix_cache()
+        (3, 7, True)
+        """
+        num_pages = self.store.give_back_restored()
+        if num_pages is None:
+            raise ArgumentError(
+                "release_all_held: got a pool that was not restored, or was used since, allowed: one as restored"
+            )
+        return num_pages
 
     # Taking and giving back.
 
@@ -252,19 +280,14 @@ class PagePool:
         """Give back one reference to each page. Those left with none go to the back of the free queue, in the given order,
         and keep their prefix entry until they are handed out again.
 
-        DoubleFreeError if a page would be freed more often than it is held, PageIdError for the null page and for pages of
-        another pool; nothing is freed then. O(pages).
+        Null pages are passed over. DoubleFreeError if a page would be freed more often than it is held, PageIdError for pages
+        of another pool; nothing is freed then. O(pages).
         """
-        self._free(self.store.ids_of_pages(ordered_pages))
+        self.store.give_back(self.store.ids_of_pages(ordered_pages))
 
     def free_page_ids(self, ordered_page_ids: PageIdArray | Sequence[int]) -> None:
         """`free_pages` by id: an int32 array or a list."""
-        self._free(PageIds(ordered_page_ids))
-
-    def _free(self, ids: PageIds) -> None:
-        if 0 in ids:
-            raise PageIdError("page 0, the null page, cannot be freed")
-        self.store.give_back(ids)
+        self.store.give_back(ordered_page_ids)
 
     def touch(self, pages: Iterable[Iterable[CachePage]]) -> None:
         """Take one reference more to each page of each group; a free page leaves the free queue. Null pages are passed over.
@@ -428,12 +451,20 @@ class PagePool:
     def evict_pages(self, page_ids: PageIdArray | Sequence[int]) -> int:
         """Drop the prefix entries of pages, free or held; the pages themselves stay where they are. Returns how many had one.
 
+        After a failed load: let ``num_computed_tokens`` of each request that holds the pages go back before the first of them
+        (or `RunningBatch.trim` its row, and append the tokens again). They are entered again, and those behind them that lost
+        their entry too, as the tokens are allocated again; not before.
+
         PageIdError, and nothing dropped, for an id outside the pool or the null page. O(pages).
         """
         ids = PageIds(page_ids)
         if 0 in ids:
             raise PageIdError("page 0, the null page, is never cached")
         return self.store.drop(ids)
+
+    def _maybe_evict_cached_page(self, page: CachePage) -> bool:
+        """Drop the prefix entry of a page, if it has one, and say whether it had."""
+        return self.store.drop(self.store.ids_of_pages([page])) > 0
 
     def reset_prefix_cache(self) -> bool:
         """Drop all prefix entries, after new weights for instance. False, and nothing changed, while a page is held.
@@ -471,10 +502,6 @@ class PagePool:
     def stats(self) -> PagePoolStats:
         """Counters since the pool was made."""
         return PagePoolStats(*self.store.counters)
-
-    def count_query(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
-        """Add one look-up to the counters."""
-        self.store.count_query(num_queried_tokens, num_hit_tokens)
 
     def check(self) -> None:
         """Walk the free queue, the ref counts, the shards and the prefix index both ways. IntegrityError names the first page

@@ -15,7 +15,20 @@ from pagepool.specs import cdiv, require_int
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["MultiGroupPageTable", "PageTable", "device_slot_mapping"]
+__all__ = [
+    "PAGE_TABLE_PADDING_VAL",
+    "SLOT_MAPPING_PADDING_VAL",
+    "MultiGroupPageTable",
+    "PageTable",
+    "cdiv",
+    "device_slot_mapping",
+]
+
+PAGE_TABLE_PADDING_VAL = 0
+"""What a row holds behind its last page: the null page."""
+
+SLOT_MAPPING_PADDING_VAL = 0
+"""The slot of tokens that are only padding: the first one of the null page."""
 
 
 class PageTable(DeviceTable):
@@ -47,6 +60,14 @@ class PageTable(DeviceTable):
         """
         super().__init__(max_num_reqs, max_num_pages_per_req, sharding, donate)
         self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, 0)
+
+    def __repr__(self) -> str:
+        """Its size, and how much of it is in use."""
+        return (
+            f"PageTable(max_num_reqs={self.max_num_reqs}, max_num_pages_per_req={self.max_num_pages_per_req}, "
+            f"num_rows={np.count_nonzero(self.num_pages_per_row)}, num_pages={self.num_pages_per_row.sum()}, "
+            f"cpu_version={self.cpu_version})"
+        )
 
     def get_device_tensor(self) -> jax.Array:
         """The device array as of the last commit."""
@@ -96,6 +117,10 @@ class MultiGroupPageTable(GroupedRows):
             PageTable(max_num_reqs, cdiv(max_model_len, page_size), max_num_batched_tokens, sharding, donate=donate)
             for page_size in self.page_sizes
         )
+
+    def __repr__(self) -> str:
+        """The page size and the table of each group."""
+        return f"MultiGroupPageTable(page_sizes={self.page_sizes}, page_tables={list(self.page_tables)})"
 
     def commit(self, num_reqs: int) -> tuple[jax.Array, ...]:
         """Send what changed in the first `num_reqs` rows of all groups together. See `PageTable.commit`."""

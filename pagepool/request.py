@@ -1,6 +1,6 @@
 """What managers read of a request, the states of one, and a small request for use without an engine."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol, TypeAlias
@@ -8,10 +8,17 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["EngineRequest", "EngineRequestStatus", "Request", "TokenIds"]
+from pagepool.errors import ArgumentTypeError
+from pagepool.specs import require_int
+
+__all__ = ["EngineRequest", "EngineRequestStatus", "LoraId", "Request", "TokenIds"]
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
 """Token ids by position: a list, or an int32 array, which is read without a copy."""
+
+
+LoraId: TypeAlias = int | str | tuple[str, str]
+"""What tells adapters apart: a number, a name, or name and path, which are what vLLM hashes."""
 
 
 class EngineRequestStatus(IntEnum):
@@ -45,9 +52,9 @@ class Request(Protocol):
     """What a manager reads of an engine's request. It never writes to it.
 
     Read only where a request has them: `cache_salt` (requests of different salts share no pages), `lora_id`
-    (the same for adapters), `mm_features` (images and the like: objects with `mm_hash` or `identifier`, and
-    `placeholder_range` or `mm_position` with `offset` and `length` in tokens), and `has_vision` (true without
-    features: shares with no other request).
+    (the same for adapters: an int, a string, or a pair of name and path), `mm_features` (images and the like:
+    objects with `mm_hash` or `identifier`, and `placeholder_range` or `mm_position` with `offset` and `length` in
+    tokens), and `has_vision` (true without features: shares with no other request).
     """
 
     @property
@@ -80,7 +87,7 @@ class EngineRequest:
     """A request for use without an engine: tests, simulations, a first steps' loop.
 
     `all_token_ids` starts as a copy of `prompt_token_ids`; the caller moves `num_computed_tokens` and
-    `status`.
+    `status`. Token ids are ints of at least 0: ArgumentTypeError or ArgumentError for others.
 
     >>> request = EngineRequest("chat-1", [11, 12, 13])
     >>> request.append_output_token_ids(14)
@@ -97,12 +104,12 @@ class EngineRequest:
     status: EngineRequestStatus = EngineRequestStatus.WAITING
     mm_features: Sequence[Any] = ()
     cache_salt: str | None = None
-    lora_id: int | str | None = None
+    lora_id: LoraId | None = None
     all_token_ids: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Copy the prompt."""
-        self.all_token_ids = list(self.prompt_token_ids)
+        self.all_token_ids = _list_token_ids("prompt_token_ids", self.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -111,4 +118,15 @@ class EngineRequest:
 
     def append_output_token_ids(self, token_ids: int | Sequence[int]) -> None:
         """Append one generated token, or several in order."""
-        self.all_token_ids.extend([token_ids] if isinstance(token_ids, int) else token_ids)
+        self.all_token_ids.extend(_list_token_ids("token_ids", [token_ids] if isinstance(token_ids, int) else token_ids))
+
+
+def _list_token_ids(name: str, token_ids: Iterable[int]) -> list[int]:
+    """The token ids as a new list."""
+    if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
+        raise ArgumentTypeError(f"{name}: got {type(token_ids).__name__}, allowed: a sequence of ints")
+    listed = token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
+    if not set(map(type, listed)) <= {int} or min(listed, default=0) < 0:
+        for i, token_id in enumerate(listed):
+            require_int(f"{name}[{i}]", token_id, 0)
+    return listed

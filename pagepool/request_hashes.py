@@ -1,9 +1,12 @@
 """The hashes of one request's pages, and the algorithms that make them."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from pagepool._core import HashChain, PageIds
+import numpy as np
+
+from pagepool._core import HashChain, PageIds, Refusal, require_token_ids
 from pagepool.errors import ArgumentError
 from pagepool.hashing import (
     MAX_KEY,
@@ -12,6 +15,7 @@ from pagepool.hashing import (
     HashNames,
     PageHash,
     RequestExtraKeys,
+    VllmExtraKeys,
     encode_extra_keys,
     get_hash_seed,
     get_siphash_key,
@@ -26,22 +30,28 @@ __all__ = ["HashAlgorithm", "PageHasher", "RequestHashes", "RequestPageHashes", 
 HashAlgorithm = str | HashFunction
 """``"siphash128"``, ``"sha256"``, ``"sha256_cbor"``, or a callable as `pagepool.hash_page_tokens` takes it."""
 
+VLLM_SEED = "vllm-none-hash"
+"""What vLLM 0.33 makes the parent of first pages of where no seed is set."""
+
 
 class RequestHashes:
     """The digests of a request's full pages, made as far as somebody needed them.
 
     ``chain`` has the keys of the prefix index. ``page_hashes`` has the hashes that the pages are known by to the user, where
-    these are not simply the keys.
+    these are not simply the keys. ``query`` is the look-up that counts once the request is admitted: its tokens, those that
+    hit, and whether the request was preempted before. ``refusal`` is what is known of the request if it was refused.
     """
 
-    __slots__ = ("chain", "extra_keys", "page_hashes", "request")
+    __slots__ = ("chain", "extra_keys", "page_hashes", "query", "refusal", "request")
 
-    def __init__(self, request: Request, chain: HashChain) -> None:
+    def __init__(self, request: Request, chain: HashChain, extra_keys: RequestExtraKeys | None) -> None:
         """No page is hashed yet."""
         self.request = request
         self.chain = chain
         self.page_hashes: list[PageHash] = []
-        self.extra_keys = RequestExtraKeys.of(request)
+        self.extra_keys = extra_keys
+        self.query: tuple[int, int, bool] | None = None
+        self.refusal: Refusal | None = None
 
     def find_keyed_page(self, start_page: int, page_size: int) -> tuple[int | None, ExtraKeys | None]:
         """The next page from `start_page` on that has extra keys, and the keys; None where there is none."""
@@ -55,6 +65,7 @@ class PageHasher(ABC):
     """
 
     num_digest_bytes = 16
+    extra_keys: type[RequestExtraKeys] = RequestExtraKeys
 
     def __init__(self, page_size: int, hash_seed: int | str | bytes | None) -> None:
         """See `CacheManager` for the seed. ``keep_token_ids`` may be set later: it is for requests that start then."""
@@ -69,10 +80,11 @@ class PageHasher(ABC):
 
     def start(self, request: Request) -> RequestHashes:
         """The hashes of a request, none of them made yet."""
-        return RequestHashes(request, HashChain(self.page_size, self._key, self.keep_token_ids))
+        chain = HashChain(self.page_size, self._key, self.keep_token_ids)
+        return RequestHashes(request, chain, self.extra_keys.of(request))
 
     def extend(self, hashes: RequestHashes, request: Request, num_pages: int) -> None:
-        """Hash up to `num_pages` pages of the request. ArgumentError if it has fewer tokens. O(new tokens)."""
+        """Hash up to `num_pages` pages of the request. ArgumentError for fewer tokens, or negative ones. O(new tokens)."""
         num_hashed = len(hashes.chain)
         while num_hashed < num_pages:
             keyed_page, keys = hashes.find_keyed_page(num_hashed, self.page_size)
@@ -87,11 +99,14 @@ class PageHasher(ABC):
         start, stop = start_page * self.page_size, stop_page * self.page_size
         all_ids = request.all_token_ids
         token_ids = PageIds.of_slice(all_ids, start, stop) if type(all_ids) is list else all_ids[start:stop]
+        if not isinstance(token_ids, PageIds | np.ndarray):
+            token_ids = PageIds(token_ids)
         if len(token_ids) != stop - start:
             raise ArgumentError(
                 f"request {request.request_id!r}: all_token_ids ends at {start + len(token_ids)}, "
                 f"its pages up to token {stop} were to be hashed"
             )
+        require_token_ids(token_ids, start)
         return token_ids
 
     @abstractmethod
@@ -167,6 +182,16 @@ class Sha256Hasher(PythonHasher):
         hashes.page_hashes.append(PageHash(hash_value, kept))
 
 
+class VllmHasher(Sha256Hasher):
+    """vLLM's ``sha256_cbor``: parent, tokens and extra keys in CBOR. docs/engines.md says what is byte for byte the same."""
+
+    extra_keys = VllmExtraKeys
+
+    def __init__(self, page_size: int, hash_seed: int | str | bytes | None) -> None:
+        """The root is the hash of the seed as a string."""
+        super().__init__(page_size, hash_seed, sha256_cbor(_vllm_seed(hash_seed)), _sha256_cbor_page)
+
+
 class CallableHasher(PythonHasher):
     """Any callable. Its values are what the user sees; the key of the index is a SipHash chain over the same contents, so that
     prompts which collide under a weak callable never share a page.
@@ -198,7 +223,7 @@ def make_page_hasher(hash_algo: HashAlgorithm, page_size: int, hash_seed: int | 
     if hash_algo == "sha256":
         return Sha256Hasher(page_size, hash_seed, _sha256_root(hash_seed), sha256_page)
     if hash_algo == "sha256_cbor":
-        return Sha256Hasher(page_size, hash_seed, _cbor_root(hash_seed), _sha256_cbor_page)
+        return VllmHasher(page_size, hash_seed)
     raise ArgumentError(f"hash_algo: got {hash_algo!r}, allowed: 'siphash128', 'sha256', 'sha256_cbor' or a callable")
 
 
@@ -207,10 +232,14 @@ def _sha256_root(hash_seed: int | str | bytes | None) -> bytes:
     return bytes(32) if hash_seed is None else sha256_page(b"root", (), (("seed", get_hash_seed(hash_seed)),))
 
 
-def _cbor_root(hash_seed: int | str | bytes | None) -> bytes:
-    """vLLM hashes the seed as a string; without one its root is random, and here secret to the process."""
-    seed = get_hash_seed(hash_seed)
-    return sha256_cbor((get_siphash_key(), b"root") if seed is None else seed.decode())
+def _vllm_seed(hash_seed: int | str | bytes | None) -> str:
+    """`hash_seed` where given, else what vLLM takes: ``PYTHONHASHSEED`` where it is set, whatever it says, or `VLLM_SEED`."""
+    if hash_seed is None:
+        return os.environ.get("PYTHONHASHSEED", VLLM_SEED)
+    try:
+        return (get_hash_seed(hash_seed) or b"").decode()
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"hash_seed: {error}; allowed with hash_algo='sha256_cbor': text, as str or UTF-8") from None
 
 
 class RequestPageHashes(Mapping[str, list[PageHash]]):

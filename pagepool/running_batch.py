@@ -10,7 +10,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import RequestExtraKeys, encode_extra_keys
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable, PageTable
-from pagepool.request import TokenIds
+from pagepool.request import LoraId, TokenIds
 from pagepool.specs import require_int
 
 __all__ = ["RunningBatch", "StepResult"]
@@ -70,6 +70,15 @@ class RunningBatch(RunningRows):
         self._manager = manager
         self._data_parallel_size = size or None
         self._hash_page_size = hash_page_size
+        self._counters = manager.query_counters if manager.enable_caching else (None, None)
+
+    def __repr__(self) -> str:
+        """Its size, and what its rows know and have computed."""
+        return (
+            f"RunningBatch(num_rows={self.num_tokens.size}, num_admitted={self.is_admitted.sum()}, "
+            f"max_num_tokens={self.max_num_tokens}, num_tokens={self.num_tokens.sum()}, "
+            f"num_computed_tokens={self.num_computed_tokens.sum()})"
+        )
 
     def admit(
         self,
@@ -79,7 +88,7 @@ class RunningBatch(RunningRows):
         num_tokens: int | None = None,
         max_num_new_tokens: int | None = None,
         cache_salt: str | None = None,
-        lora_id: int | str | None = None,
+        lora_id: LoraId | None = None,
         mm_features: Sequence[Any] | None = None,
         dp_shard: int | None = None,
         num_reserved_pages: int = 0,
@@ -96,7 +105,13 @@ class RunningBatch(RunningRows):
         prefixes apart as for `CacheManager`. With `dp_shard` hits and pages, later ones too, come from that shard. Without
         `look_up` no prefix is taken: for a request that wants ``prompt_logprobs``. A request with images that names no features
         must have a salt of its own, for it has no id here by which it could be told from others. A shard is taken modulo
-        `data_parallel_size`. With `is_preempted`, of a request that ran before, `CacheManager.stats` counts the look-up apart.
+        `data_parallel_size`. With `is_preempted`, a request that ran before, `CacheManager.stats` counts it apart.
+
+        `CacheManager.stats` counts a request when it is admitted, not when it is refused. Refusing the same request again in
+        the same row costs O(1) while too few pages are free, no hit of it gets another holder and no further page of it is
+        cached; with windows, chunks or eagle, while nothing is cached or evicted. It is the same if `token_ids` is the same
+        list, or an array over the same memory, and the other arguments are the same objects. Do not change the tokens in place
+        meanwhile.
 
         RowIndexError outside the table, RowOverflowError for more tokens than `max_num_tokens`, ArgumentError for a row that is
         admitted already, for no tokens and values out of range, ArgumentTypeError for other types; PageHashError if another
@@ -107,21 +122,32 @@ class RunningBatch(RunningRows):
         pool, size = self._manager.page_pool, self._data_parallel_size
         if dp_shard is not None and size is None:
             raise ArgumentError(f"dp_shard: got {dp_shard}, allowed without data_parallel_size: None")
+        options = cache_salt, lora_id, mm_features, dp_shard, look_up
+        if self.is_refused_still(row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options):
+            return None
         hint = None if dp_shard is None else require_int("dp_shard", dp_shard, 0)
 
         def find_hits(chain: HashChain, num_known_tokens: int) -> tuple[tuple[PageIds, ...], int]:
             bounds = pool.find_shard_bounds(hint, size)
-            hits, num_hit_tokens = self._manager.coordinator.find_longest_cache_hit(chain, num_known_tokens - 1, bounds)
-            self._manager.count_query(num_known_tokens, num_hit_tokens, is_preempted)
-            return hits, num_hit_tokens
+            return self._manager.coordinator.find_longest_cache_hit(chain, num_known_tokens - 1, bounds)
 
         shard, _ = pool.find_shard(hint, size) or (None, 0)
         keys = _make_extra_keys(cache_salt, lora_id, mm_features)
-        finder = find_hits if look_up else None
+        finder, counter = (find_hits, self._counters[bool(is_preempted)]) if look_up else (None, None)
         keyed, context = self._list_keyed(keys), self._manager.hold_context(keys)
         try:
             return self.admit_row(
-                row, token_ids, num_tokens, max_num_new_tokens, keyed, finder, shard, num_reserved_pages, context
+                row,
+                token_ids,
+                num_tokens,
+                max_num_new_tokens,
+                keyed,
+                finder,
+                shard,
+                num_reserved_pages,
+                context,
+                options,
+                counter,
             )
         finally:
             self._manager.release_context(context)
@@ -147,7 +173,7 @@ class RunningBatch(RunningRows):
 
 
 def _make_extra_keys(
-    cache_salt: str | None, lora_id: int | str | None, mm_features: Sequence[Any] | None
+    cache_salt: str | None, lora_id: LoraId | None, mm_features: Sequence[Any] | None
 ) -> RequestExtraKeys | None:
     if cache_salt is None and lora_id is None and mm_features is None:
         return None

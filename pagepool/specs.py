@@ -64,13 +64,13 @@ _EXTENDED_DTYPE_BITS = {
 }
 
 
-def cdiv(numerator: int, denominator: int) -> int:
-    """The quotient rounded up: how many pages of `denominator` tokens hold `numerator` tokens.
+def cdiv(a: int, b: int) -> int:
+    """The quotient rounded up: how many pages of `b` tokens hold `a` tokens.
 
     >>> cdiv(16, 16), cdiv(17, 16), cdiv(0, 16)
     (1, 2, 0)
     """
-    return -(-numerator // denominator)
+    return -(-a // b)
 
 
 def count_of(number: int, noun: str) -> str:

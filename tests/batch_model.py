@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from oracle import OracleManager, PagesByGroup, cdiv, shard_of_hint
+from oracle import PREEMPTED, OracleManager, PagesByGroup, cdiv, shard_of_hint
 from settings import Setting
 from workload import WITH_LOGPROBS, Request
 
@@ -162,15 +162,20 @@ class ModelRows(Rows):
         token_ids: list[int],
         *,
         num_tokens: int | None = None,
+        max_num_new_tokens: int | None = None,
         dp_shard: int | None = None,
         num_reserved_pages: int = 0,
         look_up: bool = True,
+        is_preempted: bool = False,
         **attributes: Any,
     ) -> int | None:
         request = Request(f"row{next(self._numbers)}", list(token_ids), **attributes)
         request.sampling_params = None if look_up else WITH_LOGPROBS
+        request.status = PREEMPTED if is_preempted else request.status
         hits, num_hits = self.manager.get_computed_pages(request, **self._placement(dp_shard))
         num_computed = max(num_hits, len(token_ids) if num_tokens is None else num_tokens)
+        if max_num_new_tokens is not None:
+            num_computed = min(num_computed, num_hits + max_num_new_tokens)
         if self._is_shard_short(self.to_page_ids(hits), num_computed, dp_shard):
             return None
         num_attached = min(num_hits, num_computed - 1)  # managers want something to compute
@@ -376,6 +381,7 @@ class BatchRows(Rows):
         self.on_device = [table.page_table_cpu.copy() for table in self.tables]
         self.named: set[int] = set()  # rows of the call, which alone may get dirty
         self._forms = itertools.cycle(ROW_FORMS)
+        self._tried: tuple[list[int], Any] = ([], None)
 
     def _formed(self, values: Amounts) -> Any:
         form = next(self._forms)
@@ -383,7 +389,9 @@ class BatchRows(Rows):
 
     def admit(self, row: int, token_ids: list[int], **options: Any) -> int | None:
         self.named = {row}
-        return self.batch.admit(row, self._formed(token_ids), **options)
+        if self._tried[0] is not token_ids:
+            self._tried = token_ids, self._formed(token_ids)
+        return self.batch.admit(row, self._tried[1], **options)
 
     def grow(self, rows: list[int], num_new_tokens: Amounts = 1, num_lookahead_tokens: Amounts = 0) -> Grown:
         self.named = set(rows)

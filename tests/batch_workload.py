@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from batch_model import Grown
+from oracle import NULL_PAGE
 from settings import Setting
 from twins import Mismatch, Twins
 from workload import NUM_FAMILIES, VOCABULARY, Feature
@@ -35,6 +36,7 @@ class BatchWorkload:
         self.families = [self._tokens(self.max_tokens) for _ in range(NUM_FAMILIES)]
         self.attributes: dict[int, dict[str, Any]] = {}  # by row
         self.preempted: deque[tuple[list[int], dict[str, Any]]] = deque(maxlen=4)
+        self.refused: dict[int, tuple[list[int], dict[str, Any], bool]] = {}  # by row
         self._names = (f"neighbour{number}" for number in itertools.count())
         self._actions = self._weighted_actions(trims)
 
@@ -61,7 +63,7 @@ class BatchWorkload:
             self.reset: 0.2,
             self.drain: 0.1,
         }
-        return actions | {self.trim: 2, self.draft: 3} if trims else actions
+        return actions | {self.trim: 2, self.draft: 3, self.fail_load: 1} if trims else actions
 
     # what rows there are
 
@@ -92,17 +94,30 @@ class BatchWorkload:
             return
         rng = self.rng
         row = rng.choice(self.free_rows())
-        token_ids, attributes = self.preempted.popleft() if self.preempted and rng.random() < 0.5 else self._new_request()
-        options = self._admission_options(len(token_ids))
-        if self.twins.call("admit", row, token_ids, **attributes, **options) is not None:
-            self.attributes[row] = attributes
-        elif rng.random() < 0.5 and self.rows():
+        if self.refused.get(row) and rng.random() < 0.7:
+            token_ids, attributes, is_preempted = self.refused.pop(row)
+        elif self.preempted and rng.random() < 0.5:
+            (token_ids, attributes), is_preempted = self.preempted.popleft(), True
+        else:
+            (token_ids, attributes), is_preempted = self._new_request(), False
+        if not self.try_to_admit(row, token_ids, attributes, is_preempted) and rng.random() < 0.5 and self.rows():
             self.preempt(rng.choice(self.rows()))
+
+    def try_to_admit(self, row: int, token_ids: list[int], attributes: dict[str, Any], is_preempted: bool) -> bool:
+        """Admit, or keep what was refused: by the same objects, in the same row, it is known when it comes again."""
+        options = self._admission_options(len(token_ids))
+        if self.twins.call("admit", row, token_ids, **attributes, **options, is_preempted=is_preempted) is None:
+            self.refused[row] = token_ids, attributes, is_preempted
+            return False
+        self.attributes[row] = attributes
+        return True
 
     def _admission_options(self, num_tokens: int) -> dict[str, Any]:
         rng, options = self.rng, {}
         if rng.random() < 0.5:
             options["num_tokens"] = rng.randint(1, num_tokens)
+        if rng.random() < 0.3:
+            options["max_num_new_tokens"] = rng.randint(1, num_tokens)
         if rng.random() < 0.1:
             options["num_reserved_pages"] = rng.randint(1, self.num_pages // 2)
         if rng.random() < 0.1:
@@ -208,6 +223,22 @@ class BatchWorkload:
             return
         self.twins.call("trim", rows, [self._cut(row) for row in rows])
 
+    def fail_load(self) -> None:
+        """Drop the entries of a row's pages from some token on, and compute it again from there."""
+        if not self.rows():
+            return
+        row = self.rng.choice(self.rows())
+        request = self.model.requests[row]
+        cut = self.rng.randint(0, request.num_computed_tokens)
+        token_ids = list(request.all_token_ids[cut:])
+        groups = zip(self.setting.groups, self.model.get_page_ids(row), strict=True)
+        bad = [page_id for group, page_ids in groups for page_id in page_ids[cut // group.page_size :] if page_id != NULL_PAGE]
+        self.twins.call("evict_pages", bad if self.rng.random() < 0.6 else self.rng.sample(bad, len(bad) // 2))
+        self.twins.call("trim", [row], cut)
+        if self.num_tokens(row) == cut:  # nothing stood in the way
+            self.twins.call("append", [row] * len(token_ids), token_ids)
+            self.grow_all([row], [self.num_uncomputed(row)], 0)
+
     def _cut(self, row: int) -> int:
         num_shared = self._num_shared_tokens(row)
         if num_shared and self.rng.random() < 0.5:
@@ -279,11 +310,18 @@ class BatchWorkload:
         self.reset()
 
 
-def run_batch_workload(setting: Setting, make_twins: Callable[..., Twins], seed: int, num_calls: int, trims: bool) -> None:
+def run_batch_workload(
+    setting: Setting,
+    make_twins: Callable[..., Twins],
+    seed: int,
+    num_calls: int,
+    trims: bool,
+    workload_class: type[BatchWorkload] = BatchWorkload,
+) -> None:
     """Run a seed's workload to its end; on a mismatch, say how to run it again."""
     rng = Random(seed)
     num_pages = rng.choice(setting.num_pages)
-    workload = BatchWorkload(setting, make_twins(setting, num_pages, NUM_ROWS), num_pages, rng, trims)
+    workload = workload_class(setting, make_twins(setting, num_pages, NUM_ROWS), num_pages, rng, trims)
     try:
         workload.run(num_calls)
     except Exception as error:

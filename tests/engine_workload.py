@@ -108,8 +108,9 @@ def check_answers(engine: Engine, asks: list[Ask]) -> None:
 
 def check_that_all_happened(engine: Engine, preempted: set[Request]) -> None:
     """And nothing is left behind."""
-    stats = engine.manager.page_pool.stats
-    assert stats.num_hit_tokens > 0
+    stats = engine.manager.stats()
+    assert stats.queries.num_hit_tokens > 0
+    assert stats.preempted_queries.num_requests >= len(preempted)
     assert stats.num_evicted_pages > 0
     assert {request.params.temperature > 0 for request in preempted} == {False, True}
     check_rest(engine)

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
-from pagepool.compat.easydel import ENGINE, PLACES, SIGNATURES, VERSION
+from test_package import INSTALLED
+
+import pagepool
+from pagepool.compat.easydel import ENGINE, PLACES, SIGNATURES, VARIABLE, VERSION
+
+HOME = f"{ENGINE}.core.manager"
+"""The module that defines the engine's own manager."""
+
+SHOW = f"import sys; from {ENGINE}.scheduler import scheduler; print(scheduler.CacheManager.__module__)"
+"""Prints which module defines the manager that the engine makes: `HOME`, or pagepool's."""
+
+
+def run_python(folder: Path, *arguments: str, value: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a new Python in the folder, which sees its packages, and pagepool where it is now, with `VARIABLE` set to `value`."""
+    path = str(folder) if INSTALLED else os.pathsep.join([str(folder), str(Path(pagepool.__file__).parents[1])])
+    env = {name: text for name, text in os.environ.items() if name not in (VARIABLE, "PYTHONSAFEPATH")}
+    env |= {"PYTHONPATH": path} | ({} if value is None else {VARIABLE: value}) | variables
+    options: dict[str, Any] = {"env": env, "cwd": folder, "capture_output": True, "text": True, "timeout": 120}
+    return subprocess.run([sys.executable, *arguments], **options)
 
 
 def write_engine(folder: Path, version: str = VERSION) -> None:

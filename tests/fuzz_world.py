@@ -265,7 +265,13 @@ def shown(arguments: tuple[Any, ...]) -> str:
     return ", ".join(repr(value) if type(value) in plain else type(value).__name__ for value in arguments)
 
 
-CONSTRUCTED_WITH: dict[str, tuple[Any, ...]] = {"PageStore": (8,), "HashChain": (2, bytes(16)), "PageRules": (4,)}
+CONSTRUCTED_WITH: dict[str, tuple[Any, ...]] = {
+    "PageStore": (8,),
+    "HashChain": (2, bytes(16)),
+    "PageRules": (4,),
+    "QueryCounter": (_core.PageStore(8),),
+    "Refusal": ((), 4, 0),
+}
 INTERFERENCES: tuple[Callable[[World], Any], ...] = (
     *(small, small, small, World.call_again, World.call_again, World.call_again),
     *(World.change_list, World.overwrite_array, World.raise_error, leave_garbage, wild, interesting),

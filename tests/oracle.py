@@ -18,6 +18,7 @@ from typing import Any
 
 NULL_PAGE = 0
 RUNNING = 4
+PREEMPTED = 5
 
 PageIds = list[int]
 PagesByGroup = tuple[PageIds, ...]
@@ -51,10 +52,14 @@ def is_sharded(num_pages: int, data_parallel_size: int | None) -> bool:
 
 
 class ContentKeys:
-    """Numbers the contents of pages: one number for each (content of the parent page, tokens, extra keys)."""
+    """Numbers the contents of pages: one number for each (content of the parent page, tokens, extra keys).
+
+    With `ignores_lengths`, as vLLM does, features are the same that have the same content and offset.
+    """
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
+        self.ignores_lengths = False
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._chains: defaultdict[str, list[int]] = defaultdict(list)
 
@@ -75,7 +80,10 @@ class ContentKeys:
 
     def _number(self, parent: int | None, request: Any, page: int) -> int:
         start, stop = page * self.page_size, (page + 1) * self.page_size
-        content = (parent, tuple(request.all_token_ids[start:stop]), extra_keys(request, start, stop))
+        keys = extra_keys(request, start, stop)
+        if self.ignores_lengths:
+            keys = tuple((None, *key[1:3], None) if len(key) == 4 else key for key in keys)
+        content = (parent, tuple(request.all_token_ids[start:stop]), keys)
         return self._numbers.setdefault(content, len(self._numbers))
 
 
@@ -150,9 +158,8 @@ class OraclePool:
                     self.ref_counts[page] += 1
 
     def free_pages(self, pages: Sequence[int]) -> None:
-        """Drop a reference of each page; those without any left go to the back of the queue in this order."""
-        if NULL_PAGE in pages:
-            raise IndexError("the null page cannot be freed")
+        """Drop a reference of each page but the null page; those without any left go to the queue's back, in this order."""
+        pages = [page for page in pages if page != NULL_PAGE]
         if any(self.ref_counts[page] < pages.count(page) for page in pages):
             raise RuntimeError(f"a page of {pages} is freed more often than it is held")
         for page in pages:
@@ -356,6 +363,7 @@ class OracleManager:
         self.hit_step = math.lcm(*page_sizes)
         self.keys = ContentKeys(math.gcd(*page_sizes) or 1)
         self.held: dict[str, list[HeldPages]] = {}
+        self.queries: dict[str, dict[str, int]] = {}
 
     @property
     def usage(self) -> float:
@@ -372,7 +380,8 @@ class OracleManager:
             return self._no_pages(), 0
         shard = shard_of_hint(self.page_pool.num_pages, dp_shard_hint, data_parallel_size)
         length = self._hit_length(request, shard)
-        self.page_pool.counts.update(queried=request.num_tokens, hit=length)
+        is_first = request.status != PREEMPTED
+        self.queries[request.request_id] = {"queried": request.num_tokens, "hit": length} if is_first else {}
         group_ids = range(len(self.kinds))
         return tuple(self._hit_pages(request, group_id, length, shard) for group_id in group_ids), length
 
@@ -431,6 +440,7 @@ class OracleManager:
         """Make room for new tokens; return the new pages by group, or None where the pool is too short."""
         hits = new_computed_pages or self._no_pages()
         self._check_allocation(request, num_new_tokens, num_external_computed_tokens, hits)
+        self._rewind(request)
         self._skip_pages(request)
         num_computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
         num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
@@ -441,16 +451,28 @@ class OracleManager:
         new_pages = self._take_pages(hits, num_missing, shard)
         if new_pages is None:
             return None
+        self._count_admission(request, hits)
         self._attach(request, hits, new_pages)
         if not delay_cache_pages:
             self.cache_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
         return new_pages
+
+    def _count_admission(self, request: Any, hits: PagesByGroup) -> None:
+        """Count the look-up of a request that holds nothing yet, once, with the hits that it takes."""
+        if request.request_id not in self.held:
+            query = self.queries.pop(request.request_id, {})
+            self.page_pool.counts.update(query if any(hits) else query | {"hit": 0})
 
     def _check_allocation(self, request: Any, num_new: int, num_external: int, hits: PagesByGroup) -> None:
         if num_new < 0 or num_new + num_external <= 0:
             raise ValueError("nothing to allocate")
         if any(hits) and (not self.enable_caching or any(self.get_page_ids(request.request_id))):
             raise ValueError("hits go to a request that holds nothing")
+
+    def _rewind(self, request: Any) -> None:
+        """Look at the pages again whose tokens are to be computed, perhaps once more: they may have lost their entries."""
+        for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
+            held.num_cached_pages = min(held.num_cached_pages, kind.num_full_pages(request.num_computed_tokens))
 
     def _skip_pages(self, request: Any) -> None:
         """Give back the pages that no coming token looks at, the last one first."""
@@ -488,7 +510,7 @@ class OracleManager:
         self.page_pool.touch(hits)
         if len(self.page_pool.free_page_ids(shard)) < sum(num_missing):
             for pages in hits:
-                self.page_pool.free_pages([page for page in pages if page != NULL_PAGE])
+                self.page_pool.free_pages(pages)
             return None
         return tuple(self.page_pool.take(num_pages, shard) for num_pages in num_missing)
 
@@ -502,13 +524,16 @@ class OracleManager:
         """Enter the pages that are full of computed tokens in the prefix index."""
         if not self.enable_caching:
             return
+        self._rewind(request)
         for group_id, held in enumerate(self.held.get(request.request_id, ())):
             kind = self.kinds[group_id]
             num_full_pages = min(num_computed_tokens // kind.page_size, len(held.pages))
             if isinstance(kind, Mamba) or num_full_pages <= held.num_cached_pages:
                 continue
             keys = self._keys(request, kind)
-            self.page_pool.cache_full_pages(held.pages, keys, held.num_cached_pages, num_full_pages, group_id)
+            for page in range(held.num_cached_pages, num_full_pages):
+                if self.page_pool.entry_of_page.get(held.pages[page]) != (keys[page], group_id):
+                    self.page_pool.cache_full_pages(held.pages, keys, page, page + 1, group_id)
             held.num_cached_pages = num_full_pages
 
     # cutting
@@ -565,7 +590,7 @@ class OracleManager:
     def free(self, request: Any) -> None:
         """Give back all pages of the request, the last one first."""
         for held in self.held.pop(request.request_id, ()):
-            self.page_pool.free_pages([page for page in reversed(held.pages) if page != NULL_PAGE])
+            self.page_pool.free_pages(held.pages[::-1])
 
     def free_page_hashes(self, request: Any) -> None:
         """Forget the contents of a finished request's pages."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from oracle import ContentKeys, Mamba, OracleManager
 
 import pagepool
+from pagepool.request_hashes import VllmHasher
 
 ORDER = ["AllBlocksCleared", "BlockRemoved", "BlockStored"]
 
@@ -94,7 +95,7 @@ class Telling:
     def check(self) -> None:
         """Take the events: the router has what the oracle has, and so has one that starts now."""
         self.router.apply(self.manager.take_events())
-        contents = Contents(self.oracle.keys)
+        contents = Contents(self.oracle.keys, isinstance(self.manager.hasher, VllmHasher))
         pool = self.oracle.page_pool
         told = {page: (group, self.hash_of(page)) for page, (_, group) in pool.entry_of_page.items()}
         assert self.router.pages.keys() == set(told.values())
@@ -131,8 +132,9 @@ def sorted_keys(stored: Stored) -> tuple[Any, ...]:
 class Contents:
     """What the oracle's numbers stand for."""
 
-    def __init__(self, keys: ContentKeys) -> None:
+    def __init__(self, keys: ContentKeys, has_lora_in_every_page: bool) -> None:
         self.page_size = keys.page_size
+        self.has_lora_in_every_page = has_lora_in_every_page
         self.by_number = {number: content for content, number in keys._numbers.items()}
 
     def page(self, number: int, num_hashes: int) -> tuple[Stored, int | None]:
@@ -144,7 +146,10 @@ class Contents:
             parent, tokens, keys = self.by_number[parent]
             token_ids[:0] = tokens
             extra_keys |= dict.fromkeys(told_keys(keys, i * self.page_size))
-        return Stored(None, tuple(token_ids), tuple(extra_keys) or None, self.lora_of(number)), parent
+        lora = self.lora_of(number)
+        if self.has_lora_in_every_page and lora is not None:
+            extra_keys[lora] = None
+        return Stored(None, tuple(token_ids), tuple(extra_keys) or None, lora), parent
 
     def lora_of(self, number: int) -> int | str | None:
         """The LoRA adapter, which the first content of a chain has."""

@@ -178,7 +178,7 @@ class Faults:
         foreign, num_free = self.foreign_pool.pages[1], pool.get_num_free_pages()
         yield Misuse("foreign pages refused", lambda: pool.free_pages([foreign]), PageIdError)
         yield Misuse("foreign pages refused", lambda: pool.touch([[foreign]]), PageIdError)
-        yield Misuse("bad page ids refused", lambda: pool.free_page_ids([0]), PageIdError)
+        yield Misuse("bad page ids refused", lambda: pool.free_page_ids([-1]), PageIdError)
         yield Misuse("bad page ids refused", lambda: pool.free_page_ids([pool.num_pages]), PageIdError)
         yield Misuse("bad page ids refused", lambda: pool.touch_page_ids([-1]), PageIdError)
         yield Misuse("bad page ids refused", lambda: pool.evict_pages([1, pool.num_pages]), PageIdError)

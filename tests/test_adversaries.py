@@ -37,12 +37,19 @@ WEAK: dict[str, Callable[[Any], int]] = {
     "one bit": lambda content: hash(content) % 2,
     "builtin": hash,
     "the first token": lambda content: content[1][0],
+    "the sum": lambda content: sum(content[1]),
 }
 """Hash functions under which it is easy to find prompts that collide."""
 
-COLLIDING: list[tuple[list[int], list[int]]] = [
+NEGATIVE: list[tuple[list[int], list[int]]] = [
     ([-1] * 12, [-2] * 12),  # hash(-1) == hash(-2)
     ([-1, 5, 6, 7] * 3, [-2, 5, 6, 7] * 3),
+]
+"""Prompts that collide under the builtin hash. Managers and batches refuse them; a pool only sees hashes."""
+
+COLLIDING: list[tuple[list[int], list[int]]] = [
+    ([1, 4] * 6, [2, 3] * 6),
+    ([1, 5, 6, 7] * 3, [5, 1, 6, 7] * 3),
     ([1, 2, 3, 4] * 3, [1, 9, 9, 9] * 3),
     ([7, 7, 7, 7, 1, 1, 1, 1, 2, 2, 2, 2], [8, 8, 8, 8, 1, 1, 1, 1, 2, 2, 2, 2]),  # equal but for the beginning
 ]
@@ -55,6 +62,13 @@ def make_manager(hash_algo: Any, *specs: Any, num_pages: int = 64) -> CacheManag
     if hash_algo == "sha256_cbor":
         pytest.importorskip("cbor2")
     return CacheManager(num_pages, [CacheGroupSpec(spec) for spec in specs or (FULL,)], 256, hash_algo=hash_algo)
+
+
+def unchecked(prompt: list[int]) -> EngineRequest:
+    """A request with a prompt that its constructor may refuse."""
+    request = EngineRequest("r", [])
+    request.all_token_ids = prompt
+    return request
 
 
 def count_hits(manager: CacheManager, prompt: list[int], **keys: Any) -> int:
@@ -90,22 +104,23 @@ def test_colliding_prompts_share_nothing(
 
 def test_the_prompts_do_collide() -> None:
     """Else the test above would show nothing."""
-    for mine, theirs in COLLIDING[:2]:
-        hashes = [hash_request_tokens(hash, PAGE_SIZE, EngineRequest("r", prompt)) for prompt in (mine, theirs)]
+    cases = [(hash, *prompts) for prompts in NEGATIVE] + [(WEAK["the sum"], *prompts) for prompts in COLLIDING[:2]]
+    for hash_function, mine, theirs in cases:
+        hashes = [hash_request_tokens(hash_function, PAGE_SIZE, unchecked(prompt)) for prompt in (mine, theirs)]
         assert [page_hash.hash_value for page_hash in hashes[0]] == [page_hash.hash_value for page_hash in hashes[1]]
         assert hashes[0] != hashes[1]
 
 
 @pytest.mark.parametrize("hash_function", WEAK.values(), ids=WEAK)
-@pytest.mark.parametrize(("mine", "theirs"), COLLIDING[:3])
+@pytest.mark.parametrize(("mine", "theirs"), [*NEGATIVE, *COLLIDING[:3]])
 def test_colliding_hashes_share_nothing_in_a_pool(
     mine: list[int], theirs: list[int], hash_function: Callable[[Any], int]
 ) -> None:
     """What engines hash themselves and hand to the pool carries its tokens, and these are compared."""
     pool = PagePool(16, enable_caching=True)
-    hashes = [hash_request_tokens(hash_function, PAGE_SIZE, EngineRequest("r", prompt)) for prompt in (mine, theirs)]
+    hashes = [hash_request_tokens(hash_function, PAGE_SIZE, unchecked(prompt)) for prompt in (mine, theirs)]
     pages = pool.get_new_pages(3)
-    pool.cache_full_pages(EngineRequest("r", mine), pages, hashes[0], 0, 3, PAGE_SIZE, 0)
+    pool.cache_full_pages(unchecked(mine), pages, hashes[0], 0, 3, PAGE_SIZE, 0)
     assert [pool.get_cached_page(page_hash, [0]) for page_hash in hashes[1]] == [None] * 3
     assert pool.probe(hashes[1]).num_hit_pages == 0
     assert not any(page_hash in {key.page_hash for key in pool.cached_page_hash_to_page} for page_hash in hashes[1])

@@ -226,7 +226,7 @@ class TestPictures:
             assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
             assert invoke("plan", trace, "--plot", tmp_path / "plot.SVG", *options).exit_code == 0
             text = "".join(ET.fromstring((tmp_path / "plot.SVG").read_text()).itertext())
-            assert "share of prompt tokens saved" in text
+            assert "hit rate: share of all prompt tokens" in text
             assert ("memory of the pool (GiB)" in text) == ("--bytes-per-token" in options)
             assert ("preemptions" in text) == ("--replays" not in options)
 
@@ -246,7 +246,7 @@ class TestPictures:
         assert page.fetched == []
         assert not {"script", "link", "img", "iframe", "b"} & {*page.seen}
         assert page.seen.count("svg") == 1
-        assert page.texts["h1"] == [f"Pools for {trace.name}"]
+        assert page.texts["h1"][0].startswith(f"{trace.stem}: up to 49.3% of prompt tokens hit; beyond ")
         assert len(page.texts["caption"]) == page.seen.count("table") == 2
         assert {"hit rate, LRU", "GiB", "preempted, together", "pages, best"} <= {*page.texts["th"]}
         assert "url(http" not in path.read_text()

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing import spawn
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from fake_easydel import write_engine
-from test_package import INSTALLED, on_the_wheel
+from fake_easydel import HOME, SHOW, run_python, write_engine
 
 import pagepool
 from pagepool.compat import easydel
 from pagepool.compat.easydel import ENGINE, PLACES, REPLACEMENTS, SIGNATURES
 from pagepool.compat.import_hook import AfterImport
 from pagepool.errors import CompatError
+
+without_easydel = pytest.mark.skipif(importlib.util.find_spec("easydel") is not None, reason="EasyDeL is installed")
 
 
 def pop_modules() -> dict[str, ModuleType]:
@@ -32,6 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with the package, first in the path. What other tests imported of the true one comes back afterwards."""
     modules = pop_modules()
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(spawn, "get_preparation_data", spawn.get_preparation_data)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv(easydel.VARIABLE, raising=False)
     write_engine(tmp_path)
@@ -223,44 +225,75 @@ def test_a_failure_leaves_nothing_installed(folder: Path) -> None:
 
 @pytest.fixture
 def python(folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs code in a new process that sees the package, and pagepool where it is now, with the variable set to `value`."""
-
-    def run(code: str, value: str | None) -> subprocess.CompletedProcess[str]:
-        path = str(folder) if INSTALLED else os.pathsep.join([str(folder), str(Path(pagepool.__file__).parents[1])])
-        env = {name: text for name, text in os.environ.items() if name not in (easydel.VARIABLE, "PYTHONSAFEPATH")}
-        env |= {"PYTHONPATH": path} | ({} if value is None else {easydel.VARIABLE: value})
-        return subprocess.run([sys.executable, "-c", code], env=env, cwd=folder, capture_output=True, text=True, timeout=120)
-
-    return run
+    """Runs code in a new process that sees the package, with the variable set to `value`."""
+    return lambda code, value: run_python(folder, "-c", code, value=value)
 
 
-SHOW = f"import sys; from {ENGINE}.scheduler import scheduler; print(scheduler.CacheManager.__module__)"
-HOME = f"{ENGINE}.core.manager"
-
-
-@pytest.mark.parametrize(("value", "home"), [(None, HOME), ("", HOME), ("0", HOME), ("1", "pagepool.manager")])
-def test_the_variable(python: Callable[..., subprocess.CompletedProcess[str]], value: str | None, home: str) -> None:
+@pytest.mark.parametrize("value", [None, "", " ", "0", "false", "no", "off", "OFF", " False\n"])
+def test_the_variable_off(python: Callable[..., subprocess.CompletedProcess[str]], value: str | None) -> None:
     process = python(f"import pagepool; {SHOW}", value)
-    assert (process.stdout.strip(), process.stderr) == (home, "")
+    assert (process.stdout.strip(), process.stderr) == (HOME, "")
+
+
+@pytest.mark.parametrize("value", ["1", "true", "yes", "on", "Yes", " TRUE\t"])
+def test_the_variable_on(python: Callable[..., subprocess.CompletedProcess[str]], value: str) -> None:
+    process = python(f"import pagepool; {SHOW}", value)
+    assert (process.stdout.strip(), process.stderr) == ("pagepool.manager", "")
+
+
+@pytest.mark.parametrize("value", ["2", "y", "enabled", "-1", "1,"])
+def test_any_other_value_is_an_error_at_once(python: Callable[..., subprocess.CompletedProcess[str]], value: str) -> None:
+    process = python("import pagepool; print('imported')", value)
+    assert (process.returncode, process.stdout) == (1, "")
+    allowed = "allowed: 1, true, yes, on; 0, false, no, off or nothing"
+    assert process.stderr.splitlines()[-1] == f"pagepool.errors.CompatError: PAGEPOOL_EASYDEL: got '{value}', {allowed}"
+
+
+def test_the_variable_alone_does_nothing(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """Python reads nothing of pagepool when it starts: who sets the variable imports pagepool, or uses the launcher."""
+    assert python(f"{SHOW}; print('pagepool' in sys.modules)", "1").stdout == f"{HOME}\nFalse\n"
+
+
+def test_the_engine_is_not_imported_before_the_program_imports_it(
+    python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    code = "import sys, pagepool; print([name for name in ('easydel', 'jax') if name in sys.modules])"
+    assert python(code, "1").stdout == "[]\n"
 
 
 def test_nothing_is_loaded_without_the_variable(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     assert python("import sys, pagepool; print([name for name in sys.modules if 'compat.' in name])", None).stdout == "[]\n"
 
 
-@on_the_wheel
-def test_the_variable_alone_does_on_the_wheel(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    assert python(SHOW, "1").stdout.strip() == "pagepool.manager"
-    assert python(SHOW, "0").stdout.strip() == HOME
-    assert python("import sys; print('pagepool' in sys.modules)", None).stdout.strip() == "False"
+@without_easydel
+@pytest.mark.parametrize("name", ["easydel", ENGINE])
+def test_the_variable_without_the_engine(tmp_path: Path, name: str) -> None:
+    """A program that takes what is there does not get another engine. What needs none runs."""
+    code = f"import pagepool\ntry:\n    import {name}\nexcept ImportError:\n    print('another engine')"
+    process = run_python(tmp_path, "-c", code, value="1")
+    assert (process.returncode, process.stdout) == (1, "")
+    assert "CompatError: easydel: got no module of that name, expected that of easydel==0.3.0" in process.stderr
+    assert run_python(tmp_path, "-c", code, value="0").stdout == "another engine\n"
+    assert run_python(tmp_path, "-c", "import pagepool; pagepool.PagePool(8, True)", value="1").returncode == 0
 
 
-@pytest.mark.parametrize("value", ["yes", "2", "true"])
-def test_a_wrong_value_stops_the_engine(python: Callable[..., subprocess.CompletedProcess[str]], value: str) -> None:
-    process = python(f"import pagepool; {SHOW}", value)
+def test_the_variable_with_a_version_that_lacks_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "easydel").mkdir()
+    (tmp_path / "easydel" / "__init__.py").write_text("__version__ = '0.1'\n")
+    process = run_python(tmp_path, "-c", f"import pagepool, easydel, {ENGINE}", value="1")
     assert process.returncode == 1
-    assert f"CompatError: PAGEPOOL_EASYDEL: got '{value}', allowed: 0 or 1" in process.stderr
-    assert python("import pagepool; import json", value).returncode == 0
+    assert "CompatError: easydel.inference: got no module of that name" in process.stderr
+
+
+def test_the_variable_with_an_engine_that_is_built_already(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    code = f"from {HOME} import CacheManager; manager = CacheManager(8, [], 64); import pagepool; print('imported')"
+    process = python(code, "1")
+    assert (process.returncode, process.stdout) == (1, "")
+    assert "CompatError: an engine was built with EasyDeL's own allocator, got 1 CacheManager" in process.stderr
+
+
+def test_the_variable_with_an_engine_that_is_imported_already(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    assert python(f"import {ENGINE}, pagepool; {SHOW}", "1").stdout.strip() == "pagepool.manager"
 
 
 def test_a_wrong_engine_is_not_started_with_the_variable(
@@ -272,15 +305,7 @@ def test_a_wrong_engine_is_not_started_with_the_variable(
     assert "CompatError: EasyDeL's version: got 0.4.0, expected 0.3.0" in process.stderr
 
 
-def test_the_variable_with_the_engine_imported_before(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(easydel.VARIABLE, "1")
-    engine_module("")
-    easydel.install_on_import()
-    assert easydel.is_installed()
-
-
-def test_an_import_that_failed_is_tried_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(easydel.VARIABLE, "1")
+def test_an_import_that_failed_is_tried_again(folder: Path) -> None:
     easydel.install_on_import()
     write_engine(folder, "0.4.0")
     for _ in range(2):
@@ -291,6 +316,65 @@ def test_an_import_that_failed_is_tried_again(folder: Path, monkeypatch: pytest.
     importlib.invalidate_caches()
     engine_module("")
     assert easydel.is_installed()
+
+
+def test_no_module_of_an_engine_that_was_refused_can_be_had(folder: Path) -> None:
+    """Also not one that was imported before the refusal."""
+    edit(folder, "core.manager", "data_parallel_size=None)", "data_parallel_size=None, sink_tokens=0)")
+    easydel.install_on_import()
+    for place in ("", "core.manager", "scheduler.scheduler", "page_table", ""):
+        with pytest.raises(CompatError, match="sink_tokens"):
+            engine_module(place)
+
+
+def test_an_engine_that_is_imported_anew_gets_ours_anew(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    easydel.install_on_import()
+    for _ in range(2):
+        assert modules_of_classes() == {"pagepool"}
+        pop_modules()
+        assert not easydel.is_installed()
+    engine_module("")
+    assert easydel.is_installed()
+    assert not caplog.messages
+    easydel.uninstall()
+    assert modules_of_classes() == {"easydel"}
+
+
+def test_without_the_variable_an_engine_that_is_imported_anew_is_told_apart(folder: Path) -> None:
+    easydel.install()
+    pop_modules()
+    assert modules_of_classes() == {"easydel"}
+    assert not easydel.is_installed()
+    easydel.install()
+    assert modules_of_classes() == {"pagepool"}
+
+
+def test_a_class_that_was_put_back_behind_our_back(folder: Path) -> None:
+    own = engine_module("scheduler.scheduler").CacheManager
+    easydel.install()
+    engine_module("scheduler.scheduler").CacheManager = own
+    assert not easydel.is_installed()
+    with pytest.raises(CompatError, match=r"core\.manager\.CacheManager: got <class 'pagepool"):
+        easydel.install()
+
+
+def test_the_context_manager_leaves_what_the_variable_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(easydel.VARIABLE, "yes")
+    easydel.install_if_asked()
+    with easydel.installed():
+        assert easydel.is_installed()
+    assert easydel.is_installed()
+
+
+def test_asking_twice_makes_one_hook(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv(easydel.VARIABLE, "1")
+    easydel.install_if_asked()
+    finders = [*sys.meta_path]
+    easydel.install_if_asked()
+    assert sys.meta_path == finders
+    engine_module("")
+    assert easydel.is_installed()
+    assert not caplog.messages
 
 
 def test_two_hooks_of_one_module_both_act(folder: Path) -> None:

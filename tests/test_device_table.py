@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import socket
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from devices import (  # noqa: E402
     read,
     run_work,
 )
+from ports import free_port  # noqa: E402
 from table_model import SHAPES, make_grouped_work, make_work, slots_in_numpy  # noqa: E402
 
 import pagepool  # noqa: E402
@@ -504,9 +504,7 @@ def test_eight_devices() -> None:
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 5), reason="collectives on CPU break in such old versions, with any program")
 def test_two_processes() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     programs = [Program("two_processes.py", address, str(i), num_devices=2) for i in range(2)]
     await_programs(programs, timeout=300)
 

@@ -84,25 +84,24 @@ def test_classes_are_found_in_the_engine_and_put_back() -> None:
     del manager
 
 
-def run_engine(folder: Path, value: str, *pools: str) -> list[dict[str, Any]]:
-    """What `tiny_engine` generates in these pools, in a process that has the variable set to `value`."""
-    code = f"{'' if INSTALLED else 'import pagepool; '}import sys, tiny_engine; tiny_engine.main(*sys.argv[1:])"
-    path = [str(Path(__file__).parent), *([] if INSTALLED else [str(Path(__file__).parents[1])])]
+def run_engine(folder: Path, launcher: tuple[str, ...], *pools: str) -> list[dict[str, Any]]:
+    """What `tiny_engine` generates in these pools, in a process of its own."""
+    program = Path(__file__).with_name("tiny_engine.py")
+    path = [] if INSTALLED else [str(Path(__file__).parents[1])]
     env = os.environ | {
-        easydel.VARIABLE: value,
         "ENABLE_DISTRIBUTED_INIT": "0",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(path),
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
-    command = [sys.executable, "-c", code, str(folder), *pools]
+    command = [sys.executable, *launcher, str(program), str(folder), *pools]
     process = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=600, check=True)
     return [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
 
 
 def test_the_engine_generates_the_same(tmp_path: Path) -> None:
-    own = run_engine(tmp_path, "0", "200", "28")
-    ours = run_engine(tmp_path, "1", "200", "28", "200async")
+    own = run_engine(tmp_path, (), "200", "28")
+    ours = run_engine(tmp_path, ("-m", "pagepool.compat.easydel"), "200", "28", "200async")
     assert {module.split(".")[0] for run in own for module in run["modules"]} == {"easydel"}
     assert {module.split(".")[0] for run in ours for module in run["modules"]} == {"pagepool"}
     assert len(own[0]["tokens"]) > 20

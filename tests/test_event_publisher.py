@@ -9,8 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -20,6 +21,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError
 pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
 zmq = pytest.importorskip("zmq", reason="events are an extra: pyzmq is not installed")
 
+from ports import free_port  # noqa: E402
 from router import Router  # noqa: E402
 from test_events import FULL, make_told, run_request  # noqa: E402
 from wire import WireBatch, decode_batch  # noqa: E402
@@ -36,12 +38,27 @@ NUM_LARGE = 400
 """Batches of 100 kB, more than the sockets between publisher and subscriber hold."""
 
 
+class Keys(NamedTuple):
+    """What a router needs of CURVE, by the names of pyzmq."""
+
+    curve_serverkey: bytes
+    curve_publickey: bytes
+    curve_secretkey: bytes
+
+
+def set_keys(target: Any, keys: Keys | None) -> None:
+    """Have a socket use them, or all sockets of a context that are yet to come."""
+    for name, key in ({} if keys is None else keys._asdict()).items():
+        setattr(target, name, key)
+
+
 class Subscriber:
     """A router's end of both sockets."""
 
-    def __init__(self, publisher: EventPublisher, topic: str = "", hwm: int = 0) -> None:
+    def __init__(self, publisher: EventPublisher, topic: str = "", hwm: int = 0, keys: Keys | None = None) -> None:
         self.publisher = publisher
         self.context = zmq.Context()
+        set_keys(self.context, keys)
         self.live = self.context.socket(zmq.SUB)
         self.live.set_hwm(hwm)
         self.live.rcvtimeo = TIMEOUT
@@ -385,6 +402,145 @@ def test_a_flood_of_requests_does_not_stop_publishing(publisher: EventPublisher,
     assert_serves(publisher, manager)
 
 
+# --- who may read -----------------------------------------------------------------------------------------------
+
+PUBLIC, SECRET = zmq.curve_keypair()
+ROUTER_PUBLIC, ROUTER_SECRET = zmq.curve_keypair()
+STRANGER_PUBLIC, STRANGER_SECRET = zmq.curve_keypair()
+ALLOWED = Keys(PUBLIC, ROUTER_PUBLIC, ROUTER_SECRET)
+STRANGERS = {
+    "without keys": None,
+    "with the public key of the publisher": Keys(PUBLIC, STRANGER_PUBLIC, STRANGER_SECRET),
+    "with the public key of a router": Keys(PUBLIC, ROUTER_PUBLIC, STRANGER_SECRET),
+    "with another key for the publisher": Keys(STRANGER_PUBLIC, ROUTER_PUBLIC, ROUTER_SECRET),
+}
+CURVE = {"curve_secretkey": SECRET, "curve_client_keys": [ROUTER_PUBLIC]}
+
+
+def test_it_listens_on_loopback_by_default() -> None:
+    """Another address of the machine, here one that every Linux has, does not reach it."""
+    try:
+        publisher = EventPublisher()
+    except EndpointError:
+        pytest.skip("the port is in use")
+    with publisher:
+        assert (publisher.endpoint, publisher.replay_endpoint) == ("tcp://127.0.0.1:5557", None)
+        socket.create_connection(("127.0.0.1", 5557)).close()
+        with pytest.raises(OSError, match=r"refused|unreachable|timed out|assign"):
+            socket.create_connection(("127.0.0.2", 5557), timeout=5)
+
+
+@pytest.mark.parametrize("keys", STRANGERS.values(), ids=STRANGERS)
+def test_only_routers_with_a_key_receive_anything(manager: pagepool.CacheManager, keys: Keys | None) -> None:
+    """Neither what is published nor what is sent again."""
+    with (
+        EventPublisher(manager, LOOPBACK, LOOPBACK, **CURVE) as publisher,
+        Subscriber(publisher, keys=keys) as stranger,
+        Subscriber(publisher, keys=ALLOWED) as subscriber,
+    ):
+        stranger.ask(START)
+        subscriber.wait_until_subscribed()
+        run_request(manager, list(range(9)))
+        publisher.flush()
+        subscriber.follow(manager)
+        subscriber.replay(START)
+        publish_some(publisher, 10)
+        for _ in range(10):
+            subscriber.receive()
+        assert not stranger.live.poll(200)
+        assert not stranger.asking.poll(0)
+
+
+def test_keys_as_text_on_a_socket_file(manager: pagepool.CacheManager, tmp_path: Path) -> None:
+    keys = {"curve_secretkey": SECRET.decode(), "curve_client_keys": iter([STRANGER_PUBLIC.decode(), ROUTER_PUBLIC.decode()])}
+    endpoints = [f"ipc://{tmp_path}/{name}" for name in ("live", "replay")]
+    with (
+        EventPublisher(manager, *endpoints, **keys) as publisher,
+        Subscriber(publisher) as stranger,
+        Subscriber(publisher, keys=ALLOWED) as subscriber,
+    ):
+        subscriber.wait_until_subscribed()
+        subscriber.replay(START)
+        assert not stranger.live.poll(200)
+
+
+@pytest.mark.parametrize("keys", [ALLOWED, *STRANGERS.values()], ids=["with keys", *STRANGERS])
+def test_a_router_that_listens_needs_a_key_too(keys: Keys | None) -> None:
+    with zmq.Context() as context, context.socket(zmq.SUB) as live:
+        set_keys(live, keys)
+        port = live.bind_to_random_port("tcp://127.0.0.1")
+        live.subscribe("")
+        with EventPublisher(None, f"tcp://127.0.0.1:{port}", is_connecting=True, **CURVE) as publisher:
+            for _ in range(100):
+                publisher.publish([])
+                if live.poll(5):
+                    break
+            assert bool(live.poll(0)) is (keys == ALLOWED)
+
+
+def test_no_router_is_admitted_once_the_authenticator_is_gone() -> None:
+    with EventPublisher(None, LOOPBACK, LOOPBACK, **CURVE) as publisher:
+        publisher._worker.sockets.authenticator.stop()
+        with Subscriber(publisher, keys=ALLOWED) as subscriber:
+            for _ in range(40):
+                publisher.publish([])
+                assert not subscriber.live.poll(5)
+
+
+def test_a_publisher_with_keys_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    for _ in range(3):
+        EventPublisher(None, LOOPBACK, **CURVE).close()
+        with pytest.raises(EndpointError):
+            EventPublisher(None, "tcp://", **CURVE)
+    assert set(threading.enumerate()) == before
+
+
+WRONG_KEYS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (
+        {"curve_client_keys": None},
+        ArgumentError,
+        "curve_secretkey, curve_client_keys: got one of them, allowed: both or neither",
+    ),
+    ({"curve_secretkey": None}, ArgumentError, "curve_secretkey, curve_client_keys: got one of them, allowed: both or neither"),
+    ({"curve_client_keys": []}, ArgumentError, "curve_client_keys: got none, allowed: at least one key"),
+    ({"curve_client_keys": ROUTER_PUBLIC}, ArgumentTypeError, "curve_client_keys: got bytes, allowed: a list of keys"),
+    ({"curve_client_keys": 3}, ArgumentTypeError, "curve_client_keys: got int, allowed: a list of keys"),
+    ({"curve_client_keys": [3]}, ArgumentTypeError, "curve_client_keys: got int, allowed: 40 characters of Z85"),
+    ({"curve_client_keys": [b"x"]}, ArgumentError, "curve_client_keys: got 1 characters, allowed: 40 of Z85, as"),
+    ({"curve_secretkey": 3}, ArgumentTypeError, "curve_secretkey: got int, allowed: 40 characters of Z85"),
+    ({"curve_secretkey": SECRET[:-5]}, ArgumentError, "curve_secretkey: got 35 characters, allowed: 40 of Z85, as"),
+    ({"curve_secretkey": SECRET[:-1] + b'"'}, ArgumentError, "curve_secretkey: got 40 characters, allowed: 40 of Z85, as"),
+    ({"curve_secretkey": 40 * "#"}, ArgumentError, "curve_secretkey: got 40 characters, allowed: 40 of Z85, as"),
+    ({"curve_secretkey": 40 * "\xe4"}, ArgumentError, "curve_secretkey: got 40 characters, allowed: 40 of Z85, as"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), WRONG_KEYS, ids=[message for _, _, message in WRONG_KEYS])
+def test_keys_that_are_none(
+    options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is bound, and no secret is in the message."""
+    monkeypatch.setattr(zmq.Context, "socket", lambda *_, **__: pytest.fail("a socket was made"))
+    with pytest.raises(error, match=f"^{message}") as caught:
+        EventPublisher(None, LOOPBACK, **(CURVE | options))
+    assert SECRET[:10].decode() not in str(caught.value)
+
+
+def test_a_libzmq_without_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq, "has", lambda capability: capability != "curve")
+    with pytest.raises(
+        ArgumentError, match=r"^curve_secretkey: got a key, allowed: None, since this libzmq was built without CURVE$"
+    ):
+        EventPublisher(None, LOOPBACK, **CURVE)
+
+
+def test_addresses_that_are_never_encrypted() -> None:
+    for name in ("endpoint", "replay_endpoint"):
+        with pytest.raises(EndpointError, match=rf"^{name}: got 'inproc://x' with keys, allowed: tcp or ipc, such as"):
+            EventPublisher(None, **({"endpoint": LOOPBACK, name: "inproc://x"} | CURVE))
+
+
 # --- what goes wrong in the engine ------------------------------------------------------------------------------
 
 
@@ -454,8 +610,9 @@ else:
 }
 
 
+@pytest.mark.parametrize("keys", ["", "**CURVE"], ids=["open", "with keys"])
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
-def test_an_interpreter_ends_without_closing(ending: str) -> None:
+def test_an_interpreter_ends_without_closing(ending: str, keys: str) -> None:
     """It does not hang, and nothing is printed."""
     if "fork" in ending and not hasattr(os, "fork"):
         pytest.skip("there is no fork here")
@@ -464,9 +621,9 @@ import os, sys
 from pagepool.errors import ArgumentError
 from pagepool.event_publisher import EventPublisher
 from pagepool.events import AllBlocksCleared
-from test_event_publisher import LOOPBACK, make_told
+from test_event_publisher import CURVE, LOOPBACK, make_told
 manager = make_told()
-publisher = EventPublisher(manager, LOOPBACK, LOOPBACK)
+publisher = EventPublisher(manager, LOOPBACK, LOOPBACK, {keys})
 {ending}
 """
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -480,7 +637,9 @@ publisher = EventPublisher(manager, LOOPBACK, LOOPBACK)
 def test_a_port_that_is_in_use(publisher: EventPublisher) -> None:
     for name in ("endpoint", "replay_endpoint"):
         endpoints = {"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK, name: publisher.endpoint}
-        expected = f"^{name}: got '{publisher.endpoint}': the port is in use; allowed: a free one, such as 'tcp://\\*:5557'$"
+        expected = (
+            f"^{name}: got '{publisher.endpoint}': the port is in use; allowed: a free one, such as 'tcp://127.0.0.1:5557'$"
+        )
         with pytest.raises(EndpointError, match=expected) as caught:
             EventPublisher(None, **endpoints)
         assert isinstance(caught.value, OSError)
@@ -491,7 +650,7 @@ def test_a_port_that_is_in_use(publisher: EventPublisher) -> None:
 )
 def test_an_address_that_is_none(endpoint: str) -> None:
     num_threads = threading.active_count()
-    with pytest.raises(EndpointError, match=r"^endpoint: got '.*': .+; allowed: a free one, such as 'tcp://\*:5557'$"):
+    with pytest.raises(EndpointError, match=r"^endpoint: got '.*': .+; allowed: a free one, such as 'tcp://127.0.0.1:5557'$"):
         EventPublisher(None, endpoint)
     assert threading.active_count() == num_threads
 
@@ -543,12 +702,6 @@ def test_a_manager_has_one_publisher_and_events(publisher: EventPublisher, manag
 
 
 # --- beside vLLM ------------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_a_client_cannot_tell_it_from_vllms() -> None:

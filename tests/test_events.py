@@ -68,6 +68,7 @@ def test_a_router_knows_what_a_manager_has_cached(setting: Setting, algorithm: s
     def make_twins(setting: Setting, num_pages: int) -> Twins:
         groups = setting.cache_groups(pagepool)
         oracle = OracleTwin(setting.manager(OracleManager, groups, num_pages))
+        oracle.manager.keys.ignores_lengths = algorithm == "sha256_cbor"
         package = PackageTwin(setting.manager(pagepool.CacheManager, groups, num_pages, **ALGORITHMS[algorithm]))
         return ToldTwins(oracle, package, PERIODS[seed % 4], seed % 8 >= 4)
 
@@ -160,11 +161,10 @@ def test_hashes_can_be_made_of_the_events_alone(hash_algo: str) -> None:
         parent = stored.parent_block_hash or root
         for i, block_hash in enumerate(stored.block_hashes):
             tokens, keys = stored.token_ids[4 * i : 4 * i + 4], stored.extra_keys and stored.extra_keys[i]
-            tagged = keys and (("salt", *keys),)
             if hash_algo == "sha256_cbor":
-                parent = hashing.sha256_cbor((parent, tuple(tokens), tagged))
+                parent = hashing.sha256_cbor((parent, tuple(tokens), keys and (("cache_salt", *keys),)))
             else:
-                parent = hashing.sha256_page(parent, tokens, tagged)
+                parent = hashing.sha256_page(parent, tokens, keys and (("salt", *keys),))
             assert block_hash == parent
 
 

@@ -166,6 +166,27 @@ def test_sha256_is_parent_then_little_endian_tokens_then_keys():
     assert sha256_page(bytes(32), [1, -2], keys) == expected
 
 
+@pytest.mark.parametrize(
+    ("hash_algo", "expected"),
+    [
+        ("siphash128", ["1a546eb98c818dece2676d67d3f732b8", "45821a3f89462674556e7d2d40b6c553"]),
+        (
+            "sha256",
+            [
+                "13075d31c33e2c3c24e52c9393f38352f54d90bb99d56cc7d6b7b10c0cd6dec2",
+                "4b929029b64bfe1aaa36d7d4249f17b0bca3634b53ea685a339e78182731fb57",
+            ],
+        ),
+    ],
+)
+def test_digests_with_all_kinds_of_extra_keys_stay_what_they_are(hash_algo, expected):
+    """Snapshots and other processes have them."""
+    manager = make_manager(hash_algo=hash_algo, hash_seed=7)
+    features = [image("x", 1, 2), image("y", 5, 2)]
+    fill(manager, EngineRequest("a", list(range(9)), cache_salt="s", lora_id="l", mm_features=features))
+    assert [f"{page_hash.hash_value:x}" for page_hash in manager.req_to_page_hashes["a"]] == expected
+
+
 def test_sha256_takes_what_fits_int32():
     with pytest.raises(ArgumentError, match=r"token ids: .*; allowed: ints that fit int32"):
         sha256_page(bytes(32), [1 << 31], None)
@@ -270,6 +291,10 @@ def test_names_of_evicted_pages_are_forgotten():
         ({"lora_id": 1}, {"lora_id": 1}, 8),
         ({"lora_id": 1}, {"lora_id": 2}, 0),
         ({"lora_id": 1}, {"cache_salt": "1"}, 0),
+        ({"lora_id": ("a", "/b")}, {"lora_id": ("a", "/b")}, 8),
+        ({"lora_id": ("a", "/b")}, {"lora_id": ("a", "/c")}, 0),
+        ({"lora_id": ("a", "/b")}, {"lora_id": "a"}, 0),
+        ({"lora_id": ("a", "/b")}, {"lora_id": "('a', '/b')"}, 0),
     ],
 )
 def test_salts_and_adapters_keep_requests_apart(first, second, num_shared_tokens):
@@ -338,7 +363,17 @@ def test_vision_without_features_shares_with_itself_alone():
     assert manager.get_computed_pages(seen("a"))[1] == 8
 
 
-@pytest.mark.parametrize("request_keys", [{"cache_salt": 1.5}, {"lora_id": object()}, {"mm_features": [SimpleNamespace()]}])
+@pytest.mark.parametrize(
+    "request_keys",
+    [
+        {"cache_salt": 1.5},
+        {"lora_id": object()},
+        {"lora_id": ("a",)},
+        {"lora_id": ("a", 1.5)},
+        {"lora_id": ["a", "b"]},
+        {"mm_features": [SimpleNamespace()]},
+    ],
+)
 def test_extra_keys_of_unclear_identity_are_refused(request_keys):
     with pytest.raises((ArgumentError, ArgumentTypeError)):
         make_manager().get_computed_pages(EngineRequest("a", [1] * 9, **request_keys))

@@ -1,25 +1,59 @@
-"""The collector for Prometheus, scraped from a real endpoint; and the dashboard, which shows what there is."""
+"""The collector for Prometheus: what each version of the server stores of it; dashboard, rules and documents name just that."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from urllib.request import urlopen
+from typing import Any, NamedTuple
+from urllib.error import URLError
+from urllib.parse import urlencode
+from urllib.request import Request, urlopen
 
 import pytest
+from ports import free_port
 from sources import ROOT
 
 from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
-from pagepool.errors import ArgumentError
+from pagepool.errors import ArgumentError, ArgumentTypeError
 
 prometheus_client = pytest.importorskip("prometheus_client")
 parser = pytest.importorskip("prometheus_client.parser")
 
-DASHBOARD = ROOT / "docs" / "grafana-dashboard.json"
+DOCS = ROOT / "docs"
+ALERTS, VLLM_NAMES = DOCS / "prometheus-alerts.yml", DOCS / "prometheus-vllm-names.yml"
+PROTOBUF = "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited"
+OPEN_0, OPEN_1 = (f"application/openmetrics-text;version={version}" for version in ("0.0.1", "1.0.0"))
+TEXT_0, TEXT_1 = (f"text/plain;version={version}" for version in ("0.0.4", "1.0.0"))
+UTF8, UNDERSCORES = "escaping=allow-utf-8", "escaping=underscores"
+ACCEPT = {
+    "none": "*/*",
+    "2.42": f"{OPEN_1},{OPEN_0};q=0.75,{TEXT_0};q=0.5,*/*;q=0.1",
+    "2.42, native histograms": f"{PROTOBUF},{OPEN_1};q=0.8,{OPEN_0};q=0.75,{TEXT_0};q=0.5,*/*;q=0.1",
+    "2.49 to 2.55": f"{OPEN_1};q=0.5,{OPEN_0};q=0.4,{TEXT_0};q=0.3,*/*;q=0.2",
+    "2.55, utf8-names": f"{OPEN_1};{UTF8};q=0.5,{OPEN_0};{UTF8};q=0.4,{TEXT_0};{UTF8};q=0.3,*/*;q=0.2",
+    "2.55, text only": f"{TEXT_0};q=0.5,*/*;q=0.4",
+    "3.0": f"{OPEN_1};{UTF8};q=0.6,{OPEN_0};{UTF8};q=0.5,{TEXT_1};{UTF8};{UTF8};q=0.4,{TEXT_0};{UTF8};q=0.3,*/*;q=0.2",
+    "3.5": f"{OPEN_1};{UTF8};q=0.6,{OPEN_0};q=0.5,{TEXT_1};{UTF8};q=0.4,{TEXT_0};q=0.3,*/*;q=0.2",
+    "3.5, legacy names": f"{OPEN_1};{UNDERSCORES};q=0.6,{OPEN_0};q=0.5,{TEXT_1};{UNDERSCORES};q=0.4,{TEXT_0};q=0.3,*/*;q=0.2",
+    "3.5, native histograms": (
+        f"{PROTOBUF};q=0.6,{OPEN_1};{UTF8};q=0.5,{OPEN_0};q=0.4,{TEXT_1};{UTF8};q=0.3,{TEXT_0};q=0.2,*/*;q=0.1"
+    ),
+    "3.5, text only": f"{TEXT_1};{UTF8};q=0.6,*/*;q=0.5",
+}
+"""What servers of these versions send, by default and as configured."""
+
+SERVER_LABELS = {"instance", "job", "alertname"}
+"""Those that a server adds."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def manager() -> CacheManager:
     manager = CacheManager(9, [CacheGroupSpec(FullAttentionSpec(4, 1, 8, "float16", False))], 64)
     for name, token_ids in {"a": [1, 2, 3, 4, 5], "b": [1, 2, 3, 4, 6], "c": list(range(28))}.items():
@@ -31,55 +65,291 @@ def manager() -> CacheManager:
     return manager
 
 
-@pytest.fixture
-def scraped(manager: CacheManager) -> dict[str, tuple[dict[str, str], float]]:
-    """Labels and value by the name of a sample, buckets by name and bound."""
+@pytest.fixture(scope="module")
+def address(manager: CacheManager) -> Iterator[str]:
+    """Host and port of an endpoint."""
     from pagepool.metrics import CacheCollector
 
     registry = prometheus_client.CollectorRegistry()
     registry.register(CacheCollector(manager, {"model_name": "tiny", "engine": "0"}))
     server, thread = prometheus_client.start_http_server(0, addr="127.0.0.1", registry=registry)
-    try:
-        with urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=30) as response:
-            families = list(parser.text_string_to_metric_families(response.read().decode()))
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(30)
-    samples = [sample for family in families for sample in family.samples]
-    return {sample.name + sample.labels.get("le", ""): (sample.labels, sample.value) for sample in samples}
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join(30)
 
 
-def test_a_scrape_has_the_stats(manager: CacheManager, scraped: dict[str, tuple[dict[str, str], float]]) -> None:
-    stats, values = manager.stats(), {name: value for name, (_, value) in scraped.items()}
-    assert all(labels["model_name"] == "tiny" and labels["engine"] == "0" for labels, _ in scraped.values())
-    assert values["vllm:kv_cache_usage_perc"] == stats.usage == 7 / 8
-    assert values["pagepool:held_pages"] == 7
-    assert values["pagepool:free_pages"] == 1
-    assert values["pagepool:cached_pages"] == stats.num_cached_pages
-    assert values["vllm:prefix_cache_queries_total"] == stats.queries.num_queried_tokens == 38
-    assert values["vllm:prefix_cache_hits_total"] == stats.queries.num_hit_tokens == 4
-    assert values["pagepool:prefix_cache_requests_total"] == 3
-    assert values["pagepool:preempted_prefix_cache_requests_total"] == 0
-    assert values["pagepool:allocated_pages_total"] == stats.num_allocated_pages
-    assert values["pagepool:evicted_pages_total"] == stats.num_evicted_pages
-    assert values["vllm:kv_block_reuse_gap_seconds_count"] == stats.reuse_gap.num_times == 1
-    assert values["vllm:kv_block_reuse_gap_seconds_sum"] == pytest.approx(stats.reuse_gap.sum_seconds)
-    assert values["vllm:kv_block_lifetime_seconds_bucket+Inf"] == stats.num_evicted_pages
+def scrape(address: str, accept: str) -> list[Any]:
+    """The samples as they arrive."""
+    with urlopen(Request(f"http://{address}/metrics", headers={"Accept": accept}), timeout=30) as response:
+        families = list(parser.text_string_to_metric_families(response.read().decode()))
+    return [sample for family in families for sample in family.samples]
 
 
-def test_the_dashboard_shows_what_is_there(scraped: dict[str, tuple[dict[str, str], float]]) -> None:
-    if not DASHBOARD.exists():
-        pytest.skip("the documents are not here")
-    panels = json.loads(Path(DASHBOARD).read_text())["panels"]
-    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
-    shown = {name for expression in expressions for name in re.findall(r"(?:vllm|pagepool):\w+", expression)}
-    scraped_names = {re.sub(r"(\+Inf|[\d.]+)$", "", name) for name in scraped}
-    assert shown <= scraped_names
-    assert scraped_names - shown <= {
-        *(name for name in scraped_names if name.endswith(("_sum", "_count"))),
-        "pagepool:free_pages",
+class Shown(NamedTuple):
+    """An expression, and the labels that stand with it."""
+
+    expression: str
+    labels: set[str]
+
+
+def read_panels() -> list[Shown]:
+    panels = json.loads((DOCS / "grafana-dashboard.json").read_text())["panels"]
+    targets = [target for panel in panels for target in panel["targets"]]
+    return [Shown(target["expr"], set(re.findall(r"{{(\w+)}}", target["legendFormat"]))) for target in targets]
+
+
+def read_rules(path: Path) -> list[Shown]:
+    """What stands behind ``expr:`` in one line or several, and all labels of the file."""
+    text = path.read_text()
+    labels = set(re.findall(r"\$labels\.(\w+)", text))
+    found = re.findall(r"^( *)expr: (?:\|\n((?:\1 .*\n)+)|(.+)\n)", text, re.MULTILINE)
+    assert len(found) == text.count("expr:")
+    return [Shown(several or one, labels) for _, several, one in found]
+
+
+def recorded_names() -> set[str]:
+    return set(re.findall(r"^ +- record: (.+)$", VLLM_NAMES.read_text(), re.MULTILINE))
+
+
+def names_in(expression: str) -> set[str]:
+    """The metrics, that is all names but those of labels, functions and operators."""
+    bare = re.sub(r"\{.*?\}|\[.*?\]|\b(?:by|on|ignoring|without) *\(.*?\)", " ", expression)
+    return set(re.findall(r"(?<![\w.:])[a-zA-Z_:][\w:]*\b(?!\s*\()", bare)) - {"and", "or", "unless", "offset"}
+
+
+def labels_in(expression: str) -> set[str]:
+    groupings = re.findall(r"\b(?:by|on|ignoring|without) *\((.*?)\)", expression)
+    return {*re.findall(r"(\w+) *(?:=~|!~|!=|=)", expression), *re.findall(r"\w+", " ".join(groupings))}
+
+
+need_docs = pytest.mark.skipif(not DOCS.exists(), reason="the documents are not here")
+
+
+# --- what arrives ---------------------------------------------------------------------------------------------
+
+
+def test_a_scrape_has_the_stats(manager: CacheManager, address: str) -> None:
+    samples = scrape(address, "*/*")
+    stats, values = manager.stats(), {sample.name + sample.labels.get("le", ""): sample.value for sample in samples}
+    assert all(sample.labels["model_name"] == "tiny" and sample.labels["engine"] == "0" for sample in samples)
+    assert values["pagepool_kv_cache_usage_perc"] == stats.usage == 7 / 8
+    assert values["pagepool_held_pages"] == 7
+    assert values["pagepool_free_pages"] == 1
+    assert values["pagepool_cached_pages"] == stats.num_cached_pages
+    assert values["pagepool_prefix_cache_queries_total"] == stats.queries.num_queried_tokens == 38
+    assert values["pagepool_prefix_cache_hits_total"] == stats.queries.num_hit_tokens == 4
+    assert values["pagepool_prefix_cache_requests_total"] == 3
+    assert values["pagepool_preempted_prefix_cache_requests_total"] == 0
+    assert values["pagepool_allocated_pages_total"] == stats.num_allocated_pages
+    assert values["pagepool_evicted_pages_total"] == stats.num_evicted_pages
+    assert values["pagepool_kv_block_reuse_gap_seconds_count"] == stats.reuse_gap.num_times == 1
+    assert values["pagepool_kv_block_reuse_gap_seconds_sum"] == pytest.approx(stats.reuse_gap.sum_seconds)
+    assert values["pagepool_kv_block_lifetime_seconds_bucket+Inf"] == stats.num_evicted_pages
+
+
+@pytest.mark.parametrize("accept", ACCEPT.values(), ids=ACCEPT)
+def test_names_are_the_same_at_each_server(address: str, accept: str) -> None:
+    """What is stored does not depend on the versions of server and client."""
+    expected, samples = scrape(address, "*/*"), scrape(address, accept)
+    assert [(sample.name, sample.labels) for sample in samples] == [(sample.name, sample.labels) for sample in expected]
+    assert {sample.name.partition("_")[0] for sample in samples} == {"pagepool"}
+
+
+@need_docs
+@pytest.mark.parametrize("accept", ACCEPT.values(), ids=ACCEPT)
+def test_what_is_shown_arrives(address: str, accept: str) -> None:
+    """Dashboard, alerts and recording rules query names and labels that are stored."""
+    samples = scrape(address, accept)
+    names, labels = {sample.name for sample in samples}, {label for sample in samples for label in sample.labels}
+    panels, alerts, rules = read_panels(), read_rules(ALERTS), read_rules(VLLM_NAMES)
+    assert all((panels, alerts, rules))
+    for shown in [*panels, *alerts, *rules]:
+        used = names_in(shown.expression)
+        assert used, shown
+        assert used <= names, shown
+        assert labels_in(shown.expression) | shown.labels <= labels | SERVER_LABELS, shown
+    seen = {name for shown in panels for name in names_in(shown.expression)}
+    assert names - seen <= {name for name in names if name.endswith(("_sum", "_count"))} | {"pagepool_free_pages"}
+
+
+@need_docs
+def test_vllms_names_are_recorded_of_ours(address: str) -> None:
+    names = {sample.name for sample in scrape(address, "*/*")}
+    text = VLLM_NAMES.read_text()
+    pairs = re.findall(r"- record: vllm:(\w+)\n +expr: pagepool_(\w+)\n", text)
+    assert {recorded for recorded, _ in pairs} == {ours for _, ours in pairs}
+    assert {f"vllm:{recorded}" for recorded, _ in pairs} == recorded_names()
+    of_vllm = ("pagepool_kv_", "pagepool_prefix_cache_queries", "pagepool_prefix_cache_hits")
+    assert {f"pagepool_{ours}" for _, ours in pairs} == {name for name in names if name.startswith(of_vllm)}
+
+
+@need_docs
+def test_documents_name_what_arrives(address: str) -> None:
+    text = "".join(path.read_text() for path in [ROOT / "README.md", *DOCS.glob("*.md")])
+    named = set(re.findall(r"\bpagepool_\w+", text))
+    assert named
+    assert named <= {sample.name for sample in scrape(address, "*/*")}
+    assert set(re.findall(r"\bvllm[:_]\w+", text)) <= recorded_names()
+    assert not re.findall(r"\bpagepool:\w+", text)
+
+
+@need_docs
+def test_legends_and_variables_tell_engines_apart() -> None:
+    dashboard = json.loads((DOCS / "grafana-dashboard.json").read_text())
+    variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
+    assert variables.keys() == {"datasource", "model_name", "instance"}
+    for name in ("model_name", "instance"):
+        assert variables[name]["definition"] == variables[name]["query"]["query"]
+        assert re.fullmatch(rf"label_values\(pagepool_pages(\{{.*\}})?, {name}\)", variables[name]["definition"])
+    for expression, labels in read_panels():
+        assert labels == {"instance", "model_name", "engine"}
+        assert expression.count("pagepool_") == expression.count('{instance=~"$instance",model_name=~"$model_name"}')
+        assert "by (" not in expression or "by (le, instance, model_name, engine)" in expression
+
+
+# --- what real servers make of it -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def run_prometheus(folder: Path, target: str) -> Iterator[str]:
+    """A server that scrapes one endpoint, and the address of its API. Listens on loopback."""
+    program = shutil.which("prometheus")
+    if program is None:
+        pytest.skip("prometheus is not installed")
+    config = {
+        "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(ALERTS), str(VLLM_NAMES)],
+        "scrape_configs": [{"job_name": "engines", "static_configs": [{"targets": [target]}]}],
     }
+    (folder / "prometheus.yml").write_text(json.dumps(config))
+    address = f"127.0.0.1:{free_port()}"
+    options = [
+        f"--config.file={folder}/prometheus.yml",
+        f"--storage.tsdb.path={folder}/data",
+        f"--web.listen-address={address}",
+    ]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen([program, *options], stdout=log, stderr=log)
+        try:
+            yield f"http://{address}/api/v1/"
+        finally:
+            process.kill()
+            process.wait(30)
+
+
+def ask(api: str, path: str, **parameters: str) -> Any:
+    with urlopen(f"{api}{path}?{urlencode(parameters)}", timeout=30) as response:
+        return json.load(response)["data"]
+
+
+def ask_until_there(api: str, path: str, **parameters: str) -> Any:
+    """The first answer that is not empty."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(URLError):  # it is not up yet
+            data = ask(api, path, **parameters)
+            if data["result"] if path == "query" else data:
+                return data
+        time.sleep(0.2)
+    raise TimeoutError(f"{path} {parameters}")
+
+
+@need_docs
+def test_a_real_server_sends_one_of_these_headers(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(60)
+        with run_prometheus(tmp_path, f"127.0.0.1:{listening.getsockname()[1]}"), listening.accept()[0] as connection:
+            request = connection.recv(65536).decode()
+    sent = re.search(r"^Accept: (.*)\r$", request, re.MULTILINE)
+    assert sent is not None
+    assert sent[1] in ACCEPT.values()
+
+
+@need_docs
+def test_a_real_server_stores_what_is_shown(address: str, tmp_path: Path) -> None:
+    with run_prometheus(tmp_path, address) as api:
+        for shown in read_panels():
+            expression = re.sub(r"\$(instance|model_name)\b", ".*", shown.expression.replace("$__rate_interval", "1m"))
+            for series in ask_until_there(api, "query", query=expression)["result"]:
+                labels = series["metric"]
+                assert (labels["instance"], labels["model_name"], labels["engine"]) == (address, "tiny", "0")
+        for name in recorded_names():
+            ask_until_there(api, "query", query=name)
+        stored = {name for name in ask(api, "label/__name__/values") if name.startswith(("pagepool", "vllm"))}
+        assert stored == {sample.name for sample in scrape(address, "*/*")} | recorded_names()
+        rules = [rule for group in ask(api, "rules")["groups"] for rule in group["rules"]]
+        assert {rule["health"] for rule in rules} == {"ok"}
+        assert len(rules) == len(read_rules(ALERTS)) + len(recorded_names())
+
+
+class Case(NamedTuple):
+    """Series in promtool's notation, one value a minute, and whether an alert fires after `hours`."""
+
+    alert: str
+    is_firing: bool
+    series: dict[str, str]
+    hours: int = 2
+
+
+def make_buckets(name: str, **counts_per_step: int) -> dict[str, str]:
+    """A histogram's series: the keys are bounds in seconds behind an underscore."""
+    values, total = {}, 0
+    for bound, count in counts_per_step.items():
+        total += count
+        values[f'pagepool_kv_block_{name}_seconds_bucket{{le="{bound[1:]}"}}'] = f"0+{total}x1620"
+    return values | {f'pagepool_kv_block_{name}_seconds_bucket{{le="+Inf"}}': f"0+{total}x1620"}
+
+
+PREEMPTED, NEW = "pagepool_preempted_prefix_cache_requests_total", "pagepool_prefix_cache_requests_total"
+QUERIES, HITS = "pagepool_prefix_cache_queries_total", "pagepool_prefix_cache_hits_total"
+HELD, ALLOCATED = "pagepool_held_pages", "pagepool_allocated_pages_total"
+EVICTED_AT_8 = make_buckets("idle_before_evict", _4=0, _8=100)
+CASES = [
+    Case("PagepoolPoolTooSmall", True, {"pagepool_kv_cache_usage_perc": "0.97+0x1620"}),
+    Case("PagepoolPoolTooSmall", False, {"pagepool_kv_cache_usage_perc": "0.9+0x1620"}),
+    Case("PagepoolPreemptions", True, {PREEMPTED: "0+20x1620", NEW: "0+100x1620"}),
+    Case("PagepoolPreemptions", True, {PREEMPTED: "0+20x1620", NEW: "0+0x1620"}),
+    Case("PagepoolPreemptions", False, {PREEMPTED: "0+5x1620", NEW: "0+100x1620"}),
+    Case("PagepoolPreemptions", False, {PREEMPTED: "0+0x1620", NEW: "0+0x1620"}),
+    Case("PagepoolEvictsWhatComesBack", True, EVICTED_AT_8 | make_buckets("reuse_gap", _1=50, _4=30, _8=20)),
+    Case("PagepoolEvictsWhatComesBack", False, EVICTED_AT_8 | make_buckets("reuse_gap", _1=95, _4=5, _8=0)),
+    Case("PagepoolEvictsWhatComesBack", False, EVICTED_AT_8 | make_buckets("reuse_gap", _1=0, _4=0, _8=0)),
+    Case("PagepoolHitsFell", True, {QUERIES: "0+100x1620", HITS: "0+80x1500 120000+20x120"}, hours=27),
+    Case("PagepoolHitsFell", False, {QUERIES: "0+100x1620", HITS: "0+80x1620"}, hours=27),
+    Case("PagepoolHitsFell", False, {QUERIES: "0+100x1500 150000+0x120", HITS: "0+80x1500 120000+0x120"}, hours=27),
+    Case("PagepoolPagesLost", True, {HELD: "3+0x1620", ALLOCATED: "100+0x1620"}),
+    Case("PagepoolPagesLost", False, {HELD: "3+0x1620", ALLOCATED: "100+1x1620"}),
+    Case("PagepoolPagesLost", False, {HELD: "0+0x1620", ALLOCATED: "100+0x1620"}),
+]
+
+
+@need_docs
+def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("promtool is not installed")
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": [{"series": name, "values": values} for name, values in case.series.items()],
+            "promql_expr_test": [
+                {
+                    "expr": f'count(ALERTS{{alertname="{case.alert}", alertstate="firing"}})',
+                    "eval_time": f"{case.hours}h",
+                    "exp_samples": [{"labels": "{}", "value": 1}] if case.is_firing else [],
+                }
+            ],
+        }
+        for case in CASES
+    ]
+    (tmp_path / "tests.yml").write_text(json.dumps({"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": tests}))
+    process = subprocess.run([program, "test", "rules", tmp_path / "tests.yml"], capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert {case.alert for case in CASES} == set(re.findall(r"- alert: (\w+)", ALERTS.read_text()))
+
+
+# --- what is refused ------------------------------------------------------------------------------------------
 
 
 def test_the_registry_refuses_it_twice(manager: CacheManager) -> None:
@@ -98,9 +368,36 @@ def test_several_managers_stand_side_by_side(manager: CacheManager) -> None:
     collector.add(CacheManager(5, manager.kv_cache_groups, 64), {"engine": "1"})
     registry = prometheus_client.CollectorRegistry()
     registry.register(collector)
-    values = [registry.get_sample_value("pagepool:pages", {"engine": engine}) for engine in "01"]
+    values = [registry.get_sample_value("pagepool_pages", {"engine": engine}) for engine in "01"]
     assert values == [8, 4]
     with pytest.raises(ArgumentError, match=r"labels: got \('1',\), which another manager has"):
         collector.add(manager, {"engine": "1"})
     with pytest.raises(ArgumentError, match=r"labels: got \[\], allowed: \['engine'\]"):
         collector.add(manager)
+
+
+def test_labels_in_any_order(manager: CacheManager) -> None:
+    from pagepool.metrics import CacheCollector
+
+    collector = CacheCollector(manager, {"engine": "0", "model_name": "tiny"})
+    collector.add(CacheManager(5, manager.kv_cache_groups, 64), {"model_name": "tiny", "engine": "1"})
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(collector)
+    assert registry.get_sample_value("pagepool_pages", {"model_name": "tiny", "engine": "1"}) == 4
+
+
+@pytest.mark.parametrize("labels", [{"engine": 0}, {0: "engine"}, {"engine": None}], ids=str)
+def test_labels_that_are_no_strings(manager: CacheManager, labels: Any) -> None:
+    from pagepool.metrics import CacheCollector
+
+    with pytest.raises(ArgumentTypeError, match=r"^labels: got .*, allowed: strings$"):
+        CacheCollector(manager, labels)
+
+
+@pytest.mark.parametrize("name", ["", "model-name", "modèle", "a:b", "le", "__name__", "0a", "a\n"])
+def test_label_names_that_would_not_arrive(manager: CacheManager, name: str) -> None:
+    """They would be rewritten for some servers, or mean something else."""
+    from pagepool.metrics import CacheCollector
+
+    with pytest.raises(ArgumentError, match=r"^labels: got .*, allowed: letters, digits and underscores"):
+        CacheCollector(manager, {name: "x"})

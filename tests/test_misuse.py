@@ -64,8 +64,11 @@ POOL_CASES = {
     "free twice by id in one call": (lambda u: u.pool.free_page_ids([2, 3, 2]), DoubleFreeError),
     "free a free page": (lambda u: u.pool.free_pages([u.pool.pages[1], u.pool.pages[4]]), DoubleFreeError),
     "free a free page by id": (lambda u: u.pool.free_page_ids(np.array([3, 9], dtype=np.int32)), DoubleFreeError),
-    "free the null page": (lambda u: u.pool.free_pages([u.pool.pages[1], u.pool.null_page]), PageIdError),
-    "free the null page by id": (lambda u: u.pool.free_page_ids([1, 0]), PageIdError),
+    "free twice around the null page": (
+        lambda u: u.pool.free_pages([u.pool.pages[1], u.pool.null_page, u.pool.pages[1]]),
+        DoubleFreeError,
+    ),
+    "free twice around the null page by id": (lambda u: u.pool.free_page_ids([0, 2, 0, 2]), DoubleFreeError),
     "free another pool's page": (lambda u: u.pool.free_pages([u.pool.pages[1], u.other_pool.pages[1]]), PageIdError),
     "free an id outside": (lambda u: u.pool.free_page_ids([1, 16]), PageIdError),
     "free a negative id": (lambda u: u.pool.free_page_ids([1, -1]), PageIdError),
@@ -219,7 +222,6 @@ def test_a_misuse_raises_and_changes_nothing(call, error):
 
 MESSAGES = [
     (lambda u: PagePool(0, True), "num_pages: got 0, allowed: a positive int"),
-    (lambda u: u.pool.free_page_ids([1, 0]), "page 0, the null page, cannot be freed"),
     (lambda u: u.pool.evict_pages([0]), "page 0, the null page, is never cached"),
     (
         lambda u: u.pool.cache_full_page_ids(u.held, [1, 2], [], 1, 2, 4, 0),

@@ -98,7 +98,7 @@ class PoolMemory(ctypes.Structure):
         ("home_shift", c_uint32),
         *((name, c_int32) for name in ("num_pages", "num_free", "num_shards", "pages_per_shard")),
         *((name, c_int32) for name in ("num_keys", "num_entries", "sample_mask", "num_held_free")),
-        ("counters", c_int64 * 7),
+        ("counters", c_int64 * 9),
         ("journal", JournalMemory),
     ]
 

@@ -7,11 +7,16 @@ import importlib
 import inspect
 import os
 import pkgutil
+import subprocess
+import sys
+import tarfile
+import zipfile
 from importlib.metadata import distribution, version
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from sources import ROOT
 
 import pagepool
 from pagepool import _core
@@ -109,6 +114,32 @@ def test_the_wheel_carries_the_core_and_its_types_but_no_sources_of_it() -> None
     assert not {name for name in names if name.endswith((".c", ".pyx", ".html"))}
     assert {file.parts[0] for file in files if file.parts[0] != ".."} == {
         "pagepool",
-        "pagepool.pth",
         f"pagepool-{pagepool.__version__}.dist-info",
     }
+
+
+@on_the_wheel
+def test_neither_wheel_nor_source_distribution_has_a_line_for_pythons_start() -> None:
+    """`make test` leaves both beside the environment that it installed the wheel in."""
+    [wheel], [sources] = (list((Path(sys.prefix) / "dist").glob(f"*.{suffix}")) for suffix in ("whl", "tar.gz"))
+    with zipfile.ZipFile(wheel) as packed, tarfile.open(sources) as archive:
+        names = [*packed.namelist(), *archive.getnames()]
+    assert {"pagepool/__init__.py", f"pagepool-{pagepool.__version__}/setup.py"} <= set(names)
+    assert not [name for name in names if name.endswith((".pth", "sitecustomize.py", "usercustomize.py"))]
+
+
+def test_the_build_makes_no_line_for_pythons_start() -> None:
+    """The same where nothing is built: the sources have no such file, and what builds names none."""
+    assert not list(ROOT.glob("*.pth")) + list((ROOT / "pagepool").rglob("*.pth"))
+    builders = [ROOT / name for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "Makefile")]
+    assert not [path.name for path in builders if ".pth" in path.read_text()]
+
+
+@pytest.mark.parametrize("value", [None, "0", "1", "wrong"])
+def test_python_starts_without_pagepool(value: str | None) -> None:
+    """Whatever the variable for EasyDeL says."""
+    env = {name: text for name, text in os.environ.items() if name != "PAGEPOOL_EASYDEL"}
+    env |= {} if value is None else {"PAGEPOOL_EASYDEL": value}
+    code = "import sys; print([name for name in sys.modules if name.split('.')[0] == 'pagepool'])"
+    process = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True, timeout=120)
+    assert (process.stdout, process.stderr) == ("[]\n", "")

@@ -11,6 +11,7 @@ import pytest
 
 from pagepool import (
     CachePage,
+    CachePages,
     FreeCachePageQueue,
     PageHash,
     PageHashWithGroupId,
@@ -19,7 +20,7 @@ from pagepool import (
     hash_request_tokens,
 )
 from pagepool._core import HashChain, PageIds
-from pagepool.errors import ArgumentError, IntegrityError, OutOfPagesError, PageHashError, PageIdError
+from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, OutOfPagesError, PageHashError, PageIdError
 from pagepool.request import EngineRequest
 
 
@@ -105,6 +106,76 @@ def test_a_page_object_is_a_view_and_there_is_one_of_each():
     assert pool.pages[2].is_free
     assert "page_id=1" in repr(page)
     assert "next_free_page=3" in repr(pool.pages[2])
+
+
+def test_a_page_made_alone_has_all_its_fields():
+    page = CachePage(page_id=7, ref_cnt=2, _page_hash=page_hash(5), prev_free_page=None, next_free_page=None, is_null=False)
+    assert (page.page_id, page.ref_cnt, page.page_hash, page.is_null) == (7, 2, page_hash(5), False)
+    assert (page.prev_free_page, page.next_free_page) == (None, None)
+    page.reset_hash()
+    page.page_hash = page_hash(6)
+    assert page.page_hash == page_hash(6)
+    null = CachePage(0, is_null=True)
+    assert null.is_null
+    queue = FreeCachePageQueue([])
+    with pytest.raises(PageIdError, match="page 0 cannot be appended: it is a null page"):
+        queue.append(null)
+    for call, error in (
+        (lambda: CachePage(7, prev_free_page=page), ArgumentError),
+        (lambda: CachePage(7, next_free_page=page), ArgumentError),
+        (lambda: CachePage(7, _page_hash=PageHash(5, ())), ArgumentTypeError),
+        (lambda: CachePage(7, -1), ArgumentError),
+        (lambda: page.__init__(7), ArgumentError),
+    ):
+        with pytest.raises(error):
+            call()
+    assert page.page_hash == page_hash(6)
+
+
+def test_pages_are_equal_field_by_field():
+    page, other = CachePage(7), CachePage(7)
+    assert page == other
+    assert hash(page) == hash(other)
+    assert len({page, other, CachePage(8)}) == 2
+    for change, undo in (
+        (lambda: page.incr_ref(), lambda: page.decr_ref()),
+        (lambda: setattr(page, "page_hash", page_hash(5)), lambda: page.reset_hash()),
+    ):
+        change()
+        assert page != other
+        undo()
+        assert page == other
+    assert CachePage(7, 1, page_hash(5)) == CachePage(7, 1, page_hash(5)) != CachePage(7, 1, page_hash(6))
+    assert CachePage(7, is_null=True) != page
+    assert page != 7
+    assert page != SimpleNamespace(page_id=7)
+
+
+def test_pages_in_queues_are_equal_if_their_neighbours_have_the_same_ids():
+    """The neighbours' other fields do not count, so that no comparison walks through the queue."""
+    one, other = PagePool(50_000, True), PagePool(50_000, True)
+    assert one.pages[3] == other.pages[3] != other.pages[4]
+    assert one.null_page == other.null_page
+    cache(other, 4, 5)
+    assert one.pages[3] == other.pages[3]
+    assert one.pages[4] != other.pages[4]
+    other.get_new_page_ids(2)
+    assert one.pages[3] != other.pages[3]
+    assert one.pages[5] == other.pages[5]
+    assert one.pages[1] != CachePage(1)
+    assert one.get_new_pages(1) == [CachePage(1, 1)]
+    assert CachePages((one.pages[5:7],)) == CachePages((other.pages[5:7],))
+
+
+def test_the_entry_of_one_page_is_dropped():
+    pool = PagePool(8, True)
+    cache(pool, 3, 5)
+    assert pool._maybe_evict_cached_page(pool.pages[3])
+    assert not pool._maybe_evict_cached_page(pool.pages[3])
+    assert not pool._maybe_evict_cached_page(pool.null_page)
+    assert len(pool.cached_page_hash_to_page) == 0
+    with pytest.raises(PageIdError, match="another pool"):
+        pool._maybe_evict_cached_page(CachePage(3))
 
 
 def count_page_objects():
@@ -213,6 +284,18 @@ def test_more_holders_than_can_be_counted_are_refused():
     with pytest.raises(PageIdError, match="page 1 "):
         pool.touch([[page]])
     assert page.ref_cnt == (1 << 31) - 1
+
+
+def test_the_null_page_is_passed_over_when_it_is_given_back():
+    pool = PagePool(6, True)
+    first, second = pool.get_new_pages(2)
+    pool.free_pages([pool.null_page, second, pool.null_page, first])
+    assert pool.free_page_ids_in_order().tolist() == [3, 4, 5, 2, 1]
+    pool.free_page_ids([0, *pool.get_new_page_ids(1).tolist(), 0])
+    pool.free_page_ids(np.zeros(3, dtype=np.int32))
+    assert pool.free_page_ids_in_order().tolist() == [4, 5, 2, 1, 3]
+    assert pool.null_page.ref_cnt == 0
+    pool.check()
 
 
 @pytest.mark.parametrize("num_pages", [1, 2, 3])

@@ -186,6 +186,7 @@ def test_no_ids_change_nothing(page_ids: Any) -> None:
     table.append_row(page_ids, 0)
     table.append_rows_batch([page_ids, page_ids], [1, 2])
     table.append_rows_batch([], [])
+    table.append_rows_batch([], [1, 99])  # as the engine's: without requests nothing is done
     assert state_of(table) == before
 
 
@@ -243,6 +244,22 @@ def test_groups_are_tables_by_number() -> None:
     assert tables[-1] is tables.page_tables[1]
     with pytest.raises(IndexError):
         tables[2]
+
+
+@pytest.mark.parametrize("rows", [[], [0], [3, 99], np.array([1, 2])])
+def test_without_requests_nothing_is_done_in_any_row(rows: Any) -> None:
+    tables = MultiGroupPageTable(4, 64, 64, [16, 32])
+    tables.append_rows_batch([[[1], [2]]], [0])
+    before = [(table.page_table_cpu.tolist(), table.cpu_version) for table in tables.page_tables]
+    tables.append_rows_batch([], rows)
+    assert [(table.page_table_cpu.tolist(), table.cpu_version) for table in tables.page_tables] == before
+
+
+def test_the_names_that_engines_import_beside_the_tables() -> None:
+    assert pagepool.PAGE_TABLE_PADDING_VAL == pagepool.page_table.PAGE_TABLE_PADDING_VAL == 0
+    assert pagepool.SLOT_MAPPING_PADDING_VAL == pagepool.page_table.SLOT_MAPPING_PADDING_VAL == 0
+    assert pagepool.cdiv(a=7, b=3) == pagepool.page_table.cdiv(7, 3) == 3
+    assert pagepool.cdiv(6, 3) == 2
 
 
 def test_no_groups_at_all() -> None:

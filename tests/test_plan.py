@@ -238,9 +238,9 @@ class TestPlan:
 
     def test_smaller_pools_skip_requests(self) -> None:
         [pool] = Planner([record_of(1, 2, 3), record_of(1, 2), record_of(1, 4)], page_size=4).make_plan([3]).pools
-        assert (pool.requests, pool.skipped, pool.prompt_tokens) == (2, 1, 16)
+        assert (pool.requests, pool.skipped, pool.prompt_tokens, pool.skipped_prompt_tokens) == (2, 1, 16, 12)
         assert pool.lru_hit_tokens == 4
-        assert pool.lru_hit_rate == 0.25
+        assert pool.lru_hit_rate == pool.best_hit_rate == 4 / 28
 
     def test_a_pool_that_holds_nothing(self) -> None:
         [pool] = Planner([record_of(1)], page_size=4).make_plan([1]).pools

@@ -52,9 +52,11 @@ from settings import (
     Setting,
 )
 from twins import OracleTwin, PackageTwin, State, Twin, Twins
-from workload import run_workload
+from workload import Request, run_workload
 
 reference_manager = pytest.importorskip("easydel.inference.esurge.core.manager")
+reference_coordinator = pytest.importorskip("easydel.inference.esurge.core.coordinator")
+reference_utils = pytest.importorskip("easydel.inference.esurge.core.utils")
 reference_specs = pytest.importorskip("easydel.inference.esurge.core.interface")
 
 NUM_SEEDS = 6
@@ -140,6 +142,18 @@ def reference_twin(setting: Setting, num_pages: int) -> ReferenceTwin:
     return ReferenceTwin(setting.manager(reference_manager.CacheManager, groups, num_pages))
 
 
+def reference_over_our_pool(setting: Setting, num_pages: int) -> Twins:
+    """The engine's own manager, coordinator and groups, on a pool of the package that hashes first pages as the engine does."""
+    pagepool = pytest.importorskip("pagepool")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference_coordinator, "PagePool", pagepool.PagePool)
+        system = reference_twin(setting, num_pages)
+    assert type(system.manager.page_pool) is pagepool.PagePool
+    twins = Twins(reference_twin(setting, num_pages), system)
+    pagepool.hashing.NONE_HASH = reference_utils.none_hash  # which the last manager made anew
+    return twins
+
+
 def oracle_against_reference(setting: Setting, num_pages: int) -> Twins:
     oracle = OracleTwin(setting.manager(OracleManager, setting.cache_groups(reference_specs), num_pages))
     return Twins(oracle, reference_twin(setting, num_pages))
@@ -156,11 +170,36 @@ def package_against_reference(**options: Any) -> Callable[[Setting, int], Twins]
 
 
 @pytest.fixture(autouse=True)
+def _own_none_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the package's own hash before first pages back in the end."""
+    hashing = pytest.importorskip("pagepool").hashing
+    monkeypatch.setattr(hashing, "NONE_HASH", hashing.NONE_HASH)
+
+
+@pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
     """Keep the engine from logging every reset."""
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("spec", ["SlidingWindowSpec", "ChunkedLocalAttentionSpec"])
+def test_the_engines_coordinator_frees_skipped_pages_of_our_pool(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It puts the null page in their places, and gives that back with the others."""
+    pagepool = pytest.importorskip("pagepool")
+    monkeypatch.setattr(reference_coordinator, "PagePool", pagepool.PagePool)
+    group = reference_specs.CacheGroupSpec(getattr(reference_specs, spec)(4, 1, 8, "float16", False, 8))
+    manager = reference_manager.CacheManager(16, [group], 64)
+    request = Request("a", list(range(21)))
+    for num_tokens in (20, 1):
+        assert manager.allocate_slots(request, num_tokens) is not None
+        request.num_computed_tokens += num_tokens
+    assert manager.get_page_ids("a")[0][:2] == [0, 0]
+    manager.free(request)
+    assert manager.page_pool.get_num_free_pages() == 15
+    assert manager.page_pool.null_page.ref_cnt == 0
+    manager.page_pool.check()
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
@@ -170,6 +209,7 @@ def _quiet() -> Iterator[None]:
         pytest.param(oracle_against_reference, id="oracle"),
         pytest.param(package_against_reference(), id="package"),
         pytest.param(package_against_reference(hash_algo=hash), id="package with builtin hash"),
+        pytest.param(reference_over_our_pool, id="engine's manager over the package's pool"),
     ],
 )
 def test_same_as_reference(make_twins: Callable[[Setting, int], Twins], setting: Setting) -> None:

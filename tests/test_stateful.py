@@ -236,6 +236,14 @@ class ManagerMachine(RuleBasedStateMachine):
             num_new = data.draw(st.integers(1, num_left))
             self.engine.grow(request, num_new, num_drafts, **self.draw_options(data))
 
+    @precondition(lambda self: self.engine.running)
+    @rule(data=st.data())
+    def fail_load(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.engine.running))
+        held = {page_id for page_ids in self.twins.oracle.manager.get_page_ids(request.request_id) for page_id in page_ids}
+        page_ids = data.draw(st.lists(st.sampled_from(sorted(held - {NULL_PAGE})), unique=True))
+        self.engine.fail_load(request, page_ids, data.draw(st.integers(0, request.num_computed_tokens)))
+
     cache = rule_on_running(Engine.cache)
     preempt = rule_on_running(Engine.preempt)
     finish = rule_on_running(Engine.finish)

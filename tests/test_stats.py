@@ -53,8 +53,10 @@ def test_agrees_with_the_records(seed: int) -> None:
             manager.reset_prefix_cache()
         else:
             token_ids = [rng.randint(0, 1) for _ in range(rng.randint(1, 24))]
-            num_queried_tokens, num_requests = num_queried_tokens + len(token_ids), num_requests + 1
-            running += filter(None, [start(manager, f"{seed}.{i}", token_ids)])
+            request = start(manager, f"{seed}.{i}", token_ids)
+            if request is not None:
+                num_queried_tokens, num_requests = num_queried_tokens + len(token_ids), num_requests + 1
+                running.append(request)
         stats = assert_agrees(manager)
         assert stats.queries.num_queried_tokens == num_queried_tokens, f"seed {seed}"
         assert stats.queries.num_requests == num_requests
@@ -70,7 +72,8 @@ def test_look_ups_after_a_preemption_are_counted_apart() -> None:
     assert request is not None
     manager.free(request)
     request.status = EngineRequestStatus.PREEMPTED
-    assert manager.get_computed_pages(request)[1] == 4
+    hits, num_hit_tokens = manager.get_computed_pages(request)
+    assert manager.allocate_slots(request, 1, num_hit_tokens, hits) is not None
     batch.admit(0, [1, 2, 3, 4, 5], is_preempted=True)
     batch.admit(1, [1, 2, 3, 4, 6])
     stats = manager.stats()
@@ -131,3 +134,57 @@ def test_without_caching_and_without_pages() -> None:
     assert (stats.num_pages, stats.usage, stats.num_cached_pages) == (0, 0.0, 0)
     with pytest.raises(FrozenInstanceError):
         stats.usage = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_saturated_replay_counts_each_request_once(batched: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """The manager, its pool, Prometheus and the report give one number, however often requests were refused."""
+    registry_of = pytest.importorskip("prometheus_client").CollectorRegistry
+    pytest.importorskip("rich")
+    from pagepool.metrics import CacheCollector
+    from pagepool.replay import Scheduler, generate_chats
+    from pagepool.replay.report import print_report
+
+    chats = generate_chats(num_requests=60, seed=3)
+    num_pages = 2 + max(request.num_slots for request in chats) // 8
+    manager = CacheManager(num_pages, [CacheGroupSpec(pagepool.FullAttentionSpec(16, 1, 8, "float16", False))], 1 << 20)
+    registry = registry_of()
+    registry.register(CacheCollector(manager))
+    figures = Scheduler(manager, chats, batched=batched, max_num_batched_tokens=512).run()
+    stats = manager.stats()
+    assert figures.preemptions > 5
+    assert 0 < figures.hit_tokens < figures.prompt_tokens
+    assert stats.queries == pagepool.QueryCounts(figures.requests, figures.prompt_tokens, figures.hit_tokens)
+    assert stats.preempted_queries.num_queried_tokens == figures.returned_tokens
+    assert stats.preempted_queries.num_hit_tokens == figures.rehit_tokens > 0
+    assert stats.queries.hit_rate == manager.page_pool.stats.hit_rate == figures.hit_rate
+
+    def sample(name: str) -> float:
+        value = registry.get_sample_value(f"pagepool_{name}_total")
+        assert value is not None
+        return value
+
+    assert sample("prefix_cache_hits") / sample("prefix_cache_queries") == figures.hit_rate
+    assert sample("preempted_prefix_cache_hits") == figures.rehit_tokens
+    print_report({"a path": figures}, "a title")
+    assert f"hit rate                                 {figures.hit_rate:.1%}".split() in map(
+        str.split, capsys.readouterr().out.splitlines()
+    )
+
+
+def test_a_look_up_counts_when_its_request_is_admitted() -> None:
+    """Not when it is made, nor again when the request grows, nor for a request that holds its pages."""
+    manager = make_manager()
+    first, second = EngineRequest("a", [1, 2, 3, 4, 5]), EngineRequest("b", [1, 2, 3, 4, 6])
+    for _ in range(3):
+        hits, num_hit_tokens = manager.get_computed_pages(first)
+    assert manager.stats().queries == pagepool.QueryCounts()
+    assert manager.allocate_slots(first, 5, num_hit_tokens, hits) is not None
+    first.num_computed_tokens = 5
+    manager.get_computed_pages(first)
+    assert manager.allocate_slots(first, 8) is not None
+    assert manager.stats().queries == pagepool.QueryCounts(1, 5, 0)
+    manager.get_computed_pages(second)
+    assert manager.allocate_slots(second, 5) is not None  # without its hits
+    assert manager.stats().queries == pagepool.QueryCounts(2, 10, 0)
+    manager.check()

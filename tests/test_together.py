@@ -125,8 +125,6 @@ def extend(rows: OracleTogether | PackageTogether, request_id: str, token_ids: l
 
 FOREIGN = pagepool.PagePool(4, enable_caching=True)
 MISTAKES: dict[str, Callable[[PackageTogether], Any]] = {
-    "free the null page": lambda rows: rows.pool.free_pages([rows.pool.null_page]),
-    "free the null page by id": lambda rows: rows.pool.free_page_ids([NULL_PAGE]),
     "free a page of another pool": lambda rows: rows.pool.free_pages([FOREIGN.pages[1]]),
     "touch a page of another pool": lambda rows: rows.pool.touch([[FOREIGN.pages[1]]]),
     "free a page outside": lambda rows: rows.pool.free_page_ids([rows.pool.num_pages]),

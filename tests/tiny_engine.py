@@ -1,6 +1,7 @@
 """EasyDeL's engine with a tiny random model on CPU, in pools of so many pages: what it generates greedily, as JSON.
 
-Nothing here replaces the allocator: the environment does. Run as ``python tiny_engine.py FOLDER NUM_PAGES ...``.
+Nothing here replaces the allocator: ``python -m pagepool.compat.easydel`` does.
+Run as ``python tiny_engine.py FOLDER NUM_PAGES ...``.
 """
 
 from __future__ import annotations

@@ -16,12 +16,11 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from oracle import RUNNING
+from oracle import NULL_PAGE, PREEMPTED, RUNNING
 from settings import Setting
 from twins import Mismatch, Twins
 
 WAITING = 1
-PREEMPTED = 5
 MAX_WAITING = 4
 NUM_FAMILIES = 3
 VOCABULARY = range(3)
@@ -123,6 +122,11 @@ class Engine:
         """Enter what a delayed allocation left out."""
         self.twins.call("cache_pages", request, request.num_computed_tokens)
 
+    def fail_load(self, request: Request, page_ids: list[int], num_computed_tokens: int) -> None:
+        """Drop the entries of pages that a transfer did not fill; the request is computed again from there on."""
+        self.twins.call("evict_pages", page_ids)
+        request.num_computed_tokens = num_computed_tokens
+
     def preempt(self, request: Request) -> None:
         """Give the pages back; the request waits to be computed again."""
         self._leave(request)
@@ -184,7 +188,7 @@ class RandomWorkload:
             self.drain: 0.1,
         }
         if self.habits.evict_pages:
-            actions[self.evict] = 0.5
+            actions |= {self.evict: 0.5, self.fail_load: 1}
         if self.habits.stray_calls:
             actions |= {self.look_up: 1, self.cache: 0.5, self.misuse: 0.3}
         return actions
@@ -349,6 +353,21 @@ class RandomWorkload:
         num_evicted = self.rng.randint(1, 3)
         self.twins.call("evict_pages", self.rng.sample(range(1, self.num_pages), num_evicted))
 
+    def fail_load(self) -> None:
+        """Let a transfer fail: mostly all pages from the first bad one on lose their entries, else some of them."""
+        if not self.engine.running:
+            return
+        rng, request = self.rng, self.rng.choice(self.engine.running)
+        num_computed_tokens = rng.randint(0, request.num_computed_tokens)
+        held = self.twins.oracle.manager.get_page_ids(request.request_id)
+        bad = [
+            page_id
+            for group, page_ids in zip(self.setting.groups, held, strict=True)
+            for page_id in page_ids[num_computed_tokens // group.page_size :]
+            if page_id != NULL_PAGE
+        ]
+        self.engine.fail_load(request, bad if rng.random() < 0.6 else rng.sample(bad, len(bad) // 2), num_computed_tokens)
+
     def count_common_prefix(self) -> None:
         """Ask what the running requests have in common."""
         running = self.engine.running
@@ -381,11 +400,17 @@ class RandomWorkload:
             self.twins.call("get_num_common_prefix_pages", request, 1)
 
 
-def run_workload(setting: Setting, make_twins: Callable[[Setting, int], Twins], seed: int, num_calls: int) -> Twins:
+def run_workload(
+    setting: Setting,
+    make_twins: Callable[[Setting, int], Twins],
+    seed: int,
+    num_calls: int,
+    workload_class: type[RandomWorkload] = RandomWorkload,
+) -> Twins:
     """Run a seed's workload to its end and return the twins; on a mismatch, say how to run it again."""
     rng = Random(seed)
     num_pages = rng.choice(setting.num_pages)
-    workload = RandomWorkload(setting, make_twins(setting, num_pages), num_pages, rng)
+    workload = workload_class(setting, make_twins(setting, num_pages), num_pages, rng)
     try:
         workload.run(num_calls)
         workload.drain()

@@ -1,1 +1,1 @@
-"""Adapters: pagepool in engines that have an allocator of their own. Imported only where somebody asks for one."""
+"""Adapters: pagepool in engines that have an allocator of their own. Imported only where one is asked for."""

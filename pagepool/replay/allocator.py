@@ -10,6 +10,7 @@ import numpy as np
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable
 from pagepool.replay.simulated_request import Int32Array, SimulatedRequest
+from pagepool.request import EngineRequestStatus
 from pagepool.running_batch import RunningBatch
 from pagepool.specs import CacheGroupSpec, FullAttentionSpec
 
@@ -121,7 +122,11 @@ class BatchAllocator(Allocator):
         """
         token_ids, num_tokens = request.load_token_ids(), request.num_tokens
         num_hits = self._time(
-            self._batch.admit, row, token_ids[:num_tokens], max_num_new_tokens=min(max_num_new_tokens, num_tokens)
+            self._batch.admit,
+            row,
+            token_ids[:num_tokens],
+            max_num_new_tokens=min(max_num_new_tokens, num_tokens),
+            is_preempted=request.status is EngineRequestStatus.PREEMPTED,
         )
         if num_hits is not None:
             answer = token_ids[num_tokens:]

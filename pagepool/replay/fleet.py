@@ -10,7 +10,7 @@ import numpy as np
 
 from pagepool.errors import PagePoolError
 from pagepool.hashing import get_siphash_key
-from pagepool.replay.figures import Figures
+from pagepool.replay.figures import Figures, find_hit_rate
 from pagepool.replay.replica import HASH_SEED, Replica, ReplicaReport, ReplicaSettings
 from pagepool.replay.router import ROUTERS, Router
 from pagepool.replay.trace import TraceRecord, make_requests
@@ -108,25 +108,30 @@ def _require_listener(address: str) -> None:
 
 @dataclass
 class FleetFigures:
-    """What a fleet did. Tokens are tokens, times seconds on the replicas' clock."""
+    """What a fleet did. Tokens are tokens, times seconds on the replicas' clock. Prompts of requests that are routed anew count
+    each time that a replica admits them. Requests that come back after a preemption count as in `Figures`.
+    """
 
     num_requests: int = 0
     num_skipped: int = 0
     num_rerouted: int = 0
     num_deaths: int = 0
     prompt_tokens: int = 0
+    skipped_prompt_tokens: int = 0
     hit_tokens: int = 0
+    returned_tokens: int = 0
+    rehit_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
     wait_seconds: list[float] = field(default_factory=list, repr=False)
     computed_tokens: list[int] = field(default_factory=list)
-    """By replica: those that were hit not counted."""
+    """By replica, those computed again after a preemption included."""
     end_seconds: float = 0.0
 
     @property
     def hit_rate(self) -> float:
-        """The share of the prompt tokens that were hits."""
-        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        """The share of the prompt tokens that ran: see `find_hit_rate`."""
+        return find_hit_rate(self.hit_tokens, self.prompt_tokens)
 
     @property
     def imbalance(self) -> float:
@@ -146,8 +151,11 @@ class FleetFigures:
             "rerouted": self.num_rerouted,
             "deaths": self.num_deaths,
             "prompt_tokens": self.prompt_tokens,
+            "skipped_prompt_tokens": self.skipped_prompt_tokens,
             "hit_tokens": self.hit_tokens,
             "hit_rate": self.hit_rate,
+            "returned_tokens": self.returned_tokens,
+            "rehit_tokens": self.rehit_tokens,
             "generated_tokens": self.generated_tokens,
             "preemptions": self.preemptions,
             "imbalance": self.imbalance,
@@ -254,7 +262,10 @@ class Fleet:
         figures.num_skipped += len(report.skipped)
         figures.wait_seconds += report.wait_seconds
         figures.prompt_tokens += new.prompt_tokens - before.prompt_tokens
+        figures.skipped_prompt_tokens += new.skipped_prompt_tokens - before.skipped_prompt_tokens
         figures.hit_tokens += new.hit_tokens - before.hit_tokens
+        figures.returned_tokens += new.returned_tokens - before.returned_tokens
+        figures.rehit_tokens += new.rehit_tokens - before.rehit_tokens
         figures.generated_tokens += new.generated_tokens - before.generated_tokens
         figures.preemptions += new.preemptions - before.preemptions
         figures.computed_tokens[i] += _count_computed(new) - _count_computed(before)
@@ -262,7 +273,8 @@ class Fleet:
 
 
 def _count_computed(figures: Figures) -> int:
-    return figures.prompt_tokens - figures.hit_tokens + figures.generated_tokens
+    num_looked_up, num_hits = figures.prompt_tokens + figures.returned_tokens, figures.hit_tokens + figures.rehit_tokens
+    return num_looked_up - num_hits + figures.generated_tokens
 
 
 def run_fleet(

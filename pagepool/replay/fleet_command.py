@@ -30,6 +30,7 @@ from pagepool.replay.progress import Progress
 from pagepool.replay.results import open_result, printing, to_json
 from pagepool.replay.simulation import describe_pool, require_one_that_fits
 from pagepool.replay.trace import source_name
+from pagepool.replay.wording import name_trace
 from pagepool.specs import count_of
 
 if TYPE_CHECKING:
@@ -79,11 +80,11 @@ def refusals(ray: str | None) -> Iterator[None]:
         raise click.ClickException(f"Ray at {ray}: {error}") from error
 
 
-def write_plot(figures: "dict[str, FleetFigures]", title: str, path: str, file: BinaryIO) -> None:
+def write_plot(figures: "dict[str, FleetFigures]", source: str, summary: str, path: str, file: BinaryIO) -> None:
     """In the format that the path's end tells."""
     from pagepool.replay.fleet_plot import save_fleet_plot
 
-    save_fleet_plot(figures, title, file, path[-3:].lower())
+    save_fleet_plot(figures, name_trace(source), summary, file, path[-3:].lower())
 
 
 @click.command(cls=Command)
@@ -156,14 +157,13 @@ def fleet(
     from pagepool.replay.fleet_report import print_fleet
     from pagepool.replay.replica import ReplicaSettings
 
-    replicas = f"{count_of(num_replicas, 'replica')} of {describe_pool(num_pages, page_size)}"
-    title = f"{source_name(trace)}: {replicas}"
+    summary = f"{count_of(num_replicas, 'replica')} of {describe_pool(num_pages, page_size)}"
     with open_result(json_path) as json_file, open_result(plot_path) as plot_file:
         with Progress() as progress:
             records, requests = load_trace(trace, limit, block_size, seed, progress)
             require_one_that_fits(requests, num_pages, page_size)
             if ray in (None, "local"):
-                require_memory(replicas, num_replicas * count_replica_bytes(num_pages, page_size, records))
+                require_memory(summary, num_replicas * count_replica_bytes(num_pages, page_size, records))
             num_rows = min(max_num_seqs, len(records))
             settings = ReplicaSettings(num_pages, page_size, max_batched_tokens, num_rows, decode_seconds, prefill_rate, seed)
             figures = {}
@@ -176,9 +176,9 @@ def fleet(
                         on_progress=update,
                     )
         if plot_path and plot_file:
-            write_plot(figures, title, plot_path, plot_file)
+            write_plot(figures, source_name(trace), summary, plot_path, plot_file)
         if json_file:
             json_file.write(to_json({name: each.as_dict() for name, each in figures.items()}))
     if json_path != "-":
         with printing():
-            print_fleet(figures, title)
+            print_fleet(figures, f"{source_name(trace)}: {summary}")

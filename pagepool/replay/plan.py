@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pagepool.replay.figures import Figures
+from pagepool.replay.figures import Figures, find_hit_rate
 from pagepool.replay.lru import LruCurve
 from pagepool.replay.optimum import BestCurve
 from pagepool.replay.reuse import find_reuse
@@ -21,7 +21,7 @@ MAIN_SHARE = 0.95
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
     """What a pool of `num_pages`, the null page included, hits if requests run one after another: with the least recently used
-    page evicted, and at best. Requests larger than the pool are `skipped` and in no other count.
+    page evicted, and at best. Requests larger than the pool are `skipped`, with `skipped_prompt_tokens`, and in no other count.
     """
 
     num_pages: int
@@ -30,21 +30,24 @@ class PoolFigures:
     prompt_tokens: int
     lru_hit_tokens: int
     best_hit_tokens: int
+    skipped_prompt_tokens: int = 0
 
     @property
     def lru_hit_rate(self) -> float:
-        """The share of the prompt tokens that hit; 0 without prompts."""
-        return self.lru_hit_tokens / max(1, self.prompt_tokens)
+        """The share of all prompt tokens: see `find_hit_rate`."""
+        return find_hit_rate(self.lru_hit_tokens, self.prompt_tokens, self.skipped_prompt_tokens)
 
     @property
     def best_hit_rate(self) -> float:
         """The same of the best policy."""
-        return self.best_hit_tokens / max(1, self.prompt_tokens)
+        return find_hit_rate(self.best_hit_tokens, self.prompt_tokens, self.skipped_prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """The smallest pools, the null page included, that hold each request and give `share` of the hits that any pool could."""
+    """The smallest pools, the null page included, that hold each request and give `share` of the hits that any pool could. This
+    share is one of hits, no hit rate.
+    """
 
     share: float
     lru_num_pages: int
@@ -74,6 +77,11 @@ class Plan:
         """The one for 95 %; None if nothing ever hits."""
         return next((knee for knee in self.knees if knee.share == MAIN_SHARE), None)
 
+    @property
+    def most_hit_rate(self) -> float:
+        """The hit rate of a pool that never evicts."""
+        return find_hit_rate(self.most_hit_tokens, self.prompt_tokens)
+
     def as_dict(self) -> dict[str, Any]:
         """All figures by name, for JSON: those of a replay with those of its pool."""
         plan = asdict(self)
@@ -101,8 +109,8 @@ class Curves:
         self.lru = LruCurve(reuse)
         self.best = BestCurve(reuse)
 
-    def make_figures(self, num_pages: int, num_skipped: int) -> PoolFigures:
-        """The figures of a pool that skips so many others."""
+    def make_figures(self, num_pages: int, num_skipped: int = 0, skipped_prompt_tokens: int = 0) -> PoolFigures:
+        """The figures of a pool that skips so many others, with so many tokens in their prompts."""
         return PoolFigures(
             num_pages,
             self.num_requests,
@@ -110,6 +118,7 @@ class Curves:
             self.prompt_tokens,
             self.lru.count_hits(num_pages - 1) * self.page_size,
             self.best.count_hits(num_pages - 1) * self.page_size,
+            skipped_prompt_tokens,
         )
 
     def find_size(self, curve: LruCurve | BestCurve, share: float) -> int:
@@ -172,7 +181,8 @@ class Planner:
 
     def _count(self, num_pages: int) -> PoolFigures:
         if num_pages >= self.min_num_pages:
-            return self._curves.make_figures(num_pages, 0)
+            return self._curves.make_figures(num_pages)
         page_size = self._curves.page_size
         fitting = [record for record in self._records if cdiv(record.num_slots, page_size) < num_pages]
-        return Curves(fitting, page_size).make_figures(num_pages, len(self._records) - len(fitting))
+        curves, num_skipped = Curves(fitting, page_size), len(self._records) - len(fitting)
+        return curves.make_figures(num_pages, num_skipped, self._curves.prompt_tokens - curves.prompt_tokens)

@@ -38,6 +38,7 @@ from pagepool.replay.simulated_request import SimulatedRequest
 from pagepool.replay.simulation import describe_pool, make_scheduler, require_one_that_fits, run
 from pagepool.replay.sizes import BYTE_UNITS, MAX_SIZE, Sizes
 from pagepool.replay.trace import source_name
+from pagepool.replay.wording import name_trace
 from pagepool.specs import cdiv
 
 __all__ = ["plan"]
@@ -114,18 +115,18 @@ def replay_pool(scheduler: Scheduler, description: str, progress: Progress) -> F
         return run(scheduler, update)
 
 
-def write_plot(plan: Plan, path: str, file: BinaryIO) -> None:
+def write_plot(plan: Plan, source: str, path: str, file: BinaryIO) -> None:
     """In the format that the path's end tells."""
     from pagepool.replay.plot import save_plot
 
-    save_plot(plan, file, path[-3:].lower())
+    save_plot(plan, name_trace(source), file, path[-3:].lower())
 
 
 def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
     """As UTF-8."""
     from pagepool.replay.web_page import make_page
 
-    file.write(make_page(plan, source).encode())
+    file.write(make_page(plan, name_trace(source)).encode())
 
 
 @click.command(cls=Command)
@@ -224,7 +225,7 @@ def plan(
             figures = replay_pools(sizes, lambda size: make(num_pages=size), progress)
             made = replace(made, replays=figures)
         if plot_path and plot_file:
-            write_plot(made, plot_path, plot_file)
+            write_plot(made, source_name(trace), plot_path, plot_file)
         if html_file:
             write_page(made, source_name(trace), html_file)
         if json_file:

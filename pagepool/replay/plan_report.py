@@ -4,14 +4,16 @@ from rich.table import Table
 
 from pagepool.replay.plan import Plan
 from pagepool.replay.report import print_table, print_text
-from pagepool.replay.wording import describe, list_columns, list_notes, summarize
+from pagepool.replay.wording import HIT_RATE, describe, list_columns, list_notes, summarize
 
 __all__ = ["print_plan"]
 
 
 def print_plan(plan: Plan, source: str) -> None:
     """Print what was planned, the sentences that matter, a row for each pool, and what the columns mean, to standard output."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(
+        title=HIT_RATE.capitalize(), title_justify="left", title_style="", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
     columns = list_columns(plan)
     for heading, _ in columns:
         table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)

@@ -117,6 +117,7 @@ class Scheduler:
         except RequestTooLargeError as error:
             self.skipped.append((request, str(error)))
             self.figures.skipped += 1
+            self.figures.skipped_prompt_tokens += request.num_prompt_tokens
         else:
             self.waiting.append(request)
 
@@ -187,6 +188,7 @@ class Scheduler:
 
     def _count_admission(self, request: SimulatedRequest, num_hit_tokens: int) -> None:
         if request.status is EngineRequestStatus.PREEMPTED:
+            self.figures.returned_tokens += request.num_tokens
             self.figures.rehit_tokens += num_hit_tokens
         else:
             self.started.append(request)

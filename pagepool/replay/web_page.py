@@ -1,14 +1,15 @@
 """A plan as one page for a browser, with nothing to fetch."""
 
-import os
+import re
 from collections.abc import Iterable
 from html import escape
 from io import BytesIO
 from string import Template
 
+from pagepool.replay.drawing import COLORS
 from pagepool.replay.plan import Plan
 from pagepool.replay.plot import save_plot
-from pagepool.replay.wording import describe, list_columns, list_knee_columns, list_notes, summarize
+from pagepool.replay.wording import HIT_RATE, describe, headline, list_columns, list_knee_columns, list_notes, summarize
 
 __all__ = ["make_page"]
 
@@ -20,24 +21,30 @@ PAGE = Template("""\
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title>
 <style>
-:root { color-scheme: light; }
-body { margin: 0 auto; max-width: 52rem; padding: 1rem; background: #fff; color: #1a1a1a;
+:root { color-scheme: light dark; $colors }
+@media screen and (prefers-color-scheme: dark) { :root { $dark_colors } }
+body { margin: 0 auto; max-width: 52rem; padding: 1rem; background: var(--paper); color: var(--ink);
   font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
 h1 { font-size: 1.4rem; line-height: 1.25; }
 h2 { font-size: 1rem; margin-bottom: 0; }
 .wide { overflow-x: auto; margin: 1.5rem 0; }
-svg { display: block; width: 100%; min-width: 24rem; height: auto; }
+svg { display: block; width: 100%; max-width: 36rem; height: auto; margin: 1.5rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-caption { text-align: left; font-weight: 600; padding-bottom: 0.5rem; }
-th, td { border-bottom: 1px solid #ccc; padding: 0.25rem 0 0.25rem 1.2rem; text-align: right; vertical-align: bottom; }
-th:first-child, td:first-child { padding-left: 0; }
-thead th { border-bottom: 2px solid #1a1a1a; font-weight: 600; }
+caption { max-width: calc(100vw - 2rem); text-align: left; font-weight: 600; padding-bottom: 0.5rem; }
+th, td { border-bottom: 1px solid var(--grid); padding: 0.25rem 0 0.25rem 1.2rem; text-align: right; vertical-align: bottom; }
+th:first-child { position: sticky; left: 0; padding: 0.25rem 0.3rem 0.25rem 0; background: var(--paper); }
+thead th { border-bottom: 2px solid var(--ink); font-weight: 600; }
 tbody th { font-weight: 400; }
 td, tbody th { white-space: nowrap; }
+@media (max-width: 30rem) {
+  body { padding: 0.75rem; }
+  h1 { font-size: 1.2rem; }
+  table { font-size: 0.85rem; }
+  th, td { padding-left: 0.75rem; }
+}
 @media print {
   body { max-width: none; padding: 0; font-size: 10pt; }
   .wide { overflow: visible; }
-  svg { min-width: 0; }
   tr, svg { break-inside: avoid; }
 }
 </style>
@@ -47,9 +54,7 @@ td, tbody th { white-space: nowrap; }
 <h1>$title</h1>
 <p>$summary</p>
 $sentences
-<div class="wide" role="img" aria-label="Prompt tokens saved against the size of the pool; the table below has the figures.">
 $plot
-</div>
 $tables
 <h2>What the columns mean</h2>
 $notes
@@ -59,16 +64,18 @@ $notes
 """)
 
 
-def make_page(plan: Plan, source: str) -> str:
-    """HTML with the plot within it; `source` is the path of the trace, of which the page shows the name."""
-    tables = [_make_table("By size of the pool", list_columns(plan))]
+def make_page(plan: Plan, name: str) -> str:
+    """HTML with the plot within it; `name` is the trace's."""
+    tables = [_make_table(f"By size of the pool; {HIT_RATE}", list_columns(plan))]
     if plan.knees:
         tables.append(_make_table("Pages for a share of the hits that any pool could", list_knee_columns(plan)))
     return PAGE.substitute(
-        title=escape(f"Pools for {os.path.basename(source)}"),
+        title=escape(headline(plan, name)),
+        colors=_set_variables(is_dark=False),
+        dark_colors=_set_variables(is_dark=True),
         summary=escape(summarize(plan)),
         sentences=_make_paragraphs(describe(plan)),
-        plot=_make_svg(plan),
+        plot=_make_svg(plan, name),
         tables="\n".join(tables),
         notes=_make_paragraphs(list_notes(plan)),
     )
@@ -87,12 +94,19 @@ def _make_table(caption: str, columns: list[tuple[str, list[str]]]) -> str:
         for first, *cells in rows
     )
     head = f"<caption>{escape(caption)}</caption>\n<thead><tr>{headings}</tr></thead>"
-    return f'<div class="wide">\n<table>\n{head}\n<tbody>\n{body}\n</tbody>\n</table>\n</div>'
+    region = f'role="region" aria-label="{escape(caption)}" tabindex="0"'  # can be scrolled by keyboard
+    return f'<div class="wide" {region}>\n<table>\n{head}\n<tbody>\n{body}\n</tbody>\n</table>\n</div>'
 
 
-def _make_svg(plan: Plan) -> str:
-    """The element alone: a page has no place for the document's header."""
+def _make_svg(plan: Plan, name: str) -> str:
+    """The element alone, for a page has no place for the document's header, in the colours of the page."""
     file = BytesIO()
-    save_plot(plan, file, "svg")
+    save_plot(plan, name, file, "svg", is_within_page=True)
     text = file.getvalue().decode()
-    return text[text.index("<svg") :]
+    names = {light: f"var(--{name})" for name, (light, _) in COLORS.items()}
+    return re.sub(r"(?<=: )#[0-9a-f]{6}\b", lambda match: names.get(match[0], match[0]), text[text.index("<svg") :])
+
+
+def _set_variables(is_dark: bool) -> str:
+    """The palette in CSS."""
+    return " ".join(f"--{name}: {colors[is_dark]};" for name, colors in COLORS.items())

@@ -1,11 +1,26 @@
 """A plan in words and numbers for people, whether on a terminal or a page."""
 
+import os
 from collections.abc import Iterable
 
 from pagepool.replay.plan import Plan
 from pagepool.specs import count_of
 
-__all__ = ["describe", "format_bytes", "format_count", "list_columns", "list_knee_columns", "list_notes", "summarize"]
+__all__ = [
+    "HIT_RATE",
+    "RUN_HIT_RATE",
+    "describe",
+    "describe_picture",
+    "format_bytes",
+    "format_count",
+    "headline",
+    "list_columns",
+    "list_knee_columns",
+    "list_notes",
+    "name_trace",
+    "shorten_name",
+    "summarize",
+]
 
 LRU_NOTE = (
     "LRU: what the pool as it is hits, the least recently used page evicted, if requests run one after another in the order of "
@@ -21,22 +36,49 @@ TOGETHER_NOTE = (
     "than one after another, now less."
 )
 
-SKIPPED_NOTE = (
-    "Skipped: requests larger than the pool. Hit rates are shares of the prompt tokens of those that run, a plot has shares of "
-    "all prompt tokens."
+HIT_RATE = "hit rate: share of all prompt tokens"
+RUN_HIT_RATE = "hit rate: share of prompt tokens"
+"""The headings of tables and labels of axes: of a plan, whose pools may skip requests, and of a run."""
+
+HIT_RATE_NOTE = (
+    "Hit rate: the share of all prompt tokens of the trace that need not be computed. Requests larger than the pool are "
+    "skipped: nothing of them hits, and their prompts count."
 )
+MAX_SHORT_NAME = 40
+
+
+def name_trace(source: str) -> str:
+    """What titles call a trace: its file's name alone, with nothing in it that cannot be printed.
+
+    >>> name_trace("traces/chat.jsonl.gz"), name_trace("<stdin>")
+    ('chat', '<stdin>')
+    """
+    name = os.path.basename(source)
+    for ending in (".gz", ".jsonl", ".json"):
+        name = name.removesuffix(ending) or name
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in name)
+
+
+def shorten_name(name: str) -> str:
+    """A name for a picture, which has no room for a long one: its beginning and its end.
+
+    >>> shorten_name("chat"), shorten_name("0123456789" * 10)
+    ('chat', '0123456789012345678901234…67890123456789')
+    """
+    return name if len(name) <= MAX_SHORT_NAME else f"{name[:25]}…{name[-14:]}"
 
 
 def format_count(count: float) -> str:
-    """Short, for an axis.
+    """Short, for an axis: three digits that matter.
 
-    >>> format_count(1500), format_count(2e6), format_count(700)
-    ('1.5k', '2M', '700')
+    >>> format_count(1500), format_count(2e6), format_count(700), format_count(999_999), format_count(1e18)
+    ('1.5k', '2M', '700', '1M', '1E')
     """
-    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if count >= factor:
-            return f"{count / factor:.3g}{unit}"
-    return f"{count:.3g}"
+    rounded = float(f"{count:.3g}")
+    for factor, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if rounded >= factor:
+            return f"{rounded / factor:g}{unit}"
+    return f"{rounded:g}"
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -58,13 +100,28 @@ def summarize(plan: Plan) -> str:
     return f"{trace}, pages of {count_of(plan.page_size, 'token')}{memory}"
 
 
+def headline(plan: Plan, name: str) -> str:
+    """What was found, for a title, with the name of the trace."""
+    if plan.knee is None:
+        return f"{name}: no pool hits anything"
+    knee = _with_bytes(plan, plan.knee.lru_num_pages)
+    return f"{name}: up to {plan.most_hit_rate:.1%} of prompt tokens hit; beyond {knee} more memory adds little"
+
+
 def describe(plan: Plan) -> list[str]:
     """The sentences that matter most, the knee first."""
-    share = plan.most_hit_tokens / max(1, plan.prompt_tokens)
     all_tokens = count_of(plan.prompt_tokens, "prompt token")
-    unlimited = f"A pool that never evicts hits {plan.most_hit_tokens:,} of {all_tokens} ({share:.1%})."
+    unlimited = f"A pool that never evicts hits {plan.most_hit_tokens:,} of {all_tokens} ({plan.most_hit_rate:.1%})."
     largest = f"The largest request needs a pool of {_with_bytes(plan, plan.min_num_pages)}; smaller ones skip it."
     return [_describe_knee(plan), unlimited, largest]
+
+
+def describe_picture(plan: Plan) -> str:
+    """What the plot shows, for those who cannot see it."""
+    columns = dict(list_columns(plan))
+    rates = zip(columns["pages"], columns["hit rate, LRU"], columns["hit rate, best"], strict=True)
+    listed = "; ".join(f"{pages} pages: LRU {lru}, best {best}" for pages, lru, best in rates)
+    return " ".join([f"{summarize(plan)}.", *describe(plan), f"{HIT_RATE.capitalize()}, by size of the pool: {listed}."])
 
 
 def _describe_knee(plan: Plan) -> str:
@@ -78,8 +135,7 @@ def _describe_knee(plan: Plan) -> str:
 
 def list_notes(plan: Plan) -> list[str]:
     """What the columns mean."""
-    is_skipping = any(pool.skipped for pool in plan.pools)
-    return [LRU_NOTE, BEST_NOTE, *([TOGETHER_NOTE] if plan.replays else []), *([SKIPPED_NOTE] if is_skipping else [])]
+    return [HIT_RATE_NOTE, LRU_NOTE, BEST_NOTE, *([TOGETHER_NOTE] if plan.replays else [])]
 
 
 def list_columns(plan: Plan) -> list[tuple[str, list[str]]]:
@@ -96,7 +152,7 @@ def list_columns(plan: Plan) -> list[tuple[str, list[str]]]:
         columns.append(("requests skipped", [f"{pool.skipped:,}" for pool in plan.pools]))
     if plan.replays:
         replays = [plan.replays.get(pool.num_pages) for pool in plan.pools]
-        columns.append(("hit rate, together", [f"{replay.hit_rate:.1%}" if replay else "" for replay in replays]))
+        columns.append(("hit rate, together", [f"{replay.trace_hit_rate:.1%}" if replay else "" for replay in replays]))
         columns.append(("preempted, together", [f"{replay.preemptions:,}" if replay else "" for replay in replays]))
     return columns
 

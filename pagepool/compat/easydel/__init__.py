@@ -4,7 +4,8 @@
     easydel.install()                       # before the engine is built
     engine = eSurge(model, ...)
 
-or ``with easydel.installed(): ...``, or ``PAGEPOOL_EASYDEL=1`` in the environment that Python starts in.
+or ``with easydel.installed(): ...``. Without a changed line: ``python -m pagepool.compat.easydel PROGRAM ...``. Or, in programs
+that import pagepool, ``PAGEPOOL_EASYDEL=1`` in the environment.
 
 `CacheManager`, `CachePages`, `PagePool`, `PageTable` and `MultiGroupPageTable` take the places of the engine's classes of these
 names in every module of EasyDeL that has them, now or later. Names that code outside EasyDeL has bound stay as they are. The
@@ -24,6 +25,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from pagepool.compat.children import call_in_children
 from pagepool.compat.import_hook import AfterImport
 from pagepool.errors import CompatError
 from pagepool.manager import CacheManager, CachePages
@@ -32,12 +34,15 @@ from pagepool.page_table import MultiGroupPageTable, PageTable
 
 __all__ = [
     "ENGINE",
+    "OFF",
+    "ON",
     "PLACES",
     "REPLACEMENTS",
     "SIGNATURES",
     "VARIABLE",
     "VERSION",
     "install",
+    "install_if_asked",
     "install_on_import",
     "installed",
     "is_installed",
@@ -53,7 +58,11 @@ VERSION = "0.3.0"
 """The version of EasyDeL that what follows was recorded of."""
 
 VARIABLE = "PAGEPOOL_EASYDEL"
-"""The environment variable: 1 installs when the engine is imported, 0 or nothing does not."""
+"""The environment variable that ``import pagepool`` honours: one of `ON` installs when the engine is imported."""
+
+ON = ("1", "true", "yes", "on")
+OFF = ("0", "false", "no", "off", "")
+"""The values of `VARIABLE`, in any case, with or without whitespace around them."""
 
 REPLACEMENTS = {cls.__name__: cls for cls in (CacheManager, CachePages, PagePool, PageTable, MultiGroupPageTable)}
 """Our classes by the names of the engine's."""
@@ -145,7 +154,7 @@ def install() -> None:
         return
     _import_engine()  # which installs, where the variable asks for it
     with _lock:
-        if _replaced:
+        if is_installed():
             return
         classes = _find_classes()
         _check_signatures(classes)
@@ -170,13 +179,14 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Whether engines that are built now allocate with pagepool."""
-    return bool(_replaced)
+    """Whether engines that are built now allocate with pagepool: all places in the engine's modules have our classes."""
+    return all(_class_at(place, name) is REPLACEMENTS[name] for name, places in PLACES.items() for place in places)
 
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """`install` on entry, `uninstall` on exit; what was installed before stays."""
+    """`install` on entry, `uninstall` on exit; what was installed before, or by the variable on entry, stays."""
+    _import_engine()
     was_installed = is_installed()
     if not was_installed:
         install()
@@ -187,22 +197,38 @@ def installed() -> Iterator[None]:
             uninstall()
 
 
-def install_on_import() -> None:
-    """`install` as soon as the engine is imported, or now if it is, should `VARIABLE` be 1 then; CompatError for other values.
+def install_if_asked() -> None:
+    """`install_on_import` if `VARIABLE` is on, in the children of `multiprocessing` too. ``import pagepool`` calls this.
 
-    What `install` raises, the import of the engine raises. ``import pagepool`` calls this where the variable is set.
+    CompatError for a value that is neither in `ON` nor in `OFF`.
     """
-    if ENGINE in sys.modules:
-        _install_if_asked()
-    sys.meta_path.insert(0, AfterImport(ENGINE, _install_if_asked))
-
-
-def _install_if_asked() -> None:
     value = os.environ.get(VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise CompatError(f"{VARIABLE}: got {value!r}, allowed: 0 or 1")
-    if value == "1":
+    word = value.strip().lower()
+    if word not in ON + OFF:
+        raise CompatError(f"{VARIABLE}: got {value!r}, allowed: {', '.join(ON)}; {', '.join(OFF[:-1])} or nothing")
+    if word in ON:
+        install_on_import()
+        call_in_children(install_if_asked)
+
+
+def install_on_import() -> None:
+    """`install` as soon as the engine is imported, or now if it is: what `install` raises, that import raises.
+
+    Looking for an engine that is not there raises CompatError, and not ModuleNotFoundError, lest a program take another engine.
+    An engine that is imported anew gets ours anew. Programs may set what jax reads before they import it, since this imports
+    neither EasyDeL nor jax.
+    """
+    if ENGINE in sys.modules and not is_installed():
         install()
+    if _hook not in sys.meta_path:
+        sys.meta_path.insert(0, _hook)
+
+
+def _refuse_missing(name: str) -> None:
+    raise CompatError(f"{name}: got no module of that name, expected that of easydel=={VERSION}: is EasyDeL installed?")
+
+
+_hook = AfterImport(ENGINE, install, _refuse_missing)
 
 
 # Finding.
@@ -224,13 +250,17 @@ def _name_of(place: str) -> str:
     return f"{ENGINE}.{place}" if place else ENGINE
 
 
+def _class_at(place: str, name: str) -> Any:
+    return getattr(sys.modules.get(_name_of(place)), name, None)
+
+
 def _find_classes() -> dict[str, type]:
     """The engine's classes by name. CompatError unless each is in all its places."""
     classes: dict[str, type] = {}
     for name, places in PLACES.items():
         home = _name_of(places[0])
         for place in places:
-            value = getattr(sys.modules.get(_name_of(place)), name, None)
+            value = _class_at(place, name)
             if not isinstance(value, type) or value.__module__ != home or classes.setdefault(name, value) is not value:
                 raise CompatError(f"{_name_of(place)}.{name}: got {value!r}, expected the class that {home} defines")
     return classes

@@ -1,0 +1,107 @@
+"""Runs a program in this process as ``python PROGRAM`` and ``python -m MODULE`` would."""
+
+import os
+import pkgutil
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from types import ModuleType, TracebackType
+from typing import Any
+
+__all__ = ["run_module", "run_path"]
+
+
+def run_path(path: str, arguments: Sequence[str]) -> None:
+    """Run a script, a ``.pyc`` file, or a folder or zip file with a ``__main__.py``.
+
+    For a process that was started by ``python -m`` and does nothing else. `sys.argv`, `sys.path` and `__main__` become those of
+    the program, and stay so. SystemExit 2 if the script cannot be read, 1 if there is no ``__main__.py``.
+    """
+    file = os.path.join(os.getcwd(), path)
+    is_script = pkgutil.get_importer(file) is None
+    _set_first_path(os.path.dirname(os.path.realpath(file)) if is_script else file, is_script)
+    sys.argv = [path, *arguments]
+    if is_script:
+        _call(_run_script, file)
+    else:
+        _set_main()
+        _call(_run_as_main, "__main__", False)
+
+
+def run_module(name: str, arguments: Sequence[str]) -> None:
+    """Run a module, or the ``__main__`` of a package; otherwise as `run_path`. SystemExit 1 if there is none."""
+    sys.argv = ["-m", *arguments]
+    _set_main()
+    _call(_run_as_main, name, True)
+
+
+def _set_first_path(folder: str, is_script: bool) -> None:
+    """Put `folder` first, where ``python -m`` put the current one; with ``-P`` it put none, nor is a script's put then."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+    elif not is_script:
+        sys.path.insert(0, folder)
+
+
+def _set_main() -> ModuleType:
+    """Put a new `__main__` in the place of the one there is, also where multiprocessing has it as `__mp_main__`."""
+    main, before = ModuleType("__main__"), sys.modules["__main__"]
+    vars(main).update((name, vars(before)[name]) for name in ("__annotations__", "__builtins__") if hasattr(before, name))
+    sys.modules.update({name: main for name, module in list(sys.modules.items()) if module is before})
+    return main
+
+
+def _run_script(file: str) -> None:
+    loader = (SourcelessFileLoader if file.endswith(".pyc") else SourceFileLoader)("__main__", file)
+    code = _read_code(file, loader)
+    main = _set_main()
+    vars(main).update(__file__=file, __cached__=None, __loader__=loader)
+    exec(code, vars(main))
+
+
+def _read_code(file: str, loader: SourceFileLoader | SourcelessFileLoader) -> Any:
+    """The script as code. A loader that is asked for a source file's code would also write it beside the file."""
+    try:
+        is_source = isinstance(loader, SourceFileLoader)
+        code: Any = (
+            compile(loader.get_data(file), file, "exec", dont_inherit=True) if is_source else loader.get_code("__main__")
+        )
+    except OSError as error:
+        print(f"{sys.executable}: can't open file {file!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return code
+
+
+def _run_as_main(name: str, must_alter_argv: bool) -> None:
+    """What ``python -m`` calls. `runpy.run_module` takes `__main__` away at the end, which threads and exit handlers need."""
+    runpy._run_module_as_main(name, must_alter_argv)  # type: ignore[attr-defined]
+
+
+def _call(run: Callable[..., None], *arguments: object) -> None:
+    """Call `run` so that a traceback of the program begins with its own frames."""
+    try:
+        run(*arguments)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _print_from(error, _skip_ours(error.__traceback__))
+        raise
+
+
+def _skip_ours(traceback: TracebackType | None) -> TracebackType | None:
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == _skip_ours.__code__.co_filename:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _print_from(error: BaseException, traceback: TracebackType | None) -> None:
+    """Let the program's hook see `error` with this traceback. Printing, and the exit code, stay Python's."""
+    excepthook = sys.excepthook
+
+    def show(kind: type[BaseException], value: BaseException, whole: TracebackType | None) -> None:
+        sys.excepthook = excepthook
+        part = traceback if value is error else whole
+        excepthook(kind, value.with_traceback(part), part)
+
+    sys.excepthook = show

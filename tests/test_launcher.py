@@ -1,0 +1,222 @@
+"""``python -m pagepool.compat.easydel``: a program runs as python runs it, and its engine has pagepool."""
+
+from __future__ import annotations
+
+import py_compile
+import re
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+from fake_easydel import HOME, SHOW, run_python, write_engine
+from test_compat import without_easydel
+
+LAUNCHER = ("-m", "pagepool.compat.easydel")
+
+DESCRIBE = """
+import pickle, sys, threading
+class Point: pass
+def describe():
+    main = sys.modules["__main__"]
+    print(sys.argv, sys.path, vars(main) is globals(), type(pickle.loads(pickle.dumps(Point()))) is Point)
+names = ("__name__", "__file__", "__package__", "__doc__", "__cached__", "__annotations__", "__builtins__")
+print([globals().get(name, "no such name") for name in names])
+print(type(__loader__).__name__, __spec__ and (__spec__.name, __spec__.origin))
+describe()
+threading.Thread(target=lambda: (threading.main_thread().join(), describe())).start()  # when the program is over
+"""
+
+FAIL = """
+import sys
+def fail(): {}["no such key"]
+def show(kind, error, traceback):
+    print(kind, error, traceback.tb_lineno, error.__traceback__ is traceback, sys.excepthook is show, file=sys.stderr)
+what = sys.argv[1]
+if what == "exit": sys.exit(int(sys.argv[2]))
+if what == "message": sys.exit("a message")
+if what == "none": sys.exit()
+if what == "interrupt": raise KeyboardInterrupt
+if what == "group": raise ExceptionGroup("two", [ValueError("one"), TypeError("other")])
+if what == "hook": sys.excepthook = show
+try:
+    fail()
+except KeyError as error:
+    if what == "cause": raise ValueError("because") from error
+    raise
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with an engine, and programs of every form that python runs."""
+    write_engine(tmp_path)
+    for name, source in {"describe.py": DESCRIBE, "fail.py": FAIL, "show.py": SHOW, "broken.py": "x = (\n"}.items():
+        (tmp_path / name).write_text(source)
+    (tmp_path / "latin.py").write_bytes(b'# coding: latin-1\nprint(ascii("\xe9"))\n')
+    for name in ("package", "empty"):
+        (tmp_path / name).mkdir()
+    for name in ("__main__.py", "module.py"):
+        (tmp_path / "package" / name).write_text(DESCRIBE)
+    with zipfile.ZipFile(tmp_path / "packed.zip", "w") as archive:
+        archive.writestr("__main__.py", DESCRIBE)
+    (tmp_path / "link.py").symlink_to(Path("package") / "module.py")
+    py_compile.compile(str(tmp_path / "describe.py"), str(tmp_path / "compiled.pyc"))
+    return tmp_path
+
+
+def outcome(process: subprocess.CompletedProcess[str]) -> tuple[str, str, int]:
+    """What a process wrote, without addresses of objects, and how it ended."""
+    return process.stdout, re.sub(r"0x\w+", "0x", process.stderr), process.returncode
+
+
+def check_as_python(folder: Path, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Output, errors, tracebacks and exit code are those of python."""
+    process = run_python(folder, *options, *LAUNCHER, *arguments)
+    assert outcome(process) == outcome(run_python(folder, *options, *arguments))
+    return process
+
+
+PROGRAMS = [
+    "describe.py",
+    "./describe.py",
+    "package/module.py",
+    "link.py",
+    "compiled.pyc",
+    "package",
+    "./package",
+    "packed.zip",
+]
+MODULES = [("-m", "describe"), ("-m", "package"), ("-m", "package.module")]
+
+
+@pytest.mark.parametrize("options", [(), ("-P",)], ids=str)
+@pytest.mark.parametrize("program", [*[(program,) for program in PROGRAMS], *MODULES], ids=" ".join)
+def test_a_program_sees_what_it_sees_under_python(folder: Path, program: tuple[str, ...], options: tuple[str, ...]) -> None:
+    """Modules, arguments, path, `__main__` and its classes, while it runs and afterwards."""
+    process = check_as_python(folder, *program, "--help", "-m", "x", "--", "-h", options=options)
+    assert process.returncode == 0
+    assert process.stdout.count("'--help', '-m', 'x', '--', '-h'") == 2
+
+
+def test_an_absolute_path(folder: Path) -> None:
+    assert check_as_python(folder, str(folder / "package" / "module.py")).returncode == 0
+
+
+def test_the_encoding_is_the_sources_own(folder: Path) -> None:
+    assert check_as_python(folder, "latin.py").stdout == "'\\xe9'\n"
+
+
+@pytest.mark.parametrize("form", [("fail.py",), ("-m", "fail")], ids=" ".join)
+@pytest.mark.parametrize(
+    ("what", "code"),
+    [
+        *[("exit 0", 0), ("exit 7", 7), ("message", 1), ("none", 0), ("error", 1), ("cause", 1), ("group", 1), ("hook", 1)],
+        ("interrupt", -2),
+    ],
+)
+def test_a_program_ends_as_under_python(folder: Path, form: tuple[str, ...], what: str, code: int) -> None:
+    """Exit codes, and tracebacks that begin with the program's own lines."""
+    assert check_as_python(folder, *form, *what.split()).returncode == code
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        *[("nowhere.py", 2), ("nowhere/", 2), ("package/nowhere.py", 2), ("empty", 1), ("broken.py", 1)],
+        *[("-m nowhere", 1), ("-m empty", 1), ("-m package.nowhere", 1), ("-m broken", 1)],
+    ],
+)
+def test_what_cannot_run_ends_as_under_python(folder: Path, program: str, code: int) -> None:
+    assert check_as_python(folder, *program.split()).returncode == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "got"), [([], "got no PROGRAM"), (["-m"], "got no PROGRAM"), (["--fast", "show.py"], "--fast")]
+)
+def test_a_wrong_command_line(folder: Path, arguments: list[str], got: str) -> None:
+    process = run_python(folder, *LAUNCHER, *arguments)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.startswith("Usage: python -m pagepool.compat.easydel PROGRAM [ARGUMENT ...]\n")
+    assert got in process.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help(folder: Path, option: str) -> None:
+    process = run_python(folder, *LAUNCHER, option, "show.py")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "python -m pagepool.compat.easydel -m MODULE [ARGUMENT ...]" in process.stdout
+
+
+@pytest.mark.parametrize("value", [None, "0", "1", "off"])
+@pytest.mark.parametrize("program", ["show.py", "-m show"])
+def test_the_engine_has_pagepool(folder: Path, program: str, value: str | None) -> None:
+    """The command line is asked last, so what the variable was does not matter."""
+    process = run_python(folder, *LAUNCHER, *program.split(), value=value)
+    assert (process.stdout, process.stderr, process.returncode) == ("pagepool.manager\n", "", 0)
+    assert run_python(folder, *program.split()).stdout == f"{HOME}\n"
+
+
+def test_the_program_runs_before_the_engine_is_imported(folder: Path) -> None:
+    (folder / "early.py").write_text("import sys; print('easydel' in sys.modules, 'jax' in sys.modules)")
+    assert run_python(folder, *LAUNCHER, "early.py").stdout == "False False\n"
+
+
+def test_an_engine_of_another_version_is_not_run(folder: Path) -> None:
+    write_engine(folder, "0.4.0")
+    process = run_python(folder, *LAUNCHER, "show.py")
+    assert (process.returncode, process.stdout) == (1, "")
+    assert process.stderr.splitlines()[-1].endswith("CompatError: EasyDeL's version: got 0.4.0, expected 0.3.0")
+
+
+@without_easydel
+def test_a_program_without_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "show.py").write_text(SHOW)
+    process = run_python(tmp_path, *LAUNCHER, "show.py")
+    assert process.returncode == 1
+    assert "CompatError: easydel: got no module of that name, expected that of easydel==0.3.0" in process.stderr
+
+
+CHILDREN = f"""
+import multiprocessing, sys
+from concurrent.futures import ProcessPoolExecutor
+class Answer:
+    def __init__(self, depth):
+        from {HOME[: HOME.index(".core")]}.scheduler import scheduler
+        self.homes = [scheduler.CacheManager.__module__, *(ask(depth - 1).homes if depth else [])]
+def ask(depth):
+    with ProcessPoolExecutor(1, multiprocessing.get_context(sys.argv[1])) as pool:
+        return pool.submit(Answer, depth).result()
+if __name__ == "__main__":
+    print(ask(1).homes)
+"""
+
+
+@pytest.mark.parametrize("program", ["children.py", "-m children"])
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_children_of_multiprocessing_have_it_too(folder: Path, method: str, program: str) -> None:
+    """Children and theirs, in a program that never names pagepool, and sends objects of its own classes."""
+    (folder / "children.py").write_text(CHILDREN)
+    process = run_python(folder, *LAUNCHER, *program.split(), method)
+    assert (process.stdout, process.stderr, process.returncode) == (f"{['pagepool.manager'] * 2}\n", "", 0)
+    assert run_python(folder, *program.split(), method).stdout == f"{[HOME] * 2}\n"
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_children_of_a_program_that_imports_pagepool_have_it_too(folder: Path, method: str) -> None:
+    """With the variable alone, and also where they do not import pagepool themselves."""
+    source = CHILDREN.replace('__main__":', '__main__":\n    import pagepool')
+    (folder / "children.py").write_text(source)
+    assert run_python(folder, "children.py", method, value="1").stdout == f"{['pagepool.manager'] * 2}\n"
+    assert run_python(folder, "children.py", method, value="0").stdout == f"{[HOME] * 2}\n"
+
+
+def test_other_children_have_the_variable(folder: Path) -> None:
+    """Those that import pagepool, or are started by the launcher, have pagepool; no other has."""
+    (folder / "parent.py").write_text(
+        "import subprocess, sys\n"
+        "for arguments in (['-c', 'import pagepool, show'], ['-m', 'pagepool.compat.easydel', 'show.py'], ['show.py']):\n"
+        "    subprocess.run([sys.executable, *arguments], check=True)\n"
+    )
+    process = run_python(folder, *LAUNCHER, "parent.py")
+    assert process.stdout == f"pagepool.manager\npagepool.manager\n{HOME}\n"

@@ -1,0 +1,377 @@
+"""Pictures of plans and fleets: the tables' hit rates, the knee, titles, texts for those who cannot see them, and pages."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ET
+from html import escape
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sources import ROOT
+from test_plan import record_of
+
+for package in ("click", "rich", "matplotlib"):
+    pytest.importorskip(package)
+from command_line import invoke  # noqa: E402  only with the extras
+from matplotlib.figure import Figure  # noqa: E402
+from PIL import Image  # noqa: E402
+from test_commands import Page, line_of  # noqa: E402
+
+from pagepool.replay import Plan, Planner, Scheduler, TraceRecord, make_requests  # noqa: E402
+from pagepool.replay.drawing import COLORS, STYLE  # noqa: E402
+from pagepool.replay.figures import find_hit_rate  # noqa: E402
+from pagepool.replay.plot import draw_plan, save_plot  # noqa: E402
+from pagepool.replay.simulation import make_manager  # noqa: E402
+from pagepool.replay.web_page import make_page  # noqa: E402
+from pagepool.replay.wording import HIT_RATE, RUN_HIT_RATE, headline, list_columns, name_trace  # noqa: E402
+
+ODD_NAME = 'a <b>&"$x$'
+LONG_NAME = "conversation_" * 12
+SVG = "{http://www.w3.org/2000/svg}"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def make_records() -> list[TraceRecord]:
+    """Chats that come back, and a few requests that are larger than the smallest pools."""
+    chats = [record_of(i % 5, 10 + i % 5, 20 + i) for i in range(20)]
+    return [*chats, record_of(*range(100, 130)), *chats, record_of(*range(200, 220))]
+
+
+def make_plan(sizes: list[int], page_bytes: int | None = None, replays: tuple[int, ...] = ()) -> Plan:
+    records = make_records()
+    plan = Planner(records, page_size=2).make_plan(sizes, page_bytes)
+    for size in replays:
+        requests = make_requests(records)
+        plan.replays[size] = Scheduler(make_manager(size, 2, requests, True), requests, max_num_seqs=4).run()
+    return plan
+
+
+def make_empty_plan() -> Plan:
+    return Planner([record_of(1), record_of(2)], page_size=4).make_plan([3, 30])
+
+
+def draw(plan: Plan, heading: str | None = None) -> Figure:
+    import matplotlib as mpl
+
+    with mpl.rc_context(STYLE):
+        figure = draw_plan(plan, heading)
+        figure.draw_without_rendering()
+    return figure
+
+
+def texts_of(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+def parse_svg(plan: Plan, name: str, **options: bool) -> ET.Element:
+    file = BytesIO()
+    save_plot(plan, name, file, "svg", **options)
+    return ET.fromstring(file.getvalue())
+
+
+class TestShares:
+    """A hit rate is a share of all prompt tokens, in tables, plots and JSON."""
+
+    def test_a_plan(self) -> None:
+        plan = make_plan([8, 30, 45, 100, 200], replays=(45, 100))
+        assert plan.pools[0].skipped == 2
+        all_tokens = sum(record.input_length for record in make_records())
+        lines = {line.get_label(): line for line in draw(plan).axes[0].get_lines()}
+        drawn = {
+            "hit rate, LRU": lines["LRU, one after another"],
+            "hit rate, best": lines["best, one after another"],
+            "hit rate, together": lines["LRU, together"],
+        }
+        columns = dict(list_columns(plan))
+        for heading, line in drawn.items():
+            assert [f"{rate:.1%}" for rate in line.get_ydata()] == [cell for cell in columns[heading] if cell]
+        pools = plan.as_dict()["pools"]
+        assert [*drawn["hit rate, LRU"].get_ydata()] == [pool["lru_hit_rate"] for pool in pools]
+        assert [*drawn["hit rate, best"].get_ydata()] == [pool["best_hit_rate"] for pool in pools]
+        assert [*drawn["hit rate, together"].get_ydata()] == [
+            pool["replay"]["trace_hit_rate"] for pool in pools if pool["replay"]
+        ]
+        assert [pool["lru_hit_rate"] for pool in pools] == [pool.lru_hit_tokens / all_tokens for pool in plan.pools]
+        assert plan.replays[45].skipped == 1
+        assert plan.replays[45].trace_hit_rate == plan.replays[45].hit_tokens / all_tokens > 0
+        assert plan.replays[45].hit_rate == plan.replays[45].hit_tokens / plan.replays[45].prompt_tokens
+        assert [*lines["a pool that never evicts"].get_ydata()] == [plan.most_hit_rate] * 2
+
+    def test_a_fleet(self, tmp_path: Path) -> None:
+        pytest.importorskip("msgspec")
+        from pagepool.replay.fleet import run_fleet
+        from pagepool.replay.fleet_plot import draw_fleet
+        from pagepool.replay.fleet_report import headline_fleet
+        from pagepool.replay.replica import ReplicaSettings
+
+        records = make_records()
+        figures = {name: run_fleet(name, 2, ReplicaSettings(45, 2), records) for name in ("round-robin", "prefix")}
+        each = figures["prefix"]
+        assert each.num_skipped == 1
+        all_tokens = sum(record.input_length for record in records)
+        assert each.prompt_tokens + each.skipped_prompt_tokens == all_tokens > each.prompt_tokens
+        assert each.hit_rate == each.as_dict()["hit_rate"] == each.hit_tokens / each.prompt_tokens > 0
+        bars = draw_fleet(figures, headline_fleet(figures, "chat"), "").axes[0]
+        assert [bar.get_height() for bar in bars.patches] == [each.hit_rate for each in figures.values()]
+        assert bars.get_ylabel() == RUN_HIT_RATE
+        assert [text.get_text() for text in bars.texts] == [f"{each.hit_rate:.1%}" for each in figures.values()]
+
+    def test_a_request_that_a_dead_replica_skipped_counts_once(self) -> None:
+        pytest.importorskip("msgspec")
+        from pagepool.replay.fleet import run_fleet
+        from pagepool.replay.replica import ReplicaSettings
+
+        records = make_records()
+        figures = run_fleet("round-robin", 2, ReplicaSettings(45, 2), records, deaths=[(0.0, 0), (5.0, 0)])
+        assert (figures.num_skipped, figures.skipped_prompt_tokens) == (1, 120)
+
+    def test_the_definition_is_said_alike(self, tmp_path: Path) -> None:
+        (tmp_path / "trace.jsonl").write_text(line_of() * 2)
+        output = invoke("plan", tmp_path / "trace.jsonl", "--html", tmp_path / "page.html").stdout
+        assert HIT_RATE.capitalize() in map(str.rstrip, output.splitlines())
+        assert "Hit rate: the share of all prompt tokens of the trace" in output
+        page = Page((tmp_path / "page.html").read_text())
+        assert HIT_RATE in page.texts["caption"][0]
+        assert draw(make_plan([50])).axes[0].get_ylabel() == HIT_RATE
+        share = HIT_RATE.partition(": ")[2]
+        assert share == "share of all prompt tokens"
+        assert share in " ".join((find_hit_rate.__doc__ or "").split())
+        document = ROOT / "docs" / "operating.md"
+        if document.exists():
+            assert f"**{share}**" in document.read_text()
+
+    def test_tables_of_replays_and_fleets(self, tmp_path: Path) -> None:
+        """Tokens that hit are that share of the prompt tokens that ran."""
+        pytest.importorskip("msgspec")
+        path = tmp_path / "trace.jsonl"
+        path.write_text(line_of() * 3 + line_of(input_length=1200, hash_ids=[5, 6, 7]))
+        for command in (["replay"], ["fleet", "--router", "prefix", "--replicas", 1]):
+            output = invoke(*command, path, "--num-pages", 60).stdout
+            rows = dict(re.findall(r"^ *([a-z ,]+?)  +([\d.,%]+)$", output, re.MULTILINE))
+            assert (rows["prompt tokens"], rows["their prompt tokens"], rows["hit"]) == ("1,800", "1,200", "1,184")
+            assert rows["hit rate"] == "65.8%"
+
+
+class TestKnee:
+    def knee_of(self, *sizes: int) -> tuple[list[str], list[float]]:
+        """Texts in the plot, and where upright lines stand."""
+        axes = draw(make_plan([*sizes])).axes[0]
+        uprights = [line.get_xdata()[0] for line in axes.get_lines() if len({*line.get_xdata()}) == 1 and len(sizes) > 1]
+        return [text.get_text() for text in axes.texts], [float(x) for x in uprights]
+
+    def test_it_is_shown_or_named(self) -> None:
+        knee = make_plan([50]).knee
+        assert knee is not None
+        num_pages = knee.lru_num_pages
+        text = f"LRU has 95% of all hits\nfrom {num_pages} pages on"
+        assert self.knee_of(num_pages - 20, num_pages + 90) == ([text], [num_pages])
+        assert self.knee_of(num_pages, num_pages + 1) == ([text], [num_pages])
+        assert self.knee_of(num_pages - 30, num_pages - 1) == ([f"{text} →"], [])
+        assert self.knee_of(num_pages + 1, num_pages + 30) == ([text.replace("\n", "\n← ")], [])
+        assert self.knee_of(num_pages - 1)[0] == [f"{text} →"]
+
+    def test_it_is_clear_of_the_lines(self) -> None:
+        knee = make_plan([50]).knee
+        assert knee is not None
+        for size in (1, knee.lru_num_pages, 10_000):
+            figure = draw(make_plan([2, size] if size > 2 else [1, 2], page_bytes=1 << 20))
+            axes = figure.axes[0]
+            [text] = axes.texts
+            top = max(axes.transData.transform((1, max(line.get_ydata())))[1] for line in axes.get_lines()[:3])
+            box = text.get_window_extent()
+            assert top < box.y0 < box.y1 <= axes.bbox.y1
+            assert axes.bbox.x0 <= box.x0 < box.x1 <= axes.bbox.x1
+
+    def test_without_hits_there_is_none(self) -> None:
+        assert texts_of(draw(make_empty_plan())) == []
+
+
+PLANS = {
+    "many": lambda: make_plan([10, 20, 50, 100, 1_000, 5_000], 1 << 21, (50, 5_000)),
+    "one": lambda: make_plan([12_800]),
+    "two": lambda: make_plan([7_909, 8_000], 1 << 21),
+    "huge": lambda: make_plan([2, 10**12], 1 << 40),
+    "empty": make_empty_plan,
+}
+
+
+class TestLayout:
+    @pytest.mark.parametrize("name", PLANS)
+    @pytest.mark.parametrize("heading", [None, "x" * 40 + ": up to 12.3% of prompt tokens hit; beyond 12,345,678 pages"])
+    def test_nothing_is_cut_off(self, name: str, heading: str | None) -> None:
+        figure = draw(PLANS[name](), heading)
+        width, height = figure.get_size_inches()
+        box = figure.get_tightbbox()
+        assert 0 <= box.x0 < box.x1 <= width
+        assert 0 <= box.y0 < box.y1 <= height
+
+    @pytest.mark.parametrize("name", PLANS)
+    @pytest.mark.parametrize("heading", [None, "title"])
+    def test_marks_have_room(self, name: str, heading: str | None) -> None:
+        figure = draw(PLANS[name](), heading)
+        axis = figure.axes[-1].xaxis
+        labels = [label for label in axis.get_ticklabels() if label.get_text()]
+        assert labels
+        boxes = [label.get_window_extent() for label in labels]
+        assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+        assert len({label.get_text() for label in labels}) == len(labels)
+
+    def test_few_sizes_are_marked_in_full(self) -> None:
+        labels = [label.get_text() for label in draw(PLANS["two"]()).axes[0].xaxis.get_ticklabels()]
+        assert labels == ["7,909", "8,000"]
+        assert [label.get_text() for label in draw(PLANS["one"]()).axes[0].xaxis.get_ticklabels()] == ["12,800"]
+
+    def test_colours_have_contrast(self) -> None:
+        """WCAG 2.2: 4.5 for text, 3 for what else has to be seen."""
+
+        def luminance(color: str) -> float:
+            channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+            linear = [channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4 for channel in channels]
+            return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+        for is_dark in (False, True):
+            paper = luminance(COLORS["paper"][is_dark])
+            for name in {*COLORS} - {"paper", "grid"}:
+                dark, light = sorted((paper, luminance(COLORS[name][is_dark])))
+                assert (light + 0.05) / (dark + 0.05) >= (4.5 if name in {"blue", "grey", "ink"} else 3), name
+
+
+class TestTitles:
+    @pytest.mark.parametrize(
+        ("source", "name"),
+        [
+            ("/a/b.c/chat.jsonl", "chat"),
+            ("chat.jsonl.gz", "chat"),
+            ("../chat.2025.json", "chat.2025"),
+            ("dir/.jsonl", ".jsonl"),
+            ("<stdin>", "<stdin>"),
+            ("dir/a\n\x01\udcff.jsonl", "a\ufffd\ufffd\ufffd"),
+            (f"/x/{ODD_NAME}.jsonl", ODD_NAME),
+        ],
+    )
+    def test_the_name_of_a_trace(self, source: str, name: str) -> None:
+        assert name_trace(source) == name
+
+    def test_a_plan(self) -> None:
+        plan = make_plan([50, 100])
+        assert plan.knee is not None
+        finding = f"{plan.most_hit_tokens / plan.prompt_tokens:.1%} of prompt tokens hit"
+        end = f"beyond {plan.knee.lru_num_pages:,} pages more memory adds little"
+        assert headline(plan, "chat") == f"chat: up to {finding}; {end}"
+        assert headline(make_empty_plan(), "chat") == "chat: no pool hits anything"
+
+    def test_a_fleet(self) -> None:
+        pytest.importorskip("msgspec")
+        from pagepool.replay.fleet import FleetFigures
+        from pagepool.replay.fleet_report import headline_fleet
+
+        none, some, most = (FleetFigures(prompt_tokens=8, hit_tokens=tokens) for tokens in (0, 1, 2))
+        assert headline_fleet({"a": some, "b": most}, "chat") == "chat: router b hits most, 25.0% of prompt tokens (a 12.5%)"
+        assert (
+            headline_fleet({"a": most, "b": most, "c": none}, "x")
+            == "x: routers a and b hit most, 25.0% of prompt tokens (c 0.0%)"
+        )
+        assert headline_fleet({"a": most}, "chat") == "chat: router a hits 25.0% of prompt tokens"
+        assert headline_fleet({"a": none, "b": none}, "chat") == "chat: no prompt token hits"
+
+    @pytest.mark.parametrize("name", [ODD_NAME, LONG_NAME, "対話" * 40, "\N{REPLACEMENT CHARACTER}"])
+    def test_any_name_can_be_drawn(self, name: str) -> None:
+        root = parse_svg(make_plan([50, 100]), name)
+        assert (root.findtext(f"{SVG}title") or "").startswith(f"{name}: up to ")
+        for file_format in ("png", "svg"):
+            save_plot(make_empty_plan(), name, BytesIO(), file_format)
+
+
+class TestAlternatives:
+    """What those get who cannot see the picture."""
+
+    @pytest.fixture
+    def trace(self, tmp_path: Path) -> Path:
+        folder = tmp_path / 'some "<folder>'
+        folder.mkdir()
+        path = folder / f"{ODD_NAME}.jsonl"
+        path.write_text(line_of() * 2 + line_of(timestamp=1, hash_ids=[2, 3]))
+        return path
+
+    def check_svg(self, root: ET.Element, path: Path, *parts: str) -> None:
+        assert root.get("role") == "img"
+        assert root.get("lang") == "en"
+        named = [root.find(f".//*[@id='{name}']") for name in (root.get("aria-labelledby") or "").split()]
+        title, description = (element for element in named if element is not None)
+        assert (title.tag, description.tag) == (f"{SVG}title", f"{SVG}desc")
+        assert root[0] is title
+        assert (title.text or "").startswith(f"{ODD_NAME}: ")
+        assert all(part in (description.text or "") for part in parts)
+        assert str(path.parent) not in "".join(root.itertext())
+
+    @pytest.mark.parametrize("command", ["plan", "fleet"])
+    def test_svg(self, command: str, trace: Path, tmp_path: Path) -> None:
+        pytest.importorskip("msgspec")
+        assert invoke(command, trace, "--plot", tmp_path / "plot.svg").exit_code == 0
+        root = ET.parse(tmp_path / "plot.svg").getroot()
+        rates = ["half of the requests waited at most"] if command == "fleet" else ["39 pages: LRU 32.9%, best 32.9%"]
+        self.check_svg(root, trace, *rates)
+        drawn = [text.text or "" for text in root.iter(f"{SVG}text")]
+        assert any(text.startswith(f"{ODD_NAME}: ") for text in drawn), "the title is drawn too"
+        background = next(root.iter(f"{SVG}path"))
+        assert background.get("style") == "fill: #ffffff", "it has a background of its own where all else is dark"
+
+    @pytest.mark.parametrize("command", ["plan", "fleet"])
+    def test_png(self, command: str, trace: Path, tmp_path: Path) -> None:
+        pytest.importorskip("msgspec")
+        assert invoke(command, trace, "--plot", tmp_path / "plot.png").exit_code == 0
+        with Image.open(tmp_path / "plot.png") as image:
+            texts: dict[str, Any] = image.info
+            assert texts["Title"].startswith(f"{ODD_NAME}: ")
+            assert "prompt tokens" in texts["Description"]
+            assert "Software" not in texts
+
+    def test_a_page(self, trace: Path, tmp_path: Path) -> None:
+        assert invoke("plan", trace, "--html", tmp_path / "page.html").exit_code == 0
+        text = (tmp_path / "page.html").read_text()
+        page = Page(text)
+        assert page.texts["h1"][0].startswith(f"{ODD_NAME}: up to ")
+        assert page.texts["title"][0] == page.texts["title"][1] == page.texts["h1"][0]
+        assert escape(ODD_NAME) in text
+        assert ODD_NAME not in text
+        svg = text[text.index("<svg") : text.index("</svg>") + len("</svg>")]
+        self.check_svg(ET.fromstring(svg), trace, "39 pages: LRU 32.9%, best 32.9%")
+        assert '<html lang="en">' in text
+        assert "32.9%" in page.texts["td"]
+        assert len(re.findall(r'<div class="wide" role="region" aria-label="[^"]+" tabindex="0">', text)) == text.count(
+            "<table>"
+        )
+
+
+class TestPages:
+    def test_they_fit_telephones_and_the_dark(self) -> None:
+        text = make_page(make_plan([10, 100], 1 << 21, (100,)), "chat")
+        assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+        assert ":root { color-scheme: light dark;" in text
+        [dark] = re.findall(r"@media screen and \(prefers-color-scheme: dark\) \{ :root \{(.*)\} \}", text)
+        svg = text[text.index("<svg") :]
+        used = {*re.findall(r"(?:fill|stroke): ([^;\"]+)", svg)} - {"none"}
+        assert used == {f"var(--{name})" for name in COLORS}, "no colour stays as it is where all else is dark"
+        for name, (_, color) in COLORS.items():
+            assert f"--{name}: {color};" in dark
+        assert not re.search(r"min-width|[\s;]width: \d+(px|rem|em)", text)
+
+    @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+    @pytest.mark.parametrize("name", [LONG_NAME, "chat"])
+    def test_nothing_is_wider_than_a_telephone(self, name: str, tmp_path: Path) -> None:
+        page = escape(make_page(make_plan([2, 10, 100, 10**12], 1 << 21, (100,)), name))
+        script = "let e = this.contentDocument.documentElement; document.title = e.scrollWidth - e.clientWidth"
+        frame = f'<iframe srcdoc="{page}" style="border: 0; width: 390px; height: 800px" onload="{script}"></iframe>'
+        (tmp_path / "frame.html").write_text(f'<!DOCTYPE html><meta charset="utf-8"><title></title>{frame}')
+        options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+        command = [str(CHROMIUM), *options, (tmp_path / "frame.html").as_uri()]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        if result.returncode:
+            pytest.skip(f"Chromium does not run here: {result.stderr[-200:]}")
+        assert "<title>0</title>" in result.stdout

@@ -1,0 +1,340 @@
+"""Refused requests: one that is tried again costs next to nothing, and is admitted as soon as one that is looked up anew."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from batch_workload import BatchWorkload, run_batch_workload
+from settings import SETTINGS, Setting
+from test_differential import NUM_OPERATIONS, oracle_and_package
+from test_running_batch import oracle_and_batch
+from workload import RandomWorkload, run_workload
+
+import pagepool
+from pagepool import CacheManager, EngineRequest, PageTable, QueryCounts, RunningBatch
+from pagepool._core import Refusal, RunningRows
+from pagepool.errors import ArgumentError, ArgumentTypeError
+
+NUM_CALLS = max(NUM_OPERATIONS // (20 * len(SETTINGS)), 150)
+SPEC = pagepool.FullAttentionSpec(4, 1, 8, "float16", False)
+ids = lambda setting: setting.name  # noqa: E731
+
+
+class SaturatedRows(BatchWorkload):
+    """The pool stays full, and refused requests come again and again, each in its row."""
+
+    def _weighted_actions(self, trims: bool) -> dict[Callable[[], None], float]:
+        rare = (self.release, self.swap, self.evict, self.start_neighbour, self.finish_neighbour)
+        return {self.retry: 12, self.admit: 2, self.step: 6, self.grow: 2} | dict.fromkeys(rare, 0.4)
+
+    def retry(self) -> None:
+        for row in self.refused.keys() & set(self.free_rows()):
+            self.try_to_admit(row, *self.refused.pop(row))
+
+
+class SaturatedRequests(RandomWorkload):
+    """The same request by request."""
+
+    def _weighted_actions(self) -> dict[Callable[[], None], float]:
+        return {self.submit: 2, self.admit: 12, self.grow: 8, self.finish: 0.6, self.evict: 0.4, self.look_up: 0.2}
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=ids)
+def test_rows_are_refused_as_if_they_were_looked_up_anew(setting: Setting) -> None:
+    for seed in range(zlib.crc32(setting.name.encode()), zlib.crc32(setting.name.encode()) + 2):
+        run_batch_workload(setting, oracle_and_batch, seed, NUM_CALLS, False, SaturatedRows)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=ids)
+def test_requests_are_refused_as_if_they_were_looked_up_anew(setting: Setting) -> None:
+    run_workload(setting, oracle_and_package(), zlib.crc32(setting.name.encode()), 2 * NUM_CALLS, SaturatedRequests)
+
+
+def test_retries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two tests above say nothing unless they are, and unless some of them are admitted in the end."""
+    found: Counter[object] = Counter()
+
+    def count(cls: type, name: str) -> None:
+        original = getattr(cls, name)
+
+        def counting(*args: Any) -> bool:
+            result: bool = original(*args)
+            found[name, result] += 1
+            return result
+
+        monkeypatch.setattr({RunningRows: RunningBatch}.get(cls, cls), name, counting)
+
+    count(RunningRows, "is_refused_still")
+    count(CacheManager, "_is_refused_still")
+    for setting in SETTINGS[:4]:
+        run_batch_workload(setting, oracle_and_batch, 1, 1000, False, SaturatedRows)
+        run_workload(setting, oracle_and_package(), 1, 1000, SaturatedRequests)
+    assert found["is_refused_still", True] > 50
+    assert found["_is_refused_still", True] > 50
+
+
+# --- one at a time ------------------------------------------------------------------------------------------
+
+
+def make_manager(num_pages: int, **options: Any) -> CacheManager:
+    return CacheManager(num_pages, [pagepool.CacheGroupSpec(SPEC)], 1 << 18, hash_seed="refusals", **options)
+
+
+def make_batch(num_pages: int, num_rows: int = 4) -> tuple[CacheManager, RunningBatch]:
+    manager = make_manager(num_pages)
+    return manager, RunningBatch(manager, PageTable(num_rows, 1 << 16, 64))
+
+
+class Waiting:
+    """A pool of 10 pages: five are cached, free and hit by a request of seven pages, four are held by row 0, one is free."""
+
+    def __init__(self) -> None:
+        self.manager, self.batch = make_batch(1 + 10)
+        self.prompt = list(range(20))
+        self.batch.admit(0, self.prompt)
+        self.batch.release([0])
+        self.batch.admit(0, [99] * 16)
+        self.token_ids = self.prompt + list(range(50, 58))
+        self.num_looked_up = 0
+        original = self.manager.coordinator.find_longest_cache_hit
+
+        def find_longest_cache_hit(*args: Any) -> Any:
+            self.num_looked_up += 1
+            return original(*args)
+
+        self.manager.coordinator.find_longest_cache_hit = find_longest_cache_hit  # type: ignore[method-assign]
+        assert self.retry() is None
+        assert self.num_looked_up == 1
+
+    def retry(self, token_ids: Any = None, row: int = 1, **options: Any) -> int | None:
+        result = self.batch.admit(row, self.token_ids if token_ids is None else token_ids, **options)
+        self.batch.check()
+        return result
+
+
+class TestRows:
+    def test_nothing_changed(self) -> None:
+        waiting = Waiting()
+        assert [waiting.retry() for _ in range(5)] == [None] * 5
+        assert waiting.num_looked_up == 1
+
+    def test_a_smaller_budget_fits_without_a_change(self) -> None:
+        waiting = Waiting()
+        assert waiting.retry(max_num_new_tokens=5) is None
+        assert waiting.retry(num_tokens=25) is None
+        assert waiting.num_looked_up == 1
+        assert waiting.retry(max_num_new_tokens=4) == 20
+
+    def test_a_reserve(self) -> None:
+        waiting = Waiting()
+        assert waiting.retry(max_num_new_tokens=4, num_reserved_pages=1) is None
+        assert waiting.num_looked_up == 1
+
+    def test_hits_are_evicted_from_the_end_on(self) -> None:
+        waiting = Waiting()
+        waiting.batch.step([0], [99])  # the page that never was used
+        waiting.batch.grow([0], 0, 7)  # 24 tokens have room: the last page of the hits is evicted
+        assert waiting.manager.page_pool.stats.num_evicted_pages == 1
+        assert waiting.retry() is None
+        assert waiting.num_looked_up == 1
+        waiting.batch.release([0])
+        assert waiting.retry() == 16
+
+    def test_a_hit_is_dropped_in_the_middle(self) -> None:
+        """With the budget of a step fewer hits need fewer pages."""
+        waiting = Waiting()
+        assert waiting.retry(max_num_new_tokens=8) is None
+        waiting.manager.page_pool.evict_pages([2])
+        assert waiting.retry(max_num_new_tokens=8) == 4
+        assert waiting.num_looked_up == 2
+
+    def test_a_page_is_given_back(self) -> None:
+        waiting = Waiting()
+        waiting.batch.trim([0], 12)
+        assert waiting.retry() == 20
+        assert waiting.num_looked_up == 2
+
+    def test_too_few_pages_are_given_back(self) -> None:
+        _, batch = make_batch(1 + 8)
+        batch.admit(0, [99] * 32)
+        token_ids = list(range(20))
+        assert batch.admit(1, token_ids) is None
+        batch.trim([0], 16)
+        assert batch.is_refused_still(1, token_ids, None, None, 0, (None, None, None, None, True))
+        assert batch.admit(1, token_ids) is None
+        batch.trim([0], 12)
+        assert batch.admit(1, token_ids) == 0
+
+    def test_a_hit_finds_another_holder(self) -> None:
+        waiting = Waiting()
+        assert waiting.retry([*waiting.prompt[:8], 5], row=2) == 8
+        assert waiting.retry() is None
+        assert waiting.num_looked_up == 3
+
+    def test_another_page_of_it_is_cached(self) -> None:
+        waiting = Waiting()
+        assert waiting.retry(waiting.token_ids[:24], row=2, num_tokens=24) == 20
+        assert waiting.batch.get_page_ids(2)[0][:5] == [1, 2, 3, 4, 5]
+        assert waiting.retry(max_num_new_tokens=4) is None
+        waiting.batch.trim([0], 12)
+        assert waiting.retry(max_num_new_tokens=4) == 24
+
+    def test_the_cache_is_reset(self) -> None:
+        waiting = Waiting()
+        waiting.batch.release([0])
+        assert waiting.manager.reset_prefix_cache()
+        assert waiting.retry() == 0
+
+    @pytest.mark.parametrize("form", [list, np.array])
+    def test_tokens_are_another_request_s(self, form: Callable[[list[int]], Any]) -> None:
+        waiting = Waiting()
+        token_ids = form(waiting.token_ids)
+        assert waiting.retry(token_ids) is None
+        token_ids[-1] = 5  # a list or an array that is used again
+        assert waiting.retry(token_ids) is None
+        assert waiting.num_looked_up == 3
+        token_ids[0] = 5
+        assert waiting.retry(token_ids, num_tokens=4) == 0
+
+    def test_other_tokens_salts_and_features(self) -> None:
+        waiting = Waiting()
+        assert waiting.retry(waiting.token_ids[:-1]) is None
+        assert waiting.retry(list(waiting.token_ids)) is None
+        assert waiting.retry(cache_salt="a") is None
+        feature = SimpleNamespace(mm_hash="cat", modality="image", placeholder_range=SimpleNamespace(offset=0, length=4))
+        for _ in range(3):
+            features = (feature,)
+            assert waiting.retry(mm_features=features) is None
+            assert waiting.retry(mm_features=features) is None
+        assert waiting.num_looked_up == 1 + 3 + 3
+        assert waiting.retry(look_up=False) is None
+
+    def test_an_array_is_known_by_its_memory(self) -> None:
+        waiting = Waiting()
+        memory = np.array([*waiting.token_ids, 7, 8], dtype=np.int32)
+        for _ in range(3):
+            assert waiting.retry(memory[: len(waiting.token_ids)]) is None
+        assert waiting.num_looked_up == 2
+
+    def test_rows_that_change_places_forget(self) -> None:
+        waiting = Waiting()
+        waiting.batch.swap_row(1, 2)
+        assert waiting.retry() is None
+        assert waiting.num_looked_up == 2
+        waiting.batch.move_row(0, 1)
+        assert waiting.retry(row=0) is None
+        with pytest.raises(ArgumentError, match="row 1 is admitted already"):
+            waiting.retry()
+
+    def test_a_row_that_was_admitted_meanwhile(self) -> None:
+        waiting = Waiting()
+        assert waiting.retry([3], row=1) == 0
+        waiting.batch.release([1])
+        assert waiting.retry() is None
+        assert waiting.num_looked_up == 3
+
+    @pytest.mark.parametrize(
+        ("options", "error"),
+        [
+            ({"num_tokens": 0}, ArgumentError),
+            ({"num_tokens": 29}, ArgumentError),
+            ({"max_num_new_tokens": 0}, ArgumentError),
+            ({"num_reserved_pages": -1}, ArgumentError),
+            ({"num_tokens": 1.5}, ArgumentTypeError),
+        ],
+    )
+    def test_wrong_numbers_are_refused_all_the_same(self, options: dict[str, Any], error: type[Exception]) -> None:
+        waiting = Waiting()
+        with pytest.raises(error, match="got"):
+            waiting.retry(**options)
+        assert waiting.retry() is None
+
+    def test_a_list_that_holds_something_else_by_now(self) -> None:
+        waiting = Waiting()
+        waiting.token_ids[-1] = "a"  # type: ignore[call-overload]
+        with pytest.raises(ArgumentTypeError, match="token_ids"):
+            waiting.retry()
+
+
+class TestRequests:
+    def test_hits_are_not_looked_up_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        manager = make_manager(1 + 10)
+        first, second, third = (
+            EngineRequest(name, tokens) for name, tokens in zip("abc", (range(20), [99] * 16, range(28)), strict=True)
+        )
+        assert manager.allocate_slots(first, 20) is not None
+        manager.free(first)
+        assert manager.allocate_slots(second, 16) is not None
+        hits, num_hit_tokens = manager.get_computed_pages(third)
+        assert num_hit_tokens == 20
+        assert manager.allocate_slots(third, 8, num_hit_tokens, hits) is None
+        monkeypatch.setattr(manager.coordinator, "find_longest_cache_hit", None)
+        for _ in range(3):
+            hits, num_hit_tokens = manager.get_computed_pages(third)
+            assert manager.allocate_slots(third, 8, num_hit_tokens, hits) is None
+        second.num_computed_tokens = 16
+        assert manager.allocate_slots(second, 8) is not None  # two pages, one of them the last hit
+        monkeypatch.undo()
+        hits, num_hit_tokens = manager.get_computed_pages(third)
+        assert (hits.get_page_ids(), num_hit_tokens) == (([1, 2, 3, 4],), 16)
+        assert manager.allocate_slots(third, 4, num_hit_tokens, hits, num_reserved_pages=1) is None
+        manager.free(second)
+        hits, num_hit_tokens = manager.get_computed_pages(third)
+        assert manager.allocate_slots(third, 12, num_hit_tokens, hits) is not None
+        manager.check()
+        assert manager.stats().queries == QueryCounts(1, 28, 16)
+
+    def test_of_a_refusal_itself(self) -> None:
+        manager = make_manager(8)
+        ids, chain = pagepool._core.PageIds([1]), pagepool._core.HashChain(4, bytes(16))
+        with pytest.raises(ArgumentTypeError, match="hits: got"):
+            Refusal((1,), 4, 4)  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="num_hit_tokens: got 5"):
+            Refusal((ids,), 4, 5)
+        refusal = Refusal((ids,), 8, 4)
+        assert not refusal.watch_hits(manager.page_pool.store, chain, 1, 0)  # nothing is cached
+        assert not refusal.has_same_hits()
+        assert not refusal.is_short(100)
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            refusal.__reduce__()
+
+
+# --- what it costs ------------------------------------------------------------------------------------------
+
+
+def time_refusals(num_tokens: int, path: str) -> float:
+    """The least seconds of a refused request of so many tokens whose pages are all cached and free, but for the last."""
+    manager, batch = make_batch(num_tokens // 4 + 1)
+    prompt = np.arange(num_tokens, dtype=np.int32)
+    batch.admit(0, prompt[: num_tokens // 2])
+    batch.release([0])
+    batch.admit(0, [7] * (num_tokens // 2 - 4))
+    token_ids = prompt.tolist() if path == "list" else prompt
+    request = EngineRequest("a", prompt.tolist() if path == "manager" else [])
+
+    def refuse() -> None:
+        if path == "manager":
+            hits, num_hit_tokens = manager.get_computed_pages(request)
+            assert manager.allocate_slots(request, num_tokens - num_hit_tokens, num_hit_tokens, hits) is None
+        else:
+            assert batch.admit(1, token_ids) is None
+
+    refuse()
+    times = []
+    for _ in range(200):
+        start = perf_counter()
+        refuse()
+        times.append(perf_counter() - start)
+    return min(times)
+
+
+@pytest.mark.parametrize("path", ["array", "list", "manager"])
+def test_a_long_request_is_refused_as_fast_as_a_short_one(path: str) -> None:
+    assert time_refusals(1 << 17, path) < 4 * time_refusals(1 << 10, path)

@@ -1,0 +1,245 @@
+"""``hash_algo="sha256_cbor"``: the bytes of vLLM 0.33, by digests that its own function gave, and by its rules written anew."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
+from pagepool.errors import ArgumentError, PagePoolError
+
+cbor2 = pytest.importorskip("cbor2", reason="sha256_cbor is an extra: cbor2 is not installed")
+
+DEFAULT_SEED = "vllm-none-hash"
+TUNED = ("tuned", "/adapters/tuned")
+
+
+@pytest.fixture(autouse=True)
+def _no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+
+def feature(identifier: str, offset: int, length: int, mm_hash: str | None = None) -> Any:
+    """An image with the attributes that vLLM's have."""
+    position = SimpleNamespace(offset=offset, length=length)
+    return SimpleNamespace(identifier=identifier, mm_hash=mm_hash, modality="image", mm_position=position)
+
+
+def make_manager(page_size: int = 4, **options: Any) -> CacheManager:
+    spec = FullAttentionSpec(page_size, 1, 8, "float16", False)
+    return CacheManager(256, [CacheGroupSpec(spec)], 4096, hash_algo="sha256_cbor", **options)
+
+
+def digests_of(manager: CacheManager, request_id: str) -> list[bytes]:
+    return [page_hash.hash_value.to_bytes(32, "big") for page_hash in manager.req_to_page_hashes[request_id]]
+
+
+def hash_prompt(token_ids: list[int], page_size: int = 4, hash_seed: Any = None, **keys: Any) -> list[bytes]:
+    manager = make_manager(page_size, hash_seed=hash_seed)
+    manager.get_computed_pages(EngineRequest("r", [*token_ids, *[0] * page_size], **keys))
+    return digests_of(manager, "r")[: len(token_ids) // page_size]
+
+
+# vLLM's rules, in our own words: a block is its parent, its tokens, and an array of tagged keys, or null for none. The keys are
+# the adapter, in every block; the images that overlap the block, by where they begin in it; the salt, in the first block alone.
+
+
+def reference_keys(start: int, stop: int, cache_salt: Any, lora_id: Any, mm_features: Any) -> Iterator[tuple[Any, ...]]:
+    if lora_id is not None:
+        name, path = lora_id
+        yield "lora", name, path
+    for image in mm_features:
+        first, last = image.mm_position.offset, image.mm_position.offset + image.mm_position.length
+        if first < stop and last > start:
+            yield "mm", image.identifier, first - start
+    if start == 0 and cache_salt:
+        yield "cache_salt", cache_salt
+
+
+def reference(
+    token_ids: list[int],
+    page_size: int = 4,
+    hash_seed: str = DEFAULT_SEED,
+    cache_salt: Any = None,
+    lora_id: Any = None,
+    mm_features: Any = (),
+) -> list[bytes]:
+    digests = [hashlib.sha256(cbor2.dumps(hash_seed, canonical=True)).digest()]
+    for start in range(0, len(token_ids) - page_size + 1, page_size):
+        stop = start + page_size
+        keys = list(reference_keys(start, stop, cache_salt, lora_id, mm_features))
+        block = [digests[-1], token_ids[start:stop], keys or None]
+        digests.append(hashlib.sha256(cbor2.dumps(block, canonical=True)).digest())
+    return digests[1:]
+
+
+IMAGES = [feature("cat", 1, 2), feature("dog", 6, 9, "its hash without an adapter")]
+ALL = {"cache_salt": "pepper", "lora_id": TUNED, "mm_features": IMAGES}
+
+# What `get_request_block_hasher(4, sha256_cbor)` of vLLM 0.33.0 returned for the tokens 100, 101, ..., 117.
+VLLM_DIGESTS: dict[str, tuple[dict[str, Any], str]] = {
+    "plain": (
+        {},
+        """f6660814c0f5fab668e3a3e4cc9d7c843f32e254d6a433791cccfba573d0cf8a
+        da25ae2ea37cfe14f808bf230a0ad0c2bca0e7a731e7f54cf20358aa4fbb8879
+        eb9079a54ab82dd77ab4341a459f41a0c8cd066252c86652e842ef1712133bd6
+        22cb286178bc7b7f7bb2f482b8b267b3d007cda8bee4eb464cb3b9d034695fdd""",
+    ),
+    "salt": (
+        {"cache_salt": "pepper"},
+        """3e19384f21badfbc32cc056307d0235a161d92950a9ac07d8c05fadee277cce3
+        09e3e1d37902ae8ba4cddf2ba5cf697577e229e92f06b9870707b7d2a5bdedae
+        c5ea453a30526162c553cabd9b0505582f5e42148c90512215200e8d453ff67a
+        24ab5ff1d4e720f4ecd663a999cc198606402846d88e9c1e8502ed77b7791a19""",
+    ),
+    "LoRA": (
+        {"lora_id": TUNED},
+        """3e4c43263cd7501f99a5438accac4818dd7b507f7acc3748daf71f6662374b08
+        47acad3e6aff3811a5cf47b666b4cb8669ea38b62a7403fdd038a75332c05dbe
+        979643cfbec22a4633d33fede41c1c7bd3c24180f8f668fce0edda2f8323a046
+        803dd9b573b02fa7d5aec8d348528bb044e2109061385d5c91a118fa7ef5458c""",
+    ),
+    "images": (
+        {"mm_features": IMAGES},
+        """e54afe69ff69f87f7c0ba46ce2b9177b9055fcb20452bd7a4c87f5888460eda9
+        dbdb6b1146dc45c808f1b30e5af0cc7d2713c3ea0d0ce6a2ee53950219fbb7e6
+        ed4bfe08b0963febeae2810941ed0fb6cadc40b0ff3bb5d53b0dc37ed54533b3
+        a2abe0b189ac7bdc9b5a2c87ebb44fd852372800e9faec4f8f446b3bc9b3553a""",
+    ),
+    "all": (
+        ALL,
+        """5ddf3a4dd7165f537b6dce27cbfe75a509baca15a710baa5e45679acbbd1bf3c
+        329164f02711a8e5d7c7973a61e83e08bb60ffb0c2318cbb9760e48cf600319f
+        4986987833541665571eaaa912b40727e0d5a8d2506fbdfbe0765fe303647f73
+        30826514ef4fa5fc176360c46a7f6349dfc6cab7d1ef7571d8d3096f374bd350""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VLLM_DIGESTS)
+def test_digests_are_those_that_vllm_gave(name: str) -> None:
+    keys, expected = VLLM_DIGESTS[name]
+    token_ids = list(range(100, 118))
+    assert [digest.hex() for digest in hash_prompt(token_ids, **keys)] == expected.split()
+    assert [digest.hex() for digest in reference(token_ids, **keys)] == expected.split()
+
+
+def test_the_seed_of_the_environment_is_that_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    first, *_ = hash_prompt(list(range(100, 118)))
+    assert first.hex() == "71f40f563a7a259f47b9267c311bf00d383743b642efb532825c8227cad5456f"  # also given by vLLM
+
+
+@pytest.mark.parametrize("value", ["", "random", "17"])
+def test_vllm_takes_the_environments_seed_whatever_it_says(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", value)
+    assert hash_prompt([1, 2, 3, 4]) == reference([1, 2, 3, 4], hash_seed=value)
+    assert hash_prompt([1, 2, 3, 4], hash_seed="mine") == reference([1, 2, 3, 4], hash_seed="mine")
+
+
+@pytest.mark.parametrize("hash_seed", [7, "7", b"7"])
+def test_a_seed_is_hashed_as_text(hash_seed: Any) -> None:
+    assert hash_prompt([1, 2, 3, 4], hash_seed=hash_seed) == reference([1, 2, 3, 4], hash_seed="7")
+
+
+def random_keys(rng: Random, num_tokens: int, page_size: int) -> dict[str, Any]:
+    """Salt, adapter and images, each or none. Images come in order and do not overlap, as vLLM's do."""
+    images, start = [], rng.randint(0, page_size)
+    while start < num_tokens and rng.random() < 0.7:
+        length = rng.randint(0, 2 * page_size)
+        images.append(feature(rng.choice(("cat", "dog")), start, length, rng.choice((None, "without an adapter"))))
+        start += length + rng.choice((0, 0, 1, page_size))
+    return {
+        "cache_salt": rng.choice((None, "pepper", "é")),
+        "lora_id": rng.choice((None, TUNED, ("other", "/adapters/tuned"))),
+        "mm_features": images,
+    }
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4, 16])
+def test_random_prompts_are_hashed_as_by_the_rules(page_size: int) -> None:
+    rng = Random(page_size)
+    for _ in range(100):
+        num_tokens = rng.randint(0, 6 * page_size)
+        token_ids = [rng.randrange(1 << rng.choice((4, 12, 20, 31))) for _ in range(num_tokens)]
+        keys = random_keys(rng, num_tokens, page_size)
+        assert hash_prompt(token_ids, page_size, **keys) == reference(token_ids, page_size, **keys), keys
+
+
+def test_pages_that_get_full_later_are_hashed_the_same() -> None:
+    """In chunks, and token by token while decoding."""
+    manager = make_manager()
+    request = EngineRequest("r", list(range(100, 110)), **ALL)
+    for num_tokens in (3, 6, 1):
+        manager.allocate_slots(request, num_tokens)
+        request.num_computed_tokens += num_tokens
+    for token_id in range(110, 118):
+        request.append_output_token_ids(token_id)
+        manager.allocate_slots(request, 1)
+        request.num_computed_tokens += 1
+    assert [digest.hex() for digest in digests_of(manager, "r")] == VLLM_DIGESTS["all"][1].split()
+
+
+def test_events_tell_extra_keys_as_vllm_does() -> None:
+    """Without their tags, LoRA's name in every page; and the digests can be made of them, but for the adapter's path."""
+    pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
+    manager = make_manager()
+    manager.enable_events(hashes_as_bytes=True)
+    manager.allocate_slots(EngineRequest("r", list(range(100, 118)), **ALL), 18)
+    [stored] = manager.take_events()
+    assert [digest.hex() for digest in stored.block_hashes] == VLLM_DIGESTS["all"][1].split()
+    assert (stored.lora_id, stored.lora_name) == (None, "tuned")
+    assert stored.extra_keys == [
+        ("tuned", ("cat", 1), "pepper"),
+        ("tuned", ("dog", 2)),
+        ("tuned", ("dog", -2)),
+        ("tuned", ("dog", -6)),
+    ]
+
+
+# What cannot be the same, or is not meant to be: docs/engines.md has the table.
+
+
+@pytest.mark.parametrize(
+    ("keys", "content"),
+    [
+        ({"lora_id": 5}, [("lora", 5)]),
+        ({"lora_id": "tuned"}, [("lora", "tuned")]),
+        ({"cache_salt": ""}, [("cache_salt", "")]),
+        ({"cache_salt": b"raw"}, [("cache_salt", b"raw")]),
+    ],
+)
+def test_keys_that_vllm_does_not_have(keys: dict[str, Any], content: list[Any]) -> None:
+    """They have a form that no key of vLLM's has, so that they share no page with one."""
+    root = hashlib.sha256(cbor2.dumps(DEFAULT_SEED, canonical=True)).digest()
+    expected = hashlib.sha256(cbor2.dumps([root, [1, 2, 3, 4], content], canonical=True)).digest()
+    assert hash_prompt([1, 2, 3, 4], **keys) == [expected] != reference([1, 2, 3, 4])
+
+
+def test_features_that_overlap_all_enter_a_page() -> None:
+    """vLLM takes the first alone, until it ends."""
+    video, sound = feature("video", 0, 8), feature("sound", 1, 4)
+    assert hash_prompt(list(range(8)), mm_features=[video, sound]) != hash_prompt(list(range(8)), mm_features=[video])
+
+
+@pytest.mark.parametrize("keys", [{"cache_salt": "\udc80"}, {"lora_id": ("\udc80", "path")}])
+def test_text_that_is_no_unicode_is_refused(keys: dict[str, Any]) -> None:
+    manager = make_manager()
+    request = EngineRequest("r", [1, 2, 3, 4, 5], **keys)
+    for call in (manager.get_computed_pages, lambda request: manager.allocate_slots(request, 5)):
+        with pytest.raises(ArgumentError, match="hash_algo='sha256_cbor': got text that is no Unicode"):
+            call(request)
+    manager.free(request)
+    manager.free_page_hashes(request)
+    assert manager.page_pool.get_num_free_pages() == 255
+    manager.check()
+
+
+def test_a_seed_that_is_no_text_is_refused() -> None:
+    with pytest.raises(PagePoolError, match=r"hash_seed: .*allowed with hash_algo='sha256_cbor': text, as str or UTF-8"):
+        make_manager(hash_seed=b"\xff")
