@@ -12,7 +12,7 @@ from pagepool.hashing import RequestExtraKeys
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.request_hashes import HashAlgorithm, RequestHashes, RequestPageHashes, make_page_hasher
-from pagepool.specs import CacheGroupSpec, pages_per_dp_shard, require_int, usable_pages_count
+from pagepool.specs import CacheGroupSpec, count_of, pages_per_dp_shard, require_int, usable_pages_count
 from pagepool.stats import CacheStats, QueryCounts, TimeHistogram
 
 if TYPE_CHECKING:
@@ -429,9 +429,8 @@ class CacheManager:
         num_tokens = min(require_int("num_tokens", num_tokens, 0), self.max_model_len)
         num_pages = sum(manager.get_min_num_pages(num_tokens) for manager in self.coordinator.single_type_managers)
         if num_pages > usable_pages_count(self.num_pages):
-            raise RequestTooLargeError(
-                f"a request of {num_tokens} tokens needs {num_pages} pages, the pool has {usable_pages_count(self.num_pages)}"
-            )
+            needed = f"a request of {count_of(num_tokens, 'token')} needs {count_of(num_pages, 'page')}"
+            raise RequestTooLargeError(f"{needed}, the pool has {usable_pages_count(self.num_pages):,}")
 
     # Caching what got full.
 

@@ -29,6 +29,7 @@ __all__ = [
     "RuntimePageBudgetEstimate",
     "SlidingWindowSpec",
     "cdiv",
+    "count_of",
     "create_kv_cache_specs_from_config",
     "dp_shard_for_page_id",
     "dp_shard_page_bounds",
@@ -70,6 +71,15 @@ def cdiv(a: int, b: int) -> int:
     (1, 2, 0)
     """
     return -(-a // b)
+
+
+def count_of(number: int, noun: str) -> str:
+    """A number with what it counts, for messages.
+
+    >>> count_of(1, "page"), count_of(1200, "page")
+    ('1 page', '1,200 pages')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def require_int(name: str, value: object, minimum: int) -> int:

@@ -279,7 +279,7 @@ class TestBadTraces:
                 ":2: block_size is 300, that of the lines before 512",
             ),
             ("order.jsonl", (line_of(timestamp=5) + line_of(timestamp=4)).encode(), ":2: timestamp 4 is before 5"),
-            ("answer.jsonl", line_of(output_hash_ids=[7]).encode(), ":1: 603 tokens fill 1 blocks of 512, got 3 ids"),
+            ("answer.jsonl", line_of(output_hash_ids=[7]).encode(), ":1: got 3 ids for 1 full block of 512 in 603 tokens"),
             ("answer.jsonl", line_of(output_hash_ids="7").encode(), ":1: output_hash_ids must be a list of integers"),
             ("zero.jsonl", line_of(block_size=0).encode(), ":1: block_size must be at least 1, got 0"),
         ],
@@ -309,8 +309,10 @@ class TestBadTraces:
 
         monkeypatch.setattr("pagepool.replay.options.read_trace", fail)
         result = invoke(command, trace)
-        assert result.exit_code == 2
-        assert "too large for the memory: --limit takes the first N requests" in result.output
+        assert result.exit_code == 1
+        assert result.output.startswith(f"Error: out of memory: {trace} (968 B) is too large for the memory: ")
+        assert "--limit takes the first N requests; " in result.output
+        assert result.output.endswith(" MiB are in use\n")
 
     def test_blocks_of_any_size_take_no_memory(self, tmp_path: Path) -> None:
         path = tmp_path / "trace.jsonl"

@@ -72,10 +72,11 @@ def test_what_makes_no_sense(trace: Path, options: list[str], message: str) -> N
 
 @pytest.mark.skipif(not HAS_RAY, reason="ray is not installed")
 @pytest.mark.filterwarnings("default")
-def test_no_ray_at_the_address(trace: Path) -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "no.such.host.invalid:1", "127.0.0.1:x"])
+def test_no_ray_at_the_address(trace: Path, address: str) -> None:
     code = "from pagepool.replay.command import pagepool; pagepool()"
-    command = [sys.executable, "-c", code, "fleet", str(trace), "--ray", "127.0.0.1:1", "--limit", "3"]
+    command = [sys.executable, "-c", code, "fleet", str(trace), "--ray", address, "--limit", "3"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert process.returncode == 1
-    assert "Error: Ray at 127.0.0.1:1:" in process.stderr
+    assert f"Error: Ray at {address}:" in process.stderr
     assert "Traceback" not in process.stderr.split("Error: Ray at")[1]

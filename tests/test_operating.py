@@ -87,7 +87,7 @@ def test_a_command(example: Example, folder: Path) -> None:
         run_apart(command)
         return
     result = invoke(*command[1:])
-    is_error = example.output is not None and example.output.startswith("Error:")
+    is_error = example.output is not None and re.search(r"^Error: ", example.output, re.MULTILINE) is not None
     assert (result.exit_code != 0) is is_error, result.output
     if example.output is not None and "trace.jsonl" not in command:
         got = result.stderr if is_error else "".join(f"{line.rstrip()}\n" for line in result.stdout.splitlines())

@@ -529,7 +529,6 @@ class TestCommand:
     def test_options_reach_the_replay(self, trace: Path) -> None:
         assert figures_of(trace, "--no-caching", "--num-pages", 1000)["hit_tokens"] == 0
         assert figures_of(trace, "--limit", 2)["requests"] == 2
-        assert figures_of(trace, "--limit", 0)["requests"] == 0
         assert figures_of(trace, "--limit", 2, "--max-num-seqs", 1)["steps"] == 6
         assert figures_of(trace, "--limit", 1, "--max-batched-tokens", 100)["steps"] == 6 + 2
         assert figures_of(trace, "--limit", 1, "--page-size", 1)["allocated_pages"] == 602
@@ -575,7 +574,7 @@ class TestCommand:
         assert result.exit_code == 0
         assert f"skipped {trace}:3: " in result.output
         result = invoke(trace, "--num-pages", 1)
-        assert result.exit_code == 0
+        assert result.exit_code == 1
 
     def test_many_skipped_requests_are_summed_up(self, tmp_path: Path) -> None:
         path = tmp_path / "t.jsonl"
@@ -635,6 +634,7 @@ class TestCommand:
             ["--max-batched-tokens", "0"],
             ["--max-num-seqs", "-1"],
             ["--limit", "-1"],
+            ["--limit", "0"],
             ["--seed", "-1"],
             ["--seed", "x"],
             ["--unknown"],

@@ -2,13 +2,20 @@
 
 import sys
 
+from pagepool._version import __version__
+
 __all__ = ["main"]
 
 NEEDED = ("click", "rich")
 
 
 def main() -> None:
-    """Run the command on `sys.argv` and exit: 0 when done, 2 for users' mistakes, 1 without the extra."""
+    """Run the command on `sys.argv` and exit: 0 when done, 2 for users' mistakes, 1 without the extra, which only
+    ``--version`` does not need.
+    """
+    if sys.argv[1:] == ["--version"]:
+        print(f"pagepool, version {__version__}")
+        return
     try:
         from pagepool.replay.command import pagepool
     except ModuleNotFoundError as error:

@@ -4,19 +4,26 @@ import click
 
 from pagepool._version import __version__
 from pagepool.replay.fleet_command import fleet
+from pagepool.replay.options import Context
 from pagepool.replay.plan_command import plan
 from pagepool.replay.replay_command import replay
 
 __all__ = ["pagepool"]
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+class Group(click.Group):
+    """One whose help is written as that of its commands."""
+
+    context_class = Context
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__)
 def pagepool() -> None:
     """KV-cache page allocator for LLM inference engines.
 
-    Exit codes: 0 done; 1 a result cannot be written, an extra is not installed, or a check failed; 2 what was asked for
-    makes no sense, or a trace cannot be read.
+    Exit codes: 0 done; 1 no request could run, memory is short, a result cannot be written, an extra is not installed, or a
+    check failed; 2 what was asked for makes no sense, or a trace cannot be read.
     """
 
 

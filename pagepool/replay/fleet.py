@@ -289,7 +289,7 @@ def run_fleet(
     on_progress: Callable[[int], object] = int,
 ) -> FleetFigures:
     """Run a trace through replicas behind a router of `ROUTERS`, in this process or on Ray at an address; `on_progress` sees
-    how many requests have ended.
+    how many requests have ended or were skipped.
     """
     replicas: Replicas
     if ray is None:
@@ -299,6 +299,6 @@ def run_fleet(
     try:
         chosen = ROUTERS[router](num_replicas, settings.page_size, get_siphash_key(HASH_SEED))
         fleet = Fleet(replicas, chosen, report_seconds=report_seconds, deaths=deaths)
-        return fleet.run(lambda figures: on_progress(figures.num_requests))
+        return fleet.run(lambda figures: on_progress(figures.num_requests + figures.num_skipped))
     finally:
         replicas.close()

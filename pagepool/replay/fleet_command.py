@@ -1,32 +1,37 @@
 """`pagepool fleet`: replicas behind a router."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import isfinite
 from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
 from pagepool.errors import PagePoolError
+from pagepool.replay.memory import count_replica_bytes, require_memory
 from pagepool.replay.options import (
-    POSITIVE,
+    SECONDS,
     TRACE,
+    Command,
     Refusal,
+    Size,
     block_size_option,
     json_option,
+    limit_option,
     load_trace,
     max_batched_tokens_option,
     max_num_seqs_option,
-    open_result,
     page_size_option,
     plot_option,
     require_plots,
     seed_option,
-    to_json,
 )
-from pagepool.replay.progress import ProgressBars
+from pagepool.replay.progress import Progress
+from pagepool.replay.results import open_result, printing, to_json
+from pagepool.replay.simulation import describe_pool, require_one_that_fits
 from pagepool.replay.trace import source_name
 from pagepool.replay.wording import name_trace
+from pagepool.specs import count_of
 
 if TYPE_CHECKING:
     from pagepool.replay.fleet import FleetFigures
@@ -34,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["fleet"]
 
 ROUTERS = ("round-robin", "least-loaded", "prefix")
-SECONDS = click.FloatRange(min=0, min_open=True)
 
 
 def parse_deaths(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> list[tuple[float, int]]:
@@ -43,9 +47,12 @@ def parse_deaths(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) 
     for text in texts:
         replica, _at, seconds = text.partition("@")
         try:
-            deaths.append((float(seconds), int(replica)))
+            death = float(seconds), int(replica)
         except ValueError as error:
             raise click.BadParameter(f"{text!r} is not REPLICA@SECONDS, as 3@600") from error
+        if not (isfinite(death[0]) and death[0] >= 0):
+            raise click.BadParameter(f"{text!r} is not at 0 seconds or later")
+        deaths.append(death)
     return deaths
 
 
@@ -65,9 +72,9 @@ def refusals(ray: str | None) -> Iterator[None]:
     """Say in a sentence what cannot be run, with exit code 2, and that Ray cannot be reached, with 1."""
     try:
         yield
-    except (PagePoolError, MemoryError) as error:
-        raise Refusal(str(error) or "out of memory") from error
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except PagePoolError as error:
+        raise Refusal(str(error)) from error
+    except (OSError, ValueError, RuntimeError) as error:
         if ray is None:
             raise
         raise click.ClickException(f"Ray at {ray}: {error}") from error
@@ -80,21 +87,30 @@ def write_plot(figures: "dict[str, FleetFigures]", source: str, summary: str, pa
     save_fleet_plot(figures, name_trace(source), summary, file, path[-3:].lower())
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("trace", type=TRACE)
-@click.option("--replicas", "num_replicas", type=POSITIVE, default=16, help="Engines behind the router.")
-@click.option("--router", "routers", type=click.Choice(ROUTERS), multiple=True, help="One or more.  [default: all three]")
-@click.option("--num-pages", type=POSITIVE, default=32768, help="Pages in the pool of each replica, the null page included.")
+@click.option("--replicas", "num_replicas", type=Size("replicas"), default=16, help="Engines behind the router.")
+@click.option(
+    "--router",
+    "routers",
+    type=click.Choice(ROUTERS),
+    metavar="ROUTER",
+    multiple=True,
+    help=f"{', '.join(ROUTERS)}; give it again for more.  [default: all three]",
+)
+@click.option(
+    "--num-pages", type=Size("pages"), default=32768, help="Pages in the pool of each replica, the null page included."
+)
 @page_size_option
 @block_size_option
 @max_batched_tokens_option
 @max_num_seqs_option
 @click.option("--decode-seconds", type=SECONDS, default=0.025, help="How long a step takes at least: a token of each request.")
-@click.option("--prefill-rate", type=SECONDS, default=10_000.0, help="Tokens a second in steps with prompts.")
+@click.option("--prefill-rate", type=Size("tokens"), default=10_000, help="Tokens a second in steps with prompts.")
 @click.option("--report-seconds", type=SECONDS, default=1.0, help="How often replicas report to the router.")
 @click.option("--kill", "deaths", multiple=True, callback=parse_deaths, metavar="REPLICA@SECONDS", help="Let replicas die.")
 @click.option("--ray", metavar="ADDRESS|local", help="Run replicas as actors on a Ray cluster, or on one started here.")
-@click.option("--limit", type=POSITIVE, metavar="N", help="Only the first N requests.")
+@limit_option
 @seed_option
 @plot_option
 @json_option
@@ -108,7 +124,7 @@ def fleet(
     max_batched_tokens: int,
     max_num_seqs: int,
     decode_seconds: float,
-    prefill_rate: float,
+    prefill_rate: int,
     report_seconds: float,
     deaths: list[tuple[float, int]],
     ray: str | None,
@@ -117,17 +133,14 @@ def fleet(
     plot_path: str | None,
     json_path: str | None,
 ) -> None:
-    """Tell what routers make of TRACE before a fleet of engines: hit rate, balance of load, and waiting.
+    """Simulate TRACE on a fleet of engines under each routing policy.
 
     Requests arrive at their timestamps and are routed one by one. Each replica has a pool of its own and runs its
     requests as `pagepool replay` does, on a clock: a step takes as long as one token of each request, or its
-    prompts' tokens at the rate of prefill. Routers:
+    prompts' tokens at the rate of prefill. The report has hit rate, balance of load, and waiting.
 
-    \b
-      round-robin   one replica after another
-      least-loaded  the one with the fewest requests
-      prefix        the one with the least to compute, by the events with which
-                    replicas tell what they have cached (as vLLM's do)
+    Routers: round-robin takes one replica after another; least-loaded the one with the fewest requests; prefix the
+    one with the least to compute, by the events with which replicas report what they have cached (as vLLM's do).
 
     What a router knows is as old as the last report. A replica that dies (--kill 3@600: the fourth, ten minutes
     after the first request) loses its cache and its requests, which are routed anew, and an empty one takes its place.
@@ -144,24 +157,28 @@ def fleet(
     from pagepool.replay.fleet_report import print_fleet
     from pagepool.replay.replica import ReplicaSettings
 
-    records, _ = load_trace(trace, limit, block_size, seed)
-    settings = ReplicaSettings(num_pages, page_size, max_batched_tokens, max_num_seqs, decode_seconds, prefill_rate, seed)
-    summary = f"{num_replicas} replicas of {num_pages:,} pages of {page_size} tokens"
-    is_shown = json_path != "-"
+    summary = f"{count_of(num_replicas, 'replica')} of {describe_pool(num_pages, page_size)}"
     with open_result(json_path) as json_file, open_result(plot_path) as plot_file:
-        with ProgressBars(is_shown and sys.stdout.isatty()) as bars, refusals(ray):
-            figures = {
-                name: run_fleet(
-                    *(name, num_replicas, settings, records, ray),
-                    report_seconds=report_seconds,
-                    deaths=deaths,
-                    on_progress=bars.add(f"{name}: requests", len(records)),
-                )
-                for name in routers or ROUTERS
-            }
+        with Progress() as progress:
+            records, requests = load_trace(trace, limit, block_size, seed, progress)
+            require_one_that_fits(requests, num_pages, page_size)
+            if ray in (None, "local"):
+                require_memory(summary, num_replicas * count_replica_bytes(num_pages, page_size, records))
+            num_rows = min(max_num_seqs, len(records))
+            settings = ReplicaSettings(num_pages, page_size, max_batched_tokens, num_rows, decode_seconds, prefill_rate, seed)
+            figures = {}
+            for name in routers or ROUTERS:
+                with refusals(ray), progress.follow(name, "request", len(records)) as update:
+                    figures[name] = run_fleet(
+                        *(name, num_replicas, settings, records, ray),
+                        report_seconds=report_seconds,
+                        deaths=deaths,
+                        on_progress=update,
+                    )
         if plot_path and plot_file:
             write_plot(figures, source_name(trace), summary, plot_path, plot_file)
         if json_file:
             json_file.write(to_json({name: each.as_dict() for name, each in figures.items()}))
-    if is_shown:
-        print_fleet(figures, f"{source_name(trace)}: {summary}")
+    if json_path != "-":
+        with printing():
+            print_fleet(figures, f"{source_name(trace)}: {summary}")

@@ -1,6 +1,7 @@
 """What a page takes in the memory of a device, from the configuration of a model."""
 
 import json
+from reprlib import repr as shorten
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,8 @@ from pagepool.specs import CacheGroupSpec, create_kv_cache_specs_from_config, re
 __all__ = ["read_page_bytes"]
 
 LAYERS_WITHOUT_PAGES = {"linear_attention", "mamba", "conv", "recurrent", "mlp", "moe"}
+MAX_LAYERS = 100_000
+MAX_NUMBER = 10**9
 
 
 def read_page_bytes(path: str, page_size: int, kv_dtype: str | None = None) -> int:
@@ -59,10 +62,13 @@ def _read_config(path: str) -> dict[str, Any]:
     return config
 
 
-def _read_int(config: dict[str, Any], name: str) -> int:
+def _read_int(config: dict[str, Any], name: str, maximum: int = MAX_NUMBER) -> int:
     if config.get(name) is None:
         raise ArgumentError(f"lacks {name}: give --bytes-per-token instead")
-    return require_int(name, config[name], minimum=1)
+    number = require_int(name, config[name], minimum=1)
+    if number > maximum:
+        raise ArgumentError(f"{name} must be at most {maximum}, got {shorten(number)}")
+    return number
 
 
 def _latent_geometry(config: dict[str, Any]) -> tuple[int, int]:
@@ -82,5 +88,5 @@ def _head_geometry(config: dict[str, Any]) -> tuple[int, int]:
 def _list_layers(config: dict[str, Any]) -> dict[int, SimpleNamespace]:
     """The layers that have pages, all of them as full attention."""
     full = SimpleNamespace(mask_type="FULL", size=None, chunks=None)
-    types = config.get("layer_types") or ["full_attention"] * _read_int(config, "num_hidden_layers")
+    types = config.get("layer_types") or ["full_attention"] * _read_int(config, "num_hidden_layers", MAX_LAYERS)
     return {layer: full for layer, name in enumerate(types) if name not in LAYERS_WITHOUT_PAGES}

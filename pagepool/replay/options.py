@@ -1,57 +1,147 @@
-"""What the commands have in common: options, traces in, results out, and refusals."""
+"""What the commands have in common: how they are called, options, traces in, and refusals."""
 
-import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, BinaryIO
+import shutil
+from collections.abc import Iterable, Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any
 
 import click
 
-from pagepool.errors import PagePoolError
-from pagepool.replay.output import open_output
+from pagepool.errors import ArgumentError, PagePoolError
+from pagepool.replay.memory import explain
+from pagepool.replay.progress import Progress
+from pagepool.replay.results import InputFile, OutputFile, require_files_apart
 from pagepool.replay.simulated_request import SimulatedRequest
+from pagepool.replay.sizes import COUNT_UNITS, Sizes, parse_number
 from pagepool.replay.trace import BLOCK_SIZE, TraceRecord, make_requests, read_trace, source_name
+from pagepool.replay.wording import format_bytes
 
 __all__ = [
-    "NOT_NEGATIVE",
-    "POSITIVE",
+    "SECONDS",
     "TRACE",
+    "Command",
+    "Context",
     "Refusal",
+    "Size",
     "block_size_option",
     "json_option",
+    "limit_option",
     "load_trace",
     "max_batched_tokens_option",
     "max_num_seqs_option",
-    "open_result",
     "page_size_option",
     "plot_option",
     "require_plots",
     "seed_option",
-    "to_json",
 ]
 
-POSITIVE = click.IntRange(min=1)
-NOT_NEGATIVE = click.IntRange(min=0)
+UNITS = "Numbers may have a unit: 10k, 1.5M, 2G; bytes kB, MB, GB, TB or KiB, MiB, GiB, TiB."
+RESERVED_BYTES = 4 << 20  # never touched: address space to say in that there is no more
 
-TRACE = click.Path(exists=True, dir_okay=False, allow_dash=True)
 
-page_size_option = click.option("--page-size", type=POSITIVE, default=16, help="Tokens in a page.")
+class HelpFormatter(click.HelpFormatter):
+    """As wide as the terminal, where click takes 50 columns at least, and with room for words beside the options."""
+
+    def __init__(self, indent_increment: int = 2, width: int | None = None, max_width: int | None = None) -> None:
+        """`width` and `max_width` in columns; None: the terminal's, and 80."""
+        columns = min(shutil.get_terminal_size().columns, max_width or 80)
+        super().__init__(indent_increment, max(columns - 2, 20) if width is None else width)
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+        """Write a list of names and what they mean."""
+        super().write_dl([*rows], min(col_max, self.width // 3), col_spacing)
+
+
+class Context(click.Context):
+    """One whose help is written so."""
+
+    formatter_class = HelpFormatter
+
+
+class Command(click.Command):
+    """One whose files are different files, which says in a sentence that there is no memory, and how sizes are written."""
+
+    context_class = Context
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Say how sizes are written."""
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(UNITS)
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """The first sentence, whatever its length."""
+        return super().get_short_help_str(limit=10**6)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run it."""
+        require_files_apart(ctx)
+        reserve = bytearray(RESERVED_BYTES)
+        try:
+            return super().invoke(ctx)
+        except MemoryError as error:
+            del reserve
+            raise click.ClickException(f"out of memory: {explain(error)}") from error
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]  # only later versions of click have a parameter there
+    """A whole number with a unit, at least `minimum`: `1k`, `40GiB`; with `many` some numbers, or a range, as `Sizes`."""
+
+    def __init__(self, noun: str, units: Mapping[str, int] = COUNT_UNITS, minimum: int = 1, *, many: bool = False) -> None:
+        """`noun` is what help shows for the number."""
+        self.name = noun
+        self._units = units
+        self._minimum = minimum
+        self._parse = Sizes.parse if many else parse_number
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Defaults are numbers already."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._parse(value, self._units, self._minimum)
+        except ArgumentError as error:
+            self.fail(f"{error}.", param, ctx)
+
+
+class Seconds(click.FloatRange):
+    """More than 0, and an end to it."""
+
+    def __init__(self) -> None:
+        """Without other bounds."""
+        super().__init__(min=0, min_open=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuse what floats have beside numbers."""
+        seconds = super().convert(value, param, ctx)
+        if not isfinite(seconds):
+            self.fail(f"{value!r} is not a number of seconds.", param, ctx)
+        return seconds
+
+
+SECONDS = Seconds()
+TRACE = InputFile(allow_dash=True)
+
+page_size_option = click.option("--page-size", type=Size("tokens"), default=16, help="Tokens in a page.")
 block_size_option = click.option(
     "--block-size",
-    type=POSITIVE,
+    type=Size("tokens"),
     default=BLOCK_SIZE,
     help="Tokens for each hash id of a trace whose lines do not say.",
 )
 max_batched_tokens_option = click.option(
-    "--max-batched-tokens", type=POSITIVE, default=8192, help="Tokens that a step computes at most."
+    "--max-batched-tokens", type=Size("tokens"), default=8192, help="Tokens that a step computes at most."
 )
-max_num_seqs_option = click.option("--max-num-seqs", type=POSITIVE, default=256, help="Requests that run at once at most.")
-seed_option = click.option("--seed", type=NOT_NEGATIVE, default=0, help="Of tokens without hash ids, and of made-up chats.")
+max_num_seqs_option = click.option(
+    "--max-num-seqs", type=Size("requests"), default=256, help="Requests that run at once at most."
+)
+limit_option = click.option("--limit", type=Size("requests"), help="Only the first requests of the trace.")
+seed_option = click.option("--seed", type=click.IntRange(min=0), default=0, help="Random seed for synthetic tokens and chats.")
 json_option = click.option(
     "--json",
     "json_path",
-    type=click.Path(dir_okay=False, allow_dash=True),
+    type=OutputFile(),
     help="Write the figures to a file as JSON (- is standard output, then without a table).",
 )
 
@@ -64,7 +154,7 @@ def check_plot_format(_: click.Context, __: click.Parameter, path: str | None) -
 
 
 plot_option = click.option(
-    "--plot", "plot_path", type=click.Path(dir_okay=False), callback=check_plot_format, help="Draw to a file: .png or .svg."
+    "--plot", "plot_path", type=OutputFile(), callback=check_plot_format, help="Draw to a file: .png or .svg."
 )
 
 
@@ -74,35 +164,24 @@ class Refusal(click.ClickException):
     exit_code = 2
 
 
-def load_trace(trace: str, limit: int | None, block_size: int, seed: int) -> tuple[list[TraceRecord], list[SimulatedRequest]]:
+def load_trace(
+    trace: str, limit: int | None, block_size: int, seed: int, progress: Progress
+) -> tuple[list[TraceRecord], list[SimulatedRequest]]:
     """The records of a trace, and a request for each. Refusal with the line where it is no trace."""
+    source = source_name(trace)
     try:
-        records = read_trace(trace, limit, block_size)
-        return records, make_requests(records, source_name(trace), seed)
-    except (PagePoolError, OSError) as error:
+        with progress.follow("reading the trace", "line") as update:
+            records = read_trace(trace, limit, block_size, update)
+        return records, make_requests(records, source, seed)
+    except PagePoolError as error:
         raise Refusal(str(error)) from error
-    except MemoryError as error:
-        raise Refusal(f"{source_name(trace)}: too large for the memory: --limit takes the first N requests") from error
-
-
-@contextmanager
-def open_result(path: str | None) -> Iterator[BinaryIO | None]:
-    """The file of a result, opened before the work so that a bad path is told at once; - is standard output, None no file. It
-    appears whole at the end of the block. Exit code 1 and a sentence if it cannot be written.
-    """
-    if path is None or path == "-":
-        yield None if path is None else sys.stdout.buffer
-        return
-    try:
-        with open_output(path) as file:
-            yield file
     except OSError as error:
-        raise click.ClickException(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def to_json(figures: dict[str, Any]) -> bytes:
-    """Indented, with a line's end."""
-    return json.dumps(figures, indent=2).encode() + b"\n"
+        raise Refusal(f"{source}: {error.strerror or error}") from error
+    except MemoryError as error:
+        reason = explain(error)
+        size = f" ({format_bytes(Path(trace).stat().st_size)})" if Path(trace).is_file() else ""
+        hint = "too large for the memory: --limit takes the first N requests"
+        raise MemoryError(f"{source}{size} is {hint}; {reason}") from error
 
 
 def require_plots() -> None:

@@ -1,9 +1,9 @@
 """`pagepool plan`: how large a pool is to be."""
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from reprlib import repr as shorten
 from typing import BinaryIO
 
 import click
@@ -11,31 +11,32 @@ import numpy as np
 
 from pagepool.errors import ArgumentError, PagePoolError
 from pagepool.replay.figures import Figures
+from pagepool.replay.memory import count_pool_bytes, require_memory
 from pagepool.replay.model import read_page_bytes
 from pagepool.replay.options import (
-    NOT_NEGATIVE,
-    POSITIVE,
     TRACE,
+    Command,
     Refusal,
+    Size,
     block_size_option,
     json_option,
+    limit_option,
     load_trace,
     max_batched_tokens_option,
     max_num_seqs_option,
-    open_result,
     page_size_option,
     plot_option,
     require_plots,
     seed_option,
-    to_json,
 )
 from pagepool.replay.plan import Plan, Planner
 from pagepool.replay.plan_report import print_plan
-from pagepool.replay.progress import ProgressBars
+from pagepool.replay.progress import Progress
+from pagepool.replay.results import InputFile, OutputFile, open_result, printing, to_json
 from pagepool.replay.scheduler import Scheduler
 from pagepool.replay.simulated_request import SimulatedRequest
-from pagepool.replay.simulation import make_scheduler, run
-from pagepool.replay.sizes import BYTE_UNITS, COUNT_UNITS, Sizes
+from pagepool.replay.simulation import describe_pool, make_scheduler, require_one_that_fits, run
+from pagepool.replay.sizes import BYTE_UNITS, MAX_SIZE, Sizes
 from pagepool.replay.trace import source_name
 from pagepool.replay.wording import name_trace
 from pagepool.specs import cdiv
@@ -47,20 +48,8 @@ MAX_REPLAY_STEPS = 200_000  # ten seconds
 MAX_REPLAY_PAGES = 10_000_000  # half a gigabyte
 
 
-def parse_sizes(units: Mapping[str, int]) -> Callable[[click.Context, click.Parameter, str | None], Sizes | None]:
-    """What makes sizes of an option's text."""
-
-    def parse(_: click.Context, __: click.Parameter, text: str | None) -> Sizes | None:
-        try:
-            return None if text is None else Sizes.parse(text, units)
-        except ArgumentError as error:
-            raise click.BadParameter(str(error)) from error
-
-    return parse
-
-
 def find_page_bytes(page_size: int, bytes_per_token: int | None, model_config: str | None, kv_dtype: str | None) -> int | None:
-    """Bytes of a page, as far as somebody said."""
+    """Bytes of a page, where it is known."""
     if bytes_per_token is not None and model_config is not None:
         raise click.UsageError("--bytes-per-token and --model-config exclude each other")
     if kv_dtype is not None and model_config is None:
@@ -68,13 +57,16 @@ def find_page_bytes(page_size: int, bytes_per_token: int | None, model_config: s
     if model_config is None:
         return None if bytes_per_token is None else bytes_per_token * page_size
     try:
-        return read_page_bytes(model_config, page_size, kv_dtype)
+        page_bytes = read_page_bytes(model_config, page_size, kv_dtype)
     except (PagePoolError, OSError) as error:
         raise Refusal(str(error)) from error
+    if page_bytes > MAX_SIZE:
+        raise Refusal(f"{model_config}: a page would take {shorten(page_bytes)} bytes, allowed: {MAX_SIZE}")
+    return page_bytes
 
 
 def find_sizes(num_pages: Sizes | None, memory: Sizes | None, page_bytes: int | None) -> Sizes | None:
-    """Sizes in pages, as far as somebody said."""
+    """Sizes in pages; None where none were asked for."""
     if memory is None:
         return num_pages
     if num_pages is not None:
@@ -112,13 +104,15 @@ def choose_replays(
     return [sizes[place] for place in places]
 
 
-def replay_pools(sizes: Iterable[int], make: Callable[[int], Scheduler], bars: ProgressBars) -> dict[int, Figures]:
-    """What a scheduler counts in pools of those sizes."""
-    replays = {}
-    for size in sizes:
-        scheduler = make(size)
-        replays[size] = run(scheduler, bars.add(f"together, {size:,} pages: requests", len(scheduler.waiting)))
-    return replays
+def replay_pools(sizes: Iterable[int], make: Callable[[int], Scheduler], progress: Progress) -> dict[int, Figures]:
+    """What a scheduler counts in pools of those sizes, of which there is one at a time."""
+    return {size: replay_pool(make(size), f"together, {size:,} pages", progress) for size in sizes}
+
+
+def replay_pool(scheduler: Scheduler, description: str, progress: Progress) -> Figures:
+    """What it counts."""
+    with progress.follow(description, "request", len(scheduler.waiting)) as update:
+        return run(scheduler, update)
 
 
 def write_plot(plan: Plan, source: str, path: str, file: BinaryIO) -> None:
@@ -135,42 +129,40 @@ def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
     file.write(make_page(plan, name_trace(source)).encode())
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("trace", type=TRACE)
 @click.option(
     "--num-pages",
-    callback=parse_sizes(COUNT_UNITS),
-    metavar="SIZES",
+    type=Size("sizes", many=True),
     help="Sizes of the pool in pages, the null page included: 12800, or 10k,20k, or a range 1k:1M.",
     show_default="from the largest request to where all hits are",
 )
 @click.option(
     "--memory",
-    callback=parse_sizes(BYTE_UNITS),
-    metavar="SIZES",
+    type=Size("sizes", BYTE_UNITS, many=True),
     help="The same in bytes: 40GiB, or 20GiB,40GiB, or 8GiB:80GiB.",
 )
-@click.option("--bytes-per-token", type=POSITIVE, help="Of keys and values in all layers together, on one device.")
 @click.option(
-    "--model-config",
-    type=click.Path(exists=True, dir_okay=False),
-    help="The config.json of a Hugging Face model, for its bytes per token.",
+    "--bytes-per-token",
+    type=Size("bytes", {"": 1, **BYTE_UNITS}),
+    help="Bytes of keys and values in all layers together, on one device.",
 )
-@click.option("--kv-dtype", help="Of the cache, as float8_e4m3fn.  [default: the model's]")
+@click.option("--model-config", type=InputFile(), help="The config.json of a Hugging Face model, for its bytes per token.")
+@click.option("--kv-dtype", metavar="DTYPE", help="Of the cache, as float8_e4m3fn.  [default: the model's]")
 @page_size_option
 @block_size_option
 @click.option(
     "--replays",
-    type=NOT_NEGATIVE,
-    help="In how many of the pools a simulated scheduler runs requests together.",
+    type=Size("pools", minimum=0),
+    help="In how many of the pools a simulated scheduler runs requests together; 0: in none.",
     show_default=f"{NUM_REPLAYS}, of those that take seconds",
 )
 @max_batched_tokens_option
 @max_num_seqs_option
-@click.option("--limit", type=POSITIVE, metavar="N", help="Only the first N requests.")
+@limit_option
 @seed_option
 @plot_option
-@click.option("--html", "html_path", type=click.Path(dir_okay=False), help="Write plot and tables as one page for a browser.")
+@click.option("--html", "html_path", type=OutputFile(), help="Write plot and tables as one page for a browser.")
 @json_option
 def plan(
     trace: str,
@@ -190,7 +182,7 @@ def plan(
     html_path: str | None,
     json_path: str | None,
 ) -> None:
-    """Tell what pools of many sizes would hit of TRACE, and so how large a pool is worth its memory.
+    """Estimate what pools of many sizes hit of TRACE.
 
     For each size: the prompt tokens that need not be computed, if requests run one after another, with the pool
     as it is (the least recently used page is evicted) and with the best policy that there could be, which
@@ -200,8 +192,11 @@ def plan(
     TRACE is as for `pagepool replay`. Give sizes in pages, or in bytes with what a token takes:
 
     \b
-      pagepool plan trace.jsonl --num-pages 1k:1M --html plan.html
-      pagepool plan trace.jsonl --memory 40GiB --model-config config.json
+      pagepool plan trace.jsonl \\
+        --num-pages 1k:1M --html plan.html
+      pagepool plan trace.jsonl \\
+        --memory 40GiB \\
+        --model-config config.json
 
     With one size or none, the sizes are those from where each request fits to where nothing more can be hit.
     """
@@ -209,13 +204,17 @@ def plan(
     asked = find_sizes(num_pages, memory, page_bytes)
     if plot_path or html_path:
         require_plots()
-    records, requests = load_trace(trace, limit, block_size, seed)
-    is_shown = json_path != "-"
     with open_result(json_path) as json_file, open_result(plot_path) as plot_file, open_result(html_path) as html_file:
-        with ProgressBars(is_shown and sys.stdout.isatty()) as bars:
-            planner = Planner(records, page_size, bars.add("one after another: requests", len(records)))
-            made = planner.make_plan(choose_sizes(asked, planner), page_bytes)
+        with Progress() as progress:
+            records, requests = load_trace(trace, limit, block_size, seed, progress)
+            if asked is not None and len(asked.numbers) > 1:
+                require_one_that_fits(requests, asked.numbers[-1], page_size)
+            with progress.follow("one after another", "request", len(records)) as update:
+                planner = Planner(records, page_size, update)
+                made = planner.make_plan(choose_sizes(asked, planner), page_bytes)
             sizes = choose_replays([pool.num_pages for pool in made.pools], replays, requests, page_size, max_num_seqs)
+            largest = max(sizes, default=0)
+            require_memory(f"a replay in {describe_pool(largest, page_size)}", count_pool_bytes(largest))
             make = partial(
                 make_scheduler,
                 requests,
@@ -223,7 +222,7 @@ def plan(
                 max_batched_tokens=max_batched_tokens,
                 max_num_seqs=max_num_seqs,
             )
-            figures = replay_pools(sizes, lambda size: make(num_pages=size), bars)
+            figures = replay_pools(sizes, lambda size: make(num_pages=size), progress)
             made = replace(made, replays=figures)
         if plot_path and plot_file:
             write_plot(made, source_name(trace), plot_path, plot_file)
@@ -231,5 +230,6 @@ def plan(
             write_page(made, source_name(trace), html_file)
         if json_file:
             json_file.write(to_json(made.as_dict()))
-    if is_shown:
-        print_plan(made, source_name(trace))
+    if "-" not in (json_path, html_path):
+        with printing():
+            print_plan(made, source_name(trace))

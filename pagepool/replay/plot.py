@@ -13,6 +13,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 from pagepool.replay.drawing import BLUE, GREEN, GREY, ORANGE, PAPER, save_figure
 from pagepool.replay.plan import Plan
 from pagepool.replay.wording import HIT_RATE, describe_picture, format_count, headline, shorten_name, summarize
+from pagepool.specs import count_of
 
 __all__ = ["draw_plan", "save_plot"]
 
@@ -109,7 +110,7 @@ def _scale_pages(axes: Axes, plan: Plan) -> None:
     margin = (stop / start) ** 0.02 if start < stop else 1.1
     axes.set_xscale("log")
     axes.set_xlim(start / margin, stop * margin)
-    axes.set_xlabel(f"pages of {plan.page_size:,} tokens in the pool")
+    axes.set_xlabel(f"pages of {count_of(plan.page_size, 'token')} in the pool")
     _label_log_axis(axes, axes.xaxis, start, stop)
 
 

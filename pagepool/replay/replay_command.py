@@ -1,31 +1,30 @@
 """`pagepool replay`: a trace through the allocator."""
 
-import sys
-
 import click
 
 from pagepool.replay.figures import Figures
 from pagepool.replay.generator import generate_chats
+from pagepool.replay.memory import count_pool_bytes, count_request_bytes, require_memory
 from pagepool.replay.options import (
-    NOT_NEGATIVE,
-    POSITIVE,
     TRACE,
+    Command,
+    Size,
     block_size_option,
     json_option,
     load_trace,
     max_batched_tokens_option,
     max_num_seqs_option,
-    open_result,
     page_size_option,
     seed_option,
-    to_json,
 )
-from pagepool.replay.progress import ProgressBars
+from pagepool.replay.progress import Progress
 from pagepool.replay.report import print_report
+from pagepool.replay.results import open_result, printing, to_json
 from pagepool.replay.scheduler import Scheduler
 from pagepool.replay.simulated_request import SimulatedRequest
-from pagepool.replay.simulation import make_scheduler, run
+from pagepool.replay.simulation import describe_pool, make_scheduler, require_one_that_fits, run
 from pagepool.replay.trace import source_name
+from pagepool.specs import count_of
 
 __all__ = ["replay"]
 
@@ -34,11 +33,15 @@ MAX_SKIPPED_SHOWN = 10
 PATHS = ("manager", "batched")
 
 
-def load_requests(trace: str | None, limit: int | None, block_size: int, seed: int) -> list[SimulatedRequest]:
+def load_requests(
+    trace: str | None, limit: int | None, block_size: int, seed: int, progress: Progress
+) -> list[SimulatedRequest]:
     """The requests of the trace, or of made-up chats."""
     if trace is None:
-        return generate_chats(DEFAULT_NUM_CHATS if limit is None else limit, seed)
-    return load_trace(trace, limit, block_size, seed)[1]
+        num_requests = DEFAULT_NUM_CHATS if limit is None else limit
+        require_memory(f"{count_of(num_requests, 'request')} of made-up chats", count_request_bytes(num_requests))
+        return generate_chats(num_requests, seed)
+    return load_trace(trace, limit, block_size, seed, progress)[1]
 
 
 def report_skipped(scheduler: Scheduler) -> None:
@@ -50,13 +53,13 @@ def report_skipped(scheduler: Scheduler) -> None:
         click.echo(f"skipped {num_more} more", err=True)
 
 
-def run_all(schedulers: dict[str, Scheduler], shown: bool) -> dict[str, Figures]:
-    """Run each to its end, with a progress bar if they are to be shown."""
-    with ProgressBars(shown) as bars:
-        return {
-            path: run(scheduler, bars.add(f"{path}: requests", len(scheduler.waiting)))
-            for path, scheduler in schedulers.items()
-        }
+def run_all(schedulers: dict[str, Scheduler], progress: Progress) -> dict[str, Figures]:
+    """Run each to its end."""
+    figures = {}
+    for path, scheduler in schedulers.items():
+        with progress.follow(path, "request", len(scheduler.waiting)) as update:
+            figures[path] = run(scheduler, update)
+    return figures
 
 
 def require_equal(figures: dict[str, Figures]) -> None:
@@ -67,17 +70,17 @@ def require_equal(figures: dict[str, Figures]) -> None:
         raise click.ClickException(f"{' and '.join(figures)} differ in {', '.join(names)}")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("trace", required=False, type=TRACE)
-@click.option("--num-pages", type=POSITIVE, default=32768, help="Pages in the pool, the null page included.")
+@click.option("--num-pages", type=Size("pages"), default=32768, help="Pages in the pool, the null page included.")
 @page_size_option
 @block_size_option
 @max_batched_tokens_option
 @max_num_seqs_option
-@click.option("--no-caching", is_flag=True, help="Do without prefix caching.")
+@click.option("--no-caching", is_flag=True, help="Turn prefix caching off.")
 @click.option("--batched/--no-batched", default=True, help="Allocate for all running requests at once, or request by request.")
 @click.option("--compare", is_flag=True, help="Replay both ways; exit code 1 if more than times differs.")
-@click.option("--limit", type=NOT_NEGATIVE, metavar="N", help="Only the first N requests; without TRACE how many to make up.")
+@click.option("--limit", type=Size("requests"), help="Only the first requests of the trace; without TRACE how many to make up.")
 @seed_option
 @json_option
 def replay(
@@ -102,12 +105,14 @@ def replay(
     chats that share system prompts.
 
     All requests wait from the start, in order, and timestamps are not looked at. Each step computes running
-    requests first, then admits waiting ones; the newest is preempted when the pool is short. Who allocates, a
-    running batch in one call a step or (--no-batched) the manager in one a request, makes no difference but in time.
+    requests first, then admits waiting ones; the newest is preempted when the pool is short. A running batch
+    allocates in one call a step, the manager (--no-batched) in one a request: only the times differ.
     """
-    requests = load_requests(trace, limit, block_size, seed)
-    is_shown = json_path != "-"
-    with open_result(json_path) as output:
+    with open_result(json_path) as output, Progress() as progress:
+        requests = load_requests(trace, limit, block_size, seed, progress)
+        paths = PATHS if compare else (PATHS[batched],)
+        pools = f"{count_of(len(paths), 'pool')} of {describe_pool(num_pages, page_size)}"
+        require_memory(pools, len(paths) * count_pool_bytes(num_pages))
         schedulers = {
             path: make_scheduler(
                 requests,
@@ -118,14 +123,16 @@ def replay(
                 enable_caching=not no_caching,
                 batched=path == "batched",
             )
-            for path in (PATHS if compare else (PATHS[batched],))
+            for path in paths
         }
         report_skipped(next(iter(schedulers.values())))
-        figures = run_all(schedulers, is_shown and sys.stdout.isatty())
+        require_one_that_fits(requests, num_pages, page_size)
+        figures = run_all(schedulers, progress)
         if output is not None:
             by_path = {path: each.as_dict() for path, each in figures.items()}
             output.write(to_json(by_path if compare else next(iter(by_path.values()))))
-    if is_shown:
+    if json_path != "-":
         source = source_name(trace) if trace else "made-up chats"
-        print_report(figures, f"{source}, {num_pages:,} pages of {page_size} tokens")
+        with printing():
+            print_report(figures, f"{source}, {describe_pool(num_pages, page_size)}")
     require_equal(figures)

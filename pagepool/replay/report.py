@@ -1,11 +1,14 @@
 """Figures of replays as a table for people."""
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from pagepool.replay.figures import Figures
 
-__all__ = ["print_columns", "print_report"]
+__all__ = ["print_columns", "print_report", "print_table", "print_text"]
+
+MAX_WIDTH = 10_000
 
 
 def _format_seconds(seconds: float) -> str:
@@ -58,13 +61,25 @@ def print_columns(columns: dict[str, list[tuple[str, str]]], title: str, note: s
     """
     table = Table.grid(padding=(0, 4))
     table.add_column("figure")
-    for heading in columns:
-        table.add_column(heading, justify="right")
+    for heading, rows in columns.items():
+        table.add_column(heading, justify="right", no_wrap=True, min_width=max(len(value) for _, value in rows))
     table.add_row("", *columns)
     for row in zip(*columns.values(), strict=True):
         table.add_row(row[0][0], *(value for _, value in row))
-    console = Console(highlight=False)
-    console.print(title, style="bold", markup=False, soft_wrap=True)
-    console.print(table)
+    print_text(title, style="bold")
+    print_table(table)
     if note:
-        console.print(note, style="dim", markup=False, soft_wrap=True)
+        print_text(note, style="dim")
+
+
+def print_text(text: str, style: str = "") -> None:
+    """Print a line to standard output, broken between words on a terminal and nowhere else."""
+    console = Console(highlight=False, emoji=False)
+    console.print(text, style=style, markup=False, soft_wrap=not console.is_terminal)
+
+
+def print_table(table: Table) -> None:
+    """Print a table to standard output. Where there is too little room, cells that may not wrap are whole all the same."""
+    console = Console(highlight=False, emoji=False)
+    needed = Measurement.get(console, console.options.update(max_width=MAX_WIDTH), table).minimum
+    Console(highlight=False, emoji=False, width=max(console.width, needed)).print(table)

@@ -1,4 +1,4 @@
-"""Sizes of pools as people write them: one, some, or a range, in pages or in bytes."""
+"""Sizes as people write them: one, some, or a range, of pages, tokens, requests or bytes."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -7,12 +7,14 @@ from fractions import Fraction
 
 from pagepool.errors import ArgumentError
 
-__all__ = ["BYTE_UNITS", "COUNT_UNITS", "Sizes"]
+__all__ = ["BYTE_UNITS", "COUNT_UNITS", "Sizes", "parse_number"]
 
 COUNT_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
-BYTE_UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+DECIMAL_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+BYTE_UNITS = DECIMAL_UNITS | {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 ROUND_NUMBERS = (10, 15, 20, 30, 50, 70)  # in each decade, about evenly apart on a logarithmic axis
 MAX_SIZE = 10**18
+NUMBER = re.compile(r"\s*(-?\d{1,400}(?:\.\d{1,400})?)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +25,15 @@ class Sizes:
     is_range: bool = False
 
     @classmethod
-    def parse(cls, text: str, units: Mapping[str, int]) -> "Sizes":
-        """From `A:B`, or from numbers between commas, each with one of the units. ArgumentError with the reason.
+    def parse(cls, text: str, units: Mapping[str, int], minimum: int = 1) -> "Sizes":
+        """From `A:B`, or from numbers between commas, each as in `parse_number`. ArgumentError with the reason.
 
         >>> Sizes.parse("1k:1M", COUNT_UNITS), Sizes.parse("40GiB", BYTE_UNITS)
         (Sizes(numbers=(1000, 1000000), is_range=True), Sizes(numbers=(42949672960,), is_range=False))
         """
         parts = text.split(":")
         is_range = len(parts) == 2
-        numbers = [_parse_number(part, units) for part in (parts if is_range else text.split(","))]
+        numbers = [parse_number(part, units, minimum) for part in (parts if is_range else text.split(","))]
         if is_range and numbers[0] >= numbers[1]:
             raise ArgumentError(f"the range {text!r} must ascend")
         return cls(tuple(sorted(set(numbers))), is_range)
@@ -40,7 +42,7 @@ class Sizes:
         """The sizes in another unit, rounded down. ArgumentError if one is 0 then."""
         numbers = tuple(sorted({number // divisor for number in self.numbers}))
         if numbers[0] == 0:
-            raise ArgumentError(f"{self.numbers[0]} bytes are less than one page of {divisor} bytes")
+            raise ArgumentError(f"{self.numbers[0]:,} bytes are less than one page of {divisor:,} bytes")
         return Sizes(numbers, self.is_range and len(numbers) > 1)
 
     def list(self) -> list[int]:
@@ -55,15 +57,38 @@ class Sizes:
         return [start, *(number for number in _round_numbers(stop) if number > start), stop]
 
 
-def _parse_number(text: str, units: Mapping[str, int]) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
-    if match is None or match[2] not in units:
-        names = ", ".join(unit or "none" for unit in units)
-        raise ArgumentError(f"{text!r} is not a number with a unit of these: {names}")
-    number = Fraction(match[1]) * units[match[2]]
-    if not 1 <= number <= MAX_SIZE:
-        raise ArgumentError(f"{text!r} is not between 1 and {MAX_SIZE}")
+def parse_number(text: str, units: Mapping[str, int], minimum: int = 1) -> int:
+    """A whole number with one of the units, in capitals or not; 0 needs none. ArgumentError with the reason.
+
+    >>> parse_number("1.5k", COUNT_UNITS), parse_number("40gib", BYTE_UNITS), parse_number("0", BYTE_UNITS, minimum=0)
+    (1500, 42949672960, 0)
+    """
+    match = NUMBER.fullmatch(text)
+    if match is None:
+        raise ArgumentError(f"{text!r} is not a number with a unit of these: {_list_units(units)}")
+    number = Fraction(match[1])
+    if number:
+        number *= _find_factor(text, match[2], units)
+    if number < minimum:
+        raise ArgumentError(f"{text} is not in the range x>={minimum}")
+    if number > MAX_SIZE:
+        raise ArgumentError(f"{text} is not in the range x<={MAX_SIZE}")
+    if number.denominator != 1:
+        raise ArgumentError(f"{text} is not a whole number")
     return int(number)
+
+
+def _find_factor(text: str, unit: str, units: Mapping[str, int]) -> int:
+    factors = {name.lower(): factor for name, factor in units.items()}
+    if unit.lower() in factors:
+        return factors[unit.lower()]
+    is_bytes = unit.lower() in map(str.lower, BYTE_UNITS)
+    problem = "is in bytes" if is_bytes else f"has the unit {unit!r}" if unit else "has no unit"
+    raise ArgumentError(f"{text!r} {problem}, units allowed: {_list_units(units)}")
+
+
+def _list_units(units: Mapping[str, int]) -> str:
+    return ", ".join(unit or "none" for unit in units)
 
 
 def _round_numbers(stop: int) -> Iterator[int]:

@@ -11,28 +11,31 @@ empty, the last of `hash_ids` stands for a whole block too, with the answer's to
 where an answer ended has the same ids. Tokens for which there is no id are like no others.
 """
 
+import errno
 import gzip
 import json
-import math
+import os
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from reprlib import repr as shorten
 from typing import Any, BinaryIO, NoReturn, cast
 
 import numpy as np
 
 from pagepool.errors import ArgumentError, PagePoolError
 from pagepool.replay.simulated_request import Int32Array, SimulatedRequest, count_slots
-from pagepool.specs import cdiv, require_int
+from pagepool.specs import cdiv, count_of, require_int
 
 __all__ = ["BLOCK_SIZE", "TraceError", "TraceRecord", "make_requests", "parse_record", "read_trace"]
 
 BLOCK_SIZE = 512
 MAX_TOKEN_IDS = 2**31  # token ids are int32, and each block has its own
+MAX_TIMESTAMP = 2**53  # ms: what a float tells apart
 MAX_LINE_BYTES = 1 << 26  # three million hash ids; without a limit a file of no lines would be read into memory whole
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
@@ -124,8 +127,10 @@ def parse_record(text: bytes, block_size: int = BLOCK_SIZE) -> TraceRecord:
     if missing:
         raise ArgumentError(f"lacks {', '.join(missing)}")
     timestamp = fields["timestamp"]
-    if type(timestamp) not in (int, float) or not math.isfinite(timestamp):
+    if type(timestamp) not in (int, float):
         raise ArgumentError(f"timestamp must be a number, got {timestamp!r}")
+    if abs(timestamp) >= MAX_TIMESTAMP:
+        raise ArgumentError(f"timestamp must be below 2**53 ms, got {shorten(timestamp)}")
     record = TraceRecord(
         timestamp,
         _read_length(fields, "input_length", minimum=1),
@@ -144,23 +149,24 @@ def _check_num_ids(record: TraceRecord) -> None:
     if len(record.hash_ids) != num_ids:
         raise ArgumentError(
             f"input_length {record.input_length} needs {num_ids} hash_ids, got {len(record.hash_ids)}: "
-            f"one for each {record.block_size} tokens, unless block_size says otherwise"
+            f"one for each {count_of(record.block_size, 'token')}, unless block_size says otherwise"
         )
     num_final_tokens = record.input_length + record.output_length
     num_full_blocks = num_final_tokens // record.block_size
     if record.output_hash_ids and len(record.block_ids) > num_full_blocks:
-        raise ArgumentError(
-            f"{num_final_tokens} tokens fill {num_full_blocks} blocks of {record.block_size}, got {len(record.block_ids)} ids"
-        )
+        allowed = f"{count_of(num_full_blocks, 'full block')} of {record.block_size:,} in {count_of(num_final_tokens, 'token')}"
+        raise ArgumentError(f"got {count_of(len(record.block_ids), 'id')} for {allowed}")
 
 
 def source_name(path: str) -> str:
-    """What messages call the trace."""
-    return "<stdin>" if path == "-" else path
+    """What messages call the trace. Bytes of a file's name that are no text are replaced."""
+    return "<stdin>" if path == "-" else os.fsencode(path).decode(errors="replace")
 
 
 def _open_file(path: str) -> AbstractContextManager[BinaryIO]:
     if path == "-":
+        if sys.stdin is None:
+            raise OSError(errno.EBADF, "standard input is closed")
         return nullcontext(sys.stdin.buffer)
     if path.endswith(".gz"):
         return cast(BinaryIO, gzip.open(path))
@@ -185,9 +191,11 @@ def _append_record(records: list[TraceRecord], record: TraceRecord) -> None:
     records.append(record)
 
 
-def read_trace(path: str, limit: int | None = None, block_size: int = BLOCK_SIZE) -> list[TraceRecord]:
+def read_trace(
+    path: str, limit: int | None = None, block_size: int = BLOCK_SIZE, on_record: Callable[[int], object] = int
+) -> list[TraceRecord]:
     """All lines of a trace, or the first `limit`; `block_size` as in `parse_record`. A path that ends in `.gz` is unpacked, `-`
-    is standard input.
+    is standard input. `on_record` gets the number of lines read, after each.
 
     Raises `TraceError` on the first line that is not a record or does not follow the one before (lines after `limit` are not
     read) and for a trace without lines, `OSError` if the file cannot be read. Cost: about 20 us and a kilobyte a line, and 40
@@ -198,6 +206,7 @@ def read_trace(path: str, limit: int | None = None, block_size: int = BLOCK_SIZE
         with _open_file(path) as file:
             for text in islice(_read_lines(file), limit):
                 _append_record(records, parse_record(text, block_size))
+                on_record(len(records))
     except (PagePoolError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise TraceError(source_name(path), len(records) + 1, str(error)) from error
     if not records and limit != 0:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable
 
 from pagepool.replay.plan import Plan
+from pagepool.specs import count_of
 
 __all__ = [
     "HIT_RATE",
@@ -95,7 +96,8 @@ def format_bytes(num_bytes: float) -> str:
 def summarize(plan: Plan) -> str:
     """What was planned for, in one line."""
     memory = "" if plan.page_bytes is None else f" and {format_bytes(plan.page_bytes)}"
-    return f"{plan.requests:,} requests, {plan.prompt_tokens:,} prompt tokens, pages of {plan.page_size:,} tokens{memory}"
+    trace = f"{count_of(plan.requests, 'request')}, {count_of(plan.prompt_tokens, 'prompt token')}"
+    return f"{trace}, pages of {count_of(plan.page_size, 'token')}{memory}"
 
 
 def headline(plan: Plan, name: str) -> str:
@@ -108,10 +110,8 @@ def headline(plan: Plan, name: str) -> str:
 
 def describe(plan: Plan) -> list[str]:
     """The sentences that matter most, the knee first."""
-    unlimited = (
-        f"A pool that never evicts hits {plan.most_hit_tokens:,} of {plan.prompt_tokens:,} prompt tokens "
-        f"({plan.most_hit_rate:.1%})."
-    )
+    all_tokens = count_of(plan.prompt_tokens, "prompt token")
+    unlimited = f"A pool that never evicts hits {plan.most_hit_tokens:,} of {all_tokens} ({plan.most_hit_rate:.1%})."
     largest = f"The largest request needs a pool of {_with_bytes(plan, plan.min_num_pages)}; smaller ones skip it."
     return [_describe_knee(plan), unlimited, largest]
 

@@ -1,0 +1,232 @@
+"""What commands read and write: different files, whole results, and a sentence where that cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from privileges import without_privileges
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+pytest.importorskip("msgspec")
+from command_line import invoke
+from test_model import LLAMA
+
+COMMANDS = ["fleet", "plan", "replay"]
+LINE = json.dumps({"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}) + "\n"
+
+
+@pytest.fixture(autouse=True)
+def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A trace in the current folder, by its own name, by links, and behind a folder's link."""
+    monkeypatch.chdir(tmp_path)
+    path = Path("trace.jsonl")
+    path.write_text(LINE * 3)
+    Path("symbolic.jsonl").symlink_to("trace.jsonl")
+    Path("hard.jsonl").hardlink_to(path)
+    Path("folder").symlink_to(".")
+    return path
+
+
+@pytest.fixture
+def _no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("work was begun")
+
+    monkeypatch.setattr("pagepool.replay.options.read_trace", fail)
+
+
+def run(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pagepool", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+@pytest.mark.usefixtures("_no_work")
+class TestFilesApart:
+    """Refused before any work, with the names of both; nothing is changed."""
+
+    def check(self, args: list[str], one: str, other: str) -> None:
+        before = {path: path.read_bytes() for path in Path().iterdir() if path.is_file()}
+        result = invoke(*args)
+        assert result.exit_code == 2, result.output
+        assert result.output.endswith(f"Error: {one} is the same file as {other}\n")
+        assert {path: path.read_bytes() for path in Path().iterdir() if path.is_file()} == before
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    @pytest.mark.parametrize("name", ["trace.jsonl", "./trace.jsonl", "symbolic.jsonl", "hard.jsonl", "folder/trace.jsonl"])
+    def test_an_output_that_is_the_trace(self, command: str, name: str) -> None:
+        self.check([command, "trace.jsonl", "--json", name], f"--json {name}", "TRACE trace.jsonl")
+        self.check([command, name, "--json", "trace.jsonl"], "--json trace.jsonl", f"TRACE {name}")
+
+    def test_an_absolute_name(self, tmp_path: Path) -> None:
+        path = tmp_path / "trace.jsonl"
+        self.check(["plan", "trace.jsonl", "--html", str(path)], f"--html {path}", "TRACE trace.jsonl")
+
+    @pytest.mark.parametrize("command", ["fleet", "plan"])
+    def test_a_plot_that_is_the_trace(self, command: str) -> None:
+        Path("trace.svg").write_text(LINE)
+        self.check([command, "trace.svg", "--plot", "./trace.svg"], "--plot ./trace.svg", "TRACE trace.svg")
+
+    def test_the_configuration_of_a_model(self) -> None:
+        Path("config.json").write_text(json.dumps(LLAMA))
+        args = ["plan", "trace.jsonl", "--model-config", "config.json", "--json", "folder/config.json"]
+        self.check(args, "--json folder/config.json", "--model-config config.json")
+
+    def test_two_outputs(self) -> None:
+        self.check(["plan", "trace.jsonl", "--plot", "a.svg", "--html", "a.svg"], "--html a.svg", "--plot a.svg")
+        self.check(["plan", "trace.jsonl", "--plot", "a.svg", "--json", "folder/a.svg"], "--json folder/a.svg", "--plot a.svg")
+        self.check(["plan", "trace.jsonl", "--html", "-", "--json", "-"], "--json -", "--html -")
+        Path("b.svg").symlink_to("a.svg")  # which is not there
+        self.check(["fleet", "trace.jsonl", "--plot", "b.svg", "--json", "a.svg"], "--json a.svg", "--plot b.svg")
+        Path("a.svg").touch()
+        self.check(["fleet", "trace.jsonl", "--plot", "b.svg", "--json", "a.svg"], "--json a.svg", "--plot b.svg")
+
+
+class TestStandardStreams:
+    """Those that the shell has opened are files as others."""
+
+    def test_standard_input(self) -> None:
+        with open("trace.jsonl") as file:
+            result = run("replay", "-", "--json", "hard.jsonl", stdin=file)
+        assert result.returncode == 2
+        assert "Error: --json hard.jsonl is the same file as TRACE -\n" in result.stderr
+        assert Path("trace.jsonl").read_text() == LINE * 3
+
+    @pytest.mark.parametrize(("options", "name"), [(["--json", "-"], "--json -"), ([], "standard output")])
+    def test_standard_output(self, options: list[str], name: str) -> None:
+        command = [sys.executable, "-m", "pagepool", "replay", "trace.jsonl", *options]
+        with open("trace.jsonl", "ab") as file:
+            result = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, text=True, check=False)
+        assert result.returncode == 2
+        assert f"Error: {name} is the same file as TRACE trace.jsonl\n" in result.stderr
+        assert Path("trace.jsonl").read_text() == LINE * 3
+
+    def test_devices_are_shared(self) -> None:
+        assert invoke("replay", "trace.jsonl", "--json", "/dev/null").exit_code == 0
+        assert invoke("fleet", "trace.jsonl", "--json", os.devnull, "--replicas", 1).exit_code == 0
+
+    def test_a_page_on_standard_output_has_no_table_behind_it(self) -> None:
+        pytest.importorskip("matplotlib")
+        result = invoke("plan", "trace.jsonl", "--html", "-")
+        assert result.exit_code == 0
+        assert result.stdout.startswith("<!DOCTYPE html>")
+        assert result.stdout.endswith("</html>\n")
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+    @pytest.mark.parametrize("options", [[], ["--json", "-"]])
+    def test_standard_output_that_is_full(self, options: list[str]) -> None:
+        with open("/dev/full", "wb") as full:
+            command = [sys.executable, "-m", "pagepool", "replay", "trace.jsonl", *options]
+            result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert result.returncode == 1
+        assert result.stderr == "Error: standard output cannot be written: No space left on device\n"
+
+    @pytest.mark.parametrize("options", [[], ["--json", "-"]])
+    def test_standard_streams_that_are_closed(self, options: list[str]) -> None:
+        shell = ["sh", "-c", f"{sys.executable} -m pagepool replay trace.jsonl {' '.join(options)} >&-"]
+        result = subprocess.run(shell, stderr=subprocess.PIPE, text=True, check=False)
+        assert (result.returncode, result.stderr) == (1, "Error: standard output cannot be written: it is closed\n")
+        result = subprocess.run(["sh", "-c", f"{sys.executable} -m pagepool replay - <&-"], capture_output=True, text=True)
+        assert (result.returncode, result.stderr) == (2, "Error: <stdin>: standard input is closed\n")
+
+
+@pytest.mark.usefixtures("_no_work")
+class TestPlacesForResults:
+    """Refused before any work where that can be known."""
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    @pytest.mark.parametrize(
+        ("path", "exit_code", "message"),
+        [
+            (".", 2, "File '.' is a directory."),
+            ("new/", 2, "'new/' is not the name of a file."),
+            ("", 2, "'' is not the name of a file."),
+            ("no/figures.json", 1, "no/figures.json cannot be written: No such file or directory"),
+            ("trace.jsonl/figures.json", 1, "trace.jsonl/figures.json cannot be written: Not a directory"),
+            (f"{'x' * 300}.json", 1, "cannot be written: File name too long"),
+        ],
+    )
+    def test_nowhere(self, command: str, path: str, exit_code: int, message: str) -> None:
+        result = invoke(command, "trace.jsonl", "--json", path)
+        assert result.exit_code == exit_code
+        assert result.output.endswith(f"{message}\n")
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_a_file_that_is_write_protected(self, command: str, tmp_path: Path) -> None:
+        tmp_path.chmod(0o777)
+        path = Path("figures.json")
+        path.write_text("before")
+        path.chmod(0o444)
+        with without_privileges():
+            result = invoke(command, "trace.jsonl", "--json", path)
+        assert result.exit_code == 1
+        assert result.output == "Error: figures.json cannot be written: Permission denied\n"
+        assert path.read_text() == "before"
+
+
+def test_the_result_that_cannot_be_written_is_the_one_that_is_named() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no device that is always full")
+    pytest.importorskip("matplotlib")
+    for options in (["--json", "/dev/full", "--html", "a.html"], ["--json", "a.json", "--html", "/dev/full"]):
+        result = invoke("plan", "trace.jsonl", *options)
+        assert result.exit_code == 1
+        assert result.output == "Error: /dev/full cannot be written: No space left on device\n"
+
+
+class TestStrangeTraces:
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_a_sentence(self, command: str) -> None:
+        Path("binary.jsonl").write_bytes(bytes(range(256)) * 100)
+        for name, message in {
+            ".": "File '.' is a directory.",
+            "none.jsonl": "File 'none.jsonl' does not exist.",
+            "binary.jsonl": "Error: binary.jsonl:1: not valid JSON: ",
+            "/dev/null": "Error: /dev/null:1: the trace is empty",
+        }.items():
+            result = invoke(command, name)
+            assert (result.exit_code, message in result.output) == (2, True), result.output
+
+    @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="there is no file that cannot be read")
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_a_file_that_cannot_be_read_is_named(self, command: str) -> None:
+        result = invoke(command, "/proc/self/mem")
+        assert (result.exit_code, result.output) == (2, "Error: /proc/self/mem: Input/output error\n")
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_an_empty_standard_input(self, command: str) -> None:
+        result = invoke(command, "-", input=b"")
+        assert (result.exit_code, result.output) == (2, "Error: <stdin>:1: the trace is empty\n")
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    @pytest.mark.parametrize("timestamp", ["1" + "0" * 400, "-1" + "0" * 400, "1e999", str(2**53)])
+    def test_times_beyond_all_numbers(self, command: str, timestamp: str) -> None:
+        Path("late.jsonl").write_text(LINE.replace('"timestamp": 0', f'"timestamp": {timestamp}'))
+        result = invoke(command, "late.jsonl")
+        assert result.exit_code == 2
+        assert "Error: late.jsonl:1: timestamp must be below 2**53 ms, got " in result.output
+        assert len(result.output) < 120
+
+    def test_names_that_are_no_text(self, trace: Path) -> None:
+        name = os.fsdecode(b"a\xff.jsonl")
+        try:
+            Path(name).write_bytes(trace.read_bytes())
+        except OSError:
+            pytest.skip("the file system takes no such names")
+        result = run("replay", name)
+        assert (result.returncode, result.stdout.splitlines()[0][:8]) == (0, "a\N{REPLACEMENT CHARACTER}.jsonl")
+        pytest.importorskip("matplotlib")
+        result = run("plan", name, "--html", "a.html")
+        assert (result.returncode, result.stderr) == (0, "")
+
+    def test_names_that_the_terminal_cannot_show(self, trace: Path) -> None:
+        Path("ü:smile:[bold].jsonl").write_bytes(trace.read_bytes())
+        result = run("replay", "ü:smile:[bold].jsonl", env=os.environ | {"PYTHONIOENCODING": "ascii"})
+        assert result.returncode == 0
+        assert result.stdout.startswith("\\xfc:smile:[bold].jsonl, 32,768 pages of 16 tokens\n")
