@@ -2068,8 +2068,10 @@ cdef Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amounts *num
     return n
 
 
-cdef void trim_group(Batch *batch, Group *group, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Give back a group's pages behind `num_tokens` tokens, the last first, and drop entries whose tokens are gone."""
+cdef void trim_group(Batch *batch, Group *group, Py_ssize_t row, int32_t num_tokens, int32_t restart) noexcept nogil:
+    """Give back a group's pages behind `num_tokens` tokens, the last first, and drop entries whose tokens are gone. Pages that
+    are computed again from `restart` on are entered again if they have lost their entry meanwhile.
+    """
     cdef Held *held = &group.held[row]
     cdef int32_t *ids = ids_of(group, row)
     cdef int32_t cut = full_pages(&group.rules, num_tokens)
@@ -2081,7 +2083,7 @@ cdef void trim_group(Batch *batch, Group *group, Py_ssize_t row, int32_t num_tok
         if j >= keep:
             put_back_held(batch.pool, ids[j])
     held.num_pages = min(held.num_pages, keep)
-    held.num_cached = min(held.num_cached, cut)
+    held.num_cached = min(held.num_cached, full_pages(&group.rules, restart))
     held.num_skipped = min(held.num_skipped, held.num_pages)
     end_row(group, row)
 
@@ -2090,7 +2092,7 @@ cdef void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept no
     cdef int32_t restart = find_restart(batch, row, num_tokens)
     cdef Py_ssize_t g
     for g in range(batch.num_groups):
-        trim_group(batch, &batch.groups[g], row, num_tokens)
+        trim_group(batch, &batch.groups[g], row, num_tokens, restart)
     batch.states[row].num_tokens = num_tokens
     batch.states[row].num_computed = restart
     batch.states[row].num_hits = min(batch.states[row].num_hits, num_tokens)

@@ -12,6 +12,7 @@ from pagepool import (
     CacheManager,
     EngineRequest,
     FullAttentionSpec,
+    MultiGroupPageTable,
     PageHash,
     PageHashWithGroupId,
     PageTable,
@@ -273,6 +274,22 @@ def test_rows_that_share_a_bad_page_are_computed_again_one_after_the_other(first
 
 
 # --- a pool that was restored -------------------------------------------------------------------------------
+
+
+def test_a_row_that_is_cut_in_a_shared_page_of_another_group() -> None:
+    """The cut goes through the shared second page of the wide group, so tokens before the cut are computed again."""
+    wide = FullAttentionSpec(2 * PAGE_SIZE, 1, 8, "float16", False)
+    manager = make_manager(FULL, wide)
+    batch = RunningBatch(manager, MultiGroupPageTable(2, 128, 64, [PAGE_SIZE, 2 * PAGE_SIZE]))
+    assert batch.admit(0, TOKENS[:17]) == 0
+    assert batch.admit(1, TOKENS[:17]) == 16
+    bad = batch.get_page_ids(0)[0][2]
+    manager.page_pool.evict_pages([bad])
+    batch.trim([0], 12)
+    assert batch.num_computed_tokens[0] == 8
+    batch.grow([0], 4)
+    assert manager.page_pool.pages[bad].page_hash is not None
+    batch.check()
 
 
 def make_restored() -> CacheManager:
