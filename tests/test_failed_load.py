@@ -273,9 +273,6 @@ def test_rows_that_share_a_bad_page_are_computed_again_one_after_the_other(first
     batch.check()
 
 
-# --- a pool that was restored -------------------------------------------------------------------------------
-
-
 def test_a_row_that_is_cut_in_a_shared_page_of_another_group() -> None:
     """The cut goes through the shared second page of the wide group, so tokens before the cut are computed again."""
     wide = FullAttentionSpec(2 * PAGE_SIZE, 1, 8, "float16", False)
@@ -290,6 +287,9 @@ def test_a_row_that_is_cut_in_a_shared_page_of_another_group() -> None:
     batch.grow([0], 4)
     assert manager.page_pool.pages[bad].page_hash is not None
     batch.check()
+
+
+# --- a pool that was restored -------------------------------------------------------------------------------
 
 
 def make_restored() -> CacheManager:
