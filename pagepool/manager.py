@@ -206,7 +206,8 @@ class CacheManager:
             else:
                 hashes.refusal = None
                 pages, num_tokens = self.coordinator.find_longest_cache_hit(hashes.chain, num_queried_tokens - 1, ids)
-            hashes.query = num_queried_tokens, num_tokens, request.status == EngineRequestStatus.PREEMPTED
+            is_preempted = hashes.is_counted or request.status == EngineRequestStatus.PREEMPTED
+            hashes.query = num_queried_tokens, num_tokens, is_preempted
         return CachePages(pages, self._store), num_tokens
 
     def probe(self, request: Request) -> PrefixProbe:
@@ -404,7 +405,7 @@ class CacheManager:
         if hashes is None or hashes.query is None:
             return
         num_queried_tokens, num_hit_tokens, is_preempted = hashes.query
-        hashes.query = hashes.refusal = None
+        hashes.query, hashes.refusal, hashes.is_counted = None, None, True
         managers = self.coordinator.single_type_managers
         num_taken_tokens = max(len(ids) * manager.page_size for ids, manager in zip(hits, managers, strict=True))
         self.query_counters[is_preempted].add(num_queried_tokens, min(num_hit_tokens, num_taken_tokens))

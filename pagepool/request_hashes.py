@@ -39,10 +39,11 @@ class RequestHashes:
 
     ``chain`` has the keys of the prefix index. ``page_hashes`` has the hashes that the pages are known by to the user, where
     these are not simply the keys. ``query`` is the look-up that counts once the request is admitted: its tokens, those that
-    hit, and whether the request was preempted before. ``refusal`` is what is known of the request if it was refused.
+    hit, and whether the request comes back after a preemption, as it does if ``is_counted``. ``refusal`` is what is known of
+    the request if it was refused.
     """
 
-    __slots__ = ("chain", "extra_keys", "page_hashes", "query", "refusal", "request")
+    __slots__ = ("chain", "extra_keys", "is_counted", "page_hashes", "query", "refusal", "request")
 
     def __init__(self, request: Request, chain: HashChain, extra_keys: RequestExtraKeys | None) -> None:
         """No page is hashed yet."""
@@ -51,6 +52,7 @@ class RequestHashes:
         self.page_hashes: list[PageHash] = []
         self.extra_keys = extra_keys
         self.query: tuple[int, int, bool] | None = None
+        self.is_counted = False
         self.refusal: Refusal | None = None
 
     def find_keyed_page(self, start_page: int, page_size: int) -> tuple[int | None, ExtraKeys | None]:

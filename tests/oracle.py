@@ -364,6 +364,7 @@ class OracleManager:
         self.keys = ContentKeys(math.gcd(*page_sizes) or 1)
         self.held: dict[str, list[HeldPages]] = {}
         self.queries: dict[str, dict[str, int]] = {}
+        self.counted: set[str] = set()
 
     @property
     def usage(self) -> float:
@@ -380,7 +381,7 @@ class OracleManager:
             return self._no_pages(), 0
         shard = shard_of_hint(self.page_pool.num_pages, dp_shard_hint, data_parallel_size)
         length = self._hit_length(request, shard)
-        is_first = request.status != PREEMPTED
+        is_first = request.status != PREEMPTED and request.request_id not in self.counted
         self.queries[request.request_id] = {"queried": request.num_tokens, "hit": length} if is_first else {}
         group_ids = range(len(self.kinds))
         return tuple(self._hit_pages(request, group_id, length, shard) for group_id in group_ids), length
@@ -459,8 +460,9 @@ class OracleManager:
 
     def _count_admission(self, request: Any, hits: PagesByGroup) -> None:
         """Count the look-up of a request that holds nothing yet, once, with the hits that it takes."""
-        if request.request_id not in self.held:
-            query = self.queries.pop(request.request_id, {})
+        if request.request_id not in self.held and request.request_id in self.queries:
+            query = self.queries.pop(request.request_id)
+            self.counted.add(request.request_id)
             self.page_pool.counts.update(query if any(hits) else query | {"hit": 0})
 
     def _check_allocation(self, request: Any, num_new: int, num_external: int, hits: PagesByGroup) -> None:
@@ -593,8 +595,10 @@ class OracleManager:
             self.page_pool.free_pages(held.pages[::-1])
 
     def free_page_hashes(self, request: Any) -> None:
-        """Forget the contents of a finished request's pages."""
+        """Forget the contents of a finished request's pages, and that it was counted."""
         self.keys.forget(request.request_id)
+        self.counted.discard(request.request_id)
+        self.queries.pop(request.request_id, None)
 
     def get_page_ids(self, request_id: str) -> PagesByGroup:
         """Return what the request holds, by group."""

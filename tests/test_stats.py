@@ -82,6 +82,21 @@ def test_look_ups_after_a_preemption_are_counted_apart() -> None:
     assert pagepool.QueryCounts().hit_rate == 0
 
 
+def test_a_request_that_comes_back_counts_apart_whatever_its_status() -> None:
+    manager = make_manager()
+    request = EngineRequest("a", [1, 2, 3, 4, 5])
+    for _ in range(2):
+        hits, num_hit_tokens = manager.get_computed_pages(request)
+        assert manager.allocate_slots(request, 5 - num_hit_tokens, num_hit_tokens, hits) is not None
+        manager.free(request)
+    stats = manager.stats()
+    assert (stats.queries, stats.preempted_queries) == (pagepool.QueryCounts(1, 5, 0), pagepool.QueryCounts(1, 5, 4))
+    manager.free_page_hashes(request)  # it has ended: who comes under its name is another one
+    manager.get_computed_pages(request)
+    assert manager.allocate_slots(request, 5) is not None
+    assert manager.stats().queries == pagepool.QueryCounts(2, 10, 0)
+
+
 def test_times_of_pages() -> None:
     manager = make_manager(num_pages=4)
     first = start(manager, "a", [1, 2, 3, 4, 5])
