@@ -5492,60 +5492,83 @@ cdef class _RowRefusal(Refusal):
     cdef PageIds sample             # some of its tokens
     cdef const int32_t *memory      # of an array
 
-    cdef int remember(self, object token_ids, object options) except -1:
-        """Know the request again by `options`, unless these are None, and its tokens, if they are in a list or an array."""
-        cdef PageIds ids
-        cdef Py_ssize_t at
-        cdef bint is_list = type(token_ids) is list
-        if type(options) is not tuple or not (is_list or isinstance(token_ids, ndarray)):
+    cdef int remember(self, object token_ids, object options, const int32_t *tokens) except -1:
+        """Know the request again by its options, if they are a tuple, and its `tokens`, which it came with as `token_ids`."""
+        cdef Py_ssize_t at = self.num_tokens - 1
+        if type(options) is not tuple:
             return 0
-        ids = as_page_ids(token_ids, "token_ids")
-        if ids.num == self.num_tokens:
-            self.memory = NULL if is_list else ids.ids
-            self.token_ids, self.options = token_ids, options
-            self.sample = PageIds.__new__(PageIds)
-            at = self.num_tokens - 1
-            while at >= 0:
-                self.sample.add(ids.ids + at, 1)
-                at -= self.sample_step()
+        self.sample = PageIds.__new__(PageIds)
+        while at >= 0:
+            self.sample.add(tokens + at, 1)
+            at -= self.sample_step()
+        self.keep_object(token_ids)
+        self.options = options
+        return 0
+
+    cdef int keep_object(self, object token_ids) except -1:
+        """Hold a list, or an array that is read without a copy, so that nothing else can be where it is."""
+        cdef _BorrowedIds ids = _BorrowedIds.__new__(_BorrowedIds)
+        self.token_ids, self.memory = None, NULL
+        if type(token_ids) is list:
+            self.token_ids = token_ids
+        elif isinstance(token_ids, ndarray) and ids.try_borrow(token_ids):
+            self.token_ids, self.memory = token_ids, ids.ids
         return 0
 
     cdef Py_ssize_t sample_step(self) noexcept:
         return max(1, self.num_tokens // NUM_SAMPLED)
 
-    cdef bint is_of(self, object token_ids, object options) except -1:
-        """Whether a request is this one."""
-        cdef Py_ssize_t i
-        if self.options is None or type(options) is not tuple or len(<tuple>options) != len(self.options):
+    cdef bint is_of(self, object token_ids, object options, const int32_t *tokens) except -1:
+        """Whether a request is this one, whose tokens are `tokens`: O(1) for the object that it came with, else O(tokens)."""
+        cdef PageIds ids
+        if self.options is None or type(options) is not tuple or not are_same(options, self.options):
             return False
-        for i in range(len(self.options)):
-            if (<tuple>options)[i] is not self.options[i]:
+        if type(token_ids) is list:
+            if not self.has_sample_in_list(token_ids):
                 return False
-        return self.has_tokens_of_list(token_ids) if self.memory == NULL else self.has_tokens_of_array(token_ids)
+            if token_ids is self.token_ids:
+                return True
+        elif not isinstance(token_ids, (ndarray, tuple)):  # others may change as they are read
+            return False
+        ids = as_page_ids(token_ids, "token_ids")
+        if ids.num != self.num_tokens or not self.has_sample_in(ids.ids):
+            return False
+        if ids.ids != self.memory:
+            if memcmp(ids.ids, tokens, ids.num * sizeof(int32_t)) != 0:
+                return False
+            self.keep_object(token_ids)
+        return True
 
-    cdef bint has_tokens_of_list(self, object token_ids) except -1:
+    cdef bint has_sample_in_list(self, list token_ids) except -1:
         cdef Py_ssize_t i, at = self.num_tokens - 1
-        if token_ids is not self.token_ids or len(<list>token_ids) != self.num_tokens:
+        if len(token_ids) != self.num_tokens:
             return False
         for i in range(self.sample.num):
-            token_id = (<list>token_ids)[at]
+            token_id = token_ids[at]
             if type(token_id) is not int or token_id != self.sample.ids[i]:
                 return False
             at -= self.sample_step()
         return True
 
-    cdef bint has_tokens_of_array(self, object token_ids) except -1:
-        cdef _BorrowedIds ids = _BorrowedIds.__new__(_BorrowedIds)
+    cdef bint has_sample_in(self, const int32_t *tokens) noexcept:
         cdef Py_ssize_t i, at = self.num_tokens - 1
-        if not isinstance(token_ids, ndarray) or not ids.try_borrow(token_ids):
-            return False
-        if ids.ids != self.memory or ids.num != self.num_tokens:
-            return False
         for i in range(self.sample.num):
-            if ids.ids[at] != self.sample.ids[i]:
+            if tokens[at] != self.sample.ids[i]:
                 return False
             at -= self.sample_step()
         return True
+
+
+cdef bint are_same(tuple mine, tuple others) except -1:
+    """Whether the items are the same objects, or equal strings or ints."""
+    cdef Py_ssize_t i
+    if len(mine) != len(others):
+        return False
+    for i in range(len(mine)):
+        if mine[i] is not others[i]:
+            if type(mine[i]) is not type(others[i]) or type(mine[i]) not in (str, int) or mine[i] != others[i]:
+                return False
+    return True
 
 
 cdef Py_ssize_t as_num_wanted(object num_tokens, Py_ssize_t num_known) except -1:
@@ -6023,7 +6046,9 @@ cdef class RunningRows:
             self.set_contents(checked, tokens, num_known, keys)
             num_hits = self.attach(checked, num_known, num_wanted, max_num_new, find_hits, shard, num_reserved, checked_context)
             is_admitted = type(num_hits) is not _RowRefusal
-            refusal = None if is_admitted else num_hits
+            if not is_admitted:
+                (<_RowRefusal>num_hits).remember(token_ids, options, tokens_of(&self.batch, checked))
+                refusal = num_hits
         finally:
             self.refusals[checked] = refusal
             if not is_admitted:
@@ -6031,20 +6056,18 @@ cdef class RunningRows:
                 self.batch.states[checked].is_claimed = 0
         if is_admitted and counter is not None:
             counter.count(num_known, self.batch.states[checked].num_hits)
-        if refusal is not None:
-            (<_RowRefusal>refusal).remember(token_ids, options)
-        return None if refusal is not None else num_hits
+        return num_hits if is_admitted else None
 
     def is_refused_still(self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options) -> bool:
-        """Whether the request that a row refused last is certainly refused again. It is the same request if its tokens are in
-        the same list, or an array over the same memory, a sample of them is equal, and each of `options` is the same object.
-        O(1).
+        """Whether the request that a row refused last is certainly refused again. It is the same request if its tokens and
+        `options` are the same. O(1) for tokens in the same list, or in an array over the same memory, of which a sample is
+        compared; O(tokens) for others.
         """
         cdef Py_ssize_t checked = self.checked_row(row)
         cdef _RowRefusal refusal = self.refusals[checked]
         cdef Py_ssize_t num_wanted, max_num_new, num_reserved
         cdef bint is_refused
-        if refusal is None or not refusal.is_of(token_ids, options):
+        if refusal is None or not refusal.is_of(token_ids, options, tokens_of(&self.batch, checked)):
             return False
         num_wanted = as_num_wanted(num_tokens, refusal.num_tokens)
         max_num_new = as_max_num_new(max_num_new_tokens, num_wanted)

@@ -109,9 +109,9 @@ class RunningBatch(RunningRows):
 
         `CacheManager.stats` counts a request when it is admitted, not when it is refused. Refusing the same request again in
         the same row costs O(1) while too few pages are free, no hit of it gets another holder and no further page of it is
-        cached; with windows, chunks or eagle, while nothing is cached or evicted. It is the same if `token_ids` is the same
-        list, or an array over the same memory, and the other arguments are the same objects. Do not change tokens or features
-        in place meanwhile.
+        cached; with windows, chunks or eagle, while nothing is cached or evicted. Pass the same list, or an array over the same
+        memory, and the same `mm_features`: tokens in a new object are compared one by one, and features in a new one are
+        hashed. Do not change either in place meanwhile.
 
         RowIndexError outside the table, RowOverflowError for more tokens than `max_num_tokens`, ArgumentError for a row that is
         admitted already, for no tokens and values out of range, ArgumentTypeError for other types; PageHashError if another

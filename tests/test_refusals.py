@@ -199,15 +199,16 @@ class TestRows:
         assert waiting.retry(token_ids) is None
         token_ids[-1] = 5  # a list or an array that is used again
         assert waiting.retry(token_ids) is None
-        assert waiting.num_looked_up == 3
+        assert waiting.num_looked_up == 2
         token_ids[0] = 5
         assert waiting.retry(token_ids, num_tokens=4) == 0
 
     def test_other_tokens_salts_and_features(self) -> None:
         waiting = Waiting()
         assert waiting.retry(waiting.token_ids[:-1]) is None
-        assert waiting.retry(list(waiting.token_ids)) is None
+        assert waiting.retry() is None
         assert waiting.retry(cache_salt="a") is None
+        assert waiting.retry(cache_salt="ab"[:1]) is None
         feature = SimpleNamespace(mm_hash="cat", modality="image", placeholder_range=SimpleNamespace(offset=0, length=4))
         for _ in range(3):
             features = (feature,)
@@ -216,12 +217,27 @@ class TestRows:
         assert waiting.num_looked_up == 1 + 3 + 3
         assert waiting.retry(look_up=False) is None
 
+    @pytest.mark.parametrize("form", [list, tuple, np.array, lambda ids: np.array(ids, dtype=np.int32)])
+    def test_equal_tokens_in_another_object_are_known(self, form: Callable[[list[int]], Any]) -> None:
+        waiting = Waiting()
+        for _ in range(3):
+            assert waiting.retry(form(waiting.token_ids)) is None
+            assert waiting.retry() is None
+        assert waiting.num_looked_up == 1
+        assert waiting.retry(form([*waiting.token_ids[:5], 77, *waiting.token_ids[6:]]), max_num_new_tokens=20) == 4
+
     def test_an_array_is_known_by_its_memory(self) -> None:
         waiting = Waiting()
         memory = np.array([*waiting.token_ids, 7, 8], dtype=np.int32)
         for _ in range(3):
             assert waiting.retry(memory[: len(waiting.token_ids)]) is None
-        assert waiting.num_looked_up == 2
+        assert waiting.num_looked_up == 1
+
+    def test_tokens_that_are_iterated_once_are_not_used_up(self) -> None:
+        waiting = Waiting()
+        for _ in range(2):
+            assert waiting.retry(iter(waiting.token_ids)) is None
+        assert waiting.num_looked_up == 3
 
     def test_rows_that_change_places_forget(self) -> None:
         waiting = Waiting()
