@@ -43,6 +43,7 @@ from libc.stdint cimport INT32_MAX, INT32_MIN, INT64_MAX, int32_t, int64_t, uint
 from libc.string cimport memcmp, memcpy, memset
 
 import os
+from itertools import islice
 from operator import index as as_index
 
 import numpy as np
@@ -4511,7 +4512,7 @@ cdef class _Needs:
         check_distinct(groups)
         self.store = store
         self.groups = groups
-        self.num_new = PageIds([size_of(n, "num_new_pages") for n in num_new_pages])
+        self.num_new = PageIds([size_of(n, "num_new_pages") for n in islice(num_new_pages, len(groups) + 1)])
         self.hits = [store.checked(<PageIds?>ids) for ids in hits]
         self.chain = HashChain(1, bytes(16)) if chain is None else chain
         self.strides = settled(strides) if strides is not None else PageIds()

@@ -38,6 +38,7 @@ COUNTS = {
     "plan": ["num-pages", "bytes-per-token", "page-size", "block-size", "max-batched-tokens", "max-num-seqs", "limit"],
     "replay": ["num-pages", "page-size", "block-size", "max-batched-tokens", "max-num-seqs", "limit"],
 }
+UNSANITIZED = pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer needs memory of its own")
 OPTIONS = [(command, f"--{option}") for command, options in COUNTS.items() for option in options]
 
 
@@ -218,6 +219,7 @@ class TestMemory:
         assert memory.count_available_bytes() > 1 << 20
 
     @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux says what is resident")
+    @UNSANITIZED
     def test_a_pool_takes_about_what_is_counted(self) -> None:
         """All of its pages being cached."""
         code = (
@@ -234,6 +236,7 @@ class TestMemory:
         assert 0.4 * memory.count_pool_bytes(1_300_000) < taken < 1.2 * memory.count_pool_bytes(1_300_000)
 
     @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits address space so")
+    @UNSANITIZED
     @pytest.mark.parametrize(
         ("args", "message"),
         [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -315,3 +316,8 @@ refuse(store.save)
 def test_finalizers_that_run_while_an_error_is_made() -> None:
     """The collector may run when any error is made, and a finalizer may call what raises it: no lock may be held then."""
     subprocess.run([sys.executable, "-c", WITH_FINALIZERS], check=True, timeout=60)
+
+
+def test_numbers_of_pages_that_go_on_and_on_are_not_read_to_their_end() -> None:
+    with pytest.raises(ArgumentError, match="groups: got"):
+        PageStore(8).take_for((HeldPages(),), itertools.repeat(1))
