@@ -50,7 +50,7 @@ def report_skipped(scheduler: Scheduler) -> None:
         click.echo(f"skipped {request.request_id}: {reason}", err=True)
     num_more = len(scheduler.skipped) - MAX_SKIPPED_SHOWN
     if num_more > 0:
-        click.echo(f"skipped {num_more} more", err=True)
+        click.echo(f"skipped {num_more:,} more", err=True)
 
 
 def run_all(schedulers: dict[str, Scheduler], progress: Progress) -> dict[str, Figures]:
