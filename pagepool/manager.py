@@ -280,11 +280,15 @@ class CacheManager:
         ):
             return CachePages(self._no_ids, self._store)
         num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0)
+        num_tokens_with_slot = min(num_tokens + num_lookahead_tokens, self.max_model_len)
         with self._lock:
+            is_anywhere = data_parallel_size is None
+            if is_anywhere and self._is_refused_still(request, new_computed_pages, num_tokens_with_slot, num_reserved_pages):
+                return None
             return self._allocate_slots(
                 request,
                 self._get_hits(request, new_computed_pages),
-                min(num_tokens + num_lookahead_tokens, self.max_model_len),
+                num_tokens_with_slot,
                 0 if delay_cache_pages or not self.enable_caching else min(num_tokens, request.num_tokens),
                 dp_shard_hint,
                 data_parallel_size,
@@ -366,9 +370,6 @@ class CacheManager:
         num_new_pages = self.coordinator.count_pages_to_allocate(held, num_tokens, hits)
         has_hits = hits is not self._no_ids
         hashes = self._hashes[request.request_id] if has_hits else None
-        if hashes and shard is None and self._is_refused_still(hashes, hits, sum(num_new_pages), num_reserved_pages):
-            self._warn_if_hopeless(hits, sum(num_new_pages))
-            return None
         self._requests[request.request_id] = held  # before anything is taken, so that no interrupt can lose it
         try:
             new_ids = self.coordinator.take_pages(
@@ -384,11 +385,20 @@ class CacheManager:
         return new_ids
 
     def _is_refused_still(
-        self, hashes: RequestHashes, hits: Sequence[PageIds], num_new_pages: int, num_reserved_pages: int
+        self, request: Request, new_computed_pages: CachePages | None, num_tokens: int, num_reserved_pages: int
     ) -> bool:
         """Whether the request was refused with these hits, and is again for certain."""
-        refusal = hashes.refusal
-        return refusal is not None and refusal.hits is hits and refusal.is_short(num_new_pages, num_reserved_pages)
+        hashes = self._hashes.get(request.request_id)
+        if new_computed_pages is None or hashes is None or hashes.refusal is None or hashes.request is not request:
+            return False
+        hits = hashes.refusal.hits
+        if new_computed_pages.get_ids(self._store) is not hits or request.request_id in self._requests:
+            return False
+        num_new_pages = max(0, self.coordinator.single_type_managers[0].get_num_pages(num_tokens) - len(hits[0]))
+        if not hashes.refusal.is_short(num_new_pages, num_reserved_pages):
+            return False
+        self._warn_if_hopeless(hits, num_new_pages)
+        return True
 
     def _note_refusal(self, hashes: RequestHashes, hits: tuple[PageIds, ...]) -> None:
         """Remember the hits of a refused request, if they are the leading pages of its only group."""
