@@ -1358,7 +1358,7 @@ cdef bint has_same_hits(Pool *pool, Watch *watch, const Prefix *prefix, const in
 
 
 cdef inline bint has_free_pages(Pool *pool, Py_ssize_t num_pages, Py_ssize_t num_reserved, int32_t shard) noexcept nogil:
-    """Whether so many pages can be taken of a shard, or for -1 of the pool, with `num_reserved` left in the pool."""
+    """Whether `num_pages` can be taken from a shard, or for -1 from the pool, with `num_reserved` left in the pool."""
     if num_pages and num_pages + num_reserved > pool.num_free:
         return False
     return num_pages <= count_free_in(pool, shard)
@@ -5520,7 +5520,7 @@ cdef class _RowRefusal(Refusal):
         return max(1, self.num_tokens // NUM_SAMPLED)
 
     cdef bint is_of(self, object token_ids, object options, const int32_t *tokens) except -1:
-        """Whether a request is this one, whose tokens are `tokens`: O(1) for the object that it came with, else O(tokens)."""
+        """Whether a request is this one, which has `tokens`: O(1) for the object that they came in, else O(tokens)."""
         cdef PageIds ids
         if self.options is None or type(options) is not tuple or not are_same(options, self.options):
             return False

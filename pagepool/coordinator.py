@@ -116,8 +116,8 @@ class CacheCoordinator(ABC):
             self.page_pool.store.skip(group, max(0, first_useful_page))
 
     def rewind(self, held: RequestPages, num_computed_tokens: int) -> None:
-        """Have the pages looked at again, when they get full, whose tokens were computed before and are once more: after a
-        failed load, say, for which `PagePool.evict_pages` dropped their entries.
+        """Look at pages again as they get full, if their tokens are computed again: after a failed load, for example, for which
+        `PagePool.evict_pages` dropped their entries.
         """
         if num_computed_tokens < held.num_cached_tokens:
             for manager, group in held.by_group:

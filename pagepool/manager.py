@@ -410,7 +410,7 @@ class CacheManager:
         hashes.refusal = refusal if is_watched else None
 
     def _count_admission(self, request: Request, hits: Sequence[PageIds]) -> None:
-        """Count the look-up of a request that has its first pages now, and as much of what it hit as it took."""
+        """Count the look-up of a request that was just admitted, with the hits that it took."""
         hashes = self._hashes.get(request.request_id)
         if hashes is None or hashes.query is None:
             return

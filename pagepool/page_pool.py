@@ -208,8 +208,8 @@ class PagePool:
     def restore(cls, snapshot: Mapping[str, Any]) -> "PagePool":
         """The pool that `snapshot` was taken of: a dict as that returned it, or what `numpy.load` returns.
 
-        Held pages are held again: whoever holds them gives them back, or `release_all_held` does. Prefix entries hit for a
-        manager with the same key: give it a `hash_seed` where the process is another. What the pages hold on the device is the
+        Held pages are held again, until their holders or `release_all_held` give them back. Prefix entries hit for a manager
+        with the same key: give it a `hash_seed` where the process is another. What the pages hold on the device is the
         engine's to bring back.
         SnapshotError, a ValueError, where the snapshot is damaged, of another version, or something else. O(num_pages).
 

@@ -13,7 +13,7 @@ class AfterImport(MetaPathFinder):
     """Calls `action` when the module `name` has run, each time it is imported, before its importer sees it.
 
     Put it in front of ``sys.meta_path``. What `action` raises comes out of the import, which has failed then, and those of the
-    modules below it: who imports one of them afterwards imports them all again, and meets `action` again.
+    modules below it: an import of one of them afterwards imports them all again, and meets `action` again.
     """
 
     def __init__(self, name: str, action: Callable[[], None], report_missing: Callable[[str], None] | None = None) -> None:

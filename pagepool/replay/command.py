@@ -12,7 +12,7 @@ __all__ = ["pagepool"]
 
 
 class Group(click.Group):
-    """One whose help is written as that of its commands."""
+    """A group whose help is formatted like that of its commands."""
 
     context_class = Context
 

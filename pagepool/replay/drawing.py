@@ -1,4 +1,4 @@
-"""How pictures look, what they say to those who cannot see them, and how they are saved, by matplotlib."""
+"""How pictures look, their text alternatives, and how they are saved, by matplotlib."""
 
 import re
 import warnings
@@ -48,7 +48,7 @@ DOTS_PER_INCH = 180
 
 
 def save_figure(draw: Callable[[], Figure], file: BinaryIO, file_format: str, *, title: str, description: str) -> None:
-    """Save what `draw` makes, ``"png"`` or ``"svg"``, with a title and a description for those who cannot see it. The same
+    """Save what `draw` makes, ``"png"`` or ``"svg"``, with a title and a description as text alternatives. The same
     picture gives the same bytes.
     """
     content = BytesIO()

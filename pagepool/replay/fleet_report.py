@@ -39,7 +39,7 @@ def headline_fleet(figures: dict[str, FleetFigures], name: str) -> str:
 
 
 def describe_fleet(figures: dict[str, FleetFigures]) -> str:
-    """What the plot shows, for those who cannot see it."""
+    """The plot in words, for screen readers."""
     parts = [
         f"{router}: hit rate {each.hit_rate:.1%}, imbalance {each.imbalance:.2f}, half of the requests waited at most "
         f"{each.wait_percentile(50):,.2f} s, 99 % at most {each.wait_percentile(99):,.2f} s"

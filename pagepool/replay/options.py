@@ -54,13 +54,13 @@ class HelpFormatter(click.HelpFormatter):
 
 
 class Context(click.Context):
-    """One whose help is written so."""
+    """A context that formats help with `HelpFormatter`."""
 
     formatter_class = HelpFormatter
 
 
 class Command(click.Command):
-    """One whose files are different files, which says in a sentence that there is no memory, and how sizes are written."""
+    """A command that keeps its files apart, reports short memory in a sentence, and explains sizes in its help."""
 
     context_class = Context
 

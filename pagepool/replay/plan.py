@@ -110,7 +110,7 @@ class Curves:
         self.best = BestCurve(reuse)
 
     def make_figures(self, num_pages: int, num_skipped: int = 0, skipped_prompt_tokens: int = 0) -> PoolFigures:
-        """The figures of a pool that skips so many others, with so many tokens in their prompts."""
+        """The figures of a pool that skips `num_skipped` other requests, which have `skipped_prompt_tokens`."""
         return PoolFigures(
             num_pages,
             self.num_requests,

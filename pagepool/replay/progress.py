@@ -30,7 +30,7 @@ class RateColumn(rich_progress.ProgressColumn):
 
 
 class Part:
-    """One part of the work, which is shown every so many seconds.
+    """One part of the work, which is shown at intervals.
 
     Each look at the clock that is due is one at the memory too.
     """
@@ -46,7 +46,7 @@ class Part:
         self.was_shown = False
 
     def update(self, completed: int) -> None:
-        """So many are done. About 0.1 us; MemoryError before the memory is used up."""
+        """Report how many are done. About 0.1 us; MemoryError before the memory is used up."""
         self._completed = completed
         now = monotonic()
         if now >= self._next_check:

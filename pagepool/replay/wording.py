@@ -38,7 +38,7 @@ TOGETHER_NOTE = (
 
 HIT_RATE = "hit rate: share of all prompt tokens"
 RUN_HIT_RATE = "hit rate: share of prompt tokens"
-"""The headings of tables and labels of axes: of a plan, whose pools may skip requests, and of a run."""
+"""Headings of tables and labels of axes: a plan's, in which pools may skip requests, and a run's."""
 
 HIT_RATE_NOTE = (
     "Hit rate: the share of all prompt tokens of the trace that need not be computed. Requests larger than the pool are "
@@ -117,7 +117,7 @@ def describe(plan: Plan) -> list[str]:
 
 
 def describe_picture(plan: Plan) -> str:
-    """What the plot shows, for those who cannot see it."""
+    """The plot in words, for screen readers."""
     columns = dict(list_columns(plan))
     rates = zip(columns["pages"], columns["hit rate, LRU"], columns["hit rate, best"], strict=True)
     listed = "; ".join(f"{pages} pages: LRU {lru}, best {best}" for pages, lru, best in rates)
