@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("click")
 pytest.importorskip("rich")
 pytest.importorskip("msgspec")
-from command_line import invoke
+from command_line import invoke, read_terminal
 
 from pagepool.errors import ArgumentError
 from pagepool.replay import memory, read_trace
@@ -352,15 +352,9 @@ class TestProgress:
         ours, theirs = pty.openpty()
         command = [sys.executable, "-m", "pagepool", *map(str, args)]
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns), "LINES": "50"}
-        output = b""
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=environment) as process:
             os.close(theirs)
-            try:
-                while chunk := os.read(ours, 4096):
-                    output += chunk
-            except OSError:  # the other end is closed
-                pass
-            os.close(ours)
+            output = read_terminal(ours)
             assert process.stdout is not None
             stdout = process.stdout.read()
         assert process.returncode == 0

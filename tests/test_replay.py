@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command_line import read_terminal
 from oracle import OracleManager, OraclePool
 from test_differential import NUM_OPERATIONS
 
@@ -669,13 +670,7 @@ class TestProcess:
         process_args = [sys.executable, "-m", "pagepool", command, str(trace), *json_options]
         with subprocess.Popen(process_args, stdout=theirs, env={**os.environ, "TERM": "xterm"}) as process:
             os.close(theirs)
-            output = b""
-            try:
-                while chunk := os.read(ours, 4096):
-                    output += chunk
-            except OSError:  # the other end is closed
-                pass
-            os.close(ours)
+            output = read_terminal(ours)
         assert process.returncode == 0
         assert (b"\x1b[" in output) == (not json_options)
 
