@@ -2711,8 +2711,8 @@ cdef class HeldPages(PageIds):
     """
 
     cdef readonly Py_ssize_t num_cached_pages
-    cdef readonly Py_ssize_t num_hit_pages
     cdef readonly Py_ssize_t num_skipped_pages
+    cdef readonly Py_ssize_t num_hit_pages
 
     @cython.critical_section
     cdef bint has_place_for(self, Py_ssize_t num_more) noexcept:
@@ -4007,7 +4007,7 @@ cdef class PageStore:
             for i in range(first, last if bad < 0 else first):
                 self.copy_tokens(ids.ids[i], chain, i * num_tokens, num_tokens)
         if bad >= 0:
-            self.refuse_entry(ids, bad)
+            self.refuse_entry(ids.ids[bad], bad, ids.num)
 
     cdef int32_t checked_context(self, object context) except -1:
         """A context as a number, which stays one, whatever it stands for."""
@@ -4025,21 +4025,26 @@ cdef class PageStore:
         held.num_cached_pages = num_full_pages
 
     def check_enterable(self, HeldPages held not None, HashChain chain not None, num_full_pages, stride, group) -> None:
-        """PageHashError if `enter_held` would find a page that is held already and was entered as something else."""
+        """PageHashError if `enter_held` would find a page that is held already and was entered as something else. O(those due)."""
         cdef Py_ssize_t i, stop, bad = -1, num_hashes = size_of(stride, "stride", 1)
         cdef Py_ssize_t num_full = size_of(num_full_pages, "num_full_pages")
-        cdef int32_t checked_group = group_of(group)
-        self.checked(held)
+        cdef int32_t page_id = NULL_PAGE, checked_group = group_of(group)
         with chain.lock, self.lock:
             stop = min(num_full, held.num, chain.num // num_hashes)
             for i in range(held.num_cached_pages, stop):
-                if is_entered_otherwise(&self.pool, held.ids[i], chain.digests[(i + 1) * num_hashes - 1], checked_group):
+                page_id = held.ids[i]
+                if not 0 <= page_id < self.pool.num_pages:
                     bad = i
+                elif is_entered_otherwise(&self.pool, page_id, chain.digests[(i + 1) * num_hashes - 1], checked_group):
+                    bad = i
+                if bad >= 0:
+                    break
         if bad >= 0:
-            self.refuse_entry(held, bad)
+            self.refuse_entry(page_id, bad, held.num)
 
-    cdef int refuse_entry(self, PageIds ids, Py_ssize_t at) except -1:
-        raise PageHashError(f"page {ids[at]} (at {at} of {ids.num}) has a hash already")
+    cdef int refuse_entry(self, int32_t page_id, Py_ssize_t at, Py_ssize_t num_pages) except -1:
+        self.check_range(page_id)
+        raise PageHashError(f"page {page_id} (at {at} of {num_pages}) has a hash already")
 
     def rewind(self, HeldPages held not None, num_pages) -> None:
         """Let `enter_held` look at the pages of a request from `num_pages` on again: their tokens are computed once more."""

@@ -481,8 +481,13 @@ class OracleManager:
         if held is not None and num_new_computed:
             raise ValueError("hits are counted twice")
         pages_by_group = [group.pages for group in held] if held is not None else hits
+        num_computed = request.num_computed_tokens + num_new_computed
+        if num_computed and self.kinds and not any(pages_by_group):
+            raise ValueError("tokens of a request without pages were computed")
         for kind, pages in zip(self.kinds, pages_by_group, strict=True):
-            if kind.num_required_pages(request.num_computed_tokens + num_new_computed) > len(pages):
+            if held is None and isinstance(kind, Mamba):  # an engine may have restored its state
+                continue
+            if kind.num_required_pages(num_computed) > len(pages):
                 raise ValueError("tokens without pages were computed")
 
     def _rewind(self, request: Any) -> None:
