@@ -291,12 +291,11 @@ class CacheManager:
         num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0)
         num_tokens_with_slot = min(num_tokens + num_lookahead_tokens, self.max_model_len)
         with self._lock:
-            is_anywhere = data_parallel_size is None
-            if is_anywhere and self._is_refused_still(request, new_computed_pages, num_tokens_with_slot, num_reserved_pages):
-                return None
             hits = self._get_hits(request, new_computed_pages)
             if held is None or num_new_computed_tokens or num_computed_tokens > held.num_room_tokens:
                 self._check_computed(request, num_new_computed_tokens, hits)
+            if data_parallel_size is None and self._is_refused_still(request, hits, num_tokens_with_slot, num_reserved_pages):
+                return None
             return self._allocate_slots(
                 request,
                 hits,
@@ -421,15 +420,12 @@ class CacheManager:
             self._note_refusal(hashes, hits)
         return new_ids
 
-    def _is_refused_still(
-        self, request: Request, new_computed_pages: CachePages | None, num_tokens: int, num_reserved_pages: int
-    ) -> bool:
+    def _is_refused_still(self, request: Request, hits: tuple[PageIds, ...], num_tokens: int, num_reserved_pages: int) -> bool:
         """Whether the request was refused with these hits, and is again for certain."""
         hashes = self._hashes.get(request.request_id)
-        if new_computed_pages is None or hashes is None or hashes.refusal is None or hashes.request is not request:
+        if hashes is None or hashes.refusal is None or hashes.request is not request:
             return False
-        hits = hashes.refusal.hits
-        if new_computed_pages.get_ids(self._store) is not hits or request.request_id in self._requests:
+        if hashes.refusal.hits is not hits or request.request_id in self._requests:
             return False
         num_new_pages = max(0, self.coordinator.single_type_managers[0].get_num_pages(num_tokens) - len(hits[0]))
         if not hashes.refusal.is_short(num_new_pages, num_reserved_pages):
