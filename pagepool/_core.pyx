@@ -5961,14 +5961,12 @@ cdef class RunningRows:
         if bad < 0:
             for i in range(num_rows):
                 set_context(&self.batch, self.batch.checked_rows[i], 0)
-                self.forget_extra_keys(self.batch.checked_rows[i])
                 empty_row(&self.batch, self.batch.checked_rows[i])
         return bad
 
     cdef void forget_extra_keys(self, Py_ssize_t row) noexcept:
-        """Of a row that gets free. Its hashes stay for the next request, unless keys are in them."""
-        if self.batch.extra_keys[row] != NULL:
-            self.batch.states[row].num_hashed = 0
+        """Of a row whose next request has others, and the hashes with them."""
+        self.batch.states[row].num_hashed = 0
         free(self.batch.extra_keys[row])
         self.batch.extra_keys[row] = NULL
         self.extra_key_bytes[row] = None
@@ -6053,7 +6051,6 @@ cdef class RunningRows:
         finally:
             self.refusals[checked] = refusal
             if not is_admitted:
-                self.forget_extra_keys(checked)
                 self.batch.states[checked].is_claimed = 0
         if is_admitted and counter is not None:
             counter.count(num_known, self.batch.states[checked].num_hits)
@@ -6103,15 +6100,19 @@ cdef class RunningRows:
     cdef int set_contents(self, Py_ssize_t row, PageIds tokens, Py_ssize_t num_tokens, list extra_keys) except -1:
         """Copy the tokens and hash their full pages, but for those that the row has hashed for a request before."""
         cdef Py_ssize_t start, num_kept = 0
+        cdef bint has_same_keys = extra_keys == (self.extra_key_bytes[row] or [])
         refuse_negative(tokens.ids, num_tokens, 0)
-        if self.batch.hash_page_size and not extra_keys:
+        if not has_same_keys:
+            self.forget_extra_keys(row)
+        if self.batch.hash_page_size:
             num_kept = count_hashed_before(&self.batch, row, tokens.ids, num_tokens)
         self.batch.states[row].num_hashed = <int32_t>num_kept
         start = num_kept * self.batch.hash_page_size
         memcpy(tokens_of(&self.batch, row) + start, tokens.ids + start, (num_tokens - start) * sizeof(int32_t))
         if not self.batch.hash_page_size:
             return 0
-        self.set_extra_keys(row, extra_keys)
+        if not has_same_keys:
+            self.set_extra_keys(row, extra_keys)
         if num_tokens - start < RELEASE_GIL_AT * self.batch.hash_page_size:
             hash_row(&self.batch, row, <int32_t>num_tokens)
         else:

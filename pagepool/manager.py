@@ -215,7 +215,7 @@ class CacheManager:
         if not self._may_hit(request):
             reason = "prompt_logprobs are asked for" if self.enable_caching else "prefix caching is off"
             return PrefixProbe(0, request.num_tokens, reason)
-        hashes = self.hasher.start(request)
+        hashes = self.hasher.start(request, self._hashes.get(request.request_id))
         self.hasher.extend(hashes, request, request.num_tokens // self.coordinator.hash_page_size)
         _, num_tokens = self.coordinator.find_longest_cache_hit(hashes.chain, request.num_tokens - 1)
         is_all = request.num_tokens - num_tokens <= self.coordinator.hash_page_size

@@ -80,9 +80,11 @@ class PageHasher(ABC):
         """The SipHash key where the core alone can make the hashes; None where it cannot."""
         return None
 
-    def start(self, request: Request) -> RequestHashes:
-        """The hashes of a request, none of them made yet."""
+    def start(self, request: Request, known: RequestHashes | None = None) -> RequestHashes:
+        """The hashes of a request, none of them made yet, with the extra keys of `known` if these are the same request's."""
         chain = HashChain(self.page_size, self._key, self.keep_token_ids)
+        if known is not None and known.request is request:
+            return RequestHashes(request, chain, known.extra_keys)
         return RequestHashes(request, chain, self.extra_keys.of(request))
 
     def extend(self, hashes: RequestHashes, request: Request, num_pages: int) -> None:
