@@ -120,7 +120,10 @@ def hash_page_tokens(
 
 
 def hash_request_tokens(hash_function: HashFunction, page_size: int, request: Any) -> list[PageHash]:
-    """Hash every full page of ``request.all_token_ids``, each with the one before as its parent. O(tokens)."""
+    """Hash every full page of ``request.all_token_ids``, each with the one before as its parent. O(tokens).
+
+    Each call gives different hashes to a request that says ``has_vision`` and names no feature.
+    """
     token_ids = request.all_token_ids
     extra_keys = RequestExtraKeys.of(request)
     page_hashes: list[PageHash] = []
@@ -245,8 +248,9 @@ class RequestExtraKeys:
     A ``cache_salt`` and a ``lora_id`` enter the first page; each multimodal feature enters the pages that it overlaps. The
     chain carries them to every later page. A feature is any object with ``mm_hash`` (or ``identifier``) and a position
     ``placeholder_range`` (or ``mm_position``) with ``offset`` and ``length`` in tokens; one without a position enters the
-    first page. A request that says ``has_vision`` and names no feature shares pages with itself alone. ``request_keys`` are
-    those that are not features.
+    first page. A request that says ``has_vision`` and names no feature has a nonce in its first page, a fresh one each time
+    that `of` is called: only hashes made with the same `RequestExtraKeys` share pages. ``request_keys`` are those that are not
+    features.
     """
 
     SALT: ClassVar[str] = "salt"
@@ -264,7 +268,7 @@ class RequestExtraKeys:
         keys += [] if salt is None else [(cls.SALT, _plain("salt", salt))]
         mm_features = getattr(request, "mm_features", None)
         if not mm_features and getattr(request, "has_vision", False):
-            keys.append(("vision", _plain("request_id", request.request_id)))
+            keys.append(("vision", os.urandom(16).hex()))
         ranges = tuple(_feature_range(feature, cls.FEATURE_NAMES) for feature in mm_features or ())
         features = Features(ranges) if ranges else NO_FEATURES
         return cls(tuple(keys), features) if keys or features else None
