@@ -2659,7 +2659,7 @@ cdef class HashChain:
         free(self.digests)
 
     def __reduce__(self):
-        raise TypeError("a HashChain holds a secret key and cannot be pickled")
+        raise ArgumentTypeError("a HashChain holds a secret key and cannot be pickled")
 
     def __len__(self):
         """Number of pages hashed."""
@@ -2951,7 +2951,7 @@ cdef class PageStore:
         free(self.pool.residency)
 
     def __reduce__(self):
-        raise TypeError("a page store cannot be pickled")
+        raise ArgumentTypeError("a page store cannot be pickled")
 
     cdef bint has_room_for(self, Py_ssize_t num_pages) noexcept:
         """Make room for `num_pages` records; False where memory is short. Amortised O(1) a record."""
@@ -4455,7 +4455,7 @@ cdef class QueryCounter:
         self.is_preempted = is_preempted
 
     def __reduce__(self):
-        raise TypeError("a query counter cannot be pickled")
+        raise ArgumentTypeError("a query counter cannot be pickled")
 
     @property
     def counts(self) -> tuple:
@@ -4643,7 +4643,7 @@ cdef class Refusal:
         self.num_hit_tokens = size_of(num_hit_tokens, "num_hit_tokens", 0, self.num_tokens)
 
     def __reduce__(self):
-        raise TypeError("a refusal cannot be pickled")
+        raise ArgumentTypeError("a refusal cannot be pickled")
 
     def watch_hits(self, PageStore store not None, HashChain chain not None, stride, group) -> bool:
         """Watch the hits, the leading pages of the only group under `chain`. False, and nothing is watched, unless a look-up
@@ -4782,7 +4782,7 @@ cdef class CachePage:
         return self.ref_cnt, self.page_hash, self.is_null, before and before.page_id, behind and behind.page_id
 
     def __reduce__(self):
-        raise TypeError("a CachePage is a view of its pool and cannot be pickled")
+        raise ArgumentTypeError("a CachePage is a view of its pool and cannot be pickled")
 
     @cython.critical_section
     cdef int32_t get_ref_count(self) except? -1:
@@ -4921,7 +4921,7 @@ cdef class TableRows:
         self.rows.num_rows = n
 
     def __reduce__(self):
-        raise TypeError("a page table cannot be pickled")
+        raise ArgumentTypeError("a page table cannot be pickled")
 
     @property
     def max_num_reqs(self) -> int:
@@ -5258,7 +5258,7 @@ cdef class GroupedRows:
         self.page_tables = tables
 
     def __reduce__(self):
-        raise TypeError("a page table cannot be pickled")
+        raise ArgumentTypeError("a page table cannot be pickled")
 
     def __len__(self) -> int:
         return len(self.page_tables)
@@ -5646,7 +5646,7 @@ cdef class RunningRows:
         free(self.batch.groups)
 
     def __reduce__(self):
-        raise TypeError("a running batch cannot be pickled")
+        raise ArgumentTypeError("a running batch cannot be pickled")
 
     cdef int32_t *new_buffer(self, Py_ssize_t num_rows, Py_ssize_t num_columns) except NULL:
         """Zeros from a cache line on that live as long as the batch. What nobody touches takes no memory."""

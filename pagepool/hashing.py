@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.specs import require_int
@@ -56,6 +56,9 @@ class PageHashWithGroupId(NamedTuple):
 def get_hash_seed(hash_seed: int | str | bytes | None = None) -> bytes | None:
     """The seed as bytes: `hash_seed` where given, else ``PYTHONHASHSEED`` where it names one, else None.
 
+    ArgumentError for an empty `hash_seed`, whose key everybody would know. An empty ``PYTHONHASHSEED`` names none, as for
+    Python itself.
+
     >>> get_hash_seed(7)
     b'7'
     """
@@ -63,11 +66,23 @@ def get_hash_seed(hash_seed: int | str | bytes | None = None) -> bytes | None:
         hash_seed = os.environ.get("PYTHONHASHSEED", "random")
         if hash_seed in ("", "random"):
             return None
+    if isinstance(hash_seed, str | bytes) and not hash_seed:
+        raise ArgumentError(f"hash_seed: got {hash_seed!r}, allowed: int, str or bytes that are not empty, or None")
     if isinstance(hash_seed, bytes):
         return hash_seed
     if isinstance(hash_seed, bool) or not isinstance(hash_seed, int | str):
         raise ArgumentTypeError(f"hash_seed: got {type(hash_seed).__name__}, allowed: int, str, bytes or None")
     return str(hash_seed).encode()
+
+
+class KeyHolder:
+    """Base of objects that lead to the secret key of the hashes: they cannot be pickled or copied."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> NoReturn:
+        """ArgumentTypeError."""
+        raise ArgumentTypeError(f"a {type(self).__name__} holds a secret key and cannot be pickled or copied")
 
 
 _PROCESS_SECRET = os.urandom(32)
