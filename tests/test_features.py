@@ -220,7 +220,7 @@ def test_a_feature_costs_as_much_beside_many(
     assert many < 3 * 8 * few
 
 
-# Who comes back.
+# Requests and rows that come back.
 
 
 def test_a_request_that_comes_back_reads_no_feature() -> None:
@@ -240,7 +240,7 @@ def test_a_request_that_comes_back_reads_no_feature() -> None:
 
 
 class Rows:
-    """A batch whose rows are admitted with ten images each. One of a window is not known to be refused still."""
+    """A batch whose rows are admitted with ten images each. With a window, each retry looks the prefix up again."""
 
     def __init__(self, *, num_pages: int = 64, window: int | None = None) -> None:
         spec = FullAttentionSpec(PAGE_SIZE, 1, 8, "float16", False)
@@ -282,8 +282,8 @@ def test_a_row_that_comes_back_reads_no_feature() -> None:
 
 
 @pytest.mark.parametrize("salt", [None, "pepper"])
-def test_features_that_changed_places_in_their_list_are_read_again(salt: str | None) -> None:
-    """Or another list, or other keys beside them: a row that took them for the last ones would hit wrong pages."""
+def test_other_features_in_the_same_list_are_read(salt: str | None) -> None:
+    """As are those of another list, or beside other keys: a row that took them for its last ones would hit wrong pages."""
     rows, fresh = Rows(), Rows()
     rng = Random(5)
     for i in range(200):
@@ -313,7 +313,7 @@ def test_features_of_rows_that_left_are_not_kept() -> None:
     assert first() is None
 
 
-def test_features_that_know_no_weak_references_do() -> None:
+def test_features_without_weak_references_are_read_each_time() -> None:
     class Plain:
         __slots__ = ("mm_hash",)
 

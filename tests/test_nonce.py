@@ -1,4 +1,4 @@
-"""Requests with images that nobody named: each is hashed with a nonce, and hits its own pages alone."""
+"""Requests that have images and no features: each is hashed with a nonce, and hits only its own pages."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_it_hits_its_own_pages_when_it_comes_back(manager: CacheManager) -> None
 
 
 class UnnamedImages(RandomWorkload):
-    """Most requests have images that nobody named, and one of a few prompts."""
+    """Most requests have images and no features, and all have one of a few prompts."""
 
     def _prompt(self) -> list[int]:
         return list(self.families[0][: self.rng.choice((2, 3, 4)) * self.page_size + 1][: self.max_tokens - 1])
@@ -99,7 +99,7 @@ class UnnamedImages(RandomWorkload):
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_random_requests_hit_what_the_oracle_hits(setting: Setting) -> None:
-    """Their ids come again."""
+    """Finished requests' ids come again."""
     run_workload(setting, oracle_and_package(), zlib.crc32(setting.name.encode()), NUM_CALLS, UnnamedImages)
 
 

@@ -1,4 +1,4 @@
-"""The secret key of the hashes: no seed that everybody knows by its being empty, and no copy of it in a pickle or a repr."""
+"""The secret key of the hashes: an empty seed, which anybody can guess, makes none, and no pickle or repr shows it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_an_empty_environment_names_no_seed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def make_busy(manager: CacheManager) -> list[Any]:
-    """A manager in use, and what else its users have in their hands."""
+    """The manager after some work, and the objects that an engine got from it."""
     pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
     manager.enable_events()
     request = EngineRequest("a", list(range(19)), cache_salt="pepper")
@@ -130,11 +130,11 @@ def secrets_of(manager: CacheManager, has_seed: bool = True) -> list[bytes]:
 
 
 class Refused(Exception):
-    """What somebody wanted of an object was refused; `args` has what was written until then."""
+    """A pickler raised an error; `args` has the bytes that it had written until then."""
 
 
 def dump(item: Any, protocol: int, pickler: Any) -> bytes:
-    """What is written, which Python's own pickler does as it goes."""
+    """The bytes written. The pickler in Python writes as it goes."""
     file = io.BytesIO()
     try:
         pickler(file, protocol).dump(item)
