@@ -284,19 +284,20 @@ def test_a_row_that_comes_back_reads_no_feature() -> None:
 @pytest.mark.parametrize("salt", [None, "pepper"])
 def test_other_features_in_the_same_list_are_read(salt: str | None) -> None:
     """As are those of another list, or beside other keys: a row that took them for its last ones would hit wrong pages."""
-    rows, fresh = Rows(), Rows()
+    rows, manager = Rows(), Rows().manager
     rng = Random(5)
-    for i in range(200):
+    for _ in range(200):
         if rng.random() < 0.5:
             rows.images[rng.randrange(10)] = Image(rng.choice("xy"), rng.randrange(36), 3)
         if rng.random() < 0.2:
             rng.shuffle(rows.images)
         features: list[Image] | None = rng.choice((rows.images, rows.images, rows.images[:5], list(rows.images), [], None))
         keys = {"mm_features": features, "cache_salt": rng.choice((None, salt)), "lora_id": rng.choice((None, 1))}
-        assert rows.admit(2, **keys) == fresh.admit(i % 4, **keys)
+        fresh = RunningBatch(manager, PageTable(4, 64, 64))
+        assert rows.admit(2, **keys) == fresh.admit(2, rows.token_ids, **keys)
         rows.batch.check()
         rows.batch.release([2])
-        fresh.batch.release([i % 4])
+        fresh.release([2])
 
 
 def test_features_of_rows_that_left_are_not_kept() -> None:
