@@ -186,31 +186,19 @@ FeatureRange = tuple[int, int, Any, Any]
 """Start, end, modality and content hash of a feature: a half-open range of tokens."""
 
 
+MAX_SEARCHED_FEATURES = 8
+"""Up to this number a search through all features is faster than one in a tree."""
+
+
 class Features:
-    """The features of a request, sorted once by where they start.
+    """The features of a request, searched one by one."""
 
-    A look-up finds each of a page's features among n in O(log n). It searches a tree over the sorted features that holds the
-    last end below each node; the children of node i are at 2 i and 2 i + 1.
-    """
-
-    __slots__ = ("_ends", "_hash", "_last_ends", "_order", "_ranges", "_starts")
+    __slots__ = ("_hash", "_ranges")
 
     def __init__(self, ranges: tuple[FeatureRange, ...]) -> None:
-        """O(n log n)."""
+        """`ranges` in the request's order."""
         self._ranges = ranges
         self._hash = hash(ranges)
-        self._order = sorted(range(len(ranges)), key=lambda i: ranges[i][0])
-        self._starts = [ranges[i][0] for i in self._order]
-        ends = [ranges[i][1] for i in self._order]
-        self._last_ends = list(accumulate(ends, max))
-        num_leaves = 1 << max(len(ends) - 1, 0).bit_length()
-        self._ends = [0] * num_leaves + ends + [0] * (num_leaves - len(ends))
-        for i in range(num_leaves - 1, 0, -1):
-            self._ends[i] = max(self._ends[2 * i], self._ends[2 * i + 1])
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._ranges)
 
     def __eq__(self, other: object) -> bool:
         """The same features in the same order."""
@@ -222,13 +210,43 @@ class Features:
 
     def find_next(self, start: int) -> int | None:
         """The first token from `start` on that is in a feature, or at which one of no tokens is; None behind the last."""
+        return min([max(start, begin) for begin, end, _, _ in self._ranges if end > start], default=None)
+
+    def find_overlapping(self, start: int, stop: int) -> list[FeatureRange]:
+        """Those that overlap ``[start, stop)``, one of no tokens within it included, in the request's order."""
+        return [feature for feature in self._ranges if feature[0] < stop and start < feature[1]]
+
+
+class SortedFeatures(Features):
+    """Features sorted once by where they start.
+
+    A look-up finds each of a page's features among n in O(log n). It searches a tree over the sorted features that holds the
+    last end below each node; the children of node i are at 2 i and 2 i + 1.
+    """
+
+    __slots__ = ("_ends", "_last_ends", "_order", "_starts")
+
+    def __init__(self, ranges: tuple[FeatureRange, ...]) -> None:
+        """O(n log n)."""
+        super().__init__(ranges)
+        self._order = sorted(range(len(ranges)), key=lambda i: ranges[i][0])
+        self._starts = [ranges[i][0] for i in self._order]
+        ends = [ranges[i][1] for i in self._order]
+        self._last_ends = list(accumulate(ends, max))
+        num_leaves = 1 << (len(ends) - 1).bit_length()
+        self._ends = [0] * num_leaves + ends + [0] * (num_leaves - len(ends))
+        for i in range(num_leaves - 1, 0, -1):
+            self._ends[i] = max(self._ends[2 * i], self._ends[2 * i + 1])
+
+    def find_next(self, start: int) -> int | None:
+        """O(log n)."""
         num = bisect_right(self._starts, start)
         if num and self._last_ends[num - 1] > start:
             return start
         return self._starts[num] if num < len(self._starts) else None
 
     def find_overlapping(self, start: int, stop: int) -> list[FeatureRange]:
-        """Those that overlap ``[start, stop)``, one of no tokens within it included, in the request's order."""
+        """O(log n), and as much for each that is found."""
         found: list[int] = []
         num_leaves = len(self._ends) // 2
         nodes = self._list_nodes(bisect_left(self._starts, stop), num_leaves)
@@ -254,6 +272,12 @@ class Features:
 
 
 NO_FEATURES = Features(())
+
+
+def _make_features(ranges: tuple[FeatureRange, ...]) -> Features:
+    if not ranges:
+        return NO_FEATURES
+    return SortedFeatures(ranges) if len(ranges) > MAX_SEARCHED_FEATURES else Features(ranges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +309,7 @@ class RequestExtraKeys:
         if not mm_features and getattr(request, "has_vision", False):
             keys.append(("vision", os.urandom(16).hex()))
         ranges = tuple(_feature_range(feature, cls.FEATURE_NAMES) for feature in mm_features or ())
-        features = Features(ranges) if ranges else NO_FEATURES
-        return cls(tuple(keys), features) if keys or features else None
+        return cls(tuple(keys), _make_features(ranges)) if keys or ranges else None
 
     def of_page(self, start: int, end: int) -> ExtraKeys | None:
         """Keys of the page with tokens ``[start, end)``, or None. Offsets are relative to the page."""
