@@ -5965,7 +5965,7 @@ cdef class RunningRows:
         return bad
 
     cdef void forget_extra_keys(self, Py_ssize_t row) noexcept:
-        """Of a row whose next request has others, and the hashes with them."""
+        """Drop the extra keys of a row, and its digests, which were made with them."""
         self.batch.states[row].num_hashed = 0
         free(self.batch.extra_keys[row])
         self.batch.extra_keys[row] = NULL
