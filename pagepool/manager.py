@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pagepool._core import CachePage, PageIds, PageStore, QueryCounter, Refusal, lists_of
 from pagepool.coordinator import ANY_PAGE, CacheCoordinator, DueEntries, RequestPages, get_kv_cache_coordinator
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError
-from pagepool.hashing import RequestExtraKeys
+from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.request_hashes import HashAlgorithm, RequestHashes, RequestPageHashes, make_page_hasher
@@ -95,7 +95,7 @@ class PrefixProbe(NamedTuple):
     reason: str
 
 
-class CacheManager:
+class CacheManager(KeyHolder):
     """Allocates pages to requests and finds prefixes that are cached already.
 
     One owner at a time. Calls from several threads are made one after another all the same, each as a whole; a call that an
@@ -103,10 +103,10 @@ class CacheManager:
 
     `num_pages` counts the null page. Without groups prefix caching is off. `hash_algo` is ``"siphash128"`` (keyed with a secret
     of the process), ``"sha256"`` (the same in every process), ``"sha256_cbor"`` (vLLM's: see docs/engines.md), or a callable
-    such as the builtin `hash`; `hash_seed`, or ``PYTHONHASHSEED``, makes a keyed one deterministic. `keep_token_ids` keeps the
-    tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is a pool of its own to go on with, such as
-    `PagePool.restore` brings back; what it has cached hits if the seed, the algorithm and the groups are those that it was
-    cached with.
+    such as the builtin `hash`; `hash_seed`, which must not be empty, or ``PYTHONHASHSEED``, makes a keyed one deterministic.
+    `keep_token_ids` keeps the tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is a pool of its own to
+    go on with, such as `PagePool.restore` brings back; what it has cached hits if the seed, the algorithm and the groups are
+    those that it was cached with. A manager cannot be pickled or copied; `PagePool.snapshot` saves its pages.
 
     >>> from pagepool import CacheGroupSpec, EngineRequest, FullAttentionSpec
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -215,7 +215,7 @@ class CacheManager:
         if not self._may_hit(request):
             reason = "prompt_logprobs are asked for" if self.enable_caching else "prefix caching is off"
             return PrefixProbe(0, request.num_tokens, reason)
-        hashes = self.hasher.start(request)
+        hashes = self.hasher.start(request, self._hashes.get(request.request_id))
         self.hasher.extend(hashes, request, request.num_tokens // self.coordinator.hash_page_size)
         _, num_tokens = self.coordinator.find_longest_cache_hit(hashes.chain, request.num_tokens - 1)
         is_all = request.num_tokens - num_tokens <= self.coordinator.hash_page_size
@@ -593,7 +593,9 @@ class CacheManager:
                 self.page_pool.forget_evicted_names()
 
     def free_page_hashes(self, request: Request) -> None:
-        """Forget the hashes of a request that is finished. Not for one that is preempted and will come back."""
+        """Forget the hashes of a request that is finished. Not for one that is preempted and will come back: if it has images
+        without features, it hits none of its pages any more.
+        """
         with self._lock:
             self._hashes.pop(request.request_id, None)
 
