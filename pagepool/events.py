@@ -17,7 +17,9 @@
 (True, [AllBlocksCleared()])
 """
 
+import os
 import threading
+import weakref
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
@@ -171,6 +173,7 @@ class EventSource:
         self._lock = threading.RLock()
         self._must_start_over = False
         store.start_journal()
+        SOURCES.add(self)
 
     def take(self) -> list[Event]:
         """What changed since the last call. O(changes)."""
@@ -187,6 +190,10 @@ class EventSource:
     def start_over(self) -> None:
         """Let the next events lead from any state to the right one: somebody was not told."""
         self._must_start_over = True
+
+    def forget_threads(self) -> None:
+        """In a process that was forked: a thread that is not there may have had the lock. Events that it took are told anew."""
+        self._lock = threading.RLock()
 
     def list_all(self) -> list[Event]:
         """All that can be hit now, parents first. O(num_pages)."""
@@ -247,6 +254,18 @@ class EventSource:
         name = self._store.names.hash_of(key) if self._num_digest_bytes > NUM_KEY_BYTES else None
         digest = key if name is None else name.hash_value & ((1 << 8 * self._num_digest_bytes) - 1)
         return digest.to_bytes(self._num_digest_bytes, "big")
+
+
+SOURCES: "weakref.WeakSet[EventSource]" = weakref.WeakSet()
+"""All sources, for a process that is forked."""
+
+
+def _forget_threads() -> None:
+    for source in SOURCES:
+        source.forget_threads()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 def _describe(spec: CacheSpec, group: int) -> tuple[Any, ...]:

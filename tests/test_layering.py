@@ -30,6 +30,7 @@ ORDER = [
     "attention",
     "coordinator",
     "manager",
+    "event_connections",
     "event_replay",
     "event_publisher",
     "device_table",
@@ -55,7 +56,8 @@ OPTIONAL = {
     "rich",
     "zmq",
 }
-EXTRAS = {"events", "event_replay", "event_publisher", "metrics", "replay"}  # which themselves are imported on first use
+# These are imported on first use themselves.
+EXTRAS = {"events", "event_connections", "event_replay", "event_publisher", "metrics", "replay"}
 FILES = [*PYTHON_FILES, CORE]
 CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +(\w+)|c?import +([\w.]+))", re.MULTILINE)
 
