@@ -8,7 +8,8 @@ A pool of `num_pages` pages is one array of 32-byte `Page` records, indexed by p
 * A page is in the free queue exactly when its ref count is 0; outside it both links are `NOT_FREE`.
 * A page has a prefix entry exactly when ``group`` is not `NO_GROUP`. The index maps (128-bit key, group) to the page that was
   cached first under it; later pages with the same content hang behind it in a ring of `Links`, in the order they were cached,
-  and have `TWIN` set in ``group``, as has the first.
+  and have `TWIN` set in ``group``, as has the first. In a pool of shards those of each shard are a ring of their own in the
+  same order, and the first of each shard are one, in any order: so a shard's first is found in O(shards).
 * The index is an open-addressing table with linear probing, filled to a half at most. Deletion shifts entries back
   (Knuth, The Art of Computer Programming, vol. 3, 6.4, algorithm R), so there are no tombstones and a miss stays short forever.
 
@@ -28,7 +29,7 @@ page is to be taken, entered or skipped or the row is too short, and 0 in a free
 
 A call checks everything first, then commits and cannot fail; a list that turns out wrong half-way is rolled back exactly.
 Each store, table and batch has a lock, taken in the order batch, store, tables: calls from several threads are serialised, and
-long ones let the other threads run.
+long ones let the other threads run. A thread that forks takes all locks first, so that nothing is half done in the child.
 """
 
 cimport cython
@@ -60,6 +61,7 @@ from pagepool.errors import (
     RowOverflowError,
     SnapshotError,
 )
+from pagepool.forking import hold_locks, release_locks, replace_lost_locks
 from pagepool.hashing import HashNames, PageHash, PageHashWithGroupId
 
 cdef extern from *:
@@ -112,6 +114,29 @@ cdef extern from *:
 
 cdef extern from *:
     """
+    /* The same locks where nothing is known but their address. Who waits lets other Python threads run. */
+    #if PY_VERSION_HEX > 0x030d0000
+    #define pagepool_lock(mutex) PyMutex_Lock((PyMutex *)(mutex))
+    #define pagepool_unlock(mutex) PyMutex_Unlock((PyMutex *)(mutex))
+    #else
+    #include "pythread.h"
+    static void pagepool_lock(void *mutex) {
+        PyThread_type_lock lock = *(PyThread_type_lock *)mutex;
+        if (PyThread_acquire_lock(lock, NOWAIT_LOCK)) return;
+        Py_BEGIN_ALLOW_THREADS
+        PyThread_acquire_lock(lock, WAIT_LOCK);
+        Py_END_ALLOW_THREADS
+    }
+    #define pagepool_unlock(mutex) PyThread_release_lock(*(PyThread_type_lock *)(mutex))
+    #endif
+    static __thread int pagepool_is_forking;
+    """
+    void lock_at "pagepool_lock" (void *mutex)
+    void unlock_at "pagepool_unlock" (void *mutex)
+    bint is_forking "pagepool_is_forking"       # this thread, which holds all locks
+
+cdef extern from *:
+    """
     /* 0 only in the build that `python -m bench.guards` compares with: what the guards of the hot loops cost. */
     #ifndef PAGEPOOL_GUARDS
     #define PAGEPOOL_GUARDS 1
@@ -128,6 +153,7 @@ cdef enum:
     NOT_FREE = -1             # links of a page outside the free queue
     NO_GROUP = -1             # group of a page without a prefix entry
     NOT_NEW = -1              # links of a page whose key is not new to those who are told
+    NOT_FIRST = -1            # links of a page that has a twin in its shard that was cached before
     TWIN = 1 << 30            # flag in Page.group: other pages have the same content
     WATCHED = 1 << 29         # flag in Page.group: a refused request hits the page
     FLAGS = TWIN | WATCHED
@@ -141,7 +167,20 @@ cdef enum:
     NUM_BUCKETS = 24          # of times: below 1 ms, below 2, 4, ..., 2**22 ms, and longer
     SAMPLE_SHIFT = 7          # in large pools every 128th page is sampled
     LOOK_AHEAD = 8            # hashes by which a look-up has memory fetched before it reads it
+    NUM_LOCK_KINDS = 4        # in LockKind
     NUM_SAMPLED = 16          # tokens, and up to twice as many, by which a refused request is known again
+
+cdef enum LockKind:           # in the order in which they are taken
+    BATCH_LOCK
+    CHAIN_LOCK
+    STORE_LOCK
+    TABLE_LOCK
+
+cdef struct LockNode:         # of an object with a lock
+    LockNode *prev            # others of the kind, in a ring; NULL outside
+    LockNode *next
+    void *mutex
+    bint is_held              # by the thread that forks
 
 cdef struct Page:             # 32 bytes, two to a cache line
     uint64_t key_lo           # digest of the content; meaningful while group is not NO_GROUP
@@ -247,6 +286,8 @@ cdef struct Pool:
     Links *twins              # rings of pages with the same content, valid while TWIN is set
     Links *shard_links        # free queue of each shard, closed by the record num_pages + shard; NULL: no shards yet
     int32_t *shard_num_free   # [2 * num_shards]; `PageStore.check` works in the second half
+    Links *shard_twins        # rings of those of `twins` that are in one shard; NULL without shards, and without caching
+    Links *shard_firsts       # behind them: rings of the first of each shard; NOT_FIRST for the others
     int32_t *page_tokens      # [num_pages, tokens_width] tokens of cached pages, their number first; NULL: not kept
     Py_ssize_t tokens_width
     uint64_t multiplier       # odd and secret: which slots collide cannot be foreseen
@@ -659,15 +700,35 @@ cdef inline int32_t find(Pool *pool, Digest key, int32_t group) noexcept nogil:
 
 
 cdef inline int32_t find_within(Pool *pool, Digest key, int32_t group, Range ids) noexcept nogil:
-    """The page cached first under the key among those with an id in `ids`, or NULL_PAGE. O(pages of equal content)."""
+    """The page cached first under the key among those with an id in `ids`, or NULL_PAGE."""
     cdef int32_t first = find(pool, key, group)
-    cdef int32_t page_id = first
-    if first == NULL_PAGE:
-        return NULL_PAGE
-    while not ids.start <= page_id < ids.stop:
-        if not pool.pages[page_id].group & TWIN:
+    if first == NULL_PAGE or ids.start <= first < ids.stop:
+        return first
+    return find_twin(pool, first, ids) if pool.pages[first].group & TWIN else <int32_t>NULL_PAGE
+
+
+cdef int32_t find_twin(Pool *pool, int32_t first, Range ids) noexcept nogil:
+    """The page cached first in `ids` among the twins of `first`, or NULL_PAGE. O(shards) where the ids are those of a shard;
+    else O(pages of equal content).
+    """
+    cdef Links *ring = pool.twins
+    cdef int32_t page_id
+    if pool.num_shards and shard_of(pool, ids.start) == shard_of(pool, ids.stop - 1):
+        ring = pool.shard_twins
+        first = find_shard_first(pool, first, shard_of(pool, ids.start))
+    page_id = first
+    while page_id != NULL_PAGE and not ids.start <= page_id < ids.stop:
+        page_id = ring[page_id].next
+        if page_id == first:
             return NULL_PAGE
-        page_id = pool.twins[page_id].next
+    return page_id
+
+
+cdef int32_t find_shard_first(Pool *pool, int32_t first, int32_t shard) noexcept nogil:
+    """The page cached first in a shard among the twins of `first`, which was cached first of all; or NULL_PAGE. O(shards)."""
+    cdef int32_t page_id = first
+    while shard_of(pool, page_id) != shard:
+        page_id = pool.shard_firsts[page_id].next
         if page_id == first:
             return NULL_PAGE
     return page_id
@@ -752,13 +813,57 @@ cdef void note_clear(Journal *journal) noexcept nogil:
 
 
 cdef void join_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
-    """Put `page_id` at the end of the ring that begins with `first`."""
+    """Put `page_id` at the end of the ring that begins with `first`. O(1), in a pool of shards O(shards)."""
     if not pool.pages[first].group & TWIN:
-        pool.twins[first].prev = first
-        pool.twins[first].next = first
+        pool.twins[first] = Links(first, first)
         pool.pages[first].group |= TWIN
+        if pool.num_shards:
+            begin_shard_twins(pool, first)
     link_after(pool.twins, pool.twins[first].prev, page_id)
     pool.pages[page_id].group |= TWIN
+    if pool.num_shards:
+        join_shard_twins(pool, first, page_id)
+
+
+cdef inline void begin_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
+    """Let a page be the only one of its shard, and of those that are the first of theirs."""
+    pool.shard_twins[page_id] = Links(page_id, page_id)
+    pool.shard_firsts[page_id] = Links(page_id, page_id)
+
+
+cdef void join_shard_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
+    """Put a page that was cached after the twins of `first` behind those of its shard."""
+    cdef int32_t shard_first = find_shard_first(pool, first, shard_of(pool, page_id))
+    if shard_first == NULL_PAGE:
+        begin_shard_twins(pool, page_id)
+        link_after(pool.shard_firsts, first, page_id)
+    else:
+        pool.shard_firsts[page_id] = Links(NOT_FIRST, NOT_FIRST)
+        link_after(pool.shard_twins, pool.shard_twins[shard_first].prev, page_id)
+
+
+cdef void leave_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
+    """If the page was the first of its shard, the next one there takes its place."""
+    cdef int32_t following = pool.shard_twins[page_id].next
+    unlink(pool.shard_twins, page_id)
+    if pool.shard_firsts[page_id].next != NOT_FIRST:
+        if following != page_id:
+            link_after(pool.shard_firsts, page_id, following)
+        unlink(pool.shard_firsts, page_id)
+
+
+cdef void link_shard_twins(Pool *pool) noexcept nogil:
+    """Build the rings of the shards from those of all twins. O(pool + twins x shards)."""
+    cdef Py_ssize_t i
+    cdef int32_t first, page_id
+    for i in range(<Py_ssize_t>pool.mask + 1 if pool.slots != NULL else 0):
+        first = pool.slots[i].page_id
+        if first != NULL_PAGE and pool.pages[first].group & TWIN:
+            begin_shard_twins(pool, first)
+            page_id = pool.twins[first].next
+            while page_id != first:
+                join_shard_twins(pool, first, page_id)
+                page_id = pool.twins[page_id].next
 
 
 cdef int32_t add_context(Journal *journal) noexcept:
@@ -975,6 +1080,8 @@ cdef void leave_twins(Pool *pool, int32_t page_id, uint32_t slot) noexcept nogil
     """`slot` names `page_id` if it was the first of its ring; then the next one takes its place."""
     cdef int32_t following = pool.twins[page_id].next
     unlink(pool.twins, page_id)
+    if pool.num_shards:
+        leave_shard_twins(pool, page_id)
     if pool.twins[following].next == following:
         pool.pages[following].group &= ~TWIN
     if pool.slots[slot].page_id == page_id:
@@ -2219,11 +2326,111 @@ cdef object ndarray = np.ndarray
 cdef object INT32 = np.dtype(np.int32)
 
 
-cdef int require_lock(const void *mutex) except -1:
-    """MemoryError where a fresh object's mutex could not be made: it would be no mutex, but a crash."""
+# Locks across a fork. A child has only the thread that forked: what another one held would be locked for ever there, over records
+# that it was changing. So whoever forks takes all locks first, in their order, and lets go of them in parent and child. A thread
+# that holds one of them runs no Python code and needs nothing but other such locks, so that it always comes to its end.
+
+cdef LockNode[NUM_LOCK_KINDS] lock_rings
+cdef cython.pymutex ring_lock     # taken before all others
+
+
+cdef int start_lock_rings() except -1:
+    cdef int kind
+    if not has_lock(&ring_lock):
+        raise MemoryError("a lock")
+    for kind in range(NUM_LOCK_KINDS):
+        lock_rings[kind] = LockNode(&lock_rings[kind], &lock_rings[kind], NULL, False)
+    return 0
+
+
+start_lock_rings()
+
+
+cdef int enlist_lock(LockNode *node, void *mutex, LockKind kind) except -1:
+    """Let forks take the lock of a fresh object. MemoryError where it could not be made: it would be no lock, but a crash."""
+    cdef LockNode *ring = &lock_rings[<int>kind]
+    cdef LockNode *last
     if not has_lock(mutex):
         raise MemoryError("a lock")
+    if not is_forking:
+        ring_lock.acquire()
+    last = ring.prev
+    while kind == TABLE_LOCK and last != ring and last > node:  # as in `in_lock_order`
+        last = last.prev
+    node[0] = LockNode(last, last.next, mutex, False)
+    last.next.prev = node
+    last.next = node
+    if not is_forking:
+        ring_lock.release()
     return 0
+
+
+cdef void delist_lock(LockNode *node) noexcept:
+    """Of an object that goes, which a thread that forks may do while it holds all locks: its hooks may collect garbage."""
+    if node.next == NULL:
+        return
+    if not is_forking:
+        ring_lock.acquire()
+    node.prev.next = node.next
+    node.next.prev = node.prev
+    if not is_forking:
+        ring_lock.release()
+
+
+cdef void hold_core_locks() noexcept:
+    """Wait until no other thread is inside any object, and keep them out."""
+    global is_forking
+    cdef LockNode *node
+    cdef int kind
+    if is_forking:  # a hook forks
+        return
+    ring_lock.acquire()
+    for kind in range(NUM_LOCK_KINDS):
+        node = lock_rings[kind].next
+        while node != &lock_rings[kind]:
+            lock_at(node.mutex)
+            node.is_held = True
+            node = node.next
+    is_forking = True
+
+
+cdef void release_core_locks() noexcept:
+    global is_forking
+    cdef LockNode *node
+    cdef int kind
+    if not is_forking:
+        return
+    for kind in range(NUM_LOCK_KINDS):
+        node = lock_rings[kind].next
+        while node != &lock_rings[kind]:
+            if node.is_held:
+                node.is_held = False
+                unlock_at(node.mutex)
+            node = node.next
+    is_forking = False
+    ring_lock.release()
+
+
+def _before_fork() -> None:
+    """Take the locks of Python objects, under which calls into the core are made, and then those of the core."""
+    try:
+        hold_locks()
+    finally:
+        hold_core_locks()
+
+
+def _after_fork_in_parent() -> None:
+    release_core_locks()
+    release_locks()
+
+
+def _after_fork_in_child() -> None:
+    release_core_locks()
+    release_locks()
+    replace_lost_locks()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 cdef object index_of(object value, str name):
@@ -2647,15 +2854,17 @@ cdef class HashChain:
     cdef readonly Py_ssize_t page_size
     cdef PageIds token_ids    # None: not kept
     cdef cython.pymutex lock
+    cdef LockNode lock_node
 
     def __cinit__(self, page_size, bytes key not None, bint keep_token_ids=False):
-        require_lock(&self.lock)
+        enlist_lock(&self.lock_node, &self.lock, CHAIN_LOCK)
         self.page_size = size_of(page_size, "page_size", 1)
         self.key = digest_of_bytes(key)
         self.extra_key = extra_key_of(key)
         self.token_ids = PageIds() if keep_token_ids else None
 
     def __dealloc__(self):
+        delist_lock(&self.lock_node)
         free(self.digests)
 
     def __reduce__(self):
@@ -2907,7 +3116,7 @@ cdef class PageStore:
     """The records of one pool, its free queue and its prefix index. `pagepool.PagePool` is the door for users.
 
     Takes and returns page ids. O(num_pages) to make; memory a page: 32 bytes of record, 8 of twin links and 16 to 32 of index
-    slots (none of the last two without caching); 8 more once a data-parallel hint was given.
+    slots (none of the last two without caching); 24 more once a data-parallel hint was given, 8 without caching.
     """
 
     cdef Pool pool
@@ -2917,10 +3126,11 @@ cdef class PageStore:
     cdef readonly object names          # HashNames
     cdef Py_ssize_t capacity            # records there is room for
     cdef cython.pymutex lock
+    cdef LockNode lock_node
 
     def __cinit__(self, num_pages, bint enable_caching=True, bint is_pool=True):
         cdef int32_t page_id, num_records
-        require_lock(&self.lock)
+        enlist_lock(&self.lock_node, &self.lock, STORE_LOCK)
         self.is_pool = is_pool
         self.enable_caching = enable_caching
         self.views = {}
@@ -2937,11 +3147,13 @@ cdef class PageStore:
             push(&self.pool, page_id)
 
     def __dealloc__(self):
+        delist_lock(&self.lock_node)
         free(self.pool.pages)
         free(self.pool.slots)
         free(self.pool.twins)
         free(self.pool.shard_links)
         free(self.pool.shard_num_free)
+        free(self.pool.shard_twins)
         free(self.pool.page_tokens)
         free(self.pool.journal.notes)
         free(self.pool.journal.removed)
@@ -3294,10 +3506,13 @@ cdef class PageStore:
         return 0
 
     def set_shards(self, num_shards) -> None:
-        """Keep a free queue for each of `num_shards` equal id ranges from now on. O(free pages) when the number changes."""
+        """Keep a free queue, and what is cached first, for each of `num_shards` equal id ranges from now on. O(num_pages + pages
+        of equal content x shards) when the number changes.
+        """
         cdef int32_t n = <int32_t>size_of(num_shards, "data_parallel_size", 1, self.pool.num_pages)
         cdef bint is_divided
         cdef Links *links
+        cdef Links *twins = NULL
         cdef int32_t *counts
         with self.lock:
             is_divided = n == self.pool.num_shards
@@ -3308,18 +3523,25 @@ cdef class PageStore:
             raise ArgumentError(f"data_parallel_size: got {n}, allowed: a divisor of the {self.pool.num_pages} pages")
         links = <Links *>malloc((self.pool.num_pages + n) * sizeof(Links))
         counts = <int32_t *>calloc(2 * n, sizeof(int32_t))
-        if links == NULL or counts == NULL:
+        if self.enable_caching:
+            twins = <Links *>malloc(2 * <size_t>self.pool.num_pages * sizeof(Links))
+        if links == NULL or counts == NULL or (self.enable_caching and twins == NULL):
             free(links)
             free(counts)
+            free(twins)
             raise MemoryError(f"links of {self.pool.num_pages} pages in {n} shards")
         with self.lock:
             free(self.pool.shard_links)
             free(self.pool.shard_num_free)
+            free(self.pool.shard_twins)
             self.pool.shard_links = links
             self.pool.shard_num_free = counts
+            self.pool.shard_twins = twins
+            self.pool.shard_firsts = twins + self.pool.num_pages if twins != NULL else <Links *>NULL
             self.pool.num_shards = n
             self.pool.pages_per_shard = self.pool.num_pages // n
             link_shards(&self.pool)
+            link_shard_twins(&self.pool)
 
     def give_back(self, page_ids, bint tail_first=False) -> None:
         """One reference less for each page; those at 0 go to the back of the queue, in order. Null pages are passed over."""
@@ -4192,6 +4414,7 @@ cdef class PageStore:
             or self.find_flaw_in_shards()
             or self.find_flaw_in_slots()
             or self.find_flaw_in_entries()
+            or self.find_flaw_in_shard_twins()
             or self.find_flaw_in_journal()
         )
 
@@ -4336,6 +4559,73 @@ cdef class PageStore:
         if num_cached != list_cached(&self.pool, NULL):
             return self.find_lost_twin()
         return None
+
+    cdef str find_flaw_in_shard_twins(self):
+        """The rings of all twins are right. Those of each shard have them in the same order."""
+        cdef int32_t *last_seen = self.pool.shard_num_free + self.pool.num_shards
+        cdef Py_ssize_t i
+        cdef int32_t first, flawed = NULL_PAGE
+        cdef Links links, firsts
+        for i in range(self.pool.num_shards):
+            last_seen[i] = NULL_PAGE
+        for i in range(<Py_ssize_t>self.pool.mask + 1 if self.pool.num_shards and self.pool.slots != NULL else 0):
+            first = self.pool.slots[i].page_id
+            if flawed == NULL_PAGE and first != NULL_PAGE and self.pool.pages[first].group & TWIN:
+                flawed = self.find_strange_twin(first, last_seen)
+                flawed = self.find_strange_first(first, last_seen) if flawed == NULL_PAGE else flawed
+        if flawed == NULL_PAGE:
+            return None
+        links, firsts = self.pool.shard_twins[flawed], self.pool.shard_firsts[flawed]
+        return (
+            f"{self.describe(flawed)}: pages of equal content in its shard are said to be {links.prev} and {links.next}, "
+            f"and the first ones in others {firsts.prev} and {firsts.next}"
+        )
+
+    cdef int32_t find_strange_twin(self, int32_t first, int32_t *last_seen) noexcept:
+        """The first twin that does not follow the one before it in its shard, or NULL_PAGE. Leaves the last of each shard."""
+        cdef Links *twins = self.pool.shard_twins
+        cdef Links *firsts = self.pool.shard_firsts
+        cdef int32_t previous, page_id = first
+        while True:
+            previous = last_seen[shard_of(&self.pool, page_id)]
+            if (firsts[page_id].next == NOT_FIRST) != (previous != NULL_PAGE):
+                return page_id
+            if previous != NULL_PAGE and (
+                firsts[page_id].prev != NOT_FIRST or twins[previous].next != page_id or twins[page_id].prev != previous
+            ):
+                return page_id
+            last_seen[shard_of(&self.pool, page_id)] = page_id
+            page_id = self.pool.twins[page_id].next
+            if page_id == first:
+                return NULL_PAGE
+
+    cdef int32_t find_strange_first(self, int32_t first, int32_t *last_seen) noexcept:
+        """The first page of a shard that is not linked with the last one there, nor with the next shard's; or NULL_PAGE.
+        Forgets the last of each shard, as far as the ring leads to it.
+        """
+        cdef Links *twins = self.pool.shard_twins
+        cdef Links *firsts = self.pool.shard_firsts
+        cdef int32_t last, following, page_id = first
+        while True:
+            last = last_seen[shard_of(&self.pool, page_id)]
+            following = firsts[page_id].next
+            if last == NULL_PAGE or twins[last].next != page_id or twins[page_id].prev != last:
+                return page_id
+            if not 0 < following < self.pool.num_pages or firsts[following].prev != page_id:
+                return page_id
+            last_seen[shard_of(&self.pool, page_id)] = NULL_PAGE
+            page_id = following
+            if page_id == first:
+                return self.find_unled_twin(first, last_seen)
+
+    cdef int32_t find_unled_twin(self, int32_t first, int32_t *last_seen) noexcept:
+        """A twin in a shard to whose first one no ring leads, or NULL_PAGE."""
+        cdef int32_t page_id = self.pool.twins[first].next
+        while page_id != first:
+            if last_seen[shard_of(&self.pool, page_id)] != NULL_PAGE:
+                return page_id
+            page_id = self.pool.twins[page_id].next
+        return NULL_PAGE
 
     cdef str find_flaw_in_journal(self):
         """The keys that are new, those that went, and how many pages have each context at least."""
@@ -4894,9 +5184,13 @@ cdef class TableRows:
     cdef int32_t[::1] extent_view
     cdef uint8_t[::1] flags_view
     cdef cython.pymutex lock
+    cdef LockNode lock_node
 
     def __cinit__(self, *args, **kwargs):
-        require_lock(&self.lock)
+        enlist_lock(&self.lock_node, &self.lock, TABLE_LOCK)
+
+    def __dealloc__(self):
+        delist_lock(&self.lock_node)
 
     def __init__(self, num_rows, num_columns):
         """Both at least 1."""
@@ -5602,9 +5896,10 @@ cdef class RunningRows:
     cdef readonly object num_cached_tokens
     cdef readonly object is_admitted
     cdef cython.pymutex lock
+    cdef LockNode lock_node
 
     def __cinit__(self, *args, **kwargs):
-        require_lock(&self.lock)
+        enlist_lock(&self.lock_node, &self.lock, BATCH_LOCK)
 
     def __init__(
         self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards
@@ -5639,6 +5934,7 @@ cdef class RunningRows:
 
     def __dealloc__(self):
         cdef Py_ssize_t row
+        delist_lock(&self.lock_node)
         for row in range(self.batch.num_rows):
             free(self.batch.extra_keys[row])
         free(self.batch.extra_keys)

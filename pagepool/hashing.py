@@ -10,12 +10,12 @@ The manager's default algorithm, SipHash-2-4-128, runs in the compiled core; thi
 import hashlib
 import os
 import struct
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.forking import NAMES, make_lock
 from pagepool.specs import require_int
 
 HashFunction = Callable[[Any], int]
@@ -290,11 +290,11 @@ class HashNames:
     stand for several keys, when a weak hash function gives different prefixes the same value.
     """
 
-    __slots__ = ("_hash_of_key", "_keys_of_hash", "_lock")
+    __slots__ = ("__weakref__", "_hash_of_key", "_keys_of_hash", "_lock")
 
     def __init__(self) -> None:
         """No names yet."""
-        self._lock = threading.RLock()
+        self._lock = make_lock(self, "_lock", NAMES)
         self._hash_of_key: dict[int, PageHash] = {}
         self._keys_of_hash: dict[PageHash, list[int]] = {}
 

@@ -1,13 +1,13 @@
 """The door for engines: prefix look-up, slots for tokens, and giving pages back, request by request."""
 
 import logging
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagepool._core import CachePage, PageIds, PageStore, QueryCounter, Refusal, lists_of
 from pagepool.coordinator import ANY_PAGE, CacheCoordinator, RequestPages, get_kv_cache_coordinator
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError
+from pagepool.forking import MANAGERS, make_lock
 from pagepool.hashing import RequestExtraKeys
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
@@ -155,7 +155,7 @@ class CacheManager:
         if keep_token_ids and self.enable_caching:
             self._store.keep_token_ids(self.coordinator.max_cached_page_size)
         self._hashes: dict[str, RequestHashes] = {}
-        self._lock = threading.RLock()  # a request's attributes, and a garbage collection, may call us back
+        self._lock = make_lock(self, "_lock", MANAGERS)  # a request's attributes, and a garbage collection, may call us back
         self._requests = self.coordinator.requests
         self.event_source: EventSource | None = None
         self.query_counters = QueryCounter(self._store), QueryCounter(self._store, is_preempted=True)
