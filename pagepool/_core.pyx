@@ -1314,14 +1314,14 @@ cdef void undo_give_back(
         pool.pages[page_id].ref_cnt += 1
 
 
-cdef Py_ssize_t find_untouchable(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Index of a page that `touch_all` could not touch, or -1."""
+cdef Py_ssize_t find_untouchable(Pool *pool, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_all) noexcept nogil:
+    """Index of a page that `touch_all` could not touch, or -1. The call touches `num_all` in all."""
     cdef Py_ssize_t i
     for i in range(n if GUARDS else 0):
         if ids[i] != NULL_PAGE:
             if pool.pages[ids[i]].ref_cnt == 0 and not is_free(pool, ids[i]):
                 return i
-            if pool.pages[ids[i]].ref_cnt > INT32_MAX - n:  # each id may be the same page
+            if pool.pages[ids[i]].ref_cnt >= INT32_MAX - num_all:  # each id may be the same page
                 return i
     return -1
 
@@ -2225,10 +2225,10 @@ cdef void show_row(Group *group, Py_ssize_t row) noexcept nogil:
 # Rows that come, go and change places.
 
 cdef Py_ssize_t count_free_hits(
-    const Batch *batch, Py_ssize_t row, Py_ssize_t g, const int32_t *ids, Py_ssize_t n, bint is_known
+    const Batch *batch, Py_ssize_t row, Py_ssize_t g, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_all, bint is_known
 ) noexcept nogil:
-    """How many pages, null pages aside, are in the free queue; -1 if one cannot be touched, or is not cached any more with what
-    the row's leading pages hold, unless that `is_known`.
+    """How many pages, null pages aside, are in the free queue; -1 if one cannot be touched, as one of `num_all` hits, or is not
+    cached any more with what the row's leading pages hold, unless that `is_known`.
     """
     cdef const Group *group = &batch.groups[g]
     cdef const Digest *digests = digests_of(batch, row)
@@ -2243,7 +2243,7 @@ cdef Py_ssize_t count_free_hits(
         page = &batch.pool.pages[ids[i]]
         num_free += page.prev_free != NOT_FREE
         if GUARDS:  # without branches, for there is nearly always nothing wrong
-            is_lost |= (page.ref_cnt == 0) & (page.prev_free == NOT_FREE) | (page.ref_cnt > INT32_MAX - n)
+            is_lost |= (page.ref_cnt == 0) & (page.prev_free == NOT_FREE) | (page.ref_cnt >= INT32_MAX - num_all)
         if GUARDS and not is_known:
             digest = &digests[(i + 1) * group.stride - 1]
             differences |= (page.key_lo ^ digest.lo) | (page.key_hi ^ digest.hi)
@@ -2332,6 +2332,7 @@ cdef object INT32 = np.dtype(np.int32)
 
 cdef LockNode[NUM_LOCK_KINDS] lock_rings
 cdef cython.pymutex ring_lock     # taken before all others
+cdef int num_forks = 0            # that hold it, or wait for it
 
 
 cdef int start_lock_rings() except -1:
@@ -2346,44 +2347,55 @@ cdef int start_lock_rings() except -1:
 start_lock_rings()
 
 
+cdef inline bint lock_the_rings() noexcept:
+    """Before a change, which nothing else interrupts while there is a GIL. Returns whether the lock was needed: not by a thread
+    that holds all locks to fork, whose hooks may make objects, and collect garbage.
+    """
+    if is_forking or not (GIL_DISABLED or num_forks):
+        return False
+    ring_lock.acquire()
+    return True
+
+
 cdef int enlist_lock(LockNode *node, void *mutex, LockKind kind) except -1:
     """Let forks take the lock of a fresh object. MemoryError where it could not be made: it would be no lock, but a crash."""
     cdef LockNode *ring = &lock_rings[<int>kind]
     cdef LockNode *last
+    cdef bint is_locked
     if not has_lock(mutex):
         raise MemoryError("a lock")
-    if not is_forking:
-        ring_lock.acquire()
+    is_locked = lock_the_rings()
     last = ring.prev
     while kind == TABLE_LOCK and last != ring and last > node:  # as in `in_lock_order`
         last = last.prev
     node[0] = LockNode(last, last.next, mutex, False)
     last.next.prev = node
     last.next = node
-    if not is_forking:
+    if is_locked:
         ring_lock.release()
     return 0
 
 
 cdef void delist_lock(LockNode *node) noexcept:
-    """Of an object that goes, which a thread that forks may do while it holds all locks: its hooks may collect garbage."""
+    """Of an object that goes."""
+    cdef bint is_locked
     if node.next == NULL:
         return
-    if not is_forking:
-        ring_lock.acquire()
+    is_locked = lock_the_rings()
     node.prev.next = node.next
     node.next.prev = node.prev
-    if not is_forking:
+    if is_locked:
         ring_lock.release()
 
 
 cdef void hold_core_locks() noexcept:
     """Wait until no other thread is inside any object, and keep them out."""
-    global is_forking
+    global is_forking, num_forks
     cdef LockNode *node
     cdef int kind
     if is_forking:  # a hook forks
         return
+    num_forks += 1
     ring_lock.acquire()
     for kind in range(NUM_LOCK_KINDS):
         node = lock_rings[kind].next
@@ -2395,7 +2407,7 @@ cdef void hold_core_locks() noexcept:
 
 
 cdef void release_core_locks() noexcept:
-    global is_forking
+    global is_forking, num_forks
     cdef LockNode *node
     cdef int kind
     if not is_forking:
@@ -2408,6 +2420,7 @@ cdef void release_core_locks() noexcept:
                 unlock_at(node.mutex)
             node = node.next
     is_forking = False
+    num_forks -= 1
     ring_lock.release()
 
 
@@ -2425,7 +2438,9 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
+    global num_forks
     release_core_locks()
+    num_forks = 0  # other threads that were about to fork are gone
     release_locks()
     replace_lost_locks()
 
@@ -3284,6 +3299,11 @@ cdef class PageStore:
         return self.read(&self.pool.num_entries)
 
     @property
+    def num_kept_token_ids(self) -> int:
+        """Tokens that are kept of a page, at most; 0: none are."""
+        return max(0, self.pool.tokens_width - 1)
+
+    @property
     def residency(self) -> tuple:
         """Lifetimes, idle times before eviction and gaps between uses of sampled pages: for each the counts of times below 1
         ms, below 2, 4, ..., 2**22 ms, and longer, and their sum in ns. O(1).
@@ -3584,7 +3604,7 @@ cdef class PageStore:
         cdef PageIds ids = self.checked(page_ids)
         cdef Py_ssize_t bad
         with self.lock:
-            bad = find_untouchable(&self.pool, ids.ids, ids.num)
+            bad = find_untouchable(&self.pool, ids.ids, ids.num, ids.num)
             if bad < 0:
                 touch_all(&self.pool, ids.ids, ids.num)
         if bad >= 0:
@@ -4357,6 +4377,8 @@ cdef class PageStore:
             push(&self.pool, page_id)
         for page_id in range(self.pool.num_pages):
             count = ref_counts.ids[page_id]
+            if count == INT32_MAX:
+                raise SnapshotError(f"ref_counts: page {page_id} has {count} references, allowed: fewer than {INT32_MAX}")
             if count < 0 or (page_id and (count == 0) != is_free(&self.pool, page_id)) or (page_id == NULL_PAGE and count):
                 where = "in the free queue" if page_id and is_free(&self.pool, page_id) else "not in the free queue"
                 raise SnapshotError(f"ref_counts: page {page_id} has {count} references and is {where}")
@@ -4459,8 +4481,8 @@ cdef class PageStore:
                     return f"{self.describe(i)}: allowed links: 0 to {last}"
                 if page.ref_cnt:
                     return f"{self.describe(i)} is in the free queue with ref count {page.ref_cnt}, allowed: 0"
-            elif page.ref_cnt < 0 or (self.is_pool and page.ref_cnt == 0):
-                return f"{self.describe(i)} is not in the free queue, allowed ref counts: 1 to {INT32_MAX}"
+            elif not 0 <= page.ref_cnt < INT32_MAX or (self.is_pool and page.ref_cnt == 0):
+                return f"{self.describe(i)} is not in the free queue, allowed ref counts: 1 to {INT32_MAX - 1}"
             if page.group < NO_GROUP or (page.group != NO_GROUP and page.group & ~FLAGS > MAX_GROUP):
                 return f"{self.describe(i)}: allowed groups: 0 to {MAX_GROUP}"
         if self.pool.num_held_free:
@@ -4840,11 +4862,13 @@ cdef class _Needs:
 
     cdef Outcome find_obstacle(self, Py_ssize_t num_pages, Py_ssize_t num_reserved) noexcept:
         """What is in the way of taking `num_pages` from the free queue, hits among them; DONE: nothing."""
-        cdef Py_ssize_t g, num_more
+        cdef Py_ssize_t g, num_more, num_hits = 0
+        for g in range(len(self.hits)):
+            num_hits += (<PageIds>self.hits[g]).num
         for g in range(len(self.hits)):
             if self.is_stale(g):
                 return STALE
-            if self.is_untouchable(g):
+            if self.is_untouchable(g, num_hits):
                 return UNTOUCHABLE
         if num_pages and num_pages + num_reserved > self.store.pool.num_free:
             return SHORT
@@ -4875,9 +4899,9 @@ cdef class _Needs:
                     return True
         return False
 
-    cdef bint is_untouchable(self, Py_ssize_t g) noexcept:
+    cdef bint is_untouchable(self, Py_ssize_t g, Py_ssize_t num_hits) noexcept:
         cdef PageIds ids = self.hits[g]
-        cdef Py_ssize_t bad = find_untouchable(&self.store.pool, ids.ids, ids.num)
+        cdef Py_ssize_t bad = find_untouchable(&self.store.pool, ids.ids, ids.num, num_hits)
         if bad >= 0:
             self.bad_page = ids.ids[bad]
         return bad >= 0
@@ -6393,7 +6417,7 @@ cdef class RunningRows:
             is_claimed = self.batch.states[row].is_claimed
             self.batch.states[row].is_claimed = 1
         if is_claimed:
-            raise ArgumentError(f"row {row} is admitted already")
+            raise ArgumentError(f"row {row} is admitted already, or being admitted")
         return 0
 
     cdef int set_contents(self, Py_ssize_t row, PageIds tokens, Py_ssize_t num_tokens, list extra_keys) except -1:
@@ -6529,13 +6553,15 @@ cdef class RunningRows:
 
     cdef Py_ssize_t count_free_hits(self, Py_ssize_t row, tuple hits, HashChain chain) noexcept:
         """How many hits, looked up with `chain`, are in the free queue; -1 if one of them cannot be taken."""
-        cdef Py_ssize_t g, num_free, num_all = 0
+        cdef Py_ssize_t g, num_free, num_hits = 0, num_all = 0
         cdef PageIds ids
         cdef bint is_known
         for g in range(len(hits)):
+            num_hits += (<PageIds>hits[g]).num
+        for g in range(len(hits)):
             ids = hits[g]
             is_known = isinstance(ids, _FoundIds) and (<_FoundIds>ids).is_known(chain, &self.batch.groups[g], self.batch.pool)
-            num_free = count_free_hits(&self.batch, row, g, ids.ids, ids.num, is_known)
+            num_free = count_free_hits(&self.batch, row, g, ids.ids, ids.num, num_hits, is_known)
             if num_free < 0:
                 return -1
             num_all += num_free

@@ -41,7 +41,7 @@ class LostLock:
 
     def __init__(self, owner: object) -> None:
         """Takes the place of the lock of `owner`."""
-        self._owner_name = type(owner).__name__
+        self._owner_name = getattr(owner, "__name__", type(owner).__name__)
 
     def __enter__(self) -> NoReturn:
         """Always IntegrityError."""

@@ -22,9 +22,11 @@ from pagepool import (
     CacheManager,
     EngineRequest,
     FullAttentionSpec,
+    PageHash,
     PagePool,
     PageTable,
     RunningBatch,
+    device_table,
 )
 from pagepool._core import HashChain
 from pagepool.errors import IntegrityError, OutOfPagesError, PageHashError, PagePoolError
@@ -37,7 +39,7 @@ MANY_PAGES = 2000
 
 NUM_FORKS = 100
 NUM_THREADS = 3
-CHILD_SECONDS = int(os.environ.get("CHILD_SECONDS", "20"))
+CHILD_SECONDS = 20
 WORKED, REFUSED, FAILED = 0, 3, 4
 
 Work = Callable[[Random], None]
@@ -238,12 +240,14 @@ def test_chains_work_in_children() -> None:
 def test_a_thread_that_goes_on_does_not_notice_forks() -> None:
     """Two threads fork at once, while others work."""
     manager = make_manager()
-    forkers = [threading.Thread(target=fork_often, args=(manager.check, 20)) for _ in range(2)]
+    ends: list[Counter[int]] = []
+    forkers = [threading.Thread(target=lambda: ends.append(fork_often(manager.check, 20))) for _ in range(2)]
     with running(lambda rng: use_manager(manager, rng)):
         for thread in forkers:
             thread.start()
         for thread in forkers:
             thread.join()
+    assert ends == [{WORKED: 20}] * 2
     assert manager.page_pool.get_num_free_pages() == NUM_PAGES - 1
     manager.check()
 
@@ -303,6 +307,45 @@ def test_a_manager_whose_lock_never_comes_raises_in_the_child(monkeypatch: pytes
         thread.join()
     use_manager(manager, Random(0))
     assert fork(manager.check) == WORKED
+
+
+def list_locks() -> list[tuple[str, Any, Callable[[], object]]]:
+    """Owners of other locks, with a call that takes the lock."""
+    manager = make_manager()
+    manager.enable_events()
+    names = manager.page_pool.store.names
+    return [
+        ("EventSource", manager.require_event_source()._lock, manager.take_events),
+        ("HashNames", names._lock, lambda: names.add(1, PageHash(2, ()))),
+        ("pagepool.device_table", device_table.COMMIT_LOCK, PageTable(1, 1, 1).clear),
+    ]
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_other_locks_that_never_come_raise_in_the_child(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagepool.forking.MAX_WAIT_SECONDS", 0.1)
+    name, lock, call = list_locks()[place]
+    is_held, may_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            is_held.set()
+            may_go.wait()
+
+    def use() -> None:
+        with pytest.raises(IntegrityError, match=f"^{name}: got a call in a forked process, allowed: none"):
+            call()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert is_held.wait(10)
+    try:
+        assert fork(use) == WORKED
+    finally:
+        may_go.set()
+        thread.join()
+    call()
+    assert fork(call) == WORKED
 
 
 def test_hooks_may_make_and_drop_objects() -> None:
