@@ -2326,9 +2326,9 @@ cdef object ndarray = np.ndarray
 cdef object INT32 = np.dtype(np.int32)
 
 
-# Locks across a fork. A child has only the thread that forked: what another one held would be locked for ever there, over records
-# that it was changing. So whoever forks takes all locks first, in their order, and lets go of them in parent and child. A thread
-# that holds one of them runs no Python code and needs nothing but other such locks, so that it always comes to its end.
+# Locks across a fork. A child has only the thread that forked: what another one held would be locked for ever there, over
+# records that it was changing. So a thread that forks takes all locks first, in their order, and releases them in parent and
+# child. A thread that holds one of them runs no Python code and needs nothing but other such locks, so it always gets done.
 
 cdef LockNode[NUM_LOCK_KINDS] lock_rings
 cdef cython.pymutex ring_lock     # taken before all others
@@ -3526,8 +3526,8 @@ cdef class PageStore:
         return 0
 
     def set_shards(self, num_shards) -> None:
-        """Keep a free queue, and what is cached first, for each of `num_shards` equal id ranges from now on. O(num_pages + pages
-        of equal content x shards) when the number changes.
+        """Keep a free queue, and know what was cached first, for each of `num_shards` equal id ranges from now on.
+        O(num_pages + pages of equal content x shards) when the number changes.
         """
         cdef int32_t n = <int32_t>size_of(num_shards, "data_parallel_size", 1, self.pool.num_pages)
         cdef bint is_divided

@@ -84,7 +84,8 @@ class SingleTypeCacheManager(ABC):
 
     def describe(self) -> dict[str, int | str | None]:
         """By name, what decides which of its pages a prefix hits."""
-        sizes = {name: getattr(self.kv_cache_spec, name, None) for name in ("page_size", "sliding_window", "attention_chunk_size")}
+        names = "page_size", "sliding_window", "attention_chunk_size"
+        sizes = {name: getattr(self.kv_cache_spec, name, None) for name in names}
         return {
             "kind": type(self).__name__.removesuffix("Manager"),
             **{name: None if size is None else int(size) for name, size in sizes.items()},

@@ -67,7 +67,7 @@ def make_lock(owner: object, attribute: str, kind: int) -> Any:
 
 def _list_locks() -> list[tuple[Any, str, Any]]:
     """Owner, attribute and lock, in the order in which they are taken."""
-    owners = [(entry.owner(), entry.attribute) for entry in sorted(list(_entries.values()))]
+    owners = [(entry.owner(), entry.attribute) for entry in sorted(_entries.copy().values())]
     return [(owner, name, getattr(owner, name)) for owner, name in owners if hasattr(owner, name)]
 
 

@@ -105,8 +105,8 @@ class CacheManager:
     of the process), ``"sha256"`` (the same in every process), ``"sha256_cbor"`` (vLLM's: see docs/engines.md), or a callable
     such as the builtin `hash`; `hash_seed`, or ``PYTHONHASHSEED``, makes a keyed one deterministic. `keep_token_ids` keeps the
     tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is a pool of its own to go on with, such as
-    `PagePool.restore` brings back. What it has cached hits; it is refused if the seed, the algorithm or the groups are not those
-    that its pages were cached with. Whether tokens are kept may differ.
+    `PagePool.restore` brings back. What it has cached hits; it is refused if the seed, the algorithm or the groups are not
+    those that its pages were cached with. Whether tokens are kept may differ.
 
     >>> from pagepool import CacheGroupSpec, EngineRequest, FullAttentionSpec
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -168,8 +168,8 @@ class CacheManager:
         num_kept, num_needed = self._store.num_kept_token_ids, self.coordinator.max_cached_page_size
         if 0 < num_kept < num_needed and not keep_token_ids:
             raise ArgumentError(
-                f"page_pool: got one that keeps {num_kept} token ids of a page, allowed for pages of {num_needed}: none, at least "
-                f"{num_needed}, or any with keep_token_ids=True"
+                f"page_pool: got one that keeps {num_kept} token ids of a page, allowed for pages of {num_needed}: none, "
+                f"at least {num_needed}, or any with keep_token_ids=True"
             )
         self.page_pool.bind({**self.hasher.describe(), **self.coordinator.describe()})
 

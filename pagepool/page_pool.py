@@ -154,7 +154,7 @@ class PagePool:
     """A fixed number of pages, handed out least recently used first, with their prefix entries.
 
     Page 0 is the null page, a placeholder that is never handed out, never freed and never counted. Ready in O(num_pages),
-    40 ms for a million; 56 to 72 bytes a page with caching, 32 without.
+    40 ms for a million; 56 to 72 bytes a page with caching, 32 without; 24 or 8 more once it is divided into shards.
 
     >>> pool = PagePool(8, enable_caching=True)
     >>> pages = pool.get_new_pages(3)
@@ -205,9 +205,9 @@ class PagePool:
         """All of the pool as a dict of NumPy arrays without Python objects, for `restore`; `numpy.savez` saves it.
 
         Ref counts, the free queue in order, prefix entries with their hashes and kept tokens, shards and counters, and the
-        configuration of the manager that caches in it, under a version and a checksum. A copy: 4 bytes a page, 4 more a free one, 24 more a cached one, plus 4 a kept token.
-        IntegrityError where the pool is damaged, ArgumentError for page hashes of anything but ints, strings, bytes, None and
-        tuples. O(num_pages), 0.3 s for a million cached ones.
+        configuration of the manager that caches in it, under a version and a checksum. A copy: 4 bytes a page, 4 more a free
+        one, 24 more a cached one, plus 4 a kept token. IntegrityError where the pool is damaged, ArgumentError for page hashes
+        of anything but ints, strings, bytes, None and tuples. O(num_pages), 0.3 s for a million cached ones.
         """
         arrays = self.store.save()
         arrays["enable_caching"] = np.array([self.enable_caching])
@@ -255,13 +255,14 @@ class PagePool:
         ArgumentError, and nothing changed, if the pool's cached pages are bound to another one: it names the first difference.
         A pool that no manager used, or one from a snapshot of version 1, is bound to nothing yet. O(configuration).
         """
-        bound = self.configuration if self.store.num_cached_pages else None
-        for name in () if bound is None else dict.fromkeys((*configuration, *bound)):
+        num_pages = self.store.num_cached_pages
+        bound = self.configuration if num_pages and self.configuration else configuration
+        for name in dict.fromkeys((*configuration, *bound)):
             got, allowed = configuration.get(name), bound.get(name)
             if got != allowed:
                 raise ArgumentError(
-                    f"page_pool: {name}: got {got!r}, allowed: {allowed!r}, with which its {self.store.num_cached_pages} cached "
-                    "pages were cached, or a pool without cached pages"
+                    f"page_pool: {name}: got {got!r}, allowed: {allowed!r}, with which its {num_pages} cached pages were cached, "
+                    "or a pool without cached pages"
                 )
         self.configuration = dict(configuration)
 
@@ -344,7 +345,8 @@ class PagePool:
         """One page for each group that has the content of `page_hash`, or None if any group lacks it.
 
         Of several pages with equal content the one cached first; with a hint, the first in that shard. Changes nothing.
-        O(groups), with a hint O(groups x pages of equal content).
+        O(groups), with a hint O(groups x shards) once pages were taken for that `data_parallel_size`, and before O(groups x
+        pages of equal content).
         """
         bounds = self.find_shard_bounds(dp_shard_hint, data_parallel_size)
         if self._is_own_key(page_hash):
@@ -544,7 +546,8 @@ class PagePool:
 
     def find_shard(self, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int] | None:
         """The shard that a hint means, modulo the size, and that size; None where the pool is not divided. The first time that
-        pages are taken for a size builds the shards' queues in O(free pages); they are kept from then on.
+        pages are taken for a size builds the shards' queues in O(num_pages + pages of equal content x shards); they are kept
+        from then on.
         """
         if dp_shard_hint is None or pages_per_dp_shard(self.num_pages, data_parallel_size) is None:
             return None

@@ -169,6 +169,6 @@ def decode_configuration(text: npt.NDArray[np.uint8]) -> Configuration | None:
         raise SnapshotError(f"snapshot: 'configuration' is none: {error}") from None
     if configuration is None:
         return None
-    if not isinstance(configuration, dict) or not all(type(value) in (int, str, type(None)) for value in configuration.values()):
+    if not isinstance(configuration, dict) or {type(value) for value in configuration.values()} - {int, str, type(None)}:
         raise SnapshotError("snapshot: 'configuration' is none: allowed: an object of ints, strings and nulls, or null")
     return configuration

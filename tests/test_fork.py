@@ -295,7 +295,7 @@ def test_a_manager_whose_lock_never_comes_raises_in_the_child(monkeypatch: pytes
 
     def use() -> None:
         for call in calls:
-            with pytest.raises(IntegrityError, match="^CacheManager: got a call in a forked process, allowed: none"):
+            with pytest.raises(IntegrityError, match=r"^CacheManager: got a call in a forked process, allowed: none"):
                 call()
         use_manager(other, Random(0))
         assert fork(manager.check) == REFUSED
@@ -333,7 +333,7 @@ def test_other_locks_that_never_come_raise_in_the_child(place: int, monkeypatch:
             may_go.wait()
 
     def use() -> None:
-        with pytest.raises(IntegrityError, match=f"^{name}: got a call in a forked process, allowed: none"):
+        with pytest.raises(IntegrityError, match=rf"^{name}: got a call in a forked process, allowed: none"):
             call()
 
     thread = threading.Thread(target=hold)
