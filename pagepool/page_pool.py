@@ -261,8 +261,8 @@ class PagePool:
             got, allowed = configuration.get(name), bound.get(name)
             if got != allowed:
                 raise ArgumentError(
-                    f"page_pool: {name}: got {got!r}, allowed: {allowed!r}, with which its {num_pages} cached pages were cached, "
-                    "or a pool without cached pages"
+                    f"page_pool: {name}: got {got!r}, allowed: {allowed!r}, with which its {num_pages} cached pages were "
+                    "cached, or a pool without cached pages"
                 )
         self.configuration = dict(configuration)
 
