@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -41,6 +40,9 @@ NUM_FORKS = 100
 NUM_THREADS = 3
 CHILD_SECONDS = 20
 WORKED, REFUSED, FAILED = 0, 3, 4
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork")
+"""CPython and JAX warn of the threads, which are the point."""
 
 Work = Callable[[Random], None]
 
@@ -86,9 +88,7 @@ def running(work: Work) -> Iterator[None]:
 
 def fork(call: Callable[[], object]) -> int:
     """Run `call` in a forked child, which SIGALRM ends where it hangs. Returns how it ended."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which are the point
-        process_id = os.fork()
+    process_id = os.fork()
     if process_id:
         status = os.waitpid(process_id, 0)[1]
         return os.waitstatus_to_exitcode(status)
