@@ -28,7 +28,7 @@ from pagepool import (
     device_table,
 )
 from pagepool._core import HashChain
-from pagepool.errors import IntegrityError, OutOfPagesError, PageHashError, PagePoolError
+from pagepool.errors import ArgumentError, IntegrityError, OutOfPagesError, PageHashError, PagePoolError
 
 PAGE_SIZE = 4
 FULL = FullAttentionSpec(PAGE_SIZE, 1, 8, "float16", False)
@@ -199,6 +199,27 @@ def test_a_batch_works_in_children() -> None:
     with running(work):
         assert fork_often(use) == {WORKED: NUM_FORKS}
     batch.check()
+
+
+def test_rows_that_forget_refusals_do_not_wait_for_forks() -> None:
+    """The chain that found a refused row's hits goes as the row changes places, under the batch's locks."""
+    manager = make_manager()
+    batch = RunningBatch(manager, PageTable(NUM_THREADS + 2, 1 << 12, 64))
+    batch.admit(0, [1] * 50)
+    names = iter(range(1, NUM_THREADS + 1))
+    rows = threading.local()
+
+    def work(rng: Random) -> None:
+        if not hasattr(rows, "mine"):
+            rows.mine = next(names)
+        with suppress(PageHashError):
+            assert batch.admit(rows.mine, [1] * 50, num_tokens=50, num_reserved_pages=NUM_PAGES) is None
+        batch.swap_row(rows.mine, rows.mine)
+        with suppress(ArgumentError):  # the other row is being admitted
+            batch.swap_row(rows.mine, NUM_THREADS + 1)
+
+    with running(work):
+        assert fork_often(batch.check) == {WORKED: NUM_FORKS}
 
 
 def test_a_table_works_in_children() -> None:
