@@ -6312,14 +6312,14 @@ cdef class RunningRows:
     cdef int exchange(self, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1:
         cdef Batch *batch = &self.batch
         cdef bint is_right
-        cdef object forgotten, forgotten_too  # until the locks are free: what goes with them may wait for a fork
+        cdef object _forgotten, _forgotten_too  # until the locks are free: what goes with them may wait for a fork
         self.enter_call()
         is_right = not is_move or (batch.states[source].is_admitted and not batch.states[target].is_claimed)
         is_right = is_right and batch.states[source].is_admitted == batch.states[source].is_claimed
         is_right = is_right and batch.states[target].is_admitted == batch.states[target].is_claimed
         if is_right and source != target:
             exchange_rows(batch, source, target)
-            forgotten, forgotten_too = self.refusals[source], self.refusals[target]
+            _forgotten, _forgotten_too = self.refusals[source], self.refusals[target]
             self.refusals[source] = self.refusals[target] = None
             data = self.extra_key_bytes[source]
             self.extra_key_bytes[source] = self.extra_key_bytes[target]
