@@ -9,6 +9,9 @@ import itertools
 import threading
 import time
 import weakref
+from collections import deque
+from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple, NoReturn
 
 from pagepool.errors import IntegrityError
@@ -31,9 +34,16 @@ class _Entry(NamedTuple):
     attribute: str
 
 
+class _Thread(threading.local):
+    """What a thread holds while it forks."""
+
+    def __init__(self) -> None:
+        self.held: list[Any] = []
+
+
 _entries: dict[int, _Entry] = {}
 _numbers = itertools.count()
-_thread = threading.local()
+_thread = _Thread()
 
 
 class LostLock:
@@ -61,7 +71,8 @@ class LostLock:
 def make_lock(owner: object, attribute: str, kind: int) -> Any:
     """A reentrant lock to be kept as `attribute` of `owner`, which forks take with those of its kind."""
     number = next(_numbers)
-    _entries[number] = _Entry(kind, number, weakref.ref(owner, lambda _: _entries.pop(number, None)), attribute)
+    forget = partial(_entries.pop, number)  # no Python code, in which an interrupt would be lost; the reference is the default
+    _entries[number] = _Entry(kind, number, weakref.ref(owner, forget), attribute)
     return threading.RLock()
 
 
@@ -74,16 +85,15 @@ def _list_locks() -> list[tuple[Any, str, Any]]:
 def hold_locks() -> None:
     """Take all locks for a fork, as far as their holders let go of them in time."""
     deadline = time.monotonic() + MAX_WAIT_SECONDS
-    _thread.held = []
     for _, _, lock in _list_locks():
         if lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             _thread.held.append(lock)
 
 
 def release_locks() -> None:
-    """Release what `hold_locks` took."""
-    while getattr(_thread, "held", None):
-        _thread.held.pop().release()
+    """Release what `hold_locks` took, in one call that nothing interrupts."""
+    held, _thread.held = _thread.held, []
+    deque(map(methodcaller("release"), held), maxlen=0)
 
 
 def replace_lost_locks() -> None:
