@@ -17,9 +17,6 @@
 (True, [AllBlocksCleared()])
 """
 
-import os
-import threading
-import weakref
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
@@ -30,6 +27,7 @@ import numpy.typing as npt
 
 from pagepool._core import PageStore
 from pagepool.errors import ArgumentTypeError
+from pagepool.forking import EVENTS, make_lock
 from pagepool.hashing import LORA, RequestExtraKeys
 from pagepool.request_hashes import PageHasher
 from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
@@ -170,10 +168,9 @@ class EventSource:
         self._store = store
         self._num_digest_bytes = hasher.num_digest_bytes
         self._described = [_describe(group.kv_cache_spec, i) for i, group in enumerate(groups)]
-        self._lock = threading.RLock()
+        self._lock = make_lock(self, "_lock", EVENTS)
         self._must_start_over = False
         store.start_journal()
-        SOURCES.add(self)
 
     def take(self) -> list[Event]:
         """What changed since the last call. O(changes)."""
@@ -190,10 +187,6 @@ class EventSource:
     def start_over(self) -> None:
         """Let the next events lead from any state to the right one: somebody was not told."""
         self._must_start_over = True
-
-    def forget_threads(self) -> None:
-        """In a process that was forked: a thread that is not there may have had the lock. Events that it took are told anew."""
-        self._lock = threading.RLock()
 
     def list_all(self) -> list[Event]:
         """All that can be hit now, parents first. O(num_pages)."""
@@ -254,18 +247,6 @@ class EventSource:
         name = self._store.names.hash_of(key) if self._num_digest_bytes > NUM_KEY_BYTES else None
         digest = key if name is None else name.hash_value & ((1 << 8 * self._num_digest_bytes) - 1)
         return digest.to_bytes(self._num_digest_bytes, "big")
-
-
-SOURCES: "weakref.WeakSet[EventSource]" = weakref.WeakSet()
-"""All sources, for a process that is forked."""
-
-
-def _forget_threads() -> None:
-    for source in SOURCES:
-        source.forget_threads()
-
-
-os.register_at_fork(after_in_child=_forget_threads)
 
 
 def _describe(spec: CacheSpec, group: int) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ import pagepool
 ORDER = [
     "_version",
     "errors",
+    "forking",
     "specs",
     "request",
     "hashing",
