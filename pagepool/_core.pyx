@@ -2271,8 +2271,8 @@ cdef void forget_pages(
 
 
 cdef void forget_from(Batch *batch, const Group *group, Py_ssize_t row, int32_t num_computed) noexcept nogil:
-    """Forget the pages of a group with tokens from `num_computed` on that a row entered."""
-    cdef int32_t start = full_pages(&group.rules, num_computed)
+    """Forget the pages of a group with tokens from `num_computed` on that a row entered, those behind its hits."""
+    cdef int32_t start = full_pages(&group.rules, max(num_computed, batch.states[row].num_hits))
     forget_pages(
         batch.pool, ids_of(group, row), start, group.held[row].num_cached, digests_of(batch, row),
         batch.states[row].num_hashed, group.stride, group.id,
@@ -2280,10 +2280,10 @@ cdef void forget_from(Batch *batch, const Group *group, Py_ssize_t row, int32_t 
 
 
 cdef void forget_uncomputed(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
-    """Forget in all groups what a row entered beyond its hits and the tokens that were computed."""
+    """The same in all groups."""
     cdef Py_ssize_t g
     for g in range(batch.num_groups):
-        forget_from(batch, &batch.groups[g], row, max(num_computed, batch.states[row].num_hits))
+        forget_from(batch, &batch.groups[g], row, num_computed)
 
 
 cdef bint is_as_grown(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:

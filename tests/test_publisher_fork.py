@@ -111,6 +111,7 @@ EventSource._list_changes = wait
 publisher.flush()
 taking.wait()
 EventSource._list_changes = take
+threading.Timer(0.5, go_on.set).start()  # the fork waits for it
 def work():
     manager.take_events()
     run_request(manager, list(range(20, 29)))
@@ -118,7 +119,6 @@ def work():
     router.apply(manager.take_events())
     router.apply(manager.take_events())
 in_child(work)
-go_on.set()
 """,
 }
 KILL = """
