@@ -59,6 +59,7 @@ from pagepool.errors import (
     RowIndexError,
     RowOverflowError,
     SnapshotError,
+    shown,
 )
 from pagepool.hashing import HashNames, PageHash, PageHashWithGroupId
 
@@ -529,7 +530,7 @@ cdef Digest digest_of_int(object value) except *:
     try:
         high = value >> 64
     except OverflowError:
-        raise ArgumentError(f"key: got {value}, allowed: 0 to 2**128 - 1") from None
+        raise ArgumentError(f"key: got {shown(value)}, allowed: 0 to 2**128 - 1") from None
     return Digest(PyLong_AsUnsignedLongLongMask(value), high)
 
 
@@ -2242,7 +2243,7 @@ cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=0, Py_ssize_t 
         value = index_of(value, name)
     size = PyLong_AsLongLongAndOverflow(value, &overflow)
     if overflow or not lowest <= size <= highest:
-        raise ArgumentError(f"{name}: got {value}, allowed: {lowest} to {highest}")
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: {lowest} to {highest}")
     return size
 
 
@@ -4757,6 +4758,8 @@ cdef class CachePage:
             require_page_hash(_page_hash)
         store = PageStore(2, True, False)
         checked_id = index_of(page_id, "page_id")
+        if not -INT64_MAX <= checked_id <= INT64_MAX:
+            raise ArgumentError(f"page_id: got {shown(checked_id)}, allowed: ints of 64 bits")
         store.pop(1)
         store.set_ref_count(1, ref_cnt)
         if _page_hash is not None:
@@ -4952,7 +4955,7 @@ cdef class TableRows:
         except TypeError as error:
             raise explained("row", error) from None
         if not 0 <= checked < self.rows.num_rows:
-            raise RowIndexError(f"row: got {row}, allowed: 0 to {self.rows.num_rows - 1}")
+            raise RowIndexError(f"row: got {shown(row)}, allowed: 0 to {self.rows.num_rows - 1}")
         return checked
 
     cdef int check_count(self, Py_ssize_t row) except -1:

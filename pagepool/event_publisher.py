@@ -28,7 +28,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError
+from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError, shown
 from pagepool.event_replay import Batch, History, Replay
 from pagepool.events import AllBlocksCleared, Event, EventBatch, EventSource, encode_batch
 from pagepool.manager import CacheManager
@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
 MAX_PORT = 65535
+MAX_INT32 = 2**31 - 1  # of ZeroMQ's options
 MAX_REQUEST_BYTES = 4096  # of what routers send: sequence numbers, and the topics that they want
 MAX_REPLAYS = 16  # at once; other routers wait
 REPLAY_HWM = 64  # batches that wait in the socket for one router
@@ -356,9 +357,9 @@ class EventPublisher:
         options = Options(
             _as_topic(topic),
             _as_seconds("interval", interval),
-            require_int("buffer_steps", buffer_steps, 1),
-            require_int("hwm", hwm, 1),
-            require_int("data_parallel_rank", data_parallel_rank, 0),
+            require_int("buffer_steps", buffer_steps, 1, MAX_INT32),
+            require_int("hwm", hwm, 1, MAX_INT32),
+            require_int("data_parallel_rank", data_parallel_rank, 0, MAX_INT32),
         )
         curve = _as_curve(curve_secretkey, curve_client_keys)
         sockets = _open_sockets(endpoint, replay_endpoint, options.hwm, is_connecting, curve)
@@ -415,8 +416,8 @@ def _as_seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: a number of seconds")
     if not 0 < value < math.inf:
-        raise ArgumentError(f"{name}: got {value}, allowed: more than 0 seconds")
-    return min(float(value), MAX_WAIT)
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: more than 0 seconds")
+    return float(min(value, MAX_WAIT))
 
 
 def _as_curve(secret_key: object, client_keys: Any) -> Curve | None:

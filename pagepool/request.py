@@ -8,10 +8,20 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pagepool.errors import ArgumentTypeError
+from pagepool.errors import ArgumentTypeError, shown
 from pagepool.specs import require_int
 
-__all__ = ["EngineRequest", "EngineRequestStatus", "LoraId", "Request", "TokenIds"]
+__all__ = [
+    "EngineRequest",
+    "EngineRequestStatus",
+    "LoraId",
+    "Request",
+    "TokenIds",
+    "has_status",
+    "id_of",
+    "read_count",
+    "refuse_incomplete",
+]
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
 """Token ids by position: a list, or an int32 array, which is read without a copy."""
@@ -82,6 +92,54 @@ class Request(Protocol):
         """An `EngineRequestStatus`, or an engine's own int of the same value."""
 
 
+ATTRIBUTES = ("request_id", "all_token_ids", "num_tokens", "num_computed_tokens", "sampling_params", "status")
+"""What every request has."""
+
+
+def refuse_incomplete(request: object, error: AttributeError) -> None:
+    """ArgumentTypeError if `error` was raised because `request` lacks one of `ATTRIBUTES`; nothing if it is another."""
+    if error.obj is request and error.name not in ATTRIBUTES:
+        return
+    for name in ATTRIBUTES:
+        if not hasattr(request, name):
+            allowed = f"one with {', '.join(ATTRIBUTES)}"
+            raise ArgumentTypeError(f"request: got {type(request).__name__} without {name}, allowed: {allowed}") from error
+
+
+def id_of(request: Request) -> str:
+    """A request's id. ArgumentTypeError where there is none, or none that a dict takes."""
+    try:
+        request_id = request.request_id
+        hash(request_id)
+    except AttributeError as error:
+        refuse_incomplete(request, error)
+        raise
+    except TypeError as error:
+        raise ArgumentTypeError(f"request_id: got {type(request_id).__name__}, allowed: a string") from error
+    return request_id
+
+
+def read_count(request: Request, name: str) -> int:
+    """An attribute that counts tokens, as an int. ArgumentTypeError where there is none, ArgumentError below 0."""
+    try:
+        count = getattr(request, name)
+    except AttributeError as error:
+        refuse_incomplete(request, error)
+        raise
+    return require_int(name, count, 0)
+
+
+def has_status(request: Request, status: EngineRequestStatus) -> bool:
+    """Whether a request is in that state."""
+    try:
+        return bool(request.status == status)
+    except AttributeError as error:
+        refuse_incomplete(request, error)
+        raise
+    except ValueError:  # of an array
+        raise ArgumentTypeError(f"status: got {shown(request.status)}, allowed: an EngineRequestStatus") from None
+
+
 @dataclass(slots=True)
 class EngineRequest:
     """A request for use without an engine: tests, simulations, a first steps' loop.
@@ -118,15 +176,18 @@ class EngineRequest:
 
     def append_output_token_ids(self, token_ids: int | Sequence[int]) -> None:
         """Append one generated token, or several in order."""
-        self.all_token_ids.extend(_list_token_ids("token_ids", [token_ids] if isinstance(token_ids, int) else token_ids))
+        self.all_token_ids.extend(
+            _list_token_ids("token_ids", [token_ids] if isinstance(token_ids, int | np.integer) else token_ids)
+        )
 
 
 def _list_token_ids(name: str, token_ids: Iterable[int]) -> list[int]:
     """The token ids as a new list."""
     if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
         raise ArgumentTypeError(f"{name}: got {type(token_ids).__name__}, allowed: a sequence of ints")
+    if isinstance(token_ids, np.ndarray) and token_ids.ndim != 1:
+        raise ArgumentTypeError(f"{name}: got an array of {token_ids.ndim} dimensions, allowed: 1")
     listed = token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
     if not set(map(type, listed)) <= {int} or min(listed, default=0) < 0:
-        for i, token_id in enumerate(listed):
-            require_int(f"{name}[{i}]", token_id, 0)
+        return [require_int(f"{name}[{i}]", token_id, 0) for i, token_id in enumerate(listed)]
     return listed

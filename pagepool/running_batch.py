@@ -7,7 +7,7 @@ from typing import Any
 from pagepool._core import HashChain, PageIds, RunningRows, StepResult
 from pagepool.attention import SingleTypeCacheManager
 from pagepool.errors import ArgumentError, ArgumentTypeError
-from pagepool.hashing import RequestExtraKeys, encode_extra_keys
+from pagepool.hashing import RequestExtraKeys, encode_extra_keys, list_features
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable, PageTable
 from pagepool.request import LoraId, TokenIds
@@ -177,10 +177,7 @@ def _make_extra_keys(
 ) -> RequestExtraKeys | None:
     if cache_salt is None and lora_id is None and mm_features is None:
         return None
-    try:
-        features = tuple(mm_features or ())
-    except (TypeError, ValueError):
-        raise ArgumentTypeError(f"mm_features: got {type(mm_features).__name__}, allowed: a sequence, or None") from None
+    features = list_features(mm_features)
     return RequestExtraKeys.of(SimpleNamespace(cache_salt=cache_salt, lora_id=lora_id, mm_features=features))
 
 
