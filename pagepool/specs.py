@@ -358,7 +358,7 @@ class MambaSpec(CacheSpec):
             raise ArgumentTypeError(f"shapes must be a tuple of tuples of integers, got {shown(self.shapes)}") from None
         if not shapes:
             raise ArgumentError("shapes must name at least one state")
-        checked = tuple(tuple(require_int("a dimension in shapes", each, minimum=1) for each in shape) for shape in shapes)
+        checked = tuple(tuple(require_int("a dimension in shapes", each, 1, MAX_SIZE) for each in shape) for shape in shapes)
         if any(type(each) is not int for shape in shapes for each in shape):
             object.__setattr__(self, "shapes", checked)
 

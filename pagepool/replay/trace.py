@@ -50,8 +50,8 @@ class TraceError(PagePoolError, ValueError):
 @dataclass(frozen=True, slots=True)
 class TraceRecord:
     """One request of a trace: arrival in ms, lengths in tokens, one id for each `block_size` tokens of input, and, where they
-    are known, of the whole blocks that the answer goes on to fill. ArgumentError or ArgumentTypeError for a timestamp that is no
-    number below 2**53, and for lengths that are no ints below 2**31.
+    are known, of the whole blocks that the answer goes on to fill. ArgumentError or ArgumentTypeError for a timestamp that is
+    no number below 2**53, and for lengths that are no ints below 2**31.
 
     >>> record = TraceRecord(timestamp=0, input_length=6, output_length=7, hash_ids=(4, 9), output_hash_ids=(5,), block_size=4)
     >>> record.block_ids, record.num_known_tokens, record.num_slots
@@ -66,8 +66,8 @@ class TraceRecord:
     block_size: int = BLOCK_SIZE
 
     def __post_init__(self) -> None:
-        """Check the numbers, and keep lengths as ints of Python's."""
-        _check_timestamp(self.timestamp)
+        """Check the numbers, and keep them as Python's: differences of NumPy's wrap around."""
+        object.__setattr__(self, "timestamp", _checked_timestamp(self.timestamp))
         for name, minimum in (("input_length", 1), ("output_length", 0), ("block_size", 1)):
             object.__setattr__(self, name, _checked_length(name, getattr(self, name), minimum))
 
@@ -103,11 +103,12 @@ def _load_object(text: bytes) -> dict[str, Any]:
     return fields
 
 
-def _check_timestamp(timestamp: object) -> None:
+def _checked_timestamp(timestamp: object) -> float:
     if isinstance(timestamp, bool) or not isinstance(timestamp, int | float | np.integer | np.floating):
         raise ArgumentError(f"timestamp must be a number, got {shown(timestamp)}")
     if not -MAX_TIMESTAMP < timestamp < MAX_TIMESTAMP:
         raise ArgumentError(f"timestamp must be below 2**53 ms, got {shown(timestamp)}")
+    return cast(float, timestamp.item()) if isinstance(timestamp, np.generic) else timestamp
 
 
 def _checked_length(name: str, value: object, minimum: int) -> int:
