@@ -6356,7 +6356,7 @@ cdef class RunningRows:
         cdef Group *group = &self.batch.groups[g]
         cdef Held *held = &group.held[row]
         cdef const int32_t *ids = ids_of(group, row)
-        cdef const int32_t *shown = group.rows.table + row * group.num_columns
+        cdef const int32_t *in_table = group.rows.table + row * group.num_columns
         cdef Py_ssize_t i
         cdef int32_t last = self.store.pool.num_pages - 1
         if not pages_for(&group.rules, self.batch.states[row].num_computed) <= held.num_pages <= group.num_columns:
@@ -6371,9 +6371,9 @@ cdef class RunningRows:
         if group.rows.num_pages[row] != held.num_pages:
             return f"row {row}, group {g}: {held.num_pages} pages, the table says {group.rows.num_pages[row]}"
         for i in range(group.num_columns):
-            if shown[i] != (ids[i] if i < held.num_pages else 0):
+            if in_table[i] != (ids[i] if i < held.num_pages else 0):
                 return (
-                    f"row {row}, group {g}: page {ids[i] if i < held.num_pages else 0} (at {i}), the table says {shown[i]}"
+                    f"row {row}, group {g}: page {ids[i] if i < held.num_pages else 0} (at {i}), the table says {in_table[i]}"
                 )
         return None
 

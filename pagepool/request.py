@@ -126,7 +126,7 @@ def read_count(request: Request, name: str) -> int:
     except AttributeError as error:
         refuse_incomplete(request, error)
         raise
-    return require_int(name, count, 0)
+    return count if type(count) is int and count >= 0 else require_int(name, count, 0)
 
 
 def has_status(request: Request, status: EngineRequestStatus) -> bool:
