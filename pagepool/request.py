@@ -110,10 +110,11 @@ def id_of(request: Request) -> str:
     """A request's id. ArgumentTypeError where there is none, or none that a dict takes."""
     try:
         request_id = request.request_id
-        hash(request_id)
     except AttributeError as error:
         refuse_incomplete(request, error)
         raise
+    try:
+        hash(request_id)
     except TypeError as error:
         raise ArgumentTypeError(f"request_id: got {type(request_id).__name__}, allowed: a string") from error
     return request_id

@@ -101,10 +101,11 @@ class PageHasher(ABC):
         start, stop = start_page * self.page_size, stop_page * self.page_size
         try:
             all_ids = request.all_token_ids
-            token_ids = PageIds.of_slice(all_ids, start, stop) if type(all_ids) is list else all_ids[start:stop]
         except AttributeError as error:
             refuse_incomplete(request, error)
             raise
+        try:
+            token_ids = PageIds.of_slice(all_ids, start, stop) if type(all_ids) is list else all_ids[start:stop]
         except (TypeError, IndexError, KeyError) as error:
             name = f"request {shown(request.request_id)}: all_token_ids"
             raise ArgumentTypeError(f"{name}: got {type(all_ids).__name__}, allowed: a list or an int32 array") from error

@@ -273,13 +273,29 @@ class Lacking(AnyRequest):
 
 
 @pytest.mark.parametrize("method", [method for method, names in READ_BY.items() if "request_id" in names])
-@pytest.mark.parametrize("error", [UsersOwn(), KeyError("own"), RuntimeError("own")], ids=repr)
+@pytest.mark.parametrize("error", [UsersOwn(), TypeError("own"), KeyError("own"), RuntimeError("own")], ids=repr)
 def test_what_a_property_raises_comes_out(method: str, error: Exception) -> None:
     use = InUse()
     before, Failing.error = use.state(), error
     with pytest.raises(type(error)):
         REQUEST_METHODS[method](use.manager, Failing())
     assert use.state() == before
+
+
+@pytest.mark.parametrize("error", [TypeError("own"), IndexError("own"), KeyError("own")], ids=repr)
+@pytest.mark.parametrize("name", ["all_token_ids", "num_tokens"])
+def test_what_a_property_of_tokens_raises_comes_out(name: str, error: Exception) -> None:
+    def fail(_: object) -> Any:
+        raise error
+
+    whole = vars(AnyRequest())
+    members = {key: value for key, value in whole.items() if key != name} | {name: property(fail)}
+    for method in ("get_computed_pages", "probe", "allocate_slots"):
+        use = InUse()
+        before = use.state()
+        with pytest.raises(type(error), match="own"):
+            REQUEST_METHODS[method](use.manager, type("Request", (), members)())
+        assert use.state() == before
 
 
 def test_an_attribute_that_a_property_misses_is_not_the_requests() -> None:
