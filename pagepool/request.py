@@ -28,7 +28,7 @@ TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
 
 
 LoraId: TypeAlias = int | str | tuple[str, str]
-"""What tells adapters apart: a number, a name, or name and path, which are what vLLM hashes."""
+"""What tells adapters apart: a number of at most 256 bits, a name, or name and path, which are what vLLM hashes."""
 
 
 class EngineRequestStatus(IntEnum):
@@ -59,7 +59,8 @@ class EngineRequestStatus(IntEnum):
 
 
 class Request(Protocol):
-    """What a manager reads of an engine's request. It never writes to it.
+    """What a manager reads of an engine's request. It never writes to it. Counts and status may be NumPy's; ArgumentTypeError
+    names an attribute that is missing or of another type.
 
     Read only where a request has them: `cache_salt` (requests of different salts share no pages), `lora_id`
     (the same for adapters: an int, a string, or a pair of name and path), `mm_features` (images and the like:
