@@ -60,6 +60,7 @@ from pagepool.errors import (
     RowIndexError,
     RowOverflowError,
     SnapshotError,
+    shown,
 )
 from pagepool.forking import hold_locks, release_locks, replace_lost_locks
 from pagepool.hashing import HashNames, PageHash, PageHashWithGroupId
@@ -580,7 +581,7 @@ cdef Digest digest_of_int(object value) except *:
     try:
         high = value >> 64
     except OverflowError:
-        raise ArgumentError(f"key: got {value}, allowed: 0 to 2**128 - 1") from None
+        raise ArgumentError(f"key: got {shown(value)}, allowed: 0 to 2**128 - 1") from None
     return Digest(PyLong_AsUnsignedLongLongMask(value), high)
 
 
@@ -2610,7 +2611,7 @@ cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=0, Py_ssize_t 
         value = index_of(value, name)
     size = PyLong_AsLongLongAndOverflow(value, &overflow)
     if overflow or not lowest <= size <= highest:
-        raise ArgumentError(f"{name}: got {value}, allowed: {lowest} to {highest}")
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: {lowest} to {highest}")
     return size
 
 
@@ -5277,6 +5278,8 @@ cdef class CachePage:
             require_page_hash(_page_hash)
         store = PageStore(2, True, False)
         checked_id = index_of(page_id, "page_id")
+        if not -INT64_MAX <= checked_id <= INT64_MAX:
+            raise ArgumentError(f"page_id: got {shown(checked_id)}, allowed: ints of 64 bits")
         store.pop(1)
         store.set_ref_count(1, ref_cnt)
         if _page_hash is not None:
@@ -5476,7 +5479,7 @@ cdef class TableRows:
         except TypeError as error:
             raise explained("row", error) from None
         if not 0 <= checked < self.rows.num_rows:
-            raise RowIndexError(f"row: got {row}, allowed: 0 to {self.rows.num_rows - 1}")
+            raise RowIndexError(f"row: got {shown(row)}, allowed: 0 to {self.rows.num_rows - 1}")
         return checked
 
     cdef int check_count(self, Py_ssize_t row) except -1:
@@ -6968,7 +6971,7 @@ cdef class RunningRows:
         cdef Group *group = &self.batch.groups[g]
         cdef Held *held = &group.held[row]
         cdef const int32_t *ids = ids_of(group, row)
-        cdef const int32_t *shown = group.rows.table + row * group.num_columns
+        cdef const int32_t *in_table = group.rows.table + row * group.num_columns
         cdef Py_ssize_t i
         cdef int32_t last = self.store.pool.num_pages - 1
         if not pages_for(&group.rules, self.batch.states[row].num_computed) <= held.num_pages <= group.num_columns:
@@ -6983,9 +6986,9 @@ cdef class RunningRows:
         if group.rows.num_pages[row] != held.num_pages:
             return f"row {row}, group {g}: {held.num_pages} pages, the table says {group.rows.num_pages[row]}"
         for i in range(group.num_columns):
-            if shown[i] != (ids[i] if i < held.num_pages else 0):
+            if in_table[i] != (ids[i] if i < held.num_pages else 0):
                 return (
-                    f"row {row}, group {g}: page {ids[i] if i < held.num_pages else 0} (at {i}), the table says {shown[i]}"
+                    f"row {row}, group {g}: page {ids[i] if i < held.num_pages else 0} (at {i}), the table says {in_table[i]}"
                 )
         return None
 

@@ -19,6 +19,7 @@ from pagepool.specs import (
     MambaSpec,
     SlidingWindowSpec,
     cdiv,
+    require_int,
 )
 
 __all__ = [
@@ -64,7 +65,7 @@ class SingleTypeCacheManager(ABC):
         self.kv_cache_spec: CacheSpec = kv_cache_spec
         self.page_pool = page_pool
         self.kv_cache_group_id = kv_cache_group_id
-        self.page_size: int = kv_cache_spec.page_size
+        self.page_size = require_int("page_size", kv_cache_spec.page_size, 1)
         self.num_hashes_per_page = 1
 
     @cached_property

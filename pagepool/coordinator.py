@@ -6,7 +6,7 @@ from math import gcd, lcm
 
 from pagepool._core import HashChain, HeldPages, PageIds
 from pagepool.attention import PrefixQuery, SingleTypeCacheManager, get_manager_for_kv_cache_spec
-from pagepool.errors import ArgumentError
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.page_pool import PagePool
 from pagepool.snapshot import Configuration
 from pagepool.specs import CacheGroupSpec
@@ -74,12 +74,12 @@ class CacheCoordinator(ABC):
         page_pool: PagePool | None = None,
     ) -> None:
         """See `CacheManager`."""
-        self.num_pages = num_pages
         self.kv_cache_groups = kv_cache_groups
         self.max_model_len = max_model_len
         self.use_eagle = use_eagle
         self.enable_caching = enable_caching
         self.page_pool = page_pool or PagePool(num_pages, enable_caching)
+        self.num_pages = self.page_pool.num_pages
         self.requests: dict[str, RequestPages] = {}
         self.single_type_managers = tuple(
             get_manager_for_kv_cache_spec(group.kv_cache_spec, page_pool=self.page_pool, kv_cache_group_id=group_id)
@@ -363,10 +363,12 @@ def get_kv_cache_coordinator(
 
     ArgumentError for a pool of another size, or that caches otherwise.
     """
+    if page_pool is not None and not isinstance(page_pool, PagePool):
+        raise ArgumentTypeError(f"page_pool: got {type(page_pool).__name__}, allowed: PagePool, or None")
     if page_pool is not None and (page_pool.num_pages, page_pool.enable_caching) != (num_pages, enable_caching):
         raise ArgumentError(
             f"page_pool: got {page_pool.num_pages} pages, caching {page_pool.enable_caching}; "
-            f"allowed: {num_pages} pages, caching {enable_caching}"
+            f"allowed: {shown(num_pages)} pages, caching {enable_caching}"
         )
     if not enable_caching:
         return CacheCoordinatorNoPrefixCache(num_pages, kv_cache_groups, max_model_len, use_eagle, page_pool)

@@ -59,3 +59,20 @@ class RowOverflowError(PagePoolError, ValueError):
 
 class CompatError(PagePoolError, RuntimeError):
     """An engine is not what its adapter in `pagepool.compat` was made for, or was built before its allocator was replaced."""
+
+
+MAX_SHOWN_BITS = 256  # Python converts ints of 640 digits at least, and more only where nobody has forbidden it
+
+
+def shown(value: object) -> str:
+    """A value as messages have it: its repr, but for ints that are too large to be read, or converted.
+
+    >>> shown(7), shown("a"), shown(10**5000)
+    ('7', "'a'", 'an int of 16610 bits')
+    """
+    if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:
+        return f"an int of {value.bit_length()} bits"
+    try:
+        return repr(value)
+    except ValueError:  # a tuple or list that has such an int somewhere
+        return f"a {type(value).__name__}"

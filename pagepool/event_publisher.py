@@ -31,7 +31,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError
+from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError, shown
 from pagepool.event_connections import Guard, Peers
 from pagepool.event_replay import PATIENCE, Batch, History, Replay
 from pagepool.events import AllBlocksCleared, Event, EventBatch, EventSource, encode_batch
@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
 MAX_PORT = 65535
+MAX_INT32 = 2**31 - 1  # of ZeroMQ's options
 MAX_REQUEST_BYTES = 1024  # of what routers send: handshakes, sequence numbers, and the topics that they want
 SUBSCRIPTIONS_HWM = 4  # of one subscriber that wait in libzmq, which takes all of them when the thread sends
 REQUEST = [0, 8]  # bytes of its frames
@@ -491,13 +492,13 @@ class EventPublisher:
         options = Options(
             _as_topic(topic),
             _as_seconds("interval", interval),
-            require_int("buffer_steps", buffer_steps, 1),
-            require_int("hwm", hwm, 1),
-            require_int("data_parallel_rank", data_parallel_rank, 0),
+            require_int("buffer_steps", buffer_steps, 1, MAX_INT32),
+            require_int("hwm", hwm, 1, MAX_INT32),
+            require_int("data_parallel_rank", data_parallel_rank, 0, MAX_INT32),
             math.inf if heartbeat is None else _as_seconds("heartbeat", heartbeat),
-            require_int("max_subscription_bytes", max_subscription_bytes, 1),
+            require_int("max_subscription_bytes", max_subscription_bytes, 1, MAX_INT32),
         )
-        max_connections = require_int("max_connections", max_connections, 1)
+        max_connections = require_int("max_connections", max_connections, 1, MAX_INT32)
         curve = _as_curve(curve_secretkey, curve_client_keys)
         addresses = Addresses(endpoint, replay_endpoint, is_connecting)
         sockets = _open_sockets(addresses, curve, options.hwm, max_connections)
@@ -554,8 +555,8 @@ def _as_seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: a number of seconds")
     if not 0 < value < math.inf:
-        raise ArgumentError(f"{name}: got {value}, allowed: more than 0 seconds")
-    return min(float(value), MAX_WAIT)
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: more than 0 seconds")
+    return float(min(value, MAX_WAIT))
 
 
 def _as_curve(secret_key: object, client_keys: Any) -> Curve | None:

@@ -26,11 +26,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import PageStore
-from pagepool.errors import ArgumentTypeError
+from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.forking import EVENTS, make_lock
 from pagepool.hashing import LORA, RequestExtraKeys
 from pagepool.request_hashes import PageHasher
-from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec, require_int
 
 __all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "Contexts", "Event", "EventBatch", "EventSource", "encode_batch"]
 
@@ -107,9 +107,32 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 
 def encode_batch(batch: EventBatch) -> bytes:
-    """The batch in msgpack, as vLLM sends it. 0.3 us a page of 16 tokens; between events other threads may run."""
-    events = [msgspec.Raw(_encoder.encode(event)) for event in batch.events]
-    return _encoder.encode(EventBatch(batch.ts, events, batch.data_parallel_rank))
+    """The batch in msgpack, as vLLM sends it. 0.3 us a page of 16 tokens; between events other threads may run.
+
+    ArgumentTypeError for what is no event, ArgumentError for values that msgpack cannot hold, such as ints beyond 64 bits.
+    """
+    rank = batch.data_parallel_rank if batch.data_parallel_rank is None else require_int("rank", batch.data_parallel_rank)
+    try:
+        listed = list(batch.events)
+    except TypeError:
+        raise ArgumentTypeError(f"events: got {type(batch.events).__name__}, allowed: a list") from None
+    try:
+        events = [msgspec.Raw(_encoder.encode(_require_event(event))) for event in listed]
+        return _encoder.encode(EventBatch(_require_time(batch.ts), events, rank))
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise ArgumentError(f"events: {error}") from None
+
+
+def _require_event(event: object) -> object:
+    if not isinstance(event, Event | msgspec.Raw):
+        raise ArgumentTypeError(f"events: got {type(event).__name__} among them, allowed: those of pagepool.events")
+    return event
+
+
+def _require_time(seconds: float) -> float:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise ArgumentTypeError(f"ts: got {type(seconds).__name__}, allowed: a number of seconds")
+    return seconds
 
 
 class Contexts:

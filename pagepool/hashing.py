@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
-from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.errors import MAX_SHOWN_BITS, ArgumentError, ArgumentTypeError, shown
 from pagepool.forking import NAMES, make_lock
-from pagepool.specs import require_int
+from pagepool.request import refuse_incomplete
+from pagepool.specs import MAX_SIZE, require_int
 
 HashFunction = Callable[[Any], int]
 """Maps ``(parent hash, token ids, extra keys)`` to an int; the builtin `hash` is one."""
@@ -40,6 +41,22 @@ class PageHash(NamedTuple):
     hash_value: int
     token_ids: tuple[int, ...]
     extra_keys: Any | None = None
+
+
+def checked_hash(page_hash: PageHash) -> PageHash:
+    """A page hash whose value is an int of Python's. ArgumentTypeError for what is no page hash, or cannot be a key of a dict,
+    ArgumentError for a value that is too large to be written out.
+    """
+    if not isinstance(page_hash, PageHash):
+        raise ArgumentTypeError(f"page_hash: got {type(page_hash).__name__}, allowed: PageHash")
+    value = _sized("hash_value", require_int("hash_value", page_hash.hash_value))
+    if not isinstance(page_hash.token_ids, tuple):
+        raise ArgumentTypeError(f"token_ids: got {type(page_hash.token_ids).__name__}, allowed: a tuple of ints")
+    try:
+        hash(page_hash)
+    except TypeError as error:
+        raise ArgumentTypeError(f"page_hash: {error}, allowed: what can be a key of a dict") from None
+    return page_hash if value is page_hash.hash_value else page_hash._replace(hash_value=value)
 
 
 class PageHashWithGroupId(NamedTuple):
@@ -72,7 +89,17 @@ def get_hash_seed(hash_seed: int | str | bytes | None = None) -> bytes | None:
         return hash_seed
     if isinstance(hash_seed, bool) or not isinstance(hash_seed, int | str):
         raise ArgumentTypeError(f"hash_seed: got {type(hash_seed).__name__}, allowed: int, str, bytes or None")
-    return str(hash_seed).encode()
+    try:
+        return str(_sized("hash_seed", hash_seed)).encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"hash_seed: got text that is no Unicode: {error}") from None
+
+
+def _sized(name: str, value: Any) -> Any:
+    """`value`, unless it is an int that may be too large for Python to write out."""
+    if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: ints of at most {MAX_SHOWN_BITS} bits")
+    return value
 
 
 class KeyHolder:
@@ -130,7 +157,11 @@ def hash_page_tokens(
     PageHash(hash_value=3, token_ids=(5, 6, 7), extra_keys=None)
     """
     parent = NONE_HASH if parent_page_hash is None else parent_page_hash
-    token_ids = tuple(curr_page_token_ids)
+    try:
+        token_ids = tuple(curr_page_token_ids)
+    except TypeError:
+        kind = type(curr_page_token_ids).__name__
+        raise ArgumentTypeError(f"curr_page_token_ids: got {kind}, allowed: a sequence of ints") from None
     return PageHash(hash_function((parent, token_ids, extra_keys)), token_ids, extra_keys)
 
 
@@ -139,7 +170,12 @@ def hash_request_tokens(hash_function: HashFunction, page_size: int, request: An
 
     Each call gives different hashes to a request that says ``has_vision`` and names no feature.
     """
-    token_ids = request.all_token_ids
+    page_size = require_int("page_size", page_size, 1)
+    try:
+        token_ids = request.all_token_ids
+    except AttributeError as error:
+        refuse_incomplete(request, error)
+        raise
     extra_keys = RequestExtraKeys.of(request)
     page_hashes: list[PageHash] = []
     parent: int | None = None
@@ -305,10 +341,10 @@ class RequestExtraKeys:
         lora_id, salt = getattr(request, "lora_id", None), getattr(request, "cache_salt", None)
         keys = [] if lora_id is None else [_lora_key(lora_id)]
         keys += [] if salt is None else [(cls.SALT, _plain("salt", salt))]
-        mm_features = getattr(request, "mm_features", None)
+        mm_features = list_features(getattr(request, "mm_features", None))
         if not mm_features and getattr(request, "has_vision", False):
             keys.append(("vision", os.urandom(16).hex()))
-        ranges = tuple(_feature_range(feature, cls.FEATURE_NAMES) for feature in mm_features or ())
+        ranges = tuple(_feature_range(feature, cls.FEATURE_NAMES) for feature in mm_features)
         return cls(tuple(keys), _make_features(ranges)) if keys or ranges else None
 
     def of_page(self, start: int, end: int) -> ExtraKeys | None:
@@ -370,17 +406,37 @@ class VllmExtraKeys(RequestExtraKeys):
         return RequestExtraKeys.find_next_page(self, start, page_size)
 
 
+def list_features(mm_features: Any) -> tuple[Any, ...]:
+    """Features as a tuple; ArgumentTypeError for what is no sequence, and no None."""
+    try:
+        return () if mm_features is None else tuple(mm_features)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(f"mm_features: got {type(mm_features).__name__}, allowed: a sequence, or None") from None
+
+
 def _feature_range(feature: Any, names: Sequence[str]) -> FeatureRange:
     """Where one multimodal feature is, and what. The hash is the first of `names` that it has."""
     content_hash = next((value for name in names if (value := getattr(feature, name, None)) is not None), None)
     if content_hash is None:
-        raise ArgumentError(f"mm_features: {feature!r} has neither mm_hash nor identifier")
-    position = getattr(feature, "placeholder_range", None) or getattr(feature, "mm_position", None)
+        raise ArgumentError(f"mm_features: {shown(feature)} has neither mm_hash nor identifier")
+    position = getattr(feature, "placeholder_range", None)
+    if position is None:
+        position = getattr(feature, "mm_position", None)
     start, end = 0, 1
     if position is not None:
-        start = require_int("mm_features: offset", position.offset, 0)
-        end = start + require_int("mm_features: length", position.length, 0)
-    return start, end, str(getattr(feature, "modality", "mm")), _plain("mm_hash", content_hash)
+        if not (hasattr(position, "offset") and hasattr(position, "length")):
+            kind = type(position).__name__
+            raise ArgumentTypeError(f"mm_features: got {kind} as a position, allowed: an object with offset and length")
+        start = require_int("mm_features: offset", position.offset, 0, MAX_SIZE)
+        end = start + require_int("mm_features: length", position.length, 0, MAX_SIZE)
+    return start, end, _text("mm_features: modality", getattr(feature, "modality", "mm")), _plain("mm_hash", content_hash)
+
+
+def _text(name: str, value: object) -> str:
+    try:
+        return str(_sized(name, value))
+    except ValueError:  # of an int within it
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: a name") from None
 
 
 def _lora_key(lora_id: Any) -> tuple[Any, ...]:
@@ -396,7 +452,7 @@ def _plain(name: str, value: Any) -> int | str | bytes:
     """`value` if its repr tells it from every other value."""
     if type(value) not in (int, str, bytes):
         raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: int, str or bytes")
-    checked: int | str | bytes = value
+    checked: int | str | bytes = _sized(name, value)
     return checked
 
 
@@ -447,6 +503,7 @@ class HashNames:
 
     def key_of(self, page_hash: PageHash) -> int:
         """The key to enter a page with `page_hash` under. One that carries tokens gets a fresh random key with it as name."""
+        page_hash = checked_hash(page_hash)
         named = self._keys_of_hash.get(page_hash)
         if named is not None:
             return named[0]

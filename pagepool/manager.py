@@ -6,13 +6,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pagepool._core import CachePage, PageIds, PageStore, QueryCounter, Refusal, lists_of
 from pagepool.coordinator import ANY_PAGE, CacheCoordinator, DueEntries, RequestPages, get_kv_cache_coordinator
-from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError
+from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, shown
 from pagepool.forking import MANAGERS, make_lock
 from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.page_pool import PagePool
-from pagepool.request import EngineRequestStatus, Request
+from pagepool.request import EngineRequestStatus, Request, has_status, id_of, read_count, refuse_incomplete
 from pagepool.request_hashes import HashAlgorithm, RequestHashes, RequestPageHashes, make_page_hasher
-from pagepool.specs import CacheGroupSpec, count_of, pages_per_dp_shard, require_int, usable_pages_count
+from pagepool.specs import (
+    MAX_SIZE,
+    CacheGroupSpec,
+    check_groups,
+    count_of,
+    pages_per_dp_shard,
+    require_int,
+    usable_pages_count,
+)
 from pagepool.stats import CacheStats, QueryCounts, TimeHistogram
 
 if TYPE_CHECKING:
@@ -21,6 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["CacheManager", "CachePages", "PrefixProbe"]
 
 logger = logging.getLogger(__name__)
+
+ZERO = 0
+"""What a count is where it is left out: there is one such int, which `is` tells from those of other types."""
 
 
 class CachePages:
@@ -138,18 +149,20 @@ class CacheManager(KeyHolder):
         page_pool: PagePool | None = None,
     ) -> None:
         """`max_model_len` in tokens. ArgumentError for values out of range and for combinations that cannot work."""
-        _check_groups(kv_cache_groups)
-        self.num_pages = num_pages
+        if not isinstance(kv_cache_groups, Sequence):
+            raise ArgumentTypeError(f"kv_cache_groups: got {type(kv_cache_groups).__name__}, allowed: a list of CacheGroupSpec")
+        check_groups(kv_cache_groups)
         self.kv_cache_groups = kv_cache_groups
         self.num_kv_cache_groups = len(kv_cache_groups)
-        self.max_model_len = require_int("max_model_len", max_model_len, 1)
+        self.max_model_len = require_int("max_model_len", max_model_len, 1, MAX_SIZE)
         self.enable_caching = bool(enable_caching and kv_cache_groups)
         self.use_eagle = use_eagle
         self.coordinator: CacheCoordinator = get_kv_cache_coordinator(
             num_pages, kv_cache_groups, self.max_model_len, use_eagle, self.enable_caching, page_pool
         )
         self.page_pool = self.coordinator.page_pool
-        self.page_size = kv_cache_groups[0].kv_cache_spec.page_size if self.enable_caching else None
+        self.num_pages = self.page_pool.num_pages
+        self.page_size = self.coordinator.single_type_managers[0].page_size if self.enable_caching else None
         self._store = self.page_pool.store
         self.hasher = make_page_hasher(hash_algo, self.coordinator.hash_page_size, hash_seed)
         self.hasher.keep_token_ids = keep_token_ids
@@ -207,11 +220,13 @@ class CacheManager(KeyHolder):
         first time; O(1) for a request of one group of full attention that `allocate_slots` refused with its hits, until one of
         these finds another holder or another page of it is cached.
         """
-        if not self._may_hit(request):
+        query = self._read_query(request)
+        if query is None:
             return self.create_empty_page_list(), 0
-        ids = self.page_pool.find_shard_bounds(dp_shard_hint, data_parallel_size)
+        num_queried_tokens, is_preempted = query
+        is_anywhere = dp_shard_hint is None and data_parallel_size is None
+        ids = ANY_PAGE if is_anywhere else self.page_pool.find_shard_bounds(dp_shard_hint, data_parallel_size)
         with self._lock:
-            num_queried_tokens = request.num_tokens
             hashes = self._extend_hashes(request, num_queried_tokens)
             refusal = hashes.refusal
             if refusal and ids == ANY_PAGE and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits():
@@ -219,29 +234,43 @@ class CacheManager(KeyHolder):
             else:
                 hashes.refusal = None
                 pages, num_tokens = self.coordinator.find_longest_cache_hit(hashes.chain, num_queried_tokens - 1, ids)
-            is_preempted = hashes.is_counted or request.status == EngineRequestStatus.PREEMPTED
-            hashes.query = num_queried_tokens, num_tokens, is_preempted
+            hashes.query = num_queried_tokens, num_tokens, is_preempted or hashes.is_counted
         return CachePages(pages, self._store), num_tokens
 
     def probe(self, request: Request) -> PrefixProbe:
         """What `get_computed_pages` would find, and why not more. Changes nothing, counters and stored hashes included."""
-        if not self._may_hit(request):
+        query = self._read_query(request)
+        if query is None:
             reason = "prompt_logprobs are asked for" if self.enable_caching else "prefix caching is off"
-            return PrefixProbe(0, request.num_tokens, reason)
+            return PrefixProbe(0, read_count(request, "num_tokens"), reason)
+        num_queried_tokens, _ = query
         hashes = self.hasher.start(request, self._hashes.get(request.request_id))
-        self.hasher.extend(hashes, request, request.num_tokens // self.coordinator.hash_page_size)
-        _, num_tokens = self.coordinator.find_longest_cache_hit(hashes.chain, request.num_tokens - 1)
-        is_all = request.num_tokens - num_tokens <= self.coordinator.hash_page_size
+        self.hasher.extend(hashes, request, num_queried_tokens // self.coordinator.hash_page_size)
+        _, num_tokens = self.coordinator.find_longest_cache_hit(hashes.chain, num_queried_tokens - 1)
+        is_all = num_queried_tokens - num_tokens <= self.coordinator.hash_page_size
         reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
-        return PrefixProbe(num_tokens, request.num_tokens, reason)
+        return PrefixProbe(num_tokens, num_queried_tokens, reason)
 
-    def _may_hit(self, request: Request) -> bool:
-        params = request.sampling_params
-        return self.enable_caching and getattr(params, "prompt_logprobs", None) is None
+    def _read_query(self, request: Request) -> tuple[int, bool] | None:
+        """The number of a request's tokens, and whether it was preempted; None if it takes no hits."""
+        try:
+            num_tokens, is_preempted = request.num_tokens, request.status == EngineRequestStatus.PREEMPTED
+            params = request.sampling_params
+        except AttributeError as error:
+            refuse_incomplete(request, error)
+            raise
+        if type(num_tokens) is not int or num_tokens < 0:
+            num_tokens = require_int("num_tokens", num_tokens, 0)
+        if type(is_preempted) is not bool:  # of NumPy
+            is_preempted = has_status(request, EngineRequestStatus.PREEMPTED)
+        return (num_tokens, is_preempted) if self.enable_caching and getattr(params, "prompt_logprobs", None) is None else None
 
     def _extend_hashes(self, request: Request, num_tokens: int) -> RequestHashes:
         """The request's hashes, made at least for its full pages up to `num_tokens`."""
-        hashes = self._hashes.get(request.request_id)
+        try:
+            hashes = self._hashes.get(request.request_id)
+        except (AttributeError, TypeError):
+            hashes = self._hashes.get(id_of(request))
         if hashes is None or hashes.request is not request:  # another request may have had this id, and other tokens
             hashes = self._hashes[request.request_id] = self.hasher.start(request)
         self.hasher.extend(hashes, request, num_tokens // self.coordinator.hash_page_size)
@@ -281,15 +310,22 @@ class CacheManager(KeyHolder):
         0 again), of another one those beyond its slots. The state of a state group cannot go back: free a request whose
         ``num_computed_tokens`` does, or restore its state. Amortised O(new pages).
         """
-        try:  # negative exactly when one of the four is out of range; cheaper than four comparisons
-            is_wrong = num_new_tokens - 1 | num_new_computed_tokens | num_lookahead_tokens | num_external_computed_tokens < 0
-        except TypeError:
-            is_wrong = True
-        if is_wrong:
-            _check_num_tokens(num_new_tokens, num_external_computed_tokens, num_new_computed_tokens, num_lookahead_tokens)
-        num_computed_tokens = request.num_computed_tokens
-        num_tokens = num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens + num_new_tokens
-        held = self._requests.get(request.request_id)
+        try:
+            num_computed_tokens = request.num_computed_tokens
+            counts = num_new_tokens | num_lookahead_tokens | num_computed_tokens  # a plain int, not negative, if all three are
+            is_plain = type(counts) is int and counts >= 0 and num_new_tokens
+            held = self._requests.get(request.request_id)
+        except (AttributeError, OverflowError, TypeError):
+            is_plain = False
+        if is_plain and num_new_computed_tokens is num_external_computed_tokens is ZERO:
+            num_tokens = num_computed_tokens + num_new_tokens
+        else:
+            num_new_tokens, num_external_computed_tokens, num_new_computed_tokens, num_lookahead_tokens = _read_num_tokens(
+                num_new_tokens, num_external_computed_tokens, num_new_computed_tokens, num_lookahead_tokens
+            )
+            num_computed_tokens = read_count(request, "num_computed_tokens")
+            held = self._requests.get(id_of(request))
+            num_tokens = num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens + num_new_tokens
         if (
             held is not None
             and num_tokens + num_lookahead_tokens <= held.num_room_tokens
@@ -300,20 +336,25 @@ class CacheManager(KeyHolder):
         ):
             return CachePages(self._no_ids, self._store)
         if num_tokens > self.max_model_len:
-            raise ArgumentError(f"request {request.request_id!r}: got {num_tokens} tokens, allowed: {self.max_model_len}")
-        num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0)
+            raise ArgumentError(
+                f"request {shown(request.request_id)}: got {shown(num_tokens)} tokens, allowed: {self.max_model_len}"
+            )
+        num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
+        if new_computed_pages is not None and not isinstance(new_computed_pages, CachePages):
+            raise ArgumentTypeError(f"new_computed_pages: got {type(new_computed_pages).__name__}, allowed: CachePages")
         num_tokens_with_slot = min(num_tokens + num_lookahead_tokens, self.max_model_len)
         with self._lock:
             hits = self._get_hits(request, new_computed_pages)
             if held is None or num_new_computed_tokens or num_computed_tokens > held.num_room_tokens:
-                self._check_computed(request, num_new_computed_tokens, hits)
+                self._check_computed(request, num_computed_tokens, num_new_computed_tokens, hits)
             if data_parallel_size is None and self._is_refused_still(request, hits, num_tokens_with_slot, num_reserved_pages):
                 return None
             return self._allocate_slots(
                 request,
+                num_computed_tokens,
                 hits,
                 num_tokens_with_slot,
-                0 if delay_cache_pages or not self.enable_caching else min(num_tokens, request.num_tokens),
+                0 if delay_cache_pages or not self.enable_caching else min(num_tokens, read_count(request, "num_tokens")),
                 dp_shard_hint,
                 data_parallel_size,
                 num_reserved_pages,
@@ -322,6 +363,7 @@ class CacheManager(KeyHolder):
     def _allocate_slots(
         self,
         request: Request,
+        num_computed_tokens: int,
         hits: tuple[PageIds, ...],
         num_tokens_with_slot: int,
         num_tokens_to_cache: int,
@@ -335,13 +377,12 @@ class CacheManager(KeyHolder):
             self._extend_hashes(request, max(len(ids) * manager.page_size for ids, manager in zip(hits, managers, strict=True)))
         is_admission = request.request_id not in self._requests
         held = self._requests.get(request.request_id) or RequestPages(self.coordinator.single_type_managers)
-        is_full = num_tokens_to_cache >= held.num_next_full_tokens or request.num_computed_tokens < held.num_cached_tokens
-        if dp_shard_hint is not None:
-            self.page_pool.find_shard(dp_shard_hint, data_parallel_size)  # refuses a wrong one before anything changes
+        is_full = num_tokens_to_cache >= held.num_next_full_tokens or num_computed_tokens < held.num_cached_tokens
+        self.page_pool.find_shard(dp_shard_hint, data_parallel_size)  # refuses wrong ones before anything changes
         hashes = self._extend_hashes(request, num_tokens_to_cache) if is_full else None
-        self.coordinator.rewind(held, request.num_computed_tokens)
+        self.coordinator.rewind(held, num_computed_tokens)
         due = [] if hashes is None else self.coordinator.list_due(held, hashes.chain, num_tokens_to_cache)
-        self.coordinator.remove_skipped_pages(held, request.num_computed_tokens)
+        self.coordinator.remove_skipped_pages(held, num_computed_tokens)
         new_ids: tuple[PageIds, ...] | None = self._no_ids
         if num_tokens_with_slot > held.num_room_tokens or hits is not self._no_ids:
             shard = self._find_shard(held, hits, dp_shard_hint, data_parallel_size)
@@ -353,9 +394,11 @@ class CacheManager(KeyHolder):
             self._count_admission(request, hits)
         return None if new_ids is None else CachePages(new_ids, self._store)
 
-    def _check_computed(self, request: Request, num_new_computed_tokens: int, hits: tuple[PageIds, ...]) -> None:
+    def _check_computed(
+        self, request: Request, num_computed_tokens: int, num_new_computed_tokens: int, hits: tuple[PageIds, ...]
+    ) -> None:
         """ArgumentError for more computed tokens than a request can have: what nobody computed would be cached. O(groups)."""
-        num_tokens = request.num_computed_tokens + num_new_computed_tokens
+        num_tokens = num_computed_tokens + num_new_computed_tokens
         held = self._requests.get(request.request_id)
         if num_tokens == 0 or not self.kv_cache_groups:
             return
@@ -366,12 +409,12 @@ class CacheManager(KeyHolder):
             allowed = num_allowed_tokens = self.coordinator.count_room_tokens(held)
             reason = "the tokens for which it has slots"
         else:
-            allowed, num_allowed_tokens = 0, request.num_computed_tokens
+            allowed, num_allowed_tokens = 0, num_computed_tokens
             reason = "new ones for a request that holds pages already"
         if num_tokens > num_allowed_tokens:
             raise ArgumentError(
-                f"request {request.request_id!r}: got num_computed_tokens {request.num_computed_tokens} and "
-                f"num_new_computed_tokens {num_new_computed_tokens}, allowed: {allowed} {reason}"
+                f"request {shown(request.request_id)}: got num_computed_tokens {shown(num_computed_tokens)} and "
+                f"num_new_computed_tokens {shown(num_new_computed_tokens)}, allowed: {allowed} {reason}"
             )
 
     def _get_hits(self, request: Request, new_computed_pages: CachePages | None) -> tuple[PageIds, ...]:
@@ -388,7 +431,8 @@ class CacheManager(KeyHolder):
         held = self._requests.get(request.request_id)
         if held is not None and any(held.groups):
             raise ArgumentError(
-                f"new_computed_pages: got pages for request {request.request_id!r}, which holds some already; allowed: none"
+                f"new_computed_pages: got pages for request {shown(request.request_id)}, "
+                "which holds some already; allowed: none"
             )
         return hits
 
@@ -499,14 +543,15 @@ class CacheManager(KeyHolder):
             return
         num_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
         with self._lock:
-            held = self._requests.get(request.request_id)
+            held = self._requests.get(id_of(request))
             if held is None:
-                raise ArgumentError(f"request {request.request_id!r} holds no pages")
+                raise ArgumentError(f"request {shown(request.request_id)} holds no pages")
             num_room_tokens = self.coordinator.count_room_tokens(held)
             if num_tokens > num_room_tokens:
-                raise ArgumentError(f"num_computed_tokens: got {num_tokens}, allowed: at most {num_room_tokens}")
+                raise ArgumentError(f"num_computed_tokens: got {shown(num_tokens)}, allowed: at most {num_room_tokens}")
+            num_before = read_count(request, "num_computed_tokens")
             hashes = self._extend_hashes(request, num_tokens)
-            self.coordinator.rewind(held, request.num_computed_tokens)
+            self.coordinator.rewind(held, num_before)
             self._cache_pages(held, hashes, num_tokens, self.coordinator.list_due(held, hashes.chain, num_tokens))
             self.coordinator.update_thresholds(held)
 
@@ -600,7 +645,7 @@ class CacheManager(KeyHolder):
         if num_computed_tokens is not None:
             num_computed_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
         with self._lock:
-            hashes = self._hashes.get(request.request_id)
+            hashes = self._hashes.get(id_of(request))
             self.coordinator.free(request.request_id, num_computed_tokens, hashes.chain if hashes else None)
             if num_computed_tokens is not None:
                 self.page_pool.forget_evicted_names()
@@ -610,7 +655,7 @@ class CacheManager(KeyHolder):
         without features, it hits none of its pages any more.
         """
         with self._lock:
-            self._hashes.pop(request.request_id, None)
+            self._hashes.pop(id_of(request), None)
 
     # Looking.
 
@@ -658,7 +703,11 @@ class CacheManager(KeyHolder):
 
     def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
         """The ids of a request's pages, one list for each group; the null page, 0, where one was skipped. O(pages)."""
-        return lists_of(self.coordinator.get_pages(request_id))
+        try:
+            pages = self.coordinator.get_pages(request_id)
+        except TypeError:
+            raise ArgumentTypeError(f"request_id: got {type(request_id).__name__}, allowed: a string") from None
+        return lists_of(pages)
 
     def get_num_common_prefix_pages(self, request: Request, num_scheduled_requests: int) -> list[int]:
         """For each group the leading pages of a running request that at least `num_scheduled_requests` requests hold.
@@ -666,29 +715,26 @@ class CacheManager(KeyHolder):
         Counts holders, not batches: a page held by a request that is not scheduled counts too. 0 for groups that are not full
         attention, and without caching. ArgumentError unless the request is RUNNING.
         """
-        if request.status != EngineRequestStatus.RUNNING:
-            raise ArgumentError(f"request {request.request_id!r}: status is {request.status}, allowed: RUNNING")
-        return self.coordinator.get_num_common_prefix_pages(request.request_id, num_scheduled_requests)
+        request_id = id_of(request)
+        if not has_status(request, EngineRequestStatus.RUNNING):
+            status = request.status if isinstance(request.status, EngineRequestStatus) else shown(request.status)
+            raise ArgumentError(f"request {shown(request_id)}: status is {status}, allowed: RUNNING")
+        num_scheduled_requests = require_int("num_scheduled_requests", num_scheduled_requests)
+        return self.coordinator.get_num_common_prefix_pages(request_id, num_scheduled_requests)
 
     def create_empty_page_list(self) -> CachePages:
         """No pages, for the groups of this manager."""
         return CachePages(self._no_ids, self._store)
 
 
-def _check_groups(kv_cache_groups: Sequence[CacheGroupSpec]) -> None:
-    """ArgumentTypeError for what is no sequence of groups, a spec in place of its group for instance."""
-    if not isinstance(kv_cache_groups, Sequence):
-        raise ArgumentTypeError(f"kv_cache_groups: got {type(kv_cache_groups).__name__}, allowed: a list of CacheGroupSpec")
-    for i, group in enumerate(kv_cache_groups):
-        if not hasattr(group, "kv_cache_spec"):
-            raise ArgumentTypeError(f"kv_cache_groups: got {type(group).__name__} (at {i}), allowed: CacheGroupSpec")
-
-
-def _check_num_tokens(
+def _read_num_tokens(
     num_new_tokens: int, num_external_tokens: int, num_new_computed_tokens: int, num_lookahead_tokens: int
-) -> None:
-    """ArgumentError for negative counts and for nothing to do, ArgumentTypeError for what is no int."""
-    require_int("num_new_computed_tokens", num_new_computed_tokens, 0)
-    require_int("num_lookahead_tokens", num_lookahead_tokens, 0)
+) -> tuple[int, int, int, int]:
+    """The four as ints of Python's: sums of NumPy's wrap around. ArgumentError for negative counts and for nothing to do,
+    ArgumentTypeError for what is no int.
+    """
+    num_new_computed_tokens = require_int("num_new_computed_tokens", num_new_computed_tokens, 0)
+    num_lookahead_tokens = require_int("num_lookahead_tokens", num_lookahead_tokens, 0)
     num_external_tokens = require_int("num_external_computed_tokens", num_external_tokens, 0)
-    require_int("num_new_tokens", num_new_tokens, 0 if num_external_tokens else 1)
+    num_new_tokens = require_int("num_new_tokens", num_new_tokens, 0 if num_external_tokens else 1)
+    return num_new_tokens, num_external_tokens, num_new_computed_tokens, num_lookahead_tokens

@@ -2,14 +2,15 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import CachePage, HashChain, PageIds, PageStore
-from pagepool.errors import ArgumentError, PageIdError, SnapshotError
-from pagepool.hashing import PageHash, PageHashWithGroupId, RequestExtraKeys, hash_page_tokens
+from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, SnapshotError, shown
+from pagepool.hashing import PageHash, PageHashWithGroupId, RequestExtraKeys, checked_hash, hash_page_tokens
+from pagepool.request import refuse_incomplete
 from pagepool.snapshot import (
     Configuration,
     Snapshot,
@@ -20,12 +21,14 @@ from pagepool.snapshot import (
     seal,
     unseal,
 )
-from pagepool.specs import dp_shard_page_bounds, pages_per_dp_shard
+from pagepool.specs import dp_shard_page_bounds, pages_per_dp_shard, require_int
 from pagepool.stats import PagePoolStats
 
 __all__ = ["CachePage", "CachedPages", "FreeCachePageQueue", "PagePool", "PageProbe", "Pages"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PageIdArray = npt.NDArray[np.int32]
 
@@ -57,7 +60,12 @@ class Pages(Sequence[CachePage]):
     def __getitem__(self, index: int | slice) -> CachePage | list[CachePage]:
         """The page with that id, or a list of pages for a slice. PageIdError, an IndexError, outside the pool."""
         if isinstance(index, slice):
-            return [self._store.page(page_id) for page_id in range(len(self))[index]]
+            try:
+                page_ids = range(len(self))[index]
+            except TypeError as error:
+                raise ArgumentTypeError(f"a slice of pages: {error}, allowed: ints") from None
+            return [self._store.page(page_id) for page_id in page_ids]
+        index = require_int("page id", index)
         return self._store.page(index if index >= 0 else index + len(self))
 
 
@@ -111,6 +119,7 @@ class FreeCachePageQueue:
     def append_n(self, pages: Sequence[CachePage]) -> None:
         """Put pages at the back, in order; all or none of them."""
         if not self._store.is_pool:
+            pages = _pages_of(pages)
             for page in pages:
                 self._store.adopt(page)
         self._store.append(self._store.ids_of_pages(pages))
@@ -167,8 +176,8 @@ class PagePool:
 
     def __init__(self, num_pages: int, enable_caching: bool) -> None:
         """`num_pages` counts the null page; ArgumentError, a ValueError, unless it is a positive int."""
-        if not isinstance(num_pages, int | np.integer) or num_pages <= 0:
-            raise ArgumentError(f"num_pages: got {num_pages!r}, allowed: a positive int")
+        if isinstance(num_pages, bool) or not isinstance(num_pages, int | np.integer) or num_pages <= 0:
+            raise ArgumentError(f"num_pages: got {shown(num_pages)}, allowed: a positive int")
         self._start(PageStore(num_pages, enable_caching))
 
     def _start(self, store: PageStore) -> None:
@@ -319,18 +328,22 @@ class PagePool:
 
     def free_page_ids(self, ordered_page_ids: PageIdArray | Sequence[int]) -> None:
         """`free_pages` by id: an int32 array or a list."""
-        self.store.give_back(ordered_page_ids)
+        self.store.give_back(_require_ids(ordered_page_ids))
 
     def touch(self, pages: Iterable[Iterable[CachePage]]) -> None:
         """Take one reference more to each page of each group; a free page leaves the free queue. Null pages are passed over.
 
         PageIdError, and nothing touched, for pages of another pool or out of the queue without a holder. O(pages).
         """
-        self.store.touch(self.store.ids_of_pages([page for group in pages for page in group]))
+        try:
+            touched = [page for group in pages for page in group]
+        except TypeError:
+            raise ArgumentTypeError("pages: got no list for each group, allowed: lists of CachePage") from None
+        self.store.touch(self.store.ids_of_pages(touched))
 
     def touch_page_ids(self, page_ids: PageIdArray | Sequence[int]) -> None:
         """`touch` by id: an int32 array or a list."""
-        self.store.touch(page_ids)
+        self.store.touch(_require_ids(page_ids))
 
     # Prefix caching.
 
@@ -349,6 +362,7 @@ class PagePool:
         pages of equal content).
         """
         bounds = self.find_shard_bounds(dp_shard_hint, data_parallel_size)
+        page_hash = checked_hash(page_hash)
         if self._is_own_key(page_hash):
             return self.store.find_pages(page_hash.hash_value, kv_cache_group_ids, *bounds)
         page_ids = self._find_page_ids(page_hash, kv_cache_group_ids, bounds)
@@ -369,7 +383,7 @@ class PagePool:
 
     def _find_page_ids(self, page_hash: PageHash, group_ids: Sequence[int], bounds: tuple[int, int | None]) -> list[int] | None:
         page_ids = []
-        for group_id in group_ids:
+        for group_id in _groups_of(group_ids):
             page_id = self.find_page_id(page_hash, group_id, *bounds)
             if page_id is None:
                 return None
@@ -381,6 +395,7 @@ class PagePool:
 
         A hash that carries token ids hits only a page whose token ids are equal.
         """
+        page_hash = checked_hash(page_hash)
         if self._is_own_key(page_hash):
             return self.store.find(page_hash.hash_value, group_id, start, stop)
         for key in self.store.names.keys_of(page_hash):
@@ -414,8 +429,9 @@ class PagePool:
         ``request.all_token_ids`` and appended to it. Null pages are passed over. PageHashError, and nothing entered, if a page
         has a hash already. O(num_full_pages - num_cached_pages).
         """
-        ids = self.store.ids_of_pages(pages[num_cached_pages:num_full_pages])
-        self._cache_full(ids, request, page_hashes, num_cached_pages, num_full_pages, page_size, kv_cache_group_id)
+        bounds = _bounds_of(num_cached_pages, num_full_pages)
+        ids = self.store.ids_of_pages(_slice("pages", pages, *bounds))
+        self._cache_full(ids, request, page_hashes, *bounds, page_size, kv_cache_group_id)
 
     def cache_full_page_ids(
         self,
@@ -428,8 +444,9 @@ class PagePool:
         kv_cache_group_id: int,
     ) -> None:
         """`cache_full_pages` by id: an int32 array or a list."""
-        ids = PageIds(page_ids[num_cached_pages:num_full_pages])
-        self._cache_full(ids, request, page_hashes, num_cached_pages, num_full_pages, page_size, kv_cache_group_id)
+        bounds = _bounds_of(num_cached_pages, num_full_pages)
+        ids = PageIds(_slice("page_ids", page_ids, *bounds))
+        self._cache_full(ids, request, page_hashes, *bounds, page_size, kv_cache_group_id)
 
     def _cache_full(
         self,
@@ -441,18 +458,21 @@ class PagePool:
         page_size: int,
         group_id: int,
     ) -> None:
+        page_size = require_int("page_size", page_size, 1)
+        if not isinstance(page_hashes, list):
+            raise ArgumentTypeError(f"page_hashes: got {type(page_hashes).__name__}, allowed: a list of PageHash")
         if len(page_hashes) < num_cached_pages:
             raise ArgumentError(
-                f"page_hashes: got {len(page_hashes)}, allowed: at least the {num_cached_pages} of the cached pages"
+                f"page_hashes: got {len(page_hashes)}, allowed: at least the {shown(num_cached_pages)} of the cached pages"
             )
         if len(ids) != max(0, num_full_pages - num_cached_pages):
-            raise ArgumentError(f"num_full_pages: got {num_full_pages}, more than there are pages")
+            raise ArgumentError(f"num_full_pages: got {shown(num_full_pages)}, more than there are pages")
         missing = _hash_missing_pages(request, page_hashes, num_full_pages, page_size)
         new_hashes = [*page_hashes, *missing][num_cached_pages:num_full_pages]
         num_parents = min(num_cached_pages, 1)
         parents = page_hashes[num_cached_pages - num_parents : num_cached_pages]
         chain = HashChain(page_size, bytes(16))
-        for page_hash in (*parents, *new_hashes):
+        for page_hash in _hashes_of([*parents, *new_hashes]):
             chain.append_key(self.store.names.key_of(page_hash))
         ids = PageIds.joined((PageIds([0] * num_parents), ids))
         first_place = num_cached_pages - num_parents
@@ -474,7 +494,8 @@ class PagePool:
     def probe(self, page_hashes: Iterable[PageHash], kv_cache_group_ids: Sequence[int] = (0,)) -> PageProbe:
         """How many of the pages, from the first on, hit in every group, and which group missed. Changes nothing."""
         num_hit_pages = 0
-        for page_hash in page_hashes:
+        kv_cache_group_ids = _groups_of(kv_cache_group_ids)
+        for page_hash in _hashes_of(page_hashes):
             for group_id in kv_cache_group_ids:
                 if self.find_page_id(page_hash, group_id) is None:
                     return PageProbe(num_hit_pages, group_id)
@@ -490,7 +511,7 @@ class PagePool:
 
         PageIdError, and nothing dropped, for an id outside the pool or the null page. O(pages).
         """
-        ids = PageIds(page_ids)
+        ids = PageIds(_require_ids(page_ids))
         if 0 in ids:
             raise PageIdError("page 0, the null page, is never cached")
         return self.store.drop(ids)
@@ -549,30 +570,87 @@ class PagePool:
         pages are taken for a size builds the shards' queues in O(num_pages + pages of equal content x shards); they are kept
         from then on.
         """
-        if dp_shard_hint is None or pages_per_dp_shard(self.num_pages, data_parallel_size) is None:
+        pages_per_shard = pages_per_dp_shard(self.num_pages, data_parallel_size)
+        hint = None if dp_shard_hint is None else require_int("dp_shard_hint", dp_shard_hint)
+        if hint is None or pages_per_shard is None:
             return None
-        num_shards = int(data_parallel_size or 1)
-        return int(dp_shard_hint) % num_shards, num_shards
+        num_shards = self.num_pages // pages_per_shard
+        return hint % num_shards, num_shards
 
     def find_shard_bounds(self, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int | None]:
         """Half-open range of the page ids that may hit under a hint."""
-        if dp_shard_hint is None:
+        shard = self.find_shard(dp_shard_hint, data_parallel_size)
+        if shard is None:
             return 0, None
-        pages_per_shard = pages_per_dp_shard(self.num_pages, data_parallel_size)
-        if pages_per_shard is None:
-            return 0, None
-        return dp_shard_page_bounds(int(dp_shard_hint) % int(data_parallel_size or 1), pages_per_shard)
+        shard_index, num_shards = shard
+        return dp_shard_page_bounds(shard_index, self.num_pages // num_shards)
+
+
+def _pages_of(pages: Sequence[CachePage]) -> list[CachePage]:
+    """ArgumentTypeError for what is no list of pages."""
+    return _list_of(CachePage, "pages", pages)
+
+
+def _hashes_of(page_hashes: Iterable[PageHash]) -> list[PageHash]:
+    """ArgumentTypeError for what is no list of page hashes."""
+    return _list_of(PageHash, "page_hashes", page_hashes)
+
+
+def _list_of(cls: type[T], name: str, values: Iterable[T]) -> list[T]:
+    try:
+        listed = list(values)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: a list of {cls.__name__}") from None
+    for value in listed:
+        if not isinstance(value, cls):
+            raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: {cls.__name__}")
+    return listed
+
+
+def _require_ids(page_ids: T) -> T:
+    """ArgumentTypeError for None, of which the core makes no ids."""
+    if page_ids is None:
+        raise ArgumentTypeError("page ids: got None, allowed: a list or an array")
+    return page_ids
+
+
+def _groups_of(group_ids: Sequence[int]) -> list[int]:
+    """Ids of groups as ints; ArgumentTypeError for what is no list of them."""
+    try:
+        listed = list(group_ids)
+    except TypeError:
+        raise ArgumentTypeError(f"kv_cache_group_ids: got {type(group_ids).__name__}, allowed: a sequence of ints") from None
+    return [require_int("kv_cache_group_ids", group_id, 0) for group_id in listed]
+
+
+def _bounds_of(num_cached_pages: int, num_full_pages: int) -> tuple[int, int]:
+    return require_int("num_cached_pages", num_cached_pages, 0), require_int("num_full_pages", num_full_pages, 0)
+
+
+def _slice(name: str, values: Any, start: int, stop: int) -> Any:
+    try:
+        return values[start:stop]
+    except (TypeError, IndexError, KeyError):
+        raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: a list or an array") from None
 
 
 def _hash_missing_pages(request: Any, page_hashes: Sequence[PageHash], num_full_pages: int, page_size: int) -> list[PageHash]:
     """The hashes from ``len(page_hashes)`` to `num_full_pages`."""
-    extra_keys = RequestExtraKeys.of(request) if len(page_hashes) < num_full_pages else None
-    parent = page_hashes[-1].hash_value if page_hashes else None
+    if len(page_hashes) >= num_full_pages:
+        return []
+    extra_keys = RequestExtraKeys.of(request)
+    try:
+        all_token_ids = request.all_token_ids
+    except AttributeError as error:
+        refuse_incomplete(request, error)
+        raise
+    parent = _hashes_of(page_hashes[-1:])[0].hash_value if page_hashes else None
     missing = []
     for start in range(len(page_hashes) * page_size, num_full_pages * page_size, page_size):
-        token_ids = request.all_token_ids[start : start + page_size]
+        token_ids = _slice("all_token_ids", all_token_ids, start, start + page_size)
         if len(token_ids) != page_size:
-            raise ArgumentError(f"request {request.request_id!r}: no full page of {page_size} tokens from {start} on")
+            name = f"request {shown(getattr(request, 'request_id', None))}"
+            raise ArgumentError(f"{name}: no full page of {shown(page_size)} tokens from {shown(start)} on")
         page_extra_keys = extra_keys.of_page(start, start + page_size) if extra_keys else None
         missing.append(hash_page_tokens(hash, parent, token_ids, page_extra_keys))
         parent = missing[-1].hash_value

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from pagepool._core import GroupedRows
 from pagepool.device_table import DeviceTable, commit_tables, warmup_tables
-from pagepool.specs import cdiv, require_int
+from pagepool.errors import ArgumentTypeError
+from pagepool.specs import MAX_SIZE, cdiv, require_int
 
 if TYPE_CHECKING:
     import jax
@@ -59,7 +60,7 @@ class PageTable(DeviceTable):
         each commit. `max_num_batched_tokens` is what the engine schedules at most; it is kept for the engine.
         """
         super().__init__(max_num_reqs, max_num_pages_per_req, sharding, donate)
-        self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, 0)
+        self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, 0, MAX_SIZE)
 
     def __repr__(self) -> str:
         """Its size, and how much of it is in use."""
@@ -111,8 +112,12 @@ class MultiGroupPageTable(GroupedRows):
         donate: bool = True,
     ) -> None:
         """`page_sizes` in tokens, one for each group: group ``g`` has ``ceil(max_model_len / page_sizes[g])`` columns."""
-        max_model_len = require_int("max_model_len", max_model_len, 1)
-        self.page_sizes = [require_int("page_sizes", page_size, 1) for page_size in page_sizes]
+        max_model_len = require_int("max_model_len", max_model_len, 1, MAX_SIZE)
+        try:
+            listed = list(page_sizes)
+        except TypeError:
+            raise ArgumentTypeError(f"page_sizes: got {type(page_sizes).__name__}, allowed: a list of ints") from None
+        self.page_sizes = [require_int("page_sizes", page_size, 1, MAX_SIZE) for page_size in listed]
         super().__init__(
             PageTable(max_num_reqs, cdiv(max_model_len, page_size), max_num_batched_tokens, sharding, donate=donate)
             for page_size in self.page_sizes

@@ -8,17 +8,27 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pagepool.errors import ArgumentTypeError
+from pagepool.errors import ArgumentTypeError, shown
 from pagepool.specs import require_int
 
-__all__ = ["EngineRequest", "EngineRequestStatus", "LoraId", "Request", "TokenIds"]
+__all__ = [
+    "EngineRequest",
+    "EngineRequestStatus",
+    "LoraId",
+    "Request",
+    "TokenIds",
+    "has_status",
+    "id_of",
+    "read_count",
+    "refuse_incomplete",
+]
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
 """Token ids by position: a list, or an int32 array, which is read without a copy."""
 
 
 LoraId: TypeAlias = int | str | tuple[str, str]
-"""What tells adapters apart: a number, a name, or name and path, which are what vLLM hashes."""
+"""What tells adapters apart: a number of at most 256 bits, a name, or name and path, which are what vLLM hashes."""
 
 
 class EngineRequestStatus(IntEnum):
@@ -49,7 +59,8 @@ class EngineRequestStatus(IntEnum):
 
 
 class Request(Protocol):
-    """What a manager reads of an engine's request. It never writes to it.
+    """What a manager reads of an engine's request. It never writes to it. Counts and status may be NumPy's; ArgumentTypeError
+    names an attribute that is missing or of another type.
 
     Read only where a request has them: `cache_salt` (requests of different salts share no pages), `lora_id`
     (the same for adapters: an int, a string, or a pair of name and path), `mm_features` (images and the like:
@@ -80,6 +91,55 @@ class Request(Protocol):
     @property
     def status(self) -> int:
         """An `EngineRequestStatus`, or an engine's own int of the same value."""
+
+
+ATTRIBUTES = ("request_id", "all_token_ids", "num_tokens", "num_computed_tokens", "sampling_params", "status")
+"""What every request has."""
+
+
+def refuse_incomplete(request: object, error: AttributeError) -> None:
+    """ArgumentTypeError if `error` was raised because `request` lacks one of `ATTRIBUTES`; nothing if it is another."""
+    if error.obj is request and error.name not in ATTRIBUTES:
+        return
+    for name in ATTRIBUTES:
+        if not hasattr(request, name):
+            allowed = f"one with {', '.join(ATTRIBUTES)}"
+            raise ArgumentTypeError(f"request: got {type(request).__name__} without {name}, allowed: {allowed}") from error
+
+
+def id_of(request: Request) -> str:
+    """A request's id. ArgumentTypeError where there is none, or none that a dict takes."""
+    try:
+        request_id = request.request_id
+    except AttributeError as error:
+        refuse_incomplete(request, error)
+        raise
+    try:
+        hash(request_id)
+    except TypeError as error:
+        raise ArgumentTypeError(f"request_id: got {type(request_id).__name__}, allowed: a string") from error
+    return request_id
+
+
+def read_count(request: Request, name: str) -> int:
+    """An attribute that counts tokens, as an int. ArgumentTypeError where there is none, ArgumentError below 0."""
+    try:
+        count = getattr(request, name)
+    except AttributeError as error:
+        refuse_incomplete(request, error)
+        raise
+    return count if type(count) is int and count >= 0 else require_int(name, count, 0)
+
+
+def has_status(request: Request, status: EngineRequestStatus) -> bool:
+    """Whether a request is in that state."""
+    try:
+        return bool(request.status == status)
+    except AttributeError as error:
+        refuse_incomplete(request, error)
+        raise
+    except ValueError:  # of an array
+        raise ArgumentTypeError(f"status: got {shown(request.status)}, allowed: an EngineRequestStatus") from None
 
 
 @dataclass(slots=True)
@@ -118,15 +178,18 @@ class EngineRequest:
 
     def append_output_token_ids(self, token_ids: int | Sequence[int]) -> None:
         """Append one generated token, or several in order."""
-        self.all_token_ids.extend(_list_token_ids("token_ids", [token_ids] if isinstance(token_ids, int) else token_ids))
+        self.all_token_ids.extend(
+            _list_token_ids("token_ids", [token_ids] if isinstance(token_ids, int | np.integer) else token_ids)
+        )
 
 
 def _list_token_ids(name: str, token_ids: Iterable[int]) -> list[int]:
     """The token ids as a new list."""
     if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
         raise ArgumentTypeError(f"{name}: got {type(token_ids).__name__}, allowed: a sequence of ints")
+    if isinstance(token_ids, np.ndarray) and token_ids.ndim != 1:
+        raise ArgumentTypeError(f"{name}: got an array of {token_ids.ndim} dimensions, allowed: 1")
     listed = token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
     if not set(map(type, listed)) <= {int} or min(listed, default=0) < 0:
-        for i, token_id in enumerate(listed):
-            require_int(f"{name}[{i}]", token_id, 0)
+        return [require_int(f"{name}[{i}]", token_id, 0) for i, token_id in enumerate(listed)]
     return listed

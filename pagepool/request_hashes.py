@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from pagepool._core import HashChain, PageIds, Refusal, require_token_ids
-from pagepool.errors import ArgumentError
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import (
     MAX_KEY,
     ExtraKeys,
@@ -25,7 +25,7 @@ from pagepool.hashing import (
     sha256_cbor,
     sha256_page,
 )
-from pagepool.request import Request, TokenIds
+from pagepool.request import Request, TokenIds, refuse_incomplete
 
 __all__ = ["HashAlgorithm", "PageHasher", "RequestHashes", "RequestPageHashes", "make_page_hasher"]
 
@@ -113,14 +113,22 @@ class PageHasher(KeyHolder, ABC):
 
     def _read_tokens(self, request: Request, start_page: int, stop_page: int) -> TokenIds | PageIds:
         start, stop = start_page * self.page_size, stop_page * self.page_size
-        all_ids = request.all_token_ids
-        token_ids = PageIds.of_slice(all_ids, start, stop) if type(all_ids) is list else all_ids[start:stop]
+        try:
+            all_ids = request.all_token_ids
+        except AttributeError as error:
+            refuse_incomplete(request, error)
+            raise
+        try:
+            token_ids = PageIds.of_slice(all_ids, start, stop) if type(all_ids) is list else all_ids[start:stop]
+        except (TypeError, IndexError, KeyError) as error:
+            name = f"request {shown(request.request_id)}: all_token_ids"
+            raise ArgumentTypeError(f"{name}: got {type(all_ids).__name__}, allowed: a list or an int32 array") from error
         if not isinstance(token_ids, PageIds | np.ndarray):
             token_ids = PageIds(token_ids)
         if len(token_ids) != stop - start:
             raise ArgumentError(
-                f"request {request.request_id!r}: all_token_ids ends at {start + len(token_ids)}, "
-                f"its pages up to token {stop} were to be hashed"
+                f"request {shown(request.request_id)}: all_token_ids ends at {start + len(token_ids)}, "
+                f"its pages up to token {shown(stop)} were to be hashed"
             )
         require_token_ids(token_ids, start)
         return token_ids
@@ -244,13 +252,14 @@ def make_page_hasher(hash_algo: HashAlgorithm, page_size: int, hash_seed: int | 
     """The hasher for an algorithm's name or a callable. ArgumentError for an unknown name."""
     if callable(hash_algo):
         return CallableHasher(page_size, hash_seed, hash_algo)
-    if hash_algo == "siphash128":
+    name = hash_algo if isinstance(hash_algo, str) else None
+    if name == "siphash128":
         return SipHasher(page_size, hash_seed)
-    if hash_algo == "sha256":
+    if name == "sha256":
         return Sha256Hasher(page_size, hash_seed, _sha256_root(hash_seed), sha256_page)
-    if hash_algo == "sha256_cbor":
+    if name == "sha256_cbor":
         return VllmHasher(page_size, hash_seed)
-    raise ArgumentError(f"hash_algo: got {hash_algo!r}, allowed: 'siphash128', 'sha256', 'sha256_cbor' or a callable")
+    raise ArgumentError(f"hash_algo: got {shown(hash_algo)}, allowed: 'siphash128', 'sha256', 'sha256_cbor' or a callable")
 
 
 def _sha256_root(hash_seed: int | str | bytes | None) -> bytes:

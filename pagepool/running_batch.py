@@ -8,7 +8,7 @@ from weakref import ref
 from pagepool._core import HashChain, PageIds, RunningRows, StepResult
 from pagepool.attention import SingleTypeCacheManager
 from pagepool.errors import ArgumentError, ArgumentTypeError
-from pagepool.hashing import RequestExtraKeys, encode_extra_keys
+from pagepool.hashing import RequestExtraKeys, encode_extra_keys, list_features
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable, PageTable
 from pagepool.request import LoraId, TokenIds
@@ -163,7 +163,7 @@ class RunningBatch(RunningRows):
         self, row: int, cache_salt: str | None, lora_id: LoraId | None, mm_features: Sequence[Any] | None
     ) -> tuple[RequestExtraKeys | None, KeyedPages]:
         """The extra keys of a request, and the pages that have any. Features that the row had last are not read again."""
-        features = _as_tuple(mm_features)
+        features = list_features(mm_features)
         if cache_salt is None and lora_id is None and not features:
             return None, []
         request = SimpleNamespace(cache_salt=cache_salt, lora_id=lora_id)
@@ -218,13 +218,6 @@ class _ReadFeatures:
             and mine == others
             and all(reference() is feature for reference, feature in zip(self._references, features, strict=True))
         )
-
-
-def _as_tuple(mm_features: Sequence[Any] | None) -> tuple[Any, ...]:
-    try:
-        return tuple(mm_features or ())
-    except (TypeError, ValueError):
-        raise ArgumentTypeError(f"mm_features: got {type(mm_features).__name__}, allowed: a sequence, or None") from None
 
 
 def _tables_of(page_table: PageTable | MultiGroupPageTable, manager: CacheManager) -> tuple[PageTable, ...]:

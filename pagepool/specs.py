@@ -12,13 +12,14 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NamedTuple, Self, SupportsIndex, cast
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 
-from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 
 __all__ = [
+    "MAX_SIZE",
     "AttentionSpec",
     "CacheGroupSpec",
     "CacheGroupsConfig",
@@ -29,6 +30,7 @@ __all__ = [
     "RuntimePageBudgetEstimate",
     "SlidingWindowSpec",
     "cdiv",
+    "check_groups",
     "count_of",
     "create_kv_cache_specs_from_config",
     "dp_shard_for_page_id",
@@ -39,6 +41,9 @@ __all__ = [
     "require_int",
     "usable_pages_count",
 ]
+
+MAX_SIZE = 1 << 62
+"""No size is larger, so that sums and messages of any two are plain numbers."""
 
 # Accelerator dtypes that plain NumPy does not know by name. NumPy also says one byte for those below 8 bits,
 # as it does not pack them; caches do.
@@ -67,10 +72,12 @@ _EXTENDED_DTYPE_BITS = {
 def cdiv(a: int, b: int) -> int:
     """The quotient rounded up: how many pages of `b` tokens hold `a` tokens.
 
+    ArgumentError unless `b` is positive, ArgumentTypeError for what is no integer.
+
     >>> cdiv(16, 16), cdiv(17, 16), cdiv(0, 16)
     (1, 2, 0)
     """
-    return -(-a // b)
+    return -(-require_int("a", a) // require_int("b", b, 1))
 
 
 def count_of(number: int, noun: str) -> str:
@@ -82,26 +89,30 @@ def count_of(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def require_int(name: str, value: object, minimum: int) -> int:
+def require_int(name: str, value: object, minimum: int | None = None, maximum: int | None = None) -> int:
     """Return `value` as an int, or raise an error that names it.
 
     Raises `ArgumentTypeError` if it is no integer (a bool is none, a NumPy integer is one) and
-    `ArgumentError` if it is below `minimum`.
+    `ArgumentError` if it is below `minimum` or above `maximum`.
 
     >>> require_int("page_size", 16, minimum=1)
     16
     """
-    if type(value) is int and value >= minimum:  # by far the most common; the check of the protocol takes a microsecond
-        return value
-    try:
-        if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-            raise TypeError
-        number = operator.index(value)  # an array has the method, and refuses
-    except TypeError:
-        raise ArgumentTypeError(f"{name} must be an integer, got {value!r}") from None
-    if number < minimum:
-        raise ArgumentError(f"{name} must be at least {minimum}, got {number}")
+    number = value if type(value) is int else _index_of(name, value)
+    if minimum is not None and number < minimum:
+        raise ArgumentError(f"{name} must be at least {minimum}, got {shown(number)}")
+    if maximum is not None and number > maximum:
+        raise ArgumentError(f"{name} must be at most {maximum}, got {shown(number)}")
     return number
+
+
+def _index_of(name: str, value: object) -> int:
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        return int(operator.index(cast(Any, value)))  # an array has the method, and refuses
+    except TypeError:
+        raise ArgumentTypeError(f"{name} must be an integer, got {shown(value)}") from None
 
 
 def dtype_bits(dtype: object) -> int:
@@ -118,9 +129,9 @@ def dtype_bits(dtype: object) -> int:
     try:
         resolved: np.dtype[Any] = np.dtype(cast(Any, dtype))
     except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(f"dtype {dtype!r} is not one that NumPy or JAX knows") from error
+        raise ArgumentTypeError(f"dtype {shown(dtype)} is not one that NumPy or JAX knows") from error
     if dtype is None or resolved.kind not in "biufc":
-        raise ArgumentTypeError(f"dtype must be a number type, got {dtype!r}")
+        raise ArgumentTypeError(f"dtype must be a number type, got {shown(dtype)}")
     return resolved.itemsize * 8
 
 
@@ -139,7 +150,11 @@ class CacheSpec:
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        require_int("page_size", self.page_size, minimum=1)
+        self._set_int("page_size")
+
+    def _set_int(self, name: str, minimum: int = 1) -> None:
+        """Check a field, and keep it as an int of Python's: products of NumPy's wrap around."""
+        object.__setattr__(self, name, require_int(name, getattr(self, name), minimum, MAX_SIZE))
 
     @property
     def type_id(self) -> str:
@@ -185,8 +200,8 @@ class AttentionSpec(CacheSpec):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        require_int("num_kv_heads", self.num_kv_heads, minimum=1)
-        require_int("head_size", self.head_size, minimum=1)
+        self._set_int("num_kv_heads")
+        self._set_int("head_size")
         dtype_bits(self.dtype)
 
     @property
@@ -225,9 +240,9 @@ class FullAttentionSpec(AttentionSpec):
         """Check the fields."""
         super().__post_init__()
         if self.sliding_window is not None:
-            require_int("sliding_window", self.sliding_window, minimum=1)
+            self._set_int("sliding_window")
         if self.attention_chunk_size is not None:
-            require_int("attention_chunk_size", self.attention_chunk_size, minimum=1)
+            self._set_int("attention_chunk_size")
         if self.sliding_window is not None and self.attention_chunk_size is not None:
             raise ArgumentError("a layer has a sliding window or attention chunks, not both")
 
@@ -266,7 +281,7 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        require_int("attention_chunk_size", self.attention_chunk_size, minimum=1)
+        self._set_int("attention_chunk_size")
 
     @property
     def type_id(self) -> str:
@@ -275,7 +290,8 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int, **_: object) -> int:
         """Bytes of one chunk and the tokens of one step, as far as a request has so many."""
-        num_tokens = min(self.attention_chunk_size + max_num_batched_tokens, max_model_len)
+        num_tokens = self.attention_chunk_size + require_int("max_num_batched_tokens", max_num_batched_tokens)
+        num_tokens = min(num_tokens, require_int("max_model_len", max_model_len))
         return cdiv(num_tokens, self.page_size) * self.page_size_bytes
 
 
@@ -295,7 +311,7 @@ class SlidingWindowSpec(AttentionSpec):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        require_int("sliding_window", self.sliding_window, minimum=1)
+        self._set_int("sliding_window")
         if self.use_mla:
             raise ArgumentError("a sliding window with use_mla is not supported")
 
@@ -306,7 +322,8 @@ class SlidingWindowSpec(AttentionSpec):
 
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int, **_: object) -> int:
         """Bytes of one step's tokens and the window before them, and a page as they may start within one."""
-        num_tokens = min(self.sliding_window - 1 + max_num_batched_tokens, max_model_len)
+        num_tokens = self.sliding_window - 1 + require_int("max_num_batched_tokens", max_num_batched_tokens)
+        num_tokens = min(num_tokens, require_int("max_model_len", max_model_len))
         return (cdiv(num_tokens, self.page_size) + 1) * self.page_size_bytes
 
 
@@ -328,13 +345,22 @@ class MambaSpec(CacheSpec):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        if not self.shapes:
-            raise ArgumentError("shapes must name at least one state")
-        for dimension in (dimension for shape in self.shapes for dimension in shape):
-            require_int("a dimension in shapes", dimension, minimum=1)
+        self._set_shapes()
         state_bytes = _num_bytes(self.num_elements, self.dtype)
         if self.page_size_padded is not None:
-            require_int("page_size_padded", self.page_size_padded, minimum=state_bytes)
+            self._set_int("page_size_padded", minimum=state_bytes)
+
+    def _set_shapes(self) -> None:
+        """Check the dimensions, and keep them as ints of Python's."""
+        try:
+            shapes = [list(shape) for shape in self.shapes]
+        except TypeError:
+            raise ArgumentTypeError(f"shapes must be a tuple of tuples of integers, got {shown(self.shapes)}") from None
+        if not shapes:
+            raise ArgumentError("shapes must name at least one state")
+        checked = tuple(tuple(require_int("a dimension in shapes", each, 1, MAX_SIZE) for each in shape) for shape in shapes)
+        if any(type(each) is not int for shape in shapes for each in shape):
+            object.__setattr__(self, "shapes", checked)
 
     @property
     def num_elements(self) -> int:
@@ -366,6 +392,20 @@ class CacheGroupSpec:
     layer_names: list[str] | None = None
 
 
+def check_groups(kv_cache_groups: Iterable[CacheGroupSpec]) -> list[CacheGroupSpec]:
+    """The groups as a list; ArgumentTypeError for what is none, a spec in place of its group for instance."""
+    try:
+        groups = list(kv_cache_groups)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"kv_cache_groups: got {type(kv_cache_groups).__name__}, allowed: a list of CacheGroupSpec"
+        ) from None
+    for i, group in enumerate(groups):
+        if not hasattr(group, "kv_cache_spec"):
+            raise ArgumentTypeError(f"kv_cache_groups: got {type(group).__name__} (at {i}), allowed: CacheGroupSpec")
+    return groups
+
+
 @dataclass(frozen=True)
 class CacheGroupsConfig:
     """A pool's size in pages (the null page included) and the groups that draw from it."""
@@ -380,7 +420,7 @@ def usable_pages_count(num_pages: int) -> int:
     >>> usable_pages_count(1024)
     1023
     """
-    return max(0, num_pages - 1)
+    return max(0, require_int("num_pages", num_pages) - 1)
 
 
 def pages_per_dp_shard(num_pages: int, data_parallel_size: int | None) -> int | None:
@@ -389,7 +429,8 @@ def pages_per_dp_shard(num_pages: int, data_parallel_size: int | None) -> int | 
     >>> pages_per_dp_shard(1024, 4), pages_per_dp_shard(1023, 4), pages_per_dp_shard(1024, 1)
     (256, None, None)
     """
-    num_shards = data_parallel_size or 1
+    num_pages = require_int("num_pages", num_pages)
+    num_shards = 1 if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size)
     if num_shards <= 1 or num_pages <= 0 or num_pages % num_shards:
         return None
     return num_pages // num_shards
@@ -401,6 +442,8 @@ def dp_shard_for_page_id(page_id: int, pages_per_shard: int, dp_size: int) -> in
     >>> dp_shard_for_page_id(256, 256, 4), dp_shard_for_page_id(0, 256, 4)
     (1, None)
     """
+    page_id, dp_size = require_int("page_id", page_id), require_int("dp_size", dp_size)
+    pages_per_shard = require_int("pages_per_shard", pages_per_shard)
     if page_id <= 0 or pages_per_shard <= 0 or dp_size <= 0:
         return None
     return min(page_id // pages_per_shard, dp_size - 1)
@@ -412,7 +455,8 @@ def dp_shard_page_bounds(shard_index: int, pages_per_shard: int) -> tuple[int, i
     >>> dp_shard_page_bounds(0, 256), dp_shard_page_bounds(1, 256)
     ((1, 256), (256, 512))
     """
-    start = max(0, shard_index) * pages_per_shard
+    pages_per_shard = require_int("pages_per_shard", pages_per_shard)
+    start = max(0, require_int("shard_index", shard_index)) * pages_per_shard
     return max(1, start), start + pages_per_shard
 
 
@@ -443,8 +487,8 @@ def _max_concurrent_requests(num_pages: int, pages_per_request: int, data_parall
     pages_per_shard = pages_per_dp_shard(num_pages, data_parallel_size)
     if pages_per_shard is None:
         return usable_pages_count(num_pages) // pages_per_request
-    bounds = (dp_shard_page_bounds(shard, pages_per_shard) for shard in range(data_parallel_size))
-    return sum((end - start) // pages_per_request for start, end in bounds)
+    first, others = usable_pages_count(pages_per_shard) // pages_per_request, pages_per_shard // pages_per_request
+    return first + (data_parallel_size - 1) * others
 
 
 def estimate_runtime_page_budget(
@@ -460,7 +504,7 @@ def estimate_runtime_page_budget(
     A step computes at most `max_num_batched_tokens` tokens. With `data_parallel_size > 1` and pages that
     divide evenly, a request lives within one shard. `max_num_seqs` is at least 1, also where even one request
     does not fit; without groups it is the number of usable pages. Lengths below 1 count as 1. Raises
-    `ArgumentError` for a spec whose pages have no bytes. Cost: one pass over groups and shards.
+    `ArgumentError` for a spec whose pages have no bytes. Cost: one pass over groups.
 
     >>> groups = [CacheGroupSpec(FullAttentionSpec(16, 8, 128, "bfloat16", use_mla=False))]
     >>> estimate = estimate_runtime_page_budget(
@@ -469,10 +513,11 @@ def estimate_runtime_page_budget(
     >>> estimate.pages_per_request, estimate.usable_pages, estimate.max_num_seqs
     (256, 1024, 4)
     """
-    max_model_len = max(1, max_model_len)
-    step_tokens = max(1, min(max_num_batched_tokens, max_model_len))
+    max_model_len = max(1, require_int("max_model_len", max_model_len))
+    step_tokens = max(1, min(require_int("max_num_batched_tokens", max_num_batched_tokens), max_model_len))
+    data_parallel_size = require_int("data_parallel_size", data_parallel_size)
     per_group_pages = tuple(
-        _max_pages_per_request(group.kv_cache_spec, max_model_len, step_tokens) for group in kv_cache_groups
+        _max_pages_per_request(group.kv_cache_spec, max_model_len, step_tokens) for group in check_groups(kv_cache_groups)
     )
     pages_per_request = sum(per_group_pages)
     usable_pages = usable_pages_count(num_pages)
@@ -494,7 +539,7 @@ def _positive_or_none(value: object) -> int | None:
     """A config's number if it is one and positive; configs hold None or 0 for what is not set."""
     try:
         number = int(cast(Any, value))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return number if number > 0 else None
 
@@ -523,10 +568,24 @@ def _layer_geometry(config: object, layer: int, num_kv_heads: int, head_size: in
     return num_kv_heads, head_size
 
 
+def _layer_index(layer: object) -> int:
+    """The number of a layer, which a config may have as text."""
+    try:
+        index = int(cast(Any, layer))
+    except (TypeError, ValueError, OverflowError):
+        raise ArgumentTypeError(f"get_mask_details: got {shown(layer)} as a layer, allowed: an int") from None
+    return require_int("get_mask_details: a layer", index, -MAX_SIZE, MAX_SIZE)
+
+
+def _size_or_none(name: str, value: object) -> int | None:
+    return None if value is None else require_int(f"get_mask_details: {name}", value, -MAX_SIZE, MAX_SIZE)
+
+
 def _mask_kind(mask_type: object) -> str:
     """`FULL`, `SLIDING`, `CHUNK` or an unknown word, from an enum member, its value or its name."""
     word = getattr(mask_type, "value", mask_type)
-    return str(word if isinstance(word, str) else getattr(mask_type, "name", word)).removeprefix("ATTN_MASK_")
+    name = word if isinstance(word, str) else getattr(mask_type, "name", word)
+    return (name if isinstance(name, str) else shown(name)).removeprefix("ATTN_MASK_")
 
 
 def _spec_for(key: _LayerKey, page_size: int, dtype: object, use_mla: bool) -> CacheSpec:
@@ -573,8 +632,10 @@ def create_kv_cache_specs_from_config(
     if not details:
         return [CacheGroupSpec(FullAttentionSpec(page_size, num_kv_heads, head_size, dtype, use_mla))]
     layers_by_key: dict[_LayerKey, list[str]] = {}
-    for layer, detail in details.items():
-        geometry = _layer_geometry(config, int(layer), num_kv_heads, head_size)
-        key = _LayerKey(_mask_kind(detail.mask_type), detail.size, getattr(detail, "chunks", None), *geometry)
-        layers_by_key.setdefault(key, []).append(f"layer.{int(layer)}")
+    for name, detail in details.items():
+        layer = _layer_index(name)
+        geometry = _layer_geometry(config, layer, num_kv_heads, head_size)
+        sizes = _size_or_none("size", detail.size), _size_or_none("chunks", getattr(detail, "chunks", None))
+        key = _LayerKey(_mask_kind(detail.mask_type), *sizes, *geometry)
+        layers_by_key.setdefault(key, []).append(f"layer.{layer}")
     return [CacheGroupSpec(_spec_for(key, page_size, dtype, use_mla), names) for key, names in layers_by_key.items()]

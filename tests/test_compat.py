@@ -7,6 +7,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import spawn
 from pathlib import Path
 from types import ModuleType
@@ -218,6 +219,124 @@ def test_a_failure_leaves_nothing_installed(folder: Path) -> None:
         easydel.install()
     assert modules_of_classes() == {"easydel"}
     assert not easydel.is_installed()
+
+
+# Modules that are reloaded.
+
+HOMES = sorted({places[0] for places in PLACES.values()})
+EDITED = "\n    marker = 1\n"
+
+
+def test_a_reloaded_module_has_ours(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each of them, one after another, and twice: those that define classes, and those that import them."""
+    easydel.install()
+    for place in sorted({place for places in PLACES.values() for place in places}) * 2:
+        assert importlib.reload(engine_module(place)) is engine_module(place)
+        assert easydel.is_installed(), place
+        assert modules_of_classes() == {"pagepool"}
+    importlib.reload(sys.modules["easydel"])
+    assert easydel.is_installed()
+    assert not caplog.messages
+    easydel.uninstall()
+    assert modules_of_classes() == {"easydel"}
+
+
+@pytest.mark.parametrize("place", HOMES)
+def test_the_classes_of_a_reloaded_module_are_those_that_come_back(folder: Path, place: str) -> None:
+    easydel.install()
+    edit(folder, place, "    def __init__", f"{EDITED}    def __init__")
+    importlib.reload(engine_module(place))
+    assert modules_of_classes() == {"pagepool"}
+    easydel.uninstall()
+    for name, elsewhere in places():
+        assert hasattr(getattr(engine_module(elsewhere), name), "marker") == (PLACES[name][0] == place)
+        assert getattr(engine_module(elsewhere), name) is getattr(engine_module(PLACES[name][0]), name)
+    easydel.install()
+    assert easydel.is_installed()
+
+
+def test_a_module_is_reloaded_by_the_variable_too(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    easydel.install_on_import()
+    for place in ("", "core.manager", "page_table", ""):
+        importlib.reload(engine_module(place))
+        assert easydel.is_installed()
+    assert not caplog.messages
+
+
+def test_a_reloaded_module_that_is_another_uninstalls(folder: Path) -> None:
+    """All of the engine's own, or all of ours: never some."""
+    easydel.install()
+    edit(folder, "core.page_pool", "    def touch(self, pages)", "    def touch(self, pages, at)")
+    with pytest.raises(CompatError, match=r"PagePool\.touch: got \(self, pages, at\), expected \(self, pages\)"):
+        importlib.reload(engine_module("core.page_pool"))
+    assert modules_of_classes() == {"easydel"}
+    edit(folder, "core.page_pool", "    def touch(self, pages, at)", "    def touch(self, pages)")
+    importlib.reload(engine_module("core.page_pool"))
+    assert modules_of_classes() == {"easydel"}
+
+
+@pytest.mark.parametrize(("place", "name"), [("core.manager", "CacheManager"), ("scheduler.scheduler", "CacheManager")])
+@pytest.mark.parametrize("value", ["None", "type('CacheManager', (), {'__module__': 'elsewhere'})"])
+def test_a_reloaded_module_without_the_class_uninstalls(folder: Path, place: str, name: str, value: str) -> None:
+    easydel.install()
+    path = folder.joinpath(*ENGINE.split("."), *place.split(".")).with_suffix(".py")
+    path.write_text(f"{path.read_text()}\n{name} = {value}\n")
+    with pytest.raises(CompatError, match=rf"{place}\.{name}: got .*, expected "):
+        importlib.reload(engine_module(place))
+    others = {getattr(engine_module(other), name).__module__ for other in PLACES[name] if other != place}
+    assert others == {HOME}
+
+
+def test_a_reloaded_package_of_another_version_uninstalls(folder: Path) -> None:
+    easydel.install()
+    (folder / "easydel" / "__init__.py").write_text("__version__ = '0.4.0'\n")
+    with pytest.raises(CompatError, match=r"version: got 0\.4\.0, expected 0\.3\.0"):
+        importlib.reload(sys.modules["easydel"])
+    assert modules_of_classes() == {"easydel"}
+
+
+def test_a_reloaded_module_that_builds_an_engine_uninstalls(folder: Path) -> None:
+    easydel.install()
+    home = folder.joinpath(*ENGINE.split("."), "page_table.py")
+    home.write_text(f"{home.read_text()}\ntable = PageTable(4, 4, 4)\n")
+    with pytest.raises(CompatError, match="an engine was built with EasyDeL's own allocator, got 1 PageTable"):
+        importlib.reload(engine_module("page_table"))
+    assert modules_of_classes() == {"easydel"}
+
+
+def test_a_reload_that_fails_leaves_ours(folder: Path) -> None:
+    """Python keeps what a module has defined by then."""
+    easydel.install()
+    home = folder.joinpath(*ENGINE.split("."), "core", "manager.py")
+    home.write_text(f"{home.read_text()}\nraise KeyError('broken')\n")
+    with pytest.raises(KeyError, match="broken"):
+        importlib.reload(engine_module("core.manager"))
+    assert easydel.is_installed()
+
+
+def test_modules_are_reloaded_as_they_are_without_ours(folder: Path) -> None:
+    finders = [*sys.meta_path]
+    easydel.install()
+    easydel.uninstall()
+    assert sys.meta_path == finders
+    importlib.reload(engine_module("core.manager"))
+    assert modules_of_classes() == {"easydel"}
+
+
+def test_an_engine_that_was_imported_anew_is_not_installed_by_a_reload(folder: Path) -> None:
+    easydel.install()
+    pop_modules()
+    importlib.reload(engine_module("core.manager"))
+    assert modules_of_classes() == {"easydel"}
+
+
+def test_modules_that_are_reloaded_together(folder: Path) -> None:
+    easydel.install()
+    modules = [engine_module(place) for place in HOMES]
+    with ThreadPoolExecutor(len(modules)) as threads:
+        for _ in range(20):
+            list(threads.map(importlib.reload, modules))
+            assert easydel.is_installed()
 
 
 # By the environment.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
 from pagepool.errors import PagePoolError
 from pagepool.hashing import get_siphash_key
 from pagepool.replay import Scheduler, TraceRecord, make_requests
-from pagepool.replay.fleet import Fleet, FleetFigures, LocalReplicas
+from pagepool.replay.fleet import Fleet, FleetFigures, LocalReplicas, add_round, skip_rounds
 from pagepool.replay.replica import HASH_SEED, ReplicaSettings
 from pagepool.replay.router import ROUTERS, LeastLoadedRouter, PrefixRouter, RoundRobinRouter, Router
 
@@ -117,6 +118,88 @@ def test_a_request_larger_than_the_pool_is_skipped() -> None:
     records = [*make_records(0, 5), TraceRecord(30_000, 600 * 16, 1, tuple(range(5000, 5019)))]
     figures = make_fleet(records, LeastLoadedRouter).run()
     assert (figures.num_requests, figures.num_skipped) == (5, 1)
+
+
+MONTH = 30 * 86_400
+MAX_ROUNDS = 2_000
+
+
+class WalkingFleet(Fleet):
+    """Runs every round, those in which nothing happens too."""
+
+    def _find_next_event(self) -> float:
+        return -math.inf
+
+
+def make_distant_records(*seconds: float) -> list[TraceRecord]:
+    return [TraceRecord(1000 * at, 700 + 40 * i, 5, (7, 100 + i)) for i, at in enumerate(seconds)]
+
+
+def run_few_rounds(fleet: Fleet) -> FleetFigures:
+    """Run it, unless it takes more than `MAX_ROUNDS`."""
+    num_rounds = 0
+
+    def count(_: FleetFigures) -> None:
+        nonlocal num_rounds
+        num_rounds += 1
+        assert num_rounds <= MAX_ROUNDS
+
+    return fleet.run(count)
+
+
+@pytest.mark.parametrize("report_seconds", [1.0, 0.1, 1e-6, 1e5])
+@pytest.mark.parametrize("months", [(0, 1, 2), (0, 1000, 1e6), (-3e6, 0, 3e6)], ids=str)
+def test_months_without_requests_are_jumped_over(months: tuple[float, ...], report_seconds: float) -> None:
+    settings = ReplicaSettings(num_pages=600)
+    records = make_distant_records(*(MONTH * month for month in months))
+    if report_seconds < 1e-3:
+        settings = ReplicaSettings(num_pages=600, decode_step_seconds=1e-6, prefill_tokens_per_second=1e9)
+    replicas = LocalReplicas(3, settings, records)
+    fleet = Fleet(replicas, RoundRobinRouter(3, 16, KEY), report_seconds=report_seconds, deaths=[(0.9 * MONTH, 1)])
+    figures = run_few_rounds(fleet)
+    assert (figures.num_requests, figures.num_deaths) == (3, 1)
+    assert figures.end_seconds >= MONTH * (months[-1] - months[0])
+    assert max(figures.wait_seconds) <= 1
+
+
+def test_a_step_of_a_month_is_jumped_over() -> None:
+    settings = ReplicaSettings(num_pages=600, decode_step_seconds=MONTH)
+    fleet = Fleet(LocalReplicas(3, settings, make_distant_records(0, 7, 9)), RoundRobinRouter(3, 16, KEY))
+    assert run_few_rounds(fleet).end_seconds >= 4 * MONTH
+
+
+@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
+@pytest.mark.parametrize("report_seconds", [0.1, 0.7, 1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_jumping_changes_no_figure(router: type[Router], report_seconds: float, seed: int) -> None:
+    """Neither gaps between requests, nor steps longer than a round, nor deaths in the middle of either."""
+    rng = Random(seed)
+    records, offset = [], 0.0
+    for record in make_records(seed, num_requests=40):
+        offset += rng.choice([0, 0, 0, 1000 * rng.uniform(0, 60)])
+        records.append(TraceRecord(record.timestamp + offset, record.input_length, record.output_length, record.hash_ids))
+    settings = ReplicaSettings(600, max_num_seqs=8, decode_step_seconds=rng.choice([0.025, 0.3, 2.5]))
+    deaths = [(rng.uniform(0, 1 + offset / 1000), rng.randrange(3)) for _ in range(6)]
+    walked, jumped = (
+        kind(LocalReplicas(3, settings, records), router(3, 16, KEY), report_seconds=report_seconds, deaths=deaths)
+        for kind in (WalkingFleet, Fleet)
+    )
+    assert jumped.run() == walked.run(), f"seed {seed}"
+    assert jumped.figures.num_deaths == 6
+
+
+def test_rounds_that_are_skipped_end_when_those_that_are_walked_do() -> None:
+    """To the last bit: seconds that are fractions in binary, and smaller than a float of the time tells apart."""
+    rng = Random(5)
+    for case in range(2_000):
+        start = rng.choice([0.0, 2.0 ** rng.randint(0, 20), 10 ** rng.uniform(-3, 6)])
+        ulp = math.ulp(start)
+        seconds = rng.choice([0.1, 1.0, 10 ** rng.uniform(-3, 3), 2.0 ** -rng.randint(0, 60), 0.4 * ulp, 0.5 * ulp, 2.5 * ulp])
+        before, end = start, start
+        for _ in range(rng.randint(1, 500)):
+            before, end = end, add_round(end, seconds)
+        assert skip_rounds(start, seconds, end) == end, f"case {case}"
+        assert skip_rounds(start, seconds, math.nextafter(end, 0)) == before, f"case {case}"
 
 
 class DyingReplicas(LocalReplicas):

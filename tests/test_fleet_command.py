@@ -53,6 +53,18 @@ def test_figures_and_plot(trace: Path, tmp_path: Path) -> None:
     assert "waited at most (s)" in (tmp_path / "fleet.svg").read_text()
 
 
+def test_a_trace_that_idles_for_months(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    lines = [json.loads(line) for line in trace.read_text().splitlines()[:3]]
+    months = [line | {"timestamp": i * 30 * 86_400_000} for i, line in enumerate(lines)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in months))
+    result = invoke("fleet", trace, "--num-pages", 600, "--plot", tmp_path / "fleet.svg", "--json", "-")
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout)
+    assert all((each["requests"], each["end_seconds"] > 60 * 86_400) == (3, True) for each in figures.values())
+    assert (tmp_path / "fleet.svg").stat().st_size < 1e6
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -61,6 +73,8 @@ def test_figures_and_plot(trace: Path, tmp_path: Path) -> None:
         (["--kill", "16@1"], "--kill: replicas are 0 to 15"),
         (["--router", "random"], "'random' is not one of"),
         (["--decode-seconds", "0"], "0.0 is not in the range x>0"),
+        (["--decode-seconds", "1e308"], "1e308' is more than 1,000,000,000 seconds."),
+        (["--report-seconds", "1000000001"], "'1000000001' is more than 1,000,000,000 seconds."),
         (["--replicas", "0"], "0 is not in the range x>=1"),
         (["--num-pages", str(2**40)], f"num_pages: got {2**40}, allowed: 1 to {2**30}"),
     ],

@@ -1,5 +1,6 @@
 """Replicas behind a router, on one clock: the same figures in one process and on Ray."""
 
+import math
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -174,7 +175,8 @@ class Fleet:
     Time goes on by `report_seconds`. In each such round the requests that arrive in it are routed by what the replicas
     reported at the end of the round before; then all replicas go on. So a router's knowledge is as old as in a cluster, and
     the figures do not depend on where the replicas run. At `deaths`, ``(seconds, replica)``, a replica is lost at the
-    beginning of a round with its cache and its requests, which are routed anew; an empty one takes its place.
+    beginning of a round with its cache and its requests, which are routed anew; an empty one takes its place. Rounds in which
+    nothing arrives, no step begins and no replica is lost are run as one.
     """
 
     def __init__(
@@ -195,6 +197,7 @@ class Fleet:
         self._waiting = [((record.timestamp - start) / 1000, i) for i, record in enumerate(records)][::-1]
         self._running: list[dict[int, float]] = [{} for _ in range(replicas.num_replicas)]
         self._reported = [Figures() for _ in range(replicas.num_replicas)]
+        self._next_step_seconds = [math.inf] * replicas.num_replicas
         self._deaths = sorted(deaths, reverse=True)
         self._num_deaths_in_a_row = [0] * replicas.num_replicas
         self._report_seconds = report_seconds
@@ -204,7 +207,7 @@ class Fleet:
         now = 0.0
         self.figures.computed_tokens = [0] * self._replicas.num_replicas
         while self._waiting or any(self._running):
-            until = now + self._report_seconds
+            until = skip_rounds(add_round(now, self._report_seconds), self._report_seconds, self._find_next_event())
             reports = self._replicas.advance(until, self._route(now, until))
             for i, report in enumerate(reports):
                 if isinstance(report, ReplicaReport):
@@ -217,6 +220,12 @@ class Fleet:
                 on_round(self.figures)
         self.figures.end_seconds = now
         return self.figures
+
+    def _find_next_event(self) -> float:
+        """The time before which nothing happens anywhere."""
+        next_arrival = self._waiting[-1][0] if self._waiting else math.inf
+        next_death = self._deaths[-1][0] if self._deaths else math.inf
+        return min(next_arrival, next_death, *self._next_step_seconds)
 
     def _require_life(self, i: int, error: Exception) -> None:
         """PagePoolError for a replica that dies again and again: another one in its place would too."""
@@ -248,11 +257,13 @@ class Fleet:
         self._waiting += lost
         self._running[i] = {}
         self._reported[i] = Figures()
+        self._next_step_seconds[i] = math.inf
         self.figures.num_deaths += 1
         self.figures.num_rerouted += len(lost)
 
     def _count(self, i: int, report: ReplicaReport) -> None:
         self._num_deaths_in_a_row[i] = 0
+        self._next_step_seconds[i] = report.next_step_seconds
         self._router.hear(i, report.events)
         for request in (*report.ended, *report.skipped):
             del self._running[i][request]
@@ -270,6 +281,26 @@ class Fleet:
         figures.preemptions += new.preemptions - before.preemptions
         figures.computed_tokens[i] += _count_computed(new) - _count_computed(before)
         self._reported[i] = new
+
+
+def add_round(time: float, seconds: float) -> float:
+    """When a round of so many seconds ends that begins at `time`: later, even where a float cannot tell so few apart."""
+    return max(time + seconds, math.nextafter(time, math.inf))
+
+
+def skip_rounds(time: float, seconds: float, until: float) -> float:
+    """The last end of a round at or before `until`, of rounds that follow one another from `time`; `time` if there is none.
+
+    The same float as `add_round` gives, called for one round after another, in O(powers of two passed).
+    """
+    while (after := add_round(time, seconds)) <= until:
+        is_settled = math.frexp(time)[1] == math.frexp(after)[1]  # a tie is rounded to an even float: from there it is constant
+        time = after
+        if is_settled:
+            step = add_round(time, seconds) - time
+            num_rounds = int((min(until, math.ldexp(1.0, math.frexp(time)[1])) - time) / step) - 1  # in this power of two
+            time += max(0, num_rounds) * step
+    return time
 
 
 def _count_computed(figures: Figures) -> int:

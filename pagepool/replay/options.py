@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 UNITS = "Numbers may have a unit: 10k, 1.5M, 2G; bytes kB, MB, GB, TB or KiB, MiB, GiB, TiB."
+MAX_SECONDS = 10**9  # thirty years: a clock that counts in steps and rounds stays far from the largest float
 RESERVED_BYTES = 4 << 20  # never touched: address space to say in that there is no more
 
 
@@ -106,7 +107,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # only later versions of
 
 
 class Seconds(click.FloatRange):
-    """More than 0, and an end to it."""
+    """More than 0, and at most `MAX_SECONDS`."""
 
     def __init__(self) -> None:
         """Without other bounds."""
@@ -117,6 +118,8 @@ class Seconds(click.FloatRange):
         seconds = super().convert(value, param, ctx)
         if not isfinite(seconds):
             self.fail(f"{value!r} is not a number of seconds.", param, ctx)
+        if seconds > MAX_SECONDS:
+            self.fail(f"{value!r} is more than {MAX_SECONDS:,} seconds.", param, ctx)
         return seconds
 
 

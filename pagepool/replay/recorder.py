@@ -11,11 +11,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Self, cast
 
+from pagepool.errors import ArgumentTypeError
 from pagepool.manager import CacheManager
 from pagepool.replay.output import open_output
-from pagepool.request import Request
+from pagepool.request import Request, id_of, read_count
 from pagepool.request_hashes import make_page_hasher
-from pagepool.specs import cdiv, require_int
+from pagepool.specs import MAX_SIZE, cdiv, require_int
 
 __all__ = ["Recorder"]
 
@@ -73,8 +74,12 @@ class Recorder:
         """`block_size` in tokens; None: as many as the manager hashes together, which is a page unless page sizes differ. With
         more, 512 for instance, the file is smaller, and a replay hits less or more. ArgumentError if it is not positive.
         """
+        if not isinstance(manager, CacheManager):
+            raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
+        if not isinstance(path, str | os.PathLike):
+            raise ArgumentTypeError(f"path: got {type(path).__name__}, allowed: a string or os.PathLike")
         size = manager.coordinator.hash_page_size if block_size is None else block_size
-        self._block_size = require_int("block_size", size, minimum=1)
+        self._block_size = require_int("block_size", size, 1, MAX_SIZE)
         self._hasher = make_page_hasher("siphash128", self._block_size, secrets.token_bytes(16))
         self._running: dict[str, Entry] = {}
         self._entries: deque[Entry] = deque()
@@ -89,23 +94,25 @@ class Recorder:
         """Note a request's arrival and how long its prompt is. Nothing if it is running, so that one that was preempted may be
         started again, or after `close`. ArgumentError without tokens. O(1).
         """
-        if not self._is_open or request.request_id in self._running:
+        request_id = id_of(request)
+        if not self._is_open or request_id in self._running:
             return
-        input_length = require_int("num_tokens", request.num_tokens, minimum=1)
+        input_length = require_int("num_tokens", read_count(request, "num_tokens"), minimum=1)
         entry = Entry(request, int((time.monotonic() - self._start_time) * 1000), input_length)
-        self._running[request.request_id] = entry
+        self._running[request_id] = entry
         self._entries.append(entry)
 
     def finish(self, request: Request) -> None:
         """Note a request's end: its tokens now are prompt and answer. It need not be the same object as when it started.
         Nothing for one that was not started. ArgumentError for fewer tokens than it started with. About 0.5 us a block.
         """
-        entry = self._running.get(request.request_id)
+        request_id = id_of(request)
+        entry = self._running.get(request_id)
         if entry is None:
             return
         entry.line = self._make_line(entry, request)
         entry.request = None
-        del self._running[request.request_id]
+        del self._running[request_id]
         self._write_lines()
 
     def close(self) -> None:
@@ -126,7 +133,7 @@ class Recorder:
         self.close()
 
     def _make_line(self, entry: Entry, request: Request) -> bytes:
-        num_tokens = require_int("num_tokens", request.num_tokens, minimum=entry.input_length)
+        num_tokens = require_int("num_tokens", read_count(request, "num_tokens"), minimum=entry.input_length)
         hashes = self._hasher.start(request)
         self._hasher.extend(hashes, request, num_tokens // self._block_size)
         ids = [hashes.chain[i] >> (128 - ID_BITS) for i in range(len(hashes.chain))]

@@ -1,5 +1,6 @@
 """One engine of a fleet: a manager and its scheduler, on a clock."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +49,8 @@ class ReplicaReport:
     """Since the replica started."""
     events: bytes
     """A batch of events, as it goes over the wire."""
+    next_step_seconds: float
+    """When its next step begins; infinite while it has no request."""
 
 
 class Replica:
@@ -82,11 +85,17 @@ class Replica:
             if self._scheduler.waiting or self._scheduler.running.size:
                 self._step(ended, waits)
             else:
-                self._now = min([until, *(time for time, _ in self._arrivals)])
+                self._now = min(until, self._arrivals[0][0]) if self._arrivals else until
         skipped = [self._indices[request.request_id] for request, _ in self._scheduler.skipped]
         self._scheduler.skipped.clear()
         events = encode_batch(EventBatch(self._now, self._manager.take_events()))
-        return ReplicaReport(ended, skipped, waits, replace(self._scheduler.figures), events)
+        return ReplicaReport(ended, skipped, waits, replace(self._scheduler.figures), events, self._next_step_seconds)
+
+    @property
+    def _next_step_seconds(self) -> float:
+        """Now, unless there is nothing to do: a step that is under way when it is asked goes on beyond the time asked for."""
+        has_requests = self._arrivals or self._scheduler.waiting or self._scheduler.running.size
+        return self._now if has_requests else math.inf
 
     def _receive(self) -> None:
         """Let those wait that have arrived."""

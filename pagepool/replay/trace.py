@@ -22,12 +22,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from reprlib import repr as shorten
 from typing import Any, BinaryIO, NoReturn, cast
 
 import numpy as np
 
-from pagepool.errors import ArgumentError, PagePoolError
+from pagepool.errors import ArgumentError, PagePoolError, shown
 from pagepool.replay.simulated_request import Int32Array, SimulatedRequest, count_slots
 from pagepool.specs import cdiv, count_of, require_int
 
@@ -51,7 +50,8 @@ class TraceError(PagePoolError, ValueError):
 @dataclass(frozen=True, slots=True)
 class TraceRecord:
     """One request of a trace: arrival in ms, lengths in tokens, one id for each `block_size` tokens of input, and, where they
-    are known, of the whole blocks that the answer goes on to fill.
+    are known, of the whole blocks that the answer goes on to fill. ArgumentError or ArgumentTypeError for a timestamp that is
+    no number below 2**53, and for lengths that are no ints below 2**31.
 
     >>> record = TraceRecord(timestamp=0, input_length=6, output_length=7, hash_ids=(4, 9), output_hash_ids=(5,), block_size=4)
     >>> record.block_ids, record.num_known_tokens, record.num_slots
@@ -64,6 +64,12 @@ class TraceRecord:
     hash_ids: tuple[int, ...]
     output_hash_ids: tuple[int, ...] | None = None
     block_size: int = BLOCK_SIZE
+
+    def __post_init__(self) -> None:
+        """Check the numbers, and keep them as Python's: differences of NumPy's wrap around."""
+        object.__setattr__(self, "timestamp", _checked_timestamp(self.timestamp))
+        for name, minimum in (("input_length", 1), ("output_length", 0), ("block_size", 1)):
+            object.__setattr__(self, name, _checked_length(name, getattr(self, name), minimum))
 
     @property
     def block_ids(self) -> tuple[int, ...]:
@@ -97,10 +103,18 @@ def _load_object(text: bytes) -> dict[str, Any]:
     return fields
 
 
-def _read_length(fields: dict[str, Any], name: str, minimum: int) -> int:
-    length = require_int(name, fields[name], minimum)
+def _checked_timestamp(timestamp: object) -> float:
+    if isinstance(timestamp, bool) or not isinstance(timestamp, int | float | np.integer | np.floating):
+        raise ArgumentError(f"timestamp must be a number, got {shown(timestamp)}")
+    if not -MAX_TIMESTAMP < timestamp < MAX_TIMESTAMP:
+        raise ArgumentError(f"timestamp must be below 2**53 ms, got {shown(timestamp)}")
+    return cast(float, timestamp.item()) if isinstance(timestamp, np.generic) else timestamp
+
+
+def _checked_length(name: str, value: object, minimum: int) -> int:
+    length = require_int(name, value, minimum)
     if length >= 2**31:
-        raise ArgumentError(f"{name} must be below 2**31, got {length}")
+        raise ArgumentError(f"{name} must be below 2**31, got {shown(length)}")
     return length
 
 
@@ -126,18 +140,13 @@ def parse_record(text: bytes, block_size: int = BLOCK_SIZE) -> TraceRecord:
     missing = [name for name in FIELDS if name not in fields]
     if missing:
         raise ArgumentError(f"lacks {', '.join(missing)}")
-    timestamp = fields["timestamp"]
-    if type(timestamp) not in (int, float):
-        raise ArgumentError(f"timestamp must be a number, got {timestamp!r}")
-    if abs(timestamp) >= MAX_TIMESTAMP:
-        raise ArgumentError(f"timestamp must be below 2**53 ms, got {shorten(timestamp)}")
     record = TraceRecord(
-        timestamp,
-        _read_length(fields, "input_length", minimum=1),
-        _read_length(fields, "output_length", minimum=0),
+        fields["timestamp"],
+        fields["input_length"],
+        fields["output_length"],
         _read_ids(fields, "hash_ids"),
         _read_ids(fields, "output_hash_ids") if "output_hash_ids" in fields else None,
-        _read_length(fields, "block_size", minimum=1),
+        fields["block_size"],
     )
     _check_num_ids(record)
     return record

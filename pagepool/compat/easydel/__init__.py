@@ -8,8 +8,8 @@ or ``with easydel.installed(): ...``. Without a changed line: ``python -m pagepo
 that import pagepool, ``PAGEPOOL_EASYDEL=1`` in the environment.
 
 `CacheManager`, `CachePages`, `PagePool`, `PageTable` and `MultiGroupPageTable` take the places of the engine's classes of these
-names in every module of EasyDeL that has them, now or later. Names that code outside EasyDeL has bound stay as they are. The
-engine keeps its own requests and cache specs, which pagepool takes as they are.
+names in every module of EasyDeL that has them, now or later, and again in one that is reloaded. Names that code outside EasyDeL
+has bound stay as they are. The engine keeps its own requests and cache specs, which pagepool takes as they are.
 """
 
 import gc
@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from pagepool.compat.children import call_in_children
-from pagepool.compat.import_hook import AfterImport
+from pagepool.compat.import_hook import AfterImport, AfterReload
 from pagepool.errors import CompatError
 from pagepool.manager import CacheManager, CachePages
 from pagepool.page_pool import PagePool
@@ -162,6 +162,8 @@ def install() -> None:
         _replaced.update((cls, REPLACEMENTS[name]) for name, cls in classes.items())
         try:
             _swap(_replaced)
+            if _reload_hook not in sys.meta_path:
+                sys.meta_path.insert(0, _reload_hook)
         except BaseException:
             uninstall()
             raise
@@ -169,11 +171,14 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put the engine's own classes back, in modules that were imported meanwhile too. Nothing if pagepool is not installed.
+    """Put the engine's own classes back, in modules that were imported meanwhile too: of a module that was reloaded, those that
+    it defined last. Nothing if pagepool is not installed.
 
     Engines that were built meanwhile go on with the pagepool objects they have.
     """
     with _lock:
+        if _reload_hook in sys.meta_path:
+            sys.meta_path.remove(_reload_hook)
         _swap({ours: theirs for theirs, ours in _replaced.items()})
         _replaced.clear()
 
@@ -224,6 +229,53 @@ def install_on_import() -> None:
         sys.meta_path.insert(0, _hook)
 
 
+def _install_again(module: str) -> None:
+    """Put ours in the places of what a reloaded module has defined anew. CompatError, and pagepool is uninstalled, where
+    `install` would refuse it.
+    """
+    with _lock:
+        if not _replaced:
+            return
+        try:
+            _check_version()
+            classes = _find_reloaded(module)
+            _check_signatures(classes)
+            if classes:
+                _check_unused(tuple(classes.values()))
+            old = [cls for cls, ours in _replaced.items() if ours.__name__ in classes]
+            _replaced.update((cls, REPLACEMENTS[name]) for name, cls in classes.items())
+            for cls in old:
+                del _replaced[cls]
+            _swap(_replaced)
+            _check_places(module)
+        except BaseException:
+            uninstall()
+            raise
+
+
+def _find_reloaded(module: str) -> dict[str, type]:
+    """The engine's classes that a module has defined anew, by name. CompatError for what is no such class."""
+    homes = {name: places[0] for name, places in PLACES.items() if _name_of(places[0]) == module}
+    found = {name: _class_at(home, name) for name, home in homes.items()}
+    return {name: _require_class(homes[name], name, value) for name, value in found.items() if value is not REPLACEMENTS[name]}
+
+
+def _check_places(module: str) -> None:
+    """CompatError unless a module has ours where it has one of the classes."""
+    for name, places in PLACES.items():
+        for place in places:
+            if _name_of(place) == module and _class_at(place, name) is not REPLACEMENTS[name]:
+                raise CompatError(f"{module}.{name}: got {_class_at(place, name)!r}, expected {REPLACEMENTS[name]!r}")
+
+
+def _is_anywhere() -> bool:
+    """Whether one of our classes is where the engine defines its own: not so in an engine that was imported anew."""
+    return any(_class_at(places[0], name) is REPLACEMENTS[name] for name, places in PLACES.items())
+
+
+_reload_hook = AfterReload("easydel", _install_again, _is_anywhere)
+
+
 def _refuse_missing(name: str) -> None:
     raise CompatError(f"{name}: got no module of that name, expected that of easydel=={VERSION}: is EasyDeL installed?")
 
@@ -236,14 +288,19 @@ _hook = AfterImport(ENGINE, install, _refuse_missing)
 
 def _import_engine() -> None:
     try:
-        version = getattr(import_module("easydel"), "__version__", None)
+        import_module("easydel")
     except ModuleNotFoundError as error:
         if error.name != "easydel":
             raise
         raise CompatError(f"EasyDeL is not installed; expected: easydel=={VERSION}") from None
+    _check_version()
+    import_module(ENGINE)
+
+
+def _check_version() -> None:
+    version = getattr(sys.modules["easydel"], "__version__", None)
     if version != VERSION:
         raise CompatError(f"EasyDeL's version: got {version}, expected {VERSION}")
-    import_module(ENGINE)
 
 
 def _name_of(place: str) -> str:
@@ -258,12 +315,23 @@ def _find_classes() -> dict[str, type]:
     """The engine's classes by name. CompatError unless each is in all its places."""
     classes: dict[str, type] = {}
     for name, places in PLACES.items():
-        home = _name_of(places[0])
         for place in places:
-            value = _class_at(place, name)
-            if not isinstance(value, type) or value.__module__ != home or classes.setdefault(name, value) is not value:
-                raise CompatError(f"{_name_of(place)}.{name}: got {value!r}, expected the class that {home} defines")
+            value = _require_class(place, name, _class_at(place, name))
+            if classes.setdefault(name, value) is not value:
+                raise _not_the_class(place, name, value)
     return classes
+
+
+def _require_class(place: str, name: str, value: Any) -> type:
+    """`value` if the engine has defined it; CompatError if not."""
+    if not isinstance(value, type) or value.__module__ != _name_of(PLACES[name][0]):
+        raise _not_the_class(place, name, value)
+    return value
+
+
+def _not_the_class(place: str, name: str, value: object) -> CompatError:
+    home = _name_of(PLACES[name][0])
+    return CompatError(f"{_name_of(place)}.{name}: got {value!r}, expected the class that {home} defines")
 
 
 def _engine_modules() -> list[ModuleType]:

@@ -1,0 +1,366 @@
+"""Arguments of any kind: a typed error and nothing changed, or what the same int of Python's leads to. See `argument_cases`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from argument_cases import (
+    CASES,
+    HUGE,
+    REQUEST_METHODS,
+    SPEC,
+    VALUES,
+    AnyRequest,
+    InUse,
+    UsersOwn,
+    find_error,
+)
+
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    EngineRequest,
+    EngineRequestStatus,
+    FullAttentionSpec,
+    MambaSpec,
+    PageTable,
+    RunningBatch,
+    SlidingWindowSpec,
+    cdiv,
+    estimate_runtime_page_budget,
+)
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.replay import Recorder, TraceRecord
+from pagepool.replay.trace import parse_record
+from pagepool.request import ATTRIBUTES
+
+SCALARS = (np.uint8, np.int8, np.uint64, np.int64)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_value(name: str) -> None:
+    found = []
+    for make_value in VALUES:
+        error = find_error(*CASES[name], make_value)
+        if error is not None:
+            found.append(f"{shown(make_value())}: {error}")
+    assert not found, "\n".join(found)
+
+
+# Counts.
+
+
+@pytest.mark.parametrize("zero", [np.uint8(0), np.uint64(0), np.array(0, dtype=np.uint64), np.int8(0), False], ids=repr)
+def test_no_new_tokens_of_any_kind(zero: Any) -> None:
+    use = InUse()
+    before = use.state()
+    with pytest.raises((ArgumentError, ArgumentTypeError), match="num_new_tokens must be"):
+        use.manager.allocate_slots(use.held, zero)
+    assert use.state() == before
+
+
+@pytest.mark.parametrize("count", ["num_new_computed_tokens", "num_lookahead_tokens", "num_external_computed_tokens"])
+@pytest.mark.parametrize("scalar", SCALARS)
+def test_a_count_of_zero_may_be_numpys(count: str, scalar: Any) -> None:
+    use, other = InUse(), InUse()
+    pages = use.manager.allocate_slots(use.held, 7, **{count: scalar(0)})
+    assert pages.get_page_ids() == other.manager.allocate_slots(other.held, 7).get_page_ids() == ([6, 7],)
+    assert use.state() == other.state()
+
+
+@pytest.mark.parametrize("scalar", SCALARS)
+@pytest.mark.parametrize("warns", [True, False], ids=["warnings are errors", "numpy wraps around silently"])
+def test_sums_of_small_counts_do_not_wrap_around(scalar: Any, warns: bool) -> None:
+    """A prompt of 360 tokens in chunks of 120, and drafts: sums leave int8 and uint8."""
+    decisions: list[list[Any]] = []
+    for number in (int, scalar):
+        manager = CacheManager(200, [CacheGroupSpec(SPEC)], 1000, hash_seed=1)
+        request: Any = AnyRequest("long", range(360))
+        decided = []
+        for start in range(0, 360, 120):
+            request.num_computed_tokens = np.int64(start) if number is not int and start > 120 else number(start)
+            with np.errstate(over="warn" if warns else "ignore"):
+                pages = manager.allocate_slots(request, number(120), number(0), None, number(100))
+            decided.append(pages.get_page_ids())
+        manager.check()
+        decisions.append([decided, manager.get_page_ids("long"), len(manager.page_pool.cached_page_hash_to_page)])
+    assert decisions[0] == decisions[1]
+    assert decisions[0][2] == 360 / 4
+
+
+@pytest.mark.parametrize("scalar", [np.uint8, np.int8, np.int64])
+def test_a_windowed_request_counts_in_numpy(scalar: Any) -> None:
+    """What has left the window is worked out by differences, which of unsigned numbers wrap around."""
+    spec = SlidingWindowSpec(4, 1, 8, "float16", False, sliding_window=8)
+    held = []
+    for number in (int, scalar):
+        manager = CacheManager(64, [CacheGroupSpec(spec)], 1000, hash_seed=1)
+        request: Any = AnyRequest("long", range(100))
+        for start in range(0, 100, 10):
+            request.num_computed_tokens, request.num_tokens = number(start), number(100)
+            manager.allocate_slots(request, number(10))
+        held.append(manager.get_page_ids("long"))
+    assert held[0] == held[1]
+    assert 0 in held[0][0]
+
+
+@pytest.mark.parametrize("status", [np.int64(4), np.uint8(4), 4, EngineRequestStatus.RUNNING], ids=repr)
+def test_a_status_may_be_numpys(status: Any) -> None:
+    use = InUse()
+    use.held.status = status
+    assert use.manager.get_num_common_prefix_pages(use.held, np.int8(1)) == [3]
+    use.new.status = type(status)(5)
+    pages, num_hit_tokens = use.manager.get_computed_pages(use.new)
+    use.manager.allocate_slots(use.new, 1, num_hit_tokens, pages)
+    assert use.manager.stats().preempted_queries.num_requests == 1
+
+
+def test_a_status_that_is_an_array_is_none() -> None:
+    use = InUse()
+    use.held.status = use.new.status = np.array([4, 5])
+    for call in (use.manager.get_computed_pages, lambda request: use.manager.get_num_common_prefix_pages(request, 1)):
+        with pytest.raises(ArgumentTypeError, match=r"status: got array\(\[4, 5\]\), allowed: an EngineRequestStatus"):
+            call(use.new)
+
+
+# Shards.
+
+
+@pytest.mark.parametrize("value", ["1", 1.9, float("inf"), float("nan"), b"1", True, [1]], ids=repr)
+@pytest.mark.parametrize("parameter", ["dp_shard_hint", "data_parallel_size"])
+def test_a_shard_is_an_int(parameter: str, value: Any) -> None:
+    options = {"dp_shard_hint": 1, "data_parallel_size": 2} | {parameter: value}
+    use = InUse()
+    before = use.state()
+    for call in (
+        lambda: use.manager.get_computed_pages(use.new, **options),
+        lambda: use.manager.allocate_slots(use.new, 1, **options),
+        lambda: use.pool.get_new_pages(1, **options),
+        lambda: use.pool.get_cached_page_ids(next(iter(use.pool.cached_page_hash_to_page)).page_hash, [0], **options),
+    ):
+        with pytest.raises(ArgumentTypeError, match=f"{parameter} must be an integer"):
+            call()
+    assert use.state() == before
+
+
+# Ints that are too large to be written out.
+
+
+@pytest.fixture(params=[640, 4300, 0])
+def max_digits(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The least limit of Python's, the usual one, and none."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(request.param)
+    yield request.param
+    sys.set_int_max_str_digits(before)
+
+
+@pytest.mark.parametrize("lora_id", [HUGE, -HUGE, ("name", HUGE), (HUGE, "path"), 2**257], ids=shown)
+def test_an_adapters_number_has_a_limit(lora_id: Any, max_digits: int) -> None:
+    for algorithm in ("siphash128", "sha256"):
+        use = InUse(hash_algo=algorithm)
+        before = use.state()
+        use.new.lora_id = lora_id
+        for method in ("get_computed_pages", "probe", "allocate_slots"):
+            with pytest.raises(ArgumentError, match=r"lora_id: got an int of \d+ bits, allowed: ints of at most 256 bits"):
+                REQUEST_METHODS[method](use.manager, use.new)
+        assert use.state() == before
+
+
+def test_the_largest_number_of_an_adapter_is_one(max_digits: int) -> None:
+    for lora_id in (2**256 - 1, -(2**256) + 1):
+        use = InUse()
+        use.new.lora_id = lora_id
+        assert use.manager.get_computed_pages(use.new)[1] == 0
+        assert use.manager.allocate_slots(use.new, 9) is not None
+
+
+def test_a_batch_refuses_it_too(max_digits: int) -> None:
+    manager = CacheManager(16, [CacheGroupSpec(SPEC)], 64)
+    batch = RunningBatch(manager, PageTable(2, 16, 64))
+    for options in ({"lora_id": HUGE}, {"lora_id": ("name", HUGE)}, {"cache_salt": HUGE}):
+        with pytest.raises(ArgumentError, match="an int of 16610 bits"):
+            batch.admit(0, [1, 2, 3], **options)
+    assert not batch.is_admitted.any()
+
+
+def test_seeds_have_a_limit(max_digits: int) -> None:
+    with pytest.raises(ArgumentError, match="hash_seed: got an int of 16610 bits"):
+        CacheManager(16, [CacheGroupSpec(SPEC)], 64, hash_seed=HUGE)
+    with pytest.raises(ArgumentError, match="hash_seed: got text that is no Unicode"):
+        CacheManager(16, [CacheGroupSpec(SPEC)], 64, hash_seed="\ud800")
+
+
+# Requests that lack something.
+
+LOOK_UP = {"request_id", "all_token_ids", "num_tokens", "sampling_params", "status"}
+READ_BY = {
+    "get_computed_pages": LOOK_UP,
+    "probe": LOOK_UP - {"request_id"},
+    "allocate_slots": {"request_id", "all_token_ids", "num_tokens", "num_computed_tokens"},
+    "cache_pages": {"request_id", "num_computed_tokens"},
+    "free": {"request_id"},
+    "free_page_hashes": {"request_id"},
+    "get_num_common_prefix_pages": {"request_id", "status"},
+}
+
+
+@pytest.mark.parametrize("method", REQUEST_METHODS)
+@pytest.mark.parametrize("attribute", ATTRIBUTES)
+def test_a_request_without_an_attribute(method: str, attribute: str) -> None:
+    """The attribute is named where the method reads it; where it does not, nothing is amiss."""
+    use, whole = InUse(), InUse()
+    before = use.state()
+    is_new = method in ("get_computed_pages", "probe", "allocate_slots")
+    request, other = (use.new, whole.new) if is_new else (use.held, whole.held)
+    delattr(request, attribute)
+    if attribute in READ_BY[method]:
+        message = f"request: got AnyRequest without {attribute}, allowed: one with request_id, all_token_ids"
+        with pytest.raises(ArgumentTypeError, match=message):
+            REQUEST_METHODS[method](use.manager, request)
+        assert use.state() == before
+    else:
+        result = REQUEST_METHODS[method](use.manager, request)
+        assert str(result) == str(REQUEST_METHODS[method](whole.manager, other))
+
+
+@pytest.mark.parametrize("method", REQUEST_METHODS)
+@pytest.mark.parametrize("value", [object(), None, 3, "held", {}], ids=lambda value: type(value).__name__)
+def test_what_is_no_request(method: str, value: Any) -> None:
+    use = InUse()
+    with pytest.raises(ArgumentTypeError, match=f"request: got {type(value).__name__} without request_id"):
+        REQUEST_METHODS[method](use.manager, value)
+
+
+def test_a_recorder_names_what_is_missing(tmp_path: Any) -> None:
+    use = InUse()
+    with Recorder(use.manager, tmp_path / "trace.jsonl") as recorder:
+        for call in (recorder.start, recorder.finish):
+            with pytest.raises(ArgumentTypeError, match="without request_id"):
+                call(object())
+        del use.new.num_tokens
+        with pytest.raises(ArgumentTypeError, match="without num_tokens"):
+            recorder.start(use.new)
+    assert (tmp_path / "trace.jsonl").read_bytes() == b""
+
+
+class Failing(AnyRequest):
+    """A request with properties that fail by themselves."""
+
+    error: Exception = UsersOwn()
+
+    @property
+    def request_id(self) -> str:
+        raise self.error
+
+    @request_id.setter
+    def request_id(self, _: object) -> None: ...
+
+
+class Lacking(AnyRequest):
+    """A request whose own property looks for what it has not."""
+
+    @property
+    def sampling_params(self) -> Any:
+        return self.own_params.nowhere  # type: ignore[attr-defined]
+
+    @sampling_params.setter
+    def sampling_params(self, _: object) -> None: ...
+
+
+@pytest.mark.parametrize("method", [method for method, names in READ_BY.items() if "request_id" in names])
+@pytest.mark.parametrize("error", [UsersOwn(), TypeError("own"), KeyError("own"), RuntimeError("own")], ids=repr)
+def test_what_a_property_raises_comes_out(method: str, error: Exception) -> None:
+    use = InUse()
+    before, Failing.error = use.state(), error
+    with pytest.raises(type(error)):
+        REQUEST_METHODS[method](use.manager, Failing())
+    assert use.state() == before
+
+
+@pytest.mark.parametrize("error", [TypeError("own"), IndexError("own"), KeyError("own")], ids=repr)
+@pytest.mark.parametrize("name", ["all_token_ids", "num_tokens"])
+def test_what_a_property_of_tokens_raises_comes_out(name: str, error: Exception) -> None:
+    def fail(_: object) -> Any:
+        raise error
+
+    whole = vars(AnyRequest())
+    members = {key: value for key, value in whole.items() if key != name} | {name: property(fail)}
+    for method in ("get_computed_pages", "probe", "allocate_slots"):
+        use = InUse()
+        before = use.state()
+        with pytest.raises(type(error), match="own"):
+            REQUEST_METHODS[method](use.manager, type("Request", (), members)())
+        assert use.state() == before
+
+
+def test_an_attribute_that_a_property_misses_is_not_the_requests() -> None:
+    with pytest.raises(AttributeError, match="own_params") as caught:
+        InUse().manager.get_computed_pages(Lacking())
+    assert not isinstance(caught.value, ArgumentTypeError)
+
+
+# Sizes.
+
+
+@pytest.mark.parametrize("scalar", SCALARS)
+def test_sizes_of_specs_are_pythons(scalar: Any) -> None:
+    """Products of small ones would wrap around, and be another pool's."""
+    spec = FullAttentionSpec(scalar(100), scalar(100), scalar(100), "float16", False)
+    assert spec.page_size_bytes == 4_000_000
+    assert spec == FullAttentionSpec(100, 100, 100, "float16", False)
+    assert all(type(size) is int for size in (spec.page_size, spec.num_kv_heads, spec.head_size))
+    assert spec.max_memory_usage_bytes(max_model_len=scalar(101)) == 8_000_000
+    assert MambaSpec(scalar(1), ((scalar(100), scalar(100)),), "float16").page_size_bytes == 20_000
+    assert cdiv(scalar(100), scalar(3)) == 34
+
+
+def test_shards_of_a_pool_are_not_counted_one_by_one() -> None:
+    estimate = estimate_runtime_page_budget(
+        num_pages=2**60,
+        kv_cache_groups=[CacheGroupSpec(SPEC)],
+        max_model_len=8,
+        max_num_batched_tokens=8,
+        data_parallel_size=2**58,
+    )
+    assert estimate.max_num_seqs == 2**59 - 1  # shards of 4 pages hold two requests of 2, the first, with the null page, one
+
+
+def test_tokens_of_a_request_are_pythons() -> None:
+    request = EngineRequest("a", [np.uint8(200), np.int64(3)])
+    request.append_output_token_ids(np.uint8(7))
+    assert request.all_token_ids == [200, 3, 7]
+    assert {type(token_id) for token_id in request.all_token_ids} == {int}
+
+
+# Times.
+
+
+@pytest.mark.parametrize(
+    "timestamp", [2**53, -(2**53), 2**64, HUGE, float("inf"), float("nan"), np.uint64(2**64 - 1)], ids=shown
+)
+def test_a_timestamp_has_a_limit(timestamp: Any) -> None:
+    with pytest.raises(ArgumentError, match="timestamp must be below"):
+        TraceRecord(timestamp, 1, 1, (1,))
+
+
+@pytest.mark.parametrize("timestamp", ["9" * 16, "9" * 400, "9" * 5000, "1e16", "1e999", "-1e999", "NaN", "true", '"0"', "[]"])
+def test_a_line_with_a_timestamp_that_is_none(timestamp: str) -> None:
+    line = f'{{"timestamp": {timestamp}, "input_length": 1, "output_length": 1, "hash_ids": [1]}}'
+    with pytest.raises(ArgumentError):
+        parse_record(line.encode())
+
+
+def test_events_beyond_64_bits() -> None:
+    pytest.importorskip("msgspec")
+    from pagepool.events import BlockRemoved, EventBatch, encode_batch
+
+    for batch in (EventBatch(2**64, []), EventBatch(HUGE, []), EventBatch(0.0, [], 2**64)):
+        with pytest.raises(ArgumentError):
+            encode_batch(batch)
+    with pytest.raises(ArgumentError):
+        encode_batch(EventBatch(0.0, [BlockRemoved([2**64], None)]))
