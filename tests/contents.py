@@ -1,9 +1,9 @@
 """The simulation of contents: an engine without a model, on a device that remembers what was computed into each slot.
 
 The oracle mirrors the allocator's design and has no device; this knows only what an engine relies on. A step writes the history
-of each token into its slot, through the page ids and slot mappings that pagepool returned, then reads all that the tokens attend
-to and compares. Which prefix must hit is worked out from the tokens. Steps and transfers fail, jobs are preempted in the middle
-of a schedule, pools are saved and restored.
+of each token into its slot, through the page ids and slot mappings that pagepool returned, then compares all that the tokens
+attend to. Which prefix must hit is worked out from the tokens. Steps and transfers fail, jobs are preempted in the middle of a
+schedule, pools are saved and restored.
 
 ``python tests/contents.py --seconds 60 --seed 1``; a round that fails prints the line that repeats it.
 """

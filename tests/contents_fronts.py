@@ -56,7 +56,6 @@ class Work:
     hits: frozenset[int] = frozenset()
     is_delayed: bool = False
     num_pages_before: list[int] = field(default_factory=list)
-    num_cached_before: list[int] = field(default_factory=list)
 
     @property
     def stop(self) -> int:
@@ -167,7 +166,6 @@ class Front(ABC):
         num_room_tokens = min(len(histories) + num_ahead, self.setting.max_model_len)
         work = Work(job, start, histories, num_room_tokens, start, drafts=list(drafts))
         work.num_pages_before = [len(pages) for pages in job.pages]
-        work.num_cached_before = list(job.num_cached_pages)
         return work
 
     def look_up(self, job: Job, num_hit_tokens: int, shard: range | None, may_hit: bool) -> None:
@@ -457,7 +455,7 @@ class BatchFront(Front):
         self.call("undo", self.batch, growth.result)
         for work in growth.works[::-1]:
             job = work.job
-            self.books.give_back_behind(job, work.num_pages_before, work.num_cached_before, work.made)
+            self.books.undo(job, work.num_before, work.num_pages_before, self.world.is_cached)
             job.num_known_tokens -= growth.is_step
             if work.drafts:
                 self.cut(job, job.num_tokens)

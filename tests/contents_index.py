@@ -6,17 +6,18 @@ lose what they were cached with, whichever they are.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from contents_device import find_first_read, require
 from contents_request import Job
 from settings import Group, Setting
 
 NULL_PAGE = 0
+STAYS = itertools.count(1)
 
 Content = tuple[int, int]
 """Group and the history of a page's last token, which is that of all before it too."""
@@ -24,10 +25,10 @@ Content = tuple[int, int]
 
 @dataclass
 class Entry:
-    """What a page is cached with, and by whom."""
+    """What a page is cached with, and by which stay of a request."""
 
     content: Content
-    maker: Job
+    stay: int
 
 
 @dataclass
@@ -37,8 +38,8 @@ class Index:
     entries: dict[int, Entry] = field(default_factory=dict)
     pages: defaultdict[Content, set[int]] = field(default_factory=lambda: defaultdict(set))
 
-    def enter(self, page_id: int, content: Content, maker: Job) -> None:
-        self.entries[page_id] = Entry(content, maker)
+    def enter(self, page_id: int, content: Content, stay: int) -> None:
+        self.entries[page_id] = Entry(content, stay)
         self.pages[content].add(page_id)
 
     def drop(self, page_id: int) -> None:
@@ -55,7 +56,7 @@ class Index:
     def copy(self) -> Index:
         copied = Index()
         for page_id, entry in self.entries.items():
-            copied.enter(page_id, entry.content, entry.maker)
+            copied.enter(page_id, entry.content, entry.stay)
         return copied
 
 
@@ -140,6 +141,7 @@ class Books:
     def attach(self, job: Job, hits: Sequence[Sequence[int]], num_hit_tokens: int, shard: range | None) -> None:
         """Make hits the first pages of a request, which must be cached with its tokens."""
         histories = job.list_histories(num_hit_tokens)
+        job.stay = next(STAYS)
         for group_id, (group, page_ids) in enumerate(zip(self.groups, hits, strict=True)):
             num_pages = 0 if group.kind == "mamba" else num_hit_tokens // group.page_size
             require(len(page_ids) == num_pages, "hits of another length", job, group, list(page_ids), num_hit_tokens)
@@ -212,7 +214,7 @@ class Books:
                 continue
             for page in range(job.num_cached_pages[group_id], len(histories) // group.page_size):
                 if pages[page] != NULL_PAGE and pages[page] not in self.index.entries:
-                    self.index.enter(pages[page], (group_id, histories[(page + 1) * group.page_size - 1]), job)
+                    self.index.enter(pages[page], (group_id, histories[(page + 1) * group.page_size - 1]), job.stay)
                     entered.append(pages[page])
                 job.num_cached_pages[group_id] = page + 1
         return entered
@@ -224,15 +226,23 @@ class Books:
                 num_pages = num_computed_tokens // group.page_size
                 job.num_cached_pages[group_id] = min(job.num_cached_pages[group_id], num_pages)
 
-    def forget(self, job: Job, num_computed_tokens: int, is_cached: Any) -> None:
-        """Drop what the request cached of tokens that were not computed. Of what others cached meanwhile, and it holds, either
-        may be: `is_cached` tells.
+    def forget(self, job: Job, num_computed_tokens: int, is_cached: Callable[[int], bool]) -> None:
+        """Drop what the request cached, since it came, of tokens that were not computed. What others cached of these tokens
+        may be dropped too: `is_cached` tells.
         """
-        for group, pages, num_cached in zip(self.groups, job.pages, job.num_cached_pages, strict=True):
-            for page_id in pages[num_computed_tokens // group.page_size : num_cached]:
-                entry = self.index.entries.get(page_id)
-                if entry is not None and (entry.maker is job or not is_cached(page_id)):
-                    self.index.drop(page_id)
+        for group_id, (group, pages, num_cached) in enumerate(zip(self.groups, job.pages, job.num_cached_pages, strict=True)):
+            for page in range(num_computed_tokens // group.page_size, num_cached):
+                entry = self.index.entries.get(pages[page])
+                end = (page + 1) * group.page_size
+                if entry is not None:
+                    content = entry.content
+                elif pages[page] == NULL_PAGE and end <= job.num_tokens:
+                    content = group_id, job.list_histories(end)[-1]
+                else:
+                    continue
+                for page_id in list(self.index.pages.get(content, ())):
+                    if self.index.entries[page_id].stay == job.stay or not is_cached(page_id):
+                        self.index.drop(page_id)
 
     def cut(self, job: Job, num_tokens: int) -> int:
         """Cut a request's pages, and return how many tokens stay computed: a page that others hold too is left to them."""
@@ -260,17 +270,14 @@ class Books:
     def _is_shared(self, page_ids: Sequence[int]) -> bool:
         return any(page_id != NULL_PAGE and self.holders[page_id] > 1 for page_id in page_ids)
 
-    def give_back_behind(
-        self, job: Job, num_pages: Sequence[int], num_cached_pages: Sequence[int], made: Sequence[int]
-    ) -> None:
-        """Take a step of a request back: the pages that it took, and what it cached."""
-        for page_id in made:
-            self.index.drop(page_id)
+    def undo(self, job: Job, num_computed_tokens: int, num_pages: Sequence[int], is_cached: Callable[[int], bool]) -> None:
+        """Take a step of a request back: what it cached, and the pages that it took."""
+        self.forget(job, num_computed_tokens, is_cached)
+        self.rewind(job, num_computed_tokens)
         for pages, num_kept in zip(job.pages, num_pages, strict=True):
             for page_id in pages[num_kept:]:
                 self._let_go(page_id)
             del pages[num_kept:]
-        job.num_cached_pages = list(num_cached_pages)
 
     def reset(self) -> None:
         """Drop all that is cached."""

@@ -35,6 +35,7 @@ class Job:
     dp_shard: int | None = None
     pages: list[list[int]] = field(default_factory=list)  # by group
     num_cached_pages: list[int] = field(default_factory=list)  # by group: entered, or hit, or passed over
+    stay: int = 0  # which time it holds pages
     loading: Any = None  # tokens that a transfer brings
 
     def __post_init__(self) -> None:

@@ -56,10 +56,9 @@ def test_a_seed_is_a_round() -> None:
 # --- that it sees what is wrong -----------------------------------------------------------------------------------
 
 
-def expect_failure(num_rounds: int = 30) -> None:
-    with pytest.raises(ContentsError, match="to repeat"):
-        for seed in range(num_rounds):
-            run_round(FULL_4, seed)
+def run_rounds(num_rounds: int = 30) -> None:
+    for seed in range(num_rounds):
+        run_round(FULL_4, seed)
 
 
 def test_a_salt_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +69,8 @@ def test_a_salt_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
         return keys and cls(tuple(key for key in keys.request_keys if key[0] != cls.SALT), keys.features)
 
     monkeypatch.setattr(RequestExtraKeys, "of", classmethod(without_salt))
-    expect_failure()
+    with pytest.raises(ContentsError, match="to repeat"):
+        run_rounds()
 
 
 def test_a_hit_that_is_too_long_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,19 +81,22 @@ def test_a_hit_that_is_too_long_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
         return pages, num_tokens + 4 * (num_tokens > 0)
 
     monkeypatch.setattr(CacheManager, "get_computed_pages", look_up_longer)
-    expect_failure()
+    with pytest.raises(ContentsError, match="to repeat"):
+        run_rounds()
 
 
 def test_pages_that_are_not_cached_again_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CacheCoordinator, "rewind", lambda *_: None)
-    expect_failure()
+    with pytest.raises(ContentsError, match="to repeat"):
+        run_rounds()
 
 
 def test_caching_of_what_was_not_computed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if `free` did not know how much was computed."""
     free: Callable[..., None] = CacheManager.free
     monkeypatch.setattr(CacheManager, "free", lambda self, request, **_: free(self, request))
-    expect_failure()
+    with pytest.raises(ContentsError, match="to repeat"):
+        run_rounds()
 
 
 # --- the parts ----------------------------------------------------------------------------------------------------
