@@ -367,10 +367,18 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     ExtraKey **extra_keys     # NULL for most
     int32_t *contexts         # 0 for most
     bint skips_pages          # whether pages of any group fall out of a window
+    bint has_state            # whether any group is a state
+    int64_t *admissions       # which admission, or change of places, a row had last
+    int64_t num_admissions    # and changes of places, of all rows
 
 cdef struct Amounts:          # a number for each row; stride 0: the same for all
     const int32_t *values
     Py_ssize_t stride
+
+cdef struct Grown:            # a row after a call that grew it
+    int32_t row
+    int32_t num_tokens
+    int32_t num_computed
 
 cdef struct Growth:           # one call that grows rows
     const int32_t *rows
@@ -378,10 +386,12 @@ cdef struct Growth:           # one call that grows rows
     Amounts num_new_tokens
     Amounts num_ahead         # tokens that are to have room only
     const int32_t *token_ids  # one to append to each row first; NULL: none
+    Grown *grown              # [num_rows]
+    int64_t num_admissions    # of the batch by then
     Py_ssize_t num_due        # rows
     Py_ssize_t max_num_new    # pages
     Py_ssize_t num_new
-    int32_t *new_ids
+    int32_t *new_ids          # [max_num_new], as those that follow, in the same memory
     int32_t *new_rows
     int32_t *new_groups
 
@@ -904,6 +914,11 @@ cdef Py_ssize_t enter_all(
     return -1
 
 
+cdef inline bint is_entered_otherwise(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
+    """Whether a page, null pages aside, has an entry under another key."""
+    return page_id != NULL_PAGE and pool.pages[page_id].group != NO_GROUP and not has_key(&pool.pages[page_id], key, group)
+
+
 cdef Py_ssize_t enter_missing(
     Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop, const Digest *chain, Py_ssize_t stride, int32_t group,
     int32_t context, int32_t first_place,
@@ -913,9 +928,8 @@ cdef Py_ssize_t enter_missing(
     """
     cdef Py_ssize_t i
     for i in range(start, stop):
-        if ids[i] != NULL_PAGE and pool.pages[ids[i]].group != NO_GROUP:
-            if not has_key(&pool.pages[ids[i]], chain[(i + 1) * stride - 1], group):
-                return i
+        if is_entered_otherwise(pool, ids[i], chain[(i + 1) * stride - 1], group):
+            return i
     for i in range(start, stop):
         if ids[i] != NULL_PAGE and pool.pages[ids[i]].group == NO_GROUP:
             enter_at(pool, ids, i, chain, stride, group, context, first_place)
@@ -1540,6 +1554,10 @@ cdef inline int32_t pages_for(const Rules *rules, int32_t num_tokens) noexcept n
     return <int32_t>((<uint32_t>num_tokens + <uint32_t>rules.page_size - 1) // <uint32_t>rules.page_size)
 
 
+cdef inline bint is_state(const Rules *rules) noexcept nogil:
+    return rules.page_size == MAX_TOKENS
+
+
 cdef inline int32_t full_pages(const Rules *rules, int32_t num_tokens) noexcept nogil:
     return <int32_t>(<uint32_t>num_tokens // <uint32_t>rules.page_size)
 
@@ -1958,6 +1976,7 @@ cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, bint is_step, 
             tokens_of(batch, row)[known - 1] = growth.token_ids[i]
             state.num_tokens = known
         state.num_computed = computed + num_new
+        growth.grown[i] = Grown(row, known, computed + num_new)
     return growth.num_rows
 
 
@@ -2037,6 +2056,11 @@ cdef inline int32_t count_kept(const Batch *batch, const Group *group, Py_ssize_
     return pages_for(&group.rules, num_tokens)
 
 
+cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t restart) noexcept nogil:
+    """Whether a row has a state that has seen tokens from `restart` on, and is not to be computed from the first token anew."""
+    return batch.has_state and 0 < restart < batch.states[row].num_computed
+
+
 cdef bint can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Whether the pages that the next token attends to, and its own, are still there, and nobody gave back one that is to go.
     """
@@ -2044,6 +2068,8 @@ cdef bint can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexc
     cdef const int32_t *ids
     cdef Py_ssize_t g
     cdef int32_t first, restart = find_restart(batch, row, num_tokens)
+    if has_state_behind(batch, row, restart):
+        return False
     for g in range(batch.num_groups):
         group = &batch.groups[g]
         ids = ids_of(group, row)
@@ -2115,6 +2141,118 @@ cdef void show_row(Group *group, Py_ssize_t row) noexcept nogil:
     end_row(group, row)
 
 
+# Taking back. What was scheduled and never computed must not hit: its pages lose their prefix entries.
+
+cdef void forget_pages(
+    Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop, const Digest *chain, Py_ssize_t num_digests,
+    Py_ssize_t stride, int32_t group,
+) noexcept nogil:
+    """Drop the entries of pages ``ids[start:stop]`` of a request. A null page stands for one that an attention window left:
+    every page of its content loses the entry, for which one it was is not known any more.
+    """
+    cdef Py_ssize_t i
+    cdef int32_t page_id
+    for i in range(start, stop if pool.slots != NULL else start):
+        page_id = ids[i]
+        if page_id == NULL_PAGE and (i + 1) * stride <= num_digests:
+            page_id = find(pool, chain[(i + 1) * stride - 1], group)
+            while page_id != NULL_PAGE:
+                drop(pool, page_id)
+                page_id = find(pool, chain[(i + 1) * stride - 1], group)
+        elif pool.pages[page_id].group != NO_GROUP:
+            drop(pool, page_id)
+
+
+cdef void forget_from(Batch *batch, const Group *group, Py_ssize_t row, int32_t num_computed) noexcept nogil:
+    """Forget the pages of a group with tokens from `num_computed` on that a row entered."""
+    cdef int32_t start = full_pages(&group.rules, num_computed)
+    forget_pages(
+        batch.pool, ids_of(group, row), start, group.held[row].num_cached, digests_of(batch, row),
+        batch.states[row].num_hashed, group.stride, group.id,
+    )
+
+
+cdef void forget_uncomputed(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
+    """Forget in all groups what a row entered beyond its hits and the tokens that were computed."""
+    cdef Py_ssize_t g
+    for g in range(batch.num_groups):
+        forget_from(batch, &batch.groups[g], row, max(num_computed, batch.states[row].num_hits))
+
+
+cdef bint is_as_grown(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
+    """Whether a row has computed what it had after the call that grew it, and for a step knows no other token since."""
+    cdef const Grown *grown = &growth.grown[i]
+    cdef const RowState *state = &batch.states[grown.row]
+    if not state.is_admitted or batch.admissions[grown.row] > growth.num_admissions:
+        return False
+    return state.num_computed == grown.num_computed and (growth.token_ids == NULL or state.num_tokens == grown.num_tokens)
+
+
+cdef inline int32_t computed_before(const Growth *growth, Py_ssize_t i) noexcept nogil:
+    """The tokens that a row had computed before the call."""
+    return growth.grown[i].num_computed - amount(&growth.num_new_tokens, i)
+
+
+cdef Py_ssize_t find_taken(const Growth *growth, Py_ssize_t stop, int32_t row, Py_ssize_t g) noexcept nogil:
+    """Where the new pages of a row in a group begin, which end at `stop`."""
+    while stop and growth.new_rows[stop - 1] == row and growth.new_groups[stop - 1] == g:
+        stop -= 1
+    return stop
+
+
+cdef bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i, Py_ssize_t *stop) noexcept nogil:
+    """Whether a row is as the call left it, its new pages, the last before `stop`, are its last, and those are there that it
+    needs again. `stop` goes on to the first of them.
+    """
+    cdef const Group *group
+    cdef const int32_t *ids
+    cdef Py_ssize_t g, start, num_kept
+    cdef int32_t first, row = growth.grown[i].row
+    if not is_as_grown(batch, growth, i):
+        return False
+    for g in range(batch.num_groups - 1, -1, -1):
+        group = &batch.groups[g]
+        ids = ids_of(group, row)
+        start = find_taken(growth, stop[0], row, g)
+        num_kept = group.held[row].num_pages - (stop[0] - start)
+        first = first_useful_page(&group.rules, computed_before(growth, i), 0)
+        if num_kept < 0 or (start < stop[0] and memcmp(ids + num_kept, growth.new_ids + start, (stop[0] - start) * 4)):
+            return False
+        if first < num_kept and ids[first] == NULL_PAGE:
+            return False
+        if find_unheld(batch.pool, ids, num_kept, group.held[row].num_pages) >= 0:
+            return False
+        stop[0] = start
+    return True
+
+
+cdef void undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_ssize_t *stop) noexcept nogil:
+    """Let a row that `can_undo` go back."""
+    cdef Group *group
+    cdef Held *held
+    cdef Py_ssize_t g, start
+    cdef int32_t row = growth.grown[i].row
+    cdef int32_t num_computed = computed_before(growth, i)
+    cdef RowState *state = &batch.states[row]
+    for g in range(batch.num_groups - 1, -1, -1):
+        group = &batch.groups[g]
+        held = &group.held[row]
+        start = find_taken(growth, stop[0], row, g)
+        forget_from(batch, group, row, num_computed)
+        while stop[0] > start:
+            stop[0] -= 1
+            put_back(batch.pool, growth.new_ids[stop[0]])
+            held.num_pages -= 1
+        held.num_cached = min(held.num_cached, full_pages(&group.rules, num_computed))
+        held.num_skipped = min(held.num_skipped, held.num_pages)
+        end_row(group, row)
+    state.num_computed = num_computed
+    state.num_tokens -= growth.token_ids != NULL
+    if batch.hash_page_size:
+        state.num_hashed = min(state.num_hashed, state.num_tokens // batch.hash_page_size)
+    plan_next_event(batch, row)
+
+
 # Rows that come, go and change places.
 
 cdef Py_ssize_t count_free_hits(
@@ -2174,6 +2312,12 @@ cdef inline Range ids_in_shard(const Pool *pool, int32_t shard) noexcept nogil:
     return Range(shard * pool.pages_per_shard, (shard + 1) * pool.pages_per_shard)
 
 
+cdef inline void begin_admission(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """From here on the row is not the one that any call before has grown."""
+    batch.num_admissions += 1
+    batch.admissions[row] = batch.num_admissions
+
+
 cdef void set_context(Batch *batch, Py_ssize_t row, int32_t context) noexcept nogil:
     """The context of a row's pages from now on. None, which is what there is without a journal, has no users."""
     if batch.contexts[row]:
@@ -2202,6 +2346,8 @@ cdef void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second) noexc
             <int32_t *>digests_of(batch, first), <int32_t *>digests_of(batch, second), n * (sizeof(Digest) // sizeof(int32_t))
         )
     batch.states[first], batch.states[second] = batch.states[second], batch.states[first]
+    begin_admission(batch, first)
+    begin_admission(batch, second)
     batch.extra_keys[first], batch.extra_keys[second] = batch.extra_keys[second], batch.extra_keys[first]
     batch.contexts[first], batch.contexts[second] = batch.contexts[second], batch.contexts[first]
     for g in range(batch.num_groups):
@@ -2561,10 +2707,11 @@ cdef class HeldPages(PageIds):
     """The pages that one request holds in one cache group, in token order. Only a `PageStore` changes them, under its lock.
 
     ``num_cached_pages`` of them, from the first on, need no prefix entry any more; the first ``num_skipped_pages`` fell out
-    of the attention window, and their places hold the null page.
+    of the attention window, and their places hold the null page; the first ``num_hit_pages`` were hits.
     """
 
     cdef readonly Py_ssize_t num_cached_pages
+    cdef readonly Py_ssize_t num_hit_pages
     cdef readonly Py_ssize_t num_skipped_pages
 
     @cython.critical_section
@@ -2582,12 +2729,27 @@ cdef class HeldPages(PageIds):
     cdef void clear(self) noexcept:
         self.num = 0
         self.num_cached_pages = 0
+        self.num_hit_pages = 0
         self.num_skipped_pages = 0
 
 
 cdef PageIds settled(PageIds ids):
     """`ids`, or a copy of those that may change."""
     return PageIds(ids) if isinstance(ids, HeldPages) else ids
+
+
+cdef PageIds as_settled(PageIds ids):
+    """The same; none for None."""
+    return PageIds() if ids is None else settled(ids)
+
+
+cdef int require_as_many(set lengths, PageIds strides) except -1:
+    """ArgumentError for unequal lengths, and for a page without hashes."""
+    if len(lengths) > 1:
+        raise ArgumentError(f"groups: got {sorted(lengths)} groups, numbers, hits and keys, allowed: as many of each")
+    if any([stride < 1 for stride in strides.to_list()]):
+        raise ArgumentError(f"strides: got {strides.to_list()}, allowed: at least 1")
+    return 0
 
 
 @cython.final
@@ -3845,7 +4007,7 @@ cdef class PageStore:
             for i in range(first, last if bad < 0 else first):
                 self.copy_tokens(ids.ids[i], chain, i * num_tokens, num_tokens)
         if bad >= 0:
-            raise PageHashError(f"page {ids.ids[bad]} (at {bad} of {ids.num}) has a hash already")
+            self.refuse_entry(ids, bad)
 
     cdef int32_t checked_context(self, object context) except -1:
         """A context as a number, which stays one, whatever it stands for."""
@@ -3861,6 +4023,23 @@ cdef class PageStore:
         """
         self.enter_pages(held, chain, held.num_cached_pages, num_full_pages, stride, group, context, 0, True)
         held.num_cached_pages = num_full_pages
+
+    def check_enterable(self, HeldPages held not None, HashChain chain not None, num_full_pages, stride, group) -> None:
+        """PageHashError if `enter_held` would find a page that is held already and was entered as something else."""
+        cdef Py_ssize_t i, stop, bad = -1, num_hashes = size_of(stride, "stride", 1)
+        cdef Py_ssize_t num_full = size_of(num_full_pages, "num_full_pages")
+        cdef int32_t checked_group = group_of(group)
+        self.checked(held)
+        with chain.lock, self.lock:
+            stop = min(num_full, held.num, chain.num // num_hashes)
+            for i in range(held.num_cached_pages, stop):
+                if is_entered_otherwise(&self.pool, held.ids[i], chain.digests[(i + 1) * num_hashes - 1], checked_group):
+                    bad = i
+        if bad >= 0:
+            self.refuse_entry(held, bad)
+
+    cdef int refuse_entry(self, PageIds ids, Py_ssize_t at) except -1:
+        raise PageHashError(f"page {ids[at]} (at {at} of {ids.num}) has a hash already")
 
     def rewind(self, HeldPages held not None, num_pages) -> None:
         """Let `enter_held` look at the pages of a request from `num_pages` on again: their tokens are computed once more."""
@@ -3895,33 +4074,59 @@ cdef class PageStore:
             needs.chain.lock.release()
         return needs.result()
 
-    def give_back_held(self, tuple groups not None) -> None:
+    def give_back_held(
+        self, tuple groups not None, HashChain chain=None, PageIds num_computed=None, PageIds strides=None,
+        PageIds group_ids=None,
+    ) -> None:
         """Give back all that `HeldPages` hold, the last group first and its last page first; they hold nothing then. O(pages).
 
-        DoubleFreeError, and nothing changed, if somebody else gave one of the pages back.
+        With a `chain`, `num_computed` pages of each group were computed besides hits. Those behind lose their entries, which
+        they have under the chain with `strides` hashes a page for `group_ids`. DoubleFreeError, and nothing changed, if
+        somebody else gave one of the pages back.
         """
         cdef PageIds ids = PageIds.__new__(PageIds)
-        cdef Py_ssize_t bad = -1
-        cdef bint has_room = True, is_foreign = False
+        cdef PageIds computed = None
         check_distinct(groups)
+        if chain is None:
+            self.give_back_all(groups, ids, None, None, None, None)
+            return
+        computed, strides, group_ids = as_settled(num_computed), as_settled(strides), as_settled(group_ids)
+        require_as_many({len(groups), computed.num, strides.num, group_ids.num}, strides)
+        with chain.lock:
+            self.give_back_all(groups, ids, chain, computed, strides, group_ids)
+
+    cdef int give_back_all(
+        self, tuple groups, PageIds ids, HashChain chain, PageIds num_computed, PageIds strides, PageIds group_ids
+    ) except -1:
+        """`give_back_held`, of which `ids` will be the pages. The lock of a chain is held."""
+        cdef Py_ssize_t g, bad = -1
+        cdef bint has_room = True, is_foreign = False
+        cdef HeldPages held
         with self.lock:
             for held in reversed(groups):
-                has_room = has_room and ids.has_room_for((<HeldPages>held).num)
+                has_room = has_room and ids.has_room_for(held.num)
                 if has_room:
-                    ids.put((<HeldPages>held).ids, (<HeldPages>held).num)
+                    ids.put(held.ids, held.num)
             if has_room:
                 bad = find_outside(&self.pool, ids.ids, ids.num)
                 is_foreign = bad >= 0
                 if not is_foreign:
                     bad = self.give_back_ids(ids.ids, ids.num, True)
-            for held in groups if has_room and bad < 0 else ():
-                (<HeldPages>held).clear()
+            for g in range(len(groups) if has_room and bad < 0 else 0):
+                held = groups[g]
+                if chain is not None:
+                    forget_pages(
+                        &self.pool, held.ids, max(<Py_ssize_t>num_computed.ids[g], held.num_hit_pages),
+                        min(held.num_cached_pages, held.num), chain.digests, chain.num, strides.ids[g], group_ids.ids[g],
+                    )
+                held.clear()
         if not has_room:
             raise MemoryError("the ids of the pages of a request")
         if is_foreign:
             self.check_range(ids.ids[bad])
         if bad >= 0:
             self.refuse_give_back(ids, bad)
+        return 0
 
     def skip(self, HeldPages held not None, first_useful_page) -> None:
         """Free the pages before `first_useful_page`, the last first, and put the null page in their places."""
@@ -4515,16 +4720,12 @@ cdef class _Needs:
         self.num_new = PageIds([size_of(n, "num_new_pages") for n in islice(num_new_pages, len(groups) + 1)])
         self.hits = [store.checked(<PageIds?>ids) for ids in hits]
         self.chain = HashChain(1, bytes(16)) if chain is None else chain
-        self.strides = settled(strides) if strides is not None else PageIds()
-        self.group_ids = settled(group_ids) if group_ids is not None else PageIds()
+        self.strides, self.group_ids = as_settled(strides), as_settled(group_ids)
         self.new = [PageIds.__new__(PageIds) for _ in groups]
         lengths = {len(groups), self.num_new.num}
         if self.hits:
             lengths |= {len(self.hits), self.strides.num, self.group_ids.num}
-        if len(lengths) > 1:
-            raise ArgumentError(f"groups: got {sorted(lengths)} groups, numbers, hits and keys, allowed: as many of each")
-        if any([stride < 1 for stride in self.strides.to_list()]):
-            raise ArgumentError(f"strides: got {self.strides.to_list()}, allowed: at least 1")
+        require_as_many(lengths, self.strides)
 
     cdef void take(self, int32_t shard, Py_ssize_t num_reserved) noexcept:
         """Take all or nothing, and note which. The locks of chain and store are held."""
@@ -4601,7 +4802,7 @@ cdef class _Needs:
             ids = self.hits[g]
             if ids.num:
                 held.put(ids.ids, ids.num)
-                held.num_cached_pages = held.num
+                held.num_cached_pages = held.num_hit_pages = held.num
         self.store.take_into(new, self.num_new.ids[g], shard)
         held.put(new.ids, new.num)
 
@@ -5343,48 +5544,65 @@ cdef class GroupedRows:
 
 
 @cython.final
+@cython.no_gc  # it is in no cycle: a batch does not know its results
 @cython.auto_pickle(False)
 cdef class StepResult:
     """What a call of `RunningBatch` that grows rows did.
 
     The first `num_grown` of its rows have their room; the row at that place, if there is one, is the first that did not fit.
+    `RunningBatch.undo` takes the call back.
     """
 
     cdef readonly Py_ssize_t num_grown
-    cdef int32_t *values            # [3, capacity]: page ids, rows, groups
-    cdef Py_ssize_t capacity
-    cdef Py_ssize_t num
+    cdef RunningRows batch          # that was grown; None once the call is taken back
+    cdef PageIds num_new_tokens     # a number for each row, or one for all
+    cdef Growth growth              # its `rows` and `token_ids` are the caller's, and not read after the call
 
     def __init__(self):
         raise TypeError("a StepResult is what RunningBatch returns")
 
     def __dealloc__(self):
-        free(self.values)
+        free(self.growth.new_ids)
+        free(self.growth.grown)
+
+    cdef int begin(self, RunningRows batch, PageIds rows, PageIds num_new_tokens, Amounts num_ahead, PageIds tokens) except -1:
+        """What is to be done, and room for what becomes of the rows."""
+        self.batch, self.num_new_tokens = batch, num_new_tokens
+        self.growth.rows, self.growth.num_rows = rows.ids, rows.num
+        self.growth.num_new_tokens, self.growth.num_ahead = amounts_in(num_new_tokens), num_ahead
+        if tokens is not None:
+            self.growth.token_ids = tokens.ids
+        if rows.num:
+            self.growth.grown = <Grown *>malloc(rows.num * sizeof(Grown))
+            if self.growth.grown == NULL:
+                raise MemoryError(f"{rows.num} rows")
+        return 0
 
     cdef bint has_room_for(self, Py_ssize_t n) noexcept:
         """Make room for `n` new pages; False where memory is short."""
-        if n:
-            self.values = <int32_t *>malloc(3 * n * sizeof(int32_t))
-        self.capacity = n
-        return n == 0 or self.values != NULL
-
-    cdef object column(self, Py_ssize_t i):
-        return array_of(self.values + i * self.capacity, self.num)
+        cdef int32_t *values
+        if n == 0:
+            return True
+        values = <int32_t *>malloc(3 * n * sizeof(int32_t))
+        self.growth.new_ids = values
+        self.growth.new_rows = values + n
+        self.growth.new_groups = values + 2 * n
+        return values != NULL
 
     @property
     def new_page_ids(self) -> np.ndarray:
         """Ids of the pages that were taken: int32 ``[num_new_pages]``, a copy. In a row group by group."""
-        return self.column(0)
+        return array_of(self.growth.new_ids, self.growth.num_new)
 
     @property
     def new_page_rows(self) -> np.ndarray:
         """The row of each new page, int32 ``[num_new_pages]``, a copy: the rows in the order of the call."""
-        return self.column(1)
+        return array_of(self.growth.new_rows, self.growth.num_new)
 
     @property
     def new_page_groups(self) -> np.ndarray:
         """The cache group of each new page, int32 ``[num_new_pages]``, a copy."""
-        return self.column(2)
+        return array_of(self.growth.new_groups, self.growth.num_new)
 
     def __repr__(self):
         return f"StepResult(num_grown={self.num_grown}, new_page_ids={self.new_page_ids.tolist()})"
@@ -5399,7 +5617,7 @@ cdef inline Py_ssize_t odd_lines(Py_ssize_t num_values, Py_ssize_t size) noexcep
 
 
 cdef int32_t ZERO = 0
-cdef int32_t ONE = 1
+cdef PageIds ONE = PageIds([1])
 
 
 cdef PageIds as_amounts(object values, str name, Py_ssize_t num_rows):
@@ -5413,9 +5631,9 @@ cdef PageIds as_amounts(object values, str name, Py_ssize_t num_rows):
     return amounts
 
 
-cdef Amounts amounts_in(PageIds amounts, Py_ssize_t num_rows) noexcept:
+cdef Amounts amounts_in(PageIds amounts) noexcept:
     """A view of them. A single number serves all rows."""
-    return Amounts(amounts.ids, 1 if amounts.num == num_rows else 0)
+    return Amounts(amounts.ids, amounts.num > 1)
 
 
 @cython.final
@@ -5674,6 +5892,7 @@ cdef class RunningRows:
             <int64_t>self.batch.max_num_tokens, <int64_t>rules.rules.page_size * group.num_columns
         )
         self.batch.skips_pages |= group.rules.window or group.rules.chunk
+        self.batch.has_state |= is_state(&group.rules)
         self.batch.num_groups += 1
         return 0
 
@@ -5685,6 +5904,7 @@ cdef class RunningRows:
         self.num_computed_tokens = states["num_computed"]
         self.num_cached_tokens = states["num_hits"]
         self.is_admitted = states["is_admitted"]
+        self.batch.admissions = <int64_t *>self.new_buffer(n, sizeof(int64_t) // sizeof(int32_t))
         self.batch.checked_rows = self.new_buffer(n, 1)
         self.batch.due_rows = self.new_buffer(n, 1)
         for row in range(n):
@@ -5756,7 +5976,7 @@ cdef class RunningRows:
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds new = as_amounts(num_new_tokens, "num_new_tokens", row_ids.num)
         cdef PageIds ahead = as_amounts(num_lookahead_tokens, "num_lookahead_tokens", row_ids.num)
-        return self.run(row_ids, amounts_in(new, row_ids.num), amounts_in(ahead, row_ids.num), NULL)
+        return self.run(row_ids, new, amounts_in(ahead), None)
 
     def step(self, rows, token_ids) -> StepResult:
         """Append one token to each row and give the next token of each its slot: the decode step of the whole batch.
@@ -5768,30 +5988,31 @@ cdef class RunningRows:
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
         check_tokens(tokens, row_ids)
-        return self.run(row_ids, Amounts(&ONE, 0), Amounts(&ZERO, 0), tokens.ids)
+        return self.run(row_ids, ONE, Amounts(&ZERO, 0), tokens)
 
-    cdef StepResult run(self, PageIds rows, Amounts num_new_tokens, Amounts num_ahead, const int32_t *token_ids):
+    cdef StepResult run(self, PageIds rows, PageIds num_new_tokens, Amounts num_ahead, PageIds tokens):
         """Check all rows, make room for the result, then grow: nothing can fail any more."""
-        cdef Growth growth = Growth(rows.ids, rows.num, num_new_tokens, num_ahead, token_ids, 0, 0, 0, NULL, NULL, NULL)
         cdef StepResult result = StepResult.__new__(StepResult)
+        cdef Growth *growth = &result.growth
         cdef Py_ssize_t num_right
         cdef bint has_room = True
         cdef int32_t held_free = NULL_PAGE
+        result.begin(self, rows, num_new_tokens, num_ahead, tokens)
         if growth.num_rows == 0:
             return result
         self.enter_call()
-        num_right = self.check_rows_of(&growth)
+        num_right = self.check_rows_of(growth)
         if num_right == growth.num_rows:
             growth.max_num_new = min(growth.max_num_new, self.store.pool.num_pages)  # each page is taken once at most
             has_room = result.has_room_for(growth.max_num_new)
             held_free = find_held_free(&self.store.pool, growth.max_num_new)
         if num_right == growth.num_rows and has_room and held_free == NULL_PAGE:
-            self.grow_checked(&growth, result)
+            result.num_grown = self.grow_checked(growth)
         else:
-            uncount(&self.batch, &growth, 0, num_right)
+            uncount(&self.batch, growth, 0, num_right)
         self.let_go()
         if num_right < growth.num_rows:
-            self.refuse_growth(&growth, num_right)
+            self.refuse_growth(growth, num_right)
         if not has_room:
             raise MemoryError(f"{growth.max_num_new} new pages")
         self.store.check_untaken(held_free)
@@ -5805,18 +6026,53 @@ cdef class RunningRows:
             return check_growth(&self.batch, growth, True, True)
         return check_growth(&self.batch, growth, True, False)
 
-    cdef void grow_checked(self, Growth *growth, StepResult result) noexcept:
+    cdef Py_ssize_t grow_checked(self, Growth *growth) noexcept:
         cdef Py_ssize_t num_grown
-        growth.new_ids = result.values
-        growth.new_rows = result.values + result.capacity
-        growth.new_groups = result.values + 2 * result.capacity
+        growth.num_admissions = self.batch.num_admissions
         if growth.num_rows + growth.max_num_new < RELEASE_GIL_AT:
             num_grown = grow_rows(&self.batch, growth)
         else:
             with nogil:
                 num_grown = grow_rows(&self.batch, growth)
-        result.num_grown = num_grown
-        result.num = growth.num_new
+        return num_grown
+
+    def undo(self, StepResult result not None) -> None:
+        """Take back a call of `step` or `grow` whose model run failed: the rows are as before, without the token that `step`
+        appended, the pages that the call took go back, and the entries that it made in the prefix index are dropped.
+
+        Several calls are taken back last first, rows that were admitted meanwhile are released first, with the
+        `num_computed_tokens` that they hit. Pages that an attention window left stay given back. The state of a state group is
+        not pagepool's: restore it, or release the row, if the model may have begun to write it.
+
+        ArgumentError, and nothing changed, for another batch's result, for one that was taken back already, where a row was
+        grown, cut, moved or released since, or where it needs pages again that a later call gave back; release such rows with
+        `num_computed_tokens`. O(rows + pages taken and entered).
+        """
+        cdef Growth *growth = &result.growth
+        cdef Py_ssize_t i, num_pages, num_left = result.num_grown
+        if result.batch is not self:
+            raise ArgumentError(f"result: got one {'of another batch' if result.batch else 'that was taken back already'}")
+        self.enter_call()
+        num_pages = growth.num_new
+        while num_left and can_undo(&self.batch, growth, num_left - 1, &num_pages):
+            num_left -= 1
+        if num_left == 0:
+            num_pages = growth.num_new
+            for i in range(result.num_grown - 1, -1, -1):
+                undo_row(&self.batch, growth, i, &num_pages)
+            result.batch = None
+        self.let_go()
+        if num_left:
+            self.refuse_undo(growth, num_left - 1)
+
+    cdef int refuse_undo(self, const Growth *growth, Py_ssize_t at) except -1:
+        cdef int32_t row = growth.grown[at].row
+        if not is_as_grown(&self.batch, growth, at):
+            raise ArgumentError(f"row {row} (at {at}): was grown, cut, moved or released since; allowed: the last call first")
+        raise ArgumentError(
+            f"row {row} (at {at}): cannot go back: pages that it had or needs again were given back, "
+            "when they fell out of the attention window or by somebody else; release it with its num_computed_tokens"
+        )
 
     cdef int32_t refuse_unknown(self, int32_t row, Py_ssize_t at) except -1:
         """Raise if a row of a call is not in the table or not admitted, or return it."""
@@ -5883,11 +6139,12 @@ cdef class RunningRows:
         Pages wholly behind go back, the last first, and lose their prefix entry unless somebody else holds them. Where the cut
         goes through a page that somebody else holds too, that page goes back as well, and its first tokens are to be
         computed again: ``num_computed_tokens`` says so. ArgumentError, and nothing changed, for more tokens than a row knows,
-        and where pages that the attention window needs again were given back already. O(rows + pages behind).
+        where pages that the attention window needs again were given back already, and where a state group's state has seen
+        tokens that are cut, unless all are. O(rows + pages behind).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds lengths = as_amounts(num_tokens, "num_tokens", row_ids.num)
-        cdef Amounts amounts = amounts_in(lengths, row_ids.num)
+        cdef Amounts amounts = amounts_in(lengths)
         cdef Py_ssize_t i, num_right
         self.enter_call()
         num_right = check_trim(&self.batch, row_ids.ids, &amounts, row_ids.num)
@@ -5902,6 +6159,11 @@ cdef class RunningRows:
         cdef int32_t row = self.refuse_row(rows.ids, at)
         if not 0 <= num_tokens <= self.batch.states[row].num_tokens:
             raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {self.batch.states[row].num_tokens}")
+        if has_state_behind(&self.batch, row, find_restart(&self.batch, row, num_tokens)):
+            raise ArgumentError(
+                f"num_tokens: got {num_tokens} (at {at}), allowed for row {row}, which has a state that saw later tokens: "
+                f"0, or from {self.batch.states[row].num_computed} on"
+            )
         raise ArgumentError(
             f"row {row} (at {at}): cannot be cut to {num_tokens} tokens: pages that they need were given back, "
             "when they fell out of the attention window or by somebody else"
@@ -5909,60 +6171,82 @@ cdef class RunningRows:
 
     # Coming, going, changing places.
 
-    def release(self, rows) -> None:
+    def release(self, rows, num_computed_tokens=None) -> None:
         """Give back all pages of rows, in the given order, the last page of each first, and make the rows free.
 
-        DoubleFreeError, and nothing changed, if somebody else gave one of them back. O(pages).
+        After a failed step `num_computed_tokens`, a number for each row or one for all, says how many tokens were computed
+        indeed: pages that a row entered in the prefix index with tokens from there on lose their entries, held by others or
+        not. Release others that hit them since as well.
+
+        ArgumentError, and nothing changed, for more tokens than a row has slots for, DoubleFreeError if somebody else gave
+        one of the pages back. O(pages).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
+        cdef PageIds computed = None
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef Py_ssize_t num_right, bad = -1
         cdef bint has_room = True
+        if num_computed_tokens is not None:
+            computed = as_amounts(num_computed_tokens, "num_computed_tokens", row_ids.num)
         self.enter_call()
-        num_right = self.check_release(row_ids, ids, &has_room)
+        num_right = self.check_release(row_ids, computed, ids, &has_room)
         if num_right == row_ids.num and has_room:
-            bad = self.release_checked(ids, num_right)
+            bad = self.release_checked(ids, num_right, computed)
         self.let_go()
         if num_right < row_ids.num:
-            self.refuse_row(row_ids.ids, num_right)
-            raise ArgumentError("rows: changed during the call")
+            self.refuse_release(row_ids, computed, num_right)
         if not has_room:
             raise MemoryError("the pages of the rows")
         if bad >= 0:
             raise DoubleFreeError(f"page {ids.ids[bad]} is given back by a row more often than it is held")
 
-    cdef Py_ssize_t check_release(self, PageIds rows, PageIds ids, bint *has_room) noexcept:
+    cdef int refuse_release(self, PageIds rows, PageIds computed, Py_ssize_t at) except -1:
+        cdef int32_t row = self.refuse_row(rows.ids, at)
+        if computed is None:
+            raise ArgumentError("rows: changed during the call")
+        raise ArgumentError(
+            f"num_computed_tokens: got {computed[at % computed.num]} (at {at}), "
+            f"allowed: 0 to {self.batch.states[row].num_computed}, for which row {row} has slots"
+        )
+
+    cdef Py_ssize_t check_release(self, PageIds rows, PageIds computed, PageIds ids, bint *has_room) noexcept:
         """How many rows there are before the first that is wrong. Copies the rows, and puts their pages into `ids`, in the
         order in which they go back.
         """
         cdef const Group *group
         cdef Py_ssize_t i, g, j
+        cdef int32_t row
         start_call(&self.batch)
         for i in range(rows.num):
             if not claim_row(&self.batch, rows.ids[i], i):
                 return i
+            row = self.batch.checked_rows[i]
+            if computed is not None and not 0 <= computed.ids[i % computed.num] <= self.batch.states[row].num_computed:
+                return i
             for g in range(self.batch.num_groups):
                 group = &self.batch.groups[g]
-                has_room[0] = has_room[0] and ids.has_room_for(group.held[self.batch.checked_rows[i]].num_pages)
+                has_room[0] = has_room[0] and ids.has_room_for(group.held[row].num_pages)
                 if has_room[0]:
-                    for j in range(group.held[self.batch.checked_rows[i]].num_pages - 1, -1, -1):
-                        ids.ids[ids.num] = ids_of(group, self.batch.checked_rows[i])[j]
+                    for j in range(group.held[row].num_pages - 1, -1, -1):
+                        ids.ids[ids.num] = ids_of(group, row)[j]
                         ids.num += 1
         return rows.num
 
-    cdef Py_ssize_t release_checked(self, PageIds ids, Py_ssize_t num_rows) noexcept:
+    cdef Py_ssize_t release_checked(self, PageIds ids, Py_ssize_t num_rows, PageIds computed) noexcept:
         """Give back the pages and empty the rows; or the index of a page that nobody holds, and nothing changed."""
-        cdef Py_ssize_t i, bad
+        cdef Py_ssize_t i, row, bad
         if ids.num < RELEASE_GIL_AT:
             bad = give_back(&self.store.pool, ids.ids, ids.num, False)
         else:
             with nogil:
                 bad = give_back(&self.store.pool, ids.ids, ids.num, False)
-        if bad < 0:
-            for i in range(num_rows):
-                set_context(&self.batch, self.batch.checked_rows[i], 0)
-                self.forget_extra_keys(self.batch.checked_rows[i])
-                empty_row(&self.batch, self.batch.checked_rows[i])
+        for i in range(num_rows if bad < 0 else 0):
+            row = self.batch.checked_rows[i]
+            if computed is not None:
+                forget_uncomputed(&self.batch, row, computed.ids[i % computed.num])
+            set_context(&self.batch, row, 0)
+            self.forget_extra_keys(row)
+            empty_row(&self.batch, row)
         return bad
 
     cdef void forget_extra_keys(self, Py_ssize_t row) noexcept:
@@ -6272,6 +6556,7 @@ cdef class RunningRows:
         self.batch.states[row].num_tokens = num_known
         self.batch.states[row].num_computed = num_wanted
         plan_next_event(&self.batch, row)
+        begin_admission(&self.batch, row)
         self.batch.states[row].is_admitted = 1
 
     # Looking.

@@ -107,6 +107,15 @@ class CacheCoordinator(ABC):
             for i, (manager, group) in enumerate(held.by_group)
         ]
 
+    def count_room_tokens(self, held: RequestPages) -> int:
+        """Tokens that have a slot in every group; at most `max_model_len`."""
+        return min([self.max_model_len, *(manager.get_num_room_tokens(len(group)) for manager, group in held.by_group)])
+
+    def count_hit_tokens(self, hits: Sequence[PageIds]) -> int:
+        """Tokens whose pages are among the hits of every group: none where one is a state."""
+        managers = zip(self.single_type_managers, hits, strict=False)
+        return min([manager.is_prefix_cached * manager.page_size * len(ids) for manager, ids in managers], default=0)
+
     def remove_skipped_pages(self, held: RequestPages, num_computed_tokens: int) -> None:
         """Give back the pages that fell out of an attention window; the null page takes their places."""
         if num_computed_tokens < held.num_next_skip_tokens:
@@ -147,40 +156,58 @@ class CacheCoordinator(ABC):
         ]
         return min(counts, default=NEVER)
 
+    def _get_due(self, held: RequestPages, num_tokens: int) -> list[tuple[HeldPages, int, int, int]]:
+        """For each group in which `num_tokens` tokens fill pages that are not entered: its pages, how many are full, the hashes
+        of a page and the group's id.
+        """
+        return [
+            (group, num_tokens // manager.page_size, manager.num_hashes_per_page, manager.kv_cache_group_id)
+            for manager, group in held.by_group
+            if manager.is_prefix_cached and num_tokens // manager.page_size > group.num_cached_pages
+        ]
+
+    def check_enterable(self, held: RequestPages, chain: HashChain, num_tokens: int) -> None:
+        """PageHashError if somebody else gave an entry to a page that `cache_pages` is to enter."""
+        for group, num_full_pages, stride, group_id in self._get_due(held, num_tokens):
+            self.page_pool.store.check_enterable(group, chain, num_full_pages, stride, group_id)
+
     def cache_pages(self, held: RequestPages, chain: HashChain, num_tokens: int, context: int) -> None:
         """Enter the pages that `num_tokens` tokens fill, and that are not yet, in the prefix index. `context` stands for the
         request's extra keys where events are made (`CacheManager.hold_context`).
         """
-        for manager, group in held.by_group:
-            num_full_pages = num_tokens // manager.page_size
-            if manager.is_prefix_cached and num_full_pages > group.num_cached_pages:
-                self.page_pool.store.enter_held(
-                    group, chain, num_full_pages, manager.num_hashes_per_page, manager.kv_cache_group_id, context
-                )
+        for group, num_full_pages, stride, group_id in self._get_due(held, num_tokens):
+            self.page_pool.store.enter_held(group, chain, num_full_pages, stride, group_id, context)
 
     def update_thresholds(self, held: RequestPages) -> None:
         """Work out anew up to where the request needs nothing."""
-        num_room_tokens = num_next_full_tokens = num_next_skip_tokens = NEVER
+        num_next_full_tokens = num_next_skip_tokens = NEVER
         num_cached_tokens = 0
         for manager, group in held.by_group:
-            num_room_tokens = min(num_room_tokens, manager.get_num_room_tokens(len(group)))
             num_next_skip_tokens = min(num_next_skip_tokens, manager.find_next_skip(group))
             if self.enable_caching and manager.is_prefix_cached:
                 num_tokens = group.num_cached_pages * manager.page_size
                 num_cached_tokens = max(num_cached_tokens, num_tokens)
                 num_next_full_tokens = min(num_next_full_tokens, num_tokens + manager.page_size)
-        held.num_room_tokens = num_room_tokens
+        held.num_room_tokens = self.count_room_tokens(held)
         held.num_next_full_tokens = num_next_full_tokens
         held.num_next_skip_tokens = num_next_skip_tokens
         held.num_cached_tokens = num_cached_tokens
 
-    def free(self, request_id: str) -> None:
-        """Give back all pages of a request, group by group, the last page first. An unknown request has none."""
+    def free(self, request_id: str, num_computed_tokens: int | None = None, chain: HashChain | None = None) -> None:
+        """Give back all pages of a request, group by group, the last page first. An unknown request has none.
+
+        With `num_computed_tokens` pages that it entered under `chain` with tokens from there on lose their entries.
+        """
         held = self.requests.get(request_id)
         if held is None:
             return
         held.forget_thresholds()  # first, for an interrupt may come before the request is forgotten
-        self.page_pool.store.give_back_held(held.groups)
+        if num_computed_tokens is None:
+            self.page_pool.store.give_back_held(held.groups)
+        else:
+            num_computed_pages = PageIds([num_computed_tokens // manager.page_size for manager in self.single_type_managers])
+            chain = chain or HashChain(self.hash_page_size, bytes(16))
+            self.page_pool.store.give_back_held(held.groups, chain, num_computed_pages, self._strides, self._group_ids)
         del self.requests[request_id]
 
     def get_num_common_prefix_pages(self, request_id: str, num_scheduled_requests: int) -> list[int]:

@@ -254,13 +254,19 @@ class CacheManager:
 
         The request has ``num_computed_tokens`` computed; `num_new_computed_tokens` more are in `new_computed_pages`, the hits
         of `get_computed_pages`, for a request that holds no page yet; `num_external_computed_tokens` more will be filled by a
-        transfer; then come `num_new_tokens` to compute now and room for `num_lookahead_tokens` drafts. All but the drafts are
-        entered in the prefix index as far as they fill pages and the request knows their tokens, unless `delay_cache_pages`
-        (call `cache_pages` later). Pages that an attention window has left are given back first, even if None is returned.
+        transfer; then come `num_new_tokens` to compute now and room for `num_lookahead_tokens` drafts, up to `max_model_len`.
+        All but the drafts are entered in the prefix index as far as they fill pages and the request knows their tokens, unless
+        `delay_cache_pages` (call `cache_pages` later). If the step does not run, `free` with `num_computed_tokens` drops those
+        entries. Pages that an attention window has left are given back first, even if None is returned.
 
         With `data_parallel_size` > 1 pages come from the shard that the request's pages are in, else from the hinted one; where
         that shard is too short the hits count as used just now and None is returned. `num_reserved_pages` free pages are left
-        for others (a watermark for admission). ArgumentError, a ValueError, for 0 new tokens. Amortised O(new pages).
+        for others (a watermark for admission).
+
+        ArgumentError, a ValueError, and nothing changed, for 0 new tokens, for more tokens than `max_model_len`, and for tokens
+        that cannot have been computed: of a request that holds nothing those beyond the hits (one that was preempted starts at
+        0 again), of another one those beyond its slots. The state of a state group cannot go back: free a request whose
+        ``num_computed_tokens`` does, or restore its state. Amortised O(new pages).
         """
         try:  # negative exactly when one of the four is out of range; cheaper than four comparisons
             is_wrong = num_new_tokens - 1 | num_new_computed_tokens | num_lookahead_tokens | num_external_computed_tokens < 0
@@ -277,11 +283,15 @@ class CacheManager:
             and num_tokens < held.num_next_full_tokens
             and held.num_cached_tokens <= num_computed_tokens < held.num_next_skip_tokens
             and new_computed_pages is None
+            and not num_new_computed_tokens
         ):
             return CachePages(self._no_ids, self._store)
+        if num_tokens > self.max_model_len:
+            raise ArgumentError(f"request {request.request_id!r}: got {num_tokens} tokens, allowed: {self.max_model_len}")
         num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0)
         num_tokens_with_slot = min(num_tokens + num_lookahead_tokens, self.max_model_len)
         with self._lock:
+            self._check_computed(request, num_new_computed_tokens, new_computed_pages)
             is_anywhere = data_parallel_size is None
             if is_anywhere and self._is_refused_still(request, new_computed_pages, num_tokens_with_slot, num_reserved_pages):
                 return None
@@ -309,8 +319,11 @@ class CacheManager:
         is_admission = request.request_id not in self._requests
         held = self._requests.get(request.request_id) or RequestPages(self.coordinator.single_type_managers)
         is_full = num_tokens_to_cache >= held.num_next_full_tokens or request.num_computed_tokens < held.num_cached_tokens
+        self.page_pool.find_shard(dp_shard_hint, data_parallel_size)  # which refuses wrong ones before anything changes
         hashes = self._extend_hashes(request, num_tokens_to_cache) if is_full else None
         self.coordinator.rewind(held, request.num_computed_tokens)
+        if hashes is not None:
+            self.coordinator.check_enterable(held, hashes.chain, num_tokens_to_cache)
         self.coordinator.remove_skipped_pages(held, request.num_computed_tokens)
         new_ids: tuple[PageIds, ...] | None = self._no_ids
         if num_tokens_with_slot > held.num_room_tokens or hits is not self._no_ids:
@@ -322,6 +335,28 @@ class CacheManager:
         if new_ids is not None and is_admission:
             self._count_admission(request, hits)
         return None if new_ids is None else CachePages(new_ids, self._store)
+
+    def _check_computed(self, request: Request, num_new_computed_tokens: int, new_computed_pages: CachePages | None) -> None:
+        """ArgumentError for more computed tokens than a request can have: what nobody computed would be cached. O(groups)."""
+        num_tokens = request.num_computed_tokens + num_new_computed_tokens
+        held = self._requests.get(request.request_id)
+        if num_tokens == 0 or not self.kv_cache_groups:
+            return
+        if held is None:
+            hits = () if new_computed_pages is None else new_computed_pages.get_ids(self._store)
+            allowed = num_allowed_tokens = self.coordinator.count_hit_tokens(hits)
+            reason = "together, the tokens of new_computed_pages, for a request that holds no pages"
+        elif num_new_computed_tokens == 0:
+            allowed = num_allowed_tokens = self.coordinator.count_room_tokens(held)
+            reason = "the tokens for which it has slots"
+        else:
+            allowed, num_allowed_tokens = 0, request.num_computed_tokens
+            reason = "new ones for a request that holds pages already"
+        if num_tokens > num_allowed_tokens:
+            raise ArgumentError(
+                f"request {request.request_id!r}: got num_computed_tokens {request.num_computed_tokens} and "
+                f"num_new_computed_tokens {num_new_computed_tokens}, allowed: {allowed} {reason}"
+            )
 
     def _get_hits(self, request: Request, new_computed_pages: CachePages | None) -> tuple[PageIds, ...]:
         """The native ids of hits, which only a request without pages may take."""
@@ -456,10 +491,12 @@ class CacheManager:
             held = self._requests.get(request.request_id)
             if held is None:
                 raise ArgumentError(f"request {request.request_id!r} holds no pages")
-            if num_tokens > held.num_room_tokens:
-                raise ArgumentError(f"num_computed_tokens: got {num_tokens}, allowed: at most {held.num_room_tokens}")
+            num_room_tokens = self.coordinator.count_room_tokens(held)
+            if num_tokens > num_room_tokens:
+                raise ArgumentError(f"num_computed_tokens: got {num_tokens}, allowed: at most {num_room_tokens}")
             hashes = self._extend_hashes(request, num_tokens)
             self.coordinator.rewind(held, request.num_computed_tokens)
+            self.coordinator.check_enterable(held, hashes.chain, num_tokens)
             self._cache_pages(held, hashes, num_tokens)
             self.coordinator.update_thresholds(held)
 
@@ -541,13 +578,22 @@ class CacheManager:
 
     # Giving back.
 
-    def free(self, request: Request) -> None:
+    def free(self, request: Request, *, num_computed_tokens: int | None = None) -> None:
         """Give back the pages of a request, the last first, so that the ends of prefixes are evicted before their beginnings.
 
         Nothing for a request that holds none. Its hashes stay, for when it comes back. O(pages).
+
+        `num_computed_tokens` is for a request that was scheduled and did not run, because the step failed or it was preempted
+        after it was scheduled: how many of its tokens were computed indeed, hits included. Pages that it entered in the prefix
+        index with tokens from there on lose their entries, held by others or not. Free others that hit them since as well.
         """
+        if num_computed_tokens is not None:
+            num_computed_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
         with self._lock:
-            self.coordinator.free(request.request_id)
+            hashes = self._hashes.get(request.request_id)
+            self.coordinator.free(request.request_id, num_computed_tokens, hashes.chain if hashes else None)
+            if num_computed_tokens is not None:
+                self.page_pool.forget_evicted_names()
 
     def free_page_hashes(self, request: Request) -> None:
         """Forget the hashes of a request that is finished. Not for one that is preempted and will come back."""

@@ -33,6 +33,17 @@ class Grown(NamedTuple):
     groups: list[int]
 
 
+class Growth(NamedTuple):
+    """What a call made of a row, to be taken back: `num_tokens` only where it appended one."""
+
+    row: int
+    admission: int
+    num_new: int
+    num_computed: int
+    num_tokens: int | None
+    new_pages: PagesByGroup
+
+
 class BatchState(NamedTuple):
     """Everything that can be seen of rows, their tables and their pool."""
 
@@ -137,6 +148,8 @@ class ModelRows(Rows):
         self.setting = setting
         self.requests: list[Any] = [None] * num_rows  # a Request, or None for a free row
         self.num_hits = [0] * num_rows
+        self.admissions = [0] * num_rows  # a new number with each admission and change of places
+        self.growths: list[list[Growth]] = []  # of calls that can be taken back
         self.shards: list[int | None] = [None] * num_rows
         widths = [cdiv(setting.max_model_len, group.page_size) for group in setting.groups]
         self.tables = [np.zeros((num_rows, width), dtype=np.int32) for width in widths]
@@ -185,11 +198,13 @@ class ModelRows(Rows):
             return None
         request.num_computed_tokens = num_computed
         self.requests[row], self.num_hits[row], self.shards[row] = request, num_hits, dp_shard
+        self.admissions[row] = next(self._numbers)
         self._show(row)
         return num_hits
 
     def grow(self, rows: list[int], num_new_tokens: Amounts = 1, num_lookahead_tokens: Amounts = 0) -> Grown:
         grown = Grown(0, [], [], [])
+        self.growths.append([])
         news, aheads = (by_row(amounts, len(rows)) for amounts in (num_new_tokens, num_lookahead_tokens))
         for row, num_new, num_ahead in zip(rows, news, aheads, strict=True):
             if not self._grow_row(row, num_new, num_ahead, grown):
@@ -199,11 +214,13 @@ class ModelRows(Rows):
 
     def step(self, rows: list[int], token_ids: list[int]) -> Grown:
         grown = Grown(0, [], [], [])
+        self.growths.append([])
         for row, token_id in zip(rows, token_ids, strict=True):
             self.append([row], [token_id])
             if not self._grow_row(row, 1, 0, grown):
                 self._forget_last_token(row)
                 break
+            self.growths[-1][-1] = self.growths[-1][-1]._replace(num_tokens=self.requests[row].num_tokens)
             grown = grown._replace(num_grown=grown.num_grown + 1)
         return grown
 
@@ -218,6 +235,8 @@ class ModelRows(Rows):
         if new_pages is None:
             return False
         request.num_computed_tokens += num_new
+        num_computed, pages_by_group = request.num_computed_tokens, self.to_page_ids(new_pages)
+        self.growths[-1].append(Growth(row, self.admissions[row], num_new, num_computed, None, pages_by_group))
         for group_id, page_ids in enumerate(self.to_page_ids(new_pages)):
             grown.page_ids.extend(page_ids)
             grown.rows.extend([row] * len(page_ids))
@@ -228,6 +247,7 @@ class ModelRows(Rows):
         """Allocate. Managers want new tokens: where all are lookahead, those are the new ones, not entered."""
         if num_new:
             return self.manager.allocate_slots(request, num_new, num_lookahead_tokens=num_ahead, **placement)
+        num_ahead = min(num_ahead, self.setting.max_model_len - request.num_computed_tokens)
         if num_ahead:
             return self.manager.allocate_slots(request, num_ahead, delay_cache_pages=True, **placement)
         self.skip_pages(request)
@@ -261,9 +281,9 @@ class ModelRows(Rows):
 
     # going and changing places
 
-    def release(self, rows: list[int]) -> None:
-        for row in rows:
-            self.manager.free(self.requests[row])
+    def release(self, rows: list[int], num_computed_tokens: Amounts | None = None) -> None:
+        for row, num_computed in zip(rows, by_row(num_computed_tokens, len(rows)), strict=True):
+            self.manager.free(self.requests[row], num_computed_tokens=num_computed)
             self.manager.free_page_hashes(self.requests[row])
             self.requests[row], self.num_hits[row], self.shards[row] = None, 0, None
             self._show(row)
@@ -274,6 +294,8 @@ class ModelRows(Rows):
     def swap_row(self, src: int, tgt: int) -> None:
         for values in (self.requests, self.num_hits, self.shards):
             values[src], values[tgt] = values[tgt], values[src]
+        if src != tgt:
+            self.admissions[src], self.admissions[tgt] = next(self._numbers), next(self._numbers)
         self._show(src)
         self._show(tgt)
 
@@ -306,13 +328,13 @@ class ModelRows(Rows):
             table[row, : len(page_ids)] = page_ids
 
 
-def by_row(amounts: Amounts, num_rows: int) -> Sequence[int]:
-    """One number for each row."""
-    return [amounts] * num_rows if isinstance(amounts, int) else amounts
+def by_row(amounts: Amounts | None, num_rows: int) -> Sequence[Any]:
+    """One number for each row, or None for each."""
+    return [amounts] * num_rows if amounts is None or isinstance(amounts, int) else amounts
 
 
 class OracleRows(ModelRows):
-    """Rows over the oracle, which can trim."""
+    """Rows over the oracle, which can trim and take back."""
 
     manager: OracleManager
 
@@ -339,6 +361,23 @@ class OracleRows(ModelRows):
             del request.all_token_ids[length:]
             self.num_hits[row] = min(self.num_hits[row], length)
             self._show(row)
+
+    def undo(self) -> None:
+        """Take back the last call that grew rows. All are checked first."""
+        growths = self.growths.pop()
+        for growth in growths:
+            request = self.requests[growth.row]
+            if request is None or self.admissions[growth.row] != growth.admission:
+                raise ValueError("another request is in the row")
+            if growth.num_tokens not in (None, request.num_tokens) or growth.num_computed != request.num_computed_tokens:
+                raise ValueError("the row has changed since")
+            self.manager.check_undo(request, growth.num_computed - growth.num_new, growth.new_pages)
+        for growth in reversed(growths):
+            request = self.requests[growth.row]
+            request.num_computed_tokens -= growth.num_new
+            del request.all_token_ids[request.num_tokens - (growth.num_tokens is not None) :]
+            self.manager.undo(request, request.num_computed_tokens, request.num_tokens, growth.new_pages)
+            self._show(growth.row)
 
 
 class ManagerRows(ModelRows):
@@ -380,6 +419,7 @@ class BatchRows(Rows):
         self.tables = getattr(tables, "page_tables", (tables,))
         self.on_device = [table.page_table_cpu.copy() for table in self.tables]
         self.named: set[int] = set()  # rows of the call, which alone may get dirty
+        self.results: list[tuple[list[int], pagepool.StepResult]] = []  # with their rows
         self._forms = itertools.cycle(ROW_FORMS)
         self._tried: tuple[list[int], Any] = ([], None)
 
@@ -395,11 +435,20 @@ class BatchRows(Rows):
 
     def grow(self, rows: list[int], num_new_tokens: Amounts = 1, num_lookahead_tokens: Amounts = 0) -> Grown:
         self.named = set(rows)
-        return grown_of(self.batch.grow(*map(self._formed, (rows, num_new_tokens, num_lookahead_tokens))))
+        result = self.batch.grow(*map(self._formed, (rows, num_new_tokens, num_lookahead_tokens)))
+        self.results.append((rows, result))
+        return grown_of(result)
 
     def step(self, rows: list[int], token_ids: list[int]) -> Grown:
         self.named = set(rows)
-        return grown_of(self.batch.step(self._formed(rows), self._formed(token_ids)))
+        result = self.batch.step(self._formed(rows), self._formed(token_ids))
+        self.results.append((rows, result))
+        return grown_of(result)
+
+    def undo(self) -> None:
+        rows, result = self.results.pop()
+        self.named = set(rows)
+        self.batch.undo(result)
 
     def append(self, rows: list[int], token_ids: list[int]) -> None:
         self.batch.append(self._formed(rows), self._formed(token_ids))
@@ -408,9 +457,9 @@ class BatchRows(Rows):
         self.named = set(rows)
         self.batch.trim(self._formed(rows), self._formed(num_tokens))
 
-    def release(self, rows: list[int]) -> None:
+    def release(self, rows: list[int], num_computed_tokens: Amounts | None = None) -> None:
         self.named = set(rows)
-        self.batch.release(self._formed(rows))
+        self.batch.release(self._formed(rows), num_computed_tokens and self._formed(num_computed_tokens))
 
     def move_row(self, src: int, tgt: int) -> None:
         self.named = {src, tgt}

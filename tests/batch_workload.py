@@ -63,7 +63,7 @@ class BatchWorkload:
             self.reset: 0.2,
             self.drain: 0.1,
         }
-        return actions | {self.trim: 2, self.draft: 3, self.fail_load: 1} if trims else actions
+        return actions | {self.trim: 2, self.draft: 3, self.fail_load: 1, self.undo: 3} if trims else actions
 
     # what rows there are
 
@@ -205,6 +205,11 @@ class BatchWorkload:
         self.rng.shuffle(rows)
         self.twins.call("append", rows, self._tokens(len(rows)))
 
+    def undo(self) -> None:
+        """Take back the last calls that grew rows; where a row has changed since that is refused."""
+        for _ in range(min(self.rng.choice((1, 1, 2)), len(self.model.growths))):
+            self.twins.call("undo")
+
     def draft(self) -> None:
         """Append drafts, compute them with the rest, and forget those that are rejected."""
         rng, rows = self.rng, self.some(self.rows())
@@ -256,7 +261,13 @@ class BatchWorkload:
     # rows go and change places
 
     def release(self) -> None:
-        self.twins.call("release", self.rng.sample(self.rows(), min(len(self.rows()), self.rng.randint(0, 2))))
+        """Release some rows, now and then before all of their tokens were computed."""
+        rows = self.rng.sample(self.rows(), min(len(self.rows()), self.rng.randint(0, 2)))
+        nums_computed = [self.model.requests[row].num_computed_tokens for row in rows]
+        if self.rng.random() < 0.4:
+            self.twins.call("release", rows, [self.rng.randint(max(0, num - 9), num) for num in nums_computed])
+        else:
+            self.twins.call("release", rows)
 
     def preempt(self, row: int) -> None:
         """Release a row that comes back with all its tokens."""

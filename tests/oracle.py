@@ -340,6 +340,7 @@ class HeldPages:
 
     pages: PageIds = field(default_factory=list)
     num_cached_pages: int = 0
+    num_hit_pages: int = 0
 
 
 class OracleManager:
@@ -440,10 +441,13 @@ class OracleManager:
     ) -> PagesByGroup | None:
         """Make room for new tokens; return the new pages by group, or None where the pool is too short."""
         hits = new_computed_pages or self._no_pages()
+        num_computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
         self._check_allocation(request, num_new_tokens, num_external_computed_tokens, hits)
+        self._check_computed(request, num_new_computed_tokens, hits)
+        if num_computed + num_new_tokens > self.max_model_len:
+            raise ValueError("longer than the model allows")
         self._rewind(request)
         self._skip_pages(request)
-        num_computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
         num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         num_missing = self._num_missing_pages(request, num_slots, hits)
         if not self._fits(sum(num_missing), hits, num_reserved_pages):
@@ -470,6 +474,16 @@ class OracleManager:
             raise ValueError("nothing to allocate")
         if any(hits) and (not self.enable_caching or any(self.get_page_ids(request.request_id))):
             raise ValueError("hits go to a request that holds nothing")
+
+    def _check_computed(self, request: Any, num_new_computed: int, hits: PagesByGroup) -> None:
+        """Refuse tokens that cannot have been computed: each has its page, of the hits if the request holds nothing yet."""
+        held = self.held.get(request.request_id)
+        if held is not None and num_new_computed:
+            raise ValueError("hits are counted twice")
+        pages_by_group = [group.pages for group in held] if held is not None else hits
+        for kind, pages in zip(self.kinds, pages_by_group, strict=True):
+            if kind.num_required_pages(request.num_computed_tokens + num_new_computed) > len(pages):
+                raise ValueError("tokens without pages were computed")
 
     def _rewind(self, request: Any) -> None:
         """Look at the pages again whose tokens are to be computed, perhaps once more: they may have lost their entries."""
@@ -518,7 +532,7 @@ class OracleManager:
 
     def _attach(self, request: Any, hits: PagesByGroup, new_pages: PagesByGroup) -> None:
         if request.request_id not in self.held:
-            self.held[request.request_id] = [HeldPages(list(pages), len(pages)) for pages in hits]
+            self.held[request.request_id] = [HeldPages(list(pages), len(pages), len(pages)) for pages in hits]
         for held, pages in zip(self.held[request.request_id], new_pages, strict=True):
             held.pages += pages
 
@@ -541,9 +555,11 @@ class OracleManager:
     # cutting
 
     def check_trim(self, request: Any, num_tokens: int) -> None:
-        """Refuse a cut after which a token to compute would miss a page: its own, or one that it looks at."""
+        """Refuse a cut after which a token to compute would miss a page: its own, one that it looks at, or an earlier state."""
         restart = self._restart(request, num_tokens)
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
+            if isinstance(kind, Mamba) and 0 < restart < request.num_computed_tokens:
+                raise ValueError("a state has seen what is cut")
             first = kind.first_useful_page(restart, 0)
             if NULL_PAGE in held.pages[first : self._num_kept_pages(kind, held, num_tokens)]:
                 raise ValueError("a page that is needed again was given back")
@@ -559,6 +575,7 @@ class OracleManager:
             for page in held.pages[num_full_pages:]:
                 self.page_pool.evict_pages([page])
             held.num_cached_pages = min(held.num_cached_pages, num_full_pages)
+            held.num_hit_pages = min(held.num_hit_pages, num_full_pages)
         self.keys.cut(request.request_id, num_tokens)
         return restart
 
@@ -587,10 +604,43 @@ class OracleManager:
                 self.page_pool.evict_pages([page])
             self.page_pool.free_pages([page])
 
+    # taking back
+
+    def check_undo(self, request: Any, num_computed_tokens: int, new_pages: PagesByGroup) -> None:
+        """Refuse to take back growth where its pages are not the last ones, or pages are needed again that are gone."""
+        for kind, held, new in zip(self.kinds, self.held[request.request_id], new_pages, strict=True):
+            num_kept_pages = len(held.pages) - len(new)
+            first = kind.first_useful_page(num_computed_tokens, 0)
+            if num_kept_pages < 0 or held.pages[num_kept_pages:] != new or NULL_PAGE in held.pages[first:num_kept_pages]:
+                raise ValueError("a page that is needed again was given back")
+
+    def undo(self, request: Any, num_computed_tokens: int, num_tokens: int, new_pages: PagesByGroup) -> None:
+        """Take growth back: the request goes on from fewer computed tokens, without its last pages."""
+        self._forget_uncomputed(request, num_computed_tokens)
+        held_by_group = self.held[request.request_id]
+        for kind, held, new in zip(self.kinds[::-1], held_by_group[::-1], new_pages[::-1], strict=True):
+            for _ in new:
+                self.page_pool.free_pages([held.pages.pop()])
+            held.num_cached_pages = min(held.num_cached_pages, kind.num_full_pages(num_computed_tokens))
+        self.keys.cut(request.request_id, num_tokens)
+
+    def _forget_uncomputed(self, request: Any, num_computed_tokens: int) -> None:
+        """Drop the entries that the request made for pages with tokens from there on. Which page a window has left is not known
+        any more: all with that content lose the entry.
+        """
+        for group_id, (kind, held) in enumerate(zip(self.kinds, self.held.get(request.request_id, ()), strict=False)):
+            keys = [] if isinstance(kind, Mamba) else self._keys(request, kind)
+            for i in range(max(kind.num_full_pages(num_computed_tokens), held.num_hit_pages), held.num_cached_pages):
+                page = held.pages[i]
+                twins = self.page_pool.index.get((keys[i], group_id), ())
+                self.page_pool.evict_pages([page] if page != NULL_PAGE else list(twins))
+
     # giving back and asking
 
-    def free(self, request: Any) -> None:
-        """Give back all pages of the request, the last one first."""
+    def free(self, request: Any, *, num_computed_tokens: int | None = None) -> None:
+        """Give back all pages of the request, the last one first. What was not computed loses its entries."""
+        if num_computed_tokens is not None:
+            self._forget_uncomputed(request, num_computed_tokens)
         for held in self.held.pop(request.request_id, ()):
             self.page_pool.free_pages(held.pages[::-1])
 

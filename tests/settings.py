@@ -48,6 +48,7 @@ class Habits:
     repeated_tokens: bool = True  # generated tokens come from the vocabulary, else each is new
     bursts: bool = True  # several tokens are appended, or drafts accepted, at once
     stray_calls: bool = True  # look-ups of running requests, calls that must be refused
+    aborts: bool = True  # requests that were scheduled and did not run
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,7 @@ PLAIN = Habits(
     repeated_tokens=False,
     bursts=False,
     stray_calls=False,
+    aborts=False,
 )
 CHAINED = replace(PLAIN, prompt_logprobs=True, follow_ups=True, repeated_tokens=True)
 BURSTING = replace(PLAIN, prompt_logprobs=True, follow_ups=True, bursts=True, delay_caching=True)

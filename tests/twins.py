@@ -77,8 +77,8 @@ class Twin(ABC):
         pages = self.manager.allocate_slots(request, num_new_tokens, num_hit_tokens or 0, hits, **options)
         return None if pages is None else self.to_page_ids(pages)
 
-    def free(self, request: Any) -> None:
-        self.manager.free(request)
+    def free(self, request: Any, **options: Any) -> None:
+        self.manager.free(request, **options)
 
     def free_page_hashes(self, request: Any) -> None:
         self.manager.free_page_hashes(request)

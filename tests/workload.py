@@ -127,9 +127,9 @@ class Engine:
         self.twins.call("evict_pages", page_ids)
         request.num_computed_tokens = num_computed_tokens
 
-    def preempt(self, request: Request) -> None:
+    def preempt(self, request: Request, **options: Any) -> None:
         """Give the pages back; the request waits to be computed again."""
-        self._leave(request)
+        self._leave(request, **options)
         request.status = PREEMPTED
         request.num_computed_tokens = 0
         self.waiting.append(request)
@@ -143,9 +143,13 @@ class Engine:
             self.twins.call("free", request)
         self.twins.call("free_page_hashes", request)
 
-    def _leave(self, request: Request) -> None:
+    def abort(self, request: Request, num_computed_tokens: int) -> None:
+        """Preempt a request that was scheduled, and of which fewer tokens were computed."""
+        self.preempt(request, num_computed_tokens=num_computed_tokens)
+
+    def _leave(self, request: Request, **options: Any) -> None:
         self.running.remove(request)
-        self.twins.call("free", request)
+        self.twins.call("free", request, **options)
         del self.twins.live_request_ids[request.request_id]
 
 
@@ -189,6 +193,8 @@ class RandomWorkload:
         }
         if self.habits.evict_pages:
             actions |= {self.evict: 0.5, self.fail_load: 1}
+        if self.habits.aborts:
+            actions |= {self.abort: 1}
         if self.habits.stray_calls:
             actions |= {self.look_up: 1, self.cache: 0.5, self.misuse: 0.3}
         return actions
@@ -273,6 +279,7 @@ class RandomWorkload:
         num_left = request.num_tokens - request.num_computed_tokens
         num_new = num_left if self.rng.random() < 0.6 else self.rng.randint(1, num_left)
         num_drafts = self.rng.choice((0, 0, 1, 3)) if num_new == num_left else 0
+        num_drafts = min(num_drafts, self.setting.max_model_len - request.num_tokens)
         options = self._options()
         if self.engine.grow(request, num_new, num_drafts, **options):
             self._cache_delayed(request, options)
@@ -325,6 +332,13 @@ class RandomWorkload:
         """Preempt any running request."""
         if self.engine.running:
             self.engine.preempt(self.rng.choice(self.engine.running))
+
+    def abort(self) -> None:
+        """Preempt any running request some of whose tokens were scheduled and never computed."""
+        if self.engine.running:
+            request = self.rng.choice(self.engine.running)
+            num_computed_tokens = request.num_computed_tokens - self.rng.randint(0, 2 * self.page_size)
+            self.engine.abort(request, max(0, num_computed_tokens))
 
     def finish(self) -> None:
         """End any request."""
@@ -394,10 +408,14 @@ class RandomWorkload:
             num_hit_tokens = self.engine.look_up(request, self._placement())
             if num_hit_tokens:
                 self.twins.call("allocate", request, 1, num_hit_tokens)
+            num_too_many = self.setting.max_model_len - request.num_computed_tokens + 1
+            self.twins.call("allocate", request, num_too_many)
         if self.engine.waiting:
             request = self.rng.choice(self.engine.waiting)
             self.twins.call("free", request)
             self.twins.call("get_num_common_prefix_pages", request, 1)
+            num_hit_tokens = self.engine.look_up(request, self._placement())
+            self.twins.call("allocate", request, 1, num_hit_tokens + self.page_size)
 
 
 def run_workload(
