@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 CORE = "pagepool/_core.pyx"
-BUILT = ["pagepool", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
+BUILT = ["pagepool", "setup.py"]
 SWITCH = '\ncdef int planted_bug = int(os.environ.get("PAGEPOOL_PLANTED", "0"))\n'
 TIMEOUT_SECONDS = 60  # beyond the time that is given to the simulation
 
@@ -39,15 +39,14 @@ BUGS = [
     Bug(
         "an entry stays when its page is handed out",
         CORE,
-        "    if pool.pages[page_id].group != NO_GROUP:\n        drop(pool, page_id)\n        pool.num_evicted += 1",
-        "    if pool.pages[page_id].group != NO_GROUP and not (BUG):\n        drop(pool, page_id)\n        pool.num_evicted += 1",
+        "    if pool.pages[page_id].group != NO_GROUP:\n        drop(pool, page_id)\n        pool.num_ev",
+        "    if pool.pages[page_id].group != NO_GROUP and not (BUG):\n        drop(pool, page_id)\n        pool.num_ev",
     ),
     Bug(
         "a free page that hits stays in the free queue",
         CORE,
-        "            if pool.pages[ids[i]].ref_cnt == 0:\n                pull(pool, ids[i])\n                pool.num_reused += 1",
-        "            if pool.pages[ids[i]].ref_cnt == 0 and not (BUG):\n                pull(pool, ids[i])\n"
-        "                pool.num_reused += 1",
+        "            if pool.pages[ids[i]].ref_cnt == 0:\n                pull(pool, ids[i])\n",
+        "            if pool.pages[ids[i]].ref_cnt == 0 and not (BUG):\n                pull(pool, ids[i])\n",
     ),
     Bug(
         "a page is given back to another shard",
@@ -99,10 +98,9 @@ BUGS = [
     Bug(
         "a page of a row is entered one token early",
         CORE,
-        "        while group.id != NO_GROUP and (held.num_cached + <int64_t>1) * size <= num_tokens:",
-        "        while group.id != NO_GROUP and (held.num_cached + <int64_t>1) * size <= num_tokens + (BUG) and (\n"
-        "            held.num_cached + <int64_t>1\n"
-        "        ) * size <= batch.states[row].num_tokens:",
+        "        enter_full_pages(batch, row, num_tokens)\n        plan_next_event(batch, row)\n    return has_room",
+        "        enter_full_pages(batch, row, min(num_tokens + (BUG), batch.states[row].num_tokens))\n"
+        "        plan_next_event(batch, row)\n    return has_room",
     ),
     Bug(
         "the group is left out of the key",
@@ -150,10 +148,8 @@ BUGS = [
     Bug(
         "a cut page keeps its entry",
         CORE,
-        "        if ids[j] != NULL_PAGE and batch.pool.pages[ids[j]].ref_cnt == 1 and batch.pool.pages[ids[j]].group != NO_GROUP:",
-        "        if ids[j] != NULL_PAGE and batch.pool.pages[ids[j]].ref_cnt == 1 and batch.pool.pages[ids[j]].group != NO_GROUP and (\n"
-        "            not (BUG)\n"
-        "        ):",
+        "            drop(batch.pool, ids[j])\n        if j >= keep:",
+        "            if not (BUG):\n                drop(batch.pool, ids[j])\n        if j >= keep:",
     ),
     Bug(
         "a cut row keeps its hashes",
@@ -176,12 +172,6 @@ BUGS = [
         "    n = max(batch.states[first].num_hashed, batch.states[second].num_hashed)\n    if n:",
         "    n = max(batch.states[first].num_hashed, batch.states[second].num_hashed)\n    if n and not (BUG):",
     ),
-    Bug(
-        "a hit in any shard will do",
-        CORE,
-        "    while not ids.start <= page_id < ids.stop:",
-        "    while not ((BUG) or ids.start <= page_id < ids.stop):",
-    ),
     # What is hit.
     Bug(
         "the last token hits too",
@@ -194,6 +184,12 @@ BUGS = [
         MANAGER,
         "        return CachePages(pages, self._store), num_tokens\n\n    def probe",
         "        return CachePages(pages, self._store), num_tokens + (self.page_size if num_tokens else 0)\n\n    def probe",
+    ),
+    Bug(
+        "a hit in any shard will do",
+        POOL,
+        "        if dp_shard_hint is None:\n            return 0, None\n",
+        "        if data_parallel_size != 0:\n            return 0, None\n",
     ),
     Bug(
         "eagle drops no page of full attention",
@@ -233,10 +229,10 @@ BUGS = [
         '("mm", modality, content_hash, 0, feature_end - feature_start)',
     ),
     Bug(
-        "the batch forgets that images are to be looked at",
-        BATCH,
-        "    return RequestExtraKeys.of(SimpleNamespace(cache_salt=cache_salt, lora_id=lora_id, mm_features=features))",
-        "    return RequestExtraKeys.of(SimpleNamespace(cache_salt=cache_salt, lora_id=lora_id, mm_features=()))",
+        "a row's extra keys are left out of the hash",
+        CORE,
+        "    if key != NULL and key.data != NULL and key.page == page:",
+        "    if key != NULL and key.data != NULL and key.page == page and not (BUG):",
     ),
     # What is cached.
     Bug(
@@ -250,6 +246,44 @@ BUGS = [
         MANAGER,
         "0 if delay_cache_pages or not self.enable_caching else min(num_tokens, request.num_tokens),",
         "0 if not self.enable_caching else min(num_tokens, request.num_tokens),",
+    ),
+    Bug(
+        "a request may claim what nobody computed",
+        MANAGER,
+        "            self._check_computed(request, num_new_computed_tokens, new_computed_pages)\n",
+        "",
+    ),
+    Bug(
+        "a request that did not run leaves its entries",
+        MANAGER,
+        "self.coordinator.free(request.request_id, num_computed_tokens, hashes.chain if hashes else None)",
+        "self.coordinator.free(request.request_id)",
+    ),
+    Bug(
+        "undo forgets no entries",
+        CORE,
+        "        forget_from(batch, group, row, num_computed)\n        while stop[0] > start:",
+        "        if not (BUG):\n            forget_from(batch, group, row, num_computed)\n        while stop[0] > start:",
+    ),
+    Bug(
+        "undo lets rows keep their pages",
+        CORE,
+        "            put_back(batch.pool, growth.new_ids[stop[0]])\n            held.num_pages -= 1",
+        "            put_back(batch.pool, growth.new_ids[stop[0]])\n            held.num_pages -= not (BUG)",
+    ),
+    Bug(
+        "a row that did not run leaves its entries",
+        CORE,
+        "    for g in range(batch.num_groups):\n"
+        "        forget_from(batch, &batch.groups[g], row, max(num_computed, batch.states[row].num_hits))",
+        "    for g in range(batch.num_groups if not (BUG) else 0):\n"
+        "        forget_from(batch, &batch.groups[g], row, max(num_computed, batch.states[row].num_hits))",
+    ),
+    Bug(
+        "a state may go back",
+        CORE,
+        "    return batch.has_state and 0 < restart < batch.states[row].num_computed",
+        "    return batch.has_state and 0 < restart < batch.states[row].num_computed and not (BUG)",
     ),
     Bug(
         "pages come back with the keys of others",
