@@ -210,6 +210,8 @@ class ManagerFront(Front):
             **options,
         )
         if added is None:
+            num_tokens = min(num_hit_tokens + num_transferred + num_new + num_ahead, self.setting.max_model_len)
+            self.books.require_shortage(job, num_tokens, options.get("num_reserved_pages", 0), dp_shard)
             return False
         hit_ids = hits.get_page_ids()
         shard = self.books.find_shard_of([page_id for ids in hit_ids for page_id in ids], dp_shard)
@@ -338,6 +340,7 @@ class BatchFront(Front):
         options = self._options(job, dp_shard)
         num_hit_tokens = self.call("admit", self.batch, row, job.all_token_ids, **options)
         if num_hit_tokens is None:
+            self.books.require_shortage(job, job.num_tokens, options.get("num_reserved_pages", 0), dp_shard)
             return False
         shard = self.books.find_shard(dp_shard)
         self.look_up(job, num_hit_tokens, shard, options["look_up"])

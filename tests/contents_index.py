@@ -87,9 +87,13 @@ class Books:
         shard = hint % size
         return range(shard * num_pages, (shard + 1) * num_pages)
 
+    @property
+    def is_sharded(self) -> bool:
+        return self.find_shard(0) is not None
+
     def find_shard_of(self, page_ids: Iterable[int], hint: int | None) -> range | None:
         """Return the shard that all of the pages are in, else the hinted one."""
-        if self.find_shard(0) is None:
+        if not self.is_sharded:
             return None
         num_pages = len(self.find_shard(0) or ())
         shards = {page_id // num_pages for page_id in page_ids if page_id != NULL_PAGE}
@@ -169,6 +173,17 @@ class Books:
                 self.holders[page_id] = 1
             pages.extend(page_ids)
 
+    def require_shortage(self, job: Job, num_tokens: int, num_reserved: int, hint: int | None) -> None:
+        """Raise if a request was refused although all of its pages, were they new, would be there."""
+        shard = self.find_shard(hint)
+        if shard is None and self.is_sharded:
+            return  # the hits choose the shard
+        num_pages = sum(1 if group.kind == "mamba" else -(-num_tokens // group.page_size) for group in self.groups)
+        free = [page_id for page_id in range(1, self.num_pages) if not self.holders[page_id]]
+        num_there = sum(shard is None or page_id in shard for page_id in free)
+        is_short = num_pages > num_there or num_pages + num_reserved > len(free)
+        require(is_short, "refused, and there is room", job, f"{num_pages} pages, {num_there} there, {num_reserved} reserved")
+
     def require_room(self, job: Job, num_tokens: int) -> None:
         """Raise unless the pages have a slot for each token."""
         for group, pages in zip(self.groups, job.pages, strict=True):
@@ -227,21 +242,18 @@ class Books:
                 job.num_cached_pages[group_id] = min(job.num_cached_pages[group_id], num_pages)
 
     def forget(self, job: Job, num_computed_tokens: int, is_cached: Callable[[int], bool]) -> None:
-        """Drop what the request cached, since it came, of tokens that were not computed. What others cached of these tokens
-        may be dropped too: `is_cached` tells.
+        """Drop what the request cached, since it came, of tokens that were not computed. What others cached in its pages may be
+        dropped too, and what is equal to a page that fell out of a window: `is_cached` tells.
         """
         for group_id, (group, pages, num_cached) in enumerate(zip(self.groups, job.pages, job.num_cached_pages, strict=True)):
             for page in range(num_computed_tokens // group.page_size, num_cached):
                 entry = self.index.entries.get(pages[page])
                 end = (page + 1) * group.page_size
-                if entry is not None:
-                    content = entry.content
+                if entry is not None and (entry.stay == job.stay or not is_cached(pages[page])):
+                    self.index.drop(pages[page])
                 elif pages[page] == NULL_PAGE and end <= job.num_tokens:
-                    content = group_id, job.list_histories(end)[-1]
-                else:
-                    continue
-                for page_id in list(self.index.pages.get(content, ())):
-                    if self.index.entries[page_id].stay == job.stay or not is_cached(page_id):
+                    equal = self.index.pages.get((group_id, job.list_histories(end)[-1]), set())
+                    for page_id in [page_id for page_id in equal if not is_cached(page_id)]:
                         self.index.drop(page_id)
 
     def cut(self, job: Job, num_tokens: int) -> int:

@@ -2,6 +2,7 @@
 
 ``make planted``. Bugs of the core are built together and switched on by PAGEPOOL_PLANTED; those of the façade are written into
 the copy in turn. A bug replaces a text that must be in the source exactly once, so that one which no longer fits is reported.
+The package's own checks are not called: what is caught, the device and the calls themselves show.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 CORE = "pagepool/_core.pyx"
-BUILT = ["pagepool", "setup.py"]
+SOURCES = ["pagepool", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
 SWITCH = '\ncdef int planted_bug = int(os.environ.get("PAGEPOOL_PLANTED", "0"))\n'
 TIMEOUT_SECONDS = 60  # beyond the time that is given to the simulation
 
 
 class Bug(NamedTuple):
-    """What to replace by what; in the core `BUG` stands for: this bug is switched on."""
+    """What to replace by what, and what else; in the core `BUG` stands for: this bug is switched on."""
 
     name: str
     path: str
     old: str
     new: str
+    more: tuple[tuple[str, str], ...] = ()
 
 
 COORDINATOR, MANAGER, HASHING, ATTENTION, POOL, BATCH = (
@@ -107,12 +109,12 @@ BUGS = [
         CORE,
         "    return page.key_lo == key.lo and page.key_hi == key.hi and (page.group & ~FLAGS) == group",
         "    return page.key_lo == key.lo and page.key_hi == key.hi and ((BUG) or (page.group & ~FLAGS) == group)",
-    ),
-    Bug(
-        "the place of a key is without the group, too",
-        CORE,
-        "    return <uint32_t>(((key_lo ^ <uint64_t>group << 40) * pool.multiplier) >> 32)",
-        "    return <uint32_t>(((key_lo ^ <uint64_t>(group * (not (BUG))) << 40) * pool.multiplier) >> 32)",
+        (
+            (
+                "    return <uint32_t>(((key_lo ^ <uint64_t>group << 40) * pool.multiplier) >> 32)",
+                "    return <uint32_t>(((key_lo ^ <uint64_t>(group * (not (BUG))) << 40) * pool.multiplier) >> 32)",
+            ),
+        ),
     ),
     Bug(
         "a row's pages have no parent",
@@ -204,11 +206,16 @@ BUGS = [
         "return max(1, cdiv(self.sliding_window - 1, self.page_size) - 1 + (1 if use_eagle else 0))",
     ),
     Bug(
-        "groups need not agree on a hit",
+        "a hit need not be whole pages of every group",
         COORDINATOR,
-        "        while num_tokens != previous:\n            previous = num_tokens\n"
-        "            num_tokens = self._shorten(chain, num_tokens, ids, is_recheck=True)\n",
-        "",
+        "self._page_size_lcm = lcm(",
+        "self._page_size_lcm = (lambda *sizes: gcd(*sizes) or 1)(",
+    ),
+    Bug(
+        "a request that was refused keeps the hits that it had",
+        CORE,
+        "    if watch.num_reused != pool.num_reused:\n        return False\n",
+        "    if BUG:\n        return True\n    if watch.num_reused != pool.num_reused:\n        return False\n",
     ),
     Bug(
         "the salt is left out of the hash",
@@ -301,18 +308,20 @@ BUGS = [
 ]
 
 
-def replace_once(bug: Bug, text: str, new: str) -> str:
+def plant_in(text: str, bug: Bug, switch: str = "") -> str:
     """Plant a bug. LookupError where its place is not there, or not the only one."""
-    if text.count(bug.old) != 1:
-        raise LookupError(f"{bug.name}: its text is {text.count(bug.old)} times in {bug.path}, allowed: once")
-    return text.replace(bug.old, new)
+    for old, new in ((bug.old, bug.new), *bug.more):
+        if text.count(old) != 1:
+            raise LookupError(f"{bug.name}: its text is {text.count(old)} times in {bug.path}, allowed: once")
+        text = text.replace(old, new.replace("BUG", switch))
+    return text
 
 
 def plant_core(text: str) -> str:
     """Plant all bugs of the core, each behind its number."""
     for number, bug in enumerate(BUGS, 1):
         if bug.path == CORE:
-            text = replace_once(bug, text, bug.new.replace("BUG", f"planted_bug == {number}"))
+            text = plant_in(text, bug, f"planted_bug == {number}")
     head, separator, tail = text.partition("\nimport numpy as np\n")
     return head + separator + SWITCH + tail
 
@@ -321,7 +330,7 @@ def copy_tree(tree: Path) -> None:
     """Copy what is built, with the core's bugs in it, to be compiled fast."""
     shutil.rmtree(tree, ignore_errors=True)
     tree.mkdir(parents=True)
-    for name in BUILT:
+    for name in SOURCES:
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -333,17 +342,25 @@ def copy_tree(tree: Path) -> None:
 
 
 def build(tree: Path) -> None:
-    """Compile the core in the tree."""
-    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
-    process = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
+    """Build the copy, and install it in the folder `built` in it."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tree / "built"), str(tree)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
     if process.returncode:
         sys.exit(f"the copy cannot be built:\n{process.stdout[-2000:]}{process.stderr[-4000:]}")
 
 
 def simulate(tree: Path, number: int, seconds: float, seed: int) -> tuple[str, float]:
     """Run the simulation; return how it ended, nothing if it found nothing, and after how many seconds."""
-    command = [sys.executable, str(ROOT / "tests" / "contents.py"), "--seconds", str(seconds), "--seed", str(seed)]
-    paths = os.pathsep.join([str(tree), str(ROOT / "tests")])
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "contents.py"),
+        "--unchecked",
+        "--seconds",
+        str(seconds),
+        "--seed",
+        str(seed),
+    ]
+    paths = os.pathsep.join([str(tree / "built"), str(ROOT / "tests")])
     variables = os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "PAGEPOOL_PLANTED": str(number)}
     start = time.monotonic()
     try:
@@ -363,8 +380,8 @@ def plant(tree: Path, number: int, bug: Bug, seconds: float, seed: int) -> tuple
     """Simulate with one bug."""
     if bug.path == CORE:
         return simulate(tree, number, seconds, seed)
-    source, planted = ROOT / bug.path, tree / bug.path
-    planted.write_text(replace_once(bug, source.read_text(), bug.new))
+    source, planted = ROOT / bug.path, tree / "built" / bug.path
+    planted.write_text(plant_in(source.read_text(), bug))
     try:
         return simulate(tree, 0, seconds, seed)
     finally:

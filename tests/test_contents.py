@@ -14,7 +14,9 @@ from contents import CONTENTS_SETTINGS, Simulation, run_round
 from contents_device import ContentsError, Device, Histories, find_first_read
 from contents_index import Books
 from contents_request import Job
+from planted_bugs import BUGS, Bug, plant_in
 from settings import Group, Setting
+from sources import ROOT
 
 from pagepool import CacheManager
 from pagepool.coordinator import CacheCoordinator
@@ -97,6 +99,18 @@ def test_caching_of_what_was_not_computed_is_seen(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(CacheManager, "free", lambda self, request, **_: free(self, request))
     with pytest.raises(ContentsError, match="to repeat"):
         run_rounds()
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_bug_can_be_planted(bug: Bug) -> None:
+    """`make planted` builds and catches them."""
+    text = (ROOT / bug.path).read_text()
+    assert plant_in(text, bug, "planted_bug == 1") != text
+
+
+def test_a_bug_that_does_not_fit_is_reported() -> None:
+    with pytest.raises(LookupError, match="late: its text is 2 times in a.py, allowed: once"):
+        plant_in("x = 1; x = 1", Bug("late", "a.py", "x = 1", "x = 2"))
 
 
 # --- the parts ----------------------------------------------------------------------------------------------------
