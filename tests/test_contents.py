@@ -109,7 +109,7 @@ def test_a_bug_can_be_planted(bug: Bug) -> None:
 
 
 def test_a_bug_that_does_not_fit_is_reported() -> None:
-    with pytest.raises(LookupError, match="late: its text is 2 times in a.py, allowed: once"):
+    with pytest.raises(LookupError, match="late: its text is 2 times"):
         plant_in("x = 1; x = 1", Bug("late", "a.py", "x = 1", "x = 2"))
 
 

@@ -65,6 +65,7 @@ def test_contents_have_their_share_of_the_time() -> None:
     work.run_contents()
     assert work.contents["slots compared"] > work.contents["slots written"] > 0
     assert work.contents_seconds >= 0.5
+    work.run_round(shorten(FULL_4, 5))
     assert dict(work.lines())["contents: rounds"] == f"{work.contents['rounds']:,}"
 
 
