@@ -10,7 +10,7 @@ from model import Attention, Weights, get_sizes
 from request import Chunk, Request, SamplingParams
 from runner import ModelRunner, pack
 
-from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
+from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch, StepResult
 
 
 class Engine:
@@ -45,6 +45,8 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # the oldest first
         self.free_rows = deque(range(max_num_reqs))
+        self.grown: list[StepResult] = []  # by this step
+        self.admitted: list[Chunk] = []  # by this step
         self.num_preemptions = 0
 
     def add(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Request:
@@ -74,23 +76,31 @@ class Engine:
             yield from self.step()
 
     def step(self) -> list[tuple[Request, int]]:
-        """Run the model once. Returns each request that got a token, and the token. RuntimeError if nothing can run."""
+        """Run the model once. Returns each request that got a token, and the token. RuntimeError if nothing can run.
+
+        If the model fails, its error is raised and the step is taken back, so the next call schedules the same again.
+        """
         chunks = self.schedule()
         if not chunks:
             raise RuntimeError(f"nothing can run: {len(self.waiting)} requests wait, {len(self.running)} have rows")
         num_tokens = count_tokens(chunks)
         padded_size = next(size for size in self.padded_sizes if size >= num_tokens)
-        page_table = self.table.commit(self.num_rows)
-        sampled = self.runner.run(page_table, *pack(chunks, self.num_rows, padded_size))
+        try:
+            page_table = self.table.commit(self.num_rows)
+            sampled = self.runner.run(page_table, *pack(chunks, self.num_rows, padded_size))
+        except BaseException:
+            self.take_back()
+            raise
         return self.update(chunks, sampled)
 
     def schedule(self) -> list[Chunk]:
         """Running requests first, then waiting ones for what is left of the budget, unless pages are short already."""
         num_preemptions = self.num_preemptions
+        self.grown, self.admitted = [], []
         chunks = self.grow_running()
         if self.num_preemptions == num_preemptions:
-            chunks += self.admit_waiting(self.max_num_batched_tokens - count_tokens(chunks))
-        return chunks
+            self.admit_waiting(self.max_num_batched_tokens - count_tokens(chunks))
+        return chunks + self.admitted
 
     def grow_running(self) -> list[Chunk]:
         """Give known tokens their slots, those of the oldest request first. While pages are short the newest gives way."""
@@ -102,7 +112,8 @@ class Engine:
         num_grown = 0
         while num_grown < len(self.running):
             todo = slice(num_grown, len(self.running))
-            num_grown += self.batch.grow(rows[todo], num_new[todo]).num_grown
+            self.grown.append(self.batch.grow(rows[todo], num_new[todo]))
+            num_grown += self.grown[-1].num_grown
             if num_grown < len(self.running):  # who gives way has not grown in this step: all its cached pages are computed
                 self.preempt(self.running.pop())
         chunks = map(Chunk, self.running, starts.tolist(), (starts + num_new).tolist())
@@ -115,9 +126,8 @@ class Engine:
         self.waiting.appendleft(request)
         self.num_preemptions += 1
 
-    def admit_waiting(self, budget: int) -> list[Chunk]:
+    def admit_waiting(self, budget: int) -> None:
         """Start waiting requests, in order, behind their cached prefixes, until budget, rows or pages are used up."""
-        chunks: list[Chunk] = []
         while self.waiting and self.free_rows and budget > 0:
             request, row = self.waiting[0], self.free_rows[0]
             num_cached = self.batch.admit(
@@ -126,11 +136,19 @@ class Engine:
             if num_cached is None:
                 break
             request.row, request.num_cached_tokens = row, num_cached
-            chunks.append(Chunk(request, num_cached, int(self.batch.num_computed_tokens[row])))
-            budget -= count_tokens(chunks[-1:])
+            self.admitted.append(Chunk(request, num_cached, int(self.batch.num_computed_tokens[row])))
+            budget -= count_tokens(self.admitted[-1:])
             self.running.append(self.waiting.popleft())
             self.free_rows.popleft()
-        return chunks
+
+    def take_back(self) -> None:
+        """Nothing of this step was computed, the last scheduled first: admitted requests wait again, rows are as before."""
+        for request, start, _ in reversed(self.admitted):
+            self.batch.release([request.row], num_computed_tokens=start)
+            self.free_rows.appendleft(request.row)
+            self.waiting.appendleft(self.running.pop())
+        for result in reversed(self.grown):
+            self.batch.undo(result)
 
     def update(self, chunks: Sequence[Chunk], sampled: Any) -> list[tuple[Request, int]]:
         """Append the sampled token where all tokens of a request are computed, and end those that are finished."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import numpy as np  # noqa: E402
 from devices import Program, await_programs  # noqa: E402
 from engine_workload import (  # noqa: E402
     LIMITS,
+    SEED,
     VOCAB,
     WEIGHTS,
     Engine,
@@ -70,6 +73,34 @@ def test_a_prompt_hits_pages_that_are_computed_in_the_same_step(engine: Engine) 
     assert engine.manager.page_pool.stats.num_hit_tokens == num_hit_tokens + len(prompt)
     list(engine.stream())
     assert [request.output for request in requests] == [answer_densely(*ask) for ask in asks]
+
+
+def test_steps_that_fail_at_random() -> None:
+    """Before the model runs or after; the answers are the same, and nothing hits pages that were not computed."""
+    engine, rng, run = make_engine(), Random(SEED), None
+    num_failures = 0
+
+    def fail_at_times(*args: Any) -> Any:
+        nonlocal num_failures
+        fate = rng.random()
+        num_failures += fate < 0.5
+        if fate < 0.25:
+            raise FloatingPointError("before the model ran")
+        sampled = run(*args)
+        if fate < 0.5:
+            raise FloatingPointError("while the model ran")
+        return sampled
+
+    run, engine.runner.run = engine.runner.run, fail_at_times  # type: ignore[method-assign]
+    asks = make_asks(18)
+    requests = [engine.add(*ask) for ask in asks]
+    while engine.waiting or engine.running:
+        with suppress(FloatingPointError):
+            engine.step()
+        engine.batch.check()
+    assert num_failures > 20
+    assert [request.output for request in requests] == [answer_densely(*ask) for ask in asks]
+    check_rest(engine)
 
 
 def test_a_long_prompt_is_computed_in_chunks(engine: Engine) -> None:
