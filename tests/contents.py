@@ -199,6 +199,10 @@ class Simulation:
         turns: list[Callable[[], None]] = [self.admit, *(front.schedule for front in self.fronts)]
         for turn in self.rng.sample(turns, len(turns)):
             turn()
+        for front in self.fronts:
+            if isinstance(front, BatchFront) and self.rng.random() < 0.15:
+                front.schedule_next()
+                self.counts["steps in flight"] += 1
         self.counts["steps"] += 1
         if self.plan and self.rng.random() < 0.12:
             self.abort()
@@ -255,7 +259,8 @@ class Simulation:
         scheduled = self._list_dependents(victim)
         for work in scheduled[::-1]:
             self._unschedule(work)
-            self.waiting.append(work.job.front.end(work.job, work.num_before))
+            if work.job.front is not None:
+                self.waiting.append(work.job.front.end(work.job, work.num_before))
         if not scheduled:
             num_computed = None if self.rng.random() < 0.7 or victim.loading else victim.num_computed_tokens
             self.waiting.append(victim.front.end(victim, num_computed))
@@ -297,47 +302,46 @@ class Simulation:
     # --- the model --------------------------------------------------------------------------------------------
 
     def compute(self) -> None:
-        """Write what is computed, then read what is attended to, then count it."""
+        """Run the step, and another that is in flight behind it, and count what was computed."""
         works = self.works
-        failed = self.rng.choice(works) if works and self.rng.random() < 0.06 else None
+        second = [work for work in works if work.is_second]
+        cuts = self._run([work for work in works if not work.is_second], not second and self.rng.random() < 0.06)
+        self._run(second, False)
+        self._go_back(cuts)
         for work in works:
-            self._transfer(work)
+            if work.job not in cuts:
+                self._count(work)
+
+    def _run(self, works: list[Work], may_fail: bool) -> dict[Job, int]:
+        """Write what is computed, then read what is attended to; return who computed nothing of worth, and from where on."""
+        for work in works:
+            self._write_range(work, work.start, work.start + work.num_transferred)
         for work in works:
             self._write(work)
-        if failed is not None:
-            cuts = self._fail(failed)
-            works = [work for work in works if work.job not in cuts]
+        cuts = self._fail(self.rng.choice(works)) if works and may_fail else {}
         for work in works:
-            self._read(work)
-        if failed is not None:
-            self._go_back(cuts)
-        for work in works:
-            self._count(work)
-
-    def _transfer(self, work: Work) -> None:
-        """Let other tokens come from elsewhere, the state behind them too."""
-        stop = work.start + work.num_transferred
-        if work.num_transferred:
-            self._write_range(work, work.start, stop, work.histories)
+            if work.job not in cuts:
+                self._read(work)
+        return cuts
 
     def _write(self, work: Work) -> None:
         """Write a step's tokens; what drafts are still to be made gets anything."""
         start = work.start + work.num_transferred
         for group_id, group in enumerate(self.setting.groups):
-            if group.kind == "mamba" and start and start < work.stop:
-                self._compare(work.job, group_id, start, start, work.histories, f"state of {work.job}")
-        self._write_range(work, start, work.stop, work.histories)
+            if group.kind == "mamba" and 0 < start < work.stop:
+                state = work.histories[start - 1 : start]
+                self.device.compare(group_id, work.slots[group_id], state, f"state of {work.job}")
+        self._write_range(work, start, work.stop)
         if work.stop >= work.job.num_tokens:
             self._spoil(work, work.stop, work.num_room_tokens, is_state_kept=True)
 
-    def _write_range(self, work: Work, start: int, stop: int, histories: list[int]) -> None:
+    def _write_range(self, work: Work, start: int, stop: int) -> None:
         for group_id, group in enumerate(self.setting.groups):
-            written = histories[start:stop]
+            written = work.histories[start:stop]
             if group.kind == "mamba":
                 written = written[-1:]
             if written:
-                slots = work.job.front.map_slots(work.job, group_id, range(start, stop))
-                self.device.write(group_id, slots, written)
+                self.device.write(group_id, work.find_slots(group_id, start, stop), written)
 
     def _spoil(self, work: Work, start: int, stop: int, spared: Collection[int] = (), is_state_kept: bool = False) -> None:
         """Write into slots what no token is, but for some pages."""
@@ -346,27 +350,28 @@ class Simulation:
         for group_id, group in enumerate(self.setting.groups):
             if group.kind == "mamba" and is_state_kept:
                 continue
-            slots = work.job.front.map_slots(work.job, group_id, range(start, stop))
+            slots = work.find_slots(group_id, start, stop)
             if group.kind != "mamba":
                 slots = slots[[int(slot) // group.page_size not in spared for slot in slots]]
             self.device.write(group_id, slots, [self.histories.make_garbage()] * len(slots))
 
     def _read(self, work: Work) -> None:
         """Compare all that the tokens of a step attend to."""
-        start = work.start + work.num_transferred
-        if start == work.stop:
-            return
-        for group_id in range(len(self.setting.groups)):
-            self._compare(work.job, group_id, start, work.stop, work.histories, f"read of {work.job}")
+        start, stop = work.start + work.num_transferred, work.stop
+        for group_id, group in enumerate(self.setting.groups if start < stop else ()):
+            first = stop - 1 if group.kind == "mamba" else find_first_read(group, start)
+            slots = work.find_slots(group_id, first, stop)
+            self.device.compare(group_id, slots, work.histories[first:stop], f"read of {work.job}")
 
-    def _compare(self, job: Job, group_id: int, start: int, stop: int, histories: list[int], what: str) -> None:
-        """Compare what tokens from `start` on see up to `stop`; of a state its page."""
-        group = self.setting.groups[group_id]
-        first = find_first_read(group, start)
-        if group.kind == "mamba":
-            self.device.compare(group_id, job.front.map_slots(job, group_id, ()), histories[stop - 1 : stop], what)
-        elif first < stop:
-            self.device.compare(group_id, job.front.map_slots(job, group_id, range(first, stop)), histories[first:stop], what)
+    def _compare_held(self, job: Job) -> None:
+        """Compare what the next token of a job that runs will see."""
+        num_tokens = job.num_computed_tokens
+        histories = job.list_histories(num_tokens)
+        for group_id, group in enumerate(self.setting.groups if num_tokens else ()):
+            first = num_tokens - 1 if group.kind == "mamba" else find_first_read(group, num_tokens)
+            if first < num_tokens:
+                slots = job.front.map_slots(job, group_id, range(first, num_tokens))
+                self.device.compare(group_id, slots, histories[first:], f"audit of {job}")
 
     def _count(self, work: Work) -> None:
         """Count what was computed, keep some drafts, cache what was delayed; go on, or end."""
@@ -379,7 +384,6 @@ class Simulation:
             job.num_known_tokens = max(job.num_known_tokens, work.stop)
             if work.drafts:
                 front.cut(job, num_computed)
-            require(int(front.batch.num_computed_tokens[job.row]) == job.num_computed_tokens, "computed tokens", job)
         elif work.is_delayed and self.rng.random() < 0.7:
             front.cache(job, num_computed)
         else:
@@ -413,7 +417,7 @@ class Simulation:
         for job in [job for job in self.jobs if job.loading and self.rng.random() < 0.5]:
             work, front = job.loading, job.front
             num_loaded = work.stop if self.rng.random() < 0.7 else self.rng.randint(work.start, work.stop - 1)
-            self._write_range(work, work.start, num_loaded, work.histories)
+            self._write_range(work, work.start, num_loaded)
             self._spoil(work, num_loaded, work.stop)
             self.counts["transfers"] += 1
             if num_loaded < work.stop and self.books.has_state:
@@ -452,6 +456,8 @@ class Simulation:
 
     def _go_back(self, cuts: dict[Job, int]) -> None:
         """Drop what is cached of lost tokens, and let jobs go back before them, or start over."""
+        if not cuts:
+            return
         bad = sorted({page_id for job, cut in cuts.items() for page, page_id in self._list_places(job) if page.stop > cut})
         self._evict(bad)
         stops = {work.job: work.stop for work in self.works}
@@ -591,10 +597,11 @@ class Simulation:
         ref_counts = [books.holders[page_id] for page_id in range(self.num_pages)]
         require(pool.ref_counts().tolist() == ref_counts, "ref counts", pool.ref_counts().tolist(), ref_counts)
         for job in self.jobs:
-            if job.num_computed_tokens and not job.loading:
-                histories = job.list_histories(job.num_computed_tokens)
-                for group_id in range(len(self.setting.groups)):
-                    self._compare(job, group_id, len(histories), len(histories), histories, f"audit of {job}")
+            if not job.loading:
+                self._compare_held(job)
+            if isinstance(job.front, BatchFront):
+                num_computed_tokens = int(job.front.batch.num_computed_tokens[job.row])
+                require(num_computed_tokens == job.num_computed_tokens, "computed tokens", job, num_computed_tokens)
         if self.is_checked:
             self.manager.check()
             for front in self.fronts:

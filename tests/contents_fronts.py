@@ -49,17 +49,25 @@ class Work:
     start: int
     histories: list[int]  # of all tokens up to the last computed one
     num_room_tokens: int
-    num_before: int  # tokens that were computed before the step
+    num_before: int  # tokens that were computed before this step, and before others of the job that are in flight
     num_transferred: int = 0
     drafts: list[int] = field(default_factory=list)
     made: list[int] = field(default_factory=list)  # pages that were cached for it
     hits: frozenset[int] = frozenset()
     is_delayed: bool = False
+    is_second: bool = False  # another step is in flight before it
+    slots: list[Any] = field(default_factory=list)  # by group: those of tokens from `first_tokens` on; a state's page
+    first_tokens: list[int] = field(default_factory=list)
     num_pages_before: list[int] = field(default_factory=list)
 
     @property
     def stop(self) -> int:
         return len(self.histories)
+
+    def find_slots(self, group_id: int, start: int, stop: int) -> Any:
+        """Return the slots of tokens, or the page of a state, as they were when the call returned."""
+        first = self.first_tokens[group_id]
+        return self.slots[group_id] if first < 0 else self.slots[group_id][start - first : stop - first]
 
 
 @dataclass(eq=False)
@@ -73,12 +81,17 @@ class Entry(ABC):
     def take_back(self) -> list[Job]:
         """Make it as if it had not been, and return the jobs that run no more."""
 
+    def end_all(self) -> list[Job]:
+        """Let the jobs give their pages back, the last first, but for those that did."""
+        works = [work for work in self.works[::-1] if work.job.front is self.front]
+        return [self.front.end(work.job, work.num_before) for work in works]
+
 
 class Door(Entry):
     """One request or row, which gives all of its pages back."""
 
     def take_back(self) -> list[Job]:
-        return [self.front.end(work.job, work.num_before) for work in self.works]
+        return self.end_all()
 
 
 @dataclass(eq=False)
@@ -91,9 +104,8 @@ class Growth(Entry):
 
     def take_back(self) -> list[Job]:
         if not self.is_whole:
-            return [self.front.end(work.job, work.num_before) for work in self.works[::-1]]
-        self.front.undo(self)
-        return []
+            return self.end_all()
+        return self.front.undo(self)
 
 
 class Front(ABC):
@@ -164,9 +176,21 @@ class Front(ABC):
         """Return the work that a call is about to let in, with the state of the books before."""
         histories = job.list_histories(min(stop, job.num_tokens)) + job.list_draft_histories(drafts)
         num_room_tokens = min(len(histories) + num_ahead, self.setting.max_model_len)
-        work = Work(job, start, histories, num_room_tokens, start, drafts=list(drafts))
+        in_flight = [work.num_before for entry in self.plan for work in entry.works if work.job is job]
+        work = Work(job, start, histories, num_room_tokens, [*in_flight, start][0], drafts=list(drafts))
         work.num_pages_before = [len(pages) for pages in job.pages]
+        work.is_second = bool(in_flight)
         return work
+
+    def finish(self, work: Work, histories: Sequence[int]) -> None:
+        """Note where the tokens of a call go, and what it cached: pages that are full of these histories."""
+        self.books.require_room(work.job, work.num_room_tokens)
+        for group_id, group in enumerate(self.setting.groups):
+            first = find_first_read(group, work.start) if group.kind != "mamba" else -1
+            work.slots.append(self.map_slots(work.job, group_id, range(max(0, first), work.num_room_tokens)))
+            work.first_tokens.append(first)
+        if not work.is_delayed:
+            work.made = self.books.enter(work.job, histories)
 
     def look_up(self, job: Job, num_hit_tokens: int, shard: range | None, may_hit: bool) -> None:
         """Compare a look-up with the books."""
@@ -223,7 +247,7 @@ class ManagerFront(Front):
         self.books.take(job, added.get_page_ids(), shard)
         self.tables.add_row(job.pages, row)
         job.num_computed_tokens = num_hit_tokens
-        self._finish(work)
+        self.finish(work, work.histories[: work.job.num_tokens])
         if num_transferred and num_new == 0:
             job.loading = work
         else:
@@ -278,18 +302,13 @@ class ManagerFront(Front):
         new_ids = added.get_page_ids()
         self.books.take(job, new_ids, shard)
         self.tables.append_row(new_ids, job.row)
-        self._finish(work)
+        self.finish(work, work.histories[: work.job.num_tokens])
         self.plan.append(Door(self, [work]))
         return True
 
     def _skip(self, job: Job, num_computed_tokens: int) -> None:
         held = self.manager.get_page_ids(job.request_id)
         self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], num_computed_tokens)
-
-    def _finish(self, work: Work) -> None:
-        self.books.require_room(work.job, work.num_room_tokens)
-        if not work.is_delayed:
-            work.made = self.books.enter(work.job, work.histories[: work.job.num_tokens])
 
     def finish_loading(self, job: Job, num_loaded_tokens: int) -> None:
         """Go on with what a transfer brought."""
@@ -354,7 +373,7 @@ class BatchFront(Front):
         work = self.note(job, num_hit_tokens, stop)
         work.hits = frozenset(page_id for pages in job.pages for page_id in pages if page_id != NULL_PAGE)
         self.books.take(job, [ids[num:] for ids, num in zip(held, nums_hits, strict=True)], shard)
-        self._finish(work)
+        self.finish(work, work.histories)
         self.plan.append(Door(self, [work]))
         return True
 
@@ -372,10 +391,6 @@ class BatchFront(Front):
             options["dp_shard"] = dp_shard
         return options
 
-    def _finish(self, work: Work) -> None:
-        self.books.require_room(work.job, work.num_room_tokens)
-        work.made = self.books.enter(work.job, work.histories)
-
     def schedule(self) -> None:
         steps, grows = [], []
         for job in self.list_due():
@@ -384,6 +399,10 @@ class BatchFront(Front):
         calls = [lambda: self._step(steps), lambda: self._grow(grows)]
         for call in self.rng.sample(calls, 2):
             call()
+
+    def schedule_next(self) -> None:
+        """Grow rows that know more tokens once more, before the step that is in flight has run."""
+        self._grow([job for job in self.jobs.values() if self.rng.random() < 0.5], may_draft=False)
 
     def _step(self, jobs: list[Job]) -> None:
         """Decode a token of each row."""
@@ -396,13 +415,15 @@ class BatchFront(Front):
         for work in self._persist(jobs, True, call):
             work.job.num_known_tokens += 1
 
-    def _grow(self, jobs: list[Job]) -> None:
+    def _grow(self, jobs: list[Job], may_draft: bool = True) -> None:
         """Tell rows their tokens, drafts behind them, and compute some."""
         amounts = {}
         for job in [job for job in jobs if job.front is self]:
-            left = job.num_tokens - job.num_computed_tokens
+            left = job.num_tokens - int(self.batch.num_computed_tokens[job.row])
+            if left <= 0:
+                continue
             num_new = self.draw_count(left)
-            drafts = self.draw_drafts(job) if num_new == left else []
+            drafts = self.draw_drafts(job) if num_new == left and may_draft else []
             amounts[job] = num_new, drafts, self.rng.choice((0, 0, 0, 1, 5))
             told = job.all_token_ids[job.num_known_tokens :] + drafts
             if told:
@@ -413,7 +434,8 @@ class BatchFront(Front):
             works, nums_new, nums_ahead = [], [], []
             for job in jobs:
                 num_new, drafts, num_ahead = amounts[job]
-                works.append(self.note(job, job.num_computed_tokens, job.num_computed_tokens + num_new, drafts, num_ahead))
+                start = int(self.batch.num_computed_tokens[job.row])
+                works.append(self.note(job, start, start + num_new, drafts, num_ahead))
                 nums_new.append(num_new + len(drafts))
                 nums_ahead.append(num_ahead)
             return self.call("grow", self.batch, [job.row for job in jobs], nums_new, nums_ahead), works
@@ -451,19 +473,35 @@ class BatchFront(Front):
             self.books.take(job, added[job.row], self.books.find_shard(job.dp_shard))
             require([list(ids) for ids in held] == job.pages, "a row holds other pages than was told", job, held, job.pages)
         for work in works[: result.num_grown]:
-            self._finish(work)
+            self.finish(work, work.histories)
 
-    def undo(self, growth: Growth) -> None:
-        """Take a call back; rows forget the tokens that it appended, and drafts that came before it."""
-        self.call("undo", self.batch, growth.result)
+    def undo(self, growth: Growth) -> list[Job]:
+        """Take a call back; rows forget the tokens that it appended, and drafts that came before it. Where a row cannot go
+        back, since a call that was taken back already gave pages back that had left a window, all of them end.
+        """
+        try:
+            self.call("undo", self.batch, growth.result)
+        except pagepool.errors.ArgumentError:
+            require(self._has_lost_pages(growth), "a call that may be taken back is not", growth.works)
+            return growth.end_all()
         for work in growth.works[::-1]:
             job = work.job
-            self.books.undo(job, work.num_before, work.num_pages_before, self.world.is_cached)
+            self.books.undo(job, work.start, work.num_pages_before, self.world.is_cached)
             job.num_known_tokens -= growth.is_step
             if work.drafts:
                 self.cut(job, job.num_tokens)
             counts = int(self.batch.num_tokens[job.row]), int(self.batch.num_computed_tokens[job.row])
-            require(counts == (job.num_known_tokens, work.num_before), "a row after undo", job, counts, work.num_before)
+            require(counts == (job.num_known_tokens, work.start), "a row after undo", job, counts, work.start)
+        return []
+
+    def _has_lost_pages(self, growth: Growth) -> bool:
+        """Tell whether a row lacks pages that tokens from the start of a call on need, or had when it began."""
+        for work in growth.works:
+            for group, pages, num_kept in zip(self.setting.groups, work.job.pages, work.num_pages_before, strict=True):
+                first = find_first_read(group, work.start) // group.page_size
+                if NULL_PAGE in pages[first:] or NULL_PAGE in pages[num_kept:]:
+                    return True
+        return False
 
     def cut(self, job: Job, num_tokens: int) -> None:
         """Let a row forget tokens; some before may have to be computed again."""
