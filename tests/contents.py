@@ -102,7 +102,7 @@ class Simulation:
         groups = setting.cache_groups(pagepool)
         manager = setting.manager(pagepool.CacheManager, groups, self.num_pages, page_pool=page_pool, **self.options)
         books = Books(setting, self.num_pages)
-        self.world = World(setting, manager, books, self.device, self.rng, self.counts, self.preempt)
+        self.world = World(setting, manager, books, self.device, self.rng, self.counts, preempt=self.preempt)
         self.fronts = [front(self.world, self._make_tables()) for front in self.fronts_classes]
         for front in self.fronts:
             front.plan = self.plan
@@ -199,10 +199,12 @@ class Simulation:
         turns: list[Callable[[], None]] = [self.admit, *(front.schedule for front in self.fronts)]
         for turn in self.rng.sample(turns, len(turns)):
             turn()
+        self.world.is_second = True
         for front in self.fronts:
             if isinstance(front, BatchFront) and self.rng.random() < 0.15:
                 front.schedule_next()
                 self.counts["steps in flight"] += 1
+        self.world.is_second = False
         self.counts["steps"] += 1
         if self.plan and self.rng.random() < 0.12:
             self.abort()
@@ -288,7 +290,10 @@ class Simulation:
         has_run = self.rng.random() < 0.7
         made = {page_id for work in self.works for page_id in work.made}
         computed = self.books.index.entries.keys() - made  # what is computed once more stays what it is
-        for work in self.works if has_run else ():
+        for work in self.works:
+            if work.job.loading and not made & work.hits:
+                self._unschedule(work)  # its transfer goes on
+        for work in self._list_computed() if has_run else ():
             self._spoil(work, work.start, work.num_room_tokens, computed)
         for entry in self.plan[::-1]:
             if isinstance(entry, Growth) and self.books.has_state and has_run:
@@ -303,7 +308,7 @@ class Simulation:
 
     def compute(self) -> None:
         """Run the step, and another that is in flight behind it, and count what was computed."""
-        works = self.works
+        works = self._list_computed()
         second = [work for work in works if work.is_second]
         cuts = self._run([work for work in works if not work.is_second], not second and self.rng.random() < 0.06)
         self._run(second, False)
@@ -311,6 +316,10 @@ class Simulation:
         for work in works:
             if work.job not in cuts:
                 self._count(work)
+
+    def _list_computed(self) -> list[Work]:
+        """Return what the model computes; jobs that wait for a transfer are scheduled too."""
+        return [work for work in self.works if not work.job.loading]
 
     def _run(self, works: list[Work], may_fail: bool) -> dict[Job, int]:
         """Write what is computed, then read what is attended to; return who computed nothing of worth, and from where on."""
@@ -513,7 +522,7 @@ class Simulation:
         if jobs:
             job = self.rng.choice(jobs)
             num_tokens = self.rng.randint(0, job.num_tokens - 1)
-            is_behind = self.books.has_state and 0 < num_tokens < job.num_computed_tokens
+            is_behind = self.books.has_state and 0 < min(num_tokens, job.num_known_tokens) < job.num_computed_tokens
             is_cut = job.front.go_back(job, num_tokens)
             require(not (is_cut and is_behind), "a state went back", job, num_tokens)
             self.counts["rows cut"] += is_cut

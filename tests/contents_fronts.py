@@ -17,7 +17,7 @@ from contents_device import Device, find_first_read, require
 from contents_index import NULL_PAGE, Books
 from contents_request import Job
 from oracle import PREEMPTED, RUNNING
-from settings import Setting
+from settings import Group, Setting
 from workload import VOCABULARY
 
 import pagepool
@@ -35,6 +35,7 @@ class World:
     device: Device
     rng: Random
     counts: Counter[str]
+    is_second: bool = False  # a step is in flight that has not run while another one is scheduled
     preempt: Callable[[], Job | None] = lambda: None  # some job that gives its pages back, if there is any
 
     def is_cached(self, page_id: int) -> bool:
@@ -88,7 +89,7 @@ class Entry(ABC):
 
 
 class Door(Entry):
-    """One request or row, which gives all of its pages back."""
+    """One request that was scheduled, or row that was admitted, which gives all of its pages back."""
 
     def take_back(self) -> list[Job]:
         return self.end_all()
@@ -156,6 +157,12 @@ class Front(ABC):
         job.front, job.num_computed_tokens, job.num_known_tokens, job.status, job.loading = None, 0, 0, PREEMPTED, None
         return job
 
+    @staticmethod
+    def has_pages(group: Group, pages: Sequence[int], num_computed_tokens: int) -> bool:
+        """Tell whether the pages are there that tokens from some one on attend to."""
+        first = find_first_read(group, num_computed_tokens) // group.page_size
+        return NULL_PAGE not in pages[first:]
+
     def list_due(self) -> list[Job]:
         """Return jobs that may be computed further, mostly all, in any order; not those that this step admitted."""
         planned = {work.job for entry in self.plan for work in entry.works}
@@ -179,7 +186,7 @@ class Front(ABC):
         in_flight = [work.num_before for entry in self.plan for work in entry.works if work.job is job]
         work = Work(job, start, histories, num_room_tokens, [*in_flight, start][0], drafts=list(drafts))
         work.num_pages_before = [len(pages) for pages in job.pages]
-        work.is_second = bool(in_flight)
+        work.is_second = self.world.is_second
         return work
 
     def finish(self, work: Work, histories: Sequence[int]) -> None:
@@ -250,8 +257,7 @@ class ManagerFront(Front):
         self.finish(work, work.histories[: work.job.num_tokens])
         if num_transferred and num_new == 0:
             job.loading = work
-        else:
-            self.plan.append(Door(self, [work]))
+        self.plan.append(Door(self, [work]))
         return True
 
     def _divide(self, job: Job, num_hit_tokens: int) -> tuple[int, int]:
@@ -336,15 +342,10 @@ class ManagerFront(Front):
     def go_back(self, job: Job, num_computed_tokens: int) -> bool:
         """Let tokens be computed again; False if pages that they need are gone."""
         for group, pages in zip(self.setting.groups, job.pages, strict=True):
-            if group.kind == "mamba" or not self._has_pages(group, pages, num_computed_tokens):
+            if group.kind == "mamba" or not self.has_pages(group, pages, num_computed_tokens):
                 return False
         job.num_computed_tokens = min(job.num_computed_tokens, num_computed_tokens)
         return True
-
-    @staticmethod
-    def _has_pages(group: Any, pages: Sequence[int], num_computed_tokens: int) -> bool:
-        first = find_first_read(group, num_computed_tokens) // group.page_size
-        return NULL_PAGE not in pages[first:]
 
 
 class BatchFront(Front):
@@ -483,6 +484,7 @@ class BatchFront(Front):
             self.call("undo", self.batch, growth.result)
         except pagepool.errors.ArgumentError:
             require(self._has_lost_pages(growth), "a call that may be taken back is not", growth.works)
+            self.world.counts["calls that could not be taken back"] += 1
             return growth.end_all()
         for work in growth.works[::-1]:
             job = work.job
@@ -498,8 +500,7 @@ class BatchFront(Front):
         """Tell whether a row lacks pages that tokens from the start of a call on need, or had when it began."""
         for work in growth.works:
             for group, pages, num_kept in zip(self.setting.groups, work.job.pages, work.num_pages_before, strict=True):
-                first = find_first_read(group, work.start) // group.page_size
-                if NULL_PAGE in pages[first:] or NULL_PAGE in pages[num_kept:]:
+                if NULL_PAGE in pages[num_kept:] or not self.has_pages(group, pages, work.start):
                     return True
         return False
 
@@ -520,9 +521,14 @@ class BatchFront(Front):
 
     def go_back(self, job: Job, num_computed_tokens: int) -> bool:
         """Let tokens be computed again, told anew; False if pages that they need are gone."""
+        num_computed_tokens = min(num_computed_tokens, job.num_known_tokens)
         try:
             self.cut(job, num_computed_tokens)
         except pagepool.errors.ArgumentError:
+            restart = min(num_computed_tokens // group.page_size * group.page_size for group in self.setting.groups)
+            groups = zip(self.setting.groups, job.pages, strict=True)
+            is_lost = not all(self.has_pages(group, pages, restart) for group, pages in groups)
+            require(is_lost or self.books.has_state, "a row may be cut and is not", job, num_computed_tokens)
             return False
         return True
 

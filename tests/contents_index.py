@@ -228,8 +228,11 @@ class Books:
             if group.kind == "mamba":
                 continue
             for page in range(job.num_cached_pages[group_id], len(histories) // group.page_size):
-                if pages[page] != NULL_PAGE and pages[page] not in self.index.entries:
-                    self.index.enter(pages[page], (group_id, histories[(page + 1) * group.page_size - 1]), job.stay)
+                content = group_id, histories[(page + 1) * group.page_size - 1]
+                entry = self.index.entries.get(pages[page])
+                require(entry is None or entry.content == content, "a page is cached with something else", job, pages[page])
+                if pages[page] != NULL_PAGE and entry is None:
+                    self.index.enter(pages[page], content, job.stay)
                     entered.append(pages[page])
                 job.num_cached_pages[group_id] = page + 1
         return entered
