@@ -2711,8 +2711,8 @@ cdef class HeldPages(PageIds):
     """
 
     cdef readonly Py_ssize_t num_cached_pages
-    cdef readonly Py_ssize_t num_hit_pages
     cdef readonly Py_ssize_t num_skipped_pages
+    cdef readonly Py_ssize_t num_hit_pages
 
     @cython.critical_section
     cdef bint has_place_for(self, Py_ssize_t num_more) noexcept:
@@ -2821,7 +2821,7 @@ cdef class HashChain:
         free(self.digests)
 
     def __reduce__(self):
-        raise TypeError("a HashChain holds a secret key and cannot be pickled")
+        raise ArgumentTypeError("a HashChain holds a secret key and cannot be pickled")
 
     def __len__(self):
         """Number of pages hashed."""
@@ -3113,7 +3113,7 @@ cdef class PageStore:
         free(self.pool.residency)
 
     def __reduce__(self):
-        raise TypeError("a page store cannot be pickled")
+        raise ArgumentTypeError("a page store cannot be pickled")
 
     cdef bint has_room_for(self, Py_ssize_t num_pages) noexcept:
         """Make room for `num_pages` records; False where memory is short. Amortised O(1) a record."""
@@ -4007,7 +4007,7 @@ cdef class PageStore:
             for i in range(first, last if bad < 0 else first):
                 self.copy_tokens(ids.ids[i], chain, i * num_tokens, num_tokens)
         if bad >= 0:
-            self.refuse_entry(ids, bad)
+            self.refuse_entry(ids.ids[bad], bad, ids.num)
 
     cdef int32_t checked_context(self, object context) except -1:
         """A context as a number, which stays one, whatever it stands for."""
@@ -4025,21 +4025,26 @@ cdef class PageStore:
         held.num_cached_pages = num_full_pages
 
     def check_enterable(self, HeldPages held not None, HashChain chain not None, num_full_pages, stride, group) -> None:
-        """PageHashError if `enter_held` would find a page that is held already and was entered as something else."""
+        """PageHashError if `enter_held` would find a page that is held already and was entered as something else. O(those due)."""
         cdef Py_ssize_t i, stop, bad = -1, num_hashes = size_of(stride, "stride", 1)
         cdef Py_ssize_t num_full = size_of(num_full_pages, "num_full_pages")
-        cdef int32_t checked_group = group_of(group)
-        self.checked(held)
+        cdef int32_t page_id = NULL_PAGE, checked_group = group_of(group)
         with chain.lock, self.lock:
             stop = min(num_full, held.num, chain.num // num_hashes)
             for i in range(held.num_cached_pages, stop):
-                if is_entered_otherwise(&self.pool, held.ids[i], chain.digests[(i + 1) * num_hashes - 1], checked_group):
+                page_id = held.ids[i]
+                if not 0 <= page_id < self.pool.num_pages:
                     bad = i
+                elif is_entered_otherwise(&self.pool, page_id, chain.digests[(i + 1) * num_hashes - 1], checked_group):
+                    bad = i
+                if bad >= 0:
+                    break
         if bad >= 0:
-            self.refuse_entry(held, bad)
+            self.refuse_entry(page_id, bad, held.num)
 
-    cdef int refuse_entry(self, PageIds ids, Py_ssize_t at) except -1:
-        raise PageHashError(f"page {ids[at]} (at {at} of {ids.num}) has a hash already")
+    cdef int refuse_entry(self, int32_t page_id, Py_ssize_t at, Py_ssize_t num_pages) except -1:
+        self.check_range(page_id)
+        raise PageHashError(f"page {page_id} (at {at} of {num_pages}) has a hash already")
 
     def rewind(self, HeldPages held not None, num_pages) -> None:
         """Let `enter_held` look at the pages of a request from `num_pages` on again: their tokens are computed once more."""
@@ -4660,7 +4665,7 @@ cdef class QueryCounter:
         self.is_preempted = is_preempted
 
     def __reduce__(self):
-        raise TypeError("a query counter cannot be pickled")
+        raise ArgumentTypeError("a query counter cannot be pickled")
 
     @property
     def counts(self) -> tuple:
@@ -4844,7 +4849,7 @@ cdef class Refusal:
         self.num_hit_tokens = size_of(num_hit_tokens, "num_hit_tokens", 0, self.num_tokens)
 
     def __reduce__(self):
-        raise TypeError("a refusal cannot be pickled")
+        raise ArgumentTypeError("a refusal cannot be pickled")
 
     def watch_hits(self, PageStore store not None, HashChain chain not None, stride, group) -> bool:
         """Watch the hits, the leading pages of the only group under `chain`. False, and nothing is watched, unless a look-up
@@ -4983,7 +4988,7 @@ cdef class CachePage:
         return self.ref_cnt, self.page_hash, self.is_null, before and before.page_id, behind and behind.page_id
 
     def __reduce__(self):
-        raise TypeError("a CachePage is a view of its pool and cannot be pickled")
+        raise ArgumentTypeError("a CachePage is a view of its pool and cannot be pickled")
 
     @cython.critical_section
     cdef int32_t get_ref_count(self) except? -1:
@@ -5122,7 +5127,7 @@ cdef class TableRows:
         self.rows.num_rows = n
 
     def __reduce__(self):
-        raise TypeError("a page table cannot be pickled")
+        raise ArgumentTypeError("a page table cannot be pickled")
 
     @property
     def max_num_reqs(self) -> int:
@@ -5459,7 +5464,7 @@ cdef class GroupedRows:
         self.page_tables = tables
 
     def __reduce__(self):
-        raise TypeError("a page table cannot be pickled")
+        raise ArgumentTypeError("a page table cannot be pickled")
 
     def __len__(self) -> int:
         return len(self.page_tables)
@@ -5864,7 +5869,7 @@ cdef class RunningRows:
         free(self.batch.groups)
 
     def __reduce__(self):
-        raise TypeError("a running batch cannot be pickled")
+        raise ArgumentTypeError("a running batch cannot be pickled")
 
     cdef int32_t *new_buffer(self, Py_ssize_t num_rows, Py_ssize_t num_columns) except NULL:
         """Zeros from a cache line on that live as long as the batch. What nobody touches takes no memory."""
@@ -6245,14 +6250,12 @@ cdef class RunningRows:
             if computed is not None:
                 forget_uncomputed(&self.batch, row, computed.ids[i % computed.num])
             set_context(&self.batch, row, 0)
-            self.forget_extra_keys(row)
             empty_row(&self.batch, row)
         return bad
 
     cdef void forget_extra_keys(self, Py_ssize_t row) noexcept:
-        """Of a row that gets free. Its hashes stay for the next request, unless keys are in them."""
-        if self.batch.extra_keys[row] != NULL:
-            self.batch.states[row].num_hashed = 0
+        """Drop the extra keys of a row, and its digests, which were made with them."""
+        self.batch.states[row].num_hashed = 0
         free(self.batch.extra_keys[row])
         self.batch.extra_keys[row] = NULL
         self.extra_key_bytes[row] = None
@@ -6337,7 +6340,6 @@ cdef class RunningRows:
         finally:
             self.refusals[checked] = refusal
             if not is_admitted:
-                self.forget_extra_keys(checked)
                 self.batch.states[checked].is_claimed = 0
         if is_admitted and counter is not None:
             counter.count(num_known, self.batch.states[checked].num_hits)
@@ -6387,15 +6389,19 @@ cdef class RunningRows:
     cdef int set_contents(self, Py_ssize_t row, PageIds tokens, Py_ssize_t num_tokens, list extra_keys) except -1:
         """Copy the tokens and hash their full pages, but for those that the row has hashed for a request before."""
         cdef Py_ssize_t start, num_kept = 0
+        cdef bint has_same_keys = extra_keys == (self.extra_key_bytes[row] or [])
         refuse_negative(tokens.ids, num_tokens, 0)
-        if self.batch.hash_page_size and not extra_keys:
+        if not has_same_keys:
+            self.forget_extra_keys(row)
+        if self.batch.hash_page_size:
             num_kept = count_hashed_before(&self.batch, row, tokens.ids, num_tokens)
         self.batch.states[row].num_hashed = <int32_t>num_kept
         start = num_kept * self.batch.hash_page_size
         memcpy(tokens_of(&self.batch, row) + start, tokens.ids + start, (num_tokens - start) * sizeof(int32_t))
         if not self.batch.hash_page_size:
             return 0
-        self.set_extra_keys(row, extra_keys)
+        if not has_same_keys:
+            self.set_extra_keys(row, extra_keys)
         if num_tokens - start < RELEASE_GIL_AT * self.batch.hash_page_size:
             hash_row(&self.batch, row, <int32_t>num_tokens)
         else:

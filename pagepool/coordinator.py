@@ -24,6 +24,9 @@ IdRange = tuple[int, int | None]
 
 ANY_PAGE: IdRange = (0, None)
 
+DueEntries = tuple[HeldPages, int, int, int]
+"""Pages of a group to enter in the prefix index: what is held, how many of it are full, hashes of a page, the group's id."""
+
 NEVER = 1 << 62
 """A number of tokens that no request reaches."""
 
@@ -108,13 +111,14 @@ class CacheCoordinator(ABC):
         ]
 
     def count_room_tokens(self, held: RequestPages) -> int:
-        """Tokens that have a slot in every group; at most `max_model_len`."""
-        return min([self.max_model_len, *(manager.get_num_room_tokens(len(group)) for manager, group in held.by_group)])
+        """Tokens that have a slot in every group, at most `max_model_len`, also where an interrupt kept thresholds back."""
+        self.update_thresholds(held)
+        return held.num_room_tokens
 
     def count_hit_tokens(self, hits: Sequence[PageIds]) -> int:
-        """Tokens whose pages are among the hits of every group: none where one is a state."""
-        managers = zip(self.single_type_managers, hits, strict=False)
-        return min([manager.is_prefix_cached * manager.page_size * len(ids) for manager, ids in managers], default=0)
+        """Tokens whose pages are among the hits of every group that is prefix-cached."""
+        managers = zip(self.single_type_managers, hits, strict=True)
+        return min([len(ids) * manager.page_size for manager, ids in managers if manager.is_prefix_cached], default=0)
 
     def remove_skipped_pages(self, held: RequestPages, num_computed_tokens: int) -> None:
         """Give back the pages that fell out of an attention window; the null page takes their places."""
@@ -156,39 +160,38 @@ class CacheCoordinator(ABC):
         ]
         return min(counts, default=NEVER)
 
-    def _get_due(self, held: RequestPages, num_tokens: int) -> list[tuple[HeldPages, int, int, int]]:
-        """For each group in which `num_tokens` tokens fill pages that are not entered: its pages, how many are full, the hashes
-        of a page and the group's id.
+    def list_due(self, held: RequestPages, chain: HashChain, num_tokens: int) -> list[DueEntries]:
+        """What `cache_pages` is to enter of each group that `num_tokens` tokens fill further than before. PageHashError if
+        somebody else gave an entry to one of the pages.
         """
-        return [
+        due = [
             (group, num_tokens // manager.page_size, manager.num_hashes_per_page, manager.kv_cache_group_id)
             for manager, group in held.by_group
             if manager.is_prefix_cached and num_tokens // manager.page_size > group.num_cached_pages
         ]
-
-    def check_enterable(self, held: RequestPages, chain: HashChain, num_tokens: int) -> None:
-        """PageHashError if somebody else gave an entry to a page that `cache_pages` is to enter."""
-        for group, num_full_pages, stride, group_id in self._get_due(held, num_tokens):
+        for group, num_full_pages, stride, group_id in due:
             self.page_pool.store.check_enterable(group, chain, num_full_pages, stride, group_id)
+        return due
 
-    def cache_pages(self, held: RequestPages, chain: HashChain, num_tokens: int, context: int) -> None:
-        """Enter the pages that `num_tokens` tokens fill, and that are not yet, in the prefix index. `context` stands for the
-        request's extra keys where events are made (`CacheManager.hold_context`).
+    def cache_pages(self, due: Sequence[DueEntries], chain: HashChain, context: int) -> None:
+        """Enter pages of a request in the prefix index. `context` stands for the request's extra keys where events are made
+        (`CacheManager.hold_context`).
         """
-        for group, num_full_pages, stride, group_id in self._get_due(held, num_tokens):
+        for group, num_full_pages, stride, group_id in due:
             self.page_pool.store.enter_held(group, chain, num_full_pages, stride, group_id, context)
 
     def update_thresholds(self, held: RequestPages) -> None:
         """Work out anew up to where the request needs nothing."""
-        num_next_full_tokens = num_next_skip_tokens = NEVER
+        num_room_tokens, num_next_full_tokens, num_next_skip_tokens = self.max_model_len, NEVER, NEVER
         num_cached_tokens = 0
         for manager, group in held.by_group:
+            num_room_tokens = min(num_room_tokens, manager.get_num_room_tokens(len(group)))
             num_next_skip_tokens = min(num_next_skip_tokens, manager.find_next_skip(group))
             if self.enable_caching and manager.is_prefix_cached:
                 num_tokens = group.num_cached_pages * manager.page_size
                 num_cached_tokens = max(num_cached_tokens, num_tokens)
                 num_next_full_tokens = min(num_next_full_tokens, num_tokens + manager.page_size)
-        held.num_room_tokens = self.count_room_tokens(held)
+        held.num_room_tokens = num_room_tokens
         held.num_next_full_tokens = num_next_full_tokens
         held.num_next_skip_tokens = num_next_skip_tokens
         held.num_cached_tokens = num_cached_tokens

@@ -11,9 +11,11 @@ import hashlib
 import os
 import struct
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from itertools import accumulate
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.specs import require_int
@@ -54,6 +56,9 @@ class PageHashWithGroupId(NamedTuple):
 def get_hash_seed(hash_seed: int | str | bytes | None = None) -> bytes | None:
     """The seed as bytes: `hash_seed` where given, else ``PYTHONHASHSEED`` where it names one, else None.
 
+    ArgumentError for an empty `hash_seed`, whose key everybody would know. An empty ``PYTHONHASHSEED`` names none, as for
+    Python itself.
+
     >>> get_hash_seed(7)
     b'7'
     """
@@ -61,11 +66,23 @@ def get_hash_seed(hash_seed: int | str | bytes | None = None) -> bytes | None:
         hash_seed = os.environ.get("PYTHONHASHSEED", "random")
         if hash_seed in ("", "random"):
             return None
+    if isinstance(hash_seed, str | bytes) and not hash_seed:
+        raise ArgumentError(f"hash_seed: got {hash_seed!r}, allowed: int, str or bytes that are not empty, or None")
     if isinstance(hash_seed, bytes):
         return hash_seed
     if isinstance(hash_seed, bool) or not isinstance(hash_seed, int | str):
         raise ArgumentTypeError(f"hash_seed: got {type(hash_seed).__name__}, allowed: int, str, bytes or None")
     return str(hash_seed).encode()
+
+
+class KeyHolder:
+    """Base of objects that lead to the secret key of the hashes: they cannot be pickled or copied."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> NoReturn:
+        """ArgumentTypeError."""
+        raise ArgumentTypeError(f"a {type(self).__name__} holds a secret key and cannot be pickled or copied")
 
 
 _PROCESS_SECRET = os.urandom(32)
@@ -118,7 +135,10 @@ def hash_page_tokens(
 
 
 def hash_request_tokens(hash_function: HashFunction, page_size: int, request: Any) -> list[PageHash]:
-    """Hash every full page of ``request.all_token_ids``, each with the one before as its parent. O(tokens)."""
+    """Hash every full page of ``request.all_token_ids``, each with the one before as its parent. O(tokens).
+
+    Each call gives different hashes to a request that says ``has_vision`` and names no feature.
+    """
     token_ids = request.all_token_ids
     extra_keys = RequestExtraKeys.of(request)
     page_hashes: list[PageHash] = []
@@ -162,6 +182,104 @@ def encode_extra_keys(extra_keys: ExtraKeys | None) -> bytes:
     return b"" if extra_keys is None else repr(extra_keys).encode()
 
 
+FeatureRange = tuple[int, int, Any, Any]
+"""Start, end, modality and content hash of a feature: a half-open range of tokens."""
+
+
+MAX_SEARCHED_FEATURES = 8
+"""Up to this number a search through all features is faster than one in a tree."""
+
+
+class Features:
+    """The features of a request, searched one by one."""
+
+    __slots__ = ("_hash", "_ranges")
+
+    def __init__(self, ranges: tuple[FeatureRange, ...]) -> None:
+        """`ranges` in the request's order."""
+        self._ranges = ranges
+        self._hash = hash(ranges)
+
+    def __eq__(self, other: object) -> bool:
+        """The same features in the same order."""
+        return isinstance(other, Features) and self._ranges == other._ranges
+
+    def __hash__(self) -> int:
+        """Worked out once."""
+        return self._hash
+
+    def find_next(self, start: int) -> int | None:
+        """The first token from `start` on that is in a feature, or at which one of no tokens is; None behind the last."""
+        return min([max(start, begin) for begin, end, _, _ in self._ranges if end > start], default=None)
+
+    def find_overlapping(self, start: int, stop: int) -> list[FeatureRange]:
+        """Those that overlap ``[start, stop)``, one of no tokens within it included, in the request's order."""
+        return [feature for feature in self._ranges if feature[0] < stop and start < feature[1]]
+
+
+class SortedFeatures(Features):
+    """Features sorted once by where they start.
+
+    A look-up finds each of a page's features among n in O(log n). It searches a tree over the sorted features that holds the
+    last end below each node; the children of node i are at 2 i and 2 i + 1.
+    """
+
+    __slots__ = ("_ends", "_last_ends", "_order", "_starts")
+
+    def __init__(self, ranges: tuple[FeatureRange, ...]) -> None:
+        """O(n log n)."""
+        super().__init__(ranges)
+        self._order = sorted(range(len(ranges)), key=lambda i: ranges[i][0])
+        self._starts = [ranges[i][0] for i in self._order]
+        ends = [ranges[i][1] for i in self._order]
+        self._last_ends = list(accumulate(ends, max))
+        num_leaves = 1 << (len(ends) - 1).bit_length()
+        self._ends = [0] * num_leaves + ends + [0] * (num_leaves - len(ends))
+        for i in range(num_leaves - 1, 0, -1):
+            self._ends[i] = max(self._ends[2 * i], self._ends[2 * i + 1])
+
+    def find_next(self, start: int) -> int | None:
+        """O(log n)."""
+        num = bisect_right(self._starts, start)
+        if num and self._last_ends[num - 1] > start:
+            return start
+        return self._starts[num] if num < len(self._starts) else None
+
+    def find_overlapping(self, start: int, stop: int) -> list[FeatureRange]:
+        """O(log n), and as much for each that is found."""
+        found: list[int] = []
+        num_leaves = len(self._ends) // 2
+        nodes = self._list_nodes(bisect_left(self._starts, stop), num_leaves)
+        while nodes:
+            node = nodes.pop()
+            if self._ends[node] <= start:
+                continue
+            if node < num_leaves:
+                nodes += (2 * node, 2 * node + 1)
+            else:
+                found.append(self._order[node - num_leaves])
+        return [self._ranges[i] for i in sorted(found)]
+
+    @staticmethod
+    def _list_nodes(num: int, num_leaves: int) -> list[int]:
+        """The largest nodes that have only the first `num` leaves below them, and together all of these."""
+        nodes = []
+        while num:
+            num_below = num & -num
+            num -= num_below
+            nodes.append((num_leaves + num) // num_below)
+        return nodes
+
+
+NO_FEATURES = Features(())
+
+
+def _make_features(ranges: tuple[FeatureRange, ...]) -> Features:
+    if not ranges:
+        return NO_FEATURES
+    return SortedFeatures(ranges) if len(ranges) > MAX_SEARCHED_FEATURES else Features(ranges)
+
+
 @dataclass(frozen=True, slots=True)
 class RequestExtraKeys:
     """The extra keys of one request's pages.
@@ -169,8 +287,9 @@ class RequestExtraKeys:
     A ``cache_salt`` and a ``lora_id`` enter the first page; each multimodal feature enters the pages that it overlaps. The
     chain carries them to every later page. A feature is any object with ``mm_hash`` (or ``identifier``) and a position
     ``placeholder_range`` (or ``mm_position``) with ``offset`` and ``length`` in tokens; one without a position enters the
-    first page. A request that says ``has_vision`` and names no feature shares pages with itself alone. ``request_keys`` are
-    those that are not features. ``features`` are ``(start, end, modality, content hash)`` with half-open token ranges.
+    first page. A request that says ``has_vision`` and names no feature has a nonce in its first page, a fresh one each time
+    that `of` is called: only hashes made with the same `RequestExtraKeys` share pages. ``request_keys`` are those that are not
+    features.
     """
 
     SALT: ClassVar[str] = "salt"
@@ -178,19 +297,19 @@ class RequestExtraKeys:
     TOLD_OF_FEATURE: ClassVar[slice] = slice(2, 4)
 
     request_keys: ExtraKeys
-    features: tuple[tuple[int, int, Any, Any], ...]
+    features: Features
 
     @classmethod
     def of(cls, request: Any) -> Self | None:
-        """The extra keys of `request`, or None where it has none. O(features)."""
+        """The extra keys of `request`, or None where it has none. O(features x log features)."""
         lora_id, salt = getattr(request, "lora_id", None), getattr(request, "cache_salt", None)
         keys = [] if lora_id is None else [_lora_key(lora_id)]
         keys += [] if salt is None else [(cls.SALT, _plain("salt", salt))]
         mm_features = getattr(request, "mm_features", None)
         if not mm_features and getattr(request, "has_vision", False):
-            keys.append(("vision", _plain("request_id", request.request_id)))
-        features = tuple(_feature_range(feature, cls.FEATURE_NAMES) for feature in mm_features or ())
-        return cls(tuple(keys), features) if keys or features else None
+            keys.append(("vision", os.urandom(16).hex()))
+        ranges = tuple(_feature_range(feature, cls.FEATURE_NAMES) for feature in mm_features or ())
+        return cls(tuple(keys), _make_features(ranges)) if keys or ranges else None
 
     def of_page(self, start: int, end: int) -> ExtraKeys | None:
         """Keys of the page with tokens ``[start, end)``, or None. Offsets are relative to the page."""
@@ -200,21 +319,22 @@ class RequestExtraKeys:
     def _feature_keys(self, start: int, end: int) -> ExtraKeys:
         return tuple(
             ("mm", modality, content_hash, feature_start - start, feature_end - feature_start)
-            for feature_start, feature_end, modality, content_hash in self.features
-            if feature_start < end and start < feature_end
+            for feature_start, feature_end, modality, content_hash in self.features.find_overlapping(start, end)
         )
 
     def find_keyed_page(self, start_page: int, page_size: int) -> tuple[int | None, ExtraKeys | None]:
-        """The next page from `start_page` on that may have keys, and the keys; None where there is none."""
+        """The next page from `start_page` on that may have keys, and the keys; None where there is none. O(log features), and
+        as much for each feature of the page.
+        """
         page = self.find_next_page(start_page * page_size, page_size)
         return page, None if page is None else self.of_page(page * page_size, (page + 1) * page_size)
 
     def find_next_page(self, start: int, page_size: int) -> int | None:
         """Index of the first page at or after token `start` (a page boundary) that has keys, or None."""
-        pages = [max(start, begin) // page_size for begin, end, _, _ in self.features if end > start]
         if start == 0 and self.request_keys:
             return 0
-        return min(pages, default=None)
+        token = self.features.find_next(start)
+        return None if token is None else token // page_size
 
     def without_tags(self, keys: ExtraKeys) -> list[Any]:
         """What events tell of a page's keys, in vLLM's order: LoRA, features as ``(hash, offset)``, then what is left."""
@@ -250,8 +370,8 @@ class VllmExtraKeys(RequestExtraKeys):
         return RequestExtraKeys.find_next_page(self, start, page_size)
 
 
-def _feature_range(feature: Any, names: Sequence[str]) -> tuple[int, int, Any, Any]:
-    """``(start, end, modality, content hash)`` of one multimodal feature. The hash is the first of `names` that it has."""
+def _feature_range(feature: Any, names: Sequence[str]) -> FeatureRange:
+    """Where one multimodal feature is, and what. The hash is the first of `names` that it has."""
     content_hash = next((value for name in names if (value := getattr(feature, name, None)) is not None), None)
     if content_hash is None:
         raise ArgumentError(f"mm_features: {feature!r} has neither mm_hash nor identifier")

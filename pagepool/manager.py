@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagepool._core import CachePage, PageIds, PageStore, QueryCounter, Refusal, lists_of
-from pagepool.coordinator import ANY_PAGE, CacheCoordinator, RequestPages, get_kv_cache_coordinator
+from pagepool.coordinator import ANY_PAGE, CacheCoordinator, DueEntries, RequestPages, get_kv_cache_coordinator
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError
-from pagepool.hashing import RequestExtraKeys
+from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.request_hashes import HashAlgorithm, RequestHashes, RequestPageHashes, make_page_hasher
@@ -95,7 +95,7 @@ class PrefixProbe(NamedTuple):
     reason: str
 
 
-class CacheManager:
+class CacheManager(KeyHolder):
     """Allocates pages to requests and finds prefixes that are cached already.
 
     One owner at a time. Calls from several threads are made one after another all the same, each as a whole; a call that an
@@ -103,10 +103,10 @@ class CacheManager:
 
     `num_pages` counts the null page. Without groups prefix caching is off. `hash_algo` is ``"siphash128"`` (keyed with a secret
     of the process), ``"sha256"`` (the same in every process), ``"sha256_cbor"`` (vLLM's: see docs/engines.md), or a callable
-    such as the builtin `hash`; `hash_seed`, or ``PYTHONHASHSEED``, makes a keyed one deterministic. `keep_token_ids` keeps the
-    tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is a pool of its own to go on with, such as
-    `PagePool.restore` brings back; what it has cached hits if the seed, the algorithm and the groups are those that it was
-    cached with.
+    such as the builtin `hash`; `hash_seed`, which must not be empty, or ``PYTHONHASHSEED``, makes a keyed one deterministic.
+    `keep_token_ids` keeps the tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is a pool of its own to
+    go on with, such as `PagePool.restore` brings back; what it has cached hits if the seed, the algorithm and the groups are
+    those that it was cached with. A manager cannot be pickled or copied; `PagePool.snapshot` saves its pages.
 
     >>> from pagepool import CacheGroupSpec, EngineRequest, FullAttentionSpec
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -215,7 +215,7 @@ class CacheManager:
         if not self._may_hit(request):
             reason = "prompt_logprobs are asked for" if self.enable_caching else "prefix caching is off"
             return PrefixProbe(0, request.num_tokens, reason)
-        hashes = self.hasher.start(request)
+        hashes = self.hasher.start(request, self._hashes.get(request.request_id))
         self.hasher.extend(hashes, request, request.num_tokens // self.coordinator.hash_page_size)
         _, num_tokens = self.coordinator.find_longest_cache_hit(hashes.chain, request.num_tokens - 1)
         is_all = request.num_tokens - num_tokens <= self.coordinator.hash_page_size
@@ -291,13 +291,14 @@ class CacheManager:
         num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0)
         num_tokens_with_slot = min(num_tokens + num_lookahead_tokens, self.max_model_len)
         with self._lock:
-            self._check_computed(request, num_new_computed_tokens, new_computed_pages)
-            is_anywhere = data_parallel_size is None
-            if is_anywhere and self._is_refused_still(request, new_computed_pages, num_tokens_with_slot, num_reserved_pages):
+            hits = self._get_hits(request, new_computed_pages)
+            if held is None or num_new_computed_tokens or num_computed_tokens > held.num_room_tokens:
+                self._check_computed(request, num_new_computed_tokens, hits)
+            if data_parallel_size is None and self._is_refused_still(request, hits, num_tokens_with_slot, num_reserved_pages):
                 return None
             return self._allocate_slots(
                 request,
-                self._get_hits(request, new_computed_pages),
+                hits,
                 num_tokens_with_slot,
                 0 if delay_cache_pages or not self.enable_caching else min(num_tokens, request.num_tokens),
                 dp_shard_hint,
@@ -316,34 +317,36 @@ class CacheManager:
         num_reserved_pages: int,
     ) -> CachePages | None:
         """Do what is due: hash first, which may fail for want of tokens, then skip, take and enter pages."""
+        if hits is not self._no_ids:
+            managers = self.coordinator.single_type_managers
+            self._extend_hashes(request, max(len(ids) * manager.page_size for ids, manager in zip(hits, managers, strict=True)))
         is_admission = request.request_id not in self._requests
         held = self._requests.get(request.request_id) or RequestPages(self.coordinator.single_type_managers)
         is_full = num_tokens_to_cache >= held.num_next_full_tokens or request.num_computed_tokens < held.num_cached_tokens
-        self.page_pool.find_shard(dp_shard_hint, data_parallel_size)  # which refuses wrong ones before anything changes
+        if dp_shard_hint is not None:
+            self.page_pool.find_shard(dp_shard_hint, data_parallel_size)  # refuses a wrong one before anything changes
         hashes = self._extend_hashes(request, num_tokens_to_cache) if is_full else None
         self.coordinator.rewind(held, request.num_computed_tokens)
-        if hashes is not None:
-            self.coordinator.check_enterable(held, hashes.chain, num_tokens_to_cache)
+        due = [] if hashes is None else self.coordinator.list_due(held, hashes.chain, num_tokens_to_cache)
         self.coordinator.remove_skipped_pages(held, request.num_computed_tokens)
         new_ids: tuple[PageIds, ...] | None = self._no_ids
         if num_tokens_with_slot > held.num_room_tokens or hits is not self._no_ids:
             shard = self._find_shard(held, hits, dp_shard_hint, data_parallel_size)
             new_ids = self._take_pages(request, held, hits, num_tokens_with_slot, shard, num_reserved_pages)
-        if new_ids is not None and hashes is not None:
-            self._cache_pages(held, hashes, num_tokens_to_cache)
+        if new_ids is not None and hashes is not None and due:
+            self._cache_pages(held, hashes, num_tokens_to_cache, due)
         self.coordinator.update_thresholds(held)
         if new_ids is not None and is_admission:
             self._count_admission(request, hits)
         return None if new_ids is None else CachePages(new_ids, self._store)
 
-    def _check_computed(self, request: Request, num_new_computed_tokens: int, new_computed_pages: CachePages | None) -> None:
+    def _check_computed(self, request: Request, num_new_computed_tokens: int, hits: tuple[PageIds, ...]) -> None:
         """ArgumentError for more computed tokens than a request can have: what nobody computed would be cached. O(groups)."""
         num_tokens = request.num_computed_tokens + num_new_computed_tokens
         held = self._requests.get(request.request_id)
         if num_tokens == 0 or not self.kv_cache_groups:
             return
         if held is None:
-            hits = () if new_computed_pages is None else new_computed_pages.get_ids(self._store)
             allowed = num_allowed_tokens = self.coordinator.count_hit_tokens(hits)
             reason = "together, the tokens of new_computed_pages, for a request that holds no pages"
         elif num_new_computed_tokens == 0:
@@ -374,8 +377,6 @@ class CacheManager:
             raise ArgumentError(
                 f"new_computed_pages: got pages for request {request.request_id!r}, which holds some already; allowed: none"
             )
-        managers = self.coordinator.single_type_managers
-        self._extend_hashes(request, max(len(ids) * manager.page_size for ids, manager in zip(hits, managers, strict=True)))
         return hits
 
     def _find_shard(
@@ -419,15 +420,12 @@ class CacheManager:
             self._note_refusal(hashes, hits)
         return new_ids
 
-    def _is_refused_still(
-        self, request: Request, new_computed_pages: CachePages | None, num_tokens: int, num_reserved_pages: int
-    ) -> bool:
+    def _is_refused_still(self, request: Request, hits: tuple[PageIds, ...], num_tokens: int, num_reserved_pages: int) -> bool:
         """Whether the request was refused with these hits, and is again for certain."""
         hashes = self._hashes.get(request.request_id)
-        if new_computed_pages is None or hashes is None or hashes.refusal is None or hashes.request is not request:
+        if hashes is None or hashes.refusal is None or hashes.request is not request:
             return False
-        hits = hashes.refusal.hits
-        if new_computed_pages.get_ids(self._store) is not hits or request.request_id in self._requests:
+        if hashes.refusal.hits is not hits or request.request_id in self._requests:
             return False
         num_new_pages = max(0, self.coordinator.single_type_managers[0].get_num_pages(num_tokens) - len(hits[0]))
         if not hashes.refusal.is_short(num_new_pages, num_reserved_pages):
@@ -496,17 +494,16 @@ class CacheManager:
                 raise ArgumentError(f"num_computed_tokens: got {num_tokens}, allowed: at most {num_room_tokens}")
             hashes = self._extend_hashes(request, num_tokens)
             self.coordinator.rewind(held, request.num_computed_tokens)
-            self.coordinator.check_enterable(held, hashes.chain, num_tokens)
-            self._cache_pages(held, hashes, num_tokens)
+            self._cache_pages(held, hashes, num_tokens, self.coordinator.list_due(held, hashes.chain, num_tokens))
             self.coordinator.update_thresholds(held)
 
-    def _cache_pages(self, held: RequestPages, hashes: RequestHashes, num_tokens: int) -> None:
+    def _cache_pages(self, held: RequestPages, hashes: RequestHashes, num_tokens: int, due: Sequence[DueEntries]) -> None:
         if hashes.page_hashes:
             start = max(0, self.coordinator.count_cached_hashes(held) - 1)  # with the parent of the first
             self.hasher.name_pages(self._store.names, hashes, start, num_tokens // self.coordinator.hash_page_size)
         context = self.hold_context(hashes.extra_keys) if hashes.extra_keys else 0
         try:
-            self.coordinator.cache_pages(held, hashes.chain, num_tokens, context)
+            self.coordinator.cache_pages(due, hashes.chain, context)
         finally:
             if context:
                 self._store.release_context(context)
@@ -596,7 +593,9 @@ class CacheManager:
                 self.page_pool.forget_evicted_names()
 
     def free_page_hashes(self, request: Request) -> None:
-        """Forget the hashes of a request that is finished. Not for one that is preempted and will come back."""
+        """Forget the hashes of a request that is finished. Not for one that is preempted and will come back: if it has images
+        without features, it hits none of its pages any more.
+        """
         with self._lock:
             self._hashes.pop(request.request_id, None)
 

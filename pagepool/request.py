@@ -54,7 +54,7 @@ class Request(Protocol):
     Read only where a request has them: `cache_salt` (requests of different salts share no pages), `lora_id`
     (the same for adapters: an int, a string, or a pair of name and path), `mm_features` (images and the like:
     objects with `mm_hash` or `identifier`, and `placeholder_range` or `mm_position` with `offset` and `length` in
-    tokens), and `has_vision` (true without features: shares with no other request).
+    tokens), and `has_vision` (true without features: shares with no other request, not even one of the same id).
     """
 
     @property

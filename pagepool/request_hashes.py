@@ -13,6 +13,7 @@ from pagepool.hashing import (
     ExtraKeys,
     HashFunction,
     HashNames,
+    KeyHolder,
     PageHash,
     RequestExtraKeys,
     VllmExtraKeys,
@@ -34,7 +35,7 @@ VLLM_SEED = "vllm-none-hash"
 """What vLLM 0.33 makes the parent of first pages of where no seed is set."""
 
 
-class RequestHashes:
+class RequestHashes(KeyHolder):
     """The digests of a request's full pages, made as far as somebody needed them.
 
     ``chain`` has the keys of the prefix index. ``page_hashes`` has the hashes that the pages are known by to the user, where
@@ -60,7 +61,7 @@ class RequestHashes:
         return (None, None) if self.extra_keys is None else self.extra_keys.find_keyed_page(start_page, page_size)
 
 
-class PageHasher(ABC):
+class PageHasher(KeyHolder, ABC):
     """One way to hash pages of `page_size` tokens. Made once for a manager.
 
     ``num_digest_bytes``, of which the key of the index is the lower or only half, tell pages of different contents apart.
@@ -80,9 +81,11 @@ class PageHasher(ABC):
         """The SipHash key where the core alone can make the hashes; None where it cannot."""
         return None
 
-    def start(self, request: Request) -> RequestHashes:
-        """The hashes of a request, none of them made yet."""
+    def start(self, request: Request, known: RequestHashes | None = None) -> RequestHashes:
+        """The hashes of a request, none of them made yet, with the extra keys of `known` if these are the same request's."""
         chain = HashChain(self.page_size, self._key, self.keep_token_ids)
+        if known is not None and known.request is request:
+            return RequestHashes(request, chain, known.extra_keys)
         return RequestHashes(request, chain, self.extra_keys.of(request))
 
     def extend(self, hashes: RequestHashes, request: Request, num_pages: int) -> None:
@@ -244,7 +247,7 @@ def _vllm_seed(hash_seed: int | str | bytes | None) -> str:
         raise ArgumentError(f"hash_seed: {error}; allowed with hash_algo='sha256_cbor': text, as str or UTF-8") from None
 
 
-class RequestPageHashes(Mapping[str, list[PageHash]]):
+class RequestPageHashes(KeyHolder, Mapping[str, list[PageHash]]):
     """The hashes of each request as lists of `PageHash`, by request id: a live, read-only view. An unknown id has none.
 
     The objects are made when they are read, O(pages) each time.

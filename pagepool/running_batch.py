@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 from pagepool._core import HashChain, PageIds, RunningRows, StepResult
 from pagepool.attention import SingleTypeCacheManager
@@ -14,6 +15,9 @@ from pagepool.request import LoraId, TokenIds
 from pagepool.specs import require_int
 
 __all__ = ["RunningBatch", "StepResult"]
+
+KeyedPages = list[tuple[int, bytes]]
+"""The pages whose hash is made of more than tokens, and what else enters it."""
 
 
 class RunningBatch(RunningRows):
@@ -71,6 +75,7 @@ class RunningBatch(RunningRows):
         self._data_parallel_size = size or None
         self._hash_page_size = hash_page_size
         self._counters = manager.query_counters if manager.enable_caching else (None, None)
+        self._last_features: list[_ReadFeatures | None] = [None] * self.num_tokens.size  # by row
 
     def __repr__(self) -> str:
         """Its size, and what its rows know and have computed."""
@@ -104,20 +109,22 @@ class RunningBatch(RunningRows):
         run (`CacheManager.require_capacity` tells whether waiting can help). `cache_salt`, `lora_id` and `mm_features` keep
         prefixes apart as for `CacheManager`. With `dp_shard` hits and pages, later ones too, come from that shard. Without
         `look_up` no prefix is taken: for a request that wants ``prompt_logprobs``. A request with images that names no features
-        must have a salt of its own, for it has no id here by which it could be told from others. A shard is taken modulo
-        `data_parallel_size`. With `is_preempted`, a request that ran before, `CacheManager.stats` counts it apart.
+        needs a salt of its own, such as ``secrets.token_hex(16)``, and the same one when it comes back: a row does not know
+        which request it is for. A shard is taken modulo `data_parallel_size`. With `is_preempted`, a request that ran before,
+        `CacheManager.stats` counts it apart.
 
         `CacheManager.stats` counts a request when it is admitted, not when it is refused. Refusing the same request again in
         the same row costs O(1) while too few pages are free, no hit of it gets another holder and no further page of it is
         cached; with windows, chunks or eagle, while nothing is cached or evicted. Pass the same list, or an array over the same
-        memory, and the same `mm_features`: tokens in a new object are compared one by one, and features in a new one are
-        hashed. Do not change either in place meanwhile.
+        memory, and the same `mm_features`: tokens in a new object are compared one by one, and a request with features in a new
+        one is looked up anew. Do not change either in place meanwhile. A row also recognises each feature of its last request,
+        and reads it once, so never change a feature in place. Those of a class without weak references are read each time.
 
         RowIndexError outside the table, RowOverflowError for more tokens than `max_num_tokens`, ArgumentError for a row that is
         admitted already, for no tokens and values out of range, ArgumentTypeError for other types; PageHashError if another
-        thread took a page that was hit, IntegrityError for a free page that somebody gave a reference to. O(tokens), and with
-        features O(pages with features x features); a row keeps its last request's hashes, so a request that is tried again,
-        or comes back, in the same row is hashed no second time unless it has extra keys.
+        thread took a page that was hit, IntegrityError for a free page that somebody gave a reference to. O(tokens), and
+        with features O(features x log features); a row keeps its last request's hashes, so a request that is tried again, or
+        comes back, in the same row is hashed no second time.
         """
         pool, size = self._manager.page_pool, self._data_parallel_size
         if dp_shard is not None and size is None:
@@ -132,9 +139,9 @@ class RunningBatch(RunningRows):
             return self._manager.coordinator.find_longest_cache_hit(chain, num_known_tokens - 1, bounds)
 
         shard, _ = pool.find_shard(hint, size) or (None, 0)
-        keys = _make_extra_keys(cache_salt, lora_id, mm_features)
+        keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
         finder, counter = (find_hits, self._counters[bool(is_preempted)]) if look_up else (None, None)
-        keyed, context = self._list_keyed(keys), self._manager.hold_context(keys)
+        context = self._manager.hold_context(keys)
         try:
             return self.admit_row(
                 row,
@@ -152,8 +159,25 @@ class RunningBatch(RunningRows):
         finally:
             self._manager.release_context(context)
 
-    def _list_keyed(self, keys: RequestExtraKeys | None) -> list[tuple[int, bytes]]:
-        """The pages whose hash is made of more than tokens, and what else enters it."""
+    def _find_extra_keys(
+        self, row: int, cache_salt: str | None, lora_id: LoraId | None, mm_features: Sequence[Any] | None
+    ) -> tuple[RequestExtraKeys | None, KeyedPages]:
+        """The extra keys of a request, and the pages that have any. Features that the row had last are not read again."""
+        features = _as_tuple(mm_features)
+        if cache_salt is None and lora_id is None and not features:
+            return None, []
+        request = SimpleNamespace(cache_salt=cache_salt, lora_id=lora_id)
+        keys = RequestExtraKeys.of(request)
+        if not features:
+            return keys, self._list_keyed(keys)
+        known = self._last_features[row]
+        if known is None or not known.are_same(features, keys):
+            request.mm_features = features
+            keys = RequestExtraKeys.of(request)
+            known = self._last_features[row] = _ReadFeatures(features, keys, self._list_keyed(keys))
+        return known.keys, known.keyed
+
+    def _list_keyed(self, keys: RequestExtraKeys | None) -> KeyedPages:
         if keys is None or not self._hash_page_size:
             return []
         keyed = []
@@ -172,16 +196,35 @@ class RunningBatch(RunningRows):
         self._manager.page_pool.check()
 
 
-def _make_extra_keys(
-    cache_salt: str | None, lora_id: LoraId | None, mm_features: Sequence[Any] | None
-) -> RequestExtraKeys | None:
-    if cache_salt is None and lora_id is None and mm_features is None:
-        return None
+class _ReadFeatures:
+    """The features that a row read last, and the keys made of them. References are weak: features may hold pixels."""
+
+    __slots__ = ("_references", "keyed", "keys")
+
+    def __init__(self, features: tuple[Any, ...], keys: RequestExtraKeys | None, keyed: KeyedPages) -> None:
+        """`keys` are those of a request with `features`, and `keyed` its pages that have any."""
+        try:
+            self._references = [ref(feature) for feature in features]
+        except TypeError:  # a class without weak references: its features are read each time
+            self._references = []
+        self.keys = keys
+        self.keyed = keyed
+
+    def are_same(self, features: tuple[Any, ...], other_keys: RequestExtraKeys | None) -> bool:
+        """Whether the features are the same objects, and the request has the same `other_keys` beside theirs."""
+        mine, others = (keys.request_keys if keys else () for keys in (self.keys, other_keys))
+        return (
+            len(self._references) == len(features)
+            and mine == others
+            and all(reference() is feature for reference, feature in zip(self._references, features, strict=True))
+        )
+
+
+def _as_tuple(mm_features: Sequence[Any] | None) -> tuple[Any, ...]:
     try:
-        features = tuple(mm_features or ())
+        return tuple(mm_features or ())
     except (TypeError, ValueError):
         raise ArgumentTypeError(f"mm_features: got {type(mm_features).__name__}, allowed: a sequence, or None") from None
-    return RequestExtraKeys.of(SimpleNamespace(cache_salt=cache_salt, lora_id=lora_id, mm_features=features))
 
 
 def _tables_of(page_table: PageTable | MultiGroupPageTable, manager: CacheManager) -> tuple[PageTable, ...]:

@@ -28,7 +28,7 @@ BUILTIN_ERRORS: dict[type[Exception], tuple[str, ...]] = {
         r"integer|scalar index|__\w+__|iter\(\)",  # an argument whose own `__index__`, `__len__` or `__iter__` is wrong
         r"unpack|iterable|iteration|not callable",  # sequences, pairs, triples and functions that are none
         r"unhashable|not supported between",  # a page hash of anything
-        r"cannot be pickled|no default __reduce__",
+        r"no default __reduce__",
         r"what RunningBatch returns",
     ),
     AttributeError: (

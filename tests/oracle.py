@@ -10,6 +10,7 @@ Errors are the builtin ones that the package's own exceptions derive from.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
@@ -62,6 +63,8 @@ class ContentKeys:
         self.ignores_lengths = False
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._chains: defaultdict[str, list[int]] = defaultdict(list)
+        self._nonces: dict[str, int] = {}
+        self._next_nonces = itertools.count()
 
     def chain(self, request: Any) -> list[int]:
         """Return the contents of all full pages of the request, those that got full of late included."""
@@ -73,6 +76,7 @@ class ContentKeys:
     def forget(self, request_id: str) -> None:
         """Drop what is remembered for a finished request."""
         self._chains.pop(request_id, None)
+        self._nonces.pop(request_id, None)
 
     def cut(self, request_id: str, num_tokens: int) -> None:
         """Drop what is remembered for tokens from `num_tokens` on."""
@@ -81,10 +85,17 @@ class ContentKeys:
     def _number(self, parent: int | None, request: Any, page: int) -> int:
         start, stop = page * self.page_size, (page + 1) * self.page_size
         keys = extra_keys(request, start, stop)
+        if start == 0 and has_unnamed_images(request):
+            keys += (("private", self._nonces.setdefault(request.request_id, next(self._next_nonces))),)
         if self.ignores_lengths:
             keys = tuple((None, *key[1:3], None) if len(key) == 4 else key for key in keys)
         content = (parent, tuple(request.all_token_ids[start:stop]), keys)
         return self._numbers.setdefault(content, len(self._numbers))
+
+
+def has_unnamed_images(request: Any) -> bool:
+    """Tell whether only the request itself may hit its pages."""
+    return getattr(request, "has_vision", False) and not getattr(request, "mm_features", None)
 
 
 def extra_keys(request: Any, start: int, stop: int) -> tuple[Any, ...]:
@@ -94,8 +105,6 @@ def extra_keys(request: Any, start: int, stop: int) -> tuple[Any, ...]:
     if start == 0:
         keys.append(("salt", getattr(request, "cache_salt", None)))
         keys.append(("lora", getattr(request, "lora_id", None)))
-        if getattr(request, "has_vision", False) and not features:
-            keys.append(("private", request.request_id))
     return tuple(keys)
 
 
@@ -481,8 +490,13 @@ class OracleManager:
         if held is not None and num_new_computed:
             raise ValueError("hits are counted twice")
         pages_by_group = [group.pages for group in held] if held is not None else hits
+        num_computed = request.num_computed_tokens + num_new_computed
+        if num_computed and self.kinds and not any(pages_by_group):
+            raise ValueError("tokens of a request without pages were computed")
         for kind, pages in zip(self.kinds, pages_by_group, strict=True):
-            if kind.num_required_pages(request.num_computed_tokens + num_new_computed) > len(pages):
+            if held is None and isinstance(kind, Mamba):  # an engine may have restored its state
+                continue
+            if kind.num_required_pages(num_computed) > len(pages):
                 raise ValueError("tokens without pages were computed")
 
     def _rewind(self, request: Any) -> None:

@@ -6,6 +6,7 @@ when it comes has none in the cache.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -18,6 +19,15 @@ ORDER = ["AllBlocksCleared", "BlockRemoved", "BlockStored"]
 
 Key = tuple[int, Any]
 """A group and a hash."""
+
+
+NONCE = re.compile("[0-9a-f]{32}")
+
+
+class Nonce(NamedTuple):
+    """What the oracle has in place of a random nonce."""
+
+    number: int
 
 
 class Stored(NamedTuple):
@@ -90,6 +100,7 @@ class Telling:
         self.hashes_as_bytes = hashes_as_bytes
         self.router = Router()
         self._told: dict[tuple[int, int], Any] = {}  # (content, group) to hash, for all times
+        self._nonces: dict[int, str] = {}  # the oracle's to the manager's
         manager.enable_events(hashes_as_bytes=hashes_as_bytes)
 
     def check(self) -> None:
@@ -104,6 +115,7 @@ class Telling:
             assert not isinstance(kind, Mamba)
             expected, parent = contents.page(content, kind.page_size // self.oracle.keys.page_size)
             stored = self.router.pages[told[page]]
+            expected = self._with_nonce(expected, stored)
             assert sorted_keys(stored) == sorted_keys(expected), f"page {page}: {stored} against {expected}"
             assert self._told.setdefault((content, group), told[page][1]) == told[page][1]
             assert parent is not None or stored.parent is None
@@ -111,6 +123,16 @@ class Telling:
         late = Router()
         late.apply(self.manager.snapshot_events())
         assert late.pages == self.router.pages
+
+    def _with_nonce(self, expected: Stored, stored: Stored) -> Stored:
+        """The expected keys with the manager's nonce in place of the oracle's: one and the same whenever it is told."""
+        keys = [*(expected.extra_keys or ())]
+        for i, key in enumerate(keys):
+            if isinstance(key, Nonce):
+                [told] = [key for key in stored.extra_keys or () if isinstance(key, str) and NONCE.fullmatch(key)]
+                keys[i] = self._nonces.setdefault(key.number, told)
+        assert len(set(self._nonces.values())) == len(self._nonces)
+        return expected._replace(extra_keys=tuple(keys) or None)
 
     def hash_of(self, page_id: int) -> Any:
         """How the hash of a cached page is told."""
@@ -160,4 +182,5 @@ class Contents:
 def told_keys(keys: tuple[Any, ...], start: int) -> list[Any]:
     """Extra keys of a hash, which begins at a token of its page, as events have them."""
     features = [(key[1], start + key[2]) for key in keys if len(key) == 4]
-    return features + [key[1] for key in keys if len(key) == 2 and key[1] is not None]
+    others = [key for key in keys if len(key) == 2 and key[1] is not None]
+    return features + [Nonce(value) if name == "private" else value for name, value in others]

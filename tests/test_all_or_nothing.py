@@ -104,7 +104,10 @@ MANAGER: dict[str, tuple[Callable[[World], Any], Callable[[World], Any]]] = {
     "no tokens": (do_nothing, lambda world: world.allocate(0)),
     "hits for a running request": (do_nothing, lambda world: world.allocate(1, 4, world.hits)),
     "computed without hits": (do_nothing, lambda world: world.manager.allocate_slots(world.waiting, 5, 4)),
-    "a page has another hash": (lambda world: enter_by_hand(world, world.page_of("running", 1)), lambda world: world.allocate(8)),
+    "a page has another hash": (
+        lambda world: enter_by_hand(world, world.page_of("running", 1)),
+        lambda world: world.allocate(8),
+    ),
     "hits are gone": (take_hits, World.start),
     "a free page is held": (leave_reference, World.start),
     "a free page is held, more tokens": (leave_reference, lambda world: world.allocate(8)),
@@ -169,7 +172,7 @@ def test_errors_that_an_engine_raises_itself() -> None:
     before = world.state()
     with pytest.raises(LookupError):
         world.allocate(8)
+    world.manager.free_page_hashes(world.waiting)
     with pytest.raises((PagePoolError, ValueError)):
-        world.manager.free_page_hashes(world.waiting)
         world.start()
     assert world.state() == before

@@ -231,7 +231,6 @@ def test_extra_keys_page_by_page(is_batch: bool) -> None:
         ({"cache_salt": "\ud800"}, (None, None, ("\\ud800",))),
         ({"cache_salt": 2**200}, (None, None, (str(2**200),))),
         ({"mm_features": (Feature(2**100, "image", None),)}, (None, None, ([str(2**100), 0],))),
-        ({"has_vision": True}, (None, None, ("r0",))),
         ({"lora_id": "", "cache_salt": ""}, (None, "", ("", ""))),
     ],
     ids=str,

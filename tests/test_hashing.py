@@ -343,26 +343,6 @@ def test_decoded_pages_carry_the_keys_of_the_prompt(hash_algo):
     assert manager.get_computed_pages(EngineRequest("c", follow_up, cache_salt="s"))[1] == 0
 
 
-def test_vision_without_features_shares_with_itself_alone():
-    manager = make_manager()
-
-    def seen(name):
-        return SimpleNamespace(
-            request_id=name,
-            all_token_ids=[1] * 9,
-            num_tokens=9,
-            num_computed_tokens=0,
-            sampling_params=None,
-            status=1,
-            has_vision=True,
-        )
-
-    fill(manager, seen("a"))
-    assert fill(manager, seen("b")) == 0
-    manager.free(seen("a"))
-    assert manager.get_computed_pages(seen("a"))[1] == 8
-
-
 @pytest.mark.parametrize(
     "request_keys",
     [

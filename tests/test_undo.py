@@ -193,7 +193,7 @@ def test_a_row_that_changed_since_is_refused(what: str) -> None:
     batch.results = [batch.step([1, 0], [8, 9])]
     SINCE[what](batch)
     before = state_of(batch)
-    with pytest.raises(ArgumentError, match="the last call first|taken back already"):
+    with pytest.raises(ArgumentError, match=r"the last call first|taken back already"):
         batch.undo(batch.results[0])
     assert state_of(batch) == before
 

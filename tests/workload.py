@@ -23,6 +23,7 @@ from twins import Mismatch, Twins
 WAITING = 1
 MAX_WAITING = 4
 NUM_FAMILIES = 3
+NUM_FREE_IDS = 3
 VOCABULARY = range(3)
 PLACEHOLDER_TOKEN = 9
 FIRST_UNIQUE_TOKEN = 1000
@@ -75,10 +76,13 @@ class Engine:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._numbers = itertools.count()
+        self._free_ids: deque[str] = deque()
 
     def submit(self, token_ids: list[int], **attributes: Any) -> Request:
-        """Queue a new request."""
-        request = Request(f"r{next(self._numbers)}", token_ids, **attributes)
+        """Queue a new request. Ids come again, some time after their request was finished."""
+        has_enough = len(self._free_ids) > NUM_FREE_IDS
+        request_id = self._free_ids.popleft() if has_enough else f"r{next(self._numbers)}"
+        request = Request(request_id, token_ids, **attributes)
         self.waiting.append(request)
         return request
 
@@ -142,6 +146,7 @@ class Engine:
             self.waiting.remove(request)
             self.twins.call("free", request)
         self.twins.call("free_page_hashes", request)
+        self._free_ids.append(request.request_id)
 
     def abort(self, request: Request, num_computed_tokens: int) -> None:
         """Preempt a request that was scheduled, and of which fewer tokens were computed."""

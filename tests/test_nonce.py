@@ -1,0 +1,164 @@
+"""Requests that have images and no features: each is hashed with a nonce, and hits only its own pages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zlib
+from copy import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from settings import SETTINGS, Setting
+from test_differential import NUM_OPERATIONS, oracle_and_package
+from workload import RandomWorkload, Request, run_workload
+
+import pagepool
+from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, hash_request_tokens
+from pagepool.hashing import RequestExtraKeys
+
+NUM_CALLS = max(NUM_OPERATIONS // (20 * len(SETTINGS)), 100)
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "siphash128": {},
+    "a seed": {"hash_seed": "known"},
+    "sha256": {"hash_algo": "sha256"},
+    "sha256_cbor": {"hash_algo": "sha256_cbor"},
+    "hash": {"hash_algo": hash},
+    "a weak callable": {"hash_algo": lambda content: 0},
+}
+TOKENS = [7] * 9
+SPEC = FullAttentionSpec(4, 1, 8, "float16", False)
+
+
+@pytest.fixture(params=ALGORITHMS)
+def manager(request: pytest.FixtureRequest) -> CacheManager:
+    if request.param == "sha256_cbor":
+        pytest.importorskip("cbor2", reason="sha256_cbor is an extra: cbor2 is not installed")
+    return CacheManager(32, [CacheGroupSpec(SPEC)], 256, **ALGORITHMS[request.param])
+
+
+def make_seen(request_id: str = "a", **attributes: Any) -> Request:
+    return Request(request_id, list(TOKENS), **{"has_vision": True} | attributes)
+
+
+def compute(manager: CacheManager, request: Request) -> int:
+    """Run a request to its end, as far as its pages are concerned; returns the number of hit tokens."""
+    hits, num_hit_tokens = manager.get_computed_pages(request)
+    assert manager.allocate_slots(request, 9 - num_hit_tokens, num_hit_tokens, hits) is not None
+    manager.free(request)
+    return num_hit_tokens
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+@pytest.mark.parametrize("attributes", [{}, {"cache_salt": "s"}, {"lora_id": 1}, {"mm_features": []}, {"mm_features": None}])
+def test_it_shares_with_no_other_request(manager: CacheManager, attributes: dict[str, Any], is_forgotten: bool) -> None:
+    """Not even with one of the same id, nor with one that is equal, with or without images."""
+    first = make_seen(**attributes)
+    assert compute(manager, first) == 0
+    if is_forgotten:
+        manager.free_page_hashes(first)
+    image = SimpleNamespace(mm_hash="a", modality="vision", placeholder_range=None)
+    others = [
+        *[make_seen(**attributes), make_seen("b", **attributes), copy(first), make_seen(has_vision=False)],
+        *[make_seen("a", has_vision=False, cache_salt="a"), make_seen("a", mm_features=[image])],
+    ]
+    for other in others:
+        assert manager.probe(other).num_hit_tokens == 0
+        assert compute(manager, other) == 0
+    manager.check()
+
+
+def test_it_hits_its_own_pages_when_it_comes_back(manager: CacheManager) -> None:
+    """Looked up, refused, preempted, probed, in any order, and with what it generated."""
+    request = make_seen()
+    assert manager.probe(request).num_hit_tokens == 0
+    assert compute(manager, request) == 0
+    for _ in range(3):
+        assert manager.probe(request) == pagepool.PrefixProbe(8, 9, "all full pages hit")
+        assert compute(manager, request) == 8
+    request.all_token_ids += [8] * 4
+    assert manager.probe(request).num_hit_tokens == 8
+    manager.allocate_slots(request, 13)
+    request.num_computed_tokens = 13
+    manager.free(request)
+    request.num_computed_tokens = 0
+    request.all_token_ids.append(8)
+    assert manager.get_computed_pages(request)[1] == manager.probe(request).num_hit_tokens == 12
+
+
+class UnnamedImages(RandomWorkload):
+    """Most requests have images and no features, and all have one of a few prompts."""
+
+    def _prompt(self) -> list[int]:
+        return list(self.families[0][: self.rng.choice((2, 3, 4)) * self.page_size + 1][: self.max_tokens - 1])
+
+    def _attributes(self, token_ids: list[int]) -> dict[str, Any]:
+        return {"has_vision": self.rng.random() < 0.8}
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_random_requests_hit_what_the_oracle_hits(setting: Setting) -> None:
+    """Finished requests' ids come again."""
+    run_workload(setting, oracle_and_package(), zlib.crc32(setting.name.encode()), NUM_CALLS, UnnamedImages)
+
+
+def test_it_hits_its_own_pages_after_a_refusal() -> None:
+    manager = CacheManager(1 + 5, [CacheGroupSpec(SPEC)], 256)
+    request, other = make_seen(), Request("other", [5] * 12)
+    compute(manager, request)
+    manager.allocate_slots(other, 12)
+    for _ in range(3):
+        hits, num_hit_tokens = manager.get_computed_pages(request)
+        assert num_hit_tokens == 8
+        assert manager.allocate_slots(request, 1, num_hit_tokens, hits) is None
+    manager.free(other)
+    assert compute(manager, request) == 8
+
+
+def test_pages_that_are_hashed_by_hand_are_shared_with_nobody() -> None:
+    first, second = (hash_request_tokens(hash, 4, make_seen()) for _ in range(2))
+    assert [len(first), len({*first, *second})] == [2, 4]
+
+
+def test_nonces_cannot_be_guessed() -> None:
+    """128 bits that no process has in common with another, whatever the seeds are."""
+    program = (
+        "from types import SimpleNamespace\n"
+        "from pagepool.hashing import RequestExtraKeys\n"
+        "print(RequestExtraKeys.of(SimpleNamespace(request_id='a', has_vision=True)).request_keys)\n"
+    )
+    environment = {"PYTHONHASHSEED": "0"}
+    told = {subprocess.check_output([sys.executable, "-c", program], text=True, env=environment) for _ in range(2)}
+    assert len(told) == 2
+    nonces = [RequestExtraKeys.of(make_seen()).request_keys[0][1] for _ in range(1000)]
+    assert len(set(nonces)) == 1000
+    assert {len(bytes.fromhex(nonce)) for nonce in nonces} == {16}
+
+
+def test_ids_of_any_kind_are_taken() -> None:
+    """The nonce stands for the request, not its id."""
+    assert RequestExtraKeys.of(make_seen(None)) is not None
+
+
+@pytest.mark.parametrize("hash_algo", ["siphash128", "sha256", "sha256_cbor"])
+@pytest.mark.parametrize("hashes_as_bytes", [False, True])
+def test_events_tell_it(hash_algo: str, hashes_as_bytes: bool) -> None:
+    pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
+    if hash_algo == "sha256_cbor":
+        pytest.importorskip("cbor2", reason="sha256_cbor is an extra: cbor2 is not installed")
+    from wire import decode_batch
+
+    from pagepool.events import EventBatch, encode_batch
+
+    manager = CacheManager(32, [CacheGroupSpec(SPEC)], 256, hash_algo=hash_algo)
+    manager.enable_events(hashes_as_bytes=hashes_as_bytes)
+    requests = [make_seen(), make_seen()]
+    for request in [*requests, requests[1]]:
+        compute(manager, request)
+    stored = decode_batch(encode_batch(EventBatch(1.5, manager.take_events(), 0))).events
+    assert [len(event.block_hashes) for event in stored] == [2, 2]
+    keys = [event.extra_keys for event in stored]
+    assert [[len(keys[i][0]), keys[i][1]] for i in range(2)] == [[1, None]] * 2
+    assert len({keys[0][0][0], keys[1][0][0]}) == 2
+    assert all(len(bytes.fromhex(keys[i][0][0])) == 16 for i in range(2))
