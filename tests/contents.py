@@ -125,7 +125,7 @@ class Simulation:
         return [job for front in self.fronts for job in front.jobs.values()]
 
     def run(self, num_steps: int = NUM_STEPS, num_calls: int | None = None) -> Counter[str]:
-        """Step until so many steps, or calls, are made, then end all; return what was counted."""
+        """Run `num_steps` steps, or `num_calls` calls if that is less, then end all jobs; return the counts."""
         for number in range(num_steps):
             if num_calls is not None and self.counts["calls"] >= num_calls:
                 break
@@ -153,7 +153,7 @@ class Simulation:
             self.waiting.append(job)
 
     def _make_job(self) -> Job:
-        """Return a request that begins as another, mostly."""
+        """Return a request, most often with the beginning of another one."""
         rng, most = self.rng, self.setting.max_model_len
         bases = [*self.families, *self.past, *(job.all_token_ids for job in self.jobs)]
         base, page_size = rng.choice(bases), self.setting.page_size
@@ -240,7 +240,7 @@ class Simulation:
                 self.preempt()
 
     def _may_enter(self, job: Job, front: Front) -> bool:
-        """A batch knows no request by its id, and so none with unnamed images, unless it is the only kind of front."""
+        """Tell whether a front takes a job: a batch takes no unnamed images. Where all fronts are batches the job loses its."""
         if not (job.has_vision and isinstance(front, BatchFront)):
             return True
         if not any(isinstance(other, ManagerFront) for other in self.fronts):
@@ -249,7 +249,7 @@ class Simulation:
         return not job.has_vision
 
     def preempt(self) -> Job | None:
-        """Let any job give its pages back; if this step scheduled it, those too that hit what it was to compute."""
+        """Preempt a job, and with it those that hit pages which this step was to compute for it."""
         if not self.jobs:
             return None
         victim = self.rng.choice(self.jobs)
@@ -257,7 +257,7 @@ class Simulation:
         return victim
 
     def _preempt(self, victim: Job) -> None:
-        """Preempt a job, the last first of those that go with it."""
+        """Preempt a job and its dependents, the last scheduled first."""
         scheduled = self._list_dependents(victim)
         for work in scheduled[::-1]:
             self._unschedule(work)
@@ -269,7 +269,7 @@ class Simulation:
         self.counts["preemptions"] += 1
 
     def _list_dependents(self, victim: Job) -> list[Work]:
-        """Return what was scheduled of a job, and of those that hit what it will not compute."""
+        """Return the works of a job in this step, and of the jobs that hit pages made for them, directly or not."""
         made: set[int] = set()
         gone = []
         for work in self.works:
@@ -286,7 +286,7 @@ class Simulation:
                     entry.is_whole = False
 
     def abort(self) -> None:
-        """Take the step back, the last call first. The model may have begun, and written anything into slots of the step."""
+        """Take the step back, the last call first. The model may have begun: the slots of the step may hold garbage."""
         has_run = self.rng.random() < 0.7
         made = {page_id for work in self.works for page_id in work.made}
         computed = self.books.index.entries.keys() - made  # what is computed once more stays what it is
@@ -322,7 +322,7 @@ class Simulation:
         return [work for work in self.works if not work.job.loading]
 
     def _run(self, works: list[Work], may_fail: bool) -> dict[Job, int]:
-        """Write what is computed, then read what is attended to; return who computed nothing of worth, and from where on."""
+        """Write what is computed, then compare what is attended to; return the jobs that lost tokens, and the first of these."""
         for work in works:
             self._write_range(work, work.start, work.start + work.num_transferred)
         for work in works:
@@ -334,7 +334,7 @@ class Simulation:
         return cuts
 
     def _write(self, work: Work) -> None:
-        """Write a step's tokens; what drafts are still to be made gets anything."""
+        """Write a step's tokens, and garbage into the room for drafts behind them."""
         start = work.start + work.num_transferred
         for group_id, group in enumerate(self.setting.groups):
             if group.kind == "mamba" and 0 < start < work.stop:
@@ -353,7 +353,7 @@ class Simulation:
                 self.device.write(group_id, work.find_slots(group_id, start, stop), written)
 
     def _spoil(self, work: Work, start: int, stop: int, spared: Collection[int] = (), is_state_kept: bool = False) -> None:
-        """Write into slots what no token is, but for some pages."""
+        """Write garbage into slots, some pages spared."""
         if start >= stop:
             return
         for group_id, group in enumerate(self.setting.groups):
@@ -414,7 +414,7 @@ class Simulation:
         self._forget(job)
 
     def _forget(self, job: Job) -> None:
-        """Let the manager forget a job, as it should; whoever comes with its id has tokens of his own all the same."""
+        """Drop a job's hashes, but for some jobs whose id comes again with other tokens."""
         if job.request_id != "again" or self.rng.random() < 0.5:
             self.manager.free_page_hashes(job)
         self.counts["requests"] += 1
@@ -528,7 +528,7 @@ class Simulation:
             self.counts["rows cut"] += is_cut
 
     def cancel(self) -> None:
-        """Let a user go away."""
+        """End a job early."""
         if self.jobs:
             self._end(self.rng.choice(self.jobs))
 
@@ -544,20 +544,21 @@ class Simulation:
             self.books.reset()
 
     def misuse(self) -> None:
-        """Claim tokens that nobody computed: refused, and nothing is changed."""
+        """Claim tokens that were not computed, or more than fit: refused, and the state is unchanged."""
         if not self.waiting:
             return
         job, rng = self.rng.choice(self.waiting), self.rng
         before = self._read_state()
         job.num_computed_tokens = rng.choice((0, self.setting.page_size, 2 * self.setting.page_size))
-        num_claimed = 0 if job.num_computed_tokens else rng.randint(1, self.setting.page_size)
+        num_claimed = 0 if job.num_computed_tokens else rng.randint(0, self.setting.page_size)
+        is_claim = job.num_computed_tokens + num_claimed > 0
         self.counts["calls"] += 1
         try:
-            self.manager.allocate_slots(job, 1, num_claimed)
+            self.manager.allocate_slots(job, 1 if is_claim else self.setting.max_model_len + 1, num_claimed)
         except ArgumentError:
             require(self._read_state() == before, "a call that was refused changed something", job)
         else:
-            raise ContentsError(f"{job} holds nothing, and may claim {job.num_computed_tokens or num_claimed} computed tokens")
+            raise ContentsError(f"{job} holds nothing, and may claim {num_claimed} tokens more, or too many")
         finally:
             job.num_computed_tokens = 0
         self.counts["refused claims"] += 1
@@ -574,7 +575,7 @@ class Simulation:
         self.counts["calls"] += 1
 
     def restore(self) -> None:
-        """Start again from the last snapshot: nobody holds a page, all requests wait."""
+        """Start again from the last snapshot: no page is held, all requests wait."""
         if self.saved is None:
             return
         snapshot, cells, index, num_held = self.saved

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from settings import Group
 
 NOTHING = 0
-"""What a cell holds that nobody wrote, and the history of no tokens."""
+"""The value of a cell that was never written, and the history of no tokens."""
 
 MAX_GROUPS = 64
 
@@ -62,7 +62,7 @@ class Histories:
 
 
 class Device:
-    """Cells by page and slot in it, for all groups; page 0 is nobody's."""
+    """Cells by page and offset, shared by all groups. Page 0 is never written."""
 
     def __init__(self, num_pages: int, groups: Sequence[Group]) -> None:
         self.groups = groups

@@ -1,4 +1,4 @@
-"""The engine's two doors to a pool, the manager and a running batch: each call is made, and written into the books.
+"""The two fronts of a pool, the manager and a running batch. Each call of theirs is entered in the books.
 
 What a step will compute is a `Work`. A step that is not run is taken back entry by entry, the last first.
 """
@@ -73,17 +73,17 @@ class Work:
 
 @dataclass(eq=False)
 class Entry(ABC):
-    """A call of the schedule, with the works that it let in."""
+    """A call of the schedule, with the works that it admitted."""
 
     front: Any
     works: list[Work]
 
     @abstractmethod
     def take_back(self) -> list[Job]:
-        """Make it as if it had not been, and return the jobs that run no more."""
+        """Undo the call, and return the jobs that do not run any more."""
 
     def end_all(self) -> list[Job]:
-        """Let the jobs give their pages back, the last first, but for those that did."""
+        """End the jobs that still run, the last first."""
         works = [work for work in self.works[::-1] if work.job.front is self.front]
         return [self.front.end(work.job, work.num_before) for work in works]
 
@@ -134,7 +134,7 @@ class Front(ABC):
 
     @abstractmethod
     def end(self, job: Job, num_computed_tokens: int | None = None) -> Job:
-        """Let a job give all of its pages back, and cache nothing from some token on."""
+        """Give back all pages of a job; with `num_computed_tokens` what it cached from there on is forgotten."""
 
     def map_slots(self, job: Job, group_id: int, positions: Sequence[int]) -> Any:
         """Return the slots of tokens; for a state its page."""
@@ -159,12 +159,12 @@ class Front(ABC):
 
     @staticmethod
     def has_pages(group: Group, pages: Sequence[int], num_computed_tokens: int) -> bool:
-        """Tell whether the pages are there that tokens from some one on attend to."""
+        """Tell whether all pages are there that tokens from `num_computed_tokens` on attend to."""
         first = find_first_read(group, num_computed_tokens) // group.page_size
         return NULL_PAGE not in pages[first:]
 
     def list_due(self) -> list[Job]:
-        """Return jobs that may be computed further, mostly all, in any order; not those that this step admitted."""
+        """Return most of the jobs that this step has not scheduled yet, in random order."""
         planned = {work.job for entry in self.plan for work in entry.works}
         due = [job for job in self.jobs.values() if not job.loading and job not in planned and self.rng.random() < 0.9]
         return self.rng.sample(due, len(due))
@@ -173,14 +173,14 @@ class Front(ABC):
         return num_left if self.rng.random() < 0.6 else self.rng.randint(1, num_left)
 
     def draw_drafts(self, job: Job) -> list[int]:
-        """Return tokens that may follow; none where a state would see those that are rejected."""
+        """Return draft tokens; none where there is a state, which would see the rejected ones."""
         most = min(3, self.setting.max_model_len - job.num_tokens)
         if self.books.has_state or most <= 0 or self.rng.random() < 0.6:
             return []
         return self.rng.choices(VOCABULARY, k=self.rng.randint(1, most))
 
     def note(self, job: Job, start: int, stop: int, drafts: Sequence[int] = (), num_ahead: int = 0) -> Work:
-        """Return the work that a call is about to let in, with the state of the books before."""
+        """Return the work of a call that is about to be made, with the state of the books before it."""
         histories = job.list_histories(min(stop, job.num_tokens)) + job.list_draft_histories(drafts)
         num_room_tokens = min(len(histories) + num_ahead, self.setting.max_model_len)
         in_flight = [work.num_before for entry in self.plan for work in entry.works if work.job is job]
@@ -215,7 +215,7 @@ class Front(ABC):
 
 
 class ManagerFront(Front):
-    """Requests of the manager, with a table that the engine fills by what it is told."""
+    """Requests of the manager, with a table that the engine fills from the pages that it gets."""
 
     @property
     def manager(self) -> Any:
@@ -533,7 +533,7 @@ class BatchFront(Front):
         return True
 
     def move(self) -> None:
-        """Put a row elsewhere, or exchange two."""
+        """Move a row, or swap two."""
         if not self.jobs:
             return
         src, tgt = self.rng.choice(list(self.jobs)), self.rng.randrange(NUM_ROWS)

@@ -1,7 +1,7 @@
-"""What the simulation knows by itself: who holds which page, which pages are cached with what, and which prefix must hit.
+"""The simulation's own books: the holders of each page, the contents of the cached pages, and the prefix that must hit.
 
-Pages are known by the tokens in them, not by hashes. Which page is handed out next is not foretold: pages that are handed out
-lose what they were cached with, whichever they are.
+A page is known by its tokens, not by a hash. Which free page comes next is not predicted: a page that is handed out loses its
+entry, whichever it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Content = tuple[int, int]
 
 @dataclass
 class Entry:
-    """What a page is cached with, and by which stay of a request."""
+    """The content of a cached page, and the stay of the request that cached it."""
 
     content: Content
     stay: int
@@ -129,7 +129,7 @@ class Books:
         return 0
 
     def _hits(self, kind: Group, histories: Sequence[int], length: int, shard: range | None) -> bool:
-        """Tell whether all that the token at `length` attends to is cached; a window is at least a page, but for eagle."""
+        """Tell whether all that the token at `length` attends to is cached. Without eagle a window counts at least one page."""
         first = find_first_read(kind, length) // kind.page_size
         if kind.kind == "sliding" and not self.setting.use_eagle:
             first = min(first, length // kind.page_size - 1)
@@ -163,7 +163,7 @@ class Books:
             job.num_cached_pages.append(num_pages)
 
     def take(self, job: Job, new_ids: Sequence[Sequence[int]], shard: range | None) -> None:
-        """Give a request new pages, which nobody may hold."""
+        """Give a request new pages, which must be free."""
         for pages, page_ids in zip(job.pages, new_ids, strict=True):
             for page_id in page_ids:
                 require(0 < page_id < self.num_pages, "no page", job, page_id)
@@ -207,7 +207,7 @@ class Books:
 
     def _let_go(self, page_id: int) -> None:
         if page_id != NULL_PAGE:
-            require(self.holders[page_id] > 0, "a page is given back that nobody holds", page_id)
+            require(self.holders[page_id] > 0, "a page is given back that is not held", page_id)
             self.holders[page_id] -= 1
 
     def release(self, job: Job) -> None:

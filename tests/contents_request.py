@@ -49,7 +49,7 @@ class Job:
         return f"{self.request_id}({self.num_computed_tokens} of {self.num_tokens}, row {self.row})"
 
     def renew(self) -> None:
-        """Be somebody else's to those who share nothing."""
+        """Share nothing with what it was before, where it has images without names."""
         self._serial = next(_SERIALS)
         self._known: list[int] = []
 

@@ -257,8 +257,8 @@ BUGS = [
     Bug(
         "a request may claim what nobody computed",
         MANAGER,
-        "            self._check_computed(request, num_new_computed_tokens, new_computed_pages)\n",
-        "",
+        "        if num_tokens > num_allowed_tokens:\n",
+        "        if num_allowed_tokens < 0:\n",
     ),
     Bug(
         "a request that did not run leaves its entries",
@@ -285,6 +285,12 @@ BUGS = [
         "        forget_from(batch, &batch.groups[g], row, max(num_computed, batch.states[row].num_hits))",
         "    for g in range(batch.num_groups if not (BUG) else 0):\n"
         "        forget_from(batch, &batch.groups[g], row, max(num_computed, batch.states[row].num_hits))",
+    ),
+    Bug(
+        "a page that left the window before its step ran keeps its entry",
+        CORE,
+        "        if page_id == NULL_PAGE and (i + 1) * stride <= num_digests:",
+        "        if page_id == NULL_PAGE and (i + 1) * stride <= num_digests and not (BUG):",
     ),
     Bug(
         "a state may go back",
