@@ -8,7 +8,8 @@ A pool of `num_pages` pages is one array of 32-byte `Page` records, indexed by p
 * A page is in the free queue exactly when its ref count is 0; outside it both links are `NOT_FREE`.
 * A page has a prefix entry exactly when ``group`` is not `NO_GROUP`. The index maps (128-bit key, group) to the page that was
   cached first under it; later pages with the same content hang behind it in a ring of `Links`, in the order they were cached,
-  and have `TWIN` set in ``group``, as has the first.
+  and have `TWIN` set in ``group``, as has the first. In a pool of shards those of each shard are a ring of their own in the
+  same order, and the first of each shard are one, in any order: so a shard's first is found in O(shards).
 * The index is an open-addressing table with linear probing, filled to a half at most. Deletion shifts entries back
   (Knuth, The Art of Computer Programming, vol. 3, 6.4, algorithm R), so there are no tombstones and a miss stays short forever.
 
@@ -28,7 +29,7 @@ page is to be taken, entered or skipped or the row is too short, and 0 in a free
 
 A call checks everything first, then commits and cannot fail; a list that turns out wrong half-way is rolled back exactly.
 Each store, table and batch has a lock, taken in the order batch, store, tables: calls from several threads are serialised, and
-long ones let the other threads run.
+long ones let the other threads run. A thread that forks takes all locks first, so that nothing is half done in the child.
 """
 
 cimport cython
@@ -60,6 +61,7 @@ from pagepool.errors import (
     RowOverflowError,
     SnapshotError,
 )
+from pagepool.forking import hold_locks, release_locks, replace_lost_locks
 from pagepool.hashing import HashNames, PageHash, PageHashWithGroupId
 
 cdef extern from *:
@@ -112,6 +114,29 @@ cdef extern from *:
 
 cdef extern from *:
     """
+    /* The same locks where nothing is known but their address. Who waits lets other Python threads run. */
+    #if PY_VERSION_HEX > 0x030d0000
+    #define pagepool_lock(mutex) PyMutex_Lock((PyMutex *)(mutex))
+    #define pagepool_unlock(mutex) PyMutex_Unlock((PyMutex *)(mutex))
+    #else
+    #include "pythread.h"
+    static void pagepool_lock(void *mutex) {
+        PyThread_type_lock lock = *(PyThread_type_lock *)mutex;
+        if (PyThread_acquire_lock(lock, NOWAIT_LOCK)) return;
+        Py_BEGIN_ALLOW_THREADS
+        PyThread_acquire_lock(lock, WAIT_LOCK);
+        Py_END_ALLOW_THREADS
+    }
+    #define pagepool_unlock(mutex) PyThread_release_lock(*(PyThread_type_lock *)(mutex))
+    #endif
+    static __thread int pagepool_is_forking;
+    """
+    void lock_at "pagepool_lock" (void *mutex)
+    void unlock_at "pagepool_unlock" (void *mutex)
+    bint is_forking "pagepool_is_forking"       # this thread, which holds all locks
+
+cdef extern from *:
+    """
     /* 0 only in the build that `python -m bench.guards` compares with: what the guards of the hot loops cost. */
     #ifndef PAGEPOOL_GUARDS
     #define PAGEPOOL_GUARDS 1
@@ -128,6 +153,7 @@ cdef enum:
     NOT_FREE = -1             # links of a page outside the free queue
     NO_GROUP = -1             # group of a page without a prefix entry
     NOT_NEW = -1              # links of a page whose key is not new to those who are told
+    NOT_FIRST = -1            # links of a page that has a twin in its shard that was cached before
     TWIN = 1 << 30            # flag in Page.group: other pages have the same content
     WATCHED = 1 << 29         # flag in Page.group: a refused request hits the page
     FLAGS = TWIN | WATCHED
@@ -141,7 +167,20 @@ cdef enum:
     NUM_BUCKETS = 24          # of times: below 1 ms, below 2, 4, ..., 2**22 ms, and longer
     SAMPLE_SHIFT = 7          # in large pools every 128th page is sampled
     LOOK_AHEAD = 8            # hashes by which a look-up has memory fetched before it reads it
+    NUM_LOCK_KINDS = 4        # in LockKind
     NUM_SAMPLED = 16          # tokens, and up to twice as many, by which a refused request is known again
+
+cdef enum LockKind:           # in the order in which they are taken
+    BATCH_LOCK
+    CHAIN_LOCK
+    STORE_LOCK
+    TABLE_LOCK
+
+cdef struct LockNode:         # of an object with a lock
+    LockNode *prev            # others of the kind, in a ring; NULL outside
+    LockNode *next
+    void *mutex
+    bint is_held              # by the thread that forks
 
 cdef struct Page:             # 32 bytes, two to a cache line
     uint64_t key_lo           # digest of the content; meaningful while group is not NO_GROUP
@@ -247,6 +286,8 @@ cdef struct Pool:
     Links *twins              # rings of pages with the same content, valid while TWIN is set
     Links *shard_links        # free queue of each shard, closed by the record num_pages + shard; NULL: no shards yet
     int32_t *shard_num_free   # [2 * num_shards]; `PageStore.check` works in the second half
+    Links *shard_twins        # rings of those of `twins` that are in one shard; NULL without shards, and without caching
+    Links *shard_firsts       # behind them: rings of the first of each shard; NOT_FIRST for the others
     int32_t *page_tokens      # [num_pages, tokens_width] tokens of cached pages, their number first; NULL: not kept
     Py_ssize_t tokens_width
     uint64_t multiplier       # odd and secret: which slots collide cannot be foreseen
@@ -669,15 +710,35 @@ cdef inline int32_t find(Pool *pool, Digest key, int32_t group) noexcept nogil:
 
 
 cdef inline int32_t find_within(Pool *pool, Digest key, int32_t group, Range ids) noexcept nogil:
-    """The page cached first under the key among those with an id in `ids`, or NULL_PAGE. O(pages of equal content)."""
+    """The page cached first under the key among those with an id in `ids`, or NULL_PAGE."""
     cdef int32_t first = find(pool, key, group)
-    cdef int32_t page_id = first
-    if first == NULL_PAGE:
-        return NULL_PAGE
-    while not ids.start <= page_id < ids.stop:
-        if not pool.pages[page_id].group & TWIN:
+    if first == NULL_PAGE or ids.start <= first < ids.stop:
+        return first
+    return find_twin(pool, first, ids) if pool.pages[first].group & TWIN else <int32_t>NULL_PAGE
+
+
+cdef int32_t find_twin(Pool *pool, int32_t first, Range ids) noexcept nogil:
+    """The page cached first in `ids` among the twins of `first`, or NULL_PAGE. O(shards) where the ids are those of a shard;
+    else O(pages of equal content).
+    """
+    cdef Links *ring = pool.twins
+    cdef int32_t page_id
+    if pool.num_shards and shard_of(pool, ids.start) == shard_of(pool, ids.stop - 1):
+        ring = pool.shard_twins
+        first = find_shard_first(pool, first, shard_of(pool, ids.start))
+    page_id = first
+    while page_id != NULL_PAGE and not ids.start <= page_id < ids.stop:
+        page_id = ring[page_id].next
+        if page_id == first:
             return NULL_PAGE
-        page_id = pool.twins[page_id].next
+    return page_id
+
+
+cdef int32_t find_shard_first(Pool *pool, int32_t first, int32_t shard) noexcept nogil:
+    """The page cached first in a shard among the twins of `first`, which was cached first of all; or NULL_PAGE. O(shards)."""
+    cdef int32_t page_id = first
+    while shard_of(pool, page_id) != shard:
+        page_id = pool.shard_firsts[page_id].next
         if page_id == first:
             return NULL_PAGE
     return page_id
@@ -762,13 +823,57 @@ cdef void note_clear(Journal *journal) noexcept nogil:
 
 
 cdef void join_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
-    """Put `page_id` at the end of the ring that begins with `first`."""
+    """Put `page_id` at the end of the ring that begins with `first`. O(1), in a pool of shards O(shards)."""
     if not pool.pages[first].group & TWIN:
-        pool.twins[first].prev = first
-        pool.twins[first].next = first
+        pool.twins[first] = Links(first, first)
         pool.pages[first].group |= TWIN
+        if pool.num_shards:
+            begin_shard_twins(pool, first)
     link_after(pool.twins, pool.twins[first].prev, page_id)
     pool.pages[page_id].group |= TWIN
+    if pool.num_shards:
+        join_shard_twins(pool, first, page_id)
+
+
+cdef inline void begin_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
+    """Let a page be the only one of its shard, and of those that are the first of theirs."""
+    pool.shard_twins[page_id] = Links(page_id, page_id)
+    pool.shard_firsts[page_id] = Links(page_id, page_id)
+
+
+cdef void join_shard_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
+    """Put a page that was cached after the twins of `first` behind those of its shard."""
+    cdef int32_t shard_first = find_shard_first(pool, first, shard_of(pool, page_id))
+    if shard_first == NULL_PAGE:
+        begin_shard_twins(pool, page_id)
+        link_after(pool.shard_firsts, first, page_id)
+    else:
+        pool.shard_firsts[page_id] = Links(NOT_FIRST, NOT_FIRST)
+        link_after(pool.shard_twins, pool.shard_twins[shard_first].prev, page_id)
+
+
+cdef void leave_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
+    """If the page was the first of its shard, the next one there takes its place."""
+    cdef int32_t following = pool.shard_twins[page_id].next
+    unlink(pool.shard_twins, page_id)
+    if pool.shard_firsts[page_id].next != NOT_FIRST:
+        if following != page_id:
+            link_after(pool.shard_firsts, page_id, following)
+        unlink(pool.shard_firsts, page_id)
+
+
+cdef void link_shard_twins(Pool *pool) noexcept nogil:
+    """Build the rings of the shards from those of all twins. O(pool + twins x shards)."""
+    cdef Py_ssize_t i
+    cdef int32_t first, page_id
+    for i in range(<Py_ssize_t>pool.mask + 1 if pool.slots != NULL else 0):
+        first = pool.slots[i].page_id
+        if first != NULL_PAGE and pool.pages[first].group & TWIN:
+            begin_shard_twins(pool, first)
+            page_id = pool.twins[first].next
+            while page_id != first:
+                join_shard_twins(pool, first, page_id)
+                page_id = pool.twins[page_id].next
 
 
 cdef int32_t add_context(Journal *journal) noexcept:
@@ -989,6 +1094,8 @@ cdef void leave_twins(Pool *pool, int32_t page_id, uint32_t slot) noexcept nogil
     """`slot` names `page_id` if it was the first of its ring; then the next one takes its place."""
     cdef int32_t following = pool.twins[page_id].next
     unlink(pool.twins, page_id)
+    if pool.num_shards:
+        leave_shard_twins(pool, page_id)
     if pool.twins[following].next == following:
         pool.pages[following].group &= ~TWIN
     if pool.slots[slot].page_id == page_id:
@@ -1221,14 +1328,14 @@ cdef void undo_give_back(
         pool.pages[page_id].ref_cnt += 1
 
 
-cdef Py_ssize_t find_untouchable(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Index of a page that `touch_all` could not touch, or -1."""
+cdef Py_ssize_t find_untouchable(Pool *pool, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_all) noexcept nogil:
+    """Index of a page that `touch_all` could not touch, or -1. The call touches `num_all` in all."""
     cdef Py_ssize_t i
     for i in range(n if GUARDS else 0):
         if ids[i] != NULL_PAGE:
             if pool.pages[ids[i]].ref_cnt == 0 and not is_free(pool, ids[i]):
                 return i
-            if pool.pages[ids[i]].ref_cnt > INT32_MAX - n:  # each id may be the same page
+            if pool.pages[ids[i]].ref_cnt >= INT32_MAX - num_all:  # each id may be the same page
                 return i
     return -1
 
@@ -2256,10 +2363,10 @@ cdef void undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_ssize_t 
 # Rows that come, go and change places.
 
 cdef Py_ssize_t count_free_hits(
-    const Batch *batch, Py_ssize_t row, Py_ssize_t g, const int32_t *ids, Py_ssize_t n, bint is_known
+    const Batch *batch, Py_ssize_t row, Py_ssize_t g, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_all, bint is_known
 ) noexcept nogil:
-    """How many pages, null pages aside, are in the free queue; -1 if one cannot be touched, or is not cached any more with what
-    the row's leading pages hold, unless that `is_known`.
+    """How many pages, null pages aside, are in the free queue; -1 if one cannot be touched, as one of `num_all` hits, or is not
+    cached any more with what the row's leading pages hold, unless that `is_known`.
     """
     cdef const Group *group = &batch.groups[g]
     cdef const Digest *digests = digests_of(batch, row)
@@ -2274,7 +2381,7 @@ cdef Py_ssize_t count_free_hits(
         page = &batch.pool.pages[ids[i]]
         num_free += page.prev_free != NOT_FREE
         if GUARDS:  # without branches, for there is nearly always nothing wrong
-            is_lost |= (page.ref_cnt == 0) & (page.prev_free == NOT_FREE) | (page.ref_cnt > INT32_MAX - n)
+            is_lost |= (page.ref_cnt == 0) & (page.prev_free == NOT_FREE) | (page.ref_cnt >= INT32_MAX - num_all)
         if GUARDS and not is_known:
             digest = &digests[(i + 1) * group.stride - 1]
             differences |= (page.key_lo ^ digest.lo) | (page.key_hi ^ digest.hi)
@@ -2365,11 +2472,126 @@ cdef object ndarray = np.ndarray
 cdef object INT32 = np.dtype(np.int32)
 
 
-cdef int require_lock(const void *mutex) except -1:
-    """MemoryError where a fresh object's mutex could not be made: it would be no mutex, but a crash."""
+# Locks across a fork. A child has only the thread that forked: what another one held would be locked for ever there, over
+# records that it was changing. So a thread that forks takes all locks first, in their order, and releases them in parent and
+# child. A thread that holds one of them runs no Python code and needs nothing but other such locks, so it always gets done.
+
+cdef LockNode[NUM_LOCK_KINDS] lock_rings
+cdef cython.pymutex ring_lock     # taken before all others
+cdef int num_forks = 0            # that hold it, or wait for it
+
+
+cdef int start_lock_rings() except -1:
+    cdef int kind
+    if not has_lock(&ring_lock):
+        raise MemoryError("a lock")
+    for kind in range(NUM_LOCK_KINDS):
+        lock_rings[kind] = LockNode(&lock_rings[kind], &lock_rings[kind], NULL, False)
+    return 0
+
+
+start_lock_rings()
+
+
+cdef inline bint lock_the_rings() noexcept:
+    """Before a change, which nothing else interrupts while there is a GIL. Returns whether the lock was needed: not by a thread
+    that holds all locks to fork, whose hooks may make objects, and collect garbage.
+    """
+    if is_forking or not (GIL_DISABLED or num_forks):
+        return False
+    ring_lock.acquire()
+    return True
+
+
+cdef int enlist_lock(LockNode *node, void *mutex, LockKind kind) except -1:
+    """Let forks take the lock of a fresh object. MemoryError where it could not be made: it would be no lock, but a crash."""
+    cdef LockNode *ring = &lock_rings[<int>kind]
+    cdef LockNode *last
+    cdef bint is_locked
     if not has_lock(mutex):
         raise MemoryError("a lock")
+    is_locked = lock_the_rings()
+    last = ring.prev
+    while kind == TABLE_LOCK and last != ring and last > node:  # as in `in_lock_order`
+        last = last.prev
+    node[0] = LockNode(last, last.next, mutex, False)
+    last.next.prev = node
+    last.next = node
+    if is_locked:
+        ring_lock.release()
     return 0
+
+
+cdef void delist_lock(LockNode *node) noexcept:
+    """Of an object that goes."""
+    cdef bint is_locked
+    if node.next == NULL:
+        return
+    is_locked = lock_the_rings()
+    node.prev.next = node.next
+    node.next.prev = node.prev
+    if is_locked:
+        ring_lock.release()
+
+
+cdef void hold_core_locks() noexcept:
+    """Wait until no other thread is inside any object, and keep them out."""
+    global is_forking, num_forks
+    cdef LockNode *node
+    cdef int kind
+    if is_forking:  # a hook forks
+        return
+    num_forks += 1
+    ring_lock.acquire()
+    for kind in range(NUM_LOCK_KINDS):
+        node = lock_rings[kind].next
+        while node != &lock_rings[kind]:
+            lock_at(node.mutex)
+            node.is_held = True
+            node = node.next
+    is_forking = True
+
+
+cdef void release_core_locks() noexcept:
+    global is_forking, num_forks
+    cdef LockNode *node
+    cdef int kind
+    if not is_forking:
+        return
+    for kind in range(NUM_LOCK_KINDS):
+        node = lock_rings[kind].next
+        while node != &lock_rings[kind]:
+            if node.is_held:
+                node.is_held = False
+                unlock_at(node.mutex)
+            node = node.next
+    is_forking = False
+    num_forks -= 1
+    ring_lock.release()
+
+
+def _before_fork() -> None:
+    """Take the locks of Python objects, under which calls into the core are made, and then those of the core."""
+    try:
+        hold_locks()
+    finally:
+        hold_core_locks()
+
+
+def _after_fork_in_parent() -> None:
+    release_core_locks()
+    release_locks()
+
+
+def _after_fork_in_child() -> None:
+    global num_forks
+    release_core_locks()
+    num_forks = 0  # other threads that were about to fork are gone
+    release_locks()
+    replace_lost_locks()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 cdef object index_of(object value, str name):
@@ -2809,15 +3031,17 @@ cdef class HashChain:
     cdef readonly Py_ssize_t page_size
     cdef PageIds token_ids    # None: not kept
     cdef cython.pymutex lock
+    cdef LockNode lock_node
 
     def __cinit__(self, page_size, bytes key not None, bint keep_token_ids=False):
-        require_lock(&self.lock)
+        enlist_lock(&self.lock_node, &self.lock, CHAIN_LOCK)
         self.page_size = size_of(page_size, "page_size", 1)
         self.key = digest_of_bytes(key)
         self.extra_key = extra_key_of(key)
         self.token_ids = PageIds() if keep_token_ids else None
 
     def __dealloc__(self):
+        delist_lock(&self.lock_node)
         free(self.digests)
 
     def __reduce__(self):
@@ -3069,7 +3293,7 @@ cdef class PageStore:
     """The records of one pool, its free queue and its prefix index. `pagepool.PagePool` is the door for users.
 
     Takes and returns page ids. O(num_pages) to make; memory a page: 32 bytes of record, 8 of twin links and 16 to 32 of index
-    slots (none of the last two without caching); 8 more once a data-parallel hint was given.
+    slots (none of the last two without caching); 24 more once a data-parallel hint was given, 8 without caching.
     """
 
     cdef Pool pool
@@ -3079,10 +3303,11 @@ cdef class PageStore:
     cdef readonly object names          # HashNames
     cdef Py_ssize_t capacity            # records there is room for
     cdef cython.pymutex lock
+    cdef LockNode lock_node
 
     def __cinit__(self, num_pages, bint enable_caching=True, bint is_pool=True):
         cdef int32_t page_id, num_records
-        require_lock(&self.lock)
+        enlist_lock(&self.lock_node, &self.lock, STORE_LOCK)
         self.is_pool = is_pool
         self.enable_caching = enable_caching
         self.views = {}
@@ -3099,11 +3324,13 @@ cdef class PageStore:
             push(&self.pool, page_id)
 
     def __dealloc__(self):
+        delist_lock(&self.lock_node)
         free(self.pool.pages)
         free(self.pool.slots)
         free(self.pool.twins)
         free(self.pool.shard_links)
         free(self.pool.shard_num_free)
+        free(self.pool.shard_twins)
         free(self.pool.page_tokens)
         free(self.pool.journal.notes)
         free(self.pool.journal.removed)
@@ -3232,6 +3459,11 @@ cdef class PageStore:
     def num_cached_pages(self) -> int:
         """Pages with a prefix entry."""
         return self.read(&self.pool.num_entries)
+
+    @property
+    def num_kept_token_ids(self) -> int:
+        """Tokens that are kept of a page, at most; 0: none are."""
+        return max(0, self.pool.tokens_width - 1)
 
     @property
     def residency(self) -> tuple:
@@ -3456,10 +3688,13 @@ cdef class PageStore:
         return 0
 
     def set_shards(self, num_shards) -> None:
-        """Keep a free queue for each of `num_shards` equal id ranges from now on. O(free pages) when the number changes."""
+        """Keep a free queue, and know what was cached first, for each of `num_shards` equal id ranges from now on.
+        O(num_pages + pages of equal content x shards) when the number changes.
+        """
         cdef int32_t n = <int32_t>size_of(num_shards, "data_parallel_size", 1, self.pool.num_pages)
         cdef bint is_divided
         cdef Links *links
+        cdef Links *twins = NULL
         cdef int32_t *counts
         with self.lock:
             is_divided = n == self.pool.num_shards
@@ -3470,18 +3705,25 @@ cdef class PageStore:
             raise ArgumentError(f"data_parallel_size: got {n}, allowed: a divisor of the {self.pool.num_pages} pages")
         links = <Links *>malloc((self.pool.num_pages + n) * sizeof(Links))
         counts = <int32_t *>calloc(2 * n, sizeof(int32_t))
-        if links == NULL or counts == NULL:
+        if self.enable_caching:
+            twins = <Links *>malloc(2 * <size_t>self.pool.num_pages * sizeof(Links))
+        if links == NULL or counts == NULL or (self.enable_caching and twins == NULL):
             free(links)
             free(counts)
+            free(twins)
             raise MemoryError(f"links of {self.pool.num_pages} pages in {n} shards")
         with self.lock:
             free(self.pool.shard_links)
             free(self.pool.shard_num_free)
+            free(self.pool.shard_twins)
             self.pool.shard_links = links
             self.pool.shard_num_free = counts
+            self.pool.shard_twins = twins
+            self.pool.shard_firsts = twins + self.pool.num_pages if twins != NULL else <Links *>NULL
             self.pool.num_shards = n
             self.pool.pages_per_shard = self.pool.num_pages // n
             link_shards(&self.pool)
+            link_shard_twins(&self.pool)
 
     def give_back(self, page_ids, bint tail_first=False) -> None:
         """One reference less for each page; those at 0 go to the back of the queue, in order. Null pages are passed over."""
@@ -3524,7 +3766,7 @@ cdef class PageStore:
         cdef PageIds ids = self.checked(page_ids)
         cdef Py_ssize_t bad
         with self.lock:
-            bad = find_untouchable(&self.pool, ids.ids, ids.num)
+            bad = find_untouchable(&self.pool, ids.ids, ids.num, ids.num)
             if bad < 0:
                 touch_all(&self.pool, ids.ids, ids.num)
         if bad >= 0:
@@ -4345,6 +4587,8 @@ cdef class PageStore:
             push(&self.pool, page_id)
         for page_id in range(self.pool.num_pages):
             count = ref_counts.ids[page_id]
+            if count == INT32_MAX:
+                raise SnapshotError(f"ref_counts: page {page_id} has {count} references, allowed: fewer than {INT32_MAX}")
             if count < 0 or (page_id and (count == 0) != is_free(&self.pool, page_id)) or (page_id == NULL_PAGE and count):
                 where = "in the free queue" if page_id and is_free(&self.pool, page_id) else "not in the free queue"
                 raise SnapshotError(f"ref_counts: page {page_id} has {count} references and is {where}")
@@ -4402,6 +4646,7 @@ cdef class PageStore:
             or self.find_flaw_in_shards()
             or self.find_flaw_in_slots()
             or self.find_flaw_in_entries()
+            or self.find_flaw_in_shard_twins()
             or self.find_flaw_in_journal()
         )
 
@@ -4446,8 +4691,8 @@ cdef class PageStore:
                     return f"{self.describe(i)}: allowed links: 0 to {last}"
                 if page.ref_cnt:
                     return f"{self.describe(i)} is in the free queue with ref count {page.ref_cnt}, allowed: 0"
-            elif page.ref_cnt < 0 or (self.is_pool and page.ref_cnt == 0):
-                return f"{self.describe(i)} is not in the free queue, allowed ref counts: 1 to {INT32_MAX}"
+            elif not 0 <= page.ref_cnt < INT32_MAX or (self.is_pool and page.ref_cnt == 0):
+                return f"{self.describe(i)} is not in the free queue, allowed ref counts: 1 to {INT32_MAX - 1}"
             if page.group < NO_GROUP or (page.group != NO_GROUP and page.group & ~FLAGS > MAX_GROUP):
                 return f"{self.describe(i)}: allowed groups: 0 to {MAX_GROUP}"
         if self.pool.num_held_free:
@@ -4546,6 +4791,73 @@ cdef class PageStore:
         if num_cached != list_cached(&self.pool, NULL):
             return self.find_lost_twin()
         return None
+
+    cdef str find_flaw_in_shard_twins(self):
+        """The rings of all twins are right. Those of each shard have them in the same order."""
+        cdef int32_t *last_seen = self.pool.shard_num_free + self.pool.num_shards
+        cdef Py_ssize_t i
+        cdef int32_t first, flawed = NULL_PAGE
+        cdef Links links, firsts
+        for i in range(self.pool.num_shards):
+            last_seen[i] = NULL_PAGE
+        for i in range(<Py_ssize_t>self.pool.mask + 1 if self.pool.num_shards and self.pool.slots != NULL else 0):
+            first = self.pool.slots[i].page_id
+            if flawed == NULL_PAGE and first != NULL_PAGE and self.pool.pages[first].group & TWIN:
+                flawed = self.find_strange_twin(first, last_seen)
+                flawed = self.find_strange_first(first, last_seen) if flawed == NULL_PAGE else flawed
+        if flawed == NULL_PAGE:
+            return None
+        links, firsts = self.pool.shard_twins[flawed], self.pool.shard_firsts[flawed]
+        return (
+            f"{self.describe(flawed)}: pages of equal content in its shard are said to be {links.prev} and {links.next}, "
+            f"and the first ones in others {firsts.prev} and {firsts.next}"
+        )
+
+    cdef int32_t find_strange_twin(self, int32_t first, int32_t *last_seen) noexcept:
+        """The first twin that does not follow the one before it in its shard, or NULL_PAGE. Leaves the last of each shard."""
+        cdef Links *twins = self.pool.shard_twins
+        cdef Links *firsts = self.pool.shard_firsts
+        cdef int32_t previous, page_id = first
+        while True:
+            previous = last_seen[shard_of(&self.pool, page_id)]
+            if (firsts[page_id].next == NOT_FIRST) != (previous != NULL_PAGE):
+                return page_id
+            if previous != NULL_PAGE and (
+                firsts[page_id].prev != NOT_FIRST or twins[previous].next != page_id or twins[page_id].prev != previous
+            ):
+                return page_id
+            last_seen[shard_of(&self.pool, page_id)] = page_id
+            page_id = self.pool.twins[page_id].next
+            if page_id == first:
+                return NULL_PAGE
+
+    cdef int32_t find_strange_first(self, int32_t first, int32_t *last_seen) noexcept:
+        """The first page of a shard that is not linked with the last one there, nor with the next shard's; or NULL_PAGE.
+        Forgets the last of each shard, as far as the ring leads to it.
+        """
+        cdef Links *twins = self.pool.shard_twins
+        cdef Links *firsts = self.pool.shard_firsts
+        cdef int32_t last, following, page_id = first
+        while True:
+            last = last_seen[shard_of(&self.pool, page_id)]
+            following = firsts[page_id].next
+            if last == NULL_PAGE or twins[last].next != page_id or twins[page_id].prev != last:
+                return page_id
+            if not 0 < following < self.pool.num_pages or firsts[following].prev != page_id:
+                return page_id
+            last_seen[shard_of(&self.pool, page_id)] = NULL_PAGE
+            page_id = following
+            if page_id == first:
+                return self.find_unled_twin(first, last_seen)
+
+    cdef int32_t find_unled_twin(self, int32_t first, int32_t *last_seen) noexcept:
+        """A twin in a shard to whose first one no ring leads, or NULL_PAGE."""
+        cdef int32_t page_id = self.pool.twins[first].next
+        while page_id != first:
+            if last_seen[shard_of(&self.pool, page_id)] != NULL_PAGE:
+                return page_id
+            page_id = self.pool.twins[page_id].next
+        return NULL_PAGE
 
     cdef str find_flaw_in_journal(self):
         """The keys that are new, those that went, and how many pages have each context at least."""
@@ -4756,11 +5068,13 @@ cdef class _Needs:
 
     cdef Outcome find_obstacle(self, Py_ssize_t num_pages, Py_ssize_t num_reserved) noexcept:
         """What is in the way of taking `num_pages` from the free queue, hits among them; DONE: nothing."""
-        cdef Py_ssize_t g, num_more
+        cdef Py_ssize_t g, num_more, num_hits = 0
+        for g in range(len(self.hits)):
+            num_hits += (<PageIds>self.hits[g]).num
         for g in range(len(self.hits)):
             if self.is_stale(g):
                 return STALE
-            if self.is_untouchable(g):
+            if self.is_untouchable(g, num_hits):
                 return UNTOUCHABLE
         if num_pages and num_pages + num_reserved > self.store.pool.num_free:
             return SHORT
@@ -4791,9 +5105,9 @@ cdef class _Needs:
                     return True
         return False
 
-    cdef bint is_untouchable(self, Py_ssize_t g) noexcept:
+    cdef bint is_untouchable(self, Py_ssize_t g, Py_ssize_t num_hits) noexcept:
         cdef PageIds ids = self.hits[g]
-        cdef Py_ssize_t bad = find_untouchable(&self.store.pool, ids.ids, ids.num)
+        cdef Py_ssize_t bad = find_untouchable(&self.store.pool, ids.ids, ids.num, num_hits)
         if bad >= 0:
             self.bad_page = ids.ids[bad]
         return bad >= 0
@@ -5100,9 +5414,13 @@ cdef class TableRows:
     cdef int32_t[::1] extent_view
     cdef uint8_t[::1] flags_view
     cdef cython.pymutex lock
+    cdef LockNode lock_node
 
     def __cinit__(self, *args, **kwargs):
-        require_lock(&self.lock)
+        enlist_lock(&self.lock_node, &self.lock, TABLE_LOCK)
+
+    def __dealloc__(self):
+        delist_lock(&self.lock_node)
 
     def __init__(self, num_rows, num_columns):
         """Both at least 1."""
@@ -5825,9 +6143,10 @@ cdef class RunningRows:
     cdef readonly object num_cached_tokens
     cdef readonly object is_admitted
     cdef cython.pymutex lock
+    cdef LockNode lock_node
 
     def __cinit__(self, *args, **kwargs):
-        require_lock(&self.lock)
+        enlist_lock(&self.lock_node, &self.lock, BATCH_LOCK)
 
     def __init__(
         self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards
@@ -5862,6 +6181,7 @@ cdef class RunningRows:
 
     def __dealloc__(self):
         cdef Py_ssize_t row
+        delist_lock(&self.lock_node)
         for row in range(self.batch.num_rows):
             free(self.batch.extra_keys[row])
         free(self.batch.extra_keys)
@@ -6279,12 +6599,14 @@ cdef class RunningRows:
     cdef int exchange(self, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1:
         cdef Batch *batch = &self.batch
         cdef bint is_right
+        cdef object _forgotten, _forgotten_too  # until the locks are free: what goes with them may wait for a fork
         self.enter_call()
         is_right = not is_move or (batch.states[source].is_admitted and not batch.states[target].is_claimed)
         is_right = is_right and batch.states[source].is_admitted == batch.states[source].is_claimed
         is_right = is_right and batch.states[target].is_admitted == batch.states[target].is_claimed
         if is_right and source != target:
             exchange_rows(batch, source, target)
+            _forgotten, _forgotten_too = self.refusals[source], self.refusals[target]
             self.refusals[source] = self.refusals[target] = None
             data = self.extra_key_bytes[source]
             self.extra_key_bytes[source] = self.extra_key_bytes[target]
@@ -6383,7 +6705,7 @@ cdef class RunningRows:
             is_claimed = self.batch.states[row].is_claimed
             self.batch.states[row].is_claimed = 1
         if is_claimed:
-            raise ArgumentError(f"row {row} is admitted already")
+            raise ArgumentError(f"row {row} is admitted already, or being admitted")
         return 0
 
     cdef int set_contents(self, Py_ssize_t row, PageIds tokens, Py_ssize_t num_tokens, list extra_keys) except -1:
@@ -6523,13 +6845,15 @@ cdef class RunningRows:
 
     cdef Py_ssize_t count_free_hits(self, Py_ssize_t row, tuple hits, HashChain chain) noexcept:
         """How many hits, looked up with `chain`, are in the free queue; -1 if one of them cannot be taken."""
-        cdef Py_ssize_t g, num_free, num_all = 0
+        cdef Py_ssize_t g, num_free, num_hits = 0, num_all = 0
         cdef PageIds ids
         cdef bint is_known
         for g in range(len(hits)):
+            num_hits += (<PageIds>hits[g]).num
+        for g in range(len(hits)):
             ids = hits[g]
             is_known = isinstance(ids, _FoundIds) and (<_FoundIds>ids).is_known(chain, &self.batch.groups[g], self.batch.pool)
-            num_free = count_free_hits(&self.batch, row, g, ids.ids, ids.num, is_known)
+            num_free = count_free_hits(&self.batch, row, g, ids.ids, ids.num, num_hits, is_known)
             if num_free < 0:
                 return -1
             num_all += num_free

@@ -82,6 +82,17 @@ class SingleTypeCacheManager(ABC):
         """Groups with equal values have equal rules for hits and are looked up together."""
         return type(self), self.page_size
 
+    def describe(self) -> dict[str, int | str | None]:
+        """By name, what decides which of its pages a prefix hits."""
+        names = "page_size", "sliding_window", "attention_chunk_size"
+        sizes = {name: getattr(self.kv_cache_spec, name, None) for name in names}
+        return {
+            "kind": type(self).__name__.removesuffix("Manager"),
+            **{name: None if size is None else int(size) for name, size in sizes.items()},
+            "index_group_id": self.index_group_id,
+            "num_hashes_per_page": self.num_hashes_per_page,
+        }
+
     def get_num_pages(self, num_tokens: int) -> int:
         """Places that `num_tokens` tokens take, those of skipped pages included."""
         return self.rules.count_pages(num_tokens)

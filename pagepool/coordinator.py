@@ -8,6 +8,7 @@ from pagepool._core import HashChain, HeldPages, PageIds
 from pagepool.attention import PrefixQuery, SingleTypeCacheManager, get_manager_for_kv_cache_spec
 from pagepool.errors import ArgumentError
 from pagepool.page_pool import PagePool
+from pagepool.snapshot import Configuration
 from pagepool.specs import CacheGroupSpec
 
 __all__ = [
@@ -91,6 +92,13 @@ class CacheCoordinator(ABC):
             manager.num_hashes_per_page = manager.page_size // self.hash_page_size
         self._strides = PageIds([manager.num_hashes_per_page for manager in self.single_type_managers])
         self._group_ids = PageIds([manager.kv_cache_group_id for manager in self.single_type_managers])
+
+    def describe(self) -> Configuration:
+        """By name, what decides which pages a prefix hits, but for the hashes."""
+        configuration: Configuration = {"num_kv_cache_groups": len(self.single_type_managers)}
+        for i, manager in enumerate(self.single_type_managers):
+            configuration |= {f"kv_cache_groups[{i}].{name}": value for name, value in manager.describe().items()}
+        return {**configuration, "hash_page_size": self.hash_page_size}
 
     # What requests hold.
 

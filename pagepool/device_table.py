@@ -10,7 +10,7 @@ jax is imported when a device copy is first asked for.
 
 from __future__ import annotations
 
-import threading
+import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from pagepool._core import TableRows, pack_dirty_windows
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
+from pagepool.forking import COMMITS, make_lock
 
 if TYPE_CHECKING:
     import jax
@@ -35,7 +36,7 @@ SMALLEST_PAYLOAD = 16
 FULL_UPLOAD_SHARE = 16
 """Above one part in so many of a table the whole of it is sent: it is cheaper then."""
 
-COMMIT_LOCK = threading.RLock()
+COMMIT_LOCK = make_lock(sys.modules[__name__], "COMMIT_LOCK", COMMITS)
 """Commits are made one after another, for two that donate one array would lose it."""
 
 Int32Array = npt.NDArray[np.int32]

@@ -1,19 +1,20 @@
 """The last batches of events, and the replay of them to one router. Needs the extra ``pagepool[events]``."""
 
+import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator
 
 import zmq
 
-__all__ = ["Batch", "History", "Replay"]
+__all__ = ["PATIENCE", "Batch", "History", "Replay"]
 
 END = (-1).to_bytes(8, "big", signed=True)
 PATIENCE = 10.0
-"""Seconds for which a router may leave its replay unread."""
+"""Seconds for which a router may leave its replay unread; then its connection is closed."""
 
-Batch = tuple[int, bytes]
+Payload = bytes | zmq.Frame
+Batch = tuple[int, Payload]
 """Sequence number and payload."""
 
 
@@ -23,10 +24,10 @@ class History:
     >>> history = History(2)
     >>> for payload in (b"all", b"more", b"and more"):
     ...     sequence = history.add(payload, payload == b"all")
-    >>> history.list_from(1), history.list_from(0)
-    ([(1, b'more'), (2, b'and more')], None)
-    >>> history.list_from_start()
-    [(0, b'all'), (1, b'more'), (2, b'and more')]
+    >>> history.find(1), history.find(0)
+    ((1, b'more'), None)
+    >>> history.find_start(), history.find_first()
+    ((0, b'all'), (1, b'more'))
     """
 
     def __init__(self, num_batches: int) -> None:
@@ -35,7 +36,7 @@ class History:
         self._start: Batch | None = None
         self.next_sequence = 0
 
-    def add(self, payload: bytes, is_start: bool) -> int:
+    def add(self, payload: Payload, is_start: bool) -> int:
         """Keep a batch; returns its sequence number. One that `is_start` needs none before it."""
         sequence = self.next_sequence
         self._batches.append((sequence, payload))
@@ -44,54 +45,60 @@ class History:
             self.set_start(payload)
         return sequence
 
-    def set_start(self, payload: bytes) -> None:
+    def set_start(self, payload: Payload) -> None:
         """Keep one that alone leads to where all so far lead."""
         self._start = (self.next_sequence - 1, payload)
 
-    def list_from(self, sequence: int) -> list[Batch] | None:
-        """The batches from `sequence` on; None where the first of them is kept no more, or never was."""
-        first = self.next_sequence - len(self._batches)
-        if not first <= sequence <= self.next_sequence:
-            return None
-        return list(islice(self._batches, sequence - first, None))
+    def find(self, sequence: int) -> Batch | None:
+        """A batch; None where it is kept no more, or never was."""
+        place = sequence - (self.next_sequence - len(self._batches))
+        return self._batches[place] if 0 <= place < len(self._batches) else None
 
-    def list_from_start(self) -> list[Batch] | None:
-        """A batch that needs none before it, and all after it; None where they are not kept any more."""
-        if self._start is None:
-            return None
-        batches = self.list_from(self._start[0] + 1)
-        return None if batches is None else [self._start, *batches]
+    def find_start(self) -> Batch | None:
+        """A batch that needs none before it; None where one of those after it is not kept any more."""
+        num_behind = math.inf if self._start is None else self.next_sequence - 1 - self._start[0]
+        return self._start if num_behind <= len(self._batches) else None
 
-    def list_all(self) -> list[Batch]:
-        """The batches that are kept."""
-        return list(self._batches)
+    def find_first(self) -> Batch | None:
+        """The first batch that is kept, if any is."""
+        return self._batches[0] if self._batches else None
 
 
 class Replay:
     """Batches on their way to one router, sent as it reads them."""
 
-    def __init__(self, client: bytes, topic: bytes, batches: Sequence[Batch]) -> None:
-        """`client` is how the socket knows the router."""
+    def __init__(self, client: bytes, descriptor: int, topic: bytes, batches: Iterator[Batch]) -> None:
+        """`client` is how the socket knows the router, `descriptor` its connection."""
+        self.client = client
+        self.descriptor = descriptor
+        self.is_given_up = False
         self._messages = _list_messages(client, topic, batches)
         self._message = next(self._messages, None)
         self._give_up_at = time.monotonic() + PATIENCE
 
-    def send(self, socket: "zmq.Socket[bytes]", num_messages: int) -> bool:
-        """Send `num_messages` at most, without waiting. Returns whether there are more, and a router that may yet read them."""
+    @property
+    def is_at_end(self) -> bool:
+        """Whether there is nothing more to send, or nobody to whom to send it."""
+        return self._message is None
+
+    def send(self, socket: "zmq.Socket[bytes]", max_messages: int) -> int:
+        """Send `max_messages` at most, without waiting. Returns how many."""
+        num_sent = 0
         try:
-            while num_messages and self._message is not None:
+            while num_sent < max_messages and self._message is not None:
                 socket.send_multipart(self._message, zmq.DONTWAIT)
                 self._message = next(self._messages, None)
                 self._give_up_at = time.monotonic() + PATIENCE
-                num_messages -= 1
+                num_sent += 1
         except zmq.Again:
-            return time.monotonic() < self._give_up_at
+            if time.monotonic() >= self._give_up_at:
+                self.is_given_up, self._message = True, None
         except zmq.ZMQError:  # the router is gone
-            return False
-        return self._message is not None
+            self._message = None
+        return num_sent
 
 
-def _list_messages(client: bytes, topic: bytes, batches: Sequence[Batch]) -> Iterator[list[bytes]]:
+def _list_messages(client: bytes, topic: bytes, batches: Iterator[Batch]) -> Iterator[list[Payload]]:
     for sequence, payload in batches:
         yield [client, b"", topic, sequence.to_bytes(8, "big"), payload]
     yield [client, b"", b"", END, b""]

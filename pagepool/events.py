@@ -17,7 +17,6 @@
 (True, [AllBlocksCleared()])
 """
 
-import threading
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
@@ -28,6 +27,7 @@ import numpy.typing as npt
 
 from pagepool._core import PageStore
 from pagepool.errors import ArgumentTypeError
+from pagepool.forking import EVENTS, make_lock
 from pagepool.hashing import LORA, RequestExtraKeys
 from pagepool.request_hashes import PageHasher
 from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
@@ -168,7 +168,7 @@ class EventSource:
         self._store = store
         self._num_digest_bytes = hasher.num_digest_bytes
         self._described = [_describe(group.kv_cache_spec, i) for i, group in enumerate(groups)]
-        self._lock = threading.RLock()
+        self._lock = make_lock(self, "_lock", EVENTS)
         self._must_start_over = False
         store.start_journal()
 

@@ -10,7 +10,6 @@ The manager's default algorithm, SipHash-2-4-128, runs in the compiled core; thi
 import hashlib
 import os
 import struct
-import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.forking import NAMES, make_lock
 from pagepool.specs import require_int
 
 HashFunction = Callable[[Any], int]
@@ -410,11 +410,11 @@ class HashNames:
     stand for several keys, when a weak hash function gives different prefixes the same value.
     """
 
-    __slots__ = ("_hash_of_key", "_keys_of_hash", "_lock")
+    __slots__ = ("__weakref__", "_hash_of_key", "_keys_of_hash", "_lock")
 
     def __init__(self) -> None:
         """No names yet."""
-        self._lock = threading.RLock()
+        self._lock = make_lock(self, "_lock", NAMES)
         self._hash_of_key: dict[int, PageHash] = {}
         self._keys_of_hash: dict[PageHash, list[int]] = {}
 

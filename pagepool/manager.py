@@ -1,13 +1,13 @@
 """The door for engines: prefix look-up, slots for tokens, and giving pages back, request by request."""
 
 import logging
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagepool._core import CachePage, PageIds, PageStore, QueryCounter, Refusal, lists_of
 from pagepool.coordinator import ANY_PAGE, CacheCoordinator, DueEntries, RequestPages, get_kv_cache_coordinator
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError
+from pagepool.forking import MANAGERS, make_lock
 from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
@@ -105,8 +105,9 @@ class CacheManager(KeyHolder):
     of the process), ``"sha256"`` (the same in every process), ``"sha256_cbor"`` (vLLM's: see docs/engines.md), or a callable
     such as the builtin `hash`; `hash_seed`, which must not be empty, or ``PYTHONHASHSEED``, makes a keyed one deterministic.
     `keep_token_ids` keeps the tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is a pool of its own to
-    go on with, such as `PagePool.restore` brings back; what it has cached hits if the seed, the algorithm and the groups are
-    those that it was cached with. A manager cannot be pickled or copied; `PagePool.snapshot` saves its pages.
+    go on with, such as `PagePool.restore` brings back. What it has cached hits; it is refused if the seed, the algorithm or the
+    groups are not those that its pages were cached with. Whether tokens are kept may differ. A manager cannot be pickled or
+    copied; `PagePool.snapshot` saves its pages.
 
     >>> from pagepool import CacheGroupSpec, EngineRequest, FullAttentionSpec
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -152,14 +153,26 @@ class CacheManager(KeyHolder):
         self._store = self.page_pool.store
         self.hasher = make_page_hasher(hash_algo, self.coordinator.hash_page_size, hash_seed)
         self.hasher.keep_token_ids = keep_token_ids
+        if self.enable_caching:
+            self._bind_pool(keep_token_ids)
         if keep_token_ids and self.enable_caching:
             self._store.keep_token_ids(self.coordinator.max_cached_page_size)
         self._hashes: dict[str, RequestHashes] = {}
-        self._lock = threading.RLock()  # a request's attributes, and a garbage collection, may call us back
+        self._lock = make_lock(self, "_lock", MANAGERS)  # a request's attributes, and a garbage collection, may call us back
         self._requests = self.coordinator.requests
         self.event_source: EventSource | None = None
         self.query_counters = QueryCounter(self._store), QueryCounter(self._store, is_preempted=True)
         self._no_ids = tuple(PageIds() for _ in kv_cache_groups)
+
+    def _bind_pool(self, keep_token_ids: bool) -> None:
+        """ArgumentError, and nothing changed, for a pool in which pages were cached otherwise, or that keeps too few tokens."""
+        num_kept, num_needed = self._store.num_kept_token_ids, self.coordinator.max_cached_page_size
+        if 0 < num_kept < num_needed and not keep_token_ids:
+            raise ArgumentError(
+                f"page_pool: got one that keeps {num_kept} token ids of a page, allowed for pages of {num_needed}: none, "
+                f"at least {num_needed}, or any with keep_token_ids=True"
+            )
+        self.page_pool.bind({**self.hasher.describe(), **self.coordinator.describe()})
 
     def __repr__(self) -> str:
         """Its sizes, and how much of the pool is in use."""

@@ -10,7 +10,16 @@ import numpy.typing as npt
 from pagepool._core import CachePage, HashChain, PageIds, PageStore
 from pagepool.errors import ArgumentError, PageIdError, SnapshotError
 from pagepool.hashing import PageHash, PageHashWithGroupId, RequestExtraKeys, hash_page_tokens
-from pagepool.snapshot import Snapshot, decode_names, encode_names, seal, unseal
+from pagepool.snapshot import (
+    Configuration,
+    Snapshot,
+    decode_configuration,
+    decode_names,
+    encode_configuration,
+    encode_names,
+    seal,
+    unseal,
+)
 from pagepool.specs import dp_shard_page_bounds, pages_per_dp_shard
 from pagepool.stats import PagePoolStats
 
@@ -145,7 +154,7 @@ class PagePool:
     """A fixed number of pages, handed out least recently used first, with their prefix entries.
 
     Page 0 is the null page, a placeholder that is never handed out, never freed and never counted. Ready in O(num_pages),
-    40 ms for a million; 56 to 72 bytes a page with caching, 32 without.
+    40 ms for a million; 56 to 72 bytes a page with caching, 32 without; 24 or 8 more once it is divided into shards.
 
     >>> pool = PagePool(8, enable_caching=True)
     >>> pages = pool.get_new_pages(3)
@@ -169,6 +178,7 @@ class PagePool:
         self.enable_caching = store.enable_caching
         self.pages = Pages(self.store)
         self.free_page_queue = FreeCachePageQueue.of_store(self.store)
+        self.configuration: Configuration | None = None
 
     # Made when they are asked for: a pool that nobody looked into has no cycle, and is gone as soon as it is dropped.
 
@@ -194,14 +204,15 @@ class PagePool:
     def snapshot(self) -> Snapshot:
         """All of the pool as a dict of NumPy arrays without Python objects, for `restore`; `numpy.savez` saves it.
 
-        Ref counts, the free queue in order, prefix entries with their hashes and kept tokens, shards and counters, under a
-        version and a checksum. A copy: 4 bytes a page, 4 more a free one, 24 more a cached one, plus 4 a kept token.
-        IntegrityError where the pool is damaged, ArgumentError for page hashes of anything but ints, strings, bytes, None and
-        tuples. O(num_pages), 0.3 s for a million cached ones.
+        Ref counts, the free queue in order, prefix entries with their hashes and kept tokens, shards and counters, and the
+        configuration of the manager that caches in it, under a version and a checksum. A copy: 4 bytes a page, 4 more a free
+        one, 24 more a cached one, plus 4 a kept token. IntegrityError where the pool is damaged, ArgumentError for page hashes
+        of anything but ints, strings, bytes, None and tuples. O(num_pages), 0.3 s for a million cached ones.
         """
         arrays = self.store.save()
         arrays["enable_caching"] = np.array([self.enable_caching])
         arrays["names"] = encode_names(self.store.names)
+        arrays["configuration"] = encode_configuration(self.configuration)
         return seal(arrays)
 
     @classmethod
@@ -209,8 +220,9 @@ class PagePool:
         """The pool that `snapshot` was taken of: a dict as that returned it, or what `numpy.load` returns.
 
         Held pages are held again, until their holders or `release_all_held` give them back. Prefix entries hit for a manager
-        with the same key: give it a `hash_seed` where the process is another. What the pages hold on the device is the
-        engine's to bring back.
+        with the same key: give it a `hash_seed` where the process is another. `CacheManager` refuses the pool, naming what
+        differs, if another algorithm, seed or page size, or other groups cached in it (see `bind`). What the pages hold on
+        the device is the engine's to bring back.
         SnapshotError, a ValueError, where the snapshot is damaged, of another version, or something else. O(num_pages).
 
         >>> pool = PagePool(8, enable_caching=True)
@@ -221,6 +233,7 @@ class PagePool:
         arrays = unseal(snapshot)
         del arrays["format"], arrays["version"]
         names, counters = arrays.pop("names"), arrays.pop("counters").tolist()
+        configuration = decode_configuration(arrays.pop("configuration"))
         if min(counters) < 0:
             raise SnapshotError(f"counters: got {counters}, allowed: at least 0")
         enable_caching, num_shards = bool(arrays.pop("enable_caching")[0]), int(arrays.pop("num_shards")[0])
@@ -230,9 +243,28 @@ class PagePool:
             raise SnapshotError(f"snapshot: {error}") from None
         pool = cls.__new__(cls)
         pool._start(store)
+        pool.configuration = configuration
         for key, page_hash in decode_names(names):
             pool.store.names.add(key, page_hash)
         return pool
+
+    def bind(self, configuration: Configuration) -> None:
+        """Note with what pages will be cached. `CacheManager` does; the pool is bound to it, and so are its snapshots, as long
+        as pages are cached.
+
+        ArgumentError, and nothing changed, if the pool's cached pages are bound to another one: it names the first difference.
+        A pool that no manager used, or one from a snapshot of version 1, is bound to nothing yet. O(configuration).
+        """
+        num_pages = self.store.num_cached_pages
+        bound = self.configuration if num_pages and self.configuration else configuration
+        for name in dict.fromkeys((*configuration, *bound)):
+            got, allowed = configuration.get(name), bound.get(name)
+            if got != allowed:
+                raise ArgumentError(
+                    f"page_pool: {name}: got {got!r}, allowed: {allowed!r}, with which its {num_pages} cached pages were "
+                    "cached, or a pool without cached pages"
+                )
+        self.configuration = dict(configuration)
 
     def release_all_held(self) -> int:
         """Give back every reference of a restored pool whose holders are gone; the pages go to the back of the free queue in
@@ -313,7 +345,8 @@ class PagePool:
         """One page for each group that has the content of `page_hash`, or None if any group lacks it.
 
         Of several pages with equal content the one cached first; with a hint, the first in that shard. Changes nothing.
-        O(groups), with a hint O(groups x pages of equal content).
+        O(groups), with a hint O(groups x shards) once pages were taken for that `data_parallel_size`, and before O(groups x
+        pages of equal content).
         """
         bounds = self.find_shard_bounds(dp_shard_hint, data_parallel_size)
         if self._is_own_key(page_hash):
@@ -513,7 +546,8 @@ class PagePool:
 
     def find_shard(self, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int] | None:
         """The shard that a hint means, modulo the size, and that size; None where the pool is not divided. The first time that
-        pages are taken for a size builds the shards' queues in O(free pages); they are kept from then on.
+        pages are taken for a size builds the shards' queues in O(num_pages + pages of equal content x shards); they are kept
+        from then on.
         """
         if dp_shard_hint is None or pages_per_dp_shard(self.num_pages, data_parallel_size) is None:
             return None

@@ -1,5 +1,6 @@
 """The hashes of one request's pages, and the algorithms that make them."""
 
+import hmac
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,6 +69,7 @@ class PageHasher(KeyHolder, ABC):
     """
 
     num_digest_bytes = 16
+    algorithm = ""
     extra_keys: type[RequestExtraKeys] = RequestExtraKeys
 
     def __init__(self, page_size: int, hash_seed: int | str | bytes | None) -> None:
@@ -80,6 +82,15 @@ class PageHasher(KeyHolder, ABC):
     def native_key(self) -> bytes | None:
         """The SipHash key where the core alone can make the hashes; None where it cannot."""
         return None
+
+    def describe(self) -> dict[str, str]:
+        """Its algorithm, and a keyed digest by which the same seed is known again, and nothing else."""
+        digest = hmac.digest(self._get_root(), b"pagepool configuration", "sha256")
+        return {"hash_algo": self.algorithm, "hash_seed": f"digest {digest[:16].hex()}"}
+
+    def _get_root(self) -> bytes:
+        """The secret, if it is one, that the hashes of equal contents depend on."""
+        return self._key
 
     def start(self, request: Request, known: RequestHashes | None = None) -> RequestHashes:
         """The hashes of a request, none of them made yet, with the extra keys of `known` if these are the same request's."""
@@ -131,6 +142,8 @@ class PageHasher(KeyHolder, ABC):
 class SipHasher(PageHasher):
     """SipHash-2-4-128 in the compiled core: the key of the index is the hash. 30 ns a page of 16 tokens."""
 
+    algorithm = "siphash128"
+
     @property
     def native_key(self) -> bytes | None:
         """The key of the chain."""
@@ -164,6 +177,7 @@ class Sha256Hasher(PythonHasher):
     """SHA-256 in one of its two forms. The key of the index is the lower half of the hash value, which is the digest."""
 
     num_digest_bytes = 32
+    algorithm = "sha256"
 
     def __init__(
         self,
@@ -176,6 +190,10 @@ class Sha256Hasher(PythonHasher):
         super().__init__(page_size, hash_seed)
         self._root = root
         self._hash_page_bytes = hash_page_bytes
+
+    def _get_root(self) -> bytes:
+        """What first pages begin with. The SipHash key is not used."""
+        return self._root
 
     def hash_page(self, hashes: RequestHashes, token_ids: list[int], extra_keys: ExtraKeys | None) -> None:
         """One digest."""
@@ -191,6 +209,7 @@ class VllmHasher(Sha256Hasher):
     """vLLM's ``sha256_cbor``: parent, tokens and extra keys in CBOR. docs/engines.md says what is byte for byte the same."""
 
     extra_keys = VllmExtraKeys
+    algorithm = "sha256_cbor"
 
     def __init__(self, page_size: int, hash_seed: int | str | bytes | None) -> None:
         """The root is the hash of the seed as a string."""
@@ -206,6 +225,8 @@ class CallableHasher(PythonHasher):
         """`hash_function` takes ``(parent hash, token ids, extra keys)``."""
         super().__init__(page_size, hash_seed)
         self._hash_function = hash_function
+        name = getattr(hash_function, "__qualname__", type(hash_function).__qualname__)
+        self.algorithm = f"callable {getattr(hash_function, '__module__', None)}.{name}"
 
     def hash_page(self, hashes: RequestHashes, token_ids: list[int], extra_keys: ExtraKeys | None) -> None:
         """One call of the callable and one native digest."""

@@ -1,4 +1,4 @@
-"""A saved pool: its arrays' names and types, the text of its hash names, and the checksum over all of it.
+"""A saved pool: its arrays' names and types, the text of its hash names and configuration, and the checksum over all of it.
 
 A snapshot is a dict of NumPy arrays without Python objects, as `numpy.savez` writes and `numpy.load` reads them.
 """
@@ -14,12 +14,26 @@ import numpy.typing as npt
 from pagepool.errors import ArgumentError, ArgumentTypeError, SnapshotError
 from pagepool.hashing import HashNames, PageHash
 
-__all__ = ["Snapshot", "decode_names", "encode_names", "seal", "unseal"]
+__all__ = [
+    "Configuration",
+    "Snapshot",
+    "decode_configuration",
+    "decode_names",
+    "encode_configuration",
+    "encode_names",
+    "seal",
+    "unseal",
+]
 
 Snapshot = dict[str, npt.NDArray[Any]]
 
+Configuration = dict[str, int | str | None]
+"""What decides whether a page that one manager cached means the same to another, by name."""
+
 FORMAT = b"pagepool.PagePool"
-VERSION = 1
+VERSION = 2
+VERSIONS = (1, VERSION)
+"""Those that can be read. The first has no configuration."""
 
 
 class Field(NamedTuple):
@@ -42,6 +56,7 @@ FIELDS = {
     "names": Field(np.uint8, (None,)),
     "counters": Field(np.int64, (6,)),
     "num_shards": Field(np.int64, (1,)),
+    "configuration": Field(np.uint8, (None,)),
     "checksum": Field(np.uint8, (32,)),
 }
 
@@ -65,12 +80,12 @@ def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
     if found_format != FORMAT:
         raise SnapshotError(f"snapshot: format is {found_format!r}, allowed: {FORMAT!r}")
     version = int(_read(snapshot, "version")[0])
-    if version != VERSION:
-        raise SnapshotError(f"snapshot: version is {version}, allowed: {VERSION}")
-    arrays = {name: _read(snapshot, name) for name in FIELDS}
+    if version not in VERSIONS:
+        raise SnapshotError(f"snapshot: version is {version}, allowed: {' and '.join(map(str, VERSIONS))}")
+    arrays = {name: _read(snapshot, name) for name in FIELDS if version > 1 or name != "configuration"}
     if arrays.pop("checksum").tobytes() != _checksum(arrays):
         raise SnapshotError("snapshot: its checksum is not that of its arrays; one of them changed since it was taken")
-    return arrays
+    return {"configuration": encode_configuration(None), **arrays}
 
 
 def _read(snapshot: Mapping[str, Any], name: str) -> npt.NDArray[Any]:
@@ -139,3 +154,21 @@ def decode_names(text: npt.NDArray[np.uint8]) -> Iterator[tuple[int, PageHash]]:
             yield key, PageHash(hash_value, token_ids, extra_keys)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise SnapshotError(f"snapshot: 'names' are no page hashes: {error}") from None
+
+
+def encode_configuration(configuration: Configuration | None) -> npt.NDArray[np.uint8]:
+    """A configuration as JSON; None where nothing is known."""
+    return _as_bytes(json.dumps(configuration).encode())
+
+
+def decode_configuration(text: npt.NDArray[np.uint8]) -> Configuration | None:
+    """What `encode_configuration` was given. SnapshotError for text that it did not make."""
+    try:
+        configuration = json.loads(text.tobytes())
+    except (ValueError, RecursionError) as error:
+        raise SnapshotError(f"snapshot: 'configuration' is none: {error}") from None
+    if configuration is None:
+        return None
+    if not isinstance(configuration, dict) or {type(value) for value in configuration.values()} - {int, str, type(None)}:
+        raise SnapshotError("snapshot: 'configuration' is none: allowed: an object of ints, strings and nulls, or null")
+    return configuration

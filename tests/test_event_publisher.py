@@ -147,7 +147,8 @@ def manager() -> pagepool.CacheManager:
 @pytest.fixture
 def publisher(manager: pagepool.CacheManager) -> Iterator[EventPublisher]:
     """One that takes events only when it is told to."""
-    with EventPublisher(manager, LOOPBACK, LOOPBACK, interval=HOUR, buffer_steps=8, data_parallel_rank=3) as publisher:
+    options = {"interval": HOUR, "heartbeat": None, "buffer_steps": 8, "data_parallel_rank": 3}
+    with EventPublisher(manager, LOOPBACK, LOOPBACK, **options) as publisher:
         yield publisher
 
 
@@ -283,7 +284,8 @@ def test_a_snapshot_serves_many(publisher: EventPublisher, monkeypatch: pytest.M
 
 
 def test_without_a_manager_there_is_what_is_kept() -> None:
-    with EventPublisher(None, LOOPBACK, LOOPBACK, buffer_steps=4) as publisher, Subscriber(publisher) as subscriber:
+    publisher = EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=None, buffer_steps=4)
+    with publisher, Subscriber(publisher) as subscriber:
         assert subscriber.replay(0) == subscriber.replay(START) == subscriber.replay(77) == []
         publish_some(publisher, 10)
         publisher.publish([AllBlocksCleared()])
@@ -303,7 +305,7 @@ def test_without_a_manager_there_is_what_is_kept() -> None:
 def test_a_slow_subscriber_misses_batches_and_asks_for_them() -> None:
     """It does not hold up the publisher, nor another subscriber."""
     # ZeroMQ hears only every millisecond how much was read, so with few messages allowed it drops some of the fast one's too.
-    publisher = EventPublisher(None, LOOPBACK, LOOPBACK, hwm=100, buffer_steps=2 * NUM_LARGE)
+    publisher = EventPublisher(None, LOOPBACK, LOOPBACK, hwm=100, heartbeat=None, buffer_steps=2 * NUM_LARGE)
     with publisher, Subscriber(publisher, hwm=1) as slow, Subscriber(publisher) as fast:
         slow.wait_until_subscribed()
         fast.wait_until_subscribed()
@@ -580,10 +582,11 @@ def test_a_publisher_is_closed_once(publisher: EventPublisher, manager: pagepool
 def test_a_publisher_that_is_dropped_ends() -> None:
     before = set(threading.enumerate())
     publisher = EventPublisher(make_told(), LOOPBACK, LOOPBACK)
-    [thread] = set(threading.enumerate()) - before
+    threads = set(threading.enumerate()) - before
     del publisher
-    thread.join(TIMEOUT / 1000)
-    assert not thread.is_alive()
+    for thread in threads:
+        thread.join(TIMEOUT / 1000)
+        assert not thread.is_alive()
 
 
 ENDINGS = {
@@ -672,6 +675,10 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"interval": float("inf")}, ArgumentError, "interval: got inf, allowed: more than 0 seconds"),
     ({"buffer_steps": 0}, ArgumentError, "buffer_steps must be at least 1, got 0"),
     ({"hwm": 0}, ArgumentError, "hwm must be at least 1, got 0"),
+    ({"heartbeat": 0}, ArgumentError, "heartbeat: got 0, allowed: more than 0 seconds"),
+    ({"heartbeat": "1"}, ArgumentTypeError, "heartbeat: got str, allowed: a number of seconds"),
+    ({"max_connections": 0}, ArgumentError, "max_connections must be at least 1, got 0"),
+    ({"max_subscription_bytes": 0}, ArgumentError, "max_subscription_bytes must be at least 1, got 0"),
     ({"data_parallel_rank": -1}, ArgumentError, "data_parallel_rank must be at least 0, got -1"),
 ]
 
@@ -682,11 +689,19 @@ def test_options_that_are_wrong(options: dict[str, Any], error: type[Exception],
         EventPublisher(**{"endpoint": LOOPBACK} | options)
 
 
-def test_a_thread_that_cannot_be_started(manager: pagepool.CacheManager, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["pagepool-events", "pagepool-connections"])
+def test_a_thread_that_cannot_be_started(manager: pagepool.CacheManager, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Nothing is left listening, and the next publisher has the events."""
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("no more threads")
+        started(thread)
+
+    started = threading.Thread.start
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("no more threads")))
+        patch.setattr(threading.Thread, "start", start)
         with pytest.raises(RuntimeError, match="no more threads"):
             EventPublisher(manager, endpoint, LOOPBACK)
     with EventPublisher(manager, endpoint, LOOPBACK) as publisher:
@@ -709,7 +724,7 @@ def test_a_client_cannot_tell_it_from_vllms() -> None:
     vllm = pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
     endpoints = [f"tcp://*:{free_port()}" for _ in range(2)]
     theirs = vllm.ZmqEventPublisher(0, endpoints[0], endpoints[1], buffer_steps=4, topic="kv")
-    with EventPublisher(None, LOOPBACK, LOOPBACK, buffer_steps=4, topic="kv") as ours:
+    with EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=None, buffer_steps=4, topic="kv") as ours:
         for i in range(6):
             theirs.publish(vllm.KVEventBatch(1.0, [vllm.BlockRemoved([i], "GPU", 0)]))
             ours.publish([BlockRemoved([i], "GPU", 0)])

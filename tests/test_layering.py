@@ -18,6 +18,7 @@ import pagepool
 ORDER = [
     "_version",
     "errors",
+    "forking",
     "specs",
     "request",
     "hashing",
@@ -30,6 +31,7 @@ ORDER = [
     "attention",
     "coordinator",
     "manager",
+    "event_connections",
     "event_replay",
     "event_publisher",
     "device_table",
@@ -55,7 +57,8 @@ OPTIONAL = {
     "rich",
     "zmq",
 }
-EXTRAS = {"events", "event_replay", "event_publisher", "metrics", "replay"}  # which themselves are imported on first use
+# These are imported on first use themselves.
+EXTRAS = {"events", "event_connections", "event_replay", "event_publisher", "metrics", "replay"}
 FILES = [*PYTHON_FILES, CORE]
 CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +(\w+)|c?import +([\w.]+))", re.MULTILINE)
 

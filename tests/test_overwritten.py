@@ -28,6 +28,8 @@ NO_GROUP = NOT_FREE = -1
 TWIN = 1 << 30
 NUM_PAGES, NUM_SHARDS = 16, 4
 EQUAL_PAGES = (1, 2, 3, 8)
+FIRST_PAGES = (1, 8)
+"""Those cached first in their shards."""
 
 
 class Record(ctypes.Structure):
@@ -91,6 +93,8 @@ class PoolMemory(ctypes.Structure):
         ("twins", POINTER(Links)),
         ("shard_links", POINTER(Links)),
         ("shard_num_free", POINTER(c_int32)),
+        ("shard_twins", POINTER(Links)),
+        ("shard_firsts", POINTER(Links)),
         ("page_tokens", POINTER(c_int32)),
         ("tokens_width", c_ssize_t),
         ("multiplier", c_uint64),
@@ -175,7 +179,8 @@ def numbers_that_matter(memory: Any) -> Iterator[tuple[Any, Any]]:
         page = memory.pages[page_id]
         is_cached, is_twin = page.group != NO_GROUP, page.group != NO_GROUP and page.group & TWIN
         yield from fields_of(page)[0 if is_cached else 2 :]
-        yield from fields_of(memory.twins[page_id]) if is_twin else ()
+        for links in (memory.twins, memory.shard_twins, memory.shard_firsts):
+            yield from fields_of(links[page_id]) if is_twin else ()
         yield from fields_of(memory.shard_links[page_id]) if page.next_free != NOT_FREE and page_id else ()
     for shard in range(NUM_SHARDS):
         yield from fields_of(memory.shard_links[NUM_PAGES + shard])
@@ -204,16 +209,16 @@ def write(number: tuple[Any, Any], value: int) -> None:
 
 def can_be(number: tuple[Any, Any], value: int) -> bool:
     """Whether nothing contradicts that value: nobody but the holders knows how many they are, the second half of a digest
-    stands only in its page, unless others are equal, and any page of a ring may have been its first.
+    stands only in its page, unless others are equal, and any that is first in its shard may be first of all.
     """
     (owner, name), old = number, read(number)
     if ctypes.c_uint32(value).value == ctypes.c_uint32(old).value:
         return True
     if name == "ref_cnt":
-        return old > 0 and value > 0
+        return old > 0 and 0 < value < (1 << 31) - 1
     if name == "key_hi":
         return not owner.group & TWIN
-    return name == "page_id" and {old, value} <= set(EQUAL_PAGES)
+    return name == "page_id" and {old, value} <= set(FIRST_PAGES)
 
 
 def test_each_number_that_is_overwritten_is_found() -> None:
@@ -257,6 +262,23 @@ def test_a_ring_that_was_cut_in_two_is_found() -> None:
         memory.twins[first].prev = memory.twins[first].next = second
         memory.twins[second].prev = memory.twins[second].next = first
     with pytest.raises(IntegrityError, match=r"^page 3 .* is not among the pages of equal content of page 1$"):
+        pool.check()
+
+
+def test_twins_of_a_shard_that_no_ring_leads_to_are_found() -> None:
+    pool, memory = make_pool()
+    for page_id in FIRST_PAGES:
+        memory.shard_firsts[page_id].prev = memory.shard_firsts[page_id].next = page_id
+    message = r"^page 8 .*: pages of equal content in its shard are said to be 8 and 8, and the first ones in others 8 and 8$"
+    with pytest.raises(IntegrityError, match=message):
+        pool.check()
+
+
+def test_twins_of_a_shard_in_another_order_are_found() -> None:
+    pool, memory = make_pool()
+    memory.shard_twins[1].next, memory.shard_twins[3].next, memory.shard_twins[2].next = 3, 2, 1
+    memory.shard_twins[1].prev, memory.shard_twins[3].prev, memory.shard_twins[2].prev = 2, 1, 3
+    with pytest.raises(IntegrityError, match=r"^page 2 .*: pages of equal content in its shard are said to be 3 and 1, "):
         pool.check()
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import pagepool
 from pagepool import CacheManager, EngineRequest, PagePool, hash_page_tokens
+from pagepool._core import HashChain
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, PageHashError, SnapshotError
 from pagepool.snapshot import FIELDS, seal
 
@@ -191,6 +192,7 @@ def test_wrong_arrays_are_refused(pool, name, change):
         ("ref_counts", [1, 1, 1, 1, 0, 0], "page 0 has 1 references"),
         ("ref_counts", [0, 1, 1, 0, 0, 0], "page 3 has 0 references and is not in the free queue"),
         ("ref_counts", [0, 1, 1, 1, 2, 0], "page 4 has 2 references and is in the free queue"),
+        ("ref_counts", [0, 1, 1, (1 << 31) - 1, 0, 0], "page 3 has 2147483647 references, allowed: fewer than 2147483647"),
         ("ref_counts", [], "num_pages: got 0"),
         ("free_page_ids", [4, 4], r"free_page_ids: got 4 \(at 1\)"),
         ("free_page_ids", [4, 0], r"free_page_ids: got 0 \(at 1\)"),
@@ -262,8 +264,8 @@ def test_what_is_no_snapshot_is_refused(pool, tmp_path):
     saved = pool.snapshot()
     with pytest.raises(SnapshotError, match=r"format is b'other', allowed: b'pagepool.PagePool'"):
         PagePool.restore({**saved, "format": np.frombuffer(b"other", dtype=np.uint8)})
-    with pytest.raises(SnapshotError, match="version is 2, allowed: 1"):
-        PagePool.restore({**saved, "version": np.array([2])})
+    with pytest.raises(SnapshotError, match="version is 3, allowed: 1 and 2"):
+        PagePool.restore({**saved, "version": np.array([3])})
     np.savez(tmp_path / "objects.npz", **{**saved, "names": np.array([{}], dtype=object)})
     with np.load(tmp_path / "objects.npz") as file, pytest.raises(SnapshotError, match="'names' cannot be read"):
         PagePool.restore(file)
@@ -319,9 +321,12 @@ def test_a_manager_takes_only_a_pool_that_fits(pool):
 
 
 def test_a_pool_that_kept_tokens_goes_on_keeping_them():
-    manager = make_manager(keep_token_ids=True)
-    manager.allocate_slots(EngineRequest("prompt", list(range(8))), 8)
-    restored = PagePool.restore(manager.page_pool.snapshot())
+    pool = PagePool(64, enable_caching=True)
+    pool.store.keep_token_ids(PAGE_SIZE)
+    chain = HashChain(PAGE_SIZE, bytes(16), keep_token_ids=True)
+    chain.extend(list(range(8)))
+    pool.store.enter_pages(pool.store.take(2), chain, 0, 2, 1, 0)
+    restored = PagePool.restore(pool.snapshot())
     wider = CacheManager(64, [make_group(8)], max_model_len=256, hash_seed=3, keep_token_ids=True, page_pool=restored)
     wider.allocate_slots(EngineRequest("other", list(range(8))), 8)
     kept = [page.page_hash.page_hash.token_ids for page in restored.pages[1:4]]

@@ -1,0 +1,280 @@
+"""Pools that a manager goes on with: only one that caches as the pool's pages were cached, and can hold what it hits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    ChunkedLocalAttentionSpec,
+    EngineRequest,
+    FullAttentionSpec,
+    MambaSpec,
+    PagePool,
+    PageTable,
+    RunningBatch,
+    SlidingWindowSpec,
+)
+from pagepool._core import HashChain, HeldPages, PageIds, PageStore
+from pagepool.errors import ArgumentError, PageHashError, PageIdError, SnapshotError
+from pagepool.snapshot import FIELDS, seal
+
+PAGE_SIZE = 4
+NUM_PAGES = 64
+LIMIT = (1 << 31) - 1
+PROMPT = list(range(20))
+UNKNOWN = b"null"
+
+
+def full(page_size: int = PAGE_SIZE) -> FullAttentionSpec:
+    return FullAttentionSpec(page_size, 1, 8, "float32", False)
+
+
+def window(size: int = 9, page_size: int = PAGE_SIZE) -> SlidingWindowSpec:
+    return SlidingWindowSpec(page_size, 1, 8, "float32", False, size)
+
+
+def chunk(size: int = 8) -> ChunkedLocalAttentionSpec:
+    return ChunkedLocalAttentionSpec(PAGE_SIZE, 1, 8, "float32", False, size)
+
+
+STATE = MambaSpec(PAGE_SIZE, ((8, 8),), "float32")
+
+
+def make_manager(*specs: Any, **options: Any) -> CacheManager:
+    groups = [CacheGroupSpec(spec) for spec in specs or (full(),)]
+    return CacheManager(NUM_PAGES, groups, 256, **{"hash_seed": 3, **options})
+
+
+def cache(manager: CacheManager) -> PagePool:
+    """Let a manager cache a prompt, and give back its pages."""
+    request = EngineRequest("prompt", PROMPT)
+    assert manager.allocate_slots(request, len(PROMPT)) is not None
+    manager.free(request)
+    return manager.page_pool
+
+
+def restore(pool: PagePool) -> PagePool:
+    return PagePool.restore(pool.snapshot())
+
+
+def first_token(content: Any) -> int:
+    token: int = content[1][0]
+    return token
+
+
+DIFFERENCES: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any], str]] = {
+    "seed": ((), {}, (), {"hash_seed": 4}, r"hash_seed: got 'digest \w+', allowed: 'digest \w+'"),
+    "no seed": ((), {}, (), {"hash_seed": None}, r"hash_seed: got 'digest \w+', allowed: 'digest \w+'"),
+    "algorithm": ((), {}, (), {"hash_algo": "sha256"}, "hash_algo: got 'sha256', allowed: 'siphash128'"),
+    "callable": (
+        (),
+        {"hash_algo": hash},
+        (),
+        {"hash_algo": first_token},
+        r"hash_algo: got 'callable \S*test_configuration.first_token', allowed: 'callable builtins.hash'",
+    ),
+    "seed of sha256": (
+        (),
+        {"hash_algo": "sha256", "hash_seed": None},
+        (),
+        {"hash_algo": "sha256"},
+        r"hash_seed: got 'digest \w+', allowed: 'digest \w+'",
+    ),
+    "page size": ((full(4),), {}, (full(8),), {}, r"kv_cache_groups\[0\].page_size: got 8, allowed: 4"),
+    "kind": (
+        (full(),),
+        {},
+        (window(),),
+        {},
+        r"kv_cache_groups\[0\].kind: got 'SlidingWindow', allowed: 'FullAttention'",
+    ),
+    "window": ((full(), window(9)), {}, (full(), window(8)), {}, r"kv_cache_groups\[1\].sliding_window: got 8, allowed: 9"),
+    "chunk": ((chunk(8),), {}, (chunk(16),), {}, r"kv_cache_groups\[0\].attention_chunk_size: got 16, allowed: 8"),
+    "number": ((full(), window()), {}, (full(),), {}, "num_kv_cache_groups: got 1, allowed: 2"),
+    "order": ((full(), STATE), {}, (STATE, full()), {}, r"kv_cache_groups\[0\].kind: got 'Mamba', allowed: 'FullAttention'"),
+    "stride": (
+        (full(8), window(9, 8)),
+        {},
+        (full(8), window(9, 4)),
+        {},
+        r"kv_cache_groups\[0\].num_hashes_per_page: got 2, allowed: 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+@pytest.mark.parametrize("go_on", [restore, lambda pool: pool], ids=["restored", "the same"])
+def test_a_pool_that_was_cached_otherwise_is_refused(difference: str, go_on: Callable[[PagePool], PagePool]) -> None:
+    specs, options, other_specs, other_options, message = DIFFERENCES[difference]
+    pool = go_on(cache(make_manager(*specs, **options)))
+    before = pool.snapshot()
+    with pytest.raises(ArgumentError, match=f"^page_pool: {message}, with which its .* cached pages were cached"):
+        make_manager(*other_specs, **other_options, page_pool=pool)
+    assert all((array == before[name]).all() for name, array in pool.snapshot().items())
+    again = make_manager(*specs, **options, page_pool=pool)
+    hits, _ = again.get_computed_pages(EngineRequest("again", PROMPT))
+    assert any(hits.get_page_ids()) or difference in ("order", "chunk")
+    pool.check()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"hash_algo": "sha256"}, {"hash_algo": "sha256", "hash_seed": None}, {"hash_algo": hash}, {"keep_token_ids": True}],
+    ids=["sha256", "sha256 without a seed", "hash", "token ids"],
+)
+def test_a_pool_that_was_cached_alike_is_taken(options: dict[str, Any]) -> None:
+    pool = restore(restore(cache(make_manager(**options))))
+    assert make_manager(**options, page_pool=pool).get_computed_pages(EngineRequest("again", PROMPT))[1] == 16
+
+
+def test_a_pool_without_cached_pages_goes_to_anybody() -> None:
+    """Held pages mean nothing to a manager."""
+    pool = cache(make_manager())
+    assert pool.reset_prefix_cache()
+    pool.get_new_page_ids(3)
+    for one in (pool, restore(pool)):
+        manager = make_manager(full(8), hash_seed=9, page_pool=one)
+        cache(manager)
+        assert manager.get_computed_pages(EngineRequest("again", PROMPT))[1] == 16
+        with pytest.raises(ArgumentError, match="page_size: got 4, allowed: 8"):
+            make_manager(hash_seed=9, page_pool=restore(one))
+
+
+def test_a_pool_that_no_manager_used_goes_to_anybody() -> None:
+    """What its pages are cached with is not known."""
+    pool = PagePool(NUM_PAGES, enable_caching=True)
+    pool.store.enter(5, 1 << 100, 0)
+    assert pool.configuration is None
+    restored = restore(pool)
+    assert restored.configuration is None
+    cache(make_manager(full(8), page_pool=restored))
+    with pytest.raises(ArgumentError, match="page_size: got 4, allowed: 8"):
+        make_manager(page_pool=restored)
+
+
+def test_a_snapshot_does_not_tell_the_seed() -> None:
+    text = cache(make_manager(hash_seed="a secret seed")).snapshot()["configuration"].tobytes().decode()
+    assert "siphash128" in text
+    key = make_manager(hash_seed="a secret seed").hasher.native_key
+    assert key is not None
+    assert "secret" not in text
+    assert key.hex() not in text
+
+
+def make_old(pool: PagePool, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A snapshot as version 1 wrote it."""
+    arrays = {name: array for name, array in pool.snapshot().items() if name in FIELDS}
+    for name in ("format", "version", "checksum", "configuration"):
+        del arrays[name]
+    with monkeypatch.context() as patch:
+        patch.setattr("pagepool.snapshot.VERSION", 1)
+        return seal(arrays)
+
+
+def test_a_snapshot_of_version_1_is_bound_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = make_manager()
+    old = make_old(cache(manager), monkeypatch)
+    assert int(old["version"][0]) == 1
+    pool = PagePool.restore(old)
+    assert pool.configuration is None
+    assert make_manager(page_pool=pool).get_computed_pages(EngineRequest("again", PROMPT))[1] == 16
+    assert pool.configuration == manager.page_pool.configuration
+    make_manager(full(8), page_pool=PagePool.restore(old))
+    with pytest.raises(SnapshotError, match="checksum"):
+        PagePool.restore({**old, "version": np.array([2]), "configuration": np.frombuffer(UNKNOWN, dtype=np.uint8)})
+
+
+@pytest.mark.parametrize("text", ["", "1", "[]", '{"a": [1]}', '{"a": true}', '{"a": 1.5}', "{", "[" * 50_000, "\xff", "nul"])
+def test_a_configuration_that_is_none_is_refused(text: str) -> None:
+    arrays = {
+        name: array for name, array in cache(make_manager()).snapshot().items() if name not in ("format", "version", "checksum")
+    }
+    arrays["configuration"] = np.frombuffer(text.encode("latin-1"), dtype=np.uint8)
+    with pytest.raises(SnapshotError, match="'configuration' is none"):
+        PagePool.restore(seal(arrays))
+
+
+# Tokens that are kept.
+
+
+def make_pool_that_keeps(width: int) -> PagePool:
+    """A pool that no manager used, with a page whose tokens are kept."""
+    pool = PagePool(NUM_PAGES, enable_caching=True)
+    pool.store.keep_token_ids(width)
+    chain = HashChain(width, bytes(16), keep_token_ids=True)
+    chain.extend(list(range(width)))
+    pool.store.enter_pages(pool.store.take(1), chain, 0, 1, 1, 0)
+    return restore(pool)
+
+
+def test_a_pool_that_keeps_too_few_tokens_is_refused_before_anything_is_taken() -> None:
+    message = r"^page_pool: got one that keeps 2 token ids of a page, allowed for pages of 4: none, at least 4, or any with"
+    with pytest.raises(ArgumentError, match=message):
+        make_manager(page_pool=make_pool_that_keeps(2))
+    for width, options in ((2, {"keep_token_ids": True}), (4, {}), (8, {}), (8, {"keep_token_ids": True})):
+        pool = cache(make_manager(**options, page_pool=make_pool_that_keeps(width)))
+        assert pool.store.num_kept_token_ids == max(width, 4)
+        pool.check()
+
+
+# References at the limit.
+
+
+def make_pool_with(count: int) -> PagePool:
+    """A pool whose page 1, the first of a prompt, is held so often."""
+    arrays = {
+        name: array for name, array in cache(make_manager()).snapshot().items() if name not in ("format", "version", "checksum")
+    }
+    arrays["ref_counts"][1] = count
+    arrays["free_page_ids"] = arrays["free_page_ids"][arrays["free_page_ids"] != 1]
+    return PagePool.restore(seal(arrays))
+
+
+def test_as_many_references_as_a_count_has_are_not_restored() -> None:
+    with pytest.raises(SnapshotError, match=f"^ref_counts: page 1 has {LIMIT} references, allowed: fewer than {LIMIT}$"):
+        make_pool_with(LIMIT)
+
+
+@pytest.mark.parametrize("num_left", [1, 2])
+def test_a_page_is_not_held_more_often_than_can_be_counted(num_left: int) -> None:
+    pool = make_pool_with(LIMIT - num_left)
+    manager = make_manager(page_pool=pool)
+    batch = RunningBatch(manager, PageTable(1, 64, 64))
+    request = EngineRequest("again", PROMPT)
+    hits, num_hit_tokens = manager.get_computed_pages(request)
+    pool.touch_page_ids([1] * (num_left - 1))
+    with pytest.raises(PageIdError, match=f"page 1 cannot be touched: its ref count is {LIMIT - 1}, allowed: fewer than"):
+        pool.touch_page_ids([1])
+    with pytest.raises(PageIdError, match="page 1 cannot be touched"):
+        manager.allocate_slots(request, 4, num_hit_tokens, hits)
+    with pytest.raises(PageHashError, match="cannot be held"):
+        batch.admit(0, PROMPT)
+    with pytest.raises(ArgumentError, match="fewer than"):
+        pool.pages[1].incr_ref()
+    assert pool.ref_counts()[1] == LIMIT - 1
+    pool.check()
+    pool.free_page_ids([1])
+    assert restore(pool).ref_counts()[1] == LIMIT - 2
+
+
+def test_hits_of_several_groups_count_together() -> None:
+    """The same page for two groups, as the core alone takes it."""
+    store = PageStore(4)
+    chain = HashChain(1, bytes(16))
+    chain.extend([7])
+    page_ids = store.take(1)
+    store.enter_pages(page_ids, chain, 0, 1, 1, 0)
+    store.set_ref_count(1, LIMIT - 2)
+    hits, ones, zeros = (page_ids, page_ids), PageIds([1, 1]), PageIds([0, 0])
+    with pytest.raises(PageIdError, match=f"page 1 cannot be touched: its ref count is {LIMIT - 2}"):
+        store.take_for((HeldPages(), HeldPages()), [0, 0], hits, chain, ones, zeros)
+    store.set_ref_count(1, LIMIT - 3)
+    assert store.take_for((HeldPages(), HeldPages()), [0, 0], hits, chain, ones, zeros) is not None
+    assert store.ref_counts()[1] == LIMIT - 1
+    store.check()

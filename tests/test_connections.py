@@ -1,0 +1,315 @@
+"""What connects to a publisher costs it little: memory, descriptors and time, whatever a router sends or leaves unread."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from random import Random
+
+import pytest
+
+pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
+zmq = pytest.importorskip("zmq", reason="events are an extra: pyzmq is not installed")
+
+from publisher_process import MEBIBYTE, PublisherProcess  # noqa: E402
+from raw_router import connect, is_closed, message, send_until_closed, shake_hands  # noqa: E402
+from test_event_publisher import ALLOWED, CURVE, END, LOOPBACK, Subscriber, number_of, publish_some  # noqa: E402
+
+from pagepool.event_connections import MAX_UNREAD_BYTES, Guard  # noqa: E402
+from pagepool.event_publisher import MAX_REPLAYS, EventPublisher  # noqa: E402
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="measures by /proc")
+LIMIT = 64 * MEBIBYTE
+"""More than all of it may take; without bounds each test takes many times as much."""
+
+
+@pytest.fixture
+def publisher() -> Iterator[EventPublisher]:
+    with EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=None) as publisher:
+        yield publisher
+
+
+def assert_serves(publisher: EventPublisher | PublisherProcess) -> None:
+    """Publishes to a router that comes now, and replays."""
+    with Subscriber(publisher) as subscriber:
+        subscriber.wait_until_subscribed()
+        assert len(subscriber.replay(0)) >= 1
+
+
+# --- subscriptions ----------------------------------------------------------------------------------------------
+
+
+def long_topics(rng: Random) -> Iterator[bytes]:
+    """Six megabytes of which every byte is a node of its own in libzmq's tree."""
+    for _ in range(60):
+        yield b"".join(message(b"\1" + rng.randbytes(198)) for _ in range(500))
+
+
+def branching_topics(_: Random) -> Iterator[bytes]:
+    """Short ones, that make the tables of the tree's nodes as wide as they can be."""
+    for first in range(256):
+        yield b"".join(message(bytes([1, first, second, third])) for second in range(256) for third in (0, 255))
+
+
+@pytest.mark.parametrize("topics", [long_topics, branching_topics])
+def test_subscriptions_take_little(topics: type[Iterator[bytes]]) -> None:
+    with PublisherProcess() as process, Subscriber(process) as subscriber:
+        subscriber.wait_until_subscribed()
+        before = process.peak_bytes()
+        for seed in range(8):
+            with shake_hands(process.endpoint, "SUB") as raw:
+                for chunk in topics(Random(seed)):
+                    if not send_until_closed(raw, [chunk]):
+                        break
+                    process.publish([])
+                else:
+                    pytest.fail("it may subscribe to everything")
+        assert process.peak_bytes() - before < LIMIT
+        assert_serves(process)
+
+
+@pytest.mark.parametrize("keys", [None, ALLOWED], ids=["open", "with keys"])
+def test_a_subscriber_has_so_many_topics(keys: object) -> None:
+    """Those that it gives up do not count, and others have theirs. One that goes too far is closed, and may come again."""
+    options = {} if keys is None else CURVE
+    publisher = EventPublisher(None, LOOPBACK, heartbeat=None, max_subscription_bytes=1000, **options)
+    with publisher, Subscriber(publisher, keys=keys) as honest, Subscriber(publisher, keys=keys) as greedy:
+        monitor = greedy.live.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        for i in range(200):
+            greedy.live.subscribe(f"engine {i}")
+            greedy.live.unsubscribe(f"engine {i}")
+        for subscriber in (honest, greedy):
+            subscriber.wait_until_subscribed()
+        assert not monitor.poll(100)
+        for i in range(20):
+            greedy.live.subscribe(f"engine {i}")
+        assert monitor.poll(20_000)
+        number, _ = (publisher.publish([]), honest.receive())[1]
+        publisher.publish([])
+        assert honest.receive()[0] == number + 1
+        for i in range(20):
+            greedy.live.unsubscribe(f"engine {i}")
+        greedy.wait_until_subscribed()
+        greedy.live.disable_monitor()
+
+
+def test_a_router_may_have_many_topics() -> None:
+    """Where the publisher was told."""
+    publisher = EventPublisher(None, LOOPBACK, topic="engine 999", heartbeat=None, max_subscription_bytes=200_000)
+    with publisher, Subscriber(publisher, topic="engine 0") as subscriber:
+        for i in range(1, 1000):
+            subscriber.live.subscribe(f"engine {i}")
+        subscriber.wait_until_subscribed()
+        publisher.publish([])
+        subscriber.receive()
+
+
+# --- replays ----------------------------------------------------------------------------------------------------
+
+
+def test_routers_that_never_read_a_replay_take_little() -> None:
+    """They ask for 60 batches of 64 KiB, 120 of them: plain sockets, and DEALERs."""
+    with PublisherProcess(buffer_steps=60) as process:
+        process.call("publish_large(publisher, 60, 1 << 16)")
+        with Subscriber(process) as subscriber:
+            subscriber.wait_until_subscribed()
+        before = process.peak_bytes()
+        with zmq.Context() as context, ExitStack() as stack:
+            for _ in range(20):
+                raw = stack.enter_context(shake_hands(process.replay_endpoint, "DEALER"))
+                send_until_closed(raw, MAX_REPLAYS * [message(b"", bytes(8))])
+            for _ in range(100):
+                dealer = stack.enter_context(context.socket(zmq.DEALER))
+                dealer.linger, dealer.rcvhwm = 0, 1
+                dealer.connect(process.replay_endpoint)
+                dealer.send_multipart([b"", bytes(8)])
+            peaks = [before]
+            while process.peak_bytes() > peaks[-1]:
+                peaks.append(process.peak_bytes())
+                time.sleep(2)
+            assert peaks[-1] - before < LIMIT
+        assert_serves(process)
+
+
+def test_a_router_that_never_reads_its_replay_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagepool.event_replay.PATIENCE", 0.5)
+    with EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=None) as publisher:
+        publish_some(publisher, 100, size=1 << 20)
+        with shake_hands(publisher.replay_endpoint, "DEALER") as raw, Subscriber(publisher) as subscriber:
+            raw.sendall(message(b"", bytes(8)))
+            peers = publisher._worker.sockets.replayed
+            assert peers is not None
+            deadline = time.monotonic() + 20
+            while not peers.by_descriptor:
+                time.sleep(0.01)
+            while peers.by_descriptor and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not peers.by_descriptor
+            assert number_of(subscriber.replay(0)) == list(range(100))
+
+
+def test_a_subscriber_that_never_reads_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagepool.event_publisher.SECONDS_UNREAD", 1.0)
+    with EventPublisher(None, LOOPBACK, hwm=10, heartbeat=None) as publisher, shake_hands(publisher.endpoint, "SUB") as raw:
+        raw.sendall(message(b"\1"))
+        peers = publisher._worker.sockets.published
+        while not peers.by_descriptor:
+            time.sleep(0.01)
+        deadline = time.monotonic() + 20
+        while peers.by_descriptor and time.monotonic() < deadline:
+            publish_some(publisher, 1, size=1 << 20)
+            time.sleep(0.02)
+        assert not peers.by_descriptor
+
+
+def test_a_router_that_reads_slowly_keeps_no_batches() -> None:
+    """What is kept no more when its turn comes is not sent; the batches that are kept are."""
+    publisher = EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=None, buffer_steps=50)
+    with publisher, Subscriber(publisher) as subscriber:
+        publish_some(publisher, 50, size=1 << 20)
+        while len(publisher._worker._history._batches) < 50:
+            time.sleep(0.01)
+        subscriber.context.rcvhwm = 1
+        subscriber.ask(0)
+        while not publisher._worker._replays:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        publish_some(publisher, 60)
+        while publisher._worker._history.next_sequence < 110:
+            time.sleep(0.01)
+        numbers = []
+        while (frames := subscriber.asking.recv_multipart())[2] != END:
+            numbers.append(int.from_bytes(frames[2], "big"))
+        assert numbers == sorted(set(numbers))
+        assert (numbers[0], numbers[-1] < 110) == (0, True)
+        assert not {*range(49)} <= {*numbers}
+
+
+def test_a_router_asks_for_so_many_replays_at_once(publisher: EventPublisher) -> None:
+    """All that it may are sent; with one more it is closed."""
+    publish_some(publisher, 100, size=1 << 20)
+    with shake_hands(publisher.replay_endpoint, "DEALER") as raw:
+        raw.sendall((MAX_REPLAYS + 1) * message(b"", bytes(8)))
+        assert is_closed(raw, 20)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger, dealer.rcvtimeo = 0, 20_000
+        dealer.connect(publisher.replay_endpoint)
+        for _ in range(MAX_REPLAYS):
+            dealer.send_multipart([b"", bytes(8)])
+        ends = 0
+        while ends < MAX_REPLAYS:
+            ends += dealer.recv_multipart()[2] == END
+
+
+# --- connections ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("socket_type", [None, "SUB", "DEALER"], ids=["silent", "SUB", "DEALER"])
+def test_idle_connections_leave_the_engine_its_descriptors(socket_type: str | None) -> None:
+    """An eighth of the 256 for each endpoint, and a few of ZeroMQ's; a router that is connected stays so."""
+    with PublisherProcess(num_descriptors=256, max_connections=1000) as process, Subscriber(process) as subscriber:
+        subscriber.wait_until_subscribed()
+        endpoint = process.replay_endpoint if socket_type == "DEALER" else process.endpoint
+        idle = []
+        try:
+            for _ in range(400):
+                raw = socket.socket()
+                raw.setblocking(False)
+                raw.connect_ex(("127.0.0.1", int(endpoint.rpartition(":")[2])))
+                idle.append(raw)
+                if len(idle) % 20 == 0:
+                    assert process.call("open_files(100)") == 100
+            if socket_type is not None:
+                with ExitStack() as stack:
+                    for _ in range(40):
+                        with suppress(OSError):
+                            stack.enter_context(shake_hands(endpoint, socket_type, seconds=0.05))
+            assert process.num_descriptors() < 128
+            process.publish([])
+            subscriber.receive()
+        finally:
+            for raw in idle:
+                raw.close()
+        assert_serves(process)
+
+
+def test_as_many_routers_as_may_connect() -> None:
+    """One more is served once another is gone."""
+    with EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=None, max_connections=3) as publisher, ExitStack() as stack:
+        subscribers = [stack.enter_context(Subscriber(publisher)) for _ in range(3)]
+        for subscriber in subscribers:
+            subscriber.wait_until_subscribed()
+        with Subscriber(publisher) as late:
+            for _ in range(20):
+                publisher.publish([])
+                assert not late.live.poll(10)
+            subscribers[0].live.close()
+            late.wait_until_subscribed()
+        peers = publisher._worker.sockets.published
+        assert len(peers.by_descriptor) <= 3
+
+
+def test_a_connection_without_handshake_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagepool.event_publisher.SECONDS_TO_SHAKE_HANDS", 0.2)
+    with EventPublisher(None, LOOPBACK, LOOPBACK) as publisher:
+        for endpoint in (publisher.endpoint, publisher.replay_endpoint):
+            assert endpoint is not None
+            with connect(endpoint) as silent:
+                assert is_closed(silent, 20)
+
+
+@pytest.mark.parametrize("greeting", [b"\xff\0\0\0\0\0\0\0\x01\x7f\x01\x02\0\0", b"\x01\0\x02\x01a"], ids=["ZMTP 2", "ZMTP 1"])
+def test_old_protocols_are_refused(publisher: EventPublisher, greeting: bytes) -> None:
+    """Their messages do not tell which connection they came over."""
+    with connect(publisher.endpoint) as old:
+        old.sendall(greeting)
+        assert is_closed(old, 20)
+    assert_serves(publisher)
+
+
+@pytest.mark.parametrize("socket_type", ["SUB", "DEALER"])
+def test_a_message_without_end_takes_little(socket_type: str) -> None:
+    with PublisherProcess() as process:
+        process.publish([])
+        before = process.peak_bytes()
+        endpoint = process.endpoint if socket_type == "SUB" else process.replay_endpoint
+        frames = 20_000 * message(b"x", ends=False)
+        for _ in range(4):
+            with shake_hands(endpoint, socket_type) as raw:
+                raw.settimeout(1.0)
+                num_sent = send_until_closed(raw, (frames for _ in range(2000)))
+            assert MAX_UNREAD_BYTES < num_sent < 2000 * len(frames)
+        assert process.peak_bytes() - before < 2 * LIMIT
+        assert_serves(process)
+
+
+def test_only_its_own_connections_are_closed(publisher: EventPublisher) -> None:
+    """A descriptor that was closed meanwhile, and opened for something else, stays open."""
+    guard, peers = publisher._worker.sockets.guard, publisher._worker.sockets.published
+    ours, theirs = socket.socketpair()
+    with ours, theirs, connect(publisher.replay_endpoint or "") as other:
+        for descriptor in (ours.fileno(), other.fileno(), -1, 10_000):
+            guard.close(peers, descriptor)
+        ours.send(b"x")
+        assert theirs.recv(1) == b"x"
+        other.sendall(b"\xff")
+    assert_serves(publisher)
+
+
+def test_a_publisher_leaves_no_descriptors() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        with EventPublisher(None, LOOPBACK, LOOPBACK, **CURVE) as publisher, Subscriber(publisher, keys=ALLOWED) as subscriber:
+            subscriber.wait_until_subscribed()
+    assert len(os.listdir("/proc/self/fd")) < before + 20
+
+
+def test_few_descriptors_allow_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (4, 4))
+    guard = Guard(32)
+    assert guard._max_connections == 1
+    guard.stop()
