@@ -322,7 +322,7 @@ class Simulation:
         return [work for work in self.works if not work.job.loading]
 
     def _run(self, works: list[Work], may_fail: bool) -> dict[Job, int]:
-        """Write what is computed, then compare what is attended to; return the jobs that lost tokens, and the first of these."""
+        """Write what is computed, then compare what is attended to; return jobs that lost tokens, and the first of these."""
         for work in works:
             self._write_range(work, work.start, work.start + work.num_transferred)
         for work in works:
