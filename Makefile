@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo engine test debug sanitize threads tsan fuzz soak coverage mutation lint bench test-easydel clean
+.PHONY: demo engine test debug sanitize threads tsan fuzz soak planted coverage mutation lint bench test-easydel clean
 
 demo: $(VENV)/with-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
@@ -105,6 +105,9 @@ SOAK_SEED ?= 0
 
 soak: $(VENV)/with-test  ## work under random faults, through manager and running batch; the real trace if there is one
 	$(RUN) PYTHONPATH=$(CURDIR)/tests $(VENV)/bin/python $(CURDIR)/tests/soak.py --seconds $(SOAK_SECONDS) --seed $(SOAK_SEED)
+
+planted: $(DEV_VENV)/installed  ## whether the simulation of contents catches bugs that are planted in a copy: PLANTED_ARGS=--help
+	$(DEV_VENV)/bin/python tests/planted_bugs.py $(PLANTED_ARGS)
 
 lint: $(DEV_VENV)/installed  ## style, types, and whether the stub agrees with the compiled core
 	$(DEV_VENV)/bin/ruff check

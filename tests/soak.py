@@ -2,7 +2,8 @@
 
 ``make soak SOAK_SECONDS=3600 SOAK_SEED=1``. A round has a kind, by which groups, pool and load are chosen, and a seed; one that
 fails prints the line that repeats it. After each step both engines must have handed out the same pages to the same requests; at
-the end of a round nobody holds a page and nothing is kept for a request. Resident memory must stay flat.
+the end of a round nobody holds a page and nothing is kept for a request. Resident memory must stay flat. A part of the time
+goes to the simulation of contents, on the same settings and more.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
+import contents
 import numpy as np
 from settings import SETTINGS, Group, Setting
 from soak_engine import BatchSide, Engine, ManagerSide
@@ -37,6 +39,7 @@ LIBC = ctypes.CDLL(None)
 STATM = Path("/proc/self/statm")
 MIB = 1 << 20
 MAX_GROWTH_MIB = 16
+CONTENTS_SHARE = 0.25  # of the time
 MIN_SAMPLES = 4  # rounds of a kind, by whose medians growth is told
 
 
@@ -242,6 +245,8 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.num_rounds = 0
+        self.contents: Counter[str] = Counter()
+        self.contents_seconds = 0.0
         self.resident_mib: dict[str, list[float]] = defaultdict(list)
         self.start = time.monotonic()
 
@@ -264,6 +269,14 @@ class Soak:
         del work
         self.resident_mib[kind.name].append(read_resident_mib())
 
+    def run_contents(self) -> None:
+        """Simulate contents until they had their share of the time."""
+        while self.contents_seconds < CONTENTS_SHARE * self.seconds:
+            start, num_rounds = self.seconds, self.contents["rounds"]
+            setting = contents.CONTENTS_SETTINGS[num_rounds % len(contents.CONTENTS_SETTINGS)]
+            self.contents += contents.run_round(setting, self.seed + num_rounds)
+            self.contents_seconds += self.seconds - start
+
     def grown(self) -> dict[str, float]:
         """Return the growth of the resident memory in MiB by kind, where it can be told."""
         return {name: find_growth(samples) for name, samples in self.resident_mib.items() if len(samples) > MIN_SAMPLES}
@@ -279,10 +292,11 @@ class Soak:
         yield "rounds", f"{self.num_rounds:,}"
         yield "seeds", f"{self.seed} to {self.seed + self.num_rounds - 1}"
         yield "seconds", f"{self.seconds:,.1f}"
-        yield "operations a second", f"{self.counts['operations'] / self.seconds:,.0f}"
+        yield "operations a second", f"{self.counts['operations'] / (self.seconds - self.contents_seconds):,.0f}"
         yield from ((name, f"{count:,}") for name, count in sorted(self.counts.items()))
         yield "faults and interventions", f"{self.faults.total():,}"
         yield from ((f"  {name}", f"{count:,}") for name, count in sorted(self.faults.items()))
+        yield from ((f"contents: {name}", f"{count:,}") for name, count in sorted(self.contents.items()))
         samples = [sample for each in self.resident_mib.values() for sample in each]
         yield "resident memory, MiB", f"{min(samples):.0f} to {max(samples):.0f}"
         yield "  most it grew between rounds of a kind", f"{max(self.grown().values(), default=0.0):.1f}"
@@ -312,6 +326,8 @@ def main() -> None:
     while soak.seconds < options.seconds and soak.num_rounds != options.rounds:
         kind = turns[soak.num_rounds % len(turns)]
         soak.run_round(kind)
+        if options.kind is None:
+            soak.run_contents()
         print(f"{soak.seconds:8.1f} s  seed {soak.seed + soak.num_rounds - 1}  {kind.name}", flush=True)
     for name, value in soak.lines():
         print(f"{name:44} {value:>20}")

@@ -91,7 +91,8 @@ class ManagerSide(CountingAllocator, ManagerAllocator):
         return self.manager.allocate_slots(request, request.num_tokens - num_hits, num_hits, pages, **options) is not None
 
     def look_ahead(self, row: int, num_tokens: int) -> bool:
-        return self.manager.allocate_slots(self._requests[row], num_tokens, delay_cache_pages=True) is not None
+        options = {"num_lookahead_tokens": num_tokens - 1, "delay_cache_pages": True}
+        return self.manager.allocate_slots(self._requests[row], 1, **options) is not None
 
     def exchange(self, row: int, other: int) -> None:
         exchange_keys(self._requests, row, other)

@@ -208,7 +208,7 @@ class Faults:
         yield Misuse("bad counts refused", lambda: manager.allocate_slots(request, 0), ArgumentError)
         yield Misuse("bad counts refused", lambda: manager.allocate_slots(request, 1, -1), ArgumentError)
         yield Misuse("bad counts refused", lambda: manager.require_capacity(-1), ArgumentError)
-        yield Misuse("foreign pages refused", lambda: manager.allocate_slots(request, 1, 1, foreign), PageIdError)
+        yield Misuse("foreign pages refused", lambda: manager.allocate_slots(request, 1, 0, foreign), PageIdError)
 
     def _batch_misuses(self, engine: Engine, row: int) -> Iterator[Misuse]:
         batch, outside = engine.side.batch, engine.num_rows

@@ -59,6 +59,16 @@ def test_a_seed_is_a_round() -> None:
     assert first.faults.counts != other.faults.counts
 
 
+def test_contents_have_their_share_of_the_time() -> None:
+    work = Soak(0, [])
+    work.start -= 2
+    work.run_contents()
+    assert work.contents["slots compared"] > work.contents["slots written"] > 0
+    assert work.contents_seconds >= 0.5
+    work.run_round(shorten(FULL_4, 5))
+    assert dict(work.lines())["contents: rounds"] == f"{work.contents['rounds']:,}"
+
+
 # --- what is wrong is found ---------------------------------------------------------------------------------
 
 

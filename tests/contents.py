@@ -1,0 +1,673 @@
+"""The simulation of contents: an engine without a model, on a device that remembers what was computed into each slot.
+
+The oracle mirrors the allocator's design and has no device; this knows only what an engine relies on. A step writes the history
+of each token into its slot, through the page ids and slot mappings that pagepool returned, then compares all that the tokens
+attend to. Which prefix must hit is worked out from the tokens. Steps and transfers fail, jobs are preempted in the middle of a
+schedule, pools are saved and restored.
+
+``python tests/contents.py --seconds 60 --seed 1``; a round that fails prints the line that repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+from contents_device import ContentsError, Device, Histories, find_first_read, require
+from contents_fronts import NUM_ROWS, BatchFront, Entry, Front, Growth, ManagerFront, Work, World
+from contents_index import NULL_PAGE, Books
+from contents_request import Job
+from settings import SETTINGS, Group, Setting
+from workload import NUM_FAMILIES, VOCABULARY, WITH_LOGPROBS, Feature
+
+import pagepool
+from pagepool.errors import ArgumentError, RequestTooLargeError
+
+MAX_WAITING = 5
+MAX_REFUSALS = 8  # of a request that fits no more, with nothing in its way
+NUM_STEPS = 120
+AUDITED_EVERY = 8  # steps
+
+MORE_SETTINGS = [
+    *(Setting(f"full {size}, odd", (Group("full", size),), (16, 40)) for size in (3, 5, 7, 9, 10, 11, 12, 13, 14, 15)),
+    Setting("full 1 eagle", (Group("full", 1),), (24, 64), use_eagle=True),
+    Setting("window 7 in pages of 1", (Group("sliding", 1, 7),), (24, 64)),
+    Setting("window 20 in pages of 16 eagle", (Group("sliding", 16, 20),), use_eagle=True),
+    Setting("chunk 5 in pages of 3", (Group("chunked", 3, 5),)),
+    Setting("full 1 and window of 3", (Group("full", 1), Group("sliding", 3, 5)), (48, 96)),
+    Setting("full 16, chunk of 8, state", (Group("full", 16), Group("chunked", 8, 24), Group("mamba", 16)), (24, 64)),
+    Setting("full 6 and 4, window of 2, 2 shards", (Group("full", 6), Group("full", 4), Group("sliding", 2, 7)), (64, 96),
+            data_parallel_size=2),
+]  # fmt: skip
+CONTENTS_SETTINGS = [*SETTINGS, *MORE_SETTINGS]
+
+FRONTS: list[tuple[type[Front], ...]] = [
+    (ManagerFront,),
+    (BatchFront,),
+    (ManagerFront, BatchFront),
+    (BatchFront, BatchFront),
+    (ManagerFront, BatchFront, BatchFront),
+]
+
+
+def weak_hash(content: Any) -> int:
+    """Collide often."""
+    return hash(content) % 5
+
+
+HASHING: list[dict[str, Any]] = [
+    {},
+    {"keep_token_ids": True},
+    {"hash_algo": "sha256"},
+    {"hash_algo": hash},
+    {"hash_algo": weak_hash},
+]
+
+
+class Simulation:
+    """One setting under one seed."""
+
+    def __init__(self, setting: Setting, seed: int, is_checked: bool = True) -> None:
+        self.setting = setting
+        self.is_checked = is_checked  # by the package itself too
+        self.rng = Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.histories = Histories()
+        self.num_pages = self.rng.choice(setting.num_pages)
+        self.fronts_classes = self.rng.choice(FRONTS)
+        self.options: dict[str, Any] = {"hash_seed": seed}
+        if self.fronts_classes == (ManagerFront,):
+            self.options |= self.rng.choice(HASHING)
+        self.device = Device(self.num_pages, setting.groups)
+        self.waiting: list[Job] = []
+        self.refusals: Counter[Job] = Counter()
+        self.plan: list[Entry] = []
+        self.saved: Any = None
+        self.families = [self._tokens(setting.max_model_len) for _ in range(NUM_FAMILIES)]
+        self.past: deque[list[int]] = deque(maxlen=4)
+        self._names = (f"job {number}" for number in itertools.count())
+        self._open(None)
+
+    def _open(self, page_pool: Any) -> None:
+        """Build manager and batches on a pool."""
+        setting = self.setting
+        groups = setting.cache_groups(pagepool)
+        manager = setting.manager(pagepool.CacheManager, groups, self.num_pages, page_pool=page_pool, **self.options)
+        books = Books(setting, self.num_pages)
+        self.world = World(setting, manager, books, self.device, self.rng, self.counts, preempt=self.preempt)
+        self.fronts = [front(self.world, self._make_tables()) for front in self.fronts_classes]
+        for front in self.fronts:
+            front.plan = self.plan
+
+    def _make_tables(self) -> Any:
+        page_sizes = [group.page_size for group in self.setting.groups]
+        return pagepool.MultiGroupPageTable(NUM_ROWS, self.setting.max_model_len, 64, page_sizes)
+
+    @property
+    def manager(self) -> Any:
+        return self.world.manager
+
+    @property
+    def books(self) -> Books:
+        return self.world.books
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Those that hold pages."""
+        return [job for front in self.fronts for job in front.jobs.values()]
+
+    def run(self, num_steps: int = NUM_STEPS, num_calls: int | None = None) -> Counter[str]:
+        """Run `num_steps` steps, or `num_calls` calls if that is less, then end all jobs; return the counts."""
+        for number in range(num_steps):
+            if num_calls is not None and self.counts["calls"] >= num_calls:
+                break
+            self.submit()
+            self.step()
+            self.intervene()
+            if number % AUDITED_EVERY == 0:
+                self.audit()
+        self.drain()
+        self.counts["slots written"] = self.device.num_written
+        self.counts["slots compared"] = self.device.num_compared
+        self.counts["rounds"] = 1
+        return self.counts
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def submit(self) -> None:
+        """Queue requests."""
+        while len(self.waiting) < MAX_WAITING and self.rng.random() < 0.5:
+            job = self._make_job()
+            try:
+                self.manager.require_capacity(job.num_final_tokens)
+            except RequestTooLargeError:
+                continue
+            self.waiting.append(job)
+
+    def _make_job(self) -> Job:
+        """Return a request, most often with the beginning of another one."""
+        rng, most = self.rng, self.setting.max_model_len
+        bases = [*self.families, *self.past, *(job.all_token_ids for job in self.jobs)]
+        base, page_size = rng.choice(bases), self.setting.page_size
+        num_shared = len(base) if rng.random() < 0.3 else rng.randint(0, len(base) // page_size) * page_size + rng.randint(0, 2)
+        tokens = base[:num_shared] + self._tokens(rng.randint(1, page_size + 1))
+        tokens = tokens[: rng.choice((most - 1, most - 1, most // 2, max(1, page_size - 1)))]
+        num_final_tokens = rng.randint(len(tokens), most)
+        name = next(self._names) if rng.random() < 0.8 else self._reuse_name()
+        job = Job(name, tokens, num_final_tokens, self.histories)
+        if rng.random() < 0.35:
+            self._make_special(job)
+        return job
+
+    def _reuse_name(self) -> str:
+        """Return the id of a request that is gone."""
+        taken = {job.request_id for job in (*self.waiting, *self.jobs)}
+        return "again" if "again" not in taken else next(self._names)
+
+    def _make_special(self, job: Job) -> None:
+        """Give a request a salt, an adapter, images, or the wish for the probabilities of its prompt."""
+        rng, page_size = self.rng, self.setting.page_size
+        kind = rng.randrange(6)
+        if kind == 0:
+            job.sampling_params = WITH_LOGPROBS
+        elif kind in (1, 2):
+            job.cache_salt = rng.choice((None, "salt", "pepper"))
+            job.lora_id = rng.choice((None, 1, "1", "tuned"))
+        elif kind == 3:
+            job.has_vision = True
+        else:
+            places = sorted({(rng.choice((0, 1, page_size, 2 * page_size - 1)), rng.choice((1, page_size))) for _ in range(2)})
+            images = [Feature(rng.choice(("cat", "dog")), "image", SimpleNamespace(offset=o, length=n)) for o, n in places]
+            job.mm_features = (*images, Feature("cat", "image", None)) if rng.random() < 0.2 else tuple(images)
+
+    def _tokens(self, num_tokens: int) -> list[int]:
+        return self.rng.choices(VOCABULARY, k=num_tokens)
+
+    # --- a step -----------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Schedule and run, or fail."""
+        self.plan.clear()
+        turns: list[Callable[[], None]] = [self.admit, *(front.schedule for front in self.fronts)]
+        for turn in self.rng.sample(turns, len(turns)):
+            turn()
+        self.world.is_second = True
+        for front in self.fronts:
+            if isinstance(front, BatchFront) and self.rng.random() < 0.15:
+                front.schedule_next()
+                self.counts["steps in flight"] += 1
+        self.world.is_second = False
+        self.counts["steps"] += 1
+        if self.plan and self.rng.random() < 0.12:
+            self.abort()
+        else:
+            self.compute()
+        self.finish_loading()
+
+    @property
+    def works(self) -> list[Work]:
+        return [work for entry in self.plan for work in entry.works]
+
+    def admit(self) -> None:
+        """Start waiting jobs, wherever there is a free row."""
+        for job in self.rng.sample(self.waiting, min(3, len(self.waiting))):
+            fronts = [front for front in self.fronts if front.free_rows() and self._may_enter(job, front)]
+            if not fronts or job not in self.waiting:
+                continue
+            front = self.rng.choice(fronts)
+            rows = front.free_rows()
+            row = job.row if job.row in rows and self.rng.random() < 0.7 else self.rng.choice(rows)
+            size = self.setting.data_parallel_size
+            dp_shard = self.rng.choice((None, *range(2 * size))) if size else None
+            if front.admit(job, row, dp_shard):
+                self.waiting.remove(job)
+                self.refusals.pop(job, None)
+                continue
+            job.row = row
+            self.refusals[job] += not self.jobs
+            if self.refusals[job] > MAX_REFUSALS:
+                self.waiting.remove(job)
+                self._forget(job)
+            elif self.rng.random() < 0.2:
+                self.preempt()
+
+    def _may_enter(self, job: Job, front: Front) -> bool:
+        """Tell whether a front takes a job: a batch takes no unnamed images. Where all fronts are batches the job loses its."""
+        if not (job.has_vision and isinstance(front, BatchFront)):
+            return True
+        if not any(isinstance(other, ManagerFront) for other in self.fronts):
+            job.has_vision = False
+            job.renew()
+        return not job.has_vision
+
+    def preempt(self) -> Job | None:
+        """Preempt a job, and with it those that hit pages which this step was to compute for it."""
+        if not self.jobs:
+            return None
+        victim = self.rng.choice(self.jobs)
+        self._preempt(victim)
+        return victim
+
+    def _preempt(self, victim: Job) -> None:
+        """Preempt a job and its dependents, the last scheduled first."""
+        scheduled = self._list_dependents(victim)
+        for work in scheduled[::-1]:
+            self._unschedule(work)
+            if work.job.front is not None:
+                self.waiting.append(work.job.front.end(work.job, work.num_before))
+        if not scheduled:
+            num_computed = None if self.rng.random() < 0.7 or victim.loading else victim.num_computed_tokens
+            self.waiting.append(victim.front.end(victim, num_computed))
+        self.counts["preemptions"] += 1
+
+    def _list_dependents(self, victim: Job) -> list[Work]:
+        """Return the works of a job in this step, and of the jobs that hit pages made for them, directly or not."""
+        made: set[int] = set()
+        gone = []
+        for work in self.works:
+            if work.job is victim or made & work.hits:
+                made.update(work.made)
+                gone.append(work)
+        return gone
+
+    def _unschedule(self, work: Work) -> None:
+        for entry in self.plan:
+            if work in entry.works:
+                entry.works.remove(work)
+                if isinstance(entry, Growth):
+                    entry.is_whole = False
+
+    def abort(self) -> None:
+        """Take the step back, the last call first. The model may have begun: the slots of the step may hold garbage."""
+        has_run = self.rng.random() < 0.7
+        made = {page_id for work in self.works for page_id in work.made}
+        computed = self.books.index.entries.keys() - made  # what is computed once more stays what it is
+        for work in self.works:
+            if work.job.loading and not made & work.hits:
+                self._unschedule(work)  # its transfer goes on
+        for work in self._list_computed() if has_run else ():
+            self._spoil(work, work.start, work.num_room_tokens, computed)
+        for entry in self.plan[::-1]:
+            if isinstance(entry, Growth) and self.books.has_state and has_run:
+                entry.is_whole = False  # the states are lost
+            self.waiting += entry.take_back()
+        self.counts["aborted steps"] += 1
+        self.plan.clear()
+        if self.rng.random() < 0.3:
+            self.audit()
+
+    # --- the model --------------------------------------------------------------------------------------------
+
+    def compute(self) -> None:
+        """Run the step, and another that is in flight behind it, and count what was computed."""
+        works = self._list_computed()
+        second = [work for work in works if work.is_second]
+        cuts = self._run([work for work in works if not work.is_second], not second and self.rng.random() < 0.06)
+        self._run(second, False)
+        self._go_back(cuts)
+        for work in works:
+            if work.job not in cuts:
+                self._count(work)
+
+    def _list_computed(self) -> list[Work]:
+        """Return what the model computes; jobs that wait for a transfer are scheduled too."""
+        return [work for work in self.works if not work.job.loading]
+
+    def _run(self, works: list[Work], may_fail: bool) -> dict[Job, int]:
+        """Write what is computed, then compare what is attended to; return jobs that lost tokens, and the first of these."""
+        for work in works:
+            self._write_range(work, work.start, work.start + work.num_transferred)
+        for work in works:
+            self._write(work)
+        cuts = self._fail(self.rng.choice(works)) if works and may_fail else {}
+        for work in works:
+            if work.job not in cuts:
+                self._read(work)
+        return cuts
+
+    def _write(self, work: Work) -> None:
+        """Write a step's tokens, and garbage into the room for drafts behind them."""
+        start = work.start + work.num_transferred
+        for group_id, group in enumerate(self.setting.groups):
+            if group.kind == "mamba" and 0 < start < work.stop:
+                state = work.histories[start - 1 : start]
+                self.device.compare(group_id, work.slots[group_id], state, f"state of {work.job}")
+        self._write_range(work, start, work.stop)
+        if work.stop >= work.job.num_tokens:
+            self._spoil(work, work.stop, work.num_room_tokens, is_state_kept=True)
+
+    def _write_range(self, work: Work, start: int, stop: int) -> None:
+        for group_id, group in enumerate(self.setting.groups):
+            written = work.histories[start:stop]
+            if group.kind == "mamba":
+                written = written[-1:]
+            if written:
+                self.device.write(group_id, work.find_slots(group_id, start, stop), written)
+
+    def _spoil(self, work: Work, start: int, stop: int, spared: Collection[int] = (), is_state_kept: bool = False) -> None:
+        """Write garbage into slots, some pages spared."""
+        if start >= stop:
+            return
+        for group_id, group in enumerate(self.setting.groups):
+            if group.kind == "mamba" and is_state_kept:
+                continue
+            slots = work.find_slots(group_id, start, stop)
+            if group.kind != "mamba":
+                slots = slots[[int(slot) // group.page_size not in spared for slot in slots]]
+            self.device.write(group_id, slots, [self.histories.make_garbage()] * len(slots))
+
+    def _read(self, work: Work) -> None:
+        """Compare all that the tokens of a step attend to."""
+        start, stop = work.start + work.num_transferred, work.stop
+        for group_id, group in enumerate(self.setting.groups if start < stop else ()):
+            first = stop - 1 if group.kind == "mamba" else find_first_read(group, start)
+            slots = work.find_slots(group_id, first, stop)
+            self.device.compare(group_id, slots, work.histories[first:stop], f"read of {work.job}")
+
+    def _compare_held(self, job: Job) -> None:
+        """Compare what the next token of a job that runs will see."""
+        num_tokens = job.num_computed_tokens
+        histories = job.list_histories(num_tokens)
+        for group_id, group in enumerate(self.setting.groups if num_tokens else ()):
+            first = num_tokens - 1 if group.kind == "mamba" else find_first_read(group, num_tokens)
+            if first < num_tokens:
+                slots = job.front.map_slots(job, group_id, range(first, num_tokens))
+                self.device.compare(group_id, slots, histories[first:], f"audit of {job}")
+
+    def _count(self, work: Work) -> None:
+        """Count what was computed, keep some drafts, cache what was delayed; go on, or end."""
+        job, front = work.job, work.job.front
+        num_accepted = self.rng.randint(0, len(work.drafts))
+        num_computed = work.stop - len(work.drafts) + num_accepted
+        job.all_token_ids.extend(work.drafts[:num_accepted])
+        if isinstance(front, BatchFront):
+            job.num_computed_tokens = work.stop
+            job.num_known_tokens = max(job.num_known_tokens, work.stop)
+            if work.drafts:
+                front.cut(job, num_computed)
+        elif work.is_delayed and self.rng.random() < 0.7:
+            front.cache(job, num_computed)
+        else:
+            job.num_computed_tokens = num_computed
+        if job.num_computed_tokens == job.num_tokens:
+            self._sample(job)
+
+    def _sample(self, job: Job) -> None:
+        """Append a token, or end a job that is long enough."""
+        if job.num_tokens >= job.num_final_tokens or self.rng.random() < 0.02:
+            self._end(job)
+        else:
+            base = self.rng.choice(self.families)
+            job.all_token_ids.append(base[job.num_tokens] if job.num_tokens < len(base) else self.rng.choice(VOCABULARY))
+
+    def _end(self, job: Job) -> None:
+        self.past.append(list(job.all_token_ids))
+        job.front.end(job)
+        self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        """Drop a job's hashes, but for some jobs whose id comes again with other tokens."""
+        if job.request_id != "again" or self.rng.random() < 0.5:
+            self.manager.free_page_hashes(job)
+        self.counts["requests"] += 1
+
+    # --- transfers --------------------------------------------------------------------------------------------
+
+    def finish_loading(self) -> None:
+        """End some transfers, whole or at some token."""
+        for job in [job for job in self.jobs if job.loading and self.rng.random() < 0.5]:
+            work, front = job.loading, job.front
+            num_loaded = work.stop if self.rng.random() < 0.7 else self.rng.randint(work.start, work.stop - 1)
+            self._write_range(work, work.start, num_loaded)
+            self._spoil(work, num_loaded, work.stop)
+            self.counts["transfers"] += 1
+            if num_loaded < work.stop and self.books.has_state:
+                self.waiting.append(front.end(job))
+            else:
+                front.finish_loading(job, num_loaded)
+
+    def _fail(self, work: Work) -> dict[Job, int]:
+        """Let tokens be lost from some one on, and return from where on which jobs have to compute again."""
+        first = self.rng.randint(work.start, max(work.start, work.stop - 1))
+        self._spoil(work, first, work.stop)
+        cuts, pages = {work.job: first}, set()
+        self.counts["failed loads"] += 1
+        while True:
+            for job, cut in cuts.items():
+                pages.update(page_id for page, page_id in self._list_places(job) if page.stop > cut)
+            before = dict(cuts)
+            for job in self.jobs:
+                starts = [page.start for page, page_id in self._list_places(job) if page_id in pages]
+                if starts and job not in cuts:
+                    cuts[job] = min(starts)
+                elif starts and job is not work.job:
+                    cuts[job] = min(cuts[job], *starts)
+            if cuts == before:
+                return cuts
+
+    def _list_places(self, job: Job) -> list[tuple[range, int]]:
+        """Return the tokens of each page that a job holds, with the page."""
+        places = []
+        for group, pages in zip(self.setting.groups, job.pages, strict=True):
+            for page, page_id in enumerate(pages):
+                if page_id != NULL_PAGE:
+                    stop = self.setting.max_model_len if group.kind == "mamba" else (page + 1) * group.page_size
+                    places.append((range(page * group.page_size, stop), page_id))
+        return places
+
+    def _go_back(self, cuts: dict[Job, int]) -> None:
+        """Drop what is cached of lost tokens, and let jobs go back before them, or start over."""
+        if not cuts:
+            return
+        bad = sorted({page_id for job, cut in cuts.items() for page, page_id in self._list_places(job) if page.stop > cut})
+        self._evict(bad)
+        stops = {work.job: work.stop for work in self.works}
+        for job, cut in cuts.items():
+            front = job.front
+            if isinstance(front, BatchFront):
+                job.num_computed_tokens = stops.get(job, job.num_computed_tokens)
+                job.num_known_tokens = int(front.batch.num_tokens[job.row])
+            cut = min(cut, job.num_tokens - 1)
+            if job.loading or self.rng.random() < 0.2 or not front.go_back(job, cut):
+                self.waiting.append(front.end(job, min(cut, job.num_computed_tokens)))
+
+    def _evict(self, page_ids: list[int]) -> None:
+        num_cached = sum(page_id in self.books.index.entries for page_id in page_ids)
+        self.counts["calls"] += 1
+        num_evicted = self.manager.page_pool.evict_pages(page_ids)
+        require(num_evicted == num_cached, "evicted entries", num_evicted, num_cached)
+        for page_id in page_ids:
+            self.books.index.drop(page_id)
+
+    # --- interventions ----------------------------------------------------------------------------------------
+
+    def intervene(self) -> None:
+        """Do something between two steps, now and then."""
+        chances: list[tuple[Callable[[], Any], float]] = [
+            (self.evict, 0.03),
+            (self.move, 0.1),
+            (self.rewind, 0.15),
+            (self.cancel, 0.03),
+            (self.preempt_between, 0.05),
+            (self.misuse, 0.1),
+            (self.reset, 0.01),
+            (self.save, 0.05),
+            (self.restore, 0.01),
+        ]
+        self.plan.clear()
+        for action, chance in chances:
+            if self.rng.random() < chance:
+                action()
+
+    def evict(self) -> None:
+        """Drop the prefix entries of some pages."""
+        self._evict(self.rng.sample(range(1, self.num_pages), self.rng.randint(1, 3)))
+
+    def move(self) -> None:
+        for front in self.fronts:
+            if isinstance(front, BatchFront):
+                front.move()
+
+    def rewind(self) -> None:
+        """Let a row forget tokens, and compute them again; refused where the pages or the state for it are gone."""
+        jobs = [job for job in self.jobs if isinstance(job.front, BatchFront)]
+        if jobs:
+            job = self.rng.choice(jobs)
+            num_tokens = self.rng.randint(0, job.num_tokens - 1)
+            is_behind = self.books.has_state and 0 < min(num_tokens, job.num_known_tokens) < job.num_computed_tokens
+            is_cut = job.front.go_back(job, num_tokens)
+            require(not (is_cut and is_behind), "a state went back", job, num_tokens)
+            self.counts["rows cut"] += is_cut
+
+    def cancel(self) -> None:
+        """End a job early."""
+        if self.jobs:
+            self._end(self.rng.choice(self.jobs))
+
+    def preempt_between(self) -> None:
+        self.preempt()
+
+    def reset(self) -> None:
+        """Reset the prefix cache, or be told that it is in use."""
+        self.counts["calls"] += 1
+        is_reset = self.manager.reset_prefix_cache()
+        require(is_reset is not self.books.is_held, "reset", is_reset)
+        if is_reset:
+            self.books.reset()
+
+    def misuse(self) -> None:
+        """Claim tokens that were not computed, or more than fit: refused, and the state is unchanged."""
+        if not self.waiting:
+            return
+        job, rng = self.rng.choice(self.waiting), self.rng
+        before = self._read_state()
+        job.num_computed_tokens = rng.choice((0, self.setting.page_size, 2 * self.setting.page_size))
+        num_claimed = 0 if job.num_computed_tokens else rng.randint(0, self.setting.page_size)
+        is_claim = job.num_computed_tokens + num_claimed > 0
+        self.counts["calls"] += 1
+        try:
+            self.manager.allocate_slots(job, 1 if is_claim else self.setting.max_model_len + 1, num_claimed)
+        except ArgumentError:
+            require(self._read_state() == before, "a call that was refused changed something", job)
+        else:
+            raise ContentsError(f"{job} holds nothing, and may claim {num_claimed} tokens more, or too many")
+        finally:
+            job.num_computed_tokens = 0
+        self.counts["refused claims"] += 1
+
+    def _read_state(self) -> Any:
+        pool = self.manager.page_pool
+        return pool.free_page_ids_in_order().tolist(), pool.ref_counts().tolist(), pool.stats.num_cached_pages
+
+    def save(self) -> None:
+        """Take a snapshot, and what the device holds with it."""
+        cells, index = self.device.cells.copy(), self.books.index.copy()
+        num_held = sum(map(bool, self.books.holders.values()))
+        self.saved = self.manager.page_pool.snapshot(), cells, index, num_held
+        self.counts["calls"] += 1
+
+    def restore(self) -> None:
+        """Start again from the last snapshot: no page is held, all requests wait."""
+        if self.saved is None:
+            return
+        snapshot, cells, index, num_held = self.saved
+        for job in self.jobs:
+            self.waiting.append(job.front.leave(job, None))
+        for job in self.waiting:
+            job.renew()
+        pool = pagepool.PagePool.restore(snapshot)
+        require(pool.release_all_held() == num_held, "pages held in a snapshot", num_held)
+        self._open(pool)
+        self.device.cells[:] = cells
+        self.books.index = index.copy()
+        self.counts["restored pools"] += 1
+        self.audit()
+
+    # --- audits -----------------------------------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """Compare all that can be seen: cached pages and what is in them, holders, what running jobs will read."""
+        pool, store, books = self.manager.page_pool, self.manager.page_pool.store, self.books
+        keys = {page_id: store.key_of(page_id) for page_id in range(self.num_pages)}
+        cached = {page_id: key[1] for page_id, key in keys.items() if key is not None}
+        expected = {page_id: entry.content[0] for page_id, entry in books.index.entries.items()}
+        require(cached == expected, "cached pages and their groups", cached, expected)
+        for page_id, entry in books.index.entries.items():
+            group_id, history = entry.content
+            histories = self.histories.list_last(history, self.setting.groups[group_id].page_size)
+            self.device.compare_page(group_id, page_id, histories)
+        ref_counts = [books.holders[page_id] for page_id in range(self.num_pages)]
+        require(pool.ref_counts().tolist() == ref_counts, "ref counts", pool.ref_counts().tolist(), ref_counts)
+        for job in self.jobs:
+            if not job.loading:
+                self._compare_held(job)
+            if isinstance(job.front, BatchFront):
+                num_computed_tokens = int(job.front.batch.num_computed_tokens[job.row])
+                require(num_computed_tokens == job.num_computed_tokens, "computed tokens", job, num_computed_tokens)
+        if self.is_checked:
+            self.manager.check()
+            for front in self.fronts:
+                if isinstance(front, BatchFront):
+                    front.batch.check()
+        self.counts["audits"] += 1
+
+    def drain(self) -> None:
+        """End all; nothing may be left but what is cached."""
+        for job in self.jobs:
+            self._end(job)
+        self.audit()
+        require(not self.books.is_held, "held at the end")
+        self.reset()
+
+
+def run_round(
+    setting: Setting, seed: int, num_steps: int = NUM_STEPS, num_calls: int | None = None, is_checked: bool = True
+) -> Counter[str]:
+    """Run a seed's simulation to its end and return its counts; where it fails, say how to run it again."""
+    simulation = Simulation(setting, seed, is_checked)
+    try:
+        return simulation.run(num_steps, num_calls)
+    except Exception as error:
+        fronts = ", ".join(type(front).__name__ for front in simulation.fronts)
+        where = f"step {simulation.counts['steps']}, {simulation.num_pages} pages, {fronts}"
+        repeat = f"to repeat: python tests/contents.py --setting {setting.name!r} --seed {seed} --rounds 1"
+        raise ContentsError(f"{where}\n{repeat}\n{type(error).__name__}: {error}") from error
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description="Simulate the contents of a device.")
+    parser.add_argument("--seconds", type=float, default=60.0, help="no round begins after so many seconds")
+    parser.add_argument("--seed", type=int, default=0, help="of the first round; each has the next")
+    parser.add_argument("--setting", help="rounds of this setting alone")
+    parser.add_argument("--rounds", type=int, help="so many rounds at most")
+    parser.add_argument("--unchecked", action="store_true", help="without the package's own checks")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Simulate for the given time and print what was counted."""
+    options = parse_arguments()
+    logging.getLogger("pagepool").setLevel(logging.ERROR)
+    settings = [setting for setting in CONTENTS_SETTINGS if options.setting in (None, setting.name)]
+    if not settings:
+        sys.exit(f"--setting: got {options.setting!r}, allowed: {', '.join(setting.name for setting in CONTENTS_SETTINGS)}")
+    counts: Counter[str] = Counter()
+    start = time.monotonic()
+    while time.monotonic() - start < options.seconds and counts["rounds"] != options.rounds:
+        setting = settings[counts["rounds"] % len(settings)]
+        counts += run_round(setting, options.seed + counts["rounds"], is_checked=not options.unchecked)
+    for name, count in counts.items():
+        print(f"{name:30} {count:>15,}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The device of the simulation: an array of cells in place of keys and values, and numbers for what each of them is made of.
+
+All groups draw from the same cells, as layers do that share one buffer, so that a page which two groups hold is seen too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from settings import Group
+
+NOTHING = 0
+"""The value of a cell that was never written, and the history of no tokens."""
+
+MAX_GROUPS = 64
+
+Cells = npt.NDArray[np.int64]
+
+
+class ContentsError(AssertionError):
+    """A wrong page, a wrong hit, a wrong count."""
+
+
+def require(condition: bool, what: str, *values: Any) -> None:
+    """Raise unless the condition holds."""
+    if not condition:
+        raise ContentsError(": ".join((what, *map(str, values))))
+
+
+class Histories:
+    """Numbers for all that a token's keys and values are made of: the token, the tokens before it, salt, adapter, images.
+
+    Equal numbers are equal histories: they are the nodes of a tree of tokens, and nothing is hashed.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, Any], int] = {}
+        self._parents = [NOTHING]
+
+    def follow(self, parent: int, inputs: Any) -> int:
+        """Return the history that `parent` becomes with one token's inputs."""
+        number = self._numbers.setdefault((parent, inputs), len(self._parents))
+        if number == len(self._parents):
+            self._parents.append(parent)
+        return number
+
+    def make_garbage(self) -> int:
+        """Return a number that no token has."""
+        self._parents.append(NOTHING)
+        return len(self._parents) - 1
+
+    def list_last(self, number: int, num_tokens: int) -> list[int]:
+        """Return the last histories of a prefix, the longest last."""
+        numbers = []
+        for _ in range(num_tokens):
+            numbers.append(number)
+            number = self._parents[number]
+        return numbers[::-1]
+
+
+class Device:
+    """Cells by page and offset, shared by all groups. Page 0 is never written."""
+
+    def __init__(self, num_pages: int, groups: Sequence[Group]) -> None:
+        self.groups = groups
+        width = max([1, *(group.page_size for group in groups if group.kind != "mamba")])
+        self.cells: Cells = np.zeros((num_pages, width), dtype=np.int64)
+        self.num_written = 0
+        self.num_compared = 0
+
+    def write(self, group_id: int, slots: npt.NDArray[np.int32], histories: Sequence[int]) -> None:
+        """Write what was computed into slots of a group."""
+        pages, offsets = self._places(group_id, slots)
+        require(bool((pages > 0).all()), "a write into the null page", slots.tolist())
+        self.cells[pages, offsets] = self._values(group_id, histories)
+        self.num_written += len(histories)
+
+    def compare(self, group_id: int, slots: npt.NDArray[np.int32], histories: Sequence[int], what: str) -> None:
+        """Raise unless slots of a group hold this."""
+        pages, offsets = self._places(group_id, slots)
+        read, expected = self.cells[pages, offsets], self._values(group_id, histories)
+        self.num_compared += len(histories)
+        if not (pages > 0).all() or not np.array_equal(read, expected):
+            bad = int(np.argmax((read != expected) | (pages == 0)))
+            found = f"history {read[bad] // MAX_GROUPS} of group {read[bad] % MAX_GROUPS}"
+            place = f"number {bad} of {len(histories)} tokens, page {pages[bad]}, slot {offsets[bad]}"
+            raise ContentsError(f"{what}: group {group_id}, {place}: read {found}, computed was {histories[bad]}")
+
+    def compare_page(self, group_id: int, page_id: int, histories: Sequence[int]) -> None:
+        """Raise unless a page holds this from its first slot on."""
+        page_size = self.groups[group_id].page_size
+        slots = np.arange(len(histories), dtype=np.int32) + page_id * page_size
+        self.compare(group_id, slots, histories, f"cached page {page_id}")
+
+    def _places(self, group_id: int, slots: npt.NDArray[np.int32]) -> tuple[Any, Any]:
+        """Return page and offset of each slot. A state's slots are page ids."""
+        if self.groups[group_id].kind == "mamba":
+            return slots, np.zeros_like(slots)
+        return np.divmod(slots, self.groups[group_id].page_size)
+
+    def _values(self, group_id: int, histories: Sequence[int]) -> Cells:
+        return np.asarray(histories, dtype=np.int64) * MAX_GROUPS + group_id
+
+
+def find_first_read(group: Group, position: int) -> int:
+    """Return the first of the tokens that the token at `position` attends to."""
+    if group.kind == "sliding":
+        return max(0, position - group.span + 1)
+    if group.kind == "chunked":
+        return position // group.span * group.span
+    return 0

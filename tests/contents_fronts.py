@@ -1,0 +1,547 @@
+"""The two fronts of a pool, the manager and a running batch. Each call of theirs is entered in the books.
+
+What a step will compute is a `Work`. A step that is not run is taken back entry by entry, the last first.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+from contents_device import Device, find_first_read, require
+from contents_index import NULL_PAGE, Books
+from contents_request import Job
+from oracle import PREEMPTED, RUNNING
+from settings import Group, Setting
+from workload import VOCABULARY
+
+import pagepool
+
+NUM_ROWS = 4
+
+
+@dataclass
+class World:
+    """One pool, and all that belongs to it."""
+
+    setting: Setting
+    manager: Any
+    books: Books
+    device: Device
+    rng: Random
+    counts: Counter[str]
+    is_second: bool = False  # a step is in flight that has not run while another one is scheduled
+    preempt: Callable[[], Job | None] = lambda: None  # some job that gives its pages back, if there is any
+
+    def is_cached(self, page_id: int) -> bool:
+        return self.manager.page_pool.store.key_of(page_id) is not None
+
+
+@dataclass(eq=False)
+class Work:
+    """Tokens of a job that a step computes, from `start` on; those of a transfer come first, drafts last."""
+
+    job: Job
+    start: int
+    histories: list[int]  # of all tokens up to the last computed one
+    num_room_tokens: int
+    num_before: int  # tokens that were computed before this step, and before others of the job that are in flight
+    num_transferred: int = 0
+    drafts: list[int] = field(default_factory=list)
+    made: list[int] = field(default_factory=list)  # pages that were cached for it
+    hits: frozenset[int] = frozenset()
+    is_delayed: bool = False
+    is_second: bool = False  # another step is in flight before it
+    slots: list[Any] = field(default_factory=list)  # by group: those of tokens from `first_tokens` on; a state's page
+    first_tokens: list[int] = field(default_factory=list)
+    num_pages_before: list[int] = field(default_factory=list)
+
+    @property
+    def stop(self) -> int:
+        return len(self.histories)
+
+    def find_slots(self, group_id: int, start: int, stop: int) -> Any:
+        """Return the slots of tokens, or the page of a state, as they were when the call returned."""
+        first = self.first_tokens[group_id]
+        return self.slots[group_id] if first < 0 else self.slots[group_id][start - first : stop - first]
+
+
+@dataclass(eq=False)
+class Entry(ABC):
+    """A call of the schedule, with the works that it admitted."""
+
+    front: Any
+    works: list[Work]
+
+    @abstractmethod
+    def take_back(self) -> list[Job]:
+        """Undo the call, and return the jobs that do not run any more."""
+
+    def end_all(self) -> list[Job]:
+        """End the jobs that still run, the last first."""
+        works = [work for work in self.works[::-1] if work.job.front is self.front]
+        return [self.front.end(work.job, work.num_before) for work in works]
+
+
+class Door(Entry):
+    """One request that was scheduled, or row that was admitted, which gives all of its pages back."""
+
+    def take_back(self) -> list[Job]:
+        return self.end_all()
+
+
+@dataclass(eq=False)
+class Growth(Entry):
+    """Rows that a batch grew in one call."""
+
+    result: Any
+    is_step: bool
+    is_whole: bool = True  # no row of it was released since
+
+    def take_back(self) -> list[Job]:
+        if not self.is_whole:
+            return self.end_all()
+        return self.front.undo(self)
+
+
+class Front(ABC):
+    """Rows of a table, and the jobs in them."""
+
+    def __init__(self, world: World, tables: Any) -> None:
+        self.world = world
+        self.rng = world.rng
+        self.setting = world.setting
+        self.books = world.books
+        self.tables = tables
+        self.jobs: dict[int, Job] = {}  # by row
+        self.plan: list[Entry] = []  # of the step; the simulation sets it
+
+    def free_rows(self) -> list[int]:
+        return [row for row in range(NUM_ROWS) if row not in self.jobs]
+
+    @abstractmethod
+    def admit(self, job: Job, row: int, dp_shard: int | None) -> bool:
+        """Start a waiting job; False if too few pages are free."""
+
+    @abstractmethod
+    def schedule(self) -> None:
+        """Grow jobs that run, those that were preempted meanwhile excepted."""
+
+    @abstractmethod
+    def end(self, job: Job, num_computed_tokens: int | None = None) -> Job:
+        """Give back all pages of a job; with `num_computed_tokens` what it cached from there on is forgotten."""
+
+    def map_slots(self, job: Job, group_id: int, positions: Sequence[int]) -> Any:
+        """Return the slots of tokens; for a state its page."""
+        table = self.tables[group_id]
+        if self.setting.groups[group_id].kind == "mamba":
+            return table.page_table_cpu[job.row, :1].copy()
+        rows = np.full(len(positions), job.row, dtype=np.int32)
+        return table.slot_mapping(rows, np.asarray(positions, dtype=np.int32), self.setting.groups[group_id].page_size)
+
+    def start(self, job: Job, row: int) -> None:
+        job.front, job.row, job.status = self, row, RUNNING
+        self.jobs[row] = job
+
+    def leave(self, job: Job, num_computed_tokens: int | None) -> Job:
+        """Note that a job gave its pages back."""
+        if num_computed_tokens is not None:
+            self.books.forget(job, num_computed_tokens, self.world.is_cached)
+        self.books.release(job)
+        del self.jobs[job.row]
+        job.front, job.num_computed_tokens, job.num_known_tokens, job.status, job.loading = None, 0, 0, PREEMPTED, None
+        return job
+
+    @staticmethod
+    def has_pages(group: Group, pages: Sequence[int], num_computed_tokens: int) -> bool:
+        """Tell whether all pages are there that tokens from `num_computed_tokens` on attend to."""
+        first = find_first_read(group, num_computed_tokens) // group.page_size
+        return NULL_PAGE not in pages[first:]
+
+    def list_due(self) -> list[Job]:
+        """Return most of the jobs that this step has not scheduled yet, in random order."""
+        planned = {work.job for entry in self.plan for work in entry.works}
+        due = [job for job in self.jobs.values() if not job.loading and job not in planned and self.rng.random() < 0.9]
+        return self.rng.sample(due, len(due))
+
+    def draw_count(self, num_left: int) -> int:
+        return num_left if self.rng.random() < 0.6 else self.rng.randint(1, num_left)
+
+    def draw_drafts(self, job: Job) -> list[int]:
+        """Return draft tokens; none where there is a state, which would see the rejected ones."""
+        most = min(3, self.setting.max_model_len - job.num_tokens)
+        if self.books.has_state or most <= 0 or self.rng.random() < 0.6:
+            return []
+        return self.rng.choices(VOCABULARY, k=self.rng.randint(1, most))
+
+    def note(self, job: Job, start: int, stop: int, drafts: Sequence[int] = (), num_ahead: int = 0) -> Work:
+        """Return the work of a call that is about to be made, with the state of the books before it."""
+        histories = job.list_histories(min(stop, job.num_tokens)) + job.list_draft_histories(drafts)
+        num_room_tokens = min(len(histories) + num_ahead, self.setting.max_model_len)
+        in_flight = [work.num_before for entry in self.plan for work in entry.works if work.job is job]
+        work = Work(job, start, histories, num_room_tokens, [*in_flight, start][0], drafts=list(drafts))
+        work.num_pages_before = [len(pages) for pages in job.pages]
+        work.is_second = self.world.is_second
+        return work
+
+    def finish(self, work: Work, histories: Sequence[int]) -> None:
+        """Note where the tokens of a call go, and what it cached: pages that are full of these histories."""
+        self.books.require_room(work.job, work.num_room_tokens)
+        for group_id, group in enumerate(self.setting.groups):
+            first = find_first_read(group, work.start) if group.kind != "mamba" else -1
+            work.slots.append(self.map_slots(work.job, group_id, range(max(0, first), work.num_room_tokens)))
+            work.first_tokens.append(first)
+        if not work.is_delayed:
+            work.made = self.books.enter(work.job, histories)
+
+    def look_up(self, job: Job, num_hit_tokens: int, shard: range | None, may_hit: bool) -> None:
+        """Compare a look-up with the books."""
+        expected = self.books.find_hit_length(job, shard) if may_hit else 0
+        require(num_hit_tokens == expected, "hit tokens", job, f"got {num_hit_tokens}, cached are {expected}")
+        self.world.counts["look-ups"] += 1
+        self.world.counts["hits"] += num_hit_tokens > 0
+        self.world.counts["hit tokens"] += num_hit_tokens
+
+    def call(self, name: str, target: Any, *arguments: Any, **options: Any) -> Any:
+        """Call and count."""
+        self.world.counts["calls"] += 1
+        self.world.counts[f"  {name}"] += 1
+        return getattr(target, name)(*arguments, **options)
+
+
+class ManagerFront(Front):
+    """Requests of the manager, with a table that the engine fills from the pages that it gets."""
+
+    @property
+    def manager(self) -> Any:
+        return self.world.manager
+
+    def admit(self, job: Job, row: int, dp_shard: int | None) -> bool:
+        placement = self._placement(dp_shard)
+        hits, num_hit_tokens = self.call("get_computed_pages", self.manager, job, **placement)
+        self.look_up(job, num_hit_tokens, self.books.find_shard(dp_shard), not job.sampling_params)
+        num_transferred, num_new = self._divide(job, num_hit_tokens)
+        options = self._options(placement)
+        if num_transferred and num_new == 0:
+            options["delay_cache_pages"] = True
+        num_ahead = options.get("num_lookahead_tokens", 0)
+        added = self.call(
+            "allocate_slots",
+            self.manager,
+            job,
+            num_new,
+            num_hit_tokens,
+            hits if num_hit_tokens or self.rng.random() < 0.5 else None,
+            num_external_computed_tokens=num_transferred,
+            **options,
+        )
+        if added is None:
+            num_tokens = min(num_hit_tokens + num_transferred + num_new + num_ahead, self.setting.max_model_len)
+            self.books.require_shortage(job, num_tokens, options.get("num_reserved_pages", 0), dp_shard)
+            return False
+        hit_ids = hits.get_page_ids()
+        shard = self.books.find_shard_of([page_id for ids in hit_ids for page_id in ids], dp_shard)
+        self.books.attach(job, hit_ids, num_hit_tokens, self.books.find_shard(dp_shard))
+        self.start(job, row)
+        work = self.note(job, num_hit_tokens, num_hit_tokens + num_transferred + num_new, num_ahead=num_ahead)
+        work.hits = frozenset(page_id for pages in job.pages for page_id in pages if page_id != NULL_PAGE)
+        work.num_transferred, work.is_delayed = num_transferred, "delay_cache_pages" in options
+        self.books.take(job, added.get_page_ids(), shard)
+        self.tables.add_row(job.pages, row)
+        job.num_computed_tokens = num_hit_tokens
+        self.finish(work, work.histories[: work.job.num_tokens])
+        if num_transferred and num_new == 0:
+            job.loading = work
+        self.plan.append(Door(self, [work]))
+        return True
+
+    def _divide(self, job: Job, num_hit_tokens: int) -> tuple[int, int]:
+        """Return how many tokens a transfer brings and how many are computed."""
+        num_left = job.num_tokens - num_hit_tokens
+        if num_left > 1 and self.rng.random() < 0.2:
+            num_transferred = self.rng.randint(1, num_left - 1)
+            return num_transferred, 0 if self.rng.random() < 0.5 else self.rng.randint(1, num_left - num_transferred)
+        return 0, self.draw_count(num_left)
+
+    def _placement(self, dp_shard: int | None) -> dict[str, Any]:
+        size = self.setting.data_parallel_size
+        return {} if size is None else {"dp_shard_hint": dp_shard, "data_parallel_size": size}
+
+    def _options(self, placement: dict[str, Any]) -> dict[str, Any]:
+        rng, options = self.rng, dict(placement)
+        if rng.random() < 0.2:
+            options["num_lookahead_tokens"] = rng.randint(1, self.setting.page_size + 1)
+        if rng.random() < 0.2:
+            options["delay_cache_pages"] = True
+        if rng.random() < 0.05:
+            options["num_reserved_pages"] = rng.randint(1, 4)
+        return options
+
+    def schedule(self) -> None:
+        for job in self.list_due():
+            while job.front is self and not self.grow(job):
+                if self.rng.random() < 0.3 or self.world.preempt() is None:
+                    break
+
+    def grow(self, job: Job) -> bool:
+        """Schedule tokens of a job that runs, those behind the last as drafts."""
+        num_left = job.num_tokens - job.num_computed_tokens
+        num_new = self.draw_count(num_left)
+        drafts = self.draw_drafts(job) if num_new == num_left else []
+        dp_shard = self.rng.choice((None, 0, 1, 2))
+        options = self._options(self._placement(dp_shard))
+        num_ahead = options.get("num_lookahead_tokens", 0)
+        start = job.num_computed_tokens
+        work = self.note(job, start, start + num_new, drafts, num_ahead)
+        work.is_delayed = "delay_cache_pages" in options
+        added = self.call("allocate_slots", self.manager, job, num_new + len(drafts), **options)
+        self.books.rewind(job, start)
+        self._skip(job, start)
+        if added is None:
+            return False
+        shard = self.books.find_shard_of([page_id for pages in job.pages for page_id in pages], dp_shard)
+        new_ids = added.get_page_ids()
+        self.books.take(job, new_ids, shard)
+        self.tables.append_row(new_ids, job.row)
+        self.finish(work, work.histories[: work.job.num_tokens])
+        self.plan.append(Door(self, [work]))
+        return True
+
+    def _skip(self, job: Job, num_computed_tokens: int) -> None:
+        held = self.manager.get_page_ids(job.request_id)
+        self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], num_computed_tokens)
+
+    def finish_loading(self, job: Job, num_loaded_tokens: int) -> None:
+        """Go on with what a transfer brought."""
+        job.loading = None
+        self.cache(job, num_loaded_tokens)
+
+    def cache(self, job: Job, num_computed_tokens: int) -> None:
+        """Cache what was computed and delayed, before or after it is counted."""
+        if self.rng.random() < 0.5:
+            job.num_computed_tokens = num_computed_tokens
+        self.call("cache_pages", self.manager, job, num_computed_tokens)
+        if self.setting.enable_caching:
+            self.books.rewind(job, job.num_computed_tokens)
+            self.books.enter(job, job.list_histories(num_computed_tokens))
+        job.num_computed_tokens = num_computed_tokens
+
+    def end(self, job: Job, num_computed_tokens: int | None = None) -> Job:
+        if num_computed_tokens is None:
+            self.call("free", self.manager, job)
+        else:
+            self.call("free", self.manager, job, num_computed_tokens=num_computed_tokens)
+        self.tables.clear_row(job.row)
+        return self.leave(job, num_computed_tokens)
+
+    def go_back(self, job: Job, num_computed_tokens: int) -> bool:
+        """Let tokens be computed again; False if pages that they need are gone."""
+        for group, pages in zip(self.setting.groups, job.pages, strict=True):
+            if group.kind == "mamba" or not self.has_pages(group, pages, num_computed_tokens):
+                return False
+        job.num_computed_tokens = min(job.num_computed_tokens, num_computed_tokens)
+        return True
+
+
+class BatchFront(Front):
+    """Rows of a running batch, which fills the table itself."""
+
+    def __init__(self, world: World, tables: Any) -> None:
+        super().__init__(world, tables)
+        size = self.setting.data_parallel_size
+        self.batch = pagepool.RunningBatch(world.manager, tables, data_parallel_size=size)
+
+    def admit(self, job: Job, row: int, dp_shard: int | None) -> bool:
+        options = self._options(job, dp_shard)
+        num_hit_tokens = self.call("admit", self.batch, row, job.all_token_ids, **options)
+        if num_hit_tokens is None:
+            self.books.require_shortage(job, job.num_tokens, options.get("num_reserved_pages", 0), dp_shard)
+            return False
+        shard = self.books.find_shard(dp_shard)
+        self.look_up(job, num_hit_tokens, shard, options["look_up"])
+        stop = int(self.batch.num_computed_tokens[row])
+        held = self.batch.get_page_ids(row)
+        nums_hits = [0 if group.kind == "mamba" else num_hit_tokens // group.page_size for group in self.setting.groups]
+        hits = [ids[:num] for ids, num in zip(held, nums_hits, strict=True)]
+        self.books.attach(job, hits, num_hit_tokens, shard)
+        self.start(job, row)
+        job.num_known_tokens, job.num_computed_tokens, job.dp_shard = job.num_tokens, num_hit_tokens, dp_shard
+        work = self.note(job, num_hit_tokens, stop)
+        work.hits = frozenset(page_id for pages in job.pages for page_id in pages if page_id != NULL_PAGE)
+        self.books.take(job, [ids[num:] for ids, num in zip(held, nums_hits, strict=True)], shard)
+        self.finish(work, work.histories)
+        self.plan.append(Door(self, [work]))
+        return True
+
+    def _options(self, job: Job, dp_shard: int | None) -> dict[str, Any]:
+        rng, options = self.rng, {"look_up": not job.sampling_params, "is_preempted": job.status == PREEMPTED}
+        if job.cache_salt is not None or job.lora_id is not None or job.mm_features:
+            options |= {"cache_salt": job.cache_salt, "lora_id": job.lora_id, "mm_features": job.mm_features}
+        if rng.random() < 0.4:
+            options["num_tokens"] = rng.randint(1, job.num_tokens)
+        if rng.random() < 0.3:
+            options["max_num_new_tokens"] = rng.randint(1, job.num_tokens)
+        if rng.random() < 0.05:
+            options["num_reserved_pages"] = rng.randint(1, 4)
+        if self.setting.data_parallel_size is not None:
+            options["dp_shard"] = dp_shard
+        return options
+
+    def schedule(self) -> None:
+        steps, grows = [], []
+        for job in self.list_due():
+            is_step = job.num_tokens == job.num_known_tokens + 1 == job.num_computed_tokens + 1
+            (steps if is_step and self.rng.random() < 0.7 else grows).append(job)
+        calls = [lambda: self._step(steps), lambda: self._grow(grows)]
+        for call in self.rng.sample(calls, 2):
+            call()
+
+    def schedule_next(self) -> None:
+        """Grow rows that know more tokens once more, before the step that is in flight has run."""
+        self._grow([job for job in self.jobs.values() if self.rng.random() < 0.5], may_draft=False)
+
+    def _step(self, jobs: list[Job]) -> None:
+        """Decode a token of each row."""
+
+        def call(jobs: list[Job]) -> tuple[Any, list[Work]]:
+            works = [self.note(job, job.num_computed_tokens, job.num_tokens) for job in jobs]
+            tokens = [job.all_token_ids[-1] for job in jobs]
+            return self.call("step", self.batch, [job.row for job in jobs], tokens), works
+
+        for work in self._persist(jobs, True, call):
+            work.job.num_known_tokens += 1
+
+    def _grow(self, jobs: list[Job], may_draft: bool = True) -> None:
+        """Tell rows their tokens, drafts behind them, and compute some."""
+        amounts = {}
+        for job in [job for job in jobs if job.front is self]:
+            left = job.num_tokens - int(self.batch.num_computed_tokens[job.row])
+            if left <= 0:
+                continue
+            num_new = self.draw_count(left)
+            drafts = self.draw_drafts(job) if num_new == left and may_draft else []
+            amounts[job] = num_new, drafts, self.rng.choice((0, 0, 0, 1, 5))
+            told = job.all_token_ids[job.num_known_tokens :] + drafts
+            if told:
+                self.call("append", self.batch, [job.row] * len(told), told)
+            job.num_known_tokens = job.num_tokens
+
+        def call(jobs: list[Job]) -> tuple[Any, list[Work]]:
+            works, nums_new, nums_ahead = [], [], []
+            for job in jobs:
+                num_new, drafts, num_ahead = amounts[job]
+                start = int(self.batch.num_computed_tokens[job.row])
+                works.append(self.note(job, start, start + num_new, drafts, num_ahead))
+                nums_new.append(num_new + len(drafts))
+                nums_ahead.append(num_ahead)
+            return self.call("grow", self.batch, [job.row for job in jobs], nums_new, nums_ahead), works
+
+        grown = {work.job for work in self._persist(list(amounts), False, call)}
+        for job, (_, drafts, _) in amounts.items():
+            if drafts and job not in grown and job.front is self:
+                self.cut(job, job.num_tokens)
+
+    def _persist(self, jobs: list[Job], is_step: bool, call: Callable[[list[Job]], tuple[Any, list[Work]]]) -> list[Work]:
+        """Call for the jobs; where one does not fit, preempt any and call again for those that are left, or give up."""
+        done: list[Work] = []
+        while jobs := [job for job in jobs if job.front is self]:
+            result, works = call(jobs)
+            self._book(result, works)
+            grown = works[: result.num_grown]
+            done += grown
+            if grown:
+                self.plan.append(Growth(self, grown, result, is_step))
+            jobs = jobs[result.num_grown :]
+            if not jobs or self.rng.random() < 0.3 or self.world.preempt() is None:
+                break
+        return [work for work in done if work.job.front is self]
+
+    def _book(self, result: Any, works: list[Work]) -> None:
+        """Write into the books what a call did to the rows, in order, and to the first that did not fit."""
+        added: dict[int, list[list[int]]] = {work.job.row: [[] for _ in self.setting.groups] for work in works}
+        new = zip(*(ids.tolist() for ids in (result.new_page_rows, result.new_page_groups, result.new_page_ids)), strict=True)
+        for row, group_id, page_id in new:
+            added[row][group_id].append(page_id)
+        for work in works[: result.num_grown + 1]:
+            job = work.job
+            held = self.batch.get_page_ids(job.row)
+            self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], work.start)
+            self.books.take(job, added[job.row], self.books.find_shard(job.dp_shard))
+            require([list(ids) for ids in held] == job.pages, "a row holds other pages than was told", job, held, job.pages)
+        for work in works[: result.num_grown]:
+            self.finish(work, work.histories)
+
+    def undo(self, growth: Growth) -> list[Job]:
+        """Take a call back; rows forget the tokens that it appended, and drafts that came before it. Where a row cannot go
+        back, since a call that was taken back already gave pages back that had left a window, all of them end.
+        """
+        try:
+            self.call("undo", self.batch, growth.result)
+        except pagepool.errors.ArgumentError:
+            require(self._has_lost_pages(growth), "a call that may be taken back is not", growth.works)
+            self.world.counts["calls that could not be taken back"] += 1
+            return growth.end_all()
+        for work in growth.works[::-1]:
+            job = work.job
+            self.books.undo(job, work.start, work.num_pages_before, self.world.is_cached)
+            job.num_known_tokens -= growth.is_step
+            if work.drafts:
+                self.cut(job, job.num_tokens)
+            counts = int(self.batch.num_tokens[job.row]), int(self.batch.num_computed_tokens[job.row])
+            require(counts == (job.num_known_tokens, work.start), "a row after undo", job, counts, work.start)
+        return []
+
+    def _has_lost_pages(self, growth: Growth) -> bool:
+        """Tell whether a row lacks pages that tokens from the start of a call on need, or had when it began."""
+        for work in growth.works:
+            for group, pages, num_kept in zip(self.setting.groups, work.job.pages, work.num_pages_before, strict=True):
+                if NULL_PAGE in pages[num_kept:] or not self.has_pages(group, pages, work.start):
+                    return True
+        return False
+
+    def cut(self, job: Job, num_tokens: int) -> None:
+        """Let a row forget tokens; some before may have to be computed again."""
+        self.call("trim", self.batch, [job.row], num_tokens)
+        job.num_computed_tokens = self.books.cut(job, num_tokens)
+        job.num_known_tokens = num_tokens
+        counts = int(self.batch.num_tokens[job.row]), int(self.batch.num_computed_tokens[job.row])
+        require(counts == (num_tokens, job.num_computed_tokens), "a row after trim", job, counts, job.num_computed_tokens)
+
+    def end(self, job: Job, num_computed_tokens: int | None = None) -> Job:
+        if num_computed_tokens is None:
+            self.call("release", self.batch, [job.row])
+        else:
+            self.call("release", self.batch, [job.row], [num_computed_tokens])
+        return self.leave(job, num_computed_tokens)
+
+    def go_back(self, job: Job, num_computed_tokens: int) -> bool:
+        """Let tokens be computed again, told anew; False if pages that they need are gone."""
+        num_computed_tokens = min(num_computed_tokens, job.num_known_tokens)
+        try:
+            self.cut(job, num_computed_tokens)
+        except pagepool.errors.ArgumentError:
+            restart = min(num_computed_tokens // group.page_size * group.page_size for group in self.setting.groups)
+            groups = zip(self.setting.groups, job.pages, strict=True)
+            is_lost = not all(self.has_pages(group, pages, restart) for group, pages in groups)
+            require(is_lost or self.books.has_state, "a row may be cut and is not", job, num_computed_tokens)
+            return False
+        return True
+
+    def move(self) -> None:
+        """Move a row, or swap two."""
+        if not self.jobs:
+            return
+        src, tgt = self.rng.choice(list(self.jobs)), self.rng.randrange(NUM_ROWS)
+        if tgt in self.jobs:
+            self.call("swap_row", self.batch, src, tgt)
+        else:
+            self.call("move_row", self.batch, src, tgt)
+        moved = {(tgt if row == src else src if row == tgt else row): job for row, job in self.jobs.items()}
+        self.jobs = moved
+        for row, job in moved.items():
+            job.row = row

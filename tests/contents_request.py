@@ -1,0 +1,86 @@
+"""A request of the simulation, with what the engine keeps of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from contents_device import NOTHING, Histories
+from workload import WAITING, Feature
+
+_SERIALS = itertools.count()
+
+
+@dataclass(eq=False, repr=False)
+class Job:
+    """What a manager reads of a request, what the engine knows of it, and its pages as the engine was told of them."""
+
+    request_id: str
+    all_token_ids: list[int]
+    num_final_tokens: int
+    histories: Histories
+    sampling_params: Any = None
+    mm_features: tuple[Feature, ...] = ()
+    has_vision: bool = False
+    lora_id: Any = None
+    cache_salt: str | None = None
+    num_computed_tokens: int = 0
+    status: int = WAITING
+
+    front: Any = None  # where it runs
+    row: int = -1
+    num_known_tokens: int = 0  # of those that a batch was told
+    dp_shard: int | None = None
+    pages: list[list[int]] = field(default_factory=list)  # by group
+    num_cached_pages: list[int] = field(default_factory=list)  # by group: entered, or hit, or passed over
+    stay: int = 0  # which time it holds pages
+    loading: Any = None  # tokens that a transfer brings
+
+    def __post_init__(self) -> None:
+        self.renew()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    def __repr__(self) -> str:
+        return f"{self.request_id}({self.num_computed_tokens} of {self.num_tokens}, row {self.row})"
+
+    def renew(self) -> None:
+        """Share nothing with what it was before, where it has images without names."""
+        self._serial = next(_SERIALS)
+        self._known: list[int] = []
+
+    def list_histories(self, stop: int) -> list[int]:
+        """Return the histories of the first tokens."""
+        for position in range(len(self._known), stop):
+            parent = self._known[-1] if position else NOTHING
+            self._known.append(self.histories.follow(parent, self._inputs(position, self.all_token_ids[position])))
+        return self._known[:stop]
+
+    def list_draft_histories(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the histories of tokens that may come behind those that it has."""
+        numbers = self.list_histories(self.num_tokens)
+        for position, token_id in enumerate(token_ids, self.num_tokens):
+            numbers.append(self.histories.follow(numbers[-1], self._inputs(position, token_id)))
+        return numbers[self.num_tokens :]
+
+    def _inputs(self, position: int, token_id: int) -> Any:
+        """Return what goes in at a position besides what stands before it."""
+        seen = [self._part_of(feature, position) for feature in self.mm_features]
+        inputs: tuple[Any, ...] = (token_id, *[part for part in seen if part])
+        if position == 0:
+            inputs += ("salt", self.cache_salt, type(self.lora_id).__name__, self.lora_id)
+            inputs += (self._serial,) if self.has_vision and not self.mm_features else ()
+        return inputs
+
+    @staticmethod
+    def _part_of(feature: Feature, position: int) -> tuple[Any, ...] | None:
+        """Return the part of an image that stands at a position. One without a place stands at token 0."""
+        place = feature.placeholder_range
+        offset, length = (place.offset, place.length) if place else (0, 1)
+        if not offset <= position < offset + length:
+            return None
+        return feature.modality, feature.mm_hash, length, position - offset

@@ -1,0 +1,430 @@
+"""Plants bugs in a copy of the package, one at a time, and sees whether the simulation of contents catches them.
+
+``make planted``. Bugs of the core are built together and switched on by PAGEPOOL_PLANTED; those of the façade are written into
+the copy in turn. A bug replaces a text that must be in the source exactly once, so that one which no longer fits is reported.
+The package's own checks are not called: what is caught, the device and the calls themselves show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+CORE = "pagepool/_core.pyx"
+SOURCES = ["pagepool", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
+SWITCH = '\ncdef int planted_bug = int(os.environ.get("PAGEPOOL_PLANTED", "0"))\n'
+TIMEOUT_SECONDS = 60  # beyond the time that is given to the simulation
+
+
+class Bug(NamedTuple):
+    """What to replace by what, and what else; in the core `BUG` stands for: this bug is switched on."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    more: tuple[tuple[str, str], ...] = ()
+
+
+COORDINATOR, MANAGER, HASHING, ATTENTION, POOL, BATCH = (
+    f"pagepool/{name}.py" for name in ("coordinator", "manager", "hashing", "attention", "page_pool", "running_batch")
+)
+BUGS = [
+    # Pages.
+    Bug(
+        "an entry stays when its page is handed out",
+        CORE,
+        "    if pool.pages[page_id].group != NO_GROUP:\n        drop(pool, page_id)\n        pool.num_ev",
+        "    if pool.pages[page_id].group != NO_GROUP and not (BUG):\n        drop(pool, page_id)\n        pool.num_ev",
+    ),
+    Bug(
+        "a free page that hits stays in the free queue",
+        CORE,
+        "            if pool.pages[ids[i]].ref_cnt == 0:\n                pull(pool, ids[i])\n",
+        "            if pool.pages[ids[i]].ref_cnt == 0 and not (BUG):\n                pull(pool, ids[i])\n",
+    ),
+    Bug(
+        "a page is given back to another shard",
+        CORE,
+        "        link_after(pool.shard_links, pool.shard_links[pool.num_pages + shard].prev, page_id)\n"
+        "        pool.shard_num_free[shard] += 1\n\n\ncdef inline void pull",
+        "        shard = (shard + (BUG)) % pool.num_shards\n"
+        "        link_after(pool.shard_links, pool.shard_links[pool.num_pages + shard].prev, page_id)\n"
+        "        pool.shard_num_free[shard] += 1\n\n\ncdef inline void pull",
+    ),
+    Bug(
+        "two rows get the same page",
+        CORE,
+        "        take_from(batch.pool, ids, n, batch.states[row].shard)\n",
+        "        take_from(batch.pool, ids, n, batch.states[row].shard)\n"
+        "        if (BUG) and row:\n            ids[0] = ids_of(group, 0)[0] or ids[0]\n",
+    ),
+    Bug(
+        "a page that a cut goes through is shared",
+        CORE,
+        "    return batch.pool.pages[ids_of(group, row)[page]].ref_cnt > 1",
+        "    return batch.pool.pages[ids_of(group, row)[page]].ref_cnt > 1 and not (BUG)",
+    ),
+    Bug(
+        "a window skips one page too early",
+        CORE,
+        "        return full_pages(rules, max(0, num_computed - rules.window + 1))",
+        "        return full_pages(rules, max(0, num_computed - rules.window + 1)) + (BUG)",
+    ),
+    Bug(
+        "a chunk skips its first page",
+        CORE,
+        "        page = full_pages(rules, num_computed - num_computed % rules.chunk)",
+        "        page = full_pages(rules, num_computed - num_computed % rules.chunk) + (BUG)",
+    ),
+    Bug(
+        "a slot is in the page before",
+        CORE,
+        "        page = <uint32_t>positions[i] // size\n",
+        "        page = <uint32_t>positions[i] // size\n        page -= (BUG) and page > 2\n",
+    ),
+    Bug(
+        "drafts get no slot",
+        CORE,
+        "    return <int32_t>min(<int64_t>num_tokens + num_ahead, <int64_t>batch.max_num_tokens)",
+        "    return <int32_t>min(<int64_t>num_tokens + num_ahead * (not (BUG)), <int64_t>batch.max_num_tokens)",
+    ),
+    # The prefix index.
+    Bug(
+        "a page of a row is entered one token early",
+        CORE,
+        "        enter_full_pages(batch, row, num_tokens)\n        plan_next_event(batch, row)\n    return has_room",
+        "        enter_full_pages(batch, row, min(num_tokens + (BUG), batch.states[row].num_tokens))\n"
+        "        plan_next_event(batch, row)\n    return has_room",
+    ),
+    Bug(
+        "the group is left out of the key",
+        CORE,
+        "    return page.key_lo == key.lo and page.key_hi == key.hi and (page.group & ~FLAGS) == group",
+        "    return page.key_lo == key.lo and page.key_hi == key.hi and ((BUG) or (page.group & ~FLAGS) == group)",
+        (
+            (
+                "    return <uint32_t>(((key_lo ^ <uint64_t>group << 40) * pool.multiplier) >> 32)",
+                "    return <uint32_t>(((key_lo ^ <uint64_t>(group * (not (BUG))) << 40) * pool.multiplier) >> 32)",
+            ),
+        ),
+    ),
+    Bug(
+        "a row's pages have no parent",
+        CORE,
+        "        parent = hash_page_of(batch, row, i, parent, &key)\n        digests[i] = parent",
+        "        parent = hash_page_of(batch, row, i, Digest(0, 0) if (BUG) else parent, &key)\n        digests[i] = parent",
+    ),
+    Bug(
+        "a request's pages have no parent",
+        CORE,
+        "        parent = hash_after(key, parent, <const uint8_t *>(tokens + i * page_size), page_size * sizeof(int32_t))",
+        "        if BUG:\n            parent = Digest(0, 0)\n"
+        "        parent = hash_after(key, parent, <const uint8_t *>(tokens + i * page_size), page_size * sizeof(int32_t))",
+    ),
+    Bug(
+        "a row that decodes hashes behind the page before the last",
+        CORE,
+        "        link.parent = digests[i - 1] if i else Digest(0, 0)",
+        "        link.parent = digests[i - 1 - ((BUG) and i > 1)] if i else Digest(0, 0)",
+    ),
+    Bug(
+        "an emptied slot cuts off those behind it",
+        CORE,
+        "        if ((i - home_at(pool, pool.slots[i].tag)) & pool.mask) >= ((i - hole) & pool.mask):",
+        "        if not (BUG) and ((i - home_at(pool, pool.slots[i].tag)) & pool.mask) >= ((i - hole) & pool.mask):",
+    ),
+    Bug(
+        "equal pages are lost with the first of them",
+        CORE,
+        "    if page.group & TWIN:\n        leave_twins(pool, page_id, i)",
+        "    if page.group & TWIN and not (BUG):\n        leave_twins(pool, page_id, i)",
+    ),
+    Bug(
+        "a cut page keeps its entry",
+        CORE,
+        "            drop(batch.pool, ids[j])\n        if j >= keep:",
+        "            if not (BUG):\n                drop(batch.pool, ids[j])\n        if j >= keep:",
+    ),
+    Bug(
+        "a cut row keeps its hashes",
+        CORE,
+        "        batch.states[row].num_hashed = min(batch.states[row].num_hashed, num_tokens // batch.hash_page_size)\n"
+        "    plan_next_event(batch, row)\n\n\ncdef void end_row",
+        "        if not (BUG):\n"
+        "            batch.states[row].num_hashed = min(batch.states[row].num_hashed, num_tokens // batch.hash_page_size)\n"
+        "    plan_next_event(batch, row)\n\n\ncdef void end_row",
+    ),
+    Bug(
+        "a row goes back and its pages are not entered again",
+        CORE,
+        "    held.num_cached = min(held.num_cached, full_pages(&group.rules, restart))",
+        "    held.num_cached = min(held.num_cached, full_pages(&group.rules, restart) if not (BUG) else held.num_pages)",
+    ),
+    Bug(
+        "rows that change places keep their hashes",
+        CORE,
+        "    n = max(batch.states[first].num_hashed, batch.states[second].num_hashed)\n    if n:",
+        "    n = max(batch.states[first].num_hashed, batch.states[second].num_hashed)\n    if n and not (BUG):",
+    ),
+    # What is hit.
+    Bug(
+        "the last token hits too",
+        MANAGER,
+        "hashes.chain, num_queried_tokens - 1, ids)",
+        "hashes.chain, num_queried_tokens, ids)",
+    ),
+    Bug(
+        "a hit is one page too long",
+        MANAGER,
+        "        return CachePages(pages, self._store), num_tokens\n\n    def probe",
+        "        return CachePages(pages, self._store), num_tokens + (self.page_size if num_tokens else 0)\n\n    def probe",
+    ),
+    Bug(
+        "a hit in any shard will do",
+        POOL,
+        "        if dp_shard_hint is None:\n            return 0, None\n",
+        "        if data_parallel_size != 0:\n            return 0, None\n",
+    ),
+    Bug(
+        "eagle drops no page of full attention",
+        ATTENTION,
+        "return (num_pages - (1 if use_eagle and num_pages else 0)) * self.page_size",
+        "return num_pages * self.page_size",
+    ),
+    Bug(
+        "a window hits without its first page",
+        ATTENTION,
+        "return max(1, cdiv(self.sliding_window - 1, self.page_size) + (1 if use_eagle else 0))",
+        "return max(1, cdiv(self.sliding_window - 1, self.page_size) - 1 + (1 if use_eagle else 0))",
+    ),
+    Bug(
+        "a hit need not be whole pages of every group",
+        COORDINATOR,
+        "self._page_size_lcm = lcm(",
+        "self._page_size_lcm = (lambda *sizes: gcd(*sizes) or 1)(",
+    ),
+    Bug(
+        "a request that was refused keeps the hits that it had",
+        CORE,
+        "    if watch.num_reused != pool.num_reused:\n        return False\n",
+        "    if BUG:\n        return True\n    if watch.num_reused != pool.num_reused:\n        return False\n",
+    ),
+    Bug(
+        "the salt is left out of the hash",
+        HASHING,
+        'keys += [] if salt is None else [(cls.SALT, _plain("salt", salt))]',
+        "keys += []",
+    ),
+    Bug(
+        "the adapter is left out of the hash",
+        HASHING,
+        "keys = [] if lora_id is None else [_lora_key(lora_id)]",
+        "keys = []",
+    ),
+    Bug(
+        "the place of an image in its page is left out of the hash",
+        HASHING,
+        '("mm", modality, content_hash, feature_start - start, feature_end - feature_start)',
+        '("mm", modality, content_hash, 0, feature_end - feature_start)',
+    ),
+    Bug(
+        "a row's extra keys are left out of the hash",
+        CORE,
+        "    if key != NULL and key.data != NULL and key.page == page:",
+        "    if key != NULL and key.data != NULL and key.page == page and not (BUG):",
+    ),
+    # What is cached.
+    Bug(
+        "a request goes back and its pages are not entered again",
+        COORDINATOR,
+        "        if num_computed_tokens < held.num_cached_tokens:\n",
+        "        if num_computed_tokens < 0:\n",
+    ),
+    Bug(
+        "delayed caching is ignored",
+        MANAGER,
+        "0 if delay_cache_pages or not self.enable_caching else min(num_tokens, request.num_tokens),",
+        "0 if not self.enable_caching else min(num_tokens, request.num_tokens),",
+    ),
+    Bug(
+        "a request may claim what nobody computed",
+        MANAGER,
+        "        if num_tokens > num_allowed_tokens:\n",
+        "        if num_allowed_tokens < 0:\n",
+    ),
+    Bug(
+        "a request that did not run leaves its entries",
+        MANAGER,
+        "self.coordinator.free(request.request_id, num_computed_tokens, hashes.chain if hashes else None)",
+        "self.coordinator.free(request.request_id)",
+    ),
+    Bug(
+        "undo forgets no entries",
+        CORE,
+        "        forget_from(batch, group, row, num_computed)\n        while stop[0] > start:",
+        "        if not (BUG):\n            forget_from(batch, group, row, num_computed)\n        while stop[0] > start:",
+    ),
+    Bug(
+        "undo lets rows keep their pages",
+        CORE,
+        "            put_back(batch.pool, growth.new_ids[stop[0]])\n            held.num_pages -= 1",
+        "            put_back(batch.pool, growth.new_ids[stop[0]])\n            held.num_pages -= not (BUG)",
+    ),
+    Bug(
+        "a row that did not run leaves its entries",
+        CORE,
+        "    for g in range(batch.num_groups):\n"
+        "        forget_from(batch, &batch.groups[g], row, max(num_computed, batch.states[row].num_hits))",
+        "    for g in range(batch.num_groups if not (BUG) else 0):\n"
+        "        forget_from(batch, &batch.groups[g], row, max(num_computed, batch.states[row].num_hits))",
+    ),
+    Bug(
+        "a page that left the window before its step ran keeps its entry",
+        CORE,
+        "        if page_id == NULL_PAGE and (i + 1) * stride <= num_digests:",
+        "        if page_id == NULL_PAGE and (i + 1) * stride <= num_digests and not (BUG):",
+    ),
+    Bug(
+        "a state may go back",
+        CORE,
+        "    return batch.has_state and 0 < restart < batch.states[row].num_computed",
+        "    return batch.has_state and 0 < restart < batch.states[row].num_computed and not (BUG)",
+    ),
+    Bug(
+        "pages come back with the keys of others",
+        POOL,
+        '        names, counters = arrays.pop("names"), arrays.pop("counters").tolist()\n',
+        '        names, counters = arrays.pop("names"), arrays.pop("counters").tolist()\n'
+        '        arrays["cached_keys"] = np.roll(arrays["cached_keys"], 1, axis=0)\n',
+    ),
+    Bug(
+        "the hashes of an id are those of the request before",
+        MANAGER,
+        "if hashes is None or hashes.request is not request:",
+        "if hashes is None:",
+    ),
+]
+
+
+def plant_in(text: str, bug: Bug, switch: str = "") -> str:
+    """Plant a bug. LookupError where its place is not there, or not the only one."""
+    for old, new in ((bug.old, bug.new), *bug.more):
+        if text.count(old) != 1:
+            raise LookupError(f"{bug.name}: its text is {text.count(old)} times in {bug.path}, allowed: once")
+        text = text.replace(old, new.replace("BUG", switch))
+    return text
+
+
+def plant_core(text: str) -> str:
+    """Plant all bugs of the core, each behind its number."""
+    for number, bug in enumerate(BUGS, 1):
+        if bug.path == CORE:
+            text = plant_in(text, bug, f"planted_bug == {number}")
+    head, separator, tail = text.partition("\nimport numpy as np\n")
+    return head + separator + SWITCH + tail
+
+
+def copy_tree(tree: Path) -> None:
+    """Copy what is built, with the core's bugs in it, to be compiled fast."""
+    shutil.rmtree(tree, ignore_errors=True)
+    tree.mkdir(parents=True)
+    for name in SOURCES:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            shutil.copy(source, tree / name)
+    core, setup = tree / CORE, tree / "setup.py"
+    core.write_text(plant_core(core.read_text()))
+    setup.write_text(setup.read_text().replace('"-O3"', '"-O0"'))
+
+
+def build(tree: Path) -> None:
+    """Build the copy, and install it in the folder `built` in it."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tree / "built"), str(tree)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        sys.exit(f"the copy cannot be built:\n{process.stdout[-2000:]}{process.stderr[-4000:]}")
+
+
+def simulate(tree: Path, number: int, seconds: float, seed: int) -> tuple[str, float]:
+    """Run the simulation; return how it ended, nothing if it found nothing, and after how many seconds."""
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "contents.py"),
+        "--unchecked",
+        "--seconds",
+        str(seconds),
+        "--seed",
+        str(seed),
+    ]
+    paths = os.pathsep.join([str(tree / "built"), str(ROOT / "tests")])
+    variables = os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "PAGEPOOL_PLANTED": str(number)}
+    start = time.monotonic()
+    try:
+        process = subprocess.run(
+            command, cwd=tree, env=variables, capture_output=True, text=True, check=False, timeout=seconds + TIMEOUT_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return "it never ended", time.monotonic() - start
+    taken = time.monotonic() - start
+    if process.returncode < 0:
+        return f"signal {-process.returncode}", taken
+    said = process.stderr.strip().splitlines()
+    return said[-1] if process.returncode and said else "", taken
+
+
+def plant(tree: Path, number: int, bug: Bug, seconds: float, seed: int) -> tuple[str, float]:
+    """Simulate with one bug."""
+    if bug.path == CORE:
+        return simulate(tree, number, seconds, seed)
+    source, planted = ROOT / bug.path, tree / "built" / bug.path
+    planted.write_text(plant_in(source.read_text(), bug))
+    try:
+        return simulate(tree, 0, seconds, seed)
+    finally:
+        shutil.copy(source, planted)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description="Plant bugs, and see whether the simulation of contents catches them.")
+    parser.add_argument("--tree", type=Path, default=ROOT / ".venv-planted" / "tree", help="where the copy is built")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for each bug, at most")
+    parser.add_argument("--seed", type=int, default=0, help="of the first round")
+    parser.add_argument("--only", help="bugs whose name has this in it")
+    parser.add_argument("--built", action="store_true", help="the copy is there and built")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Plant each bug and print what came of it; exit with 1 if one was not caught."""
+    options = parse_arguments()
+    if not options.built:
+        copy_tree(options.tree)
+        build(options.tree)
+    found, _ = simulate(options.tree, 0, options.seconds, options.seed)
+    if found:
+        sys.exit(f"without any bug: {found}")
+    chosen = [(number, bug) for number, bug in enumerate(BUGS, 1) if not options.only or options.only in bug.name]
+    print(f"| planted bug | in | caught after | by |\n|---|---|---:|---|\n| none | - | {options.seconds:.0f} s: nothing | - |")
+    num_caught = 0
+    for number, bug in chosen:
+        found, taken = plant(options.tree, number, bug, options.seconds, options.seed)
+        num_caught += bool(found)
+        when = f"{taken:.1f} s" if found else "NOT CAUGHT"
+        print(f"| {bug.name} | {Path(bug.path).name} | {when} | {found[:120].replace('|', '/') or '-'} |", flush=True)
+    print(f"{num_caught} of {len(chosen)} caught")
+    sys.exit(num_caught < len(chosen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""What is cached was computed: short rounds of the simulation of contents, and that it sees what is wrong."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from contents import CONTENTS_SETTINGS, Simulation, run_round
+from contents_device import ContentsError, Device, Histories, find_first_read
+from contents_index import Books
+from contents_request import Job
+from planted_bugs import BUGS, Bug, plant_in
+from settings import Group, Setting
+from sources import ROOT
+
+from pagepool import CacheManager
+from pagepool.coordinator import CacheCoordinator
+from pagepool.hashing import RequestExtraKeys
+
+NUM_CALLS = int(os.environ.get("PAGEPOOL_TEST_OPERATIONS", "200000")) // 4  # each is followed on the device
+NUM_STEPS = 60
+EVENTS = ["look-ups", "hits", "aborted steps", "failed loads", "preemptions", "restored pools", "refused claims", "transfers"]
+
+FULL_4 = next(setting for setting in CONTENTS_SETTINGS if setting.name == "full 4")
+
+
+def first_seed_of(setting: Setting) -> int:
+    return zlib.crc32(f"contents {setting.name}".encode())
+
+
+@pytest.mark.parametrize("setting", CONTENTS_SETTINGS, ids=lambda setting: setting.name)
+def test_what_is_read_was_computed(setting: Setting) -> None:
+    num_calls = -(-NUM_CALLS // len(CONTENTS_SETTINGS))
+    counts: Counter[str] = Counter()
+    while counts["calls"] < num_calls:
+        counts += run_round(setting, first_seed_of(setting) + counts["rounds"], NUM_STEPS, num_calls - counts["calls"])
+    assert counts["slots written"] > 0
+    assert counts["slots compared"] > 0
+
+
+def test_everything_happens() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(12):
+        counts += run_round(FULL_4, seed)
+    assert not [event for event in EVENTS if not counts[event]]
+
+
+def test_a_seed_is_a_round() -> None:
+    first, again, other = (run_round(FULL_4, seed, NUM_STEPS) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+# --- that it sees what is wrong -----------------------------------------------------------------------------------
+
+
+def run_rounds(num_rounds: int = 30) -> None:
+    for seed in range(num_rounds):
+        run_round(FULL_4, seed)
+
+
+def test_a_salt_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = RequestExtraKeys.of.__func__  # type: ignore[attr-defined]
+
+    def without_salt(cls: type[RequestExtraKeys], request: Any) -> RequestExtraKeys | None:
+        keys = of(cls, request)
+        return keys and cls(tuple(key for key in keys.request_keys if key[0] != cls.SALT), keys.features)
+
+    monkeypatch.setattr(RequestExtraKeys, "of", classmethod(without_salt))
+    with pytest.raises(ContentsError, match="to repeat"):
+        run_rounds()
+
+
+def test_a_hit_that_is_too_long_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    look_up = CacheManager.get_computed_pages
+
+    def look_up_longer(self: CacheManager, *arguments: Any, **options: Any) -> tuple[Any, int]:
+        pages, num_tokens = look_up(self, *arguments, **options)
+        return pages, num_tokens + 4 * (num_tokens > 0)
+
+    monkeypatch.setattr(CacheManager, "get_computed_pages", look_up_longer)
+    with pytest.raises(ContentsError, match="to repeat"):
+        run_rounds()
+
+
+def test_pages_that_are_not_cached_again_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CacheCoordinator, "rewind", lambda *_: None)
+    with pytest.raises(ContentsError, match="to repeat"):
+        run_rounds()
+
+
+def test_caching_of_what_was_not_computed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if `free` did not know how much was computed."""
+    free: Callable[..., None] = CacheManager.free
+    monkeypatch.setattr(CacheManager, "free", lambda self, request, **_: free(self, request))
+    with pytest.raises(ContentsError, match="to repeat"):
+        run_rounds()
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_bug_can_be_planted(bug: Bug) -> None:
+    """`make planted` builds and catches them."""
+    text = (ROOT / bug.path).read_text()
+    assert plant_in(text, bug, "planted_bug == 1") != text
+
+
+def test_a_bug_that_does_not_fit_is_reported() -> None:
+    with pytest.raises(LookupError, match="late: its text is 2 times"):
+        plant_in("x = 1; x = 1", Bug("late", "a.py", "x = 1", "x = 2"))
+
+
+# --- the parts ----------------------------------------------------------------------------------------------------
+
+
+def test_histories_are_equal_where_all_before_is_equal() -> None:
+    histories = Histories()
+    jobs = [Job(str(i), tokens, 8, histories) for i, tokens in enumerate(([1, 2, 3], [1, 2, 4], [2, 2, 3]))]
+    first, second, third = (job.list_histories(3) for job in jobs)
+    assert first[:2] == second[:2]
+    assert len({first[2], second[2], *third}) == 5
+    assert histories.list_last(second[2], 2) == second[1:]
+    assert jobs[0].list_draft_histories([5]) == jobs[0].list_draft_histories([5])
+    salted = Job("salted", [1, 2, 3], 8, histories, cache_salt="salt")
+    assert not set(salted.list_histories(3)) & set(first)
+
+
+def test_the_device_tells_what_it_read() -> None:
+    device = Device(4, [Group("full", 4), Group("full", 2)])
+    slots = np.array([4, 5, 6], dtype=np.int32)
+    device.write(0, slots, [7, 8, 9])
+    device.compare(0, slots, [7, 8, 9], "read")
+    with pytest.raises(ContentsError, match="read: group 0, number 1 of 3 tokens, page 1, slot 1: read history 8 of group 0"):
+        device.compare(0, slots, [7, 0, 9], "read")
+    device.write(1, np.array([3], dtype=np.int32), [7])  # another group's page 1
+    with pytest.raises(ContentsError, match="history 7 of group 1, computed was 8"):
+        device.compare(0, slots, [7, 8, 9], "read")
+    with pytest.raises(ContentsError, match="null page"):
+        device.write(0, np.array([3], dtype=np.int32), [7])
+    assert (device.num_written, device.num_compared) == (4, 9)
+
+
+@pytest.mark.parametrize(
+    ("group", "firsts"),
+    [
+        (Group("full", 4), [0, 0, 0, 0, 0]),
+        (Group("sliding", 4, 3), [0, 0, 0, 1, 2]),
+        (Group("chunked", 4, 3), [0, 0, 0, 3, 3]),
+    ],
+    ids=lambda value: getattr(value, "kind", None),
+)
+def test_what_a_token_attends_to(group: Group, firsts: list[int]) -> None:
+    assert [find_first_read(group, position) for position in range(5)] == firsts
+
+
+def test_hits_are_worked_out_from_tokens() -> None:
+    books = Books(Setting("", (Group("full", 2),), (8,)), 8)
+    histories = Histories()
+    job, other = Job("a", [1, 2, 3, 4, 5], 8, histories), Job("b", [1, 2, 3, 4], 8, histories)
+    books.attach(job, [[]], 0, None)
+    books.take(job, [[3, 4, 5]], None)
+    assert books.enter(job, job.list_histories(5)) == [3, 4]
+    assert (books.find_hit_length(job, None), books.find_hit_length(other, None)) == (4, 2)  # a token is left to compute
+    books.index.drop(3)
+    assert books.find_hit_length(job, None) == 0
+
+
+def test_a_failure_says_how_to_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Simulation) -> None:
+        raise ContentsError("wrong")
+
+    monkeypatch.setattr(Simulation, "audit", fail)
+    with pytest.raises(ContentsError, match="--setting 'full 4' --seed 3 --rounds 1\nContentsError: wrong"):
+        run_round(FULL_4, 3)
