@@ -4294,6 +4294,7 @@ cdef class PageStore:
         cdef Py_ssize_t num = size_of(num_pages, "num_pages")
         with self.lock:
             held.num_cached_pages = min(held.num_cached_pages, num)
+            held.num_hit_pages = min(held.num_hit_pages, num)
 
     def take_for(
         self, tuple groups not None, num_new_pages, hits=(), HashChain chain=None, PageIds strides=None, PageIds group_ids=None,

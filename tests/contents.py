@@ -91,6 +91,7 @@ class Simulation:
         self.refusals: Counter[Job] = Counter()
         self.plan: list[Entry] = []
         self.saved: Any = None
+        self.has_failed = False  # tokens were lost and are computed again: a good time for the next failure
         self.families = [self._tokens(setting.max_model_len) for _ in range(NUM_FAMILIES)]
         self.past: deque[list[int]] = deque(maxlen=4)
         self._names = (f"job {number}" for number in itertools.count())
@@ -206,7 +207,8 @@ class Simulation:
                 self.counts["steps in flight"] += 1
         self.world.is_second = False
         self.counts["steps"] += 1
-        if self.plan and self.rng.random() < 0.12:
+        if self.plan and self.rng.random() < (0.5 if self.has_failed else 0.12):
+            self.has_failed = False
             self.abort()
         else:
             self.compute()
@@ -327,11 +329,16 @@ class Simulation:
             self._write_range(work, work.start, work.start + work.num_transferred)
         for work in works:
             self._write(work)
-        cuts = self._fail(self.rng.choice(works)) if works and may_fail else {}
+        cuts = self._fail(self._choose_failure(works)) if works and may_fail else {}
         for work in works:
             if work.job not in cuts:
                 self._read(work)
         return cuts
+
+    def _choose_failure(self, works: list[Work]) -> Work:
+        """Return a work, preferably one whose pages were hit in the same step."""
+        hits = {page_id for work in works for page_id in work.hits}
+        return self.rng.choice([work for work in works if hits.intersection(work.made)] or works)
 
     def _write(self, work: Work) -> None:
         """Write a step's tokens, and garbage into the room for drafts behind them."""
@@ -440,6 +447,7 @@ class Simulation:
         self._spoil(work, first, work.stop)
         cuts, pages = {work.job: first}, set()
         self.counts["failed loads"] += 1
+        self.has_failed = True
         while True:
             for job, cut in cuts.items():
                 pages.update(page_id for page, page_id in self._list_places(job) if page.stop > cut)

@@ -293,6 +293,12 @@ BUGS = [
         "        if page_id == NULL_PAGE and (i + 1) * stride <= num_digests and not (BUG):",
     ),
     Bug(
+        "hits that are computed again count as computed",
+        CORE,
+        "            held.num_hit_pages = min(held.num_hit_pages, num)",
+        "            held.num_hit_pages = min(held.num_hit_pages, num) if not (BUG) else held.num_hit_pages",
+    ),
+    Bug(
         "a state may go back",
         CORE,
         "    return batch.has_state and 0 < restart < batch.states[row].num_computed",
