@@ -190,8 +190,8 @@ BUGS = [
     Bug(
         "a hit in any shard will do",
         POOL,
-        "        if dp_shard_hint is None:\n            return 0, None\n",
-        "        if data_parallel_size != 0:\n            return 0, None\n",
+        "        if shard is None:\n            return 0, None\n",
+        "        if shard != 0:\n            return 0, None\n",
     ),
     Bug(
         "eagle drops no page of full attention",
@@ -251,8 +251,8 @@ BUGS = [
     Bug(
         "delayed caching is ignored",
         MANAGER,
-        "0 if delay_cache_pages or not self.enable_caching else min(num_tokens, request.num_tokens),",
-        "0 if not self.enable_caching else min(num_tokens, request.num_tokens),",
+        "0 if delay_cache_pages or not self.enable_caching else ",
+        "0 if not self.enable_caching else ",
     ),
     Bug(
         "a request may claim what nobody computed",
@@ -281,10 +281,8 @@ BUGS = [
     Bug(
         "a row that did not run leaves its entries",
         CORE,
-        "    for g in range(batch.num_groups):\n"
-        "        forget_from(batch, &batch.groups[g], row, max(num_computed, batch.states[row].num_hits))",
-        "    for g in range(batch.num_groups if not (BUG) else 0):\n"
-        "        forget_from(batch, &batch.groups[g], row, max(num_computed, batch.states[row].num_hits))",
+        "        forget_from(batch, &batch.groups[g], row, num_computed)\n",
+        "        if not (BUG):\n            forget_from(batch, &batch.groups[g], row, num_computed)\n",
     ),
     Bug(
         "a page that left the window before its step ran keeps its entry",
