@@ -184,6 +184,8 @@ class Simulation:
             job.lora_id = rng.choice((None, 1, "1", "tuned"))
         elif kind == 3:
             job.has_vision = True
+        elif kind == 4:
+            job.mm_features = (Feature("cat", "image", SimpleNamespace(offset=rng.choice((0, 1)), length=1)),)
         else:
             places = sorted({(rng.choice((0, 1, page_size, 2 * page_size - 1)), rng.choice((1, page_size))) for _ in range(2)})
             images = [Feature(rng.choice(("cat", "dog")), "image", SimpleNamespace(offset=o, length=n)) for o, n in places]
@@ -312,7 +314,10 @@ class Simulation:
         """Run the step, and another that is in flight behind it, and count what was computed."""
         works = self._list_computed()
         second = [work for work in works if work.is_second]
-        cuts = self._run([work for work in works if not work.is_second], not second and self.rng.random() < 0.06)
+        hits = {page_id for work in works for page_id in work.hits}
+        is_hit = any(hits.intersection(work.made) for work in works)
+        may_fail = not second and self.rng.random() < (0.3 if is_hit else 0.06)
+        cuts = self._run([work for work in works if not work.is_second], may_fail)
         self._run(second, False)
         self._go_back(cuts)
         for work in works:

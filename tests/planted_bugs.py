@@ -402,7 +402,7 @@ def parse_arguments() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description="Plant bugs, and see whether the simulation of contents catches them.")
     parser.add_argument("--tree", type=Path, default=ROOT / ".venv-planted" / "tree", help="where the copy is built")
-    parser.add_argument("--seconds", type=float, default=20.0, help="for each bug, at most")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each bug, at most")
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
     parser.add_argument("--only", help="bugs whose name has this in it")
     parser.add_argument("--built", action="store_true", help="the copy is there and built")
