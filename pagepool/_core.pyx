@@ -4268,7 +4268,7 @@ cdef class PageStore:
         held.num_cached_pages = num_full_pages
 
     def check_enterable(self, HeldPages held not None, HashChain chain not None, num_full_pages, stride, group) -> None:
-        """PageHashError if `enter_held` would find a page that is held already and was entered as something else. O(those due)."""
+        """PageHashError if `enter_held` would find a page that was entered as something else. O(pages due)."""
         cdef Py_ssize_t i, stop, bad = -1, num_hashes = size_of(stride, "stride", 1)
         cdef Py_ssize_t num_full = size_of(num_full_pages, "num_full_pages")
         cdef int32_t page_id = NULL_PAGE, checked_group = group_of(group)

@@ -244,7 +244,7 @@ class CacheManager(KeyHolder):
             reason = "prompt_logprobs are asked for" if self.enable_caching else "prefix caching is off"
             return PrefixProbe(0, read_count(request, "num_tokens"), reason)
         num_queried_tokens, _ = query
-        hashes = self.hasher.start(request, self._hashes.get(request.request_id))
+        hashes = self.hasher.start(request, self._hashes.get(id_of(request)))
         self.hasher.extend(hashes, request, num_queried_tokens // self.coordinator.hash_page_size)
         _, num_tokens = self.coordinator.find_longest_cache_hit(hashes.chain, num_queried_tokens - 1)
         is_all = num_queried_tokens - num_tokens <= self.coordinator.hash_page_size
@@ -381,7 +381,7 @@ class CacheManager(KeyHolder):
         self.page_pool.find_shard(dp_shard_hint, data_parallel_size)  # refuses wrong ones before anything changes
         hashes = self._extend_hashes(request, num_tokens_to_cache) if is_full else None
         self.coordinator.rewind(held, num_computed_tokens)
-        due = [] if hashes is None else self.coordinator.list_due(held, hashes.chain, num_tokens_to_cache)
+        due = [] if hashes is None else self.coordinator.list_due(held, hits, hashes.chain, num_tokens_to_cache)
         self.coordinator.remove_skipped_pages(held, num_computed_tokens)
         new_ids: tuple[PageIds, ...] | None = self._no_ids
         if num_tokens_with_slot > held.num_room_tokens or hits is not self._no_ids:
@@ -552,7 +552,7 @@ class CacheManager(KeyHolder):
             num_before = read_count(request, "num_computed_tokens")
             hashes = self._extend_hashes(request, num_tokens)
             self.coordinator.rewind(held, num_before)
-            self._cache_pages(held, hashes, num_tokens, self.coordinator.list_due(held, hashes.chain, num_tokens))
+            self._cache_pages(held, hashes, num_tokens, self.coordinator.list_due(held, self._no_ids, hashes.chain, num_tokens))
             self.coordinator.update_thresholds(held)
 
     def _cache_pages(self, held: RequestPages, hashes: RequestHashes, num_tokens: int, due: Sequence[DueEntries]) -> None:
