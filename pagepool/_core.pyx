@@ -2230,7 +2230,7 @@ cdef void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept no
         trim_group(batch, &batch.groups[g], row, num_tokens, restart)
     batch.states[row].num_tokens = num_tokens
     batch.states[row].num_computed = restart
-    batch.states[row].num_hits = min(batch.states[row].num_hits, num_tokens)
+    batch.states[row].num_hits = min(batch.states[row].num_hits, restart)
     if batch.hash_page_size:
         batch.states[row].num_hashed = min(batch.states[row].num_hashed, num_tokens // batch.hash_page_size)
     plan_next_event(batch, row)
