@@ -19,8 +19,8 @@ from command_line import invoke, read_terminal
 
 from pagepool.errors import ArgumentError
 from pagepool.replay import memory, read_trace
-from pagepool.replay.progress import Progress
-from pagepool.replay.sizes import BYTE_UNITS, COUNT_UNITS, parse_number
+from pagepool.replay.shared.progress import Progress
+from pagepool.replay.shared.sizes import BYTE_UNITS, COUNT_UNITS, parse_number
 from pagepool.specs import count_of
 
 COMMANDS = ["fleet", "plan", "replay"]
@@ -223,7 +223,7 @@ class TestMemory:
     def test_a_pool_takes_about_what_is_counted(self) -> None:
         """All of its pages being cached."""
         code = (
-            "import os; from pagepool.replay.simulation import make_scheduler; from pagepool.replay import *\n"
+            "import os; from pagepool.replay.simulation.runs import make_scheduler; from pagepool.replay import *\n"
             "records = [TraceRecord(0, 512 * 100, 1, tuple(range(100 * i, 100 * i + 100))) for i in range(400)]\n"
             "requests = make_requests(records)\n"
             "rss = lambda: int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE')\n"
@@ -253,7 +253,7 @@ class TestMemory:
     )
     def test_an_address_space_that_is_short(self, args: list[str], message: str, trace: Path) -> None:
         code = (
-            "import resource; from pagepool.replay.cli import main; from pagepool.replay import memory\n"
+            "import resource; from pagepool.replay.cli import main; from pagepool.replay.shared import memory\n"
             "memory.count_available_bytes = lambda: 1 << 60\n"
             "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, resource.RLIM_INFINITY))\n"
             "main()"
@@ -265,7 +265,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("command", COMMANDS)
     def test_long_work_ends_before_the_kernel_ends_it(self, command: str, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pagepool.replay.progress.BAR_SECONDS", 0.0)
+        monkeypatch.setattr("pagepool.replay.shared.progress.BAR_SECONDS", 0.0)
         monkeypatch.setattr(memory, "MIN_LEFT_BYTES", 1 << 60)
         result = invoke(command, trace)
         assert result.exit_code == 1
@@ -389,7 +389,7 @@ class TestProgress:
     def test_long_work_writes_lines_where_there_is_no_terminal(
         self, command: list[object], trace: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("pagepool.replay.progress.LINE_SECONDS", 0.0)
+        monkeypatch.setattr("pagepool.replay.shared.progress.LINE_SECONDS", 0.0)
         result = invoke(command[0], trace, *command[1:], "--num-pages", "50,60" if command[0] == "plan" else 50, "--json", "-")
         assert result.exit_code == 0
         json.loads(result.stdout)
@@ -406,7 +406,7 @@ class TestProgress:
     def test_work_that_fails_does_not_end_at_100_percent(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("pagepool.replay.progress.LINE_SECONDS", 0.0)
+        monkeypatch.setattr("pagepool.replay.shared.progress.LINE_SECONDS", 0.0)
 
         def fail(progress: Progress) -> None:
             with progress.follow("work", "thing", 10) as update:

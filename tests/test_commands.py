@@ -20,8 +20,8 @@ pytest.importorskip("click")
 pytest.importorskip("rich")
 from command_line import invoke
 
-from pagepool.replay.plan_command import choose_replays, choose_sizes
-from pagepool.replay.wording import describe, list_columns
+from pagepool.replay.plans.command import choose_replays, choose_sizes
+from pagepool.replay.plans.report import describe, list_columns
 
 COMMANDS = ["fleet", "plan", "replay"]
 RESULTS = {"--json": "figures.json", "--html": "page.html", "--plot": "plot.png"}
@@ -307,7 +307,7 @@ class TestBadTraces:
         def fail(*_: object) -> None:
             raise MemoryError
 
-        monkeypatch.setattr("pagepool.replay.options.read_trace", fail)
+        monkeypatch.setattr("pagepool.replay.traces.options.read_trace", fail)
         result = invoke(command, trace)
         assert result.exit_code == 1
         assert result.output.startswith(f"Error: out of memory: {trace} (968 B) is too large for the memory: ")
@@ -357,7 +357,7 @@ class TestBadResults:
 
         path = trace.parent / "figures.json"
         path.write_text("before")
-        monkeypatch.setattr("pagepool.replay.scheduler.Scheduler.step", interrupt)
+        monkeypatch.setattr("pagepool.replay.simulation.scheduler.Scheduler.step", interrupt)
         assert invoke(command, trace, "--json", path).exit_code == 1
         assert path.read_text() == "before"
         assert {*trace.parent.iterdir()} == {trace, path}

@@ -3,10 +3,10 @@
 import click
 
 from pagepool._version import __version__
-from pagepool.replay.fleet_command import fleet
-from pagepool.replay.options import Context
-from pagepool.replay.plan_command import plan
-from pagepool.replay.replay_command import replay
+from pagepool.replay.fleets.command import fleet
+from pagepool.replay.plans.command import plan
+from pagepool.replay.shared.options import Context
+from pagepool.replay.simulation.command import replay
 
 __all__ = ["pagepool"]
 

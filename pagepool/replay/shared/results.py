@@ -1,0 +1,131 @@
+"""The files that a command reads and writes: no two of them are one, and results appear whole."""
+
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from io import BytesIO, TextIOWrapper
+from typing import Any, BinaryIO
+
+import click
+
+from pagepool.replay.shared.output import open_output
+
+__all__ = ["InputFile", "OutputFile", "open_result", "printing", "require_files_apart", "to_json"]
+
+STDIN, STDOUT = 0, 1
+
+
+class InputFile(click.Path):
+    """An option's or argument's file that is there and can be read; - is standard input where that is allowed."""
+
+    def __init__(self, allow_dash: bool = False) -> None:
+        """Not a folder."""
+        super().__init__(exists=True, dir_okay=False, allow_dash=allow_dash)
+
+
+class OutputFile(click.Path):
+    """An option's file to be written; - is standard output."""
+
+    def __init__(self) -> None:
+        """Not a folder."""
+        super().__init__(dir_okay=False, allow_dash=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuse what names no file, whether it is there or not."""
+        if not os.path.basename(value):
+            self.fail(f"{value!r} is not the name of a file.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+def require_files_apart(ctx: click.Context) -> None:
+    """UsageError where an output of the command is an input too, or another output, by whatever name, link or descriptor."""
+    names: dict[object, str] = {}
+    for param in ctx.command.params:
+        if isinstance(param.type, InputFile) and (path := ctx.params[str(param.name)]) is not None:
+            names[_identify(path, STDIN)] = _describe(param, path)
+    outputs = {
+        _describe(param, path): path
+        for param in ctx.command.params
+        if isinstance(param.type, OutputFile) and (path := ctx.params[str(param.name)]) is not None
+    }
+    if "-" not in outputs.values():
+        outputs["standard output"] = "-"
+    for name, path in outputs.items():
+        other = names.setdefault(_identify(path, STDOUT), name)
+        if other != name:
+            raise click.UsageError(f"{name} is the same file as {other}", ctx)
+
+
+def _describe(param: click.Parameter, path: str) -> str:
+    """What the user wrote."""
+    option = param.opts[0] if isinstance(param, click.Option) else param.human_readable_name
+    return f"{option} {click.format_filename(path)}"
+
+
+def _identify(path: str, descriptor: int) -> object:
+    """What is equal for two names of one file, `descriptor` being that of -. Devices, which take all in turn, equal none."""
+    try:
+        status = os.fstat(descriptor) if path == "-" else os.stat(path)
+    except OSError:
+        return os.path.realpath(path)  # it is not there yet
+    if stat.S_ISREG(status.st_mode) or stat.S_ISFIFO(status.st_mode):
+        return status.st_dev, status.st_ino
+    return descriptor if path == "-" else object()
+
+
+@contextmanager
+def open_result(path: str | None) -> Iterator[BinaryIO | None]:
+    """What takes the content of a result, None without a path. The file is opened at once, before the work; it gets the content
+    at the end of the block and appears whole; - is standard output. Exit code 1 and a sentence if it cannot be written.
+    """
+    if path is None:
+        yield None
+        return
+    content = BytesIO()
+    with ExitStack() as stack:
+        if path != "-":
+            with _explaining(path):
+                file = stack.enter_context(open_output(path))
+        yield content
+        if path == "-":
+            with printing() as stdout:
+                stdout.buffer.write(content.getvalue())
+            return
+        with _explaining(path):
+            file.write(content.getvalue())
+            stack.close()
+
+
+@contextmanager
+def _explaining(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise click.ClickException(f"{click.format_filename(path)} cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def printing() -> Iterator[TextIOWrapper]:
+    """Standard output, for what is printed in the block: exit code 1 and a sentence if not all of it arrives. Readers may go
+    away, as click allows. What the encoding lacks is escaped.
+    """
+    if not isinstance(sys.stdout, TextIOWrapper):
+        raise click.ClickException("standard output cannot be written: it is closed")
+    try:
+        sys.stdout.reconfigure(errors="backslashreplace")
+        yield sys.stdout
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        with suppress(OSError, ValueError):  # else the interpreter tries again at its end, and complains
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise click.ClickException(f"standard output cannot be written: {error.strerror or error}") from error
+
+
+def to_json(figures: dict[str, Any]) -> bytes:
+    """Indented, with a line's end."""
+    return json.dumps(figures, indent=2).encode() + b"\n"
