@@ -18,7 +18,8 @@ pytest.importorskip("msgspec")
 from command_line import invoke, read_terminal
 
 from pagepool.errors import ArgumentError
-from pagepool.replay import memory, read_trace
+from pagepool.replay import read_trace
+from pagepool.replay.shared import memory
 from pagepool.replay.shared.progress import Progress
 from pagepool.replay.shared.sizes import BYTE_UNITS, COUNT_UNITS, parse_number
 from pagepool.specs import count_of
@@ -192,7 +193,7 @@ class TestMemory:
     def test_chats_that_do_not_fit(self) -> None:
         result = invoke("replay", "--limit", "1M")
         assert result.exit_code == 1
-        message = "1,000,000 requests of made-up chats would take 953.7 MiB, 201.0 MiB are available"
+        message = "1,000,000 requests of synthetic chats would take 953.7 MiB, 201.0 MiB are available"
         assert result.output == f"Error: out of memory: {message}\n"
 
     @pytest.mark.usefixtures("_little_memory")
@@ -295,7 +296,7 @@ class TestHelp:
         output = " ".join(self.help(columns).split())
         assert "fleet Simulate TRACE on a fleet of engines under each routing policy. plan " in output
         assert "plan Estimate what pools of many sizes hit of TRACE. replay " in output
-        assert output.endswith("replay Replay TRACE, or made-up chats, through the allocator under a simulated scheduler.")
+        assert output.endswith("replay Replay TRACE, or synthetic chats, through the allocator under a simulated scheduler.")
 
     @pytest.mark.parametrize("command", COMMANDS)
     def test_it_says_how_sizes_are_written(self, command: str) -> None:

@@ -67,7 +67,7 @@ class TestPlan:
     def test_the_table(self, trace: Path) -> None:
         result = invoke("plan", trace, "--num-pages", "60,500")
         assert result.exit_code == 0
-        for text in ("12 requests", " give 95% of the hits that any pool could", "skipped", "preempted", "Belady", "Mattson"):
+        for text in ("12 requests", " give 95% of all possible hits", "skipped", "preempted", "Belady", "Mattson"):
             assert text in result.output
         assert "GiB" not in result.output
         assert "\x1b" not in result.output
@@ -166,11 +166,11 @@ class TestWording:
 
     def test_the_knee_in_words(self) -> None:
         knee, unlimited, largest = describe(self.plan())
-        assert knee.startswith("12,800 pages give 95% of the hits that any pool could, ")
-        assert knee.endswith("with the best eviction policy 6,400 pages would.")
+        assert knee.startswith("12,800 pages give 95% of all possible hits if ")
+        assert knee.endswith("the best eviction policy needs 6,400 pages.")
         assert unlimited == "A pool that never evicts hits 600 of 1,000 prompt tokens (60.0%)."
-        assert largest == "The largest request needs a pool of 9 pages; smaller ones skip it."
-        assert describe(self.plan(page_bytes=1 << 20))[0].startswith("12,800 pages (12.5 GiB) give 95% of the hits")
+        assert largest == "The largest request needs a pool of 9 pages; smaller pools skip it."
+        assert describe(self.plan(page_bytes=1 << 20))[0].startswith("12,800 pages (12.5 GiB) give 95% of all possible hits")
 
     def test_columns_that_say_nothing_are_left_out(self) -> None:
         names = [name for name, _ in list_columns(self.plan())]

@@ -1,5 +1,4 @@
-"""Replay a trace of requests through a running batch, or a manager, under a simulated scheduler; plan how large a pool is to
-be; put a router before a fleet; record a trace.
+"""Replay request traces, plan pool sizes, simulate a fleet behind a router, and record traces.
 
 `pagepool replay`, `pagepool plan` and `pagepool fleet` on the command line; in Python:
 
@@ -12,7 +11,7 @@ be; put a router before a fleet; record a trace.
 >>> figures.requests, figures.hit_tokens > 0
 (20, True)
 
-Only the commands need the extra `pagepool[replay]`, only their plots `pagepool[plan]`, and the fleet `pagepool[fleet]`.
+The commands need the extra `pagepool[replay]`, their plots `pagepool[plan]`, and the fleet `pagepool[fleet]`.
 """
 
 from pagepool.replay.plans.plan import Knee, Plan, Planner, PoolFigures

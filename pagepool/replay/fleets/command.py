@@ -1,4 +1,4 @@
-"""`pagepool fleet`: replicas behind a router."""
+"""The command `pagepool fleet`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,14 +37,14 @@ ROUTERS = ("round-robin", "least-loaded", "prefix")
 
 
 def parse_deaths(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> list[tuple[float, int]]:
-    """``REPLICA@SECONDS`` as ``(seconds, replica)``."""
+    """Parse each ``REPLICA@SECONDS`` into ``(seconds, replica)``."""
     deaths = []
     for text in texts:
         replica, _at, seconds = text.partition("@")
         try:
             death = float(seconds), int(replica)
         except ValueError as error:
-            raise click.BadParameter(f"{text!r} is not REPLICA@SECONDS, as 3@600") from error
+            raise click.BadParameter(f"{text!r} is not REPLICA@SECONDS, such as 3@600") from error
         if not (isfinite(death[0]) and death[0] >= 0):
             raise click.BadParameter(f"{text!r} is not at 0 seconds or later")
         deaths.append(death)
@@ -52,7 +52,7 @@ def parse_deaths(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) 
 
 
 def require_extras(ray: str | None) -> None:
-    """Exit with code 1 and the name of the extra where something is not installed."""
+    """Exit with code 1 and the name of the extra if a package is missing."""
     try:
         import msgspec  # noqa: F401
 
@@ -64,7 +64,7 @@ def require_extras(ray: str | None) -> None:
 
 @contextmanager
 def refusals(ray: str | None) -> Iterator[None]:
-    """Say in a sentence what cannot be run, with exit code 2, and that Ray cannot be reached, with 1."""
+    """Exit with code 2 for invalid settings, and with code 1 if Ray cannot be reached."""
     try:
         yield
     except PagePoolError as error:
@@ -76,7 +76,7 @@ def refusals(ray: str | None) -> Iterator[None]:
 
 
 def write_plot(figures: "dict[str, FleetFigures]", source: str, summary: str, path: str, file: BinaryIO) -> None:
-    """In the format that the path's end tells."""
+    """Write the format of the path's extension."""
     from pagepool.replay.fleets.plot import save_fleet_plot
 
     save_fleet_plot(figures, name_trace(source), summary, file, path[-3:].lower())
@@ -84,27 +84,29 @@ def write_plot(figures: "dict[str, FleetFigures]", source: str, summary: str, pa
 
 @click.command(cls=Command)
 @click.argument("trace", type=TRACE)
-@click.option("--replicas", "num_replicas", type=Size("replicas"), default=16, help="Engines behind the router.")
+@click.option("--replicas", "num_replicas", type=Size("replicas"), default=16, help="Number of engines.")
 @click.option(
     "--router",
     "routers",
     type=click.Choice(ROUTERS),
     metavar="ROUTER",
     multiple=True,
-    help=f"{', '.join(ROUTERS)}; give it again for more.  [default: all three]",
+    help=f"{', '.join(ROUTERS)}; may be repeated.  [default: all three]",
 )
 @click.option(
-    "--num-pages", type=Size("pages"), default=32768, help="Pages in the pool of each replica, the null page included."
+    "--num-pages", type=Size("pages"), default=32768, help="Pages in the pool of each replica, including the null page."
 )
 @page_size_option
 @block_size_option
 @max_batched_tokens_option
 @max_num_seqs_option
-@click.option("--decode-seconds", type=SECONDS, default=0.025, help="How long a step takes at least: a token of each request.")
-@click.option("--prefill-rate", type=Size("tokens"), default=10_000, help="Tokens a second in steps with prompts.")
-@click.option("--report-seconds", type=SECONDS, default=1.0, help="How often replicas report to the router.")
-@click.option("--kill", "deaths", multiple=True, callback=parse_deaths, metavar="REPLICA@SECONDS", help="Let replicas die.")
-@click.option("--ray", metavar="ADDRESS|local", help="Run replicas as actors on a Ray cluster, or on one started here.")
+@click.option("--decode-seconds", type=SECONDS, default=0.025, help="Minimum duration of a step.")
+@click.option("--prefill-rate", type=Size("tokens"), default=10_000, help="Tokens per second in steps with prompts.")
+@click.option("--report-seconds", type=SECONDS, default=1.0, help="Interval at which replicas report to the router.")
+@click.option(
+    "--kill", "deaths", multiple=True, callback=parse_deaths, metavar="REPLICA@SECONDS", help="Kill a replica; may be repeated."
+)
+@click.option("--ray", metavar="ADDRESS|local", help="Run replicas as actors on a Ray cluster; local starts one.")
 @limit_option
 @seed_option
 @plot_option
@@ -130,16 +132,16 @@ def fleet(
 ) -> None:
     """Simulate TRACE on a fleet of engines under each routing policy.
 
-    Requests arrive at their timestamps and are routed one by one. Each replica has a pool of its own and runs its
-    requests as `pagepool replay` does, on a clock: a step takes as long as one token of each request, or its
-    prompts' tokens at the rate of prefill. The report has hit rate, balance of load, and waiting.
+    Requests arrive at their timestamps and are routed one by one. Each replica has its own pool and runs its
+    requests as `pagepool replay` does, on a simulated clock: a step takes --decode-seconds, or longer if its tokens
+    need it at --prefill-rate. The report has hit rate, load balance and waiting time.
 
     Routers: round-robin takes one replica after another; least-loaded the one with the fewest requests; prefix the
-    one with the least to compute, by the events with which replicas report what they have cached (as vLLM's do).
+    one with the least to compute, according to the cache events of the replicas (in vLLM's format).
 
-    What a router knows is as old as the last report. A replica that dies (--kill 3@600: the fourth, ten minutes
-    after the first request) loses its cache and its requests, which are routed anew, and an empty one takes its place.
-    On Ray the figures are the same.
+    A router's knowledge is as old as the last report. A killed replica (--kill 3@600: the fourth, ten minutes after
+    the first request) loses its cache and its requests, which are rerouted, and is replaced by an empty one. On Ray
+    the figures are the same.
 
     TRACE is as for `pagepool replay`.
     """

@@ -1,4 +1,4 @@
-"""Replicas behind a router, on one clock: the same figures in one process and on Ray."""
+"""Replicas behind a router, on one simulated clock, in one process or on Ray."""
 
 import math
 import socket
@@ -24,10 +24,10 @@ MAX_DEATHS_IN_A_ROW = 3
 
 
 class Replicas(ABC):
-    """Where the replicas run."""
+    """The replicas, wherever they run."""
 
     def __init__(self, num_replicas: int, settings: ReplicaSettings, records: Sequence[TraceRecord]) -> None:
-        """Start them all."""
+        """Start all replicas."""
         self.settings = settings
         self.num_replicas = num_replicas
         self.records = records
@@ -38,33 +38,33 @@ class Replicas(ABC):
 
     @abstractmethod
     def advance(self, until: float, arrivals: Sequence[Arrivals]) -> list[ReplicaReport | Exception]:
-        """Let each go on to a time with its arrivals; for one that died, why."""
+        """Run each until a time, with its arrivals. Returns its report, or the exception if it died."""
 
     def restart(self, i: int, now: float) -> None:
-        """Put a new one in the place of one that died, or is to die."""
+        """Replace a replica."""
         self._replicas[i] = self._start(now)
 
-    def close(self) -> None:  # noqa: B027  there may be nothing to do
-        """End them."""
+    def close(self) -> None:  # noqa: B027  optional
+        """Stop all replicas."""
 
 
 class LocalReplicas(Replicas):
-    """In this process, one after another."""
+    """Replicas in this process, run one after another."""
 
     def _start(self, now: float) -> Replica:
         return Replica(self.settings, self.records, now)
 
     def advance(self, until: float, arrivals: Sequence[Arrivals]) -> list[ReplicaReport | Exception]:
-        """O(their steps)."""
+        """Run each in turn."""
         return [replica.advance(until, each) for replica, each in zip(self._replicas, arrivals, strict=True)]
 
 
 class RayReplicas(Replicas):
-    """As actors on Ray, side by side."""
+    """Replicas as Ray actors, run in parallel."""
 
     def __init__(self, num_replicas: int, settings: ReplicaSettings, records: Sequence[TraceRecord], address: str) -> None:
-        """`address` of a cluster, ``"auto"`` for the one that this machine belongs to, or ``"local"`` to start one here for the
-        time being. ConnectionError where there is none.
+        """`address` is that of a cluster, ``"auto"`` for the cluster of this machine, or ``"local"`` to start a temporary one.
+        Raises ConnectionError if it cannot be reached.
         """
         import ray
 
@@ -79,7 +79,7 @@ class RayReplicas(Replicas):
         return self._actor.remote(self.settings, self._shared_records, now)
 
     def advance(self, until: float, arrivals: Sequence[Arrivals]) -> list[ReplicaReport | Exception]:
-        """As long as the slowest takes."""
+        """Run all in parallel."""
         futures = [actor.advance.remote(until, each) for actor, each in zip(self._replicas, arrivals, strict=True)]
         return [self._get(future) for future in futures]
 
@@ -91,17 +91,17 @@ class RayReplicas(Replicas):
         return report
 
     def restart(self, i: int, now: float) -> None:
-        """Kill what is left of the old one."""
+        """Kill the old actor first."""
         self._ray.kill(self._replicas[i])
         super().restart(i, now)
 
     def close(self) -> None:
-        """Leave Ray; one that was started here ends."""
+        """Disconnect from Ray, and stop a local cluster."""
         self._ray.shutdown()
 
 
 def _require_listener(address: str) -> None:
-    """ConnectionError if nobody listens at a host and port: Ray itself would wait for minutes."""
+    """Raise ConnectionError if nothing listens at a host and port; Ray itself would wait for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon:
         socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
@@ -109,8 +109,8 @@ def _require_listener(address: str) -> None:
 
 @dataclass
 class FleetFigures:
-    """What a fleet did. Tokens are tokens, times seconds on the replicas' clock. Prompts of requests that are routed anew count
-    each time that a replica admits them. Requests that come back after a preemption count as in `Figures`.
+    """Figures of a fleet; times are on the simulated clock. Prompts of rerouted requests count at each replica that admits
+    them. Preempted requests count as in `Figures`.
     """
 
     num_requests: int = 0
@@ -126,26 +126,26 @@ class FleetFigures:
     preemptions: int = 0
     wait_seconds: list[float] = field(default_factory=list, repr=False)
     computed_tokens: list[int] = field(default_factory=list)
-    """By replica, those computed again after a preemption included."""
+    """By replica, including those recomputed after a preemption."""
     end_seconds: float = 0.0
 
     @property
     def hit_rate(self) -> float:
-        """The share of the prompt tokens that ran: see `find_hit_rate`."""
+        """The share of the prompt tokens that ran."""
         return find_hit_rate(self.hit_tokens, self.prompt_tokens)
 
     @property
     def imbalance(self) -> float:
-        """Tokens that the busiest replica computed, per token of the average one; 1.0: all did the same."""
+        """Tokens computed by the busiest replica, divided by the mean; 1.0 is perfect balance."""
         mean = sum(self.computed_tokens) / max(1, len(self.computed_tokens))
         return max(self.computed_tokens) / mean if mean else 1.0
 
     def wait_percentile(self, percent: float) -> float:
-        """Seconds that so many percent of the requests waited at most."""
+        """Return the percentile of the waiting times in seconds."""
         return float(np.percentile(self.wait_seconds, percent)) if self.wait_seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return all figures by name, for JSON."""
         return {
             "requests": self.num_requests,
             "skipped": self.num_skipped,
@@ -170,13 +170,12 @@ WAIT_PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 
 class Fleet:
-    """Routes a trace's requests to replicas and runs them to the end. PagePoolError for a replica that dies at each start.
+    """Routes the requests of a trace to replicas and runs them. Raises PagePoolError for a replica that dies at each start.
 
-    Time goes on by `report_seconds`. In each such round the requests that arrive in it are routed by what the replicas
-    reported at the end of the round before; then all replicas go on. So a router's knowledge is as old as in a cluster, and
-    the figures do not depend on where the replicas run. At `deaths`, ``(seconds, replica)``, a replica is lost at the
-    beginning of a round with its cache and its requests, which are routed anew; an empty one takes its place. Rounds in which
-    nothing arrives, no step begins and no replica is lost are run as one.
+    Time advances in rounds of `report_seconds`. The requests that arrive in a round are routed by the reports from the end of
+    the previous round; then all replicas run. The router's knowledge is therefore as old as in a cluster, and the figures do
+    not depend on where the replicas run. At each of `deaths`, ``(seconds, replica)``, a replica is lost at the start of a round
+    with its cache and its requests, which are rerouted; an empty one replaces it. Rounds without an event are run as one.
     """
 
     def __init__(
@@ -187,7 +186,7 @@ class Fleet:
         report_seconds: float = 1.0,
         deaths: Sequence[tuple[float, int]] = (),
     ) -> None:
-        """The parts, all new. Requests come at their timestamps, the first at 0 s."""
+        """Replicas and router must be new. The first request arrives at 0 s."""
         self.figures = FleetFigures()
         self._replicas = replicas
         self._router = router
@@ -203,7 +202,7 @@ class Fleet:
         self._report_seconds = report_seconds
 
     def run(self, on_round: Callable[[FleetFigures], object] | None = None) -> FleetFigures:
-        """Go on until every request has ended; `on_round` sees the figures so far after each round."""
+        """Run until all requests have ended; `on_round` gets the figures after each round."""
         now = 0.0
         self.figures.computed_tokens = [0] * self._replicas.num_replicas
         while self._waiting or any(self._running):
@@ -222,19 +221,19 @@ class Fleet:
         return self.figures
 
     def _find_next_event(self) -> float:
-        """The time before which nothing happens anywhere."""
+        """Return the time of the next arrival, death or step."""
         next_arrival = self._waiting[-1][0] if self._waiting else math.inf
         next_death = self._deaths[-1][0] if self._deaths else math.inf
         return min(next_arrival, next_death, *self._next_step_seconds)
 
     def _require_life(self, i: int, error: Exception) -> None:
-        """PagePoolError for a replica that dies again and again: another one in its place would too."""
+        """Raise PagePoolError for a replica that dies repeatedly, since its replacement would die too."""
         self._num_deaths_in_a_row[i] += 1
         if self._num_deaths_in_a_row[i] == MAX_DEATHS_IN_A_ROW:
             raise PagePoolError(f"replica {i} died {MAX_DEATHS_IN_A_ROW} times in a row: {error}") from error
 
     def _route(self, now: float, until: float) -> list[Arrivals]:
-        """The arrivals of a round, by replica."""
+        """Route the arrivals of a round. Returns them by replica."""
         while self._deaths and self._deaths[-1][0] <= now:
             self._bury(self._deaths.pop()[1], now)
         arrivals: list[Arrivals] = [[] for _ in range(self._replicas.num_replicas)]
@@ -248,7 +247,7 @@ class Fleet:
         return arrivals
 
     def _bury(self, i: int, now: float) -> None:
-        """Replace a replica that died, and have its requests routed anew before all others."""
+        """Replace a replica that died, and requeue its requests first."""
         self._replicas.restart(i, now)
         self._router.forget(i)
         lost = sorted(((seconds, request) for request, seconds in self._running[i].items()), reverse=True)
@@ -284,17 +283,17 @@ class Fleet:
 
 
 def add_round(time: float, seconds: float) -> float:
-    """When a round of so many seconds ends that begins at `time`: later, even where a float cannot tell so few apart."""
+    """Return the end of a round, later than its start even where floats are coarser than `seconds`."""
     return max(time + seconds, math.nextafter(time, math.inf))
 
 
 def skip_rounds(time: float, seconds: float, until: float) -> float:
-    """The last end of a round at or before `until`, of rounds that follow one another from `time`; `time` if there is none.
+    """Return the end of the last round that ends by `until`, for consecutive rounds from `time`; `time` if there is none.
 
-    The same float as `add_round` gives, called for one round after another, in O(powers of two passed).
+    The result is the float that repeated calls of `add_round` give, in O(powers of two passed).
     """
     while (after := add_round(time, seconds)) <= until:
-        is_settled = math.frexp(time)[1] == math.frexp(after)[1]  # a tie is rounded to an even float: from there it is constant
+        is_settled = math.frexp(time)[1] == math.frexp(after)[1]  # a tie rounds to even; then the step is constant
         time = after
         if is_settled:
             step = add_round(time, seconds) - time
@@ -319,8 +318,8 @@ def run_fleet(
     deaths: Sequence[tuple[float, int]] = (),
     on_progress: Callable[[int], object] = int,
 ) -> FleetFigures:
-    """Run a trace through replicas behind a router of `ROUTERS`, in this process or on Ray at an address; `on_progress` sees
-    how many requests have ended or were skipped.
+    """Run a trace on replicas behind a router of `ROUTERS`, in this process or on Ray at an address; `on_progress` gets the
+    number of requests that ended or were skipped.
     """
     replicas: Replicas
     if ray is None:

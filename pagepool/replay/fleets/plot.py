@@ -1,4 +1,4 @@
-"""A fleet's figures by router as a picture, by matplotlib."""
+"""The plot of a fleet's figures by router."""
 
 from functools import partial
 from typing import Any, BinaryIO
@@ -23,8 +23,8 @@ PERCENTS = (50, 75, 90, 95, 99, 100)
 
 
 def save_fleet_plot(figures: dict[str, FleetFigures], name: str, summary: str, file: BinaryIO, file_format: str) -> None:
-    """Draw hit rate, load by replica and waiting for each router. `name` is the trace's, `summary` what the fleet has, and
-    `file_format` ``"png"`` or ``"svg"``.
+    """Plot hit rate, load by replica and waiting time for each router. `name` is the trace's, `summary` describes the fleet,
+    and `file_format` is ``"png"`` or ``"svg"``.
     """
     draw = partial(draw_fleet, figures, headline_fleet(figures, shorten_name(name)), summary)
     save_figure(
@@ -33,7 +33,7 @@ def save_fleet_plot(figures: dict[str, FleetFigures], name: str, summary: str, f
 
 
 def draw_fleet(figures: dict[str, FleetFigures], heading: str, summary: str) -> Figure:
-    """The figure: hit rates are the fleet's as they are, in shares of all prompt tokens."""
+    """Draw the figure; hit rates are shares of the prompt tokens that ran."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     hits, loads, waits = figure.subplots(1, 3)
     _draw_hits(hits, figures)
@@ -61,13 +61,13 @@ def _draw_hits(axes: Axes, figures: dict[str, FleetFigures]) -> None:
 
 
 def _draw_loads(axes: Axes, figures: dict[str, FleetFigures]) -> None:
-    """Replicas in order of what they computed: a flat line is a balanced fleet."""
+    """Draw the sorted loads; a flat line is a balanced fleet."""
     for (name, each), look in zip(figures.items(), LOOKS, strict=False):
         loads = sorted(each.computed_tokens)
         axes.plot(range(1, len(loads) + 1), loads, markersize=4, markevery=len(loads) // 20 + 1, label=name, **look)
     _scale_from_zero(axes)
     axes.set_xlim(0.5, max(len(each.computed_tokens) for each in figures.values()) + 0.5)
-    axes.set_xlabel("replicas, the idlest first")
+    axes.set_xlabel("replicas, lowest load first")
     axes.set_ylabel("tokens computed")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
 
@@ -83,6 +83,6 @@ def _draw_waits(axes: Axes, figures: dict[str, FleetFigures]) -> None:
 
 
 def _scale_from_zero(axes: Axes) -> None:
-    """With room for marks at the top, and short numbers."""
+    """Start the axis at 0, and shorten its numbers."""
     axes.set_ylim(0, 1.05 * axes.dataLim.ymax or 1)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda count, _: format_count(count)))

@@ -1,4 +1,4 @@
-"""One engine of a fleet: a manager and its scheduler, on a clock."""
+"""One engine of a fleet: a manager and a scheduler on a simulated clock."""
 
 import math
 from collections import deque
@@ -14,14 +14,12 @@ from pagepool.replay.traces.reader import TraceRecord, make_requests
 
 __all__ = ["Replica", "ReplicaReport", "ReplicaSettings"]
 
-HASH_SEED = "fleet"  # a router that is told of pages by their hashes hashes prompts as the engines do
+HASH_SEED = "fleet"  # router and engines must agree on page hashes
 
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """What each replica has: pages of so many tokens, limits of a step, and how long a step takes: the time for one token of
-    each running request, or, where prompts make it longer, the tokens at the rate of prefill.
-    """
+    """Pool size, step limits and speed of each replica."""
 
     num_pages: int
     page_size: int = 16
@@ -30,34 +28,34 @@ class ReplicaSettings:
     decode_step_seconds: float = 0.025
     prefill_tokens_per_second: float = 10_000.0
     seed: int = 0
-    """Of the tokens that the trace does not tell."""
+    """Random seed for tokens without a hash id."""
 
     def step_seconds(self, num_tokens: int) -> float:
-        """How long a step of so many tokens takes."""
+        """Return the duration of a step: the decode time, or the prefill time of its tokens if longer."""
         return max(self.decode_step_seconds, num_tokens / self.prefill_tokens_per_second)
 
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """What a replica did since it was last asked. Requests are called by their place in the trace."""
+    """What a replica did since its last report. Requests are indices into the trace."""
 
     ended: list[int]
     skipped: list[int]
     wait_seconds: list[float]
-    """From a request's arrival to the step that first computed something of it."""
+    """From arrival to the first step of each started request."""
     figures: Figures
     """Since the replica started."""
     events: bytes
-    """A batch of events, as it goes over the wire."""
+    """An encoded batch of events."""
     next_step_seconds: float
-    """When its next step begins; infinite while it has no request."""
+    """Start of the next step; infinite without requests."""
 
 
 class Replica:
-    """Runs the requests that a router gives it, one step after another, on a clock that starts at 0 s."""
+    """Runs the requests that a router assigns to it."""
 
     def __init__(self, settings: ReplicaSettings, records: Sequence[TraceRecord], now: float = 0.0) -> None:
-        """`records` is the whole trace, of which parts will come; `now` the time at which the replica starts."""
+        """`records` is the whole trace, `now` the start time."""
         self._settings = settings
         self._requests = make_requests(records, seed=settings.seed)
         self._indices = {request.request_id: i for i, request in enumerate(self._requests)}
@@ -76,7 +74,7 @@ class Replica:
         self._arrival_seconds: dict[str, float] = {}
 
     def advance(self, until: float, arrivals: Sequence[tuple[float, int]]) -> ReplicaReport:
-        """Go on to a time, with requests that arrive before it: ``(seconds, place in the trace)``, in order."""
+        """Run until a time, with the requests ``(arrival, index)`` that arrive before it, in order."""
         self._arrivals.extend(arrivals)
         ended: list[int] = []
         waits: list[float] = []
@@ -93,12 +91,12 @@ class Replica:
 
     @property
     def _next_step_seconds(self) -> float:
-        """Now, unless there is nothing to do: a step that is under way when it is asked goes on beyond the time asked for."""
+        """The current time, which may be later than the requested one: a step is never interrupted."""
         has_requests = self._arrivals or self._scheduler.waiting or self._scheduler.running.size
         return self._now if has_requests else math.inf
 
     def _receive(self) -> None:
-        """Let those wait that have arrived."""
+        """Queue the requests that have arrived."""
         while self._arrivals and self._arrivals[0][0] <= self._now:
             seconds, i = self._arrivals.popleft()
             self._arrival_seconds[self._requests[i].request_id] = seconds

@@ -1,4 +1,4 @@
-"""A fleet's figures by router in words, and as a table on a terminal."""
+"""Texts and the table of a fleet's figures by router."""
 
 from pagepool.replay.fleets.fleet import FleetFigures
 from pagepool.replay.shared.tables import print_columns
@@ -9,19 +9,19 @@ HIT_RATE = "hit rate: share of prompt tokens"
 
 
 def print_fleet(figures: dict[str, FleetFigures], title: str) -> None:
-    """Print the title, a row for each figure and a column for each router, and what the words mean, to standard output."""
+    """Print a table with a column for each router, and a note on its rows."""
     print_columns({name: _rows(each) for name, each in figures.items()}, title, NOTE)
 
 
 NOTE = (
-    f"{HIT_RATE.capitalize()} that need not be computed, skipped requests left out. "
-    "Imbalance: tokens that the busiest replica computed, per token of the average one. Waiting: from a request's arrival to "
-    "the step that first computes something of it; so many requests waited so long at most."
+    f"{HIT_RATE.capitalize()} that need not be computed, without skipped requests. "
+    "Imbalance: tokens computed by the busiest replica, divided by the mean. Waiting: percentiles of the time from a request's "
+    "arrival to its first step."
 )
 
 
 def headline_fleet(figures: dict[str, FleetFigures], name: str) -> str:
-    """What was found, for a title, with the name of the trace: which router hits most, and the others' hit rates.
+    """Return the main result, for a title: the router with most hits, and the hit rates of the others.
 
     >>> round_robin, prefix = FleetFigures(prompt_tokens=8, hit_tokens=1), FleetFigures(prompt_tokens=8, hit_tokens=2)
     >>> headline_fleet({"round-robin": round_robin, "prefix": prefix}, "chat")
@@ -40,7 +40,7 @@ def headline_fleet(figures: dict[str, FleetFigures], name: str) -> str:
 
 
 def describe_fleet(figures: dict[str, FleetFigures]) -> str:
-    """The plot in words, for screen readers."""
+    """Describe the plot for screen readers."""
     parts = [
         f"{router}: hit rate {each.hit_rate:.1%}, imbalance {each.imbalance:.2f}, half of the requests waited at most "
         f"{each.wait_percentile(50):,.2f} s, 99 % at most {each.wait_percentile(99):,.2f} s"
@@ -54,7 +54,7 @@ def _rows(figures: FleetFigures) -> list[tuple[str, str]]:
         ("requests", f"{figures.num_requests:,}"),
         ("  larger than the pool, skipped", f"{figures.num_skipped:,}"),
         ("    their prompt tokens", f"{figures.skipped_prompt_tokens:,}"),
-        ("  routed anew after a death", f"{figures.num_rerouted:,}"),
+        ("  rerouted after a death", f"{figures.num_rerouted:,}"),
         ("prompt tokens", f"{figures.prompt_tokens:,}"),
         ("  hit", f"{figures.hit_tokens:,}"),
         ("  hit rate", f"{figures.hit_rate:.1%}"),

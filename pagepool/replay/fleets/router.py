@@ -1,4 +1,4 @@
-"""Who gets a request: routers in front of a fleet."""
+"""Routing policies."""
 
 from abc import ABC, abstractmethod
 from typing import TypeAlias
@@ -12,66 +12,66 @@ __all__ = ["ROUTERS", "LeastLoadedRouter", "PrefixRouter", "RoundRobinRouter", "
 
 
 class Router(ABC):
-    """Chooses a replica for each request. It knows what it sent where, what has ended, and what replicas tell it."""
+    """Chooses a replica for each request, from its own assignments, finished requests and the replicas' events."""
 
     def __init__(self, num_replicas: int, page_size: int, hash_key: bytes) -> None:
-        """Replicas hash pages of `page_size` tokens under `hash_key`."""
+        """Replicas hash pages of `page_size` tokens with `hash_key`."""
         self.num_replicas = num_replicas
         self.page_size = page_size
         self.hash_key = hash_key
 
     @abstractmethod
     def choose(self, request: int, token_ids: Int32Array) -> int:
-        """The replica for a request, which is called by its place in the trace, with so many prompt tokens."""
+        """Choose the replica for a request, an index into the trace, with these prompt tokens."""
 
-    def end(self, request: int) -> None:  # noqa: B027  not every router wants to know
-        """Hear that a request has ended, or was lost with its replica."""
+    def end(self, request: int) -> None:  # noqa: B027  optional
+        """Notify that a request has ended, or was lost with its replica."""
 
     def hear(self, replica: int, events: bytes) -> None:  # noqa: B027
-        """Hear a replica's batch of events."""
+        """Process a replica's batch of events."""
 
     def forget(self, replica: int) -> None:  # noqa: B027
-        """Hear that a replica has lost its cache."""
+        """Notify that a replica has lost its cache."""
 
 
 class RoundRobinRouter(Router):
-    """One after another."""
+    """Takes one replica after another."""
 
     _next = 0
 
     def choose(self, request: int, token_ids: Int32Array) -> int:
-        """The next one. O(1)."""
+        """Choose the next replica. O(1)."""
         chosen = self._next
         self._next = (chosen + 1) % self.num_replicas
         return chosen
 
 
 class LoadRouter(Router):
-    """One that knows what each replica has to do."""
+    """A router that tracks the load of each replica."""
 
     def __init__(self, num_replicas: int, page_size: int, hash_key: bytes) -> None:
-        """No replica has any request."""
+        """Start without load."""
         super().__init__(num_replicas, page_size, hash_key)
         self._loads = [0] * num_replicas
         self._chosen: dict[int, tuple[int, int]] = {}
 
     def assign(self, request: int, replica: int, load: int) -> int:
-        """Count what a request adds to a replica's load until it ends. Returns the replica."""
+        """Add a request's load to a replica until it ends. Returns the replica."""
         self._chosen[request] = replica, load
         self._loads[replica] += load
         return replica
 
     def end(self, request: int) -> None:
-        """Its replica has so much less to do."""
+        """Subtract the request's load."""
         replica, load = self._chosen.pop(request)
         self._loads[replica] -= load
 
 
 class LeastLoadedRouter(LoadRouter):
-    """The replica with the fewest requests that have not ended; of equal ones the first."""
+    """Takes the replica with the fewest unfinished requests; the first of equals."""
 
     def choose(self, request: int, token_ids: Int32Array) -> int:
-        """O(replicas)."""
+        """Choose the lowest load. O(replicas)."""
         return self.assign(request, min(range(self.num_replicas), key=self._loads.__getitem__), 1)
 
 
@@ -79,19 +79,19 @@ Hash: TypeAlias = int
 
 
 class BlockStored(msgspec.Struct, tag=True):
-    """What this router reads of an event."""
+    """The part of the event that the router reads."""
 
     block_hashes: list[Hash]
 
 
 class BlockRemoved(msgspec.Struct, tag=True):
-    """What this router reads of an event."""
+    """The part of the event that the router reads."""
 
     block_hashes: list[Hash]
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """Nothing but its name."""
+    """The event has no fields."""
 
 
 class Batch(msgspec.Struct, array_like=True):
@@ -113,14 +113,14 @@ class PrefixRouter(LoadRouter):
         self._decoder = msgspec.msgpack.Decoder(Batch)
 
     def choose(self, request: int, token_ids: Int32Array) -> int:
-        """O(pages of the prompt that are cached anywhere + replicas), hashing included."""
+        """Choose the lowest load. O(prompt pages cached anywhere + replicas), including hashing."""
         num_cached_pages = self._count_cached_pages(token_ids)
         costs = [len(token_ids) - self.page_size * num_pages for num_pages in num_cached_pages]
         chosen = min(range(self.num_replicas), key=lambda i: (self._loads[i] + costs[i], self._loads[i]))
         return self.assign(request, chosen, costs[chosen])
 
     def _count_cached_pages(self, token_ids: Int32Array) -> list[int]:
-        """The leading pages of a prompt that each replica has."""
+        """Count the leading pages of a prompt that each replica has cached."""
         chain = HashChain(self.page_size, self.hash_key)
         num_pages = (len(token_ids) - 1) // self.page_size
         chain.extend(token_ids[: num_pages * self.page_size])
@@ -138,7 +138,7 @@ class PrefixRouter(LoadRouter):
         return counts
 
     def hear(self, replica: int, events: bytes) -> None:
-        """O(pages told of)."""
+        """Update the holders of the pages in the events. O(pages)."""
         bit = 1 << replica
         for event in self._decoder.decode(events).events:
             if isinstance(event, BlockStored):
@@ -158,7 +158,7 @@ class PrefixRouter(LoadRouter):
             del self._holders[block_hash]
 
     def forget(self, replica: int) -> None:
-        """O(pages cached anywhere)."""
+        """Remove the replica from all holders. O(pages cached anywhere)."""
         bit = 1 << replica
         for block_hash in [block_hash for block_hash, holders in self._holders.items() if holders & bit]:
             self._drop(block_hash, bit)

@@ -1,4 +1,4 @@
-"""`pagepool plan`: how large a pool is to be."""
+"""The command `pagepool plan`."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -44,7 +44,7 @@ MAX_REPLAY_PAGES = 10_000_000  # half a gigabyte
 
 
 def find_page_bytes(page_size: int, bytes_per_token: int | None, model_config: str | None, kv_dtype: str | None) -> int | None:
-    """Bytes of a page, where it is known."""
+    """Return the bytes of a page, None if unknown."""
     if bytes_per_token is not None and model_config is not None:
         raise click.UsageError("--bytes-per-token and --model-config exclude each other")
     if kv_dtype is not None and model_config is None:
@@ -61,7 +61,7 @@ def find_page_bytes(page_size: int, bytes_per_token: int | None, model_config: s
 
 
 def find_sizes(num_pages: Sizes | None, memory: Sizes | None, page_bytes: int | None) -> Sizes | None:
-    """Sizes in pages; None where none were asked for."""
+    """Return the requested sizes in pages, None if there are none."""
     if memory is None:
         return num_pages
     if num_pages is not None:
@@ -75,7 +75,7 @@ def find_sizes(num_pages: Sizes | None, memory: Sizes | None, page_bytes: int | 
 
 
 def choose_sizes(asked: Sizes | None, planner: Planner) -> list[int]:
-    """The sizes that were asked for. If that is one or none, also all from where each request fits to where all hits are."""
+    """Return the requested sizes; for one or none, add sizes from the largest request to all possible hits."""
     if asked is not None and len(asked.numbers) > 1:
         return asked.list()
     ends = planner.min_num_pages, max(planner.min_num_pages + 1, planner.max_num_pages)
@@ -85,7 +85,7 @@ def choose_sizes(asked: Sizes | None, planner: Planner) -> list[int]:
 def choose_replays(
     sizes: Sequence[int], num_replays: int | None, requests: Sequence[SimulatedRequest], page_size: int, max_num_seqs: int
 ) -> list[int]:
-    """So many sizes evenly apart; None: some of those in which a replay is a matter of seconds."""
+    """Choose sizes evenly; by default some of those whose replay takes seconds."""
     if num_replays is None:
         num_tokens = sum(request.num_output_tokens for request in requests)
         mean_pages = sum(cdiv(request.num_slots, page_size) for request in requests) / len(requests)
@@ -100,19 +100,19 @@ def choose_replays(
 
 
 def replay_pools(sizes: Iterable[int], make: Callable[[int], Scheduler], progress: Progress) -> dict[int, Figures]:
-    """What a scheduler counts in pools of those sizes, of which there is one at a time."""
+    """Replay in pools of those sizes, one at a time."""
     return {size: run(make(size), f"together, {size:,} pages", progress) for size in sizes}
 
 
 def write_plot(plan: Plan, source: str, path: str, file: BinaryIO) -> None:
-    """In the format that the path's end tells."""
+    """Write the format of the path's extension."""
     from pagepool.replay.plans.plot import save_plot
 
     save_plot(plan, name_trace(source), file, path[-3:].lower())
 
 
 def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
-    """As UTF-8."""
+    """Write UTF-8."""
     from pagepool.replay.plans.web_page import make_page
 
     file.write(make_page(plan, name_trace(source)).encode())
@@ -123,35 +123,35 @@ def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
 @click.option(
     "--num-pages",
     type=Size("sizes", many=True),
-    help="Sizes of the pool in pages, the null page included: 12800, or 10k,20k, or a range 1k:1M.",
-    show_default="from the largest request to where all hits are",
+    help="Pool sizes in pages, including the null page: 12800, or 10k,20k, or a range 1k:1M.",
+    show_default="from the largest request to all possible hits",
 )
 @click.option(
     "--memory",
     type=Size("sizes", BYTE_UNITS, many=True),
-    help="The same in bytes: 40GiB, or 20GiB,40GiB, or 8GiB:80GiB.",
+    help="Pool sizes in bytes: 40GiB, or 20GiB,40GiB, or 8GiB:80GiB.",
 )
 @click.option(
     "--bytes-per-token",
     type=Size("bytes", {"": 1, **BYTE_UNITS}),
-    help="Bytes of keys and values in all layers together, on one device.",
+    help="Bytes of keys and values over all layers, on one device.",
 )
-@click.option("--model-config", type=InputFile(), help="The config.json of a Hugging Face model, for its bytes per token.")
-@click.option("--kv-dtype", metavar="DTYPE", help="Of the cache, as float8_e4m3fn.  [default: the model's]")
+@click.option("--model-config", type=InputFile(), help="config.json of a Hugging Face model, which gives the bytes per token.")
+@click.option("--kv-dtype", metavar="DTYPE", help="Cache dtype, such as float8_e4m3fn.  [default: the model's]")
 @page_size_option
 @block_size_option
 @click.option(
     "--replays",
     type=Size("pools", minimum=0),
-    help="In how many of the pools a simulated scheduler runs requests together; 0: in none.",
-    show_default=f"{NUM_REPLAYS}, of those that take seconds",
+    help="Number of pools in which a simulated scheduler runs requests together; 0: none.",
+    show_default=f"{NUM_REPLAYS} that take seconds",
 )
 @max_batched_tokens_option
 @max_num_seqs_option
 @limit_option
 @seed_option
 @plot_option
-@click.option("--html", "html_path", type=OutputFile(), help="Write plot and tables as one page for a browser.")
+@click.option("--html", "html_path", type=OutputFile(), help="Write plot and tables as one HTML page.")
 @json_option
 def plan(
     trace: str,
@@ -171,14 +171,14 @@ def plan(
     html_path: str | None,
     json_path: str | None,
 ) -> None:
-    """Estimate what pools of many sizes hit of TRACE.
+    """Estimate the hit rate of TRACE for each pool size.
 
-    For each size: the prompt tokens that need not be computed, if requests run one after another, with the pool
-    as it is (the least recently used page is evicted) and with the best policy that there could be, which
-    knows the future. In some of the pools a simulated scheduler runs requests together, as `pagepool replay`
-    does; that is where preemptions show. Requests larger than a pool are skipped.
+    For each size: the prompt tokens that need not be computed if requests run one after another, with the pool's
+    LRU eviction and with the optimal policy, which knows the future. In some of the pools a simulated scheduler
+    runs requests together, as `pagepool replay` does, and reports preemptions. Requests larger than a pool are
+    skipped.
 
-    TRACE is as for `pagepool replay`. Give sizes in pages, or in bytes with what a token takes:
+    TRACE is as for `pagepool replay`. Sizes are in pages, or in bytes with the bytes per token:
 
     \b
       pagepool plan trace.jsonl \\
@@ -187,7 +187,7 @@ def plan(
         --memory 40GiB \\
         --model-config config.json
 
-    With one size or none, the sizes are those from where each request fits to where nothing more can be hit.
+    With one size or none, the plan adds sizes from the largest request to all possible hits.
     """
     page_bytes = find_page_bytes(page_size, bytes_per_token, model_config, kv_dtype)
     asked = find_sizes(num_pages, memory, page_bytes)

@@ -1,16 +1,16 @@
-"""What pools of all sizes hit when the least recently used page is evicted, from one pass over the requests.
+"""LRU hits for all pool sizes, from one pass over the requests.
 
-Pages that requests gave back form one stack, the last used on top, whatever the size of the pool: a pool of `n` pages holds the
-top `n` (Mattson, Gecsei, Slutz and Traiger, Evaluation techniques for storage hierarchies, IBM Systems Journal 9(2), 1970).
-So a page hits if its depth in the stack is at most `n`. A request gives its pages back tail first and leaves them on top in
-order, and whoever takes some of them up takes the first that are left. So the depth of a run of pages follows from how many
-pages each request since has left there, a sum that a Fenwick tree (Fenwick, A new data structure for cumulative frequency
-tables, Software: Practice and Experience 24(3), 1994) keeps at hand; no page is looked at by itself.
+Released pages form one stack with the most recently used on top, and a pool of `n` pages holds the top `n` (Mattson, Gecsei,
+Slutz and Traiger, Evaluation techniques for storage hierarchies, IBM Systems Journal 9(2), 1970). A page therefore hits if its
+depth is at most `n`. A request releases its pages tail first, so they lie on the stack in order, and a later request takes them
+from the front. The depth of a run of pages thus follows from the number of pages that each later request has left on the
+stack, a sum kept in a Fenwick tree (Fenwick, A new data structure for cumulative frequency tables, Software: Practice and
+Experience 24(3), 1994); single pages are never visited.
 
-The counts are those of `CacheManager`, to the token, with one group of full attention and requests that run one after another.
-A page that is computed although it is cached (the last page of a prompt that is cached whole, an answer that was given before)
-is in the pool twice, here as there. If it is hit later, the manager takes the older copy as long as that is there, and here
-the newer one is taken up; then counts are off as if the pool had some pages more or fewer, at most as many as are there twice.
+The counts equal those of `CacheManager`, to the token, for one full-attention group and requests that run one after another.
+A page that is computed although it is cached (the last page of a fully cached prompt, a repeated answer) is in the pool twice,
+both here and in the manager. On a later hit the manager takes the older copy while it exists; this model takes the newer one.
+The counts then deviate as if the pool had some pages more or fewer, at most the number of duplicates.
 """
 
 import numpy as np
@@ -21,20 +21,20 @@ __all__ = ["LruCurve"]
 
 
 class SuffixSums:
-    """A list of numbers that change, and the sums behind each: a Fenwick tree, O(log n) each."""
+    """A Fenwick tree: mutable numbers with their suffix sums, O(log n) each."""
 
     def __init__(self, size: int) -> None:
-        """All 0."""
+        """Start with zeros."""
         self._nodes = [0] * (size + 1)
 
     def add(self, i: int, value: int) -> None:
-        """Change the number at `i`."""
+        """Add to the number at `i`."""
         while i > 0:
             self._nodes[i] += value
             i &= i - 1
 
     def sum_behind(self, i: int) -> int:
-        """The sum of the numbers behind `i`."""
+        """Return the sum of the numbers after `i`."""
         total = 0
         i += 1
         while i < len(self._nodes):
@@ -44,7 +44,7 @@ class SuffixSums:
 
 
 def measure_depths(reuse: Reuse) -> Int64Array:
-    """For each reuse the depth of its first page in the stack, from 1 on; each page behind it is one deeper. O(log) each."""
+    """Compute the depth in the stack, from 1, of the first page of each reuse; later pages follow. O(log) each."""
     request_pages = reuse.request_pages.tolist()
     left = SuffixSums(len(request_pages))
     num_left_pages: list[int] = []
@@ -65,13 +65,13 @@ def measure_depths(reuse: Reuse) -> Int64Array:
 
 
 class LruCurve:
-    """Hits by size of the pool."""
+    """LRU hits by pool size."""
 
     def __init__(self, reuse: Reuse) -> None:
-        """Measures all depths."""
+        """Measure all depths."""
         self._num_pages = reuse.num_pages
         self._depths = measure_depths(reuse)
 
     def count_hits(self, num_usable_pages: int) -> int:
-        """Pages that hit in a pool of so many pages without the null page, which must hold the largest request. O(reuses)."""
+        """Count the pages that hit. The pool, without the null page, must hold the largest request. O(reuses)."""
         return int(np.clip(num_usable_pages + 1 - self._depths, 0, self._num_pages).sum())

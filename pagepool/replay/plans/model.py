@@ -1,4 +1,4 @@
-"""What a page takes in the memory of a device, from the configuration of a model."""
+"""Bytes per page, from the configuration of a model."""
 
 import json
 from reprlib import repr as shorten
@@ -16,12 +16,12 @@ MAX_NUMBER = 10**9
 
 
 def read_page_bytes(path: str, page_size: int, kv_dtype: str | None = None) -> int:
-    """Bytes of a page of `page_size` tokens in all layers together: layers x KV heads x head size x 2 x bytes of the dtype, or
-    the latent vectors of multi-head latent attention. `kv_dtype` is that of the cache; None: the model's own.
+    """Return the bytes of a page of `page_size` tokens over all layers: layers x KV heads x head size x 2 x bytes of the dtype,
+    or the latent vectors of multi-head latent attention. `kv_dtype` is the cache's dtype, by default the model's.
 
-    The file is the `config.json` that Hugging Face models come with; where it describes several models, the text model counts.
-    Layers with a window count as full attention, since that is what a plan does with them; those that `layer_types` says to
-    have no attention count nothing. ArgumentError if a field is missing or makes no sense, OSError if it cannot be read.
+    The file is the `config.json` of a Hugging Face model; of several models in it, the text model counts. Layers with a window
+    count as full attention, as in plans; layers without attention, according to `layer_types`, do not count. Raises
+    ArgumentError if a field is missing or invalid, OSError if the file cannot be read.
     """
     config = _read_config(path)
     try:
@@ -72,12 +72,12 @@ def _read_int(config: dict[str, Any], name: str, maximum: int = MAX_NUMBER) -> i
 
 
 def _latent_geometry(config: dict[str, Any]) -> tuple[int, int]:
-    """One vector a token and layer: the compressed keys and values, and the rotated part of the key."""
+    """One vector per token and layer: compressed keys and values, and the rotated part of the key."""
     return 1, _read_int(config, "kv_lora_rank") + _read_int(config, "qk_rope_head_dim")
 
 
 def _head_geometry(config: dict[str, Any]) -> tuple[int, int]:
-    """A number of KV heads by layer is read where the layers are."""
+    """KV heads per layer, if given as a list, are read with the layers."""
     num_heads = _read_int(config, "num_attention_heads")
     has_head_size = config.get("head_dim") is not None
     head_size = _read_int(config, "head_dim") if has_head_size else _read_int(config, "hidden_size") // num_heads
@@ -86,7 +86,7 @@ def _head_geometry(config: dict[str, Any]) -> tuple[int, int]:
 
 
 def _list_layers(config: dict[str, Any]) -> dict[int, SimpleNamespace]:
-    """The layers that have pages, all of them as full attention."""
+    """List the layers with pages, all as full attention."""
     full = SimpleNamespace(mask_type="FULL", size=None, chunks=None)
     types = config.get("layer_types") or ["full_attention"] * _read_int(config, "num_hidden_layers", MAX_LAYERS)
     return {layer: full for layer, name in enumerate(types) if name not in LAYERS_WITHOUT_PAGES}

@@ -1,4 +1,4 @@
-"""How much pools of many sizes would hit of a trace."""
+"""Hit rates of a trace for many pool sizes."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -20,8 +20,8 @@ MAIN_SHARE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
-    """What a pool of `num_pages`, the null page included, hits if requests run one after another: with the least recently used
-    page evicted, and at best. Requests larger than the pool are `skipped`, with `skipped_prompt_tokens`, and in no other count.
+    """Hits in a pool of `num_pages`, including the null page, if requests run one after another: with LRU and with the optimal
+    eviction policy. Requests larger than the pool count as `skipped` and `skipped_prompt_tokens` only.
     """
 
     num_pages: int
@@ -39,14 +39,14 @@ class PoolFigures:
 
     @property
     def best_hit_rate(self) -> float:
-        """The same of the best policy."""
+        """The same with the optimal policy."""
         return find_hit_rate(self.best_hit_tokens, self.prompt_tokens, self.skipped_prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """The smallest pools, the null page included, that hold each request and give `share` of the hits that any pool could. This
-    share is one of hits, no hit rate.
+    """The smallest pools, including the null page, that hold each request and reach `share` of all possible hits (a share of
+    hits, not a hit rate).
     """
 
     share: float
@@ -56,10 +56,10 @@ class Knee:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Figures by pool size, for pages of `page_size` tokens and, if that is known, `page_bytes` bytes.
+    """Figures by pool size, for pages of `page_size` tokens and `page_bytes` bytes (None: unknown).
 
-    A pool that never evicts hits `most_hit_tokens`; one of `min_num_pages` or more holds each request. `replays` has what a
-    scheduler that runs requests together counted, by pool size, where somebody let it.
+    A pool that never evicts hits `most_hit_tokens`; a pool of `min_num_pages` holds the largest request. `replays` has the
+    figures of simulated schedulers by pool size.
     """
 
     page_size: int
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def knee(self) -> Knee | None:
-        """The one for 95 %; None if nothing ever hits."""
+        """The knee at 95 %; None without hits."""
         return next((knee for knee in self.knees if knee.share == MAIN_SHARE), None)
 
     @property
@@ -83,7 +83,7 @@ class Plan:
         return find_hit_rate(self.most_hit_tokens, self.prompt_tokens)
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures by name, for JSON: those of a replay with those of its pool."""
+        """Return all figures by name, for JSON; replays are part of their pools."""
         plan = asdict(self)
         del plan["replays"]
         for fields, pool in zip(plan["pools"], self.pools, strict=True):
@@ -94,12 +94,12 @@ class Plan:
 
 
 class Curves:
-    """Hits by pool size of requests that all run."""
+    """Hits by pool size, for requests that all fit."""
 
     def __init__(
         self, records: Sequence[TraceRecord], page_size: int, on_request: Callable[[int], object] | None = None
     ) -> None:
-        """See `find_reuse`."""
+        """Find the reuse, and measure its depths."""
         self.num_requests = len(records)
         self.prompt_tokens = sum(record.input_length for record in records)
         self.page_size = page_size
@@ -110,7 +110,7 @@ class Curves:
         self.best = BestCurve(reuse)
 
     def make_figures(self, num_pages: int, num_skipped: int = 0, skipped_prompt_tokens: int = 0) -> PoolFigures:
-        """The figures of a pool that skips `num_skipped` other requests, which have `skipped_prompt_tokens`."""
+        """Make the figures of a pool that skips `num_skipped` other requests."""
         return PoolFigures(
             num_pages,
             self.num_requests,
@@ -122,12 +122,12 @@ class Curves:
         )
 
     def find_size(self, curve: LruCurve | BestCurve, share: float) -> int:
-        """The smallest pool, the null page included, that gives that share of the hits that any pool could."""
+        """Find the smallest pool, including the null page, that reaches a share of all possible hits."""
         num_hit_pages = share * self.num_hit_pages
         return self.sizes[bisect_left(self.sizes, num_hit_pages, key=lambda num_pages: curve.count_hits(num_pages - 1))]
 
     def find_knees(self) -> tuple[Knee, ...]:
-        """One for each share; none if nothing ever hits."""
+        """Find the knee for each share; none if nothing ever hits."""
         shares = SHARES if self.num_hit_pages else ()
         return tuple(Knee(share, self.find_size(self.lru, share), self.find_size(self.best, share)) for share in shares)
 
@@ -148,8 +148,8 @@ class Planner:
     def __init__(
         self, records: Sequence[TraceRecord], page_size: int, on_request: Callable[[int], object] | None = None
     ) -> None:
-        """The requests run in the order of the records; `on_request` is told how many were looked at. ArgumentError or
-        ArgumentTypeError for a page size that is no positive integer. Cost: about 3 us a block of the trace.
+        """Requests run in the order of the records; `on_request` gets the number of records done. Raises ArgumentError or
+        ArgumentTypeError if the page size is not a positive integer. Cost: about 3 us a block of the trace.
         """
         self._records = records
         self._curves = Curves(records, require_int("page_size", page_size, minimum=1), on_request)
@@ -161,12 +161,12 @@ class Planner:
 
     @property
     def max_num_pages(self) -> int:
-        """The smallest pool that hits all that any could, with the least recently used page evicted."""
+        """The smallest LRU pool with all possible hits."""
         return self._curves.find_size(self._curves.lru, 1.0)
 
     def make_plan(self, sizes: Iterable[int], page_bytes: int | None = None) -> Plan:
-        """Figures of pools of those sizes, in pages with the null page. Cost: milliseconds a size for each 10,000 requests; for
-        a size below `min_num_pages` as much as for all before.
+        """Make the figures of pools of those sizes, in pages including the null page. Cost: milliseconds a size for each 10,000
+        requests; a size below `min_num_pages` costs as much as the constructor.
         """
         return Plan(
             page_size=self._curves.page_size,

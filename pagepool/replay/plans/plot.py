@@ -1,4 +1,4 @@
-"""A plan as a picture, by matplotlib."""
+"""The plot of a plan."""
 
 import math
 from collections.abc import Callable
@@ -17,22 +17,22 @@ from pagepool.specs import count_of
 
 __all__ = ["draw_plan", "save_plot"]
 
-WIDTH, PAGE_WIDTH = 6.4, 4.7  # inches; a page's is read on telephones too
-INCHES_A_FINE_DECADE = 1.25  # in which there is room for marks at 2 and 5
+WIDTH, PAGE_WIDTH = 6.4, 4.7  # inches; pages are read on phones too
+INCHES_A_FINE_DECADE = 1.25  # with room for ticks at 2 and 5
 
 
 def save_plot(plan: Plan, name: str, file: BinaryIO, file_format: str, *, is_within_page: bool = False) -> None:
-    """Draw hit rates, and below them preemptions where there were replays, against the size of the pool.
+    """Plot hit rates, and preemptions if there were replays, against pool size.
 
-    `name` is the trace's, `file_format` ``"png"`` or ``"svg"``. Within a page, which has a heading of its own, the picture has
-    none and is narrower. The same plan gives the same bytes.
+    `name` is the trace's, `file_format` ``"png"`` or ``"svg"``. Within a page the plot has no heading and is narrower. The
+    bytes are reproducible.
     """
     draw = partial(draw_plan, plan, None if is_within_page else headline(plan, shorten_name(name)))
     save_figure(draw, file, file_format, title=headline(plan, name), description=describe_picture(plan))
 
 
 def draw_plan(plan: Plan, heading: str | None = None) -> Figure:
-    """The figure: hit rates are those of the plan's pools and replays as they are, in shares of all prompt tokens."""
+    """Draw the figure; hit rates are shares of all prompt tokens."""
     num_panels = 2 if plan.replays else 1
     width = PAGE_WIDTH if heading is None else WIDTH
     figure = Figure(figsize=(width, 3.2 + 1.6 * num_panels), layout="constrained")
@@ -71,7 +71,7 @@ def _draw_hits(axes: Axes, plan: Plan) -> None:
 
 
 def _mark_knee(axes: Axes, plan: Plan) -> None:
-    """A line where LRU has nearly all hits, or, where that is beyond the pools, its place in words at that edge."""
+    """Mark the size at which LRU reaches nearly all hits: a line, or a label at the edge if it is off the axis."""
     if plan.knee is None:
         return
     num_pages, start, stop = plan.knee.lru_num_pages, plan.pools[0].num_pages, plan.pools[-1].num_pages
@@ -121,12 +121,12 @@ def _add_memory_axis(axes: Axes, plan: Plan, page_gib: float) -> None:
 
 
 def _scale(factor: float) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """To another unit and back."""
+    """Return the conversions to another unit and back."""
     return lambda value: value * factor, lambda value: value / factor
 
 
 def _label_log_axis(axes: Axes, axis: Axis, start: float, stop: float) -> None:
-    """Marks at round numbers, or at both ends where fewer than two of those are between them."""
+    """Set ticks at round numbers, or at both ends if fewer than two lie between them."""
     marks = _list_marks(start, stop, axes.bbox.width / axes.figure.dpi)
     format_mark = format_count if len(marks) > 1 else _format_in_full
     axis.set_major_locator(FixedLocator(marks if len(marks) > 1 else sorted({start, stop})))
@@ -135,7 +135,7 @@ def _label_log_axis(axes: Axes, axis: Axis, start: float, stop: float) -> None:
 
 
 def _list_marks(start: float, stop: float, inches: float) -> list[float]:
-    """For an axis of that length: 1, 2 and 5 in each decade where there is room, else 1 in some."""
+    """List the ticks of an axis of that length: 1, 2 and 5 in each decade if there is room, otherwise powers of ten."""
     decades = range(math.floor(math.log10(start)), math.ceil(math.log10(stop)) + 1)
     room = inches / INCHES_A_FINE_DECADE / max(1, math.log10(stop / start))
     numbers = (1, 2, 5) if room >= 1 else (1,)

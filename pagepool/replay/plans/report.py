@@ -1,4 +1,4 @@
-"""A plan in words and numbers for people, whether on a terminal or a page."""
+"""Texts and tables of a plan, for terminal, plot and HTML page."""
 
 from collections.abc import Iterable
 
@@ -22,36 +22,36 @@ __all__ = [
 ]
 
 LRU_NOTE = (
-    "LRU: what the pool as it is hits, the least recently used page evicted, if requests run one after another in the order of "
-    "the trace (stack distances: Mattson and others, 1970)."
+    "LRU: hits of this pool, which evicts the least recently used page, if requests run one after another in the order of the "
+    "trace (stack distances: Mattson and others, 1970)."
 )
 BEST_NOTE = (
-    "Best: what the best eviction policy hits that there could be, one that knows all requests to come (Belady's MIN, 1966, "
-    "for pages that hit only behind pages that hit). It is exact, not a bound: no policy hits more."
+    "Best: hits of the optimal eviction policy, which knows all future requests (Belady's MIN, 1966, for pages that hit only "
+    "after pages that hit). The number is exact, not a bound: no policy hits more."
 )
 TOGETHER_NOTE = (
-    "Together: what a simulated scheduler hits that runs as many requests at once as there is room for, all of them waiting "
-    "from the start. Requests that share a prefix may meet before it is evicted, or push each other out, so it is now more "
-    "than one after another, now less."
+    "Together: hits of a simulated scheduler that runs as many requests at once as fit, all waiting from the start. Requests "
+    "that share a prefix may run before it is evicted, or evict each other's pages, so the hit rate may be higher or lower "
+    "than one after another."
 )
 
 HIT_RATE = "hit rate: share of all prompt tokens"
 
 HIT_RATE_NOTE = (
     "Hit rate: the share of all prompt tokens of the trace that need not be computed. Requests larger than the pool are "
-    "skipped: nothing of them hits, and their prompts count."
+    "skipped: their prompts count, without hits."
 )
 
 
 def summarize(plan: Plan) -> str:
-    """What was planned for, in one line."""
+    """Describe the trace and the page size in one line."""
     memory = "" if plan.page_bytes is None else f" and {format_bytes(plan.page_bytes)}"
     trace = f"{count_of(plan.requests, 'request')}, {count_of(plan.prompt_tokens, 'prompt token')}"
     return f"{trace}, pages of {count_of(plan.page_size, 'token')}{memory}"
 
 
 def headline(plan: Plan, name: str) -> str:
-    """What was found, for a title, with the name of the trace."""
+    """Return the main result, for a title."""
     if plan.knee is None:
         return f"{name}: no pool hits anything"
     knee = _with_bytes(plan, plan.knee.lru_num_pages)
@@ -59,15 +59,15 @@ def headline(plan: Plan, name: str) -> str:
 
 
 def describe(plan: Plan) -> list[str]:
-    """The sentences that matter most, the knee first."""
+    """Return the main results as sentences, the knee first."""
     all_tokens = count_of(plan.prompt_tokens, "prompt token")
     unlimited = f"A pool that never evicts hits {plan.most_hit_tokens:,} of {all_tokens} ({plan.most_hit_rate:.1%})."
-    largest = f"The largest request needs a pool of {_with_bytes(plan, plan.min_num_pages)}; smaller ones skip it."
+    largest = f"The largest request needs a pool of {_with_bytes(plan, plan.min_num_pages)}; smaller pools skip it."
     return [_describe_knee(plan), unlimited, largest]
 
 
 def describe_picture(plan: Plan) -> str:
-    """The plot in words, for screen readers."""
+    """Describe the plot for screen readers."""
     columns = dict(list_columns(plan))
     rates = zip(columns["pages"], columns["hit rate, LRU"], columns["hit rate, best"], strict=True)
     listed = "; ".join(f"{pages} pages: LRU {lru}, best {best}" for pages, lru, best in rates)
@@ -77,19 +77,19 @@ def describe_picture(plan: Plan) -> str:
 def _describe_knee(plan: Plan) -> str:
     knee = plan.knee
     if knee is None:
-        return "No prompt begins with full pages of an earlier one: no pool hits anything."
+        return "No prompt begins with full pages of an earlier request: no pool hits anything."
     lru, best = _with_bytes(plan, knee.lru_num_pages), _with_bytes(plan, knee.best_num_pages)
-    share = f"{knee.share:.0%} of the hits that any pool could"
-    return f"{lru} give {share}, if requests run one after another; with the best eviction policy {best} would."
+    share = f"{knee.share:.0%} of all possible hits"
+    return f"{lru} give {share} if requests run one after another; the best eviction policy needs {best}."
 
 
 def list_notes(plan: Plan) -> list[str]:
-    """What the columns mean."""
+    """Return the notes on the columns."""
     return [HIT_RATE_NOTE, LRU_NOTE, BEST_NOTE, *([TOGETHER_NOTE] if plan.replays else [])]
 
 
 def list_columns(plan: Plan) -> list[tuple[str, list[str]]]:
-    """Headings, each with a cell for each pool. Columns that say nothing are left out."""
+    """Return headings with a cell for each pool, without empty columns."""
     columns = [
         ("pages", [f"{pool.num_pages:,}" for pool in plan.pools]),
         ("hit rate, LRU", [f"{pool.lru_hit_rate:.1%}" for pool in plan.pools]),
@@ -108,7 +108,7 @@ def list_columns(plan: Plan) -> list[tuple[str, list[str]]]:
 
 
 def list_knee_columns(plan: Plan) -> list[tuple[str, list[str]]]:
-    """Headings, each with a cell for each share."""
+    """Return headings with a cell for each share."""
     columns = [("share of the hits", [f"{knee.share:.0%}" for knee in plan.knees])]
     for name in ("LRU", "best"):
         sizes = [knee.lru_num_pages if name == "LRU" else knee.best_num_pages for knee in plan.knees]
@@ -128,7 +128,7 @@ def _with_bytes(plan: Plan, num_pages: int) -> str:
 
 
 def print_plan(plan: Plan, source: str) -> None:
-    """Print what was planned, the sentences that matter, a row for each pool, and what the columns mean, to standard output."""
+    """Print the main results, a row for each pool, and notes on the columns."""
     table = Table(
         title=HIT_RATE.capitalize(), title_justify="left", title_style="", box=None, pad_edge=False, padding=(0, 2, 0, 0)
     )

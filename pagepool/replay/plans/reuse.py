@@ -1,4 +1,4 @@
-"""Which earlier request a request's pages were last used by: all that hits depend on, whatever the size of the pool."""
+"""Reuse of pages between requests, which determines the hits of pools of any size."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 class Reuse:
     """The pages of requests that run one after another, and which of them may hit.
 
-    `request_pages[i]` pages of the pool are held while request `i` runs, all of its tokens computed. Each reuse is a run of
-    `num_pages` consecutive pages of a prompt, from `first_page` on, that request `user` may hit because `source`, an earlier
-    one, was the last to hold them. Reuses are in order of `user`, then of `first_page`; those of a prompt are its beginning,
-    without a gap. All arrays are int64: `[num_requests]`, and `[num_reuses]`.
+    Request `i` holds `request_pages[i]` pages when it ends. Each reuse is a run of `num_pages` consecutive pages of a prompt,
+    starting at `first_page`, that request `user` may hit because the earlier request `source` held them last. Reuses are sorted
+    by `user`, then `first_page`; those of one prompt cover its beginning without a gap. All arrays are int64, `[num_requests]`
+    or `[num_reuses]`.
     """
 
     request_pages: Int64Array
@@ -38,22 +38,22 @@ class Reuse:
 
 
 class PrefixTree:
-    """The blocks of all requests so far, each behind its prefix, and who used the pages that end in them last.
+    """A trie of the blocks of all requests so far, with the last user of the pages that end in each block.
 
-    A node is a number; 0 is the root. Most often one request used all pages of a node last; one that ended within a block used
-    the first of them, so `_users` has for each node pairs of the page where a request's use ends and the request, in order.
+    Nodes are numbers; 0 is the root. Usually one request was the last to use all pages of a node. A request that ended within
+    the block used only the first ones, so `_users` has a list of pairs (end of use, request) for each node, in order.
     """
 
     def __init__(self, block_size: int, page_size: int) -> None:
-        """Both in tokens."""
+        """Sizes are in tokens."""
         self._block_size = block_size
         self._page_size = page_size
         self._children: dict[tuple[int, int], int] = {}
         self._users: list[tuple[tuple[int, int], ...]] = [()]
 
     def use(self, user: int, block_ids: Sequence[int], num_pages: int) -> list[tuple[int, int]]:
-        """Let a request use its first `num_pages` pages. Returns who used them last, as pairs of the page where a use ends and
-        the request, from the first page on as far as there is one. O(blocks).
+        """Record that a request uses its first `num_pages` pages. Returns their previous users, as pairs (end of use, request)
+        from the first page on. O(blocks).
         """
         uses: list[tuple[int, int]] = []
         node = first_page = 0
@@ -78,11 +78,10 @@ class PrefixTree:
 
 
 def find_reuse(records: Sequence[TraceRecord], page_size: int, on_request: Callable[[int], object] | None = None) -> Reuse:
-    """The reuse among the requests of a trace, in order, with pages of `page_size` tokens. `on_request` is told how many were
-    looked at.
+    """Find the reuse among requests in order, with pages of `page_size` tokens. `on_request` gets the number of requests done.
 
-    Only full pages hit, only as far as one token of the prompt is left to compute, and only behind pages that hit; the pages of
-    answers are there to be hit too, where the trace knows them. Cost: about 3 us and 400 bytes a block.
+    A page hits only if it is full, if all pages before it hit, and if a token of the prompt remains to be computed. Pages of
+    answers can be hit if the trace has their ids. Cost: about 3 us and 400 bytes a block.
 
     >>> chat = [TraceRecord(0, 1024, 1, (7, 8)), TraceRecord(1, 1536, 1, (7, 8, 9)), TraceRecord(2, 1536, 1, (7, 5, 6))]
     >>> reuse = find_reuse(chat, page_size=16)

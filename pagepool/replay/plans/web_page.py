@@ -1,4 +1,4 @@
-"""A plan as one page for a browser, with nothing to fetch."""
+"""A plan as a self-contained HTML page."""
 
 import re
 from collections.abc import Iterable
@@ -65,10 +65,10 @@ $notes
 
 
 def make_page(plan: Plan, name: str) -> str:
-    """HTML with the plot within it; `name` is the trace's."""
+    """Make the page, including the plot; `name` is the trace's."""
     tables = [_make_table(f"By size of the pool; {HIT_RATE}", list_columns(plan))]
     if plan.knees:
-        tables.append(_make_table("Pages for a share of the hits that any pool could", list_knee_columns(plan)))
+        tables.append(_make_table("Pages for a share of all possible hits", list_knee_columns(plan)))
     return PAGE.substitute(
         title=escape(headline(plan, name)),
         colors=_set_variables(is_dark=False),
@@ -86,7 +86,7 @@ def _make_paragraphs(texts: Iterable[str]) -> str:
 
 
 def _make_table(caption: str, columns: list[tuple[str, list[str]]]) -> str:
-    """The first column heads the rows."""
+    """Make a table whose first column has the row headings."""
     headings = "".join(f'<th scope="col">{escape(heading)}</th>' for heading, _ in columns)
     rows = zip(*(cells for _, cells in columns), strict=True)
     body = "\n".join(
@@ -94,12 +94,12 @@ def _make_table(caption: str, columns: list[tuple[str, list[str]]]) -> str:
         for first, *cells in rows
     )
     head = f"<caption>{escape(caption)}</caption>\n<thead><tr>{headings}</tr></thead>"
-    region = f'role="region" aria-label="{escape(caption)}" tabindex="0"'  # can be scrolled by keyboard
+    region = f'role="region" aria-label="{escape(caption)}" tabindex="0"'  # scrollable by keyboard
     return f'<div class="wide" {region}>\n<table>\n{head}\n<tbody>\n{body}\n</tbody>\n</table>\n</div>'
 
 
 def _make_svg(plan: Plan, name: str) -> str:
-    """The element alone, for a page has no place for the document's header, in the colours of the page."""
+    """Make the SVG element without the XML header, in the colours of the page."""
     file = BytesIO()
     save_plot(plan, name, file, "svg", is_within_page=True)
     text = file.getvalue().decode()
@@ -108,5 +108,5 @@ def _make_svg(plan: Plan, name: str) -> str:
 
 
 def _set_variables(is_dark: bool) -> str:
-    """The palette in CSS."""
+    """Return the palette as CSS variables."""
     return " ".join(f"--{name}: {colors[is_dark]};" for name, colors in COLORS.items())

@@ -1,4 +1,4 @@
-"""How pictures look, their text alternatives, and how they are saved, by matplotlib."""
+"""Style, text alternatives and saving of plots, with matplotlib."""
 
 import re
 import warnings
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 __all__ = ["BLUE", "COLORS", "GREEN", "GREY", "ORANGE", "PAPER", "format_count", "save_figure", "shorten_name"]
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; lines differ in style and marks as well, for print in black.
+# Okabe and Ito's palette for colour-blind readers; lines differ in style and markers as well, for print in black.
 COLORS = {
     "blue": ("#0072b2", "#56b4e9"),
     "orange": ("#d55e00", "#f5995c"),
@@ -22,13 +22,13 @@ COLORS = {
     "grid": ("#dddddd", "#3d3d3d"),
     "paper": ("#ffffff", "#171717"),
 }
-"""By name: on light paper, which pictures have, and on a dark page."""
+"""``(light, dark)`` by name; plots use the light ones."""
 
 BLUE, ORANGE, GREEN, GREY, INK, GRID, PAPER = (light for light, _ in COLORS.values())
 STYLE: dict[Any, Any] = {
     "font.size": 10,
     "text.color": INK,
-    "text.parse_math": False,  # names of traces may have dollars
+    "text.parse_math": False,  # names of traces may contain dollar signs
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
     "axes.facecolor": PAPER,
@@ -42,14 +42,14 @@ STYLE: dict[Any, Any] = {
     "grid.color": GRID,
     "legend.frameon": False,
     "svg.fonttype": "none",
-    "svg.hashsalt": "pagepool",  # for ids, which are random otherwise
+    "svg.hashsalt": "pagepool",  # ids are random otherwise
 }
 DOTS_PER_INCH = 180
 MAX_SHORT_NAME = 40
 
 
 def shorten_name(name: str) -> str:
-    """A name for a picture, which has no room for a long one: its beginning and its end.
+    """Keep the beginning and the end of a name that is too long for a plot.
 
     >>> shorten_name("chat"), shorten_name("0123456789" * 10)
     ('chat', '0123456789012345678901234…67890123456789')
@@ -58,7 +58,7 @@ def shorten_name(name: str) -> str:
 
 
 def format_count(count: float) -> str:
-    """Short, for an axis: three digits that matter.
+    """Format for an axis, with three significant digits.
 
     >>> format_count(1500), format_count(2e6), format_count(700), format_count(999_999), format_count(1e18)
     ('1.5k', '2M', '700', '1M', '1E')
@@ -71,21 +71,19 @@ def format_count(count: float) -> str:
 
 
 def save_figure(draw: Callable[[], Figure], file: BinaryIO, file_format: str, *, title: str, description: str) -> None:
-    """Save what `draw` makes, ``"png"`` or ``"svg"``, with a title and a description as text alternatives. The same
-    picture gives the same bytes.
-    """
+    """Save a figure as ``"png"`` or ``"svg"``, with title and description as text alternatives. The bytes are reproducible."""
     content = BytesIO()
     is_svg = file_format == "svg"
     texts = {"Software": None, "Title": title, "Description": description}
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type")) if is_svg else texts
     with mpl.rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)  # a viewer may have one
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)  # the viewer's font may have it
         draw().savefig(content, format=file_format, dpi=DOTS_PER_INCH, metadata=metadata)
     file.write(_name_svg(content.getvalue().decode(), title, description).encode() if is_svg else content.getvalue())
 
 
 def _name_svg(text: str, title: str, description: str) -> str:
-    """The document with title and description as its root's first children, and as its role's name."""
+    """Add title and description as the root's first children, and label the image with them."""
     attributes = 'role="img" lang="en" xml:lang="en" aria-labelledby="picture-title picture-description"'
     names = (
         f'<title id="picture-title">{escape(title)}</title>\n'

@@ -1,4 +1,4 @@
-"""What pools take of memory, and what there is: a kernel that promised more than it has ends a process without a word."""
+"""Memory estimates and checks. Linux overcommits memory and kills a process that exceeds it without any message."""
 
 import os
 import re
@@ -22,18 +22,18 @@ __all__ = [
     "require_memory_left",
 ]
 
-PAGE_BYTES = 64  # of a pool whose pages are all cached
-EVENT_BYTES = 64  # of a page where events are on, without its tokens
+PAGE_BYTES = 64  # a cached page
+EVENT_BYTES = 64  # the events of a page, without its tokens
 TOKEN_BYTES = 4
-REQUEST_BYTES, HASH_ID_BYTES = 1_000, 48  # of a simulated request
-MAX_NUM_PAGES = 1 << 30  # pools refuse more by themselves
+REQUEST_BYTES, HASH_ID_BYTES = 1_000, 48  # a simulated request
+MAX_NUM_PAGES = 1 << 30  # the pool's own limit
 MIN_LEFT_BYTES = 64 << 20
 SYSTEM = Path("/proc/meminfo")
 PROCESS = Path("/proc/self/status")
 
 
 class Container(NamedTuple):
-    """The files of a Linux control group, and the field of the second that counts what cannot be taken back."""
+    """Files of a Linux control group; `field` in `use` counts the memory that cannot be reclaimed."""
 
     limit: Path
     use: Path
@@ -47,8 +47,8 @@ CONTAINERS = (
 
 
 def count_available_bytes() -> int:
-    """The bytes that this process can still take: of the machine, and of the container where there is one. Where the system
-    does not say, all memory of the machine.
+    """Bytes that this process can still allocate, within the machine and its container. Where the system does not report them,
+    the machine's total memory.
     """
     system = _read_field(SYSTEM, "MemAvailable:"), _read_field(SYSTEM, "SwapFree:")
     if system[0] is None:
@@ -63,7 +63,7 @@ def count_available_bytes() -> int:
 
 
 def _read_field(path: Path, name: str = "") -> int | None:
-    """The number behind a name at a line's beginning; None where the file or the number is not there."""
+    """Read the number that follows `name` at the start of a line; None if the file or the number is missing."""
     try:
         match = re.search(rf"^{re.escape(name)}\s*(\d+)\b", path.read_text(), re.MULTILINE)
     except OSError:
@@ -72,22 +72,22 @@ def _read_field(path: Path, name: str = "") -> int | None:
 
 
 def count_pool_bytes(num_pages: int, page_bytes: int = PAGE_BYTES) -> int:
-    """The bytes of a pool in which all pages are cached; 0 for more pages than there can be, which pools refuse themselves."""
+    """Bytes of a pool with all pages cached; 0 for more pages than a pool accepts."""
     return num_pages * page_bytes if num_pages <= MAX_NUM_PAGES else 0
 
 
 def count_event_pool_bytes(num_pages: int, page_size: int) -> int:
-    """The bytes of a full pool that reports events."""
+    """Bytes of a pool with events, all pages cached."""
     return count_pool_bytes(num_pages, PAGE_BYTES + EVENT_BYTES + TOKEN_BYTES * page_size)
 
 
 def count_request_bytes(num_requests: int, num_hash_ids: int = 0) -> int:
-    """The bytes of simulated requests."""
+    """Bytes of simulated requests."""
     return num_requests * REQUEST_BYTES + num_hash_ids * HASH_ID_BYTES
 
 
 def require_memory(what: str, num_bytes: int) -> None:
-    """Exit with code 1 and a sentence if `what` takes more bytes than there are."""
+    """Exit with code 1 and a message if `what` needs more bytes than are available."""
     available = count_available_bytes()
     if num_bytes > available:
         raise click.ClickException(
@@ -96,14 +96,14 @@ def require_memory(what: str, num_bytes: int) -> None:
 
 
 def require_memory_left() -> None:
-    """MemoryError where memory is nearly used up, before the kernel ends the process."""
+    """Raise MemoryError when memory is nearly exhausted, before the kernel kills the process."""
     available = count_available_bytes()
     if available < MIN_LEFT_BYTES:
         raise MemoryError(f"{describe_use()}, {format_bytes(available)} are left")
 
 
 def describe_use() -> str:
-    """How much this process has taken at most, in words."""
+    """Return the peak memory of this process as text."""
     num_kib = _read_field(PROCESS, "VmHWM:")
     if num_kib is None:
         num_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1024 if sys.platform == "darwin" else 1)
@@ -111,7 +111,7 @@ def describe_use() -> str:
 
 
 def explain(error: MemoryError) -> str:
-    """What was too much, in words. What the failed calls held is given back first, so that there is memory to say so."""
+    """Return the reason as text. Frees what the failed calls held first, so that there is memory to report the error."""
     raised: BaseException | None = error
     while raised is not None:
         clear_frames(raised.__traceback__)

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic writing of files."""
 
 import os
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ __all__ = ["open_output"]
 
 @contextmanager
 def open_output(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file to write bytes to, which takes the place of `path` when the `with` block ends, and is removed if that raises.
+    """Open a file that replaces `path` when the `with` block ends and is removed if the block raises.
 
-    Until then it stands beside `path`, with `.part` at the end of its name. What is there and no plain file, such as a device
-    or a pipe, is written to directly. `OSError` as for `open`, a file that is there and write-protected included.
+    Until then it lies beside `path`, with a name that ends in `.part`. Devices and pipes are written directly. Raises `OSError`
+    as `open` does, also for an existing write-protected file.
     """
     target = os.path.realpath(path)
     if os.path.exists(target) and not os.path.isfile(target):

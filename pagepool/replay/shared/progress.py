@@ -1,4 +1,4 @@
-"""How far long work is: bars on a terminal, else a line now and then."""
+"""Progress on standard error: bars on a terminal, otherwise a line every ten seconds."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,25 +18,22 @@ __all__ = ["Progress"]
 
 BAR_SECONDS = 0.1
 LINE_SECONDS = 10.0
-MIN_WIDTH = 72  # of a terminal for all columns
+MIN_WIDTH = 72  # terminal columns for the full display
 
 
 class RateColumn(rich_progress.ProgressColumn):
-    """How many a second."""
+    """Items per second."""
 
     def render(self, task: rich_progress.Task) -> Text:
-        """Nothing until there is a rate."""
+        """Return an empty text until the rate is known."""
         return Text("" if task.speed is None else f"{task.speed:,.0f}/s")
 
 
 class Part:
-    """One part of the work, which is shown at intervals.
-
-    Each look at the clock that is due is one at the memory too.
-    """
+    """One part of the work, displayed at intervals. Checks the memory as well, ten times a second."""
 
     def __init__(self, show: Callable[[int, int | None], None], total: int | None, seconds: float) -> None:
-        """`show` takes how many things are done, and of how many."""
+        """`show` takes the number of items done and the total."""
         self._show = show
         self._total = total
         self._seconds = seconds
@@ -46,7 +43,7 @@ class Part:
         self.was_shown = False
 
     def update(self, completed: int) -> None:
-        """Report how many are done. About 0.1 us; MemoryError before the memory is used up."""
+        """Report the number of items done. About 0.1 us. Raises MemoryError when memory is nearly exhausted."""
         self._completed = completed
         now = monotonic()
         if now >= self._next_check:
@@ -58,37 +55,37 @@ class Part:
             self._show(completed, self._total)
 
     def end(self) -> None:
-        """Show that all are done, those that needed no work too."""
+        """Show the part as complete, including items that needed no work."""
         num_done = self._completed if self._total is None else self._total
         self._show(num_done, num_done)
 
 
 class Progress:
-    """What is shown, on standard error. Bars stand one below another and are gone at the end of the `with` block. Where there
-    is no terminal, or one that cannot move its cursor, lines come every ten seconds, so that short work has none.
+    """Progress of all parts. Bars are removed at the end of the `with` block. Without a terminal, or on one that cannot move
+    its cursor, prints lines, and none for short work.
     """
 
     def __init__(self) -> None:
-        """No work yet."""
+        """Detect the terminal."""
         console = Console(stderr=True)
         is_live = console.file.isatty() and not console.is_dumb_terminal
         self._bars = rich_progress.Progress(*_list_columns(console), console=console, transient=True) if is_live else None
         self._exit = ExitStack()
 
     def __enter__(self) -> Self:
-        """Begin to show."""
+        """Show the bars."""
         if self._bars is not None:
             self._exit.enter_context(self._bars)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Take the bars away."""
+        """Remove the bars."""
         self._exit.close()
 
     @contextmanager
     def follow(self, description: str, noun: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-        """Follow one part of the work: `total` things that `noun` names; None where that is not known. Yields what takes how
-        many are done. If the block ends without an exception all are, whatever it took last.
+        """Follow one part of the work, of `total` items named `noun` (None: unknown). Yields a function that takes the number
+        of items done; the end of the block completes the part.
         """
         if self._bars is None:
             part = Part(_make_line(description, noun), total, LINE_SECONDS)

@@ -1,4 +1,4 @@
-"""The files that a command reads and writes: no two of them are one, and results appear whole."""
+"""Input and output files of a command: all different, and results written atomically."""
 
 import json
 import os
@@ -19,29 +19,29 @@ STDIN, STDOUT = 0, 1
 
 
 class InputFile(click.Path):
-    """An option's or argument's file that is there and can be read; - is standard input where that is allowed."""
+    """An existing, readable file; - is standard input if allowed."""
 
     def __init__(self, allow_dash: bool = False) -> None:
-        """Not a folder."""
+        """Exclude folders."""
         super().__init__(exists=True, dir_okay=False, allow_dash=allow_dash)
 
 
 class OutputFile(click.Path):
-    """An option's file to be written; - is standard output."""
+    """A file to write; - is standard output."""
 
     def __init__(self) -> None:
-        """Not a folder."""
+        """Exclude folders."""
         super().__init__(dir_okay=False, allow_dash=True)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Refuse what names no file, whether it is there or not."""
+        """Reject paths without a file name."""
         if not os.path.basename(value):
             self.fail(f"{value!r} is not the name of a file.", param, ctx)
         return super().convert(value, param, ctx)
 
 
 def require_files_apart(ctx: click.Context) -> None:
-    """UsageError where an output of the command is an input too, or another output, by whatever name, link or descriptor."""
+    """Raise UsageError if an output is also an input or another output, under any name, link or descriptor."""
     names: dict[object, str] = {}
     for param in ctx.command.params:
         if isinstance(param.type, InputFile) and (path := ctx.params[str(param.name)]) is not None:
@@ -60,17 +60,17 @@ def require_files_apart(ctx: click.Context) -> None:
 
 
 def _describe(param: click.Parameter, path: str) -> str:
-    """What the user wrote."""
+    """Return the parameter as the user wrote it."""
     option = param.opts[0] if isinstance(param, click.Option) else param.human_readable_name
     return f"{option} {click.format_filename(path)}"
 
 
 def _identify(path: str, descriptor: int) -> object:
-    """What is equal for two names of one file, `descriptor` being that of -. Devices, which take all in turn, equal none."""
+    """Return a key that is equal for two names of one file; `descriptor` is that of -. Devices may be used repeatedly."""
     try:
         status = os.fstat(descriptor) if path == "-" else os.stat(path)
     except OSError:
-        return os.path.realpath(path)  # it is not there yet
+        return os.path.realpath(path)  # does not exist yet
     if stat.S_ISREG(status.st_mode) or stat.S_ISFIFO(status.st_mode):
         return status.st_dev, status.st_ino
     return descriptor if path == "-" else object()
@@ -78,8 +78,8 @@ def _identify(path: str, descriptor: int) -> object:
 
 @contextmanager
 def open_result(path: str | None) -> Iterator[BinaryIO | None]:
-    """What takes the content of a result, None without a path. The file is opened at once, before the work; it gets the content
-    at the end of the block and appears whole; - is standard output. Exit code 1 and a sentence if it cannot be written.
+    """Yield a buffer for a result, or None without a path. Opens the file before the work, and writes it atomically at the end
+    of the block; - is standard output. Exits with code 1 and a message if it cannot be written.
     """
     if path is None:
         yield None
@@ -109,8 +109,8 @@ def _explaining(path: str) -> Iterator[None]:
 
 @contextmanager
 def printing() -> Iterator[TextIOWrapper]:
-    """Standard output, for what is printed in the block: exit code 1 and a sentence if not all of it arrives. Readers may go
-    away, as click allows. What the encoding lacks is escaped.
+    """Yield standard output, and flush it at the end of the block. Exits with code 1 and a message if writing fails; a closed
+    pipe is left to click. Characters that the encoding lacks are escaped.
     """
     if not isinstance(sys.stdout, TextIOWrapper):
         raise click.ClickException("standard output cannot be written: it is closed")
@@ -121,11 +121,11 @@ def printing() -> Iterator[TextIOWrapper]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        with suppress(OSError, ValueError):  # else the interpreter tries again at its end, and complains
+        with suppress(OSError, ValueError):  # otherwise the interpreter flushes again at exit and reports the error
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise click.ClickException(f"standard output cannot be written: {error.strerror or error}") from error
 
 
 def to_json(figures: dict[str, Any]) -> bytes:
-    """Indented, with a line's end."""
+    """Encode with indentation and a final newline."""
     return json.dumps(figures, indent=2).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""Tables and lines of text on a terminal."""
+"""Tables and lines of text on standard output."""
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -10,9 +10,7 @@ MAX_WIDTH = 10_000
 
 
 def print_columns(columns: dict[str, list[tuple[str, str]]], title: str, note: str = "") -> None:
-    """Print the title, a table, and a note if there is one: `columns` by heading are ``(what it is, value)``, each with the
-    same rows.
-    """
+    """Print a title, a table and a note. `columns` maps each heading to its rows ``(name, value)``; all have the same names."""
     table = Table.grid(padding=(0, 4))
     table.add_column("figure")
     for heading, rows in columns.items():
@@ -27,13 +25,13 @@ def print_columns(columns: dict[str, list[tuple[str, str]]], title: str, note: s
 
 
 def print_text(text: str, style: str = "") -> None:
-    """Print a line to standard output, broken between words on a terminal and nowhere else."""
+    """Print a line; wraps only on a terminal."""
     console = Console(highlight=False, emoji=False)
     console.print(text, style=style, markup=False, soft_wrap=not console.is_terminal)
 
 
 def print_table(table: Table) -> None:
-    """Print a table to standard output. Where there is too little room, cells that may not wrap are whole all the same."""
+    """Print a table, wider than the terminal if its cells do not fit."""
     console = Console(highlight=False, emoji=False)
     needed = Measurement.get(console, console.options.update(max_width=MAX_WIDTH), table).minimum
     Console(highlight=False, emoji=False, width=max(console.width, needed)).print(table)

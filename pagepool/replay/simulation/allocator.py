@@ -1,4 +1,4 @@
-"""Who allocates for the scheduler's rows: a manager, request by request, or a running batch, a whole step at once."""
+"""Allocation for the scheduler's rows: by a manager, one request at a time, or by a running batch, one step at a time."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -21,18 +21,18 @@ Result = TypeVar("Result")
 
 
 def make_groups(page_size: int) -> list[CacheGroupSpec]:
-    """One full-attention group. The number of bytes that a page stands for plays no part."""
+    """Make one full-attention group. Bytes per page do not matter in a simulation."""
     spec = FullAttentionSpec(page_size, num_kv_heads=1, head_size=1, dtype="bfloat16", use_mla=False)
     return [CacheGroupSpec(spec)]
 
 
 class Allocator(ABC):
-    """Pages for the requests in rows. `seconds` adds up how long the calls of manager or batch take, each with 0.1 us for
-    looking at the clock; what is done around them is not in it.
+    """Pages for the requests in rows. `seconds` is the total time of the calls into manager or batch, each including 0.1 us for
+    reading the clock.
     """
 
     def __init__(self) -> None:
-        """Start at 0 seconds."""
+        """Reset the timer."""
         self.seconds = 0.0
 
     def _time(self, call: Callable[Params, Result], *args: Params.args, **options: Params.kwargs) -> Result:
@@ -43,36 +43,36 @@ class Allocator(ABC):
 
     @abstractmethod
     def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
-        """Take a request's hits, and room for its tokens after them, at most so many. Returns the tokens that were hit; None,
-        and nothing taken, if the pool is too short. The request's tokens are loaded.
+        """Take a request's hits, and allocate slots for up to `max_num_new_tokens` more. Returns the number of hit tokens, or
+        None, with nothing taken, if the pool is short. The request's tokens must be loaded.
         """
 
     @abstractmethod
     def grow(self, rows: Int32Array, num_new_tokens: Int32Array) -> int:
-        """Make room for the next tokens of rows, in order. Returns how many rows got it: all, or those before the first that
-        does not fit.
+        """Allocate slots for the next tokens of rows, in order. Returns the number of rows served: all, or those before the
+        first that does not fit.
         """
 
     @abstractmethod
     def preempt(self, row: int) -> None:
-        """Give back the pages of a row whose request will come back."""
+        """Release a row whose request will return."""
 
     @abstractmethod
     def finish(self, rows: Int32Array) -> None:
-        """Give back the pages of rows whose requests have ended, in order."""
+        """Release rows whose requests have ended, in order."""
 
 
 class ManagerAllocator(Allocator):
-    """One or two calls for each request and step, as engines make them that know of no batch."""
+    """Makes one or two calls per request and step, like an engine without a running batch."""
 
     def __init__(self, manager: CacheManager) -> None:
-        """No row has a request yet."""
+        """Start without requests."""
         super().__init__()
         self._manager = manager
         self._requests: dict[int, SimulatedRequest] = {}
 
     def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
-        """A look-up and an allocation."""
+        """Look up and allocate."""
         request.num_computed_tokens = 0
         pages, num_hits = self._time(self._manager.get_computed_pages, request)
         num_new_tokens = min(request.num_tokens - num_hits, max_num_new_tokens)
@@ -83,22 +83,22 @@ class ManagerAllocator(Allocator):
         return num_hits
 
     def grow(self, rows: Int32Array, num_new_tokens: Int32Array) -> int:
-        """An allocation for each row."""
+        """Allocate for each row."""
         for i, (row, num_new) in enumerate(zip(rows.tolist(), num_new_tokens.tolist(), strict=True)):
             request = self._requests[row]
             num_computed_tokens = request.num_computed_tokens + num_new
-            request.num_tokens = max(request.num_tokens, num_computed_tokens)  # one more if it was decoded since
+            request.num_tokens = max(request.num_tokens, num_computed_tokens)  # one more if a token was decoded since
             if self._time(self._manager.allocate_slots, request, num_new) is None:
                 return i
             request.num_computed_tokens = num_computed_tokens
         return len(rows)
 
     def preempt(self, row: int) -> None:
-        """The hashes stay."""
+        """Keep the hashes."""
         self._time(self._manager.free, self._requests.pop(row))
 
     def finish(self, rows: Int32Array) -> None:
-        """The hashes are forgotten."""
+        """Drop the hashes too."""
         for row in rows.tolist():
             request = self._requests.pop(row)
             self._time(self._manager.free, request)
@@ -106,20 +106,16 @@ class ManagerAllocator(Allocator):
 
 
 class BatchAllocator(Allocator):
-    """One call for all running requests and step; those that are admitted have one each."""
+    """Makes one call per step for all running requests, and one per admission."""
 
     def __init__(self, manager: CacheManager, num_rows: int, max_num_tokens: int) -> None:
-        """Rows for `num_rows` requests of up to `max_num_tokens` tokens. ArgumentError if a `RunningBatch` refuses the
-        manager.
-        """
+        """Make a batch of `num_rows` requests of up to `max_num_tokens` tokens. Raises as `RunningBatch` does."""
         super().__init__()
         page_sizes = [group.kv_cache_spec.page_size for group in manager.kv_cache_groups]
         self._batch = RunningBatch(manager, MultiGroupPageTable(num_rows, max_num_tokens, 0, page_sizes))
 
     def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
-        """The answer's tokens, known ahead here, are appended at once after the look-up; no page is entered for them before
-        they are grown into.
-        """
+        """Admit, and append the whole answer at once: no page is cached for it before the row grows."""
         token_ids, num_tokens = request.load_token_ids(), request.num_tokens
         num_hits = self._time(
             self._batch.admit,
@@ -134,13 +130,13 @@ class BatchAllocator(Allocator):
         return num_hits
 
     def grow(self, rows: Int32Array, num_new_tokens: Int32Array) -> int:
-        """One call."""
+        """Grow in one call."""
         return self._time(self._batch.grow, rows, num_new_tokens).num_grown
 
     def preempt(self, row: int) -> None:
-        """The row keeps the hashes until another request comes."""
+        """Release the row, which keeps its hashes until it is reused."""
         self._time(self._batch.release, [row])
 
     def finish(self, rows: Int32Array) -> None:
-        """One call."""
+        """Release in one call."""
         self._time(self._batch.release, rows)

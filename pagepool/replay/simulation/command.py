@@ -1,4 +1,4 @@
-"""`pagepool replay`: a trace through the allocator."""
+"""The command `pagepool replay`."""
 
 import click
 
@@ -33,16 +33,16 @@ PATHS = ("manager", "batched")
 def load_requests(
     trace: str | None, limit: int | None, block_size: int, seed: int, progress: Progress
 ) -> list[SimulatedRequest]:
-    """The requests of the trace, or of made-up chats."""
+    """Load the trace, or generate chats."""
     if trace is None:
         num_requests = DEFAULT_NUM_CHATS if limit is None else limit
-        require_memory(f"{count_of(num_requests, 'request')} of made-up chats", count_request_bytes(num_requests))
+        require_memory(f"{count_of(num_requests, 'request')} of synthetic chats", count_request_bytes(num_requests))
         return generate_chats(num_requests, seed)
     return load_trace(trace, limit, block_size, seed, progress)[1]
 
 
 def report_skipped(scheduler: Scheduler) -> None:
-    """Name the requests that do not fit the pool on standard error, up to a number."""
+    """Print the first requests that do not fit the pool to standard error."""
     for request, reason in scheduler.skipped[:MAX_SKIPPED_SHOWN]:
         click.echo(f"skipped {request.request_id}: {reason}", err=True)
     num_more = len(scheduler.skipped) - MAX_SKIPPED_SHOWN
@@ -51,7 +51,7 @@ def report_skipped(scheduler: Scheduler) -> None:
 
 
 def require_equal(figures: dict[str, Figures]) -> None:
-    """Exit with code 1 and the names of the figures in which the paths differ, if there are any."""
+    """Exit with code 1 and the names of the figures that differ between the paths, if any."""
     first, *others = figures.values()
     names = sorted({name for other in others for name in first.list_differences(other)})
     if names:
@@ -60,15 +60,15 @@ def require_equal(figures: dict[str, Figures]) -> None:
 
 @click.command(cls=Command)
 @click.argument("trace", required=False, type=TRACE)
-@click.option("--num-pages", type=Size("pages"), default=32768, help="Pages in the pool, the null page included.")
+@click.option("--num-pages", type=Size("pages"), default=32768, help="Pages in the pool, including the null page.")
 @page_size_option
 @block_size_option
 @max_batched_tokens_option
 @max_num_seqs_option
-@click.option("--no-caching", is_flag=True, help="Turn prefix caching off.")
-@click.option("--batched/--no-batched", default=True, help="Allocate for all running requests at once, or request by request.")
-@click.option("--compare", is_flag=True, help="Replay both ways; exit code 1 if more than times differs.")
-@click.option("--limit", type=Size("requests"), help="Only the first requests of the trace; without TRACE how many to make up.")
+@click.option("--no-caching", is_flag=True, help="Disable prefix caching.")
+@click.option("--batched/--no-batched", default=True, help="Allocate for all running requests at once, or one by one.")
+@click.option("--compare", is_flag=True, help="Replay both ways; exit with 1 if any figure but the times differs.")
+@click.option("--limit", type=Size("requests"), help="Use only the first requests; without TRACE, the number to generate.")
 @seed_option
 @json_option
 def replay(
@@ -85,16 +85,16 @@ def replay(
     seed: int,
     json_path: str | None,
 ) -> None:
-    """Replay TRACE, or made-up chats, through the allocator under a simulated scheduler.
+    """Replay TRACE, or synthetic chats, through the allocator under a simulated scheduler.
 
-    TRACE has one JSON object a line: timestamp, input_length, output_length, hash_ids (one for each 512
-    tokens of input; equal ids mean equal prefixes), as in the Mooncake release, or what pagepool.replay.Recorder
-    has written. A name that ends in .gz is unpacked, - is standard input. Without TRACE: 2,000 turns of made-up
-    chats that share system prompts.
+    TRACE has one JSON object per line: timestamp, input_length, output_length, hash_ids (one for each 512 input
+    tokens; equal ids mean equal prefixes), as in the Mooncake release, or as written by pagepool.replay.Recorder.
+    A name ending in .gz is decompressed, - is standard input. Without TRACE: 2,000 turns of synthetic chats that
+    share system prompts.
 
-    All requests wait from the start, in order, and timestamps are not looked at. Each step computes running
-    requests first, then admits waiting ones; the newest is preempted when the pool is short. A running batch
-    allocates in one call a step, the manager (--no-batched) in one a request: only the times differ.
+    All requests wait from the start, in order; timestamps are ignored. Each step computes running requests first,
+    then admits waiting ones; the newest is preempted when the pool is short. A running batch allocates in one call
+    per step, the manager (--no-batched) in one per request: only the times differ.
     """
     with open_result(json_path) as output, Progress() as progress:
         requests = load_requests(trace, limit, block_size, seed, progress)
@@ -120,7 +120,7 @@ def replay(
             by_path = {path: each.as_dict() for path, each in figures.items()}
             output.write(to_json(by_path if compare else next(iter(by_path.values()))))
     if json_path != "-":
-        source = source_name(trace) if trace else "made-up chats"
+        source = source_name(trace) if trace else "synthetic chats"
         with printing():
             print_report(figures, f"{source}, {describe_pool(num_pages, page_size)}")
     require_equal(figures)

@@ -1,4 +1,4 @@
-"""Figures of replays as a table for people."""
+"""The report of `pagepool replay`."""
 
 from pagepool.replay.shared.tables import print_columns
 from pagepool.replay.simulation.figures import Figures
@@ -7,7 +7,7 @@ __all__ = ["print_report"]
 
 
 def _format_seconds(seconds: float) -> str:
-    """With the unit that leaves a number from 1 to 1000.
+    """Format with the unit that leaves a number from 1 to 1000.
 
     >>> _format_seconds(2.5), _format_seconds(0.0123), _format_seconds(4.2e-7)
     ('2.50 s', '12.30 ms', '0.42 us')
@@ -46,5 +46,5 @@ def _rows(figures: Figures) -> list[tuple[str, str]]:
 
 
 def print_report(figures: dict[str, Figures], title: str) -> None:
-    """Print the title and a table with one row a figure and one column for each of `figures`, to standard output."""
+    """Print a table with a column for each of `figures`."""
     print_columns({path: _rows(each) for path, each in figures.items()}, title)

@@ -1,4 +1,4 @@
-"""Simulated runs as the commands start them."""
+"""Setup of simulated runs for the commands."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ __all__ = ["describe_pool", "make_scheduler", "require_one_that_fits", "run"]
 
 
 def describe_pool(num_pages: int, page_size: int) -> str:
-    """How large a pool is, in words.
+    """Describe the size of a pool.
 
     >>> describe_pool(1000, 1)
     '1,000 pages of 1 token'
@@ -30,7 +30,7 @@ def describe_pool(num_pages: int, page_size: int) -> str:
 
 
 def require_one_that_fits(requests: Sequence[SimulatedRequest], num_pages: int, page_size: int) -> None:
-    """Exit with code 1 and a sentence if the pool is too small for each of the requests."""
+    """Exit with code 1 and a message if no request fits the pool."""
     smallest = 1 + min(cdiv(request.num_slots, page_size) for request in requests)
     if num_pages < smallest:
         raise click.ClickException(
@@ -49,9 +49,7 @@ def make_scheduler(
     enable_caching: bool = True,
     batched: bool = True,
 ) -> Scheduler:
-    """A scheduler of its own copies of the requests, which it changes as they run, with a manager that takes the longest of
-    them. Refusal where one cannot be made, exit code 1 where there is no memory for it.
-    """
+    """Make a scheduler with copies of the requests, which it modifies. Raises Refusal for an invalid size, and MemoryError."""
     manager = make_manager(num_pages, page_size, requests, enable_caching)
     copies = [replace(request) for request in requests]
     num_rows, length = min(max_num_seqs, len(requests)), count_of(manager.max_model_len, "token")
@@ -64,7 +62,7 @@ def make_scheduler(
 
 
 def make_manager(num_pages: int, page_size: int, requests: Sequence[SimulatedRequest], enable_caching: bool) -> CacheManager:
-    """A manager that takes the longest of the requests."""
+    """Make a manager for the longest of the requests."""
     max_model_len = max((request.num_final_tokens for request in requests), default=1)
     pool = describe_pool(num_pages, page_size)
     try:
@@ -76,6 +74,6 @@ def make_manager(num_pages: int, page_size: int, requests: Sequence[SimulatedReq
 
 
 def run(scheduler: Scheduler, description: str, progress: Progress) -> Figures:
-    """Run to the end, with a progress bar of that description."""
+    """Run to the end, and show progress."""
     with progress.follow(description, "request", len(scheduler.waiting)) as update:
         return scheduler.run(lambda figures: update(figures.requests))

@@ -1,14 +1,12 @@
-"""A simulated scheduler: continuous batching, chunked prefill, preemption, one token a request and step.
+"""A simulated scheduler: continuous batching, chunked prefill, preemption, one decoded token per request and step.
 
-A step has a budget of tokens. Running requests come first, in the order in which they were admitted: one
-token for those that decode, as much as the budget allows for those whose tokens are not all computed. A
-request that gets no room preempts the newest one, again and again, itself last. Then waiting requests are
-admitted in order, the first that does not fit ends it; a step that preempted admits nobody. A preempted
-request gives back its pages, waits before all others and computes its tokens, the generated ones included,
-anew, as far as they are not hit.
+A step has a budget of tokens. Running requests come first, in order of admission: one token if decoding, otherwise as many as
+the budget allows. A request without room preempts the newest ones, finally itself. Then waiting requests are admitted in order
+until one does not fit; a step that preempted admits none. A preempted request releases its pages, moves to the front of the
+queue, and recomputes its tokens, including generated ones, except for hits.
 
-There is no clock: all requests wait from the start, in order, and times of arrival are not looked at. So the
-figures do not depend on how fast the machine is, and the load is the heaviest there can be.
+There is no clock: all requests wait from the start, in order. The figures therefore do not depend on the machine, and the load
+is the highest possible.
 """
 
 from collections import deque
@@ -29,11 +27,10 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Runs requests through a manager to their end.
+    """Runs requests through a manager.
 
-    `skipped` lists the requests that are larger than the whole pool, each with the manager's reason; they are
-    not run. `running` are the rows of those that run, in the order in which they were admitted. Raises
-    `ArgumentError` or `ArgumentTypeError` if a limit is not a positive integer.
+    `skipped` lists the requests that are larger than the pool, each with the manager's reason. `running` has the rows of
+    running requests, in order of admission. Raises `ArgumentError` or `ArgumentTypeError` if a limit is not a positive integer.
     """
 
     def __init__(
@@ -46,9 +43,9 @@ class Scheduler:
         batched: bool = True,
         max_num_tokens: int | None = None,
     ) -> None:
-        """`max_num_batched_tokens` limits a step, `max_num_seqs` the requests that run at once. `batched` lets a
-        `RunningBatch` of the manager allocate, otherwise the manager does it request by request; all figures but
-        the times are the same. `max_num_tokens` is the length of the longest request that `add` may bring; None: none comes.
+        """`max_num_batched_tokens` limits a step, `max_num_seqs` the running requests. With `batched` a `RunningBatch`
+        allocates, otherwise the manager does, one request at a time; only the times differ. `max_num_tokens` is the maximum
+        length of requests that are added later; None: no request is added.
         """
         self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
         self.max_num_seqs = require_int("max_num_seqs", max_num_seqs, minimum=1)
@@ -65,17 +62,17 @@ class Scheduler:
         if batched and num_rows:
             lengths = (request.num_final_tokens for request in self.waiting)
             self._allocator = BatchAllocator(manager, num_rows, max(max_num_tokens or 0, *lengths, 1))
-        # The first that waits goes into the first free row: tried again, or back after a preemption, it finds its hashes there.
+        # The first waiting request gets the first free row: on a retry, or after a preemption, its hashes are still there.
         self._free_rows = deque(range(num_rows))
         self._requests: dict[int, SimulatedRequest] = {}
         self.running: Int32Array = np.empty(0, dtype=np.int32)
         self._num_tokens, self._num_computed_tokens, self._num_slots = np.zeros((3, num_rows), dtype=np.int32)
 
     def run(self, on_step: Callable[[Figures], object] | None = None) -> Figures:
-        """Step until no request is left; `on_step` sees the figures so far after each step.
+        """Step until no request is left; `on_step` gets the figures after each step.
 
-        Cost: one call to the batch a step, and a few for each request; without the batch one or two calls to the
-        manager for each running request and step.
+        Cost: one call to the batch per step, and a few per request; without the batch one or two calls to the manager per
+        running request and step.
         """
         start = perf_counter()
         stats = self._manager.page_pool.stats
@@ -91,12 +88,11 @@ class Scheduler:
         return self.figures
 
     def step(self) -> int:
-        """One step: running requests, then waiting ones, then each decodes a token whose tokens are all
-        computed. Returns how many tokens it computes; `started` and `ended` are the requests that were admitted for the first
-        time in it, and that have their whole answer after it.
+        """Run one step: grow running requests, admit waiting ones, decode. Returns the number of tokens computed. `started` has
+        the requests admitted for the first time in this step, `ended` those that finished.
 
-        Raises `PagePoolError` if nothing can be scheduled: pages were lost, or, in groups with windows, which need room for
-        all tokens of a step at once, one step's tokens are more than the pool has room for.
+        Raises `PagePoolError` if nothing can be scheduled: pages were lost, or the tokens of one step exceed the pool, which
+        can happen in groups with windows.
         """
         num_preemptions = self.figures.preemptions
         self.started, self.ended = [], []
@@ -105,13 +101,13 @@ class Scheduler:
             num_scheduled += self._admit(self.max_num_batched_tokens - num_scheduled)
         if num_scheduled == 0:
             usage = f"usage {self._manager.usage:.3f}"
-            raise PagePoolError(f"no request got room at {usage}: pages were lost, or a step's tokens need more than there are")
+            raise PagePoolError(f"no request got room at {usage}: pages were lost, or a step's tokens exceed the pool")
         self.figures.see_usage(self._manager.usage)
         self._decode()
         return num_scheduled
 
     def add(self, request: SimulatedRequest) -> None:
-        """Let a request wait, behind all others; one that is larger than the pool is `skipped`."""
+        """Queue a request; one larger than the pool is `skipped`."""
         try:
             self._manager.require_capacity(request.num_slots)
         except RequestTooLargeError as error:
@@ -122,7 +118,7 @@ class Scheduler:
             self.waiting.append(request)
 
     def _share_budget(self) -> tuple[Int32Array, Int32Array]:
-        """The running rows that compute something in this step, and how many tokens."""
+        """Return the rows that compute in this step, and their numbers of tokens."""
         rows = self.running
         num_new_tokens = self._num_tokens[rows] - self._num_computed_tokens[rows]
         if num_new_tokens.sum() <= self.max_num_batched_tokens:
@@ -132,8 +128,7 @@ class Scheduler:
         return rows[: len(num_left)], np.minimum(num_new_tokens[: len(num_left)], num_left).astype(np.int32)
 
     def _grow_running(self) -> int:
-        """Make room for what running requests compute, and preempt the newest while there is none. Returns how
-        many tokens are computed."""
+        """Allocate for running requests, and preempt the newest while there is no room. Returns the number of tokens."""
         rows, num_new_tokens = self._share_budget()
         num_done, num_rows = 0, len(rows)
         while num_done < num_rows:
@@ -156,7 +151,7 @@ class Scheduler:
         self.figures.preemptions += 1
 
     def _admit(self, budget: int) -> int:
-        """Start waiting requests while there is room. Returns how many tokens they compute."""
+        """Start waiting requests while there is room. Returns the number of tokens they compute."""
         num_scheduled = 0
         admitted: list[int] = []
         while self.waiting and num_scheduled < budget and self._free_rows:
@@ -171,9 +166,8 @@ class Scheduler:
         return num_scheduled
 
     def _start(self, request: SimulatedRequest, row: int, budget: int) -> int:
-        """Take the hits and room for the first tokens after them; return how many, 0 if the pool is too
-        short."""
-        request.load_token_ids()  # ahead of the allocator, whose time is taken
+        """Admit a request. Returns the number of tokens it computes, 0 if the pool is short."""
+        request.load_token_ids()  # not within the allocator, which is timed
         num_hit_tokens = self._allocator.admit(row, request, budget)
         if num_hit_tokens is None:
             return 0
@@ -196,8 +190,7 @@ class Scheduler:
             self.figures.hit_tokens += num_hit_tokens
 
     def _decode(self) -> None:
-        """Let each row whose tokens are all computed generate the next one, and end those whose answers have no
-        more to compute."""
+        """Generate a token in each row whose tokens are all computed, and end finished rows."""
         rows = self.running
         num_computed_tokens = self._num_computed_tokens[rows]
         self._num_tokens[rows] = np.maximum(self._num_tokens[rows], num_computed_tokens + 1)
@@ -213,7 +206,7 @@ class Scheduler:
             request.num_tokens = request.num_final_tokens
             request.drop_token_ids()
             request.status = EngineRequestStatus.FINISHED_LENGTH_CAPPED
-            self._free_rows.insert(1, row)  # ahead of those whose memory was never touched
+            self._free_rows.insert(1, row)  # ahead of rows whose memory was never touched
             self.figures.requests += 1
             self.figures.generated_tokens += request.num_output_tokens
             self.ended.append(request)

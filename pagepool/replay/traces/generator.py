@@ -1,4 +1,4 @@
-"""Chats made up from a seed: turns that carry all that was said before, system prompts that many chats share."""
+"""Synthetic chats: each turn repeats the conversation so far, and chats share system prompts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ __all__ = ["generate_chats"]
 SYSTEM_PROMPT_LENGTHS = (1800, 700, 1200, 300, 90)  # tokens; the first ones are the most popular
 MEAN_TURNS = 4
 MEAN_THINK_TIME = 100.0  # in units of the mean time between two new chats
-MESSAGE_LENGTH = 120  # median tokens of a user's message
-ANSWER_LENGTH = 180  # median tokens of an answer
-MAX_LENGTH = 2000  # tokens of one message or answer
+MESSAGE_LENGTH = 120  # median, in tokens
+ANSWER_LENGTH = 180  # median, in tokens
+MAX_LENGTH = 2000  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """One conversation: lengths in tokens of its parts, and when each turn's message is sent."""
+    """One conversation: lengths of its parts in tokens, and arrival times of its turns."""
 
     number: int
     system_prompt: int
@@ -30,13 +30,13 @@ class Chat:
     turn_times: npt.NDArray[np.float64]
 
     def token_ids(self, num_tokens: int, seed: int) -> Int32Array:
-        """The first tokens of the chat: system prompt, then messages and answers in turn."""
+        """Return the first tokens of the chat: system prompt, then messages and answers in turn."""
         system_prompt = _random_tokens(SYSTEM_PROMPT_LENGTHS[self.system_prompt], (seed, 0, self.system_prompt))
         history = _random_tokens(num_tokens - len(system_prompt), (seed, 1, self.number))
         return np.concatenate((system_prompt, history))
 
     def requests(self, seed: int) -> Iterator[tuple[float, SimulatedRequest]]:
-        """A request for each turn, whose prompt is all that was said before it, with its time."""
+        """Yield time and request of each turn."""
         num_tokens = SYSTEM_PROMPT_LENGTHS[self.system_prompt]
         turns = zip(self.turn_times.tolist(), self.message_lengths.tolist(), self.answer_lengths.tolist(), strict=True)
         for turn, (time, message_length, answer_length) in enumerate(turns, start=1):
@@ -52,7 +52,7 @@ def _random_tokens(num_tokens: int, seed: tuple[int, ...]) -> Int32Array:
 
 
 def _random_lengths(rng: np.random.Generator, median: int, count: int) -> Int32Array:
-    """Mostly short, some long, as people write."""
+    """Log-normal: mostly short, some long."""
     lengths = median * rng.lognormal(sigma=0.8, size=count)
     return np.clip(lengths, 1, MAX_LENGTH).astype(np.int32)
 
@@ -71,11 +71,10 @@ def _make_chat(rng: np.random.Generator, number: int, start_time: float) -> Chat
 
 
 def generate_chats(num_requests: int, seed: int = 0) -> list[SimulatedRequest]:
-    """`num_requests` turns of many chats, in the order in which they are sent. The same for the same seed (at
-    least 0).
+    """Generate `num_requests` turns of many chats, in order of arrival. Deterministic for a given `seed` (at least 0).
 
-    A turn's prompt holds the system prompt, all messages so far and the answers that were decoded to them.
-    Cost: O(requests); the tokens are made when a request is about to run.
+    A turn's prompt holds the system prompt, all messages so far and their answers. O(requests); the tokens are created when a
+    request is about to run.
 
     >>> [first, *_] = generate_chats(100, seed=7)
     >>> first.request_id, len(first.all_token_ids) == first.num_prompt_tokens

@@ -1,4 +1,4 @@
-"""Traces on the command line: argument, options and refusals."""
+"""Trace arguments of the commands."""
 
 from pathlib import Path
 
@@ -21,16 +21,16 @@ block_size_option = click.option(
     "--block-size",
     type=Size("tokens"),
     default=BLOCK_SIZE,
-    help="Tokens for each hash id of a trace whose lines do not say.",
+    help="Tokens per hash id, unless the trace has its own.",
 )
-limit_option = click.option("--limit", type=Size("requests"), help="Only the first requests of the trace.")
+limit_option = click.option("--limit", type=Size("requests"), help="Use only the first requests of the trace.")
 seed_option = click.option("--seed", type=click.IntRange(min=0), default=0, help="Random seed for synthetic tokens and chats.")
 
 
 def load_trace(
     trace: str, limit: int | None, block_size: int, seed: int, progress: Progress
 ) -> tuple[list[TraceRecord], list[SimulatedRequest]]:
-    """The records of a trace, and a request for each. Refusal with the line where it is no trace."""
+    """Read a trace, and make a request from each record. Raises Refusal if the trace is invalid or unreadable."""
     source = source_name(trace)
     try:
         with progress.follow("reading the trace", "line") as update:

@@ -1,14 +1,14 @@
-"""Traces: lines of JSON that say how long requests were and which prefixes they shared, but not their text.
+"""Traces: lines of JSON with the lengths of requests and their shared prefixes, but not their text.
 
-A line has `timestamp` (ms, in order), `input_length` and `output_length` (tokens) and `hash_ids`: one id for each block of 512
-tokens of input, a begun one included, where equal ids mean equal prefixes. That is the format of the Mooncake FAST'25
-release. Two more fields are understood, and all others ignored:
+A line has `timestamp` (ms, ascending), `input_length` and `output_length` (tokens) and `hash_ids`: one id for each block of 512
+input tokens, including a partial last block. Equal ids mean equal prefixes. This is the format of the Mooncake FAST'25 release.
+Two more fields are optional, and all others are ignored:
 
-`block_size` (tokens) is what an id stands for where that is not 512; it is the same in all lines.
+`block_size` is the number of tokens per id if not 512; it is the same in all lines.
 
-`output_hash_ids` are the ids of the blocks that follow, as far as the answer has filled them. Where it is there, and be it
-empty, the last of `hash_ids` stands for a whole block too, with the answer's tokens that fill it, and a prompt that goes on
-where an answer ended has the same ids. Tokens for which there is no id are like no others.
+`output_hash_ids` are the ids of the following blocks, as far as the answer has filled them. If the field is present, even
+empty, the last of `hash_ids` stands for a full block too, completed by tokens of the answer, and a prompt that continues an
+answer has the same ids. Tokens without an id equal no others.
 """
 
 import errno
@@ -43,24 +43,24 @@ __all__ = [
 
 BLOCK_SIZE = 512
 MAX_TOKEN_IDS = 2**31  # token ids are int32, and each block has its own
-MAX_TIMESTAMP = 2**53  # ms: what a float tells apart
-MAX_LINE_BYTES = 1 << 26  # three million hash ids; without a limit a file of no lines would be read into memory whole
+MAX_TIMESTAMP = 2**53  # ms; beyond it floats skip integers
+MAX_LINE_BYTES = 1 << 26  # three million hash ids; without a limit a file without newlines would be read into memory whole
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
 class TraceError(PagePoolError, ValueError):
-    """A line of a trace is not what a trace holds; the message has file name, line number and reason."""
+    """An invalid line of a trace; the message has file name, line number and reason."""
 
     def __init__(self, source: str, line: int, reason: str) -> None:
-        """Lines count from 1."""
+        """`line` counts from 1."""
         super().__init__(f"{source}:{line}: {reason}")
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRecord:
-    """One request of a trace: arrival in ms, lengths in tokens, one id for each `block_size` tokens of input, and, where they
-    are known, of the whole blocks that the answer goes on to fill. ArgumentError or ArgumentTypeError for a timestamp that is
-    no number below 2**53, and for lengths that are no ints below 2**31.
+    """One request of a trace: arrival in ms, lengths in tokens, one id for each `block_size` tokens of input, and, if known,
+    ids of the full blocks of the answer. Raises ArgumentError or ArgumentTypeError unless the timestamp is a number below
+    2**53 and the lengths are ints below 2**31.
 
     >>> record = TraceRecord(timestamp=0, input_length=6, output_length=7, hash_ids=(4, 9), output_hash_ids=(5,), block_size=4)
     >>> record.block_ids, record.num_known_tokens, record.num_slots
@@ -75,26 +75,26 @@ class TraceRecord:
     block_size: int = BLOCK_SIZE
 
     def __post_init__(self) -> None:
-        """Check the numbers, and keep them as Python's: differences of NumPy's wrap around."""
+        """Check the numbers, and convert them to Python's, since differences of NumPy's wrap around."""
         object.__setattr__(self, "timestamp", _checked_timestamp(self.timestamp))
         for name, minimum in (("input_length", 1), ("output_length", 0), ("block_size", 1)):
             object.__setattr__(self, name, _checked_length(name, getattr(self, name), minimum))
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """The ids of all blocks, in order."""
+        """Ids of all blocks, in order."""
         return self.hash_ids + (self.output_hash_ids or ())
 
     @property
     def num_known_tokens(self) -> int:
-        """Leading tokens that ids stand for; those behind them are like no others."""
+        """Number of leading tokens with an id."""
         if self.output_hash_ids is None:
             return self.input_length
         return min(len(self.block_ids) * self.block_size, self.input_length + self.output_length)
 
     @property
     def num_slots(self) -> int:
-        """Tokens that need a place in a page."""
+        """Tokens that need a slot in a page."""
         return count_slots(self.input_length, self.output_length)
 
 
@@ -135,11 +135,11 @@ def _read_ids(fields: dict[str, Any], name: str) -> tuple[int, ...]:
 
 
 def parse_record(text: bytes, block_size: int = BLOCK_SIZE) -> TraceRecord:
-    """One line as a record; `block_size` tokens make a block unless the line says otherwise. An answer may be empty, a prompt
-    may not. O(length of the line).
+    """Parse one line; `block_size` applies unless the line has its own. The output may be empty, the prompt may not.
+    O(length of the line).
 
-    Raises `ArgumentError` or `ArgumentTypeError` with the reason if the line is no JSON object, lacks a
-    field, or has a field of a wrong type or length.
+    Raises `ArgumentError` or `ArgumentTypeError` if the line is not a JSON object, lacks a field, or has a field of a wrong
+    type or length.
 
     >>> record = parse_record(b'{"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [4, 7]}')
     >>> record.input_length, record.hash_ids
@@ -162,7 +162,7 @@ def parse_record(text: bytes, block_size: int = BLOCK_SIZE) -> TraceRecord:
 
 
 def _check_num_ids(record: TraceRecord) -> None:
-    """ArgumentError unless there are as many ids as blocks."""
+    """Raise ArgumentError unless there are as many ids as blocks."""
     num_ids = cdiv(record.input_length, record.block_size)
     if len(record.hash_ids) != num_ids:
         raise ArgumentError(
@@ -177,12 +177,12 @@ def _check_num_ids(record: TraceRecord) -> None:
 
 
 def source_name(path: str) -> str:
-    """What messages call the trace. Bytes of a file's name that are no text are replaced."""
+    """Return the name of a trace in messages; undecodable bytes are replaced."""
     return "<stdin>" if path == "-" else os.fsencode(path).decode(errors="replace")
 
 
 def name_trace(source: str) -> str:
-    """What titles call a trace: its file's name alone, with nothing in it that cannot be printed.
+    """Return the name of a trace in titles: its file name, with unprintable characters replaced.
 
     >>> name_trace("traces/chat.jsonl.gz"), name_trace("<stdin>")
     ('chat', '<stdin>')
@@ -211,25 +211,24 @@ def _read_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _append_record(records: list[TraceRecord], record: TraceRecord) -> None:
-    """ArgumentError if the record does not follow the one before."""
+    """Raise ArgumentError if the record does not follow the previous one."""
     if records and record.timestamp < records[-1].timestamp:
         raise ArgumentError(
-            f"timestamp {record.timestamp} is before {records[-1].timestamp}, that of the line before: sort the trace"
+            f"timestamp {record.timestamp} is below {records[-1].timestamp}, that of the line before: sort the trace"
         )
     if records and record.block_size != records[-1].block_size:
-        raise ArgumentError(f"block_size is {record.block_size}, that of the lines before {records[-1].block_size}")
+        raise ArgumentError(f"block_size is {record.block_size}, but {records[-1].block_size} in the lines before")
     records.append(record)
 
 
 def read_trace(
     path: str, limit: int | None = None, block_size: int = BLOCK_SIZE, on_record: Callable[[int], object] = int
 ) -> list[TraceRecord]:
-    """All lines of a trace, or the first `limit`; `block_size` as in `parse_record`. A path that ends in `.gz` is unpacked, `-`
-    is standard input. `on_record` gets the number of lines read, after each.
+    """Read a trace, or its first `limit` lines; `block_size` as in `parse_record`. A path that ends in `.gz` is decompressed,
+    `-` is standard input. `on_record` gets the number of lines read after each line.
 
-    Raises `TraceError` on the first line that is not a record or does not follow the one before (lines after `limit` are not
-    read) and for a trace without lines, `OSError` if the file cannot be read. Cost: about 20 us and a kilobyte a line, and 40
-    bytes an id.
+    Raises `TraceError` for an invalid line, a line out of order, or an empty trace, and `OSError` if the file cannot be read.
+    Lines after `limit` are not read. Cost: about 20 us and a kilobyte a line, and 40 bytes an id.
     """
     records: list[TraceRecord] = []
     try:
@@ -245,7 +244,7 @@ def read_trace(
 
 
 def _make_token_ids(record: TraceRecord, block_numbers: Sequence[int], seed: Sequence[int]) -> Int32Array:
-    """Prompt and answer, `[input_length + output_length]`: consecutive token ids for each block, then random ones."""
+    """Make prompt and output, `[input_length + output_length]`: consecutive ids in each block, then random ones."""
     starts = np.array(block_numbers, dtype=np.int32) * np.int32(record.block_size)
     num_known_tokens = record.num_known_tokens
     in_block = np.arange(min(record.block_size, num_known_tokens), dtype=np.int32)
@@ -255,11 +254,11 @@ def _make_token_ids(record: TraceRecord, block_numbers: Sequence[int], seed: Seq
 
 
 def make_requests(records: Sequence[TraceRecord], source: str = "trace", seed: int = 0) -> list[SimulatedRequest]:
-    """One request for each record, in order, called by source and line number.
+    """Make a request from each record, in order, named by source and line number.
 
-    Equal hash ids give equal tokens and different ones different tokens. What has no ids follows from `seed` (at least
-    0), line and position alone. Raises `TraceError` if the blocks have more than 2**31 tokens together. Cost: O(hash ids); the
-    tokens are made when a request is about to run.
+    Equal hash ids give equal tokens, different ones different tokens. Tokens without an id depend on `seed` (at least 0), line
+    and position alone. Raises `TraceError` if the blocks have more than 2**31 tokens together. O(hash ids); the tokens are
+    created when a request is about to run.
 
     >>> record = TraceRecord(timestamp=0, input_length=513, output_length=1, hash_ids=(90, 17))
     >>> [first, again] = make_requests([record, record])

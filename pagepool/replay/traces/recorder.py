@@ -1,4 +1,4 @@
-"""A trace of what a live engine is asked, without what was said."""
+"""Recording of a trace from a live engine, without text."""
 
 import gzip
 import json
@@ -20,12 +20,12 @@ from pagepool.specs import MAX_SIZE, cdiv, require_int
 
 __all__ = ["Recorder"]
 
-ID_BITS = 63  # an id fits what others read it into, and two blocks of a billion share one in 5 % of recordings
+ID_BITS = 63  # fits an int64; a billion blocks have a collision in 5 % of recordings
 
 
 @dataclass(slots=True)
 class Entry:
-    """A request that has started; `line` once it has ended."""
+    """A started request; `line` is set when it ends."""
 
     request: Request | None
     timestamp: int
@@ -34,25 +34,25 @@ class Entry:
 
 
 class Recorder:
-    """Writes a trace, as `pagepool.replay.traces.reader` describes it, of the requests that an engine runs.
+    """Writes the requests of an engine as a trace, in the format of `pagepool.replay.traces.reader`.
 
-    The engine calls `start` when it looks a request up for the first time, and `finish` when the request has ended. It does not
-    matter whether it allocates by `CacheManager` or `RunningBatch`: only tokens and extra keys of the requests are read. Lines
-    are in the order of the starts, so that of a request is held back until all before it have ended.
+    The engine calls `start` when it looks up a request for the first time, and `finish` when the request has ended. It may
+    allocate with `CacheManager` or `RunningBatch`; the recorder only reads the requests' tokens and extra keys. Lines are in
+    order of the starts, so the line of a request is held back until all earlier requests have ended.
 
-    Of tokens the trace has nothing but one id for each block of `block_size`, by default the tokens of a page: 63 bits of a
-    digest under a key that is random for each recording and kept nowhere. Equal prompts have equal ids within one recording,
-    and unlike ids in two. Lengths and times (ms since the recorder was made) are as they are.
+    The trace has one id for each `block_size` tokens, by default a page: 63 bits of a digest under a random key, which is not
+    stored. Equal prompts have equal ids within one recording, and different ids in different recordings. Lengths and times
+    (ms since the recorder was created) are not disguised.
 
-    The file is at `path` once the recorder is closed, and not before: a process that is killed leaves a `.part` beside it, one
-    that raises within `with` a trace of what it had run. A path that ends in `.gz` is packed.
+    The file appears at `path` when the recorder is closed. A process that is killed leaves a `.part` file beside it; an
+    exception within `with` leaves the trace recorded so far. A path that ends in `.gz` is compressed.
 
-    Replayed one after another (`--max-num-seqs 1`) into as many pages of `block_size` tokens, requests that ran one after
-    another hit exactly what they hit in the engine, answers' pages included. That holds as well for requests that ran together,
-    as long as nothing was evicted or preempted, and none went on where another's tokens were not computed yet. Not told apart:
-    a request that took no hits since it wanted ``prompt_logprobs``, and one that ended before its prompt was computed.
+    A replay one request at a time (`--max-num-seqs 1`), with as many pages of `block_size` tokens, hits exactly what the engine
+    hit, pages of answers included, if the requests ran one at a time. For concurrent requests this holds as long as nothing was
+    evicted or preempted and no request shared tokens that another had not computed yet. The trace does not show that a request
+    took no hits because of ``prompt_logprobs``, or that it ended before its prompt was computed.
 
-    `OSError` if the file cannot be written; the recorder is closed then, and there is no file.
+    Raises `OSError` if the file cannot be written; the recorder is then closed, and no file remains.
 
     >>> import tempfile
     >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
@@ -71,8 +71,8 @@ class Recorder:
     """
 
     def __init__(self, manager: CacheManager, path: str | os.PathLike[str], *, block_size: int | None = None) -> None:
-        """`block_size` in tokens; None: as many as the manager hashes together, which is a page unless page sizes differ. With
-        more, 512 for instance, the file is smaller, and a replay hits less or more. ArgumentError if it is not positive.
+        """`block_size` is in tokens; by default the manager's hash page size, which is the page size unless groups differ. A
+        larger one, such as 512, makes the file smaller and the replay inexact. Raises ArgumentError if it is not positive.
         """
         if not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
@@ -91,8 +91,8 @@ class Recorder:
         self._start_time = time.monotonic()
 
     def start(self, request: Request) -> None:
-        """Note a request's arrival and how long its prompt is. Nothing if it is running, so that one that was preempted may be
-        started again, or after `close`. ArgumentError without tokens. O(1).
+        """Record arrival and prompt length. Does nothing for a running request, so a preempted one may be started again, and
+        nothing after `close`. Raises ArgumentError for an empty prompt. O(1).
         """
         request_id = id_of(request)
         if not self._is_open or request_id in self._running:
@@ -103,8 +103,8 @@ class Recorder:
         self._entries.append(entry)
 
     def finish(self, request: Request) -> None:
-        """Note a request's end: its tokens now are prompt and answer. It need not be the same object as when it started.
-        Nothing for one that was not started. ArgumentError for fewer tokens than it started with. About 0.5 us a block.
+        """Record the end: the request's tokens are now prompt and answer. It may be another object than at the start. Does
+        nothing for a request that was not started. Raises ArgumentError if tokens were removed. About 0.5 us a block.
         """
         request_id = id_of(request)
         entry = self._running.get(request_id)
@@ -116,7 +116,7 @@ class Recorder:
         self._write_lines()
 
     def close(self) -> None:
-        """Write what still runs as it stands, and put the file at its path. Nothing the second time."""
+        """Write running requests as they are, and move the file to its path. Idempotent."""
         if not self._is_open:
             return
         for entry in self._running.values():
@@ -125,11 +125,11 @@ class Recorder:
         self._close()
 
     def __enter__(self) -> Self:
-        """The recorder."""
+        """Return the recorder."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close, whatever was raised: what was recorded until then is kept."""
+        """Close, and keep the trace even if the block raised."""
         self.close()
 
     def _make_line(self, entry: Entry, request: Request) -> bytes:
@@ -139,7 +139,7 @@ class Recorder:
         ids = [hashes.chain[i] >> (128 - ID_BITS) for i in range(len(hashes.chain))]
         num_prompt_ids = cdiv(entry.input_length, self._block_size)
         if len(ids) < num_prompt_ids:
-            ids.append(secrets.randbits(ID_BITS))  # of a block that the prompt has begun and no answer filled
+            ids.append(secrets.randbits(ID_BITS))  # a partial block that no answer has filled
         fields = {
             "timestamp": entry.timestamp,
             "input_length": entry.input_length,
@@ -151,7 +151,7 @@ class Recorder:
         return json.dumps(fields).encode() + b"\n"
 
     def _write_lines(self) -> None:
-        """Write the lines before which none is missing. Whatever is raised in the middle of it, the file is not to be kept."""
+        """Write the leading complete lines; discard the file if that fails."""
         try:
             while self._entries and self._entries[0].line is not None:
                 self._file.write(self._entries[0].line)

@@ -1,4 +1,4 @@
-"""A request whose answer is known before it runs."""
+"""Requests whose output is known before they run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ Int32Array: TypeAlias = npt.NDArray[np.int32]
 
 
 def count_slots(num_prompt_tokens: int, num_output_tokens: int) -> int:
-    """Tokens of a request that need a place in a page: all but the last one generated, which is never computed.
+    """Count the tokens that need a slot in a page: all but the last generated one, which is never computed.
 
     >>> count_slots(3, 2), count_slots(3, 0)
     (4, 3)
@@ -25,10 +25,10 @@ def count_slots(num_prompt_tokens: int, num_output_tokens: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """What a manager reads of a request, on one int32 array that holds the prompt and the answer to come.
+    """A request as managers read it, backed by one int32 array of prompt and output.
 
-    `make_token_ids` makes that array, `[num_prompt_tokens + num_output_tokens]`, when the request is about to
-    run, so that a long trace does not stand in memory. Decoding a token is `num_tokens += 1`.
+    `make_token_ids` creates that array, `[num_prompt_tokens + num_output_tokens]`, when the request is about to run; the tokens
+    of a long trace would not fit in memory. Decoding a token is `num_tokens += 1`.
 
     >>> request = SimulatedRequest("a", 3, 2, lambda: np.arange(5, dtype=np.int32))
     >>> request.all_token_ids.tolist(), request.num_final_tokens, request.num_slots
@@ -52,12 +52,12 @@ class SimulatedRequest:
 
     @property
     def num_final_tokens(self) -> int:
-        """Prompt and answer together."""
+        """Prompt and output together."""
         return self.num_prompt_tokens + self.num_output_tokens
 
     @property
     def num_slots(self) -> int:
-        """Tokens that need a place in a page."""
+        """Tokens that need a slot in a page."""
         return count_slots(self.num_prompt_tokens, self.num_output_tokens)
 
     @property
@@ -66,11 +66,11 @@ class SimulatedRequest:
         return self.load_token_ids()[: self.num_tokens]
 
     def load_token_ids(self) -> Int32Array:
-        """All token ids, those to be generated included. O(tokens) the first time, then O(1)."""
+        """Return all token ids, including those still to be generated. O(tokens) the first time, then O(1)."""
         if self._token_ids is None:
             self._token_ids = self.make_token_ids()
         return self._token_ids
 
     def drop_token_ids(self) -> None:
-        """Give back the memory of the token ids; they are made again if they are asked for."""
+        """Free the token ids; the next access creates them again."""
         self._token_ids = None
