@@ -84,7 +84,7 @@ class TestSizes:
 
     def test_0_replays_are_none(self, trace: Path) -> None:
         assert invoke("plan", trace, "--replays", 0).exit_code == 0
-        assert "0: in none" in " ".join(invoke("plan", "--help").output.split())
+        assert "0: none" in " ".join(invoke("plan", "--help").output.split())
 
     @pytest.mark.parametrize(("command", "option"), [case for case in OPTIONS if case[1] != "--bytes-per-token"])
     def test_bytes_are_refused_where_other_things_count(self, command: str, option: str, trace: Path) -> None:
@@ -295,7 +295,7 @@ class TestHelp:
     def test_the_list_of_commands_has_whole_sentences(self, columns: int) -> None:
         output = " ".join(self.help(columns).split())
         assert "fleet Simulate TRACE on a fleet of engines under each routing policy. plan " in output
-        assert "plan Estimate what pools of many sizes hit of TRACE. replay " in output
+        assert "plan Estimate the hit rate of TRACE for each pool size. replay " in output
         assert output.endswith("replay Replay TRACE, or synthetic chats, through the allocator under a simulated scheduler.")
 
     @pytest.mark.parametrize("command", COMMANDS)

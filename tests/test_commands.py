@@ -276,9 +276,9 @@ class TestBadTraces:
             (
                 "mixed.jsonl",
                 (line_of() + line_of(block_size=300)).encode(),
-                ":2: block_size is 300, that of the lines before 512",
+                ":2: block_size is 300, but 512 in the lines before",
             ),
-            ("order.jsonl", (line_of(timestamp=5) + line_of(timestamp=4)).encode(), ":2: timestamp 4 is before 5"),
+            ("order.jsonl", (line_of(timestamp=5) + line_of(timestamp=4)).encode(), ":2: timestamp 4 is below 5"),
             ("answer.jsonl", line_of(output_hash_ids=[7]).encode(), ":1: got 3 ids for 1 full block of 512 in 603 tokens"),
             ("answer.jsonl", line_of(output_hash_ids="7").encode(), ":1: output_hash_ids must be a list of integers"),
             ("zero.jsonl", line_of(block_size=0).encode(), ":1: block_size must be at least 1, got 0"),

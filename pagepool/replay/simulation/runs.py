@@ -35,7 +35,7 @@ def require_one_that_fits(requests: Sequence[SimulatedRequest], num_pages: int, 
     if num_pages < smallest:
         raise click.ClickException(
             f"no request can run in {describe_pool(num_pages, page_size)}: "
-            f"the smallest of {count_of(len(requests), 'request')} needs {count_of(smallest, 'page')}, the null page included"
+            f"the smallest of {count_of(len(requests), 'request')} needs {count_of(smallest, 'page')}, including the null page"
         )
 
 
