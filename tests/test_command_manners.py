@@ -147,8 +147,8 @@ class TestNothingCanRun:
         result = invoke(*command, trace, *pages, "--json", tmp_path / "figures.json")
         assert result.exit_code == 1
         assert result.output.endswith(
-            "Error: no request can run in 20 pages of 16 tokens: the smallest of 3 requests needs 39 pages, the null page "
-            "included\n"
+            "Error: no request can run in 20 pages of 16 tokens: "
+            "the smallest of 3 requests needs 39 pages, including the null page\n"
         )
         assert result.stdout == ""
         assert [*tmp_path.iterdir()] == [trace]

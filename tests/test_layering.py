@@ -154,7 +154,8 @@ def test_every_file_has_a_place() -> None:
     in_folders = {module for module in modules if module.split(".")[0] in FOLDERS}
     assert set(ORDER) <= modules
     assert not modules - folders - in_folders - set(ORDER)
-    assert len(runs := [folder for folder, _ in groupby(name.rpartition(".")[0] for name in ORDER) if folder]) == len(set(runs))
+    runs = [folder for folder, _ in groupby(name.rpartition(".")[0] for name in ORDER) if folder]
+    assert len(runs) == len(set(runs))
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
