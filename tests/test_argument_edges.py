@@ -35,7 +35,7 @@ from pagepool import (
 )
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.replay import Recorder, TraceRecord
-from pagepool.replay.trace import parse_record
+from pagepool.replay.traces.reader import parse_record
 from pagepool.request import ATTRIBUTES
 
 SCALARS = (np.uint8, np.int8, np.uint64, np.int64)
