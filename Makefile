@@ -8,7 +8,7 @@ EASYDEL_VENV ?= $(HOME)/.cache/pagepool/venv-easydel
 
 EXTRA ?= test
 
-SOURCES := $(wildcard *.py *.toml *.md LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name py.typed)
+SOURCES := $(wildcard *.py *.toml *.md LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name '*.pxd' -o -name py.typed)
 # The installed wheel, never the source tree: neither the tests nor the processes they start see the working directory.
 RUN := PAGEPOOL_TEST_INSTALLED=1 PYTHONSAFEPATH=1
 LIBASAN = $(shell $(CC) -print-file-name=libasan.so)
@@ -92,8 +92,8 @@ coverage: .venv-coverage/tree  ## lines and branches of the façade and lines of
 	cd $< && rm -f .coverage* && ../bin/coverage run -m pytest --doctest-modules --doctest-glob='*.md' $(UNTRACED) \
 	    $(PYTEST_ARGS) pagepool tests docs README.md
 	cd $< && ../bin/coverage combine --quiet
-	cd $< && ../bin/coverage report --omit='*.pyx' --fail-under=98; facade=$$?; \
-	    ../bin/coverage report --include='*.pyx' --fail-under=95 && exit $$facade
+	cd $< && ../bin/coverage report --omit='*.pyx,*.pxd' --fail-under=98; facade=$$?; \
+	    ../bin/coverage report --include='*.pyx,*.pxd' --fail-under=95 && exit $$facade
 
 mutation: export PAGEPOOL_TEST_OPERATIONS ?= 20000
 mutation: .venv-mutation/tree  ## changes of the façade that no test minds; MUTATION_FILE=pagepool/attention.py: of one file

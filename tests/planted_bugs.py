@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,8 +20,27 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 CORE = "pagepool/_core.pyx"
 SOURCES = ["pagepool", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
-SWITCH = '\ncdef int planted_bug = int(os.environ.get("PAGEPOOL_PLANTED", "0"))\n'
+PLATFORM = "pagepool/core/platform.pxd"
+SWITCH = '''
+cdef extern from *:
+    """
+    #include <stdlib.h>
+    static int pagepool_planted_bug(void) {
+        static int number = -1;
+        const char *text = getenv("PAGEPOOL_PLANTED");
+        if (number < 0) number = text ? atoi(text) : 0;
+        return number;
+    }
+    """
+    int planted_bug "pagepool_planted_bug" () noexcept nogil
+'''
+IMPORT = "from pagepool.core.platform cimport planted_bug\n"
 TIMEOUT_SECONDS = 60  # beyond the time that is given to the simulation
+
+
+def in_core(name: str) -> str:
+    """The header of that name."""
+    return f"pagepool/core/{name}.pxd"
 
 
 class Bug(NamedTuple):
@@ -40,19 +60,19 @@ BUGS = [
     # Pages.
     Bug(
         "an entry stays when its page is handed out",
-        CORE,
+        in_core("pages"),
         "    if pool.pages[page_id].group != NO_GROUP:\n        drop(pool, page_id)\n        pool.num_ev",
         "    if pool.pages[page_id].group != NO_GROUP and not (BUG):\n        drop(pool, page_id)\n        pool.num_ev",
     ),
     Bug(
         "a free page that hits stays in the free queue",
-        CORE,
+        in_core("pages"),
         "            if pool.pages[ids[i]].ref_cnt == 0:\n                pull(pool, ids[i])\n",
         "            if pool.pages[ids[i]].ref_cnt == 0 and not (BUG):\n                pull(pool, ids[i])\n",
     ),
     Bug(
         "a page is given back to another shard",
-        CORE,
+        in_core("queue"),
         "        link_after(pool.shard_links, pool.shard_links[pool.num_pages + shard].prev, page_id)\n"
         "        pool.shard_num_free[shard] += 1\n\n\ncdef inline void pull",
         "        shard = (shard + (BUG)) % pool.num_shards\n"
@@ -61,52 +81,52 @@ BUGS = [
     ),
     Bug(
         "two rows get the same page",
-        CORE,
+        in_core("growth"),
         "        take_from(batch.pool, ids, n, batch.states[row].shard)\n",
         "        take_from(batch.pool, ids, n, batch.states[row].shard)\n"
         "        if (BUG) and row:\n            ids[0] = ids_of(group, 0)[0] or ids[0]\n",
     ),
     Bug(
         "a page that a cut goes through is shared",
-        CORE,
+        in_core("trimming"),
         "    return batch.pool.pages[ids_of(group, row)[page]].ref_cnt > 1",
         "    return batch.pool.pages[ids_of(group, row)[page]].ref_cnt > 1 and not (BUG)",
     ),
     Bug(
         "a window skips one page too early",
-        CORE,
+        in_core("rules"),
         "        return full_pages(rules, max(0, num_computed - rules.window + 1))",
         "        return full_pages(rules, max(0, num_computed - rules.window + 1)) + (BUG)",
     ),
     Bug(
         "a chunk skips its first page",
-        CORE,
+        in_core("rules"),
         "        page = full_pages(rules, num_computed - num_computed % rules.chunk)",
         "        page = full_pages(rules, num_computed - num_computed % rules.chunk) + (BUG)",
     ),
     Bug(
         "a slot is in the page before",
-        CORE,
+        in_core("rows"),
         "        page = <uint32_t>positions[i] // size\n",
         "        page = <uint32_t>positions[i] // size\n        page -= (BUG) and page > 2\n",
     ),
     Bug(
         "drafts get no slot",
-        CORE,
+        in_core("batch"),
         "    return <int32_t>min(<int64_t>num_tokens + num_ahead, <int64_t>batch.max_num_tokens)",
         "    return <int32_t>min(<int64_t>num_tokens + num_ahead * (not (BUG)), <int64_t>batch.max_num_tokens)",
     ),
     # The prefix index.
     Bug(
         "a page of a row is entered one token early",
-        CORE,
+        in_core("growth"),
         "        enter_full_pages(batch, row, num_tokens)\n        plan_next_event(batch, row)\n    return has_room",
         "        enter_full_pages(batch, row, min(num_tokens + (BUG), batch.states[row].num_tokens))\n"
         "        plan_next_event(batch, row)\n    return has_room",
     ),
     Bug(
         "the group is left out of the key",
-        CORE,
+        in_core("index"),
         "    return page.key_lo == key.lo and page.key_hi == key.hi and (page.group & ~FLAGS) == group",
         "    return page.key_lo == key.lo and page.key_hi == key.hi and ((BUG) or (page.group & ~FLAGS) == group)",
         (
@@ -118,59 +138,59 @@ BUGS = [
     ),
     Bug(
         "a row's pages have no parent",
-        CORE,
+        in_core("entering"),
         "        parent = hash_page_of(batch, row, i, parent, &key)\n        digests[i] = parent",
         "        parent = hash_page_of(batch, row, i, Digest(0, 0) if (BUG) else parent, &key)\n        digests[i] = parent",
     ),
     Bug(
         "a request's pages have no parent",
-        CORE,
+        in_core("siphash"),
         "        parent = hash_after(key, parent, <const uint8_t *>(tokens + i * page_size), page_size * sizeof(int32_t))",
         "        if BUG:\n            parent = Digest(0, 0)\n"
         "        parent = hash_after(key, parent, <const uint8_t *>(tokens + i * page_size), page_size * sizeof(int32_t))",
     ),
     Bug(
         "a row that decodes hashes behind the page before the last",
-        CORE,
+        in_core("entering"),
         "        link.parent = digests[i - 1] if i else Digest(0, 0)",
         "        link.parent = digests[i - 1 - ((BUG) and i > 1)] if i else Digest(0, 0)",
     ),
     Bug(
         "an emptied slot cuts off those behind it",
-        CORE,
+        in_core("index"),
         "        if ((i - home_at(pool, pool.slots[i].tag)) & pool.mask) >= ((i - hole) & pool.mask):",
         "        if not (BUG) and ((i - home_at(pool, pool.slots[i].tag)) & pool.mask) >= ((i - hole) & pool.mask):",
     ),
     Bug(
         "equal pages are lost with the first of them",
-        CORE,
+        in_core("index"),
         "    if page.group & TWIN:\n        leave_twins(pool, page_id, i)",
         "    if page.group & TWIN and not (BUG):\n        leave_twins(pool, page_id, i)",
     ),
     Bug(
         "a cut page keeps its entry",
-        CORE,
+        in_core("trimming"),
         "            drop(batch.pool, ids[j])\n        if j >= keep:",
         "            if not (BUG):\n                drop(batch.pool, ids[j])\n        if j >= keep:",
     ),
     Bug(
         "a cut row keeps its hashes",
-        CORE,
+        in_core("trimming"),
         "        batch.states[row].num_hashed = min(batch.states[row].num_hashed, num_tokens // batch.hash_page_size)\n"
-        "    plan_next_event(batch, row)\n\n\ncdef void end_row",
+        "    plan_next_event(batch, row)\n",
         "        if not (BUG):\n"
         "            batch.states[row].num_hashed = min(batch.states[row].num_hashed, num_tokens // batch.hash_page_size)\n"
-        "    plan_next_event(batch, row)\n\n\ncdef void end_row",
+        "    plan_next_event(batch, row)\n",
     ),
     Bug(
         "a row goes back and its pages are not entered again",
-        CORE,
+        in_core("trimming"),
         "    held.num_cached = min(held.num_cached, full_pages(&group.rules, restart))",
         "    held.num_cached = min(held.num_cached, full_pages(&group.rules, restart) if not (BUG) else held.num_pages)",
     ),
     Bug(
         "rows that change places keep their hashes",
-        CORE,
+        in_core("admission"),
         "    n = max(batch.states[first].num_hashed, batch.states[second].num_hashed)\n    if n:",
         "    n = max(batch.states[first].num_hashed, batch.states[second].num_hashed)\n    if n and not (BUG):",
     ),
@@ -213,7 +233,7 @@ BUGS = [
     ),
     Bug(
         "a request that was refused keeps the hits that it had",
-        CORE,
+        in_core("refusals"),
         "    if watch.num_reused != pool.num_reused:\n        return False\n",
         "    if BUG:\n        return True\n    if watch.num_reused != pool.num_reused:\n        return False\n",
     ),
@@ -237,7 +257,7 @@ BUGS = [
     ),
     Bug(
         "a row's extra keys are left out of the hash",
-        CORE,
+        in_core("entering"),
         "    if key != NULL and key.data != NULL and key.page == page:",
         "    if key != NULL and key.data != NULL and key.page == page and not (BUG):",
     ),
@@ -268,25 +288,25 @@ BUGS = [
     ),
     Bug(
         "undo forgets no entries",
-        CORE,
+        in_core("undoing"),
         "        forget_from(batch, group, row, num_computed)\n        while stop[0] > start:",
         "        if not (BUG):\n            forget_from(batch, group, row, num_computed)\n        while stop[0] > start:",
     ),
     Bug(
         "undo lets rows keep their pages",
-        CORE,
+        in_core("undoing"),
         "            put_back(batch.pool, growth.new_ids[stop[0]])\n            held.num_pages -= 1",
         "            put_back(batch.pool, growth.new_ids[stop[0]])\n            held.num_pages -= not (BUG)",
     ),
     Bug(
         "a row that did not run leaves its entries",
-        CORE,
+        in_core("undoing"),
         "        forget_from(batch, &batch.groups[g], row, num_computed)\n",
         "        if not (BUG):\n            forget_from(batch, &batch.groups[g], row, num_computed)\n",
     ),
     Bug(
         "a page that left the window before its step ran keeps its entry",
-        CORE,
+        in_core("index"),
         "        if page_id == NULL_PAGE and (i + 1) * stride <= num_digests:",
         "        if page_id == NULL_PAGE and (i + 1) * stride <= num_digests and not (BUG):",
     ),
@@ -298,7 +318,7 @@ BUGS = [
     ),
     Bug(
         "a state may go back",
-        CORE,
+        in_core("trimming"),
         "    return batch.has_state and 0 < restart < batch.states[row].num_computed",
         "    return batch.has_state and 0 < restart < batch.states[row].num_computed and not (BUG)",
     ),
@@ -327,13 +347,21 @@ def plant_in(text: str, bug: Bug, switch: str = "") -> str:
     return text
 
 
-def plant_core(text: str) -> str:
+def is_compiled(path: str) -> bool:
+    """Whether it is a file of the core."""
+    return path.endswith((".pyx", ".pxd"))
+
+
+def plant_core(tree: Path) -> None:
     """Plant all bugs of the core, each behind its number."""
-    for number, bug in enumerate(BUGS, 1):
-        if bug.path == CORE:
-            text = plant_in(text, bug, f"planted_bug == {number}")
-    head, separator, tail = text.partition("\nimport numpy as np\n")
-    return head + separator + SWITCH + tail
+    for path in {bug.path for bug in BUGS if is_compiled(bug.path)}:
+        text = (tree / path).read_text()
+        for number, bug in enumerate(BUGS, 1):
+            if bug.path == path:
+                text = plant_in(text, bug, f"planted_bug() == {number}")
+        (tree / path).write_text(re.sub(r"^(?=from |cimport )", IMPORT, text, count=1, flags=re.MULTILINE))
+    with (tree / PLATFORM).open("a") as platform:
+        platform.write(SWITCH)
 
 
 def copy_tree(tree: Path) -> None:
@@ -346,8 +374,8 @@ def copy_tree(tree: Path) -> None:
             shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
         else:
             shutil.copy(source, tree / name)
-    core, setup = tree / CORE, tree / "setup.py"
-    core.write_text(plant_core(core.read_text()))
+    plant_core(tree)
+    setup = tree / "setup.py"
     setup.write_text(setup.read_text().replace('"-O3"', '"-O0"'))
 
 
@@ -388,7 +416,7 @@ def simulate(tree: Path, number: int, seconds: float, seed: int) -> tuple[str, f
 
 def plant(tree: Path, number: int, bug: Bug, seconds: float, seed: int) -> tuple[str, float]:
     """Simulate with one bug."""
-    if bug.path == CORE:
+    if is_compiled(bug.path):
         return simulate(tree, number, seconds, seed)
     source, planted = ROOT / bug.path, tree / "built" / bug.path
     planted.write_text(plant_in(source.read_text(), bug))

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 PYTHON_FILES = sorted((ROOT / "pagepool").rglob("*.py"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 CORE = ROOT / "pagepool" / "_core.pyx"
+HEADERS = sorted((ROOT / "pagepool" / "core").glob("[!_]*.pxd"))
 
 CYTHON_HEADER = re.compile(r"( *)(?:cdef|cpdef|def)\b(?! (?:class|struct|enum|extern)\b)[^=(]*?(\w+)\(")
 HEADER_END = re.compile(r":\s*(#.*)?$")

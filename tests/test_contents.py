@@ -105,7 +105,7 @@ def test_caching_of_what_was_not_computed_is_seen(monkeypatch: pytest.MonkeyPatc
 def test_a_bug_can_be_planted(bug: Bug) -> None:
     """`make planted` builds and catches them."""
     text = (ROOT / bug.path).read_text()
-    assert plant_in(text, bug, "planted_bug == 1") != text
+    assert plant_in(text, bug, "planted_bug() == 1") != text
 
 
 def test_a_bug_that_does_not_fit_is_reported() -> None:

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from sources import CORE, PYTHON_FILES, ROOT
+from sources import CORE, HEADERS, PYTHON_FILES, ROOT
 
 import pagepool
 
@@ -23,6 +23,26 @@ ORDER = [
     "specs",
     "request",
     "hashing",
+    "core.platform",  # headers of the core, in C
+    "core.siphash",
+    "core.records",
+    "core.queue",
+    "core.notes",
+    "core.twins",
+    "core.index",
+    "core.changes",
+    "core.residency",
+    "core.pages",
+    "core.hits",
+    "core.refusals",
+    "core.rows",
+    "core.rules",
+    "core.batch",
+    "core.entering",
+    "core.growth",
+    "core.trimming",
+    "core.undoing",
+    "core.admission",
     "_core",
     "request_hashes",
     "snapshot",
@@ -96,8 +116,8 @@ OPTIONAL = {
 }
 # These are imported on first use themselves.
 EXTRAS = {"events", "event_connections", "event_replay", "event_publisher", "metrics", "replay"}
-FILES = [*PYTHON_FILES, CORE]
-CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +(\w+)|c?import +([\w.]+))", re.MULTILINE)
+FILES = [*PYTHON_FILES, CORE, *HEADERS]
+CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +\(?\s*(\w+)|c?import +([\w.]+))", re.MULTILINE)
 
 
 def name_of(path: Path) -> str:
@@ -136,7 +156,7 @@ def imports(tree: ast.AST, at_import_time: bool = False) -> Iterator[str]:
 
 def imports_of(path: Path, at_import_time: bool = False) -> list[str]:
     text = path.read_text()
-    if path == CORE:
+    if path.suffix != ".py":
         return [f"{package}.{name}" if package else module for package, name, module in CYTHON_IMPORT.findall(text)]
     return list(imports(ast.parse(text), at_import_time))
 

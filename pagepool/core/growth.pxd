@@ -1,0 +1,204 @@
+# Running rows grow: pages are skipped, taken and entered, row by row up to the first that does not fit.
+
+from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.string cimport memcmp, memcpy
+
+from pagepool.core.batch cimport (
+    Batch, Group, Grown, Growth, Held, RowState, amount, blank, count_missing, count_new_pages, find_skip_stop, ids_of,
+    is_row, last_token_event, plan_next_event, room_for, start_call, tokens_of,
+)
+from pagepool.core.entering cimport enter_full_pages, enter_waiting
+from pagepool.core.pages cimport find_unheld, put_back_held, take_from
+from pagepool.core.platform cimport GUARDS
+from pagepool.core.queue cimport count_free_in
+from pagepool.core.rows cimport write_ids
+
+
+cdef inline void skip_pages(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
+    """Give back the pages that no token from `num_computed` on attends to, the last first."""
+    cdef Group *group
+    cdef Held *held
+    cdef Py_ssize_t g, j
+    cdef int32_t stop
+    for g in range(batch.num_groups):
+        group = &batch.groups[g]
+        held = &group.held[row]
+        stop = find_skip_stop(group, row, num_computed)
+        if stop > held.num_skipped:
+            for j in range(stop - 1, held.num_skipped - 1, -1):
+                put_back_held(batch.pool, ids_of(group, row)[j])
+            blank(group, row, held.num_skipped, stop)
+            held.num_skipped = stop
+
+
+cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Growth *growth) noexcept nogil:
+    """Give a row the pages that it lacks, of which there are enough: group by group, into the table too."""
+    cdef Group *group
+    cdef int32_t *ids
+    cdef Py_ssize_t g, j, start, n
+    for g in range(batch.num_groups):
+        group = &batch.groups[g]
+        start = group.held[row].num_pages
+        n = count_missing(group, row, num_tokens)
+        if n == 0:
+            continue
+        ids = ids_of(group, row) + start
+        take_from(batch.pool, ids, n, batch.states[row].shard)
+        group.held[row].num_pages += <int32_t>n
+        write_ids(group.rows, row, start, ids, n)
+        group.rows.version += 1
+        if growth != NULL:
+            for j in range(n):
+                growth.new_ids[growth.num_new + j] = ids[j]
+                growth.new_rows[growth.num_new + j] = <int32_t>row
+                growth.new_groups[growth.num_new + j] = <int32_t>g
+            growth.num_new += n
+
+
+cdef inline bint grow_row(
+    Batch *batch, Py_ssize_t row, int32_t num_before, int32_t num_tokens, int32_t num_room_tokens, Growth *growth
+) noexcept nogil:
+    """Do what is due for a row that had `num_before` tokens computed to have `num_tokens`, and room for more; False, without
+    any room taken, if too few pages are free.
+    """
+    cdef Py_ssize_t num_new_pages
+    cdef bint has_room
+    if batch.skips_pages:
+        skip_pages(batch, row, num_before)
+    num_new_pages = count_new_pages(batch, row, num_room_tokens)
+    has_room = num_new_pages == 0 or num_new_pages <= count_free_in(batch.pool, batch.states[row].shard)
+    if has_room:
+        if num_new_pages:
+            take_pages(batch, row, num_room_tokens, growth)
+        enter_full_pages(batch, row, num_tokens)
+        plan_next_event(batch, row)
+    return has_room
+
+
+cdef inline bint has_lost_page(const Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Whether a page that a row would skip now was given back by somebody else."""
+    cdef const Group *group
+    cdef Py_ssize_t g, stop
+    for g in range(batch.num_groups):
+        group = &batch.groups[g]
+        stop = find_skip_stop(group, row, batch.states[row].num_computed)
+        if find_unheld(batch.pool, ids_of(group, row), group.held[row].num_skipped, stop) >= 0:
+            return True
+    return False
+
+
+cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
+    """Note a row for which more than counting is due, and how many pages it may need; False if it is not fit for it."""
+    cdef int32_t row = batch.checked_rows[i]
+    cdef bint is_step = growth.token_ids != NULL
+    if GUARDS and not (batch.states[row].is_admitted and batch.states[row].num_tokens + is_step <= batch.max_num_tokens):
+        return False
+    if GUARDS and batch.skips_pages and has_lost_page(batch, row):
+        return False
+    growth.max_num_new += count_new_pages(batch, row, num_room_tokens)
+    batch.due_rows[growth.num_due] = <int32_t>i
+    growth.num_due += 1
+    return True
+
+
+cdef inline bint copy_ascending(Batch *batch, const int32_t *rows, Py_ssize_t n) noexcept nogil:
+    """Copy rows that are in the table and each behind the one before, as they mostly are: then none stands there twice."""
+    cdef const int32_t *copied = batch.checked_rows
+    cdef int32_t signs = 0
+    cdef Py_ssize_t i
+    if n <= batch.num_ascending and memcmp(copied, rows, n * sizeof(int32_t)) == 0:  # as in the step before
+        return True
+    batch.num_ascending = 0
+    if n > batch.num_rows:
+        return False
+    memcpy(batch.checked_rows, rows, n * sizeof(int32_t))
+    for i in range(1, n if GUARDS else 1):  # several at once, for there is no way out
+        signs |= copied[i] | <int32_t>(<uint32_t>copied[i] - <uint32_t>copied[i - 1] - 1)
+    if GUARDS and (signs < 0 or copied[0] < 0 or copied[n - 1] >= batch.num_rows):
+        return False
+    batch.num_ascending = n
+    return True
+
+
+cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, bint is_step, bint is_ascending) noexcept nogil:
+    """How many rows there are before the first that is wrong. Copies the rows, so that nobody changes them any more, counts as
+    if all grew, and notes those for which more is due; for a row that is not admitted that is always so. Of `is_ascending`,
+    `copy_ascending` made sure.
+    """
+    cdef RowState *state
+    cdef Py_ssize_t i
+    cdef int32_t row, known, computed, num_room_tokens
+    cdef int32_t num_new = 1, num_ahead = 0
+    cdef uint32_t stamp = 0 if is_ascending else start_call(batch)
+    cdef uint32_t num_rows = <uint32_t>batch.num_rows
+    for i in range(growth.num_rows):
+        row = batch.checked_rows[i] if is_ascending else growth.rows[i]
+        if not is_ascending:
+            if <uint32_t>row >= num_rows or batch.states[row].stamp == stamp:
+                return i
+            batch.states[row].stamp = stamp
+            batch.checked_rows[i] = row
+        state = &batch.states[row]
+        if not is_step:
+            num_new = amount(&growth.num_new_tokens, i)
+            num_ahead = amount(&growth.num_ahead, i)
+        known = state.num_tokens + is_step
+        computed = state.num_computed
+        if not is_step and (num_new < 0 or num_ahead < 0 or num_new > known - computed):
+            return i
+        num_room_tokens = computed + 1 if is_step else room_for(batch, computed + num_new, num_ahead)
+        if max(num_room_tokens, computed + 1) >= state.next_event and not check_due(batch, growth, i, num_room_tokens):
+            return i
+        if is_step:
+            tokens_of(batch, row)[known - 1] = growth.token_ids[i]
+            state.num_tokens = known
+        state.num_computed = computed + num_new
+        growth.grown[i] = Grown(row, known, computed + num_new)
+    return growth.num_rows
+
+
+cdef inline void uncount(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Undo what `check_growth` counted for checked rows."""
+    cdef Py_ssize_t i, row
+    for i in range(start, stop):
+        row = batch.checked_rows[i]
+        batch.states[row].num_tokens -= growth.token_ids != NULL
+        batch.states[row].num_computed -= amount(&growth.num_new_tokens, i)
+
+
+cdef inline Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
+    """Do what is due for counted rows, in order, up to the first that does not fit, and return where it stands, or how many
+    rows there are. Those from there on are as they were.
+    """
+    cdef Py_ssize_t k, i, row, num_grown = growth.num_rows
+    cdef int32_t num_new, num_tokens, num_room_tokens
+    for k in range(growth.num_due):
+        i = batch.due_rows[k]
+        row = batch.checked_rows[i]
+        num_new = amount(&growth.num_new_tokens, i)
+        num_tokens = batch.states[row].num_computed
+        num_room_tokens = room_for(batch, num_tokens, amount(&growth.num_ahead, i))
+        if not grow_row(batch, row, num_tokens - num_new, num_tokens, num_room_tokens, growth):
+            num_grown = i
+            break
+    enter_waiting(batch)
+    uncount(batch, growth, num_grown, growth.num_rows)
+    return num_grown
+
+
+cdef inline Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const int32_t *token_ids, Py_ssize_t n) noexcept nogil:
+    """Append a token to each row, in order; returns how many fit, and if not all do, nothing is appended."""
+    cdef Py_ssize_t i, num_done = 0
+    cdef int32_t row
+    while num_done < n:
+        row = rows[num_done]
+        if not is_row(batch, row) or batch.states[row].num_tokens >= batch.max_num_tokens:
+            break
+        tokens_of(batch, row)[batch.states[row].num_tokens] = token_ids[num_done]
+        batch.states[row].num_tokens += 1
+        batch.states[row].next_event = <int32_t>min(<int64_t>batch.states[row].next_event, last_token_event(batch, row) + 1)
+        num_done += 1
+    if num_done < n:
+        for i in range(num_done):
+            batch.states[rows[i]].num_tokens -= 1
+    return num_done

@@ -1,0 +1,191 @@
+# Pages in lists: taken, touched, given back. Each function checks its whole list first, or undoes what it did.
+
+from libc.stdint cimport INT32_MAX, int32_t, uint32_t
+
+from pagepool.core.index cimport drop, home_of
+from pagepool.core.platform cimport GUARDS, fetch
+from pagepool.core.queue cimport pull, push
+from pagepool.core.records cimport FLAGS, NO_GROUP, NULL_PAGE, WATCHED, Page, Pool, digest_of, is_free
+from pagepool.core.residency cimport note_claim, note_use
+
+
+cdef inline void claim(Pool *pool, int32_t page_id) noexcept nogil:
+    """Make a page that was just taken out of the queue its holder's own: no entry, one reference."""
+    if not page_id & pool.sample_mask:
+        note_claim(pool, page_id)
+    if pool.pages[page_id].group != NO_GROUP:
+        drop(pool, page_id)
+        pool.num_evicted += 1
+    pool.pages[page_id].ref_cnt = 1
+    pool.num_allocated += 1
+
+
+cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
+    """Have the slot fetched that a page with an entry will leave."""
+    cdef Page *page = &pool.pages[page_id]
+    if page.group != NO_GROUP:
+        fetch(home_of(pool, digest_of(page), page.group & ~FLAGS))
+
+
+cdef inline void take(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
+    """Take the `n` pages at the front of the queue, of which there are enough, none of them held (`find_held_free`)."""
+    cdef int32_t page_id = pool.pages[NULL_PAGE].next_free
+    cdef Py_ssize_t i
+    for i in range(n):
+        out[i] = page_id
+        fetch_entry(pool, page_id)
+        page_id = pool.pages[page_id].next_free
+    for i in range(n):
+        pull(pool, out[i])
+        claim(pool, out[i])
+
+
+cdef inline void take_from_shard(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
+    """The same for the pages of one shard, in the order of the queue. O(n), whatever the size of the pool."""
+    cdef int32_t page_id = pool.shard_links[pool.num_pages + shard].next
+    cdef Py_ssize_t i
+    for i in range(n):
+        out[i] = page_id
+        fetch_entry(pool, page_id)
+        page_id = pool.shard_links[page_id].next
+    for i in range(n):
+        pull(pool, out[i])
+        claim(pool, out[i])
+
+
+cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
+    """`take` from a shard, or for -1 from the whole pool."""
+    pool.is_restored &= n == 0
+    if shard < 0:
+        take(pool, out, n)
+    else:
+        take_from_shard(pool, out, n, shard)
+
+
+cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
+    """One reference less for a page that has one; without any it goes to the back of the queue."""
+    cdef Page *page = &pool.pages[page_id]
+    page.ref_cnt -= 1
+    if page.ref_cnt == 0:
+        push(pool, page_id)
+        pool.num_freed += 1
+
+
+cdef inline Py_ssize_t find_outside(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """Index of an id outside the pool, or -1."""
+    cdef Py_ssize_t i
+    cdef int32_t signs = 0, last = pool.num_pages - 1
+    for i in range(n if GUARDS else 0):  # several at once, for there is no way out
+        signs |= ids[i] | <int32_t>(<uint32_t>last - <uint32_t>ids[i])
+    if signs < 0:
+        for i in range(n):
+            if not 0 <= ids[i] <= last:
+                return i
+    return -1
+
+
+cdef inline Py_ssize_t find_negative(const int32_t *values, Py_ssize_t n) noexcept nogil:
+    """Index of a value below 0, or -1."""
+    cdef Py_ssize_t i
+    cdef int32_t signs = 0
+    for i in range(n):  # several at once, for there is no way out
+        signs |= values[i]
+    if signs < 0:
+        for i in range(n):
+            if values[i] < 0:
+                return i
+    return -1
+
+
+cdef inline Py_ssize_t find_unheld(const Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Index of a page in ``ids[start:stop]``, null pages aside, without any reference; -1: there is none."""
+    cdef Py_ssize_t i
+    for i in range(start, stop):
+        if ids[i] != NULL_PAGE and (pool.pages[ids[i]].ref_cnt == 0 or (pool.num_held_free and is_free(pool, ids[i]))):
+            return i
+    return -1
+
+
+cdef inline Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil:
+    """One reference less for each page, null pages passed over; those that reach 0 go to the back of the queue.
+    Returns -1, or, with nothing changed, the index of a page that has no reference to give.
+    """
+    cdef Py_ssize_t i, at
+    cdef Page *page
+    cdef int32_t left
+    if GUARDS and pool.num_held_free:
+        at = find_unheld(pool, ids, 0, n)
+        if at >= 0:
+            return at
+    for i in range(n):
+        at = n - 1 - i if tail_first else i
+        if ids[at] == NULL_PAGE:
+            continue
+        page = &pool.pages[ids[at]]
+        left = page.ref_cnt - 1
+        if left == 0:  # the common case first: it needs no check
+            page.ref_cnt = 0
+            push(pool, ids[at])
+            pool.num_freed += 1
+        elif left > 0 or not GUARDS:
+            page.ref_cnt = left
+        else:
+            undo_give_back(pool, ids, n, i, tail_first)
+            return at
+    return -1
+
+
+cdef inline void undo_give_back(
+    Pool *pool, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_done, bint tail_first
+) noexcept nogil:
+    """Undo the first `num_done` steps of `give_back`, last first, so that the queue is as it was."""
+    cdef Py_ssize_t i
+    cdef int32_t page_id
+    for i in range(num_done - 1, -1, -1):
+        page_id = ids[n - 1 - i if tail_first else i]
+        if page_id == NULL_PAGE:
+            continue
+        if pool.pages[page_id].ref_cnt == 0:
+            pull(pool, page_id)
+            pool.num_freed -= 1
+        pool.pages[page_id].ref_cnt += 1
+
+
+cdef inline Py_ssize_t find_untouchable(Pool *pool, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_all) noexcept nogil:
+    """Index of a page that `touch_all` could not touch, or -1. The call touches `num_all` in all."""
+    cdef Py_ssize_t i
+    for i in range(n if GUARDS else 0):
+        if ids[i] != NULL_PAGE:
+            if pool.pages[ids[i]].ref_cnt == 0 and not is_free(pool, ids[i]):
+                return i
+            if pool.pages[ids[i]].ref_cnt >= INT32_MAX - num_all:  # each id may be the same page
+                return i
+    return -1
+
+
+cdef inline void unwatch(Pool *pool, int32_t page_id) noexcept nogil:
+    """Clear the WATCHED flag of a cached page."""
+    pool.num_unwatched += (pool.pages[page_id].group & WATCHED) != 0
+    pool.pages[page_id].group &= ~WATCHED
+
+
+cdef inline void touch_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """One reference more for each page, null pages passed over; a free page leaves the queue."""
+    cdef Py_ssize_t i
+    pool.is_restored &= n == 0
+    for i in range(n):
+        if ids[i] != NULL_PAGE:
+            if pool.pages[ids[i]].ref_cnt == 0:
+                pull(pool, ids[i])
+                pool.num_reused += 1
+            if pool.pages[ids[i]].group >= WATCHED:
+                unwatch(pool, ids[i])
+            pool.pages[ids[i]].ref_cnt += 1
+            if not ids[i] & pool.sample_mask:
+                note_use(pool, ids[i])
+
+
+cdef inline void put_back_held(Pool *pool, int32_t page_id) noexcept nogil:
+    """`put_back`, but for the null page and for a page that somebody else gave back already."""
+    if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt and not is_free(pool, page_id):
+        put_back(pool, page_id)

@@ -1,0 +1,39 @@
+# What the operating system and the compiler provide.
+
+from libc.stdint cimport int64_t
+
+cdef extern from *:
+    """
+    #if defined(__linux__)
+    #include <sys/mman.h>
+    #endif
+    /* Memory that is touched here and there: huge pages would make all of it resident. */
+    static void pagepool_keep_sparse(char *memory, size_t size) {
+    #if defined(MADV_NOHUGEPAGE)
+        size_t start = ((size_t)memory + 4095) & ~(size_t)4095;
+        if (size >= 2 << 20) madvise((void *)start, ((size_t)memory + size - start) & ~(size_t)4095, MADV_NOHUGEPAGE);
+    #endif
+    }
+    """
+    void keep_sparse "pagepool_keep_sparse" (char *memory, size_t size) noexcept nogil
+    void fetch "__builtin_prefetch" (const void *address) noexcept nogil
+
+cdef extern from *:
+    """
+    #include <time.h>
+    static int64_t pagepool_monotonic_ns(void) {
+        struct timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    }
+    """
+    int64_t monotonic_ns "pagepool_monotonic_ns" () noexcept nogil
+
+cdef extern from *:
+    """
+    /* 0 only in the build that `python -m bench.guards` compares with: what the guards of the hot loops cost. */
+    #ifndef PAGEPOOL_GUARDS
+    #define PAGEPOOL_GUARDS 1
+    #endif
+    """
+    bint GUARDS "PAGEPOOL_GUARDS"

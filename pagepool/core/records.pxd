@@ -1,0 +1,140 @@
+# The records of a pool, and the links between them. The caller holds the store's lock and passes page ids within the pool.
+
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
+
+from pagepool.core.siphash cimport Digest
+
+cdef enum:
+    NULL_PAGE = 0
+    NOT_FREE = -1             # links of a page outside the free queue
+    NO_GROUP = -1             # group of a page without a prefix entry
+    NOT_NEW = -1              # links of a page whose key is not new to those who are told
+    NOT_FIRST = -1            # links of a page that has a twin in its shard that was cached before
+    TWIN = 1 << 30            # flag in Page.group: other pages have the same content
+    WATCHED = 1 << 29         # flag in Page.group: a refused request hits the page
+    FLAGS = TWIN | WATCHED
+    MAX_GROUP = WATCHED - 1
+    MAX_PAGES = 1 << 30
+    NUM_BUCKETS = 24          # of times: below 1 ms, below 2, 4, ..., 2**22 ms, and longer
+
+cdef struct Page:             # 32 bytes, two to a cache line
+    uint64_t key_lo           # digest of the content; meaningful while group is not NO_GROUP
+    uint64_t key_hi
+    int32_t ref_cnt           # holders; 0: free
+    int32_t prev_free         # page ids; NOT_FREE outside the queue
+    int32_t next_free
+    int32_t group             # cache group of the prefix entry, with its flags; NO_GROUP: not cached
+
+cdef struct Slot:             # one slot of the prefix index
+    uint32_t tag              # hash of key and group; its low bits are the home slot
+    int32_t page_id           # page cached first under the key; NULL_PAGE: empty
+
+cdef struct Links:
+    int32_t prev
+    int32_t next
+
+cdef struct Range:            # half-open range of page ids that may hit
+    int32_t start
+    int32_t stop
+
+cdef struct Stay:             # of a sampled page, in ns of a clock of its own
+    int64_t start             # when it was handed out
+    int64_t last_use          # then, or when it was last hit
+
+cdef struct Histogram:        # of times
+    int64_t counts[NUM_BUCKETS]
+    int64_t sum               # ns
+
+cdef struct Residency:        # how long pages stay; sampled
+    Stay *stays               # [num_pages / interval + 1]
+    int32_t shift             # every 2**shift-th page is sampled
+    Histogram lifetimes       # from when a page was handed out to when it was evicted
+    Histogram idle_times      # from its last use to then
+    Histogram reuse_gaps      # from use to use
+
+cdef struct Origin:           # how a cached page came to be
+    Digest parent             # key of the page before it in its request
+    int32_t place             # in its request, in pages; 0: it has no parent
+    int32_t context           # what else its hash is of, see `PageStore.add_context`; 0: nothing
+
+cdef struct Note:             # 32 bytes, two to a cache line
+    Origin origin             # of a cached page
+    Links new                 # ring of the first pages of new keys, closed by the null page; NOT_NEW outside
+
+cdef struct Removal:          # an entry that went
+    Digest key
+    int32_t group
+
+cdef struct Context:
+    int32_t num_users         # cached pages and rows that have it
+    int32_t num_holders       # who wants it kept all the same
+
+cdef struct Journal:          # which keys came into the prefix index and went since somebody took the changes
+    Note *notes               # [num_pages]; NULL: there is no journal
+    Removal *removed          # [num_pages] keys that are gone, and were there when the changes were taken last
+    Context *contexts         # [num_contexts], and room up to the next power of 2
+    int32_t num_contexts      # the first stands for none
+    int32_t num_new
+    int32_t num_removed
+    uint8_t is_cleared        # all entries went at once; nothing is in `removed` then
+    uint8_t is_told           # somebody is about to say what he took, so that names and contexts are needed still
+
+cdef struct Pool:
+    Page *pages
+    Slot *slots               # NULL: no prefix caching
+    Links *twins              # rings of pages with the same content, valid while TWIN is set
+    Links *shard_links        # free queue of each shard, closed by the record num_pages + shard; NULL: no shards yet
+    int32_t *shard_num_free   # [2 * num_shards]; `PageStore.check` works in the second half
+    Links *shard_twins        # rings of those of `twins` that are in one shard; NULL without shards, and without caching
+    Links *shard_firsts       # behind them: rings of the first of each shard; NOT_FIRST for the others
+    int32_t *page_tokens      # [num_pages, tokens_width] tokens of cached pages, their number first; NULL: not kept
+    Py_ssize_t tokens_width
+    uint64_t multiplier       # odd and secret: which slots collide cannot be foreseen
+    uint32_t mask             # slots - 1
+    uint32_t home_shift       # of a tag, to where a look-up begins
+    int32_t num_pages
+    int32_t num_free
+    int32_t num_shards        # 0: no shards yet
+    int32_t pages_per_shard
+    int32_t num_keys          # distinct (key, group) in the index
+    int32_t num_entries       # pages with an entry
+    int32_t sample_mask       # of page ids: 0 for those that are sampled
+    int32_t num_held_free     # pages in the queue that somebody gave a reference to
+    int64_t num_allocated     # pages, since construction
+    int64_t num_freed
+    int64_t num_evicted
+    int64_t num_cached
+    int64_t num_dropped       # prefix entries
+    int64_t num_reused        # free pages that were taken out of the queue as they are
+    int64_t num_unwatched     # pages that lost their WATCHED flag
+    int64_t num_queried       # tokens
+    int64_t num_hit
+    Journal journal
+    Residency *residency
+    uint8_t is_restored       # it was loaded from a snapshot, and nobody took a reference since
+
+
+cdef inline void link_after(Links *links, int32_t last, int32_t page_id) noexcept nogil:
+    """Put `page_id` behind `last` into its ring."""
+    cdef int32_t following = links[last].next
+    links[page_id].prev = last
+    links[page_id].next = following
+    links[last].next = page_id
+    links[following].prev = page_id
+
+
+cdef inline void unlink(Links *links, int32_t page_id) noexcept nogil:
+    links[links[page_id].prev].next = links[page_id].next
+    links[links[page_id].next].prev = links[page_id].prev
+
+
+cdef inline int32_t shard_of(Pool *pool, int32_t page_id) noexcept nogil:
+    return page_id // pool.pages_per_shard
+
+
+cdef inline bint is_free(const Pool *pool, int32_t page_id) noexcept nogil:
+    return pool.pages[page_id].prev_free != NOT_FREE
+
+
+cdef inline Digest digest_of(const Page *page) noexcept nogil:
+    return Digest(page.key_lo, page.key_hi)

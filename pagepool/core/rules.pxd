@@ -1,0 +1,45 @@
+# Which pages a request needs in a cache group, by the kind of attention.
+
+from libc.stdint cimport int32_t, int64_t, uint32_t
+
+cdef enum:
+    MAX_TOKENS = 1 << 30      # of a request
+
+cdef struct Rules:            # which pages a cache group needs
+    int32_t page_size         # tokens; MAX_TOKENS for a state, which has one page
+    int32_t window            # tokens that one attends to; 0: no sliding window
+    int32_t chunk             # tokens that attend to each other; 0: not chunked
+
+
+cdef inline int32_t pages_for(const Rules *rules, int32_t num_tokens) noexcept nogil:
+    """Places that tokens take, those of skipped pages included."""
+    return <int32_t>((<uint32_t>num_tokens + <uint32_t>rules.page_size - 1) // <uint32_t>rules.page_size)
+
+
+cdef inline bint is_state(const Rules *rules) noexcept nogil:
+    return rules.page_size == MAX_TOKENS
+
+
+cdef inline int32_t full_pages(const Rules *rules, int32_t num_tokens) noexcept nogil:
+    return <int32_t>(<uint32_t>num_tokens // <uint32_t>rules.page_size)
+
+
+cdef inline int32_t first_useful_page(const Rules *rules, int32_t num_computed, int32_t num_cached) noexcept nogil:
+    """Pages before it are of no use to tokens from `num_computed` on. A chunk's is never past the last cached page."""
+    cdef int32_t page
+    if rules.window:
+        return full_pages(rules, max(0, num_computed - rules.window + 1))
+    if rules.chunk:
+        page = full_pages(rules, num_computed - num_computed % rules.chunk)
+        return min(page, num_cached - 1) if num_cached else page
+    return 0
+
+
+cdef inline int32_t next_skip(const Rules *rules, int32_t num_skipped) noexcept nogil:
+    """The least number of computed tokens at which a page more may be skipped; MAX_TOKENS: never."""
+    cdef int64_t stop = (<int64_t>num_skipped + 1) * rules.page_size
+    if rules.window:
+        return <int32_t>min(stop + rules.window - 1, <int64_t>MAX_TOKENS)
+    if rules.chunk:
+        return <int32_t>min((stop + rules.chunk - 1) // rules.chunk * rules.chunk, <int64_t>MAX_TOKENS)
+    return MAX_TOKENS
