@@ -23,6 +23,9 @@ from pagepool.event_connections import MAX_UNREAD_BYTES, Guard  # noqa: E402
 from pagepool.event_publisher import MAX_REPLAYS, EventPublisher  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="measures by /proc")
+UNSANITIZED = pytest.mark.skipif(
+    "asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer keeps freed memory for a while"
+)
 LIMIT = 64 * MEBIBYTE
 """More than all of it may take; without bounds each test takes many times as much."""
 
@@ -56,6 +59,7 @@ def branching_topics(_: Random) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("topics", [long_topics, branching_topics])
+@UNSANITIZED
 def test_subscriptions_take_little(topics: type[Iterator[bytes]]) -> None:
     with PublisherProcess() as process, Subscriber(process) as subscriber:
         subscriber.wait_until_subscribed()
@@ -111,6 +115,7 @@ def test_a_router_may_have_many_topics() -> None:
 # --- replays ----------------------------------------------------------------------------------------------------
 
 
+@UNSANITIZED
 def test_routers_that_never_read_a_replay_take_little() -> None:
     """They ask for 60 batches of 64 KiB, 120 of them: plain sockets, and DEALERs."""
     with PublisherProcess(buffer_steps=60) as process:
@@ -272,6 +277,7 @@ def test_old_protocols_are_refused(publisher: EventPublisher, greeting: bytes) -
 
 
 @pytest.mark.parametrize("socket_type", ["SUB", "DEALER"])
+@UNSANITIZED
 def test_a_message_without_end_takes_little(socket_type: str) -> None:
     with PublisherProcess() as process:
         process.publish([])
