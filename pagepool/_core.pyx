@@ -290,7 +290,7 @@ cdef int enlist_lock(LockNode *node, void *mutex, LockKind kind) except -1:
 
 
 cdef void delist_lock(LockNode *node) noexcept:
-    """Of an object that goes."""
+    """Remove the lock of an object that is deallocated."""
     cdef bint is_locked
     if node.next == NULL:
         return
@@ -665,7 +665,7 @@ cdef PageIds as_page_ids(object values, str name="ids"):
 
 
 cdef PageIds as_own_ids(object values, str name):
-    """The same as ids that nobody else can change; an array is copied too."""
+    """`as_page_ids`, always copied, so that the caller cannot change them during the call."""
     cdef PageIds ids = as_page_ids(values, name)
     return PageIds(ids) if isinstance(ids, _BorrowedIds) else ids
 
@@ -728,7 +728,7 @@ cdef PageIds settled(PageIds ids):
 
 
 cdef PageIds as_settled(PageIds ids):
-    """The same; none for None."""
+    """`settled`; empty for None."""
     return PageIds() if ids is None else settled(ids)
 
 
@@ -765,7 +765,7 @@ cdef class PageRules:
         return (n + self.rules.page_size - 1) // self.rules.page_size
 
     def count_room_tokens(self, num_pages) -> int:
-        """Tokens that have a slot in so many places."""
+        """Tokens that have a slot in `num_pages` places."""
         return <int64_t>self.rules.page_size * size_of(num_pages, "num_pages")
 
     def find_first_useful_page(self, num_computed_tokens, num_cached_pages) -> int:
@@ -1015,7 +1015,7 @@ cdef class _Copies:
         PyBuffer_FillInfo(view, self, self.memory, self.size, 1, flags)
 
     cdef bint has_room_for(self, Py_ssize_t num_pages, Py_ssize_t tokens_width, Py_ssize_t num_removed) noexcept:
-        """Take memory for so many pages and keys; False where it is short."""
+        """Allocate room for these numbers of pages and keys; False if memory is short."""
         cdef Py_ssize_t key_size = num_pages * sizeof(Digest), removed_size = num_removed * sizeof(Digest)
         cdef Py_ssize_t runs_size = num_pages * sizeof(Run), tokens_size = num_pages * tokens_width * sizeof(int32_t)
         self.size = key_size + removed_size + runs_size + tokens_size + num_removed * sizeof(int32_t)
@@ -1400,7 +1400,7 @@ cdef class PageStore:
     # The free queue.
 
     def take(self, n, shard=None, num_shards=0) -> PageIds:
-        """Take `n` pages from the front of the queue (of the shard, of so many): ref count 1, prefix entries dropped. O(n)."""
+        """Take `n` pages from the front of the queue, or of a shard: ref count 1, prefix entries dropped. O(n)."""
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef Py_ssize_t num = size_of(n, "num_pages")
         cdef int32_t divided = <int32_t>size_of(num_shards, "data_parallel_size", 0)
@@ -1424,7 +1424,7 @@ cdef class PageStore:
         return ids
 
     cdef int lock_divided(self, int32_t num_shards) except -1:
-        """Take the lock, with the pool divided into so many shards; 0: however it is. Another user may want it otherwise."""
+        """Take the lock, with the pool divided into `num_shards` (0: as it is), whatever other callers divide it into."""
         self.lock.acquire()
         while num_shards and self.pool.num_shards != num_shards:
             self.lock.release()
@@ -1443,7 +1443,7 @@ cdef class PageStore:
         ids.num += n
 
     cdef int check_untaken(self, int32_t bad) except -1:
-        """Raise unless `bad` is the null page: it is in the free queue, and somebody gave it a reference."""
+        """IntegrityError unless `bad` is the null page: a page in the free queue that was given a reference."""
         if bad != NULL_PAGE:
             raise IntegrityError(f"page {bad} is in the free queue with ref count {self.pool.pages[bad].ref_cnt}, allowed: 0")
         return 0
@@ -1573,7 +1573,7 @@ cdef class PageStore:
         self.pull_checked(self.index_of(page))
 
     cdef void pull_any(self, int32_t page_id) noexcept:
-        """`pull`, also for a page that somebody gave a reference to."""
+        """`pull`, also for a free page that was given a reference."""
         self.pool.num_held_free -= self.pool.pages[page_id].ref_cnt != 0
         pull(&self.pool, page_id)
         self.pool.num_reused += 1
@@ -1763,7 +1763,7 @@ cdef class PageStore:
             self.pool.page_tokens = page_tokens
             self.pool.tokens_width = num_values
 
-    # The journal: what came into the prefix index and went, for those who are told of it.
+    # The journal: what entered and left the prefix index, for events.
 
     def start_journal(self) -> None:
         """Note from now on which keys come and go, and where cached pages stand in their requests. 56 bytes a page, which are
@@ -1805,7 +1805,7 @@ cdef class PageStore:
 
     def add_context(self) -> int:
         """A small int that is to stand for what pages are hashed with besides their tokens; 0 is none. It is kept while cached
-        pages or rows have it, or somebody holds it, as the caller does.
+        pages or rows have it, or a caller holds it, as this one does.
         """
         cdef int32_t context
         self.check_journaled()
@@ -1820,7 +1820,7 @@ cdef class PageStore:
         self.change_holders(context, 1)
 
     def release_context(self, context) -> None:
-        """Hold a context once less. ArgumentError where nobody holds it."""
+        """Release a context once. ArgumentError if it is not held."""
         self.change_holders(context, -1)
 
     cdef int change_holders(self, object context, int32_t change) except -1:
@@ -1838,7 +1838,7 @@ cdef class PageStore:
         return 0
 
     def kept_contexts(self):
-        """The contexts that are to be kept, as a set; None while somebody tells what he took. O(contexts)."""
+        """The contexts to keep, as a set; None while taken changes are being made into events. O(contexts)."""
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef Journal *journal = &self.pool.journal
         cdef Py_ssize_t i
@@ -1862,7 +1862,7 @@ cdef class PageStore:
 
     def kept_keys(self):
         """The keys whose names are to be kept, as a list of 128-bit ints: those of the index; with a journal those of parents
-        too, and those that went since the changes were taken. None while somebody tells what he took. O(num_pages).
+        too, and those removed since the changes were taken. None while taken changes are being made into events. O(num_pages).
         """
         cdef _Copies copies = _Copies.__new__(_Copies)
         cdef Py_ssize_t i
@@ -1927,7 +1927,7 @@ cdef class PageStore:
         return entries.list_pages()
 
     def end_report(self) -> None:
-        """Names and contexts of what was taken are not needed any more."""
+        """The events have been built: names and contexts of the taken changes may be forgotten."""
         with self.lock:
             self.pool.journal.is_told = False
 
@@ -2443,7 +2443,7 @@ cdef class PageStore:
         return f"page {page_id} (ref count {page.ref_cnt}, free-queue links {page.prev_free} and {page.next_free}, {entry})"
 
     cdef str find_flaw_in_records(self):
-        """Each page by itself: links within the pool, in the free queue exactly when nobody holds it."""
+        """Each page by itself: links within the pool, in the free queue exactly when its ref count is 0."""
         cdef Page *page = &self.pool.pages[NULL_PAGE]
         cdef int32_t i, last = self.pool.num_pages - 1
         cdef int32_t num_free = 0
@@ -2776,7 +2776,7 @@ cdef enum Outcome:
     SHORT                     # too few pages are free
     STALE                     # a hit has another content
     UNTOUCHABLE               # a hit cannot be held
-    HELD_FREE                 # somebody gave a reference to a page in the free queue
+    HELD_FREE                 # a page in the free queue was given a reference
     NO_MEMORY
 
 
@@ -3449,7 +3449,7 @@ cdef class TableRows:
 
 
 cdef tuple in_lock_order(tuple tables):
-    """The order in which everybody takes the locks of several tables, so that nobody waits for ever."""
+    """The order in which the locks of several tables are taken, the same in every call, so that calls cannot deadlock."""
     return tables if len(tables) == 1 else tuple(sorted(tables, key=id))
 
 
@@ -3714,7 +3714,7 @@ cdef PageIds ONE = PageIds([1])
 
 
 cdef PageIds as_amounts(object values, str name, Py_ssize_t num_rows):
-    """`values` as a number for each row, or one for all, copied, so that nobody changes them during the call."""
+    """`values` as a number for each row, or one for all, copied, so that they cannot change during the call."""
     cdef PageIds amounts
     if hasattr(values, "__index__") and not isinstance(values, ndarray):
         return PageIds([size_of(values, name, 0, MAX_TOKENS)])
@@ -3962,7 +3962,7 @@ cdef class RunningRows:
         raise ArgumentTypeError("a running batch cannot be pickled")
 
     cdef int32_t *new_buffer(self, Py_ssize_t num_rows, Py_ssize_t num_columns) except NULL:
-        """Zeros from a cache line on that live as long as the batch. What nobody touches takes no memory."""
+        """Zeros, aligned to a cache line, that live as long as the batch. Untouched pages of it take no memory."""
         cdef _Buffer buffer = _Buffer.__new__(_Buffer)
         buffer.allocate(num_rows, num_columns)
         self.buffers.append(buffer)
@@ -4231,8 +4231,8 @@ cdef class RunningRows:
     def trim(self, rows, num_tokens) -> None:
         """Forget the known tokens of rows from `num_tokens` on, a number for all rows or one for each: rejected drafts.
 
-        Pages wholly behind go back, the last first, and lose their prefix entry unless somebody else holds them. Where the cut
-        goes through a page that somebody else holds too, that page goes back as well, and its first tokens are to be
+        Pages wholly behind go back, the last first, and lose their prefix entry unless they have other holders. Where the cut
+        goes through a page that has other holders, that page goes back as well, and its first tokens are to be
         computed again: ``num_computed_tokens`` says so. ArgumentError, and nothing changed, for more tokens than a row knows,
         where pages that the attention window needs again were given back already, and where a state group's state has seen
         tokens that are cut, unless all are. O(rows + pages behind).
@@ -4328,7 +4328,7 @@ cdef class RunningRows:
         return rows.num
 
     cdef Py_ssize_t release_checked(self, PageIds ids, Py_ssize_t num_rows, PageIds computed) noexcept:
-        """Give back the pages and empty the rows; or the index of a page that nobody holds, and nothing changed."""
+        """Give back the pages and empty the rows; or the index of a page without references, and nothing changed."""
         cdef Py_ssize_t i, row, bad
         if ids.num < RELEASE_GIL_AT:
             bad = give_back(&self.store.pool, ids.ids, ids.num, False)
@@ -4469,7 +4469,7 @@ cdef class RunningRows:
         return not has_free_pages(&self.store.pool, num_needed, num_reserved, refusal.shard)
 
     cdef int claim(self, Py_ssize_t row) except -1:
-        """From here on nobody else admits the row, nor moves another one there."""
+        """Reserve the row: no other call admits it or moves another row there."""
         cdef bint is_claimed
         with self.lock:
             is_claimed = self.batch.states[row].is_claimed

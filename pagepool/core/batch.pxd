@@ -72,7 +72,7 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     RowState *states
     uint32_t stamp            # this call
     int32_t *checked_rows     # the rows of this call
-    Py_ssize_t num_ascending  # so many of them `copy_ascending` found right, and nobody wrote since
+    Py_ssize_t num_ascending  # of them `copy_ascending` checked, unchanged since
     int32_t *due_rows         # where in this call stand those for which more than counting is due
     Link links[NUM_ENTRIES]
     Py_ssize_t num_links      # that wait to be hashed

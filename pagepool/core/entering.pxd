@@ -89,7 +89,7 @@ cdef inline void hash_waiting(Batch *batch) noexcept nogil:
 
 
 cdef inline void enter_waiting(Batch *batch) noexcept nogil:
-    """Hash and enter the pages that wait for it, in order. A page that somebody gave an entry keeps that. The slots of the
+    """Hash and enter the pages that wait for it, in order. A page that has an entry keeps it. The slots of the
     index, likely far away, are all fetched before the first is read.
     """
     cdef const Entry *entry

@@ -76,7 +76,7 @@ cdef inline bint grow_row(
 
 
 cdef inline bint has_lost_page(const Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Whether a page that a row would skip now was given back by somebody else."""
+    """Whether a page that a row would skip now has no reference any more."""
     cdef const Group *group
     cdef Py_ssize_t g, stop
     for g in range(batch.num_groups):
@@ -121,7 +121,7 @@ cdef inline bint copy_ascending(Batch *batch, const int32_t *rows, Py_ssize_t n)
 
 
 cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, bint is_step, bint is_ascending) noexcept nogil:
-    """How many rows there are before the first that is wrong. Copies the rows, so that nobody changes them any more, counts as
+    """How many rows there are before the first that is wrong. Copies the rows, so that they cannot change, counts as
     if all grew, and notes those for which more is due; for a row that is not admitted that is always so. Of `is_ascending`,
     `copy_ascending` made sure.
     """

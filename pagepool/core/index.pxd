@@ -134,7 +134,7 @@ cdef inline Py_ssize_t enter_missing(
 
 
 cdef inline void keep_tokens(Pool *pool, int32_t page_id, const int32_t *tokens, Py_ssize_t n) noexcept nogil:
-    """Keep the tokens of a page if the pool keeps any, and so many."""
+    """Keep the tokens of a page if the pool keeps tokens, and has room for `n`."""
     cdef int32_t *kept = pool.page_tokens + page_id * pool.tokens_width
     if n >= pool.tokens_width:
         n = 0

@@ -14,7 +14,7 @@ cdef inline bint is_journaled(const Pool *pool) noexcept nogil:
 
 
 cdef inline void note_entry(Pool *pool, int32_t page_id, Origin origin) noexcept nogil:
-    """Of a page that was entered just now."""
+    """Record where a newly cached page came from."""
     cdef Journal *journal = &pool.journal
     journal.notes[page_id].origin = origin
     journal.contexts[origin.context].num_users += 1
@@ -42,7 +42,7 @@ cdef inline void forget_new(Journal *journal, int32_t page_id) noexcept nogil:
 
 
 cdef inline void note_drop(Pool *pool, int32_t page_id) noexcept nogil:
-    """Of a page whose entry is about to go. Its key stays where other pages have it too: the next one is the first then."""
+    """Record that a page loses its entry. Its key stays if other pages have it: the next one becomes the first."""
     cdef Journal *journal = &pool.journal
     cdef Note *note = &journal.notes[page_id]
     cdef Page *page = &pool.pages[page_id]
@@ -57,13 +57,13 @@ cdef inline void note_drop(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void note_clear(Journal *journal) noexcept nogil:
-    """Of all entries, which were dropped."""
+    """Record that all entries were dropped."""
     journal.num_removed = 0
     journal.is_cleared = 1
 
 
 cdef inline int32_t add_context(Journal *journal) noexcept:
-    """A context that somebody holds, behind the last; -1 where memory is short."""
+    """Append a context, held once; -1 if memory is short."""
     cdef int32_t context = journal.num_contexts
     cdef Context *contexts = journal.contexts
     if context & (context - 1) == 0:  # as many as there is room for
@@ -89,5 +89,5 @@ cdef inline void end_journal(Journal *journal) noexcept nogil:
 
 
 cdef inline Origin origin_of(const Digest *chain, Py_ssize_t place, Py_ssize_t stride, int32_t context) noexcept nogil:
-    """Of a page of a request, whose pages have `stride` digests each."""
+    """The origin of page `place` of a request whose pages have `stride` digests each."""
     return Origin(chain[place * stride - 1] if place else Digest(0, 0), <int32_t>place, context)

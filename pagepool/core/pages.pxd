@@ -41,7 +41,7 @@ cdef inline void take(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
 
 
 cdef inline void take_from_shard(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
-    """The same for the pages of one shard, in the order of the queue. O(n), whatever the size of the pool."""
+    """`take` from one shard, in the order of the queue. O(n), independent of the pool's size."""
     cdef int32_t page_id = pool.shard_links[pool.num_pages + shard].next
     cdef Py_ssize_t i
     for i in range(n):
@@ -186,6 +186,6 @@ cdef inline void touch_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcep
 
 
 cdef inline void put_back_held(Pool *pool, int32_t page_id) noexcept nogil:
-    """`put_back`, but for the null page and for a page that somebody else gave back already."""
+    """`put_back`, except for the null page and for a page without references."""
     if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt and not is_free(pool, page_id):
         put_back(pool, page_id)

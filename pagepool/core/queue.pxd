@@ -53,7 +53,7 @@ cdef inline void link_shards(Pool *pool) noexcept nogil:
 
 
 cdef inline int32_t find_held_free(const Pool *pool, Py_ssize_t n) noexcept nogil:
-    """A page among the first `n` of the free queue, and of each shard's, that somebody gave a reference to; or NULL_PAGE."""
+    """A page with references among the first `n` of the free queue and of each shard's; or NULL_PAGE."""
     cdef int32_t page_id = pool.pages[NULL_PAGE].next_free
     cdef int32_t shard
     cdef Py_ssize_t _

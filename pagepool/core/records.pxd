@@ -8,7 +8,7 @@ cdef enum:
     NULL_PAGE = 0
     NOT_FREE = -1             # links of a page outside the free queue
     NO_GROUP = -1             # group of a page without a prefix entry
-    NOT_NEW = -1              # links of a page whose key is not new to those who are told
+    NOT_NEW = -1              # links of a page whose key was taken from the journal, or is not in it
     NOT_FIRST = -1            # links of a page that has a twin in its shard that was cached before
     TWIN = 1 << 30            # flag in Page.group: other pages have the same content
     WATCHED = 1 << 29         # flag in Page.group: a refused request hits the page
@@ -67,9 +67,9 @@ cdef struct Removal:          # an entry that went
 
 cdef struct Context:
     int32_t num_users         # cached pages and rows that have it
-    int32_t num_holders       # who wants it kept all the same
+    int32_t num_holders       # callers that want it kept as well
 
-cdef struct Journal:          # which keys came into the prefix index and went since somebody took the changes
+cdef struct Journal:          # keys that entered and left the prefix index since the changes were last taken
     Note *notes               # [num_pages]; NULL: there is no journal
     Removal *removed          # [num_pages] keys that are gone, and were there when the changes were taken last
     Context *contexts         # [num_contexts], and room up to the next power of 2
@@ -77,7 +77,7 @@ cdef struct Journal:          # which keys came into the prefix index and went s
     int32_t num_new
     int32_t num_removed
     uint8_t is_cleared        # all entries went at once; nothing is in `removed` then
-    uint8_t is_told           # somebody is about to say what he took, so that names and contexts are needed still
+    uint8_t is_told           # taken changes are being made into events: names and contexts are still needed
 
 cdef struct Pool:
     Page *pages
@@ -99,7 +99,7 @@ cdef struct Pool:
     int32_t num_keys          # distinct (key, group) in the index
     int32_t num_entries       # pages with an entry
     int32_t sample_mask       # of page ids: 0 for those that are sampled
-    int32_t num_held_free     # pages in the queue that somebody gave a reference to
+    int32_t num_held_free     # pages in the queue that were given a reference
     int64_t num_allocated     # pages, since construction
     int64_t num_freed
     int64_t num_evicted
@@ -111,7 +111,7 @@ cdef struct Pool:
     int64_t num_hit
     Journal journal
     Residency *residency
-    uint8_t is_restored       # it was loaded from a snapshot, and nobody took a reference since
+    uint8_t is_restored       # loaded from a snapshot, and no reference taken since
 
 
 cdef inline void link_after(Links *links, int32_t last, int32_t page_id) noexcept nogil:

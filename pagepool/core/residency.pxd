@@ -7,7 +7,7 @@ from pagepool.core.records cimport NO_GROUP, NUM_BUCKETS, Histogram, Pool, Stay
 
 
 cdef inline Stay *stay_of(Pool *pool, int32_t page_id) noexcept nogil:
-    """Of a sampled page."""
+    """When a sampled page was handed out and last used."""
     return &pool.residency.stays[page_id >> pool.residency.shift]
 
 
@@ -21,7 +21,7 @@ cdef inline void count_time(Histogram *histogram, int64_t duration) noexcept nog
 
 
 cdef inline void note_claim(Pool *pool, int32_t page_id) noexcept nogil:
-    """Of a sampled page that is handed out, and evicted for it if it has an entry."""
+    """Record that a sampled page is handed out, and evicted if it has an entry."""
     cdef Stay *stay = stay_of(pool, page_id)
     cdef int64_t now = monotonic_ns()
     if pool.pages[page_id].group != NO_GROUP:
@@ -31,7 +31,7 @@ cdef inline void note_claim(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void note_use(Pool *pool, int32_t page_id) noexcept nogil:
-    """Of a sampled page that is hit."""
+    """Record a hit on a sampled page."""
     cdef Stay *stay = stay_of(pool, page_id)
     cdef int64_t now = monotonic_ns()
     count_time(&pool.residency.reuse_gaps, now - stay.last_use)

@@ -1,4 +1,4 @@
-# Running rows are cut. A page that the cut goes through is written again by the tokens to come, so nobody else may read it.
+# Running rows are cut. A page that the cut goes through is overwritten by the next tokens, so it must have no other holder.
 
 from libc.stdint cimport int32_t
 
@@ -10,7 +10,7 @@ from pagepool.core.rules cimport first_useful_page, full_pages, pages_for
 
 
 cdef inline bint cuts_shared_page(const Batch *batch, const Group *group, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Whether a row of `num_tokens` tokens would write into a page that somebody else holds too."""
+    """Whether a row of `num_tokens` tokens would write into a page that has other holders."""
     cdef int32_t page = full_pages(&group.rules, num_tokens)
     if page == pages_for(&group.rules, num_tokens) or page >= group.held[row].num_pages:
         return False
@@ -42,8 +42,7 @@ cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t re
 
 
 cdef inline bint can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Whether the pages that the next token attends to, and its own, are still there, and nobody gave back one that is to go.
-    """
+    """Whether the pages that the next token attends to, and its own, are still there, and those to be given back are held."""
     cdef const Group *group
     cdef const int32_t *ids
     cdef Py_ssize_t g

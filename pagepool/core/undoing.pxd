@@ -22,7 +22,7 @@ cdef inline void forget_from(Batch *batch, const Group *group, Py_ssize_t row, i
 
 
 cdef inline void forget_uncomputed(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
-    """The same in all groups."""
+    """`forget_from` in all groups."""
     cdef Py_ssize_t g
     for g in range(batch.num_groups):
         forget_from(batch, &batch.groups[g], row, num_computed)
