@@ -76,3 +76,12 @@ def shown(value: object) -> str:
         return repr(value)
     except ValueError:  # a tuple or list that has such an int somewhere
         return f"a {type(value).__name__}"
+
+
+def count_of(number: int, noun: str) -> str:
+    """A number with what it counts, for messages.
+
+    >>> count_of(1, "page"), count_of(1200, "page")
+    ('1 page', '1,200 pages')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

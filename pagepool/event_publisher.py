@@ -31,12 +31,12 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
+from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError, shown
 from pagepool.event_connections import Guard, Peers
 from pagepool.event_replay import PATIENCE, Batch, History, Replay
 from pagepool.events import AllBlocksCleared, Event, EventBatch, EventSource, encode_batch
 from pagepool.manager import CacheManager
-from pagepool.specs import require_int
 
 __all__ = ["EventPublisher"]
 

@@ -26,11 +26,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import PageStore
+from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.forking import EVENTS, make_lock
 from pagepool.hashing import LORA, RequestExtraKeys
 from pagepool.request_hashes import PageHasher
-from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec, require_int
+from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
 __all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "Contexts", "Event", "EventBatch", "EventSource", "encode_batch"]
 

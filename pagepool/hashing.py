@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
-from pagepool.errors import MAX_SHOWN_BITS, ArgumentError, ArgumentTypeError, shown
+from pagepool.arguments import MAX_SIZE, refuse_incomplete, require_int, require_short
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.forking import NAMES, make_lock
-from pagepool.request import refuse_incomplete
-from pagepool.specs import MAX_SIZE, require_int
 
 HashFunction = Callable[[Any], int]
 """Maps ``(parent hash, token ids, extra keys)`` to an int; the builtin `hash` is one."""
@@ -49,7 +48,7 @@ def checked_hash(page_hash: PageHash) -> PageHash:
     """
     if not isinstance(page_hash, PageHash):
         raise ArgumentTypeError(f"page_hash: got {type(page_hash).__name__}, allowed: PageHash")
-    value = _sized("hash_value", require_int("hash_value", page_hash.hash_value))
+    value = require_short("hash_value", require_int("hash_value", page_hash.hash_value))
     if not isinstance(page_hash.token_ids, tuple):
         raise ArgumentTypeError(f"token_ids: got {type(page_hash.token_ids).__name__}, allowed: a tuple of ints")
     try:
@@ -90,16 +89,9 @@ def get_hash_seed(hash_seed: int | str | bytes | None = None) -> bytes | None:
     if isinstance(hash_seed, bool) or not isinstance(hash_seed, int | str):
         raise ArgumentTypeError(f"hash_seed: got {type(hash_seed).__name__}, allowed: int, str, bytes or None")
     try:
-        return str(_sized("hash_seed", hash_seed)).encode()
+        return str(require_short("hash_seed", hash_seed)).encode()
     except UnicodeEncodeError as error:
         raise ArgumentError(f"hash_seed: got text that is no Unicode: {error}") from None
-
-
-def _sized(name: str, value: Any) -> Any:
-    """`value`, unless it is an int that may be too large for Python to write out."""
-    if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:
-        raise ArgumentError(f"{name}: got {shown(value)}, allowed: ints of at most {MAX_SHOWN_BITS} bits")
-    return value
 
 
 class KeyHolder:
@@ -434,7 +426,7 @@ def _feature_range(feature: Any, names: Sequence[str]) -> FeatureRange:
 
 def _text(name: str, value: object) -> str:
     try:
-        return str(_sized(name, value))
+        return str(require_short(name, value))
     except ValueError:  # of an int within it
         raise ArgumentError(f"{name}: got {shown(value)}, allowed: a name") from None
 
@@ -452,7 +444,7 @@ def _plain(name: str, value: Any) -> int | str | bytes:
     """`value` if its repr tells it from every other value."""
     if type(value) not in (int, str, bytes):
         raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: int, str or bytes")
-    checked: int | str | bytes = _sized(name, value)
+    checked: int | str | bytes = require_short(name, value)
     return checked
 
 

@@ -5,20 +5,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagepool._core import CachePage, PageIds, PageStore, QueryCounter, Refusal, lists_of
+from pagepool.arguments import MAX_SIZE, has_status, id_of, read_count, refuse_incomplete, require_int
 from pagepool.coordinator import ANY_PAGE, CacheCoordinator, DueEntries, RequestPages, get_kv_cache_coordinator
-from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, shown
+from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
 from pagepool.forking import MANAGERS, make_lock
 from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.page_pool import PagePool
-from pagepool.request import EngineRequestStatus, Request, has_status, id_of, read_count, refuse_incomplete
+from pagepool.request import EngineRequestStatus, Request
 from pagepool.request_hashes import HashAlgorithm, RequestHashes, RequestPageHashes, make_page_hasher
 from pagepool.specs import (
-    MAX_SIZE,
     CacheGroupSpec,
     check_groups,
-    count_of,
     pages_per_dp_shard,
-    require_int,
     usable_pages_count,
 )
 from pagepool.stats import CacheStats, QueryCounts, TimeHistogram

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import CachePage, HashChain, PageIds, PageStore
+from pagepool.arguments import refuse_incomplete, require_group_ids, require_int, require_list, require_slice
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, SnapshotError, shown
 from pagepool.hashing import PageHash, PageHashWithGroupId, RequestExtraKeys, checked_hash, hash_page_tokens
-from pagepool.request import refuse_incomplete
 from pagepool.snapshot import (
     Configuration,
     Snapshot,
@@ -21,7 +21,7 @@ from pagepool.snapshot import (
     seal,
     unseal,
 )
-from pagepool.specs import dp_shard_page_bounds, pages_per_dp_shard, require_int
+from pagepool.specs import dp_shard_page_bounds, pages_per_dp_shard
 from pagepool.stats import PagePoolStats
 
 __all__ = ["CachePage", "CachedPages", "FreeCachePageQueue", "PagePool", "PageProbe", "Pages"]
@@ -119,7 +119,7 @@ class FreeCachePageQueue:
     def append_n(self, pages: Sequence[CachePage]) -> None:
         """Put pages at the back, in order; all or none of them."""
         if not self._store.is_pool:
-            pages = _pages_of(pages)
+            pages = require_list("pages", pages, CachePage)
             for page in pages:
                 self._store.adopt(page)
         self._store.append(self._store.ids_of_pages(pages))
@@ -383,7 +383,7 @@ class PagePool:
 
     def _find_page_ids(self, page_hash: PageHash, group_ids: Sequence[int], bounds: tuple[int, int | None]) -> list[int] | None:
         page_ids = []
-        for group_id in _groups_of(group_ids):
+        for group_id in require_group_ids(group_ids):
             page_id = self.find_page_id(page_hash, group_id, *bounds)
             if page_id is None:
                 return None
@@ -430,7 +430,7 @@ class PagePool:
         has a hash already. O(num_full_pages - num_cached_pages).
         """
         bounds = _bounds_of(num_cached_pages, num_full_pages)
-        ids = self.store.ids_of_pages(_slice("pages", pages, *bounds))
+        ids = self.store.ids_of_pages(require_slice("pages", pages, *bounds))
         self._cache_full(ids, request, page_hashes, *bounds, page_size, kv_cache_group_id)
 
     def cache_full_page_ids(
@@ -445,7 +445,7 @@ class PagePool:
     ) -> None:
         """`cache_full_pages` by id: an int32 array or a list."""
         bounds = _bounds_of(num_cached_pages, num_full_pages)
-        ids = PageIds(_slice("page_ids", page_ids, *bounds))
+        ids = PageIds(require_slice("page_ids", page_ids, *bounds))
         self._cache_full(ids, request, page_hashes, *bounds, page_size, kv_cache_group_id)
 
     def _cache_full(
@@ -472,7 +472,7 @@ class PagePool:
         num_parents = min(num_cached_pages, 1)
         parents = page_hashes[num_cached_pages - num_parents : num_cached_pages]
         chain = HashChain(page_size, bytes(16))
-        for page_hash in _hashes_of([*parents, *new_hashes]):
+        for page_hash in require_list("page_hashes", [*parents, *new_hashes], PageHash):
             chain.append_key(self.store.names.key_of(page_hash))
         ids = PageIds.joined((PageIds([0] * num_parents), ids))
         first_place = num_cached_pages - num_parents
@@ -494,8 +494,8 @@ class PagePool:
     def probe(self, page_hashes: Iterable[PageHash], kv_cache_group_ids: Sequence[int] = (0,)) -> PageProbe:
         """How many of the pages, from the first on, hit in every group, and which group missed. Changes nothing."""
         num_hit_pages = 0
-        kv_cache_group_ids = _groups_of(kv_cache_group_ids)
-        for page_hash in _hashes_of(page_hashes):
+        kv_cache_group_ids = require_group_ids(kv_cache_group_ids)
+        for page_hash in require_list("page_hashes", page_hashes, PageHash):
             for group_id in kv_cache_group_ids:
                 if self.find_page_id(page_hash, group_id) is None:
                     return PageProbe(num_hit_pages, group_id)
@@ -586,27 +586,6 @@ class PagePool:
         return dp_shard_page_bounds(shard_index, self.num_pages // num_shards)
 
 
-def _pages_of(pages: Sequence[CachePage]) -> list[CachePage]:
-    """ArgumentTypeError for what is no list of pages."""
-    return _list_of(CachePage, "pages", pages)
-
-
-def _hashes_of(page_hashes: Iterable[PageHash]) -> list[PageHash]:
-    """ArgumentTypeError for what is no list of page hashes."""
-    return _list_of(PageHash, "page_hashes", page_hashes)
-
-
-def _list_of(cls: type[T], name: str, values: Iterable[T]) -> list[T]:
-    try:
-        listed = list(values)
-    except TypeError:
-        raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: a list of {cls.__name__}") from None
-    for value in listed:
-        if not isinstance(value, cls):
-            raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: {cls.__name__}")
-    return listed
-
-
 def _require_ids(page_ids: T) -> T:
     """ArgumentTypeError for None, of which the core makes no ids."""
     if page_ids is None:
@@ -614,24 +593,8 @@ def _require_ids(page_ids: T) -> T:
     return page_ids
 
 
-def _groups_of(group_ids: Sequence[int]) -> list[int]:
-    """Ids of groups as ints; ArgumentTypeError for what is no list of them."""
-    try:
-        listed = list(group_ids)
-    except TypeError:
-        raise ArgumentTypeError(f"kv_cache_group_ids: got {type(group_ids).__name__}, allowed: a sequence of ints") from None
-    return [require_int("kv_cache_group_ids", group_id, 0) for group_id in listed]
-
-
 def _bounds_of(num_cached_pages: int, num_full_pages: int) -> tuple[int, int]:
     return require_int("num_cached_pages", num_cached_pages, 0), require_int("num_full_pages", num_full_pages, 0)
-
-
-def _slice(name: str, values: Any, start: int, stop: int) -> Any:
-    try:
-        return values[start:stop]
-    except (TypeError, IndexError, KeyError):
-        raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: a list or an array") from None
 
 
 def _hash_missing_pages(request: Any, page_hashes: Sequence[PageHash], num_full_pages: int, page_size: int) -> list[PageHash]:
@@ -644,10 +607,10 @@ def _hash_missing_pages(request: Any, page_hashes: Sequence[PageHash], num_full_
     except AttributeError as error:
         refuse_incomplete(request, error)
         raise
-    parent = _hashes_of(page_hashes[-1:])[0].hash_value if page_hashes else None
+    parent = require_list("page_hashes", page_hashes[-1:], PageHash)[0].hash_value if page_hashes else None
     missing = []
     for start in range(len(page_hashes) * page_size, num_full_pages * page_size, page_size):
-        token_ids = _slice("all_token_ids", all_token_ids, start, start + page_size)
+        token_ids = require_slice("all_token_ids", all_token_ids, start, start + page_size)
         if len(token_ids) != page_size:
             name = f"request {shown(getattr(request, 'request_id', None))}"
             raise ArgumentError(f"{name}: no full page of {shown(page_size)} tokens from {shown(start)} on")

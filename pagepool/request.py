@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pagepool.errors import ArgumentTypeError, shown
-from pagepool.specs import require_int
+from pagepool.arguments import id_of, read_count, require_int
+from pagepool.errors import ArgumentTypeError
 
 __all__ = [
     "EngineRequest",
@@ -17,10 +17,8 @@ __all__ = [
     "LoraId",
     "Request",
     "TokenIds",
-    "has_status",
     "id_of",
     "read_count",
-    "refuse_incomplete",
 ]
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
@@ -91,55 +89,6 @@ class Request(Protocol):
     @property
     def status(self) -> int:
         """An `EngineRequestStatus`, or an engine's own int of the same value."""
-
-
-ATTRIBUTES = ("request_id", "all_token_ids", "num_tokens", "num_computed_tokens", "sampling_params", "status")
-"""What every request has."""
-
-
-def refuse_incomplete(request: object, error: AttributeError) -> None:
-    """ArgumentTypeError if `error` was raised because `request` lacks one of `ATTRIBUTES`; nothing if it is another."""
-    if error.obj is request and error.name not in ATTRIBUTES:
-        return
-    for name in ATTRIBUTES:
-        if not hasattr(request, name):
-            allowed = f"one with {', '.join(ATTRIBUTES)}"
-            raise ArgumentTypeError(f"request: got {type(request).__name__} without {name}, allowed: {allowed}") from error
-
-
-def id_of(request: Request) -> str:
-    """A request's id. ArgumentTypeError where there is none, or none that a dict takes."""
-    try:
-        request_id = request.request_id
-    except AttributeError as error:
-        refuse_incomplete(request, error)
-        raise
-    try:
-        hash(request_id)
-    except TypeError as error:
-        raise ArgumentTypeError(f"request_id: got {type(request_id).__name__}, allowed: a string") from error
-    return request_id
-
-
-def read_count(request: Request, name: str) -> int:
-    """An attribute that counts tokens, as an int. ArgumentTypeError where there is none, ArgumentError below 0."""
-    try:
-        count = getattr(request, name)
-    except AttributeError as error:
-        refuse_incomplete(request, error)
-        raise
-    return count if type(count) is int and count >= 0 else require_int(name, count, 0)
-
-
-def has_status(request: Request, status: EngineRequestStatus) -> bool:
-    """Whether a request is in that state."""
-    try:
-        return bool(request.status == status)
-    except AttributeError as error:
-        refuse_incomplete(request, error)
-        raise
-    except ValueError:  # of an array
-        raise ArgumentTypeError(f"status: got {shown(request.status)}, allowed: an EngineRequestStatus") from None
 
 
 @dataclass(slots=True)

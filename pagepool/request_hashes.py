@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from pagepool._core import HashChain, PageIds, Refusal, require_token_ids
+from pagepool.arguments import refuse_incomplete
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import (
     MAX_KEY,
@@ -25,7 +26,7 @@ from pagepool.hashing import (
     sha256_cbor,
     sha256_page,
 )
-from pagepool.request import Request, TokenIds, refuse_incomplete
+from pagepool.request import Request, TokenIds
 
 __all__ = ["HashAlgorithm", "PageHasher", "RequestHashes", "RequestPageHashes", "make_page_hasher"]
 

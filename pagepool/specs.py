@@ -8,7 +8,6 @@ A `dtype` is anything by which NumPy or JAX names one: `"bfloat16"`, `np.float16
 value is kept as it was given.
 """
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -16,7 +15,8 @@ from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 
-from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.arguments import MAX_SIZE, require_int
+from pagepool.errors import ArgumentError, ArgumentTypeError, count_of, shown
 
 __all__ = [
     "MAX_SIZE",
@@ -41,9 +41,6 @@ __all__ = [
     "require_int",
     "usable_pages_count",
 ]
-
-MAX_SIZE = 1 << 62
-"""No size is larger, so that sums and messages of any two are plain numbers."""
 
 # Accelerator dtypes that plain NumPy does not know by name. NumPy also says one byte for those below 8 bits,
 # as it does not pack them; caches do.
@@ -78,41 +75,6 @@ def cdiv(a: int, b: int) -> int:
     (1, 2, 0)
     """
     return -(-require_int("a", a) // require_int("b", b, 1))
-
-
-def count_of(number: int, noun: str) -> str:
-    """A number with what it counts, for messages.
-
-    >>> count_of(1, "page"), count_of(1200, "page")
-    ('1 page', '1,200 pages')
-    """
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def require_int(name: str, value: object, minimum: int | None = None, maximum: int | None = None) -> int:
-    """Return `value` as an int, or raise an error that names it.
-
-    Raises `ArgumentTypeError` if it is no integer (a bool is none, a NumPy integer is one) and
-    `ArgumentError` if it is below `minimum` or above `maximum`.
-
-    >>> require_int("page_size", 16, minimum=1)
-    16
-    """
-    number = value if type(value) is int else _index_of(name, value)
-    if minimum is not None and number < minimum:
-        raise ArgumentError(f"{name} must be at least {minimum}, got {shown(number)}")
-    if maximum is not None and number > maximum:
-        raise ArgumentError(f"{name} must be at most {maximum}, got {shown(number)}")
-    return number
-
-
-def _index_of(name: str, value: object) -> int:
-    try:
-        if isinstance(value, bool | np.bool_):
-            raise TypeError
-        return int(operator.index(cast(Any, value)))  # an array has the method, and refuses
-    except TypeError:
-        raise ArgumentTypeError(f"{name} must be an integer, got {shown(value)}") from None
 
 
 def dtype_bits(dtype: object) -> int:

@@ -18,6 +18,7 @@ import pagepool
 ORDER = [
     "_version",
     "errors",
+    "arguments",
     "forking",
     "specs",
     "request",
@@ -68,8 +69,18 @@ def name_of(path: Path) -> str:
 
 
 def place_of(path: Path) -> int:
-    """Return the place in the order, which a folder's files share."""
-    return ORDER.index(path.relative_to(ROOT / "pagepool").with_suffix("").parts[0])
+    """Return the place in the order, which the files of `FOLDERS` share with their folder."""
+    parts = path.relative_to(ROOT / "pagepool").with_suffix("").parts
+    if parts[0] in FOLDERS:
+        return ORDER.index(parts[0])
+    return ORDER.index(".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts))
+
+
+def place_of_import(name: str) -> int:
+    """Return the place of the file that ``pagepool.<name>`` is or comes from; `__init__` for names that are no file."""
+    parts = name.split(".")
+    prefixes = [".".join(parts[:num]) for num in range(len(parts), 0, -1)]
+    return ORDER.index(next((prefix for prefix in prefixes if prefix in ORDER), "__init__"))
 
 
 def imports(tree: ast.AST, at_import_time: bool = False) -> Iterator[str]:
@@ -97,10 +108,9 @@ def imports_of(path: Path, at_import_time: bool = False) -> list[str]:
 
 
 def places_imported_by(path: Path) -> set[int]:
-    """Return the places of the package's own files that are imported; `__init__` for names that are no file."""
-    parts = [name.split(".") for name in imports_of(path) if name.split(".")[0] == "pagepool"]
-    names = {(part[1:] or ["__init__"])[0] for part in parts}
-    return {ORDER.index(name if name in ORDER else "__init__") for name in names}
+    """Return the places of the package's own files that are imported."""
+    names = [name.partition(".") for name in imports_of(path)]
+    return {place_of_import(name) for package, _, name in names if package == "pagepool"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
