@@ -1,185 +1,29 @@
-"""What came into the prefix cache and went, as vLLM tells it: routers that read vLLM's events read these.
-
-`CacheManager.enable_events` turns them on, `take_events` returns them. On the wire (`encode_batch`) a batch is a msgpack array
-``[ts, events, data_parallel_rank]`` and an event a map with ``type`` first, as in vLLM 0.33. Needs the extra
-``pagepool[events]``.
-
->>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
->>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
->>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
->>> manager.enable_events()
->>> request = EngineRequest("a", [1, 2, 3, 4, 5, 6, 7, 8, 9])
->>> _ = manager.allocate_slots(request, 9)
->>> [stored] = manager.take_events()
->>> len(stored.block_hashes), stored.parent_block_hash, stored.token_ids.tolist(), stored.block_size
-(2, None, [1, 2, 3, 4, 5, 6, 7, 8], 4)
->>> manager.free(request); manager.reset_prefix_cache(), manager.take_events()
-(True, [AllBlocksCleared()])
-"""
+"""Makes events of what the journal of a pool notes."""
 
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import PageStore
-from pagepool.arguments import require_int
-from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.events.contexts import Contexts
+from pagepool.events.messages import AllBlocksCleared, BlockRemoved, BlockStored, Event, Hash
 from pagepool.forking import EVENTS, make_lock
 from pagepool.hashing import LORA, RequestExtraKeys
 from pagepool.request_hashes import PageHasher
 from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
-__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "Contexts", "Event", "EventBatch", "EventSource", "encode_batch"]
+__all__ = ["EventSource"]
 
 MEDIUM = "GPU"
 NUM_KEY_BYTES = 16
 MASK = (1 << 64) - 1
-MIN_CONTEXTS = 64
 
 Array = npt.NDArray[Any]
-Hash = int | bytes
 Run = tuple[int, int, int, int, int, int]
 Entries = tuple[Array, list[Run], Array]
-
-
-class EventBatch(msgspec.Struct, array_like=True, gc=False):
-    """What is sent at once. ``ts`` is in seconds since 1970, ``data_parallel_rank`` tells the engines of one router apart."""
-
-    ts: float
-    events: "Sequence[Event | msgspec.Raw]"
-    data_parallel_rank: int | None = None
-
-
-class Event(msgspec.Struct, tag=True, omit_defaults=True, eq=False, gc=False):
-    """Base of the three events."""
-
-
-class BlockStored(Event):
-    """Pages that follow one another in one request, and can be hit from now on.
-
-    ``block_hashes``: one for each page, in a uint64 array or, as bytes, in a list. ``parent_block_hash``: of the page before
-    the first; None at the beginning of a prompt. ``token_ids``: int32 array ``[pages x block_size]``; empty for pages that were
-    cached without the manager. ``block_size``: tokens of a page. ``lora_id``, ``lora_name``: the request's ``lora_id``, by
-    whether it is an int or a string; of a pair the name. ``extra_keys``: for each page what it is hashed with besides tokens
-    (LoRA's name, features as ``(hash, offset)``, salt), None for a page without; None where no page has any. LoRA enters every
-    page with ``sha256_cbor``, as in vLLM, and else the first. ``group_idx``: the cache group;
-    ``kv_cache_spec_kind``, ``kv_cache_spec_sliding_window`` (tokens): its kind of attention.
-    """
-
-    block_hashes: Any
-    parent_block_hash: Hash | None
-    token_ids: Any
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[tuple[Any, ...] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-
-
-class BlockRemoved(Event):
-    """Pages of one group that can be hit no more: the last one of that content was handed out anew, or its entry dropped.
-
-    ``block_hashes`` as in `BlockStored`.
-    """
-
-    block_hashes: Any
-    medium: str | None
-    group_idx: int | None = None
-
-
-class AllBlocksCleared(Event):
-    """Nothing that was stored before can be hit any more."""
-
-
-def _encode_array(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    raise ArgumentTypeError(f"events: got {type(value).__name__} among them, allowed: those of pagepool.events")
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-
-
-def encode_batch(batch: EventBatch) -> bytes:
-    """The batch in msgpack, as vLLM sends it. 0.3 us a page of 16 tokens; between events other threads may run.
-
-    ArgumentTypeError for what is no event, ArgumentError for values that msgpack cannot hold, such as ints beyond 64 bits.
-    """
-    rank = batch.data_parallel_rank if batch.data_parallel_rank is None else require_int("rank", batch.data_parallel_rank)
-    try:
-        listed = list(batch.events)
-    except TypeError:
-        raise ArgumentTypeError(f"events: got {type(batch.events).__name__}, allowed: a list") from None
-    try:
-        events = [msgspec.Raw(_encoder.encode(_require_event(event))) for event in listed]
-        return _encoder.encode(EventBatch(_require_time(batch.ts), events, rank))
-    except (OverflowError, UnicodeEncodeError) as error:
-        raise ArgumentError(f"events: {error}") from None
-
-
-def _require_event(event: object) -> object:
-    if not isinstance(event, Event | msgspec.Raw):
-        raise ArgumentTypeError(f"events: got {type(event).__name__} among them, allowed: those of pagepool.events")
-    return event
-
-
-def _require_time(seconds: float) -> float:
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        raise ArgumentTypeError(f"ts: got {type(seconds).__name__}, allowed: a number of seconds")
-    return seconds
-
-
-class Contexts:
-    """Small ints that stand for the extra keys of requests. Those that no page and no row has any more are used again."""
-
-    def __init__(self, store: PageStore) -> None:
-        """`store` counts who has which."""
-        self._store = store
-        self._values: dict[int, RequestExtraKeys] = {}
-        self._contexts: dict[RequestExtraKeys, int] = {}
-        self._unused: list[int] = []
-        self._num_at_sweep = MIN_CONTEXTS
-
-    def hold(self, value: RequestExtraKeys) -> int:
-        """The int for `value`, kept until `PageStore.release_context`. Not for two threads at once. Amortised O(1)."""
-        context = self._contexts.get(value)
-        if context is None:
-            return self._add(value)
-        self._store.hold_context(context)
-        return context
-
-    def _add(self, value: RequestExtraKeys) -> int:
-        """An interrupt may lose an int, but cannot give one to two values."""
-        self._sweep()
-        if self._unused:
-            context = self._unused.pop()
-            self._store.hold_context(context)
-        else:
-            context = self._store.add_context()
-        self._values[context] = value
-        self._contexts[value] = context
-        return context
-
-    def _sweep(self) -> None:
-        """Forget what nobody has, once there is twice as much as was left the last time."""
-        kept = self._store.kept_contexts() if len(self._values) >= self._num_at_sweep else None
-        if kept is not None:
-            unused = [context for context in self._values if context not in kept]
-            for context in unused:
-                self._contexts.pop(self._values.pop(context), None)
-            self._unused += unused
-            self._num_at_sweep = max(MIN_CONTEXTS, 2 * len(self._values))
-
-    def __getitem__(self, context: int) -> RequestExtraKeys:
-        """What an int stands for."""
-        return self._values[context]
 
 
 class EventSource:
