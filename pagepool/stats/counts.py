@@ -1,4 +1,4 @@
-"""What a cache did and holds, as numbers for operators."""
+"""What a cache holds and did."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
