@@ -10,9 +10,10 @@ from pagepool.coordinator import ANY_PAGE, CacheCoordinator, DueEntries, Request
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
 from pagepool.forking import MANAGERS, make_lock
 from pagepool.hashing import KeyHolder, RequestExtraKeys
+from pagepool.hashing.algorithms import HashAlgorithm, make_page_hasher
+from pagepool.hashing.request_hashes import RequestHashes, RequestPageHashes
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
-from pagepool.request_hashes import HashAlgorithm, RequestHashes, RequestPageHashes, make_page_hasher
 from pagepool.specs import (
     CacheGroupSpec,
     check_groups,

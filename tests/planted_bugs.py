@@ -33,8 +33,9 @@ class Bug(NamedTuple):
     more: tuple[tuple[str, str], ...] = ()
 
 
-COORDINATOR, MANAGER, HASHING, ATTENTION, POOL, BATCH = (
-    f"pagepool/{name}.py" for name in ("coordinator", "manager", "hashing", "attention", "page_pool", "running_batch")
+COORDINATOR, MANAGER, EXTRA_KEYS, ATTENTION, POOL, BATCH = (
+    f"pagepool/{name}.py"
+    for name in ("coordinator", "manager", "hashing/extra_keys", "attention", "page_pool", "running_batch")
 )
 BUGS = [
     # Pages.
@@ -219,19 +220,19 @@ BUGS = [
     ),
     Bug(
         "the salt is left out of the hash",
-        HASHING,
+        EXTRA_KEYS,
         'keys += [] if salt is None else [(cls.SALT, _plain("salt", salt))]',
         "keys += []",
     ),
     Bug(
         "the adapter is left out of the hash",
-        HASHING,
+        EXTRA_KEYS,
         "keys = [] if lora_id is None else [_lora_key(lora_id)]",
         "keys = []",
     ),
     Bug(
         "the place of an image in its page is left out of the hash",
-        HASHING,
+        EXTRA_KEYS,
         '("mm", modality, content_hash, feature_start - start, feature_end - feature_start)',
         '("mm", modality, content_hash, 0, feature_end - feature_start)',
     ),

@@ -12,7 +12,7 @@ from pagepool.events.contexts import Contexts
 from pagepool.events.messages import AllBlocksCleared, BlockRemoved, BlockStored, Event, Hash
 from pagepool.forking import EVENTS, make_lock
 from pagepool.hashing import LORA, RequestExtraKeys
-from pagepool.request_hashes import PageHasher
+from pagepool.hashing.request_hashes import PageHasher
 from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
 __all__ = ["EventSource"]
