@@ -8,7 +8,7 @@ from pagepool._core import HashChain, HeldPages, PageIds
 from pagepool.attention import PrefixQuery, SingleTypeCacheManager, get_manager_for_kv_cache_spec
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.page_pool import PagePool
-from pagepool.snapshot import Configuration
+from pagepool.page_pool.snapshot import Configuration
 from pagepool.specs import CacheGroupSpec
 
 __all__ = [

@@ -33,9 +33,9 @@ class Bug(NamedTuple):
     more: tuple[tuple[str, str], ...] = ()
 
 
-COORDINATOR, MANAGER, EXTRA_KEYS, ATTENTION, POOL, BATCH = (
+COORDINATOR, MANAGER, EXTRA_KEYS, ATTENTION, POOL, SNAPSHOT = (
     f"pagepool/{name}.py"
-    for name in ("coordinator", "manager", "hashing/extra_keys", "attention", "page_pool", "running_batch")
+    for name in ("coordinator", "manager", "hashing/extra_keys", "attention", "page_pool/pool", "page_pool/snapshot")
 )
 BUGS = [
     # Pages.
@@ -191,7 +191,7 @@ BUGS = [
     Bug(
         "a hit in any shard will do",
         POOL,
-        "        if dp_shard_hint is None:\n            return 0, None\n",
+        "        if shard is None:\n            return 0, None\n",
         "        if data_parallel_size != 0:\n            return 0, None\n",
     ),
     Bug(
@@ -301,10 +301,10 @@ BUGS = [
     ),
     Bug(
         "pages come back with the keys of others",
-        POOL,
-        '        names, counters = arrays.pop("names"), arrays.pop("counters").tolist()\n',
-        '        names, counters = arrays.pop("names"), arrays.pop("counters").tolist()\n'
-        '        arrays["cached_keys"] = np.roll(arrays["cached_keys"], 1, axis=0)\n',
+        SNAPSHOT,
+        '    names, counters = arrays.pop("names"), arrays.pop("counters").tolist()\n',
+        '    names, counters = arrays.pop("names"), arrays.pop("counters").tolist()\n'
+        '    arrays["cached_keys"] = np.roll(arrays["cached_keys"], 1, axis=0)\n',
     ),
     Bug(
         "the hashes of an id are those of the request before",

@@ -11,18 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pagepool._core import PageStore
 from pagepool.errors import ArgumentError, ArgumentTypeError, SnapshotError
 from pagepool.hashing import HashNames, PageHash
 
 __all__ = [
     "Configuration",
     "Snapshot",
-    "decode_configuration",
-    "decode_names",
-    "encode_configuration",
-    "encode_names",
+    "load",
+    "save",
     "seal",
-    "unseal",
 ]
 
 Snapshot = dict[str, npt.NDArray[Any]]
@@ -59,6 +57,33 @@ FIELDS = {
     "configuration": Field(np.uint8, (None,)),
     "checksum": Field(np.uint8, (32,)),
 }
+
+
+def save(store: PageStore, configuration: Configuration | None) -> Snapshot:
+    """The snapshot of a pool. O(pages)."""
+    arrays = store.save()
+    arrays["enable_caching"] = np.array([store.enable_caching])
+    arrays["names"] = encode_names(store.names)
+    arrays["configuration"] = encode_configuration(configuration)
+    return seal(arrays)
+
+
+def load(snapshot: Mapping[str, Any]) -> tuple[PageStore, Configuration | None]:
+    """The pool of a snapshot, and its configuration. SnapshotError where the snapshot is damaged. O(pages)."""
+    arrays = unseal(snapshot)
+    del arrays["format"], arrays["version"]
+    names, counters = arrays.pop("names"), arrays.pop("counters").tolist()
+    configuration = decode_configuration(arrays.pop("configuration"))
+    if min(counters) < 0:
+        raise SnapshotError(f"counters: got {counters}, allowed: at least 0")
+    enable_caching, num_shards = bool(arrays.pop("enable_caching")[0]), int(arrays.pop("num_shards")[0])
+    try:
+        store = PageStore.load(enable_caching, **arrays, counters=counters, num_shards=num_shards)
+    except ArgumentError as error:
+        raise SnapshotError(f"snapshot: {error}") from None
+    for key, page_hash in decode_names(names):
+        store.names.add(key, page_hash)
+    return store, configuration
 
 
 def seal(arrays: Snapshot) -> Snapshot:

@@ -1,32 +1,35 @@
 """The pool of pages, its free queue and its page objects, as engines know them."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, overload
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import CachePage, HashChain, PageIds, PageStore
-from pagepool.arguments import refuse_incomplete, require_group_ids, require_int, require_list, require_slice
-from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, SnapshotError, shown
-from pagepool.hashing import PageHash, PageHashWithGroupId, RequestExtraKeys, checked_hash, hash_page_tokens
-from pagepool.snapshot import (
-    Configuration,
-    Snapshot,
-    decode_configuration,
-    decode_names,
-    encode_configuration,
-    encode_names,
-    seal,
-    unseal,
+from pagepool._core import CachePage, PageIds, PageStore
+from pagepool.arguments import require_int, require_slice
+from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, shown
+from pagepool.hashing import PageHash, checked_hash
+from pagepool.page_pool.free_queue import FreeCachePageQueue
+from pagepool.page_pool.pages import Pages
+from pagepool.page_pool.prefix_index import (
+    CachedPages,
+    count_hits,
+    enter_pages,
+    find_page_id,
+    find_page_ids,
+    forget_evicted_names,
+    forget_names,
+    is_own_key,
 )
+from pagepool.page_pool.snapshot import Configuration, Snapshot, load, save
 from pagepool.specs import dp_shard_page_bounds, pages_per_dp_shard
 from pagepool.stats import PagePoolStats
 
-__all__ = ["CachePage", "CachedPages", "FreeCachePageQueue", "PagePool", "PageProbe", "Pages"]
+__all__ = ["PagePool", "PageProbe"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(__package__)
 
 T = TypeVar("T")
 
@@ -40,123 +43,6 @@ class PageProbe(NamedTuple):
 
     num_hit_pages: int
     missed_group_id: int | None
-
-
-class Pages(Sequence[CachePage]):
-    """All pages of a pool by id. A page object is made when it is first read, and kept."""
-
-    def __init__(self, store: PageStore) -> None:
-        """`store` holds the records."""
-        self._store = store
-
-    def __len__(self) -> int:
-        """Number of pages, the null page included."""
-        return self._store.num_pages
-
-    @overload
-    def __getitem__(self, index: int) -> CachePage: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[CachePage]: ...
-    def __getitem__(self, index: int | slice) -> CachePage | list[CachePage]:
-        """The page with that id, or a list of pages for a slice. PageIdError, an IndexError, outside the pool."""
-        if isinstance(index, slice):
-            try:
-                page_ids = range(len(self))[index]
-            except TypeError as error:
-                raise ArgumentTypeError(f"a slice of pages: {error}, allowed: ints") from None
-            return [self._store.page(page_id) for page_id in page_ids]
-        index = require_int("page id", index)
-        return self._store.page(index if index >= 0 else index + len(self))
-
-
-class FreeCachePageQueue:
-    """The free pages in the order in which they are evicted: a doubly linked list inside the page records.
-
-    ``FreeCachePageQueue(pages)`` takes over the records of pages that stand alone; ``pool.free_page_queue`` is a pool's own.
-    All operations are O(1) a page.
-
-    >>> first, second = CachePage(4), CachePage(2)
-    >>> queue = FreeCachePageQueue([first, second])
-    >>> queue.popleft() is first, queue.num_free_pages
-    (True, 1)
-    """
-
-    def __init__(self, pages: Sequence[CachePage]) -> None:
-        """Queue `pages` in the given order. PageIdError if one belongs to a pool or another queue."""
-        self._store = PageStore(1, is_pool=False)
-        self.append_n(pages)
-
-    @classmethod
-    def of_store(cls, store: PageStore) -> "FreeCachePageQueue":
-        """The queue of a pool's store."""
-        queue = cls.__new__(cls)
-        queue._store = store
-        return queue
-
-    @property
-    def num_free_pages(self) -> int:
-        """Number of pages in the queue."""
-        return self._store.num_free_pages
-
-    def popleft(self) -> CachePage:
-        """Take the page at the front. OutOfPagesError, a ValueError, from an empty queue."""
-        return self.popleft_n(1)[0]
-
-    def popleft_n(self, n: int) -> list[CachePage]:
-        """Take the `n` pages at the front; OutOfPagesError, and nothing taken, if there are fewer."""
-        return self._store.pages(self._store.pop(n))
-
-    def remove(self, page: CachePage) -> None:
-        """Take a page out wherever it stands; PageIdError if it is not in the queue."""
-        self._store.remove_page(page)
-
-    def append(self, page: CachePage) -> None:
-        """Put a page at the back; PageIdError if it is in a queue, is held, or is a pool's and this is not its queue."""
-        if not self._store.is_pool:
-            self._store.adopt(page)
-        self._store.append_page(page)
-
-    def append_n(self, pages: Sequence[CachePage]) -> None:
-        """Put pages at the back, in order; all or none of them."""
-        if not self._store.is_pool:
-            pages = require_list("pages", pages, CachePage)
-            for page in pages:
-                self._store.adopt(page)
-        self._store.append(self._store.ids_of_pages(pages))
-
-    def get_all_free_pages(self) -> list[CachePage]:
-        """The pages in the queue, front first. O(pages)."""
-        return self._store.pages(self._store.free_ids())
-
-
-class CachedPages(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
-    """The prefix index as a mapping: hash and group to the pages with that content, by id, in the order they were cached.
-
-    A live view: ``len`` and ``in`` are O(1), iteration is O(size of the index).
-    """
-
-    def __init__(self, pool: "PagePool") -> None:
-        """A view of the index of `pool`."""
-        self._pool = pool
-
-    def __len__(self) -> int:
-        """Number of distinct (hash, group) pairs."""
-        return self._pool.store.num_keys
-
-    def __iter__(self) -> Iterator[PageHashWithGroupId]:
-        """The pairs, in no particular order."""
-        for page_id in self._pool.store.first_cached_ids().to_list():
-            page_hash = self._pool.store.page_hash_of(page_id)
-            if page_hash is not None:
-                yield page_hash
-
-    def __getitem__(self, key: PageHashWithGroupId) -> dict[int, CachePage]:
-        """Pages by id. KeyError if none is cached under `key`."""
-        if isinstance(key, PageHashWithGroupId):
-            page_id = self._pool.find_page_id(key.page_hash, key.group_id)
-            if page_id is not None:
-                return {page.page_id: page for page in self._pool.store.pages(self._pool.store.twins(page_id))}
-        raise KeyError(key)
 
 
 class PagePool:
@@ -199,7 +85,7 @@ class PagePool:
     @property
     def cached_page_hash_to_page(self) -> CachedPages:
         """The prefix index, a live view."""
-        return CachedPages(self)
+        return CachedPages(self.store)
 
     def __repr__(self) -> str:
         """Its size, and how much of it is in use."""
@@ -218,11 +104,7 @@ class PagePool:
         one, 24 more a cached one, plus 4 a kept token. IntegrityError where the pool is damaged, ArgumentError for page hashes
         of anything but ints, strings, bytes, None and tuples. O(num_pages), 0.3 s for a million cached ones.
         """
-        arrays = self.store.save()
-        arrays["enable_caching"] = np.array([self.enable_caching])
-        arrays["names"] = encode_names(self.store.names)
-        arrays["configuration"] = encode_configuration(self.configuration)
-        return seal(arrays)
+        return save(self.store, self.configuration)
 
     @classmethod
     def restore(cls, snapshot: Mapping[str, Any]) -> "PagePool":
@@ -239,22 +121,10 @@ class PagePool:
         >>> PagePool.restore(pool.snapshot()).free_page_ids_in_order().tolist()
         [4, 5, 6, 7]
         """
-        arrays = unseal(snapshot)
-        del arrays["format"], arrays["version"]
-        names, counters = arrays.pop("names"), arrays.pop("counters").tolist()
-        configuration = decode_configuration(arrays.pop("configuration"))
-        if min(counters) < 0:
-            raise SnapshotError(f"counters: got {counters}, allowed: at least 0")
-        enable_caching, num_shards = bool(arrays.pop("enable_caching")[0]), int(arrays.pop("num_shards")[0])
-        try:
-            store = PageStore.load(enable_caching, **arrays, counters=counters, num_shards=num_shards)
-        except ArgumentError as error:
-            raise SnapshotError(f"snapshot: {error}") from None
+        store, configuration = load(snapshot)
         pool = cls.__new__(cls)
         pool._start(store)
         pool.configuration = configuration
-        for key, page_hash in decode_names(names):
-            pool.store.names.add(key, page_hash)
         return pool
 
     def bind(self, configuration: Configuration) -> None:
@@ -363,9 +233,9 @@ class PagePool:
         """
         bounds = self.find_shard_bounds(dp_shard_hint, data_parallel_size)
         page_hash = checked_hash(page_hash)
-        if self._is_own_key(page_hash):
+        if is_own_key(self.store, page_hash):
             return self.store.find_pages(page_hash.hash_value, kv_cache_group_ids, *bounds)
-        page_ids = self._find_page_ids(page_hash, kv_cache_group_ids, bounds)
+        page_ids = find_page_ids(self.store, page_hash, kv_cache_group_ids, bounds)
         return None if page_ids is None else [self.store.page(page_id) for page_id in page_ids]
 
     def get_cached_page_ids(
@@ -378,40 +248,15 @@ class PagePool:
     ) -> PageIdArray | None:
         """`get_cached_page` as an int32 array ``[groups]``, or None."""
         bounds = self.find_shard_bounds(dp_shard_hint, data_parallel_size)
-        page_ids = self._find_page_ids(page_hash, kv_cache_group_ids, bounds)
+        page_ids = find_page_ids(self.store, page_hash, kv_cache_group_ids, bounds)
         return None if page_ids is None else np.array(page_ids, dtype=np.int32)
-
-    def _find_page_ids(self, page_hash: PageHash, group_ids: Sequence[int], bounds: tuple[int, int | None]) -> list[int] | None:
-        page_ids = []
-        for group_id in require_group_ids(group_ids):
-            page_id = self.find_page_id(page_hash, group_id, *bounds)
-            if page_id is None:
-                return None
-            page_ids.append(page_id)
-        return page_ids
 
     def find_page_id(self, page_hash: PageHash, group_id: int, start: int = 0, stop: int | None = None) -> int | None:
         """The page cached first under `page_hash` in a group, with an id in ``[start, stop)``, or None.
 
         A hash that carries token ids hits only a page whose token ids are equal.
         """
-        page_hash = checked_hash(page_hash)
-        if self._is_own_key(page_hash):
-            return self.store.find(page_hash.hash_value, group_id, start, stop)
-        for key in self.store.names.keys_of(page_hash):
-            page_id = self.store.find(key, group_id, start, stop)
-            if page_id is not None and (page_hash == (key, (), None) or self._has_hash(page_id, page_hash)):
-                return page_id
-        return None
-
-    def _is_own_key(self, page_hash: PageHash) -> bool:
-        """Whether the hash value is the key, as it is for native hashes: no need to ask for names, nor to compare tokens."""
-        key = page_hash.hash_value
-        return not self.store.names and 0 <= key < 1 << 128 and page_hash == (key, (), None)
-
-    def _has_hash(self, page_id: int, page_hash: PageHash) -> bool:
-        found = self.store.page_hash_of(page_id)
-        return found is not None and found.page_hash == page_hash
+        return find_page_id(self.store, page_hash, group_id, start, stop)
 
     def cache_full_pages(
         self,
@@ -431,7 +276,7 @@ class PagePool:
         """
         bounds = _bounds_of(num_cached_pages, num_full_pages)
         ids = self.store.ids_of_pages(require_slice("pages", pages, *bounds))
-        self._cache_full(ids, request, page_hashes, *bounds, page_size, kv_cache_group_id)
+        enter_pages(self.store, ids, request, page_hashes, *bounds, page_size, kv_cache_group_id)
 
     def cache_full_page_ids(
         self,
@@ -446,61 +291,15 @@ class PagePool:
         """`cache_full_pages` by id: an int32 array or a list."""
         bounds = _bounds_of(num_cached_pages, num_full_pages)
         ids = PageIds(require_slice("page_ids", page_ids, *bounds))
-        self._cache_full(ids, request, page_hashes, *bounds, page_size, kv_cache_group_id)
-
-    def _cache_full(
-        self,
-        ids: PageIds,
-        request: Any,
-        page_hashes: list[PageHash],
-        num_cached_pages: int,
-        num_full_pages: int,
-        page_size: int,
-        group_id: int,
-    ) -> None:
-        page_size = require_int("page_size", page_size, 1)
-        if not isinstance(page_hashes, list):
-            raise ArgumentTypeError(f"page_hashes: got {type(page_hashes).__name__}, allowed: a list of PageHash")
-        if len(page_hashes) < num_cached_pages:
-            raise ArgumentError(
-                f"page_hashes: got {len(page_hashes)}, allowed: at least the {shown(num_cached_pages)} of the cached pages"
-            )
-        if len(ids) != max(0, num_full_pages - num_cached_pages):
-            raise ArgumentError(f"num_full_pages: got {shown(num_full_pages)}, more than there are pages")
-        missing = _hash_missing_pages(request, page_hashes, num_full_pages, page_size)
-        new_hashes = [*page_hashes, *missing][num_cached_pages:num_full_pages]
-        num_parents = min(num_cached_pages, 1)
-        parents = page_hashes[num_cached_pages - num_parents : num_cached_pages]
-        chain = HashChain(page_size, bytes(16))
-        for page_hash in require_list("page_hashes", [*parents, *new_hashes], PageHash):
-            chain.append_key(self.store.names.key_of(page_hash))
-        ids = PageIds.joined((PageIds([0] * num_parents), ids))
-        first_place = num_cached_pages - num_parents
-        self.store.enter_pages(ids, chain, num_parents, len(ids), 1, group_id, first_place=first_place)
-        page_hashes.extend(missing)
-        self.forget_evicted_names()
+        enter_pages(self.store, ids, request, page_hashes, *bounds, page_size, kv_cache_group_id)
 
     def forget_evicted_names(self) -> None:
         """Drop the hash objects of evicted pages, once there are more of them than the pool could need. Amortised O(1)."""
-        if len(self.store.names) > 2 * self.store.max_num_kept_keys + 1024:
-            self._forget_names()
-
-    def _forget_names(self) -> None:
-        """Drop the hash objects that neither the index needs nor who tells what changed in it."""
-        keys = self.store.kept_keys()
-        if keys is not None:
-            self.store.names.keep_only(keys)
+        forget_evicted_names(self.store)
 
     def probe(self, page_hashes: Iterable[PageHash], kv_cache_group_ids: Sequence[int] = (0,)) -> PageProbe:
         """How many of the pages, from the first on, hit in every group, and which group missed. Changes nothing."""
-        num_hit_pages = 0
-        kv_cache_group_ids = require_group_ids(kv_cache_group_ids)
-        for page_hash in require_list("page_hashes", page_hashes, PageHash):
-            for group_id in kv_cache_group_ids:
-                if self.find_page_id(page_hash, group_id) is None:
-                    return PageProbe(num_hit_pages, group_id)
-            num_hit_pages += 1
-        return PageProbe(num_hit_pages, None)
+        return PageProbe(*count_hits(self.store, page_hashes, kv_cache_group_ids))
 
     def evict_pages(self, page_ids: PageIdArray | Sequence[int]) -> int:
         """Drop the prefix entries of pages, free or held; the pages themselves stay where they are. Returns how many had one.
@@ -529,7 +328,7 @@ class PagePool:
         if num_held_pages:
             logger.warning("prefix cache not reset: %d pages are held", num_held_pages)
             return False
-        self._forget_names()
+        forget_names(self.store)
         logger.info("prefix cache reset")
         return True
 
@@ -595,26 +394,3 @@ def _require_ids(page_ids: T) -> T:
 
 def _bounds_of(num_cached_pages: int, num_full_pages: int) -> tuple[int, int]:
     return require_int("num_cached_pages", num_cached_pages, 0), require_int("num_full_pages", num_full_pages, 0)
-
-
-def _hash_missing_pages(request: Any, page_hashes: Sequence[PageHash], num_full_pages: int, page_size: int) -> list[PageHash]:
-    """The hashes from ``len(page_hashes)`` to `num_full_pages`."""
-    if len(page_hashes) >= num_full_pages:
-        return []
-    extra_keys = RequestExtraKeys.of(request)
-    try:
-        all_token_ids = request.all_token_ids
-    except AttributeError as error:
-        refuse_incomplete(request, error)
-        raise
-    parent = require_list("page_hashes", page_hashes[-1:], PageHash)[0].hash_value if page_hashes else None
-    missing = []
-    for start in range(len(page_hashes) * page_size, num_full_pages * page_size, page_size):
-        token_ids = require_slice("all_token_ids", all_token_ids, start, start + page_size)
-        if len(token_ids) != page_size:
-            name = f"request {shown(getattr(request, 'request_id', None))}"
-            raise ArgumentError(f"{name}: no full page of {shown(page_size)} tokens from {shown(start)} on")
-        page_extra_keys = extra_keys.of_page(start, start + page_size) if extra_keys else None
-        missing.append(hash_page_tokens(hash, parent, token_ids, page_extra_keys))
-        parent = missing[-1].hash_value
-    return missing
