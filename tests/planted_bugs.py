@@ -33,9 +33,11 @@ class Bug(NamedTuple):
     more: tuple[tuple[str, str], ...] = ()
 
 
-COORDINATOR, MANAGER, EXTRA_KEYS, ATTENTION, POOL, SNAPSHOT = (
-    f"pagepool/{name}.py"
-    for name in ("coordinator", "manager", "hashing/extra_keys", "attention", "page_pool/pool", "page_pool/snapshot")
+COORDINATOR, MANAGER, LOOKUPS, SLOTS = (
+    f"pagepool/{name}.py" for name in ("coordinator", "manager/cache_manager", "manager/lookups", "manager/slots")
+)
+EXTRA_KEYS, ATTENTION, POOL, SNAPSHOT = (
+    f"pagepool/{name}.py" for name in ("hashing/extra_keys", "attention", "page_pool/pool", "page_pool/snapshot")
 )
 BUGS = [
     # Pages.
@@ -178,7 +180,7 @@ BUGS = [
     # What is hit.
     Bug(
         "the last token hits too",
-        MANAGER,
+        LOOKUPS,
         "hashes.chain, num_queried_tokens - 1, ids)",
         "hashes.chain, num_queried_tokens, ids)",
     ),
@@ -252,12 +254,12 @@ BUGS = [
     Bug(
         "delayed caching is ignored",
         MANAGER,
-        "0 if delay_cache_pages or not self.enable_caching else min(num_tokens, request.num_tokens),",
-        "0 if not self.enable_caching else min(num_tokens, request.num_tokens),",
+        "0 if delay_cache_pages or not self.enable_caching else min(",
+        "0 if not self.enable_caching else min(",
     ),
     Bug(
         "a request may claim what nobody computed",
-        MANAGER,
+        SLOTS,
         "        if num_tokens > num_allowed_tokens:\n",
         "        if num_allowed_tokens < 0:\n",
     ),
@@ -308,7 +310,7 @@ BUGS = [
     ),
     Bug(
         "the hashes of an id are those of the request before",
-        MANAGER,
+        LOOKUPS,
         "if hashes is None or hashes.request is not request:",
         "if hashes is None:",
     ),
