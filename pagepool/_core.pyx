@@ -2230,7 +2230,7 @@ cdef void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept no
         trim_group(batch, &batch.groups[g], row, num_tokens, restart)
     batch.states[row].num_tokens = num_tokens
     batch.states[row].num_computed = restart
-    batch.states[row].num_hits = min(batch.states[row].num_hits, num_tokens)
+    batch.states[row].num_hits = min(batch.states[row].num_hits, restart)
     if batch.hash_page_size:
         batch.states[row].num_hashed = min(batch.states[row].num_hashed, num_tokens // batch.hash_page_size)
     plan_next_event(batch, row)
@@ -4268,7 +4268,7 @@ cdef class PageStore:
         held.num_cached_pages = num_full_pages
 
     def check_enterable(self, HeldPages held not None, HashChain chain not None, num_full_pages, stride, group) -> None:
-        """PageHashError if `enter_held` would find a page that is held already and was entered as something else. O(those due)."""
+        """PageHashError if `enter_held` would find a page that was entered as something else. O(pages due)."""
         cdef Py_ssize_t i, stop, bad = -1, num_hashes = size_of(stride, "stride", 1)
         cdef Py_ssize_t num_full = size_of(num_full_pages, "num_full_pages")
         cdef int32_t page_id = NULL_PAGE, checked_group = group_of(group)
@@ -4294,6 +4294,7 @@ cdef class PageStore:
         cdef Py_ssize_t num = size_of(num_pages, "num_pages")
         with self.lock:
             held.num_cached_pages = min(held.num_cached_pages, num)
+            held.num_hit_pages = min(held.num_hit_pages, num)
 
     def take_for(
         self, tuple groups not None, num_new_pages, hits=(), HashChain chain=None, PageIds strides=None, PageIds group_ids=None,

@@ -168,14 +168,14 @@ class CacheCoordinator(ABC):
         ]
         return min(counts, default=NEVER)
 
-    def list_due(self, held: RequestPages, chain: HashChain, num_tokens: int) -> list[DueEntries]:
-        """What `cache_pages` is to enter of each group that `num_tokens` tokens fill further than before. PageHashError if
-        somebody else gave an entry to one of the pages.
+    def list_due(self, held: RequestPages, hits: Sequence[PageIds], chain: HashChain, num_tokens: int) -> list[DueEntries]:
+        """What `cache_pages` is to enter of each group that `num_tokens` tokens fill further than before, or than the hits that
+        the request will get. PageHashError if somebody else gave an entry to one of the pages.
         """
         due = [
             (group, num_tokens // manager.page_size, manager.num_hashes_per_page, manager.kv_cache_group_id)
-            for manager, group in held.by_group
-            if manager.is_prefix_cached and num_tokens // manager.page_size > group.num_cached_pages
+            for (manager, group), ids in zip(held.by_group, hits, strict=True)
+            if manager.is_prefix_cached and num_tokens // manager.page_size > max(group.num_cached_pages, len(ids))
         ]
         for group, num_full_pages, stride, group_id in due:
             self.page_pool.store.check_enterable(group, chain, num_full_pages, stride, group_id)

@@ -359,7 +359,7 @@ class OracleRows(ModelRows):
             request = self.requests[row]
             request.num_computed_tokens = self.manager.trim(request, length)
             del request.all_token_ids[length:]
-            self.num_hits[row] = min(self.num_hits[row], length)
+            self.num_hits[row] = min(self.num_hits[row], request.num_computed_tokens)
             self._show(row)
 
     def undo(self) -> None:

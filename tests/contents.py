@@ -91,6 +91,7 @@ class Simulation:
         self.refusals: Counter[Job] = Counter()
         self.plan: list[Entry] = []
         self.saved: Any = None
+        self.has_failed = False  # tokens were lost and are computed again: a good time for the next failure
         self.families = [self._tokens(setting.max_model_len) for _ in range(NUM_FAMILIES)]
         self.past: deque[list[int]] = deque(maxlen=4)
         self._names = (f"job {number}" for number in itertools.count())
@@ -183,6 +184,8 @@ class Simulation:
             job.lora_id = rng.choice((None, 1, "1", "tuned"))
         elif kind == 3:
             job.has_vision = True
+        elif kind == 4:
+            job.mm_features = (Feature("cat", "image", SimpleNamespace(offset=rng.choice((0, 1)), length=1)),)
         else:
             places = sorted({(rng.choice((0, 1, page_size, 2 * page_size - 1)), rng.choice((1, page_size))) for _ in range(2)})
             images = [Feature(rng.choice(("cat", "dog")), "image", SimpleNamespace(offset=o, length=n)) for o, n in places]
@@ -206,7 +209,8 @@ class Simulation:
                 self.counts["steps in flight"] += 1
         self.world.is_second = False
         self.counts["steps"] += 1
-        if self.plan and self.rng.random() < 0.12:
+        if self.plan and self.rng.random() < (0.5 if self.has_failed else 0.12):
+            self.has_failed = False
             self.abort()
         else:
             self.compute()
@@ -310,7 +314,10 @@ class Simulation:
         """Run the step, and another that is in flight behind it, and count what was computed."""
         works = self._list_computed()
         second = [work for work in works if work.is_second]
-        cuts = self._run([work for work in works if not work.is_second], not second and self.rng.random() < 0.06)
+        hits = {page_id for work in works for page_id in work.hits}
+        is_hit = any(hits.intersection(work.made) for work in works)
+        may_fail = not second and self.rng.random() < (0.3 if is_hit else 0.06)
+        cuts = self._run([work for work in works if not work.is_second], may_fail)
         self._run(second, False)
         self._go_back(cuts)
         for work in works:
@@ -327,11 +334,16 @@ class Simulation:
             self._write_range(work, work.start, work.start + work.num_transferred)
         for work in works:
             self._write(work)
-        cuts = self._fail(self.rng.choice(works)) if works and may_fail else {}
+        cuts = self._fail(self._choose_failure(works)) if works and may_fail else {}
         for work in works:
             if work.job not in cuts:
                 self._read(work)
         return cuts
+
+    def _choose_failure(self, works: list[Work]) -> Work:
+        """Return a work, preferably one whose pages were hit in the same step."""
+        hits = {page_id for work in works for page_id in work.hits}
+        return self.rng.choice([work for work in works if hits.intersection(work.made)] or works)
 
     def _write(self, work: Work) -> None:
         """Write a step's tokens, and garbage into the room for drafts behind them."""
@@ -440,6 +452,7 @@ class Simulation:
         self._spoil(work, first, work.stop)
         cuts, pages = {work.job: first}, set()
         self.counts["failed loads"] += 1
+        self.has_failed = True
         while True:
             for job, cut in cuts.items():
                 pages.update(page_id for page, page_id in self._list_places(job) if page.stop > cut)

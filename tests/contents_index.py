@@ -145,7 +145,7 @@ class Books:
     def attach(self, job: Job, hits: Sequence[Sequence[int]], num_hit_tokens: int, shard: range | None) -> None:
         """Make hits the first pages of a request, which must be cached with its tokens."""
         histories = job.list_histories(num_hit_tokens)
-        job.stay = next(STAYS)
+        job.stay, job.num_hit_tokens = next(STAYS), num_hit_tokens
         for group_id, (group, page_ids) in enumerate(zip(self.groups, hits, strict=True)):
             num_pages = 0 if group.kind == "mamba" else num_hit_tokens // group.page_size
             require(len(page_ids) == num_pages, "hits of another length", job, group, list(page_ids), num_hit_tokens)
@@ -238,7 +238,11 @@ class Books:
         return entered
 
     def rewind(self, job: Job, num_computed_tokens: int) -> None:
-        """Let pages be cached again whose tokens are computed again."""
+        """Let pages be cached again whose tokens are computed again, those that were hits too."""
+        job.num_hit_tokens = min(job.num_hit_tokens, num_computed_tokens)
+        self._lower_cached_pages(job, num_computed_tokens)
+
+    def _lower_cached_pages(self, job: Job, num_computed_tokens: int) -> None:
         for group_id, group in enumerate(self.groups):
             if group.kind != "mamba":
                 num_pages = num_computed_tokens // group.page_size
@@ -246,13 +250,14 @@ class Books:
 
     def forget(self, job: Job, num_computed_tokens: int, is_cached: Callable[[int], bool]) -> None:
         """Drop what the request cached, since it came, of tokens that were not computed. What others cached in its pages may be
-        dropped too, and what is equal to a page that fell out of a window: `is_cached` tells.
+        dropped too, as may its hits, and pages equal to one that fell out of a window: `is_cached` tells.
         """
         for group_id, (group, pages, num_cached) in enumerate(zip(self.groups, job.pages, job.num_cached_pages, strict=True)):
             for page in range(num_computed_tokens // group.page_size, num_cached):
                 entry = self.index.entries.get(pages[page])
                 end = (page + 1) * group.page_size
-                if entry is not None and (entry.stay == job.stay or not is_cached(pages[page])):
+                is_own = entry is not None and entry.stay == job.stay and page >= job.num_hit_tokens // group.page_size
+                if entry is not None and (is_own or not is_cached(pages[page])):
                     self.index.drop(pages[page])
                 elif pages[page] == NULL_PAGE and end <= job.num_tokens:
                     equal = self.index.pages.get((group_id, job.list_histories(end)[-1]), set())
@@ -267,6 +272,7 @@ class Books:
             if self._is_shared(pages[num_tokens // group.page_size : -(-num_tokens // group.page_size)])
         ]
         restart = min(job.num_computed_tokens, num_tokens, *cuts)
+        job.num_hit_tokens = min(job.num_hit_tokens, num_tokens)
         for group_id, (group, pages) in enumerate(zip(self.groups, job.pages, strict=True)):
             first, stop = num_tokens // group.page_size, -(-num_tokens // group.page_size)
             if group.kind == "mamba":
@@ -288,7 +294,7 @@ class Books:
     def undo(self, job: Job, num_computed_tokens: int, num_pages: Sequence[int], is_cached: Callable[[int], bool]) -> None:
         """Take a step of a request back: what it cached, and the pages that it took."""
         self.forget(job, num_computed_tokens, is_cached)
-        self.rewind(job, num_computed_tokens)
+        self._lower_cached_pages(job, num_computed_tokens)
         for pages, num_kept in zip(job.pages, num_pages, strict=True):
             for page_id in pages[num_kept:]:
                 self._let_go(page_id)

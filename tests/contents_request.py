@@ -36,6 +36,7 @@ class Job:
     pages: list[list[int]] = field(default_factory=list)  # by group
     num_cached_pages: list[int] = field(default_factory=list)  # by group: entered, or hit, or passed over
     stay: int = 0  # which time it holds pages
+    num_hit_tokens: int = 0  # of those that are computed
     loading: Any = None  # tokens that a transfer brings
 
     def __post_init__(self) -> None:

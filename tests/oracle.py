@@ -468,7 +468,7 @@ class OracleManager:
         self._count_admission(request, hits)
         self._attach(request, hits, new_pages)
         if not delay_cache_pages:
-            self.cache_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
+            self._enter_full_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
         return new_pages
 
     def _count_admission(self, request: Any, hits: PagesByGroup) -> None:
@@ -502,7 +502,9 @@ class OracleManager:
     def _rewind(self, request: Any) -> None:
         """Look at the pages again whose tokens are to be computed, perhaps once more: they may have lost their entries."""
         for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
-            held.num_cached_pages = min(held.num_cached_pages, kind.num_full_pages(request.num_computed_tokens))
+            num_full_pages = kind.num_full_pages(request.num_computed_tokens)
+            held.num_cached_pages = min(held.num_cached_pages, num_full_pages)
+            held.num_hit_pages = min(held.num_hit_pages, num_full_pages)
 
     def _skip_pages(self, request: Any) -> None:
         """Give back the pages that no coming token looks at, the last one first."""
@@ -552,9 +554,12 @@ class OracleManager:
 
     def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
         """Enter the pages that are full of computed tokens in the prefix index."""
+        self._rewind(request)
+        self._enter_full_pages(request, num_computed_tokens)
+
+    def _enter_full_pages(self, request: Any, num_computed_tokens: int) -> None:
         if not self.enable_caching:
             return
-        self._rewind(request)
         for group_id, held in enumerate(self.held.get(request.request_id, ())):
             kind = self.kinds[group_id]
             num_full_pages = min(num_computed_tokens // kind.page_size, len(held.pages))
@@ -589,7 +594,7 @@ class OracleManager:
             for page in held.pages[num_full_pages:]:
                 self.page_pool.evict_pages([page])
             held.num_cached_pages = min(held.num_cached_pages, num_full_pages)
-            held.num_hit_pages = min(held.num_hit_pages, num_full_pages)
+            held.num_hit_pages = min(held.num_hit_pages, kind.num_full_pages(restart))
         self.keys.cut(request.request_id, num_tokens)
         return restart
 

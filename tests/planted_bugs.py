@@ -194,7 +194,7 @@ BUGS = [
         "a hit in any shard will do",
         POOL,
         "        if shard is None:\n            return 0, None\n",
-        "        if data_parallel_size != 0:\n            return 0, None\n",
+        "        if shard != 0:\n            return 0, None\n",
     ),
     Bug(
         "eagle drops no page of full attention",
@@ -254,8 +254,8 @@ BUGS = [
     Bug(
         "delayed caching is ignored",
         MANAGER,
-        "0 if delay_cache_pages or not self.enable_caching else min(",
-        "0 if not self.enable_caching else min(",
+        "0 if delay_cache_pages or not self.enable_caching else ",
+        "0 if not self.enable_caching else ",
     ),
     Bug(
         "a request may claim what nobody computed",
@@ -284,16 +284,20 @@ BUGS = [
     Bug(
         "a row that did not run leaves its entries",
         CORE,
-        "    for g in range(batch.num_groups):\n"
-        "        forget_from(batch, &batch.groups[g], row, max(num_computed, batch.states[row].num_hits))",
-        "    for g in range(batch.num_groups if not (BUG) else 0):\n"
-        "        forget_from(batch, &batch.groups[g], row, max(num_computed, batch.states[row].num_hits))",
+        "        forget_from(batch, &batch.groups[g], row, num_computed)\n",
+        "        if not (BUG):\n            forget_from(batch, &batch.groups[g], row, num_computed)\n",
     ),
     Bug(
         "a page that left the window before its step ran keeps its entry",
         CORE,
         "        if page_id == NULL_PAGE and (i + 1) * stride <= num_digests:",
         "        if page_id == NULL_PAGE and (i + 1) * stride <= num_digests and not (BUG):",
+    ),
+    Bug(
+        "hits that are computed again count as computed",
+        CORE,
+        "            held.num_hit_pages = min(held.num_hit_pages, num)",
+        "            held.num_hit_pages = min(held.num_hit_pages, num) if not (BUG) else held.num_hit_pages",
     ),
     Bug(
         "a state may go back",
@@ -401,7 +405,7 @@ def parse_arguments() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description="Plant bugs, and see whether the simulation of contents catches them.")
     parser.add_argument("--tree", type=Path, default=ROOT / ".venv-planted" / "tree", help="where the copy is built")
-    parser.add_argument("--seconds", type=float, default=20.0, help="for each bug, at most")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each bug, at most")
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
     parser.add_argument("--only", help="bugs whose name has this in it")
     parser.add_argument("--built", action="store_true", help="the copy is there and built")

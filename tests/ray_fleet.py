@@ -7,8 +7,8 @@ import sys
 import ray
 from test_fleet import KEY, SETTINGS, make_fleet, make_records
 
-from pagepool.replay.fleet import Fleet, FleetFigures, RayReplicas
-from pagepool.replay.router import PrefixRouter
+from pagepool.replay.fleets.fleet import Fleet, FleetFigures, RayReplicas
+from pagepool.replay.fleets.router import PrefixRouter
 
 
 def compare_with_one_process(replicas: RayReplicas) -> None:

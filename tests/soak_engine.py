@@ -12,8 +12,8 @@ import numpy as np
 
 import pagepool
 from pagepool.replay import Scheduler, SimulatedRequest
-from pagepool.replay.allocator import Allocator, BatchAllocator, ManagerAllocator
-from pagepool.replay.simulated_request import Int32Array
+from pagepool.replay.simulation.allocator import Allocator, BatchAllocator, ManagerAllocator
+from pagepool.replay.traces.simulated_request import Int32Array
 
 PagesByGroup = tuple[list[int], ...]
 

@@ -36,7 +36,7 @@ from pagepool import (
 from pagepool.arguments import ATTRIBUTES
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.replay import Recorder, TraceRecord
-from pagepool.replay.trace import parse_record
+from pagepool.replay.traces.reader import parse_record
 
 SCALARS = (np.uint8, np.int8, np.uint64, np.int64)
 
@@ -200,7 +200,7 @@ def test_seeds_have_a_limit(max_digits: int) -> None:
 LOOK_UP = {"request_id", "all_token_ids", "num_tokens", "sampling_params", "status"}
 READ_BY = {
     "get_computed_pages": LOOK_UP,
-    "probe": LOOK_UP - {"request_id"},
+    "probe": LOOK_UP,
     "allocate_slots": {"request_id", "all_token_ids", "num_tokens", "num_computed_tokens"},
     "cache_pages": {"request_id", "num_computed_tokens"},
     "free": {"request_id"},

@@ -39,7 +39,7 @@ def _no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("work was begun")
 
-    monkeypatch.setattr("pagepool.replay.options.read_trace", fail)
+    monkeypatch.setattr("pagepool.replay.traces.options.read_trace", fail)
 
 
 def run(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -18,9 +18,10 @@ pytest.importorskip("msgspec")
 from command_line import invoke, read_terminal
 
 from pagepool.errors import ArgumentError
-from pagepool.replay import memory, read_trace
-from pagepool.replay.progress import Progress
-from pagepool.replay.sizes import BYTE_UNITS, COUNT_UNITS, parse_number
+from pagepool.replay import read_trace
+from pagepool.replay.shared import memory
+from pagepool.replay.shared.progress import Progress
+from pagepool.replay.shared.sizes import BYTE_UNITS, COUNT_UNITS, parse_number
 from pagepool.specs import count_of
 
 COMMANDS = ["fleet", "plan", "replay"]
@@ -83,7 +84,7 @@ class TestSizes:
 
     def test_0_replays_are_none(self, trace: Path) -> None:
         assert invoke("plan", trace, "--replays", 0).exit_code == 0
-        assert "0: in none" in " ".join(invoke("plan", "--help").output.split())
+        assert "0: none" in " ".join(invoke("plan", "--help").output.split())
 
     @pytest.mark.parametrize(("command", "option"), [case for case in OPTIONS if case[1] != "--bytes-per-token"])
     def test_bytes_are_refused_where_other_things_count(self, command: str, option: str, trace: Path) -> None:
@@ -146,8 +147,8 @@ class TestNothingCanRun:
         result = invoke(*command, trace, *pages, "--json", tmp_path / "figures.json")
         assert result.exit_code == 1
         assert result.output.endswith(
-            "Error: no request can run in 20 pages of 16 tokens: the smallest of 3 requests needs 39 pages, the null page "
-            "included\n"
+            "Error: no request can run in 20 pages of 16 tokens: "
+            "the smallest of 3 requests needs 39 pages, including the null page\n"
         )
         assert result.stdout == ""
         assert [*tmp_path.iterdir()] == [trace]
@@ -192,7 +193,7 @@ class TestMemory:
     def test_chats_that_do_not_fit(self) -> None:
         result = invoke("replay", "--limit", "1M")
         assert result.exit_code == 1
-        message = "1,000,000 requests of made-up chats would take 953.7 MiB, 201.0 MiB are available"
+        message = "1,000,000 requests of synthetic chats would take 953.7 MiB, 201.0 MiB are available"
         assert result.output == f"Error: out of memory: {message}\n"
 
     @pytest.mark.usefixtures("_little_memory")
@@ -223,7 +224,7 @@ class TestMemory:
     def test_a_pool_takes_about_what_is_counted(self) -> None:
         """All of its pages being cached."""
         code = (
-            "import os; from pagepool.replay.simulation import make_scheduler; from pagepool.replay import *\n"
+            "import os; from pagepool.replay.simulation.runs import make_scheduler; from pagepool.replay import *\n"
             "records = [TraceRecord(0, 512 * 100, 1, tuple(range(100 * i, 100 * i + 100))) for i in range(400)]\n"
             "requests = make_requests(records)\n"
             "rss = lambda: int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE')\n"
@@ -253,7 +254,7 @@ class TestMemory:
     )
     def test_an_address_space_that_is_short(self, args: list[str], message: str, trace: Path) -> None:
         code = (
-            "import resource; from pagepool.replay.cli import main; from pagepool.replay import memory\n"
+            "import resource; from pagepool.replay.cli import main; from pagepool.replay.shared import memory\n"
             "memory.count_available_bytes = lambda: 1 << 60\n"
             "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, resource.RLIM_INFINITY))\n"
             "main()"
@@ -265,7 +266,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("command", COMMANDS)
     def test_long_work_ends_before_the_kernel_ends_it(self, command: str, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pagepool.replay.progress.BAR_SECONDS", 0.0)
+        monkeypatch.setattr("pagepool.replay.shared.progress.BAR_SECONDS", 0.0)
         monkeypatch.setattr(memory, "MIN_LEFT_BYTES", 1 << 60)
         result = invoke(command, trace)
         assert result.exit_code == 1
@@ -294,8 +295,8 @@ class TestHelp:
     def test_the_list_of_commands_has_whole_sentences(self, columns: int) -> None:
         output = " ".join(self.help(columns).split())
         assert "fleet Simulate TRACE on a fleet of engines under each routing policy. plan " in output
-        assert "plan Estimate what pools of many sizes hit of TRACE. replay " in output
-        assert output.endswith("replay Replay TRACE, or made-up chats, through the allocator under a simulated scheduler.")
+        assert "plan Estimate the hit rate of TRACE for each pool size. replay " in output
+        assert output.endswith("replay Replay TRACE, or synthetic chats, through the allocator under a simulated scheduler.")
 
     @pytest.mark.parametrize("command", COMMANDS)
     def test_it_says_how_sizes_are_written(self, command: str) -> None:
@@ -389,7 +390,7 @@ class TestProgress:
     def test_long_work_writes_lines_where_there_is_no_terminal(
         self, command: list[object], trace: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("pagepool.replay.progress.LINE_SECONDS", 0.0)
+        monkeypatch.setattr("pagepool.replay.shared.progress.LINE_SECONDS", 0.0)
         result = invoke(command[0], trace, *command[1:], "--num-pages", "50,60" if command[0] == "plan" else 50, "--json", "-")
         assert result.exit_code == 0
         json.loads(result.stdout)
@@ -406,7 +407,7 @@ class TestProgress:
     def test_work_that_fails_does_not_end_at_100_percent(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("pagepool.replay.progress.LINE_SECONDS", 0.0)
+        monkeypatch.setattr("pagepool.replay.shared.progress.LINE_SECONDS", 0.0)
 
         def fail(progress: Progress) -> None:
             with progress.follow("work", "thing", 10) as update:

@@ -20,8 +20,8 @@ pytest.importorskip("click")
 pytest.importorskip("rich")
 from command_line import invoke
 
-from pagepool.replay.plan_command import choose_replays, choose_sizes
-from pagepool.replay.wording import describe, list_columns
+from pagepool.replay.plans.command import choose_replays, choose_sizes
+from pagepool.replay.plans.report import describe, list_columns
 
 COMMANDS = ["fleet", "plan", "replay"]
 RESULTS = {"--json": "figures.json", "--html": "page.html", "--plot": "plot.png"}
@@ -67,7 +67,7 @@ class TestPlan:
     def test_the_table(self, trace: Path) -> None:
         result = invoke("plan", trace, "--num-pages", "60,500")
         assert result.exit_code == 0
-        for text in ("12 requests", " give 95% of the hits that any pool could", "skipped", "preempted", "Belady", "Mattson"):
+        for text in ("12 requests", " give 95% of all possible hits", "skipped", "preempted", "Belady", "Mattson"):
             assert text in result.output
         assert "GiB" not in result.output
         assert "\x1b" not in result.output
@@ -166,11 +166,11 @@ class TestWording:
 
     def test_the_knee_in_words(self) -> None:
         knee, unlimited, largest = describe(self.plan())
-        assert knee.startswith("12,800 pages give 95% of the hits that any pool could, ")
-        assert knee.endswith("with the best eviction policy 6,400 pages would.")
+        assert knee.startswith("12,800 pages give 95% of all possible hits if ")
+        assert knee.endswith("the best eviction policy needs 6,400 pages.")
         assert unlimited == "A pool that never evicts hits 600 of 1,000 prompt tokens (60.0%)."
-        assert largest == "The largest request needs a pool of 9 pages; smaller ones skip it."
-        assert describe(self.plan(page_bytes=1 << 20))[0].startswith("12,800 pages (12.5 GiB) give 95% of the hits")
+        assert largest == "The largest request needs a pool of 9 pages; smaller pools skip it."
+        assert describe(self.plan(page_bytes=1 << 20))[0].startswith("12,800 pages (12.5 GiB) give 95% of all possible hits")
 
     def test_columns_that_say_nothing_are_left_out(self) -> None:
         names = [name for name, _ in list_columns(self.plan())]
@@ -276,9 +276,9 @@ class TestBadTraces:
             (
                 "mixed.jsonl",
                 (line_of() + line_of(block_size=300)).encode(),
-                ":2: block_size is 300, that of the lines before 512",
+                ":2: block_size is 300, but 512 in the lines before",
             ),
-            ("order.jsonl", (line_of(timestamp=5) + line_of(timestamp=4)).encode(), ":2: timestamp 4 is before 5"),
+            ("order.jsonl", (line_of(timestamp=5) + line_of(timestamp=4)).encode(), ":2: timestamp 4 is below 5"),
             ("answer.jsonl", line_of(output_hash_ids=[7]).encode(), ":1: got 3 ids for 1 full block of 512 in 603 tokens"),
             ("answer.jsonl", line_of(output_hash_ids="7").encode(), ":1: output_hash_ids must be a list of integers"),
             ("zero.jsonl", line_of(block_size=0).encode(), ":1: block_size must be at least 1, got 0"),
@@ -307,7 +307,7 @@ class TestBadTraces:
         def fail(*_: object) -> None:
             raise MemoryError
 
-        monkeypatch.setattr("pagepool.replay.options.read_trace", fail)
+        monkeypatch.setattr("pagepool.replay.traces.options.read_trace", fail)
         result = invoke(command, trace)
         assert result.exit_code == 1
         assert result.output.startswith(f"Error: out of memory: {trace} (968 B) is too large for the memory: ")
@@ -357,7 +357,7 @@ class TestBadResults:
 
         path = trace.parent / "figures.json"
         path.write_text("before")
-        monkeypatch.setattr("pagepool.replay.scheduler.Scheduler.step", interrupt)
+        monkeypatch.setattr("pagepool.replay.simulation.scheduler.Scheduler.step", interrupt)
         assert invoke(command, trace, "--json", path).exit_code == 1
         assert path.read_text() == "before"
         assert {*trace.parent.iterdir()} == {trace, path}

@@ -75,10 +75,13 @@ def test_hits_counted_twice() -> None:
     assert manager.get_page_ids("a")[0] == [1, 2, 3, 4, 6, 7]
 
 
-def test_fewer_than_the_hits_hold() -> None:
-    manager, request = make_manager(), EngineRequest("a", PROMPT)
+@pytest.mark.parametrize(("num_new_tokens", "num_computed_tokens"), [(2, 15), (1, 15), (1, 3), (4, 0), (17, 0)])
+def test_fewer_than_the_hits_hold(num_new_tokens: int, num_computed_tokens: int) -> None:
+    manager, request = make_manager(FULL, WINDOW), EngineRequest("a", PROMPT)
     hits, _ = hit(manager, request)
-    assert manager.allocate_slots(request, 2, 15, hits) is not None
+    assert manager.allocate_slots(request, num_new_tokens, num_computed_tokens, hits) is not None
+    assert len(manager.get_page_ids("a")[0]) >= 4
+    manager.check()
 
 
 @pytest.mark.parametrize("with_hits", [True, False])

@@ -366,3 +366,16 @@ def test_a_pool_that_was_not_restored_is_not_emptied() -> None:
     with pytest.raises(ArgumentError, match="allowed: one as restored"):
         manager.page_pool.release_all_held()
     manager.check()
+
+
+def test_hits_that_are_computed_again_and_whose_step_fails_are_forgotten() -> None:
+    """The pages are a request's own by then, although it hit them when it came."""
+    manager = make_manager()
+    loaded, other = start(manager), EngineRequest("other", TOKENS)
+    hits, num_hit_tokens = manager.get_computed_pages(other)
+    assert manager.allocate_slots(other, 1, num_hit_tokens, hits) is not None
+    manager.page_pool.evict_pages(manager.get_page_ids("loaded")[0])
+    manager.free(loaded, num_computed_tokens=0)
+    assert manager.allocate_slots(other, len(TOKENS)) is not None  # from its first token on again
+    manager.free(other, num_computed_tokens=0)
+    assert count_hits(manager) == manager.stats().num_cached_pages == 0

@@ -19,9 +19,9 @@ from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
 from pagepool.errors import PagePoolError
 from pagepool.hashing import get_siphash_key
 from pagepool.replay import Scheduler, TraceRecord, make_requests
-from pagepool.replay.fleet import Fleet, FleetFigures, LocalReplicas, add_round, skip_rounds
-from pagepool.replay.replica import HASH_SEED, ReplicaSettings
-from pagepool.replay.router import ROUTERS, LeastLoadedRouter, PrefixRouter, RoundRobinRouter, Router
+from pagepool.replay.fleets.fleet import Fleet, FleetFigures, LocalReplicas, add_round, skip_rounds
+from pagepool.replay.fleets.replica import HASH_SEED, ReplicaSettings
+from pagepool.replay.fleets.router import ROUTERS, LeastLoadedRouter, PrefixRouter, RoundRobinRouter, Router
 
 SETTINGS = ReplicaSettings(num_pages=600, max_num_seqs=8)
 KEY = get_siphash_key(HASH_SEED)

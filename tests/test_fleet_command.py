@@ -68,7 +68,7 @@ def test_a_trace_that_idles_for_months(trace: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--kill", "3"], "'3' is not REPLICA@SECONDS, as 3@600"),
+        (["--kill", "3"], "'3' is not REPLICA@SECONDS, such as 3@600"),
         (["--kill", "x@1"], "'x@1' is not REPLICA@SECONDS"),
         (["--kill", "16@1"], "--kill: replicas are 0 to 15"),
         (["--router", "random"], "'random' is not one of"),

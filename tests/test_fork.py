@@ -20,6 +20,7 @@ from pagepool import (
     CacheGroupSpec,
     CacheManager,
     EngineRequest,
+    EngineRequestStatus,
     FullAttentionSpec,
     PageHash,
     PagePool,
@@ -284,19 +285,21 @@ def test_children_of_children_work() -> None:
         assert fork_often(use, 20) == {WORKED: 20}
 
 
-class StubbornRequest(EngineRequest):
+class StubbornRequest:
     """A request whose tokens are asked for, under the manager's lock, until it is let go."""
 
+    request_id, num_tokens, num_computed_tokens = "stubborn", 8, 0
+    sampling_params, status = None, EngineRequestStatus.WAITING
+
     def __init__(self) -> None:
-        super().__init__("stubborn", [1] * 8)
         self.is_asked, self.may_answer = threading.Event(), threading.Event()
 
     @property
-    def num_tokens(self) -> int:
+    def all_token_ids(self) -> list[int]:
         if threading.current_thread() is not threading.main_thread():
             self.is_asked.set()
             self.may_answer.wait()
-        return 8
+        return [1] * 8
 
 
 def test_a_manager_whose_lock_never_comes_raises_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:

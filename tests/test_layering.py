@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -68,11 +69,48 @@ ORDER = [
     "stats.prometheus",
     "metrics",
     "compat",
-    "replay",
+    "replay.shared.output",
+    "replay.shared.sizes",
+    "replay.shared.memory",
+    "replay.shared.progress",
+    "replay.shared.results",
+    "replay.shared.options",
+    "replay.shared.tables",
+    "replay.shared.drawing",
+    "replay.traces.simulated_request",
+    "replay.traces.generator",
+    "replay.traces.reader",
+    "replay.traces.recorder",
+    "replay.traces.options",
+    "replay.simulation.figures",
+    "replay.simulation.allocator",
+    "replay.simulation.scheduler",
+    "replay.simulation.runs",
+    "replay.simulation.report",
+    "replay.simulation.command",
+    "replay.plans.reuse",
+    "replay.plans.lru",
+    "replay.plans.optimum",
+    "replay.plans.plan",
+    "replay.plans.model",
+    "replay.plans.report",
+    "replay.plans.plot",
+    "replay.plans.web_page",
+    "replay.plans.command",
+    "replay.fleets.replica",
+    "replay.fleets.router",
+    "replay.fleets.fleet",
+    "replay.fleets.report",
+    "replay.fleets.plot",
+    "replay.fleets.command",
+    "replay",  # its public names, and the packages
+    "replay.command",
+    "replay.cli",
     "__init__",
     "__main__",
 ]
-FOLDERS = {"compat", "replay"}
+FOLDERS = {"compat"}  # their files may import one another
+PARTED = {"events", "hashing", "stats"}  # some of their files stand below the core or the manager, some above
 OPTIONAL = {
     "cbor2",
     "click",
@@ -96,18 +134,16 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def place_of(path: Path) -> int:
-    """Return the place in the order, which the files of `FOLDERS` share with their folder."""
+def module_of(path: Path) -> str:
+    """Return the dotted name without `pagepool.`; that of a folder for its `__init__`."""
     parts = path.relative_to(ROOT / "pagepool").with_suffix("").parts
-    if parts[0] in FOLDERS:
-        return ORDER.index(parts[0])
-    return ORDER.index(".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts))
+    return ".".join(parts[:-1] if parts[1:] and parts[-1] == "__init__" else parts)
 
 
-def place_of_import(name: str) -> int:
-    """Return the place of the file that ``pagepool.<name>`` is or comes from; `__init__` for names that are no file."""
+def place_of(name: str) -> int:
+    """Return the place of the file that a dotted name is in, which the files of `FOLDERS` share."""
     parts = name.split(".")
-    prefixes = [".".join(parts[:num]) for num in range(len(parts), 0, -1)]
+    prefixes = (".".join(parts[:stop]) for stop in range(len(parts), 0, -1))
     return ORDER.index(next((prefix for prefix in prefixes if prefix in ORDER), "__init__"))
 
 
@@ -136,14 +172,34 @@ def imports_of(path: Path, at_import_time: bool = False) -> list[str]:
 
 
 def places_imported_by(path: Path) -> set[int]:
-    """Return the places of the package's own files that are imported."""
+    """Return the places of the package's own files that are imported; `__init__` for names that are no file."""
     names = [name.partition(".") for name in imports_of(path)]
-    return {place_of_import(name) for package, _, name in names if package == "pagepool"}
+    return {place_of(name) for package, _, name in names if package == "pagepool"}
+
+
+def test_every_file_has_a_place() -> None:
+    """Files of one folder stand together, so that imports go one way between folders too."""
+    modules = {module_of(path) for path in FILES}
+    folders = {module_of(path) for path in FILES if path.stem == "__init__"} - {"__init__"}
+    in_folders = {module for module in modules if module.split(".")[0] in FOLDERS}
+    assert set(ORDER) <= modules
+    assert not modules - folders - in_folders - set(ORDER)
+    runs = [folder for folder, _ in groupby(name.rpartition(".")[0] for name in ORDER) if folder and folder not in PARTED]
+    assert len(runs) == len(set(runs))
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.name != "__init__.py"], ids=name_of)
+def test_the_table_of_files_names_every_file(path: Path) -> None:
+    """By its path, or by its name in a row of its folder."""
+    folder, _, name = str(path.relative_to(ROOT / "pagepool")).rpartition("/")
+    rows = [line for line in (ROOT / "docs" / "design.md").read_text().splitlines() if line.startswith("| `")]
+    prefix = f"`{folder}/" if folder else "`"
+    assert any(f"{prefix}{name}`" in row or (prefix in row and f"`{name}`" in row) for row in rows)
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_imports_only_files_above(path: Path) -> None:
-    place = place_of(path)
+    place = place_of(module_of(path))
     not_above = {ORDER[other] for other in places_imported_by(path) if other >= place}
     assert not_above <= {ORDER[place]} & FOLDERS
 
@@ -153,7 +209,7 @@ def test_imports_are_absolute(path: Path) -> None:
     assert not [name for name in imports_of(path) if name.startswith(".")]
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if not ORDER[place_of(path)].startswith(EXTRAS)], ids=name_of)
+@pytest.mark.parametrize("path", [path for path in FILES if not module_of(path).startswith(EXTRAS)], ids=name_of)
 def test_optional_packages_are_imported_on_first_use(path: Path) -> None:
     roots = {name.split(".")[0] for name in imports_of(path, at_import_time=True)}
     assert not roots & OPTIONAL

@@ -10,7 +10,9 @@ import sys
 import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -110,21 +112,25 @@ def use_snapshot() -> None:
     PagePool.restore(pool.snapshot()).check()
 
 
+def usual_growth(sizes: list[int]) -> float:
+    """Bytes from one size to the next. A dict that is resized once is no leak."""
+    print(sizes)
+    return median(after - before for before, after in pairwise(sizes))
+
+
 USES = [use_manager, use_batch, use_pages, use_chain, use_snapshot]
 
 
 @pytest.mark.usefixtures("_traced")
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_all_of_it_is_collected(use: Callable[[], None]) -> None:
-    """What was made, cycles included, is gone: a hundred times leave no more than fifty. Without the GIL CPython is late with
-    some of it.
-    """
+    """What was made, cycles included, is gone: more times leave no more. Without the GIL CPython is late with some of it."""
     sizes = []
-    for _ in range(2):
-        for _ in range(50):
+    for _ in range(6):
+        for _ in range(25):
             use()
         sizes.append(traced_bytes())
-    assert sizes[1] - sizes[0] < 4096
+    assert usual_growth(sizes) < 4096
 
 
 def test_managers_tables_and_batches_are_collected() -> None:
@@ -225,8 +231,7 @@ def test_a_constructor_that_runs_out_of_memory_leaves_nothing(construct: Callabl
     for _ in range(8):
         assert sum(1 for _ in Failure().each(lambda: None, lambda _: construct()))
         sizes.append(traced_bytes())
-    print(sizes)
-    assert sizes[-1] - sizes[1] < 1024
+    assert usual_growth(sizes) < 128
 
 
 @not_with_cython_3_3

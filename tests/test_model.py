@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pagepool.errors import ArgumentError
-from pagepool.replay.model import read_page_bytes
+from pagepool.replay.plans.model import read_page_bytes
 
 LLAMA = {
     "num_hidden_layers": 32,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from privileges import read_only_folder, without_privileges
 
-from pagepool.replay.output import open_output
+from pagepool.replay.shared.output import open_output
 
 
 def test_it_takes_its_place_at_the_end(tmp_path: Path) -> None:

@@ -24,12 +24,14 @@ from PIL import Image  # noqa: E402
 from test_commands import Page, line_of  # noqa: E402
 
 from pagepool.replay import Plan, Planner, Scheduler, TraceRecord, make_requests  # noqa: E402
-from pagepool.replay.drawing import COLORS, STYLE  # noqa: E402
-from pagepool.replay.figures import find_hit_rate  # noqa: E402
-from pagepool.replay.plot import draw_plan, save_plot  # noqa: E402
-from pagepool.replay.simulation import make_manager  # noqa: E402
-from pagepool.replay.web_page import make_page  # noqa: E402
-from pagepool.replay.wording import HIT_RATE, RUN_HIT_RATE, headline, list_columns, name_trace  # noqa: E402
+from pagepool.replay.fleets.report import HIT_RATE as RUN_HIT_RATE  # noqa: E402
+from pagepool.replay.plans.plot import draw_plan, save_plot  # noqa: E402
+from pagepool.replay.plans.report import HIT_RATE, headline, list_columns  # noqa: E402
+from pagepool.replay.plans.web_page import make_page  # noqa: E402
+from pagepool.replay.shared.drawing import COLORS, STYLE  # noqa: E402
+from pagepool.replay.simulation.figures import find_hit_rate  # noqa: E402
+from pagepool.replay.simulation.runs import make_manager  # noqa: E402
+from pagepool.replay.traces.reader import name_trace  # noqa: E402
 
 ODD_NAME = 'a <b>&"$x$'
 LONG_NAME = "conversation_" * 12
@@ -105,10 +107,10 @@ class TestShares:
 
     def test_a_fleet(self, tmp_path: Path) -> None:
         pytest.importorskip("msgspec")
-        from pagepool.replay.fleet import run_fleet
-        from pagepool.replay.fleet_plot import draw_fleet
-        from pagepool.replay.fleet_report import headline_fleet
-        from pagepool.replay.replica import ReplicaSettings
+        from pagepool.replay.fleets.fleet import run_fleet
+        from pagepool.replay.fleets.plot import draw_fleet
+        from pagepool.replay.fleets.replica import ReplicaSettings
+        from pagepool.replay.fleets.report import headline_fleet
 
         records = make_records()
         figures = {name: run_fleet(name, 2, ReplicaSettings(45, 2), records) for name in ("round-robin", "prefix")}
@@ -124,8 +126,8 @@ class TestShares:
 
     def test_a_request_that_a_dead_replica_skipped_counts_once(self) -> None:
         pytest.importorskip("msgspec")
-        from pagepool.replay.fleet import run_fleet
-        from pagepool.replay.replica import ReplicaSettings
+        from pagepool.replay.fleets.fleet import run_fleet
+        from pagepool.replay.fleets.replica import ReplicaSettings
 
         records = make_records()
         figures = run_fleet("round-robin", 2, ReplicaSettings(45, 2), records, deaths=[(0.0, 0), (5.0, 0)])
@@ -268,8 +270,8 @@ class TestTitles:
 
     def test_a_fleet(self) -> None:
         pytest.importorskip("msgspec")
-        from pagepool.replay.fleet import FleetFigures
-        from pagepool.replay.fleet_report import headline_fleet
+        from pagepool.replay.fleets.fleet import FleetFigures
+        from pagepool.replay.fleets.report import headline_fleet
 
         none, some, most = (FleetFigures(prompt_tokens=8, hit_tokens=tokens) for tokens in (0, 1, 2))
         assert headline_fleet({"a": some, "b": most}, "chat") == "chat: router b hits most, 25.0% of prompt tokens (a 12.5%)"

@@ -10,9 +10,9 @@ from test_replay import SHARED_TRACE, make_manager
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.manager import CacheManager
 from pagepool.replay import Figures, Planner, SimulatedRequest, TraceRecord, make_requests, read_trace
-from pagepool.replay.lru import LruCurve
-from pagepool.replay.optimum import BestCurve
-from pagepool.replay.reuse import find_reuse
+from pagepool.replay.plans.lru import LruCurve
+from pagepool.replay.plans.optimum import BestCurve
+from pagepool.replay.plans.reuse import find_reuse
 from pagepool.specs import cdiv
 
 NUM_SEEDS = 30

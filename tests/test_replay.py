@@ -31,9 +31,9 @@ from pagepool.replay import (
     make_requests,
     read_trace,
 )
-from pagepool.replay.allocator import Allocator
-from pagepool.replay.simulated_request import Int32Array
-from pagepool.replay.trace import parse_record
+from pagepool.replay.simulation.allocator import Allocator
+from pagepool.replay.traces.reader import parse_record
+from pagepool.replay.traces.simulated_request import Int32Array
 from pagepool.running_batch import RunningBatch
 from pagepool.specs import CacheGroupSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec, cdiv
 
@@ -480,7 +480,7 @@ class TestTrace:
         assert len(read_trace(str(path), limit=1)) == 1
 
     def test_more_hash_ids_than_there_are_tokens_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pagepool.replay.trace.MAX_TOKEN_IDS", 3 * 512)
+        monkeypatch.setattr("pagepool.replay.traces.reader.MAX_TOKEN_IDS", 3 * 512)
         record = TraceRecord(0, 1024, 1, (1, 2))
         with pytest.raises(TraceError, match="t:2: more than 3 distinct hash ids"):
             make_requests([record, TraceRecord(0, 1024, 1, (3, 4))], "t")
@@ -678,6 +678,10 @@ class TestProcess:
         code = "import sys, pagepool; assert not {'click', 'rich', 'pagepool.replay'} & set(sys.modules)"
         assert run(code=code).returncode == 0
 
+    def test_the_public_names_need_no_extra(self) -> None:
+        code = "import sys, pagepool.replay; assert not {'click', 'rich', 'matplotlib', 'msgspec', 'ray'} & set(sys.modules)"
+        assert run(code=code).returncode == 0
+
     @pytest.mark.parametrize("name", ["click", "rich"])
     def test_a_missing_extra_is_named(self, name: str) -> None:
         code = f"import sys; sys.modules['{name}'] = None\nfrom pagepool.replay.cli import main\nmain()"
@@ -687,7 +691,9 @@ class TestProcess:
         assert "Traceback" not in result.stderr
 
     def test_what_is_missing_else_is_not_taken_for_an_extra(self) -> None:
-        code = "import sys; sys.modules['pagepool.replay.report'] = None\nfrom pagepool.replay.cli import main\nmain()"
+        code = (
+            "import sys; sys.modules['pagepool.replay.simulation.report'] = None\nfrom pagepool.replay.cli import main\nmain()"
+        )
         result = run(code=code)
         assert result.returncode == 1
         assert "ModuleNotFoundError" in result.stderr

@@ -158,7 +158,7 @@ def test_a_saturated_replay_counts_each_request_once(batched: bool, capsys: pyte
     pytest.importorskip("rich")
     from pagepool.metrics import CacheCollector
     from pagepool.replay import Scheduler, generate_chats
-    from pagepool.replay.report import print_report
+    from pagepool.replay.simulation.report import print_report
 
     chats = generate_chats(num_requests=60, seed=3)
     num_pages = 2 + max(request.num_slots for request in chats) // 8

@@ -95,7 +95,7 @@ class Peers:
     def note_endpoint(self) -> None:
         """Once it listens or connects."""
         self.endpoint = self.watched.getsockopt_string(zmq.LAST_ENDPOINT)
-        if not self._is_connecting:
+        if not self._is_connecting and not self.endpoint.startswith("inproc:"):  # within the process nothing is connected
             event, value = parse_event(self.monitor)
             if event == zmq.EVENT_LISTENING:
                 self.listening = value

@@ -1,10 +1,10 @@
-"""Tokens and parent to page hash: the named tuples, the seeds, the extra keys and the hash functions in Python.
+"""Hashes of pages: seeds, extra keys, and the hash functions in Python.
 
-A page is known by the chain of everything before it: ``hash(parent hash, tokens of the page, extra keys)``. Equal hashes
-mean equal contents from the first token on, which is what lets two requests share a page. Extra keys are what is not in the
-tokens but changes the keys and values all the same: a LoRA adapter, an image, a tenant's salt.
+The hash of a page covers everything before it: ``hash(parent hash, tokens of the page, extra keys)``. Equal hashes mean equal
+contents from the first token on, so two requests can share the page. Extra keys are what changes keys and values without being
+in the tokens: a LoRA adapter, an image, a tenant's salt.
 
-The manager's default algorithm, SipHash-2-4-128, runs in the compiled core; this module gives it its secret key.
+The manager's default algorithm, SipHash-2-4-128, runs in the compiled core, with a secret key from `pagepool.hashing.seeds`.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,9 +60,9 @@ NONE_HASH: int = 0
 
 
 def init_none_hash() -> None:
-    """Set `NONE_HASH` anew: from ``PYTHONHASHSEED`` where it is set, else from the process's secret.
+    """Set `NONE_HASH` from ``PYTHONHASHSEED`` if it is set, else from the secret of the process.
 
-    Calling it again changes nothing unless the environment changed, so hashes made before stay valid.
+    Existing hashes stay valid unless the environment has changed.
     """
     global NONE_HASH
     NONE_HASH = get_none_hash()
@@ -79,7 +79,7 @@ def hash_page_tokens(
 ) -> PageHash:
     """Hash one full page: ``hash_function((parent or NONE_HASH, tuple of tokens, extra_keys))``.
 
-    `parent_page_hash` is the ``hash_value`` of the page before, None for a first page. O(tokens).
+    `parent_page_hash` is the ``hash_value`` of the preceding page, None for a first page. O(tokens).
 
     >>> hash_page_tokens(lambda content: len(content[1]), None, [5, 6, 7])
     PageHash(hash_value=3, token_ids=(5, 6, 7), extra_keys=None)
@@ -94,9 +94,9 @@ def hash_page_tokens(
 
 
 def hash_request_tokens(hash_function: HashFunction, page_size: int, request: Any) -> list[PageHash]:
-    """Hash every full page of ``request.all_token_ids``, each with the one before as its parent. O(tokens).
+    """Hash every full page of ``request.all_token_ids``, each with the preceding page as its parent. O(tokens).
 
-    Each call gives different hashes to a request that says ``has_vision`` and names no feature.
+    A request with ``has_vision`` and without features gets different hashes in each call.
     """
     page_size = require_int("page_size", page_size, 1)
     try:

@@ -27,7 +27,7 @@ HashAlgorithm = str | HashFunction
 """``"siphash128"``, ``"sha256"``, ``"sha256_cbor"``, or a callable as `pagepool.hash_page_tokens` takes it."""
 
 VLLM_SEED = "vllm-none-hash"
-"""What vLLM 0.33 makes the parent of first pages of where no seed is set."""
+"""The seed of vLLM 0.33 for the parent of first pages if no seed is set."""
 
 
 class SipHasher(PageHasher):
@@ -41,27 +41,27 @@ class SipHasher(PageHasher):
         return self._key
 
     def hash_pages(self, hashes: RequestHashes, token_ids: TokenIds | PageIds, extra_keys: ExtraKeys | None) -> None:
-        """One native call for all pages."""
+        """Hash all pages in one native call."""
         hashes.chain.extend(token_ids, encode_extra_keys(extra_keys))
 
     def list_page_hashes(self, hashes: RequestHashes) -> list[PageHash]:
-        """Made anew from the chain."""
+        """Make the objects from the chain."""
         chain = hashes.chain
         return [PageHash(chain[i], chain.page_token_ids(i)) for i in range(len(chain))]
 
 
 class PythonHasher(PageHasher):
-    """A hash made page by page in Python."""
+    """Base of algorithms that hash page by page in Python."""
 
     def hash_pages(self, hashes: RequestHashes, token_ids: TokenIds | PageIds, extra_keys: ExtraKeys | None) -> None:
-        """Page by page, each from the hash of the one before."""
+        """Hash page by page, each from the preceding hash."""
         tokens = token_ids.to_list() if isinstance(token_ids, PageIds) else [int(token_id) for token_id in token_ids]
         for start in range(0, len(tokens), self.page_size):
             self.hash_page(hashes, tokens[start : start + self.page_size], extra_keys if start == 0 else None)
 
     @abstractmethod
     def hash_page(self, hashes: RequestHashes, token_ids: list[int], extra_keys: ExtraKeys | None) -> None:
-        """Append key and hash of one page."""
+        """Append the key and the hash of one page."""
 
 
 class Sha256Hasher(PythonHasher):
@@ -83,11 +83,11 @@ class Sha256Hasher(PythonHasher):
         self._hash_page_bytes = hash_page_bytes
 
     def _get_root(self) -> bytes:
-        """What first pages begin with. The SipHash key is not used."""
+        """Return the parent of first pages. The SipHash key is not used."""
         return self._root
 
     def hash_page(self, hashes: RequestHashes, token_ids: list[int], extra_keys: ExtraKeys | None) -> None:
-        """One digest."""
+        """Append one digest."""
         parent = hashes.page_hashes[-1].hash_value.to_bytes(32, "big") if hashes.page_hashes else self._root
         digest = self._hash_page_bytes(parent, token_ids, extra_keys)
         kept = tuple(token_ids) if self.keep_token_ids else ()
@@ -97,7 +97,7 @@ class Sha256Hasher(PythonHasher):
 
 
 class VllmHasher(Sha256Hasher):
-    """vLLM's ``sha256_cbor``: parent, tokens and extra keys in CBOR. docs/engines.md says what is byte for byte the same."""
+    """vLLM's ``sha256_cbor``: parent, tokens and extra keys in CBOR. docs/engines.md lists what is byte for byte the same."""
 
     extra_keys = VllmExtraKeys
     algorithm = "sha256_cbor"
@@ -108,8 +108,8 @@ class VllmHasher(Sha256Hasher):
 
 
 class CallableHasher(PythonHasher):
-    """Any callable. Its values are what the user sees; the key of the index is a SipHash chain over the same contents, so that
-    prompts which collide under a weak callable never share a page.
+    """Any callable. Users see its values; the key of the index is a SipHash chain over the same contents, so that prompts which
+    collide under a weak callable never share a page.
     """
 
     def __init__(self, page_size: int, hash_seed: int | str | bytes | None, hash_function: HashFunction) -> None:
@@ -120,7 +120,7 @@ class CallableHasher(PythonHasher):
         self.algorithm = f"callable {getattr(hash_function, '__module__', None)}.{name}"
 
     def hash_page(self, hashes: RequestHashes, token_ids: list[int], extra_keys: ExtraKeys | None) -> None:
-        """One call of the callable and one native digest."""
+        """Call the callable, and append one native digest."""
         parent = hashes.page_hashes[-1].hash_value if hashes.page_hashes else None
         page_hash = hash_page_tokens(self._hash_function, parent, token_ids, extra_keys)
         hashes.chain.extend(token_ids, encode_extra_keys(extra_keys))
@@ -132,7 +132,7 @@ def _sha256_cbor_page(parent: bytes, token_ids: Sequence[int], extra_keys: Extra
 
 
 def make_page_hasher(hash_algo: HashAlgorithm, page_size: int, hash_seed: int | str | bytes | None) -> PageHasher:
-    """The hasher for an algorithm's name or a callable. ArgumentError for an unknown name."""
+    """Return the hasher for an algorithm's name or a callable. ArgumentError for an unknown name."""
     if callable(hash_algo):
         return CallableHasher(page_size, hash_seed, hash_algo)
     name = hash_algo if isinstance(hash_algo, str) else None
@@ -146,12 +146,12 @@ def make_page_hasher(hash_algo: HashAlgorithm, page_size: int, hash_seed: int | 
 
 
 def _sha256_root(hash_seed: int | str | bytes | None) -> bytes:
-    """Zeros unless a seed is given: the same in every process."""
+    """Return zeros unless a seed is given: the same in every process."""
     return bytes(32) if hash_seed is None else sha256_page(b"root", (), (("seed", get_hash_seed(hash_seed)),))
 
 
 def _vllm_seed(hash_seed: int | str | bytes | None) -> str:
-    """`hash_seed` where given, else what vLLM takes: ``PYTHONHASHSEED`` where it is set, whatever it says, or `VLLM_SEED`."""
+    """Return `hash_seed` if given, else the seed of vLLM: any ``PYTHONHASHSEED`` that is set, or `VLLM_SEED`."""
     if hash_seed is None:
         return os.environ.get("PYTHONHASHSEED", VLLM_SEED)
     try:

@@ -1,4 +1,4 @@
-"""SHA-256 of a page, in its two forms."""
+"""The two SHA-256 digests of a page."""
 
 import hashlib
 import struct
@@ -12,9 +12,9 @@ __all__ = ["sha256_cbor", "sha256_page"]
 
 
 def sha256_page(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys | None) -> bytes:
-    """SHA-256 of the parent's digest, the tokens as little-endian int32 and the encoded extra keys: 32 bytes.
+    """Return SHA-256 of the parent's digest, the tokens as little-endian int32 and the encoded extra keys: 32 bytes.
 
-    The same in every process and on every machine. Token ids outside int32 raise `ArgumentError`.
+    It is the same in every process and on every machine. ArgumentError for token ids outside int32.
     """
     try:
         tokens = struct.pack(f"<{len(token_ids)}i", *token_ids)
@@ -24,7 +24,7 @@ def sha256_page(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys |
 
 
 def sha256_cbor(content: Any) -> bytes:
-    """SHA-256 of the canonical CBOR encoding of `content`, as vLLM's function of that name: 32 bytes.
+    """Return SHA-256 of the canonical CBOR encoding of `content`, like vLLM's function of that name: 32 bytes.
 
     Needs the package cbor2 (the extra ``pagepool[cbor]``).
     """

@@ -1,4 +1,4 @@
-"""Extra keys: what is not in the tokens and changes keys and values all the same."""
+"""Extra keys: what changes keys and values without being in the tokens."""
 
 import os
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ LORA = "lora"
 
 
 def encode_extra_keys(extra_keys: ExtraKeys | None) -> bytes:
-    """Extra keys as bytes, different for different keys; empty for None."""
+    """Return extra keys as bytes, different for different keys; empty for None."""
     return b"" if extra_keys is None else repr(extra_keys).encode()
 
 
@@ -29,9 +29,8 @@ class RequestExtraKeys:
     A ``cache_salt`` and a ``lora_id`` enter the first page; each multimodal feature enters the pages that it overlaps. The
     chain carries them to every later page. A feature is any object with ``mm_hash`` (or ``identifier``) and a position
     ``placeholder_range`` (or ``mm_position``) with ``offset`` and ``length`` in tokens; one without a position enters the
-    first page. A request that says ``has_vision`` and names no feature has a nonce in its first page, a fresh one each time
-    that `of` is called: only hashes made with the same `RequestExtraKeys` share pages. ``request_keys`` are those that are not
-    features.
+    first page. A request with ``has_vision`` and without features has a nonce in its first page, a new one for each call of
+    `of`: only hashes made with the same `RequestExtraKeys` share pages. ``request_keys`` are the keys other than features.
     """
 
     SALT: ClassVar[str] = "salt"
@@ -43,7 +42,7 @@ class RequestExtraKeys:
 
     @classmethod
     def of(cls, request: Any) -> Self | None:
-        """The extra keys of `request`, or None where it has none. O(features x log features)."""
+        """Return the extra keys of `request`, or None if it has none. O(features x log features)."""
         lora_id, salt = getattr(request, "lora_id", None), getattr(request, "cache_salt", None)
         keys = [] if lora_id is None else [_lora_key(lora_id)]
         keys += [] if salt is None else [(cls.SALT, _plain("salt", salt))]
@@ -54,7 +53,7 @@ class RequestExtraKeys:
         return cls(tuple(keys), make_features(ranges)) if keys or ranges else None
 
     def of_page(self, start: int, end: int) -> ExtraKeys | None:
-        """Keys of the page with tokens ``[start, end)``, or None. Offsets are relative to the page."""
+        """Return the keys of the page with tokens ``[start, end)``, or None. Offsets are relative to the page."""
         first: ExtraKeys = self.request_keys if start == 0 else ()
         return (*first, *self._feature_keys(start, end)) or None
 
@@ -65,30 +64,31 @@ class RequestExtraKeys:
         )
 
     def find_keyed_page(self, start_page: int, page_size: int) -> tuple[int | None, ExtraKeys | None]:
-        """The next page from `start_page` on that may have keys, and the keys; None where there is none. O(log features), and
-        as much for each feature of the page.
+        """Return the next page from `start_page` on that may have keys, and the keys; None if there is none.
+
+        O(log features), and O(log features) for each feature of the page.
         """
         page = self.find_next_page(start_page * page_size, page_size)
         return page, None if page is None else self.of_page(page * page_size, (page + 1) * page_size)
 
     def find_next_page(self, start: int, page_size: int) -> int | None:
-        """Index of the first page at or after token `start` (a page boundary) that has keys, or None."""
+        """Return the index of the first page at or after token `start` (a page boundary) that has keys, or None."""
         if start == 0 and self.request_keys:
             return 0
         token = self.features.find_next(start)
         return None if token is None else token // page_size
 
     def without_tags(self, keys: ExtraKeys) -> list[Any]:
-        """What events tell of a page's keys, in vLLM's order: LoRA, features as ``(hash, offset)``, then what is left."""
+        """Return a page's keys as events have them, in vLLM's order: LoRA, features as ``(hash, offset)``, then the others."""
         in_order = sorted(keys, key=lambda key: (LORA, "mm").index(key[0]) if key[0] in (LORA, "mm") else 2)
         return [key[self.TOLD_OF_FEATURE] if key[0] == "mm" else key[1] for key in in_order]
 
 
 @dataclass(frozen=True, slots=True)
 class VllmExtraKeys(RequestExtraKeys):
-    """The same in vLLM's order and form: LoRA in every page, features by name and offset, the salt in the first page.
+    """Extra keys in vLLM's order and form: LoRA in every page, features by name and offset, the salt in the first page.
 
-    Features have to come in the order of their offsets and not to overlap, as vLLM's do.
+    Features must be in the order of their offsets and must not overlap, as in vLLM.
     """
 
     SALT: ClassVar[str] = "cache_salt"
@@ -96,7 +96,7 @@ class VllmExtraKeys(RequestExtraKeys):
     TOLD_OF_FEATURE: ClassVar[slice] = slice(1, 3)
 
     def of_page(self, start: int, end: int) -> ExtraKeys | None:
-        """Keys of the page with tokens ``[start, end)``, or None."""
+        """Return the keys of the page with tokens ``[start, end)``, or None."""
         lora = [key for key in self.request_keys if key[0] == LORA]
         first = [key for key in self.request_keys if key[0] != LORA and start == 0]
         return (*lora, *self._feature_keys(start, end), *first) or None
@@ -106,14 +106,14 @@ class VllmExtraKeys(RequestExtraKeys):
         return tuple(("mm", content_hash, offset) for _, _, content_hash, offset, _ in whole)
 
     def find_next_page(self, start: int, page_size: int) -> int | None:
-        """That page itself where there is an adapter."""
+        """Return that page itself if there is an adapter."""
         if any(key[0] == LORA for key in self.request_keys):
             return start // page_size
         return RequestExtraKeys.find_next_page(self, start, page_size)
 
 
 def list_features(mm_features: Any) -> tuple[Any, ...]:
-    """Features as a tuple; ArgumentTypeError for what is no sequence, and no None."""
+    """Return features as a tuple. ArgumentTypeError unless they are a sequence or None."""
     try:
         return () if mm_features is None else tuple(mm_features)
     except (TypeError, ValueError):
@@ -121,7 +121,7 @@ def list_features(mm_features: Any) -> tuple[Any, ...]:
 
 
 def _feature_range(feature: Any, names: Sequence[str]) -> FeatureRange:
-    """Where one multimodal feature is, and what. The hash is the first of `names` that it has."""
+    """Return the range, modality and hash of a feature. The hash is the first of `names` that it has."""
     content_hash = next((value for name in names if (value := getattr(feature, name, None)) is not None), None)
     if content_hash is None:
         raise ArgumentError(f"mm_features: {shown(feature)} has neither mm_hash nor identifier")
@@ -141,12 +141,12 @@ def _feature_range(feature: Any, names: Sequence[str]) -> FeatureRange:
 def _text(name: str, value: object) -> str:
     try:
         return str(require_short(name, value))
-    except ValueError:  # of an int within it
+    except ValueError:  # from an int in it
         raise ArgumentError(f"{name}: got {shown(value)}, allowed: a name") from None
 
 
 def _lora_key(lora_id: Any) -> tuple[Any, ...]:
-    """The adapter's key: its number or name, or its name and path."""
+    """Return the key of an adapter: its number or name, or its name and path."""
     if type(lora_id) is not tuple:
         return LORA, _plain("lora_id", lora_id)
     if len(lora_id) != 2:
@@ -155,7 +155,7 @@ def _lora_key(lora_id: Any) -> tuple[Any, ...]:
 
 
 def _plain(name: str, value: Any) -> int | str | bytes:
-    """`value` if its repr tells it from every other value."""
+    """Return `value` if its repr is unique to it."""
     if type(value) not in (int, str, bytes):
         raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: int, str or bytes")
     checked: int | str | bytes = require_short(name, value)

@@ -1,4 +1,4 @@
-"""The places of a request's multimodal features, and the search among them."""
+"""The positions of a request's multimodal features, and searches among them."""
 
 from bisect import bisect_left, bisect_right
 from itertools import accumulate
@@ -11,41 +11,41 @@ FeatureRange = tuple[int, int, Any, Any]
 
 
 MAX_SEARCHED_FEATURES = 8
-"""Up to this number a search through all features is faster than one in a tree."""
+"""Up to this number, a linear search is faster than a tree."""
 
 
 class Features:
-    """The features of a request, searched one by one."""
+    """The features of a request, with linear search."""
 
     __slots__ = ("_hash", "_ranges")
 
     def __init__(self, ranges: tuple[FeatureRange, ...]) -> None:
-        """`ranges` in the request's order."""
+        """`ranges` are in the request's order."""
         self._ranges = ranges
         self._hash = hash(ranges)
 
     def __eq__(self, other: object) -> bool:
-        """The same features in the same order."""
+        """Whether both have the same features in the same order."""
         return isinstance(other, Features) and self._ranges == other._ranges
 
     def __hash__(self) -> int:
-        """Worked out once."""
+        """The hash, computed once."""
         return self._hash
 
     def find_next(self, start: int) -> int | None:
-        """The first token from `start` on that is in a feature, or at which one of no tokens is; None behind the last."""
+        """Return the first token from `start` on at a feature, an empty one included; None after the last feature."""
         return min([max(start, begin) for begin, end, _, _ in self._ranges if end > start], default=None)
 
     def find_overlapping(self, start: int, stop: int) -> list[FeatureRange]:
-        """Those that overlap ``[start, stop)``, one of no tokens within it included, in the request's order."""
+        """Return the features that overlap ``[start, stop)``, empty ones within it included, in the request's order."""
         return [feature for feature in self._ranges if feature[0] < stop and start < feature[1]]
 
 
 class SortedFeatures(Features):
-    """Features sorted once by where they start.
+    """Features sorted by their starts.
 
-    A look-up finds each of a page's features among n in O(log n). It searches a tree over the sorted features that holds the
-    last end below each node; the children of node i are at 2 i and 2 i + 1.
+    A search finds each of a page's features among n in O(log n). It uses a tree over the sorted features that holds the last
+    end below each node; the children of node i are at 2 i and 2 i + 1.
     """
 
     __slots__ = ("_ends", "_last_ends", "_order", "_starts")
@@ -70,7 +70,7 @@ class SortedFeatures(Features):
         return self._starts[num] if num < len(self._starts) else None
 
     def find_overlapping(self, start: int, stop: int) -> list[FeatureRange]:
-        """O(log n), and as much for each that is found."""
+        """O(log n), and O(log n) for each feature found."""
         found: list[int] = []
         num_leaves = len(self._ends) // 2
         nodes = self._list_nodes(bisect_left(self._starts, stop), num_leaves)
@@ -86,7 +86,7 @@ class SortedFeatures(Features):
 
     @staticmethod
     def _list_nodes(num: int, num_leaves: int) -> list[int]:
-        """The largest nodes that have only the first `num` leaves below them, and together all of these."""
+        """Return the largest nodes that together cover exactly the first `num` leaves."""
         nodes = []
         while num:
             num_below = num & -num

@@ -1,4 +1,4 @@
-"""The page hashes that are not simply keys of the prefix index."""
+"""Page hashes that differ from their keys in the prefix index."""
 
 import os
 from collections.abc import Iterable
@@ -12,16 +12,16 @@ MAX_KEY = (1 << 128) - 1
 
 
 class HashNames:
-    """Which `PageHash` stands for which 128-bit key of the prefix index, where the key is not simply the hash value.
+    """Maps 128-bit keys of the prefix index to the `PageHash` that names them, where the key is not the hash value.
 
-    Pages that the manager hashes natively have keys that are their hash values, and nothing is stored for them. One hash may
-    stand for several keys, when a weak hash function gives different prefixes the same value.
+    The keys of natively hashed pages are their hash values and need no entry. One hash may name several keys, if a weak hash
+    function gives different prefixes the same value.
     """
 
     __slots__ = ("__weakref__", "_hash_of_key", "_keys_of_hash", "_lock")
 
     def __init__(self) -> None:
-        """No names yet."""
+        """Start without names."""
         self._lock = make_lock(self, "_lock", NAMES)
         self._hash_of_key: dict[int, PageHash] = {}
         self._keys_of_hash: dict[PageHash, list[int]] = {}
@@ -31,30 +31,30 @@ class HashNames:
         return len(self._hash_of_key)
 
     def add(self, key: int, page_hash: PageHash) -> None:
-        """Let `page_hash` stand for `key`. O(1)."""
+        """Name `key` by `page_hash`. O(1)."""
         with self._lock:
             if key not in self._hash_of_key:
                 self._hash_of_key[key] = page_hash
                 self._keys_of_hash.setdefault(page_hash, []).append(key)
 
     def items(self) -> Iterable[tuple[int, PageHash]]:
-        """Keys and the hashes that stand for them, in the order in which they were named."""
+        """Return keys and their names, in the order in which they were added."""
         with self._lock:
             return list(self._hash_of_key.items())
 
     def hash_of(self, key: int) -> PageHash | None:
-        """The hash that stands for `key`, or None where the key is the hash value."""
+        """Return the name of `key`, or None if the key is the hash value."""
         return self._hash_of_key.get(key)
 
     def keys_of(self, page_hash: PageHash) -> list[int]:
-        """The keys that `page_hash` may stand for, the first named first. Empty: it cannot be cached."""
+        """Return the keys that `page_hash` may name, the oldest first. Empty if it cannot be cached."""
         named = self._keys_of_hash.get(page_hash)
         if named is not None:
             return named
         return [page_hash.hash_value] if 0 <= page_hash.hash_value <= MAX_KEY else []
 
     def key_of(self, page_hash: PageHash) -> int:
-        """The key to enter a page with `page_hash` under. One that carries tokens gets a fresh random key with it as name."""
+        """Return the key for a page with `page_hash`. A hash with tokens gets a new random key, and becomes its name."""
         page_hash = checked_hash(page_hash)
         named = self._keys_of_hash.get(page_hash)
         if named is not None:
@@ -66,10 +66,10 @@ class HashNames:
         return key
 
     def keep_only(self, keys: Iterable[int]) -> None:
-        """Forget every name but those of `keys`. O(keys)."""
+        """Drop all names except those of `keys`. O(keys)."""
         with self._lock:
             kept = HashNames()
             for key in keys:
                 if key in self._hash_of_key:
                     kept.add(key, self._hash_of_key[key])
-            self._hash_of_key, self._keys_of_hash = kept._hash_of_key, kept._keys_of_hash  # others may read meanwhile
+            self._hash_of_key, self._keys_of_hash = kept._hash_of_key, kept._keys_of_hash  # other threads may be reading

@@ -1,4 +1,4 @@
-"""The hash by which a page is known."""
+"""The hash that identifies a page."""
 
 from typing import Any, NamedTuple
 
@@ -9,11 +9,10 @@ __all__ = ["PageHash", "PageHashWithGroupId", "checked_hash"]
 
 
 class PageHash(NamedTuple):
-    """What a full page is known by.
+    """The hash of a full page.
 
-    ``hash_value`` is the int that the hash function gave. ``token_ids`` are the page's tokens, or empty where only the digest
-    is kept (the manager's own algorithms, unless it was made with ``keep_token_ids=True``). ``extra_keys`` are the page's
-    extra keys or None.
+    ``hash_value`` is the int from the hash function. ``token_ids`` are the page's tokens, or empty if only the digest is kept
+    (the manager's own algorithms without ``keep_token_ids=True``). ``extra_keys`` are the page's extra keys or None.
     """
 
     hash_value: int
@@ -22,8 +21,8 @@ class PageHash(NamedTuple):
 
 
 def checked_hash(page_hash: PageHash) -> PageHash:
-    """A page hash whose value is an int of Python's. ArgumentTypeError for what is no page hash, or cannot be a key of a dict,
-    ArgumentError for a value that is too large to be written out.
+    """Return a page hash whose value is a Python int. ArgumentTypeError unless it is a hashable page hash; ArgumentError if the
+    value is too large to convert to text.
     """
     if not isinstance(page_hash, PageHash):
         raise ArgumentTypeError(f"page_hash: got {type(page_hash).__name__}, allowed: PageHash")
@@ -38,11 +37,11 @@ def checked_hash(page_hash: PageHash) -> PageHash:
 
 
 class PageHashWithGroupId(NamedTuple):
-    """A page hash in one cache group: groups hold different layers, so equal tokens need a page in each."""
+    """A page hash in one cache group. Groups have different layers, so equal tokens need a page in each."""
 
     page_hash: PageHash
     group_id: int
 
     def get_hash_value(self) -> int:
-        """The int in the page hash."""
+        """Return the int in the page hash."""
         return self.page_hash.hash_value

@@ -16,18 +16,17 @@ __all__ = ["PageHasher", "RequestHashes", "RequestPageHashes"]
 
 
 class RequestHashes(KeyHolder):
-    """The digests of a request's full pages, made as far as somebody needed them.
+    """The digests of a request's full pages, computed on demand.
 
-    ``chain`` has the keys of the prefix index. ``page_hashes`` has the hashes that the pages are known by to the user, where
-    these are not simply the keys. ``query`` is the look-up that counts once the request is admitted: its tokens, those that
-    hit, and whether the request comes back after a preemption, as it does if ``is_counted``. ``refusal`` is what is known of
-    the request if it was refused.
+    ``chain`` has the keys of the prefix index. ``page_hashes`` has the hashes that users see, where they differ from the keys.
+    ``query`` is the look-up that counts once the request is admitted: its tokens, the tokens that hit, and whether the request
+    returns after a preemption, which ``is_counted`` implies. ``refusal`` describes the last refusal.
     """
 
     __slots__ = ("chain", "extra_keys", "is_counted", "page_hashes", "query", "refusal", "request")
 
     def __init__(self, request: Request, chain: HashChain, extra_keys: RequestExtraKeys | None) -> None:
-        """No page is hashed yet."""
+        """Start without hashed pages."""
         self.request = request
         self.chain = chain
         self.page_hashes: list[PageHash] = []
@@ -37,14 +36,14 @@ class RequestHashes(KeyHolder):
         self.refusal: Refusal | None = None
 
     def find_keyed_page(self, start_page: int, page_size: int) -> tuple[int | None, ExtraKeys | None]:
-        """The next page from `start_page` on that has extra keys, and the keys; None where there is none."""
+        """Return the next page from `start_page` on that has extra keys, and the keys; None if there is none."""
         return (None, None) if self.extra_keys is None else self.extra_keys.find_keyed_page(start_page, page_size)
 
 
 class PageHasher(KeyHolder, ABC):
-    """One way to hash pages of `page_size` tokens. Made once for a manager.
+    """An algorithm that hashes pages of `page_size` tokens. Each manager has one.
 
-    ``num_digest_bytes``, of which the key of the index is the lower or only half, tell pages of different contents apart.
+    A digest has ``num_digest_bytes``. The key of the index is its lower half, or all of it.
     """
 
     num_digest_bytes = 16
@@ -52,34 +51,34 @@ class PageHasher(KeyHolder, ABC):
     extra_keys: type[RequestExtraKeys] = RequestExtraKeys
 
     def __init__(self, page_size: int, hash_seed: int | str | bytes | None) -> None:
-        """See `CacheManager` for the seed. ``keep_token_ids`` may be set later: it is for requests that start then."""
+        """See `CacheManager` for the seed. Setting ``keep_token_ids`` later affects requests that start after that."""
         self.page_size = page_size
         self.keep_token_ids = False
         self._key = get_siphash_key(hash_seed)
 
     @property
     def native_key(self) -> bytes | None:
-        """The SipHash key where the core alone can make the hashes; None where it cannot."""
+        """The SipHash key if the core can make the hashes alone, else None."""
         return None
 
     def describe(self) -> dict[str, str]:
-        """Its algorithm, and a keyed digest by which the same seed is known again, and nothing else."""
+        """Return the algorithm, and a keyed digest that identifies the seed without revealing it."""
         digest = hmac.digest(self._get_root(), b"pagepool configuration", "sha256")
         return {"hash_algo": self.algorithm, "hash_seed": f"digest {digest[:16].hex()}"}
 
     def _get_root(self) -> bytes:
-        """The secret, if it is one, that the hashes of equal contents depend on."""
+        """Return the root that the hashes of equal contents depend on. It may be secret."""
         return self._key
 
     def start(self, request: Request, known: RequestHashes | None = None) -> RequestHashes:
-        """The hashes of a request, none of them made yet, with the extra keys of `known` if these are the same request's."""
+        """Return empty hashes of a request, with the extra keys of `known` if it belongs to the same request."""
         chain = HashChain(self.page_size, self._key, self.keep_token_ids)
         if known is not None and known.request is request:
             return RequestHashes(request, chain, known.extra_keys)
         return RequestHashes(request, chain, self.extra_keys.of(request))
 
     def extend(self, hashes: RequestHashes, request: Request, num_pages: int) -> None:
-        """Hash up to `num_pages` pages of the request. ArgumentError for fewer tokens, or negative ones. O(new tokens)."""
+        """Hash up to `num_pages` pages of the request. ArgumentError for missing or negative tokens. O(new tokens)."""
         num_hashed = len(hashes.chain)
         while num_hashed < num_pages:
             keyed_page, keys = hashes.find_keyed_page(num_hashed, self.page_size)
@@ -114,31 +113,31 @@ class PageHasher(KeyHolder, ABC):
 
     @abstractmethod
     def hash_pages(self, hashes: RequestHashes, token_ids: TokenIds | PageIds, extra_keys: ExtraKeys | None) -> None:
-        """Append the hashes of the next pages; `extra_keys` are those of the first of them."""
+        """Append the hashes of the next pages; `extra_keys` belong to the first of them."""
 
     def name_pages(self, names: HashNames, hashes: RequestHashes, start: int, stop: int) -> None:
-        """Tell `names` which hash stands for each key in ``[start, stop)`` of the chain."""
+        """Name the keys in ``[start, stop)`` of the chain."""
         for i in range(start, min(stop, len(hashes.page_hashes))):
             names.add(hashes.chain[i], hashes.page_hashes[i])
 
     def list_page_hashes(self, hashes: RequestHashes) -> list[PageHash]:
-        """The hashes made so far, as objects. O(pages)."""
+        """Return the hashes made so far as objects. O(pages)."""
         return list(hashes.page_hashes)
 
 
 class RequestPageHashes(KeyHolder, Mapping[str, list[PageHash]]):
-    """The hashes of each request as lists of `PageHash`, by request id: a live, read-only view. An unknown id has none.
+    """A live, read-only view of each request's hashes as lists of `PageHash`, by request id. An unknown id has no hashes.
 
-    The objects are made when they are read, O(pages) each time.
+    Each read makes new objects, in O(pages).
     """
 
     def __init__(self, hasher: PageHasher, hashes: Mapping[str, RequestHashes]) -> None:
-        """A view of `hashes`, which `hasher` made."""
+        """View `hashes`, which `hasher` made."""
         self._hasher = hasher
         self._hashes = hashes
 
     def __getitem__(self, request_id: str) -> list[PageHash]:
-        """The hashes made so far for a request."""
+        """Return the hashes made so far for a request."""
         hashes = self._hashes.get(request_id)
         return [] if hashes is None else self._hasher.list_page_hashes(hashes)
 
@@ -147,7 +146,7 @@ class RequestPageHashes(KeyHolder, Mapping[str, list[PageHash]]):
         return request_id in self._hashes
 
     def __iter__(self) -> Iterator[str]:
-        """Ids of the requests with hashes, as they were at once: other threads may add some."""
+        """Iterate over a copy of the ids, since other threads may add some."""
         return iter(list(self._hashes))
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The secret of the process, and the keys that are made of it or of a seed."""
+"""The secret of the process, and keys derived from it or from a seed."""
 
 import hashlib
 import os
@@ -13,10 +13,10 @@ _PROCESS_SECRET = os.urandom(32)
 
 
 def get_hash_seed(hash_seed: int | str | bytes | None = None) -> bytes | None:
-    """The seed as bytes: `hash_seed` where given, else ``PYTHONHASHSEED`` where it names one, else None.
+    """Return the seed as bytes: `hash_seed` if given, else ``PYTHONHASHSEED`` if it names one, else None.
 
-    ArgumentError for an empty `hash_seed`, whose key everybody would know. An empty ``PYTHONHASHSEED`` names none, as for
-    Python itself.
+    ArgumentError for an empty `hash_seed`, whose key would be known to all. An empty ``PYTHONHASHSEED`` names no seed, as in
+    Python.
 
     >>> get_hash_seed(7)
     b'7'
@@ -38,7 +38,7 @@ def get_hash_seed(hash_seed: int | str | bytes | None = None) -> bytes | None:
 
 
 def get_siphash_key(hash_seed: int | str | bytes | None = None) -> bytes:
-    """The 16-byte SipHash key: from the seed if there is one, else secret and random for each process.
+    """Return the 16-byte SipHash key: from the seed if there is one, else from the secret of the process.
 
     >>> get_siphash_key(1) == get_siphash_key(1) != get_siphash_key(2)
     True
@@ -49,17 +49,17 @@ def get_siphash_key(hash_seed: int | str | bytes | None = None) -> bytes:
 
 
 def get_none_hash() -> int:
-    """The parent hash of first pages: from ``PYTHONHASHSEED`` where it is set, else from the process's secret."""
+    """Return the parent hash of first pages: from ``PYTHONHASHSEED`` if it is set, else from the secret of the process."""
     seed = get_hash_seed()
     source = _PROCESS_SECRET if seed is None else hashlib.sha256(b"pagepool none hash " + seed).digest()
     return int.from_bytes(source[:8], "little") >> 1
 
 
 class KeyHolder:
-    """Base of objects that lead to the secret key of the hashes: they cannot be pickled or copied."""
+    """Base of objects that reference the secret key of the hashes. They cannot be pickled or copied."""
 
     __slots__ = ()
 
     def __reduce__(self) -> NoReturn:
-        """ArgumentTypeError."""
+        """Raise ArgumentTypeError."""
         raise ArgumentTypeError(f"a {type(self).__name__} holds a secret key and cannot be pickled or copied")

@@ -265,7 +265,8 @@ class CacheManager(KeyHolder):
             num_before = read_count(request, "num_computed_tokens")
             hashes = self._lookups.extend(request, num_tokens)
             self.coordinator.rewind(held, num_before)
-            self._slots.enter_pages(held, hashes, num_tokens, self.coordinator.list_due(held, hashes.chain, num_tokens))
+            due = self.coordinator.list_due(held, self._no_ids, hashes.chain, num_tokens)
+            self._slots.enter_pages(held, hashes, num_tokens, due)
             self.coordinator.update_thresholds(held)
 
     def reset_prefix_cache(self) -> bool:

@@ -87,7 +87,7 @@ class PrefixLookups(KeyHolder):
             reason = "prompt_logprobs are asked for" if self._enable_caching else "prefix caching is off"
             return PrefixProbe(0, read_count(request, "num_tokens"), reason)
         num_queried_tokens, _ = query
-        hashes = self.hasher.start(request, self.hashes.get(request.request_id))
+        hashes = self.hasher.start(request, self.hashes.get(id_of(request)))
         self.hasher.extend(hashes, request, num_queried_tokens // self._coordinator.hash_page_size)
         _, num_tokens = self._coordinator.find_longest_cache_hit(hashes.chain, num_queried_tokens - 1)
         is_all = num_queried_tokens - num_tokens <= self._coordinator.hash_page_size

@@ -104,7 +104,7 @@ class SlotAllocator(KeyHolder):
         self._pool.find_shard(dp_shard_hint, data_parallel_size)  # raises before anything changes
         hashes = self._lookups.extend(request, num_tokens_to_cache) if is_full else None
         self._coordinator.rewind(held, num_computed_tokens)
-        due = [] if hashes is None else self._coordinator.list_due(held, hashes.chain, num_tokens_to_cache)
+        due = [] if hashes is None else self._coordinator.list_due(held, hits, hashes.chain, num_tokens_to_cache)
         self._coordinator.remove_skipped_pages(held, num_computed_tokens)
         new_ids: tuple[PageIds, ...] | None = self.no_ids
         if num_tokens_with_slot > held.num_room_tokens or hits is not self.no_ids:

@@ -1,5 +1,4 @@
-"""Replay a trace of requests through a running batch, or a manager, under a simulated scheduler; plan how large a pool is to
-be; put a router before a fleet; record a trace.
+"""Replay request traces, plan pool sizes, simulate a fleet behind a router, and record traces.
 
 `pagepool replay`, `pagepool plan` and `pagepool fleet` on the command line; in Python:
 
@@ -12,16 +11,16 @@ be; put a router before a fleet; record a trace.
 >>> figures.requests, figures.hit_tokens > 0
 (20, True)
 
-Only the commands need the extra `pagepool[replay]`, only their plots `pagepool[plan]`, and the fleet `pagepool[fleet]`.
+The commands need the extra `pagepool[replay]`, their plots `pagepool[plan]`, and the fleet `pagepool[fleet]`.
 """
 
-from pagepool.replay.figures import Figures
-from pagepool.replay.generator import generate_chats
-from pagepool.replay.plan import Knee, Plan, Planner, PoolFigures
-from pagepool.replay.recorder import Recorder
-from pagepool.replay.scheduler import Scheduler
-from pagepool.replay.simulated_request import SimulatedRequest
-from pagepool.replay.trace import TraceError, TraceRecord, make_requests, read_trace
+from pagepool.replay.plans.plan import Knee, Plan, Planner, PoolFigures
+from pagepool.replay.simulation.figures import Figures
+from pagepool.replay.simulation.scheduler import Scheduler
+from pagepool.replay.traces.generator import generate_chats
+from pagepool.replay.traces.reader import TraceError, TraceRecord, make_requests, read_trace
+from pagepool.replay.traces.recorder import Recorder
+from pagepool.replay.traces.simulated_request import SimulatedRequest
 
 __all__ = [
     "Figures",

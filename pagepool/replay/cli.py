@@ -1,4 +1,4 @@
-"""The door of the command: runs it, or says which extra is missing."""
+"""Entry point of the command `pagepool`."""
 
 import sys
 
@@ -10,9 +10,7 @@ NEEDED = ("click", "rich")
 
 
 def main() -> None:
-    """Run the command on `sys.argv` and exit: 0 when done, 2 for users' mistakes, 1 without the extra, which only
-    ``--version`` does not need.
-    """
+    """Run the command on `sys.argv`. Without the extra only ``--version`` works; everything else exits with code 1."""
     if sys.argv[1:] == ["--version"]:
         print(f"pagepool, version {__version__}")
         return

@@ -1,18 +1,18 @@
-"""The command `pagepool`: one subcommand a file."""
+"""The command group `pagepool`."""
 
 import click
 
 from pagepool._version import __version__
-from pagepool.replay.fleet_command import fleet
-from pagepool.replay.options import Context
-from pagepool.replay.plan_command import plan
-from pagepool.replay.replay_command import replay
+from pagepool.replay.fleets.command import fleet
+from pagepool.replay.plans.command import plan
+from pagepool.replay.shared.options import Context
+from pagepool.replay.simulation.command import replay
 
 __all__ = ["pagepool"]
 
 
 class Group(click.Group):
-    """A group whose help is formatted like that of its commands."""
+    """A group with the help format of its commands."""
 
     context_class = Context
 
@@ -22,8 +22,8 @@ class Group(click.Group):
 def pagepool() -> None:
     """KV-cache page allocator for LLM inference engines.
 
-    Exit codes: 0 done; 1 no request could run, memory is short, a result cannot be written, an extra is not installed, or a
-    check failed; 2 what was asked for makes no sense, or a trace cannot be read.
+    Exit codes: 0 success; 1 no request could run, out of memory, a result cannot be written, an extra is not installed, or a
+    check failed; 2 invalid arguments, or an unreadable trace.
     """
 
 

@@ -58,6 +58,7 @@ def estimate_runtime_page_budget(
     does not fit; without groups it is the number of usable pages. Lengths below 1 count as 1. Raises
     `ArgumentError` for a spec whose pages have no bytes. Cost: one pass over groups.
 
+    >>> from pagepool.specs import FullAttentionSpec
     >>> groups = [CacheGroupSpec(FullAttentionSpec(16, 8, 128, "bfloat16", use_mla=False))]
     >>> estimate = estimate_runtime_page_budget(
     ...     num_pages=1025, kv_cache_groups=groups, max_model_len=4096, max_num_batched_tokens=512

@@ -1,0 +1,1 @@
+"""Replicas behind a router, and `pagepool fleet`."""

@@ -1,0 +1,1 @@
+"""Hit rates by pool size, and `pagepool plan`."""

@@ -1,0 +1,224 @@
+"""The command `pagepool plan`."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from reprlib import repr as shorten
+from typing import BinaryIO
+
+import click
+import numpy as np
+
+from pagepool.errors import ArgumentError, PagePoolError
+from pagepool.replay.plans.model import read_page_bytes
+from pagepool.replay.plans.plan import Plan, Planner
+from pagepool.replay.plans.report import print_plan
+from pagepool.replay.shared.memory import count_pool_bytes, require_memory
+from pagepool.replay.shared.options import (
+    Command,
+    Refusal,
+    Size,
+    json_option,
+    max_batched_tokens_option,
+    max_num_seqs_option,
+    page_size_option,
+    plot_option,
+    require_plots,
+)
+from pagepool.replay.shared.progress import Progress
+from pagepool.replay.shared.results import InputFile, OutputFile, open_result, printing, to_json
+from pagepool.replay.shared.sizes import BYTE_UNITS, MAX_SIZE, Sizes
+from pagepool.replay.simulation.figures import Figures
+from pagepool.replay.simulation.runs import describe_pool, make_scheduler, require_one_that_fits, run
+from pagepool.replay.simulation.scheduler import Scheduler
+from pagepool.replay.traces.options import TRACE, block_size_option, limit_option, load_trace, seed_option
+from pagepool.replay.traces.reader import name_trace, source_name
+from pagepool.replay.traces.simulated_request import SimulatedRequest
+from pagepool.specs import cdiv
+
+__all__ = ["plan"]
+
+NUM_REPLAYS = 4
+MAX_REPLAY_STEPS = 200_000  # ten seconds
+MAX_REPLAY_PAGES = 10_000_000  # half a gigabyte
+
+
+def find_page_bytes(page_size: int, bytes_per_token: int | None, model_config: str | None, kv_dtype: str | None) -> int | None:
+    """Return the bytes of a page, None if unknown."""
+    if bytes_per_token is not None and model_config is not None:
+        raise click.UsageError("--bytes-per-token and --model-config exclude each other")
+    if kv_dtype is not None and model_config is None:
+        raise click.UsageError("--kv-dtype needs --model-config")
+    if model_config is None:
+        return None if bytes_per_token is None else bytes_per_token * page_size
+    try:
+        page_bytes = read_page_bytes(model_config, page_size, kv_dtype)
+    except (PagePoolError, OSError) as error:
+        raise Refusal(str(error)) from error
+    if page_bytes > MAX_SIZE:
+        raise Refusal(f"{model_config}: a page would take {shorten(page_bytes)} bytes, allowed: {MAX_SIZE}")
+    return page_bytes
+
+
+def find_sizes(num_pages: Sizes | None, memory: Sizes | None, page_bytes: int | None) -> Sizes | None:
+    """Return the requested sizes in pages, None if there are none."""
+    if memory is None:
+        return num_pages
+    if num_pages is not None:
+        raise click.UsageError("--num-pages and --memory exclude each other")
+    if page_bytes is None:
+        raise click.UsageError("--memory needs --bytes-per-token or --model-config")
+    try:
+        return memory.divided_by(page_bytes)
+    except ArgumentError as error:
+        raise click.UsageError(f"--memory: {error}") from error
+
+
+def choose_sizes(asked: Sizes | None, planner: Planner) -> list[int]:
+    """Return the requested sizes; for one or none, add sizes from the largest request to all possible hits."""
+    if asked is not None and len(asked.numbers) > 1:
+        return asked.list()
+    ends = planner.min_num_pages, max(planner.min_num_pages + 1, planner.max_num_pages)
+    return sorted({*Sizes(ends, is_range=True).list(), *(asked.numbers if asked else ())})
+
+
+def choose_replays(
+    sizes: Sequence[int], num_replays: int | None, requests: Sequence[SimulatedRequest], page_size: int, max_num_seqs: int
+) -> list[int]:
+    """Choose sizes evenly; by default some of those whose replay takes seconds."""
+    if num_replays is None:
+        num_tokens = sum(request.num_output_tokens for request in requests)
+        mean_pages = sum(cdiv(request.num_slots, page_size) for request in requests) / len(requests)
+        sizes = [
+            size
+            for size in sizes
+            if num_tokens <= MAX_REPLAY_STEPS * min(size / mean_pages, max_num_seqs) and size <= MAX_REPLAY_PAGES
+        ]
+        num_replays = NUM_REPLAYS
+    places = np.linspace(0, len(sizes) - 1, min(num_replays, len(sizes))).round().astype(int)
+    return [sizes[place] for place in places]
+
+
+def replay_pools(sizes: Iterable[int], make: Callable[[int], Scheduler], progress: Progress) -> dict[int, Figures]:
+    """Replay in pools of those sizes, one at a time."""
+    return {size: run(make(size), f"together, {size:,} pages", progress) for size in sizes}
+
+
+def write_plot(plan: Plan, source: str, path: str, file: BinaryIO) -> None:
+    """Write the format of the path's extension."""
+    from pagepool.replay.plans.plot import save_plot
+
+    save_plot(plan, name_trace(source), file, path[-3:].lower())
+
+
+def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
+    """Write UTF-8."""
+    from pagepool.replay.plans.web_page import make_page
+
+    file.write(make_page(plan, name_trace(source)).encode())
+
+
+@click.command(cls=Command)
+@click.argument("trace", type=TRACE)
+@click.option(
+    "--num-pages",
+    type=Size("sizes", many=True),
+    help="Pool sizes in pages, including the null page: 12800, or 10k,20k, or a range 1k:1M.",
+    show_default="from the largest request to all possible hits",
+)
+@click.option(
+    "--memory",
+    type=Size("sizes", BYTE_UNITS, many=True),
+    help="Pool sizes in bytes: 40GiB, or 20GiB,40GiB, or 8GiB:80GiB.",
+)
+@click.option(
+    "--bytes-per-token",
+    type=Size("bytes", {"": 1, **BYTE_UNITS}),
+    help="Bytes of keys and values over all layers, on one device.",
+)
+@click.option("--model-config", type=InputFile(), help="config.json of a Hugging Face model, which gives the bytes per token.")
+@click.option("--kv-dtype", metavar="DTYPE", help="Cache dtype, such as float8_e4m3fn.  [default: the model's]")
+@page_size_option
+@block_size_option
+@click.option(
+    "--replays",
+    type=Size("pools", minimum=0),
+    help="Number of pools in which a simulated scheduler runs requests together; 0: none.",
+    show_default=f"{NUM_REPLAYS} that take seconds",
+)
+@max_batched_tokens_option
+@max_num_seqs_option
+@limit_option
+@seed_option
+@plot_option
+@click.option("--html", "html_path", type=OutputFile(), help="Write plot and tables as one HTML page.")
+@json_option
+def plan(
+    trace: str,
+    num_pages: Sizes | None,
+    memory: Sizes | None,
+    bytes_per_token: int | None,
+    model_config: str | None,
+    kv_dtype: str | None,
+    page_size: int,
+    block_size: int,
+    replays: int | None,
+    max_batched_tokens: int,
+    max_num_seqs: int,
+    limit: int | None,
+    seed: int,
+    plot_path: str | None,
+    html_path: str | None,
+    json_path: str | None,
+) -> None:
+    """Estimate the hit rate of TRACE for each pool size.
+
+    For each size: the prompt tokens that need not be computed if requests run one after another, with the pool's
+    LRU eviction and with the optimal policy, which knows the future. In some of the pools a simulated scheduler
+    runs requests together, as `pagepool replay` does, and reports preemptions. Requests larger than a pool are
+    skipped.
+
+    TRACE is as for `pagepool replay`. Sizes are in pages, or in bytes with the bytes per token:
+
+    \b
+      pagepool plan trace.jsonl \\
+        --num-pages 1k:1M --html plan.html
+      pagepool plan trace.jsonl \\
+        --memory 40GiB \\
+        --model-config config.json
+
+    With one size or none, the plan adds sizes from the largest request to all possible hits.
+    """
+    page_bytes = find_page_bytes(page_size, bytes_per_token, model_config, kv_dtype)
+    asked = find_sizes(num_pages, memory, page_bytes)
+    if plot_path or html_path:
+        require_plots()
+    with open_result(json_path) as json_file, open_result(plot_path) as plot_file, open_result(html_path) as html_file:
+        with Progress() as progress:
+            records, requests = load_trace(trace, limit, block_size, seed, progress)
+            if asked is not None and len(asked.numbers) > 1:
+                require_one_that_fits(requests, asked.numbers[-1], page_size)
+            with progress.follow("one after another", "request", len(records)) as update:
+                planner = Planner(records, page_size, update)
+                made = planner.make_plan(choose_sizes(asked, planner), page_bytes)
+            sizes = choose_replays([pool.num_pages for pool in made.pools], replays, requests, page_size, max_num_seqs)
+            largest = max(sizes, default=0)
+            require_memory(f"a replay in {describe_pool(largest, page_size)}", count_pool_bytes(largest))
+            make = partial(
+                make_scheduler,
+                requests,
+                page_size=page_size,
+                max_batched_tokens=max_batched_tokens,
+                max_num_seqs=max_num_seqs,
+            )
+            figures = replay_pools(sizes, lambda size: make(num_pages=size), progress)
+            made = replace(made, replays=figures)
+        if plot_path and plot_file:
+            write_plot(made, source_name(trace), plot_path, plot_file)
+        if html_file:
+            write_page(made, source_name(trace), html_file)
+        if json_file:
+            json_file.write(to_json(made.as_dict()))
+    if "-" not in (json_path, html_path):
+        with printing():
+            print_plan(made, source_name(trace))

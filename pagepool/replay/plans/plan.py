@@ -1,0 +1,188 @@
+"""Hit rates of a trace for many pool sizes."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pagepool.replay.plans.lru import LruCurve
+from pagepool.replay.plans.optimum import BestCurve
+from pagepool.replay.plans.reuse import find_reuse
+from pagepool.replay.simulation.figures import Figures, find_hit_rate
+from pagepool.replay.traces.reader import TraceRecord
+from pagepool.specs import cdiv, require_int
+
+__all__ = ["Knee", "Plan", "Planner", "PoolFigures"]
+
+SHARES = (0.5, 0.8, 0.95, 0.99)
+MAIN_SHARE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFigures:
+    """Hits in a pool of `num_pages`, including the null page, if requests run one after another: with LRU and with the optimal
+    eviction policy. Requests larger than the pool count as `skipped` and `skipped_prompt_tokens` only.
+    """
+
+    num_pages: int
+    requests: int
+    skipped: int
+    prompt_tokens: int
+    lru_hit_tokens: int
+    best_hit_tokens: int
+    skipped_prompt_tokens: int = 0
+
+    @property
+    def lru_hit_rate(self) -> float:
+        """The share of all prompt tokens: see `find_hit_rate`."""
+        return find_hit_rate(self.lru_hit_tokens, self.prompt_tokens, self.skipped_prompt_tokens)
+
+    @property
+    def best_hit_rate(self) -> float:
+        """The same with the optimal policy."""
+        return find_hit_rate(self.best_hit_tokens, self.prompt_tokens, self.skipped_prompt_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Knee:
+    """The smallest pools, including the null page, that hold each request and reach `share` of all possible hits (a share of
+    hits, not a hit rate).
+    """
+
+    share: float
+    lru_num_pages: int
+    best_num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Figures by pool size, for pages of `page_size` tokens and `page_bytes` bytes (None: unknown).
+
+    A pool that never evicts hits `most_hit_tokens`; a pool of `min_num_pages` holds the largest request. `replays` has the
+    figures of simulated schedulers by pool size.
+    """
+
+    page_size: int
+    page_bytes: int | None
+    requests: int
+    prompt_tokens: int
+    most_hit_tokens: int
+    min_num_pages: int
+    knees: tuple[Knee, ...]
+    pools: tuple[PoolFigures, ...]
+    replays: dict[int, Figures] = field(default_factory=dict)
+
+    @property
+    def knee(self) -> Knee | None:
+        """The knee at 95 %; None without hits."""
+        return next((knee for knee in self.knees if knee.share == MAIN_SHARE), None)
+
+    @property
+    def most_hit_rate(self) -> float:
+        """The hit rate of a pool that never evicts."""
+        return find_hit_rate(self.most_hit_tokens, self.prompt_tokens)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all figures by name, for JSON; replays are part of their pools."""
+        plan = asdict(self)
+        del plan["replays"]
+        for fields, pool in zip(plan["pools"], self.pools, strict=True):
+            replay = self.replays.get(pool.num_pages)
+            fields |= {"lru_hit_rate": pool.lru_hit_rate, "best_hit_rate": pool.best_hit_rate}
+            fields["replay"] = replay.as_dict() if replay else None
+        return plan
+
+
+class Curves:
+    """Hits by pool size, for requests that all fit."""
+
+    def __init__(
+        self, records: Sequence[TraceRecord], page_size: int, on_request: Callable[[int], object] | None = None
+    ) -> None:
+        """Find the reuse, and measure its depths."""
+        self.num_requests = len(records)
+        self.prompt_tokens = sum(record.input_length for record in records)
+        self.page_size = page_size
+        reuse = find_reuse(records, page_size, on_request)
+        self.num_hit_pages = reuse.num_hit_pages
+        self.sizes = range(1 + int(reuse.request_pages.max(initial=0)), 2 + int(reuse.request_pages.sum()))
+        self.lru = LruCurve(reuse)
+        self.best = BestCurve(reuse)
+
+    def make_figures(self, num_pages: int, num_skipped: int = 0, skipped_prompt_tokens: int = 0) -> PoolFigures:
+        """Make the figures of a pool that skips `num_skipped` other requests."""
+        return PoolFigures(
+            num_pages,
+            self.num_requests,
+            num_skipped,
+            self.prompt_tokens,
+            self.lru.count_hits(num_pages - 1) * self.page_size,
+            self.best.count_hits(num_pages - 1) * self.page_size,
+            skipped_prompt_tokens,
+        )
+
+    def find_size(self, curve: LruCurve | BestCurve, share: float) -> int:
+        """Find the smallest pool, including the null page, that reaches a share of all possible hits."""
+        num_hit_pages = share * self.num_hit_pages
+        return self.sizes[bisect_left(self.sizes, num_hit_pages, key=lambda num_pages: curve.count_hits(num_pages - 1))]
+
+    def find_knees(self) -> tuple[Knee, ...]:
+        """Find the knee for each share; none if nothing ever hits."""
+        shares = SHARES if self.num_hit_pages else ()
+        return tuple(Knee(share, self.find_size(self.lru, share), self.find_size(self.best, share)) for share in shares)
+
+
+class Planner:
+    """Makes plans for one trace.
+
+    >>> from pagepool.replay import TraceRecord
+    >>> chat = [TraceRecord(i, 1024, 1, ids) for i, ids in enumerate([(7, 8), (5, 6), (7, 8)])]
+    >>> planner = Planner(chat, page_size=16)
+    >>> planner.min_num_pages, planner.max_num_pages
+    (65, 128)
+    >>> [pool] = planner.make_plan([100]).pools
+    >>> pool.lru_hit_tokens, pool.best_hit_tokens, pool.prompt_tokens
+    (560, 560, 3072)
+    """
+
+    def __init__(
+        self, records: Sequence[TraceRecord], page_size: int, on_request: Callable[[int], object] | None = None
+    ) -> None:
+        """Requests run in the order of the records; `on_request` gets the number of records done. Raises ArgumentError or
+        ArgumentTypeError if the page size is not a positive integer. Cost: about 3 us a block of the trace.
+        """
+        self._records = records
+        self._curves = Curves(records, require_int("page_size", page_size, minimum=1), on_request)
+
+    @property
+    def min_num_pages(self) -> int:
+        """The smallest pool that holds each request."""
+        return self._curves.sizes[0]
+
+    @property
+    def max_num_pages(self) -> int:
+        """The smallest LRU pool with all possible hits."""
+        return self._curves.find_size(self._curves.lru, 1.0)
+
+    def make_plan(self, sizes: Iterable[int], page_bytes: int | None = None) -> Plan:
+        """Make the figures of pools of those sizes, in pages including the null page. Cost: milliseconds a size for each 10,000
+        requests; a size below `min_num_pages` costs as much as the constructor.
+        """
+        return Plan(
+            page_size=self._curves.page_size,
+            page_bytes=page_bytes,
+            requests=self._curves.num_requests,
+            prompt_tokens=self._curves.prompt_tokens,
+            most_hit_tokens=self._curves.num_hit_pages * self._curves.page_size,
+            min_num_pages=self.min_num_pages,
+            knees=self._curves.find_knees(),
+            pools=tuple(self._count(num_pages) for num_pages in sizes),
+        )
+
+    def _count(self, num_pages: int) -> PoolFigures:
+        if num_pages >= self.min_num_pages:
+            return self._curves.make_figures(num_pages)
+        page_size = self._curves.page_size
+        fitting = [record for record in self._records if cdiv(record.num_slots, page_size) < num_pages]
+        curves, num_skipped = Curves(fitting, page_size), len(self._records) - len(fitting)
+        return curves.make_figures(num_pages, num_skipped, self._curves.prompt_tokens - curves.prompt_tokens)

@@ -1,0 +1,147 @@
+"""Texts and tables of a plan, for terminal, plot and HTML page."""
+
+from collections.abc import Iterable
+
+from rich.table import Table
+
+from pagepool.replay.plans.plan import Plan
+from pagepool.replay.shared.sizes import format_bytes
+from pagepool.replay.shared.tables import print_table, print_text
+from pagepool.specs import count_of
+
+__all__ = [
+    "HIT_RATE",
+    "describe",
+    "describe_picture",
+    "headline",
+    "list_columns",
+    "list_knee_columns",
+    "list_notes",
+    "print_plan",
+    "summarize",
+]
+
+LRU_NOTE = (
+    "LRU: hits of this pool, which evicts the least recently used page, if requests run one after another in the order of the "
+    "trace (stack distances: Mattson and others, 1970)."
+)
+BEST_NOTE = (
+    "Best: hits of the optimal eviction policy, which knows all future requests (Belady's MIN, 1966, for pages that hit only "
+    "after pages that hit). The number is exact, not a bound: no policy hits more."
+)
+TOGETHER_NOTE = (
+    "Together: hits of a simulated scheduler that runs as many requests at once as fit, all waiting from the start. Requests "
+    "that share a prefix may run before it is evicted, or evict each other's pages, so the hit rate may be higher or lower "
+    "than one after another."
+)
+
+HIT_RATE = "hit rate: share of all prompt tokens"
+
+HIT_RATE_NOTE = (
+    "Hit rate: the share of all prompt tokens of the trace that need not be computed. Requests larger than the pool are "
+    "skipped: their prompts count, without hits."
+)
+
+
+def summarize(plan: Plan) -> str:
+    """Describe the trace and the page size in one line."""
+    memory = "" if plan.page_bytes is None else f" and {format_bytes(plan.page_bytes)}"
+    trace = f"{count_of(plan.requests, 'request')}, {count_of(plan.prompt_tokens, 'prompt token')}"
+    return f"{trace}, pages of {count_of(plan.page_size, 'token')}{memory}"
+
+
+def headline(plan: Plan, name: str) -> str:
+    """Return the main result, for a title."""
+    if plan.knee is None:
+        return f"{name}: no pool hits anything"
+    knee = _with_bytes(plan, plan.knee.lru_num_pages)
+    return f"{name}: up to {plan.most_hit_rate:.1%} of prompt tokens hit; beyond {knee} more memory adds little"
+
+
+def describe(plan: Plan) -> list[str]:
+    """Return the main results as sentences, the knee first."""
+    all_tokens = count_of(plan.prompt_tokens, "prompt token")
+    unlimited = f"A pool that never evicts hits {plan.most_hit_tokens:,} of {all_tokens} ({plan.most_hit_rate:.1%})."
+    largest = f"The largest request needs a pool of {_with_bytes(plan, plan.min_num_pages)}; smaller pools skip it."
+    return [_describe_knee(plan), unlimited, largest]
+
+
+def describe_picture(plan: Plan) -> str:
+    """Describe the plot for screen readers."""
+    columns = dict(list_columns(plan))
+    rates = zip(columns["pages"], columns["hit rate, LRU"], columns["hit rate, best"], strict=True)
+    listed = "; ".join(f"{pages} pages: LRU {lru}, best {best}" for pages, lru, best in rates)
+    return " ".join([f"{summarize(plan)}.", *describe(plan), f"{HIT_RATE.capitalize()}, by size of the pool: {listed}."])
+
+
+def _describe_knee(plan: Plan) -> str:
+    knee = plan.knee
+    if knee is None:
+        return "No prompt begins with full pages of an earlier request: no pool hits anything."
+    lru, best = _with_bytes(plan, knee.lru_num_pages), _with_bytes(plan, knee.best_num_pages)
+    share = f"{knee.share:.0%} of all possible hits"
+    return f"{lru} give {share} if requests run one after another; the best eviction policy needs {best}."
+
+
+def list_notes(plan: Plan) -> list[str]:
+    """Return the notes on the columns."""
+    return [HIT_RATE_NOTE, LRU_NOTE, BEST_NOTE, *([TOGETHER_NOTE] if plan.replays else [])]
+
+
+def list_columns(plan: Plan) -> list[tuple[str, list[str]]]:
+    """Return headings with a cell for each pool, without empty columns."""
+    columns = [
+        ("pages", [f"{pool.num_pages:,}" for pool in plan.pools]),
+        ("hit rate, LRU", [f"{pool.lru_hit_rate:.1%}" for pool in plan.pools]),
+        ("hit rate, best", [f"{pool.best_hit_rate:.1%}" for pool in plan.pools]),
+        ("tokens saved, LRU", [f"{pool.lru_hit_tokens:,}" for pool in plan.pools]),
+    ]
+    if plan.page_bytes is not None:
+        columns.insert(1, ("GiB", _list_gib((pool.num_pages for pool in plan.pools), plan.page_bytes)))
+    if any(pool.skipped for pool in plan.pools):
+        columns.append(("requests skipped", [f"{pool.skipped:,}" for pool in plan.pools]))
+    if plan.replays:
+        replays = [plan.replays.get(pool.num_pages) for pool in plan.pools]
+        columns.append(("hit rate, together", [f"{replay.trace_hit_rate:.1%}" if replay else "" for replay in replays]))
+        columns.append(("preempted, together", [f"{replay.preemptions:,}" if replay else "" for replay in replays]))
+    return columns
+
+
+def list_knee_columns(plan: Plan) -> list[tuple[str, list[str]]]:
+    """Return headings with a cell for each share."""
+    columns = [("share of the hits", [f"{knee.share:.0%}" for knee in plan.knees])]
+    for name in ("LRU", "best"):
+        sizes = [knee.lru_num_pages if name == "LRU" else knee.best_num_pages for knee in plan.knees]
+        columns.append((f"pages, {name}", [f"{size:,}" for size in sizes]))
+        if plan.page_bytes is not None:
+            columns.append((f"GiB, {name}", _list_gib(sizes, plan.page_bytes)))
+    return columns
+
+
+def _list_gib(sizes: Iterable[int], page_bytes: int) -> list[str]:
+    return [f"{size * page_bytes / 2**30:,.1f}" for size in sizes]
+
+
+def _with_bytes(plan: Plan, num_pages: int) -> str:
+    memory = "" if plan.page_bytes is None else f" ({format_bytes(num_pages * plan.page_bytes)})"
+    return f"{num_pages:,} pages{memory}"
+
+
+def print_plan(plan: Plan, source: str) -> None:
+    """Print the main results, a row for each pool, and notes on the columns."""
+    table = Table(
+        title=HIT_RATE.capitalize(), title_justify="left", title_style="", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
+    columns = list_columns(plan)
+    for heading, _ in columns:
+        table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
+    for row in zip(*(cells for _, cells in columns), strict=True):
+        table.add_row(*row)
+    print_text(f"{source}: {summarize(plan)}", style="bold")
+    for sentence in describe(plan):
+        print_text(sentence)
+    print_text("")
+    print_table(table)
+    print_text("")
+    for note in list_notes(plan):
+        print_text(note, style="dim")

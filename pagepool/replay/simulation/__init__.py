@@ -1,0 +1,1 @@
+"""A simulated scheduler on one pool, and `pagepool replay`."""

@@ -1,0 +1,142 @@
+"""Allocation for the scheduler's rows: by a manager, one request at a time, or by a running batch, one step at a time."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from time import perf_counter
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+
+from pagepool.manager import CacheManager
+from pagepool.page_table import MultiGroupPageTable
+from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest
+from pagepool.request import EngineRequestStatus
+from pagepool.running_batch import RunningBatch
+from pagepool.specs import CacheGroupSpec, FullAttentionSpec
+
+__all__ = ["Allocator", "BatchAllocator", "ManagerAllocator", "make_groups"]
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+
+def make_groups(page_size: int) -> list[CacheGroupSpec]:
+    """Make one full-attention group. Bytes per page do not matter in a simulation."""
+    spec = FullAttentionSpec(page_size, num_kv_heads=1, head_size=1, dtype="bfloat16", use_mla=False)
+    return [CacheGroupSpec(spec)]
+
+
+class Allocator(ABC):
+    """Pages for the requests in rows. `seconds` is the total time of the calls into manager or batch, each including 0.1 us for
+    reading the clock.
+    """
+
+    def __init__(self) -> None:
+        """Reset the timer."""
+        self.seconds = 0.0
+
+    def _time(self, call: Callable[Params, Result], *args: Params.args, **options: Params.kwargs) -> Result:
+        start = perf_counter()
+        result = call(*args, **options)
+        self.seconds += perf_counter() - start
+        return result
+
+    @abstractmethod
+    def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
+        """Take a request's hits, and allocate slots for up to `max_num_new_tokens` more. Returns the number of hit tokens, or
+        None, with nothing taken, if the pool is short. The request's tokens must be loaded.
+        """
+
+    @abstractmethod
+    def grow(self, rows: Int32Array, num_new_tokens: Int32Array) -> int:
+        """Allocate slots for the next tokens of rows, in order. Returns the number of rows served: all, or those before the
+        first that does not fit.
+        """
+
+    @abstractmethod
+    def preempt(self, row: int) -> None:
+        """Release a row whose request will return."""
+
+    @abstractmethod
+    def finish(self, rows: Int32Array) -> None:
+        """Release rows whose requests have ended, in order."""
+
+
+class ManagerAllocator(Allocator):
+    """Makes one or two calls per request and step, like an engine without a running batch."""
+
+    def __init__(self, manager: CacheManager) -> None:
+        """Start without requests."""
+        super().__init__()
+        self._manager = manager
+        self._requests: dict[int, SimulatedRequest] = {}
+
+    def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
+        """Look up and allocate."""
+        request.num_computed_tokens = 0
+        pages, num_hits = self._time(self._manager.get_computed_pages, request)
+        num_new_tokens = min(request.num_tokens - num_hits, max_num_new_tokens)
+        if self._time(self._manager.allocate_slots, request, num_new_tokens, num_hits, pages) is None:
+            return None
+        request.num_computed_tokens = num_hits + num_new_tokens
+        self._requests[row] = request
+        return num_hits
+
+    def grow(self, rows: Int32Array, num_new_tokens: Int32Array) -> int:
+        """Allocate for each row."""
+        for i, (row, num_new) in enumerate(zip(rows.tolist(), num_new_tokens.tolist(), strict=True)):
+            request = self._requests[row]
+            num_computed_tokens = request.num_computed_tokens + num_new
+            request.num_tokens = max(request.num_tokens, num_computed_tokens)  # one more if a token was decoded since
+            if self._time(self._manager.allocate_slots, request, num_new) is None:
+                return i
+            request.num_computed_tokens = num_computed_tokens
+        return len(rows)
+
+    def preempt(self, row: int) -> None:
+        """Keep the hashes."""
+        self._time(self._manager.free, self._requests.pop(row))
+
+    def finish(self, rows: Int32Array) -> None:
+        """Drop the hashes too."""
+        for row in rows.tolist():
+            request = self._requests.pop(row)
+            self._time(self._manager.free, request)
+            self._time(self._manager.free_page_hashes, request)
+
+
+class BatchAllocator(Allocator):
+    """Makes one call per step for all running requests, and one per admission."""
+
+    def __init__(self, manager: CacheManager, num_rows: int, max_num_tokens: int) -> None:
+        """Make a batch of `num_rows` requests of up to `max_num_tokens` tokens. Raises as `RunningBatch` does."""
+        super().__init__()
+        page_sizes = [group.kv_cache_spec.page_size for group in manager.kv_cache_groups]
+        self._batch = RunningBatch(manager, MultiGroupPageTable(num_rows, max_num_tokens, 0, page_sizes))
+
+    def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
+        """Admit, and append the whole answer at once: no page is cached for it before the row grows."""
+        token_ids, num_tokens = request.load_token_ids(), request.num_tokens
+        num_hits = self._time(
+            self._batch.admit,
+            row,
+            token_ids[:num_tokens],
+            max_num_new_tokens=min(max_num_new_tokens, num_tokens),
+            is_preempted=request.status is EngineRequestStatus.PREEMPTED,
+        )
+        if num_hits is not None:
+            answer = token_ids[num_tokens:]
+            self._time(self._batch.append, np.full(len(answer), row, dtype=np.int32), answer)
+        return num_hits
+
+    def grow(self, rows: Int32Array, num_new_tokens: Int32Array) -> int:
+        """Grow in one call."""
+        return self._time(self._batch.grow, rows, num_new_tokens).num_grown
+
+    def preempt(self, row: int) -> None:
+        """Release the row, which keeps its hashes until it is reused."""
+        self._time(self._batch.release, [row])
+
+    def finish(self, rows: Int32Array) -> None:
+        """Release in one call."""
+        self._time(self._batch.release, rows)

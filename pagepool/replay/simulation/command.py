@@ -1,0 +1,126 @@
+"""The command `pagepool replay`."""
+
+import click
+
+from pagepool.replay.shared.memory import count_pool_bytes, count_request_bytes, require_memory
+from pagepool.replay.shared.options import (
+    Command,
+    Size,
+    json_option,
+    max_batched_tokens_option,
+    max_num_seqs_option,
+    page_size_option,
+)
+from pagepool.replay.shared.progress import Progress
+from pagepool.replay.shared.results import open_result, printing, to_json
+from pagepool.replay.simulation.figures import Figures
+from pagepool.replay.simulation.report import print_report
+from pagepool.replay.simulation.runs import describe_pool, make_scheduler, require_one_that_fits, run
+from pagepool.replay.simulation.scheduler import Scheduler
+from pagepool.replay.traces.generator import generate_chats
+from pagepool.replay.traces.options import TRACE, block_size_option, load_trace, seed_option
+from pagepool.replay.traces.reader import source_name
+from pagepool.replay.traces.simulated_request import SimulatedRequest
+from pagepool.specs import count_of
+
+__all__ = ["replay"]
+
+DEFAULT_NUM_CHATS = 2000
+MAX_SKIPPED_SHOWN = 10
+PATHS = ("manager", "batched")
+
+
+def load_requests(
+    trace: str | None, limit: int | None, block_size: int, seed: int, progress: Progress
+) -> list[SimulatedRequest]:
+    """Load the trace, or generate chats."""
+    if trace is None:
+        num_requests = DEFAULT_NUM_CHATS if limit is None else limit
+        require_memory(f"{count_of(num_requests, 'request')} of synthetic chats", count_request_bytes(num_requests))
+        return generate_chats(num_requests, seed)
+    return load_trace(trace, limit, block_size, seed, progress)[1]
+
+
+def report_skipped(scheduler: Scheduler) -> None:
+    """Print the first requests that do not fit the pool to standard error."""
+    for request, reason in scheduler.skipped[:MAX_SKIPPED_SHOWN]:
+        click.echo(f"skipped {request.request_id}: {reason}", err=True)
+    num_more = len(scheduler.skipped) - MAX_SKIPPED_SHOWN
+    if num_more > 0:
+        click.echo(f"skipped {num_more:,} more", err=True)
+
+
+def require_equal(figures: dict[str, Figures]) -> None:
+    """Exit with code 1 and the names of the figures that differ between the paths, if any."""
+    first, *others = figures.values()
+    names = sorted({name for other in others for name in first.list_differences(other)})
+    if names:
+        raise click.ClickException(f"{' and '.join(figures)} differ in {', '.join(names)}")
+
+
+@click.command(cls=Command)
+@click.argument("trace", required=False, type=TRACE)
+@click.option("--num-pages", type=Size("pages"), default=32768, help="Pages in the pool, including the null page.")
+@page_size_option
+@block_size_option
+@max_batched_tokens_option
+@max_num_seqs_option
+@click.option("--no-caching", is_flag=True, help="Disable prefix caching.")
+@click.option("--batched/--no-batched", default=True, help="Allocate for all running requests at once, or one by one.")
+@click.option("--compare", is_flag=True, help="Replay both ways; exit with 1 if any figure but the times differs.")
+@click.option("--limit", type=Size("requests"), help="Use only the first requests; without TRACE, the number to generate.")
+@seed_option
+@json_option
+def replay(
+    trace: str | None,
+    num_pages: int,
+    page_size: int,
+    block_size: int,
+    max_batched_tokens: int,
+    max_num_seqs: int,
+    no_caching: bool,
+    batched: bool,
+    compare: bool,
+    limit: int | None,
+    seed: int,
+    json_path: str | None,
+) -> None:
+    """Replay TRACE, or synthetic chats, through the allocator under a simulated scheduler.
+
+    TRACE has one JSON object per line: timestamp, input_length, output_length, hash_ids (one for each 512 input
+    tokens; equal ids mean equal prefixes), as in the Mooncake release, or as written by pagepool.replay.Recorder.
+    A name ending in .gz is decompressed, - is standard input. Without TRACE: 2,000 turns of synthetic chats that
+    share system prompts.
+
+    All requests wait from the start, in order; timestamps are ignored. Each step computes running requests first,
+    then admits waiting ones; the newest is preempted when the pool is short. A running batch allocates in one call
+    per step, the manager (--no-batched) in one per request: only the times differ.
+    """
+    with open_result(json_path) as output, Progress() as progress:
+        requests = load_requests(trace, limit, block_size, seed, progress)
+        paths = PATHS if compare else (PATHS[batched],)
+        pools = f"{count_of(len(paths), 'pool')} of {describe_pool(num_pages, page_size)}"
+        require_memory(pools, len(paths) * count_pool_bytes(num_pages))
+        schedulers = {
+            path: make_scheduler(
+                requests,
+                num_pages=num_pages,
+                page_size=page_size,
+                max_batched_tokens=max_batched_tokens,
+                max_num_seqs=max_num_seqs,
+                enable_caching=not no_caching,
+                batched=path == "batched",
+            )
+            for path in paths
+        }
+        report_skipped(next(iter(schedulers.values())))
+        require_one_that_fits(requests, num_pages, page_size)
+        figures = {path: run(scheduler, path, progress) for path, scheduler in schedulers.items()}
+        if output is not None:
+            by_path = {path: each.as_dict() for path, each in figures.items()}
+            output.write(to_json(by_path if compare else next(iter(by_path.values()))))
+    if json_path != "-":
+        source = source_name(trace) if trace else "synthetic chats"
+        with printing():
+            print_report(figures, f"{source}, {describe_pool(num_pages, page_size)}")
+    require_equal(figures)

@@ -1,0 +1,65 @@
+"""The counts of a replay."""
+
+from dataclasses import asdict, dataclass
+
+__all__ = ["Figures", "find_hit_rate"]
+
+
+def find_hit_rate(hit_tokens: int, prompt_tokens: int, skipped_prompt_tokens: int = 0) -> float:
+    """Return the share of prompt tokens that need not be computed; 0 without prompts. `replay` and `fleet` report the share of
+    the prompts that ran, as `CacheManager.stats` does. `plan` compares pools that skip different requests, so it reports the
+    share of all prompt tokens, including those of skipped requests.
+    """
+    return hit_tokens / max(1, prompt_tokens + skipped_prompt_tokens)
+
+
+@dataclass(slots=True)
+class Figures:
+    """Counts of one replay. Usages are shares of the pool in [0, 1].
+
+    `prompt_tokens` and `hit_tokens` count a request's first admission only; after a preemption its tokens count as
+    `returned_tokens`, and hits as `rehit_tokens`. Usage is sampled once a step, after allocation. Requests larger than the pool
+    count as `skipped` and `skipped_prompt_tokens` only. `generated_tokens` counts finished requests.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    returned_tokens: int = 0
+    rehit_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    allocated_pages: int = 0
+    evicted_pages: int = 0
+    preemptions: int = 0
+    peak_usage: float = 0.0
+    mean_usage: float = 0.0
+    allocator_seconds: float = 0.0
+    wall_seconds: float = 0.0
+    skipped: int = 0
+    skipped_prompt_tokens: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the prompt tokens that ran, as in `CacheManager.stats()`."""
+        return find_hit_rate(self.hit_tokens, self.prompt_tokens)
+
+    @property
+    def trace_hit_rate(self) -> float:
+        """The share of all prompt tokens, as `plan` reports it."""
+        return find_hit_rate(self.hit_tokens, self.prompt_tokens, self.skipped_prompt_tokens)
+
+    def see_usage(self, usage: float) -> None:
+        """Count one step and its usage."""
+        self.steps += 1
+        self.peak_usage = max(self.peak_usage, usage)
+        self.mean_usage += (usage - self.mean_usage) / self.steps
+
+    def list_differences(self, other: "Figures") -> list[str]:
+        """List the names of the figures that differ, except times."""
+        others = other.as_dict()
+        return [name for name, value in self.as_dict().items() if value != others[name] and not name.endswith("_seconds")]
+
+    def as_dict(self) -> dict[str, int | float]:
+        """Return all figures by name, for JSON."""
+        return {**asdict(self), "hit_rate": self.hit_rate, "trace_hit_rate": self.trace_hit_rate}

@@ -1,0 +1,50 @@
+"""The report of `pagepool replay`."""
+
+from pagepool.replay.shared.tables import print_columns
+from pagepool.replay.simulation.figures import Figures
+
+__all__ = ["print_report"]
+
+
+def _format_seconds(seconds: float) -> str:
+    """Format with the unit that leaves a number from 1 to 1000.
+
+    >>> _format_seconds(2.5), _format_seconds(0.0123), _format_seconds(4.2e-7)
+    ('2.50 s', '12.30 ms', '0.42 us')
+    """
+    if seconds >= 1:
+        return f"{seconds:,.2f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.2f} ms"
+    return f"{seconds * 1e6:.2f} us"
+
+
+def _rows(figures: Figures) -> list[tuple[str, str]]:
+    seconds_a_step = figures.allocator_seconds / max(1, figures.steps)
+    seconds_a_page = figures.allocator_seconds / max(1, figures.allocated_pages)
+    return [
+        ("requests", f"{figures.requests:,}"),
+        ("  larger than the pool, skipped", f"{figures.skipped:,}"),
+        ("    their prompt tokens", f"{figures.skipped_prompt_tokens:,}"),
+        ("prompt tokens", f"{figures.prompt_tokens:,}"),
+        ("  hit", f"{figures.hit_tokens:,}"),
+        ("  hit rate", f"{figures.hit_rate:.1%}"),
+        ("generated tokens", f"{figures.generated_tokens:,}"),
+        ("steps", f"{figures.steps:,}"),
+        ("preemptions", f"{figures.preemptions:,}"),
+        ("  tokens looked up again", f"{figures.returned_tokens:,}"),
+        ("    hit again", f"{figures.rehit_tokens:,}"),
+        ("pages allocated", f"{figures.allocated_pages:,}"),
+        ("  evicted for it", f"{figures.evicted_pages:,}"),
+        ("peak usage", f"{figures.peak_usage:.1%}"),
+        ("mean usage", f"{figures.mean_usage:.1%}"),
+        ("time in the allocator", _format_seconds(figures.allocator_seconds)),
+        ("  per step", _format_seconds(seconds_a_step)),
+        ("  per page allocated", _format_seconds(seconds_a_page)),
+        ("wall time", _format_seconds(figures.wall_seconds)),
+    ]
+
+
+def print_report(figures: dict[str, Figures], title: str) -> None:
+    """Print a table with a column for each of `figures`."""
+    print_columns({path: _rows(each) for path, each in figures.items()}, title)

@@ -1,0 +1,79 @@
+"""Setup of simulated runs for the commands."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import click
+
+from pagepool.errors import PagePoolError
+from pagepool.manager import CacheManager
+from pagepool.replay.shared.memory import count_pool_bytes
+from pagepool.replay.shared.options import Refusal
+from pagepool.replay.shared.progress import Progress
+from pagepool.replay.shared.sizes import format_bytes
+from pagepool.replay.simulation.allocator import make_groups
+from pagepool.replay.simulation.figures import Figures
+from pagepool.replay.simulation.scheduler import Scheduler
+from pagepool.replay.traces.simulated_request import SimulatedRequest
+from pagepool.specs import cdiv, count_of
+
+__all__ = ["describe_pool", "make_scheduler", "require_one_that_fits", "run"]
+
+
+def describe_pool(num_pages: int, page_size: int) -> str:
+    """Describe the size of a pool.
+
+    >>> describe_pool(1000, 1)
+    '1,000 pages of 1 token'
+    """
+    return f"{count_of(num_pages, 'page')} of {count_of(page_size, 'token')}"
+
+
+def require_one_that_fits(requests: Sequence[SimulatedRequest], num_pages: int, page_size: int) -> None:
+    """Exit with code 1 and a message if no request fits the pool."""
+    smallest = 1 + min(cdiv(request.num_slots, page_size) for request in requests)
+    if num_pages < smallest:
+        raise click.ClickException(
+            f"no request can run in {describe_pool(num_pages, page_size)}: "
+            f"the smallest of {count_of(len(requests), 'request')} needs {count_of(smallest, 'page')}, including the null page"
+        )
+
+
+def make_scheduler(
+    requests: Sequence[SimulatedRequest],
+    *,
+    num_pages: int,
+    page_size: int,
+    max_batched_tokens: int,
+    max_num_seqs: int,
+    enable_caching: bool = True,
+    batched: bool = True,
+) -> Scheduler:
+    """Make a scheduler with copies of the requests, which it modifies. Raises Refusal for an invalid size, and MemoryError."""
+    manager = make_manager(num_pages, page_size, requests, enable_caching)
+    copies = [replace(request) for request in requests]
+    num_rows, length = min(max_num_seqs, len(requests)), count_of(manager.max_model_len, "token")
+    try:
+        return Scheduler(manager, copies, max_num_batched_tokens=max_batched_tokens, max_num_seqs=max_num_seqs, batched=batched)
+    except PagePoolError as error:
+        raise Refusal(f"no batch of {count_of(num_rows, 'request')} of up to {length}: {error}") from error
+    except MemoryError as error:
+        raise MemoryError(f"a batch of {count_of(num_rows, 'request')} of up to {length}: {error}") from error
+
+
+def make_manager(num_pages: int, page_size: int, requests: Sequence[SimulatedRequest], enable_caching: bool) -> CacheManager:
+    """Make a manager for the longest of the requests."""
+    max_model_len = max((request.num_final_tokens for request in requests), default=1)
+    pool = describe_pool(num_pages, page_size)
+    try:
+        return CacheManager(num_pages, make_groups(page_size), max_model_len, enable_caching=enable_caching)
+    except (PagePoolError, OverflowError) as error:
+        raise Refusal(f"no pool of {pool}: {error}") from error
+    except MemoryError as error:
+        raise MemoryError(f"a pool of {pool} takes {format_bytes(count_pool_bytes(num_pages))}: {error}") from error
+
+
+def run(scheduler: Scheduler, description: str, progress: Progress) -> Figures:
+    """Run to the end, and show progress."""
+    with progress.follow(description, "request", len(scheduler.waiting)) as update:
+        return scheduler.run(lambda figures: update(figures.requests))

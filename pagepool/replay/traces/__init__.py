@@ -1,0 +1,1 @@
+"""Traces: reading, recording and generating the requests of a simulation."""

@@ -1,0 +1,47 @@
+"""Trace arguments of the commands."""
+
+from pathlib import Path
+
+import click
+
+from pagepool.errors import PagePoolError
+from pagepool.replay.shared.memory import explain
+from pagepool.replay.shared.options import Refusal, Size
+from pagepool.replay.shared.progress import Progress
+from pagepool.replay.shared.results import InputFile
+from pagepool.replay.shared.sizes import format_bytes
+from pagepool.replay.traces.reader import BLOCK_SIZE, TraceRecord, make_requests, read_trace, source_name
+from pagepool.replay.traces.simulated_request import SimulatedRequest
+
+__all__ = ["TRACE", "block_size_option", "limit_option", "load_trace", "seed_option"]
+
+TRACE = InputFile(allow_dash=True)
+
+block_size_option = click.option(
+    "--block-size",
+    type=Size("tokens"),
+    default=BLOCK_SIZE,
+    help="Tokens per hash id, unless the trace has its own.",
+)
+limit_option = click.option("--limit", type=Size("requests"), help="Use only the first requests of the trace.")
+seed_option = click.option("--seed", type=click.IntRange(min=0), default=0, help="Random seed for synthetic tokens and chats.")
+
+
+def load_trace(
+    trace: str, limit: int | None, block_size: int, seed: int, progress: Progress
+) -> tuple[list[TraceRecord], list[SimulatedRequest]]:
+    """Read a trace, and make a request from each record. Raises Refusal if the trace is invalid or unreadable."""
+    source = source_name(trace)
+    try:
+        with progress.follow("reading the trace", "line") as update:
+            records = read_trace(trace, limit, block_size, update)
+        return records, make_requests(records, source, seed)
+    except PagePoolError as error:
+        raise Refusal(str(error)) from error
+    except OSError as error:
+        raise Refusal(f"{source}: {error.strerror or error}") from error
+    except MemoryError as error:
+        reason = explain(error)
+        size = f" ({format_bytes(Path(trace).stat().st_size)})" if Path(trace).is_file() else ""
+        hint = "too large for the memory: --limit takes the first N requests"
+        raise MemoryError(f"{source}{size} is {hint}; {reason}") from error
