@@ -1,4 +1,4 @@
-"""The free queue of a pool, or of pages that stand alone."""
+"""The free queue of a pool, or of pages without a pool."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ __all__ = ["FreeCachePageQueue"]
 
 
 class FreeCachePageQueue:
-    """The free pages in the order in which they are evicted: a doubly linked list inside the page records.
+    """The free pages in the order of eviction: a doubly linked list inside the page records.
 
-    ``FreeCachePageQueue(pages)`` takes over the records of pages that stand alone; ``pool.free_page_queue`` is a pool's own.
+    ``FreeCachePageQueue(pages)`` adopts the records of pages without a pool; ``pool.free_page_queue`` is the queue of a pool.
     All operations are O(1) a page.
 
     >>> first, second = CachePage(4), CachePage(2)
@@ -27,7 +27,7 @@ class FreeCachePageQueue:
 
     @classmethod
     def of_store(cls, store: PageStore) -> "FreeCachePageQueue":
-        """The queue of a pool's store."""
+        """Return the queue of a pool's store."""
         queue = cls.__new__(cls)
         queue._store = store
         return queue
@@ -46,17 +46,17 @@ class FreeCachePageQueue:
         return self._store.pages(self._store.pop(n))
 
     def remove(self, page: CachePage) -> None:
-        """Take a page out wherever it stands; PageIdError if it is not in the queue."""
+        """Remove a page from any place in the queue; PageIdError if it is not in the queue."""
         self._store.remove_page(page)
 
     def append(self, page: CachePage) -> None:
-        """Put a page at the back; PageIdError if it is in a queue, is held, or is a pool's and this is not its queue."""
+        """Append a page. PageIdError if it is in a queue, is held, or belongs to a pool with another queue."""
         if not self._store.is_pool:
             self._store.adopt(page)
         self._store.append_page(page)
 
     def append_n(self, pages: Sequence[CachePage]) -> None:
-        """Put pages at the back, in order; all or none of them."""
+        """Append pages in order; all or none of them."""
         if not self._store.is_pool:
             pages = require_list("pages", pages, CachePage)
             for page in pages:
@@ -64,5 +64,5 @@ class FreeCachePageQueue:
         self._store.append(self._store.ids_of_pages(pages))
 
     def get_all_free_pages(self) -> list[CachePage]:
-        """The pages in the queue, front first. O(pages)."""
+        """Return the pages in the queue, front first. O(pages)."""
         return self._store.pages(self._store.free_ids())

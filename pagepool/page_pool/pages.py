@@ -11,10 +11,10 @@ __all__ = ["Pages"]
 
 
 class Pages(Sequence[CachePage]):
-    """All pages of a pool by id. A page object is made when it is first read, and kept."""
+    """All pages of a pool by id. A page object is made on the first read, and kept."""
 
     def __init__(self, store: PageStore) -> None:
-        """`store` holds the records."""
+        """View the pages of `store`."""
         self._store = store
 
     def __len__(self) -> int:
@@ -26,7 +26,7 @@ class Pages(Sequence[CachePage]):
     @overload
     def __getitem__(self, index: slice) -> list[CachePage]: ...
     def __getitem__(self, index: int | slice) -> CachePage | list[CachePage]:
-        """The page with that id, or a list of pages for a slice. PageIdError, an IndexError, outside the pool."""
+        """Return the page with that id, or a list of pages for a slice. PageIdError, an IndexError, outside the pool."""
         if isinstance(index, slice):
             try:
                 page_ids = range(len(self))[index]

@@ -37,8 +37,8 @@ PageIdArray = npt.NDArray[np.int32]
 
 
 class PageProbe(NamedTuple):
-    """What `PagePool.probe` found: the leading pages that hit in every group, and the first group without the next one
-    (None: every page hit).
+    """Result of `PagePool.probe`: the number of leading pages that hit in every group, and the first group to miss (None: every
+    page hit).
     """
 
     num_hit_pages: int
@@ -48,8 +48,8 @@ class PageProbe(NamedTuple):
 class PagePool:
     """A fixed number of pages, handed out least recently used first, with their prefix entries.
 
-    Page 0 is the null page, a placeholder that is never handed out, never freed and never counted. Ready in O(num_pages),
-    40 ms for a million; 56 to 72 bytes a page with caching, 32 without; 24 or 8 more once it is divided into shards.
+    Page 0 is the null page, a placeholder that is never handed out, freed or counted. Construction takes O(num_pages), 40 ms
+    for a million. Memory is 56 to 72 bytes a page with caching and 32 without, plus 24 or 8 once the pool has shards.
 
     >>> pool = PagePool(8, enable_caching=True)
     >>> pages = pool.get_new_pages(3)
@@ -67,7 +67,7 @@ class PagePool:
         self._start(PageStore(num_pages, enable_caching))
 
     def _start(self, store: PageStore) -> None:
-        """Be the pool of `store`."""
+        """Set the attributes of the pool of `store`."""
         self.store = store
         self.num_pages = store.num_pages
         self.enable_caching = store.enable_caching
@@ -75,20 +75,20 @@ class PagePool:
         self.free_page_queue = FreeCachePageQueue.of_store(self.store)
         self.configuration: Configuration | None = None
 
-    # Made when they are asked for: a pool that nobody looked into has no cycle, and is gone as soon as it is dropped.
+    # Made on demand, so that an unread pool has no reference cycle and is freed at once.
 
     @property
     def null_page(self) -> CachePage:
-        """Page 0, which stands for no page."""
+        """Page 0, the placeholder."""
         return self.store.page(0)
 
     @property
     def cached_page_hash_to_page(self) -> CachedPages:
-        """The prefix index, a live view."""
+        """A live view of the prefix index."""
         return CachedPages(self.store)
 
     def __repr__(self) -> str:
-        """Its size, and how much of it is in use."""
+        """The size and use of the pool."""
         return (
             f"PagePool(num_pages={self.num_pages}, num_free_pages={self.store.num_free_pages}, "
             f"num_cached_pages={self.store.num_cached_pages}, enable_caching={self.enable_caching})"
@@ -97,24 +97,23 @@ class PagePool:
     # Saving.
 
     def snapshot(self) -> Snapshot:
-        """All of the pool as a dict of NumPy arrays without Python objects, for `restore`; `numpy.savez` saves it.
+        """Return the pool as a dict of NumPy arrays without Python objects, for `restore` and `numpy.savez`.
 
-        Ref counts, the free queue in order, prefix entries with their hashes and kept tokens, shards and counters, and the
-        configuration of the manager that caches in it, under a version and a checksum. A copy: 4 bytes a page, 4 more a free
-        one, 24 more a cached one, plus 4 a kept token. IntegrityError where the pool is damaged, ArgumentError for page hashes
-        of anything but ints, strings, bytes, None and tuples. O(num_pages), 0.3 s for a million cached ones.
+        It has ref counts, the free queue in order, prefix entries with hashes and kept tokens, shards, counters, and the
+        configuration of the manager that caches in the pool, with a version and a checksum. The copy takes 4 bytes a page, 4
+        more a free page, 24 more a cached page, and 4 a kept token. IntegrityError if the pool is damaged, ArgumentError unless
+        page hashes are made of ints, strings, bytes, None and tuples. O(num_pages), 0.3 s for a million cached pages.
         """
         return save(self.store, self.configuration)
 
     @classmethod
     def restore(cls, snapshot: Mapping[str, Any]) -> "PagePool":
-        """The pool that `snapshot` was taken of: a dict as that returned it, or what `numpy.load` returns.
+        """Return a pool from a result of `snapshot`, or from what `numpy.load` returns.
 
-        Held pages are held again, until their holders or `release_all_held` give them back. Prefix entries hit for a manager
-        with the same key: give it a `hash_seed` where the process is another. `CacheManager` refuses the pool, naming what
-        differs, if another algorithm, seed or page size, or other groups cached in it (see `bind`). What the pages hold on
-        the device is the engine's to bring back.
-        SnapshotError, a ValueError, where the snapshot is damaged, of another version, or something else. O(num_pages).
+        Held pages stay held until their holders or `release_all_held` free them. Prefix entries hit for a manager with the same
+        key: give it a `hash_seed` if it is in another process. `CacheManager` refuses a pool that was used with another
+        algorithm, seed, page size or other groups, and names the difference (see `bind`). The engine restores the contents of
+        the pages on the device. SnapshotError, a ValueError, if the snapshot is damaged or has another version. O(num_pages).
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)
@@ -128,11 +127,11 @@ class PagePool:
         return pool
 
     def bind(self, configuration: Configuration) -> None:
-        """Note with what pages will be cached. `CacheManager` does; the pool is bound to it, and so are its snapshots, as long
-        as pages are cached.
+        """Record the configuration under which pages are cached. `CacheManager` calls this.
 
-        ArgumentError, and nothing changed, if the pool's cached pages are bound to another one: it names the first difference.
-        A pool that no manager used, or one from a snapshot of version 1, is bound to nothing yet. O(configuration).
+        Pool and snapshots are bound to the configuration while pages are cached. ArgumentError, naming the first difference,
+        if the cached pages are bound to another one. An unused pool, or one from a snapshot of version 1, is not bound.
+        O(configuration).
         """
         num_pages = self.store.num_cached_pages
         bound = self.configuration if num_pages and self.configuration else configuration
@@ -146,11 +145,11 @@ class PagePool:
         self.configuration = dict(configuration)
 
     def release_all_held(self) -> int:
-        """Give back every reference of a restored pool whose holders are gone; the pages go to the back of the free queue in
-        order of their ids and keep their prefix entries. Returns how many pages. O(num_pages).
+        """Release every reference in a restored pool whose holders are gone. Returns the number of pages. O(num_pages).
 
-        Only right after `restore`: ArgumentError, and nothing changed, for a pool that was not restored, and as soon as a page
-        was taken or hit since, for then a manager, a batch or a caller may hold it.
+        The pages go to the back of the free queue in order of their ids and keep their prefix entries. Call this right after
+        `restore`: ArgumentError if the pool was not restored, or if a page was taken or hit since, because a manager, a batch
+        or a caller may hold it.
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)
@@ -165,22 +164,22 @@ class PagePool:
             )
         return num_pages
 
-    # Taking and giving back.
+    # Taking and freeing.
 
     def get_new_pages(
         self, num_pages: int, *, dp_shard_hint: int | None = None, data_parallel_size: int | None = None
     ) -> list[CachePage]:
-        """Take `num_pages` pages from the front of the free queue; their prefix entries are dropped, their ref counts are 1.
+        """Take `num_pages` pages from the front of the free queue. They lose their prefix entries and have a ref count of 1.
 
-        With a hint and a `data_parallel_size` that divides the pool: only from that shard's range of ids, in queue order.
-        OutOfPagesError, a ValueError, if there are too few. O(num_pages).
+        With a hint and a `data_parallel_size` that divides the pool, pages come only from that shard's range of ids, in queue
+        order. OutOfPagesError, a ValueError, if too few are free. O(num_pages).
         """
         return self.store.pages(self._take(num_pages, dp_shard_hint, data_parallel_size))
 
     def get_new_page_ids(
         self, num_pages: int, *, dp_shard_hint: int | None = None, data_parallel_size: int | None = None
     ) -> PageIdArray:
-        """`get_new_pages` as an int32 array ``[num_pages]``."""
+        """Like `get_new_pages`, but return an int32 array ``[num_pages]``."""
         return self._take(num_pages, dp_shard_hint, data_parallel_size).to_array()
 
     def _take(self, num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> PageIds:
@@ -188,22 +187,22 @@ class PagePool:
         return self.store.take(num_pages) if shard is None else self.store.take(num_pages, *shard)
 
     def free_pages(self, ordered_pages: Iterable[CachePage]) -> None:
-        """Give back one reference to each page. Those left with none go to the back of the free queue, in the given order,
-        and keep their prefix entry until they are handed out again.
+        """Release one reference to each page.
 
-        Null pages are passed over. DoubleFreeError if a page would be freed more often than it is held, PageIdError for pages
-        of another pool; nothing is freed then. O(pages).
+        Pages without references go to the back of the free queue, in the given order, and keep their prefix entries until they
+        are handed out again. Null pages are ignored. DoubleFreeError if a page would be freed more often than it is held,
+        PageIdError for pages of another pool; no page is freed then. O(pages).
         """
         self.store.give_back(self.store.ids_of_pages(ordered_pages))
 
     def free_page_ids(self, ordered_page_ids: PageIdArray | Sequence[int]) -> None:
-        """`free_pages` by id: an int32 array or a list."""
+        """Like `free_pages`, but take ids: an int32 array or a list."""
         self.store.give_back(_require_ids(ordered_page_ids))
 
     def touch(self, pages: Iterable[Iterable[CachePage]]) -> None:
-        """Take one reference more to each page of each group; a free page leaves the free queue. Null pages are passed over.
+        """Take one more reference to each page of each group. A free page leaves the free queue. Null pages are ignored.
 
-        PageIdError, and nothing touched, for pages of another pool or out of the queue without a holder. O(pages).
+        PageIdError, without a change, for pages of another pool and for pages outside the queue without a holder. O(pages).
         """
         try:
             touched = [page for group in pages for page in group]
@@ -212,7 +211,7 @@ class PagePool:
         self.store.touch(self.store.ids_of_pages(touched))
 
     def touch_page_ids(self, page_ids: PageIdArray | Sequence[int]) -> None:
-        """`touch` by id: an int32 array or a list."""
+        """Like `touch`, but take ids: an int32 array or a list."""
         self.store.touch(_require_ids(page_ids))
 
     # Prefix caching.
@@ -225,11 +224,10 @@ class PagePool:
         dp_shard_hint: int | None = None,
         data_parallel_size: int | None = None,
     ) -> list[CachePage] | None:
-        """One page for each group that has the content of `page_hash`, or None if any group lacks it.
+        """Return one page for each group with the content of `page_hash`, or None if any group lacks it.
 
-        Of several pages with equal content the one cached first; with a hint, the first in that shard. Changes nothing.
-        O(groups), with a hint O(groups x shards) once pages were taken for that `data_parallel_size`, and before O(groups x
-        pages of equal content).
+        Among pages of equal content the first cached wins; with a hint, the first in that shard. O(groups). With a hint
+        O(groups x shards) once pages were taken for that `data_parallel_size`, and O(groups x pages of equal content) before.
         """
         bounds = self.find_shard_bounds(dp_shard_hint, data_parallel_size)
         page_hash = checked_hash(page_hash)
@@ -246,13 +244,13 @@ class PagePool:
         dp_shard_hint: int | None = None,
         data_parallel_size: int | None = None,
     ) -> PageIdArray | None:
-        """`get_cached_page` as an int32 array ``[groups]``, or None."""
+        """Like `get_cached_page`, but return an int32 array ``[groups]`` or None."""
         bounds = self.find_shard_bounds(dp_shard_hint, data_parallel_size)
         page_ids = find_page_ids(self.store, page_hash, kv_cache_group_ids, bounds)
         return None if page_ids is None else np.array(page_ids, dtype=np.int32)
 
     def find_page_id(self, page_hash: PageHash, group_id: int, start: int = 0, stop: int | None = None) -> int | None:
-        """The page cached first under `page_hash` in a group, with an id in ``[start, stop)``, or None.
+        """Return the page cached first under `page_hash` in a group, with an id in ``[start, stop)``, or None.
 
         A hash that carries token ids hits only a page whose token ids are equal.
         """
@@ -270,9 +268,9 @@ class PagePool:
     ) -> None:
         """Enter pages ``pages[num_cached_pages:num_full_pages]`` of a request in the prefix index.
 
-        `page_hashes` are the request's from its first page on. Those that it lacks are computed with the builtin `hash` from
-        ``request.all_token_ids`` and appended to it. Null pages are passed over. PageHashError, and nothing entered, if a page
-        has a hash already. O(num_full_pages - num_cached_pages).
+        `page_hashes` are the request's from its first page on. Missing hashes are computed with the builtin `hash` from
+        ``request.all_token_ids`` and appended. Null pages are ignored. PageHashError, without a change, if a page already has a
+        hash. O(num_full_pages - num_cached_pages).
         """
         bounds = _bounds_of(num_cached_pages, num_full_pages)
         ids = self.store.ids_of_pages(require_slice("pages", pages, *bounds))
@@ -288,7 +286,7 @@ class PagePool:
         page_size: int,
         kv_cache_group_id: int,
     ) -> None:
-        """`cache_full_pages` by id: an int32 array or a list."""
+        """Like `cache_full_pages`, but take ids: an int32 array or a list."""
         bounds = _bounds_of(num_cached_pages, num_full_pages)
         ids = PageIds(require_slice("page_ids", page_ids, *bounds))
         enter_pages(self.store, ids, request, page_hashes, *bounds, page_size, kv_cache_group_id)
@@ -298,17 +296,17 @@ class PagePool:
         forget_evicted_names(self.store)
 
     def probe(self, page_hashes: Iterable[PageHash], kv_cache_group_ids: Sequence[int] = (0,)) -> PageProbe:
-        """How many of the pages, from the first on, hit in every group, and which group missed. Changes nothing."""
+        """Count the leading pages that hit in every group, and report the group that missed."""
         return PageProbe(*count_hits(self.store, page_hashes, kv_cache_group_ids))
 
     def evict_pages(self, page_ids: PageIdArray | Sequence[int]) -> int:
-        """Drop the prefix entries of pages, free or held; the pages themselves stay where they are. Returns how many had one.
+        """Drop the prefix entries of pages, free or held. Returns the number of dropped entries. Holders keep their pages.
 
-        After a failed load: let ``num_computed_tokens`` of each request that holds the pages go back before the first of them
-        (or `RunningBatch.trim` its row, and append the tokens again). They are entered again, and those behind them that lost
-        their entry too, as the tokens are allocated again; not before.
+        After a failed load, set ``num_computed_tokens`` of each request that holds the pages back to before the first of them
+        (or `RunningBatch.trim` its row, and append the tokens again). These pages, and later ones without entries, are entered
+        again when their tokens are allocated again.
 
-        PageIdError, and nothing dropped, for an id outside the pool or the null page. O(pages).
+        PageIdError, without a change, for the null page or an id outside the pool. O(pages).
         """
         ids = PageIds(_require_ids(page_ids))
         if 0 in ids:
@@ -316,11 +314,11 @@ class PagePool:
         return self.store.drop(ids)
 
     def _maybe_evict_cached_page(self, page: CachePage) -> bool:
-        """Drop the prefix entry of a page, if it has one, and say whether it had."""
+        """Drop the prefix entry of a page. Returns whether it had one."""
         return self.store.drop(self.store.ids_of_pages([page])) > 0
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all prefix entries, after new weights for instance. False, and nothing changed, while a page is held.
+        """Drop all prefix entries, for example after new weights. Returns False, without a change, while a page is held.
 
         The free queue keeps its order. O(num_pages).
         """
@@ -332,23 +330,23 @@ class PagePool:
         logger.info("prefix cache reset")
         return True
 
-    # Looking.
+    # Inspection.
 
     def get_num_free_pages(self) -> int:
-        """Number of pages in the free queue."""
+        """Return the number of pages in the free queue."""
         return self.store.num_free_pages
 
     def get_usage(self) -> float:
-        """Share of the pages that are not free, the null page counted as used: 0.0 to 1.0."""
+        """Return the share of pages that are not free, 0.0 to 1.0. The null page counts as used."""
         return 1.0 - self.store.num_free_pages / self.num_pages
 
     def ref_counts(self) -> PageIdArray:
-        """Ref counts of all pages: int32 array ``[num_pages]``, a copy."""
+        """Return a copy of the ref counts of all pages: an int32 array ``[num_pages]``."""
         counts: PageIdArray = self.store.ref_counts()
         return counts
 
     def free_page_ids_in_order(self) -> PageIdArray:
-        """The free queue, the page that is evicted first in front: int32 array, a copy."""
+        """Return a copy of the free queue, the next page to evict first: an int32 array."""
         return self.store.free_ids().to_array()
 
     @property
@@ -357,17 +355,18 @@ class PagePool:
         return PagePoolStats(*self.store.counters)
 
     def check(self) -> None:
-        """Walk the free queue, the ref counts, the shards and the prefix index both ways. IntegrityError names the first page
-        or slot that is wrong, with all its numbers. O(num_pages).
+        """Check the free queue, the ref counts, the shards and the prefix index in both directions. O(num_pages).
+
+        IntegrityError names the first wrong page or slot, with all its numbers.
         """
         self.store.check()
 
     # Data-parallel shards.
 
     def find_shard(self, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int] | None:
-        """The shard that a hint means, modulo the size, and that size; None where the pool is not divided. The first time that
-        pages are taken for a size builds the shards' queues in O(num_pages + pages of equal content x shards); they are kept
-        from then on.
+        """Return the hinted shard, modulo the size, and that size; None if the pool is not divided.
+
+        The first allocation for a size builds the queues of its shards, in O(num_pages + pages of equal content x shards).
         """
         pages_per_shard = pages_per_dp_shard(self.num_pages, data_parallel_size)
         hint = None if dp_shard_hint is None else require_int("dp_shard_hint", dp_shard_hint)
@@ -377,7 +376,7 @@ class PagePool:
         return hint % num_shards, num_shards
 
     def find_shard_bounds(self, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int | None]:
-        """Half-open range of the page ids that may hit under a hint."""
+        """Return the half-open range of page ids that may hit with a hint."""
         shard = self.find_shard(dp_shard_hint, data_parallel_size)
         if shard is None:
             return 0, None
@@ -386,7 +385,7 @@ class PagePool:
 
 
 def _require_ids(page_ids: T) -> T:
-    """ArgumentTypeError for None, of which the core makes no ids."""
+    """Return the ids; ArgumentTypeError for None."""
     if page_ids is None:
         raise ArgumentTypeError("page ids: got None, allowed: a list or an array")
     return page_ids

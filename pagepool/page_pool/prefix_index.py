@@ -1,7 +1,6 @@
-"""Pages by their `PageHash`: looked up, entered, and as a mapping.
+"""Look-ups and entries of pages by `PageHash`.
 
-The index of a `PageStore` knows keys of 128 bits. Where a hash is not simply its key, ``PageStore.names`` tells one from the
-other.
+The index of a `PageStore` has keys of 128 bits. If a hash differs from its key, ``PageStore.names`` maps one to the other.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,13 +27,13 @@ Bounds = tuple[int, int | None]
 
 
 def is_own_key(store: PageStore, page_hash: PageHash) -> bool:
-    """Whether the hash value is the key, as it is for native hashes: no names are needed, and no tokens to compare."""
+    """Whether the hash value is the key, as for native hashes, so that neither names nor tokens matter."""
     key = page_hash.hash_value
     return not store.names and 0 <= key < 1 << 128 and page_hash == (key, (), None)
 
 
 def find_page_id(store: PageStore, page_hash: PageHash, group_id: int, start: int = 0, stop: int | None = None) -> int | None:
-    """The page cached first under `page_hash` in a group, with an id in ``[start, stop)``, or None.
+    """Return the page cached first under `page_hash` in a group, with an id in ``[start, stop)``, or None.
 
     A hash that carries token ids hits only a page whose token ids are equal.
     """
@@ -54,7 +53,7 @@ def _has_hash(store: PageStore, page_id: int, page_hash: PageHash) -> bool:
 
 
 def find_page_ids(store: PageStore, page_hash: PageHash, group_ids: Sequence[int], bounds: Bounds) -> list[int] | None:
-    """One page for each group, as `find_page_id` finds it, or None if any group has none."""
+    """Return one page for each group, as `find_page_id` finds it, or None if any group has none."""
     page_ids = []
     for group_id in require_group_ids(group_ids):
         page_id = find_page_id(store, page_hash, group_id, *bounds)
@@ -65,7 +64,7 @@ def find_page_ids(store: PageStore, page_hash: PageHash, group_ids: Sequence[int
 
 
 def count_hits(store: PageStore, page_hashes: Iterable[PageHash], group_ids: Sequence[int]) -> tuple[int, int | None]:
-    """The number of leading pages that hit in every group, and the first group without the next one (None: all hit)."""
+    """Return the number of leading pages that hit in every group, and the first group to miss (None: all hit)."""
     num_hit_pages = 0
     group_ids = require_group_ids(group_ids)
     for page_hash in require_list("page_hashes", page_hashes, PageHash):
@@ -111,7 +110,7 @@ def enter_pages(
 
 
 def _hash_missing_pages(request: Any, page_hashes: Sequence[PageHash], num_full_pages: int, page_size: int) -> list[PageHash]:
-    """The hashes from ``len(page_hashes)`` to `num_full_pages`."""
+    """Return the hashes from ``len(page_hashes)`` to `num_full_pages`."""
     if len(page_hashes) >= num_full_pages:
         return []
     extra_keys = RequestExtraKeys.of(request)
@@ -134,26 +133,26 @@ def _hash_missing_pages(request: Any, page_hashes: Sequence[PageHash], num_full_
 
 
 def forget_evicted_names(store: PageStore) -> None:
-    """Drop the hash objects of evicted pages, once there are more of them than the pool could need. Amortised O(1)."""
+    """Drop the names of evicted pages once there are more than the pool can need. Amortised O(1)."""
     if len(store.names) > 2 * store.max_num_kept_keys + 1024:
         forget_names(store)
 
 
 def forget_names(store: PageStore) -> None:
-    """Drop the hash objects that neither the index nor the journal of its changes needs."""
+    """Drop the names that neither the index nor the journal needs."""
     keys = store.kept_keys()
     if keys is not None:
         store.names.keep_only(keys)
 
 
 class CachedPages(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
-    """The prefix index as a mapping: hash and group to the pages with that content, by id, in the order they were cached.
+    """The prefix index as a mapping from hash and group to the pages with that content, by id, in the order of caching.
 
     A live view: ``len`` and ``in`` are O(1), iteration is O(size of the index).
     """
 
     def __init__(self, store: PageStore) -> None:
-        """A view of the index of `store`."""
+        """View the index of `store`."""
         self._store = store
 
     def __len__(self) -> int:
@@ -168,7 +167,7 @@ class CachedPages(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
                 yield page_hash
 
     def __getitem__(self, key: PageHashWithGroupId) -> dict[int, CachePage]:
-        """Pages by id. KeyError if none is cached under `key`."""
+        """Return pages by id. KeyError if none is cached under `key`."""
         if isinstance(key, PageHashWithGroupId):
             page_id = find_page_id(self._store, key.page_hash, key.group_id)
             if page_id is not None:
