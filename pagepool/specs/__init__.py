@@ -1,4 +1,4 @@
-"""What a layer keeps for each token, which layers share page ids, and how many requests a pool can hold."""
+"""Descriptions of layers and cache groups, and estimates of how many requests a pool can hold."""
 
 from pagepool.arguments import MAX_SIZE, require_int
 from pagepool.errors import count_of

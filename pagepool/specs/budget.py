@@ -1,4 +1,4 @@
-"""How many requests a pool can hold."""
+"""Estimates of how many requests a pool can hold."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,10 +14,9 @@ __all__ = ["RuntimePageBudgetEstimate", "estimate_runtime_page_budget"]
 
 @dataclass(frozen=True)
 class RuntimePageBudgetEstimate:
-    """How many requests of the greatest length a pool holds at once, and the page counts behind that.
+    """The number of requests of maximum length that fit in a pool at once, and the page counts behind it.
 
-    `pages_per_request` is the sum of `per_group_pages` (one entry a group, in order), `usable_pages` leaves
-    out the null page.
+    `pages_per_request` is the sum of `per_group_pages` (one entry a group, in order). `usable_pages` excludes the null page.
     """
 
     pages_per_request: int
@@ -35,7 +34,7 @@ def _max_pages_per_request(spec: CacheSpec, max_model_len: int, max_num_batched_
 
 
 def _max_concurrent_requests(num_pages: int, pages_per_request: int, data_parallel_size: int) -> int:
-    """Requests that fit at once; each lives within one shard where the pool is sharded."""
+    """Return the number of requests that fit at once, each within one shard if the pool has shards."""
     pages_per_shard = pages_per_dp_shard(num_pages, data_parallel_size)
     if pages_per_shard is None:
         return usable_pages_count(num_pages) // pages_per_request
@@ -51,12 +50,11 @@ def estimate_runtime_page_budget(
     max_num_batched_tokens: int,
     data_parallel_size: int = 1,
 ) -> RuntimePageBudgetEstimate:
-    """How many requests of `max_model_len` tokens the pool holds at once, with windows and chunks.
+    """Estimate how many requests of `max_model_len` tokens fit in the pool at once, with windows and chunks.
 
-    A step computes at most `max_num_batched_tokens` tokens. With `data_parallel_size > 1` and pages that
-    divide evenly, a request lives within one shard. `max_num_seqs` is at least 1, also where even one request
-    does not fit; without groups it is the number of usable pages. Lengths below 1 count as 1. Raises
-    `ArgumentError` for a spec whose pages have no bytes. Cost: one pass over groups.
+    A step computes at most `max_num_batched_tokens` tokens. With `data_parallel_size > 1` and pages that divide evenly, each
+    request stays in one shard. `max_num_seqs` is at least 1, even if no request fits; without groups it is the number of
+    usable pages. Lengths below 1 count as 1. ArgumentError for a spec whose pages have no bytes. O(groups).
 
     >>> from pagepool.specs import FullAttentionSpec
     >>> groups = [CacheGroupSpec(FullAttentionSpec(16, 8, 128, "bfloat16", use_mla=False))]

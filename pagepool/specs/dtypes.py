@@ -1,6 +1,6 @@
 """Sizes of dtypes.
 
-A `dtype` is anything by which NumPy or JAX names one: `"bfloat16"`, `np.float16`, `jnp.bfloat16`, `np.dtype("float32")`, a type
+A `dtype` is any name of one in NumPy or JAX: `"bfloat16"`, `np.float16`, `jnp.bfloat16`, `np.dtype("float32")`, a type
 of ml_dtypes. JAX is never imported, and ml_dtypes need not be installed.
 """
 
@@ -13,8 +13,8 @@ from pagepool.specs.page_counts import cdiv
 
 __all__ = ["dtype_bits", "num_bytes"]
 
-# Accelerator dtypes that plain NumPy does not know by name. NumPy also says one byte for those below 8 bits,
-# as it does not pack them; caches do.
+# Accelerator dtypes that NumPy alone does not know by name. NumPy reports one byte for types below 8 bits, since it does not
+# pack them; caches do.
 _EXTENDED_DTYPE_BITS = {
     "bfloat16": 16,
     "float8_e3m4": 8,
@@ -38,14 +38,14 @@ _EXTENDED_DTYPE_BITS = {
 
 
 def dtype_bits(dtype: object) -> int:
-    """The size of one element in bits; types below 8 bits count as packed.
+    """Return the size of one element in bits. Types below 8 bits are packed.
 
-    Raises `ArgumentTypeError` if neither NumPy nor the table of accelerator types knows it as a number.
+    ArgumentTypeError if neither NumPy nor the table of accelerator types has it as a number type.
 
     >>> dtype_bits("bfloat16"), dtype_bits(np.float32), dtype_bits("float4_e2m1fn")
     (16, 32, 4)
     """
-    name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))  # of an np.dtype, a class, a string
+    name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))  # np.dtype, class or string
     if isinstance(name, str) and name in _EXTENDED_DTYPE_BITS:
         return _EXTENDED_DTYPE_BITS[name]
     try:
@@ -58,5 +58,5 @@ def dtype_bits(dtype: object) -> int:
 
 
 def num_bytes(num_elements: int, dtype: object) -> int:
-    """Return the bytes of that number of elements, rounded up."""
+    """Return the size of `num_elements` in bytes, rounded up."""
     return cdiv(num_elements * dtype_bits(dtype), 8)

@@ -11,14 +11,14 @@ __all__ = ["CacheGroupSpec", "CacheGroupsConfig", "check_groups"]
 
 @dataclass(frozen=True)
 class CacheGroupSpec:
-    """Layers that share page ids: a page id of the group names one page in each of its layers."""
+    """Layers that share page ids. A page id of the group is one page in each of its layers."""
 
     kv_cache_spec: CacheSpec
     layer_names: list[str] | None = None
 
 
 def check_groups(kv_cache_groups: Iterable[CacheGroupSpec]) -> list[CacheGroupSpec]:
-    """The groups as a list; ArgumentTypeError for what is none, a spec in place of its group for instance."""
+    """Return the groups as a list. ArgumentTypeError for other objects, such as a spec without its group."""
     try:
         groups = list(kv_cache_groups)
     except TypeError:
@@ -33,7 +33,7 @@ def check_groups(kv_cache_groups: Iterable[CacheGroupSpec]) -> list[CacheGroupSp
 
 @dataclass(frozen=True)
 class CacheGroupsConfig:
-    """A pool's size in pages (the null page included) and the groups that draw from it."""
+    """The size of a pool in pages, including the null page, and its groups."""
 
     num_pages: int
     kv_cache_groups: list[CacheGroupSpec]

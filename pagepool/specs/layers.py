@@ -1,6 +1,6 @@
-"""What a layer keeps for each token.
+"""Cache specs: what a layer keeps for each token.
 
-Specs are frozen: they are checked once, at construction, and may be shared and compared. Sizes are in tokens unless the name
+Specs are frozen. They are checked at construction, and can be shared and compared. Sizes are in tokens unless the name
 ends in `_bytes`. A `dtype` (see `pagepool.specs.dtypes`) is kept as it was given.
 """
 
@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What one layer keeps in a page of `page_size` tokens. Base of the kinds below; alone it has no size.
+    """Base of the cache specs: a layer with pages of `page_size` tokens.
 
     Raises `ArgumentError` or `ArgumentTypeError` if `page_size` is not a positive integer.
     """
@@ -38,28 +38,28 @@ class CacheSpec:
         self._set_int("page_size")
 
     def _set_int(self, name: str, minimum: int = 1) -> None:
-        """Check a field, and keep it as an int of Python's: products of NumPy's wrap around."""
+        """Check a field, and store it as a Python int, since products of NumPy ints wrap around."""
         object.__setattr__(self, name, require_int(name, getattr(self, name), minimum, MAX_SIZE))
 
     @property
     def type_id(self) -> str:
-        """Equal for layers that may share a group: one kind, one page geometry, one page size in bytes."""
+        """A key that is equal for layers that may share a group: same kind, page geometry and page size in bytes."""
         raise NotImplementedError(f"{type(self).__name__} does not define type_id")
 
     @property
     def page_size_bytes(self) -> int:
-        """The bytes that one page takes in one layer."""
+        """Bytes of one page in one layer."""
         raise NotImplementedError(f"{type(self).__name__} does not define page_size_bytes")
 
     def max_memory_usage_bytes(self, *args: Any, **kwargs: Any) -> int:
-        """The most bytes that one request can hold in one layer. Subclasses say which limits they need."""
+        """Return the most bytes that one request can hold in one layer. Subclasses name the limits that they need."""
         raise NotImplementedError(f"{type(self).__name__} does not define max_memory_usage_bytes")
 
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
-        """The one spec that stands for layers of the same `type_id`.
+        """Return one spec for layers of the same `type_id`.
 
-        Raises `ArgumentError` if there are none or if they differ in `type_id`.
+        ArgumentError if there are none, or if they differ in `type_id`.
         """
         if not specs:
             raise ArgumentError("merge needs at least one spec")
@@ -71,7 +71,7 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec(CacheSpec):
-    """A layer that keeps a key and a value for each token and head; with `use_mla` one vector is both.
+    """A layer that keeps a key and a value for each token and head. With `use_mla` one vector is both.
 
     `head_size` counts elements of `dtype`. Raises `ArgumentError` or `ArgumentTypeError` on sizes that are
     not positive integers and on an unknown dtype.
@@ -97,7 +97,7 @@ class AttentionSpec(CacheSpec):
 
 
 def _only_size(name: str, sizes: Iterable[int | None]) -> int | None:
-    """The one size that is set, None if none is."""
+    """Return the one size that is set, or None."""
     distinct = {size for size in sizes if size is not None}
     if len(distinct) > 1:
         raise ArgumentError(f"layers of one group must agree on {name}, got {sorted(distinct)}")
@@ -108,8 +108,8 @@ def _only_size(name: str, sizes: Iterable[int | None]) -> int | None:
 class FullAttentionSpec(AttentionSpec):
     """Each token attends to all before it, so every page stays until the request ends.
 
-    `sliding_window` or `attention_chunk_size` (at most one, in tokens) record that the layer attends to less
-    than it keeps; pages are handled as for full attention all the same.
+    `sliding_window` or `attention_chunk_size` (at most one, in tokens) records that the layer attends to less than it keeps.
+    Pages are handled as for full attention.
 
     >>> spec = FullAttentionSpec(page_size=16, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
     >>> spec.page_size_bytes, spec.type_id
@@ -142,9 +142,9 @@ class FullAttentionSpec(AttentionSpec):
 
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
-        """As for any spec; layers without a window or chunk size take that of the others.
+        """Return one spec for layers of the same `type_id`; a window or chunk size of any layer applies to all.
 
-        Raises `ArgumentError` also if two windows, two chunk sizes, or a window and a chunk size meet.
+        ArgumentError also for two windows, two chunk sizes, or a window and a chunk size.
         """
         merged = super().merge(specs)
         return replace(
@@ -156,9 +156,9 @@ class FullAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
-    """Each token attends to those before it in its own chunk of `attention_chunk_size` tokens.
+    """Each token attends to earlier tokens in its own chunk of `attention_chunk_size` tokens.
 
-    Pages of earlier chunks are let go.
+    Pages of earlier chunks are freed.
     """
 
     attention_chunk_size: int
@@ -174,7 +174,7 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
         return f"local_attention_{self.attention_chunk_size}_{self.page_size}_{self.page_size_bytes}"
 
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int, **_: object) -> int:
-        """Bytes of one chunk and the tokens of one step, as far as a request has so many."""
+        """Bytes of one chunk and the tokens of one step, at most those of a whole request."""
         num_tokens = self.attention_chunk_size + require_int("max_num_batched_tokens", max_num_batched_tokens)
         num_tokens = min(num_tokens, require_int("max_model_len", max_model_len))
         return cdiv(num_tokens, self.page_size) * self.page_size_bytes
@@ -182,7 +182,7 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True)
 class SlidingWindowSpec(AttentionSpec):
-    """Each token attends to the last `sliding_window` tokens, itself included; earlier pages are let go.
+    """Each token attends to the last `sliding_window` tokens, itself included. Earlier pages are freed.
 
     Raises `ArgumentError` with `use_mla`: latent vectors are not kept by window.
 
@@ -206,7 +206,7 @@ class SlidingWindowSpec(AttentionSpec):
         return f"sliding_window_{self.sliding_window}_{self.page_size}_{self.page_size_bytes}"
 
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int, **_: object) -> int:
-        """Bytes of one step's tokens and the window before them, and a page as they may start within one."""
+        """Bytes of one step's tokens and the window before them, plus a page, since they may start inside one."""
         num_tokens = self.sliding_window - 1 + require_int("max_num_batched_tokens", max_num_batched_tokens)
         num_tokens = min(num_tokens, require_int("max_model_len", max_model_len))
         return (cdiv(num_tokens, self.page_size) + 1) * self.page_size_bytes
@@ -236,7 +236,7 @@ class MambaSpec(CacheSpec):
             self._set_int("page_size_padded", minimum=state_bytes)
 
     def _set_shapes(self) -> None:
-        """Check the dimensions, and keep them as ints of Python's."""
+        """Check the dimensions, and store them as Python ints."""
         try:
             shapes = [list(shape) for shape in self.shapes]
         except TypeError:
@@ -254,7 +254,7 @@ class MambaSpec(CacheSpec):
 
     @property
     def type_id(self) -> str:
-        """Kind, shapes and dtype as they were given."""
+        """Kind, shapes and dtype as given."""
         return f"mamba_{self.shapes}_{self.dtype}"
 
     @property

@@ -12,7 +12,7 @@ __all__ = ["create_kv_cache_specs_from_config"]
 
 
 class _LayerKey(NamedTuple):
-    """Layers equal in all of this form one group."""
+    """The key of a group. Layers with equal keys share it."""
 
     mask_kind: str
     window: int | None
@@ -22,7 +22,7 @@ class _LayerKey(NamedTuple):
 
 
 def _positive_or_none(value: object) -> int | None:
-    """A config's number if it is one and positive; configs hold None or 0 for what is not set."""
+    """Return a positive number of a config, else None. Configs have None or 0 for unset values."""
     try:
         number = int(cast(Any, value))
     except (TypeError, ValueError, OverflowError):
@@ -31,7 +31,7 @@ def _positive_or_none(value: object) -> int | None:
 
 
 def _layer_value(config: object, name: str, layer: int) -> int | None:
-    """A config's number for one layer, where it has one number for all layers or a list by layer."""
+    """Return a config's number for one layer, from one number for all layers or a list by layer."""
     value = getattr(config, name, None)
     if isinstance(value, list | tuple):
         value = value[layer] if 0 <= layer < len(value) else None
@@ -39,7 +39,7 @@ def _layer_value(config: object, name: str, layer: int) -> int | None:
 
 
 def _layer_geometry(config: object, layer: int, num_kv_heads: int, head_size: int) -> tuple[int, int]:
-    """KV heads and head size of a layer; full-attention layers of some hybrids have their own."""
+    """Return KV heads and head size of a layer. Full-attention layers of some hybrids have their own."""
     num_kv_heads = (
         _layer_value(config, "num_kv_heads", layer) or _layer_value(config, "num_key_value_heads", layer) or num_kv_heads
     )
@@ -55,7 +55,7 @@ def _layer_geometry(config: object, layer: int, num_kv_heads: int, head_size: in
 
 
 def _layer_index(layer: object) -> int:
-    """The number of a layer, which a config may have as text."""
+    """Return the number of a layer, which may be text in a config."""
     try:
         index = int(cast(Any, layer))
     except (TypeError, ValueError, OverflowError):
@@ -68,7 +68,7 @@ def _size_or_none(name: str, value: object) -> int | None:
 
 
 def _mask_kind(mask_type: object) -> str:
-    """`FULL`, `SLIDING`, `CHUNK` or an unknown word, from an enum member, its value or its name."""
+    """Return `FULL`, `SLIDING`, `CHUNK` or an unknown word, from an enum member, its value or its name."""
     word = getattr(mask_type, "value", mask_type)
     name = word if isinstance(word, str) else getattr(mask_type, "name", word)
     return (name if isinstance(name, str) else shown(name)).removeprefix("ATTN_MASK_")
@@ -80,7 +80,7 @@ def _spec_for(key: _LayerKey, page_size: int, dtype: object, use_mla: bool) -> C
         case "FULL":
             return FullAttentionSpec(*geometry, use_mla)
         case "SLIDING" if key.window is not None:
-            # Window layers of a model with latent attention keep plain keys and values.
+            # With latent attention, window layers still keep plain keys and values.
             return SlidingWindowSpec(*geometry, use_mla=False, sliding_window=key.window)
         case "CHUNK" if key.chunk is not None:
             return ChunkedLocalAttentionSpec(*geometry, use_mla, attention_chunk_size=key.chunk)
@@ -97,17 +97,16 @@ def create_kv_cache_specs_from_config(
     dtype: object,
     use_mla: bool = False,
 ) -> list[CacheGroupSpec]:
-    """The groups of a model, from its config: one for each kind of attention and geometry, in layer order.
+    """Return the groups of a model from its config: one for each kind of attention and geometry, in layer order.
 
-    `config` is read by attribute only. `get_mask_details()`, where it has one, maps a layer index to an
-    object with `mask_type` (`"ATTN_MASK_FULL"`, `"ATTN_MASK_SLIDING"` or `"ATTN_MASK_CHUNK"`, as a string or
-    an enum), `size` (window) and `chunks`. `num_kv_heads` or `num_key_value_heads` (a number, or a list by
-    layer) and, for layers that `layer_types` calls `full_attention`, `global_head_dim` and
-    `num_global_key_value_heads` win over the arguments. Without mask details: one full-attention group of the
-    geometry given here, without layer names.
+    `config` is read by attribute only. `get_mask_details()`, if present, maps a layer index to an object with `mask_type`
+    (`"ATTN_MASK_FULL"`, `"ATTN_MASK_SLIDING"` or `"ATTN_MASK_CHUNK"`, as a string or an enum), `size` (window) and `chunks`.
+    `num_kv_heads` or `num_key_value_heads` (a number, or a list by layer) and, for layers that `layer_types` calls
+    `full_attention`, `global_head_dim` and `num_global_key_value_heads`
+    override the arguments. Without mask details the result is one full-attention group of the given geometry, without layer
+    names.
 
-    Raises `ArgumentError` for an unknown mask, or a window or chunk without a size. Cost: one pass over the
-    layers.
+    ArgumentError for an unknown mask, or a window or chunk without a size. O(layers).
 
     >>> [group] = create_kv_cache_specs_from_config(object(), 16, 8, 128, "bfloat16")
     >>> group.kv_cache_spec.type_id

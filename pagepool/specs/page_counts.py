@@ -1,4 +1,4 @@
-"""Numbers of pages: of tokens, of a pool, and of its data-parallel shards."""
+"""Arithmetic of pages: pages for tokens, pages of a pool, and its data-parallel shards."""
 
 from pagepool.arguments import require_int
 
@@ -6,9 +6,9 @@ __all__ = ["cdiv", "dp_shard_for_page_id", "dp_shard_page_bounds", "pages_per_dp
 
 
 def cdiv(a: int, b: int) -> int:
-    """The quotient rounded up: how many pages of `b` tokens hold `a` tokens.
+    """Return the quotient rounded up: the number of pages of `b` tokens for `a` tokens.
 
-    ArgumentError unless `b` is positive, ArgumentTypeError for what is no integer.
+    ArgumentError unless `b` is positive, ArgumentTypeError unless both are integers.
 
     >>> cdiv(16, 16), cdiv(17, 16), cdiv(0, 16)
     (1, 2, 0)
@@ -17,7 +17,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def usable_pages_count(num_pages: int) -> int:
-    """Pages that can be handed out: all but the null page.
+    """Return the number of pages without the null page.
 
     >>> usable_pages_count(1024)
     1023
@@ -26,7 +26,7 @@ def usable_pages_count(num_pages: int) -> int:
 
 
 def pages_per_dp_shard(num_pages: int, data_parallel_size: int | None) -> int | None:
-    """Pages of one data-parallel shard; None if there is but one shard or `num_pages` does not divide evenly.
+    """Return the pages of one data-parallel shard; None for one shard, or if `num_pages` does not divide evenly.
 
     >>> pages_per_dp_shard(1024, 4), pages_per_dp_shard(1023, 4), pages_per_dp_shard(1024, 1)
     (256, None, None)
@@ -39,7 +39,7 @@ def pages_per_dp_shard(num_pages: int, data_parallel_size: int | None) -> int | 
 
 
 def dp_shard_for_page_id(page_id: int, pages_per_shard: int, dp_size: int) -> int | None:
-    """The shard that owns a page; None for the null page, and for sizes that are not positive.
+    """Return the shard of a page; None for the null page, and for sizes that are not positive.
 
     >>> dp_shard_for_page_id(256, 256, 4), dp_shard_for_page_id(0, 256, 4)
     (1, None)
@@ -52,7 +52,7 @@ def dp_shard_for_page_id(page_id: int, pages_per_shard: int, dp_size: int) -> in
 
 
 def dp_shard_page_bounds(shard_index: int, pages_per_shard: int) -> tuple[int, int]:
-    """The half-open range of page ids that a shard can hand out; the first starts after the null page.
+    """Return the half-open range of page ids of a shard. The first shard starts after the null page.
 
     >>> dp_shard_page_bounds(0, 256), dp_shard_page_bounds(1, 256)
     ((1, 256), (256, 512))

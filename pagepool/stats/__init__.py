@@ -1,4 +1,4 @@
-"""Numbers for operators: what a cache holds and did. `pagepool.stats.prometheus` exports them."""
+"""Statistics of a cache. `pagepool.stats.prometheus` exports them to Prometheus."""
 
 from pagepool.stats.counts import CacheStats, PagePoolStats, QueryCounts, TimeHistogram
 

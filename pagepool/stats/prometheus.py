@@ -33,24 +33,24 @@ __all__ = ["CacheCollector"]
 
 
 class CacheCollector(Collector):
-    """Makes metrics of `CacheManager.stats` whenever they are scraped: ``prometheus_client.REGISTRY.register(...)``.
+    """Exports `CacheManager.stats` at each scrape: ``prometheus_client.REGISTRY.register(...)``.
 
-    Reads the managers from the thread that scrapes; 0.2 ms each, and nothing in between.
+    A scrape reads the managers in its own thread, in 0.2 ms each. There is no other cost.
     """
 
     def __init__(self, manager: CacheManager, labels: Mapping[str, str] | None = None) -> None:
-        """`labels` stand at each sample. Give ``model_name`` and ``engine``, as vLLM does: the dashboard tells engines apart by
-        them. Errors as in `add`.
+        """`labels` are added to each sample. The dashboard distinguishes engines by ``model_name`` and ``engine``, as with
+        vLLM. Errors are those of `add`.
         """
         self._label_names = sorted(_require_labels(labels or {}))
         self._managers: dict[tuple[str, ...], CacheManager] = {}
         self.add(manager, labels)
 
     def add(self, manager: CacheManager, labels: Mapping[str, str] | None = None) -> None:
-        """Another manager of the same process, of another data-parallel rank for instance: a registry takes one collector.
+        """Add another manager of the process, for example of another data-parallel rank: a registry takes one collector.
 
         ArgumentError unless its labels have the same names and other values, and the names are letters, digits and underscores;
-        ArgumentTypeError for values that are no strings.
+        ArgumentTypeError unless values are strings.
         """
         labels = _require_labels(labels or {})
         if sorted(labels) != self._label_names:
@@ -61,12 +61,12 @@ class CacheCollector(Collector):
         self._managers[values] = manager
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics as they are now."""
+        """Return the current metrics."""
         stats = {values: manager.stats() for values, manager in self._managers.items()}
         return iter(self._make_families(stats))
 
     def describe(self) -> Iterator[Metric]:
-        """The metrics without samples: by these a registry refuses to take them twice."""
+        """Return the metrics without samples, by which a registry detects duplicates."""
         return iter(self._make_families({}))
 
     def _make_families(self, stats: Mapping[tuple[str, ...], CacheStats]) -> list[Metric]:
@@ -107,7 +107,7 @@ TIMES = {
 
 
 LABEL_NAME = re.compile(r"(?!__|le$)[a-zA-Z_][a-zA-Z0-9_]*")
-"""Names that every server stores as they are: ``le`` is the buckets' own, and names that begin with ``__`` are the server's."""
+"""Names that every server stores unchanged. ``le`` belongs to buckets, and names with a leading ``__`` to the server."""
 
 
 def _require_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
@@ -120,7 +120,7 @@ def _require_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _samples_of(stats: CacheStats) -> list[tuple[Any, ...]]:
-    """What stands behind the labels, in the order of the tables above."""
+    """Return the values in the order of the tables above."""
     queries, preempted = stats.queries, stats.preempted_queries
     gauges = (stats.usage, stats.num_pages, stats.num_free_pages, stats.num_held_pages, stats.num_cached_pages)
     counters = (
