@@ -1,8 +1,8 @@
-"""What came into the prefix cache and went, as vLLM tells it: routers that read vLLM's events read these.
+"""Events of the prefix cache, in vLLM's format: routers for vLLM can read them.
 
-`CacheManager.enable_events` turns them on, `take_events` returns them. On the wire (`encode_batch`) a batch is a msgpack array
-``[ts, events, data_parallel_rank]`` and an event a map with ``type`` first, as in vLLM 0.33. Needs the extra
-``pagepool[events]``.
+`CacheManager.enable_events` turns events on, and `take_events` returns them. On the wire (`encode_batch`) a batch is a msgpack
+array ``[ts, events, data_parallel_rank]``, and an event is a map with ``type`` first, as in vLLM 0.33.
+`pagepool.events.publisher` sends events to routers. Needs the extra ``pagepool[events]``.
 
 >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
 >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)

@@ -1,4 +1,4 @@
-"""Small ints that stand for the extra keys of requests."""
+"""Small ints for the extra keys of requests."""
 
 from pagepool._core import PageStore
 from pagepool.hashing import RequestExtraKeys
@@ -9,10 +9,10 @@ MIN_CONTEXTS = 64
 
 
 class Contexts:
-    """Small ints that stand for the extra keys of requests. Those that no page and no row has any more are used again."""
+    """Maps small ints to the extra keys of requests. Ints without pages and rows are reused."""
 
     def __init__(self, store: PageStore) -> None:
-        """`store` counts who has which."""
+        """`store` counts the pages and rows of each int."""
         self._store = store
         self._values: dict[int, RequestExtraKeys] = {}
         self._contexts: dict[RequestExtraKeys, int] = {}
@@ -20,7 +20,7 @@ class Contexts:
         self._num_at_sweep = MIN_CONTEXTS
 
     def hold(self, value: RequestExtraKeys) -> int:
-        """The int for `value`, kept until `PageStore.release_context`. Not for two threads at once. Amortised O(1)."""
+        """Return the int for `value`, valid until `PageStore.release_context`. Not thread-safe. Amortised O(1)."""
         context = self._contexts.get(value)
         if context is None:
             return self._add(value)
@@ -28,7 +28,7 @@ class Contexts:
         return context
 
     def _add(self, value: RequestExtraKeys) -> int:
-        """An interrupt may lose an int, but cannot give one to two values."""
+        """Add a value. An interrupt may lose an int, and cannot give one to two values."""
         self._sweep()
         if self._unused:
             context = self._unused.pop()
@@ -40,7 +40,7 @@ class Contexts:
         return context
 
     def _sweep(self) -> None:
-        """Forget what nobody has, once there is twice as much as was left the last time."""
+        """Drop unused values once their number has doubled since the last sweep."""
         kept = self._store.kept_contexts() if len(self._values) >= self._num_at_sweep else None
         if kept is not None:
             unused = [context for context in self._values if context not in kept]
@@ -50,5 +50,5 @@ class Contexts:
             self._num_at_sweep = max(MIN_CONTEXTS, 2 * len(self._values))
 
     def __getitem__(self, context: int) -> RequestExtraKeys:
-        """What an int stands for."""
+        """Return the value of an int."""
         return self._values[context]

@@ -1,4 +1,4 @@
-"""The events as vLLM's, and their encoding in msgpack."""
+"""The events, and their encoding in msgpack."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ Hash = int | bytes
 
 
 class EventBatch(msgspec.Struct, array_like=True, gc=False):
-    """What is sent at once. ``ts`` is in seconds since 1970, ``data_parallel_rank`` tells the engines of one router apart."""
+    """Events that are sent together. ``ts`` is in seconds since 1970, ``data_parallel_rank`` identifies the engine."""
 
     ts: float
     events: "Sequence[Event | msgspec.Raw]"
@@ -27,14 +27,14 @@ class Event(msgspec.Struct, tag=True, omit_defaults=True, eq=False, gc=False):
 
 
 class BlockStored(Event):
-    """Pages that follow one another in one request, and can be hit from now on.
+    """Consecutive pages of one request that can be hit from now on.
 
-    ``block_hashes``: one for each page, in a uint64 array or, as bytes, in a list. ``parent_block_hash``: of the page before
-    the first; None at the beginning of a prompt. ``token_ids``: int32 array ``[pages x block_size]``; empty for pages that were
-    cached without the manager. ``block_size``: tokens of a page. ``lora_id``, ``lora_name``: the request's ``lora_id``, by
-    whether it is an int or a string; of a pair the name. ``extra_keys``: for each page what it is hashed with besides tokens
-    (LoRA's name, features as ``(hash, offset)``, salt), None for a page without; None where no page has any. LoRA enters every
-    page with ``sha256_cbor``, as in vLLM, and else the first. ``group_idx``: the cache group;
+    ``block_hashes``: one hash for each page, in a uint64 array or, as bytes, in a list. ``parent_block_hash``: the hash of the
+    preceding page; None at the beginning of a prompt. ``token_ids``: int32 array ``[pages x block_size]``; empty for pages that
+    were cached without the manager. ``block_size``: tokens of a page. ``lora_id``, ``lora_name``: the request's ``lora_id``, as
+    an int or a string; for a pair its name. ``extra_keys``: for each page the keys that are hashed with its tokens (LoRA's
+    name, features as ``(hash, offset)``, salt) or None; None if no page has any. LoRA is a key of every page with
+    ``sha256_cbor``, as in vLLM, and of the first page with other algorithms. ``group_idx``: the cache group;
     ``kv_cache_spec_kind``, ``kv_cache_spec_sliding_window`` (tokens): its kind of attention.
     """
 
@@ -52,9 +52,9 @@ class BlockStored(Event):
 
 
 class BlockRemoved(Event):
-    """Pages of one group that can be hit no more: the last one of that content was handed out anew, or its entry dropped.
+    """Pages of one group that can no longer be hit: the last copy was evicted, or its entry was dropped.
 
-    ``block_hashes`` as in `BlockStored`.
+    ``block_hashes`` are as in `BlockStored`.
     """
 
     block_hashes: Any
@@ -63,7 +63,7 @@ class BlockRemoved(Event):
 
 
 class AllBlocksCleared(Event):
-    """Nothing that was stored before can be hit any more."""
+    """No page that was stored before can be hit."""
 
 
 def _encode_array(value: Any) -> Any:
@@ -76,9 +76,10 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 
 def encode_batch(batch: EventBatch) -> bytes:
-    """The batch in msgpack, as vLLM sends it. 0.3 us a page of 16 tokens; between events other threads may run.
+    """Return the batch in msgpack, as vLLM sends it. 0.3 us a page of 16 tokens; other threads may run between events.
 
-    ArgumentTypeError for what is no event, ArgumentError for values that msgpack cannot hold, such as ints beyond 64 bits.
+    ArgumentTypeError for other objects than events, ArgumentError for values that msgpack cannot encode, such as ints beyond 64
+    bits.
     """
     rank = batch.data_parallel_rank if batch.data_parallel_rank is None else require_int("rank", batch.data_parallel_rank)
     try:

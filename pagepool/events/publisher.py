@@ -1,16 +1,16 @@
-"""Sends events to routers over ZeroMQ as vLLM 0.33 does: published as they come, with replay for subscribers that missed some.
+"""Publishes events to routers over ZeroMQ in the protocol of vLLM 0.33, with replay for subscribers that missed some.
 
-`EventPublisher` does it in a thread of its own. Needs the extra ``pagepool[events]``.
+`EventPublisher` works in its own thread. Needs the extra ``pagepool[events]``.
 
-A batch is published as three frames: topic, sequence number (8 bytes, big-endian), and what `pagepool.events.encode_batch`
-makes. A router that sees a gap in the numbers sends the first one that it lacks to the replay endpoint, as a DEALER or REQ
-socket does, behind an empty frame; each batch from there on comes as an empty frame and the three above, and at the end one
-with the number -1 and nothing in it. Beyond vLLM: a request for a batch that is kept no more, for one that there never was, or
-for -1, is answered first with a batch that begins with `AllBlocksCleared` and has all that is cached, under the number from
+A batch is published as three frames: topic, sequence number (8 bytes, big-endian), and the result of
+`pagepool.events.encode_batch`. A router that sees a gap in the numbers sends the first missing number to the replay endpoint
+from a DEALER or REQ socket, behind an empty frame. Each batch from there on arrives as an empty frame and the three above, and
+at the end an empty one with the number -1. Beyond vLLM, a request for a batch that is not kept, that never was, or for -1 is
+answered first with a snapshot: a batch that begins with `AllBlocksCleared` and has all cached pages, under the number from
 which to go on.
 
-While nothing happens, a heartbeat is published: a batch without events, under the next number. A router that lost the last
-batches before it sees a gap; others have nothing to do.
+Without events a heartbeat is published: an empty batch under the next number. It shows a gap to a router that has lost the last
+batches; other routers ignore it.
 """
 
 import contextlib
@@ -75,12 +75,13 @@ class Curve(NamedTuple):
     client_keys: frozenset[bytes]
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a router may connect: pyzmq's authenticator asks."""
+        """Whether a router may connect. Called by pyzmq's authenticator."""
         return key in self.client_keys
 
     def protect(self, socket: "zmq.Socket[bytes]", name: str, endpoint: str) -> None:
-        """Have a socket encrypt, and admit those routers only; none where the authenticator is gone. EndpointError for an
-        address over which ZeroMQ would send in the clear.
+        """Let a socket encrypt, and admit only those routers; none without the authenticator.
+
+        EndpointError for an address over which ZeroMQ would send unencrypted.
         """
         if not endpoint.startswith(("tcp:", "ipc:")):
             raise EndpointError(f"{name}: got {endpoint!r} with keys, allowed: tcp or ipc, such as {DEFAULT_ENDPOINT!r}")
@@ -90,7 +91,7 @@ class Curve(NamedTuple):
 
 
 class Addresses(NamedTuple):
-    """Where a publisher listens, or connects to."""
+    """The addresses at which a publisher listens or to which it connects."""
 
     endpoint: str
     replay_endpoint: str | None
@@ -98,7 +99,7 @@ class Addresses(NamedTuple):
 
 
 class Sockets(NamedTuple):
-    """Those of one publisher, which its thread alone uses but for `wake`."""
+    """The sockets of one publisher. Only its thread uses them, except `wake`."""
 
     context: "zmq.Context[zmq.Socket[bytes]]"
     authenticator: ThreadAuthenticator | None
@@ -110,7 +111,7 @@ class Sockets(NamedTuple):
 
 
 def _open_sockets(addresses: Addresses, curve: Curve | None, hwm: int, max_connections: int) -> Sockets:
-    """All of them, or EndpointError and none."""
+    """Open all sockets, or none and raise EndpointError."""
     guard = Guard(max_connections)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     authenticator = None
@@ -151,7 +152,7 @@ def _close_sockets(
 
 
 def _start_authenticator(context: "zmq.Context[Any]", curve: Curve) -> ThreadAuthenticator:
-    """Let it answer which routers may connect; without it a socket with CURVE admits all that know the server's public key."""
+    """Start the check of client keys. Without it, CURVE admits every router that knows the server's public key."""
     authenticator = ThreadAuthenticator(context)
     authenticator.configure_curve_callback(ZAP_DOMAIN, curve)
     authenticator.start()
@@ -159,7 +160,7 @@ def _start_authenticator(context: "zmq.Context[Any]", curve: Curve) -> ThreadAut
 
 
 def _attach(socket: "zmq.Socket[bytes]", name: str, endpoint: object, is_connecting: bool, curve: Curve | None) -> None:
-    """Listen at an address, or connect to it."""
+    """Listen at an address or connect to it."""
     if not isinstance(endpoint, str):
         raise ArgumentTypeError(f"{name}: got {type(endpoint).__name__}, allowed: a string such as {DEFAULT_ENDPOINT!r}")
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
@@ -176,7 +177,7 @@ def _attach(socket: "zmq.Socket[bytes]", name: str, endpoint: object, is_connect
         curve.protect(socket, name, endpoint)
     port = endpoint.rpartition(":")[2] if endpoint.startswith("tcp:") else ""
     try:
-        if port.isdecimal() and int(port.lstrip("0")[:6] or 0) > MAX_PORT:  # which would be another one modulo 2**16
+        if port.isdecimal() and int(port.lstrip("0")[:6] or 0) > MAX_PORT:  # libzmq would take it modulo 2**16
             raise zmq.ZMQError(zmq.EINVAL)
         socket.connect(endpoint) if is_connecting else socket.bind(endpoint)
     except (zmq.ZMQError, UnicodeError) as error:
@@ -198,7 +199,7 @@ class Options(NamedTuple):
 
 
 class Worker:
-    """The thread of a publisher, and what it works with."""
+    """The thread of a publisher, and its state."""
 
     def __init__(self, source: EventSource | None, sockets: Sockets, options: Options) -> None:
         """Starts the thread."""
@@ -308,7 +309,7 @@ class Worker:
             self._beat()
 
     def _beat(self) -> None:
-        """Publish a batch without events, ever more rarely: a router that lost the last ones sees the gap."""
+        """Publish a batch without events, at growing intervals, so that routers see lost batches."""
         silence = min(2 * self._silence, max(self._silence, MAX_SILENCE))
         self._publish_batch([])
         self._silence, self._beat_at = silence, time.monotonic() + silence
@@ -324,7 +325,7 @@ class Worker:
         frame = share(payload)
         sequence = self._history.add(frame, is_start)
         self.sockets.published.watched.send_multipart([self._options.topic, sequence.to_bytes(8, "big"), frame])
-        self._read_subscriptions()  # libzmq takes some whenever it sends
+        self._read_subscriptions()  # libzmq accepts some at each send
         self._silence = self._options.heartbeat
         self._beat_at = time.monotonic() + self._silence
 
@@ -332,7 +333,7 @@ class Worker:
         self.sockets.guard.read_subscriptions(self.sockets.published, self._options.max_subscription_bytes)
 
     def _serve(self) -> None:
-        """Subscriptions and a part of one replay: no router holds up publishing, nor takes more than a share of our time."""
+        """Serve subscriptions and a part of one replay, in a bounded share of the time."""
         start = time.monotonic()
         if start < self._serve_at or not (self._is_asked or self._replays):
             return
@@ -344,7 +345,7 @@ class Worker:
         self._serve_at = now + max(MIN_REST if self._replays else 0.0, (now - start) / SHARE_OF_SERVICE)
 
     def _accept(self, peers: Peers) -> None:
-        """Read what routers ask for, all of it: libzmq does not notice that one is gone while requests of it wait."""
+        """Read all requests of routers: libzmq does not notice that one is gone while its requests wait."""
         with contextlib.suppress(zmq.Again):
             for _ in range(MAX_REQUESTS_READ):
                 client, *request = peers.watched.recv_multipart(zmq.DONTWAIT, copy=False)
@@ -355,7 +356,7 @@ class Worker:
                     self._begin_replay(peers, client.bytes, descriptor, int.from_bytes(request[1].bytes, "big"))
 
     def _begin_replay(self, peers: Peers, client: bytes, descriptor: int, sequence: int) -> None:
-        """A router that asks for too many at once is sent none any more."""
+        """Start a replay. A router with too many at once gets none."""
         if sum(replay.client == client for replay in self._replays) < MAX_REPLAYS:
             self._replays.append(Replay(client, descriptor, self._options.topic, self._list_batches(sequence)))
         else:
@@ -363,7 +364,7 @@ class Worker:
             self.sockets.guard.close(peers, descriptor)
 
     def _replay_some(self, peers: Peers) -> None:
-        """To the first router that takes something."""
+        """Send to the first router that accepts something."""
         for _ in range(min(len(self._replays), MAX_REPLAYS_TRIED)):
             replay = self._replays.popleft()
             num_sent = replay.send(peers.watched, REPLAY_HWM)
@@ -375,8 +376,9 @@ class Worker:
                 return
 
     def _list_batches(self, sequence: int) -> Iterator[Batch]:
-        """From `sequence` on, or from one that needs none before it, up to the last one for now. They are looked up as they are
-        sent, so that a router that reads slowly keeps none of them.
+        """Yield batches from `sequence` on, or from a self-contained one, up to the current last one.
+
+        Batches are looked up as they are sent, so that a slow router keeps none in memory.
         """
         stop = self._history.next_sequence
         while sequence != stop:
@@ -388,7 +390,7 @@ class Worker:
             stop = max(stop, sequence)
 
     def _find_start(self) -> Batch | None:
-        """A batch that needs none before it, and all after it are kept. Without a manager at least the first that is kept."""
+        """Return a self-contained batch after which all are kept; without a manager, the first batch that is kept."""
         start = self._history.find_start()
         if start is None and self._source is not None and self._history.next_sequence:
             events, snapshot = self._source.take_with_snapshot()
@@ -399,22 +401,22 @@ class Worker:
 
 
 def share(payload: bytes) -> "zmq.Frame":
-    """A copy of libzmq's own, which all routers share that it is on the way to."""
+    """Return a copy owned by libzmq, which all routers share."""
     with memoryview(payload) as view:  # released at the end, or the frame would keep the payload too
         return zmq.Frame(view, copy=True)
 
 
 def encode(events: Sequence[Event], data_parallel_rank: int) -> tuple[bytes, bool]:
-    """The payload, and whether it needs none before it."""
+    """Return the payload, and whether it is self-contained."""
     is_start = bool(events) and isinstance(events[0], AllBlocksCleared)
     return encode_batch(EventBatch(time.time(), events, data_parallel_rank)), is_start
 
 
 WORKERS: "weakref.WeakKeyDictionary[EventSource, Worker]" = weakref.WeakKeyDictionary()
-"""The worker that takes the events of a manager."""
+"""The worker of each source of events."""
 
 LIVE: "weakref.WeakSet[Worker]" = weakref.WeakSet()
-"""All workers. In a process that was forked they are without their threads."""
+"""All workers. In a forked process they have no threads."""
 
 
 def _forget_workers() -> None:
@@ -427,25 +429,24 @@ os.register_at_fork(after_in_child=_forget_workers)
 
 
 class EventPublisher:
-    """Publishes the events of a manager, or those that are handed to it, in a thread of its own.
+    """Publishes the events of a manager, or events passed to `publish`, in its own thread.
 
-    The thread takes the manager's events every `interval` seconds, and at `flush`; nothing else may take them. The engine's
-    threads do nothing. A router that is slow misses batches beyond `hwm`, and asks for them at `replay_endpoint`, where the
-    last `buffer_steps` are kept, and all that is cached for a router that asks later still. The first batch has all that is
-    cached already. After `heartbeat` seconds without a batch, then after twice as long each time, up to a minute, the publisher
-    sends one without events.
+    The thread takes the manager's events every `interval` seconds and at `flush`; nothing else may take them. The engine's
+    threads do no work. A slow router misses batches beyond `hwm` and requests them at `replay_endpoint`, which keeps the last
+    `buffer_steps` batches and sends a snapshot of the cache to a router that asks later. The first batch is a snapshot too.
+    After `heartbeat` seconds without a batch, and then at doubling intervals up to a minute, it sends an empty batch.
 
-    Memory and descriptors are bounded whatever routers do. An endpoint has at most `max_connections`, and at most an eighth of
-    the descriptors that the process may open. A subscriber has topics of at most `max_subscription_bytes`, each counted with
-    its length and 64 bytes more. A connection that goes further is closed, and so is one that takes 5 seconds over its
-    handshake, leaves what was sent to it unread for 30 seconds (a replay: for 10), asks for more than 4 replays at once, or
-    sends 64 KiB without ending a message. Routers connect again by themselves. They need ZMTP 3, which libzmq has from 4.0 on.
+    Routers cannot exhaust memory or descriptors. An endpoint has at most `max_connections`, and at most an eighth of the
+    descriptors that the process may open. The topics of a subscriber take at most `max_subscription_bytes`, each counted as its
+    length plus 64 bytes. A connection beyond these limits is closed, and so is one that takes 5 seconds for its handshake,
+    leaves messages unread for 30 seconds (replays for 10), requests more than 4 replays at once, or sends 64 KiB without ending
+    a message. Routers reconnect by themselves. They need ZMTP 3, which libzmq has since 4.0.
 
-    In a process that is forked `publish` and `flush` raise, `close` does nothing, the child's copies of the connections are
-    closed, and the manager's copy may be given a publisher of its own.
+    In a forked process `publish` and `flush` raise, `close` does nothing, the copies of the connections are closed, and the
+    copy of the manager can have its own publisher.
 
-    Events have the tokens of all prompts, so the publisher listens on loopback unless `endpoint` says otherwise;
-    ``tcp://*:5557`` is every interface. Where routers are on other machines, give it keys: with `curve_secretkey`, its own from
+    Events have the tokens of all prompts, so the default `endpoint` is on loopback; ``tcp://*:5557`` is every interface. For
+    routers on other machines, use keys: with `curve_secretkey`, its own from
     ``zmq.curve_keypair()``, both endpoints encrypt, and only routers with one of the public keys `curve_client_keys` receive
     anything. A router sets pyzmq's ``curve_serverkey``, ``curve_publickey`` and ``curve_secretkey`` before it connects.
 
@@ -476,13 +477,13 @@ class EventPublisher:
         curve_secretkey: str | bytes | None = None,
         curve_client_keys: Iterable[str | bytes] | None = None,
     ) -> None:
-        """Without a `manager` only what `publish` is given is sent. `endpoint` is where to listen, or, if `is_connecting`,
-        where a router does; port ``*`` is one that is free. Routers that want one `topic` only subscribe to it.
+        """Without a `manager` only events passed to `publish` are sent.
 
-        ``endpoint`` and ``replay_endpoint`` then are the addresses with their ports. EndpointError, an OSError, where a port is
-        in use or an address none; ArgumentError for values out of range, one of secret key and client keys without the other,
-        keys that are none or that this libzmq cannot use, and a manager without events or that has a publisher. Without a
-        heartbeat if `heartbeat` is None.
+        `endpoint` is the address to listen at or, if `is_connecting`, the address of a router; port ``*`` is any free port.
+        Routers may subscribe to a `topic`. If `heartbeat` is None there is none. The attributes ``endpoint`` and
+        ``replay_endpoint`` are the addresses with their ports. EndpointError, an OSError, if an address is malformed or its
+        port taken; ArgumentError for values out of range, a secret key without client keys or the reverse, invalid keys, keys
+        without CURVE in libzmq, and a manager without events or with another publisher.
         """
         if manager is not None and not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager or None")
@@ -512,8 +513,9 @@ class EventPublisher:
             WORKERS[source] = self._worker
 
     def publish(self, events: Sequence[Event]) -> None:
-        """Send a batch of events as they are, without a manager or beside it. Encodes them, and waits while `hwm` batches wait
-        to be sent. ArgumentTypeError for something else, ArgumentError once it is closed.
+        """Send a batch of events, with or without a manager. Waits while `hwm` batches wait to be sent.
+
+        ArgumentTypeError for other objects than events, ArgumentError if the publisher is closed.
         """
         try:
             listed = list(events)
@@ -527,22 +529,22 @@ class EventPublisher:
                 return self._worker.wake()
 
     def flush(self) -> None:
-        """Have the manager's events taken and sent now; does not wait for it. 2 us. ArgumentError once it is closed."""
+        """Let the thread take and send the manager's events now, without waiting. 2 us. ArgumentError if it is closed."""
         self._worker.require_open()
         self._worker.wake()
 
     def close(self) -> None:
-        """Send what there is, and end. Takes up to two seconds where a router reads slowly; does nothing the second time."""
+        """Send pending events and stop, in up to two seconds if a router reads slowly. Has no effect if it is closed."""
         self._close()
 
     def __enter__(self) -> Self:
-        """Itself."""
+        """Return the publisher."""
         return self
 
     def __exit__(
         self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """`close`."""
+        """Call `close`."""
         self.close()
 
 
@@ -561,7 +563,7 @@ def _as_seconds(name: str, value: Any) -> float:
 
 
 def _as_curve(secret_key: object, client_keys: Any) -> Curve | None:
-    """Both or neither: without client keys, all routers that know the public key could connect, and it is no secret."""
+    """Require both or neither: without client keys any router with the public key, which is no secret, could connect."""
     if secret_key is None and client_keys is None:
         return None
     if secret_key is None or client_keys is None:
@@ -577,7 +579,7 @@ def _as_curve(secret_key: object, client_keys: Any) -> Curve | None:
 
 
 def _as_key(name: str, key: object) -> bytes:
-    """A key as Z85. No error has it in its message: it may be the secret one."""
+    """Return a key as Z85. No error message contains it, since it may be the secret key."""
     if not isinstance(key, str | bytes):
         raise ArgumentTypeError(f"{name}: got {type(key).__name__}, allowed: 40 characters of Z85")
     try:

@@ -1,4 +1,4 @@
-"""Makes events of what the journal of a pool notes."""
+"""Makes events from the journal of a pool."""
 
 from collections.abc import Sequence
 from operator import itemgetter
@@ -27,10 +27,10 @@ Entries = tuple[Array, list[Run], Array]
 
 
 class EventSource:
-    """Makes events of what the journal of a pool says. ``contexts`` are what its pages are entered with."""
+    """Makes events from the journal of a pool. ``contexts`` has the extra keys of its pages."""
 
     def __init__(self, store: PageStore, groups: Sequence[CacheGroupSpec], hasher: PageHasher, hashes_as_bytes: bool) -> None:
-        """Starts the journal of `store`; ArgumentError if something is held or cached already."""
+        """Start the journal of `store`. ArgumentError if pages are held or cached already."""
         self.hashes_as_bytes = hashes_as_bytes
         self.contexts = Contexts(store)
         self._store = store
@@ -41,23 +41,23 @@ class EventSource:
         store.start_journal()
 
     def take(self) -> list[Event]:
-        """What changed since the last call. O(changes)."""
+        """Return the changes since the last call. O(changes)."""
         events, _ = self._take(False)
         self._must_start_over = False  # last, so that an interrupt comes before
         return events
 
     def take_with_snapshot(self) -> tuple[list[Event], list[Event]]:
-        """`take`, and what leads to the same state from any: `AllBlocksCleared` and all that is cached. O(num_pages)."""
+        """Return the changes, and a snapshot: `AllBlocksCleared` and all cached pages. O(num_pages)."""
         taken = self._take(True)
         self._must_start_over = False
         return taken
 
     def start_over(self) -> None:
-        """Let the next events lead from any state to the right one: somebody was not told."""
+        """Make the next events a snapshot, because some events were lost."""
         self._must_start_over = True
 
     def list_all(self) -> list[Event]:
-        """All that can be hit now, parents first. O(num_pages)."""
+        """Return all cached pages, parents first. O(num_pages)."""
         with self._lock:
             try:
                 return self._list_stored(self._store.list_entries())
@@ -85,14 +85,14 @@ class EventSource:
         return [*events, *self._list_stored(new)]
 
     def _list_stored(self, entries: Entries) -> list[Event]:
-        """An event for each run. A run's parent is in one that begins earlier in its request, if it is in any."""
+        """Return an event for each run of pages. The parent, if any, is in a run that begins earlier in its request."""
         keys, runs, token_ids = entries
         hashes = self._hashes_of(keys)
         events: list[tuple[int, Event]] = []
         page, token = 0, 0
         for parent, start_page, context, group, num_pages, num_tokens in runs:
             stop_page, stop_token = page + num_pages, token + num_pages * num_tokens
-            if group < len(self._described):  # the pool has others only where somebody entered pages himself
+            if group < len(self._described):  # callers may have entered pages of other groups
                 parent_hash = self._hash_of(parent) if start_page else None
                 event = BlockStored(hashes[page:stop_page], parent_hash, token_ids[token:stop_token], *self._described[group])
                 if context:
@@ -103,13 +103,13 @@ class EventSource:
         return [event for _, event in events]
 
     def _hashes_of(self, keys: Array) -> Array | list[Hash]:
-        """What keys of the index, ``[2 n]``, are told as."""
+        """Return the hashes in events for keys of the index, ``[2 n]``."""
         if not self.hashes_as_bytes:
             return keys[::2]
         return [self._hash_of(high << 64 | low) for low, high in keys.reshape(-1, 2).tolist()]
 
     def _hash_of(self, key: int) -> Hash:
-        """The hash that a key, the lower half of a digest or all of it, is told as."""
+        """Return the hash in events for a key, which is the lower half of a digest or all of it."""
         if not self.hashes_as_bytes:
             return key & MASK
         name = self._store.names.hash_of(key) if self._num_digest_bytes > NUM_KEY_BYTES else None
@@ -118,13 +118,13 @@ class EventSource:
 
 
 def _describe(spec: CacheSpec, group: int) -> tuple[Any, ...]:
-    """The fields of `BlockStored` from ``block_size`` on for a page without extra keys."""
+    """Return the fields of `BlockStored` from ``block_size`` on for a page without extra keys."""
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
     return spec.page_size, None, MEDIUM, None, None, group, _kind_of(spec), window
 
 
 def _kind_of(spec: CacheSpec) -> str:
-    """vLLM's name for a kind of attention."""
+    """Return vLLM's name for a kind of attention."""
     if isinstance(spec, SlidingWindowSpec):
         return "sliding_window"
     if isinstance(spec, ChunkedLocalAttentionSpec):
@@ -135,7 +135,7 @@ def _kind_of(spec: CacheSpec) -> str:
 
 
 def _add_extra_keys(event: BlockStored, value: RequestExtraKeys, start_page: int, num_pages: int) -> None:
-    """What pages of a request are hashed with besides tokens."""
+    """Add the keys that are hashed with the tokens of the pages."""
     for lora_id in [key[1] for key in value.request_keys if key[0] == LORA]:
         if isinstance(_portable(lora_id), int):
             event.lora_id = lora_id
@@ -150,7 +150,7 @@ def _add_extra_keys(event: BlockStored, value: RequestExtraKeys, start_page: int
 
 
 def _portable(key: Any) -> Any:
-    """`key`, or text where msgpack has no such value: an int of more than 64 bits, text that is no Unicode. Tuples by item."""
+    """Return `key`, with text in place of ints beyond 64 bits and of invalid Unicode, which msgpack cannot encode."""
     if isinstance(key, tuple):
         return tuple(map(_portable, key))
     if isinstance(key, int) and not -(1 << 63) <= key <= MASK:
