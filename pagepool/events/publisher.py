@@ -171,7 +171,7 @@ def _attach(socket: "zmq.Socket[bytes]", name: str, endpoint: object, is_connect
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, SECONDS_BETWEEN_PROBES)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, NUM_PROBES)
     socket.setsockopt(zmq.IPV6, "[" in endpoint)
-    # Refuses ZMTP 1 and 2, whose messages do not tell their connection. Without keys nobody listens there, and ZMTP 3 passes.
+    # Refuses ZMTP 1 and 2, whose messages do not identify their connection. ZMTP 3 passes: without keys there is no handler.
     socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
     if curve is not None:
         curve.protect(socket, name, endpoint)

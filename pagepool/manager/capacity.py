@@ -4,16 +4,14 @@ import logging
 from collections.abc import Sequence
 
 from pagepool._core import PageIds
-from pagepool.specs import usable_pages_count
 
 __all__ = ["warn_if_hopeless"]
 
 logger = logging.getLogger(__package__)
 
 
-def warn_if_hopeless(num_pages: int, held: Sequence[PageIds], num_new_pages: int) -> None:
+def warn_if_hopeless(num_usable_pages: int, held: Sequence[PageIds], num_new_pages: int) -> None:
     """Log a warning if a request needs more pages at once than the pool has."""
-    num_usable_pages = usable_pages_count(num_pages)
     if sum(map(len, held)) + num_new_pages <= num_usable_pages:  # the common case; null pages need not be counted apart
         return
     num_needed_pages = num_new_pages + sum([page_id != 0 for ids in held for page_id in ids.to_list()])

@@ -10,6 +10,7 @@ from pagepool.hashing import KeyHolder
 from pagepool.hashing.request_hashes import PageHasher, RequestHashes
 from pagepool.manager.capacity import warn_if_hopeless
 from pagepool.request import EngineRequestStatus, Request
+from pagepool.specs import usable_pages_count
 
 __all__ = ["PrefixLookups", "PrefixProbe"]
 
@@ -23,7 +24,7 @@ class PrefixProbe(NamedTuple):
 
 
 class PrefixLookups(KeyHolder):
-    """The hashes, the last look-up and the refusal of each request. The manager holds its lock during each call.
+    """The hashes, the last look-up and the refusal of each request. The manager holds its lock during calls that change them.
 
     ``hashes`` maps request ids to hashes. ``counters`` count the look-ups of admitted requests: new ones, and ones that were
     preempted.
@@ -34,9 +35,9 @@ class PrefixLookups(KeyHolder):
         self.hashes: dict[str, RequestHashes] = {}
         self.hasher = hasher
         self._coordinator = coordinator
-        self._pool = coordinator.page_pool
-        self._store = self._pool.store
+        self._store = coordinator.page_pool.store
         self._requests = coordinator.requests
+        self._num_usable_pages = usable_pages_count(coordinator.page_pool.num_pages)
         self._enable_caching = enable_caching
         self._use_eagle = use_eagle
         self.counters = QueryCounter(self._store), QueryCounter(self._store, is_preempted=True)
@@ -124,5 +125,5 @@ class PrefixLookups(KeyHolder):
         num_new_pages = max(0, self._coordinator.single_type_managers[0].get_num_pages(num_tokens) - len(hits[0]))
         if not hashes.refusal.is_short(num_new_pages, num_reserved_pages):
             return False
-        warn_if_hopeless(self._pool.num_pages, hits, num_new_pages)
+        warn_if_hopeless(self._num_usable_pages, hits, num_new_pages)
         return True

@@ -12,7 +12,7 @@ from pagepool.manager.cache_pages import CachePages
 from pagepool.manager.capacity import warn_if_hopeless
 from pagepool.manager.lookups import PrefixLookups
 from pagepool.request import Request
-from pagepool.specs import pages_per_dp_shard
+from pagepool.specs import pages_per_dp_shard, usable_pages_count
 
 if TYPE_CHECKING:
     from pagepool.events import Contexts
@@ -36,6 +36,7 @@ class SlotAllocator(KeyHolder):
         self._pool = coordinator.page_pool
         self._store = self._pool.store
         self._requests = coordinator.requests
+        self._num_usable_pages = usable_pages_count(coordinator.page_pool.num_pages)
 
     def get_hits(self, request: Request, new_computed_pages: CachePages | None) -> tuple[PageIds, ...]:
         """Return the native ids of hits. ArgumentError if the request already holds pages."""
@@ -153,7 +154,7 @@ class SlotAllocator(KeyHolder):
             if not any(held.groups):
                 del self._requests[request.request_id]
         if new_ids is None:
-            warn_if_hopeless(self._pool.num_pages, (*held.groups, *hits), sum(num_new_pages))
+            warn_if_hopeless(self._num_usable_pages, (*held.groups, *hits), sum(num_new_pages))
         if new_ids is None and hashes and shard is None:
             self._lookups.note_refusal(hashes, hits)
         return new_ids
