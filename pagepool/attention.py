@@ -10,6 +10,7 @@ from math import lcm
 from typing import Any, NamedTuple
 
 from pagepool._core import HashChain, HeldPages, PageIds, PageRules
+from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError
 from pagepool.page_pool import PagePool
 from pagepool.specs import (
@@ -19,7 +20,6 @@ from pagepool.specs import (
     MambaSpec,
     SlidingWindowSpec,
     cdiv,
-    require_int,
 )
 
 __all__ = [

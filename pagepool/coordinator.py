@@ -8,7 +8,7 @@ from pagepool._core import HashChain, HeldPages, PageIds
 from pagepool.attention import PrefixQuery, SingleTypeCacheManager, get_manager_for_kv_cache_spec
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.page_pool import PagePool
-from pagepool.snapshot import Configuration
+from pagepool.page_pool.snapshot import Configuration
 from pagepool.specs import CacheGroupSpec
 
 __all__ = [
@@ -170,7 +170,7 @@ class CacheCoordinator(ABC):
 
     def list_due(self, held: RequestPages, hits: Sequence[PageIds], chain: HashChain, num_tokens: int) -> list[DueEntries]:
         """What `cache_pages` is to enter of each group that `num_tokens` tokens fill further than before, or than the hits that
-        the request will get. PageHashError if somebody else gave an entry to one of the pages.
+        the request will get. PageHashError if another caller gave an entry to one of the pages.
         """
         due = [
             (group, num_tokens // manager.page_size, manager.num_hashes_per_page, manager.kv_cache_group_id)

@@ -1,7 +1,7 @@
-"""The exceptions that pagepool raises. A call that raises one of them has changed nothing.
+"""The exceptions of pagepool. A call that raises one of them leaves the state unchanged.
 
-Every class derives from `PagePoolError` and from the builtin exception that engines catch today, so existing
-`except ValueError` clauses keep working. Messages say what was asked, what was got and what is allowed.
+Every class derives from `PagePoolError` and from the builtin exception that engines already catch, so existing `except
+ValueError` clauses keep working. Messages name the argument, the value received and the allowed range.
 """
 
 
@@ -10,11 +10,11 @@ class PagePoolError(Exception):
 
 
 class ArgumentError(PagePoolError, ValueError):
-    """A value is of the right type but outside what the call allows."""
+    """A value has the right type and is out of range."""
 
 
 class ArgumentTypeError(PagePoolError, TypeError):
-    """A value is of a type, dtype or layout that the call does not take."""
+    """A value has a type, dtype or layout that the call does not accept."""
 
 
 class OutOfPagesError(PagePoolError, ValueError):
@@ -22,7 +22,7 @@ class OutOfPagesError(PagePoolError, ValueError):
 
 
 class RequestTooLargeError(OutOfPagesError):
-    """A request needs more pages than the whole pool has, so waiting for free pages would never end."""
+    """A request needs more pages than the whole pool has, so waiting for free pages never ends."""
 
 
 class DoubleFreeError(PagePoolError, RuntimeError):
@@ -34,11 +34,11 @@ class IntegrityError(PagePoolError, RuntimeError):
 
 
 class SnapshotError(PagePoolError, ValueError):
-    """What should be a saved pool is damaged, of another version, or something else; the message says in what."""
+    """A snapshot is damaged, has another version, or is no snapshot; the message names the part."""
 
 
 class EndpointError(PagePoolError, OSError):
-    """An address cannot be listened at, or connected to: it is none, the port is in use, or there is no such host."""
+    """An address is malformed, its port is taken, or the host is unknown."""
 
 
 class PageIdError(PagePoolError, IndexError):
@@ -46,7 +46,7 @@ class PageIdError(PagePoolError, IndexError):
 
 
 class PageHashError(PagePoolError, RuntimeError):
-    """A page would be given a hash while it has one."""
+    """A page that already has a hash would get another one."""
 
 
 class RowIndexError(PagePoolError, IndexError):
@@ -61,11 +61,11 @@ class CompatError(PagePoolError, RuntimeError):
     """An engine is not what its adapter in `pagepool.compat` was made for, or was built before its allocator was replaced."""
 
 
-MAX_SHOWN_BITS = 256  # Python converts ints of 640 digits at least, and more only where nobody has forbidden it
+MAX_SHOWN_BITS = 256  # Python may be limited to converting ints of 640 digits
 
 
 def shown(value: object) -> str:
-    """A value as messages have it: its repr, but for ints that are too large to be read, or converted.
+    """Return a value as text for messages: its repr, or a description of an int that is too large to convert.
 
     >>> shown(7), shown("a"), shown(10**5000)
     ('7', "'a'", 'an int of 16610 bits')
@@ -74,5 +74,14 @@ def shown(value: object) -> str:
         return f"an int of {value.bit_length()} bits"
     try:
         return repr(value)
-    except ValueError:  # a tuple or list that has such an int somewhere
+    except ValueError:  # from a tuple or list with such an int
         return f"a {type(value).__name__}"
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return a number with its noun for messages.
+
+    >>> count_of(1, "page"), count_of(1200, "page")
+    ('1 page', '1,200 pages')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

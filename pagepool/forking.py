@@ -97,7 +97,7 @@ def release_locks() -> None:
 
 
 def replace_lost_locks() -> None:
-    """In a child, after `release_locks`: let the locks raise that nobody can release any more."""
+    """In a child, after `release_locks`: let locks that can no longer be released raise."""
     for owner, name, lock in _list_locks():
         if lock.acquire(blocking=False):
             lock.release()

@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import GroupedRows
+from pagepool.arguments import MAX_SIZE, require_int
 from pagepool.device_table import DeviceTable, commit_tables, warmup_tables
 from pagepool.errors import ArgumentTypeError
-from pagepool.specs import MAX_SIZE, cdiv, require_int
+from pagepool.specs import cdiv
 
 if TYPE_CHECKING:
     import jax

@@ -1,4 +1,4 @@
-"""What managers read of a request, the states of one, and a small request for use without an engine."""
+"""The interface of requests, their states, and a small request for use without an engine."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pagepool.errors import ArgumentTypeError, shown
-from pagepool.specs import require_int
+from pagepool.arguments import id_of, read_count, require_int
+from pagepool.errors import ArgumentTypeError
 
 __all__ = [
     "EngineRequest",
@@ -17,10 +17,8 @@ __all__ = [
     "LoraId",
     "Request",
     "TokenIds",
-    "has_status",
     "id_of",
     "read_count",
-    "refuse_incomplete",
 ]
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
@@ -28,11 +26,11 @@ TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
 
 
 LoraId: TypeAlias = int | str | tuple[str, str]
-"""What tells adapters apart: a number of at most 256 bits, a name, or name and path, which are what vLLM hashes."""
+"""The id of an adapter: a number of at most 256 bits, a name, or a pair of name and path, which is what vLLM hashes."""
 
 
 class EngineRequestStatus(IntEnum):
-    """Where a request stands in an engine. All values above `PREEMPTED` are ends."""
+    """The state of a request in an engine. Requests with values above `PREEMPTED` are finished."""
 
     WAITING = 1
     WAITING_FOR_FSM = 2
@@ -45,7 +43,7 @@ class EngineRequestStatus(IntEnum):
     FINISHED_IGNORED = 9
 
     def __str__(self) -> str:
-        """The name alone, as engines log it."""
+        """The name alone, as in logs of engines."""
         return self.name
 
     @staticmethod
@@ -59,13 +57,14 @@ class EngineRequestStatus(IntEnum):
 
 
 class Request(Protocol):
-    """What a manager reads of an engine's request. It never writes to it. Counts and status may be NumPy's; ArgumentTypeError
-    names an attribute that is missing or of another type.
+    """The attributes of a request that a manager reads. It never writes to a request.
 
-    Read only where a request has them: `cache_salt` (requests of different salts share no pages), `lora_id`
+    Counts and status may be NumPy scalars. ArgumentTypeError names an attribute that is missing or of another type.
+
+    Optional attributes: `cache_salt` (requests of different salts share no pages), `lora_id`
     (the same for adapters: an int, a string, or a pair of name and path), `mm_features` (images and the like:
     objects with `mm_hash` or `identifier`, and `placeholder_range` or `mm_position` with `offset` and `length` in
-    tokens), and `has_vision` (true without features: shares with no other request, not even one of the same id).
+    tokens), and `has_vision` (if true without features, the request shares pages with no other, even one of the same id).
     """
 
     @property
@@ -74,7 +73,7 @@ class Request(Protocol):
 
     @property
     def all_token_ids(self) -> TokenIds:
-        """Prompt and generated tokens so far; sliceable, `[num_tokens]`."""
+        """Prompt and generated tokens so far, `[num_tokens]`; sliceable."""
 
     @property
     def num_tokens(self) -> int:
@@ -93,61 +92,12 @@ class Request(Protocol):
         """An `EngineRequestStatus`, or an engine's own int of the same value."""
 
 
-ATTRIBUTES = ("request_id", "all_token_ids", "num_tokens", "num_computed_tokens", "sampling_params", "status")
-"""What every request has."""
-
-
-def refuse_incomplete(request: object, error: AttributeError) -> None:
-    """ArgumentTypeError if `error` was raised because `request` lacks one of `ATTRIBUTES`; nothing if it is another."""
-    if error.obj is request and error.name not in ATTRIBUTES:
-        return
-    for name in ATTRIBUTES:
-        if not hasattr(request, name):
-            allowed = f"one with {', '.join(ATTRIBUTES)}"
-            raise ArgumentTypeError(f"request: got {type(request).__name__} without {name}, allowed: {allowed}") from error
-
-
-def id_of(request: Request) -> str:
-    """A request's id. ArgumentTypeError where there is none, or none that a dict takes."""
-    try:
-        request_id = request.request_id
-    except AttributeError as error:
-        refuse_incomplete(request, error)
-        raise
-    try:
-        hash(request_id)
-    except TypeError as error:
-        raise ArgumentTypeError(f"request_id: got {type(request_id).__name__}, allowed: a string") from error
-    return request_id
-
-
-def read_count(request: Request, name: str) -> int:
-    """An attribute that counts tokens, as an int. ArgumentTypeError where there is none, ArgumentError below 0."""
-    try:
-        count = getattr(request, name)
-    except AttributeError as error:
-        refuse_incomplete(request, error)
-        raise
-    return count if type(count) is int and count >= 0 else require_int(name, count, 0)
-
-
-def has_status(request: Request, status: EngineRequestStatus) -> bool:
-    """Whether a request is in that state."""
-    try:
-        return bool(request.status == status)
-    except AttributeError as error:
-        refuse_incomplete(request, error)
-        raise
-    except ValueError:  # of an array
-        raise ArgumentTypeError(f"status: got {shown(request.status)}, allowed: an EngineRequestStatus") from None
-
-
 @dataclass(slots=True)
 class EngineRequest:
-    """A request for use without an engine: tests, simulations, a first steps' loop.
+    """A request for use without an engine: tests, simulations, examples.
 
-    `all_token_ids` starts as a copy of `prompt_token_ids`; the caller moves `num_computed_tokens` and
-    `status`. Token ids are ints of at least 0: ArgumentTypeError or ArgumentError for others.
+    `all_token_ids` starts as a copy of `prompt_token_ids`. The caller updates `num_computed_tokens` and `status`. Token ids are
+    ints of at least 0: ArgumentTypeError or ArgumentError for others.
 
     >>> request = EngineRequest("chat-1", [11, 12, 13])
     >>> request.append_output_token_ids(14)

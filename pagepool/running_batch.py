@@ -6,13 +6,13 @@ from typing import Any
 from weakref import ref
 
 from pagepool._core import HashChain, PageIds, RunningRows, StepResult
+from pagepool.arguments import require_int
 from pagepool.attention import SingleTypeCacheManager
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import RequestExtraKeys, encode_extra_keys, list_features
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable, PageTable
 from pagepool.request import LoraId, TokenIds
-from pagepool.specs import require_int
 
 __all__ = ["RunningBatch", "StepResult"]
 

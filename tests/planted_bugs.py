@@ -53,8 +53,11 @@ class Bug(NamedTuple):
     more: tuple[tuple[str, str], ...] = ()
 
 
-COORDINATOR, MANAGER, HASHING, ATTENTION, POOL, BATCH = (
-    f"pagepool/{name}.py" for name in ("coordinator", "manager", "hashing", "attention", "page_pool", "running_batch")
+COORDINATOR, MANAGER, LOOKUPS, SLOTS = (
+    f"pagepool/{name}.py" for name in ("coordinator", "manager/cache_manager", "manager/lookups", "manager/slots")
+)
+EXTRA_KEYS, ATTENTION, POOL, SNAPSHOT = (
+    f"pagepool/{name}.py" for name in ("hashing/extra_keys", "attention", "page_pool/pool", "page_pool/snapshot")
 )
 BUGS = [
     # Pages.
@@ -197,7 +200,7 @@ BUGS = [
     # What is hit.
     Bug(
         "the last token hits too",
-        MANAGER,
+        LOOKUPS,
         "hashes.chain, num_queried_tokens - 1, ids)",
         "hashes.chain, num_queried_tokens, ids)",
     ),
@@ -239,19 +242,19 @@ BUGS = [
     ),
     Bug(
         "the salt is left out of the hash",
-        HASHING,
+        EXTRA_KEYS,
         'keys += [] if salt is None else [(cls.SALT, _plain("salt", salt))]',
         "keys += []",
     ),
     Bug(
         "the adapter is left out of the hash",
-        HASHING,
+        EXTRA_KEYS,
         "keys = [] if lora_id is None else [_lora_key(lora_id)]",
         "keys = []",
     ),
     Bug(
         "the place of an image in its page is left out of the hash",
-        HASHING,
+        EXTRA_KEYS,
         '("mm", modality, content_hash, feature_start - start, feature_end - feature_start)',
         '("mm", modality, content_hash, 0, feature_end - feature_start)',
     ),
@@ -276,7 +279,7 @@ BUGS = [
     ),
     Bug(
         "a request may claim what nobody computed",
-        MANAGER,
+        SLOTS,
         "        if num_tokens > num_allowed_tokens:\n",
         "        if num_allowed_tokens < 0:\n",
     ),
@@ -324,14 +327,14 @@ BUGS = [
     ),
     Bug(
         "pages come back with the keys of others",
-        POOL,
-        '        names, counters = arrays.pop("names"), arrays.pop("counters").tolist()\n',
-        '        names, counters = arrays.pop("names"), arrays.pop("counters").tolist()\n'
-        '        arrays["cached_keys"] = np.roll(arrays["cached_keys"], 1, axis=0)\n',
+        SNAPSHOT,
+        '    names, counters = arrays.pop("names"), arrays.pop("counters").tolist()\n',
+        '    names, counters = arrays.pop("names"), arrays.pop("counters").tolist()\n'
+        '    arrays["cached_keys"] = np.roll(arrays["cached_keys"], 1, axis=0)\n',
     ),
     Bug(
         "the hashes of an id are those of the request before",
-        MANAGER,
+        LOOKUPS,
         "if hashes is None or hashes.request is not request:",
         "if hashes is None:",
     ),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from oracle import ContentKeys, Mamba, OracleManager
 
 import pagepool
-from pagepool.request_hashes import VllmHasher
+from pagepool.hashing.algorithms import VllmHasher
 
 ORDER = ["AllBlocksCleared", "BlockRemoved", "BlockStored"]
 

@@ -13,7 +13,7 @@ from soak_states import SoakError, require_same_pools
 
 import pagepool
 from pagepool.errors import SnapshotError
-from pagepool.snapshot import seal
+from pagepool.page_pool.snapshot import seal
 
 
 def list_contradictions(arrays: dict[str, Any]) -> Iterator[tuple[str, int, int]]:

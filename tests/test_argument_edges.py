@@ -33,10 +33,10 @@ from pagepool import (
     cdiv,
     estimate_runtime_page_budget,
 )
+from pagepool.arguments import ATTRIBUTES
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.replay import Recorder, TraceRecord
 from pagepool.replay.traces.reader import parse_record
-from pagepool.request import ATTRIBUTES
 
 SCALARS = (np.uint8, np.int8, np.uint64, np.int64)
 

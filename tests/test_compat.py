@@ -357,7 +357,7 @@ def test_the_variable_off(python: Callable[..., subprocess.CompletedProcess[str]
 @pytest.mark.parametrize("value", ["1", "true", "yes", "on", "Yes", " TRUE\t"])
 def test_the_variable_on(python: Callable[..., subprocess.CompletedProcess[str]], value: str) -> None:
     process = python(f"import pagepool; {SHOW}", value)
-    assert (process.stdout.strip(), process.stderr) == ("pagepool.manager", "")
+    assert (process.stdout.strip(), process.stderr) == ("pagepool.manager.cache_manager", "")
 
 
 @pytest.mark.parametrize("value", ["2", "y", "enabled", "-1", "1,"])
@@ -412,7 +412,7 @@ def test_the_variable_with_an_engine_that_is_built_already(python: Callable[...,
 
 
 def test_the_variable_with_an_engine_that_is_imported_already(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    assert python(f"import {ENGINE}, pagepool; {SHOW}", "1").stdout.strip() == "pagepool.manager"
+    assert python(f"import {ENGINE}, pagepool; {SHOW}", "1").stdout.strip() == "pagepool.manager.cache_manager"
 
 
 def test_a_wrong_engine_is_not_started_with_the_variable(

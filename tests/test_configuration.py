@@ -22,7 +22,7 @@ from pagepool import (
 )
 from pagepool._core import HashChain, HeldPages, PageIds, PageStore
 from pagepool.errors import ArgumentError, PageHashError, PageIdError, SnapshotError
-from pagepool.snapshot import FIELDS, seal
+from pagepool.page_pool.snapshot import FIELDS, seal
 
 PAGE_SIZE = 4
 NUM_PAGES = 64
@@ -173,7 +173,7 @@ def make_old(pool: PagePool, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name in ("format", "version", "checksum", "configuration"):
         del arrays[name]
     with monkeypatch.context() as patch:
-        patch.setattr("pagepool.snapshot.VERSION", 1)
+        patch.setattr("pagepool.page_pool.snapshot.VERSION", 1)
         return seal(arrays)
 
 

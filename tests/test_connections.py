@@ -19,8 +19,8 @@ from publisher_process import MEBIBYTE, PublisherProcess  # noqa: E402
 from raw_router import connect, is_closed, message, send_until_closed, shake_hands  # noqa: E402
 from test_event_publisher import ALLOWED, CURVE, END, LOOPBACK, Subscriber, number_of, publish_some  # noqa: E402
 
-from pagepool.event_connections import MAX_UNREAD_BYTES, Guard  # noqa: E402
-from pagepool.event_publisher import MAX_REPLAYS, EventPublisher  # noqa: E402
+from pagepool.events.connections import MAX_UNREAD_BYTES, Guard  # noqa: E402
+from pagepool.events.publisher import MAX_REPLAYS, EventPublisher  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="measures by /proc")
 UNSANITIZED = pytest.mark.skipif(
@@ -141,7 +141,7 @@ def test_routers_that_never_read_a_replay_take_little() -> None:
 
 
 def test_a_router_that_never_reads_its_replay_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagepool.event_replay.PATIENCE", 0.5)
+    monkeypatch.setattr("pagepool.events.history.PATIENCE", 0.5)
     with EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=None) as publisher:
         publish_some(publisher, 100, size=1 << 20)
         with shake_hands(publisher.replay_endpoint, "DEALER") as raw, Subscriber(publisher) as subscriber:
@@ -158,7 +158,7 @@ def test_a_router_that_never_reads_its_replay_is_closed(monkeypatch: pytest.Monk
 
 
 def test_a_subscriber_that_never_reads_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagepool.event_publisher.SECONDS_UNREAD", 1.0)
+    monkeypatch.setattr("pagepool.events.publisher.SECONDS_UNREAD", 1.0)
     with EventPublisher(None, LOOPBACK, hwm=10, heartbeat=None) as publisher, shake_hands(publisher.endpoint, "SUB") as raw:
         raw.sendall(message(b"\1"))
         peers = publisher._worker.sockets.published
@@ -259,7 +259,7 @@ def test_as_many_routers_as_may_connect() -> None:
 
 
 def test_a_connection_without_handshake_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagepool.event_publisher.SECONDS_TO_SHAKE_HANDS", 0.2)
+    monkeypatch.setattr("pagepool.events.publisher.SECONDS_TO_SHAKE_HANDS", 0.2)
     with EventPublisher(None, LOOPBACK, LOOPBACK) as publisher:
         for endpoint in (publisher.endpoint, publisher.replay_endpoint):
             assert endpoint is not None

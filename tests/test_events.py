@@ -416,7 +416,8 @@ def test_one_thread_is_told_what_the_others_cache(seed: int) -> None:
 
 def test_events_without_msgspec(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = pagepool.CacheManager(8, [pagepool.CacheGroupSpec(FULL)], 64)
-    monkeypatch.delitem(sys.modules, "pagepool.events")
+    for name in [name for name in sys.modules if name.startswith("pagepool.events")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "msgspec", None)
     with pytest.raises(ImportError, match=r"^events need msgspec: pip install 'pagepool\[events\]'$"):
         manager.enable_events()

@@ -17,9 +17,8 @@ from pagepool import (
     RunningBatch,
     SlidingWindowSpec,
     hash_request_tokens,
-    hashing,
 )
-from pagepool.hashing import RequestExtraKeys, VllmExtraKeys
+from pagepool.hashing import RequestExtraKeys, VllmExtraKeys, extra_keys
 
 Range = tuple[int, int]
 
@@ -166,7 +165,7 @@ def make_images(num_images: int, shape: str) -> list[Image]:
 
 def count_comparisons(monkeypatch: pytest.MonkeyPatch, num_images: int, shape: str, call: Callable[[Any], object]) -> int:
     """How often places of features are compared while `call` hashes a request whose pages have one image each."""
-    monkeypatch.setattr(hashing, "require_int", lambda name, value, least, most=None: CountingInt(value))
+    monkeypatch.setattr(extra_keys, "require_int", lambda name, value, *_: CountingInt(value))
     tokens = [7] * (num_images * PAGE_SIZE + 1)
     request = EngineRequest("r", tokens, mm_features=make_images(num_images, shape))
     before = CountingInt.num_comparisons

@@ -153,7 +153,7 @@ def test_help(folder: Path, option: str) -> None:
 def test_the_engine_has_pagepool(folder: Path, program: str, value: str | None) -> None:
     """The command line is asked last, so what the variable was does not matter."""
     process = run_python(folder, *LAUNCHER, *program.split(), value=value)
-    assert (process.stdout, process.stderr, process.returncode) == ("pagepool.manager\n", "", 0)
+    assert (process.stdout, process.stderr, process.returncode) == ("pagepool.manager.cache_manager\n", "", 0)
     assert run_python(folder, *program.split()).stdout == f"{HOME}\n"
 
 
@@ -198,7 +198,7 @@ def test_children_of_multiprocessing_have_it_too(folder: Path, method: str, prog
     """Children and theirs, in a program that never names pagepool, and sends objects of its own classes."""
     (folder / "children.py").write_text(CHILDREN)
     process = run_python(folder, *LAUNCHER, *program.split(), method)
-    assert (process.stdout, process.stderr, process.returncode) == (f"{['pagepool.manager'] * 2}\n", "", 0)
+    assert (process.stdout, process.stderr, process.returncode) == (f"{['pagepool.manager.cache_manager'] * 2}\n", "", 0)
     assert run_python(folder, *program.split(), method).stdout == f"{[HOME] * 2}\n"
 
 
@@ -207,7 +207,7 @@ def test_children_of_a_program_that_imports_pagepool_have_it_too(folder: Path, m
     """With the variable alone, and also where they do not import pagepool themselves."""
     source = CHILDREN.replace('__main__":', '__main__":\n    import pagepool')
     (folder / "children.py").write_text(source)
-    assert run_python(folder, "children.py", method, value="1").stdout == f"{['pagepool.manager'] * 2}\n"
+    assert run_python(folder, "children.py", method, value="1").stdout == f"{['pagepool.manager.cache_manager'] * 2}\n"
     assert run_python(folder, "children.py", method, value="0").stdout == f"{[HOME] * 2}\n"
 
 
@@ -219,4 +219,4 @@ def test_other_children_have_the_variable(folder: Path) -> None:
         "    subprocess.run([sys.executable, *arguments], check=True)\n"
     )
     process = run_python(folder, *LAUNCHER, "parent.py")
-    assert process.stdout == f"pagepool.manager\npagepool.manager\n{HOME}\n"
+    assert process.stdout == f"pagepool.manager.cache_manager\npagepool.manager.cache_manager\n{HOME}\n"

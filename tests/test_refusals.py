@@ -21,6 +21,7 @@ import pagepool
 from pagepool import CacheManager, EngineRequest, PageTable, QueryCounts, RunningBatch
 from pagepool._core import Refusal, RunningRows
 from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.manager.lookups import PrefixLookups
 
 NUM_CALLS = max(NUM_OPERATIONS // (20 * len(SETTINGS)), 150)
 SPEC = pagepool.FullAttentionSpec(4, 1, 8, "float16", False)
@@ -66,18 +67,18 @@ def test_retries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def counting(*args: Any) -> bool:
             result: bool = original(*args)
-            found[name, result] += 1
+            found[cls, result] += 1
             return result
 
         monkeypatch.setattr({RunningRows: RunningBatch}.get(cls, cls), name, counting)
 
     count(RunningRows, "is_refused_still")
-    count(CacheManager, "_is_refused_still")
+    count(PrefixLookups, "is_refused_still")
     for setting in SETTINGS[:4]:
         run_batch_workload(setting, oracle_and_batch, 1, 1000, False, SaturatedRows)
         run_workload(setting, oracle_and_package(), 1, 1000, SaturatedRequests)
-    assert found["is_refused_still", True] > 50
-    assert found["_is_refused_still", True] > 50
+    assert found[RunningRows, True] > 50
+    assert found[PrefixLookups, True] > 50
 
 
 # --- one at a time ------------------------------------------------------------------------------------------

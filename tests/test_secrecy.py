@@ -27,7 +27,8 @@ from pagepool import (
 from pagepool._core import HashChain
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import get_hash_seed, get_siphash_key
-from pagepool.request_hashes import PageHasher, RequestHashes, RequestPageHashes, Sha256Hasher, make_page_hasher
+from pagepool.hashing.algorithms import Sha256Hasher, make_page_hasher
+from pagepool.hashing.request_hashes import PageHasher, RequestHashes, RequestPageHashes
 
 ALGORITHMS = ("siphash128", "sha256", "sha256_cbor", hash)
 FULL = FullAttentionSpec(4, 1, 8, "float16", False)

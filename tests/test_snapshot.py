@@ -15,7 +15,7 @@ import pagepool
 from pagepool import CacheManager, EngineRequest, PagePool, hash_page_tokens
 from pagepool._core import HashChain
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, PageHashError, SnapshotError
-from pagepool.snapshot import FIELDS, seal
+from pagepool.page_pool.snapshot import FIELDS, seal
 
 PAGE_SIZE = 4
 

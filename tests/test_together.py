@@ -28,7 +28,7 @@ from workload import Request
 
 import pagepool
 from pagepool.errors import PagePoolError
-from pagepool.snapshot import seal
+from pagepool.page_pool.snapshot import seal
 
 HAS_JAX = importlib.util.find_spec("jax") is not None
 HAS_EVENTS = importlib.util.find_spec("msgspec") is not None

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Self, cast
 
 from pagepool.errors import ArgumentTypeError
+from pagepool.hashing.algorithms import make_page_hasher
 from pagepool.manager import CacheManager
 from pagepool.replay.shared.output import open_output
 from pagepool.request import Request, id_of, read_count
-from pagepool.request_hashes import make_page_hasher
 from pagepool.specs import MAX_SIZE, cdiv, require_int
 
 __all__ = ["Recorder"]

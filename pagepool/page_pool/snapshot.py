@@ -1,4 +1,4 @@
-"""A saved pool: its arrays' names and types, the text of its hash names and configuration, and the checksum over all of it.
+"""The format of a saved pool: names and types of its arrays, hash names and configuration as text, and a checksum.
 
 A snapshot is a dict of NumPy arrays without Python objects, as `numpy.savez` writes and `numpy.load` reads them.
 """
@@ -11,33 +11,31 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pagepool._core import PageStore
 from pagepool.errors import ArgumentError, ArgumentTypeError, SnapshotError
 from pagepool.hashing import HashNames, PageHash
 
 __all__ = [
     "Configuration",
     "Snapshot",
-    "decode_configuration",
-    "decode_names",
-    "encode_configuration",
-    "encode_names",
+    "load",
+    "save",
     "seal",
-    "unseal",
 ]
 
 Snapshot = dict[str, npt.NDArray[Any]]
 
 Configuration = dict[str, int | str | None]
-"""What decides whether a page that one manager cached means the same to another, by name."""
+"""The settings, by name, that must agree for two managers to share cached pages."""
 
 FORMAT = b"pagepool.PagePool"
 VERSION = 2
 VERSIONS = (1, VERSION)
-"""Those that can be read. The first has no configuration."""
+"""The versions that can be read. The first has no configuration."""
 
 
 class Field(NamedTuple):
-    """Type and shape of one array; None is any length."""
+    """Type and shape of one array. None is any length."""
 
     dtype: type[np.generic]
     shape: tuple[int | None, ...]
@@ -61,16 +59,43 @@ FIELDS = {
 }
 
 
+def save(store: PageStore, configuration: Configuration | None) -> Snapshot:
+    """Return the snapshot of a pool. O(pages)."""
+    arrays = store.save()
+    arrays["enable_caching"] = np.array([store.enable_caching])
+    arrays["names"] = encode_names(store.names)
+    arrays["configuration"] = encode_configuration(configuration)
+    return seal(arrays)
+
+
+def load(snapshot: Mapping[str, Any]) -> tuple[PageStore, Configuration | None]:
+    """Return the pool of a snapshot, and its configuration. SnapshotError if the snapshot is damaged. O(pages)."""
+    arrays = unseal(snapshot)
+    del arrays["format"], arrays["version"]
+    names, counters = arrays.pop("names"), arrays.pop("counters").tolist()
+    configuration = decode_configuration(arrays.pop("configuration"))
+    if min(counters) < 0:
+        raise SnapshotError(f"counters: got {counters}, allowed: at least 0")
+    enable_caching, num_shards = bool(arrays.pop("enable_caching")[0]), int(arrays.pop("num_shards")[0])
+    try:
+        store = PageStore.load(enable_caching, **arrays, counters=counters, num_shards=num_shards)
+    except ArgumentError as error:
+        raise SnapshotError(f"snapshot: {error}") from None
+    for key, page_hash in decode_names(names):
+        store.names.add(key, page_hash)
+    return store, configuration
+
+
 def seal(arrays: Snapshot) -> Snapshot:
-    """The arrays of a pool with format, version and checksum. O(bytes)."""
+    """Return the arrays of a pool with format, version and checksum. O(bytes)."""
     snapshot: Snapshot = {"format": _as_bytes(FORMAT), "version": np.array([VERSION], dtype=np.int64), **arrays}
     return {**snapshot, "checksum": _as_bytes(_checksum(snapshot))}
 
 
 def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
-    """The arrays of a snapshot, checked against format, version, types, shapes and checksum. O(bytes).
+    """Return the arrays of a snapshot after checks of format, version, types, shapes and checksum. O(bytes).
 
-    ArgumentTypeError for what is no mapping, SnapshotError for one that `seal` did not make, or not so.
+    ArgumentTypeError unless it is a mapping, SnapshotError if `seal` did not make it or it has changed.
     """
     if not isinstance(snapshot, Mapping):
         raise ArgumentTypeError(
@@ -89,12 +114,12 @@ def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
 
 
 def _read(snapshot: Mapping[str, Any], name: str) -> npt.NDArray[Any]:
-    """One array of the right type and shape."""
+    """Return one array after checks of type and shape."""
     try:
         array = snapshot[name]
     except KeyError:
         raise SnapshotError(f"snapshot: has no {name!r}") from None
-    except Exception as error:  # a file is only read here, and there are many ways to be broken
+    except Exception as error:  # a file is read only here, and may be damaged in many ways
         raise SnapshotError(f"snapshot: {name!r} cannot be read: {error}") from error
     dtype, shape = FIELDS[name]
     if not isinstance(array, np.ndarray) or array.dtype != dtype:
@@ -107,7 +132,7 @@ def _read(snapshot: Mapping[str, Any], name: str) -> npt.NDArray[Any]:
 
 
 def _checksum(arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """SHA-256 over names, shapes and values."""
+    """Return SHA-256 of names, shapes and values."""
     digest = hashlib.sha256()
     for name in sorted(arrays):
         digest.update(f"{name} {arrays[name].shape} ".encode())
@@ -120,12 +145,12 @@ def _as_bytes(data: bytes) -> npt.NDArray[np.uint8]:
 
 
 def encode_names(names: HashNames) -> npt.NDArray[np.uint8]:
-    """Names as JSON. ArgumentError for a hash with anything but ints, strings, bytes, None and tuples of them. O(names)."""
+    """Return names as JSON. ArgumentError unless hashes are made of ints, strings, bytes, None and tuples. O(names)."""
     return _as_bytes(json.dumps([[key, *map(_to_json, page_hash)] for key, page_hash in names.items()]).encode())
 
 
 def _to_json(value: Any) -> Any:
-    """Tuples as lists, bytes as an object."""
+    """Return tuples as lists, and bytes as an object."""
     if type(value) is tuple:
         return [_to_json(item) for item in value]
     if type(value) is bytes:
@@ -146,7 +171,7 @@ def _from_json(value: Any) -> Any:
 
 
 def decode_names(text: npt.NDArray[np.uint8]) -> Iterator[tuple[int, PageHash]]:
-    """What `encode_names` was given. SnapshotError for text that it did not make."""
+    """Reverse `encode_names`. SnapshotError for text that it did not make."""
     try:
         for key, hash_value, token_ids, extra_keys in _from_json(json.loads(text.tobytes())):
             if not (isinstance(key, int) and isinstance(hash_value, int) and isinstance(token_ids, tuple)):
@@ -157,12 +182,12 @@ def decode_names(text: npt.NDArray[np.uint8]) -> Iterator[tuple[int, PageHash]]:
 
 
 def encode_configuration(configuration: Configuration | None) -> npt.NDArray[np.uint8]:
-    """A configuration as JSON; None where nothing is known."""
+    """Return a configuration as JSON. None means unknown."""
     return _as_bytes(json.dumps(configuration).encode())
 
 
 def decode_configuration(text: npt.NDArray[np.uint8]) -> Configuration | None:
-    """What `encode_configuration` was given. SnapshotError for text that it did not make."""
+    """Reverse `encode_configuration`. SnapshotError for text that it did not make."""
     try:
         configuration = json.loads(text.tobytes())
     except (ValueError, RecursionError) as error:

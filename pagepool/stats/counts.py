@@ -1,4 +1,4 @@
-"""What a cache did and holds, as numbers for operators."""
+"""Statistics of pools and managers."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,8 +7,10 @@ __all__ = ["CacheStats", "PagePoolStats", "QueryCounts", "TimeHistogram"]
 
 
 class TimeHistogram(NamedTuple):
-    """Times of sampled pages: ``counts[i]`` of them were below ``bounds_seconds[i]`` and not below the bound before; the last
-    count is of longer ones. Bounds are 1 ms, 2 ms, 4 ms and so on.
+    """Times of sampled pages.
+
+    ``counts[i]`` is the number of times below ``bounds_seconds[i]`` and not below the preceding bound; the last count is of
+    longer times. Bounds are 1 ms, 2 ms, 4 ms and so on.
 
     >>> histogram = TimeHistogram.of([2, 0, 1] + [0] * 21, 5_000_000)
     >>> histogram.bounds_seconds[:3], histogram.num_times, histogram.sum_seconds
@@ -21,19 +23,21 @@ class TimeHistogram(NamedTuple):
 
     @classmethod
     def of(cls, counts: list[int], sum_ns: int) -> "TimeHistogram":
-        """Of the core's counts."""
+        """Make a histogram from the counts of the core."""
         return cls(tuple(0.001 * 2**i for i in range(len(counts) - 1)), tuple(counts), sum_ns / 1e9)
 
     @property
     def num_times(self) -> int:
-        """How many there are."""
+        """The number of times."""
         return sum(self.counts)
 
 
 @dataclass(frozen=True, slots=True)
 class PagePoolStats:
-    """What a pool did since it was made. Pages: how often one was handed out, got free, lost its prefix entry to a new
-    holder, and was entered in the prefix index. Tokens: looked up, and found, by `CacheManager.get_computed_pages`.
+    """Counters of a pool since its construction.
+
+    Pages are counted when they are handed out, freed, evicted (they lose their prefix entry to a new holder) and entered in the
+    prefix index. Tokens are those that `CacheManager.get_computed_pages` looked up, and those that hit.
     """
 
     num_allocated_pages: int
@@ -51,7 +55,7 @@ class PagePoolStats:
 
 @dataclass(frozen=True, slots=True)
 class QueryCounts:
-    """Look-ups of prefixes: requests, their tokens, and the tokens that were hit."""
+    """Look-ups of prefixes: requests, their tokens, and the tokens that hit."""
 
     num_requests: int = 0
     num_queried_tokens: int = 0
@@ -65,18 +69,17 @@ class QueryCounts:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A manager's cache at one moment, and what it did since it was made. Pages are pages of the pool, of all groups.
+    """The state of a manager's cache, and its counters. Pages are pages of the pool, of all groups.
 
-    Now: ``num_pages`` without the null page, of these ``num_free_pages``, ``num_held_pages`` by requests and rows, and
-    ``num_cached_pages`` that can be hit, free or held. ``usage``: held pages per page, 0.0 to 1.0.
+    State: ``num_pages`` excludes the null page. Pages are free (``num_free_pages``) or held by requests and rows
+    (``num_held_pages``); ``num_cached_pages``, free or held, can be hit. ``usage`` is the share of held pages, 0.0 to 1.0.
 
-    Since the manager was made: ``queries`` of requests that came for the first time, ``preempted_queries`` of those that came
-    back. Since the pool was made: pages handed out, given back by their last holder, and evicted, that is handed out anew
+    Counters since the manager was made: ``queries`` of new requests, and ``preempted_queries`` of requests that returned.
+    Counters since the pool was made: pages handed out, freed by their last holder, and evicted, which means handed out again
     while they could be hit.
 
-    Of sampled pages (every 128th, in small pools more) since the pool was made: ``lifetime`` from when an evicted page was
-    handed out to its eviction, ``idle_before_eviction`` from its last use to then, ``reuse_gap`` from a use to the next
-    hit.
+    Times of sampled pages (every 128th, more in small pools) since the pool was made: ``lifetime`` of an evicted page from
+    allocation to eviction, ``idle_before_eviction`` from last use to eviction, ``reuse_gap`` from a use to the next hit.
     """
 
     num_pages: int

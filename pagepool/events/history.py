@@ -1,4 +1,4 @@
-"""The last batches of events, and the replay of them to one router. Needs the extra ``pagepool[events]``."""
+"""The last batches of events, and their replay to one router. Needs the extra ``pagepool[events]``."""
 
 import math
 import time
@@ -11,7 +11,7 @@ __all__ = ["PATIENCE", "Batch", "History", "Replay"]
 
 END = (-1).to_bytes(8, "big", signed=True)
 PATIENCE = 10.0
-"""Seconds for which a router may leave its replay unread; then its connection is closed."""
+"""Seconds after which the connection of a router that does not read its replay is closed."""
 
 Payload = bytes | zmq.Frame
 Batch = tuple[int, Payload]
@@ -19,7 +19,7 @@ Batch = tuple[int, Payload]
 
 
 class History:
-    """The last batches, and the last one that needs none before it.
+    """The last batches, and the last self-contained one (a start).
 
     >>> history = History(2)
     >>> for payload in (b"all", b"more", b"and more"):
@@ -37,7 +37,7 @@ class History:
         self.next_sequence = 0
 
     def add(self, payload: Payload, is_start: bool) -> int:
-        """Keep a batch; returns its sequence number. One that `is_start` needs none before it."""
+        """Add a batch, which `is_start` if it is self-contained. Returns its sequence number."""
         sequence = self.next_sequence
         self._batches.append((sequence, payload))
         self.next_sequence += 1
@@ -46,29 +46,29 @@ class History:
         return sequence
 
     def set_start(self, payload: Payload) -> None:
-        """Keep one that alone leads to where all so far lead."""
+        """Set a batch that is equivalent to all batches so far."""
         self._start = (self.next_sequence - 1, payload)
 
     def find(self, sequence: int) -> Batch | None:
-        """A batch; None where it is kept no more, or never was."""
+        """Return a batch, or None if it is not kept."""
         place = sequence - (self.next_sequence - len(self._batches))
         return self._batches[place] if 0 <= place < len(self._batches) else None
 
     def find_start(self) -> Batch | None:
-        """A batch that needs none before it; None where one of those after it is not kept any more."""
+        """Return the last self-contained batch; None if a later batch is not kept any more."""
         num_behind = math.inf if self._start is None else self.next_sequence - 1 - self._start[0]
         return self._start if num_behind <= len(self._batches) else None
 
     def find_first(self) -> Batch | None:
-        """The first batch that is kept, if any is."""
+        """Return the first batch that is kept, or None."""
         return self._batches[0] if self._batches else None
 
 
 class Replay:
-    """Batches on their way to one router, sent as it reads them."""
+    """The batches for one router, sent as it reads them."""
 
     def __init__(self, client: bytes, descriptor: int, topic: bytes, batches: Iterator[Batch]) -> None:
-        """`client` is how the socket knows the router, `descriptor` its connection."""
+        """`client` is the id of the router in the socket, `descriptor` its connection."""
         self.client = client
         self.descriptor = descriptor
         self.is_given_up = False
@@ -78,11 +78,11 @@ class Replay:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether there is nothing more to send, or nobody to whom to send it."""
+        """Whether all batches are sent, or the router is gone."""
         return self._message is None
 
     def send(self, socket: "zmq.Socket[bytes]", max_messages: int) -> int:
-        """Send `max_messages` at most, without waiting. Returns how many."""
+        """Send at most `max_messages` without waiting. Returns the number sent."""
         num_sent = 0
         try:
             while num_sent < max_messages and self._message is not None:

@@ -1,8 +1,8 @@
-"""The connections of a publisher: how many there may be, and what each may take. Needs the extra ``pagepool[events]``.
+"""Limits on the connections of a publisher. Needs the extra ``pagepool[events]``.
 
-libzmq bounds neither the connections of a socket, nor the topics of a subscriber, nor the frames of an endless message.
-`Guard` closes connections that go too far, by their descriptors. It has a thread of its own, because libzmq accepts connections
-whatever the publisher's thread does.
+libzmq limits neither the connections of a socket, nor the topics of a subscriber, nor the frames of an endless message. `Guard`
+closes connections beyond the limits by their descriptors. It has its own thread, because libzmq accepts connections
+independently of the publisher's thread.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ NUM_FRAME_BYTES = 64  # what a frame takes on the wire besides its contents, at 
 NUM_SUBSCRIPTION_BYTES = 64  # what a topic counts for besides its length
 MAX_SUBSCRIPTIONS_READ = 256  # at once
 MILLISECONDS_BETWEEN_LOOKS = 50
-SHARE_OF_DESCRIPTORS = 8  # one in so many of the process's may be a connection of one endpoint
+SHARE_OF_DESCRIPTORS = 8  # one in this number may be a connection of one endpoint
 SECONDS_BETWEEN_WARNINGS = 60.0
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27  # on Linux
 DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # the packet filter's program that keeps 0 bytes
@@ -40,7 +40,7 @@ class Peer:
     """One connection."""
 
     def __init__(self) -> None:
-        """Has asked for nothing yet."""
+        """Start without topics and messages."""
         self.is_refused = False
         self.num_topic_bytes = 0
         self._topics: set[bytes] = set()
@@ -49,11 +49,11 @@ class Peer:
         self._num_bytes_unread = 0
 
     def note_read(self, frames: Sequence["zmq.Frame"]) -> None:
-        """A message of it was read."""
+        """Count a message that was read."""
         self._num_bytes_read += sum(len(frame) + NUM_FRAME_BYTES for frame in frames)
 
     def count_unread(self, num_bytes_received: int) -> int:
-        """The bytes received that no message that was read accounts for. What was counted too generously is no credit."""
+        """Return the received bytes that no read message accounts for. Overestimates give no credit."""
         received, read = self._num_bytes_seen
         self._num_bytes_seen = num_bytes_received, self._num_bytes_read
         self._num_bytes_unread += num_bytes_received - received - (self._num_bytes_read - read)
@@ -61,7 +61,7 @@ class Peer:
         return self._num_bytes_unread
 
     def note_subscription(self, message: bytes) -> None:
-        """It wants a topic from now on, or no more. What else a subscriber may send is ignored."""
+        """Add or remove a topic. Other messages of a subscriber are ignored."""
         topic = message[1:]
         if message[:1] == b"\1" and topic not in self._topics:
             self._topics.add(topic)
@@ -79,7 +79,7 @@ class Peers:
     """The connections of one socket, by their descriptors."""
 
     def __init__(self, watched: "zmq.Socket[bytes]", is_connecting: bool) -> None:
-        """Before `watched` listens or connects, so that none is missed."""
+        """Watch a socket before it listens or connects, so that no connection is missed."""
         self.watched = watched
         self.by_descriptor: dict[int, Peer] = {}
         self.listening = -1  # the descriptor at which libzmq listens until the socket is closed
@@ -93,7 +93,7 @@ class Peers:
         self.endpoint = ""
 
     def note_endpoint(self) -> None:
-        """Once it listens or connects."""
+        """Record the address, once the socket listens or connects."""
         self.endpoint = self.watched.getsockopt_string(zmq.LAST_ENDPOINT)
         if not self._is_connecting and not self.endpoint.startswith("inproc:"):  # within the process nothing is connected
             event, value = parse_event(self.monitor)
@@ -101,8 +101,9 @@ class Peers:
                 self.listening = value
 
     def set_open(self, is_open: bool) -> bool:
-        """Let connections come to a TCP port, or have Linux drop their packets, so that they take no descriptor and are tried
-        again. Returns whether that is a change.
+        """Accept connections to a TCP port, or let Linux drop their packets, so that they take no descriptor and are retried.
+
+        Returns whether the state has changed.
         """
         if is_open == self._is_open:
             return False
@@ -114,8 +115,9 @@ class Peers:
         return True
 
     def find(self, frame: "zmq.Frame") -> tuple[int, Peer | None]:
-        """The descriptor that a frame came over, and its connection: refused if it is gone, None if it is yet to be noted, or
-        within this process.
+        """Return the descriptor and the connection of a frame.
+
+        The connection is refused if it is gone, and None if it is not recorded yet or within this process.
         """
         try:
             descriptor = int(frame.get(zmq.SRCFD))
@@ -131,7 +133,7 @@ class Peers:
         return descriptor, peer
 
     def has(self, connection: socket.socket) -> bool:
-        """Whether it is one of these, or what they come from, by its address."""
+        """Whether a socket is one of the connections or their listener, by its address."""
         address = connection.getpeername() if self._is_connecting else connection.getsockname()
         if isinstance(address, tuple):
             return self.endpoint.startswith("tcp:") and self.endpoint.endswith(f":{address[1]}")
@@ -139,10 +141,10 @@ class Peers:
 
 
 class Guard:
-    """Keeps the connections of a publisher's sockets within their bounds, in a thread of its own."""
+    """Enforces the limits on the connections of a publisher's sockets, in its own thread."""
 
     def __init__(self, max_connections: int) -> None:
-        """`max_connections` of each socket, or an eighth of the descriptors that the process may open."""
+        """Each socket has at most `max_connections`, or an eighth of the descriptors that the process may open."""
         soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft_limit != resource.RLIM_INFINITY:
             max_connections = min(max_connections, max(1, soft_limit // SHARE_OF_DESCRIPTORS))
@@ -156,18 +158,18 @@ class Guard:
         self._thread = threading.Thread(target=self._run, name="pagepool-connections", daemon=True)
 
     def watch(self, watched: "zmq.Socket[bytes]", is_connecting: bool = False) -> Peers:
-        """The connections of a socket that neither listens nor connects yet."""
+        """Watch a socket that neither listens nor connects yet, and return its connections."""
         self._all_peers.append(Peers(watched, is_connecting))
         return self._all_peers[-1]
 
     def start(self) -> None:
-        """Once the sockets have their addresses."""
+        """Start the thread, once the sockets have their addresses."""
         for peers in self._all_peers:
             peers.note_endpoint()
         self._thread.start()
 
     def stop(self) -> None:
-        """Before the sockets are closed, in the thread that uses them."""
+        """Stop the thread, before the sockets are closed, in the thread that uses them."""
         if self._thread.is_alive():  # it reads until the end: libzmq waits for a monitor that is full
             for peers in self._all_peers:
                 peers.watched.disable_monitor()
@@ -175,7 +177,7 @@ class Guard:
         self._let_go()
 
     def forget(self) -> None:
-        """In a process that was forked, close its copies of the connections, which otherwise stay open as long as it lives."""
+        """Close the copies of the connections in a forked process, where they would stay open."""
         for peers in self._all_peers:
             for descriptor in [peers.listening, *peers.by_descriptor]:
                 with contextlib.suppress(OSError, ValueError):
@@ -186,7 +188,7 @@ class Guard:
         self._let_go()
 
     def close(self, peers: Peers, descriptor: int) -> None:
-        """Refuse a connection, and have libzmq close it. Nothing happens if its descriptor is something else's by now."""
+        """Refuse a connection, and let libzmq close it. Has no effect if the descriptor has been reused."""
         peer = peers.by_descriptor.get(descriptor)
         if peer is not None:
             peer.is_refused = True
@@ -200,7 +202,7 @@ class Guard:
                 os.dup2(self._nothing, self._spare, inheritable=False)
 
     def read_subscriptions(self, peers: Peers, max_bytes: int) -> None:
-        """Read what subscribers sent to an XPUB socket, in the thread that uses it. Closes those that want too many topics."""
+        """Read the messages of subscribers to an XPUB socket, in its thread, and close subscribers with too many topics."""
         with contextlib.suppress(zmq.Again):
             for _ in range(MAX_SUBSCRIPTIONS_READ):
                 frame = peers.watched.recv(zmq.DONTWAIT, copy=False)
@@ -220,7 +222,7 @@ class Guard:
     # In the thread.
 
     def _run(self) -> None:
-        """Until the last monitor has stopped."""
+        """Run until the last monitor has stopped."""
         poller = zmq.Poller()
         followed = {peers.monitor: peers for peers in self._all_peers}
         for monitor in followed:
@@ -239,7 +241,7 @@ class Guard:
                 time.sleep(0.1)
 
     def _follow(self, peers: Peers) -> bool:
-        """Note what came and went, and close what is too many. Returns whether more is to come."""
+        """Record new and closed connections, and close excess ones. Returns whether the monitor goes on."""
         with contextlib.suppress(zmq.Again):
             while True:
                 event, value = parse_event(peers.monitor)
@@ -261,7 +263,7 @@ class Guard:
             logger.warning("%s has %d connections, its most; others wait", peers.endpoint, self._max_connections)
 
     def _look(self) -> None:
-        """Close connections over which comes what does not end."""
+        """Close connections with endless messages."""
         self._look_at = time.monotonic() + MILLISECONDS_BETWEEN_LOOKS / 1000
         for peers in self._all_peers:
             for descriptor, peer in peers.by_descriptor.items():
@@ -270,14 +272,14 @@ class Guard:
 
 
 def parse_event(monitor: "zmq.Socket[bytes]") -> tuple[int, int]:
-    """The next event of a monitor, and its value: a descriptor. zmq.Again if there is none."""
+    """Return the next event of a monitor, and its value: a descriptor. zmq.Again if there is none."""
     event, value = struct.unpack_from("=Hi", monitor.recv_multipart(zmq.DONTWAIT)[0])
     return event, value
 
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """A socket that is not closed at the end."""
+    """Wrap a descriptor in a socket without closing it at the end."""
     borrowed = socket.socket(fileno=descriptor)
     try:
         yield borrowed
@@ -286,7 +288,7 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
 
 
 def _count_received(descriptor: int) -> int:
-    """The bytes that came over a TCP connection, in the socket's buffer too; 0 where the system does not tell."""
+    """Return the bytes received over a TCP connection, buffered ones included; 0 if the system does not report it."""
     if sys.platform != "linux":
         return 0
     try:

@@ -1,0 +1,141 @@
+"""Checks of arguments, and of the attributes that are read of a request.
+
+A check returns the value in the form that the caller needs, or raises an error that names the argument.
+"""
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from pagepool.errors import MAX_SHOWN_BITS, ArgumentError, ArgumentTypeError, shown
+
+__all__ = [
+    "ATTRIBUTES",
+    "MAX_SIZE",
+    "has_status",
+    "id_of",
+    "read_count",
+    "refuse_incomplete",
+    "require_group_ids",
+    "require_int",
+    "require_list",
+    "require_short",
+    "require_slice",
+]
+
+T = TypeVar("T")
+
+MAX_SIZE = 1 << 62
+"""The largest size, so that sums and messages of any two are plain numbers."""
+
+ATTRIBUTES = ("request_id", "all_token_ids", "num_tokens", "num_computed_tokens", "sampling_params", "status")
+"""The attributes of every request."""
+
+
+def require_int(name: str, value: object, minimum: int | None = None, maximum: int | None = None) -> int:
+    """Return `value` as an int.
+
+    Raises `ArgumentTypeError` if it is no integer (a bool is none, a NumPy integer is one) and `ArgumentError` if it is below
+    `minimum` or above `maximum`.
+
+    >>> require_int("page_size", 16, minimum=1)
+    16
+    """
+    number = value if type(value) is int else _index_of(name, value)
+    if minimum is not None and number < minimum:
+        raise ArgumentError(f"{name} must be at least {minimum}, got {shown(number)}")
+    if maximum is not None and number > maximum:
+        raise ArgumentError(f"{name} must be at most {maximum}, got {shown(number)}")
+    return number
+
+
+def _index_of(name: str, value: object) -> int:
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        return int(operator.index(cast(Any, value)))  # an array has the method, and refuses
+    except TypeError:
+        raise ArgumentTypeError(f"{name} must be an integer, got {shown(value)}") from None
+
+
+def require_short(name: str, value: Any) -> Any:
+    """Return `value`; ArgumentError if it is an int that may be too large for Python to convert to text."""
+    if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: ints of at most {MAX_SHOWN_BITS} bits")
+    return value
+
+
+def require_list(name: str, values: Iterable[T], item_class: type[T]) -> list[T]:
+    """Return `values` as a list; ArgumentTypeError unless it is iterable and every item is an `item_class`."""
+    try:
+        listed = list(values)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: a list of {item_class.__name__}") from None
+    for value in listed:
+        if not isinstance(value, item_class):
+            raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: {item_class.__name__}")
+    return listed
+
+
+def require_group_ids(group_ids: Sequence[int]) -> list[int]:
+    """Return ids of cache groups as ints."""
+    try:
+        listed = list(group_ids)
+    except TypeError:
+        raise ArgumentTypeError(f"kv_cache_group_ids: got {type(group_ids).__name__}, allowed: a sequence of ints") from None
+    return [require_int("kv_cache_group_ids", group_id, 0) for group_id in listed]
+
+
+def require_slice(name: str, values: Any, start: int, stop: int) -> Any:
+    """Return ``values[start:stop]``; ArgumentTypeError if `values` cannot be sliced."""
+    try:
+        return values[start:stop]
+    except (TypeError, IndexError, KeyError):
+        raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: a list or an array") from None
+
+
+def refuse_incomplete(request: object, error: AttributeError) -> None:
+    """Raise ArgumentTypeError if `error` was raised because `request` lacks one of `ATTRIBUTES`."""
+    if error.obj is request and error.name not in ATTRIBUTES:
+        return
+    for name in ATTRIBUTES:
+        if not hasattr(request, name):
+            allowed = f"one with {', '.join(ATTRIBUTES)}"
+            raise ArgumentTypeError(f"request: got {type(request).__name__} without {name}, allowed: {allowed}") from error
+
+
+def id_of(request: Any) -> str:
+    """Return the id of a request; ArgumentTypeError if it is missing or unhashable."""
+    try:
+        request_id: str = request.request_id
+    except AttributeError as error:
+        refuse_incomplete(request, error)
+        raise
+    try:
+        hash(request_id)
+    except TypeError as error:
+        raise ArgumentTypeError(f"request_id: got {type(request_id).__name__}, allowed: a string") from error
+    return request_id
+
+
+def read_count(request: Any, name: str) -> int:
+    """Return a token count of a request as an int. ArgumentTypeError if it is missing, ArgumentError if it is negative."""
+    try:
+        count = getattr(request, name)
+    except AttributeError as error:
+        refuse_incomplete(request, error)
+        raise
+    return count if type(count) is int and count >= 0 else require_int(name, count, 0)
+
+
+def has_status(request: Any, status: int) -> bool:
+    """Whether a request is in that state."""
+    try:
+        return bool(request.status == status)
+    except AttributeError as error:
+        refuse_incomplete(request, error)
+        raise
+    except ValueError:  # from comparing an array
+        raise ArgumentTypeError(f"status: got {shown(request.status)}, allowed: an EngineRequestStatus") from None

@@ -1,0 +1,591 @@
+"""Publishes events to routers over ZeroMQ in the protocol of vLLM 0.33, with replay for subscribers that missed some.
+
+`EventPublisher` works in its own thread. Needs the extra ``pagepool[events]``.
+
+A batch is published as three frames: topic, sequence number (8 bytes, big-endian), and the result of
+`pagepool.events.encode_batch`. A router that sees a gap in the numbers sends the first missing number to the replay endpoint
+from a DEALER or REQ socket, behind an empty frame. Each batch from there on arrives as an empty frame and the three above, and
+at the end an empty one with the number -1. Beyond vLLM, a request for a batch that is not kept, that never was, or for -1 is
+answered first with a snapshot: a batch that begins with `AllBlocksCleared` and has all cached pages, under the number from
+which to go on.
+
+Without events a heartbeat is published: an empty batch under the next number. It shows a gap to a router that has lost the last
+batches; other routers ignore it.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import queue
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+from pagepool.arguments import require_int
+from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError, shown
+from pagepool.events.connections import Guard, Peers
+from pagepool.events.history import PATIENCE, Batch, History, Replay
+from pagepool.events.messages import AllBlocksCleared, Event, EventBatch, encode_batch
+from pagepool.events.source import EventSource
+from pagepool.manager import CacheManager
+
+__all__ = ["EventPublisher"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
+MAX_PORT = 65535
+MAX_INT32 = 2**31 - 1  # of ZeroMQ's options
+MAX_REQUEST_BYTES = 1024  # of what routers send: handshakes, sequence numbers, and the topics that they want
+SUBSCRIPTIONS_HWM = 4  # of one subscriber that wait in libzmq, which takes all of them when the thread sends
+REQUEST = [0, 8]  # bytes of its frames
+MAX_REQUESTS_READ = 64  # at once
+MAX_REPLAYS = 4  # to one router at once
+MAX_REPLAYS_TRIED = 32  # at once, until a router takes something
+REPLAY_HWM = 16  # batches that wait in the socket for one router
+BACKLOG = 32  # connections that the system keeps until libzmq accepts them
+SECONDS_TO_SHAKE_HANDS = 5.0
+SECONDS_UNREAD = 30.0  # for which a subscriber may read nothing that was sent to it
+SECONDS_BEFORE_PROBES = 60  # of a router that is silent: is its machine still there?
+SECONDS_BETWEEN_PROBES = 10
+NUM_PROBES = 6
+SHARE_OF_SERVICE = 0.1  # of the thread's time: what routers ask for
+MIN_REST = 0.002  # seconds between two parts of replays
+MAX_WAIT = 3600.0  # seconds
+MAX_SILENCE = 60.0  # seconds between two heartbeats
+SECONDS_TO_CLOSE = 1.0
+NUM_KEY_BYTES = 32
+ZAP_DOMAIN = "pagepool"
+
+
+class Curve(NamedTuple):
+    """A publisher's secret key, and the public keys of the routers that may connect; each as Z85."""
+
+    secret_key: bytes
+    client_keys: frozenset[bytes]
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a router may connect. Called by pyzmq's authenticator."""
+        return key in self.client_keys
+
+    def protect(self, socket: "zmq.Socket[bytes]", name: str, endpoint: str) -> None:
+        """Let a socket encrypt, and admit only those routers; none without the authenticator.
+
+        EndpointError for an address over which ZeroMQ would send unencrypted.
+        """
+        if not endpoint.startswith(("tcp:", "ipc:")):
+            raise EndpointError(f"{name}: got {endpoint!r} with keys, allowed: tcp or ipc, such as {DEFAULT_ENDPOINT!r}")
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret_key)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+class Addresses(NamedTuple):
+    """The addresses at which a publisher listens or to which it connects."""
+
+    endpoint: str
+    replay_endpoint: str | None
+    is_connecting: bool
+
+
+class Sockets(NamedTuple):
+    """The sockets of one publisher. Only its thread uses them, except `wake`."""
+
+    context: "zmq.Context[zmq.Socket[bytes]]"
+    authenticator: ThreadAuthenticator | None
+    guard: Guard
+    published: Peers
+    replayed: Peers | None
+    wake: "zmq.Socket[bytes]"
+    woken: "zmq.Socket[bytes]"
+
+
+def _open_sockets(addresses: Addresses, curve: Curve | None, hwm: int, max_connections: int) -> Sockets:
+    """Open all sockets, or none and raise EndpointError."""
+    guard = Guard(max_connections)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    authenticator = None
+    try:
+        if curve is not None:
+            authenticator = _start_authenticator(context, curve)
+        publishing = context.socket(zmq.XPUB)
+        publishing.sndhwm, publishing.rcvhwm = hwm, SUBSCRIPTIONS_HWM
+        publishing.setsockopt(zmq.XPUB_VERBOSER, 1)
+        publishing.setsockopt(zmq.TCP_MAXRT, int(1000 * SECONDS_UNREAD))
+        published = guard.watch(publishing, addresses.is_connecting)
+        _attach(publishing, "endpoint", addresses.endpoint, addresses.is_connecting, curve)
+        replayed = None
+        if addresses.replay_endpoint is not None:
+            replaying = context.socket(zmq.ROUTER)
+            replaying.sndhwm, replaying.rcvhwm = REPLAY_HWM, MAX_REQUESTS_READ
+            replaying.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            replaying.setsockopt(zmq.TCP_MAXRT, int(1000 * PATIENCE))
+            replayed = guard.watch(replaying)
+            _attach(replaying, "replay_endpoint", addresses.replay_endpoint, False, curve)
+        wake, woken = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        woken.bind("inproc://wake")
+        wake.connect("inproc://wake")
+        guard.start()
+    except BaseException:
+        _close_sockets(context, authenticator, guard, 0.0)
+        raise
+    return Sockets(context, authenticator, guard, published, replayed, wake, woken)
+
+
+def _close_sockets(
+    context: "zmq.Context[Any]", authenticator: ThreadAuthenticator | None, guard: Guard, linger_seconds: float
+) -> None:
+    if authenticator is not None:
+        authenticator.stop()
+    guard.stop()
+    context.destroy(linger=int(1000 * linger_seconds))
+
+
+def _start_authenticator(context: "zmq.Context[Any]", curve: Curve) -> ThreadAuthenticator:
+    """Start the check of client keys. Without it, CURVE admits every router that knows the server's public key."""
+    authenticator = ThreadAuthenticator(context)
+    authenticator.configure_curve_callback(ZAP_DOMAIN, curve)
+    authenticator.start()
+    return authenticator
+
+
+def _attach(socket: "zmq.Socket[bytes]", name: str, endpoint: object, is_connecting: bool, curve: Curve | None) -> None:
+    """Listen at an address or connect to it."""
+    if not isinstance(endpoint, str):
+        raise ArgumentTypeError(f"{name}: got {type(endpoint).__name__}, allowed: a string such as {DEFAULT_ENDPOINT!r}")
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, int(1000 * SECONDS_TO_SHAKE_HANDS))
+    socket.setsockopt(zmq.BACKLOG, BACKLOG)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, SECONDS_BEFORE_PROBES)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, SECONDS_BETWEEN_PROBES)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, NUM_PROBES)
+    socket.setsockopt(zmq.IPV6, "[" in endpoint)
+    # Refuses ZMTP 1 and 2, whose messages do not identify their connection. ZMTP 3 passes: without keys there is no handler.
+    socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+    if curve is not None:
+        curve.protect(socket, name, endpoint)
+    port = endpoint.rpartition(":")[2] if endpoint.startswith("tcp:") else ""
+    try:
+        if port.isdecimal() and int(port.lstrip("0")[:6] or 0) > MAX_PORT:  # libzmq would take it modulo 2**16
+            raise zmq.ZMQError(zmq.EINVAL)
+        socket.connect(endpoint) if is_connecting else socket.bind(endpoint)
+    except (zmq.ZMQError, UnicodeError) as error:
+        is_in_use = isinstance(error, zmq.ZMQError) and error.errno == zmq.EADDRINUSE
+        reason = "the port is in use" if is_in_use else str(error)
+        raise EndpointError(f"{name}: got {endpoint!r}: {reason}; allowed: a free one, such as {DEFAULT_ENDPOINT!r}") from None
+
+
+class Options(NamedTuple):
+    """The options of a publisher, besides addresses and keys."""
+
+    topic: bytes
+    interval: float
+    buffer_steps: int
+    hwm: int
+    data_parallel_rank: int
+    heartbeat: float
+    max_subscription_bytes: int
+
+
+class Worker:
+    """The thread of a publisher, and its state."""
+
+    def __init__(self, source: EventSource | None, sockets: Sockets, options: Options) -> None:
+        """Starts the thread."""
+        self.sockets = sockets
+        self.queue: queue.Queue[tuple[bytes, bool]] = queue.Queue(options.hwm)
+        self._source = source
+        self._options = options
+        self._history = History(options.buffer_steps)
+        self._replays: deque[Replay] = deque()
+        self._take_at = -math.inf if source else math.inf
+        self._serve_at = -math.inf
+        self._is_asked = False
+        self._beat_at = math.inf
+        self._silence = options.heartbeat
+        self._wake_lock = threading.Lock()
+        self._is_closing = False
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self.run, name="pagepool-events", daemon=True)
+        if source is not None:
+            source.start_over()
+        LIVE.add(self)
+        try:
+            self._thread.start()
+        except BaseException:
+            _close_sockets(sockets.context, sockets.authenticator, sockets.guard, 0.0)
+            raise
+
+    @property
+    def is_open(self) -> bool:
+        """False once it is closed, and in a process that was forked, where the thread is not."""
+        return not self._is_closing and self._pid == os.getpid()
+
+    def require_open(self) -> None:
+        """ArgumentError where it is not."""
+        if not self.is_open:
+            raise ArgumentError("the publisher is closed, or another process's")
+
+    def wake(self) -> None:
+        """Have the thread look for work."""
+        with self._wake_lock, contextlib.suppress(zmq.ZMQError):  # it has been woken often enough, or is at its end
+            self.sockets.wake.send(b"", zmq.DONTWAIT)
+
+    def close(self) -> None:
+        """Publish what there is, and end."""
+        if self.is_open:
+            self._is_closing = True
+            self.wake()
+            if threading.current_thread() is not self._thread:
+                self._thread.join(2 * SECONDS_TO_CLOSE)
+
+    def forget(self) -> None:
+        """In a process that was forked: nothing of it may be used, by the garbage collector either. Closes the connections."""
+        if self.sockets.authenticator is not None:
+            self.sockets.authenticator.pipe = None  # type: ignore[assignment]  # else it sends over it when collected, and hangs
+        self.sockets.guard.forget()
+
+    # In the thread.
+
+    def run(self) -> None:
+        """Publish and replay until it is closed."""
+        while not self._is_closing:
+            self._do(self._wait)
+            self._do(self._publish_all)
+            self._do(self._serve)
+        self._do(self._publish_all)
+        with self._wake_lock:
+            _close_sockets(self.sockets.context, self.sockets.authenticator, self.sockets.guard, SECONDS_TO_CLOSE)
+
+    def _do(self, work: Any) -> None:
+        """The thread goes on after any error. Events that were taken by then are sent anew, as a snapshot."""
+        try:
+            work()
+        except Exception:
+            logger.exception("events were not sent; routers are told anew")
+            if self._source is not None:
+                self._source.start_over()
+            time.sleep(0.1)
+
+    def _wait(self) -> None:
+        """Until the engine wakes the thread, a router asks, or something is due."""
+        now = time.monotonic()
+        poller = zmq.Poller()
+        poller.register(self.sockets.woken, zmq.POLLIN)
+        due_at = min(self._take_at, self._beat_at, now + MAX_WAIT)
+        if now < self._serve_at:
+            due_at = min(due_at, self._serve_at)
+        else:
+            for peers in filter(None, (self.sockets.published, self.sockets.replayed)):
+                poller.register(peers.watched, zmq.POLLIN)
+            if self._replays:
+                due_at = now
+        ready = dict(poller.poll(math.ceil(1000 * max(0.0, due_at - now))))
+        self._is_asked = bool(ready.keys() - {self.sockets.woken})
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self.sockets.woken.recv(zmq.DONTWAIT)
+                self._take_at = min(self._take_at, now if self._source else math.inf)
+
+    def _publish_all(self) -> None:
+        """What the manager's journal has, and what was handed over."""
+        if self._source is not None and (time.monotonic() >= self._take_at or self._is_closing):
+            self._take_at = time.monotonic() + self._options.interval
+            self._publish_events(self._source.take())
+        while not self.queue.empty():
+            self._publish(*self.queue.get())
+        if time.monotonic() >= self._beat_at:
+            self._beat()
+
+    def _beat(self) -> None:
+        """Publish a batch without events, at growing intervals, so that routers see lost batches."""
+        silence = min(2 * self._silence, max(self._silence, MAX_SILENCE))
+        self._publish_batch([])
+        self._silence, self._beat_at = silence, time.monotonic() + silence
+
+    def _publish_events(self, events: Sequence[Event]) -> None:
+        if events:
+            self._publish_batch(events)
+
+    def _publish_batch(self, events: Sequence[Event]) -> None:
+        self._publish(*encode(events, self._options.data_parallel_rank))
+
+    def _publish(self, payload: bytes, is_start: bool) -> None:
+        frame = share(payload)
+        sequence = self._history.add(frame, is_start)
+        self.sockets.published.watched.send_multipart([self._options.topic, sequence.to_bytes(8, "big"), frame])
+        self._read_subscriptions()  # libzmq accepts some at each send
+        self._silence = self._options.heartbeat
+        self._beat_at = time.monotonic() + self._silence
+
+    def _read_subscriptions(self) -> None:
+        self.sockets.guard.read_subscriptions(self.sockets.published, self._options.max_subscription_bytes)
+
+    def _serve(self) -> None:
+        """Serve subscriptions and a part of one replay, in a bounded share of the time."""
+        start = time.monotonic()
+        if start < self._serve_at or not (self._is_asked or self._replays):
+            return
+        self._read_subscriptions()
+        if self.sockets.replayed is not None:
+            self._accept(self.sockets.replayed)
+            self._replay_some(self.sockets.replayed)
+        now = time.monotonic()
+        self._serve_at = now + max(MIN_REST if self._replays else 0.0, (now - start) / SHARE_OF_SERVICE)
+
+    def _accept(self, peers: Peers) -> None:
+        """Read all requests of routers: libzmq does not notice that one is gone while its requests wait."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(MAX_REQUESTS_READ):
+                client, *request = peers.watched.recv_multipart(zmq.DONTWAIT, copy=False)
+                descriptor, peer = peers.find(client)
+                if peer is not None:
+                    peer.note_read(request)
+                if (peer is None or not peer.is_refused) and [len(frame) for frame in request] == REQUEST:
+                    self._begin_replay(peers, client.bytes, descriptor, int.from_bytes(request[1].bytes, "big"))
+
+    def _begin_replay(self, peers: Peers, client: bytes, descriptor: int, sequence: int) -> None:
+        """Start a replay. A router with too many at once gets none."""
+        if sum(replay.client == client for replay in self._replays) < MAX_REPLAYS:
+            self._replays.append(Replay(client, descriptor, self._options.topic, self._list_batches(sequence)))
+        else:
+            self._replays = deque(replay for replay in self._replays if replay.client != client)
+            self.sockets.guard.close(peers, descriptor)
+
+    def _replay_some(self, peers: Peers) -> None:
+        """Send to the first router that accepts something."""
+        for _ in range(min(len(self._replays), MAX_REPLAYS_TRIED)):
+            replay = self._replays.popleft()
+            num_sent = replay.send(peers.watched, REPLAY_HWM)
+            if not replay.is_at_end:
+                self._replays.append(replay)
+            elif replay.is_given_up:
+                self.sockets.guard.close(peers, replay.descriptor)
+            if num_sent:
+                return
+
+    def _list_batches(self, sequence: int) -> Iterator[Batch]:
+        """Yield batches from `sequence` on, or from a self-contained one, up to the current last one.
+
+        Batches are looked up as they are sent, so that a slow router keeps none in memory.
+        """
+        stop = self._history.next_sequence
+        while sequence != stop:
+            batch = self._history.find(sequence) or self._find_start()
+            if batch is None:
+                return
+            yield batch
+            sequence = batch[0] + 1
+            stop = max(stop, sequence)
+
+    def _find_start(self) -> Batch | None:
+        """Return a self-contained batch after which all are kept; without a manager, the first batch that is kept."""
+        start = self._history.find_start()
+        if start is None and self._source is not None and self._history.next_sequence:
+            events, snapshot = self._source.take_with_snapshot()
+            self._publish_events(events)
+            self._history.set_start(share(encode(snapshot, self._options.data_parallel_rank)[0]))
+            start = self._history.find_start()
+        return start or self._history.find_first()
+
+
+def share(payload: bytes) -> "zmq.Frame":
+    """Return a copy owned by libzmq, which all routers share."""
+    with memoryview(payload) as view:  # released at the end, or the frame would keep the payload too
+        return zmq.Frame(view, copy=True)
+
+
+def encode(events: Sequence[Event], data_parallel_rank: int) -> tuple[bytes, bool]:
+    """Return the payload, and whether it is self-contained."""
+    is_start = bool(events) and isinstance(events[0], AllBlocksCleared)
+    return encode_batch(EventBatch(time.time(), events, data_parallel_rank)), is_start
+
+
+WORKERS: "weakref.WeakKeyDictionary[EventSource, Worker]" = weakref.WeakKeyDictionary()
+"""The worker of each source of events."""
+
+LIVE: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+"""All workers. In a forked process they have no threads."""
+
+
+def _forget_workers() -> None:
+    for worker in LIVE:
+        worker.forget()
+    LIVE.clear()
+
+
+os.register_at_fork(after_in_child=_forget_workers)
+
+
+class EventPublisher:
+    """Publishes the events of a manager, or events passed to `publish`, in its own thread.
+
+    The thread takes the manager's events every `interval` seconds and at `flush`; nothing else may take them. The engine's
+    threads do no work. A slow router misses batches beyond `hwm` and requests them at `replay_endpoint`, which keeps the last
+    `buffer_steps` batches and sends a snapshot of the cache to a router that asks later. The first batch is a snapshot too.
+    After `heartbeat` seconds without a batch, and then at doubling intervals up to a minute, it sends an empty batch.
+
+    Routers cannot exhaust memory or descriptors. An endpoint has at most `max_connections`, and at most an eighth of the
+    descriptors that the process may open. The topics of a subscriber take at most `max_subscription_bytes`, each counted as its
+    length plus 64 bytes. A connection beyond these limits is closed, and so is one that takes 5 seconds for its handshake,
+    leaves messages unread for 30 seconds (replays for 10), requests more than 4 replays at once, or sends 64 KiB without ending
+    a message. Routers reconnect by themselves. They need ZMTP 3, which libzmq has since 4.0.
+
+    In a forked process `publish` and `flush` raise, `close` does nothing, the copies of the connections are closed, and the
+    copy of the manager can have its own publisher.
+
+    Events have the tokens of all prompts, so the default `endpoint` is on loopback; ``tcp://*:5557`` is every interface. For
+    routers on other machines, use keys: with `curve_secretkey`, its own from
+    ``zmq.curve_keypair()``, both endpoints encrypt, and only routers with one of the public keys `curve_client_keys` receive
+    anything. A router sets pyzmq's ``curve_serverkey``, ``curve_publickey`` and ``curve_secretkey`` before it connects.
+
+    >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
+    >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+    >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+    >>> manager.enable_events()
+    >>> with EventPublisher(manager, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*") as publisher:
+    ...     publisher.endpoint.startswith("tcp://127.0.0.1:")
+    True
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager | None = None,
+        endpoint: str = DEFAULT_ENDPOINT,
+        replay_endpoint: str | None = None,
+        *,
+        topic: str = "",
+        interval: float = 0.05,
+        buffer_steps: int = 1000,
+        hwm: int = 1000,
+        data_parallel_rank: int = 0,
+        heartbeat: float | None = 1.0,
+        max_connections: int = 32,
+        max_subscription_bytes: int = 8192,
+        is_connecting: bool = False,
+        curve_secretkey: str | bytes | None = None,
+        curve_client_keys: Iterable[str | bytes] | None = None,
+    ) -> None:
+        """Without a `manager` only events passed to `publish` are sent.
+
+        `endpoint` is the address to listen at or, if `is_connecting`, the address of a router; port ``*`` is any free port.
+        Routers may subscribe to a `topic`. If `heartbeat` is None there is none. The attributes ``endpoint`` and
+        ``replay_endpoint`` are the addresses with their ports. EndpointError, an OSError, if an address is malformed or its
+        port taken; ArgumentError for values out of range, a secret key without client keys or the reverse, invalid keys, keys
+        without CURVE in libzmq, and a manager without events or with another publisher.
+        """
+        if manager is not None and not isinstance(manager, CacheManager):
+            raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager or None")
+        source = None if manager is None else manager.require_event_source()
+        other = None if source is None else WORKERS.get(source)
+        if other is not None and other.is_open:
+            raise ArgumentError("manager: got one whose events another publisher takes")
+        options = Options(
+            _as_topic(topic),
+            _as_seconds("interval", interval),
+            require_int("buffer_steps", buffer_steps, 1, MAX_INT32),
+            require_int("hwm", hwm, 1, MAX_INT32),
+            require_int("data_parallel_rank", data_parallel_rank, 0, MAX_INT32),
+            math.inf if heartbeat is None else _as_seconds("heartbeat", heartbeat),
+            require_int("max_subscription_bytes", max_subscription_bytes, 1, MAX_INT32),
+        )
+        max_connections = require_int("max_connections", max_connections, 1, MAX_INT32)
+        curve = _as_curve(curve_secretkey, curve_client_keys)
+        addresses = Addresses(endpoint, replay_endpoint, is_connecting)
+        sockets = _open_sockets(addresses, curve, options.hwm, max_connections)
+        self.endpoint = sockets.published.endpoint
+        self.replay_endpoint = sockets.replayed and sockets.replayed.endpoint
+        self._data_parallel_rank = options.data_parallel_rank
+        self._worker = Worker(source, sockets, options)
+        self._close = weakref.finalize(self, self._worker.close)
+        if source is not None:
+            WORKERS[source] = self._worker
+
+    def publish(self, events: Sequence[Event]) -> None:
+        """Send a batch of events, with or without a manager. Waits while `hwm` batches wait to be sent.
+
+        ArgumentTypeError for other objects than events, ArgumentError if the publisher is closed.
+        """
+        try:
+            listed = list(events)
+        except TypeError:
+            raise ArgumentTypeError(f"events: got {type(events).__name__}, allowed: a list") from None
+        encoded = encode(listed, self._data_parallel_rank)
+        while True:
+            self._worker.require_open()
+            with contextlib.suppress(queue.Full):
+                self._worker.queue.put(encoded, timeout=0.1)
+                return self._worker.wake()
+
+    def flush(self) -> None:
+        """Let the thread take and send the manager's events now, without waiting. 2 us. ArgumentError if it is closed."""
+        self._worker.require_open()
+        self._worker.wake()
+
+    def close(self) -> None:
+        """Send pending events and stop, in up to two seconds if a router reads slowly. Has no effect if it is closed."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        """Return the publisher."""
+        return self
+
+    def __exit__(
+        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Call `close`."""
+        self.close()
+
+
+def _as_topic(topic: object) -> bytes:
+    if not isinstance(topic, str):
+        raise ArgumentTypeError(f"topic: got {type(topic).__name__}, allowed: a string")
+    return topic.encode("utf-8", "backslashreplace")
+
+
+def _as_seconds(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: a number of seconds")
+    if not 0 < value < math.inf:
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: more than 0 seconds")
+    return float(min(value, MAX_WAIT))
+
+
+def _as_curve(secret_key: object, client_keys: Any) -> Curve | None:
+    """Require both or neither: without client keys any router with the public key, which is no secret, could connect."""
+    if secret_key is None and client_keys is None:
+        return None
+    if secret_key is None or client_keys is None:
+        raise ArgumentError("curve_secretkey, curve_client_keys: got one of them, allowed: both or neither")
+    if not zmq.has("curve"):
+        raise ArgumentError("curve_secretkey: got a key, allowed: None, since this libzmq was built without CURVE")
+    if isinstance(client_keys, str | bytes) or not isinstance(client_keys, Iterable):
+        raise ArgumentTypeError(f"curve_client_keys: got {type(client_keys).__name__}, allowed: a list of keys")
+    keys = frozenset(_as_key("curve_client_keys", key) for key in client_keys)
+    if not keys:
+        raise ArgumentError("curve_client_keys: got none, allowed: at least one key")
+    return Curve(_as_key("curve_secretkey", secret_key), keys)
+
+
+def _as_key(name: str, key: object) -> bytes:
+    """Return a key as Z85. No error message contains it, since it may be the secret key."""
+    if not isinstance(key, str | bytes):
+        raise ArgumentTypeError(f"{name}: got {type(key).__name__}, allowed: 40 characters of Z85")
+    try:
+        decoded = z85.decode(key)
+    except (ValueError, KeyError, struct.error):
+        decoded = b""
+    if len(decoded) != NUM_KEY_BYTES:
+        raise ArgumentError(f"{name}: got {len(key)} characters, allowed: 40 of Z85, as zmq.curve_keypair makes them")
+    return z85.encode(decoded)

@@ -1,0 +1,158 @@
+"""Makes events from the journal of a pool."""
+
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagepool._core import PageStore
+from pagepool.events.contexts import Contexts
+from pagepool.events.messages import AllBlocksCleared, BlockRemoved, BlockStored, Event, Hash
+from pagepool.forking import EVENTS, make_lock
+from pagepool.hashing import LORA, RequestExtraKeys
+from pagepool.hashing.request_hashes import PageHasher
+from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+
+__all__ = ["EventSource"]
+
+MEDIUM = "GPU"
+NUM_KEY_BYTES = 16
+MASK = (1 << 64) - 1
+
+Array = npt.NDArray[Any]
+Run = tuple[int, int, int, int, int, int]
+Entries = tuple[Array, list[Run], Array]
+
+
+class EventSource:
+    """Makes events from the journal of a pool. ``contexts`` has the extra keys of its pages."""
+
+    def __init__(self, store: PageStore, groups: Sequence[CacheGroupSpec], hasher: PageHasher, hashes_as_bytes: bool) -> None:
+        """Start the journal of `store`. ArgumentError if pages are held or cached already."""
+        self.hashes_as_bytes = hashes_as_bytes
+        self.contexts = Contexts(store)
+        self._store = store
+        self._num_digest_bytes = hasher.num_digest_bytes
+        self._described = [_describe(group.kv_cache_spec, i) for i, group in enumerate(groups)]
+        self._lock = make_lock(self, "_lock", EVENTS)
+        self._must_start_over = False
+        store.start_journal()
+
+    def take(self) -> list[Event]:
+        """Return the changes since the last call. O(changes)."""
+        events, _ = self._take(False)
+        self._must_start_over = False  # last, so that an interrupt comes before
+        return events
+
+    def take_with_snapshot(self) -> tuple[list[Event], list[Event]]:
+        """Return the changes, and a snapshot: `AllBlocksCleared` and all cached pages. O(num_pages)."""
+        taken = self._take(True)
+        self._must_start_over = False
+        return taken
+
+    def start_over(self) -> None:
+        """Make the next events a snapshot, because some events were lost."""
+        self._must_start_over = True
+
+    def list_all(self) -> list[Event]:
+        """Return all cached pages, parents first. O(num_pages)."""
+        with self._lock:
+            try:
+                return self._list_stored(self._store.list_entries())
+            finally:
+                self._store.end_report()
+
+    def _take(self, with_snapshot: bool) -> tuple[list[Event], list[Event]]:
+        with self._lock:
+            must_start_over, self._must_start_over = self._must_start_over, True
+            try:
+                changes = self._store.take_changes(with_snapshot or must_start_over)
+                snapshot = [] if changes[-1] is None else [AllBlocksCleared(), *self._list_stored(changes[-1])]
+                events = snapshot if must_start_over else self._list_changes(*changes[:-1])
+            finally:
+                self._store.end_report()
+        return events, snapshot
+
+    def _list_changes(self, is_cleared: bool, removed_keys: Array, removed_groups: Array, new: Entries) -> list[Event]:
+        events: list[Event] = [AllBlocksCleared()] if is_cleared else []
+        for group in range(len(self._described) if len(removed_groups) else 0):
+            is_one = removed_groups == group
+            keys = removed_keys if is_one.all() else removed_keys[np.repeat(is_one, 2)]
+            if len(keys):
+                events.append(BlockRemoved(self._hashes_of(keys), MEDIUM, group))
+        return [*events, *self._list_stored(new)]
+
+    def _list_stored(self, entries: Entries) -> list[Event]:
+        """Return an event for each run of pages. The parent, if any, is in a run that begins earlier in its request."""
+        keys, runs, token_ids = entries
+        hashes = self._hashes_of(keys)
+        events: list[tuple[int, Event]] = []
+        page, token = 0, 0
+        for parent, start_page, context, group, num_pages, num_tokens in runs:
+            stop_page, stop_token = page + num_pages, token + num_pages * num_tokens
+            if group < len(self._described):  # callers may have entered pages of other groups
+                parent_hash = self._hash_of(parent) if start_page else None
+                event = BlockStored(hashes[page:stop_page], parent_hash, token_ids[token:stop_token], *self._described[group])
+                if context:
+                    _add_extra_keys(event, self.contexts[context], start_page, num_pages)
+                events.append((start_page, event))
+            page, token = stop_page, stop_token
+        events.sort(key=itemgetter(0))
+        return [event for _, event in events]
+
+    def _hashes_of(self, keys: Array) -> Array | list[Hash]:
+        """Return the hashes in events for keys of the index, ``[2 n]``."""
+        if not self.hashes_as_bytes:
+            return keys[::2]
+        return [self._hash_of(high << 64 | low) for low, high in keys.reshape(-1, 2).tolist()]
+
+    def _hash_of(self, key: int) -> Hash:
+        """Return the hash in events for a key, which is the lower half of a digest or all of it."""
+        if not self.hashes_as_bytes:
+            return key & MASK
+        name = self._store.names.hash_of(key) if self._num_digest_bytes > NUM_KEY_BYTES else None
+        digest = key if name is None else name.hash_value & ((1 << 8 * self._num_digest_bytes) - 1)
+        return digest.to_bytes(self._num_digest_bytes, "big")
+
+
+def _describe(spec: CacheSpec, group: int) -> tuple[Any, ...]:
+    """Return the fields of `BlockStored` from ``block_size`` on for a page without extra keys."""
+    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+    return spec.page_size, None, MEDIUM, None, None, group, _kind_of(spec), window
+
+
+def _kind_of(spec: CacheSpec) -> str:
+    """Return vLLM's name for a kind of attention."""
+    if isinstance(spec, SlidingWindowSpec):
+        return "sliding_window"
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return "chunked_local_attention"
+    if isinstance(spec, MambaSpec):
+        return "mamba"
+    return "mla_attention" if getattr(spec, "use_mla", False) else "full_attention"
+
+
+def _add_extra_keys(event: BlockStored, value: RequestExtraKeys, start_page: int, num_pages: int) -> None:
+    """Add the keys that are hashed with the tokens of the pages."""
+    for lora_id in [key[1] for key in value.request_keys if key[0] == LORA]:
+        if isinstance(_portable(lora_id), int):
+            event.lora_id = lora_id
+        else:
+            event.lora_name = lora_id.hex() if isinstance(lora_id, bytes) else str(_portable(lora_id))
+    extra_keys: list[tuple[Any, ...] | None] = [None] * num_pages
+    page, keys = value.find_keyed_page(start_page, event.block_size)
+    while page is not None and page < start_page + num_pages:
+        extra_keys[page - start_page] = keys and _portable(tuple(value.without_tags(keys)))
+        page, keys = value.find_keyed_page(page + 1, event.block_size)
+    event.extra_keys = extra_keys if any(extra_keys) else None
+
+
+def _portable(key: Any) -> Any:
+    """Return `key`, with text in place of ints beyond 64 bits and of invalid Unicode, which msgpack cannot encode."""
+    if isinstance(key, tuple):
+        return tuple(map(_portable, key))
+    if isinstance(key, int) and not -(1 << 63) <= key <= MASK:
+        return str(key)
+    return key.encode("utf-8", "backslashreplace").decode() if isinstance(key, str) else key

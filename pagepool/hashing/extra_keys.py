@@ -1,0 +1,162 @@
+"""Extra keys: what changes keys and values without being in the tokens."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from pagepool.arguments import MAX_SIZE, require_int, require_short
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.hashing.features import FeatureRange, Features, make_features
+
+__all__ = ["LORA", "ExtraKeys", "RequestExtraKeys", "VllmExtraKeys", "encode_extra_keys", "list_features"]
+
+ExtraKeys = tuple[tuple[Any, ...], ...]
+
+LORA = "lora"
+"""The first item of an adapter's key."""
+
+
+def encode_extra_keys(extra_keys: ExtraKeys | None) -> bytes:
+    """Return extra keys as bytes, different for different keys; empty for None."""
+    return b"" if extra_keys is None else repr(extra_keys).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestExtraKeys:
+    """The extra keys of one request's pages.
+
+    A ``cache_salt`` and a ``lora_id`` enter the first page; each multimodal feature enters the pages that it overlaps. The
+    chain carries them to every later page. A feature is any object with ``mm_hash`` (or ``identifier``) and a position
+    ``placeholder_range`` (or ``mm_position``) with ``offset`` and ``length`` in tokens; one without a position enters the
+    first page. A request with ``has_vision`` and without features has a nonce in its first page, a new one for each call of
+    `of`: only hashes made with the same `RequestExtraKeys` share pages. ``request_keys`` are the keys other than features.
+    """
+
+    SALT: ClassVar[str] = "salt"
+    FEATURE_NAMES: ClassVar[tuple[str, ...]] = ("mm_hash", "identifier")
+    TOLD_OF_FEATURE: ClassVar[slice] = slice(2, 4)
+
+    request_keys: ExtraKeys
+    features: Features
+
+    @classmethod
+    def of(cls, request: Any) -> Self | None:
+        """Return the extra keys of `request`, or None if it has none. O(features x log features)."""
+        lora_id, salt = getattr(request, "lora_id", None), getattr(request, "cache_salt", None)
+        keys = [] if lora_id is None else [_lora_key(lora_id)]
+        keys += [] if salt is None else [(cls.SALT, _plain("salt", salt))]
+        mm_features = list_features(getattr(request, "mm_features", None))
+        if not mm_features and getattr(request, "has_vision", False):
+            keys.append(("vision", os.urandom(16).hex()))
+        ranges = tuple(_feature_range(feature, cls.FEATURE_NAMES) for feature in mm_features)
+        return cls(tuple(keys), make_features(ranges)) if keys or ranges else None
+
+    def of_page(self, start: int, end: int) -> ExtraKeys | None:
+        """Return the keys of the page with tokens ``[start, end)``, or None. Offsets are relative to the page."""
+        first: ExtraKeys = self.request_keys if start == 0 else ()
+        return (*first, *self._feature_keys(start, end)) or None
+
+    def _feature_keys(self, start: int, end: int) -> ExtraKeys:
+        return tuple(
+            ("mm", modality, content_hash, feature_start - start, feature_end - feature_start)
+            for feature_start, feature_end, modality, content_hash in self.features.find_overlapping(start, end)
+        )
+
+    def find_keyed_page(self, start_page: int, page_size: int) -> tuple[int | None, ExtraKeys | None]:
+        """Return the next page from `start_page` on that may have keys, and the keys; None if there is none.
+
+        O(log features), and O(log features) for each feature of the page.
+        """
+        page = self.find_next_page(start_page * page_size, page_size)
+        return page, None if page is None else self.of_page(page * page_size, (page + 1) * page_size)
+
+    def find_next_page(self, start: int, page_size: int) -> int | None:
+        """Return the index of the first page at or after token `start` (a page boundary) that has keys, or None."""
+        if start == 0 and self.request_keys:
+            return 0
+        token = self.features.find_next(start)
+        return None if token is None else token // page_size
+
+    def without_tags(self, keys: ExtraKeys) -> list[Any]:
+        """Return a page's keys as events have them, in vLLM's order: LoRA, features as ``(hash, offset)``, then the others."""
+        in_order = sorted(keys, key=lambda key: (LORA, "mm").index(key[0]) if key[0] in (LORA, "mm") else 2)
+        return [key[self.TOLD_OF_FEATURE] if key[0] == "mm" else key[1] for key in in_order]
+
+
+@dataclass(frozen=True, slots=True)
+class VllmExtraKeys(RequestExtraKeys):
+    """Extra keys in vLLM's order and form: LoRA in every page, features by name and offset, the salt in the first page.
+
+    Features must be in the order of their offsets and must not overlap, as in vLLM.
+    """
+
+    SALT: ClassVar[str] = "cache_salt"
+    FEATURE_NAMES: ClassVar[tuple[str, ...]] = ("identifier", "mm_hash")
+    TOLD_OF_FEATURE: ClassVar[slice] = slice(1, 3)
+
+    def of_page(self, start: int, end: int) -> ExtraKeys | None:
+        """Return the keys of the page with tokens ``[start, end)``, or None."""
+        lora = [key for key in self.request_keys if key[0] == LORA]
+        first = [key for key in self.request_keys if key[0] != LORA and start == 0]
+        return (*lora, *self._feature_keys(start, end), *first) or None
+
+    def _feature_keys(self, start: int, end: int) -> ExtraKeys:
+        whole = RequestExtraKeys._feature_keys(self, start, end)
+        return tuple(("mm", content_hash, offset) for _, _, content_hash, offset, _ in whole)
+
+    def find_next_page(self, start: int, page_size: int) -> int | None:
+        """Return that page itself if there is an adapter."""
+        if any(key[0] == LORA for key in self.request_keys):
+            return start // page_size
+        return RequestExtraKeys.find_next_page(self, start, page_size)
+
+
+def list_features(mm_features: Any) -> tuple[Any, ...]:
+    """Return features as a tuple. ArgumentTypeError unless they are a sequence or None."""
+    try:
+        return () if mm_features is None else tuple(mm_features)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(f"mm_features: got {type(mm_features).__name__}, allowed: a sequence, or None") from None
+
+
+def _feature_range(feature: Any, names: Sequence[str]) -> FeatureRange:
+    """Return the range, modality and hash of a feature. The hash is the first of `names` that it has."""
+    content_hash = next((value for name in names if (value := getattr(feature, name, None)) is not None), None)
+    if content_hash is None:
+        raise ArgumentError(f"mm_features: {shown(feature)} has neither mm_hash nor identifier")
+    position = getattr(feature, "placeholder_range", None)
+    if position is None:
+        position = getattr(feature, "mm_position", None)
+    start, end = 0, 1
+    if position is not None:
+        if not (hasattr(position, "offset") and hasattr(position, "length")):
+            kind = type(position).__name__
+            raise ArgumentTypeError(f"mm_features: got {kind} as a position, allowed: an object with offset and length")
+        start = require_int("mm_features: offset", position.offset, 0, MAX_SIZE)
+        end = start + require_int("mm_features: length", position.length, 0, MAX_SIZE)
+    return start, end, _text("mm_features: modality", getattr(feature, "modality", "mm")), _plain("mm_hash", content_hash)
+
+
+def _text(name: str, value: object) -> str:
+    try:
+        return str(require_short(name, value))
+    except ValueError:  # from an int in it
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: a name") from None
+
+
+def _lora_key(lora_id: Any) -> tuple[Any, ...]:
+    """Return the key of an adapter: its number or name, or its name and path."""
+    if type(lora_id) is not tuple:
+        return LORA, _plain("lora_id", lora_id)
+    if len(lora_id) != 2:
+        raise ArgumentError(f"lora_id: got a tuple of {len(lora_id)}, allowed: a pair of name and path")
+    return LORA, *[_plain("lora_id", part) for part in lora_id]
+
+
+def _plain(name: str, value: Any) -> int | str | bytes:
+    """Return `value` if its repr is unique to it."""
+    if type(value) not in (int, str, bytes):
+        raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: int, str or bytes")
+    checked: int | str | bytes = require_short(name, value)
+    return checked

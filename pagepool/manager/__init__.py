@@ -1,0 +1,7 @@
+"""The door for engines: prefix look-up, slots for tokens, and giving pages back, request by request."""
+
+from pagepool.manager.cache_manager import CacheManager
+from pagepool.manager.cache_pages import CachePages
+from pagepool.manager.lookups import PrefixProbe
+
+__all__ = ["CacheManager", "CachePages", "PrefixProbe"]

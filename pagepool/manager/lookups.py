@@ -1,0 +1,129 @@
+"""Looks up the prefixes of requests, and keeps their hashes and refusals."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pagepool._core import PageIds, QueryCounter, Refusal
+from pagepool.arguments import has_status, id_of, read_count, refuse_incomplete, require_int
+from pagepool.coordinator import ANY_PAGE, CacheCoordinator
+from pagepool.hashing import KeyHolder
+from pagepool.hashing.request_hashes import PageHasher, RequestHashes
+from pagepool.manager.capacity import warn_if_hopeless
+from pagepool.request import EngineRequestStatus, Request
+from pagepool.specs import usable_pages_count
+
+__all__ = ["PrefixLookups", "PrefixProbe"]
+
+
+class PrefixProbe(NamedTuple):
+    """Result of `CacheManager.probe`: the tokens that would hit, the tokens queried, and why not more hit."""
+
+    num_hit_tokens: int
+    num_queried_tokens: int
+    reason: str
+
+
+class PrefixLookups(KeyHolder):
+    """The hashes, the last look-up and the refusal of each request. The manager holds its lock during calls that change them.
+
+    ``hashes`` maps request ids to hashes. ``counters`` count the look-ups of admitted requests: new ones, and ones that were
+    preempted.
+    """
+
+    def __init__(self, coordinator: CacheCoordinator, hasher: PageHasher, enable_caching: bool, use_eagle: bool) -> None:
+        """`hasher` makes the hashes of new requests."""
+        self.hashes: dict[str, RequestHashes] = {}
+        self.hasher = hasher
+        self._coordinator = coordinator
+        self._store = coordinator.page_pool.store
+        self._requests = coordinator.requests
+        self._num_usable_pages = usable_pages_count(coordinator.page_pool.num_pages)
+        self._enable_caching = enable_caching
+        self._use_eagle = use_eagle
+        self.counters = QueryCounter(self._store), QueryCounter(self._store, is_preempted=True)
+
+    def read_query(self, request: Request) -> tuple[int, bool] | None:
+        """Return the number of a request's tokens, and whether it was preempted; None if it takes no hits."""
+        try:
+            num_tokens, is_preempted = request.num_tokens, request.status == EngineRequestStatus.PREEMPTED
+            params = request.sampling_params
+        except AttributeError as error:
+            refuse_incomplete(request, error)
+            raise
+        if type(num_tokens) is not int or num_tokens < 0:
+            num_tokens = require_int("num_tokens", num_tokens, 0)
+        if type(is_preempted) is not bool:  # NumPy's
+            is_preempted = has_status(request, EngineRequestStatus.PREEMPTED)
+        return (num_tokens, is_preempted) if self._enable_caching and getattr(params, "prompt_logprobs", None) is None else None
+
+    def extend(self, request: Request, num_tokens: int) -> RequestHashes:
+        """Return the hashes of a request, made at least for its full pages up to `num_tokens`."""
+        try:
+            hashes = self.hashes.get(request.request_id)
+        except (AttributeError, TypeError):
+            hashes = self.hashes.get(id_of(request))
+        if hashes is None or hashes.request is not request:  # another request may have had this id, and other tokens
+            hashes = self.hashes[request.request_id] = self.hasher.start(request)
+        self.hasher.extend(hashes, request, num_tokens // self._coordinator.hash_page_size)
+        return hashes
+
+    def find(
+        self, request: Request, num_queried_tokens: int, is_preempted: bool, ids: tuple[int, int | None]
+    ) -> tuple[tuple[PageIds, ...], int]:
+        """Return the longest cached prefix among pages with these ids, and its tokens; from the refusal while that holds."""
+        hashes = self.extend(request, num_queried_tokens)
+        refusal = hashes.refusal
+        if refusal and ids == ANY_PAGE and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits():
+            pages, num_tokens = refusal.hits, refusal.num_hit_tokens
+        else:
+            hashes.refusal = None
+            pages, num_tokens = self._coordinator.find_longest_cache_hit(hashes.chain, num_queried_tokens - 1, ids)
+        hashes.query = num_queried_tokens, num_tokens, is_preempted or hashes.is_counted
+        return pages, num_tokens
+
+    def probe(self, request: Request) -> PrefixProbe:
+        """Return what `find` would find in the whole pool, and why not more, without changing anything."""
+        query = self.read_query(request)
+        if query is None:
+            reason = "prompt_logprobs are asked for" if self._enable_caching else "prefix caching is off"
+            return PrefixProbe(0, read_count(request, "num_tokens"), reason)
+        num_queried_tokens, _ = query
+        hashes = self.hasher.start(request, self.hashes.get(id_of(request)))
+        self.hasher.extend(hashes, request, num_queried_tokens // self._coordinator.hash_page_size)
+        _, num_tokens = self._coordinator.find_longest_cache_hit(hashes.chain, num_queried_tokens - 1)
+        is_all = num_queried_tokens - num_tokens <= self._coordinator.hash_page_size
+        reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
+        return PrefixProbe(num_tokens, num_queried_tokens, reason)
+
+    def count_admission(self, request: Request, hits: Sequence[PageIds]) -> None:
+        """Count the look-up of a request that was just admitted, with the hits that it took."""
+        hashes = self.hashes.get(request.request_id)
+        if hashes is None or hashes.query is None:
+            return
+        num_queried_tokens, num_hit_tokens, is_preempted = hashes.query
+        hashes.query, hashes.refusal, hashes.is_counted = None, None, True
+        managers = self._coordinator.single_type_managers
+        num_taken_tokens = max(len(ids) * manager.page_size for ids, manager in zip(hits, managers, strict=True))
+        self.counters[is_preempted].add(num_queried_tokens, min(num_hit_tokens, num_taken_tokens))
+
+    def note_refusal(self, hashes: RequestHashes, hits: tuple[PageIds, ...]) -> None:
+        """Keep the hits of a refused request, if they are the leading pages of its only group."""
+        manager = self._coordinator.single_type_managers[0]
+        if hashes.query is None or len(hits) > 1 or not manager.is_prefix_closed or self._use_eagle:
+            return
+        refusal = Refusal(hits, hashes.query[0], len(hits[0]) * manager.page_size)
+        is_watched = refusal.watch_hits(self._store, hashes.chain, manager.num_hashes_per_page, manager.kv_cache_group_id)
+        hashes.refusal = refusal if is_watched else None
+
+    def is_refused_still(self, request: Request, hits: tuple[PageIds, ...], num_tokens: int, num_reserved_pages: int) -> bool:
+        """Whether a request that was refused with these hits certainly does not fit yet."""
+        hashes = self.hashes.get(request.request_id)
+        if hashes is None or hashes.refusal is None or hashes.request is not request:
+            return False
+        if hashes.refusal.hits is not hits or request.request_id in self._requests:
+            return False
+        num_new_pages = max(0, self._coordinator.single_type_managers[0].get_num_pages(num_tokens) - len(hits[0]))
+        if not hashes.refusal.is_short(num_new_pages, num_reserved_pages):
+            return False
+        warn_if_hopeless(self._num_usable_pages, hits, num_new_pages)
+        return True

@@ -1,0 +1,174 @@
+"""Allocates slots for the next tokens of requests, and enters full pages in the prefix index."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pagepool._core import PageIds
+from pagepool.coordinator import CacheCoordinator, DueEntries, RequestPages
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.hashing import KeyHolder
+from pagepool.hashing.request_hashes import RequestHashes
+from pagepool.manager.cache_pages import CachePages
+from pagepool.manager.capacity import warn_if_hopeless
+from pagepool.manager.lookups import PrefixLookups
+from pagepool.request import Request
+from pagepool.specs import pages_per_dp_shard, usable_pages_count
+
+if TYPE_CHECKING:
+    from pagepool.events import Contexts
+
+__all__ = ["SlotAllocator"]
+
+
+class SlotAllocator(KeyHolder):
+    """Takes and enters the pages of requests. The manager holds its lock during each call, and has checked the counts.
+
+    ``no_ids`` is an empty list of pages for each group. ``contexts`` is set when events are enabled.
+    """
+
+    def __init__(self, coordinator: CacheCoordinator, lookups: PrefixLookups, num_groups: int, enable_caching: bool) -> None:
+        """`coordinator` has the pages of requests, `lookups` their hashes."""
+        self.no_ids = tuple(PageIds() for _ in range(num_groups))
+        self.contexts: Contexts | None = None
+        self._coordinator = coordinator
+        self._lookups = lookups
+        self._enable_caching = enable_caching
+        self._pool = coordinator.page_pool
+        self._store = self._pool.store
+        self._requests = coordinator.requests
+        self._num_usable_pages = usable_pages_count(coordinator.page_pool.num_pages)
+
+    def get_hits(self, request: Request, new_computed_pages: CachePages | None) -> tuple[PageIds, ...]:
+        """Return the native ids of hits. ArgumentError if the request already holds pages."""
+        if new_computed_pages is None:
+            return self.no_ids
+        if not isinstance(new_computed_pages, CachePages):
+            raise ArgumentTypeError(f"new_computed_pages: got {type(new_computed_pages).__name__}, allowed: CachePages")
+        hits = new_computed_pages.get_ids(self._store)
+        if len(hits) != len(self.no_ids):
+            raise ArgumentError(f"new_computed_pages: got {len(hits)} groups, allowed: {len(self.no_ids)}")
+        if not any(hits):
+            return self.no_ids
+        if not self._enable_caching:
+            raise ArgumentError("new_computed_pages: got pages, allowed without prefix caching: none")
+        held = self._requests.get(request.request_id)
+        if held is not None and any(held.groups):
+            raise ArgumentError(
+                f"new_computed_pages: got pages for request {shown(request.request_id)}, "
+                "which holds some already; allowed: none"
+            )
+        return hits
+
+    def check_computed(
+        self, request: Request, num_computed_tokens: int, num_new_computed_tokens: int, hits: tuple[PageIds, ...]
+    ) -> None:
+        """Raise ArgumentError for more computed tokens than the request can have: they would be cached. O(groups)."""
+        num_tokens = num_computed_tokens + num_new_computed_tokens
+        held = self._requests.get(request.request_id)
+        if num_tokens == 0 or not self.no_ids:
+            return
+        if held is None:
+            allowed = num_allowed_tokens = self._coordinator.count_hit_tokens(hits)
+            reason = "together, the tokens of new_computed_pages, for a request that holds no pages"
+        elif num_new_computed_tokens == 0:
+            allowed = num_allowed_tokens = self._coordinator.count_room_tokens(held)
+            reason = "the tokens for which it has slots"
+        else:
+            allowed, num_allowed_tokens = 0, num_computed_tokens
+            reason = "new ones for a request that holds pages already"
+        if num_tokens > num_allowed_tokens:
+            raise ArgumentError(
+                f"request {shown(request.request_id)}: got num_computed_tokens {shown(num_computed_tokens)} and "
+                f"num_new_computed_tokens {shown(num_new_computed_tokens)}, allowed: {allowed} {reason}"
+            )
+
+    def allocate(
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        hits: tuple[PageIds, ...],
+        num_tokens_with_slot: int,
+        num_tokens_to_cache: int,
+        dp_shard_hint: int | None,
+        data_parallel_size: int | None,
+        num_reserved_pages: int,
+    ) -> tuple[PageIds, ...] | None:
+        """Hash first, which fails if tokens are missing; then skip, take and enter pages. None if too few pages are free."""
+        if hits is not self.no_ids:
+            managers = self._coordinator.single_type_managers
+            self._lookups.extend(
+                request, max(len(ids) * manager.page_size for ids, manager in zip(hits, managers, strict=True))
+            )
+        is_admission = request.request_id not in self._requests
+        held = self._requests.get(request.request_id) or RequestPages(self._coordinator.single_type_managers)
+        is_full = num_tokens_to_cache >= held.num_next_full_tokens or num_computed_tokens < held.num_cached_tokens
+        self._pool.find_shard(dp_shard_hint, data_parallel_size)  # raises before anything changes
+        hashes = self._lookups.extend(request, num_tokens_to_cache) if is_full else None
+        self._coordinator.rewind(held, num_computed_tokens)
+        due = [] if hashes is None else self._coordinator.list_due(held, hits, hashes.chain, num_tokens_to_cache)
+        self._coordinator.remove_skipped_pages(held, num_computed_tokens)
+        new_ids: tuple[PageIds, ...] | None = self.no_ids
+        if num_tokens_with_slot > held.num_room_tokens or hits is not self.no_ids:
+            shard = self._find_shard(held, hits, dp_shard_hint, data_parallel_size)
+            new_ids = self._take_pages(request, held, hits, num_tokens_with_slot, shard, num_reserved_pages)
+        if new_ids is not None and hashes is not None and due:
+            self.enter_pages(held, hashes, num_tokens_to_cache, due)
+        self._coordinator.update_thresholds(held)
+        if new_ids is not None and is_admission:
+            self._lookups.count_admission(request, hits)
+        return new_ids
+
+    def _find_shard(
+        self,
+        held: RequestPages,
+        hits: Sequence[PageIds],
+        dp_shard_hint: int | None,
+        data_parallel_size: int | None,
+    ) -> tuple[int, int] | None:
+        """Return the shard of the request's pages, else the hinted one, and the number of shards; None: any page will do."""
+        pages_per_shard = pages_per_dp_shard(self._pool.num_pages, data_parallel_size)
+        if pages_per_shard is None:
+            return None
+        shard = PageIds.joined((*held.groups, *hits)).shard(pages_per_shard)
+        return self._pool.find_shard(dp_shard_hint if shard < 0 else shard, data_parallel_size)
+
+    def _take_pages(
+        self,
+        request: Request,
+        held: RequestPages,
+        hits: tuple[PageIds, ...],
+        num_tokens: int,
+        shard: tuple[int, int] | None,
+        num_reserved_pages: int,
+    ) -> tuple[PageIds, ...] | None:
+        """Attach the hits and take the new pages, or do neither."""
+        num_new_pages = self._coordinator.count_pages_to_allocate(held, num_tokens, hits)
+        has_hits = hits is not self.no_ids
+        hashes = self._lookups.hashes[request.request_id] if has_hits else None
+        self._requests[request.request_id] = held  # before anything is taken, so that no interrupt can lose it
+        try:
+            new_ids = self._coordinator.take_pages(
+                held, num_new_pages, hits if has_hits else (), hashes.chain if hashes else None, shard, num_reserved_pages
+            )
+        finally:
+            if not any(held.groups):
+                del self._requests[request.request_id]
+        if new_ids is None:
+            warn_if_hopeless(self._num_usable_pages, (*held.groups, *hits), sum(num_new_pages))
+        if new_ids is None and hashes and shard is None:
+            self._lookups.note_refusal(hashes, hits)
+        return new_ids
+
+    def enter_pages(self, held: RequestPages, hashes: RequestHashes, num_tokens: int, due: Sequence[DueEntries]) -> None:
+        """Enter due pages in the prefix index, under the hashes of the first `num_tokens` tokens."""
+        if hashes.page_hashes:
+            start = max(0, self._coordinator.count_cached_hashes(held) - 1)  # with the parent of the first
+            self._lookups.hasher.name_pages(self._store.names, hashes, start, num_tokens // self._coordinator.hash_page_size)
+        context = self.contexts.hold(hashes.extra_keys) if self.contexts is not None and hashes.extra_keys else 0
+        try:
+            self._coordinator.cache_pages(due, hashes.chain, context)
+        finally:
+            if context:
+                self._store.release_context(context)
+        if hashes.page_hashes:
+            self._pool.forget_evicted_names()

@@ -1,0 +1,76 @@
+"""Estimates of how many requests a pool can hold."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pagepool.arguments import require_int
+from pagepool.errors import ArgumentError
+from pagepool.specs.groups import CacheGroupSpec, check_groups
+from pagepool.specs.layers import CacheSpec
+from pagepool.specs.page_counts import cdiv, pages_per_dp_shard, usable_pages_count
+
+__all__ = ["RuntimePageBudgetEstimate", "estimate_runtime_page_budget"]
+
+
+@dataclass(frozen=True)
+class RuntimePageBudgetEstimate:
+    """The number of requests of maximum length that fit in a pool at once, and the page counts behind it.
+
+    `pages_per_request` is the sum of `per_group_pages` (one entry a group, in order). `usable_pages` excludes the null page.
+    """
+
+    pages_per_request: int
+    max_num_seqs: int
+    usable_pages: int
+    per_group_pages: tuple[int, ...]
+
+
+def _max_pages_per_request(spec: CacheSpec, max_model_len: int, max_num_batched_tokens: int) -> int:
+    page_size_bytes = spec.page_size_bytes
+    if page_size_bytes <= 0:
+        raise ArgumentError(f"{type(spec).__name__}.page_size_bytes must be positive, got {page_size_bytes}")
+    num_bytes = spec.max_memory_usage_bytes(max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens)
+    return max(1, cdiv(num_bytes, page_size_bytes))
+
+
+def _max_concurrent_requests(num_pages: int, pages_per_request: int, data_parallel_size: int) -> int:
+    """Return the number of requests that fit at once, each within one shard if the pool has shards."""
+    pages_per_shard = pages_per_dp_shard(num_pages, data_parallel_size)
+    if pages_per_shard is None:
+        return usable_pages_count(num_pages) // pages_per_request
+    first, others = usable_pages_count(pages_per_shard) // pages_per_request, pages_per_shard // pages_per_request
+    return first + (data_parallel_size - 1) * others
+
+
+def estimate_runtime_page_budget(
+    *,
+    num_pages: int,
+    kv_cache_groups: Iterable[CacheGroupSpec],
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    data_parallel_size: int = 1,
+) -> RuntimePageBudgetEstimate:
+    """Estimate how many requests of `max_model_len` tokens fit in the pool at once, with windows and chunks.
+
+    A step computes at most `max_num_batched_tokens` tokens. With `data_parallel_size > 1` and pages that divide evenly, each
+    request stays in one shard. `max_num_seqs` is at least 1, even if no request fits; without groups it is the number of
+    usable pages. Lengths below 1 count as 1. ArgumentError for a spec whose pages have no bytes. O(groups).
+
+    >>> from pagepool.specs import FullAttentionSpec
+    >>> groups = [CacheGroupSpec(FullAttentionSpec(16, 8, 128, "bfloat16", use_mla=False))]
+    >>> estimate = estimate_runtime_page_budget(
+    ...     num_pages=1025, kv_cache_groups=groups, max_model_len=4096, max_num_batched_tokens=512
+    ... )
+    >>> estimate.pages_per_request, estimate.usable_pages, estimate.max_num_seqs
+    (256, 1024, 4)
+    """
+    max_model_len = max(1, require_int("max_model_len", max_model_len))
+    step_tokens = max(1, min(require_int("max_num_batched_tokens", max_num_batched_tokens), max_model_len))
+    data_parallel_size = require_int("data_parallel_size", data_parallel_size)
+    per_group_pages = tuple(
+        _max_pages_per_request(group.kv_cache_spec, max_model_len, step_tokens) for group in check_groups(kv_cache_groups)
+    )
+    pages_per_request = sum(per_group_pages)
+    usable_pages = usable_pages_count(num_pages)
+    fitting = _max_concurrent_requests(num_pages, pages_per_request, data_parallel_size) if per_group_pages else usable_pages
+    return RuntimePageBudgetEstimate(pages_per_request, max(1, fitting), usable_pages, per_group_pages)
