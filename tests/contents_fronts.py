@@ -104,7 +104,8 @@ class Growth(Entry):
     is_whole: bool = True  # no row of it was released since
 
     def take_back(self) -> list[Job]:
-        if not self.is_whole:
+        """Undo it as a whole, unless a row has gone since: released, or ended because a later call could not be undone."""
+        if not self.is_whole or any(work.job.front is not self.front for work in self.works):
             return self.end_all()
         return self.front.undo(self)
 
