@@ -29,8 +29,12 @@ test: $(VENV)/with-$(EXTRA)  ## all tests and doctests on the wheel
 	$(RUN) $(VENV)/bin/python -m pytest --doctest-modules --doctest-glob='*.md' $(PYTEST_ARGS) \
 	    --pyargs pagepool $(CURDIR)/tests $(addprefix $(CURDIR)/,$(wildcard README.md docs))
 
-debug:  ## the same on a build with bounds checks and asserts
-	PAGEPOOL_DEBUG=1 $(MAKE) test VENV=.venv-debug
+# Tests of sources, commands and sockets: another build of the core makes no difference to them.
+ANY_BUILD = $(foreach name,style layering pictures plan commands command_files command_manners fleet fleet_command operating \
+    launcher connections heartbeat event_publisher,--ignore=$(CURDIR)/tests/test_$(name).py)
+
+debug:  ## the same on a build with bounds checks and asserts, but for what any build passes
+	PAGEPOOL_DEBUG=1 $(MAKE) test VENV=.venv-debug PYTEST_ARGS='$(ANY_BUILD) $(PYTEST_ARGS)'
 
 # jax aborts under AddressSanitizer as soon as it compiles something, so it is not installed, and what needs it left out.
 NEED_JAX = docs/engines.md docs/page_table.md \
@@ -38,7 +42,7 @@ NEED_JAX = docs/engines.md docs/page_table.md \
 WITHOUT_JAX = $(foreach path,$(NEED_JAX),--ignore=$(CURDIR)/$(path))
 
 sanitize:  ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
-	PAGEPOOL_SANITIZE=1 $(MAKE) test VENV=.venv-sanitize EXTRA=test-host PYTEST_ARGS='$(WITHOUT_JAX) $(PYTEST_ARGS)' \
+	PAGEPOOL_SANITIZE=1 $(MAKE) test VENV=.venv-sanitize EXTRA=test-host PYTEST_ARGS='$(WITHOUT_JAX) $(ANY_BUILD) $(PYTEST_ARGS)' \
 	    RUN='$(RUN) ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(LIBASAN)"'
 
 # Wheels only: some packages have none for these Pythons, and jax is left out, and what has to do with events where they have none.
