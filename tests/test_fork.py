@@ -37,7 +37,7 @@ NUM_PAGES = 8000
 MANY_PAGES = 2000
 """Calls on so many pages let go of the GIL."""
 
-NUM_FORKS = 100
+NUM_FORKS = 50
 NUM_THREADS = 3
 CHILD_SECONDS = 20
 WORKED, REFUSED, FAILED = 0, 3, 4
