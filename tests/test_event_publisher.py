@@ -630,7 +630,8 @@ publisher = EventPublisher(manager, LOOPBACK, LOOPBACK, {keys})
 {ending}
 """
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    quiet = "ignore::DeprecationWarning"  # of forks beside threads, from Python 3.12 on
+    process = subprocess.run([sys.executable, "-W", quiet, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert (process.returncode, process.stderr) == (3 if "SystemExit" in ending else 0, "")
 
 
