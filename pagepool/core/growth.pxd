@@ -131,6 +131,7 @@ cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, bint is_step, 
     cdef int32_t num_new = 1, num_ahead = 0
     cdef uint32_t stamp = 0 if is_ascending else start_call(batch)
     cdef uint32_t num_rows = <uint32_t>batch.num_rows
+    cdef Grown *grown = growth.grown
     for i in range(growth.num_rows):
         row = batch.checked_rows[i] if is_ascending else growth.rows[i]
         if not is_ascending:
@@ -153,7 +154,9 @@ cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, bint is_step, 
             tokens_of(batch, row)[known - 1] = growth.token_ids[i]
             state.num_tokens = known
         state.num_computed = computed + num_new
-        growth.grown[i] = Grown(row, known, computed + num_new)
+        grown[i].row = row
+        grown[i].num_tokens = known
+        grown[i].num_computed = computed + num_new
     return growth.num_rows
 
 
