@@ -5,6 +5,7 @@ import logging
 import pickle
 import random
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -274,6 +275,18 @@ def test_touch_takes_free_pages_out_of_the_queue_and_passes_over_the_null_page()
     assert pool.pages[3].ref_cnt == 2
     assert pool.null_page.ref_cnt == 0
     assert pool.free_page_ids_in_order().tolist() == [1, 2, 4, 5]
+
+
+def test_an_engine_may_have_page_hashes_of_its_own():
+    """A named tuple with the same fields, and more."""
+    own = NamedTuple("PageHash", [("hash_value", int), ("token_ids", tuple), ("extra_keys", object)])(12, (1, 2), None)
+    pool = PagePool(8, True)
+    pages = pool.get_new_pages(1)
+    request = EngineRequest("a", [1, 2])
+    assert pool.get_cached_page(own, [0]) is None
+    pool.cache_full_pages(request, pages, [own], 0, 1, 2, 0)
+    assert pool.get_cached_page(own, [0]) == pages
+    assert pool.pages[1].page_hash.page_hash == own
 
 
 def test_more_holders_than_can_be_counted_are_refused():

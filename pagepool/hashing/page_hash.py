@@ -21,10 +21,10 @@ class PageHash(NamedTuple):
 
 
 def checked_hash(page_hash: PageHash) -> PageHash:
-    """Return a page hash whose value is a Python int. ArgumentTypeError unless it is a hashable page hash; ArgumentError if the
-    value is too large to convert to text.
+    """Return a page hash whose value is a Python int. It may be an engine's own named tuple with `hash_value` and `token_ids`.
+    ArgumentTypeError unless it is such a tuple, and hashable; ArgumentError if the value is too large to convert to text.
     """
-    if not isinstance(page_hash, PageHash):
+    if not (isinstance(page_hash, tuple) and hasattr(page_hash, "hash_value") and hasattr(page_hash, "token_ids")):
         raise ArgumentTypeError(f"page_hash: got {type(page_hash).__name__}, allowed: PageHash")
     value = require_short("hash_value", require_int("hash_value", page_hash.hash_value))
     if not isinstance(page_hash.token_ids, tuple):
