@@ -67,7 +67,7 @@ def count_hits(store: PageStore, page_hashes: Iterable[PageHash], group_ids: Seq
     """Return the number of leading pages that hit in every group, and the first group to miss (None: all hit)."""
     num_hit_pages = 0
     group_ids = require_group_ids(group_ids)
-    for page_hash in require_list("page_hashes", page_hashes, PageHash):
+    for page_hash in require_list("page_hashes", page_hashes, tuple):
         for group_id in group_ids:
             if find_page_id(store, page_hash, group_id) is None:
                 return num_hit_pages, group_id
@@ -100,7 +100,7 @@ def enter_pages(
     num_parents = min(num_cached_pages, 1)
     parents = page_hashes[num_cached_pages - num_parents : num_cached_pages]
     chain = HashChain(page_size, bytes(16))
-    for page_hash in require_list("page_hashes", [*parents, *new_hashes], PageHash):
+    for page_hash in list(map(checked_hash, [*parents, *new_hashes])):
         chain.append_key(store.names.key_of(page_hash))
     ids = PageIds.joined((PageIds([0] * num_parents), ids))
     first_place = num_cached_pages - num_parents
@@ -119,7 +119,7 @@ def _hash_missing_pages(request: Any, page_hashes: Sequence[PageHash], num_full_
     except AttributeError as error:
         refuse_incomplete(request, error)
         raise
-    parent = require_list("page_hashes", page_hashes[-1:], PageHash)[0].hash_value if page_hashes else None
+    parent = checked_hash(page_hashes[-1]).hash_value if page_hashes else None
     missing = []
     for start in range(len(page_hashes) * page_size, num_full_pages * page_size, page_size):
         token_ids = require_slice("all_token_ids", all_token_ids, start, start + page_size)
