@@ -20,11 +20,12 @@ class PageHash(NamedTuple):
     extra_keys: Any | None = None
 
 
-def checked_hash(page_hash: PageHash) -> PageHash:
+def checked_hash(page_hash: Any) -> PageHash:
     """Return a page hash whose value is a Python int. It may be an engine's own named tuple with `hash_value` and `token_ids`.
     ArgumentTypeError unless it is such a tuple, and hashable; ArgumentError if the value is too large to convert to text.
     """
-    if not (isinstance(page_hash, tuple) and hasattr(page_hash, "hash_value") and hasattr(page_hash, "token_ids")):
+    is_named = hasattr(page_hash, "hash_value") and hasattr(page_hash, "token_ids")
+    if not (is_named and tuple in type(page_hash).__mro__):
         raise ArgumentTypeError(f"page_hash: got {type(page_hash).__name__}, allowed: PageHash")
     value = require_short("hash_value", require_int("hash_value", page_hash.hash_value))
     if not isinstance(page_hash.token_ids, tuple):
@@ -33,7 +34,8 @@ def checked_hash(page_hash: PageHash) -> PageHash:
         hash(page_hash)
     except TypeError as error:
         raise ArgumentTypeError(f"page_hash: {error}, allowed: what can be a key of a dict") from None
-    return page_hash if value is page_hash.hash_value else page_hash._replace(hash_value=value)
+    checked: PageHash = page_hash if value is page_hash.hash_value else page_hash._replace(hash_value=value)
+    return checked
 
 
 class PageHashWithGroupId(NamedTuple):

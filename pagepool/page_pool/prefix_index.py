@@ -67,7 +67,7 @@ def count_hits(store: PageStore, page_hashes: Iterable[PageHash], group_ids: Seq
     """Return the number of leading pages that hit in every group, and the first group to miss (None: all hit)."""
     num_hit_pages = 0
     group_ids = require_group_ids(group_ids)
-    for page_hash in require_list("page_hashes", page_hashes, tuple):
+    for page_hash in map(checked_hash, require_list("page_hashes", page_hashes, tuple)):
         for group_id in group_ids:
             if find_page_id(store, page_hash, group_id) is None:
                 return num_hit_pages, group_id
