@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pagepool.arguments import id_of, read_count, require_int
+from pagepool.arguments import require_int
 from pagepool.errors import ArgumentTypeError
 
 __all__ = [
@@ -17,8 +17,6 @@ __all__ = [
     "LoraId",
     "Request",
     "TokenIds",
-    "id_of",
-    "read_count",
 ]
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.int32]

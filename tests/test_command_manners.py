@@ -17,12 +17,11 @@ pytest.importorskip("rich")
 pytest.importorskip("msgspec")
 from command_line import invoke, read_terminal
 
-from pagepool.errors import ArgumentError
+from pagepool.errors import ArgumentError, count_of
 from pagepool.replay import read_trace
 from pagepool.replay.shared import memory
 from pagepool.replay.shared.progress import Progress
 from pagepool.replay.shared.sizes import BYTE_UNITS, COUNT_UNITS, parse_number
-from pagepool.specs import count_of
 
 COMMANDS = ["fleet", "plan", "replay"]
 COUNTS = {

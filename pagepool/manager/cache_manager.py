@@ -185,9 +185,8 @@ class CacheManager(KeyHolder):
         """
         try:
             num_computed_tokens = request.num_computed_tokens
-            counts = (
-                num_new_tokens | num_lookahead_tokens | num_computed_tokens
-            )  # a plain int and not negative if all three are
+            # A plain int and not negative if all three are.
+            counts = num_new_tokens | num_lookahead_tokens | num_computed_tokens
             is_plain = type(counts) is int and counts >= 0 and num_new_tokens
             held = self._requests.get(request.request_id)
         except (AttributeError, OverflowError, TypeError):
@@ -326,16 +325,15 @@ class CacheManager(KeyHolder):
         return self.event_source
 
     def hold_context(self, extra_keys: RequestExtraKeys | None) -> int:
-        """Return the int for extra keys in the core until `release_context`; 0 without keys or events."""
-        if extra_keys is None or self.event_source is None:
+        """`SlotAllocator.hold_context`, for a running batch."""
+        if extra_keys is None or self.event_source is None:  # without the lock
             return 0
         with self._lock:
-            return self.event_source.contexts.hold(extra_keys)
+            return self._slots.hold_context(extra_keys)
 
     def release_context(self, context: int) -> None:
-        """Release an int from `hold_context`. It is reused when no page has it any more."""
-        if context:
-            self._store.release_context(context)
+        """`SlotAllocator.release_context`."""
+        self._slots.release_context(context)
 
     # Freeing.
 

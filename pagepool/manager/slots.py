@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from pagepool._core import PageIds
 from pagepool.coordinator import CacheCoordinator, DueEntries, RequestPages
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
-from pagepool.hashing import KeyHolder
+from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.hashing.request_hashes import RequestHashes
 from pagepool.manager.cache_pages import CachePages
 from pagepool.manager.capacity import warn_if_hopeless
@@ -159,16 +159,24 @@ class SlotAllocator(KeyHolder):
             self._lookups.note_refusal(hashes, hits)
         return new_ids
 
+    def hold_context(self, extra_keys: RequestExtraKeys | None) -> int:
+        """Return the int for extra keys in the core until `release_context`; 0 without keys or events."""
+        return 0 if self.contexts is None or extra_keys is None else self.contexts.hold(extra_keys)
+
+    def release_context(self, context: int) -> None:
+        """Release an int from `hold_context`. It is reused when no page has it any more."""
+        if context:
+            self._store.release_context(context)
+
     def enter_pages(self, held: RequestPages, hashes: RequestHashes, num_tokens: int, due: Sequence[DueEntries]) -> None:
         """Enter due pages in the prefix index, under the hashes of the first `num_tokens` tokens."""
         if hashes.page_hashes:
             start = max(0, self._coordinator.count_cached_hashes(held) - 1)  # with the parent of the first
             self._lookups.hasher.name_pages(self._store.names, hashes, start, num_tokens // self._coordinator.hash_page_size)
-        context = self.contexts.hold(hashes.extra_keys) if self.contexts is not None and hashes.extra_keys else 0
+        context = self.hold_context(hashes.extra_keys)
         try:
             self._coordinator.cache_pages(due, hashes.chain, context)
         finally:
-            if context:
-                self._store.release_context(context)
+            self.release_context(context)
         if hashes.page_hashes:
             self._pool.forget_evicted_names()

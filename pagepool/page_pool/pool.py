@@ -246,7 +246,7 @@ class PagePool:
     ) -> PageIdArray | None:
         """Like `get_cached_page`, but return an int32 array ``[groups]`` or None."""
         bounds = self.find_shard_bounds(dp_shard_hint, data_parallel_size)
-        page_ids = find_page_ids(self.store, page_hash, kv_cache_group_ids, bounds)
+        page_ids = find_page_ids(self.store, checked_hash(page_hash), kv_cache_group_ids, bounds)
         return None if page_ids is None else np.array(page_ids, dtype=np.int32)
 
     def find_page_id(self, page_hash: PageHash, group_id: int, start: int = 0, stop: int | None = None) -> int | None:
@@ -254,7 +254,7 @@ class PagePool:
 
         A hash that carries token ids hits only a page whose token ids are equal.
         """
-        return find_page_id(self.store, page_hash, group_id, start, stop)
+        return find_page_id(self.store, checked_hash(page_hash), group_id, start, stop)
 
     def cache_full_pages(
         self,

@@ -35,9 +35,8 @@ def is_own_key(store: PageStore, page_hash: PageHash) -> bool:
 def find_page_id(store: PageStore, page_hash: PageHash, group_id: int, start: int = 0, stop: int | None = None) -> int | None:
     """Return the page cached first under `page_hash` in a group, with an id in ``[start, stop)``, or None.
 
-    A hash that carries token ids hits only a page whose token ids are equal.
+    `page_hash` is a `checked_hash`. One that carries token ids hits only a page whose token ids are equal.
     """
-    page_hash = checked_hash(page_hash)
     if is_own_key(store, page_hash):
         return store.find(page_hash.hash_value, group_id, start, stop)
     for key in store.names.keys_of(page_hash):
@@ -169,7 +168,7 @@ class CachedPages(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
     def __getitem__(self, key: PageHashWithGroupId) -> dict[int, CachePage]:
         """Return pages by id. KeyError if none is cached under `key`."""
         if isinstance(key, PageHashWithGroupId):
-            page_id = find_page_id(self._store, key.page_hash, key.group_id)
+            page_id = find_page_id(self._store, checked_hash(key.page_hash), key.group_id)
             if page_id is not None:
                 return {page.page_id: page for page in self._store.pages(self._store.twins(page_id))}
         raise KeyError(key)

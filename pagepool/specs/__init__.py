@@ -1,7 +1,5 @@
 """Descriptions of layers and cache groups, and estimates of how many requests a pool can hold."""
 
-from pagepool.arguments import MAX_SIZE, require_int
-from pagepool.errors import count_of
 from pagepool.specs.budget import RuntimePageBudgetEstimate, estimate_runtime_page_budget
 from pagepool.specs.dtypes import dtype_bits
 from pagepool.specs.groups import CacheGroupsConfig, CacheGroupSpec, check_groups
@@ -23,7 +21,6 @@ from pagepool.specs.page_counts import (
 )
 
 __all__ = [
-    "MAX_SIZE",
     "AttentionSpec",
     "CacheGroupSpec",
     "CacheGroupsConfig",
@@ -35,13 +32,11 @@ __all__ = [
     "SlidingWindowSpec",
     "cdiv",
     "check_groups",
-    "count_of",
     "create_kv_cache_specs_from_config",
     "dp_shard_for_page_id",
     "dp_shard_page_bounds",
     "dtype_bits",
     "estimate_runtime_page_budget",
     "pages_per_dp_shard",
-    "require_int",
     "usable_pages_count",
 ]

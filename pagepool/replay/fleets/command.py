@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
-from pagepool.errors import PagePoolError
+from pagepool.errors import PagePoolError, count_of
 from pagepool.replay.shared.memory import count_event_pool_bytes, count_request_bytes, require_memory
 from pagepool.replay.shared.options import (
     SECONDS,
@@ -26,7 +26,6 @@ from pagepool.replay.shared.results import open_result, printing, to_json
 from pagepool.replay.simulation.runs import describe_pool, require_one_that_fits
 from pagepool.replay.traces.options import TRACE, block_size_option, limit_option, load_trace, seed_option
 from pagepool.replay.traces.reader import name_trace, source_name
-from pagepool.specs import count_of
 
 if TYPE_CHECKING:
     from pagepool.replay.fleets.fleet import FleetFigures

@@ -5,8 +5,9 @@ from reprlib import repr as shorten
 from types import SimpleNamespace
 from typing import Any
 
+from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError
-from pagepool.specs import CacheGroupSpec, create_kv_cache_specs_from_config, require_int
+from pagepool.specs import CacheGroupSpec, create_kv_cache_specs_from_config
 
 __all__ = ["read_page_bytes"]
 

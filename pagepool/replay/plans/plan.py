@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pagepool.arguments import require_int
 from pagepool.replay.plans.lru import LruCurve
 from pagepool.replay.plans.optimum import BestCurve
 from pagepool.replay.plans.reuse import find_reuse
 from pagepool.replay.simulation.figures import Figures, find_hit_rate
 from pagepool.replay.traces.reader import TraceRecord
-from pagepool.specs import cdiv, require_int
+from pagepool.specs import cdiv
 
 __all__ = ["Knee", "Plan", "Planner", "PoolFigures"]
 

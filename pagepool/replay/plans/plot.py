@@ -10,10 +10,10 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
+from pagepool.errors import count_of
 from pagepool.replay.plans.plan import Plan
 from pagepool.replay.plans.report import HIT_RATE, describe_picture, headline, summarize
 from pagepool.replay.shared.drawing import BLUE, GREEN, GREY, ORANGE, PAPER, format_count, save_figure, shorten_name
-from pagepool.specs import count_of
 
 __all__ = ["draw_plan", "save_plot"]
 

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
+from pagepool.errors import count_of
 from pagepool.replay.plans.plan import Plan
 from pagepool.replay.shared.sizes import format_bytes
 from pagepool.replay.shared.tables import print_table, print_text
-from pagepool.specs import count_of
 
 __all__ = [
     "HIT_RATE",

@@ -11,8 +11,8 @@ from rich import progress as rich_progress
 from rich.console import Console
 from rich.text import Text
 
+from pagepool.errors import count_of
 from pagepool.replay.shared.memory import require_memory_left
-from pagepool.specs import count_of
 
 __all__ = ["Progress"]
 

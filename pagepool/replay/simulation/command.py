@@ -2,6 +2,7 @@
 
 import click
 
+from pagepool.errors import count_of
 from pagepool.replay.shared.memory import count_pool_bytes, count_request_bytes, require_memory
 from pagepool.replay.shared.options import (
     Command,
@@ -21,7 +22,6 @@ from pagepool.replay.traces.generator import generate_chats
 from pagepool.replay.traces.options import TRACE, block_size_option, load_trace, seed_option
 from pagepool.replay.traces.reader import source_name
 from pagepool.replay.traces.simulated_request import SimulatedRequest
-from pagepool.specs import count_of
 
 __all__ = ["replay"]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import click
 
-from pagepool.errors import PagePoolError
+from pagepool.errors import PagePoolError, count_of
 from pagepool.manager import CacheManager
 from pagepool.replay.shared.memory import count_pool_bytes
 from pagepool.replay.shared.options import Refusal
@@ -15,7 +15,7 @@ from pagepool.replay.simulation.allocator import make_groups
 from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.simulation.scheduler import Scheduler
 from pagepool.replay.traces.simulated_request import SimulatedRequest
-from pagepool.specs import cdiv, count_of
+from pagepool.specs import cdiv
 
 __all__ = ["describe_pool", "make_scheduler", "require_one_that_fits", "run"]
 

@@ -15,13 +15,13 @@ from time import perf_counter
 
 import numpy as np
 
+from pagepool.arguments import require_int
 from pagepool.errors import PagePoolError, RequestTooLargeError
 from pagepool.manager import CacheManager
 from pagepool.replay.simulation.allocator import Allocator, BatchAllocator, ManagerAllocator
 from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest
 from pagepool.request import EngineRequestStatus
-from pagepool.specs import require_int
 
 __all__ = ["Scheduler"]
 

@@ -26,9 +26,10 @@ from typing import Any, BinaryIO, NoReturn, cast
 
 import numpy as np
 
-from pagepool.errors import ArgumentError, PagePoolError, shown
+from pagepool.arguments import require_int
+from pagepool.errors import ArgumentError, PagePoolError, count_of, shown
 from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest, count_slots
-from pagepool.specs import cdiv, count_of, require_int
+from pagepool.specs import cdiv
 
 __all__ = [
     "BLOCK_SIZE",

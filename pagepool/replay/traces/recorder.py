@@ -11,12 +11,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Self, cast
 
+from pagepool.arguments import MAX_SIZE, id_of, read_count, require_int
 from pagepool.errors import ArgumentTypeError
 from pagepool.hashing.algorithms import make_page_hasher
 from pagepool.manager import CacheManager
 from pagepool.replay.shared.output import open_output
-from pagepool.request import Request, id_of, read_count
-from pagepool.specs import MAX_SIZE, cdiv, require_int
+from pagepool.request import Request
+from pagepool.specs import cdiv
 
 __all__ = ["Recorder"]
 
