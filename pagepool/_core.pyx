@@ -2042,11 +2042,10 @@ cdef class PageStore:
             stop = min(num_full, held.num, chain.num // num_hashes)
             for i in range(held.num_cached_pages, stop):
                 page_id = held.ids[i]
-                if not 0 <= page_id < self.pool.num_pages:
+                if not 0 <= page_id < self.pool.num_pages or is_entered_otherwise(
+                    &self.pool, page_id, chain.digests[(i + 1) * num_hashes - 1], checked_group
+                ):
                     bad = i
-                elif is_entered_otherwise(&self.pool, page_id, chain.digests[(i + 1) * num_hashes - 1], checked_group):
-                    bad = i
-                if bad >= 0:
                     break
         if bad >= 0:
             self.refuse_entry(page_id, bad, held.num)
@@ -2100,15 +2099,14 @@ cdef class PageStore:
         somebody else gave one of the pages back.
         """
         cdef PageIds ids = PageIds.__new__(PageIds)
-        cdef PageIds computed = None
         check_distinct(groups)
         if chain is None:
             self.give_back_all(groups, ids, None, None, None, None)
             return
-        computed, strides, group_ids = as_settled(num_computed), as_settled(strides), as_settled(group_ids)
-        require_as_many({len(groups), computed.num, strides.num, group_ids.num}, strides)
+        num_computed, strides, group_ids = as_settled(num_computed), as_settled(strides), as_settled(group_ids)
+        require_as_many({len(groups), num_computed.num, strides.num, group_ids.num}, strides)
         with chain.lock:
-            self.give_back_all(groups, ids, chain, computed, strides, group_ids)
+            self.give_back_all(groups, ids, chain, num_computed, strides, group_ids)
 
     cdef int give_back_all(
         self, tuple groups, PageIds ids, HashChain chain, PageIds num_computed, PageIds strides, PageIds group_ids
@@ -4277,34 +4275,36 @@ cdef class RunningRows:
         one of the pages back. O(pages).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
-        cdef PageIds computed = None
+        cdef PageIds counts
+        cdef Amounts computed = Amounts(NULL, 0)
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef Py_ssize_t num_right, bad = -1
         cdef bint has_room = True
         if num_computed_tokens is not None:
-            computed = as_amounts(num_computed_tokens, "num_computed_tokens", row_ids.num)
+            counts = as_amounts(num_computed_tokens, "num_computed_tokens", row_ids.num)
+            computed = amounts_in(counts)
         self.enter_call()
-        num_right = self.check_release(row_ids, computed, ids, &has_room)
+        num_right = self.check_release(row_ids, &computed, ids, &has_room)
         if num_right == row_ids.num and has_room:
-            bad = self.release_checked(ids, num_right, computed)
+            bad = self.release_checked(ids, num_right, &computed)
         self.let_go()
         if num_right < row_ids.num:
-            self.refuse_release(row_ids, computed, num_right)
+            self.refuse_release(row_ids, &computed, num_right)
         if not has_room:
             raise MemoryError("the pages of the rows")
         if bad >= 0:
             raise DoubleFreeError(f"page {ids.ids[bad]} is given back by a row more often than it is held")
 
-    cdef int refuse_release(self, PageIds rows, PageIds computed, Py_ssize_t at) except -1:
+    cdef int refuse_release(self, PageIds rows, const Amounts *computed, Py_ssize_t at) except -1:
         cdef int32_t row = self.refuse_row(rows.ids, at)
-        if computed is None:
+        if computed.values == NULL:
             raise ArgumentError("rows: changed during the call")
         raise ArgumentError(
-            f"num_computed_tokens: got {computed[at % computed.num]} (at {at}), "
+            f"num_computed_tokens: got {amount(computed, at)} (at {at}), "
             f"allowed: 0 to {self.batch.states[row].num_computed}, for which row {row} has slots"
         )
 
-    cdef Py_ssize_t check_release(self, PageIds rows, PageIds computed, PageIds ids, bint *has_room) noexcept:
+    cdef Py_ssize_t check_release(self, PageIds rows, const Amounts *computed, PageIds ids, bint *has_room) noexcept:
         """How many rows there are before the first that is wrong. Copies the rows, and puts their pages into `ids`, in the
         order in which they go back.
         """
@@ -4316,7 +4316,7 @@ cdef class RunningRows:
             if not claim_row(&self.batch, rows.ids[i], i):
                 return i
             row = self.batch.checked_rows[i]
-            if computed is not None and not 0 <= computed.ids[i % computed.num] <= self.batch.states[row].num_computed:
+            if computed.values != NULL and not 0 <= amount(computed, i) <= self.batch.states[row].num_computed:
                 return i
             for g in range(self.batch.num_groups):
                 group = &self.batch.groups[g]
@@ -4327,7 +4327,7 @@ cdef class RunningRows:
                         ids.num += 1
         return rows.num
 
-    cdef Py_ssize_t release_checked(self, PageIds ids, Py_ssize_t num_rows, PageIds computed) noexcept:
+    cdef Py_ssize_t release_checked(self, PageIds ids, Py_ssize_t num_rows, const Amounts *computed) noexcept:
         """Give back the pages and empty the rows; or the index of a page without references, and nothing changed."""
         cdef Py_ssize_t i, row, bad
         if ids.num < RELEASE_GIL_AT:
@@ -4337,8 +4337,8 @@ cdef class RunningRows:
                 bad = give_back(&self.store.pool, ids.ids, ids.num, False)
         for i in range(num_rows if bad < 0 else 0):
             row = self.batch.checked_rows[i]
-            if computed is not None:
-                forget_uncomputed(&self.batch, row, computed.ids[i % computed.num])
+            if computed.values != NULL:
+                forget_uncomputed(&self.batch, row, amount(computed, i))
             set_context(&self.batch, row, 0)
             empty_row(&self.batch, row)
         return bad

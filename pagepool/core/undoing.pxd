@@ -55,7 +55,7 @@ cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i
     """
     cdef const Group *group
     cdef const int32_t *ids
-    cdef Py_ssize_t g, start, num_kept
+    cdef Py_ssize_t g, start, num_new, num_kept
     cdef int32_t first, row = growth.grown[i].row
     if not is_as_grown(batch, growth, i):
         return False
@@ -63,9 +63,10 @@ cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i
         group = &batch.groups[g]
         ids = ids_of(group, row)
         start = find_taken(growth, stop[0], row, g)
-        num_kept = group.held[row].num_pages - (stop[0] - start)
+        num_new = stop[0] - start
+        num_kept = group.held[row].num_pages - num_new
         first = first_useful_page(&group.rules, computed_before(growth, i), 0)
-        if num_kept < 0 or (start < stop[0] and memcmp(ids + num_kept, growth.new_ids + start, (stop[0] - start) * 4)):
+        if num_kept < 0 or (num_new and memcmp(ids + num_kept, growth.new_ids + start, num_new * sizeof(int32_t))):
             return False
         if first < num_kept and ids[first] == NULL_PAGE:
             return False
