@@ -131,8 +131,9 @@ test-easydel:  ## the tests with easydel, which is large: in an environment of i
 	    $(foreach name,compat easydel reference reference_names request specs,tests/test_$(name).py)
 
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info pagepool/*.so .benchmarks .hypothesis .*_cache
+	rm -rf .venv .venv-* build dist *.egg-info .benchmarks .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
+	find pagepool \( -name '*.so' -o -name '*.c' \) -delete
 
 # An environment with the wheel, which is built from the source distribution.
 $(VENV)/installed: $(SOURCES)

@@ -5,17 +5,16 @@ PAGEPOOL_SANITIZE=1   AddressSanitizer and UndefinedBehaviorSanitizer (implies d
 PAGEPOOL_FUZZ=1       the same, and coverage for libFuzzer, which is in atheris (needs clang; see `make fuzz`)
 PAGEPOOL_TSAN=1       ThreadSanitizer (implies debug; for a Python that was built with it, by the same clang)
 PAGEPOOL_UNGUARDED=1  no checks in the hot loops: only to measure what they cost, see bench/guards.py
-PAGEPOOL_COVERAGE=1   the core calls coverage.py's line tracer; the C file, which Cython's plugin reads, beside the source
-PAGEPOOL_ANNOTATE=1   also write the annotated source, _core.html, beside the C file under build/
+PAGEPOOL_COVERAGE=1   the core calls coverage.py's line tracer; the C files, which Cython's plugin reads, beside the sources
+PAGEPOOL_ANNOTATE=1   also write the annotated sources, such as store.html, beside the C files under build/
 """
 
-import io
 import os
 import re
+import subprocess
 import sys
-from contextlib import redirect_stderr
+from pathlib import Path
 
-from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
@@ -51,25 +50,27 @@ DEBUG_DIRECTIVES = {"boundscheck": True, "initializedcheck": True} if DEBUG else
 
 
 class BuildCore(build_ext):
-    """Translates and compiles, always anew: neither step sees that a switch changed. What Cython warns of is an error."""
+    """Translates and compiles the modules side by side, always anew: neither step sees that a switch changed. Warnings
+    of Cython are errors.
+    """
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
+        self.force = True
 
     def build_extension(self, ext: Extension) -> None:
-        messages = io.StringIO()
-        try:
-            with redirect_stderr(messages):
-                [translated] = cythonize(
-                    ext,
-                    force=True,
-                    build_dir=None if COVERAGE else self.build_temp,
-                    annotate=is_set("PAGEPOOL_ANNOTATE"),
-                    compiler_directives=DIRECTIVES | DEBUG_DIRECTIVES | {"linetrace": COVERAGE},
-                )
-        finally:
-            sys.stderr.write(messages.getvalue())
-        if re.search(r"^(warning|performance hint): ", messages.getvalue(), re.MULTILINE):
-            raise CompileError("Cython's warnings and performance hints fail the build")
-        ext.sources = translated.sources
-        self.force = True
+        [source] = ext.sources
+        target = Path(source if COVERAGE else Path(self.build_temp, source)).with_suffix(".c")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        directives = DIRECTIVES | DEBUG_DIRECTIVES | {"linetrace": COVERAGE}
+        command = [sys.executable, "-m", "cython", "-X", ",".join(f"{name}={value}" for name, value in directives.items())]
+        command += ["--annotate"] if is_set("PAGEPOOL_ANNOTATE") else []
+        result = subprocess.run([*command, "-o", str(target), source], stderr=subprocess.PIPE, text=True)
+        sys.stderr.write(result.stderr)
+        if result.returncode or re.search(r"^(warning|performance hint): ", result.stderr, re.MULTILINE):
+            raise CompileError(f"{source}: an error, a warning or a performance hint of Cython")
+        ext.sources = [str(target)]
         super().build_extension(ext)
 
 
@@ -79,12 +80,17 @@ MACROS = {
     ("PAGEPOOL_GUARDS", "0"): is_set("PAGEPOOL_UNGUARDED"),
 }
 
-core = Extension(
-    "pagepool._core",
-    ["pagepool/_core.pyx"],
-    define_macros=[macro for macro, is_wanted in MACROS.items() if is_wanted],
-    extra_compile_args=(["-O1", "-g", "-fno-omit-frame-pointer", "-UNDEBUG"] if DEBUG else ["-O3", "-g0"]) + SANITIZER_FLAGS,
-    extra_link_args=SANITIZER_FLAGS,
-)
+SOURCES = sorted(str(path) for path in Path("pagepool").rglob("*.pyx"))
+modules = [
+    Extension(
+        source.removesuffix(".pyx").replace("/", "."),
+        [source],
+        define_macros=[macro for macro, is_wanted in MACROS.items() if is_wanted],
+        extra_compile_args=(["-O1", "-g", "-fno-omit-frame-pointer", "-UNDEBUG"] if DEBUG else ["-O3", "-g0"])
+        + SANITIZER_FLAGS,
+        extra_link_args=SANITIZER_FLAGS,
+    )
+    for source in SOURCES
+]
 
-setup(ext_modules=[core], cmdclass={"build_ext": BuildCore})
+setup(ext_modules=modules, cmdclass={"build_ext": BuildCore})

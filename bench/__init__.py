@@ -1,1 +1,1 @@
-"""Benches: pagepool beside its rivals, each in turn in one run. ``python -m bench`` prints the table."""
+"""Benchmarks of pagepool and its rivals, in turn in one run. ``python -m bench`` prints the table."""

@@ -1,4 +1,4 @@
-"""Run all benches and print the table: ``python -m bench``. Further arguments go to pytest: ``-k decode``."""
+"""Run all benchmarks and print the table: ``python -m bench``. Further arguments go to pytest: ``-k decode``."""
 
 import sys
 from pathlib import Path

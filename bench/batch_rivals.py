@@ -1,7 +1,7 @@
-"""A running batch and its rivals behind one set of calls: an engine's rows with their page ids, whoever keeps them.
+"""A common interface to a running batch and its rivals: an engine's rows with their page ids.
 
 One full-attention group with pages of 16 tokens, prefix caching on. The rivals' managers work request by request, and their
-engine keeps a page table beside them: easydel's own, pagepool's, and plain NumPy for the oracle. All count computed tokens and
+engine has a separate page table: easydel's own, pagepool's, and plain NumPy for the oracle. All count computed tokens and
 append the sampled ones, since a running batch does so itself.
 """
 
@@ -26,7 +26,7 @@ Tokens = Any
 
 
 class RequestByRequest:
-    """A manager, its requests by row, and the page table beside it."""
+    """A manager, its requests by row, and a separate page table."""
 
     takes_arrays = False
 
@@ -39,7 +39,7 @@ class RequestByRequest:
         self._num_requests = 0
 
     def as_request(self, tokens: Tokens) -> BenchRequest:
-        """Return what `admit` takes. It is the request's own to append to, if it is a list."""
+        """Return the argument of `admit`. A list of tokens becomes the request's own, which appends to it."""
         self._num_requests += 1
         return BenchRequest(f"request-{self._num_requests}", tokens)
 
@@ -78,7 +78,7 @@ class RequestByRequest:
         return new
 
     def release(self, rows: Iterable[int]) -> None:
-        """Give the rows' pages back, the last one first."""
+        """Free the rows' pages, last page first."""
         for row in rows:
             request = self.requests.pop(row)
             self.manager.free(request)
@@ -91,7 +91,7 @@ class RequestByRequest:
 
 
 class ManagerWithArrays(RequestByRequest):
-    """Pagepool's manager, which takes tokens in arrays too."""
+    """Pagepool's manager, which accepts tokens in arrays too."""
 
     takes_arrays = True
 
@@ -130,7 +130,7 @@ Engine = RequestByRequest | Batched
 
 
 def make_engines(num_pages: int, num_rows: int, rivals: Sequence[str]) -> dict[str, Engine]:
-    """Make new engines by the name of their column: ours and the named rivals that are there."""
+    """Make new engines by the name of their column: ours and those of the named rivals that are installed."""
     others = {rival.name: rival for rival in OTHERS if rival.name in rivals}
     return {
         "batched": Batched(num_pages, num_rows),
@@ -140,7 +140,7 @@ def make_engines(num_pages: int, num_rows: int, rivals: Sequence[str]) -> dict[s
 
 
 def shuffle_free_pages(engine: Engine) -> None:
-    """Bring the free queue of pagepool's own out of the order of ids, as it is in a pool that has served for a while."""
+    """Shuffle the free queue of a pagepool pool, as in a pool that has served for a while."""
     pool = engine.manager.page_pool
     order = np.random.default_rng(0).permutation(pool.get_num_free_pages())
     page_ids = pool.get_new_page_ids(len(order))

@@ -1,4 +1,4 @@
-"""The pool under the manager, from a thousand pages to a million: taking, shard hints, the queue, hits."""
+"""The pool below the manager, with a thousand to a million pages: allocation, shard hints, the free queue, hits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NUM_CALLS = 10
 NUM_SHARDS = 8
 NUM_REMOVED = 500
 NUM_CACHED = 512
-NUM_TURNS = 3  # few: the oracle, and easydel under a shard hint, walk the pool from end to end
+NUM_TURNS = 3  # few, because the oracle, and easydel with a shard hint, walk the whole pool
 
 
 class TakeAndGiveBack:
-    """Take pages and give them back, tail first, several times."""
+    """Allocate pages and free them, tail first, several times."""
 
     def __init__(self, rival: Rival, num_pages: int, num_taken: int = NUM_TAKEN) -> None:
         self.rival = rival
@@ -37,7 +37,7 @@ class TakeAndGiveBack:
 
 
 class TakeFromShard(TakeAndGiveBack):
-    """Take one page from each data-parallel shard in turn, and give it back."""
+    """Allocate one page from each data-parallel shard in turn, and free it."""
 
     def run(self) -> None:
         self.page_ids = [
@@ -47,7 +47,7 @@ class TakeFromShard(TakeAndGiveBack):
 
 
 class Remove:
-    """Take pages from random places of the free queue, and put each at its back."""
+    """Remove pages from random places of the free queue, and append each to it."""
 
     def __init__(self, rival: Rival, num_pages: int) -> None:
         self.rival = rival
@@ -63,7 +63,7 @@ class Remove:
 
 
 class LookUp:
-    """Find the pages of a cached prompt whose hashes are known, one call a page."""
+    """Find the pages of a cached prompt whose hashes are known, in one call per page."""
 
     def __init__(self, rival: Rival) -> None:
         self.rival = rival
@@ -81,7 +81,7 @@ class LookUp:
 
 
 class FindHits(LookUp):
-    """Find them all in one call."""
+    """Find all of them in one call."""
 
     def run(self) -> None:
         hits, _ = self.manager.get_computed_pages(self.request)

@@ -1,7 +1,7 @@
-"""The API that engines call, `CacheManager`, request by request: decode, and prompts of 8192 tokens.
+"""`CacheManager`, called request by request as engines do: decode, and prompts of 8192 tokens.
 
-Pages of 16 tokens, one full-attention group, prefix caching on, tokens in Python lists. What an engine does
-itself (to append the sampled token, to count computed tokens, to make a request) is not timed.
+Pages of 16 tokens, one full-attention group, prefix caching on, tokens in Python lists. The engine's own work (appending the
+sampled token, counting computed tokens, making a request) is not timed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ NUM_PROMPTS_IN_POOL = 4  # of a pool that evicts
 
 
 class Decode:
-    """All running requests get a slot for one token more.
+    """All running requests get a slot for one more token.
 
-    The contexts are spread: in each step one request in 16 fills a page, and one in 16 needs a new one.
+    The context lengths vary: in each step one request in 16 fills a page, and one in 16 needs a new page.
     """
 
     def __init__(self, rival: Rival) -> None:
@@ -53,7 +53,7 @@ class Decode:
 
 
 class Prompt:
-    """One prompt is looked up, gets its pages, and leaves. What the pool holds decides which case it is."""
+    """One prompt is looked up, gets its pages, and is freed. The contents of the pool determine the case."""
 
     def __init__(self, rival: Rival, num_prompts_in_pool: int, is_repeated: bool = False) -> None:
         self.manager = rival.make_manager(num_prompts_in_pool * PAGES_PER_PROMPT + 1)
@@ -83,7 +83,7 @@ class CachedPrompt(Prompt):
 
 
 class EvictingPrompt(Prompt):
-    """Prompts fill the pool, so that each one more evicts the pages of the oldest."""
+    """Prompts fill the pool, so that each further prompt evicts the pages of the oldest."""
 
     def __init__(self, rival: Rival) -> None:
         super().__init__(rival, NUM_PROMPTS_IN_POOL)
@@ -92,7 +92,7 @@ class EvictingPrompt(Prompt):
 
 
 def cold_prompt(rival: Rival) -> Prompt:
-    """Make a pool in which no page was ever used, large enough for all rounds."""
+    """Make a pool of unused pages, large enough for all rounds."""
     return Prompt(rival, NUM_PROMPTS)
 
 

@@ -1,7 +1,8 @@
-"""What events cost the engine: prompts of 8192 tokens and decoding, by the manager request by request and by a running batch.
+"""The cost of events: prompts of 8192 tokens and decoding, with the manager request by request and with a running batch.
 
-Four managers do the same work: without events; with events, taken where it is not timed, as a publisher's thread takes them;
-taken by the engine itself after each prompt or step; taken and encoded. The bench prints what each takes beside the first.
+Four managers do the same work: without events; with events taken outside the timed part, as a publisher's thread takes them;
+with events taken by the engine after each prompt or step; and with events taken and encoded. The benchmark prints the times
+relative to the first.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CONTEXT_LEN = 2048
 
 
 class Told:
-    """A contender whose manager notes events."""
+    """A contender whose manager records events."""
 
     def __init__(self, contender: Any, manager: Any) -> None:
         self.contender = contender
@@ -55,7 +56,7 @@ class Told:
 
 
 class Taken(Told):
-    """One that takes them too."""
+    """A contender that takes the events too."""
 
     def run(self) -> None:
         self.contender.run()
@@ -63,7 +64,7 @@ class Taken(Told):
 
 
 class Encoded(Taken):
-    """One that encodes what it takes."""
+    """A contender that encodes the events that it takes."""
 
     def run(self) -> None:
         super().run()
@@ -74,12 +75,12 @@ CONTENDERS = {"off": Told, "noted": Told, "taken": Taken, "encoded": Encoded}
 
 
 def make_contenders(make: Callable[[bool], tuple[Any, Any]]) -> dict[str, Contender]:
-    """Return them by name; `make` returns what does the work, with events or without, and its manager."""
+    """Return contenders by name. `make` returns a contender, with events or without, and its manager."""
     return {name: cls(*make(name != "off")) for name, cls in CONTENDERS.items()}
 
 
 def show(race: Race, remarks: list[str]) -> None:
-    """Add the last result to what is printed, if it was timed."""
+    """Add the last result to the remarks, if it was timed."""
     if race.results:
         result = race.results[-1]
         costs = [f"{name} {result.medians[name]:.1f} ns ({result.ratio_to(name) - 1:+.1%})" for name in EVENTS.rivals]

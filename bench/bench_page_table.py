@@ -1,7 +1,7 @@
-"""Page tables: rows on the host, and commits to the device, beside NumPy and ``table.at[:n].set(host[:n])``.
+"""Page tables: rows on the host and commits to the device, compared with NumPy and ``table.at[:n].set(host[:n])``.
 
 The column "oracle" is that obvious page table. Commits are timed without the row operations before them, to completion and to
-the return of the call, in a process for each rival. The runs of 200 steps begin with no program compiled, and count the
+the return of the call, in a process for each rival. The runs of 200 steps start without compiled programs and include the
 compilations.
 """
 
@@ -27,7 +27,7 @@ from bench.workload import PAGE_SIZE, SEED
 NUM_ROWS = 256
 NUM_COLUMNS = 2048
 SHAPES = {(256, 2048): (15, 40), (1024, 8192): (3, 300)}
-"""Rows and columns of the tables that are committed: turns, and how many times faster than a whole copy we mean to be."""
+"""Rows and columns of the committed tables, with the number of turns and the target speedup over a whole copy."""
 ROUNDS_PER_COMMIT_TURN = 20
 
 NUM_STEPS = 200
@@ -37,7 +37,7 @@ PAGE_TABLES = find_page_tables()
 
 
 class Rows:
-    """Row operations, on a table in which half of each row is filled."""
+    """Row operations on a table whose rows are half full."""
 
     def __init__(self, table: Table, change: Change) -> None:
         self.table, self.change = table, change
@@ -104,7 +104,7 @@ def test_rows(race: Race, change: Change, name: str) -> None:
 
 
 def test_append_batch(race: Race) -> None:
-    """Easydel has it for several groups alone."""
+    """Easydel has this call only for several groups."""
     run_rows(race, append_batch, f"append 1 page to each of {NUM_ROWS} rows at once", [OURS, OBVIOUS])
 
 
@@ -137,7 +137,7 @@ def test_slot_mapping(race: Race, num_tokens: int) -> None:
 
 
 class Clock:
-    """Time for pytest-benchmark that goes on by what the workers measured, and stands still otherwise."""
+    """A clock for pytest-benchmark that advances only by the times that the workers measured."""
 
     seconds = 0.0
 
@@ -149,7 +149,7 @@ CLOCK = Clock()
 
 
 class Worker:
-    """Commits in a process of its own, which runs the rounds of a turn at once: it would fall asleep between two messages."""
+    """Commits in a separate process, which runs all rounds of a turn at once: it would fall asleep between two messages."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -157,7 +157,7 @@ class Worker:
         self._seconds: Iterator[float] = iter(())
 
     def prepare(self) -> None:
-        """The worker does so itself, before it looks at its clock."""
+        """Do nothing: the worker prepares before it reads its clock."""
 
     def run(self) -> None:
         seconds = next(self._seconds, None)
@@ -177,7 +177,7 @@ class Worker:
 
 @contextmanager
 def start_worker(*arguments: object) -> Iterator[Worker]:
-    """Start a worker and end it, whatever happens in between."""
+    """Start a worker, and end it with the block."""
     command = [sys.executable, "-m", "bench.commit_worker", *map(str, arguments)]
     with subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
@@ -200,7 +200,7 @@ def test_commit(race: Race, shape: tuple[int, int], change: str, waits: bool) ->
 
 
 class Run:
-    """Steps of an engine whose number of requests changes, from the first compilation on."""
+    """Steps of an engine whose number of requests changes, including the first compilation."""
 
     def __init__(self, jax: Any, make: Callable[[int, int, int], Table]) -> None:
         self.jax, self.make = jax, make
@@ -226,7 +226,7 @@ class Run:
 
 
 def take_step(table: Table, rng: np.random.Generator, num_reqs: int, step: int) -> int:
-    """Some requests leave, the last rows move into their places, some come, and one in 16 gains a page."""
+    """Remove some requests, move the last rows into their places, add some requests, and append a page to one row in 16."""
     for _ in range(rng.integers(0, 3)):
         num_reqs -= 1
         table.move_row(num_reqs, int(rng.integers(num_reqs)))
@@ -242,5 +242,5 @@ def take_step(table: Table, rng: np.random.Generator, num_reqs: int, step: int) 
 def test_run(race: Race) -> None:
     jax = pytest.importorskip("jax")
     contenders = {rival: Run(jax, make) for rival, make in PAGE_TABLES.items()}
-    name = f"{NUM_STEPS} steps with 128 requests and more or less, 256 x 2048, compilations included"
+    name = f"{NUM_STEPS} steps with about 128 requests, 256 x 2048, including compilations"
     race(contenders, Work(name, "step", NUM_STEPS, 1))

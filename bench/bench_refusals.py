@@ -1,7 +1,7 @@
-"""A request that waits: refused while too few pages are free, and tried again at every step.
+"""A waiting request, refused while too few pages are free and tried again at every step.
 
 Its prefix is cached and free. Pages of 16 tokens, one full-attention group, prefix caching on. Nothing changes between tries,
-as in a step in which no request ends. The oracle, which looks at every page, runs only with the shortest request.
+as in a step in which no request ends. The oracle, which visits every page, runs only with the shortest request.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from bench.workload import PAGE_SIZE, SEED, VOCABULARY
 NUM_TRIES = 16
 NUM_TURNS = 10
 NUM_NEW_PAGES = 8  # of the waiting request
-NUM_RUNNING_PAGES = 100  # of a request that runs
+NUM_RUNNING_PAGES = 100  # of a running request
 
 
 class Refused:
-    """The same request is tried again and again."""
+    """The same request is tried repeatedly."""
 
     def __init__(self, engine: Engine, num_cached_tokens: int) -> None:
         self.engine = engine

@@ -1,10 +1,10 @@
-"""An engine's rows as a running batch, beside managers that work request by request: decode, prompts, a mixed run, scaling.
+"""A running batch compared with managers that work request by request: decode, prompts, a mixed run, scaling.
 
-Pages of 16 tokens, one full-attention group, prefix caching on. Every contender appends the sampled tokens, counts what is
-computed and keeps its row of the page table, since a running batch does so itself; the rivals' requests are made untimed.
-Easydel and the oracle take lists, also where the tokens of ours come in an array. The oracle walks all free pages for each
-token and would take minutes where it is left out: in decode of more rows than 256, the mixed run, and pools of other sizes.
-Easydel takes seconds to make a pool of a million pages; of the pools of other sizes it runs the taking alone.
+Pages of 16 tokens, one full-attention group, prefix caching on. Every contender appends the sampled tokens, counts computed
+tokens and maintains its row of the page table, since a running batch does so itself; the rivals' requests are made untimed.
+Easydel and the oracle get lists even if ours get arrays. The oracle walks all free pages for each token and would take minutes,
+so it does not run decode of more than 256 rows, the mixed run, and pools of other sizes. Easydel takes seconds to make a pool
+of a million pages; with pools of other sizes it runs only the allocation.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def measured_limit(limit: Limit) -> None:
 class Decode:
     """All rows get a token and its slot, for as many steps as a page has tokens.
 
-    The contexts are spread: in each step one row in 16 fills a page, and one in 16 needs a new one. The round of a turn that is
-    not timed goes once through the memory of all rows.
+    The context lengths vary: in each step one row in 16 fills a page, and one in 16 needs a new page. The untimed round of a
+    turn touches the memory of all rows once.
     """
 
     def __init__(self, engine: Engine, num_rows: int, context_len: int) -> None:
@@ -85,13 +85,13 @@ class Decode:
 
 
 def num_decode_pages(num_rows: int, context_len: int, num_turns: int) -> int:
-    """Return how many pages the rows need to the end of a race."""
+    """Return the number of pages that the rows need by the end of a race."""
     num_steps = count_rounds(num_turns) * NUM_STEPS
     return num_rows * ((context_len + num_steps) // PAGE_SIZE + 1) + 1
 
 
 class Prompt:
-    """One prompt is looked up, gets its pages, and leaves. What the pool holds decides which case it is."""
+    """One prompt is looked up, gets its pages, and is freed. The contents of the pool determine the case."""
 
     def __init__(self, engine: Engine, as_list: bool, is_repeated: bool = False) -> None:
         self.engine, self.is_repeated = engine, is_repeated
@@ -110,7 +110,7 @@ class Prompt:
 
 
 def cached_prompt(engine: Engine, as_list: bool) -> Prompt:
-    """The first two prompts fill the cache, and come again in turn: a row knows the hashes of the one that it had last."""
+    """Return a contender that repeats two cached prompts in turn, since a row keeps the hashes of its last prompt."""
     contender = Prompt(engine, as_list, is_repeated=True)
     for _ in range(2):
         run_untimed(contender)
@@ -118,7 +118,7 @@ def cached_prompt(engine: Engine, as_list: bool) -> Prompt:
 
 
 def evicting_prompt(engine: Engine, as_list: bool) -> Prompt:
-    """Prompts fill the pool, so that each one more evicts the pages of the oldest."""
+    """Fill the pool with prompts, so that each further prompt evicts the pages of the oldest."""
     contender = Prompt(engine, as_list)
     for _ in range(engine.num_pages // PAGES_PER_PROMPT):
         run_untimed(contender)
@@ -127,7 +127,7 @@ def evicting_prompt(engine: Engine, as_list: bool) -> Prompt:
 
 @dataclass(frozen=True)
 class PromptCase:
-    """A kind of prompt, the pool it needs, its target in nanoseconds a page, and the limit's name of it."""
+    """A kind of prompt, the pool it needs, its target in nanoseconds a page, and its name in the limit."""
 
     name: str
     make: Callable[[Engine, bool], Prompt]
@@ -172,7 +172,7 @@ def test_prompt(race: Race, case: PromptCase, as_list: bool) -> None:
 
 @pytest.mark.parametrize("num_pages", [10_000, 100_000, 1_000_000])
 def test_take_and_give_back(race: Race, num_pages: int) -> None:
-    """The pool alone: ids in arrays as in a batch, page objects as in the other suite."""
+    """Time the pool alone: ids in arrays as in a batch, page objects as in the other suite."""
     rivals = {
         "batched": PAGEPOOL_ARRAYS,
         "manager": PAGEPOOL,
@@ -193,7 +193,7 @@ def test_take_and_give_back(race: Race, num_pages: int) -> None:
 
 
 def make_scaling_engines(num_pages: int, num_rows: int, is_shuffled: bool) -> dict[str, Engine]:
-    """Make engines whose pools have served: all their memory was touched, and nothing is cached any more."""
+    """Make engines with used pools: all their memory has been touched, and nothing is cached."""
     engines = make_engines(num_pages, num_rows, [])
     for engine in engines.values():
         evicting_prompt(engine, as_list=False)
@@ -233,7 +233,7 @@ MAX_NUM_ARRIVALS = 4  # in a step
 
 @dataclass(frozen=True)
 class MixedStep:
-    """What an engine does in one step: rows leave, prompts come, and every row gets a token."""
+    """One step of an engine: rows are released, prompts arrive, and every row gets a token."""
 
     released: list[int]
     prompts: list[tuple[int, Any]]
@@ -242,7 +242,9 @@ class MixedStep:
 
 
 def plan_steps(rng: np.random.Generator) -> Iterator[MixedStep]:
-    """Requests come as long as rows are free: one of eight beginnings of 512 tokens and up to 1,024 of their own."""
+    """Yield steps. Requests arrive while rows are free, with one of eight prefixes of 512 tokens and up to 1,024 of their
+    own.
+    """
     beginnings = random_tokens(rng, (8, 512))
     num_left = np.zeros(NUM_MIXED_ROWS, dtype=np.int64)
     released: list[int] = []
@@ -264,13 +266,13 @@ def random_tokens(rng: np.random.Generator, shape: int | tuple[int, ...]) -> Any
 
 
 def with_lists(step: MixedStep) -> MixedStep:
-    """Return the step as engines with requests in Python have it."""
+    """Return the step with lists in place of arrays, for engines with Python requests."""
     prompts = [(row, tokens.tolist()) for row, tokens in step.prompts]
     return MixedStep(step.released, prompts, step.rows.tolist(), step.sampled.tolist())
 
 
 class MixedRun:
-    """The planned steps from the start, with nothing cached, in a pool that is too small for all prompts: later ones evict."""
+    """The planned steps from the start, with nothing cached, in a pool too small for all prompts, so that later ones evict."""
 
     def __init__(self, engine: Engine, steps: Sequence[MixedStep]) -> None:
         self.engine, self.steps = engine, steps

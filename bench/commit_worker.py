@@ -1,7 +1,7 @@
-"""Commits of one rival in a process of its own: ``python -m bench.commit_worker RIVAL ROWS COLUMNS CHANGE WAITS``.
+"""Commits of one rival in a separate process: ``python -m bench.commit_worker RIVAL ROWS COLUMNS CHANGE WAITS``.
 
-What one rival does to malloc, to the caches and to XLA's threads would else decide how long another takes. For each line on
-stdin there is one on stdout: for a number of rounds the seconds that each took, for ``page_ids`` the sum of each row.
+In one process the effects of a rival on malloc, caches and XLA's threads would change the times of the others. Each line on
+stdin is answered by one on stdout: a number of rounds by the seconds that each took, ``page_ids`` by the sum of each row.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from bench.table_rivals import Table, fill, find_page_table
 PROMPT = list(range(1, 501))
 
 Change = Callable[[Table, int], None]
-"""Something to do with a table's rows, in the round of a number."""
+"""Changes a table's rows; takes the table and the number of the round."""
 
 
 class Commit:
-    """A commit of all rows after some change."""
+    """A commit of all rows after a change."""
 
     def __init__(self, jax: Any, table: Table, change: Change, waits: bool) -> None:
         self.jax, self.table, self.change, self.waits = jax, table, change, waits
@@ -34,7 +34,7 @@ class Commit:
         table.commit(table.page_table_cpu.shape[0])
 
     def prepare(self) -> None:
-        for array in self.jax.live_arrays():  # whatever the round before left running
+        for array in self.jax.live_arrays():  # started in the previous round
             array.block_until_ready()
         self.change(self.table, self.num_rounds)
         self.num_rounds += 1
@@ -46,18 +46,18 @@ class Commit:
 
     @property
     def page_ids(self) -> list[int]:
-        """Sums of rows, taken on the device: a view on the host would keep an array from being updated in place."""
+        """Sums of rows, computed on the device, since a view on the host would prevent in-place updates of the array."""
         return self.jax.numpy.sum(self.table.page_table, axis=1).tolist()
 
 
 def decode(table: Table, step: int) -> None:
-    """One row in 16 gains a page."""
+    """Append a page to one row in 16."""
     for row in range(step % 16, table.page_table_cpu.shape[0], 16):
         table.append_row([step + 1], row)
 
 
 def prefill(table: Table, step: int) -> None:
-    """Four rows gain 500 pages, after one in some rounds was emptied to have room for them."""
+    """Append 500 pages to each of four rows; full rows are emptied first."""
     for i in range(4):
         row = (4 * step + i) % table.page_table_cpu.shape[0]
         if table.num_pages_per_row[row] + len(PROMPT) > table.page_table_cpu.shape[1]:
@@ -66,7 +66,7 @@ def prefill(table: Table, step: int) -> None:
 
 
 def swap(table: Table, step: int) -> None:
-    """Four pairs of rows change places, half filled, and one page tells them apart."""
+    """Swap four pairs of half-filled rows, one of which has one more page."""
     num_rows = table.page_table_cpu.shape[0]
     table.append_row([step + 1], 8 * step % num_rows)
     for i in range(4):
@@ -74,7 +74,7 @@ def swap(table: Table, step: int) -> None:
 
 
 def nothing(table: Table, step: int) -> None:
-    """No row changes."""
+    """Change no row."""
 
 
 CHANGES: dict[str, Change] = {change.__name__: change for change in (decode, prefill, swap, nothing)}
@@ -88,7 +88,7 @@ def time_round(commit: Commit) -> float:
 
 
 def main(rival: str, num_rows: str, num_columns: str, change: str, waits: str) -> None:
-    """Answer until stdin ends. What the rivals print goes to stderr."""
+    """Answer until stdin ends. Output of the rivals goes to stderr."""
     answers, sys.stdout = sys.stdout, sys.stderr
     make = find_page_table(rival)
     jax = importlib.import_module("jax")  # after easydel, which sets options for it

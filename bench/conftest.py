@@ -1,4 +1,4 @@
-"""The fixtures of the benches: races, the limit, remarks; and the tables of all races at the end of a run."""
+"""Fixtures of the benchmarks (races, the limit, remarks), and the tables at the end of a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def race(benchmark: Any, pytestconfig: pytest.Config) -> Iterator[Race]:
-    """Run a race, with the garbage collector off from before its contenders are made."""
+    """Return a race. The garbage collector is off before its contenders are made."""
     gc.collect()
     gc.disable()
     yield Race(benchmark, pytestconfig.stash[RESULTS])
@@ -36,13 +36,13 @@ def race(benchmark: Any, pytestconfig: pytest.Config) -> Iterator[Race]:
 
 @pytest.fixture(scope="session")
 def limit(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Limit:
-    """Compile the limit; the tables show the medians of its runs."""
+    """Return the compiled limit; the tables show the medians of its runs."""
     return pytestconfig.stash.setdefault(LIMIT, Limit(tmp_path_factory.mktemp("limit")))
 
 
 @pytest.fixture
 def remarks(pytestconfig: pytest.Config) -> list[str]:
-    """Return the list of what is printed after the tables."""
+    """Return the list of remarks printed after the tables."""
     return pytestconfig.stash[REMARKS]
 
 

@@ -1,6 +1,6 @@
-"""What the guards of the hot loops cost: ``python -m bench.guards`` builds the core with and without them, and runs both.
+"""The cost of the guards in hot loops: ``python -m bench.guards`` builds the core with and without them and runs both.
 
-Each build runs `bench.limit_work` in a process of its own, in turn; the table has the medians of both, and that of the
+The builds run `bench.limit_work` in turn, each time in a new process. The table has both medians, and the median of the
 quotients of neighbouring runs.
 """
 
@@ -25,7 +25,7 @@ BUILDS = {"with": {}, "without": {"PAGEPOOL_UNGUARDED": "1"}}
 
 
 def build(folder: Path, switches: dict[str, str]) -> Path:
-    """Copy what is needed to `folder`, build the core there, and return the folder."""
+    """Copy the sources to `folder`, build the core there, and return the folder."""
     for name in ("pagepool", "bench"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
@@ -36,7 +36,7 @@ def build(folder: Path, switches: dict[str, str]) -> Path:
 
 
 def measure(folders: list[Path], num_rounds: int) -> list[list[dict[str, float]]]:
-    """Return nanoseconds by the name of the work, for each round and build. Every other round begins with the other build."""
+    """Return nanoseconds by the name of the work, for each round and build. The first build alternates between rounds."""
     command = [sys.executable, "-m", "bench.limit_work"]
     rounds = []
     for i in range(num_rounds):
@@ -56,7 +56,7 @@ def report(rounds: list[list[dict[str, float]]]) -> Table:
 
 
 @click.command()
-@click.option("--rounds", "num_rounds", default=15, show_default=True, help="Times that both builds run.")
+@click.option("--rounds", "num_rounds", default=15, show_default=True, help="Number of runs of each build.")
 def main(num_rounds: int) -> None:
     """Build both, run them in turn, print a table."""
     with tempfile.TemporaryDirectory() as temporary:

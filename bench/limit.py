@@ -1,8 +1,8 @@
-"""The limit: the work in plain C, without checks and without Python, where its source and a compiler are at hand.
+"""The limit: the same work in plain C, without checks or Python, if its source and a compiler are available.
 
-The source lies beside the repository and is not part of it. It is compiled to a temporary folder. It and `bench.limit_work`,
-which does the same with a running batch, run in turn; each prints nanoseconds by the name of the work, medians of seven
-rounds, and takes about a second.
+The source lies beside the repository and is not part of it. It is compiled in a temporary folder. It and `bench.limit_work`,
+which does the same with a running batch, run in turn. Each prints nanoseconds by the name of the work, medians of seven rounds,
+and takes about a second.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SOURCE = Path(__file__).parents[2] / "shared" / "design" / "limit.c"
 
 
 class Limit:
-    """What the runs of the compiled program, and ours beside them, measured; nothing where it cannot be compiled."""
+    """Times of the compiled program and of the same work by a running batch. Empty if the program cannot be compiled."""
 
     def __init__(self, folder: Path) -> None:
         program = folder / "limit"
@@ -29,12 +29,12 @@ class Limit:
         self._runs: list[list[dict[str, float]]] = []
 
     def measure(self) -> None:
-        """Run both once more."""
+        """Run both programs once more."""
         if self._commands:
             self._runs.append([run_json(command) for command in self._commands])
 
     def medians(self) -> Mapping[str, tuple[float, float]]:
-        """Return the limit's nanoseconds and ours by the name of the work, medians of the runs so far."""
+        """Return the limit's nanoseconds and ours by the name of the work: medians of the runs so far."""
         names = self._runs[0][0] if self._runs else ()
         return {name: (self._median(0, name), self._median(1, name)) for name in names}
 
@@ -43,7 +43,7 @@ class Limit:
 
 
 def run_json(command: Sequence[str], folder: Path = Path(__file__).parents[1]) -> dict[str, float]:
-    """Return what a program prints that is run in `folder`, which ours needs for its imports."""
+    """Run a program in `folder`, which `bench.limit_work` needs for its imports, and return the JSON that it prints."""
     run = subprocess.run(command, check=True, capture_output=True, timeout=120, cwd=folder)
     printed: dict[str, float] = json.loads(run.stdout)
     return printed

@@ -1,7 +1,7 @@
-"""The work of the limit, done by a running batch: ``python -m bench.limit_work`` prints one JSON line as the C program does.
+"""The work of the limit, done by a running batch: ``python -m bench.limit_work`` prints one JSON line, like the C program.
 
-The same pools, rows, steps and prompts, a process of its own, nanoseconds a row or a page, medians of seven rounds. So the two
-can be divided: in a race the rivals empty the caches, which the C program has to itself.
+Pools, rows, steps and prompts are the same. Times are nanoseconds a row or a page, medians of seven rounds in a separate
+process. The two can therefore be compared; in a race the rivals would empty the caches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def make_batch(num_pages: int, num_rows: int, max_model_len: int) -> pagepool.Ru
 
 
 def decode(num_rows: int) -> float:
-    """Rows of different phases get a token each, step by step."""
+    """Time steps in which each row gets a token; rows have different phases."""
     pages_per_row = (CONTEXT_LEN + NUM_STEPS) // PAGE_SIZE + 2
     batch = make_batch(num_rows * pages_per_row + num_rows + 2, num_rows, pages_per_row * PAGE_SIZE)
     rows = np.arange(num_rows, dtype=np.int32)
@@ -47,7 +47,7 @@ def decode(num_rows: int) -> float:
 
 
 def prompts(num_pages: int, num_different: int) -> float:
-    """Prompts come and go; those that came before are cached as far as the pool is large enough."""
+    """Time the admission and release of prompts. Repeated prompts are cached if the pool is large enough."""
     batch = make_batch(num_pages, 1, PROMPT_LEN)
     tokens = 7 * np.arange(NUM_PROMPTS * PROMPT_LEN, dtype=np.int32).reshape(NUM_PROMPTS, PROMPT_LEN)
     if num_different < NUM_PROMPTS:
@@ -75,7 +75,7 @@ WORKS: dict[str, Callable[[], float]] = {
     "decode_1024": lambda: decode(1024),
     "decode_4096": lambda: decode(4096),
     "cold": lambda: prompts(LARGE_POOL, NUM_PROMPTS),
-    "hot": lambda: prompts(LARGE_POOL, 2),  # two in turn: a row knows the hashes of the one that it had last
+    "hot": lambda: prompts(LARGE_POOL, 2),  # two in turn, since a row keeps the hashes of its last prompt
     "evict": lambda: prompts(4 * PAGES_PER_PROMPT + 2, NUM_PROMPTS),
     "churn_1M": lambda: churn(1_000_002),
 }

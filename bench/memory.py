@@ -1,9 +1,9 @@
 """Resident memory of a pool and of the rows of a running batch: ``python -m bench.memory`` prints a table.
 
-Linux only. Pages of 16 tokens, one full-attention group, prefix caching on. Each line but the second is measured in a fresh
-process, since memory that one batch gave back would serve the next.
+Linux only. Pages of 16 tokens, one full-attention group, prefix caching on. Each line but the second is measured in a new
+process, since a batch would reuse memory freed by the previous one.
 
-The rows' table is NumPy's, to which Linux may give huge pages: short rows in long reserved ones then cost what is reserved.
+The rows' table is a NumPy array, for which Linux may use huge pages. Short rows then cost as much as the reserved length.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ def make_batch(manager: pagepool.CacheManager, num_rows: int) -> pagepool.Runnin
 
 
 def measure_pool() -> list[list[str]]:
-    """Return the lines of a pool before and after it was used."""
+    """Return the lines of a new pool and of a used one."""
     start = read_resident_bytes()
     manager = make_manager()
     new = show(f"pool of {NUM_PAGES:,} pages, new", start, NUM_PAGES)
     fill_cache(manager)
-    return [new, show("the same, every page cached", start, NUM_PAGES)]
+    return [new, show("the same pool, all pages cached", start, NUM_PAGES)]
 
 
 def measure_rows(length: int) -> list[list[str]]:
-    """Return the line of a batch whose rows have so many tokens, beside a pool that is resident already."""
+    """Return the line of a batch whose rows have `length` tokens, without its pool."""
     manager = make_manager()
     fill_cache(manager)
     start = read_resident_bytes()
     batch = make_batch(manager, NUM_ROWS)
     admit_rows(batch, length)
-    return [show(f"{NUM_ROWS} rows of {length:,} tokens, their table included", start, NUM_ROWS * length // PAGE_SIZE)]
+    return [show(f"{NUM_ROWS} rows of {length:,} tokens, including their table", start, NUM_ROWS * length // PAGE_SIZE)]
 
 
 def fill_cache(manager: pagepool.CacheManager) -> None:
-    """Run prompts until every page was handed out and cached."""
+    """Run prompts until every page is cached."""
     batch = make_batch(manager, 1)
     rng = np.random.default_rng(SEED)
     for _ in range(NUM_PAGES // (PROMPT_LEN // PAGE_SIZE) + 1):
@@ -75,7 +75,7 @@ def admit_rows(batch: pagepool.RunningBatch, length: int) -> None:
 
 
 def show(name: str, start: int, num_pages: int) -> list[str]:
-    """Return a line of the table: what has become resident since the start."""
+    """Return a line of the table: the growth of resident memory since the start."""
     per_page = (read_resident_bytes() - start) / num_pages
     return [name, f"{num_pages:,}", f"{per_page:.1f}", f"{per_page / PAGE_SIZE:.2f}"]
 

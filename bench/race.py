@@ -1,10 +1,9 @@
-"""Races: rivals do the same work in turn, round by round, under one clock; and the table of the results.
+"""Races: rivals do the same work in turn, round by round, under one clock. This module also makes the tables of results.
 
-A race is one benchmark of pytest-benchmark. Its rounds go to the rivals by turns of a few, so that whatever
-else the machine does hits all alike. The first round of a turn is not timed, so that nobody pays for the
-memory that the rival before went through; what is prepared before a round is not timed either, and the
-garbage collector is off. The medians by rival are in the benchmark's ``extra_info``; pytest-benchmark's own
-statistics mix the rivals.
+A race is one benchmark of pytest-benchmark. The rivals take turns of a few rounds, so that other load on the machine affects
+all of them equally. The first round of a turn is not timed, so that no rival pays for the cache misses left by the previous
+one. Preparation before a round is not timed either, and the garbage collector is off. The medians by rival are in the
+benchmark's ``extra_info``; pytest-benchmark's own statistics mix the rivals.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import pagepool
 
 @dataclass(frozen=True)
 class Suite:
-    """A table of its own: the columns of its contenders, the last of them ours, and the unit of its times."""
+    """A table: the columns of its contenders, with ours last, and the unit of its times."""
 
     rivals: tuple[str, ...]
     ours: str
@@ -31,22 +30,22 @@ class Suite:
     target: str
 
     def columns(self) -> list[str]:
-        """Return the heads of the table but for those of the limit."""
+        """Return the headings of the table, except for those of the limit."""
         return ["work", *self.rivals, self.ours, *(f"ratio to {rival}" for rival in self.rivals), self.target]
 
 
 DROP_IN = Suite(("easydel", "oracle"), "pagepool", "us", 1e6, "target ratio")
 BATCHED = Suite(("easydel", "oracle", "manager"), "batched", "ns", 1e9, "target")
-LIMIT_COLUMNS = ("limit in C", "the same, batched", "times the limit")
+LIMIT_COLUMNS = ("limit in C", "batched alone", "ratio to the limit")
 
 Limits = Mapping[str, tuple[float, float]]
-"""Times of the limit in C and of the same work by a running batch, alone both, by the name of the work."""
+"""Times of the limit in C and of the same work by a running batch, each alone, by the name of the work."""
 
 
 class Contender(Protocol):
-    """One rival's state in a race. `prepare` comes before each `run`, which alone is timed.
+    """One rival's state in a race. `prepare` precedes each `run`; only `run` is timed.
 
-    `page_ids` is what the last round gave: the same for all, or they did not do the same work.
+    `page_ids` is the result of the last round. It must be the same for all, since they do the same work.
     """
 
     page_ids: Any
@@ -58,10 +57,10 @@ class Contender(Protocol):
 
 @dataclass(frozen=True)
 class Work:
-    """What is raced. A round does `num_units` of `unit`; `target` is the ratio to reach, to easydel or in a commit to the
-    oracle, and in the suite of batches the time not to exceed. `limit` names the same work in plain C.
+    """The work of a race. A round does `num_units` of `unit`. `target` is the ratio to reach, to easydel or for commits to the
+    oracle; in the suite of batches it is the time not to exceed. `limit` names the same work in plain C.
 
-    `num_turns` times each rival has a turn of `rounds_per_turn` timed rounds.
+    Each rival has `num_turns` turns of `rounds_per_turn` timed rounds.
     """
 
     name: str
@@ -77,7 +76,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Result:
-    """The medians of one race by rival, a unit of work, in the suite's unit of time."""
+    """The median time of a unit of work by rival, in the suite's unit of time."""
 
     work: Work
     medians: Mapping[str, float]
@@ -87,18 +86,18 @@ class Result:
         return self.medians[self.work.suite.ours]
 
     def ratio_to(self, rival: str) -> float | None:
-        """Return how many times as long the rival takes."""
+        """Return the rival's time divided by ours."""
         return self.medians[rival] / self.ours if rival in self.medians else None
 
     def cells(self) -> list[str]:
-        """Return the line of the table but for the limit."""
+        """Return the line of the table, except for the limit."""
         suite = self.work.suite
         times = [show_time(self.medians.get(rival), suite.unit) for rival in (*suite.rivals, suite.ours)]
         ratios = [show_ratio(self.ratio_to(rival)) for rival in suite.rivals]
         return [f"{self.work.name}, per {self.work.unit}", *times, *ratios, self._show_target()]
 
     def limit_cells(self, limits: Limits) -> list[str]:
-        """Return what the table says of the limit, by the limits' names in the suite's unit of time."""
+        """Return the cells of the limit, in the suite's unit of time."""
         limit, ours = limits.get(self.work.limit or "", (None, None))
         times = [show_time(time, self.work.suite.unit) for time in (limit, ours)]
         return [*times, show_ratio(ours / limit if ours and limit else None)]
@@ -117,7 +116,7 @@ class Race:
         self.results = results
 
     def __call__(self, contenders: Mapping[str, Contender], work: Work) -> None:
-        """Time the contenders, by the rivals' names, and add the result."""
+        """Time the contenders, given by the names of the rivals, and add the result."""
         for contender in contenders.values():
             run_untimed(contender)
         check_same_work(contenders)
@@ -132,7 +131,7 @@ class Race:
             self._add_result(list(contenders), work)
 
     def _add_result(self, rivals: Sequence[str], work: Work) -> None:
-        """Deal the rounds that pytest-benchmark timed out to the rivals again."""
+        """Assign the rounds that pytest-benchmark timed to the rivals."""
         seconds: dict[str, list[float]] = {rival: [] for rival in rivals}
         turns = cycle([rival for rival in rivals for _ in range(work.rounds_per_turn)])
         for rival, duration in zip(turns, self._benchmark.stats.stats.data, strict=False):
@@ -143,12 +142,12 @@ class Race:
 
 
 def count_rounds(num_turns: int) -> int:
-    """Return how many rounds a contender runs in a race, those that are not timed included."""
+    """Return the number of rounds that a contender runs in a race, including untimed ones."""
     return 1 + num_turns * (1 + Work.rounds_per_turn)
 
 
 def alternate(contenders: Mapping[str, Contender], rounds_per_turn: int) -> Iterator[Contender]:
-    """Yield who runs the next timed round, prepared for it."""
+    """Yield the contender of each timed round, prepared for it."""
     for contender in cycle(contenders.values()):
         run_untimed(contender)
         for _ in range(rounds_per_turn):
@@ -162,7 +161,7 @@ def run_untimed(contender: Contender) -> None:
 
 
 def check_same_work(contenders: Mapping[str, Contender]) -> None:
-    """Assert that the last rounds gave the same page ids."""
+    """Assert that the last rounds had the same page ids."""
     first, *others = [list(contender.page_ids) for contender in contenders.values()]
     assert all(page_ids == first for page_ids in others), f"{', '.join(contenders)}: not the same pages"
 
@@ -176,25 +175,25 @@ def show_ratio(ratio: float | None) -> str:
 
 
 def count_decimals(value: float) -> int:
-    """Return how many decimals make about three digits."""
+    """Return the number of decimals for about three digits."""
     return next((digits for digits, least in enumerate((100, 10, 1, 0.1)) if value >= least), 4)
 
 
 def as_tables(results: Sequence[Result], limits: Limits) -> str:
-    """Return the results as GitHub tables, one a suite, and what they were measured with."""
+    """Return the results as GitHub tables, one for each suite, and a description of the setup."""
     suites = {suite: [result for result in results if result.work.suite == suite] for suite in (DROP_IN, BATCHED)}
     return "\n\n".join([*(suite_table(suite, held, limits) for suite, held in suites.items() if held), describe_setup()])
 
 
 def suite_table(suite: Suite, results: Sequence[Result], limits: Limits) -> str:
-    """Return the results of a suite as a GitHub table, with the limit beside them where it was measured."""
+    """Return the results of a suite as a GitHub table, including the limit if it was measured."""
     has_limit = suite is BATCHED and bool(limits)
     lines = [result.cells() + (result.limit_cells(limits) if has_limit else []) for result in results]
     return as_table([*suite.columns(), *(LIMIT_COLUMNS if has_limit else ())], lines)
 
 
 def as_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a GitHub table: the first column to the left, numbers to the right."""
+    """Return a GitHub table with the first column aligned left and numbers aligned right."""
     rules = ["---", *["---:"] * (len(columns) - 1)]
     return "\n".join(f"| {' | '.join(line)} |" for line in (columns, rules, *lines))
 

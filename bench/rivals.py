@@ -1,7 +1,7 @@
-"""The rivals behind one set of calls: pagepool, the oracle of the tests, and easydel where it is installed.
+"""A common interface to the rivals: pagepool, the oracle of the tests, and easydel if it is installed.
 
-One full-attention group with pages of 16 tokens, prefix caching on. All calls give page ids as Python ints in
-lists, which is what an engine writes into its page table, except where a name says array.
+One full-attention group with pages of 16 tokens, prefix caching on. All calls return page ids as lists of Python ints, as an
+engine writes them into its page table, unless a name says array.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Rival:
         return self._pools.PagePool(num_pages, enable_caching=True)
 
     def read_ids(self, pages: Any) -> tuple[list[int], ...]:
-        """Read the ids out of what `allocate_slots` or `get_computed_pages` returned."""
+        """Return the ids in a result of `allocate_slots` or `get_computed_pages`."""
         return pages.get_page_ids()
 
     def take_and_give_back(self, pool: Any, num_pages: int, **hint: int) -> list[int]:
@@ -50,23 +50,23 @@ class Rival:
         return [pool.pages[page_id] for page_id in page_ids]
 
     def remove_and_append(self, pool: Any, pages: Sequence[Any]) -> None:
-        """Take each page out of the free queue, wherever it stands, and put it at the back."""
+        """Remove each page from its place in the free queue, and append it."""
         queue = pool.free_page_queue
         for page in pages:
             queue.remove(page)
             queue.append(page)
 
     def get_hashes(self, manager: Any, request: Any) -> Sequence[Any]:
-        """Return the hashes of a request that was looked up."""
+        """Return the hashes of a request after its look-up."""
         return list(manager.req_to_page_hashes[request.request_id])
 
     def look_up(self, pool: Any, hashes: Sequence[Any]) -> list[int]:
-        """Find the page of each hash, one call a page."""
+        """Find the page of each hash, one call per page."""
         return [pool.get_cached_page(page_hash, [0])[0].page_id for page_hash in hashes]
 
 
 class ArrayRival(Rival):
-    """Pagepool's own way to take and give back: page ids in int32 arrays, no page objects."""
+    """Pagepool's calls with page ids in int32 arrays instead of page objects."""
 
     def take_and_give_back(self, pool: Any, num_pages: int, **hint: int) -> Any:
         page_ids = pool.get_new_page_ids(num_pages, **hint)
@@ -111,8 +111,8 @@ class OracleRival(Rival):
 
 
 def find_easydel() -> list[Rival]:
-    """Return easydel's manager as a rival; no rival where it is not installed."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # pages are kept on the host: take no accelerator for them
+    """Return easydel's manager as a rival, or an empty list if it is not installed."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # pages are managed on the host, without an accelerator
     core = "easydel.inference.esurge.core"
     try:
         with warnings.catch_warnings():

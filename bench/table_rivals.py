@@ -1,4 +1,4 @@
-"""Page tables behind one set of calls: pagepool's, the obvious one in NumPy and jax, and easydel's where it is installed."""
+"""A common interface to page tables: pagepool's, the obvious one in NumPy and jax, and easydel's if it is installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pagepool
 
 OURS = "pagepool"
 OBVIOUS = "oracle"
-"""The column of the table that the obvious page table shares with the manager's pure-Python twin."""
+"""The column that the obvious page table shares with the manager's pure-Python twin."""
 EASYDEL = "easydel"
 
 Table = Any
@@ -74,12 +74,12 @@ def import_easydel() -> Callable[[int, int, int], Table]:
 
 
 def find_page_table(rival: str) -> Callable[[int, int, int], Table]:
-    """Return what makes a rival's table, and import no other rival."""
+    """Return the class of a rival's table, without importing other rivals."""
     return {OURS: lambda: pagepool.PageTable, OBVIOUS: lambda: ObviousPageTable, EASYDEL: import_easydel}[rival]()
 
 
 def find_page_tables() -> dict[str, Callable[[int, int, int], Table]]:
-    """Return what makes the tables of all rivals that are installed."""
+    """Return the table classes of all installed rivals."""
     page_tables = {rival: find_page_table(rival) for rival in (OURS, OBVIOUS)}
     with contextlib.suppress(ImportError):
         page_tables[EASYDEL] = find_page_table(EASYDEL)

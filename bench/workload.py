@@ -1,4 +1,4 @@
-"""The group, requests and tokens that every rival takes: seeded, and made anew for each of them."""
+"""The group, requests and tokens for the rivals: seeded, and made again for each of them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def make_group(specs: ModuleType) -> Any:
 
 
 def random_tokens(num_tokens: int, stream: int) -> list[int]:
-    """Return the tokens of a stream: new objects each time, so that no rival warms them for the next."""
+    """Return the tokens of a stream as new objects, so that no rival warms the cache for the next."""
     return np.random.default_rng([SEED, stream]).integers(0, VOCABULARY, num_tokens).tolist()
 
 
 def random_page_ids(num_ids: int, num_pages: int) -> list[int]:
-    """Return distinct page ids, the null page excepted."""
+    """Return distinct page ids without the null page."""
     return (np.random.default_rng(SEED).choice(num_pages - 1, num_ids, replace=False) + 1).tolist()
 
 
 @dataclass(slots=True)
 class BenchRequest:
-    """What any of the managers reads of an engine's request, at the least cost to read."""
+    """The attributes of a request that the managers read, at the least cost."""
 
     request_id: str
     all_token_ids: list[int]

@@ -1,8 +1,8 @@
-"""Paged attention in two forms. Each token is a query of its own, with its row's pages and its own length: so a chunk of a
-prompt needs no more code than a decoded token. (A fast engine has a kernel that reads a prompt's pages once for a whole chunk.)
+"""Paged attention in two forms. Each token is its own query, with its row's pages and its own length, so the same code serves
+chunks of prompts and decoded tokens. (A fast engine has a kernel that reads a prompt's pages once for a whole chunk.)
 
-query ``[tokens, heads, head_size]``, pages ``[kv_heads, num_pages, page_size, head_size]``, page_ids int32
-``[tokens, pages_per_row]``, lengths int32 ``[tokens]``, the token itself included; result as query.
+Shapes: query ``[tokens, heads, head_size]``, pages ``[kv_heads, num_pages, page_size, head_size]``, page_ids int32
+``[tokens, pages_per_row]``, lengths int32 ``[tokens]``, including the token itself. The result has the shape of the query.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def attend_by_gather(query: Any, key_pages: Any, value_pages: Any, page_ids: Any
 
 
 def attend_by_pallas(query: Any, key_pages: Any, value_pages: Any, page_ids: Any, lengths: Any) -> Any:
-    """The paged attention kernel for GPUs that comes with jax, which reads pages where they are. Interpreted elsewhere."""
+    """Call jax's paged attention kernel for GPUs, which reads pages in place. On other devices it is interpreted."""
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
     pages_per_block = next(n for n in (8, 4, 2, 1) if page_ids.shape[1] % n == 0)

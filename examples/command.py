@@ -14,12 +14,12 @@ from request import Request, SamplingParams
 from stopwatch import Stopwatch, format_profile
 
 ALPHABET = string.digits + string.ascii_letters + string.punctuation + " \n"
-"""One token a character."""
+"""Each character is a token."""
 
 ATTENTIONS = {"gather": attend_by_gather, "pallas": attend_by_pallas}
 
 PARTS = {"allocator": "batch", "commit": "table", "model": "runner"}
-"""What `--profile` times, and the engine's attributes that do it."""
+"""The parts that `--profile` times, and the engine's attributes for them."""
 
 SYSTEM_PROMPT = "You keep the pages of a cache. Answer briefly. "
 QUESTIONS = (
@@ -33,13 +33,13 @@ QUESTIONS = (
     "What does a step cost?",
 )
 
-HELP = """Generate text with a small transformer and a paged KV cache. Its weights are random unless --weights names some,
-and so is the text. The prompts share their beginnings, and the pool is too small for all of them at once, so there are prefix
-hits, evictions and preemptions to be seen."""
+HELP = """Generate text with a small transformer and a paged KV cache. Weights, and therefore the text, are random without
+--weights. The default prompts share prefixes, and the pool is too small for all of them at once, so the output shows prefix
+hits, evictions and preemptions."""
 
 
 def make_parser() -> ArgumentParser:
-    """What may be given."""
+    """Return the parser of the command line."""
     parser = ArgumentParser("engine.py", description=HELP)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="printable ASCII (default: eight questions)")
 
@@ -48,23 +48,23 @@ def make_parser() -> ArgumentParser:
 
     add("--max-tokens", 32, "tokens to generate for each prompt")
     add("--temperature", 0.0, "0 is greedy")
-    add("--top-k", 0, "sample among the k most likely tokens, 0: among all")
-    add("--seed", 0, "of the random weights; the first prompt samples with it, the second with the next, and so on")
-    parser.add_argument("--stop", metavar="CHARACTER", help="end an answer with this character")
-    parser.add_argument("--weights", type=Path, metavar="FILE.npz", help="saved by numpy.savez: see AXES in model.py")
-    add("--attention", "gather", "plain jnp, or the kernel for GPUs, interpreted elsewhere", choices=list(ATTENTIONS))
-    add("--num-devices", 1, "divide the heads over so many devices")
-    add("--num-pages", 48, "pages of the KV cache, the null page included")
-    add("--page-size", 8, "tokens a page")
-    add("--max-num-reqs", 6, "requests that run at once")
-    add("--max-num-batched-tokens", 64, "tokens that a step computes")
-    add("--max-model-len", 256, "tokens that a prompt and its answer may have")
-    parser.add_argument("--profile", action="store_true", help="print what share of a step is allocator, commit and model")
+    add("--top-k", 0, "sample from the k most likely tokens; 0: from all")
+    add("--seed", 0, "seed of the random weights; the first prompt samples with it, the second with seed + 1, and so on")
+    parser.add_argument("--stop", metavar="CHARACTER", help="end an answer at this character")
+    parser.add_argument("--weights", type=Path, metavar="FILE.npz", help="weights saved by numpy.savez: see AXES in model.py")
+    add("--attention", "gather", "plain jnp, or jax's GPU kernel, interpreted on other devices", choices=list(ATTENTIONS))
+    add("--num-devices", 1, "number of devices over which the heads are divided")
+    add("--num-pages", 48, "pages of the KV cache, including the null page")
+    add("--page-size", 8, "tokens in a page")
+    add("--max-num-reqs", 6, "maximum number of requests running at once")
+    add("--max-num-batched-tokens", 64, "maximum number of tokens computed in a step")
+    add("--max-model-len", 256, "maximum number of tokens in a prompt and its answer")
+    parser.add_argument("--profile", action="store_true", help="print the shares of allocator, commit and model in a step")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the prompts. Exits with a sentence and code 2 where something cannot work."""
+    """Run the prompts. Exits with a message and code 2 for arguments that cannot work."""
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
@@ -83,10 +83,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def make_engine(args: Namespace) -> Engine:
-    """The engine for these arguments. ValueError or OSError where there is none."""
+    """Make the engine for these arguments. ValueError or OSError if they cannot work."""
     weights = make_weights(args.seed) if args.weights is None else load_weights(args.weights)
     if len(weights["embedding"]) != len(ALPHABET):
-        raise ValueError(f"weights: got a vocabulary of {len(weights['embedding'])}, allowed: {len(ALPHABET)}, one a character")
+        raise ValueError(f"weights: got a vocabulary of {len(weights['embedding'])}, allowed: {len(ALPHABET)}, 1 per character")
     return Engine(
         weights,
         num_pages=args.num_pages,
@@ -113,7 +113,7 @@ def add_prompts(engine: Engine, args: Namespace) -> list[Request]:
 
 
 def encode(text: str) -> list[int]:
-    """Token ids. ValueError for a character that is none of the alphabet's."""
+    """Return the token ids of a text. ValueError for a character outside the alphabet."""
     wrong = [character for character in text if character not in ALPHABET]
     if wrong:
         raise ValueError(f"text: got {wrong[0]!r}, allowed: printable ASCII and newline")
@@ -121,14 +121,14 @@ def encode(text: str) -> list[int]:
 
 
 def decode(token_ids: Sequence[int]) -> str:
-    """Text for token ids."""
+    """Return the text of token ids."""
     return "".join(ALPHABET[token_id] for token_id in token_ids)
 
 
 def run(engine: Engine, requests: Sequence[Request], watches: Mapping[str, Stopwatch]) -> list[float]:
-    """Step until all is done, and print a line a step. Returns the seconds of each step."""
+    """Step until no request is left, and print a line for each step. Returns the seconds of each step."""
     step_seconds = []
-    print("A column is a request: `.` its prompt is being computed, `-` it was preempted, else the token that it got.")
+    print("Each column is a request: `.` computes its prompt, `-` is preempted; otherwise its new token.")
     print("step  pages used")
     while engine.waiting or engine.running:
         start = perf_counter()
@@ -142,7 +142,7 @@ def run(engine: Engine, requests: Sequence[Request], watches: Mapping[str, Stopw
 
 
 def find_symbol(engine: Engine, request: Request, streamed: Mapping[Request, int]) -> str:
-    """One character for what became of a request in this step."""
+    """Return one character for the state of a request in this step."""
     if request in streamed:
         return decode([streamed[request]]).replace(" ", "_").replace("\n", "|")
     if request in engine.running:
@@ -151,13 +151,13 @@ def find_symbol(engine: Engine, request: Request, streamed: Mapping[Request, int
 
 
 def print_answers(engine: Engine, requests: Sequence[Request]) -> None:
-    """The text, and what the allocator did for it."""
-    print("\nPrompt -> answer (tokens that were cached when the request was admitted, the last time if it was preempted)")
+    """Print the answers and the cache statistics."""
+    print("\nPrompt -> answer (tokens cached at the request's last admission)")
     for request in requests:
         prompt, answer = decode(request.token_ids[: request.num_prompt_tokens]), decode(request.output)
         print(f"{prompt!r} -> {answer!r} ({request.num_cached_tokens})")
     stats = engine.manager.stats()
     first, again = stats.queries, stats.preempted_queries
-    print(f"Prompt tokens that were cached: {first.num_hit_tokens} of {first.num_queried_tokens} ({first.hit_rate:.1%}).")
-    print(f"Preemptions: {engine.num_preemptions}. Tokens cached when their requests came back: {again.num_hit_tokens}.")
-    print(f"Cached pages that were evicted: {stats.num_evicted_pages}.\n")
+    print(f"Cached prompt tokens: {first.num_hit_tokens} of {first.num_queried_tokens} ({first.hit_rate:.1%}).")
+    print(f"Preemptions: {engine.num_preemptions}. Cached tokens at readmission: {again.num_hit_tokens}.")
+    print(f"Evicted pages: {stats.num_evicted_pages}.\n")

@@ -14,7 +14,7 @@ from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable,
 
 
 class Engine:
-    """Runs requests, each in a row of the page table; a step computes up to `max_num_batched_tokens` tokens of them."""
+    """Runs requests, each in a row of the page table. A step computes up to `max_num_batched_tokens` tokens."""
 
     def __init__(
         self,
@@ -28,7 +28,9 @@ class Engine:
         attend: Attention = attend_by_gather,
         num_devices: int = 1,
     ) -> None:
-        """`num_pages` of `page_size` tokens; at most `max_num_reqs` requests run at once. ValueError for what cannot work."""
+        """The cache has `num_pages` pages of `page_size` tokens; at most `max_num_reqs` requests run at once. ValueError for
+        values that cannot work.
+        """
         for name, value in (("max_num_reqs", max_num_reqs), ("max_num_batched_tokens", max_num_batched_tokens)):
             if value < 1:
                 raise ValueError(f"{name}: got {value}, allowed: at least 1")
@@ -36,7 +38,7 @@ class Engine:
         spec = FullAttentionSpec(page_size, sizes["kv_heads"], sizes["head_size"], "float32", use_mla=False)
         self.manager = CacheManager(num_pages, [CacheGroupSpec(spec)], max_model_len)
         self.runner = ModelRunner(weights, num_pages, page_size, attend, num_devices)
-        # The row behind those of requests is never admitted, so its pages are all page 0, the null page: padding goes there.
+        # The last row is never admitted, so all its pages are page 0, the null page. Padding is written there.
         self.num_rows = max_num_reqs + 1
         self.table = PageTable(self.num_rows, -(-max_model_len // page_size), max_num_batched_tokens, self.runner.replicated)
         self.batch = RunningBatch(self.manager, self.table)
@@ -50,9 +52,9 @@ class Engine:
         self.num_preemptions = 0
 
     def add(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Request:
-        """Queue a request. ValueError, and nothing changed, for one that could not run to its end."""
+        """Queue a request. ValueError, without a change, for one that could not run to its end."""
         request = Request(prompt, params or SamplingParams())
-        num_tokens = len(request.token_ids) + request.params.max_tokens - 1  # the last one is never computed on
+        num_tokens = len(request.token_ids) + request.params.max_tokens - 1  # the last token is never computed
         wrong = [token_id for token_id in request.token_ids if not 0 <= token_id < self.runner.sizes["vocab"]]
         if not request.token_ids:
             raise ValueError("prompt: got no tokens, allowed: at least 1")
@@ -65,20 +67,20 @@ class Engine:
         return request
 
     def warmup(self) -> None:
-        """Compile all that there is to compile: the table's commits, and a program for each padded size."""
+        """Compile all programs: the table's commits, and a step for each padded size."""
         self.table.warmup()
         for padded_size in self.padded_sizes:
             self.runner.run(self.table.page_table, *pack([], self.num_rows, padded_size))
 
     def stream(self) -> Iterator[tuple[Request, int]]:
-        """Run until no request is left; yield each token with its request, as it comes."""
+        """Run until no request is left. Yields each token with its request as soon as it is sampled."""
         while self.waiting or self.running:
             yield from self.step()
 
     def step(self) -> list[tuple[Request, int]]:
-        """Run the model once. Returns each request that got a token, and the token. RuntimeError if nothing can run.
+        """Run the model once. Returns each request that got a token, with the token. RuntimeError if nothing can run.
 
-        If the model fails, its error is raised and the step is taken back, so the next call schedules the same again.
+        If the model fails, the step is undone and the error raised, so the next call schedules the same tokens again.
         """
         chunks = self.schedule()
         if not chunks:
@@ -94,7 +96,7 @@ class Engine:
         return self.update(chunks, sampled)
 
     def schedule(self) -> list[Chunk]:
-        """Running requests first, then waiting ones for what is left of the budget, unless pages are short already."""
+        """Schedule running requests first, then waiting ones with the rest of the budget, unless a request was preempted."""
         num_preemptions = self.num_preemptions
         self.grown, self.admitted = [], []
         chunks = self.grow_running()
@@ -103,7 +105,7 @@ class Engine:
         return chunks + self.admitted
 
     def grow_running(self) -> list[Chunk]:
-        """Give known tokens their slots, those of the oldest request first. While pages are short the newest gives way."""
+        """Allocate slots for known tokens, oldest request first. While pages are short, the newest request is preempted."""
         rows = np.array([request.row for request in self.running], dtype=np.int32)
         starts = self.batch.num_computed_tokens[rows]
         num_missing = self.batch.num_tokens[rows] - starts
@@ -114,20 +116,20 @@ class Engine:
             todo = slice(num_grown, len(self.running))
             self.grown.append(self.batch.grow(rows[todo], num_new[todo]))
             num_grown += self.grown[-1].num_grown
-            if num_grown < len(self.running):  # who gives way has not grown in this step: all its cached pages are computed
+            if num_grown < len(self.running):  # the newest has not grown in this step, so all its cached pages are computed
                 self.preempt(self.running.pop())
         chunks = map(Chunk, self.running, starts.tolist(), (starts + num_new).tolist())
         return [chunk for chunk in chunks if chunk.start < chunk.stop]
 
     def preempt(self, request: Request) -> None:
-        """Give its pages back, and let it wait before all others."""
+        """Release a request's pages, and put it first in the queue."""
         self.batch.release([request.row])
-        self.free_rows.appendleft(request.row)  # comes back in the same row, which has kept its hashes
+        self.free_rows.appendleft(request.row)  # it returns to the same row, which keeps its hashes
         self.waiting.appendleft(request)
         self.num_preemptions += 1
 
     def admit_waiting(self, budget: int) -> None:
-        """Start waiting requests, in order, behind their cached prefixes, until budget, rows or pages are used up."""
+        """Start waiting requests in order, after their cached prefixes, until budget, rows or pages are used up."""
         while self.waiting and self.free_rows and budget > 0:
             request, row = self.waiting[0], self.free_rows[0]
             num_cached = self.batch.admit(
@@ -142,7 +144,7 @@ class Engine:
             self.free_rows.popleft()
 
     def take_back(self) -> None:
-        """Nothing of this step was computed, the last scheduled first: admitted requests wait again, rows are as before."""
+        """Undo the step, last scheduled first: admitted requests wait again, and rows are as before."""
         for request, start, _ in reversed(self.admitted):
             self.batch.release([request.row], num_computed_tokens=start)
             self.free_rows.appendleft(request.row)
@@ -151,7 +153,7 @@ class Engine:
             self.batch.undo(result)
 
     def update(self, chunks: Sequence[Chunk], sampled: Any) -> list[tuple[Request, int]]:
-        """Append the sampled token where all tokens of a request are computed, and end those that are finished."""
+        """Append the sampled token to each request whose tokens are all computed, and end finished requests."""
         complete = [request for request, _, stop in chunks if stop == len(request.token_ids)]
         for request in complete:
             request.token_ids.append(int(sampled[request.row]))
@@ -165,7 +167,7 @@ class Engine:
 
 
 def list_padded_sizes(max_num_tokens: int) -> list[int]:
-    """The numbers of tokens that steps are padded to: doubled each time, so few programs are compiled."""
+    """Return the numbers of tokens to which steps are padded. Each doubles the previous one, so few programs are compiled."""
     sizes = [16]
     while sizes[-1] < max_num_tokens:
         sizes.append(2 * sizes[-1])
@@ -173,7 +175,7 @@ def list_padded_sizes(max_num_tokens: int) -> list[int]:
 
 
 def count_tokens(chunks: Sequence[Chunk]) -> int:
-    """What a step with these chunks computes."""
+    """Return the number of tokens in chunks."""
     return sum(stop - start for _, start, stop in chunks)
 
 

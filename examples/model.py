@@ -1,6 +1,6 @@
 """A decoder-only transformer over a paged KV cache: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-A step is one flat list of tokens, whichever requests they belong to; each has a row of the page table and a position in it.
+A step is one flat list of tokens of any requests. Each token has a row of the page table and a position in it.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ AXES = {
     "final_norm": "width",
     "unembedding": "width vocab",
 }
-"""The weights, and what their axes are."""
+"""The axes of each weight."""
 
 DEFAULT_SIZES = {"vocab": 96, "width": 64, "layers": 2, "heads": 16, "kv_heads": 8, "head_size": 16, "hidden": 128}
 
@@ -37,11 +37,11 @@ KVCache = list[tuple[jax.Array, jax.Array]]
 """Keys and values of each layer, float32 ``[kv_heads, num_pages, page_size, head_size]``."""
 
 Attention = Callable[[Any, Any, Any, Any, Any], Any]
-"""One of those in attention.py."""
+"""A function with the signature of those in attention.py."""
 
 
 class Tokens(NamedTuple):
-    """What a step computes, int32: three values a token, and for each row of the table the index of its last token here."""
+    """The tokens of a step, int32: three values per token, and for each row of the table the index of its last token here."""
 
     token_ids: Any
     rows: Any
@@ -50,7 +50,7 @@ class Tokens(NamedTuple):
 
 
 def make_weights(seed: int, sizes: Mapping[str, int] = DEFAULT_SIZES) -> Weights:
-    """Random weights: norms are ones, the others normal and large enough that the answers vary."""
+    """Make random weights. Norms are ones; the others are normal, and large enough that the answers vary."""
     rng = np.random.default_rng(seed)
     shapes = {name: [sizes[axis] for axis in axes.split()] for name, axes in AXES.items()}
     scale = 2 * sizes["width"] ** -0.5
@@ -59,18 +59,18 @@ def make_weights(seed: int, sizes: Mapping[str, int] = DEFAULT_SIZES) -> Weights
 
 
 def load_weights(path: Path) -> Weights:
-    """Weights that ``numpy.savez(path, **weights)`` saved. ValueError where they are no model of this kind."""
+    """Load weights saved by ``numpy.savez(path, **weights)``. ValueError if they do not fit this model."""
     try:
         with np.load(path) as file:
             weights = {name: np.asarray(file[name], dtype=np.float32) for name in file.files}
     except (ValueError, TypeError, EOFError, BadZipFile) as error:
-        raise ValueError(f"weights: {path} is no file of numpy.savez") from error
+        raise ValueError(f"weights: {path} was not saved by numpy.savez") from error
     get_sizes(weights)
     return weights
 
 
 def get_sizes(weights: Weights) -> dict[str, int]:
-    """The length of each axis. ValueError if a weight is missing, is not known, or does not fit to the others."""
+    """Return the length of each axis. ValueError if a weight is missing, unknown, or does not fit the others."""
     if set(weights) != set(AXES):
         raise ValueError(f"weights: got {sorted(weights)}, allowed: {sorted(AXES)}")
     sizes: dict[str, int] = {}
@@ -86,7 +86,7 @@ def get_sizes(weights: Weights) -> dict[str, int]:
 
 
 def forward(weights: Weights, kv_cache: KVCache, page_table: Any, tokens: Tokens, attend: Attention) -> tuple[Any, KVCache]:
-    """Traced: write the tokens' keys and values into their pages, attend, and return logits ``[rows, vocab]`` and the cache."""
+    """Write keys and values into pages, attend, and return logits ``[rows, vocab]`` and the cache (traced)."""
     page_size = kv_cache[0][0].shape[2]
     slots = device_slot_mapping(page_table, tokens.rows, tokens.positions, page_size)
     page_ids, lengths = page_table[tokens.rows], tokens.positions + 1
@@ -98,7 +98,7 @@ def forward(weights: Weights, kv_cache: KVCache, page_table: Any, tokens: Tokens
         query, key, value = (jnp.einsum("tw,whd->thd", normed, w[name]) for name in ("query", "key", "value"))
         key_pages = write_pages(key_pages, slots, rotate(key, tokens.positions))
         value_pages = write_pages(value_pages, slots, value)
-        # All are written before any is read: a prompt may hit pages that another row fills in this very step.
+        # All tokens are written before any is read: a prompt may hit pages that another row fills in the same step.
         attended = attend(rotate(query, tokens.positions), key_pages, value_pages, page_ids, lengths)
         hidden += jnp.einsum("thd,hdw->tw", attended, w["output"])
         normed = normalize(hidden, w["mlp_norm"])
@@ -108,19 +108,19 @@ def forward(weights: Weights, kv_cache: KVCache, page_table: Any, tokens: Tokens
 
 
 def write_pages(pages: Any, slots: Any, values: Any) -> Any:
-    """`values` ``[tokens, kv_heads, head_size]`` into their slots; a slot is page id times page size plus offset."""
+    """Write `values` ``[tokens, kv_heads, head_size]`` to their slots; a slot is page id times page size plus offset."""
     kv_heads, num_pages, page_size, head_size = pages.shape
     flat = pages.reshape(kv_heads, num_pages * page_size, head_size)
     return flat.at[:, slots].set(values.swapaxes(0, 1)).reshape(pages.shape)
 
 
 def normalize(hidden: Any, weight: Any) -> Any:
-    """RMSNorm."""
+    """Apply RMSNorm."""
     return hidden * jax.lax.rsqrt(jnp.mean(hidden**2, axis=-1, keepdims=True) + 1e-6) * weight
 
 
 def rotate(heads: Any, positions: Any) -> Any:
-    """Rotary positions on ``[tokens, heads, head_size]``: the halves of a head are pairs, turned by their frequencies."""
+    """Apply rotary positions to ``[tokens, heads, head_size]``, pairing the two halves of each head."""
     half = heads.shape[-1] // 2
     angles = positions[:, None, None] * 10_000.0 ** (-jnp.arange(half) / half)
     first, second = heads[..., :half], heads[..., half:]

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and how far it got."""
+"""Requests, their sampling parameters, and their parts in a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ __all__ = ["Chunk", "Request", "SamplingParams"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Temperature 0 is greedy, top-k 0 is the whole vocabulary, `stop_token_id` ends the answer. ValueError for what is out of
+    """Temperature 0 is greedy, top-k 0 is the whole vocabulary, `stop_token_id` ends the answer. ValueError for values out of
     range.
     """
 
@@ -21,26 +21,26 @@ class SamplingParams:
     stop_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the numbers; NaN is not in range either."""
+        """Check the numbers; NaN is out of range too."""
         for name, least in (("max_tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
             if not least <= getattr(self, name) < 2**31:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed: {least} to 2**31 - 1")
 
 
 class Request:
-    """A prompt and what was generated. A preempted request keeps its tokens, and is admitted again with all of them."""
+    """A prompt and its generated tokens. A preempted request keeps its tokens, and is admitted again with all of them."""
 
     def __init__(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """`prompt` are token ids; TypeError for what is no integer."""
+        """`prompt` has token ids; TypeError unless they are integers."""
         self.token_ids = [index(token_id) for token_id in prompt]
         self.num_prompt_tokens = len(self.token_ids)
         self.params = params
-        self.row = -1  # this and the next: of the last admission
+        self.row = -1  # this and the next are from the last admission
         self.num_cached_tokens: int | None = None
 
     @property
     def output(self) -> list[int]:
-        """The tokens that were generated so far."""
+        """The tokens generated so far."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
@@ -52,7 +52,7 @@ class Request:
 
 
 class Chunk(NamedTuple):
-    """The tokens of a request that a step computes: positions `start` to `stop`, one token where it decodes."""
+    """The tokens of a request that a step computes: positions `start` to `stop`, one token if decoding."""
 
     request: Request
     start: int

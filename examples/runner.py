@@ -1,4 +1,4 @@
-"""What is on the devices: the weights, the KV cache, the program that runs a step, and its arguments."""
+"""The model on the devices: weights, KV cache, and the program that runs a step."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,14 +15,14 @@ from sampling import SamplingRows, sample
 __all__ = ["ModelRunner", "pack"]
 
 SPLIT_AXES = {"heads", "kv_heads", "hidden"}
-"""These are divided over the devices, tensor parallelism; the others are whole on each."""
+"""The axes that are divided over the devices (tensor parallelism). The others are replicated."""
 
 
 class ModelRunner:
     """A model on a mesh of devices, with a KV cache of `num_pages` pages of `page_size` tokens, divided by KV heads."""
 
     def __init__(self, weights: Weights, num_pages: int, page_size: int, attend: Attention, num_devices: int) -> None:
-        """ValueError for weights that are no model, and for devices that are not there or that heads cannot be divided over."""
+        """ValueError for weights that do not fit, missing devices, and heads that cannot be divided over the devices."""
         self.sizes = get_sizes(weights)
         self.mesh = make_mesh(num_devices, self.sizes)
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
@@ -41,13 +41,13 @@ class ModelRunner:
         return NamedSharding(self.mesh, spec)
 
     def run(self, page_table: jax.Array, tokens: Tokens, params: SamplingRows) -> Any:
-        """Compute a step's tokens, and return what follows the last one of each row, int32 ``[rows]``, on the host."""
+        """Compute a step's tokens, and return the next token of each row: int32 ``[rows]``, on the host."""
         sampled, self.kv_cache = self._program(self.weights, self.kv_cache, page_table, tokens, params)
         return np.asarray(sampled)
 
 
 def make_mesh(num_devices: int, sizes: dict[str, int]) -> Mesh:
-    """The first `num_devices` devices. ValueError if there are fewer, or the axes cannot be divided by so many."""
+    """Make a mesh of the first `num_devices` devices. ValueError if there are fewer, or if the axes cannot be divided."""
     devices = jax.devices()
     if not 1 <= num_devices <= len(devices):
         raise ValueError(
@@ -56,12 +56,12 @@ def make_mesh(num_devices: int, sizes: dict[str, int]) -> Mesh:
         )
     lengths = {axis: sizes[axis] for axis in sorted(SPLIT_AXES)}
     if any(length % num_devices for length in lengths.values()):
-        raise ValueError(f"devices: got {num_devices}, allowed: what divides {lengths}")
+        raise ValueError(f"devices: got {num_devices}, allowed: a divisor of {lengths}")
     return Mesh(np.array(devices[:num_devices]), ("tensor",))
 
 
 def divide_attention(attend: Attention, mesh: Mesh) -> Attention:
-    """Each device attends with its own heads, to its own part of the pages: a kernel cannot be divided by XLA."""
+    """Let each device attend with its own heads to its own part of the pages. XLA cannot divide a kernel."""
     by_head, by_kv_head, whole = PartitionSpec(None, "tensor"), PartitionSpec("tensor"), PartitionSpec()
     in_specs = (by_head, by_kv_head, by_kv_head, whole, whole)
     divided: Attention = jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=by_head, check_vma=False)
@@ -69,13 +69,13 @@ def divide_attention(attend: Attention, mesh: Mesh) -> Attention:
 
 
 def step(weights: Weights, kv_cache: KVCache, page_table: Any, tokens: Tokens, params: SamplingRows, attend: Attention) -> Any:
-    """Traced: a token for each row, and the cache."""
+    """Return a token for each row, and the cache (traced)."""
     logits, kv_cache = forward(weights, kv_cache, page_table, tokens, attend)
     return sample(logits, tokens.positions[tokens.last], params), kv_cache
 
 
 def pack(chunks: Sequence[Chunk], num_rows: int, padded_size: int) -> tuple[Tokens, SamplingRows]:
-    """The tokens of the chunks one behind the other, then padding, which is in the last row; and by row what is asked for."""
+    """Concatenate the tokens of the chunks, pad them with tokens in the last row, and list sampling parameters by row."""
     token_ids, positions = np.zeros((2, padded_size), np.int32)
     rows = np.full(padded_size, num_rows - 1, np.int32)
     last, top_k, seed = np.zeros((3, num_rows), np.int32)

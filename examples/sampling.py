@@ -1,4 +1,4 @@
-"""Which token comes next: greedy, or by temperature, top-k and a seed of the request's own."""
+"""Sampling of the next token: greedy, or by temperature, top-k and a seed for each request."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ __all__ = ["SamplingRows", "sample"]
 
 
 class SamplingRows(NamedTuple):
-    """The parameters of the requests by row, ``[rows]``: float32, int32, int32."""
+    """Sampling parameters by row, ``[rows]``: float32, int32, int32."""
 
     temperature: Any
     top_k: Any
@@ -17,10 +17,10 @@ class SamplingRows(NamedTuple):
 
 
 def sample(logits: Any, positions: Any, params: SamplingRows) -> Any:
-    """Traced: a token for each row, from logits ``[rows, vocab]`` and the positions of the tokens that they follow.
+    """Sample a token for each row from logits ``[rows, vocab]`` and the positions of the preceding tokens (traced).
 
-    By the Gumbel trick: the greatest logit, each with noise added. The noise depends on seed and position alone, so a request
-    gets the same tokens whatever runs beside it, and goes on with the same after it was preempted.
+    This is the Gumbel trick: noise is added to each logit, and the largest one wins. The noise depends only on seed and
+    position, so a request gets the same tokens whatever else runs, also after a preemption.
     """
     vocab = logits.shape[-1]
     num_allowed = jnp.where(params.top_k == 0, vocab, jnp.minimum(params.top_k, vocab))

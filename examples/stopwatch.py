@@ -1,4 +1,4 @@
-"""How long calls take: what the allocator, the commit and the model are of a step."""
+"""Times of calls: the shares of allocator, commit and model in a step."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ __all__ = ["Stopwatch", "format_profile"]
 
 
 class Stopwatch:
-    """Stands for an object, passes calls of its methods on, and adds up their time until the next lap."""
+    """A proxy that adds up the time of an object's method calls until the next lap."""
 
     def __init__(self, watched: Any) -> None:
         """`watched` keeps its attributes; only methods are timed."""
@@ -19,7 +19,7 @@ class Stopwatch:
         self.laps: list[float] = []
 
     def __getattr__(self, name: str) -> Any:
-        """The attribute of what is watched."""
+        """Return the attribute of the watched object; methods are wrapped."""
         value = getattr(self._watched, name)
         return partial(self._time, value) if callable(value) else value
 
@@ -31,13 +31,13 @@ class Stopwatch:
             self._seconds += perf_counter() - start
 
     def end_lap(self) -> None:
-        """Note the seconds since the last lap, and begin at 0."""
+        """Record the seconds since the last lap, and start at 0."""
         self.laps.append(self._seconds)
         self._seconds = 0.0
 
 
 def format_profile(parts: Mapping[str, list[float]], step_seconds: list[float]) -> str:
-    """A line for each part, for what is left, and for the step: the median in microseconds, and the share of all time."""
+    """Return a line for each part, the rest, and the step: median in microseconds, and share of the total time."""
     rest = [step - sum(seconds) for step, *seconds in zip(step_seconds, *parts.values(), strict=True)]
     lines = [f"{'part':<22}{'p50 a step':>12}{'share':>9}"]
     for name, seconds in {**parts, "the engine's own Python": rest, "step": step_seconds}.items():

@@ -1,6 +1,6 @@
 """KV-cache page allocator for LLM inference engines.
 
-`CacheManager` is what an engine talks to; `PagePool` is what lies under it. See the README for ten lines of use.
+`CacheManager` is the interface for engines; `PagePool` is the layer below it. The README has a short example.
 """
 
 import os
@@ -122,7 +122,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``NONE_HASH`` as it is now: `init_none_hash` may change it."""
+    """Return the current ``NONE_HASH``, which `init_none_hash` may change."""
     if name == "NONE_HASH":
         return hashing.NONE_HASH
     raise AttributeError(f"module 'pagepool' has no attribute {name!r}")

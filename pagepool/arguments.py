@@ -1,4 +1,4 @@
-"""Checks of arguments, and of the attributes that are read of a request.
+"""Checks of arguments, and of the attributes that are read from a request.
 
 A check returns the value in the form that the caller needs, or raises an error that names the argument.
 """
@@ -37,8 +37,8 @@ ATTRIBUTES = ("request_id", "all_token_ids", "num_tokens", "num_computed_tokens"
 def require_int(name: str, value: object, minimum: int | None = None, maximum: int | None = None) -> int:
     """Return `value` as an int.
 
-    Raises `ArgumentTypeError` if it is no integer (a bool is none, a NumPy integer is one) and `ArgumentError` if it is below
-    `minimum` or above `maximum`.
+    Raises `ArgumentTypeError` if it is not an integer (NumPy integers are accepted, bools are not) and `ArgumentError` if it is
+    below `minimum` or above `maximum`.
 
     >>> require_int("page_size", 16, minimum=1)
     16
@@ -55,7 +55,7 @@ def _index_of(name: str, value: object) -> int:
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
-        return int(operator.index(cast(Any, value)))  # an array has the method, and refuses
+        return int(operator.index(cast(Any, value)))  # an array has the method, which raises
     except TypeError:
         raise ArgumentTypeError(f"{name} must be an integer, got {shown(value)}") from None
 

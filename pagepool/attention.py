@@ -1,15 +1,11 @@
-"""What each kind of attention needs of its pages: how many, which of them still, and how long a prefix hit may be.
-
-One manager looks after one cache group. It holds no state of requests; the coordinator does, and passes in what a request
-holds (`HeldPages`).
-"""
+"""The rules of each kind of attention: the pages that tokens need, and the prefixes that hit."""
 
 from abc import ABC, abstractmethod
 from functools import cached_property
 from math import lcm
-from typing import Any, NamedTuple
+from typing import Any
 
-from pagepool._core import HashChain, HeldPages, PageIds, PageRules
+from pagepool._core import PageIds, PageRules, PrefixQuery
 from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError
 from pagepool.page_pool import PagePool
@@ -33,22 +29,11 @@ __all__ = [
 ]
 
 
-class PrefixQuery(NamedTuple):
-    """Where and for what a prefix is looked up: the request's digests, the groups that must all hit, and the half-open range
-    of the page ids that may (`stop_id` None: to the end of the pool).
-    """
-
-    chain: HashChain
-    group_ids: PageIds
-    start_id: int
-    stop_id: int | None
-
-
 class SingleTypeCacheManager(ABC):
-    """The rules of one cache group. Subclasses say what differs from full attention.
+    """The rules of one cache group. It holds no state of requests.
 
-    ``num_hashes_per_page`` of the request's hashes make a page; the coordinator sets it. Of a kind that is ``is_prefix_closed``
-    any shorter prefix of a hit is a hit; one that ``can_drop_page`` can give up the last page of a hit for eagle.
+    ``num_hashes_per_page`` is the number of a request's hashes in a page; the coordinator sets it. If ``is_prefix_closed``, any
+    shorter prefix of a hit is a hit. If ``can_drop_page``, the last page of a hit can be dropped for eagle.
     """
 
     is_prefix_cached = True
@@ -61,7 +46,7 @@ class SingleTypeCacheManager(ABC):
         page_pool: PagePool,
         kv_cache_group_id: int,
     ) -> None:
-        """`kv_cache_spec` describes the group with that index."""
+        """`kv_cache_spec` describes the group with index `kv_cache_group_id`."""
         self.kv_cache_spec: CacheSpec = kv_cache_spec
         self.page_pool = page_pool
         self.kv_cache_group_id = kv_cache_group_id
@@ -70,21 +55,21 @@ class SingleTypeCacheManager(ABC):
 
     @cached_property
     def rules(self) -> PageRules:
-        """Which pages a request needs: all of its tokens'."""
+        """The pages that a request needs: those of all its tokens."""
         return PageRules(self.page_size)
 
     @property
     def index_group_id(self) -> int | None:
-        """The group that its pages are entered for in the prefix index; None: they never are."""
+        """The group id in the prefix index; None if pages are never cached."""
         return self.kv_cache_group_id if self.is_prefix_cached else None
 
     @property
     def hit_class(self) -> tuple[Any, ...]:
-        """Groups with equal values have equal rules for hits and are looked up together."""
+        """A key of the rules for hits: groups with equal keys are looked up together."""
         return type(self), self.page_size
 
     def describe(self) -> dict[str, int | str | None]:
-        """By name, what decides which of its pages a prefix hits."""
+        """Return, by name, the settings that decide which pages a prefix hits."""
         names = "page_size", "sliding_window", "attention_chunk_size"
         sizes = {name: getattr(self.kv_cache_spec, name, None) for name in names}
         return {
@@ -95,69 +80,45 @@ class SingleTypeCacheManager(ABC):
         }
 
     def get_num_pages(self, num_tokens: int) -> int:
-        """Places that `num_tokens` tokens take, those of skipped pages included."""
+        """Return the places that `num_tokens` tokens take, including those of skipped pages."""
         return self.rules.count_pages(num_tokens)
 
     def get_min_num_pages(self, num_tokens: int) -> int:
-        """Pages that a request of `num_tokens` tokens holds at once, at its peak, in the smallest steps."""
+        """Return the peak number of pages that a request of `num_tokens` tokens holds, computed in the smallest steps."""
         return self.get_num_pages(num_tokens)
 
-    def get_num_room_tokens(self, num_pages: int) -> int:
-        """Tokens that have a slot in `num_pages` places."""
-        return self.rules.count_room_tokens(num_pages)
-
-    def find_first_useful_page(self, held: HeldPages, num_computed_tokens: int) -> int:
-        """Pages before it are of no use to tokens from `num_computed_tokens` on."""
-        return self.rules.find_first_useful_page(num_computed_tokens, held.num_cached_pages)
-
-    def find_next_skip(self, held: HeldPages) -> int:
-        """The least number of computed tokens at which a page more may be skipped."""
-        return self.rules.find_next_skip(held.num_skipped_pages)
-
-    def get_num_common_prefix_pages(self, held: HeldPages, num_scheduled_requests: int) -> int:
-        """Leading pages that at least `num_scheduled_requests` requests hold; 0 for kinds that skip pages."""
-        return 0
-
     @abstractmethod
-    def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool) -> int:
-        """The longest prefix, in tokens and at most `max_num_tokens`, from which a request can go on. O(pages x groups).
+    def find_hit_length(
+        self, query: PrefixQuery, groups: PageIds, max_num_tokens: int, use_eagle: bool, is_recheck: bool
+    ) -> int:
+        """Return the longest prefix, in tokens and at most `max_num_tokens`, that hits in all `groups`. O(pages x groups).
 
-        With eagle the last page is dropped, since the drafter needs its hidden states computed anew; a re-check, of a length
-        that another group shortened, drops no more.
+        With eagle the last page is dropped, because the drafter needs its hidden states. A re-check of a length that another
+        group shortened drops no further page.
         """
 
     def find_first_hit_page(self, num_hit_tokens: int, use_eagle: bool) -> int:
-        """For a hit of that length, pages before it are not needed."""
+        """Return the first page that a request needs of a hit of `num_hit_tokens` tokens."""
         return 0
 
 
 class FullAttentionManager(SingleTypeCacheManager):
-    """Each token attends to all before it: every page is needed, and any leading pages are a hit."""
+    """Each token attends to all tokens before it: every page is needed, and any number of leading pages is a hit."""
 
     is_prefix_closed = True
 
-    def get_num_common_prefix_pages(self, held: HeldPages, num_scheduled_requests: int) -> int:
-        """O(pages of the answer)."""
-        return self.page_pool.store.count_shared(held, num_scheduled_requests)
-
-    def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool) -> int:
-        """Forwards from the first page to the first that misses. A shorter prefix of a hit is a hit."""
+    def find_hit_length(
+        self, query: PrefixQuery, groups: PageIds, max_num_tokens: int, use_eagle: bool, is_recheck: bool
+    ) -> int:
+        """Look up pages from the first to the first miss."""
         if is_recheck:
             return max_num_tokens
-        num_pages = self.page_pool.store.find_leading_hits(
-            query.chain,
-            self.num_hashes_per_page,
-            0,
-            max_num_tokens // self.page_size,
-            query.group_ids,
-            query.start_id,
-            query.stop_id,
-        )
+        num_pages = query.find_leading_hits(groups, self.num_hashes_per_page, 0, max_num_tokens // self.page_size)
         return (num_pages - (1 if use_eagle and num_pages else 0)) * self.page_size
 
 
 class SlidingWindowManager(SingleTypeCacheManager):
-    """Each token attends to the `sliding_window` last ones, itself included: pages wholly before them are given back."""
+    """Each token attends to the last `sliding_window` tokens, including itself. Pages before the window are given back."""
 
     def __init__(
         self,
@@ -171,47 +132,41 @@ class SlidingWindowManager(SingleTypeCacheManager):
 
     @cached_property
     def rules(self) -> PageRules:
-        """Those in the next token's window."""
+        """The pages in the next token's window."""
         return PageRules(self.page_size, window=self.sliding_window)
 
     @property
     def hit_class(self) -> tuple[Any, ...]:
-        """The window counts too."""
+        """The key includes the window."""
         return type(self), self.page_size, self.sliding_window
 
     def get_min_num_pages(self, num_tokens: int) -> int:
-        """The window and one page more, where it straddles a boundary."""
+        """Count the window and, where it straddles a page boundary, one page more."""
         return min(self.get_num_pages(num_tokens), cdiv(self.sliding_window - 1, self.page_size) + 1)
 
     def _get_num_run_pages(self, use_eagle: bool) -> int:
-        """Consecutive pages that a hit needs: those of the window, and the one that eagle drops."""
+        """Return the consecutive pages that a hit needs: those of the window, and the page that eagle drops."""
         return max(1, cdiv(self.sliding_window - 1, self.page_size) + (1 if use_eagle else 0))
 
-    def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool) -> int:
-        """Backwards to the last run of pages that fills the window; failing that, the leading pages."""
+    def find_hit_length(
+        self, query: PrefixQuery, groups: PageIds, max_num_tokens: int, use_eagle: bool, is_recheck: bool
+    ) -> int:
+        """Look up pages backwards for the last run that fills the window; without one, the leading pages hit."""
         num_dropped = 1 if use_eagle else 0
         num_run_pages = self._get_num_run_pages(use_eagle) - (num_dropped if is_recheck else 0)
         if num_run_pages == 0:
             return max_num_tokens
-        num_pages = self.page_pool.store.find_last_run(
-            query.chain,
-            self.num_hashes_per_page,
-            max_num_tokens // self.page_size,
-            num_run_pages,
-            query.group_ids,
-            query.start_id,
-            query.stop_id,
-        )
+        num_pages = query.find_last_run(groups, self.num_hashes_per_page, max_num_tokens // self.page_size, num_run_pages)
         return (num_pages - (num_dropped if num_pages and not is_recheck else 0)) * self.page_size
 
     def find_first_hit_page(self, num_hit_tokens: int, use_eagle: bool) -> int:
-        """The first page of the window."""
+        """Return the first page of the window."""
         num_kept_pages = self._get_num_run_pages(use_eagle) - (1 if use_eagle else 0)
         return max(0, num_hit_tokens // self.page_size - num_kept_pages)
 
 
 class ChunkedLocalAttentionManager(SingleTypeCacheManager):
-    """Each token attends within its chunk of `attention_chunk_size` tokens: pages of earlier chunks are given back."""
+    """Each token attends to its chunk of `attention_chunk_size` tokens. Pages of earlier chunks are given back."""
 
     can_drop_page = False
 
@@ -227,51 +182,48 @@ class ChunkedLocalAttentionManager(SingleTypeCacheManager):
 
     @cached_property
     def rules(self) -> PageRules:
-        """Those from the page on in which the chunk begins, but never past the last cached page."""
+        """The pages of the current chunk, and the last cached page."""
         return PageRules(self.page_size, chunk=self.attention_chunk_size)
 
     @property
     def hit_class(self) -> tuple[Any, ...]:
-        """The chunk size counts too."""
+        """The key includes the chunk size."""
         return type(self), self.page_size, self.attention_chunk_size
 
     def get_min_num_pages(self, num_tokens: int) -> int:
-        """Those of the chunk that reaches into most; with caching the last cached page stays besides. O(page_size)."""
+        """Count the pages of the chunk that spans most, and with caching the last cached page, which stays. O(page_size)."""
         size = self.attention_chunk_size
         starts = range(0, min(num_tokens, lcm(size, self.page_size)), size)
         spans = [cdiv(min(start + size, num_tokens), self.page_size) - start // self.page_size for start in starts]
         return min(self.get_num_pages(num_tokens), max([2 if self.page_pool.enable_caching else 1, *spans]))
 
-    def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool) -> int:
-        """Forwards from the page in which the last chunk begins; all before it is not needed."""
-        num_pages = self.page_pool.store.find_leading_hits(
-            query.chain,
-            self.num_hashes_per_page,
-            self.find_first_hit_page(max_num_tokens, use_eagle),
-            max_num_tokens // self.page_size,
-            query.group_ids,
-            query.start_id,
-            query.stop_id,
-        )
+    def find_hit_length(
+        self, query: PrefixQuery, groups: PageIds, max_num_tokens: int, use_eagle: bool, is_recheck: bool
+    ) -> int:
+        """Look up pages from the start of the last chunk on. Earlier pages are not needed."""
+        start = self.find_first_hit_page(max_num_tokens, use_eagle)
+        num_pages = query.find_leading_hits(groups, self.num_hashes_per_page, start, max_num_tokens // self.page_size)
         return num_pages * self.page_size
 
     def find_first_hit_page(self, num_hit_tokens: int, use_eagle: bool) -> int:
-        """The page in which the chunk of the next token begins."""
-        return self.rules.find_first_useful_page(num_hit_tokens, 0)
+        """Return the page in which the chunk of the next token begins."""
+        return self.rules.find_first_useful_page(num_hit_tokens)
 
 
 class MambaManager(SingleTypeCacheManager):
-    """A state of fixed size for each request: one page, which holds no prefix that another request could use."""
+    """Each request has a state of fixed size in one page. States are never shared."""
 
     is_prefix_cached = False
 
     @cached_property
     def rules(self) -> PageRules:
-        """One page, however many tokens."""
+        """One page for any number of tokens."""
         return PageRules(None)
 
-    def find_hit_length(self, query: PrefixQuery, max_num_tokens: int, use_eagle: bool, is_recheck: bool) -> int:
-        """Never a hit: the state after a prefix is not kept."""
+    def find_hit_length(
+        self, query: PrefixQuery, groups: PageIds, max_num_tokens: int, use_eagle: bool, is_recheck: bool
+    ) -> int:
+        """Return 0: the state after a prefix is not kept."""
         return 0
 
 
@@ -284,10 +236,10 @@ _MANAGER_OF_SPEC: dict[type[CacheSpec], type[SingleTypeCacheManager]] = {
 
 
 def get_manager_for_kv_cache_spec(kv_cache_spec: CacheSpec, **kwargs: Any) -> SingleTypeCacheManager:
-    """The manager for the kind of attention that a spec describes, made with `kwargs`.
+    """Make the manager for the kind of attention of a spec. `kwargs` go to its constructor.
 
-    Specs are known by the name of their class or of one it derives from, so that an engine's own spec classes work.
-    ArgumentError for a kind that has none.
+    A spec is recognised by the name of its class or of a base class, so an engine's own spec classes work. ArgumentError for
+    other names.
     """
     by_name = {spec.__name__: manager for spec, manager in _MANAGER_OF_SPEC.items()}
     for cls in type(kv_cache_spec).__mro__:

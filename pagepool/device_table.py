@@ -1,11 +1,11 @@
-"""The device copy of page tables: only what changed is sent, by one donated scatter for all groups.
+"""The device copy of page tables. A commit sends only what changed, by one donated scatter for all groups.
 
-A commit copies the dirty 64-column windows into a payload of its own, which nobody ever writes again, and hands it to one
-compiled program. So no later write to the host table can reach the device, whatever jax aliases or reads late; jax on CPU does
-alias 64-byte-aligned NumPy buffers (jax issue 37830). Payloads come in few sizes, so the number of compilations depends on the
-size of the table alone. The approach was measured against others; docs/design.md has the figures.
+A commit copies the dirty 64-column windows into a new payload, which is never written again, and passes it to one compiled
+program. Later writes to the host table therefore cannot reach the device, whatever jax aliases or reads late; jax on CPU does
+alias 64-byte-aligned NumPy buffers (jax issue 37830). Payloads come in few sizes, so the number of compilations depends only
+on the size of the table. docs/design.md compares this approach with others that were measured.
 
-jax is imported when a device copy is first asked for.
+jax is imported when a device copy is first requested.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 __all__ = ["DeviceTable", "commit_tables", "warmup_tables"]
 
 WINDOW = 64
-"""Columns that are sent together."""
+"""Columns per window, the unit of transfer."""
 
 SMALLEST_PAYLOAD = 16
-"""Windows; each size of payload is four times the one before."""
+"""In windows; each payload size is four times the previous one."""
 
 FULL_UPLOAD_SHARE = 16
-"""Above one part in so many of a table the whole of it is sent: it is cheaper then."""
+"""If more than one part in 16 of a table is dirty, sending the whole table is cheaper."""
 
 COMMIT_LOCK = make_lock(sys.modules[__name__], "COMMIT_LOCK", COMMITS)
-"""Commits are made one after another, for two that donate one array would lose it."""
+"""Serialises commits: two that donate the same array would lose it."""
 
 Int32Array = npt.NDArray[np.int32]
 Payload = tuple[Int32Array, Int32Array]
 
 
 def import_jax() -> Any:
-    """The module jax, or an ImportError that says what to install."""
+    """Return the module jax. ImportError names the extra to install."""
     try:
         import jax
     except ImportError as error:
@@ -55,17 +55,17 @@ def import_jax() -> Any:
 
 
 class DeviceTable(TableRows):
-    """A host table, and its copy on the device.
+    """A host table and its copy on the device.
 
-    With `donate` a commit updates the device array in place and the arrays returned before become invalid; steps that are under
-    way and read them are safe. Without, a commit copies the table and old arrays stay. Commits of several threads are made one
-    after another; rows may change in others meanwhile.
+    With `donate` a commit updates the device array in place and invalidates the arrays returned before; running steps that read
+    them are safe. Without it a commit copies the table, and old arrays stay valid. Commits from several threads are serialised;
+    other threads may change rows meanwhile.
     """
 
     def __init__(
         self, num_rows: int, num_columns: int, sharding: jax.sharding.Sharding | None = None, donate: bool = True
     ) -> None:
-        """No array is made, and jax is not imported, before `page_table` is read. `sharding` None means the first device."""
+        """`sharding` None means the first device. No array is made, and jax is not imported, before `page_table` is read."""
         if sharding is not None and not hasattr(sharding, "is_fully_addressable"):
             raise ArgumentTypeError(f"sharding: got {type(sharding).__name__}, allowed: a jax.sharding.Sharding, or None")
         super().__init__(num_rows, num_columns)
@@ -75,7 +75,7 @@ class DeviceTable(TableRows):
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
-        """The sharding of the array, never None: an uncommitted array would be one more program to compile."""
+        """The sharding of the array, never None: an uncommitted array would need one more compiled program."""
         if self._sharding is None:
             jax = import_jax()
             self._sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -83,7 +83,7 @@ class DeviceTable(TableRows):
 
     @property
     def page_table(self) -> jax.Array:
-        """The device array as of the last commit, int32, zeros before the first. ImportError without jax."""
+        """The device array as of the last commit, int32; zeros before the first commit. ImportError without jax."""
         array = self._array
         if array is None:
             with COMMIT_LOCK:
@@ -97,7 +97,7 @@ class DeviceTable(TableRows):
         self._array = upload(self.copy_aligned(), self.sharding)
 
     def distrust(self) -> None:
-        """Whatever may have reached the device, send all rows again. An array that was lost is made anew."""
+        """Mark all rows dirty after a failure that left the device array unknown. A lost array is made again."""
         self.mark_dirty()
         if self._array is not None and is_lost(self._array):
             self._array = None
@@ -107,14 +107,15 @@ class DeviceTable(TableRows):
         with COMMIT_LOCK:
             try:
                 self.clear_rows()
-                self._array = None  # zeros again, when it is asked for
+                self._array = None  # zeros again at the next read
             except BaseException:
                 self.distrust()
                 raise
 
     def check(self) -> None:
-        """IntegrityError names the first row that is wrong on the host, or whose ids on the device are others than those sent.
-        O(table), and a copy of it from the device where that holds one.
+        """Check the host table, and compare the device array with it except for dirty windows.
+
+        IntegrityError names the first wrong row. O(table), and a copy of the device array if there is one.
         """
         super().check()
         with COMMIT_LOCK:
@@ -122,17 +123,17 @@ class DeviceTable(TableRows):
                 unsent = self.find_unsent(np.asarray(self._array))
                 if unsent is not None:
                     row, column = unsent
-                    raise IntegrityError(f"row {row}, column {column}: the device has another page, which counts as sent")
+                    raise IntegrityError(f"row {row}, column {column}: the device has another page in a clean window")
 
 
 def is_lost(array: jax.Array) -> bool:
-    """Whether an array, or a part of it, was donated or deleted."""
+    """Whether an array, or one of its shards, was donated or deleted."""
     return array.is_deleted() or any(shard.data.is_deleted() for shard in array.addressable_shards)
 
 
 def upload(table: Int32Array, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Send an array that nobody writes any more. Across processes each sends its own part: `device_put` would first compare
-    the whole table between them.
+    """Send an array that is never written again. With several processes each sends its own part, because `device_put` would
+    first compare the whole table between them.
     """
     module = import_jax()
     array: jax.Array
@@ -145,13 +146,13 @@ def upload(table: Int32Array, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def count_values(tables: Sequence[DeviceTable]) -> int:
-    """Page ids that the tables have room for in all."""
+    """Return the number of page ids that all tables together have room for."""
     return sum([table.max_num_reqs * table.max_num_pages_per_req for table in tables])
 
 
 @lru_cache(maxsize=64)
 def get_payload_sizes(num_values: int) -> tuple[int, ...]:
-    """Numbers of windows that a payload may have; the last holds as many as are sent rather than all `num_values` ids."""
+    """Return the payload sizes in windows. The last holds the most windows that are sent instead of all `num_values` ids."""
     sizes = [SMALLEST_PAYLOAD]
     last = get_max_num_windows(num_values)
     while sizes[-1] < last:
@@ -160,14 +161,14 @@ def get_payload_sizes(num_values: int) -> tuple[int, ...]:
 
 
 def get_max_num_windows(num_values: int) -> int:
-    """More dirty windows than these, and all ids are sent. The smallest payload is cheaper than any table."""
+    """Return the most dirty windows that are sent instead of all ids. The smallest payload is cheaper than any table."""
     return max(SMALLEST_PAYLOAD, num_values // (FULL_UPLOAD_SHARE * WINDOW))
 
 
 def commit_tables(tables: tuple[DeviceTable, ...], num_reqs: int) -> tuple[jax.Array, ...]:
-    """Send what changed in the first `num_reqs` rows, and return the arrays; rows from there on stay dirty.
+    """Send the changes in the first `num_reqs` rows and return the arrays; later rows stay dirty.
 
-    The windows count as unsent again if sending them fails. O(dirty windows + rows).
+    If sending fails, the rows are dirty again. O(dirty windows + rows).
     """
     with COMMIT_LOCK:
         num_dirty = sum([table.count_dirty_windows(0, num_reqs) for table in tables])
@@ -182,7 +183,7 @@ def commit_tables(tables: tuple[DeviceTable, ...], num_reqs: int) -> tuple[jax.A
 
 
 def send(tables: tuple[DeviceTable, ...], num_reqs: int, num_dirty: int) -> None:
-    """Send the windows, or the whole tables if that is cheaper and every dirty row is meant."""
+    """Send the dirty windows, or the whole tables if that is cheaper and no later row is dirty."""
     num_rows = tables[0].max_num_reqs
     num_values = count_values(tables)
     if num_dirty <= get_max_num_windows(num_values) or any(table.count_dirty_windows(num_reqs, num_rows) for table in tables):
@@ -193,7 +194,7 @@ def send(tables: tuple[DeviceTable, ...], num_reqs: int, num_dirty: int) -> None
 
 
 def send_windows(tables: tuple[DeviceTable, ...], num_reqs: int, num_dirty: int, sizes: Sequence[int]) -> None:
-    """Scatter the dirty windows, in as many payloads of these sizes as it takes."""
+    """Scatter the dirty windows in payloads of these sizes."""
     while num_dirty > 0:
         size = next((size for size in sizes if size >= num_dirty), sizes[-1])
         scatter_payload(tables, pack_dirty_windows(tables, num_reqs, size))
@@ -201,18 +202,18 @@ def send_windows(tables: tuple[DeviceTable, ...], num_reqs: int, num_dirty: int,
 
 
 def warmup_tables(tables: tuple[DeviceTable, ...]) -> None:
-    """Compile the program for each size of payload, with payloads that change nothing."""
+    """Compile the program for each payload size, with payloads that change nothing."""
     with COMMIT_LOCK:
         for size in get_payload_sizes(count_values(tables)):
             scatter_payload(tables, pack_dirty_windows(tables, 0, size))
 
 
 def scatter_payload(tables: tuple[DeviceTable, ...], payload: Payload) -> None:
-    """Replace the arrays by ones with the payload's windows written."""
+    """Write a payload, and replace the device arrays by the results."""
     jax = import_jax()
     scatter = get_scatter(tuple([table.sharding for table in tables]), tables[0]._donate)
     arguments = (tuple([table.page_table for table in tables]), *payload)
-    if jax.config.jax_transfer_guard_host_to_device is None:  # no guard: to enter the context all the same would cost 1 us
+    if jax.config.jax_transfer_guard_host_to_device is None:  # no guard is set, and entering the context would cost 1 us
         arrays = scatter(*arguments)
     else:
         with jax.transfer_guard_host_to_device("allow"):
@@ -226,7 +227,7 @@ Scatter = Callable[[tuple[Any, ...], Int32Array, Int32Array], tuple[Any, ...]]
 
 @lru_cache(maxsize=64)
 def get_scatter(shardings: tuple[jax.sharding.Sharding, ...], donate: bool) -> Scatter:
-    """The program that writes a payload into tables with these shardings. jax compiles it once for each shape."""
+    """Return the program that writes a payload into tables with these shardings. jax compiles it once per shape."""
     jax = import_jax()
     donated = (0,) if donate else ()
     if all(sharding.is_fully_addressable for sharding in shardings):
@@ -235,9 +236,9 @@ def get_scatter(shardings: tuple[jax.sharding.Sharding, ...], donate: bool) -> S
 
 
 def write_windows(tables: tuple[Any, ...], windows: Any, starts: Any, first_rows: Any = None) -> tuple[Any, ...]:
-    """Traced: write a payload. `first_rows` [1] is the table row that row 0 of the arrays is, where they are parts of tables.
+    """Write a payload (traced). If the arrays are parts of tables, `first_rows` [1] is the table row of their row 0.
 
-    Without it nothing is computed: jax on CPU runs programs that hardly compute at once, others on a thread, 40 us later.
+    Without it nothing is computed: jax on CPU runs trivial programs immediately, and others on a thread, 40 us later.
     """
     written = []
     for table, at in zip(tables, starts, strict=True):
@@ -247,7 +248,7 @@ def write_windows(tables: tuple[Any, ...], windows: Any, starts: Any, first_rows
 
 
 def find_local_starts(starts: Any, first_row: Any, num_rows: int) -> Any:
-    """Traced: starts in a part of a table. Those of other parts get a row outside it, each another one."""
+    """Return starts relative to a part of a table (traced). Starts in other parts get distinct rows outside this part."""
     jax = import_jax()
     rows, columns = starts[:, 0] - first_row, starts[:, 1]
     outside = num_rows + jax.lax.iota(rows.dtype, rows.shape[0])
@@ -255,7 +256,7 @@ def find_local_starts(starts: Any, first_row: Any, num_rows: int) -> Any:
 
 
 def scatter_windows(table: Any, starts: Any, windows: Any) -> Any:
-    """Traced: ``table[row, column:column + width] = windows[i]`` for each ``starts[i]``; those outside are dropped."""
+    """Set ``table[row, column:column + width] = windows[i]`` for each ``starts[i]`` (traced); starts outside are dropped."""
     lax = import_jax().lax
     dimensions = lax.ScatterDimensionNumbers(
         update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
@@ -266,15 +267,15 @@ def scatter_windows(table: Any, starts: Any, windows: Any) -> Any:
 class LocalScatter:
     """Writes a payload into this process's parts of tables that span several processes.
 
-    The parts are seen as one array over the local devices, so that no process waits for another, and each may send another
+    The parts are treated as one array over the local devices, so no process waits for another, and each may send its own
     payload or none. Tables may be replicated or sharded by rows.
     """
 
     def __init__(self, shardings: tuple[jax.sharding.Sharding, ...], donated: tuple[int, ...]) -> None:
-        """ArgumentError if shardings of the tables differ."""
+        """ArgumentError if the tables' shardings differ."""
         jax = import_jax()
         if len(set(shardings)) != 1:
-            raise ArgumentError("sharding: tables that span processes must all have the same")
+            raise ArgumentError("sharding: tables that span processes must all have the same sharding")
         self._sharding: Any = shardings[0]
         devices: list[Any] = list(self._sharding.addressable_devices)
         self._devices = sorted(devices, key=lambda device: int(device.id))
@@ -287,21 +288,21 @@ class LocalScatter:
         self._program = jax.jit(program, donate_argnums=donated)
 
     def __call__(self, tables: tuple[Any, ...], windows: Int32Array, starts: Int32Array) -> tuple[Any, ...]:
-        """Write, and return the tables anew."""
+        """Write the payload, and return the new tables."""
         local = self._program(*self._localize(tables, windows, starts))
         return tuple(self._as_global(part, table.shape) for part, table in zip(local, tables, strict=True))
 
     def lower(self, tables: tuple[Any, ...], windows: Int32Array, starts: Int32Array) -> Any:
-        """The program as jax lowers it for these tables, to be looked at."""
+        """Return the program lowered for these tables, for inspection."""
         return self._program.lower(*self._localize(tables, windows, starts))
 
     def _localize(self, tables: tuple[Any, ...], windows: Int32Array, starts: Int32Array) -> tuple[Any, ...]:
-        """The program's arguments."""
+        """Return the program's arguments."""
         first_rows = self._find_first_rows(tables[0].shape)
         return tuple([self._as_local(table) for table in tables]), windows, starts, first_rows
 
     def _find_first_rows(self, shape: tuple[int, int]) -> Int32Array:
-        """The table row at which each local device's part begins."""
+        """Return the first table row of each local device's part."""
         slices = self._sharding.addressable_devices_indices_map(shape)
         for _, columns in slices.values():
             if columns.indices(shape[1]) != (0, shape[1], 1):

@@ -18,7 +18,7 @@ class ArgumentTypeError(PagePoolError, TypeError):
 
 
 class OutOfPagesError(PagePoolError, ValueError):
-    """More pages were asked for than are free (in the pool, or in the data-parallel shard)."""
+    """More pages were requested than are free (in the pool, or in the data-parallel shard)."""
 
 
 class RequestTooLargeError(OutOfPagesError):
@@ -58,7 +58,7 @@ class RowOverflowError(PagePoolError, ValueError):
 
 
 class CompatError(PagePoolError, RuntimeError):
-    """An engine is not what its adapter in `pagepool.compat` was made for, or was built before its allocator was replaced."""
+    """An engine differs from what its adapter in `pagepool.compat` expects, or was built before its allocator was replaced."""
 
 
 MAX_SHOWN_BITS = 256  # Python may be limited to converting ints of 640 digits

@@ -1,4 +1,4 @@
-"""The former place of `pagepool.events.publisher`."""
+"""The former name of `pagepool.events.publisher`."""
 
 from pagepool.events.publisher import EventPublisher
 

@@ -1,8 +1,8 @@
 """Locks of Python objects across a fork.
 
-A forked child has only the thread that forked: a lock that another thread held would stay locked, over an object that was being
-changed. So a thread that forks takes the locks first, and releases them in parent and child. A holder may itself wait for that
-thread; then the child gets the object with a lock that raises. The core does the same for its own locks, and has the hooks.
+A forked child has only the thread that forked. A lock held by another thread would stay locked, over a half-changed object. A
+thread that forks therefore takes the locks first, and releases them in parent and child. If a holder waits for that thread, the
+child gets the object with a lock that raises. The core does the same for its own locks, and registers the hooks.
 """
 
 import itertools
@@ -22,11 +22,11 @@ COMMITS, MANAGERS, EVENTS, NAMES = range(4)
 """Kinds of locks, in the order in which a thread takes them."""
 
 MAX_WAIT_SECONDS = 5.0
-"""For all locks of a fork together. A call takes far less, unless it waits for the thread that forks."""
+"""For all locks of a fork together. A call takes far less, unless it waits for the forking thread."""
 
 
 class _Entry(NamedTuple):
-    """Where a lock is."""
+    """Where a lock is stored."""
 
     kind: int
     number: int
@@ -35,7 +35,7 @@ class _Entry(NamedTuple):
 
 
 class _Thread(threading.local):
-    """What a thread holds while it forks."""
+    """The locks that a thread holds while it forks."""
 
     def __init__(self) -> None:
         self.held: list[Any] = []
@@ -47,43 +47,43 @@ _thread = _Thread()
 
 
 class LostLock:
-    """In a forked child, the lock of an object that another thread was in."""
+    """The lock, in a forked child, of an object that another thread was changing."""
 
     def __init__(self, owner: object) -> None:
-        """Takes the place of the lock of `owner`."""
+        """Replace the lock of `owner`."""
         self._owner_name = getattr(owner, "__name__", type(owner).__name__)
 
     def __enter__(self) -> NoReturn:
-        """Always IntegrityError."""
+        """Raise IntegrityError."""
         raise IntegrityError(
-            f"{self._owner_name}: got a call in a forked process, allowed: none, for another thread was changing the object "
-            "when the process was forked"
+            f"{self._owner_name}: got a call in a forked process, allowed: none, because another thread was changing the "
+            "object when the process forked"
         )
 
     def __exit__(self, *_: object) -> None:
         """Never called."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Never succeeds: the lock is lost in the children of this process too."""
+        """Return False: the lock is lost in the children of this process too."""
         return False
 
 
 def make_lock(owner: object, attribute: str, kind: int) -> Any:
-    """A reentrant lock to be kept as `attribute` of `owner`, which forks take with those of its kind."""
+    """Return a reentrant lock to be stored as `attribute` of `owner`. A fork takes it with the locks of its kind."""
     number = next(_numbers)
-    forget = partial(_entries.pop, number)  # no Python code, in which an interrupt would be lost; the reference is the default
+    forget = partial(_entries.pop, number)  # not Python code, which would lose an interrupt; the reference is pop's default
     _entries[number] = _Entry(kind, number, weakref.ref(owner, forget), attribute)
     return threading.RLock()
 
 
 def _list_locks() -> list[tuple[Any, str, Any]]:
-    """Owner, attribute and lock, in the order in which they are taken."""
+    """Return owner, attribute and lock of each, in the order in which a fork takes them."""
     owners = [(entry.owner(), entry.attribute) for entry in sorted(_entries.copy().values())]
     return [(owner, name, getattr(owner, name)) for owner, name in owners if hasattr(owner, name)]
 
 
 def hold_locks() -> None:
-    """Take all locks for a fork, as far as their holders let go of them in time."""
+    """Take all locks for a fork, except those that are not released in time."""
     deadline = time.monotonic() + MAX_WAIT_SECONDS
     for _, _, lock in _list_locks():
         if lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
@@ -91,13 +91,13 @@ def hold_locks() -> None:
 
 
 def release_locks() -> None:
-    """Release what `hold_locks` took, in one call that nothing interrupts."""
+    """Release what `hold_locks` took, in one call that cannot be interrupted."""
     held, _thread.held = _thread.held, []
     deque(map(methodcaller("release"), held), maxlen=0)
 
 
 def replace_lost_locks() -> None:
-    """In a child, after `release_locks`: let locks that can no longer be released raise."""
+    """Replace the locks that can no longer be released. Called in a child, after `release_locks`."""
     for owner, name, lock in _list_locks():
         if lock.acquire(blocking=False):
             lock.release()

@@ -1,4 +1,4 @@
-"""The former place of `pagepool.stats.prometheus`."""
+"""The former name of `pagepool.stats.prometheus`."""
 
 from pagepool.stats.prometheus import CacheCollector
 

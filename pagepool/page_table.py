@@ -27,17 +27,17 @@ __all__ = [
 ]
 
 PAGE_TABLE_PADDING_VAL = 0
-"""What a row holds behind its last page: the null page."""
+"""The value after a row's last page: the null page."""
 
 SLOT_MAPPING_PADDING_VAL = 0
-"""The slot of tokens that are only padding: the first one of the null page."""
+"""The slot of padding tokens: the first slot of the null page."""
 
 
 class PageTable(DeviceTable):
-    """The page ids of each row, int32 ``[max_num_reqs, max_num_pages_per_req]``, zeros behind each row's last.
+    """The page ids of each row: int32 ``[max_num_reqs, max_num_pages_per_req]``, zeros after each row's last page.
 
-    Rows change on the host, one native call each; `commit` sends what changed to the device. ``num_pages_per_row`` counts each
-    row's pages; ``cpu_version`` moves with each change. Who writes into ``page_table_cpu`` himself says so with `mark_dirty`.
+    Rows change on the host, one native call each; `commit` sends the changes to the device. ``num_pages_per_row`` counts each
+    row's pages; ``cpu_version`` changes with each change. After writing to ``page_table_cpu`` directly, call `mark_dirty`.
 
     >>> table = PageTable(max_num_reqs=4, max_num_pages_per_req=8, max_num_batched_tokens=64)
     >>> table.append_row([5, 6], 1)
@@ -57,14 +57,14 @@ class PageTable(DeviceTable):
         *,
         donate: bool = True,
     ) -> None:
-        """`sharding` None: the first device. `donate` False keeps arrays of earlier commits valid, at a copy of the table for
-        each commit. `max_num_batched_tokens` is what the engine schedules at most; it is kept for the engine.
+        """`sharding` None means the first device. With `donate` False the arrays of earlier commits stay valid, and each commit
+        copies the table. `max_num_batched_tokens`, the engine's token limit per step, is only stored for the engine.
         """
         super().__init__(max_num_reqs, max_num_pages_per_req, sharding, donate)
         self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, 0, MAX_SIZE)
 
     def __repr__(self) -> str:
-        """Its size, and how much of it is in use."""
+        """Return the size and use of the table."""
         return (
             f"PageTable(max_num_reqs={self.max_num_reqs}, max_num_pages_per_req={self.max_num_pages_per_req}, "
             f"num_rows={np.count_nonzero(self.num_pages_per_row)}, num_pages={self.num_pages_per_row.sum()}, "
@@ -72,29 +72,29 @@ class PageTable(DeviceTable):
         )
 
     def get_device_tensor(self) -> jax.Array:
-        """The device array as of the last commit."""
+        """Return the device array as of the last commit."""
         return self.page_table
 
     def get_cpu_tensor(self) -> npt.NDArray[np.int32]:
-        """The host table itself, not a copy."""
+        """Return the host table itself, not a copy."""
         return self.page_table_cpu
 
     def commit(self, num_reqs: int) -> jax.Array:
-        """Send what changed in the first `num_reqs` rows and return the device array. Rows from there on stay dirty.
+        """Send the changes in the first `num_reqs` rows and return the device array. Later rows stay dirty.
 
-        Nothing changed: the same array, in 2 us. Otherwise arrays returned before are invalid, unless the table was made with
-        ``donate=False``; a step under way that reads one is safe. Tables replicated over processes need equal host tables in
-        all of them: jax does not check that. ArgumentError for a number of rows outside the table.
+        Without changes this returns the same array, in 2 us. Otherwise arrays returned before become invalid, unless the table
+        was made with ``donate=False``; a running step that reads one is safe. Tables replicated over processes need equal host
+        tables in all of them, which jax does not check. ArgumentError for a number of rows outside the table.
         """
         return commit_tables((self,), num_reqs)[0]
 
     def warmup(self) -> None:
-        """Compile all programs that `commit` will use: none is compiled later. About 0.1 s each, four for 256 x 2048."""
+        """Compile all programs that `commit` uses, so that none is compiled later. About 0.1 s each; four for 256 x 2048."""
         warmup_tables((self,))
 
 
 class MultiGroupPageTable(GroupedRows):
-    """A page table for each cache group, with the same rows. A call changes all of them or none, and one program commits all.
+    """Page tables with the same rows, one for each cache group. A call changes all or none; one program commits all.
 
     >>> tables = MultiGroupPageTable(4, max_model_len=64, max_num_batched_tokens=64, page_sizes=[16, 32])
     >>> tables.append_rows_batch([[[1, 2], [3]], [[4], [5]]], req_indices=[0, 2])
@@ -125,15 +125,15 @@ class MultiGroupPageTable(GroupedRows):
         )
 
     def __repr__(self) -> str:
-        """The page size and the table of each group."""
+        """Return the page size and the table of each group."""
         return f"MultiGroupPageTable(page_sizes={self.page_sizes}, page_tables={list(self.page_tables)})"
 
     def commit(self, num_reqs: int) -> tuple[jax.Array, ...]:
-        """Send what changed in the first `num_reqs` rows of all groups together. See `PageTable.commit`."""
+        """Send the changes in the first `num_reqs` rows of all groups together. See `PageTable.commit`."""
         return commit_tables(self.page_tables, num_reqs) if self.page_tables else ()
 
     def warmup(self) -> None:
-        """Compile all programs that `commit` will use."""
+        """Compile all programs that `commit` uses."""
         if self.page_tables:
             warmup_tables(self.page_tables)
 
@@ -143,15 +143,15 @@ class MultiGroupPageTable(GroupedRows):
             table.clear()
 
     def check(self) -> None:
-        """`PageTable.check` of each group."""
+        """Check each group's table. See `PageTable.check`."""
         for table in self.page_tables:
             table.check()
 
 
 def device_slot_mapping(page_table: Any, rows: Any, positions: Any, page_size: int) -> Any:
-    """Slots of tokens on the device, to be traced inside the caller's jit: int32 ``[num_tokens]``.
+    """Return the slots of tokens, int32 ``[num_tokens]``, computed on the device inside the caller's jit.
 
-    `page_table` is a device array ``[max_num_reqs, max_num_pages_per_req]``, `rows` and `positions` are int32
-    ``[num_tokens]``. As everywhere in jax, indices outside the table are clamped and not reported.
+    `page_table` is a device array ``[max_num_reqs, max_num_pages_per_req]``; `rows` and `positions` are int32
+    ``[num_tokens]``. Indices outside the table are clamped and not reported, as in jax.
     """
     return page_table[rows, positions // page_size] * page_size + positions % page_size

@@ -41,7 +41,7 @@ class EngineRequestStatus(IntEnum):
     FINISHED_IGNORED = 9
 
     def __str__(self) -> str:
-        """The name alone, as in logs of engines."""
+        """Return the name alone, as in logs of engines."""
         return self.name
 
     @staticmethod
@@ -132,7 +132,7 @@ class EngineRequest:
 
 
 def _list_token_ids(name: str, token_ids: Iterable[int]) -> list[int]:
-    """The token ids as a new list."""
+    """Return the token ids as a new list."""
     if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
         raise ArgumentTypeError(f"{name}: got {type(token_ids).__name__}, allowed: a sequence of ints")
     if isinstance(token_ids, np.ndarray) and token_ids.ndim != 1:

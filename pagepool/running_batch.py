@@ -1,11 +1,11 @@
-"""Rows that run together: a whole step of an engine's batch in one native call."""
+"""A running batch: one native call for a whole step of an engine's requests."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
-from pagepool._core import HashChain, PageIds, RunningRows, StepResult
+from pagepool._core import HashChain, PageIds, RowRequest, RunningRows, StepResult, check_rows
 from pagepool.arguments import require_int
 from pagepool.attention import SingleTypeCacheManager
 from pagepool.errors import ArgumentError, ArgumentTypeError
@@ -17,20 +17,20 @@ from pagepool.request import LoraId, TokenIds
 __all__ = ["RunningBatch", "StepResult"]
 
 KeyedPages = list[tuple[int, bytes]]
-"""The pages whose hash is made of more than tokens, and what else enters it."""
+"""The pages with extra keys, and their encoded keys."""
 
 
 class RunningBatch(RunningRows):
     """The running requests of an engine, one in each row of its page table, grown together.
 
-    A row has known tokens (``num_tokens``: the prompt and what was appended); of these, ``num_computed_tokens`` have their
-    slots, because they were computed before or are computed in this step. Pages that get full by that are entered in the prefix
-    index at once. ``num_cached_tokens`` were hit when the row was admitted, as far as `trim` left them. These, and
-    ``is_admitted``, are read-only arrays by row, live. Pool and prefix index are the manager's: what one caches the other hits.
-    A batch that is dropped gives nothing back: release its rows before.
+    A row knows ``num_tokens`` tokens: the prompt and those appended. ``num_computed_tokens`` of them have slots, because they
+    were computed before or are computed in this step. Pages that become full are entered in the prefix index at once.
+    ``num_cached_tokens`` were hit when the row was admitted, less those that `trim` cut off. These and ``is_admitted`` are
+    live, read-only arrays by row. Pool and prefix index are the manager's, so batch and manager hit each other's pages.
+    Release all rows before dropping a batch, which does not free them.
 
-    One owner at a time, as with the manager; calls are serialised, and each is all or nothing but for the rows behind the first
-    that does not fit. The rows of the table are the batch's to fill.
+    One owner at a time, as with the manager. Calls are serialised. Each is all or nothing, except that the rows before the
+    first that does not fit keep their growth. Only the batch may fill the rows of the table.
 
     >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -51,11 +51,11 @@ class RunningBatch(RunningRows):
         self, manager: CacheManager, page_table: PageTable | MultiGroupPageTable, *, data_parallel_size: int | None = None
     ) -> None:
         """`page_table` has a table for each group of the manager; a `PageTable` serves one group. `data_parallel_size` divides
-        the pool for `admit`'s `dp_shard`.
+        the pool into shards for `admit`'s `dp_shard`.
 
-        ArgumentError where they do not fit together, and for a manager that caches with another `hash_algo` than
-        ``"siphash128"``: a step hashes natively. Memory by row is reserved for the longest one and touched only as rows grow:
-        4 bytes a token, 16 a page hashed, 4 a page.
+        ArgumentError if they do not fit together, or if the manager caches with a `hash_algo` other than ``"siphash128"``: a
+        step hashes natively. Each row's memory is reserved for the maximum length and touched only as the row grows: 4 bytes a
+        token, 16 a hashed page, 4 a page.
         """
         if not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
@@ -78,7 +78,7 @@ class RunningBatch(RunningRows):
         self._last_features: list[_ReadFeatures | None] = [None] * self.num_tokens.size  # by row
 
     def __repr__(self) -> str:
-        """Its size, and what its rows know and have computed."""
+        """Return the size of the batch, and its numbers of known and computed tokens."""
         return (
             f"RunningBatch(num_rows={self.num_tokens.size}, num_admitted={self.is_admitted.sum()}, "
             f"max_num_tokens={self.max_num_tokens}, num_tokens={self.num_tokens.sum()}, "
@@ -100,31 +100,32 @@ class RunningBatch(RunningRows):
         look_up: bool = True,
         is_preempted: bool = False,
     ) -> int | None:
-        """Start a request in a free row: take its longest cached prefix and room for its first `num_tokens` tokens, the cached
-        ones included (None: for all it knows), and fill the table's row. `max_num_new_tokens`, a step's budget, is
-        the most that get room behind the cached ones.
+        """Start a request in a free row: take its longest cached prefix, allocate slots, and fill the table's row.
 
-        `token_ids`, a list or an int32 array, are the tokens that the row knows. Returns how many of them were cached, at most
-        one less than all; None, and nothing changed, if too few pages are free, with `num_reserved_pages` left for rows that
-        run (`CacheManager.require_capacity` tells whether waiting can help). `cache_salt`, `lora_id` and `mm_features` keep
-        prefixes apart as for `CacheManager`. With `dp_shard` hits and pages, later ones too, come from that shard. Without
-        `look_up` no prefix is taken: for a request that wants ``prompt_logprobs``. A request with images that names no features
-        needs a salt of its own, such as ``secrets.token_hex(16)``, and the same one when it comes back: a row does not know
-        which request it is for. A shard is taken modulo `data_parallel_size`. With `is_preempted`, a request that ran before,
-        `CacheManager.stats` counts it apart.
+        `token_ids`, a list or an int32 array, are the tokens that the row knows. The first `num_tokens` of them, cached ones
+        included, get slots (None: all). `max_num_new_tokens`, a step's budget, limits the slots after the cached tokens.
+        Returns the number of cached tokens, at most one less than all; None, without a change, if too few pages are free.
+        `num_reserved_pages` stay free for running rows (`CacheManager.require_capacity` tells whether waiting can help).
+
+        `cache_salt`, `lora_id` and `mm_features` keep prefixes apart as in `CacheManager`. With `dp_shard`, taken modulo
+        `data_parallel_size`, hits and pages come from that shard, later ones too. Without `look_up` no prefix is taken, for a
+        request that wants ``prompt_logprobs``. A request with images but without features needs its own salt, such as
+        ``secrets.token_hex(16)``, and the same one when it returns: a row does not know the id of its request. `is_preempted`
+        marks a request that ran before; `CacheManager.stats` counts it separately.
 
         `CacheManager.stats` counts a request when it is admitted, not when it is refused. Refusing the same request again in
-        the same row costs O(1) while too few pages are free, no hit of it gets another holder and no further page of it is
-        cached; with windows, chunks or eagle, while nothing is cached or evicted. Pass the same list, or an array over the same
-        memory, and the same `mm_features`: tokens in a new object are compared one by one, and a request with features in a new
-        one is looked up anew. Do not change either in place meanwhile. A row also recognises each feature of its last request,
-        and reads it once, so never change a feature in place. Those of a class without weak references are read each time.
+        the same row costs O(1) while too few pages are free, no page that it hits gets another holder and no further page of it
+        is cached; with windows, chunks or eagle, while nothing is cached or evicted. Pass the same list, or an array over the
+        same memory, and the same `mm_features`: tokens in a new object are compared one by one, and a request with features in
+        a new object is looked up again. Do not change either in place meanwhile. A row recognises each feature of its last
+        request and does not read it again, so never change a feature in place. Features of a class without weak references are
+        read each time.
 
-        RowIndexError outside the table, RowOverflowError for more tokens than `max_num_tokens`, ArgumentError for a row that is
-        admitted already, for no tokens and values out of range, ArgumentTypeError for other types; PageHashError if another
-        thread took a page that was hit, IntegrityError for a free page that somebody gave a reference to. O(tokens), and
-        with features O(features x log features); a row keeps its last request's hashes, so a request that is tried again, or
-        comes back, in the same row is hashed no second time.
+        RowIndexError outside the table, RowOverflowError for more than `max_num_tokens` tokens, ArgumentError for a row that is
+        already admitted, for no tokens and for values out of range, ArgumentTypeError for other types; PageHashError if another
+        thread took a page that was hit, IntegrityError for a free page that was given a reference. O(tokens), and with features
+        O(features x log features). A row keeps its last request's hashes, so a request that is tried again or returns in the
+        same row is not hashed again.
         """
         pool, size = self._manager.page_pool, self._data_parallel_size
         if dp_shard is not None and size is None:
@@ -132,6 +133,7 @@ class RunningBatch(RunningRows):
         options = cache_salt, lora_id, mm_features, dp_shard, look_up
         if self.is_refused_still(row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options):
             return None
+        request = RowRequest(self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options)
         hint = None if dp_shard is None else require_int("dp_shard", dp_shard, 0)
 
         def find_hits(chain: HashChain, num_known_tokens: int) -> tuple[tuple[PageIds, ...], int]:
@@ -143,26 +145,14 @@ class RunningBatch(RunningRows):
         finder, counter = (find_hits, self._counters[bool(is_preempted)]) if look_up else (None, None)
         context = self._manager.hold_context(keys)
         try:
-            return self.admit_row(
-                row,
-                token_ids,
-                num_tokens,
-                max_num_new_tokens,
-                keyed,
-                finder,
-                shard,
-                num_reserved_pages,
-                context,
-                options,
-                counter,
-            )
+            return request.admit(keyed, finder, shard, context, counter)
         finally:
             self._manager.release_context(context)
 
     def _find_extra_keys(
         self, row: int, cache_salt: str | None, lora_id: LoraId | None, mm_features: Sequence[Any] | None
     ) -> tuple[RequestExtraKeys | None, KeyedPages]:
-        """The extra keys of a request, and the pages that have any. Features that the row had last are not read again."""
+        """Return the extra keys of a request and its keyed pages. The features of the row's last request are not read again."""
         features = list_features(mm_features)
         if cache_salt is None and lora_id is None and not features:
             return None, []
@@ -189,20 +179,22 @@ class RunningBatch(RunningRows):
         return keyed
 
     def check(self) -> None:
-        """IntegrityError unless every page of a row is held by it, no page stands in more rows and requests of the manager than
-        its ref count says, the table shows what the rows hold, and the pool is right. O(pages + table).
+        """Check rows, table and pool. O(pages + table).
+
+        IntegrityError unless rows hold their pages, no page stands in more rows and requests of the manager than its ref count
+        says, the table shows the rows' pages, and `PagePool.check` passes.
         """
-        self.check_rows(self._manager.coordinator.get_all_held())
+        check_rows(self, list(self._manager.coordinator.requests.values()))
         self._manager.page_pool.check()
 
 
 class _ReadFeatures:
-    """The features that a row read last, and the keys made of them. References are weak: features may hold pixels."""
+    """The features that a row read last, and their keys. References are weak, since features may hold pixels."""
 
     __slots__ = ("_references", "keyed", "keys")
 
     def __init__(self, features: tuple[Any, ...], keys: RequestExtraKeys | None, keyed: KeyedPages) -> None:
-        """`keys` are those of a request with `features`, and `keyed` its pages that have any."""
+        """`keys` are those of a request with `features`; `keyed` are its pages with keys."""
         try:
             self._references = [ref(feature) for feature in features]
         except TypeError:  # a class without weak references: its features are read each time
@@ -211,7 +203,7 @@ class _ReadFeatures:
         self.keyed = keyed
 
     def are_same(self, features: tuple[Any, ...], other_keys: RequestExtraKeys | None) -> bool:
-        """Whether the features are the same objects, and the request has the same `other_keys` beside theirs."""
+        """Whether the features are the same objects, and `other_keys` equal the keys that are not of features."""
         mine, others = (keys.request_keys if keys else () for keys in (self.keys, other_keys))
         return (
             len(self._references) == len(features)
@@ -221,7 +213,7 @@ class _ReadFeatures:
 
 
 def _tables_of(page_table: PageTable | MultiGroupPageTable, manager: CacheManager) -> tuple[PageTable, ...]:
-    """One table for each group."""
+    """Return one table for each group."""
     page_sizes = [group.page_size for group in _groups_of(manager)]
     if isinstance(page_table, MultiGroupPageTable):
         if page_table.page_sizes != page_sizes:
@@ -241,7 +233,7 @@ def _groups_of(manager: CacheManager) -> tuple[SingleTypeCacheManager, ...]:
 
 
 def _native_key_of(manager: CacheManager) -> bytes:
-    """The key under which the core hashes pages; zeros where it never does."""
+    """Return the key with which the core hashes pages; zeros without caching."""
     if not manager.enable_caching:
         return bytes(16)
     key = manager.hasher.native_key

@@ -1,4 +1,4 @@
-"""Calls of everything public with one argument left open, values of any kind for it, and what may come out."""
+"""Calls of all public functions with one argument left open, values of any kind for it, and the permitted outcomes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ HASH = PageHash(5, ())
 
 
 class UsersOwn(Exception):
-    """What a hostile argument raises."""
+    """The error that a hostile argument raises."""
 
 
 class RaisingIndex:
@@ -71,7 +71,7 @@ class TextIndex:
 
 
 class ChangingIndex:
-    """Another int each time."""
+    """An int that differs at each read."""
 
     def __init__(self) -> None:
         self.next = -1
@@ -117,7 +117,7 @@ class AnyRequest:
 
 
 class InUse:
-    """A manager, a batch and tables with something in them: `held` has pages 1 to 3, `new` would hit two that are free."""
+    """A manager, a batch and tables in use: `held` has pages 1 to 3, `new` would hit two free pages."""
 
     def __init__(self, **options: Any) -> None:
         self.manager = CacheManager(16, [CacheGroupSpec(SPEC)], 64, **({"hash_seed": 1} | options))
@@ -156,10 +156,10 @@ class InUse:
 
 Call = Callable[[InUse, Any], Any]
 CASES: dict[str, tuple[Call, str]] = {}
-"""The calls, and what they take besides ints, in words of `KINDS`."""
+"""The calls, and the kinds of values they accept besides ints, in words of `KINDS`."""
 
 KINDS: dict[str, Callable[[Any], bool]] = {
-    "spoils": lambda _: False,  # pages are out of the queue that nobody holds
+    "spoils": lambda _: False,  # unheld pages are out of the queue
     "any": lambda _: True,
     "None": lambda value: value is None,
     "str": lambda value: isinstance(value, str),
@@ -177,14 +177,14 @@ def add(name: str, call: Call, kinds: str = "") -> None:
 
 
 def add_parameters(name: str, function: Callable[..., Any], kinds: dict[str, str], **arguments: Any) -> None:
-    """One case for each parameter that `kinds` names; a function takes what is in use and the arguments by name."""
+    """Add a case for each parameter that `kinds` names. A function takes the objects in use, and the arguments by name."""
     for parameter, kind in kinds.items():
         call = lambda use, value, parameter=parameter: function(use, **{**arguments, parameter: value})  # noqa: E731
         add(f"{name} {parameter}", call, kind)
 
 
 def find_error(call: Call, kinds: str, make_value: Callable[[], Any]) -> str | None:
-    """What is wrong with the outcome of a call with a value, or None."""
+    """Return what is wrong with the outcome of a call with a value, or None."""
     use = InUse()
     before = use.state()
     value = make_value()
@@ -209,7 +209,7 @@ def find_error(call: Call, kinds: str, make_value: Callable[[], Any]) -> str | N
 
 
 def compare_with_int(call: Call, use: InUse, result: Any, number: int) -> str | None:
-    """Whether the same int of Python's leads to the same."""
+    """Return how the outcome differs from that of the equal Python int, or None."""
     other = InUse()
     try:
         expected = call(other, number)
@@ -221,7 +221,7 @@ def compare_with_int(call: Call, use: InUse, result: Any, number: int) -> str | 
 
 
 def plain(result: Any) -> str:
-    """A result without addresses."""
+    """Return a result as text without addresses."""
     return re.sub(r"0x\w+", "", shown(result))
 
 
@@ -268,7 +268,7 @@ REQUEST_METHODS: dict[str, Callable[[CacheManager, Any], Any]] = {
     "free_page_hashes": lambda manager, request: manager.free_page_hashes(request),
     "get_num_common_prefix_pages": lambda manager, request: manager.get_num_common_prefix_pages(request, 1),
 }
-READ_BY = {  # attributes, who reads them of a request that is new, and what they may be besides ints
+READ_BY = {  # attributes of a new request, the methods that read them, and the values they may have besides ints
     "request_id": ([*REQUEST_METHODS], "hashable any"),
     "num_tokens": (["get_computed_pages", "probe", "allocate_slots"], ""),
     "num_computed_tokens": (["allocate_slots"], ""),
@@ -287,7 +287,7 @@ def add_request_cases() -> None:
             if method in methods:
                 call = lambda use, value, read=read, name=attribute: read(use.manager, AnyRequest(**{name: value}))  # noqa: E731
                 add(f"{method} request.{attribute}", call, kinds)
-    for method in ("allocate_slots", "cache_pages"):  # of a request that holds pages
+    for method in ("allocate_slots", "cache_pages"):  # attributes of a request that holds pages
         call = lambda use, value, read=REQUEST_METHODS[method]: read(  # noqa: E731
             use.manager, AnyRequest("held", range(10), num_computed_tokens=value)
         )

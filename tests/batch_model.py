@@ -1,4 +1,4 @@
-"""One batch of rows under one set of calls: over the oracle, over `CacheManager`, and as a `RunningBatch`.
+"""A common interface to a batch of rows: over the oracle, over `CacheManager`, and as a `RunningBatch`.
 
 The first two do row by row, in plain Python and with a plain NumPy table, what the batch does in one native call.
 """
@@ -25,7 +25,7 @@ Amounts = int | Sequence[int]
 
 
 class Grown(NamedTuple):
-    """A `StepResult` in lists: rows that have their room, and the new pages."""
+    """A `StepResult` as lists: rows with room, and the new pages."""
 
     num_grown: int
     page_ids: list[int]
@@ -34,7 +34,7 @@ class Grown(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """What a call made of a row, to be taken back: `num_tokens` only where it appended one."""
+    """The changes of a call to a row, for undoing: `num_tokens` only if the call appended one."""
 
     row: int
     admission: int
@@ -45,7 +45,7 @@ class Growth(NamedTuple):
 
 
 class BatchState(NamedTuple):
-    """Everything that can be seen of rows, their tables and their pool."""
+    """The observable state of rows, their tables and their pool."""
 
     is_admitted: list[bool]
     num_tokens: list[int]
@@ -54,12 +54,12 @@ class BatchState(NamedTuple):
     page_ids: list[PagesByGroup]  # by row, by group
     tables: list[list[list[int]]]  # by group
     num_pages_per_row: list[list[int]]  # by group
-    ref_counts: list[int]  # of all pages but the null page, whose count is not kept
+    ref_counts: list[int]  # of all pages but the null page, whose count is not maintained
     free_page_ids: list[int]  # front of the queue first
     prefix_entries: list[tuple[int, tuple[int, ...]]]  # (group, pages of one content in the order they were entered)
-    hashes: dict[int, int]  # by cached page; empty where a side has none
+    hashes: dict[int, int]  # by cached page; empty if a side has none
     stats: dict[str, int]
-    request_page_ids: list[PagesByGroup]  # of requests that share the manager, by request asked about
+    request_page_ids: list[PagesByGroup]  # of requests that share the manager, by queried request
 
     def differences(self, other: BatchState) -> list[str]:
         """Name the fields in which the other state differs, with both values."""
@@ -94,7 +94,7 @@ def package_pool_state(pool: pagepool.PagePool, with_hashes: bool) -> PoolState:
 
 
 def oracle_pool_state(manager: OracleManager) -> PoolState:
-    """Return the state of the oracle's pool, whose counters are named otherwise."""
+    """Return the state of the oracle's pool, whose counters have other names."""
     pool = manager.page_pool
     stats = {f"num_{name}_pages": pool.counts[name] for name in ("allocated", "freed", "evicted", "cached")}
     stats |= {"num_queried_tokens": pool.counts["queried"], "num_hit_tokens": pool.counts["hit"]}
@@ -102,11 +102,11 @@ def oracle_pool_state(manager: OracleManager) -> PoolState:
     return PoolState(pool.ref_counts[1:], pool.free_page_ids(), entries, {}, stats)
 
 
-# --- what all have in common --------------------------------------------------------------------------------
+# --- common parts -------------------------------------------------------------------------------------------
 
 
 class Rows(ABC):
-    """Rows beside requests of the same manager. Calls are those of `RunningBatch`, results are plain lists."""
+    """Rows beside requests of the same manager. Calls are those of `RunningBatch`; results are plain lists."""
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
@@ -114,7 +114,7 @@ class Rows(ABC):
 
     @abstractmethod
     def state(self, request_ids: Iterable[str]) -> BatchState:
-        """Return all that can be seen, with what these neighbours hold."""
+        """Return the observable state, including what the neighbouring requests hold."""
 
     def start_neighbour(self, request_id: str, token_ids: list[int], **attributes: Any) -> int | None:
         """Run a request through the manager; return the tokens that it hit, None if it does not fit."""
@@ -141,15 +141,15 @@ class Rows(ABC):
 
 
 class ModelRows(Rows):
-    """Each row is a request, and a line of a table. What a manager makes of requests is the subclass's."""
+    """Each row is a request and a line of a table. Subclasses define the results of the manager."""
 
     def __init__(self, manager: Any, setting: Setting, num_rows: int) -> None:
         super().__init__(manager)
         self.setting = setting
         self.requests: list[Any] = [None] * num_rows  # a Request, or None for a free row
         self.num_hits = [0] * num_rows
-        self.admissions = [0] * num_rows  # a new number with each admission and change of places
-        self.growths: list[list[Growth]] = []  # of calls that can be taken back
+        self.admissions = [0] * num_rows  # increases with each admission and each move
+        self.growths: list[list[Growth]] = []  # of calls that can be undone
         self.shards: list[int | None] = [None] * num_rows
         widths = [cdiv(setting.max_model_len, group.page_size) for group in setting.groups]
         self.tables = [np.zeros((num_rows, width), dtype=np.int32) for width in widths]
@@ -157,7 +157,7 @@ class ModelRows(Rows):
 
     @abstractmethod
     def pool_state(self) -> PoolState:
-        """Return what can be seen of the pool."""
+        """Return the observable state of the pool."""
 
     @abstractmethod
     def to_page_ids(self, pages: Any) -> PagesByGroup:
@@ -165,9 +165,9 @@ class ModelRows(Rows):
 
     @abstractmethod
     def skip_pages(self, request: Request) -> None:
-        """Give back what fell out of the window, and nothing else."""
+        """Free the pages that have left the window, and nothing else."""
 
-    # coming and growing
+    # admission and growth
 
     def admit(
         self,
@@ -191,7 +191,7 @@ class ModelRows(Rows):
             num_computed = min(num_computed, num_hits + max_num_new_tokens)
         if self._is_shard_short(self.to_page_ids(hits), num_computed, dp_shard):
             return None
-        num_attached = min(num_hits, num_computed - 1)  # managers want something to compute
+        num_attached = min(num_hits, num_computed - 1)  # managers need something to compute
         options = {"num_reserved_pages": num_reserved_pages, **self._placement(dp_shard)}
         pages = self.manager.allocate_slots(request, num_computed - num_attached, num_attached, hits, **options)
         if pages is None:
@@ -244,7 +244,7 @@ class ModelRows(Rows):
         return True
 
     def _make_room(self, request: Request, num_new: int, num_ahead: int, placement: dict[str, Any]) -> Any:
-        """Allocate. Managers want new tokens: where all are lookahead, those are the new ones, not entered."""
+        """Allocate. Managers need new tokens: if all are lookahead, those are the new ones, and they are not entered."""
         if num_new:
             return self.manager.allocate_slots(request, num_new, num_lookahead_tokens=num_ahead, **placement)
         num_ahead = min(num_ahead, self.setting.max_model_len - request.num_computed_tokens)
@@ -255,10 +255,10 @@ class ModelRows(Rows):
 
     @abstractmethod
     def no_pages(self) -> Any:
-        """Return what the manager says where it added nothing."""
+        """Return the manager's result for no new pages."""
 
     def _forget_last_token(self, row: int) -> None:
-        """Take a token back that the manager may have hashed for an allocation that failed."""
+        """Remove a token that the manager may have hashed for a failed allocation."""
         request = self.requests[row]
         self.manager.free_page_hashes(request)
         self.requests[row] = replace(request, all_token_ids=request.all_token_ids[:-1])
@@ -269,7 +269,7 @@ class ModelRows(Rows):
         return {"dp_shard_hint": shard, "data_parallel_size": self.setting.data_parallel_size}
 
     def _is_shard_short(self, hits: PagesByGroup, num_tokens: int, dp_shard: int | None) -> bool:
-        """Tell whether the shard lacks pages for an admission. A manager would move the hits to the queue's end."""
+        """Whether the shard lacks pages for an admission. A manager would move the hits to the end of the queue."""
         shard = shard_of_hint(self.manager.page_pool.num_pages, dp_shard, self.setting.data_parallel_size)
         if shard is None:
             return False
@@ -279,7 +279,7 @@ class ModelRows(Rows):
         num_missing = sum(cdiv(num_tokens, size) - len(page_ids) for size, page_ids in zip(sizes, hits, strict=True))
         return num_missing > num_free
 
-    # going and changing places
+    # release and moves
 
     def release(self, rows: list[int], num_computed_tokens: Amounts | None = None) -> None:
         for row, num_computed in zip(rows, by_row(num_computed_tokens, len(rows)), strict=True):
@@ -299,7 +299,7 @@ class ModelRows(Rows):
         self._show(src)
         self._show(tgt)
 
-    # looking
+    # inspection
 
     def get_page_ids(self, row: int) -> PagesByGroup:
         request = self.requests[row]
@@ -334,7 +334,7 @@ def by_row(amounts: Amounts | None, num_rows: int) -> Sequence[Any]:
 
 
 class OracleRows(ModelRows):
-    """Rows over the oracle, which can trim and take back."""
+    """Rows over the oracle, which can trim and undo."""
 
     manager: OracleManager
 
@@ -351,7 +351,7 @@ class OracleRows(ModelRows):
         self.manager._skip_pages(request)
 
     def trim(self, rows: list[int], num_tokens: Amounts) -> None:
-        """Cut rows in order. All are checked first, each as it stands before the call."""
+        """Cut rows in order. All are checked first, each in its state before the call."""
         lengths = list(zip(rows, by_row(num_tokens, len(rows)), strict=True))
         for row, length in lengths:
             self.manager.check_trim(self.requests[row], length)
@@ -363,7 +363,7 @@ class OracleRows(ModelRows):
             self._show(row)
 
     def undo(self) -> None:
-        """Take back the last call that grew rows. All are checked first."""
+        """Undo the last call that grew rows. All are checked first."""
         growths = self.growths.pop()
         for growth in growths:
             request = self.requests[growth.row]
@@ -395,9 +395,7 @@ class ManagerRows(ModelRows):
         return self.manager.create_empty_page_list()
 
     def skip_pages(self, request: Request) -> None:
-        held = self.manager.coordinator.requests[request.request_id]
-        self.manager.coordinator.remove_skipped_pages(held, request.num_computed_tokens)
-        self.manager.coordinator.update_thresholds(held)
+        self.manager.coordinator.requests[request.request_id].skip(request.num_computed_tokens)
 
 
 # --- the batch ----------------------------------------------------------------------------------------------
@@ -407,7 +405,7 @@ ROW_FORMS = (list, np.int32, np.int64, np.uint16, ">i4")
 
 
 class BatchRows(Rows):
-    """A `RunningBatch`, checked whenever its state is read. Arguments take turns in lists and arrays of several dtypes."""
+    """A `RunningBatch`, checked at each read of its state. Arguments alternate between lists and arrays of several dtypes."""
 
     manager: pagepool.CacheManager
 
@@ -418,7 +416,7 @@ class BatchRows(Rows):
         self.batch = pagepool.RunningBatch(manager, tables, data_parallel_size=setting.data_parallel_size)
         self.tables = getattr(tables, "page_tables", (tables,))
         self.on_device = [table.page_table_cpu.copy() for table in self.tables]
-        self.named: set[int] = set()  # rows of the call, which alone may get dirty
+        self.named: set[int] = set()  # rows of the call; only these may get dirty
         self.results: list[tuple[list[int], pagepool.StepResult]] = []  # with their rows
         self._forms = itertools.cycle(ROW_FORMS)
         self._tried: tuple[list[int], Any] = ([], None)
@@ -485,7 +483,7 @@ class BatchRows(Rows):
         )
 
     def _commit(self) -> None:
-        """Send what is dirty to the NumPy tables that stand for the device: they must be the host's then."""
+        """Send dirty windows to the NumPy tables that stand for the device; these must then equal the host's."""
         for table, on_device in zip(self.tables, self.on_device, strict=True):
             dirty_rows = {row for row, _ in send(table, on_device)}
             assert dirty_rows <= self.named, f"rows {dirty_rows} are dirty, the call named {self.named}"
@@ -508,7 +506,7 @@ def grown_of(result: pagepool.StepResult) -> Grown:
 
 
 def send(table: pagepool.PageTable, on_device: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
-    """Write a table's dirty windows over what the device knows; return row and first column of each."""
+    """Write a table's dirty windows over the device copy; return row and first column of each."""
     num_rows = on_device.shape[0]
     num_windows = table.count_dirty_windows(0, num_rows)
     if not num_windows:

@@ -1,4 +1,4 @@
-"""Random work for a batch of rows and its model: a small engine that takes its decisions by a seed.
+"""Random work for a batch of rows and its model: a small engine whose decisions depend on a seed.
 
 Prompts come from a few families over a tiny vocabulary, and pools are tiny, so that hits, duplicates, evictions and shortage
 are all frequent. Rows that are preempted come back with all their tokens.
@@ -24,7 +24,7 @@ MAX_NEIGHBOURS = 2
 
 
 class BatchWorkload:
-    """Drives rows at random. What it knows of them it reads from the model."""
+    """Drives rows at random. It reads their state from the model."""
 
     def __init__(self, setting: Setting, twins: Twins, num_pages: int, rng: Random, trims: bool) -> None:
         self.setting = setting
@@ -41,7 +41,7 @@ class BatchWorkload:
         self._actions = self._weighted_actions(trims)
 
     def run(self, num_calls: int) -> None:
-        """Act until so many calls are made, then empty the pool and reset it."""
+        """Act until the number of calls is reached, then empty the pool and reset it."""
         actions, weights = zip(*self._actions.items(), strict=True)
         cumulated = list(itertools.accumulate(weights))
         while self.twins.num_calls < num_calls:
@@ -65,7 +65,7 @@ class BatchWorkload:
         }
         return actions | {self.trim: 2, self.draft: 3, self.fail_load: 1, self.undo: 3} if trims else actions
 
-    # what rows there are
+    # selection of rows
 
     def rows(self) -> list[int]:
         return [row for row, request in enumerate(self.model.requests) if request is not None]
@@ -74,7 +74,7 @@ class BatchWorkload:
         return [row for row, request in enumerate(self.model.requests) if request is None]
 
     def some(self, rows: list[int]) -> list[int]:
-        """Some of the rows in any order, mostly all."""
+        """Return some of the rows in any order, mostly all."""
         return self.rng.sample(rows, len(rows) if self.rng.random() < 0.6 else self.rng.randint(0, len(rows)))
 
     def num_tokens(self, row: int) -> int:
@@ -86,7 +86,7 @@ class BatchWorkload:
     def num_appendable(self, row: int) -> int:
         return self.max_tokens - self.num_tokens(row)
 
-    # requests come
+    # admission
 
     def admit(self) -> None:
         """Start a new request or one that was preempted, with all of its tokens or some; make room if there is none."""
@@ -104,7 +104,7 @@ class BatchWorkload:
             self.preempt(rng.choice(self.rows()))
 
     def try_to_admit(self, row: int, token_ids: list[int], attributes: dict[str, Any], is_preempted: bool) -> bool:
-        """Admit, or keep what was refused: by the same objects, in the same row, it is known when it comes again."""
+        """Admit, or keep a refused request: the same objects in the same row are recognised at the next try."""
         options = self._admission_options(len(token_ids))
         if self.twins.call("admit", row, token_ids, **attributes, **options, is_preempted=is_preempted) is None:
             self.refused[row] = token_ids, attributes, is_preempted
@@ -127,14 +127,14 @@ class BatchWorkload:
         return options
 
     def _new_request(self) -> tuple[list[int], dict[str, Any]]:
-        """Return a prompt of a family, or one that begins as a row that runs."""
+        """Return a prompt of a family, or one that begins like a running row."""
         row = self.rng.choice(self.rows() or [None])
         if row is not None and self.rng.random() < 0.5:
             return self._prompt(self.model.requests[row].all_token_ids), self.attributes[row]
         return self._prompt(self.rng.choice(self.families)), self._attributes() if self.rng.random() < 0.4 else {}
 
     def _prompt(self, base: list[int]) -> list[int]:
-        """Return the beginning of other tokens and some more; now and then it is tiny, or as long as can be."""
+        """Return the beginning of other tokens and some more; sometimes a tiny prompt, or the longest possible."""
         rng, page_size = self.rng, self.setting.page_size
         num_shared = rng.choice((len(base), rng.randint(0, len(base) // page_size) * page_size + rng.randint(0, 2)))
         tokens = base[:num_shared] + self._tokens(rng.randint(1, 2 * page_size))
@@ -144,13 +144,13 @@ class BatchWorkload:
         return tokens[: max(1, most)]
 
     def _attributes(self) -> dict[str, Any]:
-        """Return what makes a request special."""
+        """Return the extra keys of a request."""
         if self.rng.random() < 0.5:
             return {"cache_salt": self.rng.choice((None, "salt", "pepper")), "lora_id": self.rng.choice((None, 1, "tuned"))}
         return {"mm_features": self._features()}
 
     def _features(self) -> tuple[Feature, ...]:
-        """Features at the same few places, the last of which most requests reach only late."""
+        """Return features at a few fixed places, the last of which most requests reach only late."""
         page_size = self.setting.page_size
         places = ((0, 2), (1, page_size), (page_size, 1), (2 * page_size - 1, page_size + 1), (self.max_tokens - 3, 9))
         chosen = sorted(self.rng.sample(places, self.rng.randint(0, 2)))
@@ -160,7 +160,7 @@ class BatchWorkload:
     def _tokens(self, num_tokens: int) -> list[int]:
         return self.rng.choices(VOCABULARY, k=num_tokens)
 
-    # rows are computed
+    # growth
 
     def grow(self) -> None:
         """Compute more of some rows, with or without lookahead."""
@@ -173,7 +173,7 @@ class BatchWorkload:
         self.grow_all(rows, nums_new, [rng.choice((0, 0, 1, 3, self.max_tokens)) for _ in rows])
 
     def grow_all(self, rows: list[int], num_new: Any, num_ahead: Any) -> None:
-        """Grow, and go on with the rest after a victim was preempted."""
+        """Grow, and continue with the rest after a preemption."""
 
         def of(values: Any, rows: list[int]) -> Any:
             return values if isinstance(values, int) else [values[row] for row in rows]
@@ -190,7 +190,7 @@ class BatchWorkload:
         self._persist(rows, lambda rows: self.twins.call("step", rows, [token_ids[row] for row in rows]))
 
     def _persist(self, rows: list[int], call: Callable[[list[int]], Grown]) -> None:
-        """Call for the rows; where one does not fit, preempt any and call again for those that are left, or give up."""
+        """Call for the rows; if one does not fit, preempt any row and call again for the rest, or give up."""
         while True:
             num_grown = call(rows).num_grown
             if num_grown == len(rows) or self.rng.random() < 0.2:
@@ -200,18 +200,18 @@ class BatchWorkload:
             self.preempt(victim)
 
     def append(self) -> None:
-        """Let rows know tokens that are not computed yet."""
+        """Let rows know tokens that are not yet computed."""
         rows = [row for row in self.rows() for _ in range(self.rng.randint(0, min(3, self.num_appendable(row))))]
         self.rng.shuffle(rows)
         self.twins.call("append", rows, self._tokens(len(rows)))
 
     def undo(self) -> None:
-        """Take back the last calls that grew rows; where a row has changed since that is refused."""
+        """Undo the last calls that grew rows; refused if a row has changed since."""
         for _ in range(min(self.rng.choice((1, 1, 2)), len(self.model.growths))):
             self.twins.call("undo")
 
     def draft(self) -> None:
-        """Append drafts, compute them with the rest, and forget those that are rejected."""
+        """Append drafts, compute them with the rest, and remove the rejected ones."""
         rng, rows = self.rng, self.some(self.rows())
         nums_drafts = {row: min(rng.randint(0, 4), self.num_appendable(row)) for row in rows}
         repeated = [row for row in rows for _ in range(nums_drafts[row])]
@@ -221,7 +221,7 @@ class BatchWorkload:
         self.twins.call("trim", rows, [self.num_tokens(row) - rng.randint(0, nums_drafts[row]) for row in rows])
 
     def trim(self) -> None:
-        """Cut rows anywhere, mostly near the end or in what is shared; where a window has gone on that is refused."""
+        """Cut rows anywhere, mostly near the end or in shared pages; refused if a window has moved on."""
         rng, rows = self.rng, self.some(self.rows())
         if rng.random() < 0.2:
             self.twins.call("trim", rows, rng.randint(0, min(map(self.num_tokens, rows), default=0)))
@@ -229,7 +229,7 @@ class BatchWorkload:
         self.twins.call("trim", rows, [self._cut(row) for row in rows])
 
     def fail_load(self) -> None:
-        """Drop the entries of a row's pages from some token on, and compute it again from there."""
+        """Drop the entries of a row's pages from a token on, and compute the tokens again."""
         if not self.rows():
             return
         row = self.rng.choice(self.rows())
@@ -240,7 +240,7 @@ class BatchWorkload:
         bad = [page_id for group, page_ids in groups for page_id in page_ids[cut // group.page_size :] if page_id != NULL_PAGE]
         self.twins.call("evict_pages", bad if self.rng.random() < 0.6 else self.rng.sample(bad, len(bad) // 2))
         self.twins.call("trim", [row], cut)
-        if self.num_tokens(row) == cut:  # nothing stood in the way
+        if self.num_tokens(row) == cut:  # nothing prevented it
             self.twins.call("append", [row] * len(token_ids), token_ids)
             self.grow_all([row], [self.num_uncomputed(row)], 0)
 
@@ -252,16 +252,16 @@ class BatchWorkload:
         return max(0, self.num_tokens(row) - self.rng.randint(0, depth))
 
     def _num_shared_tokens(self, row: int) -> int:
-        """Return where the last page ends that somebody else holds too; 0: none."""
+        """Return the end of the last page that others hold too; 0 if there is none."""
         ref_counts = self.model.manager.page_pool.ref_counts
         groups = zip(self.setting.groups, self.model.get_page_ids(row), strict=True)
         ends = [(i + 1) * group.page_size for group, pages in groups for i, page in enumerate(pages) if ref_counts[page] > 1]
         return min(max(ends, default=0), self.num_tokens(row))
 
-    # rows go and change places
+    # release and moves
 
     def release(self) -> None:
-        """Release some rows, now and then before all of their tokens were computed."""
+        """Release some rows, sometimes before all of their tokens are computed."""
         rows = self.rng.sample(self.rows(), min(len(self.rows()), self.rng.randint(0, 2)))
         nums_computed = [self.model.requests[row].num_computed_tokens for row in rows]
         if self.rng.random() < 0.4:
@@ -270,7 +270,7 @@ class BatchWorkload:
             self.twins.call("release", rows)
 
     def preempt(self, row: int) -> None:
-        """Release a row that comes back with all its tokens."""
+        """Release a row whose request returns with all its tokens."""
         token_ids = list(self.model.requests[row].all_token_ids)
         if token_ids:
             self.preempted.append((token_ids, self.attributes[row]))
@@ -289,10 +289,10 @@ class BatchWorkload:
         mine, theirs = self.attributes.get(src, {}), self.attributes.get(tgt, {})
         self.attributes |= {tgt: mine, src: theirs}
 
-    # beside the rows
+    # other users of the pool
 
     def start_neighbour(self) -> None:
-        """Run a request through the manager, which caches for rows and is hit by what they cached."""
+        """Run a request through the manager, which caches for rows and hits their pages."""
         if len(self.twins.live_request_ids) < MAX_NEIGHBOURS:
             name, (token_ids, attributes) = next(self._names), self._new_request()
             if self.twins.call("start_neighbour", name, token_ids, **attributes) is not None:
@@ -309,7 +309,7 @@ class BatchWorkload:
         self.twins.call("evict_pages", self.rng.sample(range(1, self.num_pages), self.rng.randint(1, 3)))
 
     def reset(self) -> None:
-        """Reset the prefix cache, or be told that it is in use."""
+        """Reset the prefix cache, or be refused while it is in use."""
         self.twins.call("reset_prefix_cache")
 
     def drain(self) -> None:
@@ -329,7 +329,7 @@ def run_batch_workload(
     trims: bool,
     workload_class: type[BatchWorkload] = BatchWorkload,
 ) -> None:
-    """Run a seed's workload to its end; on a mismatch, say how to run it again."""
+    """Run a seed's workload to its end; on a mismatch, print the command that repeats it."""
     rng = Random(seed)
     num_pages = rng.choice(setting.num_pages)
     workload = workload_class(setting, make_twins(setting, num_pages, NUM_ROWS), num_pages, rng, trims)

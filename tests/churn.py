@@ -1,4 +1,5 @@
-"""Uses pages up and down in a process of its own and prints how its memory grew: ``python churn.py operations``, ``... pools``.
+"""Uses pages repeatedly in a separate process and prints the growth of its memory: ``python churn.py operations``, ``...
+pools``.
 
 An operation is a page that is taken, given back, touched, hashed, found or entered.
 """
@@ -35,13 +36,13 @@ class Prompt(EngineRequest):
 
 
 def max_resident_bytes() -> int:
-    """The most memory that this process ever had."""
+    """Return the peak memory of this process."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Churn:
-    """Calls of all kinds that come in pairs: whatever is taken goes back."""
+    """Calls of all kinds in pairs: all pages taken are given back."""
 
     def __init__(self) -> None:
         self.manager = CacheManager(4 * NUM_PAGES, [CacheGroupSpec(SPEC)], 1 << 20)
@@ -50,7 +51,7 @@ class Churn:
         self.numbers = itertools.count()
 
     def round(self) -> int:
-        """Do a bit of everything; the number of operations."""
+        """Do some of each; return the number of operations."""
         return self.take_and_touch() + self.serve_twice() + self.run_rows()
 
     def take_and_touch(self) -> int:
@@ -62,7 +63,7 @@ class Churn:
         return 4 * NUM_PAGES
 
     def serve_twice(self) -> int:
-        """A new prompt is hashed, taken, entered and given back; then it is hashed, found, touched and given back."""
+        """Hash a new prompt, take and enter its pages, and free them; then hash it again, find, touch and free the pages."""
         number = next(self.numbers)
         tokens = np.full(NUM_PAGES * PAGE_SIZE + 1, number, dtype=np.int32)
         for request in (Prompt(f"first {number}", tokens), Prompt(f"second {number}", tokens)):
@@ -73,7 +74,7 @@ class Churn:
         return 8 * NUM_PAGES
 
     def run_rows(self) -> int:
-        """Two rows hash, take and enter prompts, grow by a page each, and give all back."""
+        """Hash, take and enter prompts in two rows, grow each by a page, and release both."""
         for row in range(2):
             self.batch.admit(row, np.full(NUM_PAGES * PAGE_SIZE, next(self.numbers), dtype=np.int32))
         for token in range(PAGE_SIZE):
@@ -83,7 +84,7 @@ class Churn:
 
 
 def measure(step: Callable[[], int], num_operations: int) -> dict[str, Any]:
-    """Repeat `step`, which tells its operations. The memory that came after the first tenth is growth."""
+    """Repeat `step`, which returns its number of operations. Growth is the memory added after the first tenth."""
     num_done = 0
     while num_done < num_operations // 10:
         num_done += step()
@@ -94,13 +95,13 @@ def measure(step: Callable[[], int], num_operations: int) -> dict[str, Any]:
 
 
 def make_pool() -> int:
-    """Make and drop a large pool, which needs no collection where no page was looked at."""
+    """Make and drop a large pool, which needs no garbage collection if no page object was made."""
     PagePool(NUM_POOL_PAGES, enable_caching=True).get_new_page_ids(9)
     return 1
 
 
 def main() -> None:
-    """Measure what the argument says."""
+    """Run the measurement that the argument names."""
     if sys.argv[1] == "pools":
         gc.disable()
         print(json.dumps(measure(make_pool, NUM_POOLS)))

@@ -1,4 +1,4 @@
-"""The command line, called in this process, and what it shows on a terminal."""
+"""The command line, called in this process, and its output on a terminal."""
 
 from __future__ import annotations
 

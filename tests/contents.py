@@ -1,4 +1,4 @@
-"""The simulation of contents: an engine without a model, on a device that remembers what was computed into each slot.
+"""Simulation of contents: an engine without a model, on a device that remembers what was computed into each slot.
 
 The oracle mirrors the allocator's design and has no device; this knows only what an engine relies on. A step writes the history
 of each token into its slot, through the page ids and slot mappings that pagepool returned, then compares all that the tokens
@@ -32,7 +32,7 @@ import pagepool
 from pagepool.errors import ArgumentError, RequestTooLargeError
 
 MAX_WAITING = 5
-MAX_REFUSALS = 8  # of a request that fits no more, with nothing in its way
+MAX_REFUSALS = 8  # of a request that does not fit though nothing prevents it
 NUM_STEPS = 120
 AUDITED_EVERY = 8  # steps
 
@@ -59,7 +59,7 @@ FRONTS: list[tuple[type[Front], ...]] = [
 
 
 def weak_hash(content: Any) -> int:
-    """Collide often."""
+    """Return a hash that collides often."""
     return hash(content) % 5
 
 
@@ -77,7 +77,7 @@ class Simulation:
 
     def __init__(self, setting: Setting, seed: int, is_checked: bool = True) -> None:
         self.setting = setting
-        self.is_checked = is_checked  # by the package itself too
+        self.is_checked = is_checked  # also by the package's own checks
         self.rng = Random(seed)
         self.counts: Counter[str] = Counter()
         self.histories = Histories()
@@ -91,7 +91,7 @@ class Simulation:
         self.refusals: Counter[Job] = Counter()
         self.plan: list[Entry] = []
         self.saved: Any = None
-        self.has_failed = False  # tokens were lost and are computed again: a good time for the next failure
+        self.has_failed = False  # tokens were lost and are computed again, a good time for the next failure
         self.families = [self._tokens(setting.max_model_len) for _ in range(NUM_FAMILIES)]
         self.past: deque[list[int]] = deque(maxlen=4)
         self._names = (f"job {number}" for number in itertools.count())
@@ -122,7 +122,7 @@ class Simulation:
 
     @property
     def jobs(self) -> list[Job]:
-        """Those that hold pages."""
+        """Return the jobs that hold pages."""
         return [job for front in self.fronts for job in front.jobs.values()]
 
     def run(self, num_steps: int = NUM_STEPS, num_calls: int | None = None) -> Counter[str]:
@@ -154,7 +154,7 @@ class Simulation:
             self.waiting.append(job)
 
     def _make_job(self) -> Job:
-        """Return a request, most often with the beginning of another one."""
+        """Return a request, most often with the same beginning as another one."""
         rng, most = self.rng, self.setting.max_model_len
         bases = [*self.families, *self.past, *(job.all_token_ids for job in self.jobs)]
         base, page_size = rng.choice(bases), self.setting.page_size
@@ -169,12 +169,12 @@ class Simulation:
         return job
 
     def _reuse_name(self) -> str:
-        """Return the id of a request that is gone."""
+        """Return the id of a finished request."""
         taken = {job.request_id for job in (*self.waiting, *self.jobs)}
         return "again" if "again" not in taken else next(self._names)
 
     def _make_special(self, job: Job) -> None:
-        """Give a request a salt, an adapter, images, or the wish for the probabilities of its prompt."""
+        """Give a request a salt, an adapter, images, or a wish for the log probabilities of its prompt."""
         rng, page_size = self.rng, self.setting.page_size
         kind = rng.randrange(6)
         if kind == 0:
@@ -221,7 +221,7 @@ class Simulation:
         return [work for entry in self.plan for work in entry.works]
 
     def admit(self) -> None:
-        """Start waiting jobs, wherever there is a free row."""
+        """Start waiting jobs while there is a free row."""
         for job in self.rng.sample(self.waiting, min(3, len(self.waiting))):
             fronts = [front for front in self.fronts if front.free_rows() and self._may_enter(job, front)]
             if not fronts or job not in self.waiting:
@@ -244,7 +244,9 @@ class Simulation:
                 self.preempt()
 
     def _may_enter(self, job: Job, front: Front) -> bool:
-        """Tell whether a front takes a job: a batch takes no unnamed images. Where all fronts are batches the job loses its."""
+        """Whether a front accepts a job; a batch accepts no unnamed images. If all fronts are batches, the job loses its
+        images.
+        """
         if not (job.has_vision and isinstance(front, BatchFront)):
             return True
         if not any(isinstance(other, ManagerFront) for other in self.fronts):
@@ -253,7 +255,7 @@ class Simulation:
         return not job.has_vision
 
     def preempt(self) -> Job | None:
-        """Preempt a job, and with it those that hit pages which this step was to compute for it."""
+        """Preempt a job, and the jobs that hit pages which this step was to compute for it."""
         if not self.jobs:
             return None
         victim = self.rng.choice(self.jobs)
@@ -290,13 +292,13 @@ class Simulation:
                     entry.is_whole = False
 
     def abort(self) -> None:
-        """Take the step back, the last call first. The model may have begun: the slots of the step may hold garbage."""
+        """Undo the step, last call first. The model may have started, so the slots of the step may hold garbage."""
         has_run = self.rng.random() < 0.7
         made = {page_id for work in self.works for page_id in work.made}
-        computed = self.books.index.entries.keys() - made  # what is computed once more stays what it is
+        computed = self.books.index.entries.keys() - made  # recomputed values stay the same
         for work in self.works:
             if work.job.loading and not made & work.hits:
-                self._unschedule(work)  # its transfer goes on
+                self._unschedule(work)  # its transfer continues
         for work in self._list_computed() if has_run else ():
             self._spoil(work, work.start, work.num_room_tokens, computed)
         for entry in self.plan[::-1]:
@@ -311,7 +313,7 @@ class Simulation:
     # --- the model --------------------------------------------------------------------------------------------
 
     def compute(self) -> None:
-        """Run the step, and another that is in flight behind it, and count what was computed."""
+        """Run the step, and another one that is in flight after it, and count the computed tokens."""
         works = self._list_computed()
         second = [work for work in works if work.is_second]
         hits = {page_id for work in works for page_id in work.hits}
@@ -329,7 +331,9 @@ class Simulation:
         return [work for work in self.works if not work.job.loading]
 
     def _run(self, works: list[Work], may_fail: bool) -> dict[Job, int]:
-        """Write what is computed, then compare what is attended to; return jobs that lost tokens, and the first of these."""
+        """Write the computed histories, then compare the attended ones; return jobs that lost tokens, with the first of
+        these.
+        """
         for work in works:
             self._write_range(work, work.start, work.start + work.num_transferred)
         for work in works:
@@ -346,7 +350,7 @@ class Simulation:
         return self.rng.choice([work for work in works if hits.intersection(work.made)] or works)
 
     def _write(self, work: Work) -> None:
-        """Write a step's tokens, and garbage into the room for drafts behind them."""
+        """Write a step's tokens, and garbage into the slots for drafts after them."""
         start = work.start + work.num_transferred
         for group_id, group in enumerate(self.setting.groups):
             if group.kind == "mamba" and 0 < start < work.stop:
@@ -385,7 +389,7 @@ class Simulation:
             self.device.compare(group_id, slots, work.histories[first:stop], f"read of {work.job}")
 
     def _compare_held(self, job: Job) -> None:
-        """Compare what the next token of a job that runs will see."""
+        """Compare what the next token of a running job will see."""
         num_tokens = job.num_computed_tokens
         histories = job.list_histories(num_tokens)
         for group_id, group in enumerate(self.setting.groups if num_tokens else ()):
@@ -395,7 +399,7 @@ class Simulation:
                 self.device.compare(group_id, slots, histories[first:], f"audit of {job}")
 
     def _count(self, work: Work) -> None:
-        """Count what was computed, keep some drafts, cache what was delayed; go on, or end."""
+        """Count computed tokens, keep some drafts, cache delayed pages; continue or end."""
         job, front = work.job, work.job.front
         num_accepted = self.rng.randint(0, len(work.drafts))
         num_computed = work.stop - len(work.drafts) + num_accepted
@@ -426,7 +430,7 @@ class Simulation:
         self._forget(job)
 
     def _forget(self, job: Job) -> None:
-        """Drop a job's hashes, but for some jobs whose id comes again with other tokens."""
+        """Drop a job's hashes, except for some jobs whose id returns with other tokens."""
         if job.request_id != "again" or self.rng.random() < 0.5:
             self.manager.free_page_hashes(job)
         self.counts["requests"] += 1
@@ -434,7 +438,7 @@ class Simulation:
     # --- transfers --------------------------------------------------------------------------------------------
 
     def finish_loading(self) -> None:
-        """End some transfers, whole or at some token."""
+        """Complete some transfers, fully or up to a token."""
         for job in [job for job in self.jobs if job.loading and self.rng.random() < 0.5]:
             work, front = job.loading, job.front
             num_loaded = work.stop if self.rng.random() < 0.7 else self.rng.randint(work.start, work.stop - 1)
@@ -447,7 +451,7 @@ class Simulation:
                 front.finish_loading(job, num_loaded)
 
     def _fail(self, work: Work) -> dict[Job, int]:
-        """Let tokens be lost from some one on, and return from where on which jobs have to compute again."""
+        """Lose tokens from a random one on, and return the jobs that must recompute, with the first token."""
         first = self.rng.randint(work.start, max(work.start, work.stop - 1))
         self._spoil(work, first, work.stop)
         cuts, pages = {work.job: first}, set()
@@ -477,7 +481,7 @@ class Simulation:
         return places
 
     def _go_back(self, cuts: dict[Job, int]) -> None:
-        """Drop what is cached of lost tokens, and let jobs go back before them, or start over."""
+        """Drop the entries of lost tokens, and let jobs go back before them or start over."""
         if not cuts:
             return
         bad = sorted({page_id for job, cut in cuts.items() for page, page_id in self._list_places(job) if page.stop > cut})
@@ -503,7 +507,7 @@ class Simulation:
     # --- interventions ----------------------------------------------------------------------------------------
 
     def intervene(self) -> None:
-        """Do something between two steps, now and then."""
+        """Sometimes do something between two steps."""
         chances: list[tuple[Callable[[], Any], float]] = [
             (self.evict, 0.03),
             (self.move, 0.1),
@@ -530,7 +534,7 @@ class Simulation:
                 front.move()
 
     def rewind(self) -> None:
-        """Let a row forget tokens, and compute them again; refused where the pages or the state for it are gone."""
+        """Let a row forget tokens and compute them again; refused if the pages or the state for it are gone."""
         jobs = [job for job in self.jobs if isinstance(job.front, BatchFront)]
         if jobs:
             job = self.rng.choice(jobs)
@@ -549,7 +553,7 @@ class Simulation:
         self.preempt()
 
     def reset(self) -> None:
-        """Reset the prefix cache, or be told that it is in use."""
+        """Reset the prefix cache, or be refused while it is in use."""
         self.counts["calls"] += 1
         is_reset = self.manager.reset_prefix_cache()
         require(is_reset is not self.books.is_held, "reset", is_reset)
@@ -557,7 +561,7 @@ class Simulation:
             self.books.reset()
 
     def misuse(self) -> None:
-        """Claim tokens that were not computed, or more than fit: refused, and the state is unchanged."""
+        """Claim tokens that were not computed, or too many: refused, and the state is unchanged."""
         if not self.waiting:
             return
         job, rng = self.rng.choice(self.waiting), self.rng
@@ -581,14 +585,14 @@ class Simulation:
         return pool.free_page_ids_in_order().tolist(), pool.ref_counts().tolist(), pool.stats.num_cached_pages
 
     def save(self) -> None:
-        """Take a snapshot, and what the device holds with it."""
+        """Take a snapshot, including the contents of the device."""
         cells, index = self.device.cells.copy(), self.books.index.copy()
         num_held = sum(map(bool, self.books.holders.values()))
         self.saved = self.manager.page_pool.snapshot(), cells, index, num_held
         self.counts["calls"] += 1
 
     def restore(self) -> None:
-        """Start again from the last snapshot: no page is held, all requests wait."""
+        """Start again from the last snapshot: no page is held, and all requests wait."""
         if self.saved is None:
             return
         snapshot, cells, index, num_held = self.saved
@@ -607,7 +611,7 @@ class Simulation:
     # --- audits -----------------------------------------------------------------------------------------------
 
     def audit(self) -> None:
-        """Compare all that can be seen: cached pages and what is in them, holders, what running jobs will read."""
+        """Compare the observable state: cached pages and their contents, holders, and what running jobs will read."""
         pool, store, books = self.manager.page_pool, self.manager.page_pool.store, self.books
         keys = {page_id: store.key_of(page_id) for page_id in range(self.num_pages)}
         cached = {page_id: key[1] for page_id, key in keys.items() if key is not None}
@@ -633,7 +637,7 @@ class Simulation:
         self.counts["audits"] += 1
 
     def drain(self) -> None:
-        """End all; nothing may be left but what is cached."""
+        """End all jobs; only cached pages may remain."""
         for job in self.jobs:
             self._end(job)
         self.audit()
@@ -644,7 +648,7 @@ class Simulation:
 def run_round(
     setting: Setting, seed: int, num_steps: int = NUM_STEPS, num_calls: int | None = None, is_checked: bool = True
 ) -> Counter[str]:
-    """Run a seed's simulation to its end and return its counts; where it fails, say how to run it again."""
+    """Run a seed's simulation to its end and return its counts; on a failure, print the command that repeats it."""
     simulation = Simulation(setting, seed, is_checked)
     try:
         return simulation.run(num_steps, num_calls)
@@ -667,7 +671,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Simulate for the given time and print what was counted."""
+    """Simulate for the given time and print the counts."""
     options = parse_arguments()
     logging.getLogger("pagepool").setLevel(logging.ERROR)
     settings = [setting for setting in CONTENTS_SETTINGS if options.setting in (None, setting.name)]

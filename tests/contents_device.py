@@ -1,4 +1,4 @@
-"""The device of the simulation: an array of cells in place of keys and values, and numbers for what each of them is made of.
+"""The device of the simulation: an array of cells in place of keys and values, and numbers that identify their contents.
 
 All groups draw from the same cells, as layers do that share one buffer, so that a page which two groups hold is seen too.
 """
@@ -31,7 +31,7 @@ def require(condition: bool, what: str, *values: Any) -> None:
 
 
 class Histories:
-    """Numbers for all that a token's keys and values are made of: the token, the tokens before it, salt, adapter, images.
+    """Numbers for everything that determines a token's keys and values: the token, the tokens before it, salt, adapter, images.
 
     Equal numbers are equal histories: they are the nodes of a tree of tokens, and nothing is hashed.
     """
@@ -41,14 +41,14 @@ class Histories:
         self._parents = [NOTHING]
 
     def follow(self, parent: int, inputs: Any) -> int:
-        """Return the history that `parent` becomes with one token's inputs."""
+        """Return the history of `parent` followed by one token's inputs."""
         number = self._numbers.setdefault((parent, inputs), len(self._parents))
         if number == len(self._parents):
             self._parents.append(parent)
         return number
 
     def make_garbage(self) -> int:
-        """Return a number that no token has."""
+        """Return a number that differs from all tokens."""
         self._parents.append(NOTHING)
         return len(self._parents) - 1
 
@@ -72,14 +72,14 @@ class Device:
         self.num_compared = 0
 
     def write(self, group_id: int, slots: npt.NDArray[np.int32], histories: Sequence[int]) -> None:
-        """Write what was computed into slots of a group."""
+        """Write computed histories into slots of a group."""
         pages, offsets = self._places(group_id, slots)
         require(bool((pages > 0).all()), "a write into the null page", slots.tolist())
         self.cells[pages, offsets] = self._values(group_id, histories)
         self.num_written += len(histories)
 
     def compare(self, group_id: int, slots: npt.NDArray[np.int32], histories: Sequence[int], what: str) -> None:
-        """Raise unless slots of a group hold this."""
+        """Raise unless slots of a group hold these histories."""
         pages, offsets = self._places(group_id, slots)
         read, expected = self.cells[pages, offsets], self._values(group_id, histories)
         self.num_compared += len(histories)
@@ -90,7 +90,7 @@ class Device:
             raise ContentsError(f"{what}: group {group_id}, {place}: read {found}, computed was {histories[bad]}")
 
     def compare_page(self, group_id: int, page_id: int, histories: Sequence[int]) -> None:
-        """Raise unless a page holds this from its first slot on."""
+        """Raise unless a page holds these histories from its first slot on."""
         page_size = self.groups[group_id].page_size
         slots = np.arange(len(histories), dtype=np.int32) + page_id * page_size
         self.compare(group_id, slots, histories, f"cached page {page_id}")

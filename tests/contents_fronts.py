@@ -1,4 +1,4 @@
-"""The two fronts of a pool, the manager and a running batch. Each call of theirs is entered in the books.
+"""The two fronts of a pool, the manager and a running batch. Each call is recorded in the books.
 
 What a step will compute is a `Work`. A step that is not run is taken back entry by entry, the last first.
 """
@@ -27,7 +27,7 @@ NUM_ROWS = 4
 
 @dataclass
 class World:
-    """One pool, and all that belongs to it."""
+    """One pool, and everything that belongs to it."""
 
     setting: Setting
     manager: Any
@@ -35,8 +35,8 @@ class World:
     device: Device
     rng: Random
     counts: Counter[str]
-    is_second: bool = False  # a step is in flight that has not run while another one is scheduled
-    preempt: Callable[[], Job | None] = lambda: None  # some job that gives its pages back, if there is any
+    is_second: bool = False  # a step is in flight and has not run while another one is scheduled
+    preempt: Callable[[], Job | None] = lambda: None  # preempts some job, if there is any
 
     def is_cached(self, page_id: int) -> bool:
         return self.manager.page_pool.store.key_of(page_id) is not None
@@ -50,7 +50,7 @@ class Work:
     start: int
     histories: list[int]  # of all tokens up to the last computed one
     num_room_tokens: int
-    num_before: int  # tokens that were computed before this step, and before others of the job that are in flight
+    num_before: int  # tokens computed before this step, and before the job's other steps in flight
     num_transferred: int = 0
     drafts: list[int] = field(default_factory=list)
     made: list[int] = field(default_factory=list)  # pages that were cached for it
@@ -80,16 +80,16 @@ class Entry(ABC):
 
     @abstractmethod
     def take_back(self) -> list[Job]:
-        """Undo the call, and return the jobs that do not run any more."""
+        """Undo the call, and return the jobs that no longer run."""
 
     def end_all(self) -> list[Job]:
-        """End the jobs that still run, the last first."""
+        """End the jobs that still run, last first."""
         works = [work for work in self.works[::-1] if work.job.front is self.front]
         return [self.front.end(work.job, work.num_before) for work in works]
 
 
 class Door(Entry):
-    """One request that was scheduled, or row that was admitted, which gives all of its pages back."""
+    """One scheduled request or admitted row, which releases all of its pages when undone."""
 
     def take_back(self) -> list[Job]:
         return self.end_all()
@@ -101,10 +101,10 @@ class Growth(Entry):
 
     result: Any
     is_step: bool
-    is_whole: bool = True  # no row of it was released since
+    is_whole: bool = True  # none of its rows was released since
 
     def take_back(self) -> list[Job]:
-        """Undo it as a whole, unless a row has gone since: released, or ended because a later call could not be undone."""
+        """Undo the whole call, unless a row is gone since: released, or ended because a later call could not be undone."""
         if not self.is_whole or any(work.job.front is not self.front for work in self.works):
             return self.end_all()
         return self.front.undo(self)
@@ -131,14 +131,14 @@ class Front(ABC):
 
     @abstractmethod
     def schedule(self) -> None:
-        """Grow jobs that run, those that were preempted meanwhile excepted."""
+        """Grow running jobs, except for those preempted meanwhile."""
 
     @abstractmethod
     def end(self, job: Job, num_computed_tokens: int | None = None) -> Job:
-        """Give back all pages of a job; with `num_computed_tokens` what it cached from there on is forgotten."""
+        """Release all pages of a job; with `num_computed_tokens`, later tokens that it cached are forgotten."""
 
     def map_slots(self, job: Job, group_id: int, positions: Sequence[int]) -> Any:
-        """Return the slots of tokens; for a state its page."""
+        """Return the slots of tokens; for a state, its page."""
         table = self.tables[group_id]
         if self.setting.groups[group_id].kind == "mamba":
             return table.page_table_cpu[job.row, :1].copy()
@@ -150,7 +150,7 @@ class Front(ABC):
         self.jobs[row] = job
 
     def leave(self, job: Job, num_computed_tokens: int | None) -> Job:
-        """Note that a job gave its pages back."""
+        """Record that a job released its pages."""
         if num_computed_tokens is not None:
             self.books.forget(job, num_computed_tokens, self.world.is_cached)
         self.books.release(job)
@@ -160,12 +160,12 @@ class Front(ABC):
 
     @staticmethod
     def has_pages(group: Group, pages: Sequence[int], num_computed_tokens: int) -> bool:
-        """Tell whether all pages are there that tokens from `num_computed_tokens` on attend to."""
+        """Whether all pages are held that tokens from `num_computed_tokens` on attend to."""
         first = find_first_read(group, num_computed_tokens) // group.page_size
         return NULL_PAGE not in pages[first:]
 
     def list_due(self) -> list[Job]:
-        """Return most of the jobs that this step has not scheduled yet, in random order."""
+        """Return most of the jobs not yet scheduled in this step, in random order."""
         planned = {work.job for entry in self.plan for work in entry.works}
         due = [job for job in self.jobs.values() if not job.loading and job not in planned and self.rng.random() < 0.9]
         return self.rng.sample(due, len(due))
@@ -174,7 +174,7 @@ class Front(ABC):
         return num_left if self.rng.random() < 0.6 else self.rng.randint(1, num_left)
 
     def draw_drafts(self, job: Job) -> list[int]:
-        """Return draft tokens; none where there is a state, which would see the rejected ones."""
+        """Return draft tokens; none if there is a state, which would include the rejected ones."""
         most = min(3, self.setting.max_model_len - job.num_tokens)
         if self.books.has_state or most <= 0 or self.rng.random() < 0.6:
             return []
@@ -191,7 +191,7 @@ class Front(ABC):
         return work
 
     def finish(self, work: Work, histories: Sequence[int]) -> None:
-        """Note where the tokens of a call go, and what it cached: pages that are full of these histories."""
+        """Record the slots of a call's tokens, and what it cached: full pages of these histories."""
         self.books.require_room(work.job, work.num_room_tokens)
         for group_id, group in enumerate(self.setting.groups):
             first = find_first_read(group, work.start) if group.kind != "mamba" else -1
@@ -209,7 +209,7 @@ class Front(ABC):
         self.world.counts["hit tokens"] += num_hit_tokens
 
     def call(self, name: str, target: Any, *arguments: Any, **options: Any) -> Any:
-        """Call and count."""
+        """Make a call, and count it."""
         self.world.counts["calls"] += 1
         self.world.counts[f"  {name}"] += 1
         return getattr(target, name)(*arguments, **options)
@@ -262,7 +262,7 @@ class ManagerFront(Front):
         return True
 
     def _divide(self, job: Job, num_hit_tokens: int) -> tuple[int, int]:
-        """Return how many tokens a transfer brings and how many are computed."""
+        """Return the number of tokens that a transfer brings, and the number computed."""
         num_left = job.num_tokens - num_hit_tokens
         if num_left > 1 and self.rng.random() < 0.2:
             num_transferred = self.rng.randint(1, num_left - 1)
@@ -290,7 +290,7 @@ class ManagerFront(Front):
                     break
 
     def grow(self, job: Job) -> bool:
-        """Schedule tokens of a job that runs, those behind the last as drafts."""
+        """Schedule tokens of a running job; those after the last known one are drafts."""
         num_left = job.num_tokens - job.num_computed_tokens
         num_new = self.draw_count(num_left)
         drafts = self.draw_drafts(job) if num_new == num_left else []
@@ -318,12 +318,12 @@ class ManagerFront(Front):
         self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], num_computed_tokens)
 
     def finish_loading(self, job: Job, num_loaded_tokens: int) -> None:
-        """Go on with what a transfer brought."""
+        """Continue with the tokens of a transfer."""
         job.loading = None
         self.cache(job, num_loaded_tokens)
 
     def cache(self, job: Job, num_computed_tokens: int) -> None:
-        """Cache what was computed and delayed, before or after it is counted."""
+        """Cache pages that were computed and delayed, before or after they are counted."""
         if self.rng.random() < 0.5:
             job.num_computed_tokens = num_computed_tokens
         self.call("cache_pages", self.manager, job, num_computed_tokens)
@@ -403,7 +403,7 @@ class BatchFront(Front):
             call()
 
     def schedule_next(self) -> None:
-        """Grow rows that know more tokens once more, before the step that is in flight has run."""
+        """Grow rows that know more tokens once more, before the step in flight has run."""
         self._grow([job for job in self.jobs.values() if self.rng.random() < 0.5], may_draft=False)
 
     def _step(self, jobs: list[Job]) -> None:
@@ -418,7 +418,7 @@ class BatchFront(Front):
             work.job.num_known_tokens += 1
 
     def _grow(self, jobs: list[Job], may_draft: bool = True) -> None:
-        """Tell rows their tokens, drafts behind them, and compute some."""
+        """Append tokens and drafts to rows, and compute some."""
         amounts = {}
         for job in [job for job in jobs if job.front is self]:
             left = job.num_tokens - int(self.batch.num_computed_tokens[job.row])
@@ -448,7 +448,7 @@ class BatchFront(Front):
                 self.cut(job, job.num_tokens)
 
     def _persist(self, jobs: list[Job], is_step: bool, call: Callable[[list[Job]], tuple[Any, list[Work]]]) -> list[Work]:
-        """Call for the jobs; where one does not fit, preempt any and call again for those that are left, or give up."""
+        """Call for the jobs; if one does not fit, preempt any job and call again for the rest, or give up."""
         done: list[Work] = []
         while jobs := [job for job in jobs if job.front is self]:
             result, works = call(jobs)
@@ -463,7 +463,7 @@ class BatchFront(Front):
         return [work for work in done if work.job.front is self]
 
     def _book(self, result: Any, works: list[Work]) -> None:
-        """Write into the books what a call did to the rows, in order, and to the first that did not fit."""
+        """Record what a call did to the rows, in order, and to the first that did not fit."""
         added: dict[int, list[list[int]]] = {work.job.row: [[] for _ in self.setting.groups] for work in works}
         new = zip(*(ids.tolist() for ids in (result.new_page_rows, result.new_page_groups, result.new_page_ids)), strict=True)
         for row, group_id, page_id in new:
@@ -498,7 +498,7 @@ class BatchFront(Front):
         return []
 
     def _has_lost_pages(self, growth: Growth) -> bool:
-        """Tell whether a row lacks pages that tokens from the start of a call on need, or had when it began."""
+        """Whether a row lacks pages that tokens from the start of a call on need, or had when it began."""
         for work in growth.works:
             for group, pages, num_kept in zip(self.setting.groups, work.job.pages, work.num_pages_before, strict=True):
                 if NULL_PAGE in pages[num_kept:] or not self.has_pages(group, pages, work.start):
@@ -506,7 +506,7 @@ class BatchFront(Front):
         return False
 
     def cut(self, job: Job, num_tokens: int) -> None:
-        """Let a row forget tokens; some before may have to be computed again."""
+        """Let a row forget tokens; some earlier tokens may need recomputation."""
         self.call("trim", self.batch, [job.row], num_tokens)
         job.num_computed_tokens = self.books.cut(job, num_tokens)
         job.num_known_tokens = num_tokens
@@ -521,7 +521,7 @@ class BatchFront(Front):
         return self.leave(job, num_computed_tokens)
 
     def go_back(self, job: Job, num_computed_tokens: int) -> bool:
-        """Let tokens be computed again, told anew; False if pages that they need are gone."""
+        """Let lost tokens be computed again; False if pages that they need are gone."""
         num_computed_tokens = min(num_computed_tokens, job.num_known_tokens)
         try:
             self.cut(job, num_computed_tokens)

@@ -20,12 +20,12 @@ NULL_PAGE = 0
 STAYS = itertools.count(1)
 
 Content = tuple[int, int]
-"""Group and the history of a page's last token, which is that of all before it too."""
+"""Group, and the history of a page's last token, which covers all tokens before it."""
 
 
 @dataclass
 class Entry:
-    """The content of a cached page, and the stay of the request that cached it."""
+    """The content of a cached page, and the admission of the request that cached it."""
 
     content: Content
     stay: int
@@ -61,7 +61,7 @@ class Index:
 
 
 class Books:
-    """The pages of a pool, their holders and their contents, by what was returned and what was computed."""
+    """The pages of a pool, their holders and their contents, derived from returned ids and computed tokens."""
 
     def __init__(self, setting: Setting, num_pages: int) -> None:
         self.setting = setting
@@ -79,7 +79,7 @@ class Books:
     # Shards.
 
     def find_shard(self, hint: int | None) -> range | None:
-        """Return the page ids that a hint means; None: all."""
+        """Return the page ids that a hint allows; None means all."""
         size = self.setting.data_parallel_size
         if hint is None or not size or size < 2 or self.num_pages % size:
             return None
@@ -92,7 +92,7 @@ class Books:
         return self.find_shard(0) is not None
 
     def find_shard_of(self, page_ids: Iterable[int], hint: int | None) -> range | None:
-        """Return the shard that all of the pages are in, else the hinted one."""
+        """Return the shard of all the pages, otherwise the hinted one."""
         if not self.is_sharded:
             return None
         num_pages = len(self.find_shard(0) or ())
@@ -120,7 +120,7 @@ class Books:
         return num_tokens // self.hit_step * self.hit_step
 
     def _find_eagle_length(self, kind: Group, histories: Sequence[int], max_length: int, shard: range | None) -> int:
-        """Return the longest hit behind which one page more hits, which the drafter has computed anew."""
+        """Return the longest hit followed by one more hit page, which the drafter has recomputed."""
         size = kind.page_size
         for length in range((max_length // size - 1) * size, 0, -size):
             behind = self._is_cached(kind, histories, length // size, shard)
@@ -129,7 +129,9 @@ class Books:
         return 0
 
     def _hits(self, kind: Group, histories: Sequence[int], length: int, shard: range | None) -> bool:
-        """Tell whether all that the token at `length` attends to is cached. Without eagle a window counts at least one page."""
+        """Whether everything that the token at `length` attends to is cached. Without eagle a window counts at least one
+        page.
+        """
         first = find_first_read(kind, length) // kind.page_size
         if kind.kind == "sliding" and not self.setting.use_eagle:
             first = min(first, length // kind.page_size - 1)
@@ -140,10 +142,10 @@ class Books:
         history = histories[(page + 1) * kind.page_size - 1]
         return all(self.index.has((group_id, history), shard) for group_id in self.groups_of_kind[kind])
 
-    # What is taken and given back.
+    # Allocation and release.
 
     def attach(self, job: Job, hits: Sequence[Sequence[int]], num_hit_tokens: int, shard: range | None) -> None:
-        """Make hits the first pages of a request, which must be cached with its tokens."""
+        """Make hits the first pages of a request; they must be cached with its tokens."""
         histories = job.list_histories(num_hit_tokens)
         job.stay, job.num_hit_tokens = next(STAYS), num_hit_tokens
         for group_id, (group, page_ids) in enumerate(zip(self.groups, hits, strict=True)):
@@ -174,7 +176,7 @@ class Books:
             pages.extend(page_ids)
 
     def require_shortage(self, job: Job, num_tokens: int, num_reserved: int, hint: int | None) -> None:
-        """Raise if a request was refused although all of its pages, were they new, would be there."""
+        """Raise if a request was refused although all of its pages, even if all were new, would fit."""
         shard = self.find_shard(hint)
         if shard is None and self.is_sharded:
             return  # the hits choose the shard
@@ -191,7 +193,7 @@ class Books:
             require(room >= num_tokens or (group.kind == "mamba" and len(pages) == 1), "no slot", job, group, num_tokens)
 
     def skip(self, job: Job, held: Sequence[Sequence[int]], num_computed_tokens: int) -> None:
-        """Note which pages of a request the pool took back, of which none may be needed for tokens that come."""
+        """Record which pages of a request the pool released; no coming token may need them."""
         for group, pages, held_ids in zip(self.groups, job.pages, held, strict=True):
             if pages == held_ids:
                 continue
@@ -220,7 +222,7 @@ class Books:
     # What is cached.
 
     def enter(self, job: Job, histories: Sequence[int]) -> list[int]:
-        """Cache the pages that tokens fill, those excepted that were passed before; return those that were not cached."""
+        """Cache the pages that tokens fill, except those passed before; return those that were not cached."""
         entered: list[int] = []
         if not self.setting.enable_caching:
             return entered
@@ -238,7 +240,7 @@ class Books:
         return entered
 
     def rewind(self, job: Job, num_computed_tokens: int) -> None:
-        """Let pages be cached again whose tokens are computed again, those that were hits too."""
+        """Let pages be cached again whose tokens are computed again, including hits."""
         job.num_hit_tokens = min(job.num_hit_tokens, num_computed_tokens)
         self._lower_cached_pages(job, num_computed_tokens)
 
@@ -265,7 +267,7 @@ class Books:
                         self.index.drop(page_id)
 
     def cut(self, job: Job, num_tokens: int) -> int:
-        """Cut a request's pages, and return how many tokens stay computed: a page that others hold too is left to them."""
+        """Cut a request's pages, and return the number of tokens that stay computed: a page held by others is left to them."""
         cuts = [
             num_tokens // group.page_size * group.page_size
             for group, pages in zip(self.groups, job.pages, strict=True)
@@ -292,7 +294,7 @@ class Books:
         return any(page_id != NULL_PAGE and self.holders[page_id] > 1 for page_id in page_ids)
 
     def undo(self, job: Job, num_computed_tokens: int, num_pages: Sequence[int], is_cached: Callable[[int], bool]) -> None:
-        """Take a step of a request back: what it cached, and the pages that it took."""
+        """Undo a step of a request: the entries that it made, and the pages that it took."""
         self.forget(job, num_computed_tokens, is_cached)
         self._lower_cached_pages(job, num_computed_tokens)
         for pages, num_kept in zip(job.pages, num_pages, strict=True):

@@ -1,4 +1,4 @@
-"""A request of the simulation, with what the engine keeps of it."""
+"""A request of the simulation, with the engine's data about it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SERIALS = itertools.count()
 
 @dataclass(eq=False, repr=False)
 class Job:
-    """What a manager reads of a request, what the engine knows of it, and its pages as the engine was told of them."""
+    """The attributes that a manager reads, the engine's own data, and the request's pages as returned to the engine."""
 
     request_id: str
     all_token_ids: list[int]
@@ -29,14 +29,14 @@ class Job:
     num_computed_tokens: int = 0
     status: int = WAITING
 
-    front: Any = None  # where it runs
+    front: Any = None  # the front in which it runs
     row: int = -1
-    num_known_tokens: int = 0  # of those that a batch was told
+    num_known_tokens: int = 0  # tokens that a batch knows
     dp_shard: int | None = None
     pages: list[list[int]] = field(default_factory=list)  # by group
-    num_cached_pages: list[int] = field(default_factory=list)  # by group: entered, or hit, or passed over
-    stay: int = 0  # which time it holds pages
-    num_hit_tokens: int = 0  # of those that are computed
+    num_cached_pages: list[int] = field(default_factory=list)  # by group: entered, hit, or passed over
+    stay: int = 0  # number of its current admission
+    num_hit_tokens: int = 0  # of the computed tokens
     loading: Any = None  # tokens that a transfer brings
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class Job:
         return f"{self.request_id}({self.num_computed_tokens} of {self.num_tokens}, row {self.row})"
 
     def renew(self) -> None:
-        """Share nothing with what it was before, where it has images without names."""
+        """If it has images without names, share nothing with its earlier runs."""
         self._serial = next(_SERIALS)
         self._known: list[int] = []
 
@@ -62,14 +62,14 @@ class Job:
         return self._known[:stop]
 
     def list_draft_histories(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the histories of tokens that may come behind those that it has."""
+        """Return the histories of tokens that may follow."""
         numbers = self.list_histories(self.num_tokens)
         for position, token_id in enumerate(token_ids, self.num_tokens):
             numbers.append(self.histories.follow(numbers[-1], self._inputs(position, token_id)))
         return numbers[self.num_tokens :]
 
     def _inputs(self, position: int, token_id: int) -> Any:
-        """Return what goes in at a position besides what stands before it."""
+        """Return the inputs at a position besides the token."""
         seen = [self._part_of(feature, position) for feature in self.mm_features]
         inputs: tuple[Any, ...] = (token_id, *[part for part in seen if part])
         if position == 0:
@@ -79,7 +79,7 @@ class Job:
 
     @staticmethod
     def _part_of(feature: Feature, position: int) -> tuple[Any, ...] | None:
-        """Return the part of an image that stands at a position. One without a place stands at token 0."""
+        """Return the part of an image at a position. An image without a place is at token 0."""
         place = feature.placeholder_range
         offset, length = (place.offset, place.length) if place else (0, 1)
         if not offset <= position < offset + length:

@@ -1,4 +1,4 @@
-"""The model of examples/ in NumPy and float64, one sequence at a time, without cache and pages: obviously right, and slow."""
+"""The model of examples/ in NumPy and float64, one sequence at a time, without cache and pages: obviously correct, and slow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Array = npt.NDArray[Any]
 
 
 def compute_logits(weights: dict[str, Array], token_ids: list[int]) -> Array:
-    """Return the logits of the token that follows, all tokens computed anew."""
+    """Return the logits of the next token, recomputing all tokens."""
     weights = {name: array.astype(np.float64) for name, array in weights.items()}
     hidden = weights["embedding"][token_ids]
     for layer in range(len(weights["query"])):
@@ -43,7 +43,7 @@ def attend(w: dict[str, Array], normed: Array) -> Array:
 
 
 def rotate(vectors: Array) -> Array:
-    """Turn pairs, seen as complex numbers, by angles that grow with the position."""
+    """Rotate pairs, as complex numbers, by angles that grow with the position."""
     half = vectors.shape[1] // 2
     angles = np.arange(len(vectors))[:, None] / 10_000.0 ** (np.arange(half) / half)
     turned = (vectors[:, :half] + 1j * vectors[:, half:]) * np.exp(1j * angles)

@@ -1,4 +1,4 @@
-"""What the tests on devices share: slow computations, compile counts, random commits, programs of their own."""
+"""Helpers of the tests on devices: slow computations, compile counts, random commits, separate programs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ jax.monitoring.register_event_duration_secs_listener(note_compilation)
 
 @contextmanager
 def count_compilations() -> Iterator[list[str]]:
-    """Yield a list that has an entry for each compilation, when the block is left."""
+    """Yield a list that has an entry for each compilation at the end of the block."""
     start = len(COMPILATIONS)
     compilations: list[str] = []
     yield compilations
@@ -43,18 +43,18 @@ def count_compilations() -> Iterator[list[str]]:
 
 @jax.jit
 def after_slow_work(table: Any) -> Any:
-    """Return the table, as soon as some 50 ms of work are done."""
+    """Return the table after about 50 ms of work."""
     matrix = jax.lax.fori_loop(0, 60, lambda _, m: jnp.tanh(m @ m), jnp.full((256, 256), 0.01, dtype=jnp.float32))
     return table + (matrix[0, 0] > 2).astype(jnp.int32)
 
 
 def make_pending(table: pagepool.PageTable) -> None:
-    """Make the device array one that is still being computed: what a commit then starts has to wait, and reads late."""
+    """Replace the device array by one that is still being computed, so that a commit started now must wait, and reads late."""
     table._array = after_slow_work(table.page_table)
 
 
 def read(array: jax.Array) -> Any:
-    """Read an array through a copy. A NumPy view of the array itself would be cached in it, and keep it from being donated."""
+    """Read an array through a copy. The array would cache a NumPy view of itself, which prevents its donation."""
     return np.asarray(jnp.array(array, copy=True))
 
 
@@ -64,7 +64,7 @@ def read_shards(array: jax.Array) -> list[tuple[Any, Any]]:
 
 
 def commit_at_random(work: Work, is_pending: bool = False) -> list[jax.Array]:
-    """Commit some rows, overwrite the host tables before the device can be done, and compare them all with the models."""
+    """Commit some rows, overwrite the host tables before the device can be done, and compare all with the models."""
     num_reqs = work.num_rows if work.coin() else int(work.rng.integers(0, work.num_rows + 1))
     if is_pending:
         for table, _ in work.pairs:
@@ -107,7 +107,7 @@ class Program:
         self.process = subprocess.Popen(command, env=env, stdout=self.log, stderr=subprocess.STDOUT)
 
     def end(self) -> str:
-        """End the program if it is not done, and return what it said."""
+        """End the program if it still runs, and return its output."""
         self.process.kill()
         self.process.wait()
         with self.log:
@@ -116,7 +116,7 @@ class Program:
 
 
 def await_programs(programs: list[Program], timeout: float) -> None:
-    """Wait until all are done. If one fails, which the others might wait for, or the time is over, end them all."""
+    """Wait until all are done. If one fails, for which the others might wait, or the time is over, end all of them."""
     end = time.monotonic() + timeout
     codes: list[int | None] = [None]
     while None in codes and not any(codes) and time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""EasyDeL's scheduler under random requests, without a model: tokens are made up, and what is scheduled is written down."""
+"""EasyDeL's scheduler under random requests, without a model: tokens are random, and the schedules are recorded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EOS = 1
 
 @dataclass
 class Plan:
-    """What is served, and by how much. Lengths in tokens."""
+    """The load and its limits. Lengths are in tokens."""
 
     specs: list[Any]
     num_pages: int
@@ -63,7 +63,7 @@ def make_requests(plan: Plan, seed: int) -> Iterator[EngineRequest]:
 
 
 def sample(scheduler: Scheduler, request_id: str) -> list[int]:
-    """A made-up token, once all tokens of the request are computed."""
+    """Return a random token once all tokens of the request are computed."""
     request = scheduler.requests[request_id]
     if request.num_computed_tokens < request.num_tokens:
         return []
@@ -71,7 +71,7 @@ def sample(scheduler: Scheduler, request_id: str) -> list[int]:
 
 
 def run_model(scheduler: Scheduler, scheduled: Any, rows: dict[str, int]) -> ModelRunnerOutput:
-    """Each request keeps the row that it got first, in the shard of its pages where there are several."""
+    """Each request keeps its first row, in the shard of its pages if there are several."""
     ids = list(scheduled.num_scheduled_tokens)
     for request_id in [request_id for request_id in rows if request_id not in scheduler.requests]:
         del rows[request_id]
@@ -97,7 +97,7 @@ def find_row(scheduler: Scheduler, request_id: str, taken: set[int]) -> int:
 
 
 class Step(NamedTuple):
-    """What of a step follows from the allocator, by request: new ones with their pages and hits, others with what they got."""
+    """The parts of a step that depend on the allocator, by request: pages and hits of new requests, new pages of others."""
 
     num_tokens: dict[str, int]
     new: dict[str, tuple[Any, int]]
@@ -120,7 +120,7 @@ def describe(scheduled: Any) -> Step:
 
 
 def serve(scheduler: Scheduler, plan: Plan, seed: int) -> Iterator[Step]:
-    """Run until all requests have ended; what was scheduled, step by step."""
+    """Yield the schedule of each step until all requests have ended."""
     requests = make_requests(plan, seed)
     rows: dict[str, int] = {}
     is_over = False

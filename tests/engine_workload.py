@@ -1,4 +1,4 @@
-"""Requests for the engine of examples/, and what the dense model answers. As a program: both compared on all devices."""
+"""Requests for the engine of examples/, and the answers of the dense model. As a program: compares both on all devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from request import Request, SamplingParams  # noqa: E402
 SEED = 5
 VOCAB = 96
 MIN_MARGIN = 1e-4
-"""What float32 may err is a hundredth of it."""
+"""A hundred times the error of float32."""
 
 LIMITS: dict[str, Any] = {
     "num_pages": 40,
@@ -37,14 +37,14 @@ Ask = tuple[list[int], SamplingParams]
 
 
 def make_engine(**options: Any) -> Engine:
-    """An engine that has compiled all it needs."""
+    """Return an engine that has compiled all its programs."""
     engine = Engine(WEIGHTS, **{**LIMITS, **options})
     engine.warmup()
     return engine
 
 
 def make_asks(num_asks: int) -> list[Ask]:
-    """Prompts that begin alike, some longer than a step's budget, a third of them greedy."""
+    """Return prompts with common beginnings, some longer than a step's budget, a third of them greedy."""
     rng = np.random.default_rng(SEED)
     beginnings = [rng.integers(0, VOCAB, length).tolist() for length in (13, 26, 40)]
     asks = []
@@ -61,7 +61,7 @@ def make_noise(seed: Any, position: Any) -> Any:
 
 
 def answer_densely(prompt: list[int], params: SamplingParams) -> list[int]:
-    """Return the answer of the dense model. Refuses choices so close that another order of summation could change them."""
+    """Return the answer of the dense model. Refuses choices so close that another summation order could change them."""
     token_ids = list(prompt)
     while len(token_ids) < len(prompt) + params.max_tokens and token_ids[len(prompt) :][-1:] != [params.stop_token_id]:
         logits = dense_model.compute_logits(WEIGHTS, token_ids)
@@ -76,7 +76,7 @@ def answer_densely(prompt: list[int], params: SamplingParams) -> list[int]:
 
 
 def answer_by_engine(engine: Engine, asks: list[Ask]) -> tuple[list[Request], set[Request]]:
-    """Return the finished requests, half of which come while others run, and those of them that were preempted."""
+    """Return the finished requests, half of which arrive while others run, and those that were preempted."""
     requests = [engine.add(*ask) for ask in asks[: len(asks) // 2]]
     streamed: dict[Request, list[int]] = {}
     preempted: set[Request] = set()
@@ -95,7 +95,7 @@ def answer_by_engine(engine: Engine, asks: list[Ask]) -> tuple[list[Request], se
 
 
 def check_answers(engine: Engine, asks: list[Ask]) -> None:
-    """The engine's answers are the dense model's, whatever was hit, evicted, preempted and cut into chunks on the way."""
+    """The engine's answers are the dense model's, with hits, evictions, preemptions and chunks on the way."""
     print(f"seed {SEED}")
     with count_compilations() as compilations:
         requests, preempted = answer_by_engine(engine, asks)
@@ -107,7 +107,7 @@ def check_answers(engine: Engine, asks: list[Ask]) -> None:
 
 
 def check_that_all_happened(engine: Engine, preempted: set[Request]) -> None:
-    """And nothing is left behind."""
+    """Assert that there were hits, preemptions and evictions, and that nothing is left behind."""
     stats = engine.manager.stats()
     assert stats.queries.num_hit_tokens > 0
     assert stats.preempted_queries.num_requests >= len(preempted)
@@ -117,7 +117,7 @@ def check_that_all_happened(engine: Engine, preempted: set[Request]) -> None:
 
 
 def check_rest(engine: Engine) -> None:
-    """No row and no page is taken."""
+    """Assert that no row and no page is taken."""
     engine.batch.check()
     assert not engine.batch.is_admitted.any()
     assert engine.manager.page_pool.get_num_free_pages() == LIMITS["num_pages"] - 1
@@ -125,7 +125,7 @@ def check_rest(engine: Engine) -> None:
 
 
 def check_variety(answers: list[list[int]]) -> None:
-    """A model that repeats itself would hide what it reads."""
+    """Assert that the answers vary: a model that repeats itself would hide what it reads."""
     assert len({tuple(answer[:8]) for answer in answers}) == len(answers)
     assert min(len(set(answer)) / len(answer) for answer in answers) > 0.3
     assert len({token_id for answer in answers for token_id in answer}) > VOCAB // 2

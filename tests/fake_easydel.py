@@ -1,4 +1,4 @@
-"""A package named easydel with nothing but what the adapter looks at, as it was recorded, in a folder of its own."""
+"""A package named easydel with only what the adapter reads, as recorded, in a separate folder."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ HOME = f"{ENGINE}.core.manager"
 """The module that defines the engine's own manager."""
 
 SHOW = f"import sys; from {ENGINE}.scheduler import scheduler; print(scheduler.CacheManager.__module__)"
-"""Prints which module defines the manager that the engine makes: `HOME`, or pagepool's."""
+"""Prints the module that defines the engine's manager: `HOME`, or pagepool's."""
 
 
 def run_python(folder: Path, *arguments: str, value: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a new Python in the folder, which sees its packages, and pagepool where it is now, with `VARIABLE` set to `value`."""
+    """Run a new Python in the folder, which sees its packages and the current pagepool, with `VARIABLE` set to `value`."""
     path = str(folder) if INSTALLED else os.pathsep.join([str(folder), str(Path(pagepool.__file__).parents[1])])
     env = {name: text for name, text in os.environ.items() if name not in (VARIABLE, "PYTHONSAFEPATH")}
     env |= {"PYTHONPATH": path} | ({} if value is None else {VARIABLE: value}) | variables
@@ -30,7 +30,7 @@ def run_python(folder: Path, *arguments: str, value: str | None = None, **variab
 
 
 def write_engine(folder: Path, version: str = VERSION) -> None:
-    """Write the package: each class where it is defined, and imports from there in its other places."""
+    """Write the package: each class in its defining module, imported in its other places."""
     engine = folder.joinpath(*ENGINE.split("."))
     for place in sorted({place for places in PLACES.values() for place in places}):
         path = engine.joinpath(*place.split("."))

@@ -1,4 +1,4 @@
-"""Fuzzes the boundary of the compiled core: everything public in it, with arguments of any kind, see `fuzz_world`.
+"""Fuzzes the boundary of the compiled core: everything public, with arguments of any kind; see `fuzz_world`.
 
 With atheris, and a core that was built for it (PAGEPOOL_FUZZ=1), coverage leads to new inputs; otherwise a seed makes them.
 Ends with status 1 on a finding. After a crash or a hang the last input stands in the file that is named at the start.
@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 
 try:
-    import atheris  # first, for libFuzzer is in it
+    import atheris  # first, since it contains libFuzzer
 except ImportError:
     atheris = None
 
@@ -36,7 +36,7 @@ NEVER_SUCCEED = {"StepResult.__construct__", "StepResult.__init__"}
 
 
 class Fuzzer:
-    """Runs inputs and counts calls. `note` is a file for the input that runs, in case that it is the last."""
+    """Runs inputs and counts calls. `note` is a file for the running input, in case it is the last."""
 
     def __init__(self, note: Path, seconds: float) -> None:
         self.note = os.open(note, os.O_CREAT | os.O_RDWR | os.O_TRUNC)
@@ -47,7 +47,7 @@ class Fuzzer:
         self.successes: Counter[Entry] = Counter()
 
     def run(self, data: bytes) -> None:
-        """Run one input; Finding if there is one."""
+        """Run one input. Raises Finding."""
         os.ftruncate(self.note, 0)
         os.pwrite(self.note, data, 0)
         self.num_inputs += 1
@@ -67,7 +67,7 @@ class Fuzzer:
                 faulthandler.cancel_dump_traceback_later()
 
     def run_until_deadline(self, data: bytes) -> None:
-        """Run an input of atheris', whose own end would leave no time for a report."""
+        """Run an input from atheris, whose own end would leave no time for a report."""
         if time.monotonic() > self.deadline:
             self.report()
             sys.stdout.flush()
@@ -81,23 +81,23 @@ class Fuzzer:
         print(f"{len(self.counts)} of {len(ENTRIES)} entries called, {len(self.successes)} with success")
 
     def missed(self) -> list[str]:
-        """What was never called, or never with success though that is possible."""
+        """Return entries that were never called, or that never succeeded although they can."""
         return [f"{entry} ({entry.kind})" for entry in ENTRIES if not self.counts[entry] or self.never_succeeded(entry)]
 
     def never_succeeded(self, entry: Entry) -> bool:
-        """Whether a call should have succeeded by now. Most attributes are read-only, most objects made once."""
+        """Whether a call should have succeeded by now. Most attributes are read-only, most objects are made once."""
         may_fail = entry.kind in ("set", "delete", "init") or entry.name == "__reduce__" or str(entry) in NEVER_SUCCEED
         return not may_fail and not self.successes[entry]
 
 
 def limit_memory() -> None:
-    """Let huge requests fail. Sanitizers, which reserve terabytes, have an option of their own for that."""
+    """Let huge allocations fail. Sanitizers reserve terabytes, and have their own option for that."""
     if "san" not in os.environ.get("LD_PRELOAD", ""):
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
 
 
 def is_instrumented() -> bool:
-    """Whether the core tells its coverage."""
+    """Whether the core reports its coverage."""
     return atheris is not None and b"__sanitizer_cov_8bit_counters_init" in Path(_core.__file__).read_bytes()
 
 

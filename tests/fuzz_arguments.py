@@ -15,6 +15,7 @@ from fuzz_source import (
     array,
     hostile,
     int32_array,
+    interesting,
     ints,
     key,
     key_bytes,
@@ -28,10 +29,11 @@ from fuzz_source import (
 from pagepool import _core
 from pagepool.errors import PagePoolError
 from pagepool.hashing import PageHash, PageHashWithGroupId
+from pagepool.page_pool.integrity import save_store
 
 
 def fitting(entry: Entry, parameter: str) -> Callable[[World], Any]:
-    """The maker of what a parameter may be."""
+    """Return the maker of a parameter's values."""
     return FITTING.get(f"{entry.name}.{parameter}") or FITTING.get(parameter, small)
 
 
@@ -52,7 +54,7 @@ def some(maker: Callable[[World], Any]) -> Callable[[World], Any]:
 
 
 def rows_that_are(is_admitted: bool) -> Callable[[World], list[int]]:
-    """The rows of the batch that is called that are admitted, or free; any rows for something else."""
+    """Return the admitted or free rows of the called batch; any rows for another object."""
 
     def list_rows(world: World) -> list[int]:
         flags = getattr(world.focus, "is_admitted", None)
@@ -67,22 +69,61 @@ def row_that_is(is_admitted: bool) -> Callable[[World], int]:
 
 
 def admitted_rows(world: World) -> Any:
-    """Some of the rows that run."""
+    """Return some of the running rows."""
     chosen = rows_that_are(True)(world)[world.source.pick((0, 0, 1)) :]
     world.num_chosen = len(chosen)
     return world.source.pick((list, list, np.array))(chosen)
 
 
 def as_many(maker: Callable[[World], Any]) -> Callable[[World], Any]:
-    """A list as long as what was chosen last."""
+    """Return a list as long as the last chosen one."""
     return lambda world: [maker(world) for _ in range(world.num_chosen)]
 
 
-def held_tuple(world: World) -> tuple[Any, ...]:
-    """What a request of one group holds, or of two."""
-    held = tuple(world.live[_core.HeldPages][: 1 + world.source.below(2)])
-    world.num_chosen = len(held)
-    return held
+def free_row(world: World) -> int:
+    """Return a free row of the first batch."""
+    batches = [batch for batch in world.live[_core.RunningRows] if batch.is_admitted is not None]
+    free = np.flatnonzero(~batches[0].is_admitted).tolist() if batches else []
+    return world.source.pick(free or [row(world)])
+
+
+def hits_of_request(world: World) -> tuple[Any, ...]:
+    """Return the actual hits of a live chain for the called request, or arbitrary ones."""
+    store, groups = world.recipes.get(id(world.focus), (None, ()))
+    if store is None or world.source.below(4) == 0:
+        return tuple([world.one(_core.PageIds) for _ in range(world.source.below(3))])
+    return found_hits(world, store, world.one(_core.HashChain), len(groups), 3)
+
+
+def found_hits(world: World, store: Any, chain: Any, num_groups: int, stop: int) -> tuple[Any, ...]:
+    """Return what a look-up finds in the first group, and in others of two hashes a page what there is of the same prefix."""
+    query = _core.PrefixQuery(store, chain)
+    world.keep(query)
+    num_pages = query.find_leading_hits(_core.PageIds([0]), 1, 0, min(stop, len(chain)))
+    hits = [query.get_hits(0, 1, 0, num_pages)] + [query.get_hits(1, 2, 0, num_pages // 2) for _ in range(1, num_groups)]
+    return tuple([_core.PageIds() if ids is None else ids for ids in hits[:num_groups]])
+
+
+def counter_of_row(world: World) -> Any:
+    """Return a counter of the called request's pool, if it is known."""
+    store, _ = world.recipes.get(id(world.focus), (None, None))
+    return None if store is None else _core.QueryCounter(store)
+
+
+def loose_page(world: World) -> Any:
+    """Return a page of the called store that is neither free nor held, if there is one."""
+    free = world.focus.free_ids()
+    loose = [i for i, count in enumerate(world.focus.ref_counts()) if i and count == 0 and i not in free]
+    return world.focus.page(world.source.pick(loose)) if loose else world.one(_core.CachePage)
+
+
+def some_requests(world: World) -> list[Any]:
+    return world.live[_core.RequestPages][: world.source.below(4)]
+
+
+def groups_of_model(world: World) -> list[tuple[Any, int | None, int]]:
+    strides = world.source.pick(((1,), (1, 2), (2, 1), ()))
+    return [(world.one(_core.PageRules), world.source.pick((i, i, i, None)), stride) for i, stride in enumerate(strides)]
 
 
 def tables_of_rows(world: World) -> Any:
@@ -92,13 +133,13 @@ def tables_of_rows(world: World) -> Any:
 
 
 def tokens(world: World) -> Any:
-    """A prompt that begins as others do."""
+    """Return a prompt that begins like others."""
     first, num = world.source.below(3), 1 + world.source.below(33)
     return world.source.pick((list, np.array))([first] * (num - 1) + [world.source.below(3)])
 
 
 def hits_finder(world: World) -> Callable[[Any, int], Any]:
-    """Finds the hits that there are, for a batch of one group; or what it likes."""
+    """Return a function that finds the actual hits for a row, or others."""
     store, groups = world.recipes.get(id(world.focus), (None, None))
 
     def find_hits(chain: Any, num_tokens: int) -> Any:
@@ -106,19 +147,19 @@ def hits_finder(world: World) -> Callable[[Any, int], Any]:
         world.keep(chain)
         if store is None or world.source.below(8) == 0:
             return wild(world)
-        num_pages = store.find_leading_hits(chain, 1, 0, (num_tokens - 1) // 4, _core.PageIds([0]))
-        hits = [store.fetch_hits(chain, 1, 0, num_pages, 0)] + [_core.PageIds() for _ in groups[1:]]
-        return tuple(hits), 4 * num_pages
+        hits = found_hits(world, store, chain, len(groups), (num_tokens - 1) // 4)
+        num_hit_tokens = 4 * len(hits[0]) if world.source.below(8) else wild(world)
+        return hits if world.source.below(8) else tuple(some(live(_core.PageIds))(world)), num_hit_tokens
 
     return find_hits
 
 
 def saved(name: str) -> Callable[[World], Any]:
-    """An array of a store that was saved, mostly whole."""
+    """Return an array of a saved store, mostly whole."""
 
     def make(world: World) -> Any:
         try:
-            values = world.live[_core.PageStore][0].save()[name]
+            values = save_store(world.live[_core.PageStore][0])[name]
         except (PagePoolError, IndexError):
             return wild(world)
         return world.source.pick(DAMAGES)(world, values)
@@ -156,7 +197,7 @@ def ids_by_group(world: World) -> list[Any]:
     return [ints(world) for _ in (grouped[0].page_tables if grouped else ())]
 
 
-ids = one_of(ints, ints, int32_array, live(_core.PageIds), live(_core.HeldPages), array)
+ids = one_of(ints, ints, int32_array, live(_core.PageIds), array)
 row = constant(0, 1, 2, 3, 0, 1, 2, 4)
 rows = one_of(some(row), some(row), int32_array, constant([0], [1], [2, 0], [0, 1, 2, 3]))
 table_lists = one_of(lambda world: list(world.live[_core.TableRows][:2]), some(live(_core.TableRows)))
@@ -166,59 +207,51 @@ rules_by_group = as_many(
 
 FITTING: dict[str, Callable[[World], Any]] = {
     "_page_hash": one_of(constant(None), page_hash),
+    "admit.shard": constant(*[None] * 7, 0),
     "anything": one_of(wild, small, page_hash),
-    "cached_group_ids": saved("cached_group_ids"),
-    "cached_keys": saved("cached_keys"),
-    "cached_page_ids": saved("cached_page_ids"),
-    "cached_token_ids": saved("cached_token_ids"),
+    "batch": live(_core.RunningRows),
+    "cache_groups": live(_core.CacheGroups),
     "chain": live(_core.HashChain),
     "chunk": constant(0, 0, 5),
     "context": constant(0, 0, 1, 2),
     "counter": one_of(constant(None), live(_core.QueryCounter)),
+    "cached": lambda world: tuple([saved(f"cached_{name}")(world) for name in ("page_ids", "group_ids", "keys", "token_ids")]),
     "counters": saved("counters"),
     "data": constant(b"", b"data", bytes(100)),
     "extend.extra_keys": constant(b"", b"", b"salt"),
-    "admit_row.extra_keys": one_of(*[constant(())] * 5, some(pair), hostile(HostileList, [(1, b"x")])),
+    "admit.context": constant(0, 0, 0, 0, 1),
+    "admit.counter": one_of(constant(None), counter_of_row, counter_of_row, live(_core.QueryCounter)),
+    "admit.extra_keys": one_of(*[constant(())] * 5, some(pair), hostile(HostileList, [(1, b"x")])),
     "find_hits": one_of(hits_finder, hits_finder, constant(None), wild),
     "enable_caching": constant(True, True, False),
     "first": constant(0, 0, 3),
-    "first_id": constant(0, 0, 0, 3),
     "first_place": constant(0, 0, 3),
     "flag": constant(True, True, False),
     "free_page_ids": saved("free_page_ids"),
     "group": constant(0, 0, 0, 1),
     "device_table": one_of(live(np.ndarray), array),
+    "lists_of.groups": lambda world: tuple(some(live(_core.PageIds))(world)),
     "find_leading_hits.groups": lambda world: _core.PageIds(world.source.pick(([0], [1], [0, 1], []))),
     "find_last_run.groups": lambda world: _core.PageIds(world.source.pick(([0], [1], [0, 1], []))),
     "find_pages.groups": constant([0], [0, 1], (1,)),
-    "group_ids": lambda world: _core.PageIds(range(world.num_chosen)),
-    "groups": held_tuple,
+    "free_row": free_row,
+    "groups_of_model": groups_of_model,
     "groups_of_rows": rules_by_group,
     "hash_page_size": constant(4, 4, 2, 0),
-    "held": one_of(live(_core.HeldPages), live(_core.HeldPages), live(_core.PageIds)),
-    "check_holders.held": one_of(held_tuple, Lazy),
-    "held_elsewhere": one_of(constant([]), held_tuple, Lazy),
-    "num_new_pages": as_many(constant(0, 1, 2)),
-    "hits": one_of(constant((), ()), as_many(live(_core.PageIds)), as_many(lambda _: _core.PageIds())),
-    "strides": lambda world: _core.PageIds([1] * world.num_chosen),
+    "hits": one_of(constant((), ()), hits_of_request, hits_of_request),
     "num_reserved": constant(0, 0, 2),
     "ids": live(_core.PageIds),
-    "is_again": constant(False, True),
     "is_null": constant(False, False, True),
     "is_pool": constant(True, True, True, False),
     "items": ints,
     "key": key,
     "key_bytes": key_bytes,
-    "admit_row.num_tokens": constant(None, None, 1, 4, 7),
-    "admit_row.row": row_that_is(False),
-    "admit_row.token_ids": one_of(tokens, tokens, tokens, ids),
-    "enter_held.num_full_pages": constant(0, 1, 2),
-    "check_enterable.num_full_pages": constant(0, 1, 2),
     "max_num_new_tokens": one_of(constant(None, None, None), middle),
     "max_num_tokens": constant(32, 32, 7, 2**40),
     "next_free_page": one_of(constant(None, None, None, None), live(_core.CachePage)),
-    "num_computed": lambda world: _core.PageIds([world.source.below(3) for _ in range(world.num_chosen)]),
-    "num_computed_tokens": one_of(constant(None, None, 0, 3), middle, as_many(middle)),
+    "num_computed_tokens": one_of(middle, middle, interesting),
+    "give_back.num_computed_tokens": one_of(constant(None, None, 0, 3), middle),
+    "release.num_computed_tokens": one_of(constant(None, None, 0, 3), middle, as_many(middle)),
     "num_hit_tokens": constant(0, 0, 4, 8, 1),
     "num_looked_up": constant(9, 12, 30, 4),
     "num_lookahead_tokens": one_of(constant(0, 0, 0), small, as_many(small)),
@@ -226,9 +259,13 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "num_pages": middle,
     "num_reserved_pages": constant(0, 0, 0, 3),
     "num_shards": constant(0, 1, 2, 4),
-    "num_tokens": one_of(middle, middle, as_many(middle)),
+    "num_slots": constant(None, None, 1, 4, 7),
+    "needs_nothing.num_slots": middle,
+    "num_tokens": one_of(middle, middle, middle, interesting),
+    "trim.num_tokens": one_of(middle, middle, as_many(middle)),
     "options": constant(None, (), ("option",)),
     "page": live(_core.CachePage),
+    "append_page.page": one_of(loose_page, loose_page, live(_core.CachePage)),
     "page_id": middle,
     "page_ids": one_of(ids, ids, ids, ids_by_group),
     "page_ids_per_req": one_of(as_many(ints), as_many(ids_by_group), nested),
@@ -236,13 +273,16 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "page_tables": table_lists,
     "pages": some(live(_core.CachePage)),
     "positions": ids,
+    "prompt": one_of(tokens, tokens, tokens, ids),
     "prev_free_page": one_of(constant(None, None, None, None), live(_core.CachePage)),
     "ref_cnt": constant(0, 1, 2),
     "ref_counts": saved("ref_counts"),
     "req_indices": as_many(row),
+    "requests": one_of(constant([]), some_requests, some_requests, Lazy),
     "row": row,
     "row_idx": row,
     "result": live(_core.StepResult),
+    "check_rows.rows": live(_core.RunningRows),
     "rows": one_of(admitted_rows, admitted_rows, admitted_rows, rows),
     "slot_mapping.rows": lambda world: as_many(row)(world),
     "slot_mapping.positions": lambda world: as_many(middle)(world),
@@ -250,6 +290,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "shard": constant(None, None, None, 0, 1),
     "src": row_that_is(True),
     "start": constant(0, 0, 0, 1),
+    "start_id": constant(0, 0, 0, 3),
     "stop": constant(0, 1, 2, 3),
     "stop_id": constant(None, None, 9),
     "store": live(_core.PageStore),

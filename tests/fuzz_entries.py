@@ -1,4 +1,4 @@
-"""What there is to call in the compiled core, read from the module: what is new in it is called without anybody telling."""
+"""The callables of the compiled core, read from the module, so that new ones are called without being listed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagepool import _core
 
 
 class Entry(NamedTuple):
-    """One thing to call: of a class, or of the module where `owner` is None."""
+    """A callable of a class, or of the module if `owner` is None."""
 
     owner: type | None
     name: str
@@ -23,16 +23,20 @@ class Entry(NamedTuple):
 
 CONSTRUCTORS = {
     "PageIds": "values",
-    "HeldPages": "values",
     "PageRules": "page_size window chunk",
+    "CacheGroups": "groups_of_model",
+    "RequestPages": "store cache_groups max_num_tokens",
+    "PrefixQuery": "store chain start_id stop_id",
     "HashChain": "page_size key_bytes flag",
     "PageStore": "num_pages flag is_pool",
+    "EntryJournal": "store",
     "QueryCounter": "store flag",
     "Refusal": "tuple_of_hits num_looked_up num_hit_tokens",
     "CachePage": "page_id ref_cnt _page_hash prev_free_page next_free_page is_null",
     "TableRows": "num_rows num_columns",
     "GroupedRows": "page_tables",
     "RunningRows": "store tables groups_of_rows max_num_tokens hash_page_size key_bytes num_shards",
+    "RowRequest": "batch free_row prompt num_slots max_num_new_tokens num_reserved_pages options",
 }
 KEYED_BY_BYTES = {"siphash128"}
 NOT_CALLED = {"__doc__", "__module__", "__new__", "__init__", "__pyx_vtable__", "__setstate__"}
@@ -44,12 +48,12 @@ def public_classes() -> list[type]:
 
 def public_items() -> Iterator[tuple[str, Any]]:
     for name, item in vars(_core).items():
-        if not name.startswith("_") and getattr(item, "__module__", None) == _core.__name__:
+        if not name.startswith("_") and str(getattr(item, "__module__", None)).startswith("pagepool.core."):
             yield name, item
 
 
 def entries() -> Iterator[Entry]:
-    """Everything public in the core."""
+    """Return everything public in the core."""
     for name, item in public_items():
         if isinstance(item, type):
             parameters = tuple(CONSTRUCTORS.get(name, "").split())
@@ -72,7 +76,7 @@ def entries_of(cls: type) -> Iterator[Entry]:
 
 
 def parameters_of(name: str, function: Any) -> tuple[str, ...]:
-    """The names of a function's parameters; Python's own methods have none that tell."""
+    """Return the names of a function's parameters; Python's own methods do not reveal theirs."""
     try:
         names = [name for name in inspect.signature(function).parameters if name != "self"]
     except ValueError:
@@ -83,7 +87,15 @@ def parameters_of(name: str, function: Any) -> tuple[str, ...]:
 
 
 ENTRIES = list(entries())
-WEIGHTS = {"RunningRows": 6, "PageStore": 3, "HashChain": 2, "TableRows": 2}
+WEIGHTS = {
+    "RunningRows": 6,
+    "RequestPages": 4,
+    "RowRequest": 4,
+    "PageStore": 3,
+    "EntryJournal": 3,
+    "HashChain": 2,
+    "TableRows": 2,
+}
 WEIGHT_BY_KIND = {"method": 4, "function": 4, "construct": 2}
 MENU = [
     entry
@@ -94,13 +106,13 @@ MENU = [
 OVERWRITE = "an array was overwritten"
 SHARE = "two batches share a table"
 
-# What a user may do at his own risk: afterwards `check` may find fault.
+# Calls at the user's own risk: `check` may fail afterwards.
 SPOILS_POOLS = {f"PageStore.{name}" for name in ("set_ref_count", "pop", "remove", "remove_page")} | {
     f"CachePage.{name}" for name in ("ref_cnt", "incr_ref", "decr_ref", "__init__")
 }
 SPOILS_BATCHES = (
     SPOILS_POOLS
-    | {"PageStore.give_back", "PageStore.give_back_held", "PageStore.skip", OVERWRITE}
+    | {"PageStore.give_back", OVERWRITE}
     | {
         f"{rows}.{name}"
         for rows in ("TableRows", "GroupedRows")

@@ -27,7 +27,7 @@ SHAPES = ((0,), (1,), (2,), (3,), (5,), (), (0, 3), (2, 2), (1, 1, 1))
 
 
 class Source:
-    """The choices. When the bytes end, every choice is the first."""
+    """The choices. After the end of the bytes, every choice is the first."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -37,7 +37,7 @@ class Source:
         return self.at < len(self.data)
 
     def below(self, n: int) -> int:
-        """A number in ``[0, n)``, of a byte, or of two."""
+        """Return a number in ``[0, n)`` from one byte or two."""
         if n > 256:
             return int.from_bytes(self.take(2), "little") % n
         self.at += 1
@@ -47,13 +47,13 @@ class Source:
         return choices[self.below(len(choices))]
 
     def take(self, n: int) -> bytes:
-        """The next `n` bytes, zeros behind the end."""
+        """Return the next `n` bytes, with zeros after the end."""
         self.at += n
         return self.data[self.at - n : self.at].ljust(n, b"\0")
 
 
 class World(Protocol):
-    """What makers and hostile arguments see of `fuzz_world.World`."""
+    """The part of `fuzz_world.World` that makers and hostile arguments see."""
 
     source: Source
     live: dict[type, list[Any]]
@@ -69,14 +69,14 @@ class World(Protocol):
 
 
 class Raised(Exception):
-    """What hostile arguments raise: it may come out of any call."""
+    """The error of hostile arguments, which any call may raise."""
 
 
 # --- hostile arguments: their hooks raise, change what is being read, call back into the same objects, or lie ---------------
 
 
 class Index:
-    """An int only for those who ask, and who asks starts something."""
+    """An object with ``__index__`` that interferes at each read."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -88,13 +88,13 @@ class Index:
 
 
 class Container(Index):
-    """A sequence, an iterator, a mapping, an array and a callable that is never twice the same."""
+    """A sequence, iterator, mapping, array and callable that differs at each use."""
 
     __len__ = __iter__ = __getitem__ = __contains__ = __eq__ = Index.hook
     __array__ = __call__ = __getattr__ = __reversed__ = Index.hook
 
     def __next__(self) -> Any:
-        if not self.world.source.has_more():  # it is not to be endless
+        if not self.world.source.has_more():  # not endless
             raise StopIteration
         return self.hook()
 
@@ -112,7 +112,7 @@ class Lazy(Index):
 
 
 class HostileList(list[Any]):
-    """A list whose length and items are whatever its hooks say, and other items when it is iterated over."""
+    """A list whose length and items come from its hooks, with other items at each iteration."""
 
     world: World
 
@@ -143,7 +143,7 @@ class HostileInt(int):
 
 
 class HostileArray(np.ndarray[Any, Any]):
-    """An array that lies about itself."""
+    """An array that misreports itself."""
 
     world: Any = None
 
@@ -159,7 +159,7 @@ class HostileArray(np.ndarray[Any, Any]):
 
 
 class Finalizer:
-    """Garbage that interferes when it is collected, which may be in the midst of any call."""
+    """Garbage that interferes when it is collected, possibly during any call."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -170,7 +170,7 @@ class Finalizer:
 
 
 def leave_garbage(world: World) -> int:
-    """Have the collector run soon, and find something that interferes."""
+    """Let the collector run soon, and find an object that interferes."""
     Finalizer(world)
     gc.set_threshold(1 + world.source.below(8))
     return 0
@@ -196,7 +196,7 @@ def ints(world: World) -> list[int]:
 
 
 def key(world: World) -> int:
-    """A digest: few, so that pages have equal content."""
+    """Return a digest out of few, so that pages have equal content."""
     return world.source.below(5) << world.source.pick((0, 0, 64))
 
 
@@ -205,11 +205,11 @@ def key_bytes(world: World) -> bytes:
 
 
 def array(world: World) -> Any:
-    """An array of any type, shape, stride and alignment."""
+    """Return an array of any type, shape, stride and alignment."""
     source = world.source
     dtype, shape = np.dtype(source.pick(DTYPES)), source.pick(SHAPES)
     num_items = int(np.prod(shape))
-    if dtype.kind in "OU":  # of which not all bytes are values
+    if dtype.kind in "OU":  # in which not all bytes are valid values
         return np.full(shape, source.pick((1, None, -1)), dtype=dtype)
     memory = source.take(min(8 * num_items, 16)).ljust(num_items * dtype.itemsize + 1, b"\1")
     values = np.frombuffer(memory, dtype, num_items, offset=source.below(2)).reshape(shape)
@@ -232,7 +232,7 @@ def int32_array(world: World) -> Any:
 
 
 def hostile(cls: type[T], *args: Any) -> Callable[[World], T]:
-    """A maker of one of the hostile builtins."""
+    """Return a maker of one of the hostile builtins."""
 
     def make(world: World) -> T:
         value = cls(*args) if cls is not HostileArray else np.array([1, 2], dtype=world.source.pick(DTYPES[:8])).view(cls)
@@ -243,7 +243,7 @@ def hostile(cls: type[T], *args: Any) -> Callable[[World], T]:
 
 
 def changing_list(world: World) -> list[Any]:
-    """A list that hostile items can change while it is read."""
+    """Return a list that hostile items can change while it is read."""
     items = [
         world.source.pick((Index, Container, Lazy))(world) if world.source.below(3) == 0 else small(world) for _ in range(4)
     ]
@@ -252,7 +252,7 @@ def changing_list(world: World) -> list[Any]:
 
 
 def nested(world: World) -> Any:
-    """Lists, tuples and pairs of anything."""
+    """Return lists, tuples and pairs of anything."""
     items = [world.source.pick((ints, wild, pair))(world) for _ in range(world.source.below(4))]
     return world.source.pick((list, tuple))(items)
 
@@ -267,7 +267,7 @@ def buffer(world: World) -> Any:
 
 
 def plain(world: World) -> Any:
-    """Something that fits nowhere."""
+    """Return an object that fits no parameter."""
     return world.source.pick(PLAIN)
 
 

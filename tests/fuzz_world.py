@@ -1,4 +1,4 @@
-"""Live objects of the compiled core, and random calls of everything public in it, made out of bytes."""
+"""Live objects of the compiled core, and random calls of everything public in it, decoded from bytes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from fuzz_source import Raised, Source, interesting, leave_garbage, small, wild
 
 from pagepool import _core
 from pagepool.errors import IntegrityError, PagePoolError
+from pagepool.page_pool.integrity import check_store
 
 MAX_LIVE = 6
 MAX_DEPTH = 3
 
-# Builtin exceptions that may come out of a call beside those of `pagepool.errors`; every other one is a finding.
+# Builtin exceptions that a call may raise besides those of `pagepool.errors`; every other one is a finding.
 BUILTIN_ERRORS: dict[type[Exception], tuple[str, ...]] = {
     TypeError: (
-        r"[Aa]rgument",  # of the wrong number, name, or class for a parameter that has one; None where one is
+        r"[Aa]rgument",  # wrong number or name of arguments, wrong class, or None for a required one
         r"^Expected .*, got|^Cannot convert|NoneType",  # the same inside arguments
         r"integer|scalar index|__\w+__|iter\(\)",  # an argument whose own `__index__`, `__len__` or `__iter__` is wrong
-        r"unpack|iterable|iteration|not callable",  # sequences, pairs, triples and functions that are none
+        r"unpack|iterable|iteration|not callable",  # no sequences, pairs, triples or functions
         r"unhashable|not supported between",  # a page hash of anything
         r"no default __reduce__",
+        r"as a data type",  # an array whose own `dtype` is wrong
         r"what RunningBatch returns",
     ),
     AttributeError: (
@@ -43,7 +45,7 @@ BUILTIN_ERRORS: dict[type[Exception], tuple[str, ...]] = {
 
 
 class Finding(Exception):
-    """Something that must not happen; the message tells the calls that led to it."""
+    """A behaviour that must not happen; the message has the calls that led to it."""
 
 
 class World:
@@ -54,7 +56,7 @@ class World:
         self.counts = counts
         self.successes = successes
         self.live: dict[type, list[Any]] = {cls: [] for cls in (*public_classes(), np.ndarray)}
-        self.lists: list[list[Any]] = []  # that may be read right now
+        self.lists: list[list[Any]] = []  # may be in use right now
         self.recipes: dict[int, tuple[Any, Any]] = {}  # store and groups of a batch, by its id
         self.tabled: set[int] = set()  # tables that have a batch
         self.focus: Any = None
@@ -64,26 +66,26 @@ class World:
         self.findings: list[str] = []
         self.is_over = False
         self.forbidden = self.source.pick(FORBIDDEN)
-        self.spoilt: set[str] = set()  # what was done of it
+        self.spoilt: set[str] = set()  # forbidden actions that were done
 
-    # what there is
+    # selection
 
     def any_live(self) -> Any:
         objects = self.source.pick(list(self.live.values()))
         return self.source.pick(objects) if objects else None
 
     def one(self, cls: type) -> Any:
-        """A live object of a class; if there is none, one whose constructor did not run."""
+        """Return a live object of a class; if there is none, one whose constructor did not run."""
         if not self.live[cls]:
             self.keep(cls.__new__(cls, *CONSTRUCTED_WITH.get(cls.__name__, ())))
         objects = self.live[cls]
         return objects[max(0, self.source.below(2 * len(objects)) - len(objects))]  # mostly the first, for deep states
 
     def keep(self, value: Any) -> None:
-        """Use results as arguments of later calls. The first of each class, which others were made of, stays."""
+        """Use results as arguments of later calls. The first object of each class stays, since others were made from it."""
         if isinstance(value, list | tuple) and value and type(value) in (list, tuple):
             self.keep(value[0])
-        objects = self.live.get(type(value))
+        objects = self.live.get(_core.PageIds if isinstance(value, _core.PageIds) else type(value))
         if objects is None:
             return
         if len(objects) < MAX_LIVE:
@@ -92,19 +94,20 @@ class World:
             objects[1 + self.source.below(MAX_LIVE - 1)] = value
 
     def furnish(self) -> None:
-        """A pool, tables and a batch with some rows, as the façade makes them."""
+        """Make a pool, tables and a batch with some rows, as the façade does."""
         source = self.source
         store = _core.PageStore(source.pick((16, 2, 9, 40)), source.pick((True, True, True, False)))
         tables = [_core.TableRows(4, columns) for columns in source.pick(((8,), (8, 8), (8, 4), (1,), (70,)))]
-        for value in (store, *tables, _core.HashChain(4, bytes(16), True), _core.HeldPages(), _core.HeldPages()):
+        for value in (store, *tables, _core.HashChain(4, bytes(16), True)):
             self.keep(value)
         arrays = tables[0].num_pages_per_row, tables[0].page_table_cpu
         for value in (_core.CachePage(7), store.page(1), _core.GroupedRows(tables), _core.PageIds([1, 2, 0]), *arrays):
             self.keep(value)
+        rules = self.rules(store, len(tables))
         arguments = (
             store,
             tables,
-            self.rules(store, len(tables)),
+            rules,
             32,
             4 * store.enable_caching,
             bytes(16),
@@ -115,30 +118,43 @@ class World:
         self.keep(batch)
         context = source.below(2)
         if context:
-            store.start_journal()
-            store.add_context()
+            _core.EntryJournal(store).start()
+            _core.EntryJournal(store).add_context()
         for row in range(source.below(4)):
             num_tokens = min(source.pick((3, 9)), batch.max_num_tokens)
-            batch.admit_row(row, [source.below(2)] * num_tokens, None, None, (), None, None, 0, context)
+            _core.RowRequest(batch, row, [source.below(2)] * num_tokens).admit(context=context)
+        self.furnish_requests(store, rules)
+
+    def furnish_requests(self, store: Any, rules: list[tuple[Any, int | None, int]]) -> None:
+        """Make two requests beside the rows; one of them holds pages, some of them entered."""
+        chain, groups = self.live[_core.HashChain][0], _core.CacheGroups(rules)
+        chain.extend([self.source.below(2)] * 12)
+        requests = [_core.RequestPages(store, groups, 64) for _ in range(2)]
+        for request in requests:
+            self.recipes[id(request)] = store, groups
+        if requests[0].take(self.source.pick((0, 4, 9))) is not None:
+            requests[0].enter(chain, 4 * store.enable_caching)
+        for value in (groups, *requests, _core.PrefixQuery(store, chain)):
+            self.keep(value)
 
     def rules(self, store: Any, num_groups: int) -> list[tuple[Any, int | None, int]]:
-        """Groups of a batch: full attention, a window, or a chunk beside them; cached where the store caches."""
+        """Return the groups of a batch: full attention alone, or with a window or a chunk; cached if the store caches."""
         window, chunk = self.source.pick(((0, 0), (6, 0), (0, 5)))
         groups = [(_core.PageRules(4, window), 0, 1), (_core.PageRules(8, 0, chunk), 1, 2)]
         return [(rules, group_id if store.enable_caching else None, stride) for rules, group_id, stride in groups[:num_groups]]
 
     def note_batch(self, batch: Any, arguments: tuple[Any, ...]) -> None:
-        """Remember of what a batch was made. Two that share a table spoil each other."""
+        """Record the store and tables of a batch. Two batches that share a table spoil each other."""
         self.recipes[id(batch)] = arguments[0], arguments[2]
         tables = list(arguments[1]) if type(arguments[1]) in (list, tuple, _core.GroupedRows) else []
-        if not tables or any(id(table) in self.tabled for table in tables):  # from a hostile iterable: who knows
+        if not tables or any(id(table) in self.tabled for table in tables):  # unknown for a hostile iterable
             self.spoilt.add(SHARE)
         self.tabled.update(map(id, tables))
 
-    # what is done
+    # actions
 
     def run(self) -> int:
-        """Do what the bytes say, then check all that is left; returns the number of calls."""
+        """Act as the bytes say, then check what is left; return the number of calls."""
         before = self.counts.total()
         threshold = gc.get_threshold()
         sys.unraisablehook = self.note_unraisable
@@ -159,7 +175,7 @@ class World:
         return self.counts.total() - before
 
     def call(self) -> None:
-        """Call something with arguments that fit, or not."""
+        """Call something with fitting or arbitrary arguments."""
         entry = self.source.pick(MENU)
         if str(entry) in self.forbidden:
             return
@@ -168,7 +184,7 @@ class World:
         self.call_with(entry, focus, self.arguments(entry))
 
     def arguments(self, entry: Entry) -> tuple[Any, ...]:
-        """Arguments of the kinds that the names of the parameters tell, or one of any kind, or all, or too many or few."""
+        """Return arguments of the kinds that the parameter names suggest, with one or all arbitrary, or too many or too few."""
         mode = self.source.below(16)
         bad = self.source.below(len(entry.parameters)) if mode >= 10 and entry.parameters else -1
         makers = [wild if mode == 14 or i == bad else fitting(entry, name) for i, name in enumerate(entry.parameters)]
@@ -183,13 +199,17 @@ class World:
         try:
             result = CALLS[entry.kind](entry, focus, arguments)
         except Exception as error:
-            if not (entry.name == "admit_row" and any(isinstance(value, type) for value in arguments)):  # as `find_hits`
+            if not (entry.name == "admit" and any(isinstance(value, type) for value in arguments)):  # as `find_hits`
                 self.judge(entry, error)
         else:
             self.successes[entry] += 1
             self.spoilt |= {str(entry)} & SPOILS_BATCHES
             if entry.name in ("__construct__", "__init__") and entry.owner is _core.RunningRows:
                 self.note_batch(focus or result, arguments)
+            if entry.name in ("__construct__", "__new__") and entry.owner is _core.RequestPages:
+                self.recipes[id(result)] = arguments[0], arguments[1]
+            if entry.name in ("__construct__", "__new__") and entry.owner is _core.RowRequest:
+                self.recipes[id(result)] = self.recipes.get(id(arguments[0]), (None, None))
             self.keep(result)
         finally:
             self.depth -= 1
@@ -203,7 +223,7 @@ class World:
         return small(self)
 
     def interfere(self) -> Any:
-        """What a hostile argument does when it is asked for something."""
+        """Act when a hostile argument is read."""
         if self.is_over or self.depth > MAX_DEPTH:
             return 1
         return self.source.pick(INTERFERENCES)(self)
@@ -225,11 +245,11 @@ class World:
     def raise_error(self) -> Any:
         raise Raised
 
-    # what is wrong
+    # findings
 
     def judge(self, entry: Entry, error: Exception) -> None:
-        """Note an error that is none of the documented ones."""
-        if isinstance(error, PagePoolError | MemoryError | Raised):  # memory is short for huge requests
+        """Record an error that is not documented."""
+        if isinstance(error, PagePoolError | MemoryError | Raised):  # memory is insufficient for huge requests
             return
         if any(re.search(message, str(error)) for message in BUILTIN_ERRORS.get(type(error), ())):
             return
@@ -240,14 +260,22 @@ class World:
             self.findings.append(f"lost: {unraisable.exc_value!r} in {unraisable.object!r}")
 
     def check(self) -> None:
-        """Walk the invariants of pools and batches, unless something was done that may break them."""
+        """Check the invariants of pools and batches, unless an action may have broken them."""
         for store in self.live[_core.PageStore]:
-            self.check_one(store.check, SPOILS_POOLS)
+            self.check_one(lambda store=store: check_store(store), SPOILS_POOLS)
+            self.check_one(lambda store=store: _core.check_holders(store, self.requests_of(store)), SPOILS_BATCHES)
         for table in self.live[_core.TableRows]:
             self.check_one(table.check, {OVERWRITE})
         for batch in self.live[_core.RunningRows]:
             if batch.num_tokens is not None:
-                self.check_one(lambda batch=batch: batch.check_rows([]), SPOILS_BATCHES | {SHARE})
+                store, _ = self.recipes.get(id(batch), (None, None))
+                requests = self.requests_of(store)
+                self.check_one(lambda batch=batch, held=requests: _core.check_rows(batch, held), SPOILS_BATCHES | {SHARE})
+
+    def requests_of(self, store: Any) -> list[Any]:
+        """Return the live requests that hold pages of a store."""
+        requests = self.live[_core.RequestPages]
+        return [request for request in requests if self.recipes.get(id(request), (None,))[0] is store]
 
     def check_one(self, check: Callable[[], None], spoilers: set[str]) -> None:
         try:
@@ -260,7 +288,7 @@ class World:
 
 
 def shown(arguments: tuple[Any, ...]) -> str:
-    """Arguments by type, and by value where that says something and runs nothing."""
+    """Describe arguments by type, and by value if that is informative and runs no code."""
     plain = (int, float, str, bytes, type(None), bool)
     return ", ".join(repr(value) if type(value) in plain else type(value).__name__ for value in arguments)
 
@@ -269,6 +297,15 @@ CONSTRUCTED_WITH: dict[str, tuple[Any, ...]] = {
     "PageStore": (8,),
     "HashChain": (2, bytes(16)),
     "PageRules": (4,),
+    "CacheGroups": ([(_core.PageRules(4), 0, 1)],),
+    "RequestPages": (_core.PageStore(8), _core.CacheGroups([(_core.PageRules(4), 0, 1)]), 32),
+    "PrefixQuery": (_core.PageStore(8), _core.HashChain(2, bytes(16))),
+    "RowRequest": (
+        _core.RunningRows(_core.PageStore(8), [_core.TableRows(2, 8)], [(_core.PageRules(4), 0, 1)], 32, 4, bytes(16), 0),
+        0,
+        [1],
+    ),
+    "EntryJournal": (_core.PageStore(8),),
     "QueryCounter": (_core.PageStore(8),),
     "Refusal": ((), 4, 0),
 }

@@ -25,7 +25,7 @@ def make_shardings() -> list[NamedSharding]:
 
 
 def check_program(table: pagepool.PageTable) -> None:
-    """No device talks to another, and the table is updated in place."""
+    """No device communicates with another, and the table is updated in place."""
     payload = pack_dirty_windows((table,), 0, 16)
     program = get_scatter((table.sharding,), True).lower((table.page_table,), *payload).compile()  # type: ignore[attr-defined]
     text = program.as_text()
@@ -34,7 +34,7 @@ def check_program(table: pagepool.PageTable) -> None:
 
 
 def check_compilations(sharding: NamedSharding) -> None:
-    """As many as payload sizes, all in `warmup`."""
+    """As many programs as payload sizes, all compiled by `warmup`."""
     table = pagepool.PageTable(64, 640, 64, sharding)
     jax.clear_caches()
     with count_compilations() as in_warmup:
@@ -60,7 +60,7 @@ def check_shards(sharding: NamedSharding) -> None:
 
 
 def check_donation(sharding: NamedSharding) -> None:
-    """A commit replaces the array, unless it is told not to."""
+    """A commit replaces the array, unless donation is off."""
     for donate in (True, False):
         table = pagepool.PageTable(8, 100, 64, sharding, donate=donate)
         old = table.page_table

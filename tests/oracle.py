@@ -1,4 +1,4 @@
-"""The pure-Python twin of the allocator, written to be obviously right and nothing else.
+"""The pure-Python twin of the allocator, written only to be obviously correct.
 
 Pages are integers, page 0 is the null page. A page's content is everything that determines it: all tokens up
 to its end and the extra keys of its request. `ContentKeys` numbers contents, so equal numbers mean equal
@@ -36,7 +36,7 @@ def leading_run(hits: Sequence[bool]) -> int:
 
 
 def shard_of_hint(num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> range | None:
-    """Return the page ids of the hinted shard, or None where the pool is not sharded."""
+    """Return the page ids of the hinted shard, or None if the pool is not sharded."""
     if dp_shard_hint is None or not is_sharded(num_pages, data_parallel_size):
         return None
     size = num_pages // data_parallel_size
@@ -45,7 +45,7 @@ def shard_of_hint(num_pages: int, dp_shard_hint: int | None, data_parallel_size:
 
 
 def is_sharded(num_pages: int, data_parallel_size: int | None) -> bool:
-    """Tell whether the pages divide evenly among more than one shard."""
+    """Whether the pages divide evenly among more than one shard."""
     return data_parallel_size is not None and data_parallel_size > 1 and num_pages % data_parallel_size == 0
 
 
@@ -67,19 +67,19 @@ class ContentKeys:
         self._next_nonces = itertools.count()
 
     def chain(self, request: Any) -> list[int]:
-        """Return the contents of all full pages of the request, those that got full of late included."""
+        """Return the contents of all full pages of the request, including newly full ones."""
         chain = self._chains[request.request_id]
         for page in range(len(chain), len(request.all_token_ids) // self.page_size):
             chain.append(self._number(chain[-1] if chain else None, request, page))
         return chain
 
     def forget(self, request_id: str) -> None:
-        """Drop what is remembered for a finished request."""
+        """Drop the contents remembered for a finished request."""
         self._chains.pop(request_id, None)
         self._nonces.pop(request_id, None)
 
     def cut(self, request_id: str, num_tokens: int) -> None:
-        """Drop what is remembered for tokens from `num_tokens` on."""
+        """Drop the contents remembered for tokens from `num_tokens` on."""
         del self._chains[request_id][num_tokens // self.page_size :]
 
     def _number(self, parent: int | None, request: Any, page: int) -> int:
@@ -94,12 +94,12 @@ class ContentKeys:
 
 
 def has_unnamed_images(request: Any) -> bool:
-    """Tell whether only the request itself may hit its pages."""
+    """Whether only the request itself may hit its pages."""
     return getattr(request, "has_vision", False) and not getattr(request, "mm_features", None)
 
 
 def extra_keys(request: Any, start: int, stop: int) -> tuple[Any, ...]:
-    """Return what besides the tokens determines the page of tokens [start, stop)."""
+    """Return the extra keys of the page with tokens [start, stop)."""
     features = getattr(request, "mm_features", None) or ()
     keys: list[Any] = [key for feature in features for key in feature_keys(feature, start, stop)]
     if start == 0:
@@ -137,7 +137,7 @@ class OraclePool:
         return 1.0 - len(self.free_queue) / self.num_pages
 
     def free_page_ids(self, shard: range | None = None) -> PageIds:
-        """List the free pages (of a shard) in the order in which they would be handed out."""
+        """List the free pages (of a shard) in the order of allocation."""
         return [page for page in self.free_queue if shard is None or page in shard]
 
     def get_new_pages(
@@ -167,7 +167,7 @@ class OraclePool:
                     self.ref_counts[page] += 1
 
     def free_pages(self, pages: Sequence[int]) -> None:
-        """Drop a reference of each page but the null page; those without any left go to the queue's back, in this order."""
+        """Drop a reference of each page but the null page; pages without references go to the queue's back, in this order."""
         pages = [page for page in pages if page != NULL_PAGE]
         if any(self.ref_counts[page] < pages.count(page) for page in pages):
             raise RuntimeError(f"a page of {pages} is freed more often than it is held")
@@ -198,7 +198,7 @@ class OraclePool:
     def cache_full_pages(
         self, pages: PageIds, keys: Sequence[int], num_cached_pages: int, num_full_pages: int, group_id: int
     ) -> None:
-        """Enter pages [num_cached_pages, num_full_pages) under their contents, null pages excepted."""
+        """Enter pages [num_cached_pages, num_full_pages) under their contents, except null pages."""
         new = [i for i in range(num_cached_pages, num_full_pages) if pages[i] != NULL_PAGE]
         if any(pages[i] in self.entry_of_page for i in new):
             raise RuntimeError("a page has an entry already")
@@ -251,7 +251,7 @@ class Full:
         return max(0, self.confirmed(hits, max_length, eagle) - eagle * self.page_size)
 
     def confirmed(self, hits: Sequence[bool], max_length: int, eagle: bool) -> int:
-        """Return how much of a hit of `max_length` tokens, eagle's page dropped already, stands."""
+        """Return how much of a hit of `max_length` tokens remains, without eagle's page."""
         return leading_run(hits[: max_length // self.page_size]) * self.page_size
 
 
@@ -275,7 +275,7 @@ class Sliding(Full):
         return self._end_of_last_run(hits, max_length, self._kept_run(eagle))
 
     def _kept_run(self, eagle: bool) -> int:
-        """Return how many pages a hit hands out; the one that eagle recomputes may cover a small window."""
+        """Return the number of pages in a hit; the one that eagle recomputes may cover a small window."""
         return max(1 - eagle, cdiv(self.window - 1, self.page_size))
 
     def _end_of_last_run(self, hits: Sequence[bool], max_length: int, run: int) -> int:
@@ -319,7 +319,7 @@ Kind = Full | Sliding | Chunked | Mamba
 
 
 def kind_of(spec: Any) -> Kind:
-    """Return the kind of attention that a spec of the package, or of the engine, describes."""
+    """Return the kind of attention that a spec of the package or the engine describes."""
     match type(spec).__name__:
         case "FullAttentionSpec":
             return Full(spec.page_size)
@@ -333,7 +333,7 @@ def kind_of(spec: Any) -> Kind:
 
 
 def group_ids_by_kind(kinds: Sequence[Kind]) -> dict[Kind, list[int]]:
-    """Put equal groups together: full attention first, then in order of first appearance."""
+    """Group equal groups: full attention first, then in order of first appearance."""
     classes: dict[Kind, list[int]] = {}
     for group_id, kind in enumerate(kinds):
         classes.setdefault(kind, []).append(group_id)
@@ -397,7 +397,7 @@ class OracleManager:
         return tuple(self._hit_pages(request, group_id, length, shard) for group_id in group_ids), length
 
     def _hit_length(self, request: Any, shard: range | None) -> int:
-        """Let the classes shorten the length in turn, each dropping eagle's page, until all of them agree."""
+        """Let the kinds shorten the length in turn, each dropping eagle's page, until all agree."""
         if any(isinstance(kind, Mamba) for kind in self.kinds):
             return 0
         length = self._floor(request.num_tokens - 1)
@@ -415,7 +415,7 @@ class OracleManager:
         return num_tokens // self.hit_step * self.hit_step
 
     def _hits(self, request: Any, kind: Kind, length: int, shard: range | None) -> list[bool]:
-        """Tell for each page of the kind whether all of its groups have it cached."""
+        """Return for each page of the kind whether all of its groups have it cached."""
         keys = self._keys(request, kind)[: length // kind.page_size]
         entered = self.page_pool.first_entered
         return [all(entered(key, group_id, shard) is not None for group_id in self.classes[kind]) for key in keys]
@@ -432,7 +432,7 @@ class OracleManager:
         step = kind.page_size // self.keys.page_size
         return self.keys.chain(request)[step - 1 :: step]
 
-    # allocating
+    # allocation
 
     def allocate_slots(
         self,
@@ -448,7 +448,7 @@ class OracleManager:
         num_external_computed_tokens: int = 0,
         num_reserved_pages: int = 0,
     ) -> PagesByGroup | None:
-        """Make room for new tokens; return the new pages by group, or None where the pool is too short."""
+        """Allocate slots for new tokens; return the new pages by group, or None if the pool has too few."""
         hits = new_computed_pages or self._no_pages()
         num_computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
         self._check_allocation(request, num_new_tokens, num_external_computed_tokens, hits)
@@ -472,7 +472,7 @@ class OracleManager:
         return new_pages
 
     def _count_admission(self, request: Any, hits: PagesByGroup) -> None:
-        """Count the look-up of a request that holds nothing yet, once, with the hits that it takes."""
+        """Count the look-up of a request that holds nothing yet, once, with its hits."""
         if request.request_id not in self.held and request.request_id in self.queries:
             query = self.queries.pop(request.request_id)
             self.counted.add(request.request_id)
@@ -485,7 +485,7 @@ class OracleManager:
             raise ValueError("hits go to a request that holds nothing")
 
     def _check_computed(self, request: Any, num_new_computed: int, hits: PagesByGroup) -> None:
-        """Refuse tokens that cannot have been computed: each has its page, of the hits if the request holds nothing yet."""
+        """Refuse tokens that cannot have been computed: each needs a page, among the hits if the request holds nothing yet."""
         held = self.held.get(request.request_id)
         if held is not None and num_new_computed:
             raise ValueError("hits are counted twice")
@@ -500,14 +500,14 @@ class OracleManager:
                 raise ValueError("tokens without pages were computed")
 
     def _rewind(self, request: Any) -> None:
-        """Look at the pages again whose tokens are to be computed, perhaps once more: they may have lost their entries."""
+        """Revisit the pages whose tokens are to be computed, perhaps again: they may have lost their entries."""
         for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
             num_full_pages = kind.num_full_pages(request.num_computed_tokens)
             held.num_cached_pages = min(held.num_cached_pages, num_full_pages)
             held.num_hit_pages = min(held.num_hit_pages, num_full_pages)
 
     def _skip_pages(self, request: Any) -> None:
-        """Give back the pages that no coming token looks at, the last one first."""
+        """Free the pages that no coming token attends to, last one first."""
         for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
             first_useful = kind.first_useful_page(request.num_computed_tokens, held.num_cached_pages)
             last = min(first_useful, len(held.pages)) - 1
@@ -538,7 +538,7 @@ class OracleManager:
         return shard_of_hint(num_pages, hint, data_parallel_size)
 
     def _take_pages(self, hits: PagesByGroup, num_missing: list[int], shard: range | None) -> PagesByGroup | None:
-        """Touch the hits and take new pages, or give the hits back where the shard is too short."""
+        """Touch the hits and take new pages; free the hits again if the shard has too few."""
         self.page_pool.touch(hits)
         if len(self.page_pool.free_page_ids(shard)) < sum(num_missing):
             for pages in hits:
@@ -571,10 +571,10 @@ class OracleManager:
                     self.page_pool.cache_full_pages(held.pages, keys, page, page + 1, group_id)
             held.num_cached_pages = num_full_pages
 
-    # cutting
+    # trimming
 
     def check_trim(self, request: Any, num_tokens: int) -> None:
-        """Refuse a cut after which a token to compute would miss a page: its own, one that it looks at, or an earlier state."""
+        """Refuse a cut after which a token to compute would miss a page: its own, one it attends to, or an earlier state."""
         restart = self._restart(request, num_tokens)
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
             if isinstance(kind, Mamba) and 0 < restart < request.num_computed_tokens:
@@ -584,7 +584,7 @@ class OracleManager:
                 raise ValueError("a page that is needed again was given back")
 
     def trim(self, request: Any, num_tokens: int) -> int:
-        """Cut the request, whose tokens the caller cuts, and return how many of them stay computed."""
+        """Cut the request, whose tokens the caller cuts, and return the number of tokens that stay computed."""
         restart = self._restart(request, num_tokens)
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
             num_full_pages = kind.num_full_pages(num_tokens)
@@ -599,7 +599,7 @@ class OracleManager:
         return restart
 
     def _restart(self, request: Any, num_tokens: int) -> int:
-        """Tokens that share a page with the cut are computed again where somebody else holds the page."""
+        """Tokens that share a page with the cut are recomputed if others hold the page."""
         starts = [
             kind.num_full_pages(num_tokens) * kind.page_size
             for kind, held in zip(self.kinds, self.held[request.request_id], strict=True)
@@ -612,21 +612,21 @@ class OracleManager:
         return kind.num_full_pages(num_tokens) if is_shared else kind.num_required_pages(num_tokens)
 
     def _cuts_shared_page(self, kind: Kind, held: HeldPages, num_tokens: int) -> bool:
-        """Tell whether the cut goes through a page that others hold too."""
+        """Whether the cut goes through a page that others hold too."""
         cut_pages = held.pages[kind.num_full_pages(num_tokens) : kind.num_required_pages(num_tokens)]
         return any(page != NULL_PAGE and self.page_pool.ref_counts[page] > 1 for page in cut_pages)
 
     def _let_go(self, page: int) -> None:
-        """Give a page back; the last holder takes its entry along."""
+        """Release a page; the last holder drops its entry."""
         if page != NULL_PAGE:
             if self.page_pool.ref_counts[page] == 1:
                 self.page_pool.evict_pages([page])
             self.page_pool.free_pages([page])
 
-    # taking back
+    # undoing
 
     def check_undo(self, request: Any, num_computed_tokens: int, new_pages: PagesByGroup) -> None:
-        """Refuse to take back growth where its pages are not the last ones, or pages are needed again that are gone."""
+        """Refuse to undo growth if its pages are not the last ones, or if released pages are needed again."""
         for kind, held, new in zip(self.kinds, self.held[request.request_id], new_pages, strict=True):
             num_kept_pages = len(held.pages) - len(new)
             first = kind.first_useful_page(num_computed_tokens, 0)
@@ -634,7 +634,7 @@ class OracleManager:
                 raise ValueError("a page that is needed again was given back")
 
     def undo(self, request: Any, num_computed_tokens: int, num_tokens: int, new_pages: PagesByGroup) -> None:
-        """Take growth back: the request goes on from fewer computed tokens, without its last pages."""
+        """Undo growth: the request continues from fewer computed tokens, without its last pages."""
         self._forget_uncomputed(request, num_computed_tokens)
         held_by_group = self.held[request.request_id]
         for kind, held, new in zip(self.kinds[::-1], held_by_group[::-1], new_pages[::-1], strict=True):
@@ -654,17 +654,17 @@ class OracleManager:
                 twins = self.page_pool.index.get((keys[i], group_id), ())
                 self.page_pool.evict_pages([page] if page != NULL_PAGE else list(twins))
 
-    # giving back and asking
+    # release and inspection
 
     def free(self, request: Any, *, num_computed_tokens: int | None = None) -> None:
-        """Give back all pages of the request, the last one first. What was not computed loses its entries."""
+        """Free all pages of the request, last one first. Uncomputed pages lose their entries."""
         if num_computed_tokens is not None:
             self._forget_uncomputed(request, num_computed_tokens)
         for held in self.held.pop(request.request_id, ()):
             self.page_pool.free_pages(held.pages[::-1])
 
     def free_page_hashes(self, request: Any) -> None:
-        """Forget the contents of a finished request's pages, and that it was counted."""
+        """Drop the contents of a finished request's pages, and its counted look-up."""
         self.keys.forget(request.request_id)
         self.counted.discard(request.request_id)
         self.queries.pop(request.request_id, None)
@@ -675,7 +675,7 @@ class OracleManager:
         return tuple(group.pages for group in held) if held else self._no_pages()
 
     def get_num_common_prefix_pages(self, request: Any, num_scheduled_requests: int) -> list[int]:
-        """Count, by group, the leading pages that at least so many requests hold."""
+        """Count, by group, the leading pages that at least this number of requests hold."""
         if request.status != RUNNING:
             raise ValueError("the request is not running")
         return [

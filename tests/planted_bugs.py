@@ -1,4 +1,4 @@
-"""Plants bugs in a copy of the package, one at a time, and sees whether the simulation of contents catches them.
+"""Plants bugs in a copy of the package, one at a time, and checks that the simulation of contents catches them.
 
 ``make planted``. Bugs of the core are built together and switched on by PAGEPOOL_PLANTED; those of the façade are written into
 the copy in turn. A bug replaces a text that must be in the source exactly once, so that one which no longer fits is reported.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-CORE = "pagepool/_core.pyx"
+CORE = "pagepool/core"  # whichever of its files has the text
 SOURCES = ["pagepool", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
 PLATFORM = "pagepool/core/platform.pxd"
 SWITCH = '''
@@ -35,16 +35,15 @@ cdef extern from *:
     int planted_bug "pagepool_planted_bug" () noexcept nogil
 '''
 IMPORT = "from pagepool.core.platform cimport planted_bug\n"
-TIMEOUT_SECONDS = 60  # beyond the time that is given to the simulation
-
-
-def in_core(name: str) -> str:
-    """The header of that name."""
-    return f"pagepool/core/{name}.pxd"
+FIRST_IMPORT = re.compile(r"^(?=from [\w.]+ c?import |cimport )", re.MULTILINE)
+TIMEOUT_SECONDS = 60  # on top of the simulation's own time
 
 
 class Bug(NamedTuple):
-    """What to replace by what, and what else; in the core `BUG` stands for: this bug is switched on."""
+    """The text to replace, its replacement, and further edits. In the core, `BUG` means that this bug is switched on.
+
+    `path` is a file of the façade, or `CORE`.
+    """
 
     name: str
     path: str
@@ -63,73 +62,72 @@ BUGS = [
     # Pages.
     Bug(
         "an entry stays when its page is handed out",
-        in_core("pages"),
+        CORE,
         "    if pool.pages[page_id].group != NO_GROUP:\n        drop(pool, page_id)\n        pool.num_ev",
         "    if pool.pages[page_id].group != NO_GROUP and not (BUG):\n        drop(pool, page_id)\n        pool.num_ev",
     ),
     Bug(
         "a free page that hits stays in the free queue",
-        in_core("pages"),
+        CORE,
         "            if pool.pages[ids[i]].ref_cnt == 0:\n                pull(pool, ids[i])\n",
         "            if pool.pages[ids[i]].ref_cnt == 0 and not (BUG):\n                pull(pool, ids[i])\n",
     ),
     Bug(
         "a page is given back to another shard",
-        in_core("queue"),
-        "        link_after(pool.shard_links, pool.shard_links[pool.num_pages + shard].prev, page_id)\n"
-        "        pool.shard_num_free[shard] += 1\n\n\ncdef inline void pull",
-        "        shard = (shard + (BUG)) % pool.num_shards\n"
-        "        link_after(pool.shard_links, pool.shard_links[pool.num_pages + shard].prev, page_id)\n"
-        "        pool.shard_num_free[shard] += 1\n\n\ncdef inline void pull",
+        CORE,
+        "    link_after(pool.shard_links, pool.shard_links[pool.num_pages + shard].prev, page_id)\n",
+        "    shard = (shard + (BUG)) % pool.num_shards\n"
+        "    link_after(pool.shard_links, pool.shard_links[pool.num_pages + shard].prev, page_id)\n",
     ),
     Bug(
         "two rows get the same page",
-        in_core("growth"),
-        "        take_from(batch.pool, ids, n, batch.states[row].shard)\n",
-        "        take_from(batch.pool, ids, n, batch.states[row].shard)\n"
-        "        if (BUG) and row:\n            ids[0] = ids_of(group, 0)[0] or ids[0]\n",
+        CORE,
+        "        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.states[row].shard)\n",
+        "        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.states[row].shard)\n"
+        "        if (BUG) and n and row and held_by(batch, 0, g).ids[0]:\n"
+        "            held.ids[held.num_pages - n] = held_by(batch, 0, g).ids[0]\n",
     ),
     Bug(
         "a page that a cut goes through is shared",
-        in_core("trimming"),
-        "    return batch.pool.pages[ids_of(group, row)[page]].ref_cnt > 1",
-        "    return batch.pool.pages[ids_of(group, row)[page]].ref_cnt > 1 and not (BUG)",
+        CORE,
+        "    if page < num_pages and page < held.num_pages and pool.pages[held.ids[page]].ref_cnt > 1:",
+        "    if page < num_pages and page < held.num_pages and pool.pages[held.ids[page]].ref_cnt > 1 and not (BUG):",
     ),
     Bug(
         "a window skips one page too early",
-        in_core("rules"),
+        CORE,
         "        return full_pages(rules, max(0, num_computed - rules.window + 1))",
         "        return full_pages(rules, max(0, num_computed - rules.window + 1)) + (BUG)",
     ),
     Bug(
         "a chunk skips its first page",
-        in_core("rules"),
+        CORE,
         "        page = full_pages(rules, num_computed - num_computed % rules.chunk)",
         "        page = full_pages(rules, num_computed - num_computed % rules.chunk) + (BUG)",
     ),
     Bug(
         "a slot is in the page before",
-        in_core("rows"),
+        CORE,
         "        page = <uint32_t>positions[i] // size\n",
         "        page = <uint32_t>positions[i] // size\n        page -= (BUG) and page > 2\n",
     ),
     Bug(
         "drafts get no slot",
-        in_core("batch"),
+        CORE,
         "    return <int32_t>min(<int64_t>num_tokens + num_ahead, <int64_t>batch.max_num_tokens)",
         "    return <int32_t>min(<int64_t>num_tokens + num_ahead * (not (BUG)), <int64_t>batch.max_num_tokens)",
     ),
     # The prefix index.
     Bug(
         "a page of a row is entered one token early",
-        in_core("growth"),
-        "        enter_full_pages(batch, row, num_tokens)\n        plan_next_event(batch, row)\n    return has_room",
-        "        enter_full_pages(batch, row, min(num_tokens + (BUG), batch.states[row].num_tokens))\n"
-        "        plan_next_event(batch, row)\n    return has_room",
+        CORE,
+        "    enter_row(batch, row, num_tokens)\n    plan_next_event(batch, row)\n    return True",
+        "    enter_row(batch, row, min(num_tokens + (BUG), batch.states[row].num_tokens))\n"
+        "    plan_next_event(batch, row)\n    return True",
     ),
     Bug(
         "the group is left out of the key",
-        in_core("index"),
+        CORE,
         "    return page.key_lo == key.lo and page.key_hi == key.hi and (page.group & ~FLAGS) == group",
         "    return page.key_lo == key.lo and page.key_hi == key.hi and ((BUG) or (page.group & ~FLAGS) == group)",
         (
@@ -141,44 +139,44 @@ BUGS = [
     ),
     Bug(
         "a row's pages have no parent",
-        in_core("entering"),
+        CORE,
         "        parent = hash_page_of(batch, row, i, parent, &key)\n        digests[i] = parent",
         "        parent = hash_page_of(batch, row, i, Digest(0, 0) if (BUG) else parent, &key)\n        digests[i] = parent",
     ),
     Bug(
         "a request's pages have no parent",
-        in_core("siphash"),
+        CORE,
         "        parent = hash_after(key, parent, <const uint8_t *>(tokens + i * page_size), page_size * sizeof(int32_t))",
         "        if BUG:\n            parent = Digest(0, 0)\n"
         "        parent = hash_after(key, parent, <const uint8_t *>(tokens + i * page_size), page_size * sizeof(int32_t))",
     ),
     Bug(
         "a row that decodes hashes behind the page before the last",
-        in_core("entering"),
-        "        link.parent = digests[i - 1] if i else Digest(0, 0)",
-        "        link.parent = digests[i - 1 - ((BUG) and i > 1)] if i else Digest(0, 0)",
+        CORE,
+        "        page.parent = digests[i - 1] if i else Digest(0, 0)",
+        "        page.parent = digests[i - 1 - ((BUG) and i > 1)] if i else Digest(0, 0)",
     ),
     Bug(
         "an emptied slot cuts off those behind it",
-        in_core("index"),
+        CORE,
         "        if ((i - home_at(pool, pool.slots[i].tag)) & pool.mask) >= ((i - hole) & pool.mask):",
         "        if not (BUG) and ((i - home_at(pool, pool.slots[i].tag)) & pool.mask) >= ((i - hole) & pool.mask):",
     ),
     Bug(
         "equal pages are lost with the first of them",
-        in_core("index"),
+        CORE,
         "    if page.group & TWIN:\n        leave_twins(pool, page_id, i)",
         "    if page.group & TWIN and not (BUG):\n        leave_twins(pool, page_id, i)",
     ),
     Bug(
         "a cut page keeps its entry",
-        in_core("trimming"),
-        "            drop(batch.pool, ids[j])\n        if j >= keep:",
-        "            if not (BUG):\n                drop(batch.pool, ids[j])\n        if j >= keep:",
+        CORE,
+        "            drop(pool, page_id)\n        if j >= keep:",
+        "            if not (BUG):\n                drop(pool, page_id)\n        if j >= keep:",
     ),
     Bug(
         "a cut row keeps its hashes",
-        in_core("trimming"),
+        CORE,
         "        batch.states[row].num_hashed = min(batch.states[row].num_hashed, num_tokens // batch.hash_page_size)\n"
         "    plan_next_event(batch, row)\n",
         "        if not (BUG):\n"
@@ -187,13 +185,14 @@ BUGS = [
     ),
     Bug(
         "a row goes back and its pages are not entered again",
-        in_core("trimming"),
-        "    held.num_cached = min(held.num_cached, full_pages(&group.rules, restart))",
-        "    held.num_cached = min(held.num_cached, full_pages(&group.rules, restart) if not (BUG) else held.num_pages)",
+        CORE,
+        "    recompute_from(group, held, restart)\n",
+        "    held.num_cached = min(held.num_cached, held.num_pages)\n"
+        "    if not (BUG):\n        recompute_from(group, held, restart)\n",
     ),
     Bug(
         "rows that change places keep their hashes",
-        in_core("admission"),
+        CORE,
         "    n = max(batch.states[first].num_hashed, batch.states[second].num_hashed)\n    if n:",
         "    n = max(batch.states[first].num_hashed, batch.states[second].num_hashed)\n    if n and not (BUG):",
     ),
@@ -236,7 +235,7 @@ BUGS = [
     ),
     Bug(
         "a request that was refused keeps the hits that it had",
-        in_core("refusals"),
+        CORE,
         "    if watch.num_reused != pool.num_reused:\n        return False\n",
         "    if BUG:\n        return True\n    if watch.num_reused != pool.num_reused:\n        return False\n",
     ),
@@ -260,16 +259,16 @@ BUGS = [
     ),
     Bug(
         "a row's extra keys are left out of the hash",
-        in_core("entering"),
+        CORE,
         "    if key != NULL and key.data != NULL and key.page == page:",
         "    if key != NULL and key.data != NULL and key.page == page and not (BUG):",
     ),
-    # What is cached.
+    # Entering.
     Bug(
         "a request goes back and its pages are not entered again",
-        COORDINATOR,
-        "        if num_computed_tokens < held.num_cached_tokens:\n",
-        "        if num_computed_tokens < 0:\n",
+        CORE,
+        "            if num_computed < self.num_cached_tokens:\n",
+        "            if num_computed < self.num_cached_tokens and not (BUG):\n",
     ),
     Bug(
         "delayed caching is ignored",
@@ -291,37 +290,37 @@ BUGS = [
     ),
     Bug(
         "undo forgets no entries",
-        in_core("undoing"),
-        "        forget_from(batch, group, row, num_computed)\n        while stop[0] > start:",
-        "        if not (BUG):\n            forget_from(batch, group, row, num_computed)\n        while stop[0] > start:",
+        CORE,
+        "    forget_row(batch, row, num_computed)\n    for g in range",
+        "    if not (BUG):\n        forget_row(batch, row, num_computed)\n    for g in range",
     ),
     Bug(
         "undo lets rows keep their pages",
-        in_core("undoing"),
+        CORE,
         "            put_back(batch.pool, growth.new_ids[stop[0]])\n            held.num_pages -= 1",
         "            put_back(batch.pool, growth.new_ids[stop[0]])\n            held.num_pages -= not (BUG)",
     ),
     Bug(
         "a row that did not run leaves its entries",
-        in_core("undoing"),
-        "        forget_from(batch, &batch.groups[g], row, num_computed)\n",
-        "        if not (BUG):\n            forget_from(batch, &batch.groups[g], row, num_computed)\n",
+        CORE,
+        "                forget_row(&self.batch, row, amount(computed, i))\n",
+        "                if not (BUG):\n                    forget_row(&self.batch, row, amount(computed, i))\n",
     ),
     Bug(
         "a page that left the window before its step ran keeps its entry",
-        in_core("index"),
-        "        if page_id == NULL_PAGE and (i + 1) * stride <= num_digests:",
-        "        if page_id == NULL_PAGE and (i + 1) * stride <= num_digests and not (BUG):",
+        CORE,
+        "    if page_id == NULL_PAGE and digest != NULL:",
+        "    if page_id == NULL_PAGE and digest != NULL and not (BUG):",
     ),
     Bug(
         "hits that are computed again count as computed",
         CORE,
-        "            held.num_hit_pages = min(held.num_hit_pages, num)",
-        "            held.num_hit_pages = min(held.num_hit_pages, num) if not (BUG) else held.num_hit_pages",
+        "    held.num_hits = min(held.num_hits, num_pages)",
+        "    held.num_hits = min(held.num_hits, num_pages) if not (BUG) else held.num_hits",
     ),
     Bug(
         "a state may go back",
-        in_core("trimming"),
+        CORE,
         "    return batch.has_state and 0 < restart < batch.states[row].num_computed",
         "    return batch.has_state and 0 < restart < batch.states[row].num_computed and not (BUG)",
     ),
@@ -341,34 +340,38 @@ BUGS = [
 ]
 
 
-def plant_in(text: str, bug: Bug, switch: str = "") -> str:
-    """Plant a bug. LookupError where its place is not there, or not the only one."""
+def read_texts(tree: Path, path: str) -> dict[Path, str]:
+    """Return the texts of the files that a bug at `path` may be planted in."""
+    files = sorted((tree / path).glob("*.p[yx][xd]")) if path == CORE else [tree / path]
+    return {file: file.read_text() for file in files}
+
+
+def plant_in(texts: dict[Path, str], bug: Bug, switch: str = "") -> dict[Path, str]:
+    """Plant a bug and return the texts that changed. LookupError unless its place occurs exactly once."""
+    planted: dict[Path, str] = {}
     for old, new in ((bug.old, bug.new), *bug.more):
-        if text.count(old) != 1:
-            raise LookupError(f"{bug.name}: its text is {text.count(old)} times in {bug.path}, allowed: once")
-        text = text.replace(old, new.replace("BUG", switch))
-    return text
-
-
-def is_compiled(path: str) -> bool:
-    """Whether it is a file of the core."""
-    return path.endswith((".pyx", ".pxd"))
+        counts = {file: text.count(old) for file, text in (texts | planted).items()}
+        if sum(counts.values()) != 1:
+            raise LookupError(f"{bug.name}: its text is {sum(counts.values())} times in {bug.path}, allowed: once")
+        [file] = [file for file, count in counts.items() if count]
+        planted[file] = (texts | planted)[file].replace(old, new.replace("BUG", switch))
+    return planted
 
 
 def plant_core(tree: Path) -> None:
-    """Plant all bugs of the core, each behind its number."""
-    for path in {bug.path for bug in BUGS if is_compiled(bug.path)}:
-        text = (tree / path).read_text()
-        for number, bug in enumerate(BUGS, 1):
-            if bug.path == path:
-                text = plant_in(text, bug, f"planted_bug() == {number}")
-        (tree / path).write_text(re.sub(r"^(?=from |cimport )", IMPORT, text, count=1, flags=re.MULTILINE))
+    """Plant all bugs of the core, each under its number."""
+    planted: dict[Path, str] = {}
+    for number, bug in enumerate(BUGS, 1):
+        if bug.path == CORE:
+            planted |= plant_in(read_texts(tree, CORE) | planted, bug, f"planted_bug() == {number}")
+    for file, text in planted.items():
+        file.write_text(FIRST_IMPORT.sub(IMPORT, text, count=1))
     with (tree / PLATFORM).open("a") as platform:
         platform.write(SWITCH)
 
 
 def copy_tree(tree: Path) -> None:
-    """Copy what is built, with the core's bugs in it, to be compiled fast."""
+    """Copy the sources with the core's bugs, to be compiled fast."""
     shutil.rmtree(tree, ignore_errors=True)
     tree.mkdir(parents=True)
     for name in SOURCES:
@@ -383,7 +386,7 @@ def copy_tree(tree: Path) -> None:
 
 
 def build(tree: Path) -> None:
-    """Build the copy, and install it in the folder `built` in it."""
+    """Build the copy, and install it in its folder `built`."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tree / "built"), str(tree)]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     if process.returncode:
@@ -391,7 +394,7 @@ def build(tree: Path) -> None:
 
 
 def simulate(tree: Path, number: int, seconds: float, seed: int) -> tuple[str, float]:
-    """Run the simulation; return how it ended, nothing if it found nothing, and after how many seconds."""
+    """Run the simulation; return its failure, empty if it found nothing, and the seconds it took."""
     command = [
         sys.executable,
         str(ROOT / "tests" / "contents.py"),
@@ -419,14 +422,15 @@ def simulate(tree: Path, number: int, seconds: float, seed: int) -> tuple[str, f
 
 def plant(tree: Path, number: int, bug: Bug, seconds: float, seed: int) -> tuple[str, float]:
     """Simulate with one bug."""
-    if is_compiled(bug.path):
+    if bug.path == CORE:
         return simulate(tree, number, seconds, seed)
-    source, planted = ROOT / bug.path, tree / "built" / bug.path
-    planted.write_text(plant_in(source.read_text(), bug))
+    source, built = ROOT / bug.path, tree / "built" / bug.path
+    [text] = plant_in(read_texts(ROOT, bug.path), bug).values()
+    built.write_text(text)
     try:
         return simulate(tree, 0, seconds, seed)
     finally:
-        shutil.copy(source, planted)
+        shutil.copy(source, built)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -441,7 +445,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Plant each bug and print what came of it; exit with 1 if one was not caught."""
+    """Plant each bug and print the result; exit with 1 if one was not caught."""
     options = parse_arguments()
     if not options.built:
         copy_tree(options.tree)
@@ -456,7 +460,8 @@ def main() -> None:
         found, taken = plant(options.tree, number, bug, options.seconds, options.seed)
         num_caught += bool(found)
         when = f"{taken:.1f} s" if found else "NOT CAUGHT"
-        print(f"| {bug.name} | {Path(bug.path).name} | {when} | {found[:120].replace('|', '/') or '-'} |", flush=True)
+        names = " ".join(file.name for file in plant_in(read_texts(ROOT, bug.path), bug))
+        print(f"| {bug.name} | {names} | {when} | {found[:120].replace('|', '/') or '-'} |", flush=True)
     print(f"{num_caught} of {len(chosen)} caught")
     sys.exit(num_caught < len(chosen))
 

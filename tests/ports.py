@@ -6,7 +6,7 @@ import socket
 
 
 def free_port() -> int:
-    """One on loopback that nothing listens at."""
+    """Return a free port on loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

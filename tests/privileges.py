@@ -1,4 +1,4 @@
-"""What permissions forbid is allowed to root, in whose name tests may run."""
+"""Permissions do not bind root, as which tests may run."""
 
 import os
 import tempfile
@@ -11,7 +11,7 @@ NOBODY = 65534
 
 @contextmanager
 def without_privileges() -> Iterator[None]:
-    """As nobody, if we are root."""
+    """Run as nobody if the process is root."""
     if os.geteuid() != 0:
         yield
         return
@@ -24,7 +24,7 @@ def without_privileges() -> Iterator[None]:
 
 @contextmanager
 def read_only_folder(**files: bytes) -> Iterator[Path]:
-    """A folder that nobody may write to, with files that everybody may read."""
+    """Yield a folder that nobody may write to, with files that everybody may read."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for file_name, content in files.items():

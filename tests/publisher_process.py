@@ -1,4 +1,4 @@
-"""A publisher in a process of its own, so that memory and descriptors are its alone: evaluates what it is told."""
+"""A publisher in a separate process with its own memory and descriptors. Evaluates the expressions it receives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEBIBYTE = 1 << 20
 
 
 class PublisherProcess:
-    """Runs the publisher, with keyword arguments of `EventPublisher`, until the `with` ends."""
+    """Runs the publisher, with keyword arguments of `EventPublisher`, until the end of the `with` block."""
 
     def __init__(self, num_descriptors: int = 1024, **options: Any) -> None:
         env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -38,12 +38,12 @@ class PublisherProcess:
         return json.loads(self.process.stdout.readline())
 
     def publish(self, events: list[Any]) -> None:
-        """A batch without events, as `EventPublisher.publish` would."""
+        """Publish a batch without events, like `EventPublisher.publish`."""
         assert not events
         self.call("publisher.publish([])")
 
     def peak_bytes(self) -> int:
-        """The most memory that it ever had."""
+        """Return its peak memory."""
         return int(self.call("peak_bytes()"))
 
     def num_descriptors(self) -> int:
@@ -63,7 +63,7 @@ def publish_large(publisher: Any, num_batches: int, size: int) -> None:
 
 
 def open_files(num_files: int) -> int:
-    """How many files the engine can open."""
+    """Return the number of files that the engine can open."""
     opened = []
     try:
         for _ in range(num_files):

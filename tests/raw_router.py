@@ -28,7 +28,7 @@ def shake_hands(endpoint: str, socket_type: str, seconds: float = 20.0) -> socke
 
 
 def read(raw: socket.socket, size: int) -> bytes:
-    """So many bytes; OSError where the other side ends before."""
+    """Return that many bytes; OSError if the other side closes first."""
     data = b""
     while len(data) < size:
         more = raw.recv(size - len(data))
@@ -39,13 +39,13 @@ def read(raw: socket.socket, size: int) -> bytes:
 
 
 def message(*frames: bytes, ends: bool = True) -> bytes:
-    """Frames below 256 bytes, the last one with the flag that more follow unless it `ends`."""
+    """Return frames below 256 bytes; the last one has the flag for more unless it `ends`."""
     flags = [1] * (len(frames) - 1) + [0 if ends else 1]
     return b"".join(bytes([flag, len(frame)]) + frame for flag, frame in zip(flags, frames, strict=True))
 
 
 def send_until_closed(raw: socket.socket, chunks: Iterable[bytes]) -> int:
-    """How many bytes went before it was closed, or all of them."""
+    """Return the number of bytes sent before the connection was closed, or all of them."""
     num_sent = 0
     try:
         for chunk in chunks:
@@ -57,7 +57,7 @@ def send_until_closed(raw: socket.socket, chunks: Iterable[bytes]) -> int:
 
 
 def is_closed(raw: socket.socket, seconds: float) -> bool:
-    """Whether the publisher closes it in so many seconds."""
+    """Whether the publisher closes the connection within that many seconds."""
     raw.settimeout(seconds)
     try:
         while raw.recv(1 << 16):

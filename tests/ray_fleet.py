@@ -1,4 +1,4 @@
-"""A program: a fleet on Ray, compared with one in this process, or with an actor that is killed. Prints ``done``."""
+"""Program: a fleet on Ray, compared with one in this process, or with an actor that is killed. Prints ``done``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def compare_with_one_process(replicas: RayReplicas) -> None:
 
 
 def kill_an_actor(replicas: RayReplicas) -> None:
-    """It dies by itself, as far as the fleet knows: its cache is lost, and not the run."""
+    """To the fleet the actor dies by itself: its cache is lost, but not the run."""
     killed: list[int] = []
 
     def kill(figures: FleetFigures) -> None:

@@ -1,4 +1,4 @@
-"""What a router makes of events, written to be obviously right, and how it compares with the oracle.
+"""A router that consumes events, written to be obviously correct, and its comparison with the oracle.
 
 It insists on what is promised: nothing is stored twice, nothing removed that is not there, and a page whose parent is not known
 when it comes has none in the cache.
@@ -25,13 +25,13 @@ NONCE = re.compile("[0-9a-f]{32}")
 
 
 class Nonce(NamedTuple):
-    """What the oracle has in place of a random nonce."""
+    """The oracle's stand-in for a random nonce."""
 
     number: int
 
 
 class Stored(NamedTuple):
-    """What is known of a page."""
+    """The router's knowledge of a page."""
 
     parent: Any
     token_ids: tuple[int, ...]
@@ -40,13 +40,13 @@ class Stored(NamedTuple):
 
 
 class Router:
-    """The pages that one engine says it has."""
+    """The pages that one engine reports."""
 
     def __init__(self) -> None:
         self.pages: dict[Key, Stored] = {}
 
     def apply(self, events: Iterable[Any]) -> None:
-        """Follow a batch of events, ours or what somebody decoded, and complain."""
+        """Apply a batch of events, ours or decoded ones, and assert what is promised."""
         events = list(events)
         names = [type(event).__name__ for event in events]
         assert names == sorted(names, key=ORDER.index), names
@@ -87,24 +87,24 @@ class Router:
 
 
 def hashes_of(event: Any) -> list[Any]:
-    """The hashes as ints or bytes: arrays have ints of their own."""
+    """Return the hashes as ints or bytes; arrays have NumPy ints."""
     return [block_hash if isinstance(block_hash, bytes) else int(block_hash) for block_hash in event.block_hashes]
 
 
 class Telling:
-    """A manager that is told of by events, beside the oracle that did the same."""
+    """A manager with events, beside the oracle that did the same."""
 
     def __init__(self, manager: pagepool.CacheManager, oracle: OracleManager, hashes_as_bytes: bool) -> None:
         self.manager = manager
         self.oracle = oracle
         self.hashes_as_bytes = hashes_as_bytes
         self.router = Router()
-        self._told: dict[tuple[int, int], Any] = {}  # (content, group) to hash, for all times
+        self._told: dict[tuple[int, int], Any] = {}  # (content, group) to hash, permanently
         self._nonces: dict[int, str] = {}  # the oracle's to the manager's
         manager.enable_events(hashes_as_bytes=hashes_as_bytes)
 
     def check(self) -> None:
-        """Take the events: the router has what the oracle has, and so has one that starts now."""
+        """Take the events, and check that the router knows what the oracle has cached, as does one that starts now."""
         self.router.apply(self.manager.take_events())
         contents = Contents(self.oracle.keys, isinstance(self.manager.hasher, VllmHasher))
         pool = self.oracle.page_pool
@@ -125,7 +125,7 @@ class Telling:
         assert late.pages == self.router.pages
 
     def _with_nonce(self, expected: Stored, stored: Stored) -> Stored:
-        """The expected keys with the manager's nonce in place of the oracle's: one and the same whenever it is told."""
+        """Return the expected keys with the manager's nonce in place of the oracle's; a request always has the same."""
         keys = [*(expected.extra_keys or ())]
         for i, key in enumerate(keys):
             if isinstance(key, Nonce):
@@ -135,7 +135,7 @@ class Telling:
         return expected._replace(extra_keys=tuple(keys) or None)
 
     def hash_of(self, page_id: int) -> Any:
-        """How the hash of a cached page is told."""
+        """Return the hash of a cached page as in events."""
         page_hash = self.manager.page_pool.pages[page_id].page_hash
         key, _ = self.manager.page_pool.store.key_of(page_id)
         if not self.hashes_as_bytes:
@@ -146,13 +146,13 @@ class Telling:
 
 
 def sorted_keys(stored: Stored) -> tuple[Any, ...]:
-    """All but the parent. Features of a page are told in the request's order, and in the oracle stand once with each hash."""
+    """Return all fields but the parent. Events list features in the request's order; the oracle has each hash once."""
     keys = None if stored.extra_keys is None else sorted(set(map(repr, stored.extra_keys)))
     return stored.token_ids, keys, stored.lora
 
 
 class Contents:
-    """What the oracle's numbers stand for."""
+    """The inputs behind the oracle's numbers."""
 
     def __init__(self, keys: ContentKeys, has_lora_in_every_page: bool) -> None:
         self.page_size = keys.page_size
@@ -160,7 +160,9 @@ class Contents:
         self.by_number = {number: content for content, number in keys._numbers.items()}
 
     def page(self, number: int, num_hashes: int) -> tuple[Stored, int | None]:
-        """A page that ends with a content and has so many, as it should be told, and the content of its parent."""
+        """Return a page that ends with a content, with its number of tokens, as expected in events, and its parent's
+        content.
+        """
         parent: int | None = number
         token_ids: list[int] = []
         extra_keys: dict[Any, None] = {}
@@ -174,13 +176,13 @@ class Contents:
         return Stored(None, tuple(token_ids), tuple(extra_keys) or None, lora), parent
 
     def lora_of(self, number: int) -> int | str | None:
-        """The LoRA adapter, which the first content of a chain has."""
+        """Return the LoRA adapter, which is in the first content of a chain."""
         parent, _, keys = self.by_number[number]
         return dict(key for key in keys if len(key) == 2)["lora"] if parent is None else self.lora_of(parent)
 
 
 def told_keys(keys: tuple[Any, ...], start: int) -> list[Any]:
-    """Extra keys of a hash, which begins at a token of its page, as events have them."""
+    """Return extra keys of a hash, which begins at a token of its page, as in events."""
     features = [(key[1], start + key[2]) for key in keys if len(key) == 4]
     others = [key for key in keys if len(key) == 2 and key[1] is not None]
     return features + [Nonce(value) if name == "private" else value for name, value in others]

@@ -36,7 +36,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Habits:
-    """What the engine does beyond the common: each can be switched off for a system that does not know it."""
+    """Abilities of the engine beyond the common ones; each can be switched off for a system without it."""
 
     extra_keys: bool = True  # salts, LoRA ids, multimodal features
     external_tokens: bool = True  # tokens that a KV transfer computes
@@ -45,7 +45,7 @@ class Habits:
     delay_caching: bool = True
     prompt_logprobs: bool = True
     follow_ups: bool = True  # prompts that begin with a finished request's tokens
-    repeated_tokens: bool = True  # generated tokens come from the vocabulary, else each is new
+    repeated_tokens: bool = True  # generated tokens come from the vocabulary, otherwise each is new
     bursts: bool = True  # several tokens are appended, or drafts accepted, at once
     stray_calls: bool = True  # look-ups of running requests, calls that must be refused
     aborts: bool = True  # requests that were scheduled and did not run
@@ -65,7 +65,7 @@ class Setting:
 
     @property
     def page_size(self) -> int:
-        """The largest page that fills up."""
+        """The largest page that fills up, in tokens."""
         return max((group.page_size for group in self.groups if group.kind != "mamba"), default=1)
 
     @property

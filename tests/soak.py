@@ -1,4 +1,4 @@
-"""The soak: rounds of work under random faults, through a manager request by request and a running batch, side by side.
+"""The soak test: rounds of work under random faults, with a manager request by request and a running batch, side by side.
 
 ``make soak SOAK_SECONDS=3600 SOAK_SEED=1``. A round has a kind, by which groups, pool and load are chosen, and a seed; one that
 fails prints the line that repeats it. After each step both engines must have handed out the same pages to the same requests; at
@@ -39,13 +39,13 @@ LIBC = ctypes.CDLL(None)
 STATM = Path("/proc/self/statm")
 MIB = 1 << 20
 MAX_GROWTH_MIB = 16
-CONTENTS_SHARE = 0.25  # of the time
-MIN_SAMPLES = 4  # rounds of a kind, by whose medians growth is told
+CONTENTS_SHARE = 0.25  # share of the time
+MIN_SAMPLES = 4  # rounds of a kind, whose medians show growth
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a round is about. Settings of the differential tests have short prompts, others those of the trace."""
+    """The parameters of a round. Settings of the differential tests have short prompts, others those of the trace."""
 
     setting: Setting
     max_num_seqs: int = 6
@@ -53,9 +53,9 @@ class Kind:
     num_requests: int = 400
     num_steps: int = 400
     checked_every: int = 16  # steps
-    fault_rate: float = 0.6  # faults a step
+    fault_rate: float = 0.6  # faults per step
     is_short: bool = True
-    may_trim: bool = False  # a batch alone, whose rows are cut and go on
+    may_trim: bool = False  # a batch alone, whose rows are cut and continue
 
     @property
     def name(self) -> str:
@@ -63,7 +63,7 @@ class Kind:
 
 
 def make_long(name: str, groups: tuple[Group, ...], num_pages: int, max_num_seqs: int, **options: bool) -> Kind:
-    """Return a kind whose prompts have thousands of tokens."""
+    """Make a kind whose prompts have thousands of tokens."""
     setting = Setting(name, groups, (num_pages,), **options)
     return Kind(setting, max_num_seqs, 16_384, 12 * max_num_seqs, 2000, 250, 0.2, is_short=False)
 
@@ -84,7 +84,7 @@ LONG = [
 
 
 def take_turns() -> list[Kind]:
-    """Return the kinds in the order of their rounds: a long one after every few short ones."""
+    """Return the kinds in the order of their rounds: a long one after a few short ones."""
     short = [kind for pair in zip(SHORT, TRIMMED, strict=True) for kind in pair]
     size = -(-len(short) // len(LONG))
     return [kind for i, long in enumerate(LONG) for kind in (*short[i * size : (i + 1) * size], long)]
@@ -94,12 +94,12 @@ def take_turns() -> list[Kind]:
 
 
 def load_trace() -> list[TraceRecord]:
-    """Return the real trace; nothing where it is not there."""
+    """Return the real trace, empty if it is not available."""
     return read_trace(str(TRACE)) if TRACE.exists() else []
 
 
 def make_load(kind: Kind, seed: int, records: list[TraceRecord]) -> list[SimulatedRequest]:
-    """Return the requests of a round; without records long ones are made up."""
+    """Return the requests of a round; without records long ones are generated."""
     if kind.is_short:
         return make_short_requests(kind, Random(seed))
     if not records:
@@ -109,7 +109,7 @@ def make_load(kind: Kind, seed: int, records: list[TraceRecord]) -> list[Simulat
 
 
 def make_short_requests(kind: Kind, rng: Random) -> list[SimulatedRequest]:
-    """Return requests of a few families over a tiny vocabulary: hits and duplicates everywhere."""
+    """Return requests of a few families over a tiny vocabulary, with many hits and duplicates."""
     max_num_tokens = kind.setting.max_model_len
     families = [rng.choices(VOCABULARY, k=max_num_tokens) for _ in range(NUM_FAMILIES)]
     requests = []
@@ -151,7 +151,7 @@ class Round:
         self.counts: Counter[str] = Counter()
 
     def run(self) -> None:
-        """Step and let things go wrong until the steps are done or no request is left; then end what is left."""
+        """Step and inject faults until the steps are done or no request is left; then end the rest."""
         for step in range(self.kind.num_steps):
             if not self.is_left():
                 break
@@ -168,13 +168,13 @@ class Round:
         return bool(engine.waiting or engine.running.size)
 
     def compare(self) -> None:
-        """Compare what is counted: cheap, after each step."""
+        """Compare the counts, which is cheap, after each step."""
         require_equal("figures", [engine.figures for engine in self.engines])
         require_equal("free pages", [engine.pool.get_num_free_pages() for engine in self.engines])
         require_equal("counters", [engine.pool.stats for engine in self.engines])
 
     def check(self) -> None:
-        """Compare everything, and let each walk its invariants. O(pool)."""
+        """Compare everything, and check the invariants of each engine. O(pool)."""
         for engine in self.engines:
             engine.side.check()
         require_same_pools("the engines' pools", [engine.pool for engine in self.engines])
@@ -183,7 +183,7 @@ class Round:
         self.counts["checks"] += len(self.engines)
 
     def end(self) -> None:
-        """Drain the engines and see that nothing is left."""
+        """Drain the engines and check that nothing is left."""
         for engine in self.engines:
             engine.drain()
             self._count(engine)
@@ -203,7 +203,7 @@ class Round:
 
 
 def require_empty(engine: Engine) -> None:
-    """Raise unless nobody holds a page, nothing is kept for any request, and the prefix cache can be reset."""
+    """Raise unless no page is held, nothing is kept for any request, and the prefix cache can be reset."""
     pool, manager = engine.pool, engine.manager
     left = {
         "pages held": int(np.count_nonzero(pool.ref_counts()[1:])),
@@ -218,11 +218,11 @@ def require_empty(engine: Engine) -> None:
     pool.check()
 
 
-# --- the whole ----------------------------------------------------------------------------------------------
+# --- the program --------------------------------------------------------------------------------------------
 
 
 def read_resident_mib() -> float:
-    """Return the resident memory of this process, without what malloc keeps for later; 0 where /proc does not tell."""
+    """Return the resident memory of this process, without malloc's reserves; 0 if /proc does not report it."""
     gc.collect()
     if hasattr(LIBC, "malloc_trim"):
         LIBC.malloc_trim(0)
@@ -230,14 +230,14 @@ def read_resident_mib() -> float:
 
 
 def find_growth(samples: list[float]) -> float:
-    """Return by how much the later half of the samples, the first left out, is above the earlier, in their medians."""
+    """Return the median of the later half of the samples minus that of the earlier half, without the first sample."""
     samples = samples[1:]
     half = len(samples) // 2
     return statistics.median(samples[half:]) - statistics.median(samples[:half]) if half else 0.0
 
 
 class Soak:
-    """Rounds one after another, and what came of them."""
+    """Rounds in sequence, and their results."""
 
     def __init__(self, seed: int, records: list[TraceRecord]) -> None:
         self.seed = seed
@@ -270,7 +270,7 @@ class Soak:
         self.resident_mib[kind.name].append(read_resident_mib())
 
     def run_contents(self) -> None:
-        """Simulate contents until they had their share of the time."""
+        """Simulate contents for its share of the time."""
         while self.contents_seconds < CONTENTS_SHARE * self.seconds:
             start, num_rounds = self.seconds, self.contents["rounds"]
             setting = contents.CONTENTS_SETTINGS[num_rounds % len(contents.CONTENTS_SETTINGS)]
@@ -278,7 +278,7 @@ class Soak:
             self.contents_seconds += self.seconds - start
 
     def grown(self) -> dict[str, float]:
-        """Return the growth of the resident memory in MiB by kind, where it can be told."""
+        """Return the growth of the resident memory in MiB by kind, if known."""
         return {name: find_growth(samples) for name, samples in self.resident_mib.items() if len(samples) > MIN_SAMPLES}
 
     def require_flat(self) -> None:
@@ -314,9 +314,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Soak for the given time and print what came of it."""
+    """Soak for the given time and print the results."""
     options = parse_arguments()
-    logging.getLogger("pagepool").setLevel(logging.ERROR)  # refused resets and hopeless requests are part of the game
+    logging.getLogger("pagepool").setLevel(logging.ERROR)  # refused resets and hopeless requests are expected
     turns = [kind for kind in take_turns() if options.kind in (None, kind.name)]
     if not turns:
         sys.exit(f"--kind: got {options.kind!r}, allowed: {', '.join(kind.name for kind in take_turns())}")

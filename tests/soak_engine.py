@@ -19,7 +19,7 @@ PagesByGroup = tuple[list[int], ...]
 
 
 class CountingAllocator(Allocator):
-    """Counts what is asked for by request: an admission, a growth, an end each. Knows what disturbances need."""
+    """Counts calls by request: one each for admission, growth and end. Keeps the state that disturbances need."""
 
     counts: Counter[str]
 
@@ -47,31 +47,31 @@ class CountingAllocator(Allocator):
 
     @abstractmethod
     def give_back(self, row: int) -> None:
-        """Give back what a row holds, as its owner would."""
+        """Free what a row holds, as its owner would."""
 
     @abstractmethod
     def reserve_all(self, row: int, request: SimulatedRequest) -> bool:
-        """Try to admit a request while all pages are reserved for others; tell whether it was admitted."""
+        """Try to admit a request while all pages are reserved for others; return whether it was admitted."""
 
     @abstractmethod
     def look_ahead(self, row: int, num_tokens: int) -> bool:
-        """Take room for drafts behind the computed tokens; tell whether there was any."""
+        """Allocate slots for drafts after the computed tokens; return whether there was room."""
 
     @abstractmethod
     def exchange(self, row: int, other: int) -> None:
-        """Let two rows change places, of which at least the first has a request."""
+        """Swap two rows, of which at least the first has a request."""
 
     @abstractmethod
     def cut(self, row: int, num_tokens: int) -> None:
-        """Forget tokens of a row that is about to be given back, with the entries of the pages they are in."""
+        """Forget tokens of a row that is about to be released, with the entries of their pages."""
 
     @abstractmethod
     def check(self) -> None:
-        """Walk all invariants."""
+        """Check all invariants."""
 
 
 class ManagerSide(CountingAllocator, ManagerAllocator):
-    """Request by request."""
+    """An engine that works request by request."""
 
     def __init__(self, manager: pagepool.CacheManager, counts: Counter[str], num_rows: int) -> None:
         super().__init__(manager)
@@ -98,7 +98,7 @@ class ManagerSide(CountingAllocator, ManagerAllocator):
         exchange_keys(self._requests, row, other)
 
     def cut(self, row: int, num_tokens: int) -> None:
-        """A manager cannot cut: the entries are dropped by hand, the pages go with the others. One group."""
+        """A manager cannot cut: entries are dropped by hand, and the pages are freed with the others. One group."""
         page_size = self.manager.kv_cache_groups[0].kv_cache_spec.page_size
         behind = np.array(self.get_page_ids(row)[0][num_tokens // page_size :], dtype=np.int32)
         is_own = self.manager.page_pool.ref_counts()[behind] == 1
@@ -109,7 +109,7 @@ class ManagerSide(CountingAllocator, ManagerAllocator):
 
 
 class BatchSide(CountingAllocator, BatchAllocator):
-    """A step at once."""
+    """An engine that works step by step, with a running batch."""
 
     def __init__(self, manager: pagepool.CacheManager, counts: Counter[str], num_rows: int) -> None:
         super().__init__(manager, num_rows, manager.max_model_len)
@@ -140,7 +140,7 @@ class BatchSide(CountingAllocator, BatchAllocator):
 
 
 def exchange_keys(values: dict[int, Any], key: int, other: int) -> None:
-    """Let what stands under one key stand under the other, and the other way round."""
+    """Swap the values under two keys, which may be missing."""
     mine, others = values.pop(key, None), values.pop(other, None)
     values.update({k: value for k, value in ((other, mine), (key, others)) if value is not None})
 
@@ -149,7 +149,7 @@ MakeSide = Callable[[pagepool.CacheManager, "Counter[str]", int], ManagerSide | 
 
 
 class Engine(Scheduler):
-    """A scheduler of its own copies of the requests, over one side. Rows are the same on all sides."""
+    """A scheduler with its own copies of the requests, over one side. Rows are the same on all sides."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class Engine(Scheduler):
         self.num_rows = len(self._num_tokens)
         self._allocator = self.side = self.make_side(self.manager, self.counts, self.num_rows)
 
-    # what there is
+    # state
 
     @property
     def free_rows(self) -> list[int]:
@@ -181,7 +181,7 @@ class Engine(Scheduler):
         return self._requests[row]
 
     def find_prefilling_rows(self) -> Int32Array:
-        """Return the rows whose prompts are not computed to their ends: a row that decodes lacks one token."""
+        """Return the rows whose prompts are not fully computed: a decoding row lacks one token."""
         rows = self.running
         return rows[self._num_tokens[rows] - self._num_computed_tokens[rows] > 1]
 
@@ -191,14 +191,14 @@ class Engine(Scheduler):
     # disturbances
 
     def abort(self, row: int) -> None:
-        """End a running request wherever it stands."""
+        """End a running request in any state."""
         self.running = self.running[self.running != row]
         self._allocator.finish(np.array([row], dtype=np.int32))
         self._requests.pop(row).drop_token_ids()
         self._free_rows.append(row)
 
     def abort_waiting(self, position: int) -> None:
-        """End a request that waits, preempted before perhaps."""
+        """End a waiting request, possibly a preempted one."""
         self.manager.free_page_hashes(self.waiting[position])
         del self.waiting[position]
 
@@ -210,7 +210,7 @@ class Engine(Scheduler):
             self._preempt_newest()
 
     def exchange(self, row: int, other: int) -> None:
-        """Let a running row and any other change places."""
+        """Swap a running row and any other."""
         self.side.exchange(row, other)
         pair, reverse = [row, other], [other, row]
         for values in (self._num_tokens, self._num_computed_tokens, self._num_slots):
@@ -221,11 +221,11 @@ class Engine(Scheduler):
         self._free_rows = deque(places.get(each, each) for each in self._free_rows)
 
     def recompute_from(self, row: int, num_tokens: int) -> None:
-        """Go on with a row of which only so many tokens are computed any more."""
+        """Continue with a row of which only that many tokens remain computed."""
         self._num_computed_tokens[row] = num_tokens
 
     def restart(self, pool: pagepool.PagePool) -> None:
-        """Go on with another pool, when all requests wait: a new manager, which knows nothing of them."""
+        """Continue with another pool, when all requests wait, under a new manager without their state."""
         for request in self.waiting:
             self.manager.free_page_hashes(request)
         self.counts["pages handed out"] += self.pool.stats.num_allocated_pages

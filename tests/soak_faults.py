@@ -1,4 +1,4 @@
-"""What goes wrong in a soak: each fault befalls all engines alike, and what must be refused must change nothing."""
+"""The faults of a soak: each affects all engines alike, and a refused call must change nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUM_PROBED = 32
 
 
 class Misuse(NamedTuple):
-    """A wrong call and what it must raise."""
+    """A wrong call and the error it must raise."""
 
     name: str
     call: Callable[[], Any]
@@ -40,7 +40,7 @@ class Misuse(NamedTuple):
 
 
 def probe_waiting(engine: Engine) -> list[int]:
-    """Return how many tokens the first waiting requests would hit."""
+    """Return the number of tokens that the first waiting requests would hit."""
     return [engine.manager.probe(request).num_hit_tokens for request in itertools.islice(engine.waiting, NUM_PROBED)]
 
 
@@ -48,7 +48,7 @@ class Faults:
     """Chooses faults by a seed, and counts them by kind."""
 
     def __init__(self, engines: list[Engine], rng: Random, may_trim: bool) -> None:
-        """Rows are cut, and go on, only where `may_trim`: a manager cannot do that."""
+        """Rows are cut, and continue, only if `may_trim`: a manager cannot do that."""
         self.engines = engines
         self.rng = rng
         self.counts: Counter[str] = Counter()
@@ -78,11 +78,11 @@ class Faults:
 
     @property
     def first(self) -> Engine:
-        """The engine by which decisions are taken: the others are like it."""
+        """Return the engine by which decisions are taken; the others are equal."""
         return self.engines[0]
 
     def inject(self) -> None:
-        """Let one fault happen, if there is what it needs."""
+        """Inject one fault, if its conditions are met."""
         self.rng.choices(list(self.faults), list(self.faults.values()))[0]()
 
     def step(self) -> None:
@@ -100,7 +100,7 @@ class Faults:
         self.counts[name] += 1
 
     def _ask(self, what: str, ask: Callable[[Engine], Any]) -> Any:
-        """Do the same with all engines and return what they agree on."""
+        """Do the same with all engines and return their common result."""
         answers = [ask(engine) for engine in self.engines]
         require_equal(what, answers)
         return answers[0]
@@ -109,7 +109,7 @@ class Faults:
         running = self.first.running
         return int(self.rng.choice(running)) if running.size else None
 
-    # requests go
+    # ending requests
 
     def abort_prefill(self) -> None:
         rows = self.first.find_prefilling_rows()
@@ -136,12 +136,12 @@ class Faults:
             self._count("preemptions by hand")
 
     def cut_and_preempt(self) -> None:
-        """Forget some of the newest request's tokens, and let it go and come back with all of them."""
+        """Forget some of the newest request's tokens; release it, and let it return with all of them."""
         if not self.first.running.size or len(self.first.manager.kv_cache_groups) > 1:
             return
         row = int(self.first.running[-1])
         num_tokens = self.rng.randint(0, self.first.num_computed_tokens(row))
-        for engine in reversed(self.engines):  # a batch may refuse, a manager is not asked
+        for engine in reversed(self.engines):  # a batch may refuse; a manager is not called
             try:
                 engine.side.cut(row, num_tokens)
             except ArgumentError:
@@ -153,7 +153,7 @@ class Faults:
     # wrong calls
 
     def misuse(self) -> None:
-        """Make a wrong call on each engine, of one kind."""
+        """Make a wrong call of one kind on each engine."""
         for engine, each in zip(self.engines, self._misuses(), strict=True):
             self._refuse(engine, each)
 
@@ -186,7 +186,7 @@ class Faults:
         yield from self._double_frees(pool)
 
     def _double_frees(self, pool: pagepool.PagePool) -> Iterator[Misuse]:
-        """Yield wrong lists of pages that are free, that are held, and of both."""
+        """Yield wrong lists of pages: free ones, held ones, and both."""
         held, free = held_page_ids(pool), pool.free_page_ids_in_order()
         if free.size:
             page_id = int(free[-1])
@@ -227,7 +227,7 @@ class Faults:
             yield Misuse("bad rows refused", partial(batch.move_row, free_row, row), ArgumentError)
 
     def steal(self) -> None:
-        """Give back a page of a running request behind its back: its owner is refused when he does the same."""
+        """Free a page of a running request from outside; its owner is refused when it frees the page."""
         row = self._running_row()
         page_ids = [] if row is None else [page_id for ids in self.first.side.get_page_ids(row) for page_id in ids if page_id]
         ref_counts = self.first.pool.ref_counts()
@@ -241,7 +241,7 @@ class Faults:
     # admissions
 
     def reserve_all(self) -> None:
-        """Refuse a waiting request, since all pages are reserved for those that run."""
+        """Refuse a waiting request, because all pages are reserved for running rows."""
         if self.first.waiting and self.first.free_rows:
             row, request = self.rng.choice(self.first.free_rows), self.rng.randrange(len(self.first.waiting))
             if self._ask("reserved", lambda engine: engine.side.reserve_all(row, engine.waiting[request])):
@@ -266,7 +266,7 @@ class Faults:
         return num_hits
 
     def exhaust(self) -> None:
-        """Hold nearly all free pages for some steps, in which rows are preempted and perhaps none runs."""
+        """Hold nearly all free pages for some steps, in which rows are preempted and possibly none runs."""
         num_pages = max(0, self.first.pool.get_num_free_pages() - self.rng.randint(0, 2))
         taken = self._ask("pages", lambda engine: engine.pool.get_new_page_ids(num_pages).tolist())
         for _ in range(self.rng.randint(1, MAX_EXHAUSTED_STEPS)):
@@ -283,7 +283,7 @@ class Faults:
         self._count("evictions")
 
     def refuse_reset(self) -> None:
-        """Reset a cache in use, which does nothing and says so."""
+        """Reset a cache in use, which does nothing and returns False."""
         if held_page_ids(self.first.pool).size:
             before = [pool_state(engine.pool) for engine in self.engines]
             if self._ask("reset", lambda engine: engine.manager.reset_prefix_cache()):
@@ -316,14 +316,14 @@ class Faults:
     # rows
 
     def exchange(self) -> None:
-        """Let a running row change places with any other."""
+        """Swap a running row with any other."""
         row, other = self._running_row(), self.rng.randrange(self.first.num_rows)
         if row is not None and row != other:
             self._ask("exchange", lambda engine: engine.exchange(row, other))
             self._count("rows moved or swapped")
 
     def look_ahead(self) -> None:
-        """Take room for drafts, none of which is accepted."""
+        """Allocate slots for drafts, none of which is accepted."""
         row = self._running_row()
         if row is not None:
             num_tokens = self.rng.randint(1, 8)
@@ -331,7 +331,7 @@ class Faults:
             self._count("lookaheads")
 
     def trim_known(self) -> None:
-        """Forget tokens of a batch's row that have no room yet, and let it know them again."""
+        """Forget tokens of a batch's row that have no slots yet, and append them again."""
         row = self._running_row()
         for engine in self.engines:
             if row is not None and isinstance(engine.side, BatchSide):
@@ -342,7 +342,7 @@ class Faults:
                     self._trim(engine, row, self.rng.randint(num_room, num_known))
 
     def trim(self) -> None:
-        """Cut a row anywhere; it goes on from there with the same tokens."""
+        """Cut a row anywhere; it continues from there with the same tokens."""
         row = self._running_row()
         if row is not None:
             num_tokens = self.rng.randint(0, self.first.num_computed_tokens(row))
@@ -362,7 +362,7 @@ class Faults:
 
 
 def try_step(engine: Engine) -> bool:
-    """One step; False if no request got room."""
+    """Run one step; False if no request got slots."""
     try:
         engine.step()
     except PagePoolError as error:

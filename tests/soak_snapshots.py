@@ -1,4 +1,4 @@
-"""Pools that come back from a file in the middle of a soak, and files that must not come back."""
+"""Pools restored from a file in the middle of a soak, and damaged files that must be refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagepool.page_pool.snapshot import seal
 
 
 def list_contradictions(arrays: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
-    """Yield what cannot be: an array of a snapshot, a place in it, and the value that is wrong there."""
+    """Yield invalid changes: an array of a snapshot, a place in it, and the wrong value."""
     free, cached, num_pages = arrays["free_page_ids"], arrays["cached_page_ids"], arrays["ref_counts"].size
     yield "ref_counts", num_pages - 1, -1
     if free.size:
@@ -32,14 +32,14 @@ def list_contradictions(arrays: dict[str, Any]) -> Iterator[tuple[str, int, int]
 
 
 class Restorer:
-    """Restores pools, and tries to restore damaged ones; counts both."""
+    """Restores pools, tries to restore damaged ones, and counts both."""
 
     def __init__(self, rng: Random, counts: Counter[str]) -> None:
         self.rng = rng
         self.counts = counts
 
     def restore(self, pool: pagepool.PagePool) -> pagepool.PagePool:
-        """Return the pool as it comes back from a file, having compared it and a second one."""
+        """Return the pool as restored from a file, after comparing it and a second one."""
         file = io.BytesIO()
         np.savez(file, **pool.snapshot())
         file.seek(0)
@@ -53,7 +53,7 @@ class Restorer:
         return restored
 
     def _refuse_damaged(self, saved: dict[str, Any]) -> None:
-        """Damage one array of a snapshot: a value, its length or type, or let it be lost."""
+        """Damage one array of a snapshot: change a value, its length or type, or remove it."""
         name = self.rng.choice(sorted(saved))
         array = saved.pop(name)
         if array.size and self.rng.random() < 0.8:
@@ -64,7 +64,7 @@ class Restorer:
         self._refuse_restore("damaged snapshots refused", saved, name)
 
     def _refuse_contradiction(self, saved: dict[str, Any]) -> None:
-        """Let the arrays of a snapshot contradict one another, under a checksum that is right."""
+        """Make the arrays of a snapshot contradict one another, under a correct checksum."""
         arrays = {name: array for name, array in saved.items() if name not in ("format", "version", "checksum")}
         name, place, value = self.rng.choice(list(list_contradictions(arrays)))
         arrays[name][place] = value

@@ -10,13 +10,13 @@ import numpy.typing as npt
 import pagepool
 
 SHAPES = [(5, 7), (8, 100), (64, 257), (3, 64), (4, 128), (1, 1), (2, 65)]
-"""Rows and columns; most widths are no multiple of 64."""
+"""Rows and columns; most widths are not multiples of 64."""
 
 MAX_PAGE_ID = 2**31 - 1
 
 
 class TableModel:
-    """What a `PageTable` does, row by row, and what its device array must hold."""
+    """The behaviour of a `PageTable`, row by row, and the expected device array."""
 
     def __init__(self, num_rows: int, num_columns: int) -> None:
         self.table = np.zeros((num_rows, num_columns), dtype=np.int32)
@@ -56,7 +56,7 @@ class TableModel:
 
 
 class GroupedModel:
-    """What a `MultiGroupPageTable` does."""
+    """The behaviour of a `MultiGroupPageTable`."""
 
     def __init__(self, shapes: list[tuple[int, int]]) -> None:
         self.models = [TableModel(*shape) for shape in shapes]
@@ -95,7 +95,7 @@ class Work:
         self.num_rows = self.pairs[0][1].counts.size
 
     def do(self) -> None:
-        """Do one operation on both. Emptying the whole table is rare, or it would never fill."""
+        """Do one operation on both. Clearing the whole table is rare, or it would never fill."""
         name = self.rng.choice(self.OPERATIONS, p=[0.11] * 9 + [0.01])
         getattr(self, name)()
 
@@ -124,7 +124,7 @@ class Work:
         self.both("clear")
 
     def write(self) -> None:
-        """Write a row by hand, and say so."""
+        """Write a row directly, and mark it dirty."""
         row = self.row()
         for table, model in self.pairs:
             model.add_row(self.some_ids(self.rng.integers(0, model.table.shape[1] + 1)), row)
@@ -143,7 +143,7 @@ class Work:
         return bool(self.rng.random() < 0.5)
 
     def ids_for(self, row: int, is_new: bool = False) -> Any:
-        """Ids that fit behind a row's, or into the row: few or as many as fit, one list or array for each group."""
+        """Return ids that fit after a row's, or into the row: few or as many as fit, one list or array for each group."""
         groups = []
         for _, model in self.pairs:
             room = model.table.shape[1] - (0 if is_new else int(model.counts[row]))
@@ -156,7 +156,7 @@ class Work:
         return ids.tolist() if self.coin() else ids
 
     def check(self) -> None:
-        """The host arrays are the model's, and zeros follow each row's last page."""
+        """Assert that the host arrays are the model's, and zeros follow each row's last page."""
         for table, model in self.pairs:
             np.testing.assert_array_equal(table.page_table_cpu, model.table)
             np.testing.assert_array_equal(table.num_pages_per_row, model.counts)
@@ -164,7 +164,7 @@ class Work:
             assert not table.page_table_cpu[behind].any()
 
     def overwrite_host(self) -> None:
-        """Spoil the host tables, as an engine may that fills them for the next step, and forget it; see `restore_host`."""
+        """Overwrite the host tables, as an engine may that fills them for the next step; see `restore_host`."""
         for table, _ in self.pairs:
             table.page_table_cpu[:] = -7
 
@@ -185,5 +185,5 @@ def make_grouped_work(num_rows: int, max_model_len: int, page_sizes: list[int], 
 
 
 def slots_in_numpy(table: Any, rows: Any, positions: Any, page_size: int) -> Any:
-    """The obvious expression."""
+    """Compute slots by the obvious expression."""
     return table[rows, positions // page_size] * page_size + positions % page_size

@@ -1,4 +1,4 @@
-"""Every error of an allocation leaves all as it was: none comes after pages were taken."""
+"""Every error of an allocation leaves the state unchanged: none is raised after pages were taken."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class World:
     def state(self) -> list[Any]:
         held = [self.manager.get_page_ids(request_id) for request_id in ("running", "waiting")]
         thresholds = [
-            {name: getattr(pages, name) for name in ("num_room_tokens", "num_next_full_tokens", "num_next_skip_tokens")}
+            (pages.num_room_tokens, pages.num_cached_hashes, [pages.needs_nothing(n, n, n) for n in range(64)])
             for pages in self.manager.coordinator.requests.values()
         ]
         state = [package_pool_state(self.manager.page_pool, with_hashes=False), held, thresholds, self.manager.stats().queries]
@@ -71,19 +71,19 @@ class World:
 
 
 def enter_by_hand(world: World, page: Any) -> None:
-    """Somebody else gives a page, half full as yet, a hash of his own."""
+    """Another caller gives a half-full page its own hash."""
     page.page_hash = PageHashWithGroupId(PageHash(12345, ()), 0)
 
 
 def take_hits(world: World) -> None:
-    """Pages that were hit are handed out again before they are attached."""
+    """The pages of a hit are handed out again before they are attached."""
     world.manager.free(world.running)
     store = world.manager.page_pool.store
     store.give_back(store.take(store.num_free_pages))
 
 
 def leave_reference(world: World) -> None:
-    """Somebody gives a reference to pages in the free queue, at its front."""
+    """Another caller adds references to pages at the front of the free queue."""
     for page in world.manager.page_pool.free_page_queue.get_all_free_pages()[:3]:
         page.ref_cnt = 1
 
@@ -92,7 +92,7 @@ def do_nothing(world: World) -> None: ...
 
 
 def shorten(world: World) -> None:
-    """An engine's request says that it has more tokens than it has."""
+    """An engine's request reports more tokens than it has."""
     tokens = world.running.all_token_ids
     world.running = SimpleNamespace(  # type: ignore[assignment]
         request_id="running", all_token_ids=tokens[:7], num_tokens=14, num_computed_tokens=6, sampling_params=None, status=4
@@ -160,7 +160,7 @@ def test_an_admission_or_growth_that_fails_has_changed_nothing(what: str) -> Non
 
 
 def test_errors_that_an_engine_raises_itself() -> None:
-    """Of its own tokens and features, whenever they are read."""
+    """Errors of the request's own tokens and features, at any read."""
 
     class Tokens(list[int]):
         def __getitem__(self, key: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Arguments of any kind: a typed error and nothing changed, or what the same int of Python's leads to. See `argument_cases`."""
+"""Arguments of any kind: a typed error and an unchanged state, or the result of the equal Python int. See `argument_cases`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_sums_of_small_counts_do_not_wrap_around(scalar: Any, warns: bool) -> No
 
 @pytest.mark.parametrize("scalar", [np.uint8, np.int8, np.int64])
 def test_a_windowed_request_counts_in_numpy(scalar: Any) -> None:
-    """What has left the window is worked out by differences, which of unsigned numbers wrap around."""
+    """Positions outside the window are computed by differences, which wrap around for unsigned numbers."""
     spec = SlidingWindowSpec(4, 1, 8, "float16", False, sliding_window=8)
     held = []
     for number in (int, scalar):
@@ -147,12 +147,12 @@ def test_a_shard_is_an_int(parameter: str, value: Any) -> None:
     assert use.state() == before
 
 
-# Ints that are too large to be written out.
+# Ints that are too large to convert to text.
 
 
 @pytest.fixture(params=[640, 4300, 0])
 def max_digits(request: pytest.FixtureRequest) -> Iterator[int]:
-    """The least limit of Python's, the usual one, and none."""
+    """Python's lowest limit, the default one, and none."""
     before = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(request.param)
     yield request.param
@@ -191,11 +191,11 @@ def test_a_batch_refuses_it_too(max_digits: int) -> None:
 def test_seeds_have_a_limit(max_digits: int) -> None:
     with pytest.raises(ArgumentError, match="hash_seed: got an int of 16610 bits"):
         CacheManager(16, [CacheGroupSpec(SPEC)], 64, hash_seed=HUGE)
-    with pytest.raises(ArgumentError, match="hash_seed: got text that is no Unicode"):
+    with pytest.raises(ArgumentError, match="hash_seed: got text that is not valid Unicode"):
         CacheManager(16, [CacheGroupSpec(SPEC)], 64, hash_seed="\ud800")
 
 
-# Requests that lack something.
+# Requests with missing attributes.
 
 LOOK_UP = {"request_id", "all_token_ids", "num_tokens", "sampling_params", "status"}
 READ_BY = {
@@ -212,7 +212,7 @@ READ_BY = {
 @pytest.mark.parametrize("method", REQUEST_METHODS)
 @pytest.mark.parametrize("attribute", ATTRIBUTES)
 def test_a_request_without_an_attribute(method: str, attribute: str) -> None:
-    """The attribute is named where the method reads it; where it does not, nothing is amiss."""
+    """The error names the attribute if the method reads it; otherwise there is no error."""
     use, whole = InUse(), InUse()
     before = use.state()
     is_new = method in ("get_computed_pages", "probe", "allocate_slots")
@@ -249,7 +249,7 @@ def test_a_recorder_names_what_is_missing(tmp_path: Any) -> None:
 
 
 class Failing(AnyRequest):
-    """A request with properties that fail by themselves."""
+    """A request with properties that fail."""
 
     error: Exception = UsersOwn()
 
@@ -262,7 +262,7 @@ class Failing(AnyRequest):
 
 
 class Lacking(AnyRequest):
-    """A request whose own property looks for what it has not."""
+    """A request whose own property reads a missing attribute."""
 
     @property
     def sampling_params(self) -> Any:
@@ -309,7 +309,7 @@ def test_an_attribute_that_a_property_misses_is_not_the_requests() -> None:
 
 @pytest.mark.parametrize("scalar", SCALARS)
 def test_sizes_of_specs_are_pythons(scalar: Any) -> None:
-    """Products of small ones would wrap around, and be another pool's."""
+    """Products of small types would wrap around, and match another pool's."""
     spec = FullAttentionSpec(scalar(100), scalar(100), scalar(100), "float16", False)
     assert spec.page_size_bytes == 4_000_000
     assert spec == FullAttentionSpec(100, 100, 100, "float16", False)

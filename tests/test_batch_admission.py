@@ -1,4 +1,4 @@
-"""Admission to a running batch under a step's budget, and again in the row where it was tried before."""
+"""Admission to a running batch under a step's budget, and again in the row of an earlier try."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A running batch that is misused, or whose surroundings fail: the named error, nothing changed, and it goes on."""
+"""A running batch under misuse and failures: the named error, an unchanged state, and a batch that still works."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_manager(*specs: Any, num_pages: int = 24, **options: Any) -> CacheManag
 
 
 class InUse:
-    """Four rows: 0 has 10 tokens; 1 shares the first 8 of them and is as long as can be; 2 has computed 3 of 6; 3 is free."""
+    """Four rows: 0 has 10 tokens; 1 shares the first 8 of them and has the maximum length; 2 has computed 3 of 6; 3 is free."""
 
     def __init__(self, manager: CacheManager | None = None, num_columns: int = 8) -> None:
         self.manager = manager or make_manager(FULL)
@@ -62,7 +62,7 @@ class InUse:
         self.batch.admit(2, [7] * 6, num_tokens=3)
 
     def state(self) -> list[Any]:
-        """Everything that a call may change and that can be seen, the tokens excepted: see `go_on`."""
+        """Return the observable state that a call may change, without tokens: see `go_on`."""
         batch, table, pool = self.batch, self.table, self.pool
         return [
             *(values.tolist() for values in (batch.is_admitted, batch.num_tokens, batch.num_computed_tokens)),
@@ -79,7 +79,7 @@ class InUse:
         ]
 
     def go_on(self) -> list[Any]:
-        """Fill more pages, whose hashes tell all tokens, start other rows, and end: equal states mean equal rows."""
+        """Fill more pages, whose hashes depend on all tokens, start other rows, and end: equal states mean equal rows."""
         batch = self.batch
         rows = np.flatnonzero(batch.is_admitted)
         batch.grow(rows, (batch.num_tokens - batch.num_computed_tokens)[rows])
@@ -96,7 +96,7 @@ class InUse:
 
 
 def assert_refused(call: Callable[[InUse], Any], error: type[Exception], message: str) -> None:
-    """The call raises and changes nothing, not even what is seen only later."""
+    """Assert that the call raises and changes nothing, not even what shows only later."""
     in_use = InUse()
     before = in_use.state()
     with pytest.raises(error, match=message):
@@ -110,14 +110,14 @@ def assert_refused(call: Callable[[InUse], Any], error: type[Exception], message
 
 
 class Unready:
-    """Is an int only for those who do not ask."""
+    """An index that cannot be read."""
 
     def __index__(self) -> int:
         raise ZeroDivisionError("no number yet")
 
 
 class Int(int):
-    """As an engine may have for its ids."""
+    """An int type that an engine may have for its ids."""
 
 
 def tokens_for(rows: Any) -> list[int]:
@@ -347,7 +347,7 @@ def test_a_table_may_have_less_room_than_the_model() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_row_ends_at_its_length_however_it_got_there(seed: int) -> None:
-    """At one at which no page ends; in a pool that is short now and then."""
+    """At a length at which no page ends, in a pool that sometimes has too few pages."""
     rng = Random(seed)
     manager = CacheManager(9, [CacheGroupSpec(FULL)], 21, enable_caching=seed % 2 == 0, hash_seed="misuse")
     batch = RunningBatch(manager, PageTable(2, 6, 21))
@@ -526,7 +526,7 @@ def test_known_tokens_are_a_copy() -> None:
 
 
 def make_window() -> tuple[CacheManager, PageTable, RunningBatch]:
-    """A row of 21 tokens in a window of 5: the first 4 of its 6 pages are given back."""
+    """Make a row of 21 tokens in a window of 5: the first 4 of its 6 pages are freed."""
     manager, table = make_manager(WINDOW_5), PageTable(2, 8, 64)
     batch = RunningBatch(manager, table)
     batch.admit(0, list(range(20)))
@@ -558,7 +558,7 @@ def test_a_cut_within_the_window_and_one_to_nothing(num_tokens: int, page_ids: l
 
 
 def test_a_cut_that_begins_again_before_the_window_is_refused() -> None:
-    """The cut goes through a page of 8 that both rows hold, so all is to be computed again, into pages that are gone."""
+    """The cut goes through a page of 8 that both rows hold, so all would be computed again, into pages that were freed."""
     manager, tables = make_manager(FULL_8, WINDOW_5), MultiGroupPageTable(2, MAX_MODEL_LEN, 64, [8, 4])
     batch = RunningBatch(manager, tables)
     batch.admit(0, list(range(16)))
@@ -572,7 +572,7 @@ def test_a_cut_that_begins_again_before_the_window_is_refused() -> None:
     batch.check()
 
 
-# --- others who lay hands on pages and tables ---------------------------------------------------------------
+# --- other users of pages and tables --------------------------------------------------------------------------
 
 
 def test_a_page_given_back_behind_our_back_is_not_given_back_twice() -> None:
@@ -623,7 +623,7 @@ def test_a_shared_page_given_back_once_too_often_is_missed_by_the_last_holder() 
 
 
 def spoil(table: PageTable, value: int) -> None:
-    """Write nonsense into the table and its counts, beyond the rows' ends too."""
+    """Write garbage into the table and its counts, also beyond the rows' ends."""
     table.page_table_cpu[:] = value
     table.num_pages_per_row[:] = value
 
@@ -752,7 +752,7 @@ def test_a_look_up_that_fails_leaves_the_row_free(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_row_that_is_being_admitted_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another thread might do during a look-up."""
+    """Actions of another thread during a look-up."""
     in_use = InUse()
     find = in_use.manager.coordinator.find_longest_cache_hit
     calls = [
@@ -879,7 +879,7 @@ def test_a_hit_that_is_neither_held_nor_free_is_refused(take_away: str) -> None:
 
 @pytest.mark.parametrize("offset", [0, 4, 8])
 def test_no_features_are_no_features(offset: int) -> None:
-    """None, an empty list, and features of no tokens, beside a salt; and the manager hashes alike."""
+    """None, an empty list, and features of no tokens, with a salt; the manager hashes alike."""
     manager = make_manager(FULL)
     batch = RunningBatch(manager, PageTable(5, 8, 64))
     nowhere = SimpleNamespace(mm_hash="cat", modality="image", placeholder_range=SimpleNamespace(offset=offset, length=0))
@@ -927,7 +927,7 @@ def test_limits_of_the_core_are_not_limits_of_the_model() -> None:
 
 
 def test_threads_step_rows_of_their_own() -> None:
-    """Steps of 1,100 rows let go of the GIL. Each thread has rows of its own; all share the pool."""
+    """Steps of 1,100 rows release the GIL. Each thread has its own rows; all share the pool."""
     num_threads, num_rows, num_steps = 4, 1100, 12
     manager = CacheManager(num_threads * num_rows * 4 + 1, [CacheGroupSpec(FULL)], 16)
     batch = RunningBatch(manager, PageTable(num_threads * num_rows, 4, 64))

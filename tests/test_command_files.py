@@ -1,4 +1,4 @@
-"""What commands read and write: different files, whole results, and a sentence where that cannot be."""
+"""Input and output files of commands: different files, whole results, and a message if that is impossible."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LINE = json.dumps({"timestamp": 0, "input_length": 600, "output_length": 3, "has
 
 @pytest.fixture(autouse=True)
 def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A trace in the current folder, by its own name, by links, and behind a folder's link."""
+    """A trace in the current folder, by its own name, by links, and through a link to a folder."""
     monkeypatch.chdir(tmp_path)
     path = Path("trace.jsonl")
     path.write_text(LINE * 3)
@@ -49,7 +49,7 @@ def run(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.usefixtures("_no_work")
 class TestFilesApart:
-    """Refused before any work, with the names of both; nothing is changed."""
+    """The command exits before any work, with both names; no file is changed."""
 
     def check(self, args: list[str], one: str, other: str) -> None:
         before = {path: path.read_bytes() for path in Path().iterdir() if path.is_file()}
@@ -82,14 +82,14 @@ class TestFilesApart:
         self.check(["plan", "trace.jsonl", "--plot", "a.svg", "--html", "a.svg"], "--html a.svg", "--plot a.svg")
         self.check(["plan", "trace.jsonl", "--plot", "a.svg", "--json", "folder/a.svg"], "--json folder/a.svg", "--plot a.svg")
         self.check(["plan", "trace.jsonl", "--html", "-", "--json", "-"], "--json -", "--html -")
-        Path("b.svg").symlink_to("a.svg")  # which is not there
+        Path("b.svg").symlink_to("a.svg")  # which does not exist
         self.check(["fleet", "trace.jsonl", "--plot", "b.svg", "--json", "a.svg"], "--json a.svg", "--plot b.svg")
         Path("a.svg").touch()
         self.check(["fleet", "trace.jsonl", "--plot", "b.svg", "--json", "a.svg"], "--json a.svg", "--plot b.svg")
 
 
 class TestStandardStreams:
-    """Those that the shell has opened are files as others."""
+    """Files opened by the shell count too."""
 
     def test_standard_input(self) -> None:
         with open("trace.jsonl") as file:
@@ -138,7 +138,7 @@ class TestStandardStreams:
 
 @pytest.mark.usefixtures("_no_work")
 class TestPlacesForResults:
-    """Refused before any work where that can be known."""
+    """The command exits before any work if possible."""
 
     @pytest.mark.parametrize("command", COMMANDS)
     @pytest.mark.parametrize(

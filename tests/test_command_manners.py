@@ -1,4 +1,4 @@
-"""What all commands have in common: sizes, help, progress, memory, and what they call one and many."""
+"""Behaviour common to all commands: sizes, help, progress, memory, and singular and plural."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OPTIONS = [(command, f"--{option}") for command, options in COUNTS.items() for o
 
 
 def write_trace(path: Path, *lengths: tuple[int, int]) -> Path:
-    """One with a request for each pair of lengths, of which none shares anything with another."""
+    """Write a trace with a request for each pair of lengths; no two share tokens."""
     lines = [
         {
             "timestamp": i,
@@ -138,7 +138,7 @@ class TestSizes:
 
 
 class TestNothingCanRun:
-    """Exit code 1, a sentence, and no result."""
+    """Exit code 1, a message, and no result."""
 
     @pytest.mark.parametrize("command", [["fleet"], ["replay"], ["replay", "--compare"], ["plan", "--num-pages", "10,20"]])
     def test_no_request_fits(self, command: list[str], trace: Path, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ class TestNothingCanRun:
 
 
 class TestMemory:
-    """Exit code 1, and a sentence with sizes."""
+    """Exit code 1, and a message with sizes."""
 
     @pytest.fixture
     def _little_memory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,14 +221,15 @@ class TestMemory:
     @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux says what is resident")
     @UNSANITIZED
     def test_a_pool_takes_about_what_is_counted(self) -> None:
-        """All of its pages being cached."""
+        """The pool has all of its pages cached."""
         code = (
-            "import os; from pagepool.replay.simulation.runs import make_scheduler; from pagepool.replay import *\n"
+            "import os; from pagepool.replay import *\n"
+            "from pagepool.replay.simulation.runs import make_manager, make_scheduler\n"
             "records = [TraceRecord(0, 512 * 100, 1, tuple(range(100 * i, 100 * i + 100))) for i in range(400)]\n"
             "requests = make_requests(records)\n"
             "rss = lambda: int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE')\n"
             "def run(n):\n"
-            "    s = make_scheduler(requests, num_pages=n, page_size=16, max_batched_tokens=60_000, max_num_seqs=1)\n"
+            "    s = make_scheduler(make_manager(n, 16, requests), requests, max_batched_tokens=60_000, max_num_seqs=1)\n"
             "    return s, s.run()\n"
             "run(4000); before = rss(); s, figures = run(1_300_000); assert not figures.evicted_pages; print(rss() - before)"
         )
@@ -323,7 +324,7 @@ class TestNarrowTerminals:
 
 
 def test_one_and_many(tmp_path: Path) -> None:
-    """In titles, sentences and errors."""
+    """In titles, messages and errors."""
     assert [count_of(number, "page") for number in (0, 1, 2, 1234567)] == ["0 pages", "1 page", "2 pages", "1,234,567 pages"]
     one = write_trace(tmp_path / "one.jsonl", (1, 1))
     options = ["--page-size", 1, "--num-pages", 2]
@@ -347,7 +348,7 @@ def test_one_and_many(tmp_path: Path) -> None:
 
 class TestProgress:
     def run_on_a_terminal(self, columns: int, *args: object, json_path: Path | None = None) -> str:
-        """What appears on a terminal that is standard error alone."""
+        """Return the output on a terminal that is only standard error."""
         pty = pytest.importorskip("pty")
         ours, theirs = pty.openpty()
         command = [sys.executable, "-m", "pagepool", *map(str, args)]
@@ -371,7 +372,7 @@ class TestProgress:
         ],
     )
     def test_every_bar_ends_at_100_percent(self, columns: int, args: list[str], parts: list[str], trace: Path) -> None:
-        """Of three requests one is skipped."""
+        """One of three requests is skipped."""
         pages = ["--num-pages", "50,60" if args[0] == "plan" else "50"]
         output = self.run_on_a_terminal(columns, args[0], trace, *args[1:], *pages)
         for part in ["reading the trace: lines", *parts]:

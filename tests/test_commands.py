@@ -1,4 +1,4 @@
-"""`pagepool plan`, and what all commands do about bad traces and results that cannot be written."""
+"""`pagepool plan`, and the errors of all commands for invalid traces and unwritable results."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ def line_of(**changes: Any) -> str:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Chats that come back: 12 requests of 38 to 75 pages."""
+    """Chats with several turns: 12 requests of 38 to 75 pages."""
     path = tmp_path / "trace <b>&$x$.jsonl"
     lines = [line_of(timestamp=i, hash_ids=[i % 4, 10 + i % 4]) for i in range(8)]
     lines += [line_of(timestamp=8, input_length=1200, hash_ids=[i, 10 + i, 20 + i]) for i in range(4)]
@@ -185,7 +185,7 @@ class TestWording:
 
 
 class Page(HTMLParser):
-    """Tags that are open, captions, headings of columns, and everything that a browser would fetch."""
+    """Collects open tags, captions, column headings, and everything that a browser would fetch."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class TestPictures:
 
 
 class TestBadTraces:
-    """A sentence with the line's number, and exit code 2."""
+    """A message with the line number, and exit code 2."""
 
     @pytest.mark.parametrize("command", COMMANDS)
     @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ class TestBadTraces:
 
 
 class TestBadResults:
-    """A sentence and exit code 1, before the work, and nothing half-written."""
+    """A message and exit code 1, before the work, and no partial file."""
 
     def cases(self, folder: Path) -> list[list[object]]:
         cases: list[list[object]] = [[command, "--json", folder / "figures.json"] for command in COMMANDS]

@@ -1,4 +1,4 @@
-"""The adapter of EasyDeL on a package of its own making: where classes are replaced, and every reason to refuse."""
+"""The adapter of EasyDeL on a fake package: replaced places, and every reason to refuse."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ without_easydel = pytest.mark.skipif(importlib.util.find_spec("easydel") is not 
 
 
 def pop_modules() -> dict[str, ModuleType]:
-    """Take what is imported of the package out of sys.modules."""
+    """Remove the package's modules from sys.modules."""
     return {name: sys.modules.pop(name) for name in list(sys.modules) if f"{name}.".startswith("easydel.")}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with the package, first in the path. What other tests imported of the true one comes back afterwards."""
+    """Make a folder with the package, first in the path. Modules of the real package are restored afterwards."""
     modules = pop_modules()
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setattr(spawn, "get_preparation_data", spawn.get_preparation_data)
@@ -70,7 +70,7 @@ def parameters_of(method: Callable[..., object]) -> list[inspect.Parameter]:
 
 @pytest.mark.parametrize(("name", "member"), [(name, member) for name, members in SIGNATURES.items() for member in members])
 def test_ours_takes_what_the_engines_takes(folder: Path, name: str, member: str) -> None:
-    """The same parameters, and such as may be left out. Methods of compiled classes tell no signature."""
+    """The same parameters, or optional ones. Methods of compiled classes have no signature."""
     engines = inspect.getattr_static(getattr(engine_module(PLACES[name][0]), name), member)
     ours = inspect.getattr_static(REPLACEMENTS[name], member)
     if inspect.isfunction(ours):
@@ -115,7 +115,7 @@ def test_twice_is_as_once(folder: Path, caplog: pytest.LogCaptureFixture) -> Non
     easydel.install()
     assert not caplog.messages
     easydel.install()
-    assert caplog.messages == ["EasyDeL allocates with pagepool already: it was installed before"]
+    assert caplog.messages == ["EasyDeL already allocates with pagepool"]
     assert modules_of_classes() == {"pagepool"}
     easydel.uninstall()
     easydel.uninstall()
@@ -139,7 +139,7 @@ def test_an_object_that_was_made_meanwhile_lives_on(folder: Path) -> None:
         pool = engine_module("core").PagePool(8, True)
     assert isinstance(pool, pagepool.PagePool)
     assert pool.get_num_free_pages() == 7
-    easydel.install()  # ours may live: only those of the engine's own classes would meet others
+    easydel.install()  # our objects may exist: only those of the engine's own classes matter
 
 
 def check_refused(message: str) -> None:
@@ -199,9 +199,9 @@ def test_a_class_that_somebody_replaced(folder: Path, name: str, place: str) -> 
 def test_an_engine_that_is_built_already(folder: Path) -> None:
     manager = engine_module("core").CacheManager(8, [], 64)
     tables = [engine_module("page_table").PageTable(4, 4, 4) for _ in range(2)]
-    check_refused("EasyDeL's own allocator, got 1 CacheManager, 2 PageTable; install before that, or drop it")
+    check_refused("EasyDeL's own allocator, got 1 CacheManager, 2 PageTable; install first, or drop the engine")
     assert modules_of_classes() == {"easydel"}
-    manager.itself, manager.tables = manager, tables  # a cycle, which only a collection frees
+    manager.itself, manager.tables = manager, tables  # a cycle, which only garbage collection frees
     del manager, tables
     easydel.install()
 
@@ -228,7 +228,7 @@ EDITED = "\n    marker = 1\n"
 
 
 def test_a_reloaded_module_has_ours(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each of them, one after another, and twice: those that define classes, and those that import them."""
+    """Each module in turn, and twice: those that define classes, and those that import them."""
     easydel.install()
     for place in sorted({place for places in PLACES.values() for place in places}) * 2:
         assert importlib.reload(engine_module(place)) is engine_module(place)
@@ -264,7 +264,7 @@ def test_a_module_is_reloaded_by_the_variable_too(folder: Path, caplog: pytest.L
 
 
 def test_a_reloaded_module_that_is_another_uninstalls(folder: Path) -> None:
-    """All of the engine's own, or all of ours: never some."""
+    """All classes are the engine's own, or all are ours."""
     easydel.install()
     edit(folder, "core.page_pool", "    def touch(self, pages)", "    def touch(self, pages, at)")
     with pytest.raises(CompatError, match=r"PagePool\.touch: got \(self, pages, at\), expected \(self, pages\)"):
@@ -344,7 +344,7 @@ def test_modules_that_are_reloaded_together(folder: Path) -> None:
 
 @pytest.fixture
 def python(folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs code in a new process that sees the package, with the variable set to `value`."""
+    """Return a function that runs code in a new process which sees the package, with the variable set to `value`."""
     return lambda code, value: run_python(folder, "-c", code, value=value)
 
 
@@ -369,7 +369,7 @@ def test_any_other_value_is_an_error_at_once(python: Callable[..., subprocess.Co
 
 
 def test_the_variable_alone_does_nothing(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """Python reads nothing of pagepool when it starts: who sets the variable imports pagepool, or uses the launcher."""
+    """Python reads nothing of pagepool at its start: a program with the variable imports pagepool, or uses the launcher."""
     assert python(f"{SHOW}; print('pagepool' in sys.modules)", "1").stdout == f"{HOME}\nFalse\n"
 
 
@@ -387,11 +387,11 @@ def test_nothing_is_loaded_without_the_variable(python: Callable[..., subprocess
 @without_easydel
 @pytest.mark.parametrize("name", ["easydel", ENGINE])
 def test_the_variable_without_the_engine(tmp_path: Path, name: str) -> None:
-    """A program that takes what is there does not get another engine. What needs none runs."""
+    """A program with a fallback does not get another engine. A program that needs no engine runs."""
     code = f"import pagepool\ntry:\n    import {name}\nexcept ImportError:\n    print('another engine')"
     process = run_python(tmp_path, "-c", code, value="1")
     assert (process.returncode, process.stdout) == (1, "")
-    assert "CompatError: easydel: got no module of that name, expected that of easydel==0.3.0" in process.stderr
+    assert "CompatError: easydel: got no such module, expected that of easydel==0.3.0" in process.stderr
     assert run_python(tmp_path, "-c", code, value="0").stdout == "another engine\n"
     assert run_python(tmp_path, "-c", "import pagepool; pagepool.PagePool(8, True)", value="1").returncode == 0
 
@@ -401,7 +401,7 @@ def test_the_variable_with_a_version_that_lacks_the_engine(tmp_path: Path) -> No
     (tmp_path / "easydel" / "__init__.py").write_text("__version__ = '0.1'\n")
     process = run_python(tmp_path, "-c", f"import pagepool, easydel, {ENGINE}", value="1")
     assert process.returncode == 1
-    assert "CompatError: easydel.inference: got no module of that name" in process.stderr
+    assert "CompatError: easydel.inference: got no such module" in process.stderr
 
 
 def test_the_variable_with_an_engine_that_is_built_already(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
@@ -438,7 +438,7 @@ def test_an_import_that_failed_is_tried_again(folder: Path) -> None:
 
 
 def test_no_module_of_an_engine_that_was_refused_can_be_had(folder: Path) -> None:
-    """Also not one that was imported before the refusal."""
+    """The same for a class that was imported before the refusal."""
     edit(folder, "core.manager", "data_parallel_size=None)", "data_parallel_size=None, sink_tokens=0)")
     easydel.install_on_import()
     for place in ("", "core.manager", "scheduler.scheduler", "page_table", ""):

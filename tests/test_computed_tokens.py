@@ -1,4 +1,4 @@
-"""What is cached was computed: counts that contradict it are refused, whatever an engine forgot."""
+"""Cached pages are computed pages: contradictory counts are refused, whatever an engine forgot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagepool.errors import ArgumentError
 FULL = FullAttentionSpec(page_size=4, num_kv_heads=1, head_size=8, dtype="float16", use_mla=False)
 WINDOW = SlidingWindowSpec(page_size=4, num_kv_heads=1, head_size=8, dtype="float16", use_mla=False, sliding_window=9)
 STATE = MambaSpec(page_size=4, shapes=((1, 1),), dtype="float16")
-"""Groups of four tokens a page."""
+"""Make groups with pages of four tokens."""
 
 PROMPT = list(range(10, 27))  # four full pages and a token
 LENGTH = 32
@@ -32,7 +32,7 @@ def hit(manager: CacheManager, request: EngineRequest) -> tuple[Any, int]:
 
 
 def refuse(manager: CacheManager, request: EngineRequest, *args: Any, **options: Any) -> ArgumentError:
-    """The call is refused, and has changed nothing."""
+    """Assert that the call is refused and changes nothing."""
     before = package_pool_state(manager.page_pool, with_hashes=True), manager.get_page_ids(request.request_id), manager.stats()
     with pytest.raises(ArgumentError) as caught:
         manager.allocate_slots(request, *args, **options)
@@ -69,7 +69,7 @@ def test_more_than_the_hits_hold(specs: tuple[Any, ...]) -> None:
 def test_hits_counted_twice() -> None:
     manager, request = make_manager(), EngineRequest("a", [*PROMPT, 1, 2, 3, 4])
     hits, num_hit_tokens = hit(manager, request)
-    request.num_computed_tokens = num_hit_tokens  # the engine has counted them already
+    request.num_computed_tokens = num_hit_tokens  # the engine has already counted them
     refuse(manager, request, 1, num_hit_tokens, hits)
     assert manager.allocate_slots(request, 5, 0, hits) is not None  # once is right
     assert manager.get_page_ids("a")[0] == [1, 2, 3, 4, 6, 7]
@@ -86,7 +86,7 @@ def test_fewer_than_the_hits_hold(num_new_tokens: int, num_computed_tokens: int)
 
 @pytest.mark.parametrize("with_hits", [True, False])
 def test_not_reset_after_a_preemption(with_hits: bool) -> None:
-    """What was freed may be anybody's: the request starts over."""
+    """Freed pages may belong to others: the request starts over."""
     manager, request = make_manager(), EngineRequest("a", PROMPT)
     manager.allocate_slots(request, 17)
     request.num_computed_tokens = 17
@@ -146,7 +146,7 @@ def test_more_computed_than_slots() -> None:
 
 @pytest.mark.parametrize("max_model_len", [16, 18])
 def test_beyond_the_longest(max_model_len: int) -> None:
-    """With a length that is no multiple of a page the last page has slots that no token may take."""
+    """If the length is not a multiple of the page size, the last page has slots that no token may take."""
     manager = CacheManager(24, [CacheGroupSpec(FULL)], max_model_len)
     request = EngineRequest("a", list(range(40)))
     assert f"allowed: {max_model_len}" in str(refuse(manager, request, max_model_len + 1))
@@ -155,7 +155,7 @@ def test_beyond_the_longest(max_model_len: int) -> None:
     request.num_computed_tokens = max_model_len
     refuse(manager, request, 1)
     request.num_computed_tokens = max_model_len - 1
-    assert manager.allocate_slots(request, 1, num_lookahead_tokens=9) is not None  # drafts get what room there is
+    assert manager.allocate_slots(request, 1, num_lookahead_tokens=9) is not None  # drafts get the slots that are left
     assert len(manager.get_page_ids("a")[0]) == -(-max_model_len // 4)
 
 

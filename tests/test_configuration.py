@@ -1,4 +1,4 @@
-"""Pools that a manager goes on with: only one that caches as the pool's pages were cached, and can hold what it hits."""
+"""Pools reused by a manager: only a pool that was cached in the same way, and that can hold its hits."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from pagepool import (
     RunningBatch,
     SlidingWindowSpec,
 )
-from pagepool._core import HashChain, HeldPages, PageIds, PageStore
+from pagepool._core import CacheGroups, HashChain, PageRules, PageStore, RequestPages
 from pagepool.errors import ArgumentError, PageHashError, PageIdError, SnapshotError
+from pagepool.page_pool.integrity import check_store
 from pagepool.page_pool.snapshot import FIELDS, seal
 
 PAGE_SIZE = 4
@@ -52,7 +53,7 @@ def make_manager(*specs: Any, **options: Any) -> CacheManager:
 
 
 def cache(manager: CacheManager) -> PagePool:
-    """Let a manager cache a prompt, and give back its pages."""
+    """Let a manager cache a prompt, and free its pages."""
     request = EngineRequest("prompt", PROMPT)
     assert manager.allocate_slots(request, len(PROMPT)) is not None
     manager.free(request)
@@ -134,7 +135,7 @@ def test_a_pool_that_was_cached_alike_is_taken(options: dict[str, Any]) -> None:
 
 
 def test_a_pool_without_cached_pages_goes_to_anybody() -> None:
-    """Held pages mean nothing to a manager."""
+    """Held pages do not concern a manager."""
     pool = cache(make_manager())
     assert pool.reset_prefix_cache()
     pool.get_new_page_ids(3)
@@ -147,7 +148,7 @@ def test_a_pool_without_cached_pages_goes_to_anybody() -> None:
 
 
 def test_a_pool_that_no_manager_used_goes_to_anybody() -> None:
-    """What its pages are cached with is not known."""
+    """The configuration of its pages is unknown."""
     pool = PagePool(NUM_PAGES, enable_caching=True)
     pool.store.enter(5, 1 << 100, 0)
     assert pool.configuration is None
@@ -168,7 +169,7 @@ def test_a_snapshot_does_not_tell_the_seed() -> None:
 
 
 def make_old(pool: PagePool, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A snapshot as version 1 wrote it."""
+    """Return a snapshot in the format of version 1."""
     arrays = {name: array for name, array in pool.snapshot().items() if name in FIELDS}
     for name in ("format", "version", "checksum", "configuration"):
         del arrays[name]
@@ -196,7 +197,7 @@ def test_a_configuration_that_is_none_is_refused(text: str) -> None:
         name: array for name, array in cache(make_manager()).snapshot().items() if name not in ("format", "version", "checksum")
     }
     arrays["configuration"] = np.frombuffer(text.encode("latin-1"), dtype=np.uint8)
-    with pytest.raises(SnapshotError, match="'configuration' is none"):
+    with pytest.raises(SnapshotError, match="'configuration' is invalid"):
         PagePool.restore(seal(arrays))
 
 
@@ -204,12 +205,12 @@ def test_a_configuration_that_is_none_is_refused(text: str) -> None:
 
 
 def make_pool_that_keeps(width: int) -> PagePool:
-    """A pool that no manager used, with a page whose tokens are kept."""
+    """Make a pool without a manager, with a page whose tokens are kept."""
     pool = PagePool(NUM_PAGES, enable_caching=True)
     pool.store.keep_token_ids(width)
     chain = HashChain(width, bytes(16), keep_token_ids=True)
     chain.extend(list(range(width)))
-    pool.store.enter_pages(pool.store.take(1), chain, 0, 1, 1, 0)
+    pool.store.enter_pages(pool.store.take(1), chain, 0, 0)
     return restore(pool)
 
 
@@ -227,7 +228,7 @@ def test_a_pool_that_keeps_too_few_tokens_is_refused_before_anything_is_taken() 
 
 
 def make_pool_with(count: int) -> PagePool:
-    """A pool whose page 1, the first of a prompt, is held so often."""
+    """Make a pool whose page 1, the first of a prompt, has that many holders."""
     arrays = {
         name: array for name, array in cache(make_manager()).snapshot().items() if name not in ("format", "version", "checksum")
     }
@@ -264,17 +265,17 @@ def test_a_page_is_not_held_more_often_than_can_be_counted(num_left: int) -> Non
 
 
 def test_hits_of_several_groups_count_together() -> None:
-    """The same page for two groups, as the core alone takes it."""
+    """The same page for two groups, which only the core accepts."""
     store = PageStore(4)
     chain = HashChain(1, bytes(16))
     chain.extend([7])
     page_ids = store.take(1)
-    store.enter_pages(page_ids, chain, 0, 1, 1, 0)
+    store.enter_pages(page_ids, chain, 0, 0)
     store.set_ref_count(1, LIMIT - 2)
-    hits, ones, zeros = (page_ids, page_ids), PageIds([1, 1]), PageIds([0, 0])
+    groups, hits = CacheGroups([(PageRules(1), 0, 1)] * 2), (page_ids, page_ids)
     with pytest.raises(PageIdError, match=f"page 1 cannot be touched: its ref count is {LIMIT - 2}"):
-        store.take_for((HeldPages(), HeldPages()), [0, 0], hits, chain, ones, zeros)
+        RequestPages(store, groups, 8).take(1, hits, chain)
     store.set_ref_count(1, LIMIT - 3)
-    assert store.take_for((HeldPages(), HeldPages()), [0, 0], hits, chain, ones, zeros) is not None
+    assert RequestPages(store, groups, 8).take(1, hits, chain) is not None
     assert store.ref_counts()[1] == LIMIT - 1
-    store.check()
+    check_store(store)

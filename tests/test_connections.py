@@ -1,4 +1,6 @@
-"""What connects to a publisher costs it little: memory, descriptors and time, whatever a router sends or leaves unread."""
+"""Routers that connect to a publisher cost it little memory, few descriptors and little time, whatever they send or leave
+unread.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ UNSANITIZED = pytest.mark.skipif(
     "asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer keeps freed memory for a while"
 )
 LIMIT = 64 * MEBIBYTE
-"""More than all of it may take; without bounds each test takes many times as much."""
+"""The most memory that each test may take; without limits each takes many times as much."""
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def publisher() -> Iterator[EventPublisher]:
 
 
 def assert_serves(publisher: EventPublisher | PublisherProcess) -> None:
-    """Publishes to a router that comes now, and replays."""
+    """Assert that a router that connects now gets batches and replays."""
     with Subscriber(publisher) as subscriber:
         subscriber.wait_until_subscribed()
         assert len(subscriber.replay(0)) >= 1
@@ -47,13 +49,13 @@ def assert_serves(publisher: EventPublisher | PublisherProcess) -> None:
 
 
 def long_topics(rng: Random) -> Iterator[bytes]:
-    """Six megabytes of which every byte is a node of its own in libzmq's tree."""
+    """Six megabytes, each byte of which is a separate node in libzmq's tree."""
     for _ in range(60):
         yield b"".join(message(b"\1" + rng.randbytes(198)) for _ in range(500))
 
 
 def branching_topics(_: Random) -> Iterator[bytes]:
-    """Short ones, that make the tables of the tree's nodes as wide as they can be."""
+    """Short topics, which make the tables of the tree's nodes as wide as possible."""
     for first in range(256):
         yield b"".join(message(bytes([1, first, second, third])) for second in range(256) for third in (0, 255))
 
@@ -78,7 +80,7 @@ def test_subscriptions_take_little(topics: type[Iterator[bytes]]) -> None:
 
 @pytest.mark.parametrize("keys", [None, ALLOWED], ids=["open", "with keys"])
 def test_a_subscriber_has_so_many_topics(keys: object) -> None:
-    """Those that it gives up do not count, and others have theirs. One that goes too far is closed, and may come again."""
+    """Cancelled topics do not count, and others are unaffected. A subscriber beyond the limit is closed, and may return."""
     options = {} if keys is None else CURVE
     publisher = EventPublisher(None, LOOPBACK, heartbeat=None, max_subscription_bytes=1000, **options)
     with publisher, Subscriber(publisher, keys=keys) as honest, Subscriber(publisher, keys=keys) as greedy:
@@ -102,7 +104,7 @@ def test_a_subscriber_has_so_many_topics(keys: object) -> None:
 
 
 def test_a_router_may_have_many_topics() -> None:
-    """Where the publisher was told."""
+    """Return the subscriptions that the publisher received."""
     publisher = EventPublisher(None, LOOPBACK, topic="engine 999", heartbeat=None, max_subscription_bytes=200_000)
     with publisher, Subscriber(publisher, topic="engine 0") as subscriber:
         for i in range(1, 1000):
@@ -117,7 +119,7 @@ def test_a_router_may_have_many_topics() -> None:
 
 @UNSANITIZED
 def test_routers_that_never_read_a_replay_take_little() -> None:
-    """They ask for 60 batches of 64 KiB, 120 of them: plain sockets, and DEALERs."""
+    """Routers request 60 batches of 64 KiB 120 times, over plain sockets and DEALERs."""
     with PublisherProcess(buffer_steps=60) as process:
         process.call("publish_large(publisher, 60, 1 << 16)")
         with Subscriber(process) as subscriber:
@@ -172,7 +174,7 @@ def test_a_subscriber_that_never_reads_is_closed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_router_that_reads_slowly_keeps_no_batches() -> None:
-    """What is kept no more when its turn comes is not sent; the batches that are kept are."""
+    """A batch that is dropped before its turn is not sent; the batches that are kept are."""
     publisher = EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=None, buffer_steps=50)
     with publisher, Subscriber(publisher) as subscriber:
         publish_some(publisher, 50, size=1 << 20)
@@ -195,7 +197,7 @@ def test_a_router_that_reads_slowly_keeps_no_batches() -> None:
 
 
 def test_a_router_asks_for_so_many_replays_at_once(publisher: EventPublisher) -> None:
-    """All that it may are sent; with one more it is closed."""
+    """All permitted requests are answered; with one more the connection is closed."""
     publish_some(publisher, 100, size=1 << 20)
     with shake_hands(publisher.replay_endpoint, "DEALER") as raw:
         raw.sendall((MAX_REPLAYS + 1) * message(b"", bytes(8)))
@@ -215,7 +217,7 @@ def test_a_router_asks_for_so_many_replays_at_once(publisher: EventPublisher) ->
 
 @pytest.mark.parametrize("socket_type", [None, "SUB", "DEALER"], ids=["silent", "SUB", "DEALER"])
 def test_idle_connections_leave_the_engine_its_descriptors(socket_type: str | None) -> None:
-    """An eighth of the 256 for each endpoint, and a few of ZeroMQ's; a router that is connected stays so."""
+    """An eighth of the 256 for each endpoint, and a few for ZeroMQ; a connected router stays connected."""
     with PublisherProcess(num_descriptors=256, max_connections=1000) as process, Subscriber(process) as subscriber:
         subscriber.wait_until_subscribed()
         endpoint = process.replay_endpoint if socket_type == "DEALER" else process.endpoint
@@ -243,7 +245,7 @@ def test_idle_connections_leave_the_engine_its_descriptors(socket_type: str | No
 
 
 def test_as_many_routers_as_may_connect() -> None:
-    """One more is served once another is gone."""
+    """One more router is served once another is gone."""
     with EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=None, max_connections=3) as publisher, ExitStack() as stack:
         subscribers = [stack.enter_context(Subscriber(publisher)) for _ in range(3)]
         for subscriber in subscribers:
@@ -269,7 +271,7 @@ def test_a_connection_without_handshake_is_closed(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("greeting", [b"\xff\0\0\0\0\0\0\0\x01\x7f\x01\x02\0\0", b"\x01\0\x02\x01a"], ids=["ZMTP 2", "ZMTP 1"])
 def test_old_protocols_are_refused(publisher: EventPublisher, greeting: bytes) -> None:
-    """Their messages do not tell which connection they came over."""
+    """Their messages do not identify their connection."""
     with connect(publisher.endpoint) as old:
         old.sendall(greeting)
         assert is_closed(old, 20)

@@ -1,4 +1,4 @@
-"""What is cached was computed: short rounds of the simulation of contents, and that it sees what is wrong."""
+"""Cached pages are computed pages: short rounds of the simulation of contents, and its detection of errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,11 @@ from contents import CONTENTS_SETTINGS, Simulation, run_round
 from contents_device import ContentsError, Device, Histories, find_first_read
 from contents_index import Books
 from contents_request import Job
-from planted_bugs import BUGS, Bug, plant_in
+from planted_bugs import BUGS, CORE, Bug, plant_in, read_texts
 from settings import Group, Setting
 from sources import ROOT
 
 from pagepool import CacheManager
-from pagepool.coordinator import CacheCoordinator
 from pagepool.hashing import RequestExtraKeys
 
 NUM_CALLS = int(os.environ.get("PAGEPOOL_TEST_OPERATIONS", "200000")) // 4  # each is followed on the device
@@ -55,7 +55,7 @@ def test_a_seed_is_a_round() -> None:
     assert first == again != other
 
 
-# --- that it sees what is wrong -----------------------------------------------------------------------------------
+# --- detection of errors ------------------------------------------------------------------------------------------
 
 
 def run_rounds(num_rounds: int = 30) -> None:
@@ -87,14 +87,31 @@ def test_a_hit_that_is_too_long_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
         run_rounds()
 
 
+class NeverRewound:
+    """What a request holds, without its method `rewind`."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.held, name)
+
+    def rewind(self, num_computed_tokens: int) -> None:
+        pass
+
+
 def test_pages_that_are_not_cached_again_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CacheCoordinator, "rewind", lambda *_: None)
+    hold_nothing = CacheCoordinator.hold_nothing
+    monkeypatch.setattr(CacheCoordinator, "hold_nothing", lambda self: NeverRewound(hold_nothing(self)))
     with pytest.raises(ContentsError, match="to repeat"):
         run_rounds()
 
 
 def test_caching_of_what_was_not_computed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if `free` did not know how much was computed."""
+    """A manager whose `free` does not know how much was computed."""
     free: Callable[..., None] = CacheManager.free
     monkeypatch.setattr(CacheManager, "free", lambda self, request, **_: free(self, request))
     with pytest.raises(ContentsError, match="to repeat"):
@@ -104,13 +121,17 @@ def test_caching_of_what_was_not_computed_is_seen(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_bug_can_be_planted(bug: Bug) -> None:
     """`make planted` builds and catches them."""
-    text = (ROOT / bug.path).read_text()
-    assert plant_in(text, bug, "planted_bug() == 1") != text
+    texts = read_texts(ROOT, bug.path)
+    planted = plant_in(texts, bug, "planted_bug() == 1")
+    assert planted
+    assert all(text != texts[file] for file, text in planted.items())
 
 
 def test_a_bug_that_does_not_fit_is_reported() -> None:
     with pytest.raises(LookupError, match="late: its text is 2 times"):
-        plant_in("x = 1; x = 1", Bug("late", "a.py", "x = 1", "x = 2"))
+        plant_in({Path("a.py"): "x = 1; x = 1"}, Bug("late", "a.py", "x = 1", "x = 2"))
+    with pytest.raises(LookupError, match="late: its text is 2 times"):
+        plant_in({Path("a.pyx"): "x = 1", Path("b.pxd"): "x = 1"}, Bug("late", CORE, "x = 1", "x = 2"))
 
 
 # --- the parts ----------------------------------------------------------------------------------------------------
@@ -163,7 +184,7 @@ def test_hits_are_worked_out_from_tokens() -> None:
     books.attach(job, [[]], 0, None)
     books.take(job, [[3, 4, 5]], None)
     assert books.enter(job, job.list_histories(5)) == [3, 4]
-    assert (books.find_hit_length(job, None), books.find_hit_length(other, None)) == (4, 2)  # a token is left to compute
+    assert (books.find_hit_length(job, None), books.find_hit_length(other, None)) == (4, 2)  # one token is left to compute
     books.index.drop(3)
     assert books.find_hit_length(job, None) == 0
 

@@ -1,4 +1,6 @@
-"""Commits: what reaches the device, what never does, how often jax compiles, on one device, on eight, in two processes."""
+"""Commits: what reaches the device, what never does, and the number of compilations, on one device, on eight, in two
+processes.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,7 @@ def test_host_writes_never_reach_a_large_commit(shape: tuple[int, int], is_full:
 
 
 def test_full_uploads_take_a_copy_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """jax may alias what it is given: so that is memory of its own, aligned as jax likes it, each time anew."""
+    """jax may alias its input, so the payload is new memory each time, aligned as jax prefers it."""
     sent: list[Any] = []
     upload = device_table.upload
     monkeypatch.setattr(device_table, "upload", lambda array, sharding: sent.append(array) or upload(array, sharding))
@@ -126,7 +128,7 @@ def test_payloads_are_never_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [1 for i, one in enumerate(arrays) for other in arrays[:i] if np.shares_memory(one, other)]
 
 
-# Which way a commit goes.
+# The choice between windows and full uploads.
 
 
 def test_windows_or_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +252,7 @@ def test_a_step_that_still_reads_the_table_is_safe(donate: bool) -> None:
 
 
 def test_a_view_that_is_alive_keeps_its_contents() -> None:
-    """NumPy views of the device array keep jax from donating it: a copy is made instead."""
+    """NumPy views of the device array prevent its donation: a copy is made instead."""
     table = PageTable(64, 640, 64)
     table.append_row([1], 0)
     view = np.asarray(table.commit(64))
@@ -333,10 +335,10 @@ def test_check_finds_what_the_device_does_not_have() -> None:
     table.check()
     table.commit(8)
     table.append_row([4], 3)
-    table.check()  # not sent yet
+    table.check()  # not yet sent
     table.commit(8)
     table.page_table_cpu[3, 1] = 9
-    with pytest.raises(IntegrityError, match=r"^row 3, column 1: the device has another page, which counts as sent$"):
+    with pytest.raises(IntegrityError, match=r"^row 3, column 1: the device has another page in a clean window$"):
         table.check()
     table.mark_dirty([3])
     table.check()
@@ -410,7 +412,7 @@ def test_warmup_changes_nothing() -> None:
 
 @pytest.mark.parametrize("donate", [True, False])
 def test_no_compilation_after_warmup(donate: bool) -> None:
-    """Whatever the number of requests, the amount of work, and the way it is sent."""
+    """For any number of requests, amount of work, and way of sending."""
     shape = (64, 1000)
     table = PageTable(*shape, 64, donate=donate)
     table.warmup()

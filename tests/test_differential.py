@@ -1,4 +1,4 @@
-"""The package against the oracle on random work. PAGEPOOL_TEST_OPERATIONS: how many calls in all."""
+"""The package against the oracle on random work. PAGEPOOL_TEST_OPERATIONS is the total number of calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_CALLS_PER_SEED = 3000
 
 
 def weak_hash(content: Any) -> int:
-    """Collide often, as a hash that an attacker knows would."""
+    """Return a hash that collides often, like one known to an attacker."""
     return hash(content) % 5
 
 
@@ -36,7 +36,7 @@ CASES = list(itertools.product(SETTINGS, HASHING))
 
 
 def oracle_and_package(**options: Any) -> Callable[[Setting, int], Twins]:
-    """Return what makes twins of the oracle and of a package's manager with these options."""
+    """Return a function that makes twins of the oracle and of a manager with these options."""
 
     def make(setting: Setting, num_pages: int) -> Twins:
         groups = setting.cache_groups(pagepool)
@@ -48,7 +48,7 @@ def oracle_and_package(**options: Any) -> Callable[[Setting, int], Twins]:
 
 
 def expected_stats(oracle: OracleManager) -> pagepool.PagePoolStats:
-    """Return what the oracle counted."""
+    """Return the oracle's counters."""
     counts = oracle.page_pool.counts
     return pagepool.PagePoolStats(
         num_allocated_pages=counts["allocated"],

@@ -1,4 +1,4 @@
-"""EasyDeL's engine with pagepool in it and without, where it is installed: the same schedules, and the same tokens.
+"""EasyDeL's engine with and without pagepool, if it is installed: the same schedules and the same tokens.
 
 The engine's own tests are run too where the folder ``EASYDEL_TESTS``, or the environment variable, says where they are.
 """
@@ -56,7 +56,7 @@ def _quiet() -> Iterator[None]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", PLANS)
 def test_the_scheduler_decides_the_same(name: str, seed: int) -> None:
-    """In every step: tokens of each request, page ids, preemptions, common prefixes and free pages."""
+    """The same in every step: tokens of each request, page ids, preemptions, common prefixes and free pages."""
     plan = PLANS[name]
     expected = list(serve(make_scheduler(plan), plan, seed))
     with easydel.installed():
@@ -85,7 +85,7 @@ def test_classes_are_found_in_the_engine_and_put_back() -> None:
 
 
 def run_engine(folder: Path, launcher: tuple[str, ...], *pools: str) -> list[dict[str, Any]]:
-    """What `tiny_engine` generates in these pools, in a process of its own."""
+    """Return what `tiny_engine` generates in these pools, in a separate process."""
     program = Path(__file__).with_name("tiny_engine.py")
     path = [] if INSTALLED else [str(Path(__file__).parents[1])]
     env = os.environ | {
@@ -116,7 +116,7 @@ def test_the_engine_generates_the_same(tmp_path: Path) -> None:
 
 
 WHITE_BOX = "test_allocate_slots_rolls_back_saved_prefix_pages_on_shard_allocation_error"
-"""Makes a manager without its constructor, and counts the calls that the engine's own makes inside."""
+"""Make a manager without its constructor, and count the calls that the engine's own makes inside."""
 
 
 @pytest.mark.skipif("EASYDEL_TESTS" not in os.environ, reason="EASYDEL_TESTS names no folder with the engine's own tests")

@@ -38,14 +38,14 @@ command = pytest.importorskip("command")
 
 @pytest.fixture(scope="module", autouse=True)
 def exact_float32() -> Iterator[None]:
-    """What it is on CPUs anyway; other devices have to be asked."""
+    """CPUs use it anyway; other devices need the option."""
     with jax.default_matmul_precision("highest"):
         yield
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    """An engine for all tests. Each leaves it without requests. Its steps have two sizes."""
+    """An engine for all tests, each of which leaves it without requests. Its steps have two sizes."""
     return make_engine(max_num_batched_tokens=24)
 
 
@@ -76,7 +76,7 @@ def test_a_prompt_hits_pages_that_are_computed_in_the_same_step(engine: Engine) 
 
 
 def test_steps_that_fail_at_random() -> None:
-    """Before the model runs or after; the answers are the same, and nothing hits pages that were not computed."""
+    """The model fails before it runs or after; the answers are the same, and no uncomputed page is hit."""
     engine, rng, run = make_engine(), Random(SEED), None
     num_failures = 0
 
@@ -222,7 +222,7 @@ def test_the_command_streams_and_profiles(
         (["--stop", "é"], "text: got 'é'"),
         (["--max-tokens", "0"], "max_tokens: got 0"),
         (["--weights", "nowhere.npz"], "No such file"),
-        (["--weights", __file__], "is no file of numpy.savez"),
+        (["--weights", __file__], "was not saved by numpy.savez"),
         (["--num-devices", "99"], "devices: got 99"),
     ],
     ids=lambda value: "" if isinstance(value, list) else value,

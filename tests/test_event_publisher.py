@@ -1,4 +1,4 @@
-"""The publisher over real sockets on loopback, with routers that are slow, late, dead, or worse."""
+"""The publisher over real sockets on loopback, with routers that are slow, late, dead, or malicious."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NUM_LARGE = 400
 
 
 class Keys(NamedTuple):
-    """What a router needs of CURVE, by the names of pyzmq."""
+    """A router's CURVE keys, by their names in pyzmq."""
 
     curve_serverkey: bytes
     curve_publickey: bytes
@@ -47,7 +47,7 @@ class Keys(NamedTuple):
 
 
 def set_keys(target: Any, keys: Keys | None) -> None:
-    """Have a socket use them, or all sockets of a context that are yet to come."""
+    """Set the keys on a socket, or on all later sockets of a context."""
     for name, key in ({} if keys is None else keys._asdict()).items():
         setattr(target, name, key)
 
@@ -74,12 +74,12 @@ class Subscriber:
         self.context.destroy(linger=0)
 
     def receive(self) -> tuple[int, WireBatch]:
-        """The next batch that is published."""
+        """Return the next published batch."""
         _, sequence, payload = self.live.recv_multipart()
         return int.from_bytes(sequence, "big"), decode_batch(payload)
 
     def wait_until_subscribed(self) -> None:
-        """Return once what is published arrives."""
+        """Return once published batches arrive."""
         poller = zmq.Poller()
         poller.register(self.live, zmq.POLLIN)
         while not poller.poll(10):
@@ -94,7 +94,7 @@ class Subscriber:
         self.asking.send_multipart([b"", sequence.to_bytes(8, "big")])
 
     def replay(self, sequence: int) -> list[tuple[int, WireBatch]]:
-        """What is sent again from that one on."""
+        """Return the replay from a sequence number on."""
         self.ask(sequence)
         batches = []
         while True:
@@ -107,7 +107,7 @@ class Subscriber:
             batches.append((int.from_bytes(number, "big"), decode_batch(payload)))
 
     def follow(self, manager: pagepool.CacheManager) -> None:
-        """As routers do: apply what comes, ask for what is missed, until all that is cached is known."""
+        """Apply received batches and request missed ones, as routers do, until the state is the expected one."""
         while self.router.pages.keys() != cached(manager):
             sequence, batch = self.receive()
             missed = self.replay(self.sequence + 1) if sequence > self.sequence + 1 else []
@@ -122,19 +122,19 @@ def number_of(batches: list[tuple[int, WireBatch]]) -> list[int]:
 
 
 def cached(manager: pagepool.CacheManager) -> set[tuple[int, int]]:
-    """What a router should know."""
+    """Return what a router should know."""
     return {(key.group_id, key.page_hash.hash_value & ((1 << 64) - 1)) for key in manager.page_pool.cached_page_hash_to_page}
 
 
 def work(manager: pagepool.CacheManager, rng: Random) -> None:
-    """A request comes and goes."""
+    """Run a request and end it."""
     request = run_request(manager, [rng.randrange(2) for _ in range(rng.randint(1, 40))])
     manager.free(request)
     manager.free_page_hashes(request)
 
 
 def publish_some(publisher: EventPublisher, num_batches: int, size: int = 16) -> None:
-    """Batches that differ in their one hash, of so many bytes, which is in no group."""
+    """Publish batches that differ in their one hash, of that many bytes, which is in no group."""
     for i in range(num_batches):
         publisher.publish([BlockRemoved([i.to_bytes(8, "big") + bytes(size)], "GPU")])
 
@@ -146,7 +146,7 @@ def manager() -> pagepool.CacheManager:
 
 @pytest.fixture
 def publisher(manager: pagepool.CacheManager) -> Iterator[EventPublisher]:
-    """One that takes events only when it is told to."""
+    """A publisher that takes events only at a flush."""
     options = {"interval": HOUR, "heartbeat": None, "buffer_steps": 8, "data_parallel_rank": 3}
     with EventPublisher(manager, LOOPBACK, LOOPBACK, **options) as publisher:
         yield publisher
@@ -182,7 +182,7 @@ def test_the_first_batch_has_all_that_is_cached_already(manager: pagepool.CacheM
 
 @pytest.mark.parametrize("interval", [0.001, HOUR])
 def test_a_router_follows(interval: float) -> None:
-    """Taken by the clock, or by flushing, while the engine goes on."""
+    """Events are taken at intervals, or by flushing, while the engine continues."""
     manager, rng = make_told(num_pages=32), Random(0)
     with EventPublisher(manager, LOOPBACK, LOOPBACK, interval=interval) as publisher, Subscriber(publisher) as subscriber:
         subscriber.wait_until_subscribed()
@@ -225,7 +225,7 @@ def test_what_is_handed_over_is_sent_as_it_is(publisher: EventPublisher) -> None
 
 
 def test_a_gap_is_filled(publisher: EventPublisher, manager: pagepool.CacheManager) -> None:
-    """The router comes when two batches were sent, and is told of them before the third."""
+    """The router connects after two batches, and receives them before the third."""
     publish_some(publisher, 1)
     with Subscriber(publisher) as subscriber:
         while len(batches := subscriber.replay(0)) < 2:
@@ -268,7 +268,7 @@ def test_a_router_that_starts_late_is_told_everything(publisher: EventPublisher,
 
 
 def test_a_snapshot_serves_many(publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made anew only once the batches behind it are kept no more: asking costs the engine nothing."""
+    """The snapshot is made again only once the batches after it are dropped: requests cost the engine nothing."""
     source = publisher._worker._source
     made = []
     take = source.take_with_snapshot
@@ -299,12 +299,12 @@ def test_without_a_manager_there_is_what_is_kept() -> None:
         assert numbers == [12, 13, 14, 15]
 
 
-# --- routers that are slow, dead, or worse ----------------------------------------------------------------------
+# --- routers that are slow, dead, or malicious ------------------------------------------------------------------
 
 
 def test_a_slow_subscriber_misses_batches_and_asks_for_them() -> None:
-    """It does not hold up the publisher, nor another subscriber."""
-    # ZeroMQ hears only every millisecond how much was read, so with few messages allowed it drops some of the fast one's too.
+    """It delays neither the publisher nor another subscriber."""
+    # ZeroMQ learns only every millisecond how much was read, so with few messages allowed it drops some of the fast one's too.
     publisher = EventPublisher(None, LOOPBACK, LOOPBACK, hwm=100, heartbeat=None, buffer_steps=2 * NUM_LARGE)
     with publisher, Subscriber(publisher, hwm=1) as slow, Subscriber(publisher) as fast:
         slow.wait_until_subscribed()
@@ -329,7 +329,7 @@ def test_a_slow_subscriber_misses_batches_and_asks_for_them() -> None:
 
 
 def test_routers_that_die_are_forgotten(publisher: EventPublisher, manager: pagepool.CacheManager) -> None:
-    """While they are sent to, or asked: by closing, or as if the machine were gone."""
+    """Routers end while they receive or request batches: by closing, or as if their machine were gone."""
     publish_some(publisher, 8, size=1_000_000)
     for _ in range(10):
         with Subscriber(publisher) as subscriber:
@@ -347,7 +347,7 @@ def connect(endpoint: str) -> socket.socket:
 
 
 def assert_serves(publisher: EventPublisher, manager: pagepool.CacheManager) -> None:
-    """Whatever was done to it, it publishes, and replays."""
+    """Assert that the publisher still publishes and replays."""
     with Subscriber(publisher) as subscriber:
         subscriber.wait_until_subscribed()
         subscriber.replay(START)
@@ -384,7 +384,7 @@ def test_garbage_is_not_answered(publisher: EventPublisher, manager: pagepool.Ca
 
 
 def test_a_flood_of_requests_does_not_stop_publishing(publisher: EventPublisher, manager: pagepool.CacheManager) -> None:
-    """Each would be answered by eight megabytes, which nobody reads. Others are answered meanwhile."""
+    """Each request would be answered by eight megabytes, which nobody reads. Others are answered meanwhile."""
     publish_some(publisher, 8, size=1_000_000)
     with Subscriber(publisher) as flooding, Subscriber(publisher) as subscriber:
         dealers = [flooding.context.socket(zmq.DEALER) for _ in range(40)]
@@ -420,7 +420,7 @@ CURVE = {"curve_secretkey": SECRET, "curve_client_keys": [ROUTER_PUBLIC]}
 
 
 def test_it_listens_on_loopback_by_default() -> None:
-    """Another address of the machine, here one that every Linux has, does not reach it."""
+    """Another address of the machine, here one that every Linux has, does not reach the publisher."""
     try:
         publisher = EventPublisher()
     except EndpointError:
@@ -434,7 +434,7 @@ def test_it_listens_on_loopback_by_default() -> None:
 
 @pytest.mark.parametrize("keys", STRANGERS.values(), ids=STRANGERS)
 def test_only_routers_with_a_key_receive_anything(manager: pagepool.CacheManager, keys: Keys | None) -> None:
-    """Neither what is published nor what is sent again."""
+    """Neither published batches nor replays."""
     with (
         EventPublisher(manager, LOOPBACK, LOOPBACK, **CURVE) as publisher,
         Subscriber(publisher, keys=keys) as stranger,
@@ -522,7 +522,7 @@ WRONG_KEYS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_keys_that_are_none(
     options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is bound, and no secret is in the message."""
+    """No address is bound, and no secret is in the message."""
     monkeypatch.setattr(zmq.Context, "socket", lambda *_, **__: pytest.fail("a socket was made"))
     with pytest.raises(error, match=f"^{message}") as caught:
         EventPublisher(None, LOOPBACK, **(CURVE | options))
@@ -559,7 +559,7 @@ def test_events_that_could_not_be_sent_are_told_anew(
             publisher.flush()
             while not caplog.records:
                 time.sleep(0.01)
-        assert caplog.records[0].message == "events were not sent; routers are told anew"
+        assert caplog.records[0].message == "events were not sent; a snapshot follows"
         publisher.flush()
         subscriber.router.apply(subscriber.receive()[1].events)
         assert subscriber.router.pages.keys() == cached(manager)
@@ -573,7 +573,7 @@ def test_a_publisher_is_closed_once(publisher: EventPublisher, manager: pagepool
         assert subscriber.receive()[1].events[0].token_ids == list(range(8))
     publisher.close()
     for call in (publisher.flush, lambda: publisher.publish([])):
-        with pytest.raises(ArgumentError, match=r"^the publisher is closed, or another process's$"):
+        with pytest.raises(ArgumentError, match=r"^the publisher is closed, or belongs to another process$"):
             call()
     with EventPublisher(manager, publisher.endpoint, publisher.replay_endpoint) as again:
         assert_serves(again, manager)
@@ -616,7 +616,7 @@ else:
 @pytest.mark.parametrize("keys", ["", "**CURVE"], ids=["open", "with keys"])
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
 def test_an_interpreter_ends_without_closing(ending: str, keys: str) -> None:
-    """It does not hang, and nothing is printed."""
+    """The process does not hang, and prints nothing."""
     if "fork" in ending and not hasattr(os, "fork"):
         pytest.skip("there is no fork here")
     code = f"""
@@ -692,7 +692,7 @@ def test_options_that_are_wrong(options: dict[str, Any], error: type[Exception],
 
 @pytest.mark.parametrize("name", ["pagepool-events", "pagepool-connections"])
 def test_a_thread_that_cannot_be_started(manager: pagepool.CacheManager, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Nothing is left listening, and the next publisher has the events."""
+    """No socket is left listening, and the next publisher has the events."""
 
     def start(thread: threading.Thread) -> None:
         if thread.name == name:
@@ -717,11 +717,11 @@ def test_a_manager_has_one_publisher_and_events(publisher: EventPublisher, manag
         EventPublisher(without, LOOPBACK)
 
 
-# --- beside vLLM ------------------------------------------------------------------------------------------------
+# --- compared with vLLM -----------------------------------------------------------------------------------------
 
 
 def test_a_client_cannot_tell_it_from_vllms() -> None:
-    """Where vLLM can be imported: the same frames for the same requests."""
+    """If vLLM can be imported: the same frames for the same requests."""
     vllm = pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
     endpoints = [f"tcp://*:{free_port()}" for _ in range(2)]
     theirs = vllm.ZmqEventPublisher(0, endpoints[0], endpoints[1], buffer_steps=4, topic="kv")

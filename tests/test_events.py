@@ -45,7 +45,7 @@ PERIODS = (1, 2, 7, 30)
 
 
 class ToldTwins(Twins):
-    """Twins whose second half is told of by events, every so many calls."""
+    """Twins of which the second half is checked by events, every few calls."""
 
     def __init__(self, oracle: Any, system: Any, period: int, hashes_as_bytes: bool) -> None:
         super().__init__(oracle, system)
@@ -92,7 +92,7 @@ def test_a_router_knows_what_a_batch_has_cached(setting: Setting, hashes_as_byte
 
 
 def decode(events: list[Any]) -> list[Any]:
-    """What a router gets."""
+    """Return what a router receives."""
     return decode_batch(encode_batch(EventBatch(1.5, events, 3))).events
 
 
@@ -114,7 +114,7 @@ def run_request(manager: pagepool.CacheManager, token_ids: list[int], **attribut
 
 
 def test_a_batch_on_the_wire() -> None:
-    """Arrays and maps as vLLM makes them, the fields in its order, and those that have nothing to say left out."""
+    """Arrays and maps in vLLM's format, with its order of fields, without default values."""
     manager = make_told(hash_seed=1)
     request = run_request(manager, list(range(9)))
     events = manager.take_events()
@@ -150,7 +150,7 @@ def test_hashes_as_bytes_end_with_the_ints(hash_algo: Any, num_bytes: int) -> No
 
 @pytest.mark.parametrize("hash_algo", ["sha256", "sha256_cbor"])
 def test_hashes_can_be_made_of_the_events_alone(hash_algo: str) -> None:
-    """As vLLM's are: of the parent, the tokens and the extra keys."""
+    """Like vLLM's: hashes of the parent, the tokens and the extra keys."""
     if hash_algo == "sha256_cbor":
         pytest.importorskip("cbor2")
     manager = make_told(hash_algo=hash_algo, hash_seed=7, hashes_as_bytes=True)
@@ -169,7 +169,7 @@ def test_hashes_can_be_made_of_the_events_alone(hash_algo: str) -> None:
 
 
 def test_hashes_of_plain_prompts_are_those_of_vllm() -> None:
-    """With the seed that vLLM 0.33 has where none is set: SHA-256 of parent, tokens and extra keys in CBOR."""
+    """With vLLM 0.33's default seed: SHA-256 of parent, tokens and extra keys in CBOR."""
     cbor2 = pytest.importorskip("cbor2")
     manager = make_told(hash_algo="sha256_cbor", hash_seed="vllm-none-hash", hashes_as_bytes=True)
     run_request(manager, list(range(12)))
@@ -236,7 +236,7 @@ def test_extra_keys_page_by_page(is_batch: bool) -> None:
     ids=str,
 )
 def test_whatever_requests_are_hashed_with_can_be_sent(attributes: dict[str, Any], expected: tuple[Any, ...]) -> None:
-    """An int that msgpack has not, or a string that is no Unicode, would stop all that is sent."""
+    """An int that msgpack cannot encode, or a string that is not valid Unicode, would stop all events."""
     manager = make_told()
     run_request(manager, [1, 2, 3, 4], **attributes)
     [stored] = decode(manager.take_events())
@@ -253,7 +253,7 @@ def test_a_place_in_numpys_ints_is_the_same_place() -> None:
 
 
 def test_events_with_the_classes_of_vllm() -> None:
-    """Where vLLM can be imported."""
+    """If vLLM can be imported."""
     vllm = pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
     manager = make_told(FULL, pagepool.SlidingWindowSpec(4, 1, 8, "float16", False, 9), hashes_as_bytes=True)
     run_request(manager, list(range(12)), lora_id=1, cache_salt="salt", mm_features=FEATURES)
@@ -270,7 +270,7 @@ def test_events_with_the_classes_of_vllm() -> None:
 
 
 def test_a_page_whose_parent_is_gone() -> None:
-    """It is told with the hash of its parent, and after it if that comes again in the same batch."""
+    """The event has the hash of its parent, and follows the parent's if that is stored again in the same batch."""
     manager = make_told()
     request = run_request(manager, list(range(8)))
     [first] = manager.take_events()
@@ -290,7 +290,7 @@ def test_a_page_whose_parent_is_gone() -> None:
 
 
 def test_requests_that_were_looked_up_before() -> None:
-    """Their tokens are told all the same."""
+    """Their events have the tokens nevertheless."""
     manager = pagepool.CacheManager(32, [pagepool.CacheGroupSpec(FULL)], 64)
     request = Request("early", list(range(8)))
     manager.get_computed_pages(request)
@@ -319,7 +319,7 @@ def test_pages_cached_without_the_manager_have_parents_too() -> None:
 
 
 def test_groups_that_the_manager_does_not_have_are_not_told() -> None:
-    """Somebody entered a page of his own."""
+    """Another caller entered its own page."""
     manager = make_told()
     page_hash = pagepool.PageHash(7, ())
     for group_id in (0, 5):
@@ -341,7 +341,7 @@ def test_a_snapshot_changes_nothing() -> None:
 
 
 def test_extra_keys_are_kept_as_long_as_somebody_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each request has a salt of its own, and pages or rows outlive many others."""
+    """Each request has its own salt, and pages or rows outlive many others."""
     manager = make_told(num_pages=64)
     batch = pagepool.RunningBatch(manager, pagepool.PageTable(2, 16, 64))
     values = manager.require_event_source().contexts._values
@@ -367,7 +367,7 @@ def test_extra_keys_are_kept_as_long_as_somebody_needs_them(monkeypatch: pytest.
 
 
 def test_names_are_kept_as_long_as_somebody_needs_them() -> None:
-    """And no longer, even if nobody takes the events. Hashes of 32 bytes need them."""
+    """And no longer, even if the events are not taken. Hashes of 32 bytes need them."""
     manager, router = make_told(num_pages=16, hash_algo="sha256", hashes_as_bytes=True), Router()
     names = manager.page_pool.store.names
     for i in range(3000):
@@ -387,7 +387,7 @@ def test_names_are_kept_as_long_as_somebody_needs_them() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_one_thread_is_told_what_the_others_cache(seed: int) -> None:
-    """Extra keys and names are what they should be, whatever the others forget meanwhile."""
+    """Extra keys and names stay correct, whatever other threads forget meanwhile."""
     manager, router = make_told(num_pages=1500, hash_algo="sha256", hashes_as_bytes=True), Router()
 
     def work(rng: Random, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Pages whose entries were dropped while they were held, because a transfer did not fill them, and that are computed again."""
+"""Held pages whose entries were dropped because a transfer did not fill them, and that are computed again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_manager(*specs: Any, **options: Any) -> CacheManager:
 
 
 def start(manager: CacheManager, request_id: str = "loaded", **options: Any) -> EngineRequest:
-    """A request that has all its tokens computed, whose pages came over a wire, say."""
+    """A request with all tokens computed, whose pages were transferred."""
     request = EngineRequest(request_id, TOKENS)
     assert manager.allocate_slots(request, 1, num_external_computed_tokens=len(TOKENS) - 1, **options) is not None
     request.num_computed_tokens = len(TOKENS)
@@ -48,7 +48,7 @@ def compute(manager: CacheManager, request: EngineRequest, num_new_tokens: int, 
 
 
 def count_hits(manager: CacheManager) -> int:
-    """Pages that another request with these tokens would hit."""
+    """Return the pages that another request with these tokens would hit."""
     return manager.probe(EngineRequest("other", TOKENS)).num_hit_tokens // PAGE_SIZE
 
 
@@ -79,13 +79,13 @@ def test_pages_are_entered_one_by_one_as_they_are_computed() -> None:
     request = start(manager)
     manager.page_pool.evict_pages(manager.get_page_ids("loaded")[0][1:6])
     request.num_computed_tokens = PAGE_SIZE
-    [held] = manager.coordinator.requests["loaded"].groups
-    assert held.num_cached_pages == NUM_FULL_PAGES
+    held = manager.coordinator.requests["loaded"]
+    assert held.num_cached_hashes == NUM_FULL_PAGES
     for num_pages in range(1, NUM_FULL_PAGES):
         compute(manager, request, PAGE_SIZE - 1)
-        assert count_hits(manager) == held.num_cached_pages == manager.stats().num_cached_pages == num_pages
+        assert count_hits(manager) == held.num_cached_hashes == manager.stats().num_cached_pages == num_pages
         compute(manager, request, 1)
-        assert count_hits(manager) == held.num_cached_pages == manager.stats().num_cached_pages == num_pages + 1
+        assert count_hits(manager) == held.num_cached_hashes == manager.stats().num_cached_pages == num_pages + 1
 
 
 def test_pages_that_are_not_computed_again_are_not_entered() -> None:
@@ -97,7 +97,7 @@ def test_pages_that_are_not_computed_again_are_not_entered() -> None:
         request.append_output_token_ids(token_id)
         compute(manager, request, 1)
     assert count_hits(manager) == 1
-    request.num_computed_tokens = 2 * PAGE_SIZE  # behind the first of them
+    request.num_computed_tokens = 2 * PAGE_SIZE  # after the first of them
     compute(manager, request, 3 * PAGE_SIZE)
     assert count_hits(manager) == 1
     assert manager.page_pool.pages[manager.get_page_ids("loaded")[0][1]].page_hash is None
@@ -117,7 +117,7 @@ def test_an_allocation_that_does_not_fit_enters_nothing() -> None:
 
 @pytest.mark.parametrize("is_said_before", [False, True])
 def test_caching_may_be_delayed_again(is_said_before: bool) -> None:
-    """`cache_pages` may come before or after the engine moves the count of computed tokens."""
+    """`cache_pages` may be called before or after the engine updates the count of computed tokens."""
     manager = make_manager()
     request = start(manager, delay_cache_pages=True)
     manager.cache_pages(request, len(TOKENS))
@@ -136,7 +136,7 @@ def test_caching_may_be_delayed_again(is_said_before: bool) -> None:
 
 
 def test_a_load_that_fails_before_anything_was_cached() -> None:
-    """What was loaded is cached; the rest once it is computed."""
+    """Loaded pages are cached; the rest once it is computed."""
     manager = make_manager()
     request = start(manager, delay_cache_pages=True)
     request.num_computed_tokens = 2 * PAGE_SIZE
@@ -161,7 +161,7 @@ def test_every_holder_of_a_bad_page_may_compute_it_again() -> None:
 
 
 def test_another_request_computed_the_same_meanwhile() -> None:
-    """Its pages came first and are hit; those that are entered again stand behind them."""
+    """Its pages came first and are hit; pages that are entered again come after them."""
     manager = make_manager()
     request = start(manager)
     [page_ids] = manager.get_page_ids("loaded")
@@ -184,7 +184,7 @@ def test_another_request_computed_the_same_meanwhile() -> None:
 
 
 def test_groups_with_and_without_a_window() -> None:
-    """Pages that the window leaves keep their entries, and the null pages in their places are passed over."""
+    """Pages that leave the window keep their entries, and the null pages in their places are skipped."""
     manager = make_manager(FULL, WINDOW)
     request = start(manager)
     full_ids, window_ids = manager.get_page_ids("loaded")
@@ -289,7 +289,7 @@ def test_a_row_that_is_cut_in_a_shared_page_of_another_group() -> None:
     batch.check()
 
 
-# --- a pool that was restored -------------------------------------------------------------------------------
+# --- restored pools -----------------------------------------------------------------------------------------
 
 
 def make_restored() -> CacheManager:
@@ -363,19 +363,19 @@ def test_what_takes_no_reference_does_not_stand_in_the_way() -> None:
 def test_a_pool_that_was_not_restored_is_not_emptied() -> None:
     manager = make_manager()
     start(manager)
-    with pytest.raises(ArgumentError, match="allowed: one as restored"):
+    with pytest.raises(ArgumentError, match="allowed: a freshly restored pool"):
         manager.page_pool.release_all_held()
     manager.check()
 
 
 def test_hits_that_are_computed_again_and_whose_step_fails_are_forgotten() -> None:
-    """The pages are a request's own by then, although it hit them when it came."""
+    """The pages belong to the request by then, although it hit them at first."""
     manager = make_manager()
     loaded, other = start(manager), EngineRequest("other", TOKENS)
     hits, num_hit_tokens = manager.get_computed_pages(other)
     assert manager.allocate_slots(other, 1, num_hit_tokens, hits) is not None
     manager.page_pool.evict_pages(manager.get_page_ids("loaded")[0])
     manager.free(loaded, num_computed_tokens=0)
-    assert manager.allocate_slots(other, len(TOKENS)) is not None  # from its first token on again
+    assert manager.allocate_slots(other, len(TOKENS)) is not None  # again from its first token on
     manager.free(other, num_computed_tokens=0)
     assert count_hits(manager) == manager.stats().num_cached_pages == 0

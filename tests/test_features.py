@@ -1,4 +1,4 @@
-"""Images and other features: the extra keys of each page against a plain search, and what a request with many of them costs."""
+"""Images and other features: the extra keys of each page against a plain search, and the cost of many features."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Range = tuple[int, int]
 
 
 class Place:
-    """Where a feature is."""
+    """The range of a feature."""
 
     def __init__(self, offset: int, length: int) -> None:
         self.offset = offset
@@ -32,7 +32,7 @@ class Place:
 
 
 class Image:
-    """A feature that counts how often it is looked at."""
+    """A feature that counts its reads."""
 
     num_reads = 0
 
@@ -53,7 +53,7 @@ def count_reads(call: Callable[[], Any]) -> int:
     return Image.num_reads - before
 
 
-# What each page is hashed with, by a search through all features for every page.
+# The keys of each page, found by a search through all features for every page.
 
 
 def expected_keys(images: list[Image], salt: str | None, lora_id: Any, start: int, stop: int) -> tuple[Any, ...] | None:
@@ -79,7 +79,7 @@ REFERENCES = [(RequestExtraKeys, expected_keys), (VllmExtraKeys, expected_vllm_k
 
 
 def random_images(rng: Random, num_tokens: int) -> list[Image]:
-    """In any order, over one another, at the ends of pages and beyond the tokens, and some of no tokens."""
+    """Return features in any order, overlapping, at the ends of pages and beyond the tokens, some without tokens."""
     longest = rng.choice((0, 1, 5, num_tokens, 3 * num_tokens))
     return [
         Image(rng.choice("abc"), rng.randint(0, num_tokens + 8), rng.choice((0, rng.randint(0, longest))))
@@ -111,14 +111,14 @@ def test_pages_have_the_keys_that_a_search_finds(kind: type[RequestExtraKeys], r
         assert [keys.of_page(start, start + page_size) for start in starts] == expected, seed
         walked = dict(walk(keys, page_size, num_pages))
         assert [walked.get(page) for page in range(num_pages)] == expected, seed
-        for page in range(num_pages):  # from anywhere, as one that decodes or an event does
+        for page in range(num_pages):  # from anywhere, like a decoding request or an event
             found, page_keys = keys.find_keyed_page(page, page_size)
             assert not any(expected[page : num_pages if found is None else found]), seed
             assert found is None or found >= num_pages or page_keys == expected[found], seed
 
 
 def test_equal_features_make_equal_keys() -> None:
-    """Events have one context for all requests that are hashed with the same."""
+    """Events have one context for all requests with the same extra keys."""
     first, second, other = (
         RequestExtraKeys.of(EngineRequest("r", [1], mm_features=[Image("a", 3, 2), Image(name, 1, 9)])) for name in "bbc"
     )
@@ -126,7 +126,7 @@ def test_equal_features_make_equal_keys() -> None:
     assert hash(first) == hash(second)
 
 
-# What many of them cost.
+# The cost of many features.
 
 PAGE_SIZE = 4
 
@@ -137,7 +137,7 @@ def make_manager(num_pages: int = 64, **options: Any) -> CacheManager:
 
 
 class CountingInt(int):
-    """A number that counts how often it is compared."""
+    """A number that counts its comparisons."""
 
     num_comparisons = 0
 
@@ -154,7 +154,7 @@ class CountingInt(int):
 
 
 def make_images(num_images: int, shape: str) -> list[Image]:
-    """An image in each page; one of them may lie under all others, or they come in no order."""
+    """Return an image in each page; one of them may overlap all others, or the order is random."""
     images = [Image(str(i), i * PAGE_SIZE + 1, 2) for i in range(num_images)]
     if shape == "over one another":
         images[0] = Image("background", 0, num_images * PAGE_SIZE)
@@ -164,7 +164,7 @@ def make_images(num_images: int, shape: str) -> list[Image]:
 
 
 def count_comparisons(monkeypatch: pytest.MonkeyPatch, num_images: int, shape: str, call: Callable[[Any], object]) -> int:
-    """How often places of features are compared while `call` hashes a request whose pages have one image each."""
+    """Count the comparisons of feature positions while `call` hashes a request with an image in each page."""
     monkeypatch.setattr(extra_keys, "require_int", lambda name, value, *_: CountingInt(value))
     tokens = [7] * (num_images * PAGE_SIZE + 1)
     request = EngineRequest("r", tokens, mm_features=make_images(num_images, shape))
@@ -178,7 +178,7 @@ def hash_with_manager(request: EngineRequest) -> None:
 
 
 def hash_while_decoding(request: EngineRequest) -> None:
-    """Page by page."""
+    """Hash page by page."""
     manager = make_manager(num_pages=request.num_tokens // PAGE_SIZE + 2)
     while request.num_computed_tokens < request.num_tokens - 1:
         manager.allocate_slots(request, PAGE_SIZE)
@@ -213,17 +213,17 @@ def hash_by_hand(request: EngineRequest) -> None:
 def test_a_feature_costs_as_much_beside_many(
     monkeypatch: pytest.MonkeyPatch, shape: str, call: Callable[[EngineRequest], None]
 ) -> None:
-    """Eight times as many features are compared eight times as often, or a little more: not 64 times."""
+    """Eight times as many features take about eight times as many comparisons, not 64 times."""
     few, many = (count_comparisons(monkeypatch, num_images, shape, call) for num_images in (64, 512))
     print(f"{few} comparisons for 64 images, {many} for 512")
     assert many < 3 * 8 * few
 
 
-# Requests and rows that come back.
+# Returning requests and rows.
 
 
 def test_a_request_that_comes_back_reads_no_feature() -> None:
-    """Neither to look it up or to be refused again, nor after a preemption, nor to be probed."""
+    """Neither at a look-up or another refusal, nor after a preemption, nor at a probe."""
     manager = make_manager(num_pages=8)
     request = EngineRequest("r", [7] * 41, mm_features=make_images(10, "in order"))
     assert count_reads(lambda: manager.get_computed_pages(request)) == 10
@@ -282,7 +282,7 @@ def test_a_row_that_comes_back_reads_no_feature() -> None:
 
 @pytest.mark.parametrize("salt", [None, "pepper"])
 def test_other_features_in_the_same_list_are_read(salt: str | None) -> None:
-    """As are those of another list, or beside other keys: a row that took them for its last ones would hit wrong pages."""
+    """Features in another list, or with other keys, are read: a row that took them for its last ones would hit wrong pages."""
     rows, manager = Rows(), Rows().manager
     rng = Random(5)
     for _ in range(200):
@@ -300,7 +300,7 @@ def test_other_features_in_the_same_list_are_read(salt: str | None) -> None:
 
 
 def test_features_of_rows_that_left_are_not_kept() -> None:
-    """They may have pixels."""
+    """Features may hold pixels."""
     import gc
     import weakref
 
@@ -337,7 +337,7 @@ def test_a_row_that_comes_back_with_a_wrong_adapter_is_refused(lora_id: Any) -> 
 
 
 def test_rows_with_keys_are_hashed_right_whatever_they_were_before() -> None:
-    """A free row keeps its tokens, keys and digests, through growth, cuts and exchanges. `check` hashes them all anew."""
+    """A free row keeps its tokens, keys and digests through growth, cuts and swaps. `check` recomputes all hashes."""
     rng = Random(11)
     rows = Rows()
     batch, others = rows.batch, make_images(10, "over one another")

@@ -1,4 +1,4 @@
-"""Replicas behind a router: figures against a scheduler alone, what routers know against what is cached, and deaths."""
+"""Replicas behind a router: figures against a single scheduler, the router's knowledge against the caches, and deaths."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HAS_RAY = importlib.util.find_spec("ray") is not None
 
 
 def make_records(seed: int, num_requests: int = 60, seconds: float = 5.0) -> list[TraceRecord]:
-    """Chats of a few users, each turn of which goes on where the one before ended."""
+    """Return chats of a few users, each turn of which continues the previous one."""
     rng = Random(seed)
     records, histories = [], [[user] for user in range(6)]
     for i in range(num_requests):
@@ -87,7 +87,7 @@ def test_a_router_that_reads_events_finds_more() -> None:
 
 
 def test_the_prefix_router_knows_what_is_cached() -> None:
-    """After each round, of each replica, told by its events alone; also when one has died."""
+    """After each round, for each replica, from its events alone; also after a death."""
     records = make_records(3)
     fleet = make_fleet(records, PrefixRouter, deaths=[(3.0, 1)])
     router: Any = fleet._router
@@ -125,7 +125,7 @@ MAX_ROUNDS = 2_000
 
 
 class WalkingFleet(Fleet):
-    """Runs every round, those in which nothing happens too."""
+    """Runs every round, including those without an event."""
 
     def _find_next_event(self) -> float:
         return -math.inf
@@ -136,7 +136,7 @@ def make_distant_records(*seconds: float) -> list[TraceRecord]:
 
 
 def run_few_rounds(fleet: Fleet) -> FleetFigures:
-    """Run it, unless it takes more than `MAX_ROUNDS`."""
+    """Run the fleet, unless it takes more than `MAX_ROUNDS`."""
     num_rounds = 0
 
     def count(_: FleetFigures) -> None:
@@ -189,7 +189,7 @@ def test_jumping_changes_no_figure(router: type[Router], report_seconds: float, 
 
 
 def test_rounds_that_are_skipped_end_when_those_that_are_walked_do() -> None:
-    """To the last bit: seconds that are fractions in binary, and smaller than a float of the time tells apart."""
+    """Exactly equal: for seconds that are binary fractions, and seconds smaller than the resolution of the time."""
     rng = Random(5)
     for case in range(2_000):
         start = rng.choice([0.0, 2.0 ** rng.randint(0, 20), 10 ** rng.uniform(-3, 6)])
@@ -203,7 +203,7 @@ def test_rounds_that_are_skipped_end_when_those_that_are_walked_do() -> None:
 
 
 class DyingReplicas(LocalReplicas):
-    """One of them dies in every round."""
+    """One replica dies in every round."""
 
     def advance(self, until: float, arrivals: Any) -> list[Any]:
         return [OSError("no memory"), *super().advance(until, arrivals)[1:]]

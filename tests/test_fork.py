@@ -1,4 +1,4 @@
-"""Forks while other threads are inside a pool, manager, batch or table: the child's calls work, or raise, and never hang."""
+"""Forks while other threads use a pool, manager, batch or table: calls in the child succeed or raise, and never hang."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PAGE_SIZE = 4
 FULL = FullAttentionSpec(PAGE_SIZE, 1, 8, "float16", False)
 NUM_PAGES = 8000
 MANY_PAGES = 2000
-"""Calls on so many pages let go of the GIL."""
+"""Calls on that many pages release the GIL."""
 
 NUM_FORKS = 50
 NUM_THREADS = 3
@@ -43,7 +43,7 @@ CHILD_SECONDS = 20
 WORKED, REFUSED, FAILED = 0, 3, 4
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork")
-"""CPython and JAX warn of the threads, which are the point."""
+"""CPython and JAX warn about the threads, which are intended."""
 
 Work = Callable[[Random], None]
 
@@ -88,7 +88,7 @@ def running(work: Work) -> Iterator[None]:
 
 
 def fork(call: Callable[[], object]) -> int:
-    """Run `call` in a forked child, which SIGALRM ends where it hangs. Returns how it ended."""
+    """Run `call` in a forked child, which SIGALRM ends if it hangs. Returns how it ended."""
     process_id = os.fork()
     if process_id:
         status = os.waitpid(process_id, 0)[1]
@@ -106,7 +106,7 @@ def fork(call: Callable[[], object]) -> int:
 
 
 def fork_often(call: Callable[[], object], num_forks: int = NUM_FORKS) -> Counter[int]:
-    """How many children ended in each way, at moments that have nothing to do with what the threads do."""
+    """Count how children ended, when forked at moments unrelated to the work of the threads."""
     rng = Random(1)
     ends: Counter[int] = Counter()
     for _ in range(num_forks):
@@ -165,7 +165,7 @@ def test_a_manager_works_in_children(hash_algo: str) -> None:
 
 
 def test_a_batch_works_in_children() -> None:
-    """But for rows that another thread was admitting: nobody else knows what they are for."""
+    """Except for rows that another thread was admitting, whose purpose is unknown."""
     manager = make_manager()
     table = PageTable(NUM_THREADS + 2, 1 << 12, 64)
     batch = RunningBatch(manager, table)
@@ -203,7 +203,7 @@ def test_a_batch_works_in_children() -> None:
 
 
 def test_rows_that_forget_refusals_do_not_wait_for_forks() -> None:
-    """The chain that found a refused row's hits goes as the row changes places, under the batch's locks."""
+    """The chain that found a refused row's hits is dropped as the row moves, under the batch's locks."""
     manager = make_manager()
     batch = RunningBatch(manager, PageTable(NUM_THREADS + 2, 1 << 12, 64))
     batch.admit(0, [1] * 50)
@@ -243,7 +243,7 @@ def test_a_table_works_in_children() -> None:
 
 
 def test_chains_work_in_children() -> None:
-    """A chain that many share, and others that come and go."""
+    """Return a chain that many share, and others that are made and dropped."""
     chain = HashChain(1, bytes(16))
 
     def work(rng: Random) -> None:
@@ -286,7 +286,7 @@ def test_children_of_children_work() -> None:
 
 
 class StubbornRequest:
-    """A request whose tokens are asked for, under the manager's lock, until it is let go."""
+    """A request whose tokens are read under the manager's lock, until it is released."""
 
     request_id, num_tokens, num_computed_tokens = "stubborn", 8, 0
     sampling_params, status = None, EngineRequestStatus.WAITING
@@ -303,7 +303,7 @@ class StubbornRequest:
 
 
 def test_a_manager_whose_lock_never_comes_raises_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread in it waits for the one that forks."""
+    """The thread that holds the lock waits for the forking thread."""
     monkeypatch.setattr("pagepool.forking.MAX_WAIT_SECONDS", 0.1)
     manager, other, request = make_manager(), make_manager(), StubbornRequest()
     thread = threading.Thread(target=manager.get_computed_pages, args=(request,))

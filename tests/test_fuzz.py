@@ -1,4 +1,4 @@
-"""A few thousand inputs of the fuzzer, in a process of its own, that reach everything public in the compiled core."""
+"""A few thousand inputs of the fuzzer, in a separate process, that reach everything public in the compiled core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ASAN_OPTIONS = "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_m
 
 
 def run_fuzz(*options: str) -> str:
-    """Run the fuzzer and return what it printed; a finding, a crash or a hang fails the test and names the seed."""
+    """Run the fuzzer and return its output; a finding, a crash or a hang fails the test and names the seed."""
     path = os.pathsep.join(filter(None, (str(TESTS), *sys.path)))
     env = os.environ | {"PYTHONPATH": path, "ASAN_OPTIONS": ASAN_OPTIONS}
     process = subprocess.run([sys.executable, "-m", "fuzz", *options], env=env, capture_output=True, text=True, timeout=300)

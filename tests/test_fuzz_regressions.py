@@ -1,8 +1,7 @@
-"""What fuzzing found in the compiled core, each in its shortest form. Most of it crashed or hung."""
+"""Bugs that fuzzing found in the compiled core, each in its shortest form. Most of them crashed or hung."""
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,15 +11,20 @@ import numpy as np
 import pytest
 
 from pagepool._core import (
+    CacheGroups,
     CachePage,
     GroupedRows,
     HashChain,
-    HeldPages,
     PageIds,
     PageRules,
     PageStore,
+    PrefixQuery,
+    RequestPages,
+    RowRequest,
     RunningRows,
     TableRows,
+    check_holders,
+    check_rows,
     make_aligned_zeros,
     pack_dirty_windows,
 )
@@ -30,7 +34,7 @@ KEY = bytes(16)
 
 
 class Index:
-    """An int that does something when it is asked for."""
+    """An int that acts when it is read."""
 
     def __init__(self, value: int, act: Callable[[], Any]) -> None:
         self.value, self.act = value, act
@@ -41,7 +45,7 @@ class Index:
 
 
 class Varying:
-    """Each time the next of some ints."""
+    """An index that is the next of some ints at each read."""
 
     def __init__(self, *values: int) -> None:
         self.values = list(values)
@@ -55,7 +59,7 @@ def make_batch(store: PageStore, *tables: TableRows, hash_page_size: int = 4, st
 
 
 def admit(batch: RunningRows, row: int, token_ids: list[int], extra_keys: Any = (), find_hits: Any = None) -> int | None:
-    return batch.admit_row(row, token_ids, None, None, extra_keys, find_hits, None, 0)
+    return RowRequest(batch, row, token_ids).admit(extra_keys, find_hits)
 
 
 # --- objects half made ------------------------------------------------------------------------------------------
@@ -91,13 +95,20 @@ def test_a_batch_that_cannot_be(make: Callable[[], Any]) -> None:
         make()
 
 
-@pytest.mark.parametrize("call", ["admit_row", "get_page_ids", "move_row", "check_rows"])
-def test_a_batch_whose_constructor_failed_is_refused(call: str) -> None:
+MADE_CALLS: list[Callable[[RunningRows], object]] = [
+    lambda batch: admit(batch, 0, [1]),
+    lambda batch: batch.get_page_ids(0),
+    lambda batch: batch.move_row(0, 1),
+    lambda batch: check_rows(batch, []),
+]
+
+
+@pytest.mark.parametrize("call", MADE_CALLS)
+def test_a_batch_whose_constructor_failed_is_refused(call: Callable[[RunningRows], object]) -> None:
     batch = RunningRows.__new__(RunningRows)
-    arguments = {"admit_row": (0, [1], None, None, (), None, None, 0), "move_row": (0, 1), "check_rows": ([],)}.get(call, (0,))
     for _ in range(2):
         with pytest.raises(ArgumentError, match="not made"):
-            getattr(batch, call)(*arguments)
+            call(batch)
         with pytest.raises(PagePoolError):
             batch.__init__(PageStore(8), [TableRows(2, 8)], [(PageRules(4), 0, 9)], 32, 4, KEY, 0)  # type: ignore[misc]
 
@@ -108,7 +119,7 @@ def test_a_batch_that_is_made_while_its_constructor_runs() -> None:
     with pytest.raises(ArgumentError, match="made once"):
         batch.__init__(*arguments, Index(0, lambda: batch.__init__(*arguments, 0)))  # type: ignore[misc]
     assert admit(batch, 0, [1]) == 0
-    batch.check_rows([])
+    check_rows(batch, [])
 
 
 def test_a_table_that_is_made_while_its_constructor_runs() -> None:
@@ -133,7 +144,7 @@ def test_a_table_whose_constructor_failed_is_refused() -> None:
 
 
 def test_a_chain_that_keeps_no_tokens() -> None:
-    """Memory that is not there must not be copied, not even none of it: see UndefinedBehaviorSanitizer."""
+    """Missing memory must not be copied, not even zero bytes of it: UndefinedBehaviorSanitizer reports it."""
     chain = HashChain(4, KEY, True)
     chain.extend([], b"extra")
     assert len(chain) == 0
@@ -180,13 +191,13 @@ def test_a_store_that_grows_while_holders_are_listed() -> None:
     store = PageStore(1, True, False)
     batch = RunningRows(store, [TableRows(2, 8)], [(PageRules(4), None, 1)], 32, 0, KEY, 0)
 
-    def holders() -> Iterator[HeldPages]:
+    def holders() -> Iterator[RequestPages]:
         for _ in range(1000):
             store.adopt(CachePage(0))
-        yield HeldPages()
+        yield RequestPages(store, CacheGroups([]), 8)
 
-    batch.check_rows(holders())
-    store.check_holders(holders())
+    check_rows(batch, holders())
+    check_holders(store, holders())
 
 
 def test_hits_that_are_none() -> None:
@@ -250,7 +261,7 @@ def test_the_store_of_a_queue_has_no_arrays_that_do_not_grow() -> None:
 def test_hits_without_an_index() -> None:
     chain = HashChain(1, KEY)
     chain.extend([1, 2])
-    assert PageStore(8, False).fetch_hits(chain, 1, 0, 2, 0).to_list() == [0, 0]
+    assert PrefixQuery(PageStore(8, False), chain).get_hits(0, 1, 0, 2).to_list()  # type: ignore[union-attr] == [0, 0]
 
 
 def test_the_names_of_a_store_stay() -> None:
@@ -263,7 +274,10 @@ def test_the_names_of_a_store_stay() -> None:
 
 WITH_FINALIZERS = """
 import gc
-from pagepool._core import CachePage, HashChain, PageIds, PageStore, PageRules, RunningRows, TableRows
+from pagepool._core import (
+    CachePage, HashChain, PageIds, PageStore, PageRules, RowRequest, RunningRows, TableRows, check_rows
+)
+from pagepool.page_pool.integrity import check_store, save_store
 
 class Finalizer:
     def __init__(self):
@@ -291,33 +305,28 @@ store, table = PageStore(8), TableRows(2, 8)
 chain = HashChain(1, bytes(16))
 chain.extend([1, 2])
 batch = RunningRows(store, [table], [(PageRules(4), 0, 1)], 32, 4, bytes(16), 0)
-batch.admit_row(0, [1, 2, 3, 4, 5], None, None, (), None, None, 0)
+RowRequest(batch, 0, [1, 2, 3, 4, 5]).admit()
 table.clear_row(0)
 page = store.page(1)
-refuse(batch.check_rows, [])
+refuse(check_rows, batch, [])
 refuse(store.take, 100)
 refuse(store.pop, 100)
 refuse(store.remove_page, page)
 refuse(store.enter, 1, 7, 0)
-refuse(store.enter_pages, PageIds([1]), chain, 0, 1, 1, 0)
+refuse(store.enter_pages, PageIds([1]), chain, 0, 0)
 refuse(store.give_back, [3])
 refuse(store.append, [3])
 store.set_ref_count(3, 1)
 refuse(store.take, 2)
-refuse(store.check)
+refuse(check_store, store)
 store.set_ref_count(3, 0)
 store.enter(5, 9, 0)
 store.set_ref_count(5, 1)
-refuse(store.check)
-refuse(store.save)
+refuse(check_store, store)
+refuse(save_store, store)
 """
 
 
 def test_finalizers_that_run_while_an_error_is_made() -> None:
-    """The collector may run when any error is made, and a finalizer may call what raises it: no lock may be held then."""
+    """The collector may run when any error is made, and a finalizer may make the same call: no lock may be held then."""
     subprocess.run([sys.executable, "-c", WITH_FINALIZERS], check=True, timeout=60)
-
-
-def test_numbers_of_pages_that_go_on_and_on_are_not_read_to_their_end() -> None:
-    with pytest.raises(ArgumentError, match="groups: got"):
-        PageStore(8).take_for((HeldPages(),), itertools.repeat(1))

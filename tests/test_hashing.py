@@ -128,7 +128,7 @@ def test_a_digest_that_there_is_not_yet():
 
 
 def test_extra_keys_cannot_be_imitated_by_tokens():
-    """The extra keys have a key of their own: no tokens lead to the digest that extra keys lead to."""
+    """Extra keys have a separate key: no tokens lead to the digest of extra keys."""
     plain, keyed = HashChain(4, KEY), HashChain(4, KEY)
     imitation = np.frombuffer(b"16 bytes of keys", dtype="<i4")
     plain.extend(imitation)
@@ -180,7 +180,7 @@ def test_sha256_is_parent_then_little_endian_tokens_then_keys():
     ],
 )
 def test_digests_with_all_kinds_of_extra_keys_stay_what_they_are(hash_algo, expected):
-    """Snapshots and other processes have them."""
+    """They are in snapshots and other processes."""
     manager = make_manager(hash_algo=hash_algo, hash_seed=7)
     features = [image("x", 1, 2), image("y", 5, 2)]
     fill(manager, EngineRequest("a", list(range(9)), cache_salt="s", lora_id="l", mm_features=features))
@@ -199,7 +199,7 @@ def test_sha256_cbor_says_which_extra_it_needs(monkeypatch):
 
 
 def test_sha256_cbor_encodes_canonically():
-    """An array of three: byte string, array of ints, null. The encoding is written out, so that no library is trusted."""
+    """An array of three: byte string, array of ints, null. The encoding is written out, independently of libraries."""
     encoded = b"\x83" + b"\x58\x20" + bytes(32) + b"\x82\x01\x19\x01\x00" + b"\xf6"
     assert sha256_cbor((bytes(32), (1, 256), None)) == hashlib.sha256(encoded).digest()
 
@@ -244,7 +244,7 @@ def test_a_page_is_hashed_once():
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_prompts_that_collide_under_a_weak_callable_share_nothing(window):
-    """Also where only the pages of a window are looked up, so that the tokens before it are never compared."""
+    """Also if only the pages of a window are looked up, so that earlier tokens are never compared."""
     spec = FullAttentionSpec(4, 1, 8, "float16", False)
     if window:
         spec = pagepool.SlidingWindowSpec(4, 1, 8, "float16", False, window)
@@ -265,7 +265,7 @@ def test_kept_tokens_are_compared_where_a_hash_brings_some():
 
 
 def test_names_of_evicted_pages_are_forgotten():
-    """As soon as there are more than two a page and 1,024 besides."""
+    """Once there are more than two per page and 1,024 more."""
     manager = make_manager(num_pages=8, hash_algo=hash)
     held = EngineRequest("held", [7] * 4)
     fill(manager, held)
@@ -329,7 +329,7 @@ def test_an_image_enters_the_pages_it_overlaps_and_all_after(first, second, num_
 
 @pytest.mark.parametrize("hash_algo", ["siphash128", "sha256", hash])
 def test_decoded_pages_carry_the_keys_of_the_prompt(hash_algo):
-    """A follow-up of a conversation with an image hits what was generated in it, and nobody else does."""
+    """A follow-up to a conversation with an image hits the generated pages; other requests do not."""
     manager = make_manager(hash_algo=hash_algo)
     request = EngineRequest("a", [1] * 6, mm_features=[image("x", 1, 2)], cache_salt="s")
     fill(manager, request)

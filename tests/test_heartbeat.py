@@ -1,4 +1,4 @@
-"""The publisher's heartbeat: a router that lost the end of a burst learns of it while the engine idles."""
+"""The publisher's heartbeat: a router that lost the end of a burst notices it while the engine is idle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOON = 0.05
 
 
 class VllmSubscriber:
-    """What vLLM's example of a subscriber does with each message, by its rules: one number after another, and REQ for a gap."""
+    """The behaviour of vLLM's example subscriber: consecutive numbers, and REQ for a gap."""
 
     def __init__(self, publisher: EventPublisher) -> None:
         self.context = zmq.Context()
@@ -40,7 +40,7 @@ class VllmSubscriber:
         self.last_sequence = sequence
 
     def replay(self, sequence: int) -> None:
-        """Read all of the answer, and take what comes before `sequence`."""
+        """Read the whole answer, and apply the batches before `sequence`."""
         self.num_asked += 1
         self.asking.send((self.last_sequence + 1).to_bytes(8, "big"))
         _, number, payload = self.asking.recv_multipart()
@@ -49,7 +49,7 @@ class VllmSubscriber:
 
 
 def test_a_heartbeat_is_a_batch_without_events() -> None:
-    """Under the next number, in the topic of all batches; nothing in it is for a router to do."""
+    """It has the next number and the topic of all batches, and no events."""
     manager = make_told(num_pages=32)
     publisher = EventPublisher(manager, LOOPBACK, LOOPBACK, topic="kv", heartbeat=SOON, data_parallel_rank=3)
     with publisher, Subscriber(publisher, topic="kv") as subscriber:
@@ -62,7 +62,7 @@ def test_a_heartbeat_is_a_batch_without_events() -> None:
 
 
 def test_the_end_of_a_burst_that_was_lost_is_asked_for() -> None:
-    """A router whose queue is full loses the last batches, and nothing happens after them."""
+    """A router whose queue is full loses the last batches, and no batch follows."""
     publisher = EventPublisher(None, LOOPBACK, LOOPBACK, hwm=5, heartbeat=SOON, buffer_steps=2 * NUM_LARGE)
     with publisher, Subscriber(publisher, hwm=1) as slow:
         slow.wait_until_subscribed()
@@ -82,7 +82,7 @@ def test_the_end_of_a_burst_that_was_lost_is_asked_for() -> None:
 
 
 def test_a_router_that_missed_the_last_batch_follows() -> None:
-    """The router of these tests drops it, and hears of no other."""
+    """The router of these tests drops it, and receives no other."""
     manager = make_told(num_pages=32)
     publisher = EventPublisher(manager, LOOPBACK, LOOPBACK, interval=HOUR, heartbeat=SOON)
     with publisher, Subscriber(publisher) as subscriber:
@@ -97,7 +97,7 @@ def test_a_router_that_missed_the_last_batch_follows() -> None:
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_vllms_subscribers_need_nothing_new(is_lost: bool) -> None:
-    """They ignore a heartbeat, unless they lost something before it: then they ask as ever."""
+    """They ignore a heartbeat unless they lost something before it; then they send a request as usual."""
     with EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=SOON) as publisher, Subscriber(publisher) as subscriber:
         subscriber.wait_until_subscribed()
         theirs = VllmSubscriber(publisher)
@@ -115,7 +115,7 @@ def test_vllms_subscribers_need_nothing_new(is_lost: bool) -> None:
 
 
 def test_heartbeats_become_rare() -> None:
-    """They push batches out of what is kept, so each comes after twice the time; one with events begins anew."""
+    """Heartbeats push batches out of the history, so their intervals double; a batch with events resets the interval."""
     publisher = EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=0.01)
     worker = publisher._worker
     with publisher:

@@ -37,6 +37,7 @@ from pagepool import (
     RunningBatch,
     SlidingWindowSpec,
 )
+from pagepool._core import EntryJournal
 
 PAGE_SIZE = 4
 FULL = FullAttentionSpec(PAGE_SIZE, 1, 8, "float16", False)
@@ -49,20 +50,20 @@ NUM_PAGES = 64
 
 @cache
 def find_places(code: CodeType) -> frozenset[int]:
-    """Offsets of the opcodes behind which signals are handled."""
+    """Return the offsets of the opcodes after which signals are handled."""
     names = ("RESUME", "CALL", "JUMP_BACKWARD")
     return frozenset(opcode.offset for opcode in dis.get_instructions(code) if opcode.opname.startswith(names))
 
 
 @cache
 def find_handler(code: CodeType, offset: int) -> int | None:
-    """Where an exception that the opcode at an offset raises is handled."""
+    """Return the handler of an exception raised by the opcode at an offset."""
     entries = dis.Bytecode(code).exception_entries  # type: ignore[attr-defined]
     return next((entry.target for entry in entries if entry.start <= offset < entry.end), None)
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at the place of that number in frames of the package."""
+    """Raises KeyboardInterrupt at the place with that number in frames of the package."""
 
     def __init__(self, place: int) -> None:
         self.num_left = place
@@ -82,12 +83,12 @@ class Interrupter:
         return self.trace
 
     def is_place(self, frame: FrameType) -> bool:
-        """Whether the opcode before was one, and an exception here is handled as if that had raised it."""
+        """Whether the previous opcode is one, and has the same handler for exceptions."""
         code, last_offset = frame.f_code, self.last_offsets.get(frame, -1)
         return last_offset in find_places(code) and find_handler(code, last_offset) == find_handler(code, frame.f_lasti)
 
     def interrupts(self, call: Callable[[], object]) -> bool:
-        """Whether the call has so many places, and was interrupted."""
+        """Whether the call has that many places and was interrupted."""
         previous = sys.gettrace()
         sys.settrace(self.trace)
         try:
@@ -100,7 +101,7 @@ class Interrupter:
 
 
 def interrupted_everywhere(make: Callable[[], Any], call: Callable[[Any], object]) -> Iterator[Any]:
-    """What `make` makes, after a call on it was interrupted at the first place, the second, and so on to the last."""
+    """Yield objects from `make` after a call on each was interrupted at the first place, the second, and so on."""
     for place in itertools.count():
         thing = make()
         if not Interrupter(place).interrupts(lambda thing=thing: call(thing)):
@@ -109,7 +110,7 @@ def interrupted_everywhere(make: Callable[[], Any], call: Callable[[Any], object
 
 
 def call_in_thread(call: Callable[[], object]) -> None:
-    """Make a call in another thread, which no lock that was left behind holds up."""
+    """Make a call in another thread, which must not block on a lock left behind."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(60)
@@ -120,7 +121,7 @@ def call_in_thread(call: Callable[[], object]) -> None:
 
 
 class Requests:
-    """A manager with a request that is running, and a second one whose prompt begins as that of the first."""
+    """A manager with a running request, and a second request whose prompt has the same beginning."""
 
     def __init__(self, **options: Any) -> None:
         self.manager = CacheManager(NUM_PAGES, GROUPS, 256, **options)
@@ -131,7 +132,7 @@ class Requests:
         self.first.num_computed_tokens = 30
 
     def start_second(self) -> tuple[int, tuple[list[int], ...]]:
-        """The tokens that were hit, and how many pages there are of each group, null pages as 0."""
+        """Return the number of hit tokens, and the pages of each group, with null pages as 0."""
         hits, num_hit_tokens = self.manager.get_computed_pages(self.second)
         num_new_tokens = self.second.num_tokens - num_hit_tokens
         assert self.manager.allocate_slots(self.second, num_new_tokens, num_hit_tokens, hits) is not None
@@ -139,7 +140,7 @@ class Requests:
         return num_hit_tokens, tuple([min(page_id, 1) for page_id in ids] for ids in page_ids)
 
     def restart_second(self) -> tuple[int, tuple[list[int], ...]]:
-        """Give back what the second request has, and start it."""
+        """Free the second request, and start it."""
         call_in_thread(self.manager.check)
         self.manager.free(self.second)
         self.manager.check()
@@ -147,7 +148,7 @@ class Requests:
         return self.start_second()
 
     def decode_first(self) -> None:
-        """A page more in each group, pages skipped and pages entered."""
+        """Grow by a page in each group, with pages skipped and pages entered."""
         self.first.append_output_token_ids([7] * 9)
         self.manager.allocate_slots(self.first, 9)
 
@@ -157,7 +158,7 @@ class Requests:
         self.second.num_computed_tokens = self.second.num_tokens
 
     def free_all(self) -> None:
-        """Whatever was interrupted, this gives everything back."""
+        """Free everything, whatever was interrupted."""
         self.manager.check()
         for request in (self.second, self.first):
             self.manager.free(request)
@@ -180,7 +181,7 @@ MANAGER_CALLS: dict[str, tuple[Callable[[Requests], object], Callable[[Requests]
 @pytest.mark.parametrize("options", [{}, {"hash_algo": hash}], ids=["siphash128", "callable"])
 @pytest.mark.parametrize(("prepare", "call"), MANAGER_CALLS.values(), ids=MANAGER_CALLS)
 def test_a_call_of_a_manager(prepare: Callable[..., Any], call: Callable[..., Any], options: dict[str, Any]) -> None:
-    """Afterwards the second request starts as if the call had not been, or as if it had come to its end."""
+    """Afterwards the second request starts as if the call had not been made, or had completed."""
 
     def make() -> Requests:
         requests = Requests(**options)
@@ -200,7 +201,7 @@ def test_a_call_of_a_manager(prepare: Callable[..., Any], call: Callable[..., An
 
 
 def test_a_reset() -> None:
-    """It is done or not."""
+    """The call is complete or has no effect."""
 
     def make() -> Requests:
         requests = Requests()
@@ -214,7 +215,7 @@ def test_a_reset() -> None:
 
 
 def make_told() -> CacheManager:
-    """Return a manager of which there are events to take."""
+    """Return a manager with pending events."""
     pytest.importorskip("msgspec", reason="events are an extra")
     manager = CacheManager(NUM_PAGES, GROUPS, 256)
     manager.enable_events()
@@ -224,14 +225,14 @@ def make_told() -> CacheManager:
 
 
 def test_taking_events() -> None:
-    """Wherever the interrupt comes, the next events begin anew."""
+    """After an interrupt at any place, the next events are a snapshot."""
     num_interrupted = 0
     for manager in interrupted_everywhere(make_told, lambda manager: manager.require_event_source().take()):
         router = Router()
         router.apply(manager.take_events())
         assert len(router.pages) == len(manager.page_pool.cached_page_hash_to_page)
         assert manager.take_events() == []
-        assert manager.page_pool.store.kept_contexts() is not None
+        assert EntryJournal(manager.page_pool.store).kept_contexts() is not None
         num_interrupted += 1
     assert num_interrupted > 10
 
@@ -240,7 +241,7 @@ def test_taking_events() -> None:
 
 
 class Rows:
-    """A batch with two rows of three, the first of which outlives the other."""
+    """A batch with two of three rows in use, the first of which outlives the other."""
 
     def __init__(self) -> None:
         self.manager = CacheManager(NUM_PAGES, GROUPS, 256)
@@ -252,7 +253,7 @@ class Rows:
         return self.batch.admit(2, [*range(25), 99, 98, 97], cache_salt=None, mm_features=[])
 
     def release_all(self) -> None:
-        """Whatever was interrupted, this gives everything back."""
+        """Free everything, whatever was interrupted."""
         self.batch.check()
         self.batch.release(np.flatnonzero(self.batch.is_admitted).astype(np.int32))
         self.batch.check()
@@ -273,7 +274,9 @@ BATCH_CALLS: dict[str, Callable[[Rows], object]] = {
 
 @pytest.mark.parametrize("call", BATCH_CALLS.values(), ids=BATCH_CALLS)
 def test_a_call_of_a_batch(call: Callable[[Rows], object]) -> None:
-    """Row 2 is admitted or free; who frees it can admit it. Most calls are native as a whole, and nothing interrupts them."""
+    """Row 2 is admitted or free; after its release it can be admitted. Most calls are a single native one, and not
+    interrupted.
+    """
     expected = Rows().admit()
     for rows in interrupted_everywhere(Rows, call):
         rows.batch.check()
@@ -287,7 +290,7 @@ def test_a_call_of_a_batch(call: Callable[[Rows], object]) -> None:
 
 
 class Held:
-    """A pool with pages that are held, of which the caller knows."""
+    """A pool with held pages that the caller knows."""
 
     def __init__(self) -> None:
         self.pool = PagePool(16, enable_caching=True)
@@ -312,7 +315,7 @@ def test_a_call_of_a_pool(call: Callable[[Held], object], num_references: int) -
 
 
 def test_pages_are_taken_whole_or_not() -> None:
-    """What a call took that was interrupted on its way back, its caller cannot know: a manager's request, or a row, can."""
+    """A caller cannot know what an interrupted call took; a manager's request or a row can."""
     for held in interrupted_everywhere(Held, lambda held: held.pool.get_new_pages(3)):
         held.pool.check()
         assert held.pool.get_num_free_pages() in (10, 7)
@@ -322,7 +325,7 @@ def test_pages_are_taken_whole_or_not() -> None:
 
 
 def test_a_commit() -> None:
-    """The next one sends what this one may not have sent."""
+    """The next commit sends what this one may not have sent."""
     pytest.importorskip("jax")
     table = PageTable(4, 8, 64)
     table.warmup()
@@ -345,8 +348,8 @@ def test_a_commit() -> None:
 
 
 def interrupt_after(seconds: float, call: Callable[[], object]) -> None:
-    """Make a call that a timer's KeyboardInterrupt ends, unless it comes to its end before."""
-    with suppress(KeyboardInterrupt):  # one only: the timer does not repeat
+    """Make a call that a timer's KeyboardInterrupt ends, unless it completes before."""
+    with suppress(KeyboardInterrupt):  # only one: the timer does not repeat
         try:
             signal.setitimer(signal.ITIMER_REAL, seconds)
             call()
@@ -367,7 +370,7 @@ def _keyboard_interrupts() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_keyboard_interrupts")
 def test_signals_in_long_calls() -> None:
-    """Prompts of two thousand pages are looked up, taken, entered and given back until a signal comes."""
+    """Look up, take, enter and free prompts of two thousand pages until a signal arrives."""
     rng = Random(1)
     manager = CacheManager(20_000, GROUPS, 10_000)
     batch = RunningBatch(manager, MultiGroupPageTable(2, 10_000, 64, [PAGE_SIZE] * len(GROUPS)))
@@ -405,7 +408,7 @@ class Prompt(EngineRequest):
 
 @pytest.mark.usefixtures("_keyboard_interrupts")
 def test_signals_in_long_calls_of_a_pool() -> None:
-    """Pages get a reference more and lose it again, all of them at a time."""
+    """Add and release a reference to each page, all pages in one call."""
     rng = Random(1)
     pool = PagePool(5_000, enable_caching=True)
     page_ids = pool.get_new_page_ids(4_000)

@@ -1,4 +1,4 @@
-"""The journal of a pool: which keys came and went, in runs of pages that follow one another, and who needs to know of what."""
+"""The journal of a pool: added and removed keys, in runs of consecutive pages, and names and contexts that are still needed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 import pytest
 
 from pagepool import PagePool
-from pagepool._core import HashChain, PageIds, PageStore
+from pagepool._core import EntryJournal, HashChain, PageIds, PageStore
 from pagepool.errors import ArgumentError, PageHashError
+from pagepool.page_pool.integrity import check_store
+from pagepool.page_pool.prefix_index import list_kept_keys
 
 PAGE_SIZE = 2
 
 
 class Run(NamedTuple):
-    """Pages that follow one another, as the core tells of them, with their keys and tokens."""
+    """Consecutive pages as the core reports them, with their keys and tokens."""
 
     keys: list[int]
     token_ids: list[int]
@@ -27,7 +29,7 @@ class Run(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What was taken."""
+    """The changes taken from a journal."""
 
     is_cleared: bool
     removed: list[tuple[int, int]]  # key, group
@@ -38,7 +40,7 @@ def make_store(num_pages: int = 16, *, keep_token_ids: bool = True) -> PageStore
     store = PagePool(num_pages, enable_caching=True).store
     if keep_token_ids:
         store.keep_token_ids(PAGE_SIZE)
-    store.start_journal()
+    EntryJournal(store).start()
     return store
 
 
@@ -51,7 +53,7 @@ def make_chain(token_ids: Sequence[int]) -> HashChain:
 def enter(store: PageStore, page_ids: Sequence[int], chain: HashChain, start: int = 0, **options: Any) -> None:
     """Enter pages under the digests of a chain from `start` on."""
     ids = PageIds([0] * start + list(page_ids))
-    store.enter_pages(ids, chain, start, len(ids), 1, options.pop("group", 0), **options)
+    store.enter_pages(ids, chain, start, options.pop("group", 0), **options)
 
 
 def as_ints(keys: Any) -> list[int]:
@@ -71,17 +73,17 @@ def as_runs(entries: Any) -> list[Run]:
 
 
 def take(store: PageStore) -> Changes:
-    is_cleared, removed_keys, removed_groups, new, entries = store.take_changes()
-    store.end_report()
+    is_cleared, removed_keys, removed_groups, new, entries = EntryJournal(store).take_changes()
+    EntryJournal(store).end_report()
     assert entries is None
     removed = list(zip(as_ints(removed_keys), removed_groups.tolist(), strict=True))
-    store.check()
+    check_store(store)
     return Changes(is_cleared, removed, as_runs(new))
 
 
 def entries_of(store: PageStore) -> list[Run]:
-    listed = as_runs(store.list_entries())
-    store.end_report()
+    listed = as_runs(EntryJournal(store).list_entries())
+    EntryJournal(store).end_report()
     return listed
 
 
@@ -111,7 +113,7 @@ def test_groups_contexts_and_kept_tokens_end_a_run() -> None:
     store, chain = make_store(), make_chain(range(8))
     bare = HashChain(PAGE_SIZE, bytes(16))
     bare.extend(list(range(8)))
-    context = store.add_context()
+    context = EntryJournal(store).add_context()
     enter(store, [1], chain)
     enter(store, [2], chain, 1, group=1)
     enter(store, [3], chain, 1, context=context)
@@ -158,7 +160,7 @@ def test_a_key_stays_until_the_last_page_of_that_content_goes(dropped: list[int]
         assert len(take(store).new) == 1
     for page_id in dropped[:2]:
         store.drop([page_id])
-        store.check()
+        check_store(store)
     assert [run.keys for run in entries_of(store)] == [[chain[0]]]
     if is_told:
         assert take(store) == NOTHING
@@ -210,14 +212,14 @@ def test_pages_handed_out_anew_are_gone() -> None:
 
 def test_a_call_that_enters_a_page_twice_leaves_nothing() -> None:
     store, chain = make_store(), make_chain(range(8))
-    context = store.add_context()
+    context = EntryJournal(store).add_context()
     enter(store, [4], chain, 3)
     take(store)
     with pytest.raises(PageHashError):
         enter(store, [1, 2, 3, 4], chain, context=context)
     assert take(store) == NOTHING
-    store.release_context(context)
-    assert context not in store.kept_contexts()
+    EntryJournal(store).release_context(context)
+    assert context not in EntryJournal(store).kept_contexts()
 
 
 def test_a_page_with_a_hash_of_its_own_has_no_parent() -> None:
@@ -227,7 +229,7 @@ def test_a_page_with_a_hash_of_its_own_has_no_parent() -> None:
 
 
 def test_entries_are_told_in_as_few_runs_as_can_be() -> None:
-    """Wherever the pages are, and in whatever order they came: three prompts of eight pages share their first four."""
+    """For any places and order of the pages: three prompts of eight pages share their first four."""
     rng = Random(0)
     store = make_store(64, keep_token_ids=False)
     page_ids = rng.sample(range(1, 64), 24)
@@ -237,7 +239,7 @@ def test_entries_are_told_in_as_few_runs_as_can_be() -> None:
     runs = entries_of(store)
     assert sorted(len(run.keys) for run in runs) == [4, 4, 8]
     assert sorted((run.place, run.parent) for run in runs if run.place) == [(4, make_chain(prompts[0])[3])] * 2
-    assert {key for run in runs for key in run.keys} == set(store.kept_keys())
+    assert {key for run in runs for key in run.keys} == set(list_kept_keys(store))
 
 
 def test_entries_and_changes_of_one_moment() -> None:
@@ -246,8 +248,8 @@ def test_entries_and_changes_of_one_moment() -> None:
     take(store)
     store.drop([2])
     enter(store, [3, 4], chain, 2)
-    _, removed_keys, _, new, entries = store.take_changes(True)
-    store.end_report()
+    _, removed_keys, _, new, entries = EntryJournal(store).take_changes(True)
+    EntryJournal(store).end_report()
     assert as_ints(removed_keys) == [chain[1]]
     assert [run.keys for run in as_runs(new)] == [[chain[2], chain[3]]]
     assert [run.keys for run in as_runs(entries)] == [[chain[0]], [chain[2], chain[3]]]
@@ -255,7 +257,7 @@ def test_entries_and_changes_of_one_moment() -> None:
 
 
 def test_many_at_once() -> None:
-    """More than from where on other threads are let run."""
+    """More pages than a call handles with the GIL held."""
     num_pages = 3000
     store, chain = make_store(num_pages + 1), make_chain(range(2 * num_pages))
     enter(store, range(1, num_pages + 1), chain)
@@ -272,70 +274,79 @@ def test_many_at_once() -> None:
 
 def test_contexts_are_kept_while_pages_have_them_or_somebody_holds_them() -> None:
     store, chain = make_store(), make_chain(range(8))
-    first, second = store.add_context(), store.add_context()
+    first, second = EntryJournal(store).add_context(), EntryJournal(store).add_context()
     assert (first, second) == (1, 2)
     enter(store, [1, 2], chain, context=first)
-    store.hold_context(second)
+    EntryJournal(store).hold_context(second)
     for context in (first, second):
-        store.release_context(context)
-    assert store.kept_contexts() == {0, first, second}
+        EntryJournal(store).release_context(context)
+    assert EntryJournal(store).kept_contexts() == {0, first, second}
     store.drop([1])
-    store.release_context(second)
-    assert store.kept_contexts() == {0, first}
-    store.take_changes()
-    assert store.kept_contexts() is None
-    assert store.kept_keys() is None
-    store.end_report()
+    EntryJournal(store).release_context(second)
+    assert EntryJournal(store).kept_contexts() == {0, first}
+    EntryJournal(store).take_changes()
+    assert EntryJournal(store).kept_contexts() is None
+    assert list_kept_keys(store) is None
+    EntryJournal(store).end_report()
     store.drop([2])
-    assert store.kept_contexts() == {0}
+    assert EntryJournal(store).kept_contexts() == {0}
 
 
 def test_the_keys_whose_names_are_kept() -> None:
-    """Those of the index, of parents, and of what was not told as gone yet."""
+    """The names of pages in the index, of parents, and of removed pages not yet reported."""
     store, chain = make_store(), make_chain(range(8))
     enter(store, [1, 2], chain)
     enter(store, [4], chain, 3)
     take(store)
     store.drop([1])
-    assert set(store.kept_keys()) == {chain[i] for i in range(4)}
+    assert set(list_kept_keys(store)) == {chain[i] for i in range(4)}
     take(store)
-    assert set(store.kept_keys()) == {chain[i] for i in range(4)}
+    assert set(list_kept_keys(store)) == {chain[i] for i in range(4)}
     store.drop([2, 4])
     take(store)
-    assert store.kept_keys() == []
+    assert list_kept_keys(store) == []
 
 
 def test_contexts_that_are_not_there() -> None:
     store, chain = make_store(), make_chain(range(2))
-    for call in (store.hold_context, store.release_context, lambda context: enter(store, [1], chain, context=context)):
+    for call in (
+        EntryJournal(store).hold_context,
+        EntryJournal(store).release_context,
+        lambda context: enter(store, [1], chain, context=context),
+    ):
         with pytest.raises(ArgumentError, match=r"^context: got 1, allowed: 0 to 0$"):
             call(1)
-    store.release_context(0)
+    EntryJournal(store).release_context(0)
     with pytest.raises(ArgumentError, match=r"^context: got 0, allowed: one that is held"):
-        store.release_context(0)
+        EntryJournal(store).release_context(0)
 
 
 def test_without_a_journal() -> None:
     store, chain = PagePool(8, enable_caching=True).store, make_chain(range(2))
-    for call in (store.take_changes, store.list_entries, store.add_context, lambda: store.hold_context(0)):
+    for call in (
+        EntryJournal(store).take_changes,
+        EntryJournal(store).list_entries,
+        EntryJournal(store).add_context,
+        lambda: EntryJournal(store).hold_context(0),
+    ):
         with pytest.raises(ArgumentError, match=r"^the pool has no journal$"):
             call()
     with pytest.raises(ArgumentError, match=r"^context: got 1, allowed: 0 to 0$"):
         enter(store, [1], chain, context=1)
-    assert store.kept_contexts() == set()
+    assert EntryJournal(store).kept_contexts() == set()
     enter(store, [1], chain)
-    assert store.kept_keys() == [chain[0]]
+    assert list_kept_keys(store) == [chain[0]]
 
 
 def test_a_journal_begins_with_nothing_held_or_cached() -> None:
     store = make_store()
     with pytest.raises(ArgumentError, match=r"^the pool has a journal already$"):
-        store.start_journal()
+        EntryJournal(store).start()
     held, cached = PagePool(8, enable_caching=True).store, PagePool(8, enable_caching=True).store
     held.take(2)
     cached.enter(1, 5, 0)
     for store, nums in ((held, (2, 0)), (cached, (0, 1))):
         with pytest.raises(ArgumentError, match=r"^{} pages are held and {} prefixes cached already".format(*nums)):
-            store.start_journal()
+            EntryJournal(store).start()
     with pytest.raises(ArgumentError, match=r"no journal$"):
-        PageStore(8, True, False).start_journal()
+        EntryJournal(PageStore(8, True, False)).start()

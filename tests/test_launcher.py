@@ -1,4 +1,4 @@
-"""``python -m pagepool.compat.easydel``: a program runs as python runs it, and its engine has pagepool."""
+"""``python -m pagepool.compat.easydel``: a program runs as under python, and its engine has pagepool."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def outcome(process: subprocess.CompletedProcess[str]) -> tuple[str, str, int]:
-    """What a process wrote, without addresses of objects, and how it ended."""
+    """Return the output of a process, without addresses of objects, and its exit code."""
     return process.stdout, re.sub(r"0x\w+", "0x", process.stderr), process.returncode
 
 
 def check_as_python(folder: Path, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Output, errors, tracebacks and exit code are those of python."""
+    """Output, errors, tracebacks and exit code are python's."""
     process = run_python(folder, *options, *LAUNCHER, *arguments)
     assert outcome(process) == outcome(run_python(folder, *options, *arguments))
     return process
@@ -93,7 +93,7 @@ MODULES = [("-m", "describe"), ("-m", "package"), ("-m", "package.module")]
 @pytest.mark.parametrize("options", [(), ("-P",)], ids=str)
 @pytest.mark.parametrize("program", [*[(program,) for program in PROGRAMS], *MODULES], ids=" ".join)
 def test_a_program_sees_what_it_sees_under_python(folder: Path, program: tuple[str, ...], options: tuple[str, ...]) -> None:
-    """Modules, arguments, path, `__main__` and its classes, while it runs and afterwards."""
+    """Modules, arguments, path, `__main__` and its classes, during the run and afterwards."""
     process = check_as_python(folder, *program, "--help", "-m", "x", "--", "-h", options=options)
     assert process.returncode == 0
     assert process.stdout.count("'--help', '-m', 'x', '--', '-h'") == 2
@@ -151,7 +151,7 @@ def test_help(folder: Path, option: str) -> None:
 @pytest.mark.parametrize("value", [None, "0", "1", "off"])
 @pytest.mark.parametrize("program", ["show.py", "-m show"])
 def test_the_engine_has_pagepool(folder: Path, program: str, value: str | None) -> None:
-    """The command line is asked last, so what the variable was does not matter."""
+    """The command line takes precedence over the variable."""
     process = run_python(folder, *LAUNCHER, *program.split(), value=value)
     assert (process.stdout, process.stderr, process.returncode) == ("pagepool.manager.cache_manager\n", "", 0)
     assert run_python(folder, *program.split()).stdout == f"{HOME}\n"
@@ -174,7 +174,7 @@ def test_a_program_without_the_engine(tmp_path: Path) -> None:
     (tmp_path / "show.py").write_text(SHOW)
     process = run_python(tmp_path, *LAUNCHER, "show.py")
     assert process.returncode == 1
-    assert "CompatError: easydel: got no module of that name, expected that of easydel==0.3.0" in process.stderr
+    assert "CompatError: easydel: got no such module, expected that of easydel==0.3.0" in process.stderr
 
 
 CHILDREN = f"""
@@ -195,7 +195,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("program", ["children.py", "-m children"])
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_children_of_multiprocessing_have_it_too(folder: Path, method: str, program: str) -> None:
-    """Children and theirs, in a program that never names pagepool, and sends objects of its own classes."""
+    """Child processes, and theirs, in a program that never names pagepool and sends objects of its own classes."""
     (folder / "children.py").write_text(CHILDREN)
     process = run_python(folder, *LAUNCHER, *program.split(), method)
     assert (process.stdout, process.stderr, process.returncode) == (f"{['pagepool.manager.cache_manager'] * 2}\n", "", 0)
@@ -204,7 +204,7 @@ def test_children_of_multiprocessing_have_it_too(folder: Path, method: str, prog
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_children_of_a_program_that_imports_pagepool_have_it_too(folder: Path, method: str) -> None:
-    """With the variable alone, and also where they do not import pagepool themselves."""
+    """With the variable alone, also in children that do not import pagepool themselves."""
     source = CHILDREN.replace('__main__":', '__main__":\n    import pagepool')
     (folder / "children.py").write_text(source)
     assert run_python(folder, "children.py", method, value="1").stdout == f"{['pagepool.manager.cache_manager'] * 2}\n"
@@ -212,7 +212,7 @@ def test_children_of_a_program_that_imports_pagepool_have_it_too(folder: Path, m
 
 
 def test_other_children_have_the_variable(folder: Path) -> None:
-    """Those that import pagepool, or are started by the launcher, have pagepool; no other has."""
+    """Programs that import pagepool or are started by the launcher have pagepool; others do not."""
     (folder / "parent.py").write_text(
         "import subprocess, sys\n"
         "for arguments in (['-c', 'import pagepool, show'], ['-m', 'pagepool.compat.easydel', 'show.py'], ['show.py']):\n"

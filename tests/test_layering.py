@@ -1,4 +1,4 @@
-"""Imports go one way: each file imports only files above it, and what is large or optional only where it is used."""
+"""Imports go one way: each file imports only files above it, and large or optional modules only where they are used."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from itertools import groupby
 from pathlib import Path
 
 import pytest
-from sources import CORE, HEADERS, PYTHON_FILES, ROOT
+from sources import DOORS, HEADERS, PYTHON_FILES, ROOT
 
 import pagepool
 
@@ -36,27 +37,8 @@ ORDER = [
     "hashing.digests",
     "hashing.names",
     "hashing",
-    "core.platform",  # headers of the core, in C
-    "core.siphash",
-    "core.records",
-    "core.queue",
-    "core.notes",
-    "core.twins",
-    "core.index",
-    "core.changes",
-    "core.residency",
-    "core.pages",
-    "core.hits",
-    "core.refusals",
-    "core.rows",
-    "core.rules",
-    "core.batch",
-    "core.entering",
-    "core.growth",
-    "core.trimming",
-    "core.undoing",
-    "core.admission",
-    "_core",
+    "core",
+    "_core",  # the names that Python uses
     "hashing.request_hashes",
     "hashing.algorithms",
     "stats.counts",
@@ -64,6 +46,7 @@ ORDER = [
     "page_pool.pages",
     "page_pool.free_queue",
     "page_pool.prefix_index",
+    "page_pool.integrity",
     "page_pool.snapshot",
     "page_pool.pool",
     "page_pool",
@@ -129,8 +112,8 @@ ORDER = [
     "__init__",
     "__main__",
 ]
-FOLDERS = {"compat"}  # their files may import one another
-PARTED = {"events", "hashing", "stats"}  # some of their files stand below the core or the manager, some above
+FOLDERS = {"compat", "core"}  # their files may import one another; those of the core one way, see below
+PARTED = {"events", "hashing", "stats"}  # some of their files are below the core or the manager, some above
 OPTIONAL = {
     "cbor2",
     "click",
@@ -146,7 +129,8 @@ OPTIONAL = {
 }
 # These are imported on first use themselves.
 EXTRAS = ("events", "event_publisher", "stats.prometheus", "metrics", "replay")
-FILES = [*PYTHON_FILES, CORE, *HEADERS]
+FILES = [*PYTHON_FILES, *DOORS, *HEADERS]
+CORE_FILES = [path for path in (*DOORS, *HEADERS) if path.parent.name == "core"]
 CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +\(?\s*(\w+)|c?import +([\w.]+))", re.MULTILINE)
 
 
@@ -161,7 +145,7 @@ def module_of(path: Path) -> str:
 
 
 def place_of(name: str) -> int:
-    """Return the place of the file that a dotted name is in, which the files of `FOLDERS` share."""
+    """Return the place of the file with a dotted name; the files of `FOLDERS` share one."""
     parts = name.split(".")
     prefixes = (".".join(parts[:stop]) for stop in range(len(parts), 0, -1))
     return ORDER.index(next((prefix for prefix in prefixes if prefix in ORDER), "__init__"))
@@ -192,13 +176,13 @@ def imports_of(path: Path, at_import_time: bool = False) -> list[str]:
 
 
 def places_imported_by(path: Path) -> set[int]:
-    """Return the places of the package's own files that are imported; `__init__` for names that are no file."""
+    """Return the places of the imported files of the package; `__init__` for names that are not files."""
     names = [name.partition(".") for name in imports_of(path)]
     return {place_of(name) for package, _, name in names if package == "pagepool"}
 
 
 def test_every_file_has_a_place() -> None:
-    """Files of one folder stand together, so that imports go one way between folders too."""
+    """Files of one folder are consecutive, so that imports go one way between folders too."""
     modules = {module_of(path) for path in FILES}
     folders = {module_of(path) for path in FILES if path.stem == "__init__"} - {"__init__"}
     in_folders = {module for module in modules if module.split(".")[0] in FOLDERS}
@@ -210,8 +194,9 @@ def test_every_file_has_a_place() -> None:
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.name != "__init__.py"], ids=name_of)
 def test_the_table_of_files_names_every_file(path: Path) -> None:
-    """By its path, or by its name in a row of its folder."""
-    folder, _, name = str(path.relative_to(ROOT / "pagepool")).rpartition("/")
+    """By its path, or by its name in a row of its folder; a module with its declarations by that of its source."""
+    source = path.with_suffix(".pyx")
+    folder, _, name = str((source if source in DOORS else path).relative_to(ROOT / "pagepool")).rpartition("/")
     rows = [line for line in (ROOT / "docs" / "design.md").read_text().splitlines() if line.startswith("| `")]
     prefix = f"`{folder}/" if folder else "`"
     assert any(f"{prefix}{name}`" in row or (prefix in row and f"`{name}`" in row) for row in rows)
@@ -222,6 +207,29 @@ def test_imports_only_files_above(path: Path) -> None:
     place = place_of(module_of(path))
     not_above = {ORDER[other] for other in places_imported_by(path) if other >= place}
     assert not_above <= {ORDER[place]} & FOLDERS
+
+
+def core_imports(path: Path) -> set[str]:
+    """Return the modules and headers of the core that a file of it imports."""
+    return {".".join(name.split(".")[1:3]) for name in imports_of(path) if name.startswith("pagepool.core.")}
+
+
+def test_imports_in_the_core_go_one_way() -> None:
+    """CycleError names the files otherwise. What a module declares belongs to it."""
+    order: TopologicalSorter[str] = TopologicalSorter()
+    for path in CORE_FILES:
+        order.add(module_of(path), *core_imports(path))
+    assert set(order.static_order()) == {module_of(path) for path in CORE_FILES}
+
+
+@pytest.mark.parametrize("path", [path for path in HEADERS if path.with_suffix(".pyx") not in DOORS], ids=name_of)
+def test_headers_import_headers_only(path: Path) -> None:
+    assert not core_imports(path) & {module_of(door) for door in DOORS}
+
+
+@pytest.mark.parametrize("path", [path for path in PYTHON_FILES if path.parent.name != "core"], ids=name_of)
+def test_python_imports_the_core_through_its_door(path: Path) -> None:
+    assert not [name for name in imports_of(path) if name.startswith("pagepool.core.")]
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -1,4 +1,4 @@
-"""The manager, call by call: what users of other allocators ran into, and what goes beyond the reference."""
+"""The manager, call by call: known bugs of other allocators, and features beyond the reference."""
 
 import gc
 import itertools
@@ -91,7 +91,7 @@ def test_eagle_drops_the_last_page_of_a_hit():
 
 
 def test_eagle_drops_the_last_page_of_a_window_that_has_one_more():
-    """Of three pages the window needs two: with the first evicted, two are left, and eagle would leave one."""
+    """The window needs two of three pages: with the first evicted, two are left, and eagle would leave one."""
     hits = []
     for use_eagle, evicted in itertools.product((False, True), ([], [1], [1, 2])):
         manager = make_manager(sliding(6), use_eagle=use_eagle)
@@ -239,7 +239,7 @@ def test_a_request_that_can_never_run_is_told_apart(caplog):
 
 
 def test_pages_that_are_held_count_when_a_request_can_never_run(caplog):
-    """Of five pages request a holds two, b one: three more for a may come, four never. Pages that were skipped are no pages."""
+    """Of five pages request a holds two, b one: three more for a may become free, four never. Skipped pages do not count."""
     manager = make_manager(num_pages=6)
     first, _ = admit(manager, "a", range(8))
     admit(manager, "b", range(50, 54))
@@ -257,7 +257,7 @@ def test_pages_that_are_held_count_when_a_request_can_never_run(caplog):
 
 
 def runs_alone(manager, num_tokens):
-    """Whether a request gets to its end when its tokens come one by one."""
+    """Whether a request completes when its tokens are allocated one by one."""
     request = EngineRequest("alone", list(range(num_tokens)))
     while request.num_computed_tokens < num_tokens:
         if manager.allocate_slots(request, 1) is None:
@@ -384,7 +384,9 @@ def test_a_hit_of_one_token_is_looked_at_again_too():
 
 
 def test_eagle_drops_one_page_of_each_kind_and_no_more():
-    """Looking again after another kind shortened the hit must not drop again, or long prefixes shrink to nothing."""
+    """A second pass after another kind shortened the hit must not drop a page again, or long prefixes would shrink to
+    nothing.
+    """
     manager = make_manager(full(), sliding(6), sliding(9), use_eagle=True)
     admit(manager, "a", range(40))
     assert manager.get_computed_pages(EngineRequest("b", list(range(40))))[1] == 24
@@ -483,7 +485,7 @@ def test_hits_may_be_passed_as_page_objects():
 
 
 def test_a_request_with_a_page_that_somebody_else_gave_back_is_not_freed():
-    """The window's pages, which were given back before that page was met, are held again; those it skipped are no pages."""
+    """The window's pages, freed before that page was met, are held again; skipped ones do not count."""
     manager = make_manager(sliding(6), full())
     request, _ = admit(manager, "a", range(16))
     decode(manager, request, [1, 2])
@@ -501,7 +503,7 @@ def test_a_request_with_a_page_that_somebody_else_gave_back_is_not_freed():
 
 
 def test_hits_of_some_groups_are_shared_and_the_others_get_new_pages():
-    """An engine that restored the state by itself brings the pages of full attention alone."""
+    """An engine that restored the state itself brings only the pages of full attention."""
     manager = make_manager(full(), STATE)
     first, _ = admit(manager, "first", range(9))
     second = EngineRequest("second", list(range(9)))

@@ -1,4 +1,4 @@
-"""Memory: nothing leaks, everything is collected, and a failed allocation leaves everything as it was."""
+"""Memory: no leaks, everything is collected, and a failed allocation leaves the state unchanged."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def make_table(num_rows: int = 3) -> MultiGroupPageTable:
     return MultiGroupPageTable(num_rows, 256, 64, [PAGE_SIZE] * len(GROUPS))
 
 
-# No leak.
+# No leaks.
 
 
 @pytest.mark.skipif("PAGEPOOL_SANITIZE" in os.environ, reason="AddressSanitizer keeps freed memory for a while")
 @pytest.mark.parametrize(("what", "num_operations"), [("operations", 10_000_000), ("pools", 100)])
 def test_memory_does_not_grow(what: str, num_operations: int) -> None:
-    """Less than a byte for each operation, and for each pool of a million pages less than one byte a page."""
+    """Less than a byte for each operation and, for each pool of a million pages, less than a byte a page."""
     command = [sys.executable, str(Path(__file__).with_name("churn.py")), what]
     process = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     measured = json.loads(process.stdout)
@@ -65,7 +65,7 @@ def test_memory_does_not_grow(what: str, num_operations: int) -> None:
 
 
 def traced_bytes() -> int:
-    """Memory that Python and the core hold just now."""
+    """Return the memory that Python and the core hold."""
     gc.collect()
     return tracemalloc.get_traced_memory()[0]
 
@@ -113,7 +113,7 @@ def use_snapshot() -> None:
 
 
 def usual_growth(sizes: list[int]) -> float:
-    """Bytes from one size to the next. A dict that is resized once is no leak."""
+    """Return the median growth from one size to the next. A dict that is resized once is no leak."""
     print(sizes)
     return median(after - before for before, after in pairwise(sizes))
 
@@ -124,7 +124,7 @@ USES = [use_manager, use_batch, use_pages, use_chain, use_snapshot]
 @pytest.mark.usefixtures("_traced")
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_all_of_it_is_collected(use: Callable[[], None]) -> None:
-    """What was made, cycles included, is gone: more times leave no more. Without the GIL CPython is late with some of it."""
+    """All objects are collected, cycles included: repetition adds none. Without the GIL CPython frees some of them late."""
     sizes = []
     for _ in range(6):
         for _ in range(25):
@@ -145,7 +145,7 @@ def test_managers_tables_and_batches_are_collected() -> None:
 
 
 def test_a_view_keeps_its_pool() -> None:
-    """Arrays and pages that outlive what made them are safe to read."""
+    """Arrays and pages that outlive their owners are safe to read."""
     page = PagePool(8, enable_caching=True).get_new_pages(3)[2]
     batch = RunningBatch(make_manager(), make_table())
     batch.admit(0, list(range(30)))
@@ -169,14 +169,14 @@ not_with_cython_3_3 = pytest.mark.skipif(
 
 
 class Failure:
-    """Makes the allocation of that number fail, and only that one."""
+    """Makes the allocation with that number fail, and only that one."""
 
     def __init__(self) -> None:
         self.testcapi = pytest.importorskip("_testcapi")
 
     def fails(self, allocation: int, call: Callable[[], object]) -> bool:
-        """Whether the call raised MemoryError, or one of the other errors by which CPython says that memory is short."""
-        gc.disable()  # a collection may call others, such as jax, who do not expect it
+        """Whether the call raised MemoryError, or another error that CPython raises without memory."""
+        gc.disable()  # garbage collection may call others, such as jax, that do not expect it
         self.testcapi.set_nomemory(allocation, allocation + 1)
         try:
             call()
@@ -226,7 +226,7 @@ TABLE = make_table()
 @pytest.mark.usefixtures("_traced")
 @pytest.mark.parametrize("construct", CORE_CONSTRUCTORS.values(), ids=CORE_CONSTRUCTORS)
 def test_a_constructor_that_runs_out_of_memory_leaves_nothing(construct: Callable[[], object]) -> None:
-    """Whichever allocation fails."""
+    """For each failed allocation."""
     sizes = []
     for _ in range(8):
         assert sum(1 for _ in Failure().each(lambda: None, lambda _: construct()))
@@ -237,13 +237,13 @@ def test_a_constructor_that_runs_out_of_memory_leaves_nothing(construct: Callabl
 @not_with_cython_3_3
 @pytest.mark.parametrize("construct", CONSTRUCTORS.values(), ids=CONSTRUCTORS)
 def test_a_constructor_in_python_that_runs_out_of_memory(construct: Callable[[], object]) -> None:
-    """It raises. CPython may keep arguments of a call that failed, and Cython a memoryview, so memory is not compared."""
+    """The call raises. CPython may keep its arguments, and Cython a memoryview, so memory is not compared."""
     assert sum(1 for _ in Failure().each(lambda: None, lambda _: construct()))
     assert construct() is not None
 
 
 class InUse:
-    """A pool in all of its states: a manager with a request, a batch with a row, free pages with entries and without."""
+    """A pool in all of its states: a manager with a request, a batch with a row, free pages with and without entries."""
 
     def __init__(self) -> None:
         self.manager = make_manager()
@@ -266,7 +266,7 @@ class InUse:
         self.hits = self.manager.get_computed_pages(self.next)
 
     def state(self) -> Any:
-        """All there is to see of it."""
+        """Return the observable state."""
         arrays = self.pool.snapshot()
         entries = sorted(zip(arrays["cached_page_ids"].tolist(), arrays["cached_keys"].tolist(), strict=True))
         snapshot = [entries, arrays["ref_counts"].tolist(), arrays["free_page_ids"].tolist(), arrays["names"].tolist()]
@@ -298,7 +298,7 @@ NATIVE_CALLS: dict[str, Callable[[InUse], object]] = {
 @not_with_cython_3_3
 @pytest.mark.parametrize("call", NATIVE_CALLS.values(), ids=NATIVE_CALLS)
 def test_a_call_that_runs_out_of_memory_changes_nothing(call: Callable[[InUse], object]) -> None:
-    """Whichever allocation fails; afterwards the call succeeds."""
+    """For each failed allocation; afterwards the call succeeds."""
     before = InUse().state()
     for in_use in Failure().each(InUse, call):
         in_use.batch.check()
@@ -319,7 +319,7 @@ MANAGER_CALLS: dict[str, Callable[[InUse], object]] = {
 @not_with_cython_3_3
 @pytest.mark.parametrize("call", MANAGER_CALLS.values(), ids=MANAGER_CALLS)
 def test_a_call_of_a_manager_that_runs_out_of_memory_loses_nothing(call: Callable[[InUse], object]) -> None:
-    """Like an interrupt, it may come when pages were taken: `free` gives them back."""
+    """Like an interrupt, it may occur after pages were taken: `free` frees them."""
     for in_use in Failure().each(InUse, call):
         in_use.manager.check()
         for request in (in_use.request, in_use.next):
@@ -332,7 +332,7 @@ def test_a_call_of_a_manager_that_runs_out_of_memory_loses_nothing(call: Callabl
 
 
 def make_told() -> CacheManager:
-    """Return a manager of which there are events to take."""
+    """Return a manager with pending events."""
     pytest.importorskip("msgspec", reason="events are an extra")
     manager = make_manager()
     manager.enable_events()
@@ -343,7 +343,7 @@ def make_told() -> CacheManager:
 @not_with_cython_3_3
 @pytest.mark.parametrize("name", ["take", "take_with_snapshot", "list_all"])
 def test_taking_events_without_memory_is_made_up_for(name: str) -> None:
-    """Whichever allocation fails, the next events have everything."""
+    """For each failed allocation, the next events are complete."""
     for manager in Failure().each(make_told, lambda manager: getattr(manager.require_event_source(), name)()):
         router = Router()
         router.apply(manager.take_events())

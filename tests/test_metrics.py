@@ -1,4 +1,4 @@
-"""The collector for Prometheus: what each version of the server stores of it; dashboard, rules and documents name just that."""
+"""The Prometheus collector: what each server version stores; dashboard, rules and documents use exactly these names."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ ACCEPT = {
     ),
     "3.5, text only": f"{TEXT_1};{UTF8};q=0.6,*/*;q=0.5",
 }
-"""What servers of these versions send, by default and as configured."""
+"""The Accept headers of these server versions, by default and as configured."""
 
 SERVER_LABELS = {"instance", "job", "alertname"}
-"""Those that a server adds."""
+"""Labels that a server adds."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def manager() -> CacheManager:
 
 @pytest.fixture(scope="module")
 def address(manager: CacheManager) -> Iterator[str]:
-    """Host and port of an endpoint."""
+    """Return host and port of an endpoint."""
     from pagepool.metrics import CacheCollector
 
     registry = prometheus_client.CollectorRegistry()
@@ -80,14 +80,14 @@ def address(manager: CacheManager) -> Iterator[str]:
 
 
 def scrape(address: str, accept: str) -> list[Any]:
-    """The samples as they arrive."""
+    """Return the samples as received."""
     with urlopen(Request(f"http://{address}/metrics", headers={"Accept": accept}), timeout=30) as response:
         families = list(parser.text_string_to_metric_families(response.read().decode()))
     return [sample for family in families for sample in family.samples]
 
 
 class Shown(NamedTuple):
-    """An expression, and the labels that stand with it."""
+    """An expression and its labels."""
 
     expression: str
     labels: set[str]
@@ -100,7 +100,7 @@ def read_panels() -> list[Shown]:
 
 
 def read_rules(path: Path) -> list[Shown]:
-    """What stands behind ``expr:`` in one line or several, and all labels of the file."""
+    """Return the text after ``expr:`` in one line or several, and all labels of the file."""
     text = path.read_text()
     labels = set(re.findall(r"\$labels\.(\w+)", text))
     found = re.findall(r"^( *)expr: (?:\|\n((?:\1 .*\n)+)|(.+)\n)", text, re.MULTILINE)
@@ -113,7 +113,7 @@ def recorded_names() -> set[str]:
 
 
 def names_in(expression: str) -> set[str]:
-    """The metrics, that is all names but those of labels, functions and operators."""
+    """Return the metrics: all names except labels, functions and operators."""
     bare = re.sub(r"\{.*?\}|\[.*?\]|\b(?:by|on|ignoring|without) *\(.*?\)", " ", expression)
     return set(re.findall(r"(?<![\w.:])[a-zA-Z_:][\w:]*\b(?!\s*\()", bare)) - {"and", "or", "unless", "offset"}
 
@@ -126,7 +126,7 @@ def labels_in(expression: str) -> set[str]:
 need_docs = pytest.mark.skipif(not DOCS.exists(), reason="the documents are not here")
 
 
-# --- what arrives ---------------------------------------------------------------------------------------------
+# --- received samples -----------------------------------------------------------------------------------------
 
 
 def test_a_scrape_has_the_stats(manager: CacheManager, address: str) -> None:
@@ -150,7 +150,7 @@ def test_a_scrape_has_the_stats(manager: CacheManager, address: str) -> None:
 
 @pytest.mark.parametrize("accept", ACCEPT.values(), ids=ACCEPT)
 def test_names_are_the_same_at_each_server(address: str, accept: str) -> None:
-    """What is stored does not depend on the versions of server and client."""
+    """The stored names do not depend on the versions of server and client."""
     expected, samples = scrape(address, "*/*"), scrape(address, accept)
     assert [(sample.name, sample.labels) for sample in samples] == [(sample.name, sample.labels) for sample in expected]
     assert {sample.name.partition("_")[0] for sample in samples} == {"pagepool"}
@@ -208,12 +208,12 @@ def test_legends_and_variables_tell_engines_apart() -> None:
         assert "by (" not in expression or "by (le, instance, model_name, engine)" in expression
 
 
-# --- what real servers make of it -------------------------------------------------------------------------------
+# --- real servers -----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def run_prometheus(folder: Path, target: str) -> Iterator[str]:
-    """A server that scrapes one endpoint, and the address of its API. Listens on loopback."""
+    """A server that scrapes one endpoint, and the address of its API. It listens on loopback."""
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("prometheus is not installed")
@@ -244,7 +244,7 @@ def ask(api: str, path: str, **parameters: str) -> Any:
 
 
 def ask_until_there(api: str, path: str, **parameters: str) -> Any:
-    """The first answer that is not empty."""
+    """Return the first answer that is not empty."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with contextlib.suppress(URLError):  # it is not up yet
@@ -396,7 +396,7 @@ def test_labels_that_are_no_strings(manager: CacheManager, labels: Any) -> None:
 
 @pytest.mark.parametrize("name", ["", "model-name", "modèle", "a:b", "le", "__name__", "0a", "a\n"])
 def test_label_names_that_would_not_arrive(manager: CacheManager, name: str) -> None:
-    """They would be rewritten for some servers, or mean something else."""
+    """They would be rewritten for some servers, or have another meaning."""
     from pagepool.metrics import CacheCollector
 
     with pytest.raises(ArgumentError, match=r"^labels: got .*, allowed: letters, digits and underscores"):

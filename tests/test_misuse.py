@@ -1,4 +1,4 @@
-"""Every misuse: the named error, and nothing changed. Each case makes one wrong call on a pool or manager that is in use."""
+"""Every misuse: the named error, and an unchanged state. Each case makes one wrong call on a pool or manager in use."""
 
 import numpy as np
 import pytest
@@ -198,7 +198,7 @@ MANAGER_CASES = {
 
 
 class ShortRequest(EngineRequest):
-    """Says that it has more tokens than it has."""
+    """A request that reports more tokens than it has."""
 
     def __init__(self):
         super().__init__("short", [1, 2])
@@ -229,7 +229,7 @@ MESSAGES = [
     ),
     (
         lambda u: u.pool.cache_full_page_ids(u.held, [3], [], 0, 2, 4, 0),
-        "num_full_pages: got 2, more than there are pages",
+        "num_full_pages: got 2, allowed: at most the number of pages",
     ),
     (
         lambda u: u.pool.cache_full_page_ids(u.held, [3, 5, 6], [], 0, 3, 4, 0),

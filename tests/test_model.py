@@ -1,4 +1,4 @@
-"""Bytes of a page, from configurations as models come with them."""
+"""Bytes of a page, from configurations of real models."""
 
 import json
 from pathlib import Path

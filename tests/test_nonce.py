@@ -1,7 +1,8 @@
-"""Requests that have images and no features: each is hashed with a nonce, and hits only its own pages."""
+"""Requests with images but without features: each is hashed with a nonce, and hits only its own pages."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zlib
@@ -43,7 +44,7 @@ def make_seen(request_id: str = "a", **attributes: Any) -> Request:
 
 
 def compute(manager: CacheManager, request: Request) -> int:
-    """Run a request to its end, as far as its pages are concerned; returns the number of hit tokens."""
+    """Run a request to its end; return the number of hit tokens."""
     hits, num_hit_tokens = manager.get_computed_pages(request)
     assert manager.allocate_slots(request, 9 - num_hit_tokens, num_hit_tokens, hits) is not None
     manager.free(request)
@@ -53,7 +54,7 @@ def compute(manager: CacheManager, request: Request) -> int:
 @pytest.mark.parametrize("is_forgotten", [False, True])
 @pytest.mark.parametrize("attributes", [{}, {"cache_salt": "s"}, {"lora_id": 1}, {"mm_features": []}, {"mm_features": None}])
 def test_it_shares_with_no_other_request(manager: CacheManager, attributes: dict[str, Any], is_forgotten: bool) -> None:
-    """Not even with one of the same id, nor with one that is equal, with or without images."""
+    """Not even a request of the same id, or an equal one, with or without images."""
     first = make_seen(**attributes)
     assert compute(manager, first) == 0
     if is_forgotten:
@@ -70,7 +71,7 @@ def test_it_shares_with_no_other_request(manager: CacheManager, attributes: dict
 
 
 def test_it_hits_its_own_pages_when_it_comes_back(manager: CacheManager) -> None:
-    """Looked up, refused, preempted, probed, in any order, and with what it generated."""
+    """Looked up, refused, preempted, probed, in any order, and with its generated tokens."""
     request = make_seen()
     assert manager.probe(request).num_hit_tokens == 0
     assert compute(manager, request) == 0
@@ -99,7 +100,7 @@ class UnnamedImages(RandomWorkload):
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_random_requests_hit_what_the_oracle_hits(setting: Setting) -> None:
-    """Finished requests' ids come again."""
+    """Ids of finished requests return."""
     run_workload(setting, oracle_and_package(), zlib.crc32(setting.name.encode()), NUM_CALLS, UnnamedImages)
 
 
@@ -122,13 +123,13 @@ def test_pages_that_are_hashed_by_hand_are_shared_with_nobody() -> None:
 
 
 def test_nonces_cannot_be_guessed() -> None:
-    """128 bits that no process has in common with another, whatever the seeds are."""
+    """128 bits that differ in each process, whatever the seeds."""
     program = (
         "from types import SimpleNamespace\n"
         "from pagepool.hashing import RequestExtraKeys\n"
         "print(RequestExtraKeys.of(SimpleNamespace(request_id='a', has_vision=True)).request_keys)\n"
     )
-    environment = {"PYTHONHASHSEED": "0"}
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
     told = {subprocess.check_output([sys.executable, "-c", program], text=True, env=environment) for _ in range(2)}
     assert len(told) == 2
     nonces = [RequestExtraKeys.of(make_seen()).request_keys[0][1] for _ in range(1000)]
@@ -137,7 +138,7 @@ def test_nonces_cannot_be_guessed() -> None:
 
 
 def test_ids_of_any_kind_are_taken() -> None:
-    """The nonce stands for the request, not its id."""
+    """The nonce belongs to the request, not to its id."""
     assert RequestExtraKeys.of(make_seen(None)) is not None
 
 

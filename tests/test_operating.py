@@ -1,4 +1,4 @@
-"""docs/operating.md: every command in it runs, and says what stands there where that does not need the real trace."""
+"""docs/operating.md: every command runs, and prints what the document shows unless that needs the real trace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DOCUMENT = ROOT / "docs" / "operating.md"
 
 
 class Example(NamedTuple):
-    """A command in the document, and what it is said to print; None where that is not told."""
+    """A command in the document, and its output; None if it is not shown."""
 
     command: str
     output: str | None
@@ -59,7 +59,7 @@ def recording() -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, recording: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One with the files that the document names; a small trace stands for the real one."""
+    """A folder with the files that the document names; a small trace stands for the real one."""
     monkeypatch.chdir(tmp_path)
     fields = ("timestamp", "input_length", "output_length", "hash_ids")
     lines = [json.dumps({name: getattr(record, name) for name in fields}) + "\n" for record in make_records(1)]
@@ -91,7 +91,7 @@ def test_a_command(example: Example, folder: Path) -> None:
     assert (result.exit_code != 0) is is_error, result.output
     if example.output is not None and "trace.jsonl" not in command:
         got = result.stderr if is_error else "".join(f"{line.rstrip()}\n" for line in result.stdout.splitlines())
-        options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE  # columns are as wide as the times that are left out
+        options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE  # columns are as wide as the omitted times
         assert doctest.OutputChecker().check_output(example.output, got, options), f"{got}\n{example.output}"
 
 

@@ -1,4 +1,4 @@
-"""What the core does when ctypes overwrote its memory: check() finds what is wrong, counters that wrap around do no harm."""
+"""The core after ctypes overwrote its memory: check() finds the errors, and wrapping counters do no harm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pagepool import (
     RunningBatch,
     SlidingWindowSpec,
 )
-from pagepool._core import HashChain, PageIds
+from pagepool._core import EntryJournal, HashChain, PageIds
 from pagepool.errors import ArgumentError, IntegrityError
 
 NO_GROUP = NOT_FREE = -1
@@ -29,7 +29,7 @@ TWIN = 1 << 30
 NUM_PAGES, NUM_SHARDS = 16, 4
 EQUAL_PAGES = (1, 2, 3, 8)
 FIRST_PAGES = (1, 8)
-"""Those cached first in their shards."""
+"""The pages cached first in their shards."""
 
 
 class Record(ctypes.Structure):
@@ -55,19 +55,19 @@ class Links(ctypes.Structure):
 
 
 class NoteMemory(ctypes.Structure):
-    """What is noted of a page, as in the core."""
+    """The notes on a page, as in the core."""
 
     _fields_ = [("parent", c_uint64 * 2), ("place", c_int32), ("context", c_int32), ("new", Links)]
 
 
 class RemovalMemory(ctypes.Structure):
-    """A key that went, as in the core."""
+    """A removed key, as in the core."""
 
     _fields_ = [("key_lo", c_uint64), ("key_hi", c_uint64), ("group", c_int32)]
 
 
 class ContextMemory(ctypes.Structure):
-    """Who has a context, as in the core."""
+    """The holders of a context, as in the core."""
 
     _fields_ = [("num_users", c_int32), ("num_holders", c_int32)]
 
@@ -108,12 +108,17 @@ class PoolMemory(ctypes.Structure):
 
 
 class GroupMemory(ctypes.Structure):
-    """What the rows of a batch hold in one cache group, as in the core."""
+    """A cache group, as in the core."""
+
+    _fields_ = [(name, c_int32) for name in ("page_size", "window", "chunk", "id", "stride")]
+
+
+class HeldMemory(ctypes.Structure):
+    """What a request or a row holds in one cache group, as in the core."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("page_size", "window", "chunk", "id", "stride")),
-        ("held", POINTER(c_int32 * 3)),
-        ("page_ids", POINTER(c_int32)),
+        ("ids", POINTER(c_int32)),
+        *((name, c_int32) for name in ("num_pages", "num_cached", "num_skipped", "num_hits")),
     ]
 
 
@@ -123,24 +128,29 @@ class BatchMemory(ctypes.Structure):
     _fields_ = [
         ("pool", c_void_p),
         ("groups", POINTER(GroupMemory)),
-        *((name, c_ssize_t) for name in ("num_groups", "num_rows")),
+        ("num_groups", c_ssize_t),
+        ("held", POINTER(HeldMemory)),
+        ("tables", c_void_p),
+        ("num_rows", c_ssize_t),
         *((name, c_int32) for name in ("max_num_tokens", "hash_page_size")),
-        *((name, c_uint64 * 2) for name in ("key", "extra_key")),
+        ("extra_key", c_uint64 * 2),
         ("states", c_void_p),
         ("stamp", c_uint32),
     ]
 
 
-class HeldMemory(ctypes.Structure):
-    """What a request holds in one cache group, as in the core."""
+class RequestMemory(ctypes.Structure):
+    """The beginning of what a request holds, as in the core."""
 
-    _fields_ = [("ids", POINTER(c_int32)), *((name, c_ssize_t) for name in ("num", "capacity", "num_cached", "num_skipped"))]
+    _fields_ = [*((name, c_void_p) for name in ("store", "cache_groups", "groups")), ("held", POINTER(HeldMemory))]
 
 
 class TableMemory(ctypes.Structure):
     """The beginning of a page table, as in the core."""
 
     _fields_ = [
+        *((name, c_void_p) for name in ("tables", "lock_order")),
+        ("num_tables", c_ssize_t),
         *((name, POINTER(c_int32)) for name in ("table", "num_pages", "extent")),
         *((name, POINTER(c_uint8)) for name in ("is_dirty", "is_row_dirty")),
         *((name, c_ssize_t) for name in ("num_rows", "num_columns", "num_windows")),
@@ -148,12 +158,12 @@ class TableMemory(ctypes.Structure):
 
 
 def memory_of(owner: object, struct: Any) -> Any:
-    """Return the struct that a compiled object begins with, behind the header and the pointer to its methods."""
+    """Return the struct at the start of a compiled object, after the header and the method table."""
     return struct.from_address(id(owner) + object.__basicsize__ + ctypes.sizeof(c_void_p))
 
 
 def make_pool() -> tuple[PagePool, Any]:
-    """Return a pool with pages held and free, cached alone, with equals, and not at all, in shards, and its memory."""
+    """Return a pool with held and free pages, cached alone, with equals, and not at all, in shards, and its memory."""
     pool = PagePool(NUM_PAGES, True)
     pool.store.keep_token_ids(2)
     pool.get_new_page_ids(0, dp_shard_hint=0, data_parallel_size=NUM_SHARDS)
@@ -174,7 +184,7 @@ def fields_of(item: Any) -> list[tuple[Any, Any]]:
 
 
 def numbers_that_matter(memory: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each number as what it is an attribute or item of, and its name or index."""
+    """Yield each number with the object that holds it, and its name or index."""
     for page_id in range(NUM_PAGES):
         page = memory.pages[page_id]
         is_cached, is_twin = page.group != NO_GROUP, page.group != NO_GROUP and page.group & TWIN
@@ -261,7 +271,7 @@ def test_a_ring_that_was_cut_in_two_is_found() -> None:
     for first, second in (EQUAL_PAGES[:2], EQUAL_PAGES[2:]):
         memory.twins[first].prev = memory.twins[first].next = second
         memory.twins[second].prev = memory.twins[second].next = first
-    with pytest.raises(IntegrityError, match=r"^page 3 .* is not among the pages of equal content of page 1$"):
+    with pytest.raises(IntegrityError, match=r"^page 3 .*: look-ups of its hash find pages \[1, 2\], allowed: this one too$"):
         pool.check()
 
 
@@ -269,7 +279,9 @@ def test_twins_of_a_shard_that_no_ring_leads_to_are_found() -> None:
     pool, memory = make_pool()
     for page_id in FIRST_PAGES:
         memory.shard_firsts[page_id].prev = memory.shard_firsts[page_id].next = page_id
-    message = r"^page 8 .*: pages of equal content in its shard are said to be 8 and 8, and the first ones in others 8 and 8$"
+    message = (
+        r"^page 8 .* is linked to 8 and 8, allowed: the ring of pages of equal content that are first in their shard, or -1$"
+    )
     with pytest.raises(IntegrityError, match=message):
         pool.check()
 
@@ -278,7 +290,7 @@ def test_twins_of_a_shard_in_another_order_are_found() -> None:
     pool, memory = make_pool()
     memory.shard_twins[1].next, memory.shard_twins[3].next, memory.shard_twins[2].next = 3, 2, 1
     memory.shard_twins[1].prev, memory.shard_twins[3].prev, memory.shard_twins[2].prev = 2, 1, 3
-    with pytest.raises(IntegrityError, match=r"^page 2 .*: pages of equal content in its shard are said to be 3 and 1, "):
+    with pytest.raises(IntegrityError, match=r"^page 3 .* is among the twins of its shard in the place of page 2$"):
         pool.check()
 
 
@@ -290,7 +302,7 @@ def test_two_pages_that_are_both_cached_alone_under_one_key_are_found() -> None:
 
 
 def test_a_slot_that_no_lookup_comes_to_is_found() -> None:
-    """Its home slot is empty, and the slot before that one, which ends the longest way round, takes its place."""
+    """Its home slot is empty, and it replaces the slot before that one, which ends the longest probe sequence."""
     pool, memory = make_pool()
     slots = [memory.slots[i] for i in range(memory.mask + 1)]
     taken = next(slot for slot in slots if slot.page_id == 9)
@@ -308,14 +320,16 @@ def test_a_free_queue_that_ends_early_is_found() -> None:
     first = memory.pages[0].next_free
     memory.pages[first].next_free = 0
     memory.pages[0].prev_free = first
-    with pytest.raises(IntegrityError, match=f"^the free queue ends after 1 pages with page {first}, the pool counts "):
+    with pytest.raises(
+        IntegrityError, match=f"^1 pages are in the free queue, up to page {first}, the pool counts {memory.num_free}$"
+    ):
         pool.check()
 
 
 def test_a_page_cached_without_prefix_caching_is_found() -> None:
     pool = PagePool(8, False)
     memory_of(pool.store, PoolMemory).pages[3].group = 0
-    with pytest.raises(IntegrityError, match=r"^1 pages are cached, allowed without prefix caching: none$"):
+    with pytest.raises(IntegrityError, match=r"^page 3 .*: look-ups of its hash find pages \[\], allowed: this one too$"):
         pool.check()
 
 
@@ -323,16 +337,16 @@ def test_a_page_cached_without_prefix_caching_is_found() -> None:
 
 
 def make_journal() -> tuple[PagePool, Any]:
-    """Return a pool of which changes were told, and others not yet, and the memory of its journal."""
+    """Return a pool with reported and unreported changes, and the memory of its journal."""
     pool = PagePool(NUM_PAGES, True)
-    pool.store.start_journal()
+    EntryJournal(pool.store).start()
     chain = HashChain(2, bytes(16))
     chain.extend(list(range(16)))
-    context = pool.store.add_context()
-    pool.store.enter_pages(PageIds([1, 2, 3, 4, 5]), chain, 0, 5, 1, 0, context)
-    pool.store.take_changes()
+    context = EntryJournal(pool.store).add_context()
+    pool.store.enter_pages(PageIds([1, 2, 3, 4, 5]), chain, 0, 0, context)
+    EntryJournal(pool.store).take_changes()
     pool.store.drop([2, 5])
-    pool.store.enter_pages(PageIds([0, 7, 0, 0, 0, 8, 9]), chain, 1, 7, 1, 0, context)
+    pool.store.enter_pages(PageIds([0, 7, 0, 0, 0, 8, 9]), chain, 1, 0, context)
     memory = memory_of(pool.store, PoolMemory).journal
     assert (memory.num_contexts, memory.num_new, memory.num_removed, memory.is_cleared) == (2, 3, 2, 0)
     assert (memory.contexts[context].num_users, memory.notes[8].place, memory.notes[0].new.next) == (6, 5, 7)
@@ -341,7 +355,7 @@ def make_journal() -> tuple[PagePool, Any]:
 
 
 def numbers_of_journal(memory: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield those numbers of a journal that others contradict."""
+    """Yield the numbers of a journal that others contradict."""
     for page_id in (0, 6, 7, 8, 9):
         yield from fields_of(memory.notes[page_id].new)
     yield memory, "num_new"
@@ -370,10 +384,20 @@ def test_each_number_of_a_journal_that_is_overwritten_is_found() -> None:
         (lambda journal: journal.notes[3], "context", 2, r"^page 3 .* has place 2 and context 2, .* 0 to 1$"),
         (lambda journal: journal.contexts[1], "num_holders", -1, r"^context 1 has 6 users and -1 holders"),
         (lambda journal: journal.contexts[1], "num_users", 5, r"^the contexts have 5 users, 6 pages are cached$"),
-        (lambda journal: journal.notes[8].new, "prev", 9, r"^page 8 follows page 7 in the journal, and does not link back$"),
-        (lambda journal: journal.notes[7].new, "next", 6, r"^page 6 follows page 7 in the journal, and does not link back$"),
-        (lambda journal: journal, "num_new", 2, r"^the journal ends after 3 new keys with page 9, .* counts 2"),
-        (lambda journal: journal, "num_removed", -1, r"^the journal counts -1 keys that went, allowed: 0 to 15, or none$"),
+        (lambda journal: journal.notes[8].new, "prev", 9, r"^page 8 follows page 7 .* in the journal, and does not link back$"),
+        (
+            lambda journal: journal.notes[7].new,
+            "next",
+            6,
+            r"^page 6 follows page 7 .* in the journal, and does not link back$",
+        ),
+        (lambda journal: journal, "num_new", 2, r"^3 keys are in the journal, up to page 9, the pool counts 2$"),
+        (
+            lambda journal: journal,
+            "num_removed",
+            -1,
+            r"^the journal counts -1 keys that went, allowed: fewer than pages, or none$",
+        ),
         (lambda journal: journal, "is_cleared", 1, r"^the journal counts 2 keys that went"),
     ],
 )
@@ -395,7 +419,7 @@ def test_a_key_that_is_told_as_gone_and_is_there_is_found() -> None:
 def test_a_key_that_was_there_before_everything_went_is_found() -> None:
     pool, memory = make_journal()
     memory.is_cleared, memory.num_removed = 1, 0
-    with pytest.raises(IntegrityError, match=r"^the prefix index has 6 keys, 3 of them new since all went$"):
+    with pytest.raises(IntegrityError, match=r"^3 keys of the prefix index are new since all went, the pool counts 6$"):
         pool.check()
 
 
@@ -410,7 +434,7 @@ def test_a_page_in_the_journal_that_no_look_up_finds_is_found() -> None:
 
 
 def make_batch() -> tuple[RunningBatch, Any, Any]:
-    """Return a batch with a row of full attention and of a window that has left pages, and what its first group holds."""
+    """Return a batch with a row of full attention and a window that has left pages, and its first group's pages."""
     options = {"num_kv_heads": 1, "head_size": 8, "dtype": "float16", "use_mla": False}
     spec = SlidingWindowSpec(4, **options, sliding_window=5)
     manager = CacheManager(32, [CacheGroupSpec(spec)], 64)
@@ -420,11 +444,11 @@ def make_batch() -> tuple[RunningBatch, Any, Any]:
     memory = memory_of(batch, BatchMemory)
     assert (memory.num_groups, memory.num_rows, memory.groups[0].window) == (1, 2, 5)
     batch.check()
-    return batch, memory.groups[0].held[0], memory.groups[0].page_ids
+    return batch, memory.held[0], memory.held[0].ids
 
 
 def overwrite(array: Any, value: int) -> None:
-    """Overwrite the first value of an array that cannot be written."""
+    """Overwrite the first value of a read-only array."""
     c_int32.from_address(array.__array_interface__["data"][0]).value = value
 
 
@@ -439,10 +463,10 @@ def test_token_counts_that_cannot_be_are_found(num_tokens: int, num_computed: in
         batch.check()
 
 
-@pytest.mark.parametrize(("field", "value"), [(0, -1), (0, 4), (0, 17), (1, -1), (1, 7), (2, -1), (2, 7), (1, 3), (2, 3)])
+@pytest.mark.parametrize(("field", "value"), [(0, -1), (0, 4), (0, 17), (1, -1), (1, 7), (2, -1), (2, 7), (1, 3), (2, 5)])
 def test_page_counts_that_cannot_be_are_found(field: int, value: int) -> None:
     batch, held, _ = make_batch()
-    held[field] = value
+    setattr(held, ("num_pages", "num_cached", "num_skipped")[field], value)
     with pytest.raises(IntegrityError, match=r"^row 0"):
         batch.check()
 
@@ -474,7 +498,7 @@ def test_a_number_of_hashed_pages_that_cannot_be_is_found(num_hashed: int) -> No
 
 def test_a_null_page_behind_others_is_found() -> None:
     batch, held, page_ids = make_batch()
-    page_ids[held[0] - 1] = 0
+    page_ids[held.num_pages - 1] = 0
     with pytest.raises(IntegrityError, match=r"^row 0, group 0: the null page stands behind page \d+ \(at 5\)$"):
         batch.check()
 
@@ -485,10 +509,10 @@ def test_a_null_page_behind_others_is_found() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("num_cached", -1, "a request has 3 pages, 1 skipped, -1 cached"),
-        ("num_cached", 4, "a request has 3 pages, 1 skipped, 4 cached"),
-        ("num_skipped", 4, "a request has 3 pages, 4 skipped, 3 cached"),
-        ("num_skipped", 2, "a request has page 2 (at 1, 2 skipped)"),
+        ("num_cached", -1, "a request, group 0: 3 pages, 1 skipped, -1 cached"),
+        ("num_cached", 4, "a request, group 0: 3 pages, 1 skipped, 4 cached"),
+        ("num_skipped", 4, "a request, group 0: 3 pages, 4 skipped, 3 cached"),
+        ("num_skipped", 2, "a request, group 0: page 2 (at 1), 2 are skipped"),
     ],
 )
 def test_what_a_request_cannot_hold_is_found(field: str, value: int, message: str) -> None:
@@ -499,15 +523,14 @@ def test_what_a_request_cannot_hold_is_found(field: str, value: int, message: st
         request.num_computed_tokens = num_computed_tokens
         manager.allocate_slots(request, 8 - num_computed_tokens // 2)
     manager.check()
-    [held] = manager.coordinator.get_pages("a")
-    memory = memory_of(held, HeldMemory)
-    assert (memory.num, memory.num_cached, memory.num_skipped, memory.ids[1]) == (3, 3, 1, 2)
+    memory = memory_of(manager.coordinator.requests["a"], RequestMemory).held[0]
+    assert (memory.num_pages, memory.num_cached, memory.num_skipped, memory.ids[1]) == (3, 3, 1, 2)
     setattr(memory, field, value)
     with pytest.raises(IntegrityError) as caught:
         manager.check()
     assert str(caught.value) == message
     memory.num_cached, memory.num_skipped, memory.ids[2] = 3, 1, 32
-    with pytest.raises(IntegrityError, match=r"^a request has page 32 \(at 2, 1 skipped\)$"):
+    with pytest.raises(IntegrityError, match=r"^a request, group 0: page 32 \(at 2\), allowed: 0 to 31$"):
         manager.check()
     memory.ids[2] = 3
     manager.check()
@@ -523,7 +546,7 @@ def test_a_row_that_is_not_marked_is_found() -> None:
         table.check()
 
 
-# What only a run of years reaches.
+# States that take years to reach.
 
 
 def test_the_stamps_of_calls_start_anew() -> None:

@@ -1,4 +1,4 @@
-"""What is installed, what is public, and whether all of it is documented."""
+"""The installed files, the public names, and their documentation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from sources import ROOT
+from sources import DOORS, ROOT
 
 import pagepool
 from pagepool import _core
@@ -54,7 +54,7 @@ def public_objects() -> list[object]:
 
 
 def is_documented(value: object) -> bool:
-    """Whether somebody wrote a docstring: a dataclass or a named tuple without one gets its signature."""
+    """Whether the docstring is written: a dataclass or a named tuple without one gets its signature."""
     name = getattr(value, "__name__", "")
     return bool(value.__doc__) and not str(value.__doc__).startswith(f"{name}(")
 
@@ -93,9 +93,10 @@ def test_public_objects_are_documented(value: object) -> None:
 
 def test_doctests_of_the_core() -> None:
     """Those of Python files run with pytest's own collection; compiled ones it does not see."""
-    result = doctest.testmod(_core)
-    assert result.attempted > 0
-    assert result.failed == 0
+    modules = {sys.modules[item.__module__] for item in vars(_core).values() if hasattr(item, "__module__")}
+    results = [doctest.testmod(module) for module in modules]
+    assert sum(result.attempted for result in results) > 0
+    assert sum(result.failed for result in results) == 0
 
 
 @on_the_wheel
@@ -109,13 +110,26 @@ def test_the_wheel_is_what_is_tested() -> None:
 def test_the_wheel_carries_the_core_and_its_types_but_no_sources_of_it() -> None:
     files = distribution("pagepool").files
     assert files is not None
-    names = {file.name for file in files if file.parts[0] == "pagepool"}
-    assert {"_core.pyi", "py.typed", Path(_core.__file__).name} <= names
-    assert not {name for name in names if name.endswith((".c", ".pyx", ".html"))}
+    names = {str(file) for file in files if file.parts[0] == "pagepool"}
+    suffix = Path(_core.__file__).name.removeprefix("_core")
+    modules = {str(path.relative_to(ROOT).with_suffix("")) + suffix for path in DOORS}
+    assert {"pagepool/_core.pyi", "pagepool/py.typed"} | modules <= names
+    assert {name for name in names if name.endswith(suffix)} == modules
+    assert not {name for name in names if name.endswith((".c", ".pyx", ".pxd", ".html"))}
     assert {file.parts[0] for file in files if file.parts[0] != ".."} == {
         "pagepool",
         f"pagepool-{pagepool.__version__}.dist-info",
     }
+
+
+@on_the_wheel
+def test_the_source_distribution_carries_all_sources() -> None:
+    [sources] = (Path(sys.prefix) / "dist").glob("*.tar.gz")
+    with tarfile.open(sources) as archive:
+        names = set(archive.getnames())
+    paths = [path for path in (ROOT / "pagepool").rglob("*.p*") if path.suffix in (".py", ".pyi", ".pyx", ".pxd")]
+    assert {f"pagepool-{pagepool.__version__}/{path.relative_to(ROOT)}" for path in paths} <= names
+    assert not [name for name in names if name.endswith((".c", ".so"))]
 
 
 @on_the_wheel
@@ -129,7 +143,7 @@ def test_neither_wheel_nor_source_distribution_has_a_line_for_pythons_start() ->
 
 
 def test_the_build_makes_no_line_for_pythons_start() -> None:
-    """The same where nothing is built: the sources have no such file, and what builds names none."""
+    """The same without a build: the sources have no such file, and the build names none."""
     assert not list(ROOT.glob("*.pth")) + list((ROOT / "pagepool").rglob("*.pth"))
     builders = [ROOT / name for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "Makefile")]
     assert not [path.name for path in builders if ".pth" in path.read_text()]
@@ -137,7 +151,7 @@ def test_the_build_makes_no_line_for_pythons_start() -> None:
 
 @pytest.mark.parametrize("value", [None, "0", "1", "wrong"])
 def test_python_starts_without_pagepool(value: str | None) -> None:
-    """Whatever the variable for EasyDeL says."""
+    """For any value of EasyDeL's variable."""
     env = {name: text for name, text in os.environ.items() if name != "PAGEPOOL_EASYDEL"}
     env |= {} if value is None else {"PAGEPOOL_EASYDEL": value}
     code = "import sys; print([name for name in sys.modules if name.split('.')[0] == 'pagepool'])"

@@ -153,7 +153,7 @@ def test_pages_are_equal_field_by_field():
 
 
 def test_pages_in_queues_are_equal_if_their_neighbours_have_the_same_ids():
-    """The neighbours' other fields do not count, so that no comparison walks through the queue."""
+    """The neighbours' other fields do not count, so no comparison walks through the queue."""
     one, other = PagePool(50_000, True), PagePool(50_000, True)
     assert one.pages[3] == other.pages[3] != other.pages[4]
     assert one.null_page == other.null_page
@@ -219,7 +219,7 @@ def test_page_ids_are_read_like_a_list():
 
 
 class Meddler:
-    """An id that does something else when it is read."""
+    """An id that acts when it is read."""
 
     def __init__(self, act):
         self.act = act

@@ -38,7 +38,7 @@ def make_table(num_rows: int = 4, num_columns: int = 8) -> PageTable:
 
 
 def state_of(tables: Any) -> list[Any]:
-    """Everything that a call may change."""
+    """Return the state that a call may change."""
     return [
         (
             table.page_table_cpu.tolist(),
@@ -102,7 +102,7 @@ def test_dirty_windows_are_enough(shape: tuple[int, int], seed: int) -> None:
     for _ in range(200):
         for _ in range(work.rng.integers(0, 4)):
             work.do()
-            if not model.table.any():  # after clear() the device is set to zeros by other means
+            if not model.table.any():  # clear() sets the device to zeros in another way
                 model.on_device[:] = 0
                 table.mark_dirty()
         num_rows = int(work.rng.integers(0, shape[0] + 1))
@@ -112,7 +112,7 @@ def test_dirty_windows_are_enough(shape: tuple[int, int], seed: int) -> None:
 
 
 def apply(windows: Any, starts: Any, on_device: Any) -> None:
-    """Write a payload as the device does, and check the lines that say nothing."""
+    """Write a payload as the device does, and check its padding."""
     (rows, columns) = starts[0].T
     is_here = rows < on_device.shape[0]
     width = min(64, on_device.shape[1])
@@ -186,7 +186,7 @@ def test_no_ids_change_nothing(page_ids: Any) -> None:
     table.append_row(page_ids, 0)
     table.append_rows_batch([page_ids, page_ids], [1, 2])
     table.append_rows_batch([], [])
-    table.append_rows_batch([], [1, 99])  # as the engine's: without requests nothing is done
+    table.append_rows_batch([], [1, 99])  # as in an engine: no requests, no work
     assert state_of(table) == before
 
 
@@ -333,7 +333,7 @@ def filled_tables() -> MultiGroupPageTable:
 
 
 def refuse(tables: Any, error: type[Exception], call: str, *args: Any) -> None:
-    """The call raises exactly this error, and changes nothing."""
+    """Assert that the call raises exactly this error, and changes nothing."""
     before = state_of(tables)
     with pytest.raises(PagePoolError) as raised:
         getattr(tables, call)(*args)
@@ -513,7 +513,7 @@ def test_groups_of_unlike_tables_are_refused() -> None:
             GroupedRows(page_tables)  # type: ignore[arg-type]
 
 
-# Commit, as far as it goes without jax.
+# Commits, as far as they need no jax.
 
 
 @pytest.mark.parametrize(

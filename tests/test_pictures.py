@@ -1,4 +1,4 @@
-"""Pictures of plans and fleets: the tables' hit rates, the knee, titles, texts for those who cannot see them, and pages."""
+"""Plots of plans and fleets: the tables' hit rates, the knee, titles, text alternatives, and HTML pages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 def make_records() -> list[TraceRecord]:
-    """Chats that come back, and a few requests that are larger than the smallest pools."""
+    """Chats with several turns, and a few requests that are larger than the smallest pools."""
     chats = [record_of(i % 5, 10 + i % 5, 20 + i) for i in range(20)]
     return [*chats, record_of(*range(100, 130)), *chats, record_of(*range(200, 220))]
 
@@ -107,13 +107,14 @@ class TestShares:
 
     def test_a_fleet(self, tmp_path: Path) -> None:
         pytest.importorskip("msgspec")
-        from pagepool.replay.fleets.fleet import run_fleet
+        from pagepool.replay.fleets.fleet import make_replicas, run_fleet
         from pagepool.replay.fleets.plot import draw_fleet
         from pagepool.replay.fleets.replica import ReplicaSettings
         from pagepool.replay.fleets.report import headline_fleet
 
         records = make_records()
-        figures = {name: run_fleet(name, 2, ReplicaSettings(45, 2), records) for name in ("round-robin", "prefix")}
+        settings = ReplicaSettings(45, 2)
+        figures = {name: run_fleet(name, make_replicas(2, settings, records), settings) for name in ("round-robin", "prefix")}
         each = figures["prefix"]
         assert each.num_skipped == 1
         all_tokens = sum(record.input_length for record in records)
@@ -126,11 +127,13 @@ class TestShares:
 
     def test_a_request_that_a_dead_replica_skipped_counts_once(self) -> None:
         pytest.importorskip("msgspec")
-        from pagepool.replay.fleets.fleet import run_fleet
+        from pagepool.replay.fleets.fleet import make_replicas, run_fleet
         from pagepool.replay.fleets.replica import ReplicaSettings
 
         records = make_records()
-        figures = run_fleet("round-robin", 2, ReplicaSettings(45, 2), records, deaths=[(0.0, 0), (5.0, 0)])
+        settings = ReplicaSettings(45, 2)
+        replicas = make_replicas(2, settings, records)
+        figures = run_fleet("round-robin", replicas, settings, deaths=[(0.0, 0), (5.0, 0)])
         assert (figures.num_skipped, figures.skipped_prompt_tokens) == (1, 120)
 
     def test_the_definition_is_said_alike(self, tmp_path: Path) -> None:
@@ -162,7 +165,7 @@ class TestShares:
 
 class TestKnee:
     def knee_of(self, *sizes: int) -> tuple[list[str], list[float]]:
-        """Texts in the plot, and where upright lines stand."""
+        """Return the texts in the plot, and the places of vertical lines."""
         axes = draw(make_plan([*sizes])).axes[0]
         uprights = [line.get_xdata()[0] for line in axes.get_lines() if len({*line.get_xdata()}) == 1 and len(sizes) > 1]
         return [text.get_text() for text in axes.texts], [float(x) for x in uprights]
@@ -230,7 +233,7 @@ class TestLayout:
         assert [label.get_text() for label in draw(PLANS["one"]()).axes[0].xaxis.get_ticklabels()] == ["12,800"]
 
     def test_colours_have_contrast(self) -> None:
-        """WCAG 2.2: 4.5 for text, 3 for what else has to be seen."""
+        """WCAG 2.2: 4.5 for text, 3 for other visible parts."""
 
         def luminance(color: str) -> float:
             channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
@@ -291,7 +294,7 @@ class TestTitles:
 
 
 class TestAlternatives:
-    """What those get who cannot see the picture."""
+    """The text alternatives of the plots."""
 
     @pytest.fixture
     def trace(self, tmp_path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What a plan says of pools: against the real manager, against brute force, and by hand."""
+"""Figures of a plan: against the real manager, against brute force, and by hand."""
 
 import itertools
 from collections import Counter
@@ -24,7 +24,7 @@ def record_of(*block_ids: int, input_length: int | None = None, output_length: i
 
 
 def make_random_records(rng: np.random.Generator, num_requests: int = 60) -> list[TraceRecord]:
-    """Prompts that go on from a prefix of an earlier request or answer, and end anywhere; some answers are known."""
+    """Return prompts that continue a prefix of an earlier request or answer, and end anywhere; some answers are known."""
     block_size, num_ids = int(rng.integers(1, 9)), int(rng.integers(2, 5))
     paths: list[tuple[int, ...]] = [()]
     records = []
@@ -45,7 +45,7 @@ def make_random_records(rng: np.random.Generator, num_requests: int = 60) -> lis
 
 
 def run_alone(manager: CacheManager, request: SimulatedRequest) -> list[int]:
-    """Run a request to its end with nobody else; return the pages it hit."""
+    """Run a request alone to its end; return the pages it hit."""
     hits, num_hit_tokens = manager.get_computed_pages(request)
     hit_ids = hits.get_page_ids()[0]
     request.num_tokens = request.num_slots
@@ -57,14 +57,14 @@ def run_alone(manager: CacheManager, request: SimulatedRequest) -> list[int]:
 
 
 def count_hits(records: list[TraceRecord], num_pages: int, page_size: int) -> int:
-    """Tokens that the real manager hits, one request after another, of those that fit."""
+    """Return the tokens that the real manager hits for the requests that fit, one after another."""
     manager = make_manager(num_pages, page_size)
     requests = [request for request in make_requests(records) if cdiv(request.num_slots, page_size) < num_pages]
     return page_size * sum(len(run_alone(manager, request)) for request in requests)
 
 
 def without_hits_on_twins(records: list[TraceRecord], page_size: int) -> list[TraceRecord]:
-    """The records without those that would hit a page which is in the pool twice."""
+    """Return the records without those that would hit a page that is in the pool twice."""
     manager = make_manager(20_000, page_size)
     others = []
     for record, request in zip(records, make_requests(records), strict=True):
@@ -76,16 +76,16 @@ def without_hits_on_twins(records: list[TraceRecord], page_size: int) -> list[Tr
 
 
 def count_twins(records: list[TraceRecord], page_size: int) -> int:
-    """How many pages are computed while they are cached, in a pool that never evicts."""
+    """Count the pages that are computed although they are cached, in a pool that never evicts."""
     manager = make_manager(20_000, page_size)
     for request in make_requests(records):
         run_alone(manager, request)
-    first_ids = manager.page_pool.store.first_cached_ids().to_list()
-    return sum(len(manager.page_pool.store.twins(page_id)) - 1 for page_id in first_ids)
+    pool = manager.page_pool
+    return pool.store.num_cached_pages - len(pool.cached_page_hash_to_page)
 
 
 def count_best_hits(records: list[TraceRecord], num_usable_pages: int, page_size: int) -> int:
-    """Pages that hit at best, of all choices of what to keep: the best count for each set of pages that can be cached."""
+    """Count the pages that hit at best, over all choices of pages to keep."""
     best_of: dict[frozenset[bytes], int] = {frozenset(): 0}
     for request in make_requests(records):
         tokens = request.load_token_ids()
@@ -141,7 +141,7 @@ class TestReuse:
 
 class TestLru:
     def test_equal_to_the_manager(self) -> None:
-        """At all sizes, with pages of other sizes than blocks, and requests that are skipped."""
+        """For all sizes, pages of other sizes than blocks, and skipped requests."""
         seen: Counter[str] = Counter()
         for seed in range(NUM_SEEDS):
             print(f"seed {seed}")
@@ -207,7 +207,7 @@ class TestBest:
             assert best.count_hits(sizes.stop) == lru.count_hits(sizes.stop) == reuse.num_hit_pages
 
     def test_a_loop_that_is_larger_than_the_pool(self) -> None:
-        """What LRU is worst at: each page is evicted just before it is used again."""
+        """The worst case for LRU: each page is evicted just before it is used again."""
         reuse = find_reuse([record_of(i % 4, 9, block_size=1) for i in range(40)], page_size=1)
         assert LruCurve(reuse).count_hits(6) == 0
         assert BestCurve(reuse).count_hits(6) > 20

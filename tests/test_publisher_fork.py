@@ -1,4 +1,4 @@
-"""A process that forks while a publisher runs: the child's calls work or raise, nothing hangs, and the parent goes on."""
+"""A process that forks while a publisher runs: the child's calls succeed or raise, nothing hangs, and the parent continues."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def work():
         try:
             call()
         except ArgumentError as error:
-            assert str(error) == "the publisher is closed, or another process's"
+            assert str(error) == "the publisher is closed, or belongs to another process"
         else:
             sys.exit(5)
     publisher.close()

@@ -1,4 +1,4 @@
-"""A recorded trace replays to what the engine hit, says nothing else, and is there whole or not at all."""
+"""A recorded trace replays to the engine's hits, reveals nothing else, and is written whole or not at all."""
 
 import gzip
 import json
@@ -27,7 +27,7 @@ FIELDS = {"timestamp", "input_length", "output_length", "hash_ids", "output_hash
 
 
 class Chats:
-    """Prompts that go on where others stood, with answers that are now and then the same again; some have salts."""
+    """Prompts that continue others, with answers that are sometimes repeated; some have salts."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -35,7 +35,7 @@ class Chats:
         self.num_requests = 0
 
     def ask(self) -> EngineRequest:
-        """A prompt that begins with any beginning of what a request that has ended said, or heard."""
+        """Return a prompt that begins like a finished request's prompt and answer."""
         self.num_requests += 1
         base = self.ended[self.rng.integers(len(self.ended))] if self.ended and self.rng.random() < 0.8 else None
         known = [] if base is None else base.all_token_ids
@@ -53,7 +53,7 @@ class Chats:
 
 
 def run_manager(manager: CacheManager, recorder: Recorder, chats: Chats, num_requests: int) -> list[int]:
-    """Requests one after another, request by request; returns the tokens that each hit."""
+    """Run requests one after another with a manager; return the hit tokens of each."""
     num_hits = []
     for _ in range(num_requests):
         request = chats.ask()
@@ -76,7 +76,7 @@ def run_manager(manager: CacheManager, recorder: Recorder, chats: Chats, num_req
 
 
 def run_batch(manager: CacheManager, recorder: Recorder, chats: Chats, num_requests: int, num_rows: int = 1) -> list[int]:
-    """As many requests at once as there are rows, which end in any order; returns the tokens that each hit."""
+    """Run as many requests at once as there are rows, which end in any order; return the hit tokens of each."""
     batch = RunningBatch(manager, PageTable(num_rows, 2_000, 2_000))
     running: dict[int, tuple[EngineRequest, int]] = {}
     num_hits: list[int] = []
@@ -103,7 +103,7 @@ def run_batch(manager: CacheManager, recorder: Recorder, chats: Chats, num_reque
 
 
 def replay(path: Path, manager: CacheManager) -> list[int]:
-    """The tokens that each request of a trace hits, one after another."""
+    """Return the hit tokens of each request of a trace, one after another."""
     page_size = manager.kv_cache_groups[0].kv_cache_spec.page_size
     return [page_size * len(run_alone(manager, request)) for request in make_requests(read_trace(str(path)))]
 
@@ -119,7 +119,7 @@ def lines_of(path: Path) -> list[dict[str, object]]:
 class TestReplay:
     @pytest.mark.parametrize("run", [run_manager, run_batch])
     def test_requests_one_after_another_hit_what_they_hit(self, run: Callable[..., list[int]], tmp_path: Path) -> None:
-        """In pools so small that most is evicted."""
+        """Make pools so small that most pages are evicted."""
         seen: Counter[str] = Counter()
         path = tmp_path / "trace.jsonl"
         for seed in range(NUM_SEEDS):

@@ -144,14 +144,14 @@ def reference_twin(setting: Setting, num_pages: int) -> ReferenceTwin:
 
 
 def reference_over_our_pool(setting: Setting, num_pages: int) -> Twins:
-    """The engine's own manager, coordinator and groups, on a pool of the package that hashes first pages as the engine does."""
+    """The engine's own manager, coordinator and groups, on a pool of the package that hashes first pages like the engine."""
     pagepool = pytest.importorskip("pagepool")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference_coordinator, "PagePool", pagepool.PagePool)
         system = reference_twin(setting, num_pages)
     assert type(system.manager.page_pool) is pagepool.PagePool
     twins = Twins(reference_twin(setting, num_pages), system)
-    pagepool.hashing.NONE_HASH = reference_utils.none_hash  # which the last manager made anew
+    pagepool.hashing.NONE_HASH = reference_utils.none_hash  # made by the last manager
     return twins
 
 
@@ -172,7 +172,7 @@ def package_against_reference(**options: Any) -> Callable[[Setting, int], Twins]
 
 @pytest.fixture(autouse=True)
 def _own_none_hash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the package's own hash before first pages back in the end."""
+    """Restore the package's own hash before first pages at the end."""
     hashing = pytest.importorskip("pagepool").hashing
     monkeypatch.setattr(hashing, "NONE_HASH", hashing.NONE_HASH)
 
@@ -187,7 +187,7 @@ def _quiet() -> Iterator[None]:
 
 @pytest.mark.parametrize("spec", ["SlidingWindowSpec", "ChunkedLocalAttentionSpec"])
 def test_the_engines_coordinator_frees_skipped_pages_of_our_pool(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It puts the null page in their places, and gives that back with the others."""
+    """The engine puts the null page in their places, and frees it with the others."""
     pagepool = pytest.importorskip("pagepool")
     monkeypatch.setattr(reference_coordinator, "PagePool", pagepool.PagePool)
     group = reference_specs.CacheGroupSpec(getattr(reference_specs, spec)(4, 1, 8, "float16", False, 8))

@@ -1,4 +1,4 @@
-"""The public names of the four modules of the engine that pagepool stands for, against pagepool's, where easydel is installed.
+"""The public names of the engine's four replaced modules against pagepool's, if easydel is installed.
 
 The modules are those that define the classes which `pagepool.compat.easydel` replaces, and what these are made of: pages and
 queue (`core.utils`), pool (`core.page_pool`), manager (`core.manager`) and tables (`page_table`). Compared are their names, the
@@ -47,17 +47,17 @@ DIFFERENCES = {
     "PageTable.page_table_cpu": "read-only: the array itself is written, not replaced",
     "MultiGroupPageTable.page_tables": READ_ONLY,
 }
-"""What there is of the engine and not of pagepool, or not the same, and why."""
+"""Names of the engine that pagepool lacks or changes, with the reason."""
 
 
 def modules() -> list[ModuleType]:
     found = [import_module(f"{ENGINE}.{name}") for name in MODULES]
-    found[0].init_none_hash()  # which makes a name
+    found[0].init_none_hash()  # which creates a name
     return found
 
 
 def public_names(module: ModuleType) -> Iterator[str]:
-    """The names that a module defines, none that it imports."""
+    """Yield the names that a module defines, without imported ones."""
     for name, value in vars(module).items():
         if not name.startswith("_") and not isinstance(value, ModuleType):
             is_own = getattr(value, "__module__", module.__name__) == module.__name__
@@ -66,7 +66,7 @@ def public_names(module: ModuleType) -> Iterator[str]:
 
 
 def samples(names: dict[str, Any]) -> dict[str, Any]:
-    """An object of each class, made alike by engine and package; their type parameters excepted."""
+    """Return an object of each class, made alike by engine and package; their type parameters are excluded."""
     page_hash = names["PageHash"](5, (1, 2))
     page = names["CachePage"](7)
     return {
@@ -83,7 +83,9 @@ def samples(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def differing_parameters(theirs: Any, ours: Any) -> list[str]:
-    """The parameters with which ours cannot be called as theirs can; a compiled class has no signature, so it is called."""
+    """Return the parameters with which ours cannot be called like theirs; a compiled class has no signature, so it is
+    called.
+    """
     wanted = inspect.signature(theirs).parameters
     if ours is pagepool.CachePage:
         ours(**{name: 7 if value.default is value.empty else value.default for name, value in wanted.items()})
@@ -111,7 +113,7 @@ def can_be_set(item: Any, name: str) -> bool:
 
 
 def differences_of_class(name: str, theirs: Any, ours: Any) -> Iterator[str]:
-    """The names of the attributes that differ between two objects of one class."""
+    """Return the names of the attributes that differ between two objects of one class."""
     operators = {"__add__", "__eq__", "__getitem__", "__repr__"}
     defined = {key for key in vars(type(theirs)) if not key.startswith("_") or key in operators}
     for key in sorted(defined | {key for key in getattr(theirs, "__dict__", {}) if not key.startswith("_")}):

@@ -1,4 +1,4 @@
-"""Refused requests: one that is tried again costs next to nothing, and is admitted as soon as one that is looked up anew."""
+"""Refused requests: a retry costs next to nothing, and is admitted as soon as a request that is looked up again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workload import RandomWorkload, run_workload
 
 import pagepool
 from pagepool import CacheManager, EngineRequest, PageTable, QueryCounts, RunningBatch
-from pagepool._core import Refusal, RunningRows
+from pagepool._core import Refusal
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.manager.lookups import PrefixLookups
 
@@ -29,7 +29,7 @@ ids = lambda setting: setting.name  # noqa: E731
 
 
 class SaturatedRows(BatchWorkload):
-    """The pool stays full, and refused requests come again and again, each in its row."""
+    """The pool stays full, and refused requests return again and again, each in its row."""
 
     def _weighted_actions(self, trims: bool) -> dict[Callable[[], None], float]:
         rare = (self.release, self.swap, self.evict, self.start_neighbour, self.finish_neighbour)
@@ -41,7 +41,7 @@ class SaturatedRows(BatchWorkload):
 
 
 class SaturatedRequests(RandomWorkload):
-    """The same request by request."""
+    """The same with a manager, request by request."""
 
     def _weighted_actions(self) -> dict[Callable[[], None], float]:
         return {self.submit: 2, self.admit: 12, self.grow: 8, self.finish: 0.6, self.evict: 0.4, self.look_up: 0.2}
@@ -59,7 +59,7 @@ def test_requests_are_refused_as_if_they_were_looked_up_anew(setting: Setting) -
 
 
 def test_retries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two tests above say nothing unless they are, and unless some of them are admitted in the end."""
+    """The two tests above prove nothing unless requests are refused, and some of them admitted in the end."""
     found: Counter[object] = Counter()
 
     def count(cls: type, name: str) -> None:
@@ -70,14 +70,14 @@ def test_retries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
             found[cls, result] += 1
             return result
 
-        monkeypatch.setattr({RunningRows: RunningBatch}.get(cls, cls), name, counting)
+        monkeypatch.setattr(cls, name, counting)
 
-    count(RunningRows, "is_refused_still")
+    count(RunningBatch, "is_refused_still")
     count(PrefixLookups, "is_refused_still")
     for setting in SETTINGS[:4]:
         run_batch_workload(setting, oracle_and_batch, 1, 1000, False, SaturatedRows)
         run_workload(setting, oracle_and_package(), 1, 1000, SaturatedRequests)
-    assert found[RunningRows, True] > 50
+    assert found[RunningBatch, True] > 50
     assert found[PrefixLookups, True] > 50
 
 
@@ -94,7 +94,7 @@ def make_batch(num_pages: int, num_rows: int = 4) -> tuple[CacheManager, Running
 
 
 class Waiting:
-    """A pool of 10 pages: five are cached, free and hit by a request of seven pages, four are held by row 0, one is free."""
+    """A pool of 10 pages: five are cached, free and hit by a request of seven pages, row 0 holds four, one is free."""
 
     def __init__(self) -> None:
         self.manager, self.batch = make_batch(1 + 10)
@@ -140,8 +140,8 @@ class TestRows:
 
     def test_hits_are_evicted_from_the_end_on(self) -> None:
         waiting = Waiting()
-        waiting.batch.step([0], [99])  # the page that never was used
-        waiting.batch.grow([0], 0, 7)  # 24 tokens have room: the last page of the hits is evicted
+        waiting.batch.step([0], [99])  # the page that was never used
+        waiting.batch.grow([0], 0, 7)  # 24 tokens fit: the last page of the hits is evicted
         assert waiting.manager.page_pool.stats.num_evicted_pages == 1
         assert waiting.retry() is None
         assert waiting.num_looked_up == 1
@@ -198,7 +198,7 @@ class TestRows:
         waiting = Waiting()
         token_ids = form(waiting.token_ids)
         assert waiting.retry(token_ids) is None
-        token_ids[-1] = 5  # a list or an array that is used again
+        token_ids[-1] = 5  # a reused list or array
         assert waiting.retry(token_ids) is None
         assert waiting.num_looked_up == 2
         token_ids[0] = 5
@@ -323,11 +323,11 @@ class TestRequests:
             refusal.__reduce__()
 
 
-# --- what it costs ------------------------------------------------------------------------------------------
+# --- cost -----------------------------------------------------------------------------------------------------
 
 
 def time_refusals(num_tokens: int, path: str) -> float:
-    """The least seconds of a refused request of so many tokens whose pages are all cached and free, but for the last."""
+    """Return the minimum time of a refused request of that many tokens whose pages are all cached and free, except the last."""
     manager, batch = make_batch(num_tokens // 4 + 1)
     prompt = np.arange(num_tokens, dtype=np.int32)
     batch.admit(0, prompt[: num_tokens // 2])

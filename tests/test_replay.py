@@ -1,4 +1,4 @@
-"""Traces, made-up chats, the simulated scheduler, and the command around them."""
+"""Traces, synthetic chats, the simulated scheduler, and its command."""
 
 import gzip
 import json
@@ -71,7 +71,7 @@ def groups_of(page_size: int) -> list[CacheGroupSpec]:
 
 
 class CountingPool(OraclePool):
-    """Counts what a replay reports."""
+    """Counts the figures that a replay reports."""
 
     stats = SimpleNamespace(num_allocated_pages=0, num_evicted_pages=0)
 
@@ -87,7 +87,7 @@ class CountingPool(OraclePool):
 
 
 class ReplayOracle(OracleManager):
-    """The oracle as a replay takes it, without a running batch."""
+    """The oracle as the allocator of a replay, without a running batch."""
 
     def __init__(self, num_pages: int, page_size: int = PAGE_SIZE, enable_caching: bool = True) -> None:
         super().__init__(num_pages, groups_of(page_size), 1 << 20, enable_caching)
@@ -99,7 +99,7 @@ class ReplayOracle(OracleManager):
 
 
 class RecordedAllocator:
-    """Remembers who was given room for how many tokens, and when there was none."""
+    """Records the growth of each request, and failures."""
 
     def __init__(self, allocator: Allocator) -> None:
         self.allocator = allocator
@@ -125,7 +125,7 @@ class RecordedAllocator:
 
 
 def request_of(name: str, num_prompt_tokens: int, num_output_tokens: int = 1) -> SimulatedRequest:
-    """Shares no tokens with a request of another name."""
+    """Make a request that shares no tokens with a request of another name."""
     start = 10_000 * sum(map(ord, name))
     num_tokens = num_prompt_tokens + num_output_tokens
     return SimulatedRequest(
@@ -137,14 +137,14 @@ def request_of(name: str, num_prompt_tokens: int, num_output_tokens: int = 1) ->
 
 
 def make_scheduler(num_pages: int, requests: list[SimulatedRequest], batched: bool, **options: Any) -> Scheduler:
-    """With the oracle request by request, or with a running batch."""
+    """Make a scheduler on the oracle, request by request, or on a running batch."""
     limits = {name: options.pop(name) for name in ("max_num_batched_tokens", "max_num_seqs") if name in options}
     manager = (make_manager if batched else ReplayOracle)(num_pages, **options)
     return Scheduler(manager, requests, batched=batched, **limits)
 
 
 def steps_of(scheduler: Scheduler) -> list[list[tuple[str, int | None]]]:
-    """The calls for room, by step."""
+    """Return the calls for slots, by step."""
     recorded = scheduler._allocator = RecordedAllocator(scheduler._allocator)
     steps = []
     while scheduler.waiting or scheduler.running.size:
@@ -155,7 +155,7 @@ def steps_of(scheduler: Scheduler) -> list[list[tuple[str, int | None]]]:
 
 
 def counts(figures: Figures) -> Figures:
-    """Without what differs from run to run."""
+    """Return the figures without those that differ between runs."""
     return replace(figures, allocator_seconds=0.0, wall_seconds=0.0)
 
 
@@ -193,10 +193,10 @@ class TestDecisions:
         scheduler = make_scheduler(1 + 3, requests, batched, enable_caching=False)
         assert steps_of(scheduler) == [
             [("a", 16), ("b", 16), ("c", 16)],
-            [("a", 1), ("b", None)],  # c has ended, a takes its page, b is the newest and has to go
+            [("a", 1), ("b", None)],  # c has ended, a takes its page, b is the newest and is preempted
             [("a", 1), ("b", None)],
             [("a", 1), ("b", None)],
-            [("b", 17)],  # its prompt and the token it had generated
+            [("b", 17)],  # its prompt and the generated token
             [("b", 1)],
             [("b", 1)],
         ]
@@ -215,7 +215,7 @@ class TestDecisions:
         assert (figures.requests, figures.steps, figures.generated_tokens) == (1, 2, 0)
 
     def test_requests_larger_than_the_pool_are_skipped(self, batched: bool) -> None:
-        # The last token generated needs no place.
+        # The last generated token needs no slot.
         requests = [request_of("fits", 3 * 16, 17), request_of("large", 3 * 16, 18), request_of("a", 1)]
         scheduler = make_scheduler(1 + 4, requests, batched)
         assert [request.request_id for request, _ in scheduler.skipped] == ["large"]
@@ -296,7 +296,7 @@ class TestEqualToTheOracle:
 
 
 def make_random_requests(rng: np.random.Generator, num_requests: int) -> list[SimulatedRequest]:
-    """Prompts that begin with one of three texts, and answers that others continue."""
+    """Return prompts that begin with one of three texts, and answers that others continue."""
     texts = rng.integers(2**31, size=(3, 200), dtype=np.int32)
     requests = []
     for name in range(num_requests):
@@ -429,7 +429,7 @@ class TestTrace:
         [
             (b"", "not valid JSON"),
             (b"{", "not valid JSON"),
-            (b'{"timestamp": NaN}', "NaN is no JSON number"),
+            (b'{"timestamp": NaN}', "NaN is not a JSON number"),
             (b'{"timestamp": "\xff"}', "not valid JSON"),
             (b"[" * 100_000, "not valid JSON"),
             (b"[1]", "a JSON object is expected, not list"),

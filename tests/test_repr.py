@@ -1,4 +1,4 @@
-"""What a session shows of the large objects: sizes and state in one line."""
+"""The repr of large objects: sizes and state in one line."""
 
 from __future__ import annotations
 

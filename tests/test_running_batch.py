@@ -1,4 +1,4 @@
-"""A running batch against the oracle and against the manager on random work, and what a call marks dirty in the tables.
+"""A running batch against the oracle and the manager on random work, and the windows that a call marks dirty.
 
 PAGEPOOL_TEST_OPERATIONS: a tenth of so many calls are made in all for each of the two.
 """
@@ -59,7 +59,7 @@ def test_same_as_row_by_row(setting: Setting, model: str) -> None:
     "setting", [setting for setting in SETTINGS if setting.page_size <= 8], ids=lambda setting: setting.name
 )
 def test_many_rows_at_once(setting: Setting) -> None:
-    """In one call more pages get full than wait to be hashed and entered together, and room ends among them."""
+    """In one call more pages become full than wait to be hashed and entered together, and the pool runs short among them."""
     num_pages = 12 * max(setting.num_pages)
     twins = manager_and_batch(setting, num_pages, NUM_MANY_ROWS)
     workload = BatchWorkload(setting, twins, num_pages, Random(zlib.crc32(setting.name.encode())), trims=False)
@@ -98,7 +98,7 @@ CALLS: list[tuple[str, Callable[[pagepool.RunningBatch], Any], Places]] = [
 
 
 def make_wide(group: Group) -> tuple[pagepool.RunningBatch, pagepool.PageTable]:
-    """Return a batch over three rows of 200 pages, which are four windows."""
+    """Return a batch over three rows of 200 pages, which are four windows each."""
     specs = [pagepool.CacheGroupSpec(kv_cache_spec=group.spec(pagepool, "float16"))]
     table = pagepool.PageTable(3, 200, 64)
     return pagepool.RunningBatch(pagepool.CacheManager(400, specs, 200 * group.page_size), table), table
@@ -120,7 +120,7 @@ def test_the_windows_that_a_call_changes_are_dirty() -> None:
 
 
 def test_places_that_leave_the_window_are_dirty() -> None:
-    """Pages of 2 tokens, a window of 5: a page goes back with every other step, one comes."""
+    """Pages of 2 tokens, a window of 5: in every other step a page is freed and one is taken."""
     batch, table = make_wide(Group("sliding", 2, 5))
     on_device = np.zeros_like(table.page_table_cpu)
     batch.admit(0, PROMPT)
@@ -135,7 +135,7 @@ def test_places_that_leave_the_window_are_dirty() -> None:
 
 
 def test_a_call_that_stops_marks_what_it_did() -> None:
-    """Row 0 gets its page; row 1 only gives one back that has left its window, and then does not fit."""
+    """Row 0 gets its page; row 1 only frees one that has left its window, and then does not fit."""
     specs = [pagepool.CacheGroupSpec(kv_cache_spec=group.spec(pagepool, "float16")) for group in (Group("sliding", 2, 3),)]
     table = pagepool.PageTable(3, 200, 64)
     batch = pagepool.RunningBatch(pagepool.CacheManager(9, specs, 400, enable_caching=False), table)

@@ -1,4 +1,4 @@
-"""The secret key of the hashes: an empty seed, which anybody can guess, makes none, and no pickle or repr shows it."""
+"""The secret key of the hashes: an empty seed, which anybody can guess, makes none, and no pickle or repr reveals it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_empty_seed_makes_no_key(function: Callable[[Any], Any], hash_seed: A
 
 
 def test_an_empty_environment_names_no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for Python itself. `tests/test_vllm_hashes.py` has what vLLM makes of it, and `sha256_cbor` with it."""
+    """As in Python. `tests/test_vllm_hashes.py` tests vLLM's rule, which `sha256_cbor` follows."""
     program = (
         "from pagepool.hashing import NONE_HASH, get_siphash_key; import os\n"
         "print(get_siphash_key().hex(), NONE_HASH, hash('a'))"
@@ -86,7 +86,7 @@ def test_an_empty_environment_names_no_seed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def make_busy(manager: CacheManager) -> list[Any]:
-    """The manager after some work, and the objects that an engine got from it."""
+    """Return a manager after some work, and the objects that an engine got from it."""
     pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
     manager.enable_events()
     request = EngineRequest("a", list(range(19)), cache_salt="pepper")
@@ -105,7 +105,7 @@ def make_busy(manager: CacheManager) -> list[Any]:
 
 
 def list_reachable(roots: list[Any]) -> Iterator[Any]:
-    """All objects of this package's classes that lead from `roots`, each once."""
+    """Yield all objects of this package's classes reachable from `roots`, each once."""
     seen: dict[int, Any] = {}
     pending = list(roots)
     while pending:
@@ -117,7 +117,7 @@ def list_reachable(roots: list[Any]) -> Iterator[Any]:
 
 
 def secrets_of(manager: CacheManager, has_seed: bool = True) -> list[bytes]:
-    """The key, and the root if a seed makes it, in every form in which they may be written."""
+    """Return the key, and the root if a seed makes it, in all forms in which they may be written."""
     hasher = manager.hasher
     secrets = [hasher._key, *([hasher._root] if has_seed and isinstance(hasher, Sha256Hasher) else [])]
     return [
@@ -131,11 +131,11 @@ def secrets_of(manager: CacheManager, has_seed: bool = True) -> list[bytes]:
 
 
 class Refused(Exception):
-    """A pickler raised an error; `args` has the bytes that it had written until then."""
+    """A pickler raised an error; `args` has the bytes written until then."""
 
 
 def dump(item: Any, protocol: int, pickler: Any) -> bytes:
-    """The bytes written. The pickler in Python writes as it goes."""
+    """Return the written bytes. The pickler in Python writes as it proceeds."""
     file = io.BytesIO()
     try:
         pickler(file, protocol).dump(item)
@@ -183,7 +183,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_has_the_key_is_neither_pickled_nor_copied(hash_algo: Any, way: str) -> None:
-    """With an error that says so, of the object itself or of what it holds."""
+    """The error names the object itself or one that it holds."""
     manager = make_manager(hash_algo=hash_algo)
     objects = make_busy(manager)
     own = [item for item in list_reachable(objects) if isinstance(item, CacheManager | PageHasher | HashChain | RequestHashes)]
@@ -206,7 +206,7 @@ def test_what_has_a_pool_is_not_pickled_either(way: str) -> None:
 
 
 def test_a_snapshot_has_no_key() -> None:
-    """It is what is saved in place of a pickle."""
+    """It is saved in place of a pickle."""
     manager = make_manager(hash_seed="a secret that only two engines know")
     manager.allocate_slots(EngineRequest("a", list(range(19))), 19)
     snapshot = manager.page_pool.snapshot()

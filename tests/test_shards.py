@@ -1,4 +1,4 @@
-"""Pages of equal content in data-parallel shards: the first of a shard is found at once, however many others have."""
+"""Pages of equal content in data-parallel shards: the first of a shard is found at once, for any number of others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def median_seconds(call: Callable[[], object], num_calls: int = 51) -> float:
 
 
 def make_manager(num_twins: int) -> CacheManager:
-    """A manager in whose shard 0 a prompt was repeated without a look-up, and then once in shard 1."""
+    """Make a manager in whose shard 0 a prompt was repeated without a look-up, and then once in shard 1."""
     pages_per_shard = num_twins * NUM_PAGES_OF_PROMPT + 10
     manager = CacheManager(NUM_SHARDS * pages_per_shard, [CacheGroupSpec(FULL)], 64)
     for i in range(num_twins + 1):
@@ -87,7 +87,7 @@ def test_an_admission_takes_no_longer_for_many_twins_in_another_shard() -> None:
 
 
 class PlainPool:
-    """The pages under each key in the order they were cached."""
+    """The pages under each key in the order of caching."""
 
     def __init__(self) -> None:
         self.pages_by_key: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Pools saved and restored: the same pool in every respect, or an error that says what is wrong."""
+"""Pools saved and restored: the same pool in every respect, or an error that names the fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGE_SIZE = 4
 
 
 def state_of(pool: PagePool) -> dict[str, Any]:
-    """Everything that a user can see of a pool."""
+    """Return everything that a user can observe of a pool."""
     return {
         "ref_counts": pool.ref_counts().tolist(),
         "free": pool.free_page_ids_in_order().tolist(),
@@ -42,7 +42,7 @@ def make_manager(num_pages: int = 64, **options: Any) -> CacheManager:
 
 
 def run_requests(manager: CacheManager, rng: random.Random, num_requests: int) -> list[EngineRequest]:
-    """Chats with common beginnings, half of which stay. Returns those."""
+    """Run chats with common beginnings, half of which continue. Returns those."""
     running = []
     for i in range(num_requests):
         request = EngineRequest(f"{i}-{rng.random()}", [rng.randrange(2) for _ in range(rng.randrange(1, 24))])
@@ -58,7 +58,7 @@ def run_requests(manager: CacheManager, rng: random.Random, num_requests: int) -
 
 @pytest.fixture
 def pool() -> PagePool:
-    """A pool with held, free, cached and evicted pages, and pages of equal content."""
+    """Make a pool with held, free, cached and evicted pages, and pages of equal content."""
     manager = make_manager()
     run_requests(manager, random.Random(5), 20)
     return manager.page_pool
@@ -239,7 +239,7 @@ def test_contradictions_are_refused_even_with_the_right_checksum(name, values, m
 def test_names_that_are_no_hashes_are_refused(pool, text):
     arrays = {name: array for name, array in pool.snapshot().items() if name not in ("format", "version", "checksum")}
     arrays["names"] = np.frombuffer(text.encode("latin-1"), dtype=np.uint8)
-    with pytest.raises(SnapshotError, match="'names' are no page hashes"):
+    with pytest.raises(SnapshotError, match="'names' are not page hashes"):
         PagePool.restore(seal(arrays))
 
 
@@ -281,7 +281,7 @@ def test_a_file_with_a_flipped_byte_is_refused_or_the_same(pool):
         try:
             file = np.load(io.BytesIO(damaged))
         except Exception:
-            continue  # numpy's to refuse
+            continue  # refused by numpy
         with file:
             try:
                 restored = PagePool.restore(file)
@@ -325,7 +325,7 @@ def test_a_pool_that_kept_tokens_goes_on_keeping_them():
     pool.store.keep_token_ids(PAGE_SIZE)
     chain = HashChain(PAGE_SIZE, bytes(16), keep_token_ids=True)
     chain.extend(list(range(8)))
-    pool.store.enter_pages(pool.store.take(2), chain, 0, 2, 1, 0)
+    pool.store.enter_pages(pool.store.take(2), chain, 0, 0)
     restored = PagePool.restore(pool.snapshot())
     wider = CacheManager(64, [make_group(8)], max_model_len=256, hash_seed=3, keep_token_ids=True, page_pool=restored)
     wider.allocate_slots(EngineRequest("other", list(range(8))), 8)
@@ -334,3 +334,13 @@ def test_a_pool_that_kept_tokens_goes_on_keeping_them():
     restored.check()
     with pytest.raises(PageHashError, match="has a hash already"):
         restored.pages[1].page_hash = restored.pages[2].page_hash
+
+
+def test_groups_that_differ_in_high_bits_alone_are_told_apart() -> None:
+    """The hash of a key's slot has room for 24 bits of the group."""
+    pool = PagePool(8, enable_caching=True)
+    pool.store.take(2)
+    pool.store.enter(1, 5, 0)
+    pool.store.enter(2, 5, 1 << 24)
+    pool.check()
+    PagePool.restore(pool.snapshot()).check()

@@ -1,4 +1,4 @@
-"""A short soak of each kind, and that a soak finds what is wrong."""
+"""A short soak of each kind, and a soak's detection of errors."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def test_contents_have_their_share_of_the_time() -> None:
     assert dict(work.lines())["contents: rounds"] == f"{work.contents['rounds']:,}"
 
 
-# --- what is wrong is found ---------------------------------------------------------------------------------
+# --- detection of errors --------------------------------------------------------------------------------------
 
 
 def abort_nothing(engine: Engine, row: int) -> None:
-    """End a request, and forget to give its pages back."""
+    """End a request without freeing its pages."""
     engine.running = engine.running[engine.running != row]
     engine._requests.pop(row)
     engine._free_rows.append(row)
@@ -84,7 +84,7 @@ def cut_one_more(side: ManagerSide, row: int, num_tokens: int) -> None:
 
 
 def free_wrongly(pool: pagepool.PagePool, page_ids: Any) -> None:
-    """Take back what nobody holds, without a word."""
+    """Ignore the release of pages without holders."""
 
 
 BROKEN = {

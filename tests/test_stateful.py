@@ -1,4 +1,4 @@
-"""Pool and manager against the oracle, driven by hypothesis, which shrinks what it finds."""
+"""Pool and manager against the oracle, driven by hypothesis, which shrinks its findings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ hints = st.none() | st.integers(0, 3)
 
 
 class PoolTwin:
-    """What the pools have in common."""
+    """The common interface of the pools."""
 
     pool: Any
 
@@ -98,7 +98,7 @@ class PackagePoolTwin(PoolTwin):
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Pages taken, shared, entered, found, evicted and given back in any order, with mistakes among it."""
+    """Pages taken, shared, entered, found, evicted and freed in any order, with wrong calls in between."""
 
     @initialize(num_pages=st.sampled_from((1, 2, 4, 8, 9, 12)))
     def start(self, num_pages: int) -> None:
@@ -163,7 +163,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 def has_no_page_twice(page_ids: list[int]) -> bool:
-    """Tell whether each page but the null page is there once."""
+    """Whether each page but the null page occurs once."""
     pages = [page_id for page_id in page_ids if page_id != NULL_PAGE]
     return len(pages) == len(set(pages))
 
@@ -172,7 +172,7 @@ def has_no_page_twice(page_ids: list[int]) -> bool:
 
 
 def rule_on_running(act: Callable[[Engine, Request], None]) -> Any:
-    """Make a rule of what an engine does to any running request."""
+    """Make a rule that applies an engine's action to any running request."""
 
     @precondition(lambda machine: machine.engine.running)
     @rule(data=st.data())
@@ -183,7 +183,7 @@ def rule_on_running(act: Callable[[Engine, Request], None]) -> Any:
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """Requests that come, grow, are preempted and go in any order."""
+    """Requests that arrive, grow, are preempted and end in any order."""
 
     @initialize(setting=st.sampled_from(SETTINGS), num_pages=st.sampled_from((8, 12, 24)))
     def start(self, setting: Setting, num_pages: int) -> None:
@@ -195,7 +195,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.setting = setting
 
     def draw_options(self, data: st.DataObject) -> dict[str, Any]:
-        """Draw keywords for an allocation; the simplest are none."""
+        """Draw keywords for an allocation; the simplest draw is none."""
         options = self.placement(data.draw(hints))
         if data.draw(st.booleans()):
             options["num_lookahead_tokens"] = data.draw(st.integers(0, 3))

@@ -1,4 +1,4 @@
-"""What a manager says of its cache: against the pool's own records, and in time."""
+"""A manager's statistics: against the pool's own records, and over time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def start(manager: CacheManager, name: str, token_ids: list[int]) -> EngineReque
 
 
 def assert_agrees(manager: CacheManager) -> CacheStats:
-    """With the pool's pages, looked at one by one."""
+    """Compare the statistics with the pool's pages, counted one by one."""
     stats, pages = manager.stats(), manager.page_pool.pages[1:]
     assert stats.num_pages == len(pages)
     assert stats.num_free_pages == sum(page.is_free for page in pages)
@@ -91,7 +91,7 @@ def test_a_request_that_comes_back_counts_apart_whatever_its_status() -> None:
         manager.free(request)
     stats = manager.stats()
     assert (stats.queries, stats.preempted_queries) == (pagepool.QueryCounts(1, 5, 0), pagepool.QueryCounts(1, 5, 4))
-    manager.free_page_hashes(request)  # it has ended: who comes under its name is another one
+    manager.free_page_hashes(request)  # it has ended: a request with the same id is a new one
     manager.get_computed_pages(request)
     assert manager.allocate_slots(request, 5) is not None
     assert manager.stats().queries == pagepool.QueryCounts(2, 10, 0)
@@ -129,7 +129,7 @@ def test_times_of_a_restored_pool_begin_with_it() -> None:
     assert start(restored, "b", [1, 2, 3, 4, 6]) is not None
     gap = restored.stats().reuse_gap
     assert gap.num_times == 1
-    assert gap.sum_seconds < time.monotonic() / 2  # not since the machine was started
+    assert gap.sum_seconds < time.monotonic() / 2  # not since the start of the machine
 
 
 def test_of_large_pools_pages_are_sampled() -> None:
@@ -153,7 +153,7 @@ def test_without_caching_and_without_pages() -> None:
 
 @pytest.mark.parametrize("batched", [True, False])
 def test_a_saturated_replay_counts_each_request_once(batched: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    """The manager, its pool, Prometheus and the report give one number, however often requests were refused."""
+    """The manager, its pool, Prometheus and the report give the same number, however often requests were refused."""
     registry_of = pytest.importorskip("prometheus_client").CollectorRegistry
     pytest.importorskip("rich")
     from pagepool.metrics import CacheCollector
@@ -188,7 +188,7 @@ def test_a_saturated_replay_counts_each_request_once(batched: bool, capsys: pyte
 
 
 def test_a_look_up_counts_when_its_request_is_admitted() -> None:
-    """Not when it is made, nor again when the request grows, nor for a request that holds its pages."""
+    """Not at construction, nor when the request grows, nor for a request that holds its pages."""
     manager = make_manager()
     first, second = EngineRequest("a", [1, 2, 3, 4, 5]), EngineRequest("b", [1, 2, 3, 4, 6])
     for _ in range(3):

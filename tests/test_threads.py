@@ -33,7 +33,7 @@ from pagepool import (
     RunningBatch,
     SlidingWindowSpec,
 )
-from pagepool._core import HashChain, PageIds, PageStore
+from pagepool._core import EntryJournal, HashChain, PageIds, PageStore, PrefixQuery, RowRequest
 from pagepool.errors import (
     OutOfPagesError,
     PageHashError,
@@ -41,12 +41,13 @@ from pagepool.errors import (
     PagePoolError,
     RowOverflowError,
 )
+from pagepool.page_pool.prefix_index import list_kept_keys
 
 PAGE_SIZE = 4
 FULL = FullAttentionSpec(PAGE_SIZE, 1, 8, "float16", False)
 WINDOW = SlidingWindowSpec(PAGE_SIZE, 1, 8, "float16", False, 9)
 MANY_PAGES = 1100
-"""Calls on so many pages let go of the GIL."""
+"""Calls on that many pages release the GIL."""
 
 Work = Callable[[Random, int], None]
 seeds = pytest.mark.parametrize("seed", range(3))
@@ -55,7 +56,7 @@ num_threads = pytest.mark.parametrize("num_threads", [2, 4, 8])
 
 @pytest.fixture(autouse=True)
 def _switch_often() -> Iterator[None]:
-    """Threads take turns as often as CPython lets them."""
+    """Threads switch as often as CPython permits."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -63,7 +64,7 @@ def _switch_often() -> Iterator[None]:
 
 
 def run_threads(num_threads: int, seed: int, work: Work) -> None:
-    """Start so many threads at once, each with its own randomness and number. What one of them raises is raised here."""
+    """Start that many threads at once, each with its own randomness and number. An exception in one of them is raised here."""
     barrier = threading.Barrier(num_threads)
     errors: list[BaseException] = []
 
@@ -85,19 +86,19 @@ def run_threads(num_threads: int, seed: int, work: Work) -> None:
 
 
 class Owners:
-    """Who holds each page alone, as the threads themselves have it."""
+    """The exclusive holders of each page, as recorded by the threads."""
 
     def __init__(self, num_pages: int) -> None:
         self.names: list[int | None] = [None] * num_pages
 
     def take(self, name: int, page_ids: list[int]) -> None:
-        """Note pages that were handed out as new to a thread."""
+        """Record pages that a thread got as new."""
         for page_id in page_ids:
             assert self.names[page_id] is None, f"page {page_id} was handed to thread {name} and to {self.names[page_id]}"
             self.names[page_id] = name
 
     def leave(self, name: int, page_ids: list[int]) -> None:
-        """Note pages that a thread is about to give back."""
+        """Record pages that a thread is about to free."""
         for page_id in page_ids:
             assert self.names[page_id] == name, f"page {page_id} of thread {name} was handed to thread {self.names[page_id]}"
             self.names[page_id] = None
@@ -108,14 +109,14 @@ def make_manager(num_pages: int, *specs: Any, **options: Any) -> CacheManager:
 
 
 def assert_held(pool: PagePool, page_ids: Iterable[int]) -> None:
-    """The pages, null pages aside, have as many references as they stand in the list, and all others are free."""
+    """Assert that pages have as many references as they occur in the list, without null pages, and that all others are free."""
     counts = np.bincount([page_id for page_id in page_ids if page_id], minlength=pool.num_pages)
     assert pool.ref_counts().tolist() == counts.tolist()
     pool.check()
 
 
 def assert_all_free(pool: PagePool) -> None:
-    """Nothing is lost."""
+    """Assert that no page is lost."""
     assert pool.get_num_free_pages() == pool.num_pages - 1
     assert not pool.ref_counts().any()
     assert sorted(pool.free_page_ids_in_order().tolist()) == list(range(1, pool.num_pages))
@@ -126,7 +127,7 @@ def assert_all_free(pool: PagePool) -> None:
 
 
 class PoolUser:
-    """Takes pages of a pool, does all sorts of things with them, and gives them back."""
+    """Takes pages of a pool, uses them in various ways, and frees them."""
 
     def __init__(self, pool: PagePool, owners: Owners, rng: Random, number: int) -> None:
         self.pool = pool
@@ -168,13 +169,13 @@ class PoolUser:
             self.pool.free_pages(self.pool.pages[page_id] for page_id in page_ids)
 
     def touch(self) -> None:
-        """Take a second reference to pages held, and give it back."""
+        """Take a second reference to held pages, and release it."""
         page_ids = self.rng.sample(self.page_ids, min(5, len(self.page_ids)))
         self.pool.touch_page_ids(page_ids)
         self.pool.free_pages([self.pool.pages[page_id] for page_id in page_ids])
 
     def cache(self) -> None:
-        """Enter pages under hashes that others enter, too. Those that have a hash already are refused."""
+        """Enter pages under hashes that others enter too. Pages that already have a hash are refused."""
         page_ids = self.page_ids[:3]
         hashes = [PageHash(self.rng.randrange(50), self.rng.choice(((), (1, 2, 3, 4)))) for _ in page_ids]
         with suppress(PageHashError):
@@ -191,7 +192,7 @@ class PoolUser:
         self.pool.probe([page_hash])
 
     def inspect(self) -> None:
-        """Whatever the others are doing, the pool is right in between."""
+        """Whatever the others do, the pool is consistent in between."""
         self.rng.choice((self.pool.check, self.pool.reset_prefix_cache, self.compare_sums, self.copy))()
 
     def compare_sums(self) -> None:
@@ -243,7 +244,7 @@ def test_pages_of_a_pool_that_are_shared(num_threads: int, seed: int) -> None:
 
 @seeds
 def test_a_pool_without_caching_in_long_calls(seed: int) -> None:
-    """Two of three threads find the pool empty at any time."""
+    """At any time two of three threads find the pool empty."""
     pool = PagePool(3 * MANY_PAGES, enable_caching=False)
     owners = Owners(pool.num_pages)
 
@@ -262,7 +263,7 @@ def test_a_pool_without_caching_in_long_calls(seed: int) -> None:
 
 @seeds
 def test_a_page_is_freed_once_whoever_tries(seed: int) -> None:
-    """All threads free all pages in long calls, each in an order of its own: one succeeds, and the others change nothing."""
+    """All threads free all pages in long calls, each in a different order: one succeeds, and the others change nothing."""
     pool = PagePool(MANY_PAGES + 1, enable_caching=True)
     for _ in range(20):
         page_ids = pool.get_new_page_ids(MANY_PAGES).tolist()
@@ -281,7 +282,7 @@ def test_a_page_is_freed_once_whoever_tries(seed: int) -> None:
 @seeds
 @num_threads
 def test_a_queue(num_threads: int, seed: int) -> None:
-    """Pages that stand alone are adopted by one queue, and taken out again, from either end or the middle."""
+    """Pages without a pool are adopted by one queue, and taken out again, from either end or the middle."""
     queue = FreeCachePageQueue([])
     numbers = itertools.count()
 
@@ -310,7 +311,7 @@ def test_a_queue(num_threads: int, seed: int) -> None:
 
 
 class Client:
-    """Runs requests through a manager from their first look-up to their end, or nearly. Prompts are of few families."""
+    """Runs requests through a manager from their first look-up to their end, or nearly. Prompts have few families."""
 
     def __init__(self, manager: CacheManager, rng: Random, name: str) -> None:
         self.manager = manager
@@ -318,7 +319,7 @@ class Client:
         self.name = name
 
     def run(self, num_requests: int) -> list[str]:
-        """Serve so many requests. The last ones are left running: their ids."""
+        """Serve that many requests. Returns the ids of the last ones, which are left running."""
         return [f"{self.name}-{i}" for i in range(num_requests) if self.serve(f"{self.name}-{i}", i >= num_requests - 3)]
 
     def serve(self, request_id: str, is_left: bool) -> bool:
@@ -358,12 +359,12 @@ class Client:
 
 
 def page_ids_of(manager: CacheManager, request_ids: Iterable[str]) -> list[int]:
-    """What requests hold, in all groups."""
+    """Return the pages that requests hold, in all groups."""
     return [page_id for request_id in request_ids for ids in manager.get_page_ids(request_id) for page_id in ids]
 
 
 def run_clients(manager: CacheManager, num_threads: int, seed: int, num_requests: int) -> None:
-    """Run requests in so many threads at once; the pages of those that are left running are theirs, and all others are free."""
+    """Run requests in that many threads at once. The requests left running hold their pages, and all other pages are free."""
     left: list[str] = []
     run_threads(num_threads, seed, lambda rng, number: left.extend(Client(manager, rng, str(number)).run(num_requests)))
     assert left
@@ -376,21 +377,21 @@ def run_clients(manager: CacheManager, num_threads: int, seed: int, num_requests
 @seeds
 @num_threads
 def test_a_manager(num_threads: int, seed: int) -> None:
-    """Each thread has requests of its own; pages are shared where prompts begin alike."""
+    """Each thread has its own requests; pages are shared if prompts have a common beginning."""
     run_clients(make_manager(3000), num_threads, seed, 160 // num_threads)
 
 
 @seeds
 @pytest.mark.parametrize("options", [{}, {"keep_token_ids": True}, {"hash_algo": hash}, {"hash_algo": "sha256"}], ids=str)
 def test_a_manager_of_several_groups(options: dict[str, Any], seed: int) -> None:
-    """Pages that fall out of a window go back while others hit them."""
+    """Pages that leave a window are freed while others hit them."""
     run_clients(make_manager(6000, FULL, WINDOW, **options), 4, seed, 15)
 
 
 @seeds
 @num_threads
 def test_the_same_requests_from_several_threads(num_threads: int, seed: int) -> None:
-    """Who comes too late gets a typed error, and nothing is lost."""
+    """The later call gets a typed error, and nothing is lost."""
     manager = make_manager(64, FULL, WINDOW)
     requests = [EngineRequest(f"r{i}", [i % 2] * 30) for i in range(4)]
 
@@ -410,7 +411,7 @@ def test_the_same_requests_from_several_threads(num_threads: int, seed: int) -> 
 
 
 def use_request(manager: CacheManager, request: EngineRequest, rng: Random) -> None:
-    """One call or two for a request that others use, too."""
+    """Make one call or two for a request that others use too."""
     action = rng.randrange(8)
     if action < 3:
         hits, num_hit_tokens = manager.get_computed_pages(request)
@@ -437,7 +438,7 @@ def use_request(manager: CacheManager, request: EngineRequest, rng: Random) -> N
 @seeds
 @num_threads
 def test_rows_of_a_table(num_threads: int, seed: int) -> None:
-    """Each thread has three rows; a model says what they hold. Others change their rows, and the table is copied."""
+    """Each thread has three rows; a model records their pages. Others change their rows, and the table is copied."""
     table = PageTable(3 * num_threads, 200, 64)
     models = [[[] for _ in range(3)] for _ in range(num_threads)]
 
@@ -457,7 +458,7 @@ def test_rows_of_a_table(num_threads: int, seed: int) -> None:
 
 
 def change_row(table: PageTable, model: list[list[int]], first: int, src: int, tgt: int, rng: Random, page_id: int) -> None:
-    """Change rows `src` and `tgt` behind `first` of a table, and of a model of them."""
+    """Change rows `src` and `tgt` after `first` of a table, and of its model."""
     ids = [page_id] * rng.randint(1, 9)
     action = rng.randrange(6)
     if action < 2:
@@ -481,7 +482,7 @@ def change_row(table: PageTable, model: list[list[int]], first: int, src: int, t
 @seeds
 @num_threads
 def test_the_same_rows_from_several_threads(num_threads: int, seed: int) -> None:
-    """Rows consist of whole runs: a run is appended, moved, swapped or cleared as one."""
+    """Rows consist of whole runs: a run is appended, moved, swapped or cleared as a whole."""
     table = PageTable(3, 300, 64)
 
     def work(rng: Random, number: int) -> None:
@@ -526,7 +527,7 @@ def test_all_groups_of_a_table_change_at_once(seed: int) -> None:
 
 @seeds
 def test_a_table_is_committed_while_its_rows_change(seed: int) -> None:
-    """One thread commits, as the contract has it; what it missed the last commit sends."""
+    """One thread commits, as the contract requires; the last commit sends what it missed."""
     pytest.importorskip("jax")
     table = PageTable(9, 200, 64)
     table.warmup()
@@ -547,7 +548,7 @@ def test_a_table_is_committed_while_its_rows_change(seed: int) -> None:
 
 
 class RowUser:
-    """Runs requests in rows of a batch that are its own, and knows how long they must be."""
+    """Runs requests in its own rows of a batch, and knows how long they must be."""
 
     def __init__(self, batch: RunningBatch, rows: range, rng: Random) -> None:
         self.batch = batch
@@ -580,7 +581,7 @@ class RowUser:
                     self.lengths[row] = len(prompt)
 
     def step(self) -> None:
-        """Decode all rows; those that do not fit are released."""
+        """Decode all rows; release those that do not fit."""
         rows = [row for row in self.lengths if self.batch.num_computed_tokens[row] == self.lengths[row]]
         result = self.batch.step(rows, [self.rng.randrange(3) for _ in rows])
         for row in rows[: result.num_grown]:
@@ -589,7 +590,7 @@ class RowUser:
         self.release_rows(rows[result.num_grown :])
 
     def append(self) -> None:
-        """Let rows know drafts, and compute them."""
+        """Append drafts to rows, and compute them."""
         rows = self.rng.sample(list(self.lengths), min(2, len(self.lengths)))
         self.batch.append([*rows, *rows], [1] * 2 * len(rows))
         for row in rows:
@@ -648,7 +649,7 @@ def test_rows_of_a_batch(num_threads: int, seed: int) -> None:
 @seeds
 @num_threads
 def test_the_same_rows_of_a_batch_from_several_threads(num_threads: int, seed: int) -> None:
-    """Each call is right or refused as a whole, whatever the others did to the rows a moment ago."""
+    """Each call succeeds or is refused as a whole, whatever the others did to the rows just before."""
     manager = make_manager(200, FULL, WINDOW)
     batch = RunningBatch(manager, MultiGroupPageTable(4, 256, 64, [PAGE_SIZE, PAGE_SIZE]))
 
@@ -664,18 +665,18 @@ def test_the_same_rows_of_a_batch_from_several_threads(num_threads: int, seed: i
 
 
 def page_ids_in(batch: RunningBatch) -> list[int]:
-    """What rows hold, in all groups."""
+    """Return the pages that rows hold, in all groups."""
     return [page_id for row in range(len(batch.num_tokens)) for ids in batch.get_page_ids(row) for page_id in ids]
 
 
 def release_all(manager: CacheManager, batch: RunningBatch) -> None:
-    """Nothing is lost."""
+    """Assert that no page is lost."""
     batch.release(np.flatnonzero(batch.is_admitted).astype(np.int32))
     assert_all_free(manager.page_pool)
 
 
 def use_rows(batch: RunningBatch, rng: Random) -> None:
-    """One call for rows that others use, too."""
+    """Make one call for rows that others use too."""
     rows = rng.sample(range(4), rng.randint(1, 4))
     actions: list[Callable[[], object]] = [
         lambda: batch.admit(rows[0], [rng.randrange(2)] * rng.randint(1, 200)),
@@ -694,7 +695,7 @@ def use_rows(batch: RunningBatch, rng: Random) -> None:
 
 @seeds
 def test_a_manager_and_a_batch_share_a_pool(seed: int) -> None:
-    """Requests of the manager and rows of the batch hit one another's pages."""
+    """Requests of the manager and rows of the batch hit each other's pages."""
     manager = make_manager(4000)
     batch = RunningBatch(manager, PageTable(8, 1200, 64))
     left: list[str] = []
@@ -717,16 +718,16 @@ def test_a_manager_and_a_batch_share_a_pool(seed: int) -> None:
 
 
 class Reader:
-    """Takes the changes of a pool, and knows by them what is cached."""
+    """Takes the changes of a pool, and derives from them what is cached."""
 
     def __init__(self, store: PageStore) -> None:
         self.store = store
         self.keys: set[tuple[int, int, int]] = set()
 
     def read(self) -> None:
-        is_cleared, removed_keys, groups, (new_keys, runs, _), entries = self.store.take_changes(True)
-        assert self.store.kept_contexts() is None
-        assert self.store.kept_keys() is None
+        is_cleared, removed_keys, groups, (new_keys, runs, _), entries = EntryJournal(self.store).take_changes(True)
+        assert EntryJournal(self.store).kept_contexts() is None
+        assert list_kept_keys(self.store) is None
         if is_cleared:
             self.keys.clear()
         pairs = removed_keys.reshape(-1, 2).tolist()
@@ -738,7 +739,7 @@ class Reader:
         self.keys |= new
         assert entries is not None
         assert self.keys_in(*entries[:2]) == self.keys
-        self.store.end_report()
+        EntryJournal(self.store).end_report()
 
     def keys_in(self, keys: Any, runs: list[tuple[int, ...]]) -> set[tuple[int, int, int]]:
         groups = [run[3] for run in runs for _ in range(run[4])]
@@ -749,10 +750,10 @@ class Reader:
 
 @seeds
 def test_one_thread_is_told_what_the_others_cache(seed: int) -> None:
-    """Requests, rows and direct users of one pool; after each look the reader knows what is cached, and all that is."""
+    """Requests, rows and direct users of one pool; after each read, the reader knows the cached pages exactly."""
     manager = make_manager(4000)
     store = manager.page_pool.store
-    store.start_journal()
+    EntryJournal(store).start()
     batch = RunningBatch(manager, PageTable(4, 1200, 64))
     owners = Owners(4000)
     reader = Reader(store)
@@ -772,20 +773,20 @@ def test_one_thread_is_told_what_the_others_cache(seed: int) -> None:
     run_threads(4, seed, work)
     reader.read()
     batch.check()
-    assert store.kept_contexts() is not None
+    assert EntryJournal(store).kept_contexts() is not None
     assert len(reader.keys) == store.num_keys
 
 
 def use_contexts(store: PageStore, batch: RunningBatch, rng: Random) -> None:
-    """Rows of which some have a context, which nobody else has."""
+    """Use rows, some of which have a context of their own."""
     for _ in range(60):
-        row, context = rng.randrange(4), store.add_context()
+        row, context = rng.randrange(4), EntryJournal(store).add_context()
         if batch.is_admitted[row]:
             batch.release([row])
         prompt = [rng.randrange(3) for _ in range(rng.choice((3, 30, 300)))]
-        batch.admit_row(row, prompt, None, None, [(0, b"%d" % context)], None, None, 50, context)
-        store.release_context(context)
-        kept = store.kept_contexts()
+        RowRequest(batch, row, prompt, None, None, 50).admit([(0, b"%d" % context)], context=context)
+        EntryJournal(store).release_context(context)
+        kept = EntryJournal(store).kept_contexts()
         assert kept is None or context in kept or not batch.is_admitted[row]
 
 
@@ -811,13 +812,13 @@ def test_a_page_that_is_dropped_during_a_look_up_is_no_hit(evicted: int, monkeyp
     assert 0 not in batch.get_page_ids(0)[0]
 
 
-# The small ones of the core.
+# Small objects of the core.
 
 
 @seeds
 @num_threads
 def test_a_hash_chain(num_threads: int, seed: int) -> None:
-    """Each call hashes its pages in one run, behind what was there: hashing the same tokens alone gives the same digests."""
+    """Each call hashes its pages in one run after the previous ones: hashing the same tokens alone gives the same digests."""
     chain = HashChain(PAGE_SIZE, bytes(16), True)
 
     def work(rng: Random, number: int) -> None:
@@ -836,7 +837,7 @@ def test_a_hash_chain(num_threads: int, seed: int) -> None:
 
 @seeds
 def test_a_chain_is_read_while_it_grows(seed: int) -> None:
-    """Look-ups see the digests that were there when they began, in memory that moves."""
+    """Look-ups see the digests that existed when they began, in memory that moves."""
     manager = make_manager(3000)
     store = manager.page_pool.store
     chain = HashChain(PAGE_SIZE, bytes(16))
@@ -846,15 +847,15 @@ def test_a_chain_is_read_while_it_grows(seed: int) -> None:
             if number == 0:
                 chain.extend([rng.randrange(9)] * (PAGE_SIZE * rng.choice((1, 50, MANY_PAGES))))
             else:
-                assert store.find_leading_hits(chain, 1, 0, len(chain), PageIds([0])) == 0
-                assert store.find_last_run(chain, 1, len(chain), 2, PageIds([0])) == 0
+                assert PrefixQuery(store, chain).find_leading_hits(PageIds([0]), 1, 0, len(chain)) == 0
+                assert PrefixQuery(store, chain).find_last_run(PageIds([0]), 1, len(chain), 2) == 0
 
     run_threads(4, seed, work)
 
 
 @seeds
 def test_page_ids(seed: int) -> None:
-    """Ids are read from all sides."""
+    """All threads read the ids."""
     ids = PageIds(range(500))
 
     def work(rng: Random, number: int) -> None:

@@ -37,7 +37,7 @@ TABLE_ROWS, TABLE_TOKENS, TABLE_PAGE_SIZES = 4, 520, [4, 8]
 randoms = st.randoms(use_true_random=False)
 
 
-# --- what can be done beside rows and requests ------------------------------------------------------------------
+# --- actions beside rows and requests ---------------------------------------------------------------------------
 
 
 class OracleTogether(OracleRows):
@@ -53,13 +53,13 @@ class OracleTogether(OracleRows):
         self.manager.page_pool.touch([page_ids])
 
     def find_like(self, page_id: int) -> list[int] | None:
-        """The page that a look-up of a cached page's content finds."""
+        """Return the page that a look-up of a cached page's content finds."""
         pool = self.manager.page_pool
         entry = pool.entry_of_page.get(page_id)
         return None if entry is None else pool.get_cached_page(entry[0], [entry[1]])
 
     def probe(self, token_ids: list[int]) -> int:
-        """A look-up that is not counted."""
+        """Make a look-up that is not counted."""
         counts, request = self.manager.page_pool.counts.copy(), Request("probe", token_ids)
         num_hit_tokens = self.manager.get_computed_pages(request)[1]
         self.manager.free_page_hashes(request)
@@ -67,12 +67,12 @@ class OracleTogether(OracleRows):
         return num_hit_tokens
 
     def extend_neighbour(self, request_id: str, token_ids: list[int]) -> bool:
-        """Append tokens to a request and compute them; False, with the tokens known, if they do not fit."""
+        """Append tokens to a request and compute them; False, with the tokens appended, if they do not fit."""
         return extend(self, request_id, token_ids)
 
 
 class PackageTogether(BatchRows):
-    """The running batch, and its pool called directly, by page object and by id in turns."""
+    """The running batch, and its pool called directly, alternately by page object and by id."""
 
     @property
     def pool(self) -> pagepool.PagePool:
@@ -120,7 +120,7 @@ def extend(rows: OracleTogether | PackageTogether, request_id: str, token_ids: l
     return False
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------
+# --- wrong calls ------------------------------------------------------------------------------------------------
 
 
 FOREIGN = pagepool.PagePool(4, enable_caching=True)
@@ -154,7 +154,7 @@ MISTAKES: dict[str, Callable[[PackageTogether], Any]] = {
 
 
 def rule_of(action: Callable[[BatchWorkload], None]) -> Any:
-    """Make a rule of what the batch's workload can do."""
+    """Make a rule from an action of the batch's workload."""
 
     @rule(rng=randoms)
     def act(machine: Together, rng: Random) -> None:
@@ -165,7 +165,7 @@ def rule_of(action: Callable[[BatchWorkload], None]) -> Any:
 
 
 class Together(RuleBasedStateMachine):
-    """Rows, requests, direct holders and tables on one pool, in any order, with mistakes among it."""
+    """Rows, requests, direct holders and tables on one pool, in any order, with wrong calls in between."""
 
     @initialize(setting=st.sampled_from(SETTINGS), seed=st.integers(0, 2**16), rng=randoms)
     def start(self, setting: Any, seed: int, rng: Random) -> None:
@@ -175,13 +175,13 @@ class Together(RuleBasedStateMachine):
         self.twins = Twins(oracle, self.package)
         self.workload = BatchWorkload(setting, self.twins, num_pages, rng, trims=True)
         self.work = make_grouped_work(TABLE_ROWS, TABLE_TOKENS, TABLE_PAGE_SIZES, seed)
-        self.mine: list[int] = []  # pages that were taken or touched directly, one for each reference
+        self.mine: list[int] = []  # pages taken or touched directly, one entry for each reference
         has_events = HAS_EVENTS and setting.enable_caching and rng.random() < 0.5
         self.telling = Telling(self.package.manager, oracle.manager, False) if has_events else None
 
     @invariant()
     def is_as_the_oracle(self) -> None:
-        """Compares all that can be seen; `batch.check()` is called for it, and with it the pool's."""
+        """Compare the observable state; this calls `batch.check()`, and with it the pool's."""
         if hasattr(self, "twins"):
             self.twins.compare_states()
             self.work.check()
@@ -234,7 +234,7 @@ class Together(RuleBasedStateMachine):
     @precondition(lambda self: self.mine)
     @rule(data=st.data(), more=st.integers(1, 3))
     def free_too_often(self, data: st.DataObject, more: int) -> None:
-        """One time more than all holders together could: the call is refused whole."""
+        """Free a page once more than all holders together could: the call is refused as a whole."""
         page_id = data.draw(st.sampled_from(self.mine))
         num_references = int(self.package.pool.ref_counts()[page_id])
         assert self.twins.call("free", [*self.mine, *[page_id] * (num_references + more)]) is None
@@ -252,7 +252,7 @@ class Together(RuleBasedStateMachine):
         with pytest.raises(PagePoolError):
             MISTAKES[name](self.package)
 
-    # tables of their own
+    # separate tables
 
     @rule()
     def change_tables(self) -> None:
@@ -261,7 +261,7 @@ class Together(RuleBasedStateMachine):
     @precondition(lambda self: self.twins.live_request_ids)
     @rule(data=st.data(), row=st.integers(0, TABLE_ROWS - 1))
     def show_neighbour(self, data: st.DataObject, row: int) -> None:
-        """Write what a request holds, in its first group, into a row of both tables."""
+        """Write a request's pages in its first group into a row of both tables."""
         request_id = data.draw(st.sampled_from(list(self.twins.live_request_ids)))
         page_ids = self.package.manager.get_page_ids(request_id)[0]
         self.work.both("add_row", [page_ids, page_ids[:-1]], row)
@@ -285,7 +285,7 @@ class Together(RuleBasedStateMachine):
 
     @rule()
     def restore(self) -> None:
-        """A pool that is restored is equal, and a change of it is not seen here."""
+        """A restored pool is equal, and changes to it do not affect this one."""
         restored = pagepool.PagePool.restore(self.package.pool.snapshot())
         restored.check()
         assert package_pool_state(restored, True) == package_pool_state(self.package.pool, True)
@@ -293,7 +293,7 @@ class Together(RuleBasedStateMachine):
 
     @rule(rng=randoms, is_sealed=st.booleans())
     def restore_damaged(self, rng: Random, is_sealed: bool) -> None:
-        """With one bit changed it is refused; with the checksum made to fit, it is refused or makes a sound pool."""
+        """With one bit changed the snapshot is refused; with a matching checksum, it is refused or makes a sound pool."""
         snapshot = self.package.pool.snapshot()
         name = rng.choice([name for name, values in snapshot.items() if values.size])
         snapshot[name] = snapshot[name].copy()

@@ -1,4 +1,4 @@
-"""Steps that were scheduled and did not run: what they cached is forgotten, and rows go back."""
+"""Steps that were scheduled and did not run: their cached pages are forgotten, and rows go back."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def make_batch(*specs: Any, manager: CacheManager | None = None) -> RunningBatch
 
 
 def count_hits(side: Any, token_ids: list[int] = PROMPT) -> int:
-    """Tokens that another request would hit."""
+    """Return the tokens that another request would hit."""
     manager = getattr(side, "_manager", side)
     return manager.probe(EngineRequest("other", [*token_ids, 1])).num_hit_tokens
 
 
 def state_of(batch: RunningBatch) -> tuple[Any, ...]:
-    """All that rows and pool show, but for the order of the free queue and counters."""
+    """Return the observable state of rows and pool, except the order of the free queue and counters."""
     batch.check()
     pool = package_pool_state(batch._manager.page_pool, with_hashes=True)
     by_row = [values.tolist() for values in (batch.num_tokens, batch.num_computed_tokens, batch.num_cached_tokens)]
@@ -59,12 +59,12 @@ def state_of(batch: RunningBatch) -> tuple[Any, ...]:
 
 
 def give_back(batch: RunningBatch, page_ids: Iterable[int]) -> None:
-    """As somebody else would, by mistake."""
+    """Free pages as another caller might by mistake."""
     pool = batch._manager.page_pool
     pool.free_pages([pool.pages[int(page_id)] for page_id in page_ids])
 
 
-# --- a batch's call ---------------------------------------------------------------------------------------------
+# --- undoing a batch's call -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("specs", [(FULL,), (WINDOW,), (CHUNK,), (FULL, WINDOW, CHUNK)])
@@ -98,7 +98,7 @@ def test_a_prompt_in_chunks_with_drafts(num_new_tokens: Any) -> None:
     assert count_hits(batch) == 16
     batch.undo(result)
     assert state_of(batch) == before
-    assert batch.num_tokens[0] == len(PROMPT)  # what is known stays known
+    assert batch.num_tokens[0] == len(PROMPT)  # known tokens stay known
 
 
 def test_several_calls_are_taken_back_last_first() -> None:
@@ -116,7 +116,7 @@ def test_several_calls_are_taken_back_last_first() -> None:
         batch.undo(results[-2])
     for i, (state, result) in enumerate(zip(reversed(states), reversed(results), strict=True)):
         batch.undo(result)
-        if i % 2 == 0:  # what was appended, not by the call, is the caller's to cut
+        if i % 2 == 0:  # the caller must cut what it appended outside the call
             batch.trim([0], state[0][0][0])
         assert state_of(batch) == state
 
@@ -139,7 +139,7 @@ def test_a_call_without_rows() -> None:
 
 
 def test_pages_held_by_others_too_lose_the_entry() -> None:
-    """The other one hit them in the same step, and is taken back as well."""
+    """The other row hit them in the same step, and is undone as well."""
     batch = make_batch()
     batch.admit(0, PROMPT, num_tokens=4)
     result = batch.grow([0], 16)
@@ -161,7 +161,7 @@ def test_events_tell_nothing_of_it() -> None:
     assert manager.take_events() == []
 
 
-# --- what cannot be taken back ----------------------------------------------------------------------------------
+# --- calls that cannot be undone --------------------------------------------------------------------------------
 
 SINCE: dict[str, Callable[[RunningBatch], Any]] = {
     "another step": lambda batch: batch.step([0], [1]),
@@ -179,7 +179,7 @@ SINCE: dict[str, Callable[[RunningBatch], Any]] = {
 
 
 class Batch(RunningBatch):
-    """A batch that remembers its results."""
+    """A batch that records its results."""
 
     results: list[Any]
 
@@ -212,9 +212,9 @@ def test_results_of_others() -> None:
 
 @pytest.mark.parametrize("spec", [WINDOW, CHUNK])
 def test_pages_that_left_the_window_are_not_to_be_had_again(spec: Any) -> None:
-    """Two steps were under way when the first failed. The row is released instead, and nothing of it stays cached."""
+    """Two steps were in flight when the first failed. The row is released instead, and none of its pages stays cached."""
     batch = make_batch(spec)
-    batch.admit(0, PROMPT, num_tokens=2, look_up=False)  # a chunk needs nothing of those before, so it would hit
+    batch.admit(0, PROMPT, num_tokens=2, look_up=False)  # a chunk needs nothing of earlier ones, so it would hit
     first = batch.grow([0], 16)
     second = batch.grow([0], 1)
     assert 0 in batch.get_page_ids(0)[0]
@@ -237,7 +237,7 @@ def test_pages_that_somebody_gave_back() -> None:
         batch.undo(result)
 
 
-# --- releasing rows that were not computed ----------------------------------------------------------------------
+# --- releasing uncomputed rows ----------------------------------------------------------------------------------
 
 
 def test_release_forgets_what_was_not_computed() -> None:
@@ -249,7 +249,7 @@ def test_release_forgets_what_was_not_computed() -> None:
 
 
 def test_release_keeps_hits() -> None:
-    """Others computed them before, or are taken back themselves."""
+    """Others computed them before, or are undone themselves."""
     batch = make_batch()
     batch.admit(0, PROMPT[:9])
     batch.release([0])
@@ -281,7 +281,7 @@ def test_wrong_numbers_are_refused(counts: Any) -> None:
 
 
 def test_release_where_somebody_gave_a_page_back() -> None:
-    """All or nothing: entries stay as well."""
+    """All or nothing: entries stay too."""
     batch = make_batch()
     batch.admit(0, PROMPT)
     give_back(batch, batch.get_page_ids(0)[0][:1])
@@ -306,11 +306,11 @@ def test_free_forgets_what_was_not_computed(hash_algo: Any) -> None:
 
 
 def test_free_keeps_hits_and_what_others_cached() -> None:
-    """A page of the same content, computed by another request, hits on."""
+    """A page of equal content, computed by another request, still hits."""
     manager = make_manager()
     first, second = EngineRequest("first", PROMPT), EngineRequest("second", PROMPT)
     manager.allocate_slots(first, 20)
-    manager.allocate_slots(second, 20)  # without a look-up: pages of its own
+    manager.allocate_slots(second, 20)  # without a look-up, so with new pages
     manager.free(second, num_computed_tokens=0)
     assert count_hits(manager) == 20
     manager.free(first)
@@ -323,7 +323,7 @@ def test_free_keeps_hits_and_what_others_cached() -> None:
 
 @pytest.mark.parametrize("spec", [WINDOW, CHUNK])
 def test_free_forgets_pages_that_left_the_window(spec: Any) -> None:
-    """They are nobody's any more, and were entered by steps that did not run."""
+    """They have no holder, and were entered by steps that did not run."""
     manager, request = make_manager(spec), EngineRequest("a", PROMPT)
     manager.allocate_slots(request, 16)
     request.num_computed_tokens = 16
@@ -361,11 +361,11 @@ def test_free_of_nothing(enable_caching: bool) -> None:
 
 @pytest.mark.parametrize("specs", [(STATE,), (FULL, STATE)])
 def test_a_state_cannot_be_cut_back(specs: tuple[Any, ...]) -> None:
-    """It has seen the tokens; only from the first one on can it be computed anew."""
+    """The state includes the tokens; it can only be recomputed from the first one on."""
     batch = make_batch(*specs)
     batch.admit(0, PROMPT)
     batch.append([0, 0], [1, 2])
-    batch.trim([0], 21)  # tokens that it has not seen
+    batch.trim([0], 21)  # tokens that it does not include
     before = state_of(batch)
     for num_tokens in (19, 8, 1):
         with pytest.raises(ArgumentError, match="a state that saw later tokens: 0, or from 20 on"):

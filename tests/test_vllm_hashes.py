@@ -1,4 +1,4 @@
-"""``hash_algo="sha256_cbor"``: the bytes of vLLM 0.33, by digests that its own function gave, and by its rules written anew."""
+"""``hash_algo="sha256_cbor"``: the bytes of vLLM 0.33, by digests from its own function, and by its rules written again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def feature(identifier: str, offset: int, length: int, mm_hash: str | None = None) -> Any:
-    """An image with the attributes that vLLM's have."""
+    """An image with vLLM's attributes."""
     position = SimpleNamespace(offset=offset, length=length)
     return SimpleNamespace(identifier=identifier, mm_hash=mm_hash, modality="image", mm_position=position)
 
@@ -132,7 +132,7 @@ def test_digests_are_those_that_vllm_gave(name: str) -> None:
 def test_the_seed_of_the_environment_is_that_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     first, *_ = hash_prompt(list(range(100, 118)))
-    assert first.hex() == "71f40f563a7a259f47b9267c311bf00d383743b642efb532825c8227cad5456f"  # also given by vLLM
+    assert first.hex() == "71f40f563a7a259f47b9267c311bf00d383743b642efb532825c8227cad5456f"  # also from vLLM
 
 
 @pytest.mark.parametrize("value", ["", "random", "17"])
@@ -148,7 +148,7 @@ def test_a_seed_is_hashed_as_text(hash_seed: Any) -> None:
 
 
 def random_keys(rng: Random, num_tokens: int, page_size: int) -> dict[str, Any]:
-    """Salt, adapter and images, each or none. Images come in order and do not overlap, as vLLM's do."""
+    """Return salt, adapter and images, each or none. Images are in order and do not overlap, as in vLLM."""
     images, start = [], rng.randint(0, page_size)
     while start < num_tokens and rng.random() < 0.7:
         length = rng.randint(0, 2 * page_size)
@@ -172,7 +172,7 @@ def test_random_prompts_are_hashed_as_by_the_rules(page_size: int) -> None:
 
 
 def test_pages_that_get_full_later_are_hashed_the_same() -> None:
-    """In chunks, and token by token while decoding."""
+    """In chunks, and token by token when decoding."""
     manager = make_manager()
     request = EngineRequest("r", list(range(100, 110)), **ALL)
     for num_tokens in (3, 6, 1):
@@ -186,7 +186,9 @@ def test_pages_that_get_full_later_are_hashed_the_same() -> None:
 
 
 def test_events_tell_extra_keys_as_vllm_does() -> None:
-    """Without their tags, LoRA's name in every page; and the digests can be made of them, but for the adapter's path."""
+    """Keys have no tags, and LoRA's name is in every page; the digests can be computed from them, except for the adapter's
+    path.
+    """
     pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
     manager = make_manager()
     manager.enable_events(hashes_as_bytes=True)
@@ -202,7 +204,7 @@ def test_events_tell_extra_keys_as_vllm_does() -> None:
     ]
 
 
-# What cannot be the same, or is not meant to be: docs/engines.md has the table.
+# Intended and unavoidable differences: docs/engines.md has the table.
 
 
 @pytest.mark.parametrize(
@@ -215,14 +217,14 @@ def test_events_tell_extra_keys_as_vllm_does() -> None:
     ],
 )
 def test_keys_that_vllm_does_not_have(keys: dict[str, Any], content: list[Any]) -> None:
-    """They have a form that no key of vLLM's has, so that they share no page with one."""
+    """Their form differs from all keys of vLLM, so they share no page with one."""
     root = hashlib.sha256(cbor2.dumps(DEFAULT_SEED, canonical=True)).digest()
     expected = hashlib.sha256(cbor2.dumps([root, [1, 2, 3, 4], content], canonical=True)).digest()
     assert hash_prompt([1, 2, 3, 4], **keys) == [expected] != reference([1, 2, 3, 4])
 
 
 def test_features_that_overlap_all_enter_a_page() -> None:
-    """vLLM takes the first alone, until it ends."""
+    """vLLM uses only the first, until it ends."""
     video, sound = feature("video", 0, 8), feature("sound", 1, 4)
     assert hash_prompt(list(range(8)), mm_features=[video, sound]) != hash_prompt(list(range(8)), mm_features=[video])
 
@@ -232,7 +234,7 @@ def test_text_that_is_no_unicode_is_refused(keys: dict[str, Any]) -> None:
     manager = make_manager()
     request = EngineRequest("r", [1, 2, 3, 4, 5], **keys)
     for call in (manager.get_computed_pages, lambda request: manager.allocate_slots(request, 5)):
-        with pytest.raises(ArgumentError, match="hash_algo='sha256_cbor': got text that is no Unicode"):
+        with pytest.raises(ArgumentError, match="hash_algo='sha256_cbor': got text that is not valid Unicode"):
             call(request)
     manager.free(request)
     manager.free_page_hashes(request)

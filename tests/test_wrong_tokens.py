@@ -1,4 +1,4 @@
-"""Token ids and cache groups that are none: a typed error that says what, got and allowed, and nothing has changed."""
+"""Invalid token ids and cache groups: a typed error naming the argument, the value and the allowed range, and no change."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_request_generates_token_ids(token_ids: Any, error: type[Exception]) -
 
 
 class Slices:
-    """Token ids that are a sequence of the engine's own."""
+    """Token ids in an engine's own sequence type."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = token_ids
@@ -91,7 +91,7 @@ class Slices:
 
 
 def request_of(token_ids: Any) -> EngineRequest:
-    """A request whose tokens nobody looked at."""
+    """A request whose tokens have not been read."""
     request = EngineRequest("wrong", [])
     request.all_token_ids = token_ids
     return request
@@ -126,7 +126,7 @@ def test_a_manager_refuses_negative_tokens(call: str, form: str, hash_algo: Any)
 
 
 def test_a_manager_refuses_negative_tokens_that_were_generated() -> None:
-    """Those of the open page are read once it is full."""
+    """Tokens of the open page are read once it is full."""
     manager = make_manager()
     request = request_of([1, 2, 3, 4, 5])
     manager.allocate_slots(request, 5)

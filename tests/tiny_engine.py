@@ -1,4 +1,4 @@
-"""EasyDeL's engine with a tiny random model on CPU, in pools of so many pages: what it generates greedily, as JSON.
+"""EasyDeL's engine with a tiny random model on CPU, in pools of given sizes: its greedy output, as JSON.
 
 Nothing here replaces the allocator: ``python -m pagepool.compat.easydel`` does.
 Run as ``python tiny_engine.py FOLDER NUM_PAGES ...``.
@@ -31,7 +31,7 @@ NUM_NEW_TOKENS = 32
 
 
 def make_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Words w0, w1, ..., one token each."""
+    """Return a tokenizer for words w0, w1, ..., one token each."""
     tokenizer = Tokenizer(models.WordLevel({f"w{token}": token for token in range(NUM_WORDS)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", pad_token="w1", eos_token="w2")

@@ -1,1 +1,1 @@
-"""Adapters: pagepool in engines that have an allocator of their own. Imported only where one is asked for."""
+"""Adapters that replace the allocator of an engine by pagepool. Each is imported only on request."""

@@ -1,4 +1,4 @@
-"""Acts in the processes that `multiprocessing` starts, before they import anything of the program."""
+"""Calls in the processes that `multiprocessing` starts, before they import anything of the program."""
 
 from collections.abc import Callable
 from multiprocessing import spawn
@@ -11,7 +11,7 @@ _actions: list[Callable[[], None]] = []
 
 
 class _Call:
-    """Unpickling it is calling the action."""
+    """An object that calls the action when it is unpickled."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self.action = action
@@ -21,9 +21,9 @@ class _Call:
 
 
 def call_in_children(action: Callable[[], None]) -> None:
-    """Let children that are started by spawn or by a fork server call `action`, a function of a module, first of all.
+    """Call `action`, a module-level function, first in each child that is started by spawn or by a fork server.
 
-    Forked ones have what their parent has. What `action` raises ends the child. Asking twice is as asking once.
+    Forked children share their parent's state already. An exception in `action` ends the child. Repeated calls have no effect.
     """
     if action not in _actions:
         _actions.append(action)

@@ -1,4 +1,4 @@
-"""Acts on a module as soon as it has been imported, or reloaded."""
+"""Import hooks that call a function after a module was imported or reloaded."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -10,23 +10,23 @@ __all__ = ["AfterImport", "AfterReload"]
 
 
 class AfterImport(MetaPathFinder):
-    """Calls `action` when the module `name` has run, each time it is imported, before its importer sees it.
+    """Calls `action` each time the module `name` was imported, before the importer gets the module.
 
-    Put it in front of ``sys.meta_path``. What `action` raises comes out of the import, which has failed then, and those of the
-    modules below it: an import of one of them afterwards imports them all again, and meets `action` again.
+    Insert it at the front of ``sys.meta_path``. If `action` raises, the import fails, as do those of the modules below `name`:
+    a later import of one of them imports all of them again and calls `action` again.
     """
 
     def __init__(self, name: str, action: Callable[[], None], report_missing: Callable[[str], None] | None = None) -> None:
-        """`name` is absolute, dots included. `report_missing` is called with the name of the module, or of a package that it is
-        in, where no finder knows that, and may raise.
+        """`name` is absolute, dots included. If no finder knows the module or a package that it is in, `report_missing` is
+        called with that name; it may raise.
         """
         self.name = name
         self._action = action
         self._report_missing = report_missing
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """What the finders behind this one find of the module, with a loader that acts when it is done, and of its packages.
-        Nothing for a module that is reloaded.
+        """Return the later finders' spec of the module, with a loader that calls the action at its end, or of its packages.
+        None for a module that is reloaded.
         """
         if target is not None or not f"{self.name}.".startswith(f"{fullname}."):
             return None
@@ -38,7 +38,7 @@ class AfterImport(MetaPathFinder):
         return spec
 
     def _act_after(self, loader: object) -> None:
-        """Of this loader alone, which stays what it is for whoever asks it for sources or resources."""
+        """Wrap ``exec_module`` of this loader object, which keeps its type and its access to sources and resources."""
         exec_module: Callable[[ModuleType], None] = loader.exec_module  # type: ignore[attr-defined]
 
         def exec_and_act(module: ModuleType) -> None:
@@ -52,16 +52,16 @@ class AfterImport(MetaPathFinder):
         loader.exec_module = exec_and_act  # type: ignore[attr-defined]
 
     def _forget_submodules(self) -> None:
-        """Python itself forgets the module alone."""
+        """Remove the modules below. Python itself removes only the module that failed."""
         for name in [name for name in sys.modules if name.startswith(f"{self.name}.")]:
             del sys.modules[name]
 
 
 class AfterReload(MetaPathFinder):
-    """Calls `action` with a module's name when it was reloaded, for the module or package `name` and all below it; also where
-    the module's code raised, since Python keeps what it had defined by then. What `action` raises, ``importlib.reload`` raises.
+    """Calls `action` with the name of each reloaded module that is `name` or below it.
 
-    Put it in front of ``sys.meta_path``. Reloads that begin while `is_due` says no are left alone.
+    It is called even if the module's code raised, since Python keeps the definitions made by then. ``importlib.reload`` raises
+    what `action` raises. Insert it at the front of ``sys.meta_path``. Reloads that begin while `is_due` is false are ignored.
     """
 
     def __init__(self, name: str, action: Callable[[str], None], is_due: Callable[[], bool]) -> None:
@@ -71,7 +71,7 @@ class AfterReload(MetaPathFinder):
         self._is_due = is_due
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """What the finders behind this one find of a module that is reloaded, with a loader that acts when it is done."""
+        """Return the later finders' spec of a module that is reloaded, with a loader that calls the action at its end."""
         if target is None or not f"{fullname}.".startswith(f"{self.name}.") or not self._is_due():
             return None
         spec = _find_behind(self, fullname, path, target)
@@ -80,7 +80,7 @@ class AfterReload(MetaPathFinder):
         return spec
 
     def _act_after(self, loader: object) -> None:
-        """Once: some loaders load other modules too."""
+        """Wrap ``exec_module`` for one call, since some loaders load other modules too."""
         exec_module: Callable[[ModuleType], None] = loader.exec_module  # type: ignore[attr-defined]
 
         def exec_and_act(module: ModuleType) -> None:
@@ -96,7 +96,7 @@ class AfterReload(MetaPathFinder):
 def _find_behind(
     finder: MetaPathFinder, fullname: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
-    """What the finders behind `finder` find, or all of them if another thread has taken it away."""
+    """Search the finders after `finder`, or all of them if another thread has removed it."""
     finders = [*sys.meta_path]
     behind = finders[finders.index(finder) + 1 :] if finder in finders else finders
     return next(filter(None, (other.find_spec(fullname, path, target) for other in behind)), None)

@@ -15,8 +15,8 @@ __all__ = ["run_module", "run_path"]
 def run_path(path: str, arguments: Sequence[str]) -> None:
     """Run a script, a ``.pyc`` file, or a folder or zip file with a ``__main__.py``.
 
-    For a process that was started by ``python -m`` and does nothing else. `sys.argv`, `sys.path` and `__main__` become those of
-    the program, and stay so. SystemExit 2 if the script cannot be read, 1 if there is no ``__main__.py``.
+    For a process that was started by ``python -m`` and does nothing else. `sys.argv`, `sys.path` and `__main__` permanently
+    become those of the program. SystemExit 2 if the script cannot be read, 1 if there is no ``__main__.py``.
     """
     file = os.path.join(os.getcwd(), path)
     is_script = pkgutil.get_importer(file) is None
@@ -30,14 +30,14 @@ def run_path(path: str, arguments: Sequence[str]) -> None:
 
 
 def run_module(name: str, arguments: Sequence[str]) -> None:
-    """Run a module, or the ``__main__`` of a package; otherwise as `run_path`. SystemExit 1 if there is none."""
+    """Run a module, or the ``__main__`` of a package, like `run_path`. SystemExit 1 if it does not exist."""
     sys.argv = ["-m", *arguments]
     _set_main()
     _call(_run_as_main, name, True)
 
 
 def _set_first_path(folder: str, is_script: bool) -> None:
-    """Put `folder` first, where ``python -m`` put the current one; with ``-P`` it put none, nor is a script's put then."""
+    """Put `folder` first in place of the current one, which ``python -m`` put there. With ``-P`` a script gets none."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
     elif not is_script:
@@ -45,7 +45,7 @@ def _set_first_path(folder: str, is_script: bool) -> None:
 
 
 def _set_main() -> ModuleType:
-    """Put a new `__main__` in the place of the one there is, also where multiprocessing has it as `__mp_main__`."""
+    """Replace `__main__` by a new module, under multiprocessing's name `__mp_main__` too."""
     main, before = ModuleType("__main__"), sys.modules["__main__"]
     vars(main).update((name, vars(before)[name]) for name in ("__annotations__", "__builtins__") if hasattr(before, name))
     sys.modules.update({name: main for name, module in list(sys.modules.items()) if module is before})
@@ -61,7 +61,7 @@ def _run_script(file: str) -> None:
 
 
 def _read_code(file: str, loader: SourceFileLoader | SourcelessFileLoader) -> Any:
-    """The script as code. A loader that is asked for a source file's code would also write it beside the file."""
+    """Return the script's code. The loader's own method would also write a ``.pyc`` file beside a source file."""
     try:
         is_source = isinstance(loader, SourceFileLoader)
         code: Any = (
@@ -74,7 +74,7 @@ def _read_code(file: str, loader: SourceFileLoader | SourcelessFileLoader) -> An
 
 
 def _run_as_main(name: str, must_alter_argv: bool) -> None:
-    """What ``python -m`` calls. `runpy.run_module` takes `__main__` away at the end, which threads and exit handlers need."""
+    """Call what ``python -m`` calls. `runpy.run_module` removes `__main__` at the end, which threads and exit handlers need."""
     runpy._run_module_as_main(name, must_alter_argv)  # type: ignore[attr-defined]
 
 
@@ -96,7 +96,7 @@ def _skip_ours(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _print_from(error: BaseException, traceback: TracebackType | None) -> None:
-    """Let the program's hook see `error` with this traceback. Printing, and the exit code, stay Python's."""
+    """Pass `error` with this traceback to the program's hook. Python still prints it and sets the exit code."""
     excepthook = sys.excepthook
 
     def show(kind: type[BaseException], value: BaseException, whole: TracebackType | None) -> None:

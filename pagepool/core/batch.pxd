@@ -1,31 +1,14 @@
 # Records of rows that run together. The caller holds the locks of the batch, the store and the tables, and checked the rows.
 
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint8_t
-from libc.string cimport memset
 
+from pagepool.core.entering cimport Contents, Waiting
+from pagepool.core.holdings cimport Held, Holding, Limits, limits_of
 from pagepool.core.platform cimport GUARDS
-from pagepool.core.records cimport NO_GROUP, Pool
-from pagepool.core.rows cimport Rows, clear_from, mark, write_ids
-from pagepool.core.rules cimport Rules, first_useful_page, next_skip, pages_for
+from pagepool.core.records cimport Pool
+from pagepool.core.rows cimport Rows, clear_from, write_ids
+from pagepool.core.rules cimport Group
 from pagepool.core.siphash cimport Digest
-
-cdef enum:
-    NUM_ENTRIES = 16          # that wait for their slots of the index to come into the cache
-
-cdef struct Held:             # what a running row has in one group; as HeldPages
-    int32_t num_pages
-    int32_t num_cached
-    int32_t num_skipped
-
-cdef struct Group:
-    Rules rules
-    int32_t id                # in the prefix index; NO_GROUP: its pages are never cached
-    int32_t stride            # hashes of a page
-    Held *held                # [num_rows]
-    int32_t *page_ids         # [num_rows, ids_stride] what the rows hold; the table is the user's to write
-    Py_ssize_t ids_stride
-    Rows *rows                # the table
-    Py_ssize_t num_columns    # of it
 
 cdef struct ExtraKey:         # what enters the hash of a page besides its tokens
     const uint8_t *data       # NULL ends a row's keys
@@ -43,42 +26,22 @@ cdef struct RowState:         # 32 bytes, two to a cache line
     uint8_t is_admitted
     uint8_t is_claimed        # admitted, or about to be
 
-cdef struct Link:             # a page to hash
-    Digest parent
-    Digest *digest            # where the result goes
-    const uint8_t *tokens
-
-cdef struct Entry:            # a page to enter in the prefix index
-    const Digest *key
-    const int32_t *tokens
-    int32_t num_tokens
-    int32_t page_id
-    int32_t group
-
-cdef struct Provenance:       # what its origin will be, once the parent is hashed
-    const Digest *parent      # NULL: it has none
-    int32_t place
-    int32_t context
-
 cdef struct Batch:            # rows that run together; values by row are [num_rows]
     Pool *pool
     Group *groups
     Py_ssize_t num_groups
+    Held *held                # [num_rows, num_groups] with their own page ids: the tables are the user's to write
+    Rows **tables             # [num_groups]
     Py_ssize_t num_rows
     int32_t max_num_tokens    # of a row
     int32_t hash_page_size    # tokens; 0: no prefix caching
-    Digest key
     Digest extra_key
     RowState *states
     uint32_t stamp            # this call
     int32_t *checked_rows     # the rows of this call
     Py_ssize_t num_ascending  # of them `copy_ascending` checked, unchanged since
     int32_t *due_rows         # where in this call stand those for which more than counting is due
-    Link links[NUM_ENTRIES]
-    Py_ssize_t num_links      # that wait to be hashed
-    Entry entries[NUM_ENTRIES]
-    Provenance provenances[NUM_ENTRIES]  # of the same, where there is a journal
-    Py_ssize_t num_entries    # that wait to be entered, once those are
+    Waiting waiting
     int32_t *token_ids        # [num_rows, tokens_stride] known tokens
     Py_ssize_t tokens_stride
     Digest *digests           # [num_rows, digests_stride]
@@ -115,8 +78,12 @@ cdef struct Growth:           # one call that grows rows
     int32_t *new_groups
 
 
-cdef inline int32_t *ids_of(const Group *group, Py_ssize_t row) noexcept nogil:
-    return group.page_ids + row * group.ids_stride
+cdef inline Holding holding_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
+    return Holding(batch.groups, batch.held + row * batch.num_groups, batch.num_groups)
+
+
+cdef inline Held *held_by(const Batch *batch, Py_ssize_t row, Py_ssize_t g) noexcept nogil:
+    return &batch.held[row * batch.num_groups + g]
 
 
 cdef inline int32_t *tokens_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -127,33 +94,8 @@ cdef inline Digest *digests_of(const Batch *batch, Py_ssize_t row) noexcept nogi
     return batch.digests + row * batch.digests_stride
 
 
-cdef inline int32_t count_missing(const Group *group, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Pages that a row lacks in a group so that `num_tokens` tokens have a slot."""
-    cdef int32_t num_pages = group.held[row].num_pages
-    if num_tokens <= <int64_t>num_pages * group.rules.page_size:
-        return 0
-    return pages_for(&group.rules, num_tokens) - num_pages
-
-
-cdef inline Py_ssize_t count_new_pages(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Pages that a row lacks in all groups."""
-    cdef Py_ssize_t g, count = 0
-    for g in range(batch.num_groups):
-        count += count_missing(&batch.groups[g], row, num_tokens)
-    return count
-
-
-cdef inline void blank(Group *group, Py_ssize_t row, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Put the null page into places of a row, here and in the table."""
-    memset(ids_of(group, row) + start, 0, (stop - start) * sizeof(int32_t))
-    memset(group.rows.table + row * group.num_columns + start, 0, (stop - start) * sizeof(int32_t))
-    mark(group.rows, row, start, stop)
-    group.rows.version += 1
-
-
-cdef inline int32_t find_skip_stop(const Group *group, Py_ssize_t row, int32_t num_computed) noexcept nogil:
-    """End of a row's pages that no token from `num_computed` on attends to."""
-    return min(first_useful_page(&group.rules, num_computed, group.held[row].num_cached), group.held[row].num_pages)
+cdef inline Contents contents_of(const Batch *batch, Py_ssize_t row, Py_ssize_t num_tokens) noexcept nogil:
+    return Contents(digests_of(batch, row), tokens_of(batch, row), num_tokens, batch.contexts[row])
 
 
 cdef inline int64_t last_token_event(const Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -162,20 +104,16 @@ cdef inline int64_t last_token_event(const Batch *batch, Py_ssize_t row) noexcep
 
 
 cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Work out the least number of tokens to come for which something is due: a page to take, to enter, or, since rows skip by
-    the tokens that they had before, to skip one token earlier; or a token for which the row is too short.
+    """Compute the token count at which a page is next to be taken, entered or skipped, or the row is too short. Rows skip by
+    the tokens that they had before, one token later.
     """
-    cdef Group *group
-    cdef Held *held
-    cdef Py_ssize_t g
+    cdef Holding holding = holding_of(batch, row)
+    cdef Limits limits = limits_of(&holding)
     cdef int64_t event = min(<int64_t>INT32_MAX, last_token_event(batch, row) + 1)
-    for g in range(batch.num_groups):
-        group = &batch.groups[g]
-        held = &group.held[row]
-        event = min(event, <int64_t>held.num_pages * group.rules.page_size + 1)
-        event = min(event, <int64_t>next_skip(&group.rules, held.num_skipped) + 1)
-        if batch.hash_page_size and group.id != NO_GROUP:
-            event = min(event, <int64_t>(held.num_cached + 1) * group.rules.page_size)
+    event = min(event, limits.num_room + 1)
+    event = min(event, limits.num_full)
+    if limits.num_skip < event:
+        event = limits.num_skip + 1
     batch.states[row].next_event = <int32_t>event
 
 
@@ -214,19 +152,16 @@ cdef inline uint32_t start_call(Batch *batch) noexcept nogil:
     return batch.stamp
 
 
-cdef inline void end_row(Group *group, Py_ssize_t row) noexcept nogil:
+cdef inline void end_row(Batch *batch, Py_ssize_t row, Py_ssize_t g) noexcept nogil:
     """Let the table's row end where the batch's does."""
-    group.rows.num_pages[row] = group.held[row].num_pages
-    clear_from(group.rows, row, group.held[row].num_pages)
-    group.rows.version += 1
+    cdef Rows *rows = batch.tables[g]
+    cdef int32_t num_pages = held_by(batch, row, g).num_pages
+    rows.num_pages[row] = num_pages
+    clear_from(rows, row, num_pages)
+    rows.version += 1
 
 
-cdef inline void show_row(Group *group, Py_ssize_t row) noexcept nogil:
+cdef inline void show_row(Batch *batch, Py_ssize_t row, Py_ssize_t g) noexcept nogil:
     """Make the table's row what the batch holds."""
-    write_ids(group.rows, row, 0, ids_of(group, row), group.held[row].num_pages)
-    end_row(group, row)
-
-
-cdef inline bint hits_leading_pages(const Group *group) noexcept nogil:
-    """Whether what hits in a group are leading pages, any number: that of full attention."""
-    return group.id != NO_GROUP and not group.rules.window and not group.rules.chunk
+    write_ids(batch.tables[g], row, 0, held_by(batch, row, g).ids, held_by(batch, row, g).num_pages)
+    end_row(batch, row, g)

@@ -4,55 +4,47 @@ from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.string cimport memcmp, memcpy
 
 from pagepool.core.batch cimport (
-    Batch, Group, Grown, Growth, Held, RowState, amount, blank, count_missing, count_new_pages, find_skip_stop, ids_of,
-    is_row, last_token_event, plan_next_event, room_for, start_call, tokens_of,
+    Batch, Grown, Growth, RowState, amount, held_by, holding_of, is_row, last_token_event, plan_next_event, room_for,
+    start_call, tokens_of,
 )
-from pagepool.core.entering cimport enter_full_pages, enter_waiting
-from pagepool.core.pages cimport find_unheld, put_back_held, take_from
+from pagepool.core.entering cimport enter_waiting
+from pagepool.core.holdings cimport Held, Holding, count_new_pages, find_lost_page, skip_pages, take_missing
 from pagepool.core.platform cimport GUARDS
 from pagepool.core.queue cimport count_free_in
-from pagepool.core.rows cimport write_ids
+from pagepool.core.records cimport NULL_PAGE
+from pagepool.core.row_hashes cimport enter_row
+from pagepool.core.rows cimport blank, write_ids
 
 
-cdef inline void skip_pages(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
-    """Give back the pages that no token from `num_computed` on attends to, the last first."""
-    cdef Group *group
+cdef inline void skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
+    """Give back the pages that no token from `num_computed` on attends to, in the table too."""
     cdef Held *held
-    cdef Py_ssize_t g, j
-    cdef int32_t stop
+    cdef Py_ssize_t g
+    cdef int32_t start
     for g in range(batch.num_groups):
-        group = &batch.groups[g]
-        held = &group.held[row]
-        stop = find_skip_stop(group, row, num_computed)
-        if stop > held.num_skipped:
-            for j in range(stop - 1, held.num_skipped - 1, -1):
-                put_back_held(batch.pool, ids_of(group, row)[j])
-            blank(group, row, held.num_skipped, stop)
-            held.num_skipped = stop
+        held = held_by(batch, row, g)
+        start = held.num_skipped
+        skip_pages(batch.pool, &batch.groups[g], held, num_computed)
+        if held.num_skipped > start:
+            blank(batch.tables[g], row, start, held.num_skipped)
 
 
 cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Growth *growth) noexcept nogil:
-    """Give a row the pages that it lacks, of which there are enough: group by group, into the table too."""
-    cdef Group *group
-    cdef int32_t *ids
-    cdef Py_ssize_t g, j, start, n
+    """Give a row the pages that it is short of, and that are free: group by group, in the table too."""
+    cdef Held *held
+    cdef Py_ssize_t g
+    cdef int32_t j, n
     for g in range(batch.num_groups):
-        group = &batch.groups[g]
-        start = group.held[row].num_pages
-        n = count_missing(group, row, num_tokens)
-        if n == 0:
-            continue
-        ids = ids_of(group, row) + start
-        take_from(batch.pool, ids, n, batch.states[row].shard)
-        group.held[row].num_pages += <int32_t>n
-        write_ids(group.rows, row, start, ids, n)
-        group.rows.version += 1
-        if growth != NULL:
-            for j in range(n):
-                growth.new_ids[growth.num_new + j] = ids[j]
-                growth.new_rows[growth.num_new + j] = <int32_t>row
-                growth.new_groups[growth.num_new + j] = <int32_t>g
-            growth.num_new += n
+        held = held_by(batch, row, g)
+        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.states[row].shard)
+        if n:
+            write_ids(batch.tables[g], row, held.num_pages - n, held.ids + held.num_pages - n, n)
+            batch.tables[g].version += 1
+        for j in range(held.num_pages - n, held.num_pages if growth != NULL else 0):
+            growth.new_ids[growth.num_new] = held.ids[j]
+            growth.new_rows[growth.num_new] = <int32_t>row
+            growth.new_groups[growth.num_new] = <int32_t>g
+            growth.num_new += 1
 
 
 cdef inline bint grow_row(
@@ -61,41 +53,30 @@ cdef inline bint grow_row(
     """Do what is due for a row that had `num_before` tokens computed to have `num_tokens`, and room for more; False, without
     any room taken, if too few pages are free.
     """
-    cdef Py_ssize_t num_new_pages
-    cdef bint has_room
+    cdef Holding holding = holding_of(batch, row)
+    cdef int64_t num_new_pages
     if batch.skips_pages:
-        skip_pages(batch, row, num_before)
-    num_new_pages = count_new_pages(batch, row, num_room_tokens)
-    has_room = num_new_pages == 0 or num_new_pages <= count_free_in(batch.pool, batch.states[row].shard)
-    if has_room:
-        if num_new_pages:
-            take_pages(batch, row, num_room_tokens, growth)
-        enter_full_pages(batch, row, num_tokens)
-        plan_next_event(batch, row)
-    return has_room
-
-
-cdef inline bint has_lost_page(const Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Whether a page that a row would skip now has no reference any more."""
-    cdef const Group *group
-    cdef Py_ssize_t g, stop
-    for g in range(batch.num_groups):
-        group = &batch.groups[g]
-        stop = find_skip_stop(group, row, batch.states[row].num_computed)
-        if find_unheld(batch.pool, ids_of(group, row), group.held[row].num_skipped, stop) >= 0:
-            return True
-    return False
+        skip_row(batch, row, num_before)
+    num_new_pages = count_new_pages(&holding, num_room_tokens)
+    if num_new_pages:
+        if num_new_pages > count_free_in(batch.pool, batch.states[row].shard):
+            return False
+        take_pages(batch, row, num_room_tokens, growth)
+    enter_row(batch, row, num_tokens)
+    plan_next_event(batch, row)
+    return True
 
 
 cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
     """Note a row for which more than counting is due, and how many pages it may need; False if it is not fit for it."""
     cdef int32_t row = batch.checked_rows[i]
+    cdef Holding holding = holding_of(batch, row)
     cdef bint is_step = growth.token_ids != NULL
     if GUARDS and not (batch.states[row].is_admitted and batch.states[row].num_tokens + is_step <= batch.max_num_tokens):
         return False
-    if GUARDS and batch.skips_pages and has_lost_page(batch, row):
+    if GUARDS and batch.skips_pages and find_lost_page(batch.pool, &holding, batch.states[row].num_computed) != NULL_PAGE:
         return False
-    growth.max_num_new += count_new_pages(batch, row, num_room_tokens)
+    growth.max_num_new += count_new_pages(&holding, num_room_tokens)
     batch.due_rows[growth.num_due] = <int32_t>i
     growth.num_due += 1
     return True
@@ -184,7 +165,7 @@ cdef inline Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
         if not grow_row(batch, row, num_tokens - num_new, num_tokens, num_room_tokens, growth):
             num_grown = i
             break
-    enter_waiting(batch)
+    enter_waiting(&batch.waiting)
     uncount(batch, growth, num_grown, growth.num_rows)
     return num_grown
 

@@ -1,12 +1,10 @@
 # The journal. Only the net change is noted, so that its size is bounded: a new key that goes again leaves nothing behind.
 
-from cpython.mem cimport PyMem_RawRealloc as realloc
 from libc.stdint cimport int32_t
 
 from pagepool.core.records cimport (
-    FLAGS, NOT_NEW, NULL_PAGE, TWIN, Context, Journal, Links, Note, Origin, Page, Pool, Removal, digest_of,
+    FLAGS, NOT_NEW, NULL_PAGE, TWIN, Context, Journal, Links, Note, Origin, Page, Pool, Removal, digest_of, resize,
 )
-from pagepool.core.siphash cimport Digest
 
 
 cdef inline bint is_journaled(const Pool *pool) noexcept nogil:
@@ -65,13 +63,10 @@ cdef inline void note_clear(Journal *journal) noexcept nogil:
 cdef inline int32_t add_context(Journal *journal) noexcept:
     """Append a context, held once; -1 if memory is short."""
     cdef int32_t context = journal.num_contexts
-    cdef Context *contexts = journal.contexts
     if context & (context - 1) == 0:  # as many as there is room for
-        contexts = <Context *>realloc(contexts, (2 * <size_t>context if context else 1) * sizeof(Context))
-        if contexts == NULL:
+        if not resize(<void **>&journal.contexts, (2 * <size_t>context if context else 1) * sizeof(Context)):
             return -1
-        journal.contexts = contexts
-    contexts[context] = Context(0, 1)
+    journal.contexts[context] = Context(0, 1)
     journal.num_contexts += 1
     return context
 
@@ -86,8 +81,3 @@ cdef inline void end_journal(Journal *journal) noexcept nogil:
     journal.notes[NULL_PAGE].new = Links(NULL_PAGE, NULL_PAGE)
     journal.num_new = journal.num_removed = 0
     journal.is_cleared = 0
-
-
-cdef inline Origin origin_of(const Digest *chain, Py_ssize_t place, Py_ssize_t stride, int32_t context) noexcept nogil:
-    """The origin of page `place` of a request whose pages have `stride` digests each."""
-    return Origin(chain[place * stride - 1] if place else Digest(0, 0), <int32_t>place, context)

@@ -8,7 +8,7 @@ cdef extern from *:
     #include <sys/mman.h>
     #endif
     /* Memory that is touched here and there: huge pages would make all of it resident. */
-    static void pagepool_keep_sparse(char *memory, size_t size) {
+    static inline void pagepool_keep_sparse(char *memory, size_t size) {
     #if defined(MADV_NOHUGEPAGE)
         size_t start = ((size_t)memory + 4095) & ~(size_t)4095;
         if (size >= 2 << 20) madvise((void *)start, ((size_t)memory + size - start) & ~(size_t)4095, MADV_NOHUGEPAGE);
@@ -21,7 +21,7 @@ cdef extern from *:
 cdef extern from *:
     """
     #include <time.h>
-    static int64_t pagepool_monotonic_ns(void) {
+    static inline int64_t pagepool_monotonic_ns(void) {
         struct timespec now;
         clock_gettime(CLOCK_MONOTONIC, &now);
         return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
@@ -31,9 +31,40 @@ cdef extern from *:
 
 cdef extern from *:
     """
+    #define PAGEPOOL_RELEASE_GIL_AT 1024
+    /* Release the GIL for work on many pages. Only C may run until `go_on`. A build that traces lines keeps the GIL. */
+    static inline void *pagepool_let_others_run(Py_ssize_t num_pages) {
+    #if CYTHON_TRACE_NOGIL
+        return NULL;
+    #else
+        return num_pages >= PAGEPOOL_RELEASE_GIL_AT ? (void *)PyEval_SaveThread() : NULL;
+    #endif
+    }
+    static inline void pagepool_go_on(void *thread) {
+        if (thread != NULL) PyEval_RestoreThread((PyThreadState *)thread);
+    }
+    """
+    void *let_others_run "pagepool_let_others_run" (Py_ssize_t num_pages) noexcept
+    void go_on "pagepool_go_on" (void *thread) noexcept
+
+cdef extern from *:
+    """
     /* 0 only in the build that `python -m bench.guards` compares with: what the guards of the hot loops cost. */
     #ifndef PAGEPOOL_GUARDS
     #define PAGEPOOL_GUARDS 1
     #endif
     """
     bint GUARDS "PAGEPOOL_GUARDS"
+
+cdef extern from *:
+    """
+    #ifdef Py_GIL_DISABLED
+    #define PAGEPOOL_GIL_DISABLED 1
+    #else
+    #define PAGEPOOL_GIL_DISABLED 0
+    #endif
+    """
+    bint GIL_DISABLED "PAGEPOOL_GIL_DISABLED"
+
+cdef enum:
+    CACHE_LINE = 64           # bytes

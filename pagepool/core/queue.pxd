@@ -2,14 +2,13 @@
 
 from libc.stdint cimport int32_t
 
-from pagepool.core.records cimport NOT_FREE, NULL_PAGE, Page, Pool, is_free, link_after, shard_of, unlink
+from pagepool.core.records cimport NOT_FREE, NULL_PAGE, Links, Page, Pool, is_free, link_after, shard_of, unlink
 
 
 cdef inline void push(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page outside the queue to its back, which is evicted last."""
     cdef Page *pages = pool.pages
     cdef int32_t last = pages[NULL_PAGE].prev_free
-    cdef int32_t shard
     assert 0 < page_id < pool.num_pages and not is_free(pool, page_id)
     pages[page_id].prev_free = last
     pages[page_id].next_free = NULL_PAGE
@@ -17,9 +16,13 @@ cdef inline void push(Pool *pool, int32_t page_id) noexcept nogil:
     pages[NULL_PAGE].prev_free = page_id
     pool.num_free += 1
     if pool.num_shards:
-        shard = shard_of(pool, page_id)
-        link_after(pool.shard_links, pool.shard_links[pool.num_pages + shard].prev, page_id)
-        pool.shard_num_free[shard] += 1
+        push_to_shard(pool, page_id)
+
+
+cdef inline void push_to_shard(Pool *pool, int32_t page_id) noexcept nogil:
+    cdef int32_t shard = shard_of(pool, page_id)
+    link_after(pool.shard_links, pool.shard_links[pool.num_pages + shard].prev, page_id)
+    pool.shard_num_free[shard] += 1
 
 
 cdef inline void pull(Pool *pool, int32_t page_id) noexcept nogil:
@@ -41,14 +44,11 @@ cdef inline void pull(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void link_shards(Pool *pool) noexcept nogil:
     """Build the queue of each shard from the whole one. O(free pages)."""
     cdef int32_t page_id = pool.pages[NULL_PAGE].next_free
-    cdef int32_t shard
-    for shard in range(pool.num_shards):
-        pool.shard_links[pool.num_pages + shard].prev = pool.num_pages + shard
-        pool.shard_links[pool.num_pages + shard].next = pool.num_pages + shard
+    cdef int32_t end
+    for end in range(pool.num_pages, pool.num_pages + pool.num_shards):
+        pool.shard_links[end] = Links(end, end)
     while page_id != NULL_PAGE:
-        shard = shard_of(pool, page_id)
-        link_after(pool.shard_links, pool.shard_links[pool.num_pages + shard].prev, page_id)
-        pool.shard_num_free[shard] += 1
+        push_to_shard(pool, page_id)
         page_id = pool.pages[page_id].next_free
 
 

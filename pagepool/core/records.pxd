@@ -1,5 +1,6 @@
 # The records of a pool, and the links between them. The caller holds the store's lock and passes page ids within the pool.
 
+from cpython.mem cimport PyMem_RawRealloc as realloc
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
 
 from pagepool.core.siphash cimport Digest
@@ -84,9 +85,9 @@ cdef struct Pool:
     Slot *slots               # NULL: no prefix caching
     Links *twins              # rings of pages with the same content, valid while TWIN is set
     Links *shard_links        # free queue of each shard, closed by the record num_pages + shard; NULL: no shards yet
-    int32_t *shard_num_free   # [2 * num_shards]; `PageStore.check` works in the second half
-    Links *shard_twins        # rings of those of `twins` that are in one shard; NULL without shards, and without caching
-    Links *shard_firsts       # behind them: rings of the first of each shard; NOT_FIRST for the others
+    int32_t *shard_num_free   # [num_shards] behind them
+    Links *shard_twins        # behind that: rings of the twins in each shard; NULL without shards, and without caching
+    Links *shard_firsts       # behind that: rings of the first of each shard; NOT_FIRST for the others
     int32_t *page_tokens      # [num_pages, tokens_width] tokens of cached pages, their number first; NULL: not kept
     Py_ssize_t tokens_width
     uint64_t multiplier       # odd and secret: which slots collide cannot be foreseen
@@ -114,6 +115,14 @@ cdef struct Pool:
     uint8_t is_restored       # loaded from a snapshot, and no reference taken since
 
 
+cdef inline bint resize(void **memory, size_t size) noexcept:
+    """Reallocate an array; False, and nothing changed, where memory is short."""
+    cdef void *resized = realloc(memory[0], size)
+    if resized != NULL:
+        memory[0] = resized
+    return resized != NULL
+
+
 cdef inline void link_after(Links *links, int32_t last, int32_t page_id) noexcept nogil:
     """Put `page_id` behind `last` into its ring."""
     cdef int32_t following = links[last].next
@@ -128,7 +137,7 @@ cdef inline void unlink(Links *links, int32_t page_id) noexcept nogil:
     links[links[page_id].next].prev = links[page_id].prev
 
 
-cdef inline int32_t shard_of(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline int32_t shard_of(const Pool *pool, int32_t page_id) noexcept nogil:
     return page_id // pool.pages_per_shard
 
 
@@ -136,5 +145,21 @@ cdef inline bint is_free(const Pool *pool, int32_t page_id) noexcept nogil:
     return pool.pages[page_id].prev_free != NOT_FREE
 
 
+cdef inline Py_ssize_t num_slots_of(const Pool *pool) noexcept nogil:
+    return <Py_ssize_t>pool.mask + 1 if pool.slots != NULL else 0
+
+
 cdef inline Digest digest_of(const Page *page) noexcept nogil:
     return Digest(page.key_lo, page.key_hi)
+
+
+cdef inline int64_t count_changes(const Pool *pool) noexcept nogil:
+    """Entries that came into the prefix index, and that went. It never gets less."""
+    return pool.num_cached + pool.num_dropped
+
+
+cdef inline Range ids_in_shard(const Pool *pool, int32_t shard) noexcept nogil:
+    """The ids of a shard, or for -1 of the pool."""
+    if shard < 0:
+        return Range(0, pool.num_pages)
+    return Range(shard * pool.pages_per_shard, (shard + 1) * pool.pages_per_shard)

@@ -1,4 +1,4 @@
-# Rows of a page table. The caller checked row numbers and room.
+# Rows of a page table. The caller checks row numbers.
 
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcpy, memset
@@ -21,15 +21,16 @@ cdef struct Rows:
     Py_ssize_t width          # columns of a window: WINDOW, or all of a narrower table
     int64_t version           # moves with each change
 
-cdef struct Append:           # ids to put behind those of a row
+cdef struct Put:              # ids to put into a row
     Rows *rows
     Py_ssize_t row
+    Py_ssize_t start          # the column of the first
     const int32_t *ids
     Py_ssize_t n
 
 
 cdef inline void mark(Rows *rows, Py_ssize_t row, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Columns ``[start, stop)`` of a row are to be sent."""
+    """Mark columns ``[start, stop)`` of a row to be sent."""
     cdef Py_ssize_t first = start // WINDOW, last = (stop - 1) // WINDOW
     if start < stop:
         rows.is_dirty[row * rows.num_windows + first] = 1
@@ -40,7 +41,7 @@ cdef inline void mark(Rows *rows, Py_ssize_t row, Py_ssize_t start, Py_ssize_t s
 
 
 cdef inline void write_ids(Rows *rows, Py_ssize_t row, Py_ssize_t start, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Let a row go on with these ids, and end, after its first `start`."""
+    """Write ids into a row from column `start` on; the last of them is the row's last."""
     if n == 1:
         rows.table[row * rows.num_columns + start] = ids[0]
     elif n:  # without ids there is no pointer either, which memcpy must not get
@@ -49,36 +50,22 @@ cdef inline void write_ids(Rows *rows, Py_ssize_t row, Py_ssize_t start, const i
     mark(rows, row, start, start + n)
 
 
-cdef inline void append_ids(Rows *rows, Py_ssize_t row, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    write_ids(rows, row, rows.num_pages[row], ids, n)
+cdef inline bint fits(const Put *put) noexcept nogil:
+    """Return whether there is room, no id is negative, and the row's count was not overwritten with nonsense."""
+    cdef const Rows *rows = put.rows
+    cdef bint has_room = 0 <= rows.num_pages[put.row] <= rows.num_columns and put.n <= rows.num_columns - put.start
+    return not GUARDS or (has_room and find_negative(put.ids, put.n) < 0)
 
 
-cdef inline bint fits(Rows *rows, Py_ssize_t row, Py_ssize_t start, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Whether ids may stand in a row from column `start` on, and the row's count was not overwritten with nonsense."""
-    if not GUARDS:
-        return True
-    return 0 <= rows.num_pages[row] <= rows.num_columns and n <= rows.num_columns - start and find_negative(ids, n) < 0
-
-
-cdef inline Py_ssize_t append_all(const Append *appends, Py_ssize_t num) noexcept nogil:
-    """All of them in order, or none; returns how many fit. Counts go up one by one as if it were done, and come back."""
-    cdef Py_ssize_t i, num_fitting = 0
-    cdef const Append *it = appends
-    while num_fitting < num and fits(it.rows, it.row, it.rows.num_pages[it.row], it.ids, it.n):
-        it.rows.num_pages[it.row] += <int32_t>it.n
-        num_fitting += 1
-        it += 1
-    for i in range(num_fitting):
-        appends[i].rows.num_pages[appends[i].row] -= <int32_t>appends[i].n
-    if num_fitting == num:
-        for i in range(num):
-            append_ids(appends[i].rows, appends[i].row, appends[i].ids, appends[i].n)
-            appends[i].rows.version += appends[i].n > 0
-    return num_fitting
+cdef inline void blank(Rows *rows, Py_ssize_t row, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Put the null page into columns ``[start, stop)`` of a row."""
+    memset(rows.table + row * rows.num_columns + start, 0, (stop - start) * sizeof(int32_t))
+    mark(rows, row, start, stop)
+    rows.version += 1
 
 
 cdef inline void clear_from(Rows *rows, Py_ssize_t row, Py_ssize_t start) noexcept nogil:
-    """Zeros from column `start` to the row's extent, which `start` becomes."""
+    """Write zeros from column `start` to the row's extent, which becomes `start`."""
     cdef Py_ssize_t stop = rows.extent[row]
     if start < stop:
         memset(rows.table + row * rows.num_columns + start, 0, (stop - start) * sizeof(int32_t))
@@ -86,27 +73,46 @@ cdef inline void clear_from(Rows *rows, Py_ssize_t row, Py_ssize_t start) noexce
     rows.extent[row] = <int32_t>start
 
 
-cdef inline void clear_one(Rows *rows, Py_ssize_t row) noexcept nogil:
+cdef inline Py_ssize_t put_all(Put *puts, Py_ssize_t num, bint replaces) noexcept nogil:
+    """Append to rows or replace them, all in order or none; return how many fit. Rows may repeat, so counts rise at once."""
+    cdef Py_ssize_t i, num_fitting = 0
+    cdef Put *put
+    while num_fitting < num:
+        put = &puts[num_fitting]
+        put.start = 0 if replaces else put.rows.num_pages[put.row]
+        if not fits(put):
+            break
+        put.rows.num_pages[put.row] += 0 if replaces else <int32_t>put.n
+        num_fitting += 1
+    for i in range(num_fitting):
+        put = &puts[i]
+        if num_fitting < num:
+            put.rows.num_pages[put.row] -= 0 if replaces else <int32_t>put.n
+            continue
+        if replaces:
+            clear_from(put.rows, put.row, 0)
+        write_ids(put.rows, put.row, put.start, put.ids, put.n)
+        put.rows.version += replaces or put.n > 0
+    return num_fitting
+
+
+ctypedef void (*RowChange)(Rows *rows, Py_ssize_t src, Py_ssize_t tgt) noexcept nogil
+
+
+cdef inline void clear_row(Rows *rows, Py_ssize_t row, Py_ssize_t _) noexcept nogil:
     rows.num_pages[row] = 0
     clear_from(rows, row, 0)
     rows.version += 1
 
 
 cdef inline void copy_row(Rows *rows, Py_ssize_t src, Py_ssize_t tgt) noexcept nogil:
-    cdef Py_ssize_t n = max(0, min(rows.num_pages[src], rows.num_columns))  # the user may write it meanwhile
-    if src == tgt:
-        rows.version += 1
-        return
-    memcpy(rows.table + tgt * rows.num_columns, rows.table + src * rows.num_columns, n * sizeof(int32_t))
-    rows.num_pages[tgt] = <int32_t>n
-    mark(rows, tgt, 0, n)
-    clear_from(rows, tgt, n)
+    cdef Py_ssize_t n = max(0, min(rows.num_pages[src], rows.num_columns))  # the user may overwrite it meanwhile
     rows.version += 1
-
-
-cdef inline void replace_row(Rows *rows, Py_ssize_t row, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    clear_one(rows, row)
-    append_ids(rows, row, ids, n)
+    if src != tgt:
+        memcpy(rows.table + tgt * rows.num_columns, rows.table + src * rows.num_columns, n * sizeof(int32_t))
+        rows.num_pages[tgt] = <int32_t>n
+        mark(rows, tgt, 0, n)
+        clear_from(rows, tgt, n)
 
 
 cdef inline void swap_rows(Rows *rows, Py_ssize_t src, Py_ssize_t tgt) noexcept nogil:
@@ -131,7 +137,7 @@ cdef inline void mark_rows(Rows *rows, const int32_t *row_ids, Py_ssize_t n) noe
 cdef inline Py_ssize_t map_slots(
     const Rows *rows, const int32_t *row_ids, const int32_t *positions, int32_t *slots, Py_ssize_t n, int64_t page_size
 ) noexcept nogil:
-    """Slots of `n` tokens; returns how many there are before the first that is outside the table or does not fit int32."""
+    """Write the slots of `n` tokens; return the index of the first that is outside the table or does not fit int32, or `n`."""
     cdef Py_ssize_t i
     cdef uint32_t page, size = <uint32_t>page_size
     cdef int64_t slot, stop = page_size * rows.num_columns
@@ -146,8 +152,8 @@ cdef inline Py_ssize_t map_slots(
     return n
 
 
-cdef inline Py_ssize_t count_dirty(Rows *rows, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Dirty windows in rows ``[start, stop)``."""
+cdef inline Py_ssize_t count_dirty(const Rows *rows, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Return the number of dirty windows in rows ``[start, stop)``."""
     cdef Py_ssize_t row, i, count = 0
     for row in range(start, stop):
         if rows.is_row_dirty[row]:
@@ -156,16 +162,22 @@ cdef inline Py_ssize_t count_dirty(Rows *rows, Py_ssize_t start, Py_ssize_t stop
     return count
 
 
-cdef inline bint is_unsent(const Rows *rows, Py_ssize_t row, Py_ssize_t column) noexcept nogil:
-    """Whether a window with that column is to be sent. The last window of a row ends with the row, and may begin before its
-    place.
-    """
-    cdef const uint8_t *flags = rows.is_dirty + row * rows.num_windows
-    return flags[column // WINDOW] or (column >= rows.num_columns - rows.width and flags[rows.num_windows - 1])
+cdef inline Py_ssize_t find_difference(const Rows *rows, const int32_t *sent) noexcept nogil:
+    """Return the place of the first id outside dirty windows that differs from `sent`, or -1. A row's last two may overlap."""
+    cdef Py_ssize_t i, column
+    cdef const uint8_t *flags
+    for i in range(rows.num_rows * rows.num_columns):
+        if rows.table[i] == sent[i]:
+            continue
+        column = i % rows.num_columns
+        flags = rows.is_dirty + i // rows.num_columns * rows.num_windows
+        if not flags[column // WINDOW] and (column < rows.num_columns - rows.width or not flags[rows.num_windows - 1]):
+            return i
+    return -1
 
 
 cdef inline void clean(Rows *rows, Py_ssize_t stop) noexcept nogil:
-    """Nothing in rows before `stop` is to be sent any more."""
+    """Mark rows before `stop` as sent."""
     memset(rows.is_dirty, 0, stop * rows.num_windows)
     memset(rows.is_row_dirty, 0, stop)
 
@@ -173,8 +185,8 @@ cdef inline void clean(Rows *rows, Py_ssize_t stop) noexcept nogil:
 cdef inline Py_ssize_t pack_windows(
     Rows *rows, Py_ssize_t stop, int32_t *windows, Py_ssize_t stride, int32_t *starts, Py_ssize_t room
 ) noexcept nogil:
-    """Copy up to `room` dirty windows of rows before `stop`, a line of `stride` values each, and where they begin, and mark
-    them sent. Returns how many. The last window of a row ends with the row, whatever the row's width.
+    """Copy up to `room` dirty windows of rows before `stop` into lines of `stride` values, and where they begin into `starts`;
+    mark them sent. Return their number. The last window of a row ends with the row, whatever the row's width.
     """
     cdef Py_ssize_t row, window, column, count = 0
     for row in range(stop):
@@ -187,8 +199,7 @@ cdef inline Py_ssize_t pack_windows(
                 return count
             column = min(window * WINDOW, rows.num_columns - rows.width)
             memcpy(windows + count * stride, rows.table + row * rows.num_columns + column, rows.width * sizeof(int32_t))
-            starts[2 * count] = <int32_t>row
-            starts[2 * count + 1] = <int32_t>column
+            starts[2 * count], starts[2 * count + 1] = <int32_t>row, <int32_t>column
             rows.is_dirty[row * rows.num_windows + window] = 0
             count += 1
         rows.is_row_dirty[row] = 0

@@ -2,6 +2,8 @@
 
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
+from pagepool.core.records cimport NO_GROUP
+
 cdef enum:
     MAX_TOKENS = 1 << 30      # of a request
 
@@ -10,14 +12,21 @@ cdef struct Rules:            # which pages a cache group needs
     int32_t window            # tokens that one attends to; 0: no sliding window
     int32_t chunk             # tokens that attend to each other; 0: not chunked
 
-
-cdef inline int32_t pages_for(const Rules *rules, int32_t num_tokens) noexcept nogil:
-    """Places that tokens take, those of skipped pages included."""
-    return <int32_t>((<uint32_t>num_tokens + <uint32_t>rules.page_size - 1) // <uint32_t>rules.page_size)
+cdef struct Group:            # a cache group
+    Rules rules
+    int32_t id                # in the prefix index; NO_GROUP: its pages are never cached
+    int32_t stride            # hashes of a page
 
 
 cdef inline bint is_state(const Rules *rules) noexcept nogil:
     return rules.page_size == MAX_TOKENS
+
+
+cdef inline int64_t pages_for(const Rules *rules, int64_t num_tokens) noexcept nogil:
+    """Places that tokens take, including those of skipped pages."""
+    if num_tokens <= MAX_TOKENS:  # a 32-bit division is faster
+        return (<uint32_t>num_tokens + <uint32_t>rules.page_size - 1) // <uint32_t>rules.page_size
+    return 1 if is_state(rules) else (num_tokens + rules.page_size - 1) // rules.page_size
 
 
 cdef inline int32_t full_pages(const Rules *rules, int32_t num_tokens) noexcept nogil:
@@ -43,3 +52,8 @@ cdef inline int32_t next_skip(const Rules *rules, int32_t num_skipped) noexcept 
     if rules.chunk:
         return <int32_t>min((stop + rules.chunk - 1) // rules.chunk * rules.chunk, <int64_t>MAX_TOKENS)
     return MAX_TOKENS
+
+
+cdef inline bint hits_leading_pages(const Group *group) noexcept nogil:
+    """Whether any number of leading pages of a group is a hit, as with full attention."""
+    return group.id != NO_GROUP and not group.rules.window and not group.rules.chunk

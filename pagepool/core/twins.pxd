@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, uint32_t
 
-from pagepool.core.records cimport NOT_FIRST, NULL_PAGE, TWIN, Links, Pool, Range, link_after, shard_of, unlink
+from pagepool.core.records cimport NOT_FIRST, NULL_PAGE, TWIN, Links, Pool, Range, link_after, num_slots_of, shard_of, unlink
 
 
 cdef inline int32_t find_twin(Pool *pool, int32_t first, Range ids) noexcept nogil:
@@ -76,7 +76,7 @@ cdef inline void link_shard_twins(Pool *pool) noexcept nogil:
     """Build the rings of the shards from those of all twins. O(pool + twins x shards)."""
     cdef Py_ssize_t i
     cdef int32_t first, page_id
-    for i in range(<Py_ssize_t>pool.mask + 1 if pool.slots != NULL else 0):
+    for i in range(num_slots_of(pool)):
         first = pool.slots[i].page_id
         if first != NULL_PAGE and pool.pages[first].group & TWIN:
             begin_shard_twins(pool, first)

@@ -4,28 +4,18 @@ from libc.stdint cimport int32_t
 from libc.string cimport memcmp
 
 from pagepool.core.batch cimport (
-    Batch, Group, Grown, Growth, Held, RowState, amount, digests_of, end_row, ids_of, plan_next_event,
+    Batch, Grown, Growth, RowState, amount, digests_of, end_row, held_by, holding_of, plan_next_event,
 )
-from pagepool.core.index cimport forget_pages
+from pagepool.core.holdings cimport Held, Holding, forget_uncomputed, recompute_from
 from pagepool.core.pages cimport find_unheld, put_back
 from pagepool.core.records cimport NULL_PAGE
-from pagepool.core.rules cimport first_useful_page, full_pages
+from pagepool.core.rules cimport first_useful_page
 
 
-cdef inline void forget_from(Batch *batch, const Group *group, Py_ssize_t row, int32_t num_computed) noexcept nogil:
-    """Forget the pages of a group with tokens from `num_computed` on that a row entered, those behind its hits."""
-    cdef int32_t start = full_pages(&group.rules, max(num_computed, batch.states[row].num_hits))
-    forget_pages(
-        batch.pool, ids_of(group, row), start, group.held[row].num_cached, digests_of(batch, row),
-        batch.states[row].num_hashed, group.stride, group.id,
-    )
-
-
-cdef inline void forget_uncomputed(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
-    """`forget_from` in all groups."""
-    cdef Py_ssize_t g
-    for g in range(batch.num_groups):
-        forget_from(batch, &batch.groups[g], row, num_computed)
+cdef inline void forget_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
+    """Drop the entries that a row made for pages with tokens from `num_computed` on."""
+    cdef Holding holding = holding_of(batch, row)
+    forget_uncomputed(batch.pool, &holding, num_computed, digests_of(batch, row), batch.states[row].num_hashed)
 
 
 cdef inline bint is_as_grown(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
@@ -53,24 +43,22 @@ cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i
     """Whether a row is as the call left it, its new pages, the last before `stop`, are its last, and those are there that it
     needs again. `stop` goes on to the first of them.
     """
-    cdef const Group *group
-    cdef const int32_t *ids
+    cdef const Held *held
     cdef Py_ssize_t g, start, num_new, num_kept
     cdef int32_t first, row = growth.grown[i].row
     if not is_as_grown(batch, growth, i):
         return False
     for g in range(batch.num_groups - 1, -1, -1):
-        group = &batch.groups[g]
-        ids = ids_of(group, row)
+        held = held_by(batch, row, g)
         start = find_taken(growth, stop[0], row, g)
         num_new = stop[0] - start
-        num_kept = group.held[row].num_pages - num_new
-        first = first_useful_page(&group.rules, computed_before(growth, i), 0)
-        if num_kept < 0 or (num_new and memcmp(ids + num_kept, growth.new_ids + start, num_new * sizeof(int32_t))):
+        num_kept = held.num_pages - num_new
+        first = first_useful_page(&batch.groups[g].rules, computed_before(growth, i), 0)
+        if num_kept < 0 or (num_new and memcmp(held.ids + num_kept, growth.new_ids + start, num_new * sizeof(int32_t))):
             return False
-        if first < num_kept and ids[first] == NULL_PAGE:
+        if first < num_kept and held.ids[first] == NULL_PAGE:
             return False
-        if find_unheld(batch.pool, ids, num_kept, group.held[row].num_pages) >= 0:
+        if find_unheld(batch.pool, held.ids, num_kept, held.num_pages) >= 0:
             return False
         stop[0] = start
     return True
@@ -78,24 +66,22 @@ cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i
 
 cdef inline void undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_ssize_t *stop) noexcept nogil:
     """Let a row that `can_undo` go back."""
-    cdef Group *group
     cdef Held *held
     cdef Py_ssize_t g, start
     cdef int32_t row = growth.grown[i].row
     cdef int32_t num_computed = computed_before(growth, i)
     cdef RowState *state = &batch.states[row]
+    forget_row(batch, row, num_computed)
     for g in range(batch.num_groups - 1, -1, -1):
-        group = &batch.groups[g]
-        held = &group.held[row]
+        held = held_by(batch, row, g)
         start = find_taken(growth, stop[0], row, g)
-        forget_from(batch, group, row, num_computed)
         while stop[0] > start:
             stop[0] -= 1
             put_back(batch.pool, growth.new_ids[stop[0]])
             held.num_pages -= 1
-        held.num_cached = min(held.num_cached, full_pages(&group.rules, num_computed))
         held.num_skipped = min(held.num_skipped, held.num_pages)
-        end_row(group, row)
+        recompute_from(&batch.groups[g], held, num_computed)
+        end_row(batch, row, g)
     state.num_computed = num_computed
     state.num_tokens -= growth.token_ids != NULL
     if batch.hash_page_size:

@@ -24,9 +24,9 @@ __all__ = ["Guard", "Peer", "Peers"]
 
 logger = logging.getLogger(__name__)
 
-MAX_UNREAD_BYTES = 1 << 16  # of a message that has not ended: up to 32 times as much in libzmq, if its frames are small
-NUM_FRAME_BYTES = 64  # what a frame takes on the wire besides its contents, at most
-NUM_SUBSCRIPTION_BYTES = 64  # what a topic counts for besides its length
+MAX_UNREAD_BYTES = 1 << 16  # of an unfinished message; small frames take up to 32 times as much in libzmq
+NUM_FRAME_BYTES = 64  # largest overhead of a frame on the wire
+NUM_SUBSCRIPTION_BYTES = 64  # added to the length of each topic
 MAX_SUBSCRIPTIONS_READ = 256  # at once
 MILLISECONDS_BETWEEN_LOOKS = 50
 SHARE_OF_DESCRIPTORS = 8  # one in this number may be a connection of one endpoint
@@ -170,7 +170,7 @@ class Guard:
 
     def stop(self) -> None:
         """Stop the thread, before the sockets are closed, in the thread that uses them."""
-        if self._thread.is_alive():  # it reads until the end: libzmq waits for a monitor that is full
+        if self._thread.is_alive():  # it must read to the end: libzmq blocks on a full monitor
             for peers in self._all_peers:
                 peers.watched.disable_monitor()
             self._thread.join()
@@ -237,7 +237,7 @@ class Guard:
                 if time.monotonic() >= self._look_at:
                     self._look()
             except Exception:
-                logger.exception("connections were not looked at")
+                logger.exception("connections were not checked")
                 time.sleep(0.1)
 
     def _follow(self, peers: Peers) -> bool:
@@ -260,7 +260,7 @@ class Guard:
         has_room = len(peers.by_descriptor) < self._max_connections
         if peers.set_open(has_room) and not has_room and time.monotonic() >= self._warn_at:
             self._warn_at = time.monotonic() + SECONDS_BETWEEN_WARNINGS
-            logger.warning("%s has %d connections, its most; others wait", peers.endpoint, self._max_connections)
+            logger.warning("%s has %d connections, the maximum; others wait", peers.endpoint, self._max_connections)
 
     def _look(self) -> None:
         """Close connections with endless messages."""

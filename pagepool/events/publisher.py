@@ -4,10 +4,10 @@
 
 A batch is published as three frames: topic, sequence number (8 bytes, big-endian), and the result of
 `pagepool.events.encode_batch`. A router that sees a gap in the numbers sends the first missing number to the replay endpoint
-from a DEALER or REQ socket, behind an empty frame. Each batch from there on arrives as an empty frame and the three above, and
-at the end an empty one with the number -1. Beyond vLLM, a request for a batch that is not kept, that never was, or for -1 is
-answered first with a snapshot: a batch that begins with `AllBlocksCleared` and has all cached pages, under the number from
-which to go on.
+from a DEALER or REQ socket, after an empty frame. Each batch from there on arrives as an empty frame and the three above, and
+at the end an empty one with the number -1. As an extension to vLLM, a request for a batch that is not kept, that never existed,
+or for -1 is answered first with a snapshot: a batch that begins with `AllBlocksCleared` and has all cached pages, under the
+number from which to continue.
 
 Without events a heartbeat is published: an empty batch under the next number. It shows a gap to a router that has lost the last
 batches; other routers ignore it.
@@ -46,20 +46,20 @@ logger = logging.getLogger(__name__)
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
 MAX_PORT = 65535
 MAX_INT32 = 2**31 - 1  # of ZeroMQ's options
-MAX_REQUEST_BYTES = 1024  # of what routers send: handshakes, sequence numbers, and the topics that they want
-SUBSCRIPTIONS_HWM = 4  # of one subscriber that wait in libzmq, which takes all of them when the thread sends
-REQUEST = [0, 8]  # bytes of its frames
+MAX_REQUEST_BYTES = 1024  # of a message from a router: handshakes, sequence numbers, topics
+SUBSCRIPTIONS_HWM = 4  # messages of one subscriber that wait in libzmq, which accepts all of them at each send
+REQUEST = [0, 8]  # lengths of its frames
 MAX_REQUESTS_READ = 64  # at once
 MAX_REPLAYS = 4  # to one router at once
-MAX_REPLAYS_TRIED = 32  # at once, until a router takes something
+MAX_REPLAYS_TRIED = 32  # at once, until a router accepts something
 REPLAY_HWM = 16  # batches that wait in the socket for one router
 BACKLOG = 32  # connections that the system keeps until libzmq accepts them
 SECONDS_TO_SHAKE_HANDS = 5.0
-SECONDS_UNREAD = 30.0  # for which a subscriber may read nothing that was sent to it
-SECONDS_BEFORE_PROBES = 60  # of a router that is silent: is its machine still there?
+SECONDS_UNREAD = 30.0  # after which a subscriber that reads nothing is disconnected
+SECONDS_BEFORE_PROBES = 60  # of TCP keepalive, to a silent router
 SECONDS_BETWEEN_PROBES = 10
 NUM_PROBES = 6
-SHARE_OF_SERVICE = 0.1  # of the thread's time: what routers ask for
+SHARE_OF_SERVICE = 0.1  # of the thread's time, for requests of routers
 MIN_REST = 0.002  # seconds between two parts of replays
 MAX_WAIT = 3600.0  # seconds
 MAX_SILENCE = 60.0  # seconds between two heartbeats
@@ -79,7 +79,7 @@ class Curve(NamedTuple):
         return key in self.client_keys
 
     def protect(self, socket: "zmq.Socket[bytes]", name: str, endpoint: str) -> None:
-        """Let a socket encrypt, and admit only those routers; none without the authenticator.
+        """Make a socket encrypt and admit only these routers. Without the authenticator it admits none.
 
         EndpointError for an address over which ZeroMQ would send unencrypted.
         """
@@ -202,7 +202,7 @@ class Worker:
     """The thread of a publisher, and its state."""
 
     def __init__(self, source: EventSource | None, sockets: Sockets, options: Options) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self.sockets = sockets
         self.queue: queue.Queue[tuple[bytes, bool]] = queue.Queue(options.hwm)
         self._source = source
@@ -229,21 +229,21 @@ class Worker:
 
     @property
     def is_open(self) -> bool:
-        """False once it is closed, and in a process that was forked, where the thread is not."""
+        """False after `close`, and in a forked process, which does not have the thread."""
         return not self._is_closing and self._pid == os.getpid()
 
     def require_open(self) -> None:
-        """ArgumentError where it is not."""
+        """Raise ArgumentError if it is not open."""
         if not self.is_open:
-            raise ArgumentError("the publisher is closed, or another process's")
+            raise ArgumentError("the publisher is closed, or belongs to another process")
 
     def wake(self) -> None:
-        """Have the thread look for work."""
-        with self._wake_lock, contextlib.suppress(zmq.ZMQError):  # it has been woken often enough, or is at its end
+        """Wake the thread, so that it looks for work."""
+        with self._wake_lock, contextlib.suppress(zmq.ZMQError):  # other wake-ups are pending, or it has ended
             self.sockets.wake.send(b"", zmq.DONTWAIT)
 
     def close(self) -> None:
-        """Publish what there is, and end."""
+        """Publish pending events and end the thread."""
         if self.is_open:
             self._is_closing = True
             self.wake()
@@ -251,15 +251,15 @@ class Worker:
                 self._thread.join(2 * SECONDS_TO_CLOSE)
 
     def forget(self) -> None:
-        """In a process that was forked: nothing of it may be used, by the garbage collector either. Closes the connections."""
+        """Close the connections in a forked process, where nothing else may be used, not even by the garbage collector."""
         if self.sockets.authenticator is not None:
-            self.sockets.authenticator.pipe = None  # type: ignore[assignment]  # else it sends over it when collected, and hangs
+            self.sockets.authenticator.pipe = None  # type: ignore[assignment]  # otherwise it sends over it when collected, and hangs
         self.sockets.guard.forget()
 
     # In the thread.
 
     def run(self) -> None:
-        """Publish and replay until it is closed."""
+        """Publish and replay until the publisher is closed."""
         while not self._is_closing:
             self._do(self._wait)
             self._do(self._publish_all)
@@ -269,17 +269,17 @@ class Worker:
             _close_sockets(self.sockets.context, self.sockets.authenticator, self.sockets.guard, SECONDS_TO_CLOSE)
 
     def _do(self, work: Any) -> None:
-        """The thread goes on after any error. Events that were taken by then are sent anew, as a snapshot."""
+        """Call `work`. The thread survives any error, and replaces the events that were taken by then by a snapshot."""
         try:
             work()
         except Exception:
-            logger.exception("events were not sent; routers are told anew")
+            logger.exception("events were not sent; a snapshot follows")
             if self._source is not None:
                 self._source.start_over()
             time.sleep(0.1)
 
     def _wait(self) -> None:
-        """Until the engine wakes the thread, a router asks, or something is due."""
+        """Wait until the engine wakes the thread, a router sends a request, or work is due."""
         now = time.monotonic()
         poller = zmq.Poller()
         poller.register(self.sockets.woken, zmq.POLLIN)
@@ -299,7 +299,7 @@ class Worker:
                 self._take_at = min(self._take_at, now if self._source else math.inf)
 
     def _publish_all(self) -> None:
-        """What the manager's journal has, and what was handed over."""
+        """Publish the manager's events and those passed to `publish`."""
         if self._source is not None and (time.monotonic() >= self._take_at or self._is_closing):
             self._take_at = time.monotonic() + self._options.interval
             self._publish_events(self._source.take())
@@ -345,7 +345,7 @@ class Worker:
         self._serve_at = now + max(MIN_REST if self._replays else 0.0, (now - start) / SHARE_OF_SERVICE)
 
     def _accept(self, peers: Peers) -> None:
-        """Read all requests of routers: libzmq does not notice that one is gone while its requests wait."""
+        """Read all requests of routers: while requests wait, libzmq does not notice that their router is gone."""
         with contextlib.suppress(zmq.Again):
             for _ in range(MAX_REQUESTS_READ):
                 client, *request = peers.watched.recv_multipart(zmq.DONTWAIT, copy=False)
@@ -480,7 +480,7 @@ class EventPublisher:
         """Without a `manager` only events passed to `publish` are sent.
 
         `endpoint` is the address to listen at or, if `is_connecting`, the address of a router; port ``*`` is any free port.
-        Routers may subscribe to a `topic`. If `heartbeat` is None there is none. The attributes ``endpoint`` and
+        Routers may subscribe to a `topic`. With `heartbeat` None there is no heartbeat. The attributes ``endpoint`` and
         ``replay_endpoint`` are the addresses with their ports. EndpointError, an OSError, if an address is malformed or its
         port taken; ArgumentError for values out of range, a secret key without client keys or the reverse, invalid keys, keys
         without CURVE in libzmq, and a manager without events or with another publisher.

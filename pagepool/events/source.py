@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import PageStore
+from pagepool._core import EntryJournal, PageStore
 from pagepool.events.contexts import Contexts
 from pagepool.events.messages import AllBlocksCleared, BlockRemoved, BlockStored, Event, Hash
 from pagepool.forking import EVENTS, make_lock
@@ -32,13 +32,14 @@ class EventSource:
     def __init__(self, store: PageStore, groups: Sequence[CacheGroupSpec], hasher: PageHasher, hashes_as_bytes: bool) -> None:
         """Start the journal of `store`. ArgumentError if pages are held or cached already."""
         self.hashes_as_bytes = hashes_as_bytes
-        self.contexts = Contexts(store)
+        self._journal = EntryJournal(store)
+        self.contexts = Contexts(self._journal)
         self._store = store
         self._num_digest_bytes = hasher.num_digest_bytes
         self._described = [_describe(group.kv_cache_spec, i) for i, group in enumerate(groups)]
         self._lock = make_lock(self, "_lock", EVENTS)
         self._must_start_over = False
-        store.start_journal()
+        self._journal.start()
 
     def take(self) -> list[Event]:
         """Return the changes since the last call. O(changes)."""
@@ -60,19 +61,19 @@ class EventSource:
         """Return all cached pages, parents first. O(num_pages)."""
         with self._lock:
             try:
-                return self._list_stored(self._store.list_entries())
+                return self._list_stored(self._journal.list_entries())
             finally:
-                self._store.end_report()
+                self._journal.end_report()
 
     def _take(self, with_snapshot: bool) -> tuple[list[Event], list[Event]]:
         with self._lock:
             must_start_over, self._must_start_over = self._must_start_over, True
             try:
-                changes = self._store.take_changes(with_snapshot or must_start_over)
+                changes = self._journal.take_changes(with_snapshot or must_start_over)
                 snapshot = [] if changes[-1] is None else [AllBlocksCleared(), *self._list_stored(changes[-1])]
                 events = snapshot if must_start_over else self._list_changes(*changes[:-1])
             finally:
-                self._store.end_report()
+                self._journal.end_report()
         return events, snapshot
 
     def _list_changes(self, is_cleared: bool, removed_keys: Array, removed_groups: Array, new: Entries) -> list[Event]:

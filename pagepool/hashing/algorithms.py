@@ -97,7 +97,7 @@ class Sha256Hasher(PythonHasher):
 
 
 class VllmHasher(Sha256Hasher):
-    """vLLM's ``sha256_cbor``: parent, tokens and extra keys in CBOR. docs/engines.md lists what is byte for byte the same."""
+    """vLLM's ``sha256_cbor``: parent, tokens and extra keys in CBOR. docs/engines.md lists the identical parts."""
 
     extra_keys = VllmExtraKeys
     algorithm = "sha256_cbor"

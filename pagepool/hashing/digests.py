@@ -35,4 +35,4 @@ def sha256_cbor(content: Any) -> bytes:
     try:
         return hashlib.sha256(cbor2.dumps(content, canonical=True)).digest()
     except UnicodeEncodeError as error:
-        raise ArgumentError(f"hash_algo='sha256_cbor': got text that is no Unicode: {error}") from None
+        raise ArgumentError(f"hash_algo='sha256_cbor': got text that is not valid Unicode: {error}") from None

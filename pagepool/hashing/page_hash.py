@@ -33,7 +33,7 @@ def checked_hash(page_hash: Any) -> PageHash:
     try:
         hash(page_hash)
     except TypeError as error:
-        raise ArgumentTypeError(f"page_hash: {error}, allowed: what can be a key of a dict") from None
+        raise ArgumentTypeError(f"page_hash: {error}, allowed: hashable values") from None
     checked: PageHash = page_hash if value is page_hash.hash_value else page_hash._replace(hash_value=value)
     return checked
 

@@ -106,7 +106,7 @@ class PageHasher(KeyHolder, ABC):
         if len(token_ids) != stop - start:
             raise ArgumentError(
                 f"request {shown(request.request_id)}: all_token_ids ends at {start + len(token_ids)}, "
-                f"its pages up to token {shown(stop)} were to be hashed"
+                f"but its pages up to token {shown(stop)} are to be hashed"
             )
         require_token_ids(token_ids, start)
         return token_ids

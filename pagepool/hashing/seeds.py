@@ -15,7 +15,7 @@ _PROCESS_SECRET = os.urandom(32)
 def get_hash_seed(hash_seed: int | str | bytes | None = None) -> bytes | None:
     """Return the seed as bytes: `hash_seed` if given, else ``PYTHONHASHSEED`` if it names one, else None.
 
-    ArgumentError for an empty `hash_seed`, whose key would be known to all. An empty ``PYTHONHASHSEED`` names no seed, as in
+    ArgumentError for an empty `hash_seed`, whose key anyone could derive. An empty ``PYTHONHASHSEED`` names no seed, as in
     Python.
 
     >>> get_hash_seed(7)
@@ -34,7 +34,7 @@ def get_hash_seed(hash_seed: int | str | bytes | None = None) -> bytes | None:
     try:
         return str(require_short("hash_seed", hash_seed)).encode()
     except UnicodeEncodeError as error:
-        raise ArgumentError(f"hash_seed: got text that is no Unicode: {error}") from None
+        raise ArgumentError(f"hash_seed: got text that is not valid Unicode: {error}") from None
 
 
 def get_siphash_key(hash_seed: int | str | bytes | None = None) -> bytes:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pagepool._core import QueryCounter, lists_of
+from pagepool._core import QueryCounter, check_holders, lists_of
 from pagepool.arguments import MAX_SIZE, has_status, id_of, read_count, require_int
 from pagepool.coordinator import ANY_PAGE, CacheCoordinator, get_kv_cache_coordinator
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
@@ -13,7 +13,7 @@ from pagepool.hashing.algorithms import HashAlgorithm, make_page_hasher
 from pagepool.hashing.request_hashes import RequestPageHashes
 from pagepool.manager.cache_pages import CachePages
 from pagepool.manager.lookups import PrefixLookups, PrefixProbe
-from pagepool.manager.slots import SlotAllocator
+from pagepool.manager.slots import ANYWHERE, Placement, SlotAllocator
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.specs import CacheGroupSpec, check_groups, usable_pages_count
@@ -202,11 +202,9 @@ class CacheManager(KeyHolder):
             num_tokens = num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens + num_new_tokens
         if (
             held is not None
-            and num_tokens + num_lookahead_tokens <= held.num_room_tokens
-            and num_tokens < held.num_next_full_tokens
-            and held.num_cached_tokens <= num_computed_tokens < held.num_next_skip_tokens
             and new_computed_pages is None
             and not num_new_computed_tokens
+            and held.needs_nothing(num_computed_tokens, num_tokens, num_tokens + num_lookahead_tokens)
         ):
             return CachePages(self._no_ids, self._store)
         if num_tokens > self.max_model_len:
@@ -215,6 +213,9 @@ class CacheManager(KeyHolder):
             )
         num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         num_slots = min(num_tokens + num_lookahead_tokens, self.max_model_len)
+        placement = ANYWHERE
+        if dp_shard_hint is not None or data_parallel_size is not None or num_reserved_pages:
+            placement = Placement(dp_shard_hint, data_parallel_size, num_reserved_pages)
         with self._lock:
             hits = self._slots.get_hits(request, new_computed_pages)
             if held is None or num_new_computed_tokens or num_computed_tokens > held.num_room_tokens:
@@ -227,9 +228,7 @@ class CacheManager(KeyHolder):
                 hits,
                 num_slots,
                 0 if delay_cache_pages or not self.enable_caching else min(num_tokens, read_count(request, "num_tokens")),
-                dp_shard_hint,
-                data_parallel_size,
-                num_reserved_pages,
+                placement,
             )
         return None if new_ids is None else CachePages(new_ids, self._store)
 
@@ -258,15 +257,13 @@ class CacheManager(KeyHolder):
             held = self._requests.get(id_of(request))
             if held is None:
                 raise ArgumentError(f"request {shown(request.request_id)} holds no pages")
-            num_room_tokens = self.coordinator.count_room_tokens(held)
-            if num_tokens > num_room_tokens:
-                raise ArgumentError(f"num_computed_tokens: got {shown(num_tokens)}, allowed: at most {num_room_tokens}")
+            if num_tokens > held.num_room_tokens:
+                raise ArgumentError(f"num_computed_tokens: got {shown(num_tokens)}, allowed: at most {held.num_room_tokens}")
             num_before = read_count(request, "num_computed_tokens")
             hashes = self._lookups.extend(request, num_tokens)
-            self.coordinator.rewind(held, num_before)
-            due = self.coordinator.list_due(held, self._no_ids, hashes.chain, num_tokens)
-            self._slots.enter_pages(held, hashes, num_tokens, due)
-            self.coordinator.update_thresholds(held)
+            held.rewind(num_before)
+            if held.check_enterable(hashes.chain, num_tokens):
+                self._slots.enter_pages(held, hashes, num_tokens)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all prefix entries, for example after new weights. Returns False, without a change, while a page is held."""
@@ -386,7 +383,7 @@ class CacheManager(KeyHolder):
         O(num_pages + pages held).
         """
         with self._lock:
-            self._store.check_holders(self.coordinator.get_all_held())
+            check_holders(self._store, list(self._requests.values()))
             self.page_pool.check()
 
     def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:

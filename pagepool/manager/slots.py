@@ -1,10 +1,10 @@
 """Allocates slots for the next tokens of requests, and enters full pages in the prefix index."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from pagepool._core import PageIds
-from pagepool.coordinator import CacheCoordinator, DueEntries, RequestPages
+from pagepool._core import PageIds, RequestPages
+from pagepool.coordinator import CacheCoordinator
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.hashing.request_hashes import RequestHashes
@@ -17,7 +17,18 @@ from pagepool.specs import pages_per_dp_shard, usable_pages_count
 if TYPE_CHECKING:
     from pagepool.events import Contexts
 
-__all__ = ["SlotAllocator"]
+__all__ = ["ANYWHERE", "Placement", "SlotAllocator"]
+
+
+class Placement(NamedTuple):
+    """Where new pages may come from: the data-parallel shard, and the pages that stay free."""
+
+    dp_shard_hint: int | None = None
+    data_parallel_size: int | None = None
+    num_reserved_pages: int = 0
+
+
+ANYWHERE = Placement()
 
 
 class SlotAllocator(KeyHolder):
@@ -52,7 +63,7 @@ class SlotAllocator(KeyHolder):
         if not self._enable_caching:
             raise ArgumentError("new_computed_pages: got pages, allowed without prefix caching: none")
         held = self._requests.get(request.request_id)
-        if held is not None and any(held.groups):
+        if held:
             raise ArgumentError(
                 f"new_computed_pages: got pages for request {shown(request.request_id)}, "
                 "which holds some already; allowed: none"
@@ -71,7 +82,7 @@ class SlotAllocator(KeyHolder):
             allowed = num_allowed_tokens = self._coordinator.count_hit_tokens(hits)
             reason = "together, the tokens of new_computed_pages, for a request that holds no pages"
         elif num_new_computed_tokens == 0:
-            allowed = num_allowed_tokens = self._coordinator.count_room_tokens(held)
+            allowed = num_allowed_tokens = held.num_room_tokens
             reason = "the tokens for which it has slots"
         else:
             allowed, num_allowed_tokens = 0, num_computed_tokens
@@ -87,11 +98,9 @@ class SlotAllocator(KeyHolder):
         request: Request,
         num_computed_tokens: int,
         hits: tuple[PageIds, ...],
-        num_tokens_with_slot: int,
+        num_slots: int,
         num_tokens_to_cache: int,
-        dp_shard_hint: int | None,
-        data_parallel_size: int | None,
-        num_reserved_pages: int,
+        placement: Placement,
     ) -> tuple[PageIds, ...] | None:
         """Hash first, which fails if tokens are missing; then skip, take and enter pages. None if too few pages are free."""
         if hits is not self.no_ids:
@@ -99,63 +108,57 @@ class SlotAllocator(KeyHolder):
             self._lookups.extend(
                 request, max(len(ids) * manager.page_size for ids, manager in zip(hits, managers, strict=True))
             )
-        is_admission = request.request_id not in self._requests
-        held = self._requests.get(request.request_id) or RequestPages(self._coordinator.single_type_managers)
-        is_full = num_tokens_to_cache >= held.num_next_full_tokens or num_computed_tokens < held.num_cached_tokens
-        self._pool.find_shard(dp_shard_hint, data_parallel_size)  # raises before anything changes
+        held = self._requests.get(request.request_id)
+        is_admission = held is None
+        held = held or self._coordinator.hold_nothing()
+        is_full = num_tokens_to_cache > 0 and (is_admission or held.is_due(num_tokens_to_cache, num_computed_tokens))
+        self._pool.find_shard(placement.dp_shard_hint, placement.data_parallel_size)  # raises before anything changes
         hashes = self._lookups.extend(request, num_tokens_to_cache) if is_full else None
-        self._coordinator.rewind(held, num_computed_tokens)
-        due = [] if hashes is None else self._coordinator.list_due(held, hits, hashes.chain, num_tokens_to_cache)
-        self._coordinator.remove_skipped_pages(held, num_computed_tokens)
+        held.rewind(num_computed_tokens)
+        is_due = hashes is not None and held.check_enterable(hashes.chain, num_tokens_to_cache, hits)
+        held.skip(num_computed_tokens)
         new_ids: tuple[PageIds, ...] | None = self.no_ids
-        if num_tokens_with_slot > held.num_room_tokens or hits is not self.no_ids:
-            shard = self._find_shard(held, hits, dp_shard_hint, data_parallel_size)
-            new_ids = self._take_pages(request, held, hits, num_tokens_with_slot, shard, num_reserved_pages)
-        if new_ids is not None and hashes is not None and due:
-            self.enter_pages(held, hashes, num_tokens_to_cache, due)
-        self._coordinator.update_thresholds(held)
+        if num_slots > held.num_room_tokens or hits is not self.no_ids:
+            new_ids = self._take_pages(request, held, hits, num_slots, placement)
+        if new_ids is not None and hashes is not None and is_due:
+            self.enter_pages(held, hashes, num_tokens_to_cache)
         if new_ids is not None and is_admission:
             self._lookups.count_admission(request, hits)
         return new_ids
 
-    def _find_shard(
-        self,
-        held: RequestPages,
-        hits: Sequence[PageIds],
-        dp_shard_hint: int | None,
-        data_parallel_size: int | None,
-    ) -> tuple[int, int] | None:
+    def _find_shard(self, held: RequestPages, hits: Sequence[PageIds], placement: Placement) -> tuple[int, int] | None:
         """Return the shard of the request's pages, else the hinted one, and the number of shards; None: any page will do."""
-        pages_per_shard = pages_per_dp_shard(self._pool.num_pages, data_parallel_size)
+        pages_per_shard = pages_per_dp_shard(self._pool.num_pages, placement.data_parallel_size)
         if pages_per_shard is None:
             return None
-        shard = PageIds.joined((*held.groups, *hits)).shard(pages_per_shard)
-        return self._pool.find_shard(dp_shard_hint if shard < 0 else shard, data_parallel_size)
+        shard = PageIds.joined((*held.get_page_ids(), *hits)).shard(pages_per_shard)
+        return self._pool.find_shard(placement.dp_shard_hint if shard < 0 else shard, placement.data_parallel_size)
 
     def _take_pages(
-        self,
-        request: Request,
-        held: RequestPages,
-        hits: tuple[PageIds, ...],
-        num_tokens: int,
-        shard: tuple[int, int] | None,
-        num_reserved_pages: int,
+        self, request: Request, held: RequestPages, hits: tuple[PageIds, ...], num_tokens: int, placement: Placement
     ) -> tuple[PageIds, ...] | None:
         """Attach the hits and take the new pages, or do neither."""
-        num_new_pages = self._coordinator.count_pages_to_allocate(held, num_tokens, hits)
+        found = self._find_shard(held, hits, placement)
+        shard, num_shards = found or (None, 0)
         has_hits = hits is not self.no_ids
         hashes = self._lookups.hashes[request.request_id] if has_hits else None
         self._requests[request.request_id] = held  # before anything is taken, so that no interrupt can lose it
         try:
-            new_ids = self._coordinator.take_pages(
-                held, num_new_pages, hits if has_hits else (), hashes.chain if hashes else None, shard, num_reserved_pages
+            new_ids = held.take(
+                num_tokens,
+                hits if has_hits else (),
+                hashes.chain if hashes else None,
+                shard,
+                num_shards,
+                placement.num_reserved_pages,
             )
         finally:
-            if not any(held.groups):
+            if not held:
                 del self._requests[request.request_id]
         if new_ids is None:
-            warn_if_hopeless(self._num_usable_pages, (*held.groups, *hits), sum(num_new_pages))
-        if new_ids is None and hashes and shard is None:
+            num_new_pages = held.count_needed(num_tokens, hits if has_hits else ())
+            warn_if_hopeless(self._num_usable_pages, (*held.get_page_ids(), *hits), num_new_pages)
+        if new_ids is None and hashes and found is None:
             self._lookups.note_refusal(hashes, hits)
         return new_ids
 
@@ -165,17 +168,17 @@ class SlotAllocator(KeyHolder):
 
     def release_context(self, context: int) -> None:
         """Release an int from `hold_context`. It is reused when no page has it any more."""
-        if context:
-            self._store.release_context(context)
+        if context and self.contexts is not None:
+            self.contexts.release(context)
 
-    def enter_pages(self, held: RequestPages, hashes: RequestHashes, num_tokens: int, due: Sequence[DueEntries]) -> None:
-        """Enter due pages in the prefix index, under the hashes of the first `num_tokens` tokens."""
+    def enter_pages(self, held: RequestPages, hashes: RequestHashes, num_tokens: int) -> None:
+        """Enter the pages that the first `num_tokens` tokens fill in the prefix index."""
         if hashes.page_hashes:
-            start = max(0, self._coordinator.count_cached_hashes(held) - 1)  # with the parent of the first
+            start = max(0, held.num_cached_hashes - 1)  # with the parent of the first
             self._lookups.hasher.name_pages(self._store.names, hashes, start, num_tokens // self._coordinator.hash_page_size)
         context = self.hold_context(hashes.extra_keys)
         try:
-            self._coordinator.cache_pages(due, hashes.chain, context)
+            held.enter(hashes.chain, num_tokens, context)
         finally:
             self.release_context(context)
         if hashes.page_hashes:

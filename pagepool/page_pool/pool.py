@@ -7,14 +7,16 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import CachePage, PageIds, PageStore
+from pagepool._core import CachePage, PageIds, PageStore, give_back_restored
 from pagepool.arguments import require_int, require_slice
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, shown
 from pagepool.hashing import PageHash, checked_hash
 from pagepool.page_pool.free_queue import FreeCachePageQueue
+from pagepool.page_pool.integrity import check_store
 from pagepool.page_pool.pages import Pages
 from pagepool.page_pool.prefix_index import (
     CachedPages,
+    PageSpan,
     count_hits,
     enter_pages,
     find_page_id,
@@ -157,10 +159,10 @@ class PagePool:
         >>> restored.release_all_held(), restored.get_num_free_pages(), restored.reset_prefix_cache()
         (3, 7, True)
         """
-        num_pages = self.store.give_back_restored()
+        num_pages = give_back_restored(self.store)
         if num_pages is None:
             raise ArgumentError(
-                "release_all_held: got a pool that was not restored, or was used since, allowed: one as restored"
+                "release_all_held: got a pool that was not restored, or was used since, allowed: a freshly restored pool"
             )
         return num_pages
 
@@ -272,9 +274,9 @@ class PagePool:
         ``request.all_token_ids`` and appended. Null pages are ignored. PageHashError, without a change, if a page already has a
         hash. O(num_full_pages - num_cached_pages).
         """
-        bounds = _bounds_of(num_cached_pages, num_full_pages)
-        ids = self.store.ids_of_pages(require_slice("pages", pages, *bounds))
-        enter_pages(self.store, ids, request, page_hashes, *bounds, page_size, kv_cache_group_id)
+        span = PageSpan.of(num_cached_pages, num_full_pages, page_size)
+        ids = self.store.ids_of_pages(require_slice("pages", pages, *span[:2]))
+        enter_pages(self.store, ids, request, page_hashes, span, kv_cache_group_id)
 
     def cache_full_page_ids(
         self,
@@ -287,9 +289,9 @@ class PagePool:
         kv_cache_group_id: int,
     ) -> None:
         """Like `cache_full_pages`, but take ids: an int32 array or a list."""
-        bounds = _bounds_of(num_cached_pages, num_full_pages)
-        ids = PageIds(require_slice("page_ids", page_ids, *bounds))
-        enter_pages(self.store, ids, request, page_hashes, *bounds, page_size, kv_cache_group_id)
+        span = PageSpan.of(num_cached_pages, num_full_pages, page_size)
+        ids = PageIds(require_slice("page_ids", page_ids, *span[:2]))
+        enter_pages(self.store, ids, request, page_hashes, span, kv_cache_group_id)
 
     def forget_evicted_names(self) -> None:
         """Drop the hash objects of evicted pages, once there are more of them than the pool could need. Amortised O(1)."""
@@ -359,7 +361,7 @@ class PagePool:
 
         IntegrityError names the first wrong page or slot, with all its numbers.
         """
-        self.store.check()
+        check_store(self.store)
 
     # Data-parallel shards.
 
@@ -389,7 +391,3 @@ def _require_ids(page_ids: T) -> T:
     if page_ids is None:
         raise ArgumentTypeError("page ids: got None, allowed: a list or an array")
     return page_ids
-
-
-def _bounds_of(num_cached_pages: int, num_full_pages: int) -> tuple[int, int]:
-    return require_int("num_cached_pages", num_cached_pages, 0), require_int("num_full_pages", num_full_pages, 0)

@@ -4,15 +4,16 @@ The index of a `PageStore` has keys of 128 bits. If a hash differs from its key,
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from pagepool._core import CachePage, HashChain, PageIds, PageStore
+from pagepool._core import CachePage, EntryJournal, HashChain, PageIds, PageStore, copy_records
 from pagepool.arguments import refuse_incomplete, require_group_ids, require_int, require_list, require_slice
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import PageHash, PageHashWithGroupId, RequestExtraKeys, checked_hash, hash_page_tokens
 
 __all__ = [
     "CachedPages",
+    "PageSpan",
     "count_hits",
     "enter_pages",
     "find_page_id",
@@ -20,6 +21,7 @@ __all__ = [
     "forget_evicted_names",
     "forget_names",
     "is_own_key",
+    "list_kept_keys",
 ]
 
 Bounds = tuple[int, int | None]
@@ -74,18 +76,33 @@ def count_hits(store: PageStore, page_hashes: Iterable[PageHash], group_ids: Seq
     return num_hit_pages, None
 
 
+class PageSpan(NamedTuple):
+    """The pages of a request to enter in the prefix index, and their size in tokens."""
+
+    num_cached_pages: int
+    num_full_pages: int
+    page_size: int
+
+    @classmethod
+    def of(cls, num_cached_pages: int, num_full_pages: int, page_size: int) -> "PageSpan":
+        """Check the numbers."""
+        return cls(
+            require_int("num_cached_pages", num_cached_pages, 0),
+            require_int("num_full_pages", num_full_pages, 0),
+            require_int("page_size", page_size, 1),
+        )
+
+
 def enter_pages(
     store: PageStore,
     ids: PageIds,
     request: Any,
     page_hashes: list[PageHash],
-    num_cached_pages: int,
-    num_full_pages: int,
-    page_size: int,
+    span: PageSpan,
     group_id: int,
 ) -> None:
     """Enter pages of a request under its hashes; hashes that `page_hashes` lacks are computed and appended."""
-    page_size = require_int("page_size", page_size, 1)
+    num_cached_pages, num_full_pages, page_size = span
     if not isinstance(page_hashes, list):
         raise ArgumentTypeError(f"page_hashes: got {type(page_hashes).__name__}, allowed: a list of PageHash")
     if len(page_hashes) < num_cached_pages:
@@ -93,7 +110,7 @@ def enter_pages(
             f"page_hashes: got {len(page_hashes)}, allowed: at least the {shown(num_cached_pages)} of the cached pages"
         )
     if len(ids) != max(0, num_full_pages - num_cached_pages):
-        raise ArgumentError(f"num_full_pages: got {shown(num_full_pages)}, more than there are pages")
+        raise ArgumentError(f"num_full_pages: got {shown(num_full_pages)}, allowed: at most the number of pages")
     missing = _hash_missing_pages(request, page_hashes, num_full_pages, page_size)
     new_hashes = [*page_hashes, *missing][num_cached_pages:num_full_pages]
     num_parents = min(num_cached_pages, 1)
@@ -103,7 +120,7 @@ def enter_pages(
         chain.append_key(store.names.key_of(page_hash))
     ids = PageIds.joined((PageIds([0] * num_parents), ids))
     first_place = num_cached_pages - num_parents
-    store.enter_pages(ids, chain, num_parents, len(ids), 1, group_id, first_place=first_place)
+    store.enter_pages(ids, chain, num_parents, group_id, first_place=first_place)
     page_hashes.extend(missing)
     forget_evicted_names(store)
 
@@ -133,15 +150,27 @@ def _hash_missing_pages(request: Any, page_hashes: Sequence[PageHash], num_full_
 
 def forget_evicted_names(store: PageStore) -> None:
     """Drop the names of evicted pages once there are more than the pool can need. Amortised O(1)."""
-    if len(store.names) > 2 * store.max_num_kept_keys + 1024:
+    if len(store.names) > 2 * EntryJournal(store).max_num_kept_keys + 1024:
         forget_names(store)
 
 
 def forget_names(store: PageStore) -> None:
     """Drop the names that neither the index nor the journal needs."""
-    keys = store.kept_keys()
+    keys = list_kept_keys(store)
     if keys is not None:
         store.names.keep_only(keys)
+
+
+def list_kept_keys(store: PageStore) -> list[int] | None:
+    """Return the keys of entries, of their parents, and of removed entries. None while events are being built. O(num_pages)."""
+    copied = copy_records(store, ("pages", "slots", "notes", "removed"))
+    if copied["is_told"]:
+        return None
+    slots, notes = copied["slots"]["page_id"], copied["notes"]
+    ids = slots[slots != 0]
+    parents = notes[ids[notes["place"][ids] > 0]] if len(notes) else notes
+    found = copied["pages"][ids], parents, copied["removed"][: copied["num_removed"]]
+    return [high << 64 | low for keys in found for low, high in zip(keys["low"].tolist(), keys["high"].tolist(), strict=True)]
 
 
 class CachedPages(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
@@ -160,7 +189,8 @@ class CachedPages(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
 
     def __iter__(self) -> Iterator[PageHashWithGroupId]:
         """The pairs, in no particular order."""
-        for page_id in self._store.first_cached_ids().to_list():
+        slots = copy_records(self._store, ("slots",))["slots"]["page_id"]
+        for page_id in slots[slots != 0].tolist():
             page_hash = self._store.page_hash_of(page_id)
             if page_hash is not None:
                 yield page_hash

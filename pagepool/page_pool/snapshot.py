@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import PageStore
+from pagepool._core import PageStore, load_store
 from pagepool.errors import ArgumentError, ArgumentTypeError, SnapshotError
 from pagepool.hashing import HashNames, PageHash
+from pagepool.page_pool.integrity import save_store
 
 __all__ = [
     "Configuration",
@@ -61,7 +62,7 @@ FIELDS = {
 
 def save(store: PageStore, configuration: Configuration | None) -> Snapshot:
     """Return the snapshot of a pool. O(pages)."""
-    arrays = store.save()
+    arrays = save_store(store)
     arrays["enable_caching"] = np.array([store.enable_caching])
     arrays["names"] = encode_names(store.names)
     arrays["configuration"] = encode_configuration(configuration)
@@ -78,7 +79,8 @@ def load(snapshot: Mapping[str, Any]) -> tuple[PageStore, Configuration | None]:
         raise SnapshotError(f"counters: got {counters}, allowed: at least 0")
     enable_caching, num_shards = bool(arrays.pop("enable_caching")[0]), int(arrays.pop("num_shards")[0])
     try:
-        store = PageStore.load(enable_caching, **arrays, counters=counters, num_shards=num_shards)
+        cached = tuple(arrays.pop(f"cached_{name}") for name in ("page_ids", "group_ids", "keys", "token_ids"))
+        store = load_store(enable_caching, **arrays, cached=cached, counters=counters, num_shards=num_shards)
     except ArgumentError as error:
         raise SnapshotError(f"snapshot: {error}") from None
     for key, page_hash in decode_names(names):
@@ -109,7 +111,7 @@ def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
         raise SnapshotError(f"snapshot: version is {version}, allowed: {' and '.join(map(str, VERSIONS))}")
     arrays = {name: _read(snapshot, name) for name in FIELDS if version > 1 or name != "configuration"}
     if arrays.pop("checksum").tobytes() != _checksum(arrays):
-        raise SnapshotError("snapshot: its checksum is not that of its arrays; one of them changed since it was taken")
+        raise SnapshotError("snapshot: the checksum does not match the arrays; one of them was changed")
     return {"configuration": encode_configuration(None), **arrays}
 
 
@@ -171,14 +173,14 @@ def _from_json(value: Any) -> Any:
 
 
 def decode_names(text: npt.NDArray[np.uint8]) -> Iterator[tuple[int, PageHash]]:
-    """Reverse `encode_names`. SnapshotError for text that it did not make."""
+    """Yield the keys and names in a result of `encode_names`. SnapshotError for other text."""
     try:
         for key, hash_value, token_ids, extra_keys in _from_json(json.loads(text.tobytes())):
             if not (isinstance(key, int) and isinstance(hash_value, int) and isinstance(token_ids, tuple)):
                 raise ValueError(f"got key {key!r}, hash {hash_value!r} and token ids {token_ids!r}")
             yield key, PageHash(hash_value, token_ids, extra_keys)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise SnapshotError(f"snapshot: 'names' are no page hashes: {error}") from None
+        raise SnapshotError(f"snapshot: 'names' are not page hashes: {error}") from None
 
 
 def encode_configuration(configuration: Configuration | None) -> npt.NDArray[np.uint8]:
@@ -187,13 +189,13 @@ def encode_configuration(configuration: Configuration | None) -> npt.NDArray[np.
 
 
 def decode_configuration(text: npt.NDArray[np.uint8]) -> Configuration | None:
-    """Reverse `encode_configuration`. SnapshotError for text that it did not make."""
+    """Return the configuration in a result of `encode_configuration`. SnapshotError for other text."""
     try:
         configuration = json.loads(text.tobytes())
     except (ValueError, RecursionError) as error:
-        raise SnapshotError(f"snapshot: 'configuration' is none: {error}") from None
+        raise SnapshotError(f"snapshot: 'configuration' is invalid: {error}") from None
     if configuration is None:
         return None
     if not isinstance(configuration, dict) or {type(value) for value in configuration.values()} - {int, str, type(None)}:
-        raise SnapshotError("snapshot: 'configuration' is none: allowed: an object of ints, strings and nulls, or null")
+        raise SnapshotError("snapshot: 'configuration' is invalid, allowed: an object of ints, strings and nulls, or null")
     return configuration

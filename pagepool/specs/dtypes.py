@@ -1,6 +1,6 @@
 """Sizes of dtypes.
 
-A `dtype` is any name of one in NumPy or JAX: `"bfloat16"`, `np.float16`, `jnp.bfloat16`, `np.dtype("float32")`, a type
+A `dtype` is anything that names one in NumPy or JAX: `"bfloat16"`, `np.float16`, `jnp.bfloat16`, `np.dtype("float32")`, a type
 of ml_dtypes. JAX is never imported, and ml_dtypes need not be installed.
 """
 
@@ -13,7 +13,7 @@ from pagepool.specs.page_counts import cdiv
 
 __all__ = ["dtype_bits", "num_bytes"]
 
-# Accelerator dtypes that NumPy alone does not know by name. NumPy reports one byte for types below 8 bits, since it does not
+# Accelerator dtypes that NumPy alone does not know by name. For types below 8 bits NumPy reports one byte, because it does not
 # pack them; caches do.
 _EXTENDED_DTYPE_BITS = {
     "bfloat16": 16,
@@ -40,7 +40,7 @@ _EXTENDED_DTYPE_BITS = {
 def dtype_bits(dtype: object) -> int:
     """Return the size of one element in bits. Types below 8 bits are packed.
 
-    ArgumentTypeError if neither NumPy nor the table of accelerator types has it as a number type.
+    ArgumentTypeError unless it is a number type of NumPy or of the table of accelerator types.
 
     >>> dtype_bits("bfloat16"), dtype_bits(np.float32), dtype_bits("float4_e2m1fn")
     (16, 32, 4)

@@ -137,7 +137,7 @@ class FullAttentionSpec(AttentionSpec):
         return f"full_attention_{self.page_size}_{self.page_size_bytes}"
 
     def max_memory_usage_bytes(self, max_model_len: int, **_: object) -> int:
-        """Bytes of all pages of a request of `max_model_len` tokens."""
+        """Return the bytes of all pages of a request of `max_model_len` tokens."""
         return cdiv(max_model_len, self.page_size) * self.page_size_bytes
 
     @classmethod
@@ -174,7 +174,7 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
         return f"local_attention_{self.attention_chunk_size}_{self.page_size}_{self.page_size_bytes}"
 
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int, **_: object) -> int:
-        """Bytes of one chunk and the tokens of one step, at most those of a whole request."""
+        """Return the bytes of one chunk and one step's tokens, at most those of a whole request."""
         num_tokens = self.attention_chunk_size + require_int("max_num_batched_tokens", max_num_batched_tokens)
         num_tokens = min(num_tokens, require_int("max_model_len", max_model_len))
         return cdiv(num_tokens, self.page_size) * self.page_size_bytes
@@ -206,7 +206,7 @@ class SlidingWindowSpec(AttentionSpec):
         return f"sliding_window_{self.sliding_window}_{self.page_size}_{self.page_size_bytes}"
 
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int, **_: object) -> int:
-        """Bytes of one step's tokens and the window before them, plus a page, since they may start inside one."""
+        """Return the bytes of one step's tokens and the window before them, plus a page, since they may start inside one."""
         num_tokens = self.sliding_window - 1 + require_int("max_num_batched_tokens", max_num_batched_tokens)
         num_tokens = min(num_tokens, require_int("max_model_len", max_model_len))
         return (cdiv(num_tokens, self.page_size) + 1) * self.page_size_bytes
@@ -265,5 +265,5 @@ class MambaSpec(CacheSpec):
         return num_bytes(self.num_elements, self.dtype)
 
     def max_memory_usage_bytes(self, **_: object) -> int:
-        """Bytes of the one page."""
+        """Return the bytes of the one page."""
         return self.page_size_bytes

@@ -101,10 +101,9 @@ def create_kv_cache_specs_from_config(
 
     `config` is read by attribute only. `get_mask_details()`, if present, maps a layer index to an object with `mask_type`
     (`"ATTN_MASK_FULL"`, `"ATTN_MASK_SLIDING"` or `"ATTN_MASK_CHUNK"`, as a string or an enum), `size` (window) and `chunks`.
-    `num_kv_heads` or `num_key_value_heads` (a number, or a list by layer) and, for layers that `layer_types` calls
-    `full_attention`, `global_head_dim` and `num_global_key_value_heads`
-    override the arguments. Without mask details the result is one full-attention group of the given geometry, without layer
-    names.
+    `num_kv_heads` or `num_key_value_heads` (a number, or a list by layer) override the arguments, as do `global_head_dim` and
+    `num_global_key_value_heads` for layers that `layer_types` calls `full_attention`. Without mask details the result is one
+    full-attention group of the given geometry, without layer names.
 
     ArgumentError for an unknown mask, or a window or chunk without a size. O(layers).
 

@@ -12,7 +12,7 @@ dashboard, alerts, and rules that record vLLM's own names for its dashboards.
 >>> registry = CollectorRegistry()
 >>> registry.register(CacheCollector(manager, {"model_name": "tiny", "engine": "0"}))
 >>> print(*generate_latest(registry).decode().splitlines()[:3], sep="\\n")
-# HELP pagepool_kv_cache_usage_perc Pages that requests hold, per page of the pool, 0 to 1.
+# HELP pagepool_kv_cache_usage_perc Share of the pool's pages that requests hold, 0 to 1.
 # TYPE pagepool_kv_cache_usage_perc gauge
 pagepool_kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0
 """
@@ -82,7 +82,7 @@ class CacheCollector(Collector):
 
 
 GAUGES = {
-    "pagepool_kv_cache_usage_perc": "Pages that requests hold, per page of the pool, 0 to 1.",
+    "pagepool_kv_cache_usage_perc": "Share of the pool's pages that requests hold, 0 to 1.",
     "pagepool_pages": "Pages of the pool, without the null page.",
     "pagepool_free_pages": "Pages that no request holds, cached ones included.",
     "pagepool_held_pages": "Pages that requests hold.",
@@ -97,12 +97,12 @@ COUNTERS = {
     "pagepool_preempted_prefix_cache_requests": "Requests admitted again after a preemption.",
     "pagepool_allocated_pages": "Pages handed out.",
     "pagepool_freed_pages": "Pages given back by their last holder.",
-    "pagepool_evicted_pages": "Pages handed out anew while they could be hit.",
+    "pagepool_evicted_pages": "Cached pages handed out again, which can no longer be hit.",
 }
 TIMES = {
-    "pagepool_kv_block_lifetime": "Sampled: from when a page was handed out to its eviction.",
-    "pagepool_kv_block_idle_before_evict": "Sampled: from a page's last use to its eviction.",
-    "pagepool_kv_block_reuse_gap": "Sampled: from a use of a page to its next hit.",
+    "pagepool_kv_block_lifetime": "Sampled: time from a page's allocation to its eviction.",
+    "pagepool_kv_block_idle_before_evict": "Sampled: time from a page's last use to its eviction.",
+    "pagepool_kv_block_reuse_gap": "Sampled: time from a page's use to its next hit.",
 }
 
 

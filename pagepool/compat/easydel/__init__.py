@@ -1,15 +1,15 @@
-"""EasyDeL's eSurge engine with pagepool as its allocator: the same tokens, the engine's code unchanged.
+"""Patches EasyDeL's eSurge engine to allocate with pagepool: same tokens, no changes to its source.
 
     from pagepool.compat import easydel
     easydel.install()                       # before the engine is built
     engine = eSurge(model, ...)
 
-or ``with easydel.installed(): ...``. Without a changed line: ``python -m pagepool.compat.easydel PROGRAM ...``. Or, in programs
-that import pagepool, ``PAGEPOOL_EASYDEL=1`` in the environment.
+or ``with easydel.installed(): ...``. To leave the program unchanged, run ``python -m pagepool.compat.easydel PROGRAM ...`` or,
+if it imports pagepool, set ``PAGEPOOL_EASYDEL=1`` in the environment.
 
-`CacheManager`, `CachePages`, `PagePool`, `PageTable` and `MultiGroupPageTable` take the places of the engine's classes of these
-names in every module of EasyDeL that has them, now or later, and again in one that is reloaded. Names that code outside EasyDeL
-has bound stay as they are. The engine keeps its own requests and cache specs, which pagepool takes as they are.
+`CacheManager`, `CachePages`, `PagePool`, `PageTable` and `MultiGroupPageTable` replace the engine's classes of the same names
+in all modules of EasyDeL, including those imported or reloaded later. References held by code outside EasyDeL are not changed.
+The engine keeps its own requests and cache specs; pagepool accepts them.
 """
 
 import gc
@@ -55,17 +55,17 @@ ENGINE = "easydel.inference.esurge"
 """The package of the engine."""
 
 VERSION = "0.3.0"
-"""The version of EasyDeL that what follows was recorded of."""
+"""The version of EasyDeL from which the tables below were recorded."""
 
 VARIABLE = "PAGEPOOL_EASYDEL"
-"""The environment variable that ``import pagepool`` honours: one of `ON` installs when the engine is imported."""
+"""The environment variable that ``import pagepool`` reads: a value in `ON` installs pagepool when the engine is imported."""
 
 ON = ("1", "true", "yes", "on")
 OFF = ("0", "false", "no", "off", "")
 """The values of `VARIABLE`, in any case, with or without whitespace around them."""
 
 REPLACEMENTS = {cls.__name__: cls for cls in (CacheManager, CachePages, PagePool, PageTable, MultiGroupPageTable)}
-"""Our classes by the names of the engine's."""
+"""The replacements by the names of the engine's classes."""
 
 PLACES = {
     "CacheManager": ("core.manager", "core", "", "scheduler.scheduler", "scheduler.token_budget"),
@@ -74,7 +74,7 @@ PLACES = {
     "PageTable": ("page_table",),
     "MultiGroupPageTable": ("page_table", "runners.sequence_buffer"),
 }
-"""The modules below `ENGINE` that have each class, the one that defines it first."""
+"""The modules below `ENGINE` that have each class; the first one defines it."""
 
 SIGNATURES = {
     "CacheManager": {
@@ -135,24 +135,24 @@ SIGNATURES = {
         "swap_row": "(self, src, tgt)",
     },
 }
-"""What can be called of each class, as the engine defines it: signatures without types."""
+"""The public methods of each of the engine's classes: signatures without types."""
 
 _lock = threading.RLock()
 _replaced: dict[type, type] = {}
-"""The engine's class to ours, while installed."""
+"""Maps the engine's classes to ours while installed."""
 
 
 def install() -> None:
-    """Put pagepool's classes where the engine looks them up. Nothing but a warning in the log if that was done.
+    """Replace the engine's classes by pagepool's. Only logs a warning if pagepool is already installed.
 
-    Imports the engine if it is not imported yet. CompatError, and nothing changed, if EasyDeL is not there, if it is of another
-    version than `VERSION`, if a class is not where or not what was recorded of it, or if objects of these classes live, as they
-    do once an engine is built (``gc.freeze`` hides them). Takes 0.3 s once the engine is imported, most of it for that search.
+    Imports the engine if necessary. CompatError, without a change, if EasyDeL is missing or is not version `VERSION`, if a
+    class is missing or differs from what was recorded, or if objects of these classes exist, as they do once an engine is built
+    (``gc.freeze`` hides them). Takes 0.3 s once the engine is imported, mostly to search for such objects.
     """
     if is_installed():
-        logger.warning("EasyDeL allocates with pagepool already: it was installed before")
+        logger.warning("EasyDeL already allocates with pagepool")
         return
-    _import_engine()  # which installs, where the variable asks for it
+    _import_engine()  # installs if the variable is on
     with _lock:
         if is_installed():
             return
@@ -171,10 +171,10 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put the engine's own classes back, in modules that were imported meanwhile too: of a module that was reloaded, those that
-    it defined last. Nothing if pagepool is not installed.
+    """Restore the engine's own classes, in modules imported meanwhile too; for a reloaded module, those it defined last. Has no
+    effect if pagepool is not installed.
 
-    Engines that were built meanwhile go on with the pagepool objects they have.
+    Engines that were built meanwhile keep their pagepool objects.
     """
     with _lock:
         if _reload_hook in sys.meta_path:
@@ -184,13 +184,13 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Whether engines that are built now allocate with pagepool: all places in the engine's modules have our classes."""
+    """Whether engines built now allocate with pagepool: all places in the engine's modules have its classes."""
     return all(_class_at(place, name) is REPLACEMENTS[name] for name, places in PLACES.items() for place in places)
 
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """`install` on entry, `uninstall` on exit; what was installed before, or by the variable on entry, stays."""
+    """Install pagepool for the block. If it was installed before, or the variable installs it on entry, it stays installed."""
     _import_engine()
     was_installed = is_installed()
     if not was_installed:
@@ -203,7 +203,7 @@ def installed() -> Iterator[None]:
 
 
 def install_if_asked() -> None:
-    """`install_on_import` if `VARIABLE` is on, in the children of `multiprocessing` too. ``import pagepool`` calls this.
+    """Call `install_on_import` if `VARIABLE` is on, in the children of `multiprocessing` too. ``import pagepool`` calls this.
 
     CompatError for a value that is neither in `ON` nor in `OFF`.
     """
@@ -217,11 +217,11 @@ def install_if_asked() -> None:
 
 
 def install_on_import() -> None:
-    """`install` as soon as the engine is imported, or now if it is: what `install` raises, that import raises.
+    """Call `install` when the engine is imported, or now if it already is. Errors of `install` are raised by that import.
 
-    Looking for an engine that is not there raises CompatError, and not ModuleNotFoundError, lest a program take another engine.
-    An engine that is imported anew gets ours anew. Programs may set what jax reads before they import it, since this imports
-    neither EasyDeL nor jax.
+    Importing a missing engine raises CompatError instead of ModuleNotFoundError, so that a program does not fall back to
+    another engine. An engine that is imported again is patched again. This imports neither EasyDeL nor jax, so programs can
+    still set what jax reads at import.
     """
     if ENGINE in sys.modules and not is_installed():
         install()
@@ -230,8 +230,8 @@ def install_on_import() -> None:
 
 
 def _install_again(module: str) -> None:
-    """Put ours in the places of what a reloaded module has defined anew. CompatError, and pagepool is uninstalled, where
-    `install` would refuse it.
+    """Replace the classes that a reloaded module has defined again. CompatError, after `uninstall`, if `install` would refuse
+    the module.
     """
     with _lock:
         if not _replaced:
@@ -254,14 +254,14 @@ def _install_again(module: str) -> None:
 
 
 def _find_reloaded(module: str) -> dict[str, type]:
-    """The engine's classes that a module has defined anew, by name. CompatError for what is no such class."""
+    """Return the engine's classes that a reloaded module has defined, by name. CompatError for anything but such a class."""
     homes = {name: places[0] for name, places in PLACES.items() if _name_of(places[0]) == module}
     found = {name: _class_at(home, name) for name, home in homes.items()}
     return {name: _require_class(homes[name], name, value) for name, value in found.items() if value is not REPLACEMENTS[name]}
 
 
 def _check_places(module: str) -> None:
-    """CompatError unless a module has ours where it has one of the classes."""
+    """Raise CompatError unless a module has our classes in all its places."""
     for name, places in PLACES.items():
         for place in places:
             if _name_of(place) == module and _class_at(place, name) is not REPLACEMENTS[name]:
@@ -269,7 +269,7 @@ def _check_places(module: str) -> None:
 
 
 def _is_anywhere() -> bool:
-    """Whether one of our classes is where the engine defines its own: not so in an engine that was imported anew."""
+    """Whether a module that defines an engine's class has ours instead. False for an engine that was imported again."""
     return any(_class_at(places[0], name) is REPLACEMENTS[name] for name, places in PLACES.items())
 
 
@@ -277,7 +277,7 @@ _reload_hook = AfterReload("easydel", _install_again, _is_anywhere)
 
 
 def _refuse_missing(name: str) -> None:
-    raise CompatError(f"{name}: got no module of that name, expected that of easydel=={VERSION}: is EasyDeL installed?")
+    raise CompatError(f"{name}: got no such module, expected that of easydel=={VERSION}: is EasyDeL installed?")
 
 
 _hook = AfterImport(ENGINE, install, _refuse_missing)
@@ -312,7 +312,7 @@ def _class_at(place: str, name: str) -> Any:
 
 
 def _find_classes() -> dict[str, type]:
-    """The engine's classes by name. CompatError unless each is in all its places."""
+    """Return the engine's classes by name. CompatError unless each is in all its places."""
     classes: dict[str, type] = {}
     for name, places in PLACES.items():
         for place in places:
@@ -323,7 +323,7 @@ def _find_classes() -> dict[str, type]:
 
 
 def _require_class(place: str, name: str, value: Any) -> type:
-    """`value` if the engine has defined it; CompatError if not."""
+    """Return `value`; CompatError unless it is the class that the engine defines."""
     if not isinstance(value, type) or value.__module__ != _name_of(PLACES[name][0]):
         raise _not_the_class(place, name, value)
     return value
@@ -343,7 +343,7 @@ def _engine_modules() -> list[ModuleType]:
 
 
 def _check_signatures(classes: Mapping[str, type]) -> None:
-    """CompatError names all that is not as recorded."""
+    """Raise CompatError with all differences from `SIGNATURES`."""
     differences = []
     for name, cls in classes.items():
         found, recorded = _signatures_of(cls), SIGNATURES[name]
@@ -353,11 +353,11 @@ def _check_signatures(classes: Mapping[str, type]) -> None:
             if found.get(member) != recorded.get(member)
         ]
     if differences:
-        raise CompatError(f"EasyDeL {VERSION} is not as it was recorded: {'; '.join(differences)}")
+        raise CompatError(f"EasyDeL {VERSION} differs from its recorded version: {'; '.join(differences)}")
 
 
 def _signatures_of(cls: type) -> dict[str, str]:
-    """What can be called of a class, by name, as in `SIGNATURES`."""
+    """Return the public methods of a class by name, as in `SIGNATURES`."""
     operators = ("__init__", "__add__", "__getitem__")
     return {
         name: _signature_of(member)
@@ -375,13 +375,13 @@ def _signature_of(member: Callable[..., Any] | property) -> str:
 
 
 def _check_unused(classes: tuple[type, ...]) -> None:
-    """CompatError counts the objects of the engine's own classes that live: they would meet ours."""
+    """Raise CompatError if objects of the engine's own classes exist, which do not work with ours."""
     if _count_objects(classes):
-        gc.collect()  # what is left of an engine that was dropped does not count
+        gc.collect()  # remains of a dropped engine do not count
     counts = _count_objects(classes)
     if counts:
         live = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-        raise CompatError(f"an engine was built with EasyDeL's own allocator, got {live}; install before that, or drop it")
+        raise CompatError(f"an engine was built with EasyDeL's own allocator, got {live}; install first, or drop the engine")
 
 
 def _count_objects(classes: tuple[type, ...]) -> Counter[str]:
@@ -392,7 +392,7 @@ def _count_objects(classes: tuple[type, ...]) -> Counter[str]:
 
 
 def _swap(replacements: Mapping[type, type]) -> None:
-    """Wherever a module of EasyDeL has one of the classes, under any name, put its replacement."""
+    """Replace the classes in all modules of EasyDeL, under any name."""
     for module in _engine_modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, type) and value in replacements:

@@ -1,4 +1,4 @@
-"""``python -m pagepool.compat.easydel PROGRAM``: a program on EasyDeL's engine, with pagepool as the engine's allocator."""
+"""``python -m pagepool.compat.easydel PROGRAM``: run a program with pagepool as the allocator of EasyDeL's engine."""
 
 import os
 from optparse import OptionParser
@@ -10,12 +10,12 @@ USAGE = "%prog PROGRAM [ARGUMENT ...]\n       %prog -m MODULE [ARGUMENT ...]"
 
 
 def main() -> None:
-    """Read the command line up to the program, and run the program: the rest is its own."""
+    """Parse the command line up to the program, and run the program with the remaining arguments."""
     parser = OptionParser(
         USAGE,
         prog="python -m pagepool.compat.easydel",
         description="Run PROGRAM (a script, or a folder or zip file with a __main__.py) as python does, with pagepool as the "
-        f"allocator of EasyDeL's eSurge engine. Sets {VARIABLE}=1, whatever it was, for the program and its children.",
+        f"allocator of EasyDeL's eSurge engine. Sets {VARIABLE}=1 for the program and its children.",
     )
     parser.disable_interspersed_args()
     parser.add_option("-m", action="store_true", dest="is_module", help="run a module, as python -m does")

@@ -149,7 +149,7 @@ def fleet(
         require_plots()
     if any(replica not in range(num_replicas) for _, replica in deaths):
         raise click.UsageError(f"--kill: replicas are 0 to {num_replicas - 1}")
-    from pagepool.replay.fleets.fleet import run_fleet
+    from pagepool.replay.fleets.fleet import make_replicas, run_fleet
     from pagepool.replay.fleets.replica import ReplicaSettings
     from pagepool.replay.fleets.report import print_fleet
 
@@ -167,7 +167,7 @@ def fleet(
             for name in routers or ROUTERS:
                 with refusals(ray), progress.follow(name, "request", len(records)) as update:
                     figures[name] = run_fleet(
-                        *(name, num_replicas, settings, records, ray),
+                        *(name, make_replicas(num_replicas, settings, records, ray), settings),
                         report_seconds=report_seconds,
                         deaths=deaths,
                         on_progress=update,

@@ -307,27 +307,29 @@ def _count_computed(figures: Figures) -> int:
     return num_looked_up - num_hits + figures.generated_tokens
 
 
+def make_replicas(
+    num_replicas: int, settings: ReplicaSettings, records: Sequence[TraceRecord], ray: str | None = None
+) -> Replicas:
+    """Make replicas for a trace, in this process or on Ray at an address."""
+    if ray is None:
+        return LocalReplicas(num_replicas, settings, records)
+    return RayReplicas(num_replicas, settings, records, ray)
+
+
 def run_fleet(
     router: str,
-    num_replicas: int,
+    replicas: Replicas,
     settings: ReplicaSettings,
-    records: Sequence[TraceRecord],
-    ray: str | None = None,
     *,
     report_seconds: float = 1.0,
     deaths: Sequence[tuple[float, int]] = (),
     on_progress: Callable[[int], object] = int,
 ) -> FleetFigures:
-    """Run a trace on replicas behind a router of `ROUTERS`, in this process or on Ray at an address; `on_progress` gets the
-    number of requests that ended or were skipped.
+    """Run the trace of replicas behind a router of `ROUTERS`, and close the replicas. `on_progress` gets the number of requests
+    that ended or were skipped.
     """
-    replicas: Replicas
-    if ray is None:
-        replicas = LocalReplicas(num_replicas, settings, records)
-    else:
-        replicas = RayReplicas(num_replicas, settings, records, ray)
     try:
-        chosen = ROUTERS[router](num_replicas, settings.page_size, get_siphash_key(HASH_SEED))
+        chosen = ROUTERS[router](replicas.num_replicas, settings.page_size, get_siphash_key(HASH_SEED))
         fleet = Fleet(replicas, chosen, report_seconds=report_seconds, deaths=deaths)
         return fleet.run(lambda figures: on_progress(figures.num_requests + figures.num_skipped))
     finally:

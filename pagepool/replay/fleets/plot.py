@@ -78,7 +78,7 @@ def _draw_waits(axes: Axes, figures: dict[str, FleetFigures]) -> None:
         axes.plot(range(len(PERCENTS)), waits, markersize=4, **look)
     axes.set_xticks(range(len(PERCENTS)), [f"{percent}%" for percent in PERCENTS])
     _scale_from_zero(axes)
-    axes.set_xlabel("of the requests")
+    axes.set_xlabel("share of the requests")
     axes.set_ylabel("waited at most (s)")
 
 

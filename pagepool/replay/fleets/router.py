@@ -102,12 +102,12 @@ class Batch(msgspec.Struct, array_like=True):
 
 
 class PrefixRouter(LoadRouter):
-    """The replica that has the least to compute: the request's tokens that it does not have cached, and those of its other
-    requests that have not ended. What is cached where it knows from the replicas' events alone.
+    """Takes the replica with the least to compute: the request's tokens that are not cached there, plus those of its unfinished
+    requests. It learns what each replica has cached from the replicas' events.
     """
 
     def __init__(self, num_replicas: int, page_size: int, hash_key: bytes) -> None:
-        """Nothing is cached anywhere."""
+        """Start with nothing cached."""
         super().__init__(num_replicas, page_size, hash_key)
         self._holders: dict[Hash, int] = {}  # a bit for each replica
         self._decoder = msgspec.msgpack.Decoder(Batch)

@@ -29,7 +29,7 @@ from pagepool.replay.shared.progress import Progress
 from pagepool.replay.shared.results import InputFile, OutputFile, open_result, printing, to_json
 from pagepool.replay.shared.sizes import BYTE_UNITS, MAX_SIZE, Sizes
 from pagepool.replay.simulation.figures import Figures
-from pagepool.replay.simulation.runs import describe_pool, make_scheduler, require_one_that_fits, run
+from pagepool.replay.simulation.runs import describe_pool, make_manager, make_scheduler, require_one_that_fits, run
 from pagepool.replay.simulation.scheduler import Scheduler
 from pagepool.replay.traces.options import TRACE, block_size_option, limit_option, load_trace, seed_option
 from pagepool.replay.traces.reader import name_trace, source_name
@@ -204,14 +204,8 @@ def plan(
             sizes = choose_replays([pool.num_pages for pool in made.pools], replays, requests, page_size, max_num_seqs)
             largest = max(sizes, default=0)
             require_memory(f"a replay in {describe_pool(largest, page_size)}", count_pool_bytes(largest))
-            make = partial(
-                make_scheduler,
-                requests,
-                page_size=page_size,
-                max_batched_tokens=max_batched_tokens,
-                max_num_seqs=max_num_seqs,
-            )
-            figures = replay_pools(sizes, lambda size: make(num_pages=size), progress)
+            make = partial(make_scheduler, max_batched_tokens=max_batched_tokens, max_num_seqs=max_num_seqs)
+            figures = replay_pools(sizes, lambda size: make(make_manager(size, page_size, requests), requests), progress)
             made = replace(made, replays=figures)
         if plot_path and plot_file:
             write_plot(made, source_name(trace), plot_path, plot_file)

@@ -73,12 +73,12 @@ def _read_int(config: dict[str, Any], name: str, maximum: int = MAX_NUMBER) -> i
 
 
 def _latent_geometry(config: dict[str, Any]) -> tuple[int, int]:
-    """One vector per token and layer: compressed keys and values, and the rotated part of the key."""
+    """Return 1 and the size of a token's vector: compressed keys and values, and the rotated part of the key."""
     return 1, _read_int(config, "kv_lora_rank") + _read_int(config, "qk_rope_head_dim")
 
 
 def _head_geometry(config: dict[str, Any]) -> tuple[int, int]:
-    """KV heads per layer, if given as a list, are read with the layers."""
+    """Return KV heads and head size. If KV heads are a list by layer, they are read with the layers."""
     num_heads = _read_int(config, "num_attention_heads")
     has_head_size = config.get("head_dim") is not None
     head_size = _read_int(config, "head_dim") if has_head_size else _read_int(config, "hidden_size") // num_heads

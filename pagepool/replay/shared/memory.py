@@ -47,8 +47,8 @@ CONTAINERS = (
 
 
 def count_available_bytes() -> int:
-    """Bytes that this process can still allocate, within the machine and its container. Where the system does not report them,
-    the machine's total memory.
+    """Return the bytes that this process can still allocate, within the machine and its container. If the system does not
+    report them, return the machine's total memory.
     """
     system = _read_field(SYSTEM, "MemAvailable:"), _read_field(SYSTEM, "SwapFree:")
     if system[0] is None:
@@ -72,17 +72,17 @@ def _read_field(path: Path, name: str = "") -> int | None:
 
 
 def count_pool_bytes(num_pages: int, page_bytes: int = PAGE_BYTES) -> int:
-    """Bytes of a pool with all pages cached; 0 for more pages than a pool accepts."""
+    """Return the bytes of a pool with all pages cached; 0 for more pages than a pool accepts."""
     return num_pages * page_bytes if num_pages <= MAX_NUM_PAGES else 0
 
 
 def count_event_pool_bytes(num_pages: int, page_size: int) -> int:
-    """Bytes of a pool with events, all pages cached."""
+    """Return the bytes of a pool with events and all pages cached."""
     return count_pool_bytes(num_pages, PAGE_BYTES + EVENT_BYTES + TOKEN_BYTES * page_size)
 
 
 def count_request_bytes(num_requests: int, num_hash_ids: int = 0) -> int:
-    """Bytes of simulated requests."""
+    """Return the bytes of simulated requests."""
     return num_requests * REQUEST_BYTES + num_hash_ids * HASH_ID_BYTES
 
 

@@ -66,7 +66,7 @@ class Command(click.Command):
         return super().get_short_help_str(limit=10**6)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run it."""
+        """Run the command."""
         require_files_apart(ctx)
         reserve = bytearray(RESERVED_BYTES)
         try:

@@ -16,7 +16,7 @@ from pagepool.replay.shared.progress import Progress
 from pagepool.replay.shared.results import open_result, printing, to_json
 from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.simulation.report import print_report
-from pagepool.replay.simulation.runs import describe_pool, make_scheduler, require_one_that_fits, run
+from pagepool.replay.simulation.runs import describe_pool, make_manager, make_scheduler, require_one_that_fits, run
 from pagepool.replay.simulation.scheduler import Scheduler
 from pagepool.replay.traces.generator import generate_chats
 from pagepool.replay.traces.options import TRACE, block_size_option, load_trace, seed_option
@@ -103,12 +103,10 @@ def replay(
         require_memory(pools, len(paths) * count_pool_bytes(num_pages))
         schedulers = {
             path: make_scheduler(
+                make_manager(num_pages, page_size, requests, not no_caching),
                 requests,
-                num_pages=num_pages,
-                page_size=page_size,
                 max_batched_tokens=max_batched_tokens,
                 max_num_seqs=max_num_seqs,
-                enable_caching=not no_caching,
                 batched=path == "batched",
             )
             for path in paths

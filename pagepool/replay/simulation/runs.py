@@ -40,17 +40,14 @@ def require_one_that_fits(requests: Sequence[SimulatedRequest], num_pages: int, 
 
 
 def make_scheduler(
+    manager: CacheManager,
     requests: Sequence[SimulatedRequest],
     *,
-    num_pages: int,
-    page_size: int,
     max_batched_tokens: int,
     max_num_seqs: int,
-    enable_caching: bool = True,
     batched: bool = True,
 ) -> Scheduler:
     """Make a scheduler with copies of the requests, which it modifies. Raises Refusal for an invalid size, and MemoryError."""
-    manager = make_manager(num_pages, page_size, requests, enable_caching)
     copies = [replace(request) for request in requests]
     num_rows, length = min(max_num_seqs, len(requests)), count_of(manager.max_model_len, "token")
     try:
@@ -61,7 +58,9 @@ def make_scheduler(
         raise MemoryError(f"a batch of {count_of(num_rows, 'request')} of up to {length}: {error}") from error
 
 
-def make_manager(num_pages: int, page_size: int, requests: Sequence[SimulatedRequest], enable_caching: bool) -> CacheManager:
+def make_manager(
+    num_pages: int, page_size: int, requests: Sequence[SimulatedRequest], enable_caching: bool = True
+) -> CacheManager:
     """Make a manager for the longest of the requests."""
     max_model_len = max((request.num_final_tokens for request in requests), default=1)
     pool = describe_pool(num_pages, page_size)

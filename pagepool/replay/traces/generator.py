@@ -52,7 +52,7 @@ def _random_tokens(num_tokens: int, seed: tuple[int, ...]) -> Int32Array:
 
 
 def _random_lengths(rng: np.random.Generator, median: int, count: int) -> Int32Array:
-    """Log-normal: mostly short, some long."""
+    """Return log-normal lengths: mostly short, some long."""
     lengths = median * rng.lognormal(sigma=0.8, size=count)
     return np.clip(lengths, 1, MAX_LENGTH).astype(np.int32)
 

@@ -100,7 +100,7 @@ class TraceRecord:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _load_object(text: bytes) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""The modules of the compiled core. `pagepool._core` says what is where."""

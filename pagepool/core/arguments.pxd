@@ -1,0 +1,35 @@
+# Values from Python, checked at the boundary.
+
+from cpython.long cimport PyLong_CheckExact
+from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t
+
+from pagepool.core.siphash cimport Digest
+
+
+cdef Digest digest_of_bytes(bytes data) except *
+cdef Digest digest_of_int(object value) except *
+cdef object index_of(object value, str name)
+cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=*, Py_ssize_t highest=*) except -1
+cdef int32_t int32_of_index(object value) except? -1
+cdef object explained(str name, object error)
+cdef int32_t page_id_of(object value) except? -1
+cdef int32_t group_of(object group) except -1
+cdef object as_int32_array(object values, str name)
+cdef object array_of(const int32_t *values, Py_ssize_t n)
+cdef list as_list(object values, str name)
+cdef object require_matrix(object values, object dtype, str name)
+cdef int32_t as_shard(object shard, int32_t num_shards) except? -1
+
+
+cdef inline object int_of_digest(Digest digest):
+    return <object>digest.hi << 64 | <object>digest.lo
+
+
+cdef inline int32_t int32_of(object value) except? -1:
+    """`value` as int32. OverflowError, TypeError: see `explained`. A plain int, the only kind on hot paths, takes 1 ns."""
+    cdef long long number
+    if PyLong_CheckExact(value):
+        number = value
+        if INT32_MIN <= number <= INT32_MAX:
+            return <int32_t>number
+    return int32_of_index(value)

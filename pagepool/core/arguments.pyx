@@ -1,0 +1,140 @@
+"""Values from Python, checked at the boundary."""
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from libc.stdint cimport uint64_t
+from libc.string cimport memcpy
+
+from pagepool.core.records cimport MAX_GROUP, MAX_PAGES
+
+from operator import index as as_index
+
+import numpy as np
+
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+
+cdef extern from "Python.h":
+    long long PyLong_AsLongLongAndOverflow(object value, int *overflow) except? -1
+    unsigned long long PyLong_AsUnsignedLongLongMask(object value) except? -1
+
+
+cdef Digest digest_of_bytes(bytes data) except *:
+    cdef Digest digest
+    if len(data) != 16:
+        raise ArgumentError(f"key: got {len(data)} bytes, allowed: 16")
+    memcpy(&digest, <const char *>data, 16)
+    return digest
+
+
+cdef Digest digest_of_int(object value) except *:
+    """`value` as a key."""
+    cdef uint64_t high
+    if type(value) is not int:
+        value = int(index_of(value, "key"))
+    try:
+        high = value >> 64
+    except OverflowError:
+        raise ArgumentError(f"key: got {shown(value)}, allowed: 0 to 2**128 - 1") from None
+    return Digest(PyLong_AsUnsignedLongLongMask(value), high)
+
+
+cdef object ndarray = np.ndarray
+
+
+cdef object INT32 = np.dtype(np.int32)
+
+
+cdef object index_of(object value, str name):
+    """`value` as an int."""
+    try:
+        return as_index(value)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: an int") from None
+
+
+cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=0, Py_ssize_t highest=MAX_PAGES) except -1:
+    """`value` as a size; the error says what was got and what is allowed."""
+    cdef int overflow = 0
+    cdef long long size
+    if type(value) is not int:
+        value = index_of(value, name)
+    size = PyLong_AsLongLongAndOverflow(value, &overflow)
+    if overflow or not lowest <= size <= highest:
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: {lowest} to {highest}")
+    return size
+
+
+cdef int32_t int32_of_index(object value) except? -1:
+    """The rare part of `int32_of`, apart so that the other is inlined."""
+    cdef long long number = as_index(value)
+    if not INT32_MIN <= number <= INT32_MAX:
+        raise OverflowError(f"got {number}")
+    return <int32_t>number
+
+
+cdef object explained(str name, object error):
+    """The typed error for what `int32_of` raised."""
+    cls = ArgumentTypeError if isinstance(error, TypeError) else ArgumentError
+    return cls(f"{name}: {error}; allowed: ints that fit int32")
+
+
+cdef int32_t page_id_of(object value) except? -1:
+    try:
+        return int32_of(value)
+    except (OverflowError, TypeError) as error:
+        raise explained("page id", error) from None
+
+
+cdef int32_t group_of(object group) except -1:
+    return <int32_t>size_of(group, "group", 0, MAX_GROUP)
+
+
+cdef object as_int32_array(object values, str name):
+    """`values`, a NumPy array, as a contiguous int32 vector; no copy where it is one already."""
+    if type(values) is not ndarray:
+        values = np.asarray(values)  # a subclass may say anything of itself
+    if values.ndim != 1 or (values.dtype is not INT32 and values.dtype.kind not in "iu"):
+        raise ArgumentTypeError(
+            f"{name}: got an array of {values.dtype} with {values.ndim} dimensions, allowed: one of ints with 1 dimension"
+        )
+    if values.dtype is INT32 or values.dtype == INT32:
+        return np.require(values, np.int32, ["C", "A"])
+    if values.size and not (INT32_MIN <= values.min() and values.max() <= INT32_MAX):
+        raise ArgumentError(f"{name}: got {values.min()} to {values.max()}, allowed: ints that fit int32")
+    return np.ascontiguousarray(values, dtype=np.int32)
+
+
+cdef object array_of(const int32_t *values, Py_ssize_t n):
+    """A new int32 array."""
+    cdef Py_buffer view
+    array = np.empty(n, dtype=INT32)
+    if n:
+        PyObject_GetBuffer(array, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+        memcpy(view.buf, values, n * sizeof(int32_t))
+        PyBuffer_Release(&view)
+    return array
+
+
+cdef list as_list(object values, str name):
+    """`values`, if it is a list, or its items as one."""
+    if type(values) is list:
+        return values
+    try:
+        values = iter(values)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: a list or an array") from None
+    return list(values)
+
+
+cdef object require_matrix(object values, object dtype, str name):
+    """`values` if it is a matrix of that type; of a subclass, which may say anything of itself, the array that it is."""
+    if isinstance(values, ndarray) and type(values) is not ndarray:
+        values = np.asarray(values)
+    if not isinstance(values, ndarray) or values.ndim != 2 or values.dtype != dtype:
+        allowed = f"allowed: an array of {np.dtype(dtype)} with 2 dimensions"
+        raise ArgumentTypeError(f"{name}: got {type(values).__name__}, {allowed}")
+    return values
+
+
+cdef int32_t as_shard(object shard, int32_t num_shards) except? -1:
+    """`shard` as an index; -1, the whole pool, for None."""
+    return -1 if shard is None else <int32_t>size_of(shard, "shard", 0, num_shards - 1)

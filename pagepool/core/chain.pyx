@@ -1,0 +1,164 @@
+"""Hash chains of requests."""
+
+cimport cython
+from cpython.mem cimport PyMem_RawFree as free
+from libc.stdint cimport uint8_t
+
+from pagepool.core.arguments cimport as_int32_array, digest_of_bytes, digest_of_int, int_of_digest, size_of
+from pagepool.core.ids cimport as_own_ids
+from pagepool.core.locks cimport CHAIN_LOCK, delist_lock, enlist_lock
+from pagepool.core.platform cimport go_on, let_others_run
+from pagepool.core.records cimport resize
+from pagepool.core.siphash cimport SipState, hash_after, hash_pages, sip_bytes, sip_finish, sip_start
+
+import numpy as np
+
+from pagepool.errors import ArgumentError, ArgumentTypeError
+
+
+def siphash128(bytes key not None, bytes data not None) -> bytes:
+    """SipHash-2-4 of `data` with 128-bit output under the 16-byte `key`: 16 bytes. O(len(data)).
+
+    >>> siphash128(bytes(range(16)), b"").hex()
+    'a3817f04ba25a8e66df67214c7550293'
+    """
+    cdef SipState s
+    cdef Digest digest
+    cdef const uint8_t *message = data
+    sip_start(&s, digest_of_bytes(key), 1)
+    sip_bytes(&s, &message, len(data), 0, 1)
+    sip_finish(&s, &digest, 1)
+    return (<char *>&digest)[:16]
+
+
+cdef Digest extra_key_of(bytes key) except *:
+    """The key for extra keys: no tokens can imitate them."""
+    return digest_of_bytes(siphash128(key, b"extra keys"))
+
+
+@cython.final
+cdef class HashChain:
+    """The digests of a request's full pages, each made from the one before: SipHash-2-4-128 under a secret key.
+
+    `page_size` is in tokens. With `keep_token_ids` the tokens stay beside the digests. 16 bytes a page; 30 ns a page of 16.
+    """
+
+    def __cinit__(self, page_size, bytes key not None, bint keep_token_ids=False):
+        enlist_lock(&self.lock_node, &self.lock, CHAIN_LOCK)
+        self.page_size = size_of(page_size, "page_size", 1)
+        self.key = digest_of_bytes(key)
+        self.extra_key = extra_key_of(key)
+        self.token_ids = PageIds() if keep_token_ids else None
+
+    def __dealloc__(self):
+        delist_lock(&self.lock_node)
+        free(self.digests)
+
+    def __reduce__(self):
+        raise ArgumentTypeError("a HashChain holds a secret key and cannot be pickled")
+
+    def __len__(self):
+        """Number of pages hashed."""
+        cdef Py_ssize_t num
+        with self.lock:
+            num = self.num
+        return num
+
+    def __getitem__(self, Py_ssize_t i) -> int:
+        """The digest of page `i` as an int of 128 bits."""
+        cdef Digest digest
+        cdef Py_ssize_t num
+        with self.lock:
+            num = self.num
+            if 0 <= i < num:
+                digest = self.digests[i]
+        if not 0 <= i < num:
+            raise IndexError(f"page: got {i}, allowed: 0 to {num - 1}")
+        return int_of_digest(digest)
+
+    cdef bint reserve(self, Py_ssize_t num_pages, Py_ssize_t num_tokens) noexcept:
+        """Make room for these digests and tokens; False where memory is short, or the chain is lent for a look-up."""
+        cdef Py_ssize_t capacity = max(self.num + num_pages, 2 * self.capacity, 4)
+        if self.num + num_pages > self.capacity:
+            if self.is_lent() or not resize(<void **>&self.digests, capacity * sizeof(Digest)):
+                return False
+            self.capacity = capacity
+        return self.token_ids is None or self.token_ids.try_reserve(num_tokens)
+
+    cdef bint is_lent(self) noexcept:
+        return self.digests != NULL and self.capacity == 0
+
+    cdef int refuse_growth(self, Py_ssize_t num_more) except -1:
+        if self.is_lent():
+            raise ArgumentError("the chain is lent for a look-up and cannot grow")
+        raise MemoryError(f"{num_more} digests more")
+
+    def extend(self, object tokens, bytes extra_keys=b"") -> None:
+        """Hash the next pages: a list or an int array with a multiple of `page_size` token ids. `extra_keys`, if not empty,
+        enter the first of these pages. O(tokens).
+        """
+        cdef PageIds copied
+        cdef const int32_t[::1] array
+        if isinstance(tokens, np.ndarray):
+            array = as_int32_array(tokens, "token ids")
+            if array.shape[0]:
+                self.extend_native(&array[0], array.shape[0], extra_keys)
+        else:
+            copied = tokens if isinstance(tokens, PageIds) else PageIds(tokens)
+            self.extend_native(copied.ids, copied.num, extra_keys)
+
+    cdef int extend_native(self, const int32_t *tokens, Py_ssize_t num_tokens, bytes extra_keys) except -1:
+        cdef Py_ssize_t num_pages = num_tokens // self.page_size
+        cdef bint has_room
+        if num_tokens % self.page_size:
+            raise ArgumentError(f"token ids: got {num_tokens}, allowed: a multiple of the page size {self.page_size}")
+        if num_tokens == 0:
+            return 0
+        with self.lock:
+            has_room = self.reserve(num_pages, num_tokens)
+            if has_room:
+                self.hash_after_last(tokens, num_pages, extra_keys)
+        if not has_room:
+            self.refuse_growth(num_pages)
+        return 0
+
+    cdef void hash_after_last(self, const int32_t *tokens, Py_ssize_t num_pages, bytes extra_keys) noexcept:
+        """Hash pages, for which there is room."""
+        cdef Digest parent = self.digests[self.num - 1] if self.num else Digest(0, 0)
+        cdef void *thread
+        if self.token_ids is not None:
+            self.token_ids.put(tokens, num_pages * self.page_size)
+        if extra_keys:
+            parent = hash_after(self.extra_key, parent, extra_keys, len(extra_keys))
+        thread = let_others_run(num_pages)
+        hash_pages(self.key, parent, tokens, self.page_size, self.digests + self.num, num_pages)
+        go_on(thread)
+        self.num += num_pages
+
+    def append_key(self, object key, tokens=()) -> None:
+        """Append one page by a 128-bit key that was made elsewhere, with none of its tokens or all, which may be kept."""
+        cdef Digest digest = digest_of_int(key)
+        cdef PageIds copied = as_own_ids(tokens, "token ids")
+        cdef bint has_room
+        if copied.num not in (0, self.page_size):
+            raise ArgumentError(f"token ids: got {copied.num}, allowed: none, or a page of {self.page_size}")
+        with self.lock:
+            has_room = self.reserve(1, copied.num)
+            if has_room:
+                self.digests[self.num] = digest
+                self.num += 1
+                if self.token_ids is not None:
+                    self.token_ids.put(copied.ids, copied.num)
+        if not has_room:
+            self.refuse_growth(1)
+
+    def page_token_ids(self, Py_ssize_t i) -> tuple:
+        """The tokens of page `i`, or an empty tuple where they are not kept."""
+        cdef PageIds tokens = PageIds.__new__(PageIds)
+        if self.token_ids is None:
+            return ()
+        tokens.reserve(self.page_size)
+        with self.lock:
+            if 0 <= i < self.token_ids.num // self.page_size:
+                tokens.put(self.token_ids.ids + i * self.page_size, self.page_size)
+        return tuple(tokens.to_list())

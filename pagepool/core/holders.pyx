@@ -1,0 +1,165 @@
+"""Whether requests and rows hold what ref counts and tables say."""
+
+from libc.stdint cimport INT32_MAX, int32_t
+from libc.string cimport memcmp
+
+from pagepool.core.arguments cimport as_list
+from pagepool.core.batch cimport Batch, ExtraKey, RowState, digests_of, held_by, plan_next_event
+from pagepool.core.holdings cimport Held
+from pagepool.core.records cimport NULL_PAGE, Pool
+from pagepool.core.request_pages cimport RequestPages
+from pagepool.core.row_hashes cimport hash_page_of
+from pagepool.core.row_memory cimport RowMemory
+from pagepool.core.rows cimport Rows
+from pagepool.core.rules cimport pages_for
+from pagepool.core.siphash cimport Digest
+from pagepool.core.store cimport PageStore
+
+import numpy as np
+
+from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
+
+
+def check_holders(PageStore store not None, requests) -> None:
+    """Raise IntegrityError unless each page has at least as many references as `requests`, `RequestPages` of the store, hold.
+    O(num_pages + pages held).
+    """
+    cdef list checked = requests_of(store, requests)
+    cdef int32_t[::1] counts = np.zeros(store.pool.num_pages, dtype=np.int32)
+    cdef str flaw
+    with store.lock:
+        flaw = find_flaw_in_requests(store, &counts[0], checked)
+    if flaw is not None:
+        raise IntegrityError(flaw)
+
+
+def check_rows(RowMemory rows not None, requests) -> None:
+    """Raise IntegrityError unless rows, tables and ref counts agree. `requests` are `RequestPages` of the same store.
+    O(num_pages + table).
+    """
+    rows.check_made()
+    cdef list checked = requests_of(rows.store, requests)
+    cdef int32_t[::1] counts = np.zeros(rows.store.pool.num_pages, dtype=np.int32)
+    cdef str flaw
+    rows.enter_call()
+    flaw = find_flaw_in_rows(rows, &counts[0]) or find_flaw_in_requests(rows.store, &counts[0], checked)
+    rows.let_go()
+    if flaw is not None:
+        raise IntegrityError(flaw)
+
+
+cdef list requests_of(PageStore store, object values):
+    """`values` as a list of `RequestPages` of a store."""
+    cdef list requests = list(as_list(values, "requests"))
+    for item in requests:
+        if not isinstance(item, RequestPages):
+            raise ArgumentTypeError(f"requests: got {type(item).__name__}, allowed: RequestPages")
+        if (<RequestPages>item).store is not store:
+            raise ArgumentError("requests: got one of another pool")
+    return requests
+
+
+# What is wrong, or None. An exception made here, with the locks held, could set off a garbage collection that calls the core.
+
+cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
+    """No page stands in more places, including those in `counts`, than it has references."""
+    cdef RequestPages request
+    cdef Py_ssize_t g, i
+    cdef str flaw
+    for request in requests:
+        for g in range(request.holding.num_groups):
+            flaw = find_flaw_in_held(&store.pool, &request.holding.held[g], INT32_MAX, counts)
+            if flaw is not None:
+                return f"a request, group {g}: {flaw}"
+    for i in range(1, store.pool.num_pages):
+        if counts[i] > store.pool.pages[i].ref_cnt:
+            return f"page {i} stands in {counts[i]} rows and requests, its ref count is {store.pool.pages[i].ref_cnt}"
+    return None
+
+
+cdef str find_flaw_in_held(Pool *pool, Held *held, Py_ssize_t capacity, int32_t *counts):
+    """The pages of a group lie in the pool, null pages first. Counts them. Fields of const structs would be formatted as Python
+    ints.
+    """
+    cdef int32_t i, last = pool.num_pages - 1
+    if not 0 <= held.num_skipped <= held.num_pages <= capacity or not 0 <= held.num_cached <= held.num_pages:
+        return f"{held.num_pages} pages, {held.num_skipped} skipped, {held.num_cached} cached"
+    for i in range(held.num_pages):
+        if not 0 <= held.ids[i] <= last:
+            return f"page {held.ids[i]} (at {i}), allowed: 0 to {last}"
+        if held.ids[i] == NULL_PAGE and i and held.ids[i - 1] != NULL_PAGE:
+            return f"the null page stands behind page {held.ids[i - 1]} (at {i})"
+        if i < held.num_skipped and held.ids[i] != NULL_PAGE:
+            return f"page {held.ids[i]} (at {i}), {held.num_skipped} are skipped"
+        counts[held.ids[i]] += 1
+    return None
+
+
+cdef str find_flaw_in_rows(RowMemory rows, int32_t *counts):
+    cdef Py_ssize_t row, g
+    cdef str flaw
+    for row in range(rows.batch.num_rows):
+        flaw = find_flaw_in_counts(rows, row)
+        if flaw is not None:
+            return flaw
+        for g in range(rows.batch.num_groups):
+            flaw = find_flaw_in_held(
+                &rows.store.pool, held_by(&rows.batch, row, g), rows.batch.tables[g].num_columns, counts
+            )
+            if flaw is None:
+                flaw = find_flaw_in_table(rows, row, g)
+            if flaw is not None:
+                return f"row {row}, group {g}: {flaw}"
+    return None
+
+
+cdef str find_flaw_in_counts(RowMemory rows, Py_ssize_t row):
+    cdef Batch *batch = &rows.batch
+    cdef RowState *state = &batch.states[row]
+    cdef int32_t planned, event = state.next_event
+    if not 0 <= state.num_computed <= state.num_tokens <= batch.max_num_tokens:
+        return (
+            f"row {row} has {state.num_tokens} tokens, {state.num_computed} of them computed, "
+            f"allowed: at most {batch.max_num_tokens}"
+        )
+    if state.is_admitted:
+        plan_next_event(batch, row)
+    planned, state.next_event = state.next_event, event
+    if not state.is_admitted <= event <= planned:  # an early one is left by tokens that went, and by a row without room
+        return f"row {row}: the next event is at {event} tokens, allowed: {int(state.is_admitted)} to {planned}"
+    if state.is_admitted and batch.hash_page_size and not has_right_digests(rows, row):
+        return f"row {row}: {state.num_hashed} pages are hashed, otherwise than its {state.num_tokens} tokens would be"
+    return None
+
+
+cdef bint has_right_digests(RowMemory rows, Py_ssize_t row) noexcept:
+    """Whether the row's digests are those that its tokens and extra keys give. O(tokens)."""
+    cdef Batch *batch = &rows.batch
+    cdef const ExtraKey *key = batch.extra_keys[row]
+    cdef Digest parent = Digest(0, 0)
+    cdef int32_t i, num_hashed = batch.states[row].num_hashed
+    if not 0 <= num_hashed <= batch.states[row].num_tokens // batch.hash_page_size:
+        return False
+    for i in range(num_hashed):
+        parent = hash_page_of(batch, row, i, parent, &key)
+        if memcmp(&parent, &digests_of(batch, row)[i], sizeof(Digest)) != 0:
+            return False
+    return True
+
+
+cdef str find_flaw_in_table(RowMemory rows, Py_ssize_t row, Py_ssize_t g):
+    """A row has the pages of its tokens, and the table shows them."""
+    cdef Held *held = held_by(&rows.batch, row, g)
+    cdef Rows *table = rows.batch.tables[g]
+    cdef int32_t *ids = table.table + row * table.num_columns
+    cdef Py_ssize_t i
+    cdef int32_t page_id, num_computed = rows.batch.states[row].num_computed
+    if not pages_for(&rows.batch.groups[g].rules, num_computed) <= held.num_pages:
+        return f"{held.num_pages} pages for {num_computed} tokens"
+    if table.num_pages[row] != held.num_pages:
+        return f"{held.num_pages} pages, the table says {table.num_pages[row]}"
+    for i in range(table.num_columns):
+        page_id = held.ids[i] if i < held.num_pages else 0
+        if ids[i] != page_id:
+            return f"page {page_id} (at {i}), the table says {ids[i]}"
+    return None

@@ -1,0 +1,199 @@
+# What a request or a running row holds in each cache group. The caller holds the store's lock.
+
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint64_t
+from libc.string cimport memcpy, memset
+
+from pagepool.core.index cimport drop, find
+from pagepool.core.pages cimport find_unheld, put_back_held, take_from, touch_all
+from pagepool.core.platform cimport GUARDS
+from pagepool.core.records cimport FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Page, Pool
+from pagepool.core.rules cimport MAX_TOKENS, Group, first_useful_page, full_pages, next_skip, pages_for
+from pagepool.core.siphash cimport Digest
+
+cdef enum:
+    STALE = -1                # a hit has another content by now
+    UNTOUCHABLE = -2          # a hit cannot be given another reference
+
+cdef struct Held:             # in one group
+    int32_t *ids              # of its pages, in token order; the null page where one fell out of an attention window
+    int32_t num_pages
+    int32_t num_cached        # leading pages that need no prefix entry any more
+    int32_t num_skipped       # leading pages that fell out of the window
+    int32_t num_hits          # leading pages that were hits
+
+cdef struct Holding:
+    const Group *groups       # [num_groups]
+    Held *held                # [num_groups]
+    Py_ssize_t num_groups
+
+cdef struct Limits:           # tokens up to which nothing is due
+    int64_t num_room          # with a slot
+    int64_t num_full          # at which the next page is full
+    int64_t num_skip          # computed ones, at which the next page is skipped
+
+
+cdef inline int64_t count_missing(const Group *group, int64_t num_pages, int64_t num_tokens) noexcept nogil:
+    """Pages that `num_pages` are short of slots for `num_tokens` tokens."""
+    if num_tokens <= num_pages * group.rules.page_size:
+        return 0
+    return max(<int64_t>0, pages_for(&group.rules, num_tokens) - num_pages)
+
+
+cdef inline int64_t count_new_pages(const Holding *holding, int64_t num_tokens) noexcept nogil:
+    """Pages that all groups are short of."""
+    cdef Py_ssize_t g
+    cdef int64_t count = 0
+    for g in range(holding.num_groups):
+        count += count_missing(&holding.groups[g], holding.held[g].num_pages, num_tokens)
+    return count
+
+
+cdef inline Limits limits_of(const Holding *holding) noexcept nogil:
+    cdef const Group *group
+    cdef const Held *held
+    cdef Py_ssize_t g
+    cdef int64_t num_skip
+    cdef Limits limits = Limits(INT64_MAX, INT64_MAX, INT64_MAX)
+    for g in range(holding.num_groups):
+        group = &holding.groups[g]
+        held = &holding.held[g]
+        limits.num_room = min(limits.num_room, <int64_t>held.num_pages * group.rules.page_size)
+        if group.rules.window or group.rules.chunk:
+            num_skip = next_skip(&group.rules, held.num_skipped)
+            limits.num_skip = min(limits.num_skip, num_skip if num_skip < MAX_TOKENS else INT64_MAX)
+        if group.id != NO_GROUP:
+            limits.num_full = min(limits.num_full, (held.num_cached + <int64_t>1) * group.rules.page_size)
+    return limits
+
+
+cdef inline int32_t find_skip_stop(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
+    """End of the pages that no token from `num_computed` on attends to."""
+    return min(first_useful_page(&group.rules, num_computed, held.num_cached), held.num_pages)
+
+
+cdef inline int32_t find_lost_page(const Pool *pool, const Holding *holding, int32_t num_computed) noexcept nogil:
+    """A page to be skipped that somebody else gave back, or NULL_PAGE."""
+    cdef const Held *held
+    cdef Py_ssize_t g, bad
+    for g in range(holding.num_groups):
+        held = &holding.held[g]
+        bad = find_unheld(pool, held.ids, held.num_skipped, find_skip_stop(&holding.groups[g], held, num_computed))
+        if bad >= 0:
+            return held.ids[bad]
+    return NULL_PAGE
+
+
+cdef inline void skip_pages(Pool *pool, const Group *group, Held *held, int32_t num_computed) noexcept nogil:
+    """Give back the pages that no token from `num_computed` on attends to, the last first, and put the null page there."""
+    cdef int32_t j, stop = find_skip_stop(group, held, num_computed)
+    if stop > held.num_skipped:
+        for j in range(stop - 1, held.num_skipped - 1, -1):
+            put_back_held(pool, held.ids[j])
+        memset(held.ids + held.num_skipped, 0, (stop - held.num_skipped) * sizeof(int32_t))
+        held.num_skipped = stop
+
+
+cdef inline void attach_hits(Pool *pool, Held *held, const int32_t *ids, int32_t n) noexcept nogil:
+    """Make hits that `count_free_hits` saw the first pages of a group without pages."""
+    touch_all(pool, ids, n)
+    if n:
+        memcpy(held.ids, ids, n * sizeof(int32_t))
+    held.num_pages = held.num_cached = held.num_hits = n
+    held.num_skipped = 0
+
+
+cdef inline int32_t take_missing(Pool *pool, const Group *group, Held *held, int64_t num_tokens, int32_t shard) noexcept nogil:
+    """Take the pages that a group is short of, and that are free, and return how many."""
+    cdef int32_t n = <int32_t>count_missing(group, held.num_pages, num_tokens)
+    if n:
+        take_from(pool, held.ids + held.num_pages, n, shard)
+        held.num_pages += n
+    return n
+
+
+cdef inline Py_ssize_t count_free_hits(
+    const Pool *pool, const Group *group, const Digest *digests, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_all
+) noexcept nogil:
+    """How many pages of `n` are in the free queue; UNTOUCHABLE if one cannot be touched, as one of `num_all`; STALE if one is
+    not cached under its digest any more. Without digests the pages are known, and not compared.
+    """
+    cdef const Digest *digest
+    cdef const Page *page
+    cdef Py_ssize_t i, num_free = 0
+    cdef uint64_t differences = 0
+    cdef bint is_lost = False
+    for i in range(n):
+        if ids[i] == NULL_PAGE:
+            continue
+        page = &pool.pages[ids[i]]
+        num_free += page.prev_free != NOT_FREE
+        if GUARDS:  # without branches, for there is nearly always nothing wrong
+            is_lost |= (page.ref_cnt == 0) & (page.prev_free == NOT_FREE) | (page.ref_cnt >= INT32_MAX - num_all)
+        if GUARDS and digests != NULL:
+            digest = &digests[(i + 1) * group.stride - 1]
+            differences |= (page.key_lo ^ digest.lo) | (page.key_hi ^ digest.hi)
+            differences |= <uint64_t>((page.group & ~FLAGS) ^ group.id)
+    if differences:
+        return STALE
+    return UNTOUCHABLE if is_lost else num_free
+
+
+cdef inline Py_ssize_t count_places(const Holding *holding) noexcept nogil:
+    cdef Py_ssize_t g, count = 0
+    for g in range(holding.num_groups):
+        count += holding.held[g].num_pages
+    return count
+
+
+cdef inline Py_ssize_t list_last_first(const Holding *holding, int32_t *out) noexcept nogil:
+    """Copy all pages in the order in which they go back: group by group, the last page first. Returns how many."""
+    cdef const Held *held
+    cdef Py_ssize_t g, j, count = 0
+    for g in range(holding.num_groups):
+        held = &holding.held[g]
+        for j in range(held.num_pages - 1, -1, -1):
+            out[count] = held.ids[j]
+            count += 1
+    return count
+
+
+cdef inline void forget_page(Pool *pool, int32_t page_id, const Digest *digest, int32_t group) noexcept nogil:
+    """Drop the entry of a page. A null page stands for one that an attention window left. It is not known any more which one
+    that was, so all pages of its content lose the entry.
+    """
+    if page_id == NULL_PAGE and digest != NULL:
+        page_id = find(pool, digest[0], group)
+        while page_id != NULL_PAGE:
+            drop(pool, page_id)
+            page_id = find(pool, digest[0], group)
+    elif pool.pages[page_id].group != NO_GROUP:
+        drop(pool, page_id)
+
+
+cdef inline void forget_uncomputed(
+    Pool *pool, const Holding *holding, int32_t num_computed, const Digest *digests, Py_ssize_t num_digests
+) noexcept nogil:
+    """Drop the entries of pages with tokens from `num_computed` on, except hits."""
+    cdef const Group *group
+    cdef const Held *held
+    cdef Py_ssize_t g, i, end
+    for g in range(holding.num_groups if pool.slots != NULL else 0):
+        group = &holding.groups[g]
+        held = &holding.held[g]
+        for i in range(max(full_pages(&group.rules, num_computed), held.num_hits), held.num_cached):
+            end = (i + 1) * group.stride
+            forget_page(pool, held.ids[i], &digests[end - 1] if end <= num_digests else NULL, group.id)
+
+
+cdef inline void recompute_from(const Group *group, Held *held, int32_t num_computed) noexcept nogil:
+    """Let pages with tokens from `num_computed` on be entered again, if they have lost their entry."""
+    cdef int32_t num_pages = full_pages(&group.rules, num_computed)
+    held.num_cached = min(held.num_cached, num_pages)
+    held.num_hits = min(held.num_hits, num_pages)
+
+
+cdef inline void empty(const Holding *holding) noexcept nogil:
+    """Forget all pages, which were given back."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        holding.held[g].num_pages = holding.held[g].num_cached = holding.held[g].num_skipped = holding.held[g].num_hits = 0

@@ -1,0 +1,46 @@
+# The records of a pool, and its prefix index.
+
+cimport cython
+from libc.stdint cimport int32_t, int64_t
+
+from pagepool.core.chain cimport HashChain
+from pagepool.core.ids cimport PageIds
+from pagepool.core.locks cimport LockNode
+from pagepool.core.records cimport Page, Pool, Range
+
+
+cdef tuple counters_of(Pool pool)
+
+
+cdef class PageRecords:
+    cdef Pool pool
+    cdef readonly bint is_pool          # record 0 is a page of its own; other stores can grow
+    cdef readonly bint enable_caching
+    cdef readonly object names          # HashNames
+    cdef Py_ssize_t capacity            # records there is room for
+    cdef cython.pymutex lock
+    cdef LockNode lock_node
+
+    cdef bint reserve_records(self, Py_ssize_t num_pages) noexcept
+    cdef void enter_again(self) noexcept
+    cdef int sample_residency(self) except -1
+    cdef void add_records(self, int32_t num_pages) noexcept
+    cdef int32_t read(self, const int32_t *value) noexcept
+    cdef Page record(self, int32_t page_id) noexcept
+    cdef int64_t count_index_changes(self) noexcept
+    cdef void overwrite_count(self, int32_t page_id, int32_t count) noexcept
+    cdef bint add_reference(self, int32_t page_id, int32_t change) noexcept
+    cdef tuple copied_queue(self)
+    cdef int32_t checked_id(self, object page_id) except -1
+    cdef PageIds checked(self, object page_ids)
+    cdef int check_range(self, int32_t page_id) except -1
+    cdef Range range_of(self, first_id, stop_id) except *
+    cdef int check_fixed(self) except -1
+    cdef int lock_divided(self, int32_t num_shards) except -1
+
+
+@cython.auto_pickle(False)
+cdef class CachedPages(PageRecords):
+    cdef tuple token_ids_of(self, int32_t page_id)
+    cdef void copy_tokens(self, int32_t page_id, HashChain chain, Py_ssize_t start) noexcept
+    cdef int32_t checked_context(self, object context) except -1

@@ -1,0 +1,42 @@
+# The memory of a running batch, and its locks.
+
+cimport cython
+from libc.stdint cimport int32_t, int64_t
+
+from pagepool.core.batch cimport Batch
+from pagepool.core.locks cimport LockNode
+from pagepool.core.request_pages cimport CacheGroups
+from pagepool.core.rows cimport Rows
+from pagepool.core.rules cimport Group
+from pagepool.core.store cimport PageStore
+
+
+cdef class RowMemory:
+    cdef Batch batch
+    cdef PageStore store
+    cdef CacheGroups groups
+    cdef tuple tables               # one TableRows a group
+    cdef tuple lock_order           # the same in the order in which everybody locks them
+    cdef list buffers               # the arrays that `batch` points into
+    cdef list extra_key_bytes       # by row: the bytes that `batch.extra_keys` points into
+    cdef list refusals              # by row: the RowRefusal of the request that was tried last, or None
+    cdef bytes key
+    cdef int32_t num_shards         # of the pool that rows are bound to; 0: none
+    cdef readonly object num_tokens
+    cdef readonly object num_computed_tokens
+    cdef readonly object num_cached_tokens
+    cdef readonly object is_admitted
+    cdef cython.pymutex lock
+    cdef LockNode lock_node
+
+    cdef int32_t *new_buffer(self, Py_ssize_t num_rows, Py_ssize_t num_values) except NULL
+    cdef int check_group(self, Group *group, const Rows *rows) except -1
+    cdef int make_state(self, Py_ssize_t n) except -1
+    cdef int make_contents(self, Py_ssize_t n) except -1
+    cdef int make_pages(self, Py_ssize_t n) except -1
+    cdef void let_go(self) noexcept
+    cdef int check_made(self) except -1
+    cdef int enter_call(self) except -1
+    cdef Py_ssize_t checked_row(self, object row) except -1
+    cdef int refuse_length(self, Py_ssize_t row, int64_t num_tokens) except -1
+    cdef void forget_extra_keys(self, Py_ssize_t row) noexcept

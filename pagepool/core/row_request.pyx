@@ -1,0 +1,254 @@
+"""Requests for free rows: admitted, or refused."""
+
+cimport cython
+from cpython.mem cimport PyMem_RawCalloc as calloc
+from libc.stdint cimport int32_t, int64_t, uint8_t
+from libc.string cimport memcpy
+
+from pagepool.core.arguments cimport as_list, as_shard, size_of
+from pagepool.core.batch cimport Batch, ExtraKey, digests_of, holding_of, plan_next_event, show_row, tokens_of
+from pagepool.core.chain cimport HashChain
+from pagepool.core.entering cimport enter_waiting
+from pagepool.core.growth cimport take_pages
+from pagepool.core.holdings cimport Holding
+from pagepool.core.ids cimport PageIds, as_page_ids, refuse_negative
+from pagepool.core.platform cimport go_on, let_others_run
+from pagepool.core.queue cimport find_held_free, has_free_pages
+from pagepool.core.records cimport NULL_PAGE, count_changes, ids_in_shard
+from pagepool.core.refusal cimport Prefix, RowRefusal, Tokens, count_room_tokens, count_tokens
+from pagepool.core.request_pages cimport attach_all, checked_hits, count_all_free_hits, count_needed
+from pagepool.core.row_hashes cimport count_hashed_before, enter_row, hash_row
+from pagepool.core.row_memory cimport RowMemory
+from pagepool.core.row_moves cimport begin_admission, set_context
+from pagepool.core.rules cimport Group, full_pages, hits_leading_pages
+from pagepool.core.store cimport QueryCounter
+
+from pagepool.errors import ArgumentError, ArgumentTypeError, PageHashError
+
+
+cdef list checked_extra_keys(object extra_keys):
+    """``(page, bytes)`` pairs as ints and bytes."""
+    cdef bytes data
+    cdef list checked = []
+    for page, data in as_list(extra_keys, "extra_keys"):
+        if data is None:
+            raise ArgumentTypeError("extra_keys: got None, allowed: bytes")
+        checked.append((size_of(page, "page"), data))
+    return checked
+
+
+@cython.final
+@cython.freelist(4)
+@cython.no_gc  # it is in no cycle: nothing knows it
+@cython.auto_pickle(False)
+cdef class RowRequest:
+    """A request for a free `row` of `rows`, which knows `token_ids`: see `RunningBatch.admit`.
+
+    `options`, a tuple of what hits depend on besides the tokens, and the tokens identify it for `RunningRows.is_refused_still`.
+    """
+
+    cdef RowMemory rows
+    cdef Py_ssize_t row
+    cdef object token_ids
+    cdef object options
+    cdef object num_tokens
+    cdef object max_num_new_tokens
+    cdef Py_ssize_t num_reserved
+    cdef Tokens tokens              # while the row is claimed, as are the next two
+    cdef int32_t shard
+    cdef int32_t context
+
+    def __cinit__(
+        self, RowMemory rows not None, row, token_ids, num_tokens=None, max_num_new_tokens=None, num_reserved_pages=0,
+        options=None,
+    ):
+        self.rows, self.row = rows, rows.checked_row(row)
+        self.token_ids, self.options = token_ids, options
+        self.num_tokens, self.max_num_new_tokens = num_tokens, max_num_new_tokens
+        self.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
+
+    def admit(self, extra_keys=(), find_hits=None, shard=None, context=0, QueryCounter counter=None) -> int | None:
+        """Start the row, and return how many tokens were hit; None, and nothing taken, if too few pages are free.
+
+        `extra_keys` are ``(page, bytes)`` of the hash pages that have any, in order. `find_hits` maps a `HashChain` and the
+        number of known tokens to page ids for each group and the tokens that they hold; None: take no hits. The row has a
+        `context` of `EntryJournal.add_context`. `counter` counts an admitted request.
+        """
+        cdef RowMemory rows = self.rows
+        cdef PageIds tokens = as_page_ids(self.token_ids, "token_ids")
+        cdef list keys = checked_extra_keys(extra_keys)
+        cdef bint is_admitted = False
+        cdef object result = None
+        cdef Tokens counts
+        cdef int32_t checked_context = rows.store.checked_context(context)
+        cdef int32_t checked_shard = as_shard(shard, rows.num_shards)
+        if tokens.num == 0:
+            raise ArgumentError("token_ids: got none, allowed: at least 1")
+        if tokens.num > rows.batch.max_num_tokens:
+            rows.refuse_length(self.row, tokens.num)
+        counts = count_tokens(self.num_tokens, self.max_num_new_tokens, tokens.num)
+        if counter is not None and counter.store is not rows.store:
+            raise ArgumentError("counter: got one of another pool, allowed: one of the batch's")
+        self.claim()
+        self.tokens, self.shard, self.context = counts, checked_shard, checked_context
+        try:
+            self.set_contents(tokens, keys)
+            result = self.take(find_hits)
+            is_admitted = type(result) is not RowRefusal
+            if not is_admitted:
+                (<RowRefusal>result).remember(self.token_ids, self.options, tokens_of(&rows.batch, self.row))
+        finally:
+            rows.refusals[self.row] = None if is_admitted else result
+            if not is_admitted:
+                rows.batch.states[self.row].is_claimed = 0
+        if is_admitted and counter is not None:
+            counter.count(tokens.num, rows.batch.states[self.row].num_hits)
+        return result if is_admitted else None
+
+    cdef int claim(self) except -1:
+        """Reserve the row: no other call admits it or moves another row there."""
+        cdef bint is_claimed
+        with self.rows.lock:
+            is_claimed = self.rows.batch.states[self.row].is_claimed
+            self.rows.batch.states[self.row].is_claimed = 1
+        if is_claimed:
+            raise ArgumentError(f"row {self.row} is admitted already, or being admitted")
+        return 0
+
+    cdef int set_contents(self, PageIds tokens, list extra_keys) except -1:
+        """Copy the tokens and hash their full pages, except those that the row has hashed for its last request."""
+        cdef RowMemory rows = self.rows
+        cdef Batch *batch = &rows.batch
+        cdef Py_ssize_t start, num_kept = 0
+        cdef void *thread
+        cdef bint has_same_keys = extra_keys == (rows.extra_key_bytes[self.row] or [])
+        refuse_negative(tokens.ids, tokens.num, 0)
+        if not has_same_keys:
+            rows.forget_extra_keys(self.row)
+        if batch.hash_page_size:
+            num_kept = count_hashed_before(batch, self.row, tokens.ids, tokens.num)
+        batch.states[self.row].num_hashed = <int32_t>num_kept
+        start = num_kept * batch.hash_page_size
+        memcpy(tokens_of(batch, self.row) + start, tokens.ids + start, (tokens.num - start) * sizeof(int32_t))
+        if not batch.hash_page_size:
+            return 0
+        if extra_keys and not has_same_keys:
+            self.set_extra_keys(extra_keys)
+        thread = let_others_run((tokens.num - start) // batch.hash_page_size)
+        hash_row(batch, self.row, <int32_t>tokens.num)
+        go_on(thread)
+        return 0
+
+    cdef int set_extra_keys(self, list extra_keys) except -1:
+        cdef bytes data
+        cdef Py_ssize_t i, page
+        cdef ExtraKey *keys = <ExtraKey *>calloc(len(extra_keys) + 1, sizeof(ExtraKey))
+        if keys == NULL:
+            raise MemoryError(f"{len(extra_keys)} extra keys")
+        self.rows.batch.extra_keys[self.row] = keys
+        self.rows.extra_key_bytes[self.row] = extra_keys
+        for i, (page, data) in enumerate(extra_keys):
+            keys[i] = ExtraKey(<const uint8_t *><const char *>data, len(data), page)
+        return 0
+
+    cdef object take(self, object find_hits):
+        """Look the row's prefix up and take its pages. Return the tokens that were hit, or a `RowRefusal`, and nothing taken,
+        if too few pages are free.
+        """
+        cdef RowMemory rows = self.rows
+        cdef Batch *batch = &rows.batch
+        cdef Holding holding = holding_of(batch, self.row)
+        cdef tuple hits = ()
+        cdef object num_hit_tokens = 0  # made before anything is taken
+        cdef HashChain chain = None
+        cdef int32_t num_hits = 0, num_tokens, held_free = NULL_PAGE
+        cdef int64_t num_needed, num_changes = rows.store.count_index_changes()
+        cdef Py_ssize_t num_free_hits
+        cdef bint has_pages = False
+        cdef RowRefusal refusal
+        if find_hits is not None and batch.hash_page_size:
+            chain = HashChain.__new__(HashChain, batch.hash_page_size, rows.key)
+            hits, num_hit_tokens = self.look_up(find_hits, chain)
+            num_hits = <int32_t>size_of(num_hit_tokens, "num_hit_tokens", 0, self.tokens.num_known - 1)
+            self.check_hits(hits, num_hits)
+        refusal = RowRefusal(hits, self.tokens.num_known, num_hit_tokens)
+        rows.enter_call()
+        batch.states[self.row].shard = self.shard
+        num_tokens = count_room_tokens(&self.tokens, num_hits)
+        num_free_hits = count_all_free_hits(
+            batch.pool, &holding, hits, chain, digests_of(batch, self.row), batch.states[self.row].num_hashed
+        )
+        if num_free_hits >= 0:
+            num_needed = count_needed(&holding, hits, num_tokens) + num_free_hits
+            has_pages = has_free_pages(batch.pool, num_needed, self.num_reserved, self.shard)
+            if not has_pages:
+                self.begin_refusal(refusal, num_free_hits, num_changes)
+            else:
+                held_free = find_held_free(batch.pool, num_needed)
+                if held_free == NULL_PAGE:
+                    self.fill_row(hits, num_tokens)
+                    batch.states[self.row].num_hits = num_hits
+        rows.let_go()
+        if num_free_hits < 0:
+            raise PageHashError(f"row {self.row}: a page that was hit has another content meanwhile, or cannot be held")
+        rows.store.check_untaken(held_free)
+        return num_hit_tokens if has_pages else refusal
+
+    cdef object look_up(self, object find_hits, HashChain chain):
+        """Call `find_hits` with the row's digests, which are lent to a chain and taken back."""
+        chain.digests = digests_of(&self.rows.batch, self.row)
+        chain.num = self.rows.batch.states[self.row].num_hashed
+        try:
+            return find_hits(chain, self.tokens.num_known)
+        finally:
+            with chain.lock:
+                chain.digests = NULL
+                chain.num = 0
+
+    cdef int check_hits(self, tuple hits, int32_t num_hits) except -1:
+        """Hits of every group, no longer than they say, within the pool."""
+        cdef Holding holding = holding_of(&self.rows.batch, self.row)
+        cdef Py_ssize_t g
+        if len(hits) != holding.num_groups:
+            raise ArgumentError(f"hits: got {len(hits)} groups, allowed: {holding.num_groups}")
+        checked_hits(self.rows.store, hits, &holding)
+        for g in range(holding.num_groups):
+            if (<PageIds>hits[g]).num > full_pages(&holding.groups[g].rules, num_hits):
+                raise ArgumentError(f"hits: got {(<PageIds>hits[g]).num} pages for {num_hits} tokens")
+        return 0
+
+    cdef void begin_refusal(self, RowRefusal refusal, Py_ssize_t num_free_hits, int64_t num_changes) noexcept:
+        """Watch the hits, which were looked up after `num_changes` changes of the index. The locks are held."""
+        cdef Batch *batch = &self.rows.batch
+        cdef Group *group = &batch.groups[0]
+        cdef Py_ssize_t num_held = -num_free_hits
+        cdef PageIds ids
+        for ids in refusal.hits:
+            num_held += ids.num
+        refusal.shard = self.shard
+        if refusal.hits and batch.num_groups == 1 and hits_leading_pages(group) and num_changes == count_changes(batch.pool):
+            refusal.page_size = group.rules.page_size
+            refusal.prefix = Prefix(
+                digests_of(batch, self.row), group.stride, (refusal.num_tokens - 1) // refusal.page_size, group.id,
+                ids_in_shard(batch.pool, refusal.shard),
+            )
+        refusal.begin(batch.pool, num_held)
+        refusal.watch.num_changes = num_changes
+
+    cdef void fill_row(self, tuple hits, int32_t num_tokens) noexcept:
+        """Give an empty row its hits and its pages, and enter those that are full."""
+        cdef Batch *batch = &self.rows.batch
+        cdef Holding holding = holding_of(batch, self.row)
+        cdef Py_ssize_t g
+        set_context(batch, self.row, self.context)
+        attach_all(batch.pool, &holding, hits)
+        for g in range(batch.num_groups):
+            show_row(batch, self.row, g)
+        take_pages(batch, self.row, num_tokens, NULL)
+        enter_row(batch, self.row, num_tokens)
+        enter_waiting(&batch.waiting)
+        batch.states[self.row].num_tokens = <int32_t>self.tokens.num_known
+        batch.states[self.row].num_computed = num_tokens
+        plan_next_event(batch, self.row)
+        begin_admission(batch, self.row)
+        batch.states[self.row].is_admitted = 1

@@ -1,0 +1,197 @@
+"""A pool copied, to be checked or saved, and loaded."""
+
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, uint8_t
+from libc.string cimport memcpy
+
+from pagepool.core.arguments cimport as_list, require_matrix, size_of
+from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids
+from pagepool.core.index cimport enter, keep_tokens
+from pagepool.core.page_records cimport counters_of
+from pagepool.core.pages cimport put_back
+from pagepool.core.queue cimport pull, push
+from pagepool.core.records cimport (
+    MAX_GROUP, NO_GROUP, NULL_PAGE, Context, Links, Note, Page, Pool, Removal, Slot, is_free, num_slots_of,
+)
+from pagepool.core.siphash cimport Digest
+from pagepool.core.store cimport PageStore
+
+import numpy as np
+
+from pagepool.errors import SnapshotError
+
+LINKS, KEY = [("prev", "i4"), ("next", "i4")], [("low", "u8"), ("high", "u8")]
+DTYPES = {                        # in the order of `copy_arrays`; notes have the key of the parent
+    "pages": np.dtype([*KEY, ("ref_cnt", "i4"), *LINKS, ("group", "i4")]),
+    "slots": np.dtype([("tag", "u4"), ("page_id", "i4")]), "twins": np.dtype(LINKS), "shard_links": np.dtype(LINKS),
+    "notes": np.dtype([*KEY, ("place", "i4"), ("context", "i4"), *LINKS]),
+    "removed": np.dtype([*KEY, ("group", "i4"), ("", "i4")]),
+    "contexts": np.dtype([("num_users", "i4"), ("num_holders", "i4")]), "page_tokens": np.dtype("i4"),
+}
+
+
+def copy_records(PageStore store not None, names=None) -> dict:
+    """Copy the records of a pool: its numbers, and the arrays with these `names` (None: all), as in `Pool` and `Journal`. Other
+    arrays are empty. O(num_pages).
+    """
+    cdef Py_ssize_t[9] stops
+    cdef bint[8] is_wanted
+    cdef Py_ssize_t i, size = -1, num_bytes = 0
+    cdef uint8_t[::1] memory
+    cdef Pool pool
+    for i, name in enumerate(DTYPES):
+        is_wanted[i] = names is None or name in names
+    while size != num_bytes:  # at first, and when the pool grew
+        size = num_bytes
+        memory = array = np.empty(size + 1, np.uint8)
+        with store.lock:
+            pool = store.pool
+            with nogil:
+                num_bytes = copy_arrays(&pool, is_wanted, stops, &memory[0], size)
+    return dict(
+        {name: array[stops[i]:stops[i + 1]].view(DTYPES[name]) for i, name in enumerate(DTYPES)}, is_pool=store.is_pool,
+        num_pages=pool.num_pages, num_free=pool.num_free, num_held_free=pool.num_held_free, num_shards=pool.num_shards,
+        num_keys=pool.num_keys, num_entries=pool.num_entries, multiplier=pool.multiplier, home_shift=pool.home_shift,
+        tokens_width=pool.tokens_width, num_new=pool.journal.num_new, num_removed=pool.journal.num_removed,
+        is_cleared=pool.journal.is_cleared, is_told=pool.journal.is_told, counters=counters_of(pool),
+    )
+
+
+cdef Py_ssize_t copy_arrays(
+    const Pool *pool, const bint *is_wanted, Py_ssize_t *stops, uint8_t *out, Py_ssize_t size
+) noexcept nogil:
+    """Copy arrays, each from one of `stops` to the next, unless they have another size. Returns the size in bytes."""
+    cdef Py_ssize_t i, n = pool.num_pages, num_links = 2 * pool.num_shards + (n if pool.shard_twins == NULL else 3 * n)
+    cdef const void **arrays = [
+        pool.pages, pool.slots, pool.twins, pool.shard_links,
+        pool.journal.notes, pool.journal.removed, pool.journal.contexts, pool.page_tokens,
+    ]
+    cdef Py_ssize_t *sizes = [
+        n * sizeof(Page), num_slots_of(pool) * sizeof(Slot), n * sizeof(Links), num_links * sizeof(Links),
+        n * sizeof(Note), n * sizeof(Removal), max(0, pool.journal.num_contexts) * sizeof(Context),
+        n * pool.tokens_width * sizeof(int32_t),
+    ]
+    stops[0] = 0
+    for i in range(8):
+        stops[i + 1] = stops[i] + (sizes[i] if arrays[i] != NULL and is_wanted[i] else 0)
+    for i in range(8 if stops[8] == size else 0):
+        if stops[i + 1] > stops[i]:
+            memcpy(out + stops[i], arrays[i], sizes[i])
+    return stops[8]
+
+
+def follow(prev_ids, next_ids, first_ids) -> tuple:
+    """List the ids of rings, each from its first on. Return them and True, or those before a link that does not lead back."""
+    cdef PageIds before = as_page_ids(prev_ids, "prev_ids"), behind = as_page_ids(next_ids, "next_ids")
+    cdef PageIds firsts = as_page_ids(first_ids, "first_ids"), ids = PageIds.__new__(PageIds)
+    cdef Py_ssize_t i, n = min(before.num, behind.num)
+    cdef int32_t page_id, following
+    ids.reserve(n)
+    for i in range(firsts.num):
+        page_id = firsts.ids[i]
+        while ids.num < n and 0 <= page_id < n:
+            ids.put(&page_id, 1)
+            following = behind.ids[page_id]
+            if not 0 <= following < n or before.ids[following] != page_id:
+                return ids, False
+            page_id = following
+            if page_id == firsts.ids[i]:
+                break
+    return ids, True
+
+
+def load_store(bint enable_caching, ref_counts, free_page_ids, cached, counters, num_shards) -> PageStore:
+    """Return the store of which `save_store` made these arrays; `cached` are those of the cached pages: ids, group ids, keys,
+    and token ids. SnapshotError if they contradict one another. O(num_pages).
+    """
+    cdef PageIds counts = as_own_ids(ref_counts, "ref_counts")
+    cached_page_ids, cached_group_ids, cached_keys, cached_token_ids = cached
+    cdef PageStore store = PageStore(counts.num, enable_caching)
+    tokens = require_matrix(cached_token_ids, np.int32, "cached_token_ids")
+    keys = np.ascontiguousarray(require_matrix(cached_keys, np.uint64, "cached_keys"))
+    cdef Py_ssize_t width = tokens.shape[1]
+    if width:
+        store.keep_token_ids(size_of(width - 1, "page_size", 1))
+    load_queue(&store.pool, counts, as_own_ids(free_page_ids, "free_page_ids"))
+    load_entries(
+        &store.pool,
+        as_own_ids(cached_page_ids, "cached_page_ids"),
+        as_own_ids(cached_group_ids, "cached_group_ids"),
+        as_own_ids(keys.view(np.int32).reshape(-1), "cached_keys"),
+        as_own_ids(tokens.reshape(-1), "cached_token_ids"),
+    )
+    if size_of(num_shards, "data_parallel_size"):
+        store.set_shards(num_shards)
+    saved = [size_of(count, "counters", 0, INT64_MAX) for count in as_list(counters, "counters")]
+    if len(saved) != 6:
+        raise SnapshotError(f"counters: got {len(saved)}, allowed: 6")
+    store.pool.num_allocated, store.pool.num_freed, store.pool.num_evicted = saved[:3]
+    store.pool.num_cached, store.pool.num_queried, store.pool.num_hit = saved[3:]
+    store.pool.is_restored = 1
+    return store
+
+
+cdef int load_queue(Pool *pool, PageIds ref_counts, PageIds free_ids) except -1:
+    """Give the pages of a fresh pool these references, and the free queue this order."""
+    cdef Py_ssize_t i
+    cdef int32_t page_id, count
+    cdef bint is_queued
+    for page_id in range(1, pool.num_pages):
+        pull(pool, page_id)
+    for i in range(free_ids.num):
+        require_once(pool, "free_page_ids", free_ids, i, False)
+        push(pool, free_ids.ids[i])
+    for page_id in range(pool.num_pages):
+        count = pool.pages[page_id].ref_cnt = ref_counts.ids[page_id]
+        is_queued = page_id != NULL_PAGE and is_free(pool, page_id)
+        if count == INT32_MAX:
+            raise SnapshotError(f"ref_counts: page {page_id} has {count} references, allowed: fewer than {INT32_MAX}")
+        if count < 0 or (count == 0) != (is_queued or page_id == NULL_PAGE):
+            where = "in the free queue" if is_queued else "not in the free queue"
+            raise SnapshotError(f"ref_counts: page {page_id} has {count} references and is {where}")
+    return 0
+
+
+cdef int require_once(Pool *pool, str name, PageIds ids, Py_ssize_t i, bint is_entry) except -1:
+    """SnapshotError for an id outside the pool, or of a page that is in the index, or free queue, already."""
+    cdef int32_t page_id = ids.ids[i]
+    if 0 < page_id < pool.num_pages and not (pool.pages[page_id].group != NO_GROUP if is_entry else is_free(pool, page_id)):
+        return 0
+    raise SnapshotError(f"{name}: got {page_id} (at {i}), allowed: 1 to {pool.num_pages - 1}, each once")
+
+
+cdef int load_entries(Pool *pool, PageIds ids, PageIds groups, PageIds keys, PageIds tokens) except -1:
+    """Enter pages of a pool without entries in the prefix index, in order."""
+    cdef Py_ssize_t i, width = pool.tokens_width
+    cdef int32_t group, num_tokens
+    if not (groups.num == ids.num and keys.num == 4 * ids.num and tokens.num == ids.num * width):
+        raise SnapshotError(f"cached pages: got {ids.num} ids, {groups.num} groups, {keys.num // 4} keys, allowed: as many")
+    if ids.num and pool.slots == NULL:
+        raise SnapshotError(f"cached_page_ids: got {ids.num}, allowed without prefix caching: none")
+    for i in range(ids.num):
+        group, num_tokens = groups.ids[i], tokens.ids[i * width] if width else 0
+        require_once(pool, "cached_page_ids", ids, i, True)
+        if not 0 <= group <= MAX_GROUP:
+            raise SnapshotError(f"cached_group_ids: got {group} (at {i}), allowed: 0 to {MAX_GROUP}")
+        if num_tokens and not 0 < num_tokens < width:
+            raise SnapshotError(f"cached_token_ids: page {ids.ids[i]} has {num_tokens}, allowed: 0 to {width - 1}")
+        enter(pool, ids.ids[i], (<Digest *>(keys.ids + 4 * i))[0], group)
+        if width:
+            keep_tokens(pool, ids.ids[i], tokens.ids + i * width + 1, num_tokens)
+    return 0
+
+
+def give_back_restored(PageStore store not None) -> int | None:
+    """Give back all references of a loaded store, the pages in order of their ids. Returns the number of pages. Returns None,
+    and changes nothing, if the store was not loaded, or a reference was taken since. O(num_pages).
+    """
+    cdef Pool *pool = &store.pool
+    cdef int32_t page_id, num_given = 0
+    cdef bint is_restored
+    with store.lock:
+        is_restored = pool.is_restored
+        for page_id in range(1, pool.num_pages if is_restored else 1):
+            if pool.pages[page_id].ref_cnt:
+                pool.pages[page_id].ref_cnt = 1
+                put_back(pool, page_id)
+                num_given += 1
+    return num_given if is_restored else None

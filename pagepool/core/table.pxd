@@ -1,0 +1,38 @@
+# Page tables.
+
+cimport cython
+from cpython.object cimport PyObject
+from libc.stdint cimport int32_t, uint8_t
+
+from pagepool.core.ids cimport PageIds
+from pagepool.core.locks cimport LockNode
+from pagepool.core.rows cimport Rows
+
+
+cdef class TableGroup:
+    cdef PyObject **tables          # TableRows with as many rows, kept alive by the class that sets them
+    cdef PyObject **lock_order      # the same
+    cdef Py_ssize_t num_tables
+
+    cdef Py_ssize_t checked_row(self, object row) except -1
+    cdef int put_one(self, object page_ids, object row, bint replaces) except -1
+    cdef int put_several(self, object page_ids_per_req, object req_indices, bint replaces) except -1
+
+
+cdef class TableRows(TableGroup):
+    cdef Rows rows
+    cdef PyObject *itself
+    cdef readonly object page_table_cpu         # the buffers, pinned by the memoryviews below
+    cdef readonly object num_pages_per_row
+    cdef int32_t[:, ::1] table_view
+    cdef int32_t[::1] num_pages_view
+    cdef int32_t[::1] extent_view
+    cdef uint8_t[::1] flags_view
+    cdef cython.pymutex lock
+    cdef LockNode lock_node
+
+    cdef int check_made(self) except -1
+
+
+cdef tuple in_lock_order(tuple tables)
+cdef tuple checked_tables(object page_tables)

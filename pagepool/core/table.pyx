@@ -1,0 +1,418 @@
+"""Page tables."""
+
+cimport cython
+from cpython.sequence cimport PySequence_Fast_ITEMS
+from libc.stdint cimport int64_t
+from libc.string cimport memcpy
+
+from pagepool.core.arguments cimport as_list, explained, int32_of, require_matrix, size_of
+from pagepool.core.ids cimport as_page_ids
+from pagepool.core.locks cimport TABLE_LOCK, delist_lock, enlist_lock
+from pagepool.core.pages cimport find_negative
+from pagepool.core.platform cimport CACHE_LINE
+from pagepool.core.records cimport MAX_PAGES
+from pagepool.core.rows cimport (
+    WINDOW, Put, RowChange, Rows, clean, clear_row, copy_row, count_dirty, find_difference, map_slots, mark_rows,
+    pack_windows, put_all, swap_rows,
+)
+
+import numpy as np
+
+from pagepool.errors import (
+    ArgumentError, ArgumentTypeError, IntegrityError, PageIdError, RowIndexError, RowOverflowError, shown,
+)
+
+cdef object INT32 = np.dtype(np.int32)
+
+
+def make_aligned_zeros(tuple shape not None) -> np.ndarray:
+    """Return int32 zeros that begin at a cache line: whole-table copies are twice as fast from and to them."""
+    cdef Py_ssize_t start, num_values = 1
+    cdef int32_t[::1] memory
+    sizes = [size_of(size, "shape") for size in shape]
+    for size in sizes:
+        num_values = size_of(num_values * size, "shape")
+    memory = array = np.zeros(num_values + CACHE_LINE // 4, dtype=INT32)
+    start = -<size_t>&memory[0] % CACHE_LINE // 4
+    return array[start:start + num_values].reshape(sizes)
+
+
+cdef int check_count(const Rows *rows, Py_ssize_t row) except -1:
+    """Raise if a count in `num_pages_per_row`, which the user may overwrite, leads outside the table."""
+    if not 0 <= rows.num_pages[row] <= rows.num_columns:
+        raise IntegrityError(
+            f"row {row} has {rows.num_pages[row]} pages, allowed: 0 to {rows.num_columns}; num_pages_per_row was overwritten"
+        )
+    return 0
+
+
+cdef int refuse(const Put *put) except -1:
+    """Raise the error for ids that do not fit."""
+    cdef Py_ssize_t bad = find_negative(put.ids, put.n)
+    check_count(put.rows, put.row)
+    if bad >= 0:
+        raise PageIdError(f"page id: got {put.ids[bad]} (at {bad}), allowed: at least 0")
+    raise RowOverflowError(
+        f"row {put.row} has {put.start} pages, {put.n} more were given, allowed: {put.rows.num_columns} in all"
+    )
+
+
+cdef inline Rows *rows_at(TableGroup group, Py_ssize_t i) noexcept:
+    return &(<TableRows>group.tables[i]).rows
+
+
+cdef inline void acquire(TableGroup group) noexcept:
+    cdef Py_ssize_t i
+    for i in range(group.num_tables):
+        (<TableRows>group.lock_order[i]).lock.acquire()
+
+
+cdef inline void let_go(TableGroup group) noexcept:
+    cdef Py_ssize_t i
+    for i in range(group.num_tables):
+        (<TableRows>group.lock_order[i]).lock.release()
+
+
+cdef inline void change(TableGroup group, RowChange change_row, Py_ssize_t src, Py_ssize_t tgt) noexcept:
+    cdef Py_ssize_t i
+    acquire(group)
+    for i in range(group.num_tables):
+        change_row(rows_at(group, i), src, tgt)
+    let_go(group)
+
+
+cdef list flatten(list requests, Py_ssize_t num_tables):
+    """Return the ids for each table of each request."""
+    cdef list flat = []
+    for request in requests:
+        groups = as_list(request, "page_ids")
+        if len(groups) != num_tables:
+            raise ArgumentError(f"page_ids: got {len(groups)} groups, allowed: {num_tables}")
+        flat += groups
+    return flat
+
+
+cdef class TableGroup:
+    """Tables with the same rows. A call changes all of them, or none."""
+
+    def __reduce__(self):
+        raise ArgumentTypeError("a page table cannot be pickled")
+
+    cdef Py_ssize_t checked_row(self, object row) except -1:
+        """`row` as a number; without tables any value is allowed."""
+        cdef int32_t checked
+        if not self.num_tables:
+            return 0
+        try:
+            checked = int32_of(row)
+        except OverflowError:
+            checked = -1
+        except TypeError as error:
+            raise explained("row", error) from None
+        if not 0 <= checked < rows_at(self, 0).num_rows:
+            raise RowIndexError(f"row: got {shown(row)}, allowed: 0 to {rows_at(self, 0).num_rows - 1}")
+        return checked
+
+    cdef int put_one(self, object page_ids, object row, bint replaces) except -1:
+        return self.put_several([page_ids], [row], replaces)
+
+    cdef int put_several(self, object page_ids_per_req, object req_indices, bint replaces) except -1:
+        """Put ids into rows, all or none, or raise the error for the first that do not fit."""
+        rows = req_indices.tolist() if isinstance(req_indices, np.ndarray) else req_indices
+        cdef list requests = list(as_list(page_ids_per_req, "page_ids"))  # copies: reading an id may run Python code
+        cdef list row_ids = list(as_list(rows, "req_indices"))
+        cdef Py_ssize_t i, num_fitting, num_tables = self.num_tables
+        cdef bytearray memory
+        cdef Put *puts
+        cdef PageIds ids
+        if requests and len(requests) != len(row_ids):
+            raise ArgumentError(f"req_indices: got {len(row_ids)}, allowed: as many as requests, {len(requests)}")
+        if not isinstance(self, TableRows):
+            requests = flatten(requests, num_tables)
+        memory = bytearray(len(requests) * sizeof(Put))
+        puts = <Put *><char *>memory
+        for i in range(len(requests)):
+            requests[i] = ids = as_page_ids(requests[i])
+            puts[i] = Put(rows_at(self, i % num_tables), self.checked_row(row_ids[i // num_tables]), 0, ids.ids, ids.num)
+        acquire(self)
+        num_fitting = put_all(puts, len(requests), replaces)
+        let_go(self)
+        return 0 if num_fitting == len(requests) else refuse(&puts[num_fitting])
+
+    def append_row(self, page_ids, row_idx) -> None:
+        """Append page ids (a list, or an int32 array; one for each table of a group) to a row; without ids nothing happens.
+
+        RowIndexError, RowOverflowError, and PageIdError for a negative id. O(ids).
+        """
+        self.put_one(page_ids, row_idx, False)
+
+    def append_rows_batch(self, page_ids_per_req, req_indices) -> None:
+        """`append_row` for each request's ids and row, in order; rows may repeat. All or nothing. O(ids)."""
+        self.put_several(page_ids_per_req, req_indices, False)
+
+    def add_row(self, page_ids, row_idx) -> None:
+        """Replace a row by page ids. O(ids + pages that the row had)."""
+        self.put_one(page_ids, row_idx, True)
+
+    def clear_row(self, row_idx) -> None:
+        """Empty a row. O(pages that it had)."""
+        cdef Py_ssize_t row = self.checked_row(row_idx)
+        change(self, clear_row, row, row)
+
+    def move_row(self, src, tgt) -> None:
+        """Copy a row over another, whose rest becomes zero; the source stays. O(pages of both)."""
+        cdef Py_ssize_t i, source = self.checked_row(src), target = self.checked_row(tgt)
+        for i in range(self.num_tables):
+            check_count(rows_at(self, i), source)
+        change(self, copy_row, source, target)
+
+    def swap_row(self, src, tgt) -> None:
+        """Exchange two rows. O(pages of both)."""
+        change(self, swap_rows, self.checked_row(src), self.checked_row(tgt))
+
+    def mark_dirty(self, rows=None) -> None:
+        """Declare that `page_table_cpu` was written to directly, in these rows (a list or an array) or, for None, in all."""
+        cdef Py_ssize_t i
+        cdef PageIds row_ids
+        if self.num_tables:
+            numbers = range(rows_at(self, 0).num_rows) if rows is None else rows
+            row_ids = PageIds([self.checked_row(row) for row in as_list(numbers, "rows")])
+            acquire(self)
+            for i in range(self.num_tables):
+                mark_rows(rows_at(self, i), row_ids.ids, row_ids.num)
+            let_go(self)
+
+
+cdef class TableRows(TableGroup):
+    """The host side of a page table: int32 ``[num_rows, num_columns]`` page ids, zeros behind each row's last.
+
+    `pagepool.PageTable` adds the device side. Each change is one native call, notes which windows of 64 columns it touched,
+    and moves ``cpu_version``. A wrong call changes nothing.
+    """
+
+    def __cinit__(self, *args, **kwargs):
+        self.itself = <PyObject *>self
+        self.tables = self.lock_order = &self.itself
+        self.num_tables = 1
+        enlist_lock(&self.lock_node, &self.lock, TABLE_LOCK)
+
+    def __dealloc__(self):
+        delist_lock(&self.lock_node)
+
+    def __init__(self, num_rows, num_columns):
+        """Both at least 1."""
+        cdef Py_ssize_t n = size_of(num_rows, "max_num_reqs", 1)
+        cdef Py_ssize_t columns = size_of(num_columns, "max_num_pages_per_req", 1)
+        cdef Py_ssize_t num_windows = (columns + WINDOW - 1) // WINDOW
+        if n * columns > MAX_PAGES:
+            raise ArgumentError(f"page table: got {n} x {columns}, allowed: {MAX_PAGES} ids in all")
+        page_table, num_pages = make_aligned_zeros((n, columns)), np.zeros(n, dtype=INT32)
+        extent, flags = np.zeros(n, dtype=INT32), np.zeros(n * (num_windows + 1), dtype=np.uint8)
+        if self.rows.num_rows:  # after all that may run Python code
+            raise ArgumentError("the rows of a table are made once")
+        self.page_table_cpu, self.num_pages_per_row = page_table, num_pages
+        self.table_view, self.num_pages_view, self.extent_view, self.flags_view = page_table, num_pages, extent, flags
+        self.rows = Rows(
+            table=&self.table_view[0, 0], num_pages=&self.num_pages_view[0], extent=&self.extent_view[0],
+            is_row_dirty=&self.flags_view[0], is_dirty=&self.flags_view[n],
+            num_rows=n, num_columns=columns, num_windows=num_windows, width=min(columns, WINDOW), version=0,
+        )
+
+    @property
+    def max_num_reqs(self) -> int:
+        """Number of rows."""
+        return self.rows.num_rows
+
+    @property
+    def max_num_pages_per_req(self) -> int:
+        """Number of columns."""
+        return self.rows.num_columns
+
+    @property
+    def cpu_version(self) -> int:
+        """A number that moves with each change of the host table."""
+        return self.rows.version
+
+    cdef int check_made(self) except -1:
+        if not self.rows.num_rows:
+            raise ArgumentError("the page table was not made: its constructor did not run, or failed")
+        return 0
+
+    cdef int put_one(self, object page_ids, object row, bint replaces) except -1:
+        cdef Py_ssize_t checked = self.checked_row(row)
+        cdef PageIds ids = as_page_ids(page_ids)
+        cdef Put item = Put(&self.rows, checked, 0, ids.ids, ids.num)
+        cdef bint is_done
+        with self.lock:
+            is_done = put_all(&item, 1, replaces)
+        return 0 if is_done else refuse(&item)
+
+    def slot_mapping(self, rows, positions, page_size) -> np.ndarray:
+        """Return the slots of tokens, ``table[row, position // page_size] * page_size + position % page_size``, as int32
+        ``[num_tokens]``.
+
+        `rows` and `positions` are int arrays or lists of one length. RowIndexError outside the table, ArgumentError for a slot
+        that does not fit int32. O(tokens), native.
+        """
+        cdef PageIds row_ids = as_page_ids(rows), at = as_page_ids(positions)
+        cdef int64_t size = size_of(page_size, "page_size", 1)
+        cdef Py_ssize_t bad, num_rows = self.rows.num_rows, stop = size * self.rows.num_columns
+        cdef int32_t[::1] slots
+        if row_ids.num != at.num:
+            raise ArgumentError(f"positions: got {at.num}, allowed: as many as rows, {row_ids.num}")
+        result = np.empty(at.num, dtype=INT32)
+        if at.num:
+            slots = result
+            with self.lock:
+                bad = map_slots(&self.rows, row_ids.ids, at.ids, &slots[0], at.num, size)
+            if bad < at.num:
+                got = f"row {row_ids.ids[bad]}, position {at.ids[bad]} (at {bad})"
+                if 0 <= row_ids.ids[bad] < num_rows and 0 <= at.ids[bad] < stop:
+                    raise ArgumentError(f"slot: {got}, allowed: slots that fit int32")
+                raise RowIndexError(f"{got}, allowed: rows below {num_rows}, positions below {stop}")
+        return result
+
+    def check(self) -> None:
+        """IntegrityError names the first row that is wrong: its count outside the table or its reach, a negative id among its
+        pages, anything behind its reach, or windows to be sent in a row that is not marked. O(table).
+        """
+        cdef Py_ssize_t row
+        cdef str flaw = None
+        with self.lock:
+            for row in range(self.rows.num_rows):
+                flaw = flaw or find_flaw(&self.rows, row)
+        if flaw is not None:
+            raise IntegrityError(flaw)
+
+    # For the device side.
+
+    def find_unsent(self, device_table) -> tuple | None:
+        """Return the row and column of the first id that differs from `device_table`, int32 of the table's shape, though its
+        window counts as sent; None if there is none. O(table).
+        """
+        cdef const int32_t[:, ::1] view = np.ascontiguousarray(require_matrix(device_table, np.int32, "device_table"))
+        cdef Py_ssize_t place, num_rows = self.rows.num_rows, num_columns = self.rows.num_columns
+        if view.shape[0] != num_rows or view.shape[1] != num_columns:
+            raise ArgumentError(f"device_table: got {view.shape[0]} x {view.shape[1]}, allowed: {num_rows} x {num_columns}")
+        self.check_made()
+        with self.lock:
+            place = find_difference(&self.rows, &view[0, 0])
+        return None if place < 0 else (place // num_columns, place % num_columns)
+
+    def count_dirty_windows(self, start, stop) -> int:
+        """Return the number of windows in rows ``[start, stop)`` that were not sent yet."""
+        cdef Py_ssize_t last = size_of(stop, "num_reqs", 0, self.rows.num_rows)
+        cdef Py_ssize_t count, first = size_of(start, "start", 0, self.rows.num_rows)
+        with self.lock:
+            count = count_dirty(&self.rows, first, last)
+        return count
+
+    def copy_aligned(self) -> np.ndarray:
+        """Return a copy of the whole table, which counts as sent."""
+        self.check_made()
+        copied = make_aligned_zeros((self.rows.num_rows, self.rows.num_columns))
+        cdef int32_t[:, ::1] view = copied
+        with self.lock, nogil:
+            memcpy(&view[0, 0], self.rows.table, self.rows.num_rows * self.rows.num_columns * sizeof(int32_t))
+            clean(&self.rows, self.rows.num_rows)
+        return copied
+
+    def clear_rows(self) -> None:
+        """Empty all rows, and count them as sent: the device copy is to be made anew. O(pages in the table)."""
+        cdef Py_ssize_t row
+        self.check_made()
+        with self.lock:
+            for row in range(self.rows.num_rows):
+                clear_row(&self.rows, row, row)
+            clean(&self.rows, self.rows.num_rows)
+
+
+cdef str find_flaw(const Rows *rows, Py_ssize_t row):
+    """Describe what is wrong with a row; None if nothing is."""
+    cdef const int32_t *ids = rows.table + row * rows.num_columns
+    cdef Py_ssize_t i, num_dirty = 0
+    cdef int32_t num_pages = rows.num_pages[row], extent = rows.extent[row]
+    if not 0 <= num_pages <= extent <= rows.num_columns:
+        return f"row {row} has {num_pages} pages, reaches to {extent} of {rows.num_columns} columns"
+    for i in range(rows.num_columns):
+        if ids[i] < 0 and i < num_pages:
+            return f"row {row}: page {ids[i]} (at {i}), allowed: at least 0"
+        if ids[i] != 0 and i >= extent:
+            return f"row {row}: page {ids[i]} (at {i}) behind the row's reach, {extent}; no mark_dirty?"
+    for i in range(row * rows.num_windows, (row + 1) * rows.num_windows):
+        num_dirty += rows.is_dirty[i]
+    if num_dirty and not rows.is_row_dirty[row]:
+        return f"row {row} has {num_dirty} windows to be sent, and is not marked"
+    return None
+
+
+cdef tuple in_lock_order(tuple tables):
+    """The order in which the locks of several tables are taken, the same in every call, so that calls cannot deadlock."""
+    return tuple(sorted(tables, key=id))
+
+
+cdef tuple checked_tables(object page_tables):
+    """`page_tables` as a tuple of tables with one number of rows, none of them twice."""
+    cdef tuple tables = tuple(as_list(page_tables, "page_tables"))
+    for table in tables:
+        if not isinstance(table, TableRows) or not 0 < table.max_num_reqs == tables[0].max_num_reqs:
+            raise ArgumentError("page_tables: allowed: page tables with one number of rows")
+    if len({id(table) for table in tables}) != len(tables):
+        raise ArgumentError("page_tables: got one twice, allowed: each once")
+    return tables
+
+
+@cython.no_gc_clear  # the base's pointers lead into the tuples
+cdef class GroupedRows(TableGroup):
+    """The host tables of several cache groups with the same rows."""
+
+    cdef readonly tuple page_tables
+    cdef tuple in_lock_order
+
+    def __cinit__(self, *args, **kwargs):
+        self.page_tables = ()
+
+    def __init__(self, page_tables):
+        """`page_tables` are `TableRows` with the same number of rows, none of them twice."""
+        cdef tuple tables = checked_tables(page_tables)
+        if self.num_tables:
+            raise ArgumentError("the tables of groups are given once")
+        self.page_tables, self.in_lock_order = tables, in_lock_order(tables)
+        self.tables, self.lock_order = PySequence_Fast_ITEMS(tables), PySequence_Fast_ITEMS(self.in_lock_order)
+        self.num_tables = len(tables)
+
+    def __len__(self) -> int:
+        return self.num_tables
+
+    def __getitem__(self, i):
+        return self.page_tables[i]
+
+
+def pack_dirty_windows(tuple tables not None, num_reqs, num_lines) -> tuple:
+    """Return a payload for the device, with a line for each dirty window in rows before `num_reqs`: the values, int32
+    ``[num_lines, width]``, and the row and the column where they begin in each table, int32 ``[num_tables, num_lines, 2]``.
+    These windows count as sent; those without room do not. Lines of other tables have rows outside it, all different.
+    """
+    cdef TableRows table
+    cdef Py_ssize_t n, lines = size_of(num_lines, "num_lines", 1), width = 0, count = 0
+    cdef int32_t group
+    cdef int32_t[:, ::1] windows
+    cdef int32_t[:, :, ::1] starts
+    for item in tables:
+        if not isinstance(item, TableRows):
+            raise ArgumentTypeError(f"tables: got {type(item).__name__}, allowed: TableRows")
+        (<TableRows>item).check_made()
+        width = max(width, (<TableRows>item).rows.width)
+    payload = np.zeros((lines, width), dtype=INT32), np.zeros((len(tables), lines, 2), dtype=INT32)
+    windows, starts = payload
+    for group, item in enumerate(tables):
+        table = item
+        stop = size_of(num_reqs, "num_reqs", 0, table.rows.num_rows)
+        for n in range(lines):
+            starts[group, n, 0] = <int32_t>(table.rows.num_rows + n)
+        if count < lines:
+            with table.lock:
+                count += pack_windows(
+                    &table.rows, stop, &windows[count, 0], windows.shape[1], &starts[group, count, 0], lines - count
+                )
+    return payload

@@ -1,0 +1,216 @@
+"""Check and save a copy of a pool's records. Any number may have been overwritten: its range is checked before its use."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagepool._core import PageStore, copy_records, follow
+from pagepool.errors import IntegrityError
+
+__all__ = ["check_store", "save_store"]
+
+NOT_FREE = NO_GROUP = NOT_NEW = NOT_FIRST = -1
+TWIN, GROUP, MAX_GROUP, MAX_REF_CNT = 1 << 30, ~(3 << 29), (1 << 29) - 1, (1 << 31) - 2
+
+Array = npt.NDArray[Any]
+
+
+def check_store(store: PageStore) -> None:
+    """Check every invariant in the docstring of `pagepool._core`. IntegrityError names a wrong page. O(num_pages)."""
+    Records(**copy_records(store)).check()
+
+
+def save_store(store: PageStore) -> dict[str, Array]:
+    """Return the arguments of `load_store` for an equal store. IntegrityError for a damaged one. O(num_pages)."""
+    records = Records(**copy_records(store))
+    records.check()
+    cached = records.pages.take(records.cached_ids)
+    return {
+        "ref_counts": records.pages["ref_cnt"].copy(),
+        "free_page_ids": records.free_ids,
+        "cached_page_ids": records.cached_ids,
+        "cached_group_ids": cached["group"] & GROUP,
+        "cached_keys": np.stack((cached["low"], cached["high"]), axis=1),
+        "cached_token_ids": records.page_tokens.reshape(records.num_pages, -1).take(records.cached_ids, axis=0),
+        "counters": np.array(records.counters, dtype=np.int64),
+        "num_shards": np.array([records.num_shards], dtype=np.int64),
+    }
+
+
+class Records(SimpleNamespace):
+    """A copy of a pool. Each check relies on those before it."""
+
+    def check(self) -> None:
+        """IntegrityError for a wrong page."""
+        self.check_pages()
+        self.check_slots()
+        self.check_entries()
+        if self.num_shards:
+            self.check_shards()
+        if len(self.notes):
+            self.check_journal()
+
+    def describe(self, page_id: int) -> str:
+        """Return a page with all its numbers."""
+        if page_id >= self.num_pages:
+            return f"the end of shard {page_id - self.num_pages}"
+        low, high, ref_cnt, before, behind, group = self.pages[page_id].tolist()
+        entry = "not cached" if group == NO_GROUP else f"cached for group {group & GROUP} under 0x{high:016x}{low:016x}"
+        return f"page {page_id} (ref count {ref_cnt}, free-queue links {before} and {behind}, {entry})"
+
+    def refuse(self, is_wrong: Array, ids: Any, text: str, *columns: Any) -> None:
+        """IntegrityError for the first wrong row: the page in `ids`, if any, and the text with the numbers in the columns."""
+        row = is_wrong.tobytes().find(1)  # of few pages, many times faster than a reduction
+        if row >= 0:
+            values = [column if isinstance(column, int) else column[row] for column in columns]
+            raise IntegrityError(("" if ids is None else self.describe(ids[row])) + text.format(*values))
+
+    def require_count(self, found: Any, counted: int, text: str) -> None:
+        """IntegrityError unless the pool counts what was found."""
+        if found != counted:
+            raise IntegrityError(f"{found} {text}, the pool counts {counted}")
+
+    def walk(self, name: str, links: Array, first_ids: Any) -> Array:
+        """Return the ids in the rings from `first_ids` on."""
+        ids, is_whole = follow(links["prev"].copy(), links["next"].copy(), first_ids)
+        if not is_whole:
+            last = ids[len(ids) - 1]
+            raise IntegrityError(f"page {links['next'][last]} follows {self.describe(last)} in {name}, and does not link back")
+        return ids.to_array()
+
+    def require_order(self, name: str, links: Array, ids: Array, keys: Array) -> tuple[Array, Array]:
+        """Check that the ids of each key are a ring in their order. Return them, ring by ring, and which are first."""
+        order = keys.argsort(kind="stable")
+        ids, keys = ids[order], keys[order]
+        is_first = np.concatenate((ids[:1] >= 0, keys[1:] != keys[:-1]))
+        found = self.walk(name, links, ids[is_first])
+        self.require_count(len(found), len(ids), f"ids are in {name}")
+        self.refuse(found != ids, found, f" is among {name} in the place of page {{}}", ids)
+        return ids, is_first
+
+    def check_pages(self) -> None:
+        """A page is held, or it is in the free queue. The null page closes the queue."""
+        pages, num_pages, ids = self.pages, self.num_pages, range(self.num_pages)
+        ref_cnt, before, behind, self.group = pages["ref_cnt"], pages["prev"], pages["next"], pages["group"].copy()
+        is_free = (before >= 0) & (before < num_pages) & (behind >= 0) & (behind < num_pages)
+        is_held = (before == NOT_FREE) & (behind == NOT_FREE) & (ref_cnt >= self.is_pool) & (ref_cnt <= MAX_REF_CNT)
+        is_wrong = ~(is_free | is_held) | (self.group < NO_GROUP)
+        is_wrong[0] |= is_held[0] | (self.group[0] != NO_GROUP)
+        self.refuse(is_free & (ref_cnt != 0), ids, " is in the free queue with ref count {}, allowed: 0", ref_cnt)
+        text = ": allowed: links from 0 to {}, or 1 to {} references and links {}; groups up to {}; the null page is free"
+        self.refuse(is_wrong, ids, text, num_pages - 1, MAX_REF_CNT, NOT_FREE, MAX_GROUP)
+        self.free_ids = self.walk("the free queue", pages, [0])[1:]
+        self.require_count(len(self.free_ids), self.num_free, f"pages are in the free queue, up to page {before[0]}")
+        self.require_count(np.count_nonzero(is_free) - 1, self.num_free, "pages have links of the free queue")
+        self.require_count(0, self.num_held_free, "free pages have references")
+
+    def words_of(self, keys: Array) -> Any:
+        """Return products of which the upper halves are the tags of keys and groups."""
+        return (keys["low"] ^ keys["group"].astype(np.uint64) << np.uint64(40)) * np.uint64(self.multiplier)
+
+    def has_key(self, page_ids: Array, keys: Array) -> Any:
+        """Return whether cached pages have these keys and groups."""
+        pages = self.pages.take(page_ids)
+        is_same = (pages["group"] != NO_GROUP) & (pages["group"] & GROUP == keys["group"] & GROUP)
+        return is_same & (pages["low"] == keys["low"]) & (pages["high"] == keys["high"])
+
+    def check_slots(self) -> None:
+        """Each slot names a cached page, whose key leads to the slot. No two have the same key."""
+        slots, mask = self.slots["page_id"], len(self.slots) - 1
+        places = slots.nonzero()[0]
+        self.first_ids = ids = slots.take(places)
+        text = "slot {} of the prefix index names page {}, allowed: 1 to {}, or 0"
+        self.refuse((ids < 0) | (ids >= self.num_pages), None, text, places, ids, self.num_pages - 1)
+        pages = self.pages.take(ids)
+        pages["group"] &= GROUP
+        words = self.words_of(pages)
+        tags = (words >> np.uint64(32)).astype(np.int64)
+        text = " is named by slot {} of the prefix index, "
+        is_wrong = (self.group.take(ids) == NO_GROUP) | (self.slots["tag"].take(places) != tags)
+        self.refuse(is_wrong, ids, text + "which is not its own", places)
+        self.words = words ^ pages["high"]
+        ordered = np.sort(self.words)
+        if True in (ordered[1:] == ordered[:-1]):
+            is_again = np.ones(len(ids), dtype=bool)
+            keys = np.column_stack((pages["low"], pages["high"], pages["group"].astype(np.uint64)))
+            is_again[np.unique(keys, axis=0, return_index=True)[1]] = False
+            self.refuse(is_again, ids, text + "and another slot has its hash", places)
+        empties = (slots == 0).nonzero()[0]
+        room = (places - empties.take(empties.searchsorted(places) - 1) if len(ids) else places) & mask
+        self.refuse((places - (tags >> self.home_shift)) & mask >= room, ids, text + "where no look-up comes to", places)
+        self.require_count(len(ids), self.num_keys, "keys are in the prefix index")
+
+    def check_entries(self) -> None:
+        """Each cached page is found under its key, first or in the ring of the first."""
+        twins, is_alone = self.twins, self.group < TWIN
+        if len(twins):
+            twins["prev"][is_alone] = twins["next"][is_alone] = is_alone.nonzero()[0]
+        self.cached_ids = ids = self.walk("the ring of equal content", twins, self.first_ids)
+        self.rings = np.bincount(self.first_ids, minlength=self.num_pages).take(ids).cumsum() - 1
+        firsts = self.first_ids.take(self.rings)
+        is_wrong = ~self.has_key(ids, self.pages.take(firsts)) | ((twins["next"].take(ids) == ids) != is_alone.take(ids))
+        self.refuse(is_wrong, ids, " is among the pages of equal content of page {}", firsts)
+        is_lost = (self.group != NO_GROUP) & (np.bincount(ids, minlength=self.num_pages) == 0)
+        for lost_id in is_lost.nonzero()[0][:1]:
+            found = ids[self.has_key(ids, self.pages[lost_id])].tolist()
+            raise IntegrityError(f"{self.describe(lost_id)}: look-ups of its hash find pages {found}, allowed: this one too")
+        self.require_count(len(ids), self.num_entries, "pages are cached")
+        if self.tokens_width:
+            num_tokens, width = self.page_tokens[:: self.tokens_width].take(ids), self.tokens_width
+            text = " has {} token ids, allowed: 0 to {}"
+            self.refuse((num_tokens < 0) | (num_tokens >= width), ids, text, num_tokens, width - 1)
+
+    def check_shards(self) -> None:
+        """The queue and the twins of each shard are what lies in it, in the same order. Its first twins are in rings."""
+        num_pages, n, links = self.num_pages, self.num_shards, self.shard_links
+        ids = np.concatenate((np.arange(num_pages, num_pages + n, dtype=np.int32), self.free_ids))
+        shards = np.concatenate((np.arange(n), self.free_ids // (num_pages // n)))
+        self.require_order("the free pages of its shard", links, ids, shards)
+        counts, counted = np.bincount(shards) - 1, links[num_pages + n :].view(np.int32)
+        self.refuse(counts != counted[:n], None, "shard {} has {} free pages, the pool counts {}", range(n), counts, counted)
+        is_twin = self.group.take(self.cached_ids) >= TWIN
+        if not is_twin.any():
+            return
+        twins, firsts = links[num_pages + 2 * n :].reshape(2, num_pages)
+        keys = self.rings * n + self.cached_ids // (num_pages // n)
+        ids, is_first = self.require_order("the twins of its shard", twins, self.cached_ids[is_twin], keys[is_twin])
+        first_ids = self.first_ids[self.group.take(self.first_ids) >= TWIN]
+        heads = self.walk("the ring of the first in each shard", firsts, first_ids)
+        rings = np.bincount(first_ids, minlength=num_pages).take(heads).cumsum() - 1
+        is_wrong = ~self.has_key(heads, self.pages.take(first_ids.take(rings)))
+        self.refuse(is_wrong, heads, " is in the ring of the first in each shard of others")
+        is_head, found = np.bincount(heads, minlength=num_pages).take(ids), firsts.take(ids)
+        is_wrong = np.where(is_first, is_head == 0, (found["prev"] != NOT_FIRST) | (found["next"] != NOT_FIRST))
+        text = " is linked to {} and {}, allowed: the ring of pages of equal content that are first in their shard, or {}"
+        self.refuse(is_wrong, ids, text, found["prev"], found["next"], NOT_FIRST)
+
+    def check_journal(self) -> None:
+        """Cached pages have places and contexts, with as many users. New keys are in the index, removed ones are not."""
+        notes, ids = self.notes, self.cached_ids
+        users, holders = self.contexts["num_users"], self.contexts["num_holders"]
+        text = "context {} has {} users and {} holders, allowed: at least 0"
+        self.refuse((users < 0) | (holders < 0), None, text, range(len(users)), users, holders)
+        if users.sum(dtype=np.int64) < len(ids):
+            raise IntegrityError(f"the contexts have {users.sum()} users, {len(ids)} pages are cached")
+        places, contexts = notes["place"].take(ids), notes["context"].take(ids)
+        text = " has place {} and context {}, allowed: at least 0, and 0 to {}"
+        is_wrong = (places < 0) | (contexts < 0) | (contexts >= len(users))
+        self.refuse(is_wrong, ids, text, places, contexts, len(users) - 1)
+        ids = self.walk("the journal", notes, [0])[1:]
+        is_lost = np.bincount(self.first_ids, minlength=self.num_pages).take(ids) == 0
+        self.refuse(is_lost, ids, " is in the journal, and no look-up finds it")
+        self.require_count(len(ids), self.num_new, f"keys are in the journal, up to page {notes['prev'][0]}")
+        num_linked = np.count_nonzero((notes["next"] != NOT_NEW) | (notes["prev"] != NOT_NEW)) - 1
+        self.require_count(num_linked, self.num_new, "pages have links of the journal")
+        if not 0 <= self.num_removed <= (0 if self.is_cleared else self.num_pages - 1):
+            raise IntegrityError(f"the journal counts {self.num_removed} keys that went, allowed: fewer than pages, or none")
+        num_new = self.num_new if self.is_cleared else self.num_keys
+        self.require_count(num_new, self.num_keys, "keys of the prefix index are new since all went")
+        if len(self.words) and self.num_removed:
+            removed, order = self.removed[: self.num_removed], self.words.argsort()
+            words = self.words_of(removed) ^ removed["high"]
+            found = self.first_ids.take(order.take(self.words.searchsorted(words, sorter=order), mode="clip"))
+            is_wrong = self.has_key(found, removed) & (notes["next"].take(found) == NOT_NEW)
+            self.refuse(is_wrong, found, " is in the journal as gone")
