@@ -20,6 +20,7 @@ from settings import Group, Setting
 from sources import ROOT
 
 from pagepool import CacheManager
+from pagepool.coordinator import CacheCoordinator
 from pagepool.hashing import RequestExtraKeys
 
 NUM_CALLS = int(os.environ.get("PAGEPOOL_TEST_OPERATIONS", "200000")) // 4  # each is followed on the device

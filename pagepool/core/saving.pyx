@@ -29,24 +29,26 @@ DTYPES = {                        # in the order of `copy_arrays`; notes have th
 }
 
 
-def copy_records(PageStore store not None, names=None) -> dict:
-    """Copy the records of a pool: its numbers, and the arrays with these `names` (None: all), as in `Pool` and `Journal`. Other
-    arrays are empty. O(num_pages).
+def copy_records(PageStore store not None, str names=None) -> dict:
+    """Copy the records of a pool: its numbers, and the arrays with these `names`, divided by blanks (None: all), as in `Pool`
+    and `Journal`. Other arrays are empty. O(num_pages).
     """
     cdef Py_ssize_t[9] stops
     cdef bint[8] is_wanted
     cdef Py_ssize_t i, size = -1, num_bytes = 0
     cdef uint8_t[::1] memory
+    cdef uint8_t *start
     cdef Pool pool
     for i, name in enumerate(DTYPES):
-        is_wanted[i] = names is None or name in names
+        is_wanted[i] = names is None or name in names.split()
     while size != num_bytes:  # at first, and when the pool grew
         size = num_bytes
         memory = array = np.empty(size + 1, np.uint8)
+        start = &memory[0]
         with store.lock:
             pool = store.pool
             with nogil:
-                num_bytes = copy_arrays(&pool, is_wanted, stops, &memory[0], size)
+                num_bytes = copy_arrays(&pool, is_wanted, stops, start, size)
     return dict(
         {name: array[stops[i]:stops[i + 1]].view(DTYPES[name]) for i, name in enumerate(DTYPES)}, is_pool=store.is_pool,
         num_pages=pool.num_pages, num_free=pool.num_free, num_held_free=pool.num_held_free, num_shards=pool.num_shards,

@@ -312,8 +312,9 @@ cdef class TableRows(TableGroup):
         self.check_made()
         copied = make_aligned_zeros((self.rows.num_rows, self.rows.num_columns))
         cdef int32_t[:, ::1] view = copied
+        cdef int32_t *start = &view[0, 0]
         with self.lock, nogil:
-            memcpy(&view[0, 0], self.rows.table, self.rows.num_rows * self.rows.num_columns * sizeof(int32_t))
+            memcpy(start, self.rows.table, self.rows.num_rows * self.rows.num_columns * sizeof(int32_t))
             clean(&self.rows, self.rows.num_rows)
         return copied
 

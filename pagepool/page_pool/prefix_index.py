@@ -163,7 +163,7 @@ def forget_names(store: PageStore) -> None:
 
 def list_kept_keys(store: PageStore) -> list[int] | None:
     """Return the keys of entries, of their parents, and of removed entries. None while events are being built. O(num_pages)."""
-    copied = copy_records(store, ("pages", "slots", "notes", "removed"))
+    copied = copy_records(store, "pages slots notes removed")
     if copied["is_told"]:
         return None
     slots, notes = copied["slots"]["page_id"], copied["notes"]
@@ -189,7 +189,7 @@ class CachedPages(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
 
     def __iter__(self) -> Iterator[PageHashWithGroupId]:
         """The pairs, in no particular order."""
-        slots = copy_records(self._store, ("slots",))["slots"]["page_id"]
+        slots = copy_records(self._store, "slots")["slots"]["page_id"]
         for page_id in slots[slots != 0].tolist():
             page_hash = self._store.page_hash_of(page_id)
             if page_hash is not None:
