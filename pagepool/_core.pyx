@@ -64,12 +64,11 @@ have the classes. Each file imports only those above it.
 `chain.pyx`            `HashChain`
 `page_records.pyx`     `PageStore`, its lower half: the records of a pool, and its prefix index
 `store.pyx`            its upper half: the free queue; `CachePage`, `QueryCounter`
-`integrity.pyx`        `check_store`
-`saving.pyx`           `save_store`, `load_store`
 `journal.pyx`          `EntryJournal`: changes of the prefix index
 `lookups.pyx`          `PrefixQuery`: how many pages of a prefix hit
 `refusal.pyx`          `Refusal`: whether a refused request is refused again
 `request_pages.pyx`    `RequestPages`: what a request holds (`take`, `enter`, `skip`, `give_back`) in its `CacheGroups`
+`saving.pyx`           `copy_records`: a pool copied, to be checked or saved; `load_store`
 `table.pyx`            `TableRows`, `GroupedRows`
 `row_memory.pyx`       `RowMemory`: arrays and locks of a batch
 `row_request.pyx`      `RowRequest`: a row is admitted, or refused
