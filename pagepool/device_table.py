@@ -213,7 +213,7 @@ def scatter_payload(tables: tuple[DeviceTable, ...], payload: Payload) -> None:
     jax = import_jax()
     scatter = get_scatter(tuple([table.sharding for table in tables]), tables[0]._donate)
     arguments = (tuple([table.page_table for table in tables]), *payload)
-    if jax.config.jax_transfer_guard_host_to_device is None:  # no guard is set, and entering the context would cost 1 us
+    if jax.config.jax_transfer_guard_host_to_device is None:  # no guard is set, and entering the context takes time
         arrays = scatter(*arguments)
     else:
         with jax.transfer_guard_host_to_device("allow"):
@@ -238,7 +238,7 @@ def get_scatter(shardings: tuple[jax.sharding.Sharding, ...], donate: bool) -> S
 def write_windows(tables: tuple[Any, ...], windows: Any, starts: Any, first_rows: Any = None) -> tuple[Any, ...]:
     """Write a payload (traced). If the arrays are parts of tables, `first_rows` [1] is the table row of their row 0.
 
-    Without it nothing is computed: jax on CPU runs trivial programs immediately, and others on a thread, 40 us later.
+    Without it nothing is computed: jax on CPU runs trivial programs immediately, and others later, on a thread.
     """
     written = []
     for table, at in zip(tables, starts, strict=True):

@@ -82,14 +82,14 @@ class PageTable(DeviceTable):
     def commit(self, num_reqs: int) -> jax.Array:
         """Send the changes in the first `num_reqs` rows and return the device array. Later rows stay dirty.
 
-        Without changes this returns the same array, in 2 us. Otherwise arrays returned before become invalid, unless the table
+        Without changes this returns the same array. Otherwise arrays returned before become invalid, unless the table
         was made with ``donate=False``; a running step that reads one is safe. Tables replicated over processes need equal host
         tables in all of them, which jax does not check. ArgumentError for a number of rows outside the table.
         """
         return commit_tables((self,), num_reqs)[0]
 
     def warmup(self) -> None:
-        """Compile all programs that `commit` uses, so that none is compiled later. About 0.1 s each; four for 256 x 2048."""
+        """Compile all programs that `commit` uses, so that none is compiled later: four for 256 x 2048."""
         warmup_tables((self,))
 
 

@@ -40,7 +40,7 @@ cdef Digest extra_key_of(bytes key) except *:
 cdef class HashChain:
     """The digests of a request's full pages, each made from the one before: SipHash-2-4-128 under a secret key.
 
-    `page_size` is in tokens. With `keep_token_ids` the tokens stay beside the digests. 16 bytes a page; 30 ns a page of 16.
+    `page_size` is in tokens. With `keep_token_ids` the tokens stay beside the digests. 16 bytes a page.
     """
 
     def __cinit__(self, page_size, bytes key not None, bint keep_token_ids=False):

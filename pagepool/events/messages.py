@@ -76,7 +76,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 
 def encode_batch(batch: EventBatch) -> bytes:
-    """Return the batch in msgpack, as vLLM sends it. 0.3 us a page of 16 tokens; other threads may run between events.
+    """Return the batch in msgpack, as vLLM sends it. O(pages + tokens); other threads may run between events.
 
     ArgumentTypeError for other objects than events, ArgumentError for values that msgpack cannot encode, such as ints beyond 64
     bits.

@@ -529,7 +529,7 @@ class EventPublisher:
                 return self._worker.wake()
 
     def flush(self) -> None:
-        """Let the thread take and send the manager's events now, without waiting. 2 us. ArgumentError if it is closed."""
+        """Let the thread take and send the manager's events now, without waiting. ArgumentError if it is closed."""
         self._worker.require_open()
         self._worker.wake()
 

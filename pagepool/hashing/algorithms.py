@@ -31,7 +31,7 @@ VLLM_SEED = "vllm-none-hash"
 
 
 class SipHasher(PageHasher):
-    """SipHash-2-4-128 in the compiled core: the key of the index is the hash. 30 ns a page of 16 tokens."""
+    """SipHash-2-4-128 in the compiled core: the key of the index is the hash."""
 
     algorithm = "siphash128"
 

@@ -277,7 +277,7 @@ class CacheManager(KeyHolder):
 
         Events have hashes as unsigned ints, the lowest 64 bits of the digest, or as the bytes of the whole digest. Other
         processes make the same hashes only with the same `hash_seed`, or ``"sha256"`` or ``"sha256_cbor"`` as `hash_algo`.
-        Costs 56 bytes a page and 4 a token, and 5 to 11 % more time for a cold prompt. ImportError without the extra
+        Costs 56 bytes a page and 4 a token, and time for each page that is cached. ImportError without the extra
         ``pagepool[events]``; ArgumentError without prefix caching, if pages are held or cached already, and if events were
         enabled with the other `hashes_as_bytes`.
         """
@@ -362,7 +362,7 @@ class CacheManager(KeyHolder):
     # Inspection.
 
     def stats(self) -> CacheStats:
-        """Return what the cache holds and did; see `CacheStats`. O(1), 10 us.
+        """Return what the cache holds and did; see `CacheStats`. O(1).
 
         The numbers are consistent unless other threads call the manager meanwhile.
 

@@ -50,8 +50,8 @@ class PageProbe(NamedTuple):
 class PagePool:
     """A fixed number of pages, handed out least recently used first, with their prefix entries.
 
-    Page 0 is the null page, a placeholder that is never handed out, freed or counted. Construction takes O(num_pages), 40 ms
-    for a million. Memory is 56 to 72 bytes a page with caching and 32 without, plus 24 or 8 once the pool has shards.
+    Page 0 is the null page, a placeholder that is never handed out, freed or counted. Construction takes O(num_pages).
+    Memory is 56 to 72 bytes a page with caching and 32 without, plus 24 or 8 once the pool has shards.
 
     >>> pool = PagePool(8, enable_caching=True)
     >>> pages = pool.get_new_pages(3)
@@ -104,7 +104,7 @@ class PagePool:
         It has ref counts, the free queue in order, prefix entries with hashes and kept tokens, shards, counters, and the
         configuration of the manager that caches in the pool, with a version and a checksum. The copy takes 4 bytes a page, 4
         more a free page, 24 more a cached page, and 4 a kept token. IntegrityError if the pool is damaged, ArgumentError unless
-        page hashes are made of ints, strings, bytes, None and tuples. O(num_pages), 0.3 s for a million cached pages.
+        page hashes are made of ints, strings, bytes, None and tuples. O(num_pages).
         """
         return save(self.store, self.configuration)
 

@@ -147,7 +147,7 @@ def install() -> None:
 
     Imports the engine if necessary. CompatError, without a change, if EasyDeL is missing or is not version `VERSION`, if a
     class is missing or differs from what was recorded, or if objects of these classes exist, as they do once an engine is built
-    (``gc.freeze`` hides them). Takes 0.3 s once the engine is imported, mostly to search for such objects.
+    (``gc.freeze`` hides them). Once the engine is imported, most of the time goes into the search for such objects.
     """
     if is_installed():
         logger.warning("EasyDeL already allocates with pagepool")

@@ -81,7 +81,7 @@ def find_reuse(records: Sequence[TraceRecord], page_size: int, on_request: Calla
     """Find the reuse among requests in order, with pages of `page_size` tokens. `on_request` gets the number of requests done.
 
     A page hits only if it is full, if all pages before it hit, and if a token of the prompt remains to be computed. Pages of
-    answers can be hit if the trace has their ids. Cost: about 3 us and 400 bytes a block.
+    answers can be hit if the trace has their ids. O(blocks), in time and memory.
 
     >>> chat = [TraceRecord(0, 1024, 1, (7, 8)), TraceRecord(1, 1536, 1, (7, 8, 9)), TraceRecord(2, 1536, 1, (7, 5, 6))]
     >>> reuse = find_reuse(chat, page_size=16)

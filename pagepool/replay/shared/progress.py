@@ -43,7 +43,7 @@ class Part:
         self.was_shown = False
 
     def update(self, completed: int) -> None:
-        """Report the number of items done. About 0.1 us. Raises MemoryError when memory is nearly exhausted."""
+        """Report the number of items done. Raises MemoryError when memory is nearly exhausted."""
         self._completed = completed
         now = monotonic()
         if now >= self._next_check:

@@ -27,8 +27,8 @@ def make_groups(page_size: int) -> list[CacheGroupSpec]:
 
 
 class Allocator(ABC):
-    """Pages for the requests in rows. `seconds` is the total time of the calls into manager or batch, each including 0.1 us for
-    reading the clock.
+    """Pages for the requests in rows. `seconds` is the total time of the calls into manager or batch, each including the
+    reading of the clock.
     """
 
     def __init__(self) -> None:

@@ -105,7 +105,7 @@ class Recorder:
 
     def finish(self, request: Request) -> None:
         """Record the end: the request's tokens are now prompt and answer. It may be another object than at the start. Does
-        nothing for a request that was not started. Raises ArgumentError if tokens were removed. About 0.5 us a block.
+        nothing for a request that was not started. Raises ArgumentError if tokens were removed. O(tokens).
         """
         request_id = id_of(request)
         entry = self._running.get(request_id)
