@@ -26,6 +26,10 @@ cdef struct RowState:         # 32 bytes, two to a cache line
     uint8_t is_admitted
     uint8_t is_claimed        # admitted, or about to be
 
+cdef struct DueRow:           # a row for which more than counting is due
+    int32_t at                # in the call
+    int32_t num_new_pages     # that it needs; INT32_MAX: that many or more
+
 cdef struct Batch:            # rows that run together; values by row are [num_rows]
     Pool *pool
     Group *groups
@@ -40,7 +44,7 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     uint32_t stamp            # this call
     int32_t *checked_rows     # the rows of this call
     Py_ssize_t num_ascending  # of them `copy_ascending` checked, unchanged since
-    int32_t *due_rows         # where in this call stand those for which more than counting is due
+    DueRow *due_rows          # of this call
     Waiting waiting
     int32_t *token_ids        # [num_rows, tokens_stride] known tokens
     Py_ssize_t tokens_stride

@@ -85,13 +85,18 @@ cdef inline void enter_waiting(Waiting *waiting) noexcept nogil:
     waiting.num_to_enter = 0
 
 
+cdef inline bint has_full_page(const Group *group, const Held *held, int64_t num_tokens) noexcept nogil:
+    """Whether `num_tokens` tokens fill a page that was not entered yet."""
+    return group.id != NO_GROUP and (held.num_cached + <int64_t>1) * group.rules.page_size <= num_tokens
+
+
 cdef inline void enter_full_pages(
     Waiting *waiting, const Group *group, Held *held, const Contents *contents, int64_t num_tokens
 ) noexcept nogil:
     """Have the pages of a group entered that `num_tokens` tokens fill. Their records, likely far away, are fetched."""
     cdef PageToEnter *page
     cdef int32_t place, size = group.rules.page_size
-    while group.id != NO_GROUP and (held.num_cached + <int64_t>1) * size <= num_tokens:
+    while has_full_page(group, held, num_tokens):
         place = held.num_cached
         held.num_cached += 1
         if held.ids[place] == NULL_PAGE:

@@ -1,11 +1,11 @@
 # Running rows grow: pages are skipped, taken and entered, row by row up to the first that does not fit.
 
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
 from libc.string cimport memcmp, memcpy
 
 from pagepool.core.batch cimport (
-    Batch, Grown, Growth, RowState, amount, held_by, holding_of, is_row, last_token_event, plan_next_event, room_for,
-    start_call, tokens_of,
+    Batch, DueRow, Grown, Growth, RowState, amount, claim_row, held_by, holding_of, is_row, last_token_event, plan_next_event,
+    room_for, start_call, tokens_of,
 )
 from pagepool.core.entering cimport enter_waiting
 from pagepool.core.holdings cimport Held, Holding, count_new_pages, find_lost_page, skip_pages, take_missing
@@ -47,21 +47,16 @@ cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Gr
             growth.num_new += 1
 
 
-cdef inline bint grow_row(
-    Batch *batch, Py_ssize_t row, int32_t num_before, int32_t num_tokens, int32_t num_room_tokens, Growth *growth
-) noexcept nogil:
-    """Do what is due for a row that had `num_before` tokens computed to have `num_tokens`, and room for more; False, without
-    any room taken, if too few pages are free.
-    """
-    cdef Holding holding = holding_of(batch, row)
-    cdef int64_t num_new_pages
+cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexcept nogil:
+    """Do what is due for a counted row; False, without any room taken, if too few pages are free."""
+    cdef int32_t row = batch.checked_rows[due.at]
+    cdef int32_t num_tokens = batch.states[row].num_computed
     if batch.skips_pages:
-        skip_row(batch, row, num_before)
-    num_new_pages = count_new_pages(&holding, num_room_tokens)
-    if num_new_pages:
-        if num_new_pages > count_free_in(batch.pool, batch.states[row].shard):
+        skip_row(batch, row, num_tokens - amount(&growth.num_new_tokens, due.at))
+    if due.num_new_pages:
+        if due.num_new_pages > count_free_in(batch.pool, batch.states[row].shard):
             return False
-        take_pages(batch, row, num_room_tokens, growth)
+        take_pages(batch, row, room_for(batch, num_tokens, amount(&growth.num_ahead, due.at)), growth)
     enter_row(batch, row, num_tokens)
     plan_next_event(batch, row)
     return True
@@ -76,8 +71,10 @@ cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t n
         return False
     if GUARDS and batch.skips_pages and find_lost_page(batch.pool, &holding, batch.states[row].num_computed) != NULL_PAGE:
         return False
-    growth.max_num_new += count_new_pages(&holding, num_room_tokens)
-    batch.due_rows[growth.num_due] = <int32_t>i
+    batch.due_rows[growth.num_due] = DueRow(
+        <int32_t>i, <int32_t>min(count_new_pages(&holding, num_room_tokens), <int64_t>INT32_MAX)
+    )
+    growth.max_num_new += batch.due_rows[growth.num_due].num_new_pages
     growth.num_due += 1
     return True
 
@@ -101,48 +98,63 @@ cdef inline bint copy_ascending(Batch *batch, const int32_t *rows, Py_ssize_t n)
     return True
 
 
-cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, bint is_step, bint is_ascending) noexcept nogil:
-    """How many rows there are before the first that is wrong. Copies the rows, so that they cannot change, counts as
-    if all grew, and notes those for which more is due; for a row that is not admitted that is always so. Of `is_ascending`,
-    `copy_ascending` made sure.
+cdef inline Py_ssize_t copy_rows(Batch *batch, const int32_t *rows, Py_ssize_t n) noexcept nogil:
+    """Copy rows, so that they cannot change during the call. Returns how many there are before the first that is outside the
+    table, free, or there already.
     """
-    cdef RowState *state
     cdef Py_ssize_t i
-    cdef int32_t row, known, computed, num_room_tokens
-    cdef int32_t num_new = 1, num_ahead = 0
-    cdef uint32_t stamp = 0 if is_ascending else start_call(batch)
-    cdef uint32_t num_rows = <uint32_t>batch.num_rows
+    if copy_ascending(batch, rows, n):
+        return n
+    start_call(batch)
+    for i in range(n):
+        if not claim_row(batch, rows[i], i):
+            return i
+    return n
+
+
+# How many copied rows there are before the first that is wrong. Those are counted as if all grew, and those noted for which
+# more is due; for a row that is not admitted that is always so.
+
+cdef inline Py_ssize_t check_step(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
+    """Let each row know a token more, and count it as computed."""
+    cdef RowState *state
     cdef Grown *grown = growth.grown
-    for i in range(growth.num_rows):
-        row = batch.checked_rows[i] if is_ascending else growth.rows[i]
-        if not is_ascending:
-            if <uint32_t>row >= num_rows or batch.states[row].stamp == stamp:
+    cdef Py_ssize_t i
+    for i in range(n):
+        grown[i].row = batch.checked_rows[i]
+        state = &batch.states[grown[i].row]
+        grown[i].num_computed = state.num_computed + 1
+        if grown[i].num_computed >= state.next_event and not check_due(batch, growth, i, grown[i].num_computed):
+            return i
+        tokens_of(batch, grown[i].row)[state.num_tokens] = growth.token_ids[i]
+        state.num_tokens += 1
+        state.num_computed += 1
+        grown[i].num_tokens = state.num_tokens
+    return n
+
+
+cdef inline Py_ssize_t check_growth(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
+    """Count known tokens of each row as computed."""
+    cdef RowState *state
+    cdef int32_t num_new, num_ahead, num_computed, num_room_tokens
+    cdef Py_ssize_t i
+    for i in range(n):
+        state = &batch.states[batch.checked_rows[i]]
+        num_new, num_ahead = amount(&growth.num_new_tokens, i), amount(&growth.num_ahead, i)
+        if num_new < 0 or num_ahead < 0 or num_new > state.num_tokens - state.num_computed:
+            return i
+        num_computed = state.num_computed + num_new
+        num_room_tokens = room_for(batch, num_computed, num_ahead)
+        if max(num_room_tokens, state.num_computed + 1) >= state.next_event:
+            if not check_due(batch, growth, i, num_room_tokens):
                 return i
-            batch.states[row].stamp = stamp
-            batch.checked_rows[i] = row
-        state = &batch.states[row]
-        if not is_step:
-            num_new = amount(&growth.num_new_tokens, i)
-            num_ahead = amount(&growth.num_ahead, i)
-        known = state.num_tokens + is_step
-        computed = state.num_computed
-        if not is_step and (num_new < 0 or num_ahead < 0 or num_new > known - computed):
-            return i
-        num_room_tokens = computed + 1 if is_step else room_for(batch, computed + num_new, num_ahead)
-        if max(num_room_tokens, computed + 1) >= state.next_event and not check_due(batch, growth, i, num_room_tokens):
-            return i
-        if is_step:
-            tokens_of(batch, row)[known - 1] = growth.token_ids[i]
-            state.num_tokens = known
-        state.num_computed = computed + num_new
-        grown[i].row = row
-        grown[i].num_tokens = known
-        grown[i].num_computed = computed + num_new
-    return growth.num_rows
+        state.num_computed = num_computed
+        growth.grown[i] = Grown(batch.checked_rows[i], state.num_tokens, num_computed)
+    return n
 
 
 cdef inline void uncount(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Undo what `check_growth` counted for checked rows."""
+    """Undo what `check_step` or `check_growth` counted for copied rows."""
     cdef Py_ssize_t i, row
     for i in range(start, stop):
         row = batch.checked_rows[i]
@@ -154,16 +166,10 @@ cdef inline Py_ssize_t grow_rows(Batch *batch, Growth *growth) noexcept nogil:
     """Do what is due for counted rows, in order, up to the first that does not fit, and return where it stands, or how many
     rows there are. Those from there on are as they were.
     """
-    cdef Py_ssize_t k, i, row, num_grown = growth.num_rows
-    cdef int32_t num_new, num_tokens, num_room_tokens
+    cdef Py_ssize_t k, num_grown = growth.num_rows
     for k in range(growth.num_due):
-        i = batch.due_rows[k]
-        row = batch.checked_rows[i]
-        num_new = amount(&growth.num_new_tokens, i)
-        num_tokens = batch.states[row].num_computed
-        num_room_tokens = room_for(batch, num_tokens, amount(&growth.num_ahead, i))
-        if not grow_row(batch, row, num_tokens - num_new, num_tokens, num_room_tokens, growth):
-            num_grown = i
+        if not grow_row(batch, growth, &batch.due_rows[k]):
+            num_grown = batch.due_rows[k].at
             break
     enter_waiting(&batch.waiting)
     uncount(batch, growth, num_grown, growth.num_rows)

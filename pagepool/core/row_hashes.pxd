@@ -4,7 +4,8 @@ from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.string cimport memcmp
 
 from pagepool.core.batch cimport Batch, ExtraKey, contents_of, digests_of, held_by, tokens_of
-from pagepool.core.entering cimport NUM_WAITING, Contents, PageToHash, enter_full_pages
+from pagepool.core.entering cimport NUM_WAITING, Contents, PageToHash, enter_full_pages, has_full_page
+from pagepool.core.holdings cimport Held
 from pagepool.core.siphash cimport Digest, hash_after
 
 
@@ -69,11 +70,15 @@ cdef inline void hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) no
 
 cdef inline void enter_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Hash the pages that `num_tokens` tokens fill, and have them entered."""
-    cdef Contents contents = contents_of(batch, row, num_tokens)
+    cdef Contents contents
+    cdef Held *held
     cdef Py_ssize_t g
     if not batch.hash_page_size:
         return
     if (batch.states[row].num_hashed + <int64_t>1) * batch.hash_page_size <= num_tokens:
         hash_later(batch, row, num_tokens)
     for g in range(batch.num_groups):
-        enter_full_pages(&batch.waiting, &batch.groups[g], held_by(batch, row, g), &contents, num_tokens)
+        held = held_by(batch, row, g)
+        if has_full_page(&batch.groups[g], held, num_tokens):
+            contents = contents_of(batch, row, num_tokens)
+            enter_full_pages(&batch.waiting, &batch.groups[g], held, &contents, num_tokens)

@@ -7,7 +7,7 @@ from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport INT64_MAX
 
 from pagepool.core.arguments cimport digest_of_bytes, size_of
-from pagepool.core.batch cimport ExtraKey, RowState, held_by
+from pagepool.core.batch cimport DueRow, ExtraKey, RowState, held_by
 from pagepool.core.chain cimport extra_key_of
 from pagepool.core.holdings cimport Held
 from pagepool.core.locks cimport BATCH_LOCK, delist_lock, enlist_lock
@@ -146,7 +146,7 @@ cdef class RowMemory:
         self.is_admitted = states["is_admitted"]
         self.batch.admissions = <int64_t *>self.new_buffer(n, sizeof(int64_t) // sizeof(int32_t))
         self.batch.checked_rows = self.new_buffer(n, 1)
-        self.batch.due_rows = self.new_buffer(n, 1)
+        self.batch.due_rows = <DueRow *>self.new_buffer(n, sizeof(DueRow) // sizeof(int32_t))
         for row in range(n):
             self.batch.states[row].shard = -1
         return 0

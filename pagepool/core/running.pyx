@@ -7,7 +7,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.arguments cimport array_of, size_of
 from pagepool.core.batch cimport Amounts, Batch, Grown, Growth, amount, claim_row, held_by, holding_of, start_call, tokens_of
-from pagepool.core.growth cimport append_tokens, check_growth, copy_ascending, grow_rows, uncount
+from pagepool.core.growth cimport append_tokens, check_growth, check_step, copy_rows, grow_rows, uncount
 from pagepool.core.holdings cimport Held, Holding, count_new_pages, count_places, find_lost_page, list_last_first
 from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids, refuse_negative
 from pagepool.core.platform cimport go_on, let_others_run
@@ -178,12 +178,11 @@ cdef class RunningRows(RowMemory):
         return result
 
     cdef Py_ssize_t check_rows_of(self, Growth *growth) noexcept:
-        """`check_growth`, compiled apart for steps, which are hot."""
+        """How many rows there are before the first that is wrong. The others are counted as grown."""
+        cdef Py_ssize_t num_copied = copy_rows(&self.batch, growth.rows, growth.num_rows)
         if growth.token_ids == NULL:
-            return check_growth(&self.batch, growth, False, False)
-        if copy_ascending(&self.batch, growth.rows, growth.num_rows):
-            return check_growth(&self.batch, growth, True, True)
-        return check_growth(&self.batch, growth, True, False)
+            return check_growth(&self.batch, growth, num_copied)
+        return check_step(&self.batch, growth, num_copied)
 
     cdef Py_ssize_t grow_checked(self, Growth *growth) noexcept:
         cdef void *thread = let_others_run(growth.num_rows + growth.max_num_new)
