@@ -162,7 +162,7 @@ cdef inline bint is_signed(const char *buffer_format) noexcept nogil:
 @cython.final
 @cython.auto_pickle(False)
 cdef class _BorrowedIds(PageIds):
-    """The ids in an int32 array, not copied. It is not to outlive a call, nor to be extended."""
+    """The ids in an int32 array, not copied: they change with it. It is not to be extended."""
 
     cdef int borrow(self, object values, str name) except -1:
         if not self.try_borrow(values) and not self.try_borrow(as_int32_array(values, name)):

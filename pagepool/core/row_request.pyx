@@ -96,7 +96,8 @@ cdef class RowRequest:
             result = self.take(find_hits)
             is_admitted = type(result) is not RowRefusal
             if not is_admitted:
-                (<RowRefusal>result).remember(self.token_ids, self.options, tokens_of(&rows.batch, self.row))
+                (<RowRefusal>result).options = self.options
+                (<RowRefusal>result).source = self.token_ids if type(self.token_ids) is list else tokens
         finally:
             rows.refusals[self.row] = None if is_admitted else result
             if not is_admitted:
