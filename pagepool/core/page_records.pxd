@@ -14,7 +14,7 @@ cdef tuple counters_of(Pool pool)
 
 cdef class PageRecords:
     cdef Pool pool
-    cdef readonly bint is_pool          # record 0 is a page of its own; other stores can grow
+    cdef readonly bint is_pool          # record 0 is a page of its own; other stores can grow, and have no prefix index
     cdef readonly bint enable_caching
     cdef readonly object names          # HashNames
     cdef Py_ssize_t capacity            # records there is room for
@@ -22,7 +22,7 @@ cdef class PageRecords:
     cdef LockNode lock_node
 
     cdef bint reserve_records(self, Py_ssize_t num_pages) noexcept
-    cdef void enter_again(self) noexcept
+    cdef bint make_index(self, Py_ssize_t num_pages) noexcept
     cdef int sample_residency(self) except -1
     cdef void add_records(self, int32_t num_pages) noexcept
     cdef int32_t read(self, const int32_t *value) noexcept

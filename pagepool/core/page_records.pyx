@@ -45,12 +45,12 @@ cdef class PageRecords:
         cdef int32_t page_id, num_records
         enlist_lock(&self.lock_node, &self.lock, STORE_LOCK)
         self.is_pool = is_pool
-        self.enable_caching = enable_caching
+        self.enable_caching = enable_caching and is_pool
         self.names = HashNames()
         self.pool.multiplier = int.from_bytes(os.urandom(8), "little") | 1
         self.pool.sample_mask = -1
         num_records = size_of(num_pages, "num_pages", 1)
-        if not self.reserve_records(num_records):
+        if not self.reserve_records(num_records) or (self.enable_caching and not self.make_index(num_records)):
             raise MemoryError(f"{num_records} page records")
         self.add_records(num_records)
         if is_pool:
@@ -74,41 +74,21 @@ cdef class PageRecords:
 
     cdef bint reserve_records(self, Py_ssize_t num_pages) noexcept:
         """Make room for `num_pages` records; False where memory is short. Amortised O(1) a record."""
-        cdef Pool *pool = &self.pool
-        cdef Py_ssize_t num_slots, capacity = max(num_pages, 2 * self.capacity)
-        cdef uint32_t num_slot_bits = 2
-        cdef Slot *slots
-        if num_pages <= self.capacity:
-            return True
-        if not resize(<void **>&pool.pages, capacity * sizeof(Page)):
-            return False
-        if self.enable_caching:
-            while <Py_ssize_t>1 << num_slot_bits < 2 * capacity:
-                num_slot_bits += 1
-            num_slots = <Py_ssize_t>1 << num_slot_bits
-            slots = <Slot *>calloc(num_slots, sizeof(Slot))
-            if slots == NULL or not resize(<void **>&pool.twins, capacity * sizeof(Links)):
-                free(slots)
+        cdef Py_ssize_t capacity = max(num_pages, 2 * self.capacity)
+        if num_pages > self.capacity:
+            if not resize(<void **>&self.pool.pages, capacity * sizeof(Page)):
                 return False
-            free(pool.slots)
-            pool.slots, pool.mask, pool.home_shift = slots, <uint32_t>(num_slots - 1), 32 - num_slot_bits
-            self.enter_again()
-        self.capacity = capacity
+            self.capacity = capacity
         return True
 
-    cdef void enter_again(self) noexcept:
-        """Enter the cached pages in a new index."""
-        cdef Pool *pool = &self.pool
-        cdef Page page
-        cdef int64_t num_cached = pool.num_cached
-        cdef int32_t i
-        pool.num_keys = pool.num_entries = 0
-        for i in range(1, pool.num_pages):
-            page = pool.pages[i]
-            if page.group != NO_GROUP:
-                pool.pages[i].group = NO_GROUP
-                enter(pool, i, digest_of(&page), page.group & ~FLAGS)
-        pool.num_cached = num_cached
+    cdef bint make_index(self, Py_ssize_t num_pages) noexcept:
+        """Make an empty prefix index for `num_pages` records; False where memory is short."""
+        cdef uint32_t num_slot_bits = 2
+        while <Py_ssize_t>1 << num_slot_bits < 2 * num_pages:
+            num_slot_bits += 1
+        self.pool.slots = <Slot *>calloc(<size_t>1 << num_slot_bits, sizeof(Slot))
+        self.pool.mask, self.pool.home_shift = (<uint32_t>1 << num_slot_bits) - 1, 32 - num_slot_bits
+        return self.pool.slots != NULL and resize(<void **>&self.pool.twins, num_pages * sizeof(Links))
 
     cdef int sample_residency(self) except -1:
         """Sample every 128th page, and more of a small pool. The stays of pages that a restored pool has in use begin now."""

@@ -3,16 +3,16 @@
 cimport cython
 from libc.stdint cimport INT32_MAX, INT64_MAX
 
-from pagepool.core.arguments cimport as_list, as_shard, index_of, size_of
+from pagepool.core.arguments cimport as_list, as_shard, group_of, index_of, size_of
 from pagepool.core.pages cimport find_untouchable, give_back, take_from, touch_all
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport count_free_in, find_held_free, pull, push_all
 from pagepool.core.records cimport NOT_FREE, NULL_PAGE, Page, is_free
 
 from pagepool.errors import (
-    ArgumentError, ArgumentTypeError, DoubleFreeError, IntegrityError, OutOfPagesError, PageIdError, shown,
+    ArgumentError, ArgumentTypeError, DoubleFreeError, IntegrityError, OutOfPagesError, PageHashError, PageIdError, shown,
 )
-from pagepool.hashing import PageHashWithGroupId
+from pagepool.hashing import PageHashWithGroupId, checked_hash
 
 
 @cython.auto_pickle(False)
@@ -204,7 +204,6 @@ cdef class PageStore(CachedPages):
             raise PageIdError(f"page {page.page_id} cannot be appended: it is a null page")
         if home.is_pool or self.is_pool or home.is_free(index):
             raise PageIdError(f"page {page.page_id} belongs to another pool or queue")
-        page_hash = page.page_hash
         record = home.record(index)
         with self.lock:
             has_room = self.reserve_records(self.pool.num_pages + <Py_ssize_t>1)
@@ -217,8 +216,6 @@ cdef class PageStore(CachedPages):
         del home.views[page.index]
         page.settle(self, index)
         self.views[index] = page
-        if page_hash is not None:
-            page.page_hash = page_hash
 
     def find_pages(self, key, groups, start=0, stop=None):
         """For each group the view of the page that `find` finds; None if it finds none in one of them."""
@@ -291,19 +288,17 @@ cdef class CachePage:
         cdef bint is_made_null = is_null
         if prev_free_page is not None or next_free_page is not None:
             raise ArgumentError("prev_free_page, next_free_page: got a page, allowed: None; a FreeCachePageQueue links its own")
-        if _page_hash is not None:
-            require_page_hash(_page_hash)
-        store = PageStore(2, True, False)
+        page_hash = None if _page_hash is None else checked_page_hash(_page_hash)
+        store = PageStore(2, is_pool=False)
         checked_id = index_of(page_id, "page_id")
         if not -INT64_MAX <= checked_id <= INT64_MAX:
             raise ArgumentError(f"page_id: got {shown(checked_id)}, allowed: ints of 64 bits")
         store.pop(1)
         store.set_ref_count(1, ref_cnt)
-        if _page_hash is not None:
-            store.enter(1, store.names.key_of(_page_hash.page_hash), _page_hash.group_id)
         if self.store is not None:  # after the arguments were read, which may run Python code
             raise ArgumentError("a page is made once")
         self.page_id, self.store, self.index, self.is_made_null = checked_id, store, 1, is_made_null
+        self.own_hash = page_hash
         store.views[1] = self
 
     def __eq__(self, other):
@@ -361,15 +356,29 @@ cdef class CachePage:
         """The PageHashWithGroupId that the page is cached under, or None. Setting it enters the page in the prefix index;
         PageHashError if it has one already.
         """
-        return self.store.page_hash_of(self.index)
+        if self.store.is_pool:
+            return self.store.page_hash_of(self.index)
+        with cython.critical_section(self):
+            return self.own_hash
 
     @page_hash.setter
     def page_hash(self, page_hash):
-        require_page_hash(page_hash)
-        self.store.enter(self.index, self.store.names.key_of(page_hash.page_hash), page_hash.group_id)
+        cdef bint is_cached
+        checked = checked_page_hash(page_hash)
+        if self.store.is_pool:
+            self.store.enter(self.index, self.store.names.key_of(checked.page_hash), checked.group_id)
+            return
+        with cython.critical_section(self):
+            is_cached = self.own_hash is not None
+            if not is_cached:
+                self.own_hash = checked
+        if is_cached:
+            raise PageHashError(f"page {self.page_id} has a hash already")
 
     def reset_hash(self) -> None:
         """Drop the page's prefix entry, if it has one."""
+        with cython.critical_section(self):
+            self.own_hash = None
         self.store.drop([self.index])
 
     @property
@@ -400,7 +409,7 @@ cdef class CachePage:
         )
 
 
-cdef int require_page_hash(object page_hash) except -1:
+cdef object checked_page_hash(object page_hash):
     if not isinstance(page_hash, PageHashWithGroupId):
         raise ArgumentTypeError(f"page_hash: got {type(page_hash).__name__}, allowed: PageHashWithGroupId")
-    return 0
+    return PageHashWithGroupId(checked_hash(page_hash.page_hash), group_of(page_hash.group_id))
