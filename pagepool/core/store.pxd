@@ -43,5 +43,3 @@ cdef class CachePage:
     cdef readonly object page_id        # the index in a pool, any int for a page made alone
 
     cdef tuple fields(self)
-    cdef int32_t get_ref_count(self) except? -1
-    cdef void settle(self, PageStore store, int32_t index) noexcept

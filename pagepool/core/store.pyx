@@ -206,15 +206,15 @@ cdef class PageStore(CachedPages):
             raise PageIdError(f"page {page.page_id} belongs to another pool or queue")
         record = home.record(index)
         with self.lock:
-            has_room = self.reserve_records(self.pool.num_pages + <Py_ssize_t>1)
+            has_room = self.add_records(self.pool.num_pages + <Py_ssize_t>1)
             if has_room:
-                self.add_records(self.pool.num_pages + 1)
                 index = self.pool.num_pages - 1
                 self.pool.pages[index].ref_cnt = record.ref_cnt
         if not has_room:
             raise MemoryError(f"{self.pool.num_pages + 1} page records")
         del home.views[page.index]
-        page.settle(self, index)
+        with cython.critical_section(page):
+            page.store, page.index = self, index
         self.views[index] = page
 
     def find_pages(self, key, groups, start=0, stop=None):
@@ -319,23 +319,13 @@ cdef class CachePage:
     def __reduce__(self):
         raise ArgumentTypeError("a CachePage is a view of its pool and cannot be pickled")
 
-    @cython.critical_section
-    cdef int32_t get_ref_count(self) except? -1:
-        cdef PageStore store = self.store
-        if store.is_pool:
-            return store.read(&store.pool.pages[self.index].ref_cnt)
-        return store.record(self.index).ref_cnt  # the records of a queue move when it grows
-
-    @cython.critical_section
-    cdef void settle(self, PageStore store, int32_t index) noexcept:
-        """Become a view of another record."""
-        self.store = store
-        self.index = index
-
     @property
     def ref_cnt(self) -> int:
         """References held to the page; 0: free. Settable, never negative."""
-        return self.get_ref_count()
+        with cython.critical_section(self):
+            if self.store.is_pool:
+                return self.store.read(&self.store.pool.pages[self.index].ref_cnt)
+            return self.store.record(self.index).ref_cnt  # the records of a queue move when it grows
 
     @ref_cnt.setter
     def ref_cnt(self, value):
