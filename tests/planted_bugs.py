@@ -236,8 +236,8 @@ BUGS = [
     Bug(
         "a request that was refused keeps the hits that it had",
         CORE,
-        "    if watch.num_reused != pool.num_reused:\n        return False\n",
-        "    if BUG:\n        return True\n    if watch.num_reused != pool.num_reused:\n        return False\n",
+        "        if watch.num_reused != pool.num_reused:\n",
+        "        if BUG:\n            return True\n        if watch.num_reused != pool.num_reused:\n",
     ),
     Bug(
         "the salt is left out of the hash",

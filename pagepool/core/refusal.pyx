@@ -36,31 +36,6 @@ cdef bint ends_at(Pool *pool, const Prefix *prefix, Py_ssize_t num_pages) noexce
     return find_within(pool, prefix.digests[(num_pages + 1) * prefix.stride - 1], prefix.group, prefix.ids) == NULL_PAGE
 
 
-cdef void watch_leading(Pool *pool, Watch *watch, const Prefix *prefix, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Watch the hits of the only group, its first `n` pages, unless the next page hits too."""
-    cdef Py_ssize_t i
-    watch.is_leading = ends_at(pool, prefix, n)
-    watch.num_pages = n
-    for i in range(n if watch.is_leading else 0):
-        pool.pages[ids[i]].group |= WATCHED
-
-
-cdef bint has_same_hits(Pool *pool, Watch *watch, const Prefix *prefix, const int32_t *ids) noexcept nogil:
-    """Whether a look-up would find the first `watch.num_pages` of `ids`, less those evicted from the end on since, and at most
-    `watch.num_held` of them held. O(pages evicted).
-    """
-    if watch.num_reused != pool.num_reused:
-        return False
-    if not watch.is_leading:
-        return watch.num_changes == count_changes(pool)
-    while watch.num_unwatched != pool.num_unwatched and watch.num_pages:
-        if is_hit(pool, prefix, ids, watch.num_pages - 1):
-            break
-        watch.num_pages -= 1
-        watch.num_unwatched += 1
-    return watch.num_unwatched == pool.num_unwatched and ends_at(pool, prefix, watch.num_pages)
-
-
 cdef class Refusal:
     """A refused request of `num_tokens` tokens. `hits`, the `PageIds` of each group, hold `num_hit_tokens` tokens; both shrink
     as the last hits are evicted. While the hits are watched, `is_short` knows that the refusal stands.
@@ -106,20 +81,35 @@ cdef class Refusal:
         return True
 
     cdef void begin(self, Pool *pool, Py_ssize_t num_held) noexcept:
-        """Watch hits that are cached, `num_held` of them held. The pool is locked."""
-        self.watch = Watch(count_changes(pool), pool.num_reused, pool.num_unwatched, 0, num_held, False)
-        if self.prefix.stride:
-            watch_leading(pool, &self.watch, &self.prefix, self.first_ids(), self.num_hit_tokens // self.page_size)
+        """Watch hits that are cached, `num_held` of them held: one by one, unless the page behind them hits too. The pool is
+        locked.
+        """
+        cdef Py_ssize_t i, n = self.num_hit_tokens // self.page_size if self.prefix.stride else 0
+        self.watch = Watch(count_changes(pool), pool.num_reused, pool.num_unwatched, n, num_held, False)
+        self.watch.is_leading = self.prefix.stride and ends_at(pool, &self.prefix, n)
+        for i in range(n if self.watch.is_leading else 0):
+            pool.pages[self.first_ids()[i]].group |= WATCHED
 
     cdef const int32_t *first_ids(self) noexcept:
         return (<PageIds>self.hits[0]).ids if self.hits else NULL
 
     cdef bint finds_hits(self, Pool *pool) noexcept:
-        """Whether a look-up would find the hits, as far as they are not evicted from the end on. The pool is locked."""
-        if not has_same_hits(pool, &self.watch, &self.prefix, self.first_ids()):
+        """Whether a look-up would find the hits, less those evicted from the end on since, and at most `watch.num_held` of them
+        held. O(pages evicted). The pool is locked.
+        """
+        cdef Watch *watch = &self.watch
+        if watch.num_reused != pool.num_reused:
             return False
-        if self.watch.is_leading:
-            self.num_hit_tokens = self.watch.num_pages * self.page_size
+        if not watch.is_leading:
+            return watch.num_changes == count_changes(pool)
+        while watch.num_unwatched != pool.num_unwatched and watch.num_pages:
+            if is_hit(pool, &self.prefix, self.first_ids(), watch.num_pages - 1):
+                break
+            watch.num_pages -= 1
+            watch.num_unwatched += 1
+        if watch.num_unwatched != pool.num_unwatched or not ends_at(pool, &self.prefix, watch.num_pages):
+            return False
+        self.num_hit_tokens = watch.num_pages * self.page_size
         return True
 
     cdef bint finds_watched_hits(self) noexcept:
