@@ -5,7 +5,7 @@ A check returns the value in the form that the caller needs, or raises an error 
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 
@@ -96,14 +96,13 @@ def require_slice(name: str, values: Any, start: int, stop: int) -> Any:
         raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: a list or an array") from None
 
 
-def refuse_incomplete(request: object, error: AttributeError) -> None:
-    """Raise ArgumentTypeError if `error` was raised because `request` lacks one of `ATTRIBUTES`."""
-    if error.obj is request and error.name not in ATTRIBUTES:
-        return
-    for name in ATTRIBUTES:
+def refuse_incomplete(request: object, error: AttributeError) -> NoReturn:
+    """Raise ArgumentTypeError if `error` was raised because `request` lacks one of `ATTRIBUTES`, else `error`."""
+    for name in ATTRIBUTES if error.obj is not request or error.name in ATTRIBUTES else ():
         if not hasattr(request, name):
             allowed = f"one with {', '.join(ATTRIBUTES)}"
             raise ArgumentTypeError(f"request: got {type(request).__name__} without {name}, allowed: {allowed}") from error
+    raise error
 
 
 def id_of(request: Any) -> str:
@@ -112,7 +111,6 @@ def id_of(request: Any) -> str:
         request_id: str = request.request_id
     except AttributeError as error:
         refuse_incomplete(request, error)
-        raise
     try:
         hash(request_id)
     except TypeError as error:
@@ -126,7 +124,6 @@ def read_count(request: Any, name: str) -> int:
         count = getattr(request, name)
     except AttributeError as error:
         refuse_incomplete(request, error)
-        raise
     return count if type(count) is int and count >= 0 else require_int(name, count, 0)
 
 
@@ -136,6 +133,5 @@ def has_status(request: Any, status: int) -> bool:
         return bool(request.status == status)
     except AttributeError as error:
         refuse_incomplete(request, error)
-        raise
     except ValueError:  # from comparing an array
         raise ArgumentTypeError(f"status: got {shown(request.status)}, allowed: an EngineRequestStatus") from None

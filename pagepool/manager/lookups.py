@@ -50,7 +50,6 @@ class PrefixLookups(KeyHolder):
             params = request.sampling_params
         except AttributeError as error:
             refuse_incomplete(request, error)
-            raise
         if type(num_tokens) is not int or num_tokens < 0:
             num_tokens = require_int("num_tokens", num_tokens, 0)
         if type(is_preempted) is not bool:  # NumPy's
