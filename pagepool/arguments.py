@@ -14,6 +14,7 @@ from pagepool.errors import MAX_SHOWN_BITS, ArgumentError, ArgumentTypeError, sh
 __all__ = [
     "ATTRIBUTES",
     "MAX_SIZE",
+    "as_list",
     "has_status",
     "id_of",
     "read_count",
@@ -67,12 +68,17 @@ def require_short(name: str, value: Any) -> Any:
     return value
 
 
+def as_list(name: str, values: Iterable[T], allowed: str) -> list[T]:
+    """Return `values` as a list; ArgumentTypeError unless it is iterable."""
+    try:
+        return list(values)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: {allowed}") from None
+
+
 def require_list(name: str, values: Iterable[T], item_class: type[T]) -> list[T]:
     """Return `values` as a list; ArgumentTypeError unless it is iterable and every item is an `item_class`."""
-    try:
-        listed = list(values)
-    except TypeError:
-        raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: a list of {item_class.__name__}") from None
+    listed = as_list(name, values, f"a list of {item_class.__name__}")
     for value in listed:
         if not isinstance(value, item_class):
             raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: {item_class.__name__}")
@@ -81,10 +87,7 @@ def require_list(name: str, values: Iterable[T], item_class: type[T]) -> list[T]
 
 def require_group_ids(group_ids: Sequence[int]) -> list[int]:
     """Return ids of cache groups as ints."""
-    try:
-        listed = list(group_ids)
-    except TypeError:
-        raise ArgumentTypeError(f"kv_cache_group_ids: got {type(group_ids).__name__}, allowed: a sequence of ints") from None
+    listed = as_list("kv_cache_group_ids", group_ids, "a sequence of ints")
     return [require_int("kv_cache_group_ids", group_id, 0) for group_id in listed]
 
 
