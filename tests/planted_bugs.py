@@ -165,8 +165,8 @@ BUGS = [
     Bug(
         "equal pages are lost with the first of them",
         CORE,
-        "    if page.group & TWIN:\n        leave_twins(pool, page_id, i)",
-        "    if page.group & TWIN and not (BUG):\n        leave_twins(pool, page_id, i)",
+        "    if page.group & TWIN:\n        leave_twins(pool, page_id, slot)",
+        "    if page.group & TWIN and not (BUG):\n        leave_twins(pool, page_id, slot)",
     ),
     Bug(
         "a cut page keeps its entry",

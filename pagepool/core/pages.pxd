@@ -4,7 +4,7 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
 
 from pagepool.core.index cimport drop, home_of
 from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns
-from pagepool.core.queue cimport pull, push
+from pagepool.core.queue cimport end_of_queue, next_free_in, pull, push
 from pagepool.core.records cimport (
     FLAGS, NO_GROUP, NULL_PAGE, NUM_BUCKETS, WATCHED, Histogram, Page, Pool, Stay, digest_of, is_free,
 )
@@ -64,11 +64,11 @@ cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard
     """Take the `n` pages at the front of the queue, or of a shard's, unless that is -1. There are enough, and none of them is
     held (`find_held_free`). O(n), independent of the pool's size.
     """
-    cdef int32_t page_id = NULL_PAGE if shard < 0 else pool.num_pages + shard
+    cdef int32_t page_id = end_of_queue(pool, shard)
     cdef Py_ssize_t i
     pool.is_restored &= n == 0
     for i in range(n):
-        page_id = pool.pages[page_id].next_free if shard < 0 else pool.shard_links[page_id].next
+        page_id = next_free_in(pool, page_id, shard)
         out[i] = page_id
         fetch_entry(pool, page_id)
     for i in range(n):

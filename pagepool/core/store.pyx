@@ -7,7 +7,7 @@ from pagepool.core.arguments cimport as_list, as_shard, group_of, index_of, size
 from pagepool.core.pages cimport find_untouchable, give_back, take_from, touch_all
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport count_free_in, find_held_free, pull, push_all
-from pagepool.core.records cimport NOT_FREE, NULL_PAGE, Page, is_free
+from pagepool.core.records cimport NULL_PAGE, Page, is_free
 
 from pagepool.errors import (
     ArgumentError, ArgumentTypeError, DoubleFreeError, IntegrityError, OutOfPagesError, PageHashError, PageIdError, shown,
@@ -30,12 +30,9 @@ cdef class PageStore(CachedPages):
         """The pages before and after a page in the free queue; None at the ends and outside the queue."""
         cdef int32_t checked = self.checked_id(page_id)
         cdef Page page = self.record(checked)
-        if checked == NULL_PAGE or page.prev_free == NOT_FREE:
+        if checked == NULL_PAGE:
             return None, None
-        return (
-            None if page.prev_free == NULL_PAGE else self.view(page.prev_free),
-            None if page.next_free == NULL_PAGE else self.view(page.next_free),
-        )
+        return tuple([self.view(each) if each > NULL_PAGE else None for each in (page.prev_free, page.next_free)])
 
     def page(self, page_id) -> CachePage:
         """The one view of a page, made when first asked for."""
