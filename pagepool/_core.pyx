@@ -55,8 +55,7 @@ have the classes. Each file imports only those above it.
 `batch.pxd`            records of running rows
 `row_hashes.pxd`       pages of running rows are hashed
 `growth.pxd`           rows grow (`grow_row`)
-`trimming.pxd`         rows are cut
-`undoing.pxd`          growth is taken back
+`shrinking.pxd`        rows are cut, or growth is taken back
 `row_moves.pxd`        rows are freed and exchanged
 `locks.pyx`            locks across a fork
 `arguments.pyx`        values from Python, checked
@@ -88,4 +87,4 @@ from pagepool.core.row_request import RowRequest
 from pagepool.core.running import RunningRows, StepResult
 from pagepool.core.saving import copy_records, follow, give_back_restored, load_store
 from pagepool.core.store import CachePage, PageStore, QueryCounter
-from pagepool.core.table import GroupedRows, TableRows, make_aligned_zeros, pack_dirty_windows
+from pagepool.core.table import GroupedRows, TableRows, pack_dirty_windows

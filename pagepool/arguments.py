@@ -5,7 +5,7 @@ A check returns the value in the form that the caller needs, or raises an error 
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from pagepool.errors import MAX_SHOWN_BITS, ArgumentError, ArgumentTypeError, sh
 __all__ = [
     "ATTRIBUTES",
     "MAX_SIZE",
+    "as_list",
     "has_status",
     "id_of",
     "read_count",
@@ -67,12 +68,17 @@ def require_short(name: str, value: Any) -> Any:
     return value
 
 
+def as_list(name: str, values: Iterable[T], allowed: str) -> list[T]:
+    """Return `values` as a list; ArgumentTypeError unless it is iterable."""
+    try:
+        return list(values)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: {allowed}") from None
+
+
 def require_list(name: str, values: Iterable[T], item_class: type[T]) -> list[T]:
     """Return `values` as a list; ArgumentTypeError unless it is iterable and every item is an `item_class`."""
-    try:
-        listed = list(values)
-    except TypeError:
-        raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: a list of {item_class.__name__}") from None
+    listed = as_list(name, values, f"a list of {item_class.__name__}")
     for value in listed:
         if not isinstance(value, item_class):
             raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: {item_class.__name__}")
@@ -81,10 +87,7 @@ def require_list(name: str, values: Iterable[T], item_class: type[T]) -> list[T]
 
 def require_group_ids(group_ids: Sequence[int]) -> list[int]:
     """Return ids of cache groups as ints."""
-    try:
-        listed = list(group_ids)
-    except TypeError:
-        raise ArgumentTypeError(f"kv_cache_group_ids: got {type(group_ids).__name__}, allowed: a sequence of ints") from None
+    listed = as_list("kv_cache_group_ids", group_ids, "a sequence of ints")
     return [require_int("kv_cache_group_ids", group_id, 0) for group_id in listed]
 
 
@@ -96,14 +99,13 @@ def require_slice(name: str, values: Any, start: int, stop: int) -> Any:
         raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: a list or an array") from None
 
 
-def refuse_incomplete(request: object, error: AttributeError) -> None:
-    """Raise ArgumentTypeError if `error` was raised because `request` lacks one of `ATTRIBUTES`."""
-    if error.obj is request and error.name not in ATTRIBUTES:
-        return
-    for name in ATTRIBUTES:
+def refuse_incomplete(request: object, error: AttributeError) -> NoReturn:
+    """Raise ArgumentTypeError if `error` was raised because `request` lacks one of `ATTRIBUTES`, else `error`."""
+    for name in ATTRIBUTES if error.obj is not request or error.name in ATTRIBUTES else ():
         if not hasattr(request, name):
             allowed = f"one with {', '.join(ATTRIBUTES)}"
             raise ArgumentTypeError(f"request: got {type(request).__name__} without {name}, allowed: {allowed}") from error
+    raise error
 
 
 def id_of(request: Any) -> str:
@@ -112,7 +114,6 @@ def id_of(request: Any) -> str:
         request_id: str = request.request_id
     except AttributeError as error:
         refuse_incomplete(request, error)
-        raise
     try:
         hash(request_id)
     except TypeError as error:
@@ -126,7 +127,6 @@ def read_count(request: Any, name: str) -> int:
         count = getattr(request, name)
     except AttributeError as error:
         refuse_incomplete(request, error)
-        raise
     return count if type(count) is int and count >= 0 else require_int(name, count, 0)
 
 
@@ -136,6 +136,5 @@ def has_status(request: Any, status: int) -> bool:
         return bool(request.status == status)
     except AttributeError as error:
         refuse_incomplete(request, error)
-        raise
     except ValueError:  # from comparing an array
         raise ArgumentTypeError(f"status: got {shown(request.status)}, allowed: an EngineRequestStatus") from None

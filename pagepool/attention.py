@@ -120,15 +120,12 @@ class FullAttentionManager(SingleTypeCacheManager):
 class SlidingWindowManager(SingleTypeCacheManager):
     """Each token attends to the last `sliding_window` tokens, including itself. Pages before the window are given back."""
 
-    def __init__(
-        self,
-        kv_cache_spec: SlidingWindowSpec,
-        page_pool: PagePool,
-        kv_cache_group_id: int,
-    ) -> None:
-        """See `SingleTypeCacheManager`."""
-        super().__init__(kv_cache_spec, page_pool, kv_cache_group_id)
-        self.sliding_window = kv_cache_spec.sliding_window
+    kv_cache_spec: SlidingWindowSpec
+
+    @property
+    def sliding_window(self) -> int:
+        """The window in tokens."""
+        return self.kv_cache_spec.sliding_window
 
     @cached_property
     def rules(self) -> PageRules:
@@ -169,16 +166,12 @@ class ChunkedLocalAttentionManager(SingleTypeCacheManager):
     """Each token attends to its chunk of `attention_chunk_size` tokens. Pages of earlier chunks are given back."""
 
     can_drop_page = False
+    kv_cache_spec: ChunkedLocalAttentionSpec
 
-    def __init__(
-        self,
-        kv_cache_spec: ChunkedLocalAttentionSpec,
-        page_pool: PagePool,
-        kv_cache_group_id: int,
-    ) -> None:
-        """See `SingleTypeCacheManager`."""
-        super().__init__(kv_cache_spec, page_pool, kv_cache_group_id)
-        self.attention_chunk_size = kv_cache_spec.attention_chunk_size
+    @property
+    def attention_chunk_size(self) -> int:
+        """The chunk in tokens."""
+        return self.kv_cache_spec.attention_chunk_size
 
     @cached_property
     def rules(self) -> PageRules:

@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import GroupedRows
-from pagepool.arguments import MAX_SIZE, require_int
+from pagepool.arguments import MAX_SIZE, as_list, require_int
 from pagepool.device_table import DeviceTable, commit_tables, warmup_tables
-from pagepool.errors import ArgumentTypeError
 from pagepool.specs import cdiv
 
 if TYPE_CHECKING:
@@ -114,10 +113,7 @@ class MultiGroupPageTable(GroupedRows):
     ) -> None:
         """`page_sizes` in tokens, one for each group: group ``g`` has ``ceil(max_model_len / page_sizes[g])`` columns."""
         max_model_len = require_int("max_model_len", max_model_len, 1, MAX_SIZE)
-        try:
-            listed = list(page_sizes)
-        except TypeError:
-            raise ArgumentTypeError(f"page_sizes: got {type(page_sizes).__name__}, allowed: a list of ints") from None
+        listed = as_list("page_sizes", page_sizes, "a list of ints")
         self.page_sizes = [require_int("page_sizes", page_size, 1, MAX_SIZE) for page_size in listed]
         super().__init__(
             PageTable(max_num_reqs, cdiv(max_model_len, page_size), max_num_batched_tokens, sharding, donate=donate)

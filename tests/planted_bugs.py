@@ -165,8 +165,8 @@ BUGS = [
     Bug(
         "equal pages are lost with the first of them",
         CORE,
-        "    if page.group & TWIN:\n        leave_twins(pool, page_id, i)",
-        "    if page.group & TWIN and not (BUG):\n        leave_twins(pool, page_id, i)",
+        "    if page.group & TWIN:\n        leave_twins(pool, page_id, slot)",
+        "    if page.group & TWIN and not (BUG):\n        leave_twins(pool, page_id, slot)",
     ),
     Bug(
         "a cut page keeps its entry",
@@ -236,8 +236,8 @@ BUGS = [
     Bug(
         "a request that was refused keeps the hits that it had",
         CORE,
-        "    if watch.num_reused != pool.num_reused:\n        return False\n",
-        "    if BUG:\n        return True\n    if watch.num_reused != pool.num_reused:\n        return False\n",
+        "        if watch.num_reused != pool.num_reused:\n",
+        "        if BUG:\n            return True\n        if watch.num_reused != pool.num_reused:\n",
     ),
     Bug(
         "the salt is left out of the hash",

@@ -25,7 +25,6 @@ from pagepool._core import (
     TableRows,
     check_holders,
     check_rows,
-    make_aligned_zeros,
     pack_dirty_windows,
 )
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, PagePoolError
@@ -235,12 +234,6 @@ def test_keys_that_are_none(key: Any) -> None:
 def test_bounds_that_are_no_page_ids(bound: Any) -> None:
     with pytest.raises(PagePoolError, match="start: got"):
         PageStore(8).find(1, 0, bound)
-
-
-@pytest.mark.parametrize("shape", [(2**40,), (2**30, 2**30), (-1,), ("1",)], ids=repr)
-def test_shapes_that_are_none(shape: Any) -> None:
-    with pytest.raises(PagePoolError, match="shape"):
-        make_aligned_zeros(shape)
 
 
 def test_pages_with_more_tokens_than_are_kept() -> None:

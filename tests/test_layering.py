@@ -57,7 +57,6 @@ ORDER = [
     "attention",
     "coordinator",
     "manager.cache_pages",
-    "manager.capacity",
     "manager.lookups",
     "manager.slots",
     "manager.cache_manager",

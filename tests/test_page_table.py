@@ -19,7 +19,7 @@ from table_model import MAX_PAGE_ID, SHAPES, make_grouped_work, make_work, slots
 
 import pagepool
 from pagepool import MultiGroupPageTable, PageTable
-from pagepool._core import GroupedRows, PageIds, make_aligned_zeros, pack_dirty_windows
+from pagepool._core import GroupedRows, PageIds, pack_dirty_windows
 from pagepool.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -581,13 +581,14 @@ def test_threads_do_not_overfill_a_row() -> None:
     assert (tables[0].page_table_cpu != 0).sum(axis=1).tolist() == tables[0].num_pages_per_row.tolist()
 
 
-def test_aligned_zeros_are_aligned() -> None:
+def test_tables_and_their_copies_are_aligned() -> None:
     for shape in ((1, 1), (3, 7), (64, 257)):
-        zeros = make_aligned_zeros(shape)
-        assert zeros.ctypes.data % 64 == 0
-        assert zeros.shape == shape
-        assert zeros.flags.c_contiguous
-        assert not zeros.any()
+        table = PageTable(*shape, 64)
+        for zeros in (table.page_table_cpu, table.copy_aligned()):
+            assert zeros.ctypes.data % 64 == 0
+            assert zeros.shape == shape
+            assert zeros.flags.c_contiguous
+            assert not zeros.any()
 
 
 # Slot mapping.

@@ -26,5 +26,4 @@ cdef class HashChain:
     cdef bint reserve(self, Py_ssize_t num_pages, Py_ssize_t num_tokens) noexcept
     cdef bint is_lent(self) noexcept
     cdef int refuse_growth(self, Py_ssize_t num_more) except -1
-    cdef int extend_native(self, const int32_t *tokens, Py_ssize_t num_tokens, bytes extra_keys) except -1
     cdef void hash_after_last(self, const int32_t *tokens, Py_ssize_t num_pages, bytes extra_keys) noexcept

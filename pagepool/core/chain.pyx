@@ -4,14 +4,12 @@ cimport cython
 from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport uint8_t
 
-from pagepool.core.arguments cimport as_int32_array, digest_of_bytes, digest_of_int, int_of_digest, size_of
-from pagepool.core.ids cimport as_own_ids
+from pagepool.core.arguments cimport digest_of_bytes, digest_of_int, int_of_digest, size_of
+from pagepool.core.ids cimport as_own_ids, as_page_ids
 from pagepool.core.locks cimport CHAIN_LOCK, delist_lock, enlist_lock
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.records cimport resize
 from pagepool.core.siphash cimport SipState, hash_after, hash_pages, sip_bytes, sip_finish, sip_start
-
-import numpy as np
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
@@ -97,30 +95,19 @@ cdef class HashChain:
         """Hash the next pages: a list or an int array with a multiple of `page_size` token ids. `extra_keys`, if not empty,
         enter the first of these pages. O(tokens).
         """
-        cdef PageIds copied
-        cdef const int32_t[::1] array
-        if isinstance(tokens, np.ndarray):
-            array = as_int32_array(tokens, "token ids")
-            if array.shape[0]:
-                self.extend_native(&array[0], array.shape[0], extra_keys)
-        else:
-            copied = tokens if isinstance(tokens, PageIds) else PageIds(tokens)
-            self.extend_native(copied.ids, copied.num, extra_keys)
-
-    cdef int extend_native(self, const int32_t *tokens, Py_ssize_t num_tokens, bytes extra_keys) except -1:
-        cdef Py_ssize_t num_pages = num_tokens // self.page_size
+        cdef PageIds ids = as_page_ids(tokens, "token ids")
+        cdef Py_ssize_t num_pages = ids.num // self.page_size
         cdef bint has_room
-        if num_tokens % self.page_size:
-            raise ArgumentError(f"token ids: got {num_tokens}, allowed: a multiple of the page size {self.page_size}")
-        if num_tokens == 0:
-            return 0
+        if ids.num % self.page_size:
+            raise ArgumentError(f"token ids: got {ids.num}, allowed: a multiple of the page size {self.page_size}")
+        if num_pages == 0:
+            return
         with self.lock:
-            has_room = self.reserve(num_pages, num_tokens)
+            has_room = self.reserve(num_pages, ids.num)
             if has_room:
-                self.hash_after_last(tokens, num_pages, extra_keys)
+                self.hash_after_last(ids.ids, num_pages, extra_keys)
         if not has_room:
             self.refuse_growth(num_pages)
-        return 0
 
     cdef void hash_after_last(self, const int32_t *tokens, Py_ssize_t num_pages, bytes extra_keys) noexcept:
         """Hash pages, for which there is room."""

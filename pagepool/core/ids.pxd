@@ -9,7 +9,6 @@ cdef class PageIds:
     cdef Py_ssize_t num
     cdef Py_ssize_t capacity
 
-    cdef bint has(self, int32_t wanted) noexcept
     cdef int reserve(self, Py_ssize_t num_more) except -1
     cdef bint try_reserve(self, Py_ssize_t num_more) noexcept
     cdef void put(self, const int32_t *ids, Py_ssize_t n) noexcept

@@ -43,14 +43,11 @@ cdef class PageIds:
         return self.ids[i]
 
     def __contains__(self, value) -> bool:
-        return self.has(page_id_of(value))
-
-    cdef bint has(self, int32_t wanted) noexcept:
         cdef Py_ssize_t i
-        cdef int32_t num_found = 0
+        cdef int32_t wanted = page_id_of(value), num_found = 0
         for i in range(self.num):  # several at once, for there is no way out
             num_found |= self.ids[i] == wanted
-        return num_found
+        return num_found != 0
 
     def __repr__(self):
         return f"{type(self).__name__}({self.to_list()})"
@@ -122,13 +119,10 @@ cdef class PageIds:
 
     cdef int fill(self, object values) except -1:
         """Append ids; nothing is appended if one of them is not an int that fits int32."""
-        cdef const int32_t[::1] array
-        if isinstance(values, PageIds):
-            self.add((<PageIds>values).ids, (<PageIds>values).num)
-        elif isinstance(values, ndarray):
-            array = as_int32_array(values, "ids")
-            if array.shape[0]:
-                self.add(&array[0], array.shape[0])
+        cdef PageIds ids
+        if isinstance(values, (PageIds, ndarray)):
+            ids = as_page_ids(values)
+            self.add(ids.ids, ids.num)
         else:
             self.add_items(as_list(values, "ids"), 0, MAX_PAGES)
         return 0
@@ -162,7 +156,7 @@ cdef inline bint is_signed(const char *buffer_format) noexcept nogil:
 @cython.final
 @cython.auto_pickle(False)
 cdef class _BorrowedIds(PageIds):
-    """The ids in an int32 array, not copied. It is not to outlive a call, nor to be extended."""
+    """The ids in an int32 array, not copied: they change with it. It is not to be extended."""
 
     cdef int borrow(self, object values, str name) except -1:
         if not self.try_borrow(values) and not self.try_borrow(as_int32_array(values, name)):

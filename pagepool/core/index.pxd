@@ -114,14 +114,6 @@ cdef inline void keep_tokens(Pool *pool, int32_t page_id, const int32_t *tokens,
             memcpy(kept + 1, tokens, n * sizeof(int32_t))
 
 
-cdef inline uint32_t slot_holding(Pool *pool, int32_t page_id, uint32_t tag) noexcept nogil:
-    """The slot that names `page_id`, or the empty slot that ends the search."""
-    cdef uint32_t i = home_at(pool, tag)
-    while pool.slots[i].page_id != page_id and pool.slots[i].page_id != NULL_PAGE:
-        i = (i + 1) & pool.mask
-    return i
-
-
 cdef inline void empty_slot(Pool *pool, uint32_t hole) noexcept nogil:
     """Empty a slot and shift back the entries behind it that would no longer be found."""
     cdef uint32_t i = (hole + 1) & pool.mask
@@ -138,15 +130,15 @@ cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
     """Take the prefix entry of a page that has one."""
     cdef Page *page = &pool.pages[page_id]
     cdef int32_t group = page.group & ~FLAGS
-    cdef uint32_t i = slot_holding(pool, page_id, tag_of(pool, page.key_lo, group))
+    cdef Slot *slot = slot_for(pool, digest_of(page), group, tag_of(pool, page.key_lo, group))
     assert 0 < page_id < pool.num_pages and page.group != NO_GROUP
     if is_journaled(pool):
         note_drop(pool, page_id)
     pool.num_unwatched += (page.group & WATCHED) != 0
     if page.group & TWIN:
-        leave_twins(pool, page_id, i)
+        leave_twins(pool, page_id, slot)
     else:
-        empty_slot(pool, i)
+        empty_slot(pool, <uint32_t>(slot - pool.slots))
     page.group = NO_GROUP
     pool.num_entries -= 1
     pool.num_dropped += 1

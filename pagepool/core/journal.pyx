@@ -307,10 +307,7 @@ cdef class EntryJournal:
             self.pool.journal.is_told = False
 
     cdef int check_journaled(self) except -1:
-        cdef bint has_journal
-        with self.store.lock:
-            has_journal = is_journaled(self.pool)
-        if not has_journal:
+        if not self.store.read(&self.pool.journal.num_contexts):
             raise ArgumentError("the pool has no journal")
         return 0
 

@@ -14,23 +14,20 @@ cdef tuple counters_of(Pool pool)
 
 cdef class PageRecords:
     cdef Pool pool
-    cdef readonly bint is_pool          # record 0 is a page of its own; other stores can grow
+    cdef readonly bint is_pool          # record 0 is a page of its own; other stores can grow, and have no prefix index
     cdef readonly bint enable_caching
     cdef readonly object names          # HashNames
     cdef Py_ssize_t capacity            # records there is room for
     cdef cython.pymutex lock
     cdef LockNode lock_node
 
-    cdef bint reserve_records(self, Py_ssize_t num_pages) noexcept
-    cdef void enter_again(self) noexcept
+    cdef bint add_records(self, Py_ssize_t num_pages) noexcept
+    cdef bint make_index(self) noexcept
     cdef int sample_residency(self) except -1
-    cdef void add_records(self, int32_t num_pages) noexcept
     cdef int32_t read(self, const int32_t *value) noexcept
     cdef Page record(self, int32_t page_id) noexcept
-    cdef int64_t count_index_changes(self) noexcept
     cdef void overwrite_count(self, int32_t page_id, int32_t count) noexcept
     cdef bint add_reference(self, int32_t page_id, int32_t change) noexcept
-    cdef tuple copied_queue(self)
     cdef int32_t checked_id(self, object page_id) except -1
     cdef PageIds checked(self, object page_ids)
     cdef int check_range(self, int32_t page_id) except -1

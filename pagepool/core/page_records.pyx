@@ -15,7 +15,7 @@ from pagepool.core.platform cimport GIL_DISABLED, monotonic_ns
 from pagepool.core.queue cimport link_shards, push
 from pagepool.core.records cimport (
     FLAGS, MAX_PAGES, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, TWIN, Histogram, Links, Origin, Residency, Slot, Stay,
-    count_changes, digest_of, is_free, resize,
+    digest_of, is_free, resize,
 )
 from pagepool.core.siphash cimport Digest
 from pagepool.core.twins cimport link_shard_twins
@@ -45,14 +45,13 @@ cdef class PageRecords:
         cdef int32_t page_id, num_records
         enlist_lock(&self.lock_node, &self.lock, STORE_LOCK)
         self.is_pool = is_pool
-        self.enable_caching = enable_caching
+        self.enable_caching = enable_caching and is_pool
         self.names = HashNames()
         self.pool.multiplier = int.from_bytes(os.urandom(8), "little") | 1
         self.pool.sample_mask = -1
         num_records = size_of(num_pages, "num_pages", 1)
-        if not self.reserve_records(num_records):
+        if not self.add_records(num_records) or (self.enable_caching and not self.make_index()):
             raise MemoryError(f"{num_records} page records")
-        self.add_records(num_records)
         if is_pool:
             self.sample_residency()
         for page_id in range(1, self.pool.num_pages):
@@ -72,43 +71,28 @@ cdef class PageRecords:
     def __reduce__(self):
         raise ArgumentTypeError("a page store cannot be pickled")
 
-    cdef bint reserve_records(self, Py_ssize_t num_pages) noexcept:
-        """Make room for `num_pages` records; False where memory is short. Amortised O(1) a record."""
-        cdef Pool *pool = &self.pool
-        cdef Py_ssize_t num_slots, capacity = max(num_pages, 2 * self.capacity)
-        cdef uint32_t num_slot_bits = 2
-        cdef Slot *slots
-        if num_pages <= self.capacity:
-            return True
-        if not resize(<void **>&pool.pages, capacity * sizeof(Page)):
-            return False
-        if self.enable_caching:
-            while <Py_ssize_t>1 << num_slot_bits < 2 * capacity:
-                num_slot_bits += 1
-            num_slots = <Py_ssize_t>1 << num_slot_bits
-            slots = <Slot *>calloc(num_slots, sizeof(Slot))
-            if slots == NULL or not resize(<void **>&pool.twins, capacity * sizeof(Links)):
-                free(slots)
+    cdef bint add_records(self, Py_ssize_t num_pages) noexcept:
+        """Add records up to `num_pages`: neither free nor cached. False where memory is short. Amortised O(1) a record."""
+        cdef Py_ssize_t i, capacity = max(num_pages, 2 * self.capacity)
+        if num_pages > self.capacity:
+            if not resize(<void **>&self.pool.pages, capacity * sizeof(Page)):
                 return False
-            free(pool.slots)
-            pool.slots, pool.mask, pool.home_shift = slots, <uint32_t>(num_slots - 1), 32 - num_slot_bits
-            self.enter_again()
-        self.capacity = capacity
+            self.capacity = capacity
+        for i in range(self.pool.num_pages, num_pages):
+            self.pool.pages[i] = Page(0, 0, 0, NOT_FREE, NOT_FREE, NO_GROUP)
+        if self.pool.num_pages == 0:
+            self.pool.pages[NULL_PAGE] = Page(0, 0, 0, NULL_PAGE, NULL_PAGE, NO_GROUP)
+        self.pool.num_pages = <int32_t>num_pages
         return True
 
-    cdef void enter_again(self) noexcept:
-        """Enter the cached pages in a new index."""
-        cdef Pool *pool = &self.pool
-        cdef Page page
-        cdef int64_t num_cached = pool.num_cached
-        cdef int32_t i
-        pool.num_keys = pool.num_entries = 0
-        for i in range(1, pool.num_pages):
-            page = pool.pages[i]
-            if page.group != NO_GROUP:
-                pool.pages[i].group = NO_GROUP
-                enter(pool, i, digest_of(&page), page.group & ~FLAGS)
-        pool.num_cached = num_cached
+    cdef bint make_index(self) noexcept:
+        """Make an empty prefix index; False where memory is short."""
+        cdef uint32_t num_slot_bits = 2
+        while <Py_ssize_t>1 << num_slot_bits < 2 * <Py_ssize_t>self.pool.num_pages:
+            num_slot_bits += 1
+        self.pool.slots = <Slot *>calloc(<size_t>1 << num_slot_bits, sizeof(Slot))
+        self.pool.mask, self.pool.home_shift = (<uint32_t>1 << num_slot_bits) - 1, 32 - num_slot_bits
+        return self.pool.slots != NULL and resize(<void **>&self.pool.twins, self.pool.num_pages * sizeof(Links))
 
     cdef int sample_residency(self) except -1:
         """Sample every 128th page, and more of a small pool. The stays of pages that a restored pool has in use begin now."""
@@ -128,16 +112,6 @@ cdef class PageRecords:
             residency.stays[i] = Stay(now, now)
         self.pool.sample_mask = (1 << shift) - 1
         return 0
-
-    cdef void add_records(self, int32_t num_pages) noexcept:
-        """Initialise records, for which there is room, up to `num_pages`: neither free nor cached."""
-        cdef int32_t i
-        if self.pool.num_pages == 0:
-            self.pool.pages[NULL_PAGE] = Page(0, 0, 0, NULL_PAGE, NULL_PAGE, NO_GROUP)
-            self.pool.num_pages = 1
-        for i in range(self.pool.num_pages, num_pages):
-            self.pool.pages[i] = Page(0, 0, 0, NOT_FREE, NOT_FREE, NO_GROUP)
-        self.pool.num_pages = num_pages
 
     cdef int32_t read(self, const int32_t *value) noexcept:
         """One value. It is never torn: the lock is needed only in a build without the GIL."""
@@ -207,13 +181,6 @@ cdef class PageRecords:
             with self.lock:
                 self.overwrite_count(checked, <int32_t>count)
 
-    cdef int64_t count_index_changes(self) noexcept:
-        """Entries that came into the prefix index, and that went."""
-        cdef int64_t num_changes
-        with self.lock:
-            num_changes = count_changes(&self.pool)
-        return num_changes
-
     cdef void overwrite_count(self, int32_t page_id, int32_t count) noexcept:
         cdef Page *page = &self.pool.pages[page_id]
         self.pool.is_restored &= count <= page.ref_cnt
@@ -237,27 +204,27 @@ cdef class PageRecords:
 
     def ref_counts(self):
         """The ref counts of all pages: int32 array ``[num_pages]``. O(num_pages)."""
-        return (<PageIds>self.copied_queue()[0]).to_array()
+        cdef PageIds counts = PageIds.__new__(PageIds)
+        cdef Py_ssize_t i, n = self.pool.num_pages
+        counts.reserve(n)
+        with self.lock:
+            for i in range(n):
+                counts.put(&self.pool.pages[i].ref_cnt, 1)
+        return counts.to_array()
 
     def free_ids(self) -> PageIds:
         """The free queue, front first. O(num_pages)."""
-        return self.copied_queue()[1]
-
-    cdef tuple copied_queue(self):
-        """Copies of the ref counts and of the free queue, front first."""
-        cdef PageIds ids = PageIds.__new__(PageIds), counts = PageIds.__new__(PageIds)
+        cdef PageIds ids = PageIds.__new__(PageIds)
         cdef int32_t page_id = NULL_PAGE
         cdef bint has_room
         with self.lock:
-            has_room = counts.try_reserve(self.pool.num_pages) and ids.try_reserve(self.pool.num_free)
+            has_room = ids.try_reserve(self.pool.num_free)
             while has_room and ids.num < self.pool.num_free:
                 page_id = self.pool.pages[page_id].next_free
                 ids.put(&page_id, 1)
-            while has_room and counts.num < self.pool.num_pages:
-                counts.put(&self.pool.pages[counts.num].ref_cnt, 1)
         if not has_room:
-            raise MemoryError(f"ids of {self.pool.num_pages} pages")
-        return counts, ids
+            raise MemoryError("the ids of free pages")
+        return ids
 
     cdef int32_t checked_id(self, object page_id) except -1:
         cdef int32_t checked = page_id_of(page_id)

@@ -4,7 +4,7 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
 
 from pagepool.core.index cimport drop, home_of
 from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns
-from pagepool.core.queue cimport pull, push
+from pagepool.core.queue cimport end_of_queue, next_free_in, pull, push
 from pagepool.core.records cimport (
     FLAGS, NO_GROUP, NULL_PAGE, NUM_BUCKETS, WATCHED, Histogram, Page, Pool, Stay, digest_of, is_free,
 )
@@ -60,39 +60,20 @@ cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
         fetch(home_of(pool, digest_of(page), page.group & ~FLAGS))
 
 
-cdef inline void take(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
-    """Take the `n` pages at the front of the queue, of which there are enough, none of them held (`find_held_free`)."""
-    cdef int32_t page_id = pool.pages[NULL_PAGE].next_free
-    cdef Py_ssize_t i
-    for i in range(n):
-        out[i] = page_id
-        fetch_entry(pool, page_id)
-        page_id = pool.pages[page_id].next_free
-    for i in range(n):
-        pull(pool, out[i])
-        claim(pool, out[i])
-
-
-cdef inline void take_from_shard(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
-    """`take` from one shard, in the order of the queue. O(n), independent of the pool's size."""
-    cdef int32_t page_id = pool.shard_links[pool.num_pages + shard].next
-    cdef Py_ssize_t i
-    for i in range(n):
-        out[i] = page_id
-        fetch_entry(pool, page_id)
-        page_id = pool.shard_links[page_id].next
-    for i in range(n):
-        pull(pool, out[i])
-        claim(pool, out[i])
-
-
 cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
-    """`take` from a shard, or for -1 from the whole pool."""
+    """Take the `n` pages at the front of the queue, or of a shard's, unless that is -1. There are enough, and none of them is
+    held (`find_held_free`). O(n), independent of the pool's size.
+    """
+    cdef int32_t page_id = end_of_queue(pool, shard)
+    cdef Py_ssize_t i
     pool.is_restored &= n == 0
-    if shard < 0:
-        take(pool, out, n)
-    else:
-        take_from_shard(pool, out, n, shard)
+    for i in range(n):
+        page_id = next_free_in(pool, page_id, shard)
+        out[i] = page_id
+        fetch_entry(pool, page_id)
+    for i in range(n):
+        pull(pool, out[i])
+        claim(pool, out[i])
 
 
 cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:

@@ -52,28 +52,31 @@ cdef inline void link_shards(Pool *pool) noexcept nogil:
         page_id = pool.pages[page_id].next_free
 
 
+cdef inline int32_t count_free_in(const Pool *pool, int32_t shard) noexcept nogil:
+    return pool.num_free if shard < 0 else pool.shard_num_free[shard]
+
+
+cdef inline int32_t end_of_queue(const Pool *pool, int32_t shard) noexcept nogil:
+    """The record that closes the queue of a shard, or for -1 of the pool."""
+    return NULL_PAGE if shard < 0 else pool.num_pages + shard
+
+
+cdef inline int32_t next_free_in(const Pool *pool, int32_t page_id, int32_t shard) noexcept nogil:
+    """The page behind `page_id` in that queue."""
+    return pool.pages[page_id].next_free if shard < 0 else pool.shard_links[page_id].next
+
+
 cdef inline int32_t find_held_free(const Pool *pool, Py_ssize_t n) noexcept nogil:
     """A page with references among the first `n` of the free queue and of each shard's; or NULL_PAGE."""
-    cdef int32_t page_id = pool.pages[NULL_PAGE].next_free
-    cdef int32_t shard
+    cdef int32_t page_id, shard
     cdef Py_ssize_t _
-    if pool.num_held_free == 0:
-        return NULL_PAGE
-    for _ in range(min(n, pool.num_free)):
-        if pool.pages[page_id].ref_cnt:
-            return page_id
-        page_id = pool.pages[page_id].next_free
-    for shard in range(pool.num_shards):
-        page_id = pool.shard_links[pool.num_pages + shard].next
-        for _ in range(min(n, pool.shard_num_free[shard])):
+    for shard in range(-1, pool.num_shards if pool.num_held_free else -1):
+        page_id = end_of_queue(pool, shard)
+        for _ in range(min(n, count_free_in(pool, shard))):
+            page_id = next_free_in(pool, page_id, shard)
             if pool.pages[page_id].ref_cnt:
                 return page_id
-            page_id = pool.shard_links[page_id].next
     return NULL_PAGE
-
-
-cdef inline int32_t count_free_in(Pool *pool, int32_t shard) noexcept nogil:
-    return pool.num_free if shard < 0 else pool.shard_num_free[shard]
 
 
 cdef inline Py_ssize_t push_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:

@@ -50,17 +50,10 @@ cdef class Refusal:
 @cython.final
 cdef class RowRefusal(Refusal):
     cdef int32_t shard              # where its pages come from; -1: anywhere
-    cdef tuple options
-    cdef object token_ids           # held, so that nothing else is in its place
-    cdef PageIds sample             # some of its tokens
-    cdef const int32_t *memory      # of an array
+    cdef object options             # recognised if they are a tuple
+    cdef object source              # the list, or the `PageIds`, with its tokens: held, so that nothing else is in its place
 
-    cdef int remember(self, object token_ids, object options, const int32_t *tokens) except -1
-    cdef int keep_object(self, object token_ids) except -1
-    cdef Py_ssize_t sample_step(self) noexcept
     cdef bint is_of(self, object token_ids, object options, const int32_t *tokens) except -1
-    cdef bint has_sample_in_list(self, list token_ids) except -1
-    cdef bint has_sample_in(self, const int32_t *tokens) noexcept
 
 
 cdef Tokens count_tokens(object num_tokens, object max_num_new_tokens, Py_ssize_t num_known) except *

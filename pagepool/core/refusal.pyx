@@ -8,7 +8,7 @@ cimport cython
 from libc.string cimport memcmp
 
 from pagepool.core.arguments cimport group_of, size_of
-from pagepool.core.ids cimport _BorrowedIds, as_page_ids
+from pagepool.core.ids cimport as_page_ids
 from pagepool.core.index cimport find_within, has_key
 from pagepool.core.queue cimport count_free, has_free_pages
 from pagepool.core.records cimport NULL_PAGE, WATCHED, count_changes
@@ -34,31 +34,6 @@ cdef bint ends_at(Pool *pool, const Prefix *prefix, Py_ssize_t num_pages) noexce
     if num_pages >= prefix.max_num_pages:
         return True
     return find_within(pool, prefix.digests[(num_pages + 1) * prefix.stride - 1], prefix.group, prefix.ids) == NULL_PAGE
-
-
-cdef void watch_leading(Pool *pool, Watch *watch, const Prefix *prefix, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Watch the hits of the only group, its first `n` pages, unless the next page hits too."""
-    cdef Py_ssize_t i
-    watch.is_leading = ends_at(pool, prefix, n)
-    watch.num_pages = n
-    for i in range(n if watch.is_leading else 0):
-        pool.pages[ids[i]].group |= WATCHED
-
-
-cdef bint has_same_hits(Pool *pool, Watch *watch, const Prefix *prefix, const int32_t *ids) noexcept nogil:
-    """Whether a look-up would find the first `watch.num_pages` of `ids`, less those evicted from the end on since, and at most
-    `watch.num_held` of them held. O(pages evicted).
-    """
-    if watch.num_reused != pool.num_reused:
-        return False
-    if not watch.is_leading:
-        return watch.num_changes == count_changes(pool)
-    while watch.num_unwatched != pool.num_unwatched and watch.num_pages:
-        if is_hit(pool, prefix, ids, watch.num_pages - 1):
-            break
-        watch.num_pages -= 1
-        watch.num_unwatched += 1
-    return watch.num_unwatched == pool.num_unwatched and ends_at(pool, prefix, watch.num_pages)
 
 
 cdef class Refusal:
@@ -106,20 +81,35 @@ cdef class Refusal:
         return True
 
     cdef void begin(self, Pool *pool, Py_ssize_t num_held) noexcept:
-        """Watch hits that are cached, `num_held` of them held. The pool is locked."""
-        self.watch = Watch(count_changes(pool), pool.num_reused, pool.num_unwatched, 0, num_held, False)
-        if self.prefix.stride:
-            watch_leading(pool, &self.watch, &self.prefix, self.first_ids(), self.num_hit_tokens // self.page_size)
+        """Watch hits that are cached, `num_held` of them held: one by one, unless the page behind them hits too. The pool is
+        locked.
+        """
+        cdef Py_ssize_t i, n = self.num_hit_tokens // self.page_size if self.prefix.stride else 0
+        self.watch = Watch(count_changes(pool), pool.num_reused, pool.num_unwatched, n, num_held, False)
+        self.watch.is_leading = self.prefix.stride and ends_at(pool, &self.prefix, n)
+        for i in range(n if self.watch.is_leading else 0):
+            pool.pages[self.first_ids()[i]].group |= WATCHED
 
     cdef const int32_t *first_ids(self) noexcept:
         return (<PageIds>self.hits[0]).ids if self.hits else NULL
 
     cdef bint finds_hits(self, Pool *pool) noexcept:
-        """Whether a look-up would find the hits, as far as they are not evicted from the end on. The pool is locked."""
-        if not has_same_hits(pool, &self.watch, &self.prefix, self.first_ids()):
+        """Whether a look-up would find the hits, less those evicted from the end on since, and at most `watch.num_held` of them
+        held. O(pages evicted). The pool is locked.
+        """
+        cdef Watch *watch = &self.watch
+        if watch.num_reused != pool.num_reused:
             return False
-        if self.watch.is_leading:
-            self.num_hit_tokens = self.watch.num_pages * self.page_size
+        if not watch.is_leading:
+            return watch.num_changes == count_changes(pool)
+        while watch.num_unwatched != pool.num_unwatched and watch.num_pages:
+            if is_hit(pool, &self.prefix, self.first_ids(), watch.num_pages - 1):
+                break
+            watch.num_pages -= 1
+            watch.num_unwatched += 1
+        if watch.num_unwatched != pool.num_unwatched or not ends_at(pool, &self.prefix, watch.num_pages):
+            return False
+        self.num_hit_tokens = watch.num_pages * self.page_size
         return True
 
     cdef bint finds_watched_hits(self) noexcept:
@@ -165,10 +155,10 @@ cdef Tokens count_tokens(object num_tokens, object max_num_new_tokens, Py_ssize_
     return tokens
 
 
-cdef bint are_same(tuple mine, tuple others) except -1:
-    """Whether the items are the same objects, or equal strings or ints."""
+cdef bint are_same(object mine, object others) except -1:
+    """Whether the items of two tuples are the same objects, or equal strings or ints."""
     cdef Py_ssize_t i
-    if len(mine) != len(others):
+    if type(mine) is not tuple or type(others) is not tuple or len(mine) != len(others):
         return False
     for i in range(len(mine)):
         if mine[i] is not others[i]:
@@ -177,72 +167,46 @@ cdef bint are_same(tuple mine, tuple others) except -1:
     return True
 
 
+cdef const void *place_of(object source) noexcept:
+    """Where tokens are, in a list or in `PageIds`."""
+    return <const void *>source if type(source) is list else (<PageIds>source).ids
+
+
+cdef bint has_sample(object source, const int32_t *tokens, Py_ssize_t n) except -1:
+    """Whether a list, or `PageIds`, has `n` items, and some of them are the tokens there."""
+    cdef const int32_t *ids = NULL if type(source) is list else (<PageIds>source).ids
+    cdef Py_ssize_t i = n - 1
+    if len(source) != n:
+        return False
+    while i >= 0:
+        if ids != NULL:
+            if ids[i] != tokens[i]:
+                return False
+        elif type((<list>source)[i]) is not int or (<list>source)[i] != tokens[i]:
+            return False
+        i -= max(1, n // NUM_SAMPLED)
+    return True
+
+
 @cython.final
 cdef class RowRefusal(Refusal):
-    """A refused request for a row, and how to recognise it."""
-
-    cdef int remember(self, object token_ids, object options, const int32_t *tokens) except -1:
-        """Know the request again by its options, if they are a tuple, and its `tokens`, which it came with as `token_ids`."""
-        cdef Py_ssize_t at = self.num_tokens - 1
-        if type(options) is not tuple:
-            return 0
-        self.sample = PageIds.__new__(PageIds)
-        while at >= 0:
-            self.sample.add(tokens + at, 1)
-            at -= self.sample_step()
-        self.keep_object(token_ids)
-        self.options = options
-        return 0
-
-    cdef int keep_object(self, object token_ids) except -1:
-        """Hold a list, or an array that is read without a copy, so that nothing else can be where it is."""
-        cdef _BorrowedIds ids = _BorrowedIds.__new__(_BorrowedIds)
-        self.token_ids, self.memory = None, NULL
-        if type(token_ids) is list:
-            self.token_ids = token_ids
-        elif isinstance(token_ids, ndarray) and ids.try_borrow(token_ids):
-            self.token_ids, self.memory = token_ids, ids.ids
-        return 0
-
-    cdef Py_ssize_t sample_step(self) noexcept:
-        return max(1, self.num_tokens // NUM_SAMPLED)
+    """A refused request for a row, which keeps its tokens, and how to recognise it."""
 
     cdef bint is_of(self, object token_ids, object options, const int32_t *tokens) except -1:
-        """Whether a request is this one, which has `tokens`: O(1) for the object that they came in, else O(tokens)."""
+        """Whether a request is this one, which has `tokens`: O(1) for the list or memory that they came in, else O(tokens)."""
+        cdef object source = token_ids
         cdef PageIds ids
-        if self.options is None or type(options) is not tuple or not are_same(options, self.options):
+        if not are_same(options, self.options):
             return False
-        if type(token_ids) is list:
-            if not self.has_sample_in_list(token_ids):
+        if type(token_ids) is not list:
+            if not isinstance(token_ids, (ndarray, tuple)):  # others may change as they are read
                 return False
-            if token_ids is self.token_ids:
-                return True
-        elif not isinstance(token_ids, (ndarray, tuple)):  # others may change as they are read
+            source = as_page_ids(token_ids, "token_ids")
+        if not has_sample(source, tokens, self.num_tokens):
             return False
-        ids = as_page_ids(token_ids, "token_ids")
-        if ids.num != self.num_tokens or not self.has_sample_in(ids.ids):
-            return False
-        if ids.ids != self.memory:
-            if memcmp(ids.ids, tokens, ids.num * sizeof(int32_t)) != 0:
+        if place_of(source) != place_of(self.source):
+            ids = as_page_ids(source, "token_ids")
+            if ids.num != self.num_tokens or memcmp(ids.ids, tokens, ids.num * sizeof(int32_t)) != 0:
                 return False
-            self.keep_object(token_ids)
-        return True
-
-    cdef bint has_sample_in_list(self, list token_ids) except -1:
-        cdef Py_ssize_t i, at = self.num_tokens - 1
-        if len(token_ids) != self.num_tokens:
-            return False
-        for i in range(self.sample.num):
-            token_id = token_ids[at]
-            if type(token_id) is not int or token_id != self.sample.ids[i]:
-                return False
-            at -= self.sample_step()
-        return True
-
-    cdef bint has_sample_in(self, const int32_t *tokens) noexcept:
-        cdef Py_ssize_t i, at = self.num_tokens - 1
-        for i in range(self.sample.num):
-            if tokens[at] != self.sample.ids[i]:
-                return False
-            at -= self.sample_step()
+            self.source = source
         return True

@@ -9,13 +9,13 @@ from libc.stdint cimport INT64_MAX
 from pagepool.core.arguments cimport as_list, as_shard, group_of, size_of
 from pagepool.core.entering cimport Contents, Waiting, enter_full_pages, enter_waiting
 from pagepool.core.holdings cimport (
-    STALE, Held, attach_hits, count_free_hits, count_missing, count_places, empty, find_lost_page, forget_uncomputed, limits_of,
-    list_last_first, recompute_from, skip_pages, take_missing,
+    STALE, UNTOUCHABLE, Held, attach_hits, count_free_hits, count_missing, count_places, empty, find_lost_page,
+    forget_uncomputed, limits_of, list_last_first, recompute_from, skip_pages, take_missing,
 )
 from pagepool.core.ids cimport PageIds
-from pagepool.core.index cimport has_key, is_entered_otherwise
+from pagepool.core.index cimport is_entered_otherwise
 from pagepool.core.lookups cimport FoundIds
-from pagepool.core.pages cimport find_untouchable, give_back
+from pagepool.core.pages cimport give_back
 from pagepool.core.platform cimport GIL_DISABLED
 from pagepool.core.queue cimport count_free_in, find_held_free
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE
@@ -457,25 +457,24 @@ cdef class RequestPages:
         """Raise what is wrong with the first wrong hit."""
         cdef const Group *group
         cdef PageIds ids
-        cdef Py_ssize_t g, i, bad = -1, num_hits = sum([len(ids) for ids in hits])
-        cdef bint is_stale = False
+        cdef Py_ssize_t g, i = 0, flaw = 0, num_hits = sum([len(ids) for ids in hits])
         for g in range(len(hits)):
             ids, group = hits[g], &self.holding.groups[g]
             with chain.lock, self.store.lock:
                 for i in range(ids.num):
-                    is_stale = (i + 1) * group.stride > chain.num or (
-                        ids.ids[i] != NULL_PAGE
-                        and not has_key(&self.store.pool.pages[ids.ids[i]], chain.digests[(i + 1) * group.stride - 1], group.id)
-                    )
-                    if is_stale or find_untouchable(&self.store.pool, ids.ids + i, 1, num_hits) >= 0:
-                        bad = i
+                    flaw = STALE
+                    if (i + 1) * group.stride <= chain.num:
+                        flaw = count_free_hits(
+                            &self.store.pool, group, &chain.digests[i * group.stride], ids.ids + i, 1, num_hits
+                        )
+                    if flaw < 0:
                         break
-            if bad >= 0:
+            if flaw < 0:
                 break
-        if bad >= 0 and not is_stale:
-            self.store.refuse_touch(ids.ids[bad])
+        if flaw == UNTOUCHABLE:
+            self.store.refuse_touch(ids.ids[i])
         raise PageHashError(
-            f"page {ids[bad]} (at {bad} of group {group.id}) does not hold this prefix: "
+            f"page {ids[i]} (at {i} of group {group.id}) does not hold this prefix: "
             "look it up again, right before allocate_slots"
         )
 

@@ -96,7 +96,8 @@ cdef class RowRequest:
             result = self.take(find_hits)
             is_admitted = type(result) is not RowRefusal
             if not is_admitted:
-                (<RowRefusal>result).remember(self.token_ids, self.options, tokens_of(&rows.batch, self.row))
+                (<RowRefusal>result).options = self.options
+                (<RowRefusal>result).source = self.token_ids if type(self.token_ids) is list else tokens
         finally:
             rows.refusals[self.row] = None if is_admitted else result
             if not is_admitted:
@@ -162,10 +163,12 @@ cdef class RowRequest:
         cdef object num_hit_tokens = 0  # made before anything is taken
         cdef HashChain chain = None
         cdef int32_t num_hits = 0, num_tokens, held_free = NULL_PAGE
-        cdef int64_t num_needed, num_changes = rows.store.count_index_changes()
+        cdef int64_t num_needed, num_changes
         cdef Py_ssize_t num_free_hits
         cdef bint has_pages = False
         cdef RowRefusal refusal
+        with rows.store.lock:
+            num_changes = count_changes(batch.pool)
         if find_hits is not None and batch.hash_page_size:
             chain = HashChain.__new__(HashChain, batch.hash_page_size, rows.key)
             hits, num_hit_tokens = self.look_up(find_hits, chain)

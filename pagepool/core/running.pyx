@@ -17,8 +17,9 @@ from pagepool.core.refusal cimport RowRefusal, Tokens, count_room_tokens, count_
 from pagepool.core.row_memory cimport RowMemory
 from pagepool.core.row_moves cimport empty_row, exchange_rows, set_context
 from pagepool.core.rules cimport MAX_TOKENS
-from pagepool.core.trimming cimport check_trim, find_restart, has_state_behind, trim_row
-from pagepool.core.undoing cimport can_undo, forget_row, is_as_grown, undo_row
+from pagepool.core.shrinking cimport (
+    can_undo, check_trim, find_restart, forget_row, has_state_behind, is_as_grown, trim_row, undo_row,
+)
 
 import numpy as np
 

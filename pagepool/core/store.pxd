@@ -39,8 +39,7 @@ cdef class CachePage:
     cdef PageStore store
     cdef int32_t index                  # record in the store
     cdef bint is_made_null              # a null page that stands alone
+    cdef object own_hash                # of a page without a pool: its PageHashWithGroupId, or None
     cdef readonly object page_id        # the index in a pool, any int for a page made alone
 
     cdef tuple fields(self)
-    cdef int32_t get_ref_count(self) except? -1
-    cdef void settle(self, PageStore store, int32_t index) noexcept

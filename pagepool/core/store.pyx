@@ -3,16 +3,16 @@
 cimport cython
 from libc.stdint cimport INT32_MAX, INT64_MAX
 
-from pagepool.core.arguments cimport as_list, as_shard, index_of, size_of
+from pagepool.core.arguments cimport as_list, as_shard, group_of, index_of, size_of
 from pagepool.core.pages cimport find_untouchable, give_back, take_from, touch_all
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport count_free_in, find_held_free, pull, push_all
-from pagepool.core.records cimport NOT_FREE, NULL_PAGE, Page, is_free
+from pagepool.core.records cimport NULL_PAGE, Page, is_free
 
 from pagepool.errors import (
-    ArgumentError, ArgumentTypeError, DoubleFreeError, IntegrityError, OutOfPagesError, PageIdError, shown,
+    ArgumentError, ArgumentTypeError, DoubleFreeError, IntegrityError, OutOfPagesError, PageHashError, PageIdError, shown,
 )
-from pagepool.hashing import PageHashWithGroupId
+from pagepool.hashing import PageHashWithGroupId, checked_hash
 
 
 @cython.auto_pickle(False)
@@ -30,12 +30,9 @@ cdef class PageStore(CachedPages):
         """The pages before and after a page in the free queue; None at the ends and outside the queue."""
         cdef int32_t checked = self.checked_id(page_id)
         cdef Page page = self.record(checked)
-        if checked == NULL_PAGE or page.prev_free == NOT_FREE:
+        if checked == NULL_PAGE:
             return None, None
-        return (
-            None if page.prev_free == NULL_PAGE else self.view(page.prev_free),
-            None if page.next_free == NULL_PAGE else self.view(page.next_free),
-        )
+        return tuple([self.view(each) if each > NULL_PAGE else None for each in (page.prev_free, page.next_free)])
 
     def page(self, page_id) -> CachePage:
         """The one view of a page, made when first asked for."""
@@ -204,21 +201,18 @@ cdef class PageStore(CachedPages):
             raise PageIdError(f"page {page.page_id} cannot be appended: it is a null page")
         if home.is_pool or self.is_pool or home.is_free(index):
             raise PageIdError(f"page {page.page_id} belongs to another pool or queue")
-        page_hash = page.page_hash
         record = home.record(index)
         with self.lock:
-            has_room = self.reserve_records(self.pool.num_pages + <Py_ssize_t>1)
+            has_room = self.add_records(self.pool.num_pages + <Py_ssize_t>1)
             if has_room:
-                self.add_records(self.pool.num_pages + 1)
                 index = self.pool.num_pages - 1
                 self.pool.pages[index].ref_cnt = record.ref_cnt
         if not has_room:
             raise MemoryError(f"{self.pool.num_pages + 1} page records")
         del home.views[page.index]
-        page.settle(self, index)
+        with cython.critical_section(page):
+            page.store, page.index = self, index
         self.views[index] = page
-        if page_hash is not None:
-            page.page_hash = page_hash
 
     def find_pages(self, key, groups, start=0, stop=None):
         """For each group the view of the page that `find` finds; None if it finds none in one of them."""
@@ -291,19 +285,17 @@ cdef class CachePage:
         cdef bint is_made_null = is_null
         if prev_free_page is not None or next_free_page is not None:
             raise ArgumentError("prev_free_page, next_free_page: got a page, allowed: None; a FreeCachePageQueue links its own")
-        if _page_hash is not None:
-            require_page_hash(_page_hash)
-        store = PageStore(2, True, False)
+        page_hash = None if _page_hash is None else checked_page_hash(_page_hash)
+        store = PageStore(2, is_pool=False)
         checked_id = index_of(page_id, "page_id")
         if not -INT64_MAX <= checked_id <= INT64_MAX:
             raise ArgumentError(f"page_id: got {shown(checked_id)}, allowed: ints of 64 bits")
         store.pop(1)
         store.set_ref_count(1, ref_cnt)
-        if _page_hash is not None:
-            store.enter(1, store.names.key_of(_page_hash.page_hash), _page_hash.group_id)
         if self.store is not None:  # after the arguments were read, which may run Python code
             raise ArgumentError("a page is made once")
         self.page_id, self.store, self.index, self.is_made_null = checked_id, store, 1, is_made_null
+        self.own_hash = page_hash
         store.views[1] = self
 
     def __eq__(self, other):
@@ -324,23 +316,13 @@ cdef class CachePage:
     def __reduce__(self):
         raise ArgumentTypeError("a CachePage is a view of its pool and cannot be pickled")
 
-    @cython.critical_section
-    cdef int32_t get_ref_count(self) except? -1:
-        cdef PageStore store = self.store
-        if store.is_pool:
-            return store.read(&store.pool.pages[self.index].ref_cnt)
-        return store.record(self.index).ref_cnt  # the records of a queue move when it grows
-
-    @cython.critical_section
-    cdef void settle(self, PageStore store, int32_t index) noexcept:
-        """Become a view of another record."""
-        self.store = store
-        self.index = index
-
     @property
     def ref_cnt(self) -> int:
         """References held to the page; 0: free. Settable, never negative."""
-        return self.get_ref_count()
+        with cython.critical_section(self):
+            if self.store.is_pool:
+                return self.store.read(&self.store.pool.pages[self.index].ref_cnt)
+            return self.store.record(self.index).ref_cnt  # the records of a queue move when it grows
 
     @ref_cnt.setter
     def ref_cnt(self, value):
@@ -361,15 +343,29 @@ cdef class CachePage:
         """The PageHashWithGroupId that the page is cached under, or None. Setting it enters the page in the prefix index;
         PageHashError if it has one already.
         """
-        return self.store.page_hash_of(self.index)
+        if self.store.is_pool:
+            return self.store.page_hash_of(self.index)
+        with cython.critical_section(self):
+            return self.own_hash
 
     @page_hash.setter
     def page_hash(self, page_hash):
-        require_page_hash(page_hash)
-        self.store.enter(self.index, self.store.names.key_of(page_hash.page_hash), page_hash.group_id)
+        cdef bint is_cached
+        checked = checked_page_hash(page_hash)
+        if self.store.is_pool:
+            self.store.enter(self.index, self.store.names.key_of(checked.page_hash), checked.group_id)
+            return
+        with cython.critical_section(self):
+            is_cached = self.own_hash is not None
+            if not is_cached:
+                self.own_hash = checked
+        if is_cached:
+            raise PageHashError(f"page {self.page_id} has a hash already")
 
     def reset_hash(self) -> None:
         """Drop the page's prefix entry, if it has one."""
+        with cython.critical_section(self):
+            self.own_hash = None
         self.store.drop([self.index])
 
     @property
@@ -400,7 +396,7 @@ cdef class CachePage:
         )
 
 
-cdef int require_page_hash(object page_hash) except -1:
+cdef object checked_page_hash(object page_hash):
     if not isinstance(page_hash, PageHashWithGroupId):
         raise ArgumentTypeError(f"page_hash: got {type(page_hash).__name__}, allowed: PageHashWithGroupId")
-    return 0
+    return PageHashWithGroupId(checked_hash(page_hash.page_hash), group_of(page_hash.group_id))

@@ -25,16 +25,13 @@ from pagepool.errors import (
 cdef object INT32 = np.dtype(np.int32)
 
 
-def make_aligned_zeros(tuple shape not None) -> np.ndarray:
+cdef object make_aligned_zeros(Py_ssize_t num_rows, Py_ssize_t num_columns):
     """Return int32 zeros that begin at a cache line: whole-table copies are faster from and to them."""
-    cdef Py_ssize_t start, num_values = 1
+    cdef Py_ssize_t start, num_values = num_rows * num_columns
     cdef int32_t[::1] memory
-    sizes = [size_of(size, "shape") for size in shape]
-    for size in sizes:
-        num_values = size_of(num_values * size, "shape")
     memory = array = np.zeros(num_values + CACHE_LINE // 4, dtype=INT32)
     start = -<size_t>&memory[0] % CACHE_LINE // 4
-    return array[start:start + num_values].reshape(sizes)
+    return array[start:start + num_values].reshape(num_rows, num_columns)
 
 
 cdef int check_count(const Rows *rows, Py_ssize_t row) except -1:
@@ -206,7 +203,7 @@ cdef class TableRows(TableGroup):
         cdef Py_ssize_t num_windows = (columns + WINDOW - 1) // WINDOW
         if n * columns > MAX_PAGES:
             raise ArgumentError(f"page table: got {n} x {columns}, allowed: {MAX_PAGES} ids in all")
-        page_table, num_pages = make_aligned_zeros((n, columns)), np.zeros(n, dtype=INT32)
+        page_table, num_pages = make_aligned_zeros(n, columns), np.zeros(n, dtype=INT32)
         extent, flags = np.zeros(n, dtype=INT32), np.zeros(n * (num_windows + 1), dtype=np.uint8)
         if self.rows.num_rows:  # after all that may run Python code
             raise ArgumentError("the rows of a table are made once")
@@ -310,7 +307,7 @@ cdef class TableRows(TableGroup):
     def copy_aligned(self) -> np.ndarray:
         """Return a copy of the whole table, which counts as sent."""
         self.check_made()
-        copied = make_aligned_zeros((self.rows.num_rows, self.rows.num_columns))
+        copied = make_aligned_zeros(self.rows.num_rows, self.rows.num_columns)
         cdef int32_t[:, ::1] view = copied
         cdef int32_t *start = &view[0, 0]
         with self.lock, nogil:

@@ -1,8 +1,10 @@
 # Pages of equal content: a ring for each key, and with shards one for each shard of it.
 
-from libc.stdint cimport int32_t, uint32_t
+from libc.stdint cimport int32_t
 
-from pagepool.core.records cimport NOT_FIRST, NULL_PAGE, TWIN, Links, Pool, Range, link_after, num_slots_of, shard_of, unlink
+from pagepool.core.records cimport (
+    NOT_FIRST, NULL_PAGE, TWIN, Links, Pool, Range, Slot, link_after, num_slots_of, shard_of, unlink,
+)
 
 
 cdef inline int32_t find_twin(Pool *pool, int32_t first, Range ids) noexcept nogil:
@@ -86,13 +88,13 @@ cdef inline void link_shard_twins(Pool *pool) noexcept nogil:
                 page_id = pool.twins[page_id].next
 
 
-cdef inline void leave_twins(Pool *pool, int32_t page_id, uint32_t slot) noexcept nogil:
-    """`slot` names `page_id` if it was the first of its ring; then the next one takes its place."""
+cdef inline void leave_twins(Pool *pool, int32_t page_id, Slot *slot) noexcept nogil:
+    """The key's `slot` names `page_id` if it was the first of its ring; then the next one takes its place."""
     cdef int32_t following = pool.twins[page_id].next
     unlink(pool.twins, page_id)
     if pool.num_shards:
         leave_shard_twins(pool, page_id)
     if pool.twins[following].next == following:
         pool.pages[following].group &= ~TWIN
-    if pool.slots[slot].page_id == page_id:
-        pool.slots[slot].page_id = following
+    if slot.page_id == page_id:
+        slot.page_id = following

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pagepool.arguments import require_int
+from pagepool.arguments import as_list, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "Event", "EventBatch", "Hash", "encode_batch"]
@@ -82,10 +82,7 @@ def encode_batch(batch: EventBatch) -> bytes:
     bits.
     """
     rank = batch.data_parallel_rank if batch.data_parallel_rank is None else require_int("rank", batch.data_parallel_rank)
-    try:
-        listed = list(batch.events)
-    except TypeError:
-        raise ArgumentTypeError(f"events: got {type(batch.events).__name__}, allowed: a list") from None
+    listed = as_list("events", batch.events, "a list")
     try:
         events = [msgspec.Raw(_encoder.encode(_require_event(event))) for event in listed]
         return _encoder.encode(EventBatch(_require_time(batch.ts), events, rank))

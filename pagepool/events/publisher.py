@@ -31,7 +31,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from pagepool.arguments import require_int
+from pagepool.arguments import as_list, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError, shown
 from pagepool.events.connections import Guard, Peers
 from pagepool.events.history import PATIENCE, Batch, History, Replay
@@ -517,11 +517,7 @@ class EventPublisher:
 
         ArgumentTypeError for other objects than events, ArgumentError if the publisher is closed.
         """
-        try:
-            listed = list(events)
-        except TypeError:
-            raise ArgumentTypeError(f"events: got {type(events).__name__}, allowed: a list") from None
-        encoded = encode(listed, self._data_parallel_rank)
+        encoded = encode(as_list("events", events, "a list"), self._data_parallel_rank)
         while True:
             self._worker.require_open()
             with contextlib.suppress(queue.Full):

@@ -103,7 +103,6 @@ def hash_request_tokens(hash_function: HashFunction, page_size: int, request: An
         token_ids = request.all_token_ids
     except AttributeError as error:
         refuse_incomplete(request, error)
-        raise
     extra_keys = RequestExtraKeys.of(request)
     page_hashes: list[PageHash] = []
     parent: int | None = None

@@ -95,7 +95,6 @@ class PageHasher(KeyHolder, ABC):
             all_ids = request.all_token_ids
         except AttributeError as error:
             refuse_incomplete(request, error)
-            raise
         try:
             token_ids = PageIds.of_slice(all_ids, start, stop) if type(all_ids) is list else all_ids[start:stop]
         except (TypeError, IndexError, KeyError) as error:

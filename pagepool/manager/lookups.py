@@ -1,5 +1,6 @@
 """Looks up the prefixes of requests, and keeps their hashes and refusals."""
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -8,11 +9,11 @@ from pagepool.arguments import has_status, id_of, read_count, refuse_incomplete,
 from pagepool.coordinator import ANY_PAGE, CacheCoordinator
 from pagepool.hashing import KeyHolder
 from pagepool.hashing.request_hashes import PageHasher, RequestHashes
-from pagepool.manager.capacity import warn_if_hopeless
 from pagepool.request import EngineRequestStatus, Request
-from pagepool.specs import usable_pages_count
 
 __all__ = ["PrefixLookups", "PrefixProbe"]
+
+logger = logging.getLogger(__package__)
 
 
 class PrefixProbe(NamedTuple):
@@ -37,7 +38,7 @@ class PrefixLookups(KeyHolder):
         self._coordinator = coordinator
         self._store = coordinator.page_pool.store
         self._requests = coordinator.requests
-        self._num_usable_pages = usable_pages_count(coordinator.page_pool.num_pages)
+        self._num_usable_pages = coordinator.num_pages - 1
         self._enable_caching = enable_caching
         self._use_eagle = use_eagle
         self.counters = QueryCounter(self._store), QueryCounter(self._store, is_preempted=True)
@@ -49,7 +50,6 @@ class PrefixLookups(KeyHolder):
             params = request.sampling_params
         except AttributeError as error:
             refuse_incomplete(request, error)
-            raise
         if type(num_tokens) is not int or num_tokens < 0:
             num_tokens = require_int("num_tokens", num_tokens, 0)
         if type(is_preempted) is not bool:  # NumPy's
@@ -125,5 +125,17 @@ class PrefixLookups(KeyHolder):
         num_new_pages = max(0, self._coordinator.single_type_managers[0].get_num_pages(num_tokens) - len(hits[0]))
         if not hashes.refusal.is_short(num_new_pages, num_reserved_pages):
             return False
-        warn_if_hopeless(self._num_usable_pages, hits, num_new_pages)
+        self.warn_if_hopeless(hits, num_new_pages)
         return True
+
+    def warn_if_hopeless(self, held: Sequence[PageIds], num_new_pages: int) -> None:
+        """Log a warning if a request needs more pages at once than the pool has."""
+        if sum(map(len, held)) + num_new_pages <= self._num_usable_pages:  # the common case, null pages included
+            return
+        num_needed_pages = num_new_pages + sum([page_id != 0 for ids in held for page_id in ids.to_list()])
+        if num_needed_pages > self._num_usable_pages:
+            logger.warning(
+                "a request needs %d pages at once, the pool has %d: no waiting helps, see CacheManager.require_capacity",
+                num_needed_pages,
+                self._num_usable_pages,
+            )

@@ -9,10 +9,9 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.hashing.request_hashes import RequestHashes
 from pagepool.manager.cache_pages import CachePages
-from pagepool.manager.capacity import warn_if_hopeless
 from pagepool.manager.lookups import PrefixLookups
 from pagepool.request import Request
-from pagepool.specs import pages_per_dp_shard, usable_pages_count
+from pagepool.specs import pages_per_dp_shard
 
 if TYPE_CHECKING:
     from pagepool.events import Contexts
@@ -47,7 +46,6 @@ class SlotAllocator(KeyHolder):
         self._pool = coordinator.page_pool
         self._store = self._pool.store
         self._requests = coordinator.requests
-        self._num_usable_pages = usable_pages_count(coordinator.page_pool.num_pages)
 
     def get_hits(self, request: Request, new_computed_pages: CachePages | None) -> tuple[PageIds, ...]:
         """Return the native ids of hits. ArgumentError if the request already holds pages."""
@@ -157,7 +155,7 @@ class SlotAllocator(KeyHolder):
                 del self._requests[request.request_id]
         if new_ids is None:
             num_new_pages = held.count_needed(num_tokens, hits if has_hits else ())
-            warn_if_hopeless(self._num_usable_pages, (*held.get_page_ids(), *hits), num_new_pages)
+            self._lookups.warn_if_hopeless((*held.get_page_ids(), *hits), num_new_pages)
         if new_ids is None and hashes and found is None:
             self._lookups.note_refusal(hashes, hits)
         return new_ids

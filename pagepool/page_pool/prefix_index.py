@@ -134,7 +134,6 @@ def _hash_missing_pages(request: Any, page_hashes: Sequence[PageHash], num_full_
         all_token_ids = request.all_token_ids
     except AttributeError as error:
         refuse_incomplete(request, error)
-        raise
     parent = checked_hash(page_hashes[-1]).hash_value if page_hashes else None
     missing = []
     for start in range(len(page_hashes) * page_size, num_full_pages * page_size, page_size):

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pagepool.arguments import as_list
 from pagepool.errors import ArgumentTypeError
 from pagepool.specs.layers import CacheSpec
 
@@ -19,12 +20,7 @@ class CacheGroupSpec:
 
 def check_groups(kv_cache_groups: Iterable[CacheGroupSpec]) -> list[CacheGroupSpec]:
     """Return the groups as a list. ArgumentTypeError for other objects, such as a spec without its group."""
-    try:
-        groups = list(kv_cache_groups)
-    except TypeError:
-        raise ArgumentTypeError(
-            f"kv_cache_groups: got {type(kv_cache_groups).__name__}, allowed: a list of CacheGroupSpec"
-        ) from None
+    groups = as_list("kv_cache_groups", kv_cache_groups, "a list of CacheGroupSpec")
     for i, group in enumerate(groups):
         if not hasattr(group, "kv_cache_spec"):
             raise ArgumentTypeError(f"kv_cache_groups: got {type(group).__name__} (at {i}), allowed: CacheGroupSpec")
