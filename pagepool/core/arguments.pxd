@@ -6,6 +6,10 @@ from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t
 from pagepool.core.siphash cimport Digest
 
 
+cdef extern from "Python.h":
+    long long as_long_long "PyLong_AsLongLongAndOverflow" (object value, int *overflow) except? -1
+
+
 cdef Digest digest_of_bytes(bytes data) except *
 cdef Digest digest_of_int(object value) except *
 cdef object index_of(object value, str name)

@@ -13,7 +13,6 @@ import numpy as np
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 
 cdef extern from "Python.h":
-    long long PyLong_AsLongLongAndOverflow(object value, int *overflow) except? -1
     unsigned long long PyLong_AsUnsignedLongLongMask(object value) except? -1
 
 
@@ -57,7 +56,7 @@ cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=0, Py_ssize_t 
     cdef long long size
     if type(value) is not int:
         value = index_of(value, name)
-    size = PyLong_AsLongLongAndOverflow(value, &overflow)
+    size = as_long_long(value, &overflow)
     if overflow or not lowest <= size <= highest:
         raise ArgumentError(f"{name}: got {shown(value)}, allowed: {lowest} to {highest}")
     return size

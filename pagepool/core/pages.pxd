@@ -64,13 +64,13 @@ cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard
     """Take the `n` pages at the front of the queue, or of a shard's, unless that is -1. There are enough, and none of them is
     held (`find_held_free`). O(n), independent of the pool's size.
     """
-    cdef int32_t page_id = end_of_queue(pool, shard)
+    cdef int32_t page_id = next_free_in(pool, end_of_queue(pool, shard), shard)
     cdef Py_ssize_t i
     pool.is_restored &= n == 0
     for i in range(n):
-        page_id = next_free_in(pool, page_id, shard)
         out[i] = page_id
         fetch_entry(pool, page_id)
+        page_id = next_free_in(pool, page_id, shard)
     for i in range(n):
         pull(pool, out[i])
         claim(pool, out[i])

@@ -50,7 +50,7 @@ cdef class Refusal:
 @cython.final
 cdef class RowRefusal(Refusal):
     cdef int32_t shard              # where its pages come from; -1: anywhere
-    cdef object options             # recognised if they are a tuple
+    cdef tuple options              # None: it is not recognised
     cdef object source              # the list, or the `PageIds`, with its tokens: held, so that nothing else is in its place
 
     cdef bint is_of(self, object token_ids, object options, const int32_t *tokens) except -1

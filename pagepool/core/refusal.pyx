@@ -7,7 +7,7 @@ of it was cached. Hits evicted from the end on are followed; after other changes
 cimport cython
 from libc.string cimport memcmp
 
-from pagepool.core.arguments cimport group_of, size_of
+from pagepool.core.arguments cimport as_long_long, group_of, size_of
 from pagepool.core.ids cimport as_page_ids
 from pagepool.core.index cimport find_within, has_key
 from pagepool.core.queue cimport count_free, has_free_pages
@@ -155,10 +155,10 @@ cdef Tokens count_tokens(object num_tokens, object max_num_new_tokens, Py_ssize_
     return tokens
 
 
-cdef bint are_same(object mine, object others) except -1:
+cdef bint are_same(tuple mine, tuple others) except -1:
     """Whether the items of two tuples are the same objects, or equal strings or ints."""
     cdef Py_ssize_t i
-    if type(mine) is not tuple or type(others) is not tuple or len(mine) != len(others):
+    if len(mine) != len(others):
         return False
     for i in range(len(mine)):
         if mine[i] is not others[i]:
@@ -175,16 +175,19 @@ cdef const void *place_of(object source) noexcept:
 cdef bint has_sample(object source, const int32_t *tokens, Py_ssize_t n) except -1:
     """Whether a list, or `PageIds`, has `n` items, and some of them are the tokens there."""
     cdef const int32_t *ids = NULL if type(source) is list else (<PageIds>source).ids
-    cdef Py_ssize_t i = n - 1
-    if len(source) != n:
+    cdef Py_ssize_t i = n - 1, step = max(1, n // NUM_SAMPLED)
+    cdef int overflow  # -1 then, which no token is
+    if step > 16:
+        step |= 17  # samples a power of two apart would share a set of the cache
+    if n != (len(<list>source) if type(source) is list else (<PageIds>source).num):
         return False
     while i >= 0:
         if ids != NULL:
             if ids[i] != tokens[i]:
                 return False
-        elif type((<list>source)[i]) is not int or (<list>source)[i] != tokens[i]:
+        elif type((<list>source)[i]) is not int or as_long_long((<list>source)[i], &overflow) != tokens[i]:
             return False
-        i -= max(1, n // NUM_SAMPLED)
+        i -= step
     return True
 
 
@@ -196,7 +199,7 @@ cdef class RowRefusal(Refusal):
         """Whether a request is this one, which has `tokens`: O(1) for the list or memory that they came in, else O(tokens)."""
         cdef object source = token_ids
         cdef PageIds ids
-        if not are_same(options, self.options):
+        if self.options is None or type(options) is not tuple or not are_same(options, self.options):
             return False
         if type(token_ids) is not list:
             if not isinstance(token_ids, (ndarray, tuple)):  # others may change as they are read

@@ -96,7 +96,7 @@ cdef class RowRequest:
             result = self.take(find_hits)
             is_admitted = type(result) is not RowRefusal
             if not is_admitted:
-                (<RowRefusal>result).options = self.options
+                (<RowRefusal>result).options = self.options if type(self.options) is tuple else None
                 (<RowRefusal>result).source = self.token_ids if type(self.token_ids) is list else tokens
         finally:
             rows.refusals[self.row] = None if is_admitted else result

@@ -15,7 +15,6 @@ cdef class PageStore(CachedPages):
     cdef dict views                     # page id -> CachePage, for those that were asked for
 
     cdef CachePage view(self, int32_t page_id)
-    cdef int32_t record_of(self, object page) except -1
     cdef int check_untaken(self, int32_t bad) except -1
     cdef Py_ssize_t give_back_ids(self, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept
     cdef int refuse_give_back(self, PageIds ids, Py_ssize_t bad) except -1

@@ -15,6 +15,15 @@ from pagepool.errors import (
 from pagepool.hashing import PageHashWithGroupId, checked_hash
 
 
+cdef inline int32_t record_of(PageStore store, object page) except -1:
+    """The record of a view; PageIdError for another pool's."""
+    if type(page) is not CachePage:
+        raise ArgumentTypeError(f"pages: got {type(page).__name__}, allowed: CachePage")
+    if (<CachePage>page).store is not store:
+        raise PageIdError(f"page {(<CachePage>page).page_id} belongs to another pool")
+    return (<CachePage>page).index
+
+
 @cython.auto_pickle(False)
 cdef class PageStore(CachedPages):
     """The records of one pool, its free queue and its prefix index. `pagepool.PagePool` is the door for users.
@@ -58,17 +67,12 @@ cdef class PageStore(CachedPages):
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef int32_t index
         for item in as_list(pages, "pages"):
-            index = self.record_of(item)
-            ids.add(&index, 1)
+            index = record_of(self, item)
+            if ids.num == ids.capacity:
+                ids.reserve(1)
+            ids.ids[ids.num] = index
+            ids.num += 1
         return ids
-
-    cdef int32_t record_of(self, object page) except -1:
-        """The record of a view; PageIdError for another pool's."""
-        if type(page) is not CachePage:
-            raise ArgumentTypeError(f"pages: got {type(page).__name__}, allowed: CachePage")
-        if (<CachePage>page).store is not self:
-            raise PageIdError(f"page {(<CachePage>page).page_id} belongs to another pool")
-        return (<CachePage>page).index
 
     def take(self, n, shard=None, num_shards=0) -> PageIds:
         """Take `n` pages from the front of the queue, or of a shard: ref count 1, prefix entries dropped. O(n)."""
@@ -160,7 +164,7 @@ cdef class PageStore(CachedPages):
 
     def remove_page(self, page) -> None:
         """Take a page out of the queue, wherever it stands. PageIdError for another pool's. O(1)."""
-        cdef int32_t page_id = self.record_of(page)
+        cdef int32_t page_id = record_of(self, page)
         cdef bint was_free
         with self.lock:
             was_free = page_id != NULL_PAGE and is_free(&self.pool, page_id)
@@ -171,7 +175,7 @@ cdef class PageStore(CachedPages):
 
     def append_page(self, page) -> None:
         """`append` for one page by its view; PageIdError for another pool's."""
-        cdef int32_t page_id = self.record_of(page)
+        cdef int32_t page_id = record_of(self, page)
         self.push_checked(&page_id, 1)
 
     def append(self, page_ids) -> None:
