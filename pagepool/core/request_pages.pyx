@@ -473,10 +473,8 @@ cdef class RequestPages:
                 break
         if flaw == UNTOUCHABLE:
             self.store.refuse_touch(ids.ids[i])
-        raise PageHashError(
-            f"page {ids[i]} (at {i} of group {group.id}) does not hold this prefix: "
-            "look it up again, right before allocate_slots"
-        )
+        page = f"page {ids[i]} (at {i} of group {group.id})" if flaw < 0 else "a page"  # which is right again by now
+        raise PageHashError(f"{page} does not hold this prefix: look it up again, right before allocate_slots")
 
     def give_back(self, num_computed_tokens=None, HashChain chain=None) -> None:
         """Give back all pages, group by group, the last page first; nothing is held then. O(pages).
