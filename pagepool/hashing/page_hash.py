@@ -24,6 +24,10 @@ def checked_hash(page_hash: Any) -> PageHash:
     """Return a page hash whose value is a Python int. It may be an engine's own named tuple with `hash_value` and `token_ids`.
     ArgumentTypeError unless it is such a tuple, and hashable; ArgumentError if the value is too large to convert to text.
     """
+    if type(page_hash) is PageHash and len(page_hash) == 3:  # nearly always a plain digest, for which this is enough
+        value, token_ids, extra_keys = page_hash
+        if type(value) is int and 0 <= value < 1 << 128 and type(token_ids) is tuple and not token_ids and extra_keys is None:
+            return page_hash
     is_named = hasattr(page_hash, "hash_value") and hasattr(page_hash, "token_ids")
     if not (is_named and tuple in type(page_hash).__mro__):
         raise ArgumentTypeError(f"page_hash: got {type(page_hash).__name__}, allowed: PageHash")
