@@ -143,7 +143,7 @@ cdef class RunningRows(RowMemory):
 
         `rows` and `token_ids` are lists or int arrays of one length; rows do not repeat. A row that does not fit stops the call
         and has not got its token either. RowOverflowError, and nothing changed, where a row is as long as it can be; other
-        errors as in `grow`. O(rows + new pages), native; about 10 ns a row.
+        errors as in `grow`. O(rows + new pages), native.
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
