@@ -195,6 +195,7 @@ cdef bint has_sample(object source, const int32_t *tokens, Py_ssize_t n) except 
 cdef class RowRefusal(Refusal):
     """A refused request for a row, which keeps its tokens, and how to recognise it."""
 
+    @cython.critical_section  # for `source`, which it replaces
     cdef bint is_of(self, object token_ids, object options, const int32_t *tokens) except -1:
         """Whether a request is this one, which has `tokens`: O(1) for the list or memory that they came in, else O(tokens)."""
         cdef object source = token_ids
