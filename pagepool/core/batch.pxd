@@ -144,8 +144,8 @@ cdef inline bint claim_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nog
     return True
 
 
-cdef inline uint32_t start_call(Batch *batch) noexcept nogil:
-    """Forget which rows were seen; returns the stamp of those that will be."""
+cdef inline void start_call(Batch *batch) noexcept nogil:
+    """Forget which rows were seen in calls before."""
     cdef Py_ssize_t row
     batch.num_ascending = 0
     batch.stamp += 1
@@ -153,7 +153,6 @@ cdef inline uint32_t start_call(Batch *batch) noexcept nogil:
         for row in range(batch.num_rows):
             batch.states[row].stamp = 0
         batch.stamp = 1
-    return batch.stamp
 
 
 cdef inline void end_row(Batch *batch, Py_ssize_t row, Py_ssize_t g) noexcept nogil:

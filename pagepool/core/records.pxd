@@ -18,7 +18,7 @@ cdef enum:
     MAX_PAGES = 1 << 30
     NUM_BUCKETS = 24          # of times: below 1 ms, below 2, 4, ..., 2**22 ms, and longer
 
-cdef struct Page:             # 32 bytes, two to a cache line
+cdef struct Page:             # 32 bytes
     uint64_t key_lo           # digest of the content; meaningful while group is not NO_GROUP
     uint64_t key_hi
     int32_t ref_cnt           # holders; 0: free
@@ -58,7 +58,7 @@ cdef struct Origin:           # how a cached page came to be
     int32_t place             # in its request, in pages; 0: it has no parent
     int32_t context           # what else its hash is of, see `PageStore.add_context`; 0: nothing
 
-cdef struct Note:             # 32 bytes, two to a cache line
+cdef struct Note:             # 32 bytes
     Origin origin             # of a cached page
     Links new                 # ring of the first pages of new keys, closed by the null page; NOT_NEW outside
 
