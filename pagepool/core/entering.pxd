@@ -4,7 +4,7 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
 from pagepool.core.holdings cimport Held
-from pagepool.core.index cimport enter, home_of, keep_tokens
+from pagepool.core.index cimport enter, home_of, keep_tokens, rank
 from pagepool.core.notes cimport is_journaled, note_entry
 from pagepool.core.platform cimport fetch
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Origin, Pool
@@ -31,8 +31,9 @@ cdef struct PageToEnter:
     int32_t num_tokens        # 0: they are not known
     int32_t page_id
     int32_t group
-    const Digest *parent      # NULL for the first page; this and the rest only for a journal
     int32_t place             # in its request
+    Held *held
+    const Digest *parent      # NULL for the first page; this and the rest only for a journal
     int32_t context
 
 cdef struct Waiting:
@@ -76,7 +77,8 @@ cdef inline void enter_waiting(Waiting *waiting) noexcept nogil:
     for i in range(waiting.num_to_enter):
         page = &waiting.to_enter[i]
         if pool.pages[page.page_id].group == NO_GROUP:
-            enter(pool, page.page_id, page.digest[0], page.group)
+            if enter(pool, page.page_id, page.digest[0], page.group) and pool.num_parts:
+                rank(pool, &page.held.ranking, page.held.ids, page.place, page.digest[0], page.group)
             if is_journaled(pool):
                 note_entry(
                     pool, page.page_id, Origin(page.parent[0] if page.parent else Digest(0, 0), page.place, page.context)
@@ -105,13 +107,13 @@ cdef inline void enter_full_pages(
             enter_waiting(waiting)
         page = &waiting.to_enter[waiting.num_to_enter]
         waiting.num_to_enter += 1
-        page.page_id, page.group = held.ids[place], group.id
+        page.page_id, page.group, page.place, page.held = held.ids[place], group.id, place, held
         page.digest = contents.digests + (place + 1) * group.stride - 1
         page.token_ids = contents.token_ids + <Py_ssize_t>place * size
         page.num_tokens = size if (place + <int64_t>1) * size <= contents.num_token_ids else 0
         fetch(&waiting.pool.pages[page.page_id])
         if is_journaled(waiting.pool):
-            page.place, page.context = place, contents.context
+            page.context = contents.context
             page.parent = contents.digests + place * group.stride - 1 if place else NULL
             fetch(&waiting.pool.journal.notes[page.page_id])
             fetch(waiting.pool.page_tokens + page.page_id * waiting.pool.tokens_width)

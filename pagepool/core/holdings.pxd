@@ -6,7 +6,7 @@ from libc.string cimport memcpy, memset
 from pagepool.core.index cimport drop, find
 from pagepool.core.pages cimport find_unheld, put_back_held, take_from, touch_all
 from pagepool.core.platform cimport GUARDS
-from pagepool.core.records cimport FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Page, Pool
+from pagepool.core.records cimport FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Page, Pool, Ranking
 from pagepool.core.rules cimport MAX_TOKENS, Group, first_useful_page, full_pages, next_skip, pages_for
 from pagepool.core.siphash cimport Digest
 
@@ -20,6 +20,7 @@ cdef struct Held:             # in one group
     int32_t num_cached        # leading pages that need no prefix entry any more
     int32_t num_skipped       # leading pages that fell out of the window
     int32_t num_hits          # leading pages that were hits
+    Ranking ranking           # of the others; for a pool with a policy
 
 cdef struct Holding:
     const Group *groups       # [num_groups]
@@ -100,6 +101,7 @@ cdef inline void attach_hits(Pool *pool, Held *held, const int32_t *ids, int32_t
         memcpy(held.ids, ids, n * sizeof(int32_t))
     held.num_pages = held.num_cached = held.num_hits = n
     held.num_skipped = 0
+    held.ranking = Ranking(n, 0)
 
 
 cdef inline int32_t take_missing(Pool *pool, const Group *group, Held *held, int64_t num_tokens, int32_t shard) noexcept nogil:
@@ -190,10 +192,11 @@ cdef inline void recompute_from(const Group *group, Held *held, int32_t num_comp
     cdef int32_t num_pages = full_pages(&group.rules, num_computed)
     held.num_cached = min(held.num_cached, num_pages)
     held.num_hits = min(held.num_hits, num_pages)
+    held.ranking.num_ranked = min(held.ranking.num_ranked, num_pages)
 
 
 cdef inline void empty(const Holding *holding) noexcept nogil:
     """Forget all pages, which were given back."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
-        holding.held[g].num_pages = holding.held[g].num_cached = holding.held[g].num_skipped = holding.held[g].num_hits = 0
+        holding.held[g] = Held(holding.held[g].ids, 0, 0, 0, 0, Ranking(0, 0))

@@ -3,10 +3,18 @@
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
+from pagepool.core.ghost cimport hash_key, is_sampled
 from pagepool.core.notes cimport is_journaled, note_drop, note_entry
-from pagepool.core.records cimport FLAGS, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Origin, Page, Pool, Range, Slot, digest_of
+from pagepool.core.queue cimport requeue
+from pagepool.core.records cimport (
+    BLANK, FLAGS, NEW, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Ghost, Origin, Page, Pool, Range, Ranking, Slot, digest_of,
+    is_free,
+)
 from pagepool.core.siphash cimport Digest
 from pagepool.core.twins cimport find_twin, join_twins, leave_twins
+
+cdef enum:
+    MAX_UNSEEN = 4            # sampled keys
 
 
 cdef inline uint32_t tag_of(Pool *pool, uint64_t key_lo, int32_t group) noexcept nogil:
@@ -50,8 +58,10 @@ cdef inline int32_t find_within(Pool *pool, Digest key, int32_t group, Range ids
     return find_twin(pool, first, ids) if pool.pages[first].group & TWIN else <int32_t>NULL_PAGE
 
 
-cdef inline void enter(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
-    """Give a page without an entry the key. The index cannot be full: it has a slot for every two pages and more."""
+cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
+    """Give a page without an entry the key; whether no other page has it. The index cannot be full: it has a slot for every two
+    pages and more.
+    """
     cdef Page *page = &pool.pages[page_id]
     cdef uint32_t tag = tag_of(pool, key.lo, group)
     cdef Slot *slot = slot_for(pool, key, group, tag)
@@ -61,11 +71,35 @@ cdef inline void enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     page.group = group
     pool.num_cached += 1
     pool.num_entries += 1
+    if pool.num_parts and is_free(pool, page_id):
+        requeue(pool, page_id, NEW)
     if slot.page_id != NULL_PAGE:
         join_twins(pool, slot.page_id, page_id)
-    else:
-        slot[0] = Slot(tag, page_id)
-        pool.num_keys += 1
+        return False
+    slot[0] = Slot(tag, page_id)
+    pool.num_keys += 1
+    return True
+
+
+cdef inline void rank(
+    Pool *pool, Ranking *ranking, const int32_t *ids, int32_t place, Digest key, int32_t group
+) noexcept nogil:
+    """Let the policy rank a page of a request that misses: by what it knows of its key, and so the pages since the last that it
+    knew, for it samples keys. After `MAX_UNSEEN` keys in a row that it does not know the rest of the request is new.
+    """
+    cdef const Ghost *ghost = &pool.policy.ghost
+    cdef uint32_t part
+    cdef int32_t i
+    if ranking.num_unseen == MAX_UNSEEN or not is_sampled(ghost, hash_key(key, group)):
+        return
+    part = pool.policy.note_miss(pool, key, group)
+    if part != BLANK:
+        for i in range(ranking.num_ranked if ghost.sample_mask else place, place + 1):
+            if ids[i] != NULL_PAGE and not is_free(pool, ids[i]):
+                pool.policy.marks[ids[i]] = part
+        ranking[0] = Ranking(place + 1, 0)
+    elif ghost.sample_mask:
+        ranking.num_unseen += 1
 
 
 cdef inline bint is_first(Pool *pool, int32_t page_id) noexcept nogil:
@@ -82,6 +116,7 @@ cdef inline Py_ssize_t enter_all(
     """Enter pages ``ids[span]`` under their digests, except null pages. ``ids[0]`` is at ``first.place`` of its request. Return
     -1, or, with nothing changed, the index of a page that has an entry already.
     """
+    cdef Ranking ranking = Ranking(span.start, 0)
     cdef int32_t i, j
     for i in range(span.start, span.stop):
         if ids[i] == NULL_PAGE:
@@ -92,7 +127,8 @@ cdef inline Py_ssize_t enter_all(
                     drop(pool, ids[j])
                     pool.num_cached -= 1
             return i
-        enter(pool, ids[i], digests[i], group)
+        if enter(pool, ids[i], digests[i], group) and pool.num_parts:
+            rank(pool, &ranking, ids, i, digests[i], group)
         if is_journaled(pool):
             note_entry(pool, ids[i], Origin(digests[i - 1] if i else Digest(0, 0), first.place + i, first.context))
     return -1
@@ -142,3 +178,12 @@ cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
     page.group = NO_GROUP
     pool.num_entries -= 1
     pool.num_dropped += 1
+    if pool.num_parts and is_free(pool, page_id):
+        forget_queued(pool, page_id)
+
+
+cdef inline void forget_queued(Pool *pool, int32_t page_id) noexcept nogil:
+    """Put a page in the queue that lost its entry into the blank part."""
+    if pool.policy.marks[page_id] != BLANK:
+        pool.policy.note_drop(pool, page_id)
+        requeue(pool, page_id, BLANK)

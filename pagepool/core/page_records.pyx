@@ -7,14 +7,15 @@ from libc.stdint cimport INT32_MAX, uint32_t
 from libc.string cimport memcpy
 
 from pagepool.core.arguments cimport digest_of_int, group_of, int_of_digest, page_id_of, size_of
+from pagepool.core.eviction cimport check_policy, free_policy, set_policy
 from pagepool.core.index cimport drop, enter, enter_all, find_within, keep_tokens
 from pagepool.core.locks cimport STORE_LOCK, delist_lock, enlist_lock
 from pagepool.core.notes cimport is_journaled, note_clear, note_entry
 from pagepool.core.pages cimport find_outside
 from pagepool.core.platform cimport GIL_DISABLED, monotonic_ns
-from pagepool.core.queue cimport link_shards, push
+from pagepool.core.queue cimport begin_parts, blank_all, link_shards, page_behind, push
 from pagepool.core.records cimport (
-    FLAGS, MAX_PAGES, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, TWIN, Histogram, Links, Origin, Residency, Slot, Stay,
+    FLAGS, MAX_PAGES, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, PART, TWIN, Histogram, Links, Origin, Residency, Slot, Stay,
     digest_of, is_free, resize,
 )
 from pagepool.core.siphash cimport Digest
@@ -41,7 +42,7 @@ cdef tuple counters_of(Pool pool):
 cdef class PageRecords:
     """The records of one pool in native memory."""
 
-    def __cinit__(self, num_pages, bint enable_caching=True, bint is_pool=True):
+    def __cinit__(self, num_pages, bint enable_caching=True, bint is_pool=True, eviction="lru", ghost_size=None):
         cdef int32_t page_id, num_records
         enlist_lock(&self.lock_node, &self.lock, STORE_LOCK)
         self.is_pool = is_pool
@@ -54,6 +55,10 @@ cdef class PageRecords:
             raise MemoryError(f"{num_records} page records")
         if is_pool:
             self.sample_residency()
+        check_policy(eviction, ghost_size)
+        self.eviction = eviction
+        if self.enable_caching:  # without it no page is worth more than another
+            self.divide(eviction, ghost_size)
         for page_id in range(1, self.pool.num_pages):
             push(&self.pool, page_id)
 
@@ -67,6 +72,7 @@ cdef class PageRecords:
         free(self.pool.journal.notes)
         free(self.pool.journal.contexts)
         free(self.pool.residency)
+        free_policy(&self.pool)
 
     def __reduce__(self):
         raise ArgumentTypeError("a page store cannot be pickled")
@@ -84,6 +90,14 @@ cdef class PageRecords:
             self.pool.pages[NULL_PAGE] = Page(0, 0, 0, NULL_PAGE, NULL_PAGE, NO_GROUP)
         self.pool.num_pages = <int32_t>num_pages
         return True
+
+    cdef int divide(self, object eviction, object ghost_size) except -1:
+        """Divide the empty queue into the parts of a policy."""
+        set_policy(&self.pool, eviction, ghost_size)
+        if not resize(<void **>&self.pool.pages, (<size_t>self.pool.num_pages + self.pool.num_parts) * sizeof(Page)):
+            raise MemoryError(f"{self.pool.num_pages} page records")
+        begin_parts(&self.pool)
+        return 0
 
     cdef bint make_index(self) noexcept:
         """Make an empty prefix index; False where memory is short."""
@@ -213,14 +227,14 @@ cdef class PageRecords:
         return counts.to_array()
 
     def free_ids(self) -> PageIds:
-        """The free queue, front first. O(num_pages)."""
+        """The free queue, front first; with a policy part by part. O(num_pages)."""
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef int32_t page_id = NULL_PAGE
         cdef bint has_room
         with self.lock:
             has_room = ids.try_reserve(self.pool.num_free)
             while has_room and ids.num < self.pool.num_free:
-                page_id = self.pool.pages[page_id].next_free
+                page_id = page_behind(&self.pool, page_id, -1)
                 ids.put(&page_id, 1)
         if not has_room:
             raise MemoryError("the ids of free pages")
@@ -271,22 +285,25 @@ cdef class PageRecords:
         cdef Pool *pool = &self.pool
         cdef int32_t n = <int32_t>size_of(num_shards, "data_parallel_size", 1, pool.num_pages)
         cdef size_t num_twins = pool.num_pages if self.enable_caching else 0
+        cdef size_t num_links = pool.num_pages + n * (<size_t>1 + pool.num_parts)
+        cdef size_t num_newest = n * (<size_t>PART + 1) // 2 if pool.num_parts else 0  # two in the place of two links
         cdef Links *links
         if n == self.read(&pool.num_shards):
             return
         self.check_fixed()
         if pool.num_pages % n:
             raise ArgumentError(f"data_parallel_size: got {n}, allowed: a divisor of the {pool.num_pages} pages")
-        links = <Links *>calloc(2 * num_twins + pool.num_pages + n + n, sizeof(Links))
+        links = <Links *>calloc(num_links + n + num_newest + 2 * num_twins, sizeof(Links))
         if links == NULL:
             raise MemoryError(f"links of {pool.num_pages} pages in {n} shards")
         with self.lock:
             free(pool.shard_links)
             pool.shard_links = links
-            pool.shard_num_free = <int32_t *>(links + pool.num_pages + n)
-            pool.shard_twins = links + pool.num_pages + n + n if num_twins else <Links *>NULL
+            pool.shard_num_free = <int32_t *>(links + num_links)
+            pool.shard_newest = <int32_t *>(links + num_links + n)
+            pool.shard_twins = links + num_links + n + num_newest if num_twins else <Links *>NULL
             pool.shard_firsts = pool.shard_twins + num_twins
-            pool.num_shards = n
+            pool.num_shards, pool.is_divided = n, True
             pool.pages_per_shard = pool.num_pages // n
             link_shards(pool)
             link_shard_twins(pool)
@@ -365,6 +382,8 @@ cdef class CachedPages(PageRecords):
         cdef int32_t i, num_held
         with self.lock:
             num_held = self.pool.num_pages - 1 - self.pool.num_free
+            if num_held == 0 and self.pool.num_parts:
+                blank_all(&self.pool)
             for i in range(1, self.pool.num_pages if num_held == 0 else 1):
                 if self.pool.pages[i].group != NO_GROUP:
                     drop(&self.pool, i)

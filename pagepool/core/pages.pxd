@@ -4,9 +4,9 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
 
 from pagepool.core.index cimport drop, home_of
 from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns
-from pagepool.core.queue cimport end_of_queue, next_free_in, pull, push
+from pagepool.core.queue cimport end_of_queue, pull, push, record_behind
 from pagepool.core.records cimport (
-    FLAGS, NO_GROUP, NULL_PAGE, NUM_BUCKETS, WATCHED, Histogram, Page, Pool, Stay, digest_of, is_free,
+    FLAGS, NEW, NO_GROUP, NULL_PAGE, NUM_BUCKETS, WATCHED, Histogram, Page, Pool, Stay, digest_of, is_free,
 )
 
 
@@ -61,19 +61,42 @@ cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
-    """Take the `n` pages at the front of the queue, or of a shard's, unless that is -1. There are enough, and none of them is
-    held (`find_held_free`). O(n), independent of the pool's size.
+    """Take the `n` pages at the front of the queue, or of a shard's, unless that is -1; with a policy those that it picks. There
+    are enough, and none of them is held (`find_held_free`). O(n), independent of the pool's size.
     """
-    cdef int32_t page_id = next_free_in(pool, end_of_queue(pool, shard), shard)
+    cdef int32_t page_id = record_behind(pool, end_of_queue(pool, shard), shard)
     cdef Py_ssize_t i
     pool.is_restored &= n == 0
+    if pool.num_parts:
+        take_picked(pool, out, n, shard)
+        return
     for i in range(n):
         out[i] = page_id
         fetch_entry(pool, page_id)
-        page_id = next_free_in(pool, page_id, shard)
+        page_id = record_behind(pool, page_id, shard)
     for i in range(n):
         pull(pool, out[i])
         claim(pool, out[i])
+
+
+cdef inline void note_request(Pool *pool) noexcept nogil:
+    """Tell the policy, if there is one, that a request begins to take pages."""
+    if pool.num_parts:
+        pool.policy.num_requests += 1
+
+
+cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
+    """Take `n` pages in the order in which the policy picks them."""
+    cdef Py_ssize_t i
+    for i in range(n):
+        out[i] = pool.policy.pick(pool, shard)
+        pull(pool, out[i])
+        fetch_entry(pool, out[i])
+    for i in range(n):
+        if pool.pages[out[i]].group != NO_GROUP:
+            pool.policy.note_eviction(pool, out[i])
+        claim(pool, out[i])
+        pool.policy.marks[out[i]] = NEW
 
 
 cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
@@ -81,6 +104,8 @@ cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
     cdef Page *page = &pool.pages[page_id]
     page.ref_cnt -= 1
     if page.ref_cnt == 0:
+        if pool.num_parts:
+            pool.policy.note_release(pool, 1)
         push(pool, page_id)
         pool.num_freed += 1
 
@@ -131,6 +156,8 @@ cdef inline Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, b
         at = find_unheld(pool, ids, 0, n)
         if at >= 0:
             return at
+    if pool.num_parts:
+        return give_back_to_parts(pool, ids, n, tail_first)
     for i in range(n):
         at = n - 1 - i if tail_first else i
         if ids[at] == NULL_PAGE:
@@ -146,6 +173,30 @@ cdef inline Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, b
         else:
             undo_give_back(pool, ids, n, i, tail_first)
             return at
+    return -1
+
+
+cdef inline Py_ssize_t give_back_to_parts(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil:
+    """`give_back` with a policy: it is told how many pages come before the first does. A page that stands in the list twice goes
+    to the queue at its first place.
+    """
+    cdef Py_ssize_t i, at, num_released = 0
+    for i in range(n):
+        if ids[i] == NULL_PAGE:
+            continue
+        if GUARDS and pool.pages[ids[i]].ref_cnt == 0:
+            for at in range(i):
+                pool.pages[ids[at]].ref_cnt += ids[at] != NULL_PAGE
+            return i
+        pool.pages[ids[i]].ref_cnt -= 1
+        num_released += pool.pages[ids[i]].ref_cnt == 0
+    if num_released:
+        pool.policy.note_release(pool, num_released)
+    for i in range(n if num_released else 0):
+        at = n - 1 - i if tail_first else i
+        if ids[at] != NULL_PAGE and pool.pages[ids[at]].ref_cnt == 0 and not is_free(pool, ids[at]):
+            push(pool, ids[at])
+            pool.num_freed += 1
     return -1
 
 
@@ -183,20 +234,42 @@ cdef inline void unwatch(Pool *pool, int32_t page_id) noexcept nogil:
     pool.pages[page_id].group &= ~WATCHED
 
 
+cdef inline void add_reference(Pool *pool, int32_t page_id) noexcept nogil:
+    """One reference more for a page that is not in the queue any more."""
+    if pool.pages[page_id].group >= WATCHED:
+        unwatch(pool, page_id)
+    pool.pages[page_id].ref_cnt += 1
+    if not page_id & pool.sample_mask:
+        note_use(pool, page_id)
+
+
 cdef inline void touch_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
     """One reference more for each page, null pages passed over; a free page leaves the queue."""
     cdef Py_ssize_t i
     pool.is_restored &= n == 0
+    if pool.num_parts:
+        touch_in_parts(pool, ids, n)
+        return
     for i in range(n):
         if ids[i] != NULL_PAGE:
             if pool.pages[ids[i]].ref_cnt == 0:
                 pull(pool, ids[i])
                 pool.num_reused += 1
-            if pool.pages[ids[i]].group >= WATCHED:
-                unwatch(pool, ids[i])
-            pool.pages[ids[i]].ref_cnt += 1
-            if not ids[i] & pool.sample_mask:
-                note_use(pool, ids[i])
+            add_reference(pool, ids[i])
+
+
+cdef inline void touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """`touch_all` with a policy."""
+    cdef Py_ssize_t i
+    cdef bint was_free
+    for i in range(n):
+        if ids[i] != NULL_PAGE:
+            was_free = is_free(pool, ids[i])
+            if was_free:
+                pull(pool, ids[i])
+                pool.num_reused += 1
+            pool.policy.note_hit(pool, ids[i], was_free)
+            add_reference(pool, ids[i])
 
 
 cdef inline void put_back_held(Pool *pool, int32_t page_id) noexcept nogil:

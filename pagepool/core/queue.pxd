@@ -1,54 +1,184 @@
-# The free queue, of the pool and of each shard.
+# The free queue, of the pool and of each shard. Its pages are in one ring, closed by a record; with a policy there is one more
+# record before each part.
 
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uint32_t
 
-from pagepool.core.records cimport NOT_FREE, NULL_PAGE, Links, Page, Pool, is_free, link_after, shard_of, unlink
+from pagepool.core.records cimport (
+    BLANK, NO_GROUP, NO_PART, NOT_FREE, NULL_PAGE, PART, Links, Page, Pool, is_free, link_after, shard_of, unlink,
+)
+
+
+cdef inline int32_t end_of_queue(const Pool *pool, int32_t shard) noexcept nogil:
+    """The record that closes the queue of a shard, or for -1 of the pool."""
+    return NULL_PAGE if shard < 0 else pool.num_pages + shard * (1 + pool.num_parts)
+
+
+cdef inline int32_t start_of_part(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
+    """The record before the pages of a part."""
+    return pool.num_pages + part if shard < 0 else end_of_queue(pool, shard) + 1 + part
+
+
+cdef inline int32_t end_of_part(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
+    """The record behind the pages of a part; without parts behind all pages."""
+    return start_of_part(pool, part + 1, shard) if part + 1 < pool.num_parts else end_of_queue(pool, shard)
+
+
+cdef inline int32_t record_behind(const Pool *pool, int32_t page_id, int32_t shard) noexcept nogil:
+    """The record behind `page_id` in that queue: a page, or one that closes the queue or begins a part."""
+    return pool.pages[page_id].next_free if shard < 0 else pool.shard_links[page_id].next
+
+
+cdef inline int32_t record_before(const Pool *pool, int32_t page_id, int32_t shard) noexcept nogil:
+    return pool.pages[page_id].prev_free if shard < 0 else pool.shard_links[page_id].prev
+
+
+cdef inline bint is_page(const Pool *pool, int32_t record) noexcept nogil:
+    """Whether a record of a queue is a page, not one of its marks."""
+    return NULL_PAGE < record < pool.num_pages
+
+
+cdef inline int32_t oldest_in(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
+    """The page that has been in a part for longest, or NULL_PAGE."""
+    cdef int32_t page_id = record_behind(pool, start_of_part(pool, part, shard), shard)
+    return page_id if is_page(pool, page_id) else <int32_t>NULL_PAGE
+
+
+cdef inline int32_t newest_in(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
+    cdef int32_t page_id = record_before(pool, end_of_part(pool, part, shard), shard)
+    return page_id if is_page(pool, page_id) else <int32_t>NULL_PAGE
+
+
+cdef inline void link_page(Pool *pool, int32_t page_id, int32_t end) noexcept nogil:
+    """Put a page outside the queue before the record that ends it, or a part."""
+    cdef Page *pages = pool.pages
+    cdef int32_t last = pages[end].prev_free
+    assert 0 < page_id < pool.num_pages and not is_free(pool, page_id)
+    pages[page_id].prev_free = last
+    pages[page_id].next_free = end
+    pages[last].next_free = page_id
+    pages[end].prev_free = page_id
+    pool.num_free += 1
 
 
 cdef inline void push(Pool *pool, int32_t page_id) noexcept nogil:
-    """Put a page outside the queue to its back, which is evicted last."""
-    cdef Page *pages = pool.pages
-    cdef int32_t last = pages[NULL_PAGE].prev_free
-    assert 0 < page_id < pool.num_pages and not is_free(pool, page_id)
-    pages[page_id].prev_free = last
-    pages[page_id].next_free = NULL_PAGE
-    pages[last].next_free = page_id
-    pages[NULL_PAGE].prev_free = page_id
-    pool.num_free += 1
+    """Put a page outside the queue to its back, which is evicted last; with a policy to that of its part."""
+    if pool.is_divided:
+        push_to_divisions(pool, page_id)
+    else:
+        link_page(pool, page_id, NULL_PAGE)
+
+
+cdef inline void push_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
+    """Put a page into its part, by its mark, and into the queue of its shard."""
+    cdef int32_t shard, part = NO_PART
+    if pool.num_parts:
+        part = enter_part(pool, page_id)
+    link_page(pool, page_id, end_of_part(pool, part, -1))
     if pool.num_shards:
-        push_to_shard(pool, page_id)
+        shard = shard_of(pool, page_id)
+        push_to_shard(pool, page_id, shard, end_of_part(pool, part, shard))
 
 
-cdef inline void push_to_shard(Pool *pool, int32_t page_id) noexcept nogil:
-    cdef int32_t shard = shard_of(pool, page_id)
-    link_after(pool.shard_links, pool.shard_links[pool.num_pages + shard].prev, page_id)
+cdef inline int32_t enter_part(Pool *pool, int32_t page_id) noexcept nogil:
+    """Mark a page as one of the part that its mark names, or, without an entry, of the blank one. Returns the part."""
+    cdef uint32_t part = BLANK if pool.pages[page_id].group == NO_GROUP else pool.policy.marks[page_id] & PART
+    if part == BLANK:
+        pool.policy.marks[page_id] = BLANK
+    else:
+        pool.policy.note_queued(pool, page_id, part)
+    pool.policy.num_in_part[part] += 1
+    return <int32_t>part
+
+
+cdef inline void push_to_shard(Pool *pool, int32_t page_id, int32_t shard, int32_t end) noexcept nogil:
+    link_after(pool.shard_links, pool.shard_links[end].prev, page_id)
     pool.shard_num_free[shard] += 1
 
 
 cdef inline void pull(Pool *pool, int32_t page_id) noexcept nogil:
     """Take a page out of the queue, wherever it stands in it."""
     cdef Page *page = &pool.pages[page_id]
-    cdef int32_t shard
     assert 0 < page_id < pool.num_pages and is_free(pool, page_id)
     pool.pages[page.prev_free].next_free = page.next_free
     pool.pages[page.next_free].prev_free = page.prev_free
     page.prev_free = NOT_FREE
     page.next_free = NOT_FREE
     pool.num_free -= 1
+    if pool.is_divided:
+        leave_divisions(pool, page_id)
+
+
+cdef inline void leave_divisions(Pool *pool, int32_t page_id) noexcept nogil:
+    """Take a page out of its shard's queue, and of the count of its part."""
     if pool.num_shards:
-        shard = shard_of(pool, page_id)
         unlink(pool.shard_links, page_id)
-        pool.shard_num_free[shard] -= 1
+        pool.shard_num_free[shard_of(pool, page_id)] -= 1
+    if pool.num_parts:
+        pool.policy.num_in_part[pool.policy.marks[page_id] & PART] -= 1
+
+
+cdef inline void requeue(Pool *pool, int32_t page_id, uint32_t part) noexcept nogil:
+    """Put a free page that got or lost its entry into another part."""
+    pull(pool, page_id)
+    pool.policy.marks[page_id] = part
+    push(pool, page_id)
+
+
+cdef inline void begin_parts(Pool *pool) noexcept nogil:
+    """Link the marks of the parts of an empty queue."""
+    cdef int32_t part, last = NULL_PAGE
+    for part in range(pool.num_parts):
+        pool.pages[pool.num_pages + part] = Page(0, 0, 0, last, NULL_PAGE, NO_GROUP)
+        pool.pages[last].next_free = pool.num_pages + part
+        last = pool.num_pages + part
+    pool.pages[NULL_PAGE].prev_free = last
+
+
+cdef inline void blank_all(Pool *pool) noexcept nogil:
+    """Make all free pages part of the blank one, in the order of the queue. O(num_pages)."""
+    cdef int32_t page_id, part, shard, mark
+    for page_id in range(1, pool.num_pages):
+        if is_free(pool, page_id) and pool.policy.marks[page_id] != BLANK:
+            pool.policy.note_drop(pool, page_id)
+            pool.policy.num_in_part[pool.policy.marks[page_id] & PART] -= 1
+            pool.policy.num_in_part[BLANK] += 1
+            pool.policy.marks[page_id] = BLANK
+    for part in range(1, pool.num_parts):
+        move_to_end(pool.pages, start_of_part(pool, part, -1))
+        for shard in range(pool.num_shards):
+            mark = start_of_part(pool, part, shard)
+            unlink(pool.shard_links, mark)
+            link_after(pool.shard_links, pool.shard_links[end_of_queue(pool, shard)].prev, mark)
+
+
+cdef inline void move_to_end(Page *pages, int32_t record) noexcept nogil:
+    """Move a record to the end of the pool's queue."""
+    cdef int32_t last
+    pages[pages[record].prev_free].next_free = pages[record].next_free
+    pages[pages[record].next_free].prev_free = pages[record].prev_free
+    last = pages[NULL_PAGE].prev_free
+    pages[record].prev_free = last
+    pages[record].next_free = NULL_PAGE
+    pages[last].next_free = record
+    pages[NULL_PAGE].prev_free = record
 
 
 cdef inline void link_shards(Pool *pool) noexcept nogil:
     """Build the queue of each shard from the whole one. O(free pages)."""
-    cdef int32_t page_id = pool.pages[NULL_PAGE].next_free
-    cdef int32_t end
-    for end in range(pool.num_pages, pool.num_pages + pool.num_shards):
+    cdef int32_t page_id, shard, end, part
+    for shard in range(pool.num_shards):
+        end = end_of_queue(pool, shard)
         pool.shard_links[end] = Links(end, end)
+        for part in range(pool.num_parts):
+            link_after(pool.shard_links, end + part, end + part + 1)
+    part = NO_PART
+    page_id = pool.pages[NULL_PAGE].next_free
     while page_id != NULL_PAGE:
-        push_to_shard(pool, page_id)
+        if page_id >= pool.num_pages:
+            part = page_id - pool.num_pages
+        else:
+            shard = shard_of(pool, page_id)
+            push_to_shard(pool, page_id, shard, end_of_part(pool, part, shard))
         page_id = pool.pages[page_id].next_free
 
 
@@ -56,24 +186,32 @@ cdef inline int32_t count_free_in(const Pool *pool, int32_t shard) noexcept nogi
     return pool.num_free if shard < 0 else pool.shard_num_free[shard]
 
 
-cdef inline int32_t end_of_queue(const Pool *pool, int32_t shard) noexcept nogil:
-    """The record that closes the queue of a shard, or for -1 of the pool."""
-    return NULL_PAGE if shard < 0 else pool.num_pages + shard
+cdef inline int32_t page_behind(const Pool *pool, int32_t page_id, int32_t shard) noexcept nogil:
+    """The page behind `page_id` in that queue, whatever its part; NULL_PAGE, or a shard's end: there is none."""
+    page_id = record_behind(pool, page_id, shard)
+    while page_id >= pool.num_pages and page_id != end_of_queue(pool, shard):
+        page_id = record_behind(pool, page_id, shard)
+    return page_id
 
 
-cdef inline int32_t next_free_in(const Pool *pool, int32_t page_id, int32_t shard) noexcept nogil:
-    """The page behind `page_id` in that queue."""
-    return pool.pages[page_id].next_free if shard < 0 else pool.shard_links[page_id].next
+cdef inline int32_t page_before(const Pool *pool, int32_t page_id) noexcept nogil:
+    """The page before `page_id` in the pool's queue, whatever its part, or NULL_PAGE."""
+    page_id = pool.pages[page_id].prev_free
+    while page_id >= pool.num_pages:
+        page_id = pool.pages[page_id].prev_free
+    return page_id
 
 
 cdef inline int32_t find_held_free(const Pool *pool, Py_ssize_t n) noexcept nogil:
-    """A page with references among the first `n` of the free queue and of each shard's; or NULL_PAGE."""
+    """A page with references among the first `n` of the free queue and of each shard's; or NULL_PAGE. With a policy, which may
+    evict any, among all.
+    """
     cdef int32_t page_id, shard
     cdef Py_ssize_t _
     for shard in range(-1, pool.num_shards if pool.num_held_free else -1):
         page_id = end_of_queue(pool, shard)
-        for _ in range(min(n, count_free_in(pool, shard))):
-            page_id = next_free_in(pool, page_id, shard)
+        for _ in range(count_free_in(pool, shard) if pool.num_parts else min(n, count_free_in(pool, shard))):
+            page_id = page_behind(pool, page_id, shard)
             if pool.pages[page_id].ref_cnt:
                 return page_id
     return NULL_PAGE

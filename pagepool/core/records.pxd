@@ -16,6 +16,11 @@ cdef enum:
     FLAGS = TWIN | WATCHED
     MAX_GROUP = WATCHED - 1
     MAX_PAGES = 1 << 30
+    NO_PART = -1
+    BLANK = 0                 # part of the queue for pages without an entry: they are evicted first
+    NEW = 1                   # part for pages that were used once
+    PART = 3                  # bits of a mark
+    SET_SIZE = 8              # entries of a ghost
     NUM_BUCKETS = 24          # of times: below 1 ms, below 2, 4, ..., 2**22 ms, and longer
 
 cdef struct Page:             # 32 bytes
@@ -25,6 +30,47 @@ cdef struct Page:             # 32 bytes
     int32_t prev_free         # page ids; NOT_FREE outside the queue
     int32_t next_free
     int32_t group             # cache group of the prefix entry, with its flags; NO_GROUP: not cached
+
+cdef struct GhostEntry:       # an evicted page
+    uint32_t tag              # hash of its key and group; 0: none
+    uint32_t mark             # as it was in the queue, see `Policy`
+
+cdef struct Ghost:            # the keys of pages that were evicted last, in sets, each first in, first out
+    GhostEntry *entries       # [num_sets, SET_SIZE], each set in a cache line
+    void *memory              # that they are in
+    uint32_t num_sets
+    uint32_t sample_mask      # of a key's hash: 0 for keys that are remembered
+
+cdef struct Ranking:          # of pages that a request computes, by what a policy knows of their keys
+    int32_t num_ranked        # pages up to the last of which it knew the key
+    int32_t num_unseen        # sampled keys since then that it did not know
+
+cdef struct Pool
+
+cdef struct Policy:           # chooses pages for eviction; the first member of what a policy keeps
+    # A free page's mark: its part in the lowest 2 bits, behind that a stamp that is the policy's. A held page's: the part that
+    # it will be put into.
+    uint32_t *marks           # [num_pages]
+    Ghost ghost
+    int32_t num_in_part[4]    # free pages
+    int64_t num_requests      # that took pages
+    int64_t num_shared_hits   # on held pages
+    int64_t num_lru_hits      # on free pages, and misses, for which plain LRU would have kept the page; estimated
+    int64_t num_free_hits
+    # A call is about to put pages into the queue.
+    void (*note_release)(Pool *pool, int64_t num_pages) noexcept nogil
+    # A page with an entry is put into a part: sets its mark.
+    void (*note_queued)(Pool *pool, int32_t page_id, uint32_t part) noexcept nogil
+    # A page that was hit gets a holder, or one more: sets its mark. It has left the queue if it `was_free`.
+    void (*note_hit)(Pool *pool, int32_t page_id, bint was_free) noexcept nogil
+    # A key enters the index. Returns the part that its page is to be put into, or BLANK where the policy has forgotten the key.
+    uint32_t (*note_miss)(Pool *pool, Digest key, int32_t group) noexcept nogil
+    # The page to be evicted next. It is taken out of the queue before the next call.
+    int32_t (*pick)(Pool *pool, int32_t shard) noexcept nogil
+    # A page with an entry, in no queue any more, is evicted.
+    void (*note_eviction)(Pool *pool, int32_t page_id) noexcept nogil
+    # A page in the queue, outside the blank part, loses its entry otherwise.
+    void (*note_drop)(Pool *pool, int32_t page_id) noexcept nogil
 
 cdef struct Slot:             # one slot of the prefix index
     uint32_t tag              # hash of key and group; its low bits are the home slot
@@ -84,8 +130,12 @@ cdef struct Pool:
     Page *pages
     Slot *slots               # NULL: no prefix caching
     Links *twins              # rings of pages with the same content, valid while TWIN is set
-    Links *shard_links        # free queue of each shard, closed by the record num_pages + shard; NULL: no shards yet
+    Links *shard_links        # free queue of each shard, see `end_of_queue`; NULL: no shards yet
     int32_t *shard_num_free   # [num_shards] behind them
+    Policy *policy            # NULL: the page that was released first is evicted first
+    int32_t num_parts         # of the queues; 0 without a policy
+    bint is_divided           # whether there are shards or parts
+    int32_t *shard_newest     # [num_shards, PART + 1] behind that: pages that a policy remembers; with a policy only
     Links *shard_twins        # behind that: rings of the twins in each shard; NULL without shards, and without caching
     Links *shard_firsts       # behind that: rings of the first of each shard; NOT_FIRST for the others
     int32_t *page_tokens      # [num_pages, tokens_width] tokens of cached pages, their number first; NULL: not kept

@@ -15,7 +15,7 @@ from pagepool.core.holdings cimport (
 from pagepool.core.ids cimport PageIds
 from pagepool.core.index cimport is_entered_otherwise
 from pagepool.core.lookups cimport FoundIds
-from pagepool.core.pages cimport give_back
+from pagepool.core.pages cimport give_back, note_request
 from pagepool.core.platform cimport GIL_DISABLED
 from pagepool.core.queue cimport count_free_in, find_held_free
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE
@@ -420,6 +420,8 @@ cdef class RequestPages:
             return HELD_FREE
         if not self.reserve(hits, new, demand.num_tokens):
             return NO_MEMORY
+        if count_places(&self.holding) == 0:
+            note_request(pool)
         attach_all(pool, &self.holding, hits)
         if num_new > count_free_in(pool, demand.shard):
             for g in range(len(hits)):

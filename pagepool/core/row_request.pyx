@@ -12,6 +12,7 @@ from pagepool.core.entering cimport enter_waiting
 from pagepool.core.growth cimport take_pages
 from pagepool.core.holdings cimport Holding
 from pagepool.core.ids cimport PageIds, as_page_ids, refuse_negative
+from pagepool.core.pages cimport note_request
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport find_held_free, has_free_pages
 from pagepool.core.records cimport NULL_PAGE, count_changes, ids_in_shard
@@ -244,6 +245,7 @@ cdef class RowRequest:
         cdef Holding holding = holding_of(batch, self.row)
         cdef Py_ssize_t g
         set_context(batch, self.row, self.context)
+        note_request(batch.pool)
         attach_all(batch.pool, &holding, hits)
         for g in range(batch.num_groups):
             show_row(batch, self.row, g)

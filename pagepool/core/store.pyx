@@ -4,9 +4,9 @@ cimport cython
 from libc.stdint cimport INT32_MAX, INT64_MAX
 
 from pagepool.core.arguments cimport as_list, as_shard, group_of, index_of, size_of
-from pagepool.core.pages cimport find_untouchable, give_back, take_from, touch_all
+from pagepool.core.pages cimport find_untouchable, give_back, note_request, take_from, touch_all
 from pagepool.core.platform cimport go_on, let_others_run
-from pagepool.core.queue cimport count_free_in, find_held_free, pull, push_all
+from pagepool.core.queue cimport count_free_in, find_held_free, page_before, page_behind, pull, push_all
 from pagepool.core.records cimport NULL_PAGE, Page, is_free
 
 from pagepool.errors import (
@@ -38,10 +38,11 @@ cdef class PageStore(CachedPages):
     def neighbours(self, page_id) -> tuple:
         """The pages before and after a page in the free queue; None at the ends and outside the queue."""
         cdef int32_t checked = self.checked_id(page_id)
-        cdef Page page = self.record(checked)
-        if checked == NULL_PAGE:
-            return None, None
-        return tuple([self.view(each) if each > NULL_PAGE else None for each in (page.prev_free, page.next_free)])
+        cdef int32_t before = NULL_PAGE, behind = NULL_PAGE
+        with self.lock:
+            if checked != NULL_PAGE and is_free(&self.pool, checked):
+                before, behind = page_before(&self.pool, checked), page_behind(&self.pool, checked, -1)
+        return tuple([self.view(each) if each != NULL_PAGE else None for each in (before, behind)])
 
     def page(self, page_id) -> CachePage:
         """The one view of a page, made when first asked for."""
@@ -90,6 +91,7 @@ cdef class PageStore(CachedPages):
             if bad == NULL_PAGE:
                 thread = let_others_run(num)
                 take_from(&self.pool, ids.ids, num, checked_shard)
+                note_request(&self.pool)
                 go_on(thread)
                 ids.num = num
         self.lock.release()
@@ -149,7 +151,9 @@ cdef class PageStore(CachedPages):
         with self.lock:
             num_free = self.pool.num_free
             while num <= num_free and ids.num < num:
-                ids.ids[ids.num] = self.pool.pages[NULL_PAGE].next_free
+                ids.ids[ids.num] = self.pool.policy.pick(&self.pool, -1) if self.pool.num_parts else (
+                    self.pool.pages[NULL_PAGE].next_free
+                )
                 self.pull_any(ids.ids[ids.num])
                 ids.num += 1
         if num > num_free:

@@ -68,6 +68,8 @@ class CacheManager(KeyHolder):
         hash_seed: int | str | bytes | None = None,
         keep_token_ids: bool = False,
         page_pool: PagePool | None = None,
+        eviction: str | None = None,
+        ghost_size: float | None = None,
     ) -> None:
         """`max_model_len` is in tokens. ArgumentError for values out of range and for combinations that are not supported."""
         if not isinstance(kv_cache_groups, Sequence):
@@ -78,6 +80,10 @@ class CacheManager(KeyHolder):
         self.max_model_len = require_int("max_model_len", max_model_len, 1, MAX_SIZE)
         self.enable_caching = bool(enable_caching and kv_cache_groups)
         self.use_eagle = use_eagle
+        if page_pool is None:
+            page_pool = PagePool(num_pages, self.enable_caching, eviction=eviction or "lru", ghost_size=ghost_size)
+        else:
+            _require_eviction(page_pool, eviction, ghost_size)
         self.coordinator: CacheCoordinator = get_kv_cache_coordinator(
             num_pages, kv_cache_groups, self.max_model_len, use_eagle, self.enable_caching, page_pool
         )
@@ -410,6 +416,15 @@ class CacheManager(KeyHolder):
     def create_empty_page_list(self) -> CachePages:
         """Return no pages, for the groups of this manager."""
         return CachePages(self._no_ids, self._store)
+
+
+def _require_eviction(pool: PagePool, eviction: str | None, ghost_size: float | None) -> None:
+    """Raise ArgumentError for a pool with another policy, and for a ghost size, which a pool has already."""
+    if ghost_size is not None or eviction not in (None, getattr(pool, "eviction", eviction)):
+        raise ArgumentError(
+            f"eviction: got {shown(eviction)} and ghost_size {shown(ghost_size)}, allowed with page_pool: None, or its own, "
+            f"{pool.eviction!r}"
+        )
 
 
 def _require_kept_tokens(num_kept: int, num_needed: int) -> None:

@@ -62,17 +62,23 @@ class PagePool:
     [4, 5, 6, 7, 3, 2, 1]
     """
 
-    def __init__(self, num_pages: int, enable_caching: bool) -> None:
-        """`num_pages` counts the null page; ArgumentError, a ValueError, unless it is a positive int."""
+    def __init__(
+        self, num_pages: int, enable_caching: bool, *, eviction: str = "lru", ghost_size: float | None = None
+    ) -> None:
+        """`num_pages` counts the null page; ArgumentError, a ValueError, unless it is a positive int. `eviction` names the policy
+        by which cached pages are evicted: ``"lru"``, ``"arc"`` or ``"adaptive"``. `ghost_size` is the number of evicted pages
+        that ARC remembers, in pools, above 0 to 64; None: 1.
+        """
         if isinstance(num_pages, bool) or not isinstance(num_pages, int | np.integer) or num_pages <= 0:
             raise ArgumentError(f"num_pages: got {shown(num_pages)}, allowed: a positive int")
-        self._start(PageStore(num_pages, enable_caching))
+        self._start(PageStore(num_pages, enable_caching, eviction=eviction, ghost_size=ghost_size))
 
     def _start(self, store: PageStore) -> None:
         """Set the attributes of the pool of `store`."""
         self.store = store
         self.num_pages = store.num_pages
         self.enable_caching = store.enable_caching
+        self.eviction: str = store.eviction
         self.pages = Pages(self.store)
         self.free_page_queue = FreeCachePageQueue.of_store(self.store)
         self.configuration: Configuration | None = None

@@ -1,0 +1,8 @@
+# Policies by name.
+
+from pagepool.core.records cimport Pool
+
+
+cdef int check_policy(object name, object ghost_size) except -1
+cdef int set_policy(Pool *pool, object name, object ghost_size) except -1
+cdef void free_policy(Pool *pool) noexcept

@@ -1,0 +1,85 @@
+"""Policies by name. A policy is a header with the functions of `Policy`; this module knows all of them."""
+
+from cpython.mem cimport PyMem_RawCalloc as calloc
+from cpython.mem cimport PyMem_RawFree as free
+from libc.stdint cimport int32_t, uint32_t
+
+from pagepool.core cimport adaptive, arc
+from pagepool.core.platform cimport CACHE_LINE
+from pagepool.core.records cimport SET_SIZE, GhostEntry, Policy, Pool
+
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+
+EVICTION_POLICIES = ("lru", "arc", "adaptive")
+
+cdef int MAX_GHOST_SIZE = 64  # pools
+cdef double ADAPTIVE_GHOST_SIZE = 6  # pools; a smaller one forgets keys before they return
+
+
+cdef int check_policy(object name, object ghost_size) except -1:
+    """ArgumentError for an unknown name, and for a ghost size, in pools, unless it is ARC's, or None."""
+    if name not in EVICTION_POLICIES:
+        raise ArgumentError(f"eviction: got {shown(name)}, allowed: {', '.join(map(repr, EVICTION_POLICIES))}")
+    if ghost_size is not None and not (name == "arc" and 0 < float_of(ghost_size, "ghost_size") <= MAX_GHOST_SIZE):
+        raise ArgumentError(
+            f"ghost_size: got {shown(ghost_size)} for {name!r}, allowed: above 0 to {MAX_GHOST_SIZE} for 'arc', else None"
+        )
+    return 0
+
+
+cdef int set_policy(Pool *pool, object name, object ghost_size) except -1:
+    """Give a pool without pages in its queue a policy that `check_policy` knows; "lru" is none. Without a ghost size ARC has a
+    ghost of one pool, as in its paper.
+    """
+    if name == "arc":
+        begin_policy(pool, sizeof(arc.Arc), arc.NUM_PARTS, 1 if ghost_size is None else ghost_size, 1)
+        set_arc(pool.policy)
+    elif name == "adaptive":
+        begin_policy(pool, sizeof(adaptive.Adaptive), adaptive.NUM_PARTS, ADAPTIVE_GHOST_SIZE, adaptive.SAMPLE_WEIGHT)
+        set_adaptive(pool.policy)
+        adaptive.start_adaptive(<adaptive.Adaptive *>pool.policy, pool.num_pages)
+    return 0
+
+
+cdef double float_of(object value, str name) except *:
+    """A number as a double; ArgumentTypeError for other types."""
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: a number")
+    return float(value)
+
+
+cdef int begin_policy(Pool *pool, size_t size, int32_t num_parts, double ghost_size, uint32_t sample_interval) except -1:
+    """Allocate what a policy keeps: `size` bytes, marks, and a ghost for one page in `sample_interval` of `ghost_size` pools."""
+    cdef Policy *policy = <Policy *>calloc(1, size)
+    cdef size_t num_sets = 1 + <size_t>(ghost_size * pool.num_pages / sample_interval / SET_SIZE)
+    pool.policy = policy
+    if policy != NULL:
+        policy.marks = <uint32_t *>calloc(pool.num_pages, sizeof(uint32_t))
+        policy.ghost.memory = calloc(num_sets * SET_SIZE * sizeof(GhostEntry) + CACHE_LINE, 1)
+    if policy == NULL or policy.marks == NULL or policy.ghost.memory == NULL:
+        raise MemoryError(f"the eviction policy of {pool.num_pages} pages")
+    policy.ghost.num_sets, policy.ghost.sample_mask = <uint32_t>num_sets, sample_interval - 1
+    policy.ghost.entries = <GhostEntry *>(
+        <char *>policy.ghost.memory + CACHE_LINE - <size_t>policy.ghost.memory % CACHE_LINE
+    )
+    pool.num_parts, pool.is_divided = num_parts, True
+    return 0
+
+
+cdef void set_arc(Policy *policy) noexcept:
+    policy.note_release, policy.note_queued, policy.note_hit = arc.note_release, arc.note_queued, arc.note_hit
+    policy.note_miss, policy.pick = arc.note_miss, arc.pick
+    policy.note_eviction, policy.note_drop = arc.note_eviction, arc.note_drop
+
+
+cdef void set_adaptive(Policy *policy) noexcept:
+    policy.note_release, policy.note_queued, policy.note_hit = adaptive.note_release, adaptive.note_queued, adaptive.note_hit
+    policy.note_miss, policy.pick = adaptive.note_miss, adaptive.pick
+    policy.note_eviction, policy.note_drop = adaptive.note_eviction, adaptive.note_drop
+
+
+cdef void free_policy(Pool *pool) noexcept:
+    if pool.policy != NULL:
+        free(pool.policy.marks)
+        free(pool.policy.ghost.memory)
+        free(pool.policy)
