@@ -1,10 +1,10 @@
 # The adaptive policy: it learns at which age pages of each part are used again, and evicts the page from which it expects the
 # fewest hits a page and time. Its unit of time is the epoch, a sixteenth of the pool's pages put into the queue.
 #
-# Ages are those at which pages in the queue, and a sample of those that were evicted, are used again. They are counted in buckets
-# for each part. The value of an age is the highest rate of hits that keeping the page up to any later age gives: an index as
-# Gittins' (Bandit Processes and Dynamic Allocation Indices, 1979). Three parts beside the blank one: pages that were used once,
-# and pages that were used again, when least recently used (LRU) eviction would have kept them, or would have lost them.
+# It counts, in buckets of ages and for each part, the pages in the queue that are used again, and a sample of those that were
+# evicted. The value of an age is the highest rate of hits that keeping a page to any later age gives, an index like that of
+# Gittins (Bandit Processes and Dynamic Allocation Indices, 1979). Beside the blank part there are three: pages that were used
+# once, and pages used again, when least-recently-used (LRU) eviction would have kept them, or would have lost them.
 
 from libc.math cimport pow
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
@@ -43,16 +43,11 @@ cdef struct Decision:         # which pages are evicted, until a page is hit or 
     bint is_newest            # the newest call's pages, the first that it released first; else the oldest page
     uint32_t mark
 
-cdef struct Adaptive:
-    Policy base
-    int64_t num_pages
-    int64_t epoch_pages       # in an epoch
-    int64_t num_released
+cdef struct Learned:          # what a snapshot keeps
+    int64_t num_released      # pages put into the queue
     int64_t epoch
-    uint32_t call             # of this epoch
+    int64_t call              # of this epoch
     int64_t num_requests_then  # at the last tick
-    int32_t edges[NUM_AGES + 1]  # epochs at which the buckets of ages begin: 0 1 2 3 4 6 8 12 16 24 ... 96, and the horizon
-    uint8_t buckets[HORIZON]  # of ages in epochs
     int64_t alive[NUM_CLASSES][NUM_EPOCHS]  # pages that an epoch released and that were not used since
     double exposed[NUM_CLASSES][NUM_AGES]  # pages that came to an age
     double reused[NUM_CLASSES][NUM_AGES]  # pages that were used again at it
@@ -62,14 +57,28 @@ cdef struct Adaptive:
     int64_t pause             # pools
     int64_t paused_until      # releases; up to then LRU decides
     Decision decision
+
+cdef struct Adaptive:
+    Policy base
+    Learned learned
+    int64_t num_pages
+    int64_t epoch_pages       # in an epoch
+    int32_t edges[NUM_AGES + 1]  # epochs at which the buckets of ages begin: 0 1 2 3 4 6 8 12 16 24 ... 96, and the horizon
+    uint8_t buckets[HORIZON]  # of ages in epochs
     int32_t newest[PART + 1]  # in each part the first page of the newest call that released any, as far as it still is
+
 
 cdef inline Adaptive *adaptive_of(Pool *pool) noexcept nogil:
     return <Adaptive *>pool.policy
 
 
+cdef inline uint32_t stamp_of(const Adaptive *state) noexcept nogil:
+    """The stamp of pages that are released now."""
+    return <uint32_t>(state.learned.epoch & LAST_EPOCH) << EPOCH_SHIFT | <uint32_t>state.learned.call << STAMP_SHIFT
+
+
 cdef inline int64_t epochs_since(const Adaptive *state, uint32_t mark) noexcept nogil:
-    return (state.epoch - (mark >> EPOCH_SHIFT)) & LAST_EPOCH
+    return (state.learned.epoch - (mark >> EPOCH_SHIFT)) & LAST_EPOCH
 
 
 cdef inline int32_t bucket_of(const Adaptive *state, int64_t age) noexcept nogil:
@@ -77,14 +86,14 @@ cdef inline int32_t bucket_of(const Adaptive *state, int64_t age) noexcept nogil
 
 
 cdef inline double value_of(const Adaptive *state, uint32_t mark) noexcept nogil:
-    return state.values[(mark & PART) - 1][bucket_of(state, epochs_since(state, mark))]
+    return state.learned.values[(mark & PART) - 1][bucket_of(state, epochs_since(state, mark))]
 
 
 cdef inline void start_adaptive(Adaptive *state, int32_t num_pages) noexcept nogil:
     cdef int32_t age, j, bucket = 0
     state.num_pages = num_pages
     state.epoch_pages = max(EPOCHS_A_POOL, num_pages // EPOCHS_A_POOL)
-    state.lru_age = HORIZON
+    state.learned.lru_age = HORIZON
     for j in range(NUM_AGES + 1):
         state.edges[j] = j if j <= 4 else (2 if j % 2 == 0 else 3) << (j // 2 - 1)
     for age in range(HORIZON):
@@ -100,13 +109,13 @@ cdef inline void rate_ages(Adaptive *state) noexcept nogil:
     cdef double[NUM_AGES] prior
     cdef double num_reused, num_exposed, weight = 1
     cdef Py_ssize_t c, j
-    if state.num_released:
-        weight = REQUESTS_A_WEIGHT * <double>state.num_released / <double>max(<int64_t>1, state.base.num_requests)
+    if state.learned.num_released:
+        weight = REQUESTS_A_WEIGHT * <double>state.learned.num_released / <double>max(<int64_t>1, state.base.num_requests)
     for j in range(NUM_AGES):
         num_reused = num_exposed = 0
         for c in range(NUM_CLASSES):
-            num_reused += state.reused[c][j]
-            num_exposed += state.exposed[c][j]
+            num_reused += state.learned.reused[c][j]
+            num_exposed += state.learned.exposed[c][j]
         prior[j] = (num_reused + weight * (prior[j - 1] if j else <double>FIRST_HAZARD / 100)) / (num_exposed + weight)
         prior[j] = min(1.0, prior[j])
     for c in range(NUM_CLASSES):
@@ -118,7 +127,7 @@ cdef inline void rate_class(Adaptive *state, Py_ssize_t c, const double *prior, 
     cdef double hits, time, surviving, best
     cdef Py_ssize_t j, start
     for j in range(NUM_AGES):
-        hazard[j] = min(1.0, (state.reused[c][j] + weight * prior[j]) / (state.exposed[c][j] + weight))
+        hazard[j] = min(1.0, (state.learned.reused[c][j] + weight * prior[j]) / (state.learned.exposed[c][j] + weight))
     for start in range(NUM_AGES):
         hits = time = best = 0
         surviving = 1
@@ -127,38 +136,40 @@ cdef inline void rate_class(Adaptive *state, Py_ssize_t c, const double *prior, 
             time += surviving * (state.edges[j + 1] - state.edges[j]) * (1 - hazard[j] / 2)
             surviving *= 1 - hazard[j]
             best = max(best, hits / time)
-        state.values[c][start] = best
+        state.learned.values[c][start] = best
 
 
 cdef inline void begin_epoch(Adaptive *state) noexcept nogil:
     """Count the pages that come to the next ages."""
     cdef Py_ssize_t c, j
-    state.epoch += 1
+    cdef int64_t num_alive
+    state.learned.epoch += 1
     for c in range(NUM_CLASSES):
-        state.alive[c][state.epoch & LAST_COUNTED] = 0
+        state.learned.alive[c][state.learned.epoch & LAST_COUNTED] = 0
         for j in range(1, NUM_AGES):
-            state.exposed[c][j] += <double>max(<int64_t>0, state.alive[c][(state.epoch - state.edges[j]) & LAST_COUNTED])
+            num_alive = state.learned.alive[c][(state.learned.epoch - state.edges[j]) & LAST_COUNTED]
+            state.learned.exposed[c][j] += <double>max(<int64_t>0, num_alive)
 
 
 cdef inline void decay(Adaptive *state, double epochs) noexcept nogil:
     """Let what was counted before weigh less."""
-    cdef double requests = <double>(state.base.num_requests - state.num_requests_then)
+    cdef double requests = <double>(state.base.num_requests - state.learned.num_requests_then)
     cdef double share = pow(2.0, -min(epochs / HALF_LIFE, requests / HALF_LIFE_REQUESTS))
     cdef Py_ssize_t c, j
     for c in range(NUM_CLASSES):
         for j in range(NUM_AGES):
-            state.exposed[c][j] *= share
-            state.reused[c][j] *= share
-    state.num_requests_then = state.base.num_requests
+            state.learned.exposed[c][j] *= share
+            state.learned.reused[c][j] *= share
+    state.learned.num_requests_then = state.base.num_requests
 
 
 cdef inline int64_t find_lru_age(const Adaptive *state, int64_t num_free) noexcept nogil:
     """The age at which LRU would lose pages: as many were released since, and not used, as it has room for."""
     cdef int64_t age = 0, count = 0
     cdef Py_ssize_t c
-    while age < HORIZON and age <= state.epoch:
+    while age < HORIZON and age <= state.learned.epoch:
         for c in range(NUM_CLASSES):
-            count += state.alive[c][(state.epoch - age) & LAST_COUNTED]
+            count += state.learned.alive[c][(state.learned.epoch - age) & LAST_COUNTED]
         if count > num_free:
             break
         age += 1
@@ -167,41 +178,41 @@ cdef inline int64_t find_lru_age(const Adaptive *state, int64_t num_free) noexce
 
 cdef inline void note_release(Pool *pool, int64_t num_pages) noexcept nogil:
     cdef Adaptive *state = adaptive_of(pool)
-    cdef int64_t epoch = state.epoch
-    state.num_released += num_pages
-    state.call = min(state.call + 1, <uint32_t>LAST_CALL)
-    if state.num_released // state.epoch_pages == epoch:
+    cdef int64_t epoch = state.learned.epoch
+    state.learned.num_released += num_pages
+    state.learned.call = min(state.learned.call + 1, <int64_t>LAST_CALL)
+    if state.learned.num_released // state.epoch_pages == epoch:
         return
-    state.call = 0
-    state.decision.part = BLANK
-    while state.num_released // state.epoch_pages > state.epoch:
+    state.learned.call = 0
+    state.learned.decision.part = BLANK
+    while state.learned.num_released // state.epoch_pages > state.learned.epoch:
         begin_epoch(state)
-    decay(state, <double>(state.epoch - epoch))
+    decay(state, <double>(state.learned.epoch - epoch))
     rate_ages(state)
-    state.lru_age = find_lru_age(state, pool.num_free + num_pages)
-    if REGRET_A_POOL * state.regret > state.num_pages:
-        state.pause = min(max(<int64_t>2, 2 * state.pause), <int64_t>MAX_PAUSE)
-        state.paused_until = state.num_released + state.pause * state.num_pages
-        state.regret = 0
+    state.learned.lru_age = find_lru_age(state, pool.num_free + num_pages)
+    if REGRET_A_POOL * state.learned.regret > state.num_pages:
+        state.learned.pause = min(max(<int64_t>2, 2 * state.learned.pause), <int64_t>MAX_PAUSE)
+        state.learned.paused_until = state.learned.num_released + state.learned.pause * state.num_pages
+        state.learned.regret = 0
 
 
 cdef inline void note_queued(Pool *pool, int32_t page_id, uint32_t part) noexcept nogil:
     cdef Adaptive *state = adaptive_of(pool)
-    state.base.marks[page_id] = <uint32_t>(state.epoch & LAST_EPOCH) << EPOCH_SHIFT | state.call << STAMP_SHIFT | part
-    state.exposed[part - 1][0] += 1
-    state.alive[part - 1][state.epoch & LAST_COUNTED] += 1
+    state.base.marks[page_id] = stamp_of(state) | part
+    state.learned.exposed[part - 1][0] += 1
+    state.learned.alive[part - 1][state.learned.epoch & LAST_COUNTED] += 1
 
 
 cdef inline uint32_t note_use(Adaptive *state, uint32_t mark, int64_t weight, bint is_hit) noexcept nogil:
     """Count that a page with this mark was used again, and return the part that it belongs to now."""
     cdef int64_t age = epochs_since(state, mark)
     cdef Py_ssize_t c = (mark & PART) - 1
-    cdef bint is_in_time = age < state.lru_age
+    cdef bint is_in_time = age < state.learned.lru_age
     state.base.num_lru_hits += weight * is_in_time
-    state.regret = max(<int64_t>0, state.regret + weight * (is_in_time - is_hit))
+    state.learned.regret = max(<int64_t>0, state.learned.regret + weight * (is_in_time - is_hit))
     if age < HORIZON:
-        state.reused[c][bucket_of(state, age)] += <double>weight
-        state.alive[c][(state.epoch - age) & LAST_COUNTED] -= weight
+        state.learned.reused[c][bucket_of(state, age)] += <double>weight
+        state.learned.alive[c][(state.learned.epoch - age) & LAST_COUNTED] -= weight
     return AGAIN if is_in_time else LATE
 
 
@@ -210,7 +221,7 @@ cdef inline void note_hit(Pool *pool, int32_t page_id, bint was_free) noexcept n
     cdef uint32_t *mark = &state.base.marks[page_id]
     if was_free:
         state.base.num_free_hits += 1
-        state.decision.part = BLANK
+        state.learned.decision.part = BLANK
         mark[0] = note_use(state, mark[0], 1, True) if mark[0] != BLANK else <uint32_t>AGAIN
     else:
         state.base.num_shared_hits += 1
@@ -238,15 +249,14 @@ cdef inline void note_drop(Pool *pool, int32_t page_id) noexcept nogil:
     cdef uint32_t mark = state.base.marks[page_id]
     cdef int64_t age = epochs_since(state, mark)
     if age < HORIZON:
-        state.alive[(mark & PART) - 1][(state.epoch - age) & LAST_COUNTED] -= 1
+        state.learned.alive[(mark & PART) - 1][(state.learned.epoch - age) & LAST_COUNTED] -= 1
 
 
 # Choosing.
 
 cdef inline uint32_t age_of(const Adaptive *state, uint32_t mark) noexcept nogil:
     """How long ago a page was released, in calls and epochs: only the order matters."""
-    cdef uint32_t now = <uint32_t>(state.epoch & LAST_EPOCH) << EPOCH_SHIFT | state.call << STAMP_SHIFT
-    return now - (mark & ~<uint32_t>PART)
+    return stamp_of(state) - (mark & ~<uint32_t>PART)
 
 
 cdef inline int32_t *known_newest(Pool *pool, int32_t part, int32_t shard) noexcept nogil:
@@ -298,7 +308,7 @@ cdef inline Decision decide(Pool *pool, int32_t shard) noexcept nogil:
     cdef Decision best = decide_as_lru(pool, shard)
     cdef double value, least = value_of(state, best.mark) * MARGIN / 100
     cdef int32_t part, page_id, is_newest
-    if state.num_released < state.paused_until:
+    if state.learned.num_released < state.learned.paused_until:
         return best
     for part in range(NEW, PART + 1):
         for is_newest in range(2):
@@ -313,7 +323,7 @@ cdef inline Decision decide(Pool *pool, int32_t shard) noexcept nogil:
 
 cdef inline int32_t pick(Pool *pool, int32_t shard) noexcept nogil:
     cdef Adaptive *state = adaptive_of(pool)
-    cdef Decision *decision = &state.decision
+    cdef Decision *decision = &state.learned.decision
     cdef int32_t behind, page_id = oldest_in(pool, BLANK, shard)
     if page_id != NULL_PAGE:
         return page_id

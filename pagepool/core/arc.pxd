@@ -1,6 +1,6 @@
-# The policy ARC: Megiddo and Modha, ARC: A Self-Tuning, Low Overhead Replacement Cache (FAST 2003). Pages used once and pages used
-# again are in a part each, and so are their ghosts; a miss that a ghost remembers lets its part grow. Pages in use are in neither
-# part, and the ghosts of both share sets, each first in, first out.
+# The policy ARC: Megiddo and Modha, ARC: A Self-Tuning, Low Overhead Replacement Cache (FAST 2003). Pages used once and pages
+# used again are in a part each; a miss that the ghost remembers lets the page's part grow. Unlike there, pages in use are in
+# neither part, and the ghosts of both parts share sets, each first in, first out.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
@@ -13,10 +13,13 @@ cdef enum:
     AGAIN = 2                 # part for pages that were used again
     NUM_PARTS = 3
 
-cdef struct Arc:
-    Policy base
+cdef struct Learned:          # what a snapshot keeps
     double target             # pages of the new part
     int64_t num_ghosts[PART + 1]  # by part
+
+cdef struct Arc:
+    Policy base
+    Learned learned
 
 
 cdef inline void note_release(Pool *pool, int64_t num_pages) noexcept nogil:
@@ -36,14 +39,14 @@ cdef inline void note_hit(Pool *pool, int32_t page_id, bint was_free) noexcept n
 cdef inline uint32_t note_miss(Pool *pool, Digest key, int32_t group) noexcept nogil:
     cdef Arc *state = <Arc *>pool.policy
     cdef GhostEntry *entry = find_ghost(&state.base.ghost, hash_key(key, group))
-    cdef double num_new = <double>state.num_ghosts[NEW], num_again = <double>state.num_ghosts[AGAIN]
+    cdef double num_new = <double>state.learned.num_ghosts[NEW], num_again = <double>state.learned.num_ghosts[AGAIN]
     if entry == NULL:
         return BLANK
     if entry.mark == NEW:
-        state.target = min(<double>pool.num_pages, state.target + max(1.0, num_again / num_new))
+        state.learned.target = min(<double>pool.num_pages, state.learned.target + max(1.0, num_again / num_new))
     else:
-        state.target = max(0.0, state.target - max(1.0, num_new / num_again))
-    state.num_ghosts[entry.mark] -= 1
+        state.learned.target = max(0.0, state.learned.target - max(1.0, num_new / num_again))
+    state.learned.num_ghosts[entry.mark] -= 1
     entry.tag = 0
     return AGAIN
 
@@ -51,7 +54,7 @@ cdef inline uint32_t note_miss(Pool *pool, Digest key, int32_t group) noexcept n
 cdef inline int32_t pick(Pool *pool, int32_t shard) noexcept nogil:
     cdef Arc *state = <Arc *>pool.policy
     cdef int32_t page_id = oldest_in(pool, BLANK, shard)
-    if page_id == NULL_PAGE and state.base.num_in_part[NEW] > state.target:
+    if page_id == NULL_PAGE and state.base.num_in_part[NEW] > state.learned.target:
         page_id = oldest_in(pool, NEW, shard)
     if page_id == NULL_PAGE:
         page_id = oldest_in(pool, AGAIN, shard)
@@ -64,8 +67,8 @@ cdef inline void note_eviction(Pool *pool, int32_t page_id) noexcept nogil:
     cdef GhostEntry lost
     if part != BLANK and not pool.pages[page_id].group & TWIN:
         lost = remember(&state.base.ghost, hash_key(digest_of(&pool.pages[page_id]), pool.pages[page_id].group & ~FLAGS), part)
-        state.num_ghosts[part] += 1
-        state.num_ghosts[lost.mark] -= lost.tag != 0
+        state.learned.num_ghosts[part] += 1
+        state.learned.num_ghosts[lost.mark] -= lost.tag != 0
 
 
 cdef inline void note_drop(Pool *pool, int32_t page_id) noexcept nogil:

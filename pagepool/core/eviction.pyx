@@ -33,10 +33,10 @@ cdef int set_policy(Pool *pool, object name, object ghost_size) except -1:
     """
     if name == "arc":
         begin_policy(pool, sizeof(arc.Arc), arc.NUM_PARTS, 1 if ghost_size is None else ghost_size, 1)
-        set_arc(pool.policy)
+        set_arc(<arc.Arc *>pool.policy)
     elif name == "adaptive":
         begin_policy(pool, sizeof(adaptive.Adaptive), adaptive.NUM_PARTS, ADAPTIVE_GHOST_SIZE, adaptive.SAMPLE_WEIGHT)
-        set_adaptive(pool.policy)
+        set_adaptive(<adaptive.Adaptive *>pool.policy)
         adaptive.start_adaptive(<adaptive.Adaptive *>pool.policy, pool.num_pages)
     return 0
 
@@ -49,7 +49,7 @@ cdef double float_of(object value, str name) except *:
 
 
 cdef int begin_policy(Pool *pool, size_t size, int32_t num_parts, double ghost_size, uint32_t sample_interval) except -1:
-    """Allocate what a policy keeps: `size` bytes, marks, and a ghost for one page in `sample_interval` of `ghost_size` pools."""
+    """Allocate what a policy keeps: `size` bytes, marks, and a ghost of `ghost_size` pools, of one page in `sample_interval`."""
     cdef Policy *policy = <Policy *>calloc(1, size)
     cdef size_t num_sets = 1 + <size_t>(ghost_size * pool.num_pages / sample_interval / SET_SIZE)
     pool.policy = policy
@@ -66,13 +66,17 @@ cdef int begin_policy(Pool *pool, size_t size, int32_t num_parts, double ghost_s
     return 0
 
 
-cdef void set_arc(Policy *policy) noexcept:
+cdef void set_arc(arc.Arc *state) noexcept:
+    cdef Policy *policy = &state.base
+    policy.learned, policy.num_learned_bytes = &state.learned, sizeof(arc.Learned)
     policy.note_release, policy.note_queued, policy.note_hit = arc.note_release, arc.note_queued, arc.note_hit
     policy.note_miss, policy.pick = arc.note_miss, arc.pick
     policy.note_eviction, policy.note_drop = arc.note_eviction, arc.note_drop
 
 
-cdef void set_adaptive(Policy *policy) noexcept:
+cdef void set_adaptive(adaptive.Adaptive *state) noexcept:
+    cdef Policy *policy = &state.base
+    policy.learned, policy.num_learned_bytes = &state.learned, sizeof(adaptive.Learned)
     policy.note_release, policy.note_queued, policy.note_hit = adaptive.note_release, adaptive.note_queued, adaptive.note_hit
     policy.note_miss, policy.pick = adaptive.note_miss, adaptive.pick
     policy.note_eviction, policy.note_drop = adaptive.note_eviction, adaptive.note_drop

@@ -15,8 +15,8 @@ from pagepool.core.pages cimport find_outside
 from pagepool.core.platform cimport GIL_DISABLED, monotonic_ns
 from pagepool.core.queue cimport begin_parts, blank_all, link_shards, page_behind, push
 from pagepool.core.records cimport (
-    FLAGS, MAX_PAGES, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, PART, TWIN, Histogram, Links, Origin, Residency, Slot, Stay,
-    digest_of, is_free, resize,
+    FLAGS, MAX_PAGES, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, TWIN, Histogram, Links, Origin, Residency, Slot, Stay,
+    count_queue_links, count_remembered, digest_of, is_free, resize,
 )
 from pagepool.core.siphash cimport Digest
 from pagepool.core.twins cimport link_shard_twins
@@ -285,8 +285,7 @@ cdef class PageRecords:
         cdef Pool *pool = &self.pool
         cdef int32_t n = <int32_t>size_of(num_shards, "data_parallel_size", 1, pool.num_pages)
         cdef size_t num_twins = pool.num_pages if self.enable_caching else 0
-        cdef size_t num_links = pool.num_pages + n * (<size_t>1 + pool.num_parts)
-        cdef size_t num_newest = n * (<size_t>PART + 1) // 2 if pool.num_parts else 0  # two in the place of two links
+        cdef size_t num_links = count_queue_links(pool, n), num_newest = count_remembered(pool, n)
         cdef Links *links
         if n == self.read(&pool.num_shards):
             return

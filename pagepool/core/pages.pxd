@@ -61,8 +61,8 @@ cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
-    """Take the `n` pages at the front of the queue, or of a shard's, unless that is -1; with a policy those that it picks. There
-    are enough, and none of them is held (`find_held_free`). O(n), independent of the pool's size.
+    """Take the `n` pages at the front of the queue, or of a shard's, unless that is -1; with a policy those that it picks.
+    There are enough, and none of them is held (`find_held_free`). O(n), independent of the pool's size.
     """
     cdef int32_t page_id = record_behind(pool, end_of_queue(pool, shard), shard)
     cdef Py_ssize_t i
@@ -177,8 +177,8 @@ cdef inline Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, b
 
 
 cdef inline Py_ssize_t give_back_to_parts(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil:
-    """`give_back` with a policy: it is told how many pages come before the first does. A page that stands in the list twice goes
-    to the queue at its first place.
+    """`give_back` with a policy, which first gets to know how many pages come. A page that stands in the list twice goes to the
+    queue at its first place.
     """
     cdef Py_ssize_t i, at, num_released = 0
     for i in range(n):

@@ -20,6 +20,7 @@ cdef enum:
     BLANK = 0                 # part of the queue for pages without an entry: they are evicted first
     NEW = 1                   # part for pages that were used once
     PART = 3                  # bits of a mark
+    NUM_POLICY_COUNTS = 8
     SET_SIZE = 8              # entries of a ghost
     NUM_BUCKETS = 24          # of times: below 1 ms, below 2, 4, ..., 2**22 ms, and longer
 
@@ -52,11 +53,13 @@ cdef struct Policy:           # chooses pages for eviction; the first member of 
     # it will be put into.
     uint32_t *marks           # [num_pages]
     Ghost ghost
-    int32_t num_in_part[4]    # free pages
+    int64_t num_in_part[4]    # free pages; this and the next four are copied together
     int64_t num_requests      # that took pages
     int64_t num_shared_hits   # on held pages
-    int64_t num_lru_hits      # on free pages, and misses, for which plain LRU would have kept the page; estimated
     int64_t num_free_hits
+    int64_t num_lru_hits      # pages that LRU would have had, without those that were held; estimated
+    void *learned             # the rest of what a snapshot keeps
+    size_t num_learned_bytes
     # A call is about to put pages into the queue.
     void (*note_release)(Pool *pool, int64_t num_pages) noexcept nogil
     # A page with an entry is put into a part: sets its mark.
@@ -213,3 +216,13 @@ cdef inline Range ids_in_shard(const Pool *pool, int32_t shard) noexcept nogil:
     if shard < 0:
         return Range(0, pool.num_pages)
     return Range(shard * pool.pages_per_shard, (shard + 1) * pool.pages_per_shard)
+
+
+cdef inline Py_ssize_t count_queue_links(const Pool *pool, Py_ssize_t num_shards) noexcept nogil:
+    """Links of the queues of shards: those of the pages, of the end of each queue, and of its parts."""
+    return pool.num_pages + num_shards * (1 + pool.num_parts)
+
+
+cdef inline Py_ssize_t count_remembered(const Pool *pool, Py_ssize_t num_shards) noexcept nogil:
+    """Links in the place of which `shard_newest` is, two ids in each."""
+    return num_shards * (PART + 1) // 2 if pool.num_parts else 0

@@ -1,6 +1,6 @@
 """A pool copied, to be checked or saved, and loaded."""
 
-from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, uint8_t
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t, uint32_t
 from libc.string cimport memcpy
 
 from pagepool.core.arguments cimport as_list, require_matrix, size_of
@@ -10,7 +10,8 @@ from pagepool.core.page_records cimport counters_of
 from pagepool.core.pages cimport put_back
 from pagepool.core.queue cimport pull, push
 from pagepool.core.records cimport (
-    MAX_GROUP, NO_GROUP, NULL_PAGE, Context, Links, Note, Page, Pool, Removal, Slot, is_free, num_slots_of,
+    MAX_GROUP, NO_GROUP, NULL_PAGE, NUM_POLICY_COUNTS, SET_SIZE, Context, GhostEntry, Links, Note, Page, Policy, Pool,
+    Removal, Slot, count_queue_links, count_remembered, is_free, num_slots_of,
 )
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
@@ -26,15 +27,21 @@ DTYPES = {                        # in the order of `copy_arrays`; notes have th
     "notes": np.dtype([*KEY, ("place", "i4"), ("context", "i4"), *LINKS]),
     "removed": np.dtype([*KEY, ("group", "i4"), ("", "i4")]),
     "contexts": np.dtype([("num_users", "i4"), ("num_holders", "i4")]), "page_tokens": np.dtype("i4"),
+    "marks": np.dtype("u4"), "ghosts": np.dtype([("tag", "u4"), ("mark", "u4")]),
+    "policy_counts": np.dtype("i8"), "learned": np.dtype("u1"),
 }
+cdef enum:
+    NUM_ARRAYS = 12
+
+cdef Policy NO_POLICY         # of zeros
 
 
 def copy_records(PageStore store not None, str names=None) -> dict:
     """Copy the records of a pool: its numbers, and the arrays with these `names`, divided by blanks (None: all), as in `Pool`
     and `Journal`. Other arrays are empty. O(num_pages).
     """
-    cdef Py_ssize_t[9] stops
-    cdef bint[8] is_wanted
+    cdef Py_ssize_t[NUM_ARRAYS + 1] stops
+    cdef bint[NUM_ARRAYS] is_wanted
     cdef Py_ssize_t i, size = -1, num_bytes = 0
     cdef uint8_t[::1] memory
     cdef uint8_t *start
@@ -53,32 +60,43 @@ def copy_records(PageStore store not None, str names=None) -> dict:
         {name: array[stops[i]:stops[i + 1]].view(DTYPES[name]) for i, name in enumerate(DTYPES)}, is_pool=store.is_pool,
         num_pages=pool.num_pages, num_free=pool.num_free, num_held_free=pool.num_held_free, num_shards=pool.num_shards,
         num_keys=pool.num_keys, num_entries=pool.num_entries, multiplier=pool.multiplier, home_shift=pool.home_shift,
-        tokens_width=pool.tokens_width, num_new=pool.journal.num_new, num_removed=pool.journal.num_removed,
+        tokens_width=pool.tokens_width, num_parts=pool.num_parts, num_new=pool.journal.num_new, num_removed=pool.journal.num_removed,
         is_cleared=pool.journal.is_cleared, is_told=pool.journal.is_told, counters=counters_of(pool),
     )
+
+
+cdef Py_ssize_t count_shard_links(const Pool *pool) noexcept nogil:
+    """Links for which the memory of `shard_links` has room."""
+    cdef Py_ssize_t n = pool.num_shards, num_twins = 0 if pool.shard_twins == NULL else pool.num_pages
+    return count_queue_links(pool, n) + n + count_remembered(pool, n) + 2 * num_twins
 
 
 cdef Py_ssize_t copy_arrays(
     const Pool *pool, const bint *is_wanted, Py_ssize_t *stops, uint8_t *out, Py_ssize_t size
 ) noexcept nogil:
     """Copy arrays, each from one of `stops` to the next, unless they have another size. Returns the size in bytes."""
-    cdef Py_ssize_t i, n = pool.num_pages, num_links = 2 * pool.num_shards + (n if pool.shard_twins == NULL else 3 * n)
+    cdef Py_ssize_t i, n = pool.num_pages, has_policy = pool.num_parts > 0
+    cdef const Policy *policy = pool.policy if has_policy else &NO_POLICY
     cdef const void **arrays = [
         pool.pages, pool.slots, pool.twins, pool.shard_links,
         pool.journal.notes, pool.journal.removed, pool.journal.contexts, pool.page_tokens,
+        policy.marks, policy.ghost.entries, policy.num_in_part, policy.learned,
     ]
     cdef Py_ssize_t *sizes = [
-        n * sizeof(Page), num_slots_of(pool) * sizeof(Slot), n * sizeof(Links), num_links * sizeof(Links),
+        (n + pool.num_parts) * sizeof(Page), num_slots_of(pool) * sizeof(Slot), n * sizeof(Links),
+        count_shard_links(pool) * sizeof(Links),
         n * sizeof(Note), n * sizeof(Removal), max(0, pool.journal.num_contexts) * sizeof(Context),
         n * pool.tokens_width * sizeof(int32_t),
+        n * sizeof(uint32_t), <Py_ssize_t>policy.ghost.num_sets * SET_SIZE * sizeof(GhostEntry),
+        has_policy * NUM_POLICY_COUNTS * <Py_ssize_t>sizeof(int64_t), policy.num_learned_bytes,
     ]
     stops[0] = 0
-    for i in range(8):
+    for i in range(NUM_ARRAYS):
         stops[i + 1] = stops[i] + (sizes[i] if arrays[i] != NULL and is_wanted[i] else 0)
-    for i in range(8 if stops[8] == size else 0):
+    for i in range(NUM_ARRAYS if stops[NUM_ARRAYS] == size else 0):
         if stops[i + 1] > stops[i]:
             memcpy(out + stops[i], arrays[i], sizes[i])
-    return stops[8]
+    return stops[NUM_ARRAYS]
 
 
 def follow(prev_ids, next_ids, first_ids) -> tuple:

@@ -12,6 +12,7 @@ from pagepool.errors import IntegrityError
 __all__ = ["check_store", "save_store"]
 
 NOT_FREE = NO_GROUP = NOT_NEW = NOT_FIRST = -1
+BLANK, PART, SET_SIZE = 0, 3, 8
 TWIN, GROUP, MAX_GROUP, MAX_REF_CNT = 1 << 30, ~(3 << 29), (1 << 29) - 1, (1 << 31) - 2
 
 Array = npt.NDArray[Any]
@@ -45,6 +46,8 @@ class Records(SimpleNamespace):
     def check(self) -> None:
         """IntegrityError for a wrong page."""
         self.check_pages()
+        if self.num_parts:
+            self.check_parts()
         self.check_slots()
         self.check_entries()
         if self.num_shards:
@@ -55,7 +58,7 @@ class Records(SimpleNamespace):
     def describe(self, page_id: int) -> str:
         """Return a page with all its numbers."""
         if page_id >= self.num_pages:
-            return f"the end of shard {page_id - self.num_pages}"
+            return f"record {page_id}, the end of a queue or the start of a part"
         low, high, ref_cnt, before, behind, group = self.pages[page_id].tolist()
         entry = "not cached" if group == NO_GROUP else f"cached for group {group & GROUP} under 0x{high:016x}{low:016x}"
         return f"page {page_id} (ref count {ref_cnt}, free-queue links {before} and {behind}, {entry})"
@@ -92,19 +95,40 @@ class Records(SimpleNamespace):
 
     def check_pages(self) -> None:
         """A page is held, or it is in the free queue. The null page closes the queue."""
-        pages, num_pages, ids = self.pages, self.num_pages, range(self.num_pages)
+        links, num_pages, ids = self.pages, self.num_pages, range(self.num_pages)
+        self.pages = pages = links[:num_pages]
         ref_cnt, before, behind, self.group = pages["ref_cnt"], pages["prev"], pages["next"], pages["group"].copy()
-        is_free = (before >= 0) & (before < num_pages) & (behind >= 0) & (behind < num_pages)
+        is_free = (before >= 0) & (before < len(links)) & (behind >= 0) & (behind < len(links))
         is_held = (before == NOT_FREE) & (behind == NOT_FREE) & (ref_cnt >= self.is_pool) & (ref_cnt <= MAX_REF_CNT)
         is_wrong = ~(is_free | is_held) | (self.group < NO_GROUP)
         is_wrong[0] |= is_held[0] | (self.group[0] != NO_GROUP)
         self.refuse(is_free & (ref_cnt != 0), ids, " is in the free queue with ref count {}, allowed: 0", ref_cnt)
         text = ": allowed: links from 0 to {}, or 1 to {} references and links {}; groups up to {}; the null page is free"
-        self.refuse(is_wrong, ids, text, num_pages - 1, MAX_REF_CNT, NOT_FREE, MAX_GROUP)
-        self.free_ids = self.walk("the free queue", pages, [0])[1:]
+        self.refuse(is_wrong, ids, text, len(links) - 1, MAX_REF_CNT, NOT_FREE, MAX_GROUP)
+        self.queue = self.walk("the free queue", links, [0])[1:]
+        self.free_ids = self.queue[self.queue < num_pages]
         self.require_count(len(self.free_ids), self.num_free, f"pages are in the free queue, up to page {before[0]}")
         self.require_count(np.count_nonzero(is_free) - 1, self.num_free, "pages have links of the free queue")
         self.require_count(0, self.num_held_free, "free pages have references")
+
+    def check_parts(self) -> None:
+        """Each part has the pages that are marked so, the blank one those without an entry. A ghost is where a look-up finds it."""
+        starts = self.queue[self.queue >= self.num_pages]
+        self.require_count(starts.tolist(), [*range(self.num_pages, self.num_pages + self.num_parts)], "begin the parts")
+        parts = ((self.queue >= self.num_pages).cumsum() - 1)[self.queue < self.num_pages]
+        marked = (self.marks.take(self.free_ids) & PART).astype(np.int64)
+        self.refuse(parts != marked, self.free_ids, " is in part {} of the free queue, and marked for part {}", parts, marked)
+        is_wrong = (parts != BLANK) & (self.group.take(self.free_ids) == NO_GROUP)
+        self.refuse(is_wrong, self.free_ids, f" is in part {{}} of the free queue, allowed without an entry: {BLANK}", parts)
+        num_in_part = np.bincount(parts, minlength=PART + 1).tolist()
+        self.require_count(num_in_part, self.policy_counts[: PART + 1].tolist(), "pages are in the parts")
+        sets = self.ghosts.reshape(-1, SET_SIZE)
+        tags, parts = np.sort(sets["tag"], axis=1), sets["mark"] & PART
+        homes = (tags.astype(np.uint64) * np.uint64(len(sets)) >> np.uint64(32)).astype(np.int64)
+        is_wrong = (tags != 0) & (homes != np.arange(len(sets))[:, None])
+        is_wrong[:, 1:] |= (tags[:, 1:] == tags[:, :-1]) & (tags[:, 1:] != 0)
+        is_wrong |= (sets["tag"] != 0) & ((parts == BLANK) | (parts >= self.num_parts))
+        self.refuse(is_wrong.any(axis=1), None, "set {} of the ghost has tags of other sets, or of other parts", range(len(sets)))
 
     def words_of(self, keys: Array) -> Any:
         """Return products of which the upper halves are the tags of keys and groups."""
@@ -165,15 +189,21 @@ class Records(SimpleNamespace):
     def check_shards(self) -> None:
         """The queue and the twins of each shard are what lies in it, in the same order. Its first twins are in rings."""
         num_pages, n, links = self.num_pages, self.num_shards, self.shard_links
-        ids = np.concatenate((np.arange(num_pages, num_pages + n, dtype=np.int32), self.free_ids))
-        shards = np.concatenate((np.arange(n), self.free_ids // (num_pages // n)))
-        self.require_order("the free pages of its shard", links, ids, shards)
-        counts, counted = np.bincount(shards) - 1, links[num_pages + n :].view(np.int32)
+        num_records = 1 + self.num_parts  # in the queue of each shard, beside its pages
+        num_links, num_remembered = num_pages + n * num_records, n * 2 if self.num_parts else 0
+        records, counts = self.queue, np.where(self.queue < num_pages, 1, n)
+        records, copies = records.repeat(counts), np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+        shards = np.where(records < num_pages, records // (num_pages // n), copies)
+        ids = np.where(records < num_pages, records, shards * num_records + records + 1).astype(np.int32)
+        ends = np.arange(n, dtype=np.int32)
+        shards, ids = np.concatenate((ends, shards)), np.concatenate((num_pages + ends * num_records, ids)).astype(np.int32)
+        self.require_order("the free pages of its shard", links[:num_links], ids, shards)
+        counts, counted = np.bincount(shards) - num_records, links[num_links:].view(np.int32)
         self.refuse(counts != counted[:n], None, "shard {} has {} free pages, the pool counts {}", range(n), counts, counted)
         is_twin = self.group.take(self.cached_ids) >= TWIN
         if not is_twin.any():
             return
-        twins, firsts = links[num_pages + 2 * n :].reshape(2, num_pages)
+        twins, firsts = links[num_links + n + num_remembered :].reshape(2, num_pages)
         keys = self.rings * n + self.cached_ids // (num_pages // n)
         ids, is_first = self.require_order("the twins of its shard", twins, self.cached_ids[is_twin], keys[is_twin])
         first_ids = self.first_ids[self.group.take(self.first_ids) >= TWIN]
