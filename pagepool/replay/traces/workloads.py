@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import count, repeat
 from typing import NamedTuple
 
-from pagepool.replay.traces.arrivals import Arrival, Part, Popularity, Source, blend, in_order
+from pagepool.replay.traces.arrivals import MAX_LENGTH, Arrival, Part, Popularity, Source, blend, in_order
 
 __all__ = ["KINDS"]
 
@@ -163,7 +163,7 @@ class Chat(NamedTuple):
 
 class Recency:
     """Chats for which LRU is optimal: the probability that one continues falls with the number of others used since and
-    depends on nothing else. A chat that cannot grow further is asked again, and that turn is forgotten.
+    depends on nothing else. A chat that cannot grow further repeats its last tokens.
     """
 
     def __init__(self, source: Source) -> None:
@@ -174,23 +174,19 @@ class Recency:
         self._depths = Popularity(self._max_num_chats, source.uniform(1.1, 1.5))
         self._share_of_new = source.uniform(0.03, 0.2)
         self._first_length, self._message_length = source.scale(300, 1500), source.scale(20, 200)
-        self._answer_length, self._max_length = source.scale(20, 200), source.scale(2000, 4000)
+        self._answer_length, self._max_length = source.scale(20, 200), int(source.scale(MAX_LENGTH + 100, 4000))
 
     def arrivals(self) -> Iterator[Arrival]:
         """Yield all turns in order."""
         source, numbers = self._source, count(1)
         for time in count(1):
-            number, num_turns, history = self._take_chat() or Chat(
-                next(numbers), 0, source.new_part(source.length(self._first_length))
-            )
-            message_length, answer_length = source.length(self._message_length), source.length(self._answer_length)
-            parts: tuple[Part, ...] = (history.grow(message_length),)
-            longer = history.grow(message_length + answer_length)
-            if longer.length > self._max_length:
-                parts, longer = (history, source.new_part(message_length)), history
-            self._chats.append(Chat(number, num_turns + 1, longer))
+            chat = self._take_chat() or Chat(next(numbers), 0, source.new_part(source.length(self._first_length)))
+            answer_length, turn = source.length(self._answer_length), chat.num_turns + 1
+            longer = chat.history.length + source.length(self._message_length) + answer_length
+            history = Part(chat.history.stream, min(longer, self._max_length))
+            self._chats.append(Chat(chat.number, turn, history))
             del self._chats[: -self._max_num_chats]
-            yield Arrival(time, f"chat {number} turn {num_turns + 1}", parts, answer_length)
+            yield Arrival(time, f"chat {chat.number} turn {turn}", (history.grow(-answer_length),), answer_length)
 
     def _take_chat(self) -> Chat | None:
         """Take out the chat that continues; None for a new one."""
