@@ -296,7 +296,7 @@ class TestHelp:
         output = " ".join(self.help(columns).split())
         assert "fleet Simulate TRACE on a fleet of engines under each routing policy. plan " in output
         assert "plan Estimate the hit rate of TRACE for each pool size. replay " in output
-        assert output.endswith("replay Replay TRACE, or synthetic chats, through the allocator under a simulated scheduler.")
+        assert output.endswith("replay Replay TRACE, or synthetic requests, through the allocator under a simulated scheduler.")
 
     @pytest.mark.parametrize("command", COMMANDS)
     def test_it_says_how_sizes_are_written(self, command: str) -> None:

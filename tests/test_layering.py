@@ -80,6 +80,8 @@ ORDER = [
     "replay.shared.tables",
     "replay.shared.drawing",
     "replay.traces.simulated_request",
+    "replay.traces.arrivals",
+    "replay.traces.workloads",
     "replay.traces.generator",
     "replay.traces.reader",
     "replay.traces.recorder",

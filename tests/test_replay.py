@@ -22,12 +22,14 @@ from test_differential import NUM_OPERATIONS
 from pagepool.errors import ArgumentError, ArgumentTypeError, PagePoolError, RequestTooLargeError
 from pagepool.manager import CacheManager
 from pagepool.replay import (
+    WORKLOADS,
     Figures,
     Scheduler,
     SimulatedRequest,
     TraceError,
     TraceRecord,
     generate_chats,
+    generate_workload,
     make_requests,
     read_trace,
 )
@@ -611,6 +613,25 @@ class TestCommand:
         assert chats(1)["requests"] == 30
         assert chats(1)["hit_rate"] > 0.2
 
+    @pytest.mark.parametrize("name", WORKLOADS)
+    def test_a_workload_by_name(self, name: str) -> None:
+        figures = figures_of("--workload", name, "--limit", 40, "--max-num-seqs", 4)
+        requests = generate_workload(name, 40)
+        assert figures["requests"] == 40
+        assert figures["prompt_tokens"] == sum(request.num_prompt_tokens for request in requests)
+        assert f"\nsynthetic {name}, 32,768 pages of 16 tokens\n" in f"\n{invoke('--workload', name, '--limit', 1).output}"
+
+    def test_chats_are_the_default_workload(self) -> None:
+        one, other = (figures_of("--limit", 30, *options) for options in ([], ["--workload", "chats"]))
+        assert one["hit_tokens"] == other["hit_tokens"]
+        assert one["prompt_tokens"] == other["prompt_tokens"]
+
+    @pytest.mark.parametrize("name", ["chats", "loop"])
+    def test_a_trace_is_no_workload(self, name: str, trace: Path) -> None:
+        result = invoke(trace, "--workload", name)
+        assert result.exit_code == 2
+        assert result.output.endswith("Error: TRACE and --workload exclude each other\n")
+
     def test_a_trace_on_standard_input(self, trace: Path) -> None:
         assert figures_of("-", input=trace.read_bytes())["requests"] == 3
         result = invoke("-", input=b"{}\n")
@@ -638,6 +659,7 @@ class TestCommand:
             ["--limit", "0"],
             ["--seed", "-1"],
             ["--seed", "x"],
+            ["--workload", "lru"],
             ["--unknown"],
             ["no-such-file.jsonl"],
         ],

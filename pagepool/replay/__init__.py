@@ -17,12 +17,13 @@ The commands need the extra `pagepool[replay]`, their plots `pagepool[plan]`, an
 from pagepool.replay.plans.plan import Knee, Plan, Planner, PoolFigures
 from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.simulation.scheduler import Scheduler
-from pagepool.replay.traces.generator import generate_chats
+from pagepool.replay.traces.generator import WORKLOADS, generate_chats, generate_workload
 from pagepool.replay.traces.reader import TraceError, TraceRecord, make_requests, read_trace
 from pagepool.replay.traces.recorder import Recorder
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 
 __all__ = [
+    "WORKLOADS",
     "Figures",
     "Knee",
     "Plan",
@@ -34,6 +35,7 @@ __all__ = [
     "TraceError",
     "TraceRecord",
     "generate_chats",
+    "generate_workload",
     "make_requests",
     "read_trace",
 ]

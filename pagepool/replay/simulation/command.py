@@ -18,26 +18,26 @@ from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.simulation.report import print_report
 from pagepool.replay.simulation.runs import describe_pool, make_manager, make_scheduler, require_one_that_fits, run
 from pagepool.replay.simulation.scheduler import Scheduler
-from pagepool.replay.traces.generator import generate_chats
-from pagepool.replay.traces.options import TRACE, block_size_option, load_trace, seed_option
+from pagepool.replay.traces.generator import WORKLOADS, generate_workload
+from pagepool.replay.traces.options import TRACE, block_size_option, load_trace, seed_option, workload_option
 from pagepool.replay.traces.reader import source_name
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 
 __all__ = ["replay"]
 
-DEFAULT_NUM_CHATS = 2000
+DEFAULT_NUM_REQUESTS = 2000
 MAX_SKIPPED_SHOWN = 10
 PATHS = ("manager", "batched")
 
 
 def load_requests(
-    trace: str | None, limit: int | None, block_size: int, seed: int, progress: Progress
+    trace: str | None, workload: str, limit: int | None, block_size: int, seed: int, progress: Progress
 ) -> list[SimulatedRequest]:
-    """Load the trace, or generate chats."""
+    """Load the trace, or generate the workload."""
     if trace is None:
-        num_requests = DEFAULT_NUM_CHATS if limit is None else limit
-        require_memory(f"{count_of(num_requests, 'request')} of synthetic chats", count_request_bytes(num_requests))
-        return generate_chats(num_requests, seed)
+        num_requests = DEFAULT_NUM_REQUESTS if limit is None else limit
+        require_memory(f"{count_of(num_requests, 'request')} of synthetic {workload}", count_request_bytes(num_requests))
+        return generate_workload(workload, num_requests, seed)
     return load_trace(trace, limit, block_size, seed, progress)[1]
 
 
@@ -60,6 +60,7 @@ def require_equal(figures: dict[str, Figures]) -> None:
 
 @click.command(cls=Command)
 @click.argument("trace", required=False, type=TRACE)
+@workload_option
 @click.option("--num-pages", type=Size("pages"), default=32768, help="Pages in the pool, including the null page.")
 @page_size_option
 @block_size_option
@@ -73,6 +74,7 @@ def require_equal(figures: dict[str, Figures]) -> None:
 @json_option
 def replay(
     trace: str | None,
+    workload: str | None,
     num_pages: int,
     page_size: int,
     block_size: int,
@@ -85,19 +87,22 @@ def replay(
     seed: int,
     json_path: str | None,
 ) -> None:
-    """Replay TRACE, or synthetic chats, through the allocator under a simulated scheduler.
+    """Replay TRACE, or synthetic requests, through the allocator under a simulated scheduler.
 
     TRACE has one JSON object per line: timestamp, input_length, output_length, hash_ids (one for each 512 input
     tokens; equal ids mean equal prefixes), as in the Mooncake release, or as written by pagepool.replay.Recorder.
-    A name ending in .gz is decompressed, - is standard input. Without TRACE: 2,000 turns of synthetic chats that
-    share system prompts.
+    A name ending in .gz is decompressed, - is standard input. Without TRACE: 2,000 requests of a
+    synthetic workload, by default turns of chats that share system prompts.
 
     All requests wait from the start, in order; timestamps are ignored. Each step computes running requests first,
     then admits waiting ones; the newest is preempted when the pool is short. A running batch allocates in one call
     per step, the manager (--no-batched) in one per request: only the times differ.
     """
+    if trace and workload:
+        raise click.UsageError("TRACE and --workload exclude each other")
+    workload = workload or WORKLOADS[0]
     with open_result(json_path) as output, Progress() as progress:
-        requests = load_requests(trace, limit, block_size, seed, progress)
+        requests = load_requests(trace, workload, limit, block_size, seed, progress)
         paths = PATHS if compare else (PATHS[batched],)
         pools = f"{count_of(len(paths), 'pool')} of {describe_pool(num_pages, page_size)}"
         require_memory(pools, len(paths) * count_pool_bytes(num_pages))
@@ -118,7 +123,7 @@ def replay(
             by_path = {path: each.as_dict() for path, each in figures.items()}
             output.write(to_json(by_path if compare else next(iter(by_path.values()))))
     if json_path != "-":
-        source = source_name(trace) if trace else "synthetic chats"
+        source = source_name(trace) if trace else f"synthetic {workload}"
         with printing():
             print_report(figures, f"{source}, {describe_pool(num_pages, page_size)}")
     require_equal(figures)

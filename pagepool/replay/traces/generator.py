@@ -1,22 +1,29 @@
-"""Synthetic chats: each turn repeats the conversation so far, and chats share system prompts."""
+"""Synthetic workloads by name, and the first of them: chats, whose turns repeat the conversation so far, with a few shared
+system prompts.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
+from pagepool.arguments import require_int
+from pagepool.errors import ArgumentError, shown
+from pagepool.replay.traces.arrivals import MAX_LENGTH, make_request, random_tokens
 from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest
+from pagepool.replay.traces.workloads import KINDS
 
-__all__ = ["generate_chats"]
+__all__ = ["WORKLOADS", "generate_chats", "generate_workload"]
 
+WORKLOADS = ("chats", *KINDS)
 SYSTEM_PROMPT_LENGTHS = (1800, 700, 1200, 300, 90)  # tokens; the first ones are the most popular
 MEAN_TURNS = 4
 MEAN_THINK_TIME = 100.0  # in units of the mean time between two new chats
 MESSAGE_LENGTH = 120  # median, in tokens
 ANSWER_LENGTH = 180  # median, in tokens
-MAX_LENGTH = 2000  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +38,8 @@ class Chat:
 
     def token_ids(self, num_tokens: int, seed: int) -> Int32Array:
         """Return the first tokens of the chat: system prompt, then messages and answers in turn."""
-        system_prompt = _random_tokens(SYSTEM_PROMPT_LENGTHS[self.system_prompt], (seed, 0, self.system_prompt))
-        history = _random_tokens(num_tokens - len(system_prompt), (seed, 1, self.number))
+        system_prompt = random_tokens(SYSTEM_PROMPT_LENGTHS[self.system_prompt], (seed, 0, self.system_prompt))
+        history = random_tokens(num_tokens - len(system_prompt), (seed, 1, self.number))
         return np.concatenate((system_prompt, history))
 
     def requests(self, seed: int) -> Iterator[tuple[float, SimulatedRequest]]:
@@ -45,10 +52,6 @@ class Chat:
             make_token_ids = partial(self.token_ids, num_tokens, seed)
             name = f"chat {self.number} turn {turn}"
             yield time, SimulatedRequest(name, num_prompt_tokens, answer_length, make_token_ids)
-
-
-def _random_tokens(num_tokens: int, seed: tuple[int, ...]) -> Int32Array:
-    return np.random.default_rng(seed).integers(2**31, size=num_tokens, dtype=np.int32)
 
 
 def _random_lengths(rng: np.random.Generator, median: int, count: int) -> Int32Array:
@@ -89,3 +92,33 @@ def generate_chats(num_requests: int, seed: int = 0) -> list[SimulatedRequest]:
         start_time += rng.exponential()
     timed_requests.sort(key=lambda timed: timed[0])
     return [request for _, request in timed_requests[:num_requests]]
+
+
+def generate_workload(name: str, num_requests: int, seed: int = 0) -> list[SimulatedRequest]:
+    """Generate the first `num_requests` requests of the workload `name`, one of `WORKLOADS`, in order of arrival.
+
+    `chats` are those of `generate_chats`, always with the same parameters. All other workloads draw their parameters (lengths,
+    popularity, pauses, shares) from `seed` (at least 0) too, and with more requests only continue:
+
+    - `conversations`: chats with think times.
+    - `agents`: contexts that grow step by step, with subtasks and summaries.
+    - `retrieval`: questions about documents, of which a few are popular. In `shift` most of these are replaced at once, again
+      and again; in `drift` one by one.
+    - `loop`: some hundred documents, together 400,000 tokens or more, read in order again and again, with conversations
+      meanwhile.
+    - `recency`: chats that continue with a probability that depends on recency alone, so that LRU is optimal.
+    - `mix`: conversations, agents and retrieval at once.
+
+    Raises ArgumentError for another name or a negative number. O(requests); the tokens are created when a request is about to
+    run.
+
+    >>> [request.request_id for request in generate_workload("loop", 3, seed=7)]
+    ['document 1 round 1', 'document 2 round 1', 'document 3 round 1']
+    """
+    require_int("num_requests", num_requests, minimum=0)
+    require_int("seed", seed, minimum=0)
+    if name not in WORKLOADS:
+        raise ArgumentError(f"name: got {shown(name)}, allowed: {', '.join(WORKLOADS)}")
+    if name not in KINDS:
+        return generate_chats(num_requests, seed)
+    return [make_request(arrival, seed) for arrival in islice(KINDS[name](seed), num_requests)]

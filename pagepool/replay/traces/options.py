@@ -10,10 +10,11 @@ from pagepool.replay.shared.options import Refusal, Size
 from pagepool.replay.shared.progress import Progress
 from pagepool.replay.shared.results import InputFile
 from pagepool.replay.shared.sizes import format_bytes
+from pagepool.replay.traces.generator import WORKLOADS
 from pagepool.replay.traces.reader import BLOCK_SIZE, TraceRecord, make_requests, read_trace, source_name
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 
-__all__ = ["TRACE", "block_size_option", "limit_option", "load_trace", "seed_option"]
+__all__ = ["TRACE", "block_size_option", "limit_option", "load_trace", "seed_option", "workload_option"]
 
 TRACE = InputFile(allow_dash=True)
 
@@ -24,7 +25,15 @@ block_size_option = click.option(
     help="Tokens per hash id, unless the trace has its own.",
 )
 limit_option = click.option("--limit", type=Size("requests"), help="Use only the first requests of the trace.")
-seed_option = click.option("--seed", type=click.IntRange(min=0), default=0, help="Random seed for synthetic tokens and chats.")
+seed_option = click.option(
+    "--seed", type=click.IntRange(min=0), default=0, help="Random seed for synthetic tokens and requests."
+)
+workload_option = click.option(
+    "--workload",
+    type=click.Choice(WORKLOADS),
+    metavar="NAME",
+    help=f"Kind of synthetic requests, without TRACE: {', '.join(WORKLOADS)}.  [default: {WORKLOADS[0]}]",
+)
 
 
 def load_trace(
