@@ -80,7 +80,7 @@ cdef Py_ssize_t copy_arrays(
     cdef const void **arrays = [
         pool.pages, pool.slots, pool.twins, pool.shard_links,
         pool.journal.notes, pool.journal.removed, pool.journal.contexts, pool.page_tokens,
-        policy.marks, policy.ghost.entries, policy.num_in_part, policy.learned,
+        policy.marks, policy.ghost.entries, &policy.num_in_part[0], policy.learned,
     ]
     cdef Py_ssize_t *sizes = [
         (n + pool.num_parts) * sizeof(Page), num_slots_of(pool) * sizeof(Slot), n * sizeof(Links),
