@@ -32,6 +32,7 @@ cdef enum:
     REQUESTS_A_WEIGHT = 4     # pages of a prior: those of so many requests
     REGRET_A_POOL = 4         # hits that LRU would have had more, to a pool's pages, from which on it decides for a while
     MAX_PAUSE = 64            # pools
+    MAX_VALUE = 2             # of a page that is surely used again within an epoch
     STAMP_SHIFT = 2           # of a mark: part, then the call, then the epoch
     EPOCH_SHIFT = 18
     LAST_CALL = (1 << 16) - 1
@@ -250,6 +251,20 @@ cdef inline void note_drop(Pool *pool, int32_t page_id) noexcept nogil:
     cdef int64_t age = epochs_since(state, mark)
     if age < HORIZON:
         state.learned.alive[(mark & PART) - 1][(state.learned.epoch - age) & LAST_COUNTED] -= 1
+
+
+cdef inline bint is_right(Pool *pool) noexcept nogil:
+    cdef const Adaptive *state = adaptive_of(pool)
+    cdef const Learned *learned = &state.learned
+    cdef bint is_fine = learned.num_released >= 0 and learned.epoch == learned.num_released // state.epoch_pages
+    cdef Py_ssize_t c, j
+    is_fine &= 0 <= learned.call <= LAST_CALL and 0 <= learned.lru_age <= HORIZON and learned.regret >= 0
+    is_fine &= 0 <= learned.pause <= MAX_PAUSE and BLANK <= learned.decision.part <= PART
+    is_fine &= -1 <= learned.decision.shard < max(1, pool.num_shards)
+    for c in range(NUM_CLASSES):
+        for j in range(NUM_AGES):  # neither is NaN
+            is_fine &= 0 <= learned.values[c][j] <= MAX_VALUE and 0 <= learned.exposed[c][j] and 0 <= learned.reused[c][j]
+    return is_fine
 
 
 # Choosing.

@@ -6,7 +6,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from pagepool.core.ghost cimport find_ghost, hash_key, remember
 from pagepool.core.queue cimport oldest_in
-from pagepool.core.records cimport BLANK, FLAGS, NEW, NULL_PAGE, PART, TWIN, GhostEntry, Policy, Pool, digest_of
+from pagepool.core.records cimport BLANK, FLAGS, NEW, NULL_PAGE, PART, SET_SIZE, TWIN, GhostEntry, Policy, Pool, digest_of
 from pagepool.core.siphash cimport Digest
 
 cdef enum:
@@ -73,3 +73,16 @@ cdef inline void note_eviction(Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline void note_drop(Pool *pool, int32_t page_id) noexcept nogil:
     pass
+
+
+cdef inline bint is_right(Pool *pool) noexcept nogil:
+    cdef Arc *state = <Arc *>pool.policy
+    cdef int64_t[PART + 1] counts = [0, 0, 0, 0]
+    cdef Py_ssize_t i
+    for i in range(<Py_ssize_t>state.base.ghost.num_sets * SET_SIZE):
+        if state.base.ghost.entries[i].tag:
+            counts[state.base.ghost.entries[i].mark & PART] += 1
+    return (
+        0 <= state.learned.target <= <double>pool.num_pages
+        and counts[NEW] == state.learned.num_ghosts[NEW] and counts[AGAIN] == state.learned.num_ghosts[AGAIN]
+    )

@@ -71,7 +71,7 @@ cdef void set_arc(arc.Arc *state) noexcept:
     policy.learned, policy.num_learned_bytes = &state.learned, sizeof(arc.Learned)
     policy.note_release, policy.note_queued, policy.note_hit = arc.note_release, arc.note_queued, arc.note_hit
     policy.note_miss, policy.pick = arc.note_miss, arc.pick
-    policy.note_eviction, policy.note_drop = arc.note_eviction, arc.note_drop
+    policy.note_eviction, policy.note_drop, policy.is_right = arc.note_eviction, arc.note_drop, arc.is_right
 
 
 cdef void set_adaptive(adaptive.Adaptive *state) noexcept:
@@ -79,7 +79,7 @@ cdef void set_adaptive(adaptive.Adaptive *state) noexcept:
     policy.learned, policy.num_learned_bytes = &state.learned, sizeof(adaptive.Learned)
     policy.note_release, policy.note_queued, policy.note_hit = adaptive.note_release, adaptive.note_queued, adaptive.note_hit
     policy.note_miss, policy.pick = adaptive.note_miss, adaptive.pick
-    policy.note_eviction, policy.note_drop = adaptive.note_eviction, adaptive.note_drop
+    policy.note_eviction, policy.note_drop, policy.is_right = adaptive.note_eviction, adaptive.note_drop, adaptive.is_right
 
 
 cdef void free_policy(Pool *pool) noexcept:

@@ -17,6 +17,7 @@ cdef class PageRecords:
     cdef readonly bint is_pool          # record 0 is a page of its own; other stores can grow, and have no prefix index
     cdef readonly bint enable_caching
     cdef readonly object eviction       # name of the policy
+    cdef readonly object ghost_size     # pools; None: the policy's own
     cdef readonly object names          # HashNames
     cdef Py_ssize_t capacity            # records there is room for
     cdef cython.pymutex lock

@@ -56,7 +56,7 @@ cdef class PageRecords:
         if is_pool:
             self.sample_residency()
         check_policy(eviction, ghost_size)
-        self.eviction = eviction
+        self.eviction, self.ghost_size = eviction, ghost_size
         if self.enable_caching:  # without it no page is worth more than another
             self.divide(eviction, ghost_size)
         for page_id in range(1, self.pool.num_pages):

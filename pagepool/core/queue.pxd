@@ -90,6 +90,13 @@ cdef inline int32_t enter_part(Pool *pool, int32_t page_id) noexcept nogil:
     return <int32_t>part
 
 
+cdef inline void push_marked(Pool *pool, int32_t page_id) noexcept nogil:
+    """Put a page of a pool without shards into the part that its mark names, as it was there before it was saved."""
+    cdef int32_t part = <int32_t>(pool.policy.marks[page_id] & PART)
+    link_page(pool, page_id, end_of_part(pool, part, -1))
+    pool.policy.num_in_part[part] += 1
+
+
 cdef inline void push_to_shard(Pool *pool, int32_t page_id, int32_t shard, int32_t end) noexcept nogil:
     link_after(pool.shard_links, pool.shard_links[end].prev, page_id)
     pool.shard_num_free[shard] += 1

@@ -74,6 +74,8 @@ cdef struct Policy:           # chooses pages for eviction; the first member of 
     void (*note_eviction)(Pool *pool, int32_t page_id) noexcept nogil
     # A page in the queue, outside the blank part, loses its entry otherwise.
     void (*note_drop)(Pool *pool, int32_t page_id) noexcept nogil
+    # Whether what it has learned can be: after a snapshot was loaded, and when the pool is checked.
+    bint (*is_right)(Pool *pool) noexcept nogil
 
 cdef struct Slot:             # one slot of the prefix index
     uint32_t tag              # hash of key and group; its low bits are the home slot

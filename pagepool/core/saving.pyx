@@ -8,9 +8,9 @@ from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids
 from pagepool.core.index cimport enter, keep_tokens
 from pagepool.core.page_records cimport counters_of
 from pagepool.core.pages cimport put_back
-from pagepool.core.queue cimport pull, push
+from pagepool.core.queue cimport pull, push, push_marked
 from pagepool.core.records cimport (
-    MAX_GROUP, NO_GROUP, NULL_PAGE, NUM_POLICY_COUNTS, SET_SIZE, Context, GhostEntry, Links, Note, Page, Policy, Pool,
+    MAX_GROUP, NO_GROUP, NULL_PAGE, NUM_POLICY_COUNTS, PART, SET_SIZE, Context, GhostEntry, Links, Note, Page, Policy, Pool,
     Removal, Slot, count_queue_links, count_remembered, is_free, num_slots_of,
 )
 from pagepool.core.siphash cimport Digest
@@ -60,7 +60,7 @@ def copy_records(PageStore store not None, str names=None) -> dict:
         {name: array[stops[i]:stops[i + 1]].view(DTYPES[name]) for i, name in enumerate(DTYPES)}, is_pool=store.is_pool,
         num_pages=pool.num_pages, num_free=pool.num_free, num_held_free=pool.num_held_free, num_shards=pool.num_shards,
         num_keys=pool.num_keys, num_entries=pool.num_entries, multiplier=pool.multiplier, home_shift=pool.home_shift,
-        tokens_width=pool.tokens_width, num_parts=pool.num_parts, num_new=pool.journal.num_new, num_removed=pool.journal.num_removed,
+        tokens_width=pool.tokens_width, eviction=(store.eviction, store.ghost_size), num_parts=pool.num_parts, num_new=pool.journal.num_new, num_removed=pool.journal.num_removed,
         is_cleared=pool.journal.is_cleared, is_told=pool.journal.is_told, counters=counters_of(pool),
     )
 
@@ -119,19 +119,30 @@ def follow(prev_ids, next_ids, first_ids) -> tuple:
     return ids, True
 
 
-def load_store(bint enable_caching, ref_counts, free_page_ids, cached, counters, num_shards) -> PageStore:
+def is_policy_right(PageStore store not None) -> bool:
+    """Return whether what the eviction policy of a pool has learned can be. O(pages that it remembers)."""
+    cdef bint is_right = True
+    with store.lock:
+        if store.pool.num_parts:
+            is_right = store.pool.policy.is_right(&store.pool)
+    return is_right
+
+
+def load_store(
+    bint enable_caching, ref_counts, free_page_ids, cached, counters, num_shards, eviction=("lru", None), policy=None
+) -> PageStore:
     """Return the store of which `save_store` made these arrays; `cached` are those of the cached pages: ids, group ids, keys,
-    and token ids. SnapshotError if they contradict one another. O(num_pages).
+    and token ids. `eviction` is the name of the policy and its ghost size, `policy` its arrays: marks, ghosts, counts, and what
+    it has learned. SnapshotError if they contradict one another. O(num_pages).
     """
     cdef PageIds counts = as_own_ids(ref_counts, "ref_counts")
     cached_page_ids, cached_group_ids, cached_keys, cached_token_ids = cached
-    cdef PageStore store = PageStore(counts.num, enable_caching)
+    cdef PageStore store = PageStore(counts.num, enable_caching, eviction=eviction[0], ghost_size=eviction[1])
     tokens = require_matrix(cached_token_ids, np.int32, "cached_token_ids")
     keys = np.ascontiguousarray(require_matrix(cached_keys, np.uint64, "cached_keys"))
     cdef Py_ssize_t width = tokens.shape[1]
     if width:
         store.keep_token_ids(size_of(width - 1, "page_size", 1))
-    load_queue(&store.pool, counts, as_own_ids(free_page_ids, "free_page_ids"))
     load_entries(
         &store.pool,
         as_own_ids(cached_page_ids, "cached_page_ids"),
@@ -139,6 +150,11 @@ def load_store(bint enable_caching, ref_counts, free_page_ids, cached, counters,
         as_own_ids(keys.view(np.int32).reshape(-1), "cached_keys"),
         as_own_ids(tokens.reshape(-1), "cached_token_ids"),
     )
+    for page_id in range(1, store.pool.num_pages):
+        pull(&store.pool, page_id)
+    if store.pool.num_parts:
+        load_policy(&store.pool, policy)
+    load_queue(&store.pool, counts, as_own_ids(free_page_ids, "free_page_ids"))
     if size_of(num_shards, "data_parallel_size"):
         store.set_shards(num_shards)
     saved = [size_of(count, "counters", 0, INT64_MAX) for count in as_list(counters, "counters")]
@@ -151,15 +167,16 @@ def load_store(bint enable_caching, ref_counts, free_page_ids, cached, counters,
 
 
 cdef int load_queue(Pool *pool, PageIds ref_counts, PageIds free_ids) except -1:
-    """Give the pages of a fresh pool these references, and the free queue this order."""
+    """Give pages outside the queue these references, and the free queue this order."""
     cdef Py_ssize_t i
     cdef int32_t page_id, count
     cdef bint is_queued
-    for page_id in range(1, pool.num_pages):
-        pull(pool, page_id)
     for i in range(free_ids.num):
         require_once(pool, "free_page_ids", free_ids, i, False)
-        push(pool, free_ids.ids[i])
+        if pool.num_parts:
+            push_marked(pool, free_ids.ids[i])
+        else:
+            push(pool, free_ids.ids[i])
     for page_id in range(pool.num_pages):
         count = pool.pages[page_id].ref_cnt = ref_counts.ids[page_id]
         is_queued = page_id != NULL_PAGE and is_free(pool, page_id)
@@ -168,6 +185,29 @@ cdef int load_queue(Pool *pool, PageIds ref_counts, PageIds free_ids) except -1:
         if count < 0 or (count == 0) != (is_queued or page_id == NULL_PAGE):
             where = "in the free queue" if is_queued else "not in the free queue"
             raise SnapshotError(f"ref_counts: page {page_id} has {count} references and is {where}")
+    return 0
+
+
+cdef int load_policy(Pool *pool, tuple arrays) except -1:
+    """Give the policy of a pool with an empty queue these marks, ghosts and counts, and what it had learned."""
+    cdef Policy *policy = pool.policy
+    cdef Py_ssize_t i
+    cdef Py_ssize_t *sizes = [
+        pool.num_pages * sizeof(uint32_t), <Py_ssize_t>policy.ghost.num_sets * SET_SIZE * sizeof(GhostEntry),
+        NUM_POLICY_COUNTS * sizeof(int64_t), policy.num_learned_bytes,
+    ]
+    cdef void **targets = [policy.marks, policy.ghost.entries, &policy.num_in_part[0], policy.learned]
+    cdef const uint8_t[::1] source
+    for i in range(4):
+        source = np.ascontiguousarray(arrays[i]).view(np.uint8).reshape(-1)
+        if source.shape[0] != sizes[i]:
+            raise SnapshotError(f"the eviction policy: got {source.shape[0]} bytes, allowed: {sizes[i]}")
+        memcpy(targets[i], &source[0], sizes[i])
+    for i in range(PART + 1):
+        policy.num_in_part[i] = 0
+    for i in range(pool.num_pages):
+        if <int32_t>(policy.marks[i] & PART) >= pool.num_parts:
+            raise SnapshotError(f"marks: got {policy.marks[i]} for page {i}, allowed: of {pool.num_parts} parts")
     return 0
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import PageStore, copy_records, follow
+from pagepool._core import PageStore, copy_records, follow, is_policy_right
 from pagepool.errors import IntegrityError
 
 __all__ = ["check_store", "save_store"]
@@ -21,6 +21,8 @@ Array = npt.NDArray[Any]
 def check_store(store: PageStore) -> None:
     """Check every invariant in the docstring of `pagepool._core`. IntegrityError names a wrong page. O(num_pages)."""
     Records(**copy_records(store)).check()
+    if not is_policy_right(store):
+        raise IntegrityError(f"what the eviction policy {store.eviction!r} has counted cannot be")
 
 
 def save_store(store: PageStore) -> dict[str, Array]:
@@ -37,6 +39,7 @@ def save_store(store: PageStore) -> dict[str, Array]:
         "cached_token_ids": records.page_tokens.reshape(records.num_pages, -1).take(records.cached_ids, axis=0),
         "counters": np.array(records.counters, dtype=np.int64),
         "num_shards": np.array([records.num_shards], dtype=np.int64),
+        **{f"policy_{name}": array.copy() for name, array in records.policy_arrays().items()},
     }
 
 
@@ -111,6 +114,11 @@ class Records(SimpleNamespace):
         self.require_count(np.count_nonzero(is_free) - 1, self.num_free, "pages have links of the free queue")
         self.require_count(0, self.num_held_free, "free pages have references")
 
+    def policy_arrays(self) -> dict[str, Array]:
+        """Return what the eviction policy keeps, by name; empty arrays without one."""
+        ghosts = self.ghosts.view(np.uint32).reshape(-1, 2)
+        return {"marks": self.marks, "ghosts": ghosts, "counts": self.policy_counts, "learned": self.learned}
+
     def check_parts(self) -> None:
         """Each part has the pages that are marked so, the blank one those without an entry. A ghost is where a look-up finds it."""
         starts = self.queue[self.queue >= self.num_pages]
@@ -128,7 +136,9 @@ class Records(SimpleNamespace):
         is_wrong = (tags != 0) & (homes != np.arange(len(sets))[:, None])
         is_wrong[:, 1:] |= (tags[:, 1:] == tags[:, :-1]) & (tags[:, 1:] != 0)
         is_wrong |= (sets["tag"] != 0) & ((parts == BLANK) | (parts >= self.num_parts))
-        self.refuse(is_wrong.any(axis=1), None, "set {} of the ghost has tags of other sets, or of other parts", range(len(sets)))
+        self.refuse(
+            is_wrong.any(axis=1), None, "set {} of the ghost has tags of other sets, or of other parts", range(len(sets))
+        )
 
     def words_of(self, keys: Array) -> Any:
         """Return products of which the upper halves are the tags of keys and groups."""

@@ -62,9 +62,7 @@ class PagePool:
     [4, 5, 6, 7, 3, 2, 1]
     """
 
-    def __init__(
-        self, num_pages: int, enable_caching: bool, *, eviction: str = "lru", ghost_size: float | None = None
-    ) -> None:
+    def __init__(self, num_pages: int, enable_caching: bool, *, eviction: str = "lru", ghost_size: float | None = None) -> None:
         """`num_pages` counts the null page; ArgumentError, a ValueError, unless it is a positive int. `eviction` names the policy
         by which cached pages are evicted: ``"lru"``, ``"arc"`` or ``"adaptive"``. `ghost_size` is the number of evicted pages
         that ARC remembers, in pools, above 0 to 64; None: 1.

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import PageStore, load_store
-from pagepool.errors import ArgumentError, ArgumentTypeError, SnapshotError
+from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, SnapshotError
 from pagepool.hashing import HashNames, PageHash
-from pagepool.page_pool.integrity import save_store
+from pagepool.page_pool.integrity import check_store, save_store
 
 __all__ = [
     "Configuration",
@@ -30,9 +30,9 @@ Configuration = dict[str, int | str | None]
 """The settings, by name, that must agree for two managers to share cached pages."""
 
 FORMAT = b"pagepool.PagePool"
-VERSION = 2
-VERSIONS = (1, VERSION)
-"""The versions that can be read. The first has no configuration."""
+VERSION = 3
+VERSIONS = (1, 2, VERSION)
+"""The versions that can be read. The first has no configuration, the first two have no eviction policy."""
 
 
 class Field(NamedTuple):
@@ -56,8 +56,17 @@ FIELDS = {
     "counters": Field(np.int64, (6,)),
     "num_shards": Field(np.int64, (1,)),
     "configuration": Field(np.uint8, (None,)),
+    "eviction": Field(np.uint8, (None,)),
+    "policy_marks": Field(np.uint32, (None,)),
+    "policy_ghosts": Field(np.uint32, (None, 2)),
+    "policy_counts": Field(np.int64, (None,)),
+    "policy_learned": Field(np.uint8, (None,)),
     "checksum": Field(np.uint8, (32,)),
 }
+
+
+SINCE = {name: 3 for name in FIELDS if name == "eviction" or name.startswith("policy_")} | {"configuration": 2}
+"""The version since which an array is there, if not the first."""
 
 
 def save(store: PageStore, configuration: Configuration | None) -> Snapshot:
@@ -66,6 +75,7 @@ def save(store: PageStore, configuration: Configuration | None) -> Snapshot:
     arrays["enable_caching"] = np.array([store.enable_caching])
     arrays["names"] = encode_names(store.names)
     arrays["configuration"] = encode_configuration(configuration)
+    arrays["eviction"] = encode_eviction(store.eviction, store.ghost_size)
     return seal(arrays)
 
 
@@ -75,13 +85,24 @@ def load(snapshot: Mapping[str, Any]) -> tuple[PageStore, Configuration | None]:
     del arrays["format"], arrays["version"]
     names, counters = arrays.pop("names"), arrays.pop("counters").tolist()
     configuration = decode_configuration(arrays.pop("configuration"))
+    eviction = decode_eviction(arrays.pop("eviction"))
+    policy = tuple(arrays.pop(f"policy_{name}") for name in ("marks", "ghosts", "counts", "learned"))
     if min(counters) < 0:
         raise SnapshotError(f"counters: got {counters}, allowed: at least 0")
     enable_caching, num_shards = bool(arrays.pop("enable_caching")[0]), int(arrays.pop("num_shards")[0])
     try:
         cached = tuple(arrays.pop(f"cached_{name}") for name in ("page_ids", "group_ids", "keys", "token_ids"))
-        store = load_store(enable_caching, **arrays, cached=cached, counters=counters, num_shards=num_shards)
-    except ArgumentError as error:
+        store = load_store(
+            enable_caching,
+            **arrays,
+            cached=cached,
+            counters=counters,
+            num_shards=num_shards,
+            eviction=eviction,
+            policy=policy,
+        )
+        check_store(store)
+    except (ArgumentError, IntegrityError) as error:
         raise SnapshotError(f"snapshot: {error}") from None
     for key, page_hash in decode_names(names):
         store.names.add(key, page_hash)
@@ -109,10 +130,16 @@ def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
     version = int(_read(snapshot, "version")[0])
     if version not in VERSIONS:
         raise SnapshotError(f"snapshot: version is {version}, allowed: {' and '.join(map(str, VERSIONS))}")
-    arrays = {name: _read(snapshot, name) for name in FIELDS if version > 1 or name != "configuration"}
+    arrays = {name: _read(snapshot, name) for name in FIELDS if version >= SINCE.get(name, 1)}
     if arrays.pop("checksum").tobytes() != _checksum(arrays):
         raise SnapshotError("snapshot: the checksum does not match the arrays; one of them was changed")
-    return {"configuration": encode_configuration(None), **arrays}
+    return {**_defaults(), **arrays}
+
+
+def _defaults() -> Snapshot:
+    """Return what snapshots of former versions lack."""
+    empty = {name: np.empty((0, 2)[: len(FIELDS[name].shape)], FIELDS[name].dtype) for name in SINCE}
+    return {**empty, "configuration": encode_configuration(None), "eviction": encode_eviction("lru", None)}
 
 
 def _read(snapshot: Mapping[str, Any], name: str) -> npt.NDArray[Any]:
@@ -199,3 +226,17 @@ def decode_configuration(text: npt.NDArray[np.uint8]) -> Configuration | None:
     if not isinstance(configuration, dict) or {type(value) for value in configuration.values()} - {int, str, type(None)}:
         raise SnapshotError("snapshot: 'configuration' is invalid, allowed: an object of ints, strings and nulls, or null")
     return configuration
+
+
+def encode_eviction(name: str, ghost_size: float | None) -> npt.NDArray[np.uint8]:
+    """Return the name of an eviction policy and its ghost size as JSON."""
+    return _as_bytes(json.dumps([name, ghost_size]).encode())
+
+
+def decode_eviction(text: npt.NDArray[np.uint8]) -> tuple[str, float | None]:
+    """Return the name and ghost size in a result of `encode_eviction`. SnapshotError for other text."""
+    try:
+        name, ghost_size = json.loads(text.tobytes())
+    except (ValueError, TypeError, RecursionError) as error:
+        raise SnapshotError(f"snapshot: 'eviction' is invalid: {error}") from None
+    return name, ghost_size
