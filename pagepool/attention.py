@@ -32,7 +32,8 @@ __all__ = [
 class SingleTypeCacheManager(ABC):
     """The rules of one cache group. It holds no state of requests.
 
-    ``num_hashes_per_page`` is the number of a request's hashes in a page; the coordinator sets it. If ``is_prefix_closed``, any
+    ``num_hashes_per_page`` is the number of a request's hashes in a page; hits have a multiple of ``num_hit_tokens`` tokens, 0:
+    any number. The coordinator sets both. If ``is_prefix_closed``, any
     shorter prefix of a hit is a hit. If ``can_drop_page``, the last page of a hit can be dropped for eagle.
     """
 
@@ -52,6 +53,7 @@ class SingleTypeCacheManager(ABC):
         self.kv_cache_group_id = kv_cache_group_id
         self.page_size = require_int("page_size", kv_cache_spec.page_size, 1)
         self.num_hashes_per_page = 1
+        self.num_hit_tokens = 0
 
     @cached_property
     def rules(self) -> PageRules:
@@ -130,7 +132,7 @@ class SlidingWindowManager(SingleTypeCacheManager):
     @cached_property
     def rules(self) -> PageRules:
         """The pages in the next token's window."""
-        return PageRules(self.page_size, window=self.sliding_window)
+        return PageRules(self.page_size, window=self.sliding_window, hit_tokens=self.num_hit_tokens)
 
     @property
     def hit_class(self) -> tuple[Any, ...]:
@@ -176,7 +178,7 @@ class ChunkedLocalAttentionManager(SingleTypeCacheManager):
     @cached_property
     def rules(self) -> PageRules:
         """The pages of the current chunk, and the last cached page."""
-        return PageRules(self.page_size, chunk=self.attention_chunk_size)
+        return PageRules(self.page_size, chunk=self.attention_chunk_size, hit_tokens=self.num_hit_tokens)
 
     @property
     def hit_class(self) -> tuple[Any, ...]:

@@ -30,7 +30,8 @@ class CacheCoordinator(ABC):
 
     ``requests`` maps request ids to the pages that they hold; ``single_type_managers`` are the rules of each group. A hash
     covers ``hash_page_size`` tokens, the greatest common divisor of the page sizes of the prefix-cached groups;
-    ``max_cached_page_size`` is the largest of these sizes.
+    ``max_cached_page_size`` is the largest of these sizes, and ``num_hit_tokens``, of which hits have a multiple, their least
+    common multiple.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class CacheCoordinator(ABC):
         cached = [manager for manager in self.single_type_managers if manager.is_prefix_cached]
         self.hash_page_size = gcd(*(manager.page_size for manager in cached)) or 1
         self.max_cached_page_size = max([manager.page_size for manager in cached], default=1)
+        self.num_hit_tokens = lcm(*(manager.page_size for manager in cached))
         for manager in cached:
             manager.num_hashes_per_page = manager.page_size // self.hash_page_size
+            manager.num_hit_tokens = 0 if use_eagle else self.num_hit_tokens  # eagle's hits are sought one page further
         self._groups = CacheGroups(
             [
                 (manager.rules, manager.index_group_id if enable_caching else None, manager.num_hashes_per_page)
@@ -161,7 +164,6 @@ class HybridCacheCoordinator(CacheCoordinator):
         """ArgumentError for eagle with chunked local attention, which cannot drop a page across chunks."""
         super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, enable_caching, page_pool)
         self._kinds = self._group_by_hit_class()
-        self._page_size_lcm = lcm(*(manager.page_size for manager, _ in self._kinds if manager.is_prefix_cached))
         if use_eagle and not all(manager.can_drop_page for manager, _ in self._kinds):
             raise ArgumentError("use_eagle: got True, allowed with chunked local attention and caching: False")
 
@@ -195,10 +197,10 @@ class HybridCacheCoordinator(CacheCoordinator):
 
     def _shorten(self, query: PrefixQuery, num_tokens: int, is_recheck: bool) -> int:
         """Let each kind shorten the hit once."""
-        num_tokens -= num_tokens % self._page_size_lcm
+        num_tokens -= num_tokens % self.num_hit_tokens
         for manager, group_ids in self._kinds:
             num_tokens = manager.find_hit_length(query, group_ids, num_tokens, self.use_eagle, is_recheck)
-            num_tokens -= num_tokens % self._page_size_lcm
+            num_tokens -= num_tokens % self.num_hit_tokens
         return num_tokens
 
     def _fetch(self, query: PrefixQuery, num_tokens: int) -> tuple[PageIds, ...] | None:

@@ -75,14 +75,19 @@ cdef inline void note_drop(Pool *pool, int32_t page_id) noexcept nogil:
     pass
 
 
-cdef inline bint is_right(Pool *pool) noexcept nogil:
-    cdef Arc *state = <Arc *>pool.policy
-    cdef int64_t[PART + 1] counts = [0, 0, 0, 0]
+cdef inline int64_t count_ghosts(const Policy *policy, uint32_t part) noexcept nogil:
+    cdef int64_t count = 0
     cdef Py_ssize_t i
-    for i in range(<Py_ssize_t>state.base.ghost.num_sets * SET_SIZE):
-        if state.base.ghost.entries[i].tag:
-            counts[state.base.ghost.entries[i].mark & PART] += 1
+    for i in range(<Py_ssize_t>policy.ghost.num_sets * SET_SIZE):
+        count += policy.ghost.entries[i].tag != 0 and policy.ghost.entries[i].mark == part
+    return count
+
+
+cdef inline bint is_right(Pool *pool) noexcept nogil:
+    cdef const Arc *state = <Arc *>pool.policy
+    if not 0 <= state.learned.target <= <double>pool.num_pages:
+        return False
     return (
-        0 <= state.learned.target <= <double>pool.num_pages
-        and counts[NEW] == state.learned.num_ghosts[NEW] and counts[AGAIN] == state.learned.num_ghosts[AGAIN]
+        count_ghosts(&state.base, NEW) == state.learned.num_ghosts[NEW]
+        and count_ghosts(&state.base, AGAIN) == state.learned.num_ghosts[AGAIN]
     )

@@ -6,8 +6,8 @@ from libc.string cimport memcpy, memset
 from pagepool.core.index cimport drop, find
 from pagepool.core.pages cimport find_unheld, put_back_held, take_from, touch_all
 from pagepool.core.platform cimport GUARDS
-from pagepool.core.records cimport FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Page, Pool, Ranking
-from pagepool.core.rules cimport MAX_TOKENS, Group, first_useful_page, full_pages, next_skip, pages_for
+from pagepool.core.records cimport BLANK, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Page, Pool, Ranking
+from pagepool.core.rules cimport MAX_TOKENS, Group, first_useful_page, full_pages, is_needed_by_hits, next_skip, pages_for
 from pagepool.core.siphash cimport Digest
 
 cdef enum:
@@ -89,6 +89,8 @@ cdef inline void skip_pages(Pool *pool, const Group *group, Held *held, int32_t 
     cdef int32_t j, stop = find_skip_stop(group, held, num_computed)
     if stop > held.num_skipped:
         for j in range(stop - 1, held.num_skipped - 1, -1):
+            if pool.num_parts and pool.pages[held.ids[j]].ref_cnt == 1 and not is_needed_by_hits(&group.rules, j):
+                pool.policy.marks[held.ids[j]] = BLANK
             put_back_held(pool, held.ids[j])
         memset(held.ids + held.num_skipped, 0, (stop - held.num_skipped) * sizeof(int32_t))
         held.num_skipped = stop

@@ -187,6 +187,19 @@ cdef class PageRecords:
             pool = self.pool
         return counters_of(pool)
 
+    @property
+    def estimated_hits(self) -> tuple | None:
+        """Pages that were hit, and that least-recently-used eviction would have hit by the adaptive policy's estimate, since the
+        store was made; None for other policies.
+        """
+        cdef int64_t num_shared, num_free, num_lru
+        if self.eviction != "adaptive" or not self.pool.num_parts:
+            return None
+        with self.lock:
+            num_shared, num_free = self.pool.policy.num_shared_hits, self.pool.policy.num_free_hits
+            num_lru = self.pool.policy.num_lru_hits
+        return num_shared + num_free, num_shared + num_lru
+
     def set_ref_count(self, page_id, ref_cnt) -> None:
         """Overwrite a count; that of the null page is not kept. `check` and the next `take` notice a free page that is held."""
         cdef Py_ssize_t count = size_of(ref_cnt, "ref_cnt", 0, INT32_MAX - 1)

@@ -45,13 +45,15 @@ cdef class PageRules:
     """Which pages a request needs in one cache group.
 
     `page_size` tokens share a page; None is a state, one page for any number of tokens. With a `window` a token attends to that
-    many tokens, including itself; with a `chunk` to those of its chunk. Pages that no later token attends to are skipped.
+    many tokens, including itself; with a `chunk` to those of its chunk. Pages that no later token attends to are skipped. Hits
+    have a multiple of `hit_tokens` tokens, or with 0 any number: see `is_needed_by_hits`.
     """
 
-    def __cinit__(self, page_size, window=0, chunk=0):
+    def __cinit__(self, page_size, window=0, chunk=0, hit_tokens=0):
         self.rules.page_size = MAX_TOKENS if page_size is None else <int32_t>size_of(page_size, "page_size", 1, MAX_TOKENS)
         self.rules.window = <int32_t>min(size_of(window, "sliding_window", 0, INT64_MAX), MAX_TOKENS)
         self.rules.chunk = <int32_t>min(size_of(chunk, "attention_chunk_size", 0, INT64_MAX), MAX_TOKENS)
+        self.rules.hit_tokens = <int32_t>size_of(hit_tokens, "hit_tokens", 0, MAX_TOKENS)
 
     def count_pages(self, num_tokens) -> int:
         """Return the places that tokens take, including those of skipped pages."""

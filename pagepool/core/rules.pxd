@@ -11,6 +11,7 @@ cdef struct Rules:            # which pages a cache group needs
     int32_t page_size         # tokens; MAX_TOKENS for a state, which has one page
     int32_t window            # tokens that one attends to; 0: no sliding window
     int32_t chunk             # tokens that attend to each other; 0: not chunked
+    int32_t hit_tokens        # hits have a multiple of these; 0: any number
 
 cdef struct Group:            # a cache group
     Rules rules
@@ -57,3 +58,17 @@ cdef inline int32_t next_skip(const Rules *rules, int32_t num_skipped) noexcept 
 cdef inline bint hits_leading_pages(const Group *group) noexcept nogil:
     """Whether any number of leading pages of a group is a hit, as with full attention."""
     return group.id != NO_GROUP and not group.rules.window and not group.rules.chunk
+
+
+cdef inline bint is_needed_by_hits(const Rules *rules, int32_t page) noexcept nogil:
+    """Whether there can be a hit that needs a page of a group with a window or chunks: the shortest that has it needs it most."""
+    cdef int64_t stop, num_tokens = (page + <int64_t>1) * rules.page_size
+    if not rules.hit_tokens:
+        return True
+    num_tokens = (num_tokens + rules.hit_tokens - 1) // rules.hit_tokens * rules.hit_tokens
+    if rules.window:
+        stop = num_tokens // rules.page_size
+        return page >= stop - max(<int64_t>1, (rules.window + <int64_t>rules.page_size - 2) // rules.page_size)
+    if rules.chunk:
+        return page >= num_tokens // rules.chunk * rules.chunk // rules.page_size
+    return True

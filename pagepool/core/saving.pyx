@@ -128,16 +128,16 @@ def is_policy_right(PageStore store not None) -> bool:
     return is_right
 
 
-def load_store(
-    bint enable_caching, ref_counts, free_page_ids, cached, counters, num_shards, eviction=("lru", None), policy=None
-) -> PageStore:
-    """Return the store of which `save_store` made these arrays; `cached` are those of the cached pages: ids, group ids, keys,
-    and token ids. `eviction` is the name of the policy and its ghost size, `policy` its arrays: marks, ghosts, counts, and what
-    it has learned. SnapshotError if they contradict one another. O(num_pages).
+def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageStore:
+    """Return the store of which `save_store` made these arrays. `kind` is whether prefixes are cached, the eviction policy and
+    its ghost size; `cached` are the arrays of cached pages: ids, group ids, keys, and token ids; `policy` those of the policy:
+    marks, ghosts, counts, and what it has learned; `totals` are the counters and the number of shards. SnapshotError if they
+    contradict one another. O(num_pages).
     """
     cdef PageIds counts = as_own_ids(ref_counts, "ref_counts")
     cached_page_ids, cached_group_ids, cached_keys, cached_token_ids = cached
-    cdef PageStore store = PageStore(counts.num, enable_caching, eviction=eviction[0], ghost_size=eviction[1])
+    counters, num_shards = totals
+    cdef PageStore store = PageStore(counts.num, kind[0], eviction=kind[1], ghost_size=kind[2])
     tokens = require_matrix(cached_token_ids, np.int32, "cached_token_ids")
     keys = np.ascontiguousarray(require_matrix(cached_keys, np.uint64, "cached_keys"))
     cdef Py_ssize_t width = tokens.shape[1]

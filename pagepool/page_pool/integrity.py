@@ -120,7 +120,7 @@ class Records(SimpleNamespace):
         return {"marks": self.marks, "ghosts": ghosts, "counts": self.policy_counts, "learned": self.learned}
 
     def check_parts(self) -> None:
-        """Each part has the pages that are marked so, the blank one those without an entry. A ghost is where a look-up finds it."""
+        """Each part has the pages that are marked so, the blank one those without an entry. A look-up finds each ghost."""
         starts = self.queue[self.queue >= self.num_pages]
         self.require_count(starts.tolist(), [*range(self.num_pages, self.num_pages + self.num_parts)], "begin the parts")
         parts = ((self.queue >= self.num_pages).cumsum() - 1)[self.queue < self.num_pages]

@@ -63,9 +63,12 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, enable_caching: bool, *, eviction: str = "lru", ghost_size: float | None = None) -> None:
-        """`num_pages` counts the null page; ArgumentError, a ValueError, unless it is a positive int. `eviction` names the policy
-        by which cached pages are evicted: ``"lru"``, ``"arc"`` or ``"adaptive"``. `ghost_size` is the number of evicted pages
-        that ARC remembers, in pools, above 0 to 64; None: 1.
+        """`num_pages` counts the null page; ArgumentError, a ValueError, unless it is a positive int.
+
+        `eviction` names the policy by which free pages are chosen to be handed out, and their prefix entries evicted:
+        ``"lru"``, in the order in which they were freed; ``"arc"``; or ``"adaptive"``, which learns when pages are used again.
+        `ghost_size` is the number of evicted pages that ARC remembers, in pools, above 0 to 64; None: 1. Without caching the
+        order is that in which pages were freed.
         """
         if isinstance(num_pages, bool) or not isinstance(num_pages, int | np.integer) or num_pages <= 0:
             raise ArgumentError(f"num_pages: got {shown(num_pages)}, allowed: a positive int")

@@ -92,15 +92,8 @@ def load(snapshot: Mapping[str, Any]) -> tuple[PageStore, Configuration | None]:
     enable_caching, num_shards = bool(arrays.pop("enable_caching")[0]), int(arrays.pop("num_shards")[0])
     try:
         cached = tuple(arrays.pop(f"cached_{name}") for name in ("page_ids", "group_ids", "keys", "token_ids"))
-        store = load_store(
-            enable_caching,
-            **arrays,
-            cached=cached,
-            counters=counters,
-            num_shards=num_shards,
-            eviction=eviction,
-            policy=policy,
-        )
+        kind = enable_caching, *eviction
+        store = load_store(kind, **arrays, cached=cached, policy=policy, totals=(counters, num_shards))
         check_store(store)
     except (ArgumentError, IntegrityError) as error:
         raise SnapshotError(f"snapshot: {error}") from None
