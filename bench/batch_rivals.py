@@ -101,9 +101,9 @@ class Batched:
 
     takes_arrays = True
 
-    def __init__(self, num_pages: int, num_rows: int) -> None:
+    def __init__(self, num_pages: int, num_rows: int, rival: Rival = PAGEPOOL) -> None:
         self.num_pages = num_pages
-        self.manager = PAGEPOOL.make_manager(num_pages, MAX_MODEL_LEN)
+        self.manager = rival.make_manager(num_pages, MAX_MODEL_LEN)
         self.table = pagepool.PageTable(num_rows, MAX_MODEL_LEN // PAGE_SIZE, MAX_MODEL_LEN)
         self.batch = pagepool.RunningBatch(self.manager, self.table)
         self.release = self.batch.release

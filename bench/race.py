@@ -36,6 +36,8 @@ class Suite:
 
 DROP_IN = Suite(("easydel", "oracle"), "pagepool", "us", 1e6, "target ratio")
 BATCHED = Suite(("easydel", "oracle", "manager"), "batched", "ns", 1e9, "target")
+EVICTION = Suite(("lru", "arc"), "adaptive", "ns", 1e9, "target")
+SUITES = (DROP_IN, BATCHED, EVICTION)
 LIMIT_COLUMNS = ("limit in C", "batched alone", "ratio to the limit")
 
 Limits = Mapping[str, tuple[float, float]]
@@ -181,7 +183,7 @@ def count_decimals(value: float) -> int:
 
 def as_tables(results: Sequence[Result], limits: Limits) -> str:
     """Return the results as GitHub tables, one for each suite, and a description of the setup."""
-    suites = {suite: [result for result in results if result.work.suite == suite] for suite in (DROP_IN, BATCHED)}
+    suites = {suite: [result for result in results if result.work.suite == suite] for suite in SUITES}
     return "\n\n".join([*(suite_table(suite, held, limits) for suite, held in suites.items() if held), describe_setup()])
 
 

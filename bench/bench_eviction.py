@@ -1,0 +1,68 @@
+"""What an eviction policy costs beside the order of release: prompts in a running batch, and the pool alone.
+
+Pages of 16 tokens, one full-attention group. The policies evict other pages, so the contenders' results are compared by the
+number of pages only. In a pool that evicts, each prompt takes the pages of others; its own keys enter the ghost later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import pagepool
+from bench.batch_rivals import Batched
+from bench.bench_core import TakeAndGiveBack
+from bench.bench_running_batch import NUM_TAKEN, PAGES_PER_PROMPT, PROMPT_CASES, PROMPT_IDS, Prompt, PromptCase
+from bench.race import EVICTION, Race, Work
+from bench.rivals import ArrayRival
+from bench.workload import make_group
+
+NUM_TURNS = 5
+TARGET = 1.5  # times the time of the order of release, at most
+POOLS = [10_000, 100_000, 1_000_000]
+
+
+class WithPolicy(ArrayRival):
+    """Pagepool with an eviction policy."""
+
+    def __init__(self, eviction: str) -> None:
+        super().__init__(eviction, pagepool, pagepool, pagepool)
+
+    def make_manager(self, num_pages: int, max_model_len: int = 1 << 20) -> Any:
+        return pagepool.CacheManager(num_pages, [make_group(pagepool)], max_model_len, eviction=self.name)
+
+    def make_pool(self, num_pages: int) -> Any:
+        return pagepool.PagePool(num_pages, enable_caching=True, eviction=self.name)
+
+
+POLICIES = {name: WithPolicy(name) for name in (*EVICTION.rivals, EVICTION.ours)}
+
+
+class Counted:
+    """A contender of which the result is the number of its pages."""
+
+    def __init__(self, contender: Prompt | TakeAndGiveBack) -> None:
+        self.prepare, self.run, self._contender = contender.prepare, contender.run, contender
+
+    @property
+    def page_ids(self) -> list[int]:
+        return [len(self._contender.page_ids)]
+
+
+@pytest.mark.parametrize("num_pages", POOLS)
+@pytest.mark.parametrize("case", PROMPT_CASES, ids=PROMPT_IDS)
+def test_prompt(race: Race, case: PromptCase, num_pages: int) -> None:
+    contenders = {name: Counted(case.make(Batched(num_pages, 1, rival), False)) for name, rival in POLICIES.items()}
+    name = f"{case.name} in an array, pool of {num_pages:,}"
+    race(contenders, Work(name, "page", PAGES_PER_PROMPT, NUM_TURNS, suite=EVICTION))
+
+
+@pytest.mark.parametrize("num_pages", POOLS)
+def test_take_and_give_back(race: Race, num_pages: int) -> None:
+    takers = {name: TakeAndGiveBack(rival, num_pages, NUM_TAKEN) for name, rival in POLICIES.items()}
+    contenders = {name: Counted(taker) for name, taker in takers.items()}
+    work = Work(
+        f"take and give back {NUM_TAKEN}, pool of {num_pages:,}", "page", takers["lru"].num_units, NUM_TURNS, suite=EVICTION
+    )
+    race(contenders, work)
