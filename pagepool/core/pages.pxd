@@ -264,6 +264,7 @@ cdef inline void touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n) no
         if ids[i] != NULL_PAGE:
             was_free = is_free(pool, ids[i])
             if was_free:
+                pool.num_held_free -= pool.pages[ids[i]].ref_cnt != 0
                 pull(pool, ids[i])
                 pool.num_reused += 1
             pool.policy.note_hit(pool, ids[i], was_free)
