@@ -73,6 +73,8 @@ cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     pool.num_entries += 1
     if pool.num_parts and is_free(pool, page_id):
         requeue(pool, page_id, NEW)
+    elif pool.num_parts and pool.policy.marks[page_id] == BLANK:  # taken out of the queue as it is
+        pool.policy.marks[page_id] = NEW
     if slot.page_id != NULL_PAGE:
         join_twins(pool, slot.page_id, page_id)
         return False
