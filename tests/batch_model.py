@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from oracle import PREEMPTED, OracleManager, PagesByGroup, cdiv, shard_of_hint
 from settings import Setting
+from twins import can_check
 from workload import WITH_LOGPROBS, Request
 
 import pagepool
@@ -257,6 +258,10 @@ class ModelRows(Rows):
     def no_pages(self) -> Any:
         """Return the manager's result for no new pages."""
 
+    def free_all(self, requests: list[Any], nums_computed_tokens: Sequence[Any]) -> None:
+        for request, num_computed in zip(requests, nums_computed_tokens, strict=True):
+            self.manager.free(request, num_computed_tokens=num_computed)
+
     def _forget_last_token(self, row: int) -> None:
         """Remove a token that the manager may have hashed for a failed allocation."""
         request = self.requests[row]
@@ -282,8 +287,8 @@ class ModelRows(Rows):
     # release and moves
 
     def release(self, rows: list[int], num_computed_tokens: Amounts | None = None) -> None:
-        for row, num_computed in zip(rows, by_row(num_computed_tokens, len(rows)), strict=True):
-            self.manager.free(self.requests[row], num_computed_tokens=num_computed)
+        self.free_all([self.requests[row] for row in rows], by_row(num_computed_tokens, len(rows)))
+        for row in rows:
             self.manager.free_page_hashes(self.requests[row])
             self.requests[row], self.num_hits[row], self.shards[row] = None, 0, None
             self._show(row)
@@ -334,9 +339,20 @@ def by_row(amounts: Amounts | None, num_rows: int) -> Sequence[Any]:
 
 
 class OracleRows(ModelRows):
-    """Rows over the oracle, which can trim and undo."""
+    """Rows over the oracle, which can trim and undo, and do what a policy sees in the order of a batch."""
 
     manager: OracleManager
+
+    def grow(self, rows: list[int], num_new_tokens: Amounts = 1, num_lookahead_tokens: Amounts = 0) -> Grown:
+        with self.manager.entering_later():
+            return super().grow(rows, num_new_tokens, num_lookahead_tokens)
+
+    def step(self, rows: list[int], token_ids: list[int]) -> Grown:
+        with self.manager.entering_later():
+            return super().step(rows, token_ids)
+
+    def free_all(self, requests: list[Any], nums_computed_tokens: Sequence[Any]) -> None:
+        self.manager.free_all(requests, nums_computed_tokens)
 
     def pool_state(self) -> PoolState:
         return oracle_pool_state(self.manager)
@@ -375,8 +391,9 @@ class OracleRows(ModelRows):
         for growth in reversed(growths):
             request = self.requests[growth.row]
             request.num_computed_tokens -= growth.num_new
-            del request.all_token_ids[request.num_tokens - (growth.num_tokens is not None) :]
-            self.manager.undo(request, request.num_computed_tokens, request.num_tokens, growth.new_pages)
+            num_tokens = request.num_tokens - (growth.num_tokens is not None)
+            self.manager.undo(request, request.num_computed_tokens, num_tokens, growth.new_pages)
+            del request.all_token_ids[num_tokens:]
             self._show(growth.row)
 
 
@@ -468,7 +485,8 @@ class BatchRows(Rows):
         self.batch.swap_row(src, tgt)
 
     def state(self, request_ids: Iterable[str]) -> BatchState:
-        self.batch.check()
+        if can_check(self.manager.page_pool):
+            self.batch.check()
         self._commit()
         batch = self.batch
         pool = package_pool_state(self.manager.page_pool, self.with_hashes)

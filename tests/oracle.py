@@ -12,16 +12,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-NULL_PAGE = 0
+from oracle_pool import NULL_PAGE, OraclePool, PageIds, Ranking, is_sharded, shard_of_hint
+
+if TYPE_CHECKING:
+    from eviction_oracle import Policy
+
 RUNNING = 4
 PREEMPTED = 5
+MAX_WAITING = 16  # pages of a batch that wait to be entered
 
-PageIds = list[int]
 PagesByGroup = tuple[PageIds, ...]
 
 
@@ -35,32 +40,21 @@ def leading_run(hits: Sequence[bool]) -> int:
     return next((index for index, hit in enumerate(hits) if not hit), len(hits))
 
 
-def shard_of_hint(num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> range | None:
-    """Return the page ids of the hinted shard, or None if the pool is not sharded."""
-    if dp_shard_hint is None or not is_sharded(num_pages, data_parallel_size):
-        return None
-    size = num_pages // data_parallel_size
-    shard = dp_shard_hint % data_parallel_size
-    return range(shard * size, (shard + 1) * size)
-
-
-def is_sharded(num_pages: int, data_parallel_size: int | None) -> bool:
-    """Whether the pages divide evenly among more than one shard."""
-    return data_parallel_size is not None and data_parallel_size > 1 and num_pages % data_parallel_size == 0
-
-
 # --- what a page contains -----------------------------------------------------------------------------------
 
 
 class ContentKeys:
     """Numbers the contents of pages: one number for each (content of the parent page, tokens, extra keys).
 
-    With `ignores_lengths`, as vLLM does, features are the same that have the same content and offset.
+    With `ignores_lengths`, as vLLM does, features are the same that have the same content and offset. With `hash_page`, which
+    hashes a page of a request, `digests` has the hash of each content.
     """
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.ignores_lengths = False
+        self.hash_page: Callable[[Any, int], int] | None = None
+        self.digests: dict[int, int] = {}
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._chains: defaultdict[str, list[int]] = defaultdict(list)
         self._nonces: dict[str, int] = {}
@@ -90,7 +84,10 @@ class ContentKeys:
         if self.ignores_lengths:
             keys = tuple((None, *key[1:3], None) if len(key) == 4 else key for key in keys)
         content = (parent, tuple(request.all_token_ids[start:stop]), keys)
-        return self._numbers.setdefault(content, len(self._numbers))
+        number = self._numbers.setdefault(content, len(self._numbers))
+        if self.hash_page is not None and number not in self.digests:
+            self.digests[number] = self.hash_page(request, page)
+        return number
 
 
 def has_unnamed_images(request: Any) -> bool:
@@ -115,114 +112,6 @@ def feature_keys(feature: Any, start: int, stop: int) -> list[Any]:
     content = getattr(feature, "mm_hash", None) or feature.identifier
     overlaps = first < stop and start < first + length
     return [(feature.modality, content, first - start, length)] if overlaps else []
-
-
-# --- the pool -----------------------------------------------------------------------------------------------
-
-
-class OraclePool:
-    """Ref counts in a list, the free queue in an OrderedDict, the prefix index in a dict of dicts."""
-
-    def __init__(self, num_pages: int, enable_caching: bool) -> None:
-        self.num_pages = num_pages
-        self.enable_caching = enable_caching
-        self.ref_counts = [0] * num_pages
-        self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_pages))
-        self.index: dict[tuple[int, int], dict[int, None]] = {}
-        self.entry_of_page: dict[int, tuple[int, int]] = {}
-        self.counts: Counter[str] = Counter()
-
-    @property
-    def usage(self) -> float:
-        return 1.0 - len(self.free_queue) / self.num_pages
-
-    def free_page_ids(self, shard: range | None = None) -> PageIds:
-        """List the free pages (of a shard) in the order of allocation."""
-        return [page for page in self.free_queue if shard is None or page in shard]
-
-    def get_new_pages(
-        self, num_pages: int, *, dp_shard_hint: int | None = None, data_parallel_size: int | None = None
-    ) -> PageIds:
-        """Take pages from the front of the queue (of the hinted shard) and evict their prefix entries."""
-        return self.take(num_pages, shard_of_hint(self.num_pages, dp_shard_hint, data_parallel_size))
-
-    def take(self, num_pages: int, shard: range | None) -> PageIds:
-        """Take pages from the front of the queue (of the shard) and evict their prefix entries."""
-        pages = self.free_page_ids(shard)[:num_pages]
-        if len(pages) < num_pages:
-            raise ValueError(f"{num_pages} pages wanted, {len(pages)} are free")
-        for page in pages:
-            del self.free_queue[page]
-            self.ref_counts[page] = 1
-        self.counts["allocated"] += num_pages
-        self.counts["evicted"] += self.evict_pages(pages)
-        return pages
-
-    def touch(self, pages_by_group: Iterable[PageIds]) -> None:
-        """Add a reference to each page; a free one leaves the queue."""
-        for pages in pages_by_group:
-            for page in pages:
-                if page != NULL_PAGE:
-                    self.free_queue.pop(page, None)
-                    self.ref_counts[page] += 1
-
-    def free_pages(self, pages: Sequence[int]) -> None:
-        """Drop a reference of each page but the null page; pages without references go to the queue's back, in this order."""
-        pages = [page for page in pages if page != NULL_PAGE]
-        if any(self.ref_counts[page] < pages.count(page) for page in pages):
-            raise RuntimeError(f"a page of {pages} is freed more often than it is held")
-        for page in pages:
-            self.ref_counts[page] -= 1
-            if self.ref_counts[page] == 0:
-                self.free_queue[page] = None
-                self.counts["freed"] += 1
-
-    def get_cached_page(
-        self,
-        key: int,
-        group_ids: Sequence[int],
-        *,
-        dp_shard_hint: int | None = None,
-        data_parallel_size: int | None = None,
-    ) -> PageIds | None:
-        """Return one page for each group, the one entered first (in the shard); None if a group has none."""
-        shard = shard_of_hint(self.num_pages, dp_shard_hint, data_parallel_size)
-        pages = [self.first_entered(key, group_id, shard) for group_id in group_ids]
-        return None if None in pages else pages
-
-    def first_entered(self, key: int, group_id: int, shard: range | None) -> int | None:
-        """Return the page with this content that was entered first, or None."""
-        pages = self.index.get((key, group_id), {})
-        return next((page for page in pages if shard is None or page in shard), None)
-
-    def cache_full_pages(
-        self, pages: PageIds, keys: Sequence[int], num_cached_pages: int, num_full_pages: int, group_id: int
-    ) -> None:
-        """Enter pages [num_cached_pages, num_full_pages) under their contents, except null pages."""
-        new = [i for i in range(num_cached_pages, num_full_pages) if pages[i] != NULL_PAGE]
-        if any(pages[i] in self.entry_of_page for i in new):
-            raise RuntimeError("a page has an entry already")
-        for i in new:
-            self.index.setdefault((keys[i], group_id), {})[pages[i]] = None
-            self.entry_of_page[pages[i]] = (keys[i], group_id)
-        self.counts["cached"] += len(new)
-
-    def evict_pages(self, pages: Iterable[int]) -> int:
-        """Drop the prefix entries of the pages and return how many had one."""
-        cached = self.entry_of_page.keys() & pages
-        for page in cached:
-            entry = self.entry_of_page.pop(page)
-            del self.index[entry][page]
-            if not self.index[entry]:
-                del self.index[entry]
-        return len(cached)
-
-    def reset_prefix_cache(self) -> bool:
-        """Drop all prefix entries, unless a page is held."""
-        if any(self.ref_counts):
-            return False
-        self.evict_pages(range(self.num_pages))
-        return True
 
 
 # --- kinds of attention -------------------------------------------------------------------------------------
@@ -350,6 +239,12 @@ class HeldPages:
     pages: PageIds = field(default_factory=list)
     num_cached_pages: int = 0
     num_hit_pages: int = 0
+    ranking: Ranking = field(default_factory=Ranking)
+
+    def go_back(self, num_full_pages: int) -> None:
+        """Let pages from there on be entered, and ranked, again."""
+        self.num_cached_pages = min(self.num_cached_pages, num_full_pages)
+        self.ranking.num_ranked = min(self.ranking.num_ranked, num_full_pages)
 
 
 class OracleManager:
@@ -362,12 +257,13 @@ class OracleManager:
         max_model_len: int,
         enable_caching: bool = True,
         use_eagle: bool = False,
+        policy: Policy | None = None,
     ) -> None:
         self.kinds = [kind_of(group.kv_cache_spec) for group in kv_cache_groups]
         self.enable_caching = enable_caching and bool(self.kinds)
         self.max_model_len = max_model_len
         self.use_eagle = use_eagle
-        self.page_pool = OraclePool(num_pages, self.enable_caching)
+        self.page_pool = OraclePool(num_pages, self.enable_caching, policy)
         self.classes = group_ids_by_kind(self.kinds)
         page_sizes = [kind.page_size for kind in self.kinds if not isinstance(kind, Mamba)]
         self.hit_step = math.lcm(*page_sizes)
@@ -375,6 +271,10 @@ class OracleManager:
         self.held: dict[str, list[HeldPages]] = {}
         self.queries: dict[str, dict[str, int]] = {}
         self.counted: set[str] = set()
+        self.waiting: list[tuple[HeldPages, int, int, int]] = []  # pages to enter: holder, place, content, group
+        self.enters_later = False
+        if policy is not None:
+            policy.key_of = self.keys.digests.__getitem__
 
     @property
     def usage(self) -> float:
@@ -465,6 +365,8 @@ class OracleManager:
         new_pages = self._take_pages(hits, num_missing, shard)
         if new_pages is None:
             return None
+        if request.request_id not in self.held:
+            self.page_pool.note_request()
         self._count_admission(request, hits)
         self._attach(request, hits, new_pages)
         if not delay_cache_pages:
@@ -503,7 +405,7 @@ class OracleManager:
         """Revisit the pages whose tokens are to be computed, perhaps again: they may have lost their entries."""
         for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
             num_full_pages = kind.num_full_pages(request.num_computed_tokens)
-            held.num_cached_pages = min(held.num_cached_pages, num_full_pages)
+            held.go_back(num_full_pages)
             held.num_hit_pages = min(held.num_hit_pages, num_full_pages)
 
     def _skip_pages(self, request: Any) -> None:
@@ -548,7 +450,9 @@ class OracleManager:
 
     def _attach(self, request: Any, hits: PagesByGroup, new_pages: PagesByGroup) -> None:
         if request.request_id not in self.held:
-            self.held[request.request_id] = [HeldPages(list(pages), len(pages), len(pages)) for pages in hits]
+            self.held[request.request_id] = [
+                HeldPages(list(pages), len(pages), len(pages), Ranking(len(pages))) for pages in hits
+            ]
         for held, pages in zip(self.held[request.request_id], new_pages, strict=True):
             held.pages += pages
 
@@ -567,9 +471,31 @@ class OracleManager:
                 continue
             keys = self._keys(request, kind)
             for page in range(held.num_cached_pages, num_full_pages):
-                if self.page_pool.entry_of_page.get(held.pages[page]) != (keys[page], group_id):
-                    self.page_pool.cache_full_pages(held.pages, keys, page, page + 1, group_id)
+                if held.pages[page] != NULL_PAGE:
+                    self._enter_soon(held, page, keys[page], group_id)
             held.num_cached_pages = num_full_pages
+        if not self.enters_later:
+            self._enter_waiting()
+
+    def _enter_soon(self, held: HeldPages, page: int, key: int, group_id: int) -> None:
+        if len(self.waiting) == MAX_WAITING:
+            self._enter_waiting()
+        self.waiting.append((held, page, key, group_id))
+
+    def _enter_waiting(self) -> None:
+        """Enter the pages that wait for it, unless they have that entry."""
+        waiting, self.waiting = self.waiting, []
+        for held, page, key, group_id in waiting:
+            if self.page_pool.entry_of_page.get(held.pages[page]) != (key, group_id):
+                self.page_pool.cache_full_pages(held.pages, {page: key}, page, page + 1, group_id, held.ranking)
+
+    @contextmanager
+    def entering_later(self) -> Iterator[None]:
+        """Let pages wait for others, which are entered with them: a policy is told of misses after the evictions meanwhile."""
+        self.enters_later = True
+        yield
+        self.enters_later = False
+        self._enter_waiting()
 
     # trimming
 
@@ -595,6 +521,7 @@ class OracleManager:
                 self.page_pool.evict_pages([page])
             held.num_cached_pages = min(held.num_cached_pages, num_full_pages)
             held.num_hit_pages = min(held.num_hit_pages, kind.num_full_pages(restart))
+            held.ranking.num_ranked = min(held.ranking.num_ranked, kind.num_full_pages(restart))
         self.keys.cut(request.request_id, num_tokens)
         return restart
 
@@ -640,7 +567,7 @@ class OracleManager:
         for kind, held, new in zip(self.kinds[::-1], held_by_group[::-1], new_pages[::-1], strict=True):
             for _ in new:
                 self.page_pool.free_pages([held.pages.pop()])
-            held.num_cached_pages = min(held.num_cached_pages, kind.num_full_pages(num_computed_tokens))
+            held.go_back(kind.num_full_pages(num_computed_tokens))
         self.keys.cut(request.request_id, num_tokens)
 
     def _forget_uncomputed(self, request: Any, num_computed_tokens: int) -> None:
@@ -658,10 +585,16 @@ class OracleManager:
 
     def free(self, request: Any, *, num_computed_tokens: int | None = None) -> None:
         """Free all pages of the request, last one first. Uncomputed pages lose their entries."""
-        if num_computed_tokens is not None:
-            self._forget_uncomputed(request, num_computed_tokens)
-        for held in self.held.pop(request.request_id, ()):
-            self.page_pool.free_pages(held.pages[::-1])
+        self.free_all([request], [num_computed_tokens])
+
+    def free_all(self, requests: Sequence[Any], nums_computed_tokens: Sequence[int | None]) -> None:
+        """Free all pages of several requests at once."""
+        held = [group for request in requests for group in self.held.get(request.request_id, ())]
+        self.page_pool.free_pages([page for group in held for page in group.pages[::-1]])
+        for request, num_computed_tokens in zip(requests, nums_computed_tokens, strict=True):
+            if num_computed_tokens is not None:
+                self._forget_uncomputed(request, num_computed_tokens)
+            self.held.pop(request.request_id, None)
 
     def free_page_hashes(self, request: Any) -> None:
         """Drop the contents of a finished request's pages, and its counted look-up."""

@@ -40,9 +40,15 @@ def oracle_state(pool: OraclePool, page_ids: list[tuple[list[int], ...]]) -> Sta
     return State(pool.ref_counts[1:], pool.free_page_ids(), len(pool.index), pool.usage, page_ids)
 
 
+def can_check(pool: Any) -> bool:
+    """Whether a pool of the package can check itself: `check` does not know the parts of a policy."""
+    return not pool.enable_caching or pool.eviction == "lru"
+
+
 def package_state(pool: Any, page_ids: list[tuple[list[int], ...]]) -> State:
     """Return the state of the package's pool, once it has checked itself."""
-    pool.check()
+    if can_check(pool):
+        pool.check()
     return State(
         pool.ref_counts().tolist()[1:],
         pool.free_page_ids_in_order().tolist(),

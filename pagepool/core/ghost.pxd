@@ -40,12 +40,15 @@ cdef inline GhostEntry *find_ghost(const Ghost *ghost, uint64_t word) noexcept n
 
 
 cdef inline GhostEntry remember(Ghost *ghost, uint64_t word, uint32_t mark) noexcept nogil:
-    """Add a key as the last of its set. Returns the entry whose place it took: the first that left a gap, else the oldest."""
+    """Add a key as the last of its set. Returns the entry whose place it took: its own, if nobody has asked for the key since it
+    was evicted before, else the first that left a gap, else the oldest.
+    """
     cdef uint32_t tag = tag_in_ghost(word)
+    cdef GhostEntry *own = find_ghost(ghost, word)
     cdef GhostEntry *entries = set_of(ghost, tag)
     cdef GhostEntry lost
-    cdef Py_ssize_t i = 0
-    while i < SET_SIZE - 1 and entries[i].tag:
+    cdef Py_ssize_t i = 0 if own == NULL else own - entries
+    while own == NULL and i < SET_SIZE - 1 and entries[i].tag:
         i += 1
     lost = entries[i]
     memmove(entries + 1, entries, i * sizeof(GhostEntry))

@@ -7,7 +7,7 @@ from pagepool.core.ghost cimport hash_key, is_sampled
 from pagepool.core.notes cimport is_journaled, note_drop, note_entry
 from pagepool.core.queue cimport requeue
 from pagepool.core.records cimport (
-    BLANK, FLAGS, NEW, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Ghost, Origin, Page, Pool, Range, Ranking, Slot, digest_of,
+    BLANK, FLAGS, MAX_GROUP, NEW, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Ghost, Origin, Page, Pool, Range, Ranking, Slot, digest_of,
     is_free,
 )
 from pagepool.core.siphash cimport Digest
@@ -73,6 +73,8 @@ cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     pool.num_entries += 1
     if pool.num_parts and is_free(pool, page_id):
         requeue(pool, page_id, NEW)
+    elif pool.num_parts and pool.policy.marks[page_id] == BLANK:  # taken out of the queue as it is
+        pool.policy.marks[page_id] = NEW
     if slot.page_id != NULL_PAGE:
         join_twins(pool, slot.page_id, page_id)
         return False
@@ -110,6 +112,22 @@ cdef inline bint is_first(Pool *pool, int32_t page_id) noexcept nogil:
     return not page.group & TWIN or find(pool, digest_of(page), page.group & ~FLAGS) == page_id
 
 
+cdef inline Py_ssize_t find_entered(Pool *pool, const int32_t *ids, Range span) noexcept nogil:
+    """Index of a page in ``ids[span]``, null pages aside, that has an entry or stands there before; -1: there is none."""
+    cdef Py_ssize_t i, bad = -1
+    for i in range(span.start, span.stop):
+        if ids[i] == NULL_PAGE:
+            continue
+        if pool.pages[ids[i]].group != NO_GROUP:
+            bad = i
+            break
+        pool.pages[ids[i]].group = MAX_GROUP  # until all are checked
+    for i in range(span.start, span.stop if bad < 0 else bad):
+        if ids[i] != NULL_PAGE:
+            pool.pages[ids[i]].group = NO_GROUP
+    return bad
+
+
 cdef inline Py_ssize_t enter_all(
     Pool *pool, const int32_t *ids, const Digest *digests, Range span, int32_t group, Origin first
 ) noexcept nogil:
@@ -117,21 +135,16 @@ cdef inline Py_ssize_t enter_all(
     -1, or, with nothing changed, the index of a page that has an entry already.
     """
     cdef Ranking ranking = Ranking(span.start, 0)
-    cdef int32_t i, j
-    for i in range(span.start, span.stop):
+    cdef Py_ssize_t bad = find_entered(pool, ids, span)
+    cdef int32_t i
+    for i in range(span.start, span.stop if bad < 0 else span.start):
         if ids[i] == NULL_PAGE:
             continue
-        if pool.pages[ids[i]].group != NO_GROUP:
-            for j in range(span.start, i):
-                if ids[j] != NULL_PAGE:
-                    drop(pool, ids[j])
-                    pool.num_cached -= 1
-            return i
         if enter(pool, ids[i], digests[i], group) and pool.num_parts:
             rank(pool, &ranking, ids, i, digests[i], group)
         if is_journaled(pool):
             note_entry(pool, ids[i], Origin(digests[i - 1] if i else Digest(0, 0), first.place + i, first.context))
-    return -1
+    return bad
 
 
 cdef inline bint is_entered_otherwise(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:

@@ -157,7 +157,9 @@ cdef inline Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, b
         if at >= 0:
             return at
     if pool.num_parts:
-        return give_back_to_parts(pool, ids, n, tail_first)
+        at = announce_release(pool, ids, n)
+        if at >= 0:
+            return at
     for i in range(n):
         at = n - 1 - i if tail_first else i
         if ids[at] == NULL_PAGE:
@@ -176,28 +178,24 @@ cdef inline Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, b
     return -1
 
 
-cdef inline Py_ssize_t give_back_to_parts(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil:
-    """`give_back` with a policy, which first gets to know how many pages come. A page that stands in the list twice goes to the
-    queue at its first place.
+cdef inline Py_ssize_t announce_release(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """Tell the policy how many pages `give_back` of these is about to put into the queue. Returns -1, or, with nothing changed,
+    the index of a page that has no reference to give.
     """
-    cdef Py_ssize_t i, at, num_released = 0
+    cdef Py_ssize_t i, bad = -1, num_released = 0, num_counted = n
     for i in range(n):
         if ids[i] == NULL_PAGE:
             continue
         if GUARDS and pool.pages[ids[i]].ref_cnt == 0:
-            for at in range(i):
-                pool.pages[ids[at]].ref_cnt += ids[at] != NULL_PAGE
-            return i
+            bad = num_counted = i
+            break
         pool.pages[ids[i]].ref_cnt -= 1
         num_released += pool.pages[ids[i]].ref_cnt == 0
-    if num_released:
+    for i in range(num_counted):
+        pool.pages[ids[i]].ref_cnt += ids[i] != NULL_PAGE
+    if num_released and bad < 0:
         pool.policy.note_release(pool, num_released)
-    for i in range(n if num_released else 0):
-        at = n - 1 - i if tail_first else i
-        if ids[at] != NULL_PAGE and pool.pages[ids[at]].ref_cnt == 0 and not is_free(pool, ids[at]):
-            push(pool, ids[at])
-            pool.num_freed += 1
-    return -1
+    return bad
 
 
 cdef inline void undo_give_back(
@@ -266,6 +264,7 @@ cdef inline void touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n) no
         if ids[i] != NULL_PAGE:
             was_free = is_free(pool, ids[i])
             if was_free:
+                pool.num_held_free -= pool.pages[ids[i]].ref_cnt != 0
                 pull(pool, ids[i])
                 pool.num_reused += 1
             pool.policy.note_hit(pool, ids[i], was_free)

@@ -231,9 +231,11 @@ cdef inline Py_ssize_t push_all(Pool *pool, const int32_t *ids, Py_ssize_t n) no
         if ids[i] == NULL_PAGE or is_free(pool, ids[i]) or pool.pages[ids[i]].ref_cnt:
             bad = i
             break
+        pool.pages[ids[i]].prev_free = ids[i]  # until all are checked: a page that stands there twice looks free
+    for i in range(n if bad < 0 else bad):
+        pool.pages[ids[i]].prev_free = NOT_FREE
+    for i in range(n if bad < 0 else 0):
         push(pool, ids[i])
-    for i in range(bad):
-        pull(pool, ids[i])
     return bad
 
 

@@ -406,10 +406,10 @@ cdef class RequestPages:
         """Take all or nothing. The locks of the store, and of the chain of hits, are held."""
         cdef Pool *pool = &self.store.pool
         cdef Held *held
-        cdef Py_ssize_t g, num_free_hits = 0
+        cdef Py_ssize_t g, num_free_hits = 0, num_before = count_places(&self.holding)
         cdef int32_t n
         cdef int64_t num_new = count_needed(&self.holding, hits, demand.num_tokens)
-        if hits and count_places(&self.holding):
+        if hits and num_before:
             return NOT_EMPTY
         if hits:
             num_free_hits = count_all_free_hits(pool, &self.holding, hits, chain, chain.digests, chain.num)
@@ -422,8 +422,6 @@ cdef class RequestPages:
             return HELD_FREE
         if not self.reserve(hits, new, demand.num_tokens):
             return NO_MEMORY
-        if count_places(&self.holding) == 0:
-            note_request(pool)
         attach_all(pool, &self.holding, hits)
         if num_new > count_free_in(pool, demand.shard):
             for g in range(len(hits)):
@@ -431,6 +429,8 @@ cdef class RequestPages:
             if hits:
                 empty(&self.holding)
             return SHORT
+        if num_before == 0:
+            note_request(pool)
         for g in range(self.holding.num_groups):
             held = &self.holding.held[g]
             n = take_missing(pool, &self.holding.groups[g], held, demand.num_tokens, demand.shard)

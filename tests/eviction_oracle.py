@@ -1,0 +1,414 @@
+"""The plain-Python twins of the eviction policies, for an `OraclePool`, written only to be obviously correct.
+
+The pool's free queue is in the order in which pages were put there. A policy divides it into parts by a mark that it keeps of
+each page; a part has its pages in the order of the queue. It counts what happened, so that tests know what they have reached.
+Sums of floats are in the order of the core, so that they are equal to the last bit.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from oracle_pool import OraclePool, PageIds, Ranking
+
+NULL_PAGE = 0
+BLANK, NEW, AGAIN, LATE = range(4)
+MAX_UNSEEN = 4
+SET_SIZE = 8
+WORD = (1 << 64) - 1
+PRIMES = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93
+
+
+class Mark(NamedTuple):
+    """The part of a free page and when it was put there, or the part that a held page will be put into."""
+
+    part: int
+    epoch: int = 0
+    call: int = 0  # of its epoch
+
+
+class Memory(NamedTuple):
+    """A page that was evicted."""
+
+    tag: int
+    mark: Mark
+
+
+def hash_key(key: int, group_id: int) -> int:
+    """Return the hash of 64 bits that a policy knows a key of 128 bits by."""
+    word = key & WORD ^ (key >> 64) * PRIMES[0] & WORD ^ (group_id + 1) * PRIMES[1] & WORD
+    for _ in range(2):
+        word = (word ^ word >> 32) * PRIMES[2] & WORD
+    return word ^ word >> 32
+
+
+class Ghost:
+    """What is remembered of evicted pages, in sets of eight that each lose the first that came. Forgotten ones leave gaps."""
+
+    def __init__(self, num_pages: int, ghost_size: float, sample_interval: int) -> None:
+        self.sample_interval = sample_interval
+        num_sets = 1 + int(ghost_size * num_pages / sample_interval / SET_SIZE)
+        self.sets: list[list[Memory | None]] = [[None] * SET_SIZE for _ in range(num_sets)]
+
+    def is_sampled(self, word: int) -> bool:
+        return word % self.sample_interval == 0
+
+    def _place(self, word: int) -> tuple[int, list[Memory | None]]:
+        tag = word >> 32 or 1
+        return tag, self.sets[tag * len(self.sets) >> 32]
+
+    def add(self, word: int, mark: Mark) -> None:
+        """Remember a page; the first gap of its set closes, or the page that was remembered first is lost."""
+        tag, memories = self._place(word)
+        memories.pop(memories.index(None) if None in memories else -1)
+        memories.insert(0, Memory(tag, mark))
+
+    def pop(self, word: int) -> Mark | None:
+        """Forget the page that was remembered last under a hash; None if there is none."""
+        tag, memories = self._place(word)
+        for i, memory in enumerate(memories):
+            if memory is not None and memory.tag == tag:
+                memories[i] = None
+                return memory.mark
+        return None
+
+    def count(self, part: int) -> int:
+        """Count the pages that were in a part."""
+        return sum(memory is not None and memory.mark.part == part for memories in self.sets for memory in memories)
+
+
+class Policy(ABC):
+    """What all policies do: pages without an entry are in the blank part, others in that which their mark names."""
+
+    pool: OraclePool
+
+    def __init__(self, num_pages: int, ghost_size: float, sample_interval: int) -> None:
+        self.ghost = Ghost(num_pages, ghost_size, sample_interval)
+        self.key_of: Callable[[int], int] = int  # the 128 bits of a content
+        self.marks = [Mark(BLANK)] * num_pages
+        self.num_requests = 0
+        self.counts: Counter[str] = Counter()
+
+    def start(self, pool: OraclePool) -> None:
+        """Begin with a pool whose pages are all free."""
+        self.pool = pool
+
+    # the queue
+
+    def pages_in(self, part: int, shard: range | None = None) -> PageIds:
+        """List the free pages in a part (of a shard)."""
+        pages = self.pool.free_queue
+        return [page for page in pages if self.marks[page].part == part and (shard is None or page in shard)]
+
+    def order(self) -> PageIds:
+        return [page for part in (BLANK, NEW, AGAIN, LATE) for page in self.pages_in(part)]
+
+    def note_queued(self, page: int) -> None:
+        """A page has come to the end of the queue."""
+        is_cached = page in self.pool.entry_of_page
+        self.marks[page] = self.stamp(self.marks[page].part or NEW) if is_cached else Mark(BLANK)
+
+    def note_entered(self, page: int) -> None:
+        """A page has got an entry; a free one becomes a new one."""
+        if page in self.pool.free_queue:
+            self._queue_again(page)
+
+    def note_dropped(self, page: int) -> None:
+        """A page has lost its entry; a free one is blank from now on."""
+        if page in self.pool.free_queue and self.marks[page].part != BLANK:
+            self.note_loss(self.marks[page])
+            self._queue_again(page)
+
+    def _queue_again(self, page: int) -> None:
+        self.pool.free_queue.move_to_end(page)
+        self.marks[page] = Mark(BLANK)
+        self.note_queued(page)
+
+    def forget_all(self) -> None:
+        """All pages are free, and lose their entries: they are blank, in the order of the parts."""
+        self.pool.free_queue = OrderedDict.fromkeys(self.order())
+        for page in self.pool.free_queue:
+            if self.marks[page].part != BLANK:
+                self.note_loss(self.marks[page])
+            self.marks[page] = Mark(BLANK)
+
+    def note_taken(self, page: int) -> None:
+        """A page that was picked loses its entry, if it has one, and is new."""
+        entry = self.pool.entry_of_page.get(page)
+        if entry is not None and self.marks[page].part != BLANK:
+            content, group_id = entry
+            word = hash_key(self.key_of(content), group_id)
+            has_twins = len(self.pool.index[entry]) > 1
+            self.counts["twins evicted"] += has_twins
+            if self.ghost.is_sampled(word) and not has_twins:
+                self.ghost.add(word, self.marks[page])
+                self.counts["remembered"] += 1
+        self.marks[page] = Mark(NEW)
+
+    def rank(self, ranking: Ranking, pages: PageIds, place: int) -> None:
+        """A request has computed the page at `place` of its pages, whose key was not cached. If the policy knows the key it also
+        knows what the pages since the last that it knew are worth. After a few keys that it does not know the rest is new.
+        """
+        content, group_id = self.pool.entry_of_page[pages[place]]
+        word = hash_key(self.key_of(content), group_id)
+        if ranking.num_unseen == MAX_UNSEEN or not self.ghost.is_sampled(word):
+            return
+        part = self.note_miss(word)
+        is_sample = self.ghost.sample_interval > 1
+        if part is None:
+            ranking.num_unseen += is_sample
+            self.counts["rests of requests that are new"] += ranking.num_unseen == MAX_UNSEEN
+            return
+        for page in pages[ranking.num_ranked if is_sample else place : place + 1]:
+            if page != NULL_PAGE and page not in self.pool.free_queue:
+                self.marks[page] = Mark(part)
+        ranking.num_ranked, ranking.num_unseen = place + 1, 0
+
+    # what policies differ in
+
+    @abstractmethod
+    def pick(self, shard: range | None) -> int:
+        """Return the next page to evict (from a shard)."""
+
+    @abstractmethod
+    def note_miss(self, word: int) -> int | None:
+        """A sampled key was computed. Return the part for its page, or None if the policy does not know the key."""
+
+    @abstractmethod
+    def note_hit(self, page: int, was_free: bool) -> None:
+        """A page that was hit has one more holder."""
+
+    def stamp(self, part: int) -> Mark:
+        """Return the mark of a page that comes to a part now."""
+        return Mark(part)
+
+    def note_release(self, num_pages: int) -> None:
+        """A call is about to put pages into the queue."""
+
+    def note_loss(self, mark: Mark) -> None:
+        """A free page with this mark has lost its entry, and was not evicted."""
+
+
+class Arc(Policy):
+    """ARC: two lists, a ghost of each, and a target for the size of the first that follows the hits on the ghosts."""
+
+    def __init__(self, num_pages: int, ghost_size: float = 1) -> None:
+        super().__init__(num_pages, ghost_size, 1)
+        self.target = 0.0
+
+    def pick(self, shard: range | None) -> int:
+        has_many_new = len(self.pages_in(NEW)) > self.target
+        parts = (BLANK, NEW, AGAIN) if has_many_new else (BLANK, AGAIN, NEW)
+        part, pages = next((part, pages) for part in parts if (pages := self.pages_in(part, shard)))
+        self.counts[f"evicted from part {part}"] += 1
+        return pages[0]
+
+    def note_miss(self, word: int) -> int | None:
+        num_new, num_again = self.ghost.count(NEW), self.ghost.count(AGAIN)
+        mark = self.ghost.pop(word)
+        if mark is None:
+            return None
+        if mark.part == NEW:
+            self.target = min(self.pool.num_pages, self.target + max(1, num_again / num_new))
+        else:
+            self.target = max(0, self.target - max(1, num_new / num_again))
+        self.counts[f"ghosts of part {mark.part} hit"] += 1
+        return AGAIN
+
+    def note_hit(self, page: int, was_free: bool) -> None:
+        self.marks[page] = Mark(AGAIN)
+
+
+EDGES = [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]  # epochs
+HORIZON = EDGES[-1]
+AGES = range(len(EDGES) - 1)
+CLASSES = NEW, AGAIN, LATE
+SAMPLE_INTERVAL = 8
+
+
+class Decision(NamedTuple):
+    """Which pages are evicted: those with a mark, the oldest of their part, or the first of the newest call."""
+
+    shard: int | None
+    is_newest: bool
+    mark: Mark
+
+
+class Adaptive(Policy):
+    """Learns at which ages pages are used again, and evicts from the ends of the parts what is worth least."""
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages, 6, SAMPLE_INTERVAL)
+        self.num_pages = num_pages
+        self.epoch_pages = max(16, num_pages // 16)
+        self.num_released = self.epoch = self.call = 0
+        self.num_requests_then = 0  # at the last tick
+        self.alive: Mapping[int, defaultdict[int, int]] = {c: defaultdict(int) for c in CLASSES}  # by epoch
+        self.exposed = {c: [0.0 for _ in AGES] for c in CLASSES}
+        self.reused = {c: [0.0 for _ in AGES] for c in CLASSES}
+        self.lru_age = HORIZON
+        self.regret = self.pause = self.paused_until = 0
+        self.decision: Decision | None = None
+        self.values = self._rate()
+
+    # learning
+
+    def note_release(self, num_pages: int) -> None:
+        self.num_released += num_pages
+        self.call += 1
+        num_epochs = self.num_released // self.epoch_pages - self.epoch
+        if num_epochs:
+            self._tick(num_epochs, len(self.pool.free_queue) + num_pages)
+
+    def _tick(self, num_epochs: int, num_free: int) -> None:
+        self.call, self.decision = 0, None
+        for _ in range(num_epochs):
+            self.epoch += 1
+            for c in CLASSES:
+                for age in AGES[1:]:
+                    self.exposed[c][age] += max(0, self.alive[c][self.epoch - EDGES[age]])
+        self._decay(num_epochs)
+        self.values = self._rate()
+        self.lru_age = self._find_lru_age(num_free)
+        if 4 * self.regret > self.num_pages:
+            self.pause = min(max(2, 2 * self.pause), 64)
+            self.paused_until = self.num_released + self.pause * self.num_pages
+            self.regret = 0
+            self.counts["pauses"] += 1
+
+    def _decay(self, num_epochs: int) -> None:
+        num_requests = self.num_requests - self.num_requests_then
+        share = 2.0 ** -min(num_epochs / 64, num_requests / 512)
+        for counts in (*self.exposed.values(), *self.reused.values()):
+            counts[:] = [count * share for count in counts]
+        self.num_requests_then = self.num_requests
+
+    def _rate(self) -> dict[int, list[float]]:
+        """Return the value of each age of each class: the best hits for each page and time that waiting from there on gives."""
+        weight = 4 * self.num_released / max(1, self.num_requests) if self.num_released else 1.0
+        prior: list[float] = []
+        for age in AGES:
+            num_reused, num_exposed = (self._sum(counts, age) for counts in (self.reused, self.exposed))
+            before = prior[-1] if prior else 6 / 100
+            prior.append(min(1.0, (num_reused + weight * before) / (num_exposed + weight)))
+        hazards = {
+            c: [min(1.0, (self.reused[c][age] + weight * prior[age]) / (self.exposed[c][age] + weight)) for age in AGES]
+            for c in CLASSES
+        }
+        return {c: [self._best_rate(hazards[c], age) for age in AGES] for c in CLASSES}
+
+    def _sum(self, counts: dict[int, list[float]], age: int) -> float:
+        total = 0.0
+        for c in CLASSES:
+            total += counts[c][age]
+        return total
+
+    def _best_rate(self, hazards: list[float], start: int) -> float:
+        hits, time, surviving = 0.0, 0.0, 1.0
+        rates = []
+        for age in AGES[start:]:
+            hits += surviving * hazards[age]
+            time += surviving * (EDGES[age + 1] - EDGES[age]) * (1 - hazards[age] / 2)
+            surviving *= 1 - hazards[age]
+            rates.append(hits / time)
+        return max(rates)
+
+    def _find_lru_age(self, num_free: int) -> int:
+        """Return the age in epochs at which LRU would have lost a page: so many were released since, and not used."""
+        count = 0
+        for age in range(min(HORIZON, self.epoch + 1)):
+            count += sum(self.alive[c][self.epoch - age] for c in CLASSES)
+            if count > num_free:
+                return age
+        return min(HORIZON, self.epoch + 1)
+
+    def stamp(self, part: int) -> Mark:
+        self.exposed[part][0] += 1
+        self.alive[part][self.epoch] += 1
+        return Mark(part, self.epoch, self.call)
+
+    def note_loss(self, mark: Mark) -> None:
+        if self.epoch - mark.epoch < HORIZON:
+            self.alive[mark.part][mark.epoch] -= 1
+
+    def _use(self, mark: Mark, weight: int, is_hit: bool) -> int:
+        """Count that a page with this mark was used again, and return the part that it belongs to now."""
+        age = self.epoch - mark.epoch
+        is_in_time = age < self.lru_age
+        self.regret = max(0, self.regret + weight * (is_in_time - is_hit))
+        if age < HORIZON:
+            self.reused[mark.part][self._bucket(age)] += weight
+            self.alive[mark.part][mark.epoch] -= weight
+        self.counts[f"{'hits' if is_hit else 'misses'} {'in time' if is_in_time else 'late'}"] += 1
+        self.counts["used again beyond the horizon"] += age >= HORIZON
+        return AGAIN if is_in_time else LATE
+
+    def note_hit(self, page: int, was_free: bool) -> None:
+        if was_free:
+            self.decision = None
+        is_known = was_free and self.marks[page].part != BLANK
+        self.marks[page] = Mark(self._use(self.marks[page], 1, True) if is_known else AGAIN)
+
+    def note_miss(self, word: int) -> int | None:
+        mark = self.ghost.pop(word)
+        return None if mark is None else self._use(mark, SAMPLE_INTERVAL, False)
+
+    # choosing
+
+    def _bucket(self, age: int) -> int:
+        return min(bisect_right(EDGES, age), len(AGES)) - 1
+
+    def _value(self, page: int) -> float:
+        mark = self.marks[page]
+        return self.values[mark.part][self._bucket(self.epoch - mark.epoch)]
+
+    def _candidate(self, decision: Decision, shard: range | None) -> int | None:
+        pages = self.pages_in(decision.mark.part, shard)
+        if not pages:
+            return None
+        if not decision.is_newest:
+            return pages[0]
+        return next(page for page in pages if self.marks[page] == self.marks[pages[-1]])
+
+    def _decide(self, shard: range | None) -> Decision:
+        """Choose the oldest page, as LRU does, or of the ends of all parts the first that is worth least, if clearly less."""
+        number = None if shard is None else shard.start // len(shard)
+        parts = [pages for c in CLASSES if (pages := self.pages_in(c, shard))]
+        oldest = min((pages[0] for pages in parts), key=lambda page: self.marks[page][1:])
+        choice, is_newest, least = oldest, False, self._value(oldest) * 80 / 100
+        is_paused = self.num_released < self.paused_until
+        self.counts["decisions in a pause"] += is_paused
+        for pages in () if is_paused else parts:
+            for end in (0, -1):
+                if self._value(pages[end]) < least:
+                    choice, is_newest, least = pages[end], end == -1, self._value(pages[end])
+        return Decision(number, is_newest, self.marks[choice])
+
+    def pick(self, shard: range | None) -> int:
+        blank = self.pages_in(BLANK, shard)
+        if blank:
+            return blank[0]
+        number = None if shard is None else shard.start // len(shard)
+        page = None
+        if self.decision is not None and self.decision.shard == number:
+            page = self._candidate(self.decision, shard)
+        if page is None or self.decision is None or self.marks[page] != self.decision.mark:
+            self.decision = self._decide(shard)
+            page = self._candidate(self.decision, shard)
+        assert page is not None
+        oldest = min(self.order()[::-1], key=lambda page: self.marks[page][1:])
+        self.counts["evicted from a newest end"] += self.decision.is_newest
+        self.counts["evicted before older pages"] += self.marks[page][1:] != self.marks[oldest][1:]
+        return page
+
+
+def make_policy(name: str, num_pages: int, ghost_size: float | None = None) -> Policy | None:
+    """Return the twin of the policy that `PagePool` knows by this name; None for the order of release."""
+    if name == "arc":
+        return Arc(num_pages, 1 if ghost_size is None else ghost_size)
+    return Adaptive(num_pages) if name == "adaptive" else None

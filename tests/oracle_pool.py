@@ -1,0 +1,221 @@
+"""The plain-Python twin of the pool, which the oracle's manager allocates from.
+
+Errors are the builtin ones that the package's own exceptions derive from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from eviction_oracle import Policy
+
+NULL_PAGE = 0
+
+PageIds = list[int]
+
+
+def shard_of_hint(num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None) -> range | None:
+    """Return the page ids of the hinted shard, or None if the pool is not sharded."""
+    if dp_shard_hint is None or not is_sharded(num_pages, data_parallel_size):
+        return None
+    size = num_pages // data_parallel_size
+    shard = dp_shard_hint % data_parallel_size
+    return range(shard * size, (shard + 1) * size)
+
+
+def is_sharded(num_pages: int, data_parallel_size: int | None) -> bool:
+    """Whether the pages divide evenly among more than one shard."""
+    return data_parallel_size is not None and data_parallel_size > 1 and num_pages % data_parallel_size == 0
+
+
+@dataclass
+class Ranking:
+    """How far a policy knows the pages that a request computes in a group, and the keys since then that it does not know."""
+
+    num_ranked: int = 0
+    num_unseen: int = 0
+
+
+class OraclePool:
+    """Ref counts in a list, the free queue in an OrderedDict, the prefix index in a dict of dicts.
+
+    With a `policy` the free queue is in the order in which pages were put there, and `free_page_ids` is part by part.
+    """
+
+    def __init__(self, num_pages: int, enable_caching: bool, policy: Policy | None = None) -> None:
+        self.num_pages = num_pages
+        self.enable_caching = enable_caching
+        self.ref_counts = [0] * num_pages
+        self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_pages))
+        self.index: dict[tuple[int, int], dict[int, None]] = {}
+        self.entry_of_page: dict[int, tuple[int, int]] = {}
+        self.counts: Counter[str] = Counter()
+        self.policy = policy if enable_caching else None
+        if self.policy is not None:
+            self.policy.start(self)
+
+    @property
+    def usage(self) -> float:
+        return 1.0 - len(self.free_queue) / self.num_pages
+
+    def free_page_ids(self, shard: range | None = None) -> PageIds:
+        """List the free pages (of a shard) in the order of allocation; with a policy part by part."""
+        pages = self.free_queue if self.policy is None else self.policy.order()
+        return [page for page in pages if shard is None or page in shard]
+
+    def get_new_pages(
+        self, num_pages: int, *, dp_shard_hint: int | None = None, data_parallel_size: int | None = None
+    ) -> PageIds:
+        """Take pages from the front of the queue (of the hinted shard) and evict their prefix entries."""
+        pages = self.take(num_pages, shard_of_hint(self.num_pages, dp_shard_hint, data_parallel_size))
+        self.note_request()
+        return pages
+
+    def note_request(self) -> None:
+        """Tell the policy that a request has taken its first pages."""
+        if self.policy is not None:
+            self.policy.num_requests += 1
+
+    def take(self, num_pages: int, shard: range | None) -> PageIds:
+        """Take pages from the front of the queue (of the shard) and evict their prefix entries."""
+        pages = self._pop(num_pages, shard)
+        for page in pages:
+            self.ref_counts[page] = 1
+            if self.policy is not None:
+                self.policy.note_taken(page)
+            self.counts["evicted"] += self.evict_pages([page])
+        self.counts["allocated"] += num_pages
+        return pages
+
+    def _pop(self, num_pages: int, shard: range | None) -> PageIds:
+        """Take pages out of the queue (of the shard): the first, or those that the policy picks one by one."""
+        pages = self.free_page_ids(shard)[:num_pages]
+        if len(pages) < num_pages:
+            raise ValueError(f"{num_pages} pages wanted, {len(pages)} are free")
+        for i in range(num_pages):
+            if self.policy is not None:
+                pages[i] = self.policy.pick(shard)
+            del self.free_queue[pages[i]]
+        return pages
+
+    def popleft_n(self, num_pages: int) -> PageIds:
+        """Take pages out of the queue as they are."""
+        return self._pop(num_pages, None)
+
+    def remove(self, page: int) -> None:
+        """Take any page out of the queue as it is."""
+        if page not in self.free_queue:
+            raise IndexError(f"page {page} is not in the free queue")
+        del self.free_queue[page]
+
+    def append_n(self, pages: Sequence[int]) -> None:
+        """Put pages that were taken out of the queue as they are to its back."""
+        if len(set(pages)) < len(pages) or any(
+            page == NULL_PAGE or page in self.free_queue or self.ref_counts[page] for page in pages
+        ):
+            raise IndexError(f"one of {pages} is free, held, the null page, or there twice")
+        for page in pages:
+            self._push(page)
+
+    def _push(self, page: int) -> None:
+        self.free_queue[page] = None
+        if self.policy is not None:
+            self.policy.note_queued(page)
+
+    def touch(self, pages_by_group: Iterable[PageIds]) -> None:
+        """Add a reference to each page; a free one leaves the queue."""
+        touched = [page for pages in pages_by_group for page in pages if page != NULL_PAGE]
+        if any(self.ref_counts[page] == 0 and page not in self.free_queue for page in touched):
+            raise IndexError(f"one of {touched} is not held, and not in the free queue")
+        for page in touched:
+            is_free = page in self.free_queue
+            self.free_queue.pop(page, None)
+            if self.policy is not None:
+                self.policy.note_hit(page, is_free)
+            self.ref_counts[page] += 1
+
+    def free_pages(self, pages: Sequence[int]) -> None:
+        """Drop a reference of each page but the null page; pages without references go to the queue's back, in this order."""
+        pages = [page for page in pages if page != NULL_PAGE]
+        if any(self.ref_counts[page] < pages.count(page) for page in pages):
+            raise RuntimeError(f"a page of {pages} is freed more often than it is held")
+        freed = []
+        for page in pages:
+            self.ref_counts[page] -= 1
+            if self.ref_counts[page] == 0:
+                freed.append(page)
+        if freed and self.policy is not None:
+            self.policy.note_release(len(freed))
+        for page in freed:
+            self._push(page)
+        self.counts["freed"] += len(freed)
+
+    def get_cached_page(
+        self,
+        key: int,
+        group_ids: Sequence[int],
+        *,
+        dp_shard_hint: int | None = None,
+        data_parallel_size: int | None = None,
+    ) -> PageIds | None:
+        """Return one page for each group, the one entered first (in the shard); None if a group has none."""
+        shard = shard_of_hint(self.num_pages, dp_shard_hint, data_parallel_size)
+        pages = [self.first_entered(key, group_id, shard) for group_id in group_ids]
+        return None if None in pages else pages
+
+    def first_entered(self, key: int, group_id: int, shard: range | None) -> int | None:
+        """Return the page with this content that was entered first, or None."""
+        pages = self.index.get((key, group_id), {})
+        return next((page for page in pages if shard is None or page in shard), None)
+
+    def cache_full_pages(
+        self,
+        pages: PageIds,
+        keys: Sequence[int] | dict[int, int],
+        num_cached_pages: int,
+        num_full_pages: int,
+        group_id: int,
+        ranking: Ranking | None = None,
+    ) -> None:
+        """Enter pages [num_cached_pages, num_full_pages) under their contents, except null pages."""
+        new = [i for i in range(num_cached_pages, num_full_pages) if pages[i] != NULL_PAGE]
+        if any(pages[i] in self.entry_of_page for i in new) or len({pages[i] for i in new}) < len(new):
+            raise RuntimeError("a page has an entry already")
+        ranking = ranking or Ranking(num_cached_pages)
+        for i in new:
+            is_missed = (keys[i], group_id) not in self.index
+            self.index.setdefault((keys[i], group_id), {})[pages[i]] = None
+            self.entry_of_page[pages[i]] = (keys[i], group_id)
+            if self.policy is not None:
+                self.policy.note_entered(pages[i])
+                if is_missed:
+                    self.policy.rank(ranking, pages, i)
+        self.counts["cached"] += len(new)
+
+    def evict_pages(self, pages: Iterable[int]) -> int:
+        """Drop the prefix entries of the pages, in order, and return how many had one."""
+        num_dropped = 0
+        for page in pages:
+            entry = self.entry_of_page.pop(page, None)
+            if entry is None:
+                continue
+            num_dropped += 1
+            del self.index[entry][page]
+            if not self.index[entry]:
+                del self.index[entry]
+            if self.policy is not None:
+                self.policy.note_dropped(page)
+        return num_dropped
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all prefix entries, unless a page is held. The queue keeps its order."""
+        if len(self.free_queue) < self.num_pages - 1:
+            return False
+        if self.policy is not None:
+            self.policy.forget_all()
+        self.evict_pages(range(self.num_pages))
+        return True

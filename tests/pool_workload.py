@@ -1,0 +1,340 @@
+"""Random work on a pool and its twin: requests that come again, and calls in any order beside them, right and wrong ones.
+
+Pools are tiny, and keys come from a few families whose popularity changes, so that pages are evicted, remembered and used
+again at all ages.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import Any, NamedTuple
+
+from eviction_oracle import NULL_PAGE, Policy, hash_key, make_policy
+from oracle_pool import OraclePool, PageIds, shard_of_hint
+from twins import Mismatch, Twins
+
+import pagepool
+
+NUM_FAMILIES = 8
+GROUPS = 0, 1
+PAGE_SIZE = 1
+
+
+class PoolState(NamedTuple):
+    """Everything that can be seen of a pool."""
+
+    ref_counts: list[int]
+    free_page_ids: list[int]
+    entries: dict[int, tuple[int, int]]  # key and group, by page
+    counters: list[int]
+
+    def differences(self, other: PoolState) -> list[str]:
+        """Name the fields in which the other state differs, with both values."""
+        return [
+            f"{name}: {mine} against {theirs}"
+            for name, mine, theirs in zip(self._fields, self, other, strict=True)
+            if mine != theirs
+        ]
+
+
+class OracleSide:
+    """The oracle's pool, whose contents are keys."""
+
+    def __init__(self, num_pages: int, policy: Policy | None) -> None:
+        self.pool = OraclePool(num_pages, True, policy)
+
+    def take(self, num_pages: int, placement: dict[str, Any]) -> PageIds:
+        return self.pool.get_new_pages(num_pages, **placement)
+
+    def free(self, page_ids: PageIds) -> None:
+        self.pool.free_pages(page_ids)
+
+    def touch(self, page_ids: PageIds) -> None:
+        self.pool.touch([page_ids])
+
+    def cache(self, page_ids: PageIds, keys: list[int], num_cached_pages: int, group_id: int) -> None:
+        self.pool.cache_full_pages(page_ids, keys, num_cached_pages, len(page_ids), group_id)
+
+    def find(self, key: int, placement: dict[str, Any]) -> PageIds | None:
+        return self.pool.get_cached_page(key, GROUPS, **placement)
+
+    def evict(self, page_ids: PageIds) -> int:
+        return self.pool.evict_pages(page_ids)
+
+    def reset(self) -> bool:
+        return self.pool.reset_prefix_cache()
+
+    def popleft(self, num_pages: int) -> PageIds:
+        return self.pool.popleft_n(num_pages)
+
+    def remove(self, page_id: int) -> None:
+        self.pool.remove(page_id)
+
+    def append(self, page_ids: PageIds) -> None:
+        self.pool.append_n(page_ids)
+
+    def state(self, _request_ids: Iterable[str]) -> PoolState:
+        pool = self.pool
+        counters = [pool.counts[name] for name in ("allocated", "freed", "evicted", "cached")]
+        return PoolState(pool.ref_counts[1:], pool.free_page_ids(), dict(sorted(pool.entry_of_page.items())), counters)
+
+
+class PackageSide:
+    """The package's pool."""
+
+    def __init__(self, num_pages: int, eviction: str, ghost_size: float | None) -> None:
+        self.pool = pagepool.PagePool(num_pages, True, eviction=eviction, ghost_size=ghost_size)
+
+    def take(self, num_pages: int, placement: dict[str, Any]) -> PageIds:
+        return self.pool.get_new_page_ids(num_pages, **placement).tolist()
+
+    def free(self, page_ids: PageIds) -> None:
+        self.pool.free_page_ids(page_ids)
+
+    def touch(self, page_ids: PageIds) -> None:
+        self.pool.touch_page_ids(page_ids)
+
+    def cache(self, page_ids: PageIds, keys: list[int], num_cached_pages: int, group_id: int) -> None:
+        hashes = [pagepool.PageHash(key, ()) for key in keys]
+        self.pool.cache_full_page_ids(None, page_ids, hashes, num_cached_pages, len(page_ids), PAGE_SIZE, group_id)
+
+    def find(self, key: int, placement: dict[str, Any]) -> PageIds | None:
+        found = self.pool.get_cached_page_ids(pagepool.PageHash(key, ()), GROUPS, **placement)
+        return None if found is None else found.tolist()
+
+    def evict(self, page_ids: PageIds) -> int:
+        return self.pool.evict_pages(page_ids)
+
+    def reset(self) -> bool:
+        return self.pool.reset_prefix_cache()
+
+    def popleft(self, num_pages: int) -> PageIds:
+        return [page.page_id for page in self.pool.free_page_queue.popleft_n(num_pages)]
+
+    def remove(self, page_id: int) -> None:
+        self.pool.free_page_queue.remove(self.pool.pages[page_id])
+
+    def append(self, page_ids: PageIds) -> None:
+        self.pool.free_page_queue.append_n([self.pool.pages[page_id] for page_id in page_ids])
+
+    def state(self, _request_ids: Iterable[str]) -> PoolState:
+        store, stats = self.pool.store, self.pool.stats
+        keys = {page_id: store.key_of(page_id) for page_id in range(1, self.pool.num_pages)}
+        entries = {page_id: key for page_id, key in keys.items() if key is not None}
+        assert len(entries) == store.num_cached_pages
+        counters = [stats.num_allocated_pages, stats.num_freed_pages, stats.num_evicted_pages, stats.num_cached_pages]
+        return PoolState(self.pool.ref_counts().tolist()[1:], self.pool.free_page_ids_in_order().tolist(), entries, counters)
+
+
+class PoolWorkload:
+    """Drives both pools at random. It reads their state from the oracle."""
+
+    def __init__(self, twins: Twins, rng: Random) -> None:
+        self.twins = twins
+        self.pool: OraclePool = twins.oracle.pool
+        self.rng = rng
+        self.num_shards = rng.choice((None, None, *(n for n in (2, 4) if self.pool.num_pages % n == 0)))
+        self.max_length = max(2, self.pool.num_pages // 4)
+        self.families = [self._keys(self.max_length) for _ in range(NUM_FAMILIES)]
+        self.first_family = 0  # the most popular
+        self.held: list[PageIds] = []
+        self.outside: PageIds = []  # neither held nor in the queue
+
+    def run(self, num_calls: int) -> None:
+        """Act until so many calls are made, then free and reset all."""
+        actions = {
+            self.start: 10,
+            self.end: 9,
+            self.end_several: 1,
+            self.share: 1,
+            self.cache_any: 0.6,
+            self.touch_any: 0.4,
+            self.evict: 0.5,
+            self.take_out: 0.4,
+            self.put_in: 0.6,
+            self.misuse: 1,
+            self.change: 0.1,
+            self.drain: 0.05,
+        }
+        cumulated = list(itertools.accumulate(actions.values()))
+        while self.twins.num_calls < num_calls:
+            self.rng.choices(list(actions), cum_weights=cumulated)[0]()
+        self.drain()
+
+    def _keys(self, num_keys: int) -> list[int]:
+        """Return random keys, half of which an adaptive policy samples for some group."""
+        keys: list[int] = []
+        while len(keys) < num_keys:
+            key = self.rng.getrandbits(128)
+            if len(keys) % 2 or hash_key(key, self.rng.choice(GROUPS)) % 8 == 0:
+                keys.append(key)
+        return keys
+
+    def _placement(self) -> dict[str, Any]:
+        if self.num_shards is None:
+            return {}
+        return {"dp_shard_hint": self.rng.choice((None, *range(2 * self.num_shards))), "data_parallel_size": self.num_shards}
+
+    # requests
+
+    def start(self) -> None:
+        """Take the pages of a request, with the leading ones that are cached, unless too few are free."""
+        rng, group_id, placement = self.rng, self.rng.choice((0, 0, 0, 1)), self._placement()
+        family = self.families[(self.first_family + min(int(rng.expovariate(0.5)), NUM_FAMILIES - 1)) % NUM_FAMILIES]
+        keys = family[: rng.randint(1, self.max_length)] + self._keys(rng.choice((0, 0, 1, 3)))
+        shard = shard_of_hint(self.pool.num_pages, **placement) if placement else None
+        self.twins.call("find", rng.choice(keys), placement)
+        found = [self.pool.first_entered(key, group_id, shard) for key in keys]
+        hits = list(itertools.takewhile(lambda page: page not in (None, *self.outside), found)) if rng.random() < 0.95 else []
+        self.twins.call("touch", hits)
+        new = self.twins.call("take", len(keys) - len(hits), placement)
+        if new is None:
+            self.twins.call("free", hits[::-1])
+            return
+        pages = hits + new
+        if rng.random() < 0.3:
+            middle = rng.randint(len(hits), len(pages))
+            self.twins.call("cache", pages[:middle], keys, len(hits), group_id)
+            self.twins.call("cache", pages, keys, middle, group_id)
+        elif rng.random() < 0.95:
+            self.twins.call("cache", pages, keys, len(hits), group_id)
+        self.held.append(pages)
+
+    def _pop(self) -> PageIds:
+        return self.held.pop(self.rng.randrange(len(self.held)))
+
+    def end(self) -> None:
+        """Free a request, mostly the last page first, so that many pages are free."""
+        num_held = len(self.pool.ref_counts) - len(self.pool.free_queue)
+        if self.held and (num_held > self.pool.num_pages // 2 or self.rng.random() < 0.7):
+            pages = self._pop()
+            if self.rng.random() < 0.1:
+                self.rng.shuffle(pages)
+                middle = self.rng.randint(0, len(pages))
+                self.twins.call("free", [*pages[:middle], NULL_PAGE])
+                self.twins.call("free", pages[middle:])
+            else:
+                self.twins.call("free", pages[::-1])
+
+    def end_several(self) -> None:
+        """Free requests in one call, in which shared pages stand several times."""
+        pages = [page for _ in range(min(3, len(self.held))) for page in self._pop()[::-1]]
+        if self.rng.random() < 0.3:
+            self.rng.shuffle(pages)
+        self.twins.call("free", pages)
+
+    def share(self) -> None:
+        """Let another request hold the beginning of one, perhaps with a page twice."""
+        if self.held:
+            pages = self.rng.choice(self.held)
+            pages = pages[: self.rng.randint(0, len(pages))]
+            pages = pages + pages[:1] if self.rng.random() < 0.2 else list(pages)
+            self.twins.call("touch", pages)
+            self.held.append(pages)
+
+    # single calls
+
+    def _some_pages(self) -> PageIds:
+        return self.rng.sample(range(1, self.pool.num_pages), self.rng.randint(1, 3))
+
+    def cache_any(self) -> None:
+        """Enter pages anywhere, free ones too; refused if one of them has an entry."""
+        pages = [*self._some_pages(), NULL_PAGE]
+        if self.rng.random() < 0.7:
+            pages = [page for page in pages if page not in self.pool.entry_of_page]
+        self.rng.shuffle(pages)
+        keys = self.rng.choice(self.families)[: len(pages)] + self._keys(len(pages))
+        self.twins.call("cache", pages, keys, self.rng.randint(0, len(pages)), self.rng.choice(GROUPS))
+
+    def touch_any(self) -> None:
+        """Hold any pages, free ones too."""
+        pages = [page for page in self._some_pages() if page not in self.outside]
+        self.twins.call("touch", [*pages, NULL_PAGE])
+        self.held.append(pages)
+
+    def evict(self) -> None:
+        pages = self._some_pages()
+        self.twins.call("evict", pages + pages[:1])
+
+    def take_out(self) -> None:
+        """Take pages out of the queue as they are, at its front or anywhere."""
+        if not self.pool.free_queue or len(self.outside) > self.pool.num_pages // 8:
+            return
+        if self.rng.random() < 0.5:
+            num_pages = self.rng.randint(0, min(2, len(self.pool.free_queue)))
+            self.outside += self.twins.call("popleft", num_pages)
+        else:
+            page = self.rng.choice(list(self.pool.free_queue))
+            self.twins.call("remove", page)
+            self.outside.append(page)
+
+    def put_in(self) -> None:
+        """Put pages back that were taken out of the queue."""
+        self.rng.shuffle(self.outside)
+        middle = self.rng.randint(0, len(self.outside))
+        self.twins.call("append", self.outside[:middle])
+        del self.outside[:middle]
+
+    def misuse(self) -> None:
+        """Do what must be refused, after work that must be undone."""
+        rng, pages = self.rng, self._some_pages()
+        held = rng.choice(self.held) if self.held else []
+        free = list(self.pool.free_queue)
+        cached, uncached = (
+            [page for page in range(1, self.pool.num_pages) if (page in self.pool.entry_of_page) is is_cached]
+            for is_cached in (True, False)
+        )
+        wrong: list[Callable[[], object]] = [
+            lambda: self.twins.call("free", [*held, *(page for page in held[:1] for _ in range(self.pool.ref_counts[page]))]),
+            lambda: self.twins.call("free", [*held[:-1], *(free or pages)[:1], *held[-1:]]) if free else None,
+            lambda: self.twins.call("append", [*self.outside, *free[:1], *self.outside]),
+            lambda: self.twins.call("append", [*self.outside, *self.outside[:1], NULL_PAGE]),
+            lambda: self.twins.call("take", len(free) + 1, {}),
+            lambda: self.twins.call("popleft", len(free) + 1),
+            lambda: self.twins.call("touch", [*held, *free[:2], *self.outside]) if self.outside else None,
+            lambda: self._cache_wrongly(uncached, cached[:1]),
+            lambda: self._cache_wrongly(uncached, uncached[-1:]),
+        ]
+        rng.choice(wrong)()
+
+    def _cache_wrongly(self, pages: PageIds, wrong: PageIds) -> None:
+        """Enter pages without an entry, and one that has one, or would get two."""
+        if pages and wrong:
+            pages = [*pages, *wrong]
+            keys = (self.families[0] + self._keys(len(pages)))[: len(pages)]
+            self.twins.call("cache", pages, keys, 0, 0)
+
+    # all at once
+
+    def change(self) -> None:
+        """Let another family be the most popular, and new prompts take the place of one; rarely, divide the pool otherwise."""
+        self.first_family += 1
+        self.families[self.rng.randrange(NUM_FAMILIES)] = self._keys(self.max_length)
+        if self.num_shards is not None and self.rng.random() < 0.2:
+            self.num_shards = self.rng.choice([n for n in (2, 4) if self.pool.num_pages % n == 0])
+
+    def drain(self) -> None:
+        """Be refused a reset, free all, and reset."""
+        self.twins.call("reset")
+        while self.held:
+            self.twins.call("free", self._pop()[::-1])
+        self.twins.call("append", self.outside)
+        self.outside = []
+        assert self.twins.call("reset") is True
+
+
+def run_pool_workload(options: tuple[str, float | None], seed: int, num_calls: int) -> Policy | None:
+    """Run a seed's workload to its end and return the oracle's policy; on a mismatch, say what to repeat."""
+    rng = Random(seed)
+    num_pages = rng.choice((8, 17, 24, 64, 128))
+    eviction, ghost_size = options
+    oracle = OracleSide(num_pages, make_policy(eviction, num_pages, ghost_size))
+    workload = PoolWorkload(Twins(oracle, PackageSide(num_pages, eviction, ghost_size)), rng)
+    try:
+        workload.run(num_calls)
+    except Mismatch as mismatch:
+        where = f"{eviction!r}, ghost size {ghost_size}, seed {seed}, {num_pages} pages, call {workload.twins.num_calls - 1}"
+        raise Mismatch(f"{where}\n{mismatch}") from mismatch.__cause__
+    return oracle.pool.policy
