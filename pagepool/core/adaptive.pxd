@@ -339,9 +339,7 @@ cdef inline Decision decide(Pool *pool, int32_t shard) noexcept nogil:
 cdef inline int32_t pick(Pool *pool, int32_t shard) noexcept nogil:
     cdef Adaptive *state = adaptive_of(pool)
     cdef Decision *decision = &state.learned.decision
-    cdef int32_t behind, page_id = oldest_in(pool, BLANK, shard)
-    if page_id != NULL_PAGE:
-        return page_id
+    cdef int32_t behind, page_id = NULL_PAGE
     if decision.part != BLANK and decision.shard == shard:
         page_id = candidate_of(pool, decision)
     if page_id == NULL_PAGE or state.base.marks[page_id] != decision.mark:

@@ -53,8 +53,8 @@ cdef inline uint32_t note_miss(Pool *pool, Digest key, int32_t group) noexcept n
 
 cdef inline int32_t pick(Pool *pool, int32_t shard) noexcept nogil:
     cdef Arc *state = <Arc *>pool.policy
-    cdef int32_t page_id = oldest_in(pool, BLANK, shard)
-    if page_id == NULL_PAGE and state.base.num_in_part[NEW] > state.learned.target:
+    cdef int32_t page_id = NULL_PAGE
+    if state.base.num_in_part[NEW] > state.learned.target:
         page_id = oldest_in(pool, NEW, shard)
     if page_id == NULL_PAGE:
         page_id = oldest_in(pool, AGAIN, shard)

@@ -4,9 +4,9 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
 
 from pagepool.core.index cimport drop, home_of
 from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns
-from pagepool.core.queue cimport end_of_queue, pull, push, record_behind
+from pagepool.core.queue cimport end_of_queue, is_page, oldest_in, pull, push, record_behind, start_of_part
 from pagepool.core.records cimport (
-    FLAGS, NEW, NO_GROUP, NULL_PAGE, NUM_BUCKETS, WATCHED, Histogram, Page, Pool, Stay, digest_of, is_free,
+    BLANK, FLAGS, NEW, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, WATCHED, Histogram, Page, Pool, Stay, digest_of, is_free,
 )
 
 
@@ -79,17 +79,41 @@ cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard
         claim(pool, out[i])
 
 
+cdef inline Py_ssize_t pull_blank(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
+    """Pull up to `n` blank pages of a pool without shards, all at once, and return how many."""
+    cdef Page *pages = pool.pages
+    cdef int32_t following, start = start_of_part(pool, BLANK, -1), page_id = pages[start].next_free
+    cdef Py_ssize_t count = 0
+    while count < n and is_page(pool, page_id):
+        out[count] = page_id
+        count += 1
+        following = pages[page_id].next_free
+        pages[page_id].prev_free = pages[page_id].next_free = NOT_FREE
+        page_id = following
+    pages[start].next_free = page_id
+    pages[page_id].prev_free = start
+    pool.num_free -= <int32_t>count
+    pool.policy.num_in_part[BLANK] -= count
+    return count
+
+
 cdef inline void note_request(Pool *pool) noexcept nogil:
     """Tell the policy, if there is one, that a request begins to take pages."""
     if pool.num_parts:
         pool.policy.num_requests += 1
 
 
+cdef inline int32_t pick(Pool *pool, int32_t shard) noexcept nogil:
+    """The page to be evicted next, with a policy: a blank one, if there is any."""
+    cdef int32_t page_id = oldest_in(pool, BLANK, shard)
+    return page_id if page_id != NULL_PAGE else pool.policy.pick(pool, shard)
+
+
 cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
-    """Take `n` pages in the order in which the policy picks them."""
-    cdef Py_ssize_t i
-    for i in range(n):
-        out[i] = pool.policy.pick(pool, shard)
+    """Take `n` pages in the order in which they are picked."""
+    cdef Py_ssize_t i, num_blank = 0 if pool.num_shards else pull_blank(pool, out, n)
+    for i in range(num_blank, n):
+        out[i] = pick(pool, shard)
         pull(pool, out[i])
         fetch_entry(pool, out[i])
     for i in range(n):
@@ -157,9 +181,7 @@ cdef inline Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, b
         if at >= 0:
             return at
     if pool.num_parts:
-        at = announce_release(pool, ids, n)
-        if at >= 0:
-            return at
+        return give_back_to_parts(pool, ids, n, tail_first)
     for i in range(n):
         at = n - 1 - i if tail_first else i
         if ids[at] == NULL_PAGE:
@@ -178,24 +200,43 @@ cdef inline Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, b
     return -1
 
 
-cdef inline Py_ssize_t announce_release(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Tell the policy how many pages `give_back` of these is about to put into the queue. Returns -1, or, with nothing changed,
-    the index of a page that has no reference to give.
-    """
-    cdef Py_ssize_t i, bad = -1, num_released = 0, num_counted = n
+cdef inline Py_ssize_t give_back_to_parts(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil:
+    """`give_back` with a policy, which gets to know how many pages come before the first does."""
+    cdef Py_ssize_t i, at, num_released = 0
+    cdef Page *page
     for i in range(n):
-        if ids[i] == NULL_PAGE:
+        at = n - 1 - i if tail_first else i
+        if ids[at] == NULL_PAGE:
             continue
-        if GUARDS and pool.pages[ids[i]].ref_cnt == 0:
-            bad = num_counted = i
-            break
-        pool.pages[ids[i]].ref_cnt -= 1
-        num_released += pool.pages[ids[i]].ref_cnt == 0
-    for i in range(num_counted):
-        pool.pages[ids[i]].ref_cnt += ids[i] != NULL_PAGE
-    if num_released and bad < 0:
+        page = &pool.pages[ids[at]]
+        if GUARDS and page.ref_cnt == 0:
+            undo_give_back_to_parts(pool, ids, n, i, tail_first)
+            return at
+        page.ref_cnt -= 1
+        if page.ref_cnt == 0:
+            page.next_free = <int32_t>i  # until it is pushed: where in the list it loses its last reference
+            num_released += 1
+    if num_released:
         pool.policy.note_release(pool, num_released)
-    return bad
+    for i in range(n if num_released else 0):
+        at = n - 1 - i if tail_first else i
+        page = &pool.pages[ids[at]]
+        if ids[at] != NULL_PAGE and page.ref_cnt == 0 and page.next_free == i and not is_free(pool, ids[at]):
+            push(pool, ids[at])
+    pool.num_freed += num_released
+    return -1
+
+
+cdef inline void undo_give_back_to_parts(
+    Pool *pool, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_done, bint tail_first
+) noexcept nogil:
+    """Give back the references that the first `num_done` pages have lost."""
+    cdef Py_ssize_t i, at
+    for i in range(num_done):
+        at = n - 1 - i if tail_first else i
+        if ids[at] != NULL_PAGE:
+            pool.pages[ids[at]].ref_cnt += 1
+            pool.pages[ids[at]].next_free = NOT_FREE
 
 
 cdef inline void undo_give_back(

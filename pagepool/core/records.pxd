@@ -68,7 +68,7 @@ cdef struct Policy:           # chooses pages for eviction; the first member of 
     void (*note_hit)(Pool *pool, int32_t page_id, bint was_free) noexcept nogil
     # A key enters the index. Returns the part that its page is to be put into, or BLANK where the policy has forgotten the key.
     uint32_t (*note_miss)(Pool *pool, Digest key, int32_t group) noexcept nogil
-    # The page to be evicted next. It is taken out of the queue before the next call.
+    # The page to be evicted next, if none is blank. It is taken out of the queue before the next call.
     int32_t (*pick)(Pool *pool, int32_t shard) noexcept nogil
     # A page with an entry, in no queue any more, is evicted.
     void (*note_eviction)(Pool *pool, int32_t page_id) noexcept nogil

@@ -4,7 +4,7 @@ cimport cython
 from libc.stdint cimport INT32_MAX, INT64_MAX
 
 from pagepool.core.arguments cimport as_list, as_shard, group_of, index_of, size_of
-from pagepool.core.pages cimport find_untouchable, give_back, note_request, take_from, touch_all
+from pagepool.core.pages cimport find_untouchable, give_back, note_request, pick, take_from, touch_all
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport count_free_in, find_held_free, page_before, page_behind, pull, push_all
 from pagepool.core.records cimport NULL_PAGE, Page, is_free
@@ -151,9 +151,7 @@ cdef class PageStore(CachedPages):
         with self.lock:
             num_free = self.pool.num_free
             while num <= num_free and ids.num < num:
-                ids.ids[ids.num] = self.pool.policy.pick(&self.pool, -1) if self.pool.num_parts else (
-                    self.pool.pages[NULL_PAGE].next_free
-                )
+                ids.ids[ids.num] = pick(&self.pool, -1) if self.pool.num_parts else self.pool.pages[NULL_PAGE].next_free
                 self.pull_any(ids.ids[ids.num])
                 ids.num += 1
         if num > num_free:
