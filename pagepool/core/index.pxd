@@ -4,7 +4,10 @@ from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from pagepool.core.notes cimport is_journaled, note_drop, note_entry
-from pagepool.core.records cimport FLAGS, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Origin, Page, Pool, Range, Slot, digest_of
+from pagepool.core.records cimport (
+    FLAGS, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Origin, Page, Pool, Range, Slot, digest_of, is_pinned,
+)
+from pagepool.core.references cimport lose_pins
 from pagepool.core.siphash cimport Digest
 from pagepool.core.twins cimport find_twin, join_twins, leave_twins
 
@@ -127,7 +130,8 @@ cdef inline void empty_slot(Pool *pool, uint32_t hole) noexcept nogil:
 
 
 cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take the prefix entry of a page that has one."""
+    """Take the prefix entry of a page that has one, and its pins: if nothing else holds it, it goes to the back of the queue.
+    """
     cdef Page *page = &pool.pages[page_id]
     cdef int32_t group = page.group & ~FLAGS
     cdef Slot *slot = slot_for(pool, digest_of(page), group, tag_of(pool, page.key_lo, group))
@@ -142,3 +146,5 @@ cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
     page.group = NO_GROUP
     pool.num_entries -= 1
     pool.num_dropped += 1
+    if is_pinned(pool, page_id):
+        lose_pins(pool, page_id)

@@ -101,6 +101,8 @@ cdef struct Pool:
     int32_t num_entries       # pages with an entry
     int32_t sample_mask       # of page ids: 0 for those that are sampled
     int32_t num_held_free     # pages in the queue that were given a reference
+    int32_t num_pinned        # pages with pins
+    int32_t *pins             # [num_pages] of each page, which has one reference for all; NULL: none was pinned yet
     int64_t num_allocated     # pages, since construction
     int64_t num_freed
     int64_t num_evicted
@@ -143,6 +145,10 @@ cdef inline int32_t shard_of(const Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline bint is_free(const Pool *pool, int32_t page_id) noexcept nogil:
     return pool.pages[page_id].prev_free != NOT_FREE
+
+
+cdef inline bint is_pinned(const Pool *pool, int32_t page_id) noexcept nogil:
+    return pool.pins != NULL and pool.pins[page_id] != 0
 
 
 cdef inline Py_ssize_t num_slots_of(const Pool *pool) noexcept nogil:

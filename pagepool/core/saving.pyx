@@ -7,11 +7,11 @@ from pagepool.core.arguments cimport as_list, require_matrix, size_of
 from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids
 from pagepool.core.index cimport enter, keep_tokens
 from pagepool.core.page_records cimport counters_of
-from pagepool.core.pages cimport put_back
 from pagepool.core.queue cimport pull, push
 from pagepool.core.records cimport (
-    MAX_GROUP, NO_GROUP, NULL_PAGE, Context, Links, Note, Page, Pool, Removal, Slot, is_free, num_slots_of,
+    MAX_GROUP, NO_GROUP, NULL_PAGE, Context, Links, Note, Page, Pool, Removal, Slot, is_free, is_pinned, num_slots_of,
 )
+from pagepool.core.references cimport put_back
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 
@@ -26,6 +26,7 @@ DTYPES = {                        # in the order of `copy_arrays`; notes have th
     "notes": np.dtype([*KEY, ("place", "i4"), ("context", "i4"), *LINKS]),
     "removed": np.dtype([*KEY, ("group", "i4"), ("", "i4")]),
     "contexts": np.dtype([("num_users", "i4"), ("num_holders", "i4")]), "page_tokens": np.dtype("i4"),
+    "pins": np.dtype("i4"),
 }
 
 
@@ -33,8 +34,8 @@ def copy_records(PageStore store not None, str names=None) -> dict:
     """Copy the records of a pool: its numbers, and the arrays with these `names`, divided by blanks (None: all), as in `Pool`
     and `Journal`. Other arrays are empty. O(num_pages).
     """
-    cdef Py_ssize_t[9] stops
-    cdef bint[8] is_wanted
+    cdef Py_ssize_t[10] stops
+    cdef bint[9] is_wanted
     cdef Py_ssize_t i, size = -1, num_bytes = 0
     cdef uint8_t[::1] memory
     cdef uint8_t *start
@@ -54,7 +55,7 @@ def copy_records(PageStore store not None, str names=None) -> dict:
         num_pages=pool.num_pages, num_free=pool.num_free, num_held_free=pool.num_held_free, num_shards=pool.num_shards,
         num_keys=pool.num_keys, num_entries=pool.num_entries, multiplier=pool.multiplier, home_shift=pool.home_shift,
         tokens_width=pool.tokens_width, num_new=pool.journal.num_new, num_removed=pool.journal.num_removed,
-        is_cleared=pool.journal.is_cleared, is_told=pool.journal.is_told, counters=counters_of(pool),
+        is_cleared=pool.journal.is_cleared, is_told=pool.journal.is_told, num_pinned=pool.num_pinned, counters=counters_of(pool),
     )
 
 
@@ -65,20 +66,20 @@ cdef Py_ssize_t copy_arrays(
     cdef Py_ssize_t i, n = pool.num_pages, num_links = 2 * pool.num_shards + (n if pool.shard_twins == NULL else 3 * n)
     cdef const void **arrays = [
         pool.pages, pool.slots, pool.twins, pool.shard_links,
-        pool.journal.notes, pool.journal.removed, pool.journal.contexts, pool.page_tokens,
+        pool.journal.notes, pool.journal.removed, pool.journal.contexts, pool.page_tokens, pool.pins,
     ]
     cdef Py_ssize_t *sizes = [
         n * sizeof(Page), num_slots_of(pool) * sizeof(Slot), n * sizeof(Links), num_links * sizeof(Links),
         n * sizeof(Note), n * sizeof(Removal), max(0, pool.journal.num_contexts) * sizeof(Context),
-        n * pool.tokens_width * sizeof(int32_t),
+        n * pool.tokens_width * sizeof(int32_t), n * sizeof(int32_t),
     ]
     stops[0] = 0
-    for i in range(8):
+    for i in range(9):
         stops[i + 1] = stops[i] + (sizes[i] if arrays[i] != NULL and is_wanted[i] else 0)
-    for i in range(8 if stops[8] == size else 0):
+    for i in range(9 if stops[9] == size else 0):
         if stops[i + 1] > stops[i]:
             memcpy(out + stops[i], arrays[i], sizes[i])
-    return stops[8]
+    return stops[9]
 
 
 def follow(prev_ids, next_ids, first_ids) -> tuple:
@@ -103,10 +104,10 @@ def follow(prev_ids, next_ids, first_ids) -> tuple:
 
 def load_store(bint enable_caching, ref_counts, free_page_ids, cached, counters, num_shards) -> PageStore:
     """Return the store of which `save_store` made these arrays; `cached` are those of the cached pages: ids, group ids, keys,
-    and token ids. SnapshotError if they contradict one another. O(num_pages).
+    token ids, and pins, or no pins. SnapshotError if they contradict one another. O(num_pages).
     """
     cdef PageIds counts = as_own_ids(ref_counts, "ref_counts")
-    cached_page_ids, cached_group_ids, cached_keys, cached_token_ids = cached
+    cached_page_ids, cached_group_ids, cached_keys, cached_token_ids, cached_pins = cached
     cdef PageStore store = PageStore(counts.num, enable_caching)
     tokens = require_matrix(cached_token_ids, np.int32, "cached_token_ids")
     keys = np.ascontiguousarray(require_matrix(cached_keys, np.uint64, "cached_keys"))
@@ -121,6 +122,7 @@ def load_store(bint enable_caching, ref_counts, free_page_ids, cached, counters,
         as_own_ids(keys.view(np.int32).reshape(-1), "cached_keys"),
         as_own_ids(tokens.reshape(-1), "cached_token_ids"),
     )
+    load_pins(store, as_own_ids(cached_page_ids, "cached_page_ids"), as_own_ids(cached_pins, "cached_pins"))
     if size_of(num_shards, "data_parallel_size"):
         store.set_shards(num_shards)
     saved = [size_of(count, "counters", 0, INT64_MAX) for count in as_list(counters, "counters")]
@@ -182,18 +184,39 @@ cdef int load_entries(Pool *pool, PageIds ids, PageIds groups, PageIds keys, Pag
     return 0
 
 
+cdef int load_pins(PageStore store, PageIds ids, PageIds pins) except -1:
+    """Pin cached pages as often as `pins` says, which has a number for each, or none."""
+    cdef Py_ssize_t i
+    cdef int32_t page_id
+    if pins.num not in (0, ids.num):
+        raise SnapshotError(f"cached_pins: got {pins.num}, allowed: {ids.num}, one for each cached page, or none")
+    if pins.num and not store.make_pins():
+        raise MemoryError(f"pins of {store.pool.num_pages} pages")
+    for i in range(pins.num):
+        page_id = ids.ids[i]
+        if pins.ids[i] < 0 or (pins.ids[i] and not store.pool.pages[page_id].ref_cnt):
+            raise SnapshotError(
+                f"cached_pins: page {page_id} has {pins.ids[i]} pins and {store.pool.pages[page_id].ref_cnt} references, "
+                "allowed: at least 0 pins, and a reference to a page with pins"
+            )
+        store.pool.pins[page_id] = pins.ids[i]
+        store.pool.num_pinned += pins.ids[i] != 0
+    return 0
+
+
 def give_back_restored(PageStore store not None) -> int | None:
-    """Give back all references of a loaded store, the pages in order of their ids. Returns the number of pages. Returns None,
-    and changes nothing, if the store was not loaded, or a reference was taken since. O(num_pages).
+    """Give back all references of a loaded store, except those of pins, the pages in order of their ids. Returns the number of
+    pages. Returns None, and changes nothing, if the store was not loaded, or a reference was taken since. O(num_pages).
     """
     cdef Pool *pool = &store.pool
-    cdef int32_t page_id, num_given = 0
+    cdef int32_t page_id, num_kept, num_given = 0
     cdef bint is_restored
     with store.lock:
         is_restored = pool.is_restored
         for page_id in range(1, pool.num_pages if is_restored else 1):
-            if pool.pages[page_id].ref_cnt:
-                pool.pages[page_id].ref_cnt = 1
+            num_kept = is_pinned(pool, page_id)
+            if pool.pages[page_id].ref_cnt > num_kept:
+                pool.pages[page_id].ref_cnt = num_kept + 1
                 put_back(pool, page_id)
                 num_given += 1
     return num_given if is_restored else None

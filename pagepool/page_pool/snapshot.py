@@ -30,9 +30,9 @@ Configuration = dict[str, int | str | None]
 """The settings, by name, that must agree for two managers to share cached pages."""
 
 FORMAT = b"pagepool.PagePool"
-VERSION = 2
-VERSIONS = (1, VERSION)
-"""The versions that can be read. The first has no configuration."""
+VERSION = 3
+FIRST_VERSIONS = {"configuration": 2, "cached_pins": 3}
+"""The first version of each array that not all versions have."""
 
 
 class Field(NamedTuple):
@@ -51,6 +51,7 @@ FIELDS = {
     "cached_page_ids": Field(np.int32, (None,)),
     "cached_group_ids": Field(np.int32, (None,)),
     "cached_keys": Field(np.uint64, (None, 2)),
+    "cached_pins": Field(np.int32, (None,)),
     "cached_token_ids": Field(np.int32, (None, None)),
     "names": Field(np.uint8, (None,)),
     "counters": Field(np.int64, (6,)),
@@ -79,7 +80,7 @@ def load(snapshot: Mapping[str, Any]) -> tuple[PageStore, Configuration | None]:
         raise SnapshotError(f"counters: got {counters}, allowed: at least 0")
     enable_caching, num_shards = bool(arrays.pop("enable_caching")[0]), int(arrays.pop("num_shards")[0])
     try:
-        cached = tuple(arrays.pop(f"cached_{name}") for name in ("page_ids", "group_ids", "keys", "token_ids"))
+        cached = tuple(arrays.pop(f"cached_{name}") for name in ("page_ids", "group_ids", "keys", "token_ids", "pins"))
         store = load_store(enable_caching, **arrays, cached=cached, counters=counters, num_shards=num_shards)
     except ArgumentError as error:
         raise SnapshotError(f"snapshot: {error}") from None
@@ -107,12 +108,12 @@ def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
     if found_format != FORMAT:
         raise SnapshotError(f"snapshot: format is {found_format!r}, allowed: {FORMAT!r}")
     version = int(_read(snapshot, "version")[0])
-    if version not in VERSIONS:
-        raise SnapshotError(f"snapshot: version is {version}, allowed: {' and '.join(map(str, VERSIONS))}")
-    arrays = {name: _read(snapshot, name) for name in FIELDS if version > 1 or name != "configuration"}
+    if not 1 <= version <= VERSION:
+        raise SnapshotError(f"snapshot: version is {version}, allowed: 1 to {VERSION}")
+    arrays = {name: _read(snapshot, name) for name in FIELDS if version >= FIRST_VERSIONS.get(name, 1)}
     if arrays.pop("checksum").tobytes() != _checksum(arrays):
         raise SnapshotError("snapshot: the checksum does not match the arrays; one of them was changed")
-    return {"configuration": encode_configuration(None), **arrays}
+    return {"configuration": encode_configuration(None), "cached_pins": np.empty(0, np.int32), **arrays}
 
 
 def _read(snapshot: Mapping[str, Any], name: str) -> npt.NDArray[Any]:

@@ -1,0 +1,235 @@
+"""Cached pages pinned and unpinned: those of a request, a running row or a look-up."""
+
+cimport cython
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t
+
+from pagepool.core.arguments cimport size_of
+from pagepool.core.batch cimport digests_of, held_by
+from pagepool.core.chain cimport HashChain
+from pagepool.core.holdings cimport Held, Holding
+from pagepool.core.ids cimport PageIds
+from pagepool.core.index cimport find, has_key
+from pagepool.core.pages cimport find_untouchable, touch_all
+from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool, Range, is_free, is_pinned
+from pagepool.core.references cimport find_pinned, take_pin_back
+from pagepool.core.request_pages cimport CacheGroups, checked_hits
+from pagepool.core.row_memory cimport RowMemory
+from pagepool.core.rules cimport MAX_TOKENS, Group, pages_for
+from pagepool.core.siphash cimport Digest
+from pagepool.core.store cimport PageStore
+
+from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, PinBudgetError
+
+cdef enum PinOutcome:
+    PINNED
+    STALE                     # a hit is not cached any more
+    OVER_BUDGET
+    UNPINNABLE                # a page cannot have a further reference, or pin
+    SHORT_OF_MEMORY
+
+
+cdef int32_t find_unpinnable(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """A page that cannot have a further reference, or that has some in the free queue; NULL_PAGE: there is none."""
+    cdef Py_ssize_t i = find_untouchable(pool, ids, n, n)
+    if i >= 0:
+        return ids[i]
+    for i in range(n if pool.num_held_free else 0):
+        if is_free(pool, ids[i]) and pool.pages[ids[i]].ref_cnt:
+            return ids[i]
+    return NULL_PAGE
+
+
+cdef Py_ssize_t unpin_group(Pool *pool, const Group *group, Range pages, const Digest *digests) noexcept nogil:
+    """Take back a pin of each page that is pinned with the contents at these places, the last first. Returns of how many."""
+    cdef Py_ssize_t n = 0
+    cdef int32_t i, page_id
+    for i in range(pages.stop - 1, pages.start - 1, -1):
+        page_id = find_pinned(pool, find(pool, digests[(i + 1) * group.stride - 1], group.id))
+        if page_id != NULL_PAGE:
+            take_pin_back(pool, page_id)
+            n += 1
+    return n
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class PinCall:
+    """One call that pins or unpins: of a request's pages in `store`, those that lie wholly within its tokens ``[start, stop)``;
+    None: to its end.
+    """
+
+    cdef PageStore store
+    cdef readonly int64_t start
+    cdef readonly int64_t stop
+    cdef PageIds found              # pages to pin
+    cdef PageIds fresh              # those of them without pins
+    cdef int32_t bad                # a page that cannot be pinned
+    cdef int32_t num_pinned         # before the call
+
+    def __cinit__(self, PageStore store not None, start=0, stop=None):
+        self.store = store
+        self.start = size_of(start, "start", 0, INT64_MAX)
+        self.stop = INT64_MAX if stop is None else size_of(stop, "stop", self.start, INT64_MAX)
+        self.found, self.fresh = PageIds.__new__(PageIds), PageIds.__new__(PageIds)
+
+    def __reduce__(self):
+        raise ArgumentTypeError("a call that pins cannot be pickled")
+
+    cdef Range pages_of(self, const Group *group, Py_ssize_t num_pages, Py_ssize_t num_digests) noexcept:
+        """The places of a group's pages: of `num_pages` those that have digests."""
+        cdef int64_t stop = min(self.stop, <int64_t>MAX_TOKENS) // group.rules.page_size
+        cdef int64_t start = pages_for(&group.rules, min(self.start, <int64_t>MAX_TOKENS))
+        if group.id == NO_GROUP:
+            return Range(0, 0)
+        return Range(<int32_t>start, <int32_t>min(stop, num_pages, num_digests // group.stride))
+
+    def pin(self, CacheGroups groups not None, HashChain chain not None, ids, max_num_pinned, bint are_hits) -> int | None:
+        """Pin those of the pages `ids` of each group that are cached under the digests of the chain. Returns how many.
+
+        For hits None, and nothing is pinned, if one of them is not cached as such any more. PinBudgetError, and nothing changed,
+        if more than `max_num_pinned` pages of the pool would be pinned. O(pages).
+        """
+        cdef Holding holding = Holding(groups.groups, NULL, groups.num)
+        cdef tuple checked = checked_hits(self.store, ids, &holding)
+        cdef Py_ssize_t most = size_of(max_num_pinned, "max_num_pinned")
+        cdef Py_ssize_t g, num_missed = 0
+        cdef const Group *group
+        cdef PageIds listed
+        cdef PinOutcome outcome
+        self.found.num = 0
+        self.found.reserve(sum([len(listed) for listed in checked]))
+        with chain.lock, self.store.lock:
+            for g in range(len(checked)):
+                group, listed = &groups.groups[g], checked[g]
+                num_missed += self.find(group, listed.ids, self.pages_of(group, listed.num, chain.num), chain.digests)
+            outcome = STALE if are_hits and num_missed else self.pin_found(most)
+        return None if outcome == STALE else self.finish(outcome, most)
+
+    def pin_row(self, RowMemory rows not None, row, max_num_pinned) -> int:
+        """Pin the cached pages of an admitted row. Returns how many. Errors as in `pin`. O(pages)."""
+        cdef Py_ssize_t checked = rows.checked_row(row)
+        cdef Py_ssize_t g, most = size_of(max_num_pinned, "max_num_pinned")
+        cdef const Group *group
+        cdef Held *held
+        cdef Range pages
+        cdef PinOutcome outcome = PINNED
+        cdef bint is_admitted
+        self.found.num = 0
+        rows.enter_call()
+        is_admitted = rows.batch.states[checked].is_admitted
+        for g in range(rows.batch.num_groups if is_admitted else 0):
+            group, held = &rows.batch.groups[g], held_by(&rows.batch, checked, g)
+            if not self.found.try_reserve(held.num_pages):
+                outcome = SHORT_OF_MEMORY
+                break
+            pages = self.pages_of(group, held.num_pages, rows.batch.states[checked].num_hashed)
+            self.find(group, held.ids, pages, digests_of(&rows.batch, checked))
+        if outcome == PINNED:
+            outcome = self.pin_found(most)
+        rows.let_go()
+        self.check_admitted(checked, is_admitted)
+        return self.finish(outcome, most)
+
+    cdef Py_ssize_t find(self, const Group *group, const int32_t *ids, Range pages, const Digest *digests) noexcept:
+        """List those of a group's pages that are cached under their digests. Returns how many are not, null pages aside."""
+        cdef Py_ssize_t num_missed = 0
+        cdef int32_t i
+        for i in range(pages.start, pages.stop):
+            if ids[i] == NULL_PAGE:
+                continue
+            if has_key(&self.store.pool.pages[ids[i]], digests[(i + 1) * group.stride - 1], group.id):
+                self.found.put(&ids[i], 1)
+            else:
+                num_missed += 1
+        return num_missed
+
+    cdef PinOutcome pin_found(self, Py_ssize_t max_num_pinned) noexcept:
+        """Pin all pages that were found, or none. The pool is locked."""
+        cdef Pool *pool = &self.store.pool
+        cdef PinOutcome outcome = PINNED
+        cdef Py_ssize_t i, num_done
+        self.fresh.num, self.num_pinned = 0, pool.num_pinned
+        if self.found.num == 0:
+            return PINNED
+        if not self.store.make_pins() or not self.fresh.try_reserve(self.found.num):
+            return SHORT_OF_MEMORY
+        num_done = self.count_pins()
+        if num_done < self.found.num:
+            self.bad = self.found.ids[num_done]
+            outcome = UNPINNABLE
+        elif pool.num_pinned + self.fresh.num > max_num_pinned and self.fresh.num:
+            outcome = OVER_BUDGET
+        else:
+            self.bad = find_unpinnable(pool, self.fresh.ids, self.fresh.num)
+            outcome = UNPINNABLE if self.bad != NULL_PAGE else PINNED
+        if outcome == PINNED:
+            touch_all(pool, self.fresh.ids, self.fresh.num)
+            pool.num_pinned += <int32_t>self.fresh.num
+        for i in range(num_done if outcome != PINNED else 0):
+            pool.pins[self.found.ids[i]] -= 1
+        return outcome
+
+    cdef Py_ssize_t count_pins(self) noexcept:
+        """Count a pin for each page that was found, and list those that had none. Returns before which page no more can be."""
+        cdef int32_t *pins = self.store.pool.pins
+        cdef Py_ssize_t i
+        for i in range(self.found.num):
+            if pins[self.found.ids[i]] == INT32_MAX:
+                return i
+            if pins[self.found.ids[i]] == 0:
+                self.fresh.put(&self.found.ids[i], 1)
+            pins[self.found.ids[i]] += 1
+        return self.found.num
+
+    cdef object finish(self, PinOutcome outcome, Py_ssize_t max_num_pinned):
+        """Return how many pages were pinned, or raise why none was."""
+        if outcome == OVER_BUDGET:
+            raise PinBudgetError(
+                f"pins: got {self.fresh.num} more pages to pin, {self.num_pinned} are pinned, allowed: {max_num_pinned} in all"
+            )
+        if outcome == SHORT_OF_MEMORY:
+            raise MemoryError(f"pins of {self.store.pool.num_pages} pages")
+        if outcome == UNPINNABLE:
+            self.refuse_page()
+        return self.found.num
+
+    cdef int refuse_page(self) except -1:
+        if self.fresh.num == 0 or is_pinned(&self.store.pool, self.bad):
+            raise PageIdError(f"page {self.bad} cannot be pinned: it has {INT32_MAX} pins, which is as many as there can be")
+        if is_free(&self.store.pool, self.bad):
+            self.store.check_untaken(self.bad)
+        self.store.refuse_touch(self.bad)
+        return 0
+
+    cdef int check_admitted(self, Py_ssize_t row, bint is_admitted) except -1:
+        if not is_admitted:
+            raise ArgumentError(f"row {row} is not admitted")
+        return 0
+
+    def unpin(self, CacheGroups groups not None, HashChain chain not None) -> int:
+        """Take back a pin of each page that is pinned with a content of the chain: group by group, the last page first.
+        Returns of how many pages. O(pages).
+        """
+        cdef const Group *group
+        cdef Py_ssize_t g, n = 0
+        with chain.lock, self.store.lock:
+            for g in range(groups.num if self.store.pool.num_pinned else 0):
+                group = &groups.groups[g]
+                n += unpin_group(&self.store.pool, group, self.pages_of(group, MAX_TOKENS, chain.num), chain.digests)
+        return n
+
+    def unpin_row(self, RowMemory rows not None, row) -> int:
+        """The same with the contents of an admitted row."""
+        cdef const Group *group
+        cdef Range pages
+        cdef Py_ssize_t g, n = 0, checked = rows.checked_row(row)
+        cdef bint is_admitted
+        rows.enter_call()
+        is_admitted = rows.batch.states[checked].is_admitted
+        for g in range(rows.batch.num_groups if is_admitted and self.store.pool.num_pinned else 0):
+            group = &rows.batch.groups[g]
+            pages = self.pages_of(group, MAX_TOKENS, rows.batch.states[checked].num_hashed)
+            n += unpin_group(&self.store.pool, group, pages, digests_of(&rows.batch, checked))
+        rows.let_go()
+        self.check_admitted(checked, is_admitted)
+        return n
