@@ -189,7 +189,7 @@ class RunningBatch(RunningRows):
 
     def unpin(self, row: int, start: int = 0, stop: int | None = None) -> int:
         """Take back one pin of each page that is pinned with the content of tokens ``[start, stop)`` of an admitted row: see
-        `CacheManager.unpin`, which does it after the row was released. Errors as in `pin`. O(pages).
+        `CacheManager.unpin`, which does it after the row was released. Errors as in `pin`, without a budget. O(pages).
         """
         return PinCall(self._manager.page_pool.store, start, stop).unpin_row(self, row)
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from oracle import PREEMPTED, OracleManager, PagesByGroup, cdiv, shard_of_hint
 from settings import Setting
+from twins import pins_of
 from workload import WITH_LOGPROBS, Request
 
 import pagepool
@@ -59,6 +60,7 @@ class BatchState(NamedTuple):
     prefix_entries: list[tuple[int, tuple[int, ...]]]  # (group, pages of one content in the order they were entered)
     hashes: dict[int, int]  # by cached page; empty if a side has none
     stats: dict[str, int]
+    pins: dict[int, int]  # of pinned pages
     request_page_ids: list[PagesByGroup]  # of requests that share the manager, by queried request
 
     def differences(self, other: BatchState) -> list[str]:
@@ -78,6 +80,7 @@ class PoolState(NamedTuple):
     prefix_entries: list[tuple[int, tuple[int, ...]]]
     hashes: dict[int, int]
     stats: dict[str, int]
+    pins: dict[int, int]
 
 
 def package_pool_state(pool: pagepool.PagePool, with_hashes: bool) -> PoolState:
@@ -90,6 +93,7 @@ def package_pool_state(pool: pagepool.PagePool, with_hashes: bool) -> PoolState:
         sorted((key.group_id, tuple(pages)) for key, pages in pages_by_key.items()),
         hashes if with_hashes else {},
         asdict(pool.stats),
+        pins_of(pool),
     )
 
 
@@ -99,7 +103,7 @@ def oracle_pool_state(manager: OracleManager) -> PoolState:
     stats = {f"num_{name}_pages": pool.counts[name] for name in ("allocated", "freed", "evicted", "cached")}
     stats |= {"num_queried_tokens": pool.counts["queried"], "num_hit_tokens": pool.counts["hit"]}
     entries = sorted((group_id, tuple(pages)) for (_, group_id), pages in pool.index.items())
-    return PoolState(pool.ref_counts[1:], pool.free_page_ids(), entries, {}, stats)
+    return PoolState(pool.ref_counts[1:], pool.free_page_ids(), entries, {}, stats, dict(pool.pins))
 
 
 # --- common parts -------------------------------------------------------------------------------------------
@@ -135,6 +139,25 @@ class Rows(ABC):
 
     def evict_pages(self, page_ids: list[int]) -> int:
         return self.manager.page_pool.evict_pages(page_ids)
+
+    @abstractmethod
+    def pin(self, row: int, *span: int | None) -> int: ...
+
+    @abstractmethod
+    def unpin(self, row: int, *span: int | None) -> int: ...
+
+    def pin_neighbour(self, request_id: str, *span: int | None) -> int:
+        return self.manager.pin(self.neighbours[request_id], *span)
+
+    def unpin_tokens(self, token_ids: list[int], attributes: dict[str, Any], *span: int | None) -> int:
+        """Unpin by a request that holds nothing."""
+        request = Request("unpins", token_ids, **attributes)
+        num_pages = self.manager.unpin(request, *span)
+        self.manager.free_page_hashes(request)
+        return num_pages
+
+    def unpin_all(self) -> int:
+        return self.manager.page_pool.unpin_all()
 
 
 # --- row by row ---------------------------------------------------------------------------------------------
@@ -278,6 +301,14 @@ class ModelRows(Rows):
         sizes = [num_tokens if group.kind == "mamba" else group.page_size for group in self.setting.groups]
         num_missing = sum(cdiv(num_tokens, size) - len(page_ids) for size, page_ids in zip(sizes, hits, strict=True))
         return num_missing > num_free
+
+    # pins
+
+    def pin(self, row: int, *span: int | None) -> int:
+        return self.manager.pin(self.requests[row], *span)
+
+    def unpin(self, row: int, *span: int | None) -> int:
+        return self.manager.unpin(self.requests[row], *span)
 
     # release and moves
 
@@ -458,6 +489,12 @@ class BatchRows(Rows):
     def release(self, rows: list[int], num_computed_tokens: Amounts | None = None) -> None:
         self.named = set(rows)
         self.batch.release(self._formed(rows), num_computed_tokens and self._formed(num_computed_tokens))
+
+    def pin(self, row: int, *span: int | None) -> int:
+        return self.batch.pin(row, *span)
+
+    def unpin(self, row: int, *span: int | None) -> int:
+        return self.batch.unpin(row, *span)
 
     def move_row(self, src: int, tgt: int) -> None:
         self.named = {src, tgt}

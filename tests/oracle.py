@@ -130,6 +130,7 @@ class OraclePool:
         self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_pages))
         self.index: dict[tuple[int, int], dict[int, None]] = {}
         self.entry_of_page: dict[int, tuple[int, int]] = {}
+        self.pins: dict[int, int] = {}  # of pinned pages
         self.counts: Counter[str] = Counter()
 
     @property
@@ -169,7 +170,7 @@ class OraclePool:
     def free_pages(self, pages: Sequence[int]) -> None:
         """Drop a reference of each page but the null page; pages without references go to the queue's back, in this order."""
         pages = [page for page in pages if page != NULL_PAGE]
-        if any(self.ref_counts[page] < pages.count(page) for page in pages):
+        if any(self.num_holders(page) < pages.count(page) for page in pages):
             raise RuntimeError(f"a page of {pages} is freed more often than it is held")
         for page in pages:
             self.ref_counts[page] -= 1
@@ -209,12 +210,14 @@ class OraclePool:
 
     def evict_pages(self, pages: Iterable[int]) -> int:
         """Drop the prefix entries of the pages and return how many had one."""
-        cached = self.entry_of_page.keys() & pages
+        cached = [page for page in dict.fromkeys(pages) if page in self.entry_of_page]
         for page in cached:
             entry = self.entry_of_page.pop(page)
             del self.index[entry][page]
             if not self.index[entry]:
                 del self.index[entry]
+            if page in self.pins:
+                self.lose_pins(page)
         return len(cached)
 
     def reset_prefix_cache(self) -> bool:
@@ -223,6 +226,41 @@ class OraclePool:
             return False
         self.evict_pages(range(self.num_pages))
         return True
+
+    # pins: one reference of the pool's own to each pinned page
+
+    def num_holders(self, page: int) -> int:
+        """Count the references of a page besides that of its pins."""
+        return self.ref_counts[page] - (page in self.pins)
+
+    def pin(self, pages: PageIds, max_num_pinned: int) -> int:
+        """Pin cached pages; all or none."""
+        new = [page for page in pages if page not in self.pins]
+        if new and len(self.pins) + len(new) > max_num_pinned:
+            raise ValueError(f"{len(new)} more pages to pin, {len(self.pins)} are pinned, {max_num_pinned} may be")
+        self.touch([new])
+        for page in pages:
+            self.pins[page] = self.pins.get(page, 0) + 1
+        return len(pages)
+
+    def unpin(self, page: int) -> None:
+        """Take a pin of a page back."""
+        if self.pins[page] == 1:
+            self.lose_pins(page)
+        else:
+            self.pins[page] -= 1
+
+    def lose_pins(self, page: int) -> None:
+        """Take all pins of a page back."""
+        del self.pins[page]
+        self.free_pages([page])
+
+    def unpin_all(self) -> int:
+        """Take back the pins of all pages and return how many were pinned."""
+        pinned = sorted(self.pins)
+        for page in pinned:
+            self.lose_pins(page)
+        return len(pinned)
 
 
 # --- kinds of attention -------------------------------------------------------------------------------------
@@ -362,11 +400,13 @@ class OracleManager:
         max_model_len: int,
         enable_caching: bool = True,
         use_eagle: bool = False,
+        max_pinned_share: float = 0.2,
     ) -> None:
         self.kinds = [kind_of(group.kv_cache_spec) for group in kv_cache_groups]
         self.enable_caching = enable_caching and bool(self.kinds)
         self.max_model_len = max_model_len
         self.use_eagle = use_eagle
+        self.max_num_pinned_pages = int(max_pinned_share * (num_pages - 1))
         self.page_pool = OraclePool(num_pages, self.enable_caching)
         self.classes = group_ids_by_kind(self.kinds)
         page_sizes = [kind.page_size for kind in self.kinds if not isinstance(kind, Mamba)]
@@ -658,10 +698,11 @@ class OracleManager:
 
     def free(self, request: Any, *, num_computed_tokens: int | None = None) -> None:
         """Free all pages of the request, last one first. Uncomputed pages lose their entries."""
+        for held in self.held.get(request.request_id, ()):
+            self.page_pool.free_pages(held.pages[::-1])
         if num_computed_tokens is not None:
             self._forget_uncomputed(request, num_computed_tokens)
-        for held in self.held.pop(request.request_id, ()):
-            self.page_pool.free_pages(held.pages[::-1])
+        self.held.pop(request.request_id, None)
 
     def free_page_hashes(self, request: Any) -> None:
         """Drop the contents of a finished request's pages, and its counted look-up."""
@@ -679,7 +720,7 @@ class OracleManager:
         if request.status != RUNNING:
             raise ValueError("the request is not running")
         return [
-            leading_run([self.page_pool.ref_counts[page] >= num_scheduled_requests for page in pages])
+            leading_run([self.page_pool.num_holders(page) >= num_scheduled_requests for page in pages])
             if self.enable_caching and type(kind) is Full
             else 0
             for kind, pages in zip(self.kinds, self.get_page_ids(request.request_id), strict=True)
@@ -688,6 +729,60 @@ class OracleManager:
     def reset_prefix_cache(self) -> bool:
         """Drop all prefix entries, unless a page is held."""
         return self.page_pool.reset_prefix_cache()
+
+    # pins
+
+    def pin(self, request: Any, start: int = 0, stop: int | None = None) -> int:
+        """Pin the cached pages within tokens [start, stop): those that the request holds, else those that it would hit."""
+        self._check_span(start, stop)
+        if not self.enable_caching:
+            return 0
+        pages_by_group = self.held_pages_or_hits(request)
+        found = []
+        for group_id, place, key in self._places(request, start, stop):
+            pages = pages_by_group[group_id]
+            if place < len(pages) and self.page_pool.entry_of_page.get(pages[place]) == (key, group_id):
+                found.append(pages[place])
+        return self.page_pool.pin(found, self.max_num_pinned_pages)
+
+    def held_pages_or_hits(self, request: Any) -> PagesByGroup:
+        """Return the pages of a request, else those of a look-up that is not counted."""
+        if any(self.get_page_ids(request.request_id)):
+            return self.get_page_ids(request.request_id)
+        query = self.queries.get(request.request_id)
+        hits, _ = self.get_computed_pages(request)
+        self.queries.pop(request.request_id, None)
+        if query is not None:
+            self.queries[request.request_id] = query
+        return hits
+
+    def unpin(self, request: Any, start: int = 0, stop: int | None = None) -> int:
+        """Take a pin back of each content within tokens [start, stop), by group, the last page first."""
+        self._check_span(start, stop)
+        places = self._places(request, start, stop) if self.enable_caching else []
+        num_pages = 0
+        for group_id, _, key in sorted(places, key=lambda place: (place[0], -place[1])):
+            twins = self.page_pool.index.get((key, group_id), {})
+            pinned = [page for page in twins if page in self.page_pool.pins]
+            if pinned:
+                self.page_pool.unpin(pinned[0])
+                num_pages += 1
+        return num_pages
+
+    def _check_span(self, start: int, stop: int | None) -> None:
+        if start < 0 or (stop is not None and stop < start):
+            raise ValueError("no span of tokens")
+
+    def _places(self, request: Any, start: int, stop: int | None) -> list[tuple[int, int, int]]:
+        """List group, place and content of the request's full pages that lie wholly within tokens [start, stop)."""
+        stop = request.num_tokens if stop is None else stop
+        return [
+            (group_id, place, key)
+            for group_id, kind in enumerate(self.kinds)
+            if not isinstance(kind, Mamba)
+            for place, key in enumerate(self._keys(request, kind))
+            if start <= place * kind.page_size and (place + 1) * kind.page_size <= stop
+        ]
 
     def _no_pages(self) -> PagesByGroup:
         return tuple([] for _ in self.kinds)

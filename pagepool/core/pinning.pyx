@@ -13,6 +13,7 @@ from pagepool.core.pages cimport find_untouchable, touch_all
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool, Range, is_free, is_pinned
 from pagepool.core.references cimport find_pinned, take_pin_back
 from pagepool.core.request_pages cimport CacheGroups, checked_hits
+from pagepool.core.row_hashes cimport hash_row
 from pagepool.core.row_memory cimport RowMemory
 from pagepool.core.rules cimport MAX_TOKENS, Group, pages_for
 from pagepool.core.siphash cimport Digest
@@ -219,13 +220,15 @@ cdef class PinCall:
         return n
 
     def unpin_row(self, RowMemory rows not None, row) -> int:
-        """The same with the contents of an admitted row."""
+        """The same with the contents of an admitted row. O(pages), and tokens that are not hashed yet."""
         cdef const Group *group
         cdef Range pages
         cdef Py_ssize_t g, n = 0, checked = rows.checked_row(row)
         cdef bint is_admitted
         rows.enter_call()
         is_admitted = rows.batch.states[checked].is_admitted
+        if is_admitted and rows.batch.hash_page_size:
+            hash_row(&rows.batch, checked, rows.batch.states[checked].num_tokens)
         for g in range(rows.batch.num_groups if is_admitted and self.store.pool.num_pinned else 0):
             group = &rows.batch.groups[g]
             pages = self.pages_of(group, MAX_TOKENS, rows.batch.states[checked].num_hashed)

@@ -80,7 +80,7 @@ class CacheStats:
     while they could be hit.
 
     Times of sampled pages (every 128th, more in small pools) since the pool was made: ``lifetime`` of an evicted page from
-    allocation to eviction, ``idle_before_eviction`` from last use to eviction, ``reuse_gap`` from a use to the next hit.
+    allocation to eviction, ``idle_before_eviction`` from last use to eviction, ``reuse_gap`` from a use to the next hit or pin.
     """
 
     num_pages: int
