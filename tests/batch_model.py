@@ -313,11 +313,15 @@ class ModelRows(Rows):
     # release and moves
 
     def release(self, rows: list[int], num_computed_tokens: Amounts | None = None) -> None:
-        for row, num_computed in zip(rows, by_row(num_computed_tokens, len(rows)), strict=True):
-            self.manager.free(self.requests[row], num_computed_tokens=num_computed)
+        self.free_all([self.requests[row] for row in rows], by_row(num_computed_tokens, len(rows)))
+        for row in rows:
             self.manager.free_page_hashes(self.requests[row])
             self.requests[row], self.num_hits[row], self.shards[row] = None, 0, None
             self._show(row)
+
+    def free_all(self, requests: list[Request], nums_computed_tokens: Sequence[int | None]) -> None:
+        for request, num_computed in zip(requests, nums_computed_tokens, strict=True):
+            self.manager.free(request, num_computed_tokens=num_computed)
 
     def move_row(self, src: int, tgt: int) -> None:
         self.swap_row(src, tgt)
@@ -381,6 +385,9 @@ class OracleRows(ModelRows):
     def skip_pages(self, request: Request) -> None:
         self.manager._skip_pages(request)
 
+    def free_all(self, requests: list[Request], nums_computed_tokens: Sequence[int | None]) -> None:
+        self.manager.free_all(requests, nums_computed_tokens)
+
     def trim(self, rows: list[int], num_tokens: Amounts) -> None:
         """Cut rows in order. All are checked first, each in its state before the call."""
         lengths = list(zip(rows, by_row(num_tokens, len(rows)), strict=True))
@@ -406,8 +413,9 @@ class OracleRows(ModelRows):
         for growth in reversed(growths):
             request = self.requests[growth.row]
             request.num_computed_tokens -= growth.num_new
-            del request.all_token_ids[request.num_tokens - (growth.num_tokens is not None) :]
-            self.manager.undo(request, request.num_computed_tokens, request.num_tokens, growth.new_pages)
+            num_tokens = request.num_tokens - (growth.num_tokens is not None)
+            self.manager.undo(request, request.num_computed_tokens, num_tokens, growth.new_pages)
+            del request.all_token_ids[num_tokens:]
             self._show(growth.row)
 
 

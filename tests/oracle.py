@@ -697,12 +697,18 @@ class OracleManager:
     # release and inspection
 
     def free(self, request: Any, *, num_computed_tokens: int | None = None) -> None:
-        """Free all pages of the request, last one first. Uncomputed pages lose their entries."""
-        for held in self.held.get(request.request_id, ()):
-            self.page_pool.free_pages(held.pages[::-1])
-        if num_computed_tokens is not None:
-            self._forget_uncomputed(request, num_computed_tokens)
-        self.held.pop(request.request_id, None)
+        """Free all pages of the request, last one first. Uncomputed pages lose their entries, and their pins."""
+        self.free_all([request], [num_computed_tokens])
+
+    def free_all(self, requests: Sequence[Any], nums_computed_tokens: Sequence[int | None]) -> None:
+        """Free several requests: first all pages, then entries are dropped."""
+        for request in requests:
+            for held in self.held.get(request.request_id, ()):
+                self.page_pool.free_pages(held.pages[::-1])
+        for request, num_computed_tokens in zip(requests, nums_computed_tokens, strict=True):
+            if num_computed_tokens is not None:
+                self._forget_uncomputed(request, num_computed_tokens)
+            self.held.pop(request.request_id, None)
 
     def free_page_hashes(self, request: Any) -> None:
         """Drop the contents of a finished request's pages, and its counted look-up."""
