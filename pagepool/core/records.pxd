@@ -101,8 +101,6 @@ cdef struct Pool:
     int32_t num_entries       # pages with an entry
     int32_t sample_mask       # of page ids: 0 for those that are sampled
     int32_t num_held_free     # pages in the queue that were given a reference
-    int32_t num_pinned        # pages with pins
-    int32_t *pins             # [num_pages] of each page, which has one reference for all; NULL: none was pinned yet
     int64_t num_allocated     # pages, since construction
     int64_t num_freed
     int64_t num_evicted
@@ -114,6 +112,8 @@ cdef struct Pool:
     int64_t num_hit
     Journal journal
     Residency *residency
+    int32_t *pins             # [num_pages] of each page, which has one reference for all; NULL: none was pinned yet
+    int32_t num_pinned        # pages with pins
     uint8_t is_restored       # loaded from a snapshot, and no reference taken since
 
 
