@@ -159,7 +159,7 @@ def follow(prev_ids: _Ids, next_ids: _Ids, first_ids: _Ids) -> tuple[PageIds, bo
 def give_back_restored(store: PageStore) -> int | None: ...
 
 @final
-class PinCall:
+class PinSpan:
     start: Final[int]
     stop: Final[int]
     def __new__(cls, store: PageStore, start: int = ..., stop: int | None = ...) -> Self: ...

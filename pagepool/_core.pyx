@@ -19,8 +19,8 @@ index and was not when the changes were taken last; `removed` has each key once 
 Pages that a refused request hits are `WATCHED`. `num_unwatched` counts those that lost the flag, with their entry or because
 they were touched: while it stays, the hits stay, and a refusal is repeated in O(1).
 
-A pinned page has a prefix entry, and one reference for all its pins, so it is outside the free queue. What drops the entry takes
-the pins back. The reference of pins is not given back as another holder's.
+A pinned page has a prefix entry, and one reference for all its pins, so it is outside the free queue. What drops the entry
+takes the pins back. The reference of pins is not given back as another holder's.
 
 A page table is one int32 array of rows; `TableRows` keeps beside it which windows of 64 columns changed since they were last
 sent to the device. Invariants: a row holds zeros from ``extent`` on, and ``num_pages <= extent`` unless the user wrote the
@@ -77,7 +77,7 @@ have the classes. Each file imports only those above it.
 `row_request.pyx`      `RowRequest`: a row is admitted, or refused
 `running.pyx`          `RunningRows`: `grow`, `step`, `undo`, `trim`, `release`
 `holders.pyx`          `check_holders`, `check_rows`
-`pinning.pyx`          `PinCall`: pages of requests, rows and look-ups are pinned and unpinned
+`pinning.pyx`          `PinSpan`: cached pages are pinned and unpinned
 =====================  =====================================================================================================
 """
 
@@ -86,7 +86,7 @@ from pagepool.core.holders import check_holders, check_rows
 from pagepool.core.ids import PageIds, lists_of, require_token_ids
 from pagepool.core.journal import EntryJournal
 from pagepool.core.lookups import PrefixQuery
-from pagepool.core.pinning import PinCall
+from pagepool.core.pinning import PinSpan
 from pagepool.core.refusal import Refusal
 from pagepool.core.request_pages import CacheGroups, PageRules, RequestPages
 from pagepool.core.row_request import RowRequest

@@ -63,13 +63,14 @@ def _index_of(name: str, value: object) -> int:
         raise ArgumentTypeError(f"{name} must be an integer, got {shown(value)}") from None
 
 
-def require_share(name: str, value: object) -> float:
+def require_share(name: str, value: Any) -> float:
     """Return `value` as a float; ArgumentTypeError unless it is a number (no bool), ArgumentError unless it is from 0 to 1.
 
     >>> require_share("max_pinned_share", 1)
     1.0
     """
-    if isinstance(value, bool) or not isinstance(value, Real):
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number:
         raise ArgumentTypeError(f"{name}: got {shown(value)}, allowed: a number from 0 to 1")
     if not 0 <= value <= 1:
         raise ArgumentError(f"{name}: got {shown(value)}, allowed: 0 to 1")

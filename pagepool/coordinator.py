@@ -29,8 +29,8 @@ class CacheCoordinator(ABC):
     """Keeps the pages of requests for all groups of a model. Subclasses look up prefixes.
 
     ``requests`` maps request ids to the pages that they hold; ``single_type_managers`` are the rules of each group, and
-    ``groups`` the same for the core. A hash covers ``hash_page_size`` tokens, the greatest common divisor of the page sizes of the prefix-cached groups;
-    ``max_cached_page_size`` is the largest of these sizes.
+    ``groups`` the same for the core. A hash covers ``hash_page_size`` tokens, the greatest common divisor of the page sizes of
+    the prefix-cached groups; ``max_cached_page_size`` is the largest of these sizes.
     """
 
     def __init__(

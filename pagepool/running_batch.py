@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
-from pagepool._core import HashChain, PageIds, PinCall, RowRequest, RunningRows, StepResult, check_rows
+from pagepool._core import HashChain, PageIds, PinSpan, RowRequest, RunningRows, StepResult, check_rows
 from pagepool.arguments import require_int
 from pagepool.attention import SingleTypeCacheManager
 from pagepool.errors import ArgumentError, ArgumentTypeError
@@ -184,14 +184,14 @@ class RunningBatch(RunningRows):
         Returns the number of these pages. RowIndexError outside the table, ArgumentError for a row that is not admitted, and
         unless ``0 <= start <= stop``; PinBudgetError, and nothing is pinned, beyond the manager's budget. O(pages).
         """
-        call = PinCall(self._manager.page_pool.store, start, stop)
-        return call.pin_row(self, row, self._manager.max_num_pinned_pages)
+        span = PinSpan(self._manager.page_pool.store, start, stop)
+        return span.pin_row(self, row, self._manager.max_num_pinned_pages)
 
     def unpin(self, row: int, start: int = 0, stop: int | None = None) -> int:
         """Take back one pin of each page that is pinned with the content of tokens ``[start, stop)`` of an admitted row: see
         `CacheManager.unpin`, which does it after the row was released. Errors as in `pin`, without a budget. O(pages).
         """
-        return PinCall(self._manager.page_pool.store, start, stop).unpin_row(self, row)
+        return PinSpan(self._manager.page_pool.store, start, stop).unpin_row(self, row)
 
     def check(self) -> None:
         """Check rows, table and pool. O(pages + table).

@@ -1,4 +1,4 @@
-"""Random work with pins: that of `workload` for requests, and that of `batch_workload` for rows, which pin and unpin meanwhile."""
+"""The random work of `workload` and `batch_workload`, with pins."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from pagepool import (
     RunningBatch,
     SlidingWindowSpec,
 )
-from pagepool._core import CacheGroups, EntryJournal, HashChain, PageIds, PageRules, PinCall
+from pagepool._core import CacheGroups, EntryJournal, HashChain, PageIds, PageRules, PinSpan
 from pagepool.errors import ArgumentError, IntegrityError
 
 NO_GROUP = NOT_FREE = -1
@@ -166,7 +166,7 @@ def memory_of(owner: object, struct: Any) -> Any:
 
 
 def make_pool() -> tuple[PagePool, Any]:
-    """Return a pool with held and free pages, cached alone, with equals, and not at all, one pinned, in shards, and its memory."""
+    """Return a pool with held and free pages, cached alone, with equals, and not at all, one pinned, in shards; and its memory."""
     pool = PagePool(NUM_PAGES, True)
     pool.store.keep_token_ids(2)
     pool.get_new_page_ids(0, dp_shard_hint=0, data_parallel_size=NUM_SHARDS)
@@ -177,7 +177,7 @@ def make_pool() -> tuple[PagePool, Any]:
     pool.free_page_ids([3, 4])
     chain = HashChain(1, bytes(16))
     chain.append_key(7)
-    assert PinCall(pool.store).pin(CacheGroups([(PageRules(1), 1, 1)]), chain, (PageIds([5]),), 1, False) == 1
+    assert PinSpan(pool.store).pin(CacheGroups([(PageRules(1), 1, 1)]), chain, (PageIds([5]),), 1, False) == 1
     memory = memory_of(pool.store, PoolMemory)
     assert (memory.num_pages, memory.num_free, memory.num_shards) == (NUM_PAGES, pool.get_num_free_pages(), NUM_SHARDS)
     assert [memory.pages[page_id].ref_cnt for page_id in range(NUM_PAGES)] == pool.ref_counts().tolist()

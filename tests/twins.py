@@ -27,7 +27,7 @@ class State(NamedTuple):
     num_prefix_entries: int  # distinct (content, group)
     usage: float
     page_ids: list[tuple[list[int], ...]]  # by request asked about, by group
-    pins: dict[int, int] = {}  # of pinned pages  # noqa: RUF012
+    pins: dict[int, int]  # of pinned pages
 
     def differences(self, other: State) -> list[str]:
         """Name the fields in which the other state differs, with both values."""

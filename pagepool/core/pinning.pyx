@@ -28,6 +28,12 @@ cdef enum PinOutcome:
     UNPINNABLE                # a page cannot have a further reference, or pin
     SHORT_OF_MEMORY
 
+cdef struct Verdict:           # on pages to pin
+    PinOutcome outcome
+    Py_ssize_t max_num_pinned  # pages of the pool
+    Py_ssize_t num_pinned      # before
+    int32_t bad                # a page that cannot be pinned
+
 
 cdef int32_t find_unpinnable(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
     """A page that cannot have a further reference, or that has some in the free queue; NULL_PAGE: there is none."""
@@ -52,29 +58,78 @@ cdef Py_ssize_t unpin_group(Pool *pool, const Group *group, Range pages, const D
     return n
 
 
+cdef Py_ssize_t list_cached(
+    const Pool *pool, const Group *group, const int32_t *ids, Range pages, const Digest *digests, PageIds found
+) noexcept:
+    """List those of a group's pages that are cached under their digests. Returns how many are not, null pages aside."""
+    cdef Py_ssize_t num_missed = 0
+    cdef int32_t i
+    for i in range(pages.start, pages.stop):
+        if ids[i] == NULL_PAGE:
+            continue
+        if has_key(&pool.pages[ids[i]], digests[(i + 1) * group.stride - 1], group.id):
+            found.put(&ids[i], 1)
+        else:
+            num_missed += 1
+    return num_missed
+
+
+cdef Py_ssize_t add_pins(int32_t *pins, PageIds found, PageIds fresh) noexcept:
+    """Count a pin for each page that was found, and list those that had none. Returns before which page no more can be."""
+    cdef Py_ssize_t i
+    for i in range(found.num):
+        if pins[found.ids[i]] == INT32_MAX:
+            return i
+        if pins[found.ids[i]] == 0:
+            fresh.put(&found.ids[i], 1)
+        pins[found.ids[i]] += 1
+    return found.num
+
+
+cdef void pin_found(PageStore store, PageIds found, PageIds fresh, Verdict *verdict) noexcept:
+    """Pin all pages that were found, or none; `fresh` lists those without pins. The pool is locked."""
+    cdef Pool *pool = &store.pool
+    cdef Py_ssize_t i, num_done
+    verdict.num_pinned = pool.num_pinned
+    if found.num == 0:
+        return
+    if not store.make_pins() or not fresh.try_reserve(found.num):
+        verdict.outcome = SHORT_OF_MEMORY
+        return
+    num_done = add_pins(pool.pins, found, fresh)
+    if num_done < found.num:
+        verdict.outcome, verdict.bad = UNPINNABLE, found.ids[num_done]
+    elif fresh.num and pool.num_pinned + fresh.num > verdict.max_num_pinned:
+        verdict.outcome = OVER_BUDGET
+    else:
+        verdict.bad = find_unpinnable(pool, fresh.ids, fresh.num)
+        verdict.outcome = UNPINNABLE if verdict.bad != NULL_PAGE else PINNED
+    if verdict.outcome == PINNED:
+        touch_all(pool, fresh.ids, fresh.num)
+        pool.num_pinned += <int32_t>fresh.num
+    for i in range(num_done if verdict.outcome != PINNED else 0):
+        pool.pins[found.ids[i]] -= 1
+
+
 @cython.final
 @cython.auto_pickle(False)
-cdef class PinCall:
-    """One call that pins or unpins: of a request's pages in `store`, those that lie wholly within its tokens ``[start, stop)``;
-    None: to its end.
+cdef class PinSpan:
+    """Pages of `store` to pin or unpin: those of a request, or row, that lie wholly within its tokens ``[start, stop)``.
+
+    A `stop` of None is the end of its tokens.
     """
 
     cdef PageStore store
     cdef readonly int64_t start
     cdef readonly int64_t stop
-    cdef PageIds found              # pages to pin
-    cdef PageIds fresh              # those of them without pins
-    cdef int32_t bad                # a page that cannot be pinned
-    cdef int32_t num_pinned         # before the call
 
     def __cinit__(self, PageStore store not None, start=0, stop=None):
         self.store = store
         self.start = size_of(start, "start", 0, INT64_MAX)
         self.stop = INT64_MAX if stop is None else size_of(stop, "stop", self.start, INT64_MAX)
-        self.found, self.fresh = PageIds.__new__(PageIds), PageIds.__new__(PageIds)
 
     def __reduce__(self):
-        raise ArgumentTypeError("a call that pins cannot be pickled")
+        raise ArgumentTypeError("a span to pin cannot be pickled")
 
     cdef Range pages_of(self, const Group *group, Py_ssize_t num_pages, Py_ssize_t num_digests) noexcept:
         """The places of a group's pages: of `num_pages` those that have digests."""
@@ -87,120 +142,80 @@ cdef class PinCall:
     def pin(self, CacheGroups groups not None, HashChain chain not None, ids, max_num_pinned, bint are_hits) -> int | None:
         """Pin those of the pages `ids` of each group that are cached under the digests of the chain. Returns how many.
 
-        For hits None, and nothing is pinned, if one of them is not cached as such any more. PinBudgetError, and nothing changed,
-        if more than `max_num_pinned` pages of the pool would be pinned. O(pages).
+        For hits None, and nothing is pinned, if one of them is not cached as such any more. PinBudgetError, and nothing
+        changed, if more than `max_num_pinned` pages of the pool would be pinned. O(pages).
         """
+        cdef Verdict verdict = Verdict(PINNED, size_of(max_num_pinned, "max_num_pinned"), 0, NULL_PAGE)
         cdef Holding holding = Holding(groups.groups, NULL, groups.num)
         cdef tuple checked = checked_hits(self.store, ids, &holding)
-        cdef Py_ssize_t most = size_of(max_num_pinned, "max_num_pinned")
-        cdef Py_ssize_t g, num_missed = 0
+        cdef PageIds listed, found = PageIds.__new__(PageIds), fresh = PageIds.__new__(PageIds)
         cdef const Group *group
-        cdef PageIds listed
-        cdef PinOutcome outcome
-        self.found.num = 0
-        self.found.reserve(sum([len(listed) for listed in checked]))
+        cdef Py_ssize_t g, num_all = 0, num_missed = 0
+        cdef Range pages
+        for listed in checked:
+            num_all += listed.num
+        found.reserve(num_all)
         with chain.lock, self.store.lock:
             for g in range(len(checked)):
                 group, listed = &groups.groups[g], checked[g]
-                num_missed += self.find(group, listed.ids, self.pages_of(group, listed.num, chain.num), chain.digests)
-            outcome = STALE if are_hits and num_missed else self.pin_found(most)
-        return None if outcome == STALE else self.finish(outcome, most)
+                pages = self.pages_of(group, listed.num, chain.num)
+                num_missed += list_cached(&self.store.pool, group, listed.ids, pages, chain.digests, found)
+            if are_hits and num_missed:
+                verdict.outcome = STALE
+            else:
+                pin_found(self.store, found, fresh, &verdict)
+        return None if verdict.outcome == STALE else self.finish(&verdict, found.num, fresh.num)
 
     def pin_row(self, RowMemory rows not None, row, max_num_pinned) -> int:
         """Pin the cached pages of an admitted row. Returns how many. Errors as in `pin`. O(pages)."""
-        cdef Py_ssize_t checked = rows.checked_row(row)
-        cdef Py_ssize_t g, most = size_of(max_num_pinned, "max_num_pinned")
+        cdef Verdict verdict = Verdict(PINNED, size_of(max_num_pinned, "max_num_pinned"), 0, NULL_PAGE)
+        cdef PageIds found = PageIds.__new__(PageIds), fresh = PageIds.__new__(PageIds)
+        cdef Py_ssize_t g, checked = self.checked_row(rows, row)
         cdef const Group *group
         cdef Held *held
         cdef Range pages
-        cdef PinOutcome outcome = PINNED
         cdef bint is_admitted
-        self.found.num = 0
         rows.enter_call()
         is_admitted = rows.batch.states[checked].is_admitted
         for g in range(rows.batch.num_groups if is_admitted else 0):
             group, held = &rows.batch.groups[g], held_by(&rows.batch, checked, g)
-            if not self.found.try_reserve(held.num_pages):
-                outcome = SHORT_OF_MEMORY
+            if not found.try_reserve(held.num_pages):
+                verdict.outcome = SHORT_OF_MEMORY
                 break
             pages = self.pages_of(group, held.num_pages, rows.batch.states[checked].num_hashed)
-            self.find(group, held.ids, pages, digests_of(&rows.batch, checked))
-        if outcome == PINNED:
-            outcome = self.pin_found(most)
+            list_cached(&self.store.pool, group, held.ids, pages, digests_of(&rows.batch, checked), found)
+        if verdict.outcome == PINNED:
+            pin_found(self.store, found, fresh, &verdict)
         rows.let_go()
         self.check_admitted(checked, is_admitted)
-        return self.finish(outcome, most)
+        return self.finish(&verdict, found.num, fresh.num)
 
-    cdef Py_ssize_t find(self, const Group *group, const int32_t *ids, Range pages, const Digest *digests) noexcept:
-        """List those of a group's pages that are cached under their digests. Returns how many are not, null pages aside."""
-        cdef Py_ssize_t num_missed = 0
-        cdef int32_t i
-        for i in range(pages.start, pages.stop):
-            if ids[i] == NULL_PAGE:
-                continue
-            if has_key(&self.store.pool.pages[ids[i]], digests[(i + 1) * group.stride - 1], group.id):
-                self.found.put(&ids[i], 1)
-            else:
-                num_missed += 1
-        return num_missed
-
-    cdef PinOutcome pin_found(self, Py_ssize_t max_num_pinned) noexcept:
-        """Pin all pages that were found, or none. The pool is locked."""
-        cdef Pool *pool = &self.store.pool
-        cdef PinOutcome outcome = PINNED
-        cdef Py_ssize_t i, num_done
-        self.fresh.num, self.num_pinned = 0, pool.num_pinned
-        if self.found.num == 0:
-            return PINNED
-        if not self.store.make_pins() or not self.fresh.try_reserve(self.found.num):
-            return SHORT_OF_MEMORY
-        num_done = self.count_pins()
-        if num_done < self.found.num:
-            self.bad = self.found.ids[num_done]
-            outcome = UNPINNABLE
-        elif pool.num_pinned + self.fresh.num > max_num_pinned and self.fresh.num:
-            outcome = OVER_BUDGET
-        else:
-            self.bad = find_unpinnable(pool, self.fresh.ids, self.fresh.num)
-            outcome = UNPINNABLE if self.bad != NULL_PAGE else PINNED
-        if outcome == PINNED:
-            touch_all(pool, self.fresh.ids, self.fresh.num)
-            pool.num_pinned += <int32_t>self.fresh.num
-        for i in range(num_done if outcome != PINNED else 0):
-            pool.pins[self.found.ids[i]] -= 1
-        return outcome
-
-    cdef Py_ssize_t count_pins(self) noexcept:
-        """Count a pin for each page that was found, and list those that had none. Returns before which page no more can be."""
-        cdef int32_t *pins = self.store.pool.pins
-        cdef Py_ssize_t i
-        for i in range(self.found.num):
-            if pins[self.found.ids[i]] == INT32_MAX:
-                return i
-            if pins[self.found.ids[i]] == 0:
-                self.fresh.put(&self.found.ids[i], 1)
-            pins[self.found.ids[i]] += 1
-        return self.found.num
-
-    cdef object finish(self, PinOutcome outcome, Py_ssize_t max_num_pinned):
+    cdef object finish(self, const Verdict *verdict, Py_ssize_t num_found, Py_ssize_t num_fresh):
         """Return how many pages were pinned, or raise why none was."""
-        if outcome == OVER_BUDGET:
+        if verdict.outcome == OVER_BUDGET:
             raise PinBudgetError(
-                f"pins: got {self.fresh.num} more pages to pin, {self.num_pinned} are pinned, allowed: {max_num_pinned} in all"
+                f"pins: got {num_fresh} more pages to pin, {verdict.num_pinned} are pinned, "
+                f"allowed: {verdict.max_num_pinned} in all"
             )
-        if outcome == SHORT_OF_MEMORY:
+        if verdict.outcome == SHORT_OF_MEMORY:
             raise MemoryError(f"pins of {self.store.pool.num_pages} pages")
-        if outcome == UNPINNABLE:
-            self.refuse_page()
-        return self.found.num
+        if verdict.outcome == UNPINNABLE:
+            self.refuse_page(verdict.bad)
+        return num_found
 
-    cdef int refuse_page(self) except -1:
-        if self.fresh.num == 0 or is_pinned(&self.store.pool, self.bad):
-            raise PageIdError(f"page {self.bad} cannot be pinned: it has {INT32_MAX} pins, which is as many as there can be")
-        if is_free(&self.store.pool, self.bad):
-            self.store.check_untaken(self.bad)
-        self.store.refuse_touch(self.bad)
+    cdef int refuse_page(self, int32_t page_id) except -1:
+        if is_pinned(&self.store.pool, page_id):
+            raise PageIdError(f"page {page_id} cannot be pinned: it has {INT32_MAX} pins, which is as many as there can be")
+        if is_free(&self.store.pool, page_id):
+            self.store.check_untaken(page_id)
+        self.store.refuse_touch(page_id)
         return 0
+
+    cdef Py_ssize_t checked_row(self, RowMemory rows, object row) except -1:
+        cdef Py_ssize_t checked = rows.checked_row(row)
+        if rows.store is not self.store:
+            raise ArgumentError("rows: got those of another pool")
+        return checked
 
     cdef int check_admitted(self, Py_ssize_t row, bint is_admitted) except -1:
         if not is_admitted:
@@ -223,7 +238,7 @@ cdef class PinCall:
         """The same with the contents of an admitted row. O(pages), and tokens that are not hashed yet."""
         cdef const Group *group
         cdef Range pages
-        cdef Py_ssize_t g, n = 0, checked = rows.checked_row(row)
+        cdef Py_ssize_t g, n = 0, checked = self.checked_row(rows, row)
         cdef bint is_admitted
         rows.enter_call()
         is_admitted = rows.batch.states[checked].is_admitted

@@ -55,7 +55,8 @@ def copy_records(PageStore store not None, str names=None) -> dict:
         num_pages=pool.num_pages, num_free=pool.num_free, num_held_free=pool.num_held_free, num_shards=pool.num_shards,
         num_keys=pool.num_keys, num_entries=pool.num_entries, multiplier=pool.multiplier, home_shift=pool.home_shift,
         tokens_width=pool.tokens_width, num_new=pool.journal.num_new, num_removed=pool.journal.num_removed,
-        is_cleared=pool.journal.is_cleared, is_told=pool.journal.is_told, num_pinned=pool.num_pinned, counters=counters_of(pool),
+        is_cleared=pool.journal.is_cleared, is_told=pool.journal.is_told, num_pinned=pool.num_pinned,
+        counters=counters_of(pool),
     )
 
 

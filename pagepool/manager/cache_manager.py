@@ -40,8 +40,8 @@ class CacheManager(PrefixPins):
     such as the builtin `hash`. `hash_seed`, which must not be empty, or ``PYTHONHASHSEED`` makes a keyed algorithm
     deterministic. `keep_token_ids` keeps the tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is an
     existing pool, such as one from `PagePool.restore`. Its cached pages hit; a pool is refused if its pages were cached with
-    another seed, algorithm or other groups. `max_pinned_share` of the pages, 0 to 1, may be pinned (see `pin`). A manager cannot
-    be pickled or copied; `PagePool.snapshot` saves its pages.
+    another seed, algorithm or other groups. `max_pinned_share` of the pages, 0 to 1, may be pinned (see `pin`). A manager
+    cannot be pickled or copied; `PagePool.snapshot` saves its pages.
 
     >>> from pagepool import CacheGroupSpec, EngineRequest, FullAttentionSpec
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)

@@ -104,8 +104,8 @@ class PagePool:
 
         It has ref counts, the free queue in order, prefix entries with hashes, pins and kept tokens, shards, counters, and the
         configuration of the manager that caches in the pool, with a version and a checksum. The copy takes 4 bytes a page, 4
-        more a free page, 24 more a cached page (28 if pages are pinned), and 4 a kept token. IntegrityError if the pool is damaged, ArgumentError unless
-        page hashes are made of ints, strings, bytes, None and tuples. O(num_pages).
+        more a free page, 24 more a cached page (28 if pages are pinned), and 4 a kept token. IntegrityError if the pool is
+        damaged, ArgumentError unless page hashes are made of ints, strings, bytes, None and tuples. O(num_pages).
         """
         return save(self.store, self.configuration)
 
@@ -113,10 +113,11 @@ class PagePool:
     def restore(cls, snapshot: Mapping[str, Any]) -> "PagePool":
         """Return a pool from a result of `snapshot`, or from what `numpy.load` returns.
 
-        Held pages stay held until their holders or `release_all_held` free them, pinned pages stay pinned. Prefix entries hit for a manager with the same
-        key: give it a `hash_seed` if it is in another process. `CacheManager` refuses a pool that was used with another
-        algorithm, seed, page size or other groups, and names the difference (see `bind`). The engine restores the contents of
-        the pages on the device. SnapshotError, a ValueError, if the snapshot is damaged or has another version. O(num_pages).
+        Held pages stay held until their holders or `release_all_held` free them, pinned pages stay pinned. Prefix entries hit
+        for a manager with the same key: give it a `hash_seed` if it is in another process. `CacheManager` refuses a pool that
+        was used with another algorithm, seed, page size or other groups, and names the difference (see `bind`). The engine
+        restores the contents of the pages on the device. SnapshotError, a ValueError, if the snapshot is damaged or has another
+        version. O(num_pages).
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)
@@ -150,9 +151,10 @@ class PagePool:
     def release_all_held(self) -> int:
         """Release every reference in a restored pool whose holders are gone. Returns the number of pages. O(num_pages).
 
-        The pages go to the back of the free queue in order of their ids and keep their prefix entries. Pinned pages stay pinned:
-        they lose their other references (`unpin_all` takes the pins back). Call this right after `restore`: ArgumentError if the pool was not restored, or if a page was taken or hit since, because a manager, a batch
-        or a caller may hold it.
+        The pages go to the back of the free queue in order of their ids and keep their prefix entries. Pinned pages stay
+        pinned: they lose their other references (`unpin_all` takes the pins back). Call this right after `restore`:
+        ArgumentError if the pool was not restored, or if a page was taken or hit since, because a manager, a batch or a caller
+        may hold it.
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)
