@@ -166,7 +166,7 @@ def memory_of(owner: object, struct: Any) -> Any:
 
 
 def make_pool() -> tuple[PagePool, Any]:
-    """Return a pool with held and free pages, cached alone, with equals, and not at all, one pinned, in shards; and its memory."""
+    """Return a pool with held and free pages, cached alone, with equals, pinned, and not at all, in shards, and its memory."""
     pool = PagePool(NUM_PAGES, True)
     pool.store.keep_token_ids(2)
     pool.get_new_page_ids(0, dp_shard_hint=0, data_parallel_size=NUM_SHARDS)

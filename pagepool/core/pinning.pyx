@@ -194,8 +194,7 @@ cdef class PinSpan:
         """Return how many pages were pinned, or raise why none was."""
         if verdict.outcome == OVER_BUDGET:
             raise PinBudgetError(
-                f"pins: got {num_fresh} more pages to pin, {verdict.num_pinned} are pinned, "
-                f"allowed: {verdict.max_num_pinned} in all"
+                f"pages to pin: got {num_fresh} more, {verdict.num_pinned} are pinned, allowed: {verdict.max_num_pinned} in all"
             )
         if verdict.outcome == SHORT_OF_MEMORY:
             raise MemoryError(f"pins of {self.store.pool.num_pages} pages")

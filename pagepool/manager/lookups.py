@@ -149,7 +149,7 @@ class PrefixLookups(KeyHolder):
             )
         elif num_needed_pages + num_other_pins > self._num_usable_pages:
             logger.warning(
-                "a request needs %d pages at once, the pool has %d, %d of others are pinned: it waits until some are unpinned",
+                "a request needs %d pages at once, the pool has %d, and %d are pinned for others: no waiting helps, see unpin",
                 num_needed_pages,
                 self._num_usable_pages,
                 num_other_pins,
