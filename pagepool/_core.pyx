@@ -19,6 +19,9 @@ index and was not when the changes were taken last; `removed` has each key once 
 Pages that a refused request hits are `WATCHED`. `num_unwatched` counts those that lost the flag, with their entry or because
 they were touched: while it stays, the hits stay, and a refusal is repeated in O(1).
 
+A pinned page has a prefix entry, and one reference for all its pins, so it is outside the free queue. What drops the entry
+takes the pins back. The reference of pins is not given back as another holder's.
+
 A page table is one int32 array of rows; `TableRows` keeps beside it which windows of 64 columns changed since they were last
 sent to the device. Invariants: a row holds zeros from ``extent`` on, and ``num_pages <= extent`` unless the user wrote the
 arrays himself.
@@ -45,6 +48,7 @@ have the classes. Each file imports only those above it.
 `records.pxd`          the records of a pool: pages, index slots, journal, residency
 `rules.pxd`            which pages tokens need, by kind of attention
 `queue.pxd`            the free queue: which page is evicted next
+`references.pxd`       references given back page by page, and pins
 `notes.pxd`            the journal's notes of entries that come and go
 `twins.pxd`            pages of equal content
 `index.pxd`            the prefix index: `find`, `enter`, `drop`
@@ -73,6 +77,7 @@ have the classes. Each file imports only those above it.
 `row_request.pyx`      `RowRequest`: a row is admitted, or refused
 `running.pyx`          `RunningRows`: `grow`, `step`, `undo`, `trim`, `release`
 `holders.pyx`          `check_holders`, `check_rows`
+`pinning.pyx`          `PinSpan`: cached pages are pinned and unpinned
 =====================  =====================================================================================================
 """
 
@@ -81,6 +86,7 @@ from pagepool.core.holders import check_holders, check_rows
 from pagepool.core.ids import PageIds, lists_of, require_token_ids
 from pagepool.core.journal import EntryJournal
 from pagepool.core.lookups import PrefixQuery
+from pagepool.core.pinning import PinSpan
 from pagepool.core.refusal import Refusal
 from pagepool.core.request_pages import CacheGroups, PageRules, RequestPages
 from pagepool.core.row_request import RowRequest

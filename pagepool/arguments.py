@@ -5,6 +5,7 @@ A check returns the value in the form that the caller needs, or raises an error 
 
 import operator
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
@@ -22,6 +23,7 @@ __all__ = [
     "require_group_ids",
     "require_int",
     "require_list",
+    "require_share",
     "require_short",
     "require_slice",
 ]
@@ -59,6 +61,20 @@ def _index_of(name: str, value: object) -> int:
         return int(operator.index(cast(Any, value)))  # an array has the method, which raises
     except TypeError:
         raise ArgumentTypeError(f"{name} must be an integer, got {shown(value)}") from None
+
+
+def require_share(name: str, value: Any) -> float:
+    """Return `value` as a float; ArgumentTypeError unless it is a number (no bool), ArgumentError unless it is from 0 to 1.
+
+    >>> require_share("max_pinned_share", 1)
+    1.0
+    """
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number:
+        raise ArgumentTypeError(f"{name}: got {shown(value)}, allowed: a number from 0 to 1")
+    if not 0 <= value <= 1:
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: 0 to 1")
+    return float(value)
 
 
 def require_short(name: str, value: Any) -> Any:

@@ -28,10 +28,10 @@ ANY_PAGE: IdRange = (0, None)
 class CacheCoordinator(ABC):
     """Keeps the pages of requests for all groups of a model. Subclasses look up prefixes.
 
-    ``requests`` maps request ids to the pages that they hold; ``single_type_managers`` are the rules of each group. A hash
-    covers ``hash_page_size`` tokens, the greatest common divisor of the page sizes of the prefix-cached groups;
-    ``max_cached_page_size`` is the largest of these sizes, and ``num_hit_tokens``, of which hits have a multiple, their least
-    common multiple.
+    ``requests`` maps request ids to the pages that they hold; ``single_type_managers`` are the rules of each group, and
+    ``groups`` the same for the core. A hash covers ``hash_page_size`` tokens, the greatest common divisor of the page sizes of
+    the prefix-cached groups; ``max_cached_page_size`` is the largest of these sizes, and ``num_hit_tokens``, of which hits have
+    a multiple, their least common multiple.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class CacheCoordinator(ABC):
         for manager in cached:
             manager.num_hashes_per_page = manager.page_size // self.hash_page_size
             manager.num_hit_tokens = 0 if use_eagle else self.num_hit_tokens  # eagle's hits are sought one page further
-        self._groups = CacheGroups(
+        self.groups = CacheGroups(
             [
                 (manager.rules, manager.index_group_id if enable_caching else None, manager.num_hashes_per_page)
                 for manager in self.single_type_managers
@@ -80,7 +80,7 @@ class CacheCoordinator(ABC):
 
     def hold_nothing(self) -> RequestPages:
         """Return what a new request holds."""
-        return RequestPages(self.page_pool.store, self._groups, self.max_model_len)
+        return RequestPages(self.page_pool.store, self.groups, self.max_model_len)
 
     def get_pages(self, request_id: str) -> tuple[PageIds, ...]:
         """Return the ids of a request's pages, for each group; empty for an unknown request."""

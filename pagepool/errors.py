@@ -25,6 +25,10 @@ class RequestTooLargeError(OutOfPagesError):
     """A request needs more pages than the whole pool has, so waiting for free pages never ends."""
 
 
+class PinBudgetError(PagePoolError, ValueError):
+    """More pages would be pinned than ``max_pinned_share`` allows."""
+
+
 class DoubleFreeError(PagePoolError, RuntimeError):
     """A page's reference count would go below zero."""
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
-from pagepool._core import HashChain, PageIds, RowRequest, RunningRows, StepResult, check_rows
+from pagepool._core import HashChain, PageIds, PinSpan, RowRequest, RunningRows, StepResult, check_rows
 from pagepool.arguments import require_int
 from pagepool.attention import SingleTypeCacheManager
 from pagepool.errors import ArgumentError, ArgumentTypeError
@@ -178,11 +178,26 @@ class RunningBatch(RunningRows):
             page, page_keys = keys.find_keyed_page(page + 1, self._hash_page_size)
         return keyed
 
+    def pin(self, row: int, start: int = 0, stop: int | None = None) -> int:
+        """Pin the cached pages of an admitted row that lie wholly within its tokens ``[start, stop)``: see `CacheManager.pin`.
+
+        Returns the number of these pages. RowIndexError outside the table, ArgumentError for a row that is not admitted, and
+        unless ``0 <= start <= stop``; PinBudgetError, and nothing is pinned, beyond the manager's budget. O(pages).
+        """
+        span = PinSpan(self._manager.page_pool.store, start, stop)
+        return span.pin_row(self, row, self._manager.max_num_pinned_pages)
+
+    def unpin(self, row: int, start: int = 0, stop: int | None = None) -> int:
+        """Take back one pin of each page that is pinned with the content of tokens ``[start, stop)`` of an admitted row: see
+        `CacheManager.unpin`, which does it after the row was released. Errors as in `pin`, without a budget. O(pages).
+        """
+        return PinSpan(self._manager.page_pool.store, start, stop).unpin_row(self, row)
+
     def check(self) -> None:
         """Check rows, table and pool. O(pages + table).
 
         IntegrityError unless rows hold their pages, no page stands in more rows and requests of the manager than its ref count
-        says, the table shows the rows' pages, and `PagePool.check` passes.
+        says (less one if it is pinned), the table shows the rows' pages, and `PagePool.check` passes.
         """
         check_rows(self, list(self._manager.coordinator.requests.values()))
         self._manager.page_pool.check()

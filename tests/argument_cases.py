@@ -94,7 +94,7 @@ SCALARS = tuple(
 )
 OTHERS: tuple[Any, ...] = (
     *(True, np.True_, np.False_, np.float64(3), Decimal(3), Decimal("nan"), Fraction(3)),
-    *(np.array(3), np.array(0, dtype=np.uint64), np.array(3.0), np.array([3]), np.array([1, 2])),
+    *(np.array(3), np.array(0, dtype=np.uint64), np.array(3.0), np.array([30]), np.array([1, 2])),
     *("1", "\ud800", "a\0b", b"1", None, int, (), [], {}, [1], (HUGE, HUGE), [HUGE]),
 )
 VALUES: tuple[Callable[[], Any], ...] = (
@@ -257,6 +257,13 @@ add_parameters(
 add("cache_pages num_computed_tokens", lambda use, value: use.manager.cache_pages(use.held, value))
 add("get_num_common_prefix_pages", lambda use, value: use.manager.get_num_common_prefix_pages(use.held, value))
 add("require_capacity", lambda use, value: use.manager.require_capacity(value))
+for method in ("pin", "unpin"):
+    add_parameters(
+        method,
+        lambda use, method, **span: getattr(use.manager, method)(use.held, **span),
+        {"start": "", "stop": "None"},
+        method=method,
+    )
 add("get_page_ids", lambda use, value: use.manager.get_page_ids(value), "hashable")
 
 REQUEST_METHODS: dict[str, Callable[[CacheManager, Any], Any]] = {
@@ -264,18 +271,20 @@ REQUEST_METHODS: dict[str, Callable[[CacheManager, Any], Any]] = {
     "probe": lambda manager, request: manager.probe(request),
     "allocate_slots": lambda manager, request: manager.allocate_slots(request, 8),
     "cache_pages": lambda manager, request: manager.cache_pages(request, 8),
+    "pin": lambda manager, request: manager.pin(request),
+    "unpin": lambda manager, request: manager.unpin(request),
     "free": lambda manager, request: manager.free(request),
     "free_page_hashes": lambda manager, request: manager.free_page_hashes(request),
     "get_num_common_prefix_pages": lambda manager, request: manager.get_num_common_prefix_pages(request, 1),
 }
 READ_BY = {  # attributes of a new request, the methods that read them, and the values they may have besides ints
     "request_id": ([*REQUEST_METHODS], "hashable any"),
-    "num_tokens": (["get_computed_pages", "probe", "allocate_slots"], ""),
+    "num_tokens": (["get_computed_pages", "probe", "allocate_slots", "pin", "unpin"], ""),
     "num_computed_tokens": (["allocate_slots"], ""),
-    "all_token_ids": (["get_computed_pages", "probe", "allocate_slots"], "list"),
+    "all_token_ids": (["get_computed_pages", "probe", "allocate_slots", "pin", "unpin"], "list"),
     "status": (["get_computed_pages", "get_num_common_prefix_pages"], "any"),
     "lora_id": (["get_computed_pages", "probe", "allocate_slots"], "str bytes None"),
-    "cache_salt": (["get_computed_pages", "probe", "allocate_slots"], "str bytes None"),
+    "cache_salt": (["get_computed_pages", "probe", "allocate_slots", "pin", "unpin"], "str bytes None"),
     "mm_features": (["get_computed_pages", "probe", "allocate_slots"], "list None"),
 }
 
@@ -339,7 +348,14 @@ for part in ("offset", "length"):
 add_parameters(
     "CacheManager",
     lambda _, **options: CacheManager(**options),
-    {"num_pages": "", "kv_cache_groups": "list str", "max_model_len": "", "hash_algo": "type", "page_pool": "None"},
+    {
+        "num_pages": "",
+        "kv_cache_groups": "list str",
+        "max_model_len": "",
+        "hash_algo": "type",
+        "page_pool": "None",
+        "max_pinned_share": "float",
+    },
     num_pages=8,
     kv_cache_groups=[CacheGroupSpec(SPEC)],
     max_model_len=64,
@@ -496,6 +512,14 @@ for method, arguments in {
             use.with_batch(), method
         )(**whole | {one: [value]})
         add(f"batch.{method} {parameter}", call)
+for method in ("pin", "unpin"):
+    add_parameters(
+        f"batch.{method}",
+        lambda use, method, **options: getattr(use.with_batch(), method)(**options),
+        {"row": "", "start": "", "stop": "None"},
+        method=method,
+        row=0,
+    )
 add("RunningBatch manager", lambda use, value: RunningBatch(value, use.batch_table))
 add("RunningBatch page_table", lambda use, value: RunningBatch(use.manager, value))
 add_parameters(

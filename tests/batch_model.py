@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from oracle import PREEMPTED, OracleManager, PagesByGroup, cdiv, shard_of_hint
 from settings import Setting
-from twins import can_check
+from twins import pins_of
 from workload import WITH_LOGPROBS, Request
 
 import pagepool
@@ -60,6 +60,7 @@ class BatchState(NamedTuple):
     prefix_entries: list[tuple[int, tuple[int, ...]]]  # (group, pages of one content in the order they were entered)
     hashes: dict[int, int]  # by cached page; empty if a side has none
     stats: dict[str, int]
+    pins: dict[int, int]  # of pinned pages
     request_page_ids: list[PagesByGroup]  # of requests that share the manager, by queried request
 
     def differences(self, other: BatchState) -> list[str]:
@@ -79,6 +80,7 @@ class PoolState(NamedTuple):
     prefix_entries: list[tuple[int, tuple[int, ...]]]
     hashes: dict[int, int]
     stats: dict[str, int]
+    pins: dict[int, int]
 
 
 def package_pool_state(pool: pagepool.PagePool, with_hashes: bool) -> PoolState:
@@ -91,6 +93,7 @@ def package_pool_state(pool: pagepool.PagePool, with_hashes: bool) -> PoolState:
         sorted((key.group_id, tuple(pages)) for key, pages in pages_by_key.items()),
         hashes if with_hashes else {},
         asdict(pool.stats),
+        pins_of(pool),
     )
 
 
@@ -100,7 +103,7 @@ def oracle_pool_state(manager: OracleManager) -> PoolState:
     stats = {f"num_{name}_pages": pool.counts[name] for name in ("allocated", "freed", "evicted", "cached")}
     stats |= {"num_queried_tokens": pool.counts["queried"], "num_hit_tokens": pool.counts["hit"]}
     entries = sorted((group_id, tuple(pages)) for (_, group_id), pages in pool.index.items())
-    return PoolState(pool.ref_counts[1:], pool.free_page_ids(), entries, {}, stats)
+    return PoolState(pool.ref_counts[1:], pool.free_page_ids(), entries, {}, stats, dict(pool.pins))
 
 
 # --- common parts -------------------------------------------------------------------------------------------
@@ -136,6 +139,25 @@ class Rows(ABC):
 
     def evict_pages(self, page_ids: list[int]) -> int:
         return self.manager.page_pool.evict_pages(page_ids)
+
+    @abstractmethod
+    def pin(self, row: int, *span: int | None) -> int: ...
+
+    @abstractmethod
+    def unpin(self, row: int, *span: int | None) -> int: ...
+
+    def pin_neighbour(self, request_id: str, *span: int | None) -> int:
+        return self.manager.pin(self.neighbours[request_id], *span)
+
+    def unpin_tokens(self, token_ids: list[int], attributes: dict[str, Any], *span: int | None) -> int:
+        """Unpin by a request that holds nothing."""
+        request = Request("unpins", token_ids, **attributes)
+        num_pages = self.manager.unpin(request, *span)
+        self.manager.free_page_hashes(request)
+        return num_pages
+
+    def unpin_all(self) -> int:
+        return self.manager.page_pool.unpin_all()
 
 
 # --- row by row ---------------------------------------------------------------------------------------------
@@ -258,10 +280,6 @@ class ModelRows(Rows):
     def no_pages(self) -> Any:
         """Return the manager's result for no new pages."""
 
-    def free_all(self, requests: list[Any], nums_computed_tokens: Sequence[Any]) -> None:
-        for request, num_computed in zip(requests, nums_computed_tokens, strict=True):
-            self.manager.free(request, num_computed_tokens=num_computed)
-
     def _forget_last_token(self, row: int) -> None:
         """Remove a token that the manager may have hashed for a failed allocation."""
         request = self.requests[row]
@@ -284,6 +302,14 @@ class ModelRows(Rows):
         num_missing = sum(cdiv(num_tokens, size) - len(page_ids) for size, page_ids in zip(sizes, hits, strict=True))
         return num_missing > num_free
 
+    # pins
+
+    def pin(self, row: int, *span: int | None) -> int:
+        return self.manager.pin(self.requests[row], *span)
+
+    def unpin(self, row: int, *span: int | None) -> int:
+        return self.manager.unpin(self.requests[row], *span)
+
     # release and moves
 
     def release(self, rows: list[int], num_computed_tokens: Amounts | None = None) -> None:
@@ -292,6 +318,10 @@ class ModelRows(Rows):
             self.manager.free_page_hashes(self.requests[row])
             self.requests[row], self.num_hits[row], self.shards[row] = None, 0, None
             self._show(row)
+
+    def free_all(self, requests: list[Request], nums_computed_tokens: Sequence[int | None]) -> None:
+        for request, num_computed in zip(requests, nums_computed_tokens, strict=True):
+            self.manager.free(request, num_computed_tokens=num_computed)
 
     def move_row(self, src: int, tgt: int) -> None:
         self.swap_row(src, tgt)
@@ -351,9 +381,6 @@ class OracleRows(ModelRows):
         with self.manager.entering_later():
             return super().step(rows, token_ids)
 
-    def free_all(self, requests: list[Any], nums_computed_tokens: Sequence[Any]) -> None:
-        self.manager.free_all(requests, nums_computed_tokens)
-
     def pool_state(self) -> PoolState:
         return oracle_pool_state(self.manager)
 
@@ -365,6 +392,9 @@ class OracleRows(ModelRows):
 
     def skip_pages(self, request: Request) -> None:
         self.manager._skip_pages(request)
+
+    def free_all(self, requests: list[Request], nums_computed_tokens: Sequence[int | None]) -> None:
+        self.manager.free_all(requests, nums_computed_tokens)
 
     def trim(self, rows: list[int], num_tokens: Amounts) -> None:
         """Cut rows in order. All are checked first, each in its state before the call."""
@@ -476,6 +506,12 @@ class BatchRows(Rows):
         self.named = set(rows)
         self.batch.release(self._formed(rows), num_computed_tokens and self._formed(num_computed_tokens))
 
+    def pin(self, row: int, *span: int | None) -> int:
+        return self.batch.pin(row, *span)
+
+    def unpin(self, row: int, *span: int | None) -> int:
+        return self.batch.unpin(row, *span)
+
     def move_row(self, src: int, tgt: int) -> None:
         self.named = {src, tgt}
         self.batch.move_row(src, tgt)
@@ -485,8 +521,7 @@ class BatchRows(Rows):
         self.batch.swap_row(src, tgt)
 
     def state(self, request_ids: Iterable[str]) -> BatchState:
-        if can_check(self.manager.page_pool):
-            self.batch.check()
+        self.batch.check()
         self._commit()
         batch = self.batch
         pool = package_pool_state(self.manager.page_pool, self.with_hashes)

@@ -91,6 +91,7 @@ class Policy(ABC):
         self.ghost = Ghost(num_pages, ghost_size, sample_interval)
         self.key_of: Callable[[int], int] = int  # the 128 bits of a content
         self.marks = [Mark(BLANK)] * num_pages
+        self.unneeded: set[int] = set()  # pages about to be freed that no hit needs
         self.num_requests = 0
         self.counts: Counter[str] = Counter()
 
@@ -110,8 +111,11 @@ class Policy(ABC):
 
     def note_queued(self, page: int) -> None:
         """A page has come to the end of the queue."""
-        is_cached = page in self.pool.entry_of_page
-        self.marks[page] = self.stamp(self.marks[page].part or NEW) if is_cached else Mark(BLANK)
+        if page in self.unneeded or page not in self.pool.entry_of_page:
+            self.marks[page] = Mark(BLANK)
+        else:
+            self.marks[page] = self.stamp(self.marks[page].part or NEW)
+        self.unneeded.discard(page)
 
     def note_entered(self, page: int) -> None:
         """A page has got an entry; a free one becomes a new one."""
@@ -151,8 +155,8 @@ class Policy(ABC):
         self.marks[page] = Mark(NEW)
 
     def rank(self, ranking: Ranking, pages: PageIds, place: int) -> None:
-        """A request has computed the page at `place` of its pages, whose key was not cached. If the policy knows the key it also
-        knows what the pages since the last that it knew are worth. After a few keys that it does not know the rest is new.
+        """A request has computed the page at `place` of its pages, whose key was not cached. If the policy knows the key it
+        also knows what the pages since the last that it knew are worth. After a few keys that it does not know the rest is new.
         """
         content, group_id = self.pool.entry_of_page[pages[place]]
         word = hash_key(self.key_of(content), group_id)

@@ -104,6 +104,14 @@ def found_hits(world: World, store: Any, chain: Any, num_groups: int, stop: int)
     return tuple([_core.PageIds() if ids is None else ids for ids in hits[:num_groups]])
 
 
+def held_or_hit(world: World) -> Any:
+    """Return the pages of a request, or what a look-up of a live chain finds in a live store."""
+    if world.source.below(2):
+        return world.one(_core.RequestPages).get_page_ids()
+    chain, num_groups = world.one(_core.HashChain), len(world.one(_core.CacheGroups))
+    return found_hits(world, world.one(_core.PageStore), chain, num_groups, 3)
+
+
 def counter_of_row(world: World) -> Any:
     """Return a counter of the called request's pool, if it is known."""
     store, _ = world.recipes.get(id(world.focus), (None, None))
@@ -176,6 +184,7 @@ def flip(world: World, values: Any) -> Any:
     return damaged
 
 
+SAVED_OF_CACHED = ("page_ids", "group_ids", "keys", "token_ids", "pins")
 DAMAGES: tuple[Callable[[World, Any], Any], ...] = (
     *(lambda _, values: values,) * 8,
     *(flip, flip),
@@ -215,7 +224,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "chunk": constant(0, 0, 5),
     "context": constant(0, 0, 1, 2),
     "counter": one_of(constant(None), live(_core.QueryCounter)),
-    "cached": lambda world: tuple([saved(f"cached_{name}")(world) for name in ("page_ids", "group_ids", "keys", "token_ids")]),
+    "cached": lambda world: tuple([saved(f"cached_{name}")(world) for name in SAVED_OF_CACHED]),
     "counters": saved("counters"),
     "data": constant(b"", b"data", bytes(100)),
     "extend.extra_keys": constant(b"", b"", b"salt"),
@@ -226,6 +235,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "enable_caching": constant(True, True, False),
     "first": constant(0, 0, 3),
     "first_place": constant(0, 0, 3),
+    "first_token": constant(0, 0, 4),
     "flag": constant(True, True, False),
     "free_page_ids": saved("free_page_ids"),
     "group": constant(0, 0, 0, 1),
@@ -236,6 +246,14 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "find_pages.groups": constant([0], [0, 1], (1,)),
     "free_row": free_row,
     "groups_of_model": groups_of_model,
+    "pin.groups": live(_core.CacheGroups),
+    "pin.ids": held_or_hit,
+    "unpin.groups": live(_core.CacheGroups),
+    "pin_row.rows": live(_core.RunningRows),
+    "unpin_row.rows": live(_core.RunningRows),
+    "max_num_pinned": constant(20, 20, 2, 0),
+    "are_hits": constant(False, True),
+    "stop_token": constant(None, None, 8),
     "groups_of_rows": rules_by_group,
     "hash_page_size": constant(4, 4, 2, 0),
     "hits": one_of(constant((), ()), hits_of_request, hits_of_request),

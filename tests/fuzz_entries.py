@@ -27,6 +27,7 @@ CONSTRUCTORS = {
     "CacheGroups": "groups_of_model",
     "RequestPages": "store cache_groups max_num_tokens",
     "PrefixQuery": "store chain start_id stop_id",
+    "PinSpan": "store first_token stop_token",
     "HashChain": "page_size key_bytes flag",
     "PageStore": "num_pages flag is_pool",
     "EntryJournal": "store",
@@ -94,6 +95,7 @@ WEIGHTS = {
     "PageStore": 3,
     "EntryJournal": 3,
     "HashChain": 2,
+    "PinSpan": 2,
     "TableRows": 2,
 }
 WEIGHT_BY_KIND = {"method": 4, "function": 4, "construct": 2}

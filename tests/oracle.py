@@ -258,11 +258,13 @@ class OracleManager:
         enable_caching: bool = True,
         use_eagle: bool = False,
         policy: Policy | None = None,
+        max_pinned_share: float = 0.2,
     ) -> None:
         self.kinds = [kind_of(group.kv_cache_spec) for group in kv_cache_groups]
         self.enable_caching = enable_caching and bool(self.kinds)
         self.max_model_len = max_model_len
         self.use_eagle = use_eagle
+        self.max_num_pinned_pages = int(max_pinned_share * (num_pages - 1))
         self.page_pool = OraclePool(num_pages, self.enable_caching, policy)
         self.classes = group_ids_by_kind(self.kinds)
         page_sizes = [kind.page_size for kind in self.kinds if not isinstance(kind, Mamba)]
@@ -414,9 +416,16 @@ class OracleManager:
             first_useful = kind.first_useful_page(request.num_computed_tokens, held.num_cached_pages)
             last = min(first_useful, len(held.pages)) - 1
             while last >= 0 and held.pages[last] != NULL_PAGE:
-                self.page_pool.free_pages([held.pages[last]])
+                self.page_pool.skip_page(held.pages[last], self._is_needed_by_hits(kind, last))
                 held.pages[last] = NULL_PAGE
                 last -= 1
+
+    def _is_needed_by_hits(self, kind: Kind, place: int) -> bool:
+        """Whether a hit of any length may need the page at `place`."""
+        lengths = range(0, (place + 1) * kind.page_size + 2 * self.hit_step, self.hit_step)
+        return self.use_eagle or any(
+            kind.first_hit_page(length, False) <= place < length // kind.page_size for length in lengths
+        )
 
     def _num_missing_pages(self, request: Any, num_slots: int, hits: PagesByGroup) -> list[int]:
         held = self.get_page_ids(request.request_id)
@@ -584,11 +593,11 @@ class OracleManager:
     # release and inspection
 
     def free(self, request: Any, *, num_computed_tokens: int | None = None) -> None:
-        """Free all pages of the request, last one first. Uncomputed pages lose their entries."""
+        """Free all pages of the request, last one first. Uncomputed pages lose their entries, and their pins."""
         self.free_all([request], [num_computed_tokens])
 
     def free_all(self, requests: Sequence[Any], nums_computed_tokens: Sequence[int | None]) -> None:
-        """Free all pages of several requests at once."""
+        """Free several requests: first all pages in one call, then entries are dropped."""
         held = [group for request in requests for group in self.held.get(request.request_id, ())]
         self.page_pool.free_pages([page for group in held for page in group.pages[::-1]])
         for request, num_computed_tokens in zip(requests, nums_computed_tokens, strict=True):
@@ -612,7 +621,7 @@ class OracleManager:
         if request.status != RUNNING:
             raise ValueError("the request is not running")
         return [
-            leading_run([self.page_pool.ref_counts[page] >= num_scheduled_requests for page in pages])
+            leading_run([self.page_pool.num_holders(page) >= num_scheduled_requests for page in pages])
             if self.enable_caching and type(kind) is Full
             else 0
             for kind, pages in zip(self.kinds, self.get_page_ids(request.request_id), strict=True)
@@ -621,6 +630,60 @@ class OracleManager:
     def reset_prefix_cache(self) -> bool:
         """Drop all prefix entries, unless a page is held."""
         return self.page_pool.reset_prefix_cache()
+
+    # pins
+
+    def pin(self, request: Any, start: int = 0, stop: int | None = None) -> int:
+        """Pin the cached pages within tokens [start, stop): those that the request holds, else those that it would hit."""
+        self._check_span(start, stop)
+        if not self.enable_caching:
+            return 0
+        pages_by_group = self.held_pages_or_hits(request)
+        found = []
+        for group_id, place, key in self._places(request, start, stop):
+            pages = pages_by_group[group_id]
+            if place < len(pages) and self.page_pool.entry_of_page.get(pages[place]) == (key, group_id):
+                found.append(pages[place])
+        return self.page_pool.pin(found, self.max_num_pinned_pages)
+
+    def held_pages_or_hits(self, request: Any) -> PagesByGroup:
+        """Return the pages of a request, else those of a look-up that is not counted."""
+        if any(self.get_page_ids(request.request_id)):
+            return self.get_page_ids(request.request_id)
+        query = self.queries.get(request.request_id)
+        hits, _ = self.get_computed_pages(request)
+        self.queries.pop(request.request_id, None)
+        if query is not None:
+            self.queries[request.request_id] = query
+        return hits
+
+    def unpin(self, request: Any, start: int = 0, stop: int | None = None) -> int:
+        """Take a pin back of each content within tokens [start, stop), by group, the last page first."""
+        self._check_span(start, stop)
+        places = self._places(request, start, stop) if self.enable_caching else []
+        num_pages = 0
+        for group_id, _, key in sorted(places, key=lambda place: (place[0], -place[1])):
+            twins = self.page_pool.index.get((key, group_id), {})
+            pinned = [page for page in twins if page in self.page_pool.pins]
+            if pinned:
+                self.page_pool.unpin(pinned[0])
+                num_pages += 1
+        return num_pages
+
+    def _check_span(self, start: int, stop: int | None) -> None:
+        if start < 0 or (stop is not None and stop < start):
+            raise ValueError("no span of tokens")
+
+    def _places(self, request: Any, start: int, stop: int | None) -> list[tuple[int, int, int]]:
+        """List group, place and content of the request's full pages that lie wholly within tokens [start, stop)."""
+        stop = request.num_tokens if stop is None else stop
+        return [
+            (group_id, place, key)
+            for group_id, kind in enumerate(self.kinds)
+            if not isinstance(kind, Mamba)
+            for place, key in enumerate(self._keys(request, kind))
+            if start <= place * kind.page_size and (place + 1) * kind.page_size <= stop
+        ]
 
     def _no_pages(self) -> PagesByGroup:
         return tuple([] for _ in self.kinds)

@@ -53,6 +53,7 @@ class OraclePool:
         self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_pages))
         self.index: dict[tuple[int, int], dict[int, None]] = {}
         self.entry_of_page: dict[int, tuple[int, int]] = {}
+        self.pins: dict[int, int] = {}  # of pinned pages
         self.counts: Counter[str] = Counter()
         self.policy = policy if enable_caching else None
         if self.policy is not None:
@@ -141,7 +142,7 @@ class OraclePool:
     def free_pages(self, pages: Sequence[int]) -> None:
         """Drop a reference of each page but the null page; pages without references go to the queue's back, in this order."""
         pages = [page for page in pages if page != NULL_PAGE]
-        if any(self.ref_counts[page] < pages.count(page) for page in pages):
+        if any(self.num_holders(page) < pages.count(page) for page in pages):
             raise RuntimeError(f"a page of {pages} is freed more often than it is held")
         freed = []
         for page in pages:
@@ -153,6 +154,12 @@ class OraclePool:
         for page in freed:
             self._push(page)
         self.counts["freed"] += len(freed)
+
+    def skip_page(self, page: int, is_needed: bool) -> None:
+        """Free a page that has left an attention window. Where no hit needs it, a policy evicts it as if it had no entry."""
+        if self.policy is not None and not is_needed and self.ref_counts[page] == 1:
+            self.policy.unneeded.add(page)
+        self.free_pages([page])
 
     def get_cached_page(
         self,
@@ -209,6 +216,8 @@ class OraclePool:
                 del self.index[entry]
             if self.policy is not None:
                 self.policy.note_dropped(page)
+            if page in self.pins:
+                self.lose_pins(page)
         return num_dropped
 
     def reset_prefix_cache(self) -> bool:
@@ -219,3 +228,38 @@ class OraclePool:
             self.policy.forget_all()
         self.evict_pages(range(self.num_pages))
         return True
+
+    # pins: one reference of the pool's own to each pinned page
+
+    def num_holders(self, page: int) -> int:
+        """Count the references of a page besides that of its pins."""
+        return self.ref_counts[page] - (page in self.pins)
+
+    def pin(self, pages: PageIds, max_num_pinned: int) -> int:
+        """Pin cached pages; all or none."""
+        new = [page for page in pages if page not in self.pins]
+        if new and len(self.pins) + len(new) > max_num_pinned:
+            raise ValueError(f"{len(new)} more pages to pin, {len(self.pins)} are pinned, {max_num_pinned} may be")
+        self.touch([new])
+        for page in pages:
+            self.pins[page] = self.pins.get(page, 0) + 1
+        return len(pages)
+
+    def unpin(self, page: int) -> None:
+        """Take a pin of a page back."""
+        if self.pins[page] == 1:
+            self.lose_pins(page)
+        else:
+            self.pins[page] -= 1
+
+    def lose_pins(self, page: int) -> None:
+        """Take all pins of a page back."""
+        del self.pins[page]
+        self.free_pages([page])
+
+    def unpin_all(self) -> int:
+        """Take back the pins of all pages and return how many were pinned."""
+        pinned = sorted(self.pins)
+        for page in pinned:
+            self.lose_pins(page)
+        return len(pinned)

@@ -203,6 +203,8 @@ READ_BY = {
     "probe": LOOK_UP,
     "allocate_slots": {"request_id", "all_token_ids", "num_tokens", "num_computed_tokens"},
     "cache_pages": {"request_id", "num_computed_tokens"},
+    "pin": {"request_id", "all_token_ids", "num_tokens"},
+    "unpin": {"request_id", "all_token_ids", "num_tokens"},
     "free": {"request_id"},
     "free_page_hashes": {"request_id"},
     "get_num_common_prefix_pages": {"request_id", "status"},

@@ -171,7 +171,7 @@ def test_a_snapshot_does_not_tell_the_seed() -> None:
 def make_old(pool: PagePool, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return a snapshot in the format of version 1."""
     arrays = {name: array for name, array in pool.snapshot().items() if name in FIELDS}
-    for name in ("format", "version", "checksum", "configuration"):
+    for name in ("format", "version", "checksum", "configuration", "cached_pins"):
         del arrays[name]
     with monkeypatch.context() as patch:
         patch.setattr("pagepool.page_pool.snapshot.VERSION", 1)

@@ -6,25 +6,21 @@ PAGEPOOL_TEST_OPERATIONS: a twentieth of so many calls are made in all for pools
 
 from __future__ import annotations
 
-import itertools
 import zlib
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from batch_model import BatchRows, OracleRows
 from batch_workload import run_batch_workload
-from eviction_oracle import BLANK, LATE, NEW, Adaptive, Arc, Ghost, Mark, Policy, hash_key, make_policy
+from eviction_oracle import make_policy
 from oracle import OracleManager
-from pool_workload import OracleSide, PackageSide, run_pool_workload
+from pool_workload import run_pool_workload
 from settings import SETTINGS, Setting
 from test_differential import NUM_OPERATIONS, expected_stats
 from twins import OracleTwin, PackageTwin, Twins
 from workload import run_workload
 
 import pagepool
-from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, PageHashError, PageIdError
 
 POLICIES: list[tuple[str, float | None]] = [("lru", None), ("arc", None), ("arc", 4), ("adaptive", None)]
 HASHING: list[dict[str, Any]] = [{}, {"hash_algo": "sha256"}, {"hash_algo": hash}]

@@ -58,6 +58,7 @@ ORDER = [
     "coordinator",
     "manager.cache_pages",
     "manager.lookups",
+    "manager.pins",
     "manager.slots",
     "manager.cache_manager",
     "manager",

@@ -21,7 +21,7 @@ from pagepool import (
     RunningBatch,
     SlidingWindowSpec,
 )
-from pagepool._core import EntryJournal, HashChain, PageIds
+from pagepool._core import CacheGroups, EntryJournal, HashChain, PageIds, PageRules, PinSpan
 from pagepool.errors import ArgumentError, IntegrityError
 
 NO_GROUP = NOT_FREE = -1
@@ -104,6 +104,9 @@ class PoolMemory(ctypes.Structure):
         *((name, c_int32) for name in ("num_keys", "num_entries", "sample_mask", "num_held_free")),
         ("counters", c_int64 * 9),
         ("journal", JournalMemory),
+        ("residency", c_void_p),
+        ("pins", POINTER(c_int32)),
+        ("num_pinned", c_int32),
     ]
 
 
@@ -163,7 +166,7 @@ def memory_of(owner: object, struct: Any) -> Any:
 
 
 def make_pool() -> tuple[PagePool, Any]:
-    """Return a pool with held and free pages, cached alone, with equals, and not at all, in shards, and its memory."""
+    """Return a pool with held and free pages, cached alone, with equals, pinned, and not at all, in shards, and its memory."""
     pool = PagePool(NUM_PAGES, True)
     pool.store.keep_token_ids(2)
     pool.get_new_page_ids(0, dp_shard_hint=0, data_parallel_size=NUM_SHARDS)
@@ -172,6 +175,9 @@ def make_pool() -> tuple[PagePool, Any]:
     for page_id, value in (*((page_id, 5) for page_id in EQUAL_PAGES), (4, 6), (5, 7), (9, 8)):
         pool.pages[page_id].page_hash = PageHashWithGroupId(PageHash(value, ()), value % 2)
     pool.free_page_ids([3, 4])
+    chain = HashChain(1, bytes(16))
+    chain.append_key(7)
+    assert PinSpan(pool.store).pin(CacheGroups([(PageRules(1), 1, 1)]), chain, (PageIds([5]),), 1, False) == 1
     memory = memory_of(pool.store, PoolMemory)
     assert (memory.num_pages, memory.num_free, memory.num_shards) == (NUM_PAGES, pool.get_num_free_pages(), NUM_SHARDS)
     assert [memory.pages[page_id].ref_cnt for page_id in range(NUM_PAGES)] == pool.ref_counts().tolist()
@@ -201,6 +207,9 @@ def numbers_that_matter(memory: Any) -> Iterator[tuple[Any, Any]]:
     yield memory, "num_keys"
     yield memory, "num_entries"
     yield memory, "num_held_free"
+    yield memory, "num_pinned"
+    for page_id in range(NUM_PAGES):
+        yield memory.pins, page_id
 
 
 def read(number: tuple[Any, Any]) -> int:
@@ -219,10 +228,13 @@ def write(number: tuple[Any, Any], value: int) -> None:
 
 def can_be(number: tuple[Any, Any], value: int) -> bool:
     """Whether nothing contradicts that value: nobody but the holders knows how many they are, the second half of a digest
-    stands only in its page, unless others are equal, and any that is first in its shard may be first of all.
+    stands only in its page, unless others are equal, any that is first in its shard may be first of all, and nobody but those
+    who pinned a page knows how many they are.
     """
     (owner, name), old = number, read(number)
     if ctypes.c_uint32(value).value == ctypes.c_uint32(old).value:
+        return True
+    if isinstance(owner, POINTER(c_int32)) and name == 5 and value > 0:  # the pins of the pinned page, as shard 5 is none
         return True
     if name == "ref_cnt":
         return old > 0 and 0 < value < (1 << 31) - 1

@@ -127,6 +127,7 @@ class ReferenceTwin(Twin):
             len(pool.cached_page_hash_to_page),
             self.manager.usage,
             [self.manager.get_page_ids(request_id) for request_id in request_ids],
+            {},
         )
 
     def allocate(

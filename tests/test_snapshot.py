@@ -264,8 +264,8 @@ def test_what_is_no_snapshot_is_refused(pool, tmp_path):
     saved = pool.snapshot()
     with pytest.raises(SnapshotError, match=r"format is b'other', allowed: b'pagepool.PagePool'"):
         PagePool.restore({**saved, "format": np.frombuffer(b"other", dtype=np.uint8)})
-    with pytest.raises(SnapshotError, match="version is 3, allowed: 1 and 2"):
-        PagePool.restore({**saved, "version": np.array([3])})
+    with pytest.raises(SnapshotError, match="version is 4, allowed: 1 to 3"):
+        PagePool.restore({**saved, "version": np.array([4])})
     np.savez(tmp_path / "objects.npz", **{**saved, "names": np.array([{}], dtype=object)})
     with np.load(tmp_path / "objects.npz") as file, pytest.raises(SnapshotError, match="'names' cannot be read"):
         PagePool.restore(file)

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from oracle import OracleManager, OraclePool
 
+from pagepool._core import copy_records
+
 EXPECTED_ERRORS = (ValueError, RuntimeError, IndexError)
 NUM_REMEMBERED_CALLS = 20
 
@@ -25,6 +27,7 @@ class State(NamedTuple):
     num_prefix_entries: int  # distinct (content, group)
     usage: float
     page_ids: list[tuple[list[int], ...]]  # by request asked about, by group
+    pins: dict[int, int]  # of pinned pages
 
     def differences(self, other: State) -> list[str]:
         """Name the fields in which the other state differs, with both values."""
@@ -37,25 +40,26 @@ class State(NamedTuple):
 
 def oracle_state(pool: OraclePool, page_ids: list[tuple[list[int], ...]]) -> State:
     """Return the state of the oracle's pool."""
-    return State(pool.ref_counts[1:], pool.free_page_ids(), len(pool.index), pool.usage, page_ids)
-
-
-def can_check(pool: Any) -> bool:
-    """Whether a pool of the package can check itself: `check` does not know the parts of a policy."""
-    return not pool.enable_caching or pool.eviction == "lru"
+    return State(pool.ref_counts[1:], pool.free_page_ids(), len(pool.index), pool.usage, page_ids, dict(pool.pins))
 
 
 def package_state(pool: Any, page_ids: list[tuple[list[int], ...]]) -> State:
     """Return the state of the package's pool, once it has checked itself."""
-    if can_check(pool):
-        pool.check()
+    pool.check()
     return State(
         pool.ref_counts().tolist()[1:],
         pool.free_page_ids_in_order().tolist(),
         len(pool.cached_page_hash_to_page),
         pool.get_usage(),
         page_ids,
+        pins_of(pool),
     )
+
+
+def pins_of(pool: Any) -> dict[int, int]:
+    """Return how often each pinned page of the package's pool is pinned."""
+    pins = copy_records(pool.store, "pins")["pins"].tolist()
+    return {page_id: count for page_id, count in enumerate(pins) if count}
 
 
 class Twin(ABC):
@@ -100,6 +104,15 @@ class Twin(ABC):
 
     def evict_pages(self, page_ids: list[int]) -> int:
         return self.manager.page_pool.evict_pages(page_ids)
+
+    def pin(self, request: Any, *span: int | None) -> int:
+        return self.manager.pin(request, *span)
+
+    def unpin(self, request: Any, *span: int | None) -> int:
+        return self.manager.unpin(request, *span)
+
+    def unpin_all(self) -> int:
+        return self.manager.page_pool.unpin_all()
 
 
 class OracleTwin(Twin):

@@ -6,7 +6,7 @@ from libc.string cimport memcmp
 from pagepool.core.arguments cimport as_list
 from pagepool.core.batch cimport Batch, ExtraKey, RowState, digests_of, held_by, plan_next_event
 from pagepool.core.holdings cimport Held
-from pagepool.core.records cimport NULL_PAGE, Pool
+from pagepool.core.records cimport NULL_PAGE, Pool, is_pinned
 from pagepool.core.request_pages cimport RequestPages
 from pagepool.core.row_hashes cimport hash_page_of
 from pagepool.core.row_memory cimport RowMemory
@@ -21,8 +21,8 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
 
 
 def check_holders(PageStore store not None, requests) -> None:
-    """Raise IntegrityError unless each page has at least as many references as `requests`, `RequestPages` of the store, hold.
-    O(num_pages + pages held).
+    """Raise IntegrityError unless each page has at least as many references as `requests`, `RequestPages` of the store, hold,
+    and one more for its pins. O(num_pages + pages held).
     """
     cdef list checked = requests_of(store, requests)
     cdef int32_t[::1] counts = np.zeros(store.pool.num_pages, dtype=np.int32)
@@ -62,7 +62,7 @@ cdef list requests_of(PageStore store, object values):
 # What is wrong, or None. An exception made here, with the locks held, could set off a garbage collection that calls the core.
 
 cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
-    """No page stands in more places, including those in `counts`, than it has references."""
+    """No page stands in more places, including those in `counts`, than it has references besides that of pins."""
     cdef RequestPages request
     cdef Py_ssize_t g, i
     cdef str flaw
@@ -72,8 +72,9 @@ cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
             if flaw is not None:
                 return f"a request, group {g}: {flaw}"
     for i in range(1, store.pool.num_pages):
-        if counts[i] > store.pool.pages[i].ref_cnt:
-            return f"page {i} stands in {counts[i]} rows and requests, its ref count is {store.pool.pages[i].ref_cnt}"
+        if counts[i] > store.pool.pages[i].ref_cnt - is_pinned(&store.pool, i):
+            pins = " and is pinned" if is_pinned(&store.pool, i) else ""
+            return f"page {i} stands in {counts[i]} rows and requests{pins}, its ref count is {store.pool.pages[i].ref_cnt}"
     return None
 
 

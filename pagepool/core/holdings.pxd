@@ -4,9 +4,10 @@ from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from pagepool.core.index cimport drop, find
-from pagepool.core.pages cimport find_unheld, put_back_held, take_from, touch_all
+from pagepool.core.pages cimport find_unheld, take_from, touch_all
 from pagepool.core.platform cimport GUARDS
 from pagepool.core.records cimport BLANK, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Page, Pool, Ranking
+from pagepool.core.references cimport put_back_held
 from pagepool.core.rules cimport MAX_TOKENS, Group, first_useful_page, full_pages, is_needed_by_hits, next_skip, pages_for
 from pagepool.core.siphash cimport Digest
 

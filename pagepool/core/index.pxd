@@ -8,8 +8,9 @@ from pagepool.core.notes cimport is_journaled, note_drop, note_entry
 from pagepool.core.queue cimport requeue
 from pagepool.core.records cimport (
     BLANK, FLAGS, MAX_GROUP, NEW, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Ghost, Origin, Page, Pool, Range, Ranking, Slot, digest_of,
-    is_free,
+    is_free, is_pinned,
 )
+from pagepool.core.references cimport lose_pins
 from pagepool.core.siphash cimport Digest
 from pagepool.core.twins cimport find_twin, join_twins, leave_twins
 
@@ -176,7 +177,8 @@ cdef inline void empty_slot(Pool *pool, uint32_t hole) noexcept nogil:
 
 
 cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take the prefix entry of a page that has one."""
+    """Take the prefix entry of a page that has one, and its pins: if nothing else holds it, it goes to the back of the queue.
+    """
     cdef Page *page = &pool.pages[page_id]
     cdef int32_t group = page.group & ~FLAGS
     cdef Slot *slot = slot_for(pool, digest_of(page), group, tag_of(pool, page.key_lo, group))
@@ -193,6 +195,8 @@ cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
     pool.num_dropped += 1
     if pool.num_parts and is_free(pool, page_id):
         forget_queued(pool, page_id)
+    if is_pinned(pool, page_id):
+        lose_pins(pool, page_id)
 
 
 cdef inline void forget_queued(Pool *pool, int32_t page_id) noexcept nogil:

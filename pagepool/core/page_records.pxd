@@ -27,6 +27,7 @@ cdef class PageRecords:
     cdef int divide(self, object eviction, object ghost_size) except -1
     cdef bint make_index(self) noexcept
     cdef int sample_residency(self) except -1
+    cdef bint make_pins(self) noexcept
     cdef int32_t read(self, const int32_t *value) noexcept
     cdef Page record(self, int32_t page_id) noexcept
     cdef void overwrite_count(self, int32_t page_id, int32_t count) noexcept

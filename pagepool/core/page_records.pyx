@@ -16,8 +16,9 @@ from pagepool.core.platform cimport GIL_DISABLED, monotonic_ns
 from pagepool.core.queue cimport begin_parts, blank_all, link_shards, page_behind, push
 from pagepool.core.records cimport (
     FLAGS, MAX_PAGES, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, TWIN, Histogram, Links, Origin, Residency, Slot, Stay,
-    count_queue_links, count_remembered, digest_of, is_free, resize,
+    count_queue_links, count_remembered, digest_of, is_free, is_pinned, resize,
 )
+from pagepool.core.references cimport lose_pins
 from pagepool.core.siphash cimport Digest
 from pagepool.core.twins cimport link_shard_twins
 
@@ -73,6 +74,7 @@ cdef class PageRecords:
         free(self.pool.journal.contexts)
         free(self.pool.residency)
         free_policy(&self.pool)
+        free(self.pool.pins)
 
     def __reduce__(self):
         raise ArgumentTypeError("a page store cannot be pickled")
@@ -127,6 +129,12 @@ cdef class PageRecords:
         self.pool.sample_mask = (1 << shift) - 1
         return 0
 
+    cdef bint make_pins(self) noexcept:
+        """Make room for pins, unless there is; False where memory is short."""
+        if self.pool.pins == NULL:
+            self.pool.pins = <int32_t *>calloc(self.pool.num_pages, sizeof(int32_t))
+        return self.pool.pins != NULL
+
     cdef int32_t read(self, const int32_t *value) noexcept:
         """One value. It is never torn: the lock is needed only in a build without the GIL."""
         cdef int32_t copied
@@ -161,6 +169,10 @@ cdef class PageRecords:
     def num_cached_pages(self) -> int:
         """Pages with a prefix entry."""
         return self.read(&self.pool.num_entries)
+
+    @property
+    def num_pinned_pages(self) -> int:
+        return self.read(&self.pool.num_pinned)
 
     @property
     def num_kept_token_ids(self) -> int:
@@ -216,10 +228,11 @@ cdef class PageRecords:
         page.ref_cnt = count
 
     cdef bint add_reference(self, int32_t page_id, int32_t change) noexcept:
-        """One reference more or less; False, and nothing changed, where the count would leave its range."""
+        """One reference more or less; False, and nothing changed, where the count would leave its range. Pins keep theirs."""
         cdef bint is_right
         with self.lock:
-            is_right = 0 <= self.pool.pages[page_id].ref_cnt + <int64_t>change < INT32_MAX
+            is_right = self.pool.pages[page_id].ref_cnt + <int64_t>change < INT32_MAX
+            is_right = is_right and self.pool.pages[page_id].ref_cnt + change >= is_pinned(&self.pool, page_id)
             if is_right and page_id != NULL_PAGE:
                 self.overwrite_count(page_id, self.pool.pages[page_id].ref_cnt + change)
         return is_right
@@ -402,6 +415,25 @@ cdef class CachedPages(PageRecords):
             if num_held == 0 and is_journaled(&self.pool):
                 note_clear(&self.pool.journal)
         return num_held
+
+    def unpin_all(self) -> int:
+        """Take back all pins, in order of page ids. Returns how many pages were pinned. O(num_pages)."""
+        cdef int32_t page_id, num_pinned
+        with self.lock:
+            num_pinned = self.pool.num_pinned
+            for page_id in range(1, self.pool.num_pages if num_pinned else 1):
+                if is_pinned(&self.pool, page_id):
+                    lose_pins(&self.pool, page_id)
+        return num_pinned
+
+    def count_pinned(self, PageIds ids not None) -> int:
+        """How many of the pages are pinned. O(pages)."""
+        cdef PageIds checked = self.checked(ids)
+        cdef Py_ssize_t i, count = 0
+        with self.lock:
+            for i in range(checked.num):
+                count += is_pinned(&self.pool, checked.ids[i])
+        return count
 
     def key_of(self, page_id):
         """``(128-bit int key, group)`` of a cached page, or None."""

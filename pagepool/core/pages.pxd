@@ -7,6 +7,7 @@ from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns
 from pagepool.core.queue cimport end_of_queue, is_page, oldest_in, pull, push, record_behind, start_of_part
 from pagepool.core.records cimport (
     BLANK, FLAGS, NEW, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, WATCHED, Histogram, Page, Pool, Stay, digest_of, is_free,
+    is_pinned,
 )
 
 
@@ -123,17 +124,6 @@ cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t sha
         pool.policy.marks[out[i]] = NEW
 
 
-cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
-    """One reference less for a page that has one; without any it goes to the back of the queue."""
-    cdef Page *page = &pool.pages[page_id]
-    page.ref_cnt -= 1
-    if page.ref_cnt == 0:
-        if pool.num_parts:
-            pool.policy.note_release(pool, 1)
-        push(pool, page_id)
-        pool.num_freed += 1
-
-
 cdef inline Py_ssize_t find_outside(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
     """Index of an id outside the pool, or -1."""
     cdef Py_ssize_t i
@@ -161,17 +151,19 @@ cdef inline Py_ssize_t find_negative(const int32_t *values, Py_ssize_t n) noexce
 
 
 cdef inline Py_ssize_t find_unheld(const Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Index of a page in ``ids[start:stop]``, null pages aside, without any reference; -1: there is none."""
+    """Index of a page in ``ids[start:stop]``, null pages aside, without any reference but that of pins; -1: there is none."""
     cdef Py_ssize_t i
     for i in range(start, stop):
-        if ids[i] != NULL_PAGE and (pool.pages[ids[i]].ref_cnt == 0 or (pool.num_held_free and is_free(pool, ids[i]))):
+        if ids[i] == NULL_PAGE:
+            continue
+        if pool.pages[ids[i]].ref_cnt <= is_pinned(pool, ids[i]) or (pool.num_held_free and is_free(pool, ids[i])):
             return i
     return -1
 
 
 cdef inline Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil:
     """One reference less for each page, null pages passed over; those that reach 0 go to the back of the queue.
-    Returns -1, or, with nothing changed, the index of a page that has no reference to give.
+    Returns -1, or, with nothing changed, the index of a page that has no reference to give: that of pins stays.
     """
     cdef Py_ssize_t i, at
     cdef Page *page
@@ -188,7 +180,7 @@ cdef inline Py_ssize_t give_back(Pool *pool, const int32_t *ids, Py_ssize_t n, b
             continue
         page = &pool.pages[ids[at]]
         left = page.ref_cnt - 1
-        if left == 0:  # the common case first: it needs no check
+        if left == 0 and not is_pinned(pool, ids[at]):  # the common case first: it needs no other check
             page.ref_cnt = 0
             push(pool, ids[at])
             pool.num_freed += 1
@@ -209,7 +201,7 @@ cdef inline Py_ssize_t give_back_to_parts(Pool *pool, const int32_t *ids, Py_ssi
         if ids[at] == NULL_PAGE:
             continue
         page = &pool.pages[ids[at]]
-        if GUARDS and page.ref_cnt == 0:
+        if GUARDS and page.ref_cnt <= is_pinned(pool, ids[at]):
             undo_give_back_to_parts(pool, ids, n, i, tail_first)
             return at
         page.ref_cnt -= 1
@@ -310,9 +302,3 @@ cdef inline void touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n) no
                 pool.num_reused += 1
             pool.policy.note_hit(pool, ids[i], was_free)
             add_reference(pool, ids[i])
-
-
-cdef inline void put_back_held(Pool *pool, int32_t page_id) noexcept nogil:
-    """`put_back`, except for the null page and for a page without references."""
-    if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt and not is_free(pool, page_id):
-        put_back(pool, page_id)

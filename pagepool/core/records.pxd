@@ -167,6 +167,8 @@ cdef struct Pool:
     int64_t num_hit
     Journal journal
     Residency *residency
+    int32_t *pins             # [num_pages] of each page, which has one reference for all; NULL: none was pinned yet
+    int32_t num_pinned        # pages with pins
     uint8_t is_restored       # loaded from a snapshot, and no reference taken since
 
 
@@ -198,6 +200,10 @@ cdef inline int32_t shard_of(const Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline bint is_free(const Pool *pool, int32_t page_id) noexcept nogil:
     return pool.pages[page_id].prev_free != NOT_FREE
+
+
+cdef inline bint is_pinned(const Pool *pool, int32_t page_id) noexcept nogil:
+    return pool.pins != NULL and pool.pins[page_id] != 0
 
 
 cdef inline Py_ssize_t num_slots_of(const Pool *pool) noexcept nogil:

@@ -7,12 +7,12 @@ from pagepool.core.arguments cimport as_list, require_matrix, size_of
 from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids
 from pagepool.core.index cimport enter, keep_tokens
 from pagepool.core.page_records cimport counters_of
-from pagepool.core.pages cimport put_back
 from pagepool.core.queue cimport pull, push, push_marked
 from pagepool.core.records cimport (
     MAX_GROUP, NO_GROUP, NULL_PAGE, NUM_POLICY_COUNTS, PART, SET_SIZE, Context, GhostEntry, Links, Note, Page, Policy, Pool,
-    Removal, Slot, count_queue_links, count_remembered, is_free, num_slots_of,
+    Removal, Slot, count_queue_links, count_remembered, is_free, is_pinned, num_slots_of,
 )
+from pagepool.core.references cimport put_back
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 
@@ -27,11 +27,11 @@ DTYPES = {                        # in the order of `copy_arrays`; notes have th
     "notes": np.dtype([*KEY, ("place", "i4"), ("context", "i4"), *LINKS]),
     "removed": np.dtype([*KEY, ("group", "i4"), ("", "i4")]),
     "contexts": np.dtype([("num_users", "i4"), ("num_holders", "i4")]), "page_tokens": np.dtype("i4"),
-    "marks": np.dtype("u4"), "ghosts": np.dtype([("tag", "u4"), ("mark", "u4")]),
+    "pins": np.dtype("i4"), "marks": np.dtype("u4"), "ghosts": np.dtype([("tag", "u4"), ("mark", "u4")]),
     "policy_counts": np.dtype("i8"), "learned": np.dtype("u1"),
 }
 cdef enum:
-    NUM_ARRAYS = 12
+    NUM_ARRAYS = 13
 
 cdef Policy NO_POLICY         # of zeros
 
@@ -60,8 +60,9 @@ def copy_records(PageStore store not None, str names=None) -> dict:
         {name: array[stops[i]:stops[i + 1]].view(DTYPES[name]) for i, name in enumerate(DTYPES)}, is_pool=store.is_pool,
         num_pages=pool.num_pages, num_free=pool.num_free, num_held_free=pool.num_held_free, num_shards=pool.num_shards,
         num_keys=pool.num_keys, num_entries=pool.num_entries, multiplier=pool.multiplier, home_shift=pool.home_shift,
-        tokens_width=pool.tokens_width, eviction=(store.eviction, store.ghost_size), num_parts=pool.num_parts, num_new=pool.journal.num_new, num_removed=pool.journal.num_removed,
-        is_cleared=pool.journal.is_cleared, is_told=pool.journal.is_told, counters=counters_of(pool),
+        tokens_width=pool.tokens_width, num_parts=pool.num_parts, num_new=pool.journal.num_new,
+        num_removed=pool.journal.num_removed, is_cleared=pool.journal.is_cleared, is_told=pool.journal.is_told,
+        num_pinned=pool.num_pinned, counters=counters_of(pool),
     )
 
 
@@ -79,14 +80,14 @@ cdef Py_ssize_t copy_arrays(
     cdef const Policy *policy = pool.policy if has_policy else &NO_POLICY
     cdef const void **arrays = [
         pool.pages, pool.slots, pool.twins, pool.shard_links,
-        pool.journal.notes, pool.journal.removed, pool.journal.contexts, pool.page_tokens,
+        pool.journal.notes, pool.journal.removed, pool.journal.contexts, pool.page_tokens, pool.pins,
         policy.marks, policy.ghost.entries, &policy.num_in_part[0], policy.learned,
     ]
     cdef Py_ssize_t *sizes = [
         (n + pool.num_parts) * sizeof(Page), num_slots_of(pool) * sizeof(Slot), n * sizeof(Links),
         count_shard_links(pool) * sizeof(Links),
         n * sizeof(Note), n * sizeof(Removal), max(0, pool.journal.num_contexts) * sizeof(Context),
-        n * pool.tokens_width * sizeof(int32_t),
+        n * pool.tokens_width * sizeof(int32_t), n * sizeof(int32_t),
         n * sizeof(uint32_t), <Py_ssize_t>policy.ghost.num_sets * SET_SIZE * sizeof(GhostEntry),
         has_policy * NUM_POLICY_COUNTS * <Py_ssize_t>sizeof(int64_t), policy.num_learned_bytes,
     ]
@@ -130,12 +131,12 @@ def is_policy_right(PageStore store not None) -> bool:
 
 def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageStore:
     """Return the store of which `save_store` made these arrays. `kind` is whether prefixes are cached, the eviction policy and
-    its ghost size; `cached` are the arrays of cached pages: ids, group ids, keys, and token ids; `policy` those of the policy:
+    its ghost size; `cached` are the arrays of cached pages: ids, group ids, keys, token ids, and pins, or no pins; `policy` those of the policy:
     marks, ghosts, counts, and what it has learned; `totals` are the counters and the number of shards. SnapshotError if they
     contradict one another. O(num_pages).
     """
     cdef PageIds counts = as_own_ids(ref_counts, "ref_counts")
-    cached_page_ids, cached_group_ids, cached_keys, cached_token_ids = cached
+    cached_page_ids, cached_group_ids, cached_keys, cached_token_ids, cached_pins = cached
     counters, num_shards = totals
     cdef PageStore store = PageStore(counts.num, kind[0], eviction=kind[1], ghost_size=kind[2])
     tokens = require_matrix(cached_token_ids, np.int32, "cached_token_ids")
@@ -155,6 +156,7 @@ def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageS
     if store.pool.num_parts:
         load_policy(&store.pool, policy)
     load_queue(&store.pool, counts, as_own_ids(free_page_ids, "free_page_ids"))
+    load_pins(store, as_own_ids(cached_page_ids, "cached_page_ids"), as_own_ids(cached_pins, "cached_pins"))
     if size_of(num_shards, "data_parallel_size"):
         store.set_shards(num_shards)
     saved = [size_of(count, "counters", 0, INT64_MAX) for count in as_list(counters, "counters")]
@@ -240,18 +242,39 @@ cdef int load_entries(Pool *pool, PageIds ids, PageIds groups, PageIds keys, Pag
     return 0
 
 
+cdef int load_pins(PageStore store, PageIds ids, PageIds pins) except -1:
+    """Pin cached pages as often as `pins` says, which has a number for each, or none."""
+    cdef Py_ssize_t i
+    cdef int32_t page_id
+    if pins.num not in (0, ids.num):
+        raise SnapshotError(f"cached_pins: got {pins.num}, allowed: {ids.num}, one for each cached page, or none")
+    if pins.num and not store.make_pins():
+        raise MemoryError(f"pins of {store.pool.num_pages} pages")
+    for i in range(pins.num):
+        page_id = ids.ids[i]
+        if pins.ids[i] < 0 or (pins.ids[i] and not store.pool.pages[page_id].ref_cnt):
+            raise SnapshotError(
+                f"cached_pins: page {page_id} has {pins.ids[i]} pins and {store.pool.pages[page_id].ref_cnt} references, "
+                "allowed: at least 0 pins, and a reference to a page with pins"
+            )
+        store.pool.pins[page_id] = pins.ids[i]
+        store.pool.num_pinned += pins.ids[i] != 0
+    return 0
+
+
 def give_back_restored(PageStore store not None) -> int | None:
-    """Give back all references of a loaded store, the pages in order of their ids. Returns the number of pages. Returns None,
-    and changes nothing, if the store was not loaded, or a reference was taken since. O(num_pages).
+    """Give back all references of a loaded store, except those of pins, the pages in order of their ids. Returns the number of
+    pages. Returns None, and changes nothing, if the store was not loaded, or a reference was taken since. O(num_pages).
     """
     cdef Pool *pool = &store.pool
-    cdef int32_t page_id, num_given = 0
+    cdef int32_t page_id, num_kept, num_given = 0
     cdef bint is_restored
     with store.lock:
         is_restored = pool.is_restored
         for page_id in range(1, pool.num_pages if is_restored else 1):
-            if pool.pages[page_id].ref_cnt:
-                pool.pages[page_id].ref_cnt = 1
+            num_kept = is_pinned(pool, page_id)
+            if pool.pages[page_id].ref_cnt > num_kept:
+                pool.pages[page_id].ref_cnt = num_kept + 1
                 put_back(pool, page_id)
                 num_given += 1
     return num_given if is_restored else None

@@ -11,8 +11,9 @@ from pagepool.core.batch cimport (
 )
 from pagepool.core.holdings cimport Held, Holding, forget_uncomputed, recompute_from
 from pagepool.core.index cimport drop
-from pagepool.core.pages cimport find_unheld, put_back, put_back_held
+from pagepool.core.pages cimport find_unheld
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool
+from pagepool.core.references cimport put_back, put_back_held
 from pagepool.core.rules cimport Group, first_useful_page, full_pages, pages_for
 
 

@@ -29,7 +29,8 @@ cdef class PageStore(CachedPages):
     """The records of one pool, its free queue and its prefix index. `pagepool.PagePool` is the door for users.
 
     Takes and returns page ids. O(num_pages) to make; memory a page: 32 bytes of record, 8 of twin links and 16 to 32 of index
-    slots (none of the last two without caching); 24 more once a data-parallel hint was given, 8 without caching.
+    slots (none of the last two without caching); 24 more once a data-parallel hint was given, 8 without caching; 4 more once a
+    page was pinned.
     """
 
     def __cinit__(self, *args, **kwargs):
@@ -340,7 +341,9 @@ cdef class CachePage:
             raise ArgumentError(f"page {self.page_id} has {self.ref_cnt} references, allowed: fewer than {INT32_MAX}")
 
     def decr_ref(self) -> None:
-        """One reference less; DoubleFreeError at 0. The page does not enter the free queue: `PagePool.free_pages` does that."""
+        """One reference less; DoubleFreeError at 0, and at 1 for a pinned page. The page does not enter the free queue:
+        `PagePool.free_pages` does that.
+        """
         if not self.store.add_reference(self.index, -1):
             raise DoubleFreeError(f"page {self.page_id} has no reference to give back")
 

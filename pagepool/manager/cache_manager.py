@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pagepool._core import QueryCounter, check_holders, lists_of
-from pagepool.arguments import MAX_SIZE, has_status, id_of, read_count, require_int
+from pagepool.arguments import MAX_SIZE, has_status, id_of, read_count, require_int, require_share
 from pagepool.coordinator import ANY_PAGE, CacheCoordinator, get_kv_cache_coordinator
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
 from pagepool.forking import MANAGERS, make_lock
-from pagepool.hashing import KeyHolder, RequestExtraKeys
+from pagepool.hashing import RequestExtraKeys
 from pagepool.hashing.algorithms import HashAlgorithm, make_page_hasher
 from pagepool.hashing.request_hashes import RequestPageHashes
 from pagepool.manager.cache_pages import CachePages
 from pagepool.manager.lookups import PrefixLookups, PrefixProbe
+from pagepool.manager.pins import PrefixPins
 from pagepool.manager.slots import ANYWHERE, Placement, SlotAllocator
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
@@ -28,7 +29,7 @@ ZERO = 0
 """The default of a count. `is` tells this int from zeros of other types."""
 
 
-class CacheManager(KeyHolder):
+class CacheManager(PrefixPins):
     """Allocates pages to requests and finds prefixes that are already cached.
 
     A manager is made for one owner; calls from several threads are serialised. A call interrupted by an exception, including
@@ -39,7 +40,8 @@ class CacheManager(KeyHolder):
     such as the builtin `hash`. `hash_seed`, which must not be empty, or ``PYTHONHASHSEED`` makes a keyed algorithm
     deterministic. `keep_token_ids` keeps the tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is an
     existing pool, such as one from `PagePool.restore`. Its cached pages hit; a pool is refused if its pages were cached with
-    another seed, algorithm or other groups. A manager cannot be pickled or copied; `PagePool.snapshot` saves its pages.
+    another seed, algorithm or other groups. `max_pinned_share` of the pages, 0 to 1, may be pinned (see `pin`). A manager
+    cannot be pickled or copied; `PagePool.snapshot` saves its pages.
 
     >>> from pagepool import CacheGroupSpec, EngineRequest, FullAttentionSpec
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -70,6 +72,7 @@ class CacheManager(KeyHolder):
         page_pool: PagePool | None = None,
         eviction: str | None = None,
         ghost_size: float | None = None,
+        max_pinned_share: float = 0.2,
     ) -> None:
         """`max_model_len` is in tokens. ArgumentError for values out of range and for combinations that are not supported."""
         if not isinstance(kv_cache_groups, Sequence):
@@ -78,6 +81,7 @@ class CacheManager(KeyHolder):
         self.kv_cache_groups = kv_cache_groups
         self.num_kv_cache_groups = len(kv_cache_groups)
         self.max_model_len = require_int("max_model_len", max_model_len, 1, MAX_SIZE)
+        max_pinned_share = require_share("max_pinned_share", max_pinned_share)
         self.enable_caching = bool(enable_caching and kv_cache_groups)
         self.use_eagle = use_eagle
         if page_pool is None:
@@ -89,6 +93,7 @@ class CacheManager(KeyHolder):
         )
         self.page_pool = self.coordinator.page_pool
         self.num_pages = self.page_pool.num_pages
+        self.max_num_pinned_pages = int(max_pinned_share * (self.num_pages - 1))
         self.page_size = self.coordinator.single_type_managers[0].page_size if self.enable_caching else None
         self._store = self.page_pool.store
         self.hasher = make_page_hasher(hash_algo, self.coordinator.hash_page_size, hash_seed)
@@ -239,7 +244,7 @@ class CacheManager(KeyHolder):
         return None if new_ids is None else CachePages(new_ids, self._store)
 
     def require_capacity(self, num_tokens: int) -> None:
-        """Raise RequestTooLargeError if a request of `num_tokens` tokens does not fit even in an empty pool.
+        """Raise RequestTooLargeError if a request of `num_tokens` tokens does not fit even in an empty pool, without pins.
 
         Call this at admission: `allocate_slots` always returns None for such a request. O(groups).
         """
@@ -272,7 +277,9 @@ class CacheManager(KeyHolder):
                 self._slots.enter_pages(held, hashes, num_tokens)
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all prefix entries, for example after new weights. Returns False, without a change, while a page is held."""
+        """Drop all prefix entries, for example after new weights. Returns False, without a change, while a page is held or
+        pinned.
+        """
         with self._lock:
             return self.page_pool.reset_prefix_cache()
 
@@ -381,7 +388,7 @@ class CacheManager(KeyHolder):
         >>> stats.num_held_pages, stats.num_cached_pages, stats.usage, stats.queries.num_queried_tokens
         (2, 1, 0.2, 5)
         """
-        return _collect_stats(self.page_pool, self.query_counters)
+        return _collect_stats(self.page_pool, self.max_num_pinned_pages, self.query_counters)
 
     def check(self) -> None:
         """Raise IntegrityError, naming the first wrong page, unless the pool and the references of requests are consistent.
@@ -436,7 +443,7 @@ def _require_kept_tokens(num_kept: int, num_needed: int) -> None:
         )
 
 
-def _collect_stats(pool: PagePool, query_counters: Sequence[QueryCounter]) -> CacheStats:
+def _collect_stats(pool: PagePool, max_num_pinned_pages: int, query_counters: Sequence[QueryCounter]) -> CacheStats:
     store, totals = pool.store, pool.stats
     queries, preempted_queries = (QueryCounts(*counter.counts) for counter in query_counters)
     num_pages, num_free_pages = pool.num_pages - 1, store.num_free_pages
@@ -447,6 +454,8 @@ def _collect_stats(pool: PagePool, query_counters: Sequence[QueryCounter]) -> Ca
         num_free_pages=num_free_pages,
         num_held_pages=num_held_pages,
         num_cached_pages=store.num_cached_pages,
+        num_pinned_pages=store.num_pinned_pages,
+        max_num_pinned_pages=max_num_pinned_pages,
         usage=num_held_pages / num_pages if num_pages else 0.0,
         queries=queries,
         preempted_queries=preempted_queries,

@@ -67,6 +67,12 @@ class PrefixLookups(KeyHolder):
         self.hasher.extend(hashes, request, num_tokens // self._coordinator.hash_page_size)
         return hashes
 
+    def hash_apart(self, request: Request, num_tokens: int) -> RequestHashes:
+        """Return the hashes of a request's full pages up to `num_tokens`. Stored hashes do not change. O(tokens)."""
+        hashes = self.hasher.start(request, self.hashes.get(id_of(request)))
+        self.hasher.extend(hashes, request, num_tokens // self._coordinator.hash_page_size)
+        return hashes
+
     def find(
         self, request: Request, num_queried_tokens: int, is_preempted: bool, ids: tuple[int, int | None]
     ) -> tuple[tuple[PageIds, ...], int]:
@@ -88,8 +94,7 @@ class PrefixLookups(KeyHolder):
             reason = "prompt_logprobs are asked for" if self._enable_caching else "prefix caching is off"
             return PrefixProbe(0, read_count(request, "num_tokens"), reason)
         num_queried_tokens, _ = query
-        hashes = self.hasher.start(request, self.hashes.get(id_of(request)))
-        self.hasher.extend(hashes, request, num_queried_tokens // self._coordinator.hash_page_size)
+        hashes = self.hash_apart(request, num_queried_tokens)
         _, num_tokens = self._coordinator.find_longest_cache_hit(hashes.chain, num_queried_tokens - 1)
         is_all = num_queried_tokens - num_tokens <= self._coordinator.hash_page_size
         reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
@@ -129,13 +134,23 @@ class PrefixLookups(KeyHolder):
         return True
 
     def warn_if_hopeless(self, held: Sequence[PageIds], num_new_pages: int) -> None:
-        """Log a warning if a request needs more pages at once than the pool has."""
-        if sum(map(len, held)) + num_new_pages <= self._num_usable_pages:  # the common case, null pages included
+        """Log a warning if a request needs more pages at once than the pool has, or than it has besides the other pins."""
+        num_pinned_pages = self._store.num_pinned_pages
+        num_most_pages = sum(map(len, held)) + num_new_pages  # null pages included
+        if num_most_pages + num_pinned_pages <= self._num_usable_pages:  # the common case
             return
         num_needed_pages = num_new_pages + sum([page_id != 0 for ids in held for page_id in ids.to_list()])
+        num_other_pins = num_pinned_pages - sum(map(self._store.count_pinned, held)) if num_pinned_pages else 0
         if num_needed_pages > self._num_usable_pages:
             logger.warning(
                 "a request needs %d pages at once, the pool has %d: no waiting helps, see CacheManager.require_capacity",
                 num_needed_pages,
                 self._num_usable_pages,
+            )
+        elif num_needed_pages + num_other_pins > self._num_usable_pages:
+            logger.warning(
+                "a request needs %d pages at once, the pool has %d, and %d are pinned for others: no waiting helps, see unpin",
+                num_needed_pages,
+                self._num_usable_pages,
+                num_other_pins,
             )

@@ -36,6 +36,7 @@ def save_store(store: PageStore) -> dict[str, Array]:
         "cached_page_ids": records.cached_ids,
         "cached_group_ids": cached["group"] & GROUP,
         "cached_keys": np.stack((cached["low"], cached["high"]), axis=1),
+        "cached_pins": records.pins.take(records.cached_ids) if records.num_pinned else records.pins[:0],
         "cached_token_ids": records.page_tokens.reshape(records.num_pages, -1).take(records.cached_ids, axis=0),
         "counters": np.array(records.counters, dtype=np.int64),
         "num_shards": np.array([records.num_shards], dtype=np.int64),
@@ -53,6 +54,7 @@ class Records(SimpleNamespace):
             self.check_parts()
         self.check_slots()
         self.check_entries()
+        self.check_pins()
         if self.num_shards:
             self.check_shards()
         if len(self.notes):
@@ -195,6 +197,14 @@ class Records(SimpleNamespace):
             num_tokens, width = self.page_tokens[:: self.tokens_width].take(ids), self.tokens_width
             text = " has {} token ids, allowed: 0 to {}"
             self.refuse((num_tokens < 0) | (num_tokens >= width), ids, text, num_tokens, width - 1)
+
+    def check_pins(self) -> None:
+        """Pinned pages are cached and held."""
+        pins = self.pins
+        is_wrong = (pins < 0) | (pins > 0) & ((self.pages["ref_cnt"] < 1) | (self.group == NO_GROUP)) if len(pins) else pins > 0
+        text = " has {} pins, allowed: at least 0, and none unless it is cached and held"
+        self.refuse(is_wrong, range(self.num_pages), text, pins)
+        self.require_count(np.count_nonzero(pins), self.num_pinned, "pages are pinned")
 
     def check_shards(self) -> None:
         """The queue and the twins of each shard are what lies in it, in the same order. Its first twins are in rings."""

@@ -51,7 +51,8 @@ class PagePool:
     """A fixed number of pages, handed out least recently used first, with their prefix entries.
 
     Page 0 is the null page, a placeholder that is never handed out, freed or counted. Construction takes O(num_pages).
-    Memory is 56 to 72 bytes a page with caching and 32 without, plus 24 or 8 once the pool has shards.
+    Memory is 56 to 72 bytes a page with caching and 32 without, plus 24 or 8 once the pool has shards, plus 4 once a page was
+    pinned.
 
     >>> pool = PagePool(8, enable_caching=True)
     >>> pages = pool.get_new_pages(3)
@@ -108,10 +109,10 @@ class PagePool:
     def snapshot(self) -> Snapshot:
         """Return the pool as a dict of NumPy arrays without Python objects, for `restore` and `numpy.savez`.
 
-        It has ref counts, the free queue in order, prefix entries with hashes and kept tokens, shards, counters, and the
+        It has ref counts, the free queue in order, prefix entries with hashes, pins and kept tokens, shards, counters, and the
         configuration of the manager that caches in the pool, with a version and a checksum. The copy takes 4 bytes a page, 4
-        more a free page, 24 more a cached page, and 4 a kept token. IntegrityError if the pool is damaged, ArgumentError unless
-        page hashes are made of ints, strings, bytes, None and tuples. O(num_pages).
+        more a free page, 24 more a cached page (28 if pages are pinned), and 4 a kept token. IntegrityError if the pool is
+        damaged, ArgumentError unless page hashes are made of ints, strings, bytes, None and tuples. O(num_pages).
         """
         return save(self.store, self.configuration)
 
@@ -119,10 +120,11 @@ class PagePool:
     def restore(cls, snapshot: Mapping[str, Any]) -> "PagePool":
         """Return a pool from a result of `snapshot`, or from what `numpy.load` returns.
 
-        Held pages stay held until their holders or `release_all_held` free them. Prefix entries hit for a manager with the same
-        key: give it a `hash_seed` if it is in another process. `CacheManager` refuses a pool that was used with another
-        algorithm, seed, page size or other groups, and names the difference (see `bind`). The engine restores the contents of
-        the pages on the device. SnapshotError, a ValueError, if the snapshot is damaged or has another version. O(num_pages).
+        Held pages stay held until their holders or `release_all_held` free them, pinned pages stay pinned. Prefix entries hit
+        for a manager with the same key: give it a `hash_seed` if it is in another process. `CacheManager` refuses a pool that
+        was used with another algorithm, seed, page size or other groups, and names the difference (see `bind`). The engine
+        restores the contents of the pages on the device. SnapshotError, a ValueError, if the snapshot is damaged or has another
+        version. O(num_pages).
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)
@@ -156,9 +158,10 @@ class PagePool:
     def release_all_held(self) -> int:
         """Release every reference in a restored pool whose holders are gone. Returns the number of pages. O(num_pages).
 
-        The pages go to the back of the free queue in order of their ids and keep their prefix entries. Call this right after
-        `restore`: ArgumentError if the pool was not restored, or if a page was taken or hit since, because a manager, a batch
-        or a caller may hold it.
+        The pages go to the back of the free queue in order of their ids and keep their prefix entries. Pinned pages stay
+        pinned: they lose their other references (`unpin_all` takes the pins back). Call this right after `restore`:
+        ArgumentError if the pool was not restored, or if a page was taken or hit since, because a manager, a batch or a caller
+        may hold it.
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> pages = pool.get_new_pages(3)
@@ -309,7 +312,8 @@ class PagePool:
         return PageProbe(*count_hits(self.store, page_hashes, kv_cache_group_ids))
 
     def evict_pages(self, page_ids: PageIdArray | Sequence[int]) -> int:
-        """Drop the prefix entries of pages, free or held. Returns the number of dropped entries. Holders keep their pages.
+        """Drop the prefix entries of pages, free or held. Returns the number of dropped entries. Holders keep their pages;
+        pinned pages are not pinned any more.
 
         After a failed load, set ``num_computed_tokens`` of each request that holds the pages back to before the first of them
         (or `RunningBatch.trim` its row, and append the tokens again). These pages, and later ones without entries, are entered
@@ -327,17 +331,27 @@ class PagePool:
         return self.store.drop(self.store.ids_of_pages([page])) > 0
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all prefix entries, for example after new weights. Returns False, without a change, while a page is held.
+        """Drop all prefix entries, for example after new weights. Returns False, without a change, while a page is held or
+        pinned: `unpin_all` first.
 
         The free queue keeps its order. O(num_pages).
         """
         num_held_pages = self.store.drop_all()
         if num_held_pages:
-            logger.warning("prefix cache not reset: %d pages are held", num_held_pages)
+            num_pinned_pages = self.store.num_pinned_pages
+            pinned = f", {num_pinned_pages} of them by pins" if num_pinned_pages else ""
+            logger.warning("prefix cache not reset: %d pages are held%s", num_held_pages, pinned)
             return False
         forget_names(self.store)
         logger.info("prefix cache reset")
         return True
+
+    def unpin_all(self) -> int:
+        """Take back all pins of all requests (see `CacheManager.pin`). Returns the number of pages that were pinned.
+
+        Pages that nothing else holds go to the back of the free queue in order of their ids. O(num_pages).
+        """
+        return self.store.unpin_all()
 
     # Inspection.
 

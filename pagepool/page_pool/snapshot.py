@@ -31,8 +31,10 @@ Configuration = dict[str, int | str | None]
 
 FORMAT = b"pagepool.PagePool"
 VERSION = 3
-VERSIONS = (1, 2, VERSION)
-"""The versions that can be read. The first has no configuration, the first two have no eviction policy."""
+FIRST_VERSIONS = {"configuration": 2} | dict.fromkeys(
+    ("cached_pins", "eviction", "policy_marks", "policy_ghosts", "policy_counts", "policy_learned"), 3
+)
+"""The first version of each array that not all versions have."""
 
 
 class Field(NamedTuple):
@@ -51,6 +53,7 @@ FIELDS = {
     "cached_page_ids": Field(np.int32, (None,)),
     "cached_group_ids": Field(np.int32, (None,)),
     "cached_keys": Field(np.uint64, (None, 2)),
+    "cached_pins": Field(np.int32, (None,)),
     "cached_token_ids": Field(np.int32, (None, None)),
     "names": Field(np.uint8, (None,)),
     "counters": Field(np.int64, (6,)),
@@ -63,10 +66,6 @@ FIELDS = {
     "policy_learned": Field(np.uint8, (None,)),
     "checksum": Field(np.uint8, (32,)),
 }
-
-
-SINCE = {name: 3 for name in FIELDS if name == "eviction" or name.startswith("policy_")} | {"configuration": 2}
-"""The version since which an array is there, if not the first."""
 
 
 def save(store: PageStore, configuration: Configuration | None) -> Snapshot:
@@ -91,7 +90,7 @@ def load(snapshot: Mapping[str, Any]) -> tuple[PageStore, Configuration | None]:
         raise SnapshotError(f"counters: got {counters}, allowed: at least 0")
     enable_caching, num_shards = bool(arrays.pop("enable_caching")[0]), int(arrays.pop("num_shards")[0])
     try:
-        cached = tuple(arrays.pop(f"cached_{name}") for name in ("page_ids", "group_ids", "keys", "token_ids"))
+        cached = tuple(arrays.pop(f"cached_{name}") for name in ("page_ids", "group_ids", "keys", "token_ids", "pins"))
         kind = enable_caching, *eviction
         store = load_store(kind, **arrays, cached=cached, policy=policy, totals=(counters, num_shards))
         check_store(store)
@@ -121,9 +120,9 @@ def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
     if found_format != FORMAT:
         raise SnapshotError(f"snapshot: format is {found_format!r}, allowed: {FORMAT!r}")
     version = int(_read(snapshot, "version")[0])
-    if version not in VERSIONS:
-        raise SnapshotError(f"snapshot: version is {version}, allowed: {' and '.join(map(str, VERSIONS))}")
-    arrays = {name: _read(snapshot, name) for name in FIELDS if version >= SINCE.get(name, 1)}
+    if not 1 <= version <= VERSION:
+        raise SnapshotError(f"snapshot: version is {version}, allowed: 1 to {VERSION}")
+    arrays = {name: _read(snapshot, name) for name in FIELDS if version >= FIRST_VERSIONS.get(name, 1)}
     if arrays.pop("checksum").tobytes() != _checksum(arrays):
         raise SnapshotError("snapshot: the checksum does not match the arrays; one of them was changed")
     return {**_defaults(), **arrays}
@@ -131,7 +130,7 @@ def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
 
 def _defaults() -> Snapshot:
     """Return what snapshots of former versions lack."""
-    empty = {name: np.empty((0, 2)[: len(FIELDS[name].shape)], FIELDS[name].dtype) for name in SINCE}
+    empty = {name: np.empty((0, 2)[: len(FIELDS[name].shape)], FIELDS[name].dtype) for name in FIRST_VERSIONS}
     return {**empty, "configuration": encode_configuration(None), "eviction": encode_eviction("lru", None)}
 
 

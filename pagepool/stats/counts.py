@@ -71,21 +71,24 @@ class QueryCounts:
 class CacheStats:
     """The state of a manager's cache, and its counters. Pages are pages of the pool, of all groups.
 
-    State: ``num_pages`` excludes the null page. Pages are free (``num_free_pages``) or held by requests and rows
+    State: ``num_pages`` excludes the null page. Pages are free (``num_free_pages``) or held by requests, rows and pins
     (``num_held_pages``); ``num_cached_pages``, free or held, can be hit. ``usage`` is the share of held pages, 0.0 to 1.0.
+    ``num_pinned_pages`` are pinned, of at most ``max_num_pinned_pages``; ``num_unpinned_pages`` are left for everything else.
 
     Counters since the manager was made: ``queries`` of new requests, and ``preempted_queries`` of requests that returned.
     Counters since the pool was made: pages handed out, freed by their last holder, and evicted, which means handed out again
     while they could be hit.
 
     Times of sampled pages (every 128th, more in small pools) since the pool was made: ``lifetime`` of an evicted page from
-    allocation to eviction, ``idle_before_eviction`` from last use to eviction, ``reuse_gap`` from a use to the next hit.
+    allocation to eviction, ``idle_before_eviction`` from last use to eviction, ``reuse_gap`` from a use to the next hit or pin.
     """
 
     num_pages: int
     num_free_pages: int
     num_held_pages: int
     num_cached_pages: int
+    num_pinned_pages: int
+    max_num_pinned_pages: int
     usage: float
     queries: QueryCounts
     preempted_queries: QueryCounts
@@ -95,3 +98,8 @@ class CacheStats:
     lifetime: TimeHistogram
     idle_before_eviction: TimeHistogram
     reuse_gap: TimeHistogram
+
+    @property
+    def num_unpinned_pages(self) -> int:
+        """The capacity besides pins: pages that requests can take."""
+        return self.num_pages - self.num_pinned_pages

@@ -12,7 +12,7 @@ dashboard, alerts, and rules that record vLLM's own names for its dashboards.
 >>> registry = CollectorRegistry()
 >>> registry.register(CacheCollector(manager, {"model_name": "tiny", "engine": "0"}))
 >>> print(*generate_latest(registry).decode().splitlines()[:3], sep="\\n")
-# HELP pagepool_kv_cache_usage_perc Share of the pool's pages that requests hold, 0 to 1.
+# HELP pagepool_kv_cache_usage_perc Share of the pool's pages that requests or pins hold, 0 to 1.
 # TYPE pagepool_kv_cache_usage_perc gauge
 pagepool_kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0
 """
@@ -82,11 +82,13 @@ class CacheCollector(Collector):
 
 
 GAUGES = {
-    "pagepool_kv_cache_usage_perc": "Share of the pool's pages that requests hold, 0 to 1.",
+    "pagepool_kv_cache_usage_perc": "Share of the pool's pages that requests or pins hold, 0 to 1.",
     "pagepool_pages": "Pages of the pool, without the null page.",
-    "pagepool_free_pages": "Pages that no request holds, cached ones included.",
-    "pagepool_held_pages": "Pages that requests hold.",
+    "pagepool_free_pages": "Pages that nothing holds, cached ones included.",
+    "pagepool_held_pages": "Pages that requests or pins hold.",
     "pagepool_cached_pages": "Pages that can be hit, held or free.",
+    "pagepool_pinned_pages": "Held pages that are pinned.",
+    "pagepool_max_pinned_pages": "Pages that may be pinned.",
 }
 COUNTERS = {
     "pagepool_prefix_cache_queries": "Tokens of prompts of admitted requests, counted once at admission.",
@@ -122,7 +124,10 @@ def _require_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
 def _samples_of(stats: CacheStats) -> list[tuple[Any, ...]]:
     """Return the values in the order of the tables above."""
     queries, preempted = stats.queries, stats.preempted_queries
-    gauges = (stats.usage, stats.num_pages, stats.num_free_pages, stats.num_held_pages, stats.num_cached_pages)
+    gauges = (
+        *(stats.usage, stats.num_pages, stats.num_free_pages, stats.num_held_pages, stats.num_cached_pages),
+        *(stats.num_pinned_pages, stats.max_num_pinned_pages),
+    )
     counters = (
         *(queries.num_queried_tokens, queries.num_hit_tokens, queries.num_requests),
         *(preempted.num_queried_tokens, preempted.num_hit_tokens, preempted.num_requests),
