@@ -13,6 +13,7 @@ from pagepool.replay.shared.results import OutputFile, require_files_apart
 from pagepool.replay.shared.sizes import COUNT_UNITS, Sizes, parse_number
 
 __all__ = [
+    "EVICTION",
     "EVICTION_POLICIES",
     "SECONDS",
     "Command",
@@ -125,9 +126,10 @@ max_num_seqs_option = click.option(
     "--max-num-seqs", type=Size("requests"), default=256, help="Maximum number of requests running at once."
 )
 EVICTION_POLICIES = tuple(POLICY_BYTES)
+EVICTION = click.Choice(EVICTION_POLICIES)
 eviction_option = click.option(
     "--eviction",
-    type=click.Choice(EVICTION_POLICIES),
+    type=EVICTION,
     metavar="POLICY",
     default=EVICTION_POLICIES[0],
     help=f"Policy by which cached pages are evicted: {', '.join(EVICTION_POLICIES)}.",

@@ -1,6 +1,7 @@
 """Setup of simulated runs for the commands."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import click
@@ -17,7 +18,7 @@ from pagepool.replay.simulation.scheduler import Scheduler
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 from pagepool.specs import cdiv
 
-__all__ = ["describe_pool", "make_scheduler", "require_one_that_fits", "run"]
+__all__ = ["describe_pool", "make_manager", "make_scheduler", "making_pool", "require_one_that_fits", "run"]
 
 
 def describe_pool(num_pages: int, page_size: int, eviction: str = "lru") -> str:
@@ -68,8 +69,7 @@ def make_manager(
 ) -> CacheManager:
     """Make a manager for the longest of the requests. Its hashes are the same in every run."""
     max_model_len = max((request.num_final_tokens for request in requests), default=1)
-    pool = describe_pool(num_pages, page_size)
-    try:
+    with making_pool(num_pages, page_size, eviction):
         return CacheManager(
             num_pages,
             make_groups(page_size),
@@ -78,6 +78,14 @@ def make_manager(
             hash_seed=HASH_SEED,
             eviction=eviction,
         )
+
+
+@contextmanager
+def making_pool(num_pages: int, page_size: int, eviction: str = "lru") -> Iterator[None]:
+    """Raise Refusal if a pool of that size cannot be, and name it in a MemoryError."""
+    pool = describe_pool(num_pages, page_size)
+    try:
+        yield
     except (PagePoolError, OverflowError) as error:
         raise Refusal(f"no pool of {pool}: {error}") from error
     except MemoryError as error:
