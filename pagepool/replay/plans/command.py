@@ -114,13 +114,13 @@ def choose_simulations(
     pools: Sequence[PoolFigures], asked: int | None, policies: Sequence[str], num_request_pages: int
 ) -> tuple[list[str], list[PoolFigures]]:
     """Choose the policies other than LRU to simulate, and their pools: all for policies that were asked for; by default all
-    policies, in as many pools as take seconds.
+    policies, in as many of the pools that skip no request as take seconds, with `asked`, the only size that was asked for.
     """
     others = [policy for policy in EVICTION_POLICIES[1:] if policy in policies or not policies]
     if policies:
         return others, [*pools]
     num_sizes = min(NUM_POLICY_SIZES, MAX_POLICY_PAGES // len(others) // max(1, num_request_pages))
-    sizes = [pool.num_pages for pool in pools if pool.num_pages <= MAX_REPLAY_PAGES]
+    sizes = [pool.num_pages for pool in pools if not pool.skipped and pool.num_pages <= MAX_REPLAY_PAGES]
     chosen = {*spread(sizes, num_sizes), *([asked] if num_sizes else [])}
     return others, [pool for pool in pools if pool.num_pages in chosen]
 
@@ -207,8 +207,8 @@ def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
     type=EVICTION,
     metavar="POLICY",
     multiple=True,
-    help=f"Policy to simulate at each size: {' or '.join(EVICTION_POLICIES[1:])}; may be repeated. Takes some seconds a size for "
-    f"ten million pages of requests. {EVICTION_POLICIES[0]}: none.",
+    help=f"Policy to simulate at each size: {' or '.join(EVICTION_POLICIES[1:])}; may be repeated. {EVICTION_POLICIES[0]}: none. "
+    "A size takes seconds for each 10M pages of requests.",
     show_default=f"all, at up to {NUM_POLICY_SIZES} sizes that take seconds",
 )
 @max_batched_tokens_option

@@ -24,12 +24,13 @@ __all__ = [
     "shorten_name",
 ]
 
-# Okabe and Ito's palette for colour-blind readers; lines differ in style and markers as well, for print in black.
+# Okabe and Ito's palette for colour-blind readers, darker where its contrast is low; lines differ in style and markers as
+# well, for print in black.
 COLORS = {
     "blue": ("#0072b2", "#56b4e9"),
     "orange": ("#d55e00", "#f5995c"),
     "green": ("#009e73", "#2fc79b"),
-    "purple": ("#a3487d", "#e09cc4"),
+    "purple": ("#b0588b", "#e09cc4"),
     "ochre": ("#946b00", "#e0b13d"),
     "grey": ("#666666", "#a6a6a6"),
     "ink": ("#1a1a1a", "#e8e8e8"),

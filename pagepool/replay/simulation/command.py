@@ -113,8 +113,8 @@ def replay(
     then admits waiting ones; the newest is preempted when the pool is short. A running batch allocates in one call
     per step, the manager (--no-batched) in one per request: only the times differ.
 
-    With --compare-eviction the table begins with the hit rates. Policies differ least where many requests run at
-    once, since their pages cannot be evicted: for one after another, add --max-num-seqs 1.
+    With --compare-eviction the table begins with the hit rates. Running requests hold their pages under any policy,
+    so policies differ most if few run at once: --max-num-seqs 1 runs one after another.
     """
     if trace and workload:
         raise click.UsageError("TRACE and --workload exclude each other")
