@@ -133,10 +133,12 @@ def simulate_policies(
     max_batched_tokens: int,
     progress: Progress,
 ) -> tuple[PolicyFigures, ...]:
-    """Simulate policies other than LRU, one pool at a time. Raises Refusal for a pool that is too large."""
+    """Simulate policies other than LRU, one pool at a time; none if nothing can hit. Raises Refusal for a pool that is too
+    large.
+    """
     num_request_pages = sum(cdiv(request.num_slots, plan.page_size) for request in requests)
     others, pools = choose_simulations(plan.pools, plan.asked_num_pages, policies, num_request_pages)
-    if not others or not pools:
+    if not others or not pools or plan.knee is None:
         return ()
     largest = pools[-1].num_pages
     num_bytes = count_digest_bytes(num_request_pages) + max(count_pool_bytes(largest, policy) for policy in others)
@@ -207,7 +209,7 @@ def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
     type=EVICTION,
     metavar="POLICY",
     multiple=True,
-    help=f"Policy to simulate at each size: {' or '.join(EVICTION_POLICIES[1:])}; may be repeated. {EVICTION_POLICIES[0]}: none. "
+    help=f"Policy to simulate at each size: {' or '.join(EVICTION_POLICIES[1:])}; repeatable. {EVICTION_POLICIES[0]}: none. "
     "A size takes seconds for each 10M pages of requests.",
     show_default=f"all, at up to {NUM_POLICY_SIZES} sizes that take seconds",
 )

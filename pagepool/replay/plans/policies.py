@@ -1,8 +1,7 @@
 """Hits of eviction policies that learn from the requests. They have no curve from one pass: each pool size needs a simulation.
 
-A request is looked up, takes its pages, enters and releases them in a few native calls, with a prompt in chunks as long as a
-step of the scheduler. The hits are therefore those of `Scheduler` with one running request, but an answer takes one call, not
-one a token, and the hashes of the pages are made once for all simulations.
+The hits are those of `Scheduler` with one running request: a prompt takes and enters its pages in steps, and an answer page by
+page, since policies learn from each entry. No call is made for tokens that fill no page, and all simulations share the hashes.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,16 +71,17 @@ class PolicySimulator:
         num_queried_pages = (request.num_prompt_tokens - 1) // self._page_size
         num_hits = query.find_leading_hits(PageIds([GROUP]), 1, 0, num_queried_pages)
         hits = query.get_hits(GROUP, 1, 0, num_hits) if num_hits else None
-        num_tokens = num_hits * self._page_size
-        while num_tokens < request.num_prompt_tokens:
-            num_tokens = min(num_tokens + self._max_batched_tokens, request.num_prompt_tokens)
-            self._grow(held, chain, num_tokens, hits)
+        for num_tokens in self._list_lengths(request, num_hits * self._page_size):
+            held.take(num_tokens, () if hits is None else (hits,), chain)
+            held.enter(chain, num_tokens)
             hits = None
-        if num_tokens < request.num_slots:
-            self._grow(held, chain, request.num_slots)
         held.give_back()
         return num_hits
 
-    def _grow(self, held: RequestPages, chain: HashChain, num_tokens: int, hits: PageIds | None = None) -> None:
-        held.take(num_tokens, () if hits is None else (hits,), chain)
-        held.enter(chain, num_tokens)
+    def _list_lengths(self, request: SimulatedRequest, num_hit_tokens: int) -> list[int]:
+        """List the numbers of tokens at which a request takes and enters pages: the ends of its steps, in the answer only those
+        that fill a page.
+        """
+        num_tokens, size = request.num_prompt_tokens, self._page_size
+        steps = range(num_hit_tokens + self._max_batched_tokens, num_tokens, self._max_batched_tokens)
+        return [*steps, num_tokens, *range(num_tokens - num_tokens % size + size, request.num_slots, size), request.num_slots]
