@@ -165,7 +165,7 @@ class TestSentences:
                     "At 2 of 2 sizes it hits less than LRU, by up to 0.8 points."
                 ),
             ),
-            ([("arc", 100, 68, 68, 100)], "ARC at 100 pages hits as much as LRU: 6.8% of prompt tokens."),
+            ([("arc", 100, 68, 68, 100)], "ARC hits as much as LRU at all simulated sizes."),
             ([("arc", 8, 70, 68, None)], "ARC at 8 pages hits more than LRU: 7.0% instead of 6.8% of prompt tokens."),
         ],
     )  # fmt: skip
@@ -176,6 +176,9 @@ class TestSentences:
         runs = [("adaptive", 1024, 141, 68, 2048), ("adaptive", 512, 70, 68, 640)]
         [sentence] = describe(plan_of(*runs, page_bytes=1 << 20, asked_num_pages=512))[3:]
         assert sentence.startswith("Adaptive at 512 pages (512.0 MiB) hits as much as LRU at 640 pages (640.0 MiB): 7.0% ")
+        equal = [("adaptive", 1024, 141, 68, 2048), ("adaptive", 512, 68, 68, 512)]
+        [sentence] = describe(plan_of(*equal, asked_num_pages=512))[3:]
+        assert sentence == "Adaptive at 512 pages hits as much as LRU: 6.8% of prompt tokens."
 
     def test_columns(self) -> None:
         plan = plan_of(("arc", 100, 60, 68, 90), ("adaptive", 100, 141, 68, 198), ("adaptive", 8, 10, 5, None))

@@ -103,15 +103,21 @@ def _describe_policies(plan: Plan) -> list[str]:
     """Say for each policy what a change from LRU saves, or costs."""
     sentences = []
     for eviction, by_size in plan.runs_by_policy.items():
-        runs = [*by_size.values()]
-        chosen = _choose_run(runs, plan.asked_num_pages)
-        sentence = f"{POLICY_NAMES[eviction]} at {_describe_run(plan, chosen)}"
-        worse = [run for run in runs if run.gain <= -SMALLEST_GAIN]
-        if worse not in ([], [chosen]):
-            most = 100 * max(-run.gain for run in worse)
-            sentence += f" At {len(worse)} of {count_of(len(runs), 'size')} it hits less than LRU, by up to {most:.1f} points."
+        sentence = f"{POLICY_NAMES[eviction]} {_describe_runs(plan, [*by_size.values()])}"
         sentences.append(sentence[0].upper() + sentence[1:])
     return sentences
+
+
+def _describe_runs(plan: Plan, runs: list[PolicyFigures]) -> str:
+    if all(abs(run.gain) < SMALLEST_GAIN for run in runs):
+        return "hits as much as LRU at all simulated sizes."
+    chosen = _choose_run(runs, plan.asked_num_pages)
+    text = f"at {_describe_run(plan, chosen)}"
+    worse = [run for run in runs if run.gain <= -SMALLEST_GAIN]
+    if worse not in ([], [chosen]):
+        most = 100 * max(-run.gain for run in worse)
+        text += f" At {len(worse)} of {count_of(len(runs), 'size')} it hits less than LRU, by up to {most:.1f} points."
+    return text
 
 
 def _choose_run(runs: list[PolicyFigures], asked_num_pages: int | None) -> PolicyFigures:
