@@ -130,6 +130,8 @@ class TestPlan:
             ["--plot", "plot.gif"],
             ["--limit", "0"],
             ["--replays", "-1"],
+            ["--eviction", "fifo"],
+            ["--eviction", "adaptive", "--num-pages", str(2**40)],
         ],
     )
     def test_bad_options(self, trace: Path, options: list[str]) -> None:
@@ -247,8 +249,15 @@ class TestPictures:
         assert not {"script", "link", "img", "iframe", "b"} & {*page.seen}
         assert page.seen.count("svg") == 1
         assert page.texts["h1"][0].startswith(f"{trace.stem}: up to 49.3% of prompt tokens hit; beyond ")
-        assert len(page.texts["caption"]) == page.seen.count("table") == 2
-        assert {"hit rate, LRU", "GiB", "preempted, together", "pages, best"} <= {*page.texts["th"]}
+        assert len(page.texts["caption"]) == page.seen.count("table") == 3
+        assert {
+            "hit rate, LRU",
+            "hit rate, adaptive",
+            "GiB",
+            "preempted, together",
+            "LRU pages for the hits of ARC",
+            "pages, best",
+        } <= {*page.texts["th"]}
         assert "url(http" not in path.read_text()
         assert str(tmp_path) not in path.read_text()
 

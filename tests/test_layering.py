@@ -97,6 +97,7 @@ ORDER = [
     "replay.plans.lru",
     "replay.plans.optimum",
     "replay.plans.plan",
+    "replay.plans.policies",
     "replay.plans.model",
     "replay.plans.report",
     "replay.plans.plot",

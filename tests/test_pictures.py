@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html import escape
 from io import BytesIO
 from pathlib import Path
@@ -25,7 +26,8 @@ from test_commands import Page, line_of  # noqa: E402
 
 from pagepool.replay import Plan, Planner, Scheduler, TraceRecord, make_requests  # noqa: E402
 from pagepool.replay.fleets.report import HIT_RATE as RUN_HIT_RATE  # noqa: E402
-from pagepool.replay.plans.plot import draw_plan, save_plot  # noqa: E402
+from pagepool.replay.plans.plot import POLICY_STYLES, draw_plan, save_plot  # noqa: E402
+from pagepool.replay.plans.policies import PolicySimulator  # noqa: E402
 from pagepool.replay.plans.report import HIT_RATE, headline, list_columns  # noqa: E402
 from pagepool.replay.plans.web_page import make_page  # noqa: E402
 from pagepool.replay.shared.drawing import COLORS, STYLE  # noqa: E402
@@ -45,9 +47,15 @@ def make_records() -> list[TraceRecord]:
     return [*chats, record_of(*range(100, 130)), *chats, record_of(*range(200, 220))]
 
 
-def make_plan(sizes: list[int], page_bytes: int | None = None, replays: tuple[int, ...] = ()) -> Plan:
+def make_plan(
+    sizes: list[int], page_bytes: int | None = None, replays: tuple[int, ...] = (), policies: tuple[str, ...] = ()
+) -> Plan:
     records = make_records()
-    plan = Planner(records, page_size=2).make_plan(sizes, page_bytes)
+    planner = Planner(records, page_size=2)
+    plan = planner.make_plan(sizes, page_bytes)
+    simulator = PolicySimulator(make_requests(records), page_size=2)
+    runs = [(pool, policy, simulator.count_hits(policy, pool.num_pages)) for policy in policies for pool in plan.pools]
+    plan = replace(plan, policies=tuple(planner.compare(*run) for run in runs))
     for size in replays:
         requests = make_requests(records)
         plan.replays[size] = Scheduler(make_manager(size, 2, requests, True), requests, max_num_seqs=4).run()
@@ -81,13 +89,15 @@ class TestShares:
     """A hit rate is a share of all prompt tokens, in tables, plots and JSON."""
 
     def test_a_plan(self) -> None:
-        plan = make_plan([8, 30, 45, 100, 200], replays=(45, 100))
+        plan = make_plan([8, 30, 45, 100, 200], None, (45, 100), (*POLICY_STYLES,))
         assert plan.pools[0].skipped == 2
         all_tokens = sum(record.input_length for record in make_records())
         lines = {line.get_label(): line for line in draw(plan).axes[0].get_lines()}
         drawn = {
             "hit rate, LRU": lines["LRU, one after another"],
             "hit rate, best": lines["best, one after another"],
+            "hit rate, ARC": lines["ARC, one after another"],
+            "hit rate, adaptive": lines["adaptive, one after another"],
             "hit rate, together": lines["LRU, together"],
         }
         columns = dict(list_columns(plan))
@@ -356,7 +366,7 @@ class TestAlternatives:
 
 class TestPages:
     def test_they_fit_telephones_and_the_dark(self) -> None:
-        text = make_page(make_plan([10, 100], 1 << 21, (100,)), "chat")
+        text = make_page(make_plan([10, 100], 1 << 21, (100,), (*POLICY_STYLES,)), "chat")
         assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
         assert ":root { color-scheme: light dark;" in text
         [dark] = re.findall(r"@media screen and \(prefers-color-scheme: dark\) \{ :root \{(.*)\} \}", text)
@@ -370,7 +380,14 @@ class TestPages:
     @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
     @pytest.mark.parametrize("name", [LONG_NAME, "chat"])
     def test_nothing_is_wider_than_a_telephone(self, name: str, tmp_path: Path) -> None:
-        page = escape(make_page(make_plan([2, 10, 100, 10**12], 1 << 21, (100,)), name))
+        page = escape(
+            make_page(
+                replace(
+                    make_plan([2, 10, 100, 10**12], 1 << 21, (100,)), policies=make_plan([100], policies=("arc",)).policies
+                ),
+                name,
+            )
+        )
         script = "let e = this.contentDocument.documentElement; document.title = e.scrollWidth - e.clientWidth"
         frame = f'<iframe srcdoc="{page}" style="border: 0; width: 390px; height: 800px" onload="{script}"></iframe>'
         (tmp_path / "frame.html").write_text(f'<!DOCTYPE html><meta charset="utf-8"><title></title>{frame}')

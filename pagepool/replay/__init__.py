@@ -14,7 +14,7 @@
 The commands need the extra `pagepool[replay]`, their plots `pagepool[plan]`, and the fleet `pagepool[fleet]`.
 """
 
-from pagepool.replay.plans.plan import Knee, Plan, Planner, PoolFigures
+from pagepool.replay.plans.plan import Knee, Plan, Planner, PolicyFigures, PoolFigures
 from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.simulation.scheduler import Scheduler
 from pagepool.replay.traces.generator import WORKLOADS, generate_chats, generate_workload
@@ -28,6 +28,7 @@ __all__ = [
     "Knee",
     "Plan",
     "Planner",
+    "PolicyFigures",
     "PoolFigures",
     "Recorder",
     "Scheduler",

@@ -14,6 +14,7 @@ from pagepool.replay.shared.options import (
     Command,
     Refusal,
     Size,
+    eviction_option,
     json_option,
     max_batched_tokens_option,
     max_num_seqs_option,
@@ -95,6 +96,7 @@ def write_plot(figures: "dict[str, FleetFigures]", source: str, summary: str, pa
 @click.option(
     "--num-pages", type=Size("pages"), default=32768, help="Pages in the pool of each replica, including the null page."
 )
+@eviction_option
 @page_size_option
 @block_size_option
 @max_batched_tokens_option
@@ -115,6 +117,7 @@ def fleet(
     num_replicas: int,
     routers: tuple[str, ...],
     num_pages: int,
+    eviction: str,
     page_size: int,
     block_size: int,
     max_batched_tokens: int,
@@ -153,16 +156,18 @@ def fleet(
     from pagepool.replay.fleets.replica import ReplicaSettings
     from pagepool.replay.fleets.report import print_fleet
 
-    summary = f"{count_of(num_replicas, 'replica')} of {describe_pool(num_pages, page_size)}"
+    summary = f"{count_of(num_replicas, 'replica')} of {describe_pool(num_pages, page_size, eviction)}"
     with open_result(json_path) as json_file, open_result(plot_path) as plot_file:
         with Progress() as progress:
             records, requests = load_trace(trace, limit, block_size, seed, progress)
             require_one_that_fits(requests, num_pages, page_size)
             if ray in (None, "local"):
                 requests_bytes = count_request_bytes(len(records), sum(len(record.block_ids) for record in records))
-                require_memory(summary, num_replicas * (count_event_pool_bytes(num_pages, page_size) + requests_bytes))
+                pool_bytes = count_event_pool_bytes(num_pages, page_size, eviction)
+                require_memory(summary, num_replicas * (pool_bytes + requests_bytes))
             num_rows = min(max_num_seqs, len(records))
-            settings = ReplicaSettings(num_pages, page_size, max_batched_tokens, num_rows, decode_seconds, prefill_rate, seed)
+            speed = decode_seconds, prefill_rate
+            settings = ReplicaSettings(num_pages, page_size, max_batched_tokens, num_rows, *speed, seed, eviction)
             figures = {}
             for name in routers or ROUTERS:
                 with refusals(ray), progress.follow(name, "request", len(records)) as update:

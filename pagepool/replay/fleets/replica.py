@@ -19,7 +19,7 @@ HASH_SEED = "fleet"  # router and engines must agree on page hashes
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """Pool size, step limits and speed of each replica."""
+    """Pool, step limits and speed of each replica."""
 
     num_pages: int
     page_size: int = 16
@@ -29,6 +29,7 @@ class ReplicaSettings:
     prefill_tokens_per_second: float = 10_000.0
     seed: int = 0
     """Random seed for tokens without a hash id."""
+    eviction: str = "lru"
 
     def step_seconds(self, num_tokens: int) -> float:
         """Return the duration of a step: the decode time, or the prefill time of its tokens if longer."""
@@ -60,7 +61,13 @@ class Replica:
         self._requests = make_requests(records, seed=settings.seed)
         self._indices = {request.request_id: i for i, request in enumerate(self._requests)}
         max_num_tokens = max(request.num_final_tokens for request in self._requests)
-        self._manager = CacheManager(settings.num_pages, make_groups(settings.page_size), max_num_tokens, hash_seed=HASH_SEED)
+        self._manager = CacheManager(
+            settings.num_pages,
+            make_groups(settings.page_size),
+            max_num_tokens,
+            hash_seed=HASH_SEED,
+            eviction=settings.eviction,
+        )
         self._manager.enable_events()
         self._scheduler = Scheduler(
             self._manager,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from reprlib import repr as shorten
 from typing import BinaryIO
 
@@ -11,10 +12,13 @@ import numpy as np
 
 from pagepool.errors import ArgumentError, PagePoolError
 from pagepool.replay.plans.model import read_page_bytes
-from pagepool.replay.plans.plan import Plan, Planner
+from pagepool.replay.plans.plan import Plan, Planner, PolicyFigures, PoolFigures
+from pagepool.replay.plans.policies import PolicySimulator
 from pagepool.replay.plans.report import print_plan
-from pagepool.replay.shared.memory import count_pool_bytes, require_memory
+from pagepool.replay.shared.memory import count_digest_bytes, count_pool_bytes, require_memory
 from pagepool.replay.shared.options import (
+    EVICTION,
+    EVICTION_POLICIES,
     Command,
     Refusal,
     Size,
@@ -29,7 +33,7 @@ from pagepool.replay.shared.progress import Progress
 from pagepool.replay.shared.results import InputFile, OutputFile, open_result, printing, to_json
 from pagepool.replay.shared.sizes import BYTE_UNITS, MAX_SIZE, Sizes
 from pagepool.replay.simulation.figures import Figures
-from pagepool.replay.simulation.runs import describe_pool, make_manager, make_scheduler, require_one_that_fits, run
+from pagepool.replay.simulation.runs import describe_pool, make_manager, make_scheduler, making_pool, require_one_that_fits, run
 from pagepool.replay.simulation.scheduler import Scheduler
 from pagepool.replay.traces.options import TRACE, block_size_option, limit_option, load_trace, seed_option
 from pagepool.replay.traces.reader import name_trace, source_name
@@ -41,6 +45,8 @@ __all__ = ["plan"]
 NUM_REPLAYS = 4
 MAX_REPLAY_STEPS = 200_000  # ten seconds
 MAX_REPLAY_PAGES = 10_000_000  # half a gigabyte
+NUM_POLICY_SIZES = 5
+MAX_POLICY_PAGES = 100_000_000  # of requests, in all simulations together: twenty seconds
 
 
 def find_page_bytes(page_size: int, bytes_per_token: int | None, model_config: str | None, kv_dtype: str | None) -> int | None:
@@ -95,8 +101,59 @@ def choose_replays(
             if num_tokens <= MAX_REPLAY_STEPS * min(size / mean_pages, max_num_seqs) and size <= MAX_REPLAY_PAGES
         ]
         num_replays = NUM_REPLAYS
-    places = np.linspace(0, len(sizes) - 1, min(num_replays, len(sizes))).round().astype(int)
+    return spread(sizes, num_replays)
+
+
+def spread(sizes: Sequence[int], num_sizes: int) -> list[int]:
+    """Choose so many sizes evenly, or all."""
+    places = np.linspace(0, len(sizes) - 1, min(num_sizes, len(sizes))).round().astype(int)
     return [sizes[place] for place in places]
+
+
+def choose_simulations(
+    pools: Sequence[PoolFigures], asked: int | None, policies: Sequence[str], num_request_pages: int
+) -> tuple[list[str], list[PoolFigures]]:
+    """Choose the policies other than LRU to simulate, and their pools: all for policies that were asked for; by default all
+    policies, in as many of the pools that skip no request as take seconds, with `asked`, the only size that was asked for.
+    """
+    others = [policy for policy in EVICTION_POLICIES[1:] if policy in policies or not policies]
+    if policies:
+        return others, [*pools]
+    num_sizes = min(NUM_POLICY_SIZES, MAX_POLICY_PAGES // len(others) // max(1, num_request_pages))
+    sizes = [pool.num_pages for pool in pools if not pool.skipped and pool.num_pages <= MAX_REPLAY_PAGES]
+    chosen = {*spread(sizes, num_sizes), *([asked] if num_sizes else [])}
+    return others, [pool for pool in pools if pool.num_pages in chosen]
+
+
+def simulate_policies(
+    planner: Planner,
+    plan: Plan,
+    policies: Sequence[str],
+    requests: Sequence[SimulatedRequest],
+    max_batched_tokens: int,
+    progress: Progress,
+) -> tuple[PolicyFigures, ...]:
+    """Simulate policies other than LRU, one pool at a time; none if nothing can hit. Raises Refusal for a pool that is too
+    large.
+    """
+    num_request_pages = sum(cdiv(request.num_slots, plan.page_size) for request in requests)
+    others, pools = choose_simulations(plan.pools, plan.asked_num_pages, policies, num_request_pages)
+    if not others or not pools or plan.knee is None:
+        return ()
+    largest = pools[-1].num_pages
+    num_bytes = count_digest_bytes(num_request_pages) + max(count_pool_bytes(largest, policy) for policy in others)
+    require_memory(f"a simulation of {describe_pool(largest, plan.page_size)}", num_bytes)
+    with progress.follow("hashing pages", "request", len(requests)) as update:
+        simulator = PolicySimulator(requests, plan.page_size, max_batched_tokens, update)
+    figures = []
+    for policy, pool in product(others, pools):
+        with (
+            progress.follow(f"{policy}, {pool.num_pages:,} pages", "request", len(requests)) as update,
+            making_pool(pool.num_pages, plan.page_size, policy),
+        ):
+            hit_tokens = simulator.count_hits(policy, pool.num_pages, update)
+        figures.append(planner.compare(pool, policy, hit_tokens))
+    return tuple(figures)
 
 
 def replay_pools(sizes: Iterable[int], make: Callable[[int], Scheduler], progress: Progress) -> dict[int, Figures]:
@@ -146,6 +203,16 @@ def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
     help="Number of pools in which a simulated scheduler runs requests together; 0: none.",
     show_default=f"{NUM_REPLAYS} that take seconds",
 )
+@click.option(
+    "--eviction",
+    "policies",
+    type=EVICTION,
+    metavar="POLICY",
+    multiple=True,
+    help=f"Policy to simulate at each size: {' or '.join(EVICTION_POLICIES[1:])}; repeatable. {EVICTION_POLICIES[0]}: none. "
+    "A size takes seconds for each 10M pages of requests.",
+    show_default=f"all, at up to {NUM_POLICY_SIZES} sizes that take seconds",
+)
 @max_batched_tokens_option
 @max_num_seqs_option
 @limit_option
@@ -163,6 +230,7 @@ def plan(
     page_size: int,
     block_size: int,
     replays: int | None,
+    policies: tuple[str, ...],
     max_batched_tokens: int,
     max_num_seqs: int,
     limit: int | None,
@@ -174,9 +242,9 @@ def plan(
     """Estimate the hit rate of TRACE for each pool size.
 
     For each size: the prompt tokens that need not be computed if requests run one after another, with the pool's
-    LRU eviction and with the optimal policy, which knows the future. In some of the pools a simulated scheduler
-    runs requests together, as `pagepool replay` does, and reports preemptions. Requests larger than a pool are
-    skipped.
+    LRU eviction, with the optimal policy, which knows the future, and with other policies (--eviction), which are
+    simulated; a sentence says what a change of policy saves. In some of the pools a simulated scheduler runs
+    requests together, as `pagepool replay` does, and reports preemptions. Requests larger than a pool are skipped.
 
     TRACE is as for `pagepool replay`. Sizes are in pages, or in bytes with the bytes per token:
 
@@ -201,12 +269,14 @@ def plan(
             with progress.follow("one after another", "request", len(records)) as update:
                 planner = Planner(records, page_size, update)
                 made = planner.make_plan(choose_sizes(asked, planner), page_bytes)
+            made = replace(made, asked_num_pages=asked.numbers[0] if asked and len(asked.numbers) == 1 else None)
+            runs = simulate_policies(planner, made, policies, requests, max_batched_tokens, progress)
             sizes = choose_replays([pool.num_pages for pool in made.pools], replays, requests, page_size, max_num_seqs)
             largest = max(sizes, default=0)
             require_memory(f"a replay in {describe_pool(largest, page_size)}", count_pool_bytes(largest))
             make = partial(make_scheduler, max_batched_tokens=max_batched_tokens, max_num_seqs=max_num_seqs)
             figures = replay_pools(sizes, lambda size: make(make_manager(size, page_size, requests), requests), progress)
-            made = replace(made, replays=figures)
+            made = replace(made, replays=figures, policies=runs)
         if plot_path and plot_file:
             write_plot(made, source_name(trace), plot_path, plot_file)
         if html_file:

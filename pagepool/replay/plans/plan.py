@@ -13,7 +13,7 @@ from pagepool.replay.simulation.figures import Figures, find_hit_rate
 from pagepool.replay.traces.reader import TraceRecord
 from pagepool.specs import cdiv
 
-__all__ = ["Knee", "Plan", "Planner", "PoolFigures"]
+__all__ = ["Knee", "Plan", "Planner", "PolicyFigures", "PoolFigures"]
 
 SHARES = (0.5, 0.8, 0.95, 0.99)
 MAIN_SHARE = 0.95
@@ -45,6 +45,32 @@ class PoolFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyFigures:
+    """Hits of an eviction policy in a pool, simulated with requests one after another. `lru_num_pages` is the smallest pool, at
+    least as large as the largest request, in which LRU hits as many tokens; None if the pool skips requests.
+    """
+
+    eviction: str
+    pool: PoolFigures
+    hit_tokens: int
+    lru_num_pages: int | None
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of all prompt tokens."""
+        return find_hit_rate(self.hit_tokens, self.pool.prompt_tokens, self.pool.skipped_prompt_tokens)
+
+    @property
+    def gain(self) -> float:
+        """The hit rate beyond LRU's in the same pool; negative if LRU hits more."""
+        return self.hit_rate - self.pool.lru_hit_rate
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures by name, for JSON."""
+        return {"hit_tokens": self.hit_tokens, "hit_rate": self.hit_rate, "lru_num_pages": self.lru_num_pages}
+
+
+@dataclass(frozen=True, slots=True)
 class Knee:
     """The smallest pools, including the null page, that hold each request and reach `share` of all possible hits (a share of
     hits, not a hit rate).
@@ -60,7 +86,8 @@ class Plan:
     """Figures by pool size, for pages of `page_size` tokens and `page_bytes` bytes (None: unknown).
 
     A pool that never evicts hits `most_hit_tokens`; a pool of `min_num_pages` holds the largest request. `replays` has the
-    figures of simulated schedulers by pool size.
+    figures of simulated schedulers by pool size, `policies` those of other eviction policies. `asked_num_pages` is the size
+    that the user asked for, None for none or several.
     """
 
     page_size: int
@@ -72,6 +99,8 @@ class Plan:
     knees: tuple[Knee, ...]
     pools: tuple[PoolFigures, ...]
     replays: dict[int, Figures] = field(default_factory=dict)
+    policies: tuple[PolicyFigures, ...] = ()
+    asked_num_pages: int | None = None
 
     @property
     def knee(self) -> Knee | None:
@@ -83,14 +112,26 @@ class Plan:
         """The hit rate of a pool that never evicts."""
         return find_hit_rate(self.most_hit_tokens, self.prompt_tokens)
 
+    @property
+    def runs_by_policy(self) -> dict[str, dict[int, PolicyFigures]]:
+        """The figures of `policies` by policy and pool size."""
+        runs: dict[str, dict[int, PolicyFigures]] = {}
+        for each in self.policies:
+            runs.setdefault(each.eviction, {})[each.pool.num_pages] = each
+        return runs
+
     def as_dict(self) -> dict[str, Any]:
-        """Return all figures by name, for JSON; replays are part of their pools."""
+        """Return all figures by name, for JSON; replays and policies are part of their pools."""
         plan = asdict(self)
-        del plan["replays"]
+        for name in ("replays", "policies", "asked_num_pages"):
+            del plan[name]
+        runs = self.runs_by_policy
         for fields, pool in zip(plan["pools"], self.pools, strict=True):
             replay = self.replays.get(pool.num_pages)
             fields |= {"lru_hit_rate": pool.lru_hit_rate, "best_hit_rate": pool.best_hit_rate}
             fields["replay"] = replay.as_dict() if replay else None
+            size = pool.num_pages
+            fields["policies"] = {name: by_size[size].as_dict() for name, by_size in runs.items() if size in by_size}
         return plan
 
 
@@ -122,15 +163,14 @@ class Curves:
             skipped_prompt_tokens,
         )
 
-    def find_size(self, curve: LruCurve | BestCurve, share: float) -> int:
-        """Find the smallest pool, including the null page, that reaches a share of all possible hits."""
-        num_hit_pages = share * self.num_hit_pages
+    def find_size(self, curve: LruCurve | BestCurve, num_hit_pages: float) -> int:
+        """Find the smallest pool, including the null page, in which so many pages hit, at most all possible ones."""
         return self.sizes[bisect_left(self.sizes, num_hit_pages, key=lambda num_pages: curve.count_hits(num_pages - 1))]
 
     def find_knees(self) -> tuple[Knee, ...]:
         """Find the knee for each share; none if nothing ever hits."""
-        shares = SHARES if self.num_hit_pages else ()
-        return tuple(Knee(share, self.find_size(self.lru, share), self.find_size(self.best, share)) for share in shares)
+        hits = {share: share * self.num_hit_pages for share in SHARES} if self.num_hit_pages else {}
+        return tuple(Knee(share, self.find_size(self.lru, num), self.find_size(self.best, num)) for share, num in hits.items())
 
 
 class Planner:
@@ -163,7 +203,20 @@ class Planner:
     @property
     def max_num_pages(self) -> int:
         """The smallest LRU pool with all possible hits."""
-        return self._curves.find_size(self._curves.lru, 1.0)
+        return self._curves.find_size(self._curves.lru, self._curves.num_hit_pages)
+
+    def compare(self, pool: PoolFigures, eviction: str, hit_tokens: int) -> PolicyFigures:
+        """Compare the hits of a policy in one of a plan's pools with LRU's curve. Cost: milliseconds for each 10,000 requests.
+
+        >>> chat = [TraceRecord(i, 1024, 1, ids) for i, ids in enumerate([(7, 8), (5, 6), (7, 8)])]
+        >>> planner = Planner(chat, page_size=16)
+        >>> [pool] = planner.make_plan([100]).pools
+        >>> planner.compare(pool, "adaptive", hit_tokens=800).lru_num_pages
+        115
+        """
+        num_hit_pages = hit_tokens // self._curves.page_size
+        lru_num_pages = None if pool.skipped else self._curves.find_size(self._curves.lru, num_hit_pages)
+        return PolicyFigures(eviction, pool, hit_tokens, lru_num_pages)
 
     def make_plan(self, sizes: Iterable[int], page_bytes: int | None = None) -> Plan:
         """Make the figures of pools of those sizes, in pages including the null page. Cost: milliseconds a size for each 10,000

@@ -12,12 +12,27 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
 from pagepool.errors import count_of
 from pagepool.replay.plans.plan import Plan
-from pagepool.replay.plans.report import HIT_RATE, describe_picture, headline, summarize
-from pagepool.replay.shared.drawing import BLUE, GREEN, GREY, ORANGE, PAPER, format_count, save_figure, shorten_name
+from pagepool.replay.plans.report import HIT_RATE, POLICY_NAMES, describe_picture, headline, summarize
+from pagepool.replay.shared.drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    OCHRE,
+    ORANGE,
+    PAPER,
+    PURPLE,
+    format_count,
+    save_figure,
+    shorten_name,
+)
 
 __all__ = ["draw_plan", "save_plot"]
 
 WIDTH, PAGE_WIDTH = 6.4, 4.7  # inches; pages are read on phones too
+POLICY_STYLES: dict[str, dict[str, Any]] = {
+    "arc": {"color": OCHRE, "linestyle": (0, (1, 1)), "marker": "v"},
+    "adaptive": {"color": PURPLE, "linestyle": "-.", "marker": "D"},
+}
 INCHES_A_FINE_DECADE = 1.25  # with room for ticks at 2 and 5
 
 
@@ -59,6 +74,10 @@ def _draw_hits(axes: Axes, plan: Plan) -> None:
     axes.axhline(most, color=GREY, linestyle=":", label="a pool that never evicts")
     axes.plot(sizes, best, color=ORANGE, linestyle="--", marker="s", markersize=4, label="best, one after another")
     axes.plot(sizes, lru, color=BLUE, marker="o", markersize=4, label="LRU, one after another")
+    for eviction, by_size in plan.runs_by_policy.items():
+        rates = [run.hit_rate for run in by_size.values()]
+        label = f"{POLICY_NAMES[eviction]}, one after another"
+        axes.plot([*by_size], rates, markersize=4, label=label, **POLICY_STYLES[eviction])
     if together:
         axes.plot([*plan.replays], together, color=GREEN, linestyle="", marker="^", markersize=8, label="LRU, together")
     axes.set_ylim(0, 1.2 * max(most, *together, 0.01))

@@ -5,18 +5,20 @@ from collections.abc import Iterable
 from rich.table import Table
 
 from pagepool.errors import count_of
-from pagepool.replay.plans.plan import Plan
+from pagepool.replay.plans.plan import Plan, PolicyFigures
 from pagepool.replay.shared.sizes import format_bytes
 from pagepool.replay.shared.tables import print_table, print_text
 
 __all__ = [
     "HIT_RATE",
+    "POLICY_NAMES",
     "describe",
     "describe_picture",
     "headline",
     "list_columns",
     "list_knee_columns",
     "list_notes",
+    "list_policy_columns",
     "print_plan",
     "summarize",
 ]
@@ -29,13 +31,20 @@ BEST_NOTE = (
     "Best: hits of the optimal eviction policy, which knows all future requests (Belady's MIN, 1966, for pages that hit only "
     "after pages that hit). The number is exact, not a bound: no policy hits more."
 )
+POLICY_NAMES = {"arc": "ARC", "adaptive": "adaptive"}
+POLICY_NOTE = (
+    "ARC, adaptive: hits of this pool with that eviction policy, simulated with requests one after another. These policies "
+    "learn from the trace; no policy hits more than LRU on all traces (ARC: Megiddo and Modha, 2003)."
+)
 TOGETHER_NOTE = (
-    "Together: hits of a simulated scheduler that runs as many requests at once as fit, all waiting from the start. Requests "
-    "that share a prefix may run before it is evicted, or evict each other's pages, so the hit rate may be higher or lower "
-    "than one after another."
+    "Together: hits of a simulated scheduler with LRU that runs as many requests at once as fit, all waiting from the start. "
+    "Requests that share a prefix may run before it is evicted, or evict each other's pages, so the hit rate may be higher or "
+    "lower than one after another."
 )
 
 HIT_RATE = "hit rate: share of all prompt tokens"
+
+SMALLEST_GAIN = 0.0005  # of a hit rate; half of the last digit that is shown
 
 HIT_RATE_NOTE = (
     "Hit rate: the share of all prompt tokens of the trace that need not be computed. Requests larger than the pool are "
@@ -63,14 +72,17 @@ def describe(plan: Plan) -> list[str]:
     all_tokens = count_of(plan.prompt_tokens, "prompt token")
     unlimited = f"A pool that never evicts hits {plan.most_hit_tokens:,} of {all_tokens} ({plan.most_hit_rate:.1%})."
     largest = f"The largest request needs a pool of {_with_bytes(plan, plan.min_num_pages)}; smaller pools skip it."
-    return [_describe_knee(plan), unlimited, largest]
+    return [_describe_knee(plan), unlimited, largest, *_describe_policies(plan)]
 
 
 def describe_picture(plan: Plan) -> str:
     """Describe the plot for screen readers."""
     columns = dict(list_columns(plan))
-    rates = zip(columns["pages"], columns["hit rate, LRU"], columns["hit rate, best"], strict=True)
-    listed = "; ".join(f"{pages} pages: LRU {lru}, best {best}" for pages, lru, best in rates)
+    rates = {name: columns[f"hit rate, {name}"] for name in ("LRU", "best", *_list_policies(plan))}
+    listed = "; ".join(
+        f"{pages} pages: {', '.join(f'{name} {cells[i]}' for name, cells in rates.items() if cells[i])}"
+        for i, pages in enumerate(columns["pages"])
+    )
     return " ".join([f"{summarize(plan)}.", *describe(plan), f"{HIT_RATE.capitalize()}, by size of the pool: {listed}."])
 
 
@@ -83,9 +95,55 @@ def _describe_knee(plan: Plan) -> str:
     return f"{lru} give {share} if requests run one after another; the best eviction policy needs {best}."
 
 
+def _list_policies(plan: Plan) -> list[str]:
+    return [POLICY_NAMES[eviction] for eviction in plan.runs_by_policy]
+
+
+def _describe_policies(plan: Plan) -> list[str]:
+    """Say for each policy what a change from LRU saves, or costs."""
+    sentences = []
+    for eviction, by_size in plan.runs_by_policy.items():
+        sentence = f"{POLICY_NAMES[eviction]} {_describe_runs(plan, [*by_size.values()])}"
+        sentences.append(sentence[0].upper() + sentence[1:])
+    return sentences
+
+
+def _describe_runs(plan: Plan, runs: list[PolicyFigures]) -> str:
+    if all(abs(run.gain) < SMALLEST_GAIN for run in runs):
+        return "hits as much as LRU at all simulated sizes."
+    chosen = _choose_run(runs, plan.asked_num_pages)
+    text = f"at {_describe_run(plan, chosen)}"
+    worse = [run for run in runs if run.gain <= -SMALLEST_GAIN]
+    if worse not in ([], [chosen]):
+        most = 100 * max(-run.gain for run in worse)
+        text += f" At {len(worse)} of {count_of(len(runs), 'size')} it hits less than LRU, by up to {most:.1f} points."
+    return text
+
+
+def _choose_run(runs: list[PolicyFigures], asked_num_pages: int | None) -> PolicyFigures:
+    """Choose the run in the pool that was asked for; else that with the largest gain or, if none gains, the largest loss."""
+    for run in runs:
+        if run.pool.num_pages == asked_num_pages:
+            return run
+    best = max(runs, key=lambda run: run.gain)
+    return best if best.gain >= SMALLEST_GAIN else min(runs, key=lambda run: run.gain)
+
+
+def _describe_run(plan: Plan, run: PolicyFigures) -> str:
+    size = _with_bytes(plan, run.pool.num_pages)
+    rates = f"{run.hit_rate:.1%} instead of {run.pool.lru_hit_rate:.1%} of prompt tokens"
+    lru = f"LRU at {_with_bytes(plan, run.lru_num_pages)}" if run.lru_num_pages else ""
+    if abs(run.gain) < SMALLEST_GAIN:
+        return f"{size} hits as much as LRU: {run.hit_rate:.1%} of prompt tokens."
+    if run.gain < 0:
+        return f"{size} hits less than LRU: {rates}{f', as {lru}' if lru else ''}."
+    return f"{size} hits {f'as much as {lru}' if lru else 'more than LRU'}: {rates}."
+
+
 def list_notes(plan: Plan) -> list[str]:
     """Return the notes on the columns."""
-    return [HIT_RATE_NOTE, LRU_NOTE, BEST_NOTE, *([TOGETHER_NOTE] if plan.replays else [])]
+    simulated = [POLICY_NOTE] * bool(plan.policies) + [TOGETHER_NOTE] * bool(plan.replays)
+    return [HIT_RATE_NOTE, LRU_NOTE, BEST_NOTE, *simulated]
 
 
 def list_columns(plan: Plan) -> list[tuple[str, list[str]]]:
@@ -96,6 +154,9 @@ def list_columns(plan: Plan) -> list[tuple[str, list[str]]]:
         ("hit rate, best", [f"{pool.best_hit_rate:.1%}" for pool in plan.pools]),
         ("tokens saved, LRU", [f"{pool.lru_hit_tokens:,}" for pool in plan.pools]),
     ]
+    for eviction, by_size in plan.runs_by_policy.items():
+        runs = [by_size.get(pool.num_pages) for pool in plan.pools]
+        columns.insert(-2, (f"hit rate, {POLICY_NAMES[eviction]}", [f"{run.hit_rate:.1%}" if run else "" for run in runs]))
     if plan.page_bytes is not None:
         columns.insert(1, ("GiB", _list_gib((pool.num_pages for pool in plan.pools), plan.page_bytes)))
     if any(pool.skipped for pool in plan.pools):
@@ -115,6 +176,17 @@ def list_knee_columns(plan: Plan) -> list[tuple[str, list[str]]]:
         columns.append((f"pages, {name}", [f"{size:,}" for size in sizes]))
         if plan.page_bytes is not None:
             columns.append((f"GiB, {name}", _list_gib(sizes, plan.page_bytes)))
+    return columns
+
+
+def list_policy_columns(plan: Plan) -> list[tuple[str, list[str]]]:
+    """Return headings with a cell for each pool in which a policy was simulated and no request skipped."""
+    runs = plan.runs_by_policy
+    sizes = [pool.num_pages for pool in plan.pools if any(pool.num_pages in by_size for by_size in runs.values())]
+    columns = [("pages", [f"{size:,}" for size in sizes])]
+    for eviction, by_size in runs.items():
+        found = [by_size[size].lru_num_pages if size in by_size else None for size in sizes]
+        columns.append((f"LRU pages for the hits of {POLICY_NAMES[eviction]}", [f"{size:,}" if size else "" for size in found]))
     return columns
 
 

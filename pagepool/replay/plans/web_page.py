@@ -8,7 +8,16 @@ from string import Template
 
 from pagepool.replay.plans.plan import Plan
 from pagepool.replay.plans.plot import save_plot
-from pagepool.replay.plans.report import HIT_RATE, describe, headline, list_columns, list_knee_columns, list_notes, summarize
+from pagepool.replay.plans.report import (
+    HIT_RATE,
+    describe,
+    headline,
+    list_columns,
+    list_knee_columns,
+    list_notes,
+    list_policy_columns,
+    summarize,
+)
 from pagepool.replay.shared.drawing import COLORS
 
 __all__ = ["make_page"]
@@ -67,6 +76,8 @@ $notes
 def make_page(plan: Plan, name: str) -> str:
     """Make the page, including the plot; `name` is the trace's."""
     tables = [_make_table(f"By size of the pool; {HIT_RATE}", list_columns(plan))]
+    if plan.policies:
+        tables.append(_make_table("LRU pools that hit as much as other policies", list_policy_columns(plan)))
     if plan.knees:
         tables.append(_make_table("Pages for a share of all possible hits", list_knee_columns(plan)))
     return PAGE.substitute(

@@ -10,13 +10,28 @@ from typing import Any, BinaryIO
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-__all__ = ["BLUE", "COLORS", "GREEN", "GREY", "ORANGE", "PAPER", "format_count", "save_figure", "shorten_name"]
+__all__ = [
+    "BLUE",
+    "COLORS",
+    "GREEN",
+    "GREY",
+    "OCHRE",
+    "ORANGE",
+    "PAPER",
+    "PURPLE",
+    "format_count",
+    "save_figure",
+    "shorten_name",
+]
 
-# Okabe and Ito's palette for colour-blind readers; lines differ in style and markers as well, for print in black.
+# Okabe and Ito's palette for colour-blind readers, darker where its contrast is low; lines differ in style and markers as
+# well, for print in black.
 COLORS = {
     "blue": ("#0072b2", "#56b4e9"),
     "orange": ("#d55e00", "#f5995c"),
     "green": ("#009e73", "#2fc79b"),
+    "purple": ("#b0588b", "#e09cc4"),
+    "ochre": ("#946b00", "#e0b13d"),
     "grey": ("#666666", "#a6a6a6"),
     "ink": ("#1a1a1a", "#e8e8e8"),
     "grid": ("#dddddd", "#3d3d3d"),
@@ -24,7 +39,7 @@ COLORS = {
 }
 """``(light, dark)`` by name; plots use the light ones."""
 
-BLUE, ORANGE, GREEN, GREY, INK, GRID, PAPER = (light for light, _ in COLORS.values())
+BLUE, ORANGE, GREEN, PURPLE, OCHRE, GREY, INK, GRID, PAPER = (light for light, _ in COLORS.values())
 STYLE: dict[Any, Any] = {
     "font.size": 10,
     "text.color": INK,

@@ -13,7 +13,9 @@ import click
 from pagepool.replay.shared.sizes import format_bytes
 
 __all__ = [
+    "POLICY_BYTES",
     "count_available_bytes",
+    "count_digest_bytes",
     "count_event_pool_bytes",
     "count_pool_bytes",
     "count_request_bytes",
@@ -23,6 +25,8 @@ __all__ = [
 ]
 
 PAGE_BYTES = 64  # a cached page
+POLICY_BYTES = {"lru": 0, "arc": 12, "adaptive": 10}  # what each eviction policy keeps of a page, and of evicted ones
+DIGEST_BYTES = 16  # the hash of a page
 EVENT_BYTES = 64  # the events of a page, without its tokens
 TOKEN_BYTES = 4
 REQUEST_BYTES, HASH_ID_BYTES = 1_000, 48  # a simulated request
@@ -71,14 +75,20 @@ def _read_field(path: Path, name: str = "") -> int | None:
     return None if match is None else int(match[1])
 
 
-def count_pool_bytes(num_pages: int, page_bytes: int = PAGE_BYTES) -> int:
-    """Return the bytes of a pool with all pages cached; 0 for more pages than a pool accepts."""
+def count_pool_bytes(num_pages: int, eviction: str = "lru", other_bytes: int = 0) -> int:
+    """Return the bytes of a pool with all pages cached, and `other_bytes` more a page; 0 for more pages than a pool accepts."""
+    page_bytes = PAGE_BYTES + POLICY_BYTES[eviction] + other_bytes
     return num_pages * page_bytes if num_pages <= MAX_NUM_PAGES else 0
 
 
-def count_event_pool_bytes(num_pages: int, page_size: int) -> int:
+def count_event_pool_bytes(num_pages: int, page_size: int, eviction: str = "lru") -> int:
     """Return the bytes of a pool with events and all pages cached."""
-    return count_pool_bytes(num_pages, PAGE_BYTES + EVENT_BYTES + TOKEN_BYTES * page_size)
+    return count_pool_bytes(num_pages, eviction, EVENT_BYTES + TOKEN_BYTES * page_size)
+
+
+def count_digest_bytes(num_pages: int) -> int:
+    """Return the bytes of the hashes of pages."""
+    return num_pages * DIGEST_BYTES
 
 
 def count_request_bytes(num_requests: int, num_hash_ids: int = 0) -> int:

@@ -8,16 +8,19 @@ from typing import Any
 import click
 
 from pagepool.errors import ArgumentError
-from pagepool.replay.shared.memory import explain
+from pagepool.replay.shared.memory import POLICY_BYTES, explain
 from pagepool.replay.shared.results import OutputFile, require_files_apart
 from pagepool.replay.shared.sizes import COUNT_UNITS, Sizes, parse_number
 
 __all__ = [
+    "EVICTION",
+    "EVICTION_POLICIES",
     "SECONDS",
     "Command",
     "Context",
     "Refusal",
     "Size",
+    "eviction_option",
     "json_option",
     "max_batched_tokens_option",
     "max_num_seqs_option",
@@ -121,6 +124,15 @@ max_batched_tokens_option = click.option(
 )
 max_num_seqs_option = click.option(
     "--max-num-seqs", type=Size("requests"), default=256, help="Maximum number of requests running at once."
+)
+EVICTION_POLICIES = tuple(POLICY_BYTES)
+EVICTION = click.Choice(EVICTION_POLICIES)
+eviction_option = click.option(
+    "--eviction",
+    type=EVICTION,
+    metavar="POLICY",
+    default=EVICTION_POLICIES[0],
+    help=f"Policy by which cached pages are evicted: {', '.join(EVICTION_POLICIES)}.",
 )
 json_option = click.option(
     "--json",

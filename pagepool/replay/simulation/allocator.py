@@ -14,7 +14,9 @@ from pagepool.request import EngineRequestStatus
 from pagepool.running_batch import RunningBatch
 from pagepool.specs import CacheGroupSpec, FullAttentionSpec
 
-__all__ = ["Allocator", "BatchAllocator", "ManagerAllocator", "make_groups"]
+__all__ = ["HASH_SEED", "Allocator", "BatchAllocator", "ManagerAllocator", "make_groups"]
+
+HASH_SEED = "replay"  # the adaptive policy samples by hash: with a random seed its figures would differ from run to run
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")

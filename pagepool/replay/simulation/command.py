@@ -5,8 +5,10 @@ import click
 from pagepool.errors import count_of
 from pagepool.replay.shared.memory import count_pool_bytes, count_request_bytes, require_memory
 from pagepool.replay.shared.options import (
+    EVICTION_POLICIES,
     Command,
     Size,
+    eviction_option,
     json_option,
     max_batched_tokens_option,
     max_num_seqs_option,
@@ -41,6 +43,15 @@ def load_requests(
     return load_trace(trace, limit, block_size, seed, progress)[1]
 
 
+def choose_runs(*, compare: bool, batched: bool, eviction: str, compare_eviction: bool) -> dict[str, tuple[str, str]]:
+    """Return the path and the eviction policy of each replay, by the heading of its column."""
+    if compare_eviction and (compare or eviction != EVICTION_POLICIES[0]):
+        raise click.UsageError(f"--compare-eviction and {'--compare' if compare else '--eviction'} exclude each other")
+    if compare_eviction:
+        return {policy: (PATHS[batched], policy) for policy in EVICTION_POLICIES}
+    return {path: (path, eviction) for path in (PATHS if compare else (PATHS[batched],))}
+
+
 def report_skipped(scheduler: Scheduler) -> None:
     """Print the first requests that do not fit the pool to standard error."""
     for request, reason in scheduler.skipped[:MAX_SKIPPED_SHOWN]:
@@ -69,6 +80,8 @@ def require_equal(figures: dict[str, Figures]) -> None:
 @click.option("--no-caching", is_flag=True, help="Disable prefix caching.")
 @click.option("--batched/--no-batched", default=True, help="Allocate for all running requests at once, or one by one.")
 @click.option("--compare", is_flag=True, help="Replay both ways; exit with 1 if any figure but the times differs.")
+@eviction_option
+@click.option("--compare-eviction", is_flag=True, help="Replay under each eviction policy, and show them side by side.")
 @click.option("--limit", type=Size("requests"), help="Use only the first requests; without TRACE, the number to generate.")
 @seed_option
 @json_option
@@ -83,6 +96,8 @@ def replay(
     no_caching: bool,
     batched: bool,
     compare: bool,
+    eviction: str,
+    compare_eviction: bool,
     limit: int | None,
     seed: int,
     json_path: str | None,
@@ -97,33 +112,38 @@ def replay(
     All requests wait from the start, in order; timestamps are ignored. Each step computes running requests first,
     then admits waiting ones; the newest is preempted when the pool is short. A running batch allocates in one call
     per step, the manager (--no-batched) in one per request: only the times differ.
+
+    With --compare-eviction the table begins with the hit rates. Running requests hold their pages under any policy,
+    so policies differ most if few run at once: --max-num-seqs 1 runs one after another.
     """
     if trace and workload:
         raise click.UsageError("TRACE and --workload exclude each other")
     workload = workload or WORKLOADS[0]
+    runs = choose_runs(compare=compare, batched=batched, eviction=eviction, compare_eviction=compare_eviction)
+    pool = describe_pool(num_pages, page_size, eviction)
     with open_result(json_path) as output, Progress() as progress:
         requests = load_requests(trace, workload, limit, block_size, seed, progress)
-        paths = PATHS if compare else (PATHS[batched],)
-        pools = f"{count_of(len(paths), 'pool')} of {describe_pool(num_pages, page_size)}"
-        require_memory(pools, len(paths) * count_pool_bytes(num_pages))
+        pools_bytes = sum(count_pool_bytes(num_pages, policy) for _, policy in runs.values())
+        require_memory(f"{count_of(len(runs), 'pool')} of {pool}", pools_bytes)
         schedulers = {
-            path: make_scheduler(
-                make_manager(num_pages, page_size, requests, not no_caching),
+            name: make_scheduler(
+                make_manager(num_pages, page_size, requests, not no_caching, policy),
                 requests,
                 max_batched_tokens=max_batched_tokens,
                 max_num_seqs=max_num_seqs,
                 batched=path == "batched",
             )
-            for path in paths
+            for name, (path, policy) in runs.items()
         }
         report_skipped(next(iter(schedulers.values())))
         require_one_that_fits(requests, num_pages, page_size)
-        figures = {path: run(scheduler, path, progress) for path, scheduler in schedulers.items()}
+        figures = {name: run(scheduler, name, progress) for name, scheduler in schedulers.items()}
         if output is not None:
-            by_path = {path: each.as_dict() for path, each in figures.items()}
-            output.write(to_json(by_path if compare else next(iter(by_path.values()))))
+            by_name = {name: each.as_dict() for name, each in figures.items()}
+            output.write(to_json(by_name if len(runs) > 1 else next(iter(by_name.values()))))
     if json_path != "-":
         source = source_name(trace) if trace else f"synthetic {workload}"
         with printing():
-            print_report(figures, f"{source}, {describe_pool(num_pages, page_size)}")
-    require_equal(figures)
+            print_report(figures, f"{source}, {pool}", is_hit_rate_first=compare_eviction)
+    if compare:
+        require_equal(figures)

@@ -6,6 +6,9 @@ from pagepool.replay.simulation.figures import Figures
 __all__ = ["print_report"]
 
 
+HIT_RATE = "  hit rate"
+
+
 def _format_seconds(seconds: float) -> str:
     """Format with the unit that leaves a number from 1 to 1000.
 
@@ -28,7 +31,7 @@ def _rows(figures: Figures) -> list[tuple[str, str]]:
         ("    their prompt tokens", f"{figures.skipped_prompt_tokens:,}"),
         ("prompt tokens", f"{figures.prompt_tokens:,}"),
         ("  hit", f"{figures.hit_tokens:,}"),
-        ("  hit rate", f"{figures.hit_rate:.1%}"),
+        (HIT_RATE, f"{figures.hit_rate:.1%}"),
         ("generated tokens", f"{figures.generated_tokens:,}"),
         ("steps", f"{figures.steps:,}"),
         ("preemptions", f"{figures.preemptions:,}"),
@@ -45,6 +48,13 @@ def _rows(figures: Figures) -> list[tuple[str, str]]:
     ]
 
 
-def print_report(figures: dict[str, Figures], title: str) -> None:
+def print_report(figures: dict[str, Figures], title: str, *, is_hit_rate_first: bool = False) -> None:
     """Print a table with a column for each of `figures`."""
-    print_columns({path: _rows(each) for path, each in figures.items()}, title)
+    columns = {name: _rows(each) for name, each in figures.items()}
+    if is_hit_rate_first:
+        columns = {name: [(HIT_RATE.strip(), dict(rows)[HIT_RATE]), *_without_hit_rate(rows)] for name, rows in columns.items()}
+    print_columns(columns, title)
+
+
+def _without_hit_rate(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [row for row in rows if row[0] != HIT_RATE]

@@ -1,6 +1,7 @@
 """Setup of simulated runs for the commands."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import click
@@ -11,22 +12,23 @@ from pagepool.replay.shared.memory import count_pool_bytes
 from pagepool.replay.shared.options import Refusal
 from pagepool.replay.shared.progress import Progress
 from pagepool.replay.shared.sizes import format_bytes
-from pagepool.replay.simulation.allocator import make_groups
+from pagepool.replay.simulation.allocator import HASH_SEED, make_groups
 from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.simulation.scheduler import Scheduler
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 from pagepool.specs import cdiv
 
-__all__ = ["describe_pool", "make_scheduler", "require_one_that_fits", "run"]
+__all__ = ["describe_pool", "make_manager", "make_scheduler", "making_pool", "require_one_that_fits", "run"]
 
 
-def describe_pool(num_pages: int, page_size: int) -> str:
-    """Describe the size of a pool.
+def describe_pool(num_pages: int, page_size: int, eviction: str = "lru") -> str:
+    """Describe the size of a pool, and its eviction policy unless that is LRU.
 
-    >>> describe_pool(1000, 1)
-    '1,000 pages of 1 token'
+    >>> describe_pool(1000, 1), describe_pool(1, 16, "arc")
+    ('1,000 pages of 1 token', '1 page of 16 tokens, arc eviction')
     """
-    return f"{count_of(num_pages, 'page')} of {count_of(page_size, 'token')}"
+    policy = "" if eviction == "lru" else f", {eviction} eviction"
+    return f"{count_of(num_pages, 'page')} of {count_of(page_size, 'token')}{policy}"
 
 
 def require_one_that_fits(requests: Sequence[SimulatedRequest], num_pages: int, page_size: int) -> None:
@@ -59,17 +61,35 @@ def make_scheduler(
 
 
 def make_manager(
-    num_pages: int, page_size: int, requests: Sequence[SimulatedRequest], enable_caching: bool = True
+    num_pages: int,
+    page_size: int,
+    requests: Sequence[SimulatedRequest],
+    enable_caching: bool = True,
+    eviction: str = "lru",
 ) -> CacheManager:
-    """Make a manager for the longest of the requests."""
+    """Make a manager for the longest of the requests. Its hashes are the same in every run."""
     max_model_len = max((request.num_final_tokens for request in requests), default=1)
+    with making_pool(num_pages, page_size, eviction):
+        return CacheManager(
+            num_pages,
+            make_groups(page_size),
+            max_model_len,
+            enable_caching,
+            hash_seed=HASH_SEED,
+            eviction=eviction,
+        )
+
+
+@contextmanager
+def making_pool(num_pages: int, page_size: int, eviction: str = "lru") -> Iterator[None]:
+    """Raise Refusal if a pool of that size cannot be, and name it in a MemoryError."""
     pool = describe_pool(num_pages, page_size)
     try:
-        return CacheManager(num_pages, make_groups(page_size), max_model_len, enable_caching=enable_caching)
+        yield
     except (PagePoolError, OverflowError) as error:
         raise Refusal(f"no pool of {pool}: {error}") from error
     except MemoryError as error:
-        raise MemoryError(f"a pool of {pool} takes {format_bytes(count_pool_bytes(num_pages))}: {error}") from error
+        raise MemoryError(f"a pool of {pool} takes {format_bytes(count_pool_bytes(num_pages, eviction))}: {error}") from error
 
 
 def run(scheduler: Scheduler, description: str, progress: Progress) -> Figures:
