@@ -47,6 +47,8 @@ def save_store(store: PageStore) -> dict[str, Array]:
 class Records(SimpleNamespace):
     """A copy of a pool. Each check relies on those before it."""
 
+    pages: Array
+
     def check(self) -> None:
         """IntegrityError for a wrong page."""
         self.check_pages()
@@ -75,7 +77,7 @@ class Records(SimpleNamespace):
             values = [column if isinstance(column, int) else column[row] for column in columns]
             raise IntegrityError(("" if ids is None else self.describe(ids[row])) + text.format(*values))
 
-    def require_count(self, found: Any, counted: int, text: str) -> None:
+    def require_count(self, found: Any, counted: Any, text: str) -> None:
         """IntegrityError unless the pool counts what was found."""
         if found != counted:
             raise IntegrityError(f"{found} {text}, the pool counts {counted}")
