@@ -202,7 +202,8 @@ def test_a_page_that_is_freed_twice_comes_at_its_last_place(pool: pagepool.PageP
     """As without a policy: 1 and 2 are the beginning of two requests, whose last pages are 3 and 4."""
     page_ids = pool.get_new_page_ids(4).tolist()
     cache(pool, page_ids, [1, 2, 3, 4])
-    pool.touch_page_ids([1, 2])
+    pool.touch_page_ids(page_ids)  # so that all are in the same part
+    pool.free_page_ids([3, 4])
     pool.free_page_ids([3, 2, 1, 4, 2, 1])
     assert queue_of(pool)[-4:] == [3, 4, 2, 1]
 
@@ -218,7 +219,7 @@ def test_a_refused_entry_changes_no_order(pool: pagepool.PagePool) -> None:
 
 def test_a_page_that_is_cached_outside_the_queue_is_not_blank(pool: pagepool.PagePool) -> None:
     page = pool.free_page_queue.popleft()
-    cache(pool, [page.page_id], [1])
+    cache(pool, [page.page_id, 5], [1, 2])
     pool.free_page_queue.append(page)
     assert queue_of(pool)[-1] == page.page_id
 
