@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from contents_device import ContentsError, Device, Histories, find_first_read, require
 from contents_fronts import NUM_ROWS, BatchFront, Entry, Front, Growth, ManagerFront, Work, World
@@ -30,6 +31,7 @@ from workload import NUM_FAMILIES, VOCABULARY, WITH_LOGPROBS, Feature
 
 import pagepool
 from pagepool.errors import ArgumentError, RequestTooLargeError
+from pagepool.hashing import extra_keys
 
 MAX_WAITING = 5
 MAX_REFUSALS = 8  # of a request that does not fit though nothing prevents it
@@ -72,8 +74,11 @@ HASHING: list[dict[str, Any]] = [
 ]
 
 
+EVICTION = ("lru", "arc", "adaptive")
+
+
 class Simulation:
-    """One setting under one seed."""
+    """One setting under one seed, which also chooses the eviction policy."""
 
     def __init__(self, setting: Setting, seed: int, is_checked: bool = True) -> None:
         self.setting = setting
@@ -83,7 +88,7 @@ class Simulation:
         self.histories = Histories()
         self.num_pages = self.rng.choice(setting.num_pages)
         self.fronts_classes = self.rng.choice(FRONTS)
-        self.options: dict[str, Any] = {"hash_seed": seed}
+        self.options: dict[str, Any] = {"hash_seed": seed, "eviction": EVICTION[seed % len(EVICTION)]}
         if self.fronts_classes == (ManagerFront,):
             self.options |= self.rng.choice(HASHING)
         self.device = Device(self.num_pages, setting.groups)
@@ -650,8 +655,10 @@ def run_round(
 ) -> Counter[str]:
     """Run a seed's simulation to its end and return its counts; on a failure, print the command that repeats it."""
     simulation = Simulation(setting, seed, is_checked)
+    nonces = SimpleNamespace(urandom=Random(seed).randbytes)  # policies go by keys, and a round is to be repeated
     try:
-        return simulation.run(num_steps, num_calls)
+        with patch.object(extra_keys, "os", nonces):
+            return simulation.run(num_steps, num_calls)
     except Exception as error:
         fronts = ", ".join(type(front).__name__ for front in simulation.fronts)
         where = f"step {simulation.counts['steps']}, {simulation.num_pages} pages, {fronts}"

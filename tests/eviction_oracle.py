@@ -63,13 +63,14 @@ class Ghost:
         return tag, self.sets[tag * len(self.sets) >> 32]
 
     def add(self, word: int, mark: Mark) -> None:
-        """Remember a page; the first gap of its set closes, or the page that was remembered first is lost."""
+        """Remember a page, once; else the first gap of its set closes, or the page that was remembered first is lost."""
         tag, memories = self._place(word)
-        memories.pop(memories.index(None) if None in memories else -1)
+        tags = [0 if memory is None else memory.tag for memory in memories]
+        memories.pop(next((tags.index(each) for each in (tag, 0) if each in tags), -1))
         memories.insert(0, Memory(tag, mark))
 
     def pop(self, word: int) -> Mark | None:
-        """Forget the page that was remembered last under a hash; None if there is none."""
+        """Forget the page with a hash; None if it is not remembered."""
         tag, memories = self._place(word)
         for i, memory in enumerate(memories):
             if memory is not None and memory.tag == tag:
@@ -91,8 +92,8 @@ class Policy(ABC):
         self.ghost = Ghost(num_pages, ghost_size, sample_interval)
         self.key_of: Callable[[int], int] = int  # the 128 bits of a content
         self.marks = [Mark(BLANK)] * num_pages
-        self.unneeded: set[int] = set()  # pages about to be freed that no hit needs
         self.num_requests = 0
+        self.num_shared_hits = self.num_free_hits = self.num_lru_hits = 0
         self.counts: Counter[str] = Counter()
 
     def start(self, pool: OraclePool) -> None:
@@ -111,16 +112,15 @@ class Policy(ABC):
 
     def note_queued(self, page: int) -> None:
         """A page has come to the end of the queue."""
-        if page in self.unneeded or page not in self.pool.entry_of_page:
-            self.marks[page] = Mark(BLANK)
-        else:
-            self.marks[page] = self.stamp(self.marks[page].part or NEW)
-        self.unneeded.discard(page)
+        part = self.marks[page].part if page in self.pool.entry_of_page else BLANK
+        self.marks[page] = Mark(BLANK) if part == BLANK else self.stamp(part)
 
     def note_entered(self, page: int) -> None:
-        """A page has got an entry; a free one becomes a new one."""
-        if page in self.pool.free_queue:
-            self._queue_again(page)
+        """A page has got an entry; one that is free, or was when it was taken out of the queue, becomes a new one."""
+        if self.marks[page].part == BLANK:
+            self.marks[page] = Mark(NEW)
+            if page in self.pool.free_queue:
+                self._queue_again(page)
 
     def note_dropped(self, page: int) -> None:
         """A page has lost its entry; a free one is blank from now on."""
@@ -130,8 +130,13 @@ class Policy(ABC):
 
     def _queue_again(self, page: int) -> None:
         self.pool.free_queue.move_to_end(page)
-        self.marks[page] = Mark(BLANK)
         self.note_queued(page)
+
+    def note_useless(self, page: int) -> None:
+        """A page is about to be freed that no hit can need."""
+        if self.pool.ref_counts[page] == 1:
+            self.counts["useless pages"] += 1
+            self.marks[page] = Mark(BLANK)
 
     def forget_all(self) -> None:
         """All pages are free, and lose their entries: they are blank, in the order of the parts."""
@@ -155,8 +160,8 @@ class Policy(ABC):
         self.marks[page] = Mark(NEW)
 
     def rank(self, ranking: Ranking, pages: PageIds, place: int) -> None:
-        """A request has computed the page at `place` of its pages, whose key was not cached. If the policy knows the key it
-        also knows what the pages since the last that it knew are worth. After a few keys that it does not know the rest is new.
+        """A request has computed the page at `place` of its pages, whose key was not cached. If the policy knows the key, the
+        pages since the last that it knew go where this one goes. After a few keys that it does not know the rest is new.
         """
         content, group_id = self.pool.entry_of_page[pages[place]]
         word = hash_key(self.key_of(content), group_id)
@@ -183,17 +188,21 @@ class Policy(ABC):
     def note_miss(self, word: int) -> int | None:
         """A sampled key was computed. Return the part for its page, or None if the policy does not know the key."""
 
-    @abstractmethod
     def note_hit(self, page: int, was_free: bool) -> None:
         """A page that was hit has one more holder."""
+        self.num_shared_hits += not was_free
+        self.num_free_hits += was_free
+        self.marks[page] = Mark(AGAIN)
 
     def stamp(self, part: int) -> Mark:
         """Return the mark of a page that comes to a part now."""
         return Mark(part)
 
+    @abstractmethod
     def note_release(self, num_pages: int) -> None:
         """A call is about to put pages into the queue."""
 
+    @abstractmethod
     def note_loss(self, mark: Mark) -> None:
         """A free page with this mark has lost its entry, and was not evicted."""
 
@@ -224,8 +233,11 @@ class Arc(Policy):
         self.counts[f"ghosts of part {mark.part} hit"] += 1
         return AGAIN
 
-    def note_hit(self, page: int, was_free: bool) -> None:
-        self.marks[page] = Mark(AGAIN)
+    def note_release(self, num_pages: int) -> None:
+        pass
+
+    def note_loss(self, mark: Mark) -> None:
+        pass
 
 
 EDGES = [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]  # epochs
@@ -344,6 +356,7 @@ class Adaptive(Policy):
         """Count that a page with this mark was used again, and return the part that it belongs to now."""
         age = self.epoch - mark.epoch
         is_in_time = age < self.lru_age
+        self.num_lru_hits += weight * is_in_time
         self.regret = max(0, self.regret + weight * (is_in_time - is_hit))
         if age < HORIZON:
             self.reused[mark.part][self._bucket(age)] += weight
@@ -353,10 +366,12 @@ class Adaptive(Policy):
         return AGAIN if is_in_time else LATE
 
     def note_hit(self, page: int, was_free: bool) -> None:
+        mark = self.marks[page]
+        super().note_hit(page, was_free)
         if was_free:
             self.decision = None
-        is_known = was_free and self.marks[page].part != BLANK
-        self.marks[page] = Mark(self._use(self.marks[page], 1, True) if is_known else AGAIN)
+            if mark.part != BLANK:
+                self.marks[page] = Mark(self._use(mark, 1, True))
 
     def note_miss(self, word: int) -> int | None:
         mark = self.ghost.pop(word)

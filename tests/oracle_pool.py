@@ -157,8 +157,8 @@ class OraclePool:
 
     def skip_page(self, page: int, is_needed: bool) -> None:
         """Free a page that has left an attention window. Where no hit needs it, a policy evicts it as if it had no entry."""
-        if self.policy is not None and not is_needed and self.ref_counts[page] == 1:
-            self.policy.unneeded.add(page)
+        if self.policy is not None and not is_needed:
+            self.policy.note_useless(page)
         self.free_pages([page])
 
     def get_cached_page(

@@ -75,9 +75,8 @@ BUGS = [
     Bug(
         "a page is given back to another shard",
         CORE,
-        "    link_after(pool.shard_links, pool.shard_links[pool.num_pages + shard].prev, page_id)\n",
-        "    shard = (shard + (BUG)) % pool.num_shards\n"
-        "    link_after(pool.shard_links, pool.shard_links[pool.num_pages + shard].prev, page_id)\n",
+        "        shard = shard_of(pool, page_id)\n        push_to_shard(",
+        "        shard = (shard_of(pool, page_id) + (BUG)) % pool.num_shards\n        push_to_shard(",
     ),
     Bug(
         "two rows get the same page",
@@ -230,8 +229,8 @@ BUGS = [
     Bug(
         "a hit need not be whole pages of every group",
         COORDINATOR,
-        "self._page_size_lcm = lcm(",
-        "self._page_size_lcm = (lambda *sizes: gcd(*sizes) or 1)(",
+        "self.num_hit_tokens = lcm(",
+        "self.num_hit_tokens = (lambda *sizes: gcd(*sizes) or 1)(",
     ),
     Bug(
         "a request that was refused keeps the hits that it had",

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any, NamedTuple
 
-from eviction_oracle import NULL_PAGE, Policy, hash_key, make_policy
+import numpy as np
+from eviction_oracle import NULL_PAGE, Adaptive, Arc, Policy, hash_key, make_policy
 from oracle_pool import OraclePool, PageIds, shard_of_hint
 from twins import Mismatch, Twins
 
 import pagepool
+from pagepool._core import copy_records
 
 NUM_FAMILIES = 8
 GROUPS = 0, 1
@@ -23,12 +25,13 @@ PAGE_SIZE = 1
 
 
 class PoolState(NamedTuple):
-    """Everything that can be seen of a pool."""
+    """Everything that can be seen of a pool, and what its policy keeps."""
 
     ref_counts: list[int]
     free_page_ids: list[int]
     entries: dict[int, tuple[int, int]]  # key and group, by page
     counters: list[int]
+    policy: dict[str, Any]
 
     def differences(self, other: PoolState) -> list[str]:
         """Name the fields in which the other state differs, with both values."""
@@ -37,6 +40,49 @@ class PoolState(NamedTuple):
             for name, mine, theirs in zip(self._fields, self, other, strict=True)
             if mine != theirs
         ]
+
+
+ARC = np.dtype([("target", "f8"), ("num_ghosts", "i8", 4)])
+AGES = "f8", (3, 14)
+ADAPTIVE = np.dtype(
+    [
+        *((name, "i8") for name in ("num_released", "epoch", "call", "num_requests_then")),
+        ("alive", "i8", (3, 256)),
+        *((name, *AGES) for name in ("exposed", "reused", "values")),
+        *((name, "i8") for name in ("lru_age", "regret", "pause", "paused_until")),
+        ("decision", "i4", 4),
+    ]
+)
+COUNTED = {Arc: ARC, Adaptive: ADAPTIVE}
+LEARNED = {"num_ghosts", "alive", "decision"}  # told otherwise by the twin
+
+
+def describe_twin(policy: Policy | None) -> dict[str, Any]:
+    """Return what a twin keeps, in the form of the core."""
+    if policy is None:
+        return {}
+    marks = [mark.epoch << 18 | mark.call << 2 | mark.part for mark in policy.marks]
+    ghosts = [
+        (memory.tag, memory.mark.epoch << 18 | memory.mark.call << 2 | memory.mark.part) if memory else (0, 0)
+        for memories in policy.ghost.sets
+        for memory in memories
+    ]
+    counts = [policy.num_requests, policy.num_shared_hits, policy.num_free_hits, policy.num_lru_hits]
+    learned = {name: getattr(policy, name) for name in COUNTED[type(policy)].names if name not in LEARNED}
+    by_class = {name: list(values.values()) for name, values in learned.items() if isinstance(values, dict)}
+    return {"marks": marks, "ghosts": ghosts, "counts": counts, **learned, **by_class}
+
+
+def describe_policy(store: Any) -> dict[str, Any]:
+    """Return what the policy of a store keeps."""
+    records = copy_records(store, "marks ghosts policy_counts learned")
+    if not records["num_parts"]:
+        return {}
+    ghosts = [(tag, mark if tag else 0) for tag, mark in records["ghosts"].tolist()]
+    dtype = ARC if store.eviction == "arc" else ADAPTIVE
+    learned = records["learned"].view(dtype)[0]
+    values = {name: learned[name].tolist() for name in dtype.names if name not in LEARNED}
+    return {"marks": records["marks"].tolist(), "ghosts": ghosts, "counts": records["policy_counts"].tolist()[4:], **values}
 
 
 class OracleSide:
@@ -78,7 +124,8 @@ class OracleSide:
     def state(self, _request_ids: Iterable[str]) -> PoolState:
         pool = self.pool
         counters = [pool.counts[name] for name in ("allocated", "freed", "evicted", "cached")]
-        return PoolState(pool.ref_counts[1:], pool.free_page_ids(), dict(sorted(pool.entry_of_page.items())), counters)
+        entries = dict(sorted(pool.entry_of_page.items()))
+        return PoolState(pool.ref_counts[1:], pool.free_page_ids(), entries, counters, describe_twin(pool.policy))
 
 
 class PackageSide:
@@ -125,7 +172,14 @@ class PackageSide:
         entries = {page_id: key for page_id, key in keys.items() if key is not None}
         assert len(entries) == store.num_cached_pages
         counters = [stats.num_allocated_pages, stats.num_freed_pages, stats.num_evicted_pages, stats.num_cached_pages]
-        return PoolState(self.pool.ref_counts().tolist()[1:], self.pool.free_page_ids_in_order().tolist(), entries, counters)
+        free_ids = self.pool.free_page_ids_in_order().tolist()
+        self._check()
+        return PoolState(self.pool.ref_counts().tolist()[1:], free_ids, entries, counters, describe_policy(store))
+
+    def _check(self) -> None:
+        """Check the pool, unless there are pages in nobody's hands, which only a queue can have."""
+        if np.count_nonzero(self.pool.ref_counts()[1:]) + self.pool.get_num_free_pages() == self.pool.num_pages - 1:
+            self.pool.check()
 
 
 class PoolWorkload:

@@ -40,6 +40,7 @@ STATM = Path("/proc/self/statm")
 MIB = 1 << 20
 MAX_GROWTH_MIB = 16
 CONTENTS_SHARE = 0.25  # share of the time
+EVICTION = ("lru", "lru", "arc", "adaptive")  # by seed
 MIN_SAMPLES = 4  # rounds of a kind, whose medians show growth
 
 
@@ -127,13 +128,15 @@ def make_short_requests(kind: Kind, rng: Random) -> list[SimulatedRequest]:
 
 
 class Round:
-    """One kind under one seed, on a manager and a batch, or on a batch alone."""
+    """One kind under one seed, on a manager and a batch, or on one of them alone: a policy minds that a batch does for several
+    requests at once what a manager does one by one.
+    """
 
     def __init__(self, kind: Kind, seed: int, records: list[TraceRecord]) -> None:
         self.kind = kind
         self.rng = Random(seed)
         requests = make_load(kind, seed, records)
-        setting = kind.setting
+        setting, eviction = kind.setting, EVICTION[seed % len(EVICTION)]
         max_model_len = max(request.num_final_tokens for request in requests)
         make_manager = partial(
             pagepool.CacheManager,
@@ -143,9 +146,12 @@ class Round:
             setting.enable_caching,
             setting.use_eagle,
             hash_seed=seed,
+            eviction=eviction,
         )
         limits = {"max_num_batched_tokens": kind.max_num_batched_tokens, "max_num_seqs": kind.max_num_seqs}
         sides = [BatchSide] if kind.may_trim else [ManagerSide, BatchSide]
+        if eviction != "lru":
+            sides = [sides[seed // len(EVICTION) % len(sides)]]
         self.engines = [Engine(make_manager, side, requests, **limits) for side in sides]
         self.faults = Faults(self.engines, self.rng, kind.may_trim)
         self.counts: Counter[str] = Counter()

@@ -7,20 +7,25 @@ PAGEPOOL_TEST_OPERATIONS: a twentieth of so many calls are made in all for pools
 from __future__ import annotations
 
 import zlib
+from collections import Counter
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from batch_model import BatchRows, OracleRows
 from batch_workload import run_batch_workload
-from eviction_oracle import make_policy
+from eviction_oracle import LATE, NEW, Adaptive, Ghost, Mark, Policy, hash_key, make_policy
 from oracle import OracleManager
-from pool_workload import run_pool_workload
+from pool_workload import OracleSide, PackageSide, describe_policy, describe_twin, run_pool_workload
 from settings import SETTINGS, Setting
 from test_differential import NUM_OPERATIONS, expected_stats
 from twins import OracleTwin, PackageTwin, Twins
 from workload import run_workload
 
 import pagepool
+from pagepool.errors import IntegrityError, PageHashError
+from pagepool.hashing import extra_keys
 
 POLICIES: list[tuple[str, float | None]] = [("lru", None), ("arc", None), ("arc", 4), ("adaptive", None)]
 HASHING: list[dict[str, Any]] = [{}, {"hash_algo": "sha256"}, {"hash_algo": hash}]
@@ -28,9 +33,21 @@ NUM_CALLS = NUM_OPERATIONS // 20
 NUM_POOL_CALLS = max(NUM_CALLS // len(POLICIES), 1000)
 NUM_SETTING_CALLS = max(NUM_CALLS // len(SETTINGS), 50)
 MAX_CALLS_PER_SEED = 3000
+HASHES = [
+    0x8F61977145DABC65,
+    0xB4D26CB15EC3F500,
+    0xBEAEEFCA4372049D,
+    0x7A766744D36CBB2E,
+]
 
 policies = pytest.mark.parametrize(("eviction", "ghost_size"), POLICIES)
 settings = pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+
+
+@pytest.fixture(autouse=True)
+def _nonces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policies go by keys: those of unnamed images must be the same when a seed is repeated."""
+    monkeypatch.setattr(extra_keys, "os", SimpleNamespace(urandom=Random(0).randbytes))
 
 
 # --- random work --------------------------------------------------------------------------------------------------
@@ -71,27 +88,196 @@ def make_managers(
     return oracle, manager
 
 
+def run_manager(setting: Setting, seed: int, num_calls: int) -> Policy | None:
+    """Run a seed's workload on managers and return the oracle's policy, which knows the same as the package's in the end."""
+
+    def make_twins(setting: Setting, num_pages: int) -> Twins:
+        oracle, manager = make_managers(setting, num_pages, seed, HASHING[seed // len(POLICIES) % len(HASHING)])
+        return Twins(OracleTwin(oracle), PackageTwin(manager))
+
+    twins = run_workload(setting, make_twins, seed, num_calls)
+    assert twins.system.manager.page_pool.stats == expected_stats(twins.oracle.manager)
+    require_same_policies(twins)
+    return twins.oracle.manager.page_pool.policy
+
+
+def require_same_policies(twins: Twins) -> None:
+    assert describe_twin(twins.oracle.manager.page_pool.policy) == describe_policy(twins.system.manager.page_pool.store)
+
+
 @settings
 def test_a_manager_does_as_its_twin(setting: Setting) -> None:
     seeds = turns(setting, "manager")
     for seed in seeds:
-
-        def make_twins(setting: Setting, num_pages: int, seed: int = seed) -> Twins:
-            oracle, manager = make_managers(setting, num_pages, seed, HASHING[seed // len(POLICIES) % len(HASHING)])
-            return Twins(OracleTwin(oracle), PackageTwin(manager))
-
-        twins = run_workload(setting, make_twins, seed, -(-NUM_SETTING_CALLS // len(seeds)))
-        assert twins.system.manager.page_pool.stats == expected_stats(twins.oracle.manager)
+        run_manager(setting, seed, -(-NUM_SETTING_CALLS // len(seeds)))
 
 
 @settings
 def test_a_batch_does_as_its_twin(setting: Setting) -> None:
     seeds = turns(setting, "batch")
     for seed in seeds:
+        made: list[Twins] = []
 
-        def make_twins(setting: Setting, num_pages: int, num_rows: int, seed: int = seed) -> Twins:
+        def make_twins(setting: Setting, num_pages: int, num_rows: int, seed: int = seed, made: list[Twins] = made) -> Twins:
             oracle, manager = make_managers(setting, num_pages, seed, {})
             batch = BatchRows(manager, setting, num_rows, with_hashes=False)
-            return Twins(OracleRows(oracle, setting, num_rows), batch)
+            made.append(Twins(OracleRows(oracle, setting, num_rows), batch))
+            return made[0]
 
         run_batch_workload(setting, make_twins, seed, -(-NUM_SETTING_CALLS // len(seeds)), trims=True)
+        require_same_policies(made[0])
+
+
+# --- what the random work reaches -----------------------------------------------------------------------------------
+
+
+REACHED = {
+    ("arc", None): {"evicted from part 0", "evicted from part 1", "evicted from part 2", "twins evicted"},
+    ("arc", 4): {"remembered", "ghosts of part 1 hit", "ghosts of part 2 hit"},
+    ("adaptive", None): {
+        "remembered", "twins evicted", "pauses", "decisions in a pause", "evicted from a newest end",
+        "evicted before older pages", "hits in time", "hits late", "misses in time", "misses late",
+        "rests of requests that are new",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("eviction", "ghost_size"), REACHED)
+def test_everything_happens(eviction: str, ghost_size: float | None) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(4):
+        policy = run_pool_workload((eviction, ghost_size), seed, 1500)
+        assert policy is not None
+        counts += policy.counts
+    assert REACHED[eviction, ghost_size] - counts.keys() == set()
+
+
+def test_pages_that_no_hit_needs_are_freed() -> None:
+    setting = next(setting for setting in SETTINGS if setting.name == "full 8 and windows of 4")
+    counts: Counter[str] = Counter()
+    for seed in range(1, 9, 2):
+        counts += run_manager(setting, seed, 300).counts
+    assert counts["useless pages"] > 10
+
+
+def test_ages_beyond_the_horizon() -> None:
+    """A page and a ghost are used again after more than 128 epochs, which nothing but blank pages have filled."""
+    num_pages, keys = 24, [key for key in range(1, 200) if hash_key(key, 0) % 8 == 0][:8]
+    oracle, package = OracleSide(num_pages, Adaptive(num_pages)), PackageSide(num_pages, "adaptive", None)
+    twins = Twins(oracle, package)
+    pages = twins.call("take", 8, {})
+    twins.call("cache", pages, keys, 0, 0)
+    twins.call("free", pages[::-1])
+    everything = twins.call("take", num_pages - 4, {})  # five are remembered
+    twins.call("free", everything)
+    for _ in range(130):
+        twins.call("free", twins.call("take", 16, {}))
+    kept = [page for page in pages if page in oracle.pool.entry_of_page]
+    twins.call("touch", kept)
+    again = twins.call("take", 8, {})
+    twins.call("cache", again, keys, 0, 0)
+    assert oracle.pool.policy.counts["used again beyond the horizon"] >= 2
+    assert oracle.pool.policy.counts["misses late"] >= 1
+
+
+# --- single calls ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["arc", "adaptive"])
+def pool(request: pytest.FixtureRequest) -> pagepool.PagePool:
+    return pagepool.PagePool(16, True, eviction=request.param)
+
+
+def cache(pool: pagepool.PagePool, page_ids: list[int], keys: list[int]) -> None:
+    hashes = [pagepool.PageHash(key, ()) for key in keys]
+    pool.cache_full_page_ids(None, page_ids, hashes, 0, len(page_ids), 1, 0)
+
+
+def queue_of(pool: pagepool.PagePool) -> list[int]:
+    pool.check()
+    return pool.free_page_ids_in_order().tolist()
+
+
+def test_a_page_that_is_freed_twice_comes_at_its_last_place(pool: pagepool.PagePool) -> None:
+    """As without a policy: 1 and 2 are the beginning of two requests, whose last pages are 3 and 4."""
+    page_ids = pool.get_new_page_ids(4).tolist()
+    cache(pool, page_ids, [1, 2, 3, 4])
+    pool.touch_page_ids(page_ids)  # so that all are in the same part
+    pool.free_page_ids([3, 4])
+    pool.free_page_ids([3, 2, 1, 4, 2, 1])
+    assert queue_of(pool)[-4:] == [3, 4, 2, 1]
+
+
+def test_a_refused_entry_changes_no_order(pool: pagepool.PagePool) -> None:
+    cache(pool, [5, 6], [1, 2])
+    before = queue_of(pool)
+    for page_ids in ([7, 3, 5], [7, 3, 7]):
+        with pytest.raises(PageHashError):
+            cache(pool, page_ids, [7, 8, 9])
+        assert queue_of(pool) == before
+
+
+def test_a_page_that_is_cached_outside_the_queue_is_not_blank(pool: pagepool.PagePool) -> None:
+    page = pool.free_page_queue.popleft()
+    cache(pool, [page.page_id, 5], [1, 2])
+    pool.free_page_queue.append(page)
+    assert queue_of(pool)[-1] == page.page_id
+
+
+def test_a_free_page_with_references_is_whole_once_it_is_touched(pool: pagepool.PagePool) -> None:
+    pool.pages[3].incr_ref()
+    with pytest.raises(IntegrityError):
+        pool.get_new_page_ids(1)
+    pool.touch_page_ids([3])
+    assert pool.pages[3].ref_cnt == 2
+    assert queue_of(pool) == [1, 2, *range(4, 16)]
+    pool.free_page_ids([3, 3])
+    assert sorted(queue_of(pool)) == list(range(1, 16))
+
+
+def test_a_key_is_remembered_once() -> None:
+    """It is evicted twice, and meanwhile it was cached by somebody who does not ask the policy."""
+    pool = pagepool.PagePool(8, True, eviction="arc")
+    for _ in range(2):
+        pool.pages[3].page_hash = pagepool.PageHashWithGroupId(pagepool.PageHash(5, ()), 0)
+        pool.free_page_ids(pool.get_new_page_ids(7))
+        pool.check()
+
+
+def test_a_request_that_a_shard_is_too_short_for_is_not_counted() -> None:
+    setting = next(setting for setting in SETTINGS if setting.name == "full 2 shards")
+    manager = setting.manager(pagepool.CacheManager, setting.cache_groups(pagepool), 8, eviction="adaptive")
+    request = pagepool.EngineRequest("long", list(range(20)))
+    counts = [describe_policy(manager.page_pool.store)["counts"]]
+    assert manager.allocate_slots(request, 20, dp_shard_hint=1, data_parallel_size=2) is None
+    counts.append(describe_policy(manager.page_pool.store)["counts"])
+    assert counts[0] == counts[1] == [0, 0, 0, 0]
+
+
+# --- the twins --------------------------------------------------------------------------------------------------------
+
+
+def test_hashes_of_keys() -> None:
+    """They are the same in each process, and in each version that loads the snapshots of another."""
+    assert [hash_key(key, group_id) for key, group_id in ((0, 0), (1, 0), (0, 1), (1 << 127, 5))] == HASHES
+
+
+def test_a_ghost_closes_gaps_first() -> None:
+    ghost = Ghost(8, 1, 1)  # one set
+    words = [(tag << 32) + 1 for tag in range(1, 12)]
+    for i, word in enumerate(words[:8]):
+        ghost.add(word, Mark(NEW, i))
+    assert ghost.pop(words[3]) == Mark(NEW, 3)
+    ghost.add(words[8], Mark(LATE))
+    assert ghost.pop(words[0]) == Mark(NEW, 0)  # it was the first, and is still there
+    ghost.add(words[9], Mark(LATE))
+    ghost.add(words[10], Mark(LATE))
+    assert ghost.pop(words[1]) is None
+    assert [ghost.count(part) for part in (NEW, LATE)] == [5, 3]
+
+
+def test_what_is_new_without_anything_known() -> None:
+    """The value of an age is a rate; without counts it is the prior's at all ages, and least where a bucket is wide."""
+    policy = Adaptive(64)
+    assert policy.values[NEW] == policy.values[LATE]
+    assert all(0 < value < 2 for value in policy.values[NEW])

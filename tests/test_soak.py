@@ -30,10 +30,9 @@ def run_round(kind: Kind, seed: int = SEED) -> Round:
     return work
 
 
-@pytest.mark.parametrize("kind", take_turns(), ids=lambda kind: kind.name)
-def test_a_short_round(kind: Kind) -> None:
-    print(f"seed {SEED}")
-    work = run_round(shorten(kind, 60))
+@pytest.mark.parametrize(("seed", "kind"), [*enumerate(take_turns(), SEED)], ids=lambda value: getattr(value, "name", value))
+def test_a_short_round(seed: int, kind: Kind) -> None:
+    work = run_round(shorten(kind, 60), seed)
     assert work.counts["operations"] > 60
     assert work.faults.counts.total() > 5
 

@@ -40,7 +40,7 @@ cdef inline GhostEntry *find_ghost(const Ghost *ghost, uint64_t word) noexcept n
 
 
 cdef inline GhostEntry remember(Ghost *ghost, uint64_t word, uint32_t mark) noexcept nogil:
-    """Add a key as the last of its set. Returns the entry whose place it took: its own, if nobody has asked for the key since it
+    """Add a key as the last of its set. Returns the entry whose place it took: its own, if nobody asked for the key since it
     was evicted before, else the first that left a gap, else the oldest.
     """
     cdef uint32_t tag = tag_in_ghost(word)

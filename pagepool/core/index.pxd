@@ -7,8 +7,8 @@ from pagepool.core.ghost cimport hash_key, is_sampled
 from pagepool.core.notes cimport is_journaled, note_drop, note_entry
 from pagepool.core.queue cimport requeue
 from pagepool.core.records cimport (
-    BLANK, FLAGS, MAX_GROUP, NEW, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Ghost, Origin, Page, Pool, Range, Ranking, Slot, digest_of,
-    is_free, is_pinned,
+    BLANK, FLAGS, MAX_GROUP, NEW, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Ghost, Origin, Page, Pool, Range, Ranking, Slot,
+    digest_of, is_free, is_pinned,
 )
 from pagepool.core.references cimport lose_pins
 from pagepool.core.siphash cimport Digest
