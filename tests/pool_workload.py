@@ -42,7 +42,7 @@ class PoolState(NamedTuple):
         ]
 
 
-ARC = np.dtype([("target", "f8"), ("num_ghosts", "i8", 4)])
+ARC = np.dtype([("target", "f8"), ("num_ghosts", "i8", 4), ("log_start", "i8", 4), ("log_stop", "i8", 4)])
 AGES = "f8", (3, 14)
 ADAPTIVE = np.dtype(
     [
@@ -54,7 +54,7 @@ ADAPTIVE = np.dtype(
     ]
 )
 COUNTED = {Arc: ARC, Adaptive: ADAPTIVE}
-LEARNED = {"num_ghosts", "alive", "decision"}  # told otherwise by the twin
+LEARNED = {"num_ghosts", "log_start", "log_stop", "alive", "decision"}  # told otherwise by the twin
 
 
 def describe_twin(policy: Policy | None) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def describe_policy(store: Any) -> dict[str, Any]:
         return {}
     ghosts = [(tag, mark if tag else 0) for tag, mark in records["ghosts"].tolist()]
     dtype = ARC if store.eviction == "arc" else ADAPTIVE
-    learned = records["learned"].view(dtype)[0]
+    learned = records["learned"][: dtype.itemsize].view(dtype)[0]
     values = {name: learned[name].tolist() for name in dtype.names if name not in LEARNED}
     return {"marks": records["marks"].tolist(), "ghosts": ghosts, "counts": records["policy_counts"].tolist()[4:], **values}
 

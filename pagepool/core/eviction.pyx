@@ -2,7 +2,7 @@
 
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
-from libc.stdint cimport int32_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint32_t
 
 from pagepool.core cimport adaptive, arc
 from pagepool.core.platform cimport CACHE_LINE
@@ -31,8 +31,11 @@ cdef int set_policy(Pool *pool, object name, object ghost_size) except -1:
     """Give a pool without pages in its queue a policy that `check_policy` knows; "lru" is none. Without a ghost size ARC has a
     ghost of one pool, as in its paper.
     """
+    cdef double num_pools = 1 if ghost_size is None else ghost_size
+    cdef int64_t num_ghosts = <int64_t>(num_pools * pool.num_pages) + 1
     if name == "arc":
-        begin_policy(pool, sizeof(arc.Arc), arc.NUM_PARTS, 1 if ghost_size is None else ghost_size, 1)
+        begin_policy(pool, sizeof(arc.Arc) + arc.count_log_bytes(num_ghosts), arc.NUM_PARTS, arc.SPARE_ROOM * num_pools, 1)
+        arc.start_arc(<arc.Arc *>pool.policy, num_ghosts)
         set_arc(<arc.Arc *>pool.policy)
     elif name == "adaptive":
         begin_policy(pool, sizeof(adaptive.Adaptive), adaptive.NUM_PARTS, ADAPTIVE_GHOST_SIZE, adaptive.SAMPLE_WEIGHT)
@@ -68,7 +71,7 @@ cdef int begin_policy(Pool *pool, size_t size, int32_t num_parts, double ghost_s
 
 cdef void set_arc(arc.Arc *state) noexcept:
     cdef Policy *policy = &state.base
-    policy.learned, policy.num_learned_bytes = &state.learned, sizeof(arc.Learned)
+    policy.learned, policy.num_learned_bytes = &state.learned, sizeof(arc.Learned) + arc.count_log_bytes(state.max_num_ghosts)
     policy.note_release, policy.note_queued, policy.note_hit = arc.note_release, arc.note_queued, arc.note_hit
     policy.note_miss, policy.pick = arc.note_miss, arc.pick
     policy.note_eviction, policy.note_drop, policy.is_right = arc.note_eviction, arc.note_drop, arc.is_right
