@@ -1,7 +1,7 @@
 # The policy ARC: Megiddo and Modha, ARC: A Self-Tuning, Low Overhead Replacement Cache (FAST 2003). Pages used once and pages
 # used again are in a part each; a miss that the ghost remembers lets the page's part grow. Unlike there, pages in use are in
-# neither part. The keys of each part are forgotten in the order of their evictions: a log has it, with gaps where keys were asked
-# for again.
+# neither part. The keys of each part are forgotten in the order of their evictions, which a log has, with gaps where keys were
+# asked for again.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 

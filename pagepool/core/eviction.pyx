@@ -52,7 +52,7 @@ cdef double float_of(object value, str name) except *:
 
 
 cdef int begin_policy(Pool *pool, size_t size, int32_t num_parts, double ghost_size, uint32_t sample_interval) except -1:
-    """Allocate what a policy keeps: `size` bytes, marks, and a ghost of `ghost_size` pools, of one page in `sample_interval`."""
+    """Allocate `size` bytes for a policy, marks, and a ghost for one page in `sample_interval` of `ghost_size` pools."""
     cdef Policy *policy = <Policy *>calloc(1, size)
     cdef size_t num_sets = 1 + <size_t>(ghost_size * pool.num_pages / sample_interval / SET_SIZE)
     pool.policy = policy

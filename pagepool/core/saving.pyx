@@ -131,9 +131,9 @@ def is_policy_right(PageStore store not None) -> bool:
 
 def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageStore:
     """Return the store of which `save_store` made these arrays. `kind` is whether prefixes are cached, the eviction policy and
-    its ghost size; `cached` are the arrays of cached pages: ids, group ids, keys, token ids, and pins, or no pins; `policy` those of the policy:
-    marks, ghosts, counts, and what it has learned; `totals` are the counters and the number of shards. SnapshotError if they
-    contradict one another. O(num_pages).
+    its ghost size; `cached` are the arrays of cached pages: ids, group ids, keys, token ids, and pins, or no pins; `policy`
+    those of the policy: marks, ghosts, counts, and what it has learned; `totals` are the counters and the number of shards.
+    SnapshotError if they contradict one another. O(num_pages).
     """
     cdef PageIds counts = as_own_ids(ref_counts, "ref_counts")
     cached_page_ids, cached_group_ids, cached_keys, cached_token_ids, cached_pins = cached
