@@ -449,6 +449,7 @@ def _collect_stats(pool: PagePool, max_num_pinned_pages: int, query_counters: Se
     num_pages, num_free_pages = pool.num_pages - 1, store.num_free_pages
     num_held_pages = num_pages - num_free_pages
     lifetime, idle_before_eviction, reuse_gap = (TimeHistogram.of(*counts) for counts in store.residency)
+    num_hit_pages, num_lru_hit_pages = store.estimated_hits or (None, None)
     return CacheStats(
         num_pages=num_pages,
         num_free_pages=num_free_pages,
@@ -465,6 +466,8 @@ def _collect_stats(pool: PagePool, max_num_pinned_pages: int, query_counters: Se
         lifetime=lifetime,
         idle_before_eviction=idle_before_eviction,
         reuse_gap=reuse_gap,
+        num_hit_pages=num_hit_pages,
+        num_lru_hit_pages=num_lru_hit_pages,
     )
 
 
