@@ -83,9 +83,20 @@ cdef inline int64_t count_ghosts(const Policy *policy, uint32_t part) noexcept n
     return count
 
 
+cdef inline bint are_parts(const Pool *pool, const Policy *policy) noexcept nogil:
+    """Whether all marks are parts, without stamps: ghosts are counted by them."""
+    cdef bint is_fine = True
+    cdef Py_ssize_t i
+    for i in range(pool.num_pages):
+        is_fine &= policy.marks[i] < NUM_PARTS
+    for i in range(<Py_ssize_t>policy.ghost.num_sets * SET_SIZE):
+        is_fine &= policy.ghost.entries[i].mark < NUM_PARTS
+    return is_fine
+
+
 cdef inline bint is_right(Pool *pool) noexcept nogil:
     cdef const Arc *state = <Arc *>pool.policy
-    if not 0 <= state.learned.target <= <double>pool.num_pages:
+    if not 0 <= state.learned.target <= <double>pool.num_pages or not are_parts(pool, &state.base):
         return False
     return (
         count_ghosts(&state.base, NEW) == state.learned.num_ghosts[NEW]

@@ -85,8 +85,8 @@ class CacheManager(PrefixPins):
         self.enable_caching = bool(enable_caching and kv_cache_groups)
         self.use_eagle = use_eagle
         if page_pool is None:
-            page_pool = PagePool(num_pages, self.enable_caching, eviction=eviction or "lru", ghost_size=ghost_size)
-        else:
+            page_pool = PagePool(num_pages, self.enable_caching, eviction="lru" if eviction is None else eviction, ghost_size=ghost_size)
+        elif isinstance(page_pool, PagePool):
             _require_eviction(page_pool, eviction, ghost_size)
         self.coordinator: CacheCoordinator = get_kv_cache_coordinator(
             num_pages, kv_cache_groups, self.max_model_len, use_eagle, self.enable_caching, page_pool
@@ -118,7 +118,7 @@ class CacheManager(PrefixPins):
             f"CacheManager(num_pages={self.num_pages}, num_free_pages={self._store.num_free_pages}, "
             f"num_cached_pages={self._store.num_cached_pages}, num_requests={len(self._requests)}, "
             f"num_kv_cache_groups={self.num_kv_cache_groups}, max_model_len={self.max_model_len}, "
-            f"enable_caching={self.enable_caching})"
+            f"enable_caching={self.enable_caching}, eviction={self.page_pool.eviction!r})"
         )
 
     @property
@@ -427,7 +427,9 @@ class CacheManager(PrefixPins):
 
 def _require_eviction(pool: PagePool, eviction: str | None, ghost_size: float | None) -> None:
     """Raise ArgumentError for a pool with another policy, and for a ghost size, which a pool has already."""
-    if ghost_size is not None or eviction not in (None, getattr(pool, "eviction", eviction)):
+    if eviction is not None and not isinstance(eviction, str):
+        raise ArgumentTypeError(f"eviction: got {type(eviction).__name__}, allowed: a string, or None")
+    if ghost_size is not None or eviction not in (None, pool.eviction):
         raise ArgumentError(
             f"eviction: got {shown(eviction)} and ghost_size {shown(ghost_size)}, allowed with page_pool: None, or its own, "
             f"{pool.eviction!r}"

@@ -12,7 +12,7 @@ from pagepool.errors import IntegrityError
 __all__ = ["check_store", "save_store"]
 
 NOT_FREE = NO_GROUP = NOT_NEW = NOT_FIRST = -1
-BLANK, PART, SET_SIZE = 0, 3, 8
+BLANK, PART, SET_SIZE, MAX_COUNT = 0, 3, 8, ((1 << 63) - 1) // 8
 TWIN, GROUP, MAX_GROUP, MAX_REF_CNT = 1 << 30, ~(3 << 29), (1 << 29) - 1, (1 << 31) - 2
 
 Array = npt.NDArray[Any]
@@ -127,13 +127,19 @@ class Records(SimpleNamespace):
         """Each part has the pages that are marked so, the blank one those without an entry. A look-up finds each ghost."""
         starts = self.queue[self.queue >= self.num_pages]
         self.require_count(starts.tolist(), [*range(self.num_pages, self.num_pages + self.num_parts)], "begin the parts")
+        marks, counts = self.marks, self.policy_counts
+        is_wrong = (marks & PART >= self.num_parts) | (marks & PART == BLANK) & (marks != BLANK)
+        text = f" has the mark {{}}, allowed: of {self.num_parts} parts, {BLANK} for part {BLANK}"
+        self.refuse(is_wrong, range(self.num_pages), text, marks)
+        text = "count {} of the eviction policy is {}, allowed: 0 to {}"
+        self.refuse((counts < 0) | (counts > MAX_COUNT), None, text, range(len(counts)), counts, MAX_COUNT)
         parts = ((self.queue >= self.num_pages).cumsum() - 1)[self.queue < self.num_pages]
-        marked = (self.marks.take(self.free_ids) & PART).astype(np.int64)
+        marked = (marks.take(self.free_ids) & PART).astype(np.int64)
         self.refuse(parts != marked, self.free_ids, " is in part {} of the free queue, and marked for part {}", parts, marked)
         is_wrong = (parts != BLANK) & (self.group.take(self.free_ids) == NO_GROUP)
         self.refuse(is_wrong, self.free_ids, f" is in part {{}} of the free queue, allowed without an entry: {BLANK}", parts)
         num_in_part = np.bincount(parts, minlength=PART + 1).tolist()
-        self.require_count(num_in_part, self.policy_counts[: PART + 1].tolist(), "pages are in the parts")
+        self.require_count(num_in_part, counts[: PART + 1].tolist(), "pages are in the parts")
         sets = self.ghosts.reshape(-1, SET_SIZE)
         tags, parts = np.sort(sets["tag"], axis=1), sets["mark"] & PART
         homes = (tags.astype(np.uint64) * np.uint64(len(sets)) >> np.uint64(32)).astype(np.int64)

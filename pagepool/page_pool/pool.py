@@ -101,7 +101,8 @@ class PagePool:
         """The size and use of the pool."""
         return (
             f"PagePool(num_pages={self.num_pages}, num_free_pages={self.store.num_free_pages}, "
-            f"num_cached_pages={self.store.num_cached_pages}, enable_caching={self.enable_caching})"
+            f"num_cached_pages={self.store.num_cached_pages}, enable_caching={self.enable_caching}, "
+            f"eviction={self.eviction!r})"
         )
 
     # Saving.
