@@ -85,7 +85,8 @@ class CacheManager(PrefixPins):
         self.enable_caching = bool(enable_caching and kv_cache_groups)
         self.use_eagle = use_eagle
         if page_pool is None:
-            page_pool = PagePool(num_pages, self.enable_caching, eviction="lru" if eviction is None else eviction, ghost_size=ghost_size)
+            eviction = "lru" if eviction is None else eviction
+            page_pool = PagePool(num_pages, self.enable_caching, eviction=eviction, ghost_size=ghost_size)
         elif isinstance(page_pool, PagePool):
             _require_eviction(page_pool, eviction, ghost_size)
         self.coordinator: CacheCoordinator = get_kv_cache_coordinator(

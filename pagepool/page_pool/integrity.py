@@ -20,15 +20,21 @@ Array = npt.NDArray[Any]
 
 def check_store(store: PageStore) -> None:
     """Check every invariant in the docstring of `pagepool._core`. IntegrityError names a wrong page. O(num_pages)."""
-    Records(**copy_records(store)).check()
+    read_records(store)
+
+
+def read_records(store: PageStore) -> "Records":
+    """Return a checked copy of a pool's records. IntegrityError for a damaged one. O(num_pages)."""
+    records = Records(**copy_records(store))
+    records.check()
     if not is_policy_right(store):
         raise IntegrityError(f"what the eviction policy {store.eviction!r} has counted cannot be")
+    return records
 
 
 def save_store(store: PageStore) -> dict[str, Array]:
     """Return the arguments of `load_store` for an equal store. IntegrityError for a damaged one. O(num_pages)."""
-    records = Records(**copy_records(store))
-    records.check()
+    records = read_records(store)
     cached = records.pages.take(records.cached_ids)
     return {
         "ref_counts": records.pages["ref_cnt"].copy(),
