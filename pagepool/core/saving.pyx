@@ -131,9 +131,9 @@ def is_policy_right(PageStore store not None) -> bool:
 
 def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageStore:
     """Return the store of which `save_store` made these arrays. `kind` is whether prefixes are cached, the eviction policy and
-    its ghost size; `cached` are the arrays of cached pages: ids, group ids, keys, token ids, and pins, or no pins; `policy` those of the policy:
-    marks, ghosts, counts, and what it has learned; `totals` are the counters and the number of shards. SnapshotError if they
-    contradict one another. O(num_pages).
+    its ghost size; `cached` are the arrays of cached pages: ids, group ids, keys, token ids, and pins, or no pins; `policy`
+    those of the policy, empty without one: marks, ghosts, counts, and what it has learned; `totals` are the counters and the
+    number of shards. SnapshotError if they contradict one another. O(num_pages).
     """
     cdef PageIds counts = as_own_ids(ref_counts, "ref_counts")
     cached_page_ids, cached_group_ids, cached_keys, cached_token_ids, cached_pins = cached
@@ -155,7 +155,11 @@ def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageS
         pull(&store.pool, page_id)
     if store.pool.num_parts:
         load_policy(&store.pool, policy)
+    elif any(array.size for array in policy):
+        raise SnapshotError(f"the eviction policy: got arrays, allowed for {kind[1]!r} and caching {kind[0]}: none")
     load_queue(&store.pool, counts, as_own_ids(free_page_ids, "free_page_ids"))
+    if store.pool.num_parts:
+        require_parts(store.pool.policy, policy[2])
     load_pins(store, as_own_ids(cached_page_ids, "cached_page_ids"), as_own_ids(cached_pins, "cached_pins"))
     if size_of(num_shards, "data_parallel_size"):
         store.set_shards(num_shards)
@@ -210,6 +214,14 @@ cdef int load_policy(Pool *pool, tuple arrays) except -1:
     for i in range(pool.num_pages):
         if <int32_t>(policy.marks[i] & PART) >= pool.num_parts:
             raise SnapshotError(f"marks: got {policy.marks[i]} for page {i}, allowed: of {pool.num_parts} parts")
+    return 0
+
+
+cdef int require_parts(const Policy *policy, object saved_counts) except -1:
+    """SnapshotError unless as many pages were queued in each part as were counted when they were saved."""
+    saved, queued = saved_counts[:PART + 1].tolist(), [policy.num_in_part[i] for i in range(PART + 1)]
+    if saved != queued:
+        raise SnapshotError(f"policy_counts: got {saved} free pages in the parts, allowed by the marks: {queued}")
     return 0
 
 
