@@ -165,6 +165,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "str": lambda value: isinstance(value, str),
     "bytes": lambda value: isinstance(value, bytes),
     "float": lambda value: isinstance(value, float | np.floating),
+    "fraction": lambda value: isinstance(value, Fraction),
     "list": lambda value: isinstance(value, list | tuple | dict | np.ndarray | bytes),
     "hashable": lambda value: not isinstance(value, list | dict | np.ndarray),
     "type": lambda value: isinstance(value, type),
@@ -360,6 +361,17 @@ add_parameters(
     kv_cache_groups=[CacheGroupSpec(SPEC)],
     max_model_len=64,
 )
+add_parameters(
+    "CacheManager arc",
+    lambda _, **options: CacheManager(8, [CacheGroupSpec(SPEC)], 64, **options),
+    {"eviction": "None", "ghost_size": "None float fraction"},
+    eviction="arc",
+)
+add_parameters(
+    "CacheManager page_pool",
+    lambda _, **options: CacheManager(8, [CacheGroupSpec(SPEC)], 64, page_pool=PagePool(8, True, eviction="arc"), **options),
+    {"eviction": "None", "ghost_size": "None"},
+)
 add("CacheManager group", lambda _, value: CacheManager(8, [value], 64))
 add("CacheManager spec", lambda _, value: CacheManager(8, [CacheGroupSpec(value)], 64))
 add("EngineRequest", lambda _, value: EngineRequest("a", value).all_token_ids, "list")
@@ -369,6 +381,13 @@ add("EngineRequest append", lambda _, value: EngineRequest("a", [1]).append_outp
 # PagePool.
 
 add("PagePool num_pages", lambda _, value: PagePool(value, True))
+for eviction, kinds in {"lru": "None", "arc": "None float fraction", "adaptive": "None"}.items():
+    add_parameters(
+        f"PagePool {eviction}",
+        lambda _, **options: PagePool(8, True, **options),
+        {"eviction": "", "ghost_size": kinds},
+        eviction=eviction,
+    )
 for take in ("get_new_pages", "get_new_page_ids"):
     add_parameters(
         take,

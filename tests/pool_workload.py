@@ -121,6 +121,9 @@ class OracleSide:
     def append(self, page_ids: PageIds) -> None:
         self.pool.append_n(page_ids)
 
+    def save(self) -> None:
+        """Do nothing: nothing is lost when a pool is saved."""
+
     def state(self, _request_ids: Iterable[str]) -> PoolState:
         pool = self.pool
         counters = [pool.counts[name] for name in ("allocated", "freed", "evicted", "cached")]
@@ -166,6 +169,10 @@ class PackageSide:
     def append(self, page_ids: PageIds) -> None:
         self.pool.free_page_queue.append_n([self.pool.pages[page_id] for page_id in page_ids])
 
+    def save(self) -> None:
+        """Save the pool, and go on with the restored one."""
+        self.pool = pagepool.PagePool.restore(self.pool.snapshot())
+
     def state(self, _request_ids: Iterable[str]) -> PoolState:
         store, stats = self.pool.store, self.pool.stats
         keys = {page_id: store.key_of(page_id) for page_id in range(1, self.pool.num_pages)}
@@ -210,6 +217,7 @@ class PoolWorkload:
             self.put_in: 0.6,
             self.misuse: 1,
             self.change: 0.1,
+            self.save: 0.1,
             self.drain: 0.05,
         }
         cumulated = list(itertools.accumulate(actions.values()))
@@ -368,6 +376,12 @@ class PoolWorkload:
         self.families[self.rng.randrange(NUM_FAMILIES)] = self._keys(self.max_length)
         if self.num_shards is not None and self.rng.random() < 0.2:
             self.num_shards = self.rng.choice([n for n in (2, 4) if self.pool.num_pages % n == 0])
+
+    def save(self) -> None:
+        """Put back what is outside, since only a whole pool can be saved, and save the pool."""
+        self.twins.call("append", self.outside)
+        self.outside = []
+        self.twins.call("save")
 
     def drain(self) -> None:
         """Be refused a reset, free all, and reset."""

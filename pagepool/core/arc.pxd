@@ -145,12 +145,21 @@ cdef inline int64_t count_ghosts(const Policy *policy, uint32_t part) noexcept n
     return count
 
 
+cdef inline bint are_parts(const Pool *pool, const Policy *policy) noexcept nogil:
+    """Whether all marks of pages are parts, without stamps: ghosts are counted by them."""
+    cdef bint is_fine = True
+    cdef Py_ssize_t i
+    for i in range(pool.num_pages):
+        is_fine &= policy.marks[i] < NUM_PARTS
+    return is_fine
+
+
 cdef inline bint is_right(Pool *pool) noexcept nogil:
     cdef const Arc *state = <Arc *>pool.policy
     cdef const Learned *learned = &state.learned
-    cdef uint32_t part
-    cdef bint is_fine = 0 <= learned.target <= <double>pool.num_pages
+    cdef int32_t part
+    cdef bint is_fine = 0 <= learned.target <= <double>pool.num_pages and are_parts(pool, &state.base)
     for part in range(NEW, NUM_PARTS):
-        is_fine &= count_ghosts(&state.base, part) == learned.num_ghosts[part]
+        is_fine &= count_ghosts(&state.base, <uint32_t>part) == learned.num_ghosts[part]
         is_fine &= 0 <= learned.log_start[part] <= learned.log_stop[part] <= learned.log_start[part] + state.log_size
     return is_fine

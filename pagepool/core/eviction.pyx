@@ -2,11 +2,13 @@
 
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport UINT32_MAX, int32_t, int64_t, uint32_t
 
 from pagepool.core cimport adaptive, arc
 from pagepool.core.platform cimport CACHE_LINE
 from pagepool.core.records cimport SET_SIZE, GhostEntry, Policy, Pool
+
+from numbers import Real
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 
@@ -16,20 +18,26 @@ cdef int MAX_GHOST_SIZE = 64  # pools
 cdef double ADAPTIVE_GHOST_SIZE = 6  # pools; a smaller one forgets keys before they return
 
 
-cdef int check_policy(object name, object ghost_size) except -1:
-    """ArgumentError for an unknown name, and for a ghost size, in pools, unless it is ARC's, or None."""
-    if name not in EVICTION_POLICIES:
-        raise ArgumentError(f"eviction: got {shown(name)}, allowed: {', '.join(map(repr, EVICTION_POLICIES))}")
-    if ghost_size is not None and not (name == "arc" and 0 < float_of(ghost_size, "ghost_size") <= MAX_GHOST_SIZE):
+cdef tuple checked_policy(object name, object ghost_size):
+    """The name of a policy and a ghost size, in pools, as a str and a float or None. ArgumentError for an unknown name, and for
+    a ghost size unless it is ARC's; ArgumentTypeError for other types.
+    """
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"eviction: got {type(name).__name__}, allowed: a string")
+    policy = str.__str__(name)  # a subclass may equal anything
+    size = None if ghost_size is None else float_of(ghost_size, "ghost_size")
+    if policy not in EVICTION_POLICIES:
+        raise ArgumentError(f"eviction: got {shown(policy)}, allowed: {', '.join(map(repr, EVICTION_POLICIES))}")
+    if size is not None and not (policy == "arc" and 0 < size <= MAX_GHOST_SIZE):
         raise ArgumentError(
-            f"ghost_size: got {shown(ghost_size)} for {name!r}, allowed: above 0 to {MAX_GHOST_SIZE} for 'arc', else None"
+            f"ghost_size: got {shown(ghost_size)} for {policy!r}, allowed: above 0 to {MAX_GHOST_SIZE} for 'arc', else None"
         )
-    return 0
+    return policy, size
 
 
 cdef int set_policy(Pool *pool, object name, object ghost_size) except -1:
-    """Give a pool without pages in its queue a policy that `check_policy` knows; "lru" is none. Without a ghost size ARC has a
-    ghost of one pool, as in its paper.
+    """Give a pool without pages in its queue a policy that `checked_policy` returned; "lru" is none. Without a ghost size ARC
+    has a ghost of one pool, as in its paper.
     """
     cdef double num_pools = 1 if ghost_size is None else ghost_size
     cdef int64_t num_ghosts = <int64_t>(num_pools * pool.num_pages) + 1
@@ -44,17 +52,21 @@ cdef int set_policy(Pool *pool, object name, object ghost_size) except -1:
     return 0
 
 
-cdef double float_of(object value, str name) except *:
-    """A number as a double; ArgumentTypeError for other types."""
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
+cdef object float_of(object value, str name):
+    """A number as a float; ArgumentTypeError for other types, ArgumentError for one that no float can be."""
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: a number within the range of floats") from None
 
 
 cdef int begin_policy(Pool *pool, size_t size, int32_t num_parts, double ghost_size, uint32_t sample_interval) except -1:
     """Allocate `size` bytes for a policy, marks, and a ghost for one page in `sample_interval` of `ghost_size` pools."""
     cdef Policy *policy = <Policy *>calloc(1, size)
-    cdef size_t num_sets = 1 + <size_t>(ghost_size * pool.num_pages / sample_interval / SET_SIZE)
+    cdef double size_in_sets = min(<double>(UINT32_MAX - 1), ghost_size * pool.num_pages / sample_interval / SET_SIZE)
+    cdef size_t num_sets = 1 + <size_t>size_in_sets
     pool.policy = policy
     if policy != NULL:
         policy.marks = <uint32_t *>calloc(pool.num_pages, sizeof(uint32_t))

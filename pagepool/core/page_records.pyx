@@ -7,7 +7,7 @@ from libc.stdint cimport INT32_MAX, uint32_t
 from libc.string cimport memcpy
 
 from pagepool.core.arguments cimport digest_of_int, group_of, int_of_digest, page_id_of, size_of
-from pagepool.core.eviction cimport check_policy, free_policy, set_policy
+from pagepool.core.eviction cimport checked_policy, free_policy, set_policy
 from pagepool.core.index cimport drop, enter, enter_all, find_within, keep_tokens
 from pagepool.core.locks cimport STORE_LOCK, delist_lock, enlist_lock
 from pagepool.core.notes cimport is_journaled, note_clear, note_entry
@@ -56,10 +56,9 @@ cdef class PageRecords:
             raise MemoryError(f"{num_records} page records")
         if is_pool:
             self.sample_residency()
-        check_policy(eviction, ghost_size)
-        self.eviction, self.ghost_size = eviction, ghost_size
+        self.eviction, self.ghost_size = checked_policy(eviction, ghost_size)
         if self.enable_caching:  # without it no page is worth more than another
-            self.divide(eviction, ghost_size)
+            self.divide()
         for page_id in range(1, self.pool.num_pages):
             push(&self.pool, page_id)
 
@@ -93,9 +92,9 @@ cdef class PageRecords:
         self.pool.num_pages = <int32_t>num_pages
         return True
 
-    cdef int divide(self, object eviction, object ghost_size) except -1:
-        """Divide the empty queue into the parts of a policy."""
-        set_policy(&self.pool, eviction, ghost_size)
+    cdef int divide(self) except -1:
+        """Divide the empty queue into the parts of the policy."""
+        set_policy(&self.pool, self.eviction, self.ghost_size)
         if not resize(<void **>&self.pool.pages, (<size_t>self.pool.num_pages + self.pool.num_parts) * sizeof(Page)):
             raise MemoryError(f"{self.pool.num_pages} page records")
         begin_parts(&self.pool)
