@@ -31,7 +31,7 @@ learning = pytest.mark.parametrize("eviction", POLICIES[1:])
 
 
 def make_used(eviction: str, seed: int = 0, num_shards: int | None = None) -> CacheManager:
-    """Return a manager with a pool in which all pages were evicted several times; some are held, some have lost their entries."""
+    """Return a manager whose pool evicted all pages several times; some are held, some have lost their entries."""
     manager, rng = make_manager(eviction=eviction), Random(seed)
     if num_shards:
         manager.page_pool.get_new_pages(0, dp_shard_hint=0, data_parallel_size=num_shards)
@@ -187,8 +187,8 @@ DAMAGES: dict[str, tuple[Callable[[Arrays], None], str]] = {
     "other sets": (move_ghosts, "the ghost has tags of other sets"),
     "a key twice": (repeat_ghost, "the ghost has tags of other sets"),
     "a ghost of no part": (lambda a: a["policy_ghosts"][first_ghost(a)].put(1, 64), "the ghost has tags of other sets, or of"),
-    "negative hits": (lambda a: a["policy_counts"].put(5, -1), "count 5 of the eviction policy is -1"),
-    "requests without end": (lambda a: a["policy_counts"].put(4, 2**63 - 1), "count 4 of the eviction policy is"),
+    "negative hits": (lambda a: a["policy_counts"].put(5, -1), "count 5 of the eviction policy is out of range"),
+    "requests without end": (lambda a: a["policy_counts"].put(4, 2**63 - 1), "count 4 of the eviction policy is out of range"),
 }
 
 
