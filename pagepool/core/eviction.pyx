@@ -36,8 +36,8 @@ cdef tuple checked_policy(object name, object ghost_size):
 
 
 cdef int set_policy(Pool *pool, object name, object ghost_size) except -1:
-    """Give a pool without pages in its queue a policy that `checked_policy` returned; "lru" is none. Without a ghost size ARC has a
-    ghost of one pool, as in its paper.
+    """Give a pool without pages in its queue a policy that `checked_policy` returned; "lru" is none. Without a ghost size ARC
+    has a ghost of one pool, as in its paper.
     """
     if name == "arc":
         begin_policy(pool, sizeof(arc.Arc), arc.NUM_PARTS, 1 if ghost_size is None else ghost_size, 1)
@@ -60,7 +60,7 @@ cdef object float_of(object value, str name):
 
 
 cdef int begin_policy(Pool *pool, size_t size, int32_t num_parts, double ghost_size, uint32_t sample_interval) except -1:
-    """Allocate what a policy keeps: `size` bytes, marks, and a ghost of `ghost_size` pools, of one page in `sample_interval`."""
+    """Allocate what a policy keeps: `size` bytes, marks, and a ghost of `ghost_size` pools, of a page in `sample_interval`."""
     cdef Policy *policy = <Policy *>calloc(1, size)
     cdef double size_in_sets = min(<double>(UINT32_MAX - 1), ghost_size * pool.num_pages / sample_interval / SET_SIZE)
     cdef size_t num_sets = 1 + <size_t>size_in_sets

@@ -10,8 +10,8 @@ from pagepool.core.index cimport enter, keep_tokens
 from pagepool.core.page_records cimport counters_of
 from pagepool.core.queue cimport pull, push, push_marked
 from pagepool.core.records cimport (
-    BLANK, MAX_GROUP, NO_GROUP, NULL_PAGE, NUM_POLICY_COUNTS, PART, SET_SIZE, Context, Ghost, GhostEntry, Links, Note, Page, Policy, Pool,
-    Removal, Slot, count_queue_links, count_remembered, is_free, is_pinned, num_slots_of,
+    BLANK, MAX_GROUP, NO_GROUP, NULL_PAGE, NUM_POLICY_COUNTS, PART, SET_SIZE, Context, Ghost, GhostEntry, Links, Note, Page,
+    Policy, Pool, Removal, Slot, count_queue_links, count_remembered, is_free, is_pinned, num_slots_of,
 )
 from pagepool.core.references cimport put_back
 from pagepool.core.siphash cimport Digest
