@@ -352,7 +352,11 @@ def bits_of(number: float) -> int:
 
 
 LEARNED: dict[str, dict[range, list[int]]] = {
-    "arc": {range(1): [*map(bits_of, (-1.0, NUM_PAGES + 1.0, math.inf, math.nan))], range(2, 4): [-1, 1000]},
+    "arc": {
+        range(1): [*map(bits_of, (-1.0, NUM_PAGES + 1.0, math.inf, math.nan))],
+        range(2, 4): [-1, 1000],  # ghosts by part
+        range(5, 13): [-1, (1 << 63) - 1],  # the beginnings and ends of logs
+    },
     "adaptive": {
         range(4): [-1, (1 << 63) - 1],  # releases, epoch, call, requests
         range(4, 4 + 3 * 256): [-(1 << 63), (1 << 63) - 1],  # pages by epoch

@@ -241,3 +241,14 @@ def test_nonsense_is_refused_or_does_no_harm(eviction: str, name: str) -> None:
         go_on(pool, seed, rng.choice((None, 4)))
         pool.check()
     assert num_refused > 5
+
+
+def test_logs_of_arc_that_would_end_are_refused() -> None:
+    """The numbers of evictions begin at any count, and stay countable."""
+    arrays = arrays_of(PagePool(64, True, eviction="arc"))
+    starts, stops = slice(6, 8), slice(10, 12)
+    for stop, is_right in ((0, True), (1 << 40, True), ((1 << 63) - 1, False)):
+        learned = arrays["policy_learned"].copy()
+        learned.view(np.int64)[starts] = learned.view(np.int64)[stops] = stop
+        with contextlib.nullcontext() if is_right else pytest.raises(SnapshotError, match="'arc' has counted cannot be"):
+            go_on(restore({**arrays, "policy_learned": learned}), 1, None)

@@ -3,7 +3,7 @@
 # neither part. The keys of each part are forgotten in the order of their evictions, which a log has, with gaps where keys were
 # asked for again.
 
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 
 from pagepool.core.ghost cimport find_ghost, find_tag, hash_key, remember, tag_in_ghost
 from pagepool.core.queue cimport oldest_in
@@ -157,7 +157,9 @@ cdef inline bint are_ghosts_right(Arc *state) noexcept nogil:
     cdef Py_ssize_t i
     for i in range(PART + 1):
         counts[i] = 0
-        if not 0 <= learned.log_start[i] <= learned.log_stop[i] <= learned.log_start[i] + state.log_size:
+        if not 0 <= learned.log_start[i] <= learned.log_stop[i] <= INT64_MAX // 2:  # which is never reached
+            return False
+        if learned.log_stop[i] - learned.log_start[i] > state.log_size:
             return False
     for i in range(<Py_ssize_t>state.base.ghost.num_sets * SET_SIZE):
         entry = &state.base.ghost.entries[i]

@@ -128,7 +128,7 @@ def find_policy_fault(PageStore store not None) -> str | None:
     cdef Py_ssize_t page_id = -1, ghost_set = -1, count = -1
     cdef bint is_right = True
     with store.lock:
-        if pool.num_parts:
+        if pool.policy != NULL:
             page_id, ghost_set, count = find_wrong_mark(pool), find_wrong_set(pool), find_wrong_count(pool.policy)
             is_right = max(page_id, ghost_set, count) >= 0 or pool.policy.is_right(pool)
     if page_id >= 0:
@@ -251,8 +251,8 @@ cdef list load_policy(Pool *pool, object arrays):
     """Give the policy of a pool with an empty queue these marks, ghosts and counts, and what it had learned. Without a policy
     the arrays must be empty. Returns the numbers of free pages in the parts, which are 0 now.
     """
-    cdef Policy *policy = pool.policy if pool.num_parts else &NO_POLICY
-    cdef Py_ssize_t i, has_policy = pool.num_parts > 0
+    cdef Policy *policy = pool.policy if pool.policy != NULL else &NO_POLICY
+    cdef Py_ssize_t i, has_policy = pool.policy != NULL
     cdef Py_ssize_t *sizes = [
         has_policy * pool.num_pages * sizeof(uint32_t), <Py_ssize_t>policy.ghost.num_sets * SET_SIZE * sizeof(GhostEntry),
         has_policy * NUM_POLICY_COUNTS * <Py_ssize_t>sizeof(int64_t), policy.num_learned_bytes,
@@ -270,15 +270,15 @@ cdef list load_policy(Pool *pool, object arrays):
     if i >= 0:
         raise SnapshotError(describe_mark(pool, i))
     parts = list_parts(pool)
-    for i in range(pool.num_parts):
+    for i in range(len(parts)):
         policy.num_in_part[i] = 0
     return parts
 
 
 cdef list list_parts(const Pool *pool):
-    """The numbers of free pages in the parts of the queue."""
+    """The numbers of free pages in the parts of a policy; none without one."""
     cdef Py_ssize_t i
-    return [pool.policy.num_in_part[i] for i in range(pool.num_parts)]
+    return [pool.policy.num_in_part[i] for i in range(PART + 1 if pool.policy != NULL else 0)]
 
 
 cdef bytes bytes_of(object array):

@@ -52,7 +52,7 @@ class PagePool:
 
     Page 0 is the null page, a placeholder that is never handed out, freed or counted. Construction takes O(num_pages).
     Memory is 56 to 72 bytes a page with caching and 32 without, plus 24 or 8 once the pool has shards, plus 4 once a page was
-    pinned. Adaptive eviction takes 10 more, ARC 4 and 8 for each evicted page that it remembers.
+    pinned. Adaptive eviction takes 10 more, ARC 4 and 32 for each evicted page that it remembers.
 
     >>> pool = PagePool(8, enable_caching=True)
     >>> pages = pool.get_new_pages(3)
