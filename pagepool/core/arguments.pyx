@@ -50,6 +50,13 @@ cdef object index_of(object value, str name):
         raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: an int") from None
 
 
+cdef double float_of(object value, str name) except *:
+    """A number as a double; ArgumentTypeError for other types."""
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: a number")
+    return float(value)
+
+
 cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=0, Py_ssize_t highest=MAX_PAGES) except -1:
     """`value` as a size; the error says what was got and what is allowed."""
     cdef int overflow = 0

@@ -10,7 +10,7 @@ from pagepool.core.page_records cimport counters_of
 from pagepool.core.queue cimport pull, push, push_marked
 from pagepool.core.records cimport (
     MAX_GROUP, NO_GROUP, NULL_PAGE, NUM_POLICY_COUNTS, PART, SET_SIZE, Context, GhostEntry, Links, Note, Page, Policy, Pool,
-    Removal, Slot, count_queue_links, count_remembered, is_free, is_pinned, num_slots_of,
+    Removal, Slot, count_policy_parts, count_queue_links, count_remembered, is_free, is_pinned, num_slots_of,
 )
 from pagepool.core.references cimport put_back
 from pagepool.core.siphash cimport Digest
@@ -29,9 +29,10 @@ DTYPES = {                        # in the order of `copy_arrays`; notes have th
     "contexts": np.dtype([("num_users", "i4"), ("num_holders", "i4")]), "page_tokens": np.dtype("i4"),
     "pins": np.dtype("i4"), "marks": np.dtype("u4"), "ghosts": np.dtype([("tag", "u4"), ("mark", "u4")]),
     "policy_counts": np.dtype("i8"), "learned": np.dtype("u1"),
+    "times": np.dtype("i8"), "heap": np.dtype("i4"), "places": np.dtype("i4"), "levels": np.dtype("u1"),
 }
 cdef enum:
-    NUM_ARRAYS = 13
+    NUM_ARRAYS = 17
 
 cdef Policy NO_POLICY         # of zeros
 
@@ -62,7 +63,8 @@ def copy_records(PageStore store not None, str names=None) -> dict:
         num_keys=pool.num_keys, num_entries=pool.num_entries, multiplier=pool.multiplier, home_shift=pool.home_shift,
         tokens_width=pool.tokens_width, num_parts=pool.num_parts, num_new=pool.journal.num_new,
         num_removed=pool.journal.num_removed, is_cleared=pool.journal.is_cleared, is_told=pool.journal.is_told,
-        num_pinned=pool.num_pinned, counters=counters_of(pool),
+        num_pinned=pool.num_pinned, first_part=pool.first_part, num_policy_parts=count_policy_parts(&pool),
+        num_low_free=pool.num_low_free, num_high_free=pool.num_high_free, num_deadlines=pool.deadlines.num, counters=counters_of(pool),
     )
 
 
@@ -82,6 +84,7 @@ cdef Py_ssize_t copy_arrays(
         pool.pages, pool.slots, pool.twins, pool.shard_links,
         pool.journal.notes, pool.journal.removed, pool.journal.contexts, pool.page_tokens, pool.pins,
         policy.marks, policy.ghost.entries, &policy.num_in_part[0], policy.learned,
+        pool.deadlines.times, pool.deadlines.heap, pool.deadlines.places, pool.levels,
     ]
     cdef Py_ssize_t *sizes = [
         (n + pool.num_parts) * sizeof(Page), num_slots_of(pool) * sizeof(Slot), n * sizeof(Links),
@@ -90,6 +93,7 @@ cdef Py_ssize_t copy_arrays(
         n * pool.tokens_width * sizeof(int32_t), n * sizeof(int32_t),
         n * sizeof(uint32_t), <Py_ssize_t>policy.ghost.num_sets * SET_SIZE * sizeof(GhostEntry),
         has_policy * NUM_POLICY_COUNTS * <Py_ssize_t>sizeof(int64_t), policy.num_learned_bytes,
+        n * sizeof(int64_t), n * sizeof(int32_t), n * sizeof(int32_t), n,
     ]
     stops[0] = 0
     for i in range(NUM_ARRAYS):
