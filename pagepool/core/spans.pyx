@@ -59,8 +59,10 @@ cdef class TokenSpan:
         cdef Holding holding = Holding(groups.groups, NULL, groups.num)
         cdef tuple checked = checked_hits(self.store, ids, &holding)
         cdef PageIds listed
+        cdef Py_ssize_t num_all = 0
         for listed in checked:
-            found.reserve(listed.num)
+            num_all += listed.num
+        found.reserve(num_all)
         return checked
 
     cdef Py_ssize_t list_pages(self, CacheGroups groups, HashChain chain, tuple checked, PageIds found) noexcept:
