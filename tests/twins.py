@@ -41,7 +41,9 @@ class State(NamedTuple):
 
 def oracle_state(pool: OraclePool, page_ids: list[tuple[list[int], ...]]) -> State:
     """Return the state of the oracle's pool."""
-    return State(pool.ref_counts[1:], pool.free_page_ids(), len(pool.index), pool.usage, page_ids, dict(pool.pins), levels_of_twin(pool))
+    return State(
+        pool.ref_counts[1:], pool.free_page_ids(), len(pool.index), pool.usage, page_ids, dict(pool.pins), levels_of_twin(pool)
+    )
 
 
 def package_state(pool: Any, page_ids: list[tuple[list[int], ...]]) -> State:

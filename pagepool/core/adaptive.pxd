@@ -288,8 +288,9 @@ cdef inline int32_t first_of_newest(Pool *pool, int32_t part, int32_t shard) noe
     cdef int32_t before, page_id = newest_in(pool, part, shard)
     if page_id == NULL_PAGE:
         return NULL_PAGE
-    if known[0] != NULL_PAGE and is_free(pool, known[0]) and marks[known[0]] == marks[page_id] and not has_level(pool, known[0]):
-        page_id = known[0]
+    if known[0] != NULL_PAGE and is_free(pool, known[0]) and not has_level(pool, known[0]):
+        if marks[known[0]] == marks[page_id]:
+            page_id = known[0]
     before = record_before(pool, page_id, shard)
     while is_page(pool, before) and marks[before] == marks[page_id]:
         page_id = before

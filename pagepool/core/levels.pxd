@@ -1,5 +1,5 @@
-# Levels of cached pages: the priority with which a page is retained, for how long, and whether it is protected. A page keeps its
-# level while it is held, and loses it with its entry.
+# Levels of cached pages: the priority with which a page is retained, for how long, and whether it is protected. A page keeps
+# its level while it is held, and loses it with its entry.
 
 from libc.stdint cimport int32_t, int64_t, uint8_t
 

@@ -1,5 +1,5 @@
-# Least-recently-used eviction as a policy, for a pool with levels: one part, the blank one, has all pages, cached or not, in the
-# order in which they were released.
+# Least-recently-used eviction as a policy, for a pool with levels: one part, the blank one, has all pages, cached or not, in
+# the order in which they were released.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t
 

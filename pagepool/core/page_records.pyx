@@ -119,8 +119,7 @@ cdef class PageRecords:
         return True
 
     cdef int divide(self, object eviction, object ghost_size) except -1:
-        """Divide the empty queue into the parts of a policy. There is room for the parts of levels, so that records never move.
-        """
+        """Divide the empty queue into the parts of a policy. Leave room for those of levels, so that records never move."""
         cdef size_t num_records
         set_policy(&self.pool, eviction, ghost_size)
         num_records = <size_t>self.pool.num_pages + max(1, self.pool.num_parts) + NUM_LEVEL_PARTS

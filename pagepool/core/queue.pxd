@@ -1,6 +1,6 @@
 # The free queue, of the pool and of each shard. Its pages are in one ring, closed by a record; with a policy there is one more
-# record before each part. Where pages were retained the policy's parts are preceded by those of the low priorities, and followed
-# by those of the high ones and that of protected pages.
+# record before each part. Where pages were retained the policy's parts are preceded by those of the low priorities, and
+# followed by those of the high ones and that of protected pages.
 
 from libc.stdint cimport int32_t, uint8_t, uint32_t
 

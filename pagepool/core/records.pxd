@@ -150,11 +150,6 @@ cdef struct Pool:
     int32_t *shard_num_free   # [num_shards] behind them
     Policy *policy            # NULL: the page that was released first is evicted first
     int32_t num_parts         # of the queues; 0 without a policy
-    int32_t first_part        # parts before those of the policy, which begin with number 0
-    uint8_t *levels           # [num_pages] of each cached page, 0 for most; NULL: none was retained or protected yet
-    int32_t num_low_free      # free pages with a priority below the normal one, and not protected
-    int32_t num_high_free     # free pages with another level
-    Deadlines deadlines
     bint is_divided           # whether there are shards or parts
     int32_t *shard_newest     # [num_shards, PART + 1] behind that: pages that a policy remembers; with a policy only
     Links *shard_twins        # behind that: rings of the twins in each shard; NULL without shards, and without caching
@@ -186,6 +181,11 @@ cdef struct Pool:
     int32_t *pins             # [num_pages] of each page, which has one reference for all; NULL: none was pinned yet
     int32_t num_pinned        # pages with pins
     uint8_t is_restored       # loaded from a snapshot, and no reference taken since
+    uint8_t *levels           # [num_pages] of each cached page, 0 for most; NULL: none was retained or protected yet
+    int32_t first_part        # parts before those of the policy, which begin with number 0
+    int32_t num_low_free      # free pages with a priority below the normal one, and not protected
+    int32_t num_high_free     # free pages with another level
+    Deadlines deadlines
 
 
 cdef inline bint resize(void **memory, size_t size) noexcept:

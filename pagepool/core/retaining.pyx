@@ -212,5 +212,7 @@ cdef class RetentionSpan(TokenSpan):
     def require_cached(self, num_pages, num_tokens) -> int:
         """`num_pages`; ArgumentError if that is 0, unless none of `num_tokens` tokens lies in the span."""
         if num_pages == 0 and self.start < min(self.stop, num_tokens):
-            raise ArgumentError(f"tokens {self.start} to {min(self.stop, num_tokens)}: got no cached page, allowed: at least one")
+            raise ArgumentError(
+                f"tokens {self.start} to {min(self.stop, num_tokens)}: got no cached page, allowed: at least one"
+            )
         return num_pages

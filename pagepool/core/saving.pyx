@@ -64,7 +64,8 @@ def copy_records(PageStore store not None, str names=None) -> dict:
         tokens_width=pool.tokens_width, num_parts=pool.num_parts, num_new=pool.journal.num_new,
         num_removed=pool.journal.num_removed, is_cleared=pool.journal.is_cleared, is_told=pool.journal.is_told,
         num_pinned=pool.num_pinned, first_part=pool.first_part, num_policy_parts=count_policy_parts(&pool),
-        num_low_free=pool.num_low_free, num_high_free=pool.num_high_free, num_deadlines=pool.deadlines.num, counters=counters_of(pool),
+        num_low_free=pool.num_low_free, num_high_free=pool.num_high_free, num_deadlines=pool.deadlines.num,
+        counters=counters_of(pool),
     )
 
 

@@ -19,8 +19,8 @@ class PrefixRetention(PrefixPins):
     def retain(
         self, request: "Request", start: int = 0, stop: int | None = None, *, priority: int = 50, seconds: float | None = None
     ) -> int:
-        """Set the eviction priority of the cached pages that lie wholly within tokens ``[start, stop)`` of a request. Returns the
-        number of these pages, which are found as by `pin`.
+        """Set the eviction priority of the cached pages that lie wholly within tokens ``[start, stop)`` of a request. Returns
+        the number of these pages, which are found as by `pin`.
 
         Free pages of a priority below 50 are evicted before others, except pages without a prefix entry under a policy other
         than LRU, and those above 50 after them; of one priority the page that was freed first. 50 is normal: the eviction
@@ -57,8 +57,8 @@ class PrefixRetention(PrefixPins):
         return span.require_cached(self._apply_to_cached(request, num_tokens, span.stop, retain), num_tokens)
 
     def protect(self, requests: "Iterable[Request]") -> int:
-        """Let the pages that waiting requests would hit be evicted last, and end the protection of all others. Returns the number
-        of protected pages.
+        """Let the pages that waiting requests would hit be evicted last, and end the protection of all others. Returns the
+        number of protected pages.
 
         Call it with the requests that wait, those first that start first, whenever they have changed; `[]` ends all protection.
         The pages of the last requests, and of each the last ones, are evicted first. Protection comes before a priority of

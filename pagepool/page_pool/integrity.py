@@ -129,14 +129,15 @@ class Records(SimpleNamespace):
         """Levels are of cached pages. The heap has the pages with a deadline, each behind one whose time is up before."""
         levels, times, places = self.levels, self.times, self.places
         priorities = (levels & ~np.uint8(PROTECTED)).astype(np.int64) - 1
-        is_wrong = (levels != 0) & ((priorities == NORMAL) | (priorities > 2 * NORMAL) | (self.group == NO_GROUP)[: len(levels)])
+        is_wrong = (priorities == NORMAL) | (priorities > 2 * NORMAL) | (self.group[: len(levels)] == NO_GROUP) & (levels != 0)
         text = " has level {}, allowed: 0 unless it is cached, else 1 + priority to {}, without {}, and the flag of protection"
         self.refuse(is_wrong, range(self.num_pages), text, levels, 2 * NORMAL + 1, NORMAL + 1)
         if not 0 <= self.num_deadlines <= len(self.heap):
             raise IntegrityError(f"{self.num_deadlines} pages have a deadline, allowed: 0 to {len(self.heap)}")
         ids, expected = self.heap[: self.num_deadlines], np.arange(1, self.num_deadlines + 1)
         self.refuse((ids < 1) | (ids >= self.num_pages), None, "place {} of the deadlines has page {}", expected, ids)
-        self.refuse(places.take(ids) != expected, ids, " is in the deadlines at {}, and has place {}", expected, places.take(ids))
+        found = places.take(ids)
+        self.refuse(found != expected, ids, " is in the deadlines at {}, and has place {}", expected, found)
         self.require_count(np.count_nonzero(places), self.num_deadlines, "pages have a place in the deadlines")
         before, own = times.take(ids.take((expected - 2).clip(0) // 2)), times.take(ids)
         self.refuse(before > own, ids, " has its deadline at {} ns, behind a later one in the heap", own)
@@ -144,7 +145,7 @@ class Records(SimpleNamespace):
 
     def find_parts(self) -> Array:
         """Return the part to which each free page belongs, by its level, or else by its mark."""
-        parts = (self.marks.take(self.free_ids) & PART).astype(np.int64)
+        parts: Array = (self.marks.take(self.free_ids) & PART).astype(np.int64)
         if len(self.levels):
             levels = self.levels.take(self.free_ids).astype(np.int64)
             by_level = np.where(levels <= NORMAL, levels - 1 - NORMAL, self.num_policy_parts + levels - 2 - NORMAL)
@@ -165,7 +166,7 @@ class Records(SimpleNamespace):
         num_in_part = np.bincount(parts[~(is_low | is_high)], minlength=PART + 1).tolist()
         self.require_count(num_in_part, self.policy_counts[: PART + 1].tolist(), "pages are in the parts")
         counted = [self.num_low_free, self.num_high_free]
-        self.require_count([np.count_nonzero(is_low), np.count_nonzero(is_high)], counted, "free pages are below and above others")
+        self.require_count([is_low.sum(), is_high.sum()], counted, "free pages are in parts before and behind the policy's")
         sets = self.ghosts.reshape(-1, SET_SIZE)
         tags, parts = np.sort(sets["tag"], axis=1), sets["mark"] & PART
         homes = (tags.astype(np.uint64) * np.uint64(len(sets)) >> np.uint64(32)).astype(np.int64)
