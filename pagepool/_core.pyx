@@ -13,6 +13,12 @@ A pool of `num_pages` pages is one array of 32-byte `Page` records, indexed by p
 * The index is an open-addressing table with linear probing, filled to a half at most. Deletion shifts entries back
   (Knuth, The Art of Computer Programming, vol. 3, 6.4, algorithm R), so there are no tombstones and a miss stays short forever.
 
+With an eviction policy (`Policy`) the free queue has parts: it is one ring, with a record before each part, which stands
+behind the pages' records. The blank part is first, and evicted first. Invariants: the lowest bits of a free page's mark name its part; pages without
+an entry are in the blank part, and marks of that part are 0; the policy counts the pages of each part. The ghost remembers keys
+of evicted pages: each stands once, in the set that its tag leads to. A snapshot has the marks, the ghost, the counts and what
+the policy has learned, so a loaded pool evicts what the saved one would have.
+
 A pool whose changes are told has a `Journal`. Invariants: the ring of new keys has the first page of each key that is in the
 index and was not when the changes were taken last; `removed` has each key once that was, and is not since then.
 
@@ -50,7 +56,11 @@ have the classes. Each file imports only those above it.
 `siphash.pxd`          digests of pages
 `records.pxd`          the records of a pool: pages, index slots, journal, residency
 `rules.pxd`            which pages tokens need, by kind of attention
-`queue.pxd`            the free queue: which page is evicted next
+`queue.pxd`            the free queue, and its parts: which page is evicted next
+`ghost.pxd`            keys of evicted pages, which a policy remembers
+`arc.pxd`              the policy ARC
+`lru.pxd`              LRU as a policy, for a pool with retained pages
+`adaptive.pxd`         the policy that learns when pages are used again
 `references.pxd`       references given back page by page, and pins
 `levels.pxd`           priorities and protection of cached pages, and when they end
 `notes.pxd`            the journal's notes of entries that come and go
@@ -67,6 +77,7 @@ have the classes. Each file imports only those above it.
 `row_moves.pxd`        rows are freed and exchanged
 `locks.pyx`            locks across a fork
 `arguments.pyx`        values from Python, checked
+`eviction.pyx`         eviction policies by name
 `ids.pyx`              `PageIds`: page ids and token ids
 `chain.pyx`            `HashChain`
 `page_records.pyx`     `PageStore`, its lower half: the records of a pool, and its prefix index

@@ -165,6 +165,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "str": lambda value: isinstance(value, str),
     "bytes": lambda value: isinstance(value, bytes),
     "float": lambda value: isinstance(value, float | np.floating),
+    "fraction": lambda value: isinstance(value, Fraction),
     "list": lambda value: isinstance(value, list | tuple | dict | np.ndarray | bytes),
     "hashable": lambda value: not isinstance(value, list | dict | np.ndarray),
     "type": lambda value: isinstance(value, type),
@@ -264,6 +265,12 @@ for method in ("pin", "unpin"):
         {"start": "", "stop": "None"},
         method=method,
     )
+add_parameters(
+    "retain",
+    lambda use, **options: use.manager.retain(use.held, **options),
+    {"start": "", "stop": "None", "priority": "", "seconds": "float None"},
+)
+add("protect", lambda use, value: use.manager.protect(value), "list")
 add("get_page_ids", lambda use, value: use.manager.get_page_ids(value), "hashable")
 
 REQUEST_METHODS: dict[str, Callable[[CacheManager, Any], Any]] = {
@@ -273,18 +280,20 @@ REQUEST_METHODS: dict[str, Callable[[CacheManager, Any], Any]] = {
     "cache_pages": lambda manager, request: manager.cache_pages(request, 8),
     "pin": lambda manager, request: manager.pin(request),
     "unpin": lambda manager, request: manager.unpin(request),
+    "retain": lambda manager, request: manager.retain(request, 0, 0),
+    "protect": lambda manager, request: manager.protect([request]),
     "free": lambda manager, request: manager.free(request),
     "free_page_hashes": lambda manager, request: manager.free_page_hashes(request),
     "get_num_common_prefix_pages": lambda manager, request: manager.get_num_common_prefix_pages(request, 1),
 }
 READ_BY = {  # attributes of a new request, the methods that read them, and the values they may have besides ints
     "request_id": ([*REQUEST_METHODS], "hashable any"),
-    "num_tokens": (["get_computed_pages", "probe", "allocate_slots", "pin", "unpin"], ""),
+    "num_tokens": (["get_computed_pages", "probe", "allocate_slots", "pin", "unpin", "retain", "protect"], ""),
     "num_computed_tokens": (["allocate_slots"], ""),
-    "all_token_ids": (["get_computed_pages", "probe", "allocate_slots", "pin", "unpin"], "list"),
+    "all_token_ids": (["get_computed_pages", "probe", "allocate_slots", "pin", "unpin", "retain", "protect"], "list"),
     "status": (["get_computed_pages", "get_num_common_prefix_pages"], "any"),
     "lora_id": (["get_computed_pages", "probe", "allocate_slots"], "str bytes None"),
-    "cache_salt": (["get_computed_pages", "probe", "allocate_slots", "pin", "unpin"], "str bytes None"),
+    "cache_salt": (["get_computed_pages", "probe", "allocate_slots", "pin", "unpin", "retain", "protect"], "str bytes None"),
     "mm_features": (["get_computed_pages", "probe", "allocate_slots"], "list None"),
 }
 
@@ -360,6 +369,17 @@ add_parameters(
     kv_cache_groups=[CacheGroupSpec(SPEC)],
     max_model_len=64,
 )
+add_parameters(
+    "CacheManager arc",
+    lambda _, **options: CacheManager(8, [CacheGroupSpec(SPEC)], 64, **options),
+    {"eviction": "None", "ghost_size": "None float fraction"},
+    eviction="arc",
+)
+add_parameters(
+    "CacheManager page_pool",
+    lambda _, **options: CacheManager(8, [CacheGroupSpec(SPEC)], 64, page_pool=PagePool(8, True, eviction="arc"), **options),
+    {"eviction": "None", "ghost_size": "None"},
+)
 add("CacheManager group", lambda _, value: CacheManager(8, [value], 64))
 add("CacheManager spec", lambda _, value: CacheManager(8, [CacheGroupSpec(value)], 64))
 add("EngineRequest", lambda _, value: EngineRequest("a", value).all_token_ids, "list")
@@ -369,6 +389,13 @@ add("EngineRequest append", lambda _, value: EngineRequest("a", [1]).append_outp
 # PagePool.
 
 add("PagePool num_pages", lambda _, value: PagePool(value, True))
+for eviction, kinds in {"lru": "None", "arc": "None float fraction", "adaptive": "None"}.items():
+    add_parameters(
+        f"PagePool {eviction}",
+        lambda _, **options: PagePool(8, True, **options),
+        {"eviction": "", "ghost_size": kinds},
+        eviction=eviction,
+    )
 for take in ("get_new_pages", "get_new_page_ids"):
     add_parameters(
         take,
@@ -520,6 +547,11 @@ for method in ("pin", "unpin"):
         method=method,
         row=0,
     )
+add_parameters(
+    "batch.retain",
+    lambda use, **options: use.with_batch().retain(**{"row": 0} | options),
+    {"row": "", "start": "", "stop": "None", "priority": "", "seconds": "float None"},
+)
 add("RunningBatch manager", lambda use, value: RunningBatch(value, use.batch_table))
 add("RunningBatch page_table", lambda use, value: RunningBatch(use.manager, value))
 add_parameters(

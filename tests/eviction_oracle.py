@@ -79,6 +79,14 @@ class Ghost:
                 return memory.mark
         return None
 
+    def forget(self, word: int, mark: Mark) -> bool:
+        """Forget a page if it is remembered under this hash with this mark. Returns whether it was."""
+        tag, memories = self._place(word)
+        if Memory(tag, mark) not in memories:
+            return False
+        memories[memories.index(Memory(tag, mark))] = None
+        return True
+
     def count(self, part: int) -> int:
         """Count the pages that were in a part."""
         return sum(memory is not None and memory.mark.part == part for memories in self.sets for memory in memories)
@@ -155,9 +163,13 @@ class Policy(ABC):
             has_twins = len(self.pool.index[entry]) > 1
             self.counts["twins evicted"] += has_twins
             if self.ghost.is_sampled(word) and not has_twins:
-                self.ghost.add(word, self.marks[page])
+                self.remember(word, self.marks[page])
                 self.counts["remembered"] += 1
         self.marks[page] = Mark(NEW)
+
+    def remember(self, word: int, mark: Mark) -> None:
+        """A page with a sampled key was evicted."""
+        self.ghost.add(word, mark)
 
     def rank(self, ranking: Ranking, pages: PageIds, place: int) -> None:
         """A request has computed the page at `place` of its pages, whose key was not cached. If the policy knows the key, the
@@ -208,11 +220,17 @@ class Policy(ABC):
 
 
 class Arc(Policy):
-    """ARC: two lists, a ghost of each, and a target for the size of the first that follows the hits on the ghosts."""
+    """ARC: two lists, a ghost of each, and a target for the size of the first that follows the hits on the ghosts.
+
+    The calls of ghosts' marks number the evictions from each list, so that the oldest can be forgotten first.
+    """
 
     def __init__(self, num_pages: int, ghost_size: float = 1) -> None:
-        super().__init__(num_pages, ghost_size, 1)
+        super().__init__(num_pages, 2 * ghost_size, 1)  # twice the room, so that few sets are full
+        self.max_num_ghosts = int(ghost_size * num_pages) + 1
         self.target = 0.0
+        self.logs: dict[int, list[int]] = {NEW: [], AGAIN: []}  # the key of each eviction
+        self.log_starts = {NEW: 0, AGAIN: 0}
 
     def pick(self, shard: range | None) -> int:
         has_many_new = len(self.pages_in(NEW)) > self.target
@@ -220,6 +238,25 @@ class Arc(Policy):
         part, pages = next((part, pages) for part in parts if (pages := self.pages_in(part, shard)))
         self.counts[f"evicted from part {part}"] += 1
         return pages[0]
+
+    def remember(self, word: int, mark: Mark) -> None:
+        log = self.logs[mark.part]
+        if len(log) - self.log_starts[mark.part] == 2 * self.max_num_ghosts:
+            self._forget_oldest(mark.part)
+        self.ghost.add(word, mark._replace(call=len(log)))
+        log.append(word)
+        while self.ghost.count(NEW) + self.ghost.count(AGAIN) > self.max_num_ghosts:
+            num_new, num_again = self.ghost.count(NEW), self.ghost.count(AGAIN)
+            has_many_new = len(self.pages_in(NEW)) + num_new > self.max_num_ghosts
+            self._forget_oldest(NEW if not num_again or (has_many_new and num_new) else AGAIN)
+
+    def _forget_oldest(self, part: int) -> None:
+        """Forget the key that was evicted first from a part, if it is remembered as that still, else the next one."""
+        is_forgotten = False
+        while not is_forgotten and self.log_starts[part] < len(self.logs[part]):
+            number = self.log_starts[part]
+            self.log_starts[part] += 1
+            is_forgotten = self.ghost.forget(self.logs[part][number], Mark(part, call=number))
 
     def note_miss(self, word: int) -> int | None:
         num_new, num_again = self.ghost.count(NEW), self.ghost.count(AGAIN)

@@ -184,6 +184,13 @@ def flip(world: World, values: Any) -> Any:
     return damaged
 
 
+def kind_of_saved(world: World) -> Any:
+    """Return what kind of pool the saved store is."""
+    stores = world.live[_core.PageStore]
+    return (stores[0].enable_caching, stores[0].eviction, stores[0].ghost_size) if stores else wild(world)
+
+
+SAVED_OF_POLICY = ("marks", "ghosts", "counts", "learned")
 SAVED_OF_CACHED = ("page_ids", "group_ids", "keys", "token_ids", "pins")
 DAMAGES: tuple[Callable[[World, Any], Any], ...] = (
     *(lambda _, values: values,) * 8,
@@ -225,8 +232,8 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "context": constant(0, 0, 1, 2),
     "counter": one_of(constant(None), live(_core.QueryCounter)),
     "cached": lambda world: tuple([saved(f"cached_{name}")(world) for name in SAVED_OF_CACHED]),
-    "counters": saved("counters"),
     "data": constant(b"", b"data", bytes(100)),
+    "eviction": constant("lru", "arc", "arc", "adaptive", "adaptive", "fifo"),
     "extend.extra_keys": constant(b"", b"", b"salt"),
     "admit.context": constant(0, 0, 0, 0, 1),
     "admit.counter": one_of(constant(None), counter_of_row, counter_of_row, live(_core.QueryCounter)),
@@ -238,6 +245,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "first_token": constant(0, 0, 4),
     "flag": constant(True, True, False),
     "free_page_ids": saved("free_page_ids"),
+    "ghost_size": constant(None, None, None, 0.1, 4),
     "group": constant(0, 0, 0, 1),
     "device_table": one_of(live(np.ndarray), array),
     "lists_of.groups": lambda world: tuple(some(live(_core.PageIds))(world)),
@@ -254,7 +262,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "retain.ids": held_or_hit,
     "retention": live(_core.Retention),
     "retain_row.rows": live(_core.RunningRows),
-    "lists": lambda world: [held(world)],
+    "lists": some(live(_core.PageIds)),
     "priority": constant(0, 49, 50, 51, 100, 101, -1),
     "seconds": constant(None, 1e-9, 1.0, 1e300, 0.0, "1"),
     "unpin_row.rows": live(_core.RunningRows),
@@ -270,6 +278,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "is_pool": constant(True, True, True, False),
     "items": ints,
     "key": key,
+    "kind": one_of(*[kind_of_saved] * 8, constant((True, "arc", 0.1), (False, "lru", None)), wild),
     "key_bytes": key_bytes,
     "names": constant(None, "pages", "slots notes"),
     "max_num_new_tokens": one_of(constant(None, None, None), middle),
@@ -298,6 +307,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "page_size": constant(4, 4, 8, 1, None),
     "page_tables": table_lists,
     "pages": some(live(_core.CachePage)),
+    "policy": lambda world: tuple([saved(f"policy_{name}")(world) for name in SAVED_OF_POLICY]),
     "positions": ids,
     "prompt": one_of(tokens, tokens, tokens, ids),
     "prev_free_page": one_of(constant(None, None, None, None), live(_core.CachePage)),
@@ -325,6 +335,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "tgt": row_that_is(False),
     "token_ids": one_of(as_many(small), as_many(small), as_many(small), ids),
     "tokens": one_of(constant([1, 2, 3, 4], [0] * 8, [1, 1]), tokens, ids),
+    "totals": lambda world: (saved("counters")(world), world.source.pick((0, 0, 1, 2, 4))),
     "tuple_of_hits": lambda world: tuple(world.live[_core.PageIds][: world.source.below(3)]),
     "values": ids,
     "window": constant(0, 0, 6),

@@ -31,7 +31,7 @@ CONSTRUCTORS = {
     "RetentionSpan": "store first_token stop_token",
     "Retention": "priority seconds",
     "HashChain": "page_size key_bytes flag",
-    "PageStore": "num_pages flag is_pool",
+    "PageStore": "num_pages flag is_pool eviction ghost_size",
     "EntryJournal": "store",
     "QueryCounter": "store flag",
     "Refusal": "tuple_of_hits num_looked_up num_hit_tokens",

@@ -96,7 +96,8 @@ class World:
     def furnish(self) -> None:
         """Make a pool, tables and a batch with some rows, as the façade does."""
         source = self.source
-        store = _core.PageStore(source.pick((16, 2, 9, 40)), source.pick((True, True, True, False)))
+        enable_caching, eviction = source.pick((True, True, True, False)), source.pick(("lru", "arc", "adaptive"))
+        store = _core.PageStore(source.pick((16, 2, 9, 40)), enable_caching, eviction=eviction)
         tables = [_core.TableRows(4, columns) for columns in source.pick(((8,), (8, 8), (8, 4), (1,), (70,)))]
         for value in (store, *tables, _core.HashChain(4, bytes(16), True)):
             self.keep(value)

@@ -42,7 +42,7 @@ class PoolState(NamedTuple):
         ]
 
 
-ARC = np.dtype([("target", "f8"), ("num_ghosts", "i8", 4)])
+ARC = np.dtype([("target", "f8"), ("num_ghosts", "i8", 4), ("log_start", "i8", 4), ("log_stop", "i8", 4)])
 AGES = "f8", (3, 14)
 ADAPTIVE = np.dtype(
     [
@@ -54,7 +54,7 @@ ADAPTIVE = np.dtype(
     ]
 )
 COUNTED = {Arc: ARC, Adaptive: ADAPTIVE}
-LEARNED = {"num_ghosts", "alive", "decision"}  # told otherwise by the twin
+LEARNED = {"num_ghosts", "log_start", "log_stop", "alive", "decision"}  # told otherwise by the twin
 
 
 def describe_twin(policy: Policy | None) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def describe_policy(store: Any) -> dict[str, Any]:
         return {}
     ghosts = [(tag, mark if tag else 0) for tag, mark in records["ghosts"].tolist()]
     dtype = ARC if store.eviction == "arc" else ADAPTIVE
-    learned = records["learned"].view(dtype)[0]
+    learned = records["learned"][: dtype.itemsize].view(dtype)[0]
     values = {name: learned[name].tolist() for name in dtype.names if name not in LEARNED}
     return {"marks": records["marks"].tolist(), "ghosts": ghosts, "counts": records["policy_counts"].tolist()[4:], **values}
 
@@ -120,6 +120,9 @@ class OracleSide:
 
     def append(self, page_ids: PageIds) -> None:
         self.pool.append_n(page_ids)
+
+    def save(self) -> None:
+        """Do nothing: nothing is lost when a pool is saved."""
 
     def state(self, _request_ids: Iterable[str]) -> PoolState:
         pool = self.pool
@@ -166,6 +169,10 @@ class PackageSide:
     def append(self, page_ids: PageIds) -> None:
         self.pool.free_page_queue.append_n([self.pool.pages[page_id] for page_id in page_ids])
 
+    def save(self) -> None:
+        """Save the pool, and go on with the restored one."""
+        self.pool = pagepool.PagePool.restore(self.pool.snapshot())
+
     def state(self, _request_ids: Iterable[str]) -> PoolState:
         store, stats = self.pool.store, self.pool.stats
         keys = {page_id: store.key_of(page_id) for page_id in range(1, self.pool.num_pages)}
@@ -210,6 +217,7 @@ class PoolWorkload:
             self.put_in: 0.6,
             self.misuse: 1,
             self.change: 0.1,
+            self.save: 0.1,
             self.drain: 0.05,
         }
         cumulated = list(itertools.accumulate(actions.values()))
@@ -368,6 +376,12 @@ class PoolWorkload:
         self.families[self.rng.randrange(NUM_FAMILIES)] = self._keys(self.max_length)
         if self.num_shards is not None and self.rng.random() < 0.2:
             self.num_shards = self.rng.choice([n for n in (2, 4) if self.pool.num_pages % n == 0])
+
+    def save(self) -> None:
+        """Put back what is outside, since only a whole pool can be saved, and save the pool."""
+        self.twins.call("append", self.outside)
+        self.outside = []
+        self.twins.call("save")
 
     def drain(self) -> None:
         """Be refused a reset, free all, and reset."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from pagepool import (
     EngineRequestStatus,
     FullAttentionSpec,
     MambaSpec,
+    PagePool,
     PageTable,
     RunningBatch,
     SlidingWindowSpec,
@@ -49,6 +52,106 @@ def test_any_value(name: str) -> None:
         if error is not None:
             found.append(f"{shown(make_value())}: {error}")
     assert not found, "\n".join(found)
+
+
+# Eviction policies.
+
+
+class EqualToAny(str):
+    """A name that compares equal to each policy."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return "arc"
+
+
+class ChangingSize(float):
+    """A ghost size that is permitted only when it is compared."""
+
+    def __float__(self) -> float:
+        return 1e300
+
+
+@pytest.mark.parametrize("name", ["lru", "arc", "adaptive"])
+@pytest.mark.parametrize("kind", [str, np.str_, EqualToAny], ids=lambda kind: kind.__name__)
+def test_a_policys_name_may_be_of_a_subclass(name: str, kind: type[str]) -> None:
+    pool = PagePool(8, True, eviction=kind(name))
+    manager = CacheManager(8, [CacheGroupSpec(SPEC)], 64, page_pool=pool, eviction=name)
+    assert (type(pool.eviction), pool.eviction, manager.page_pool.eviction) == (str, name, name)
+    assert PagePool.restore(pool.snapshot()).eviction == name
+
+
+@pytest.mark.parametrize("name", ["", "LRU", "lru ", "fifo", EqualToAny("fifo"), "\ud800", "a\0b"], ids=ascii)
+@pytest.mark.parametrize("enable_caching", [True, False])
+def test_an_unknown_policy_is_refused(name: str, enable_caching: bool) -> None:
+    message = r"^eviction: got '.*', allowed: 'lru', 'arc', 'adaptive'$"
+    with pytest.raises(ArgumentError, match=message):
+        PagePool(8, enable_caching, eviction=name)
+    with pytest.raises(ArgumentError, match=message):
+        CacheManager(8, [CacheGroupSpec(SPEC)], 64, enable_caching, eviction=name)
+
+
+@pytest.mark.parametrize("name", [b"arc", 1, True, [], ["arc"], {}, {"arc"}, np.array("arc"), np.array(["lru", "arc"]), object])
+def test_a_policy_is_named_by_a_string(name: Any) -> None:
+    pool = PagePool(8, True)
+    for options in ({}, {"page_pool": pool}):
+        with pytest.raises(ArgumentTypeError, match=r"^eviction: got \w+, allowed: a string"):
+            CacheManager(8, [CacheGroupSpec(SPEC)], 64, eviction=name, **options)
+    for eviction in (name, None):
+        with pytest.raises(ArgumentTypeError, match=r"^eviction: got \w+, allowed: a string$"):
+            PagePool(8, True, eviction=eviction)
+
+
+@pytest.mark.parametrize("size", [1e-300, 0.5, 1, 64, np.float32(0.5), np.int64(7), np.uint8(64), Fraction(1, 3)], ids=repr)
+def test_a_ghost_size_is_any_number_up_to_64(size: Any) -> None:
+    pool = PagePool(8, True, eviction="arc", ghost_size=size)
+    assert (type(pool.store.ghost_size), pool.store.ghost_size) == (float, float(size))
+    assert PagePool.restore(pool.snapshot()).store.ghost_size == float(size)
+
+
+@pytest.mark.parametrize(
+    "size", [0, -0.0, -1, 65, 64.5, HUGE, -HUGE, np.inf, -np.inf, np.nan, np.uint8(65), ChangingSize(1)], ids=shown
+)
+def test_a_ghost_size_out_of_range_is_refused(size: Any) -> None:
+    for eviction in ("lru", "arc", "adaptive"):
+        with pytest.raises(ArgumentError, match=r"^ghost_size: got .*, allowed: "):
+            PagePool(8, True, eviction=eviction, ghost_size=size)
+
+
+@pytest.mark.parametrize("size", ["1", True, np.True_, 1j, [], np.array(1.0), Decimal(1), object()], ids=repr)
+def test_a_ghost_size_is_a_number(size: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"^ghost_size: got \w+, allowed: a number$"):
+        PagePool(8, True, eviction="arc", ghost_size=size)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "adaptive"])
+def test_only_arc_has_a_ghost_size(eviction: str) -> None:
+    message = f"^ghost_size: got 1 for '{eviction}', allowed: above 0 to 64 for 'arc', else None$"
+    with pytest.raises(ArgumentError, match=message):
+        PagePool(8, True, eviction=eviction, ghost_size=1)
+    with pytest.raises(ArgumentError, match=message):
+        CacheManager(8, [CacheGroupSpec(SPEC)], 64, eviction=eviction, ghost_size=1)
+
+
+@pytest.mark.parametrize("own", ["lru", "arc", "adaptive"])
+def test_a_manager_of_a_pool_has_its_policy(own: str) -> None:
+    pool, groups = PagePool(8, True, eviction=own), [CacheGroupSpec(SPEC)]
+    for eviction in (None, own):
+        manager = CacheManager(8, groups, 64, page_pool=pool, eviction=eviction)
+        assert manager.page_pool is pool
+        assert f"eviction='{own}'" in repr(pool)
+        assert f"eviction='{own}'" in repr(manager)
+    for eviction, size in (("arc" if own == "lru" else "lru", None), ("fifo", None), (None, 1), (own, 1)):
+        expected = f"eviction: got {eviction!r} and ghost_size {size}, allowed with page_pool: None, or its own, {own!r}"
+        with pytest.raises(ArgumentError) as caught:
+            CacheManager(8, groups, 64, page_pool=pool, eviction=eviction, ghost_size=size)
+        assert str(caught.value) == expected
+    with pytest.raises(ArgumentTypeError, match=r"^page_pool: got str, allowed: PagePool, or None$"):
+        CacheManager(8, groups, 64, page_pool=own, eviction=own)  # type: ignore[arg-type]
 
 
 # Counts.

@@ -23,7 +23,7 @@ from pagepool import (
 from pagepool._core import CacheGroups, HashChain, PageRules, PageStore, RequestPages
 from pagepool.errors import ArgumentError, PageHashError, PageIdError, SnapshotError
 from pagepool.page_pool.integrity import check_store
-from pagepool.page_pool.snapshot import FIELDS, seal
+from pagepool.page_pool.snapshot import FIRST_VERSIONS, seal
 
 PAGE_SIZE = 4
 NUM_PAGES = 64
@@ -170,9 +170,8 @@ def test_a_snapshot_does_not_tell_the_seed() -> None:
 
 def make_old(pool: PagePool, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return a snapshot in the format of version 1."""
-    arrays = {name: array for name, array in pool.snapshot().items() if name in FIELDS}
-    for name in ("format", "version", "checksum", "configuration", "cached_pins"):
-        del arrays[name]
+    newer = {"format", "version", "checksum", *FIRST_VERSIONS}
+    arrays = {name: array for name, array in pool.snapshot().items() if name not in newer}
     with monkeypatch.context() as patch:
         patch.setattr("pagepool.page_pool.snapshot.VERSION", 1)
         return seal(arrays)

@@ -261,7 +261,7 @@ class TestPlan:
         monkeypatch.setattr("pagepool.replay.shared.memory.count_available_bytes", lambda: 1_000_000)
         result = invoke("plan", trace, "--num-pages", "600,100k", "--eviction", "arc")
         assert result.exit_code == 1
-        assert "out of memory: a simulation of 100,000 pages of 16 tokens would take 7.6 MiB" in result.output
+        assert "out of memory: a simulation of 100,000 pages of 16 tokens would take 9.9 MiB" in result.output
 
 
 class TestReplay:
@@ -305,7 +305,7 @@ class TestReplay:
         monkeypatch.setattr("pagepool.replay.shared.memory.count_available_bytes", lambda: num_bytes - 1)
         result = invoke("replay", trace, "--num-pages", "100k", "--compare-eviction")
         assert result.exit_code == 1
-        assert "3 pools of 100,000 pages of 16 tokens would take 20.4 MiB" in result.output
+        assert "3 pools of 100,000 pages of 16 tokens would take 22.7 MiB" in result.output
 
 
 class TestFleet:

@@ -55,7 +55,7 @@ SERVER_LABELS = {"instance", "job", "alertname"}
 
 @pytest.fixture(scope="module")
 def manager() -> CacheManager:
-    manager = CacheManager(9, [CacheGroupSpec(FullAttentionSpec(4, 1, 8, "float16", False))], 64)
+    manager = CacheManager(9, [CacheGroupSpec(FullAttentionSpec(4, 1, 8, "float16", False))], 64, eviction="adaptive")
     for name, token_ids in {"a": [1, 2, 3, 4, 5], "b": [1, 2, 3, 4, 6], "c": list(range(28))}.items():
         request = EngineRequest(name, token_ids)
         hits, num_hit_tokens = manager.get_computed_pages(request)
@@ -145,9 +145,26 @@ def test_a_scrape_has_the_stats(manager: CacheManager, address: str) -> None:
     assert values["pagepool_preempted_prefix_cache_requests_total"] == 0
     assert values["pagepool_allocated_pages_total"] == stats.num_allocated_pages
     assert values["pagepool_evicted_pages_total"] == stats.num_evicted_pages
+    assert values["pagepool_hit_pages_total"] == stats.num_hit_pages == 1
+    assert values["pagepool_lru_hit_pages_total"] == stats.num_lru_hit_pages == 1
     assert values["pagepool_kv_block_reuse_gap_seconds_count"] == stats.reuse_gap.num_times == 1
     assert values["pagepool_kv_block_reuse_gap_seconds_sum"] == pytest.approx(stats.reuse_gap.sum_seconds)
     assert values["pagepool_kv_block_lifetime_seconds_bucket+Inf"] == stats.num_evicted_pages
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc"])
+def test_only_adaptive_eviction_estimates_hits(manager: CacheManager, eviction: str) -> None:
+    from pagepool.metrics import CacheCollector
+
+    collector = CacheCollector(CacheManager(9, manager.kv_cache_groups, 64, eviction=eviction), {"engine": "0"})
+    collector.add(manager, {"engine": "1"})
+    samples = [sample for family in collector.collect() for sample in family.samples]
+    engines: dict[str, set[str]] = {}
+    for sample in samples:
+        engines.setdefault(sample.name, set()).add(sample.labels["engine"])
+    estimated = {"pagepool_hit_pages_total", "pagepool_lru_hit_pages_total"}
+    assert {name for name, values in engines.items() if values == {"1"}} == estimated
+    assert {name for name, values in engines.items() if values == {"0", "1"}} == engines.keys() - estimated
 
 
 @pytest.mark.parametrize("accept", ACCEPT.values(), ids=ACCEPT)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
+import struct
 from collections.abc import Iterator
-from ctypes import POINTER, c_int32, c_int64, c_ssize_t, c_uint8, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_int32, c_int64, c_size_t, c_ssize_t, c_uint8, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from pagepool.errors import ArgumentError, IntegrityError
 
 NO_GROUP = NOT_FREE = -1
 TWIN = 1 << 30
+PART, SET_SIZE = 3, 8
 NUM_PAGES, NUM_SHARDS = 16, 4
 EQUAL_PAGES = (1, 2, 3, 8)
 FIRST_PAGES = (1, 8)
@@ -84,6 +87,26 @@ class JournalMemory(ctypes.Structure):
     ]
 
 
+class GhostMemory(ctypes.Structure):
+    """An evicted page that a policy remembers, as in the core."""
+
+    _fields_ = [("tag", c_uint32), ("mark", c_uint32)]
+
+
+class PolicyMemory(ctypes.Structure):
+    """The beginning of what an eviction policy keeps, as in the core."""
+
+    _fields_ = [
+        ("marks", POINTER(c_uint32)),
+        ("ghosts", POINTER(GhostMemory)),
+        ("ghost_memory", c_void_p),
+        *((name, c_uint32) for name in ("num_sets", "sample_mask")),
+        ("counts", c_int64 * 8),
+        ("learned", POINTER(c_int64)),
+        ("num_learned_bytes", c_size_t),
+    ]
+
+
 class PoolMemory(ctypes.Structure):
     """The pool itself, as in the core."""
 
@@ -93,6 +116,9 @@ class PoolMemory(ctypes.Structure):
         ("twins", POINTER(Links)),
         ("shard_links", POINTER(Links)),
         ("shard_num_free", POINTER(c_int32)),
+        ("policy", POINTER(PolicyMemory)),
+        *((name, c_int32) for name in ("num_parts", "is_divided")),
+        ("shard_newest", POINTER(c_int32)),
         ("shard_twins", POINTER(Links)),
         ("shard_firsts", POINTER(Links)),
         ("page_tokens", POINTER(c_int32)),
@@ -165,9 +191,15 @@ def memory_of(owner: object, struct: Any) -> Any:
     return struct.from_address(id(owner) + object.__basicsize__ + ctypes.sizeof(c_void_p))
 
 
-def make_pool() -> tuple[PagePool, Any]:
-    """Return a pool with held and free pages, cached alone, with equals, pinned, and not at all, in shards, and its memory."""
-    pool = PagePool(NUM_PAGES, True)
+def make_pool(eviction: str = "lru") -> tuple[PagePool, Any]:
+    """Return a pool with held and free pages, cached alone, with equals, pinned, and not at all, in shards, and its memory. A
+    policy that remembers pages remembers some.
+    """
+    pool = PagePool(NUM_PAGES, True, eviction=eviction)
+    for page_id in pool.get_new_page_ids(NUM_PAGES - 1).tolist():
+        pool.pages[page_id].page_hash = PageHashWithGroupId(PageHash(1000 + page_id, ()), 0)
+        pool.free_page_ids([page_id])
+    pool.free_page_ids(sorted(pool.get_new_page_ids(NUM_PAGES - 1)))
     pool.store.keep_token_ids(2)
     pool.get_new_page_ids(0, dp_shard_hint=0, data_parallel_size=NUM_SHARDS)
     pool.get_new_page_ids(7)
@@ -198,9 +230,12 @@ def numbers_that_matter(memory: Any) -> Iterator[tuple[Any, Any]]:
         for links in (memory.twins, memory.shard_twins, memory.shard_firsts):
             yield from fields_of(links[page_id]) if is_twin else ()
         yield from fields_of(memory.shard_links[page_id]) if page.next_free != NOT_FREE and page_id else ()
+    for record in range(NUM_SHARDS * (1 + memory.num_parts)):
+        yield from fields_of(memory.shard_links[NUM_PAGES + record])
     for shard in range(NUM_SHARDS):
-        yield from fields_of(memory.shard_links[NUM_PAGES + shard])
         yield memory.shard_num_free, shard
+    for part in range(memory.num_parts):
+        yield from ((memory.pages[NUM_PAGES + part], name) for name in ("prev_free", "next_free"))
     for i in range(memory.mask + 1):
         yield from fields_of(memory.slots[i])[0 if memory.slots[i].page_id else 1 :]
     yield memory, "num_free"
@@ -243,8 +278,9 @@ def can_be(number: tuple[Any, Any], value: int) -> bool:
     return name == "page_id" and {old, value} <= set(FIRST_PAGES)
 
 
-def test_each_number_that_is_overwritten_is_found() -> None:
-    pool, memory = make_pool()
+@pytest.mark.parametrize("eviction", ["lru", "arc", "adaptive"])
+def test_each_number_that_is_overwritten_is_found(eviction: str) -> None:
+    pool, memory = make_pool(eviction)
     values = [-(1 << 31), -2, -1, 0, 1, 2, 3, 7, 8, 9, NUM_PAGES - 1, NUM_PAGES, NUM_PAGES + 1, TWIN, TWIN + 1, (1 << 31) - 1]
     for number, value in itertools.product(numbers_that_matter(memory), values):
         if can_be(number, value):
@@ -258,6 +294,87 @@ def test_each_number_that_is_overwritten_is_found() -> None:
         assert "None" not in str(caught.value)
         write(number, old)
         pool.check()
+
+
+def numbers_of_policy(memory: Any, eviction: str) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the numbers of a policy that others contradict, and whether a value cannot be.
+
+    Marks are parts, and with adaptive eviction times above them; those of held pages are the parts to come.
+    """
+    policy = memory.policy.contents
+    parts, has_times = range(memory.num_parts), eviction == "adaptive"
+    for page_id in range(NUM_PAGES):
+        is_free, part = page_id and memory.pages[page_id].next_free != NOT_FREE, policy.marks[page_id] & PART
+        allowed = [part] if is_free else parts
+        yield (
+            policy.marks,
+            page_id,
+            lambda mark, allowed=allowed: (
+                mark & PART not in allowed or (mark > PART and not (has_times and mark & PART)) or (mark & PART == 0 != mark)
+            ),
+        )
+    for i in range(SET_SIZE * policy.num_sets):
+        ghost, part = policy.ghosts[i], policy.ghosts[i].mark & PART
+        if ghost.tag:
+            home = i // SET_SIZE
+            yield ghost, "tag", lambda tag, home=home: tag * policy.num_sets >> 32 != home if tag else not has_times
+            yield ghost, "mark", lambda mark, part=part: mark & PART == 0 if has_times else mark != part
+        else:
+            yield ghost, "mark", lambda mark: not has_times and mark not in parts
+    for i in range(PART + 1):
+        yield policy.counts, i, lambda count: True
+    at_least = [policy.learned[3] if has_times else 0, 0, 0, 0]  # requests up to the last tick
+    for i, least in enumerate(at_least, PART + 1):
+        yield policy.counts, i, lambda count, least=least: not least <= count < 1 << 60
+
+
+@pytest.mark.parametrize("eviction", ["arc", "adaptive"])
+def test_each_number_of_a_policy_that_is_overwritten_is_found(eviction: str) -> None:
+    pool, memory = make_pool(eviction)
+    assert any(memory.policy.contents.ghosts[i].tag for i in range(SET_SIZE * memory.policy.contents.num_sets))
+    values = [0, 1, 2, 3, 4, 5, 7, 1 << 18, (1 << 18) + 1, 1 << 31, (1 << 32) - 1, 1 << 62, (1 << 64) - 1]
+    for owner, name, is_wrong in numbers_of_policy(memory, eviction):
+        old = read((owner, name))
+        for value in values if isinstance(owner, ctypes.Array) else values[:-2]:
+            write((owner, name), value)
+            if value == old or not is_wrong(value):
+                pool.check()
+            else:
+                with pytest.raises(IntegrityError):
+                    pool.check()
+                with pytest.raises(IntegrityError):
+                    pool.snapshot()
+            write((owner, name), old)
+            pool.check()
+
+
+def bits_of(number: float) -> int:
+    bits: int = struct.unpack("q", struct.pack("d", number))[0]
+    return bits
+
+
+LEARNED: dict[str, dict[range, list[int]]] = {
+    "arc": {range(1): [*map(bits_of, (-1.0, NUM_PAGES + 1.0, math.inf, math.nan))], range(2, 4): [-1, 1000]},
+    "adaptive": {
+        range(4): [-1, (1 << 63) - 1],  # releases, epoch, call, requests
+        range(4, 4 + 3 * 256): [-(1 << 63), (1 << 63) - 1],  # pages by epoch
+        range(4 + 3 * 256, 4 + 3 * 256 + 3 * 3 * 14): [*map(bits_of, (-1.0, 1e30, math.inf, math.nan))],  # rates and values
+    },
+}
+"""What cannot have been learned: values by their places, of 8 bytes each."""
+
+
+@pytest.mark.parametrize("eviction", LEARNED)
+def test_what_a_policy_cannot_have_learned_is_found(eviction: str) -> None:
+    pool, memory = make_pool(eviction)
+    learned = memory.policy.contents.learned
+    for places, values in LEARNED[eviction].items():
+        for i, value in itertools.product(places, values):
+            old, learned[i] = learned[i], value
+            with pytest.raises(IntegrityError, match=f"^what the eviction policy '{eviction}' has counted cannot be$"):
+                pool.check()
+            learned[i] = old
+    pool.check()
 
 
 def test_a_page_is_named_with_all_its_numbers() -> None:

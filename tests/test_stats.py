@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import FrozenInstanceError
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from pagepool import CacheGroupSpec, CacheManager, CacheStats, EngineRequest, En
 SPEC = pagepool.FullAttentionSpec(4, 1, 8, "float16", False)
 
 
-def make_manager(num_pages: int = 12, **options: bool) -> CacheManager:
+def make_manager(num_pages: int = 12, **options: Any) -> CacheManager:
     return CacheManager(num_pages, [CacheGroupSpec(SPEC)], 64, hash_seed="stats", **options)
 
 
@@ -144,8 +145,26 @@ def test_of_large_pools_pages_are_sampled() -> None:
     assert 0.9 < stats.lifetime.num_times * 128 / stats.num_evicted_pages < 1.1
 
 
+@pytest.mark.parametrize("eviction", ["lru", "arc", "adaptive"])
+def test_pages_that_lru_would_have_hit(eviction: str) -> None:
+    """In a pool that evicts nothing, those that were hit: held ones, and free ones that were found in time."""
+    manager = make_manager(eviction=eviction)
+    requests = [start(manager, name, [*range(8), len(name)]) for name in ("a", "bb", "ccc")]
+    for request in requests:
+        assert request is not None
+        manager.free(request)
+    assert start(manager, "dddd", [*range(4), 9]) is not None
+    stats = manager.stats()
+    expected = (2 + 2 + 1,) * 2 if eviction == "adaptive" else (None, None)
+    assert (stats.num_hit_pages, stats.num_lru_hit_pages) == expected
+    pool = pagepool.PagePool.restore(manager.page_pool.snapshot())
+    restored = CacheManager(12, manager.kv_cache_groups, 64, hash_seed="stats", page_pool=pool).stats()
+    assert (restored.num_hit_pages, restored.num_lru_hit_pages) == expected
+
+
 def test_without_caching_and_without_pages() -> None:
-    stats = make_manager(num_pages=1, enable_caching=False).stats()
+    stats = make_manager(num_pages=1, enable_caching=False, eviction="adaptive").stats()
+    assert stats.num_hit_pages is None
     assert (stats.num_pages, stats.usage, stats.num_cached_pages) == (0, 0.0, 0)
     with pytest.raises(FrozenInstanceError):
         stats.usage = 1.0  # type: ignore[misc]

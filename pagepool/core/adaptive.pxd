@@ -7,7 +7,7 @@
 # once, and pages used again, when least-recently-used (LRU) eviction would have kept them, or would have lost them.
 
 from libc.math cimport pow
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from pagepool.core.ghost cimport find_ghost, hash_key, is_sampled, remember
 from pagepool.core.queue cimport is_page, newest_in, oldest_in, record_before, record_behind
@@ -259,13 +259,18 @@ cdef inline bint is_right(Pool *pool) noexcept nogil:
     cdef const Adaptive *state = adaptive_of(pool)
     cdef const Learned *learned = &state.learned
     cdef bint is_fine = learned.num_released >= 0 and learned.epoch == learned.num_released // state.epoch_pages
+    cdef int64_t most = INT64_MAX // 8  # so that sums of counts are counts too
     cdef Py_ssize_t c, j
     is_fine &= 0 <= learned.call <= LAST_CALL and 0 <= learned.lru_age <= HORIZON and learned.regret >= 0
+    is_fine &= 0 <= learned.num_requests_then <= state.base.num_requests and learned.paused_until >= 0
     is_fine &= 0 <= learned.pause <= MAX_PAUSE and BLANK <= learned.decision.part <= PART
     is_fine &= -1 <= learned.decision.shard < max(1, pool.num_shards)
     for c in range(NUM_CLASSES):
         for j in range(NUM_AGES):  # neither is NaN
-            is_fine &= 0 <= learned.values[c][j] <= MAX_VALUE and 0 <= learned.exposed[c][j] and 0 <= learned.reused[c][j]
+            is_fine &= 0 <= learned.values[c][j] <= MAX_VALUE
+            is_fine &= 0 <= learned.exposed[c][j] <= most and 0 <= learned.reused[c][j] <= most
+        for j in range(NUM_EPOCHS):
+            is_fine &= -most <= learned.alive[c][j] <= most
     return is_fine
 
 

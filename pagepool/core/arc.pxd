@@ -1,10 +1,11 @@
 # The policy ARC: Megiddo and Modha, ARC: A Self-Tuning, Low Overhead Replacement Cache (FAST 2003). Pages used once and pages
 # used again are in a part each; a miss that the ghost remembers lets the page's part grow. Unlike there, pages in use are in
-# neither part, and the ghosts of both parts share sets, each first in, first out.
+# neither part. The keys of each part are forgotten in the order of their evictions, which a log has, with gaps where keys were
+# asked for again.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from pagepool.core.ghost cimport find_ghost, hash_key, remember
+from pagepool.core.ghost cimport find_ghost, find_tag, hash_key, remember, tag_in_ghost
 from pagepool.core.queue cimport oldest_in
 from pagepool.core.records cimport BLANK, FLAGS, NEW, NULL_PAGE, PART, SET_SIZE, TWIN, GhostEntry, Policy, Pool, digest_of
 from pagepool.core.siphash cimport Digest
@@ -12,14 +13,39 @@ from pagepool.core.siphash cimport Digest
 cdef enum:
     AGAIN = 2                 # part for pages that were used again
     NUM_PARTS = 3
+    SPARE_ROOM = 2            # entries of the ghost for each key, so that few sets are full
+    LOG_ROOM = 2              # entries of each log for each key
+    NUMBER_SHIFT = 2          # of the mark of a ghost: part, then the number of the eviction
 
 cdef struct Learned:          # what a snapshot keeps
     double target             # pages of the new part
-    int64_t num_ghosts[PART + 1]  # by part
+    int64_t num_ghosts[PART + 1]  # by part, as the next two
+    int64_t log_start[PART + 1]  # evictions of a part before those in its log
+    int64_t log_stop[PART + 1]  # evictions of a part
 
 cdef struct Arc:
     Policy base
-    Learned learned
+    int64_t max_num_ghosts
+    int64_t log_size
+    Learned learned           # behind it the logs: tags, [NUM_PARTS - 1, log_size]
+
+
+cdef inline void start_arc(Arc *state, int64_t max_num_ghosts) noexcept nogil:
+    state.max_num_ghosts = max_num_ghosts
+    state.log_size = LOG_ROOM * max_num_ghosts
+
+
+cdef inline size_t count_log_bytes(int64_t max_num_ghosts) noexcept nogil:
+    return (NUM_PARTS - 1) * LOG_ROOM * max_num_ghosts * sizeof(uint32_t)
+
+
+cdef inline uint32_t *log_at(Arc *state, uint32_t part, int64_t number) noexcept nogil:
+    """The place in the log of an eviction from a part."""
+    return <uint32_t *>(&state.learned + 1) + (part - 1) * state.log_size + number % state.log_size
+
+
+cdef inline uint32_t mark_of(uint32_t part, int64_t number) noexcept nogil:
+    return <uint32_t>number << NUMBER_SHIFT | part
 
 
 cdef inline void note_release(Pool *pool, int64_t num_pages) noexcept nogil:
@@ -36,18 +62,22 @@ cdef inline void note_hit(Pool *pool, int32_t page_id, bint was_free) noexcept n
     pool.policy.num_shared_hits += not was_free
 
 
+cdef inline void forget(Arc *state, GhostEntry *entry) noexcept nogil:
+    state.learned.num_ghosts[entry.mark & PART] -= entry.tag != 0
+    entry.tag = 0
+
+
 cdef inline uint32_t note_miss(Pool *pool, Digest key, int32_t group) noexcept nogil:
     cdef Arc *state = <Arc *>pool.policy
     cdef GhostEntry *entry = find_ghost(&state.base.ghost, hash_key(key, group))
     cdef double num_new = <double>state.learned.num_ghosts[NEW], num_again = <double>state.learned.num_ghosts[AGAIN]
     if entry == NULL:
         return BLANK
-    if entry.mark == NEW:
+    if entry.mark & PART == NEW:
         state.learned.target = min(<double>pool.num_pages, state.learned.target + max(1.0, num_again / num_new))
     else:
         state.learned.target = max(0.0, state.learned.target - max(1.0, num_new / num_again))
-    state.learned.num_ghosts[entry.mark] -= 1
-    entry.tag = 0
+    forget(state, entry)
     return AGAIN
 
 
@@ -61,14 +91,46 @@ cdef inline int32_t pick(Pool *pool, int32_t shard) noexcept nogil:
     return page_id if page_id != NULL_PAGE else oldest_in(pool, NEW, shard)
 
 
+cdef inline void forget_oldest(Arc *state, uint32_t part) noexcept nogil:
+    """Forget the key of a part that was evicted first, or none if its log has none. Amortised O(1)."""
+    cdef Learned *learned = &state.learned
+    cdef GhostEntry *entry
+    cdef int64_t number
+    while learned.log_start[part] < learned.log_stop[part]:
+        number = learned.log_start[part]
+        learned.log_start[part] += 1
+        entry = find_tag(&state.base.ghost, log_at(state, part, number)[0])
+        if entry != NULL and entry.mark == mark_of(part, number):
+            forget(state, entry)
+            return
+
+
+cdef inline void trim_ghost(Arc *state) noexcept nogil:
+    """Keep the ghost to its size: by new pages, if more of these are free and remembered than that, else by others."""
+    cdef const int64_t *counts = state.learned.num_ghosts
+    cdef bint has_many_new
+    while counts[NEW] + counts[AGAIN] > state.max_num_ghosts:
+        has_many_new = state.base.num_in_part[NEW] + counts[NEW] > state.max_num_ghosts
+        forget_oldest(state, NEW if counts[AGAIN] == 0 or (has_many_new and counts[NEW]) else <uint32_t>AGAIN)
+
+
 cdef inline void note_eviction(Pool *pool, int32_t page_id) noexcept nogil:
     cdef Arc *state = <Arc *>pool.policy
+    cdef Learned *learned = &state.learned
     cdef uint32_t part = state.base.marks[page_id]
+    cdef uint64_t word
     cdef GhostEntry lost
-    if part != BLANK and not pool.pages[page_id].group & TWIN:
-        lost = remember(&state.base.ghost, hash_key(digest_of(&pool.pages[page_id]), pool.pages[page_id].group & ~FLAGS), part)
-        state.learned.num_ghosts[part] += 1
-        state.learned.num_ghosts[lost.mark] -= lost.tag != 0
+    if part == BLANK or pool.pages[page_id].group & TWIN:
+        return
+    if learned.log_stop[part] - learned.log_start[part] == state.log_size:
+        forget_oldest(state, part)
+    word = hash_key(digest_of(&pool.pages[page_id]), pool.pages[page_id].group & ~FLAGS)
+    log_at(state, part, learned.log_stop[part])[0] = tag_in_ghost(word)
+    lost = remember(&state.base.ghost, word, mark_of(part, learned.log_stop[part]))
+    forget(state, &lost)
+    learned.log_stop[part] += 1
+    learned.num_ghosts[part] += 1
+    trim_ghost(state)
 
 
 cdef inline void note_drop(Pool *pool, int32_t page_id) noexcept nogil:
@@ -79,15 +141,25 @@ cdef inline int64_t count_ghosts(const Policy *policy, uint32_t part) noexcept n
     cdef int64_t count = 0
     cdef Py_ssize_t i
     for i in range(<Py_ssize_t>policy.ghost.num_sets * SET_SIZE):
-        count += policy.ghost.entries[i].tag != 0 and policy.ghost.entries[i].mark == part
+        count += policy.ghost.entries[i].tag != 0 and policy.ghost.entries[i].mark & PART == part
     return count
+
+
+cdef inline bint are_parts(const Pool *pool, const Policy *policy) noexcept nogil:
+    """Whether all marks of pages are parts, without stamps: ghosts are counted by them."""
+    cdef bint is_fine = True
+    cdef Py_ssize_t i
+    for i in range(pool.num_pages):
+        is_fine &= policy.marks[i] < NUM_PARTS
+    return is_fine
 
 
 cdef inline bint is_right(Pool *pool) noexcept nogil:
     cdef const Arc *state = <Arc *>pool.policy
-    if not 0 <= state.learned.target <= <double>pool.num_pages:
-        return False
-    return (
-        count_ghosts(&state.base, NEW) == state.learned.num_ghosts[NEW]
-        and count_ghosts(&state.base, AGAIN) == state.learned.num_ghosts[AGAIN]
-    )
+    cdef const Learned *learned = &state.learned
+    cdef int32_t part
+    cdef bint is_fine = 0 <= learned.target <= <double>pool.num_pages and are_parts(pool, &state.base)
+    for part in range(NEW, NUM_PARTS):
+        is_fine &= count_ghosts(&state.base, <uint32_t>part) == learned.num_ghosts[part]
+        is_fine &= 0 <= learned.log_start[part] <= learned.log_stop[part] <= learned.log_start[part] + state.log_size
+    return is_fine

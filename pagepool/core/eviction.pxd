@@ -3,7 +3,7 @@
 from pagepool.core.records cimport Pool
 
 
-cdef int check_policy(object name, object ghost_size) except -1
+cdef tuple checked_policy(object name, object ghost_size)
 cdef int set_policy(Pool *pool, object name, object ghost_size) except -1
 cdef bint make_lru(Pool *pool) noexcept
 cdef void free_policy(Pool *pool) noexcept

@@ -2,7 +2,7 @@
 
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
-from libc.stdint cimport int32_t, uint32_t
+from libc.stdint cimport UINT32_MAX, int32_t, int64_t, uint32_t
 
 from pagepool.core cimport adaptive, arc, lru
 from pagepool.core.arguments cimport float_of
@@ -18,23 +18,32 @@ cdef int MAX_GHOST_SIZE = 64  # pools
 cdef double ADAPTIVE_GHOST_SIZE = 6  # pools; a smaller one forgets keys before they return
 
 
-cdef int check_policy(object name, object ghost_size) except -1:
-    """ArgumentError for an unknown name, and for a ghost size, in pools, unless it is ARC's, or None."""
-    if name not in EVICTION_POLICIES:
-        raise ArgumentError(f"eviction: got {shown(name)}, allowed: {', '.join(map(repr, EVICTION_POLICIES))}")
-    if ghost_size is not None and not (name == "arc" and 0 < float_of(ghost_size, "ghost_size") <= MAX_GHOST_SIZE):
+cdef tuple checked_policy(object name, object ghost_size):
+    """The name of a policy and a ghost size, in pools, as a str and a float or None. ArgumentError for an unknown name, and for
+    a ghost size unless it is ARC's; ArgumentTypeError for other types.
+    """
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"eviction: got {type(name).__name__}, allowed: a string")
+    policy = str.__str__(name)  # a subclass may equal anything
+    size = None if ghost_size is None else float_of(ghost_size, "ghost_size")
+    if policy not in EVICTION_POLICIES:
+        raise ArgumentError(f"eviction: got {shown(policy)}, allowed: {', '.join(map(repr, EVICTION_POLICIES))}")
+    if size is not None and not (policy == "arc" and 0 < size <= MAX_GHOST_SIZE):
         raise ArgumentError(
-            f"ghost_size: got {shown(ghost_size)} for {name!r}, allowed: above 0 to {MAX_GHOST_SIZE} for 'arc', else None"
+            f"ghost_size: got {shown(ghost_size)} for {policy!r}, allowed: above 0 to {MAX_GHOST_SIZE} for 'arc', else None"
         )
-    return 0
+    return policy, size
 
 
 cdef int set_policy(Pool *pool, object name, object ghost_size) except -1:
-    """Give a pool without pages in its queue a policy that `check_policy` knows; "lru" is none. Without a ghost size ARC has a
-    ghost of one pool, as in its paper.
+    """Give a pool without pages in its queue a policy that `checked_policy` returned; "lru" is none. Without a ghost size ARC
+    has a ghost of one pool, as in its paper.
     """
+    cdef double num_pools = 1 if ghost_size is None else ghost_size
+    cdef int64_t num_ghosts = <int64_t>(num_pools * pool.num_pages) + 1
     if name == "arc":
-        begin_policy(pool, sizeof(arc.Arc), arc.NUM_PARTS, 1 if ghost_size is None else ghost_size, 1)
+        begin_policy(pool, sizeof(arc.Arc) + arc.count_log_bytes(num_ghosts), arc.NUM_PARTS, arc.SPARE_ROOM * num_pools, 1)
+        arc.start_arc(<arc.Arc *>pool.policy, num_ghosts)
         set_arc(<arc.Arc *>pool.policy)
     elif name == "adaptive":
         begin_policy(pool, sizeof(adaptive.Adaptive), adaptive.NUM_PARTS, ADAPTIVE_GHOST_SIZE, adaptive.SAMPLE_WEIGHT)
@@ -44,9 +53,10 @@ cdef int set_policy(Pool *pool, object name, object ghost_size) except -1:
 
 
 cdef int begin_policy(Pool *pool, size_t size, int32_t num_parts, double ghost_size, uint32_t sample_interval) except -1:
-    """Allocate what a policy keeps: `size` bytes, marks, and a ghost of `ghost_size` pools, of one page in `sample_interval`."""
+    """Allocate `size` bytes for a policy, marks, and a ghost for one page in `sample_interval` of `ghost_size` pools."""
     cdef Policy *policy = <Policy *>calloc(1, size)
-    cdef size_t num_sets = 1 + <size_t>(ghost_size * pool.num_pages / sample_interval / SET_SIZE)
+    cdef double size_in_sets = min(<double>(UINT32_MAX - 1), ghost_size * pool.num_pages / sample_interval / SET_SIZE)
+    cdef size_t num_sets = 1 + <size_t>size_in_sets
     pool.policy = policy
     if policy != NULL:
         policy.marks = <uint32_t *>calloc(pool.num_pages, sizeof(uint32_t))
@@ -82,7 +92,7 @@ cdef bint make_lru(Pool *pool) noexcept:
 
 cdef void set_arc(arc.Arc *state) noexcept:
     cdef Policy *policy = &state.base
-    policy.learned, policy.num_learned_bytes = &state.learned, sizeof(arc.Learned)
+    policy.learned, policy.num_learned_bytes = &state.learned, sizeof(arc.Learned) + arc.count_log_bytes(state.max_num_ghosts)
     policy.note_release, policy.note_queued, policy.note_hit = arc.note_release, arc.note_queued, arc.note_hit
     policy.note_miss, policy.pick = arc.note_miss, arc.pick
     policy.note_eviction, policy.note_drop, policy.is_right = arc.note_eviction, arc.note_drop, arc.is_right

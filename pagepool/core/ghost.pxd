@@ -30,7 +30,11 @@ cdef inline GhostEntry *set_of(const Ghost *ghost, uint32_t tag) noexcept nogil:
 
 cdef inline GhostEntry *find_ghost(const Ghost *ghost, uint64_t word) noexcept nogil:
     """The entry of a key, or NULL."""
-    cdef uint32_t tag = tag_in_ghost(word)
+    return find_tag(ghost, tag_in_ghost(word))
+
+
+cdef inline GhostEntry *find_tag(const Ghost *ghost, uint32_t tag) noexcept nogil:
+    """The entry with a tag, or NULL."""
     cdef GhostEntry *entries = set_of(ghost, tag)
     cdef Py_ssize_t i
     for i in range(SET_SIZE):

@@ -18,8 +18,8 @@ cdef class PageRecords:
     cdef Pool pool
     cdef readonly bint is_pool          # record 0 is a page of its own; other stores can grow, and have no prefix index
     cdef readonly bint enable_caching
-    cdef readonly object eviction       # name of the policy
-    cdef readonly object ghost_size     # pools; None: the policy's own
+    cdef readonly object eviction       # name of the policy, a str
+    cdef readonly object ghost_size     # pools, a float; None: the policy's own
     cdef readonly object names          # HashNames
     cdef PageIds protected_ids          # pages that were given the PROTECTED flag last; None: none were
     cdef Py_ssize_t capacity            # records there is room for
@@ -27,7 +27,7 @@ cdef class PageRecords:
     cdef LockNode lock_node
 
     cdef bint add_records(self, Py_ssize_t num_pages) noexcept
-    cdef int divide(self, object eviction, object ghost_size) except -1
+    cdef int divide(self) except -1
     cdef bint make_index(self) noexcept
     cdef int sample_residency(self) except -1
     cdef bint make_pins(self) noexcept

@@ -7,7 +7,7 @@ from libc.stdint cimport INT32_MAX, uint32_t
 from libc.string cimport memcpy
 
 from pagepool.core.arguments cimport digest_of_int, group_of, int_of_digest, page_id_of, size_of
-from pagepool.core.eviction cimport check_policy, free_policy, set_policy
+from pagepool.core.eviction cimport checked_policy, free_policy, set_policy
 from pagepool.core.index cimport drop, enter, enter_all, find_within, keep_tokens
 from pagepool.core.levels cimport forget_deadlines
 from pagepool.core.locks cimport STORE_LOCK, delist_lock, enlist_lock
@@ -79,10 +79,9 @@ cdef class PageRecords:
             raise MemoryError(f"{num_records} page records")
         if is_pool:
             self.sample_residency()
-        check_policy(eviction, ghost_size)
-        self.eviction, self.ghost_size = eviction, ghost_size
+        self.eviction, self.ghost_size = checked_policy(eviction, ghost_size)
         if self.enable_caching:  # without it no page is worth more than another
-            self.divide(eviction, ghost_size)
+            self.divide()
         for page_id in range(1, self.pool.num_pages):
             push(&self.pool, page_id)
 
@@ -118,10 +117,10 @@ cdef class PageRecords:
         self.pool.num_pages = <int32_t>num_pages
         return True
 
-    cdef int divide(self, object eviction, object ghost_size) except -1:
-        """Divide the empty queue into the parts of a policy. Leave room for those of levels, so that records never move."""
+    cdef int divide(self) except -1:
+        """Divide the empty queue into the parts of the policy. Leave room for those of levels, so that records never move."""
         cdef size_t num_records
-        set_policy(&self.pool, eviction, ghost_size)
+        set_policy(&self.pool, self.eviction, self.ghost_size)
         num_records = <size_t>self.pool.num_pages + max(1, self.pool.num_parts) + NUM_LEVEL_PARTS
         if not resize(<void **>&self.pool.pages, num_records * sizeof(Page)):
             raise MemoryError(f"{self.pool.num_pages} page records")
@@ -228,8 +227,8 @@ cdef class PageRecords:
 
     @property
     def estimated_hits(self) -> tuple | None:
-        """Pages that were hit, and that least-recently-used eviction would have hit by the adaptive policy's estimate, since the
-        store was made; None for other policies.
+        """Pages that were hit, and the adaptive policy's estimate of those that least-recently-used eviction would have hit,
+        since the store was made; None for other policies.
         """
         cdef int64_t num_shared, num_free, num_lru
         if self.eviction != "adaptive" or not self.pool.num_parts:

@@ -61,7 +61,7 @@ cdef inline bint hits_leading_pages(const Group *group) noexcept nogil:
 
 
 cdef inline bint is_needed_by_hits(const Rules *rules, int32_t page) noexcept nogil:
-    """Whether there can be a hit that needs a page of a group with a window or chunks: the shortest that has it needs it most."""
+    """Whether a hit may need a page of a group with a window or chunks: the shortest hit that reaches it does, or none."""
     cdef int64_t stop, num_tokens = (page + <int64_t>1) * rules.page_size
     if not rules.hit_tokens:
         return True

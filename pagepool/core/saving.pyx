@@ -18,7 +18,7 @@ from pagepool.core.store cimport PageStore
 
 import numpy as np
 
-from pagepool.errors import SnapshotError
+from pagepool.errors import ArgumentTypeError, SnapshotError
 
 LINKS, KEY = [("prev", "i4"), ("next", "i4")], [("low", "u8"), ("high", "u8")]
 DTYPES = {                        # in the order of `copy_arrays`; notes have the key of the parent
@@ -136,14 +136,15 @@ def is_policy_right(PageStore store not None) -> bool:
 
 def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageStore:
     """Return the store of which `save_store` made these arrays. `kind` is whether prefixes are cached, the eviction policy and
-    its ghost size; `cached` are the arrays of cached pages: ids, group ids, keys, token ids, and pins, or no pins; `policy` those of the policy:
-    marks, ghosts, counts, and what it has learned; `totals` are the counters and the number of shards. SnapshotError if they
-    contradict one another. O(num_pages).
+    its ghost size; `cached` are the arrays of cached pages: ids, group ids, keys, token ids, and pins, or no pins; `policy`
+    those of the policy, empty without one: marks, ghosts, counts, and what it has learned; `totals` are the counters and the
+    number of shards. SnapshotError if they contradict one another. O(num_pages).
     """
     cdef PageIds counts = as_own_ids(ref_counts, "ref_counts")
+    enable_caching, eviction, ghost_size = kind
     cached_page_ids, cached_group_ids, cached_keys, cached_token_ids, cached_pins = cached
     counters, num_shards = totals
-    cdef PageStore store = PageStore(counts.num, kind[0], eviction=kind[1], ghost_size=kind[2])
+    cdef PageStore store = PageStore(counts.num, enable_caching, eviction=eviction, ghost_size=ghost_size)
     tokens = require_matrix(cached_token_ids, np.int32, "cached_token_ids")
     keys = np.ascontiguousarray(require_matrix(cached_keys, np.uint64, "cached_keys"))
     cdef Py_ssize_t width = tokens.shape[1]
@@ -158,9 +159,11 @@ def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageS
     )
     for page_id in range(1, store.pool.num_pages):
         pull(&store.pool, page_id)
-    if store.pool.num_parts:
-        load_policy(&store.pool, policy)
+    saved_parts = load_policy(&store.pool, policy)
     load_queue(&store.pool, counts, as_own_ids(free_page_ids, "free_page_ids"))
+    queued_parts = list_parts(&store.pool)
+    if saved_parts != queued_parts:
+        raise SnapshotError(f"policy_counts: got {saved_parts} free pages in the parts, allowed by the marks: {queued_parts}")
     load_pins(store, as_own_ids(cached_page_ids, "cached_page_ids"), as_own_ids(cached_pins, "cached_pins"))
     if size_of(num_shards, "data_parallel_size"):
         store.set_shards(num_shards)
@@ -195,27 +198,47 @@ cdef int load_queue(Pool *pool, PageIds ref_counts, PageIds free_ids) except -1:
     return 0
 
 
-cdef int load_policy(Pool *pool, tuple arrays) except -1:
-    """Give the policy of a pool with an empty queue these marks, ghosts and counts, and what it had learned."""
-    cdef Policy *policy = pool.policy
-    cdef Py_ssize_t i
+cdef list load_policy(Pool *pool, object arrays):
+    """Give the policy of a pool with an empty queue these marks, ghosts and counts, and what it had learned. Without a policy
+    the arrays must be empty. Returns the numbers of free pages in the parts, which are 0 now.
+    """
+    cdef Policy *policy = pool.policy if pool.num_parts else &NO_POLICY
+    cdef Py_ssize_t i, has_policy = pool.num_parts > 0
     cdef Py_ssize_t *sizes = [
-        pool.num_pages * sizeof(uint32_t), <Py_ssize_t>policy.ghost.num_sets * SET_SIZE * sizeof(GhostEntry),
-        NUM_POLICY_COUNTS * sizeof(int64_t), policy.num_learned_bytes,
+        has_policy * pool.num_pages * sizeof(uint32_t), <Py_ssize_t>policy.ghost.num_sets * SET_SIZE * sizeof(GhostEntry),
+        has_policy * NUM_POLICY_COUNTS * <Py_ssize_t>sizeof(int64_t), policy.num_learned_bytes,
     ]
     cdef void **targets = [policy.marks, policy.ghost.entries, &policy.num_in_part[0], policy.learned]
-    cdef const uint8_t[::1] source
-    for i in range(4):
-        source = np.ascontiguousarray(arrays[i]).view(np.uint8).reshape(-1)
-        if source.shape[0] != sizes[i]:
-            raise SnapshotError(f"the eviction policy: got {source.shape[0]} bytes, allowed: {sizes[i]}")
-        memcpy(targets[i], &source[0], sizes[i])
-    for i in range(PART + 1):
-        policy.num_in_part[i] = 0
-    for i in range(pool.num_pages):
+    cdef bytes source
+    marks, ghosts, counts, learned = arrays
+    for i, array in enumerate((marks, ghosts, counts, learned)):
+        source = bytes_of(array)
+        if len(source) != sizes[i]:
+            raise SnapshotError(f"the eviction policy: got {len(source)} bytes, allowed: {sizes[i]}")
+        if sizes[i]:
+            memcpy(targets[i], <const char *>source, sizes[i])
+    for i in range(has_policy * pool.num_pages):
         if <int32_t>(policy.marks[i] & PART) >= pool.num_parts:
             raise SnapshotError(f"marks: got {policy.marks[i]} for page {i}, allowed: of {pool.num_parts} parts")
-    return 0
+    parts = list_parts(pool)
+    for i in range(pool.num_parts):
+        policy.num_in_part[i] = 0
+    return parts
+
+
+cdef list list_parts(const Pool *pool):
+    """The numbers of free pages in the parts of the queue."""
+    cdef Py_ssize_t i
+    return [pool.policy.num_in_part[i] for i in range(pool.num_parts)]
+
+
+cdef bytes bytes_of(object array):
+    """A copy of the memory of an array. ArgumentTypeError unless it is one without objects."""
+    if isinstance(array, np.ndarray) and type(array) is not np.ndarray:
+        array = np.asarray(array)
+    if not isinstance(array, np.ndarray) or array.dtype.hasobject:
+        raise ArgumentTypeError(f"the eviction policy: got {type(array).__name__}, allowed: an array without objects")
+    return array.tobytes()
 
 
 cdef int require_once(Pool *pool, str name, PageIds ids, Py_ssize_t i, bint is_entry) except -1:

@@ -85,8 +85,9 @@ class CacheManager(PrefixRetention):
         self.enable_caching = bool(enable_caching and kv_cache_groups)
         self.use_eagle = use_eagle
         if page_pool is None:
-            page_pool = PagePool(num_pages, self.enable_caching, eviction=eviction or "lru", ghost_size=ghost_size)
-        else:
+            eviction = "lru" if eviction is None else eviction
+            page_pool = PagePool(num_pages, self.enable_caching, eviction=eviction, ghost_size=ghost_size)
+        elif isinstance(page_pool, PagePool):
             _require_eviction(page_pool, eviction, ghost_size)
         self.coordinator: CacheCoordinator = get_kv_cache_coordinator(
             num_pages, kv_cache_groups, self.max_model_len, use_eagle, self.enable_caching, page_pool
@@ -118,7 +119,7 @@ class CacheManager(PrefixRetention):
             f"CacheManager(num_pages={self.num_pages}, num_free_pages={self._store.num_free_pages}, "
             f"num_cached_pages={self._store.num_cached_pages}, num_requests={len(self._requests)}, "
             f"num_kv_cache_groups={self.num_kv_cache_groups}, max_model_len={self.max_model_len}, "
-            f"enable_caching={self.enable_caching})"
+            f"enable_caching={self.enable_caching}, eviction={self.page_pool.eviction!r})"
         )
 
     @property
@@ -427,7 +428,9 @@ class CacheManager(PrefixRetention):
 
 def _require_eviction(pool: PagePool, eviction: str | None, ghost_size: float | None) -> None:
     """Raise ArgumentError for a pool with another policy, and for a ghost size, which a pool has already."""
-    if ghost_size is not None or eviction not in (None, getattr(pool, "eviction", eviction)):
+    if eviction is not None and not isinstance(eviction, str):
+        raise ArgumentTypeError(f"eviction: got {type(eviction).__name__}, allowed: a string, or None")
+    if ghost_size is not None or eviction not in (None, pool.eviction):
         raise ArgumentError(
             f"eviction: got {shown(eviction)} and ghost_size {shown(ghost_size)}, allowed with page_pool: None, or its own, "
             f"{pool.eviction!r}"
@@ -449,6 +452,7 @@ def _collect_stats(pool: PagePool, max_num_pinned_pages: int, query_counters: Se
     num_pages, num_free_pages = pool.num_pages - 1, store.num_free_pages
     num_held_pages = num_pages - num_free_pages
     lifetime, idle_before_eviction, reuse_gap = (TimeHistogram.of(*counts) for counts in store.residency)
+    num_hit_pages, num_lru_hit_pages = store.estimated_hits or (None, None)
     return CacheStats(
         num_pages=num_pages,
         num_free_pages=num_free_pages,
@@ -465,6 +469,8 @@ def _collect_stats(pool: PagePool, max_num_pinned_pages: int, query_counters: Se
         lifetime=lifetime,
         idle_before_eviction=idle_before_eviction,
         reuse_gap=reuse_gap,
+        num_hit_pages=num_hit_pages,
+        num_lru_hit_pages=num_lru_hit_pages,
     )
 
 

@@ -12,7 +12,7 @@ from pagepool.errors import IntegrityError
 __all__ = ["check_store", "save_store"]
 
 NOT_FREE = NO_GROUP = NOT_NEW = NOT_FIRST = -1
-BLANK, PART, SET_SIZE = 0, 3, 8
+BLANK, PART, SET_SIZE, MAX_COUNT = 0, 3, 8, ((1 << 63) - 1) // 8
 NORMAL, PROTECTED = 50, 128  # a level is a priority + 1, or 0, and a flag
 TWIN, GROUP, MAX_GROUP, MAX_REF_CNT = 1 << 30, ~(3 << 29), (1 << 29) - 1, (1 << 31) - 2
 
@@ -21,15 +21,21 @@ Array = npt.NDArray[Any]
 
 def check_store(store: PageStore) -> None:
     """Check every invariant in the docstring of `pagepool._core`. IntegrityError names a wrong page. O(num_pages)."""
-    Records(**copy_records(store)).check()
+    read_records(store)
+
+
+def read_records(store: PageStore) -> "Records":
+    """Return a checked copy of a pool's records. IntegrityError for a damaged one. O(num_pages)."""
+    records = Records(**copy_records(store))
+    records.check()
     if not is_policy_right(store):
         raise IntegrityError(f"what the eviction policy {store.eviction!r} has counted cannot be")
+    return records
 
 
 def save_store(store: PageStore) -> dict[str, Array]:
     """Return the arguments of `load_store` for an equal store. IntegrityError for a damaged one. O(num_pages)."""
-    records = Records(**copy_records(store))
-    records.check()
+    records = read_records(store)
     cached = records.pages.take(records.cached_ids)
     return {
         "ref_counts": records.pages["ref_cnt"].copy(),
@@ -121,9 +127,13 @@ class Records(SimpleNamespace):
         self.require_count(0, self.num_held_free, "free pages have references")
 
     def policy_arrays(self) -> dict[str, Array]:
-        """Return what the eviction policy keeps, by name; empty arrays without one."""
-        ghosts = self.ghosts.view(np.uint32).reshape(-1, 2)
-        return {"marks": self.marks, "ghosts": ghosts, "counts": self.policy_counts, "learned": self.learned}
+        """Return what the eviction policy keeps, by name, as if no page had a level; empty arrays for LRU."""
+        ghosts, marks, counts = self.ghosts.view(np.uint32).reshape(-1, 2), self.marks, self.policy_counts.copy()
+        if self.num_policy_parts > 1:
+            counts[: PART + 1] = np.bincount(marks.take(self.free_ids) & PART, minlength=PART + 1)
+        else:
+            marks, counts = marks[:0], counts[:0]
+        return {"marks": marks, "ghosts": ghosts, "counts": counts, "learned": self.learned}
 
     def check_levels(self) -> None:
         """Levels are of cached pages. The heap has the pages with a deadline, each behind one whose time is up before."""
@@ -157,14 +167,20 @@ class Records(SimpleNamespace):
         """Each part has the pages that belong to it, the blank one those without an entry. A look-up finds each ghost."""
         starts = self.queue[self.queue >= self.num_pages]
         self.require_count(starts.tolist(), [*range(self.num_pages, self.num_pages + self.num_parts)], "begin the parts")
+        marks, counts, num_parts = self.marks, self.policy_counts, self.num_policy_parts
+        is_wrong = (marks & PART >= num_parts) | (marks & PART == BLANK) & (marks != BLANK)
+        text = f" has the mark {{}}, allowed: of {num_parts} parts, {BLANK} for part {BLANK}"
+        self.refuse(is_wrong, range(self.num_pages), text, marks)
+        text = "count {} of the eviction policy is {}, allowed: 0 to {}"
+        self.refuse((counts < 0) | (counts > MAX_COUNT), None, text, range(len(counts)), counts, MAX_COUNT)
         parts = ((self.queue >= self.num_pages).cumsum() - 1 - self.first_part)[self.queue < self.num_pages]
         marked = self.find_parts()
         self.refuse(parts != marked, self.free_ids, " is in part {} of the free queue, and marked for part {}", parts, marked)
         is_wrong = (parts != BLANK) & (self.group.take(self.free_ids) == NO_GROUP)
         self.refuse(is_wrong, self.free_ids, f" is in part {{}} of the free queue, allowed without an entry: {BLANK}", parts)
-        is_low, is_high = parts < BLANK, parts >= self.num_policy_parts
+        is_low, is_high = parts < BLANK, parts >= num_parts
         num_in_part = np.bincount(parts[~(is_low | is_high)], minlength=PART + 1).tolist()
-        self.require_count(num_in_part, self.policy_counts[: PART + 1].tolist(), "pages are in the parts")
+        self.require_count(num_in_part, counts[: PART + 1].tolist(), "pages are in the parts")
         counted = [self.num_low_free, self.num_high_free]
         self.require_count([is_low.sum(), is_high.sum()], counted, "free pages are in parts before and behind the policy's")
         sets = self.ghosts.reshape(-1, SET_SIZE)

@@ -48,11 +48,11 @@ class PageProbe(NamedTuple):
 
 
 class PagePool:
-    """A fixed number of pages, handed out least recently used first, with their prefix entries.
+    """A fixed number of pages with their prefix entries, handed out least recently used first, or by another eviction policy.
 
     Page 0 is the null page, a placeholder that is never handed out, freed or counted. Construction takes O(num_pages).
     Memory is 56 to 72 bytes a page with caching and 32 without, plus 24 or 8 once the pool has shards, plus 4 once a page was
-    pinned.
+    pinned. Adaptive eviction takes 10 more, ARC 4 and 8 for each evicted page that it remembers.
 
     >>> pool = PagePool(8, enable_caching=True)
     >>> pages = pool.get_new_pages(3)
@@ -101,7 +101,8 @@ class PagePool:
         """The size and use of the pool."""
         return (
             f"PagePool(num_pages={self.num_pages}, num_free_pages={self.store.num_free_pages}, "
-            f"num_cached_pages={self.store.num_cached_pages}, enable_caching={self.enable_caching})"
+            f"num_cached_pages={self.store.num_cached_pages}, enable_caching={self.enable_caching}, "
+            f"eviction={self.eviction!r})"
         )
 
     # Saving.
@@ -109,9 +110,10 @@ class PagePool:
     def snapshot(self) -> Snapshot:
         """Return the pool as a dict of NumPy arrays without Python objects, for `restore` and `numpy.savez`.
 
-        It has ref counts, the free queue in order, prefix entries with hashes, pins and kept tokens, shards, counters, and the
-        configuration of the manager that caches in the pool, with a version and a checksum. The copy takes 4 bytes a page, 4
-        more a free page, 24 more a cached page (28 if pages are pinned), and 4 a kept token. IntegrityError if the pool is
+        It has ref counts, the free queue in order, prefix entries with hashes, pins and kept tokens, shards, counters, what
+        the eviction policy has learned, and the configuration of the manager that caches in the pool, with a version and a
+        checksum. The copy takes 4 bytes a page, 4 more a free page, 24 more a cached page (28 if pages are pinned), 4 a kept
+        token, and what the eviction policy takes besides LRU. IntegrityError if the pool is
         damaged, ArgumentError unless page hashes are made of ints, strings, bytes, None and tuples. O(num_pages).
         """
         return save(self.store, self.configuration)

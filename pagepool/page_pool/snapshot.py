@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import PageStore, load_store
-from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, SnapshotError
+from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, SnapshotError, shown
 from pagepool.hashing import HashNames, PageHash
 from pagepool.page_pool.integrity import check_store, save_store
 
@@ -229,6 +229,8 @@ def decode_eviction(text: npt.NDArray[np.uint8]) -> tuple[str, float | None]:
     """Return the name and ghost size in a result of `encode_eviction`. SnapshotError for other text."""
     try:
         name, ghost_size = json.loads(text.tobytes())
+        if not isinstance(name, str) or type(ghost_size) not in (int, float, type(None)):
+            raise ValueError(f"got {name!r} and ghost size {shown(ghost_size)}")
     except (ValueError, TypeError, RecursionError) as error:
         raise SnapshotError(f"snapshot: 'eviction' is invalid: {error}") from None
     return name, ghost_size

@@ -77,7 +77,8 @@ class CacheStats:
 
     Counters since the manager was made: ``queries`` of new requests, and ``preempted_queries`` of requests that returned.
     Counters since the pool was made: pages handed out, freed by their last holder, and evicted, which means handed out again
-    while they could be hit.
+    while they could be hit. With adaptive eviction also pages that were hit (``num_hit_pages``), once for each request that hit
+    them, and an estimate of how many LRU would have hit (``num_lru_hit_pages``); None with other policies.
 
     Times of sampled pages (every 128th, more in small pools) since the pool was made: ``lifetime`` of an evicted page from
     allocation to eviction, ``idle_before_eviction`` from last use to eviction, ``reuse_gap`` from a use to the next hit or pin.
@@ -98,6 +99,8 @@ class CacheStats:
     lifetime: TimeHistogram
     idle_before_eviction: TimeHistogram
     reuse_gap: TimeHistogram
+    num_hit_pages: int | None = None
+    num_lru_hit_pages: int | None = None
 
     @property
     def num_unpinned_pages(self) -> int:

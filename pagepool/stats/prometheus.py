@@ -77,7 +77,8 @@ class CacheCollector(Collector):
         ]
         for values, each in stats.items():
             for family, sample in zip(families, _samples_of(each), strict=True):
-                family.add_metric(values, *sample)
+                if sample[0] is not None:
+                    family.add_metric(values, *sample)
         return list(families)
 
 
@@ -100,6 +101,8 @@ COUNTERS = {
     "pagepool_allocated_pages": "Pages handed out.",
     "pagepool_freed_pages": "Pages given back by their last holder.",
     "pagepool_evicted_pages": "Cached pages handed out again, which can no longer be hit.",
+    "pagepool_hit_pages": "Pages hit, once for each request. With adaptive eviction only.",
+    "pagepool_lru_hit_pages": "Pages that LRU would have hit, an estimate. With adaptive eviction only.",
 }
 TIMES = {
     "pagepool_kv_block_lifetime": "Sampled: time from a page's allocation to its eviction.",
@@ -122,7 +125,7 @@ def _require_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _samples_of(stats: CacheStats) -> list[tuple[Any, ...]]:
-    """Return the values in the order of the tables above."""
+    """Return the values in the order of the tables above; None for one that the policy does not have."""
     queries, preempted = stats.queries, stats.preempted_queries
     gauges = (
         *(stats.usage, stats.num_pages, stats.num_free_pages, stats.num_held_pages, stats.num_cached_pages),
@@ -132,6 +135,7 @@ def _samples_of(stats: CacheStats) -> list[tuple[Any, ...]]:
         *(queries.num_queried_tokens, queries.num_hit_tokens, queries.num_requests),
         *(preempted.num_queried_tokens, preempted.num_hit_tokens, preempted.num_requests),
         *(stats.num_allocated_pages, stats.num_freed_pages, stats.num_evicted_pages),
+        *(stats.num_hit_pages, stats.num_lru_hit_pages),
     )
     times = (stats.lifetime, stats.idle_before_eviction, stats.reuse_gap)
     return [*((value,) for value in (*gauges, *counters)), *map(_buckets_of, times)]

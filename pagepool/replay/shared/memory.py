@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 PAGE_BYTES = 64  # a cached page
-POLICY_BYTES = {"lru": 0, "arc": 12, "adaptive": 10}  # what each eviction policy keeps of a page, and of evicted ones
+POLICY_BYTES = {"lru": 0, "arc": 36, "adaptive": 10}  # what each eviction policy keeps of a page, and of evicted ones
 DIGEST_BYTES = 16  # the hash of a page
 EVENT_BYTES = 64  # the events of a page, without its tokens
 TOKEN_BYTES = 4
