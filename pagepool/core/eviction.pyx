@@ -10,7 +10,7 @@ from pagepool.core.platform cimport CACHE_LINE
 from pagepool.core.queue cimport link_mark
 from pagepool.core.records cimport BLANK, NEW, NULL_PAGE, SET_SIZE, GhostEntry, Policy, Pool
 
-from pagepool.errors import ArgumentError, shown
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 
 EVICTION_POLICIES = ("lru", "arc", "adaptive")
 
