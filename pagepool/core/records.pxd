@@ -62,7 +62,6 @@ cdef struct Policy:           # chooses pages for eviction; the first member of 
     int64_t num_shared_hits   # on held pages
     int64_t num_free_hits
     int64_t num_lru_hits      # pages that LRU would have had, without those that were held; estimated
-    uint32_t new_part         # of pages that get an entry: NEW, or BLANK where all pages are in one part
     void *learned             # the rest of what a snapshot keeps
     size_t num_learned_bytes
     # A call is about to put pages into the queue.
@@ -81,6 +80,7 @@ cdef struct Policy:           # chooses pages for eviction; the first member of 
     void (*note_drop)(Pool *pool, int32_t page_id) noexcept nogil
     # Whether what it has learned can be: after a snapshot was loaded, and when the pool is checked.
     bint (*is_right)(Pool *pool) noexcept nogil
+    uint32_t new_part         # of pages that get an entry: NEW, or BLANK where all pages are in one part
 
 cdef struct Slot:             # one slot of the prefix index
     uint32_t tag              # hash of key and group; its low bits are the home slot
