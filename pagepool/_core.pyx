@@ -109,6 +109,6 @@ from pagepool.core.request_pages import CacheGroups, PageRules, RequestPages
 from pagepool.core.retaining import Retention, RetentionSpan, protect_pages
 from pagepool.core.row_request import RowRequest
 from pagepool.core.running import RunningRows, StepResult
-from pagepool.core.saving import copy_records, follow, give_back_restored, is_policy_right, load_store
+from pagepool.core.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
 from pagepool.core.store import CachePage, PageStore, QueryCounter
 from pagepool.core.table import GroupedRows, TableRows, pack_dirty_windows

@@ -314,13 +314,11 @@ def numbers_of_policy(memory: Any, eviction: str) -> Iterator[tuple[Any, Any, An
             ),
         )
     for i in range(SET_SIZE * policy.num_sets):
-        ghost, part = policy.ghosts[i], policy.ghosts[i].mark & PART
+        ghost, old = policy.ghosts[i], policy.ghosts[i].mark
         if ghost.tag:
             home = i // SET_SIZE
-            yield ghost, "tag", lambda tag, home=home: tag * policy.num_sets >> 32 != home if tag else not has_times
-            yield ghost, "mark", lambda mark, part=part: mark & PART == 0 if has_times else mark != part
-        else:
-            yield ghost, "mark", lambda mark: not has_times and mark not in parts
+            yield ghost, "tag", lambda tag, home=home: not has_times or (tag and tag * policy.num_sets >> 32 != home)
+            yield ghost, "mark", lambda mark, old=old: mark & PART == 0 if has_times else mark != old
     for i in range(PART + 1):
         yield policy.counts, i, lambda count: True
     at_least = [policy.learned[3] if has_times else 0, 0, 0, 0]  # requests up to the last tick

@@ -16,6 +16,7 @@ cdef enum:
     SPARE_ROOM = 2            # entries of the ghost for each key, so that few sets are full
     LOG_ROOM = 2              # entries of each log for each key
     NUMBER_SHIFT = 2          # of the mark of a ghost: part, then the number of the eviction
+    LAST_NUMBER = (1 << 30) - 1
 
 cdef struct Learned:          # what a snapshot keeps
     double target             # pages of the new part
@@ -137,29 +138,39 @@ cdef inline void note_drop(Pool *pool, int32_t page_id) noexcept nogil:
     pass
 
 
-cdef inline int64_t count_ghosts(const Policy *policy, uint32_t part) noexcept nogil:
-    cdef int64_t count = 0
-    cdef Py_ssize_t i
-    for i in range(<Py_ssize_t>policy.ghost.num_sets * SET_SIZE):
-        count += policy.ghost.entries[i].tag != 0 and policy.ghost.entries[i].mark & PART == part
-    return count
+cdef inline bint is_logged(Arc *state, const GhostEntry *entry) noexcept nogil:
+    """Whether the log has the eviction that an entry of the ghost is of."""
+    cdef uint32_t part = entry.mark & PART
+    cdef int64_t start, number
+    if not NEW <= <int32_t>part < NUM_PARTS:
+        return False
+    start = state.learned.log_start[part]
+    number = start + ((<int64_t>(entry.mark >> NUMBER_SHIFT) - start) & LAST_NUMBER)
+    return number < state.learned.log_stop[part] and log_at(state, part, number)[0] == entry.tag
 
 
-cdef inline bint are_parts(const Pool *pool, const Policy *policy) noexcept nogil:
-    """Whether all marks of pages are parts, without stamps: ghosts are counted by them."""
-    cdef bint is_fine = True
+cdef inline bint are_ghosts_right(Arc *state) noexcept nogil:
+    """Whether the logs have all keys of the ghost, and these are counted."""
+    cdef const Learned *learned = &state.learned
+    cdef const GhostEntry *entry
+    cdef int64_t[PART + 1] counts
     cdef Py_ssize_t i
-    for i in range(pool.num_pages):
-        is_fine &= policy.marks[i] < NUM_PARTS
-    return is_fine
+    for i in range(PART + 1):
+        counts[i] = 0
+        if not 0 <= learned.log_start[i] <= learned.log_stop[i] <= learned.log_start[i] + state.log_size:
+            return False
+    for i in range(<Py_ssize_t>state.base.ghost.num_sets * SET_SIZE):
+        entry = &state.base.ghost.entries[i]
+        if entry.tag and not is_logged(state, entry):
+            return False
+        counts[entry.mark & PART] += entry.tag != 0
+    return counts[NEW] == learned.num_ghosts[NEW] and counts[AGAIN] == learned.num_ghosts[AGAIN]
 
 
 cdef inline bint is_right(Pool *pool) noexcept nogil:
-    cdef const Arc *state = <Arc *>pool.policy
-    cdef const Learned *learned = &state.learned
-    cdef int32_t part
-    cdef bint is_fine = 0 <= learned.target <= <double>pool.num_pages and are_parts(pool, &state.base)
-    for part in range(NEW, NUM_PARTS):
-        is_fine &= count_ghosts(&state.base, <uint32_t>part) == learned.num_ghosts[part]
-        is_fine &= 0 <= learned.log_start[part] <= learned.log_stop[part] <= learned.log_start[part] + state.log_size
+    cdef Arc *state = <Arc *>pool.policy
+    cdef bint is_fine = 0 <= state.learned.target <= <double>pool.num_pages and are_ghosts_right(state)
+    cdef Py_ssize_t i
+    for i in range(pool.num_pages):
+        is_fine &= state.base.marks[i] < NUM_PARTS  # without stamps
     return is_fine

@@ -227,8 +227,8 @@ cdef class PageRecords:
 
     @property
     def estimated_hits(self) -> tuple | None:
-        """Pages that were hit, and the adaptive policy's estimate of those that least-recently-used eviction would have hit,
-        since the store was made; None for other policies.
+        """Pages that were hit, and that LRU would have hit by the adaptive policy's estimate, since the store was made; None
+        for other policies.
         """
         cdef int64_t num_shared, num_free, num_lru
         if self.eviction != "adaptive" or not self.pool.num_parts:

@@ -4,13 +4,14 @@ from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t, uint32
 from libc.string cimport memcpy
 
 from pagepool.core.arguments cimport as_list, require_matrix, size_of
+from pagepool.core.ghost cimport set_of
 from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids
 from pagepool.core.index cimport enter, keep_tokens
 from pagepool.core.page_records cimport counters_of
 from pagepool.core.queue cimport pull, push, push_marked
 from pagepool.core.records cimport (
-    MAX_GROUP, NO_GROUP, NULL_PAGE, NUM_POLICY_COUNTS, PART, SET_SIZE, Context, GhostEntry, Links, Note, Page, Policy, Pool,
-    Removal, Slot, count_policy_parts, count_queue_links, count_remembered, is_free, is_pinned, num_slots_of,
+    BLANK, MAX_GROUP, NO_GROUP, NULL_PAGE, NUM_POLICY_COUNTS, PART, SET_SIZE, Context, Ghost, GhostEntry, Links, Note, Page,
+    Policy, Pool, Removal, Slot, count_policy_parts, count_queue_links, count_remembered, is_free, is_pinned, num_slots_of,
 )
 from pagepool.core.references cimport put_back
 from pagepool.core.siphash cimport Digest
@@ -35,6 +36,7 @@ cdef enum:
     NUM_ARRAYS = 17
 
 cdef Policy NO_POLICY         # of zeros
+cdef int64_t MAX_POLICY_COUNT = INT64_MAX // 8  # so that sums of counts are counts too
 
 
 def copy_records(PageStore store not None, str names=None) -> dict:
@@ -125,13 +127,62 @@ def follow(prev_ids, next_ids, first_ids) -> tuple:
     return ids, True
 
 
-def is_policy_right(PageStore store not None) -> bool:
-    """Return whether what the eviction policy of a pool has learned can be. O(pages that it remembers)."""
+def find_policy_fault(PageStore store not None) -> str | None:
+    """Return what is wrong with what the eviction policy of a pool keeps, apart from its queue, or None. O(num_pages)."""
+    cdef Pool *pool = &store.pool
+    cdef Py_ssize_t page_id = -1, ghost_set = -1, count = -1
     cdef bint is_right = True
     with store.lock:
-        if store.pool.num_parts:
-            is_right = store.pool.policy.is_right(&store.pool)
-    return is_right
+        if pool.num_parts:
+            page_id, ghost_set, count = find_wrong_mark(pool), find_wrong_set(pool), find_wrong_count(pool.policy)
+            is_right = max(page_id, ghost_set, count) >= 0 or pool.policy.is_right(pool)
+    if page_id >= 0:
+        return describe_mark(pool, page_id)
+    if ghost_set >= 0:
+        return f"set {ghost_set} of the ghost has tags of other sets, or of no part, or one twice"
+    if count >= 0:
+        return f"count {count} of the eviction policy is out of range, allowed: 0 to {MAX_POLICY_COUNT}"
+    return None if is_right else f"what the eviction policy {store.eviction!r} has counted cannot be"
+
+
+cdef str describe_mark(const Pool *pool, Py_ssize_t page_id):
+    mark = pool.policy.marks[page_id]
+    return f"page {page_id} has the mark {mark}, allowed: of {count_policy_parts(pool)} parts, {<int>BLANK} for part {<int>BLANK}"
+
+
+cdef Py_ssize_t find_wrong_mark(const Pool *pool) noexcept nogil:
+    """The first page with a mark of no part, or of the blank part with a stamp; or -1."""
+    cdef Py_ssize_t i
+    cdef uint32_t mark
+    for i in range(pool.num_pages):
+        mark = pool.policy.marks[i]
+        if <int32_t>(mark & PART) >= count_policy_parts(pool) or (mark & PART == BLANK and mark != BLANK):
+            return i
+    return -1
+
+
+cdef Py_ssize_t find_wrong_set(const Pool *pool) noexcept nogil:
+    """The first set of the ghost with an entry that no look-up finds, or that has no part; or -1."""
+    cdef const Ghost *ghost = &pool.policy.ghost
+    cdef const GhostEntry *entry
+    cdef Py_ssize_t i, j
+    for i in range(<Py_ssize_t>ghost.num_sets * SET_SIZE):
+        entry = &ghost.entries[i]
+        if entry.tag and not (set_of(ghost, entry.tag) == &ghost.entries[i - i % SET_SIZE]
+                              and BLANK < <int32_t>(entry.mark & PART) < count_policy_parts(pool)):
+            return i // SET_SIZE
+        for j in range(i - i % SET_SIZE, i if entry.tag else 0):
+            if ghost.entries[j].tag == entry.tag:
+                return i // SET_SIZE
+    return -1
+
+
+cdef Py_ssize_t find_wrong_count(const Policy *policy) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(NUM_POLICY_COUNTS):
+        if not 0 <= (&policy.num_in_part[0])[i] <= MAX_POLICY_COUNT:
+            return i
+    return -1
 
 
 def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageStore:
@@ -173,6 +224,9 @@ def load_store(kind, ref_counts, free_page_ids, cached, policy, totals) -> PageS
     store.pool.num_allocated, store.pool.num_freed, store.pool.num_evicted = saved[:3]
     store.pool.num_cached, store.pool.num_queried, store.pool.num_hit = saved[3:]
     store.pool.is_restored = 1
+    fault = find_policy_fault(store)
+    if fault is not None:
+        raise SnapshotError(fault)
     return store
 
 
@@ -217,9 +271,9 @@ cdef list load_policy(Pool *pool, object arrays):
             raise SnapshotError(f"the eviction policy: got {len(source)} bytes, allowed: {sizes[i]}")
         if sizes[i]:
             memcpy(targets[i], <const char *>source, sizes[i])
-    for i in range(has_policy * pool.num_pages):
-        if <int32_t>(policy.marks[i] & PART) >= pool.num_parts:
-            raise SnapshotError(f"marks: got {policy.marks[i]} for page {i}, allowed: of {pool.num_parts} parts")
+    i = find_wrong_mark(pool) if has_policy else -1
+    if i >= 0:
+        raise SnapshotError(describe_mark(pool, i))
     parts = list_parts(pool)
     for i in range(pool.num_parts):
         policy.num_in_part[i] = 0

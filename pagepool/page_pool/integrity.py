@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import PageStore, copy_records, follow, is_policy_right
+from pagepool._core import PageStore, copy_records, find_policy_fault, follow
 from pagepool.errors import IntegrityError
 
 __all__ = ["check_store", "save_store"]
 
 NOT_FREE = NO_GROUP = NOT_NEW = NOT_FIRST = -1
-BLANK, PART, SET_SIZE, MAX_COUNT = 0, 3, 8, ((1 << 63) - 1) // 8
+BLANK, PART = 0, 3
 NORMAL, PROTECTED = 50, 128  # a level is a priority + 1, or 0, and a flag
 TWIN, GROUP, MAX_GROUP, MAX_REF_CNT = 1 << 30, ~(3 << 29), (1 << 29) - 1, (1 << 31) - 2
 
@@ -28,8 +28,9 @@ def read_records(store: PageStore) -> "Records":
     """Return a checked copy of a pool's records. IntegrityError for a damaged one. O(num_pages)."""
     records = Records(**copy_records(store))
     records.check()
-    if not is_policy_right(store):
-        raise IntegrityError(f"what the eviction policy {store.eviction!r} has counted cannot be")
+    fault = find_policy_fault(store)
+    if fault is not None:
+        raise IntegrityError(fault)
     return records
 
 
@@ -164,34 +165,19 @@ class Records(SimpleNamespace):
         return parts
 
     def check_parts(self) -> None:
-        """Each part has the pages that belong to it, the blank one those without an entry. A look-up finds each ghost."""
+        """Each part has the pages that belong to it, the blank one those without an entry."""
         starts = self.queue[self.queue >= self.num_pages]
         self.require_count(starts.tolist(), [*range(self.num_pages, self.num_pages + self.num_parts)], "begin the parts")
-        marks, counts, num_parts = self.marks, self.policy_counts, self.num_policy_parts
-        is_wrong = (marks & PART >= num_parts) | (marks & PART == BLANK) & (marks != BLANK)
-        text = f" has the mark {{}}, allowed: of {num_parts} parts, {BLANK} for part {BLANK}"
-        self.refuse(is_wrong, range(self.num_pages), text, marks)
-        text = "count {} of the eviction policy is {}, allowed: 0 to {}"
-        self.refuse((counts < 0) | (counts > MAX_COUNT), None, text, range(len(counts)), counts, MAX_COUNT)
         parts = ((self.queue >= self.num_pages).cumsum() - 1 - self.first_part)[self.queue < self.num_pages]
         marked = self.find_parts()
         self.refuse(parts != marked, self.free_ids, " is in part {} of the free queue, and marked for part {}", parts, marked)
         is_wrong = (parts != BLANK) & (self.group.take(self.free_ids) == NO_GROUP)
         self.refuse(is_wrong, self.free_ids, f" is in part {{}} of the free queue, allowed without an entry: {BLANK}", parts)
-        is_low, is_high = parts < BLANK, parts >= num_parts
+        is_low, is_high = parts < BLANK, parts >= self.num_policy_parts
         num_in_part = np.bincount(parts[~(is_low | is_high)], minlength=PART + 1).tolist()
-        self.require_count(num_in_part, counts[: PART + 1].tolist(), "pages are in the parts")
+        self.require_count(num_in_part, self.policy_counts[: PART + 1].tolist(), "pages are in the parts")
         counted = [self.num_low_free, self.num_high_free]
         self.require_count([is_low.sum(), is_high.sum()], counted, "free pages are in parts before and behind the policy's")
-        sets = self.ghosts.reshape(-1, SET_SIZE)
-        tags, parts = np.sort(sets["tag"], axis=1), sets["mark"] & PART
-        homes = (tags.astype(np.uint64) * np.uint64(len(sets)) >> np.uint64(32)).astype(np.int64)
-        is_wrong = (tags != 0) & (homes != np.arange(len(sets))[:, None])
-        is_wrong[:, 1:] |= (tags[:, 1:] == tags[:, :-1]) & (tags[:, 1:] != 0)
-        is_wrong |= (sets["tag"] != 0) & ((parts == BLANK) | (parts >= self.num_policy_parts))
-        self.refuse(
-            is_wrong.any(axis=1), None, "set {} of the ghost has tags of other sets, or of other parts", range(len(sets))
-        )
 
     def words_of(self, keys: Array) -> Any:
         """Return products of which the upper halves are the tags of keys and groups."""
