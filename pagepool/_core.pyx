@@ -25,6 +25,9 @@ index and was not when the changes were taken last; `removed` has each key once 
 Pages that a refused request hits are `WATCHED`. `num_unwatched` counts those that lost the flag, with their entry or because
 they were touched: while it stays, the hits stay, and a refusal is repeated in O(1).
 
+A retained or protected page has a level, and a prefix entry; while it is free it is in the part of the queue for its level. The
+heap of deadlines has each page whose priority ends once.
+
 A pinned page has a prefix entry, and one reference for all its pins, so it is outside the free queue. What drops the entry
 takes the pins back. The reference of pins is not given back as another holder's.
 
@@ -56,8 +59,10 @@ have the classes. Each file imports only those above it.
 `queue.pxd`            the free queue, and its parts: which page is evicted next
 `ghost.pxd`            keys of evicted pages, which a policy remembers
 `arc.pxd`              the policy ARC
+`lru.pxd`              LRU as a policy, for a pool with retained pages
 `adaptive.pxd`         the policy that learns when pages are used again
 `references.pxd`       references given back page by page, and pins
+`levels.pxd`           priorities and protection of cached pages, and when they end
 `notes.pxd`            the journal's notes of entries that come and go
 `twins.pxd`            pages of equal content
 `index.pxd`            the prefix index: `find`, `enter`, `drop`
@@ -87,7 +92,9 @@ have the classes. Each file imports only those above it.
 `row_request.pyx`      `RowRequest`: a row is admitted, or refused
 `running.pyx`          `RunningRows`: `grow`, `step`, `undo`, `trim`, `release`
 `holders.pyx`          `check_holders`, `check_rows`
+`spans.pyx`            `TokenSpan`: the cached pages among tokens of a request or row
 `pinning.pyx`          `PinSpan`: cached pages are pinned and unpinned
+`retaining.pyx`        `RetentionSpan`: cached pages are retained; `protect_pages`
 =====================  =====================================================================================================
 """
 
@@ -99,6 +106,7 @@ from pagepool.core.lookups import PrefixQuery
 from pagepool.core.pinning import PinSpan
 from pagepool.core.refusal import Refusal
 from pagepool.core.request_pages import CacheGroups, PageRules, RequestPages
+from pagepool.core.retaining import Retention, RetentionSpan, protect_pages
 from pagepool.core.row_request import RowRequest
 from pagepool.core.running import RunningRows, StepResult
 from pagepool.core.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store

@@ -5,7 +5,17 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
-from pagepool._core import HashChain, PageIds, PinSpan, RowRequest, RunningRows, StepResult, check_rows
+from pagepool._core import (
+    HashChain,
+    PageIds,
+    PinSpan,
+    Retention,
+    RetentionSpan,
+    RowRequest,
+    RunningRows,
+    StepResult,
+    check_rows,
+)
 from pagepool.arguments import require_int
 from pagepool.attention import SingleTypeCacheManager
 from pagepool.errors import ArgumentError, ArgumentTypeError
@@ -192,6 +202,16 @@ class RunningBatch(RunningRows):
         `CacheManager.unpin`, which does it after the row was released. Errors as in `pin`, without a budget. O(pages).
         """
         return PinSpan(self._manager.page_pool.store, start, stop).unpin_row(self, row)
+
+    def retain(
+        self, row: int, start: int = 0, stop: int | None = None, *, priority: int = 50, seconds: float | None = None
+    ) -> int:
+        """Set the eviction priority of the cached pages of an admitted row that lie wholly within its tokens ``[start, stop)``:
+        see `CacheManager.retain`. Returns the number of these pages. Errors as there, and as in `pin`, without a budget.
+        O(pages); with `seconds` O(log(pages that have them)) more each.
+        """
+        span = RetentionSpan(self._manager.page_pool.store, start, stop)
+        return span.retain_row(self, row, Retention(priority, seconds))
 
     def check(self) -> None:
         """Check rows, table and pool. O(pages + table).

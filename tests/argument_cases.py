@@ -265,6 +265,12 @@ for method in ("pin", "unpin"):
         {"start": "", "stop": "None"},
         method=method,
     )
+add_parameters(
+    "retain",
+    lambda use, **options: use.manager.retain(use.held, **options),
+    {"start": "", "stop": "None", "priority": "", "seconds": "float None"},
+)
+add("protect", lambda use, value: use.manager.protect(value), "list")
 add("get_page_ids", lambda use, value: use.manager.get_page_ids(value), "hashable")
 
 REQUEST_METHODS: dict[str, Callable[[CacheManager, Any], Any]] = {
@@ -274,18 +280,20 @@ REQUEST_METHODS: dict[str, Callable[[CacheManager, Any], Any]] = {
     "cache_pages": lambda manager, request: manager.cache_pages(request, 8),
     "pin": lambda manager, request: manager.pin(request),
     "unpin": lambda manager, request: manager.unpin(request),
+    "retain": lambda manager, request: manager.retain(request, 0, 0),
+    "protect": lambda manager, request: manager.protect([request]),
     "free": lambda manager, request: manager.free(request),
     "free_page_hashes": lambda manager, request: manager.free_page_hashes(request),
     "get_num_common_prefix_pages": lambda manager, request: manager.get_num_common_prefix_pages(request, 1),
 }
 READ_BY = {  # attributes of a new request, the methods that read them, and the values they may have besides ints
     "request_id": ([*REQUEST_METHODS], "hashable any"),
-    "num_tokens": (["get_computed_pages", "probe", "allocate_slots", "pin", "unpin"], ""),
+    "num_tokens": (["get_computed_pages", "probe", "allocate_slots", "pin", "unpin", "retain", "protect"], ""),
     "num_computed_tokens": (["allocate_slots"], ""),
-    "all_token_ids": (["get_computed_pages", "probe", "allocate_slots", "pin", "unpin"], "list"),
+    "all_token_ids": (["get_computed_pages", "probe", "allocate_slots", "pin", "unpin", "retain", "protect"], "list"),
     "status": (["get_computed_pages", "get_num_common_prefix_pages"], "any"),
     "lora_id": (["get_computed_pages", "probe", "allocate_slots"], "str bytes None"),
-    "cache_salt": (["get_computed_pages", "probe", "allocate_slots", "pin", "unpin"], "str bytes None"),
+    "cache_salt": (["get_computed_pages", "probe", "allocate_slots", "pin", "unpin", "retain", "protect"], "str bytes None"),
     "mm_features": (["get_computed_pages", "probe", "allocate_slots"], "list None"),
 }
 
@@ -539,6 +547,11 @@ for method in ("pin", "unpin"):
         method=method,
         row=0,
     )
+add_parameters(
+    "batch.retain",
+    lambda use, **options: use.with_batch().retain(**{"row": 0} | options),
+    {"row": "", "start": "", "stop": "None", "priority": "", "seconds": "float None"},
+)
 add("RunningBatch manager", lambda use, value: RunningBatch(value, use.batch_table))
 add("RunningBatch page_table", lambda use, value: RunningBatch(use.manager, value))
 add_parameters(

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from oracle import PREEMPTED, OracleManager, PagesByGroup, cdiv, shard_of_hint
 from settings import Setting
-from twins import pins_of
+from twins import levels_of, levels_of_twin, pins_of
 from workload import WITH_LOGPROBS, Request
 
 import pagepool
@@ -61,6 +61,7 @@ class BatchState(NamedTuple):
     hashes: dict[int, int]  # by cached page; empty if a side has none
     stats: dict[str, int]
     pins: dict[int, int]  # of pinned pages
+    levels: dict[int, int]  # of pages with any
     request_page_ids: list[PagesByGroup]  # of requests that share the manager, by queried request
 
     def differences(self, other: BatchState) -> list[str]:
@@ -81,6 +82,7 @@ class PoolState(NamedTuple):
     hashes: dict[int, int]
     stats: dict[str, int]
     pins: dict[int, int]
+    levels: dict[int, int]
 
 
 def package_pool_state(pool: pagepool.PagePool, with_hashes: bool) -> PoolState:
@@ -94,6 +96,7 @@ def package_pool_state(pool: pagepool.PagePool, with_hashes: bool) -> PoolState:
         hashes if with_hashes else {},
         asdict(pool.stats),
         pins_of(pool),
+        levels_of(pool),
     )
 
 
@@ -103,7 +106,7 @@ def oracle_pool_state(manager: OracleManager) -> PoolState:
     stats = {f"num_{name}_pages": pool.counts[name] for name in ("allocated", "freed", "evicted", "cached")}
     stats |= {"num_queried_tokens": pool.counts["queried"], "num_hit_tokens": pool.counts["hit"]}
     entries = sorted((group_id, tuple(pages)) for (_, group_id), pages in pool.index.items())
-    return PoolState(pool.ref_counts[1:], pool.free_page_ids(), entries, {}, stats, dict(pool.pins))
+    return PoolState(pool.ref_counts[1:], pool.free_page_ids(), entries, {}, stats, dict(pool.pins), levels_of_twin(pool))
 
 
 # --- common parts -------------------------------------------------------------------------------------------
@@ -158,6 +161,20 @@ class Rows(ABC):
 
     def unpin_all(self) -> int:
         return self.manager.page_pool.unpin_all()
+
+    @abstractmethod
+    def retain(self, row: int, *span: int | None, **options: Any) -> int: ...
+
+    def retain_neighbour(self, request_id: str, *span: int | None, **options: Any) -> int:
+        return self.manager.retain(self.neighbours[request_id], *span, **options)
+
+    def protect(self, prompts: list[tuple[list[int], dict[str, Any]]]) -> int:
+        """Protect what requests would hit that hold nothing."""
+        requests = [Request(f"waits {i}", token_ids, **attributes) for i, (token_ids, attributes) in enumerate(prompts)]
+        num_pages = self.manager.protect(requests)
+        for request in requests:
+            self.manager.free_page_hashes(request)
+        return num_pages
 
 
 # --- row by row ---------------------------------------------------------------------------------------------
@@ -309,6 +326,9 @@ class ModelRows(Rows):
 
     def unpin(self, row: int, *span: int | None) -> int:
         return self.manager.unpin(self.requests[row], *span)
+
+    def retain(self, row: int, *span: int | None, **options: Any) -> int:
+        return self.manager.retain(self.requests[row], *span, **options)
 
     # release and moves
 
@@ -511,6 +531,9 @@ class BatchRows(Rows):
 
     def unpin(self, row: int, *span: int | None) -> int:
         return self.batch.unpin(row, *span)
+
+    def retain(self, row: int, *span: int | None, **options: Any) -> int:
+        return self.batch.retain(row, *span, **options)
 
     def move_row(self, src: int, tgt: int) -> None:
         self.named = {src, tgt}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from oracle_pool import OraclePool, PageIds, Ranking
 
 NULL_PAGE = 0
+NORMAL = 50
 BLANK, NEW, AGAIN, LATE = range(4)
 MAX_UNSEEN = 4
 SET_SIZE = 8
@@ -111,9 +112,9 @@ class Policy(ABC):
     # the queue
 
     def pages_in(self, part: int, shard: range | None = None) -> PageIds:
-        """List the free pages in a part (of a shard)."""
-        pages = self.pool.free_queue
-        return [page for page in pages if self.marks[page].part == part and (shard is None or page in shard)]
+        """List the free pages without a level in a part (of a shard)."""
+        pages = self.pool.pages_at(range(NORMAL, NORMAL + 1), shard)
+        return [page for page in pages if self.marks[page].part == part]
 
     def order(self) -> PageIds:
         return [page for part in (BLANK, NEW, AGAIN, LATE) for page in self.pages_in(part)]
@@ -147,8 +148,7 @@ class Policy(ABC):
             self.marks[page] = Mark(BLANK)
 
     def forget_all(self) -> None:
-        """All pages are free, and lose their entries: they are blank, in the order of the parts."""
-        self.pool.free_queue = OrderedDict.fromkeys(self.order())
+        """All pages are free, and lose their entries: they are blank."""
         for page in self.pool.free_queue:
             if self.marks[page].part != BLANK:
                 self.note_loss(self.marks[page])

@@ -28,6 +28,8 @@ CONSTRUCTORS = {
     "RequestPages": "store cache_groups max_num_tokens",
     "PrefixQuery": "store chain start_id stop_id",
     "PinSpan": "store first_token stop_token",
+    "RetentionSpan": "store first_token stop_token",
+    "Retention": "priority seconds",
     "HashChain": "page_size key_bytes flag",
     "PageStore": "num_pages flag is_pool eviction ghost_size",
     "EntryJournal": "store",
@@ -96,6 +98,7 @@ WEIGHTS = {
     "EntryJournal": 3,
     "HashChain": 2,
     "PinSpan": 2,
+    "RetentionSpan": 2,
     "TableRows": 2,
 }
 WEIGHT_BY_KIND = {"method": 4, "function": 4, "construct": 2}

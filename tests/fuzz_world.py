@@ -135,7 +135,8 @@ class World:
             self.recipes[id(request)] = store, groups
         if requests[0].take(self.source.pick((0, 4, 9))) is not None:
             requests[0].enter(chain, 4 * store.enable_caching)
-        for value in (groups, *requests, _core.PrefixQuery(store, chain), _core.PinSpan(store)):
+        spans = _core.PinSpan(store), _core.RetentionSpan(store), _core.Retention(60, 1.0)
+        for value in (groups, *requests, _core.PrefixQuery(store, chain), *spans):
             self.keep(value)
 
     def rules(self, store: Any, num_groups: int) -> list[tuple[Any, int | None, int]]:
@@ -302,6 +303,8 @@ CONSTRUCTED_WITH: dict[str, tuple[Any, ...]] = {
     "RequestPages": (_core.PageStore(8), _core.CacheGroups([(_core.PageRules(4), 0, 1)]), 32),
     "PrefixQuery": (_core.PageStore(8), _core.HashChain(2, bytes(16))),
     "PinSpan": (_core.PageStore(8),),
+    "RetentionSpan": (_core.PageStore(8),),
+    "Retention": (60,),
     "RowRequest": (
         _core.RunningRows(_core.PageStore(8), [_core.TableRows(2, 8)], [(_core.PageRules(4), 0, 1)], 32, 4, bytes(16), 0),
         0,

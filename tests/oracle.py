@@ -636,20 +636,28 @@ class OracleManager:
     def pin(self, request: Any, start: int = 0, stop: int | None = None) -> int:
         """Pin the cached pages within tokens [start, stop): those that the request holds, else those that it would hit."""
         self._check_span(start, stop)
+        return self.page_pool.pin(self._find_cached(request, start, stop), self.max_num_pinned_pages)
+
+    def _find_cached(self, request: Any, start: int, stop: int | None) -> PageIds:
+        """List the cached pages within tokens [start, stop): those that the request holds, else those that it would hit."""
+        found: PageIds = []
         if not self.enable_caching:
-            return 0
+            return found
         pages_by_group = self.held_pages_or_hits(request)
-        found = []
         for group_id, place, key in self._places(request, start, stop):
             pages = pages_by_group[group_id]
             if place < len(pages) and self.page_pool.entry_of_page.get(pages[place]) == (key, group_id):
                 found.append(pages[place])
-        return self.page_pool.pin(found, self.max_num_pinned_pages)
+        return found
 
     def held_pages_or_hits(self, request: Any) -> PagesByGroup:
         """Return the pages of a request, else those of a look-up that is not counted."""
         if any(self.get_page_ids(request.request_id)):
             return self.get_page_ids(request.request_id)
+        return self._peek_hits(request)
+
+    def _peek_hits(self, request: Any) -> PagesByGroup:
+        """Return the pages of a look-up that is not counted."""
         query = self.queries.get(request.request_id)
         hits, _ = self.get_computed_pages(request)
         self.queries.pop(request.request_id, None)
@@ -669,6 +677,25 @@ class OracleManager:
                 self.page_pool.unpin(pinned[0])
                 num_pages += 1
         return num_pages
+
+    # levels
+
+    def retain(
+        self, request: Any, start: int = 0, stop: int | None = None, *, priority: int = 50, seconds: float | None = None
+    ) -> int:
+        """Give the cached pages within tokens [start, stop) a priority: for a moment, or longer than any test."""
+        self._check_span(start, stop)
+        if not 0 <= priority <= 100 or (seconds is not None and not 0 < seconds < float("inf")):
+            raise ValueError("no priority, or no time")
+        found = self._find_cached(request, start, stop)
+        if not found and start < (request.num_tokens if stop is None else min(stop, request.num_tokens)):
+            raise ValueError("none of these pages is cached")
+        return self.page_pool.retain(found, priority, seconds is not None and seconds < 1)
+
+    def protect(self, requests: Sequence[Any]) -> int:
+        """Protect what the requests would hit."""
+        found = [page for request in requests for pages in self._peek_hits(request) for page in pages if page != NULL_PAGE]
+        return self.page_pool.protect(found)
 
     def _check_span(self, start: int, stop: int | None) -> None:
         if start < 0 or (stop is not None and stop < start):

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from eviction_oracle import Policy
 
 NULL_PAGE = 0
+NORMAL = 50  # priority of pages that are not retained
+PROTECTED = 101  # comes behind all priorities
+BLANK = 0
 
 PageIds = list[int]
 
@@ -54,6 +57,9 @@ class OraclePool:
         self.index: dict[tuple[int, int], dict[int, None]] = {}
         self.entry_of_page: dict[int, tuple[int, int]] = {}
         self.pins: dict[int, int] = {}  # of pinned pages
+        self.priorities: dict[int, int] = {}  # of retained pages
+        self.ending: dict[int, None] = {}  # retained pages that are normal again when pages are taken next, in this order
+        self.protected: list[int] = []
         self.counts: Counter[str] = Counter()
         self.policy = policy if enable_caching else None
         if self.policy is not None:
@@ -65,8 +71,17 @@ class OraclePool:
 
     def free_page_ids(self, shard: range | None = None) -> PageIds:
         """List the free pages (of a shard) in the order of allocation; with a policy part by part."""
-        pages = self.free_queue if self.policy is None else self.policy.order()
-        return [page for page in pages if shard is None or page in shard]
+        normal = self.pages_at(range(NORMAL, NORMAL + 1), shard) if self.policy is None else self.policy.order()
+        normal = [page for page in normal if shard is None or page in shard]
+        return self.pages_at(range(NORMAL), shard) + normal + self.pages_at(range(NORMAL + 1, PROTECTED + 1), shard)
+
+    def level_of(self, page: int) -> int:
+        return PROTECTED if page in self.protected else self.priorities.get(page, NORMAL)
+
+    def pages_at(self, levels: range, shard: range | None) -> PageIds:
+        """List the free pages (of a shard) with these levels, the lowest first."""
+        pages = [page for page in self.free_queue if self.level_of(page) in levels and (shard is None or page in shard)]
+        return sorted(pages, key=self.level_of)
 
     def get_new_pages(
         self, num_pages: int, *, dp_shard_hint: int | None = None, data_parallel_size: int | None = None
@@ -97,11 +112,22 @@ class OraclePool:
         pages = self.free_page_ids(shard)[:num_pages]
         if len(pages) < num_pages:
             raise ValueError(f"{num_pages} pages wanted, {len(pages)} are free")
+        if num_pages:
+            self.end_retention()
+            pages = self.free_page_ids(shard)[:num_pages]
         for i in range(num_pages):
             if self.policy is not None:
-                pages[i] = self.policy.pick(shard)
+                pages[i] = self.pick(self.policy, shard)
             del self.free_queue[pages[i]]
         return pages
+
+    def pick(self, policy: Policy, shard: range | None) -> int:
+        """Choose a blank page, or one of a low priority, or that of the policy, or one of a high level."""
+        normal = self.pages_at(range(NORMAL, NORMAL + 1), shard)
+        low = self.pages_at(range(NORMAL), shard)
+        if low and not policy.pages_in(BLANK, shard):
+            return low[0]
+        return policy.pick(shard) if normal else self.pages_at(range(NORMAL + 1, PROTECTED + 1), shard)[0]
 
     def popleft_n(self, num_pages: int) -> PageIds:
         """Take pages out of the queue as they are."""
@@ -214,8 +240,12 @@ class OraclePool:
             del self.index[entry][page]
             if not self.index[entry]:
                 del self.index[entry]
+            had_level = self.level_of(page) != NORMAL
+            self._lose_level(page)
             if self.policy is not None:
                 self.policy.note_dropped(page)
+            if had_level and page in self.free_queue:
+                self.free_queue.move_to_end(page)
             if page in self.pins:
                 self.lose_pins(page)
         return num_dropped
@@ -224,8 +254,10 @@ class OraclePool:
         """Drop all prefix entries, unless a page is held. The queue keeps its order."""
         if len(self.free_queue) < self.num_pages - 1:
             return False
+        self.free_queue = OrderedDict.fromkeys(self.free_page_ids())
         if self.policy is not None:
             self.policy.forget_all()
+        self.priorities, self.ending, self.protected = {}, {}, []
         self.evict_pages(range(self.num_pages))
         return True
 
@@ -263,3 +295,52 @@ class OraclePool:
         for page in pinned:
             self.lose_pins(page)
         return len(pinned)
+
+    # levels: retained pages have a priority, protected ones come last
+
+    def retain(self, pages: PageIds, priority: int, is_ending: bool) -> int:
+        """Give cached pages a priority, the last one first."""
+        if pages:
+            self.end_retention()
+        for page in reversed(pages):
+            old = self.level_of(page)
+            self.priorities.pop(page, None)
+            self.ending.pop(page, None)
+            if priority != NORMAL:
+                self.priorities[page] = priority
+                if is_ending:
+                    self.ending[page] = None
+            self._follow_level(page, old)
+        return len(pages)
+
+    def end_retention(self) -> None:
+        """Take the priorities that were given for a moment."""
+        while self.ending:
+            page = next(iter(self.ending))
+            old = self.level_of(page)
+            del self.ending[page], self.priorities[page]
+            self._follow_level(page, old)
+
+    def protect(self, pages: PageIds) -> int:
+        """Protect cached pages instead of those that were, the last one first."""
+        pages = [page for page in dict.fromkeys(pages) if page in self.entry_of_page]
+        old, self.protected = self.protected, pages
+        for page in [page for page in reversed(old) if page not in pages]:
+            self._follow_level(page, PROTECTED)
+        for page in [page for page in reversed(pages) if page not in old]:
+            self._follow_level(page, self.priorities.get(page, NORMAL))
+        return len(pages)
+
+    def _follow_level(self, page: int, old: int) -> None:
+        """Queue a free page again whose level has changed."""
+        if page in self.free_queue and self.level_of(page) != old:
+            if self.policy is not None and self.policy.marks[page].part != BLANK:
+                self.policy.note_loss(self.policy.marks[page])
+            del self.free_queue[page]
+            self._push(page)
+
+    def _lose_level(self, page: int) -> None:
+        self.priorities.pop(page, None)
+        self.ending.pop(page, None)
+        if page in self.protected:
+            self.protected.remove(page)

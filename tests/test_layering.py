@@ -59,6 +59,7 @@ ORDER = [
     "manager.cache_pages",
     "manager.lookups",
     "manager.pins",
+    "manager.retention",
     "manager.slots",
     "manager.cache_manager",
     "manager",

@@ -28,6 +28,7 @@ class State(NamedTuple):
     usage: float
     page_ids: list[tuple[list[int], ...]]  # by request asked about, by group
     pins: dict[int, int]  # of pinned pages
+    levels: dict[int, int]  # of pages with any
 
     def differences(self, other: State) -> list[str]:
         """Name the fields in which the other state differs, with both values."""
@@ -40,7 +41,9 @@ class State(NamedTuple):
 
 def oracle_state(pool: OraclePool, page_ids: list[tuple[list[int], ...]]) -> State:
     """Return the state of the oracle's pool."""
-    return State(pool.ref_counts[1:], pool.free_page_ids(), len(pool.index), pool.usage, page_ids, dict(pool.pins))
+    return State(
+        pool.ref_counts[1:], pool.free_page_ids(), len(pool.index), pool.usage, page_ids, dict(pool.pins), levels_of_twin(pool)
+    )
 
 
 def package_state(pool: Any, page_ids: list[tuple[list[int], ...]]) -> State:
@@ -53,6 +56,7 @@ def package_state(pool: Any, page_ids: list[tuple[list[int], ...]]) -> State:
         pool.get_usage(),
         page_ids,
         pins_of(pool),
+        levels_of(pool),
     )
 
 
@@ -60,6 +64,18 @@ def pins_of(pool: Any) -> dict[int, int]:
     """Return how often each pinned page of the package's pool is pinned."""
     pins = copy_records(pool.store, "pins")["pins"].tolist()
     return {page_id: count for page_id, count in enumerate(pins) if count}
+
+
+def levels_of(pool: Any) -> dict[int, int]:
+    """Return the level of each page of the package's pool that has any: 1 + its priority, or 0, and 128 if it is protected."""
+    levels = copy_records(pool.store, "levels")["levels"].tolist()
+    return {page_id: level for page_id, level in enumerate(levels) if level}
+
+
+def levels_of_twin(pool: OraclePool) -> dict[int, int]:
+    """Return the same of the oracle's pool."""
+    levels = {page: pool.priorities.get(page, -1) + 1 + 128 * (page in pool.protected) for page in range(pool.num_pages)}
+    return {page: level for page, level in levels.items() if level}
 
 
 class Twin(ABC):
@@ -113,6 +129,12 @@ class Twin(ABC):
 
     def unpin_all(self) -> int:
         return self.manager.page_pool.unpin_all()
+
+    def retain(self, request: Any, *span: int | None, **options: Any) -> int:
+        return self.manager.retain(request, *span, **options)
+
+    def protect(self, requests: list[Any]) -> int:
+        return self.manager.protect(requests)
 
 
 class OracleTwin(Twin):

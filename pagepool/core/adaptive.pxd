@@ -11,7 +11,9 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_
 
 from pagepool.core.ghost cimport find_ghost, hash_key, is_sampled, remember
 from pagepool.core.queue cimport is_page, newest_in, oldest_in, record_before, record_behind
-from pagepool.core.records cimport BLANK, FLAGS, NEW, NULL_PAGE, PART, TWIN, GhostEntry, Policy, Pool, digest_of, is_free
+from pagepool.core.records cimport (
+    BLANK, FLAGS, NEW, NULL_PAGE, PART, TWIN, GhostEntry, Policy, Pool, digest_of, has_level, is_free,
+)
 from pagepool.core.siphash cimport Digest
 
 cdef enum:
@@ -291,8 +293,9 @@ cdef inline int32_t first_of_newest(Pool *pool, int32_t part, int32_t shard) noe
     cdef int32_t before, page_id = newest_in(pool, part, shard)
     if page_id == NULL_PAGE:
         return NULL_PAGE
-    if known[0] != NULL_PAGE and is_free(pool, known[0]) and marks[known[0]] == marks[page_id]:
-        page_id = known[0]
+    if known[0] != NULL_PAGE and is_free(pool, known[0]) and not has_level(pool, known[0]):
+        if marks[known[0]] == marks[page_id]:
+            page_id = known[0]
     before = record_before(pool, page_id, shard)
     while is_page(pool, before) and marks[before] == marks[page_id]:
         page_id = before

@@ -6,6 +6,7 @@ from libc.string cimport memcpy
 
 from pagepool.core.records cimport MAX_GROUP, MAX_PAGES
 
+from numbers import Real
 from operator import index as as_index
 
 import numpy as np
@@ -48,6 +49,16 @@ cdef object index_of(object value, str name):
         return as_index(value)
     except TypeError:
         raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: an int") from None
+
+
+cdef object float_of(object value, str name):
+    """A number as a float; ArgumentTypeError for other types, ArgumentError for one that no float can be."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: a number within the range of floats") from None
 
 
 cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=0, Py_ssize_t highest=MAX_PAGES) except -1:

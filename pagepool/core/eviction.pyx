@@ -4,11 +4,11 @@ from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport UINT32_MAX, int32_t, int64_t, uint32_t
 
-from pagepool.core cimport adaptive, arc
+from pagepool.core cimport adaptive, arc, lru
+from pagepool.core.arguments cimport float_of
 from pagepool.core.platform cimport CACHE_LINE
-from pagepool.core.records cimport SET_SIZE, GhostEntry, Policy, Pool
-
-from numbers import Real
+from pagepool.core.queue cimport link_mark
+from pagepool.core.records cimport BLANK, NEW, NULL_PAGE, SET_SIZE, GhostEntry, Policy, Pool
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 
@@ -52,16 +52,6 @@ cdef int set_policy(Pool *pool, object name, object ghost_size) except -1:
     return 0
 
 
-cdef object float_of(object value, str name):
-    """A number as a float; ArgumentTypeError for other types, ArgumentError for one that no float can be."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: a number")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ArgumentError(f"{name}: got {shown(value)}, allowed: a number within the range of floats") from None
-
-
 cdef int begin_policy(Pool *pool, size_t size, int32_t num_parts, double ghost_size, uint32_t sample_interval) except -1:
     """Allocate `size` bytes for a policy, marks, and a ghost for one page in `sample_interval` of `ghost_size` pools."""
     cdef Policy *policy = <Policy *>calloc(1, size)
@@ -77,8 +67,27 @@ cdef int begin_policy(Pool *pool, size_t size, int32_t num_parts, double ghost_s
     policy.ghost.entries = <GhostEntry *>(
         <char *>policy.ghost.memory + CACHE_LINE - <size_t>policy.ghost.memory % CACHE_LINE
     )
+    policy.new_part = NEW
     pool.num_parts, pool.is_divided = num_parts, True
     return 0
+
+
+cdef bint make_lru(Pool *pool) noexcept:
+    """Give a pool without a policy, whose records have room for a part, that of `lru.pxd`; False where memory is short."""
+    cdef Policy *policy = <Policy *>calloc(1, sizeof(Policy))
+    cdef uint32_t *marks = <uint32_t *>calloc(pool.num_pages, sizeof(uint32_t))
+    if policy == NULL or marks == NULL:
+        free(policy)
+        free(marks)
+        return False
+    policy.marks, policy.new_part, policy.num_in_part[BLANK] = marks, BLANK, pool.num_free
+    policy.note_release, policy.note_queued, policy.note_hit = lru.note_release, lru.note_queued, lru.note_hit
+    policy.note_miss, policy.pick = lru.note_miss, lru.pick
+    policy.note_eviction = policy.note_drop = lru.note_page
+    policy.is_right = lru.is_right
+    pool.policy, pool.num_parts, pool.is_divided = policy, lru.NUM_PARTS, True
+    link_mark(pool.pages, pool.num_pages, pool.pages[NULL_PAGE].next_free)
+    return True
 
 
 cdef void set_arc(arc.Arc *state) noexcept:

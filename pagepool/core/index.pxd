@@ -5,10 +5,11 @@ from libc.string cimport memcpy
 
 from pagepool.core.ghost cimport hash_key, is_sampled
 from pagepool.core.notes cimport is_journaled, note_drop, note_entry
-from pagepool.core.queue cimport requeue
+from pagepool.core.levels cimport lose_level
+from pagepool.core.queue cimport pull, push, requeue
 from pagepool.core.records cimport (
-    BLANK, FLAGS, MAX_GROUP, NEW, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Ghost, Origin, Page, Pool, Range, Ranking, Slot,
-    digest_of, is_free, is_pinned,
+    BLANK, FLAGS, MAX_GROUP, NO_GROUP, NULL_PAGE, TWIN, WATCHED, Ghost, Origin, Page, Pool, Range, Ranking, Slot, digest_of,
+    has_level, is_free, is_pinned,
 )
 from pagepool.core.references cimport lose_pins
 from pagepool.core.siphash cimport Digest
@@ -72,16 +73,22 @@ cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     page.group = group
     pool.num_cached += 1
     pool.num_entries += 1
-    if pool.num_parts and is_free(pool, page_id):
-        requeue(pool, page_id, NEW)
-    elif pool.num_parts and pool.policy.marks[page_id] == BLANK:  # taken out of the queue as it is
-        pool.policy.marks[page_id] = NEW
+    if pool.num_parts and pool.policy.marks[page_id] != pool.policy.new_part:
+        note_entered(pool, page_id)
     if slot.page_id != NULL_PAGE:
         join_twins(pool, slot.page_id, page_id)
         return False
     slot[0] = Slot(tag, page_id)
     pool.num_keys += 1
     return True
+
+
+cdef inline void note_entered(Pool *pool, int32_t page_id) noexcept nogil:
+    """Make a page that was blank, in the queue or taken out of it as it is, a new one."""
+    if is_free(pool, page_id):
+        requeue(pool, page_id, pool.policy.new_part)
+    elif pool.policy.marks[page_id] == BLANK:
+        pool.policy.marks[page_id] = pool.policy.new_part
 
 
 cdef inline void rank(
@@ -193,14 +200,21 @@ cdef inline void drop(Pool *pool, int32_t page_id) noexcept nogil:
     page.group = NO_GROUP
     pool.num_entries -= 1
     pool.num_dropped += 1
-    if pool.num_parts and is_free(pool, page_id):
-        forget_queued(pool, page_id)
+    if pool.num_parts:
+        leave_part(pool, page_id)
     if is_pinned(pool, page_id):
         lose_pins(pool, page_id)
 
 
-cdef inline void forget_queued(Pool *pool, int32_t page_id) noexcept nogil:
-    """Put a page in the queue that lost its entry into the blank part."""
-    if pool.policy.marks[page_id] != BLANK:
-        pool.policy.note_drop(pool, page_id)
-        requeue(pool, page_id, BLANK)
+cdef inline void leave_part(Pool *pool, int32_t page_id) noexcept nogil:
+    """Take the level of a page that lost its entry. One in the queue goes to the blank part, unless it is there."""
+    cdef bint is_moved = is_free(pool, page_id) and (pool.policy.marks[page_id] != BLANK or has_level(pool, page_id))
+    if is_moved:
+        if pool.policy.marks[page_id] != BLANK:
+            pool.policy.note_drop(pool, page_id)
+        pull(pool, page_id)
+        pool.policy.marks[page_id] = BLANK
+    if has_level(pool, page_id):
+        lose_level(pool, page_id)
+    if is_moved:
+        push(pool, page_id)

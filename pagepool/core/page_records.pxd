@@ -6,10 +6,12 @@ from libc.stdint cimport int32_t, int64_t
 from pagepool.core.chain cimport HashChain
 from pagepool.core.ids cimport PageIds
 from pagepool.core.locks cimport LockNode
-from pagepool.core.records cimport Page, Pool, Range
+from pagepool.core.records cimport Links, Page, Pool, Range
 
 
 cdef tuple counters_of(Pool pool)
+cdef Links *new_shard_links(const Pool *pool, Py_ssize_t num_shards) noexcept
+cdef void use_shard_links(Pool *pool, Links *links, int32_t num_shards) noexcept
 
 
 cdef class PageRecords:
@@ -19,6 +21,7 @@ cdef class PageRecords:
     cdef readonly object eviction       # name of the policy, a str
     cdef readonly object ghost_size     # pools, a float; None: the policy's own
     cdef readonly object names          # HashNames
+    cdef PageIds protected_ids          # pages that were given the PROTECTED flag last; None: none were
     cdef Py_ssize_t capacity            # records there is room for
     cdef cython.pymutex lock
     cdef LockNode lock_node

@@ -9,14 +9,15 @@ from libc.string cimport memcpy
 from pagepool.core.arguments cimport digest_of_int, group_of, int_of_digest, page_id_of, size_of
 from pagepool.core.eviction cimport checked_policy, free_policy, set_policy
 from pagepool.core.index cimport drop, enter, enter_all, find_within, keep_tokens
+from pagepool.core.levels cimport forget_deadlines
 from pagepool.core.locks cimport STORE_LOCK, delist_lock, enlist_lock
 from pagepool.core.notes cimport is_journaled, note_clear, note_entry
 from pagepool.core.pages cimport find_outside
 from pagepool.core.platform cimport GIL_DISABLED, monotonic_ns
 from pagepool.core.queue cimport begin_parts, blank_all, link_shards, page_behind, push
 from pagepool.core.records cimport (
-    FLAGS, MAX_PAGES, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, TWIN, Histogram, Links, Origin, Residency, Slot, Stay,
-    count_queue_links, count_remembered, digest_of, is_free, is_pinned, resize,
+    FLAGS, MAX_PAGES, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, NUM_LEVEL_PARTS, TWIN, Histogram, Links, Origin, Residency,
+    Slot, Stay, count_queue_links, count_remembered, digest_of, is_free, is_pinned, resize,
 )
 from pagepool.core.references cimport lose_pins
 from pagepool.core.siphash cimport Digest
@@ -38,6 +39,28 @@ cdef tuple histogram_of(const Histogram *histogram):
 
 cdef tuple counters_of(Pool pool):
     return pool.num_allocated, pool.num_freed, pool.num_evicted, pool.num_cached, pool.num_queried, pool.num_hit
+
+
+cdef Links *new_shard_links(const Pool *pool, Py_ssize_t num_shards) noexcept:
+    """Memory for the links of shards; NULL where it is short."""
+    cdef Py_ssize_t num_twins = pool.num_pages if pool.slots != NULL else 0
+    cdef Py_ssize_t num_links = count_queue_links(pool, num_shards) + num_shards + count_remembered(pool, num_shards)
+    return <Links *>calloc(num_links + 2 * num_twins, sizeof(Links))
+
+
+cdef void use_shard_links(Pool *pool, Links *links, int32_t num_shards) noexcept:
+    """Divide a locked pool into shards, with new links. O(num_pages + pages of equal content x shards)."""
+    cdef Links *newest = links + count_queue_links(pool, num_shards) + num_shards
+    free(pool.shard_links)
+    pool.shard_links = links
+    pool.shard_num_free = <int32_t *>(newest - num_shards)
+    pool.shard_newest = <int32_t *>newest
+    pool.shard_twins = newest + count_remembered(pool, num_shards) if pool.slots != NULL else <Links *>NULL
+    pool.shard_firsts = pool.shard_twins + pool.num_pages
+    pool.num_shards, pool.is_divided = num_shards, True
+    pool.pages_per_shard = pool.num_pages // num_shards
+    link_shards(pool)
+    link_shard_twins(pool)
 
 
 cdef class PageRecords:
@@ -74,6 +97,8 @@ cdef class PageRecords:
         free(self.pool.residency)
         free_policy(&self.pool)
         free(self.pool.pins)
+        free(self.pool.levels)
+        free(self.pool.deadlines.times)
 
     def __reduce__(self):
         raise ArgumentTypeError("a page store cannot be pickled")
@@ -93,9 +118,11 @@ cdef class PageRecords:
         return True
 
     cdef int divide(self) except -1:
-        """Divide the empty queue into the parts of the policy."""
+        """Divide the empty queue into the parts of the policy. Leave room for those of levels, so that records never move."""
+        cdef size_t num_records
         set_policy(&self.pool, self.eviction, self.ghost_size)
-        if not resize(<void **>&self.pool.pages, (<size_t>self.pool.num_pages + self.pool.num_parts) * sizeof(Page)):
+        num_records = <size_t>self.pool.num_pages + max(1, self.pool.num_parts) + NUM_LEVEL_PARTS
+        if not resize(<void **>&self.pool.pages, num_records * sizeof(Page)):
             raise MemoryError(f"{self.pool.num_pages} page records")
         begin_parts(&self.pool)
         return 0
@@ -309,28 +336,18 @@ cdef class PageRecords:
         """
         cdef Pool *pool = &self.pool
         cdef int32_t n = <int32_t>size_of(num_shards, "data_parallel_size", 1, pool.num_pages)
-        cdef size_t num_twins = pool.num_pages if self.enable_caching else 0
-        cdef size_t num_links = count_queue_links(pool, n), num_newest = count_remembered(pool, n)
         cdef Links *links
         if n == self.read(&pool.num_shards):
             return
         self.check_fixed()
         if pool.num_pages % n:
             raise ArgumentError(f"data_parallel_size: got {n}, allowed: a divisor of the {pool.num_pages} pages")
-        links = <Links *>calloc(num_links + n + num_newest + 2 * num_twins, sizeof(Links))
+        with self.lock:
+            links = new_shard_links(pool, n)
+            if links != NULL:
+                use_shard_links(pool, links, n)
         if links == NULL:
             raise MemoryError(f"links of {pool.num_pages} pages in {n} shards")
-        with self.lock:
-            free(pool.shard_links)
-            pool.shard_links = links
-            pool.shard_num_free = <int32_t *>(links + num_links)
-            pool.shard_newest = <int32_t *>(links + num_links + n)
-            pool.shard_twins = links + num_links + n + num_newest if num_twins else <Links *>NULL
-            pool.shard_firsts = pool.shard_twins + num_twins
-            pool.num_shards, pool.is_divided = n, True
-            pool.pages_per_shard = pool.num_pages // n
-            link_shards(pool)
-            link_shard_twins(pool)
 
 
 @cython.auto_pickle(False)
@@ -408,6 +425,7 @@ cdef class CachedPages(PageRecords):
             num_held = self.pool.num_pages - 1 - self.pool.num_free
             if num_held == 0 and self.pool.num_parts:
                 blank_all(&self.pool)
+                forget_deadlines(&self.pool.deadlines)
             for i in range(1, self.pool.num_pages if num_held == 0 else 1):
                 if self.pool.pages[i].group != NO_GROUP:
                     drop(&self.pool, i)

@@ -3,11 +3,14 @@
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
 
 from pagepool.core.index cimport drop, home_of
+from pagepool.core.levels cimport end_retention
 from pagepool.core.platform cimport GUARDS, fetch, monotonic_ns
-from pagepool.core.queue cimport end_of_queue, is_page, oldest_in, pull, push, record_behind, start_of_part
+from pagepool.core.queue cimport (
+    end_of_queue, is_page, oldest_in, oldest_in_parts, pull, push, record_behind, start_of_part,
+)
 from pagepool.core.records cimport (
-    BLANK, FLAGS, NEW, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, WATCHED, Histogram, Page, Pool, Stay, digest_of, is_free,
-    is_pinned,
+    BLANK, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, NUM_BUCKETS, NUM_LOW, WATCHED, Histogram, Page, Pool, Stay,
+    count_policy_parts, digest_of, is_free, is_pinned,
 )
 
 
@@ -81,11 +84,14 @@ cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard
 
 
 cdef inline Py_ssize_t pull_blank(Pool *pool, int32_t *out, Py_ssize_t n) noexcept nogil:
-    """Pull up to `n` blank pages of a pool without shards, all at once, and return how many."""
+    """Pull up to `n` blank pages of a pool without shards, all at once, unless others come first. Returns how many."""
     cdef Page *pages = pool.pages
     cdef int32_t following, start = start_of_part(pool, BLANK, -1), page_id = pages[start].next_free
     cdef Py_ssize_t count = 0
+    if pool.num_low_free and pool.policy.new_part == BLANK:
+        return 0
     while count < n and is_page(pool, page_id):
+        fetch_entry(pool, page_id)
         out[count] = page_id
         count += 1
         following = pages[page_id].next_free
@@ -105,14 +111,27 @@ cdef inline void note_request(Pool *pool) noexcept nogil:
 
 
 cdef inline int32_t pick(Pool *pool, int32_t shard) noexcept nogil:
-    """The page to be evicted next, with a policy: a blank one, if there is any."""
-    cdef int32_t page_id = oldest_in(pool, BLANK, shard)
+    """The page to be evicted next, with a policy: a blank one, if it keeps them apart and there is any, or of the lowest
+    priority below the normal one, or the one that the policy picks, or of the lowest level above.
+    """
+    cdef int32_t num_parts, page_id = NULL_PAGE
+    if pool.policy.new_part != BLANK:
+        page_id = oldest_in(pool, BLANK, shard)
+    if page_id == NULL_PAGE and pool.num_low_free:
+        page_id = oldest_in_parts(pool, -NUM_LOW, BLANK, shard)
+    if page_id == NULL_PAGE and pool.num_high_free:
+        num_parts = count_policy_parts(pool)
+        if oldest_in_parts(pool, BLANK, num_parts, shard) == NULL_PAGE:
+            page_id = oldest_in_parts(pool, num_parts, pool.num_parts - NUM_LOW, shard)
     return page_id if page_id != NULL_PAGE else pool.policy.pick(pool, shard)
 
 
 cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:
     """Take `n` pages in the order in which they are picked."""
-    cdef Py_ssize_t i, num_blank = 0 if pool.num_shards else pull_blank(pool, out, n)
+    cdef Py_ssize_t i, num_blank
+    if n:
+        end_retention(pool)
+    num_blank = 0 if pool.num_shards else pull_blank(pool, out, n)
     for i in range(num_blank, n):
         out[i] = pick(pool, shard)
         pull(pool, out[i])
@@ -121,7 +140,7 @@ cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t sha
         if pool.pages[out[i]].group != NO_GROUP:
             pool.policy.note_eviction(pool, out[i])
         claim(pool, out[i])
-        pool.policy.marks[out[i]] = NEW
+        pool.policy.marks[out[i]] = pool.policy.new_part
 
 
 cdef inline Py_ssize_t find_outside(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:

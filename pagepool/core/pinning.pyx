@@ -1,25 +1,25 @@
 """Cached pages pinned and unpinned: those of a request, a running row or a look-up."""
 
 cimport cython
-from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t
+from libc.stdint cimport INT32_MAX, int32_t
 
 from pagepool.core.arguments cimport size_of
-from pagepool.core.batch cimport digests_of, held_by
+from pagepool.core.batch cimport digests_of
 from pagepool.core.chain cimport HashChain
-from pagepool.core.holdings cimport Held, Holding
 from pagepool.core.ids cimport PageIds
-from pagepool.core.index cimport find, has_key
+from pagepool.core.index cimport find
 from pagepool.core.pages cimport find_untouchable, touch_all
-from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool, Range, is_free, is_pinned
+from pagepool.core.records cimport NULL_PAGE, Pool, Range, is_free, is_pinned
 from pagepool.core.references cimport find_pinned, take_pin_back
-from pagepool.core.request_pages cimport CacheGroups, checked_hits
+from pagepool.core.request_pages cimport CacheGroups
 from pagepool.core.row_hashes cimport hash_row
 from pagepool.core.row_memory cimport RowMemory
-from pagepool.core.rules cimport MAX_TOKENS, Group, pages_for
+from pagepool.core.rules cimport MAX_TOKENS, Group
 from pagepool.core.siphash cimport Digest
+from pagepool.core.spans cimport TokenSpan
 from pagepool.core.store cimport PageStore
 
-from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, PinBudgetError
+from pagepool.errors import PageIdError, PinBudgetError
 
 cdef enum PinOutcome:
     PINNED
@@ -56,22 +56,6 @@ cdef Py_ssize_t unpin_group(Pool *pool, const Group *group, Range pages, const D
             take_pin_back(pool, page_id)
             n += 1
     return n
-
-
-cdef Py_ssize_t list_cached(
-    const Pool *pool, const Group *group, const int32_t *ids, Range pages, const Digest *digests, PageIds found
-) noexcept:
-    """List those of a group's pages that are cached under their digests. Returns how many are not, null pages aside."""
-    cdef Py_ssize_t num_missed = 0
-    cdef int32_t i
-    for i in range(pages.start, pages.stop):
-        if ids[i] == NULL_PAGE:
-            continue
-        if has_key(&pool.pages[ids[i]], digests[(i + 1) * group.stride - 1], group.id):
-            found.put(&ids[i], 1)
-        else:
-            num_missed += 1
-    return num_missed
 
 
 cdef Py_ssize_t add_pins(int32_t *pins, PageIds found, PageIds fresh) noexcept:
@@ -113,31 +97,8 @@ cdef void pin_found(PageStore store, PageIds found, PageIds fresh, Verdict *verd
 
 @cython.final
 @cython.auto_pickle(False)
-cdef class PinSpan:
-    """Pages of `store` to pin or unpin: those of a request, or row, that lie wholly within its tokens ``[start, stop)``.
-
-    A `stop` of None is the end of its tokens.
-    """
-
-    cdef PageStore store
-    cdef readonly int64_t start
-    cdef readonly int64_t stop
-
-    def __cinit__(self, PageStore store not None, start=0, stop=None):
-        self.store = store
-        self.start = size_of(start, "start", 0, INT64_MAX)
-        self.stop = INT64_MAX if stop is None else size_of(stop, "stop", self.start, INT64_MAX)
-
-    def __reduce__(self):
-        raise ArgumentTypeError("a span to pin cannot be pickled")
-
-    cdef Range pages_of(self, const Group *group, Py_ssize_t num_pages, Py_ssize_t num_digests) noexcept:
-        """The places of a group's pages: of `num_pages` those that have digests."""
-        cdef int64_t stop = min(self.stop, <int64_t>MAX_TOKENS) // group.rules.page_size
-        cdef int64_t start = pages_for(&group.rules, min(self.start, <int64_t>MAX_TOKENS))
-        if group.id == NO_GROUP:
-            return Range(0, 0)
-        return Range(<int32_t>start, <int32_t>min(stop, num_pages, num_digests // group.stride))
+cdef class PinSpan(TokenSpan):
+    """A span of tokens whose pages are pinned or unpinned."""
 
     def pin(self, CacheGroups groups not None, HashChain chain not None, ids, max_num_pinned, bint are_hits) -> int | None:
         """Pin those of the pages `ids` of each group that are cached under the digests of the chain. Returns how many.
@@ -146,20 +107,11 @@ cdef class PinSpan:
         changed, if more than `max_num_pinned` pages of the pool would be pinned. O(pages).
         """
         cdef Verdict verdict = Verdict(PINNED, size_of(max_num_pinned, "max_num_pinned"), 0, NULL_PAGE)
-        cdef Holding holding = Holding(groups.groups, NULL, groups.num)
-        cdef tuple checked = checked_hits(self.store, ids, &holding)
-        cdef PageIds listed, found = PageIds.__new__(PageIds), fresh = PageIds.__new__(PageIds)
-        cdef const Group *group
-        cdef Py_ssize_t g, num_all = 0, num_missed = 0
-        cdef Range pages
-        for listed in checked:
-            num_all += listed.num
-        found.reserve(num_all)
+        cdef PageIds found = PageIds.__new__(PageIds), fresh = PageIds.__new__(PageIds)
+        cdef tuple checked = self.checked_pages(groups, ids, found)
+        cdef Py_ssize_t num_missed
         with chain.lock, self.store.lock:
-            for g in range(len(checked)):
-                group, listed = &groups.groups[g], checked[g]
-                pages = self.pages_of(group, listed.num, chain.num)
-                num_missed += list_cached(&self.store.pool, group, listed.ids, pages, chain.digests, found)
+            num_missed = self.list_pages(groups, chain, checked, found)
             if are_hits and num_missed:
                 verdict.outcome = STALE
             else:
@@ -170,22 +122,14 @@ cdef class PinSpan:
         """Pin the cached pages of an admitted row. Returns how many. Errors as in `pin`. O(pages)."""
         cdef Verdict verdict = Verdict(PINNED, size_of(max_num_pinned, "max_num_pinned"), 0, NULL_PAGE)
         cdef PageIds found = PageIds.__new__(PageIds), fresh = PageIds.__new__(PageIds)
-        cdef Py_ssize_t g, checked = self.checked_row(rows, row)
-        cdef const Group *group
-        cdef Held *held
-        cdef Range pages
+        cdef Py_ssize_t checked = self.checked_row(rows, row)
         cdef bint is_admitted
         rows.enter_call()
         is_admitted = rows.batch.states[checked].is_admitted
-        for g in range(rows.batch.num_groups if is_admitted else 0):
-            group, held = &rows.batch.groups[g], held_by(&rows.batch, checked, g)
-            if not found.try_reserve(held.num_pages):
-                verdict.outcome = SHORT_OF_MEMORY
-                break
-            pages = self.pages_of(group, held.num_pages, rows.batch.states[checked].num_hashed)
-            list_cached(&self.store.pool, group, held.ids, pages, digests_of(&rows.batch, checked), found)
-        if verdict.outcome == PINNED:
+        if self.list_row(rows, checked, found):
             pin_found(self.store, found, fresh, &verdict)
+        else:
+            verdict.outcome = SHORT_OF_MEMORY
         rows.let_go()
         self.check_admitted(checked, is_admitted)
         return self.finish(&verdict, found.num, fresh.num)
@@ -208,17 +152,6 @@ cdef class PinSpan:
         if is_free(&self.store.pool, page_id):
             self.store.check_untaken(page_id)
         self.store.refuse_touch(page_id)
-        return 0
-
-    cdef Py_ssize_t checked_row(self, RowMemory rows, object row) except -1:
-        cdef Py_ssize_t checked = rows.checked_row(row)
-        if rows.store is not self.store:
-            raise ArgumentError("rows: got those of another pool")
-        return checked
-
-    cdef int check_admitted(self, Py_ssize_t row, bint is_admitted) except -1:
-        if not is_admitted:
-            raise ArgumentError(f"row {row} is not admitted")
         return 0
 
     def unpin(self, CacheGroups groups not None, HashChain chain not None) -> int:

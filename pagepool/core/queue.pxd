@@ -1,10 +1,12 @@
 # The free queue, of the pool and of each shard. Its pages are in one ring, closed by a record; with a policy there is one more
-# record before each part.
+# record before each part. Where pages were retained the policy's parts are preceded by those of the low priorities, and
+# followed by those of the high ones and that of protected pages.
 
-from libc.stdint cimport int32_t, uint32_t
+from libc.stdint cimport int32_t, uint8_t, uint32_t
 
 from pagepool.core.records cimport (
-    BLANK, NO_GROUP, NO_PART, NOT_FREE, NULL_PAGE, PART, Links, Page, Pool, is_free, link_after, shard_of, unlink,
+    BLANK, NO_GROUP, NO_PART, NORMAL, NOT_FREE, NULL_PAGE, NUM_LEVEL_PARTS, NUM_LOW, PART, PROTECTED, Links, Page, Pool,
+    count_policy_parts, has_level, is_free, link_after, shard_of, unlink,
 )
 
 
@@ -15,12 +17,24 @@ cdef inline int32_t end_of_queue(const Pool *pool, int32_t shard) noexcept nogil
 
 cdef inline int32_t start_of_part(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
     """The record before the pages of a part."""
+    part += pool.first_part
     return pool.num_pages + part if shard < 0 else end_of_queue(pool, shard) + 1 + part
 
 
 cdef inline int32_t end_of_part(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
     """The record behind the pages of a part; without parts behind all pages."""
-    return start_of_part(pool, part + 1, shard) if part + 1 < pool.num_parts else end_of_queue(pool, shard)
+    if pool.first_part + part + 1 < pool.num_parts:
+        return start_of_part(pool, part + 1, shard)
+    return end_of_queue(pool, shard)
+
+
+cdef inline int32_t part_of_level(const Pool *pool, uint8_t level) noexcept nogil:
+    """The part of the queue for pages with a level, which is not 0."""
+    if level & PROTECTED:
+        return pool.num_parts - pool.first_part - 1
+    if level <= NUM_LOW:
+        return <int32_t>level - 1 - NUM_LOW
+    return count_policy_parts(pool) + level - 2 - NORMAL
 
 
 cdef inline int32_t record_behind(const Pool *pool, int32_t page_id, int32_t shard) noexcept nogil:
@@ -46,6 +60,16 @@ cdef inline int32_t oldest_in(const Pool *pool, int32_t part, int32_t shard) noe
 cdef inline int32_t newest_in(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
     cdef int32_t page_id = record_before(pool, end_of_part(pool, part, shard), shard)
     return page_id if is_page(pool, page_id) else <int32_t>NULL_PAGE
+
+
+cdef inline int32_t oldest_in_parts(const Pool *pool, int32_t first, int32_t stop, int32_t shard) noexcept nogil:
+    """The oldest page of the first of the parts ``[first, stop)`` that has any, or NULL_PAGE. O(parts)."""
+    cdef int32_t part, page_id = NULL_PAGE
+    for part in range(first, stop):
+        page_id = oldest_in(pool, part, shard)
+        if page_id != NULL_PAGE:
+            break
+    return page_id
 
 
 cdef inline void link_page(Pool *pool, int32_t page_id, int32_t end) noexcept nogil:
@@ -80,14 +104,26 @@ cdef inline void push_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline int32_t enter_part(Pool *pool, int32_t page_id) noexcept nogil:
-    """Mark a page as one of the part that its mark names, or, without an entry, of the blank one. Returns the part."""
+    """Mark a page as one of the part that its mark names, or, without an entry, of the blank one. Returns the part, or that of
+    its level.
+    """
     cdef uint32_t part = BLANK if pool.pages[page_id].group == NO_GROUP else pool.policy.marks[page_id] & PART
     if part == BLANK:
         pool.policy.marks[page_id] = BLANK
     else:
         pool.policy.note_queued(pool, page_id, part)
-    pool.policy.num_in_part[part] += 1
-    return <int32_t>part
+    count_in_part(pool, page_id, 1)
+    return part_of_level(pool, pool.levels[page_id]) if has_level(pool, page_id) else <int32_t>part
+
+
+cdef inline void count_in_part(Pool *pool, int32_t page_id, int32_t change) noexcept nogil:
+    """Count a page that comes into its part, or leaves it."""
+    if not has_level(pool, page_id):
+        pool.policy.num_in_part[pool.policy.marks[page_id] & PART] += change
+    elif pool.levels[page_id] <= NUM_LOW:
+        pool.num_low_free += change
+    else:
+        pool.num_high_free += change
 
 
 cdef inline void push_marked(Pool *pool, int32_t page_id) noexcept nogil:
@@ -121,7 +157,7 @@ cdef inline void leave_divisions(Pool *pool, int32_t page_id) noexcept nogil:
         unlink(pool.shard_links, page_id)
         pool.shard_num_free[shard_of(pool, page_id)] -= 1
     if pool.num_parts:
-        pool.policy.num_in_part[pool.policy.marks[page_id] & PART] -= 1
+        count_in_part(pool, page_id, -1)
 
 
 cdef inline void requeue(Pool *pool, int32_t page_id, uint32_t part) noexcept nogil:
@@ -133,41 +169,64 @@ cdef inline void requeue(Pool *pool, int32_t page_id, uint32_t part) noexcept no
 
 cdef inline void begin_parts(Pool *pool) noexcept nogil:
     """Link the marks of the parts of an empty queue."""
-    cdef int32_t part, last = NULL_PAGE
+    cdef int32_t part
     for part in range(pool.num_parts):
-        pool.pages[pool.num_pages + part] = Page(0, 0, 0, last, NULL_PAGE, NO_GROUP)
-        pool.pages[last].next_free = pool.num_pages + part
-        last = pool.num_pages + part
-    pool.pages[NULL_PAGE].prev_free = last
+        link_mark(pool.pages, start_of_part(pool, part, -1), NULL_PAGE)
+
+
+cdef inline void link_mark(Page *pages, int32_t mark, int32_t end) noexcept nogil:
+    """Put the start of a part before another record of the pool's queue."""
+    cdef int32_t last = pages[end].prev_free
+    pages[mark] = Page(0, 0, 0, last, end, NO_GROUP)
+    pages[last].next_free = mark
+    pages[end].prev_free = mark
+
+
+cdef inline void begin_level_parts(Pool *pool) noexcept nogil:
+    """Link the marks of the parts of levels, for which there is room, into the pool's queue, which has parts already."""
+    cdef Page *pages = pool.pages
+    cdef int32_t part, mark, num_policy_parts = pool.num_parts
+    for part in range(num_policy_parts - 1, -1, -1):
+        mark = start_of_part(pool, part, -1)
+        pages[mark + NUM_LOW] = pages[mark]
+        pages[pages[mark].prev_free].next_free = pages[pages[mark].next_free].prev_free = mark + NUM_LOW
+    pool.first_part = NUM_LOW
+    pool.num_parts += NUM_LEVEL_PARTS
+    for part in range(-NUM_LOW, BLANK):
+        link_mark(pages, start_of_part(pool, part, -1), start_of_part(pool, BLANK, -1))
+    for part in range(num_policy_parts, pool.num_parts - NUM_LOW):
+        link_mark(pages, start_of_part(pool, part, -1), NULL_PAGE)
 
 
 cdef inline void blank_all(Pool *pool) noexcept nogil:
-    """Make all free pages part of the blank one, in the order of the queue. O(num_pages)."""
-    cdef int32_t page_id, part, shard, mark
+    """Make all free pages part of the blank one, in the order of the queue, without levels. O(num_pages)."""
+    cdef int32_t page_id, part
     for page_id in range(1, pool.num_pages):
-        if is_free(pool, page_id) and pool.policy.marks[page_id] != BLANK:
-            pool.policy.note_drop(pool, page_id)
-            pool.policy.num_in_part[pool.policy.marks[page_id] & PART] -= 1
-            pool.policy.num_in_part[BLANK] += 1
+        if is_free(pool, page_id):
+            if pool.policy.marks[page_id] != BLANK:
+                pool.policy.note_drop(pool, page_id)
+            count_in_part(pool, page_id, -1)
+            if pool.levels != NULL:
+                pool.levels[page_id] = 0
             pool.policy.marks[page_id] = BLANK
-    for part in range(1, pool.num_parts):
-        move_to_end(pool.pages, start_of_part(pool, part, -1))
-        for shard in range(pool.num_shards):
-            mark = start_of_part(pool, part, shard)
-            unlink(pool.shard_links, mark)
-            link_after(pool.shard_links, pool.shard_links[end_of_queue(pool, shard)].prev, mark)
+            count_in_part(pool, page_id, 1)
+    for part in range(BLANK, -pool.first_part - 1, -1):
+        move_mark(pool, part, True)
+    for part in range(BLANK + 1, pool.num_parts - pool.first_part):
+        move_mark(pool, part, False)
 
 
-cdef inline void move_to_end(Page *pages, int32_t record) noexcept nogil:
-    """Move a record to the end of the pool's queue."""
-    cdef int32_t last
-    pages[pages[record].prev_free].next_free = pages[record].next_free
-    pages[pages[record].next_free].prev_free = pages[record].prev_free
-    last = pages[NULL_PAGE].prev_free
-    pages[record].prev_free = last
-    pages[record].next_free = NULL_PAGE
-    pages[last].next_free = record
-    pages[NULL_PAGE].prev_free = record
+cdef inline void move_mark(Pool *pool, int32_t part, bint to_front) noexcept nogil:
+    """Move the start of a part to the front, or to the end, of the pool's queue and of each shard's."""
+    cdef Page *pages = pool.pages
+    cdef int32_t shard, end, mark = start_of_part(pool, part, -1)
+    pages[pages[mark].prev_free].next_free = pages[mark].next_free
+    pages[pages[mark].next_free].prev_free = pages[mark].prev_free
+    link_mark(pages, mark, pages[NULL_PAGE].next_free if to_front else <int32_t>NULL_PAGE)
+    for shard in range(pool.num_shards):
+        end, mark = end_of_queue(pool, shard), start_of_part(pool, part, shard)
+        unlink(pool.shard_links, mark)
+        link_after(pool.shard_links, end if to_front else pool.shard_links[end].prev, mark)
 
 
 cdef inline void link_shards(Pool *pool) noexcept nogil:
@@ -182,7 +241,7 @@ cdef inline void link_shards(Pool *pool) noexcept nogil:
     page_id = pool.pages[NULL_PAGE].next_free
     while page_id != NULL_PAGE:
         if page_id >= pool.num_pages:
-            part = page_id - pool.num_pages
+            part = page_id - pool.num_pages - pool.first_part
         else:
             shard = shard_of(pool, page_id)
             push_to_shard(pool, page_id, shard, end_of_part(pool, part, shard))

@@ -21,6 +21,10 @@ cdef enum:
     NEW = 1                   # part for pages that were used once
     PART = 3                  # bits of a mark
     NUM_POLICY_COUNTS = 8
+    NORMAL = 50               # priority of pages that are not retained
+    NUM_LOW = NORMAL          # lower priorities
+    NUM_LEVEL_PARTS = 2 * NORMAL + 1  # a part for each other priority, and one for protected pages
+    PROTECTED = 1 << 7        # flag in a page's level, behind its priority + 1, or 0
     SET_SIZE = 8              # entries of a ghost
     NUM_BUCKETS = 24          # of times: below 1 ms, below 2, 4, ..., 2**22 ms, and longer
 
@@ -53,7 +57,7 @@ cdef struct Policy:           # chooses pages for eviction; the first member of 
     # it will be put into.
     uint32_t *marks           # [num_pages]
     Ghost ghost
-    int64_t num_in_part[4]    # free pages; this and the next four are copied together
+    int64_t num_in_part[4]    # free pages without a level; this and the next four are copied together
     int64_t num_requests      # that took pages
     int64_t num_shared_hits   # on held pages
     int64_t num_free_hits
@@ -68,14 +72,15 @@ cdef struct Policy:           # chooses pages for eviction; the first member of 
     void (*note_hit)(Pool *pool, int32_t page_id, bint was_free) noexcept nogil
     # A key enters the index. Returns the part that its page is to be put into, or BLANK where the policy has forgotten the key.
     uint32_t (*note_miss)(Pool *pool, Digest key, int32_t group) noexcept nogil
-    # The page to be evicted next, if none is blank. It is taken out of the queue before the next call.
+    # The page to be evicted next of those in the policy's parts, if none is blank. It leaves the queue before the next call.
     int32_t (*pick)(Pool *pool, int32_t shard) noexcept nogil
     # A page with an entry, in no queue any more, is evicted.
     void (*note_eviction)(Pool *pool, int32_t page_id) noexcept nogil
-    # A page in the queue, outside the blank part, loses its entry otherwise.
+    # A page in the queue with a mark other than BLANK loses its entry otherwise, or is put into it again.
     void (*note_drop)(Pool *pool, int32_t page_id) noexcept nogil
     # Whether what it has learned can be: after a snapshot was loaded, and when the pool is checked.
     bint (*is_right)(Pool *pool) noexcept nogil
+    uint32_t new_part         # of pages that get an entry: NEW, or BLANK where all pages are in one part
 
 cdef struct Slot:             # one slot of the prefix index
     uint32_t tag              # hash of key and group; its low bits are the home slot
@@ -131,6 +136,12 @@ cdef struct Journal:          # keys that entered and left the prefix index sinc
     uint8_t is_cleared        # all entries went at once; nothing is in `removed` then
     uint8_t is_told           # taken changes are being made into events: names and contexts are still needed
 
+cdef struct Deadlines:        # of retained pages
+    int64_t *times            # [num_pages] ns of the monotonic clock; NULL: no page had one yet
+    int32_t *heap             # [num_pages] behind that: pages, the one whose time is up next first, as a binary heap
+    int32_t *places           # [num_pages] behind that: 1 + the place of a page in the heap; 0: it has no deadline
+    int32_t num
+
 cdef struct Pool:
     Page *pages
     Slot *slots               # NULL: no prefix caching
@@ -170,6 +181,11 @@ cdef struct Pool:
     int32_t *pins             # [num_pages] of each page, which has one reference for all; NULL: none was pinned yet
     int32_t num_pinned        # pages with pins
     uint8_t is_restored       # loaded from a snapshot, and no reference taken since
+    uint8_t *levels           # [num_pages] of each cached page, 0 for most; NULL: none was retained or protected yet
+    int32_t first_part        # parts before those of the policy, which begin with number 0
+    int32_t num_low_free      # free pages with a priority below the normal one, and not protected
+    int32_t num_high_free     # free pages with another level
+    Deadlines deadlines
 
 
 cdef inline bint resize(void **memory, size_t size) noexcept:
@@ -204,6 +220,14 @@ cdef inline bint is_free(const Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline bint is_pinned(const Pool *pool, int32_t page_id) noexcept nogil:
     return pool.pins != NULL and pool.pins[page_id] != 0
+
+
+cdef inline bint has_level(const Pool *pool, int32_t page_id) noexcept nogil:
+    return pool.levels != NULL and pool.levels[page_id] != 0
+
+
+cdef inline int32_t count_policy_parts(const Pool *pool) noexcept nogil:
+    return pool.num_parts - NUM_LEVEL_PARTS if pool.first_part else pool.num_parts
 
 
 cdef inline Py_ssize_t num_slots_of(const Pool *pool) noexcept nogil:

@@ -11,7 +11,7 @@ from pagepool.core.page_records cimport counters_of
 from pagepool.core.queue cimport pull, push, push_marked
 from pagepool.core.records cimport (
     BLANK, MAX_GROUP, NO_GROUP, NULL_PAGE, NUM_POLICY_COUNTS, PART, SET_SIZE, Context, Ghost, GhostEntry, Links, Note, Page,
-    Policy, Pool, Removal, Slot, count_queue_links, count_remembered, is_free, is_pinned, num_slots_of,
+    Policy, Pool, Removal, Slot, count_policy_parts, count_queue_links, count_remembered, is_free, is_pinned, num_slots_of,
 )
 from pagepool.core.references cimport put_back
 from pagepool.core.siphash cimport Digest
@@ -30,9 +30,10 @@ DTYPES = {                        # in the order of `copy_arrays`; notes have th
     "contexts": np.dtype([("num_users", "i4"), ("num_holders", "i4")]), "page_tokens": np.dtype("i4"),
     "pins": np.dtype("i4"), "marks": np.dtype("u4"), "ghosts": np.dtype([("tag", "u4"), ("mark", "u4")]),
     "policy_counts": np.dtype("i8"), "learned": np.dtype("u1"),
+    "times": np.dtype("i8"), "heap": np.dtype("i4"), "places": np.dtype("i4"), "levels": np.dtype("u1"),
 }
 cdef enum:
-    NUM_ARRAYS = 13
+    NUM_ARRAYS = 17
 
 cdef Policy NO_POLICY         # of zeros
 cdef int64_t MAX_POLICY_COUNT = INT64_MAX // 8  # so that sums of counts are counts too
@@ -64,7 +65,9 @@ def copy_records(PageStore store not None, str names=None) -> dict:
         num_keys=pool.num_keys, num_entries=pool.num_entries, multiplier=pool.multiplier, home_shift=pool.home_shift,
         tokens_width=pool.tokens_width, num_parts=pool.num_parts, num_new=pool.journal.num_new,
         num_removed=pool.journal.num_removed, is_cleared=pool.journal.is_cleared, is_told=pool.journal.is_told,
-        num_pinned=pool.num_pinned, counters=counters_of(pool),
+        num_pinned=pool.num_pinned, first_part=pool.first_part, num_policy_parts=count_policy_parts(&pool),
+        num_low_free=pool.num_low_free, num_high_free=pool.num_high_free, num_deadlines=pool.deadlines.num,
+        counters=counters_of(pool),
     )
 
 
@@ -84,6 +87,7 @@ cdef Py_ssize_t copy_arrays(
         pool.pages, pool.slots, pool.twins, pool.shard_links,
         pool.journal.notes, pool.journal.removed, pool.journal.contexts, pool.page_tokens, pool.pins,
         policy.marks, policy.ghost.entries, &policy.num_in_part[0], policy.learned,
+        pool.deadlines.times, pool.deadlines.heap, pool.deadlines.places, pool.levels,
     ]
     cdef Py_ssize_t *sizes = [
         (n + pool.num_parts) * sizeof(Page), num_slots_of(pool) * sizeof(Slot), n * sizeof(Links),
@@ -92,6 +96,7 @@ cdef Py_ssize_t copy_arrays(
         n * pool.tokens_width * sizeof(int32_t), n * sizeof(int32_t),
         n * sizeof(uint32_t), <Py_ssize_t>policy.ghost.num_sets * SET_SIZE * sizeof(GhostEntry),
         has_policy * NUM_POLICY_COUNTS * <Py_ssize_t>sizeof(int64_t), policy.num_learned_bytes,
+        n * sizeof(int64_t), n * sizeof(int32_t), n * sizeof(int32_t), n,
     ]
     stops[0] = 0
     for i in range(NUM_ARRAYS):
@@ -142,7 +147,7 @@ def find_policy_fault(PageStore store not None) -> str | None:
 
 cdef str describe_mark(const Pool *pool, Py_ssize_t page_id):
     mark = pool.policy.marks[page_id]
-    return f"page {page_id} has the mark {mark}, allowed: of {pool.num_parts} parts, {<int>BLANK} for part {<int>BLANK}"
+    return f"page {page_id} has the mark {mark}, allowed: of {count_policy_parts(pool)} parts, {<int>BLANK} for part {<int>BLANK}"
 
 
 cdef Py_ssize_t find_wrong_mark(const Pool *pool) noexcept nogil:
@@ -151,7 +156,7 @@ cdef Py_ssize_t find_wrong_mark(const Pool *pool) noexcept nogil:
     cdef uint32_t mark
     for i in range(pool.num_pages):
         mark = pool.policy.marks[i]
-        if <int32_t>(mark & PART) >= pool.num_parts or (mark & PART == BLANK and mark != BLANK):
+        if <int32_t>(mark & PART) >= count_policy_parts(pool) or (mark & PART == BLANK and mark != BLANK):
             return i
     return -1
 
@@ -164,7 +169,7 @@ cdef Py_ssize_t find_wrong_set(const Pool *pool) noexcept nogil:
     for i in range(<Py_ssize_t>ghost.num_sets * SET_SIZE):
         entry = &ghost.entries[i]
         if entry.tag and not (set_of(ghost, entry.tag) == &ghost.entries[i - i % SET_SIZE]
-                              and BLANK < <int32_t>(entry.mark & PART) < pool.num_parts):
+                              and BLANK < <int32_t>(entry.mark & PART) < count_policy_parts(pool)):
             return i // SET_SIZE
         for j in range(i - i % SET_SIZE, i if entry.tag else 0):
             if ghost.entries[j].tag == entry.tag:

@@ -4,6 +4,7 @@ cimport cython
 from libc.stdint cimport INT32_MAX, INT64_MAX
 
 from pagepool.core.arguments cimport as_list, as_shard, group_of, index_of, size_of
+from pagepool.core.levels cimport end_retention
 from pagepool.core.pages cimport find_untouchable, give_back, note_request, pick, take_from, touch_all
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport count_free_in, find_held_free, page_before, page_behind, pull, push_all
@@ -30,7 +31,7 @@ cdef class PageStore(CachedPages):
 
     Takes and returns page ids. O(num_pages) to make; memory a page: 32 bytes of record, 8 of twin links and 16 to 32 of index
     slots (none of the last two without caching); 24 more once a data-parallel hint was given, 8 without caching; 4 more once a
-    page was pinned.
+    page was pinned, 1 to 5 once one was retained or protected, and 16 once for a time.
     """
 
     def __cinit__(self, *args, **kwargs):
@@ -151,6 +152,8 @@ cdef class PageStore(CachedPages):
         ids.reserve(min(num, self.pool.num_pages))
         with self.lock:
             num_free = self.pool.num_free
+            if 0 < num <= num_free:
+                end_retention(&self.pool)
             while num <= num_free and ids.num < num:
                 ids.ids[ids.num] = pick(&self.pool, -1) if self.pool.num_parts else self.pool.pages[NULL_PAGE].next_free
                 self.pull_any(ids.ids[ids.num])

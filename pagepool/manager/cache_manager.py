@@ -13,7 +13,7 @@ from pagepool.hashing.algorithms import HashAlgorithm, make_page_hasher
 from pagepool.hashing.request_hashes import RequestPageHashes
 from pagepool.manager.cache_pages import CachePages
 from pagepool.manager.lookups import PrefixLookups, PrefixProbe
-from pagepool.manager.pins import PrefixPins
+from pagepool.manager.retention import PrefixRetention
 from pagepool.manager.slots import ANYWHERE, Placement, SlotAllocator
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
@@ -29,7 +29,7 @@ ZERO = 0
 """The default of a count. `is` tells this int from zeros of other types."""
 
 
-class CacheManager(PrefixPins):
+class CacheManager(PrefixRetention):
     """Allocates pages to requests and finds prefixes that are already cached.
 
     A manager is made for one owner; calls from several threads are serialised. A call interrupted by an exception, including

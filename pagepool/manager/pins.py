@@ -1,8 +1,9 @@
 """Pins the cached prefixes of requests."""
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from pagepool._core import HashChain, PinSpan
+from pagepool._core import HashChain, PageIds, PinSpan
 from pagepool.arguments import id_of, read_count
 from pagepool.hashing import KeyHolder
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from pagepool.request import Request
 
 __all__ = ["PrefixPins"]
+
+Apply = Callable[[HashChain, Sequence[PageIds], bool], int | None]
+"""What is done with the hashes and pages of a request, which may be hits. Returns for how many pages."""
 
 
 class PrefixPins(KeyHolder):
@@ -51,26 +55,31 @@ class PrefixPins(KeyHolder):
         (2, 2, 1)
         """
         span = PinSpan(self._store, start, stop)
-        num_tokens = read_count(request, "num_tokens")
+
+        def pin(chain: HashChain, page_ids: Sequence[PageIds], are_hits: bool) -> int | None:
+            return span.pin(self.coordinator.groups, chain, page_ids, self.max_num_pinned_pages, are_hits)
+
+        return self._apply_to_cached(request, read_count(request, "num_tokens"), span.stop, pin)
+
+    def _apply_to_cached(self, request: "Request", num_tokens: int, stop: int, apply: Apply) -> int:
+        """Call `apply` with the hashes of a request up to `stop` and its pages or else its hits, and return the number of pages
+        that it returns; 0 if nothing can hit. It is called again where it returns None for hits: one has left the cache.
+        """
         if not self.enable_caching:
             return 0
         with self._lock:
             held = self.coordinator.requests.get(id_of(request))
             if held:
-                chain = self._lookups.hash_apart(request, min(num_tokens, span.stop)).chain
-                num_pages = span.pin(self.coordinator.groups, chain, held.get_page_ids(), self.max_num_pinned_pages, False)
-                return num_pages or 0
+                chain = self._lookups.hash_apart(request, min(num_tokens, stop)).chain
+                return apply(chain, held.get_page_ids(), False) or 0
             if self._lookups.read_query(request) is None:
                 return 0
-            return self._pin_hits(span, self._lookups.hash_apart(request, num_tokens).chain, num_tokens)
-
-    def _pin_hits(self, span: PinSpan, chain: HashChain, num_tokens: int) -> int:
-        """Pin the longest cached prefix. Looks again if another thread drops a page that was found."""
-        while True:
-            hits, _ = self.coordinator.find_longest_cache_hit(chain, num_tokens - 1)
-            num_pages = span.pin(self.coordinator.groups, chain, hits, self.max_num_pinned_pages, True)
-            if num_pages is not None:
-                return num_pages
+            chain = self._lookups.hash_apart(request, num_tokens).chain
+            num_pages = None
+            while num_pages is None:
+                hits, _ = self.coordinator.find_longest_cache_hit(chain, num_tokens - 1)
+                num_pages = apply(chain, hits, True)
+            return num_pages
 
     def unpin(self, request: "Request", start: int = 0, stop: int | None = None) -> int:
         """Take back one pin of each page that is pinned with the content of tokens ``[start, stop)`` of a request. Returns the

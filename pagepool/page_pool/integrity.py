@@ -13,6 +13,7 @@ __all__ = ["check_store", "save_store"]
 
 NOT_FREE = NO_GROUP = NOT_NEW = NOT_FIRST = -1
 BLANK, PART = 0, 3
+NORMAL, PROTECTED = 50, 128  # a level is a priority + 1, or 0, and a flag
 TWIN, GROUP, MAX_GROUP, MAX_REF_CNT = 1 << 30, ~(3 << 29), (1 << 29) - 1, (1 << 31) - 2
 
 Array = npt.NDArray[Any]
@@ -59,6 +60,7 @@ class Records(SimpleNamespace):
     def check(self) -> None:
         """IntegrityError for a wrong page."""
         self.check_pages()
+        self.check_levels()
         if self.num_parts:
             self.check_parts()
         self.check_slots()
@@ -126,21 +128,56 @@ class Records(SimpleNamespace):
         self.require_count(0, self.num_held_free, "free pages have references")
 
     def policy_arrays(self) -> dict[str, Array]:
-        """Return what the eviction policy keeps, by name; empty arrays without one."""
-        ghosts = self.ghosts.view(np.uint32).reshape(-1, 2)
-        return {"marks": self.marks, "ghosts": ghosts, "counts": self.policy_counts, "learned": self.learned}
+        """Return what the eviction policy keeps, by name, as if no page had a level; empty arrays for LRU."""
+        ghosts, marks, counts = self.ghosts.view(np.uint32).reshape(-1, 2), self.marks, self.policy_counts.copy()
+        if self.num_policy_parts > 1:
+            counts[: PART + 1] = np.bincount(marks.take(self.free_ids) & PART, minlength=PART + 1)
+        else:
+            marks, counts = marks[:0], counts[:0]
+        return {"marks": marks, "ghosts": ghosts, "counts": counts, "learned": self.learned}
+
+    def check_levels(self) -> None:
+        """Levels are of cached pages. The heap has the pages with a deadline, each behind one whose time is up before."""
+        levels, times, places = self.levels, self.times, self.places
+        priorities = (levels & ~np.uint8(PROTECTED)).astype(np.int64) - 1
+        is_wrong = (priorities == NORMAL) | (priorities > 2 * NORMAL) | (self.group[: len(levels)] == NO_GROUP) & (levels != 0)
+        text = " has level {}, allowed: 0 unless it is cached, else 1 + priority to {}, without {}, and the flag of protection"
+        self.refuse(is_wrong, range(self.num_pages), text, levels, 2 * NORMAL + 1, NORMAL + 1)
+        if not 0 <= self.num_deadlines <= len(self.heap):
+            raise IntegrityError(f"{self.num_deadlines} pages have a deadline, allowed: 0 to {len(self.heap)}")
+        ids, expected = self.heap[: self.num_deadlines], np.arange(1, self.num_deadlines + 1)
+        self.refuse((ids < 1) | (ids >= self.num_pages), None, "place {} of the deadlines has page {}", expected, ids)
+        found = places.take(ids)
+        self.refuse(found != expected, ids, " is in the deadlines at {}, and has place {}", expected, found)
+        self.require_count(np.count_nonzero(places), self.num_deadlines, "pages have a place in the deadlines")
+        before, own = times.take(ids.take((expected - 2).clip(0) // 2)), times.take(ids)
+        self.refuse(before > own, ids, " has its deadline at {} ns, behind a later one in the heap", own)
+        self.refuse(priorities.take(ids) < 0, ids, " has a deadline, and no priority")
+
+    def find_parts(self) -> Array:
+        """Return the part to which each free page belongs, by its level, or else by its mark."""
+        parts: Array = (self.marks.take(self.free_ids) & PART).astype(np.int64)
+        if len(self.levels):
+            levels = self.levels.take(self.free_ids).astype(np.int64)
+            by_level = np.where(levels <= NORMAL, levels - 1 - NORMAL, self.num_policy_parts + levels - 2 - NORMAL)
+            by_level[levels >= PROTECTED] = self.num_policy_parts + NORMAL
+            parts = np.where(levels > 0, by_level, parts)
+        return parts
 
     def check_parts(self) -> None:
-        """Each part has the pages that are marked so, the blank one those without an entry."""
+        """Each part has the pages that belong to it, the blank one those without an entry."""
         starts = self.queue[self.queue >= self.num_pages]
         self.require_count(starts.tolist(), [*range(self.num_pages, self.num_pages + self.num_parts)], "begin the parts")
-        parts = ((self.queue >= self.num_pages).cumsum() - 1)[self.queue < self.num_pages]
-        marked = (self.marks.take(self.free_ids) & PART).astype(np.int64)
+        parts = ((self.queue >= self.num_pages).cumsum() - 1 - self.first_part)[self.queue < self.num_pages]
+        marked = self.find_parts()
         self.refuse(parts != marked, self.free_ids, " is in part {} of the free queue, and marked for part {}", parts, marked)
         is_wrong = (parts != BLANK) & (self.group.take(self.free_ids) == NO_GROUP)
         self.refuse(is_wrong, self.free_ids, f" is in part {{}} of the free queue, allowed without an entry: {BLANK}", parts)
-        num_in_part = np.bincount(parts, minlength=PART + 1).tolist()
+        is_low, is_high = parts < BLANK, parts >= self.num_policy_parts
+        num_in_part = np.bincount(parts[~(is_low | is_high)], minlength=PART + 1).tolist()
         self.require_count(num_in_part, self.policy_counts[: PART + 1].tolist(), "pages are in the parts")
+        counted = [self.num_low_free, self.num_high_free]
+        self.require_count([is_low.sum(), is_high.sum()], counted, "free pages are in parts before and behind the policy's")
 
     def words_of(self, keys: Array) -> Any:
         """Return products of which the upper halves are the tags of keys and groups."""

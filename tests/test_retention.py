@@ -1,0 +1,362 @@
+"""Retained and protected pages: against the oracle on random work, with all policies, and what ends them."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from batch_model import BatchRows, OracleRows, package_pool_state
+from batch_workload import run_batch_workload
+from eviction_oracle import make_policy
+from oracle import OracleManager
+from retention_workload import RetainingBatchWorkload, RetainingWorkload
+from settings import SETTINGS, Setting
+from test_differential import NUM_OPERATIONS
+from twins import OracleTwin, PackageTwin, Twins, levels_of
+from workload import run_workload
+
+import pagepool
+from pagepool import CacheManager, EngineRequest, PageTable, RunningBatch
+from pagepool._core import copy_records
+from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.hashing import extra_keys
+
+POLICIES = ("lru", "arc", "adaptive")
+NUM_CALLS = max(NUM_OPERATIONS // (10 * len(SETTINGS)), 60)
+MAX_CALLS_PER_SEED = 400
+
+
+@pytest.fixture(autouse=True)
+def _nonces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policies go by keys: those of unnamed images must be the same when a seed is repeated."""
+    monkeypatch.setattr(extra_keys, "os", SimpleNamespace(urandom=Random(0).randbytes))
+
+
+def make_managers(setting: Setting, num_pages: int, eviction: str) -> tuple[OracleManager, pagepool.CacheManager]:
+    """Make the oracle, and a manager whose hashes it knows."""
+    groups = setting.cache_groups(pagepool)
+    oracle = setting.manager(OracleManager, groups, num_pages, policy=make_policy(eviction, num_pages))
+    manager = setting.manager(pagepool.CacheManager, groups, num_pages, hash_seed="retention", eviction=eviction)
+
+    def hash_page(request: Any, page: int) -> int:
+        hashes = manager.hasher.start(request, manager._lookups.extend(request, 0))
+        manager.hasher.extend(hashes, request, page + 1)
+        return hashes.chain[page]
+
+    oracle.keys.hash_page = hash_page
+    return oracle, manager
+
+
+def seeds_of(name: str) -> range:
+    first_seed = zlib.crc32(name.encode())
+    return range(first_seed, first_seed + -(-NUM_CALLS // MAX_CALLS_PER_SEED))
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_requests_same_as_oracle(setting: Setting, eviction: str) -> None:
+    def make_twins(setting: Setting, num_pages: int) -> Twins:
+        oracle, package = make_managers(setting, num_pages, eviction)
+        return Twins(OracleTwin(oracle), PackageTwin(package))
+
+    seeds = seeds_of(f"{setting.name} {eviction}")
+    for seed in seeds:
+        run_workload(setting, make_twins, seed, -(-NUM_CALLS // len(seeds)), RetainingWorkload)
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_rows_same_as_oracle(setting: Setting, eviction: str) -> None:
+    def make_twins(setting: Setting, num_pages: int, num_rows: int) -> Twins:
+        oracle, package = make_managers(setting, num_pages, eviction)
+        return Twins(OracleRows(oracle, setting, num_rows), BatchRows(package, setting, num_rows, with_hashes=False))
+
+    seeds = seeds_of(f"{setting.name} {eviction} rows")
+    for seed in seeds:
+        run_batch_workload(setting, make_twins, seed, -(-NUM_CALLS // len(seeds)), True, RetainingBatchWorkload)
+
+
+# --- the order of eviction --------------------------------------------------------------------------------------------
+
+FULL = pagepool.FullAttentionSpec(4, 1, 8, "float16", False)
+PROMPT = list(range(8))
+
+
+def make_manager(num_pages: int = 21, eviction: str = "lru", **options: Any) -> CacheManager:
+    return CacheManager(num_pages, [pagepool.CacheGroupSpec(FULL)], 64, hash_seed="retention", eviction=eviction, **options)
+
+
+def start(manager: CacheManager, name: str, token_ids: list[int]) -> EngineRequest:
+    request = EngineRequest(name, list(token_ids))
+    hits, num_hit_tokens = manager.get_computed_pages(request)
+    assert manager.allocate_slots(request, len(token_ids) - num_hit_tokens, num_hit_tokens, hits) is not None
+    request.num_computed_tokens = len(token_ids)
+    return request
+
+
+def start_many(manager: CacheManager, names: str) -> dict[str, EngineRequest]:
+    """Start requests of two pages each, and end them in this order. Return requests that hit both."""
+    for request in [start(manager, name, [ord(name)] * 8) for name in names]:
+        manager.free(request)
+    return {name: EngineRequest(name, [ord(name)] * 9) for name in names}
+
+
+def order_of(manager: CacheManager, requests: dict[str, EngineRequest]) -> str:
+    """Return the requests in the order in which the free queue has their pages: one letter a page."""
+    manager.check()
+    keys = {hash_value: name for name, request in requests.items() for hash_value in hashes_of(manager, request)}
+    pages = [manager.page_pool.pages[page_id] for page_id in manager.page_pool.free_page_ids_in_order()]
+    return "".join(keys[page.page_hash.page_hash.hash_value] for page in pages if page.page_hash is not None)
+
+
+def hashes_of(manager: CacheManager, request: EngineRequest) -> list[int]:
+    chain = manager._lookups.hash_apart(request, request.num_tokens).chain
+    return [chain[i] for i in range(len(chain))]
+
+
+def evict(manager: CacheManager, num_pages: int) -> None:
+    """Take pages, and put them behind all others."""
+    manager.page_pool.free_page_ids(manager.page_pool.get_new_page_ids(num_pages))
+
+
+def state_of(manager: CacheManager) -> Any:
+    manager.check()
+    records = copy_records(manager.page_pool.store, "levels heap")
+    return package_pool_state(manager.page_pool, True), records["levels"].tolist(), records["heap"].tolist(), manager.stats()
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_pages_are_evicted_by_level(eviction: str) -> None:
+    manager = make_manager(15, eviction)
+    requests = start_many(manager, "abcdefg")
+    for name, priority in zip("abcde", (51, 49, 100, 0, 50), strict=True):
+        assert manager.retain(requests[name], priority=priority) == 2
+    assert manager.protect([EngineRequest("waits", [*requests["f"].all_token_ids, 1])]) == 2
+    assert order_of(manager, requests) == "ddbbeeggaaccff"
+    for left in ("bbeeggaaccff", "eeggaaccff", "ggaaccff", "aaccff", "ccff", "ff", ""):
+        taken = manager.page_pool.get_new_page_ids(2)
+        assert order_of(manager, requests) == left
+        manager.page_pool.evict_pages(taken)
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_a_prefix_goes_behind_what_follows_it(eviction: str) -> None:
+    manager = make_manager(eviction=eviction)
+    request = start(manager, "a", list(range(16)))
+    manager.free(request)
+    first, second, third, last = hashes_of(manager, request)
+    for call in (lambda: manager.retain(request, priority=70), lambda: manager.protect([request]), lambda: manager.protect([])):
+        call()
+        pages = [manager.page_pool.pages[page_id] for page_id in manager.page_pool.free_page_ids_in_order()]
+        found = [page.page_hash.page_hash.hash_value for page in pages if page.page_hash is not None]
+        assert [each for each in found if each != last] == [third, second, first]
+
+
+def test_a_page_keeps_its_level_while_it_is_used() -> None:
+    manager = make_manager(9)
+    request = start(manager, "a", PROMPT)
+    assert manager.retain(request, priority=90) == 2
+    manager.free(request)
+    evict(manager, 6)
+    again = start(manager, "again", [*PROMPT, 9])
+    assert again.num_tokens - 1 == manager.stats().queries.num_hit_tokens
+    manager.free(again)
+    evict(manager, 6)
+    assert manager.probe(again).num_hit_tokens == 8
+    assert manager.page_pool.evict_pages([1]) == 1  # and with it the level
+    assert levels_of(manager.page_pool) == {2: 91}
+
+
+def test_protection_moves_only_what_changes() -> None:
+    manager = make_manager(15)
+    requests = start_many(manager, "abcd")
+    waiting = {name: EngineRequest(f"{name} waits", [*request.all_token_ids, 1]) for name, request in requests.items()}
+    assert manager.protect([waiting["a"], waiting["b"]]) == 4
+    assert order_of(manager, requests) == "ccddbbaa"
+    assert manager.protect([waiting["c"], waiting["b"], waiting["c"]]) == 4
+    assert order_of(manager, requests) == "ddaabbcc"
+    assert manager.retain(requests["b"], priority=10) == 2  # counts when the protection ends
+    assert order_of(manager, requests) == "ddaabbcc"
+    assert manager.protect([]) == 0
+    assert order_of(manager, requests) == "bbddaacc"
+    assert manager.protect(iter([EngineRequest("nothing", [7] * 20)])) == 0
+
+
+def test_protecting_counts_no_look_up() -> None:
+    manager = make_manager()
+    start_many(manager, "a")
+    before = manager.stats().queries, dict(manager.req_to_page_hashes)
+    assert manager.protect([EngineRequest("waits", [ord("a")] * 9)]) == 2
+    assert (manager.stats().queries, dict(manager.req_to_page_hashes)) == before
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_the_normal_priority_alone_divides_nothing(eviction: str) -> None:
+    manager = make_manager(eviction=eviction)
+    requests = start_many(manager, "abc")
+    before = state_of(manager)
+    assert manager.retain(requests["a"]) == manager.retain(requests["a"], seconds=5.0) == 2
+    assert manager.protect([]) == 0
+    assert state_of(manager) == before
+    assert copy_records(manager.page_pool.store, "")["first_part"] == 0
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_each_shard_has_its_levels(eviction: str) -> None:
+    manager = make_manager(24, eviction)
+    requests = start_many(manager, "abcd")
+    in_first_shard = {"dp_shard_hint": 0, "data_parallel_size": 4}  # pages 1 to 5
+    manager.page_pool.get_new_page_ids(0, **in_first_shard)
+    manager.retain(requests["a"], priority=100, seconds=1000)
+    manager.check()
+    order = [page_id for page_id in manager.page_pool.free_page_ids_in_order().tolist() if page_id < 6]
+    assert order[-2:] == [2, 1]
+    assert manager.page_pool.get_new_page_ids(5, **in_first_shard).tolist() == order
+    manager.check()
+
+
+# --- the end of a priority --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_a_priority_ends_in_time(eviction: str) -> None:
+    manager = make_manager(9, eviction)
+    requests = start_many(manager, "abcd")
+    manager.retain(requests["a"], priority=90, seconds=0.2)
+    manager.retain(requests["b"], priority=10, seconds=1000)
+    manager.retain(requests["c"], priority=80, seconds=1000)
+    assert order_of(manager, requests) == "bbddccaa"
+    time.sleep(0.25)
+    assert order_of(manager, requests) == "bbddccaa"
+    manager.retain(requests["c"], priority=81)
+    assert order_of(manager, requests) == "bbddaacc"
+    assert copy_records(manager.page_pool.store, "")["num_deadlines"] == 2
+
+
+def test_a_protected_page_keeps_its_place_when_its_priority_ends() -> None:
+    manager = make_manager(9)
+    requests = start_many(manager, "ab")
+    manager.retain(requests["a"], priority=1, seconds=1e-6)
+    manager.protect([EngineRequest("waits", [*requests["a"].all_token_ids, 1])])
+    time.sleep(0.01)
+    evict(manager, 6)
+    assert order_of(manager, requests) == "aa"
+    assert set(levels_of(manager.page_pool).values()) == {128}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_deadlines_stay_in_order(seed: int) -> None:
+    """Many pages get deadlines, other ones, and none; pages are evicted and dropped with theirs."""
+    rng = Random(seed)
+    manager = make_manager(301)
+    for step in range(400):
+        tokens = [rng.randrange(40)] * 4 * rng.randint(1, 12)
+        request = start(manager, f"r{step}", tokens)
+        manager.retain(request, priority=rng.choice((0, 40, 60, 100)), seconds=rng.choice((None, 1e-6, rng.uniform(1, 1e6))))
+        manager.free(request)
+        if rng.random() < 0.2:
+            manager.page_pool.evict_pages(rng.sample(range(1, 301), 20))
+        manager.check()
+    assert manager.reset_prefix_cache()
+    manager.check()
+    assert copy_records(manager.page_pool.store, "")["num_deadlines"] == 0
+    assert levels_of(manager.page_pool) == {}
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_a_reset_ends_all_levels(eviction: str) -> None:
+    manager = make_manager(9, eviction)
+    requests = start_many(manager, "abcd")
+    manager.retain(requests["a"], priority=90, seconds=1000)
+    manager.retain(requests["d"], priority=10)
+    order = manager.page_pool.free_page_ids_in_order().tolist()
+    assert manager.reset_prefix_cache()
+    manager.check()
+    assert manager.page_pool.free_page_ids_in_order().tolist() == order
+    assert levels_of(manager.page_pool) == {}
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_snapshots_have_no_levels(eviction: str) -> None:
+    manager = make_manager(15, eviction)
+    requests = start_many(manager, "abcd")
+    manager.retain(requests["a"], priority=90, seconds=1000)
+    manager.retain(requests["d"], priority=10)
+    restored = pagepool.PagePool.restore(manager.page_pool.snapshot())
+    restored.check()
+    assert levels_of(restored) == {}
+    assert restored.ref_counts().tolist() == manager.page_pool.ref_counts().tolist()
+    if eviction == "lru":
+        assert restored.free_page_ids_in_order().tolist() == manager.page_pool.free_page_ids_in_order().tolist()
+    restored.get_new_page_ids(14)
+    restored.check()
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"priority": -1}, ArgumentError, "priority: got -1, allowed: 0 to 100"),
+    ({"priority": 101}, ArgumentError, "priority: got 101, allowed: 0 to 100"),
+    ({"priority": 1 << 70}, ArgumentError, "priority: got"),
+    ({"priority": True}, ArgumentTypeError, "priority: got bool"),
+    ({"priority": 50.0}, ArgumentTypeError, "priority: got float"),
+    ({"priority": None}, ArgumentTypeError, "priority: got NoneType"),
+    ({"seconds": 0}, ArgumentError, "seconds: got 0, allowed"),
+    ({"seconds": -1.5}, ArgumentError, "seconds: got -1.5, allowed"),
+    ({"seconds": float("nan")}, ArgumentError, "seconds: got nan"),
+    ({"seconds": float("inf")}, ArgumentError, "seconds: got inf"),
+    ({"seconds": True}, ArgumentTypeError, "seconds: got bool"),
+    ({"seconds": "1"}, ArgumentTypeError, "seconds: got str"),
+    ({"start": -1}, ArgumentError, "start: got -1"),
+    ({"start": 5, "stop": 4}, ArgumentError, "stop: got 4"),
+    ({"start": 9}, ArgumentError, "tokens 9 to 10: got no cached page"),
+    ({"stop": 3}, ArgumentError, "tokens 0 to 3: got no cached page"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), WRONG)
+@pytest.mark.parametrize("of_row", [False, True])
+def test_what_is_wrong_changes_nothing(of_row: bool, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    manager = make_manager()
+    batch = RunningBatch(manager, PageTable(1, 16, 64))
+    request = EngineRequest("a", [*PROMPT, 8, 9])
+    if of_row:
+        batch.admit(0, request.all_token_ids)
+    else:
+        start(manager, "a", request.all_token_ids)
+    manager.retain(start(manager, "b", [99] * 8), priority=7, seconds=1000)
+    before = state_of(manager)
+    with pytest.raises(error, match=message):
+        _ = batch.retain(0, **options) if of_row else manager.retain(request, **options)
+    assert state_of(manager) == before
+
+
+def test_what_is_not_cached_is_refused() -> None:
+    manager = make_manager()
+    batch = RunningBatch(manager, PageTable(1, 16, 64))
+    with pytest.raises(ArgumentError, match="tokens 0 to 8: got no cached page"):
+        manager.retain(EngineRequest("a", PROMPT), priority=60)
+    with pytest.raises(ArgumentError, match="row 0 is not admitted"):
+        batch.retain(0, priority=60)
+    with pytest.raises(ArgumentTypeError, match="requests: got int"):
+        manager.protect(7)  # type: ignore[arg-type]
+    uncached = make_manager(enable_caching=False)
+    with pytest.raises(ArgumentError, match="got no cached page"):
+        uncached.retain(start(uncached, "a", PROMPT), priority=60)
+    assert uncached.protect([EngineRequest("b", PROMPT)]) == 0
+    assert manager.retain(EngineRequest("a", PROMPT), 8) == manager.retain(EngineRequest("a", PROMPT), 3, 3) == 0
+    assert copy_records(manager.page_pool.store, "")["first_part"] == 0
+
+
+def test_a_wrong_request_protects_nothing() -> None:
+    manager = make_manager()
+    start_many(manager, "ab")
+    assert manager.protect([EngineRequest("waits", [ord("a")] * 9)]) == 2
+    before = state_of(manager)
+    with pytest.raises(ArgumentTypeError):
+        manager.protect([EngineRequest("waits", [ord("b")] * 9), object()])  # type: ignore[list-item]
+    assert state_of(manager) == before
