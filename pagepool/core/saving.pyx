@@ -146,8 +146,8 @@ def find_policy_fault(PageStore store not None) -> str | None:
 
 
 cdef str describe_mark(const Pool *pool, Py_ssize_t page_id):
-    mark = pool.policy.marks[page_id]
-    return f"page {page_id} has the mark {mark}, allowed: of {count_policy_parts(pool)} parts, {<int>BLANK} for part {<int>BLANK}"
+    mark, num_parts = pool.policy.marks[page_id], count_policy_parts(pool)
+    return f"page {page_id} has the mark {mark}, allowed: of {num_parts} parts, {<int>BLANK} for part {<int>BLANK}"
 
 
 cdef Py_ssize_t find_wrong_mark(const Pool *pool) noexcept nogil:
