@@ -268,7 +268,7 @@ for method in ("pin", "unpin"):
 add_parameters(
     "retain",
     lambda use, **options: use.manager.retain(use.held, **options),
-    {"start": "", "stop": "None", "priority": "", "seconds": "float None"},
+    {"start": "", "stop": "None", "priority": "", "seconds": "None float fraction"},
 )
 add("protect", lambda use, value: use.manager.protect(value), "list")
 add("get_page_ids", lambda use, value: use.manager.get_page_ids(value), "hashable")
@@ -550,7 +550,7 @@ for method in ("pin", "unpin"):
 add_parameters(
     "batch.retain",
     lambda use, **options: use.with_batch().retain(**{"row": 0} | options),
-    {"row": "", "start": "", "stop": "None", "priority": "", "seconds": "float None"},
+    {"row": "", "start": "", "stop": "None", "priority": "", "seconds": "None float fraction"},
 )
 add("RunningBatch manager", lambda use, value: RunningBatch(value, use.batch_table))
 add("RunningBatch page_table", lambda use, value: RunningBatch(use.manager, value))

@@ -308,7 +308,7 @@ READ_BY = {
     "cache_pages": {"request_id", "num_computed_tokens"},
     "pin": {"request_id", "all_token_ids", "num_tokens"},
     "unpin": {"request_id", "all_token_ids", "num_tokens"},
-    "retain": {"request_id", "all_token_ids", "num_tokens"},
+    "retain": {"request_id", "num_tokens"},
     "protect": LOOK_UP,
     "free": {"request_id"},
     "free_page_hashes": {"request_id"},
