@@ -170,13 +170,11 @@ def find_policy_fault(store: PageStore) -> str | None: ...
 def follow(prev_ids: _Ids, next_ids: _Ids, first_ids: _Ids) -> tuple[PageIds, bool]: ...
 def give_back_restored(store: PageStore) -> int | None: ...
 
-class TokenSpan:
+@final
+class PinSpan:
     start: Final[int]
     stop: Final[int]
     def __new__(cls, store: PageStore, start: int = ..., stop: int | None = ...) -> Self: ...
-
-@final
-class PinSpan(TokenSpan):
     def pin(
         self, groups: CacheGroups, chain: HashChain, ids: Iterable[PageIds], max_num_pinned: int, are_hits: bool
     ) -> int | None: ...
@@ -189,7 +187,10 @@ class Retention:
     def __new__(cls, priority: int, seconds: float | None = ...) -> Self: ...
 
 @final
-class RetentionSpan(TokenSpan):
+class RetentionSpan:
+    start: Final[int]
+    stop: Final[int]
+    def __new__(cls, store: PageStore, start: int = ..., stop: int | None = ...) -> Self: ...
     def retain(
         self, groups: CacheGroups, chain: HashChain, ids: Iterable[PageIds], retention: Retention, are_hits: bool
     ) -> int | None: ...

@@ -4,7 +4,7 @@ cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 from libc.math cimport ceil, isfinite
-from libc.stdint cimport int32_t, int64_t, uint8_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
 
 from pagepool.core.arguments cimport as_list, float_of, size_of
 from pagepool.core.chain cimport HashChain
@@ -211,8 +211,8 @@ cdef class RetentionSpan(TokenSpan):
 
     def require_cached(self, num_pages, num_tokens) -> int:
         """`num_pages`; ArgumentError if that is 0, unless none of `num_tokens` tokens lies in the span."""
-        if num_pages == 0 and self.start < min(self.stop, num_tokens):
-            raise ArgumentError(
-                f"tokens {self.start} to {min(self.stop, num_tokens)}: got no cached page, allowed: at least one"
-            )
-        return num_pages
+        cdef Py_ssize_t count = size_of(num_pages, "num_pages")
+        cdef int64_t stop = min(self.stop, <int64_t>size_of(num_tokens, "num_tokens", 0, INT64_MAX))
+        if count == 0 and self.start < stop:
+            raise ArgumentError(f"tokens {self.start} to {stop}: got no cached page, allowed: at least one")
+        return count
