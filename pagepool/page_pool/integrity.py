@@ -60,7 +60,8 @@ class Records(SimpleNamespace):
     def check(self) -> None:
         """IntegrityError for a wrong page."""
         self.check_pages()
-        self.check_levels()
+        if len(self.levels) or self.num_deadlines:
+            self.check_levels()
         if self.num_parts:
             self.check_parts()
         self.check_slots()
@@ -139,7 +140,7 @@ class Records(SimpleNamespace):
     def check_levels(self) -> None:
         """Levels are of cached pages. The heap has the pages with a deadline, each behind one whose time is up before."""
         levels, times, places = self.levels, self.times, self.places
-        priorities = (levels & ~np.uint8(PROTECTED)).astype(np.int64) - 1
+        priorities = (levels & (PROTECTED - 1)).astype(np.int64) - 1
         is_wrong = (priorities == NORMAL) | (priorities > 2 * NORMAL) | (self.group[: len(levels)] == NO_GROUP) & (levels != 0)
         text = " has level {}, allowed: 0 unless it is cached, else 1 + priority to {}, without {}, and the flag of protection"
         self.refuse(is_wrong, range(self.num_pages), text, levels, 2 * NORMAL + 1, NORMAL + 1)
