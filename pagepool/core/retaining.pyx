@@ -15,7 +15,7 @@ from pagepool.core.page_records cimport new_shard_links, use_shard_links
 from pagepool.core.platform cimport monotonic_ns
 from pagepool.core.queue cimport begin_level_parts
 from pagepool.core.records cimport (
-    NORMAL, NO_GROUP, NULL_PAGE, NUM_LEVEL_PARTS, PROTECTED, Deadlines, Links, Page, Pool,
+    NORMAL, NO_GROUP, NULL_PAGE, NUM_LEVEL_PARTS, PROTECTED, Deadlines, Links, Pool,
 )
 from pagepool.core.request_pages cimport CacheGroups
 from pagepool.core.row_memory cimport RowMemory
@@ -87,15 +87,13 @@ cdef bint retain_found(PageStore store, PageIds found, Retention retention) noex
     return True
 
 
-cdef Py_ssize_t keep_cached(const Pool *pool, PageIds ids, uint8_t *is_listed) noexcept nogil:
-    """Keep those of the ids in their list that are of cached pages, each once, and mark them. Returns how many."""
-    cdef const Page *page
+cdef Py_ssize_t keep_cached(const Pool *pool, int32_t *ids, Py_ssize_t n, uint8_t *is_listed) noexcept nogil:
+    """Keep those ids that are of cached pages, each once, and mark them. Returns how many."""
     cdef Py_ssize_t i, count = 0
-    for i in range(ids.num):
-        page = &pool.pages[ids.ids[i]]
-        if ids.ids[i] != NULL_PAGE and page.group != NO_GROUP and not is_listed[ids.ids[i]]:
-            is_listed[ids.ids[i]] = True
-            ids.ids[count] = ids.ids[i]
+    for i in range(n):
+        if ids[i] != NULL_PAGE and pool.pages[ids[i]].group != NO_GROUP and not is_listed[ids[i]]:
+            is_listed[ids[i]] = True
+            ids[count] = ids[i]
             count += 1
     return count
 
@@ -108,7 +106,7 @@ cdef bint replace_protected(PageStore store, PageIds listed, uint8_t *is_listed)
     cdef PageIds old = store.protected_ids
     cdef Py_ssize_t i
     cdef int32_t page_id
-    listed.num = keep_cached(pool, listed, is_listed)
+    listed.num = keep_cached(pool, listed.ids, listed.num, is_listed)
     if listed.num and not begin_levels(store):
         return False
     for i in range(old.num - 1 if old is not None else -1, -1, -1):
