@@ -23,7 +23,23 @@ def random_span(rng: Random, num_tokens: int) -> Span:
     return rng.choice(((), (), (start,), (start, stop), (start, stop), rng.choice(((-1,), (3, 2), (start, stop)))))
 
 
-class PinningWorkload(RandomWorkload):
+class Unpinning:
+    """Takes all pins of a workload's twins back."""
+
+    twins: Any
+    rng: Random
+
+    def unpin_all(self) -> None:
+        self.twins.call("unpin_all")
+
+    def drain(self) -> None:
+        """Mostly without pins, so that the reset succeeds."""
+        if self.rng.random() < 0.7:
+            self.unpin_all()
+        super().drain()  # type: ignore[misc]
+
+
+class PinningWorkload(Unpinning, RandomWorkload):
     """Requests that are pinned and unpinned, also after they ended, and by other requests with equal tokens."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -54,17 +70,8 @@ class PinningWorkload(RandomWorkload):
             request = self.rng.choice(requests)
             self.twins.call("unpin", request, *random_span(self.rng, request.num_tokens))
 
-    def unpin_all(self) -> None:
-        self.twins.call("unpin_all")
 
-    def drain(self) -> None:
-        """Mostly without pins, so that the reset succeeds."""
-        if self.rng.random() < 0.7:
-            self.unpin_all()
-        super().drain()
-
-
-class PinningBatchWorkload(BatchWorkload):
+class PinningBatchWorkload(Unpinning, BatchWorkload):
     """Rows, and requests beside them, that are pinned and unpinned."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -95,12 +102,3 @@ class PinningBatchWorkload(BatchWorkload):
         elif self.rows():
             row = self.rng.choice(self.rows())
             self.twins.call("unpin", row, *random_span(self.rng, self.num_tokens(row)))
-
-    def unpin_all(self) -> None:
-        self.twins.call("unpin_all")
-
-    def drain(self) -> None:
-        """Mostly without pins, so that the reset succeeds."""
-        if self.rng.random() < 0.7:
-            self.unpin_all()
-        super().drain()

@@ -20,7 +20,7 @@ from oracle import OracleManager
 from pool_workload import OracleSide, PackageSide, describe_policy, describe_twin, run_pool_workload
 from settings import SETTINGS, Setting
 from test_differential import NUM_OPERATIONS, expected_stats
-from twins import OracleTwin, PackageTwin, Twins
+from twins import OracleTwin, PackageTwin, Twins, share_hashes
 from workload import run_workload
 
 import pagepool
@@ -78,13 +78,7 @@ def make_managers(
     oracle = setting.manager(OracleManager, groups, num_pages, policy=policy)
     options = {"hash_seed": seed, "eviction": eviction, "ghost_size": ghost_size} | hashing
     manager = setting.manager(pagepool.CacheManager, groups, num_pages, **options)
-
-    def hash_page(request: Any, page: int) -> int:
-        hashes = manager.hasher.start(request, manager._lookups.extend(request, 0))
-        manager.hasher.extend(hashes, request, page + 1)
-        return hashes.chain[page]
-
-    oracle.keys.hash_page = hash_page
+    share_hashes(oracle, manager)
     return oracle, manager
 
 

@@ -16,7 +16,7 @@ from oracle import OracleManager
 from retention_workload import RetainingBatchWorkload, RetainingWorkload
 from settings import SETTINGS, Setting
 from test_differential import NUM_OPERATIONS
-from twins import OracleTwin, PackageTwin, Twins, levels_of
+from twins import OracleTwin, PackageTwin, Twins, levels_of, share_hashes
 from workload import run_workload
 
 import pagepool
@@ -41,13 +41,7 @@ def make_managers(setting: Setting, num_pages: int, eviction: str) -> tuple[Orac
     groups = setting.cache_groups(pagepool)
     oracle = setting.manager(OracleManager, groups, num_pages, policy=make_policy(eviction, num_pages))
     manager = setting.manager(pagepool.CacheManager, groups, num_pages, hash_seed="retention", eviction=eviction)
-
-    def hash_page(request: Any, page: int) -> int:
-        hashes = manager.hasher.start(request, manager._lookups.extend(request, 0))
-        manager.hasher.extend(hashes, request, page + 1)
-        return hashes.chain[page]
-
-    oracle.keys.hash_page = hash_page
+    share_hashes(oracle, manager)
     return oracle, manager
 
 

@@ -46,6 +46,17 @@ def oracle_state(pool: OraclePool, page_ids: list[tuple[list[int], ...]]) -> Sta
     )
 
 
+def share_hashes(oracle: OracleManager, manager: Any) -> None:
+    """Let the oracle's policy know the hashes that a manager of the package makes."""
+
+    def hash_page(request: Any, page: int) -> int:
+        hashes = manager.hasher.start(request, manager._lookups.extend(request, 0))
+        manager.hasher.extend(hashes, request, page + 1)
+        return hashes.chain[page]
+
+    oracle.keys.hash_page = hash_page
+
+
 def package_state(pool: Any, page_ids: list[tuple[list[int], ...]]) -> State:
     """Return the state of the package's pool, once it has checked itself."""
     pool.check()

@@ -14,7 +14,6 @@ from pagepool.core.queue cimport is_page, newest_in, oldest_in, record_before, r
 from pagepool.core.records cimport (
     BLANK, FLAGS, NEW, NULL_PAGE, PART, TWIN, GhostEntry, Policy, Pool, digest_of, has_level, is_free,
 )
-from pagepool.core.siphash cimport Digest
 
 cdef enum:
     AGAIN = 2                 # part for pages that were used again in time
@@ -223,17 +222,15 @@ cdef inline void note_hit(Pool *pool, int32_t page_id, bint was_free) noexcept n
     cdef Adaptive *state = adaptive_of(pool)
     cdef uint32_t *mark = &state.base.marks[page_id]
     if was_free:
-        state.base.num_free_hits += 1
         state.learned.decision.part = BLANK
         mark[0] = note_use(state, mark[0], 1, True) if mark[0] != BLANK else <uint32_t>AGAIN
     else:
-        state.base.num_shared_hits += 1
         mark[0] = AGAIN
 
 
-cdef inline uint32_t note_miss(Pool *pool, Digest key, int32_t group) noexcept nogil:
+cdef inline uint32_t note_miss(Pool *pool, uint64_t word) noexcept nogil:
     cdef Adaptive *state = adaptive_of(pool)
-    cdef GhostEntry *entry = find_ghost(&state.base.ghost, hash_key(key, group))
+    cdef GhostEntry *entry = find_ghost(&state.base.ghost, word)
     if entry == NULL:
         return BLANK
     entry.tag = 0

@@ -8,7 +8,6 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 from pagepool.core.ghost cimport find_ghost, find_tag, hash_key, remember, tag_in_ghost
 from pagepool.core.queue cimport oldest_in
 from pagepool.core.records cimport BLANK, FLAGS, NEW, NULL_PAGE, PART, SET_SIZE, TWIN, GhostEntry, Policy, Pool, digest_of
-from pagepool.core.siphash cimport Digest
 
 cdef enum:
     AGAIN = 2                 # part for pages that were used again
@@ -59,8 +58,6 @@ cdef inline void note_queued(Pool *pool, int32_t page_id, uint32_t part) noexcep
 
 cdef inline void note_hit(Pool *pool, int32_t page_id, bint was_free) noexcept nogil:
     pool.policy.marks[page_id] = AGAIN
-    pool.policy.num_free_hits += was_free
-    pool.policy.num_shared_hits += not was_free
 
 
 cdef inline void forget(Arc *state, GhostEntry *entry) noexcept nogil:
@@ -68,9 +65,9 @@ cdef inline void forget(Arc *state, GhostEntry *entry) noexcept nogil:
     entry.tag = 0
 
 
-cdef inline uint32_t note_miss(Pool *pool, Digest key, int32_t group) noexcept nogil:
+cdef inline uint32_t note_miss(Pool *pool, uint64_t word) noexcept nogil:
     cdef Arc *state = <Arc *>pool.policy
-    cdef GhostEntry *entry = find_ghost(&state.base.ghost, hash_key(key, group))
+    cdef GhostEntry *entry = find_ghost(&state.base.ghost, word)
     cdef double num_new = <double>state.learned.num_ghosts[NEW], num_again = <double>state.learned.num_ghosts[AGAIN]
     if entry == NULL:
         return BLANK

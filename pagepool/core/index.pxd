@@ -98,11 +98,15 @@ cdef inline void rank(
     knew, for it samples keys. After `MAX_UNSEEN` keys in a row that it does not know the rest of the request is new.
     """
     cdef const Ghost *ghost = &pool.policy.ghost
+    cdef uint64_t word
     cdef uint32_t part
     cdef int32_t i
-    if ranking.num_unseen == MAX_UNSEEN or not is_sampled(ghost, hash_key(key, group)):
+    if ranking.num_unseen == MAX_UNSEEN:
         return
-    part = pool.policy.note_miss(pool, key, group)
+    word = hash_key(key, group)
+    if not is_sampled(ghost, word):
+        return
+    part = pool.policy.note_miss(pool, word)
     if part != BLANK:
         for i in range(ranking.num_ranked if ghost.sample_mask else place, place + 1):
             if ids[i] != NULL_PAGE and not is_free(pool, ids[i]):

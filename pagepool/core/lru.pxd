@@ -1,11 +1,10 @@
 # Least-recently-used eviction as a policy, for a pool with levels: one part, the blank one, has all pages, cached or not, in
 # the order in which they were released.
 
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from pagepool.core.queue cimport oldest_in
 from pagepool.core.records cimport BLANK, Pool
-from pagepool.core.siphash cimport Digest
 
 cdef enum:
     NUM_PARTS = 1
@@ -23,7 +22,7 @@ cdef inline void note_hit(Pool *pool, int32_t page_id, bint was_free) noexcept n
     pass
 
 
-cdef inline uint32_t note_miss(Pool *pool, Digest key, int32_t group) noexcept nogil:
+cdef inline uint32_t note_miss(Pool *pool, uint64_t word) noexcept nogil:
     return BLANK
 
 

@@ -319,5 +319,7 @@ cdef inline void touch_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n) no
                 pool.num_held_free -= pool.pages[ids[i]].ref_cnt != 0
                 pull(pool, ids[i])
                 pool.num_reused += 1
+            pool.policy.num_free_hits += was_free
+            pool.policy.num_shared_hits += not was_free
             pool.policy.note_hit(pool, ids[i], was_free)
             add_reference(pool, ids[i])

@@ -70,8 +70,9 @@ cdef struct Policy:           # chooses pages for eviction; the first member of 
     void (*note_queued)(Pool *pool, int32_t page_id, uint32_t part) noexcept nogil
     # A page that was hit gets a holder, or one more: sets its mark. It has left the queue if it `was_free`.
     void (*note_hit)(Pool *pool, int32_t page_id, bint was_free) noexcept nogil
-    # A key enters the index. Returns the part that its page is to be put into, or BLANK where the policy has forgotten the key.
-    uint32_t (*note_miss)(Pool *pool, Digest key, int32_t group) noexcept nogil
+    # A sampled key, known by its hash, enters the index. Returns the part that its page is to be put into, or BLANK where the
+    # policy has forgotten the key.
+    uint32_t (*note_miss)(Pool *pool, uint64_t word) noexcept nogil
     # The page to be evicted next of those in the policy's parts, if none is blank. It leaves the queue before the next call.
     int32_t (*pick)(Pool *pool, int32_t shard) noexcept nogil
     # A page with an entry, in no queue any more, is evicted.
