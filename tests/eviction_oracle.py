@@ -328,7 +328,7 @@ class Adaptive(Policy):
         self._decay(num_epochs)
         self.values = self._rate()
         self.lru_age = self._find_lru_age(num_free)
-        if 4 * self.regret > self.num_pages:
+        if 12 * self.regret > self.num_pages:
             self.pause = min(max(2, 2 * self.pause), 64)
             self.paused_until = self.num_released + self.pause * self.num_pages
             self.regret = 0
@@ -436,7 +436,7 @@ class Adaptive(Policy):
         number = None if shard is None else shard.start // len(shard)
         parts = [pages for c in CLASSES if (pages := self.pages_in(c, shard))]
         oldest = min((pages[0] for pages in parts), key=lambda page: self.marks[page][1:])
-        choice, is_newest, least = oldest, False, self._value(oldest) * 80 / 100
+        choice, is_newest, least = oldest, False, self._value(oldest) * 70 / 100
         is_paused = self.num_released < self.paused_until
         self.counts["decisions in a pause"] += is_paused
         for pages in () if is_paused else parts:

@@ -528,9 +528,8 @@ class OracleManager:
                 self._let_go(held.pages.pop())
             for page in held.pages[num_full_pages:]:
                 self.page_pool.evict_pages([page])
-            held.num_cached_pages = min(held.num_cached_pages, num_full_pages)
+            held.go_back(kind.num_full_pages(restart))
             held.num_hit_pages = min(held.num_hit_pages, kind.num_full_pages(restart))
-            held.ranking.num_ranked = min(held.ranking.num_ranked, kind.num_full_pages(restart))
         self.keys.cut(request.request_id, num_tokens)
         return restart
 
@@ -580,15 +579,15 @@ class OracleManager:
         self.keys.cut(request.request_id, num_tokens)
 
     def _forget_uncomputed(self, request: Any, num_computed_tokens: int) -> None:
-        """Drop the entries that the request made for pages with tokens from there on. Which page a window has left is not known
-        any more: all with that content lose the entry.
+        """Drop the entries of pages with tokens from there on, hits aside. Which page a window has left is not known any more: all
+        with that content lose the entry.
         """
         for group_id, (kind, held) in enumerate(zip(self.kinds, self.held.get(request.request_id, ()), strict=False)):
             keys = [] if isinstance(kind, Mamba) else self._keys(request, kind)
-            for i in range(max(kind.num_full_pages(num_computed_tokens), held.num_hit_pages), held.num_cached_pages):
+            for i in range(max(kind.num_full_pages(num_computed_tokens), held.num_hit_pages), len(held.pages)):
                 page = held.pages[i]
-                twins = self.page_pool.index.get((keys[i], group_id), ())
-                self.page_pool.evict_pages([page] if page != NULL_PAGE else list(twins))
+                was_cached = page == NULL_PAGE and i < held.num_cached_pages
+                self.page_pool.evict_pages(list(self.page_pool.index.get((keys[i], group_id), ())) if was_cached else [page])
 
     # release and inspection
 

@@ -27,11 +27,11 @@ cdef enum:
     EPOCHS_A_POOL = 16
     SAMPLE_WEIGHT = 8         # pages that a remembered key stands for
     FIRST_HAZARD = 6          # percent of the pages of the first age are used again, as long as nothing is known
-    MARGIN = 80               # percent of the value of LRU's choice that a page evicted in its place has at most
+    MARGIN = 70               # percent of the value of LRU's choice that a page evicted in its place has at most
     HALF_LIFE = 64            # epochs, in which counts lose half of their weight
     HALF_LIFE_REQUESTS = 512  # at least
     REQUESTS_A_WEIGHT = 4     # pages of a prior: those of so many requests
-    REGRET_A_POOL = 4         # hits that LRU would have had more, to a pool's pages, from which on it decides for a while
+    REGRET_A_POOL = 12        # hits that LRU would have had more, to a pool's pages, from which on it decides for a while
     MAX_PAUSE = 64            # pools
     MAX_VALUE = 2             # of a page that is surely used again within an epoch
     STAMP_SHIFT = 2           # of a mark: part, then the call, then the epoch
