@@ -93,7 +93,7 @@ cdef tuple fields_of(Block block):
 
 cdef Block as_block(object value):
     if type(value) is not Block:
-        raise ArgumentTypeError(f"block: got {type(value).__name__}, allowed: a block of a pool made since pagepool is installed")
+        raise ArgumentTypeError(f"block: got {type(value).__name__}, allowed: one made while pagepool is installed")
     return <Block>value
 
 
@@ -164,7 +164,6 @@ cdef int leave_front(BlockQueue queue, list blocks) except -1:
 cdef list checked_blocks(object blocks):
     """Blocks that are in no queue, each named once."""
     cdef list checked = list(blocks)
-    cdef Block block
     for value in checked:
         check_unqueued(as_block(value))
     if len({(<Block>value).block_id for value in checked}) < len(checked):
@@ -285,7 +284,7 @@ cdef object take_out(dict cache, bytes key, int32_t block_id):
 
 @cython.final
 cdef class BlockMap:
-    """Cached blocks by hash: a key's only block, or a dict of its blocks by id, in the order in which they were cached. O(1)."""
+    """Cached blocks by hash: a key's only block, or a dict of its blocks by id, in the order of caching. O(1)."""
 
     def __init__(self):
         self._cache = {}

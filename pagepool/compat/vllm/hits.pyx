@@ -1,4 +1,4 @@
-"""The longest cached prefix of a request, compiled: for full attention from the first block on, for a window from the last one back.
+"""The longest cached prefix of a request, compiled. Full attention looks from the first block on, a window from the last back.
 
 The functions replace class methods of vLLM's managers of these kinds, with the same results. Hits that end inside a block, lazy
 lists of hashes, and pools of others are left to vLLM's own methods.
@@ -95,7 +95,7 @@ cdef int shorten(tuple hits, Py_ssize_t num_blocks) except -1:
 
 
 def find_window_hit(cls, block_hashes, max_length, **options):
-    """Return the blocks by group, null blocks before the window, and their number of tokens. Options: those of vLLM's method, by
+    """Return the blocks by group, null blocks before the window, and how many tokens these are. Options: those of vLLM's method, by
     name. O(blocks).
     """
     cdef Lookup lookup = lookup_of(block_hashes, max_length, options)

@@ -1,4 +1,4 @@
-"""What a manager of vLLM's is made of, read once: its groups, their sizes and windows. What requests hold stays in vLLM's objects."""
+"""What a manager of vLLM's is made of, read once: groups, sizes, windows. What requests hold stays in vLLM's own objects."""
 
 cimport cython
 

@@ -1,16 +1,16 @@
 """What vLLM's pool of blocks does for each block, compiled: take, touch, free, cache, look up.
 
-The functions replace methods of vLLM's `BlockPool`, with the same results in the same order, and are all or nothing. They leave to
-vLLM's own methods what they do not know: a pool that publishes events or samples residency where that shows, and a pool whose
-queue is another one. O(1) a block.
+The functions replace methods of vLLM's `BlockPool`, with the same results in the same order, and are all or nothing. What they do
+not know they leave to vLLM's own methods: a pool that publishes events, or samples how long blocks stay, where that shows; a pool
+with another queue. O(1) a block.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.string cimport memcpy
 
 from pagepool.compat.vllm.blocks cimport (
-    NO_TOKENS, Block, BlockMap, add_block, as_block, check_queued, check_unqueued, find_block, first_blocks, has_block, join, leave,
-    leave_front, take_out,
+    NO_TOKENS, Block, BlockMap, add_block, as_block, check_queued, check_unqueued, find_block, first_blocks, has_block, join,
+    leave, leave_front, take_out,
 )
 
 from vllm.v1.core.block_pool import BlockPool
@@ -112,8 +112,9 @@ cdef int evict(object pool, list blocks) except -1:
 
 
 def touch(self, blocks):
-    """Add a reference to each block; those without any leave the queue. IntegrityError if one of these is not in it, PageIdError
-    for a block of another pool; nothing has changed then.
+    """Add a reference to each block; those without any leave the queue.
+
+    IntegrityError if one of these is not in it, PageIdError for a block of another pool; nothing has changed then.
     """
     cdef BlockQueue queue = queue_of(self)
     cdef Block block
@@ -135,10 +136,10 @@ def touch(self, blocks):
 
 
 def free_blocks(self, ordered_blocks):
-    """Take a reference from each block. Of those that have none left the uncached ones are put before the queue's first block, the
-    others behind its last one, both in their order. Blocks of other pools go back to these.
+    """Take a reference from each block. Of those without any left, the uncached ones go before the queue's first block, the others
+    behind its last one, both in their order. Blocks of other pools go back to these.
 
-    DoubleFreeError for a block that has no reference, PageIdError for one that is no block of its pool; nothing has changed then.
+    DoubleFreeError for a block without a reference, PageIdError for one that is no block of its pool; nothing has changed then.
     """
     cdef BlockQueue queue = queue_of(self)
     if queue is None:
@@ -191,7 +192,7 @@ cdef bint is_listed(list blocks, Block block):
 
 
 def cache_full_blocks(self, request, blocks, num_cached_blocks, num_full_blocks, block_size, **options):
-    """Cache a request's blocks from `num_cached_blocks` to `num_full_blocks`, except null blocks and those that a mask leaves out.
+    """Cache a request's blocks from `num_cached_blocks` to `num_full_blocks`, except null blocks and those left out by a mask.
     Options: ``kv_cache_group_id``, ``block_mask``.
     """
     cdef Filled filled
@@ -205,7 +206,7 @@ def cache_full_blocks(self, request, blocks, num_cached_blocks, num_full_blocks,
 
 
 cdef bint enter_blocks(object pool, list blocks, list hashes, Filled filled, object mask, object suffix) except -1:
-    """Cache blocks. False, and nothing done, where vLLM's own method has to: for events, blocks that are cached, wrong sizes."""
+    """Cache blocks. False, and nothing done, where vLLM's own method has to: events, blocks that are cached, wrong sizes."""
     cdef Block block
     cdef dict cache
     cdef bytes key

@@ -1,9 +1,9 @@
-"""Blocks for a request's next tokens, compiled: what leaves a window goes back, what is needed is taken, what is full is cached.
+"""Blocks for a request's next tokens, compiled: blocks behind windows go back, missing ones are taken, full ones are cached.
 
-The functions replace methods of vLLM's `KVCacheManager`, with the same results. A step that needs nothing costs a few look-ups for
-each group. They read and write vLLM's own dicts, so its other methods may be mixed with them. Prompts, whose first call brings
-hits or external tokens, and managers that `plan_of` does not know go to vLLM's own methods, which call the pool's compiled ones;
-so do single groups of other kinds than full attention and windows.
+The functions replace methods of vLLM's `KVCacheManager`, with the same results. A step that needs nothing costs a few look-ups
+for each group. They read and write vLLM's own dicts, so its other methods may be mixed with them. Prompts, whose first call brings
+hits or external tokens, and managers that `plan_of` does not know are left to vLLM's own methods, which call the pool's compiled
+ones; so are single groups of other kinds than full attention and windows.
 """
 
 from cpython.dict cimport PyDict_GetItemWithError
@@ -161,7 +161,7 @@ cdef int leave_window(Plan plan, GroupPlan group, list blocks, int64_t num_skipp
 
 
 def cache_blocks(self, request, num_computed_tokens):
-    """Cache those of a request's blocks that its first `num_computed_tokens` fill, and that are not. O(groups + blocks cached)."""
+    """Cache those of a request's blocks that its first `num_computed_tokens` fill. O(groups + blocks cached)."""
     cdef Plan plan = plan_of(self)
     if plan is None:
         vllm_cache_blocks(self, request, num_computed_tokens)
@@ -206,7 +206,8 @@ cdef int cache_group(Plan plan, GroupPlan group, object request, object hashes, 
     if num_cached < num_full and group.is_masked:
         return cache_by_manager(plan, group, request, num_tokens)
     if num_cached < num_full:
-        enter_full(plan, group, request, Filled(num_cached, num_full, group.block_size, group.block_size // plan.hash_block_size))
+        stride = group.block_size // plan.hash_block_size
+        enter_full(plan, group, request, Filled(num_cached, num_full, group.block_size, stride))
     if group.has_partial_tail:
         group.manager._cache_partial_tail_block(request, num_tokens)
     return 0
