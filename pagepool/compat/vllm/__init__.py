@@ -1,0 +1,1 @@
+"""Adapter for vLLM's KV-cache manager and block hashes."""
