@@ -1,12 +1,10 @@
 from collections.abc import Callable
-from typing import Any, Self, final
+from typing import Any, Final, Self, final
 
 @final
 class RequestBlockHasher:
-    @property
-    def hash_block_size(self) -> int: ...
-    @property
-    def caching_hash_fn(self) -> Callable[[Any], bytes]: ...
+    hash_block_size: Final[int]
+    caching_hash_fn: Final[Callable[[Any], bytes]]
     def __new__(cls, hash_block_size: int, caching_hash_fn: Callable[[Any], bytes]) -> Self: ...
     def find_new_hashes(self, request: Any) -> list[bytes]: ...
 

@@ -269,8 +269,8 @@ def bind() -> None:
 def get_request_block_hasher(hash_block_size, caching_hash_fn, num_hash_lookahead_tokens=0):
     """Return the function that computes the hashes of a request's new full blocks, for vLLM's function of this name.
 
-    A method of `RequestBlockHasher` for `sha256` and `sha256_cbor` of vLLM, without lookahead, and up to 13,000 tokens a block; else vLLM's
-    own, also if the hash of a block with tokens of all sizes differs from that of `caching_hash_fn`. ArgumentError for a block
+    A method of `RequestBlockHasher` for vLLM's `sha256` and `sha256_cbor`, without lookahead, and up to 13,000 tokens a block;
+    else vLLM's own, also if `caching_hash_fn` gives other digests for tokens of all sizes. ArgumentError for a block
     size below 1, ArgumentTypeError for one that is not an int.
     """
     cdef Py_ssize_t block_size = size_of(hash_block_size, "hash_block_size", 1)

@@ -25,8 +25,8 @@ cdef extern from *:
         if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_SSSE3) || !(c & bit_SSE4_1)) return 0;
         return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & (1u << 29)) != 0;
     }
-    /* The instructions hold the eight words as (a, b, e, f) and (c, d, g, h), the first of each in the highest lane. One of
-       them does two rounds; the message schedule is four vectors of four words, of which each is renewed every sixteen rounds. */
+    /* The instructions hold the eight words as (a, b, e, f) and (c, d, g, h), the first of each in the highest lane. One does
+       two rounds. The message schedule is four vectors of four words, each renewed every sixteen rounds. */
     __attribute__((target("sha,sse4.1,ssse3")))
     static inline void pagepool_sha256_compress(uint32_t *state, const uint8_t *data, Py_ssize_t num_blocks) {
         const __m128i big_endian = _mm_set_epi8(12, 13, 14, 15, 8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3);
@@ -97,7 +97,7 @@ cdef inline void extend(uint32_t *words) noexcept nogil:
 
 
 cdef inline void do_rounds(uint32_t *state, uint32_t *words) noexcept nogil:
-    """FIPS 180-4, 6.2.2. The schedule is made along the way: in a loop of its own GCC would compute two words at once, slowly."""
+    """FIPS 180-4, 6.2.2. The schedule is made along the way: in a loop of its own GCC makes two words at once, slowly."""
     cdef uint32_t a = state[0], b = state[1], c = state[2], d = state[3]
     cdef uint32_t e = state[4], f = state[5], g = state[6], h = state[7]
     cdef uint32_t first, second
