@@ -15,42 +15,43 @@ def leave_alone() -> None:
 
 
 def return_early() -> None:
-    """Let `allocate_slots` and `cache_blocks` return at once if a running request neither needs a block nor fills or drops one."""
+    """Return at once where a running request neither needs a block nor fills one, and no block leaves a window."""
     allocate, cache = KVCacheManager.allocate_slots, KVCacheManager.cache_blocks
 
-    def allocate_slots(self: Any, request: Any, num_new_tokens: int, *args: Any, num_lookahead_tokens: int = 0, **options: Any) -> Any:
-        if not args and not options and num_new_tokens > 0:
+    def allocate_slots(self: Any, request: Any, num_new_tokens: int, *args: Any, **options: Any) -> Any:
+        if not args and num_new_tokens > 0 and options.keys() <= {"num_lookahead_tokens"}:
             num_computed = request.num_computed_tokens
             num_tokens = num_computed + num_new_tokens
-            num_slots = min(num_tokens + num_lookahead_tokens, self.max_model_len)
-            num_processed = num_computed - request.num_in_flight_tokens
+            num_slots = min(num_tokens + options.get("num_lookahead_tokens", 0), self.max_model_len)
             num_cacheable = min(num_tokens, request.num_tokens) if self.enable_caching else 0
-            if is_idle(self, request.request_id, num_slots, num_processed, num_cacheable):
+            if is_idle(self, request.request_id, num_slots, num_computed - request.num_in_flight_tokens, num_cacheable):
                 return self.empty_kv_cache_blocks
-        return allocate(self, request, num_new_tokens, *args, num_lookahead_tokens=num_lookahead_tokens, **options)
+        return allocate(self, request, num_new_tokens, *args, **options)
 
     def cache_blocks(self: Any, request: Any, num_computed_tokens: int) -> None:
         if not is_idle(self, request.request_id, 0, 0, min(num_computed_tokens, request.num_tokens)):
             cache(self, request, num_computed_tokens)
 
-    def is_idle(self: Any, name: str, num_slots: int, num_processed: int, num_cacheable: int) -> bool:
-        for manager in self.coordinator.single_type_managers:
-            size, blocks = manager.block_size, manager.req_to_blocks.get(name)
-            if (
-                type(manager) not in (FullAttentionManager, SlidingWindowManager)
-                or size != manager.block_pool.hash_block_size
-                or blocks is None
-                or num_slots > len(blocks) * size
-                or num_cacheable // size > manager.num_cached_block.get(name, -1)
-            ):
-                return False
-            if type(manager) is SlidingWindowManager and num_processed:
-                num_dropped = min(manager.get_num_skipped_tokens(num_processed) // size, len(blocks))
-                if num_dropped > 0 and blocks[num_dropped - 1] is not manager._null_block:
-                    return False
-        return True
-
     KVCacheManager.allocate_slots, KVCacheManager.cache_blocks = allocate_slots, cache_blocks
+
+
+def is_idle(self: Any, name: str, num_slots: int, num_processed: int, num_cacheable: int) -> bool:
+    """Return whether nothing changes for a request in a manager of full attention and windows."""
+    for manager in self.coordinator.single_type_managers:
+        kind, size, blocks = type(manager), manager.block_size, manager.req_to_blocks.get(name)
+        if (
+            kind not in (FullAttentionManager, SlidingWindowManager)
+            or size != manager.block_pool.hash_block_size
+            or blocks is None
+            or num_slots > len(blocks) * size
+            or num_cacheable // size > manager.num_cached_block.get(name, -1)
+        ):
+            return False
+        if kind is SlidingWindowManager and num_processed:
+            num_dropped = min(manager.get_num_skipped_tokens(num_processed) // size, len(blocks))
+            if num_dropped > 0 and blocks[num_dropped - 1] is not manager.block_pool.null_block:
+                return False
+    return True
 
 
 def install_pagepool() -> None:

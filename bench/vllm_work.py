@@ -24,6 +24,9 @@ from bench.workload import random_tokens
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the builder lives there
 
 import vllm_engine as engine
+from vllm.v1.request import RequestStatus
+
+from bench.vllm_rivals import RIVALS
 
 CONTEXT_LEN = 2048
 MAX_NUM_ROUNDS = 400
@@ -65,8 +68,8 @@ class Work(Protocol):
 class Decode:
     """All running requests get a slot for one more token, as a scheduler asks for it, and then the token.
 
-    Context lengths vary: in each step one request in 16 fills a block, and one in 16 needs a block. With `is_async`, the slot is
-    asked for while the previous token is still to come, and the blocks that it fills are cached when it comes.
+    Context lengths vary: in each step one in 16 requests fills a block, and one needs one. With `is_async`, the slot is asked
+    for before the previous token is known, and the block that this token fills is cached when it comes.
     """
 
     def __init__(self, num_running: int, is_async: bool) -> None:
@@ -82,7 +85,7 @@ class Decode:
             self.manager.allocate_slots(request, request.num_tokens - num_hits, num_hits, hits)
             request.num_computed_tokens = request.num_tokens
             request.num_in_flight_tokens = int(is_async)
-            request.status = engine.RequestStatus.RUNNING
+            request.status = RequestStatus.RUNNING
             self.requests.append(request)
         if not is_async:
             self._append()
@@ -166,7 +169,7 @@ class LongPrompt:
 
 
 class Steps:
-    """Steps of a scheduler whose requests all decode. With `is_async`, each is scheduled before the output of the previous one."""
+    """Steps of a scheduler whose requests all decode. With `is_async`, a step is scheduled before the previous one's output."""
 
     def __init__(self, num_running: int, groups: str, is_async: bool) -> None:
         num_groups = len(GROUPS[groups])
@@ -237,8 +240,6 @@ def run_rounds(work: Work, num_rounds: int) -> list[dict[str, float]]:
 
 def main(rival: str) -> None:
     """Answer until stdin ends. Output of vLLM goes to stderr."""
-    from bench.vllm_rivals import RIVALS
-
     answers, sys.stdout = sys.stdout, sys.stderr
     RIVALS[rival]()
     work: Work | None = None

@@ -22,7 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK_SIZE = 16
@@ -109,9 +109,7 @@ def make_sampling(max_tokens: int) -> SamplingParams:
 
 def make_request(name: str, tokens: list[int], hasher: Any, sampling: SamplingParams) -> Request:
     """Make a request, and hash its blocks."""
-    return Request(
-        request_id=name, prompt_token_ids=tokens, sampling_params=sampling, pooling_params=None, block_hasher=hasher
-    )
+    return Request(request_id=name, prompt_token_ids=tokens, sampling_params=sampling, pooling_params=None, block_hasher=hasher)
 
 
 def sample(scheduler: Scheduler, scheduled: SchedulerOutput, token: int) -> ModelRunnerOutput:
