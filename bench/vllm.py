@@ -15,6 +15,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -85,11 +86,12 @@ class Worker:
     def __init__(self, rival: str) -> None:
         self.rival = rival
         command = [sys.executable, "-m", "bench.vllm_work", rival]
-        env = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR", **os.environ}
+        env = {"VLLM_TARGET_DEVICE": "cpu", **os.environ}
         self._process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def ask(self, question: object) -> Any:
-        print(question, file=self._process.stdin, flush=True)
+        with suppress(BrokenPipeError):
+            print(question, file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         if not answer:
             raise click.ClickException(f"{self.rival}: ended at {question!r}, see above")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -239,7 +240,8 @@ def run_rounds(work: Work, num_rounds: int) -> list[dict[str, float]]:
 
 
 def main(rival: str) -> None:
-    """Answer until stdin ends. Output of vLLM goes to stderr."""
+    """Answer until stdin ends. Output of vLLM goes to stderr, without its warnings that there is no GPU."""
+    logging.disable(logging.WARNING)
     answers, sys.stdout = sys.stdout, sys.stderr
     RIVALS[rival]()
     work: Work | None = None
