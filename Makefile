@@ -124,8 +124,9 @@ lint: $(DEV_VENV)/installed  ## style, types, and whether the stub agrees with t
 bench: $(DEV_VENV)/installed  ## pagepool beside its rivals
 	$(DEV_VENV)/bin/python -m bench $(BENCH_ARGS)
 
-# Links, since the installed wheel has to be imported and not the source tree beside bench.
-bench-vllm: $(VLLM_VENV)/with-vllm  ## vLLM with and without pagepool: BENCH_ARGS="--check -k steps"
+# Links, since the installed wheel has to be imported and not the source tree beside bench. vLLM itself comes with test-vllm.
+bench-vllm:  ## vLLM with and without pagepool, and what is in reach: BENCH_ARGS="--check -k steps"
+	$(MAKE) $(VLLM_VENV)/with-replay VENV=$(VLLM_VENV)
 	mkdir -p $(VLLM_VENV)/path && ln -sfn $(CURDIR)/bench $(CURDIR)/tests $(VLLM_VENV)/path
 	PYTHONSAFEPATH=1 PYTHONPATH=$(VLLM_VENV)/path $(VLLM_VENV)/bin/python -m bench.vllm $(BENCH_ARGS)
 

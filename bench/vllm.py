@@ -1,4 +1,4 @@
-"""Pagepool under vLLM beside vLLM as it is: ``python -m bench.vllm`` prints a table. ``make bench-vllm`` sets up what it needs.
+"""Pagepool under vLLM beside vLLM as it is: ``python -m bench.vllm`` prints a table. ``make bench-vllm`` runs it.
 
 The rivals are vLLM alone, vLLM with a few lines of Python that return early (`bench.vllm_rivals`), vLLM with pagepool, and the
 ceiling, whose KV manager and hashing do nothing. Since pagepool replaces classes of vLLM, each rival has a process of its own
@@ -182,7 +182,7 @@ def measure(workers: Mapping[str, Worker], word: str, num_turns: int) -> Iterato
 def main(num_turns: int, rivals: tuple[str, ...], word: str, check: bool) -> None:
     """Run all works, each by all rivals in turn, and print a table."""
     if importlib.util.find_spec("vllm") is None:
-        raise click.ClickException("vllm is not installed: `make bench-vllm` does it")
+        raise click.ClickException("vllm is not installed here: `make test-vllm` installs it in an environment of its own")
     workers = {rival: Worker(rival) for rival in RIVALS if rival in ("vllm", *rivals)}
     try:
         lines = list(measure(workers, word, num_turns))
