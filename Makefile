@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DEV_VENV ?= .venv-dev
 EASYDEL_VENV ?= $(HOME)/.cache/pagepool/venv-easydel
+VLLM_VENV ?= $(HOME)/.cache/pagepool/venv-vllm
 
 EXTRA ?= test
 
@@ -17,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo engine test debug sanitize threads tsan fuzz soak planted coverage mutation lint bench test-easydel clean
+.PHONY: demo engine test debug sanitize threads tsan fuzz soak planted coverage mutation lint bench bench-vllm test-easydel clean
 
 demo: $(VENV)/with-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
@@ -123,6 +124,12 @@ lint: $(DEV_VENV)/installed  ## style, types, and whether the stub agrees with t
 
 bench: $(DEV_VENV)/installed  ## pagepool beside its rivals
 	$(DEV_VENV)/bin/python -m bench $(BENCH_ARGS)
+
+# Links, since the installed wheel has to be imported and not the source tree beside bench. vLLM itself comes with test-vllm.
+bench-vllm:  ## vLLM with and without pagepool, and what is in reach: BENCH_ARGS="--check -k steps"
+	$(MAKE) $(VLLM_VENV)/with-replay VENV=$(VLLM_VENV)
+	mkdir -p $(VLLM_VENV)/path && ln -sfn $(CURDIR)/bench $(CURDIR)/tests $(VLLM_VENV)/path
+	PYTHONSAFEPATH=1 PYTHONPATH=$(VLLM_VENV)/path $(VLLM_VENV)/bin/python -m bench.vllm $(BENCH_ARGS)
 
 # EASYDEL_TESTS=folder: the folder tests of EasyDeL's repository at the same version, for its own tests too.
 test-easydel:  ## the tests with easydel, which is large: in an environment of its own
