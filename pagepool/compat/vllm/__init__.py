@@ -1,4 +1,4 @@
-"""Replaces the hot parts of vLLM's KV-cache managers by compiled ones: same block ids in the same order, no changes to its source.
+"""Replaces the hot parts of vLLM's KV-cache managers by compiled ones: same block ids, no changes to its source.
 
 Set ``PAGEPOOL_VLLM=1`` in the environment: vLLM loads pagepool as a plug-in, in each of its processes. Or by hand:
 
@@ -53,7 +53,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 VARIABLE = "PAGEPOOL_VLLM"
-"""The environment variable that the plug-in reads: a value in `ON` installs pagepool, or logs why not; `STRICT` fails instead."""
+"""The environment variable that the plug-in reads: a value in `ON` installs pagepool, or logs why not; `STRICT` raises it."""
 
 STRICT = "strict"
 
@@ -170,11 +170,11 @@ class Report:
     """The full names of vLLM's definitions that are replaced now, and of what replaces them."""
 
     def __str__(self) -> str:
-        head = (
-            f"vLLM {self.version}, pagepool {'installed' if self.is_installed else 'not installed'}, eviction: {self.eviction}"
-        )
+        """Return a line with version and state, and one for each replacement."""
+        state = "installed" if self.is_installed else "not installed"
         width = max([0, *(len(place) for place, _ in self.replaced)])
-        return "\n".join([head, *(f"{place:{width}}  {source}" for place, source in self.replaced)])
+        rows = [f"{place:{width}}  {source}" for place, source in self.replaced]
+        return "\n".join([f"vLLM {self.version}, pagepool {state}, eviction: {self.eviction}", *rows])
 
 
 def report() -> Report:

@@ -185,6 +185,7 @@ def _check_subclasses(homes: Homes) -> None:
 
 
 def _subclasses_of(cls: type) -> Iterator[type]:
-    for subclass in cls.__subclasses__():
+    subclasses: list[type] = cls.__subclasses__()
+    for subclass in subclasses:
         yield subclass
         yield from _subclasses_of(subclass)
