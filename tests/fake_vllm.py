@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import inspect
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,27 +93,40 @@ def digests_of(source: str) -> Iterator[tuple[str, str]]:
 
 
 def replacement_source(name: str) -> str:
-    return f"class {name}: ...\n" if name[0].isupper() else f"def {name}(*arguments, **options): return 'ours'\n"
+    arguments = "(*arguments, **options)"
+    return (
+        f"class {name}:\n    def __init__{arguments}: ...\n" if name[0].isupper() else f"def {name}{arguments}: return 'ours'\n"
+    )
+
+
+def replacement_sources() -> dict[str, str]:
+    """Return the sources of modules with the names of the compiled ones, and with what they define."""
+    modules = sorted({item.module for item in REPLACEMENTS})
+    return {
+        f"{OURS}.{module}": "".join(replacement_source(item.ours) for item in REPLACEMENTS if item.module == module)
+        for module in modules
+    }
+
+
+def make_module(name: str, source: str) -> ModuleType:
+    module = ModuleType(name)
+    exec(source, vars(module))
+    return module
 
 
 def make_replacements() -> dict[str, ModuleType]:
-    """Return modules with the names of the compiled ones."""
-    modules: dict[str, ModuleType] = {}
-    for item in REPLACEMENTS:
-        module = modules.setdefault(f"{OURS}.{item.module}", ModuleType(f"{OURS}.{item.module}"))
-        exec(replacement_source(item.ours), vars(module))
-    return modules
+    return {name: make_module(name, source) for name, source in replacement_sources().items()}
 
 
 def write_customization(folder: Path) -> None:
     """Let each Python that starts in the folder have these digests and replacements."""
     lines = [
         "import sys",
-        f"sys.path.append({str(Path(__file__).parent)!r})",
+        "from types import ModuleType",
         "from pagepool.compat.vllm.engine import DIGESTS",
-        "from fake_vllm import make_replacements",
         f"DIGESTS.update({fake_digests()!r})",
-        "sys.modules.update(make_replacements())",
+        inspect.getsource(make_module),
+        f"sys.modules.update({{name: make_module(name, source) for name, source in {replacement_sources()!r}.items()}})",
     ]
     (folder / "sitecustomize.py").write_text("\n".join(lines))
 

@@ -171,8 +171,10 @@ def _check_bound(name: str, value: object) -> None:
 
 
 def _not_own(place: str, value: object) -> CompatError:
-    found = ".".join(str(getattr(value, name, None)) for name in ("__module__", "__qualname__"))
-    return CompatError(f"{place}: got {found if callable(value) else value!r}, expected vLLM's own: somebody else replaced it")
+    names = [str(getattr(value, name, None)) for name in ("__module__", "__qualname__")]
+    return CompatError(
+        f"{place}: got {'.'.join(names) if callable(value) else value}, expected vLLM's own: somebody else replaced it"
+    )
 
 
 def _check_subclasses(homes: Homes) -> None:
