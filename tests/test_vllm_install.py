@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 from fake_vllm import ENGINE_CORE, SHOW, fake_digests, make_replacements, path_of, run_python, write_customization, write_engine
-from sources import ROOT
-from test_package import on_the_wheel
+from sources import ROOT, on_the_wheel
 
 from pagepool.compat import children, vllm
 from pagepool.compat.vllm import plugin
