@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from test_package import INSTALLED
+from sources import INSTALLED
 
 import pagepool
 from pagepool.compat.easydel import ENGINE, PLACES, SIGNATURES, VARIABLE, VERSION

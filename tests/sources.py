@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
+INSTALLED = os.environ.get("PAGEPOOL_TEST_INSTALLED") == "1"
+on_the_wheel = pytest.mark.skipif(not INSTALLED, reason="only `make test` installs the wheel")
 PYTHON_FILES = sorted((ROOT / "pagepool").rglob("*.py"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 STUBS = sorted((ROOT / "pagepool").rglob("*.pyi"))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_package import INSTALLED
+from sources import INSTALLED
 
 import pagepool
 from pagepool.compat import easydel

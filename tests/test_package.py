@@ -16,14 +16,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from sources import DOORS, ROOT
+from sources import DOORS, ROOT, on_the_wheel
 
 import pagepool
 from pagepool import _core
 
 EXTRAS = {"click", "matplotlib", "msgspec", "prometheus_client", "rich", "vllm", "zmq"}
-INSTALLED = os.environ.get("PAGEPOOL_TEST_INSTALLED") == "1"
-on_the_wheel = pytest.mark.skipif(not INSTALLED, reason="only `make test` installs the wheel")
 
 
 def modules() -> list[ModuleType]:

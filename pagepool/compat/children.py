@@ -4,7 +4,7 @@ from collections.abc import Callable
 from multiprocessing import spawn
 from typing import Any
 
-__all__ = ["call_in_children"]
+__all__ = ["call_in_children", "stop_calling_in_children"]
 
 _get_preparation_data = spawn.get_preparation_data
 _actions: list[Callable[[], None]] = []
@@ -28,6 +28,12 @@ def call_in_children(action: Callable[[], None]) -> None:
     if action not in _actions:
         _actions.append(action)
     spawn.get_preparation_data = _add_actions
+
+
+def stop_calling_in_children(action: Callable[[], None]) -> None:
+    """Take back `call_in_children` for children that are started from now on. Has no effect if it was not called."""
+    if action in _actions:
+        _actions.remove(action)
 
 
 def _add_actions(name: str) -> dict[str, Any]:

@@ -12,21 +12,18 @@ in all modules of EasyDeL, including those imported or reloaded later. Reference
 The engine keeps its own requests and cache specs; pagepool accepts them.
 """
 
-import gc
-import inspect
 import logging
-import os
 import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from pagepool.compat.children import call_in_children
 from pagepool.compat.import_hook import AfterImport, AfterReload
+from pagepool.compat.patching import check_unused, signature_of, swap
+from pagepool.compat.switch import OFF, ON, read_switch
 from pagepool.errors import CompatError
 from pagepool.manager import CacheManager, CachePages
 from pagepool.page_pool import PagePool
@@ -59,10 +56,6 @@ VERSION = "0.3.0"
 
 VARIABLE = "PAGEPOOL_EASYDEL"
 """The environment variable that ``import pagepool`` reads: a value in `ON` installs pagepool when the engine is imported."""
-
-ON = ("1", "true", "yes", "on")
-OFF = ("0", "false", "no", "off", "")
-"""The values of `VARIABLE`, in any case, with or without whitespace around them."""
 
 REPLACEMENTS = {cls.__name__: cls for cls in (CacheManager, CachePages, PagePool, PageTable, MultiGroupPageTable)}
 """The replacements by the names of the engine's classes."""
@@ -146,8 +139,8 @@ def install() -> None:
     """Replace the engine's classes by pagepool's. Only logs a warning if pagepool is already installed.
 
     Imports the engine if necessary. CompatError, without a change, if EasyDeL is missing or is not version `VERSION`, if a
-    class is missing or differs from what was recorded, or if objects of these classes exist, as they do once an engine is built
-    (``gc.freeze`` hides them). Once the engine is imported, most of the time goes into the search for such objects.
+    class is missing or differs from what was recorded, or if objects of these classes exist, as they do once an engine is
+    built. Once the engine is imported, most of the time goes into the search for such objects.
     """
     if is_installed():
         logger.warning("EasyDeL already allocates with pagepool")
@@ -158,10 +151,10 @@ def install() -> None:
             return
         classes = _find_classes()
         _check_signatures(classes)
-        _check_unused(tuple(classes.values()))
+        check_unused(tuple(classes.values()), "EasyDeL")
         _replaced.update((cls, REPLACEMENTS[name]) for name, cls in classes.items())
         try:
-            _swap(_replaced)
+            swap("easydel", _replaced)
             if _reload_hook not in sys.meta_path:
                 sys.meta_path.insert(0, _reload_hook)
         except BaseException:
@@ -179,7 +172,7 @@ def uninstall() -> None:
     with _lock:
         if _reload_hook in sys.meta_path:
             sys.meta_path.remove(_reload_hook)
-        _swap({ours: theirs for theirs, ours in _replaced.items()})
+        swap("easydel", {ours: theirs for theirs, ours in _replaced.items()})
         _replaced.clear()
 
 
@@ -207,11 +200,7 @@ def install_if_asked() -> None:
 
     CompatError for a value that is neither in `ON` nor in `OFF`.
     """
-    value = os.environ.get(VARIABLE, "")
-    word = value.strip().lower()
-    if word not in ON + OFF:
-        raise CompatError(f"{VARIABLE}: got {value!r}, allowed: {', '.join(ON)}; {', '.join(OFF[:-1])} or nothing")
-    if word in ON:
+    if read_switch(VARIABLE) in ON:
         install_on_import()
         call_in_children(install_if_asked)
 
@@ -241,12 +230,12 @@ def _install_again(module: str) -> None:
             classes = _find_reloaded(module)
             _check_signatures(classes)
             if classes:
-                _check_unused(tuple(classes.values()))
+                check_unused(tuple(classes.values()), "EasyDeL")
             old = [cls for cls, ours in _replaced.items() if ours.__name__ in classes]
             _replaced.update((cls, REPLACEMENTS[name]) for name, cls in classes.items())
             for cls in old:
                 del _replaced[cls]
-            _swap(_replaced)
+            swap("easydel", _replaced)
             _check_places(module)
         except BaseException:
             uninstall()
@@ -334,11 +323,6 @@ def _not_the_class(place: str, name: str, value: object) -> CompatError:
     return CompatError(f"{_name_of(place)}.{name}: got {value!r}, expected the class that {home} defines")
 
 
-def _engine_modules() -> list[ModuleType]:
-    modules = list(sys.modules.items())
-    return [module for name, module in modules if f"{name}.".startswith("easydel.") and isinstance(module, ModuleType)]
-
-
 # Checking.
 
 
@@ -360,40 +344,7 @@ def _signatures_of(cls: type) -> dict[str, str]:
     """Return the public methods of a class by name, as in `SIGNATURES`."""
     operators = ("__init__", "__add__", "__getitem__")
     return {
-        name: _signature_of(member)
+        name: signature_of(member)
         for name, member in vars(cls).items()
         if (name in operators or not name.startswith("_")) and (callable(member) or isinstance(member, property))
     }
-
-
-def _signature_of(member: Callable[..., Any] | property) -> str:
-    if isinstance(member, property):
-        return "property"
-    signature = inspect.signature(member)
-    parameters = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
-    return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
-
-
-def _check_unused(classes: tuple[type, ...]) -> None:
-    """Raise CompatError if objects of the engine's own classes exist, which do not work with ours."""
-    if _count_objects(classes):
-        gc.collect()  # remains of a dropped engine do not count
-    counts = _count_objects(classes)
-    if counts:
-        live = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-        raise CompatError(f"an engine was built with EasyDeL's own allocator, got {live}; install first, or drop the engine")
-
-
-def _count_objects(classes: tuple[type, ...]) -> Counter[str]:
-    return Counter(type(value).__name__ for value in gc.get_objects() if issubclass(type(value), classes))
-
-
-# Replacing.
-
-
-def _swap(replacements: Mapping[type, type]) -> None:
-    """Replace the classes in all modules of EasyDeL, under any name."""
-    for module in _engine_modules():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, type) and value in replacements:
-                setattr(module, name, replacements[value])

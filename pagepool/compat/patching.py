@@ -1,0 +1,72 @@
+"""Definitions of an engine: their signatures, their living objects, and other ones in their places."""
+
+import gc
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from pagepool.errors import CompatError
+
+__all__ = ["check_unused", "find_objects", "modules_of", "signature_of", "swap"]
+
+
+def modules_of(package: str) -> list[ModuleType]:
+    """Return the imported modules of a top-level package."""
+    modules = list(sys.modules.items())
+    return [module for name, module in modules if f"{name}.".startswith(f"{package}.") and isinstance(module, ModuleType)]
+
+
+def swap(package: str, replacements: Mapping[Any, Any]) -> None:
+    """Replace objects, found by identity, in all modules of a package, under any name."""
+    by_id = {id(theirs): ours for theirs, ours in replacements.items()}
+    for module in modules_of(package):
+        for name, value in list(vars(module).items()):
+            if id(value) in by_id:
+                setattr(module, name, by_id[id(value)])
+
+
+def signature_of(member: Callable[..., Any] | property) -> str:
+    """Return the parameters of a function, method or class as text, without types; "property" for one."""
+    if isinstance(member, property):
+        return "property"
+    signature = inspect.signature(member)
+    parameters = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
+
+
+def check_unused(classes: tuple[type, ...], engine: str) -> None:
+    """Raise CompatError if objects of the engine's own classes exist, which do not work with ours."""
+    with _thawed():
+        if _search(classes):
+            gc.collect()  # remains of a dropped engine do not count
+        counts = Counter(type(value).__name__ for value in _search(classes))
+    if counts:
+        live = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+        raise CompatError(f"an engine was built with {engine}'s own allocator, got {live}; install first, or drop the engine")
+
+
+def find_objects(classes: tuple[type, ...]) -> list[Any]:
+    """Return the living objects of these classes and their subclasses, of all that the garbage collector knows."""
+    with _thawed():
+        return _search(classes)
+
+
+@contextmanager
+def _thawed() -> Iterator[None]:
+    """Let the garbage collector see objects that ``gc.freeze`` hid. They are frozen again afterwards, with those made since."""
+    is_frozen = gc.get_freeze_count() > 0
+    if is_frozen:
+        gc.unfreeze()
+    try:
+        yield
+    finally:
+        if is_frozen:
+            gc.freeze()
+
+
+def _search(classes: tuple[type, ...]) -> list[Any]:
+    return [value for value in gc.get_objects() if issubclass(type(value), classes)]

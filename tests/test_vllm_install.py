@@ -1,0 +1,538 @@
+"""The adapter of vLLM on a fake package: replaced definitions, every reason to refuse, and the plug-in."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import logging
+import multiprocessing
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from fake_vllm import ENGINE_CORE, SHOW, fake_digests, make_replacements, path_of, run_python, write_customization, write_engine
+from sources import ROOT, on_the_wheel
+
+from pagepool.compat import children, vllm
+from pagepool.compat.vllm import plugin
+from pagepool.compat.vllm.checks import function_of, import_homes, record
+from pagepool.compat.vllm.engine import DIGESTS, GROUPS, MANAGER, OURS, POOL, REPLACEMENTS, SIGNATURES, UTILS, Replacement
+from pagepool.errors import CompatError
+
+METHODS = [item for item in REPLACEMENTS if "." in item.name]
+NAMES = [item for item in REPLACEMENTS if "." not in item.name]
+
+
+def pop_modules() -> dict[str, ModuleType]:
+    """Remove the package's modules from sys.modules."""
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if f"{name}.".startswith("vllm.")}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Make a folder with the package, first in the path, and replacements in Python. Real modules are restored afterwards."""
+    modules = pop_modules()
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(vllm, "_homes", {})
+    monkeypatch.setattr(children, "_actions", [])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv(vllm.VARIABLE, raising=False)
+    monkeypatch.delenv(vllm.EVICTION_VARIABLE, raising=False)
+    for home, digests in fake_digests().items():
+        monkeypatch.setitem(DIGESTS, home, digests)
+    for name, module in make_replacements().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    write_engine(tmp_path)
+    yield tmp_path
+    vllm.uninstall()
+    pop_modules()
+    sys.modules.update(modules)
+
+
+def engine_module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def found(item: Replacement) -> Any:
+    """Return what vLLM has in a place, of a class its own."""
+    owner, _, name = item.name.rpartition(".")
+    module = engine_module(item.home)
+    return vars(getattr(module, owner) if owner else module)[name]
+
+
+def ours(item: Replacement) -> Any:
+    return getattr(sys.modules[f"{OURS}.{item.module}"], item.ours)
+
+
+def state() -> list[Any]:
+    """Return all that is replaced, and what else may change."""
+    return [*map(found, REPLACEMENTS), engine_module(ENGINE_CORE).get_request_block_hasher, *children._actions, *sys.meta_path]
+
+
+def edit(folder: Path, module: str, old: str, new: str) -> None:
+    path = path_of(folder, module)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def check_refused(message: str) -> None:
+    """Check that `install` raises and changes nothing, twice."""
+    before = state() if message.find("no such module") < 0 and "vllm" in sys.modules else None
+    for _ in range(2):
+        with pytest.raises(CompatError, match=message) as caught:
+            vllm.install()
+        assert "\n" not in str(caught.value)
+        assert not vllm.is_installed()
+        assert not vllm.report().replaced
+    assert before is None or all(a is b for a, b in zip(before, state(), strict=True))
+
+
+# Replacing.
+
+
+def test_all_places_get_ours_and_get_back_vllms(folder: Path) -> None:
+    before = state()
+    vllm.install()
+    assert vllm.is_installed()
+    assert all(function_of(found(item)) is ours(item) for item in REPLACEMENTS)
+    assert engine_module(ENGINE_CORE).get_request_block_hasher is ours(NAMES[-1])
+    assert engine_module(POOL).KVCacheBlock is engine_module(MANAGER).KVCacheBlock is ours(NAMES[0])
+    vllm.uninstall()
+    assert not vllm.is_installed()
+    assert all(a is b for a, b in zip(before, state(), strict=True))
+
+
+def test_ours_are_called_as_the_methods_that_they_replace(folder: Path) -> None:
+    vllm.install()
+    assert engine_module(POOL).BlockPool().touch([]) == "ours"
+    classes = vars(engine_module(GROUPS))
+    kinds = {item.name: type(vars(classes[item.name.split(".")[0]])["find_longest_cache_hit"]) for item in METHODS[-2:]}
+    assert set(kinds.values()) == {classmethod}
+    assert classes["SlidingWindowManager"].find_longest_cache_hit() == "ours"
+
+
+def test_modules_that_are_imported_later_and_other_names_follow(folder: Path) -> None:
+    path_of(folder, "vllm.early").write_text(f"from {UTILS} import KVCacheBlock as Slot\n")
+    path_of(folder, "vllm.late").write_text(f"from {POOL} import BlockHashToBlockMap\n")
+    early = engine_module("vllm.early")
+    vllm.install()
+    late = engine_module("vllm.late")
+    assert (early.Slot, late.BlockHashToBlockMap) == (ours(NAMES[0]), ours(NAMES[2]))
+    vllm.uninstall()
+    assert (early.Slot, late.BlockHashToBlockMap) == (found(NAMES[0]), found(NAMES[2]))
+
+
+def test_twice_is_as_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = state()
+    vllm.uninstall()
+    vllm.install()
+    assert not caplog.messages
+    vllm.install()
+    assert caplog.messages == ["vLLM already allocates with pagepool"]
+    vllm.uninstall()
+    vllm.uninstall()
+    vllm.install()
+    vllm.uninstall()
+    assert all(a is b for a, b in zip(before, state(), strict=True))
+
+
+def test_as_a_context_manager(folder: Path) -> None:
+    with vllm.installed():
+        assert vllm.is_installed()
+        with vllm.installed():
+            pass
+        assert vllm.is_installed()
+    with pytest.raises(KeyError), vllm.installed():
+        raise KeyError
+    assert not vllm.is_installed()
+
+
+def test_the_report(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(vllm.report()) == "vLLM not imported, pagepool not installed, eviction: vLLM's"
+    vllm.install()
+    monkeypatch.setenv(vllm.EVICTION_VARIABLE, " Adaptive ")
+    report = vllm.report()
+    assert (report.version, report.is_installed, report.eviction) == ("0.33.0", True, "adaptive")
+    assert report.replaced == tuple((item.place, f"{OURS}.{item.module}.{item.ours}") for item in REPLACEMENTS)
+    lines = str(report).splitlines()
+    assert lines[0] == "vLLM 0.33.0, pagepool installed, eviction: adaptive"
+    assert [line.split() for line in lines[1:]] == [[item.place, item.source] for item in REPLACEMENTS]
+
+
+def test_a_module_that_keeps_vllms_functions_is_told_before_they_are_replaced(folder: Path) -> None:
+    kept: list[object] = []
+    hasher: Any = sys.modules[f"{OURS}.hasher"]
+    hasher.bind = lambda: kept.append(found(NAMES[-1]))
+    theirs = found(NAMES[-1])
+    vllm.install()
+    assert kept == [theirs]
+
+
+def test_a_pool_that_was_made_meanwhile_lives_on(folder: Path) -> None:
+    """After a reset its map is ours again. Pagepool may be installed again."""
+    with vllm.installed():
+        pool = engine_module(POOL).BlockPool()
+    assert pool.reset_prefix_cache()
+    assert type(pool.cached_block_hash_to_block) is ours(NAMES[2])
+    assert type(engine_module(POOL).BlockPool().cached_block_hash_to_block) is found(NAMES[2])
+    gc.collect()
+    vllm.install()
+
+
+def test_a_patch_over_ours_stays(folder: Path) -> None:
+    vllm.install()
+    cls = engine_module(POOL).BlockPool
+    cls.touch = patch = lambda self, blocks: None
+    assert not vllm.is_installed()
+    assert len(vllm.report().replaced) == len(REPLACEMENTS) - 1
+    vllm.uninstall()
+    assert vars(cls)["touch"] is patch
+    assert function_of(vars(cls)["free_blocks"]) is not ours(METHODS[3])
+
+
+# Refusing.
+
+
+def test_without_vllm(folder: Path) -> None:
+    sys.modules["vllm"] = None  # type: ignore[assignment]
+    with pytest.raises(CompatError, match=r"^vLLM is not installed; expected: vllm==0\.33\.\*$"):
+        vllm.install()
+
+
+def test_a_vllm_that_lacks_a_package_says_which(folder: Path) -> None:
+    (folder / "vllm" / "__init__.py").write_text("import no_such_module\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        vllm.install()
+
+
+@pytest.mark.parametrize("version", ["0.32.9", "0.3.3", "0.330.1", "1.33.0", "dev", ""])
+def test_an_unknown_version(folder: Path, version: str) -> None:
+    write_engine(folder, version)
+    check_refused(rf"^vLLM's version: got {version}, expected 0\.33\.\*$")
+    assert POOL not in sys.modules or version
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.33.7", "0.33.1.dev3+g12", "0.33.0+cpu"])
+def test_a_version_with_the_same_sources(folder: Path, version: str) -> None:
+    write_engine(folder, version)
+    vllm.install()
+    assert vllm.report().version == version
+
+
+def test_a_module_that_is_gone(folder: Path) -> None:
+    path_of(folder, "vllm.v1.request").unlink()
+    check_refused(r"^vllm\.v1\.request: got no such module in vLLM 0\.33\.0, expected it$")
+
+
+def test_a_module_without_its_source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_module(ENGINE_CORE)
+    monkeypatch.setattr(engine_module(POOL), "__file__", "/nowhere.so")
+    check_refused(rf"^{POOL}: got no source")
+
+
+@pytest.mark.parametrize(("home", "name"), [(home, name) for home, names in DIGESTS.items() for name in names])
+def test_another_source(folder: Path, home: str, name: str) -> None:
+    """Of each definition, in its last line."""
+    path = path_of(folder, home)
+    kind = "class" if f"class {name}:" in path.read_text() else "def"
+    head, start, rest = path.read_text().partition(f"{kind} {name}")
+    body = rest.replace("    x = 1", "    x = 2", 1) if kind == "class" else rest.replace("...", "1", 1)
+    path.write_text(head + start + body)
+    check_refused(rf"^vLLM 0\.33\.0 differs from the recorded version: {home}\.{name}: another source$")
+
+
+def test_another_signature(folder: Path) -> None:
+    edit(folder, POOL, "def touch(self, blocks)", "def touch(self, blocks, group)")
+    edit(folder, UTILS, "num_hash_lookahead_tokens=0", "num_hash_lookahead_tokens=1")
+    check_refused(
+        r"recorded version: .*get_request_block_hasher: got \(.*=1\), expected \(.*=0\); "
+        rf"{POOL}\.BlockPool\.touch: got \(self, blocks, group\), expected \(self, blocks\); "
+        rf"{UTILS}\.get_request_block_hasher: another source; {POOL}\.BlockPool: another source$"
+    )
+
+
+@pytest.mark.parametrize("home", DIGESTS)
+def test_a_definition_that_is_gone(folder: Path, home: str) -> None:
+    engine_module(ENGINE_CORE)
+    name = min(DIGESTS[home])
+    delattr(engine_module(home), name)
+    with pytest.raises(CompatError, match=rf"^{home}\.{name}: got None, expected vLLM's own: somebody else replaced it$"):
+        vllm.install()
+
+
+def wrapped(function: Any) -> Any:
+    """Return a function with the name, module and source of another one."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "patch", [wrapped, lambda _: lambda *arguments: None, lambda _: len], ids=["wrapper", "lambda", "builtin"]
+)
+@pytest.mark.parametrize("item", REPLACEMENTS, ids=lambda item: item.name)
+def test_a_patch_of_somebody_else(folder: Path, item: Replacement, patch: Callable[[Any], Any]) -> None:
+    owner, _, name = item.name.rpartition(".")
+    module = engine_module(item.home)
+    setattr(getattr(module, owner) if owner else module, name, patch(function_of(found(item))))
+    check_refused(rf"^{item.home}\.{item.name}: got .*, expected vLLM's own: somebody else replaced it$")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(POOL, "make_block_hash_with_group_id"), (MANAGER, "KVCacheBlock"), (ENGINE_CORE, "get_request_block_hasher")],
+)
+def test_a_patch_where_a_name_is_used(folder: Path, module: str, name: str) -> None:
+    setattr(engine_module(module), name, lambda *arguments: None)
+    check_refused(rf"^{module}\.{name}: got test_vllm_install\.")
+
+
+def test_a_patch_of_a_method_that_is_called_by_ours(folder: Path) -> None:
+    """One that the class inherits, set on the class itself."""
+    cls = engine_module(GROUPS).FullAttentionManager
+    cls.get_num_skipped_tokens = lambda self, num_tokens: 0
+    check_refused(rf"^{GROUPS}\.FullAttentionManager\.get_num_skipped_tokens: got test_vllm_install\.")
+
+
+@pytest.mark.parametrize(("home", "name"), [(POOL, "BlockPool"), (MANAGER, "KVCacheManager"), (UTILS, "KVCacheBlock")])
+def test_a_subclass_of_somebody_else(folder: Path, home: str, name: str) -> None:
+    base = getattr(engine_module(home), name)
+    inside = type("Inside", (base,), {"__module__": "vllm.v1.inside"})
+    outside = type("Outside", (inside,), {"__module__": "vllm_ascend.core"})
+    check_refused(rf"^{home}\.{name}: got a subclass, vllm_ascend\.core\.Outside, expected none outside vLLM$")
+    del outside
+    gc.collect()
+    vllm.install()
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_scheduler_that_is_built_already(folder: Path, is_frozen: bool) -> None:
+    """Objects that the garbage collector does not look at (`gc.freeze`), as vLLM's engine leaves them, are found too."""
+    pool = engine_module(POOL).BlockPool(3)
+    if is_frozen:
+        gc.freeze()
+    try:
+        check_refused("vLLM's own allocator, got 1 BlockHashToBlockMap, 1 FreeKVCacheBlockQueue, 3 KVCacheBlock; install first")
+        assert (gc.get_freeze_count() > 0) == is_frozen
+        pool.blocks[0].pool = pool  # a cycle, which only garbage collection frees
+        del pool
+        vllm.install()
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("module", sorted({item.module for item in REPLACEMENTS}))
+def test_a_compiled_module_that_cannot_be_imported(folder: Path, module: str) -> None:
+    sys.modules[f"{OURS}.{module}"] = None  # type: ignore[assignment]
+    check_refused(rf"^{OURS}\.{module}\.\w+: got import of .* halted.*, expected a compiled module of pagepool$")
+
+
+def test_a_compiled_module_that_lacks_a_name(folder: Path) -> None:
+    del vars(sys.modules[f"{OURS}.pool"])["touch"]
+    check_refused(rf"^{OURS}\.pool\.touch: got .*no attribute 'touch'")
+
+
+def test_a_failure_leaves_nothing_installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While names are replaced; and at the end."""
+
+    class Frozen(ModuleType):
+        def __setattr__(self, name: str, value: object) -> None:
+            raise KeyboardInterrupt
+
+    before = state()
+    frozen = Frozen("vllm.frozen")
+    vars(frozen)["KVCacheBlock"] = engine_module(UTILS).KVCacheBlock
+    monkeypatch.setitem(sys.modules, "vllm.frozen", frozen)
+    with pytest.raises(KeyboardInterrupt):
+        vllm.install()
+    assert all(a is b for a, b in zip(before, state(), strict=True))
+    monkeypatch.delitem(sys.modules, "vllm.frozen")
+    monkeypatch.setattr(vllm, "call_in_children", lambda action: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        vllm.install()
+    assert all(a is b for a, b in zip(before, state(), strict=True))
+
+
+def test_a_vllm_that_is_imported_anew(folder: Path) -> None:
+    """The compiled modules call what they have imported."""
+    vllm.install()
+    pop_modules()
+    assert not vllm.is_installed()
+    check_refused("got a module that was imported anew, expected the one that pagepool was imported for")
+
+
+# The plug-in.
+
+
+def run_plugin(folder: Path, value: str, *, code: str = "") -> subprocess.CompletedProcess[str]:
+    write_customization(folder)
+    return run_python(folder, "-c", f"from pagepool.compat.vllm import plugin; {code}plugin.activate(); {SHOW}", value=value)
+
+
+@pytest.mark.parametrize("value", ["", " ", "0", "false", "no", "off", "OFF", " False\n"])
+def test_the_variable_off(folder: Path, value: str) -> None:
+    process = run_plugin(folder, value)
+    assert (process.stdout, process.stderr) == (f"{UTILS}\n", "")
+
+
+@pytest.mark.parametrize("value", ["1", "true", "yes", "on", " TRUE\t", "strict", "Strict "])
+def test_the_variable_on(folder: Path, value: str) -> None:
+    """Once, or several times, with two engines."""
+    for code in ("", "plugin.activate(); "):
+        process = run_plugin(folder, value, code=code)
+        assert (process.stdout, process.stderr) == (f"{OURS}.hasher\n", "")
+
+
+@pytest.mark.parametrize("value", ["2", "y", "stirct", "1,"])
+def test_any_other_value_is_an_error(folder: Path, value: str) -> None:
+    process = run_plugin(folder, value)
+    assert (process.returncode, process.stdout) == (1, "")
+    allowed = "allowed: 1, true, yes, on, strict; 0, false, no, off or nothing"
+    assert process.stderr.splitlines()[-1] == f"pagepool.errors.CompatError: PAGEPOOL_VLLM: got '{value}', {allowed}"
+
+
+def test_a_refusal_is_one_warning(folder: Path) -> None:
+    write_engine(folder, "0.34.0")
+    process = run_plugin(folder, "1")
+    refusal = "vLLM allocates without pagepool: vLLM's version: got 0.34.0, expected 0.33.*"
+    assert (process.returncode, process.stdout, process.stderr) == (0, f"{UTILS}\n", f"{refusal}\n")
+
+
+def test_a_refusal_ends_a_strict_start(folder: Path) -> None:
+    write_engine(folder, "0.34.0")
+    process = run_plugin(folder, "strict")
+    assert (process.returncode, process.stdout) == (1, "")
+    assert process.stderr.splitlines()[-1] == "pagepool.errors.CompatError: vLLM's version: got 0.34.0, expected 0.33.*"
+
+
+@pytest.mark.parametrize("value", ["1", "strict"])
+def test_any_other_failure(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: str) -> None:
+    """vLLM starts with its own allocator, unless that is not wanted."""
+    (folder / "vllm" / "__init__.py").write_text("import no_such_module\n")
+    monkeypatch.setenv(vllm.VARIABLE, value)
+    logging.getLogger("vllm").propagate = True
+    if value == "strict":
+        with pytest.raises(ModuleNotFoundError):
+            plugin.activate()
+    else:
+        plugin.activate()
+        assert caplog.messages == ["vLLM allocates without pagepool: No module named 'no_such_module'"]
+
+
+def test_nothing_is_imported_where_the_variable_is_off(folder: Path) -> None:
+    code = (
+        "import sys; from pagepool.compat.vllm.plugin import activate; activate(); "
+        "print([name for name in sys.modules if name.split('.')[0] in ('vllm', 'torch')], "
+        f"[name for name in {[*make_replacements()]} if name in sys.modules])"
+    )
+    assert run_python(folder, "-c", code).stdout == "[] []\n"
+
+
+@pytest.mark.parametrize("value", ["", "1", "strict", "wrong"])
+def test_importing_pagepool_imports_no_adapter(folder: Path, value: str) -> None:
+    code = "import sys, pagepool; print([name for name in sys.modules if 'pagepool.compat' in name])"
+    assert run_python(folder, "-c", code, value=value).stdout == "[]\n"
+
+
+def declared_entry_point() -> EntryPoint:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    [(name, value)] = groups["vllm.general_plugins"].items()
+    return EntryPoint(name, value, "vllm.general_plugins")
+
+
+def test_the_entry_point() -> None:
+    assert declared_entry_point().name == "pagepool"
+    assert declared_entry_point().load() is plugin.activate
+
+
+@on_the_wheel
+def test_the_entry_point_is_installed() -> None:
+    [found] = entry_points(group="vllm.general_plugins", name="pagepool")
+    assert found.load() is plugin.activate
+
+
+# Child processes.
+
+CHILD = f"""
+import multiprocessing, sys
+
+def show():
+    from {ENGINE_CORE} import get_request_block_hasher
+    print(get_request_block_hasher.__module__, flush=True)
+
+if __name__ == "__main__":
+    from pagepool.compat import vllm
+    vllm.install()
+    for method in sys.argv[1:]:
+        if method == "uninstall":
+            vllm.uninstall()
+            continue
+        process = multiprocessing.get_context(method).Process(target=show)
+        process.start()
+        process.join()
+        print(process.exitcode, flush=True)
+"""
+
+
+def run_children(folder: Path, *methods: str) -> subprocess.CompletedProcess[str]:
+    write_customization(folder)
+    (folder / "parent.py").write_text(CHILD)
+    return run_python(folder, "parent.py", *methods)
+
+
+@pytest.mark.parametrize("method", [name for name in multiprocessing.get_all_start_methods() if name != "forkserver"])
+def test_children_have_what_was_installed_by_hand(folder: Path, method: str) -> None:
+    """As vLLM's engine core, which runs in a child, but no longer than in the parent."""
+    process = run_children(folder, method, "uninstall", method)
+    assert (process.stdout.split(), process.stderr) == ([f"{OURS}.hasher", "0", UTILS, "0"], "")
+
+
+def test_a_child_that_is_refused_ends(folder: Path) -> None:
+    """The parent's vLLM is another one than the child's."""
+    write_customization(folder)
+    (folder / "parent.py").write_text(
+        CHILD.replace("    for method", f"    edit({str(path_of(folder, POOL))!r})\n    for method")
+    )
+    helper = "def edit(path):\n    text = open(path).read()\n    open(path, 'w').write(text.replace('x = 1', 'x = 2', 1))\n"
+    (folder / "parent.py").write_text(helper + (folder / "parent.py").read_text())
+    process = run_python(folder, "parent.py", "spawn")
+    assert process.stdout == "1\n"
+    assert f"CompatError: vLLM 0.33.0 differs from the recorded version: {POOL}." in process.stderr
+
+
+# The command.
+
+
+def test_the_command_reports(folder: Path) -> None:
+    write_customization(folder)
+    process = run_python(folder, "-m", "pagepool.compat.vllm")
+    assert process.stderr == ""
+    assert process.stdout.splitlines()[0] == "vLLM 0.33.0, pagepool installed, eviction: vLLM's"
+    assert len(process.stdout.splitlines()) == 1 + len(REPLACEMENTS)
+
+
+def test_the_command_says_why_not(folder: Path) -> None:
+    write_engine(folder, "0.34.0")
+    process = run_python(folder, "-m", "pagepool.compat.vllm")
+    refusal = "pagepool: vLLM's version: got 0.34.0, expected 0.33.*\n"
+    assert (process.returncode, process.stdout, process.stderr) == (1, "", refusal)
+
+
+def test_the_command_records(folder: Path) -> None:
+    assert record(import_homes()) == (SIGNATURES, DIGESTS)
+    process = run_python(folder, "-m", "pagepool.compat.vllm", "--record")
+    assert str(DIGESTS[POOL]["BlockPool"]) in process.stdout
+    (path_of(folder, POOL)).write_text("")
+    process = run_python(folder, "-m", "pagepool.compat.vllm", "--record")
+    assert (process.returncode, process.stdout) == (1, "")
