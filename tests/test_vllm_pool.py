@@ -42,15 +42,15 @@ def state_of(pool: Any) -> Any:
 
 Call = Callable[[Any, list[Any]], object]
 WRONG: dict[str, tuple[Call, type[Exception], str]] = {
-    "freed twice": (lambda pool, held: pool.free_blocks([held[0], held[1], held[0]]), DoubleFreeError, "block 1 is freed more often"),
-    "free already": (lambda pool, held: pool.free_blocks([held[2], pool.blocks[7]]), DoubleFreeError, "block 7 is freed more often"),
-    "by hand": (lambda pool, held: pool.free_blocks([*held, make_block(block_id=2, ref_cnt=1)]), PageIdError, "block 2 is no block"),
-    "no block": (lambda pool, held: pool.free_blocks([*held, 5]), ArgumentTypeError, "block: got int"),
-    "touched elsewhere": (lambda pool, held: pool.touch([pool.blocks[5], make_pool().blocks[3]]), PageIdError, "of another pool"),
-    "touched: no block": (lambda pool, held: pool.touch([pool.blocks[5], None]), ArgumentTypeError, "block: got NoneType"),
-    "too many": (lambda pool, held: pool.get_new_blocks(7), OutOfPagesError, "got 7, allowed: at most 6"),
-    "fewer than none": (lambda pool, held: pool.get_new_blocks(-1), ArgumentError, "got -1"),
-    "no number": (lambda pool, held: pool.get_new_blocks("3"), TypeError, "str"),
+    "freed twice": (lambda p, held: p.free_blocks([held[0], held[1], held[0]]), DoubleFreeError, "block 1 is freed more"),
+    "free already": (lambda p, held: p.free_blocks([held[2], p.blocks[7]]), DoubleFreeError, "block 7 is freed more"),
+    "by hand": (lambda p, held: p.free_blocks([*held, make_block(block_id=2, ref_cnt=1)]), PageIdError, "block 2 is no block"),
+    "no block": (lambda p, held: p.free_blocks([*held, 5]), ArgumentTypeError, "block: got int"),
+    "touched elsewhere": (lambda p, held: p.touch([p.blocks[5], make_pool().blocks[3]]), PageIdError, "of another pool"),
+    "touched: no block": (lambda p, held: p.touch([p.blocks[5], None]), ArgumentTypeError, "block: got NoneType"),
+    "too many": (lambda p, held: p.get_new_blocks(7), OutOfPagesError, "got 7, allowed: at most 6"),
+    "fewer than none": (lambda p, held: p.get_new_blocks(-1), ArgumentError, "got -1"),
+    "no number": (lambda p, held: p.get_new_blocks("3"), TypeError, "str"),
 }
 
 
@@ -98,6 +98,6 @@ def test_a_block_freed_as_often_as_it_was_taken_goes_back_once() -> None:
     blocks = pool.get_new_blocks(2)
     pool.touch(blocks)
     pool.free_blocks([blocks[0], blocks[1], blocks[0]])
-    assert [block.block_id for block in pool.free_block_queue.get_all_free_blocks()][0] == 1
+    assert next(pool.free_block_queue.iter_blocks_after(None)) is blocks[0]
     assert blocks[1].ref_cnt == 1
     compat.check(pool)
