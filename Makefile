@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DEV_VENV ?= .venv-dev
 EASYDEL_VENV ?= $(HOME)/.cache/pagepool/venv-easydel
+VLLM_VENV ?= $(HOME)/.cache/pagepool/venv-vllm
 
 EXTRA ?= test
 
@@ -17,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo engine test debug sanitize threads tsan fuzz soak planted coverage mutation lint bench test-easydel clean
+.PHONY: demo engine test debug sanitize threads tsan fuzz soak planted coverage mutation lint bench test-easydel test-vllm clean
 
 demo: $(VENV)/with-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
@@ -129,6 +130,19 @@ test-easydel:  ## the tests with easydel, which is large: in an environment of i
 	$(EASYDEL_VENV)/bin/pip install --quiet easydel==0.3.0 torch==2.13.0 pillow
 	$(RUN) $(EASYDEL_VENV)/bin/python -m pytest $(PYTEST_ARGS) \
 	    $(foreach name,compat easydel reference reference_names request specs,tests/test_$(name).py)
+
+# VLLM_TESTS=folder: the folder tests of vLLM's source distribution of the same version, for its own tests too, which VLLM_OWN_TESTS
+# runs. vLLM comes without its dependencies, most of which are for devices: tests/vllm_requirements.txt has those of its scheduler.
+VLLM_OWN_TESTS ?= tests/vllm_own_tests.py
+
+test-vllm: export VLLM_TARGET_DEVICE = cpu
+test-vllm:  ## the tests with vllm, which is large: in an environment of its own
+	$(MAKE) $(VLLM_VENV)/with-test VENV=$(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet torch==2.13.0
+	$(VLLM_VENV)/bin/pip install --quiet --no-deps vllm==0.33.0
+	$(VLLM_VENV)/bin/pip install --quiet --requirement tests/vllm_requirements.txt
+	$(RUN) $(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(addprefix $(CURDIR)/,$(wildcard tests/test_vllm_*.py))
+	$(if $(VLLM_TESTS),$(RUN) $(VLLM_VENV)/bin/python $(CURDIR)/$(VLLM_OWN_TESTS) $(VLLM_TESTS))
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .benchmarks .hypothesis .*_cache

@@ -129,6 +129,7 @@ OPTIONAL = {
     "prometheus_client",
     "ray",
     "rich",
+    "vllm",
     "zmq",
 }
 # These are imported on first use themselves.
