@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo engine test debug sanitize threads tsan fuzz soak planted coverage mutation lint bench bench-vllm test-easydel clean
+.PHONY: demo engine test debug sanitize threads tsan fuzz soak planted coverage mutation lint bench bench-vllm test-easydel test-vllm vllm-environment clean
 
 demo: $(VENV)/with-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
@@ -125,9 +125,8 @@ lint: $(DEV_VENV)/installed  ## style, types, and whether the stub agrees with t
 bench: $(DEV_VENV)/installed  ## pagepool beside its rivals
 	$(DEV_VENV)/bin/python -m bench $(BENCH_ARGS)
 
-# Links, since the installed wheel has to be imported and not the source tree beside bench. vLLM itself comes with test-vllm.
-bench-vllm:  ## vLLM with and without pagepool, and what is in reach: BENCH_ARGS="--check -k steps"
-	$(MAKE) $(VLLM_VENV)/with-replay VENV=$(VLLM_VENV)
+# Links, since the installed wheel has to be imported and not the source tree beside bench.
+bench-vllm: vllm-environment  ## vLLM with and without pagepool, and what is in reach: BENCH_ARGS="--check -k steps"
 	mkdir -p $(VLLM_VENV)/path && ln -sfn $(CURDIR)/bench $(CURDIR)/tests $(VLLM_VENV)/path
 	PYTHONSAFEPATH=1 PYTHONPATH=$(VLLM_VENV)/path $(VLLM_VENV)/bin/python -m bench.vllm $(BENCH_ARGS)
 
@@ -137,6 +136,22 @@ test-easydel:  ## the tests with easydel, which is large: in an environment of i
 	$(EASYDEL_VENV)/bin/pip install --quiet easydel==0.3.0 torch==2.13.0 pillow
 	$(RUN) $(EASYDEL_VENV)/bin/python -m pytest $(PYTEST_ARGS) \
 	    $(foreach name,compat easydel reference reference_names request specs,tests/test_$(name).py)
+
+# VLLM_TESTS=folder: the folder tests of vLLM's source distribution of the same version, for its own tests too, which VLLM_OWN_TESTS
+# runs.
+VLLM_OWN_TESTS ?= tests/vllm_own_tests.py
+
+test-vllm bench-vllm: export VLLM_TARGET_DEVICE = cpu
+test-vllm: vllm-environment  ## the tests with vllm, which is large: in an environment of its own
+	$(RUN) $(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(addprefix $(CURDIR)/,$(wildcard tests/test_vllm_*.py))
+	$(if $(VLLM_TESTS),$(RUN) $(VLLM_VENV)/bin/python $(CURDIR)/$(VLLM_OWN_TESTS) $(VLLM_TESTS))
+
+# vLLM comes without its dependencies, most of which are for devices: tests/vllm_requirements.txt has those of its scheduler.
+vllm-environment:
+	$(MAKE) $(VLLM_VENV)/with-test VENV=$(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet torch==2.13.0
+	$(VLLM_VENV)/bin/pip install --quiet --no-deps vllm==0.33.0
+	$(VLLM_VENV)/bin/pip install --quiet --requirement tests/vllm_requirements.txt
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .benchmarks .hypothesis .*_cache
