@@ -123,7 +123,7 @@ cdef int count_missing(
     return 0
 
 
-cdef int64_t count_by_manager(Plan plan, GroupPlan group, object request, const Tokens *tokens) except -1:
+cdef int64_t count_by_manager(Plan plan, GroupPlan group, object request, const Tokens *tokens) except? -1:
     prefill_end = 0
     if plan.coordinator.retention_interval == 0:
         prefill_end = max(request.num_prompt_tokens, count_tokens(request) - 1)
