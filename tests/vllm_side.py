@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import traceback
@@ -100,6 +101,7 @@ def main() -> None:
     """Serve, with or without pagepool."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    logging.disable()
     if "pagepool" in sys.argv[1:]:
         import pagepool.compat.vllm
 

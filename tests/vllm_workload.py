@@ -292,7 +292,7 @@ class Prompts:
     def attributes(self, token_ids: list[int]) -> dict[str, Any]:
         """Return what makes a request special, mostly nothing."""
         rng = self.rng
-        attributes: dict[str, Any] = {"sampling_params": rng.choice((*[SAMPLING] * 8, UNREAD, REPORTED))}
+        attributes: dict[str, Any] = {"sampling_params": rng.choice((*[SAMPLING] * 6, UNREAD, REPORTED))}
         if self.setting.extra_keys and rng.random() < 0.5:
             attributes |= rng.choice((self._tenant, self._images, self._embeddings))(token_ids)
         return attributes
