@@ -129,10 +129,11 @@ OPTIONAL = {
     "prometheus_client",
     "ray",
     "rich",
+    "vllm",
     "zmq",
 }
 # These are imported on first use themselves.
-EXTRAS = ("events", "event_publisher", "stats.prometheus", "metrics", "replay")
+EXTRAS = ("events", "event_publisher", "stats.prometheus", "metrics", "replay", "compat.vllm.")
 FILES = [*PYTHON_FILES, *DOORS, *HEADERS]
 CORE_FILES = [path for path in (*DOORS, *HEADERS) if path.parent.name == "core"]
 CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +\(?\s*(\w+)|c?import +([\w.]+))", re.MULTILINE)

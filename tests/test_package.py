@@ -21,7 +21,7 @@ from sources import DOORS, ROOT
 import pagepool
 from pagepool import _core
 
-EXTRAS = {"click", "matplotlib", "msgspec", "prometheus_client", "rich", "zmq"}
+EXTRAS = {"click", "matplotlib", "msgspec", "prometheus_client", "rich", "vllm", "zmq"}
 INSTALLED = os.environ.get("PAGEPOOL_TEST_INSTALLED") == "1"
 on_the_wheel = pytest.mark.skipif(not INSTALLED, reason="only `make test` installs the wheel")
 

@@ -1,0 +1,309 @@
+"""Stand-ins for vLLM's blocks, free queue and map from hashes to blocks: the same attributes, methods and order, compiled.
+
+They refuse what would corrupt the queue: a block that is queued twice, or one that is not in it. None of them needs vLLM.
+"""
+
+cimport cython
+
+from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, IntegrityError, OutOfPagesError
+
+
+@cython.final
+cdef class Block:
+    """A block's id, reference count and hash, and its neighbours in the free queue: None while it is not in it.
+
+    `pool`: the pool that it belongs to. ``_block_hash``: the hash with the group's id, if it is cached.
+    """
+
+    def __init__(
+        self,
+        block_id,
+        ref_cnt=0,
+        _block_hash=None,
+        _block_hash_num_tokens=None,
+        prev_free_block=None,
+        next_free_block=None,
+        is_null=False,
+        *,
+        pool=None,
+    ):
+        self.block_id = block_id
+        self.ref_cnt = ref_cnt
+        self.pool = pool
+        self._block_hash = _block_hash
+        self._block_hash_num_tokens = _block_hash_num_tokens
+        self.prev_free_block = prev_free_block
+        self.next_free_block = next_free_block
+        self.is_null = is_null
+
+    @property
+    def block_hash(self) -> bytes | None:
+        """The hash with the group's id, if the block is cached."""
+        return self._block_hash
+
+    @property
+    def block_hash_num_tokens(self) -> int | None:
+        """The tokens that the hash covers, from the first of the prompt on."""
+        return self._block_hash_num_tokens
+
+    @property
+    def _block_hash_num_tokens(self) -> int | None:
+        return None if self.num_hash_tokens == NO_TOKENS else self.num_hash_tokens
+
+    @_block_hash_num_tokens.setter
+    def _block_hash_num_tokens(self, value) -> None:
+        self.num_hash_tokens = NO_TOKENS if value is None else value
+
+    def set_block_hash(self, block_hash, num_tokens=None) -> None:
+        """Give the block a hash. AssertionError, as in vLLM, if it has one."""
+        if self._block_hash is not None or self.num_hash_tokens != NO_TOKENS:
+            raise AssertionError(f"block {self.block_id} already has a hash")
+        self._block_hash_num_tokens = num_tokens
+        self._block_hash = block_hash
+
+    def reset_hash(self) -> None:
+        """Take the hash back."""
+        self._block_hash = None
+        self.num_hash_tokens = NO_TOKENS
+
+    def __eq__(self, other):
+        if self is other:
+            return True
+        if type(other) is not Block:
+            return NotImplemented
+        return fields_of(self) == fields_of(other)
+
+    def __repr__(self):
+        return (
+            f"KVCacheBlock(block_id={self.block_id}, ref_cnt={self.ref_cnt}, _block_hash={self._block_hash!r}, "
+            f"_block_hash_num_tokens={self._block_hash_num_tokens}, prev_free_block={id_of(self.prev_free_block)}, "
+            f"next_free_block={id_of(self.next_free_block)})"
+        )
+
+
+cdef object id_of(Block block):
+    return None if block is None else block.block_id
+
+
+cdef tuple fields_of(Block block):
+    """What two equal blocks have in common."""
+    links = id_of(block.prev_free_block), id_of(block.next_free_block)
+    return block.block_id, block.ref_cnt, block._block_hash, block.num_hash_tokens, block.is_null, links
+
+
+cdef Block as_block(object value):
+    if type(value) is not Block:
+        raise ArgumentTypeError(f"block: got {type(value).__name__}, allowed: one made while pagepool is installed")
+    return <Block>value
+
+
+cdef int check_queued(Block block) except -1:
+    if block.prev_free_block is None or block.next_free_block is None:
+        raise IntegrityError(f"block {block.block_id} is not in the free queue: {block!r}")
+    return 0
+
+
+cdef int check_unqueued(Block block) except -1:
+    if block.prev_free_block is not None or block.next_free_block is not None:
+        raise DoubleFreeError(f"block {block.block_id} is in the free queue already: {block!r}")
+    return 0
+
+
+cdef list first_blocks(BlockQueue queue, Py_ssize_t n):
+    """The first `n` blocks. IntegrityError if the links end before."""
+    cdef list blocks = []
+    cdef Block block = queue.fake_free_list_head
+    while len(blocks) < n:
+        block = block.next_free_block
+        if block is None or block is queue.fake_free_list_tail:
+            raise IntegrityError(f"the free queue has {len(blocks)} blocks and counts {queue.num_free_blocks}")
+        blocks.append(block)
+    return blocks
+
+
+cdef int join(BlockQueue queue, Block before, list blocks) except -1:
+    """Insert checked blocks behind `before`, the head or a block of the queue."""
+    cdef Block block, following = before.next_free_block
+    for value in blocks:
+        block = <Block>value
+        block.prev_free_block = before
+        before.next_free_block = block
+        before = block
+    before.next_free_block = following
+    following.prev_free_block = before
+    queue.num_free_blocks += len(blocks)
+    return 0
+
+
+cdef int leave(BlockQueue queue, Block block) except -1:
+    """Take a checked block out."""
+    block.prev_free_block.next_free_block = block.next_free_block
+    block.next_free_block.prev_free_block = block.prev_free_block
+    block.prev_free_block = block.next_free_block = None
+    queue.num_free_blocks -= 1
+    return 0
+
+
+cdef int leave_front(BlockQueue queue, list blocks) except -1:
+    """Take the first blocks out, which are `blocks`."""
+    cdef Block block, following
+    if not blocks:
+        return 0
+    following = (<Block>blocks[len(blocks) - 1]).next_free_block
+    if following is None:
+        raise IntegrityError(f"the free queue ends without its tail behind block {(<Block>blocks[len(blocks) - 1]).block_id}")
+    for value in blocks:
+        block = <Block>value
+        block.prev_free_block = block.next_free_block = None
+    queue.fake_free_list_head.next_free_block = following
+    following.prev_free_block = queue.fake_free_list_head
+    queue.num_free_blocks -= len(blocks)
+    return 0
+
+
+cdef list checked_blocks(object blocks):
+    """Blocks that are in no queue, each named once."""
+    cdef list checked = list(blocks)
+    for value in checked:
+        check_unqueued(as_block(value))
+    if len({(<Block>value).block_id for value in checked}) < len(checked):
+        raise DoubleFreeError(f"blocks to queue: one of them is named twice: {[(<Block>value).block_id for value in checked]}")
+    return checked
+
+
+@cython.final
+cdef class BlockQueue:
+    """Free blocks in the order in which they are handed out, between two blocks of id -1 that are never handed out.
+
+    O(1) a block. Errors are typed, and name the block: `DoubleFreeError` for one that is queued already, `IntegrityError` for
+    one that is not queued, `OutOfPagesError` where the queue is empty. Nothing has changed then.
+    """
+
+    def __init__(self, blocks):
+        cdef list checked = checked_blocks(blocks)
+        self.fake_free_list_head = Block(-1)
+        self.fake_free_list_tail = Block(-1)
+        self.fake_free_list_head.next_free_block = self.fake_free_list_tail
+        self.fake_free_list_tail.prev_free_block = self.fake_free_list_head
+        join(self, self.fake_free_list_head, checked)
+
+    def popleft(self) -> Block:
+        """Take the first block."""
+        if self.fake_free_list_head.next_free_block is self.fake_free_list_tail:
+            raise OutOfPagesError("No free blocks available")  # the text is vLLM's
+        return self.popleft_n(1)[0]
+
+    def popleft_n(self, Py_ssize_t n) -> list[Block]:
+        """Take the first `n` blocks."""
+        cdef list blocks
+        if n < 0:
+            raise ArgumentError(f"n: got {n}, allowed: at least 0")
+        if n > self.num_free_blocks:
+            raise OutOfPagesError(f"blocks: got {n}, allowed: at most {self.num_free_blocks}, the number of free ones")
+        blocks = first_blocks(self, n)
+        leave_front(self, blocks)
+        return blocks
+
+    def remove(self, Block block not None) -> None:
+        """Take a block out, wherever it is."""
+        check_queued(block)
+        leave(self, block)
+
+    def append(self, Block block not None) -> None:
+        """Put a block behind the last one."""
+        self.append_n([block])
+
+    def append_n(self, blocks) -> None:
+        """Put blocks behind the last one, in their order. AssertionError, as in vLLM, if the queue's tail is not linked."""
+        if self.fake_free_list_tail.prev_free_block is None:
+            raise AssertionError("the tail of the free queue is not linked")
+        join(self, self.fake_free_list_tail.prev_free_block, checked_blocks(blocks))
+
+    def prepend_n(self, blocks) -> None:
+        """Put blocks before the first one, in their order."""
+        join(self, self.fake_free_list_head, checked_blocks(blocks))
+
+    def get_all_free_blocks(self) -> list[Block]:
+        """Return the blocks in their order. O(blocks)."""
+        return list(self.iter_blocks_after(None))
+
+    def iter_blocks_after(self, Block cursor):
+        """Yield the blocks behind `cursor`, all for None."""
+        cdef Block block = (self.fake_free_list_head if cursor is None else cursor).next_free_block
+        while block is not None and block is not self.fake_free_list_tail:
+            yield block
+            block = block.next_free_block
+
+
+cdef Block find_block(dict cache, bytes key):
+    """The block cached first under a key, or None."""
+    found = cache.get(key)
+    if found is None or type(found) is Block:
+        return found
+    for value in (<dict?>found).values():
+        return as_block(value)
+    return None
+
+
+cdef bint has_block(dict cache, bytes key, int32_t block_id) except -1:
+    found = cache.get(key)
+    if type(found) is Block:
+        return (<Block>found).block_id == block_id
+    return found is not None and block_id in <dict?>found
+
+
+cdef int add_block(dict cache, bytes key, Block block) except -1:
+    """Cache a block under a key, behind those that are."""
+    cdef Block first
+    found = cache.get(key)
+    if found is None:
+        cache[key] = block
+    elif type(found) is Block:
+        first = <Block>found
+        cache[key] = {first.block_id: first, block.block_id: block}
+    else:
+        (<dict?>found)[block.block_id] = block
+    return 0
+
+
+cdef object take_out(dict cache, bytes key, int32_t block_id):
+    """Remove a block from a key's, and return it; None if it is not one of them. A key with blocks left goes to the end."""
+    found = cache.pop(key, None)
+    if found is None:
+        return None
+    if type(found) is Block:
+        if (<Block>found).block_id == block_id:
+            return found
+        cache[key] = found
+        return None
+    block = (<dict?>found).pop(block_id, None)
+    if found:
+        cache[key] = found
+    return block
+
+
+@cython.final
+cdef class BlockMap:
+    """Cached blocks by hash: a key's only block, or a dict of its blocks by id, in the order of caching. O(1)."""
+
+    def __init__(self):
+        self._cache = {}
+
+    def get_one_block(self, bytes key not None) -> Block | None:
+        """Return the block cached first."""
+        return find_block(self._cache, key)
+
+    def contain(self, bytes key not None, block_id) -> bool:
+        """Return whether the block is cached under this key."""
+        return has_block(self._cache, key, block_id)
+
+    def insert(self, bytes key not None, Block block not None) -> None:
+        """Cache a block under a key, behind those that are."""
+        add_block(self._cache, key, block)
+
+    def pop(self, bytes key not None, block_id) -> Block | None:
+        """Remove a block and return it, or None if it is not cached under this key."""
+        return take_out(self._cache, key, block_id)
+
+    def __len__(self) -> int:
+        return len(self._cache)

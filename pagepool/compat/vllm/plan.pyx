@@ -1,0 +1,94 @@
+"""What a manager of vLLM's is made of, read once: groups, sizes, windows. What requests hold stays in vLLM's own objects."""
+
+cimport cython
+
+from pagepool.compat.vllm.pool cimport queue_of, suffix_of
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_coordinator import (
+    HybridKVCacheCoordinator,
+    KVCacheCoordinatorNoPrefixCache,
+    UnitaryKVCacheCoordinator,
+)
+from vllm.v1.core.single_type_kv_cache_manager import CrossAttentionManager, FullAttentionManager, SlidingWindowManager
+
+cdef tuple COORDINATORS = (HybridKVCacheCoordinator, KVCacheCoordinatorNoPrefixCache, UnitaryKVCacheCoordinator)
+
+
+@cython.final
+cdef class GroupPlan:
+    """A cache group: its sizes, and the dicts in which its manager of vLLM's keeps what requests hold."""
+
+    def __cinit__(self, coordinator, manager):
+        self.manager = manager
+        self.held = manager.req_to_blocks
+        self.num_cached = manager.num_cached_block
+        self.partial_hits = manager._partial_hit_reqs
+        self.suffix = suffix_of(manager.kv_cache_group_id)
+        self.null_block = manager._null_block
+        self.block_size = manager.block_size
+        self.is_known = is_known(coordinator, manager)
+        self.is_caching = manager.enable_caching
+        self.is_recording = manager._record_new_block_ids
+        self.is_eagle = manager.use_eagle
+        self.window = EVERYTHING
+        if type(manager) is SlidingWindowManager:
+            self.window = manager.sliding_window - 1 + manager.extra_retained_tokens
+            self.is_masked = is_masked(coordinator, manager)
+        else:
+            self.has_partial_tail = self.is_known and self.block_size != manager.block_pool.hash_block_size
+
+
+@cython.final
+cdef class Plan:
+    """A manager's groups, and what its coordinator adds to them."""
+
+    def __cinit__(self, manager):
+        coordinator = manager.coordinator
+        self.groups = [GroupPlan(coordinator, one) for one in coordinator.single_type_managers]
+        self.pool = manager.block_pool
+        self.queue = queue_of(self.pool)
+        self.coordinator = coordinator
+        self.nothing = manager.empty_kv_cache_blocks
+        self.max_model_len = manager.max_model_len
+        self.hash_block_size = self.pool.hash_block_size
+        self.num_lag = coordinator.num_reprefillable_tokens
+        if type(coordinator) is HybridKVCacheCoordinator and not coordinator.enable_partial_hash_hits:
+            self.alignment = coordinator.scheduler_block_size
+        self.is_hybrid = type(coordinator) is HybridKVCacheCoordinator
+        self.needs_processed = any([not (<GroupPlan>group).is_known or (<GroupPlan>group).window >= 0 for group in self.groups])
+
+
+cdef bint is_known(object coordinator, object manager):
+    """Whether its blocks are taken, given back and cached as the functions here do it."""
+    is_own = manager.block_pool is coordinator.block_pool and manager.kv_cache_spec.prefix_cacheable
+    return is_own and type(manager) in (FullAttentionManager, SlidingWindowManager)
+
+
+cdef bint is_masked(object coordinator, object manager):
+    """Whether a window's blocks are cached or not by their place: only those before an end of a hit can be hit."""
+    alignment = manager.cache_hit_alignment_tokens
+    if alignment is None or alignment % manager.block_size:
+        return False
+    if coordinator.retention_interval is not None:
+        return True
+    window = manager.kv_cache_spec.sliding_window
+    return manager._contiguous_blocks_for_hit(window, manager.block_size, manager.use_eagle) < alignment // manager.block_size
+
+
+cdef Plan plan_of(object manager):
+    """The plan of a manager, made at the first call; None if vLLM's own methods have to serve it."""
+    try:
+        return <Plan?>manager._pagepool_plan
+    except AttributeError:
+        pass
+    except TypeError:
+        return None
+    coordinator = manager.coordinator
+    pool = coordinator.block_pool
+    plan = False
+    if type(coordinator) in COORDINATORS and type(pool) is BlockPool and queue_of(pool) is not None:
+        if not any([isinstance(one, CrossAttentionManager) for one in coordinator.single_type_managers]):
+            plan = Plan(manager)
+    manager._pagepool_plan = plan
+    return None if plan is False else plan

@@ -1,0 +1,266 @@
+"""What vLLM's pool of blocks does for each block, compiled: take, touch, free, cache, look up.
+
+The functions replace methods of vLLM's `BlockPool`, with the same results in the same order, and are all or nothing. What they do
+not know they leave to vLLM's own methods: a pool that publishes events, or samples how long blocks stay, where that shows; a pool
+with another queue. O(1) a block.
+"""
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from libc.string cimport memcpy
+
+from pagepool.compat.vllm.blocks cimport (
+    NO_TOKENS, Block, BlockMap, add_block, as_block, check_queued, check_unqueued, find_block, first_blocks, has_block, join,
+    leave, leave_front, take_out,
+)
+
+from vllm.v1.core.block_pool import BlockPool
+
+from pagepool.errors import ArgumentError, DoubleFreeError, IntegrityError, OutOfPagesError, PageIdError
+
+cdef object vllm_get_cached_block = BlockPool.get_cached_block
+cdef object vllm_get_new_blocks = BlockPool.get_new_blocks
+cdef object vllm_touch = BlockPool.touch
+cdef object vllm_free_blocks = BlockPool.free_blocks
+cdef object vllm_cache_full_blocks = BlockPool.cache_full_blocks
+
+
+cdef bytes suffix_of(object group_id):
+    """What vLLM appends to a hash for a group."""
+    return group_id.to_bytes(4, "big")
+
+
+cdef bytes key_of(object block_hash, object suffix):
+    """A block's key in the map: its hash, then its group."""
+    cdef bytes digest = block_hash, group = suffix
+    cdef Py_ssize_t size = PyBytes_GET_SIZE(digest)
+    cdef bytes key = PyBytes_FromStringAndSize(NULL, size + PyBytes_GET_SIZE(group))
+    memcpy(PyBytes_AS_STRING(key), PyBytes_AS_STRING(digest), size)
+    memcpy(PyBytes_AS_STRING(key) + size, PyBytes_AS_STRING(group), PyBytes_GET_SIZE(group))
+    return key
+
+
+cdef BlockQueue queue_of(object pool):
+    """The queue of a pool, or None if vLLM's own methods have to serve it."""
+    queue = pool.free_block_queue
+    return <BlockQueue>queue if type(queue) is BlockQueue and pool.metrics_collector is None else None
+
+
+def get_cached_block(self, block_hash, kv_cache_group_ids):
+    """Return the block cached first for a hash in each group, or None if a group has none."""
+    cdef list found = []
+    cdef Block block
+    cached = self.cached_block_hash_to_block
+    if type(cached) is not BlockMap:
+        return vllm_get_cached_block(self, block_hash, kv_cache_group_ids)
+    for group_id in kv_cache_group_ids:
+        block = find_block((<BlockMap>cached)._cache, key_of(block_hash, suffix_of(group_id)))
+        if block is None:
+            return None
+        found.append(block)
+    return found
+
+
+def get_new_blocks(self, num_blocks):
+    """Take free blocks from the front of the queue; those that are cached lose their entries.
+
+    OutOfPagesError, a ValueError, and nothing taken, if fewer are free. IntegrityError if a queued block has references.
+    """
+    cdef BlockQueue queue = queue_of(self)
+    if queue is None:
+        return vllm_get_new_blocks(self, num_blocks)
+    return take_blocks(self, queue, num_blocks)
+
+
+cdef list take_blocks(object pool, BlockQueue queue, Py_ssize_t n):
+    cdef list blocks
+    cdef Block block
+    if not 0 <= n <= queue.num_free_blocks:
+        if n < 0:
+            raise ArgumentError(f"num_blocks: got {n}, allowed: at least 0")
+        raise OutOfPagesError(f"blocks: got {n}, allowed: at most {queue.num_free_blocks}, the number of free ones")
+    blocks = first_blocks(queue, n)
+    for value in blocks:
+        block = <Block>value
+        if block.ref_cnt:
+            raise IntegrityError(f"block {block.block_id} is in the free queue with {block.ref_cnt} references")
+    leave_front(queue, blocks)
+    if pool._reuse_watchers:
+        pool._notify_reuse(blocks)
+    if pool.enable_caching:
+        evict(pool, blocks)
+    for value in blocks:
+        (<Block>value).ref_cnt = 1
+    return blocks
+
+
+cdef int evict(object pool, list blocks) except -1:
+    """Drop the entries of blocks that were taken."""
+    cdef Block block
+    cached = pool.cached_block_hash_to_block
+    is_simple = type(cached) is BlockMap and not pool.enable_kv_cache_events and not pool.cached_block_hashes_by_block
+    for value in blocks:
+        block = <Block>value
+        if block._block_hash is None:
+            continue
+        if is_simple:
+            take_out((<BlockMap>cached)._cache, block._block_hash, block.block_id)
+            block._block_hash = None
+            block.num_hash_tokens = NO_TOKENS
+        else:
+            pool._maybe_evict_cached_block(block)
+    return 0
+
+
+def touch(self, blocks):
+    """Add a reference to each block; those without any leave the queue.
+
+    IntegrityError if one of these is not in it, PageIdError for a block of another pool; nothing has changed then.
+    """
+    cdef BlockQueue queue = queue_of(self)
+    cdef Block block
+    if queue is None:
+        return vllm_touch(self, blocks)
+    for value in blocks:
+        block = as_block(value)
+        if block.pool is not self and block.pool is not None:
+            raise PageIdError(f"block {block.block_id} is a block of another pool: {block!r}")
+        if block.ref_cnt == 0 and not block.is_null:
+            check_queued(block)
+    for value in blocks:
+        block = <Block>value
+        if block.is_null:
+            continue
+        if block.ref_cnt == 0:
+            leave(queue, block)
+        block.ref_cnt += 1
+
+
+def free_blocks(self, ordered_blocks):
+    """Take a reference from each block. Of those without any left, the uncached ones go before the queue's first block, the others
+    behind its last one, both in their order. Blocks of other pools go back to these.
+
+    DoubleFreeError for a block without a reference, PageIdError for one that is no block of its pool; nothing has changed then.
+    """
+    cdef BlockQueue queue = queue_of(self)
+    if queue is None:
+        return vllm_free_blocks(self, ordered_blocks)
+    give_blocks_back(self, queue, ordered_blocks)
+
+
+cdef int give_blocks_back(object pool, BlockQueue queue, object blocks) except -1:
+    cdef list done = [], first = [], last = []
+    cdef dict others = {}
+    cdef Block block
+    cdef bint is_caching = pool.enable_caching
+    try:
+        for value in blocks:
+            block = as_block(value)
+            if block.is_null:
+                continue
+            if block.pool is not pool and block.pool is not None:
+                others.setdefault(block.pool, []).append(block)
+                continue
+            take_reference(pool, block)
+            done.append(block)
+            if block.ref_cnt == 0:
+                (last if is_caching and block._block_hash is not None else first).append(block)
+    except BaseException:
+        for value in done:
+            (<Block>value).ref_cnt += 1
+        raise
+    join(queue, queue.fake_free_list_head, first)
+    join(queue, queue.fake_free_list_tail.prev_free_block, last)
+    for other, theirs in others.items():
+        other.free_blocks(theirs)
+    return 0
+
+
+cdef int take_reference(object pool, Block block) except -1:
+    """Take a reference from a block. One that was made by hand, without a pool, must not get into the queue."""
+    cdef bint is_own = block.pool is pool or is_listed(pool.blocks, block)
+    if is_own and block.ref_cnt <= 0:
+        raise DoubleFreeError(f"block {block.block_id} is freed more often than it was taken: {block!r}")
+    if not is_own and block.ref_cnt == 1:
+        raise PageIdError(f"block {block.block_id} is no block of this pool: {block!r}")
+    check_unqueued(block)
+    block.ref_cnt -= 1
+    return 0
+
+
+cdef bint is_listed(list blocks, Block block):
+    return 0 <= block.block_id < len(blocks) and blocks[block.block_id] is block
+
+
+def cache_full_blocks(self, request, blocks, num_cached_blocks, num_full_blocks, block_size, **options):
+    """Cache a request's blocks from `num_cached_blocks` to `num_full_blocks`, except null blocks and those left out by a mask.
+    Options: ``kv_cache_group_id``, ``block_mask``.
+    """
+    cdef Filled filled
+    hashes = request.block_hashes
+    if type(hashes) is list and type(blocks) is list and "kv_cache_group_id" in options and num_cached_blocks >= 0:
+        filled = Filled(num_cached_blocks, num_full_blocks, block_size, block_size // self.hash_block_size)
+        suffix = suffix_of(options["kv_cache_group_id"])
+        if enter_blocks(self, blocks, hashes, filled, options.get("block_mask"), suffix):
+            return
+    vllm_cache_full_blocks(self, request, blocks, num_cached_blocks, num_full_blocks, block_size, **options)
+
+
+cdef bint enter_blocks(object pool, list blocks, list hashes, Filled filled, object mask, object suffix) except -1:
+    """Cache blocks. False, and nothing done, where vLLM's own method has to: events, blocks that are cached, wrong sizes."""
+    cdef Block block
+    cdef dict cache
+    cdef bytes key
+    cdef Py_ssize_t i
+    cached = pool.cached_block_hash_to_block
+    if type(cached) is not BlockMap or pool.enable_kv_cache_events or not has_room(pool, blocks, hashes, filled, mask):
+        return False
+    for i in range(filled.start, filled.stop):
+        block = as_block(blocks[i])
+        if not block.is_null and block._block_hash is not None and (mask is None or mask[i - filled.start]):
+            return False
+    cache = (<BlockMap>cached)._cache
+    for i in range(filled.start, filled.stop):
+        block = <Block>blocks[i]
+        if block.is_null or (mask is not None and not mask[i - filled.start]):
+            continue
+        key = key_of(hashes[(i + 1) * filled.stride - 1], suffix)
+        if not has_block(cache, key, block.block_id):
+            block._block_hash = key
+            block.num_hash_tokens = (i + 1) * filled.block_size
+            add_block(cache, key, block)
+    return True
+
+
+cdef bint has_room(object pool, list blocks, list hashes, Filled filled, object mask) except -1:
+    """Whether there are blocks, hashes and a mask for all that are full."""
+    if filled.stride * <Py_ssize_t>pool.hash_block_size != filled.block_size:
+        return False
+    if filled.stop > len(blocks) or filled.stop * filled.stride > len(hashes):
+        return False
+    return mask is None or (type(mask) is list and len(mask) == filled.stop - filled.start)
+
+
+def count_evictable(cls, blocks):
+    """The blocks that have no reference and so leave the queue when they are touched."""
+    cdef Block block
+    cdef Py_ssize_t n = 0
+    for value in blocks:
+        block = as_block(value)
+        n += block.ref_cnt == 0 and not block.is_null
+    return n
+
+
+def get_block_ids(self, allow_none=False, *, group_ids=None):
+    """Return the ids of the blocks by group, or of the groups `group_ids`; with `allow_none` None if there are no blocks."""
+    groups = self.blocks if group_ids is None else [self.blocks[group_id] for group_id in group_ids]
+    if allow_none:
+        for blocks in groups:
+            if blocks:
+                break
+        else:
+            return None
+    return tuple([ids_of(blocks) for blocks in groups])
+
+
+cdef list ids_of(object blocks):
+    return [(<Block>block).block_id if type(block) is Block else block.block_id for block in blocks]

@@ -1,0 +1,234 @@
+"""Blocks for a request's next tokens, compiled: blocks behind windows go back, missing ones are taken, full ones are cached.
+
+The functions replace methods of vLLM's `KVCacheManager`, with the same results. A step that needs nothing costs a few look-ups
+for each group. They read and write vLLM's own dicts, so its other methods may be mixed with them. Prompts, whose first call brings
+hits or external tokens, and managers that `plan_of` does not know are left to vLLM's own methods, which call the pool's compiled
+ones; so are single groups of other kinds than full attention and windows.
+"""
+
+from cpython.dict cimport PyDict_GetItemWithError
+from cpython.object cimport PyObject
+from libc.stdint cimport int64_t
+
+from pagepool.compat.vllm.blocks cimport Block
+from pagepool.compat.vllm.plan cimport EVERYTHING, GroupPlan, Plan, plan_of
+from pagepool.compat.vllm.pool cimport Filled, enter_blocks, give_blocks_back, take_blocks
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_coordinator import replay_boundaries
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.request import Request, RequestStatus
+
+cdef object vllm_allocate_slots = KVCacheManager.allocate_slots
+cdef object vllm_cache_blocks = KVCacheManager.cache_blocks
+cdef object vllm_cache_full_blocks = BlockPool.cache_full_blocks
+cdef tuple WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+cdef struct Tokens:           # of a request in a step
+    int64_t num_before        # computed before the step
+    int64_t num_computed      # the same, at most the longest sequence
+    int64_t num_scheduled     # with those of the step
+    int64_t num_slots         # with those drafted ahead
+
+
+def allocate_slots(self, request, num_new_tokens, *args, **options):
+    """Give a request blocks for its next tokens, and cache those of its blocks that these fill.
+
+    Returns vLLM's `KVCacheBlocks` with the new ones, or None if too few blocks are free. Arguments and options: those of vLLM's
+    method. O(groups + blocks taken, given back and cached).
+    """
+    cdef Plan plan = None
+    cdef Tokens tokens
+    cdef int64_t num_ahead = options["num_lookahead_tokens"] if "num_lookahead_tokens" in options else 0
+    if not args and len(options) == ("num_lookahead_tokens" in options) and num_new_tokens >= 1:
+        plan = plan_of(self)
+    if plan is None or has_partial_hit(plan, request.request_id):
+        return vllm_allocate_slots(self, request, num_new_tokens, *args, **options)
+    tokens.num_before = request.num_computed_tokens
+    tokens.num_computed = min(tokens.num_before, plan.max_model_len)
+    tokens.num_scheduled = tokens.num_computed + <int64_t>num_new_tokens
+    tokens.num_slots = min(tokens.num_scheduled + num_ahead, plan.max_model_len)
+    if plan.needs_processed:
+        leave_windows(plan, request, max(0, tokens.num_computed - <int64_t>request.num_in_flight_tokens))
+    return take_slots(self, plan, request, &tokens)
+
+
+cdef bint has_partial_hit(Plan plan, object request_id) except -1:
+    """Whether the request begins inside a block that it shares, which vLLM's own method copies."""
+    cdef GroupPlan group
+    for value in plan.groups:
+        group = <GroupPlan>value
+        if group.partial_hits and request_id in group.partial_hits:
+            return True
+    return False
+
+
+cdef object take_slots(object self, Plan plan, object request, const Tokens *tokens):
+    """Take the blocks that are missing, or return None if too few are free."""
+    cdef int64_t num_missing = 0
+    request_id = request.request_id
+    for group in plan.groups:
+        num_missing += count_missing(plan, <GroupPlan>group, request, request_id, tokens)
+    watermark = self.watermark_blocks
+    if watermark and request.status in WAITING:
+        num_missing += <int64_t>watermark
+    if num_missing > plan.queue.num_free_blocks:
+        return None
+    new_blocks = tuple([extend(plan, <GroupPlan>group, request_id, tokens) for group in plan.groups])
+    cache_full(plan, request, min(tokens.num_scheduled, count_tokens(request)))
+    for blocks in new_blocks:
+        if blocks:
+            return KVCacheBlocks(new_blocks)
+    return plan.nothing
+
+
+cdef int64_t count_tokens(object request) except -1:
+    """The request's known tokens."""
+    return len(request._all_token_ids) if type(request) is Request else request.num_tokens
+
+
+cdef inline int64_t count_held(object held, object request_id) except -1:
+    cdef PyObject *blocks = PyDict_GetItemWithError(held, request_id)
+    return 0 if blocks == NULL else len(<object>blocks)
+
+
+cdef inline int64_t count_skipped(GroupPlan group, int64_t num_computed) noexcept:
+    """The blocks before the window of the next token."""
+    return max(0, num_computed - group.window) // group.block_size if group.window != EVERYTHING else 0
+
+
+cdef int64_t count_missing(Plan plan, GroupPlan group, object request, object request_id, const Tokens *tokens) except -1:
+    """The blocks that a group will take for the request."""
+    cdef int64_t num_held
+    if not group.is_known:
+        return count_by_manager(plan, group, request, tokens)
+    num_held = count_held(group.held, request_id)
+    if group.window != EVERYTHING and PyDict_GetItemWithError(group.num_cached, request_id) == NULL:
+        num_held = max(num_held, count_skipped(group, tokens.num_before))
+    return max(0, (tokens.num_slots + group.block_size - 1) // group.block_size - num_held)
+
+
+cdef int64_t count_by_manager(Plan plan, GroupPlan group, object request, const Tokens *tokens) except -1:
+    prefill_end = 0
+    if plan.coordinator.retention_interval == 0:
+        prefill_end = max(request.num_prompt_tokens, count_tokens(request) - 1)
+    return group.manager.get_num_blocks_to_allocate(
+        request.request_id, tokens.num_slots, (), tokens.num_before, tokens.num_before, tokens.num_scheduled,
+        apply_admission_cap=False, prefill_end=prefill_end,
+    )
+
+
+cdef list extend(Plan plan, GroupPlan group, object request_id, const Tokens *tokens):
+    """Give the request the blocks that a group misses, and return them."""
+    cdef list blocks, new_blocks
+    cdef int64_t num_missing
+    if not group.is_known:
+        return group.manager.allocate_new_blocks(request_id, tokens.num_slots, tokens.num_scheduled)
+    blocks = group.held[request_id]  # vLLM's default dict
+    num_missing = (tokens.num_slots + group.block_size - 1) // group.block_size - len(blocks)
+    if num_missing <= 0:
+        return []
+    new_blocks = take_blocks(plan.pool, plan.queue, num_missing)
+    blocks.extend(new_blocks)
+    if group.is_recording:
+        group.manager.new_block_ids.extend([(<Block>block).block_id for block in new_blocks])
+    return new_blocks
+
+
+cdef int leave_windows(Plan plan, object request, int64_t num_processed) except -1:
+    """Give back the blocks that no coming token attends to."""
+    cdef GroupPlan group
+    for value in plan.groups:
+        group = <GroupPlan>value
+        if not group.is_known:
+            group.manager.remove_skipped_blocks(request.request_id, num_processed, request.num_prompt_tokens)
+        elif count_skipped(group, num_processed):
+            leave_window(plan, group, group.held[request.request_id], count_skipped(group, num_processed))
+    return 0
+
+
+cdef int leave_window(Plan plan, GroupPlan group, list blocks, int64_t num_skipped) except -1:
+    """Give back those of the first blocks that are left, the last one first, and put the null block in their places."""
+    cdef list freed = []
+    cdef Py_ssize_t i = min(num_skipped, <int64_t>len(blocks)) - 1
+    while i >= 0 and blocks[i] is not group.null_block:
+        freed.append(blocks[i])
+        blocks[i] = group.null_block
+        i -= 1
+    if freed:
+        give_blocks_back(plan.pool, plan.queue, freed)
+    return 0
+
+
+def cache_blocks(self, request, num_computed_tokens):
+    """Cache those of a request's blocks that its first `num_computed_tokens` fill. O(groups + blocks cached)."""
+    cdef Plan plan = plan_of(self)
+    if plan is None:
+        vllm_cache_blocks(self, request, num_computed_tokens)
+    elif self.enable_caching:
+        cache_full(plan, request, num_computed_tokens)
+
+
+cdef int cache_full(Plan plan, object request, int64_t num_tokens) except -1:
+    cdef GroupPlan group
+    hashes = request.block_hashes
+    for value in plan.groups:
+        group = <GroupPlan>value
+        if not group.is_caching:
+            continue
+        if group.is_known:
+            cache_group(plan, group, request, hashes, count_cacheable(plan, group, num_tokens))
+        else:
+            cache_by_manager(plan, group, request, count_cacheable(plan, group, num_tokens))
+    return 0
+
+
+cdef int64_t count_cacheable(Plan plan, GroupPlan group, int64_t num_tokens) noexcept:
+    """The leading tokens that a later hit of a group may have, among computed ones."""
+    cdef int64_t num_final = max(0, num_tokens - plan.num_lag)
+    if not plan.is_hybrid:
+        return num_final
+    if group.is_eagle and align(plan, num_tokens) > 0:
+        return min(num_final, align(plan, num_final) + group.block_size)
+    return align(plan, num_tokens)
+
+
+cdef inline int64_t align(Plan plan, int64_t num_tokens) noexcept:
+    return num_tokens - num_tokens % plan.alignment if plan.alignment else num_tokens
+
+
+cdef int cache_group(Plan plan, GroupPlan group, object request, object hashes, int64_t num_tokens) except -1:
+    cdef int64_t num_full = min(num_tokens, <int64_t>len(hashes) * plan.hash_block_size) // group.block_size
+    cdef int64_t num_cached = 0
+    cdef PyObject *found = PyDict_GetItemWithError(group.num_cached, request.request_id)
+    if found != NULL:
+        num_cached = <object>found
+    if num_cached < num_full and group.is_masked:
+        return cache_by_manager(plan, group, request, num_tokens)
+    if num_cached < num_full:
+        stride = group.block_size // plan.hash_block_size
+        enter_full(plan, group, request, Filled(num_cached, num_full, group.block_size, stride))
+    if group.has_partial_tail:
+        group.manager._cache_partial_tail_block(request, num_tokens)
+    return 0
+
+
+cdef int enter_full(Plan plan, GroupPlan group, object request, Filled filled) except -1:
+    request_id, hashes = request.request_id, request.block_hashes
+    blocks = group.held[request_id]
+    if type(hashes) is not list or not enter_blocks(plan.pool, blocks, hashes, filled, None, group.suffix):
+        vllm_cache_full_blocks(
+            plan.pool, request, blocks, filled.start, filled.stop, filled.block_size, group.manager.kv_cache_group_id
+        )
+    group.num_cached[request_id] = filled.stop
+    return 0
+
+
+cdef int cache_by_manager(Plan plan, GroupPlan group, object request, int64_t num_tokens) except -1:
+    coordinator = plan.coordinator
+    is_eagle = bool(coordinator.drop_eagle_group_ids)
+    boundaries = replay_boundaries(request.num_prompt_tokens, coordinator.scheduler_block_size, use_eagle=is_eagle)
+    group.manager.cache_blocks(
+        request, num_tokens, retention_interval=coordinator.retention_interval, replay_boundaries=boundaries
+    )
+    return 0
