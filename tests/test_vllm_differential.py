@@ -82,6 +82,15 @@ def test_same_with_pagepool(plain: Side, replaced: Side, setting: Setting) -> No
     Comparison(plain, replaced).compare(setting.name, seeds, -(-NUM_OPERATIONS // len(SETTINGS) // num_seeds))
 
 
+def test_one_side_has_replacements(plain: Side, replaced: Side) -> None:
+    job = {"setting": SETTINGS[0].name, "seed": 0, "num_calls": 1}
+    homes = []
+    for side in (plain, replaced):
+        side.ask(job)
+        homes.append(side.answer(1)["blocks"])
+    assert homes == ["vllm.v1.core.kv_cache_utils", "pagepool.compat.vllm.blocks"]
+
+
 @pytest.mark.parametrize(("bug", "setting"), BUGS.items(), ids=list(BUGS))
 def test_planted_bugs_are_found(plain: Side, bug: str, setting: str) -> None:
     with pytest.raises(Mismatch, match=r"call \d+\n.*\n.*against"):

@@ -43,7 +43,7 @@ class Setting:
     asynchronous: bool = False
     external: bool = False
     extra_keys: bool = False
-    events: bool = True
+    events: bool = True  # in some of the seeds
     metrics: bool = False
     mixed_precision: bool = False
 

@@ -91,7 +91,7 @@ def cache_config(setting: Setting, num_blocks: int) -> Any:
     )
 
 
-def make_manager(setting: Setting, num_blocks: int, collector: Collector | None) -> Any:
+def make_manager(setting: Setting, num_blocks: int, has_events: bool, collector: Collector | None) -> Any:
     """Build vLLM's manager of a setting."""
     return KVCacheManager(
         cache_config(setting, num_blocks),
@@ -104,7 +104,7 @@ def make_manager(setting: Setting, num_blocks: int, collector: Collector | None)
         num_hash_lookahead_tokens=setting.hash_lookahead,
         num_prefill_lookahead=setting.prefill_lookahead,
         log_stats=True,
-        enable_kv_cache_events=setting.events,
+        enable_kv_cache_events=has_events,
         dcp_world_size=setting.context_parallel,
         metrics_collector=collector,
         watermark=setting.watermark,
@@ -112,6 +112,11 @@ def make_manager(setting: Setting, num_blocks: int, collector: Collector | None)
 
 
 # --- calls --------------------------------------------------------------------------------------------------
+
+
+def kind_of(error: Exception) -> str:
+    """Return the built-in kind of an error: pagepool's errors say more, and have kinds of their own."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
 
 
 class Calls:
@@ -137,7 +142,7 @@ class Calls:
             result = function(*args, **options)
             outcome = self.reader.plain(result)
         except Exception as error:
-            outcome = f"{type(error).__name__}: {error}"
+            outcome = kind_of(error)
         self._observe(name, described, outcome, self.reader.read(self.requests.values(), self.extras))
         return result
 
@@ -331,7 +336,7 @@ class Workload:
         self.rng = Random(seed)
         self.num_blocks = self.rng.choice(setting.num_blocks)
         collector = Collector() if setting.metrics else None
-        self.manager = make_manager(setting, self.num_blocks, collector)
+        self.manager = make_manager(setting, self.num_blocks, setting.events and self.rng.random() < 0.4, collector)
         self.pool = self.manager.block_pool
         self.calls = Calls(self.manager, observe)
         self.requests = Requests(setting, self.manager, self.calls)
