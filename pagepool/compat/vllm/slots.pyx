@@ -97,7 +97,7 @@ cdef inline int64_t count_skipped(GroupPlan group, int64_t num_computed) noexcep
     return max(0, num_computed - group.window) // group.block_size if group.window != EVERYTHING else 0
 
 
-cdef int64_t count_missing(Plan plan, GroupPlan group, object request, object request_id, const Tokens *tokens) except -1:
+cdef int64_t count_missing(Plan plan, GroupPlan group, object request, object request_id, const Tokens *tokens) except? -1:
     """The blocks that a group will take for the request."""
     cdef int64_t num_held
     if not group.is_known:
@@ -108,7 +108,7 @@ cdef int64_t count_missing(Plan plan, GroupPlan group, object request, object re
     return max(0, (tokens.num_slots + group.block_size - 1) // group.block_size - num_held)
 
 
-cdef int64_t count_by_manager(Plan plan, GroupPlan group, object request, const Tokens *tokens) except -1:
+cdef int64_t count_by_manager(Plan plan, GroupPlan group, object request, const Tokens *tokens) except? -1:
     prefill_end = 0
     if plan.coordinator.retention_interval == 0:
         prefill_end = max(request.num_prompt_tokens, count_tokens(request) - 1)
