@@ -579,8 +579,8 @@ class OracleManager:
         self.keys.cut(request.request_id, num_tokens)
 
     def _forget_uncomputed(self, request: Any, num_computed_tokens: int) -> None:
-        """Drop the entries of pages with tokens from there on, hits aside. Which page a window has left is not known any more: all
-        with that content lose the entry.
+        """Drop the entries of pages with tokens from there on, hits aside. Which page a window has left is not known any more:
+        all with that content lose the entry.
         """
         for group_id, (kind, held) in enumerate(zip(self.kinds, self.held.get(request.request_id, ()), strict=False)):
             keys = [] if isinstance(kind, Mamba) else self._keys(request, kind)

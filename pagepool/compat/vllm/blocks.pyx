@@ -9,6 +9,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, I
 
 
 @cython.final
+@cython.trashcan(True)  # a long chain of links is freed without recursion
 cdef class Block:
     """A block's id, reference count and hash, and its neighbours in the free queue: None while it is not in it.
 

@@ -95,8 +95,8 @@ cdef int shorten(tuple hits, Py_ssize_t num_blocks) except -1:
 
 
 def find_window_hit(cls, block_hashes, max_length, **options):
-    """Return the blocks by group, null blocks before the window, and how many tokens these are. Options: those of vLLM's method, by
-    name. O(blocks).
+    """Return the blocks by group, null blocks before the window, and how many tokens these are. Options: those of vLLM's
+    method, by name. O(blocks).
     """
     cdef Lookup lookup = lookup_of(block_hashes, max_length, options)
     cdef bint is_eagle = options["drop_eagle_block"]

@@ -1,8 +1,8 @@
 """What vLLM's pool of blocks does for each block, compiled: take, touch, free, cache, look up.
 
-The functions replace methods of vLLM's `BlockPool`, with the same results in the same order, and are all or nothing. What they do
-not know they leave to vLLM's own methods: a pool that publishes events, or samples how long blocks stay, where that shows; a pool
-with another queue. O(1) a block.
+The functions replace methods of vLLM's `BlockPool`, with the same results in the same order, and are all or nothing. What they
+do not know they leave to vLLM's own methods: a pool that publishes events, or samples how long blocks stay, where that shows; a
+pool with another queue. O(1) a block.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -136,8 +136,8 @@ def touch(self, blocks):
 
 
 def free_blocks(self, ordered_blocks):
-    """Take a reference from each block. Of those without any left, the uncached ones go before the queue's first block, the others
-    behind its last one, both in their order. Blocks of other pools go back to these.
+    """Take a reference from each block. Of those without any left, the uncached ones go before the queue's first block, the
+    others behind its last one, both in their order. Blocks of other pools go back to these.
 
     DoubleFreeError for a block without a reference, PageIdError for one that is no block of its pool; nothing has changed then.
     """

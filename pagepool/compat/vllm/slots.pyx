@@ -1,9 +1,9 @@
 """Blocks for a request's next tokens, compiled: blocks behind windows go back, missing ones are taken, full ones are cached.
 
 The functions replace methods of vLLM's `KVCacheManager`, with the same results. A step that needs nothing costs a few look-ups
-for each group. They read and write vLLM's own dicts, so its other methods may be mixed with them. Prompts, whose first call brings
-hits or external tokens, and managers that `plan_of` does not know are left to vLLM's own methods, which call the pool's compiled
-ones; so are single groups of other kinds than full attention and windows.
+for each group. They read and write vLLM's own dicts, so its other methods may be mixed with them. Prompts, whose first call
+brings hits or external tokens, and managers that `plan_of` does not know are left to vLLM's own methods, which call the pool's
+compiled ones; so are single groups of other kinds than full attention and windows.
 """
 
 from cpython.dict cimport PyDict_GetItemWithError

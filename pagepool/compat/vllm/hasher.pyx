@@ -1,0 +1,320 @@
+"""Block hashes of vLLM's requests, with the bytes of its `sha256` and `sha256_cbor`. Importing this does not import vLLM."""
+
+cimport cython
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.object cimport PyObject
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memcpy
+
+from pagepool.compat.vllm.sha256 cimport has_sha_instructions, sha256, store_word
+from pagepool.core.arguments cimport size_of
+
+from importlib import import_module
+
+from pagepool.errors import ArgumentError, CompatError, shown
+
+cdef extern from *:
+    """
+    /* Read a plain int of 32 bits; 0 for everything else. Runs no Python code. */
+    static inline int pagepool_read_token(PyObject *item, int32_t *token) {
+        int overflow = 0;
+        long number;
+        if (!PyLong_CheckExact(item)) return 0;
+    #if PY_VERSION_HEX >= 0x030c0000
+        if (PyUnstable_Long_IsCompact((PyLongObject *)item))
+            number = (long)PyUnstable_Long_CompactValue((PyLongObject *)item);
+        else
+    #endif
+        number = PyLong_AsLongAndOverflow(item, &overflow);
+        *token = (int32_t)number;
+        return !overflow && *token == number;
+    }
+    """
+    bint read_token "pagepool_read_token" (PyObject *item, int32_t *token) noexcept nogil
+
+cdef extern from "Python.h":
+    PyObject **items_of "PySequence_Fast_ITEMS" (list items)
+
+cdef enum:
+    DIGEST_SIZE = 32          # bytes
+    MAX_PARENT_SIZE = 255     # bytes: pickle and CBOR write the size of larger ones differently
+    MAX_BLOCK_SIZE = 13_000   # tokens: below 64 KiB pickle writes a single frame
+    TOKEN_SIZE = 5            # bytes that a token takes at most
+    ROOM = 300                # bytes for the rest of an encoded block, and for what is written past its end
+
+cdef enum:                    # opcodes of pickle, protocol 5
+    PROTO = 0x80
+    FRAME = 0x95
+    SHORT_BINBYTES = 0x43
+    MEMOIZE = 0x94
+    MARK = 0x28
+    BININT = 0x4a
+    BININT1 = 0x4b
+    BININT2 = 0x4d
+    TUPLE = 0x74
+    TUPLE1 = 0x85
+    TUPLE3 = 0x87
+    NONE = 0x4e
+    STOP = 0x2e
+
+cdef enum:                    # CBOR: RFC 8949, 3
+    NEGATIVE = 1 << 5
+    BYTE_STRING = 2 << 5
+    ARRAY = 4 << 5
+    NULL_VALUE = 0xf6
+
+cdef struct Block:
+    const uint8_t *parent
+    Py_ssize_t parent_size
+    PyObject **tokens
+    Py_ssize_t num_tokens
+
+
+cdef bint HAS_SHA = has_sha_instructions()
+
+
+cdef inline void store_little(uint8_t *out, uint32_t number) noexcept nogil:
+    out[0] = <uint8_t>number
+    out[1] = <uint8_t>(number >> 8)
+    out[2] = <uint8_t>(number >> 16)
+    out[3] = <uint8_t>(number >> 24)
+
+
+cdef inline uint8_t *pickle_token(uint8_t *out, int32_t token) noexcept nogil:
+    """Write an int, without branches, and return its end. Four bytes are written, of which some may be past it."""
+    cdef bint is_two = <uint32_t>token > 0xff, is_four = <uint32_t>token > 0xffff
+    out[0] = <uint8_t>(BININT1 + is_two * (BININT2 - BININT1) + is_four * (BININT - BININT2))
+    store_little(out + 1, token)
+    return out + 2 + is_two + 2 * is_four
+
+
+cdef inline uint8_t *write_head(uint8_t *out, uint8_t major, uint32_t number) noexcept nogil:
+    """Write the head of a CBOR item: its type and a number. As `pickle_token` otherwise."""
+    cdef bint is_one = number > 23, is_two = number > 0xff, is_four = number > 0xffff
+    cdef int num_bytes = is_one + is_two + 2 * is_four
+    out[0] = <uint8_t>(major | (min(number, 23) + is_one + is_two + is_four))
+    store_word(out + 1, <uint32_t>(<uint64_t>number << (32 - 8 * num_bytes)))
+    return out + 1 + num_bytes
+
+
+cdef Py_ssize_t pickle_block(uint8_t *out, const Block *block) noexcept nogil:
+    """Pickle (parent, tokens, None), protocol 5, and return its size; 0 if a token is not a plain int of 32 bits."""
+    cdef uint8_t *first = out
+    cdef Py_ssize_t i
+    cdef int32_t token = 0
+    out[0], out[1], out[2] = PROTO, 5, FRAME
+    out[11], out[12] = SHORT_BINBYTES, <uint8_t>block.parent_size
+    memcpy(out + 13, block.parent, block.parent_size)
+    out += 13 + block.parent_size
+    out[0], out[1] = MEMOIZE, MARK
+    out += 2 if block.num_tokens > 3 else 1
+    for i in range(block.num_tokens):
+        if not read_token(block.tokens[i], &token):
+            return 0
+        out = pickle_token(out, token)
+    out[0] = TUPLE if block.num_tokens > 3 else <uint8_t>(TUPLE1 - 1 + block.num_tokens)
+    out[1], out[2], out[3], out[4], out[5] = MEMOIZE, NONE, TUPLE3, MEMOIZE, STOP
+    store_little(first + 3, <uint32_t>(out + 6 - first - 11))
+    store_little(first + 7, 0)
+    return out + 6 - first
+
+
+cdef Py_ssize_t encode_cbor(uint8_t *out, const Block *block) noexcept nogil:
+    """Write [parent, tokens, null] in canonical CBOR and return its size; 0 if a token is not a plain int of 32 bits."""
+    cdef uint8_t *first = out
+    cdef Py_ssize_t i
+    cdef int32_t token = 0
+    out = write_head(out, ARRAY, 3)
+    out = write_head(out, BYTE_STRING, <uint32_t>block.parent_size)
+    memcpy(out, block.parent, block.parent_size)
+    out = write_head(out + block.parent_size, ARRAY, <uint32_t>block.num_tokens)
+    for i in range(block.num_tokens):
+        if not read_token(block.tokens[i], &token):
+            return 0
+        out = write_head(out, NEGATIVE if token < 0 else 0, ~token if token < 0 else token)
+    out[0] = NULL_VALUE
+    return out + 1 - first
+
+
+cdef uint8_t *make_buffer(Py_ssize_t num_tokens) except NULL:
+    """Memory in which a block can be encoded, for `PyMem_Free`."""
+    cdef uint8_t *buffer = <uint8_t *>PyMem_Malloc(ROOM + TOKEN_SIZE * num_tokens)
+    if buffer == NULL:
+        raise MemoryError(f"{ROOM + TOKEN_SIZE * num_tokens} bytes")
+    return buffer
+
+
+cdef bytes hash_encoded(uint8_t *buffer, Block *block, bint is_cbor):
+    """The digest of a block whose parent and number of tokens are within bounds; None for tokens that are not encoded here."""
+    cdef Py_ssize_t size = encode_cbor(buffer, block) if is_cbor else pickle_block(buffer, block)
+    cdef bytes digest
+    if size == 0:
+        return None
+    digest = PyBytes_FromStringAndSize(NULL, DIGEST_SIZE)
+    sha256(buffer, size, <uint8_t *>PyBytes_AS_STRING(digest), HAS_SHA)
+    return digest
+
+
+@cython.final
+cdef class RequestBlockHasher:
+    """Finds the hashes of a request's new full blocks. Made by `get_request_block_hasher`.
+
+    Hashed here: requests without features, adapter and embeddings, whose tokens are plain ints of 32 bits. Others are left to
+    vLLM's own hasher. Without a full block, a call compares two lengths. Pickled with vLLM's functions by reference.
+    """
+
+    cdef readonly Py_ssize_t hash_block_size
+    cdef readonly object caching_hash_fn
+    cdef bint is_cbor
+    cdef object utils         # vLLM's module
+    cdef object theirs        # makes vLLM's own hasher
+    cdef object own_hasher    # None until it is needed
+
+    def __cinit__(self, Py_ssize_t hash_block_size, caching_hash_fn):
+        if not is_supported(hash_block_size, caching_hash_fn):
+            raise ArgumentError(
+                f"caching_hash_fn: got {shown(caching_hash_fn)} for blocks of {hash_block_size}, "
+                f"allowed: vLLM's sha256 and sha256_cbor for blocks of 1 to {MAX_BLOCK_SIZE}"
+            )
+        self.hash_block_size, self.caching_hash_fn = hash_block_size, caching_hash_fn
+        self.is_cbor = caching_hash_fn is bound_sha256_cbor
+        self.utils, self.theirs = bound_utils, bound_theirs
+
+    def __reduce__(self):
+        return RequestBlockHasher, (self.hash_block_size, self.caching_hash_fn)
+
+    @cython.binding(False)
+    def find_new_hashes(self, request):
+        """The hashes of the full blocks after those in ``request.block_hashes``."""
+        tokens, hashes = getattr(request, "_all_token_ids", None), getattr(request, "block_hashes", None)
+        if type(tokens) is list and type(hashes) is list:
+            if len(<list>tokens) - len(<list>hashes) * self.hash_block_size < self.hash_block_size:
+                return []
+            digests = self.hash_request(request, tokens, hashes)
+            if digests is not None:
+                return digests
+        if self.own_hasher is None:
+            self.own_hasher = self.theirs(self.hash_block_size, self.caching_hash_fn)
+        return self.own_hasher(request)
+
+    cdef list hash_request(self, object request, list tokens, list hashes):
+        """The new hashes; None if vLLM's own hasher has to find them. vLLM gives an empty parent, as none, NONE_HASH."""
+        cdef Py_ssize_t num_hashes = len(hashes)
+        cdef list digests = []
+        parent = hashes[num_hashes - 1] if num_hashes else None
+        if request.mm_features or request.lora_request or request.prompt_embeds is not None:
+            return None
+        if not num_hashes and request.cache_salt:
+            parent = self.hash_salted(request, tokens)
+            digests.append(parent)
+        if not parent:
+            parent = getattr(self.utils, "NONE_HASH", None)
+        if type(parent) is not bytes or len(<bytes>parent) > MAX_PARENT_SIZE:
+            return None
+        return self.hash_tokens(digests, parent, tokens, (num_hashes + len(digests)) * self.hash_block_size)
+
+    cdef object hash_salted(self, object request, list tokens):
+        """The hash of the first block, which alone has the salt, by vLLM's functions."""
+        extra_keys, _ = self.utils.generate_block_hash_extra_keys(request, 0, self.hash_block_size, 0)
+        return self.utils.hash_block_tokens(self.caching_hash_fn, None, tokens[:self.hash_block_size], extra_keys)
+
+    cdef list hash_tokens(self, list digests, bytes parent, list tokens, Py_ssize_t start):
+        """`digests` with those of the full blocks from token `start` on; None where tokens are not encoded here."""
+        cdef uint8_t *buffer = make_buffer(self.hash_block_size)
+        try:
+            while start + self.hash_block_size <= len(tokens):
+                parent = self.hash_block(buffer, parent, tokens, start)
+                if parent is None:
+                    return None
+                digests.append(parent)
+                start += self.hash_block_size
+        finally:
+            PyMem_Free(buffer)
+        return digests
+
+    cdef bytes hash_block(self, uint8_t *buffer, bytes parent, list tokens, Py_ssize_t start):
+        """The digest of a block; None where tokens are not encoded here. Nobody changes the list while it is read."""
+        cdef Block block
+        with cython.critical_section(tokens):
+            if start + self.hash_block_size > len(tokens):
+                return None
+            block.parent, block.parent_size = <const uint8_t *>PyBytes_AS_STRING(parent), len(parent)
+            block.tokens, block.num_tokens = items_of(tokens) + start, self.hash_block_size
+            return hash_encoded(buffer, &block, self.is_cbor)
+
+
+# What is used of vLLM: `bind` sets it.
+cdef object bound_utils = None
+cdef object bound_sha256 = None
+cdef object bound_sha256_cbor = None
+cdef object bound_theirs = None
+
+
+def bind() -> None:
+    """Keep vLLM's own functions: call it before ``get_request_block_hasher`` is replaced in vLLM. Imports vLLM.
+
+    Has no effect if they are kept already. CompatError if the function is replaced already.
+    """
+    global bound_utils, bound_sha256, bound_sha256_cbor, bound_theirs
+    utils, hashing = import_module("vllm.v1.core.kv_cache_utils"), import_module("vllm.utils.hashing")
+    if utils is bound_utils:
+        return
+    theirs = utils.get_request_block_hasher
+    if theirs is get_request_block_hasher:
+        raise CompatError(f"{utils.__name__}.get_request_block_hasher: got pagepool's function, allowed: vLLM's")
+    bound_utils, bound_sha256, bound_sha256_cbor, bound_theirs = utils, hashing.sha256, hashing.sha256_cbor, theirs
+
+
+def get_request_block_hasher(hash_block_size, caching_hash_fn, num_hash_lookahead_tokens=0):
+    """Return the function that computes the hashes of a request's new full blocks, for vLLM's function of this name.
+
+    A method of `RequestBlockHasher` for vLLM's `sha256` and `sha256_cbor`, without lookahead, and up to 13,000 tokens a block;
+    else vLLM's own, also if `caching_hash_fn` gives other digests for tokens of all sizes. ArgumentError for a block
+    size below 1, ArgumentTypeError for one that is not an int.
+    """
+    cdef Py_ssize_t block_size = size_of(hash_block_size, "hash_block_size", 1)
+    if is_supported(block_size, caching_hash_fn) and not num_hash_lookahead_tokens:
+        return RequestBlockHasher(block_size, caching_hash_fn).find_new_hashes  # called faster than an object is
+    return bound_theirs(hash_block_size, caching_hash_fn, num_hash_lookahead_tokens)
+
+
+cdef bint is_supported(Py_ssize_t hash_block_size, object caching_hash_fn) except -1:
+    """Whether blocks are hashed here. Imports vLLM."""
+    bind()
+    if not 1 <= hash_block_size <= MAX_BLOCK_SIZE:
+        return False
+    if caching_hash_fn is bound_sha256 or caching_hash_fn is bound_sha256_cbor:
+        return agrees(caching_hash_fn, caching_hash_fn is bound_sha256_cbor)
+    return False
+
+
+cdef bint agrees(object hash_function, bint is_cbor) except -1:
+    """Whether a hash function gives the same digests, as it may not with another version of pickle or cbor2."""
+    parent = bytes(range(DIGEST_SIZE))
+    for tokens in ([0, 23, 24, 255, 256, 65535, 65536, (1 << 31) - 1, -1, -25, -(1 << 31)], [7], [7, 8], [7, 8, 9]):
+        if hash_function((parent, tuple(tokens), None)) != _hash_block(parent, tokens, is_cbor):
+            return False
+    return True
+
+
+def _hash_block(bytes parent not None, list tokens not None, bint is_cbor):
+    """The digest of a block; None if it is not encoded here. For tests."""
+    cdef Block block = Block(<const uint8_t *>PyBytes_AS_STRING(parent), len(parent), items_of(tokens), len(tokens))
+    cdef uint8_t *buffer
+    if len(parent) > MAX_PARENT_SIZE or not 1 <= len(tokens) <= MAX_BLOCK_SIZE:
+        return None
+    buffer = make_buffer(len(tokens))
+    try:
+        return hash_encoded(buffer, &block, is_cbor)
+    finally:
+        PyMem_Free(buffer)
+
+
+def _sha256(bytes data not None, bint with_instructions):
+    """SHA-256 of bytes, with the processor's SHA instructions or without. ArgumentError if it has none. For tests."""
+    cdef bytes digest = PyBytes_FromStringAndSize(NULL, DIGEST_SIZE)
+    if with_instructions and not HAS_SHA:
+        raise ArgumentError("with_instructions: got True, allowed: False, since the processor has no SHA instructions")
+    sha256(<const uint8_t *>PyBytes_AS_STRING(data), len(data), <uint8_t *>PyBytes_AS_STRING(digest), with_instructions)
+    return digest

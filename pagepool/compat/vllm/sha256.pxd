@@ -1,0 +1,155 @@
+# SHA-256: NIST, FIPS 180-4, "Secure Hash Standard", 2015. With the SHA instructions of x86 where the processor has them.
+
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.string cimport memcpy, memset
+
+cdef extern from *:
+    """
+    /* FIPS 180-4, 4.2.2 */
+    static const uint32_t pagepool_sha256_constants[64] = {
+        0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+        0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+        0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+        0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+        0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+        0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+        0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+        0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
+    };
+    #if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))
+    #include <cpuid.h>
+    #include <immintrin.h>
+    /* Whether the processor has what `pagepool_sha256_compress` is compiled for: CPUID, leaves 1 and 7. */
+    static inline int pagepool_has_sha_instructions(void) {
+        unsigned int a, b, c, d;
+        if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_SSSE3) || !(c & bit_SSE4_1)) return 0;
+        return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & (1u << 29)) != 0;
+    }
+    /* The instructions hold the eight words as (a, b, e, f) and (c, d, g, h), the first of each in the highest lane. One does
+       two rounds. The message schedule is four vectors of four words, each renewed every sixteen rounds. */
+    __attribute__((target("sha,sse4.1,ssse3")))
+    static inline void pagepool_sha256_compress(uint32_t *state, const uint8_t *data, Py_ssize_t num_blocks) {
+        const __m128i big_endian = _mm_set_epi8(12, 13, 14, 15, 8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3);
+        const __m128i *constants = (const __m128i *)pagepool_sha256_constants;
+        __m128i abcd = _mm_shuffle_epi32(_mm_loadu_si128((const __m128i *)state), 0xb1);
+        __m128i efgh = _mm_shuffle_epi32(_mm_loadu_si128((const __m128i *)(state + 4)), 0x1b);
+        __m128i abef = _mm_alignr_epi8(abcd, efgh, 8), cdgh = _mm_blend_epi16(efgh, abcd, 0xf0);
+        __m128i words[4], sum;
+        for (; num_blocks > 0; num_blocks--, data += 64) {
+            const __m128i abef_before = abef, cdgh_before = cdgh;
+            for (int i = 0; i < 4; i++)
+                words[i] = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)data + i), big_endian);
+            for (int quarter = 0; quarter < 4; quarter++) {
+                for (int i = 0; i < 4; i++) {
+                    sum = _mm_add_epi32(words[i], _mm_loadu_si128(constants + 4 * quarter + i));
+                    cdgh = _mm_sha256rnds2_epu32(cdgh, abef, sum);
+                    abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(sum, 0x0e));
+                }
+                if (quarter == 3) break;
+                for (int i = 0; i < 4; i++) {
+                    sum = _mm_alignr_epi8(words[(i + 3) & 3], words[(i + 2) & 3], 4);
+                    sum = _mm_add_epi32(sum, _mm_sha256msg1_epu32(words[i], words[(i + 1) & 3]));
+                    words[i] = _mm_sha256msg2_epu32(sum, words[(i + 3) & 3]);
+                }
+            }
+            abef = _mm_add_epi32(abef, abef_before);
+            cdgh = _mm_add_epi32(cdgh, cdgh_before);
+        }
+        abcd = _mm_shuffle_epi32(abef, 0x1b);
+        efgh = _mm_shuffle_epi32(cdgh, 0xb1);
+        _mm_storeu_si128((__m128i *)state, _mm_blend_epi16(abcd, efgh, 0xf0));
+        _mm_storeu_si128((__m128i *)(state + 4), _mm_alignr_epi8(efgh, abcd, 8));
+    }
+    #else
+    static inline int pagepool_has_sha_instructions(void) { return 0; }
+    static inline void pagepool_sha256_compress(uint32_t *state, const uint8_t *data, Py_ssize_t num_blocks) {
+        (void)state; (void)data; (void)num_blocks;
+    }
+    #endif
+    """
+    const uint32_t *CONSTANTS "pagepool_sha256_constants"
+    bint has_sha_instructions "pagepool_has_sha_instructions" () noexcept nogil
+    void compress_fast "pagepool_sha256_compress" (uint32_t *state, const uint8_t *data, Py_ssize_t num_blocks) noexcept nogil
+
+
+cdef inline uint32_t rotate(uint32_t x, int bits) noexcept nogil:
+    """`x`, rotated right."""
+    return (x >> bits) | (x << (32 - bits))
+
+
+cdef inline uint32_t load_word(const uint8_t *data) noexcept nogil:
+    return <uint32_t>data[0] << 24 | <uint32_t>data[1] << 16 | <uint32_t>data[2] << 8 | data[3]
+
+
+cdef inline void store_word(uint8_t *out, uint32_t word) noexcept nogil:
+    out[0] = <uint8_t>(word >> 24)
+    out[1] = <uint8_t>(word >> 16)
+    out[2] = <uint8_t>(word >> 8)
+    out[3] = <uint8_t>word
+
+
+cdef inline void extend(uint32_t *words) noexcept nogil:
+    """The word of the message schedule 16 words after the first one."""
+    cdef uint32_t early = words[1], late = words[14]
+    words[16] = words[0] + words[9]
+    words[16] += rotate(early, 7) ^ rotate(early, 18) ^ early >> 3
+    words[16] += rotate(late, 17) ^ rotate(late, 19) ^ late >> 10
+
+
+cdef inline void do_rounds(uint32_t *state, uint32_t *words) noexcept nogil:
+    """FIPS 180-4, 6.2.2. The schedule is made along the way: in a loop of its own GCC makes two words at once, slowly."""
+    cdef uint32_t a = state[0], b = state[1], c = state[2], d = state[3]
+    cdef uint32_t e = state[4], f = state[5], g = state[6], h = state[7]
+    cdef uint32_t first, second
+    cdef int i
+    for i in range(64):
+        first = h + words[i] + CONSTANTS[i] + (g ^ (e & (f ^ g))) + (rotate(e, 6) ^ rotate(e, 11) ^ rotate(e, 25))
+        second = (rotate(a, 2) ^ rotate(a, 13) ^ rotate(a, 22)) + ((a & b) | (c & (a | b)))
+        h, g, f, e, d, c, b, a = g, f, e, d + first, c, b, a, first + second
+        if i < 48:
+            extend(words + i)
+    state[0] += a
+    state[1] += b
+    state[2] += c
+    state[3] += d
+    state[4] += e
+    state[5] += f
+    state[6] += g
+    state[7] += h
+
+
+cdef inline void compress_portably(uint32_t *state, const uint8_t *data, Py_ssize_t num_blocks) noexcept nogil:
+    cdef uint32_t[64] words
+    cdef Py_ssize_t block
+    cdef int i
+    for block in range(num_blocks):
+        for i in range(16):
+            words[i] = load_word(data + 64 * block + 4 * i)
+        do_rounds(state, words)
+
+
+cdef inline void compress(uint32_t *state, const uint8_t *data, Py_ssize_t num_blocks, bint is_fast) noexcept nogil:
+    if is_fast:
+        compress_fast(state, data, num_blocks)
+    else:
+        compress_portably(state, data, num_blocks)
+
+
+cdef inline void sha256(const uint8_t *data, Py_ssize_t size, uint8_t *digest, bint is_fast) noexcept nogil:
+    """The 32 bytes of the digest. `is_fast`: with SHA instructions, which the processor must have."""
+    cdef uint32_t[8] state = [
+        0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19
+    ]
+    cdef uint8_t[128] tail
+    cdef Py_ssize_t num_left = size % 64
+    cdef Py_ssize_t num_padded = 64 if num_left < 56 else 128
+    cdef int i
+    compress(state, data, size // 64, is_fast)
+    memcpy(tail, data + size - num_left, num_left)
+    memset(tail + num_left, 0, num_padded - num_left)
+    tail[num_left] = 0x80
+    store_word(tail + num_padded - 8, <uint32_t>(<uint64_t>size >> 29))
+    store_word(tail + num_padded - 4, <uint32_t>(<uint64_t>size << 3))
+    compress(state, tail, num_padded // 64, is_fast)
+    for i in range(8):
+        store_word(digest + 4 * i, state[i])
