@@ -71,10 +71,11 @@ class Comparison:
             one, other = self._run(job)
             shown = enumerate(zip_longest(one["shown"], other["shown"]))
             first = next((number for number, (mine, theirs) in shown if mine != theirs), None)
+            broken = [side["broken"] for side in (one, other) if side["broken"]]
             if first is not None:
-                raise Mismatch(self._report(job, first))
-            if one["broken"] or other["broken"]:
-                raise Mismatch(f"{job} broke off\n{one['broken']}\nand\n{other['broken']}")
+                raise Mismatch("\n".join([self._report(job, first), *broken]))
+            if broken:
+                raise Mismatch("\n".join([f"{job} broke off in one side or both", *broken]))
 
     def _run(self, job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         self.one.ask(job)
