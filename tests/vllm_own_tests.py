@@ -8,12 +8,14 @@ take their place, and what needs more of a model fails in both runs.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 TESTS = ("tests/v1/core", "tests/v1/test_kv_cache_spec_registry.py", "tests/v1/test_request.py")
@@ -38,6 +40,12 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "vision_config": VISION,
     },
 }
+WORDS = {"type": "WordLevel", "vocab": {"<unk>": 0, "</s>": 2}, "unk_token": "<unk>"}
+IMAGE_TOKENS = {"image": 576}
+TOKENIZER = {
+    "tokenizer.json": {"version": "1.0", "added_tokens": [], "model": WORDS},
+    "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "eos_token": "</s>"},
+}
 
 outcomes: dict[str, str] = {}
 
@@ -46,11 +54,36 @@ outcomes: dict[str, str] = {}
 
 
 def pytest_configure() -> None:
-    """Install pagepool before vLLM's tests bind its names."""
+    """Install pagepool before vLLM's tests bind its names, and describe a model whose own module needs more than there is."""
+    describe_llava()
     if INSTALLS in os.environ:
         import pagepool.compat.vllm
 
         pagepool.compat.vllm.install()
+
+
+def describe_llava() -> None:
+    """Let vLLM know of Llava what it asks about a model, without its module and processor: it is Llama's, with images."""
+    from vllm.config import ModelConfig
+    from vllm.model_executor.models import registry
+    from vllm.multimodal.encoder_budget import compute_mm_encoder_budget
+    from vllm.v1.core.sched import scheduler
+
+    inspect = registry._LazyRegisteredModel.inspect_model_cls
+
+    def inspect_model_cls(model: Any) -> Any:
+        if model.class_name != "LlavaForConditionalGeneration":
+            return inspect(model)
+        text_model = registry.ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls()
+        return dataclasses.replace(text_model, architecture=model.class_name, supports_multimodal=True)
+
+    def make_budget(vllm_config: Any, _: Any) -> Any:
+        compute, size = compute_mm_encoder_budget(vllm_config.scheduler_config, IMAGE_TOKENS)
+        return SimpleNamespace(encoder_compute_budget=compute, encoder_cache_size=size, mm_max_toks_per_item=IMAGE_TOKENS)
+
+    registry._LazyRegisteredModel.inspect_model_cls = inspect_model_cls
+    ModelConfig._supports_multimodal_inputs = lambda config: config.is_multimodal_model
+    scheduler.MultiModalBudget = make_budget
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -68,10 +101,12 @@ def pytest_sessionfinish() -> None:
 
 
 def make_models(folder: Path) -> None:
-    """Write the models' configurations: a model's name is then a path."""
+    """Write the models' configurations, and a tokenizer of two words: a model's name is then a path."""
     for name, configuration in CONFIGURATIONS.items():
         (folder / name).mkdir(parents=True)
-        (folder / name / "config.json").write_text(json.dumps({"torch_dtype": "float16", **configuration}))
+        files = {"config.json": {"torch_dtype": "float16", **configuration}, **TOKENIZER}
+        for file, content in files.items():
+            (folder / name / file).write_text(json.dumps(content))
 
 
 def run_tests(folder: Path, args: list[str], installs: bool) -> dict[str, str]:
@@ -80,7 +115,7 @@ def run_tests(folder: Path, args: list[str], installs: bool) -> dict[str, str]:
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | FIXED | {"PYTHONPATH": path, RESULTS: str(results)} | ({INSTALLS: "1"} if installs else {})
     environment.pop("PYTHONSAFEPATH", None)  # the folder's tests import each other by the folder's name
-    plugins = ["-p", Path(__file__).stem, "-p", "no:cacheprovider", "--rootdir", str(folder)]
+    plugins = ["--continue-on-collection-errors", "-p", Path(__file__).stem, "-p", "no:cacheprovider", "--rootdir", str(folder)]
     quiet = ["--quiet", "--tb=no", "-W", "ignore", "--show-capture=no", "--no-header", "-r", "N"]
     command = [sys.executable, "-m", "pytest", *plugins, *quiet, *args]
     subprocess.run(command, cwd=folder, env=environment, check=False)
