@@ -1,5 +1,6 @@
-"""vLLM's `KVCacheManager` with pagepool against the one without, on random work. PAGEPOOL_TEST_OPERATIONS is the total number of
-calls; after each, everything that can be seen must be the same.
+"""vLLM's `KVCacheManager` with pagepool against the one without, on random work: after each call, both show the same.
+
+PAGEPOOL_TEST_OPERATIONS is the total number of calls.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Runs vLLM's own tests of its managers with and without pagepool: ``python tests/vllm_own_tests.py FOLDER [ARGS]``.
 
-FOLDER is the folder ``tests`` of vLLM's source distribution of the installed version, ARGS are for pytest (tests, relative to
-FOLDER's parent; `TESTS` by default). Fails if a test fails with pagepool that passes without. This is the plugin of both runs too,
-which installs pagepool in the second one. Tests look models up on a hub by name: folders of these names with tiny configurations
-take their place, and what needs more of a model fails in both runs.
+FOLDER is the folder ``tests`` of vLLM's source distribution, of the installed version. ARGS are for pytest, with paths relative
+to FOLDER's parent; `TESTS` by default. Fails if a test fails with pagepool that passes without.
+
+This is the plugin of both runs too, and installs pagepool in the second one. The tests look models up on a hub, by name: folders
+of these names with tiny configurations take their place. What needs more of a model fails in both runs.
 """
 
 from __future__ import annotations

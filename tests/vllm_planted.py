@@ -168,7 +168,9 @@ def watch_no_reuse(original: Any) -> Any:
 
 def evict_no_held_blocks(original: Any) -> Any:
     def evict_blocks(self: Any, block_ids: set[int]) -> None:
-        original(self, {block_id for block_id in block_ids if block_id >= len(self.blocks) or not self.blocks[block_id].ref_cnt})
+        original(
+            self, {block_id for block_id in block_ids if block_id >= len(self.blocks) or not self.blocks[block_id].ref_cnt}
+        )
 
     return evict_blocks
 
@@ -192,7 +194,9 @@ def allocate_with(**changes: Any) -> Callable[[Any], Any]:
 
     def make(original: Any) -> Any:
         def allocate_slots(self: Any, request: Any, *args: Any, **options: Any) -> Any:
-            return original(self, request, *args, **(options | {key: value for key, value in changes.items() if key in options}))
+            return original(
+                self, request, *args, **(options | {key: value for key, value in changes.items() if key in options})
+            )
 
         return allocate_slots
 

@@ -135,7 +135,10 @@ class Calls:
     def __call__(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Return the function's result, or None where it raises."""
         name = getattr(function, "__name__", "call")
-        described = [self.reader.plain(arg) for arg in args], {key: self.reader.plain(option) for key, option in options.items()}
+        described = (
+            [self.reader.plain(arg) for arg in args],
+            {key: self.reader.plain(option) for key, option in options.items()},
+        )
         self.num_calls += 1
         result = None
         try:
@@ -305,7 +308,11 @@ class Prompts:
     def _tenant(self, token_ids: list[int]) -> dict[str, Any]:
         rng = self.rng
         session = rng.choice((None, "session"))
-        return {"cache_salt": rng.choice((None, "salt", "pepper")), "lora_request": rng.choice((None, *ADAPTERS)), "session_id": session}
+        return {
+            "cache_salt": rng.choice((None, "salt", "pepper")),
+            "lora_request": rng.choice((None, *ADAPTERS)),
+            "session_id": session,
+        }
 
     def _images(self, token_ids: list[int]) -> dict[str, Any]:
         """Put images over the prompt's beginning, in one of a few ways so that some requests differ in nothing else."""
@@ -314,7 +321,9 @@ class Prompts:
         ends = max(offset + length for offset, length in places)
         token_ids[:ends] = [PLACEHOLDER + 9] * min(ends, len(token_ids))
         images = [
-            MultiModalFeatureSpec(data=None, modality="image", identifier=rng.choice(("cat", "dog")), mm_position=PlaceholderRange(*place))
+            MultiModalFeatureSpec(
+                data=None, modality="image", identifier=rng.choice(("cat", "dog")), mm_position=PlaceholderRange(*place)
+            )
             for place in places
         ]
         return {"mm_features": images}
@@ -402,7 +411,11 @@ class Workload:
         num_new = 0 if loads else self._chunk(request, start, request.num_tokens - start)
         if num_new <= 0 and not loads:
             return
-        placement = {"num_new_computed_tokens": num_hits, "new_computed_blocks": blocks, "num_external_computed_tokens": num_external}
+        placement = {
+            "num_new_computed_tokens": num_hits,
+            "new_computed_blocks": blocks,
+            "num_external_computed_tokens": num_external,
+        }
         slots = self.calls(self.manager.allocate_slots, request, num_new, **placement, **self._options(loads))
         if slots is not None:
             self.calls(self.manager.record_prefix_cache_stats, request, num_hits)
@@ -500,7 +513,9 @@ class Workload:
 
     def settle(self) -> None:
         """Settle the oldest step of any request."""
-        requests = [request for request in self.requests.running + self.requests.waiting if self.requests.steps[request.request_id]]
+        requests = [
+            request for request in self.requests.running + self.requests.waiting if self.requests.steps[request.request_id]
+        ]
         if requests:
             self._settle(self.rng.choice(requests))
 
