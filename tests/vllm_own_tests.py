@@ -3,8 +3,8 @@
 FOLDER is the folder ``tests`` of vLLM's source distribution, of the installed version. ARGS are for pytest, with paths relative
 to FOLDER's parent; `TESTS` by default. Fails if a test fails with pagepool that passes without.
 
-This is the plugin of both runs too, and installs pagepool in the second one. The tests look models up on a hub, by name: folders
-of these names with tiny configurations take their place. What needs more of a model fails in both runs.
+This is the plugin of both runs too, and installs pagepool in the second one. The tests look models up on a hub, by name:
+folders of these names with tiny configurations take their place. What needs more of a model fails in both runs.
 """
 
 from __future__ import annotations
