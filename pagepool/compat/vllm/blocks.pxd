@@ -12,6 +12,10 @@ cdef class Block:
     cdef public bint is_null
 
 
+cdef class HashWatcher:
+    cdef int note_hash(self, Block block) except -1
+
+
 cdef class BlockQueue:
     cdef public Block fake_free_list_head
     cdef public Block fake_free_list_tail

@@ -8,6 +8,21 @@ cimport cython
 from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, IntegrityError, OutOfPagesError
 
 
+cdef class HashWatcher:
+    """A queue that has to know which of its blocks are cached."""
+
+    cdef int note_hash(self, Block block) except -1:
+        """A block was given its hash, or has lost it."""
+        raise NotImplementedError
+
+
+cdef int tell_queue(Block block) except -1:
+    queue = getattr(block.pool, "free_block_queue", None)
+    if isinstance(queue, HashWatcher):
+        (<HashWatcher>queue).note_hash(block)
+    return 0
+
+
 @cython.final
 @cython.trashcan(True)  # a long chain of links is freed without recursion
 cdef class Block:
@@ -61,11 +76,13 @@ cdef class Block:
             raise AssertionError(f"block {self.block_id} already has a hash")
         self._block_hash_num_tokens = num_tokens
         self._block_hash = block_hash
+        tell_queue(self)
 
     def reset_hash(self) -> None:
         """Take the hash back."""
         self._block_hash = None
         self.num_hash_tokens = NO_TOKENS
+        tell_queue(self)
 
     def __eq__(self, other):
         if self is other:

@@ -84,13 +84,19 @@ cdef list take_blocks(object pool, BlockQueue queue, Py_ssize_t n):
         if block.ref_cnt:
             raise IntegrityError(f"block {block.block_id} is in the free queue with {block.ref_cnt} references")
     leave_front(queue, blocks)
+    hand_out(pool, blocks)
+    return blocks
+
+
+cdef int hand_out(object pool, list blocks) except -1:
+    """Give blocks that left the queue their first reference. Those that are cached lose their entries."""
     if pool._reuse_watchers:
         pool._notify_reuse(blocks)
     if pool.enable_caching:
         evict(pool, blocks)
     for value in blocks:
         (<Block>value).ref_cnt = 1
-    return blocks
+    return 0
 
 
 cdef int evict(object pool, list blocks) except -1:
@@ -121,9 +127,7 @@ def touch(self, blocks):
     if queue is None:
         return vllm_touch(self, blocks)
     for value in blocks:
-        block = as_block(value)
-        if block.pool is not self and block.pool is not None:
-            raise PageIdError(f"block {block.block_id} is a block of another pool: {block!r}")
+        block = own_block(self, value)
         if block.ref_cnt == 0 and not block.is_null:
             check_queued(block)
     for value in blocks:
@@ -133,6 +137,13 @@ def touch(self, blocks):
         if block.ref_cnt == 0:
             leave(queue, block)
         block.ref_cnt += 1
+
+
+cdef Block own_block(object pool, object value):
+    cdef Block block = as_block(value)
+    if block.pool is not pool and block.pool is not None:
+        raise PageIdError(f"block {block.block_id} is a block of another pool: {block!r}")
+    return block
 
 
 def free_blocks(self, ordered_blocks):
@@ -148,7 +159,19 @@ def free_blocks(self, ordered_blocks):
 
 
 cdef int give_blocks_back(object pool, BlockQueue queue, object blocks) except -1:
-    cdef list done = [], first = [], last = []
+    cdef list first = [], last = []
+    cdef dict others = release(pool, blocks, first, last)
+    join(queue, queue.fake_free_list_head, first)
+    join(queue, queue.fake_free_list_tail.prev_free_block, last)
+    give_others_back(others)
+    return 0
+
+
+cdef dict release(object pool, object blocks, list first, list last):
+    """Take a reference from each block of a pool. Those without any left go to `first`, cached ones to `last`. Returns the blocks
+    of other pools, by pool.
+    """
+    cdef list done = []
     cdef dict others = {}
     cdef Block block
     cdef bint is_caching = pool.enable_caching
@@ -168,8 +191,10 @@ cdef int give_blocks_back(object pool, BlockQueue queue, object blocks) except -
         for value in done:
             (<Block>value).ref_cnt += 1
         raise
-    join(queue, queue.fake_free_list_head, first)
-    join(queue, queue.fake_free_list_tail.prev_free_block, last)
+    return others
+
+
+cdef int give_others_back(dict others) except -1:
     for other, theirs in others.items():
         other.free_blocks(theirs)
     return 0
