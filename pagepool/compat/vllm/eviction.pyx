@@ -7,7 +7,6 @@ caching. What the policy must know is told to the `PolicyQueue`; the rest is as 
 from pagepool.compat.vllm.blocks cimport Block, as_block
 from pagepool.compat.vllm.policy_queue cimport PolicyQueue
 from pagepool.compat.vllm.pool cimport give_others_back, hand_out, own_block, release
-from pagepool.core.pages cimport note_request
 from pagepool.core.records cimport NULL_PAGE, is_free
 
 from pagepool.compat.vllm import pool, slots
@@ -113,5 +112,5 @@ def allocate_slots(self, request, *args, **options):
     is_new = type(queue) is PolicyQueue and not (managers and managers[0].req_to_blocks.get(request.request_id))
     blocks = slots.allocate_slots(self, request, *args, **options)
     if is_new and blocks is not None:
-        note_request(&(<PolicyQueue>queue).store.pool)
+        (<PolicyQueue>queue).note_request()
     return blocks

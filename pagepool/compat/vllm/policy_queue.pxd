@@ -14,6 +14,7 @@ cdef class PolicyQueue(HashWatcher):
     cdef PageIds ids                    # room for a call
     cdef bint is_entering               # blocks that get a hash are entered together
 
+    cpdef void note_request(self) noexcept
     cdef int32_t id_of(self, Block block) noexcept
     cdef void forget_ranking(self, int32_t page_id) noexcept
     cdef int32_t id_behind(self, int32_t page_id) noexcept

@@ -14,7 +14,7 @@ from libc.string cimport memcpy
 from pagepool.compat.vllm.blocks cimport Block, HashWatcher, as_block
 from pagepool.core.ids cimport PageIds
 from pagepool.core.index cimport drop, enter, has_key, rank
-from pagepool.core.pages cimport take_from, touch_all
+from pagepool.core.pages cimport note_request, take_from, touch_all
 from pagepool.core.queue cimport count_in_part, link_page, page_behind, push, start_of_part
 from pagepool.core.records cimport BLANK, FLAGS, MAX_GROUP, NO_GROUP, NULL_PAGE, Pool, Ranking, is_free
 from pagepool.core.siphash cimport Digest
@@ -98,6 +98,10 @@ cdef class PolicyQueue(HashWatcher):
         self.rankings[page_id] = Ranking(UNKNOWN, 0)
 
     # Taking.
+
+    cpdef void note_request(self) noexcept:
+        """Tell the policy that a request begins to take blocks."""
+        note_request(&self.store.pool)
 
     def popleft(self) -> Block:
         """Take the block that the policy chooses."""
