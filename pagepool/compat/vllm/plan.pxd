@@ -6,8 +6,8 @@ from pagepool.compat.vllm.blocks cimport BlockQueue
 cdef class GroupPlan:
     cdef object manager             # vLLM's
     cdef object held                # blocks by request
-    cdef object num_cached          # blocks by request
-    cdef object partial_hits        # by request
+    cdef dict num_cached            # blocks by request
+    cdef dict partial_hits          # by request
     cdef object suffix              # of its keys
     cdef object null_block
     cdef int64_t block_size         # tokens
@@ -31,6 +31,7 @@ cdef class Plan:
     cdef int64_t num_lag            # computed tokens at the end that may be computed again
     cdef int64_t alignment          # tokens: hits of several groups end at multiples of it; 0: anywhere
     cdef bint is_hybrid
+    cdef bint has_others            # groups that are not known
     cdef bint needs_processed       # a group gives blocks back behind the processed tokens
 
 

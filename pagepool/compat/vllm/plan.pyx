@@ -56,7 +56,8 @@ cdef class Plan:
         if type(coordinator) is HybridKVCacheCoordinator and not coordinator.enable_partial_hash_hits:
             self.alignment = coordinator.scheduler_block_size
         self.is_hybrid = type(coordinator) is HybridKVCacheCoordinator
-        self.needs_processed = any([not (<GroupPlan>group).is_known or (<GroupPlan>group).window >= 0 for group in self.groups])
+        self.has_others = not all([(<GroupPlan>group).is_known for group in self.groups])
+        self.needs_processed = self.has_others or any([(<GroupPlan>group).window != EVERYTHING for group in self.groups])
 
 
 cdef bint is_known(object coordinator, object manager):

@@ -10,18 +10,20 @@ from cpython.dict cimport PyDict_GetItemWithError
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t
 
-from pagepool.compat.vllm.blocks cimport Block
+from pagepool.compat.vllm.blocks cimport Block, as_block
 from pagepool.compat.vllm.plan cimport EVERYTHING, GroupPlan, Plan, plan_of
 from pagepool.compat.vllm.pool cimport Filled, enter_blocks, give_blocks_back, take_blocks
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import replay_boundaries
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, EncoderOnlyAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
 cdef object vllm_allocate_slots = KVCacheManager.allocate_slots
 cdef object vllm_cache_blocks = KVCacheManager.cache_blocks
 cdef object vllm_cache_full_blocks = BlockPool.cache_full_blocks
+cdef tuple UNCACHED = (CrossAttentionSpec, EncoderOnlyAttentionSpec)
 cdef tuple WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 cdef struct Tokens:           # of a request in a step
@@ -29,6 +31,10 @@ cdef struct Tokens:           # of a request in a step
     int64_t num_computed      # the same, at most the longest sequence
     int64_t num_scheduled     # with those of the step
     int64_t num_slots         # with those drafted ahead
+
+cdef struct Missing:          # blocks
+    int64_t num_needed        # that have to be free: skipped ones are not
+    int64_t num_taken
 
 
 def allocate_slots(self, request, num_new_tokens, *args, **options):
@@ -65,20 +71,23 @@ cdef bint has_partial_hit(Plan plan, object request_id) except -1:
 
 cdef object take_slots(object self, Plan plan, object request, const Tokens *tokens):
     """Take the blocks that are missing, or return None if too few are free."""
-    cdef int64_t num_missing = 0
+    cdef Missing missing = Missing(0, 0)
     request_id = request.request_id
     for group in plan.groups:
-        num_missing += count_missing(plan, <GroupPlan>group, request, request_id, tokens)
+        count_missing(plan, <GroupPlan>group, request, request_id, tokens, &missing)
     watermark = self.watermark_blocks
     if watermark and request.status in WAITING:
-        num_missing += <int64_t>watermark
-    if num_missing > plan.queue.num_free_blocks:
+        missing.num_needed += <int64_t>watermark
+    if missing.num_needed > plan.queue.num_free_blocks:
         return None
-    new_blocks = tuple([extend(plan, <GroupPlan>group, request_id, tokens) for group in plan.groups])
-    cache_full(plan, request, min(tokens.num_scheduled, count_tokens(request)))
-    for blocks in new_blocks:
-        if blocks:
-            return KVCacheBlocks(new_blocks)
+    new_blocks = None
+    if missing.num_taken or plan.has_others:
+        new_blocks = tuple([extend(plan, <GroupPlan>group, request_id, tokens) for group in plan.groups])
+    cache_full(plan, request, request_id, min(tokens.num_scheduled, count_tokens(request)))
+    if new_blocks is not None:
+        for blocks in new_blocks:
+            if blocks:
+                return KVCacheBlocks(new_blocks)
     return plan.nothing
 
 
@@ -97,15 +106,21 @@ cdef inline int64_t count_skipped(GroupPlan group, int64_t num_computed) noexcep
     return max(0, num_computed - group.window) // group.block_size if group.window != EVERYTHING else 0
 
 
-cdef int64_t count_missing(Plan plan, GroupPlan group, object request, object request_id, const Tokens *tokens) except -1:
-    """The blocks that a group will take for the request."""
-    cdef int64_t num_held
+cdef int count_missing(
+    Plan plan, GroupPlan group, object request, object request_id, const Tokens *tokens, Missing *missing
+) except -1:
+    """Add the blocks that a group will take for the request."""
+    cdef int64_t num_held, num_needed
     if not group.is_known:
-        return count_by_manager(plan, group, request, tokens)
+        missing.num_needed += count_by_manager(plan, group, request, tokens)
+        return 0
     num_held = count_held(group.held, request_id)
+    num_needed = (tokens.num_slots + group.block_size - 1) // group.block_size
+    missing.num_taken += max(0, num_needed - num_held)
     if group.window != EVERYTHING and PyDict_GetItemWithError(group.num_cached, request_id) == NULL:
         num_held = max(num_held, count_skipped(group, tokens.num_before))
-    return max(0, (tokens.num_slots + group.block_size - 1) // group.block_size - num_held)
+    missing.num_needed += max(0, num_needed - num_held)
+    return 0
 
 
 cdef int64_t count_by_manager(Plan plan, GroupPlan group, object request, const Tokens *tokens) except -1:
@@ -160,24 +175,42 @@ cdef int leave_window(Plan plan, GroupPlan group, list blocks, int64_t num_skipp
     return 0
 
 
+def estimate_cached_tokens(self, request):
+    """Return how many of a request's tokens are cached in all of its groups. O(blocks)."""
+    cdef list counts = []
+    groups = self.kv_cache_config.kv_cache_groups
+    for group, blocks in zip(groups, self.get_blocks(request.request_id).blocks):
+        if group.kv_cache_spec.prefix_cacheable and not isinstance(group.kv_cache_spec, UNCACHED):
+            counts.append(count_hashed(blocks))
+    return min(counts) if counts else 0
+
+
+cdef int64_t count_hashed(object blocks) except -1:
+    """The tokens that the longest hash among blocks covers."""
+    cdef int64_t most = 0
+    for block in blocks:
+        most = max(most, as_block(block).num_hash_tokens)
+    return most
+
+
 def cache_blocks(self, request, num_computed_tokens):
     """Cache those of a request's blocks that its first `num_computed_tokens` fill. O(groups + blocks cached)."""
     cdef Plan plan = plan_of(self)
     if plan is None:
         vllm_cache_blocks(self, request, num_computed_tokens)
     elif self.enable_caching:
-        cache_full(plan, request, num_computed_tokens)
+        cache_full(plan, request, request.request_id, num_computed_tokens)
 
 
-cdef int cache_full(Plan plan, object request, int64_t num_tokens) except -1:
+cdef int cache_full(Plan plan, object request, object request_id, int64_t num_tokens) except -1:
     cdef GroupPlan group
-    hashes = request.block_hashes
+    cdef int64_t num_hashed = <int64_t>len(request.block_hashes) * plan.hash_block_size
     for value in plan.groups:
         group = <GroupPlan>value
         if not group.is_caching:
             continue
         if group.is_known:
-            cache_group(plan, group, request, hashes, count_cacheable(plan, group, num_tokens))
+            cache_group(plan, group, request, request_id, num_hashed, count_cacheable(plan, group, num_tokens))
         else:
             cache_by_manager(plan, group, request, count_cacheable(plan, group, num_tokens))
     return 0
@@ -197,10 +230,11 @@ cdef inline int64_t align(Plan plan, int64_t num_tokens) noexcept:
     return num_tokens - num_tokens % plan.alignment if plan.alignment else num_tokens
 
 
-cdef int cache_group(Plan plan, GroupPlan group, object request, object hashes, int64_t num_tokens) except -1:
-    cdef int64_t num_full = min(num_tokens, <int64_t>len(hashes) * plan.hash_block_size) // group.block_size
-    cdef int64_t num_cached = 0
-    cdef PyObject *found = PyDict_GetItemWithError(group.num_cached, request.request_id)
+cdef int cache_group(
+    Plan plan, GroupPlan group, object request, object request_id, int64_t num_hashed, int64_t num_tokens
+) except -1:
+    cdef int64_t num_cached = 0, num_full = min(num_tokens, num_hashed) // group.block_size
+    cdef PyObject *found = PyDict_GetItemWithError(group.num_cached, request_id)
     if found != NULL:
         num_cached = <object>found
     if num_cached < num_full and group.is_masked:
