@@ -88,6 +88,11 @@ cdef class PolicyQueue(HashWatcher):
         """The number of blocks in the queue."""
         return self.store.pool.num_free + (self.null_block is not None)
 
+    @property
+    def num_requests(self) -> int:
+        """The number of requests that began to take blocks, which the policy is told."""
+        return self.store.pool.policy.num_requests
+
     cdef int32_t id_of(self, Block block) noexcept:
         """The page of a block; the null page for the null block, and for blocks of other pools."""
         if 0 <= block.block_id < len(self.blocks) and self.blocks[block.block_id] is block:
