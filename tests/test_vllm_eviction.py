@@ -12,13 +12,14 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from vllm.v1.core import block_pool, kv_cache_utils
+from vllm.v1.core import block_pool, kv_cache_manager, kv_cache_utils
 from vllm.v1.request import RequestStatus
 from vllm_engine import BLOCK_SIZE, make_manager
 
 from pagepool._core import HashChain
-from pagepool.compat.vllm import blocks, eviction
-from pagepool.compat.vllm.policy import POLICIES, list_replacements
+from pagepool.compat.vllm import blocks, policy_queue, slots
+from pagepool.compat.vllm import pool as pool_functions
+from pagepool.compat.vllm.policy import QUEUES
 from pagepool.compat.vllm.policy_queue import PolicyQueue
 from pagepool.errors import DoubleFreeError, IntegrityError, OutOfPagesError, PageIdError
 from pagepool.hashing import get_siphash_key
@@ -29,28 +30,30 @@ from pagepool.replay.simulation.allocator import HASH_SEED
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
 NUM_TRACED, MAX_DIFFERENCE = 3000, 0.003
 MAX_MODEL_LEN = 1 << 20
-policies = pytest.mark.parametrize("policy", POLICIES)
+policies = pytest.mark.parametrize("policy", QUEUES)
 
 
 @pytest.fixture
 def use_policy(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return a function that replaces vLLM's blocks, queue and map, and what is replaced for a policy."""
+    """Return a function that makes vLLM's managers take blocks by a policy."""
     return lambda policy: replace(monkeypatch, policy)
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    homes = {home: sys.modules[home] for home, _, _ in list_replacements(policy)}
-    replacements = [(homes[home], name, getattr(eviction, ours)) for home, name, ours in list_replacements(policy)]
-    replacements += [(kv_cache_utils, "KVCacheBlock", blocks.Block), (block_pool, "BlockHashToBlockMap", blocks.BlockMap)]
-    for home, name, ours in replacements:
-        owner, _, method = name.rpartition(".")
-        if owner:
-            monkeypatch.setattr(getattr(home, owner), method, ours)
-            continue
+    replaced: list[tuple[Any, str, Any]] = [
+        (kv_cache_utils, "KVCacheBlock", blocks.Block),
+        (kv_cache_utils, "FreeKVCacheBlockQueue", getattr(policy_queue, QUEUES[policy])),
+        (block_pool, "BlockHashToBlockMap", blocks.BlockMap),
+    ]
+    for home, name, ours in replaced:
         theirs = getattr(home, name)
         for module in [module for key, module in sys.modules.items() if key.startswith("vllm.v1.core.")]:
             if vars(module).get(name) is theirs:
                 monkeypatch.setattr(module, name, ours)
+    for name in ("get_cached_block", "get_new_blocks", "touch", "free_blocks", "cache_full_blocks"):
+        monkeypatch.setattr(block_pool.BlockPool, name, getattr(pool_functions, name))
+    for name in ("allocate_slots", "cache_blocks"):
+        monkeypatch.setattr(kv_cache_manager.KVCacheManager, name, getattr(slots, name))
 
 
 class Traced:
@@ -250,11 +253,11 @@ def test_request_counts_once(use_policy: Callable[[str], None]) -> None:
     manager = make_manager(8, 1024)
     noted: list[int] = []
     request = Traced("r", [bytes(32)], 3 * BLOCK_SIZE)
-    for num_tokens in (BLOCK_SIZE, BLOCK_SIZE, 1):
-        assert manager.allocate_slots(request, num_tokens) is not None
+    for num_tokens, placement in ((BLOCK_SIZE, (0,)), (BLOCK_SIZE, ()), (1, (0,))):
+        assert manager.allocate_slots(request, num_tokens, *placement) is not None
         request.num_computed_tokens += num_tokens
         noted.append(manager.block_pool.free_block_queue.num_requests)
-    assert manager.allocate_slots(Traced("too long", [], 9 * BLOCK_SIZE), 9 * BLOCK_SIZE) is None
+    assert manager.allocate_slots(Traced("too long", [], 9 * BLOCK_SIZE), 9 * BLOCK_SIZE, 0) is None
     assert [*noted, manager.block_pool.free_block_queue.num_requests] == [1, 1, 1, 1]
 
 

@@ -11,7 +11,7 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport int32_t, uint8_t, uint32_t
 from libc.string cimport memcpy
 
-from pagepool.compat.vllm.blocks cimport Block, HashWatcher, as_block
+from pagepool.compat.vllm.blocks cimport Block, BlockQueue, FreeQueue, as_block, check_unheld
 from pagepool.core.ids cimport PageIds
 from pagepool.core.index cimport drop, enter, has_key, rank
 from pagepool.core.pages cimport note_request, take_from, touch_all
@@ -55,7 +55,7 @@ cdef inline void put_first(Pool *pool, int32_t page_id) noexcept:
 
 
 @cython.final
-cdef class PolicyQueue(HashWatcher):
+cdef class PolicyQueue(FreeQueue):
     """Free blocks, of which a policy chooses the one to be taken next: uncached ones first, the one that was put first before them.
 
     It has the methods of vLLM's queue, but no links: blocks in it have no neighbours. `get_all_free_blocks` and
@@ -79,14 +79,10 @@ cdef class PolicyQueue(HashWatcher):
         for i in range(len(self.blocks)):
             self.forget_ranking(<int32_t>i)
         self.null_block = self.blocks[NULL_PAGE]
+        self.num_free_blocks = len(self.blocks)
 
     def __dealloc__(self):
         free(self.rankings)
-
-    @property
-    def num_free_blocks(self) -> int:
-        """The number of blocks in the queue."""
-        return self.store.pool.num_free + (self.null_block is not None)
 
     @property
     def num_requests(self) -> int:
@@ -99,14 +95,29 @@ cdef class PolicyQueue(HashWatcher):
             return block.block_id
         return NULL_PAGE
 
+    cdef bint has(self, Block block) noexcept:
+        """Whether a block is in the queue, and not the null block."""
+        return self.id_of(block) != NULL_PAGE and is_free(&self.store.pool, block.block_id)
+
+    cdef int require_in(self, Block block) except -1:
+        if not self.has(block):
+            raise IntegrityError(f"block {block.block_id} is not in the free queue: {block!r}")
+        return 0
+
+    cdef int require_out(self, Block block) except -1:
+        if self.has(block):
+            raise DoubleFreeError(f"block {block.block_id} is in the free queue already: {block!r}")
+        return 0
+
     cdef void forget_ranking(self, int32_t page_id) noexcept:
         self.rankings[page_id] = Ranking(UNKNOWN, 0)
 
     # Taking.
 
-    cpdef void note_request(self) noexcept:
+    cpdef int note_request(self) except -1:
         """Tell the policy that a request begins to take blocks."""
         note_request(&self.store.pool)
+        return 0
 
     def popleft(self) -> Block:
         """Take the block that the policy chooses."""
@@ -116,49 +127,67 @@ cdef class PolicyQueue(HashWatcher):
 
     def popleft_n(self, Py_ssize_t n) -> list[Block]:
         """Take the `n` blocks that the policy chooses, one after another."""
-        cdef list taken = []
-        cdef Py_ssize_t i
         if n < 0:
             raise ArgumentError(f"n: got {n}, allowed: at least 0")
         if n > self.num_free_blocks:
             raise OutOfPagesError(f"blocks: got {n}, allowed: at most {self.num_free_blocks}, the number of free ones")
+        return self.take(n)
+
+    cdef list take(self, Py_ssize_t n):
+        cdef list taken = []
+        cdef Py_ssize_t i, num = n
         self.ids.reserve(n)
         if n and self.null_block is not None:
             taken.append(self.null_block)
             self.null_block = None
-            n -= 1
+            num -= 1
         with self.store.lock:
-            take_from(&self.store.pool, self.ids.ids, n, -1)
-        for i in range(n):
+            take_from(&self.store.pool, self.ids.ids, num, -1)
+        for i in range(num):
             self.forget_ranking(self.ids.ids[i])
             taken.append(self.blocks[self.ids.ids[i]])
+        self.num_free_blocks -= n
+        try:
+            check_unheld(taken)
+        except IntegrityError:
+            self.put_back(taken, [])
+            for value in taken:
+                self.note_hash(<Block>value)
+            raise
         return taken
 
     def remove(self, Block block not None) -> None:
         """Take a block out, wherever it is: it was hit."""
         if block is self.null_block:
             self.null_block = None
+            self.num_free_blocks -= 1
             return
-        if self.id_of(block) == NULL_PAGE or not is_free(&self.store.pool, block.block_id):
-            raise IntegrityError(f"block {block.block_id} is not in the free queue: {block!r}")
-        self.touch([block])
+        self.require_in(block)
+        with self.store.lock:
+            self.hit(block.block_id)
 
     cdef int touch(self, list blocks) except -1:
-        """Tell the policy of hits. Blocks that are queued leave the queue."""
-        cdef Pool *pool = &self.store.pool
+        cdef Block block
         cdef int32_t page_id
         with self.store.lock:
             for value in blocks:
-                page_id = self.id_of(<Block>value)
-                if page_id == NULL_PAGE:
-                    continue
-                if is_free(pool, page_id):
-                    touch_all(pool, &page_id, 1)
-                elif pool.pages[page_id].group != NO_GROUP:
-                    pool.policy.num_shared_hits += 1
-                    pool.policy.note_hit(pool, page_id, False)
-                self.forget_ranking(page_id)
+                block = <Block>value
+                page_id = self.id_of(block)
+                if page_id != NULL_PAGE:
+                    self.hit(page_id)
+                block.ref_cnt += 1
         return 0
+
+    cdef void hit(self, int32_t page_id) noexcept:
+        """Tell the policy of a hit. A page that is queued leaves the queue."""
+        cdef Pool *pool = &self.store.pool
+        if is_free(pool, page_id):
+            touch_all(pool, &page_id, 1)
+            self.num_free_blocks -= 1
+        elif pool.pages[page_id].group != NO_GROUP:
+            pool.policy.num_shared_hits += 1
+            pool.policy.note_hit(pool, page_id, False)
+        self.forget_ranking(page_id)
 
     # Putting back.
 
@@ -175,7 +204,6 @@ cdef class PolicyQueue(HashWatcher):
         self.put_back(list(blocks), [])
 
     cdef int put_back(self, list first, list last) except -1:
-        """Put blocks before all others, and blocks that the policy may keep, as one release."""
         cdef list blocks = first + last
         cdef Py_ssize_t num = 0
         cdef int32_t page_id
@@ -192,6 +220,7 @@ cdef class PolicyQueue(HashWatcher):
             self.refuse(blocks, num)
         with self.store.lock:
             self.put_ids(len(first), num)
+        self.num_free_blocks += num
         return 0
 
     cdef int refuse(self, list blocks, Py_ssize_t bad) except -1:
@@ -248,13 +277,20 @@ cdef class PolicyQueue(HashWatcher):
             rank(pool, ranking, ids, place, digest, group)
         return 0
 
-    cdef int enter_span(self, list blocks, Py_ssize_t start, Py_ssize_t stop) except -1:
-        """Enter those of a request's blocks from `start` to `stop` that have a hash. What the policy knows of the request's blocks
-        before is kept with the last of them.
-        """
+    cdef int begin_span(self) except -1:
+        self.is_entering = True
+        return 0
+
+    cdef int end_span(self, list blocks, Py_ssize_t start, Py_ssize_t stop) except -1:
+        """Enter the blocks in their order. What the policy knows of the request's blocks is kept with the last of them."""
         cdef Ranking ranking = Ranking(<int32_t>start, 0)
         cdef Py_ssize_t i
-        cdef int32_t before = self.id_of(as_block(blocks[start - 1])) if start else <int32_t>NULL_PAGE
+        cdef int32_t before = NULL_PAGE
+        self.is_entering = False
+        if not 0 <= start < stop:
+            return 0
+        if start:
+            before = self.id_of(as_block(blocks[start - 1]))
         if before != NULL_PAGE and self.rankings[before].num_ranked != UNKNOWN:
             ranking = self.rankings[before]
         self.ids.reserve(stop)
@@ -301,6 +337,8 @@ cdef class PolicyQueue(HashWatcher):
         cdef Pool *pool = &self.store.pool
         cdef Block block
         check_store(self.store)
+        if self.num_free_blocks != pool.num_free + (self.null_block is not None):
+            raise IntegrityError(f"the free queue has {pool.num_free} blocks and counts {self.num_free_blocks}")
         for block in self.blocks[1:]:
             free = is_free(pool, block.block_id)
             if free != (block.ref_cnt == 0) or free == (pool.pages[block.block_id].ref_cnt == 1):
@@ -312,3 +350,19 @@ cdef class PolicyQueue(HashWatcher):
             )
             if is_cached != (block._block_hash is not None) or is_cached != is_same:
                 raise IntegrityError(f"block {block.block_id}: its page has another entry: {block!r}")
+
+
+cdef FreeQueue make_queue(object blocks, object eviction):
+    cdef list listed = list(blocks)
+    pool = as_block(listed[0]).pool if listed else None
+    return PolicyQueue(listed, eviction) if pool is not None and pool.enable_caching else BlockQueue(listed)
+
+
+def make_arc_queue(blocks) -> FreeQueue:
+    """Return the free queue of a pool of vLLM's, with the policy ``"arc"`` if the pool caches."""
+    return make_queue(blocks, "arc")
+
+
+def make_adaptive_queue(blocks) -> FreeQueue:
+    """Return the free queue of a pool of vLLM's, with the policy ``"adaptive"`` if the pool caches."""
+    return make_queue(blocks, "adaptive")
