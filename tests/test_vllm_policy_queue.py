@@ -1,4 +1,4 @@
-"""vLLM's free queue with one of pagepool's eviction policies, without vLLM: the same blocks as a pool of pagepool's, and guards."""
+"""vLLM's free queue with an eviction policy, without vLLM: the same blocks as a pool of pagepool's, and guards."""
 
 from __future__ import annotations
 

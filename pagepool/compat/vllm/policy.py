@@ -17,6 +17,7 @@ QUEUES = {"adaptive": "make_adaptive_queue", "arc": "make_arc_queue"}
 LRU = ("lru", "")
 """The values with which vLLM's own order stays."""
 
+
 def read_eviction() -> str | None:
     """Return the policy that `EVICTION_VARIABLE` names; None: vLLM's own order. CompatError for any other value."""
     value = os.environ.get(EVICTION_VARIABLE, "")

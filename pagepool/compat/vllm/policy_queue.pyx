@@ -1,7 +1,7 @@
 """A stand-in for vLLM's free queue whose blocks one of pagepool's eviction policies chooses.
 
-The queue has a store of pages beside it, one for each block: free while the block is queued, held once while it is not, and cached
-under the block's hash. So the policy learns of hits, misses and evictions as in a pool of pagepool's. Needs no vLLM.
+The queue has a store of pages beside it, one for each block: free while the block is queued, held once while it is not, and
+cached under the block's hash. So the policy learns of hits, misses and evictions as in a pool of pagepool's. Needs no vLLM.
 """
 
 cimport cython
@@ -14,7 +14,8 @@ from libc.string cimport memcpy
 from pagepool.compat.vllm.blocks cimport Block, BlockQueue, FreeQueue, as_block, check_unheld
 from pagepool.core.ids cimport PageIds
 from pagepool.core.index cimport drop, enter, has_key, rank
-from pagepool.core.pages cimport note_request, take_from, touch_all
+from pagepool.core.pages cimport note_request as count_request
+from pagepool.core.pages cimport take_from, touch_all
 from pagepool.core.queue cimport count_in_part, link_page, page_behind, push, start_of_part
 from pagepool.core.records cimport BLANK, FLAGS, MAX_GROUP, NO_GROUP, NULL_PAGE, Pool, Ranking, is_free
 from pagepool.core.siphash cimport Digest
@@ -56,13 +57,14 @@ cdef inline void put_first(Pool *pool, int32_t page_id) noexcept:
 
 @cython.final
 cdef class PolicyQueue(FreeQueue):
-    """Free blocks, of which a policy chooses the one to be taken next: uncached ones first, the one that was put first before them.
+    """Free blocks, of which a policy chooses the one to be taken next: uncached ones first, the last that was put first before
+    them.
 
-    It has the methods of vLLM's queue, but no links: blocks in it have no neighbours. `get_all_free_blocks` and
-    `iter_blocks_after` list uncached blocks first, then the others by the policy's parts, the longest queued first in each. O(1) a
-    block. Errors are typed, and name the block: `DoubleFreeError` for one that is queued already, `IntegrityError` for one that is
-    not queued, `OutOfPagesError` where the queue is empty. Nothing has changed then. Memory a block is that of a page in a pool
-    with the policy, and 16 bytes.
+    It has the methods of vLLM's queue, but no links: blocks in it have no neighbours. Lists of its blocks have uncached ones
+    first, then the others by the policy's parts, in each the one first that was queued first. O(1) a block. Errors are typed,
+    and name the block: `DoubleFreeError` for one that is queued already, `IntegrityError` for one that is not queued,
+    `OutOfPagesError` where the queue is empty. Nothing has changed then. Memory a block is that of a page in a pool with the
+    policy, and 16 bytes.
     """
 
     def __cinit__(self, blocks, eviction):
@@ -116,7 +118,7 @@ cdef class PolicyQueue(FreeQueue):
 
     cpdef int note_request(self) except -1:
         """Tell the policy that a request begins to take blocks."""
-        note_request(&self.store.pool)
+        count_request(&self.store.pool)
         return 0
 
     def popleft(self) -> Block:
@@ -333,16 +335,18 @@ cdef class PolicyQueue(FreeQueue):
             page_id = self.id_behind(page_id)
 
     def check(self) -> None:
-        """Check that the pages agree with their blocks, and with each other. IntegrityError names the first wrong one. O(blocks)."""
+        """Check that the pages agree with their blocks, and with each other. IntegrityError names the first that does not.
+        O(blocks).
+        """
         cdef Pool *pool = &self.store.pool
         cdef Block block
         check_store(self.store)
         if self.num_free_blocks != pool.num_free + (self.null_block is not None):
             raise IntegrityError(f"the free queue has {pool.num_free} blocks and counts {self.num_free_blocks}")
         for block in self.blocks[1:]:
-            free = is_free(pool, block.block_id)
-            if free != (block.ref_cnt == 0) or free == (pool.pages[block.block_id].ref_cnt == 1):
-                raise IntegrityError(f"block {block.block_id}: is {'' if free else 'not '}in the free queue: {block!r}")
+            is_queued = is_free(pool, block.block_id)
+            if is_queued != (block.ref_cnt == 0) or is_queued == (pool.pages[block.block_id].ref_cnt == 1):
+                raise IntegrityError(f"block {block.block_id}: is {'' if is_queued else 'not '}in the free queue: {block!r}")
             group = pool.pages[block.block_id].group
             is_cached = group != NO_GROUP and group & ~FLAGS != OWN_GROUP
             is_same = block._block_hash is not None and has_key(

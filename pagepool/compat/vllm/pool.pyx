@@ -8,11 +8,13 @@ pool with another queue. O(1) a block.
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.string cimport memcpy
 
-from pagepool.compat.vllm.blocks cimport NO_TOKENS, Block, BlockMap, FreeQueue, add_block, as_block, find_block, has_block, take_out
+from pagepool.compat.vllm.blocks cimport (
+    NO_TOKENS, Block, BlockMap, FreeQueue, add_block, as_block, find_block, has_block, take_out,
+)
 
 from vllm.v1.core.block_pool import BlockPool
 
-from pagepool.errors import ArgumentError, DoubleFreeError, IntegrityError, OutOfPagesError, PageIdError
+from pagepool.errors import ArgumentError, DoubleFreeError, OutOfPagesError, PageIdError
 
 cdef object vllm_get_cached_block = BlockPool.get_cached_block
 cdef object vllm_get_new_blocks = BlockPool.get_new_blocks
@@ -190,22 +192,20 @@ def cache_full_blocks(self, request, blocks, num_cached_blocks, num_full_blocks,
         suffix = suffix_of(options["kv_cache_group_id"])
         if enter_blocks(self, blocks, hashes, filled, options.get("block_mask"), suffix):
             return
-    cache_as_vllm(self, request, blocks, num_cached_blocks, num_full_blocks, block_size, options)
+    cache_as_vllm(self, request, blocks, Filled(num_cached_blocks, num_full_blocks, block_size, 0), options)
 
 
-cdef int cache_as_vllm(
-    object pool, object request, object blocks, Py_ssize_t start, Py_ssize_t stop, Py_ssize_t block_size, dict options
-) except -1:
+cdef int cache_as_vllm(object pool, object request, object blocks, Filled filled, dict options) except -1:
     """Cache blocks by vLLM's own method."""
     queue = pool.free_block_queue
     if not isinstance(queue, FreeQueue):
-        vllm_cache_full_blocks(pool, request, blocks, start, stop, block_size, **options)
+        vllm_cache_full_blocks(pool, request, blocks, filled.start, filled.stop, filled.block_size, **options)
         return 0
     (<FreeQueue>queue).begin_span()
     try:
-        vllm_cache_full_blocks(pool, request, blocks, start, stop, block_size, **options)
+        vllm_cache_full_blocks(pool, request, blocks, filled.start, filled.stop, filled.block_size, **options)
     finally:
-        (<FreeQueue>queue).end_span(list(blocks), start, min(stop, <Py_ssize_t>len(blocks)))
+        (<FreeQueue>queue).end_span(list(blocks), filled.start, min(filled.stop, <Py_ssize_t>len(blocks)))
     return 0
 
 

@@ -261,7 +261,7 @@ cdef int enter_full(Plan plan, GroupPlan group, object request, Filled filled) e
     blocks = group.held[request_id]
     if type(hashes) is not list or not enter_blocks(plan.pool, blocks, hashes, filled, None, group.suffix):
         options = {"kv_cache_group_id": group.manager.kv_cache_group_id}
-        cache_as_vllm(plan.pool, request, blocks, filled.start, filled.stop, filled.block_size, options)
+        cache_as_vllm(plan.pool, request, blocks, filled, options)
     group.num_cached[request_id] = filled.stop
     return 0
 
