@@ -12,10 +12,23 @@ cdef class Block:
     cdef public bint is_null
 
 
-cdef class BlockQueue:
+cdef class FreeQueue:
+    cdef public Py_ssize_t num_free_blocks
+
+    cdef list take(self, Py_ssize_t n)
+    cdef int touch(self, list blocks) except -1
+    cdef int put_back(self, list first, list last) except -1
+    cdef int require_in(self, Block block) except -1
+    cdef int require_out(self, Block block) except -1
+    cdef int note_hash(self, Block block) except -1
+    cdef int begin_span(self) except -1
+    cdef int end_span(self, list blocks, Py_ssize_t start, Py_ssize_t stop) except -1
+    cpdef int note_request(self) except -1
+
+
+cdef class BlockQueue(FreeQueue):
     cdef public Block fake_free_list_head
     cdef public Block fake_free_list_tail
-    cdef public Py_ssize_t num_free_blocks
 
 
 cdef class BlockMap:
@@ -27,12 +40,7 @@ cdef enum:
 
 
 cdef Block as_block(object value)
-cdef list first_blocks(BlockQueue queue, Py_ssize_t n)
-cdef int check_queued(Block block) except -1
-cdef int check_unqueued(Block block) except -1
-cdef int join(BlockQueue queue, Block before, list blocks) except -1
-cdef int leave(BlockQueue queue, Block block) except -1
-cdef int leave_front(BlockQueue queue, list blocks) except -1
+cdef int check_unheld(list blocks) except -1
 
 cdef Block find_block(dict cache, bytes key)
 cdef bint has_block(dict cache, bytes key, int32_t block_id) except -1

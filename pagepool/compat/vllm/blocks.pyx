@@ -8,6 +8,56 @@ cimport cython
 from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, IntegrityError, OutOfPagesError
 
 
+cdef class FreeQueue:
+    """What the pool's functions need of a queue of free blocks, besides the methods of vLLM's.
+
+    A queue that chooses blocks by what was cached and hit learns of that by the last four methods.
+    """
+
+    cdef list take(self, Py_ssize_t n):
+        """Take out `n` blocks, which there are. IntegrityError, and nothing taken, if one of them has references."""
+        raise NotImplementedError
+
+    cdef int touch(self, list blocks) except -1:
+        """Add a reference to each block; those without any, which are in the queue, leave it."""
+        raise NotImplementedError
+
+    cdef int put_back(self, list first, list last) except -1:
+        """Put blocks before all others, and behind all others, both in their order."""
+        raise NotImplementedError
+
+    cdef int require_in(self, Block block) except -1:
+        """IntegrityError unless a block is in the queue."""
+        raise NotImplementedError
+
+    cdef int require_out(self, Block block) except -1:
+        """DoubleFreeError if a block is in the queue."""
+        raise NotImplementedError
+
+    cdef int note_hash(self, Block block) except -1:
+        """A block was given its hash by its own method, or has lost it."""
+        return 0
+
+    cdef int begin_span(self) except -1:
+        """Blocks of one request are about to be given their hashes."""
+        return 0
+
+    cdef int end_span(self, list blocks, Py_ssize_t start, Py_ssize_t stop) except -1:
+        """A request's blocks from `start` to `stop` were given their hashes, except those that are not to be cached."""
+        return 0
+
+    cpdef int note_request(self) except -1:
+        """A request begins to take blocks."""
+        return 0
+
+
+cdef int tell_queue(Block block) except -1:
+    queue = getattr(block.pool, "free_block_queue", None)
+    if isinstance(queue, FreeQueue):
+        (<FreeQueue>queue).note_hash(block)
+    return 0
+
+
 @cython.final
 @cython.trashcan(True)  # a long chain of links is freed without recursion
 cdef class Block:
@@ -61,11 +111,13 @@ cdef class Block:
             raise AssertionError(f"block {self.block_id} already has a hash")
         self._block_hash_num_tokens = num_tokens
         self._block_hash = block_hash
+        tell_queue(self)
 
     def reset_hash(self) -> None:
         """Take the hash back."""
         self._block_hash = None
         self.num_hash_tokens = NO_TOKENS
+        tell_queue(self)
 
     def __eq__(self, other):
         if self is other:
@@ -107,6 +159,16 @@ cdef int check_queued(Block block) except -1:
 cdef int check_unqueued(Block block) except -1:
     if block.prev_free_block is not None or block.next_free_block is not None:
         raise DoubleFreeError(f"block {block.block_id} is in the free queue already: {block!r}")
+    return 0
+
+
+cdef int check_unheld(list blocks) except -1:
+    """IntegrityError for a queued block with references."""
+    cdef Block block
+    for value in blocks:
+        block = <Block>value
+        if block.ref_cnt:
+            raise IntegrityError(f"block {block.block_id} is in the free queue with {block.ref_cnt} references")
     return 0
 
 
@@ -173,7 +235,7 @@ cdef list checked_blocks(object blocks):
 
 
 @cython.final
-cdef class BlockQueue:
+cdef class BlockQueue(FreeQueue):
     """Free blocks in the order in which they are handed out, between two blocks of id -1 that are never handed out.
 
     O(1) a block. Errors are typed, and name the block: `DoubleFreeError` for one that is queued already, `IntegrityError` for
@@ -205,10 +267,36 @@ cdef class BlockQueue:
         leave_front(self, blocks)
         return blocks
 
+    cdef list take(self, Py_ssize_t n):
+        cdef list blocks = first_blocks(self, n)
+        check_unheld(blocks)
+        leave_front(self, blocks)
+        return blocks
+
     def remove(self, Block block not None) -> None:
         """Take a block out, wherever it is."""
         check_queued(block)
         leave(self, block)
+
+    cdef int touch(self, list blocks) except -1:
+        cdef Block block
+        for value in blocks:
+            block = <Block>value
+            if block.ref_cnt == 0:
+                leave(self, block)
+            block.ref_cnt += 1
+        return 0
+
+    cdef int put_back(self, list first, list last) except -1:
+        join(self, self.fake_free_list_head, first)
+        join(self, self.fake_free_list_tail.prev_free_block, last)
+        return 0
+
+    cdef int require_in(self, Block block) except -1:
+        return check_queued(block)
+
+    cdef int require_out(self, Block block) except -1:
+        return check_unqueued(block)
 
     def append(self, Block block not None) -> None:
         """Put a block behind the last one."""

@@ -1,6 +1,6 @@
 from libc.stdint cimport int64_t
 
-from pagepool.compat.vllm.blocks cimport BlockQueue
+from pagepool.compat.vllm.blocks cimport FreeQueue
 
 
 cdef class GroupPlan:
@@ -23,7 +23,7 @@ cdef class GroupPlan:
 cdef class Plan:
     cdef list groups                # of GroupPlan
     cdef object pool
-    cdef BlockQueue queue
+    cdef FreeQueue queue
     cdef object coordinator
     cdef object nothing             # what stands for no blocks
     cdef int64_t max_model_len

@@ -1,4 +1,4 @@
-from pagepool.compat.vllm.blocks cimport BlockQueue
+from pagepool.compat.vllm.blocks cimport FreeQueue
 
 
 cdef struct Filled:            # blocks of a request that are full
@@ -10,7 +10,8 @@ cdef struct Filled:            # blocks of a request that are full
 
 cdef bytes suffix_of(object group_id)
 cdef bytes key_of(object block_hash, object suffix)
-cdef BlockQueue queue_of(object pool)
-cdef list take_blocks(object pool, BlockQueue queue, Py_ssize_t n)
-cdef int give_blocks_back(object pool, BlockQueue queue, object blocks) except -1
+cdef FreeQueue queue_of(object pool)
+cdef list take_blocks(object pool, FreeQueue queue, Py_ssize_t n)
+cdef int give_blocks_back(object pool, FreeQueue queue, object blocks) except -1
 cdef bint enter_blocks(object pool, list blocks, list hashes, Filled filled, object mask, object suffix) except -1
+cdef int cache_as_vllm(object pool, object request, object blocks, Filled filled, dict options) except -1

@@ -9,13 +9,12 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from libc.string cimport memcpy
 
 from pagepool.compat.vllm.blocks cimport (
-    NO_TOKENS, Block, BlockMap, add_block, as_block, check_queued, check_unqueued, find_block, first_blocks, has_block, join,
-    leave, leave_front, take_out,
+    NO_TOKENS, Block, BlockMap, FreeQueue, add_block, as_block, find_block, has_block, take_out,
 )
 
 from vllm.v1.core.block_pool import BlockPool
 
-from pagepool.errors import ArgumentError, DoubleFreeError, IntegrityError, OutOfPagesError, PageIdError
+from pagepool.errors import ArgumentError, DoubleFreeError, OutOfPagesError, PageIdError
 
 cdef object vllm_get_cached_block = BlockPool.get_cached_block
 cdef object vllm_get_new_blocks = BlockPool.get_new_blocks
@@ -39,10 +38,10 @@ cdef bytes key_of(object block_hash, object suffix):
     return key
 
 
-cdef BlockQueue queue_of(object pool):
+cdef FreeQueue queue_of(object pool):
     """The queue of a pool, or None if vLLM's own methods have to serve it."""
     queue = pool.free_block_queue
-    return <BlockQueue>queue if type(queue) is BlockQueue and pool.metrics_collector is None else None
+    return <FreeQueue>queue if isinstance(queue, FreeQueue) and pool.metrics_collector is None else None
 
 
 def get_cached_block(self, block_hash, kv_cache_group_ids):
@@ -65,25 +64,19 @@ def get_new_blocks(self, num_blocks):
 
     OutOfPagesError, a ValueError, and nothing taken, if fewer are free. IntegrityError if a queued block has references.
     """
-    cdef BlockQueue queue = queue_of(self)
+    cdef FreeQueue queue = queue_of(self)
     if queue is None:
         return vllm_get_new_blocks(self, num_blocks)
     return take_blocks(self, queue, num_blocks)
 
 
-cdef list take_blocks(object pool, BlockQueue queue, Py_ssize_t n):
+cdef list take_blocks(object pool, FreeQueue queue, Py_ssize_t n):
     cdef list blocks
-    cdef Block block
     if not 0 <= n <= queue.num_free_blocks:
         if n < 0:
             raise ArgumentError(f"num_blocks: got {n}, allowed: at least 0")
         raise OutOfPagesError(f"blocks: got {n}, allowed: at most {queue.num_free_blocks}, the number of free ones")
-    blocks = first_blocks(queue, n)
-    for value in blocks:
-        block = <Block>value
-        if block.ref_cnt:
-            raise IntegrityError(f"block {block.block_id} is in the free queue with {block.ref_cnt} references")
-    leave_front(queue, blocks)
+    blocks = queue.take(n)
     if pool._reuse_watchers:
         pool._notify_reuse(blocks)
     if pool.enable_caching:
@@ -116,7 +109,8 @@ def touch(self, blocks):
 
     IntegrityError if one of these is not in it, PageIdError for a block of another pool; nothing has changed then.
     """
-    cdef BlockQueue queue = queue_of(self)
+    cdef FreeQueue queue = queue_of(self)
+    cdef list touched = []
     cdef Block block
     if queue is None:
         return vllm_touch(self, blocks)
@@ -124,15 +118,12 @@ def touch(self, blocks):
         block = as_block(value)
         if block.pool is not self and block.pool is not None:
             raise PageIdError(f"block {block.block_id} is a block of another pool: {block!r}")
-        if block.ref_cnt == 0 and not block.is_null:
-            check_queued(block)
-    for value in blocks:
-        block = <Block>value
         if block.is_null:
             continue
         if block.ref_cnt == 0:
-            leave(queue, block)
-        block.ref_cnt += 1
+            queue.require_in(block)
+        touched.append(block)
+    queue.touch(touched)
 
 
 def free_blocks(self, ordered_blocks):
@@ -141,13 +132,13 @@ def free_blocks(self, ordered_blocks):
 
     DoubleFreeError for a block without a reference, PageIdError for one that is no block of its pool; nothing has changed then.
     """
-    cdef BlockQueue queue = queue_of(self)
+    cdef FreeQueue queue = queue_of(self)
     if queue is None:
         return vllm_free_blocks(self, ordered_blocks)
     give_blocks_back(self, queue, ordered_blocks)
 
 
-cdef int give_blocks_back(object pool, BlockQueue queue, object blocks) except -1:
+cdef int give_blocks_back(object pool, FreeQueue queue, object blocks) except -1:
     cdef list done = [], first = [], last = []
     cdef dict others = {}
     cdef Block block
@@ -160,7 +151,7 @@ cdef int give_blocks_back(object pool, BlockQueue queue, object blocks) except -
             if block.pool is not pool and block.pool is not None:
                 others.setdefault(block.pool, []).append(block)
                 continue
-            take_reference(pool, block)
+            take_reference(pool, queue, block)
             done.append(block)
             if block.ref_cnt == 0:
                 (last if is_caching and block._block_hash is not None else first).append(block)
@@ -168,21 +159,20 @@ cdef int give_blocks_back(object pool, BlockQueue queue, object blocks) except -
         for value in done:
             (<Block>value).ref_cnt += 1
         raise
-    join(queue, queue.fake_free_list_head, first)
-    join(queue, queue.fake_free_list_tail.prev_free_block, last)
+    queue.put_back(first, last)
     for other, theirs in others.items():
         other.free_blocks(theirs)
     return 0
 
 
-cdef int take_reference(object pool, Block block) except -1:
+cdef int take_reference(object pool, FreeQueue queue, Block block) except -1:
     """Take a reference from a block. One that was made by hand, without a pool, must not get into the queue."""
     cdef bint is_own = block.pool is pool or is_listed(pool.blocks, block)
     if is_own and block.ref_cnt <= 0:
         raise DoubleFreeError(f"block {block.block_id} is freed more often than it was taken: {block!r}")
     if not is_own and block.ref_cnt == 1:
         raise PageIdError(f"block {block.block_id} is no block of this pool: {block!r}")
-    check_unqueued(block)
+    queue.require_out(block)
     block.ref_cnt -= 1
     return 0
 
@@ -202,7 +192,21 @@ def cache_full_blocks(self, request, blocks, num_cached_blocks, num_full_blocks,
         suffix = suffix_of(options["kv_cache_group_id"])
         if enter_blocks(self, blocks, hashes, filled, options.get("block_mask"), suffix):
             return
-    vllm_cache_full_blocks(self, request, blocks, num_cached_blocks, num_full_blocks, block_size, **options)
+    cache_as_vllm(self, request, blocks, Filled(num_cached_blocks, num_full_blocks, block_size, 0), options)
+
+
+cdef int cache_as_vllm(object pool, object request, object blocks, Filled filled, dict options) except -1:
+    """Cache blocks by vLLM's own method."""
+    queue = pool.free_block_queue
+    if not isinstance(queue, FreeQueue):
+        vllm_cache_full_blocks(pool, request, blocks, filled.start, filled.stop, filled.block_size, **options)
+        return 0
+    (<FreeQueue>queue).begin_span()
+    try:
+        vllm_cache_full_blocks(pool, request, blocks, filled.start, filled.stop, filled.block_size, **options)
+    finally:
+        (<FreeQueue>queue).end_span(list(blocks), filled.start, min(filled.stop, <Py_ssize_t>len(blocks)))
+    return 0
 
 
 cdef bint enter_blocks(object pool, list blocks, list hashes, Filled filled, object mask, object suffix) except -1:
@@ -228,6 +232,9 @@ cdef bint enter_blocks(object pool, list blocks, list hashes, Filled filled, obj
             block._block_hash = key
             block.num_hash_tokens = (i + 1) * filled.block_size
             add_block(cache, key, block)
+    queue = pool.free_block_queue
+    if isinstance(queue, FreeQueue):
+        (<FreeQueue>queue).end_span(blocks, filled.start, filled.stop)
     return True
 
 

@@ -10,11 +10,10 @@ from cpython.dict cimport PyDict_GetItemWithError
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t
 
-from pagepool.compat.vllm.blocks cimport Block, as_block
+from pagepool.compat.vllm.blocks cimport Block, FreeQueue, as_block
 from pagepool.compat.vllm.plan cimport EVERYTHING, GroupPlan, Plan, plan_of
-from pagepool.compat.vllm.pool cimport Filled, enter_blocks, give_blocks_back, take_blocks
+from pagepool.compat.vllm.pool cimport Filled, cache_as_vllm, enter_blocks, give_blocks_back, take_blocks
 
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import replay_boundaries
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, EncoderOnlyAttentionSpec
@@ -22,7 +21,6 @@ from vllm.v1.request import Request, RequestStatus
 
 cdef object vllm_allocate_slots = KVCacheManager.allocate_slots
 cdef object vllm_cache_blocks = KVCacheManager.cache_blocks
-cdef object vllm_cache_full_blocks = BlockPool.cache_full_blocks
 cdef tuple UNCACHED = (CrossAttentionSpec, EncoderOnlyAttentionSpec)
 cdef tuple WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
@@ -49,7 +47,7 @@ def allocate_slots(self, request, num_new_tokens, *args, **options):
     if not args and len(options) == ("num_lookahead_tokens" in options) and num_new_tokens >= 1:
         plan = plan_of(self)
     if plan is None or has_partial_hit(plan, request.request_id):
-        return vllm_allocate_slots(self, request, num_new_tokens, *args, **options)
+        return allocate_as_vllm(self, request, num_new_tokens, args, options)
     tokens.num_before = request.num_computed_tokens
     tokens.num_computed = min(tokens.num_before, plan.max_model_len)
     tokens.num_scheduled = tokens.num_computed + <int64_t>num_new_tokens
@@ -57,6 +55,17 @@ def allocate_slots(self, request, num_new_tokens, *args, **options):
     if plan.needs_processed:
         leave_windows(plan, request, max(0, tokens.num_computed - <int64_t>request.num_in_flight_tokens))
     return take_slots(self, plan, request, &tokens)
+
+
+cdef object allocate_as_vllm(object self, object request, object num_new_tokens, tuple args, dict options):
+    """Allocate by vLLM's own method, as for all requests that begin, and tell the queue of these."""
+    managers = self.coordinator.single_type_managers
+    is_new = not (managers and managers[0].req_to_blocks.get(request.request_id))
+    blocks = vllm_allocate_slots(self, request, num_new_tokens, *args, **options)
+    queue = self.block_pool.free_block_queue
+    if is_new and blocks is not None and isinstance(queue, FreeQueue):
+        (<FreeQueue>queue).note_request()
+    return blocks
 
 
 cdef bint has_partial_hit(Plan plan, object request_id) except -1:
@@ -251,9 +260,8 @@ cdef int enter_full(Plan plan, GroupPlan group, object request, Filled filled) e
     request_id, hashes = request.request_id, request.block_hashes
     blocks = group.held[request_id]
     if type(hashes) is not list or not enter_blocks(plan.pool, blocks, hashes, filled, None, group.suffix):
-        vllm_cache_full_blocks(
-            plan.pool, request, blocks, filled.start, filled.stop, filled.block_size, group.manager.kv_cache_group_id
-        )
+        options = {"kv_cache_group_id": group.manager.kv_cache_group_id}
+        cache_as_vllm(plan.pool, request, blocks, filled, options)
     group.num_cached[request_id] = filled.stop
     return 0
 

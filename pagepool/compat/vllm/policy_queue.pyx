@@ -1,0 +1,372 @@
+"""A stand-in for vLLM's free queue whose blocks one of pagepool's eviction policies chooses.
+
+The queue has a store of pages beside it, one for each block: free while the block is queued, held once while it is not, and
+cached under the block's hash. So the policy learns of hits, misses and evictions as in a pool of pagepool's. Needs no vLLM.
+"""
+
+cimport cython
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+from cpython.mem cimport PyMem_RawFree as free
+from cpython.mem cimport PyMem_RawMalloc as malloc
+from libc.stdint cimport int32_t, uint8_t, uint32_t
+from libc.string cimport memcpy
+
+from pagepool.compat.vllm.blocks cimport Block, BlockQueue, FreeQueue, as_block, check_unheld
+from pagepool.core.ids cimport PageIds
+from pagepool.core.index cimport drop, enter, has_key, rank
+from pagepool.core.pages cimport note_request as count_request
+from pagepool.core.pages cimport take_from, touch_all
+from pagepool.core.queue cimport count_in_part, link_page, page_behind, push, start_of_part
+from pagepool.core.records cimport BLANK, FLAGS, MAX_GROUP, NO_GROUP, NULL_PAGE, Pool, Ranking, is_free
+from pagepool.core.siphash cimport Digest
+from pagepool.core.store cimport PageStore
+
+from pagepool.errors import ArgumentError, DoubleFreeError, IntegrityError, OutOfPagesError
+from pagepool.page_pool.integrity import check_store
+
+cdef enum:
+    UNKNOWN = -1              # a ranking of another request
+    GROUP_BYTES = 4           # behind a block's hash
+    OWN_GROUP = MAX_GROUP - 1  # of entries for queued blocks that have no hash and are to be kept
+
+
+cdef Digest digest_of_key(bytes key) noexcept:
+    """The first 128 bits of a block's hash. Where they are equal the policy takes two contents for one."""
+    cdef Digest digest = Digest(0, 0)
+    cdef Py_ssize_t size = PyBytes_GET_SIZE(key) - GROUP_BYTES
+    memcpy(&digest, PyBytes_AS_STRING(key), max(<Py_ssize_t>0, min(size, <Py_ssize_t>sizeof(Digest))))
+    return digest
+
+
+cdef int32_t group_of_key(bytes key) noexcept:
+    """The group's id that vLLM appends to a hash."""
+    cdef const uint8_t *data = <const uint8_t *>PyBytes_AS_STRING(key)
+    cdef Py_ssize_t i, size = PyBytes_GET_SIZE(key)
+    cdef uint32_t group = 0
+    for i in range(max(<Py_ssize_t>0, size - GROUP_BYTES), size):
+        group = group << 8 | data[i]
+    return <int32_t>(group % <uint32_t>OWN_GROUP)
+
+
+cdef inline void put_first(Pool *pool, int32_t page_id) noexcept:
+    """Put a page without an entry before all others."""
+    pool.policy.marks[page_id] = BLANK
+    link_page(pool, page_id, pool.pages[start_of_part(pool, BLANK, -1)].next_free)
+    count_in_part(pool, page_id, 1)
+
+
+@cython.final
+cdef class PolicyQueue(FreeQueue):
+    """Free blocks, of which a policy chooses the one to be taken next: uncached ones first, the last that was put first before
+    them.
+
+    It has the methods of vLLM's queue, but no links: blocks in it have no neighbours. Lists of its blocks have uncached ones
+    first, then the others by the policy's parts, in each the one first that was queued first. O(1) a block. Errors are typed,
+    and name the block: `DoubleFreeError` for one that is queued already, `IntegrityError` for one that is not queued,
+    `OutOfPagesError` where the queue is empty. Nothing has changed then. Memory a block is that of a page in a pool with the
+    policy, and 16 bytes.
+    """
+
+    def __cinit__(self, blocks, eviction):
+        cdef Py_ssize_t i
+        self.blocks = list(blocks)
+        for i, value in enumerate(self.blocks):
+            if as_block(value).block_id != i:
+                raise ArgumentError(f"blocks: got block {value.block_id} at position {i}, allowed: ids from 0 on")
+        self.store = PageStore(len(self.blocks), True, eviction=eviction)
+        self.ids = PageIds()
+        self.rankings = <Ranking *>malloc(len(self.blocks) * sizeof(Ranking))
+        if self.rankings == NULL:
+            raise MemoryError(f"the free queue of {len(self.blocks)} blocks")
+        for i in range(len(self.blocks)):
+            self.forget_ranking(<int32_t>i)
+        self.null_block = self.blocks[NULL_PAGE]
+        self.num_free_blocks = len(self.blocks)
+
+    def __dealloc__(self):
+        free(self.rankings)
+
+    @property
+    def num_requests(self) -> int:
+        """The number of requests that began to take blocks, which the policy is told."""
+        return self.store.pool.policy.num_requests
+
+    cdef int32_t id_of(self, Block block) noexcept:
+        """The page of a block; the null page for the null block, and for blocks of other pools."""
+        if 0 <= block.block_id < len(self.blocks) and self.blocks[block.block_id] is block:
+            return block.block_id
+        return NULL_PAGE
+
+    cdef bint has(self, Block block) noexcept:
+        """Whether a block is in the queue, and not the null block."""
+        return self.id_of(block) != NULL_PAGE and is_free(&self.store.pool, block.block_id)
+
+    cdef int require_in(self, Block block) except -1:
+        if not self.has(block):
+            raise IntegrityError(f"block {block.block_id} is not in the free queue: {block!r}")
+        return 0
+
+    cdef int require_out(self, Block block) except -1:
+        if self.has(block):
+            raise DoubleFreeError(f"block {block.block_id} is in the free queue already: {block!r}")
+        return 0
+
+    cdef void forget_ranking(self, int32_t page_id) noexcept:
+        self.rankings[page_id] = Ranking(UNKNOWN, 0)
+
+    # Taking.
+
+    cpdef int note_request(self) except -1:
+        """Tell the policy that a request begins to take blocks."""
+        count_request(&self.store.pool)
+        return 0
+
+    def popleft(self) -> Block:
+        """Take the block that the policy chooses."""
+        if self.num_free_blocks == 0:
+            raise OutOfPagesError("No free blocks available")  # the text is vLLM's
+        return self.popleft_n(1)[0]
+
+    def popleft_n(self, Py_ssize_t n) -> list[Block]:
+        """Take the `n` blocks that the policy chooses, one after another."""
+        if n < 0:
+            raise ArgumentError(f"n: got {n}, allowed: at least 0")
+        if n > self.num_free_blocks:
+            raise OutOfPagesError(f"blocks: got {n}, allowed: at most {self.num_free_blocks}, the number of free ones")
+        return self.take(n)
+
+    cdef list take(self, Py_ssize_t n):
+        cdef list taken = []
+        cdef Py_ssize_t i, num = n
+        self.ids.reserve(n)
+        if n and self.null_block is not None:
+            taken.append(self.null_block)
+            self.null_block = None
+            num -= 1
+        with self.store.lock:
+            take_from(&self.store.pool, self.ids.ids, num, -1)
+        for i in range(num):
+            self.forget_ranking(self.ids.ids[i])
+            taken.append(self.blocks[self.ids.ids[i]])
+        self.num_free_blocks -= n
+        try:
+            check_unheld(taken)
+        except IntegrityError:
+            self.put_back(taken, [])
+            for value in taken:
+                self.note_hash(<Block>value)
+            raise
+        return taken
+
+    def remove(self, Block block not None) -> None:
+        """Take a block out, wherever it is: it was hit."""
+        if block is self.null_block:
+            self.null_block = None
+            self.num_free_blocks -= 1
+            return
+        self.require_in(block)
+        with self.store.lock:
+            self.hit(block.block_id)
+
+    cdef int touch(self, list blocks) except -1:
+        cdef Block block
+        cdef int32_t page_id
+        with self.store.lock:
+            for value in blocks:
+                block = <Block>value
+                page_id = self.id_of(block)
+                if page_id != NULL_PAGE:
+                    self.hit(page_id)
+                block.ref_cnt += 1
+        return 0
+
+    cdef void hit(self, int32_t page_id) noexcept:
+        """Tell the policy of a hit. A page that is queued leaves the queue."""
+        cdef Pool *pool = &self.store.pool
+        if is_free(pool, page_id):
+            touch_all(pool, &page_id, 1)
+            self.num_free_blocks -= 1
+        elif pool.pages[page_id].group != NO_GROUP:
+            pool.policy.num_shared_hits += 1
+            pool.policy.note_hit(pool, page_id, False)
+        self.forget_ranking(page_id)
+
+    # Putting back.
+
+    def append(self, Block block not None) -> None:
+        """Put a block back. It need not be cached to be kept."""
+        self.put_back([], [block])
+
+    def append_n(self, blocks) -> None:
+        """Put blocks back, in their order. They need not be cached to be kept."""
+        self.put_back([], list(blocks))
+
+    def prepend_n(self, blocks) -> None:
+        """Put blocks before all others, in their order."""
+        self.put_back(list(blocks), [])
+
+    cdef int put_back(self, list first, list last) except -1:
+        cdef list blocks = first + last
+        cdef Py_ssize_t num = 0
+        cdef int32_t page_id
+        cdef Pool *pool = &self.store.pool
+        self.ids.reserve(len(blocks))
+        for value in blocks:
+            page_id = self.id_of(as_block(value))
+            if page_id == NULL_PAGE or pool.pages[page_id].ref_cnt == 0:
+                break
+            pool.pages[page_id].ref_cnt = 0
+            self.ids.ids[num] = page_id
+            num += 1
+        if num < len(blocks):
+            self.refuse(blocks, num)
+        with self.store.lock:
+            self.put_ids(len(first), num)
+        self.num_free_blocks += num
+        return 0
+
+    cdef int refuse(self, list blocks, Py_ssize_t bad) except -1:
+        """Raise for a block that cannot be put back; those before it are held again."""
+        cdef Py_ssize_t i
+        cdef Block block = blocks[bad]
+        for i in range(bad):
+            self.store.pool.pages[self.ids.ids[i]].ref_cnt = 1
+        if self.id_of(block) == NULL_PAGE:
+            raise IntegrityError(f"block {block.block_id} is the null block or another pool's: {block!r}")
+        raise DoubleFreeError(f"block {block.block_id} is in the free queue already, or is put there twice: {block!r}")
+
+    cdef void put_ids(self, Py_ssize_t num_first, Py_ssize_t num) noexcept:
+        """Put the pages in `ids` into the queue. One that is to be kept and has no hash gets an entry that nothing hits."""
+        cdef Pool *pool = &self.store.pool
+        cdef Py_ssize_t i
+        cdef int32_t page_id
+        if num:
+            pool.policy.note_release(pool, num)
+        for i in range(num_first - 1, -1, -1):
+            page_id = self.ids.ids[i]
+            if pool.pages[page_id].group != NO_GROUP:
+                drop(pool, page_id)
+            put_first(pool, page_id)
+        for i in range(num_first, num):
+            page_id = self.ids.ids[i]
+            if pool.pages[page_id].group == NO_GROUP:
+                enter(pool, page_id, Digest(page_id, 0), OWN_GROUP)
+            push(pool, page_id)
+        pool.num_freed += num
+
+    # Caching.
+
+    cdef int note_hash(self, Block block) except -1:
+        cdef Ranking ranking = Ranking(0, 0)
+        cdef int32_t page_id = self.id_of(block)
+        if page_id != NULL_PAGE and not (self.is_entering and block._block_hash is not None):
+            with self.store.lock:
+                self.set_entry(page_id, block._block_hash, &ranking, &page_id, 0)
+        return 0
+
+    cdef int set_entry(self, int32_t page_id, bytes key, Ranking *ranking, const int32_t *ids, int32_t place) except -1:
+        """Give a page the entry of its block's key, or none for None. A new key is a miss, at a place in its request."""
+        cdef Pool *pool = &self.store.pool
+        cdef Digest digest
+        cdef int32_t group
+        if key is not None:
+            digest, group = digest_of_key(key), group_of_key(key)
+            if has_key(&pool.pages[page_id], digest, group):
+                return 0
+        if pool.pages[page_id].group != NO_GROUP:
+            drop(pool, page_id)
+        if key is not None and enter(pool, page_id, digest, group):
+            rank(pool, ranking, ids, place, digest, group)
+        return 0
+
+    cdef int begin_span(self) except -1:
+        self.is_entering = True
+        return 0
+
+    cdef int end_span(self, list blocks, Py_ssize_t start, Py_ssize_t stop) except -1:
+        """Enter the blocks in their order. What the policy knows of the request's blocks is kept with the last of them."""
+        cdef Ranking ranking = Ranking(<int32_t>start, 0)
+        cdef Py_ssize_t i
+        cdef int32_t before = NULL_PAGE
+        self.is_entering = False
+        if not 0 <= start < stop:
+            return 0
+        if start:
+            before = self.id_of(as_block(blocks[start - 1]))
+        if before != NULL_PAGE and self.rankings[before].num_ranked != UNKNOWN:
+            ranking = self.rankings[before]
+        self.ids.reserve(stop)
+        for i in range(min(start, <Py_ssize_t>ranking.num_ranked), stop):
+            self.ids.ids[i] = self.id_of(as_block(blocks[i]))
+        with self.store.lock:
+            for i in range(start, stop):
+                if self.ids.ids[i] != NULL_PAGE:
+                    key = (<Block>blocks[i])._block_hash
+                    self.set_entry(self.ids.ids[i], key, &ranking, self.ids.ids, <int32_t>i)
+        self.rankings[self.ids.ids[stop - 1]] = ranking
+        return 0
+
+    # Inspection.
+
+    cdef int32_t id_behind(self, int32_t page_id) noexcept:
+        """The page behind one in the queue, or behind the null page the first; the null page if there is none."""
+        cdef int32_t behind = NULL_PAGE
+        with self.store.lock:
+            if page_id == NULL_PAGE or is_free(&self.store.pool, page_id):
+                behind = page_behind(&self.store.pool, page_id, -1)
+        return behind
+
+    def get_all_free_blocks(self) -> list[Block]:
+        """Return the blocks. O(blocks)."""
+        return list(self.iter_blocks_after(None))
+
+    def iter_blocks_after(self, Block cursor):
+        """Yield the blocks behind `cursor`, all for None. Ends where the last one that was yielded has left the queue."""
+        cdef int32_t page_id = NULL_PAGE
+        if cursor is not None:
+            page_id = self.id_of(cursor)
+            if page_id == NULL_PAGE:
+                return
+        elif self.null_block is not None:
+            yield self.null_block
+        page_id = self.id_behind(page_id)
+        while page_id != NULL_PAGE:
+            yield self.blocks[page_id]
+            page_id = self.id_behind(page_id)
+
+    def check(self) -> None:
+        """Check that the pages agree with their blocks, and with each other. IntegrityError names the first that does not.
+        O(blocks).
+        """
+        cdef Pool *pool = &self.store.pool
+        cdef Block block
+        check_store(self.store)
+        if self.num_free_blocks != pool.num_free + (self.null_block is not None):
+            raise IntegrityError(f"the free queue has {pool.num_free} blocks and counts {self.num_free_blocks}")
+        for block in self.blocks[1:]:
+            is_queued = is_free(pool, block.block_id)
+            if is_queued != (block.ref_cnt == 0) or is_queued == (pool.pages[block.block_id].ref_cnt == 1):
+                raise IntegrityError(f"block {block.block_id}: is {'' if is_queued else 'not '}in the free queue: {block!r}")
+            group = pool.pages[block.block_id].group
+            is_cached = group != NO_GROUP and group & ~FLAGS != OWN_GROUP
+            is_same = block._block_hash is not None and has_key(
+                &pool.pages[block.block_id], digest_of_key(block._block_hash), group_of_key(block._block_hash)
+            )
+            if is_cached != (block._block_hash is not None) or is_cached != is_same:
+                raise IntegrityError(f"block {block.block_id}: its page has another entry: {block!r}")
+
+
+cdef FreeQueue make_queue(object blocks, object eviction):
+    cdef list listed = list(blocks)
+    pool = as_block(listed[0]).pool if listed else None
+    return PolicyQueue(listed, eviction) if pool is not None and pool.enable_caching else BlockQueue(listed)
+
+
+def make_arc_queue(blocks) -> FreeQueue:
+    """Return the free queue of a pool of vLLM's, with the policy ``"arc"`` if the pool caches."""
+    return make_queue(blocks, "arc")
+
+
+def make_adaptive_queue(blocks) -> FreeQueue:
+    """Return the free queue of a pool of vLLM's, with the policy ``"adaptive"`` if the pool caches."""
+    return make_queue(blocks, "adaptive")
