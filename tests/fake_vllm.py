@@ -14,6 +14,7 @@ import fake_easydel
 
 from pagepool.compat.vllm import VARIABLE
 from pagepool.compat.vllm.engine import COORDINATOR, DIGESTS, GROUPS, MANAGER, OURS, POOL, REPLACEMENTS, SIGNATURES, UTILS
+from pagepool.compat.vllm.policy import choices_for
 
 VERSION = "0.33.0"
 ENGINE_CORE = "vllm.v1.engine.core"
@@ -101,10 +102,10 @@ def replacement_source(name: str) -> str:
 
 def replacement_sources() -> dict[str, str]:
     """Return the sources of modules with the names of the compiled ones, and with what they define."""
-    modules = sorted({item.module for item in REPLACEMENTS})
+    items = [choice for item in REPLACEMENTS for choice in choices_for(item)]
     return {
-        f"{OURS}.{module}": "".join(replacement_source(item.ours) for item in REPLACEMENTS if item.module == module)
-        for module in modules
+        f"{OURS}.{module}": "".join(replacement_source(item.ours) for item in items if item.module == module)
+        for module in sorted({item.module for item in items})
     }
 
 

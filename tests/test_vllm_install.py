@@ -158,13 +158,29 @@ def test_as_a_context_manager(folder: Path) -> None:
 def test_the_report(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(vllm.report()) == "vLLM not imported, pagepool not installed, eviction: vLLM's"
     vllm.install()
-    monkeypatch.setenv(vllm.EVICTION_VARIABLE, " Adaptive ")
     report = vllm.report()
-    assert (report.version, report.is_installed, report.eviction) == ("0.33.0", True, "adaptive")
+    assert (report.version, report.is_installed, report.eviction) == ("0.33.0", True, "vLLM's")
     assert report.replaced == tuple((item.place, f"{OURS}.{item.module}.{item.ours}") for item in REPLACEMENTS)
     lines = str(report).splitlines()
-    assert lines[0] == "vLLM 0.33.0, pagepool installed, eviction: adaptive"
+    assert lines[0] == "vLLM 0.33.0, pagepool installed, eviction: vLLM's"
     assert [line.split() for line in lines[1:]] == [[item.place, item.source] for item in REPLACEMENTS]
+
+
+def test_an_eviction_policy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that of the time at which pagepool was installed."""
+    monkeypatch.setenv(vllm.EVICTION_VARIABLE, " Adaptive ")
+    with vllm.installed():
+        monkeypatch.delenv(vllm.EVICTION_VARIABLE)
+        assert vllm.is_installed()
+        assert vllm.report().eviction == "adaptive"
+        assert dict(vllm.report().replaced)[f"{UTILS}.FreeKVCacheBlockQueue"] == f"{OURS}.policy_queue.make_adaptive_queue"
+        assert engine_module(UTILS).FreeKVCacheBlockQueue is sys.modules[f"{OURS}.policy_queue"].make_adaptive_queue
+    assert not vllm.is_installed()
+    assert engine_module(UTILS).FreeKVCacheBlockQueue.__module__ == UTILS
+    monkeypatch.setenv(vllm.EVICTION_VARIABLE, "fifo")
+    with pytest.raises(CompatError, match="EVICTION: got 'fifo', allowed: adaptive, arc; lru or nothing"):
+        vllm.install()
+    assert not vllm.report().replaced
 
 
 def test_a_module_that_keeps_vllms_functions_is_told_before_they_are_replaced(folder: Path) -> None:

@@ -13,7 +13,6 @@ methods that vLLM had. `engine.py` lists what is replaced. References held by co
 """
 
 import logging
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from pagepool.compat.patching import find_objects, swap
 from pagepool.compat.switch import OFF, ON, read_switch
 from pagepool.compat.vllm.checks import check_engine, function_of, import_homes
 from pagepool.compat.vllm.engine import MANAGER, POOL, REPLACEMENTS, VERSIONS, Replacement
+from pagepool.compat.vllm.policy import EVICTION_VARIABLE, QUEUES, choices_for, replacements
 from pagepool.errors import CompatError
 
 __all__ = [
@@ -57,9 +57,6 @@ VARIABLE = "PAGEPOOL_VLLM"
 
 STRICT = "strict"
 
-EVICTION_VARIABLE = "PAGEPOOL_VLLM_EVICTION"
-"""The environment variable that chooses another eviction policy than vLLM's."""
-
 _lock = threading.RLock()
 _replaced: list[tuple[Replacement, Any]] = []
 """The replacements while they are installed, and what vLLM has in their places."""
@@ -72,20 +69,21 @@ def install() -> None:
     pagepool is already installed.
 
     Imports vLLM if necessary. CompatError, without a change, if vLLM is missing or is none of `VERSIONS`, if something differs
-    from what was recorded, if another package has replaced or subclassed some of it, or if a scheduler was built. Once vLLM is
-    imported, most of the time goes into the search for such objects.
+    from what was recorded, if another package has replaced or subclassed some of it, if a scheduler was built, or if
+    `EVICTION_VARIABLE` names no policy. Once vLLM is imported, most of the time goes into the search for schedulers.
     """
     with _lock:
         if is_installed():
             logger.warning("vLLM already allocates with pagepool")
             return
+        items = replacements()
         homes = import_homes()
         _check_same(homes)
         check_engine(homes)
-        replacements = {item: _import(item) for item in REPLACEMENTS}
+        compiled = {item: _import(item) for item in items}
         _homes.update(homes)
         try:
-            _set(replacements)
+            _set(compiled)
             call_in_children(install_on_import)
         except BaseException:
             uninstall()
@@ -114,7 +112,7 @@ def uninstall() -> None:
 
 def is_installed() -> bool:
     """Whether engines built now allocate with pagepool: all of vLLM's definitions are replaced in their modules."""
-    return all(_found(item) is not None and function_of(_found(item)) is _ours(item) for item in REPLACEMENTS)
+    return all(map(_chosen, REPLACEMENTS))
 
 
 @contextmanager
@@ -165,7 +163,7 @@ class Report:
     """vLLM's version, or "not imported"."""
     is_installed: bool
     eviction: str
-    """The eviction policy that `EVICTION_VARIABLE` asks for, or "vLLM's"."""
+    """The eviction policy of pools made now, or "vLLM's"."""
     replaced: tuple[tuple[str, str], ...]
     """The full names of vLLM's definitions that are replaced now, and of what replaces them."""
 
@@ -179,11 +177,12 @@ class Report:
 
 def report() -> Report:
     """Return what is replaced in this process. Imports nothing."""
-    replaced = [item for item in REPLACEMENTS if _found(item) is not None and function_of(_found(item)) is _ours(item)]
+    replaced = [*filter(None, map(_chosen, REPLACEMENTS))]
+    names = {item.ours for item in replaced}
     return Report(
         str(getattr(sys.modules.get("vllm"), "__version__", "not imported")),
         is_installed(),
-        os.environ.get(EVICTION_VARIABLE, "").strip().lower() or "vLLM's",
+        next((policy for policy, name in QUEUES.items() if name in names), "vLLM's"),
         tuple((item.place, item.source) for item in replaced),
     )
 
@@ -223,6 +222,12 @@ def _ours(item: Replacement) -> Any:
     return getattr(sys.modules.get(item.source.rpartition(".")[0]), item.ours, None)
 
 
+def _chosen(item: Replacement) -> Replacement | None:
+    """Return what vLLM's definition is replaced by now; None if it is not replaced."""
+    found = function_of(_found(item))
+    return next((choice for choice in choices_for(item) if found is not None and found is _ours(choice)), None)
+
+
 def _import(item: Replacement) -> Any:
     """Import a replacement, and let its module keep the functions of vLLM that it calls. CompatError if it is missing."""
     try:
@@ -243,12 +248,12 @@ def _check_same(homes: dict[str, ModuleType]) -> None:
 # Replacing.
 
 
-def _set(replacements: dict[Replacement, Any]) -> None:
-    _replaced.extend((item, _found(item)) for item in replacements)
-    swap("vllm", {theirs: replacements[item] for item, theirs in _replaced if not _is_method(item)})
+def _set(compiled: dict[Replacement, Any]) -> None:
+    _replaced.extend((item, _found(item)) for item in compiled)
+    swap("vllm", {theirs: compiled[item] for item, theirs in _replaced if not _is_method(item)})
     for item, theirs in _replaced:
         if _is_method(item):
-            ours = replacements[item]
+            ours = compiled[item]
             setattr(_owner(item), _last(item), classmethod(ours) if isinstance(theirs, classmethod) else ours)
 
 

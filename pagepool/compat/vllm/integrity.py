@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from pagepool.compat.vllm.policy_queue import PolicyQueue
 from pagepool.errors import ArgumentTypeError, IntegrityError
 
 __all__ = ["check_manager"]
@@ -60,7 +61,11 @@ def _check_queue(pool: Any) -> None:
 
 
 def _follow(pool: Any) -> Iterator[Any]:
-    """Yield the queued blocks. IntegrityError for a wrong link, which a loop has too."""
+    """Yield the queued blocks. IntegrityError for a wrong link, which a loop has too. The queue of a policy has no links."""
+    if isinstance(pool.free_block_queue, PolicyQueue):
+        pool.free_block_queue.check()
+        yield from pool.free_block_queue.get_all_free_blocks()
+        return
     before, block = pool.free_block_queue.fake_free_list_head, pool.free_block_queue.fake_free_list_head.next_free_block
     while block is not pool.free_block_queue.fake_free_list_tail:
         if block is None:
