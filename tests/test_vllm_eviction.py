@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,13 +12,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from vllm.v1.core import block_pool, kv_cache_manager, kv_cache_utils
 from vllm.v1.request import RequestStatus
 from vllm_engine import BLOCK_SIZE, make_manager
 
 from pagepool._core import HashChain
-from pagepool.compat.vllm import blocks, policy_queue, slots
-from pagepool.compat.vllm import pool as pool_functions
+from pagepool.compat import vllm as compat
+from pagepool.compat.vllm.blocks import Block, BlockQueue
 from pagepool.compat.vllm.policy import QUEUES
 from pagepool.compat.vllm.policy_queue import PolicyQueue
 from pagepool.errors import DoubleFreeError, IntegrityError, OutOfPagesError, PageIdError
@@ -34,26 +33,15 @@ policies = pytest.mark.parametrize("policy", QUEUES)
 
 
 @pytest.fixture
-def use_policy(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return a function that makes vLLM's managers take blocks by a policy."""
-    return lambda policy: replace(monkeypatch, policy)
+def use_policy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Yield a function that makes vLLM's managers take blocks by a policy."""
+    with ExitStack() as stack:
 
+        def use(policy: str) -> None:
+            monkeypatch.setenv(compat.EVICTION_VARIABLE, policy)
+            stack.enter_context(compat.installed())
 
-def replace(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    replaced: list[tuple[Any, str, Any]] = [
-        (kv_cache_utils, "KVCacheBlock", blocks.Block),
-        (kv_cache_utils, "FreeKVCacheBlockQueue", getattr(policy_queue, QUEUES[policy])),
-        (block_pool, "BlockHashToBlockMap", blocks.BlockMap),
-    ]
-    for home, name, ours in replaced:
-        theirs = getattr(home, name)
-        for module in [module for key, module in sys.modules.items() if key.startswith("vllm.v1.core.")]:
-            if vars(module).get(name) is theirs:
-                monkeypatch.setattr(module, name, ours)
-    for name in ("get_cached_block", "get_new_blocks", "touch", "free_blocks", "cache_full_blocks"):
-        monkeypatch.setattr(block_pool.BlockPool, name, getattr(pool_functions, name))
-    for name in ("allocate_slots", "cache_blocks"):
-        monkeypatch.setattr(kv_cache_manager.KVCacheManager, name, getattr(slots, name))
+        yield use
 
 
 class Traced:
@@ -242,7 +230,7 @@ def test_blocks_and_pages_agree(use_policy: Callable[[str], None], seed: int, po
 def test_uncached_pool(use_policy: Callable[[str], None]) -> None:
     use_policy("adaptive")
     pool = make_manager(8, 1024, enable_caching=False).block_pool
-    assert type(pool.free_block_queue) is blocks.BlockQueue
+    assert type(pool.free_block_queue) is BlockQueue
     taken = pool.get_new_blocks(3)
     pool.free_blocks(reversed(taken))
     assert [block.block_id for block in pool.get_new_blocks(2)] == [3, 2]
@@ -274,13 +262,13 @@ def pool(use_policy: Callable[[str], None]) -> Iterator[Any]:
 
 def test_refusals_change_nothing(pool: Any) -> None:
     free, held = pool.blocks[4], pool.blocks[1:4]
-    foreign = blocks.Block(2, 1, pool=make_manager(6, 1024).block_pool)
+    foreign = Block(2, 1, pool=make_manager(6, 1024).block_pool)
     for error, call, args in [
         (DoubleFreeError, pool.free_blocks, [[held[0], free]]),
         (DoubleFreeError, pool.free_blocks, [[held[0], held[0]]]),
-        (PageIdError, pool.free_blocks, [[held[0], blocks.Block(9, 1)]]),
+        (PageIdError, pool.free_blocks, [[held[0], Block(9, 1)]]),
         (PageIdError, pool.touch, [[held[0], foreign]]),
-        (IntegrityError, pool.touch, [[free, blocks.Block(4)]]),
+        (IntegrityError, pool.touch, [[free, Block(4)]]),
         (OutOfPagesError, pool.get_new_blocks, [3]),
     ]:
         with pytest.raises(error):

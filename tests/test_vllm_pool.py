@@ -13,8 +13,6 @@ pytest.importorskip("vllm")
 
 from pagepool.compat import vllm as compat
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when it is imported
-
 
 @pytest.fixture(autouse=True, scope="module")
 def _installed() -> Iterator[None]:
