@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import inspect
 import subprocess
@@ -204,6 +205,19 @@ def test_an_engine_that_is_built_already(folder: Path) -> None:
     manager.itself, manager.tables = manager, tables  # a cycle, which only garbage collection frees
     del manager, tables
     easydel.install()
+
+
+def test_an_engine_that_is_hidden_from_the_garbage_collector(folder: Path) -> None:
+    manager = engine_module("core").CacheManager(8, [], 64)
+    gc.freeze()
+    try:
+        check_refused("EasyDeL's own allocator, got 1 CacheManager; install first, or drop the engine")
+        assert gc.get_freeze_count()
+        manager.itself = manager
+        del manager
+        easydel.install()
+    finally:
+        gc.unfreeze()
 
 
 def test_a_failure_leaves_nothing_installed(folder: Path) -> None:

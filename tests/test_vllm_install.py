@@ -507,7 +507,7 @@ def run_children(folder: Path, *methods: str) -> subprocess.CompletedProcess[str
     return run_python(folder, "parent.py", *methods)
 
 
-@pytest.mark.parametrize("method", [name for name in multiprocessing.get_all_start_methods() if name != "forkserver"])
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
 def test_children_have_what_was_installed_by_hand(folder: Path, method: str) -> None:
     """As vLLM's engine core, which runs in a child, but no longer than in the parent."""
     process = run_children(folder, method, "uninstall", method)
