@@ -87,16 +87,17 @@ fuzz:  ## calls of everything in the compiled core with arguments of any kind, f
 	    $(MAKE) $(VENV)/with-test && $(call FUZZ,$(VENV)); \
 	fi
 
-# Each line of the core calls the tracer, so operations are few. It runs Python inside the core, under locks and where memory is
-# short too: what calls back from there, lets allocations fail, measures memory or is a tracer itself is left out.
-UNTRACED = $(foreach name,fuzz interrupts memory,--ignore=tests/test_$(name).py) \
-    --deselect=tests/test_fuzz_regressions.py::test_finalizers_that_run_while_an_error_is_made \
+# Each line of the core calls the tracer, so operations are few, and files run side by side. It runs Python inside the core, under
+# locks and where memory is short too: what calls back from there, lets allocations fail, measures memory or is a tracer itself is
+# left out.
+UNTRACED = --deselect=tests/test_fuzz_regressions.py::test_finalizers_that_run_while_an_error_is_made \
     --deselect=tests/test_command_manners.py::TestMemory::test_a_pool_takes_about_what_is_counted
+TRACED = pagepool docs README.md $(filter-out $(foreach name,fuzz interrupts memory,tests/test_$(name).py),$(wildcard tests/test_*.py))
 
 coverage: export PAGEPOOL_TEST_OPERATIONS ?= 3000
 coverage: .venv-coverage/tree  ## lines and branches of the façade and lines of the core that no test runs: fails below 98 % and 95 %
-	cd $< && rm -f .coverage* && ../bin/coverage run -m pytest --doctest-modules --doctest-glob='*.md' $(UNTRACED) \
-	    $(PYTEST_ARGS) pagepool tests docs README.md
+	cd $< && rm -f .coverage* && printf '%s\n' $(TRACED) | xargs -P "$$(nproc)" -n 4 \
+	    ../bin/coverage run -m pytest --doctest-modules --doctest-glob='*.md' $(UNTRACED) $(PYTEST_ARGS)
 	cd $< && ../bin/coverage combine --quiet
 	cd $< && ../bin/coverage report --omit='*.pyx,*.pxd' --fail-under=98; facade=$$?; \
 	    ../bin/coverage report --include='*.pyx,*.pxd' --fail-under=95 && exit $$facade
