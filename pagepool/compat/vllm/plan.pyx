@@ -82,14 +82,15 @@ cdef Plan plan_of(object manager):
     try:
         return <Plan?>manager._pagepool_plan
     except AttributeError:
-        pass
-    except TypeError:
-        return None
+        manager._pagepool_plan = make_plan(manager)
+    return manager._pagepool_plan
+
+
+cdef Plan make_plan(object manager):
     coordinator = manager.coordinator
     pool = coordinator.block_pool
-    plan = False
-    if type(coordinator) in COORDINATORS and type(pool) is BlockPool and queue_of(pool) is not None:
-        if not any([isinstance(one, CrossAttentionManager) for one in coordinator.single_type_managers]):
-            plan = Plan(manager)
-    manager._pagepool_plan = plan
-    return None if plan is False else plan
+    if type(coordinator) not in COORDINATORS or type(pool) is not BlockPool or queue_of(pool) is None:
+        return None
+    if any([isinstance(one, CrossAttentionManager) for one in coordinator.single_type_managers]):
+        return None
+    return Plan(manager)
