@@ -80,7 +80,7 @@ cdef bint is_masked(object coordinator, object manager):
 cdef Plan plan_of(object manager):
     """The plan of a manager, made at the first call; None if vLLM's own methods have to serve it."""
     try:
-        return <Plan?>manager._pagepool_plan
+        return manager._pagepool_plan
     except AttributeError:
         manager._pagepool_plan = make_plan(manager)
     return manager._pagepool_plan
