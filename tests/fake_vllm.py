@@ -6,11 +6,14 @@ import ast
 import hashlib
 import inspect
 import subprocess
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 
 import fake_easydel
+from sources import ROOT
 
 from pagepool.compat.vllm import VARIABLE
 from pagepool.compat.vllm.engine import COORDINATOR, DIGESTS, GROUPS, MANAGER, OURS, POOL, REPLACEMENTS, SIGNATURES, UTILS
@@ -130,6 +133,21 @@ def write_customization(folder: Path) -> None:
         f"sys.modules.update({{name: make_module(name, source) for name, source in {replacement_sources()!r}.items()}})",
     ]
     (folder / "sitecustomize.py").write_text("\n".join(lines))
+
+
+def declared_entry_point() -> EntryPoint:
+    """Return the plug-in that the package declares."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    [(name, value)] = groups["vllm.general_plugins"].items()
+    return EntryPoint(name, value, "vllm.general_plugins")
+
+
+def write_distribution(folder: Path) -> None:
+    """Let each Python with the folder in its path find the plug-in, as if the package was installed."""
+    info, entry_point = folder / "pagepool-0.dist-info", declared_entry_point()
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pagepool\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[{entry_point.group}]\n{entry_point.name} = {entry_point.value}\n")
 
 
 def run_python(folder: Path, *arguments: str, value: str = "") -> subprocess.CompletedProcess[str]:

@@ -9,16 +9,25 @@ import logging
 import multiprocessing
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from fake_vllm import ENGINE_CORE, SHOW, fake_digests, make_replacements, path_of, run_python, write_customization, write_engine
-from sources import ROOT, on_the_wheel
+from fake_vllm import (
+    ENGINE_CORE,
+    SHOW,
+    declared_entry_point,
+    fake_digests,
+    make_replacements,
+    path_of,
+    run_python,
+    write_customization,
+    write_engine,
+)
+from sources import on_the_wheel
 
 from pagepool.compat import children, vllm
 from pagepool.compat.vllm import plugin
@@ -459,12 +468,6 @@ def test_nothing_is_imported_where_the_variable_is_off(folder: Path) -> None:
 def test_importing_pagepool_imports_no_adapter(folder: Path, value: str) -> None:
     code = "import sys, pagepool; print([name for name in sys.modules if 'pagepool.compat' in name])"
     assert run_python(folder, "-c", code, value=value).stdout == "[]\n"
-
-
-def declared_entry_point() -> EntryPoint:
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    [(name, value)] = groups["vllm.general_plugins"].items()
-    return EntryPoint(name, value, "vllm.general_plugins")
 
 
 def test_the_entry_point() -> None:
