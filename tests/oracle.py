@@ -528,8 +528,10 @@ class OracleManager:
                 self._let_go(held.pages.pop())
             for page in held.pages[num_full_pages:]:
                 self.page_pool.evict_pages([page])
-            held.go_back(kind.num_full_pages(restart))
-            held.num_hit_pages = min(held.num_hit_pages, kind.num_full_pages(restart))
+            again = range(kind.num_full_pages(restart), min(num_full_pages, held.num_cached_pages))
+            lost = [i for i in again if held.pages[i] != NULL_PAGE and held.pages[i] not in self.page_pool.entry_of_page]
+            held.go_back(lost[0] if lost else num_full_pages)
+            held.num_hit_pages = min(held.num_hit_pages, lost[0] if lost else num_full_pages)
         self.keys.cut(request.request_id, num_tokens)
         return restart
 
@@ -579,15 +581,15 @@ class OracleManager:
         self.keys.cut(request.request_id, num_tokens)
 
     def _forget_uncomputed(self, request: Any, num_computed_tokens: int) -> None:
-        """Drop the entries of pages with tokens from there on, hits aside. Which page a window has left is not known any more:
-        all with that content lose the entry.
+        """Drop the entries that the request made for pages with tokens from there on. Which page a window has left is not known
+        any more: all with that content lose the entry.
         """
         for group_id, (kind, held) in enumerate(zip(self.kinds, self.held.get(request.request_id, ()), strict=False)):
             keys = [] if isinstance(kind, Mamba) else self._keys(request, kind)
-            for i in range(max(kind.num_full_pages(num_computed_tokens), held.num_hit_pages), len(held.pages)):
+            for i in range(max(kind.num_full_pages(num_computed_tokens), held.num_hit_pages), held.num_cached_pages):
                 page = held.pages[i]
-                was_cached = page == NULL_PAGE and i < held.num_cached_pages
-                self.page_pool.evict_pages(list(self.page_pool.index.get((keys[i], group_id), ())) if was_cached else [page])
+                twins = self.page_pool.index.get((keys[i], group_id), ())
+                self.page_pool.evict_pages([page] if page != NULL_PAGE else list(twins))
 
     # release and inspection
 

@@ -178,25 +178,25 @@ cdef inline void forget_page(Pool *pool, int32_t page_id, const Digest *digest, 
 cdef inline void forget_uncomputed(
     Pool *pool, const Holding *holding, int32_t num_computed, const Digest *digests, Py_ssize_t num_digests
 ) noexcept nogil:
-    """Drop the entries of pages with tokens from `num_computed` on, except hits. Pages that are to be computed again are not
-    counted as cached, but may have their entries still.
-    """
+    """Drop the entries of pages with tokens from `num_computed` on, except hits."""
     cdef const Group *group
     cdef const Held *held
     cdef Py_ssize_t g, i, end
-    cdef bint is_known
     for g in range(holding.num_groups if pool.slots != NULL else 0):
         group = &holding.groups[g]
         held = &holding.held[g]
-        for i in range(max(full_pages(&group.rules, num_computed), held.num_hits), held.num_pages):
+        for i in range(max(full_pages(&group.rules, num_computed), held.num_hits), held.num_cached):
             end = (i + 1) * group.stride
-            is_known = i < held.num_cached and end <= num_digests
-            forget_page(pool, held.ids[i], &digests[end - 1] if is_known else NULL, group.id)
+            forget_page(pool, held.ids[i], &digests[end - 1] if end <= num_digests else NULL, group.id)
 
 
 cdef inline void recompute_from(const Group *group, Held *held, int32_t num_computed) noexcept nogil:
     """Let pages with tokens from `num_computed` on be entered again, if they have lost their entry."""
-    cdef int32_t num_pages = full_pages(&group.rules, num_computed)
+    enter_from(held, full_pages(&group.rules, num_computed))
+
+
+cdef inline void enter_from(Held *held, int32_t num_pages) noexcept nogil:
+    """Let pages from `num_pages` on be entered again."""
     held.num_cached = min(held.num_cached, num_pages)
     held.num_hits = min(held.num_hits, num_pages)
     held.ranking.num_ranked = min(held.ranking.num_ranked, num_pages)
