@@ -528,10 +528,8 @@ class OracleManager:
                 self._let_go(held.pages.pop())
             for page in held.pages[num_full_pages:]:
                 self.page_pool.evict_pages([page])
-            again = range(kind.num_full_pages(restart), min(num_full_pages, held.num_cached_pages))
-            lost = [i for i in again if held.pages[i] != NULL_PAGE and held.pages[i] not in self.page_pool.entry_of_page]
-            held.go_back(lost[0] if lost else num_full_pages)
-            held.num_hit_pages = min(held.num_hit_pages, lost[0] if lost else num_full_pages)
+            held.go_back(kind.num_full_pages(restart))
+            held.num_hit_pages = min(held.num_hit_pages, kind.num_full_pages(restart))
         self.keys.cut(request.request_id, num_tokens)
         return restart
 

@@ -185,8 +185,9 @@ BUGS = [
     Bug(
         "a row goes back and its pages are not entered again",
         CORE,
-        "        if held.ids[i] != NULL_PAGE and pool.pages[held.ids[i]].group == NO_GROUP:\n",
-        "        if held.ids[i] != NULL_PAGE and pool.pages[held.ids[i]].group == NO_GROUP and not (BUG):\n",
+        "    recompute_from(group, held, restart)\n",
+        "    held.num_cached = min(held.num_cached, held.num_pages)\n"
+        "    if not (BUG):\n        recompute_from(group, held, restart)\n",
     ),
     Bug(
         "rows that change places keep their hashes",

@@ -775,19 +775,3 @@ def test_a_pool_without_pins_has_no_memory_for_them() -> None:
     start(manager, "a")
     assert len(copy_records(manager.page_pool.store, "pins")["pins"]) == 0
     assert len(manager.page_pool.snapshot()["cached_pins"]) == 0
-
-
-def test_a_row_that_is_cut_and_ends_early_leaves_no_entries_that_were_never_computed() -> None:
-    """The pins let the cut go through shared pages, so that tokens before it are to be computed again."""
-    wide = pagepool.FullAttentionSpec(6, 1, 8, "float16", False)
-    manager = make_manager(40, (FULL, wide), max_pinned_share=1.0)
-    batch = RunningBatch(manager, pagepool.MultiGroupPageTable(2, 64, 64, [4, 6]))
-    batch.admit(0, list(range(24)))
-    assert batch.pin(0) == 6 + 4
-    batch.trim([0], [22])
-    assert batch.num_computed_tokens[0] == 18
-    pages, _ = batch.get_page_ids(0)
-    batch.release([0], [14])
-    cached = {page for pages in manager.page_pool.cached_page_hash_to_page.values() for page in pages}
-    assert [page in cached for page in pages] == [True] * 3 + [False] * 2
-    manager.check()

@@ -192,11 +192,7 @@ cdef inline void forget_uncomputed(
 
 cdef inline void recompute_from(const Group *group, Held *held, int32_t num_computed) noexcept nogil:
     """Let pages with tokens from `num_computed` on be entered again, if they have lost their entry."""
-    enter_from(held, full_pages(&group.rules, num_computed))
-
-
-cdef inline void enter_from(Held *held, int32_t num_pages) noexcept nogil:
-    """Let pages from `num_pages` on be entered again."""
+    cdef int32_t num_pages = full_pages(&group.rules, num_computed)
     held.num_cached = min(held.num_cached, num_pages)
     held.num_hits = min(held.num_hits, num_pages)
     held.ranking.num_ranked = min(held.ranking.num_ranked, num_pages)
