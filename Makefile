@@ -32,7 +32,7 @@ test: $(VENV)/with-$(EXTRA)  ## all tests and doctests on the wheel
 
 # Tests of sources, commands and sockets: another build of the core makes no difference to them.
 ANY_BUILD = $(foreach name,style layering pictures plan commands command_files command_manners fleet fleet_command operating \
-    launcher connections heartbeat event_publisher,--ignore=$(CURDIR)/tests/test_$(name).py)
+    launcher connections heartbeat event_publisher publisher_fork,--ignore=$(CURDIR)/tests/test_$(name).py)
 
 debug:  ## the same on a build with bounds checks and asserts, but for what any build passes
 	PAGEPOOL_DEBUG=1 $(MAKE) test VENV=.venv-debug PYTEST_ARGS='$(ANY_BUILD) $(PYTEST_ARGS)'
