@@ -11,7 +11,7 @@ from typing import Any
 
 from pagepool.errors import CompatError
 
-__all__ = ["check_unused", "find_objects", "modules_of", "signature_of", "swap"]
+__all__ = ["check_unused", "find_objects", "installing", "modules_of", "signature_of", "swap"]
 
 
 def modules_of(package: str) -> list[ModuleType]:
@@ -27,6 +27,19 @@ def swap(package: str, replacements: Mapping[Any, Any]) -> None:
         for name, value in list(vars(module).items()):
             if id(value) in by_id:
                 setattr(module, name, by_id[id(value)])
+
+
+@contextmanager
+def installing(is_installed: Callable[[], bool], install: Callable[[], None], uninstall: Callable[[], None]) -> Iterator[None]:
+    """Install an adapter for the block. If it was installed before, it stays installed."""
+    was_installed = is_installed()
+    if not was_installed:
+        install()
+    try:
+        yield
+    finally:
+        if not was_installed:
+            uninstall()
 
 
 def signature_of(member: Callable[..., Any] | property) -> str:

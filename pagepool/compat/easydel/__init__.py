@@ -22,7 +22,7 @@ from typing import Any
 
 from pagepool.compat.children import call_in_children
 from pagepool.compat.import_hook import AfterImport, AfterReload
-from pagepool.compat.patching import check_unused, signature_of, swap
+from pagepool.compat.patching import check_unused, installing, signature_of, swap
 from pagepool.compat.switch import OFF, ON, read_switch
 from pagepool.errors import CompatError
 from pagepool.manager import CacheManager, CachePages
@@ -185,14 +185,8 @@ def is_installed() -> bool:
 def installed() -> Iterator[None]:
     """Install pagepool for the block. If it was installed before, or the variable installs it on entry, it stays installed."""
     _import_engine()
-    was_installed = is_installed()
-    if not was_installed:
-        install()
-    try:
+    with installing(is_installed, install, uninstall):
         yield
-    finally:
-        if not was_installed:
-            uninstall()
 
 
 def install_if_asked() -> None:

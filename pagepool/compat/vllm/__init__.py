@@ -25,7 +25,7 @@ from typing import Any
 
 from pagepool.compat.children import call_in_children, stop_calling_in_children
 from pagepool.compat.import_hook import AfterImport
-from pagepool.compat.patching import find_objects, swap
+from pagepool.compat.patching import find_objects, installing, swap
 from pagepool.compat.switch import OFF, ON, read_switch
 from pagepool.compat.vllm.checks import check_engine, function_of, import_homes
 from pagepool.compat.vllm.engine import MANAGER, POOL, REPLACEMENTS, VERSIONS, Replacement
@@ -118,14 +118,8 @@ def is_installed() -> bool:
 @contextmanager
 def installed() -> Iterator[None]:
     """Install pagepool for the block. If it was installed before, it stays installed."""
-    was_installed = is_installed()
-    if not was_installed:
-        install()
-    try:
+    with installing(is_installed, install, uninstall):
         yield
-    finally:
-        if not was_installed:
-            uninstall()
 
 
 def install_if_asked() -> None:

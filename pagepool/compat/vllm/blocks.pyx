@@ -9,10 +9,32 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, I
 
 
 cdef class FreeQueue:
-    """What the pool's functions need of a queue of free blocks, besides the methods of vLLM's.
+    """What the pool's functions need of a queue of free blocks, besides the methods of vLLM's, and those that all queues share.
 
     A queue that chooses blocks by what was cached and hit learns of that by the last four methods.
     """
+
+    def popleft(self) -> Block:
+        """Take the block that is handed out next."""
+        if self.num_free_blocks == 0:
+            raise OutOfPagesError("No free blocks available")  # the text is vLLM's
+        return self.popleft_n(1)[0]
+
+    def append(self, Block block not None) -> None:
+        """Put a block back, as `append_n` does."""
+        self.append_n([block])
+
+    def get_all_free_blocks(self) -> list[Block]:
+        """Return the blocks in the order of `iter_blocks_after`. O(blocks)."""
+        return list(self.iter_blocks_after(None))
+
+    cdef int check_number(self, Py_ssize_t n, str name) except -1:
+        """Raise ArgumentError for less than no blocks, OutOfPagesError for more than are free."""
+        if n < 0:
+            raise ArgumentError(f"{name}: got {n}, allowed: at least 0")
+        if n > self.num_free_blocks:
+            raise OutOfPagesError(f"blocks: got {n}, allowed: at most {self.num_free_blocks}, the number of free ones")
+        return 0
 
     cdef list take(self, Py_ssize_t n):
         """Take out `n` blocks, which there are. IntegrityError, and nothing taken, if one of them has references."""
@@ -250,19 +272,10 @@ cdef class BlockQueue(FreeQueue):
         self.fake_free_list_tail.prev_free_block = self.fake_free_list_head
         join(self, self.fake_free_list_head, checked)
 
-    def popleft(self) -> Block:
-        """Take the first block."""
-        if self.fake_free_list_head.next_free_block is self.fake_free_list_tail:
-            raise OutOfPagesError("No free blocks available")  # the text is vLLM's
-        return self.popleft_n(1)[0]
-
     def popleft_n(self, Py_ssize_t n) -> list[Block]:
         """Take the first `n` blocks."""
         cdef list blocks
-        if n < 0:
-            raise ArgumentError(f"n: got {n}, allowed: at least 0")
-        if n > self.num_free_blocks:
-            raise OutOfPagesError(f"blocks: got {n}, allowed: at most {self.num_free_blocks}, the number of free ones")
+        self.check_number(n, "n")
         blocks = first_blocks(self, n)
         leave_front(self, blocks)
         return blocks
@@ -298,10 +311,6 @@ cdef class BlockQueue(FreeQueue):
     cdef int require_out(self, Block block) except -1:
         return check_unqueued(block)
 
-    def append(self, Block block not None) -> None:
-        """Put a block behind the last one."""
-        self.append_n([block])
-
     def append_n(self, blocks) -> None:
         """Put blocks behind the last one, in their order. AssertionError, as in vLLM, if the queue's tail is not linked."""
         if self.fake_free_list_tail.prev_free_block is None:
@@ -311,10 +320,6 @@ cdef class BlockQueue(FreeQueue):
     def prepend_n(self, blocks) -> None:
         """Put blocks before the first one, in their order."""
         join(self, self.fake_free_list_head, checked_blocks(blocks))
-
-    def get_all_free_blocks(self) -> list[Block]:
-        """Return the blocks in their order. O(blocks)."""
-        return list(self.iter_blocks_after(None))
 
     def iter_blocks_after(self, Block cursor):
         """Yield the blocks behind `cursor`, all for None."""

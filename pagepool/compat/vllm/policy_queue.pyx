@@ -21,7 +21,7 @@ from pagepool.core.records cimport BLANK, FLAGS, MAX_GROUP, NO_GROUP, NULL_PAGE,
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 
-from pagepool.errors import ArgumentError, DoubleFreeError, IntegrityError, OutOfPagesError
+from pagepool.errors import ArgumentError, DoubleFreeError, IntegrityError
 from pagepool.page_pool.integrity import check_store
 
 cdef enum:
@@ -121,18 +121,9 @@ cdef class PolicyQueue(FreeQueue):
         count_request(&self.store.pool)
         return 0
 
-    def popleft(self) -> Block:
-        """Take the block that the policy chooses."""
-        if self.num_free_blocks == 0:
-            raise OutOfPagesError("No free blocks available")  # the text is vLLM's
-        return self.popleft_n(1)[0]
-
     def popleft_n(self, Py_ssize_t n) -> list[Block]:
         """Take the `n` blocks that the policy chooses, one after another."""
-        if n < 0:
-            raise ArgumentError(f"n: got {n}, allowed: at least 0")
-        if n > self.num_free_blocks:
-            raise OutOfPagesError(f"blocks: got {n}, allowed: at most {self.num_free_blocks}, the number of free ones")
+        self.check_number(n, "n")
         return self.take(n)
 
     cdef list take(self, Py_ssize_t n):
@@ -192,10 +183,6 @@ cdef class PolicyQueue(FreeQueue):
         self.forget_ranking(page_id)
 
     # Putting back.
-
-    def append(self, Block block not None) -> None:
-        """Put a block back. It need not be cached to be kept."""
-        self.put_back([], [block])
 
     def append_n(self, blocks) -> None:
         """Put blocks back, in their order. They need not be cached to be kept."""
@@ -315,10 +302,6 @@ cdef class PolicyQueue(FreeQueue):
             if page_id == NULL_PAGE or is_free(&self.store.pool, page_id):
                 behind = page_behind(&self.store.pool, page_id, -1)
         return behind
-
-    def get_all_free_blocks(self) -> list[Block]:
-        """Return the blocks. O(blocks)."""
-        return list(self.iter_blocks_after(None))
 
     def iter_blocks_after(self, Block cursor):
         """Yield the blocks behind `cursor`, all for None. Ends where the last one that was yielded has left the queue."""

@@ -14,7 +14,7 @@ from pagepool.compat.vllm.blocks cimport (
 
 from vllm.v1.core.block_pool import BlockPool
 
-from pagepool.errors import ArgumentError, DoubleFreeError, OutOfPagesError, PageIdError
+from pagepool.errors import DoubleFreeError, PageIdError
 
 cdef object vllm_get_cached_block = BlockPool.get_cached_block
 cdef object vllm_get_new_blocks = BlockPool.get_new_blocks
@@ -72,10 +72,7 @@ def get_new_blocks(self, num_blocks):
 
 cdef list take_blocks(object pool, FreeQueue queue, Py_ssize_t n):
     cdef list blocks
-    if not 0 <= n <= queue.num_free_blocks:
-        if n < 0:
-            raise ArgumentError(f"num_blocks: got {n}, allowed: at least 0")
-        raise OutOfPagesError(f"blocks: got {n}, allowed: at most {queue.num_free_blocks}, the number of free ones")
+    queue.check_number(n, "num_blocks")
     blocks = queue.take(n)
     if pool._reuse_watchers:
         pool._notify_reuse(blocks)
