@@ -240,10 +240,12 @@ class HeldPages:
     num_cached_pages: int = 0
     num_hit_pages: int = 0
     ranking: Ranking = field(default_factory=Ranking)
+    is_cut: bool = False
 
     def go_back(self, num_full_pages: int) -> None:
         """Let pages from there on be entered, and ranked, again."""
         self.num_cached_pages = min(self.num_cached_pages, num_full_pages)
+        self.num_hit_pages = min(self.num_hit_pages, num_full_pages)
         self.ranking.num_ranked = min(self.ranking.num_ranked, num_full_pages)
 
 
@@ -404,11 +406,12 @@ class OracleManager:
                 raise ValueError("tokens without pages were computed")
 
     def _rewind(self, request: Any) -> None:
-        """Revisit the pages whose tokens are to be computed, perhaps again: they may have lost their entries."""
+        """Revisit the pages whose tokens are to be computed, perhaps again: they may have lost their entries. A cut decided that
+        for its own pages.
+        """
         for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
-            num_full_pages = kind.num_full_pages(request.num_computed_tokens)
-            held.go_back(num_full_pages)
-            held.num_hit_pages = min(held.num_hit_pages, num_full_pages)
+            if not held.is_cut:
+                held.go_back(kind.num_full_pages(request.num_computed_tokens))
 
     def _skip_pages(self, request: Any) -> None:
         """Free the pages that no coming token attends to, last one first."""
@@ -528,10 +531,15 @@ class OracleManager:
                 self._let_go(held.pages.pop())
             for page in held.pages[num_full_pages:]:
                 self.page_pool.evict_pages([page])
-            held.go_back(kind.num_full_pages(restart))
-            held.num_hit_pages = min(held.num_hit_pages, kind.num_full_pages(restart))
+            held.go_back(self._first_without_entry(held, kind.num_full_pages(restart), num_full_pages))
+            held.is_cut = True
         self.keys.cut(request.request_id, num_tokens)
         return restart
+
+    def _first_without_entry(self, held: HeldPages, start: int, stop: int) -> int:
+        """The first place from `start` on whose page has lost its entry, or `stop`."""
+        places = range(start, min(stop, held.num_cached_pages))
+        return next((i for i in places if held.pages[i] not in self.page_pool.entry_of_page), stop)
 
     def _restart(self, request: Any, num_tokens: int) -> int:
         """Tokens that share a page with the cut are recomputed if others hold the page."""

@@ -185,9 +185,8 @@ BUGS = [
     Bug(
         "a row goes back and its pages are not entered again",
         CORE,
-        "    recompute_from(group, held, restart)\n",
-        "    held.num_cached = min(held.num_cached, held.num_pages)\n"
-        "    if not (BUG):\n        recompute_from(group, held, restart)\n",
+        "    enter_from(held, find_lost_entry(",
+        "    if not (BUG):\n        enter_from(held, find_lost_entry(",
     ),
     Bug(
         "rows that change places keep their hashes",
@@ -314,8 +313,8 @@ BUGS = [
     Bug(
         "hits that are computed again count as computed",
         CORE,
-        "    held.num_hits = min(held.num_hits, num_pages)",
-        "    held.num_hits = min(held.num_hits, num_pages) if not (BUG) else held.num_hits",
+        "    held.num_hits = min(held.num_hits, place)",
+        "    held.num_hits = min(held.num_hits, place) if not (BUG) else held.num_hits",
     ),
     Bug(
         "a state may go back",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -682,6 +683,20 @@ def test_a_cut_through_a_pinned_page_leaves_it_whole() -> None:
     batch.check()
     assert batch.get_page_ids(0)[0][0] == 1
     assert batch.get_page_ids(0)[0][1] not in (2, 3)
+
+
+def test_a_cut_row_that_ends_early_forgets_what_it_did_not_compute_again() -> None:
+    """The cut goes through a pinned page of 6, so tokens from 18 on, which fill pages of 4, are to be computed again."""
+    manager = make_manager(64, [FULL, replace(FULL, page_size=6)], max_pinned_share=1.0)
+    batch = RunningBatch(manager, pagepool.MultiGroupPageTable(2, 64, 64, [4, 6]))
+    batch.admit(0, list(range(24)))
+    batch.pin(0)
+    batch.trim([0], 22)
+    assert batch.num_computed_tokens[0] == 18
+    page_ids = batch.get_page_ids(0)[0]
+    batch.release([0], 14)
+    batch.check()
+    assert [manager.page_pool.pages[page_id].page_hash is not None for page_id in page_ids] == [True] * 3 + [False] * 2
 
 
 # --- saved and checked ------------------------------------------------------------------------------------------

@@ -190,12 +190,25 @@ cdef inline void forget_uncomputed(
             forget_page(pool, held.ids[i], &digests[end - 1] if end <= num_digests else NULL, group.id)
 
 
+cdef inline int32_t find_lost_entry(const Pool *pool, const Held *held, int32_t start, int32_t stop) noexcept nogil:
+    """The first place from `start` on whose page has no prefix entry, or `stop`."""
+    cdef int32_t place
+    for place in range(start, min(stop, held.num_cached)):
+        if held.ids[place] != NULL_PAGE and pool.pages[held.ids[place]].group == NO_GROUP:
+            return place
+    return stop
+
+
+cdef inline void enter_from(Held *held, int32_t place) noexcept nogil:
+    """Let pages from `place` on be entered, and ranked, again."""
+    held.num_cached = min(held.num_cached, place)
+    held.num_hits = min(held.num_hits, place)
+    held.ranking.num_ranked = min(held.ranking.num_ranked, place)
+
+
 cdef inline void recompute_from(const Group *group, Held *held, int32_t num_computed) noexcept nogil:
     """Let pages with tokens from `num_computed` on be entered again, if they have lost their entry."""
-    cdef int32_t num_pages = full_pages(&group.rules, num_computed)
-    held.num_cached = min(held.num_cached, num_pages)
-    held.num_hits = min(held.num_hits, num_pages)
-    held.ranking.num_ranked = min(held.ranking.num_ranked, num_pages)
+    enter_from(held, full_pages(&group.rules, num_computed))
 
 
 cdef inline void empty(const Holding *holding) noexcept nogil:

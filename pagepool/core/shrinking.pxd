@@ -9,7 +9,7 @@ from pagepool.core.batch cimport (
     Amounts, Batch, Grown, Growth, RowState, amount, claim_row, digests_of, end_row, held_by, holding_of, plan_next_event,
     start_call,
 )
-from pagepool.core.holdings cimport Held, Holding, forget_uncomputed, recompute_from
+from pagepool.core.holdings cimport Held, Holding, enter_from, find_lost_entry, forget_uncomputed, recompute_from
 from pagepool.core.index cimport drop
 from pagepool.core.pages cimport find_unheld
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool
@@ -79,7 +79,8 @@ cdef inline Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amoun
 
 cdef inline void trim_group(Pool *pool, const Group *group, Held *held, int32_t num_tokens, int32_t restart) noexcept nogil:
     """Give back a group's pages behind `num_tokens` tokens, the last first, and drop entries whose tokens are gone. Pages that
-    are computed again from `restart` on are entered again if they have lost their entry meanwhile.
+    are computed again from `restart` on are entered again from the first that has lost its entry; before it they stay entered,
+    and are forgotten if the row ends before it computes them.
     """
     cdef int32_t keep = count_kept(pool, group, held, num_tokens)
     cdef Py_ssize_t j
@@ -92,7 +93,7 @@ cdef inline void trim_group(Pool *pool, const Group *group, Held *held, int32_t 
             put_back_held(pool, page_id)
     held.num_pages = min(held.num_pages, keep)
     held.num_skipped = min(held.num_skipped, held.num_pages)
-    recompute_from(group, held, restart)
+    enter_from(held, find_lost_entry(pool, held, full_pages(&group.rules, restart), full_pages(&group.rules, num_tokens)))
 
 
 cdef inline void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
