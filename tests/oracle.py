@@ -406,8 +406,8 @@ class OracleManager:
                 raise ValueError("tokens without pages were computed")
 
     def _rewind(self, request: Any) -> None:
-        """Revisit the pages whose tokens are to be computed, perhaps again: they may have lost their entries. A cut decided that
-        for its own pages.
+        """Revisit the pages whose tokens are to be computed, perhaps again: they may have lost their entries. A cut has decided
+        for its pages already.
         """
         for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
             if not held.is_cut:
