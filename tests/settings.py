@@ -10,16 +10,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Group:
-    """A cache group: kind ("full", "sliding", "chunked", "mamba"), page size, window or chunk in tokens."""
+    """A cache group: kind ("full", "sliding", "chunked", "mamba"), page size, window or chunk in tokens. A state may be kept
+    after each `interval` tokens.
+    """
 
     kind: str
     page_size: int
     span: int = 0
+    interval: int | None = None
 
     def spec(self, specs: ModuleType, dtype: Any) -> Any:
         """Build the spec with the classes of a module: the package's, or the engine's."""
         if self.kind == "mamba":
-            return specs.MambaSpec(page_size=self.page_size, shapes=((2, 2),), dtype=dtype)
+            options = {} if self.interval is None else {"checkpoint_interval": self.interval}
+            return specs.MambaSpec(page_size=self.page_size, shapes=((2, 2),), dtype=dtype, **options)
         common = {
             "page_size": self.page_size,
             "num_kv_heads": 1,
