@@ -278,19 +278,24 @@ class ModelRows(Rows):
             self.requests[row].all_token_ids.append(token_id)
 
     def _grow_row(self, row: int, num_new: int, num_ahead: int, grown: Grown) -> bool:
-        request = self.requests[row]
+        request, held = self.requests[row], self.get_page_ids(row)
         new_pages = self.make_room(row, num_new, num_ahead)
         self._show(row)
         if new_pages is None:
             return False
         request.num_computed_tokens += num_new
-        num_computed, pages_by_group = request.num_computed_tokens, self.to_page_ids(new_pages)
+        num_computed, pages_by_group = request.num_computed_tokens, self._added_pages(held, self.to_page_ids(new_pages))
         self.growths[-1].append(Growth(row, self.admissions[row], num_new, num_computed, None, pages_by_group))
-        for group_id, page_ids in enumerate(self.to_page_ids(new_pages)):
+        for group_id, page_ids in enumerate(pages_by_group):
             grown.page_ids.extend(page_ids)
             grown.rows.extend([row] * len(page_ids))
             grown.groups.extend([group_id] * len(page_ids))
         return True
+
+    def _added_pages(self, held: PagesByGroup, new_pages: PagesByGroup) -> PagesByGroup:
+        """Return the pages at new places: the working page that a state gets for its checkpoint is not."""
+        groups = zip(self.setting.groups, held, new_pages, strict=True)
+        return tuple([] if group.kind == "mamba" and pages else new for group, pages, new in groups)
 
     @abstractmethod
     def make_room(self, row: int, num_new: int, num_ahead: int) -> Any:
@@ -405,6 +410,7 @@ class OracleRows(ModelRows):
     def __init__(self, manager: OracleManager, setting: Setting, num_rows: int, dedupe: bool = False) -> None:
         super().__init__(manager, setting, num_rows)
         self.dedupe = dedupe
+        manager.states.divide(setting.data_parallel_size)
 
     def admit(self, row: int, token_ids: list[int], **options: Any) -> int | None:
         with self.manager.adding_nothing():
@@ -446,14 +452,16 @@ class OracleRows(ModelRows):
         return pages
 
     def free_all(self, requests: list[Request], nums_computed_tokens: Sequence[int | None]) -> None:
-        shards = [self._shard_of(self.requests.index(request)) for request in requests]
-        self.manager.free_all(requests, nums_computed_tokens, shards)
+        self.manager.free_all(requests, nums_computed_tokens)
 
     def fork(self, row: int, targets: list[int]) -> None:
         """Let free rows go on where a row is."""
         request = self.requests[row]
-        if request is None or not targets or len(set(targets)) < len(targets) or any(self.requests[i] for i in targets):
-            raise ValueError("a fork is of one row to free ones")
+        if request is None or not targets:
+            raise ValueError("a fork is of a row, to others")
+        self.manager.states.copies.require_none(self.manager.pages_of(request), into_only=True)
+        if len(set(targets)) < len(targets) or any(self.requests[i] for i in targets):
+            raise ValueError("a fork is to free rows")
         forked = [copy_of(request, f"row{next(self._numbers)}") for _ in targets]
         if not self.manager.states.fork(request, forked, self._shard_of(row)):
             raise ValueError("too few pages")

@@ -64,6 +64,11 @@ class ContentKeys:
         self._chains.pop(request_id, None)
         self._nonces.pop(request_id, None)
 
+    def share_nonce(self, request_id: str, new_id: str) -> None:
+        """Let a request with unnamed images be hit by another's pages."""
+        if request_id in self._nonces:
+            self._nonces[new_id] = self._nonces[request_id]
+
     def cut(self, request_id: str, num_tokens: int) -> None:
         """Drop the contents remembered for tokens from `num_tokens` on."""
         del self._chains[request_id][num_tokens // self.page_size :]
@@ -168,6 +173,7 @@ class OracleManager:
         if not self.enable_caching or (sampling_params and sampling_params.prompt_logprobs is not None):
             return self._no_pages(), 0
         shard = shard_of_hint(self.page_pool.num_pages, dp_shard_hint, data_parallel_size)
+        self.states.divide(data_parallel_size)
         length = self._hit_length(request, shard)
         is_first = request.status != PREEMPTED and request.request_id not in self.counted
         self.queries[request.request_id] = {"queried": request.num_tokens, "hit": length} if is_first else {}
@@ -276,15 +282,20 @@ class OracleManager:
             raise ValueError("hits are counted twice")
         pages_by_group = [group.pages for group in held] if held is not None else hits
         num_computed = request.num_computed_tokens + num_new_computed
+        if self.states.interval and any(hits) and num_computed != self._count_hit_tokens(hits):
+            raise ValueError("a checkpoint is hit at another length")
         if num_computed and self.kinds and not any(pages_by_group):
             raise ValueError("tokens of a request without pages were computed")
         for kind, pages in zip(self.kinds, pages_by_group, strict=True):
             if held is None and isinstance(kind, Mamba):  # an engine may have restored its state
-                if pages and num_computed != len(pages) * kind.hit_size:
-                    raise ValueError("a checkpoint is hit at another length")
                 continue
             if kind.num_required_pages(num_computed) > len(pages):
                 raise ValueError("tokens without pages were computed")
+
+    def _count_hit_tokens(self, hits: PagesByGroup) -> int:
+        """Return the tokens that all groups hit."""
+        groups = zip(self.kinds, hits, strict=True)
+        return min(len(pages) * kind.hit_size for kind, pages in groups if is_kept(kind) or not isinstance(kind, Mamba))
 
     def _rewind(self, request: Any) -> None:
         """Revisit the pages whose tokens are to be computed, perhaps again: they may have lost their entries. A cut has decided
@@ -342,6 +353,7 @@ class OracleManager:
     ) -> range | None:
         """Return the shard on which all held pages and hits agree, else the hinted one."""
         num_pages = self.page_pool.num_pages
+        self.states.divide(data_parallel_size)
         if not is_sharded(num_pages, data_parallel_size):
             return None
         size = num_pages // data_parallel_size
@@ -528,19 +540,15 @@ class OracleManager:
         """Free all pages of the request, last one first. Uncomputed pages lose their entries, and their pins."""
         self.free_all([request], [num_computed_tokens])
 
-    def free_all(
-        self, requests: Sequence[Any], nums_computed_tokens: Sequence[int | None], shards: Sequence[range | None] = (None,)
-    ) -> None:
-        """Free several requests: first all pages in one call, then entries are dropped. States may become checkpoints before, and
-        copies into the pages are dropped.
+    def free_all(self, requests: Sequence[Any], nums_computed_tokens: Sequence[int | None]) -> None:
+        """Free several requests: first all pages in one call. Then states may become checkpoints, and copies into the pages and
+        entries are dropped.
         """
-        for request, num_computed_tokens, shard in zip(requests, nums_computed_tokens, shards, strict=True):
-            self.states.keep_last(request, num_computed_tokens, shard)
-        for request in requests:
-            self.states.copies.drop(self.pages_of(request))
         held = [group for request in requests for group in self.held.get(request.request_id, ())]
         self.page_pool.free_pages([page for group in held for page in group.pages[::-1]])
         for request, num_computed_tokens in zip(requests, nums_computed_tokens, strict=True):
+            self.states.keep_last(request, num_computed_tokens)
+            self.states.copies.drop(self.pages_of(request))
             if num_computed_tokens is not None:
                 self._forget_uncomputed(request, num_computed_tokens)
             self.held.pop(request.request_id, None)
@@ -577,6 +585,10 @@ class OracleManager:
 
     # copies and forks
 
+    @property
+    def checkpoint_interval(self) -> int | None:
+        return self.states.interval
+
     def take_copies(self) -> list[tuple[int, int, int]]:
         """Return the copies that are due (source, destination, group)."""
         return [tuple(copy) for copy in self.states.copies.take()]
@@ -587,13 +599,23 @@ class OracleManager:
 
     def fork(self, request: Any, new_request: Any) -> PagesByGroup | None:
         """Let a new request go on where another one is; return its pages, or None if the pool has too few."""
-        num_hashes = request.num_computed_tokens // self.keys.page_size if self.enable_caching else 0
-        is_other = self.keys.chain(request)[:num_hashes] != self.keys.chain(new_request)[:num_hashes]
-        if is_other or request.num_computed_tokens != new_request.num_computed_tokens:
-            raise ValueError("a fork has other tokens")
-        if not self.pages_of(request) or self.pages_of(new_request):
+        if request.request_id not in self.held or new_request.request_id in self.held:
             raise ValueError("a fork is of a request that holds pages to one that holds none")
+        num_tokens = request.num_computed_tokens
+        rooms = zip(self.kinds, self.held[request.request_id], strict=True)
+        is_room = all(kind.num_required_pages(num_tokens) <= len(held.pages) for kind, held in rooms)
+        if num_tokens != new_request.num_computed_tokens or not is_room:
+            raise ValueError("a fork has computed other tokens")
+        self.states.copies.require_none(self.pages_of(request), into_only=True)
+        if self.enable_caching and self._inputs(request, num_tokens) != self._inputs(new_request, num_tokens):
+            raise ValueError("a fork has other tokens")
+        self.keys.share_nonce(request.request_id, new_request.request_id)
         return self.get_page_ids(new_request.request_id) if self.states.fork(request, [new_request], None) else None
+
+    def _inputs(self, request: Any, num_tokens: int) -> tuple[Any, ...]:
+        """Return all that determines what is computed of the first tokens, and the rest of the features."""
+        keys = extra_keys(request, 0, self.max_model_len)
+        return request.all_token_ids[:num_tokens], keys, has_unnamed_images(request)
 
     # pins
 

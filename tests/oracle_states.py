@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oracle_kinds import HeldPages, Kind, Mamba
-from oracle_pool import NULL_PAGE, OraclePool, PageIds
+from oracle_pool import NULL_PAGE, OraclePool, PageIds, is_sharded
 
 if TYPE_CHECKING:
     from oracle import OracleManager
@@ -66,13 +66,18 @@ class OracleStates:
         self.manager = manager
         self.pool = manager.page_pool
         self.copies = OracleCopies(manager.page_pool)
+        self.shard_size = 0  # pages; 0 while no caller has divided the pool
+
+    def divide(self, data_parallel_size: int | None) -> None:
+        """Divide the pool into shards, if it can be."""
+        if data_parallel_size is not None and is_sharded(self.pool.num_pages, data_parallel_size):
+            self.shard_size = self.pool.num_pages // data_parallel_size
 
     @property
     def interval(self) -> int | None:
         """The tokens between checkpoints; None if there are none."""
-        states = [kind for kind in self.manager.kinds if isinstance(kind, Mamba)]
-        is_kept = self.manager.enable_caching and states and all(kind.interval for kind in states)
-        return self.manager.hit_step if is_kept else None
+        is_kept = any(isinstance(kind, Mamba) and kind.interval for kind in self.manager.kinds)
+        return self.manager.hit_step if is_kept and self.manager.enable_caching else None
 
     # checkpoints
 
@@ -91,39 +96,44 @@ class OracleStates:
         new_pages: PagesByGroup = tuple([] for _ in self.manager.kinds)
         for group_id, held in self._states_of(request):
             is_room = len(self.pool.free_queue) > num_reserved_pages and self.pool.free_page_ids(shard)
-            if self._is_due(request, held) and is_room and self._enter(request, group_id, held, shard):
+            if self._is_due(request, held) and is_room and self._enter(request, group_id, held):
                 [page], held.pages = held.pages, self.pool.take(1, shard)
                 self.copies.note(page, held.pages[0], group_id)
                 new_pages[group_id].extend(held.pages)
             held.num_cached_pages = request.num_computed_tokens // self.manager.hit_step
         return new_pages
 
-    def keep_last(self, request: Any, num_computed_tokens: int | None, shard: range | None) -> None:
-        """Make checkpoints of the states of a request that is about to be freed."""
+    def keep_last(self, request: Any, num_computed_tokens: int | None) -> None:
+        """Make checkpoints of the states of a request whose pages were just given back."""
         if num_computed_tokens in (None, request.num_computed_tokens):
             for group_id, held in self._states_of(request):
                 if self._is_due(request, held):
-                    self._enter(request, group_id, held, shard)
+                    self._enter(request, group_id, held)
 
     def _states_of(self, request: Any) -> list[tuple[int, HeldPages]]:
         """Return group and pages of the states that are kept, if the request holds them."""
         held = self.manager.held.get(request.request_id, ()) if self.interval else ()
         groups = enumerate(zip(self.manager.kinds, held, strict=False))
-        return [(group_id, state) for group_id, (kind, state) in groups if isinstance(kind, Mamba) and state.pages]
+        return [(i, state) for i, (kind, state) in groups if isinstance(kind, Mamba) and kind.interval and state.pages]
 
     def _is_due(self, request: Any, held: HeldPages) -> bool:
         """Whether the request has come to a multiple of the interval that was not looked at."""
         num_intervals, rest = divmod(request.num_computed_tokens, self.manager.hit_step)
         return num_intervals > held.num_cached_pages and rest == 0
 
-    def _enter(self, request: Any, group_id: int, held: HeldPages, shard: range | None) -> bool:
-        """Enter the working page in the prefix index, unless an equal one is there. Returns whether it was entered."""
-        place = request.num_computed_tokens // self.manager.hit_step - 1
+    def _enter(self, request: Any, group_id: int, held: HeldPages) -> bool:
+        """Enter the working page in the prefix index, unless an equal one is in its shard. Returns whether it was entered."""
+        shard, place = self._shard_of(held.pages[0]), request.num_computed_tokens // self.manager.hit_step - 1
         keys = self.manager.keys_of(request, self.manager.kinds[group_id])
         if place >= len(keys) or self.pool.first_entered(keys[place], group_id, shard) is not None:
             return False
-        self.pool.cache_full_pages(held.pages, {0: keys[place]}, 0, 1, group_id, held.ranking)
+        self.pool.cache_full_pages(held.pages, {0: keys[place]}, 0, 1, group_id)
         return True
+
+    def _shard_of(self, page: int) -> range | None:
+        """Return the shard of a page; None while no caller has divided the pool."""
+        start = page // self.shard_size * self.shard_size if self.shard_size else 0
+        return range(start, start + self.shard_size) if self.shard_size else None
 
     # forks
 
@@ -141,23 +151,29 @@ class OracleStates:
         return True
 
     def _open_page(self, kind: Kind, held: HeldPages, num_computed: int) -> int | None:
-        """Return the page that is written next and has tokens already."""
+        """Return the page that is written next and has tokens already; None if there is none, or it was given back."""
         is_open = num_computed > 0 if isinstance(kind, Mamba) else num_computed % kind.page_size > 0
-        return held.pages[kind.num_full_pages(num_computed)] if is_open else None
+        return (held.pages[kind.num_full_pages(num_computed)] or None) if is_open else None
 
     def _fork_group(
         self, group_id: int, kind: Kind, held: HeldPages, open_page: int | None, num_computed: int, shard: range | None
     ) -> HeldPages:
         """Return what a target holds in a group."""
         shared, num_places = held.pages[: kind.num_full_pages(num_computed)], kind.num_places(num_computed)
-        self.pool.touch([shared])
+        self._share(shared)
         num_cached, num_deduped = min(held.num_cached_pages, num_places), min(held.num_deduped_pages, num_places)
-        forked = HeldPages(shared, num_cached, num_places, replace(held.ranking), held.is_cut, num_deduped)
+        num_hits = num_cached if isinstance(kind, Mamba) else num_places
+        forked = HeldPages(shared, num_cached, num_hits, replace(held.ranking), held.is_cut, num_deduped)
         if open_page is not None:
-            self.pool.touch([[open_page]])
+            self._share([open_page])
             forked.pages = shared + self.pool.take(1, shard)
             self.copies.note(open_page, forked.pages[-1], group_id)
         return forked
+
+    def _share(self, pages: PageIds) -> None:
+        """Add a reference to held pages. They are not hit."""
+        for page in pages:
+            self.pool.ref_counts[page] += page != NULL_PAGE
 
     # equal pages
 
