@@ -465,6 +465,7 @@ class OracleRows(ModelRows):
         forked = [copy_of(request, f"row{next(self._numbers)}") for _ in targets]
         if not self.manager.states.fork(request, forked, self._shard_of(row)):
             raise ValueError("too few pages")
+        self.admissions[row] = next(self._numbers)  # it cannot go back before the fork
         for target, new_request in zip(targets, forked, strict=True):
             self.requests[target], self.num_hits[target], self.shards[target] = new_request, self.num_hits[row], self.shards[row]
             self.admissions[target] = next(self._numbers)

@@ -8,16 +8,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
 import numpy as np
 from contents_device import Device, find_first_read, require
-from contents_index import NULL_PAGE, Books
+from contents_index import NULL_PAGE
 from contents_request import Job
+from contents_states import StateBooks
 from oracle import PREEMPTED, RUNNING
 from settings import Group, Setting
+from twins import copies_of
 from workload import VOCABULARY
 
 import pagepool
@@ -31,12 +33,20 @@ class World:
 
     setting: Setting
     manager: Any
-    books: Books
+    books: StateBooks
     device: Device
     rng: Random
     counts: Counter[str]
     is_second: bool = False  # a step is in flight and has not run while another one is scheduled
     preempt: Callable[[], Job | None] = lambda: None  # preempts some job, if there is any
+
+    def take_copies(self) -> list[tuple[int, int, int]]:
+        """Take the copies that are due, to be made before the next step."""
+        self.books.are_copies_due = False
+        self.counts["calls"] += 1
+        copies = copies_of(self.manager.take_copies())
+        self.counts["copies"] += len(copies)
+        return copies
 
     def is_cached(self, page_id: int) -> bool:
         return self.manager.page_pool.store.key_of(page_id) is not None
@@ -119,8 +129,18 @@ class Front(ABC):
         self.setting = world.setting
         self.books = world.books
         self.tables = tables
+        self.num_forked = 0
         self.jobs: dict[int, Job] = {}  # by row
         self.plan: list[Entry] = []  # of the step; the simulation sets it
+
+    def copy_of(self, job: Job) -> Job:
+        """Return a job with the same computed tokens, and others behind those that are known."""
+        self.num_forked += 1
+        target = replace(job, request_id=f"{job.request_id} {self.num_forked}", all_token_ids=list(job.all_token_ids))
+        num_kept = max(job.num_computed_tokens, job.num_known_tokens)
+        target.all_token_ids[num_kept:] = self.rng.choices(VOCABULARY, k=job.num_tokens - num_kept)
+        target.share_serial(job)
+        return target
 
     def free_rows(self) -> list[int]:
         return [row for row in range(NUM_ROWS) if row not in self.jobs]
@@ -149,8 +169,10 @@ class Front(ABC):
         job.front, job.row, job.status = self, row, RUNNING
         self.jobs[row] = job
 
-    def leave(self, job: Job, num_computed_tokens: int | None) -> Job:
-        """Record that a job released its pages."""
+    def leave(self, job: Job, num_computed_tokens: int | None, num_last_tokens: int) -> Job:
+        """Record that a job released its pages, after `num_last_tokens` tokens as far as the allocator knows."""
+        if num_computed_tokens in (None, num_last_tokens):
+            self.books.keep_last(job, num_last_tokens)
         if num_computed_tokens is not None:
             self.books.forget(job, num_computed_tokens, self.world.is_cached)
         self.books.release(job)
@@ -245,7 +267,7 @@ class ManagerFront(Front):
             num_tokens = min(num_hit_tokens + num_transferred + num_new + num_ahead, self.setting.max_model_len)
             self.books.require_shortage(job, num_tokens, options.get("num_reserved_pages", 0), dp_shard)
             return False
-        hit_ids = hits.get_page_ids()
+        hit_ids = self.books.check_state_hits(job, hits.get_page_ids(), num_hit_tokens, self.books.find_shard(dp_shard))
         shard = self.books.find_shard_of([page_id for ids in hit_ids for page_id in ids], dp_shard)
         self.books.attach(job, hit_ids, num_hit_tokens, self.books.find_shard(dp_shard))
         self.start(job, row)
@@ -307,8 +329,8 @@ class ManagerFront(Front):
             return False
         shard = self.books.find_shard_of([page_id for pages in job.pages for page_id in pages], dp_shard)
         new_ids = added.get_page_ids()
-        self.books.take(job, new_ids, shard)
-        self.tables.append_row(new_ids, job.row)
+        self.books.take(job, self.books.keep(job, start, new_ids, work.is_delayed), shard)
+        self.tables.add_row(job.pages, job.row)
         self.finish(work, work.histories[: work.job.num_tokens])
         self.plan.append(Door(self, [work]))
         return True
@@ -316,6 +338,20 @@ class ManagerFront(Front):
     def _skip(self, job: Job, num_computed_tokens: int) -> None:
         held = self.manager.get_page_ids(job.request_id)
         self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], num_computed_tokens)
+
+    def fork(self, job: Job, rows: list[int]) -> list[Job]:
+        """Let new jobs go on where a job is; as many as there are pages for."""
+        forked: list[Job] = []
+        for row in rows:
+            target = self.copy_of(job)
+            pages = self.call("fork", self.manager, job, target)
+            if pages is None:
+                break
+            self.books.fork(job, target, pages.get_page_ids())
+            self.start(target, row)
+            self.tables.add_row(target.pages, row)
+            forked.append(target)
+        return forked
 
     def finish_loading(self, job: Job, num_loaded_tokens: int) -> None:
         """Continue with the tokens of a transfer."""
@@ -338,7 +374,7 @@ class ManagerFront(Front):
         else:
             self.call("free", self.manager, job, num_computed_tokens=num_computed_tokens)
         self.tables.clear_row(job.row)
-        return self.leave(job, num_computed_tokens)
+        return self.leave(job, num_computed_tokens, job.num_computed_tokens)
 
     def go_back(self, job: Job, num_computed_tokens: int) -> bool:
         """Let tokens be computed again; False if pages that they need are gone."""
@@ -355,7 +391,9 @@ class BatchFront(Front):
     def __init__(self, world: World, tables: Any) -> None:
         super().__init__(world, tables)
         size = self.setting.data_parallel_size
-        self.batch = pagepool.RunningBatch(world.manager, tables, data_parallel_size=size)
+        self.dedupes = self.rng.random() < 0.3
+        options = {"dedupe": True} if self.dedupes else {}
+        self.batch = pagepool.RunningBatch(world.manager, tables, data_parallel_size=size, **options)
 
     def admit(self, job: Job, row: int, dp_shard: int | None) -> bool:
         options = self._options(job, dp_shard)
@@ -412,7 +450,7 @@ class BatchFront(Front):
         def call(jobs: list[Job]) -> tuple[Any, list[Work]]:
             works = [self.note(job, job.num_computed_tokens, job.num_tokens) for job in jobs]
             tokens = [job.all_token_ids[-1] for job in jobs]
-            return self.call("step", self.batch, [job.row for job in jobs], tokens), works
+            return self._call("step", [job.row for job in jobs], tokens), works
 
         for work in self._persist(jobs, True, call):
             work.job.num_known_tokens += 1
@@ -440,12 +478,21 @@ class BatchFront(Front):
                 works.append(self.note(job, start, start + num_new, drafts, num_ahead))
                 nums_new.append(num_new + len(drafts))
                 nums_ahead.append(num_ahead)
-            return self.call("grow", self.batch, [job.row for job in jobs], nums_new, nums_ahead), works
+            return self._call("grow", [job.row for job in jobs], nums_new, nums_ahead), works
 
         grown = {work.job for work in self._persist(list(amounts), False, call)}
         for job, (_, drafts, _) in amounts.items():
             if drafts and job not in grown and job.front is self:
                 self.cut(job, job.num_tokens)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Grow rows, once copies that are due are taken."""
+        try:
+            return self.call(name, self.batch, *arguments)
+        except pagepool.errors.CopiesDueError:
+            require(self.books.are_copies_due, "no copies are due", name, arguments)
+            self.world.make_copies()
+            return self.call(name, self.batch, *arguments)
 
     def _persist(self, jobs: list[Job], is_step: bool, call: Callable[[list[Job]], tuple[Any, list[Work]]]) -> list[Work]:
         """Call for the jobs; if one does not fit, preempt any job and call again for the rest, or give up."""
@@ -471,11 +518,20 @@ class BatchFront(Front):
         for work in works[: result.num_grown + 1]:
             job = work.job
             held = self.batch.get_page_ids(job.row)
+            if self.dedupes:
+                work.hits = self.books.dedupe(job, held, work.start)
             self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], work.start)
+            kept = self.books.keep(job, work.start, self._state_changes(job, held), work in works[result.num_grown :])
+            self.books.take(job, kept, self.books.find_shard(job.dp_shard))
             self.books.take(job, added[job.row], self.books.find_shard(job.dp_shard))
             require([list(ids) for ids in held] == job.pages, "a row holds other pages than was told", job, held, job.pages)
         for work in works[: result.num_grown]:
             self.finish(work, work.histories)
+
+    def _state_changes(self, job: Job, held: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the new working page of each state that has another one than before."""
+        groups = zip(self.setting.groups, job.pages, held, strict=True)
+        return [list(ids) if group.kind == "mamba" and pages and pages != ids else [] for group, pages, ids in groups]
 
     def undo(self, growth: Growth) -> list[Job]:
         """Take a call back; rows forget the tokens that it appended, and drafts that came before it. Where a row cannot go
@@ -498,7 +554,11 @@ class BatchFront(Front):
         return []
 
     def _has_lost_pages(self, growth: Growth) -> bool:
-        """Whether a row lacks pages that tokens from the start of a call on need, or had when it began."""
+        """Whether a row lacks pages that tokens from the start of a call on need, or had when it began. Where equal pages are
+        shared, it may have others.
+        """
+        if self.dedupes:
+            return True
         for work in growth.works:
             for group, pages, num_kept in zip(self.setting.groups, work.job.pages, work.num_pages_before, strict=True):
                 if NULL_PAGE in pages[num_kept:] or not self.has_pages(group, pages, work.start):
@@ -514,11 +574,12 @@ class BatchFront(Front):
         require(counts == (num_tokens, job.num_computed_tokens), "a row after trim", job, counts, job.num_computed_tokens)
 
     def end(self, job: Job, num_computed_tokens: int | None = None) -> Job:
+        num_last_tokens = int(self.batch.num_computed_tokens[job.row])
         if num_computed_tokens is None:
             self.call("release", self.batch, [job.row])
         else:
             self.call("release", self.batch, [job.row], [num_computed_tokens])
-        return self.leave(job, num_computed_tokens)
+        return self.leave(job, num_computed_tokens, num_last_tokens)
 
     def go_back(self, job: Job, num_computed_tokens: int) -> bool:
         """Let lost tokens be computed again; False if pages that they need are gone."""
@@ -532,6 +593,18 @@ class BatchFront(Front):
             require(is_lost or self.books.has_state, "a row may be cut and is not", job, num_computed_tokens)
             return False
         return True
+
+    def fork(self, job: Job, rows: list[int]) -> list[Job]:
+        """Let free rows go on where a job is; none if there are too few pages for all."""
+        try:
+            self.call("fork", self.batch, job.row, rows)
+        except pagepool.errors.OutOfPagesError:
+            return []
+        forked = [self.copy_of(job) for _ in rows]
+        for target, row in zip(forked, rows, strict=True):
+            self.books.fork(job, target, self.batch.get_page_ids(row))
+            self.start(target, row)
+        return forked
 
     def move(self) -> None:
         """Move a row, or swap two."""

@@ -54,6 +54,10 @@ class Job:
         self._serial = next(_SERIALS)
         self._known: list[int] = []
 
+    def share_serial(self, job: Job) -> None:
+        """If it has images without names, share them with another job."""
+        self._serial = job._serial
+
     def list_histories(self, stop: int) -> list[int]:
         """Return the histories of the first tokens."""
         for position in range(len(self._known), stop):

@@ -104,10 +104,11 @@ class OracleStates:
         return new_pages
 
     def keep_last(self, request: Any, num_computed_tokens: int | None) -> None:
-        """Make checkpoints of the states of a request whose pages were just given back."""
+        """Make checkpoints of the states of a request whose pages were just given back, unless a copy into them is due."""
         if num_computed_tokens in (None, request.num_computed_tokens):
             for group_id, held in self._states_of(request):
-                if self._is_due(request, held):
+                is_written = all(copy.dst != held.pages[0] for copy in self.copies.due)
+                if is_written and self._is_due(request, held):
                     self._enter(request, group_id, held)
 
     def _states_of(self, request: Any) -> list[tuple[int, HeldPages]]:

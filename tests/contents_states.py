@@ -1,0 +1,104 @@
+"""The simulation's books of states that are kept as checkpoints, of forks, and of equal pages that rows share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from contents_device import require
+from contents_index import NULL_PAGE, STAYS, Books
+from contents_request import Job
+
+PagesByGroup = Sequence[Sequence[int]]
+
+
+class StateBooks(Books):
+    """Books of a pool whose requests may have states."""
+
+    def check_state_hits(self, job: Job, hits: PagesByGroup, num_hit_tokens: int, shard: range | None) -> list[list[int]]:
+        """Compare checkpoints that are hit; return the hits that are attached."""
+        attached = []
+        for group_id, (group, page_ids) in enumerate(zip(self.groups, hits, strict=True)):
+            if group.kind == "mamba" and page_ids:
+                content = group_id, job.list_histories(num_hit_tokens)[-1]
+                entry = self.index.entries.get(page_ids[-1])
+                require(len(page_ids) * self.hit_step == num_hit_tokens, "a checkpoint at another place", job, page_ids)
+                require(entry is not None and entry.content == content, "a wrong checkpoint", job, page_ids, entry)
+                require(shard is None or page_ids[-1] in shard, "a checkpoint in another shard", job, page_ids, shard)
+                self.are_copies_due = True
+            attached.append([] if group.kind == "mamba" else list(page_ids))
+        return attached
+
+    def keep(self, job: Job, num_computed_tokens: int, new_ids: PagesByGroup, is_delayed: bool) -> list[list[int]]:
+        """Record the checkpoints of a job that grows: a state that has a page and gets a new one has kept the old one. Returns
+        the new pages, with which the others are to be replaced.
+        """
+        for group_id, (group, pages, new) in enumerate(zip(self.groups, job.pages, new_ids, strict=True)):
+            if group.kind != "mamba" or not group.interval or not pages:
+                require(group.kind != "mamba" or not pages or not new, "a state that is not kept moves", job, new)
+                continue
+            if new:
+                require(not is_delayed and len(new) == 1, "a checkpoint that is not asked for", job, new)
+                require(self._is_due(job, group_id, num_computed_tokens), "a checkpoint that is not due", job, num_computed_tokens)
+                self._enter_state(job, group_id, num_computed_tokens)
+                self._let_go(pages.pop())
+                self.are_copies_due = True
+            if self.setting.enable_caching and not is_delayed:
+                num_passed = num_computed_tokens // self.hit_step
+                job.num_cached_pages[group_id] = max(job.num_cached_pages[group_id], num_passed)
+        return [list(new) for new in new_ids]
+
+    def keep_last(self, job: Job, num_computed_tokens: int) -> None:
+        """Record the checkpoints of a job that ends."""
+        for group_id, (group, pages) in enumerate(zip(self.groups, job.pages, strict=True)):
+            if group.interval and pages and not job.awaits_copies and self._is_due(job, group_id, num_computed_tokens):
+                self._enter_state(job, group_id, num_computed_tokens)
+
+    def _is_due(self, job: Job, group_id: int, num_computed_tokens: int) -> bool:
+        """Whether a state can be kept now: at a multiple of the interval, once, where no equal one is cached."""
+        num_intervals, rest = divmod(num_computed_tokens, self.hit_step)
+        if rest or num_intervals <= job.num_cached_pages[group_id] or not self.setting.enable_caching:
+            return False
+        content = group_id, job.list_histories(num_computed_tokens)[-1]
+        return not self.index.has(content, self.find_shard_of(job.pages[group_id], None))
+
+    def _enter_state(self, job: Job, group_id: int, num_computed_tokens: int) -> None:
+        content = group_id, job.list_histories(num_computed_tokens)[-1]
+        self.index.enter(job.pages[group_id][0], content, job.stay)
+
+    def fork(self, job: Job, target: Job, pages_by_group: PagesByGroup) -> None:
+        """Record that a job goes on where another one is: it shares full pages, and has pages of its own behind them."""
+        num_tokens, new_ids = job.num_computed_tokens, []
+        target.stay, target.num_hit_tokens, target.pages, target.num_cached_pages = next(STAYS), num_tokens, [], []
+        for group_id, (group, pages, page_ids) in enumerate(zip(self.groups, job.pages, pages_by_group, strict=True)):
+            num_full = 0 if group.kind == "mamba" else num_tokens // group.page_size
+            num_all = min(1, num_tokens) if group.kind == "mamba" else -(-num_tokens // group.page_size)
+            require(list(page_ids[:num_full]) == pages[:num_full], "a fork with other pages", job, target, page_ids)
+            require(len(page_ids) == num_all, "a fork with more pages, or less", job, target, page_ids)
+            for page_id in page_ids[:num_full]:
+                self.holders[page_id] += page_id != NULL_PAGE
+            target.pages.append(list(page_ids[:num_full]))
+            size = self.hit_step if group.kind == "mamba" else group.page_size
+            target.num_cached_pages.append(min(job.num_cached_pages[group_id], num_tokens // size))
+            new_ids.append(page_ids[num_full:])
+        self.take(target, new_ids, self.find_shard(job.dp_shard))
+        target.awaits_copies = any(new_ids)
+        self.are_copies_due |= target.awaits_copies
+
+    def dedupe(self, job: Job, held: PagesByGroup, num_computed_tokens: int) -> frozenset[int]:
+        """Record the pages that a row has exchanged for equal ones that are cached, and return these."""
+        exchanged = set()
+        for group_id, (group, pages, held_ids) in enumerate(zip(self.groups, job.pages, held, strict=True)):
+            num_full = 0 if group.kind == "mamba" else num_computed_tokens // group.page_size
+            for page, (page_id, held_id) in enumerate(zip(pages[:num_full], held_ids[:num_full], strict=True)):
+                if held_id == page_id or page_id == NULL_PAGE:
+                    continue
+                entry = self.index.entries.get(held_id) if held_id != NULL_PAGE else None
+                content = group_id, job.list_histories((page + 1) * group.page_size)[-1]
+                if held_id == NULL_PAGE:
+                    continue
+                require(entry is not None and entry.content == content, "a page that is not equal", job, page_id, held_id)
+                self._let_go(page_id)
+                self.holders[held_id] += 1
+                pages[page] = held_id
+                exchanged.add(held_id)
+        return frozenset(exchanged)
