@@ -38,15 +38,28 @@ class World:
     rng: Random
     counts: Counter[str]
     is_second: bool = False  # a step is in flight and has not run while another one is scheduled
+    copies: list[list[tuple[int, int, int]]] = field(default_factory=list)  # taken, to be made before the next step
+    late_copies: list[list[tuple[int, int, int]]] = field(default_factory=list)  # before the one after it
     preempt: Callable[[], Job | None] = lambda: None  # preempts some job, if there is any
 
-    def take_copies(self) -> list[tuple[int, int, int]]:
-        """Take the copies that are due, to be made before the next step."""
-        self.books.are_copies_due = False
-        self.counts["calls"] += 1
+    def take_copies(self) -> None:
+        """Take the copies that are due; they are made before the step that is being scheduled."""
         copies = copies_of(self.manager.take_copies())
+        (self.late_copies if self.is_second else self.copies).append(copies)
+        destinations = [destination for _, destination, _ in copies]
+        require(all(self.books.holders[page_id] for page_id in destinations), "a copy into a page that nobody holds", copies)
+        require(len(set(destinations)) == len(destinations), "two copies into one page", copies)
+        require(self.books.are_copies_due or not copies, "copies that nobody asked for", copies)
+        self.books.are_copies_due = False
+        self.books.num_taken += 1
+        self.counts["calls"] += 1
         self.counts["copies"] += len(copies)
-        return copies
+
+    def make_copies(self) -> None:
+        """Make the copies that were taken for the step that runs next, list by list."""
+        for copies in self.copies:
+            self.device.copy([source for source, _, _ in copies], [destination for _, destination, _ in copies])
+        self.copies, self.late_copies = self.late_copies, []
 
     def is_cached(self, page_id: int) -> bool:
         return self.manager.page_pool.store.key_of(page_id) is not None
@@ -178,6 +191,7 @@ class Front(ABC):
         self.books.release(job)
         del self.jobs[job.row]
         job.front, job.num_computed_tokens, job.num_known_tokens, job.status, job.loading = None, 0, 0, PREEMPTED, None
+        job.awaited_copies = 0
         return job
 
     @staticmethod
@@ -274,6 +288,7 @@ class ManagerFront(Front):
         work = self.note(job, num_hit_tokens, num_hit_tokens + num_transferred + num_new, num_ahead=num_ahead)
         work.hits = frozenset(page_id for pages in job.pages for page_id in pages if page_id != NULL_PAGE)
         work.num_transferred, work.is_delayed = num_transferred, "delay_cache_pages" in options
+        self.books.note_state_hits(job, added.get_page_ids(), num_hit_tokens)
         self.books.take(job, added.get_page_ids(), shard)
         self.tables.add_row(job.pages, row)
         job.num_computed_tokens = num_hit_tokens
@@ -322,7 +337,13 @@ class ManagerFront(Front):
         start = job.num_computed_tokens
         work = self.note(job, start, start + num_new, drafts, num_ahead)
         work.is_delayed = "delay_cache_pages" in options
-        added = self.call("allocate_slots", self.manager, job, num_new + len(drafts), **options)
+        try:
+            added = self.call("allocate_slots", self.manager, job, num_new + len(drafts), **options)
+        except pagepool.errors.CopiesDueError:
+            require(self.books.are_copies_due, "no copies are due", job)
+            self.world.take_copies()
+            self.world.counts["copies taken late"] += 1
+            added = self.call("allocate_slots", self.manager, job, num_new + len(drafts), **options)
         self.books.rewind(job, start)
         self._skip(job, start)
         if added is None:
@@ -412,7 +433,9 @@ class BatchFront(Front):
         job.num_known_tokens, job.num_computed_tokens, job.dp_shard = job.num_tokens, num_hit_tokens, dp_shard
         work = self.note(job, num_hit_tokens, stop)
         work.hits = frozenset(page_id for pages in job.pages for page_id in pages if page_id != NULL_PAGE)
-        self.books.take(job, [ids[num:] for ids, num in zip(held, nums_hits, strict=True)], shard)
+        new_ids = [ids[num:] for ids, num in zip(held, nums_hits, strict=True)]
+        self.books.note_state_hits(job, new_ids, num_hit_tokens)
+        self.books.take(job, new_ids, shard)
         self.finish(work, work.histories)
         self.plan.append(Door(self, [work]))
         return True
@@ -491,7 +514,8 @@ class BatchFront(Front):
             return self.call(name, self.batch, *arguments)
         except pagepool.errors.CopiesDueError:
             require(self.books.are_copies_due, "no copies are due", name, arguments)
-            self.world.make_copies()
+            self.world.take_copies()
+            self.world.counts["copies taken late"] += 1
             return self.call(name, self.batch, *arguments)
 
     def _persist(self, jobs: list[Job], is_step: bool, call: Callable[[list[Job]], tuple[Any, list[Work]]]) -> list[Work]:

@@ -75,6 +75,7 @@ class Books:
         intervals = [group.interval for group in self.groups if group.interval]
         self.hit_step = math.lcm(*(group.page_size for group in cached), *intervals)
         self.are_copies_due = False  # perhaps
+        self.num_taken = 1  # lists of copies, and the one that is due
         kinds = dict.fromkeys([*cached, *(group for group in self.groups if group.interval)])
         self.kinds = sorted(kinds, key=lambda group: group.kind != "full")
         self.groups_of_kind = {kind: [i for i, group in enumerate(self.groups) if group == kind] for kind in kinds}

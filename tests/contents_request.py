@@ -38,6 +38,7 @@ class Job:
     stay: int = 0  # number of its current admission
     num_hit_tokens: int = 0  # of the computed tokens
     loading: Any = None  # tokens that a transfer brings
+    awaited_copies: int = 0  # the last list of copies with one into its pages
 
     def __post_init__(self) -> None:
         self.renew()

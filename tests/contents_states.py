@@ -24,9 +24,25 @@ class StateBooks(Books):
                 require(len(page_ids) * self.hit_step == num_hit_tokens, "a checkpoint at another place", job, page_ids)
                 require(entry is not None and entry.content == content, "a wrong checkpoint", job, page_ids, entry)
                 require(shard is None or page_ids[-1] in shard, "a checkpoint in another shard", job, page_ids, shard)
-                self.are_copies_due = True
             attached.append([] if group.kind == "mamba" else list(page_ids))
         return attached
+
+    def note_state_hits(self, job: Job, new_ids: PagesByGroup, num_hit_tokens: int) -> None:
+        """Record whether the checkpoints that a job hits are copied, or become its working pages."""
+        states = [(i, new_ids[i][0]) for i, group in enumerate(self.groups) if group.interval and num_hit_tokens]
+        entries = [self.index.entries.get(page_id) for _, page_id in states]
+        contents = [(group_id, job.list_histories(num_hit_tokens)[-1]) for group_id, _ in states]
+        are_adopted = [entry is not None and entry.content == content for entry, content in zip(entries, contents, strict=True)]
+        require(all(are_adopted) or not any(are_adopted), "some checkpoints are copied, some not", job, states)
+        if states and not all(are_adopted):
+            self.note_copies(job)
+
+    def note_copies(self, job: Job) -> None:
+        """Record that copies into pages of a job are due."""
+        self.are_copies_due, job.awaited_copies = True, self.num_taken
+
+    def awaits_copies(self, job: Job) -> bool:
+        return job.awaited_copies == self.num_taken
 
     def keep(self, job: Job, num_computed_tokens: int, new_ids: PagesByGroup, is_delayed: bool) -> list[list[int]]:
         """Record the checkpoints of a job that grows: a state that has a page and gets a new one has kept the old one. Returns
@@ -41,7 +57,7 @@ class StateBooks(Books):
                 require(self._is_due(job, group_id, num_computed_tokens), "a checkpoint that is not due", job, num_computed_tokens)
                 self._enter_state(job, group_id, num_computed_tokens)
                 self._let_go(pages.pop())
-                self.are_copies_due = True
+                self.note_copies(job)
             if self.setting.enable_caching and not is_delayed:
                 num_passed = num_computed_tokens // self.hit_step
                 job.num_cached_pages[group_id] = max(job.num_cached_pages[group_id], num_passed)
@@ -50,7 +66,7 @@ class StateBooks(Books):
     def keep_last(self, job: Job, num_computed_tokens: int) -> None:
         """Record the checkpoints of a job that ends."""
         for group_id, (group, pages) in enumerate(zip(self.groups, job.pages, strict=True)):
-            if group.interval and pages and not job.awaits_copies and self._is_due(job, group_id, num_computed_tokens):
+            if group.interval and pages and not self.awaits_copies(job) and self._is_due(job, group_id, num_computed_tokens):
                 self._enter_state(job, group_id, num_computed_tokens)
 
     def _is_due(self, job: Job, group_id: int, num_computed_tokens: int) -> bool:
@@ -81,8 +97,8 @@ class StateBooks(Books):
             target.num_cached_pages.append(min(job.num_cached_pages[group_id], num_tokens // size))
             new_ids.append(page_ids[num_full:])
         self.take(target, new_ids, self.find_shard(job.dp_shard))
-        target.awaits_copies = any(new_ids)
-        self.are_copies_due |= target.awaits_copies
+        if any(new_ids):
+            self.note_copies(target)
 
     def dedupe(self, job: Job, held: PagesByGroup, num_computed_tokens: int) -> frozenset[int]:
         """Record the pages that a row has exchanged for equal ones that are cached, and return these."""
@@ -92,10 +108,10 @@ class StateBooks(Books):
             for page, (page_id, held_id) in enumerate(zip(pages[:num_full], held_ids[:num_full], strict=True)):
                 if held_id == page_id or page_id == NULL_PAGE:
                     continue
-                entry = self.index.entries.get(held_id) if held_id != NULL_PAGE else None
-                content = group_id, job.list_histories((page + 1) * group.page_size)[-1]
                 if held_id == NULL_PAGE:
                     continue
+                entry = self.index.entries.get(held_id)
+                content = group_id, job.list_histories((page + 1) * group.page_size)[-1]
                 require(entry is not None and entry.content == content, "a page that is not equal", job, page_id, held_id)
                 self._let_go(page_id)
                 self.holders[held_id] += 1
