@@ -213,6 +213,10 @@ class ModelRows(Rows):
         """Turn what the manager returns for pages into page ids by group."""
 
     @abstractmethod
+    def require_no_copies(self, rows: list[int]) -> None:
+        """Refuse a call for rows whose pages are in a copy that is due."""
+
+    @abstractmethod
     def count_attached(self, num_hits: int, num_computed: int) -> int:
         """Return how many of the tokens that are hit an admission names, at most so many as it computes."""
 
@@ -252,6 +256,7 @@ class ModelRows(Rows):
         return num_hits
 
     def grow(self, rows: list[int], num_new_tokens: Amounts = 1, num_lookahead_tokens: Amounts = 0) -> Grown:
+        self.require_no_copies(rows)
         grown = Grown(0, [], [], [])
         self.growths.append([])
         news, aheads = (by_row(amounts, len(rows)) for amounts in (num_new_tokens, num_lookahead_tokens))
@@ -262,6 +267,7 @@ class ModelRows(Rows):
         return grown
 
     def step(self, rows: list[int], token_ids: list[int]) -> Grown:
+        self.require_no_copies(rows)
         grown = Grown(0, [], [], [])
         self.growths.append([])
         for row, token_id in zip(rows, token_ids, strict=True):
@@ -322,7 +328,8 @@ class ModelRows(Rows):
         groups = list(zip(self.setting.groups, hits, strict=True))
         num_missing = sum(cdiv(num_tokens, group.page_size) - len(ids) for group, ids in groups if group.kind != "mamba")
         states = [ids[-1:] for group, ids in groups if group.kind == "mamba"]
-        are_adopted = all(ids and self.manager.page_pool.ref_counts[ids[0]] == 0 for ids in states)
+        free = set(self.pool_state().free_page_ids)
+        are_adopted = all(ids and ids[0] in free for ids in states)
         return num_missing + (0 if are_adopted else len(states)) > num_free
 
     # pins
@@ -417,17 +424,14 @@ class OracleRows(ModelRows):
             return super().admit(row, token_ids, **options)
 
     def grow(self, rows: list[int], num_new_tokens: Amounts = 1, num_lookahead_tokens: Amounts = 0) -> Grown:
-        self.require_no_copies(rows)
         with self.manager.entering_later():
             return super().grow(rows, num_new_tokens, num_lookahead_tokens)
 
     def step(self, rows: list[int], token_ids: list[int]) -> Grown:
-        self.require_no_copies(rows)
         with self.manager.entering_later():
             return super().step(rows, token_ids)
 
     def require_no_copies(self, rows: list[int]) -> None:
-        """Refuse a call for rows whose pages are in a copy that is due."""
         for row in rows:
             self.manager.states.copies.require_none(self.manager.pages_of(self.requests[row]))
 
@@ -488,6 +492,8 @@ class OracleRows(ModelRows):
         growths = self.growths.pop()
         for growth in growths:
             request = self.requests[growth.row]
+            if request is not None:
+                self.require_no_copies([growth.row])
             if request is None or self.admissions[growth.row] != growth.admission:
                 raise ValueError("another request is in the row")
             if growth.num_tokens not in (None, request.num_tokens) or growth.num_computed != request.num_computed_tokens:
@@ -512,6 +518,11 @@ class ManagerRows(ModelRows):
 
     def to_page_ids(self, pages: pagepool.CachePages) -> PagesByGroup:
         return pages.get_page_ids()
+
+    def require_no_copies(self, rows: list[int]) -> None:
+        held = self.manager.coordinator.requests
+        if any(held[self.requests[row].request_id].has_copies_due for row in rows):
+            raise pagepool.errors.CopiesDueError("copies are due")
 
     def count_attached(self, num_hits: int, num_computed: int) -> int:
         """Something must be left to compute."""

@@ -506,7 +506,6 @@ class OracleManager:
 
     def check_undo(self, request: Any, num_computed_tokens: int, new_pages: PagesByGroup) -> None:
         """Refuse to undo growth if its pages are not the last ones, or if released pages are needed again."""
-        self.states.copies.require_none(self.pages_of(request))
         for kind, held, new in zip(self.kinds, self.held[request.request_id], new_pages, strict=True):
             num_kept_pages = len(held.pages) - len(new)
             first = kind.first_useful_page(num_computed_tokens, 0)

@@ -130,7 +130,17 @@ class StatesBatchWorkload(Copying, BatchWorkload):
 
     def release(self) -> None:
         self._remember(self.rows())
+        self._prepare_release()
         super().release()
+
+    def drain(self) -> None:
+        self._prepare_release()
+        super().drain()
+
+    def _prepare_release(self) -> None:
+        """Take copies where the model is a manager, which drops them row by row: a batch gives back all pages before."""
+        if not self.is_whole:
+            self.take_copies()
 
     def preempt(self, row: int) -> None:
         self._remember([row])
