@@ -293,6 +293,7 @@ class RunningRows:
         hash_page_size: int,
         key: bytes,
         num_shards: int,
+        unifies_pages: bool = ...,
     ) -> None: ...
     def is_refused_still(
         self,

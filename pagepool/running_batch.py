@@ -63,10 +63,16 @@ class RunningBatch(RunningRows):
     """
 
     def __init__(
-        self, manager: CacheManager, page_table: PageTable | MultiGroupPageTable, *, data_parallel_size: int | None = None
+        self,
+        manager: CacheManager,
+        page_table: PageTable | MultiGroupPageTable,
+        *,
+        data_parallel_size: int | None = None,
+        dedupe: bool = False,
     ) -> None:
         """`page_table` has a table for each group of the manager; a `PageTable` serves one group. `data_parallel_size` divides
-        the pool into shards for `admit`'s `dp_shard`.
+        the pool into shards for `admit`'s `dp_shard`. With `dedupe` a row that filled a page with the same tokens as another did
+        before takes that page, and gives its own back, when it grows next; the table shows it. That costs a look-up for each page.
 
         ArgumentError if they do not fit together, or if the manager caches with a `hash_algo` other than ``"siphash128"``: a
         step hashes natively. Each row's memory is reserved for the maximum length and touched only as the row grows: 4 bytes a
@@ -85,6 +91,7 @@ class RunningBatch(RunningRows):
             hash_page_size,
             _native_key_of(manager),
             size if is_divided else 0,
+            bool(dedupe),
         )
         self._manager = manager
         self._data_parallel_size = size or None

@@ -19,7 +19,8 @@ cdef enum ForkOutcome:
 
 cdef inline bint has_open_page(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
     """Whether further tokens are written to a page that has some."""
-    return full_pages(&group.rules, num_computed) < min(pages_for(&group.rules, num_computed), held.num_pages)
+    cdef int32_t place = full_pages(&group.rules, num_computed)
+    return place < min(pages_for(&group.rules, num_computed), held.num_pages) and held.ids[place] != NULL_PAGE
 
 
 cdef inline Py_ssize_t count_open_pages(const Holding *holding, int32_t num_computed) noexcept nogil:
@@ -64,7 +65,10 @@ cdef inline void fork_group(
         memcpy(ids, source.ids, n * sizeof(int32_t))
     target[0] = source[0]
     target.ids, target.num_pages, target.num_skipped = ids, n, min(source.num_skipped, n)
-    target.num_hits = source.num_cached if is_state(&group.rules) else n
+    if not is_state(&group.rules):
+        target.num_cached = min(source.num_cached, n)
+    target.num_hits = target.num_cached if is_state(&group.rules) else n
+    target.num_unique = min(source.num_unique, n)
     target.read_list = 0
     if has_open_page(group, source, num_computed):
         share(pool, source.ids[n])

@@ -16,6 +16,7 @@ from pagepool.core.queue cimport count_free_in
 from pagepool.core.records cimport NULL_PAGE
 from pagepool.core.row_hashes cimport enter_row
 from pagepool.core.rows cimport blank, write_ids
+from pagepool.core.unifying cimport unify_pages
 
 
 cdef inline void skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
@@ -79,14 +80,17 @@ cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexc
     """Do what is due for a counted row; False, without any room taken, if too few pages are free."""
     cdef int32_t row = batch.checked_rows[due.at]
     cdef int32_t num_tokens = batch.states[row].num_computed
+    cdef int32_t num_before = num_tokens - amount(&growth.num_new_tokens, due.at)
+    if batch.unifies_pages:
+        unify_pages(batch, row, num_before)
     if batch.skips_pages:
-        skip_row(batch, row, num_tokens - amount(&growth.num_new_tokens, due.at))
+        skip_row(batch, row, num_before)
     if due.num_new_pages:
         if due.num_new_pages > count_free_in(batch.pool, batch.states[row].shard):
             return False
         take_pages(batch, row, room_for(batch, num_tokens, amount(&growth.num_ahead, due.at)), growth)
     if batch.keeps_states:
-        keep_row_states(batch, row, num_tokens - amount(&growth.num_new_tokens, due.at))
+        keep_row_states(batch, row, num_before)
     enter_row(batch, row, num_tokens)
     plan_next_event(batch, row)
     return True

@@ -20,7 +20,7 @@ from pagepool.core.index cimport is_entered_otherwise
 from pagepool.core.lookups cimport FoundIds
 from pagepool.core.pages cimport give_back, note_request
 from pagepool.core.platform cimport GIL_DISABLED
-from pagepool.core.queue cimport count_free_in, find_held_free
+from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, is_free, is_pinned
 from pagepool.core.rules cimport MAX_TOKENS, first_useful_page, is_state, pages_for
 
@@ -577,10 +577,10 @@ cdef class RequestPages:
         if num_free_hits < 0:
             return WRONG_HIT
         num_needed = num_new + num_free_hits
-        if num_needed and num_needed + demand.num_reserved > pool.num_free:
+        if not has_free_pages(pool, num_needed, demand.num_reserved, demand.shard):
             num_adopted = count_adoptable(pool, &self.holding, hits)
-            if num_needed - num_adopted + demand.num_reserved > pool.num_free:
-                return SHORT
+        if num_needed and num_needed - num_adopted + demand.num_reserved > pool.num_free:
+            return SHORT
         demand.held_free = find_held_free(pool, num_needed)
         if demand.held_free != NULL_PAGE:
             return HELD_FREE
@@ -675,7 +675,8 @@ cdef class RequestPages:
             if chain is not None:
                 digests, num_digests = chain.digests, chain.num
                 set_contents(&contents, chain)
-                self.enter_states(&contents, num_last if num_last <= <int64_t>num_digests * chain.page_size else 0)
+                if num_last <= <int64_t>num_digests * chain.page_size and not awaits_copies(&self.store.pool, &self.holding):
+                    self.enter_states(&contents, num_last)
             drop_copies(&self.store.pool, &self.holding)
             if num_computed_tokens is not None:
                 forget_uncomputed(&self.store.pool, &self.holding, <int32_t>num_computed, digests, num_digests)

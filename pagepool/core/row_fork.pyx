@@ -46,6 +46,7 @@ def fork_row(RowMemory rows not None, row, targets) -> None:
     if outcome == FORKED:
         for i in range(num_right):
             fill_target(batch, source, target_rows.ids[i])
+        begin_admission(batch, source)  # what it shares now cannot be taken back
         plan_next_event(batch, source)
     rows.let_go()
     if outcome != FORKED:

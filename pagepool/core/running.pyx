@@ -7,7 +7,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.arguments cimport array_of, size_of
 from pagepool.core.batch cimport Amounts, Batch, Grown, Growth, amount, claim_row, held_by, holding_of, start_call, tokens_of
-from pagepool.core.copies cimport drop_copies, has_copies_due
+from pagepool.core.copies cimport awaits_copies, drop_copies, has_copies_due
 from pagepool.core.growth cimport append_tokens, check_growth, check_step, copy_rows, grow_rows, keep_last_states, uncount
 from pagepool.core.holdings cimport Held, Holding, count_new_pages, count_places, find_lost_page, list_last_first
 from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids, refuse_negative
@@ -403,8 +403,9 @@ cdef class RunningRows(RowMemory):
         for i in range(num_rows if bad < 0 else 0):
             row = self.batch.checked_rows[i]
             holding = holding_of(&self.batch, row)
-            if computed.values == NULL or amount(computed, i) == self.batch.states[row].num_computed:
-                keep_last_states(&self.batch, row)
+            if self.batch.keeps_states and not awaits_copies(&self.store.pool, &holding):
+                if computed.values == NULL or amount(computed, i) == self.batch.states[row].num_computed:
+                    keep_last_states(&self.batch, row)
             drop_copies(&self.store.pool, &holding)
             if computed.values != NULL:
                 forget_row(&self.batch, row, amount(computed, i))
