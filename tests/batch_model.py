@@ -488,9 +488,9 @@ class OracleRows(ModelRows):
             self._show(row)
 
     def undo(self) -> None:
-        """Undo the last call that grew rows. All are checked first."""
+        """Undo the last call that grew rows. All are checked first, the last one first."""
         growths = self.growths.pop()
-        for growth in growths:
+        for growth in reversed(growths):
             request = self.requests[growth.row]
             if request is not None:
                 self.require_no_copies([growth.row])

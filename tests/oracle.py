@@ -609,7 +609,11 @@ class OracleManager:
         if self.enable_caching and self._inputs(request, num_tokens) != self._inputs(new_request, num_tokens):
             raise ValueError("a fork has other tokens")
         self.keys.share_nonce(request.request_id, new_request.request_id)
-        return self.get_page_ids(new_request.request_id) if self.states.fork(request, [new_request], None) else None
+        if not self.states.fork(request, [new_request], None):
+            return None
+        if not any(self.get_page_ids(new_request.request_id)):
+            del self.held[new_request.request_id]
+        return self.get_page_ids(new_request.request_id)
 
     def _inputs(self, request: Any, num_tokens: int) -> tuple[Any, ...]:
         """Return all that determines what is computed of the first tokens, and the rest of the features."""
