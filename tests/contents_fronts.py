@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -37,6 +37,7 @@ class World:
     device: Device
     rng: Random
     counts: Counter[str]
+    names: Iterator[str] = iter(())
     is_second: bool = False  # a step is in flight and has not run while another one is scheduled
     copies: list[list[tuple[int, int, int]]] = field(default_factory=list)  # taken, to be made before the next step
     late_copies: list[list[tuple[int, int, int]]] = field(default_factory=list)  # before the one after it
@@ -142,14 +143,12 @@ class Front(ABC):
         self.setting = world.setting
         self.books = world.books
         self.tables = tables
-        self.num_forked = 0
         self.jobs: dict[int, Job] = {}  # by row
         self.plan: list[Entry] = []  # of the step; the simulation sets it
 
     def copy_of(self, job: Job) -> Job:
         """Return a job with the same computed tokens, and others behind those that are known."""
-        self.num_forked += 1
-        target = replace(job, request_id=f"{job.request_id} {self.num_forked}", all_token_ids=list(job.all_token_ids))
+        target = replace(job, request_id=next(self.world.names), all_token_ids=list(job.all_token_ids))
         num_kept = max(job.num_computed_tokens, job.num_known_tokens)
         target.all_token_ids[num_kept:] = self.rng.choices(VOCABULARY, k=job.num_tokens - num_kept)
         target.share_serial(job)
@@ -368,7 +367,7 @@ class ManagerFront(Front):
             pages = self.call("fork", self.manager, job, target)
             if pages is None:
                 break
-            self.books.fork(job, target, pages.get_page_ids())
+            self.books.fork(job, target, pages.get_page_ids(), None)
             self.start(target, row)
             self.tables.add_row(target.pages, row)
             forked.append(target)
@@ -509,7 +508,7 @@ class BatchFront(Front):
                 self.cut(job, job.num_tokens)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Grow rows, once copies that are due are taken."""
+        """Make a call, once copies that are due are taken."""
         try:
             return self.call(name, self.batch, *arguments)
         except pagepool.errors.CopiesDueError:
@@ -591,7 +590,7 @@ class BatchFront(Front):
 
     def cut(self, job: Job, num_tokens: int) -> None:
         """Let a row forget tokens; some earlier tokens may need recomputation."""
-        self.call("trim", self.batch, [job.row], num_tokens)
+        self._call("trim", [job.row], num_tokens)
         job.num_computed_tokens = self.books.cut(job, num_tokens)
         job.num_known_tokens = num_tokens
         counts = int(self.batch.num_tokens[job.row]), int(self.batch.num_computed_tokens[job.row])
@@ -626,7 +625,7 @@ class BatchFront(Front):
             return []
         forked = [self.copy_of(job) for _ in rows]
         for target, row in zip(forked, rows, strict=True):
-            self.books.fork(job, target, self.batch.get_page_ids(row))
+            self.books.fork(job, target, self.batch.get_page_ids(row), self.books.find_shard(job.dp_shard))
             self.start(target, row)
         return forked
 

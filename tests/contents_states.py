@@ -81,7 +81,7 @@ class StateBooks(Books):
         content = group_id, job.list_histories(num_computed_tokens)[-1]
         self.index.enter(job.pages[group_id][0], content, job.stay)
 
-    def fork(self, job: Job, target: Job, pages_by_group: PagesByGroup) -> None:
+    def fork(self, job: Job, target: Job, pages_by_group: PagesByGroup, shard: range | None) -> None:
         """Record that a job goes on where another one is: it shares full pages, and has pages of its own behind them."""
         num_tokens, new_ids = job.num_computed_tokens, []
         target.stay, target.num_hit_tokens, target.pages, target.num_cached_pages = next(STAYS), num_tokens, [], []
@@ -96,7 +96,7 @@ class StateBooks(Books):
             size = self.hit_step if group.kind == "mamba" else group.page_size
             target.num_cached_pages.append(min(job.num_cached_pages[group_id], num_tokens // size))
             new_ids.append(page_ids[num_full:])
-        self.take(target, new_ids, self.find_shard(job.dp_shard))
+        self.take(target, new_ids, shard)
         if any(new_ids):
             self.note_copies(target)
 
