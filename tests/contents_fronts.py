@@ -349,7 +349,10 @@ class ManagerFront(Front):
             return False
         shard = self.books.find_shard_of([page_id for pages in job.pages for page_id in pages], dp_shard)
         new_ids = added.get_page_ids()
-        self.books.take(job, self.books.keep(job, start, new_ids, work.is_delayed), shard)
+        added_ids, working_ids = self.books.part(job, new_ids)
+        self.books.take(job, added_ids, shard)
+        self.books.keep(job, start, working_ids, work.is_delayed)
+        self.books.take(job, working_ids, shard)
         self.tables.add_row(job.pages, job.row)
         self.finish(work, work.histories[: work.job.num_tokens])
         self.plan.append(Door(self, [work]))
@@ -544,9 +547,11 @@ class BatchFront(Front):
             if self.dedupes:
                 work.hits = self.books.dedupe(job, held, work.start)
             self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], work.start)
-            kept = self.books.keep(job, work.start, self._state_changes(job, held), work in works[result.num_grown :])
-            self.books.take(job, kept, self.books.find_shard(job.dp_shard))
-            self.books.take(job, added[job.row], self.books.find_shard(job.dp_shard))
+            working_ids, shard = self._state_changes(job, held), self.books.find_shard(job.dp_shard)
+            self.books.take(job, added[job.row], shard)
+            if work in works[: result.num_grown]:
+                self.books.keep(job, work.start, working_ids, is_delayed=False)
+                self.books.take(job, working_ids, shard)
             require([list(ids) for ids in held] == job.pages, "a row holds other pages than was told", job, held, job.pages)
         for work in works[: result.num_grown]:
             self.finish(work, work.histories)

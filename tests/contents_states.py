@@ -44,13 +44,17 @@ class StateBooks(Books):
     def awaits_copies(self, job: Job) -> bool:
         return job.awaited_copies == self.num_taken
 
-    def keep(self, job: Job, num_computed_tokens: int, new_ids: PagesByGroup, is_delayed: bool) -> list[list[int]]:
-        """Record the checkpoints of a job that grows: a state that has a page and gets a new one has kept the old one. Returns
-        the new pages, with which the others are to be replaced.
-        """
+    def part(self, job: Job, new_ids: PagesByGroup) -> tuple[list[list[int]], list[list[int]]]:
+        """Part new pages into those that a job lacked and the next working pages of its states."""
+        are_working = [group.kind == "mamba" and bool(pages) for group, pages in zip(self.groups, job.pages, strict=True)]
+        parts = list(zip(are_working, map(list, new_ids), strict=True))
+        return [[] if is_working else ids for is_working, ids in parts], [ids if is_working else [] for is_working, ids in parts]
+
+    def keep(self, job: Job, num_computed_tokens: int, new_ids: PagesByGroup, is_delayed: bool) -> None:
+        """Record the checkpoints of a job that grows: a state that gets a new working page has kept the old one."""
         for group_id, (group, pages, new) in enumerate(zip(self.groups, job.pages, new_ids, strict=True)):
-            if group.kind != "mamba" or not group.interval or not pages:
-                require(group.kind != "mamba" or not pages or not new, "a state that is not kept moves", job, new)
+            require(bool(group.interval) or not new, "a state that is not kept moves", job, new)
+            if not group.interval or not pages:
                 continue
             if new:
                 require(not is_delayed and len(new) == 1, "a checkpoint that is not asked for", job, new)
@@ -58,10 +62,8 @@ class StateBooks(Books):
                 self._enter_state(job, group_id, num_computed_tokens)
                 self._let_go(pages.pop())
                 self.note_copies(job)
-            if self.setting.enable_caching and not is_delayed:
-                num_passed = num_computed_tokens // self.hit_step
-                job.num_cached_pages[group_id] = max(job.num_cached_pages[group_id], num_passed)
-        return [list(new) for new in new_ids]
+            num_passed = num_computed_tokens // self.hit_step
+            job.num_cached_pages[group_id] = max(job.num_cached_pages[group_id], num_passed)
 
     def keep_last(self, job: Job, num_computed_tokens: int) -> None:
         """Record the checkpoints of a job that ends."""
@@ -113,6 +115,8 @@ class StateBooks(Books):
                 entry = self.index.entries.get(held_id)
                 content = group_id, job.list_histories((page + 1) * group.page_size)[-1]
                 require(entry is not None and entry.content == content, "a page that is not equal", job, page_id, held_id)
+                if page_id != NULL_PAGE:
+                    self.index.drop(page_id)
                 self._let_go(page_id)
                 self.holders[held_id] += 1
                 pages[page] = held_id

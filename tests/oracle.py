@@ -256,6 +256,8 @@ class OracleManager:
         self._count_admission(request, hits)
         is_growing = request.request_id in self.held
         self._attach(request, hits, new_pages)
+        if delay_cache_pages and is_growing:
+            self.states.pass_over(request)
         if not delay_cache_pages:
             if is_growing:
                 new_pages = joined(new_pages, self.states.keep(request, shard, num_reserved_pages))

@@ -103,6 +103,11 @@ class OracleStates:
             held.num_cached_pages = request.num_computed_tokens // self.manager.hit_step
         return new_pages
 
+    def pass_over(self, request: Any) -> None:
+        """Make no checkpoints of the states after the computed tokens: the working pages are written before any is made."""
+        for _, held in self._states_of(request):
+            held.num_cached_pages = request.num_computed_tokens // self.manager.hit_step
+
     def keep_last(self, request: Any, num_computed_tokens: int | None) -> None:
         """Make checkpoints of the states of a request whose pages were just given back, unless a copy into them is due."""
         if num_computed_tokens in (None, request.num_computed_tokens):
@@ -191,5 +196,6 @@ class OracleStates:
         first = self.pool.first_entered(*entry, shard)
         if page != NULL_PAGE and self.pool.entry_of_page.get(page) == entry and first is not None and first != page:
             self.pool.touch([[first]])
+            self.pool.evict_pages([page])
             self.pool.free_pages([page])
             held.pages[place] = first
