@@ -26,7 +26,7 @@ cdef class PageCopies:
     cdef readonly object group
 
     def __init__(self):
-        raise TypeError("PageCopies are what take_copies returns")
+        raise TypeError("a PageCopies is what take_copies returns")
 
     def __len__(self):
         return len(self.src)

@@ -206,8 +206,9 @@ cdef class RunningRows(RowMemory):
         not pagepool's: restore it, or release the row, if the model may have begun to write it.
 
         ArgumentError, and nothing changed, for another batch's result, for one that was taken back already, where a row was
-        grown, cut, moved or released since, or where it needs pages again that a later call gave back; release such rows with
-        `num_computed_tokens`. O(rows + pages taken and entered).
+        grown, cut, moved, forked or released since, where it needs pages again that a later call gave back, and where others
+        hit or share a page to which it would write again; release such rows with `num_computed_tokens`. O(rows + pages taken
+        and entered).
         """
         cdef Growth *growth = &result.growth
         cdef Py_ssize_t i, num_pages, num_left = result.num_grown
@@ -232,8 +233,8 @@ cdef class RunningRows(RowMemory):
         if not is_as_grown(&self.batch, growth, at):
             raise ArgumentError(f"row {row} (at {at}): was grown, cut, moved or released since; allowed: the last call first")
         raise ArgumentError(
-            f"row {row} (at {at}): cannot go back: pages that it had or needs again were given back, "
-            "when they fell out of the attention window or by somebody else; release it with its num_computed_tokens"
+            f"row {row} (at {at}): cannot go back: pages that it had or needs again were given back, when they fell out of the "
+            "attention window or by somebody else, or have other holders; release these, or it, with num_computed_tokens"
         )
 
     cdef int32_t refuse_unknown(self, int32_t row, Py_ssize_t at) except -1:

@@ -50,7 +50,7 @@ class CopiedPages(PrefixRetention):
 
     def find_next_checkpoint(self, request: "Request") -> int:
         """Return the least number of tokens, above the computed ones, at which states are kept. A chunk that ends there
-        leaves a checkpoint, one that goes past it does not. ``max_model_len``, if that is less, and for models without checkpoints.
+        leaves a checkpoint, one that goes past it does not. At most ``max_model_len``, and that without checkpoints.
         """
         num_computed_tokens = read_count(request, "num_computed_tokens")
         interval = self.checkpoint_interval or self.max_model_len
