@@ -234,7 +234,7 @@ cdef class RunningRows(RowMemory):
             raise ArgumentError(f"row {row} (at {at}): was grown, cut, moved or released since; allowed: the last call first")
         raise ArgumentError(
             f"row {row} (at {at}): cannot go back: pages that it had or needs again were given back, when they fell out of the "
-            "attention window or by somebody else, or have other holders; release these, or it, with num_computed_tokens"
+            "attention window or by somebody else, or have other holders; release it, or these, with num_computed_tokens"
         )
 
     cdef int32_t refuse_unknown(self, int32_t row, Py_ssize_t at) except -1:
