@@ -31,7 +31,7 @@ Arrays = TypeVar("Arrays")
 
 
 class Copies(Protocol):
-    """A list of copies: source, destination and cache group of each, in int32 arrays of equal length."""
+    """What `copy_pages` reads of `pagepool.PageCopies`: int32 arrays of equal length. They are not changed."""
 
     @property
     def src(self) -> Int32Array: ...
@@ -44,10 +44,11 @@ class Copies(Protocol):
 def copy_pages(arrays: Arrays, copies: Copies, *, group: int | Sequence[int] | None = None, page_axis: int = 0) -> Arrays:
     """Copy page ``src[i]`` to page ``dst[i]`` in each array, for all `i`. All sources are read before any page is written.
 
-    `arrays` is any pytree of jax arrays whose `page_axis` has a place for each page. The result is the same pytree with the
-    same shapes, dtypes and shardings. The arrays are donated: they are updated in place, and those passed become invalid.
-    `group` selects the copies of one cache group or of several; None means all. If there is nothing to copy, `arrays` is
-    returned.
+    `copies` is what `take_copies` returned, or any object with its arrays `src`, `dst` and `group`, such as one that was sent
+    from a scheduler to workers. `arrays` is any pytree of jax arrays whose `page_axis` has a place for each page. The result is
+    the same pytree with the same shapes, dtypes and shardings. The arrays are donated: they are updated in place, and those
+    passed become invalid. `group` selects the copies of one cache group or of several; None means all. If there is nothing to
+    copy, `arrays` is returned.
 
     >>> import numpy as np, jax.numpy as jnp
     >>> from types import SimpleNamespace
@@ -57,12 +58,12 @@ def copy_pages(arrays: Arrays, copies: Copies, *, group: int | Sequence[int] | N
     >>> arrays["keys"].tolist(), arrays["values"].tolist()
     ([0, 10, 10, 20], [0, 11, 11, 21])
 
-    Cost: the pages are read and written once, through a buffer of their size; but XLA on CPU converts whole arrays of 16-bit
-    and 8-bit floats for any write. Copies are padded to a power of two by copies of
-    the null page to itself, so a pytree has at most 1 + log2(number of pages), rounded up, compiled programs; `warmup` compiles
-    them. If devices divide the page axis, there are twice as many: copies between parts need an all-reduce of the pages, which
-    copies within parts, such as those of data-parallel shards, do not. Arrays that span processes need equal calls in all
-    processes, which jax does not check.
+    Cost: the pages are read and written once, through a buffer of their size. (XLA on CPU converts all of an array of 16-bit or
+    8-bit floats for this.) Copies are padded to a power of two by copies of the null page to itself, so a pytree has at most
+    1 + log2(number of pages), rounded up, compiled programs, which `warmup` compiles. If devices divide the page axis, there
+    are twice as many: copies between their parts need an all-reduce of all pages of the call. Copies within parts, such as
+    those of data-parallel shards, need no communication. Arrays that span processes need equal calls in all processes, which
+    jax does not check.
 
     Errors, before any array is donated: ArgumentTypeError for arguments of other types or dtypes; PageIdError for pages that an
     array does not have, and for the null page; ArgumentError for a page that is written twice, lengths that differ, and arrays
@@ -85,10 +86,9 @@ def warmup(arrays: Arrays, max_num_copies: int, *, page_axis: int = 0) -> Arrays
 
     The arrays are donated, and errors are those of `copy_pages`. Each program runs once, on the null page.
     """
-    require_int("max_num_copies", max_num_copies, 1)
     leaves, tree = import_jax().tree_util.tree_flatten(arrays)
     num_pages = check_arrays(leaves, page_axis)
-    require_int("max_num_copies", max_num_copies, maximum=num_pages)
+    max_num_copies = require_int("max_num_copies", max_num_copies, 1, num_pages - 1)
     is_divided = any(get_part_size(leaf, page_axis) < leaf.shape[page_axis] for leaf in leaves)
     for crosses in (False, True) if is_divided else (False,):
         for exponent in range((max_num_copies - 1).bit_length() + 1):
