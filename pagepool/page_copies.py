@@ -210,10 +210,14 @@ def find_local_pages(pairs: Any, num_pages: int, axes: Axes) -> Any:
 
 
 def exchange(pages: Any, is_here: Any, page_axis: int, axes: Axes) -> Any:
-    """Return pages from all parts (traced). Each is in one part, where `is_here` is set.
+    """Return pages from all parts (traced). Each is in one part, where `is_here` is set; the others add zero.
 
-    The other parts add minus zero, which leaves every float unchanged.
+    The bits of floats are added, since a sum of floats may change the sign of zero.
     """
     jax = import_jax()
+    dtype = pages.dtype
+    is_float = jax.numpy.issubdtype(dtype, np.floating)
+    bits = jax.lax.bitcast_convert_type(pages, f"uint{jax.numpy.finfo(dtype).bits}") if is_float else pages
     is_here = is_here.reshape(-1, *[1] * (pages.ndim - page_axis - 1))
-    return jax.lax.psum(jax.numpy.where(is_here, pages, np.array(-0.0).astype(pages.dtype)), axes).astype(pages.dtype)
+    total = jax.lax.psum(jax.numpy.where(is_here, bits, jax.numpy.zeros_like(bits)), axes).astype(bits.dtype)
+    return jax.lax.bitcast_convert_type(total, dtype) if is_float else total

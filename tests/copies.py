@@ -45,7 +45,9 @@ def copy_in_numpy(array: Any, copies: Copies, page_axis: int = 0) -> Any:
 def assert_same(array: jax.Array, expected: Any) -> None:
     """The dtype, and the bits."""
     assert array.dtype == expected.dtype
-    assert read(array).tobytes() == expected.tobytes()
+    found = read(array)
+    np.testing.assert_array_equal(found, expected)
+    assert found.tobytes() == expected.tobytes()
 
 
 def compile_program(leaves: list[jax.Array], page_axis: int = 0, crosses: bool = False) -> str:

@@ -101,14 +101,15 @@ def test_nothing_to_copy_gives_the_same_arrays() -> None:
 def test_forks_copy_their_open_page() -> None:
     """With the copies of a running batch."""
     manager = CacheManager(16, [CacheGroupSpec(FullAttentionSpec(4, 1, 8, "float16", False))], 64)
-    batch = RunningBatch(manager, PageTable(4, 16, 64))
+    table = PageTable(4, 16, 64)
+    batch = RunningBatch(manager, table)
     batch.admit(0, [5, 6, 7, 8, 9])
     batch.step([0], [5])
     batch.fork(0, [1, 2])
     copies = batch.take_copies()
     assert len(copies) == 2
     keys = read(copy_pages(jnp.arange(16), copies))
-    assert keys[batch.tables[0].page_table_cpu[:3, 1]].tolist() == [int(copies.src[0])] * 3
+    assert keys[table.page_table_cpu[:3, 1]].tolist() == [int(copies.src[0])] * 3
 
 
 # Donation, and host arrays.
