@@ -34,11 +34,16 @@ class Copies(Protocol):
     """What `copy_pages` reads of `pagepool.PageCopies`: int32 arrays of equal length. They are not changed."""
 
     @property
-    def src(self) -> Int32Array: ...
+    def src(self) -> Int32Array:
+        """The pages that are read."""
+
     @property
-    def dst(self) -> Int32Array: ...
+    def dst(self) -> Int32Array:
+        """The pages that are written."""
+
     @property
-    def group(self) -> Int32Array: ...
+    def group(self) -> Int32Array:
+        """The cache group of each copy."""
 
 
 def copy_pages(arrays: Arrays, copies: Copies, *, group: int | Sequence[int] | None = None, page_axis: int = 0) -> Arrays:
