@@ -3,7 +3,6 @@
 cimport cython
 from libc.stdint cimport int32_t
 
-from pagepool.core.arguments cimport array_of
 from pagepool.core.copies cimport end_copies
 from pagepool.core.records cimport Pool
 from pagepool.core.store cimport PageStore
@@ -27,7 +26,7 @@ cdef class PageCopies:
     cdef readonly object group
 
     def __init__(self):
-        raise TypeError("PageCopies are what take_copies returns")
+        raise TypeError("a PageCopies is what take_copies returns")
 
     def __len__(self):
         return len(self.src)

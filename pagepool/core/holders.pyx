@@ -128,17 +128,21 @@ cdef str find_flaw_in_rows(RowMemory rows, int32_t *counts):
 
 
 cdef str find_shared_open_page(RowMemory rows, int32_t *counts):
-    """The pages to which rows write stand in no other row or request, copies that are due aside, which `counts` has too."""
+    """The pages to which rows write, and which are not kept as they are, stand in no other row or request. `counts` has copies
+    that are due, too.
+    """
     cdef Held *held
     cdef Py_ssize_t row, g, i
     cdef int32_t start
+    cdef bint is_kept
     for i in range(rows.store.pool.copies.num):
         counts[rows.store.pool.copies.items[i].src] -= 1
     for row in range(rows.batch.num_rows):
         for g in range(rows.batch.num_groups):
             held, start = held_by(&rows.batch, row, g), rows.batch.states[row].num_computed
             for i in range(full_pages(&rows.batch.groups[g].rules, start), held.num_pages):
-                if counts[held.ids[i]] > 1 and held.ids[i] != NULL_PAGE:
+                is_kept = held.ids[i] == NULL_PAGE or rows.store.pool.pages[held.ids[i]].group != NO_GROUP
+                if counts[held.ids[i]] > 1 and not is_kept:
                     return f"row {row}, group {g}: page {held.ids[i]} (at {i}), to which it writes, has another holder"
     return None
 

@@ -13,7 +13,7 @@ from pagepool.core.copies cimport has_copies_due
 from pagepool.core.holdings cimport Held, Holding, enter_from, find_lost_entry, forget_uncomputed, recompute_from
 from pagepool.core.index cimport drop
 from pagepool.core.pages cimport find_unheld
-from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool
+from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool, is_pinned
 from pagepool.core.references cimport put_back, put_back_held
 from pagepool.core.rules cimport Group, first_useful_page, full_pages, pages_for
 
@@ -139,9 +139,18 @@ cdef inline Py_ssize_t find_taken(const Growth *growth, Py_ssize_t stop, int32_t
     return stop
 
 
+cdef inline bint is_shared_from(const Pool *pool, const Held *held, int32_t start) noexcept nogil:
+    """Whether a page at place `start` or behind has other holders, pins aside."""
+    cdef int32_t i
+    for i in range(start, held.num_pages):
+        if held.ids[i] != NULL_PAGE and pool.pages[held.ids[i]].ref_cnt - is_pinned(pool, held.ids[i]) > 1:
+            return True
+    return False
+
+
 cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i, Py_ssize_t *stop) noexcept nogil:
     """Whether a row is as the call left it, its new pages, the last before `stop`, are its last, and those are there that it
-    needs again. `stop` goes on to the first of them.
+    needs again, without other holders where it writes. `stop` goes on to the first of them.
     """
     cdef const Held *held
     cdef Py_ssize_t g, start, num_new, num_kept
@@ -160,6 +169,8 @@ cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i
         if first < num_kept and held.ids[first] == NULL_PAGE:
             return False
         if find_unheld(batch.pool, held.ids, num_kept, held.num_pages) >= 0:
+            return False
+        if is_shared_from(batch.pool, held, full_pages(&batch.groups[g].rules, computed_before(growth, i))):
             return False
         stop[0] = start
     return True
