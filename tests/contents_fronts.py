@@ -411,10 +411,12 @@ class ManagerFront(Front):
 class BatchFront(Front):
     """Rows of a running batch, which fills the table itself."""
 
+    dedupe_share = 0.3
+
     def __init__(self, world: World, tables: Any) -> None:
         super().__init__(world, tables)
         size = self.setting.data_parallel_size
-        self.dedupes = self.rng.random() < 0.3
+        self.dedupes = self.rng.random() < self.dedupe_share
         options = {"dedupe": True} if self.dedupes else {}
         self.batch = pagepool.RunningBatch(world.manager, tables, data_parallel_size=size, **options)
 
@@ -582,14 +584,17 @@ class BatchFront(Front):
         return []
 
     def _has_lost_pages(self, growth: Growth) -> bool:
-        """Whether a row lacks pages that tokens from the start of a call on need, or had when it began. Where equal pages are
-        shared, it may have others.
+        """Whether a row lacks pages that tokens from the start of a call on need, or had when it began, or others hold those that
+        it would write again. Where equal pages are shared, it may have others.
         """
         if self.dedupes:
             return True
         for work in growth.works:
             for group, pages, num_kept in zip(self.setting.groups, work.job.pages, work.num_pages_before, strict=True):
                 if NULL_PAGE in pages[num_kept:] or not self.has_pages(group, pages, work.start):
+                    return True
+                first = 0 if group.kind == "mamba" else work.start // group.page_size
+                if any(page_id != NULL_PAGE and self.books.holders[page_id] > 1 for page_id in pages[first:]):
                     return True
         return False
 

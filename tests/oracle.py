@@ -507,12 +507,17 @@ class OracleManager:
     # undoing
 
     def check_undo(self, request: Any, num_computed_tokens: int, new_pages: PagesByGroup) -> None:
-        """Refuse to undo growth if its pages are not the last ones, or if released pages are needed again."""
+        """Refuse to undo growth if its pages are not the last ones, if released pages are needed again, or if others hold pages
+        that are written again.
+        """
         for kind, held, new in zip(self.kinds, self.held[request.request_id], new_pages, strict=True):
             num_kept_pages = len(held.pages) - len(new)
             first = kind.first_useful_page(num_computed_tokens, 0)
             if num_kept_pages < 0 or held.pages[num_kept_pages:] != new or NULL_PAGE in held.pages[first:num_kept_pages]:
                 raise ValueError("a page that is needed again was given back")
+            written = [page for page in held.pages[kind.num_full_pages(num_computed_tokens) :] if page != NULL_PAGE]
+            if any(self.page_pool.num_holders(page) > 1 for page in written):
+                raise ValueError("a page that is written again is held by others")
 
     def undo(self, request: Any, num_computed_tokens: int, num_tokens: int, new_pages: PagesByGroup) -> None:
         """Undo growth: the request continues from fewer computed tokens, without its last pages."""
