@@ -21,7 +21,7 @@ from twins import copies_of, levels_of, levels_of_twin, pins_of
 from workload import WITH_LOGPROBS, Request
 
 import pagepool
-from pagepool._core import pack_dirty_windows
+from pagepool._core import check_copies_taken, pack_dirty_windows
 
 HASH_SEED = "rows"
 Amounts = int | Sequence[int]
@@ -521,8 +521,8 @@ class ManagerRows(ModelRows):
 
     def require_no_copies(self, rows: list[int]) -> None:
         held = self.manager.coordinator.requests
-        if any(held[self.requests[row].request_id].has_copies_due for row in rows):
-            raise pagepool.errors.CopiesDueError("copies are due")
+        for row in rows:
+            check_copies_taken(held[self.requests[row].request_id])
 
     def count_attached(self, num_hits: int, num_computed: int) -> int:
         """Something must be left to compute."""

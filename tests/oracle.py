@@ -616,7 +616,9 @@ class OracleManager:
         if self.enable_caching and self._inputs(request, num_tokens) != self._inputs(new_request, num_tokens):
             raise ValueError("a fork has other tokens")
         self.keys.share_nonce(request.request_id, new_request.request_id)
-        if not self.states.fork(request, [new_request], None):
+        held = [page for pages in self.get_page_ids(request.request_id) for page in pages if page != NULL_PAGE]
+        shard = self.states.shard_of(held[0]) if held else None
+        if not self.states.fork(request, [new_request], shard):
             return None
         if not any(self.get_page_ids(new_request.request_id)):
             del self.held[new_request.request_id]

@@ -129,14 +129,14 @@ class OracleStates:
 
     def _enter(self, request: Any, group_id: int, held: HeldPages) -> bool:
         """Enter the working page in the prefix index, unless an equal one is in its shard. Returns whether it was entered."""
-        shard, place = self._shard_of(held.pages[0]), request.num_computed_tokens // self.manager.hit_step - 1
+        shard, place = self.shard_of(held.pages[0]), request.num_computed_tokens // self.manager.hit_step - 1
         keys = self.manager.keys_of(request, self.manager.kinds[group_id])
         if place >= len(keys) or self.pool.first_entered(keys[place], group_id, shard) is not None:
             return False
         self.pool.cache_full_pages(held.pages, {0: keys[place]}, 0, 1, group_id)
         return True
 
-    def _shard_of(self, page: int) -> range | None:
+    def shard_of(self, page: int) -> range | None:
         """Return the shard of a page; None while no caller has divided the pool."""
         start = page // self.shard_size * self.shard_size if self.shard_size else 0
         return range(start, start + self.shard_size) if self.shard_size else None
