@@ -397,6 +397,8 @@ class OracleManager:
 
     def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
         """Enter the pages that are full of computed tokens in the prefix index."""
+        if request.request_id not in self.held:
+            raise ValueError("a request without pages")
         self._rewind(request)
         self._enter_full_pages(request, num_computed_tokens)
 
