@@ -471,7 +471,11 @@ class OracleRows(ModelRows):
             raise ValueError("too few pages")
         self.admissions[row] = next(self._numbers)  # it cannot go back before the fork
         for target, new_request in zip(targets, forked, strict=True):
-            self.requests[target], self.num_hits[target], self.shards[target] = new_request, self.num_hits[row], self.shards[row]
+            self.requests[target], self.num_hits[target], self.shards[target] = (
+                new_request,
+                self.num_hits[row],
+                self.shards[row],
+            )
             self.admissions[target] = next(self._numbers)
             self._show(target)
 

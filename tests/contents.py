@@ -49,8 +49,8 @@ MORE_SETTINGS = [
     Setting("full 16, chunk of 8, state", (Group("full", 16), Group("chunked", 8, 24), Group("mamba", 16)), (24, 64)),
     Setting("full 6 and 4, window of 2, 2 shards", (Group("full", 6), Group("full", 4), Group("sliding", 2, 7)), (64, 96),
             data_parallel_size=2),
-    Setting("full 16 and 8, chunk of 8, states", (Group("full", 16), Group("full", 8), Group("chunked", 8, 24), kept(16), kept(8)),
-            (24, 64)),
+    Setting("full 16 and 8, chunk of 8, states",
+            (Group("full", 16), Group("full", 8), Group("chunked", 8, 24), kept(16), kept(8)), (24, 64)),
 ]  # fmt: skip
 CONTENTS_SETTINGS = [*SETTINGS, *STATE_SETTINGS, *MORE_SETTINGS]
 
@@ -111,9 +111,7 @@ class Simulation:
         groups = setting.cache_groups(pagepool)
         manager = setting.manager(pagepool.CacheManager, groups, self.num_pages, page_pool=page_pool, **self.options)
         books = StateBooks(setting, self.num_pages)
-        self.world = World(
-            setting, manager, books, self.device, self.rng, self.counts, preempt=self.preempt, names=self._names
-        )
+        self.world = World(setting, manager, books, self.device, self.rng, self.counts, preempt=self.preempt, names=self._names)
         self.fronts = [front(self.world, self._make_tables()) for front in self.fronts_classes]
         for front in self.fronts:
             front.plan = self.plan

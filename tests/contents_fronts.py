@@ -37,7 +37,7 @@ class World:
     device: Device
     rng: Random
     counts: Counter[str]
-    names: Iterator[str] = iter(())
+    names: Iterator[str]  # of forks
     is_second: bool = False  # a step is in flight and has not run while another one is scheduled
     copies: list[list[tuple[int, int, int]]] = field(default_factory=list)  # taken, to be made before the next step
     late_copies: list[list[tuple[int, int, int]]] = field(default_factory=list)  # before the one after it
@@ -584,8 +584,8 @@ class BatchFront(Front):
         return []
 
     def _has_lost_pages(self, growth: Growth) -> bool:
-        """Whether a row lacks pages that tokens from the start of a call on need, or had when it began, or others hold those that
-        it would write again. Where equal pages are shared, it may have others.
+        """Whether a row lacks pages that tokens from the start of a call on need, or had when it began, or others hold those
+        that it would write again. Where equal pages are shared, it may have others.
         """
         if self.dedupes:
             return True

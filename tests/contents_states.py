@@ -48,7 +48,9 @@ class StateBooks(Books):
         """Part new pages into those that a job lacked and the next working pages of its states."""
         are_working = [group.kind == "mamba" and bool(pages) for group, pages in zip(self.groups, job.pages, strict=True)]
         parts = list(zip(are_working, map(list, new_ids), strict=True))
-        return [[] if is_working else ids for is_working, ids in parts], [ids if is_working else [] for is_working, ids in parts]
+        return [[] if is_working else ids for is_working, ids in parts], [
+            ids if is_working else [] for is_working, ids in parts
+        ]
 
     def keep(self, job: Job, num_computed_tokens: int, new_ids: PagesByGroup, is_delayed: bool) -> None:
         """Record the checkpoints of a job that grows: a state that gets a new working page has kept the old one."""
@@ -58,7 +60,9 @@ class StateBooks(Books):
                 continue
             if new:
                 require(not is_delayed and len(new) == 1, "a checkpoint that is not asked for", job, new)
-                require(self._is_due(job, group_id, num_computed_tokens), "a checkpoint that is not due", job, num_computed_tokens)
+                require(
+                    self._is_due(job, group_id, num_computed_tokens), "a checkpoint that is not due", job, num_computed_tokens
+                )
                 self._enter_state(job, group_id, num_computed_tokens)
                 self._let_go(pages.pop())
                 self.note_copies(job)

@@ -364,9 +364,7 @@ class OracleManager:
         hint = shards.pop() if len(shards) == 1 else dp_shard_hint
         return shard_of_hint(num_pages, hint, data_parallel_size)
 
-    def _take_pages(
-        self, hits: PagesByGroup, num_missing: list[int], shard: range | None, adopts: bool
-    ) -> PagesByGroup | None:
+    def _take_pages(self, hits: PagesByGroup, num_missing: list[int], shard: range | None, adopts: bool) -> PagesByGroup | None:
         """Touch the hits and take new pages; free the hits again if the shard has too few."""
         checkpoints = self.states.checkpoints_in(hits)
         if adopts:
@@ -390,7 +388,8 @@ class OracleManager:
         if request.request_id not in self.held:
             attached = zip(hits, self._attached(hits), strict=True)
             self.held[request.request_id] = [
-                HeldPages(list(pages), len(hit), len(hit), Ranking(len(hit)), num_deduped_pages=len(hit)) for hit, pages in attached
+                HeldPages(list(pages), len(hit), len(hit), Ranking(len(hit)), num_deduped_pages=len(hit))
+                for hit, pages in attached
             ]
         for held, pages in zip(self.held[request.request_id], new_pages, strict=True):
             held.pages += pages

@@ -147,7 +147,10 @@ class OracleStates:
         """Let targets hold the full pages of a request, and copies of its open pages and states; False if there is no room."""
         self.copies.require_none(self.manager.pages_of(request), into_only=True)
         num_computed, held = request.num_computed_tokens, self.manager.held[request.request_id]
-        groups = [(kind, group, self._open_page(kind, group, num_computed)) for kind, group in zip(self.manager.kinds, held, strict=True)]
+        groups = [
+            (kind, group, self._open_page(kind, group, num_computed))
+            for kind, group in zip(self.manager.kinds, held, strict=True)
+        ]
         num_copies = len(targets) * sum(page is not None for _, _, page in groups)
         if num_copies > len(self.pool.free_page_ids(shard)):
             return False

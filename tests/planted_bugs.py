@@ -368,7 +368,8 @@ BUGS = [
         "a checkpoint that becomes a working page keeps its entry",
         CORE,
         "        take_this(pool, ids[n - 1])\n",
-        "        if BUG:\n            touch_all(pool, ids + n - 1, 1)\n        else:\n            take_this(pool, ids[n - 1])\n",
+        "        if BUG:\n"
+        "            touch_all(pool, ids + n - 1, 1)\n        else:\n            take_this(pool, ids[n - 1])\n",
         (
             (
                 "from pagepool.core.pages cimport take_from, take_this\n",
@@ -386,7 +387,8 @@ BUGS = [
     Bug(
         "a fork shares the page that is written next",
         CORE,
-        "        take_from(pool, ids + n, 1, shard)\n        target.num_pages += 1\n        note_copy(pool, source.ids[n], target, n, g)",
+        "        take_from(pool, ids + n, 1, shard)\n        target.num_pages += 1\n"
+        "        note_copy(pool, source.ids[n], target, n, g)",
         "        target.num_pages += 1\n"
         "        if BUG:\n            ids[n] = source.ids[n]\n"
         "        else:\n"

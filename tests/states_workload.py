@@ -168,7 +168,7 @@ class StatesBatchWorkload(Copying, BatchWorkload):
         nums_new = []
         for row, stop in zip(rows, stops, strict=True):
             num_unknown = stop - self.num_tokens(row)
-            if 0 < num_unknown and self.rng.random() < 0.6:
+            if num_unknown > 0 and self.rng.random() < 0.6:
                 self.twins.call("append", [row] * num_unknown, self._tokens(num_unknown))
             nums_new.append(min(stop - self.model.requests[row].num_computed_tokens, self.num_uncomputed(row)))
         some = [(row, num) for row, num in zip(rows, nums_new, strict=True) if num]

@@ -94,7 +94,8 @@ def copies_of(copies: Any) -> list[tuple[int, int, int]]:
     if isinstance(copies, list):
         return copies
     arrays = copies.src, copies.dst, copies.group
-    assert len(copies) == len(copies.src) and bool(copies) == (len(copies) > 0)
+    assert len(copies) == len(copies.src)
+    assert bool(copies) == (len(copies) > 0)
     assert not any(array.flags.writeable or array.dtype.name != "int32" for array in arrays)
     return list(zip(*(array.tolist() for array in arrays), strict=True))
 
