@@ -216,8 +216,9 @@ class SlidingWindowSpec(AttentionSpec):
 class MambaSpec(CacheSpec):
     """A recurrent layer: one state of the given `shapes` for a request of any length, in one page.
 
-    `page_size_padded` (bytes) makes the page larger than the state, to match another group's. Raises
-    `ArgumentError` if it is smaller, if there is no shape, or if a dimension is not positive.
+    `page_size_padded` (bytes) makes the page larger than the state, to match another group's. With
+    `checkpoint_interval` (tokens) the cache keeps the states after multiples of it. Raises `ArgumentError` if the page is
+    smaller than the state, if there is no shape, or if a dimension or the interval is not positive.
 
     >>> MambaSpec(page_size=1, shapes=((16, 64), (16, 32)), dtype="float16").page_size_bytes
     3072
@@ -226,6 +227,7 @@ class MambaSpec(CacheSpec):
     shapes: tuple[tuple[int, ...], ...]
     dtype: object = field(hash=False)  # equal dtypes may be spelled in ways that hash differently
     page_size_padded: int | None = None
+    checkpoint_interval: int | None = None
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -234,6 +236,8 @@ class MambaSpec(CacheSpec):
         state_bytes = num_bytes(self.num_elements, self.dtype)
         if self.page_size_padded is not None:
             self._set_int("page_size_padded", minimum=state_bytes)
+        if self.checkpoint_interval is not None:
+            self._set_int("checkpoint_interval")
 
     def _set_shapes(self) -> None:
         """Check the dimensions, and store them as Python ints."""
