@@ -54,6 +54,8 @@ NUM_REPLAYS = 4
 MAX_REPLAY_STEPS = 200_000  # ten seconds
 MAX_REPLAY_PAGES = 10_000_000  # half a gigabyte
 NUM_POLICY_SIZES = 5
+NUM_CHECKPOINT_SIZES = 4
+MAX_CHECKPOINT_TOKENS = 5_000_000_000  # of requests, in all simulations together: a minute
 MAX_POLICY_PAGES = 100_000_000  # of requests, in all simulations together: twenty seconds
 
 
@@ -166,11 +168,13 @@ def simulate_checkpoints(
     max_batched_tokens: int,
     progress: Progress,
 ) -> tuple[CheckpointFigures, ...]:
-    """Simulate intervals of checkpoints, one pool at a time: in some of the pools that skip no request, with the only size that
-    was asked for, or in all if fewer. Raises Refusal for a pool that is too large.
+    """Simulate intervals of checkpoints, one pool at a time: in as many of the pools that skip no request as take a minute, one
+    at least, with the only size that was asked for. Raises Refusal for a pool that is too large.
     """
+    num_tokens = len(intervals) * sum(request.num_slots for request in requests)
+    num_sizes = max(1, min(NUM_CHECKPOINT_SIZES, MAX_CHECKPOINT_TOKENS // num_tokens))
     fitting = [pool.num_pages for pool in plan.pools if pool.num_pages >= plan.min_num_pages] or [plan.pools[-1].num_pages]
-    sizes = {*spread(fitting, NUM_POLICY_SIZES), *([plan.asked_num_pages] if plan.asked_num_pages else [])}
+    sizes = {*spread(fitting, num_sizes), *([plan.asked_num_pages] if plan.asked_num_pages else [])}
     require_memory(f"a simulation of {describe_pool(max(sizes), plan.page_size)}", count_pool_bytes(max(sizes)))
     simulator = CheckpointSimulator(requests, model, max_batched_tokens)
     figures = []

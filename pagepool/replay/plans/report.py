@@ -218,13 +218,15 @@ def _with_bytes(plan: Plan, num_pages: int) -> str:
     return f"{num_pages:,} pages{memory}"
 
 
-def _make_table(title: str, columns: list[tuple[str, list[str]]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def _print_columns(title: str, columns: list[tuple[str, list[str]]]) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading, _ in columns:
         table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
     for row in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(*row)
-    return table
+    print_text(title)
+    print_table(table)
+    print_text("")
 
 
 def print_plan(plan: Plan, source: str) -> None:
@@ -233,10 +235,8 @@ def print_plan(plan: Plan, source: str) -> None:
     for sentence in describe(plan):
         print_text(sentence)
     print_text("")
-    print_table(_make_table(HIT_RATE.capitalize(), list_columns(plan)))
-    print_text("")
+    _print_columns(HIT_RATE.capitalize(), list_columns(plan))
     if plan.checkpoints:
-        print_table(_make_table(*list_interval_columns(plan)))
-        print_text("")
+        _print_columns(*list_interval_columns(plan))
     for note in list_notes(plan):
         print_text(note, style="dim")

@@ -33,13 +33,13 @@ def state_headline(plan: Plan, name: str) -> str:
 def describe_states(plan: Plan) -> list[str]:
     """Describe the pages, what a checkpoint takes, and the best interval."""
     model, num_pages = plan.model, plan.model.num_state_groups
-    tokens, groups = count_of(model.page_size, "token"), count_of(num_pages, "group")
+    states = "all states of a request" if num_pages == 1 else f"the states of one of {num_pages} groups of layers"
     padding = f" {_describe_padding(plan)}" if model.state_bytes is not None else ""
     pages = count_of(num_pages, "page")
     memory = "" if plan.page_bytes is None else f" ({format_bytes(num_pages * plan.page_bytes)})"
     taken = f"{pages}{memory}, as much as {count_of(num_pages * model.page_size, 'token')} of attention"
     return [
-        f"A page holds {tokens} of attention, or the states of one of {groups} of layers.{padding}",
+        f"A page holds {count_of(model.page_size, 'token')} of attention, or {states}.{padding}",
         f"A checkpoint takes {taken}; a running request holds {pages} for its states.",
         _describe_best(plan),
     ]
