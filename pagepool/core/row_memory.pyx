@@ -13,7 +13,7 @@ from pagepool.core.holdings cimport Held
 from pagepool.core.locks cimport BATCH_LOCK, delist_lock, enlist_lock
 from pagepool.core.platform cimport CACHE_LINE, keep_sparse
 from pagepool.core.records cimport NO_GROUP
-from pagepool.core.rules cimport MAX_TOKENS, is_state
+from pagepool.core.rules cimport MAX_TOKENS, is_state, keeps_checkpoints
 from pagepool.core.siphash cimport Digest
 from pagepool.core.table cimport TableRows, checked_tables, in_lock_order
 
@@ -72,9 +72,12 @@ cdef class RowMemory:
         enlist_lock(&self.lock_node, &self.lock, BATCH_LOCK)
 
     def __init__(
-        self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards
+        self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards,
+        bint unifies_pages=False,
     ):
-        """`tables` are `TableRows`, one for each of the `groups`, which are as in `CacheGroups`."""
+        """`tables` are `TableRows`, one for each of the `groups`, which are as in `CacheGroups`. With `unifies_pages` rows share
+        pages that got the same tokens.
+        """
         cdef tuple by_group = checked_tables(tables)
         cdef CacheGroups checked = CacheGroups(groups)
         cdef Py_ssize_t n, g, num_pool_shards = size_of(num_shards, "data_parallel_size", 0)
@@ -92,6 +95,7 @@ cdef class RowMemory:
         self.batch.groups, self.batch.num_groups = checked.groups, checked.num
         self.batch.max_num_tokens = <int32_t>num_tokens
         self.batch.hash_page_size = <int32_t>num_hash_tokens
+        self.batch.unifies_pages = unifies_pages
         n = (<TableRows>by_group[0]).rows.num_rows
         for g in range(checked.num):
             self.check_group(&checked.groups[g], &(<TableRows>by_group[g]).rows)
@@ -124,16 +128,17 @@ cdef class RowMemory:
         """ArgumentError unless the hashes of a group make a page. A group that is not cached has no id."""
         if not self.batch.hash_page_size:
             group.id = NO_GROUP
-        if group.id != NO_GROUP and group.stride * self.batch.hash_page_size != group.rules.page_size:
+        if group.id != NO_GROUP and group.stride * self.batch.hash_page_size != group.rules.entry_size:
             raise ArgumentError(
                 f"groups: got {group.stride} hashes of {self.batch.hash_page_size} tokens for pages of "
-                f"{group.rules.page_size}, allowed: as many as make a page"
+                f"{group.rules.entry_size}, allowed: as many as make a page"
             )
         self.batch.max_num_tokens = <int32_t>min(
             <int64_t>self.batch.max_num_tokens, <int64_t>group.rules.page_size * rows.num_columns
         )
         self.batch.skips_pages |= group.rules.window or group.rules.chunk
         self.batch.has_state |= is_state(&group.rules)
+        self.batch.keeps_states |= keeps_checkpoints(group)
         return 0
 
     cdef int make_state(self, Py_ssize_t n) except -1:
