@@ -141,7 +141,7 @@ class TestSimulator:
             rng = np.random.default_rng(seed)
             model = ModelPages(int(rng.choice([1, 2, 4, 8])), num_state_groups=int(rng.integers(1, 4)))
             interval, budget = model.page_size * int(rng.integers(1, 5)), int(rng.integers(5, 100))
-            num_pages = 10 + int(rng.integers(150, 1000)) // model.page_size
+            num_pages = 10 + int(rng.integers(80, 600)) // model.page_size
             requests = make_random_requests(rng, num_requests=40)
             ours = CheckpointSimulator(requests, model, budget).run(num_pages, interval)
             manager = CacheManager(num_pages, model.make_groups(interval), 1 << 16)

@@ -109,11 +109,13 @@ def find_sizes(num_pages: Sizes | None, memory: Sizes | None, page_bytes: int | 
 
 
 def choose_sizes(asked: Sizes | None, planner: Planner, num_state_pages: int = 0) -> list[int]:
-    """Return the requested sizes; for one or none, add sizes from the largest request to all possible hits."""
+    """Return the requested sizes; for one or none, add sizes from the largest request to all possible hits. With states a
+    request holds `num_state_pages`, and each of its pages may have a checkpoint of as many.
+    """
     if asked is not None and len(asked.numbers) > 1:
         return asked.list()
     smallest = planner.min_num_pages + num_state_pages
-    ends = smallest, max(smallest + 1, planner.max_num_pages)
+    ends = smallest, max(smallest + 1, planner.max_num_pages * (1 + num_state_pages))
     return sorted({*Sizes(ends, is_range=True).list(), *(asked.numbers if asked else ())})
 
 
