@@ -68,7 +68,9 @@ class CopiedPages(PrefixRetention):
             held = self.coordinator.requests.get(id_of(request))
             num_tokens = self._check_fork(request, held, new_request)
             target = self.coordinator.hold_nothing()
-            self.coordinator.requests[new_request.request_id] = target  # before anything is held, so that no interrupt can lose it
+            self.coordinator.requests[new_request.request_id] = (
+                target  # before anything is held, so that no interrupt can lose it
+            )
             is_forked = False
             try:
                 is_forked = held is not None and held.fork(target, num_tokens)

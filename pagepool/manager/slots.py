@@ -186,9 +186,7 @@ class SlotAllocator(KeyHolder):
         shard, num_shards = self._find_shard(held, (), placement) or (None, 0)
         context = self.hold_context(hashes.extra_keys)
         try:
-            kept = held.keep_states(
-                hashes.chain, num_computed_tokens, context, shard, num_shards, placement.num_reserved_pages
-            )
+            kept = held.keep_states(hashes.chain, num_computed_tokens, context, shard, num_shards, placement.num_reserved_pages)
         finally:
             self.release_context(context)
         return tuple(working or ids for working, ids in zip(kept, new_ids, strict=True))
