@@ -7,7 +7,7 @@ from pagepool.core.records cimport Copies, PageCopy, Pool, resize
 from pagepool.core.references cimport put_back_held
 
 
-cdef inline bint reserve_copies(Pool *pool, Py_ssize_t n) noexcept nogil:
+cdef inline bint reserve_copies(Pool *pool, Py_ssize_t n) noexcept:
     """Allocate room for `n` copies more; False where memory is short."""
     cdef Py_ssize_t capacity = max(<Py_ssize_t>8, pool.copies.capacity)
     while capacity < pool.copies.num + n:

@@ -32,7 +32,7 @@ cdef inline Py_ssize_t count_open_pages(const Holding *holding, int32_t num_comp
 
 cdef inline ForkOutcome check_fork(
     Pool *pool, const Holding *source, int32_t num_computed, Py_ssize_t num_targets, int32_t shard
-) noexcept nogil:
+) noexcept:
     """Whether a fork can be made, for which there is room in the list of copies then."""
     cdef Py_ssize_t g, num_new = count_open_pages(source, num_computed) * num_targets
     if num_new > count_free_in(pool, shard):
@@ -54,9 +54,12 @@ cdef inline void share(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void fork_group(
-    Pool *pool, const Group *group, int32_t g, Held *source, Held *target, int32_t num_computed, int32_t shard
+    Pool *pool, const Holding *forked, const Holding *new, int32_t g, int32_t num_computed, int32_t shard
 ) noexcept nogil:
-    """Let `target`, which holds nothing and has room for the pages, go on from the computed tokens of `source`."""
+    """Let what holds nothing in a group, and has room for the pages, go on from the computed tokens of what is forked."""
+    cdef const Group *group = &forked.groups[g]
+    cdef Held *source = &forked.held[g]
+    cdef Held *target = &new.held[g]
     cdef int32_t *ids = target.ids
     cdef int32_t i, n = full_pages(&group.rules, num_computed)
     for i in range(n):

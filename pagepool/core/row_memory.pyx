@@ -75,8 +75,8 @@ cdef class RowMemory:
         self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards,
         bint unifies_pages=False,
     ):
-        """`tables` are `TableRows`, one for each of the `groups`, which are as in `CacheGroups`. With `unifies_pages` rows share
-        pages that got the same tokens.
+        """`tables` are `TableRows`, one for each of the `groups`, which are as in `CacheGroups`. With `unifies_pages` rows
+        share pages that got the same tokens.
         """
         cdef tuple by_group = checked_tables(tables)
         cdef CacheGroups checked = CacheGroups(groups)

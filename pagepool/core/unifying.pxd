@@ -1,5 +1,5 @@
-# Rows that compute the same tokens share pages: one that fills a page as another has before takes the other's, and gives its own
-# back. Only when the step that filled it is over, so that nothing is written to a shared page.
+# Rows that compute the same tokens share pages: one that fills a page as another has before takes the other's, and gives its
+# own back. Only when the step that filled it is over, so that nothing is written to a shared page.
 
 from libc.stdint cimport int32_t
 
