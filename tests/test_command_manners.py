@@ -230,7 +230,8 @@ class TestMemory:
             "requests = make_requests(records)\n"
             "rss = lambda: int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE')\n"
             "def run(n):\n"
-            "    s = make_scheduler(make_manager(n, ModelPages(), requests), requests, max_batched_tokens=60_000, max_num_seqs=1)\n"
+            "    manager = make_manager(n, ModelPages(), requests)\n"
+            "    s = make_scheduler(manager, requests, max_batched_tokens=60_000, max_num_seqs=1)\n"
             "    return s, s.run()\n"
             "run(4000); before = rss(); s, figures = run(1_300_000); assert not figures.evicted_pages; print(rss() - before)"
         )
