@@ -75,6 +75,24 @@ class TestChunks:
         assert scheduler.run().requests == 1
 
 
+def count_hits(requests: list[SimulatedRequest], interval: int, max_batched_tokens: int) -> int:
+    """Count the tokens that hit in a pool that never evicts, from the texts alone."""
+    kept: set[bytes] = set()
+    hit_tokens = 0
+    for request in requests:
+        tokens = request.make_token_ids()
+        ends = range(0, request.num_prompt_tokens, interval)
+        start = end = max(end for end in ends if end == 0 or tokens[:end].tobytes() in kept)
+        hit_tokens += start
+        while end < request.num_prompt_tokens:
+            stop = min(end + max_batched_tokens, request.num_prompt_tokens)
+            end = stop // interval * interval if stop // interval * interval > end else stop
+            if end % interval == 0:
+                kept.add(tokens[:end].tobytes())
+        kept |= {tokens[:end].tobytes() for end in range(end, request.num_slots + 1) if end % interval == 0}
+    return hit_tokens
+
+
 class TestEqualPaths:
     """A running batch and a manager give the same figures, and leave the same pages free in the same order."""
 
@@ -111,26 +129,9 @@ class TestEqualPaths:
         groups = ModelPages(1, None, 0, 1).make_groups(8)
         for seed in range(NUM_SEEDS):
             requests = make_random_requests(np.random.default_rng(seed), num_requests=25)
-            figures = self.compare(requests, lambda: CacheManager(30, groups, 1 << 16), max_num_seqs=9)
-            assert figures.hit_tokens > 0
-
-
-def count_hits(requests: list[SimulatedRequest], page_size: int, interval: int, max_batched_tokens: int) -> int:
-    """Count the tokens that hit in a pool that never evicts, from the texts alone."""
-    kept: set[bytes] = set()
-    hit_tokens = 0
-    for request in requests:
-        tokens = request.make_token_ids()
-        ends = range(0, request.num_prompt_tokens, interval)
-        start = end = max(end for end in ends if end == 0 or tokens[:end].tobytes() in kept)
-        hit_tokens += start
-        while end < request.num_prompt_tokens:
-            stop = min(end + max_batched_tokens, request.num_prompt_tokens)
-            end = stop // interval * interval if stop // interval * interval > end else stop
-            if end % interval == 0:
-                kept.add(tokens[:end].tobytes())
-        kept |= {tokens[:end].tobytes() for end in range(end, request.num_slots + 1) if end % interval == 0}
-    return hit_tokens
+            assert self.compare(requests, lambda: CacheManager(30, groups, 1 << 16), max_num_seqs=9).evicted_pages > 0
+            figures = self.compare(requests, lambda: CacheManager(5_000, groups, 1 << 16), max_num_seqs=1)
+            assert figures.hit_tokens == count_hits(requests, 8, 8192)
 
 
 class TestSimulator:
@@ -162,7 +163,7 @@ class TestSimulator:
             requests = make_random_requests(rng, num_requests=30)
             simulator = CheckpointSimulator(requests, ModelPages(page_size, num_state_groups=2), budget)
             hits = simulator.run(50_000, interval).hit_tokens
-            assert hits == count_hits(requests, page_size, interval, budget)
+            assert hits == count_hits(requests, interval, budget)
             num_hit_tokens += hits
         assert num_hit_tokens > 0
 
