@@ -281,7 +281,7 @@ class ManagerFront(Front):
             self.books.require_shortage(job, num_tokens, options.get("num_reserved_pages", 0), dp_shard)
             return False
         hit_ids = self.books.check_state_hits(job, hits.get_page_ids(), num_hit_tokens, self.books.find_shard(dp_shard))
-        shard = self.books.find_shard_of([page_id for ids in hit_ids for page_id in ids], dp_shard)
+        shard = self.books.find_shard_of([page_id for ids in hits.get_page_ids() for page_id in ids], dp_shard)
         self.books.attach(job, hit_ids, num_hit_tokens, self.books.find_shard(dp_shard))
         self.start(job, row)
         work = self.note(job, num_hit_tokens, num_hit_tokens + num_transferred + num_new, num_ahead=num_ahead)
@@ -351,8 +351,7 @@ class ManagerFront(Front):
         new_ids = added.get_page_ids()
         added_ids, working_ids = self.books.part(job, new_ids)
         self.books.take(job, added_ids, shard)
-        self.books.keep(job, start, working_ids, work.is_delayed)
-        self.books.take(job, working_ids, shard)
+        self.books.keep(job, start, working_ids, shard, work.is_delayed)
         self.tables.add_row(job.pages, job.row)
         self.finish(work, work.histories[: work.job.num_tokens])
         self.plan.append(Door(self, [work]))
@@ -552,8 +551,7 @@ class BatchFront(Front):
             working_ids, shard = self._state_changes(job, held), self.books.find_shard(job.dp_shard)
             self.books.take(job, added[job.row], shard)
             if work in works[: result.num_grown]:
-                self.books.keep(job, work.start, working_ids, is_delayed=False)
-                self.books.take(job, working_ids, shard)
+                self.books.keep(job, work.start, working_ids, shard)
             require([list(ids) for ids in held] == job.pages, "a row holds other pages than was told", job, held, job.pages)
         for work in works[: result.num_grown]:
             self.finish(work, work.histories)

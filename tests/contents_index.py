@@ -270,10 +270,11 @@ class Books:
             if group.kind == "mamba":
                 self._forget_states(job, group_id, num_computed_tokens, is_cached)
                 continue
-            for page in range(num_computed_tokens // group.page_size, num_cached):
+            for page in range(num_computed_tokens // group.page_size, len(pages)):
                 entry = self.index.entries.get(pages[page])
                 end = (page + 1) * group.page_size
-                is_own = entry is not None and entry.stay == job.stay and page >= job.num_hit_tokens // group.page_size
+                is_own = entry is not None and entry.stay == job.stay
+                is_own = is_own and job.num_hit_tokens // group.page_size <= page < num_cached
                 if entry is not None and (is_own or not is_cached(pages[page])):
                     self.index.drop(pages[page])
                 elif pages[page] == NULL_PAGE and end <= job.num_tokens:

@@ -52,7 +52,9 @@ class StateBooks(Books):
             ids if is_working else [] for is_working, ids in parts
         ]
 
-    def keep(self, job: Job, num_computed_tokens: int, new_ids: PagesByGroup, is_delayed: bool) -> None:
+    def keep(
+        self, job: Job, num_computed_tokens: int, new_ids: PagesByGroup, shard: range | None, is_delayed: bool = False
+    ) -> None:
         """Record the checkpoints of a job that grows: a state that gets a new working page has kept the old one."""
         for group_id, (group, pages, new) in enumerate(zip(self.groups, job.pages, new_ids, strict=True)):
             require(bool(group.interval) or not new, "a state that is not kept moves", job, new)
@@ -65,6 +67,7 @@ class StateBooks(Books):
                 )
                 self._enter_state(job, group_id, num_computed_tokens)
                 self._let_go(pages.pop())
+                self.take(job, [new if i == group_id else [] for i in range(len(self.groups))], shard)
                 self.note_copies(job)
             num_passed = num_computed_tokens // self.hit_step
             job.num_cached_pages[group_id] = max(job.num_cached_pages[group_id], num_passed)

@@ -197,7 +197,12 @@ class OracleStates:
         """Take the page that was cached first with this entry, if it is not the one that is held."""
         page = held.pages[place]
         first = self.pool.first_entered(*entry, shard)
-        if page != NULL_PAGE and self.pool.entry_of_page.get(page) == entry and first is not None and first != page:
+        if (
+            page not in (NULL_PAGE, *self.pool.pins)
+            and self.pool.entry_of_page.get(page) == entry
+            and first is not None
+            and first != page
+        ):
             self.pool.touch([[first]])
             self.pool.evict_pages([page])
             self.pool.free_pages([page])
