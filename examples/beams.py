@@ -7,6 +7,7 @@ from request import Request, SamplingParams
 
 __all__ = ["Beam", "BeamSearch"]
 
+
 class Beam(Request):
     """A beginning of an answer, with its score."""
 

@@ -50,13 +50,14 @@ class Engine:
         self.scheduler = Scheduler(self.manager, self.table, max_num_reqs, max_num_batched_tokens)
         self.padded_sizes = list_padded_sizes(max_num_batched_tokens)
         self.numbers = count()
+        self.num_copied_pages = 0
 
     def add(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Request:
         """Queue a request. ValueError, without a change, for one that could not run to its end."""
         return self.add_samples(prompt, params, 1)[0]
 
     def add_samples(self, prompt: Sequence[int], params: SamplingParams | None, num_samples: int) -> list[Request]:
-        """Queue requests with seeds ``seed``, ``seed + 1``, ..., which fork when their prompt is computed. Errors as in `add`."""
+        """Queue requests with seeds ``seed``, ``seed + 1``, ..., which fork when the prompt is computed. Errors as in `add`."""
         if num_samples < 1:
             raise ValueError(f"num_samples: got {num_samples}, allowed: at least 1")
         params, number = params or SamplingParams(), next(self.numbers)
@@ -133,7 +134,9 @@ class Engine:
 
     def copy_pages(self) -> None:
         """Copy the pages that checkpoints, hits and forks need, before the model reads or writes them."""
-        self.runner.copy_pages(self.scheduler.batch.take_copies())
+        copies = self.scheduler.batch.take_copies()
+        self.runner.copy_pages(copies)
+        self.num_copied_pages += len(copies)
 
     def update(self, chunks: Sequence[Chunk], next_tokens: NextTokens) -> list[tuple[Request, int]]:
         """Go on with each request whose due tokens are all computed: its samples fork, or it gets its next token."""

@@ -16,9 +16,7 @@ import jax.numpy as jnp
 __all__ = ["attend_linearly"]
 
 
-def attend_linearly(
-    query: Any, key: Any, value: Any, decay: Any, pages: Any, page_ids: Any, positions: Any
-) -> tuple[Any, Any]:
+def attend_linearly(query: Any, key: Any, value: Any, decay: Any, pages: Any, page_ids: Any, positions: Any) -> tuple[Any, Any]:
     """Return what each token reads, and the pages with the state of each row behind its last token (traced)."""
 
     def attend(pages: Any, token: tuple[Any, ...]) -> tuple[Any, Any]:

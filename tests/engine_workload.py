@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 pytest.importorskip("engine", reason="examples/ is not here")
 
-from beams import BeamSearch  # noqa: E402
 from engine import Engine  # noqa: E402
 from model import Weights, make_weights  # noqa: E402
 from request import Request, SamplingParams  # noqa: E402
@@ -101,17 +102,16 @@ def search_densely(
     return beams
 
 
-def run_to_end(engine: Engine, arrivals: Iterator[Any] = iter(())) -> set[Request]:
-    """Run until nothing is left; each second step something more arrives. Returns the requests that were preempted."""
+def run_to_end(engine: Engine, arrivals: Sequence[Callable[[], Any]] = ()) -> set[Request]:
+    """Run until nothing is left; one arrives before each second step. Returns the requests that were preempted."""
     streamed: dict[Request, list[int]] = {}
     preempted: set[Request] = set()
-    num_steps, is_over = 0, False
-    while not (engine.is_idle and is_over):
-        if num_steps % 2 == 0:
-            is_over = next(arrivals, None) is None
-        if not engine.is_idle:
-            for request, token_id in engine.step():
-                streamed.setdefault(request, []).append(token_id)
+    todo, num_steps = deque(arrivals), 0
+    while todo or not engine.is_idle:
+        if todo and (num_steps % 2 == 0 or engine.is_idle):
+            todo.popleft()()
+        for request, token_id in engine.step():
+            streamed.setdefault(request, []).append(token_id)
         preempted |= {request for request in engine.scheduler.waiting if request.output}
         num_steps += 1
         if num_steps % 8 == 0:
@@ -123,8 +123,8 @@ def run_to_end(engine: Engine, arrivals: Iterator[Any] = iter(())) -> set[Reques
 def answer_by_engine(engine: Engine, asks: list[Ask]) -> tuple[list[Request], set[Request]]:
     """Return the finished requests, half of which arrive while others run, and those that were preempted."""
     requests = [engine.add(*ask) for ask in asks[: len(asks) // 2]]
-    arrivals = (requests.append(request) or True for request in (engine.add(*ask) for ask in asks[len(asks) // 2 :]))
-    return requests, run_to_end(engine, arrivals)
+    preempted = run_to_end(engine, [lambda ask=ask: requests.append(engine.add(*ask)) for ask in asks[len(asks) // 2 :]])
+    return requests, preempted
 
 
 def check_answers(engine: Engine, asks: list[Ask], weights: Weights = WEIGHTS) -> None:
