@@ -17,8 +17,8 @@ class SamplingRows(NamedTuple):
 
 
 class NextTokens(NamedTuple):
-    """By row: the sampled token, int32 ``[rows]``; the most probable tokens, and the logarithms of their probabilities, int32 and
-    float32 ``[rows, candidates]``.
+    """By row: the sampled token ``[rows]``, the most probable tokens and the logarithms of their probabilities ``[rows,
+    candidates]``; int32, int32, float32.
     """
 
     sampled: Any

@@ -62,7 +62,7 @@ class Scheduler:
         return [chunk for chunk in chunks if chunk.start < chunk.stop]
 
     def align(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """Let chunks end at the last checkpoint up to `stops`, if it lies behind `starts`: a state is kept where a chunk ends."""
+        """Let chunks end at the last multiple of the interval behind `starts`, if there is one: checkpoints are made there."""
         checkpoints = stops // self.interval * self.interval
         return np.where(checkpoints > starts, checkpoints, stops)
 
