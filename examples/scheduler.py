@@ -32,13 +32,13 @@ class Scheduler:
         self.num_preemptions = 0
 
     def schedule(self) -> list[Chunk]:
-        """Schedule running requests first, then waiting ones with the rest of the budget, unless a request was preempted.
+        """Schedule running requests first, then waiting ones with the rest of the budget, unless pages were short.
 
-        If nothing can run, since beams wait for others that wait for pages, newer requests give way.
+        If nothing can run, because beams wait for others that wait for pages, newer requests give way.
         """
         num_preemptions = self.num_preemptions
         chunks = self.grow_running()
-        if self.num_preemptions == num_preemptions:
+        if not chunks or self.num_preemptions == num_preemptions:
             chunks += self.admit_waiting(self.max_num_batched_tokens - count_tokens(chunks))
         while not chunks and self.waiting and self.running and self.running[-1].number > self.waiting[0].number:
             self.preempt_newest()
