@@ -23,7 +23,7 @@ MAKEFLAGS += --no-print-directory
 demo: $(VENV)/with-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
 
-engine: $(VENV)/with-jax  ## let the example engine generate, with random weights: ENGINE_ARGS="--hybrid --turns 2"
+engine: $(VENV)/with-jax  ## let the example engine generate, with random weights: ENGINE_ARGS="--hybrid --turns 3"
 	$(VENV)/bin/python examples/engine.py $(ENGINE_ARGS)
 
 test: $(VENV)/with-$(EXTRA)  ## all tests and doctests on the wheel

@@ -91,7 +91,10 @@ class Engine:
         page_size, *state_groups = self.table.page_sizes
         num_pages = num_rows * (-(-num_tokens // page_size) + len(state_groups))
         if num_rows >= self.num_rows or num_pages >= self.manager.num_pages:
-            raise ValueError(f"num_beams: got {num_rows}, which take up to {num_rows} rows and {num_pages} pages")
+            needed = f"{num_rows} rows and {num_pages} pages"
+            raise ValueError(
+                f"num_beams: got {num_rows}, which take {needed}, of {self.num_rows - 1} and {self.manager.num_pages - 1}"
+            )
 
     def warmup(self) -> None:
         """Compile all programs: the table's commits, copies, and a step for each padded size."""

@@ -199,8 +199,8 @@ def test_a_single_beam_is_greedy() -> None:
     ("num_beams", "max_tokens", "message"),
     [
         (0, 5, "num_beams: got 0, allowed: at least 1"),
-        (7, 5, "num_beams: got 7, which take up to 7 rows and 21 pages"),
-        (4, 40, "num_beams: got 4, which take up to 4 rows and 44 pages"),
+        (7, 5, "num_beams: got 7, which take 7 rows and 21 pages, of 6 and 39"),
+        (4, 40, "num_beams: got 4, which take 4 rows and 44 pages, of 6 and 39"),
     ],
 )
 def test_searches_that_cannot_run_are_refused(num_beams: int, max_tokens: int, message: str) -> None:

@@ -234,6 +234,15 @@ def test_the_command_streams_and_profiles(
     assert (code, answers in program.end()) == (0, True)
 
 
+@pytest.mark.parametrize("options", [["--samples", "2", "--temperature", "1"], ["--beams", "2"]], ids=lambda value: value[0])
+def test_the_command_chats(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*options, "--hybrid", "--turns", "2", "--num-pages", "99", "--max-tokens", "6"]
+    command.main([*options, "Who owns page 7?", "Who owns page 7, and who did before?"])
+    text = capsys.readouterr().out
+    assert text.count(" -> ") == 4 if options[0] == "--beams" else 6
+    assert "Cached prompt tokens: 16 of 52 (30.8%)." in text
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -247,6 +256,9 @@ def test_the_command_streams_and_profiles(
         (["--weights", "nowhere.npz"], "No such file"),
         (["--weights", __file__], "was not saved by numpy.savez"),
         (["--num-devices", "99"], "devices: got 99"),
+        (["--samples", "0"], "num_samples: got 0"),
+        (["--beams", "9"], "num_beams: got 9"),
+        (["--hybrid", "--checkpoint-interval", "12"], "checkpoint_interval: got 12"),
     ],
     ids=lambda value: "" if isinstance(value, list) else value,
 )
