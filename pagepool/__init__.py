@@ -40,7 +40,7 @@ from pagepool.page_table import (
     device_slot_mapping,
 )
 from pagepool.request import EngineRequest, EngineRequestStatus, Request
-from pagepool.running_batch import RunningBatch, StepResult
+from pagepool.running_batch import PageCopies, RunningBatch, StepResult
 from pagepool.specs import (
     AttentionSpec,
     CacheGroupsConfig,
@@ -88,6 +88,7 @@ __all__ = [
     "MultiGroupPageTable",
     "PageHash",
     "PageHashWithGroupId",
+    "PageCopies",
     "PagePool",
     "PagePoolStats",
     "PageProbe",

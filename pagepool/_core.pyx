@@ -39,6 +39,10 @@ What a request (`RequestPages`) or a running row holds in one cache group is a `
 Invariants: null pages come first, then pages that it has a reference to; the first `num_skipped` are null pages, and the first
 `num_cached` need no prefix entry any more. A request computes, after each change, up to which tokens nothing is due (`Limits`).
 
+A state has one page, the working page, to which its holder alone writes: it has no prefix entry. `num_cached` counts the
+checkpoints that need none any more, since the prefix index has the others. A copy that is due (`Copies`) has a reference to its
+source. Pages that it reads or writes get no tokens before it is taken.
+
 A running batch (`RowMemory`) also has the rows' tokens and digests. Invariants: the table shows what a row holds; `next_event`
 is at most the least number of tokens for which a page is to be taken, entered or skipped or the row is too short, and 0 in a
 free row.
@@ -69,6 +73,9 @@ have the classes. Each file imports only those above it.
 `pages.pxd`            pages are taken (`take`; `claim` evicts), touched, given back; how long sampled ones stay
 `holdings.pxd`         what requests and rows hold; `count_free_hits` checks hits
 `entering.pxd`         pages that got full are hashed and entered
+`copies.pxd`           copies that are due before the next step
+`checkpoints.pxd`      states become checkpoints
+`forks.pxd`            a request or row goes on twice
 `rows.pxd`             rows of page tables
 `batch.pxd`            records of running rows
 `row_hashes.pxd`       pages of running rows are hashed
@@ -82,6 +89,7 @@ have the classes. Each file imports only those above it.
 `chain.pyx`            `HashChain`
 `page_records.pyx`     `PageStore`, its lower half: the records of a pool, and its prefix index
 `store.pyx`            its upper half: the free queue; `CachePage`, `QueryCounter`
+`copying.pyx`          `PageCopies`: copies that are due, taken
 `journal.pyx`          `EntryJournal`: changes of the prefix index
 `lookups.pyx`          `PrefixQuery`: how many pages of a prefix hit
 `refusal.pyx`          `Refusal`: whether a refused request is refused again
@@ -90,6 +98,7 @@ have the classes. Each file imports only those above it.
 `table.pyx`            `TableRows`, `GroupedRows`
 `row_memory.pyx`       `RowMemory`: arrays and locks of a batch
 `row_request.pyx`      `RowRequest`: a row is admitted, or refused
+`row_fork.pyx`         `fork_row`: a row goes on in others
 `running.pyx`          `RunningRows`: `grow`, `step`, `undo`, `trim`, `release`
 `holders.pyx`          `check_holders`, `check_rows`
 `spans.pyx`            `TokenSpan`: the cached pages among tokens of a request or row
@@ -99,6 +108,7 @@ have the classes. Each file imports only those above it.
 """
 
 from pagepool.core.chain import HashChain, siphash128
+from pagepool.core.copying import PageCopies, take_copies
 from pagepool.core.holders import check_holders, check_rows
 from pagepool.core.ids import PageIds, lists_of, require_token_ids
 from pagepool.core.journal import EntryJournal
@@ -107,6 +117,7 @@ from pagepool.core.pinning import PinSpan
 from pagepool.core.refusal import Refusal
 from pagepool.core.request_pages import CacheGroups, PageRules, RequestPages
 from pagepool.core.retaining import Retention, RetentionSpan, protect_pages
+from pagepool.core.row_fork import fork_row
 from pagepool.core.row_request import RowRequest
 from pagepool.core.running import RunningRows, StepResult
 from pagepool.core.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store

@@ -32,14 +32,16 @@ __all__ = [
 class SingleTypeCacheManager(ABC):
     """The rules of one cache group. It holds no state of requests.
 
-    ``num_hashes_per_page`` is the number of a request's hashes in a page; hits have a multiple of ``num_hit_tokens`` tokens, 0:
-    any number. The coordinator sets both. If ``is_prefix_closed``, any
-    shorter prefix of a hit is a hit. If ``can_drop_page``, the last page of a hit can be dropped for eagle.
+    ``entry_size`` is the number of tokens between prefix entries: those of a page, or between checkpoints of a state; and
+    ``num_hashes_per_page`` that of a request's hashes. Hits have a multiple of ``num_hit_tokens`` tokens, 0: any number. The
+    coordinator sets these. If ``is_prefix_closed``, any shorter prefix of a hit is a hit. If ``can_drop_page``, the last page of
+    a hit can be dropped for eagle. If ``is_state``, a hit is copied, not attached.
     """
 
     is_prefix_cached = True
     is_prefix_closed = False
     can_drop_page = True
+    is_state = False
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class SingleTypeCacheManager(ABC):
         self.page_pool = page_pool
         self.kv_cache_group_id = kv_cache_group_id
         self.page_size = require_int("page_size", kv_cache_spec.page_size, 1)
+        self.entry_size = self.page_size
         self.num_hashes_per_page = 1
         self.num_hit_tokens = 0
 
@@ -206,20 +209,44 @@ class ChunkedLocalAttentionManager(SingleTypeCacheManager):
 
 
 class MambaManager(SingleTypeCacheManager):
-    """Each request has a state of fixed size in one page. States are never shared."""
+    """Each request has a state of fixed size in one page, which is never shared. With a ``checkpoint_interval`` copies of it
+    stay cached.
+    """
 
-    is_prefix_cached = False
+    is_state = True
+
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """The tokens between checkpoints; None: none are kept. The coordinator may keep fewer."""
+        return getattr(self.kv_cache_spec, "checkpoint_interval", None)
+
+    @property
+    def is_prefix_cached(self) -> bool:  # type: ignore[override]
+        """Whether checkpoints are kept."""
+        return self.checkpoint_interval is not None
 
     @cached_property
     def rules(self) -> PageRules:
         """One page for any number of tokens."""
-        return PageRules(None)
+        return PageRules(None, interval=self.entry_size if self.is_prefix_cached else 0)
+
+    @property
+    def hit_class(self) -> tuple[Any, ...]:
+        """States hit together, except those without checkpoints."""
+        return type(self), self.is_prefix_cached
 
     def find_hit_length(
         self, query: PrefixQuery, groups: PageIds, max_num_tokens: int, use_eagle: bool, is_recheck: bool
     ) -> int:
-        """Return 0: the state after a prefix is not kept."""
-        return 0
+        """Look up checkpoints backwards; 0 if none are kept. With eagle none is dropped: the pages of attention are."""
+        if not self.is_prefix_cached:
+            return 0
+        num_entries = query.find_last_run(groups, self.num_hashes_per_page, max_num_tokens // self.entry_size, 1)
+        return num_entries * self.entry_size
+
+    def find_first_hit_page(self, num_hit_tokens: int, use_eagle: bool) -> int:
+        """Return the place of the checkpoint."""
+        return max(0, num_hit_tokens // self.entry_size - 1)
 
 
 _MANAGER_OF_SPEC: dict[type[CacheSpec], type[SingleTypeCacheManager]] = {

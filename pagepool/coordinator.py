@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from math import gcd, lcm
 
 from pagepool._core import CacheGroups, HashChain, PageIds, PrefixQuery, RequestPages
-from pagepool.attention import SingleTypeCacheManager, get_manager_for_kv_cache_spec
+from pagepool.arguments import MAX_SIZE
+from pagepool.attention import MambaManager, SingleTypeCacheManager, get_manager_for_kv_cache_spec
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.page_pool import PagePool
 from pagepool.page_pool.snapshot import Configuration
@@ -31,7 +32,8 @@ class CacheCoordinator(ABC):
     ``requests`` maps request ids to the pages that they hold; ``single_type_managers`` are the rules of each group, and
     ``groups`` the same for the core. A hash covers ``hash_page_size`` tokens, the greatest common divisor of the page sizes of
     the prefix-cached groups; ``max_cached_page_size`` is the largest of these sizes, and ``num_hit_tokens``, of which hits have
-    a multiple, their least common multiple.
+    a multiple, their least common multiple, and that of the intervals at which states are kept. So at multiples of it all states
+    are kept: ``checkpoint_interval``, None without such states.
     """
 
     def __init__(
@@ -56,11 +58,16 @@ class CacheCoordinator(ABC):
             for group_id, group in enumerate(kv_cache_groups)
         )
         cached = [manager for manager in self.single_type_managers if manager.is_prefix_cached]
-        self.hash_page_size = gcd(*(manager.page_size for manager in cached)) or 1
-        self.max_cached_page_size = max([manager.page_size for manager in cached], default=1)
-        self.num_hit_tokens = lcm(*(manager.page_size for manager in cached))
+        page_sizes = [manager.page_size for manager in cached if not manager.is_state]
+        intervals = [manager.checkpoint_interval for manager in cached if isinstance(manager, MambaManager)]
+        self.hash_page_size = gcd(*(page_sizes or intervals)) or 1
+        self.max_cached_page_size = max(page_sizes, default=self.hash_page_size)
+        self.num_hit_tokens = lcm(*page_sizes, *intervals)
+        self.checkpoint_interval = self.num_hit_tokens if intervals and enable_caching else None
+        _check_intervals(intervals, self.hash_page_size, self.num_hit_tokens)
         for manager in cached:
-            manager.num_hashes_per_page = manager.page_size // self.hash_page_size
+            manager.entry_size = self.num_hit_tokens if manager.is_state else manager.page_size
+            manager.num_hashes_per_page = manager.entry_size // self.hash_page_size
             manager.num_hit_tokens = 0 if use_eagle else self.num_hit_tokens  # eagle's hits are sought one page further
         self.groups = CacheGroups(
             [
@@ -90,16 +97,24 @@ class CacheCoordinator(ABC):
     def count_hit_tokens(self, hits: Sequence[PageIds]) -> int:
         """Return the tokens whose pages are among the hits of every group that is prefix-cached."""
         managers = zip(self.single_type_managers, hits, strict=True)
-        return min([len(ids) * manager.page_size for manager, ids in managers if manager.is_prefix_cached], default=0)
+        return min([len(ids) * manager.entry_size for manager, ids in managers if manager.is_prefix_cached], default=0)
 
-    def free(self, request_id: str, num_computed_tokens: int | None = None, chain: HashChain | None = None) -> None:
+    def free(
+        self,
+        request_id: str,
+        num_computed_tokens: int | None = None,
+        chain: HashChain | None = None,
+        num_last_tokens: int = 0,
+        context: int = 0,
+    ) -> None:
         """Give back all pages of a request, group by group, the last page first. An unknown request has none.
 
-        With `num_computed_tokens`, pages that it entered under `chain` with later tokens lose their entries.
+        With `num_computed_tokens`, pages that it entered under `chain` with later tokens lose their entries. States after
+        `num_last_tokens` tokens become checkpoints, if they are due.
         """
         held = self.requests.get(request_id)
         if held is not None:
-            held.give_back(num_computed_tokens, chain)
+            held.give_back(num_computed_tokens, chain, num_last_tokens, context)
             del self.requests[request_id]
 
     def get_num_common_prefix_pages(self, request_id: str, num_scheduled_requests: int) -> list[int]:
@@ -149,7 +164,7 @@ class HybridCacheCoordinator(CacheCoordinator):
 
     Groups with equal rules are looked up together. The hit is the longest common multiple of all page sizes that hits for each
     kind: the kinds shorten it in turn until none shortens it any more. With eagle each kind drops its last page once, in the
-    first round. A state group makes every hit 0.
+    first round. A state group without checkpoints makes every hit 0.
     """
 
     def __init__(
@@ -207,7 +222,7 @@ class HybridCacheCoordinator(CacheCoordinator):
         """Return the pages of a hit; None if one of them is not cached any more."""
         hits = []
         for manager in self.single_type_managers:
-            start, stop = manager.find_first_hit_page(num_tokens, self.use_eagle), num_tokens // manager.page_size
+            start, stop = manager.find_first_hit_page(num_tokens, self.use_eagle), num_tokens // manager.entry_size
             pages = query.get_hits(manager.kv_cache_group_id, manager.num_hashes_per_page, start, stop)
             if pages is None:
                 return None
@@ -231,6 +246,18 @@ class UnitaryCacheCoordinator(HybridCacheCoordinator):
         if len(kv_cache_groups) != 1:
             raise ArgumentError(f"kv_cache_groups: got {len(kv_cache_groups)}, allowed: 1")
         super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, enable_caching, page_pool)
+
+
+def _check_intervals(intervals: Sequence[int], hash_page_size: int, num_hit_tokens: int) -> None:
+    """Raise ArgumentError unless states are kept where hashes end."""
+    for interval in intervals:
+        if interval % hash_page_size:
+            raise ArgumentError(f"checkpoint_interval: got {interval}, allowed: multiples of {hash_page_size}, the page size")
+    if num_hit_tokens > MAX_SIZE:
+        raise ArgumentError(
+            f"checkpoint_interval: got a least common multiple with the page sizes of {num_hit_tokens}, "
+            f"allowed: at most {MAX_SIZE}"
+        )
 
 
 def get_kv_cache_coordinator(

@@ -53,6 +53,10 @@ class PageHashError(PagePoolError, RuntimeError):
     """A page that already has a hash would get another one."""
 
 
+class CopiesDueError(PagePoolError, RuntimeError):
+    """Tokens would be written to a page that is the source or destination of a copy that was not taken (`take_copies`)."""
+
+
 class RowIndexError(PagePoolError, IndexError):
     """A page-table row is out of range."""
 

@@ -5,8 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
+import numpy as np
+import numpy.typing as npt
+
 from pagepool._core import (
     HashChain,
+    PageCopies,
     PageIds,
     PinSpan,
     Retention,
@@ -15,16 +19,17 @@ from pagepool._core import (
     RunningRows,
     StepResult,
     check_rows,
+    fork_row,
 )
 from pagepool.arguments import require_int
 from pagepool.attention import SingleTypeCacheManager
-from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.errors import ArgumentError, ArgumentTypeError, RowIndexError
 from pagepool.hashing import RequestExtraKeys, encode_extra_keys, list_features
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable, PageTable
 from pagepool.request import LoraId, TokenIds
 
-__all__ = ["RunningBatch", "StepResult"]
+__all__ = ["PageCopies", "RunningBatch", "StepResult"]
 
 KeyedPages = list[tuple[int, bytes]]
 """The pages with extra keys, and their encoded keys."""
@@ -187,6 +192,50 @@ class RunningBatch(RunningRows):
                 keyed.append((page, encode_extra_keys(page_keys)))
             page, page_keys = keys.find_keyed_page(page + 1, self._hash_page_size)
         return keyed
+
+    def take_copies(self) -> PageCopies:
+        """`CacheManager.take_copies`: there is one list for the manager and its batches. Until copies are taken, `step`, `grow`,
+        `trim` and `undo` raise CopiesDueError for rows whose pages they read or write. A row that is released drops the copies into
+        its pages.
+        """
+        return self._manager.take_copies()
+
+    def find_next_checkpoint(self, rows: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
+        """Return for each row what `CacheManager.find_next_checkpoint` returns for a request: int32 ``[len(rows)]``.
+
+        RowIndexError outside the table.
+        """
+        row_ids = PageIds(rows).to_list()
+        for i, row in enumerate(row_ids):
+            if not 0 <= row < self.num_tokens.size:
+                raise RowIndexError(f"row: got {row} (at {i}), allowed: 0 to {self.num_tokens.size - 1}")
+        interval = self._manager.checkpoint_interval or self.max_num_tokens
+        num_computed = self.num_computed_tokens[row_ids].astype(np.int64)
+        return np.minimum(num_computed - num_computed % interval + interval, self.max_num_tokens).astype(np.int32)
+
+    def fork(self, row: int, targets: Sequence[int] | npt.NDArray[np.integer]) -> None:
+        """Let free rows go on from the computed tokens of an admitted row, after the step that computed them: for parallel samples
+        and beams. Targets share the full pages, and get copies of the open page of each group, and of states: see `take_copies`.
+
+        They know the same tokens, and their ``num_cached_tokens`` are the row's. ArgumentError for a row that is not admitted, for
+        targets that are or are repeated, and without any; RowIndexError outside the table, CopiesDueError while copies into the
+        row's pages are due, OutOfPagesError if too few pages are free. Nothing is changed then. O(pages and tokens of a row) for
+        each target, native.
+
+        >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable
+        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+        >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+        >>> table = PageTable(max_num_reqs=3, max_num_pages_per_req=16, max_num_batched_tokens=64)
+        >>> batch = RunningBatch(manager, table)
+        >>> _ = batch.admit(0, [1, 2, 3, 4, 5, 6])
+        >>> batch.fork(0, [1, 2])
+        >>> table.page_table_cpu[:, :2].tolist(), batch.take_copies()
+        ([[1, 2], [1, 3], [1, 4]], PageCopies(src=[2, 2], dst=[3, 4], group=[0, 0]))
+        >>> batch.release([0, 1, 2])
+        """
+        fork_row(self, row, targets)
+        for target in targets:
+            self._last_features[target] = self._last_features[row]
 
     def pin(self, row: int, start: int = 0, stop: int | None = None) -> int:
         """Pin the cached pages of an admitted row that lie wholly within its tokens ``[start, stop)``: see `CacheManager.pin`.

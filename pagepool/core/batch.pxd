@@ -2,6 +2,7 @@
 
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint8_t
 
+from pagepool.core.copies cimport has_copies_due
 from pagepool.core.entering cimport Contents, Waiting
 from pagepool.core.holdings cimport Held, Holding, Limits, limits_of
 from pagepool.core.platform cimport GUARDS
@@ -54,6 +55,7 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     int32_t *contexts         # 0 for most
     bint skips_pages          # whether pages of any group fall out of a window
     bint has_state            # whether any group is a state
+    bint keeps_states         # whether checkpoints of any are kept
     int64_t *admissions       # which admission, or change of places, a row had last
     int64_t num_admissions    # and changes of places, of all rows
 
@@ -118,6 +120,8 @@ cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
     event = min(event, limits.num_full)
     if limits.num_skip < event:
         event = limits.num_skip + 1
+    if has_copies_due(batch.pool, &holding):
+        event = 1
     batch.states[row].next_event = <int32_t>event
 
 

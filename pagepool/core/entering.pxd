@@ -8,7 +8,7 @@ from pagepool.core.index cimport enter, home_of, keep_tokens, rank
 from pagepool.core.notes cimport is_journaled, note_entry
 from pagepool.core.platform cimport fetch
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Origin, Pool
-from pagepool.core.rules cimport Group
+from pagepool.core.rules cimport Group, is_state
 from pagepool.core.siphash cimport Digest, hash_two_after
 
 cdef enum:
@@ -89,7 +89,9 @@ cdef inline void enter_waiting(Waiting *waiting) noexcept nogil:
 
 cdef inline bint has_full_page(const Group *group, const Held *held, int64_t num_tokens) noexcept nogil:
     """Whether `num_tokens` tokens fill a page that was not entered yet."""
-    return group.id != NO_GROUP and (held.num_cached + <int64_t>1) * group.rules.page_size <= num_tokens
+    if group.id == NO_GROUP or is_state(&group.rules):
+        return False
+    return (held.num_cached + <int64_t>1) * group.rules.page_size <= num_tokens
 
 
 cdef inline void enter_full_pages(

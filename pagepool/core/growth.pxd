@@ -4,10 +4,12 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
 from libc.string cimport memcmp, memcpy
 
 from pagepool.core.batch cimport (
-    Batch, DueRow, Grown, Growth, RowState, amount, claim_row, held_by, holding_of, is_row, last_token_event, plan_next_event,
-    room_for, start_call, tokens_of,
+    Batch, DueRow, Grown, Growth, RowState, amount, claim_row, contents_of, held_by, holding_of, is_row, last_token_event,
+    plan_next_event, room_for, start_call, tokens_of,
 )
-from pagepool.core.entering cimport enter_waiting
+from pagepool.core.checkpoints cimport enter_state, is_checkpoint_due, keep_state
+from pagepool.core.copies cimport has_copies_due
+from pagepool.core.entering cimport Contents, enter_waiting
 from pagepool.core.holdings cimport Held, Holding, count_new_pages, find_lost_page, skip_pages, take_missing
 from pagepool.core.platform cimport GUARDS
 from pagepool.core.queue cimport count_free_in
@@ -27,6 +29,32 @@ cdef inline void skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) no
         skip_pages(batch.pool, &batch.groups[g], held, num_computed)
         if held.num_skipped > start:
             blank(batch.tables[g], row, start, held.num_skipped)
+
+
+cdef inline void keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
+    """Keep the states after `num_computed` tokens, as far as they are due, and show the next working pages in the table."""
+    cdef Contents contents = contents_of(batch, row, num_computed)
+    cdef int32_t shard = batch.states[row].shard
+    cdef Held *held
+    cdef Py_ssize_t g
+    for g in range(batch.num_groups):
+        held = held_by(batch, row, g)
+        if is_checkpoint_due(&batch.groups[g], held, num_computed):
+            if keep_state(batch.pool, &batch.groups[g], <int32_t>g, held, &contents, num_computed, shard, 0):
+                write_ids(batch.tables[g], row, 0, held.ids, 1)
+                batch.tables[g].version += 1
+
+
+cdef inline void keep_last_states(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Enter the states of a row whose pages were just given back, as far as they are due."""
+    cdef int32_t num_computed = batch.states[row].num_computed
+    cdef Contents contents = contents_of(batch, row, num_computed)
+    cdef Held *held
+    cdef Py_ssize_t g
+    for g in range(batch.num_groups):
+        held = held_by(batch, row, g)
+        if is_checkpoint_due(&batch.groups[g], held, num_computed):
+            enter_state(batch.pool, &batch.groups[g], held, &contents, num_computed)
 
 
 cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Growth *growth) noexcept nogil:
@@ -57,6 +85,8 @@ cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexc
         if due.num_new_pages > count_free_in(batch.pool, batch.states[row].shard):
             return False
         take_pages(batch, row, room_for(batch, num_tokens, amount(&growth.num_ahead, due.at)), growth)
+    if batch.keeps_states:
+        keep_row_states(batch, row, num_tokens - amount(&growth.num_new_tokens, due.at))
     enter_row(batch, row, num_tokens)
     plan_next_event(batch, row)
     return True
@@ -69,7 +99,9 @@ cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t n
     cdef bint is_step = growth.token_ids != NULL
     if GUARDS and not (batch.states[row].is_admitted and batch.states[row].num_tokens + is_step <= batch.max_num_tokens):
         return False
-    if GUARDS and batch.skips_pages and find_lost_page(batch.pool, &holding, batch.states[row].num_computed) != NULL_PAGE:
+    if has_copies_due(batch.pool, &holding):
+        return False
+    if GUARDS and (batch.skips_pages or batch.keeps_states) and find_lost_page(batch.pool, &holding, batch.states[row].num_computed) != NULL_PAGE:
         return False
     batch.due_rows[growth.num_due] = DueRow(
         <int32_t>i, <int32_t>min(count_new_pages(&holding, num_room_tokens), <int64_t>INT32_MAX)

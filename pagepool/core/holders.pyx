@@ -6,12 +6,12 @@ from libc.string cimport memcmp
 from pagepool.core.arguments cimport as_list
 from pagepool.core.batch cimport Batch, ExtraKey, RowState, digests_of, held_by, plan_next_event
 from pagepool.core.holdings cimport Held
-from pagepool.core.records cimport NULL_PAGE, Pool, is_pinned
+from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool, is_pinned
 from pagepool.core.request_pages cimport RequestPages
 from pagepool.core.row_hashes cimport hash_page_of
 from pagepool.core.row_memory cimport RowMemory
 from pagepool.core.rows cimport Rows
-from pagepool.core.rules cimport pages_for
+from pagepool.core.rules cimport Group, is_state, pages_for
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 
@@ -62,15 +62,21 @@ cdef list requests_of(PageStore store, object values):
 # What is wrong, or None. An exception made here, with the locks held, could set off a garbage collection that calls the core.
 
 cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
-    """No page stands in more places, including those in `counts`, than it has references besides that of pins."""
+    """No page stands in more places, including those in `counts`, than it has references besides that of pins. A copy that is
+    due has one to its source.
+    """
     cdef RequestPages request
     cdef Py_ssize_t g, i
     cdef str flaw
     for request in requests:
         for g in range(request.holding.num_groups):
-            flaw = find_flaw_in_held(&store.pool, &request.holding.held[g], INT32_MAX, counts)
+            flaw = find_flaw_in_held(
+                &store.pool, &request.holding.groups[g], &request.holding.held[g], INT32_MAX, counts
+            )
             if flaw is not None:
                 return f"a request, group {g}: {flaw}"
+    for i in range(store.pool.copies.num):
+        counts[store.pool.copies.items[i].src] += 1
     for i in range(1, store.pool.num_pages):
         if counts[i] > store.pool.pages[i].ref_cnt - is_pinned(&store.pool, i):
             pins = " and is pinned" if is_pinned(&store.pool, i) else ""
@@ -78,12 +84,13 @@ cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
     return None
 
 
-cdef str find_flaw_in_held(Pool *pool, Held *held, Py_ssize_t capacity, int32_t *counts):
-    """The pages of a group lie in the pool, null pages first. Counts them. Fields of const structs would be formatted as Python
-    ints.
+cdef str find_flaw_in_held(Pool *pool, Group *group, Held *held, Py_ssize_t capacity, int32_t *counts):
+    """The pages of a group lie in the pool, null pages first; the working page of a state has no entry, and one holder. Counts
+    them. Fields of const structs would be formatted as Python ints.
     """
     cdef int32_t i, last = pool.num_pages - 1
-    if not 0 <= held.num_skipped <= held.num_pages <= capacity or not 0 <= held.num_cached <= held.num_pages:
+    cdef int32_t num_entries = held.num_pages if not is_state(&group.rules) else INT32_MAX
+    if not 0 <= held.num_skipped <= held.num_pages <= capacity or not 0 <= held.num_cached <= num_entries:
         return f"{held.num_pages} pages, {held.num_skipped} skipped, {held.num_cached} cached"
     for i in range(held.num_pages):
         if not 0 <= held.ids[i] <= last:
@@ -93,6 +100,8 @@ cdef str find_flaw_in_held(Pool *pool, Held *held, Py_ssize_t capacity, int32_t 
         if i < held.num_skipped and held.ids[i] != NULL_PAGE:
             return f"page {held.ids[i]} (at {i}), {held.num_skipped} are skipped"
         counts[held.ids[i]] += 1
+        if is_state(&group.rules) and (counts[held.ids[i]] > 1 or pool.pages[held.ids[i]].group != NO_GROUP):
+            return f"page {held.ids[i]}, to which a state is written, has another holder or a prefix entry"
     return None
 
 
@@ -105,7 +114,7 @@ cdef str find_flaw_in_rows(RowMemory rows, int32_t *counts):
             return flaw
         for g in range(rows.batch.num_groups):
             flaw = find_flaw_in_held(
-                &rows.store.pool, held_by(&rows.batch, row, g), rows.batch.tables[g].num_columns, counts
+                &rows.store.pool, &rows.batch.groups[g], held_by(&rows.batch, row, g), rows.batch.tables[g].num_columns, counts
             )
             if flaw is None:
                 flaw = find_flaw_in_table(rows, row, g)

@@ -1,6 +1,6 @@
 # What a request or a running row holds in each cache group. The caller holds the store's lock.
 
-from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint64_t
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from pagepool.core.index cimport drop, find
@@ -8,7 +8,9 @@ from pagepool.core.pages cimport find_unheld, take_from, touch_all
 from pagepool.core.platform cimport GUARDS
 from pagepool.core.records cimport BLANK, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Page, Pool, Ranking
 from pagepool.core.references cimport put_back_held
-from pagepool.core.rules cimport MAX_TOKENS, Group, first_useful_page, full_pages, is_needed_by_hits, next_skip, pages_for
+from pagepool.core.rules cimport (
+    MAX_TOKENS, Group, first_useful_page, full_entries, is_needed_by_hits, is_state, keeps_checkpoints, next_skip, pages_for,
+)
 from pagepool.core.siphash cimport Digest
 
 cdef enum:
@@ -18,10 +20,13 @@ cdef enum:
 cdef struct Held:             # in one group
     int32_t *ids              # of its pages, in token order; the null page where one fell out of an attention window
     int32_t num_pages
-    int32_t num_cached        # leading pages that need no prefix entry any more
+    int32_t num_cached        # leading pages, or checkpoints of a state, that need no prefix entry any more
     int32_t num_skipped       # leading pages that fell out of the window
     int32_t num_hits          # leading pages that were hits
     Ranking ranking           # of the others; for a pool with a policy
+    int32_t num_unique        # leading pages that were compared with equal ones, where rows share these
+    uint32_t read_list        # the last list of copies with a page as source; see `Copies`
+    uint32_t written_list     # and as destination
 
 cdef struct Holding:
     const Group *groups       # [num_groups]
@@ -31,7 +36,7 @@ cdef struct Holding:
 cdef struct Limits:           # tokens up to which nothing is due
     int64_t num_room          # with a slot
     int64_t num_full          # at which the next page is full
-    int64_t num_skip          # computed ones, at which the next page is skipped
+    int64_t num_skip          # computed ones, at which the next page is skipped, or the state may become a checkpoint
 
 
 cdef inline int64_t count_missing(const Group *group, int64_t num_pages, int64_t num_tokens) noexcept nogil:
@@ -50,6 +55,13 @@ cdef inline int64_t count_new_pages(const Holding *holding, int64_t num_tokens) 
     return count
 
 
+cdef inline int64_t next_due(const Group *group, const Held *held) noexcept nogil:
+    """The number of computed tokens at which the next page may be skipped, or a state become a checkpoint."""
+    if keeps_checkpoints(group):
+        return (held.num_cached + <int64_t>1) * group.rules.entry_size
+    return next_skip(&group.rules, held.num_skipped)
+
+
 cdef inline Limits limits_of(const Holding *holding) noexcept nogil:
     cdef const Group *group
     cdef const Held *held
@@ -60,8 +72,8 @@ cdef inline Limits limits_of(const Holding *holding) noexcept nogil:
         group = &holding.groups[g]
         held = &holding.held[g]
         limits.num_room = min(limits.num_room, <int64_t>held.num_pages * group.rules.page_size)
-        if group.rules.window or group.rules.chunk:
-            num_skip = next_skip(&group.rules, held.num_skipped)
+        if group.rules.window or group.rules.chunk or keeps_checkpoints(group):
+            num_skip = next_due(group, held)
             limits.num_skip = min(limits.num_skip, num_skip if num_skip < MAX_TOKENS else INT64_MAX)
         if group.id != NO_GROUP:
             limits.num_full = min(limits.num_full, (held.num_cached + <int64_t>1) * group.rules.page_size)
@@ -74,12 +86,15 @@ cdef inline int32_t find_skip_stop(const Group *group, const Held *held, int32_t
 
 
 cdef inline int32_t find_lost_page(const Pool *pool, const Holding *holding, int32_t num_computed) noexcept nogil:
-    """A page to be skipped that somebody else gave back, or NULL_PAGE."""
+    """A page to be skipped, or a state to be kept, that somebody else gave back, or NULL_PAGE."""
     cdef const Held *held
-    cdef Py_ssize_t g, bad
+    cdef Py_ssize_t g, stop, bad
     for g in range(holding.num_groups):
         held = &holding.held[g]
-        bad = find_unheld(pool, held.ids, held.num_skipped, find_skip_stop(&holding.groups[g], held, num_computed))
+        stop = find_skip_stop(&holding.groups[g], held, num_computed)
+        if keeps_checkpoints(&holding.groups[g]):
+            stop = held.num_pages
+        bad = find_unheld(pool, held.ids, held.num_skipped, stop)
         if bad >= 0:
             return held.ids[bad]
     return NULL_PAGE
@@ -97,14 +112,18 @@ cdef inline void skip_pages(Pool *pool, const Group *group, Held *held, int32_t 
         held.num_skipped = stop
 
 
-cdef inline void attach_hits(Pool *pool, Held *held, const int32_t *ids, int32_t n) noexcept nogil:
-    """Make hits that `count_free_hits` saw the first pages of a group without pages."""
+cdef inline void attach_hits(Pool *pool, const Group *group, Held *held, const int32_t *ids, int32_t n) noexcept nogil:
+    """Make hits that `count_free_hits` saw the first pages of a group without pages; of a state that is due to be copied only
+    take a reference.
+    """
     touch_all(pool, ids, n)
-    if n:
-        memcpy(held.ids, ids, n * sizeof(int32_t))
-    held.num_pages = held.num_cached = held.num_hits = n
+    held.num_pages = held.num_cached = held.num_hits = held.num_unique = n
     held.num_skipped = 0
     held.ranking = Ranking(n, 0)
+    if is_state(&group.rules):
+        held.num_pages = 0
+    elif n:
+        memcpy(held.ids, ids, n * sizeof(int32_t))
 
 
 cdef inline int32_t take_missing(Pool *pool, const Group *group, Held *held, int64_t num_tokens, int32_t shard) noexcept nogil:
@@ -163,8 +182,8 @@ cdef inline Py_ssize_t list_last_first(const Holding *holding, int32_t *out) noe
 
 
 cdef inline void forget_page(Pool *pool, int32_t page_id, const Digest *digest, int32_t group) noexcept nogil:
-    """Drop the entry of a page. A null page stands for one that an attention window left. It is not known any more which one
-    that was, so all pages of its content lose the entry.
+    """Drop the entry of a page. A null page stands for one that an attention window left, or for a checkpoint. It is not known
+    any more which one that was, so all pages of its content lose the entry.
     """
     if page_id == NULL_PAGE and digest != NULL:
         page_id = find(pool, digest[0], group)
@@ -182,17 +201,24 @@ cdef inline void forget_uncomputed(
     cdef const Group *group
     cdef const Held *held
     cdef Py_ssize_t g, i, end
+    cdef int32_t page_id
     for g in range(holding.num_groups if pool.slots != NULL else 0):
         group = &holding.groups[g]
         held = &holding.held[g]
-        for i in range(max(full_pages(&group.rules, num_computed), held.num_hits), held.num_cached):
+        for i in range(max(full_entries(&group.rules, num_computed), held.num_hits), held.num_cached):
             end = (i + 1) * group.stride
-            forget_page(pool, held.ids[i], &digests[end - 1] if end <= num_digests else NULL, group.id)
+            page_id = NULL_PAGE if is_state(&group.rules) else held.ids[i]
+            forget_page(pool, page_id, &digests[end - 1] if end <= num_digests else NULL, group.id)
 
 
-cdef inline int32_t find_lost_entry(const Pool *pool, const Held *held, int32_t start, int32_t stop) noexcept nogil:
-    """The first place from `start` on whose page has no prefix entry, or `stop`."""
-    cdef int32_t place
+cdef inline int32_t find_lost_entry(
+    const Pool *pool, const Group *group, const Held *held, int32_t restart, int32_t num_tokens
+) noexcept nogil:
+    """The first place behind `restart` tokens whose page has no prefix entry, or that behind `num_tokens` tokens. A state
+    stays, or begins anew.
+    """
+    cdef int32_t place, start = full_entries(&group.rules, restart)
+    cdef int32_t stop = start if is_state(&group.rules) else full_entries(&group.rules, num_tokens)
     for place in range(start, min(stop, held.num_cached)):
         if held.ids[place] != NULL_PAGE and pool.pages[held.ids[place]].group == NO_GROUP:
             return place
@@ -208,11 +234,11 @@ cdef inline void enter_from(Held *held, int32_t place) noexcept nogil:
 
 cdef inline void recompute_from(const Group *group, Held *held, int32_t num_computed) noexcept nogil:
     """Let pages with tokens from `num_computed` on be entered again, if they have lost their entry."""
-    enter_from(held, full_pages(&group.rules, num_computed))
+    enter_from(held, full_entries(&group.rules, num_computed))
 
 
 cdef inline void empty(const Holding *holding) noexcept nogil:
     """Forget all pages, which were given back."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
-        holding.held[g] = Held(holding.held[g].ids, 0, 0, 0, 0, Ranking(0, 0))
+        holding.held[g] = Held(holding.held[g].ids, 0, 0, 0, 0, Ranking(0, 0), 0, 0, 0)

@@ -99,6 +99,7 @@ cdef class PageRecords:
         free(self.pool.pins)
         free(self.pool.levels)
         free(self.pool.deadlines.times)
+        free(self.pool.copies.items)
 
     def __reduce__(self):
         raise ArgumentTypeError("a page store cannot be pickled")

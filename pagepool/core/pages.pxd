@@ -143,6 +143,17 @@ cdef inline void take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t sha
         pool.policy.marks[out[i]] = pool.policy.new_part
 
 
+cdef inline void take_this(Pool *pool, int32_t page_id) noexcept nogil:
+    """Take a page in the queue, wherever it stands, as if it were at the front."""
+    pool.is_restored = False
+    pull(pool, page_id)
+    if pool.num_parts and pool.pages[page_id].group != NO_GROUP:
+        pool.policy.note_eviction(pool, page_id)
+    claim(pool, page_id)
+    if pool.num_parts:
+        pool.policy.marks[page_id] = pool.policy.new_part
+
+
 cdef inline Py_ssize_t find_outside(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
     """Index of an id outside the pool, or -1."""
     cdef Py_ssize_t i

@@ -108,7 +108,7 @@ cdef class PinSpan(TokenSpan):
         """
         cdef Verdict verdict = Verdict(PINNED, size_of(max_num_pinned, "max_num_pinned"), 0, NULL_PAGE)
         cdef PageIds found = PageIds.__new__(PageIds), fresh = PageIds.__new__(PageIds)
-        cdef tuple checked = self.checked_pages(groups, ids, found)
+        cdef tuple checked = self.checked_pages(groups, chain, ids, found)
         cdef Py_ssize_t num_missed
         with chain.lock, self.store.lock:
             num_missed = self.list_pages(groups, chain, checked, found)

@@ -137,6 +137,17 @@ cdef struct Journal:          # keys that entered and left the prefix index sinc
     uint8_t is_cleared        # all entries went at once; nothing is in `removed` then
     uint8_t is_told           # taken changes are being made into events: names and contexts are still needed
 
+cdef struct PageCopy:
+    int32_t src               # page ids
+    int32_t dst
+    int32_t group
+
+cdef struct Copies:           # that are due before the next step; each has a reference to its source
+    PageCopy *items           # [num], and room for `capacity`
+    Py_ssize_t num
+    Py_ssize_t capacity
+    uint32_t list_number      # of this list: moves when the first copy is noted after they were taken
+
 cdef struct Deadlines:        # of retained pages
     int64_t *times            # [num_pages] ns of the monotonic clock; NULL: no page had one yet
     int32_t *heap             # [num_pages] behind that: pages, the one whose time is up next first, as a binary heap
@@ -187,9 +198,10 @@ cdef struct Pool:
     int32_t num_low_free      # free pages with a priority below the normal one, and not protected
     int32_t num_high_free     # free pages with another level
     Deadlines deadlines
+    Copies copies
 
 
-cdef inline bint resize(void **memory, size_t size) noexcept:
+cdef inline bint resize(void **memory, size_t size) noexcept nogil:
     """Reallocate an array; False, and nothing changed, where memory is short."""
     cdef void *resized = realloc(memory[0], size)
     if resized != NULL:

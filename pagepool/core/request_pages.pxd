@@ -4,7 +4,9 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.chain cimport HashChain
+from pagepool.core.entering cimport Contents
 from pagepool.core.holdings cimport Holding, Limits
+from pagepool.core.ids cimport PageIds
 from pagepool.core.records cimport Pool
 from pagepool.core.rules cimport Group, Rules
 from pagepool.core.siphash cimport Digest
@@ -50,6 +52,8 @@ cdef class RequestPages:
     cdef Outcome take_locked(self, tuple hits, HashChain chain, tuple new, Demand *demand) noexcept
     cdef bint reserve(self, tuple hits, tuple new, int64_t num_tokens) noexcept
     cdef int refuse_hits(self, tuple hits, HashChain chain) except -1
+    cdef bint make_room(self, const Holding *source) noexcept
+    cdef void enter_states(self, const Contents *contents, int64_t num_tokens) noexcept
 
 
 cdef tuple checked_hits(PageStore store, object hits, const Holding *holding)
@@ -57,4 +61,9 @@ cdef Py_ssize_t count_all_free_hits(
     const Pool *pool, const Holding *holding, tuple hits, HashChain chain, const Digest *digests, Py_ssize_t num_digests
 ) noexcept
 cdef int64_t count_needed(const Holding *holding, tuple hits, int64_t num_tokens) noexcept
-cdef void attach_all(Pool *pool, const Holding *holding, tuple hits) noexcept
+cdef int32_t count_hit_pages(const Group *group, PageIds hits) noexcept
+cdef Py_ssize_t count_state_hits(const Holding *holding, tuple hits) noexcept
+cdef Py_ssize_t count_adoptable(const Pool *pool, const Holding *holding, tuple hits) noexcept
+cdef void attach_all(Pool *pool, const Holding *holding, tuple hits, bint adopts) noexcept
+cdef void adopt_states(Pool *pool, const Holding *holding, tuple hits) noexcept
+cdef void copy_states(Pool *pool, const Holding *holding, tuple hits) noexcept

@@ -7,7 +7,10 @@ from cpython.mem cimport PyMem_RawRealloc as realloc
 from libc.stdint cimport INT64_MAX
 
 from pagepool.core.arguments cimport as_list, as_shard, group_of, size_of
+from pagepool.core.checkpoints cimport adopt_state, enter_state, is_checkpoint_due, keep_state
+from pagepool.core.copies cimport awaits_copies, drop_copies, has_copies_due, note_copy, reserve_copies
 from pagepool.core.entering cimport Contents, Waiting, enter_full_pages, enter_waiting
+from pagepool.core.forks cimport FORKED, SHORT_OF_MEMORY, UNSHAREABLE, ForkOutcome, check_fork, fork_group
 from pagepool.core.holdings cimport (
     STALE, UNTOUCHABLE, Held, attach_hits, count_free_hits, count_missing, count_places, empty, find_lost_page,
     forget_uncomputed, limits_of, list_last_first, recompute_from, skip_pages, take_missing,
@@ -18,10 +21,10 @@ from pagepool.core.lookups cimport FoundIds
 from pagepool.core.pages cimport give_back, note_request
 from pagepool.core.platform cimport GIL_DISABLED
 from pagepool.core.queue cimport count_free_in, find_held_free
-from pagepool.core.records cimport NO_GROUP, NULL_PAGE, is_pinned
-from pagepool.core.rules cimport MAX_TOKENS, first_useful_page, pages_for
+from pagepool.core.records cimport NO_GROUP, NULL_PAGE, is_free, is_pinned
+from pagepool.core.rules cimport MAX_TOKENS, first_useful_page, is_state, pages_for
 
-from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, PageHashError
+from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, PageHashError, PageIdError
 
 cdef int64_t MOST_PAGES = INT64_MAX >> 1
 
@@ -46,14 +49,16 @@ cdef class PageRules:
 
     `page_size` tokens share a page; None is a state, one page for any number of tokens. With a `window` a token attends to that
     many tokens, including itself; with a `chunk` to those of its chunk. Pages that no later token attends to are skipped. Hits
-    have a multiple of `hit_tokens` tokens, or with 0 any number: see `is_needed_by_hits`.
+    have a multiple of `hit_tokens` tokens, or with 0 any number: see `is_needed_by_hits`. A state is kept at multiples of
+    `interval` tokens; 0: never.
     """
 
-    def __cinit__(self, page_size, window=0, chunk=0, hit_tokens=0):
+    def __cinit__(self, page_size, window=0, chunk=0, hit_tokens=0, interval=0):
         self.rules.page_size = MAX_TOKENS if page_size is None else <int32_t>size_of(page_size, "page_size", 1, MAX_TOKENS)
         self.rules.window = <int32_t>min(size_of(window, "sliding_window", 0, INT64_MAX), MAX_TOKENS)
         self.rules.chunk = <int32_t>min(size_of(chunk, "attention_chunk_size", 0, INT64_MAX), MAX_TOKENS)
         self.rules.hit_tokens = <int32_t>size_of(hit_tokens, "hit_tokens", 0, MAX_TOKENS)
+        self.rules.entry_size = <int32_t>size_of(interval, "checkpoint_interval", 0, MAX_TOKENS) or self.rules.page_size
 
     def count_pages(self, num_tokens) -> int:
         """Return the places that tokens take, including those of skipped pages."""
@@ -107,6 +112,13 @@ cdef void unlock_chain(HashChain chain) noexcept:
         chain.lock.release()
 
 
+cdef void set_contents(Contents *contents, HashChain chain) noexcept:
+    """What pages hold, by a locked chain."""
+    contents.digests = chain.digests
+    if chain.token_ids is not None:
+        contents.token_ids, contents.num_token_ids = chain.token_ids.ids, chain.token_ids.num
+
+
 cdef tuple by_group(object hits, const Holding *holding):
     """`hits` as `PageIds` for each group, or none at all."""
     cdef tuple checked = tuple(as_list(hits, "hits"))
@@ -153,12 +165,37 @@ cdef Py_ssize_t count_all_free_hits(
     return num_all
 
 
+cdef int32_t count_hit_pages(const Group *group, PageIds hits) noexcept:
+    """Pages of a group that are attached as hits: not the checkpoint of a state."""
+    return 0 if is_state(&group.rules) else <int32_t>hits.num
+
+
+cdef Py_ssize_t count_state_hits(const Holding *holding, tuple hits) noexcept:
+    cdef Py_ssize_t g, count = 0
+    for g in range(len(hits)):
+        count += is_state(&holding.groups[g].rules) and (<PageIds>hits[g]).num > 0
+    return count
+
+
+cdef Py_ssize_t count_adoptable(const Pool *pool, const Holding *holding, tuple hits) noexcept:
+    """How many checkpoints are hit, if all of them are free pages; else 0."""
+    cdef PageIds ids
+    cdef Py_ssize_t g, count = 0
+    for g in range(len(hits)):
+        ids = hits[g]
+        if is_state(&holding.groups[g].rules) and ids.num:
+            if not is_free(pool, ids.ids[ids.num - 1]):
+                return 0
+            count += 1
+    return count
+
+
 cdef int64_t count_needed(const Holding *holding, tuple hits, int64_t num_tokens) noexcept:
     """New pages that `num_tokens` tokens need behind the hits; at most `MOST_PAGES`."""
     cdef Py_ssize_t g
     cdef int64_t num_pages, count = 0
     for g in range(holding.num_groups):
-        num_pages = holding.held[g].num_pages + ((<PageIds>hits[g]).num if hits else 0)
+        num_pages = holding.held[g].num_pages + (count_hit_pages(&holding.groups[g], hits[g]) if hits else 0)
         count += min(count_missing(&holding.groups[g], num_pages, num_tokens), MOST_PAGES - count)
     return count
 
@@ -171,10 +208,34 @@ cdef int64_t capacity_for(int64_t num_pages) noexcept:
     return capacity
 
 
-cdef void attach_all(Pool *pool, const Holding *holding, tuple hits) noexcept:
+cdef void attach_all(Pool *pool, const Holding *holding, tuple hits, bint adopts) noexcept:
+    """Attach hits. Checkpoints are adopted as working pages, or get a reference for `copy_states`."""
+    cdef PageIds ids
     cdef Py_ssize_t g
     for g in range(len(hits)):
-        attach_hits(pool, &holding.held[g], (<PageIds>hits[g]).ids, <int32_t>(<PageIds>hits[g]).num)
+        ids = hits[g]
+        if not adopts or not is_state(&holding.groups[g].rules):
+            attach_hits(pool, &holding.groups[g], &holding.held[g], ids.ids, <int32_t>ids.num)
+
+
+cdef void adopt_states(Pool *pool, const Holding *holding, tuple hits) noexcept:
+    """Make the checkpoints that are hit working pages."""
+    cdef PageIds ids
+    cdef Py_ssize_t g
+    for g in range(len(hits)):
+        ids = hits[g]
+        if is_state(&holding.groups[g].rules) and ids.num:
+            adopt_state(pool, &holding.held[g], ids.ids, <int32_t>ids.num)
+
+
+cdef void copy_states(Pool *pool, const Holding *holding, tuple hits) noexcept:
+    """Note copies of the checkpoints that are hit, and referred to, into the working pages."""
+    cdef PageIds ids
+    cdef Py_ssize_t g
+    for g in range(len(hits)):
+        ids = hits[g]
+        if is_state(&holding.groups[g].rules) and ids.num:
+            note_copy(pool, ids.ids[ids.num - 1], &holding.held[g], 0, <int32_t>g)
 
 
 @cython.final
@@ -218,12 +279,14 @@ cdef class RequestPages:
         cdef Py_ssize_t g
         self.limits = limits_of(&self.holding)
         self.limits.num_room = min(self.limits.num_room, self.max_num_tokens)
+        if has_copies_due(&self.store.pool, &self.holding):
+            self.limits.num_skip = 0
         self.num_cached_tokens = 0
         for g in range(self.holding.num_groups):
             group = &self.holding.groups[g]
             if group.id != NO_GROUP:
                 self.num_cached_tokens = max(
-                    self.num_cached_tokens, <int64_t>self.holding.held[g].num_cached * group.rules.page_size
+                    self.num_cached_tokens, <int64_t>self.holding.held[g].num_cached * group.rules.entry_size
                 )
 
     @property
@@ -308,7 +371,7 @@ cdef class RequestPages:
             for g in range(self.holding.num_groups):
                 group, held = &self.holding.groups[g], &self.holding.held[g]
                 num_full = num_wanted // group.rules.page_size
-                if group.id == NO_GROUP or num_full <= max(held.num_cached, (<PageIds>checked[g]).num if checked else 0):
+                if group.id == NO_GROUP or is_state(&group.rules) or num_full <= max(held.num_cached, (<PageIds>checked[g]).num if checked else 0):
                     continue
                 is_due = True
                 for i in range(held.num_cached, min(num_full, held.num_pages, chain.num // group.stride)):
@@ -332,9 +395,7 @@ cdef class RequestPages:
         cdef Py_ssize_t g
         waiting.pool, waiting.num_to_hash, waiting.num_to_enter = &self.store.pool, 0, 0
         with chain.lock, self.store.lock:
-            contents.digests = chain.digests
-            if chain.token_ids is not None:
-                contents.token_ids, contents.num_token_ids = chain.token_ids.ids, chain.token_ids.num
+            set_contents(&contents, chain)
             for g in range(self.holding.num_groups):
                 group = &self.holding.groups[g]
                 num_hashed = <int64_t>(chain.num // group.stride) * group.rules.page_size
@@ -343,6 +404,105 @@ cdef class RequestPages:
                 )
             enter_waiting(&waiting)
             self.plan()
+
+    @property
+    def has_copies_due(self) -> bool:
+        """Whether its pages are source or destination of a copy that is due."""
+        cdef bint is_due
+        with self.store.lock:
+            is_due = has_copies_due(&self.store.pool, &self.holding)
+        return is_due
+
+    def is_checkpoint_due(self, num_computed_tokens) -> bool:
+        """Whether a state has come to, or past, the next multiple of its interval. O(groups)."""
+        cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
+        cdef int32_t num = <int32_t>min(num_computed, <int64_t>MAX_TOKENS)
+        cdef Py_ssize_t g
+        cdef bint is_due = False
+        with self.store.lock:
+            for g in range(self.holding.num_groups):
+                is_due = is_due or is_checkpoint_due(&self.holding.groups[g], &self.holding.held[g], num)
+        return is_due
+
+    def fork(self, RequestPages target not None, num_computed_tokens, shard=None, num_shards=0) -> bool:
+        """Let `target`, which holds nothing, go on from the computed tokens of this one: full pages are shared, the others copied.
+        False, and nothing changed, if too few pages are free. PageIdError for a page that cannot be shared. O(pages).
+        """
+        cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, self.limits.num_room)
+        cdef int32_t divided = <int32_t>size_of(num_shards, "data_parallel_size", 0)
+        cdef int32_t checked_shard = as_shard(shard, divided)
+        cdef ForkOutcome outcome = SHORT_OF_MEMORY
+        cdef Py_ssize_t g
+        if target is self or target.store is not self.store or target.groups is not self.groups or len(target):
+            raise ArgumentError("target: got one of another pool or other groups, or that holds pages")
+        self.store.lock_divided(divided)
+        if target.make_room(&self.holding):
+            outcome = check_fork(&self.store.pool, &self.holding, <int32_t>num_computed, 1, checked_shard)
+        if outcome == FORKED:
+            for g in range(self.holding.num_groups):
+                fork_group(
+                    &self.store.pool, &self.holding.groups[g], <int32_t>g, &self.holding.held[g], &target.holding.held[g],
+                    <int32_t>num_computed, checked_shard,
+                )
+            self.plan()
+            target.plan()
+        self.store.lock.release()
+        if outcome == SHORT_OF_MEMORY:
+            raise MemoryError("the page ids of a request")
+        if outcome == UNSHAREABLE:
+            raise PageIdError("a page of the request cannot have a further reference, or a free page has one")
+        return outcome == FORKED
+
+    cdef bint make_room(self, const Holding *source) noexcept:
+        """Allocate room for the pages that another request holds; False where memory is short."""
+        cdef Py_ssize_t g
+        cdef int32_t *ids
+        for g in range(source.num_groups):
+            ids = <int32_t *>realloc(self.holding.held[g].ids, capacity_for(source.held[g].num_pages) * sizeof(int32_t))
+            if ids == NULL and source.held[g].num_pages:
+                return False
+            self.holding.held[g].ids = ids
+        return True
+
+    @property
+    def awaits_copies(self) -> bool:
+        """Whether its pages are the destination of a copy that is due."""
+        cdef bint is_due
+        with self.store.lock:
+            is_due = awaits_copies(&self.store.pool, &self.holding)
+        return is_due
+
+    def keep_states(
+        self, HashChain chain not None, num_computed_tokens, context=0, shard=None, num_shards=0, num_reserved=0
+    ) -> tuple:
+        """Keep the states after `num_computed_tokens` tokens as checkpoints, as far as pages are free, and return the next
+        working page of each group that has one. O(groups).
+        """
+        cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
+        cdef int32_t num = <int32_t>min(num_computed, <int64_t>MAX_TOKENS)
+        cdef int32_t divided = <int32_t>size_of(num_shards, "data_parallel_size", 0)
+        cdef int32_t checked_shard = as_shard(shard, divided)
+        cdef Py_ssize_t g, reserved = size_of(num_reserved, "num_reserved_pages")
+        cdef Contents contents = Contents(NULL, NULL, 0, self.store.checked_context(context))
+        cdef tuple new = tuple([PageIds.__new__(PageIds) for _ in range(self.holding.num_groups)])
+        cdef Held *held
+        for g in range(self.holding.num_groups):
+            (<PageIds>new[g]).reserve(1)
+        lock_chain(chain)
+        try:
+            self.store.lock_divided(divided)
+            set_contents(&contents, chain)
+            for g in range(self.holding.num_groups if num_computed <= <int64_t>chain.num * chain.page_size else 0):
+                held = &self.holding.held[g]
+                if is_checkpoint_due(&self.holding.groups[g], held, num) and keep_state(
+                    &self.store.pool, &self.holding.groups[g], <int32_t>g, held, &contents, num, checked_shard, reserved
+                ):
+                    (<PageIds>new[g]).put(held.ids, 1)
+            self.plan()
+            self.store.lock.release()
+        finally:
+            unlock_chain(chain)
+        return new
 
     def skip(self, num_computed_tokens) -> None:
         """Give back the pages that no token from `num_computed_tokens` on attends to. The null page takes their places.
@@ -408,33 +568,43 @@ cdef class RequestPages:
         cdef Held *held
         cdef Py_ssize_t g, num_free_hits = 0, num_before = count_places(&self.holding)
         cdef int32_t n
-        cdef int64_t num_new = count_needed(&self.holding, hits, demand.num_tokens)
+        cdef int64_t num_needed, num_new = count_needed(&self.holding, hits, demand.num_tokens)
+        cdef Py_ssize_t num_adopted = 0
         if hits and num_before:
             return NOT_EMPTY
         if hits:
             num_free_hits = count_all_free_hits(pool, &self.holding, hits, chain, chain.digests, chain.num)
         if num_free_hits < 0:
             return WRONG_HIT
-        if num_new + num_free_hits and num_new + num_free_hits + demand.num_reserved > pool.num_free:
-            return SHORT
-        demand.held_free = find_held_free(pool, num_new + num_free_hits)
+        num_needed = num_new + num_free_hits
+        if num_needed and num_needed + demand.num_reserved > pool.num_free:
+            num_adopted = count_adoptable(pool, &self.holding, hits)
+            if num_needed - num_adopted + demand.num_reserved > pool.num_free:
+                return SHORT
+        demand.held_free = find_held_free(pool, num_needed)
         if demand.held_free != NULL_PAGE:
             return HELD_FREE
         if not self.reserve(hits, new, demand.num_tokens):
             return NO_MEMORY
-        attach_all(pool, &self.holding, hits)
+        attach_all(pool, &self.holding, hits, num_adopted)
         if num_new > count_free_in(pool, demand.shard):
             for g in range(len(hits)):
-                give_back(pool, (<PageIds>hits[g]).ids, (<PageIds>hits[g]).num, False)
+                if not num_adopted or not is_state(&self.holding.groups[g].rules):
+                    give_back(pool, (<PageIds>hits[g]).ids, (<PageIds>hits[g]).num, False)
             if hits:
                 empty(&self.holding)
             return SHORT
         if num_before == 0:
             note_request(pool)
+        if num_adopted:
+            adopt_states(pool, &self.holding, hits)
         for g in range(self.holding.num_groups):
             held = &self.holding.held[g]
-            n = take_missing(pool, &self.holding.groups[g], held, demand.num_tokens, demand.shard)
+            n = held.num_pages if num_adopted and is_state(&self.holding.groups[g].rules) else 0
+            n += take_missing(pool, &self.holding.groups[g], held, demand.num_tokens, demand.shard)
             (<PageIds>new[g]).put(held.ids + held.num_pages - n, n)
+        if not num_adopted:
+            copy_states(pool, &self.holding, hits)
         self.plan()
         return DONE
 
@@ -446,7 +616,7 @@ cdef class RequestPages:
         cdef int64_t n, num_held
         for g in range(self.holding.num_groups):
             held = &self.holding.held[g]
-            num_held = held.num_pages + ((<PageIds>hits[g]).num if hits else 0)
+            num_held = held.num_pages + (count_hit_pages(&self.holding.groups[g], hits[g]) if hits else 0)
             n = count_missing(&self.holding.groups[g], num_held, num_tokens)
             if capacity_for(num_held + n) > capacity_for(held.num_pages):
                 ids = <int32_t *>realloc(held.ids, capacity_for(num_held + n) * sizeof(int32_t))
@@ -455,7 +625,7 @@ cdef class RequestPages:
                 held.ids = ids
             if not (<PageIds>new[g]).try_reserve(n):
                 return False
-        return True
+        return reserve_copies(&self.store.pool, count_state_hits(&self.holding, hits))
 
     cdef int refuse_hits(self, tuple hits, HashChain chain) except -1:
         """Raise what is wrong with the first wrong hit."""
@@ -480,16 +650,18 @@ cdef class RequestPages:
         page = f"page {ids[i]} (at {i} of group {group.id})" if flaw < 0 else "a page"  # which is right again by now
         raise PageHashError(f"{page} does not hold this prefix: look it up again, right before allocate_slots")
 
-    def give_back(self, num_computed_tokens=None, HashChain chain=None) -> None:
+    def give_back(self, num_computed_tokens=None, HashChain chain=None, num_last_tokens=0, context=0) -> None:
         """Give back all pages, group by group, the last page first; nothing is held then. O(pages).
 
-        Pages with tokens from `num_computed_tokens` on, which were not computed, lose the entries that they got under `chain`,
+        States after `num_last_tokens` tokens become checkpoints, if they are due. Pages with tokens from `num_computed_tokens` on, which were not computed, lose the entries that they got under `chain`,
         except hits. DoubleFreeError, and nothing changed, if somebody else gave one of the pages back.
         """
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef int64_t num_computed = MAX_TOKENS
+        cdef int64_t num_last = size_of(num_last_tokens, "num_last_tokens", 0, MAX_TOKENS)
+        cdef Contents contents = Contents(NULL, NULL, 0, self.store.checked_context(context))
         cdef const Digest *digests = NULL
-        cdef Py_ssize_t bad = -1, num_digests = 0
+        cdef Py_ssize_t g, bad = -1, num_digests = 0
         cdef bint has_room
         if num_computed_tokens is not None:
             num_computed = min(size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX), num_computed)
@@ -502,6 +674,9 @@ cdef class RequestPages:
         if has_room and bad < 0:
             if chain is not None:
                 digests, num_digests = chain.digests, chain.num
+                set_contents(&contents, chain)
+                self.enter_states(&contents, num_last if num_last <= <int64_t>num_digests * chain.page_size else 0)
+            drop_copies(&self.store.pool, &self.holding)
             if num_computed_tokens is not None:
                 forget_uncomputed(&self.store.pool, &self.holding, <int32_t>num_computed, digests, num_digests)
             empty(&self.holding)
@@ -512,6 +687,13 @@ cdef class RequestPages:
             raise MemoryError("the page ids of a request")
         if bad >= 0:
             self.store.refuse_give_back(ids, bad)
+
+    cdef void enter_states(self, const Contents *contents, int64_t num_tokens) noexcept:
+        """Enter the states after `num_tokens` tokens, whose pages were just given back, as far as they are due."""
+        cdef Py_ssize_t g
+        for g in range(self.holding.num_groups):
+            if is_checkpoint_due(&self.holding.groups[g], &self.holding.held[g], <int32_t>num_tokens):
+                enter_state(&self.store.pool, &self.holding.groups[g], &self.holding.held[g], contents, <int32_t>num_tokens)
 
     def count_shared(self, group, num_holders) -> int:
         """Return how many leading pages of a group have at least `num_holders` references, besides that of pins. O(pages of the

@@ -180,7 +180,7 @@ cdef class RetentionSpan(TokenSpan):
         For hits None, and nothing changes, if one of them is not cached as such any more. O(pages).
         """
         cdef PageIds found = PageIds.__new__(PageIds)
-        cdef tuple checked = self.checked_pages(groups, ids, found)
+        cdef tuple checked = self.checked_pages(groups, chain, ids, found)
         cdef bint is_stale, has_room = True
         with chain.lock, self.store.lock:
             is_stale = self.list_pages(groups, chain, checked, found) and are_hits

@@ -13,7 +13,7 @@ from pagepool.core.holdings cimport Held
 from pagepool.core.locks cimport BATCH_LOCK, delist_lock, enlist_lock
 from pagepool.core.platform cimport CACHE_LINE, keep_sparse
 from pagepool.core.records cimport NO_GROUP
-from pagepool.core.rules cimport MAX_TOKENS, is_state
+from pagepool.core.rules cimport MAX_TOKENS, is_state, keeps_checkpoints
 from pagepool.core.siphash cimport Digest
 from pagepool.core.table cimport TableRows, checked_tables, in_lock_order
 
@@ -124,16 +124,17 @@ cdef class RowMemory:
         """ArgumentError unless the hashes of a group make a page. A group that is not cached has no id."""
         if not self.batch.hash_page_size:
             group.id = NO_GROUP
-        if group.id != NO_GROUP and group.stride * self.batch.hash_page_size != group.rules.page_size:
+        if group.id != NO_GROUP and group.stride * self.batch.hash_page_size != group.rules.entry_size:
             raise ArgumentError(
                 f"groups: got {group.stride} hashes of {self.batch.hash_page_size} tokens for pages of "
-                f"{group.rules.page_size}, allowed: as many as make a page"
+                f"{group.rules.entry_size}, allowed: as many as make a page"
             )
         self.batch.max_num_tokens = <int32_t>min(
             <int64_t>self.batch.max_num_tokens, <int64_t>group.rules.page_size * rows.num_columns
         )
         self.batch.skips_pages |= group.rules.window or group.rules.chunk
         self.batch.has_state |= is_state(&group.rules)
+        self.batch.keeps_states |= keeps_checkpoints(group)
         return 0
 
     cdef int make_state(self, Py_ssize_t n) except -1:

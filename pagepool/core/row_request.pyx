@@ -8,6 +8,7 @@ from libc.string cimport memcpy
 from pagepool.core.arguments cimport as_list, as_shard, size_of
 from pagepool.core.batch cimport Batch, ExtraKey, digests_of, holding_of, plan_next_event, show_row, tokens_of
 from pagepool.core.chain cimport HashChain
+from pagepool.core.copies cimport reserve_copies
 from pagepool.core.entering cimport enter_waiting
 from pagepool.core.growth cimport take_pages
 from pagepool.core.holdings cimport Holding
@@ -17,11 +18,14 @@ from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport find_held_free, has_free_pages
 from pagepool.core.records cimport NULL_PAGE, count_changes, ids_in_shard
 from pagepool.core.refusal cimport Prefix, RowRefusal, Tokens, count_room_tokens, count_tokens
-from pagepool.core.request_pages cimport attach_all, checked_hits, count_all_free_hits, count_needed
+from pagepool.core.request_pages cimport (
+    adopt_states, attach_all, checked_hits, copy_states, count_adoptable, count_all_free_hits, count_hit_pages, count_needed,
+    count_state_hits,
+)
 from pagepool.core.row_hashes cimport count_hashed_before, enter_row, hash_row
 from pagepool.core.row_memory cimport RowMemory
 from pagepool.core.row_moves cimport begin_admission, set_context
-from pagepool.core.rules cimport Group, full_pages, hits_leading_pages
+from pagepool.core.rules cimport Group, full_entries, hits_leading_pages
 from pagepool.core.store cimport QueryCounter
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageHashError
@@ -165,8 +169,8 @@ cdef class RowRequest:
         cdef HashChain chain = None
         cdef int32_t num_hits = 0, num_tokens, held_free = NULL_PAGE
         cdef int64_t num_needed, num_changes
-        cdef Py_ssize_t num_free_hits
-        cdef bint has_pages = False
+        cdef Py_ssize_t num_free_hits, num_adopted = 0
+        cdef bint has_pages = False, has_room = True
         cdef RowRefusal refusal
         with rows.store.lock:
             num_changes = count_changes(batch.pool)
@@ -186,16 +190,22 @@ cdef class RowRequest:
             num_needed = count_needed(&holding, hits, num_tokens) + num_free_hits
             has_pages = has_free_pages(batch.pool, num_needed, self.num_reserved, self.shard)
             if not has_pages:
+                num_adopted = count_adoptable(batch.pool, &holding, hits)
+                has_pages = has_free_pages(batch.pool, num_needed - num_adopted, self.num_reserved, self.shard)
+            has_room = num_adopted or reserve_copies(batch.pool, count_state_hits(&holding, hits))
+            if not has_pages:
                 self.begin_refusal(refusal, num_free_hits, num_changes)
             else:
                 held_free = find_held_free(batch.pool, num_needed)
-                if held_free == NULL_PAGE:
-                    self.fill_row(hits, num_tokens)
+                if held_free == NULL_PAGE and has_room:
+                    self.fill_row(hits, num_tokens, num_adopted)
                     batch.states[self.row].num_hits = num_hits
         rows.let_go()
         if num_free_hits < 0:
             raise PageHashError(f"row {self.row}: a page that was hit has another content meanwhile, or cannot be held")
         rows.store.check_untaken(held_free)
+        if not has_room:
+            raise MemoryError("copies of states")
         return num_hit_tokens if has_pages else refusal
 
     cdef object look_up(self, object find_hits, HashChain chain):
@@ -217,7 +227,7 @@ cdef class RowRequest:
             raise ArgumentError(f"hits: got {len(hits)} groups, allowed: {holding.num_groups}")
         checked_hits(self.rows.store, hits, &holding)
         for g in range(holding.num_groups):
-            if (<PageIds>hits[g]).num > full_pages(&holding.groups[g].rules, num_hits):
+            if (<PageIds>hits[g]).num > full_entries(&holding.groups[g].rules, num_hits):
                 raise ArgumentError(f"hits: got {(<PageIds>hits[g]).num} pages for {num_hits} tokens")
         return 0
 
@@ -225,10 +235,11 @@ cdef class RowRequest:
         """Watch the hits, which were looked up after `num_changes` changes of the index. The locks are held."""
         cdef Batch *batch = &self.rows.batch
         cdef Group *group = &batch.groups[0]
-        cdef Py_ssize_t num_held = -num_free_hits
-        cdef PageIds ids
-        for ids in refusal.hits:
-            num_held += ids.num
+        cdef Holding holding = holding_of(batch, self.row)
+        cdef Py_ssize_t g, num_held = -num_free_hits
+        for g in range(len(refusal.hits)):  # a checkpoint may be adopted, and needs no page of its own then
+            num_held += count_hit_pages(&batch.groups[g], refusal.hits[g])
+        num_held += count_state_hits(&holding, refusal.hits)
         refusal.shard = self.shard
         if refusal.hits and batch.num_groups == 1 and hits_leading_pages(group) and num_changes == count_changes(batch.pool):
             refusal.page_size = group.rules.page_size
@@ -239,17 +250,21 @@ cdef class RowRequest:
         refusal.begin(batch.pool, num_held)
         refusal.watch.num_changes = num_changes
 
-    cdef void fill_row(self, tuple hits, int32_t num_tokens) noexcept:
-        """Give an empty row its hits and its pages, and enter those that are full."""
+    cdef void fill_row(self, tuple hits, int32_t num_tokens, bint adopts) noexcept:
+        """Give an empty row its hits and its pages, and enter those that are full. Checkpoints are copied, or adopted."""
         cdef Batch *batch = &self.rows.batch
         cdef Holding holding = holding_of(batch, self.row)
         cdef Py_ssize_t g
         set_context(batch, self.row, self.context)
         note_request(batch.pool)
-        attach_all(batch.pool, &holding, hits)
+        attach_all(batch.pool, &holding, hits, adopts)
+        if adopts:
+            adopt_states(batch.pool, &holding, hits)
         for g in range(batch.num_groups):
             show_row(batch, self.row, g)
         take_pages(batch, self.row, num_tokens, NULL)
+        if not adopts:
+            copy_states(batch.pool, &holding, hits)
         enter_row(batch, self.row, num_tokens)
         enter_waiting(&batch.waiting)
         batch.states[self.row].num_tokens = <int32_t>self.tokens.num_known

@@ -12,6 +12,7 @@ cdef struct Rules:            # which pages a cache group needs
     int32_t window            # tokens that one attends to; 0: no sliding window
     int32_t chunk             # tokens that attend to each other; 0: not chunked
     int32_t hit_tokens        # hits have a multiple of these; 0: any number
+    int32_t entry_size        # tokens between prefix entries: page_size, or the interval of a state's checkpoints
 
 cdef struct Group:            # a cache group
     Rules rules
@@ -32,6 +33,15 @@ cdef inline int64_t pages_for(const Rules *rules, int64_t num_tokens) noexcept n
 
 cdef inline int32_t full_pages(const Rules *rules, int32_t num_tokens) noexcept nogil:
     return <int32_t>(<uint32_t>num_tokens // <uint32_t>rules.page_size)
+
+
+cdef inline int32_t full_entries(const Rules *rules, int32_t num_tokens) noexcept nogil:
+    """Prefix entries that tokens make: full pages, or checkpoints of a state."""
+    return <int32_t>(<uint32_t>num_tokens // <uint32_t>rules.entry_size)
+
+
+cdef inline bint keeps_checkpoints(const Group *group) noexcept nogil:
+    return group.id != NO_GROUP and is_state(&group.rules)
 
 
 cdef inline int32_t first_useful_page(const Rules *rules, int32_t num_computed, int32_t num_cached) noexcept nogil:
@@ -57,7 +67,7 @@ cdef inline int32_t next_skip(const Rules *rules, int32_t num_skipped) noexcept 
 
 cdef inline bint hits_leading_pages(const Group *group) noexcept nogil:
     """Whether any number of leading pages of a group is a hit, as with full attention."""
-    return group.id != NO_GROUP and not group.rules.window and not group.rules.chunk
+    return group.id != NO_GROUP and not group.rules.window and not group.rules.chunk and not is_state(&group.rules)
 
 
 cdef inline bint is_needed_by_hits(const Rules *rules, int32_t page) noexcept nogil:

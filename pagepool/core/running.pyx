@@ -7,7 +7,8 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.arguments cimport array_of, size_of
 from pagepool.core.batch cimport Amounts, Batch, Grown, Growth, amount, claim_row, held_by, holding_of, start_call, tokens_of
-from pagepool.core.growth cimport append_tokens, check_growth, check_step, copy_rows, grow_rows, uncount
+from pagepool.core.copies cimport drop_copies, has_copies_due
+from pagepool.core.growth cimport append_tokens, check_growth, check_step, copy_rows, grow_rows, keep_last_states, uncount
 from pagepool.core.holdings cimport Held, Holding, count_new_pages, count_places, find_lost_page, list_last_first
 from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids, refuse_negative
 from pagepool.core.platform cimport go_on, let_others_run
@@ -23,7 +24,7 @@ from pagepool.core.shrinking cimport (
 
 import numpy as np
 
-from pagepool.errors import ArgumentError, DoubleFreeError, RowIndexError
+from pagepool.errors import ArgumentError, CopiesDueError, DoubleFreeError, RowIndexError
 
 cdef object ndarray = np.ndarray
 
@@ -223,6 +224,7 @@ cdef class RunningRows(RowMemory):
 
     cdef int refuse_undo(self, const Growth *growth, Py_ssize_t at) except -1:
         cdef int32_t row = growth.grown[at].row
+        self.refuse_copies(row, at)
         if not is_as_grown(&self.batch, growth, at):
             raise ArgumentError(f"row {row} (at {at}): was grown, cut, moved or released since; allowed: the last call first")
         raise ArgumentError(
@@ -252,6 +254,7 @@ cdef class RunningRows(RowMemory):
         if growth.token_ids != NULL and self.batch.states[row].num_tokens >= self.batch.max_num_tokens:
             self.refuse_length(row, <int64_t>self.batch.states[row].num_tokens + 1)
         cdef Holding holding = holding_of(&self.batch, row)
+        self.refuse_copies(row, at)
         if find_lost_page(&self.store.pool, &holding, self.batch.states[row].num_computed) != NULL_PAGE:
             raise DoubleFreeError(f"row {row} (at {at}): a page that it holds was given back by somebody else")
         raise ArgumentError(
@@ -259,6 +262,16 @@ cdef class RunningRows(RowMemory):
             f"lookahead tokens, allowed: at least 0, and new ones up to the "
             f"{self.batch.states[row].num_tokens - self.batch.states[row].num_computed} that are known and not computed"
         )
+
+    cdef int refuse_copies(self, int32_t row, Py_ssize_t at) except -1:
+        """Raise if the row has copies due."""
+        cdef Holding holding = holding_of(&self.batch, row)
+        cdef bint is_due
+        with self.store.lock:
+            is_due = has_copies_due(&self.store.pool, &holding)
+        if is_due:
+            raise CopiesDueError(f"row {row} (at {at}): copies of its pages are due: call take_copies, and do them, before")
+        return 0
 
     # Known tokens.
 
@@ -310,6 +323,7 @@ cdef class RunningRows(RowMemory):
         cdef int32_t row = self.refuse_row(rows.ids, at)
         if not 0 <= num_tokens <= self.batch.states[row].num_tokens:
             raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {self.batch.states[row].num_tokens}")
+        self.refuse_copies(row, at)
         if has_state_behind(&self.batch, row, find_restart(&self.batch, row, num_tokens)):
             raise ArgumentError(
                 f"num_tokens: got {num_tokens} (at {at}), allowed for row {row}, which has a state that saw later tokens: "
@@ -384,9 +398,14 @@ cdef class RunningRows(RowMemory):
 
     cdef Py_ssize_t release_checked(self, PageIds ids, Py_ssize_t num_rows, const Amounts *computed) noexcept:
         """Give back the pages and empty the rows; or the index of a page without references, and nothing changed."""
+        cdef Holding holding
         cdef Py_ssize_t i, row, bad = self.store.give_back_ids(ids.ids, ids.num, False)
         for i in range(num_rows if bad < 0 else 0):
             row = self.batch.checked_rows[i]
+            holding = holding_of(&self.batch, row)
+            if computed.values == NULL or amount(computed, i) == self.batch.states[row].num_computed:
+                keep_last_states(&self.batch, row)
+            drop_copies(&self.store.pool, &holding)
             if computed.values != NULL:
                 forget_row(&self.batch, row, amount(computed, i))
             set_context(&self.batch, row, 0)

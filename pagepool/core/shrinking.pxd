@@ -9,6 +9,7 @@ from pagepool.core.batch cimport (
     Amounts, Batch, Grown, Growth, RowState, amount, claim_row, digests_of, end_row, held_by, holding_of, plan_next_event,
     start_call,
 )
+from pagepool.core.copies cimport has_copies_due
 from pagepool.core.holdings cimport Held, Holding, enter_from, find_lost_entry, forget_uncomputed, recompute_from
 from pagepool.core.index cimport drop
 from pagepool.core.pages cimport find_unheld
@@ -50,7 +51,8 @@ cdef inline bint can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens
     cdef const Held *held
     cdef Py_ssize_t g
     cdef int32_t first, restart = find_restart(batch, row, num_tokens)
-    if has_state_behind(batch, row, restart):
+    cdef Holding holding = holding_of(batch, row)
+    if has_state_behind(batch, row, restart) or has_copies_due(batch.pool, &holding):
         return False
     for g in range(batch.num_groups):
         group = &batch.groups[g]
@@ -93,7 +95,7 @@ cdef inline void trim_group(Pool *pool, const Group *group, Held *held, int32_t 
             put_back_held(pool, page_id)
     held.num_pages = min(held.num_pages, keep)
     held.num_skipped = min(held.num_skipped, held.num_pages)
-    enter_from(held, find_lost_entry(pool, held, full_pages(&group.rules, restart), full_pages(&group.rules, num_tokens)))
+    enter_from(held, find_lost_entry(pool, group, held, restart, num_tokens))
 
 
 cdef inline void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
@@ -144,7 +146,8 @@ cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i
     cdef const Held *held
     cdef Py_ssize_t g, start, num_new, num_kept
     cdef int32_t first, row = growth.grown[i].row
-    if not is_as_grown(batch, growth, i):
+    cdef Holding holding = holding_of(batch, row)
+    if not is_as_grown(batch, growth, i) or has_copies_due(batch.pool, &holding):
         return False
     for g in range(batch.num_groups - 1, -1, -1):
         held = held_by(batch, row, g)

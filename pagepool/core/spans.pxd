@@ -17,7 +17,7 @@ cdef class TokenSpan:
     cdef readonly int64_t stop
 
     cdef Range pages_of(self, const Group *group, Py_ssize_t num_pages, Py_ssize_t num_digests) noexcept
-    cdef tuple checked_pages(self, CacheGroups groups, object ids, PageIds found)
+    cdef tuple checked_pages(self, CacheGroups groups, HashChain chain, object ids, PageIds found)
     cdef Py_ssize_t list_pages(self, CacheGroups groups, HashChain chain, tuple checked, PageIds found) noexcept
     cdef bint list_row(self, RowMemory rows, Py_ssize_t row, PageIds found) noexcept
     cdef Py_ssize_t checked_row(self, RowMemory rows, object row) except -1

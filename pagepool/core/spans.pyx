@@ -6,28 +6,42 @@ from libc.stdint cimport INT64_MAX, int32_t
 from pagepool.core.arguments cimport size_of
 from pagepool.core.batch cimport digests_of, held_by
 from pagepool.core.holdings cimport Held, Holding
-from pagepool.core.index cimport has_key
+from pagepool.core.index cimport find, has_key
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool
 from pagepool.core.request_pages cimport checked_hits
-from pagepool.core.rules cimport MAX_TOKENS, pages_for
+from pagepool.core.rules cimport MAX_TOKENS, is_state
 from pagepool.core.siphash cimport Digest
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 
-cdef Py_ssize_t list_cached(
-    const Pool *pool, const Group *group, const int32_t *ids, Range pages, const Digest *digests, PageIds found
+cdef Py_ssize_t list_checkpoints(
+    Pool *pool, const Group *group, const int32_t *ids, Range pages, const Digest *digests, PageIds found
 ) noexcept:
-    """List those of a group's pages that are cached under their digests. Returns how many are not, null pages aside."""
-    cdef Py_ssize_t num_missed = 0
-    cdef int32_t i
+    """List a state's checkpoints. Returns whether the last of `ids`, if it is one that was hit, is not among them."""
+    cdef int32_t i, page_id = NULL_PAGE
     for i in range(pages.start, pages.stop):
-        if ids[i] == NULL_PAGE:
-            continue
-        if has_key(&pool.pages[ids[i]], digests[(i + 1) * group.stride - 1], group.id):
-            found.put(&ids[i], 1)
+        page_id = find(pool, digests[(i + 1) * group.stride - 1], group.id)
+        if page_id != NULL_PAGE:
+            found.put(&page_id, 1)
+
+
+cdef Py_ssize_t list_cached(
+    Pool *pool, const Group *group, const int32_t *ids, Py_ssize_t n, Range pages, const Digest *digests, PageIds found
+) noexcept:
+    """List those of a group's pages, or of a state's checkpoints, that are cached under their digests. Returns how many pages are
+    not, null pages aside.
+    """
+    cdef Py_ssize_t num_missed = 0
+    cdef int32_t i, page_id
+    cdef Digest key
+    for i in range(pages.start, pages.stop):
+        key = digests[(i + 1) * group.stride - 1]
+        page_id = find(pool, key, group.id) if is_state(&group.rules) else ids[i]
+        if page_id != NULL_PAGE and has_key(&pool.pages[page_id], key, group.id):
+            found.put(&page_id, 1)
         else:
-            num_missed += 1
+            num_missed += i < n and ids[i] != NULL_PAGE
     return num_missed
 
 
@@ -47,21 +61,23 @@ cdef class TokenSpan:
         raise ArgumentTypeError("a span of tokens cannot be pickled")
 
     cdef Range pages_of(self, const Group *group, Py_ssize_t num_pages, Py_ssize_t num_digests) noexcept:
-        """The places of a group's pages: of `num_pages` those that have digests."""
-        cdef int64_t stop = min(self.stop, <int64_t>MAX_TOKENS) // group.rules.page_size
-        cdef int64_t start = pages_for(&group.rules, min(self.start, <int64_t>MAX_TOKENS))
+        """The places of a group's pages: of `num_pages` those that have digests. Of a state those of its checkpoints."""
+        cdef int64_t size = group.rules.entry_size
+        cdef int64_t start = (min(self.start, <int64_t>MAX_TOKENS) + size - 1) // size
+        cdef int64_t stop = min(min(self.stop, <int64_t>MAX_TOKENS) // size, num_digests // group.stride)
         if group.id == NO_GROUP:
             return Range(0, 0)
-        return Range(<int32_t>start, <int32_t>min(stop, num_pages, num_digests // group.stride))
+        return Range(<int32_t>start, <int32_t>(stop if is_state(&group.rules) else min(stop, num_pages)))
 
-    cdef tuple checked_pages(self, CacheGroups groups, object ids, PageIds found):
-        """`ids` as pages of each group, with room for all of them in `found`."""
+    cdef tuple checked_pages(self, CacheGroups groups, HashChain chain, object ids, PageIds found):
+        """`ids` as pages of each group, with room in `found` for all of them, and for the checkpoints of states."""
         cdef Holding holding = Holding(groups.groups, NULL, groups.num)
         cdef tuple checked = checked_hits(self.store, ids, &holding)
         cdef PageIds listed
-        cdef Py_ssize_t num_all = 0
-        for listed in checked:
-            num_all += listed.num
+        cdef Py_ssize_t g, num_all = 0
+        for g in range(len(checked)):
+            listed = checked[g]
+            num_all += chain.num // groups.groups[g].stride if is_state(&groups.groups[g].rules) else listed.num
         found.reserve(num_all)
         return checked
 
@@ -76,7 +92,7 @@ cdef class TokenSpan:
         for g in range(len(checked)):
             group, listed = &groups.groups[g], checked[g]
             pages = self.pages_of(group, listed.num, chain.num)
-            num_missed += list_cached(&self.store.pool, group, listed.ids, pages, chain.digests, found)
+            num_missed += list_cached(&self.store.pool, group, listed.ids, listed.num, pages, chain.digests, found)
         return num_missed
 
     cdef bint list_row(self, RowMemory rows, Py_ssize_t row, PageIds found) noexcept:
@@ -87,10 +103,10 @@ cdef class TokenSpan:
         cdef Range pages
         for g in range(rows.batch.num_groups if rows.batch.states[row].is_admitted else 0):
             group, held = &rows.batch.groups[g], held_by(&rows.batch, row, g)
-            if not found.try_reserve(held.num_pages):
-                return False
             pages = self.pages_of(group, held.num_pages, rows.batch.states[row].num_hashed)
-            list_cached(&self.store.pool, group, held.ids, pages, digests_of(&rows.batch, row), found)
+            if not found.try_reserve(max(0, pages.stop - pages.start)):
+                return False
+            list_cached(&self.store.pool, group, held.ids, held.num_pages, pages, digests_of(&rows.batch, row), found)
         return True
 
     cdef Py_ssize_t checked_row(self, RowMemory rows, object row) except -1:

@@ -36,7 +36,7 @@ class EventSource:
         self.contexts = Contexts(self._journal)
         self._store = store
         self._num_digest_bytes = hasher.num_digest_bytes
-        self._described = [_describe(group.kv_cache_spec, i) for i, group in enumerate(groups)]
+        self._described = [_describe(group.kv_cache_spec, i, hasher.page_size) for i, group in enumerate(groups)]
         self._lock = make_lock(self, "_lock", EVENTS)
         self._must_start_over = False
         self._journal.start()
@@ -118,10 +118,13 @@ class EventSource:
         return digest.to_bytes(self._num_digest_bytes, "big")
 
 
-def _describe(spec: CacheSpec, group: int) -> tuple[Any, ...]:
-    """Return the fields of `BlockStored` from ``block_size`` on for a page without extra keys."""
+def _describe(spec: CacheSpec, group: int, hash_page_size: int) -> tuple[Any, ...]:
+    """Return the fields of `BlockStored` from ``block_size`` on for a page without extra keys. A state is told as the last hash
+    page before it.
+    """
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-    return spec.page_size, None, MEDIUM, None, None, group, _kind_of(spec), window
+    page_size = hash_page_size if isinstance(spec, MambaSpec) else spec.page_size
+    return page_size, None, MEDIUM, None, None, group, _kind_of(spec), window
 
 
 def _kind_of(spec: CacheSpec) -> str:

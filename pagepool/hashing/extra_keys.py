@@ -14,6 +14,7 @@ __all__ = ["LORA", "ExtraKeys", "RequestExtraKeys", "VllmExtraKeys", "encode_ext
 ExtraKeys = tuple[tuple[Any, ...], ...]
 
 LORA = "lora"
+VISION = "vision"
 """The first item of an adapter's key."""
 
 
@@ -48,9 +49,14 @@ class RequestExtraKeys:
         keys += [] if salt is None else [(cls.SALT, _plain("salt", salt))]
         mm_features = list_features(getattr(request, "mm_features", None))
         if not mm_features and getattr(request, "has_vision", False):
-            keys.append(("vision", os.urandom(16).hex()))
+            keys.append((VISION, os.urandom(16).hex()))
         ranges = tuple(_feature_range(feature, cls.FEATURE_NAMES) for feature in mm_features)
         return cls(tuple(keys), make_features(ranges)) if keys or ranges else None
+
+    @property
+    def has_nonce(self) -> bool:
+        """Whether the request shares pages only with requests that have this very object."""
+        return any(key[0] == VISION for key in self.request_keys)
 
     def of_page(self, start: int, end: int) -> ExtraKeys | None:
         """Return the keys of the page with tokens ``[start, end)``, or None. Offsets are relative to the page."""

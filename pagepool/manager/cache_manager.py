@@ -13,7 +13,7 @@ from pagepool.hashing.algorithms import HashAlgorithm, make_page_hasher
 from pagepool.hashing.request_hashes import RequestPageHashes
 from pagepool.manager.cache_pages import CachePages
 from pagepool.manager.lookups import PrefixLookups, PrefixProbe
-from pagepool.manager.retention import PrefixRetention
+from pagepool.manager.copies import CopiedPages
 from pagepool.manager.slots import ANYWHERE, Placement, SlotAllocator
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
@@ -29,7 +29,7 @@ ZERO = 0
 """The default of a count. `is` tells this int from zeros of other types."""
 
 
-class CacheManager(PrefixRetention):
+class CacheManager(CopiedPages):
     """Allocates pages to requests and finds prefixes that are already cached.
 
     A manager is made for one owner; calls from several threads are serialised. A call interrupted by an exception, including
@@ -360,8 +360,7 @@ class CacheManager(PrefixRetention):
         if num_computed_tokens is not None:
             num_computed_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
         with self._lock:
-            hashes = self._lookups.hashes.get(id_of(request))
-            self.coordinator.free(request.request_id, num_computed_tokens, hashes.chain if hashes else None)
+            self._slots.free(request, num_computed_tokens)
             if num_computed_tokens is not None:
                 self.page_pool.forget_evicted_names()
 

@@ -67,6 +67,28 @@ class PrefixLookups(KeyHolder):
         self.hasher.extend(hashes, request, num_tokens // self._coordinator.hash_page_size)
         return hashes
 
+    def share_hashes(self, request: Request, new_request: Request, num_tokens: int) -> bool:
+        """Keep hashes of a new request that goes on from `num_tokens` tokens of another; False unless these are the same."""
+        known, size = self.extend(request, num_tokens), self._coordinator.hash_page_size
+        hashes = self.hasher.start(new_request)
+        if known.extra_keys is not None and known.extra_keys.has_nonce:
+            hashes.extra_keys = known.extra_keys
+        self.hasher.extend(hashes, new_request, num_tokens // size)
+        num_pages, rest = len(hashes.chain), slice(num_tokens - num_tokens % size, num_tokens)
+        is_same = num_pages == 0 or hashes.chain[num_pages - 1] == known.chain[num_pages - 1]
+        is_same = is_same and hashes.extra_keys == known.extra_keys
+        if not is_same or list(request.all_token_ids[rest]) != list(new_request.all_token_ids[rest]):
+            return False
+        self.hashes[new_request.request_id] = hashes
+        return True
+
+    def extend_named(self, request: Request, num_tokens: int) -> RequestHashes:
+        """`extend`, and name the last two keys up to `num_tokens`, where hashes have names: those of a checkpoint and its parent."""
+        hashes = self.extend(request, num_tokens)
+        last = num_tokens // self._coordinator.hash_page_size
+        self.hasher.name_pages(self._store.names, hashes, max(0, last - 2), last)
+        return hashes
+
     def hash_apart(self, request: Request, num_tokens: int) -> RequestHashes:
         """Return the hashes of a request's full pages up to `num_tokens`. Stored hashes do not change. O(tokens)."""
         hashes = self.hasher.start(request, self.hashes.get(id_of(request)))
@@ -108,7 +130,7 @@ class PrefixLookups(KeyHolder):
         num_queried_tokens, num_hit_tokens, is_preempted = hashes.query
         hashes.query, hashes.refusal, hashes.is_counted = None, None, True
         managers = self._coordinator.single_type_managers
-        num_taken_tokens = max(len(ids) * manager.page_size for ids, manager in zip(hits, managers, strict=True))
+        num_taken_tokens = max(len(ids) * manager.entry_size for ids, manager in zip(hits, managers, strict=True))
         self.counters[is_preempted].add(num_queried_tokens, min(num_hit_tokens, num_taken_tokens))
 
     def note_refusal(self, hashes: RequestHashes, hits: tuple[PageIds, ...]) -> None:

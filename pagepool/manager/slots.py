@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagepool._core import PageIds, RequestPages
+from pagepool.arguments import id_of, read_count
 from pagepool.coordinator import CacheCoordinator
-from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, shown
 from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.hashing.request_hashes import RequestHashes
 from pagepool.manager.cache_pages import CachePages
@@ -74,6 +75,11 @@ class SlotAllocator(KeyHolder):
         """Raise ArgumentError for more computed tokens than the request can have: they would be cached. O(groups)."""
         num_tokens = num_computed_tokens + num_new_computed_tokens
         held = self._requests.get(request.request_id)
+        if self._coordinator.checkpoint_interval and any(hits) and num_tokens != self._coordinator.count_hit_tokens(hits):
+            raise ArgumentError(
+                f"request {shown(request.request_id)}: got {num_tokens} computed tokens, allowed: "
+                f"{self._coordinator.count_hit_tokens(hits)}, those of new_computed_pages, which have a state after them"
+            )
         if num_tokens == 0 or not self.no_ids:
             return
         if held is None:
@@ -104,11 +110,15 @@ class SlotAllocator(KeyHolder):
         if hits is not self.no_ids:
             managers = self._coordinator.single_type_managers
             self._lookups.extend(
-                request, max(len(ids) * manager.page_size for ids, manager in zip(hits, managers, strict=True))
+                request, max(len(ids) * manager.entry_size for ids, manager in zip(hits, managers, strict=True))
             )
         held = self._requests.get(request.request_id)
         is_admission = held is None
         held = held or self._coordinator.hold_nothing()
+        if held.has_copies_due:
+            raise CopiesDueError(f"request {shown(request.request_id)}: copies of its pages are due: call take_copies before")
+        is_kept = num_tokens_to_cache > 0 and not is_admission and held.is_checkpoint_due(num_computed_tokens)
+        kept_hashes = self._lookups.extend_named(request, num_computed_tokens) if is_kept else None
         is_full = num_tokens_to_cache > 0 and (is_admission or held.is_due(num_tokens_to_cache, num_computed_tokens))
         self._pool.find_shard(placement.dp_shard_hint, placement.data_parallel_size)  # raises before anything changes
         hashes = self._lookups.extend(request, num_tokens_to_cache) if is_full else None
@@ -118,6 +128,8 @@ class SlotAllocator(KeyHolder):
         new_ids: tuple[PageIds, ...] | None = self.no_ids
         if num_slots > held.num_room_tokens or hits is not self.no_ids:
             new_ids = self._take_pages(request, held, hits, num_slots, placement)
+        if new_ids is not None and kept_hashes is not None:
+            new_ids = self._keep_states(held, kept_hashes, num_computed_tokens, new_ids, placement)
         if new_ids is not None and hashes is not None and is_due:
             self.enter_pages(held, hashes, num_tokens_to_cache)
         if new_ids is not None and is_admission:
@@ -155,10 +167,54 @@ class SlotAllocator(KeyHolder):
                 del self._requests[request.request_id]
         if new_ids is None:
             num_new_pages = held.count_needed(num_tokens, hits if has_hits else ())
-            self._lookups.warn_if_hopeless((*held.get_page_ids(), *hits), num_new_pages)
+            managers = zip(self._coordinator.single_type_managers, hits, strict=True)
+            attached = [ids for manager, ids in managers if not manager.is_state]
+            self._lookups.warn_if_hopeless((*held.get_page_ids(), *attached), num_new_pages)
         if new_ids is None and hashes and found is None:
             self._lookups.note_refusal(hashes, hits)
         return new_ids
+
+    def _keep_states(
+        self,
+        held: RequestPages,
+        hashes: RequestHashes,
+        num_computed_tokens: int,
+        new_ids: tuple[PageIds, ...],
+        placement: Placement,
+    ) -> tuple[PageIds, ...]:
+        """Keep states as checkpoints, and return the new pages of each group with the next working pages of states."""
+        shard, num_shards = self._find_shard(held, (), placement) or (None, 0)
+        context = self.hold_context(hashes.extra_keys)
+        try:
+            kept = held.keep_states(
+                hashes.chain, num_computed_tokens, context, shard, num_shards, placement.num_reserved_pages
+            )
+        finally:
+            self.release_context(context)
+        return tuple(working or ids for working, ids in zip(kept, new_ids, strict=True))
+
+    def free(self, request: Request, num_computed_tokens: int | None) -> None:
+        """Give back the pages of a request. A state at a multiple of the interval becomes a checkpoint."""
+        num_last_tokens = self._count_last_tokens(request, num_computed_tokens)
+        if num_last_tokens:
+            self._lookups.extend_named(request, num_last_tokens)
+        hashes = self._lookups.hashes.get(request.request_id)
+        context = self.hold_context(hashes.extra_keys if hashes and num_last_tokens else None)
+        try:
+            self._coordinator.free(
+                request.request_id, num_computed_tokens, hashes.chain if hashes else None, num_last_tokens, context
+            )
+        finally:
+            self.release_context(context)
+
+    def _count_last_tokens(self, request: Request, num_computed_tokens: int | None) -> int:
+        """Return the computed tokens of a request whose states become checkpoints as it ends; 0 if they do not."""
+        interval, held = self._coordinator.checkpoint_interval, self._requests.get(id_of(request))
+        if not interval or not held:
+            return 0
+        num_tokens = read_count(request, "num_computed_tokens")
+        is_last = num_tokens % interval == 0 and num_computed_tokens in (None, num_tokens)
+        return num_tokens if is_last and held.is_checkpoint_due(num_tokens) else 0
 
     def hold_context(self, extra_keys: RequestExtraKeys | None) -> int:
         """Return the int for extra keys in the core until `release_context`; 0 without keys or events."""

@@ -216,8 +216,10 @@ class SlidingWindowSpec(AttentionSpec):
 class MambaSpec(CacheSpec):
     """A recurrent layer: one state of the given `shapes` for a request of any length, in one page.
 
-    `page_size_padded` (bytes) makes the page larger than the state, to match another group's. Raises
-    `ArgumentError` if it is smaller, if there is no shape, or if a dimension is not positive.
+    `page_size_padded` (bytes) makes the page larger than the state, to match another group's. With a `checkpoint_interval`
+    (tokens) copies of the state stay cached at multiples of it, so that prefixes hit: see docs/hybrids.md. Raises
+    `ArgumentError` if the padded size is smaller than the state, if there is no shape, or if a dimension or the interval is not
+    positive.
 
     >>> MambaSpec(page_size=1, shapes=((16, 64), (16, 32)), dtype="float16").page_size_bytes
     3072
@@ -226,11 +228,14 @@ class MambaSpec(CacheSpec):
     shapes: tuple[tuple[int, ...], ...]
     dtype: object = field(hash=False)  # equal dtypes may be spelled in ways that hash differently
     page_size_padded: int | None = None
+    checkpoint_interval: int | None = None
 
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
         self._set_shapes()
+        if self.checkpoint_interval is not None:
+            self._set_int("checkpoint_interval")
         state_bytes = num_bytes(self.num_elements, self.dtype)
         if self.page_size_padded is not None:
             self._set_int("page_size_padded", minimum=state_bytes)
@@ -254,8 +259,9 @@ class MambaSpec(CacheSpec):
 
     @property
     def type_id(self) -> str:
-        """Kind, shapes and dtype as given."""
-        return f"mamba_{self.shapes}_{self.dtype}"
+        """Kind, shapes and dtype as given, and the interval of checkpoints, if any are kept."""
+        interval = "" if self.checkpoint_interval is None else f"_{self.checkpoint_interval}"
+        return f"mamba_{self.shapes}_{self.dtype}{interval}"
 
     @property
     def page_size_bytes(self) -> int:

@@ -1,0 +1,74 @@
+# A request or row goes on twice: full pages are shared, the open page of each group and working pages of states are copied.
+
+from libc.stdint cimport int32_t
+from libc.string cimport memcpy
+
+from pagepool.core.copies cimport note_copy, reserve_copies
+from pagepool.core.holdings cimport Held, Holding
+from pagepool.core.pages cimport find_untouchable, take_from, unwatch
+from pagepool.core.queue cimport count_free_in, find_held_free
+from pagepool.core.records cimport NULL_PAGE, WATCHED, Pool
+from pagepool.core.rules cimport Group, full_pages, is_state, pages_for
+
+cdef enum ForkOutcome:
+    FORKED
+    SHORT_OF_PAGES
+    UNSHAREABLE               # a page cannot have a further reference, or a free page has one
+    SHORT_OF_MEMORY
+
+
+cdef inline bint has_open_page(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
+    """Whether further tokens are written to a page that has some."""
+    return full_pages(&group.rules, num_computed) < min(pages_for(&group.rules, num_computed), held.num_pages)
+
+
+cdef inline Py_ssize_t count_open_pages(const Holding *holding, int32_t num_computed) noexcept nogil:
+    cdef Py_ssize_t g, count = 0
+    for g in range(holding.num_groups):
+        count += has_open_page(&holding.groups[g], &holding.held[g], num_computed)
+    return count
+
+
+cdef inline ForkOutcome check_fork(
+    Pool *pool, const Holding *source, int32_t num_computed, Py_ssize_t num_targets, int32_t shard
+) noexcept nogil:
+    """Whether a fork can be made, for which there is room in the list of copies then."""
+    cdef Py_ssize_t g, num_new = count_open_pages(source, num_computed) * num_targets
+    if num_new > count_free_in(pool, shard):
+        return SHORT_OF_PAGES
+    if find_held_free(pool, num_new) != NULL_PAGE:
+        return UNSHAREABLE
+    for g in range(source.num_groups):
+        if find_untouchable(pool, source.held[g].ids, source.held[g].num_pages, num_targets) >= 0:
+            return UNSHAREABLE
+    return FORKED if reserve_copies(pool, num_new) else SHORT_OF_MEMORY
+
+
+cdef inline void share(Pool *pool, int32_t page_id) noexcept nogil:
+    """One reference more for a held page. It is no hit."""
+    if page_id != NULL_PAGE:
+        if pool.pages[page_id].group >= WATCHED:
+            unwatch(pool, page_id)
+        pool.pages[page_id].ref_cnt += 1
+
+
+cdef inline void fork_group(
+    Pool *pool, const Group *group, int32_t g, Held *source, Held *target, int32_t num_computed, int32_t shard
+) noexcept nogil:
+    """Let `target`, which holds nothing and has room for the pages, go on from the computed tokens of `source`."""
+    cdef int32_t *ids = target.ids
+    cdef int32_t i, n = full_pages(&group.rules, num_computed)
+    for i in range(n):
+        share(pool, source.ids[i])
+    if n:
+        memcpy(ids, source.ids, n * sizeof(int32_t))
+    target[0] = source[0]
+    target.ids, target.num_pages, target.num_skipped = ids, n, min(source.num_skipped, n)
+    target.num_hits = source.num_cached if is_state(&group.rules) else n
+    target.read_list = 0
+    if has_open_page(group, source, num_computed):
+        share(pool, source.ids[n])
+        take_from(pool, ids + n, 1, shard)
+        target.num_pages += 1
+        note_copy(pool, source.ids[n], target, n, g)
+        source.read_list = target.written_list
