@@ -49,7 +49,7 @@ def import_jax() -> Any:
         import jax
     except ImportError as error:
         raise ImportError(
-            "the device copy of a page table needs jax: pip install 'pagepool[jax]' (the host table works without)"
+            "page tables and page copies on a device need jax: pip install 'pagepool[jax]' (all else works without)"
         ) from error
     return jax
 
@@ -210,16 +210,19 @@ def warmup_tables(tables: tuple[DeviceTable, ...]) -> None:
 
 def scatter_payload(tables: tuple[DeviceTable, ...], payload: Payload) -> None:
     """Write a payload, and replace the device arrays by the results."""
-    jax = import_jax()
     scatter = get_scatter(tuple([table.sharding for table in tables]), tables[0]._donate)
-    arguments = (tuple([table.page_table for table in tables]), *payload)
-    if jax.config.jax_transfer_guard_host_to_device is None:  # no guard is set, and entering the context takes time
-        arrays = scatter(*arguments)
-    else:
-        with jax.transfer_guard_host_to_device("allow"):
-            arrays = scatter(*arguments)
+    arrays = call_with_payload(scatter, tuple([table.page_table for table in tables]), *payload)
     for table, array in zip(tables, arrays, strict=True):
         table._array = array
+
+
+def call_with_payload(program: Callable[..., Any], arrays: Sequence[jax.Array], *payload: Int32Array) -> Any:
+    """Call a program with arrays of the device and with host arrays, which a transfer guard does not refuse."""
+    jax = import_jax()
+    if jax.config.jax_transfer_guard_host_to_device is None:  # no guard is set, and entering the context takes time
+        return program(arrays, *payload)
+    with jax.transfer_guard_host_to_device("allow"):
+        return program(arrays, *payload)
 
 
 Scatter = Callable[[tuple[Any, ...], Int32Array, Int32Array], tuple[Any, ...]]

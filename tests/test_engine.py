@@ -234,13 +234,19 @@ def test_the_command_streams_and_profiles(
     assert (code, answers in program.end()) == (0, True)
 
 
-@pytest.mark.parametrize("options", [["--samples", "2", "--temperature", "1"], ["--beams", "2"]], ids=lambda value: value[0])
-def test_the_command_chats(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    options = [*options, "--hybrid", "--turns", "2", "--num-pages", "99", "--max-tokens", "6"]
+@pytest.mark.parametrize(
+    ("option", "num_chats", "num_scores"), [("--samples", 4, 0), ("--beams", 2, 8)], ids=["samples", "beams"]
+)
+def test_the_command_chats_with_a_hybrid(
+    option: str, num_chats: int, num_scores: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second turn of a chat hits the last checkpoint of the first one."""
+    options = [option, "2", "--hybrid", "--turns", "2", "--num-pages", "99", "--max-num-reqs", "8", "--max-tokens", "6"]
     command.main([*options, "Who owns page 7?", "Who owns page 7, and who did before?"])
     text = capsys.readouterr().out
-    assert text.count(" -> ") == 4 if options[0] == "--beams" else 6
-    assert "Cached prompt tokens: 16 of 52 (30.8%)." in text
+    assert text.count(", score -") == num_scores
+    num_hit_tokens, num_tokens = num_chats // 2 * (16 + 32), (16 + 36) + num_chats // 2 * (16 + 36 + 2 * (6 + 9))
+    assert f"Cached prompt tokens: {num_hit_tokens} of {num_tokens} " in text
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ ORDER = [
     "events.publisher",
     "event_publisher",
     "device_table",
+    "page_copies",
     "page_table",
     "running_batch",
     "stats.prometheus",

@@ -1,0 +1,219 @@
+"""Page copies on the device: `copy_pages` copies the pages that `take_copies` lists within an engine's arrays.
+
+A call writes the page ids into a new payload, which is never written again, since jax may alias it or read it late. One
+compiled program for all arrays gathers every source before it scatters. Payloads come in powers of two, so the number of
+compilations depends only on the most copies in a call. Arrays with a `NamedSharding` are copied by `shard_map`, each part on
+its own device: devices communicate only where the page axis is divided and a page is copied into another part.
+
+jax is imported by the first call that copies something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from pagepool.arguments import require_int
+from pagepool.device_table import call_with_payload, get_shard_map, import_jax
+from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError
+
+if TYPE_CHECKING:
+    import jax
+
+__all__ = ["copy_pages", "warmup"]
+
+Int32Array = npt.NDArray[np.int32]
+Arrays = TypeVar("Arrays")
+
+
+class Copies(Protocol):
+    """What `copy_pages` reads of `pagepool.PageCopies`: int32 arrays of equal length. They are not changed."""
+
+    @property
+    def src(self) -> Int32Array: ...
+    @property
+    def dst(self) -> Int32Array: ...
+    @property
+    def group(self) -> Int32Array: ...
+
+
+def copy_pages(arrays: Arrays, copies: Copies, *, group: int | Sequence[int] | None = None, page_axis: int = 0) -> Arrays:
+    """Copy page ``src[i]`` to page ``dst[i]`` in each array, for all `i`. All sources are read before any page is written.
+
+    `copies` is what `take_copies` returned, or any object with its arrays `src`, `dst` and `group`, such as one that was sent
+    from a scheduler to workers. `arrays` is any pytree of jax arrays whose `page_axis` has a place for each page. The result is
+    the same pytree with the same shapes, dtypes and shardings. The arrays are donated: they are updated in place, and those
+    passed become invalid. `group` selects the copies of one cache group or of several; None means all. If there is nothing to
+    copy, `arrays` is returned.
+
+    >>> import numpy as np, jax.numpy as jnp
+    >>> from types import SimpleNamespace
+    >>> src, dst, group = np.array([[1, 2], [2, 3], [0, 0]], dtype=np.int32)
+    >>> arrays = {"keys": jnp.array([0, 10, 20, 30]), "values": jnp.array([0, 11, 21, 31])}
+    >>> arrays = copy_pages(arrays, SimpleNamespace(src=src, dst=dst, group=group), group=0)
+    >>> arrays["keys"].tolist(), arrays["values"].tolist()
+    ([0, 10, 10, 20], [0, 11, 11, 21])
+
+    Cost: the pages are read and written once, through a buffer of their size. (XLA on CPU converts all of an array of 16-bit or
+    8-bit floats for this.) Copies are padded to a power of two by copies of the null page to itself, so a pytree has at most
+    1 + log2(number of pages), rounded up, compiled programs, which `warmup` compiles. If devices divide the page axis, there
+    are twice as many: copies between their parts need an all-reduce of all pages of the call. Copies within parts, such as
+    those of data-parallel shards, need no communication. Arrays that span processes need equal calls in all processes, which
+    jax does not check.
+
+    Errors, before any array is donated: ArgumentTypeError for arguments of other types or dtypes; PageIdError for pages that an
+    array does not have, and for the null page; ArgumentError for a page that is written twice, lengths that differ, and arrays
+    without a page axis, deleted, repeated, or on different devices.
+    """
+    pairs = select_pairs(copies, group)
+    if pairs.shape[1] == 0:
+        return arrays
+    leaves, tree = import_jax().tree_util.tree_flatten(arrays)
+    num_pages = check_arrays(leaves, page_axis)
+    check_pairs(pairs, num_pages)
+    sizes = {get_part_size(leaf, page_axis) for leaf in leaves}
+    crosses = any((pairs[0] // size != pairs[1] // size).any() for size in sizes)
+    copied: Arrays = tree.unflatten(run_copies(leaves, pairs, page_axis, crosses))
+    return copied
+
+
+def warmup(arrays: Arrays, max_num_copies: int, *, page_axis: int = 0) -> Arrays:
+    """Compile the programs for calls of `copy_pages` with up to `max_num_copies` copies. Return the arrays, unchanged.
+
+    The arrays are donated, and errors are those of `copy_pages`. Each program runs once, on the null page.
+    """
+    leaves, tree = import_jax().tree_util.tree_flatten(arrays)
+    num_pages = check_arrays(leaves, page_axis)
+    max_num_copies = require_int("max_num_copies", max_num_copies, 1, num_pages - 1)
+    is_divided = any(get_part_size(leaf, page_axis) < leaf.shape[page_axis] for leaf in leaves)
+    for crosses in (False, True) if is_divided else (False,):
+        for exponent in range((max_num_copies - 1).bit_length() + 1):
+            leaves = run_copies(leaves, np.zeros((2, 1 << exponent), dtype=np.int32), page_axis, crosses)
+    warm: Arrays = tree.unflatten(leaves)
+    return warm
+
+
+def select_pairs(copies: Copies, group: int | Sequence[int] | None) -> Int32Array:
+    """Return the sources and destinations of some groups, [2, n]."""
+    try:
+        fields = {"src": copies.src, "dst": copies.dst, "group": copies.group}
+    except AttributeError:
+        raise ArgumentTypeError(f"copies: got {type(copies).__name__}, allowed: PageCopies") from None
+    for name, ids in fields.items():
+        if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1:
+            got = f"{ids.dtype} {ids.shape}" if isinstance(ids, np.ndarray) else type(ids).__name__
+            raise ArgumentTypeError(f"copies.{name}: got {got}, allowed: an int32 array with one axis")
+    if len({len(ids) for ids in fields.values()}) > 1:
+        lengths = ", ".join(f"{len(ids)} {name}" for name, ids in fields.items())
+        raise ArgumentError(f"copies: got {lengths}, allowed: arrays of equal length")
+    pairs = np.stack([fields["src"], fields["dst"]])
+    if group is None:
+        return pairs
+    wanted = group if isinstance(group, Iterable) else [group]
+    return pairs[:, np.isin(fields["group"], [require_int("group", one, 0) for one in wanted])]
+
+
+def check_pairs(pairs: Int32Array, num_pages: int) -> None:
+    """Check page ids against the size of the page axis, and that no page is written twice. O(n log n)."""
+    for name, ids in zip(("src", "dst"), pairs, strict=True):
+        if ids.min() < 1 or ids.max() >= num_pages:
+            wrong = ids[(ids < 1) | (ids >= num_pages)][0]
+            raise PageIdError(f"copies.{name}: got page {wrong}, allowed: 1 to {num_pages - 1}")
+    ordered = np.sort(pairs[1])
+    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+    if repeated.size:
+        raise ArgumentError(f"copies.dst: got page {repeated[0]} twice, allowed: each page once")
+
+
+def check_arrays(leaves: Sequence[Any], page_axis: int) -> int:
+    """Check that the arrays can be donated together. Return the number of pages that all of them have."""
+    require_int("page_axis", page_axis, 0)
+    jax = import_jax()
+    for leaf in leaves:
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            raise ArgumentTypeError(f"arrays: got {type(leaf).__name__}, allowed: jax arrays, outside of traced functions")
+        if leaf.ndim <= page_axis:
+            raise ArgumentError(f"arrays: got shape {leaf.shape}, allowed: more axes than page_axis, {page_axis}")
+        if leaf.is_deleted():
+            raise ArgumentError(f"arrays: got a deleted array of shape {leaf.shape}, allowed: arrays that are not yet donated")
+        if leaf.sharding.device_set != leaves[0].sharding.device_set:
+            raise ArgumentError("arrays: got arrays on different devices, allowed: the same devices for all")
+    if len({id(leaf) for leaf in leaves}) < len(leaves):
+        raise ArgumentError("arrays: got the same array twice, allowed: each array once")
+    if not leaves:
+        raise ArgumentError("arrays: got a pytree without arrays, allowed: at least one array")
+    return int(min([leaf.shape[page_axis] for leaf in leaves]))
+
+
+def get_part_size(leaf: jax.Array, page_axis: int) -> int:
+    """Return the number of pages in one device's part of an array."""
+    return int(leaf.sharding.shard_shape(leaf.shape)[page_axis])
+
+
+def run_copies(leaves: Sequence[jax.Array], pairs: Int32Array, page_axis: int, crosses: bool) -> Sequence[jax.Array]:
+    """Copy pages by the program for this number of copies. `crosses`: whether a page is copied into another device's part."""
+    payload = np.zeros((2, 1 << (pairs.shape[1] - 1).bit_length()), dtype=np.int32)  # new each time: jax may read it late
+    payload[:, : pairs.shape[1]] = pairs
+    program = get_program(tuple([leaf.sharding for leaf in leaves]), page_axis, crosses)
+    copied: Sequence[jax.Array] = call_with_payload(program, leaves, payload)
+    return copied
+
+
+@lru_cache(maxsize=64)
+def get_program(shardings: tuple[jax.sharding.Sharding, ...], page_axis: int, crosses: bool) -> Callable[..., Any]:
+    """Return the program for arrays with these shardings. jax compiles it once per size of the payload."""
+    jax = import_jax()
+    copies = [get_copy(sharding, page_axis, crosses) for sharding in shardings]
+
+    def copy_all(arrays: Sequence[Any], pairs: Any) -> list[Any]:
+        return [copy(array, pairs) for copy, array in zip(copies, arrays, strict=True)]
+
+    # An array on one device may be uncommitted, and stays so: a committed result would need another program.
+    kept = [None if isinstance(sharding, jax.sharding.SingleDeviceSharding) else sharding for sharding in shardings]
+    return jax.jit(copy_all, donate_argnums=0, out_shardings=kept)  # type: ignore[no-any-return]
+
+
+def get_copy(sharding: jax.sharding.Sharding, page_axis: int, crosses: bool) -> Callable[[Any, Any], Any]:
+    """Return the function, to be traced, that copies pages in an array with this sharding."""
+    jax = import_jax()
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return partial(copy_in_part, page_axis=page_axis)
+    spec: Any = sharding.spec
+    axes = spec[page_axis] if page_axis < len(spec) else None
+    copy = partial(copy_in_part, page_axis=page_axis, axes=axes or (), crosses=crosses)
+    specs = {"in_specs": (spec, jax.sharding.PartitionSpec()), "out_specs": spec}
+    return get_shard_map()(copy, mesh=sharding.mesh, **specs)  # type: ignore[no-any-return]
+
+
+Axes = str | tuple[str, ...]
+
+
+def copy_in_part(part: Any, pairs: Any, page_axis: int, axes: Axes = (), crosses: bool = False) -> Any:
+    """Copy pages within one device's part of an array (traced). The mesh `axes` divide the page axis."""
+    src, dst = find_local_pages(pairs, part.shape[page_axis], axes) if axes else pairs
+    before = (slice(None),) * page_axis
+    pages = part.at[(*before, src)].get(mode="clip")
+    if axes and crosses:
+        pages = exchange(pages, src < part.shape[page_axis], page_axis, axes)
+    return part.at[(*before, dst)].set(pages, mode="drop")
+
+
+def find_local_pages(pairs: Any, num_pages: int, axes: Axes) -> Any:
+    """Return page ids relative to this device's part of `num_pages` pages, and `num_pages` for pages in others (traced)."""
+    jax = import_jax()
+    local = pairs - jax.lax.axis_index(axes) * num_pages
+    return jax.numpy.where((local >= 0) & (local < num_pages), local, num_pages)
+
+
+def exchange(pages: Any, is_here: Any, page_axis: int, axes: Axes) -> Any:
+    """Return pages from all parts (traced). Each is in one part, where `is_here` is set.
+
+    The other parts add minus zero, which leaves every float unchanged.
+    """
+    jax = import_jax()
+    is_here = is_here.reshape(-1, *[1] * (pages.ndim - page_axis - 1))
+    return jax.lax.psum(jax.numpy.where(is_here, pages, np.array(-0.0).astype(pages.dtype)), axes).astype(pages.dtype)

@@ -1,0 +1,131 @@
+"""Program: page copies on the eight simulated CPU devices of one process, with heads or pages divided between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from copies import Copies, assert_same, compile_program, copy_in_numpy, draw_array, draw_copies, make_copies
+from devices import COLLECTIVES, count_compilations
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pagepool.errors import ArgumentError
+from pagepool.page_copies import copy_pages, warmup
+
+NUM_PAGES = 64
+SHAPES = [(NUM_PAGES, 3, 8), (8, NUM_PAGES, 3)]
+"""Of arrays with page axis 0 and 1. The heads are the last axis, or the first."""
+DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "int8", "bool"]
+
+
+def make_meshes() -> list[Mesh]:
+    devices = np.array(jax.devices())
+    assert devices.size == 8
+    meshes = [Mesh(devices.reshape(4, 2), ("a", "b")), Mesh(devices[::-1].reshape(2, 4), ("b", "a"))]
+    return [*meshes, jax.make_mesh((4, 2), ("a", "b"))]  # its axes are explicit in later versions of jax
+
+
+def make_spec(page_axis: int, pages: Any, heads: Any) -> PartitionSpec:
+    return PartitionSpec(pages, None, heads) if page_axis == 0 else PartitionSpec(heads, pages)
+
+
+def put(rng: np.random.Generator, page_axis: int, dtype: str, sharding: NamedSharding) -> tuple[jax.Array, Any]:
+    host = draw_array(rng, SHAPES[page_axis], jnp.dtype(dtype))
+    return jax.device_put(jnp.array(host), sharding), host
+
+
+def count_parts(sharding: NamedSharding, page_axis: int) -> int:
+    return int(NUM_PAGES // sharding.shard_shape(SHAPES[page_axis])[page_axis])
+
+
+def draw_within_parts(rng: np.random.Generator, num_parts: int) -> Copies:
+    """Return copies of which each stays in its part."""
+    size = NUM_PAGES // num_parts
+    copies = draw_copies(rng, NUM_PAGES, 8)
+    src = copies.dst // size * size + copies.src % size
+    return make_copies(np.stack([np.maximum(src, 1), copies.dst], axis=1))
+
+
+def check_copies(page_axis: int, sharding: NamedSharding) -> None:
+    """Within parts and between them."""
+    rng = np.random.default_rng(1)
+    arrays = {dtype: put(rng, page_axis, dtype, sharding) for dtype in DTYPES}
+    for i in range(6):
+        copies = draw_within_parts(rng, count_parts(sharding, page_axis)) if i % 2 else draw_copies(rng, NUM_PAGES, 8)
+        copied = copy_pages({dtype: array for dtype, (array, _) in arrays.items()}, copies, page_axis=page_axis)
+        for dtype, (old, host) in arrays.items():
+            expected = copy_in_numpy(host, copies, page_axis)
+            assert_same(copied[dtype], expected)
+            assert copied[dtype].sharding == sharding
+            assert old.is_deleted()
+            arrays[dtype] = copied[dtype], expected
+
+
+def check_program(page_axis: int, sharding: NamedSharding) -> None:
+    """Only copies between parts communicate, by all-reduce of the pages; arrays are updated in place."""
+    leaves = [put(np.random.default_rng(2), page_axis, "float32", sharding)[0]]
+    is_divided = count_parts(sharding, page_axis) > 1
+    for crosses in (False, True):
+        text = compile_program(leaves, page_axis, crosses)
+        assert [name for name in COLLECTIVES if name in text] == (["all-reduce"] if crosses and is_divided else [])
+        assert "input_output_alias" in text
+        assert " copy(" not in text
+
+
+def check_compilations(page_axis: int, sharding: NamedSharding) -> None:
+    """As many as powers of two, twice if the page axis is divided, all of them compiled by `warmup`."""
+    rng = np.random.default_rng(3)
+    array, host = put(rng, page_axis, "int8", sharding)
+    jax.clear_caches()
+    is_divided = count_parts(sharding, page_axis) > 1
+    with jax.transfer_guard("disallow"):
+        with count_compilations() as in_warmup:
+            array = warmup(array, 5, page_axis=page_axis)
+        assert len(in_warmup) == 4 * (1 + is_divided)
+        with count_compilations() as later:
+            for num_copies in range(9):
+                copies = draw_copies(rng, NUM_PAGES, num_copies)
+                array = copy_pages(array, copies, page_axis=page_axis)
+                host = copy_in_numpy(host, copies, page_axis)
+        assert not later
+    assert_same(array, host)
+
+
+def check_mixed(mesh: Mesh) -> None:
+    """Arrays of one pytree may be sharded in different ways, and have different numbers of pages."""
+    rng = np.random.default_rng(4)
+    specs = [PartitionSpec(), PartitionSpec("a"), PartitionSpec(None, None, "b"), PartitionSpec(("b", "a"))]
+    pairs = [put(rng, 0, "float32", NamedSharding(mesh, spec)) for spec in specs]
+    for _ in range(3):
+        copies = draw_copies(rng, NUM_PAGES, 5)
+        arrays = copy_pages([array for array, _ in pairs], copies)
+        pairs = [(array, copy_in_numpy(host, copies)) for array, (_, host) in zip(arrays, pairs, strict=True)]
+        for (array, expected), spec in zip(pairs, specs, strict=True):
+            assert_same(array, expected)
+            assert array.sharding == NamedSharding(mesh, spec)
+
+
+def check_different_devices(mesh: Mesh) -> None:
+    arrays = [put(np.random.default_rng(5), 0, "int8", NamedSharding(mesh, PartitionSpec()))[0], jnp.zeros(NUM_PAGES)]
+    with pytest.raises(ArgumentError, match=r"^arrays: got arrays on different devices, allowed: the same devices for all$"):
+        copy_pages(arrays, make_copies([(1, 2)]))
+    assert not any(array.is_deleted() for array in arrays)
+
+
+def main() -> None:
+    for mesh in make_meshes():
+        for page_axis in (0, 1):
+            for pages, heads in ((None, None), (None, "a"), ("a", None), ("a", "b"), (("a", "b"), None), (("b", "a"), None)):
+                sharding = NamedSharding(mesh, make_spec(page_axis, pages, heads))
+                check_copies(page_axis, sharding)
+                check_program(page_axis, sharding)
+                check_compilations(page_axis, sharding)
+        check_mixed(mesh)
+        check_different_devices(mesh)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+"""Page copies on the device: values, donation, shardings, compilations, errors; on one device, and on eight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+from copies import (  # noqa: E402
+    Copies,
+    assert_same,
+    compile_program,
+    copy_in_numpy,
+    draw_array,
+    draw_copies,
+    make_copies,
+)
+from devices import Program, after_slow_work, await_programs, count_compilations, read  # noqa: E402
+
+from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch, page_copies  # noqa: E402
+from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError  # noqa: E402
+from pagepool.page_copies import copy_pages, warmup  # noqa: E402
+
+NUM_PAGES = 40
+DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "int32", "bool", "complex64"]
+
+
+# Values.
+
+
+@pytest.mark.parametrize("page_axis", [0, 1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copies_are_those_of_numpy(dtype: str, page_axis: int) -> None:
+    rng = np.random.default_rng(page_axis)
+    shape = [2, 3, 5]
+    shape[page_axis] = NUM_PAGES
+    host = draw_array(rng, tuple(shape), jnp.dtype(dtype))
+    array = jnp.array(host)
+    for _ in range(30):
+        copies = draw_copies(rng, NUM_PAGES, int(rng.integers(0, NUM_PAGES)))
+        array = copy_pages(array, copies, page_axis=page_axis)
+        host = copy_in_numpy(host, copies, page_axis)
+        assert_same(array, host)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        ([(1, 2), (2, 3), (3, 4)], [0, 1, 1, 2, 3]),
+        ([(3, 4), (2, 3), (1, 2)], [0, 1, 1, 2, 3]),
+        ([(1, 2), (2, 1)], [0, 2, 1, 3, 4]),
+        ([(1, 1), (4, 3)], [0, 1, 2, 4, 4]),
+        ([(1, 2), (1, 3), (1, 4)], [0, 1, 1, 1, 1]),
+    ],
+    ids=str,
+)
+def test_all_sources_are_read_before_a_page_is_written(pairs: list[tuple[int, int]], expected: list[int]) -> None:
+    assert copy_pages(jnp.arange(5), make_copies(pairs)).tolist() == expected
+
+
+def test_pytrees_keep_their_structure() -> None:
+    state = {"conv": jnp.arange(8.0).reshape(4, 2), "none": None, "layers": [jnp.arange(4), (jnp.arange(6) * 2,), []]}
+    copied = copy_pages(state, make_copies([(3, 1)]))
+    assert jax.tree_util.tree_structure(copied) == jax.tree_util.tree_structure(state)
+    conv, first, second = jax.tree_util.tree_leaves(copied)
+    assert conv.tolist() == [[0, 1], [6, 7], [4, 5], [6, 7]]
+    assert first.tolist() == [0, 3, 2, 3]
+    assert second.tolist() == [0, 6, 4, 6, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        (None, [0, 4, 5, 6, 4, 5, 6]),
+        (0, [0, 4, 2, 3, 4, 5, 6]),
+        (np.int32(1), [0, 1, 5, 3, 4, 5, 6]),
+        ([0, 2], [0, 4, 2, 6, 4, 5, 6]),
+        ((), [0, 1, 2, 3, 4, 5, 6]),
+        (np.array([1, 7]), [0, 1, 5, 3, 4, 5, 6]),
+    ],
+    ids=str,
+)
+def test_the_copies_of_some_groups(group: Any, expected: list[int]) -> None:
+    copies = make_copies([(4, 1), (5, 2), (6, 3)], groups=[0, 1, 2])
+    assert copy_pages(jnp.arange(7), copies, group=group).tolist() == expected
+
+
+def test_nothing_to_copy_gives_the_same_arrays() -> None:
+    """Nothing is sent, and jax is not asked for."""
+    arrays = {"keys": jnp.arange(4), "host": np.arange(4)}
+    assert copy_pages(arrays, make_copies([])) is arrays
+    assert copy_pages(arrays, make_copies([(1, 2)]), group=1) is arrays
+    assert not arrays["keys"].is_deleted()
+
+
+def test_forks_copy_their_open_page() -> None:
+    """With the copies of a running batch."""
+    manager = CacheManager(16, [CacheGroupSpec(FullAttentionSpec(4, 1, 8, "float16", False))], 64)
+    batch = RunningBatch(manager, PageTable(4, 16, 64))
+    batch.admit(0, [5, 6, 7, 8, 9])
+    batch.step([0], [5])
+    batch.fork(0, [1, 2])
+    copies = batch.take_copies()
+    assert len(copies) == 2
+    keys = read(copy_pages(jnp.arange(16), copies))
+    assert keys[batch.tables[0].page_table_cpu[:3, 1]].tolist() == [int(copies.src[0])] * 3
+
+
+# Donation, and host arrays.
+
+
+def test_arrays_are_updated_in_place() -> None:
+    arrays = warmup([jnp.zeros((64, 8)), jnp.ones((64, 8))], 4)  # the first arrays may be views of host memory
+    pointers = [array.unsafe_buffer_pointer() for array in arrays]
+    copied = copy_pages(arrays, make_copies([(1, 2), (5, 6)]))
+    assert all(array.is_deleted() for array in arrays)
+    assert [array.unsafe_buffer_pointer() for array in copied] == pointers
+    text = compile_program(copied)
+    assert "input_output_alias" in text
+    assert " copy(" not in text
+
+
+def test_a_step_that_still_reads_the_arrays_is_safe() -> None:
+    array = warmup(jnp.arange(64), 1)
+    for page in range(2, 8):
+        step = after_slow_work(array)
+        expected = read(array)
+        array = copy_pages(array, make_copies([(1, page)]))
+        np.testing.assert_array_equal(step, expected)
+
+
+def test_host_writes_never_reach_a_pending_copy() -> None:
+    """The array is still being computed when the copies are overwritten."""
+    for num_copies in (1, 16, 256):
+        copies = draw_copies(np.random.default_rng(num_copies), 1024, num_copies)
+        expected = copy_in_numpy(np.arange(1024, dtype=np.int32), copies)
+        array = copy_pages(after_slow_work(jnp.arange(1024, dtype=jnp.int32)), copies)
+        for ids in copies:
+            ids[:] = 1
+        assert_same(array, expected)
+
+
+def test_payloads_are_never_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    call = page_copies.call_with_payload
+    monkeypatch.setattr(page_copies, "call_with_payload", lambda *args: sent.append(args[-1]) or call(*args))
+    array = jnp.arange(8)
+    copies = make_copies([(1, 2), (3, 4)])
+    for _ in range(4):
+        array = copy_pages(array, copies)
+    assert len(sent) == 4
+    arrays = [*sent, *copies]
+    assert not [1 for i, one in enumerate(arrays) for other in arrays[:i] if np.shares_memory(one, other)]
+
+
+@pytest.mark.parametrize("guard", [jax.transfer_guard, jax.transfer_guard_host_to_device])
+def test_copies_pass_a_transfer_guard(guard: Any) -> None:
+    array = jnp.arange(8)
+    with guard("disallow"):
+        array = copy_pages(warmup(array, 2), make_copies([(1, 2), (3, 4)]))
+    assert array.tolist() == [0, 1, 1, 3, 3, 5, 6, 7]
+
+
+# Compilations.
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+@pytest.mark.parametrize(("max_num_copies", "num_programs"), [(1, 1), (2, 2), (3, 3), (8, 4), (39, 7)])
+def test_no_compilation_after_warmup(max_num_copies: int, num_programs: int, is_committed: bool) -> None:
+    rng = np.random.default_rng(6)
+    hosts = [draw_array(rng, (NUM_PAGES, 3), dtype) for dtype in ("float32", "int32")]
+    arrays: Any = [jax.device_put(host, jax.devices()[0] if is_committed else None) for host in hosts]
+    jax.clear_caches()
+    with count_compilations() as in_warmup:
+        arrays = warmup(arrays, max_num_copies)
+    assert len(in_warmup) == num_programs
+    with count_compilations() as later:
+        for num_copies in range(max_num_copies + 1):
+            copies = draw_copies(rng, NUM_PAGES, num_copies)
+            arrays = jax.block_until_ready(copy_pages(arrays, copies))
+            hosts = [copy_in_numpy(host, copies) for host in hosts]
+    assert not later
+    for array, host in zip(arrays, hosts, strict=True):
+        assert_same(array, host)
+
+
+def test_as_many_compilations_as_powers_of_two() -> None:
+    array = jnp.zeros((NUM_PAGES, 2))
+    jax.clear_caches()
+    with count_compilations() as compilations:
+        for num_copies in range(NUM_PAGES):
+            array = copy_pages(array, draw_copies(np.random.default_rng(7), NUM_PAGES, num_copies))
+    assert len(compilations) == 1 + 6  # the last is for 32 to 64 copies
+
+
+# Errors: nothing is donated.
+
+
+@pytest.mark.parametrize(
+    ("copies", "error", "message"),
+    [
+        (make_copies([(1, 2), (8, 3)]), PageIdError, r"copies\.src: got page 8, allowed: 1 to 7"),
+        (make_copies([(1, 2), (3, 2**31 - 1)]), PageIdError, r"copies\.dst: got page 2147483647, allowed: 1 to 7"),
+        (make_copies([(-1, 2)]), PageIdError, r"copies\.src: got page -1, allowed: 1 to 7"),
+        (make_copies([(1, 0)]), PageIdError, r"copies\.dst: got page 0, allowed: 1 to 7"),
+        (make_copies([(0, 1)]), PageIdError, r"copies\.src: got page 0, allowed: 1 to 7"),
+        (make_copies([(1, 3), (2, 4), (5, 3)]), ArgumentError, r"copies\.dst: got page 3 twice, allowed: each page once"),
+        (None, ArgumentTypeError, r"copies: got NoneType, allowed: PageCopies"),
+        (
+            Copies([1], np.array([2], np.int32), np.zeros(1, np.int32)),
+            ArgumentTypeError,
+            r"copies\.src: got list, allowed: an int32 array with one axis",
+        ),
+        (
+            Copies(np.array([1], np.int32), np.array([2]), np.zeros(1, np.int32)),
+            ArgumentTypeError,
+            r"copies\.dst: got int64 \(1,\), allowed: an int32 array with one axis",
+        ),
+        (
+            Copies(np.array([1], np.int32), np.array([2], np.int32), np.zeros((1, 1), np.int32)),
+            ArgumentTypeError,
+            r"copies\.group: got int32 \(1, 1\), allowed: an int32 array with one axis",
+        ),
+        (
+            Copies(np.array([1], np.int32), np.array([2], np.int32), np.zeros(3, np.int32)),
+            ArgumentError,
+            r"copies: got 1 src, 1 dst, 3 group, allowed: arrays of equal length",
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_copies(copies: Any, error: type[Exception], message: str) -> None:
+    arrays = {"larger": jnp.arange(100), "smaller": jnp.arange(8)}
+    with pytest.raises(error, match=f"^{message}$"):
+        copy_pages(arrays, copies)
+    assert not any(array.is_deleted() for array in arrays.values())
+
+
+@pytest.mark.parametrize(
+    ("group", "error", "message"),
+    [
+        (-1, ArgumentError, "group must be at least 0, got -1"),
+        (True, ArgumentTypeError, "group must be an integer, got True"),
+        ([0, 0.5], ArgumentTypeError, "group must be an integer, got 0.5"),
+        ("0", ArgumentTypeError, "group must be an integer, got '0'"),
+    ],
+)
+def test_wrong_groups(group: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}$"):
+        copy_pages(jnp.arange(8), make_copies([(1, 2)]), group=group)
+
+
+def deleted() -> jax.Array:
+    array = jnp.arange(8)
+    array.delete()
+    return array
+
+
+def twice() -> list[jax.Array]:
+    return [jnp.arange(8)] * 2
+
+
+def copy_one(arrays: Any, page_axis: Any) -> Any:
+    return copy_pages(arrays, make_copies([(1, 2)]), page_axis=page_axis)
+
+
+def warmup_one(arrays: Any, page_axis: Any) -> Any:
+    return warmup(arrays, 1, page_axis=page_axis)
+
+
+@pytest.mark.parametrize("call", [copy_one, warmup_one])
+@pytest.mark.parametrize(
+    ("make", "page_axis", "error", "message"),
+    [
+        (lambda: np.arange(8), 0, ArgumentTypeError, "arrays: got ndarray, allowed: jax arrays, outside of traced functions"),
+        (lambda: {"scale": 1.0}, 0, ArgumentTypeError, "arrays: got float, allowed: jax arrays, outside of traced functions"),
+        (lambda: jnp.array(1), 0, ArgumentError, r"arrays: got shape \(\), allowed: more axes than page_axis, 0"),
+        (lambda: jnp.arange(8), 1, ArgumentError, r"arrays: got shape \(8,\), allowed: more axes than page_axis, 1"),
+        (lambda: jnp.arange(8), -1, ArgumentError, "page_axis must be at least 0, got -1"),
+        (lambda: jnp.arange(8), None, ArgumentTypeError, "page_axis must be an integer, got None"),
+        (deleted, 0, ArgumentError, r"arrays: got a deleted array of shape \(8,\), allowed: arrays that are not yet donated"),
+        (twice, 0, ArgumentError, "arrays: got the same array twice, allowed: each array once"),
+        (lambda: {"none": None}, 0, ArgumentError, "arrays: got a pytree without arrays, allowed: at least one array"),
+    ],
+)
+def test_wrong_arrays(
+    call: Callable[..., Any], make: Callable[[], Any], page_axis: Any, error: type[Exception], message: str
+) -> None:
+    first, arrays = jnp.arange(8), make()
+    with pytest.raises(error, match=f"^{message}$"):
+        call([first, arrays] if "without" not in message else arrays, page_axis)
+    assert not first.is_deleted()
+
+
+def test_traced_arrays_are_refused() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"arrays: got .*Tracer, allowed: jax arrays, outside of traced functions"):
+        jax.jit(lambda array: copy_pages(array, make_copies([(1, 2)])))(jnp.arange(8))
+
+
+@pytest.mark.parametrize(("number", "message"), [(0, "at least 1, got 0"), (8, "at most 7, got 8")])
+def test_wrong_warmup(number: int, message: str) -> None:
+    array = jnp.arange(8)
+    with pytest.raises(ArgumentError, match=f"^max_num_copies must be {message}$"):
+        warmup(array, number)
+    assert not array.is_deleted()
+
+
+# Many devices.
+
+
+def test_eight_devices() -> None:
+    await_programs([Program("copies_devices.py", num_devices=8)], timeout=600)
