@@ -99,7 +99,7 @@ class Engine:
     def warmup(self) -> None:
         """Compile all programs: the table's commits, copies, and a step for each padded size."""
         self.table.warmup()
-        self.runner.warmup(max_num_copies=self.num_rows - 1)
+        self.runner.warmup(max_num_copies=min(self.num_rows - 1, self.manager.num_pages))
         for padded_size in self.padded_sizes:
             self.runner.run(self.table.commit(self.num_rows), *pack([], self.num_rows, padded_size))
 

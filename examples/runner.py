@@ -62,7 +62,8 @@ class ModelRunner:
     def warmup(self, max_num_copies: int) -> None:
         """Compile the programs for up to `max_num_copies` copies in each group."""
         keys_and_values = page_copies.warmup(self.cache.keys_and_values, max_num_copies, page_axis=1)
-        self.cache = Cache(keys_and_values, page_copies.warmup(self.cache.states, max_num_copies))
+        states = self.cache.states and page_copies.warmup(self.cache.states, max_num_copies)
+        self.cache = Cache(keys_and_values, states)
 
 
 def make_mesh(num_devices: int, sizes: dict[str, int]) -> Mesh:

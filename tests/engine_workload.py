@@ -167,4 +167,4 @@ def check_variety(answers: list[list[int]]) -> None:
 if __name__ == "__main__":
     with jax.default_matmul_precision("highest"):
         for weights in (WEIGHTS, HYBRID_WEIGHTS):
-            check_answers(make_engine(weights, num_devices=len(jax.devices())), make_asks(12), weights)
+            check_answers(make_engine(weights, num_devices=len(jax.devices())), make_asks(18), weights)
