@@ -78,6 +78,20 @@ def test_each_turn_of_a_chat_hits_the_last_checkpoint_of_the_turn_before() -> No
     check_rest(engine)
 
 
+def test_chunks_end_at_checkpoints() -> None:
+    """Of up to 30 tokens: the prompt's last checkpoint is hit, though no chunk would end there for the budget's sake."""
+    engine, prompt, params = make_engine(HYBRID_WEIGHTS, max_num_batched_tokens=30), list(range(45)), SamplingParams(3)
+    first = engine.add(prompt, params)
+    assert [len(engine.step()) for _ in range(3)] == [0, 0, 1]  # 24, 40 and 45 tokens
+    second = engine.add([*prompt, 90], params)
+    list(engine.stream())
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 40)
+    assert [request.output for request in (first, second)] == [
+        answer_densely(known, params, HYBRID_WEIGHTS) for known in (prompt, [*prompt, 90])
+    ]
+    check_rest(engine)
+
+
 def test_answers_by_the_interpreted_kernel() -> None:
     check_answers(make_engine(attend=attention.attend_by_pallas), make_asks(12))
 
