@@ -82,6 +82,7 @@ have the classes. Each file imports only those above it.
 `growth.pxd`           rows grow (`grow_row`)
 `shrinking.pxd`        rows are cut, or growth is taken back
 `row_moves.pxd`        rows are freed and exchanged
+`unifying.pxd`         rows with the same tokens share pages
 `locks.pyx`            locks across a fork
 `arguments.pyx`        values from Python, checked
 `eviction.pyx`         eviction policies by name
@@ -94,6 +95,7 @@ have the classes. Each file imports only those above it.
 `lookups.pyx`          `PrefixQuery`: how many pages of a prefix hit
 `refusal.pyx`          `Refusal`: whether a refused request is refused again
 `request_pages.pyx`    `RequestPages`: what a request holds (`take`, `enter`, `skip`, `give_back`) in its `CacheGroups`
+`request_copies.pyx`   `keep_states`, `fork_request`: copies for requests
 `saving.pyx`           `copy_records`: a pool copied, to be checked or saved; `load_store`
 `table.pyx`            `TableRows`, `GroupedRows`
 `row_memory.pyx`       `RowMemory`: arrays and locks of a batch
@@ -115,6 +117,7 @@ from pagepool.core.journal import EntryJournal
 from pagepool.core.lookups import PrefixQuery
 from pagepool.core.pinning import PinSpan
 from pagepool.core.refusal import Refusal
+from pagepool.core.request_copies import are_states_due, check_copies_taken, fork_request, keep_states
 from pagepool.core.request_pages import CacheGroups, PageRules, RequestPages
 from pagepool.core.retaining import Retention, RetentionSpan, protect_pages
 from pagepool.core.row_fork import fork_row

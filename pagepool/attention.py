@@ -34,8 +34,8 @@ class SingleTypeCacheManager(ABC):
 
     ``entry_size`` is the number of tokens between prefix entries: those of a page, or between checkpoints of a state; and
     ``num_hashes_per_page`` that of a request's hashes. Hits have a multiple of ``num_hit_tokens`` tokens, 0: any number. The
-    coordinator sets these. If ``is_prefix_closed``, any shorter prefix of a hit is a hit. If ``can_drop_page``, the last page of
-    a hit can be dropped for eagle. If ``is_state``, a hit is copied, not attached.
+    coordinator sets these. If ``is_prefix_closed``, any shorter prefix of a hit is a hit. If ``can_drop_page``, the last page
+    of a hit can be dropped for eagle. If ``is_state``, a hit is copied, not attached.
     """
 
     is_prefix_cached = True

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from math import gcd, lcm
 
 from pagepool._core import CacheGroups, HashChain, PageIds, PrefixQuery, RequestPages
-from pagepool.arguments import MAX_SIZE
 from pagepool.attention import MambaManager, SingleTypeCacheManager, get_manager_for_kv_cache_spec
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.page_pool import PagePool
@@ -32,8 +31,8 @@ class CacheCoordinator(ABC):
     ``requests`` maps request ids to the pages that they hold; ``single_type_managers`` are the rules of each group, and
     ``groups`` the same for the core. A hash covers ``hash_page_size`` tokens, the greatest common divisor of the page sizes of
     the prefix-cached groups; ``max_cached_page_size`` is the largest of these sizes, and ``num_hit_tokens``, of which hits have
-    a multiple, their least common multiple, and that of the intervals at which states are kept. So at multiples of it all states
-    are kept: ``checkpoint_interval``, None without such states.
+    a multiple, their least common multiple, and that of the intervals at which states are kept. All states are kept at
+    multiples of it: ``checkpoint_interval``, None without such states.
     """
 
     def __init__(
@@ -59,12 +58,13 @@ class CacheCoordinator(ABC):
         )
         cached = [manager for manager in self.single_type_managers if manager.is_prefix_cached]
         page_sizes = [manager.page_size for manager in cached if not manager.is_state]
-        intervals = [manager.checkpoint_interval for manager in cached if isinstance(manager, MambaManager)]
+        states = [manager for manager in cached if isinstance(manager, MambaManager)]
+        intervals = [manager.checkpoint_interval or 1 for manager in states]
         self.hash_page_size = gcd(*(page_sizes or intervals)) or 1
         self.max_cached_page_size = max(page_sizes, default=self.hash_page_size)
         self.num_hit_tokens = lcm(*page_sizes, *intervals)
         self.checkpoint_interval = self.num_hit_tokens if intervals and enable_caching else None
-        _check_intervals(intervals, self.hash_page_size, self.num_hit_tokens)
+        _check_intervals(intervals, self.hash_page_size)
         for manager in cached:
             manager.entry_size = self.num_hit_tokens if manager.is_state else manager.page_size
             manager.num_hashes_per_page = manager.entry_size // self.hash_page_size
@@ -248,16 +248,13 @@ class UnitaryCacheCoordinator(HybridCacheCoordinator):
         super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, enable_caching, page_pool)
 
 
-def _check_intervals(intervals: Sequence[int], hash_page_size: int, num_hit_tokens: int) -> None:
+def _check_intervals(intervals: Sequence[int], hash_page_size: int) -> None:
     """Raise ArgumentError unless states are kept where hashes end."""
     for interval in intervals:
         if interval % hash_page_size:
-            raise ArgumentError(f"checkpoint_interval: got {interval}, allowed: multiples of {hash_page_size}, the page size")
-    if num_hit_tokens > MAX_SIZE:
-        raise ArgumentError(
-            f"checkpoint_interval: got a least common multiple with the page sizes of {num_hit_tokens}, "
-            f"allowed: at most {MAX_SIZE}"
-        )
+            raise ArgumentError(
+                f"checkpoint_interval: got {interval}, allowed: multiples of {hash_page_size}, the tokens of a hash"
+            )
 
 
 def get_kv_cache_coordinator(

@@ -63,10 +63,17 @@ class RunningBatch(RunningRows):
     """
 
     def __init__(
-        self, manager: CacheManager, page_table: PageTable | MultiGroupPageTable, *, data_parallel_size: int | None = None
+        self,
+        manager: CacheManager,
+        page_table: PageTable | MultiGroupPageTable,
+        *,
+        data_parallel_size: int | None = None,
+        dedupe: bool = False,
     ) -> None:
         """`page_table` has a table for each group of the manager; a `PageTable` serves one group. `data_parallel_size` divides
-        the pool into shards for `admit`'s `dp_shard`.
+        the pool into shards for `admit`'s `dp_shard`. With `dedupe` a row that filled a page with the same tokens as another
+        did before takes that page, and gives its own back, when it grows next; the table shows it. That costs a look-up for
+        each page.
 
         ArgumentError if they do not fit together, or if the manager caches with a `hash_algo` other than ``"siphash128"``: a
         step hashes natively. Each row's memory is reserved for the maximum length and touched only as the row grows: 4 bytes a
@@ -85,6 +92,7 @@ class RunningBatch(RunningRows):
             hash_page_size,
             _native_key_of(manager),
             size if is_divided else 0,
+            bool(dedupe),
         )
         self._manager = manager
         self._data_parallel_size = size or None
@@ -194,9 +202,9 @@ class RunningBatch(RunningRows):
         return keyed
 
     def take_copies(self) -> PageCopies:
-        """`CacheManager.take_copies`: there is one list for the manager and its batches. Until copies are taken, `step`, `grow`,
-        `trim` and `undo` raise CopiesDueError for rows whose pages they read or write. A row that is released drops the copies into
-        its pages.
+        """`CacheManager.take_copies`: there is one list for the manager and its batches. Until copies are taken, `step`,
+        `grow`, `trim` and `undo` raise CopiesDueError for rows whose pages they read or write. A row that is released drops the
+        copies into its pages.
         """
         return self._manager.take_copies()
 
@@ -211,16 +219,18 @@ class RunningBatch(RunningRows):
                 raise RowIndexError(f"row: got {row} (at {i}), allowed: 0 to {self.num_tokens.size - 1}")
         interval = self._manager.checkpoint_interval or self.max_num_tokens
         num_computed = self.num_computed_tokens[row_ids].astype(np.int64)
-        return np.minimum(num_computed - num_computed % interval + interval, self.max_num_tokens).astype(np.int32)
+        checkpoints = num_computed - num_computed % interval + interval
+        return np.array(np.minimum(checkpoints, self.max_num_tokens), dtype=np.int32)
 
-    def fork(self, row: int, targets: Sequence[int] | npt.NDArray[np.integer]) -> None:
-        """Let free rows go on from the computed tokens of an admitted row, after the step that computed them: for parallel samples
-        and beams. Targets share the full pages, and get copies of the open page of each group, and of states: see `take_copies`.
+    def fork(self, row: int, targets: Sequence[int] | npt.NDArray[np.int32]) -> None:
+        """Let free rows go on from the computed tokens of an admitted row, after the step that computed them: for parallel
+        samples and beams. Targets share the full pages, and get copies of the open page of each group, and of states: see
+        `take_copies`.
 
-        They know the same tokens, and their ``num_cached_tokens`` are the row's. ArgumentError for a row that is not admitted, for
-        targets that are or are repeated, and without any; RowIndexError outside the table, CopiesDueError while copies into the
-        row's pages are due, OutOfPagesError if too few pages are free. Nothing is changed then. O(pages and tokens of a row) for
-        each target, native.
+        They know the same tokens, and their ``num_cached_tokens`` are the row's. ArgumentError for a row that is not admitted,
+        for targets that are or are repeated, and without any; RowIndexError outside the table, CopiesDueError while copies into
+        the row's pages are due, OutOfPagesError if too few pages are free. Nothing is changed then. O(pages and tokens of a
+        row) for each target, native.
 
         >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)

@@ -60,6 +60,7 @@ ORDER = [
     "manager.lookups",
     "manager.pins",
     "manager.retention",
+    "manager.copies",
     "manager.slots",
     "manager.cache_manager",
     "manager",

@@ -6,9 +6,9 @@ from pagepool.core.copies cimport has_copies_due
 from pagepool.core.entering cimport Contents, Waiting
 from pagepool.core.holdings cimport Held, Holding, Limits, limits_of
 from pagepool.core.platform cimport GUARDS
-from pagepool.core.records cimport Pool
+from pagepool.core.records cimport NO_GROUP, Pool
 from pagepool.core.rows cimport Rows, clear_from, write_ids
-from pagepool.core.rules cimport Group
+from pagepool.core.rules cimport Group, is_state
 from pagepool.core.siphash cimport Digest
 
 cdef struct ExtraKey:         # what enters the hash of a page besides its tokens
@@ -56,6 +56,7 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     bint skips_pages          # whether pages of any group fall out of a window
     bint has_state            # whether any group is a state
     bint keeps_states         # whether checkpoints of any are kept
+    bint unifies_pages        # whether rows share pages that got the same tokens
     int64_t *admissions       # which admission, or change of places, a row had last
     int64_t num_admissions    # and changes of places, of all rows
 
@@ -109,6 +110,16 @@ cdef inline int64_t last_token_event(const Batch *batch, Py_ssize_t row) noexcep
     return <int64_t>batch.states[row].num_computed + batch.max_num_tokens - batch.states[row].num_tokens
 
 
+cdef inline int64_t next_comparison(const Holding *holding) noexcept nogil:
+    """The least number of computed tokens at which a page is full that was not compared with equal ones."""
+    cdef Py_ssize_t g
+    cdef int64_t num_tokens = INT32_MAX
+    for g in range(holding.num_groups):
+        if holding.groups[g].id != NO_GROUP and not is_state(&holding.groups[g].rules):
+            num_tokens = min(num_tokens, (holding.held[g].num_unique + <int64_t>1) * holding.groups[g].rules.page_size)
+    return num_tokens
+
+
 cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Compute the token count at which a page is next to be taken, entered or skipped, or the row is too short. Rows skip by
     the tokens that they had before, one token later.
@@ -120,6 +131,8 @@ cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
     event = min(event, limits.num_full)
     if limits.num_skip < event:
         event = limits.num_skip + 1
+    if batch.unifies_pages:
+        event = min(event, next_comparison(&holding) + 1)
     if has_copies_due(batch.pool, &holding):
         event = 1
     batch.states[row].next_event = <int32_t>event

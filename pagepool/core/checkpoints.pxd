@@ -3,9 +3,9 @@
 
 from libc.stdint cimport int32_t
 
-from pagepool.core.copies cimport note_copy, reserve_copies
+from pagepool.core.copies cimport note_copy
 from pagepool.core.entering cimport Contents
-from pagepool.core.holdings cimport Held
+from pagepool.core.holdings cimport Held, Holding
 from pagepool.core.index cimport enter, find_within, keep_tokens, rank
 from pagepool.core.notes cimport is_journaled, note_entry
 from pagepool.core.pages cimport take_from, take_this
@@ -13,6 +13,11 @@ from pagepool.core.queue cimport find_held_free, has_free_pages
 from pagepool.core.records cimport NULL_PAGE, Origin, Pool, Ranking, ids_in_shard, shard_of
 from pagepool.core.rules cimport Group, full_entries, keeps_checkpoints
 from pagepool.core.siphash cimport Digest
+
+
+cdef struct Source:           # where pages come from
+    int32_t shard             # -1: anywhere
+    Py_ssize_t num_reserved   # pages to leave free
 
 
 cdef inline bint is_checkpoint_due(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
@@ -49,23 +54,18 @@ cdef inline bint enter_state(
 
 
 cdef inline bint keep_state(
-    Pool *pool,
-    const Group *group,
-    int32_t g,
-    Held *held,
-    const Contents *contents,
-    int32_t num_computed,
-    int32_t shard,
-    Py_ssize_t num_reserved,
+    Pool *pool, const Holding *holding, int32_t g, const Contents *contents, int32_t num_computed, const Source *source
 ) noexcept nogil:
     """Make the working page a checkpoint if it is one, a page is free for the next working page, and there is no such
-    checkpoint; whether it was.
+    checkpoint; whether it was. There is room for a copy.
     """
+    cdef const Group *group = &holding.groups[g]
+    cdef Held *held = &holding.held[g]
     cdef int32_t page_id = held.ids[0]
-    cdef bint is_kept = has_free_pages(pool, 1, num_reserved, shard) and find_held_free(pool, 1) == NULL_PAGE
-    is_kept = is_kept and reserve_copies(pool, 1) and enter_state(pool, group, held, contents, num_computed)
+    cdef bint is_kept = has_free_pages(pool, 1, source.num_reserved, source.shard) and find_held_free(pool, 1) == NULL_PAGE
+    is_kept = is_kept and enter_state(pool, group, held, contents, num_computed)
     if is_kept:
-        take_from(pool, held.ids, 1, shard)
+        take_from(pool, held.ids, 1, source.shard)
         note_copy(pool, page_id, held, 0, g)
     held.num_cached = full_entries(&group.rules, num_computed)
     return is_kept

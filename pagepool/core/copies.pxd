@@ -7,7 +7,7 @@ from pagepool.core.records cimport Copies, PageCopy, Pool, resize
 from pagepool.core.references cimport put_back_held
 
 
-cdef inline bint reserve_copies(Pool *pool, Py_ssize_t n) noexcept nogil:
+cdef inline bint reserve_copies(Pool *pool, Py_ssize_t n) noexcept:
     """Allocate room for `n` copies more; False where memory is short."""
     cdef Py_ssize_t capacity = max(<Py_ssize_t>8, pool.copies.capacity)
     while capacity < pool.copies.num + n:
@@ -39,15 +39,6 @@ cdef inline bint awaits_copies(const Pool *pool, const Holding *holding) noexcep
     return False
 
 
-cdef inline bint has_copies_due(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Whether pages that are held are source or destination of a copy that is due, so that no token may be written to them."""
-    cdef Py_ssize_t g
-    for g in range(holding.num_groups if pool.copies.num else 0):
-        if holding.held[g].read_list == pool.copies.list_number:
-            return True
-    return awaits_copies(pool, holding)
-
-
 cdef inline bint is_held_last(const Held *held, int32_t page_id) noexcept nogil:
     """Whether a page is held; one of the last is found first."""
     cdef int32_t i
@@ -55,6 +46,18 @@ cdef inline bint is_held_last(const Held *held, int32_t page_id) noexcept nogil:
         if held.ids[i] == page_id:
             return True
     return False
+
+
+cdef inline bint has_copies_due(const Pool *pool, const Holding *holding) noexcept nogil:
+    """Whether pages that are held are source or destination of a copy that is due, so that no token may be written to them."""
+    cdef const Held *held
+    cdef Py_ssize_t g, i
+    for g in range(holding.num_groups if pool.copies.num else 0):
+        held = &holding.held[g]
+        for i in range(pool.copies.num if held.read_list == pool.copies.list_number else 0):
+            if pool.copies.items[i].group == g and is_held_last(held, pool.copies.items[i].src):
+                return True
+    return awaits_copies(pool, holding)
 
 
 cdef inline void drop_copies(Pool *pool, const Holding *holding) noexcept nogil:

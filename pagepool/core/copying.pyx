@@ -3,7 +3,6 @@
 cimport cython
 from libc.stdint cimport int32_t
 
-from pagepool.core.arguments cimport array_of
 from pagepool.core.copies cimport end_copies
 from pagepool.core.records cimport Pool
 from pagepool.core.store cimport PageStore

@@ -19,7 +19,8 @@ cdef enum ForkOutcome:
 
 cdef inline bint has_open_page(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
     """Whether further tokens are written to a page that has some."""
-    return full_pages(&group.rules, num_computed) < min(pages_for(&group.rules, num_computed), held.num_pages)
+    cdef int32_t place = full_pages(&group.rules, num_computed)
+    return place < min(pages_for(&group.rules, num_computed), held.num_pages) and held.ids[place] != NULL_PAGE
 
 
 cdef inline Py_ssize_t count_open_pages(const Holding *holding, int32_t num_computed) noexcept nogil:
@@ -31,7 +32,7 @@ cdef inline Py_ssize_t count_open_pages(const Holding *holding, int32_t num_comp
 
 cdef inline ForkOutcome check_fork(
     Pool *pool, const Holding *source, int32_t num_computed, Py_ssize_t num_targets, int32_t shard
-) noexcept nogil:
+) noexcept:
     """Whether a fork can be made, for which there is room in the list of copies then."""
     cdef Py_ssize_t g, num_new = count_open_pages(source, num_computed) * num_targets
     if num_new > count_free_in(pool, shard):
@@ -53,9 +54,12 @@ cdef inline void share(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void fork_group(
-    Pool *pool, const Group *group, int32_t g, Held *source, Held *target, int32_t num_computed, int32_t shard
+    Pool *pool, const Holding *forked, const Holding *new, int32_t g, int32_t num_computed, int32_t shard
 ) noexcept nogil:
-    """Let `target`, which holds nothing and has room for the pages, go on from the computed tokens of `source`."""
+    """Let what holds nothing in a group, and has room for the pages, go on from the computed tokens of what is forked."""
+    cdef const Group *group = &forked.groups[g]
+    cdef Held *source = &forked.held[g]
+    cdef Held *target = &new.held[g]
     cdef int32_t *ids = target.ids
     cdef int32_t i, n = full_pages(&group.rules, num_computed)
     for i in range(n):
@@ -64,7 +68,10 @@ cdef inline void fork_group(
         memcpy(ids, source.ids, n * sizeof(int32_t))
     target[0] = source[0]
     target.ids, target.num_pages, target.num_skipped = ids, n, min(source.num_skipped, n)
-    target.num_hits = source.num_cached if is_state(&group.rules) else n
+    if not is_state(&group.rules):
+        target.num_cached = min(source.num_cached, n)
+    target.num_hits = target.num_cached if is_state(&group.rules) else n
+    target.num_unique = min(source.num_unique, n)
     target.read_list = 0
     if has_open_page(group, source, num_computed):
         share(pool, source.ids[n])

@@ -7,15 +7,16 @@ from pagepool.core.batch cimport (
     Batch, DueRow, Grown, Growth, RowState, amount, claim_row, contents_of, held_by, holding_of, is_row, last_token_event,
     plan_next_event, room_for, start_call, tokens_of,
 )
-from pagepool.core.checkpoints cimport enter_state, is_checkpoint_due, keep_state
+from pagepool.core.checkpoints cimport Source, enter_state, is_checkpoint_due, keep_state
 from pagepool.core.copies cimport has_copies_due
 from pagepool.core.entering cimport Contents, enter_waiting
 from pagepool.core.holdings cimport Held, Holding, count_new_pages, find_lost_page, skip_pages, take_missing
 from pagepool.core.platform cimport GUARDS
 from pagepool.core.queue cimport count_free_in
 from pagepool.core.records cimport NULL_PAGE
-from pagepool.core.row_hashes cimport enter_row
+from pagepool.core.row_hashes cimport enter_row, hash_row
 from pagepool.core.rows cimport blank, write_ids
+from pagepool.core.unifying cimport unify_pages
 
 
 cdef inline void skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
@@ -34,13 +35,15 @@ cdef inline void skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) no
 cdef inline void keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Keep the states after `num_computed` tokens, as far as they are due, and show the next working pages in the table."""
     cdef Contents contents = contents_of(batch, row, num_computed)
-    cdef int32_t shard = batch.states[row].shard
+    cdef Source source = Source(batch.states[row].shard, 0)
+    cdef Holding holding = holding_of(batch, row)
     cdef Held *held
     cdef Py_ssize_t g
+    hash_row(batch, row, num_computed)
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
         if is_checkpoint_due(&batch.groups[g], held, num_computed):
-            if keep_state(batch.pool, &batch.groups[g], <int32_t>g, held, &contents, num_computed, shard, 0):
+            if keep_state(batch.pool, &holding, <int32_t>g, &contents, num_computed, &source):
                 write_ids(batch.tables[g], row, 0, held.ids, 1)
                 batch.tables[g].version += 1
 
@@ -51,6 +54,7 @@ cdef inline void keep_last_states(Batch *batch, Py_ssize_t row) noexcept nogil:
     cdef Contents contents = contents_of(batch, row, num_computed)
     cdef Held *held
     cdef Py_ssize_t g
+    hash_row(batch, row, num_computed)
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
         if is_checkpoint_due(&batch.groups[g], held, num_computed):
@@ -79,14 +83,17 @@ cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexc
     """Do what is due for a counted row; False, without any room taken, if too few pages are free."""
     cdef int32_t row = batch.checked_rows[due.at]
     cdef int32_t num_tokens = batch.states[row].num_computed
+    cdef int32_t num_before = num_tokens - amount(&growth.num_new_tokens, due.at)
+    if batch.unifies_pages:
+        unify_pages(batch, row, num_before)
     if batch.skips_pages:
-        skip_row(batch, row, num_tokens - amount(&growth.num_new_tokens, due.at))
+        skip_row(batch, row, num_before)
     if due.num_new_pages:
         if due.num_new_pages > count_free_in(batch.pool, batch.states[row].shard):
             return False
         take_pages(batch, row, room_for(batch, num_tokens, amount(&growth.num_ahead, due.at)), growth)
     if batch.keeps_states:
-        keep_row_states(batch, row, num_tokens - amount(&growth.num_new_tokens, due.at))
+        keep_row_states(batch, row, num_before)
     enter_row(batch, row, num_tokens)
     plan_next_event(batch, row)
     return True
@@ -101,8 +108,9 @@ cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t n
         return False
     if has_copies_due(batch.pool, &holding):
         return False
-    if GUARDS and (batch.skips_pages or batch.keeps_states) and find_lost_page(batch.pool, &holding, batch.states[row].num_computed) != NULL_PAGE:
-        return False
+    if GUARDS and (batch.skips_pages or batch.keeps_states):
+        if find_lost_page(batch.pool, &holding, batch.states[row].num_computed) != NULL_PAGE:
+            return False
     batch.due_rows[growth.num_due] = DueRow(
         <int32_t>i, <int32_t>min(count_new_pages(&holding, num_room_tokens), <int64_t>INT32_MAX)
     )

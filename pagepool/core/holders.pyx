@@ -11,7 +11,7 @@ from pagepool.core.request_pages cimport RequestPages
 from pagepool.core.row_hashes cimport hash_page_of
 from pagepool.core.row_memory cimport RowMemory
 from pagepool.core.rows cimport Rows
-from pagepool.core.rules cimport Group, is_state, pages_for
+from pagepool.core.rules cimport Group, full_pages, is_state, pages_for
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 
@@ -42,7 +42,11 @@ def check_rows(RowMemory rows not None, requests) -> None:
     cdef int32_t[::1] counts = np.zeros(rows.store.pool.num_pages, dtype=np.int32)
     cdef str flaw
     rows.enter_call()
-    flaw = find_flaw_in_rows(rows, &counts[0]) or find_flaw_in_requests(rows.store, &counts[0], checked)
+    flaw = (
+        find_flaw_in_rows(rows, &counts[0])
+        or find_flaw_in_requests(rows.store, &counts[0], checked)
+        or find_shared_open_page(rows, &counts[0])
+    )
     rows.let_go()
     if flaw is not None:
         raise IntegrityError(flaw)
@@ -120,6 +124,22 @@ cdef str find_flaw_in_rows(RowMemory rows, int32_t *counts):
                 flaw = find_flaw_in_table(rows, row, g)
             if flaw is not None:
                 return f"row {row}, group {g}: {flaw}"
+    return None
+
+
+cdef str find_shared_open_page(RowMemory rows, int32_t *counts):
+    """The pages to which rows write stand in no other row or request, copies that are due aside, which `counts` has too."""
+    cdef Held *held
+    cdef Py_ssize_t row, g, i
+    cdef int32_t start
+    for i in range(rows.store.pool.copies.num):
+        counts[rows.store.pool.copies.items[i].src] -= 1
+    for row in range(rows.batch.num_rows):
+        for g in range(rows.batch.num_groups):
+            held, start = held_by(&rows.batch, row, g), rows.batch.states[row].num_computed
+            for i in range(full_pages(&rows.batch.groups[g].rules, start), held.num_pages):
+                if counts[held.ids[i]] > 1 and held.ids[i] != NULL_PAGE:
+                    return f"row {row}, group {g}: page {held.ids[i]} (at {i}), to which it writes, has another holder"
     return None
 
 

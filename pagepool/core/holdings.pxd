@@ -229,6 +229,7 @@ cdef inline void enter_from(Held *held, int32_t place) noexcept nogil:
     """Let pages from `place` on be entered, and ranked, again."""
     held.num_cached = min(held.num_cached, place)
     held.num_hits = min(held.num_hits, place)
+    held.num_unique = min(held.num_unique, place)
     held.ranking.num_ranked = min(held.ranking.num_ranked, place)
 
 

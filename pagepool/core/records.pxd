@@ -201,7 +201,7 @@ cdef struct Pool:
     Copies copies
 
 
-cdef inline bint resize(void **memory, size_t size) noexcept nogil:
+cdef inline bint resize(void **memory, size_t size) noexcept:
     """Reallocate an array; False, and nothing changed, where memory is short."""
     cdef void *resized = realloc(memory[0], size)
     if resized != NULL:

@@ -52,10 +52,14 @@ cdef class RequestPages:
     cdef Outcome take_locked(self, tuple hits, HashChain chain, tuple new, Demand *demand) noexcept
     cdef bint reserve(self, tuple hits, tuple new, int64_t num_tokens) noexcept
     cdef int refuse_hits(self, tuple hits, HashChain chain) except -1
+    cdef int32_t find_shard(self) noexcept
     cdef bint make_room(self, const Holding *source) noexcept
     cdef void enter_states(self, const Contents *contents, int64_t num_tokens) noexcept
 
 
+cdef void lock_chain(HashChain chain) noexcept
+cdef void unlock_chain(HashChain chain) noexcept
+cdef void set_contents(Contents *contents, HashChain chain) noexcept
 cdef tuple checked_hits(PageStore store, object hits, const Holding *holding)
 cdef Py_ssize_t count_all_free_hits(
     const Pool *pool, const Holding *holding, tuple hits, HashChain chain, const Digest *digests, Py_ssize_t num_digests

@@ -7,10 +7,9 @@ from cpython.mem cimport PyMem_RawRealloc as realloc
 from libc.stdint cimport INT64_MAX
 
 from pagepool.core.arguments cimport as_list, as_shard, group_of, size_of
-from pagepool.core.checkpoints cimport adopt_state, enter_state, is_checkpoint_due, keep_state
+from pagepool.core.checkpoints cimport adopt_state, enter_state, is_checkpoint_due
 from pagepool.core.copies cimport awaits_copies, drop_copies, has_copies_due, note_copy, reserve_copies
 from pagepool.core.entering cimport Contents, Waiting, enter_full_pages, enter_waiting
-from pagepool.core.forks cimport FORKED, SHORT_OF_MEMORY, UNSHAREABLE, ForkOutcome, check_fork, fork_group
 from pagepool.core.holdings cimport (
     STALE, UNTOUCHABLE, Held, attach_hits, count_free_hits, count_missing, count_places, empty, find_lost_page,
     forget_uncomputed, limits_of, list_last_first, recompute_from, skip_pages, take_missing,
@@ -20,11 +19,11 @@ from pagepool.core.index cimport is_entered_otherwise
 from pagepool.core.lookups cimport FoundIds
 from pagepool.core.pages cimport give_back, note_request
 from pagepool.core.platform cimport GIL_DISABLED
-from pagepool.core.queue cimport count_free_in, find_held_free
-from pagepool.core.records cimport NO_GROUP, NULL_PAGE, is_free, is_pinned
+from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages
+from pagepool.core.records cimport NO_GROUP, NULL_PAGE, is_free, is_pinned, shard_of
 from pagepool.core.rules cimport MAX_TOKENS, first_useful_page, is_state, pages_for
 
-from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, PageHashError, PageIdError
+from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, PageHashError
 
 cdef int64_t MOST_PAGES = INT64_MAX >> 1
 
@@ -363,7 +362,7 @@ cdef class RequestPages:
         cdef tuple checked = by_group(hits, &self.holding)
         cdef const Group *group
         cdef const Held *held
-        cdef int64_t num_full, num_wanted = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
+        cdef int64_t num_full, num_entered, num_wanted = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
         cdef int32_t bad = NULL_PAGE
         cdef Py_ssize_t g, i, bad_at = 0, num_pages = 0
         cdef bint is_due = False
@@ -371,7 +370,8 @@ cdef class RequestPages:
             for g in range(self.holding.num_groups):
                 group, held = &self.holding.groups[g], &self.holding.held[g]
                 num_full = num_wanted // group.rules.page_size
-                if group.id == NO_GROUP or is_state(&group.rules) or num_full <= max(held.num_cached, (<PageIds>checked[g]).num if checked else 0):
+                num_entered = max(held.num_cached, (<PageIds>checked[g]).num if checked else 0)
+                if group.id == NO_GROUP or is_state(&group.rules) or num_full <= num_entered:
                     continue
                 is_due = True
                 for i in range(held.num_cached, min(num_full, held.num_pages, chain.num // group.stride)):
@@ -405,54 +405,6 @@ cdef class RequestPages:
             enter_waiting(&waiting)
             self.plan()
 
-    @property
-    def has_copies_due(self) -> bool:
-        """Whether its pages are source or destination of a copy that is due."""
-        cdef bint is_due
-        with self.store.lock:
-            is_due = has_copies_due(&self.store.pool, &self.holding)
-        return is_due
-
-    def is_checkpoint_due(self, num_computed_tokens) -> bool:
-        """Whether a state has come to, or past, the next multiple of its interval. O(groups)."""
-        cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
-        cdef int32_t num = <int32_t>min(num_computed, <int64_t>MAX_TOKENS)
-        cdef Py_ssize_t g
-        cdef bint is_due = False
-        with self.store.lock:
-            for g in range(self.holding.num_groups):
-                is_due = is_due or is_checkpoint_due(&self.holding.groups[g], &self.holding.held[g], num)
-        return is_due
-
-    def fork(self, RequestPages target not None, num_computed_tokens, shard=None, num_shards=0) -> bool:
-        """Let `target`, which holds nothing, go on from the computed tokens of this one: full pages are shared, the others copied.
-        False, and nothing changed, if too few pages are free. PageIdError for a page that cannot be shared. O(pages).
-        """
-        cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, self.limits.num_room)
-        cdef int32_t divided = <int32_t>size_of(num_shards, "data_parallel_size", 0)
-        cdef int32_t checked_shard = as_shard(shard, divided)
-        cdef ForkOutcome outcome = SHORT_OF_MEMORY
-        cdef Py_ssize_t g
-        if target is self or target.store is not self.store or target.groups is not self.groups or len(target):
-            raise ArgumentError("target: got one of another pool or other groups, or that holds pages")
-        self.store.lock_divided(divided)
-        if target.make_room(&self.holding):
-            outcome = check_fork(&self.store.pool, &self.holding, <int32_t>num_computed, 1, checked_shard)
-        if outcome == FORKED:
-            for g in range(self.holding.num_groups):
-                fork_group(
-                    &self.store.pool, &self.holding.groups[g], <int32_t>g, &self.holding.held[g], &target.holding.held[g],
-                    <int32_t>num_computed, checked_shard,
-                )
-            self.plan()
-            target.plan()
-        self.store.lock.release()
-        if outcome == SHORT_OF_MEMORY:
-            raise MemoryError("the page ids of a request")
-        if outcome == UNSHAREABLE:
-            raise PageIdError("a page of the request cannot have a further reference, or a free page has one")
-        return outcome == FORKED
-
     cdef bint make_room(self, const Holding *source) noexcept:
         """Allocate room for the pages that another request holds; False where memory is short."""
         cdef Py_ssize_t g
@@ -464,45 +416,14 @@ cdef class RequestPages:
             self.holding.held[g].ids = ids
         return True
 
-    @property
-    def awaits_copies(self) -> bool:
-        """Whether its pages are the destination of a copy that is due."""
-        cdef bint is_due
-        with self.store.lock:
-            is_due = awaits_copies(&self.store.pool, &self.holding)
-        return is_due
-
-    def keep_states(
-        self, HashChain chain not None, num_computed_tokens, context=0, shard=None, num_shards=0, num_reserved=0
-    ) -> tuple:
-        """Keep the states after `num_computed_tokens` tokens as checkpoints, as far as pages are free, and return the next
-        working page of each group that has one. O(groups).
-        """
-        cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
-        cdef int32_t num = <int32_t>min(num_computed, <int64_t>MAX_TOKENS)
-        cdef int32_t divided = <int32_t>size_of(num_shards, "data_parallel_size", 0)
-        cdef int32_t checked_shard = as_shard(shard, divided)
-        cdef Py_ssize_t g, reserved = size_of(num_reserved, "num_reserved_pages")
-        cdef Contents contents = Contents(NULL, NULL, 0, self.store.checked_context(context))
-        cdef tuple new = tuple([PageIds.__new__(PageIds) for _ in range(self.holding.num_groups)])
-        cdef Held *held
-        for g in range(self.holding.num_groups):
-            (<PageIds>new[g]).reserve(1)
-        lock_chain(chain)
-        try:
-            self.store.lock_divided(divided)
-            set_contents(&contents, chain)
-            for g in range(self.holding.num_groups if num_computed <= <int64_t>chain.num * chain.page_size else 0):
-                held = &self.holding.held[g]
-                if is_checkpoint_due(&self.holding.groups[g], held, num) and keep_state(
-                    &self.store.pool, &self.holding.groups[g], <int32_t>g, held, &contents, num, checked_shard, reserved
-                ):
-                    (<PageIds>new[g]).put(held.ids, 1)
-            self.plan()
-            self.store.lock.release()
-        finally:
-            unlock_chain(chain)
-        return new
+    cdef int32_t find_shard(self) noexcept:
+        """The shard of the first page, if the pool is divided into shards, or -1."""
+        cdef Py_ssize_t g, i
+        for g in range(self.holding.num_groups if self.store.pool.num_shards else 0):
+            for i in range(self.holding.held[g].num_pages):
+                if self.holding.held[g].ids[i] != NULL_PAGE:
+                    return shard_of(&self.store.pool, self.holding.held[g].ids[i])
+        return -1
 
     def skip(self, num_computed_tokens) -> None:
         """Give back the pages that no token from `num_computed_tokens` on attends to. The null page takes their places.
@@ -577,10 +498,10 @@ cdef class RequestPages:
         if num_free_hits < 0:
             return WRONG_HIT
         num_needed = num_new + num_free_hits
-        if num_needed and num_needed + demand.num_reserved > pool.num_free:
+        if not has_free_pages(pool, num_needed, demand.num_reserved, demand.shard):
             num_adopted = count_adoptable(pool, &self.holding, hits)
-            if num_needed - num_adopted + demand.num_reserved > pool.num_free:
-                return SHORT
+        if num_needed and num_needed - num_adopted + demand.num_reserved > pool.num_free:
+            return SHORT
         demand.held_free = find_held_free(pool, num_needed)
         if demand.held_free != NULL_PAGE:
             return HELD_FREE
@@ -653,15 +574,16 @@ cdef class RequestPages:
     def give_back(self, num_computed_tokens=None, HashChain chain=None, num_last_tokens=0, context=0) -> None:
         """Give back all pages, group by group, the last page first; nothing is held then. O(pages).
 
-        States after `num_last_tokens` tokens become checkpoints, if they are due. Pages with tokens from `num_computed_tokens` on, which were not computed, lose the entries that they got under `chain`,
-        except hits. DoubleFreeError, and nothing changed, if somebody else gave one of the pages back.
+        States after `num_last_tokens` tokens become checkpoints, if they are due. Pages with tokens from `num_computed_tokens`
+        on, which were not computed, lose the entries that they got under `chain`, except hits. DoubleFreeError, and nothing
+        changed, if somebody else gave one of the pages back.
         """
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef int64_t num_computed = MAX_TOKENS
         cdef int64_t num_last = size_of(num_last_tokens, "num_last_tokens", 0, MAX_TOKENS)
         cdef Contents contents = Contents(NULL, NULL, 0, self.store.checked_context(context))
         cdef const Digest *digests = NULL
-        cdef Py_ssize_t g, bad = -1, num_digests = 0
+        cdef Py_ssize_t bad = -1, num_digests = 0
         cdef bint has_room
         if num_computed_tokens is not None:
             num_computed = min(size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX), num_computed)
@@ -675,7 +597,8 @@ cdef class RequestPages:
             if chain is not None:
                 digests, num_digests = chain.digests, chain.num
                 set_contents(&contents, chain)
-                self.enter_states(&contents, num_last if num_last <= <int64_t>num_digests * chain.page_size else 0)
+                if num_last <= <int64_t>num_digests * chain.page_size and not awaits_copies(&self.store.pool, &self.holding):
+                    self.enter_states(&contents, num_last)
             drop_copies(&self.store.pool, &self.holding)
             if num_computed_tokens is not None:
                 forget_uncomputed(&self.store.pool, &self.holding, <int32_t>num_computed, digests, num_digests)

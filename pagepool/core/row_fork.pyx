@@ -1,12 +1,11 @@
 """A running row goes on in several."""
 
-from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport int32_t
 from libc.string cimport memcpy
 
 from pagepool.core.batch cimport (
-    Batch, ExtraKey, RowState, digests_of, held_by, holding_of, plan_next_event, show_row, start_call, tokens_of,
+    Batch, ExtraKey, RowState, digests_of, holding_of, plan_next_event, show_row, start_call, tokens_of,
 )
 from pagepool.core.copies cimport awaits_copies
 from pagepool.core.forks cimport (
@@ -46,6 +45,7 @@ def fork_row(RowMemory rows not None, row, targets) -> None:
     if outcome == FORKED:
         for i in range(num_right):
             fill_target(batch, source, target_rows.ids[i])
+        begin_admission(batch, source)  # what it shares now cannot be taken back
         plan_next_event(batch, source)
     rows.let_go()
     if outcome != FORKED:
@@ -93,6 +93,7 @@ cdef bint copy_extra_keys(RowMemory rows, Py_ssize_t source, PageIds targets, li
 cdef void fill_target(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nogil:
     """Let a free row be what another is."""
     cdef RowState *state = &batch.states[row]
+    cdef Holding forked = holding_of(batch, source), new = holding_of(batch, row)
     cdef Py_ssize_t g
     memcpy(tokens_of(batch, row), tokens_of(batch, source), batch.states[source].num_tokens * sizeof(int32_t))
     memcpy(digests_of(batch, row), digests_of(batch, source), batch.states[source].num_hashed * sizeof(Digest))
@@ -101,10 +102,7 @@ cdef void fill_target(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept 
     set_context(batch, row, batch.contexts[source])
     begin_admission(batch, row)
     for g in range(batch.num_groups):
-        fork_group(
-            batch.pool, &batch.groups[g], <int32_t>g, held_by(batch, source, g), held_by(batch, row, g), state.num_computed,
-            state.shard,
-        )
+        fork_group(batch.pool, &forked, &new, <int32_t>g, state.num_computed, state.shard)
         show_row(batch, row, g)
     plan_next_event(batch, row)
 

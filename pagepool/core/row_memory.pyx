@@ -72,9 +72,12 @@ cdef class RowMemory:
         enlist_lock(&self.lock_node, &self.lock, BATCH_LOCK)
 
     def __init__(
-        self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards
+        self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards,
+        bint unifies_pages=False,
     ):
-        """`tables` are `TableRows`, one for each of the `groups`, which are as in `CacheGroups`."""
+        """`tables` are `TableRows`, one for each of the `groups`, which are as in `CacheGroups`. With `unifies_pages` rows
+        share pages that got the same tokens.
+        """
         cdef tuple by_group = checked_tables(tables)
         cdef CacheGroups checked = CacheGroups(groups)
         cdef Py_ssize_t n, g, num_pool_shards = size_of(num_shards, "data_parallel_size", 0)
@@ -92,6 +95,7 @@ cdef class RowMemory:
         self.batch.groups, self.batch.num_groups = checked.groups, checked.num
         self.batch.max_num_tokens = <int32_t>num_tokens
         self.batch.hash_page_size = <int32_t>num_hash_tokens
+        self.batch.unifies_pages = unifies_pages
         n = (<TableRows>by_group[0]).rows.num_rows
         for g in range(checked.num):
             self.check_group(&checked.groups[g], &(<TableRows>by_group[g]).rows)

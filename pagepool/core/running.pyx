@@ -7,7 +7,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.arguments cimport array_of, size_of
 from pagepool.core.batch cimport Amounts, Batch, Grown, Growth, amount, claim_row, held_by, holding_of, start_call, tokens_of
-from pagepool.core.copies cimport drop_copies, has_copies_due
+from pagepool.core.copies cimport awaits_copies, drop_copies, has_copies_due, reserve_copies
 from pagepool.core.growth cimport append_tokens, check_growth, check_step, copy_rows, grow_rows, keep_last_states, uncount
 from pagepool.core.holdings cimport Held, Holding, count_new_pages, count_places, find_lost_page, list_last_first
 from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids, refuse_negative
@@ -165,7 +165,7 @@ cdef class RunningRows(RowMemory):
         num_right = self.check_rows_of(growth)
         if num_right == growth.num_rows:
             growth.max_num_new = min(growth.max_num_new, self.store.pool.num_pages)  # each page is taken once at most
-            has_room = result.reserve(growth.max_num_new)
+            has_room = result.reserve(growth.max_num_new) and self.reserve_states(growth.num_due)
             held_free = find_held_free(&self.store.pool, growth.max_num_new)
         if num_right == growth.num_rows and has_room and held_free == NULL_PAGE:
             result.num_grown = self.grow_checked(growth)
@@ -178,6 +178,10 @@ cdef class RunningRows(RowMemory):
             raise MemoryError(f"{growth.max_num_new} new pages")
         self.store.check_untaken(held_free)
         return result
+
+    cdef bint reserve_states(self, Py_ssize_t num_rows) noexcept:
+        """Allocate room for the copies of states that rows may keep; False where memory is short."""
+        return not self.batch.keeps_states or reserve_copies(&self.store.pool, num_rows * self.batch.num_groups)
 
     cdef Py_ssize_t check_rows_of(self, Growth *growth) noexcept:
         """How many rows there are before the first that is wrong. The others are counted as grown."""
@@ -403,8 +407,9 @@ cdef class RunningRows(RowMemory):
         for i in range(num_rows if bad < 0 else 0):
             row = self.batch.checked_rows[i]
             holding = holding_of(&self.batch, row)
-            if computed.values == NULL or amount(computed, i) == self.batch.states[row].num_computed:
-                keep_last_states(&self.batch, row)
+            if self.batch.keeps_states and not awaits_copies(&self.store.pool, &holding):
+                if computed.values == NULL or amount(computed, i) == self.batch.states[row].num_computed:
+                    keep_last_states(&self.batch, row)
             drop_copies(&self.store.pool, &holding)
             if computed.values != NULL:
                 forget_row(&self.batch, row, amount(computed, i))

@@ -15,33 +15,28 @@ from pagepool.core.siphash cimport Digest
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 
-cdef Py_ssize_t list_checkpoints(
-    Pool *pool, const Group *group, const int32_t *ids, Range pages, const Digest *digests, PageIds found
-) noexcept:
-    """List a state's checkpoints. Returns whether the last of `ids`, if it is one that was hit, is not among them."""
-    cdef int32_t i, page_id = NULL_PAGE
-    for i in range(pages.start, pages.stop):
-        page_id = find(pool, digests[(i + 1) * group.stride - 1], group.id)
-        if page_id != NULL_PAGE:
-            found.put(&page_id, 1)
+cdef struct Listed:           # pages of a group
+    const int32_t *ids
+    Py_ssize_t num
+    Range places              # those within a span
 
 
 cdef Py_ssize_t list_cached(
-    Pool *pool, const Group *group, const int32_t *ids, Py_ssize_t n, Range pages, const Digest *digests, PageIds found
+    Pool *pool, const Group *group, const Listed *listed, const Digest *digests, PageIds found
 ) noexcept:
-    """List those of a group's pages, or of a state's checkpoints, that are cached under their digests. Returns how many pages are
-    not, null pages aside.
+    """List those of a group's pages, or of a state's checkpoints, that are cached under their digests. Returns how many pages
+    are not, null pages aside.
     """
     cdef Py_ssize_t num_missed = 0
     cdef int32_t i, page_id
     cdef Digest key
-    for i in range(pages.start, pages.stop):
+    for i in range(listed.places.start, listed.places.stop):
         key = digests[(i + 1) * group.stride - 1]
-        page_id = find(pool, key, group.id) if is_state(&group.rules) else ids[i]
+        page_id = find(pool, key, group.id) if is_state(&group.rules) else listed.ids[i]
         if page_id != NULL_PAGE and has_key(&pool.pages[page_id], key, group.id):
             found.put(&page_id, 1)
         else:
-            num_missed += i < n and ids[i] != NULL_PAGE
+            num_missed += i < listed.num and listed.ids[i] != NULL_PAGE
     return num_missed
 
 
@@ -88,11 +83,11 @@ cdef class TokenSpan:
         cdef const Group *group
         cdef PageIds listed
         cdef Py_ssize_t g, num_missed = 0
-        cdef Range pages
+        cdef Listed pages
         for g in range(len(checked)):
             group, listed = &groups.groups[g], checked[g]
-            pages = self.pages_of(group, listed.num, chain.num)
-            num_missed += list_cached(&self.store.pool, group, listed.ids, listed.num, pages, chain.digests, found)
+            pages = Listed(listed.ids, listed.num, self.pages_of(group, listed.num, chain.num))
+            num_missed += list_cached(&self.store.pool, group, &pages, chain.digests, found)
         return num_missed
 
     cdef bint list_row(self, RowMemory rows, Py_ssize_t row, PageIds found) noexcept:
@@ -100,13 +95,15 @@ cdef class TokenSpan:
         cdef const Group *group
         cdef Held *held
         cdef Py_ssize_t g
-        cdef Range pages
+        cdef Range places
+        cdef Listed listed
         for g in range(rows.batch.num_groups if rows.batch.states[row].is_admitted else 0):
             group, held = &rows.batch.groups[g], held_by(&rows.batch, row, g)
-            pages = self.pages_of(group, held.num_pages, rows.batch.states[row].num_hashed)
-            if not found.try_reserve(max(0, pages.stop - pages.start)):
+            places = self.pages_of(group, held.num_pages, rows.batch.states[row].num_hashed)
+            if not found.try_reserve(max(0, places.stop - places.start)):
                 return False
-            list_cached(&self.store.pool, group, held.ids, held.num_pages, pages, digests_of(&rows.batch, row), found)
+            listed = Listed(held.ids, held.num_pages, places)
+            list_cached(&self.store.pool, group, &listed, digests_of(&rows.batch, row), found)
         return True
 
     cdef Py_ssize_t checked_row(self, RowMemory rows, object row) except -1:

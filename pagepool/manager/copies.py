@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from pagepool._core import PageCopies, take_copies
+from pagepool._core import PageCopies, check_copies_taken, fork_request, take_copies
 from pagepool.arguments import id_of, read_count
-from pagepool.errors import ArgumentError, CopiesDueError, shown
+from pagepool.errors import ArgumentError, shown
 from pagepool.manager.cache_pages import CachePages
 from pagepool.manager.retention import PrefixRetention
 
@@ -25,8 +25,8 @@ class CopiedPages(PrefixRetention):
         the step that reads their destinations. Empty if none is due; nothing is allocated then.
 
         Copies are noted where a state becomes a checkpoint, where one is hit, and by `fork`. Until they are taken their sources
-        are held, and `allocate_slots` raises CopiesDueError for a request whose pages they read or write. A request that is freed
-        drops the copies into its pages. See `pagepool.page_copies.copy_pages`. O(copies).
+        are held, and `allocate_slots` raises CopiesDueError for a request whose pages they read or write. A request that is
+        freed drops the copies into its pages. See `pagepool.page_copies.copy_pages`. O(copies).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -43,35 +43,35 @@ class CopiedPages(PrefixRetention):
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """The tokens between checkpoints: the least common multiple of the page sizes and the intervals of all states, since only
-        there every group can hit. None for a model without states of which checkpoints are kept.
+        """The tokens between checkpoints: the least common multiple of the page sizes and the intervals of all states, since
+        only there every group can hit. None for a model without states of which checkpoints are kept.
         """
         return self.coordinator.checkpoint_interval
 
     def find_next_checkpoint(self, request: "Request") -> int:
-        """Return the least number of tokens, above the computed ones, at which states are kept: a chunk that ends there leaves a
-        checkpoint, one that goes past it does not. At most ``max_model_len``, which is returned for models without checkpoints.
+        """Return the least number of tokens, above the computed ones, at which states are kept. A chunk that ends there
+        leaves a checkpoint, one that goes past it does not. ``max_model_len``, if that is less, and for models without checkpoints.
         """
         num_computed_tokens = read_count(request, "num_computed_tokens")
         interval = self.checkpoint_interval or self.max_model_len
         return min(num_computed_tokens - num_computed_tokens % interval + interval, self.max_model_len)
 
     def fork(self, request: "Request", new_request: "Request") -> CachePages | None:
-        """Let a new request go on from the computed tokens of another one, after the step that computed them: for parallel samples
-        and beams. It shares the full pages, and gets copies of the open page of each group, and of states.
+        """Let a new request go on from the computed tokens of another one, after the step that computed them: for parallel
+        samples and beams. It shares the full pages, and gets copies of the open page of each group, and of states.
 
         Returns all pages of the new request; None, and nothing changed, if too few pages are free. ArgumentError if `request`
-        holds no pages, or `new_request` holds some, if their ``num_computed_tokens`` differ, and if these tokens or the extra keys
-        do. CopiesDueError if copies into the pages of `request` are due. O(tokens): they are hashed.
+        holds no pages, or `new_request` holds some, if their ``num_computed_tokens`` differ, and if these tokens or the extra
+        keys do. CopiesDueError if copies into the pages of `request` are due. O(tokens): they are hashed.
         """
         with self._lock:
             held = self.coordinator.requests.get(id_of(request))
             num_tokens = self._check_fork(request, held, new_request)
             target = self.coordinator.hold_nothing()
-            self.coordinator.requests[new_request.request_id] = target  # before anything is held, so that no interrupt can lose it
+            self.coordinator.requests[new_request.request_id] = target  # before it holds pages: no interrupt can lose it
             is_forked = False
             try:
-                is_forked = held is not None and held.fork(target, num_tokens)
+                is_forked = held is not None and fork_request(held, target, num_tokens)
             finally:
                 if not target:
                     del self.coordinator.requests[new_request.request_id]
@@ -89,8 +89,7 @@ class CopiedPages(PrefixRetention):
                 f"num_computed_tokens: got {shown(num_tokens)} and {shown(num_new)}, allowed: equal, and at most "
                 f"{held.num_room_tokens}, for which there are slots"
             )
-        if held.awaits_copies:
-            raise CopiesDueError(f"request {shown(request.request_id)}: copies to its pages are due: call take_copies before")
+        check_copies_taken(held, may_be_read=True)
         if self.enable_caching and not self._lookups.share_hashes(request, new_request, num_tokens):
             raise ArgumentError(
                 f"request {shown(new_request.request_id)}: its first {num_tokens} tokens, or its extra keys, are not those of "

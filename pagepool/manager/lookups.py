@@ -83,7 +83,7 @@ class PrefixLookups(KeyHolder):
         return True
 
     def extend_named(self, request: Request, num_tokens: int) -> RequestHashes:
-        """`extend`, and name the last two keys up to `num_tokens`, where hashes have names: those of a checkpoint and its parent."""
+        """`extend`, and name the last two keys, where hashes have names: those of a checkpoint and its parent."""
         hashes = self.extend(request, num_tokens)
         last = num_tokens // self._coordinator.hash_page_size
         self.hasher.name_pages(self._store.names, hashes, max(0, last - 2), last)

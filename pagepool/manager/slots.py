@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagepool._core import PageIds, RequestPages
+from pagepool._core import PageIds, RequestPages, are_states_due, check_copies_taken, keep_states
 from pagepool.arguments import id_of, read_count
 from pagepool.coordinator import CacheCoordinator
-from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, shown
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.hashing.request_hashes import RequestHashes
 from pagepool.manager.cache_pages import CachePages
@@ -115,9 +115,8 @@ class SlotAllocator(KeyHolder):
         held = self._requests.get(request.request_id)
         is_admission = held is None
         held = held or self._coordinator.hold_nothing()
-        if held.has_copies_due:
-            raise CopiesDueError(f"request {shown(request.request_id)}: copies of its pages are due: call take_copies before")
-        is_kept = num_tokens_to_cache > 0 and not is_admission and held.is_checkpoint_due(num_computed_tokens)
+        check_copies_taken(held)
+        is_kept = num_tokens_to_cache > 0 and not is_admission and are_states_due(held, num_computed_tokens)
         kept_hashes = self._lookups.extend_named(request, num_computed_tokens) if is_kept else None
         is_full = num_tokens_to_cache > 0 and (is_admission or held.is_due(num_tokens_to_cache, num_computed_tokens))
         self._pool.find_shard(placement.dp_shard_hint, placement.data_parallel_size)  # raises before anything changes
@@ -183,12 +182,10 @@ class SlotAllocator(KeyHolder):
         placement: Placement,
     ) -> tuple[PageIds, ...]:
         """Keep states as checkpoints, and return the new pages of each group with the next working pages of states."""
-        shard, num_shards = self._find_shard(held, (), placement) or (None, 0)
+        shard = self._find_shard(held, (), placement)
         context = self.hold_context(hashes.extra_keys)
         try:
-            kept = held.keep_states(
-                hashes.chain, num_computed_tokens, context, shard, num_shards, placement.num_reserved_pages
-            )
+            kept = keep_states(held, hashes.chain, num_computed_tokens, context, shard, placement.num_reserved_pages)
         finally:
             self.release_context(context)
         return tuple(working or ids for working, ids in zip(kept, new_ids, strict=True))
@@ -214,7 +211,7 @@ class SlotAllocator(KeyHolder):
             return 0
         num_tokens = read_count(request, "num_computed_tokens")
         is_last = num_tokens % interval == 0 and num_computed_tokens in (None, num_tokens)
-        return num_tokens if is_last and held.is_checkpoint_due(num_tokens) else 0
+        return num_tokens if is_last and are_states_due(held, num_tokens) else 0
 
     def hold_context(self, extra_keys: RequestExtraKeys | None) -> int:
         """Return the int for extra keys in the core until `release_context`; 0 without keys or events."""
