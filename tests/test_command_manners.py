@@ -224,12 +224,14 @@ class TestMemory:
         """The pool has all of its pages cached."""
         code = (
             "import os; from pagepool.replay import *\n"
+            "from pagepool.replay.models.pages import ModelPages\n"
             "from pagepool.replay.simulation.runs import make_manager, make_scheduler\n"
             "records = [TraceRecord(0, 512 * 100, 1, tuple(range(100 * i, 100 * i + 100))) for i in range(400)]\n"
             "requests = make_requests(records)\n"
             "rss = lambda: int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE')\n"
             "def run(n):\n"
-            "    s = make_scheduler(make_manager(n, 16, requests), requests, max_batched_tokens=60_000, max_num_seqs=1)\n"
+            "    manager = make_manager(n, ModelPages(), requests)\n"
+            "    s = make_scheduler(manager, requests, max_batched_tokens=60_000, max_num_seqs=1)\n"
             "    return s, s.run()\n"
             "run(4000); before = rss(); s, figures = run(1_300_000); assert not figures.evicted_pages; print(rss() - before)"
         )

@@ -18,6 +18,7 @@ pytest.importorskip("click")
 pytest.importorskip("rich")
 from command_line import invoke
 
+from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans import command
 from pagepool.replay.plans.command import choose_simulations
 from pagepool.replay.plans.policies import PolicySimulator
@@ -71,7 +72,7 @@ class TestSimulator:
             num_pages = 2 + int(rng.integers(30, 120)) // page_size
             counted = PolicySimulator(requests, page_size, max_batched_tokens).count_hits(eviction, num_pages)
             for batched in (False, True):
-                manager = make_manager(num_pages, page_size, requests, eviction=eviction)
+                manager = make_manager(num_pages, ModelPages(page_size), requests, eviction=eviction)
                 limits = {"max_num_batched_tokens": max_batched_tokens, "max_num_seqs": 1}
                 figures = Scheduler(manager, [replace(each) for each in requests], batched=batched, **limits).run()
                 assert counted == figures.hit_tokens

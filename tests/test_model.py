@@ -1,4 +1,4 @@
-"""Bytes of a page, from configurations of real models."""
+"""Bytes of pages and states, from configurations of real models."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from pagepool.errors import ArgumentError
-from pagepool.replay.plans.model import read_page_bytes
+from pagepool.replay.models.pages import ModelPages, list_intervals, read_model
+from pagepool.specs import MambaSpec
 
 LLAMA = {
     "num_hidden_layers": 32,
@@ -25,10 +26,86 @@ LATENT = {
 }
 
 
-def page_bytes_of(folder: Path, config: object, kv_dtype: str | None = None) -> int:
+ATTENTION: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+QWEN = {
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "torch_dtype": "bfloat16",
+}
+MAMBA2 = {
+    "hidden_size": 4096,
+    "mamba_n_heads": 128,
+    "mamba_d_head": "auto",
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
+NEMOTRON = {
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+}
+JAMBA = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "attn_layer_period": 8,
+    "attn_layer_offset": 4,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
+ZAMBA = {
+    "num_hidden_layers": 54,
+    "hidden_size": 2560,
+    "hybrid_layer_ids": [6, 12, 18, 24, 30, 36, 42, 47, 51],
+    "attention_head_dim": 160,
+    "num_attention_heads": 32,
+    "n_mamba_heads": 80,
+    "mamba_ngroups": 1,
+    "mamba_d_state": 64,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
+KIMI = {
+    "num_hidden_layers": 27,
+    "num_attention_heads": 32,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "kda_layers": [layer for layer in range(1, 27) if layer % 4],
+        "num_heads": 32,
+        "head_dim": 128,
+        "short_conv_kernel_size": 4,
+    },
+}
+MINIMAX = {**ATTENTION, "num_attention_heads": 64, "attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1] * 10}
+LFM2 = {**ATTENTION, "hidden_size": 2048, "head_dim": 64, "conv_L_cache": 3, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}
+
+
+def model_of(folder: Path, config: object, page_size: int | None = None, **dtypes: str) -> ModelPages:
     path = folder / "config.json"
     path.write_text(json.dumps(config))
-    return read_page_bytes(str(path), 16, kv_dtype)
+    return read_model(str(path), page_size, **dtypes)
+
+
+def page_bytes_of(folder: Path, config: object, kv_dtype: str | None = None) -> int:
+    model = model_of(folder, config, 16, **({} if kv_dtype is None else {"kv_dtype": kv_dtype}))
+    assert (model.num_attention_groups, model.num_state_groups, model.page_size) == (1, 0, 16)
+    assert model.page_bytes is not None
+    return model.page_bytes
 
 
 @pytest.mark.parametrize(
@@ -41,7 +118,9 @@ def page_bytes_of(folder: Path, config: object, kv_dtype: str | None = None) -> 
         ({**LLAMA, "torch_dtype": None, "dtype": "torch.float32"}, 16 * 32 * 8 * 128 * 2 * 4),
         ({**LLAMA, "torch_dtype": None}, 16 * 32 * 8 * 128 * 2 * 2),
         ({**LLAMA, "layer_types": ["sliding_attention", "full_attention"] * 16}, 16 * 32 * 8 * 128 * 2 * 2),
-        ({**LLAMA, "layer_types": ["linear_attention"] * 24 + ["full_attention"] * 8}, 16 * 8 * 8 * 128 * 2 * 2),
+        ({**LLAMA, "layer_types": ["mlp"] * 24 + ["full_attention"] * 8}, 16 * 8 * 8 * 128 * 2 * 2),
+        ({**LLAMA, "attn_type_list": [1] * 32, "head_dim": 64}, 16 * 32 * 8 * 64 * 2 * 2),
+        ({**LLAMA, "layer_types": ["attention"] * 32, "mamba_n_heads": 48}, 16 * 32 * 8 * 128 * 2 * 2),
         ({"text_config": LLAMA, "vision_config": {}}, 16 * 32 * 8 * 128 * 2 * 2),
         (LATENT, 16 * 61 * 576 * 2),
     ],
@@ -62,7 +141,7 @@ def without(name: str) -> dict[str, Any]:
     ("config", "reason"),
     [
         ([1], "a JSON object is expected, not list"),
-        (without("num_hidden_layers"), "lacks num_hidden_layers: give --bytes-per-token instead"),
+        (without("num_hidden_layers"), "lacks num_hidden_layers"),
         (without("num_attention_heads"), "lacks num_attention_heads"),
         (without("hidden_size"), "lacks hidden_size"),
         ({**LATENT, "qk_rope_head_dim": None}, "lacks qk_rope_head_dim"),
@@ -70,8 +149,26 @@ def without(name: str) -> dict[str, Any]:
         ({**LLAMA, "num_hidden_layers": "32"}, "num_hidden_layers must be an integer, got '32'"),
         ({**LLAMA, "hidden_size": 16}, "head_size must be at least 1, got 0"),
         ({**LLAMA, "torch_dtype": "auto"}, "dtype 'auto' is not one that NumPy or JAX knows"),
-        ({**LLAMA, "layer_types": ["mamba"] * 4}, "no layer has attention"),
-        ({**LLAMA, "layer_types": 5}, "not iterable"),
+        ({**LLAMA, "layer_types": ["mlp"] * 4}, "no layer has attention"),
+        ({**LLAMA, "layer_types": 5}, "layer_types must be a list, got 5"),
+        ({**LLAMA, "layer_types": ["full_attention"] * 100_001}, "layer_types must have at most 100000 items"),
+        ({**LLAMA, "layer_types": ["full_attention", "recurrent"]}, "layers of type 'recurrent' are not understood"),
+        ({**LLAMA, "layer_types": [["full_attention"]]}, "layers of type .* are not understood"),
+        ({**LLAMA, "layer_types": ["linear_attention"] * 4}, "has layers with a state, but none of linear_num_key_heads, "),
+        ({**LLAMA, "block_types": ["recurrent", "attention"]}, "has block_types, but no layer_types"),
+        ({**LLAMA, "layer_group_size": 8}, "has layer_group_size, but no layer_types: which layers have states is not"),
+        ({**LLAMA, "mamba_d_state": 16}, "has mamba_d_state, but no layer_types"),
+        ({**QWEN, "linear_conv_kernel_dim": None}, "lacks linear_conv_kernel_dim"),
+        ({**QWEN, "linear_num_value_heads": -1}, "linear_num_value_heads must be at least 1, got -1"),
+        ({**QWEN, "full_attention_interval": 0}, "full_attention_interval must be at least 1"),
+        ({**QWEN, "mamba_ssm_dtype": "half-size"}, "dtype 'half-size' is not one that NumPy or JAX knows"),
+        ({**QWEN, "num_key_value_heads": [2] * 24 + [4] * 24}, "attention layers of 2 sizes beside states are not understood"),
+        ({**ATTENTION, **NEMOTRON, "hybrid_override_pattern": "M*X"}, "layers of type 'X' are not understood"),
+        ({**ATTENTION, **JAMBA, "attn_layer_offset": "4"}, "attn_layer_offset must be an integer"),
+        ({**KIMI, "linear_attn_config": {"kda_layers": 3}}, "kda_layers must be a list, got 3"),
+        ({**MINIMAX, "attn_type_list": [0, 2]}, "layers of type '2' are not understood"),
+        ({**LFM2, "num_hidden_layers": 16, "conv_L_cache": 1}, "the states of its layers are empty"),
+        ({**ATTENTION, **ZAMBA, "mamba_ngroups": None}, "lacks mamba_ngroups"),
         ({**LLAMA, "get_mask_details": 5}, "get_mask_details"),
     ],
 )
@@ -85,4 +182,92 @@ def test_what_is_no_json(tmp_path: Path) -> None:
     for content in (b"", b"{", b"\xff", b"[" * 100_000):
         (tmp_path / "config.json").write_bytes(content)
         with pytest.raises(ArgumentError, match="not valid JSON"):
-            read_page_bytes(str(tmp_path / "config.json"), 16)
+            read_model(str(tmp_path / "config.json"), 16)
+
+
+class TestStates:
+    """Bytes of a state: the convolution's past inputs in the model's dtype, and the recurrent state."""
+
+    @pytest.mark.parametrize(
+        ("config", "num_layers", "num_groups", "state_bytes", "page_size"),
+        [
+            (QWEN, 12, 3, 3 * 8192 * 2 + 32 * 128 * 128 * 2, 544),
+            ({**QWEN, "mamba_ssm_dtype": "float32"}, 12, 3, 3 * 8192 * 2 + 32 * 128 * 128 * 4, 1056),
+            ({"text_config": QWEN | {"full_attention_interval": 8}}, 6, 7, 3 * 8192 * 2 + 32 * 128 * 128 * 2, 544),
+            ({**ATTENTION, **JAMBA}, 4, 7, (3 + 16) * 8192 * 2, 80),
+            ({**ATTENTION, **MAMBA2, "num_hidden_layers": 32, "attn_layer_indices": [9, 18, 27]}, 3, 10,
+             3 * (8192 + 2 * 256) * 2 + 8192 * 256 * 2, 1040),
+            ({**ATTENTION, **MAMBA2, "layer_types": (["mamba"] * 9 + ["attention"]) * 4}, 4, 9,
+             3 * (8192 + 2 * 256) * 2 + 8192 * 256 * 2, 1040),
+            ({**ATTENTION, **MAMBA2, "num_hidden_layers": 36, "mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128},
+             36, 1, 3 * (3072 + 2 * 256) * 2 + 3072 * 256 * 2, 400),
+            ({**ATTENTION, **NEMOTRON}, 4, 6, 3 * (8192 + 2 * 8 * 128) * 2 + 8192 * 128 * 4, 1040),
+            (ZAMBA, 9, 6, 3 * (5120 + 2 * 64) * 2 + 5120 * 64 * 2, 48),
+            (MINIMAX, 10, 7, 64 * 128 * 128 * 2, 512),
+            ({**ATTENTION, "layer_types": ["full_attention", "linear_attention"] * 4, "linear_attn_alpha_factor": 1},
+             4, 1, 32 * 128 * 128 * 2, 256),
+            (KIMI, 7, 3, 3 * 3 * 4096 * 2 + 32 * 128 * 128 * 4, 1888),
+            ({**KIMI, "linear_attn_config": None, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+              "linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4},
+             1, 3, 3 * 3 * 4096 * 2 + 32 * 128 * 128 * 4, 1888),
+            ({**LFM2, "num_hidden_layers": 16}, 6, 2, 2 * 2048 * 2, 16),
+        ],
+    )  # fmt: skip
+    def test_hybrids(
+        self, config: dict[str, Any], num_layers: int, num_groups: int, state_bytes: int, page_size: int, tmp_path: Path
+    ) -> None:
+        model = model_of(tmp_path, config)
+        assert (model.page_size, model.num_attention_groups, model.num_state_groups) == (page_size, 1, num_groups)
+        assert model.state_bytes == num_layers * state_bytes
+        assert model.page_bytes == model.attention_bytes
+        assert model.page_bytes >= model.state_bytes
+        if page_size > 16:  # a smaller page would not hold a state
+            assert model.attention_bytes // page_size * (page_size - 16) < model.state_bytes
+
+    @pytest.mark.parametrize(
+        ("config", "state_bytes"),
+        [
+            ({"model_type": "mamba", "state_size": 16, "conv_kernel": 4, "expand": 2}, (3 + 16) * 8192 * 2),
+            ({"model_type": "mamba2", "state_size": 128, "conv_kernel": 4, "num_heads": 128, "head_dim": 64, "n_groups": 8},
+             3 * (8192 + 2 * 8 * 128) * 2 + 8192 * 128 * 2),
+        ],
+    )  # fmt: skip
+    def test_without_attention(self, config: dict[str, Any], state_bytes: int, tmp_path: Path) -> None:
+        model = model_of(tmp_path, {"num_hidden_layers": 64, "hidden_size": 4096, **config})
+        assert (model.page_bytes, model.num_attention_groups, model.num_state_groups) == (64 * state_bytes, 0, 1)
+        assert model.count_pages(100_000) == 1
+
+    def test_a_page_size_that_was_asked_for_is_padded(self, tmp_path: Path) -> None:
+        model = model_of(tmp_path, QWEN, 256)
+        assert model.attention_bytes == 12 * 256 * 2048
+        assert model.page_bytes == model.state_bytes == 12 * (3 * 8192 * 2 + 32 * 128 * 128 * 2)
+        model = model_of(tmp_path, QWEN, 1024)
+        assert model.page_bytes == model.attention_bytes == 12 * 1024 * 2048
+
+    def test_dtypes_of_their_own(self, tmp_path: Path) -> None:
+        model = model_of(tmp_path, QWEN, kv_dtype="float8_e4m3fn", state_dtype="float32")
+        assert model.state_bytes == 12 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)
+        assert model.page_size == 2096  # a page of tokens is half as large, a state twice
+        assert model_of(tmp_path, {**ATTENTION, **NEMOTRON}, state_dtype="bfloat16").page_size == 528
+
+    def test_more_attention_than_states(self, tmp_path: Path) -> None:
+        config = {**QWEN, "layer_types": (["full_attention"] * 3 + ["linear_attention"]) * 12}
+        model = model_of(tmp_path, config)
+        assert (model.num_attention_groups, model.num_state_groups, model.count_pages(545)) == (3, 1, 7)
+
+    def test_groups(self, tmp_path: Path) -> None:
+        attention, *states = model_of(tmp_path, QWEN).make_groups(1088)
+        assert attention.kv_cache_spec.page_size == 544
+        assert len(states) == 3
+        for group in states:
+            assert isinstance(group.kv_cache_spec, MambaSpec)
+            assert group.kv_cache_spec.checkpoint_interval == 1088
+        assert len(ModelPages(64).make_groups()) == 1
+
+    def test_intervals(self) -> None:
+        assert list_intervals(48) == [240, 528, 1008, 2064, 4080]
+        assert list_intervals(10_000) == [10_000]
+        model = ModelPages(48, num_state_groups=1)
+        model.require_interval(480)
+        with pytest.raises(ArgumentError, match="1,000 is not a multiple of the page size, 48 tokens"):
+            model.require_interval(1000)

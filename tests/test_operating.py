@@ -20,7 +20,7 @@ for package in ("click", "rich", "msgspec", "matplotlib"):
     pytest.importorskip(package)
 from command_line import invoke  # noqa: E402  only with the extras
 from test_fleet import HAS_RAY, make_records  # noqa: E402
-from test_model import LLAMA  # noqa: E402
+from test_model import LLAMA, QWEN  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "operating.md"
 
@@ -67,6 +67,7 @@ def folder(tmp_path: Path, recording: Path, monkeypatch: pytest.MonkeyPatch) -> 
     Path("cut.jsonl").write_text("".join(lines[:4]) + '{"timestamp": 1, ')
     Path("empty.jsonl").touch()
     Path("config.json").write_text(json.dumps(LLAMA))
+    Path("hybrid.json").write_text(json.dumps(QWEN))
     shutil.copy(recording, "recorded.jsonl.gz")
     return tmp_path
 

@@ -26,6 +26,7 @@ from test_commands import Page, line_of  # noqa: E402
 
 from pagepool.replay import Plan, Planner, Scheduler, TraceRecord, make_requests  # noqa: E402
 from pagepool.replay.fleets.report import HIT_RATE as RUN_HIT_RATE  # noqa: E402
+from pagepool.replay.models.pages import ModelPages  # noqa: E402
 from pagepool.replay.plans.plot import POLICY_STYLES, draw_plan, save_plot  # noqa: E402
 from pagepool.replay.plans.policies import PolicySimulator  # noqa: E402
 from pagepool.replay.plans.report import HIT_RATE, headline, list_columns  # noqa: E402
@@ -58,7 +59,7 @@ def make_plan(
     plan = replace(plan, policies=tuple(planner.compare(*run) for run in runs))
     for size in replays:
         requests = make_requests(records)
-        plan.replays[size] = Scheduler(make_manager(size, 2, requests, True), requests, max_num_seqs=4).run()
+        plan.replays[size] = Scheduler(make_manager(size, ModelPages(2), requests), requests, max_num_seqs=4).run()
     return plan
 
 

@@ -89,7 +89,9 @@ class CountingPool(OraclePool):
 
 
 class ReplayOracle(OracleManager):
-    """The oracle as the allocator of a replay, without a running batch."""
+    """The oracle as the allocator of a replay, without a running batch and states."""
+
+    checkpoint_interval = None
 
     def __init__(self, num_pages: int, page_size: int = PAGE_SIZE, enable_caching: bool = True) -> None:
         super().__init__(num_pages, groups_of(page_size), 1 << 20, enable_caching)
@@ -113,7 +115,7 @@ class RecordedAllocator:
 
     def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
         num_hits = self.allocator.admit(row, request, max_num_new_tokens)
-        num_new_tokens = None if num_hits is None else min(request.num_tokens - num_hits, max_num_new_tokens)
+        num_new_tokens = None if num_hits is None else self.allocator._count_new(request, num_hits, max_num_new_tokens)
         self.calls.append((request.request_id, num_new_tokens))
         self.names[row] = request.request_id
         return num_hits

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 
 from pagepool.errors import PagePoolError, count_of
+from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.shared.memory import count_event_pool_bytes, count_request_bytes, require_memory
 from pagepool.replay.shared.options import (
     SECONDS,
@@ -160,7 +161,7 @@ def fleet(
     with open_result(json_path) as json_file, open_result(plot_path) as plot_file:
         with Progress() as progress:
             records, requests = load_trace(trace, limit, block_size, seed, progress)
-            require_one_that_fits(requests, num_pages, page_size)
+            require_one_that_fits(requests, num_pages, ModelPages(page_size))
             if ray in (None, "local"):
                 requests_bytes = count_request_bytes(len(records), sum(len(record.block_ids) for record in records))
                 pool_bytes = count_event_pool_bytes(num_pages, page_size, eviction)

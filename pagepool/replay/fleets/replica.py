@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from pagepool.events import EventBatch, encode_batch
 from pagepool.manager import CacheManager
-from pagepool.replay.simulation.allocator import make_groups
+from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.simulation.scheduler import Scheduler
 from pagepool.replay.traces.reader import TraceRecord, make_requests
@@ -63,7 +63,7 @@ class Replica:
         max_num_tokens = max(request.num_final_tokens for request in self._requests)
         self._manager = CacheManager(
             settings.num_pages,
-            make_groups(settings.page_size),
+            ModelPages(settings.page_size).make_groups(),
             max_num_tokens,
             hash_seed=HASH_SEED,
             eviction=settings.eviction,

@@ -10,9 +10,18 @@ from typing import BinaryIO
 import click
 import numpy as np
 
-from pagepool.errors import ArgumentError, PagePoolError
-from pagepool.replay.plans.model import read_page_bytes
-from pagepool.replay.plans.plan import Plan, Planner, PolicyFigures, PoolFigures
+from pagepool.errors import ArgumentError
+from pagepool.replay.models.options import (
+    kv_dtype_option,
+    load_model,
+    model_config_option,
+    model_page_size_option,
+    require_interval,
+    state_dtype_option,
+)
+from pagepool.replay.models.pages import ModelPages, list_intervals
+from pagepool.replay.plans.checkpoints import CheckpointSimulator
+from pagepool.replay.plans.plan import CheckpointFigures, Plan, Planner, PolicyFigures, PoolFigures
 from pagepool.replay.plans.policies import PolicySimulator
 from pagepool.replay.plans.report import print_plan
 from pagepool.replay.shared.memory import count_digest_bytes, count_pool_bytes, require_memory
@@ -25,12 +34,11 @@ from pagepool.replay.shared.options import (
     json_option,
     max_batched_tokens_option,
     max_num_seqs_option,
-    page_size_option,
     plot_option,
     require_plots,
 )
 from pagepool.replay.shared.progress import Progress
-from pagepool.replay.shared.results import InputFile, OutputFile, open_result, printing, to_json
+from pagepool.replay.shared.results import OutputFile, open_result, printing, to_json
 from pagepool.replay.shared.sizes import BYTE_UNITS, MAX_SIZE, Sizes
 from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.simulation.runs import describe_pool, make_manager, make_scheduler, making_pool, require_one_that_fits, run
@@ -46,24 +54,44 @@ NUM_REPLAYS = 4
 MAX_REPLAY_STEPS = 200_000  # ten seconds
 MAX_REPLAY_PAGES = 10_000_000  # half a gigabyte
 NUM_POLICY_SIZES = 5
+NUM_CHECKPOINT_SIZES = 4
+MAX_CHECKPOINT_TOKENS = 5_000_000_000  # of requests, in all simulations together: a minute
 MAX_POLICY_PAGES = 100_000_000  # of requests, in all simulations together: twenty seconds
 
 
-def find_page_bytes(page_size: int, bytes_per_token: int | None, model_config: str | None, kv_dtype: str | None) -> int | None:
-    """Return the bytes of a page, None if unknown."""
+def find_model(
+    model_config: str | None,
+    dtypes: tuple[str | None, str | None],
+    page_size: int | None,
+    bytes_per_token: int | None,
+    intervals: Sizes | None,
+) -> ModelPages:
+    """Return the pages of the model; `dtypes` are those of attention and of states."""
     if bytes_per_token is not None and model_config is not None:
         raise click.UsageError("--bytes-per-token and --model-config exclude each other")
-    if kv_dtype is not None and model_config is None:
-        raise click.UsageError("--kv-dtype needs --model-config")
-    if model_config is None:
-        return None if bytes_per_token is None else bytes_per_token * page_size
-    try:
-        page_bytes = read_page_bytes(model_config, page_size, kv_dtype)
-    except (PagePoolError, OSError) as error:
-        raise Refusal(str(error)) from error
-    if page_bytes > MAX_SIZE:
-        raise Refusal(f"{model_config}: a page would take {shorten(page_bytes)} bytes, allowed: {MAX_SIZE}")
-    return page_bytes
+    model = load_model(model_config, page_size, *dtypes, has_checkpoints=intervals is not None)
+    if bytes_per_token is not None:
+        model = replace(model, page_bytes=bytes_per_token * model.page_size)
+    if (model.page_bytes or 0) > MAX_SIZE:
+        raise Refusal(f"{model_config}: a page would take {shorten(model.page_bytes)} bytes, allowed: {MAX_SIZE}")
+    if model.num_attention_groups != 1:
+        raise Refusal(f"{model_config}: a plan needs attention, in at most as many layers as states; see `pagepool replay`")
+    return model
+
+
+def find_intervals(model: ModelPages, asked: Sizes | None, policies: Sequence[str]) -> list[int]:
+    """Return the intervals of checkpoints to simulate, none for a model without states."""
+    if model.num_state_groups == 0:
+        return []
+    if {*policies} - {EVICTION_POLICIES[0]}:
+        raise click.UsageError("--eviction: the plan of a model with states is for LRU; `pagepool replay` has other policies")
+    if asked is None:
+        return list_intervals(model.page_size)
+    if asked.is_range:
+        raise click.UsageError("--checkpoint-interval: give numbers separated by commas, not a range")
+    for interval in asked.numbers:
+        require_interval(model, interval)
+    return asked.list()
 
 
 def find_sizes(num_pages: Sizes | None, memory: Sizes | None, page_bytes: int | None) -> Sizes | None:
@@ -80,12 +108,21 @@ def find_sizes(num_pages: Sizes | None, memory: Sizes | None, page_bytes: int | 
         raise click.UsageError(f"--memory: {error}") from error
 
 
-def choose_sizes(asked: Sizes | None, planner: Planner) -> list[int]:
-    """Return the requested sizes; for one or none, add sizes from the largest request to all possible hits."""
+def choose_sizes(asked: Sizes | None, planner: Planner, num_state_pages: int = 0) -> list[int]:
+    """Return the requested sizes; for one or none, add sizes from the largest request to all possible hits. With states a
+    request holds `num_state_pages`, and each of its pages may have a checkpoint of as many.
+    """
     if asked is not None and len(asked.numbers) > 1:
         return asked.list()
-    ends = planner.min_num_pages, max(planner.min_num_pages + 1, planner.max_num_pages)
+    smallest = planner.min_num_pages + num_state_pages
+    ends = smallest, max(smallest + 1, planner.max_num_pages * (1 + num_state_pages))
     return sorted({*Sizes(ends, is_range=True).list(), *(asked.numbers if asked else ())})
+
+
+def name_model(plan: Plan, model: ModelPages, asked: Sizes | None) -> Plan:
+    """Add the model, whose states take pages too, and the only size that was asked for."""
+    size = asked.numbers[0] if asked and len(asked.numbers) == 1 else None
+    return replace(plan, model=model, min_num_pages=plan.min_num_pages + model.num_state_groups, asked_num_pages=size)
 
 
 def choose_replays(
@@ -123,6 +160,31 @@ def choose_simulations(
     sizes = [pool.num_pages for pool in pools if not pool.skipped and pool.num_pages <= MAX_REPLAY_PAGES]
     chosen = {*spread(sizes, num_sizes), *([asked] if num_sizes else [])}
     return others, [pool for pool in pools if pool.num_pages in chosen]
+
+
+def simulate_checkpoints(
+    model: ModelPages,
+    plan: Plan,
+    intervals: Sequence[int],
+    requests: Sequence[SimulatedRequest],
+    max_batched_tokens: int,
+    progress: Progress,
+) -> tuple[CheckpointFigures, ...]:
+    """Simulate intervals of checkpoints, one pool at a time: in as many of the pools that skip no request as take a minute, one
+    at least, with the only size that was asked for. Raises Refusal for a pool that is too large.
+    """
+    num_tokens = len(intervals) * sum(request.num_slots for request in requests)
+    num_sizes = max(1, min(NUM_CHECKPOINT_SIZES, MAX_CHECKPOINT_TOKENS // num_tokens))
+    fitting = [pool.num_pages for pool in plan.pools if pool.num_pages >= plan.min_num_pages] or [plan.pools[-1].num_pages]
+    sizes = {*spread(fitting, num_sizes), *([plan.asked_num_pages] if plan.asked_num_pages else [])}
+    require_memory(f"a simulation of {describe_pool(max(sizes), plan.page_size)}", count_pool_bytes(max(sizes)))
+    simulator = CheckpointSimulator(requests, model, max_batched_tokens)
+    figures = []
+    for interval, num_pages in product(intervals, sorted(sizes)):
+        name = f"checkpoints every {interval:,} tokens, {num_pages:,} pages"
+        with progress.follow(name, "request", len(requests)) as update:
+            figures.append(simulator.run(num_pages, interval, update))
+    return tuple(figures)
 
 
 def simulate_policies(
@@ -193,9 +255,18 @@ def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
     type=Size("bytes", {"": 1, **BYTE_UNITS}),
     help="Bytes of keys and values over all layers, on one device.",
 )
-@click.option("--model-config", type=InputFile(), help="config.json of a Hugging Face model, which gives the bytes per token.")
-@click.option("--kv-dtype", metavar="DTYPE", help="Cache dtype, such as float8_e4m3fn.  [default: the model's]")
-@page_size_option
+@model_config_option
+@kv_dtype_option
+@state_dtype_option
+@model_page_size_option
+@click.option(
+    "--checkpoint-interval",
+    "intervals",
+    type=Size("tokens", many=True),
+    help="Intervals at which the states of the model are kept, separated by commas. Without --model-config each request has "
+    "one state, which takes a page.",
+    show_default="from about 256 to about 4096 if the model has states",
+)
 @block_size_option
 @click.option(
     "--replays",
@@ -227,7 +298,9 @@ def plan(
     bytes_per_token: int | None,
     model_config: str | None,
     kv_dtype: str | None,
-    page_size: int,
+    state_dtype: str | None,
+    page_size: int | None,
+    intervals: Sizes | None,
     block_size: int,
     replays: int | None,
     policies: tuple[str, ...],
@@ -256,27 +329,36 @@ def plan(
         --model-config config.json
 
     With one size or none, the plan adds sizes from the largest request to all possible hits.
+
+    A model with states hits only where it kept all of them, so for such a model the plan simulates intervals of
+    checkpoints (--checkpoint-interval) in some of the sizes.
     """
-    page_bytes = find_page_bytes(page_size, bytes_per_token, model_config, kv_dtype)
-    asked = find_sizes(num_pages, memory, page_bytes)
+    model = find_model(model_config, (kv_dtype, state_dtype), page_size, bytes_per_token, intervals)
+    chosen_intervals = find_intervals(model, intervals, policies)
+    asked = find_sizes(num_pages, memory, model.page_bytes)
     if plot_path or html_path:
         require_plots()
     with open_result(json_path) as json_file, open_result(plot_path) as plot_file, open_result(html_path) as html_file:
         with Progress() as progress:
             records, requests = load_trace(trace, limit, block_size, seed, progress)
             if asked is not None and len(asked.numbers) > 1:
-                require_one_that_fits(requests, asked.numbers[-1], page_size)
+                require_one_that_fits(requests, asked.numbers[-1], model)
             with progress.follow("one after another", "request", len(records)) as update:
-                planner = Planner(records, page_size, update)
-                made = planner.make_plan(choose_sizes(asked, planner), page_bytes)
-            made = replace(made, asked_num_pages=asked.numbers[0] if asked and len(asked.numbers) == 1 else None)
-            runs = simulate_policies(planner, made, policies, requests, max_batched_tokens, progress)
-            sizes = choose_replays([pool.num_pages for pool in made.pools], replays, requests, page_size, max_num_seqs)
-            largest = max(sizes, default=0)
-            require_memory(f"a replay in {describe_pool(largest, page_size)}", count_pool_bytes(largest))
+                planner = Planner(records, model.page_size, update)
+                made = planner.make_plan(choose_sizes(asked, planner, model.num_state_groups), model.page_bytes)
+            made = name_model(made, model, asked)
+            if chosen_intervals:
+                kept = simulate_checkpoints(model, made, chosen_intervals, requests, max_batched_tokens, progress)
+                made = replace(made, checkpoints=kept)
+            else:
+                runs = simulate_policies(planner, made, policies, requests, max_batched_tokens, progress)
+                made = replace(made, policies=runs)
+            sizes = choose_replays([pool.num_pages for pool in made.pools], replays, requests, model.page_size, max_num_seqs)
+            largest, interval = max(sizes, default=0), made.best_interval
+            require_memory(f"a replay in {describe_pool(largest, model.page_size)}", count_pool_bytes(largest))
             make = partial(make_scheduler, max_batched_tokens=max_batched_tokens, max_num_seqs=max_num_seqs)
-            figures = replay_pools(sizes, lambda size: make(make_manager(size, page_size, requests), requests), progress)
-            made = replace(made, replays=figures, policies=runs)
+            figures = replay_pools(sizes, lambda size: make(make_manager(size, model, requests, interval), requests), progress)
+            made = replace(made, replays=figures)
         if plot_path and plot_file:
             write_plot(made, source_name(trace), plot_path, plot_file)
         if html_file:

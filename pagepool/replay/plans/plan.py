@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pagepool.arguments import require_int
+from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans.lru import LruCurve
 from pagepool.replay.plans.optimum import BestCurve
 from pagepool.replay.plans.reuse import find_reuse
@@ -13,7 +14,7 @@ from pagepool.replay.simulation.figures import Figures, find_hit_rate
 from pagepool.replay.traces.reader import TraceRecord
 from pagepool.specs import cdiv
 
-__all__ = ["Knee", "Plan", "Planner", "PolicyFigures", "PoolFigures"]
+__all__ = ["CheckpointFigures", "Knee", "Plan", "Planner", "PolicyFigures", "PoolFigures"]
 
 SHARES = (0.5, 0.8, 0.95, 0.99)
 MAIN_SHARE = 0.95
@@ -71,6 +72,21 @@ class PolicyFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointFigures:
+    """Hits of a model with states in a pool of `num_pages`, including the null page, with checkpoints after each `interval`
+    tokens, simulated with requests one after another.
+
+    `copied_pages` counts copies of states, into checkpoints and back. In the end `kept_pages` of the pool were checkpoints.
+    """
+
+    interval: int
+    num_pages: int
+    hit_tokens: int
+    copied_pages: int
+    kept_pages: int
+
+
+@dataclass(frozen=True, slots=True)
 class Knee:
     """The smallest pools, including the null page, that hold each request and reach `share` of all possible hits (a share of
     hits, not a hit rate).
@@ -88,6 +104,9 @@ class Plan:
     A pool that never evicts hits `most_hit_tokens`; a pool of `min_num_pages` holds the largest request. `replays` has the
     figures of simulated schedulers by pool size, `policies` those of other eviction policies. `asked_num_pages` is the size
     that the user asked for, None for none or several.
+
+    For a model with states, `checkpoints` has the hits by interval and pool size, and all other figures but those of `replays`
+    are of its attention alone. `model` has its pages.
     """
 
     page_size: int
@@ -101,6 +120,8 @@ class Plan:
     replays: dict[int, Figures] = field(default_factory=dict)
     policies: tuple[PolicyFigures, ...] = ()
     asked_num_pages: int | None = None
+    model: ModelPages = field(default_factory=ModelPages)
+    checkpoints: tuple[CheckpointFigures, ...] = ()
 
     @property
     def knee(self) -> Knee | None:
@@ -120,10 +141,28 @@ class Plan:
             runs.setdefault(each.eviction, {})[each.pool.num_pages] = each
         return runs
 
+    @property
+    def checkpoints_by_interval(self) -> dict[int, dict[int, CheckpointFigures]]:
+        """The figures of `checkpoints` by interval and pool size."""
+        runs: dict[int, dict[int, CheckpointFigures]] = {}
+        for each in self.checkpoints:
+            runs.setdefault(each.interval, {})[each.num_pages] = each
+        return runs
+
+    @property
+    def best_interval(self) -> int | None:
+        """The interval with the most hits, added up over all pools; None without states."""
+        runs = self.checkpoints_by_interval
+        return max(runs, key=lambda interval: sum(each.hit_tokens for each in runs[interval].values()), default=None)
+
+    def find_checkpoint_rate(self, figures: CheckpointFigures) -> float:
+        """Return the share of all prompt tokens that hit."""
+        return find_hit_rate(figures.hit_tokens, self.prompt_tokens)
+
     def as_dict(self) -> dict[str, Any]:
-        """Return all figures by name, for JSON; replays and policies are part of their pools."""
+        """Return all figures by name, for JSON; replays, policies and checkpoints are part of their pools."""
         plan = asdict(self)
-        for name in ("replays", "policies", "asked_num_pages"):
+        for name in ("replays", "policies", "asked_num_pages", "checkpoints"):
             del plan[name]
         runs = self.runs_by_policy
         for fields, pool in zip(plan["pools"], self.pools, strict=True):
@@ -132,6 +171,11 @@ class Plan:
             fields["replay"] = replay.as_dict() if replay else None
             size = pool.num_pages
             fields["policies"] = {name: by_size[size].as_dict() for name, by_size in runs.items() if size in by_size}
+            fields["checkpoints"] = [
+                asdict(each) | {"hit_rate": self.find_checkpoint_rate(each)}
+                for each in self.checkpoints
+                if each.num_pages == size
+            ]
         return plan
 
 

@@ -13,6 +13,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 from pagepool.errors import count_of
 from pagepool.replay.plans.plan import Plan
 from pagepool.replay.plans.report import HIT_RATE, POLICY_NAMES, describe_picture, headline, summarize
+from pagepool.replay.plans.state_report import name_intervals
 from pagepool.replay.shared.drawing import (
     BLUE,
     GREEN,
@@ -66,27 +67,47 @@ def draw_plan(plan: Plan, heading: str | None = None) -> Figure:
 
 
 def _draw_hits(axes: Axes, plan: Plan) -> None:
-    sizes = [pool.num_pages for pool in plan.pools]
-    best = [pool.best_hit_rate for pool in plan.pools]
-    lru = [pool.lru_hit_rate for pool in plan.pools]
     together = [figures.trace_hit_rate for figures in plan.replays.values()]
     most = plan.most_hit_rate
     axes.axhline(most, color=GREY, linestyle=":", label="a pool that never evicts")
+    if plan.checkpoints:
+        _draw_checkpoints(axes, plan)
+    else:
+        _draw_policies(axes, plan)
+    if together:
+        axes.plot([*plan.replays], together, color=GREEN, linestyle="", marker="^", markersize=8, label="LRU, together")
+    axes.set_ylim(0, 1.2 * max(most, *together, 0.01))
+    if not plan.checkpoints:
+        _mark_knee(axes, plan)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.3g}%"))
+    axes.set_ylabel(HIT_RATE)
+    tokens = axes.secondary_yaxis("right", functions=_scale(max(1, plan.prompt_tokens)))
+    tokens.yaxis.set_major_formatter(FuncFormatter(lambda count, _: format_count(count)))
+    tokens.set_ylabel("prompt tokens saved")
+
+
+def _draw_policies(axes: Axes, plan: Plan) -> None:
+    sizes = [pool.num_pages for pool in plan.pools]
+    best = [pool.best_hit_rate for pool in plan.pools]
+    lru = [pool.lru_hit_rate for pool in plan.pools]
     axes.plot(sizes, best, color=ORANGE, linestyle="--", marker="s", markersize=4, label="best, one after another")
     axes.plot(sizes, lru, color=BLUE, marker="o", markersize=4, label="LRU, one after another")
     for eviction, by_size in plan.runs_by_policy.items():
         rates = [run.hit_rate for run in by_size.values()]
         label = f"{POLICY_NAMES[eviction]}, one after another"
         axes.plot([*by_size], rates, markersize=4, label=label, **POLICY_STYLES[eviction])
-    if together:
-        axes.plot([*plan.replays], together, color=GREEN, linestyle="", marker="^", markersize=8, label="LRU, together")
-    axes.set_ylim(0, 1.2 * max(most, *together, 0.01))
-    _mark_knee(axes, plan)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.3g}%"))
-    axes.set_ylabel(HIT_RATE)
-    tokens = axes.secondary_yaxis("right", functions=_scale(max(1, plan.prompt_tokens)))
-    tokens.yaxis.set_major_formatter(FuncFormatter(lambda count, _: format_count(count)))
-    tokens.set_ylabel("prompt tokens saved")
+
+
+def _draw_checkpoints(axes: Axes, plan: Plan) -> None:
+    """Draw a line for each interval, in shades of one colour: the shorter, the lighter."""
+    sizes = [pool.num_pages for pool in plan.pools]
+    alone = [pool.lru_hit_rate for pool in plan.pools]
+    axes.plot(sizes, alone, color=ORANGE, linestyle="--", marker="s", markersize=4, label="attention alone")
+    by_interval = plan.checkpoints_by_interval
+    for i, (interval, by_size) in enumerate(by_interval.items(), start=1):
+        rates = [plan.find_checkpoint_rate(run) for run in by_size.values()]
+        label, shade = f"checkpoints {name_intervals(plan)[interval]}", 0.3 + 0.7 * i / len(by_interval)
+        axes.plot([*by_size], rates, color=BLUE, alpha=shade, marker="o", markersize=4, label=label)
 
 
 def _mark_knee(axes: Axes, plan: Plan) -> None:

@@ -6,6 +6,14 @@ from rich.table import Table
 
 from pagepool.errors import count_of
 from pagepool.replay.plans.plan import Plan, PolicyFigures
+from pagepool.replay.plans.state_report import (
+    CHECKPOINT_NOTE,
+    describe_states,
+    list_checkpoint_columns,
+    list_interval_columns,
+    name_intervals,
+    state_headline,
+)
 from pagepool.replay.shared.sizes import format_bytes
 from pagepool.replay.shared.tables import print_table, print_text
 
@@ -61,6 +69,8 @@ def summarize(plan: Plan) -> str:
 
 def headline(plan: Plan, name: str) -> str:
     """Return the main result, for a title."""
+    if plan.checkpoints:
+        return state_headline(plan, name)
     if plan.knee is None:
         return f"{name}: no pool hits anything"
     knee = _with_bytes(plan, plan.knee.lru_num_pages)
@@ -72,13 +82,18 @@ def describe(plan: Plan) -> list[str]:
     all_tokens = count_of(plan.prompt_tokens, "prompt token")
     unlimited = f"A pool that never evicts hits {plan.most_hit_tokens:,} of {all_tokens} ({plan.most_hit_rate:.1%})."
     largest = f"The largest request needs a pool of {_with_bytes(plan, plan.min_num_pages)}; smaller pools skip it."
+    if plan.checkpoints:
+        return [*describe_states(plan), f"With attention alone: {unlimited[0].lower()}{unlimited[1:]}", largest]
     return [_describe_knee(plan), unlimited, largest, *_describe_policies(plan)]
 
 
 def describe_picture(plan: Plan) -> str:
     """Describe the plot for screen readers."""
     columns = dict(list_columns(plan))
-    rates = {name: columns[f"hit rate, {name}"] for name in ("LRU", "best", *_list_policies(plan))}
+    names = ("LRU", "best", *_list_policies(plan))
+    if plan.checkpoints:
+        names = (*name_intervals(plan).values(), "attention alone")
+    rates = {name: columns[f"hit rate, {name}"] for name in names}
     listed = "; ".join(
         f"{pages} pages: {', '.join(f'{name} {cells[i]}' for name, cells in rates.items() if cells[i])}"
         for i, pages in enumerate(columns["pages"])
@@ -143,6 +158,8 @@ def _describe_run(plan: Plan, run: PolicyFigures) -> str:
 def list_notes(plan: Plan) -> list[str]:
     """Return the notes on the columns."""
     simulated = [POLICY_NOTE] * bool(plan.policies) + [TOGETHER_NOTE] * bool(plan.replays)
+    if plan.checkpoints:
+        return [HIT_RATE_NOTE, CHECKPOINT_NOTE, *simulated]
     return [HIT_RATE_NOTE, LRU_NOTE, BEST_NOTE, *simulated]
 
 
@@ -157,6 +174,8 @@ def list_columns(plan: Plan) -> list[tuple[str, list[str]]]:
     for eviction, by_size in plan.runs_by_policy.items():
         runs = [by_size.get(pool.num_pages) for pool in plan.pools]
         columns.insert(-2, (f"hit rate, {POLICY_NAMES[eviction]}", [f"{run.hit_rate:.1%}" if run else "" for run in runs]))
+    if plan.checkpoints:
+        columns = [columns[0], *list_checkpoint_columns(plan)]
     if plan.page_bytes is not None:
         columns.insert(1, ("GiB", _list_gib((pool.num_pages for pool in plan.pools), plan.page_bytes)))
     if any(pool.skipped for pool in plan.pools):
@@ -199,21 +218,25 @@ def _with_bytes(plan: Plan, num_pages: int) -> str:
     return f"{num_pages:,} pages{memory}"
 
 
-def print_plan(plan: Plan, source: str) -> None:
-    """Print the main results, a row for each pool, and notes on the columns."""
-    table = Table(
-        title=HIT_RATE.capitalize(), title_justify="left", title_style="", box=None, pad_edge=False, padding=(0, 2, 0, 0)
-    )
-    columns = list_columns(plan)
+def _print_columns(title: str, columns: list[tuple[str, list[str]]]) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading, _ in columns:
         table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
     for row in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(*row)
+    print_text(title)
+    print_table(table)
+    print_text("")
+
+
+def print_plan(plan: Plan, source: str) -> None:
+    """Print the main results, a row for each pool, and notes on the columns."""
     print_text(f"{source}: {summarize(plan)}", style="bold")
     for sentence in describe(plan):
         print_text(sentence)
     print_text("")
-    print_table(table)
-    print_text("")
+    _print_columns(HIT_RATE.capitalize(), list_columns(plan))
+    if plan.checkpoints:
+        _print_columns(*list_interval_columns(plan))
     for note in list_notes(plan):
         print_text(note, style="dim")

@@ -18,6 +18,7 @@ from pagepool.replay.plans.report import (
     list_policy_columns,
     summarize,
 )
+from pagepool.replay.plans.state_report import list_interval_columns
 from pagepool.replay.shared.drawing import COLORS
 
 __all__ = ["make_page"]
@@ -78,7 +79,9 @@ def make_page(plan: Plan, name: str) -> str:
     tables = [_make_table(f"By size of the pool; {HIT_RATE}", list_columns(plan))]
     if plan.policies:
         tables.append(_make_table("LRU pools that hit as much as other policies", list_policy_columns(plan)))
-    if plan.knees:
+    if plan.checkpoints:
+        tables.append(_make_table(*list_interval_columns(plan)))
+    if plan.knees and not plan.checkpoints:
         tables.append(_make_table("Pages for a share of all possible hits", list_knee_columns(plan)))
     return PAGE.substitute(
         title=escape(headline(plan, name)),

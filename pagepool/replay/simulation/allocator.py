@@ -6,15 +6,15 @@ from time import perf_counter
 from typing import ParamSpec, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable
 from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest
 from pagepool.request import EngineRequestStatus
 from pagepool.running_batch import RunningBatch
-from pagepool.specs import CacheGroupSpec, FullAttentionSpec
 
-__all__ = ["HASH_SEED", "Allocator", "BatchAllocator", "ManagerAllocator", "make_groups"]
+__all__ = ["HASH_SEED", "Allocator", "BatchAllocator", "ManagerAllocator", "end_at_checkpoints"]
 
 HASH_SEED = "replay"  # the adaptive policy samples by hash: with a random seed its figures would differ from run to run
 
@@ -22,10 +22,17 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
-def make_groups(page_size: int) -> list[CacheGroupSpec]:
-    """Make one full-attention group. Bytes per page do not matter in a simulation."""
-    spec = FullAttentionSpec(page_size, num_kv_heads=1, head_size=1, dtype="bfloat16", use_mla=False)
-    return [CacheGroupSpec(spec)]
+def end_at_checkpoints(starts: npt.ArrayLike, num_new_tokens: npt.ArrayLike, interval: int | None) -> Int32Array:
+    """Cut chunks of new tokens behind `starts` so that they end at their last checkpoint, if there is one within them.
+
+    >>> end_at_checkpoints([0, 1000, 1024], [3000, 24, 1023], interval=1024).tolist()
+    [2048, 24, 1023]
+    """
+    starts, num_new_tokens = np.asarray(starts, dtype=np.int32), np.asarray(num_new_tokens, dtype=np.int32)
+    if interval is None:
+        return num_new_tokens
+    ends = (starts + num_new_tokens) // interval * interval
+    return np.where(ends > starts, ends - starts, num_new_tokens).astype(np.int32)
 
 
 class Allocator(ABC):
@@ -33,9 +40,11 @@ class Allocator(ABC):
     reading of the clock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, manager: CacheManager) -> None:
         """Reset the timer."""
         self.seconds = 0.0
+        self._manager = manager
+        self._interval = manager.checkpoint_interval
 
     def _time(self, call: Callable[Params, Result], *args: Params.args, **options: Params.kwargs) -> Result:
         start = perf_counter()
@@ -45,8 +54,8 @@ class Allocator(ABC):
 
     @abstractmethod
     def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
-        """Take a request's hits, and allocate slots for up to `max_num_new_tokens` more. Returns the number of hit tokens, or
-        None, with nothing taken, if the pool is short. The request's tokens must be loaded.
+        """Take a request's hits, and allocate slots for up to `max_num_new_tokens` more, cut by `end_at_checkpoints`. Returns
+        the number of hit tokens, or None, with nothing taken, if the pool is short. The request's tokens must be loaded.
         """
 
     @abstractmethod
@@ -63,21 +72,28 @@ class Allocator(ABC):
     def finish(self, rows: Int32Array) -> None:
         """Release rows whose requests have ended, in order."""
 
+    def take_copies(self) -> int:
+        """Take the copies that are due before the next step, and return their number."""
+        return 0 if self._interval is None else len(self._time(self._manager.take_copies))
+
+    def _count_new(self, request: SimulatedRequest, num_hits: int, max_num_new_tokens: int) -> int:
+        """Count the tokens of the first chunk."""
+        return int(end_at_checkpoints(num_hits, min(request.num_tokens - num_hits, max_num_new_tokens), self._interval))
+
 
 class ManagerAllocator(Allocator):
     """Makes one or two calls per request and step, like an engine without a running batch."""
 
     def __init__(self, manager: CacheManager) -> None:
         """Start without requests."""
-        super().__init__()
-        self._manager = manager
+        super().__init__(manager)
         self._requests: dict[int, SimulatedRequest] = {}
 
     def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
         """Look up and allocate."""
         request.num_computed_tokens = 0
         pages, num_hits = self._time(self._manager.get_computed_pages, request)
-        num_new_tokens = min(request.num_tokens - num_hits, max_num_new_tokens)
+        num_new_tokens = self._count_new(request, num_hits, max_num_new_tokens)
         if self._time(self._manager.allocate_slots, request, num_new_tokens, num_hits, pages) is None:
             return None
         request.num_computed_tokens = num_hits + num_new_tokens
@@ -112,13 +128,18 @@ class BatchAllocator(Allocator):
 
     def __init__(self, manager: CacheManager, num_rows: int, max_num_tokens: int) -> None:
         """Make a batch of `num_rows` requests of up to `max_num_tokens` tokens. Raises as `RunningBatch` does."""
-        super().__init__()
+        super().__init__(manager)
         page_sizes = [group.kv_cache_spec.page_size for group in manager.kv_cache_groups]
         self._batch = RunningBatch(manager, MultiGroupPageTable(num_rows, max_num_tokens, 0, page_sizes))
 
     def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
-        """Admit, and append the whole answer at once: no page is cached for it before the row grows."""
+        """Admit, and append the whole answer at once: no page is cached for it before the row grows. With checkpoints the hits
+        are looked up before, since they decide where the first chunk ends.
+        """
         token_ids, num_tokens = request.load_token_ids(), request.num_tokens
+        if self._interval is not None:
+            probe = self._time(self._manager.probe, request)
+            max_num_new_tokens = self._count_new(request, probe.num_hit_tokens, max_num_new_tokens)
         num_hits = self._time(
             self._batch.admit,
             row,

@@ -3,6 +3,14 @@
 import click
 
 from pagepool.errors import count_of
+from pagepool.replay.models.options import (
+    choose_interval,
+    kv_dtype_option,
+    load_model,
+    model_config_option,
+    model_page_size_option,
+    state_dtype_option,
+)
 from pagepool.replay.shared.memory import count_pool_bytes, count_request_bytes, require_memory
 from pagepool.replay.shared.options import (
     EVICTION_POLICIES,
@@ -12,7 +20,6 @@ from pagepool.replay.shared.options import (
     json_option,
     max_batched_tokens_option,
     max_num_seqs_option,
-    page_size_option,
 )
 from pagepool.replay.shared.progress import Progress
 from pagepool.replay.shared.results import open_result, printing, to_json
@@ -73,8 +80,19 @@ def require_equal(figures: dict[str, Figures]) -> None:
 @click.argument("trace", required=False, type=TRACE)
 @workload_option
 @click.option("--num-pages", type=Size("pages"), default=32768, help="Pages in the pool, including the null page.")
-@page_size_option
+@model_config_option
+@kv_dtype_option
+@state_dtype_option
+@model_page_size_option
 @block_size_option
+@click.option(
+    "--checkpoint-interval",
+    "interval",
+    type=Size("tokens"),
+    help="Keep the states of the model after multiples of this many tokens. Without --model-config each request has one state, "
+    "which takes a page.",
+    show_default="about 1024 if the model has states",
+)
 @max_batched_tokens_option
 @max_num_seqs_option
 @click.option("--no-caching", is_flag=True, help="Disable prefix caching.")
@@ -89,8 +107,12 @@ def replay(
     trace: str | None,
     workload: str | None,
     num_pages: int,
-    page_size: int,
+    model_config: str | None,
+    kv_dtype: str | None,
+    state_dtype: str | None,
+    page_size: int | None,
     block_size: int,
+    interval: int | None,
     max_batched_tokens: int,
     max_num_seqs: int,
     no_caching: bool,
@@ -115,19 +137,24 @@ def replay(
 
     With --compare-eviction the table begins with the hit rates. Running requests hold their pages under any policy,
     so policies differ most if few run at once: --max-num-seqs 1 runs one after another.
+
+    A model with states hits only where it kept all states. A chunk of a prompt ends at the last checkpoint within the
+    step; checkpoints take pages of the pool.
     """
     if trace and workload:
         raise click.UsageError("TRACE and --workload exclude each other")
     workload = workload or WORKLOADS[0]
     runs = choose_runs(compare=compare, batched=batched, eviction=eviction, compare_eviction=compare_eviction)
-    pool = describe_pool(num_pages, page_size, eviction)
+    model = load_model(model_config, page_size, kv_dtype, state_dtype, has_checkpoints=interval is not None)
+    interval = choose_interval(model, interval)
+    pool = describe_pool(num_pages, model.page_size, eviction)
     with open_result(json_path) as output, Progress() as progress:
         requests = load_requests(trace, workload, limit, block_size, seed, progress)
         pools_bytes = sum(count_pool_bytes(num_pages, policy) for _, policy in runs.values())
         require_memory(f"{count_of(len(runs), 'pool')} of {pool}", pools_bytes)
         schedulers = {
             name: make_scheduler(
-                make_manager(num_pages, page_size, requests, not no_caching, policy),
+                make_manager(num_pages, model, requests, interval, not no_caching, policy),
                 requests,
                 max_batched_tokens=max_batched_tokens,
                 max_num_seqs=max_num_seqs,
@@ -136,7 +163,7 @@ def replay(
             for name, (path, policy) in runs.items()
         }
         report_skipped(next(iter(schedulers.values())))
-        require_one_that_fits(requests, num_pages, page_size)
+        require_one_that_fits(requests, num_pages, model)
         figures = {name: run(scheduler, name, progress) for name, scheduler in schedulers.items()}
         if output is not None:
             by_name = {name: each.as_dict() for name, each in figures.items()}
@@ -144,6 +171,7 @@ def replay(
     if json_path != "-":
         source = source_name(trace) if trace else f"synthetic {workload}"
         with printing():
-            print_report(figures, f"{source}, {pool}", is_hit_rate_first=compare_eviction)
+            title = f"{source}, {pool}{f', checkpoints every {interval:,} tokens' if interval else ''}"
+            print_report(figures, title, is_hit_rate_first=compare_eviction)
     if compare:
         require_equal(figures)

@@ -19,7 +19,8 @@ class Figures:
 
     `prompt_tokens` and `hit_tokens` count a request's first admission only; after a preemption its tokens count as
     `returned_tokens`, and hits as `rehit_tokens`. Usage is sampled once a step, after allocation. Requests larger than the pool
-    count as `skipped` and `skipped_prompt_tokens` only. `generated_tokens` counts finished requests.
+    count as `skipped` and `skipped_prompt_tokens` only. `generated_tokens` counts finished requests. `copied_pages` counts
+    copies of states, into checkpoints and back.
     """
 
     requests: int = 0
@@ -31,6 +32,7 @@ class Figures:
     steps: int = 0
     allocated_pages: int = 0
     evicted_pages: int = 0
+    copied_pages: int = 0
     preemptions: int = 0
     peak_usage: float = 0.0
     mean_usage: float = 0.0

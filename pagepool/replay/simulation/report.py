@@ -7,6 +7,7 @@ __all__ = ["print_report"]
 
 
 HIT_RATE = "  hit rate"
+COPIES = "states copied"
 
 
 def _format_seconds(seconds: float) -> str:
@@ -39,6 +40,7 @@ def _rows(figures: Figures) -> list[tuple[str, str]]:
         ("    hit again", f"{figures.rehit_tokens:,}"),
         ("pages allocated", f"{figures.allocated_pages:,}"),
         ("  evicted for it", f"{figures.evicted_pages:,}"),
+        (COPIES, f"{figures.copied_pages:,}"),
         ("peak usage", f"{figures.peak_usage:.1%}"),
         ("mean usage", f"{figures.mean_usage:.1%}"),
         ("time in the allocator", _format_seconds(figures.allocator_seconds)),
@@ -49,12 +51,16 @@ def _rows(figures: Figures) -> list[tuple[str, str]]:
 
 
 def print_report(figures: dict[str, Figures], title: str, *, is_hit_rate_first: bool = False) -> None:
-    """Print a table with a column for each of `figures`."""
+    """Print a table with a column for each of `figures`; copies only if there are any."""
     columns = {name: _rows(each) for name, each in figures.items()}
+    if not any(each.copied_pages for each in figures.values()):
+        columns = {name: _without(COPIES, rows) for name, rows in columns.items()}
     if is_hit_rate_first:
-        columns = {name: [(HIT_RATE.strip(), dict(rows)[HIT_RATE]), *_without_hit_rate(rows)] for name, rows in columns.items()}
+        columns = {
+            name: [(HIT_RATE.strip(), dict(rows)[HIT_RATE]), *_without(HIT_RATE, rows)] for name, rows in columns.items()
+        }
     print_columns(columns, title)
 
 
-def _without_hit_rate(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [row for row in rows if row[0] != HIT_RATE]
+def _without(name: str, rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [row for row in rows if row[0] != name]

@@ -8,15 +8,15 @@ import click
 
 from pagepool.errors import PagePoolError, count_of
 from pagepool.manager import CacheManager
+from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.shared.memory import count_pool_bytes
 from pagepool.replay.shared.options import Refusal
 from pagepool.replay.shared.progress import Progress
 from pagepool.replay.shared.sizes import format_bytes
-from pagepool.replay.simulation.allocator import HASH_SEED, make_groups
+from pagepool.replay.simulation.allocator import HASH_SEED
 from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.simulation.scheduler import Scheduler
 from pagepool.replay.traces.simulated_request import SimulatedRequest
-from pagepool.specs import cdiv
 
 __all__ = ["describe_pool", "make_manager", "make_scheduler", "making_pool", "require_one_that_fits", "run"]
 
@@ -31,12 +31,12 @@ def describe_pool(num_pages: int, page_size: int, eviction: str = "lru") -> str:
     return f"{count_of(num_pages, 'page')} of {count_of(page_size, 'token')}{policy}"
 
 
-def require_one_that_fits(requests: Sequence[SimulatedRequest], num_pages: int, page_size: int) -> None:
+def require_one_that_fits(requests: Sequence[SimulatedRequest], num_pages: int, model: ModelPages) -> None:
     """Exit with code 1 and a message if no request fits the pool."""
-    smallest = 1 + min(cdiv(request.num_slots, page_size) for request in requests)
+    smallest = 1 + min(model.count_pages(request.num_slots) for request in requests)
     if num_pages < smallest:
         raise click.ClickException(
-            f"no request can run in {describe_pool(num_pages, page_size)}: "
+            f"no request can run in {describe_pool(num_pages, model.page_size)}: "
             f"the smallest of {count_of(len(requests), 'request')} needs {count_of(smallest, 'page')}, including the null page"
         )
 
@@ -62,17 +62,20 @@ def make_scheduler(
 
 def make_manager(
     num_pages: int,
-    page_size: int,
+    model: ModelPages,
     requests: Sequence[SimulatedRequest],
+    interval: int | None = None,
     enable_caching: bool = True,
     eviction: str = "lru",
 ) -> CacheManager:
-    """Make a manager for the longest of the requests. Its hashes are the same in every run."""
+    """Make a manager for the longest of the requests, with checkpoints of states after each `interval` tokens. Its hashes are
+    the same in every run.
+    """
     max_model_len = max((request.num_final_tokens for request in requests), default=1)
-    with making_pool(num_pages, page_size, eviction):
+    with making_pool(num_pages, model.page_size, eviction):
         return CacheManager(
             num_pages,
-            make_groups(page_size),
+            model.make_groups(interval),
             max_model_len,
             enable_caching,
             hash_seed=HASH_SEED,

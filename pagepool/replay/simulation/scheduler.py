@@ -1,9 +1,10 @@
 """A simulated scheduler: continuous batching, chunked prefill, preemption, one decoded token per request and step.
 
 A step has a budget of tokens. Running requests come first, in order of admission: one token if decoding, otherwise as many as
-the budget allows. A request without room preempts the newest ones, finally itself. Then waiting requests are admitted in order
-until one does not fit; a step that preempted admits none. A preempted request releases its pages, moves to the front of the
-queue, and recomputes its tokens, including generated ones, except for hits.
+the budget allows. With checkpoints of states, a chunk ends at the last one that the budget reaches. A request without room
+preempts the newest ones, finally itself. Then waiting requests are admitted in order until one does not fit; a step that
+preempted admits none. A preempted request releases its pages, moves to the front of the queue, and recomputes its tokens,
+including generated ones, except for hits. In the end the copies of states are taken, before the next step.
 
 There is no clock: all requests wait from the start, in order. The figures therefore do not depend on the machine, and the load
 is the highest possible.
@@ -18,7 +19,7 @@ import numpy as np
 from pagepool.arguments import require_int
 from pagepool.errors import PagePoolError, RequestTooLargeError
 from pagepool.manager import CacheManager
-from pagepool.replay.simulation.allocator import Allocator, BatchAllocator, ManagerAllocator
+from pagepool.replay.simulation.allocator import Allocator, BatchAllocator, ManagerAllocator, end_at_checkpoints
 from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest
 from pagepool.request import EngineRequestStatus
@@ -53,6 +54,7 @@ class Scheduler:
         self.waiting: deque[SimulatedRequest] = deque()
         self.skipped: list[tuple[SimulatedRequest, str]] = []
         self._manager = manager
+        self._interval = manager.checkpoint_interval
         self.started: list[SimulatedRequest] = []
         self.ended: list[SimulatedRequest] = []
         for request in requests:
@@ -103,6 +105,7 @@ class Scheduler:
             usage = f"usage {self._manager.usage:.3f}"
             raise PagePoolError(f"no request got room at {usage}: pages were lost, or a step's tokens exceed the pool")
         self.figures.see_usage(self._manager.usage)
+        self.figures.copied_pages += self._allocator.take_copies()
         self._decode()
         return num_scheduled
 
@@ -121,11 +124,11 @@ class Scheduler:
         """Return the rows that compute in this step, and their numbers of tokens."""
         rows = self.running
         num_new_tokens = self._num_tokens[rows] - self._num_computed_tokens[rows]
-        if num_new_tokens.sum() <= self.max_num_batched_tokens:
-            return rows, num_new_tokens
-        num_left = self.max_num_batched_tokens - (np.cumsum(num_new_tokens) - num_new_tokens)
-        num_left = num_left[num_left > 0]
-        return rows[: len(num_left)], np.minimum(num_new_tokens[: len(num_left)], num_left).astype(np.int32)
+        if num_new_tokens.sum() > self.max_num_batched_tokens:
+            num_left = self.max_num_batched_tokens - (np.cumsum(num_new_tokens) - num_new_tokens)
+            num_left = num_left[num_left > 0]
+            rows, num_new_tokens = rows[: len(num_left)], np.minimum(num_new_tokens[: len(num_left)], num_left)
+        return rows, end_at_checkpoints(self._num_computed_tokens[rows], num_new_tokens, self._interval)
 
     def _grow_running(self) -> int:
         """Allocate for running requests, and preempt the newest while there is no room. Returns the number of tokens."""
@@ -172,6 +175,7 @@ class Scheduler:
         if num_hit_tokens is None:
             return 0
         num_new_tokens = min(request.num_tokens - num_hit_tokens, budget)
+        num_new_tokens = int(end_at_checkpoints(num_hit_tokens, num_new_tokens, self._interval))
         self._count_admission(request, num_hit_tokens)
         self._requests[row] = request
         self._num_tokens[row] = request.num_tokens

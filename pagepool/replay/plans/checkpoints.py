@@ -1,0 +1,78 @@
+"""Hits of a model with states, by the interval of its checkpoints. A hit ends where all states were kept, so there is no curve
+from one pass: each interval and pool size needs a simulation.
+
+The hits are those of `Scheduler` with one running request: chunks of a prompt end at the last checkpoint within a step, those
+of an answer at the end of each page. No call is made for tokens that fill no page.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from pagepool.manager import CacheManager, CachePages
+from pagepool.replay.models.pages import ModelPages
+from pagepool.replay.plans.plan import CheckpointFigures
+from pagepool.replay.simulation.allocator import end_at_checkpoints
+from pagepool.replay.simulation.runs import make_manager
+from pagepool.replay.traces.simulated_request import SimulatedRequest
+
+__all__ = ["CheckpointSimulator"]
+
+
+class CheckpointSimulator:
+    """Runs requests one after another in pools of any size, with checkpoints at any interval.
+
+    >>> from pagepool.replay import TraceRecord, make_requests
+    >>> chat = make_requests([TraceRecord(i, 1024, 1, ids) for i, ids in enumerate([(7, 8), (5, 6), (7, 8)])])
+    >>> simulator = CheckpointSimulator(chat, ModelPages(num_state_groups=1), max_batched_tokens=512)
+    >>> simulator.run(num_pages=1000, interval=256).hit_tokens
+    512
+    """
+
+    def __init__(self, requests: Sequence[SimulatedRequest], model: ModelPages, max_batched_tokens: int = 8192) -> None:
+        """`model` has one group of attention, and states."""
+        self._requests = requests
+        self._model = model
+        self._max_batched_tokens = max_batched_tokens
+
+    def run(self, num_pages: int, interval: int, on_request: Callable[[int], object] | None = None) -> CheckpointFigures:
+        """Run in a new LRU pool of `num_pages`, including the null page. Requests larger than the pool are skipped. Raises as
+        `CacheManager` does. `on_request` gets the number of requests done. O(tokens).
+        """
+        manager = make_manager(num_pages, self._model, self._requests, interval)
+        hit_tokens = num_copies = 0
+        for num_done, request in enumerate(self._requests, start=1):
+            if self._model.count_pages(request.num_slots) < num_pages:
+                num_hits, num_copied = self._run_request(manager, replace(request))
+                hit_tokens, num_copies = hit_tokens + num_hits, num_copies + num_copied
+            if on_request is not None:
+                on_request(num_done)
+        first_group = self._model.num_attention_groups
+        num_kept = sum(key.group_id >= first_group for key in manager.page_pool.cached_page_hash_to_page)
+        return CheckpointFigures(interval, num_pages, hit_tokens, num_copies, num_kept)
+
+    def _run_request(self, manager: CacheManager, request: SimulatedRequest) -> tuple[int, int]:
+        """Run a request from its look-up to its end. Returns the numbers of tokens that it hit, and of copies."""
+        pages, num_hits = manager.get_computed_pages(request)
+        num_copies = 0
+        hits: tuple[int, CachePages] | tuple[()] = (num_hits, pages)
+        for end in self._list_ends(request, num_hits, manager.checkpoint_interval):
+            request.num_tokens = max(request.num_tokens, end)
+            manager.allocate_slots(request, end - max(request.num_computed_tokens, num_hits), *hits)
+            hits, request.num_computed_tokens = (), end
+            num_copies += len(manager.take_copies())
+        manager.free(request)
+        manager.free_page_hashes(request)
+        return num_hits, num_copies
+
+    def _list_ends(self, request: SimulatedRequest, num_hit_tokens: int, interval: int | None) -> Iterator[int]:
+        """List the numbers of tokens at which a request takes pages and enters them: the ends of its steps, in the answer only
+        those that fill a page.
+        """
+        end, size = num_hit_tokens, self._model.page_size
+        while end < request.num_slots:
+            num_left = request.num_prompt_tokens - end
+            if num_left > 0:
+                end += int(end_at_checkpoints(end, min(num_left, self._max_batched_tokens), interval))
+            else:
+                end = min(end - end % size + size, request.num_slots)
+            yield end

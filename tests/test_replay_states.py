@@ -1,0 +1,350 @@
+"""Replays and plans of models with states: chunks that end at checkpoints, hits by interval, and the commands' answers."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_model import ATTENTION, LLAMA, QWEN
+from test_replay import SHARED_TRACE, counts, free_ids_of, make_random_requests, request_of, steps_of
+
+from pagepool.manager import CacheManager
+from pagepool.replay import Figures, Scheduler, SimulatedRequest, make_requests, read_trace
+from pagepool.replay.models.pages import ModelPages
+from pagepool.replay.plans.checkpoints import CheckpointSimulator
+from pagepool.replay.simulation.allocator import end_at_checkpoints
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+from command_line import invoke
+
+NUM_SEEDS = 20
+STATE_MODEL = {
+    "model_type": "mamba",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "state_size": 16,
+    "conv_kernel": 4,
+    "expand": 2,
+}
+
+
+def make_manager(num_pages: int, page_size: int = 16, interval: int = 32, num_states: int = 1) -> CacheManager:
+    return CacheManager(num_pages, ModelPages(page_size, num_state_groups=num_states).make_groups(interval), 1 << 16)
+
+
+class TestChunks:
+    def test_they_end_at_the_last_checkpoint_within_them(self) -> None:
+        assert end_at_checkpoints([0, 10, 32, 60], [100, 21, 31, 4], 32).tolist() == [96, 21, 31, 4]
+        assert end_at_checkpoints([0, 10], [100, 21], None).tolist() == [100, 21]
+        assert end_at_checkpoints(31, 2, 32).dtype == np.int32
+
+    @pytest.mark.parametrize("batched", [False, True])
+    def test_steps(self, batched: bool) -> None:
+        requests = [request_of("a", 100, 3), replace(request_of("a", 100, 1), request_id="b")]
+        scheduler = Scheduler(make_manager(64), requests, max_num_batched_tokens=80, max_num_seqs=1, batched=batched)
+        assert steps_of(scheduler) == [
+            [("a", 64)],
+            [("a", 32)],
+            [("a", 4)],
+            [("a", 1)],
+            [("a", 1)],
+            [("b", 4)],
+        ]
+        assert scheduler.figures.hit_tokens == 96
+        assert scheduler.figures.copied_pages == 3  # checkpoints at 64 and 96, and one hit
+
+    @pytest.mark.parametrize("batched", [False, True])
+    def test_an_answer_has_checkpoints_too(self, batched: bool) -> None:
+        first = request_of("a", 40, 60)
+        second = SimulatedRequest("b", 99, 1, lambda: first.make_token_ids())
+        scheduler = Scheduler(make_manager(64), [first, second], max_num_seqs=1, batched=batched)
+        figures = scheduler.run()
+        assert figures.hit_tokens == 96
+        assert figures.generated_tokens == 61
+
+    @pytest.mark.parametrize("batched", [False, True])
+    def test_requests_larger_than_the_pool_with_their_states_are_skipped(self, batched: bool) -> None:
+        requests = [request_of("fits", 48), request_of("large", 49)]
+        scheduler = Scheduler(make_manager(1 + 3 + 2, num_states=2), requests, batched=batched)
+        assert [request.request_id for request, _ in scheduler.skipped] == ["large"]
+        assert scheduler.run().requests == 1
+
+
+def count_hits(requests: list[SimulatedRequest], interval: int, max_batched_tokens: int) -> int:
+    """Count the tokens that hit in a pool that never evicts, from the texts alone."""
+    kept: set[bytes] = set()
+    hit_tokens = 0
+    for request in requests:
+        tokens = request.make_token_ids()
+        ends = range(0, request.num_prompt_tokens, interval)
+        start = end = max(end for end in ends if end == 0 or tokens[:end].tobytes() in kept)
+        hit_tokens += start
+        while end < request.num_prompt_tokens:
+            stop = min(end + max_batched_tokens, request.num_prompt_tokens)
+            end = stop // interval * interval if stop // interval * interval > end else stop
+            if end % interval == 0:
+                kept.add(tokens[:end].tobytes())
+        kept |= {tokens[:end].tobytes() for end in range(end, request.num_slots + 1) if end % interval == 0}
+    return hit_tokens
+
+
+class TestEqualPaths:
+    """A running batch and a manager give the same figures, and leave the same pages free in the same order."""
+
+    def compare(self, requests: list[SimulatedRequest], make: Any, **limits: Any) -> Figures:
+        figures, free_ids = [], []
+        for batched in (False, True):
+            manager = make()
+            scheduler = Scheduler(manager, [replace(request) for request in requests], batched=batched, **limits)
+            figures.append(scheduler.run())
+            free_ids.append(free_ids_of(manager))
+            manager.page_pool.check()
+        assert figures[0].list_differences(figures[1]) == []
+        assert counts(figures[0]) == counts(figures[1])
+        assert free_ids[0] == free_ids[1]
+        return figures[1]
+
+    def test_random_requests_in_tiny_pools(self) -> None:
+        seen: Counter[str] = Counter()
+        for seed in range(2 * NUM_SEEDS):
+            print(f"seed {seed}")
+            rng = np.random.default_rng(seed)
+            page_size, num_states = int(rng.choice([1, 2, 4, 8])), int(rng.integers(1, 4))
+            interval = page_size * int(rng.integers(1, 5))
+            num_pages = 20 + int(rng.integers(150, 500)) // page_size
+            limits = {"max_num_batched_tokens": int(rng.integers(1, 100)), "max_num_seqs": int(rng.integers(1, 12))}
+            requests = make_random_requests(rng, num_requests=30)
+            make = partial(make_manager, num_pages, page_size, interval, num_states)
+            figures = self.compare(requests, make, **limits)
+            seen.update(figures.as_dict())
+        for name in ("preemptions", "rehit_tokens", "hit_tokens", "evicted_pages", "copied_pages"):
+            assert seen[name] > 0
+
+    def test_without_attention(self) -> None:
+        groups = ModelPages(1, None, 0, 1).make_groups(8)
+        for seed in range(NUM_SEEDS):
+            requests = make_random_requests(np.random.default_rng(seed), num_requests=25)
+            assert self.compare(requests, lambda: CacheManager(30, groups, 1 << 16), max_num_seqs=9).evicted_pages > 0
+            figures = self.compare(requests, lambda: CacheManager(5_000, groups, 1 << 16), max_num_seqs=1)
+            assert figures.hit_tokens == count_hits(requests, 8, 8192)
+
+
+class TestSimulator:
+    def test_equal_to_the_scheduler_with_one_request_at_a_time(self) -> None:
+        seen: Counter[str] = Counter()
+        for seed in range(NUM_SEEDS):
+            print(f"seed {seed}")
+            rng = np.random.default_rng(seed)
+            model = ModelPages(int(rng.choice([1, 2, 4, 8])), num_state_groups=int(rng.integers(1, 4)))
+            interval, budget = model.page_size * int(rng.integers(1, 5)), int(rng.integers(5, 100))
+            num_pages = 10 + int(rng.integers(80, 600)) // model.page_size
+            requests = make_random_requests(rng, num_requests=40)
+            ours = CheckpointSimulator(requests, model, budget).run(num_pages, interval)
+            manager = CacheManager(num_pages, model.make_groups(interval), 1 << 16)
+            theirs = Scheduler(manager, requests, max_num_batched_tokens=budget, max_num_seqs=1).run()
+            assert (ours.hit_tokens, ours.copied_pages) == (theirs.hit_tokens, theirs.copied_pages)
+            keys = manager.page_pool.cached_page_hash_to_page
+            assert ours.kept_pages == sum(key.group_id > 0 for key in keys)
+            seen.update(theirs.as_dict())
+        for name in ("hit_tokens", "evicted_pages", "copied_pages", "skipped"):
+            assert seen[name] > 0
+
+    def test_equal_to_the_texts_in_a_pool_that_never_evicts(self) -> None:
+        num_hit_tokens = 0
+        for seed in range(NUM_SEEDS):
+            rng = np.random.default_rng(seed)
+            page_size, budget = int(rng.choice([1, 2, 4, 8])), int(rng.integers(1, 100))
+            interval = page_size * int(rng.integers(1, 5))
+            requests = make_random_requests(rng, num_requests=30)
+            simulator = CheckpointSimulator(requests, ModelPages(page_size, num_state_groups=2), budget)
+            hits = simulator.run(50_000, interval).hit_tokens
+            assert hits == count_hits(requests, interval, budget)
+            num_hit_tokens += hits
+        assert num_hit_tokens > 0
+
+    @pytest.mark.skipif(not SHARED_TRACE.exists(), reason="the trace is not here")
+    def test_a_part_of_the_trace(self) -> None:
+        requests = make_requests(read_trace(str(SHARED_TRACE), limit=300))
+        model = ModelPages(544, num_state_groups=3)
+        ours = CheckpointSimulator(requests, model).run(2_000, 1088)
+        manager = CacheManager(2_000, model.make_groups(1088), 1 << 20)
+        theirs = Scheduler(manager, requests, max_num_seqs=1).run()
+        assert (ours.hit_tokens, ours.copied_pages) == (theirs.hit_tokens, theirs.copied_pages)
+        assert ours.hit_tokens > 0
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Twelve requests of 1,200 tokens, of four prompts."""
+    path = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 1200, "output_length": 3}
+    path.write_text("".join(json.dumps(line | {"hash_ids": [i % 4, 10 + i % 4, 20 + i % 4]}) + "\n" for i in range(12)))
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN))
+    return path
+
+
+def figures_of(*args: object) -> dict[str, Any]:
+    result = invoke(*args, "--json", "-")
+    assert result.exit_code == 0, result.output
+    figures: dict[str, Any] = json.loads(result.stdout)
+    return figures
+
+
+class TestReplay:
+    def test_figures(self, trace: Path) -> None:
+        figures = figures_of("replay", trace, "--checkpoint-interval", 256, "--max-num-seqs", 1)
+        assert figures["hit_tokens"] == 8 * 1024
+        assert figures["copied_pages"] == 4 + 8
+        assert figures_of("replay", trace, "--max-num-seqs", 1)["copied_pages"] == 0
+
+    def test_both_ways_of_allocating_give_the_same(self, trace: Path, config: Path) -> None:
+        result = invoke("replay", trace, "--model-config", config, "--compare", "--num-pages", 40)
+        assert result.exit_code == 0, result.output
+        assert "40 pages of 544 tokens, checkpoints every 1,088 tokens" in result.output
+        assert "states copied" in result.output
+
+    def test_without_states_nothing_is_said_of_them(self, trace: Path) -> None:
+        result = invoke("replay", trace)
+        assert "copied" not in result.output
+        assert "checkpoints" not in result.output
+
+    def test_the_model_decides_on_pages_and_states(self, trace: Path, config: Path) -> None:
+        options = ("replay", trace, "--model-config", config, "--limit", 1)
+        assert figures_of(*options)["allocated_pages"] == 3 + 2 * 3  # a checkpoint at 1,088 tokens
+        assert figures_of(*options, "--checkpoint-interval", 2176)["allocated_pages"] == 3 + 3
+        assert figures_of(*options, "--page-size", 16)["allocated_pages"] == 76 + 2 * 3
+        assert figures_of(*options, "--no-caching")["allocated_pages"] == 3 + 3
+        config.write_text(json.dumps(STATE_MODEL))
+        assert figures_of("replay", trace, "--model-config", config, "--max-num-seqs", 1)["hit_tokens"] == 8 * 1024
+
+
+class TestPlan:
+    def test_figures_by_interval(self, trace: Path, config: Path) -> None:
+        figures = figures_of("plan", trace, "--model-config", config, "--num-pages", 50)
+        assert figures["page_bytes"] == 12 * 544 * 2048
+        assert figures["model"]["num_state_groups"] == 3
+        assert figures["min_num_pages"] == 1 + 3 + 3
+        by_size = {pool["num_pages"]: pool["checkpoints"] for pool in figures["pools"]}
+        assert [each["interval"] for each in by_size[50]] == [544, 1088, 2176, 4352]
+        assert [each["hit_tokens"] for each in by_size[50]] == [8 * 1088, 8 * 1088, 0, 0]
+        assert by_size[50][1]["hit_rate"] == pytest.approx(8 * 1088 / (12 * 1200))
+        assert by_size[50][1]["copied_pages"] == 3 * (4 + 8)
+        assert by_size[50][1]["kept_pages"] == 3 * 4
+        assert any(pool["replay"] for pool in figures["pools"])
+
+    def test_intervals_that_were_asked_for(self, trace: Path) -> None:
+        figures = figures_of("plan", trace, "--checkpoint-interval", "512,256", "--num-pages", "100,1000", "--page-size", 64)
+        for pool in figures["pools"]:
+            assert [each["interval"] for each in pool["checkpoints"]] == [256, 512]
+        assert figures["page_bytes"] is None
+
+    def test_the_text(self, trace: Path, config: Path) -> None:
+        result = invoke("plan", trace, "--model-config", config, "--num-pages", 50)
+        assert result.exit_code == 0, result.output
+        for text in (
+            "12 requests, 14,400 prompt tokens, pages of 544 tokens and 12.8 MiB",
+            "A page holds 544 tokens of attention, or the states of one of 3 groups of layers. Padding is 1.5% of a page of",
+            "A checkpoint takes 3 pages (38.2 MiB), as much as 1,632 tokens of attention; a running request holds 3 pages for",
+            "At 50 pages (637.5 MiB) checkpoints every 544 tokens hit most of 4 intervals: 60.4% of prompt tokens; in the end ",
+            "With attention alone: a pool that never evicts hits 8,704 of 14,400 prompt tokens (60.4%).",
+            "By interval of checkpoints, with 50 pages",
+            "Every N: ",
+        ):
+            assert text in result.output
+        for text in ("Belady", "ARC", "best eviction"):
+            assert text not in result.output
+
+    def test_padding_in_words(self, trace: Path, config: Path) -> None:
+        output = invoke("plan", trace, "--model-config", config, "--page-size", 256).output
+        assert "Padding is 52.2% of a page of tokens." in output
+        config.write_text(json.dumps({**ATTENTION, "attn_type_list": [0, 1], "head_dim": 128}))
+        assert "Neither is padded." in invoke("plan", trace, "--model-config", config).output
+
+    def test_no_hits(self, trace: Path, config: Path) -> None:
+        result = invoke("plan", trace, "--model-config", config, "--checkpoint-interval", 5440, "--num-pages", 50)
+        assert "At 50 pages (637.5 MiB) no checkpoint hits anything." in result.output
+
+    def test_pictures(self, trace: Path, config: Path, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        paths = tmp_path / "plan.svg", tmp_path / "plan.html"
+        result = invoke("plan", trace, "--model-config", config, "--plot", paths[0], "--html", paths[1])
+        assert result.exit_code == 0, result.output
+        for path in paths:
+            text = path.read_text()
+            assert "checkpoints every 1,088" in text
+            assert "attention alone" in text
+        assert "By interval of checkpoints, with " in paths[1].read_text()
+        assert "trace: checkpoints every 544 tokens hit up to 60.4% of prompt tokens" in paths[1].read_text()
+
+
+class TestBadInput:
+    """One sentence, and exit code 2."""
+
+    @pytest.mark.parametrize("command", ["plan", "replay"])
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--checkpoint-interval", 1000], "--checkpoint-interval: 1,000 is not a multiple of the page size, 16 tokens"),
+            (["--checkpoint-interval", 64, "--page-size", 48], "64 is not a multiple of the page size, 48 tokens"),
+            (["--checkpoint-interval", 1024, "--model-config", "hybrid"], "1,024 is not a multiple of the page size, 544 tok"),
+            (["--checkpoint-interval", 1024, "--model-config", "llama"], "no layer has a state, so --checkpoint-interval has"),
+            (["--state-dtype", "float32", "--model-config", "llama"], "no layer has a state, so --state-dtype has no meaning"),
+            (["--model-config", "unknown"], "has layers with a state, but none of linear_num_key_heads, "),
+            (["--model-config", "hybrid", "--state-dtype", "float3"], "dtype 'float3' is not one that NumPy or JAX knows"),
+        ],
+    )
+    def test_one_line(self, command: str, options: list[object], message: str, trace: Path, tmp_path: Path) -> None:
+        configs = {"hybrid": QWEN, "llama": LLAMA, "unknown": {**LLAMA, "layer_types": ["mamba"] * 4}}
+        for name, content in configs.items():
+            (tmp_path / name).write_text(json.dumps(content))
+        result = invoke(command, trace, *(tmp_path / option if option in configs else option for option in options))
+        assert result.exit_code == 2
+        assert message in result.output
+        assert len(result.output.splitlines()) == 1
+
+    @pytest.mark.parametrize("command", ["plan", "replay"])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            ["--checkpoint-interval", "0"],
+            ["--checkpoint-interval", "-16"],
+            ["--checkpoint-interval", "256:1024"],
+            ["--checkpoint-interval", "1KiB"],
+            ["--state-dtype", "float32"],
+            ["--kv-dtype", "float16"],
+        ],
+    )
+    def test_bad_options(self, command: str, options: list[str], trace: Path) -> None:
+        result = invoke(command, trace, *options)
+        assert result.exit_code == 2
+        assert "Error: " in result.output
+        assert "Traceback" not in result.output
+
+    def test_what_a_plan_cannot_say(self, trace: Path, tmp_path: Path) -> None:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(STATE_MODEL))
+        result = invoke("plan", trace, "--model-config", path)
+        assert (result.exit_code, len(result.output.splitlines())) == (2, 1)
+        assert "a plan needs attention" in result.output
+        result = invoke("plan", trace, "--checkpoint-interval", 256, "--eviction", "arc")
+        assert result.exit_code == 2
+        assert "--eviction: the plan of a model with states is for LRU" in result.output
+        assert invoke("plan", trace, "--checkpoint-interval", 256, "--eviction", "lru", "--replays", 0).exit_code == 0
+
+    def test_a_pool_that_holds_no_request_with_its_states(self, trace: Path, config: Path) -> None:
+        for command in ("plan", "replay"):
+            sizes = ["--num-pages", "5,6"] if command == "plan" else ["--num-pages", "6"]
+            result = invoke(command, trace, "--model-config", config, *sizes)
+            assert result.exit_code == 1
+            assert "needs 7 pages, including the null page" in result.output
