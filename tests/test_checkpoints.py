@@ -389,6 +389,76 @@ def test_a_checkpoint_in_use_is_not_adopted() -> None:
     assert take(batch) == [(3, 5, 1)]
 
 
+@pytest.mark.parametrize(
+    ("num_reserved_pages", "page_ids", "copies"), [(1, ([1, 2, 4], [5]), [(3, 5, 1)]), (2, ([1, 2, 4], [3]), []), (3, None, [])]
+)
+def test_beside_reserved_pages(num_reserved_pages: int, page_ids: Any, copies: list[tuple[int, int, int]]) -> None:
+    """A copy if pages are free for it, else adoption, else nothing."""
+    for has_rows in (False, True):
+        manager = make_manager(num_pages=7)
+        batch, request = make_batch(manager), make_request("b", 12)
+        manager.free(fill(manager, 8))
+        before = batch_state(batch)[1]
+        if has_rows:
+            is_admitted = batch.admit(0, PROMPT[:12], num_reserved_pages=num_reserved_pages) is not None
+            held = batch.get_page_ids(0)
+        else:
+            is_admitted = run(manager, request, 4, num_reserved_pages=num_reserved_pages) is not None
+            held = manager.get_page_ids("b")
+        assert is_admitted == (page_ids is not None)
+        assert held == (page_ids or ([], []))
+        assert take(manager) == copies
+        if not is_admitted:
+            assert batch_state(batch)[1] == before
+
+
+def test_a_row_adopts_in_a_full_shard() -> None:
+    batch = make_batch(make_manager(num_pages=10), data_parallel_size=2)  # shards of 4 and 5 pages, null page aside
+    batch.admit(0, PROMPT[:8], dp_shard=0)
+    batch.release([0])
+    assert batch.admit(1, PROMPT[:12], dp_shard=0) == 8
+    assert (batch.get_page_ids(1), take(batch)) == (([1, 2, 4], [3]), [])
+    batch.check()
+
+
+def test_a_request_adopts_in_a_full_shard() -> None:
+    manager, request = make_manager(num_pages=10), make_request("b", 12)
+    manager.free(fill(manager, 8))
+    placement = {"dp_shard_hint": 0, "data_parallel_size": 2}
+    assert run(manager, request, 4, **placement) == ([4], [3])
+    assert take(manager) == []
+    manager.check()
+
+
+def test_a_refused_request_is_admitted_when_the_checkpoint_is_free() -> None:
+    """Refused again at O(1) until then."""
+    manager = make_manager(num_pages=7)
+    manager.free(fill(manager, 8))
+    batch, tokens = make_batch(manager), PROMPT[:10]
+    assert batch.admit(0, tokens) == 8
+    assert batch.get_page_ids(0) == ([1, 2, 4], [5])
+    request = make_request("b", 10)
+    for _ in range(2):
+        assert batch.admit(1, tokens) is None
+        assert run(manager, request, 2) is None
+    assert take(batch) == [(3, 5, 1)]
+    assert run(manager, request, 2) == ([6], [3])
+    manager.free(request)
+    assert batch.admit(1, tokens) is None  # the checkpoint is gone, and there are not so many pages for all tokens
+    manager.check()
+
+
+def test_a_refused_row_is_admitted_when_the_checkpoint_is_free() -> None:
+    manager = make_manager(num_pages=7)
+    manager.free(fill(manager, 8))
+    batch, tokens = make_batch(manager), PROMPT[:10]
+    assert batch.admit(0, tokens) == 8
+    assert [batch.admit(1, tokens) for _ in range(2)] == [None, None]
+    assert take(batch) == [(3, 5, 1)]
+    assert batch.admit(1, tokens) == 8
+    assert (batch.get_page_ids(1), take(batch)) == (([1, 2, 6], [3]), [])
+
+
 @pytest.mark.parametrize("num_pages", range(4, 14))
 def test_what_fits_an_empty_pool_is_admitted_when_all_others_are_gone(num_pages: int) -> None:
     """Whatever is cached. Otherwise a request that hits would wait for itself."""
