@@ -80,8 +80,8 @@ class SlotAllocator(KeyHolder):
             lengths = [len(ids) * manager.entry_size for ids, manager in zip(hits, managers, strict=True)]
             if any(length != num_tokens for length in lengths):
                 raise ArgumentError(
-                    f"request {shown(request.request_id)}: got {num_tokens} computed tokens, and new_computed_pages of {lengths} "
-                    "tokens by group; allowed with a state: all equal"
+                    f"request {shown(request.request_id)}: got {num_tokens} computed tokens, and new_computed_pages of "
+                    f"{lengths} tokens by group; allowed with a state: all equal"
                 )
         if num_tokens == 0 or not self.no_ids:
             return
