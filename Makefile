@@ -23,7 +23,7 @@ MAKEFLAGS += --no-print-directory
 demo: $(VENV)/with-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
 
-engine: $(VENV)/with-jax  ## let the example engine generate, with random weights: ENGINE_ARGS=--profile
+engine: $(VENV)/with-jax  ## let the example engine generate, with random weights: ENGINE_ARGS="--hybrid --turns 3"
 	$(VENV)/bin/python examples/engine.py $(ENGINE_ARGS)
 
 test: $(VENV)/with-$(EXTRA)  ## all tests and doctests on the wheel
@@ -40,7 +40,7 @@ debug:  ## the same on a build with bounds checks and asserts, but for what any 
 # jax aborts under AddressSanitizer as soon as it compiles something, so it is not installed, and what needs it left out.
 NEED_JAX = docs/engines.md docs/page_table.md \
     $(addprefix tests/,test_device_table.py devices.py many_devices.py two_processes.py test_page_copies.py copies.py \
-    copies_devices.py test_engine.py engine_workload.py)
+    copies_devices.py test_engine.py test_beams.py engine_workload.py)
 WITHOUT_JAX = $(foreach path,$(NEED_JAX),--ignore=$(CURDIR)/$(path)) --ignore-glob='*/pagepool/page_copies.py'
 
 sanitize:  ## the same under AddressSanitizer and UndefinedBehaviorSanitizer

@@ -1,9 +1,10 @@
-"""A decoder-only transformer over a paged KV cache: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""A decoder-only transformer over a paged cache: RMSNorm, rotary positions, grouped-query attention, SwiGLU. In a hybrid each
+layer has gated linear attention before its attention.
 
 A step is one flat list of tokens of any requests. Each token has a row of the page table and a position in it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
@@ -11,6 +12,7 @@ from zipfile import BadZipFile
 import jax
 import jax.numpy as jnp
 import numpy as np
+from linear_attention import attend_linearly
 
 from pagepool import device_slot_mapping
 
@@ -30,11 +32,29 @@ AXES = {
 }
 """The axes of each weight."""
 
+HYBRID_AXES = AXES | {
+    "linear_norm": "layers width",
+    "linear_query": "layers width heads head_size",
+    "linear_key": "layers width heads head_size",
+    "linear_value": "layers width heads head_size",
+    "linear_decay": "layers width heads",
+    "linear_output": "layers heads head_size width",
+}
+"""The same in a hybrid."""
+
 DEFAULT_SIZES = {"vocab": 96, "width": 64, "layers": 2, "heads": 16, "kv_heads": 8, "head_size": 16, "hidden": 128}
 
 Weights = dict[str, Any]
-KVCache = list[tuple[jax.Array, jax.Array]]
-"""Keys and values of each layer, float32 ``[kv_heads, num_pages, page_size, head_size]``."""
+
+
+class Cache(NamedTuple):
+    """What is kept in pages, float32, by cache group: keys and values of each layer ``[kv_heads, num_pages, page_size,
+    head_size]``, and in a hybrid the state of each layer ``[num_pages, heads, head_size, head_size]``.
+    """
+
+    keys_and_values: list[tuple[jax.Array, jax.Array]]
+    states: list[jax.Array]
+
 
 Attention = Callable[[Any, Any, Any, Any, Any], Any]
 """A function with the signature of those in attention.py."""
@@ -49,13 +69,14 @@ class Tokens(NamedTuple):
     last: Any
 
 
-def make_weights(seed: int, sizes: Mapping[str, int] = DEFAULT_SIZES) -> Weights:
+def make_weights(seed: int, sizes: Mapping[str, int] = DEFAULT_SIZES, is_hybrid: bool = False) -> Weights:
     """Make random weights. Norms are ones; the others are normal, and large enough that the answers vary."""
     rng = np.random.default_rng(seed)
-    shapes = {name: [sizes[axis] for axis in axes.split()] for name, axes in AXES.items()}
+    all_axes = HYBRID_AXES if is_hybrid else AXES
+    shapes = {name: [sizes[axis] for axis in axes.split()] for name, axes in all_axes.items()}
     scale = 2 * sizes["width"] ** -0.5
     weights = {name: rng.normal(0, scale, shape).astype(np.float32) for name, shape in shapes.items()}
-    return weights | {name: np.ones_like(weights[name]) for name in AXES if name.endswith("norm")}
+    return weights | {name: np.ones_like(weights[name]) for name in weights if name.endswith("norm")}
 
 
 def load_weights(path: Path) -> Weights:
@@ -69,12 +90,18 @@ def load_weights(path: Path) -> Weights:
     return weights
 
 
+def get_axes(weights: Weights) -> dict[str, str]:
+    """Return the axes of each weight. The weights are a hybrid's if one has a name that only hybrids have."""
+    return AXES if weights.keys().isdisjoint(HYBRID_AXES.keys() - AXES.keys()) else HYBRID_AXES
+
+
 def get_sizes(weights: Weights) -> dict[str, int]:
     """Return the length of each axis. ValueError if a weight is missing, unknown, or does not fit the others."""
-    if set(weights) != set(AXES):
-        raise ValueError(f"weights: got {sorted(weights)}, allowed: {sorted(AXES)}")
+    all_axes = get_axes(weights)
+    if set(weights) != set(all_axes):
+        raise ValueError(f"weights: got {sorted(weights)}, allowed: {sorted(all_axes)}")
     sizes: dict[str, int] = {}
-    for name, axes in AXES.items():
+    for name, axes in all_axes.items():
         shape, expected = np.shape(weights[name]), axes.split()
         if len(shape) == len(expected):
             sizes = dict(zip(expected, shape, strict=True)) | sizes
@@ -85,26 +112,41 @@ def get_sizes(weights: Weights) -> dict[str, int]:
     return sizes
 
 
-def forward(weights: Weights, kv_cache: KVCache, page_table: Any, tokens: Tokens, attend: Attention) -> tuple[Any, KVCache]:
-    """Write keys and values into pages, attend, and return logits ``[rows, vocab]`` and the cache (traced)."""
-    page_size = kv_cache[0][0].shape[2]
-    slots = device_slot_mapping(page_table, tokens.rows, tokens.positions, page_size)
-    page_ids, lengths = page_table[tokens.rows], tokens.positions + 1
+def forward(weights: Weights, cache: Cache, page_tables: Sequence[Any], tokens: Tokens, attend: Attention) -> tuple[Any, Cache]:
+    """Write keys, values and states into pages, attend, and return logits ``[rows, vocab]`` and the cache (traced)."""
     hidden = weights["embedding"][tokens.token_ids]
-    written: KVCache = []
-    for layer, (key_pages, value_pages) in enumerate(kv_cache):
-        w = {name: weights[name][layer] for name in AXES if AXES[name].startswith("layers")}
-        normed = normalize(hidden, w["attention_norm"])
-        query, key, value = (jnp.einsum("tw,whd->thd", normed, w[name]) for name in ("query", "key", "value"))
-        key_pages = write_pages(key_pages, slots, rotate(key, tokens.positions))
-        value_pages = write_pages(value_pages, slots, value)
-        # All tokens are written before any is read: a prompt may hit pages that another row fills in the same step.
-        attended = attend(rotate(query, tokens.positions), key_pages, value_pages, page_ids, lengths)
-        hidden += jnp.einsum("thd,hdw->tw", attended, w["output"])
+    written = Cache([], [])
+    for layer, pages in enumerate(cache.keys_and_values):
+        w = {name: weights[name][layer] for name, axes in get_axes(weights).items() if axes.startswith("layers")}
+        if cache.states:
+            page_ids = page_tables[1][tokens.rows, 0]  # a row has one page for its state
+            added, states = mix_linearly(w, normalize(hidden, w["linear_norm"]), cache.states[layer], page_ids, tokens)
+            hidden += added
+            written.states.append(states)
+        added, pages = mix(w, normalize(hidden, w["attention_norm"]), pages, page_tables[0], tokens, attend)
+        hidden += added
+        written.keys_and_values.append(pages)
         normed = normalize(hidden, w["mlp_norm"])
         hidden += (jax.nn.silu(normed @ w["gate"]) * (normed @ w["up"])) @ w["down"]
-        written.append((key_pages, value_pages))
     return normalize(hidden[tokens.last], weights["final_norm"]) @ weights["unembedding"], written
+
+
+def mix(w: Weights, normed: Any, pages: tuple[Any, Any], page_table: Any, tokens: Tokens, attend: Attention) -> Any:
+    """Return the output of a layer's attention ``[tokens, width]``, and the pages with the tokens' keys and values (traced)."""
+    query, key, value = (jnp.einsum("tw,whd->thd", normed, w[name]) for name in ("query", "key", "value"))
+    slots = device_slot_mapping(page_table, tokens.rows, tokens.positions, page_size=pages[0].shape[2])
+    # All tokens are written before any is read: a prompt may hit pages that another row fills in the same step.
+    keys, values = write_pages(pages[0], slots, rotate(key, tokens.positions)), write_pages(pages[1], slots, value)
+    attended = attend(rotate(query, tokens.positions), keys, values, page_table[tokens.rows], tokens.positions + 1)
+    return jnp.einsum("thd,hdw->tw", attended, w["output"]), (keys, values)
+
+
+def mix_linearly(w: Weights, normed: Any, pages: Any, page_ids: Any, tokens: Tokens) -> tuple[Any, Any]:
+    """Return the output of a layer's linear attention ``[tokens, width]``, and the pages with the new states (traced)."""
+    query, key, value = (jnp.einsum("tw,whd->thd", normed, w[f"linear_{name}"]) for name in ("query", "key", "value"))
+    decay = jax.nn.sigmoid(normed @ w["linear_decay"]) ** (1 / 16)  # a head remembers tens of tokens
+    attended, pages = attend_linearly(query, key, value, decay, pages, page_ids, tokens.positions)
+    return jnp.einsum("thd,hdw->tw", normalize(attended, 1), w["linear_output"]), pages
 
 
 def write_pages(pages: Any, slots: Any, values: Any) -> Any:

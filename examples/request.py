@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from operator import index
 from typing import NamedTuple
 
-__all__ = ["Chunk", "Request", "SamplingParams"]
+__all__ = ["Candidates", "Chunk", "Request", "SamplingParams"]
+
+Candidates = Sequence[tuple[int, float]]
+"""Token ids and the logarithms of their probabilities."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,14 @@ class SamplingParams:
 class Request:
     """A prompt and its generated tokens. A preempted request keeps its tokens, and is admitted again with all of them."""
 
-    def __init__(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """`prompt` has token ids; TypeError unless they are integers."""
+    def __init__(self, prompt: Sequence[int], params: SamplingParams, number: int = 0) -> None:
+        """`prompt` has token ids; TypeError unless they are integers. `number` is that of its arrival, for the order."""
         self.token_ids = [index(token_id) for token_id in prompt]
         self.num_prompt_tokens = len(self.token_ids)
         self.params = params
+        self.number = number
+        self.samples: list[Request] = []  # of the same prompt, which fork before its last token
+        self.candidates: Candidates = ()  # of a beam: the most probable next tokens, once its last token is computed
         self.row = -1  # this and the next are from the last admission
         self.num_cached_tokens: int | None = None
 
@@ -42,6 +48,11 @@ class Request:
     def output(self) -> list[int]:
         """The tokens generated so far."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_due_tokens(self) -> int:
+        """The tokens to compute before the next one is sampled, or before samples fork, each of which computes the last one."""
+        return len(self.token_ids) - bool(self.samples)
 
     @property
     def is_finished(self) -> bool:

@@ -1,4 +1,4 @@
-"""The model on the devices: weights, KV cache, and the program that runs a step."""
+"""The model on the devices: weights, the pages of the cache, and the program that runs a step."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from model import AXES, Attention, KVCache, Tokens, Weights, forward, get_sizes
+from model import Attention, Cache, Tokens, Weights, forward, get_axes, get_sizes
 from request import Chunk
-from sampling import SamplingRows, sample
+from sampling import NextTokens, SamplingRows, find_next
+
+from pagepool import PageCopies, page_copies
 
 __all__ = ["ModelRunner", "pack"]
 
@@ -19,31 +21,49 @@ SPLIT_AXES = {"heads", "kv_heads", "hidden"}
 
 
 class ModelRunner:
-    """A model on a mesh of devices, with a KV cache of `num_pages` pages of `page_size` tokens, divided by KV heads."""
+    """A model on a mesh of devices, with a cache of `num_pages` pages of `page_size` tokens, divided by heads."""
 
     def __init__(self, weights: Weights, num_pages: int, page_size: int, attend: Attention, num_devices: int) -> None:
         """ValueError for weights that do not fit, missing devices, and heads that cannot be divided over the devices."""
-        self.sizes = get_sizes(weights)
+        axes, self.sizes = get_axes(weights), get_sizes(weights)
         self.mesh = make_mesh(num_devices, self.sizes)
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
-        self.weights = {name: jax.device_put(weights[name], self._split(axes)) for name, axes in AXES.items()}
-        split = self._split("kv_heads num_pages page_size head_size")
-        shape = (self.sizes["kv_heads"], num_pages, page_size, self.sizes["head_size"])
-        make_pages = jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=split)
-        self.kv_cache: KVCache = [(make_pages(), make_pages()) for _ in range(self.sizes["layers"])]
-        shardings = (self.replicated, [(split, split)] * self.sizes["layers"])
+        self.weights = {name: jax.device_put(weights[name], self._split(axes[name])) for name in weights}
+        self._page_sizes = self.sizes | {"num_pages": num_pages, "page_size": page_size}
+        self.cache = Cache([], [])
+        for _ in range(self.sizes["layers"]):
+            keys, values = (self._make_pages("kv_heads num_pages page_size head_size") for _ in range(2))
+            self.cache.keys_and_values.append((keys, values))
+            if "linear_query" in weights:
+                self.cache.states.append(self._make_pages("num_pages heads head_size head_size"))
+        shardings = (self.replicated, jax.tree.map(lambda pages: pages.sharding, self.cache))
         self._program: Callable[..., Any] = jax.jit(
             partial(step, attend=divide_attention(attend, self.mesh)), donate_argnums=1, out_shardings=shardings
         )
+
+    def _make_pages(self, axes: str) -> Any:
+        shape = [self._page_sizes[axis] for axis in axes.split()]
+        return jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=self._split(axes))()
 
     def _split(self, axes: str) -> NamedSharding:
         spec = PartitionSpec(*("tensor" if axis in SPLIT_AXES else None for axis in axes.split()))
         return NamedSharding(self.mesh, spec)
 
-    def run(self, page_table: jax.Array, tokens: Tokens, params: SamplingRows) -> Any:
-        """Compute a step's tokens, and return the next token of each row: int32 ``[rows]``, on the host."""
-        sampled, self.kv_cache = self._program(self.weights, self.kv_cache, page_table, tokens, params)
-        return np.asarray(sampled)
+    def run(self, page_tables: Sequence[jax.Array], tokens: Tokens, params: SamplingRows) -> NextTokens:
+        """Compute a step's tokens, and return the next token of each row, on the host."""
+        next_tokens, self.cache = self._program(self.weights, self.cache, page_tables, tokens, params)
+        return NextTokens(*map(np.asarray, next_tokens))
+
+    def copy_pages(self, copies: PageCopies) -> None:
+        """Copy pages of each cache group within its arrays."""
+        keys_and_values = page_copies.copy_pages(self.cache.keys_and_values, copies, group=0, page_axis=1)
+        self.cache = Cache(keys_and_values, page_copies.copy_pages(self.cache.states, copies, group=1))
+
+    def warmup(self, max_num_copies: int) -> None:
+        """Compile the programs for up to `max_num_copies` copies in each group."""
+        keys_and_values = page_copies.warmup(self.cache.keys_and_values, max_num_copies, page_axis=1)
+        states = self.cache.states and page_copies.warmup(self.cache.states, max_num_copies)
+        self.cache = Cache(keys_and_values, states)
 
 
 def make_mesh(num_devices: int, sizes: dict[str, int]) -> Mesh:
@@ -68,10 +88,12 @@ def divide_attention(attend: Attention, mesh: Mesh) -> Attention:
     return divided
 
 
-def step(weights: Weights, kv_cache: KVCache, page_table: Any, tokens: Tokens, params: SamplingRows, attend: Attention) -> Any:
-    """Return a token for each row, and the cache (traced)."""
-    logits, kv_cache = forward(weights, kv_cache, page_table, tokens, attend)
-    return sample(logits, tokens.positions[tokens.last], params), kv_cache
+def step(
+    weights: Weights, cache: Cache, page_tables: Sequence[Any], tokens: Tokens, params: SamplingRows, attend: Attention
+) -> tuple[NextTokens, Cache]:
+    """Return the next tokens of each row, and the cache (traced)."""
+    logits, cache = forward(weights, cache, page_tables, tokens, attend)
+    return find_next(logits, tokens.positions[tokens.last], params), cache
 
 
 def pack(chunks: Sequence[Chunk], num_rows: int, padded_size: int) -> tuple[Tokens, SamplingRows]:

@@ -1,11 +1,11 @@
-"""Sampling of the next token: greedy, or by temperature, top-k and a seed for each request."""
+"""The next token: greedy, or sampled by temperature, top-k and a seed for each request; and candidates for beams."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-__all__ = ["SamplingRows", "sample"]
+__all__ = ["NextTokens", "SamplingRows", "find_next"]
 
 
 class SamplingRows(NamedTuple):
@@ -14,6 +14,26 @@ class SamplingRows(NamedTuple):
     temperature: Any
     top_k: Any
     seed: Any
+
+
+class NextTokens(NamedTuple):
+    """By row: the sampled token ``[rows]``, the most probable tokens and the logarithms of their probabilities ``[rows,
+    candidates]``; int32, int32, float32.
+    """
+
+    sampled: Any
+    candidates: Any
+    log_probabilities: Any
+
+    def list_candidates(self, row: int) -> list[tuple[int, float]]:
+        """Return a row's candidates, each with the logarithm of its probability."""
+        return list(zip(self.candidates[row].tolist(), self.log_probabilities[row].tolist(), strict=True))
+
+
+def find_next(logits: Any, positions: Any, params: SamplingRows) -> NextTokens:
+    """Return the next token of each row, and as many candidates as there are rows (traced). Arguments are those of `sample`."""
+    log_probabilities, candidates = jax.lax.top_k(jax.nn.log_softmax(logits), min(logits.shape))
+    return NextTokens(sample(logits, positions, params), candidates, log_probabilities)
 
 
 def sample(logits: Any, positions: Any, params: SamplingRows) -> Any:

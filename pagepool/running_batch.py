@@ -23,7 +23,7 @@ from pagepool._core import (
 )
 from pagepool.arguments import require_int
 from pagepool.attention import SingleTypeCacheManager
-from pagepool.errors import ArgumentError, ArgumentTypeError, RowIndexError
+from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import RequestExtraKeys, encode_extra_keys, list_features
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable, PageTable
@@ -122,13 +122,16 @@ class RunningBatch(RunningRows):
         num_reserved_pages: int = 0,
         look_up: bool = True,
         is_preempted: bool = False,
+        ends_at_checkpoint: bool = False,
     ) -> int | None:
         """Start a request in a free row: take its longest cached prefix, allocate slots, and fill the table's row.
 
         `token_ids`, a list or an int32 array, are the tokens that the row knows. The first `num_tokens` of them, cached ones
         included, get slots (None: all). `max_num_new_tokens`, a step's budget, limits the slots after the cached tokens.
-        Returns the number of cached tokens, at most one less than all; None, without a change, if too few pages are free.
-        `num_reserved_pages` stay free for running rows (`CacheManager.require_capacity` tells whether waiting can help).
+        With `ends_at_checkpoint` they end at the last multiple of ``CacheManager.checkpoint_interval``, if there is one behind
+        the cached tokens. Returns the number of cached tokens, at most one less than all; None, without a change, if too few
+        pages are free. `num_reserved_pages` stay free for running rows (`CacheManager.require_capacity` tells whether waiting
+        can help).
 
         `cache_salt`, `lora_id` and `mm_features` keep prefixes apart as in `CacheManager`. With `dp_shard`, taken modulo
         `data_parallel_size`, hits and pages come from that shard, later ones too. Without `look_up` no prefix is taken, for a
@@ -153,10 +156,11 @@ class RunningBatch(RunningRows):
         pool, size = self._manager.page_pool, self._data_parallel_size
         if dp_shard is not None and size is None:
             raise ArgumentError(f"dp_shard: got {dp_shard}, allowed without data_parallel_size: None")
-        options = cache_salt, lora_id, mm_features, dp_shard, look_up
+        options = cache_salt, lora_id, mm_features, dp_shard, look_up, bool(ends_at_checkpoint)
+        interval = self._manager.checkpoint_interval or 0 if ends_at_checkpoint else 0
         if self.is_refused_still(row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options):
             return None
-        request = RowRequest(self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options)
+        request = RowRequest(self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options, interval)
         hint = None if dp_shard is None else require_int("dp_shard", dp_shard, 0)
 
         def find_hits(chain: HashChain, num_known_tokens: int) -> tuple[tuple[PageIds, ...], int]:
@@ -208,19 +212,12 @@ class RunningBatch(RunningRows):
         """
         return self._manager.take_copies()
 
-    def find_next_checkpoint(self, rows: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
+    def find_next_checkpoint(self, rows: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return for each row what `CacheManager.find_next_checkpoint` returns for a request: int32 ``[len(rows)]``.
 
         RowIndexError outside the table.
         """
-        row_ids = PageIds(rows).to_list()
-        for i, row in enumerate(row_ids):
-            if not 0 <= row < self.num_tokens.size:
-                raise RowIndexError(f"row: got {row} (at {i}), allowed: 0 to {self.num_tokens.size - 1}")
-        interval = self._manager.checkpoint_interval or self.max_num_tokens
-        num_computed = self.num_computed_tokens[row_ids].astype(np.int64)
-        checkpoints = num_computed - num_computed % interval + interval
-        return np.array(np.minimum(checkpoints, self.max_num_tokens), dtype=np.int32)
+        return self.find_next_multiple(rows, self._manager.checkpoint_interval or self.max_num_tokens)
 
     def fork(self, row: int, targets: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Let free rows go on from the computed tokens of an admitted row, after the step that computed them: for parallel

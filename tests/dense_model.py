@@ -16,6 +16,8 @@ def compute_logits(weights: dict[str, Array], token_ids: list[int]) -> Array:
     hidden = weights["embedding"][token_ids]
     for layer in range(len(weights["query"])):
         w = {name: array[layer] for name, array in weights.items() if name not in ("embedding", "unembedding", "final_norm")}
+        if "linear_norm" in w:
+            hidden = hidden + attend_linearly(w, normalize(hidden) * w["linear_norm"])
         hidden = hidden + attend(w, normalize(hidden) * w["attention_norm"])
         normed = normalize(hidden) * w["mlp_norm"]
         gate, up = (np.einsum("tw,wh->th", normed, w[name]) for name in ("gate", "up"))  # `@` would wait for BLAS's threads
@@ -39,6 +41,18 @@ def attend(w: dict[str, Array], normed: Array) -> Array:
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)
         added += weights @ (normed @ w["value"][:, kv_head]) @ w["output"][head]
+    return added
+
+
+def attend_linearly(w: dict[str, Array], normed: Array) -> Array:
+    """Gated linear attention, as a sum over all tokens before: key and value fade by the product of the decays since."""
+    decay = (1 + np.exp(-normed @ w["linear_decay"])) ** (-1 / 16)
+    added = np.zeros_like(normed)
+    for head in range(decay.shape[1]):
+        query, key, value = (normed @ w[f"linear_{name}"][:, head] for name in ("query", "key", "value"))
+        since = np.log(decay[:, head]).cumsum()
+        faded = np.tril(np.exp(np.minimum(since[:, None] - since, 0)))
+        added += normalize(faded * (query @ key.T) @ value) @ w["linear_output"][head]
     return added
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ sys.path.insert(0, str(EXAMPLES))
 pytest.importorskip("engine", reason="examples/ is not here")
 
 from engine import Engine  # noqa: E402
-from model import make_weights  # noqa: E402
+from model import Weights, make_weights  # noqa: E402
 from request import Request, SamplingParams  # noqa: E402
 
 SEED = 5
@@ -28,17 +30,19 @@ MIN_MARGIN = 1e-4
 LIMITS: dict[str, Any] = {
     "num_pages": 40,
     "page_size": 4,
+    "checkpoint_interval": 8,
     "max_num_reqs": 6,
     "max_num_batched_tokens": 16,
     "max_model_len": 100,
 }
 WEIGHTS = make_weights(SEED)
+HYBRID_WEIGHTS = make_weights(SEED, is_hybrid=True)
 Ask = tuple[list[int], SamplingParams]
 
 
-def make_engine(**options: Any) -> Engine:
+def make_engine(weights: Weights = WEIGHTS, **options: Any) -> Engine:
     """Return an engine that has compiled all its programs."""
-    engine = Engine(WEIGHTS, **{**LIMITS, **options})
+    engine = Engine(weights, **{**LIMITS, **options})
     engine.warmup()
     return engine
 
@@ -60,11 +64,11 @@ def make_noise(seed: Any, position: Any) -> Any:
     return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (VOCAB,))
 
 
-def answer_densely(prompt: list[int], params: SamplingParams) -> list[int]:
+def answer_densely(prompt: list[int], params: SamplingParams, weights: Weights = WEIGHTS) -> list[int]:
     """Return the answer of the dense model. Refuses choices so close that another summation order could change them."""
     token_ids = list(prompt)
     while len(token_ids) < len(prompt) + params.max_tokens and token_ids[len(prompt) :][-1:] != [params.stop_token_id]:
-        logits = dense_model.compute_logits(WEIGHTS, token_ids)
+        logits = dense_model.compute_logits(weights, token_ids)
         noisy = logits + params.temperature * np.asarray(make_noise(params.seed, len(token_ids) - 1))
         by_logit = np.argsort(-logits)
         allowed = by_logit[: params.top_k or VOCAB]
@@ -75,32 +79,61 @@ def answer_densely(prompt: list[int], params: SamplingParams) -> list[int]:
     return token_ids[len(prompt) :]
 
 
+def search_densely(
+    prompt: list[int], params: SamplingParams, num_beams: int, weights: Weights = WEIGHTS
+) -> list[tuple[float, list[int]]]:
+    """Return the scores and answers of a beam search with the dense model, the best first. Refuses close choices as above."""
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    is_finished = False
+    while not is_finished:
+        options = []
+        for score, answer in beams:
+            if len(answer) == params.max_tokens or answer[-1:] == [params.stop_token_id]:
+                options.append((score, answer))
+            else:
+                logits = dense_model.compute_logits(weights, prompt + answer)
+                log_probabilities = logits - np.log(np.exp(logits).sum())
+                options += [(score + float(log_probabilities[token]), [*answer, token]) for token in range(VOCAB)]
+        options.sort(reverse=True)
+        is_finished = options[:num_beams] == beams
+        beams, following = options[:num_beams], options[1 : num_beams + 1]
+        close = [one for one, (score, _) in zip(beams, following, strict=False) if one[0] - score < MIN_MARGIN]
+        assert not close, f"seed {SEED}: a choice is too close, take another seed"
+    return beams
+
+
+def run_to_end(engine: Engine, arrivals: Sequence[Callable[[], Any]] = ()) -> set[Request]:
+    """Run until nothing is left; one arrives before each second step. Returns the requests that were preempted."""
+    streamed: dict[Request, list[int]] = {}
+    preempted: set[Request] = set()
+    todo, num_steps = deque(arrivals), 0
+    while todo or not engine.is_idle:
+        if todo and (num_steps % 2 == 0 or engine.is_idle):
+            todo.popleft()()
+        for request, token_id in engine.step():
+            streamed.setdefault(request, []).append(token_id)
+        preempted |= {request for request in engine.scheduler.waiting if request.output}
+        num_steps += 1
+        if num_steps % 8 == 0:
+            engine.scheduler.batch.check()
+    assert all(request.output == token_ids for request, token_ids in streamed.items())
+    return preempted
+
+
 def answer_by_engine(engine: Engine, asks: list[Ask]) -> tuple[list[Request], set[Request]]:
     """Return the finished requests, half of which arrive while others run, and those that were preempted."""
     requests = [engine.add(*ask) for ask in asks[: len(asks) // 2]]
-    streamed: dict[Request, list[int]] = {}
-    preempted: set[Request] = set()
-    num_steps = 0
-    while engine.waiting or engine.running:
-        for request, token_id in engine.step():
-            streamed.setdefault(request, []).append(token_id)
-        preempted |= {request for request in engine.waiting if request.output}
-        num_steps += 1
-        if num_steps % 2 == 0 and len(requests) < len(asks):
-            requests.append(engine.add(*asks[len(requests)]))
-        if num_steps % 8 == 0:
-            engine.batch.check()
-    assert [streamed[request] for request in requests] == [request.output for request in requests]
+    preempted = run_to_end(engine, [lambda ask=ask: requests.append(engine.add(*ask)) for ask in asks[len(asks) // 2 :]])
     return requests, preempted
 
 
-def check_answers(engine: Engine, asks: list[Ask]) -> None:
+def check_answers(engine: Engine, asks: list[Ask], weights: Weights = WEIGHTS) -> None:
     """The engine's answers are the dense model's, with hits, evictions, preemptions and chunks on the way."""
     print(f"seed {SEED}")
     with count_compilations() as compilations:
         requests, preempted = answer_by_engine(engine, asks)
     assert not compilations
-    expected = [answer_densely(*ask) for ask in asks]
+    expected = [answer_densely(*ask, weights) for ask in asks]
     assert [request.output for request in requests] == expected
     check_that_all_happened(engine, preempted)
     check_variety(expected)
@@ -118,10 +151,10 @@ def check_that_all_happened(engine: Engine, preempted: set[Request]) -> None:
 
 def check_rest(engine: Engine) -> None:
     """Assert that no row and no page is taken."""
-    engine.batch.check()
-    assert not engine.batch.is_admitted.any()
-    assert engine.manager.page_pool.get_num_free_pages() == LIMITS["num_pages"] - 1
-    assert sorted(engine.free_rows) == list(range(LIMITS["max_num_reqs"]))
+    engine.scheduler.batch.check()
+    assert not engine.scheduler.batch.is_admitted.any()
+    assert engine.manager.page_pool.get_num_free_pages() == engine.manager.num_pages - 1
+    assert sorted(engine.scheduler.free_rows) == list(range(engine.num_rows - 1))
 
 
 def check_variety(answers: list[list[int]]) -> None:
@@ -133,4 +166,5 @@ def check_variety(answers: list[list[int]]) -> None:
 
 if __name__ == "__main__":
     with jax.default_matmul_precision("highest"):
-        check_answers(make_engine(num_devices=len(jax.devices())), make_asks(12))
+        for weights in (WEIGHTS, HYBRID_WEIGHTS):
+            check_answers(make_engine(weights, num_devices=len(jax.devices())), make_asks(18), weights)

@@ -17,12 +17,14 @@ jax = pytest.importorskip("jax", minversion="0.6.1")
 import numpy as np  # noqa: E402
 from devices import Program, await_programs  # noqa: E402
 from engine_workload import (  # noqa: E402
+    HYBRID_WEIGHTS,
     LIMITS,
     SEED,
     VOCAB,
     WEIGHTS,
     Engine,
     SamplingParams,
+    Weights,
     answer_densely,
     check_answers,
     check_rest,
@@ -56,6 +58,40 @@ def test_answers_are_those_of_the_dense_model(engine: Engine) -> None:
     check_answers(engine, make_asks(24))
 
 
+def test_answers_of_a_hybrid() -> None:
+    engine = make_engine(HYBRID_WEIGHTS)
+    check_answers(engine, make_asks(24), HYBRID_WEIGHTS)
+    assert engine.num_copied_pages > 24
+
+
+def test_each_turn_of_a_chat_hits_the_last_checkpoint_of_the_turn_before() -> None:
+    engine, prompt, params = make_engine(HYBRID_WEIGHTS), list(range(11)), SamplingParams(15)
+    num_cached_tokens = []
+    for turn in range(4):
+        request = engine.add([*prompt, turn, turn + 1], params)
+        list(engine.stream())
+        assert request.output == answer_densely([*prompt, turn, turn + 1], params, HYBRID_WEIGHTS)
+        prompt = request.token_ids
+        num_cached_tokens.append(request.num_cached_tokens)
+    assert num_cached_tokens == [0, 24, 40, 56]  # of 28, 45 and 62 tokens, the last of which was not computed
+    assert engine.manager.stats().queries.num_hit_tokens == sum(num_cached_tokens)
+    check_rest(engine)
+
+
+def test_chunks_end_at_checkpoints() -> None:
+    """Of up to 30 tokens: the prompt's last checkpoint is hit, though no chunk would end there for the budget's sake."""
+    engine, prompt, params = make_engine(HYBRID_WEIGHTS, max_num_batched_tokens=30), list(range(45)), SamplingParams(3)
+    first = engine.add(prompt, params)
+    assert [len(engine.step()) for _ in range(3)] == [0, 0, 1]  # 24, 40 and 45 tokens
+    second = engine.add([*prompt, 90], params)
+    list(engine.stream())
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 40)
+    assert [request.output for request in (first, second)] == [
+        answer_densely(known, params, HYBRID_WEIGHTS) for known in (prompt, [*prompt, 90])
+    ]
+    check_rest(engine)
+
+
 def test_answers_by_the_interpreted_kernel() -> None:
     check_answers(make_engine(attend=attention.attend_by_pallas), make_asks(12))
 
@@ -75,9 +111,10 @@ def test_a_prompt_hits_pages_that_are_computed_in_the_same_step(engine: Engine) 
     assert [request.output for request in requests] == [answer_densely(*ask) for ask in asks]
 
 
-def test_steps_that_fail_at_random() -> None:
-    """The model fails before it runs or after; the answers are the same, and no uncomputed page is hit."""
-    engine, rng, run = make_engine(), Random(SEED), None
+@pytest.mark.parametrize("weights", [WEIGHTS, HYBRID_WEIGHTS], ids=["attention", "hybrid"])
+def test_steps_that_fail_at_random(weights: Weights) -> None:
+    """The model fails before it runs or after; the answers are the same, and no uncomputed page or spoilt state is hit."""
+    engine, rng, run = make_engine(weights), Random(SEED), None
     num_failures = 0
 
     def fail_at_times(*args: Any) -> Any:
@@ -94,12 +131,12 @@ def test_steps_that_fail_at_random() -> None:
     run, engine.runner.run = engine.runner.run, fail_at_times  # type: ignore[method-assign]
     asks = make_asks(18)
     requests = [engine.add(*ask) for ask in asks]
-    while engine.waiting or engine.running:
+    while not engine.is_idle:
         with suppress(FloatingPointError):
             engine.step()
-        engine.batch.check()
+        engine.scheduler.batch.check()
     assert num_failures > 20
-    assert [request.output for request in requests] == [answer_densely(*ask) for ask in asks]
+    assert [request.output for request in requests] == [answer_densely(*ask, weights) for ask in asks]
     check_rest(engine)
 
 
@@ -138,7 +175,7 @@ def test_requests_that_cannot_run_are_refused(
 ) -> None:
     with pytest.raises(error, match=f"^{message}$"):
         engine.add(prompt, SamplingParams(max_tokens))
-    assert not engine.waiting
+    assert not engine.scheduler.waiting
     check_rest(engine)
 
 
@@ -147,7 +184,7 @@ def test_requests_larger_than_the_pool_are_refused() -> None:
     engine.add([1] * 10, SamplingParams(7))
     with pytest.raises(RequestTooLargeError, match=r"^a request of 17 tokens needs 5 pages, the pool has 4$"):
         engine.add([1] * 10, SamplingParams(8))
-    assert len(engine.waiting) == 1
+    assert len(engine.scheduler.waiting) == 1
 
 
 def test_an_engine_whose_pages_are_held_by_others_does_not_spin(engine: Engine) -> None:
@@ -212,6 +249,21 @@ def test_the_command_streams_and_profiles(
 
 
 @pytest.mark.parametrize(
+    ("option", "num_chats", "num_scores"), [("--samples", 4, 0), ("--beams", 2, 8)], ids=["samples", "beams"]
+)
+def test_the_command_chats_with_a_hybrid(
+    option: str, num_chats: int, num_scores: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second turn of a chat hits the last checkpoint of the first one."""
+    options = [option, "2", "--hybrid", "--turns", "2", "--num-pages", "99", "--max-num-reqs", "8", "--max-tokens", "6"]
+    command.main([*options, "Who owns page 7?", "Who owns page 7, and who did before?"])
+    text = capsys.readouterr().out
+    assert text.count(", score -") == num_scores
+    num_hit_tokens, num_tokens = num_chats // 2 * (16 + 32), (16 + 36) + num_chats // 2 * (16 + 36 + 2 * (6 + 9))
+    assert f"Cached prompt tokens: {num_hit_tokens} of {num_tokens} " in text
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ([""], "prompt: got no tokens"),
@@ -224,6 +276,9 @@ def test_the_command_streams_and_profiles(
         (["--weights", "nowhere.npz"], "No such file"),
         (["--weights", __file__], "was not saved by numpy.savez"),
         (["--num-devices", "99"], "devices: got 99"),
+        (["--samples", "0"], "num_samples: got 0"),
+        (["--beams", "9"], "num_beams: got 9"),
+        (["--hybrid", "--checkpoint-interval", "12"], "checkpoint_interval: got 12"),
     ],
     ids=lambda value: "" if isinstance(value, list) else value,
 )

@@ -32,6 +32,15 @@ cdef inline void skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) no
             blank(batch.tables[g], row, start, held.num_skipped)
 
 
+cdef inline bint are_row_states_due(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
+    """Whether a state has come to, or past, the next multiple of the interval."""
+    cdef Py_ssize_t g
+    for g in range(batch.num_groups):
+        if is_checkpoint_due(&batch.groups[g], held_by(batch, row, g), num_computed):
+            return True
+    return False
+
+
 cdef inline void keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Keep the states after `num_computed` tokens, as far as they are due, and show the next working pages in the table."""
     cdef Contents contents = contents_of(batch, row, num_computed)
@@ -92,7 +101,7 @@ cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexc
         if due.num_new_pages > count_free_in(batch.pool, batch.states[row].shard):
             return False
         take_pages(batch, row, room_for(batch, num_tokens, amount(&growth.num_ahead, due.at)), growth)
-    if batch.keeps_states:
+    if batch.keeps_states and are_row_states_due(batch, row, num_before):
         keep_row_states(batch, row, num_before)
     enter_row(batch, row, num_tokens)
     plan_next_event(batch, row)
@@ -102,14 +111,15 @@ cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexc
 cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t num_room_tokens) noexcept nogil:
     """Note a row for which more than counting is due, and how many pages it may need; False if it is not fit for it."""
     cdef int32_t row = batch.checked_rows[i]
+    cdef int32_t num_computed = batch.states[row].num_computed
     cdef Holding holding = holding_of(batch, row)
     cdef bint is_step = growth.token_ids != NULL
     if GUARDS and not (batch.states[row].is_admitted and batch.states[row].num_tokens + is_step <= batch.max_num_tokens):
         return False
     if has_copies_due(batch.pool, &holding):
         return False
-    if GUARDS and (batch.skips_pages or batch.keeps_states):
-        if find_lost_page(batch.pool, &holding, batch.states[row].num_computed) != NULL_PAGE:
+    if GUARDS and (batch.skips_pages or (batch.keeps_states and are_row_states_due(batch, row, num_computed))):
+        if find_lost_page(batch.pool, &holding, num_computed) != NULL_PAGE:
             return False
     batch.due_rows[growth.num_due] = DueRow(
         <int32_t>i, <int32_t>min(count_new_pages(&holding, num_room_tokens), <int64_t>INT32_MAX)

@@ -28,6 +28,7 @@ cdef struct Tokens:           # of a request for a row
     Py_ssize_t num_known
     Py_ssize_t num_wanted     # that are to have room
     Py_ssize_t max_num_new    # of them behind the hits
+    Py_ssize_t interval       # at a multiple of which they end, if there is one behind the hits; 0: anywhere
 
 
 cdef class Refusal:
@@ -51,14 +52,18 @@ cdef class Refusal:
 cdef class RowRefusal(Refusal):
     cdef int32_t shard              # where its pages come from; -1: anywhere
     cdef tuple options              # None: it is not recognised
+    cdef Py_ssize_t interval        # see `Tokens`
     cdef object source              # the list, or the `PageIds`, with its tokens: held, so that nothing else is in its place
 
     cdef bint is_of(self, object token_ids, object options, const int32_t *tokens) except -1
 
 
-cdef Tokens count_tokens(object num_tokens, object max_num_new_tokens, Py_ssize_t num_known) except *
+cdef Tokens count_tokens(object num_tokens, object max_num_new_tokens, Py_ssize_t num_known, Py_ssize_t interval) except *
 
 
 cdef inline int32_t count_room_tokens(const Tokens *tokens, Py_ssize_t num_hits) noexcept:
     """Tokens that get room behind `num_hits` hit ones, and these."""
-    return <int32_t>max(min(tokens.num_wanted, num_hits + tokens.max_num_new), num_hits)
+    cdef Py_ssize_t num = max(min(tokens.num_wanted, num_hits + tokens.max_num_new), num_hits)
+    if tokens.interval and num - num % tokens.interval > num_hits:
+        num -= num % tokens.interval
+    return <int32_t>num

@@ -12,7 +12,7 @@ from pagepool.core.holdings cimport Holding
 from pagepool.core.ids cimport PageIds
 from pagepool.core.records cimport Pool
 from pagepool.core.request_pages cimport RequestPages, lock_chain, set_contents, unlock_chain
-from pagepool.core.rules cimport MAX_TOKENS
+from pagepool.core.rules cimport MAX_TOKENS, full_entries
 
 from pagepool.errors import ArgumentError, CopiesDueError, PageIdError
 
@@ -64,6 +64,18 @@ def keep_states(
     finally:
         unlock_chain(chain)
     return new
+
+
+def pass_states(RequestPages held not None, num_computed_tokens) -> None:
+    """Keep no states up to `num_computed_tokens` tokens: the working pages are about to be written. O(groups)."""
+    cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
+    cdef int32_t num = <int32_t>min(num_computed, <int64_t>MAX_TOKENS)
+    cdef Py_ssize_t g
+    with held.store.lock:
+        for g in range(held.holding.num_groups):
+            if is_checkpoint_due(&held.holding.groups[g], &held.holding.held[g], num):
+                held.holding.held[g].num_cached = full_entries(&held.holding.groups[g].rules, num)
+        held.plan()
 
 
 cdef void keep_all(

@@ -25,7 +25,7 @@ from pagepool.core.request_pages cimport (
 from pagepool.core.row_hashes cimport count_hashed_before, enter_row, hash_row
 from pagepool.core.row_memory cimport RowMemory
 from pagepool.core.row_moves cimport begin_admission, set_context
-from pagepool.core.rules cimport Group, full_entries, hits_leading_pages
+from pagepool.core.rules cimport MAX_TOKENS, Group, full_entries, hits_leading_pages
 from pagepool.core.store cimport QueryCounter
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageHashError
@@ -50,6 +50,7 @@ cdef class RowRequest:
     """A request for a free `row` of `rows`, which knows `token_ids`: see `RunningBatch.admit`.
 
     `options`, a tuple of what hits depend on besides the tokens, and the tokens identify it for `RunningRows.is_refused_still`.
+    The tokens that get room end at a multiple of `interval` tokens, 0: anywhere, unless there is none behind the hits.
     """
 
     cdef RowMemory rows
@@ -59,18 +60,20 @@ cdef class RowRequest:
     cdef object num_tokens
     cdef object max_num_new_tokens
     cdef Py_ssize_t num_reserved
+    cdef Py_ssize_t interval        # see `Tokens`
     cdef Tokens tokens              # while the row is claimed, as are the next two
     cdef int32_t shard
     cdef int32_t context
 
     def __cinit__(
         self, RowMemory rows not None, row, token_ids, num_tokens=None, max_num_new_tokens=None, num_reserved_pages=0,
-        options=None,
+        options=None, interval=0,
     ):
         self.rows, self.row = rows, rows.checked_row(row)
         self.token_ids, self.options = token_ids, options
         self.num_tokens, self.max_num_new_tokens = num_tokens, max_num_new_tokens
         self.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
+        self.interval = size_of(interval, "interval", 0, MAX_TOKENS)
 
     def admit(self, extra_keys=(), find_hits=None, shard=None, context=0, QueryCounter counter=None) -> int | None:
         """Start the row, and return how many tokens were hit; None, and nothing taken, if too few pages are free.
@@ -91,7 +94,7 @@ cdef class RowRequest:
             raise ArgumentError("token_ids: got none, allowed: at least 1")
         if tokens.num > rows.batch.max_num_tokens:
             rows.refuse_length(self.row, tokens.num)
-        counts = count_tokens(self.num_tokens, self.max_num_new_tokens, tokens.num)
+        counts = count_tokens(self.num_tokens, self.max_num_new_tokens, tokens.num, self.interval)
         if counter is not None and counter.store is not rows.store:
             raise ArgumentError("counter: got one of another pool, allowed: one of the batch's")
         self.claim()
@@ -101,6 +104,7 @@ cdef class RowRequest:
             result = self.take(find_hits)
             is_admitted = type(result) is not RowRefusal
             if not is_admitted:
+                (<RowRefusal>result).interval = self.interval
                 (<RowRefusal>result).options = self.options if type(self.options) is tuple else None
                 (<RowRefusal>result).source = self.token_ids if type(self.token_ids) is list else tokens
         finally:

@@ -470,7 +470,7 @@ cdef class RunningRows(RowMemory):
         cdef bint is_refused
         if refusal is None or not refusal.is_of(token_ids, options, tokens_of(&self.batch, checked)):
             return False
-        tokens = count_tokens(num_tokens, max_num_new_tokens, refusal.num_tokens)
+        tokens = count_tokens(num_tokens, max_num_new_tokens, refusal.num_tokens, refusal.interval)
         num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         self.enter_call()
         is_refused = self.refusals[checked] is refusal and not self.batch.states[checked].is_claimed
@@ -481,6 +481,22 @@ cdef class RunningRows(RowMemory):
             is_refused = not has_free_pages(&self.store.pool, num_needed, num_reserved, refusal.shard)
         self.let_go()
         return is_refused
+
+    def find_next_multiple(self, rows, interval) -> np.ndarray:
+        """For each row the next multiple of `interval` above its computed tokens, at most `max_num_tokens`: int32
+        ``[len(rows)]``. RowIndexError outside the table.
+        """
+        cdef PageIds row_ids = as_page_ids(rows, "rows")
+        cdef PageIds result = PageIds.__new__(PageIds)
+        cdef int64_t num, step = size_of(interval, "interval", 1, MAX_TOKENS)
+        cdef int32_t limited
+        cdef Py_ssize_t i
+        result.reserve(row_ids.num)
+        for i in range(row_ids.num):
+            num = self.batch.states[self.checked_row(row_ids.ids[i])].num_computed
+            limited = <int32_t>min(num - num % step + step, <int64_t>self.batch.max_num_tokens)
+            result.put(&limited, 1)
+        return array_of(result.ids, result.num)
 
     def get_page_ids(self, row) -> tuple:
         """The ids of a row's pages, one list for each group; the null page, 0, where one was skipped. O(pages)."""

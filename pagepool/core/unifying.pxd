@@ -5,9 +5,9 @@ from libc.stdint cimport int32_t
 
 from pagepool.core.batch cimport Batch, held_by
 from pagepool.core.holdings cimport Held
-from pagepool.core.index cimport find_within
+from pagepool.core.index cimport drop, find_within
 from pagepool.core.pages cimport touch_all
-from pagepool.core.records cimport FLAGS, NO_GROUP, NULL_PAGE, Page, ids_in_shard, digest_of
+from pagepool.core.records cimport FLAGS, NO_GROUP, NULL_PAGE, Page, digest_of, ids_in_shard, is_pinned
 from pagepool.core.references cimport put_back_held
 from pagepool.core.rows cimport mark
 from pagepool.core.rules cimport Group, full_pages, is_state
@@ -32,8 +32,9 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
         for place in range(held.num_unique, 0 if is_state(&group.rules) else full_pages(&group.rules, num_computed)):
             page_id = held.ids[place]
             first = find_first_twin(batch, row, page_id)
-            if first != NULL_PAGE and first != page_id:
+            if first != NULL_PAGE and first != page_id and not is_pinned(batch.pool, page_id):
                 touch_all(batch.pool, &first, 1)
+                drop(batch.pool, page_id)  # which nobody would do if the step that filled it turned out not to have run
                 put_back_held(batch.pool, page_id)
                 held.ids[place] = first
                 batch.tables[g].table[row * batch.tables[g].num_columns + place] = first

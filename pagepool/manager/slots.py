@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagepool._core import PageIds, RequestPages, are_states_due, check_copies_taken, keep_states
+from pagepool._core import PageIds, RequestPages, are_states_due, check_copies_taken, keep_states, pass_states
 from pagepool.arguments import id_of, read_count
 from pagepool.coordinator import CacheCoordinator
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
@@ -75,11 +75,14 @@ class SlotAllocator(KeyHolder):
         """Raise ArgumentError for more computed tokens than the request can have: they would be cached. O(groups)."""
         num_tokens = num_computed_tokens + num_new_computed_tokens
         held = self._requests.get(request.request_id)
-        if self._coordinator.checkpoint_interval and any(hits) and num_tokens != self._coordinator.count_hit_tokens(hits):
-            raise ArgumentError(
-                f"request {shown(request.request_id)}: got {num_tokens} computed tokens, allowed: "
-                f"{self._coordinator.count_hit_tokens(hits)}, those of new_computed_pages, which have a state after them"
-            )
+        if self._coordinator.checkpoint_interval and any(hits):
+            managers = self._coordinator.single_type_managers
+            lengths = [len(ids) * manager.entry_size for ids, manager in zip(hits, managers, strict=True)]
+            if any(length != num_tokens for length in lengths):
+                raise ArgumentError(
+                    f"request {shown(request.request_id)}: got {num_tokens} computed tokens, and new_computed_pages of "
+                    f"{lengths} tokens by group; allowed with a state: all equal"
+                )
         if num_tokens == 0 or not self.no_ids:
             return
         if held is None:
@@ -116,7 +119,8 @@ class SlotAllocator(KeyHolder):
         is_admission = held is None
         held = held or self._coordinator.hold_nothing()
         check_copies_taken(held)
-        is_kept = num_tokens_to_cache > 0 and not is_admission and are_states_due(held, num_computed_tokens)
+        is_due_state = not is_admission and are_states_due(held, num_computed_tokens)
+        is_kept = is_due_state and num_computed_tokens <= num_tokens_to_cache
         kept_hashes = self._lookups.extend_named(request, num_computed_tokens) if is_kept else None
         is_full = num_tokens_to_cache > 0 and (is_admission or held.is_due(num_tokens_to_cache, num_computed_tokens))
         self._pool.find_shard(placement.dp_shard_hint, placement.data_parallel_size)  # raises before anything changes
@@ -129,6 +133,8 @@ class SlotAllocator(KeyHolder):
             new_ids = self._take_pages(request, held, hits, num_slots, placement)
         if new_ids is not None and kept_hashes is not None:
             new_ids = self._keep_states(held, kept_hashes, num_computed_tokens, new_ids, placement)
+        elif new_ids is not None and is_due_state:
+            pass_states(held, num_computed_tokens)
         if new_ids is not None and hashes is not None and is_due:
             self.enter_pages(held, hashes, num_tokens_to_cache)
         if new_ids is not None and is_admission:
@@ -211,6 +217,7 @@ class SlotAllocator(KeyHolder):
             return 0
         num_tokens = read_count(request, "num_computed_tokens")
         is_last = num_tokens % interval == 0 and num_computed_tokens in (None, num_tokens)
+        is_last = is_last and num_tokens <= read_count(request, "num_tokens")
         return num_tokens if is_last and are_states_due(held, num_tokens) else 0
 
     def hold_context(self, extra_keys: RequestExtraKeys | None) -> int:

@@ -1,0 +1,29 @@
+"""Gated linear attention: a layer whose memory is a state of fixed size, one matrix for each head, in one page for each row.
+
+A token changes its row's state, ``S = decay * S + key value^T``, and reads ``query S``. Tokens are computed one after another,
+so that each part of a prompt begins with the state in which the last one ended. (A fast engine has a kernel that computes a
+whole chunk with matrix products.)
+
+Shapes: query, key and value ``[tokens, heads, head_size]``, decay ``[tokens, heads]``, pages ``[num_pages, heads, head_size,
+head_size]``, page_ids and positions int32 ``[tokens]``. The result has the shape of the query.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["attend_linearly"]
+
+
+def attend_linearly(query: Any, key: Any, value: Any, decay: Any, pages: Any, page_ids: Any, positions: Any) -> tuple[Any, Any]:
+    """Return what each token reads, and the pages with the state of each row behind its last token (traced)."""
+
+    def attend(pages: Any, token: tuple[Any, ...]) -> tuple[Any, Any]:
+        query, key, value, decay, page_id, position = token
+        before = jnp.where(position == 0, 0, pages[page_id])  # a request begins with zeros
+        state = decay[:, None, None] * before + key[:, :, None] * value[:, None, :]
+        return pages.at[page_id].set(state), jnp.einsum("hk,hkv->hv", query, state)
+
+    pages, attended = jax.lax.scan(attend, pages, (query, key, value, decay, page_ids, positions))
+    return attended, pages

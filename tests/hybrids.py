@@ -1,0 +1,98 @@
+"""Small models whose layers keep states beside attention pages, and their requests, for tests with exact page ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batch_model import package_pool_state
+
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    EngineRequest,
+    FullAttentionSpec,
+    MambaSpec,
+    MultiGroupPageTable,
+    RunningBatch,
+)
+
+PAGE_SIZE = 4
+MAX_MODEL_LEN = 64
+NUM_ROWS = 4
+FULL = FullAttentionSpec(PAGE_SIZE, 1, 8, "float16", False)
+PROMPT = list(range(100, 100 + MAX_MODEL_LEN))
+
+
+def keep_every(checkpoint_interval: Any) -> MambaSpec:
+    """Return the spec of a state that is kept at multiples of so many tokens."""
+    return MambaSpec(PAGE_SIZE, ((1, 1),), "float16", checkpoint_interval=checkpoint_interval)
+
+
+STATE = keep_every(8)
+
+
+def make_manager(*specs: Any, num_pages: int = 40, **options: Any) -> CacheManager:
+    """Make a manager, by default of one attention group and one state group that is kept every 8 tokens."""
+    groups = [CacheGroupSpec(spec) for spec in specs or (FULL, STATE)]
+    return CacheManager(num_pages, groups, MAX_MODEL_LEN, **{"hash_seed": "hybrids"} | options)
+
+
+def make_batch(manager: CacheManager, **options: Any) -> RunningBatch:
+    """Make a batch of four rows."""
+    page_sizes = [group.kv_cache_spec.page_size for group in manager.kv_cache_groups]
+    return RunningBatch(manager, MultiGroupPageTable(NUM_ROWS, MAX_MODEL_LEN, MAX_MODEL_LEN, page_sizes), **options)
+
+
+def make_request(request_id: str, num_tokens: int = 40, **options: Any) -> EngineRequest:
+    """Make a request that knows the first tokens of the prompt."""
+    return EngineRequest(request_id, PROMPT[:num_tokens], **options)
+
+
+def run(manager: CacheManager, request: EngineRequest, num_new_tokens: int, **options: Any) -> tuple[list[int], ...] | None:
+    """Allocate slots for the next tokens, at most for those known, after the hits if the request holds nothing, and count them
+    as computed. Returns the new pages; None if too few are free.
+    """
+    hits, num_hit_tokens = None, 0
+    if not any(manager.get_page_ids(request.request_id)):
+        hits, num_hit_tokens = manager.get_computed_pages(request)
+    num_new_tokens = min(num_new_tokens, request.num_tokens - request.num_computed_tokens - num_hit_tokens)
+    pages = manager.allocate_slots(request, num_new_tokens, num_hit_tokens, hits, **options)
+    if pages is None:
+        return None
+    request.num_computed_tokens += num_hit_tokens + num_new_tokens
+    return pages.get_page_ids()
+
+
+def take(side: CacheManager | RunningBatch) -> list[tuple[int, int, int]]:
+    """Take the copies that are due: source, destination and group of each."""
+    copies = side.take_copies()
+    return list(zip(copies.src.tolist(), copies.dst.tolist(), copies.group.tolist(), strict=True))
+
+
+def count_hits(manager: CacheManager, token_ids: list[int] | None = None, **options: Any) -> int:
+    """Return the tokens that another request with the prompt, or with `token_ids`, would hit."""
+    return manager.probe(EngineRequest("other", token_ids or PROMPT, **options)).num_hit_tokens
+
+
+def manager_state(manager: CacheManager) -> tuple[Any, ...]:
+    """Return the observable state of requests and their pool after checking it."""
+    manager.check()
+    requests = {request_id: manager.get_page_ids(request_id) for request_id in manager.coordinator.requests}
+    return package_pool_state(manager.page_pool, with_hashes=True), manager.stats().queries, requests
+
+
+def batch_state(batch: RunningBatch) -> tuple[Any, ...]:
+    """Return the observable state of rows, their tables and their pool after checking it."""
+    batch.check()
+    counts = batch.is_admitted, batch.num_tokens, batch.num_computed_tokens, batch.num_cached_tokens
+    page_ids = [batch.get_page_ids(row) for row in range(NUM_ROWS)]
+    return [count.tolist() for count in counts], page_ids, manager_state(batch._manager)
+
+
+def fill(manager: CacheManager, num_tokens: int, step: int = 8, request_id: str = "first") -> EngineRequest:
+    """Run a request in chunks of `step` tokens, taking its copies, and leave it running."""
+    request = make_request(request_id)
+    while request.num_computed_tokens < num_tokens:
+        assert run(manager, request, min(step, num_tokens - request.num_computed_tokens)) is not None
+        manager.take_copies()
+    return request

@@ -1,0 +1,212 @@
+"""Forks in the engine of examples/: samples of a prompt, and beam search, give the answers of the dense model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+jax = pytest.importorskip("jax", minversion="0.6.1")
+
+from engine_workload import (  # noqa: E402
+    HYBRID_WEIGHTS,
+    SEED,
+    VOCAB,
+    WEIGHTS,
+    Ask,
+    Engine,
+    SamplingParams,
+    Weights,
+    answer_densely,
+    check_rest,
+    count_compilations,
+    make_asks,
+    make_engine,
+    run_to_end,
+    search_densely,
+)
+
+from pagepool.errors import OutOfPagesError  # noqa: E402
+
+MODELS = pytest.mark.parametrize("weights", [WEIGHTS, HYBRID_WEIGHTS], ids=["attention", "hybrid"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_float32() -> Iterator[None]:
+    """CPUs use it anyway; other devices need the option."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def check_beams(search: Any, ask: Ask, weights: Weights) -> None:
+    """Tokens and scores are those of the dense model."""
+    expected = search_densely(*ask, search.num_beams, weights)
+    assert [beam.output for beam in search.beams] == [answer for _, answer in expected]
+    assert [beam.score for beam in search.beams] == pytest.approx([score for score, _ in expected], abs=1e-3)
+
+
+def check_samples(requests: Sequence[Any], ask: Ask, weights: Weights) -> None:
+    prompt, params = ask
+    seeds = range(params.seed, params.seed + len(requests))
+    assert [request.output for request in requests] == [
+        answer_densely(prompt, replace(params, seed=seed), weights) for seed in seeds
+    ]
+
+
+def run_all(engine: Engine, asks: list[Ask], weights: Weights) -> None:
+    """Samples, beams and single requests side by side: half of them arrive while others run."""
+    samples: list[tuple[list[Any], Ask]] = []
+    searches: list[tuple[Any, Ask]] = []
+
+    def add(i: int, ask: Ask) -> None:
+        if i % 3 == 0:
+            searches.append((engine.add_beams(*ask, 2 + i % 2), ask))
+        else:
+            samples.append((engine.add_samples(*ask, (1, 3)[i % 2]), ask))
+
+    for i, ask in enumerate(asks[: len(asks) // 2]):
+        add(i, ask)
+    with count_compilations() as compilations:
+        run_to_end(engine, [lambda i=i: add(i, asks[i]) for i in range(len(asks) // 2, len(asks))])
+    assert not compilations
+    for search, ask in searches:
+        check_beams(search, ask, weights)
+    for requests, ask in samples:
+        check_samples(requests, ask, weights)
+    check_rest(engine)
+
+
+@MODELS
+def test_samples_and_beams_among_other_requests(weights: Weights) -> None:
+    engine = make_engine(weights)
+    run_all(engine, make_asks(18), weights)
+    stats = engine.manager.stats()
+    assert stats.queries.num_hit_tokens > 0
+    assert stats.num_evicted_pages > 0
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.num_copied_pages > 50
+
+
+class ShortBatch:
+    """A batch that is out of pages at random when it shall fork."""
+
+    def __init__(self, batch: Any, rng: Random) -> None:
+        self.batch, self.rng, self.num_refusals = batch, rng, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.batch, name)
+
+    def fork(self, row: int, targets: list[int]) -> None:
+        if self.rng.random() < 0.5:
+            self.num_refusals += 1
+            raise OutOfPagesError("at random")
+        self.batch.fork(row, targets)
+
+
+@MODELS
+def test_forks_and_steps_that_fail_at_random(weights: Weights) -> None:
+    """Children for which there are no pages wait, as if they were preempted."""
+    engine, rng = make_engine(weights), Random(SEED)
+    step, run, num_failures = engine.step, engine.runner.run, 0
+
+    def fail_at_times(message: str) -> None:
+        nonlocal num_failures
+        if rng.random() < 0.25:
+            num_failures += 1
+            raise FloatingPointError(message)
+
+    def run_at_times(*args: Any) -> Any:
+        fail_at_times("before the model ran")
+        next_tokens = run(*args)
+        fail_at_times("while the model ran")
+        return next_tokens
+
+    def step_again() -> Any:
+        while True:
+            with suppress(FloatingPointError):
+                return step()
+
+    batch = ShortBatch(engine.scheduler.batch, rng)
+    engine.runner.run, engine.step, engine.scheduler.batch = run_at_times, step_again, batch  # type: ignore[method-assign]
+    run_all(engine, make_asks(9), weights)
+    assert num_failures > 20
+    assert batch.num_refusals > 5
+
+
+@MODELS
+def test_samples_compute_their_prompt_once_and_share_its_pages(weights: Weights) -> None:
+    engine, prompt = make_engine(weights), list(range(18))
+    requests = engine.add_samples(prompt, params := SamplingParams(6, temperature=1.0), 4)
+    streamed = [engine.step()]
+    while not streamed[-1]:
+        streamed.append(engine.step())
+    assert [request for request, _ in streamed[-1]] == requests
+    pages, *states = zip(*(engine.scheduler.batch.get_page_ids(request.row) for request in requests), strict=True)
+    assert [len({ids[i] for ids in pages}) for i in range(5)] == [1, 1, 1, 1, 4]
+    assert [len({ids[0] for ids in group}) for group in states] == [4] * len(states)
+    assert engine.manager.stats().queries.num_requests == 1
+    list(engine.stream())
+    check_samples(requests, (prompt, params), weights)
+    check_rest(engine)
+
+
+@MODELS
+@pytest.mark.parametrize("prompt", [[5], [5, 6], list(range(17))], ids=len)
+def test_more_samples_than_rows(prompt: list[int], weights: Weights) -> None:
+    engine = make_engine(weights, max_num_reqs=3)
+    requests = engine.add_samples(prompt, params := SamplingParams(5, temperature=0.8), 8)
+    list(engine.stream())
+    check_samples(requests, (prompt, params), weights)
+    check_rest(engine)
+
+
+def test_searches_that_wait_for_one_another_do_not_wait_for_ever() -> None:
+    """Each alone just fits. Without forks their beams wait, and hold pages that the beams of others wait for."""
+    engine, rng = make_engine(num_pages=19, max_num_reqs=9), Random(SEED)
+    engine.scheduler.batch = ShortBatch(engine.scheduler.batch, rng)
+    for _ in range(10):
+        asks = [(rng.choices(range(VOCAB), k=8), SamplingParams(29)) for _ in range(5)]
+        searches = [engine.add_beams(*ask, 2) for ask in asks]
+        run_to_end(engine)
+    for search, ask in zip(searches, asks, strict=True):
+        check_beams(search, ask, WEIGHTS)
+    check_rest(engine)
+
+
+def test_beams_that_stop() -> None:
+    """A finished beam stays among the best, or gives way to better ones that go on."""
+    engine, prompt, params = make_engine(), list(range(9)), SamplingParams(10)
+    for stop_token_id in {token_id for _, answer in search_densely(prompt, params, 3) for token_id in answer[:6]}:
+        stopping = replace(params, stop_token_id=stop_token_id)
+        search = engine.add_beams(prompt, stopping, 3)
+        list(engine.stream())
+        check_beams(search, (prompt, stopping), WEIGHTS)
+    check_rest(engine)
+
+
+def test_a_single_beam_is_greedy() -> None:
+    engine, prompt = make_engine(), list(range(9))
+    search = engine.add_beams(prompt, None, 1)
+    list(engine.stream())
+    assert search.beams[0].output == answer_densely(prompt, SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("num_beams", "max_tokens", "message"),
+    [
+        (0, 5, "num_beams: got 0, allowed: at least 1"),
+        (7, 5, "num_beams: got 7, which take 7 rows and 21 pages, of 6 and 39"),
+        (4, 40, "num_beams: got 4, which take 4 rows and 44 pages, of 6 and 39"),
+    ],
+)
+def test_searches_that_cannot_run_are_refused(num_beams: int, max_tokens: int, message: str) -> None:
+    engine = make_engine()
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        engine.add_beams([1, 2, 3, 4, 5], SamplingParams(max_tokens), num_beams)
+    with pytest.raises(ValueError, match=r"^num_samples: got 0, allowed: at least 1$"):
+        engine.add_samples([1], SamplingParams(), 0)
+    assert engine.is_idle

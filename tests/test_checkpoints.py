@@ -1,0 +1,888 @@
+"""States kept as checkpoints, by hand: which pages, when they are made, hit, adopted and dropped, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hybrids import (
+    FULL,
+    MAX_MODEL_LEN,
+    PROMPT,
+    STATE,
+    batch_state,
+    count_hits,
+    fill,
+    keep_every,
+    make_batch,
+    make_manager,
+    make_request,
+    manager_state,
+    run,
+    take,
+)
+
+from pagepool import CacheManager, EngineRequest, PageHash, PageHashWithGroupId, PagePool, RunningBatch, SlidingWindowSpec
+from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError, RowIndexError
+
+WINDOW = SlidingWindowSpec(4, 1, 8, "float16", False, 5)
+
+# --- how checkpoints are made -----------------------------------------------------------------------------------
+
+
+def test_a_chunk_that_ends_at_a_multiple_leaves_a_checkpoint() -> None:
+    manager, request = make_manager(), make_request("a")
+    assert run(manager, request, 8) == ([1, 2], [3])
+    assert (manager.take_copies() or None, count_hits(manager)) == (None, 0)  # the step may not have run
+    assert run(manager, request, 8) == ([4, 5], [6])
+    assert manager.get_page_ids("a") == ([1, 2, 4, 5], [6])
+    assert manager.page_pool.ref_counts()[:8].tolist() == [0, 1, 1, 1, 1, 1, 1, 0]  # the source is held
+    assert count_hits(manager) == 8
+    assert take(manager) == [(3, 6, 1)]
+    assert manager.page_pool.free_page_ids_in_order()[-1] == 3  # free and cached
+    assert take(manager) == []
+    manager.check()
+
+
+def test_a_row_leaves_checkpoints_too() -> None:
+    batch = make_batch(make_manager())
+    batch.admit(0, PROMPT[:24], num_tokens=8)
+    result = batch.grow([0], 8)
+    assert (result.new_page_ids.tolist(), result.new_page_groups.tolist()) == ([4, 5], [0, 0])  # not the next working page
+    assert batch.get_page_ids(0) == ([1, 2, 4, 5], [6])
+    assert take(batch) == [(3, 6, 1)]
+    batch.step([0], [7])
+    assert take(batch) == [(6, 8, 1)]
+    assert batch.get_page_ids(0) == ([1, 2, 4, 5, 7], [8])
+    batch.check()
+
+
+def test_decode_leaves_checkpoints() -> None:
+    manager = make_manager()
+    batch = make_batch(manager)
+    batch.admit(0, PROMPT[:6])
+    made = []
+    for token_id in PROMPT[6:26]:
+        batch.step([0], [token_id])
+        made += [(int(batch.num_computed_tokens[0]) - 1, copy) for copy in take(batch)]
+    assert made == [(8, (3, 5, 1)), (16, (5, 8, 1)), (24, (8, 11, 1))]
+    assert count_hits(manager) == 24
+
+
+def test_a_chunk_past_a_multiple_leaves_none() -> None:
+    manager, request = make_manager(), make_request("a")
+    assert run(manager, request, 12) == ([1, 2, 3], [4])
+    assert run(manager, request, 4) == ([5], [])
+    assert (take(manager), count_hits(manager)) == ([], 0)
+    assert run(manager, request, 1) == ([6], [7])  # 16 tokens are computed
+    assert (take(manager), count_hits(manager)) == ([(4, 7, 1)], 16)
+
+
+def test_without_a_free_page_for_the_next_state_none_is_made() -> None:
+    manager, request = make_manager(num_pages=6), make_request("a")
+    assert run(manager, request, 8) == ([1, 2], [3])
+    assert run(manager, request, 8) == ([4, 5], [])
+    assert (take(manager), count_hits(manager)) == ([], 0)
+    assert manager.get_page_ids("a") == ([1, 2, 4, 5], [3])
+    manager.free(request)
+    assert count_hits(manager) == 16  # the end needs no page
+
+
+def test_a_row_goes_on_without_a_checkpoint_too() -> None:
+    batch = make_batch(make_manager(num_pages=6))
+    batch.admit(0, PROMPT[:24], num_tokens=8)
+    assert batch.grow([0], 8).num_grown == 1
+    assert (take(batch), batch.get_page_ids(0)) == ([], ([1, 2, 4, 5], [3]))
+    batch.check()
+
+
+def test_reserved_pages_are_not_taken_for_states() -> None:
+    manager, request = make_manager(num_pages=7), make_request("a")
+    run(manager, request, 8)
+    assert run(manager, request, 4, num_reserved_pages=2) == ([4], [])
+    assert (take(manager), count_hits(manager)) == ([], 0)
+    other_manager, other = make_manager(num_pages=7), make_request("a")
+    run(other_manager, other, 8)
+    assert run(other_manager, other, 4, num_reserved_pages=1) == ([4], [5])
+
+
+def test_an_equal_checkpoint_is_not_made_again() -> None:
+    manager, first, second = make_manager(), make_request("a"), make_request("b")
+    assert run(manager, first, 8) == ([1, 2], [3])
+    assert run(manager, second, 8) == ([4, 5], [6])  # there is no state to hit yet
+    assert run(manager, first, 8) == ([7, 8], [9])
+    assert run(manager, second, 8) == ([10, 11], [])
+    assert take(manager) == [(3, 9, 1)]
+    assert manager.get_page_ids("b")[1] == [6]
+
+
+def test_a_failed_load_lets_a_state_be_kept_again() -> None:
+    """The engine lowers num_computed_tokens, and the state is computed again."""
+    manager = make_manager()
+    request = fill(manager, 16)
+    assert (manager.get_page_ids("first")[1], count_hits(manager)) == ([6], 8)
+    request.num_computed_tokens = 4
+    assert run(manager, request, 4) == ([], [])
+    manager.reset_prefix_cache()
+    manager.page_pool.evict_pages([3])
+    assert run(manager, request, 8) == ([], [7])
+    assert (take(manager), count_hits(manager)) == ([(6, 7, 1)], 8)
+    manager.check()
+
+
+def test_delayed_pages_leave_no_checkpoint() -> None:
+    manager, request = make_manager(), make_request("a")
+    run(manager, request, 8)
+    assert run(manager, request, 8, delay_cache_pages=True) == ([4, 5], [])
+    assert take(manager) == []
+
+
+@pytest.mark.parametrize("num_lookahead_tokens", [1, 3, 20])
+def test_drafts_are_written_behind_a_checkpoint(num_lookahead_tokens: int) -> None:
+    batch = make_batch(make_manager())
+    batch.admit(0, PROMPT[:8])
+    batch.append([0], [1])
+    batch.grow([0], 1, num_lookahead_tokens=num_lookahead_tokens)
+    [(source, destination, group)] = take(batch)
+    assert (source, group) == (3, 1)
+    assert batch.get_page_ids(0)[1] == [destination]
+
+
+def test_without_caching_there_are_none() -> None:
+    manager, request = make_manager(enable_caching=False), make_request("a")
+    assert manager.checkpoint_interval is None
+    assert [run(manager, request, 8) for _ in range(2)] == [([1, 2], [3]), ([4, 5], [])]
+    assert take(manager) == []
+
+
+def test_without_an_interval_there_are_none() -> None:
+    manager = make_manager(FULL, keep_every(None))
+    assert manager.checkpoint_interval is None
+    fill(manager, 16)
+    assert count_hits(manager) == 0
+
+
+# --- how long intervals are -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("specs", "interval"),
+    [
+        ((FULL, keep_every(8)), 8),
+        ((FULL, keep_every(4)), 4),
+        ((FULL, keep_every(8), keep_every(12)), 24),
+        ((keep_every(8),), 8),
+        ((keep_every(8), keep_every(12)), 24),
+        ((keep_every(7),), 7),
+        ((FULL, WINDOW, keep_every(np.int64(8))), 8),
+        ((FULL, WINDOW), None),
+    ],
+)
+def test_the_interval_is_that_of_all_groups(specs: tuple[Any, ...], interval: int | None) -> None:
+    assert make_manager(*specs).checkpoint_interval == interval
+
+
+def test_two_states_are_kept_where_both_can_hit() -> None:
+    manager, request = make_manager(FULL, keep_every(8), keep_every(12)), make_request("a")
+    assert run(manager, request, 8) == ([1, 2], [3], [4])
+    assert run(manager, request, 4) == ([5], [], [])
+    assert run(manager, request, 12) == ([6, 7, 8], [], [])
+    assert (take(manager), count_hits(manager)) == ([], 0)
+    assert run(manager, request, 4) == ([9], [10], [11])
+    assert (take(manager), count_hits(manager)) == ([(3, 10, 1), (4, 11, 2)], 24)
+    other = make_request("b")
+    assert run(manager, other, 4) == ([12], [13], [14])
+    assert (other.num_computed_tokens, take(manager)) == (28, [(3, 13, 1), (4, 14, 2)])
+
+
+def test_one_of_two_states_is_kept_where_one_page_is_free() -> None:
+    manager, request = make_manager(keep_every(8), keep_every(8), num_pages=4), make_request("a")
+    assert run(manager, request, 8) == ([1], [2])
+    assert run(manager, request, 8) == ([3], [])
+    assert (take(manager), count_hits(manager)) == ([(1, 3, 0)], 0)  # a hit needs both
+    manager.check()
+
+
+def test_a_model_of_states_only() -> None:
+    manager, request = make_manager(STATE), make_request("a")
+    assert run(manager, request, 8) == ([1],)
+    assert [(run(manager, request, 8), take(manager)) for _ in range(2)] == [(([2],), [(1, 2, 0)]), (([3],), [(2, 3, 0)])]
+    assert count_hits(manager) == 16
+
+
+@pytest.mark.parametrize(
+    ("num_computed_tokens", "next_checkpoint"), [(0, 8), (1, 8), (7, 8), (8, 16), (9, 16), (56, 64), (63, 64), (64, 64)]
+)
+def test_the_next_checkpoint(num_computed_tokens: int, next_checkpoint: int) -> None:
+    request = make_request("a", MAX_MODEL_LEN)
+    request.num_computed_tokens = num_computed_tokens
+    manager = make_manager(num_pages=80)
+    assert manager.find_next_checkpoint(request) == next_checkpoint
+    assert make_manager(FULL).find_next_checkpoint(request) == MAX_MODEL_LEN
+    batch = make_batch(manager)
+    if num_computed_tokens:
+        batch.admit(2, PROMPT, num_tokens=num_computed_tokens)
+    found = batch.find_next_checkpoint([2, 0, 2])
+    assert found.dtype == np.int32
+    assert found.tolist() == [next_checkpoint, 8, next_checkpoint]
+
+
+# --- hits -------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_is_hit_is_copied() -> None:
+    manager = make_manager()
+    fill(manager, 16)
+    request = make_request("b", 12)
+    hits, num_hit_tokens = manager.get_computed_pages(request)
+    assert (hits.get_page_ids(), num_hit_tokens) == (([1, 2], [3]), 8)
+    assert run(manager, request, 4) == ([7], [8])
+    assert manager.get_page_ids("b") == ([1, 2, 7], [8])
+    assert manager.page_pool.ref_counts()[:4].tolist() == [0, 2, 2, 1]
+    assert take(manager) == [(3, 8, 1)]
+    assert manager.page_pool.ref_counts()[3] == 0
+    assert count_hits(manager) == 8
+
+
+def test_a_row_copies_it_too() -> None:
+    manager = make_manager()
+    fill(manager, 16)
+    batch = make_batch(manager)
+    assert batch.admit(1, PROMPT[:12]) == 8
+    assert (batch.get_page_ids(1), take(batch)) == (([1, 2, 7], [8]), [(3, 8, 1)])
+    assert batch.num_cached_tokens.tolist() == [0, 8, 0, 0]
+    batch.check()
+
+
+def test_several_hit_one_checkpoint() -> None:
+    manager = make_manager()
+    manager.free(fill(manager, 8))
+    batch = make_batch(manager)
+    assert [batch.admit(row, PROMPT[:10]) for row in range(4)] == [8] * 4
+    assert manager.page_pool.ref_counts()[3] == 4
+    assert take(batch) == [(3, 5, 1), (3, 7, 1), (3, 9, 1), (3, 11, 1)]
+    assert manager.page_pool.ref_counts()[3] == 0
+
+
+def test_the_longest_checkpoint_is_hit() -> None:
+    manager = make_manager()
+    fill(manager, 30)
+    hits, num_hit_tokens = manager.get_computed_pages(make_request("b", 25))
+    assert (hits.get_page_ids(), num_hit_tokens) == (([1, 2, 4, 5, 7, 8], [0, 0, 9]), 24)
+    assert manager.get_computed_pages(make_request("b", 24))[1] == 16  # a token is left to compute
+
+
+def test_a_shorter_checkpoint_is_hit_where_the_last_is_gone() -> None:
+    manager = make_manager()
+    fill(manager, 30)
+    manager.page_pool.evict_pages([9])
+    assert count_hits(manager) == 16
+    manager.page_pool.evict_pages([6])
+    assert count_hits(manager) == 8
+
+
+def test_a_checkpoint_without_its_attention_pages_does_not_hit() -> None:
+    manager = make_manager()
+    manager.free(fill(manager, 16))
+    manager.page_pool.evict_pages([4])
+    assert count_hits(manager) == 8
+
+
+@pytest.mark.parametrize(("use_eagle", "num_hit_tokens"), [(False, 16), (True, 8)])
+def test_with_eagle_attention_pages_drop_one(use_eagle: bool, num_hit_tokens: int) -> None:
+    manager = make_manager(use_eagle=use_eagle)
+    request = fill(manager, 16)
+    manager.free(request)
+    assert count_hits(manager) == num_hit_tokens
+
+
+def test_with_eagle_states_drop_nothing() -> None:
+    manager = make_manager(use_eagle=True)
+    fill(manager, 20)
+    hits, num_hit_tokens = manager.get_computed_pages(make_request("b"))
+    assert (hits.get_page_ids(), num_hit_tokens) == (([1, 2, 4, 5], [0, 6]), 16)
+
+
+def test_salts_keep_checkpoints_apart() -> None:
+    manager = make_manager()
+    request = make_request("a", cache_salt="mine")
+    for _ in range(2):
+        run(manager, request, 8)
+        manager.take_copies()
+    assert count_hits(manager, cache_salt="mine") == 8
+    assert [count_hits(manager), count_hits(manager, cache_salt="other")] == [0, 0]
+
+
+def test_rows_hit_checkpoints_of_their_shard() -> None:
+    manager = make_manager()
+    batch = make_batch(manager, data_parallel_size=2)
+    batch.admit(0, PROMPT[:8], dp_shard=1)
+    assert batch.get_page_ids(0) == ([20, 21], [22])
+    batch.release([0])
+    assert batch.admit(1, PROMPT[:10], dp_shard=0) == 0
+    assert batch.admit(2, PROMPT[:10], dp_shard=1) == 8
+    assert (batch.get_page_ids(2), take(batch)) == (([20, 21, 23], [24]), [(22, 24, 1)])
+    batch.check()
+
+
+def test_each_shard_has_its_checkpoint() -> None:
+    manager = make_manager()
+    batch = make_batch(manager, data_parallel_size=2)
+    for shard in range(2):
+        batch.admit(shard, PROMPT[:12], num_tokens=8, dp_shard=shard)
+        batch.grow([shard], 4)
+    assert take(batch) == [(3, 5, 1), (22, 24, 1)]
+    batch.check()
+
+
+def test_a_full_shard_goes_on_without_a_checkpoint() -> None:
+    batch = make_batch(make_manager(num_pages=10), data_parallel_size=2)  # shards of 4 and 5 pages, null page aside
+    batch.admit(0, PROMPT[:12], num_tokens=8, dp_shard=0)
+    assert batch.get_page_ids(0) == ([1, 2], [3])
+    batch.grow([0], 4)
+    assert (take(batch), batch.get_page_ids(0)) == ([], ([1, 2, 4], [3]))
+
+
+# --- adoption ---------------------------------------------------------------------------------------------------
+
+
+def test_in_a_full_pool_the_checkpoint_becomes_the_state() -> None:
+    manager = make_manager(num_pages=5)
+    manager.free(fill(manager, 8))
+    assert manager.stats().num_cached_pages == 3
+    request = make_request("b", 12)
+    before = manager.page_pool.stats
+    assert run(manager, request, 4) == ([4], [3])
+    assert (take(manager), manager.get_page_ids("b")) == ([], ([1, 2, 4], [3]))
+    after = manager.page_pool.stats
+    assert after.num_evicted_pages - before.num_evicted_pages == 1
+    assert after.num_allocated_pages - before.num_allocated_pages == 2
+    assert count_hits(manager) == 0
+    manager.free(request)
+    assert count_hits(manager) == 0  # 12 tokens are no multiple of 8
+    manager.check()
+
+
+def test_a_row_adopts_too() -> None:
+    manager = make_manager(num_pages=5)
+    batch = make_batch(manager)
+    batch.admit(0, PROMPT[:8])
+    batch.release([0])
+    assert batch.admit(1, PROMPT[:12]) == 8
+    assert (take(batch), batch.get_page_ids(1)) == ([], ([1, 2, 4], [3]))
+    batch.check()
+
+
+def test_a_checkpoint_in_use_is_not_adopted() -> None:
+    manager = make_manager(num_pages=6)
+    batch = make_batch(manager)
+    batch.admit(0, PROMPT[:8])
+    batch.release([0])
+    assert batch.admit(0, PROMPT[:10]) == 8
+    before = batch_state(batch)
+    assert batch.admit(1, PROMPT[:10]) is None  # the copy is due: its source is held
+    assert batch_state(batch) == before
+    assert take(batch) == [(3, 5, 1)]
+
+
+@pytest.mark.parametrize(
+    ("num_reserved_pages", "page_ids", "copies"), [(1, ([1, 2, 4], [5]), [(3, 5, 1)]), (2, ([1, 2, 4], [3]), []), (3, None, [])]
+)
+def test_beside_reserved_pages(num_reserved_pages: int, page_ids: Any, copies: list[tuple[int, int, int]]) -> None:
+    """A copy if pages are free for it, else adoption, else nothing."""
+    for has_rows in (False, True):
+        manager = make_manager(num_pages=7)
+        batch, request = make_batch(manager), make_request("b", 12)
+        manager.free(fill(manager, 8))
+        before = batch_state(batch)[1]
+        if has_rows:
+            is_admitted = batch.admit(0, PROMPT[:12], num_reserved_pages=num_reserved_pages) is not None
+            held = batch.get_page_ids(0)
+        else:
+            is_admitted = run(manager, request, 4, num_reserved_pages=num_reserved_pages) is not None
+            held = manager.get_page_ids("b")
+        assert is_admitted == (page_ids is not None)
+        assert held == (page_ids or ([], []))
+        assert take(manager) == copies
+        if not is_admitted:
+            assert batch_state(batch)[1] == before
+
+
+def test_a_row_adopts_in_a_full_shard() -> None:
+    batch = make_batch(make_manager(num_pages=10), data_parallel_size=2)  # shards of 4 and 5 pages, null page aside
+    batch.admit(0, PROMPT[:8], dp_shard=0)
+    batch.release([0])
+    assert batch.admit(1, PROMPT[:12], dp_shard=0) == 8
+    assert (batch.get_page_ids(1), take(batch)) == (([1, 2, 4], [3]), [])
+    batch.check()
+
+
+def test_a_request_adopts_in_a_full_shard() -> None:
+    manager, request = make_manager(num_pages=10), make_request("b", 12)
+    manager.free(fill(manager, 8))
+    placement = {"dp_shard_hint": 0, "data_parallel_size": 2}
+    assert run(manager, request, 4, **placement) == ([4], [3])
+    assert take(manager) == []
+    manager.check()
+
+
+def test_a_refused_request_is_admitted_when_the_checkpoint_is_free() -> None:
+    """Refused again at O(1) until then."""
+    manager = make_manager(num_pages=7)
+    manager.free(fill(manager, 8))
+    batch, tokens = make_batch(manager), PROMPT[:10]
+    assert batch.admit(0, tokens) == 8
+    assert batch.get_page_ids(0) == ([1, 2, 4], [5])
+    request = make_request("b", 10)
+    for _ in range(2):
+        assert batch.admit(1, tokens) is None
+        assert run(manager, request, 2) is None
+    assert take(batch) == [(3, 5, 1)]
+    assert run(manager, request, 2) == ([6], [3])
+    manager.free(request)
+    assert batch.admit(1, tokens) is None  # the checkpoint is gone, and there are not so many pages for all tokens
+    manager.check()
+
+
+def test_a_refused_row_is_admitted_when_the_checkpoint_is_free() -> None:
+    manager = make_manager(num_pages=7)
+    manager.free(fill(manager, 8))
+    batch, tokens = make_batch(manager), PROMPT[:10]
+    assert batch.admit(0, tokens) == 8
+    assert [batch.admit(1, tokens) for _ in range(2)] == [None, None]
+    assert take(batch) == [(3, 5, 1)]
+    assert batch.admit(1, tokens) == 8
+    assert (batch.get_page_ids(1), take(batch)) == (([1, 2, 6], [3]), [])
+
+
+@pytest.mark.parametrize("num_pages", range(4, 14))
+def test_what_fits_an_empty_pool_is_admitted_when_all_others_are_gone(num_pages: int) -> None:
+    """Whatever is cached. Otherwise a request that hits would wait for itself."""
+    manager = make_manager(FULL, STATE, keep_every(4), num_pages=num_pages)
+    random = Random(num_pages)
+    longest = 4 * (num_pages - 3)
+    for i in range(60):
+        request = make_request(f"{i}", random.randint(1, longest))
+        while request.num_computed_tokens < request.num_tokens:
+            assert run(manager, request, random.choice([1, 4, 8, 12])) is not None
+            manager.take_copies()
+        manager.free(request)
+        manager.check()
+        assert manager.page_pool.get_num_free_pages() == num_pages - 1
+
+
+# --- the end of requests ----------------------------------------------------------------------------------------
+
+ends = pytest.mark.parametrize(
+    ("num_tokens", "num_computed_tokens", "num_hit_tokens"),
+    [(16, None, 16), (16, 16, 16), (16, 12, 8), (16, 8, 8), (12, None, 8)],
+)
+
+
+@ends
+def test_the_end_of_a_request_leaves_a_checkpoint(
+    num_tokens: int, num_computed_tokens: int | None, num_hit_tokens: int
+) -> None:
+    manager = make_manager()
+    manager.free(fill(manager, num_tokens), num_computed_tokens=num_computed_tokens)
+    assert (take(manager), count_hits(manager)) == ([], num_hit_tokens)
+    manager.check()
+
+
+@ends
+def test_the_end_of_a_row_leaves_a_checkpoint(num_tokens: int, num_computed_tokens: int | None, num_hit_tokens: int) -> None:
+    manager = make_manager()
+    batch = make_batch(manager)
+    batch.admit(0, PROMPT[:num_tokens], num_tokens=8)
+    batch.grow([0], num_tokens - 8)
+    take(batch)
+    batch.release([0], num_computed_tokens)
+    assert (take(batch), count_hits(manager)) == ([], num_hit_tokens)
+    batch.check()
+
+
+def test_checkpoints_of_tokens_that_were_not_computed_are_dropped() -> None:
+    manager = make_manager()
+    request = fill(manager, 30)
+    assert count_hits(manager) == 24
+    manager.free(request, num_computed_tokens=12)
+    assert count_hits(manager) == 8
+    manager.check()
+
+
+def test_checkpoints_that_were_hit_are_not_dropped() -> None:
+    manager = make_manager()
+    manager.free(fill(manager, 16))
+    request = make_request("b", 30)
+    run(manager, request, 8)
+    manager.take_copies()
+    run(manager, request, 4)
+    manager.take_copies()
+    assert count_hits(manager) == 24
+    manager.free(request, num_computed_tokens=8)
+    assert count_hits(manager) == 16
+
+
+def test_a_row_that_ends_drops_the_copy_into_its_state() -> None:
+    manager = make_manager()
+    manager.free(fill(manager, 8))
+    batch = make_batch(manager)
+    batch.admit(0, PROMPT[:10])
+    batch.admit(1, PROMPT[:11])
+    batch.release([0])
+    assert manager.page_pool.ref_counts()[3] == 1
+    assert take(batch) == [(3, 7, 1)]
+    batch.check()
+
+
+def test_a_request_that_ends_drops_the_copy_into_its_state() -> None:
+    manager = make_manager()
+    manager.free(fill(manager, 8))
+    first, second = make_request("a", 10), make_request("b", 11)
+    run(manager, first, 2)
+    run(manager, second, 3)
+    manager.free(first)
+    assert take(manager) == [(3, 7, 1)]
+
+
+def test_a_state_that_was_not_copied_yet_is_not_kept() -> None:
+    manager = make_manager()
+    manager.free(fill(manager, 8))
+    request = make_request("b", 16)
+    run(manager, request, 8)
+    assert count_hits(manager) == 8
+    manager.free(request)
+    assert (take(manager), count_hits(manager)) == ([], 8)
+
+
+# --- beside checkpoints -----------------------------------------------------------------------------------------
+
+
+def test_a_pinned_prefix_is_hit_after_everything_else_was_evicted() -> None:
+    manager = make_manager(num_pages=12, max_pinned_share=0.5)
+    manager.free(fill(manager, 8))
+    assert manager.pin(make_request("pin", 9)) == 3
+    other = EngineRequest("other", [1] * 28)
+    assert run(manager, other, 28) == ([4, 5, 6, 7, 8, 9, 10], [11])
+    manager.free(other)
+    request = make_request("b", 12)
+    assert (run(manager, request, 4), take(manager)) == (([10], [9]), [(3, 9, 1)])
+    assert manager.page_pool.ref_counts()[3] == 1  # the pin
+    manager.check()
+    manager.free(request)
+    assert manager.unpin(make_request("pin", 9)) == 3
+    assert manager.page_pool.get_num_free_pages() == 11
+
+
+def test_a_pinned_checkpoint_is_not_adopted() -> None:
+    manager = make_manager(num_pages=5, max_pinned_share=1.0)
+    manager.free(fill(manager, 8))
+    assert manager.pin(make_request("pin", 9)) == 3
+    request = make_request("b", 12)
+    before = manager_state(manager)
+    assert run(manager, request, 4) is None
+    assert manager_state(manager) == before
+    assert manager.unpin(make_request("pin", 9)) == 3
+    assert run(manager, request, 4) == ([4], [3])
+
+
+def test_a_retained_prefix_is_evicted_last() -> None:
+    manager = make_manager(num_pages=12)
+    manager.free(fill(manager, 8))
+    assert manager.page_pool.free_page_ids_in_order()[-3:].tolist() == [2, 1, 3]
+    assert manager.retain(make_request("b", 9), priority=90) == 3
+    other = EngineRequest("other", [1] * 28)
+    run(manager, other, 28)
+    manager.free(other)
+    assert manager.page_pool.free_page_ids_in_order()[-3:].tolist() == [3, 2, 1]
+    assert count_hits(manager) == 8
+
+
+def test_checkpoints_are_restored() -> None:
+    manager = make_manager()
+    manager.free(fill(manager, 16))
+    restored = make_manager(page_pool=PagePool.restore(manager.page_pool.snapshot()))
+    assert count_hits(restored) == 16
+    assert run(restored, make_request("b", 20), 4) == ([7], [8])
+    assert take(restored) == [(6, 8, 1)]
+    restored.check()
+
+
+def test_a_snapshot_has_the_sources_of_copies_as_held_pages() -> None:
+    manager = make_manager()
+    manager.free(fill(manager, 8))
+    run(manager, make_request("b", 10), 2)
+    pool = PagePool.restore(manager.page_pool.snapshot())
+    assert pool.ref_counts()[3] == 1
+    assert take(make_manager(page_pool=pool)) == []
+
+
+def test_events_of_states() -> None:
+    messages = pytest.importorskip("pagepool.events", reason="events are an extra: msgspec is not installed")
+    manager = make_manager(num_pages=7)
+    manager.enable_events()
+    manager.free(fill(manager, 8))
+    events: Any = manager.take_events()
+    attention, state = events
+    assert (state.kv_cache_spec_kind, state.group_idx) == ("mamba", 1)
+    assert state.parent_block_hash == attention.block_hashes[0]
+    assert list(state.block_hashes) == [attention.block_hashes[1]]
+    assert (state.token_ids.tolist(), state.block_size) == (PROMPT[4:8], 4)
+    stored: Any = manager.snapshot_events()
+    assert [event.kv_cache_spec_kind for event in stored] == ["full_attention", "mamba"]
+    run(manager, EngineRequest("other", [1] * 20), 20)
+    events = manager.take_events()
+    removed = [event for event in events if isinstance(event, messages.BlockRemoved)]
+    assert {event.group_idx: list(event.block_hashes) for event in removed} == {
+        0: attention.block_hashes.tolist()[::-1],
+        1: list(state.block_hashes),
+    }
+
+
+def test_a_reset_drops_checkpoints() -> None:
+    manager = make_manager()
+    request = fill(manager, 16)
+    assert not manager.reset_prefix_cache()
+    manager.free(request)
+    assert manager.reset_prefix_cache()
+    assert (count_hits(manager), manager.stats().num_cached_pages) == (0, 0)
+    fill(manager, 16, request_id="again")
+    assert count_hits(manager) == 8
+
+
+def test_stats_count_checkpoints() -> None:
+    manager = make_manager()
+    request = fill(manager, 16)
+    stats = manager.stats()
+    assert (stats.num_held_pages, stats.num_cached_pages) == (5, 5)  # a checkpoint is free, a working page is not cached
+    other = make_request("b", 12)
+    run(manager, other, 4)
+    stats = manager.stats()
+    assert (stats.num_held_pages, stats.queries.num_hit_tokens) == (8, 8)  # the source of the copy is held
+    manager.take_copies()
+    assert manager.stats().num_held_pages == 7
+    for each in (request, other):
+        manager.free(each)
+    assert (manager.stats().num_held_pages, manager.stats().num_cached_pages) == (0, 7)
+
+
+# --- damage -----------------------------------------------------------------------------------------------------
+
+
+def make_holders() -> tuple[CacheManager, RunningBatch]:
+    """Return a manager with one request and a batch with one row, each of 16 tokens, whose working pages are 6 and 12."""
+    manager = make_manager()
+    fill(manager, 16)
+    batch = make_batch(manager)
+    batch.admit(0, [9, *PROMPT[:15]])
+    assert (manager.get_page_ids("first")[1], batch.get_page_ids(0)) == ([6], ([7, 8, 9, 10], [11]))
+    return manager, batch
+
+
+@pytest.mark.parametrize("page_id", [6, 11])
+def test_check_names_a_state_in_the_index(page_id: int) -> None:
+    manager, batch = make_holders()
+    manager.page_pool.pages[page_id].page_hash = PageHashWithGroupId(PageHash(5, ()), 1)
+    side = batch if page_id == 11 else manager
+    with pytest.raises(
+        IntegrityError, match=f"page {page_id}, to which a state is written, has another holder or a prefix entry"
+    ):
+        side.check()
+
+
+@pytest.mark.parametrize("page_id", [6, 11])
+def test_check_names_a_state_that_was_given_back(page_id: int) -> None:
+    manager, batch = make_holders()
+    manager.page_pool.free_page_ids([page_id])
+    with pytest.raises(IntegrityError, match=f"page {page_id} stands in 1 rows and requests, its ref count is 0"):
+        batch.check()
+
+
+def test_check_names_a_source_that_was_given_back() -> None:
+    manager, _ = make_holders()
+    run(manager, make_request("b", 12), 4)
+    manager.check()
+    manager.page_pool.free_page_ids([3])
+    with pytest.raises(IntegrityError, match="page 3 stands in 1 rows and requests, its ref count is 0"):
+        manager.check()
+
+
+# --- misuse -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("interval", "error", "message"),
+    [
+        (0, ArgumentError, "^checkpoint_interval must be at least 1, got 0$"),
+        (-8, ArgumentError, "^checkpoint_interval must be at least 1, got -8$"),
+        (1 << 80, ArgumentError, "^checkpoint_interval must be at most .*, got 1208925819614629174706176$"),
+        (8.0, ArgumentTypeError, "^checkpoint_interval must be an integer, got 8.0$"),
+        (np.float64(8), ArgumentTypeError, "^checkpoint_interval must be an integer, got "),
+        (True, ArgumentTypeError, "^checkpoint_interval must be an integer, got True$"),
+        (np.True_, ArgumentTypeError, "^checkpoint_interval must be an integer, got "),
+        ("8", ArgumentTypeError, "^checkpoint_interval must be an integer, got '8'$"),
+        ([8], ArgumentTypeError, r"^checkpoint_interval must be an integer, got \[8\]$"),
+    ],
+)
+def test_no_interval(interval: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        keep_every(interval)
+
+
+@pytest.mark.parametrize(("specs", "hash_page_size"), [((FULL,), 4), ((FULL, STATE), 4), ((WINDOW, FULL), 4)])
+@pytest.mark.parametrize("interval", [1, 2, 6, 9])
+def test_an_interval_between_hashes(specs: tuple[Any, ...], hash_page_size: int, interval: int) -> None:
+    message = f"^checkpoint_interval: got {interval}, allowed: multiples of {hash_page_size}, the tokens of a hash$"
+    with pytest.raises(ArgumentError, match=message):
+        make_manager(*specs, keep_every(interval))
+
+
+@pytest.mark.parametrize("num_new_computed_tokens", [0, 4, 8, 12, 15, 17])
+def test_hits_cut_short(num_new_computed_tokens: int) -> None:
+    manager = make_manager()
+    fill(manager, 20)
+    request = make_request("b")
+    hits, num_hit_tokens = manager.get_computed_pages(request)
+    assert num_hit_tokens == 16
+    before = manager_state(manager)
+    message = f"^request 'b': got {num_new_computed_tokens} computed tokens, and new_computed_pages of .16, 16. tokens"
+    with pytest.raises(ArgumentError, match=message):
+        manager.allocate_slots(request, 4, num_new_computed_tokens, hits)
+    assert manager_state(manager) == before
+    assert take(manager) == []
+
+
+class Due:
+    """Row 0 has written copies due, row 1 as a source, row 2 has none; requests "written" and "source" alike."""
+
+    def __init__(self) -> None:
+        self.manager = make_manager()
+        self.batch = make_batch(self.manager)
+        self.requests = {name: make_request(name, 22) for name in ("source", "written", "free")}
+        run(self.manager, self.requests["source"], 8)
+        self.manager.free(fill(self.manager, 8, request_id="cached"))
+        self.batch.admit(1, [7] * 6)
+        self.batch.admit(2, [6] * 6)
+        self.result = self.batch.step([1], [7])
+        self.batch.fork(1, [3])
+        self.batch.admit(0, PROMPT[:10])
+        run(self.manager, self.requests["written"], 3)
+
+    def state(self) -> Any:
+        self.manager.check()
+        return batch_state(self.batch), [request.num_computed_tokens for request in self.requests.values()]
+
+
+WHILE_DUE: dict[str, Callable[[Due], Any]] = {
+    "step of a destination": lambda due: due.batch.step([2, 0], [1, 1]),
+    "step of a source": lambda due: due.batch.step([2, 1], [1, 1]),
+    "grow by nothing": lambda due: due.batch.grow([0], 0),
+    "grow of a source": lambda due: due.batch.grow([1], 0, 2),
+    "trim of a destination": lambda due: due.batch.trim([2, 0], [6, 9]),
+    "trim of a source": lambda due: due.batch.trim([1], 6),
+    "trim to nothing": lambda due: due.batch.trim([0], 0),
+    "fork of a destination": lambda due: due.batch.fork(0, [3]),
+    "fork of a fork": lambda due: due.batch.fork(3, [3]),
+    "allocate_slots": lambda due: due.manager.allocate_slots(due.requests["written"], 1),
+    "allocate_slots after the step": lambda due: due.manager.allocate_slots(due.requests["written"], 9),
+    "a request's fork": lambda due: due.manager.fork(due.requests["written"], _with_computed(due.requests["written"])),
+}
+
+
+def _with_computed(request: EngineRequest) -> EngineRequest:
+    """Return a request like another one, with as many computed tokens."""
+    other = EngineRequest("like", list(request.all_token_ids))
+    other.num_computed_tokens = request.num_computed_tokens
+    return other
+
+
+@pytest.mark.parametrize("name", WHILE_DUE)
+def test_while_copies_are_due(name: str) -> None:
+    due, expected = Due(), Due()
+    before = due.state()
+    with pytest.raises(
+        CopiesDueError, match=r"^(row [013].*: )?copies .*are due: call take_copies, and do them, before$"
+    ) as caught:
+        WHILE_DUE[name](due)
+    assert isinstance(caught.value, RuntimeError)
+    assert due.state() == before
+    assert take(due.batch) == take(expected.manager) != []
+    due.batch.step([0, 1, 2, 3], [1] * 4)
+    expected.batch.step([0, 1, 2, 3], [1] * 4)
+    assert due.state() == expected.state()
+
+
+def test_a_step_with_a_checkpoint_is_taken_back_when_its_copies_are_taken() -> None:
+    batch = make_batch(make_manager())
+    batch.admit(0, PROMPT[:12], num_tokens=8)
+    before = batch.num_computed_tokens.tolist()
+    result = batch.grow([0], 2)
+    with pytest.raises(CopiesDueError, match=r"^row 0.*copies of its pages are due"):
+        batch.undo(result)
+    assert take(batch) == [(3, 5, 1)]
+    batch.undo(result)
+    assert batch.num_computed_tokens.tolist() == before
+    batch.check()
+
+
+def test_copies_taken_by_another_thread() -> None:
+    """While steps run. Each copy is taken once, and no step goes on without its copies."""
+    manager = make_manager(num_pages=200)
+    batch = make_batch(manager)
+    for row in range(4):
+        batch.admit(row, [row] * 4)
+    taken: list[tuple[int, int, int]] = []
+    stop = threading.Event()
+
+    def take_all() -> None:
+        while not stop.is_set():
+            taken.extend(take(manager))
+
+    taker = threading.Thread(target=take_all)
+    taker.start()
+    num_refused = num_steps = 0
+    while num_steps < 60:
+        try:
+            batch.step([0, 1, 2, 3], [num_steps] * 4)
+            num_steps += 1
+        except CopiesDueError:
+            num_refused += 1
+    stop.set()
+    taker.join()
+    taken += take(manager)
+    assert len(taken) == 4 * 7  # after 8, 16, ... 56 tokens
+    assert len({dst for _, dst, _ in taken} | {src for src, _, _ in taken}) == 4 * 8
+    batch.check()
+    manager.check()
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        ([4], RowIndexError, r"row.* got 4, allowed: 0 to 3"),
+        ([0, -1], RowIndexError, r"row.* got -1, allowed: 0 to 3"),
+        (np.array([0, 9]), RowIndexError, r"row.* got 9, allowed: 0 to 3"),
+        ([1 << 40], ArgumentError, "got 1099511627776"),
+        ([0.0], ArgumentTypeError, "float"),
+        (np.zeros(1), ArgumentTypeError, "float64"),
+        (["0"], ArgumentTypeError, "str"),
+        (0, ArgumentTypeError, "^rows: got int, allowed: a list or an array"),
+        (None, ArgumentTypeError, "^rows: got NoneType"),
+    ],
+)
+def test_the_next_checkpoint_of_no_rows(rows: Any, error: type[Exception], message: str) -> None:
+    batch = make_batch(make_manager())
+    with pytest.raises(error, match=message):
+        batch.find_next_checkpoint(rows)
+
+
+@pytest.mark.parametrize("num_computed_tokens", [-1, 8.0, "8", None])
+def test_the_next_checkpoint_of_no_request(num_computed_tokens: Any) -> None:
+    request = make_request("a")
+    request.num_computed_tokens = num_computed_tokens
+    with pytest.raises((ArgumentError, ArgumentTypeError), match="num_computed_tokens"):
+        make_manager().find_next_checkpoint(request)

@@ -1,0 +1,545 @@
+"""Rows and requests that go on several times, by hand: which pages are shared and copied, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hybrids import (
+    FULL,
+    MAX_MODEL_LEN,
+    PROMPT,
+    batch_state,
+    count_hits,
+    fill,
+    make_batch,
+    make_manager,
+    make_request,
+    manager_state,
+    run,
+    take,
+)
+from test_overwritten import overwrite
+
+from pagepool import CacheManager, EngineRequest, FullAttentionSpec, SlidingWindowSpec
+from pagepool.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CopiesDueError,
+    IntegrityError,
+    OutOfPagesError,
+    RowIndexError,
+)
+
+WINDOW = SlidingWindowSpec(4, 1, 8, "float16", False, 5)
+LARGE = FullAttentionSpec(8, 1, 8, "float16", False)
+
+# --- rows -------------------------------------------------------------------------------------------------------
+
+
+def test_full_pages_are_shared_and_the_open_one_is_copied() -> None:
+    manager = make_manager(FULL)
+    batch = make_batch(manager)
+    batch.admit(1, PROMPT[:6])
+    batch.fork(1, [3, 0])
+    assert [batch.get_page_ids(row) for row in (1, 3, 0)] == [([1, 2],), ([1, 3],), ([1, 4],)]
+    assert manager.page_pool.ref_counts()[:6].tolist() == [0, 3, 3, 1, 1, 0]  # two copies have page 2 as source
+    assert batch.num_tokens.tolist() == batch.num_computed_tokens.tolist() == [6, 6, 0, 6]
+    assert take(batch) == [(2, 3, 0), (2, 4, 0)]
+    assert manager.page_pool.ref_counts()[2] == 1
+    batch.check()
+
+
+def test_at_the_end_of_a_page_nothing_is_copied() -> None:
+    manager = make_manager(FULL)
+    batch = make_batch(manager)
+    batch.admit(0, PROMPT[:8])
+    batch.fork(0, [1])
+    assert (batch.get_page_ids(1), take(batch)) == (([1, 2],), [])
+    assert batch.step([0, 1], [7, 8]).new_page_ids.tolist() == [3, 4]
+    batch.check()
+
+
+def test_forks_go_on_apart() -> None:
+    manager = make_manager(FULL)
+    batch = make_batch(manager)
+    batch.admit(0, PROMPT[:6])
+    batch.fork(0, [1])
+    take(batch)
+    for token_id in (1, 2):
+        batch.step([0, 1], [token_id, 10 + token_id])
+    batch.step([0, 1], [3, 3])
+    assert [batch.get_page_ids(row) for row in (0, 1)] == [([1, 2, 4],), ([1, 3, 5],)]
+    assert count_hits(manager, [*PROMPT[:6], 1, 2, 0]) == count_hits(manager, [*PROMPT[:6], 11, 12, 0]) == 8
+    assert count_hits(manager, [*PROMPT[:6], 1, 12, 0]) == 4
+    batch.check()
+
+
+def test_room_for_drafts_is_not_given_to_forks() -> None:
+    batch = make_batch(make_manager(FULL))
+    batch.admit(0, PROMPT[:6])
+    batch.grow([0], 0, num_lookahead_tokens=7)
+    assert batch.get_page_ids(0) == ([1, 2, 3, 4],)
+    batch.fork(0, [1])
+    assert (batch.get_page_ids(1), take(batch)) == (([1, 5],), [(2, 5, 0)])
+    batch.check()
+
+
+def test_known_tokens_are_those_of_the_row() -> None:
+    """Also those that are not computed yet."""
+    batch = make_batch(make_manager(FULL))
+    batch.admit(0, PROMPT[:12], num_tokens=5)
+    batch.fork(0, [2])
+    take(batch)
+    assert batch.num_tokens[2] == 12
+    assert batch.grow([2, 0], 7).new_page_ids.tolist() == [4, 5]
+    assert [batch.get_page_ids(row) for row in (0, 2)] == [([1, 2, 5],), ([1, 3, 4],)]
+    batch.check()
+
+
+def test_states_are_always_copied() -> None:
+    batch = make_batch(make_manager())
+    batch.admit(0, PROMPT[:8])
+    batch.fork(0, [1, 2])
+    assert [batch.get_page_ids(row) for row in range(3)] == [([1, 2], [3]), ([1, 2], [4]), ([1, 2], [5])]
+    assert take(batch) == [(3, 4, 1), (3, 5, 1)]
+    batch.check()
+
+
+def test_the_first_of_some_forks_keeps_the_state() -> None:
+    """The others find its checkpoint."""
+    batch = make_batch(make_manager())
+    batch.admit(0, PROMPT[:8])
+    batch.fork(0, [1, 2])
+    take(batch)
+    batch.step([2, 0, 1], [5, 6, 7])
+    assert take(batch) == [(5, 7, 1)]
+    assert [batch.get_page_ids(row)[1] for row in range(3)] == [[3], [4], [7]]
+    batch.check()
+
+
+def test_windows_and_pages_of_several_sizes() -> None:
+    batch = make_batch(make_manager(LARGE, FULL, WINDOW))
+    batch.admit(0, PROMPT[:14])
+    batch.step([0], [1])
+    assert batch.get_page_ids(0) == ([1, 2], [3, 4, 5, 6], [0, 0, 9, 10])
+    batch.fork(0, [1])
+    assert batch.get_page_ids(1) == ([1, 11], [3, 4, 5, 12], [0, 0, 9, 13])
+    assert take(batch) == [(2, 11, 0), (6, 12, 1), (10, 13, 2)]
+    batch.check()
+    batch.release([0])
+    batch.step([1], [2])
+    batch.check()
+
+
+def test_cached_tokens_are_those_of_the_row() -> None:
+    manager = make_manager(FULL)
+    batch = make_batch(manager)
+    batch.admit(0, PROMPT[:9])
+    assert batch.admit(1, PROMPT[:10]) == 8
+    batch.fork(1, [2])
+    assert batch.num_cached_tokens.tolist() == [0, 8, 8, 0]
+    assert manager.stats().queries.num_requests == 2  # a fork looks nothing up
+
+
+def test_salts_go_with_the_tokens() -> None:
+    manager = make_manager(FULL)
+    batch = make_batch(manager)
+    batch.admit(0, PROMPT[:6], cache_salt="mine")
+    batch.fork(0, [1])
+    take(batch)
+    batch.release([0])
+    for token_id in PROMPT[6:9]:
+        batch.step([1], [token_id])
+    assert (count_hits(manager, cache_salt="mine"), count_hits(manager)) == (8, 0)
+    batch.check()
+
+
+def test_forks_stay_in_the_shard() -> None:
+    batch = make_batch(make_manager(FULL), data_parallel_size=2)
+    batch.admit(0, PROMPT[:6], dp_shard=1)
+    batch.fork(0, [1])
+    assert batch.get_page_ids(1) == ([20, 22],)
+    take(batch)
+    assert batch.grow([1], 0, num_lookahead_tokens=4).new_page_ids.tolist() == [23]
+    batch.check()
+
+
+def test_a_source_that_is_released_stays_until_it_is_copied() -> None:
+    manager = make_manager(FULL)
+    batch = make_batch(manager)
+    batch.admit(0, PROMPT[:6])
+    batch.fork(0, [1])
+    batch.release([0])
+    assert manager.page_pool.ref_counts()[:4].tolist() == [0, 1, 1, 1]
+    assert batch.admit(2, [9] * 4) == 0
+    assert batch.get_page_ids(2) == ([4],)  # not page 2
+    assert take(batch) == [(2, 3, 0)]
+    assert manager.page_pool.ref_counts()[2] == 0
+    batch.check()
+
+
+def test_a_target_that_is_released_drops_its_copies() -> None:
+    manager = make_manager()
+    batch = make_batch(manager)
+    batch.admit(0, PROMPT[:6])
+    batch.fork(0, [1, 2])
+    batch.release([1])
+    assert take(batch) == [(2, 6, 0), (3, 7, 1)]
+    batch.check()
+    batch.fork(0, [1])
+    batch.release([1, 2])
+    assert take(batch) == []
+    assert batch.step([0], [1]).num_grown == 1  # nothing is due
+    batch.check()
+
+
+def test_a_fork_of_a_fork() -> None:
+    batch = make_batch(make_manager(FULL))
+    batch.admit(0, PROMPT[:6])
+    batch.fork(0, [1])
+    with pytest.raises(CopiesDueError, match=r"^row 1: copies to its pages are due"):
+        batch.fork(1, [2])
+    batch.fork(0, [2])  # the source may be read again
+    assert take(batch) == [(2, 3, 0), (2, 4, 0)]
+    batch.fork(1, [3])
+    assert (batch.get_page_ids(3), take(batch)) == (([1, 5],), [(3, 5, 0)])
+    batch.check()
+
+
+def test_a_row_that_moves_takes_its_copies_along() -> None:
+    batch = make_batch(make_manager(FULL))
+    batch.admit(0, PROMPT[:6])
+    batch.fork(0, [1])
+    batch.move_row(1, 3)
+    with pytest.raises(CopiesDueError, match=r"^row 3 "):
+        batch.step([3], [1])
+    batch.swap_row(0, 3)
+    with pytest.raises(CopiesDueError, match=r"^row 0 "):
+        batch.step([0], [1])
+    batch.release([0])
+    assert take(batch) == []
+    batch.check()
+
+
+def test_growth_before_a_fork_is_not_taken_back() -> None:
+    batch = make_batch(make_manager(FULL))
+    batch.admit(0, PROMPT[:3])
+    result = batch.step([0], [1])
+    batch.fork(0, [1])
+    before = batch_state(batch)
+    with pytest.raises(ArgumentError):
+        batch.undo(result)
+    assert batch_state(batch) == before
+
+
+def test_a_fork_in_a_batch_without_caching() -> None:
+    batch = make_batch(make_manager(enable_caching=False))
+    batch.admit(0, PROMPT[:6])
+    batch.fork(0, [1])
+    assert (batch.get_page_ids(1), take(batch)) == (([1, 4], [5]), [(2, 4, 0), (3, 5, 1)])
+    batch.check()
+
+
+def test_forks_that_fill_the_pool() -> None:
+    manager = make_manager(FULL, num_pages=6)
+    batch = make_batch(manager)
+    batch.admit(0, PROMPT[:6])
+    batch.fork(0, [1, 2, 3])
+    assert [copy[1] for copy in take(batch)] == [3, 4, 5]
+    batch.release([3, 2, 1, 0])
+    assert manager.page_pool.get_num_free_pages() == 5
+
+
+# --- requests ---------------------------------------------------------------------------------------------------
+
+
+def like(request: EngineRequest, request_id: str = "new", num_tokens: int | None = None, **options: Any) -> EngineRequest:
+    """Return a request with the same tokens, as many of them computed."""
+    new = EngineRequest(request_id, list(request.all_token_ids)[:num_tokens], **options)
+    new.num_computed_tokens = request.num_computed_tokens
+    return new
+
+
+def fork(manager: CacheManager, request: EngineRequest, new: EngineRequest) -> tuple[list[int], ...] | None:
+    """Return the pages of the new request; None if too few are free."""
+    pages = manager.fork(request, new)
+    return None if pages is None else pages.get_page_ids()
+
+
+def test_a_request_goes_on_twice() -> None:
+    manager = make_manager()
+    request = fill(manager, 6)
+    new = like(request, num_tokens=6)
+    assert fork(manager, request, new) == ([1, 4], [5])
+    assert manager.get_page_ids("new") == ([1, 4], [5])
+    assert manager.page_pool.ref_counts()[:6].tolist() == [0, 2, 2, 2, 1, 1]
+    assert take(manager) == [(2, 4, 0), (3, 5, 1)]
+    assert run(manager, request, 8) == ([6, 7], [])
+    manager.check()
+    manager.free(request)
+    manager.free(new)
+    assert manager.page_pool.get_num_free_pages() == 39
+
+
+def test_a_request_forks_at_a_checkpoint() -> None:
+    manager = make_manager()
+    request = fill(manager, 16)
+    new = like(request)
+    assert fork(manager, request, new) == ([1, 2, 4, 5], [7])
+    assert take(manager) == [(6, 7, 1)]
+    assert run(manager, new, 4) == ([8], [9])
+    assert take(manager) == [(7, 9, 1)]
+    assert run(manager, request, 4) == ([10], [])  # there is such a checkpoint
+    assert count_hits(manager) == 16
+    manager.check()
+
+
+def test_a_request_that_was_cut_forks() -> None:
+    """num_computed_tokens is lowered after a failed load."""
+    manager = make_manager(FULL)
+    request = fill(manager, 16)
+    request.num_computed_tokens = 6
+    new = like(request)
+    assert fork(manager, request, new) == ([1, 5],)
+    assert take(manager) == [(2, 5, 0)]
+    manager.check()
+    assert run(manager, new, 10) == ([6, 7],)
+    manager.check()
+
+
+def test_requests_with_windows_fork() -> None:
+    manager = make_manager(FULL, WINDOW)
+    request = fill(manager, 14, step=5)
+    assert manager.get_page_ids("first")[1] == [0, 4, 6, 8]
+    new = like(request)
+    assert fork(manager, request, new) == ([1, 2, 5, 9], [0, 4, 6, 10])
+    assert take(manager) == [(7, 9, 0), (8, 10, 1)]
+    manager.check()
+
+
+def test_salted_requests_fork() -> None:
+    manager = make_manager()
+    request = make_request("a", cache_salt="mine")
+    run(manager, request, 8)
+    new = like(request, cache_salt="mine")
+    assert fork(manager, request, new) == ([1, 2], [4])
+    manager.take_copies()
+    run(manager, new, 4)
+    assert (count_hits(manager, cache_salt="mine"), count_hits(manager)) == (8, 0)
+
+
+def test_too_few_pages_for_a_request() -> None:
+    manager = make_manager(num_pages=5)
+    request = fill(manager, 6)
+    before = manager_state(manager)
+    assert fork(manager, request, like(request)) is None
+    assert manager_state(manager) == before
+    assert take(manager) == []
+    assert run(manager, request, 4) == ([4], [])
+
+
+def test_a_request_that_forks_must_not_be_written() -> None:
+    manager = make_manager(FULL)
+    request = fill(manager, 6)
+    manager.fork(request, like(request))
+    manager.fork(request, like(request, "third"))
+    for held in (request, like(request)):
+        with pytest.raises(CopiesDueError, match=r"^copies of pages of the request are due: call take_copies"):
+            manager.allocate_slots(held, 4)
+    manager.free(like(request))
+    assert take(manager) == [(2, 4, 0)]
+    assert run(manager, request, 4) is not None
+
+
+# --- damage -----------------------------------------------------------------------------------------------------
+
+
+def test_check_names_a_written_page_that_is_shared() -> None:
+    batch = make_batch(make_manager(FULL, enable_caching=False))
+    batch.admit(0, PROMPT[:8])
+    batch.fork(0, [1])
+    batch.check()
+    overwrite(batch.num_computed_tokens, 5)
+    with pytest.raises(IntegrityError, match=r"^row 0, group 0: page 2 \(at 1\), to which it writes, has another holder$"):
+        batch.check()
+
+
+@pytest.mark.parametrize("page_id", [1, 2])
+def test_check_names_a_shared_page_that_was_given_back(page_id: int) -> None:
+    manager = make_manager(FULL)
+    batch = make_batch(manager)
+    batch.admit(0, PROMPT[:6])
+    batch.fork(0, [1])
+    manager.page_pool.free_page_ids([page_id])
+    with pytest.raises(IntegrityError, match=f"^page {page_id} stands in 2 rows and requests, its ref count is 1$"):
+        batch.check()
+
+
+# --- misuse -----------------------------------------------------------------------------------------------------
+
+
+def make_forkable(num_pages: int = 40) -> Any:
+    """Return a batch with rows 0, of 6 tokens, and 2; rows 1 and 3 are free."""
+    batch = make_batch(make_manager(num_pages=num_pages))
+    batch.admit(0, PROMPT[:6])
+    batch.admit(2, [7])
+    return batch
+
+
+NOT_FREE = r"^targets: got {} \(at {}\), allowed: free rows, each once$"
+OUTSIDE = r"^targets: got {} \(at {}\), allowed: 0 to 3$"
+BAD_FORKS: dict[str, tuple[Any, Any, type[Exception], str]] = {
+    "onto an admitted row": (0, [1, 2], ArgumentError, NOT_FREE.format(2, 1)),
+    "onto a row twice": (0, [3, 1, 3], ArgumentError, NOT_FREE.format(3, 2)),
+    "onto itself": (0, [0], ArgumentError, NOT_FREE.format(0, 0)),
+    "onto nothing": (0, [], ArgumentError, "^targets: got none, allowed: at least 1$"),
+    "outside": (0, [1, 4], RowIndexError, OUTSIDE.format(4, 1)),
+    "below": (0, np.array([-1], dtype=np.int32), RowIndexError, OUTSIDE.format(-1, 0)),
+    "far outside": (0, [1 << 40], ArgumentError, "^targets: got 1099511627776"),
+    "a float": (0, [1.0], ArgumentTypeError, "^targets: 'float'"),
+    "floats": (0, np.array([1.0, 3.0]), ArgumentTypeError, "^targets: .*float64"),
+    "flags": (0, np.array([True, False]), ArgumentTypeError, "^targets: .*bool"),
+    "strings": (0, ["1"], ArgumentTypeError, "^targets: 'str'"),
+    "a number": (0, 1, ArgumentTypeError, "^targets: got int, allowed: a list or an array"),
+    "nothing said": (0, None, ArgumentTypeError, "^targets: got NoneType, allowed: a list or an array"),
+    "of a free row": (1, [3], ArgumentError, "^row 1 is not admitted$"),
+    "of a row outside": (4, [3], RowIndexError, "4.*allowed: 0 to 3"),
+    "of a row below": (-1, [3], RowIndexError, "-1.*allowed: 0 to 3"),
+    "of a float": (0.0, [3], ArgumentTypeError, "row.*float"),
+    "of a string": ("0", [3], ArgumentTypeError, "row.*str"),
+}
+
+
+@pytest.mark.parametrize(("row", "targets", "error", "message"), BAD_FORKS.values(), ids=BAD_FORKS)
+def test_no_fork(row: Any, targets: Any, error: type[Exception], message: str) -> None:
+    batch = make_forkable()
+    before = batch_state(batch)
+    with pytest.raises(error, match=message):
+        batch.fork(row, targets)
+    assert batch_state(batch) == before
+    assert take(batch) == []
+    batch.fork(0, [3, 1])
+    assert batch.get_page_ids(1) == ([1, 8], [9])
+
+
+def test_too_few_pages_for_rows() -> None:
+    batch = make_forkable(num_pages=9)
+    before = batch_state(batch)
+    with pytest.raises(OutOfPagesError, match=r"^row 0: its forks need 4 pages, 3 are free$") as caught:
+        batch.fork(0, [1, 3])
+    assert isinstance(caught.value, ValueError)
+    assert batch_state(batch) == before
+    assert take(batch) == []
+    batch.fork(0, [1])
+    assert take(batch) == [(2, 6, 0), (3, 7, 1)]
+
+
+def test_too_few_pages_in_the_shard() -> None:
+    batch = make_batch(make_manager(FULL, num_pages=10), data_parallel_size=2)
+    batch.admit(0, PROMPT[:14], dp_shard=0)
+    before = batch_state(batch)
+    with pytest.raises(OutOfPagesError, match=r"^row 0: its forks need 1 pages, 0 are free$"):
+        batch.fork(0, [1])
+    assert batch_state(batch) == before
+
+
+def test_rows_of_another_batch() -> None:
+    """Batches of one manager have their own rows, and their copies are in one list."""
+    manager = make_manager(FULL)
+    batch, other = make_batch(manager), make_batch(manager)
+    batch.admit(0, PROMPT[:6])
+    with pytest.raises(ArgumentError, match=r"^row 0 is not admitted$"):
+        other.fork(0, [1])
+    other.admit(1, [8] * 6)
+    other.fork(1, [0])
+    batch.fork(0, [1])
+    assert take(batch) == [(4, 5, 0), (2, 6, 0)]
+    batch.check()
+    other.check()
+
+
+def test_a_fork_onto_a_row_whose_memory_was_used() -> None:
+    """Nothing of the row's last request is left."""
+    manager = make_manager(FULL)
+    batch = make_batch(manager)
+    batch.admit(1, list(range(MAX_MODEL_LEN)), cache_salt="other")
+    batch.release([1])
+    batch.admit(0, PROMPT[:6])
+    batch.fork(0, [1])
+    take(batch)
+    batch.release([0])
+    for token_id in PROMPT[6:9]:
+        batch.step([1], [token_id])
+    assert count_hits(manager) == 8
+    batch.check()
+
+
+BAD_REQUESTS: dict[str, tuple[Callable[[EngineRequest], tuple[EngineRequest, EngineRequest]], str]] = {
+    "unknown": (lambda old: (like(old, "nobody"), like(old)), "^request 'nobody' holds no pages$"),
+    "onto itself": (lambda old: (old, old), "^request 'first' holds pages already$"),
+    "onto one that holds pages": (lambda old: (old, like(old, "held")), "^request 'held' holds pages already$"),
+    "with other tokens": (
+        lambda old: (old, _with(EngineRequest("new", [9, *PROMPT[1:10]]), num_computed_tokens=6)),
+        "^request 'new': its first 6 tokens, or its extra keys, are not those of request 'first'$",
+    ),
+    "with a salt": (
+        lambda old: (old, like(old, cache_salt="salt")),
+        "^request 'new': its first 6 tokens, or its extra keys, are not those of request 'first'$",
+    ),
+    "with fewer computed tokens": (
+        lambda old: (old, _with(like(old), num_computed_tokens=5)),
+        "^num_computed_tokens: got 6 and 5, allowed: equal, and at most 8, for which there are slots$",
+    ),
+    "with more computed tokens": (
+        lambda old: (old, _with(like(old), num_computed_tokens=7)),
+        "^num_computed_tokens: got 6 and 7, allowed: equal",
+    ),
+    "with more than there are slots for": (
+        lambda old: (_with(old, num_computed_tokens=9), _with(like(old), num_computed_tokens=9)),
+        "^num_computed_tokens: got 9 and 9, allowed: equal, and at most 8",
+    ),
+}
+
+
+def _with(request: EngineRequest, **fields: Any) -> EngineRequest:
+    """Return the request with other fields."""
+    for name, value in fields.items():
+        setattr(request, name, value)
+    return request
+
+
+@pytest.mark.parametrize(("make", "message"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
+def test_no_fork_of_a_request(make: Callable[[EngineRequest], Any], message: str) -> None:
+    manager = make_manager()
+    request = fill(manager, 6)
+    held = EngineRequest("held", [5] * 6)
+    run(manager, held, 6)
+    before = manager_state(manager)
+    with pytest.raises(ArgumentError, match=message):
+        manager.fork(*make(request))
+    assert manager_state(manager) == before
+    assert take(manager) == []
+    request.num_computed_tokens = 6
+    assert fork(manager, request, like(request)) == ([1, 7], [8])
+
+
+@pytest.mark.parametrize("num_computed_tokens", [-1, 6.0, "6", None])
+def test_no_count_of_computed_tokens(num_computed_tokens: Any) -> None:
+    manager = make_manager()
+    request = fill(manager, 6)
+    new = like(request)
+    new.num_computed_tokens = num_computed_tokens
+    with pytest.raises((ArgumentError, ArgumentTypeError), match="num_computed_tokens"):
+        manager.fork(request, new)
+
+
+@pytest.mark.parametrize("other", [None, 5, "first"])
+def test_no_request(other: Any) -> None:
+    manager = make_manager()
+    request = fill(manager, 6)
+    for pair in ((request, other), (other, like(request))):
+        with pytest.raises(ArgumentTypeError):
+            manager.fork(*pair)
