@@ -98,6 +98,7 @@ class Simulation:
         self.waiting: list[Job] = []
         self.refusals: Counter[Job] = Counter()
         self.plan: list[Entry] = []
+        self.has_next = False  # a step after the next was scheduled, or did not fit and gave pages back that left a window
         self.saved: Any = None
         self.has_failed = False  # tokens were lost and are computed again, a good time for the next failure
         self.families = [self._tokens(setting.max_model_len) for _ in range(NUM_FAMILIES)]
@@ -207,6 +208,7 @@ class Simulation:
     def step(self) -> None:
         """Schedule and run, or fail."""
         self.plan.clear()
+        self.has_next = False
         if self.rng.random() < 0.7:
             self.world.take_copies()
         turns: list[Callable[[], None]] = [self.admit, *(front.schedule for front in self.fronts)]
@@ -218,6 +220,7 @@ class Simulation:
             if isinstance(front, BatchFront) and self.rng.random() < 0.15:
                 front.schedule_next()
                 self.counts["steps in flight"] += 1
+                self.has_next = True
         self.world.take_copies()
         self.world.is_second = False
         self.counts["steps"] += 1
@@ -337,7 +340,7 @@ class Simulation:
         second = [work for work in works if work.is_second]
         hits = {page_id for work in works for page_id in work.hits}
         is_hit = any(hits.intersection(work.made) for work in works)
-        may_fail = not second and self.rng.random() < (0.3 if is_hit else 0.06)
+        may_fail = not self.has_next and self.rng.random() < (0.3 if is_hit else 0.06)
         self.world.make_copies()
         cuts = self._run([work for work in works if not work.is_second], may_fail)
         self.world.make_copies()

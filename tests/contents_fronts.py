@@ -546,7 +546,7 @@ class BatchFront(Front):
             job = work.job
             held = self.batch.get_page_ids(job.row)
             if self.dedupes:
-                work.hits = self.books.dedupe(job, held, work.start)
+                work.hits = self.books.dedupe(job, held, work.start, self.world.is_cached)
             self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], work.start)
             working_ids, shard = self._state_changes(job, held), self.books.find_shard(job.dp_shard)
             self.books.take(job, added[job.row], shard)

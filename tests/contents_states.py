@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from contents_device import require
 from contents_index import NULL_PAGE, STAYS, Books
@@ -109,23 +109,27 @@ class StateBooks(Books):
         if any(new_ids):
             self.note_copies(target)
 
-    def dedupe(self, job: Job, held: PagesByGroup, num_computed_tokens: int) -> frozenset[int]:
-        """Record the pages that a row has exchanged for equal ones that are cached, and return these."""
+    def dedupe(
+        self, job: Job, held: PagesByGroup, num_computed_tokens: int, is_cached: Callable[[int], bool]
+    ) -> frozenset[int]:
+        """Record the pages that a row has exchanged for equal ones that are cached, and return these. A page that lost its entry
+        may have been exchanged for one that left the attention window at once.
+        """
         exchanged = set()
         for group_id, (group, pages, held_ids) in enumerate(zip(self.groups, job.pages, held, strict=True)):
             num_full = 0 if group.kind == "mamba" else num_computed_tokens // group.page_size
             for page, (page_id, held_id) in enumerate(zip(pages[:num_full], held_ids[:num_full], strict=True)):
                 if held_id == page_id or page_id == NULL_PAGE:
                     continue
-                if held_id == NULL_PAGE:
-                    continue
-                entry = self.index.entries.get(held_id)
                 content = group_id, job.list_histories((page + 1) * group.page_size)[-1]
-                require(entry is not None and entry.content == content, "a page that is not equal", job, page_id, held_id)
-                if page_id != NULL_PAGE:
-                    self.index.drop(page_id)
-                self._let_go(page_id)
-                self.holders[held_id] += 1
-                pages[page] = held_id
-                exchanged.add(held_id)
+                if held_id == NULL_PAGE and (is_cached(page_id) or self.index.pages.get(content, set()) <= {page_id}):
+                    continue
+                self.index.drop(page_id)
+                if held_id != NULL_PAGE:
+                    entry = self.index.entries.get(held_id)
+                    require(entry is not None and entry.content == content, "a page that is not equal", job, page_id, held_id)
+                    self._let_go(page_id)
+                    self.holders[held_id] += 1
+                    pages[page] = held_id
+                    exchanged.add(held_id)
         return frozenset(exchanged)
