@@ -127,7 +127,8 @@ class StateBooks(Books):
                 self.index.drop(page_id)
                 if held_id != NULL_PAGE:
                     entry = self.index.entries.get(held_id)
-                    require(entry is not None and entry.content == content, "a page that is not equal", job, page_id, held_id)
+                    is_equal = entry is not None and entry.content == content
+                    require(is_equal, "a page that is not equal", job, page_id, held_id)
                     self._let_go(page_id)
                     self.holders[held_id] += 1
                     pages[page] = held_id
