@@ -340,7 +340,7 @@ BUGS = [
         CORE,
         "            note_copy(pool, ids.ids[ids.num - 1], &holding.held[g], 0, <int32_t>g)",
         "            if BUG:\n"
-        "                put_back_held(pool, holding.held[g].ids[0])\n"
+        "                give_back(pool, holding.held[g].ids, 1, False)\n"
         "                holding.held[g].ids[0] = ids.ids[ids.num - 1]\n"
         "            else:\n"
         "                note_copy(pool, ids.ids[ids.num - 1], &holding.held[g], 0, <int32_t>g)",
