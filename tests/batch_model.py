@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from oracle import PREEMPTED, OracleManager, PagesByGroup, cdiv, shard_of_hint
+from oracle import PREEMPTED, OracleManager, PagesByGroup
+from oracle_kinds import cdiv
+from oracle_pool import shard_of_hint
 from settings import Setting
-from twins import levels_of, levels_of_twin, pins_of
+from twins import copies_of, levels_of, levels_of_twin, pins_of
 from workload import WITH_LOGPROBS, Request
 
 import pagepool
-from pagepool._core import pack_dirty_windows
+from pagepool._core import check_copies_taken, pack_dirty_windows
 
 HASH_SEED = "rows"
 Amounts = int | Sequence[int]
@@ -131,11 +133,18 @@ class Rows(ABC):
         self.manager.free_page_hashes(request)
         if pages is None:
             return None
+        request.num_computed_tokens = request.num_tokens
         self.neighbours[request_id] = request
         return num_hit_tokens
 
     def finish_neighbour(self, request_id: str) -> None:
         self.manager.free(self.neighbours.pop(request_id))
+
+    def take_copies(self) -> list[tuple[int, int, int]]:
+        return copies_of(self.manager.take_copies())
+
+    @abstractmethod
+    def find_next_checkpoint(self, rows: list[int]) -> list[int]: ...
 
     def reset_prefix_cache(self) -> bool:
         return self.manager.reset_prefix_cache()
@@ -204,8 +213,12 @@ class ModelRows(Rows):
         """Turn what the manager returns for pages into page ids by group."""
 
     @abstractmethod
-    def skip_pages(self, request: Request) -> None:
-        """Free the pages that have left the window, and nothing else."""
+    def require_no_copies(self, rows: list[int]) -> None:
+        """Refuse a call for rows whose pages are in a copy that is due."""
+
+    @abstractmethod
+    def count_attached(self, num_hits: int, num_computed: int) -> int:
+        """Return how many of the tokens that are hit an admission names, at most so many as it computes."""
 
     # admission and growth
 
@@ -231,7 +244,7 @@ class ModelRows(Rows):
             num_computed = min(num_computed, num_hits + max_num_new_tokens)
         if self._is_shard_short(self.to_page_ids(hits), num_computed, dp_shard):
             return None
-        num_attached = min(num_hits, num_computed - 1)  # managers need something to compute
+        num_attached = self.count_attached(num_hits, num_computed)
         options = {"num_reserved_pages": num_reserved_pages, **self._placement(dp_shard)}
         pages = self.manager.allocate_slots(request, num_computed - num_attached, num_attached, hits, **options)
         if pages is None:
@@ -243,6 +256,7 @@ class ModelRows(Rows):
         return num_hits
 
     def grow(self, rows: list[int], num_new_tokens: Amounts = 1, num_lookahead_tokens: Amounts = 0) -> Grown:
+        self.require_no_copies(rows)
         grown = Grown(0, [], [], [])
         self.growths.append([])
         news, aheads = (by_row(amounts, len(rows)) for amounts in (num_new_tokens, num_lookahead_tokens))
@@ -253,6 +267,7 @@ class ModelRows(Rows):
         return grown
 
     def step(self, rows: list[int], token_ids: list[int]) -> Grown:
+        self.require_no_copies(rows)
         grown = Grown(0, [], [], [])
         self.growths.append([])
         for row, token_id in zip(rows, token_ids, strict=True):
@@ -269,33 +284,28 @@ class ModelRows(Rows):
             self.requests[row].all_token_ids.append(token_id)
 
     def _grow_row(self, row: int, num_new: int, num_ahead: int, grown: Grown) -> bool:
-        request = self.requests[row]
-        new_pages = self._make_room(request, num_new, num_ahead, self._placement(self.shards[row]))
+        request, held = self.requests[row], self.get_page_ids(row)
+        new_pages = self.make_room(row, num_new, num_ahead)
         self._show(row)
         if new_pages is None:
             return False
         request.num_computed_tokens += num_new
-        num_computed, pages_by_group = request.num_computed_tokens, self.to_page_ids(new_pages)
+        num_computed, pages_by_group = request.num_computed_tokens, self._added_pages(held, self.to_page_ids(new_pages))
         self.growths[-1].append(Growth(row, self.admissions[row], num_new, num_computed, None, pages_by_group))
-        for group_id, page_ids in enumerate(self.to_page_ids(new_pages)):
+        for group_id, page_ids in enumerate(pages_by_group):
             grown.page_ids.extend(page_ids)
             grown.rows.extend([row] * len(page_ids))
             grown.groups.extend([group_id] * len(page_ids))
         return True
 
-    def _make_room(self, request: Request, num_new: int, num_ahead: int, placement: dict[str, Any]) -> Any:
-        """Allocate. Managers need new tokens: if all are lookahead, those are the new ones, and they are not entered."""
-        if num_new:
-            return self.manager.allocate_slots(request, num_new, num_lookahead_tokens=num_ahead, **placement)
-        num_ahead = min(num_ahead, self.setting.max_model_len - request.num_computed_tokens)
-        if num_ahead:
-            return self.manager.allocate_slots(request, num_ahead, delay_cache_pages=True, **placement)
-        self.skip_pages(request)
-        return self.no_pages()
+    def _added_pages(self, held: PagesByGroup, new_pages: PagesByGroup) -> PagesByGroup:
+        """Return the pages at new places: the working page that a state gets for its checkpoint is not."""
+        groups = zip(self.setting.groups, held, new_pages, strict=True)
+        return tuple([] if group.kind == "mamba" and pages else new for group, pages, new in groups)
 
     @abstractmethod
-    def no_pages(self) -> Any:
-        """Return the manager's result for no new pages."""
+    def make_room(self, row: int, num_new: int, num_ahead: int) -> Any:
+        """Allocate for a row that grows. Returns what the manager returns."""
 
     def _forget_last_token(self, row: int) -> None:
         """Remove a token that the manager may have hashed for a failed allocation."""
@@ -315,9 +325,12 @@ class ModelRows(Rows):
             return False
         held = {page for page_ids in hits for page in page_ids}
         num_free = sum(page in shard and page not in held for page in self.pool_state().free_page_ids)
-        sizes = [num_tokens if group.kind == "mamba" else group.page_size for group in self.setting.groups]
-        num_missing = sum(cdiv(num_tokens, size) - len(page_ids) for size, page_ids in zip(sizes, hits, strict=True))
-        return num_missing > num_free
+        groups = list(zip(self.setting.groups, hits, strict=True))
+        num_missing = sum(cdiv(num_tokens, group.page_size) - len(ids) for group, ids in groups if group.kind != "mamba")
+        states = [ids[-1:] for group, ids in groups if group.kind == "mamba"]
+        free = set(self.pool_state().free_page_ids)
+        are_adopted = all(ids and ids[0] in free for ids in states)
+        return num_missing + (0 if are_adopted else len(states)) > num_free
 
     # pins
 
@@ -329,6 +342,9 @@ class ModelRows(Rows):
 
     def retain(self, row: int, *span: int | None, **options: Any) -> int:
         return self.manager.retain(self.requests[row], *span, **options)
+
+    def find_next_checkpoint(self, rows: list[int]) -> list[int]:
+        return [self.manager.find_next_checkpoint(self.requests[row]) for row in rows]
 
     # release and moves
 
@@ -383,6 +399,11 @@ class ModelRows(Rows):
             table[row, : len(page_ids)] = page_ids
 
 
+def copy_of(request: Request, request_id: str) -> Request:
+    """Return a request with the same tokens."""
+    return replace(request, request_id=request_id, all_token_ids=list(request.all_token_ids))
+
+
 def by_row(amounts: Amounts | None, num_rows: int) -> Sequence[Any]:
     """One number for each row, or None for each."""
     return [amounts] * num_rows if amounts is None or isinstance(amounts, int) else amounts
@@ -393,6 +414,15 @@ class OracleRows(ModelRows):
 
     manager: OracleManager
 
+    def __init__(self, manager: OracleManager, setting: Setting, num_rows: int, dedupe: bool = False) -> None:
+        super().__init__(manager, setting, num_rows)
+        self.dedupe = dedupe
+        manager.states.divide(setting.data_parallel_size)
+
+    def admit(self, row: int, token_ids: list[int], **options: Any) -> int | None:
+        with self.manager.adding_nothing():
+            return super().admit(row, token_ids, **options)
+
     def grow(self, rows: list[int], num_new_tokens: Amounts = 1, num_lookahead_tokens: Amounts = 0) -> Grown:
         with self.manager.entering_later():
             return super().grow(rows, num_new_tokens, num_lookahead_tokens)
@@ -401,20 +431,53 @@ class OracleRows(ModelRows):
         with self.manager.entering_later():
             return super().step(rows, token_ids)
 
+    def require_no_copies(self, rows: list[int]) -> None:
+        for row in rows:
+            self.manager.states.copies.require_none(self.manager.pages_of(self.requests[row]))
+
+    def count_attached(self, num_hits: int, num_computed: int) -> int:
+        return num_hits
+
+    def make_room(self, row: int, num_new: int, num_ahead: int) -> PagesByGroup | None:
+        request = self.requests[row]
+        if self.dedupe:
+            self.manager.states.dedupe(request, self._shard_of(row))
+        with self.manager.adding_nothing():
+            placement = self._placement(self.shards[row])
+            return self.manager.allocate_slots(request, num_new, num_lookahead_tokens=num_ahead, **placement)
+
+    def _shard_of(self, row: int) -> range | None:
+        return shard_of_hint(self.manager.page_pool.num_pages, self.shards[row], self.setting.data_parallel_size)
+
     def pool_state(self) -> PoolState:
         return oracle_pool_state(self.manager)
 
     def to_page_ids(self, pages: PagesByGroup) -> PagesByGroup:
         return pages
 
-    def no_pages(self) -> PagesByGroup:
-        return tuple([] for _ in self.tables)
-
-    def skip_pages(self, request: Request) -> None:
-        self.manager._skip_pages(request)
-
     def free_all(self, requests: list[Request], nums_computed_tokens: Sequence[int | None]) -> None:
         self.manager.free_all(requests, nums_computed_tokens)
+
+    def fork(self, row: int, targets: list[int]) -> None:
+        """Let free rows go on where a row is."""
+        request = self.requests[row]
+        if request is None or not targets:
+            raise ValueError("a fork is of a row, to others")
+        self.manager.states.copies.require_none(self.manager.pages_of(request), into_only=True)
+        if len(set(targets)) < len(targets) or any(self.requests[i] for i in targets):
+            raise ValueError("a fork is to free rows")
+        forked = [copy_of(request, f"row{next(self._numbers)}") for _ in targets]
+        if not self.manager.states.fork(request, forked, self._shard_of(row)):
+            raise ValueError("too few pages")
+        self.admissions[row] = next(self._numbers)  # it cannot go back before the fork
+        for target, new_request in zip(targets, forked, strict=True):
+            self.requests[target], self.num_hits[target], self.shards[target] = (
+                new_request,
+                self.num_hits[row],
+                self.shards[row],
+            )
+            self.admissions[target] = next(self._numbers)
+            self._show(target)
 
     def trim(self, rows: list[int], num_tokens: Amounts) -> None:
         """Cut rows in order. All are checked first, each in its state before the call."""
@@ -429,10 +492,12 @@ class OracleRows(ModelRows):
             self._show(row)
 
     def undo(self) -> None:
-        """Undo the last call that grew rows. All are checked first."""
+        """Undo the last call that grew rows. All are checked first, the last one first."""
         growths = self.growths.pop()
-        for growth in growths:
+        for growth in reversed(growths):
             request = self.requests[growth.row]
+            if request is not None:
+                self.require_no_copies([growth.row])
             if request is None or self.admissions[growth.row] != growth.admission:
                 raise ValueError("another request is in the row")
             if growth.num_tokens not in (None, request.num_tokens) or growth.num_computed != request.num_computed_tokens:
@@ -458,11 +523,25 @@ class ManagerRows(ModelRows):
     def to_page_ids(self, pages: pagepool.CachePages) -> PagesByGroup:
         return pages.get_page_ids()
 
-    def no_pages(self) -> pagepool.CachePages:
-        return self.manager.create_empty_page_list()
+    def require_no_copies(self, rows: list[int]) -> None:
+        held = self.manager.coordinator.requests
+        for row in rows:
+            check_copies_taken(held[self.requests[row].request_id])
 
-    def skip_pages(self, request: Request) -> None:
+    def count_attached(self, num_hits: int, num_computed: int) -> int:
+        """Something must be left to compute."""
+        return min(num_hits, num_computed - 1)
+
+    def make_room(self, row: int, num_new: int, num_ahead: int) -> pagepool.CachePages | None:
+        """Allocate. Something must be new: if all is lookahead, that is new, and it is not entered."""
+        request, placement = self.requests[row], self._placement(self.shards[row])
+        if num_new:
+            return self.manager.allocate_slots(request, num_new, num_lookahead_tokens=num_ahead, **placement)
+        num_ahead = min(num_ahead, self.setting.max_model_len - request.num_computed_tokens)
+        if num_ahead:
+            return self.manager.allocate_slots(request, num_ahead, delay_cache_pages=True, **placement)
         self.manager.coordinator.requests[request.request_id].skip(request.num_computed_tokens)
+        return self.manager.create_empty_page_list()
 
 
 # --- the batch ----------------------------------------------------------------------------------------------
@@ -476,11 +555,13 @@ class BatchRows(Rows):
 
     manager: pagepool.CacheManager
 
-    def __init__(self, manager: pagepool.CacheManager, setting: Setting, num_rows: int, with_hashes: bool) -> None:
+    def __init__(
+        self, manager: pagepool.CacheManager, setting: Setting, num_rows: int, with_hashes: bool, **options: Any
+    ) -> None:
         super().__init__(manager)
         self.with_hashes = with_hashes
         tables = make_tables(setting, num_rows)
-        self.batch = pagepool.RunningBatch(manager, tables, data_parallel_size=setting.data_parallel_size)
+        self.batch = pagepool.RunningBatch(manager, tables, data_parallel_size=setting.data_parallel_size, **options)
         self.tables = getattr(tables, "page_tables", (tables,))
         self.on_device = [table.page_table_cpu.copy() for table in self.tables]
         self.named: set[int] = set()  # rows of the call; only these may get dirty
@@ -534,6 +615,18 @@ class BatchRows(Rows):
 
     def retain(self, row: int, *span: int | None, **options: Any) -> int:
         return self.batch.retain(row, *span, **options)
+
+    def take_copies(self) -> list[tuple[int, int, int]]:
+        return copies_of(self.batch.take_copies())
+
+    def find_next_checkpoint(self, rows: list[int]) -> list[int]:
+        places = self.batch.find_next_checkpoint(self._formed(rows))
+        assert places.dtype == np.int32
+        return places.tolist()
+
+    def fork(self, row: int, targets: list[int]) -> None:
+        self.named = set(targets)
+        self.batch.fork(row, self._formed(targets))
 
     def move_row(self, src: int, tgt: int) -> None:
         self.named = {src, tgt}

@@ -24,13 +24,14 @@ from unittest.mock import patch
 
 from contents_device import ContentsError, Device, Histories, find_first_read, require
 from contents_fronts import NUM_ROWS, BatchFront, Entry, Front, Growth, ManagerFront, Work, World
-from contents_index import NULL_PAGE, Books
+from contents_index import NULL_PAGE
 from contents_request import Job
-from settings import SETTINGS, Group, Setting
+from contents_states import StateBooks
+from settings import SETTINGS, STATE_SETTINGS, Group, Setting, kept
 from workload import NUM_FAMILIES, VOCABULARY, WITH_LOGPROBS, Feature
 
 import pagepool
-from pagepool.errors import ArgumentError, RequestTooLargeError
+from pagepool.errors import ArgumentError, CopiesDueError, RequestTooLargeError
 from pagepool.hashing import extra_keys
 
 MAX_WAITING = 5
@@ -48,8 +49,10 @@ MORE_SETTINGS = [
     Setting("full 16, chunk of 8, state", (Group("full", 16), Group("chunked", 8, 24), Group("mamba", 16)), (24, 64)),
     Setting("full 6 and 4, window of 2, 2 shards", (Group("full", 6), Group("full", 4), Group("sliding", 2, 7)), (64, 96),
             data_parallel_size=2),
+    Setting("full 16 and 8, chunk of 8, states",
+            (Group("full", 16), Group("full", 8), Group("chunked", 8, 24), kept(16), kept(8)), (24, 64)),
 ]  # fmt: skip
-CONTENTS_SETTINGS = [*SETTINGS, *MORE_SETTINGS]
+CONTENTS_SETTINGS = [*SETTINGS, *STATE_SETTINGS, *MORE_SETTINGS]
 
 FRONTS: list[tuple[type[Front], ...]] = [
     (ManagerFront,),
@@ -95,6 +98,7 @@ class Simulation:
         self.waiting: list[Job] = []
         self.refusals: Counter[Job] = Counter()
         self.plan: list[Entry] = []
+        self.has_next = False  # a step after the next was scheduled, or did not fit and gave pages back that left a window
         self.saved: Any = None
         self.has_failed = False  # tokens were lost and are computed again, a good time for the next failure
         self.families = [self._tokens(setting.max_model_len) for _ in range(NUM_FAMILIES)]
@@ -107,8 +111,8 @@ class Simulation:
         setting = self.setting
         groups = setting.cache_groups(pagepool)
         manager = setting.manager(pagepool.CacheManager, groups, self.num_pages, page_pool=page_pool, **self.options)
-        books = Books(setting, self.num_pages)
-        self.world = World(setting, manager, books, self.device, self.rng, self.counts, preempt=self.preempt)
+        books = StateBooks(setting, self.num_pages)
+        self.world = World(setting, manager, books, self.device, self.rng, self.counts, preempt=self.preempt, names=self._names)
         self.fronts = [front(self.world, self._make_tables()) for front in self.fronts_classes]
         for front in self.fronts:
             front.plan = self.plan
@@ -122,7 +126,7 @@ class Simulation:
         return self.world.manager
 
     @property
-    def books(self) -> Books:
+    def books(self) -> StateBooks:
         return self.world.books
 
     @property
@@ -204,14 +208,20 @@ class Simulation:
     def step(self) -> None:
         """Schedule and run, or fail."""
         self.plan.clear()
+        self.has_next = False
+        if self.rng.random() < 0.7:
+            self.world.take_copies()
         turns: list[Callable[[], None]] = [self.admit, *(front.schedule for front in self.fronts)]
         for turn in self.rng.sample(turns, len(turns)):
             turn()
+        self.world.take_copies()
         self.world.is_second = True
         for front in self.fronts:
             if isinstance(front, BatchFront) and self.rng.random() < 0.15:
                 front.schedule_next()
                 self.counts["steps in flight"] += 1
+                self.has_next = True
+        self.world.take_copies()
         self.world.is_second = False
         self.counts["steps"] += 1
         if self.plan and self.rng.random() < (0.5 if self.has_failed else 0.12):
@@ -220,6 +230,12 @@ class Simulation:
         else:
             self.compute()
         self.finish_loading()
+
+    def settle(self) -> None:
+        """Take and make all copies, between two steps."""
+        self.world.take_copies()
+        self.world.make_copies()
+        self.world.make_copies()
 
     @property
     def works(self) -> list[Work]:
@@ -299,6 +315,7 @@ class Simulation:
     def abort(self) -> None:
         """Undo the step, last call first. The model may have started, so the slots of the step may hold garbage."""
         has_run = self.rng.random() < 0.7
+        self.settle()
         made = {page_id for work in self.works for page_id in work.made}
         computed = self.books.index.entries.keys() - made  # recomputed values stay the same
         for work in self.works:
@@ -323,8 +340,10 @@ class Simulation:
         second = [work for work in works if work.is_second]
         hits = {page_id for work in works for page_id in work.hits}
         is_hit = any(hits.intersection(work.made) for work in works)
-        may_fail = not second and self.rng.random() < (0.3 if is_hit else 0.06)
+        may_fail = not self.has_next and self.rng.random() < (0.3 if is_hit else 0.06)
+        self.world.make_copies()
         cuts = self._run([work for work in works if not work.is_second], may_fail)
+        self.world.make_copies()
         self._run(second, False)
         self._go_back(cuts)
         for work in works:
@@ -516,6 +535,7 @@ class Simulation:
         chances: list[tuple[Callable[[], Any], float]] = [
             (self.evict, 0.03),
             (self.move, 0.1),
+            (self.fork, 0.15),
             (self.rewind, 0.15),
             (self.cancel, 0.03),
             (self.preempt_between, 0.05),
@@ -538,14 +558,31 @@ class Simulation:
             if isinstance(front, BatchFront):
                 front.move()
 
+    def fork(self) -> None:
+        """Let jobs go on where another one is, sometimes several times before their copies are taken."""
+        jobs = [job for job in self.jobs if not job.loading and job.num_computed_tokens and job.front.free_rows()]
+        if not jobs:
+            return
+        job = self.rng.choice(jobs)
+        rows = job.front.free_rows()
+        rows = self.rng.sample(rows, self.rng.randint(1, len(rows)))
+        try:
+            forked = job.front.fork(job, rows)
+        except CopiesDueError:
+            require(self.books.awaits_copies(job), "no copies are due", job)
+            self.settle()
+            forked = job.front.fork(job, rows)
+        self.counts["forks"] += len(forked)
+
     def rewind(self) -> None:
         """Let a row forget tokens and compute them again; refused if the pages or the state for it are gone."""
         jobs = [job for job in self.jobs if isinstance(job.front, BatchFront)]
         if jobs:
             job = self.rng.choice(jobs)
             num_tokens = self.rng.randint(0, job.num_tokens - 1)
-            is_behind = self.books.has_state and 0 < min(num_tokens, job.num_known_tokens) < job.num_computed_tokens
+            num_computed_tokens = job.num_computed_tokens
             is_cut = job.front.go_back(job, num_tokens)
+            is_behind = self.books.has_state and 0 < job.num_computed_tokens < num_computed_tokens
             require(not (is_cut and is_behind), "a state went back", job, num_tokens)
             self.counts["rows cut"] += is_cut
 
@@ -591,6 +628,7 @@ class Simulation:
 
     def save(self) -> None:
         """Take a snapshot, including the contents of the device."""
+        self.settle()
         cells, index = self.device.cells.copy(), self.books.index.copy()
         num_held = sum(map(bool, self.books.holders.values()))
         self.saved = self.manager.page_pool.snapshot(), cells, index, num_held
@@ -602,7 +640,7 @@ class Simulation:
             return
         snapshot, cells, index, num_held = self.saved
         for job in self.jobs:
-            self.waiting.append(job.front.leave(job, None))
+            self.waiting.append(job.front.leave(job, None, 0))
         for job in self.waiting:
             job.renew()
         pool = pagepool.PagePool.restore(snapshot)
@@ -617,6 +655,7 @@ class Simulation:
 
     def audit(self) -> None:
         """Compare the observable state: cached pages and their contents, holders, and what running jobs will read."""
+        self.settle()
         pool, store, books = self.manager.page_pool, self.manager.page_pool.store, self.books
         keys = {page_id: store.key_of(page_id) for page_id in range(self.num_pages)}
         cached = {page_id: key[1] for page_id, key in keys.items() if key is not None}
@@ -624,7 +663,8 @@ class Simulation:
         require(cached == expected, "cached pages and their groups", cached, expected)
         for page_id, entry in books.index.entries.items():
             group_id, history = entry.content
-            histories = self.histories.list_last(history, self.setting.groups[group_id].page_size)
+            group = self.setting.groups[group_id]
+            histories = self.histories.list_last(history, 1 if group.kind == "mamba" else group.page_size)
             self.device.compare_page(group_id, page_id, histories)
         ref_counts = [books.holders[page_id] for page_id in range(self.num_pages)]
         require(pool.ref_counts().tolist() == ref_counts, "ref counts", pool.ref_counts().tolist(), ref_counts)

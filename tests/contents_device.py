@@ -91,9 +91,13 @@ class Device:
 
     def compare_page(self, group_id: int, page_id: int, histories: Sequence[int]) -> None:
         """Raise unless a page holds these histories from its first slot on."""
-        page_size = self.groups[group_id].page_size
+        page_size = 1 if self.groups[group_id].kind == "mamba" else self.groups[group_id].page_size
         slots = np.arange(len(histories), dtype=np.int32) + page_id * page_size
         self.compare(group_id, slots, histories, f"cached page {page_id}")
+
+    def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy pages. All are read before any is written."""
+        self.cells[list(destinations)] = self.cells[list(sources)]
 
     def _places(self, group_id: int, slots: npt.NDArray[np.int32]) -> tuple[Any, Any]:
         """Return page and offset of each slot. A state's slots are page ids."""

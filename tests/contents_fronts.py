@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
 import numpy as np
 from contents_device import Device, find_first_read, require
-from contents_index import NULL_PAGE, Books
+from contents_index import NULL_PAGE
 from contents_request import Job
+from contents_states import StateBooks
 from oracle import PREEMPTED, RUNNING
 from settings import Group, Setting
+from twins import copies_of
 from workload import VOCABULARY
 
 import pagepool
@@ -31,12 +33,34 @@ class World:
 
     setting: Setting
     manager: Any
-    books: Books
+    books: StateBooks
     device: Device
     rng: Random
     counts: Counter[str]
+    names: Iterator[str]  # of forks
     is_second: bool = False  # a step is in flight and has not run while another one is scheduled
+    copies: list[list[tuple[int, int, int]]] = field(default_factory=list)  # taken, to be made before the next step
+    late_copies: list[list[tuple[int, int, int]]] = field(default_factory=list)  # before the one after it
     preempt: Callable[[], Job | None] = lambda: None  # preempts some job, if there is any
+
+    def take_copies(self) -> None:
+        """Take the copies that are due; they are made before the step that is being scheduled."""
+        copies = copies_of(self.manager.take_copies())
+        (self.late_copies if self.is_second else self.copies).append(copies)
+        destinations = [destination for _, destination, _ in copies]
+        require(all(self.books.holders[page_id] for page_id in destinations), "a copy into a page that nobody holds", copies)
+        require(len(set(destinations)) == len(destinations), "two copies into one page", copies)
+        require(self.books.are_copies_due or not copies, "copies that nobody asked for", copies)
+        self.books.are_copies_due = False
+        self.books.num_taken += 1
+        self.counts["calls"] += 1
+        self.counts["copies"] += len(copies)
+
+    def make_copies(self) -> None:
+        """Make the copies that were taken for the step that runs next, list by list."""
+        for copies in self.copies:
+            self.device.copy([source for source, _, _ in copies], [destination for _, destination, _ in copies])
+        self.copies, self.late_copies = self.late_copies, []
 
     def is_cached(self, page_id: int) -> bool:
         return self.manager.page_pool.store.key_of(page_id) is not None
@@ -122,6 +146,14 @@ class Front(ABC):
         self.jobs: dict[int, Job] = {}  # by row
         self.plan: list[Entry] = []  # of the step; the simulation sets it
 
+    def copy_of(self, job: Job) -> Job:
+        """Return a job with the same computed tokens, and others behind those that are known."""
+        target = replace(job, request_id=next(self.world.names), all_token_ids=list(job.all_token_ids))
+        num_kept = max(job.num_computed_tokens, job.num_known_tokens)
+        target.all_token_ids[num_kept:] = self.rng.choices(VOCABULARY, k=job.num_tokens - num_kept)
+        target.share_serial(job)
+        return target
+
     def free_rows(self) -> list[int]:
         return [row for row in range(NUM_ROWS) if row not in self.jobs]
 
@@ -149,13 +181,16 @@ class Front(ABC):
         job.front, job.row, job.status = self, row, RUNNING
         self.jobs[row] = job
 
-    def leave(self, job: Job, num_computed_tokens: int | None) -> Job:
-        """Record that a job released its pages."""
+    def leave(self, job: Job, num_computed_tokens: int | None, num_last_tokens: int) -> Job:
+        """Record that a job released its pages, after `num_last_tokens` tokens as far as the allocator knows."""
+        if num_computed_tokens in (None, num_last_tokens):
+            self.books.keep_last(job, num_last_tokens)
         if num_computed_tokens is not None:
             self.books.forget(job, num_computed_tokens, self.world.is_cached)
         self.books.release(job)
         del self.jobs[job.row]
         job.front, job.num_computed_tokens, job.num_known_tokens, job.status, job.loading = None, 0, 0, PREEMPTED, None
+        job.awaited_copies = 0
         return job
 
     @staticmethod
@@ -245,13 +280,14 @@ class ManagerFront(Front):
             num_tokens = min(num_hit_tokens + num_transferred + num_new + num_ahead, self.setting.max_model_len)
             self.books.require_shortage(job, num_tokens, options.get("num_reserved_pages", 0), dp_shard)
             return False
-        hit_ids = hits.get_page_ids()
-        shard = self.books.find_shard_of([page_id for ids in hit_ids for page_id in ids], dp_shard)
+        hit_ids = self.books.check_state_hits(job, hits.get_page_ids(), num_hit_tokens, self.books.find_shard(dp_shard))
+        shard = self.books.find_shard_of([page_id for ids in hits.get_page_ids() for page_id in ids], dp_shard)
         self.books.attach(job, hit_ids, num_hit_tokens, self.books.find_shard(dp_shard))
         self.start(job, row)
         work = self.note(job, num_hit_tokens, num_hit_tokens + num_transferred + num_new, num_ahead=num_ahead)
         work.hits = frozenset(page_id for pages in job.pages for page_id in pages if page_id != NULL_PAGE)
         work.num_transferred, work.is_delayed = num_transferred, "delay_cache_pages" in options
+        self.books.note_state_hits(job, added.get_page_ids(), num_hit_tokens)
         self.books.take(job, added.get_page_ids(), shard)
         self.tables.add_row(job.pages, row)
         job.num_computed_tokens = num_hit_tokens
@@ -300,15 +336,23 @@ class ManagerFront(Front):
         start = job.num_computed_tokens
         work = self.note(job, start, start + num_new, drafts, num_ahead)
         work.is_delayed = "delay_cache_pages" in options
-        added = self.call("allocate_slots", self.manager, job, num_new + len(drafts), **options)
+        try:
+            added = self.call("allocate_slots", self.manager, job, num_new + len(drafts), **options)
+        except pagepool.errors.CopiesDueError:
+            require(self.books.are_copies_due, "no copies are due", job)
+            self.world.take_copies()
+            self.world.counts["copies taken late"] += 1
+            added = self.call("allocate_slots", self.manager, job, num_new + len(drafts), **options)
         self.books.rewind(job, start)
         self._skip(job, start)
         if added is None:
             return False
         shard = self.books.find_shard_of([page_id for pages in job.pages for page_id in pages], dp_shard)
         new_ids = added.get_page_ids()
-        self.books.take(job, new_ids, shard)
-        self.tables.append_row(new_ids, job.row)
+        added_ids, working_ids = self.books.part(job, new_ids)
+        self.books.take(job, added_ids, shard)
+        self.books.keep(job, start, working_ids, shard, work.is_delayed)
+        self.tables.add_row(job.pages, job.row)
         self.finish(work, work.histories[: work.job.num_tokens])
         self.plan.append(Door(self, [work]))
         return True
@@ -316,6 +360,20 @@ class ManagerFront(Front):
     def _skip(self, job: Job, num_computed_tokens: int) -> None:
         held = self.manager.get_page_ids(job.request_id)
         self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], num_computed_tokens)
+
+    def fork(self, job: Job, rows: list[int]) -> list[Job]:
+        """Let new jobs go on where a job is; as many as there are pages for."""
+        forked: list[Job] = []
+        for row in rows:
+            target = self.copy_of(job)
+            pages = self.call("fork", self.manager, job, target)
+            if pages is None:
+                break
+            self.books.fork(job, target, pages.get_page_ids(), None)
+            self.start(target, row)
+            self.tables.add_row(target.pages, row)
+            forked.append(target)
+        return forked
 
     def finish_loading(self, job: Job, num_loaded_tokens: int) -> None:
         """Continue with the tokens of a transfer."""
@@ -338,7 +396,7 @@ class ManagerFront(Front):
         else:
             self.call("free", self.manager, job, num_computed_tokens=num_computed_tokens)
         self.tables.clear_row(job.row)
-        return self.leave(job, num_computed_tokens)
+        return self.leave(job, num_computed_tokens, job.num_computed_tokens)
 
     def go_back(self, job: Job, num_computed_tokens: int) -> bool:
         """Let tokens be computed again; False if pages that they need are gone."""
@@ -352,10 +410,14 @@ class ManagerFront(Front):
 class BatchFront(Front):
     """Rows of a running batch, which fills the table itself."""
 
+    dedupe_share = 0.3
+
     def __init__(self, world: World, tables: Any) -> None:
         super().__init__(world, tables)
         size = self.setting.data_parallel_size
-        self.batch = pagepool.RunningBatch(world.manager, tables, data_parallel_size=size)
+        self.dedupes = self.rng.random() < self.dedupe_share
+        options = {"dedupe": True} if self.dedupes else {}
+        self.batch = pagepool.RunningBatch(world.manager, tables, data_parallel_size=size, **options)
 
     def admit(self, job: Job, row: int, dp_shard: int | None) -> bool:
         options = self._options(job, dp_shard)
@@ -374,7 +436,9 @@ class BatchFront(Front):
         job.num_known_tokens, job.num_computed_tokens, job.dp_shard = job.num_tokens, num_hit_tokens, dp_shard
         work = self.note(job, num_hit_tokens, stop)
         work.hits = frozenset(page_id for pages in job.pages for page_id in pages if page_id != NULL_PAGE)
-        self.books.take(job, [ids[num:] for ids, num in zip(held, nums_hits, strict=True)], shard)
+        new_ids = [ids[num:] for ids, num in zip(held, nums_hits, strict=True)]
+        self.books.note_state_hits(job, new_ids, num_hit_tokens)
+        self.books.take(job, new_ids, shard)
         self.finish(work, work.histories)
         self.plan.append(Door(self, [work]))
         return True
@@ -412,7 +476,7 @@ class BatchFront(Front):
         def call(jobs: list[Job]) -> tuple[Any, list[Work]]:
             works = [self.note(job, job.num_computed_tokens, job.num_tokens) for job in jobs]
             tokens = [job.all_token_ids[-1] for job in jobs]
-            return self.call("step", self.batch, [job.row for job in jobs], tokens), works
+            return self._call("step", [job.row for job in jobs], tokens), works
 
         for work in self._persist(jobs, True, call):
             work.job.num_known_tokens += 1
@@ -440,12 +504,22 @@ class BatchFront(Front):
                 works.append(self.note(job, start, start + num_new, drafts, num_ahead))
                 nums_new.append(num_new + len(drafts))
                 nums_ahead.append(num_ahead)
-            return self.call("grow", self.batch, [job.row for job in jobs], nums_new, nums_ahead), works
+            return self._call("grow", [job.row for job in jobs], nums_new, nums_ahead), works
 
         grown = {work.job for work in self._persist(list(amounts), False, call)}
         for job, (_, drafts, _) in amounts.items():
             if drafts and job not in grown and job.front is self:
                 self.cut(job, job.num_tokens)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Make a call, once copies that are due are taken."""
+        try:
+            return self.call(name, self.batch, *arguments)
+        except pagepool.errors.CopiesDueError:
+            require(self.books.are_copies_due, "no copies are due", name, arguments)
+            self.world.take_copies()
+            self.world.counts["copies taken late"] += 1
+            return self.call(name, self.batch, *arguments)
 
     def _persist(self, jobs: list[Job], is_step: bool, call: Callable[[list[Job]], tuple[Any, list[Work]]]) -> list[Work]:
         """Call for the jobs; if one does not fit, preempt any job and call again for the rest, or give up."""
@@ -471,11 +545,21 @@ class BatchFront(Front):
         for work in works[: result.num_grown + 1]:
             job = work.job
             held = self.batch.get_page_ids(job.row)
+            if self.dedupes:
+                work.hits = self.books.dedupe(job, held, work.start, self.world.is_cached)
             self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], work.start)
-            self.books.take(job, added[job.row], self.books.find_shard(job.dp_shard))
+            working_ids, shard = self._state_changes(job, held), self.books.find_shard(job.dp_shard)
+            self.books.take(job, added[job.row], shard)
+            if work in works[: result.num_grown]:
+                self.books.keep(job, work.start, working_ids, shard)
             require([list(ids) for ids in held] == job.pages, "a row holds other pages than was told", job, held, job.pages)
         for work in works[: result.num_grown]:
             self.finish(work, work.histories)
+
+    def _state_changes(self, job: Job, held: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the new working page of each state that has another one than before."""
+        groups = zip(self.setting.groups, job.pages, held, strict=True)
+        return [list(ids) if group.kind == "mamba" and pages and pages != ids else [] for group, pages, ids in groups]
 
     def undo(self, growth: Growth) -> list[Job]:
         """Take a call back; rows forget the tokens that it appended, and drafts that came before it. Where a row cannot go
@@ -498,27 +582,35 @@ class BatchFront(Front):
         return []
 
     def _has_lost_pages(self, growth: Growth) -> bool:
-        """Whether a row lacks pages that tokens from the start of a call on need, or had when it began."""
+        """Whether a row lacks pages that tokens from the start of a call on need, or had when it began, or others hold those
+        that it would write again. Where equal pages are shared, it may have others.
+        """
+        if self.dedupes:
+            return True
         for work in growth.works:
             for group, pages, num_kept in zip(self.setting.groups, work.job.pages, work.num_pages_before, strict=True):
                 if NULL_PAGE in pages[num_kept:] or not self.has_pages(group, pages, work.start):
+                    return True
+                first = 0 if group.kind == "mamba" else work.start // group.page_size
+                if any(page_id != NULL_PAGE and self.books.holders[page_id] > 1 for page_id in pages[first:]):
                     return True
         return False
 
     def cut(self, job: Job, num_tokens: int) -> None:
         """Let a row forget tokens; some earlier tokens may need recomputation."""
-        self.call("trim", self.batch, [job.row], num_tokens)
+        self._call("trim", [job.row], num_tokens)
         job.num_computed_tokens = self.books.cut(job, num_tokens)
         job.num_known_tokens = num_tokens
         counts = int(self.batch.num_tokens[job.row]), int(self.batch.num_computed_tokens[job.row])
         require(counts == (num_tokens, job.num_computed_tokens), "a row after trim", job, counts, job.num_computed_tokens)
 
     def end(self, job: Job, num_computed_tokens: int | None = None) -> Job:
+        num_last_tokens = int(self.batch.num_computed_tokens[job.row])
         if num_computed_tokens is None:
             self.call("release", self.batch, [job.row])
         else:
             self.call("release", self.batch, [job.row], [num_computed_tokens])
-        return self.leave(job, num_computed_tokens)
+        return self.leave(job, num_computed_tokens, num_last_tokens)
 
     def go_back(self, job: Job, num_computed_tokens: int) -> bool:
         """Let lost tokens be computed again; False if pages that they need are gone."""
@@ -532,6 +624,18 @@ class BatchFront(Front):
             require(is_lost or self.books.has_state, "a row may be cut and is not", job, num_computed_tokens)
             return False
         return True
+
+    def fork(self, job: Job, rows: list[int]) -> list[Job]:
+        """Let free rows go on where a job is; none if there are too few pages for all."""
+        try:
+            self.call("fork", self.batch, job.row, rows)
+        except pagepool.errors.OutOfPagesError:
+            return []
+        forked = [self.copy_of(job) for _ in rows]
+        for target, row in zip(forked, rows, strict=True):
+            self.books.fork(job, target, self.batch.get_page_ids(row), self.books.find_shard(job.dp_shard))
+            self.start(target, row)
+        return forked
 
     def move(self) -> None:
         """Move a row, or swap two."""

@@ -71,8 +71,12 @@ class Books:
         self.index = Index()
         cached = [group for group in self.groups if group.kind != "mamba"]
         self.has_state = len(cached) < len(self.groups)
-        self.hit_step = math.lcm(*(group.page_size for group in cached))
-        kinds = dict.fromkeys(cached)
+        self.may_hit = setting.enable_caching and all(group.kind != "mamba" or group.interval for group in self.groups)
+        intervals = [group.interval for group in self.groups if group.interval]
+        self.hit_step = math.lcm(*(group.page_size for group in cached), *intervals)
+        self.are_copies_due = False  # perhaps
+        self.num_taken = 1  # lists of copies, and the one that is due
+        kinds = dict.fromkeys([*cached, *(group for group in self.groups if group.interval)])
         self.kinds = sorted(kinds, key=lambda group: group.kind != "full")
         self.groups_of_kind = {kind: [i for i, group in enumerate(self.groups) if group == kind] for kind in kinds}
 
@@ -105,12 +109,12 @@ class Books:
         """Return the longest prefix, in tokens, from which a request can go on, one token being left to compute: all that
         the next token attends to is cached.
         """
-        if self.has_state or not self.setting.enable_caching:
+        if not self.may_hit:
             return 0
         length = self._floor(job.num_tokens - 1)
         histories = job.list_histories(length)
         if self.setting.use_eagle:
-            for kind in self.kinds:
+            for kind in [kind for kind in self.kinds if kind.kind != "mamba"]:
                 length = self._floor(self._find_eagle_length(kind, histories, length, shard))
         while length and not all(self._hits(kind, histories, length, shard) for kind in self.kinds):
             length -= self.hit_step
@@ -132,6 +136,8 @@ class Books:
         """Whether everything that the token at `length` attends to is cached. Without eagle a window counts at least one
         page.
         """
+        if kind.kind == "mamba":
+            return all(self.index.has((group_id, histories[length - 1]), shard) for group_id in self.groups_of_kind[kind])
         first = find_first_read(kind, length) // kind.page_size
         if kind.kind == "sliding" and not self.setting.use_eagle:
             first = min(first, length // kind.page_size - 1)
@@ -149,7 +155,11 @@ class Books:
         histories = job.list_histories(num_hit_tokens)
         job.stay, job.num_hit_tokens = next(STAYS), num_hit_tokens
         for group_id, (group, page_ids) in enumerate(zip(self.groups, hits, strict=True)):
-            num_pages = 0 if group.kind == "mamba" else num_hit_tokens // group.page_size
+            if group.kind == "mamba":
+                job.pages.append([])
+                job.num_cached_pages.append(num_hit_tokens // self.hit_step)
+                continue
+            num_pages = num_hit_tokens // group.page_size
             require(len(page_ids) == num_pages, "hits of another length", job, group, list(page_ids), num_hit_tokens)
             first_read = find_first_read(group, num_hit_tokens)
             for page, page_id in enumerate(page_ids):
@@ -180,7 +190,10 @@ class Books:
         shard = self.find_shard(hint)
         if shard is None and self.is_sharded:
             return  # the hits choose the shard
+        if self.are_copies_due:
+            return  # their sources are held
         num_pages = sum(1 if group.kind == "mamba" else -(-num_tokens // group.page_size) for group in self.groups)
+        num_pages += max(0, sum(bool(group.interval) for group in self.groups) - 1)  # some checkpoints are held, some not
         free = [page_id for page_id in range(1, self.num_pages) if not self.holders[page_id]]
         num_there = sum(shard is None or page_id in shard for page_id in free)
         is_short = num_pages > num_there or num_pages + num_reserved > len(free)
@@ -195,7 +208,7 @@ class Books:
     def skip(self, job: Job, held: Sequence[Sequence[int]], num_computed_tokens: int) -> None:
         """Record which pages of a request the pool released; no coming token may need them."""
         for group, pages, held_ids in zip(self.groups, job.pages, held, strict=True):
-            if pages == held_ids:
+            if pages == held_ids or group.kind == "mamba":
                 continue
             require(len(pages) == len(held_ids), "a row of another length", job, group, pages, held_ids)
             first_read = find_first_read(group, num_computed_tokens)
@@ -246,25 +259,36 @@ class Books:
 
     def _lower_cached_pages(self, job: Job, num_computed_tokens: int) -> None:
         for group_id, group in enumerate(self.groups):
-            if group.kind != "mamba":
-                num_pages = num_computed_tokens // group.page_size
-                job.num_cached_pages[group_id] = min(job.num_cached_pages[group_id], num_pages)
+            num_pages = num_computed_tokens // (self.hit_step if group.kind == "mamba" else group.page_size)
+            job.num_cached_pages[group_id] = min(job.num_cached_pages[group_id], num_pages)
 
     def forget(self, job: Job, num_computed_tokens: int, is_cached: Callable[[int], bool]) -> None:
         """Drop what the request cached, since it came, of tokens that were not computed. What others cached in its pages may be
         dropped too, as may its hits, and pages equal to one that fell out of a window: `is_cached` tells.
         """
         for group_id, (group, pages, num_cached) in enumerate(zip(self.groups, job.pages, job.num_cached_pages, strict=True)):
-            for page in range(num_computed_tokens // group.page_size, num_cached):
+            if group.kind == "mamba":
+                self._forget_states(job, group_id, num_computed_tokens, is_cached)
+                continue
+            for page in range(num_computed_tokens // group.page_size, len(pages)):
                 entry = self.index.entries.get(pages[page])
                 end = (page + 1) * group.page_size
-                is_own = entry is not None and entry.stay == job.stay and page >= job.num_hit_tokens // group.page_size
+                is_own = entry is not None and entry.stay == job.stay
+                is_own = is_own and job.num_hit_tokens // group.page_size <= page < num_cached
                 if entry is not None and (is_own or not is_cached(pages[page])):
                     self.index.drop(pages[page])
                 elif pages[page] == NULL_PAGE and end <= job.num_tokens:
                     equal = self.index.pages.get((group_id, job.list_histories(end)[-1]), set())
                     for page_id in [page_id for page_id in equal if not is_cached(page_id)]:
                         self.index.drop(page_id)
+
+    def _forget_states(self, job: Job, group_id: int, num_computed_tokens: int, is_cached: Callable[[int], bool]) -> None:
+        """Drop the checkpoints after tokens that were not computed, of whoever made them."""
+        first = max(num_computed_tokens, job.num_hit_tokens) // self.hit_step
+        for end in range(first + 1, job.num_cached_pages[group_id] + 1):
+            equal = self.index.pages.get((group_id, job.list_histories(end * self.hit_step)[-1]), set())
+            for page_id in [page_id for page_id in equal if not is_cached(page_id)]:
+                self.index.drop(page_id)
 
     def cut(self, job: Job, num_tokens: int) -> int:
         """Cut a request's pages, and return the number of tokens that stay computed: a page held by others is left to them."""
@@ -286,8 +310,8 @@ class Books:
             for page_id in pages[keep:]:
                 self._let_go(page_id)
             del pages[keep:]
-            if group.kind != "mamba":
-                job.num_cached_pages[group_id] = min(job.num_cached_pages[group_id], restart // group.page_size)
+            size = self.hit_step if group.kind == "mamba" else group.page_size
+            job.num_cached_pages[group_id] = min(job.num_cached_pages[group_id], restart // size)
         return restart
 
     def _is_shared(self, page_ids: Sequence[int]) -> bool:

@@ -38,6 +38,7 @@ class Job:
     stay: int = 0  # number of its current admission
     num_hit_tokens: int = 0  # of the computed tokens
     loading: Any = None  # tokens that a transfer brings
+    awaited_copies: int = 0  # the last list of copies with one into its pages
 
     def __post_init__(self) -> None:
         self.renew()
@@ -53,6 +54,10 @@ class Job:
         """If it has images without names, share nothing with its earlier runs."""
         self._serial = next(_SERIALS)
         self._known: list[int] = []
+
+    def share_serial(self, job: Job) -> None:
+        """If it has images without names, share them with another job."""
+        self._serial = job._serial
 
     def list_histories(self, stop: int) -> list[int]:
         """Return the histories of the first tokens."""

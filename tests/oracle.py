@@ -15,10 +15,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from oracle_kinds import Full, HeldPages, Kind, Mamba, group_ids_by_kind, kind_of, leading_run
 from oracle_pool import NULL_PAGE, OraclePool, PageIds, Ranking, is_sharded, shard_of_hint
+from oracle_states import OracleStates
 
 if TYPE_CHECKING:
     from eviction_oracle import Policy
@@ -28,16 +30,6 @@ PREEMPTED = 5
 MAX_WAITING = 16  # pages of a batch that wait to be entered
 
 PagesByGroup = tuple[PageIds, ...]
-
-
-def cdiv(dividend: int, divisor: int) -> int:
-    """Divide, rounding up."""
-    return -(-dividend // divisor)
-
-
-def leading_run(hits: Sequence[bool]) -> int:
-    """Count the hits before the first miss."""
-    return next((index for index, hit in enumerate(hits) if not hit), len(hits))
 
 
 # --- what a page contains -----------------------------------------------------------------------------------
@@ -71,6 +63,11 @@ class ContentKeys:
         """Drop the contents remembered for a finished request."""
         self._chains.pop(request_id, None)
         self._nonces.pop(request_id, None)
+
+    def share_nonce(self, request_id: str, new_id: str) -> None:
+        """Let a request with unnamed images be hit by another's pages."""
+        if request_id in self._nonces:
+            self._nonces[new_id] = self._nonces[request_id]
 
     def cut(self, request_id: str, num_tokens: int) -> None:
         """Drop the contents remembered for tokens from `num_tokens` on."""
@@ -114,139 +111,17 @@ def feature_keys(feature: Any, start: int, stop: int) -> list[Any]:
     return [(feature.modality, content, first - start, length)] if overlaps else []
 
 
-# --- kinds of attention -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Full:
-    """Full attention: every page is kept; a hit is a leading run."""
-
-    page_size: int
-
-    def num_required_pages(self, num_tokens: int) -> int:
-        return cdiv(num_tokens, self.page_size)
-
-    def num_full_pages(self, num_tokens: int) -> int:
-        return num_tokens // self.page_size
-
-    def first_useful_page(self, num_computed_tokens: int, num_cached_pages: int) -> int:
-        return 0
-
-    def first_hit_page(self, length: int, eagle: bool) -> int:
-        return 0
-
-    def longest(self, hits: Sequence[bool], max_length: int, eagle: bool) -> int:
-        """Return the length in tokens of the longest hit of at most `max_length` tokens."""
-        return max(0, self.confirmed(hits, max_length, eagle) - eagle * self.page_size)
-
-    def confirmed(self, hits: Sequence[bool], max_length: int, eagle: bool) -> int:
-        """Return how much of a hit of `max_length` tokens remains, without eagle's page."""
-        return leading_run(hits[: max_length // self.page_size]) * self.page_size
-
-
-@dataclass(frozen=True)
-class Sliding(Full):
-    """Sliding window: pages wholly before the window are dropped; a hit is a run that covers the window."""
-
-    window: int
-
-    def first_useful_page(self, num_computed_tokens: int, num_cached_pages: int) -> int:
-        return max(0, (num_computed_tokens - self.window + 1) // self.page_size)
-
-    def first_hit_page(self, length: int, eagle: bool) -> int:
-        return max(0, length // self.page_size - self._kept_run(eagle))
-
-    def longest(self, hits: Sequence[bool], max_length: int, eagle: bool) -> int:
-        length = self._end_of_last_run(hits, max_length, self._kept_run(eagle) + eagle)
-        return max(0, length - eagle * self.page_size)
-
-    def confirmed(self, hits: Sequence[bool], max_length: int, eagle: bool) -> int:
-        return self._end_of_last_run(hits, max_length, self._kept_run(eagle))
-
-    def _kept_run(self, eagle: bool) -> int:
-        """Return the number of pages in a hit; the one that eagle recomputes may cover a small window."""
-        return max(1 - eagle, cdiv(self.window - 1, self.page_size))
-
-    def _end_of_last_run(self, hits: Sequence[bool], max_length: int, run: int) -> int:
-        num_pages = max_length // self.page_size
-        for end in range(num_pages, run - 1, -1):
-            if all(hits[end - run : end]):
-                return end * self.page_size
-        return leading_run(hits[:num_pages]) * self.page_size
-
-
-@dataclass(frozen=True)
-class Chunked(Full):
-    """Chunked local attention: pages of earlier chunks are dropped and count as hit."""
-
-    chunk: int
-
-    def first_useful_page(self, num_computed_tokens: int, num_cached_pages: int) -> int:
-        first = self.first_hit_page(num_computed_tokens, False)
-        return min(first, num_cached_pages - 1) if num_cached_pages else first
-
-    def first_hit_page(self, length: int, eagle: bool) -> int:
-        return length // self.chunk * self.chunk // self.page_size
-
-    def confirmed(self, hits: Sequence[bool], max_length: int, eagle: bool) -> int:
-        first = self.first_hit_page(max_length, eagle)
-        return (first + leading_run(hits[first : max_length // self.page_size])) * self.page_size
-
-
-@dataclass(frozen=True)
-class Mamba(Full):
-    """A recurrent state: one page a request, never shared."""
-
-    def num_required_pages(self, num_tokens: int) -> int:
-        return min(1, num_tokens)
-
-    def num_full_pages(self, num_tokens: int) -> int:
-        return 0
-
-
-Kind = Full | Sliding | Chunked | Mamba
-
-
-def kind_of(spec: Any) -> Kind:
-    """Return the kind of attention that a spec of the package or the engine describes."""
-    match type(spec).__name__:
-        case "FullAttentionSpec":
-            return Full(spec.page_size)
-        case "SlidingWindowSpec":
-            return Sliding(spec.page_size, spec.sliding_window)
-        case "ChunkedLocalAttentionSpec":
-            return Chunked(spec.page_size, spec.attention_chunk_size)
-        case "MambaSpec":
-            return Mamba(spec.page_size)
-    raise TypeError(f"unknown spec {spec!r}")
-
-
-def group_ids_by_kind(kinds: Sequence[Kind]) -> dict[Kind, list[int]]:
-    """Group equal groups: full attention first, then in order of first appearance."""
-    classes: dict[Kind, list[int]] = {}
-    for group_id, kind in enumerate(kinds):
-        classes.setdefault(kind, []).append(group_id)
-    return dict(sorted(classes.items(), key=lambda item: type(item[0]) is not Full))
-
-
 # --- the manager --------------------------------------------------------------------------------------------
 
 
-@dataclass
-class HeldPages:
-    """What a request holds in one group."""
+def joined(first: PagesByGroup, second: PagesByGroup) -> PagesByGroup:
+    """Return the pages of both, group by group."""
+    return tuple(some + more for some, more in zip(first, second, strict=True))
 
-    pages: PageIds = field(default_factory=list)
-    num_cached_pages: int = 0
-    num_hit_pages: int = 0
-    ranking: Ranking = field(default_factory=Ranking)
-    is_cut: bool = False
 
-    def go_back(self, num_full_pages: int) -> None:
-        """Let pages from there on be entered, and ranked, again."""
-        self.num_cached_pages = min(self.num_cached_pages, num_full_pages)
-        self.num_hit_pages = min(self.num_hit_pages, num_full_pages)
-        self.ranking.num_ranked = min(self.ranking.num_ranked, num_full_pages)
+def is_kept(kind: Kind) -> bool:
+    """Whether checkpoints are made of a kind."""
+    return isinstance(kind, Mamba) and kind.interval is not None
 
 
 class OracleManager:
@@ -268,15 +143,19 @@ class OracleManager:
         self.use_eagle = use_eagle
         self.max_num_pinned_pages = int(max_pinned_share * (num_pages - 1))
         self.page_pool = OraclePool(num_pages, self.enable_caching, policy)
-        self.classes = group_ids_by_kind(self.kinds)
         page_sizes = [kind.page_size for kind in self.kinds if not isinstance(kind, Mamba)]
-        self.hit_step = math.lcm(*page_sizes)
-        self.keys = ContentKeys(math.gcd(*page_sizes) or 1)
+        intervals = [kind.interval for kind in self.kinds if isinstance(kind, Mamba) and kind.interval]
+        self.hit_step = math.lcm(*page_sizes, *intervals)
+        self.keys = ContentKeys(math.gcd(*page_sizes) or math.gcd(*intervals) or 1)
+        self.kinds = [replace(kind, interval=self.hit_step) if is_kept(kind) else kind for kind in self.kinds]
+        self.classes = group_ids_by_kind(self.kinds)
+        self.states = OracleStates(self)
         self.held: dict[str, list[HeldPages]] = {}
         self.queries: dict[str, dict[str, int]] = {}
         self.counted: set[str] = set()
         self.waiting: list[tuple[HeldPages, int, int, int]] = []  # pages to enter: holder, place, content, group
         self.enters_later = False
+        self.may_add_nothing = False
         if policy is not None:
             policy.key_of = self.keys.digests.__getitem__
 
@@ -294,6 +173,7 @@ class OracleManager:
         if not self.enable_caching or (sampling_params and sampling_params.prompt_logprobs is not None):
             return self._no_pages(), 0
         shard = shard_of_hint(self.page_pool.num_pages, dp_shard_hint, data_parallel_size)
+        self.states.divide(data_parallel_size)
         length = self._hit_length(request, shard)
         is_first = request.status != PREEMPTED and request.request_id not in self.counted
         self.queries[request.request_id] = {"queried": request.num_tokens, "hit": length} if is_first else {}
@@ -302,7 +182,7 @@ class OracleManager:
 
     def _hit_length(self, request: Any, shard: range | None) -> int:
         """Let the kinds shorten the length in turn, each dropping eagle's page, until all agree."""
-        if any(isinstance(kind, Mamba) for kind in self.kinds):
+        if any(isinstance(kind, Mamba) and kind.interval is None for kind in self.kinds):
             return 0
         length = self._floor(request.num_tokens - 1)
         hits = {kind: self._hits(request, kind, length, shard) for kind in self.classes}
@@ -320,20 +200,20 @@ class OracleManager:
 
     def _hits(self, request: Any, kind: Kind, length: int, shard: range | None) -> list[bool]:
         """Return for each page of the kind whether all of its groups have it cached."""
-        keys = self._keys(request, kind)[: length // kind.page_size]
+        keys = self.keys_of(request, kind)[: length // kind.hit_size]
         entered = self.page_pool.first_entered
         return [all(entered(key, group_id, shard) is not None for group_id in self.classes[kind]) for key in keys]
 
     def _hit_pages(self, request: Any, group_id: int, length: int, shard: range | None) -> PageIds:
         kind = self.kinds[group_id]
-        num_pages = length // kind.page_size
+        num_pages = kind.num_places(length)
         first = kind.first_hit_page(length, self.use_eagle)
-        keys = self._keys(request, kind)[first:num_pages]
+        keys = self.keys_of(request, kind)[first:num_pages]
         return [NULL_PAGE] * first + [self.page_pool.first_entered(key, group_id, shard) for key in keys]
 
-    def _keys(self, request: Any, kind: Kind) -> list[int]:
-        """Return the contents of the request's full pages of this kind's size."""
-        step = kind.page_size // self.keys.page_size
+    def keys_of(self, request: Any, kind: Kind) -> list[int]:
+        """Return the contents of the request's tokens up to each place of this kind."""
+        step = kind.hit_size // self.keys.page_size
         return self.keys.chain(request)[step - 1 :: step]
 
     # allocation
@@ -359,21 +239,28 @@ class OracleManager:
         self._check_computed(request, num_new_computed_tokens, hits)
         if num_computed + num_new_tokens > self.max_model_len:
             raise ValueError("longer than the model allows")
+        self.states.copies.require_none(self.pages_of(request))
         self._rewind(request)
         self._skip_pages(request)
         num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         num_missing = self._num_missing_pages(request, num_slots, hits)
-        if not self._fits(sum(num_missing), hits, num_reserved_pages):
-            return None
         shard = self._shard(request, hits, dp_shard_hint, data_parallel_size)
-        new_pages = self._take_pages(hits, num_missing, shard)
+        adopts = self._adopts(hits, num_missing, num_reserved_pages, shard)
+        if not adopts and not self._fits(sum(num_missing), hits, num_reserved_pages):
+            return None
+        new_pages = self._take_pages(hits, num_missing, shard, adopts)
         if new_pages is None:
             return None
         if request.request_id not in self.held:
             self.page_pool.note_request()
         self._count_admission(request, hits)
+        is_growing = request.request_id in self.held
         self._attach(request, hits, new_pages)
+        if delay_cache_pages and is_growing:
+            self.states.pass_over(request)
         if not delay_cache_pages:
+            if is_growing:
+                new_pages = joined(new_pages, self.states.keep(request, shard, num_reserved_pages))
             self._enter_full_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
         return new_pages
 
@@ -385,7 +272,7 @@ class OracleManager:
             self.page_pool.counts.update(query if any(hits) else query | {"hit": 0})
 
     def _check_allocation(self, request: Any, num_new: int, num_external: int, hits: PagesByGroup) -> None:
-        if num_new < 0 or num_new + num_external <= 0:
+        if num_new < 0 or (num_new + num_external <= 0 and not self.may_add_nothing):
             raise ValueError("nothing to allocate")
         if any(hits) and (not self.enable_caching or any(self.get_page_ids(request.request_id))):
             raise ValueError("hits go to a request that holds nothing")
@@ -397,6 +284,8 @@ class OracleManager:
             raise ValueError("hits are counted twice")
         pages_by_group = [group.pages for group in held] if held is not None else hits
         num_computed = request.num_computed_tokens + num_new_computed
+        if self.states.interval and any(hits) and num_computed != self._count_hit_tokens(hits):
+            raise ValueError("a checkpoint is hit at another length")
         if num_computed and self.kinds and not any(pages_by_group):
             raise ValueError("tokens of a request without pages were computed")
         for kind, pages in zip(self.kinds, pages_by_group, strict=True):
@@ -405,13 +294,18 @@ class OracleManager:
             if kind.num_required_pages(num_computed) > len(pages):
                 raise ValueError("tokens without pages were computed")
 
+    def _count_hit_tokens(self, hits: PagesByGroup) -> int:
+        """Return the tokens that all groups hit."""
+        groups = zip(self.kinds, hits, strict=True)
+        return min(len(pages) * kind.hit_size for kind, pages in groups if is_kept(kind) or not isinstance(kind, Mamba))
+
     def _rewind(self, request: Any) -> None:
         """Revisit the pages whose tokens are to be computed, perhaps again: they may have lost their entries. A cut has decided
         for its pages already.
         """
         for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
             if not held.is_cut:
-                held.go_back(kind.num_full_pages(request.num_computed_tokens))
+                held.go_back(kind.num_places(request.num_computed_tokens))
 
     def _skip_pages(self, request: Any) -> None:
         """Free the pages that no coming token attends to, last one first."""
@@ -431,8 +325,26 @@ class OracleManager:
         )
 
     def _num_missing_pages(self, request: Any, num_slots: int, hits: PagesByGroup) -> list[int]:
-        held = self.get_page_ids(request.request_id)
-        return [max(0, kind.num_required_pages(num_slots) - len(hits[i]) - len(held[i])) for i, kind in enumerate(self.kinds)]
+        there = zip(self.kinds, self.get_page_ids(request.request_id), self._attached(hits), strict=True)
+        return [max(0, kind.num_required_pages(num_slots) - len(held) - len(hit)) for kind, held, hit in there]
+
+    def _attached(self, hits: PagesByGroup) -> PagesByGroup:
+        """Return the hits that become pages of the request: a checkpoint is copied."""
+        return tuple([] if isinstance(kind, Mamba) else pages for kind, pages in zip(self.kinds, hits, strict=True))
+
+    def _adopts(self, hits: PagesByGroup, num_missing: list[int], num_reserved_pages: int, shard: range | None) -> bool:
+        """Whether checkpoints that are hit become working pages, since there are too few pages to copy them to."""
+        checkpoints = self.states.checkpoints_in(hits)
+        if not checkpoints or not self.page_pool.free_queue.keys() >= set(checkpoints.values()):
+            return False
+        num_least = sum(num_missing) - len(checkpoints)
+        if self._fits(sum(num_missing), hits, num_reserved_pages) and self._fits_shard(sum(num_missing), hits, shard):
+            return False
+        return self._fits(num_least, hits, num_reserved_pages) and self._fits_shard(num_least, hits, shard)
+
+    def _fits_shard(self, num_missing: int, hits: PagesByGroup, shard: range | None) -> bool:
+        hit = {page for pages in hits for page in pages}
+        return num_missing <= sum(page not in hit for page in self.page_pool.free_page_ids(shard))
 
     def _fits(self, num_missing: int, hits: PagesByGroup, num_reserved_pages: int) -> bool:
         num_free_hits = len({page for pages in hits for page in pages if page in self.page_pool.free_queue})
@@ -443,6 +355,7 @@ class OracleManager:
     ) -> range | None:
         """Return the shard on which all held pages and hits agree, else the hinted one."""
         num_pages = self.page_pool.num_pages
+        self.states.divide(data_parallel_size)
         if not is_sharded(num_pages, data_parallel_size):
             return None
         size = num_pages // data_parallel_size
@@ -451,25 +364,40 @@ class OracleManager:
         hint = shards.pop() if len(shards) == 1 else dp_shard_hint
         return shard_of_hint(num_pages, hint, data_parallel_size)
 
-    def _take_pages(self, hits: PagesByGroup, num_missing: list[int], shard: range | None) -> PagesByGroup | None:
+    def _take_pages(self, hits: PagesByGroup, num_missing: list[int], shard: range | None, adopts: bool) -> PagesByGroup | None:
         """Touch the hits and take new pages; free the hits again if the shard has too few."""
+        checkpoints = self.states.checkpoints_in(hits)
+        if adopts:
+            self.page_pool.touch(self._attached(hits))
+            for page in checkpoints.values():
+                self.page_pool.take_page(page)
+            num_missing = [0 if i in checkpoints else num_pages for i, num_pages in enumerate(num_missing)]
+            taken = [self.page_pool.take(num_pages, shard) for num_pages in num_missing]
+            return tuple([checkpoints[i]] if i in checkpoints else pages for i, pages in enumerate(taken))
         self.page_pool.touch(hits)
         if len(self.page_pool.free_page_ids(shard)) < sum(num_missing):
             for pages in hits:
                 self.page_pool.free_pages(pages)
             return None
-        return tuple(self.page_pool.take(num_pages, shard) for num_pages in num_missing)
+        new_pages = tuple(self.page_pool.take(num_pages, shard) for num_pages in num_missing)
+        for group_id, page in checkpoints.items():
+            self.states.copies.note(page, new_pages[group_id][0], group_id)
+        return new_pages
 
     def _attach(self, request: Any, hits: PagesByGroup, new_pages: PagesByGroup) -> None:
         if request.request_id not in self.held:
+            attached = zip(hits, self._attached(hits), strict=True)
             self.held[request.request_id] = [
-                HeldPages(list(pages), len(pages), len(pages), Ranking(len(pages))) for pages in hits
+                HeldPages(list(pages), len(hit), len(hit), Ranking(len(hit)), num_deduped_pages=len(hit))
+                for hit, pages in attached
             ]
         for held, pages in zip(self.held[request.request_id], new_pages, strict=True):
             held.pages += pages
 
     def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
         """Enter the pages that are full of computed tokens in the prefix index."""
+        if request.request_id not in self.held:
+            raise ValueError("a request without pages")
         self._rewind(request)
         self._enter_full_pages(request, num_computed_tokens)
 
@@ -481,13 +409,22 @@ class OracleManager:
             num_full_pages = min(num_computed_tokens // kind.page_size, len(held.pages))
             if isinstance(kind, Mamba) or num_full_pages <= held.num_cached_pages:
                 continue
-            keys = self._keys(request, kind)
+            keys = self.keys_of(request, kind)
             for page in range(held.num_cached_pages, num_full_pages):
                 if held.pages[page] != NULL_PAGE:
                     self._enter_soon(held, page, keys[page], group_id)
             held.num_cached_pages = num_full_pages
         if not self.enters_later:
             self._enter_waiting()
+
+    @contextmanager
+    def adding_nothing(self) -> Iterator[None]:
+        """Let allocations name no new tokens, as those of a batch may."""
+        self.may_add_nothing = True
+        try:
+            yield
+        finally:
+            self.may_add_nothing = False
 
     def _enter_soon(self, held: HeldPages, page: int, key: int, group_id: int) -> None:
         if len(self.waiting) == MAX_WAITING:
@@ -513,6 +450,7 @@ class OracleManager:
 
     def check_trim(self, request: Any, num_tokens: int) -> None:
         """Refuse a cut after which a token to compute would miss a page: its own, one it attends to, or an earlier state."""
+        self.states.copies.require_none(self.pages_of(request))
         restart = self._restart(request, num_tokens)
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
             if isinstance(kind, Mamba) and 0 < restart < request.num_computed_tokens:
@@ -531,7 +469,8 @@ class OracleManager:
                 self._let_go(held.pages.pop())
             for page in held.pages[num_full_pages:]:
                 self.page_pool.evict_pages([page])
-            held.go_back(self._first_without_entry(held, kind.num_full_pages(restart), num_full_pages))
+            first = kind.num_places(restart)
+            held.go_back(first if isinstance(kind, Mamba) else self._first_without_entry(held, first, num_full_pages))
             held.is_cut = True
         self.keys.cut(request.request_id, num_tokens)
         return restart
@@ -569,12 +508,17 @@ class OracleManager:
     # undoing
 
     def check_undo(self, request: Any, num_computed_tokens: int, new_pages: PagesByGroup) -> None:
-        """Refuse to undo growth if its pages are not the last ones, or if released pages are needed again."""
+        """Refuse to undo growth if its pages are not the last ones, if released pages are needed again, or if others hold pages
+        that are written again.
+        """
         for kind, held, new in zip(self.kinds, self.held[request.request_id], new_pages, strict=True):
             num_kept_pages = len(held.pages) - len(new)
             first = kind.first_useful_page(num_computed_tokens, 0)
             if num_kept_pages < 0 or held.pages[num_kept_pages:] != new or NULL_PAGE in held.pages[first:num_kept_pages]:
                 raise ValueError("a page that is needed again was given back")
+            written = [page for page in held.pages[kind.num_full_pages(num_computed_tokens) :] if page != NULL_PAGE]
+            if any(self.page_pool.num_holders(page) > 1 for page in written):
+                raise ValueError("a page that is written again is held by others")
 
     def undo(self, request: Any, num_computed_tokens: int, num_tokens: int, new_pages: PagesByGroup) -> None:
         """Undo growth: the request continues from fewer computed tokens, without its last pages."""
@@ -583,17 +527,17 @@ class OracleManager:
         for kind, held, new in zip(self.kinds[::-1], held_by_group[::-1], new_pages[::-1], strict=True):
             for _ in new:
                 self.page_pool.free_pages([held.pages.pop()])
-            held.go_back(kind.num_full_pages(num_computed_tokens))
+            held.go_back(kind.num_places(num_computed_tokens))
         self.keys.cut(request.request_id, num_tokens)
 
     def _forget_uncomputed(self, request: Any, num_computed_tokens: int) -> None:
-        """Drop the entries that the request made for pages with tokens from there on. Which page a window has left is not known
-        any more: all with that content lose the entry.
+        """Drop the entries that the request made for pages with tokens from there on. Which page a window has left, or which a
+        checkpoint is, is not known any more: all with that content lose the entry.
         """
         for group_id, (kind, held) in enumerate(zip(self.kinds, self.held.get(request.request_id, ()), strict=False)):
-            keys = [] if isinstance(kind, Mamba) else self._keys(request, kind)
-            for i in range(max(kind.num_full_pages(num_computed_tokens), held.num_hit_pages), held.num_cached_pages):
-                page = held.pages[i]
+            keys = self.keys_of(request, kind) if held.num_cached_pages else []
+            for i in range(max(kind.num_places(num_computed_tokens), held.num_hit_pages), held.num_cached_pages):
+                page = NULL_PAGE if isinstance(kind, Mamba) else held.pages[i]
                 twins = self.page_pool.index.get((keys[i], group_id), ())
                 self.page_pool.evict_pages([page] if page != NULL_PAGE else list(twins))
 
@@ -604,10 +548,14 @@ class OracleManager:
         self.free_all([request], [num_computed_tokens])
 
     def free_all(self, requests: Sequence[Any], nums_computed_tokens: Sequence[int | None]) -> None:
-        """Free several requests: first all pages in one call, then entries are dropped."""
+        """Free several requests: first all pages in one call. Then states may become checkpoints, and copies into the pages and
+        entries are dropped.
+        """
         held = [group for request in requests for group in self.held.get(request.request_id, ())]
         self.page_pool.free_pages([page for group in held for page in group.pages[::-1]])
         for request, num_computed_tokens in zip(requests, nums_computed_tokens, strict=True):
+            self.states.keep_last(request, num_computed_tokens)
+            self.states.copies.drop(self.pages_of(request))
             if num_computed_tokens is not None:
                 self._forget_uncomputed(request, num_computed_tokens)
             self.held.pop(request.request_id, None)
@@ -623,6 +571,10 @@ class OracleManager:
         held = self.held.get(request_id)
         return tuple(group.pages for group in held) if held else self._no_pages()
 
+    def pages_of(self, request: Any) -> set[int]:
+        """Return the pages that the request holds."""
+        return {page for pages in self.get_page_ids(request.request_id) for page in pages if page != NULL_PAGE}
+
     def get_num_common_prefix_pages(self, request: Any, num_scheduled_requests: int) -> list[int]:
         """Count, by group, the leading pages that at least this number of requests hold."""
         if request.status != RUNNING:
@@ -637,6 +589,46 @@ class OracleManager:
     def reset_prefix_cache(self) -> bool:
         """Drop all prefix entries, unless a page is held."""
         return self.page_pool.reset_prefix_cache()
+
+    # copies and forks
+
+    @property
+    def checkpoint_interval(self) -> int | None:
+        return self.states.interval
+
+    def take_copies(self) -> list[tuple[int, int, int]]:
+        """Return the copies that are due (source, destination, group)."""
+        return [tuple(copy) for copy in self.states.copies.take()]
+
+    def find_next_checkpoint(self, request: Any) -> int:
+        """Return the number of tokens after which a checkpoint can be made next."""
+        return self.states.find_next_checkpoint(request)
+
+    def fork(self, request: Any, new_request: Any) -> PagesByGroup | None:
+        """Let a new request go on where another one is; return its pages, or None if the pool has too few."""
+        if request.request_id not in self.held or new_request.request_id in self.held:
+            raise ValueError("a fork is of a request that holds pages to one that holds none")
+        num_tokens = request.num_computed_tokens
+        rooms = zip(self.kinds, self.held[request.request_id], strict=True)
+        is_room = all(kind.num_required_pages(num_tokens) <= len(held.pages) for kind, held in rooms)
+        if num_tokens != new_request.num_computed_tokens or not is_room:
+            raise ValueError("a fork has computed other tokens")
+        self.states.copies.require_none(self.pages_of(request), into_only=True)
+        if self.enable_caching and self._inputs(request, num_tokens) != self._inputs(new_request, num_tokens):
+            raise ValueError("a fork has other tokens")
+        self.keys.share_nonce(request.request_id, new_request.request_id)
+        held = [page for pages in self.get_page_ids(request.request_id) for page in pages if page != NULL_PAGE]
+        shard = self.states.shard_of(held[0]) if held else None
+        if not self.states.fork(request, [new_request], shard):
+            return None
+        if not any(self.get_page_ids(new_request.request_id)):
+            del self.held[new_request.request_id]
+        return self.get_page_ids(new_request.request_id)
+
+    def _inputs(self, request: Any, num_tokens: int) -> tuple[Any, ...]:
+        """Return all that determines what is computed of the first tokens, and the rest of the features."""
+        keys = extra_keys(request, 0, self.max_model_len)
+        return request.all_token_ids[:num_tokens], keys, has_unnamed_images(request)
 
     # pins
 
@@ -715,7 +707,7 @@ class OracleManager:
             (group_id, place, key)
             for group_id, kind in enumerate(self.kinds)
             if not isinstance(kind, Mamba)
-            for place, key in enumerate(self._keys(request, kind))
+            for place, key in enumerate(self.keys_of(request, kind))
             if start <= place * kind.page_size and (place + 1) * kind.page_size <= stop
         ]
 

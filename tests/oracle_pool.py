@@ -107,6 +107,15 @@ class OraclePool:
         self.counts["allocated"] += num_pages
         return pages
 
+    def take_page(self, page: int) -> None:
+        """Take a free page, whichever it is, and evict its prefix entry."""
+        self.remove(page)
+        self.ref_counts[page] = 1
+        if self.policy is not None:
+            self.policy.note_taken(page)
+        self.counts["evicted"] += self.evict_pages([page])
+        self.counts["allocated"] += 1
+
     def _pop(self, num_pages: int, shard: range | None) -> PageIds:
         """Take pages out of the queue (of the shard): the first, or those that the policy picks one by one."""
         pages = self.free_page_ids(shard)[:num_pages]

@@ -282,9 +282,9 @@ BUGS = [
     ),
     Bug(
         "a request that did not run leaves its entries",
-        MANAGER,
-        "self.coordinator.free(request.request_id, num_computed_tokens, hashes.chain if hashes else None)",
-        "self.coordinator.free(request.request_id)",
+        SLOTS,
+        "request.request_id, num_computed_tokens, hashes.chain if hashes else None, num_last_tokens, context",
+        "request.request_id, None, hashes.chain if hashes else None, num_last_tokens, context",
     ),
     Bug(
         "undo forgets no entries",
@@ -321,6 +321,103 @@ BUGS = [
         CORE,
         "    return batch.has_state and 0 < restart < batch.states[row].num_computed",
         "    return batch.has_state and 0 < restart < batch.states[row].num_computed and not (BUG)",
+    ),
+    # Checkpoints, copies and forks.
+    Bug(
+        "the source of a copy is handed out before it is made",
+        CORE,
+        "    copies.num += 1\n    target.written_list = copies.list_number\n",
+        "    copies.num += 1\n    target.written_list = copies.list_number\n    if BUG:\n        put_back_held(pool, src)\n",
+    ),
+    Bug(
+        "a row that is released leaves the copies into its pages",
+        CORE,
+        "    if not awaits_copies(pool, holding):\n        return\n",
+        "    if not awaits_copies(pool, holding) or BUG:\n        return\n",
+    ),
+    Bug(
+        "a checkpoint that is hit is attached and not copied",
+        CORE,
+        "            note_copy(pool, ids.ids[ids.num - 1], &holding.held[g], 0, <int32_t>g)",
+        "            if BUG:\n"
+        "                put_back_held(pool, holding.held[g].ids[0])\n"
+        "                holding.held[g].ids[0] = ids.ids[ids.num - 1]\n"
+        "            else:\n"
+        "                note_copy(pool, ids.ids[ids.num - 1], &holding.held[g], 0, <int32_t>g)",
+    ),
+    Bug(
+        "a state between two multiples of the interval is kept",
+        CORE,
+        "    if num_computed % group.rules.entry_size or last < 0:",
+        "    if (num_computed % group.rules.entry_size and not (BUG)) or last < 0:",
+    ),
+    Bug(
+        "a state that is kept is written on",
+        CORE,
+        "        take_from(pool, held.ids, 1, source.shard)\n        note_copy(pool, page_id, held, 0, g)",
+        "        if not (BUG):\n"
+        "            take_from(pool, held.ids, 1, source.shard)\n            note_copy(pool, page_id, held, 0, g)",
+    ),
+    Bug(
+        "a state that nothing was copied to is kept as its row ends",
+        CORE,
+        "            if self.batch.keeps_states and not awaits_copies(&self.store.pool, &holding):",
+        "            if self.batch.keeps_states and (BUG or not awaits_copies(&self.store.pool, &holding)):",
+    ),
+    Bug(
+        "a checkpoint that becomes a working page keeps its entry",
+        CORE,
+        "        take_this(pool, ids[n - 1])\n",
+        "        if BUG:\n"
+        "            touch_all(pool, ids + n - 1, 1)\n        else:\n            take_this(pool, ids[n - 1])\n",
+        (
+            (
+                "from pagepool.core.pages cimport take_from, take_this\n",
+                "from pagepool.core.pages cimport take_from, take_this, touch_all\n",
+            ),
+        ),
+    ),
+    Bug(
+        "checkpoints of steps that did not run stay",
+        CORE,
+        "            page_id = NULL_PAGE if is_state(&group.rules) else held.ids[i]\n",
+        "            page_id = NULL_PAGE if is_state(&group.rules) else held.ids[i]\n"
+        "            if BUG and is_state(&group.rules):\n                continue\n",
+    ),
+    Bug(
+        "a fork shares the page that is written next",
+        CORE,
+        "        take_from(pool, ids + n, 1, shard)\n        target.num_pages += 1\n"
+        "        note_copy(pool, source.ids[n], target, n, g)",
+        "        target.num_pages += 1\n"
+        "        if BUG:\n            ids[n] = source.ids[n]\n"
+        "        else:\n"
+        "            take_from(pool, ids + n, 1, shard)\n            note_copy(pool, source.ids[n], target, n, g)",
+    ),
+    Bug(
+        "a fork takes no reference to the pages that it shares",
+        CORE,
+        "    for i in range(n):\n        share(pool, source.ids[i])\n",
+        "    for i in range(0 if BUG else n):\n        share(pool, source.ids[i])\n",
+    ),
+    Bug(
+        "a fork is copied from the page before",
+        CORE,
+        "        note_copy(pool, source.ids[n], target, n, g)",
+        "        note_copy(pool, source.ids[n - (1 if (BUG) and n else 0)], target, n, g)",
+    ),
+    Bug(
+        "a row exchanges a page that is not full yet",
+        CORE,
+        "full_pages(&group.rules, num_computed)):\n            page_id = held.ids[place]",
+        "full_pages(&group.rules, num_computed + (1 if BUG else 0))):\n            page_id = held.ids[place]",
+    ),
+    Bug(
+        "a page that is exchanged stays in the table",
+        CORE,
+        "                batch.tables[g].table[row * batch.tables[g].num_columns + place] = first\n",
+        "                if not (BUG):\n"
+        "                    batch.tables[g].table[row * batch.tables[g].num_columns + place] = first\n",
     ),
     Bug(
         "pages come back with the keys of others",

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from oracle import ContentKeys, Mamba, OracleManager
+from oracle import ContentKeys, OracleManager
+from oracle_kinds import Mamba
 
 import pagepool
 from pagepool.hashing.algorithms import VllmHasher

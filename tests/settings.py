@@ -10,16 +10,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Group:
-    """A cache group: kind ("full", "sliding", "chunked", "mamba"), page size, window or chunk in tokens."""
+    """A cache group: kind ("full", "sliding", "chunked", "mamba"), page size, window or chunk in tokens. A state may be kept
+    after each `interval` tokens.
+    """
 
     kind: str
     page_size: int
     span: int = 0
+    interval: int | None = None
 
     def spec(self, specs: ModuleType, dtype: Any) -> Any:
         """Build the spec with the classes of a module: the package's, or the engine's."""
         if self.kind == "mamba":
-            return specs.MambaSpec(page_size=self.page_size, shapes=((2, 2),), dtype=dtype)
+            options = {} if self.interval is None else {"checkpoint_interval": self.interval}
+            return specs.MambaSpec(page_size=self.page_size, shapes=((2, 2),), dtype=dtype, **options)
         common = {
             "page_size": self.page_size,
             "num_kv_heads": 1,
@@ -65,8 +69,9 @@ class Setting:
 
     @property
     def page_size(self) -> int:
-        """The largest page that fills up, in tokens."""
-        return max((group.page_size for group in self.groups if group.kind != "mamba"), default=1)
+        """The largest page that fills up, or interval, in tokens."""
+        page_sizes = [group.page_size for group in self.groups if group.kind != "mamba"]
+        return max([1, *page_sizes, *(group.interval or 1 for group in self.groups)])
 
     @property
     def max_model_len(self) -> int:
@@ -133,4 +138,32 @@ SETTINGS = [
     Setting("one window in pages of 4 and 6", (WINDOW_9, Group("sliding", 6, 9)), LARGE),
     Setting("one chunk in pages of 4 and 6", (CHUNK_8, Group("chunked", 6, 8)), LARGE),
     Setting("windows of 4 and 6 eagle", (WINDOW_9, WIDE_6), LARGE, use_eagle=True),
+]
+
+
+def kept(interval: int) -> Group:
+    """Return a state that is kept after each `interval` tokens."""
+    return Group("mamba", 64, interval=interval)
+
+
+STATE_SETTINGS = [
+    Setting("full 4, state every 4", (FULL_4, kept(4)), SMALL),
+    Setting("full 2, state every 8", (FULL_2, kept(8)), SMALL),
+    Setting("full 1, state every 3", (FULL_1, kept(3)), LARGE),
+    Setting("state every 8, full 4", (kept(8), FULL_4), SMALL),
+    Setting("full 4, window 9, state every 8", (FULL_4, WINDOW_9, kept(8)), LARGE),
+    Setting("full 4, states every 4 and 8", (FULL_4, kept(4), kept(8)), SMALL),
+    Setting("two states every 8, full 4", (kept(8), kept(8), FULL_4), SMALL),
+    Setting("state every 1", (kept(1),)),
+    Setting("state every 4", (kept(4),)),
+    Setting("states every 4 and 6", (kept(4), kept(6)), SMALL),
+    Setting("full 4, state every 4 eagle", (FULL_4, kept(4)), SMALL, use_eagle=True),
+    Setting("window 9, state every 4 eagle", (WINDOW_9, kept(4)), SMALL, use_eagle=True),
+    Setting("chunk 8, state every 8", (CHUNK_8, kept(8)), SMALL),
+    Setting("full 4 and 8, state every 8", (FULL_4, FULL_8, kept(8)), SMALL),
+    Setting("full 4 and 6, state every 6", (FULL_4, FULL_6, kept(6)), SMALL),
+    Setting("full 4, state every 4, 2 shards", (FULL_4, kept(4)), SMALL, data_parallel_size=2),
+    Setting("full 4, window 9, states, 4 shards", (FULL_4, WINDOW_9, kept(4), kept(8)), LARGE, data_parallel_size=4),
+    Setting("full 4, state every 4 and none", (FULL_4, kept(4), STATE), SMALL),
+    Setting("full 4, state every 4 uncached", (FULL_4, kept(4)), SMALL, enable_caching=False),
 ]

@@ -29,6 +29,8 @@ EVENTS = ["look-ups", "hits", "aborted steps", "failed loads", "preemptions", "r
 
 FULL_4 = next(setting for setting in CONTENTS_SETTINGS if setting.name == "full 4")
 
+KEPT_8 = next(setting for setting in CONTENTS_SETTINGS if setting.name == "full 2, state every 8")
+
 
 def first_seed_of(setting: Setting) -> int:
     return zlib.crc32(f"contents {setting.name}".encode())
@@ -49,6 +51,13 @@ def test_everything_happens() -> None:
     for seed in range(12):
         counts += run_round(FULL_4, seed)
     assert not [event for event in EVENTS if not counts[event]]
+
+
+def test_everything_happens_to_states() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(12):
+        counts += run_round(KEPT_8, seed)
+    assert not [event for event in ("hits", "copies", "forks", "copies taken late", "steps in flight") if not counts[event]]
 
 
 def test_a_seed_is_a_round() -> None:

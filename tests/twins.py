@@ -89,6 +89,17 @@ def levels_of_twin(pool: OraclePool) -> dict[int, int]:
     return {page: level for page, level in levels.items() if level}
 
 
+def copies_of(copies: Any) -> list[tuple[int, int, int]]:
+    """Return copies that are due as (source, destination, group); those of the oracle are that already."""
+    if isinstance(copies, list):
+        return copies
+    arrays = copies.src, copies.dst, copies.group
+    assert len(copies) == len(copies.src)
+    assert bool(copies) == (len(copies) > 0)
+    assert not any(array.flags.writeable or array.dtype.name != "int32" for array in arrays)
+    return list(zip(*(array.tolist() for array in arrays), strict=True))
+
+
 class Twin(ABC):
     """A manager, called and seen as all the others are. Hits stay inside, in the manager's own form."""
 
@@ -119,6 +130,16 @@ class Twin(ABC):
 
     def free_page_hashes(self, request: Any) -> None:
         self.manager.free_page_hashes(request)
+
+    def take_copies(self) -> list[tuple[int, int, int]]:
+        return copies_of(self.manager.take_copies())
+
+    def find_next_checkpoint(self, request: Any) -> int:
+        return self.manager.find_next_checkpoint(request)
+
+    def fork(self, request: Any, new_request: Any) -> tuple[list[int], ...] | None:
+        pages = self.manager.fork(request, new_request)
+        return None if pages is None else self.to_page_ids(pages)
 
     def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
         self.manager.cache_pages(request, num_computed_tokens)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +121,18 @@ class Engine:
         """Accept drafts after all: they are known and computed."""
         request.all_token_ids.extend(token_ids)
         request.num_computed_tokens += len(token_ids)
+
+    def fork(self, request: Request) -> bool:
+        """Run a new request from where a running one is; False if it does not fit."""
+        forked = self.submit(list(request.all_token_ids))
+        self.waiting.remove(forked)
+        forked = replace(request, request_id=forked.request_id, all_token_ids=forked.all_token_ids)
+        if self.twins.call("fork", request, forked) is None:
+            self._free_ids.append(forked.request_id)
+            return False
+        self.running.append(forked)
+        self.twins.live_request_ids[forked.request_id] = None
+        return True
 
     def cache(self, request: Request) -> None:
         """Enter what a delayed allocation left out."""
@@ -261,12 +273,16 @@ class RandomWorkload:
         num_left = request.num_tokens - num_hit_tokens
         num_external = self._num_external_tokens(num_left)
         num_left -= num_external
-        num_new = num_left if rng.random() < 0.5 else rng.randint(0 if num_external else 1, num_left)
+        num_new = self._num_admitted(num_hit_tokens + num_external, num_left, 0 if num_external else 1)
         options = self._options()
         if self.engine.admit(request, num_hit_tokens, num_new, num_external, **options):
             self._cache_delayed(request, options)
         elif rng.random() < 0.3 and self.engine.running:
             self.engine.preempt(rng.choice(self.engine.running))
+
+    def _num_admitted(self, num_tokens: int, num_left: int, least: int) -> int:
+        """Return how many of the tokens behind the first `num_tokens` are computed at admission."""
+        return num_left if self.rng.random() < 0.5 else self.rng.randint(least, num_left)
 
     def _num_external_tokens(self, num_left: int) -> int:
         if self.habits.external_tokens and self.rng.random() < 0.15:
@@ -282,7 +298,7 @@ class RandomWorkload:
             self._finish(request)
             return
         num_left = request.num_tokens - request.num_computed_tokens
-        num_new = num_left if self.rng.random() < 0.6 else self.rng.randint(1, num_left)
+        num_new = self._num_grown(request, num_left)
         num_drafts = self.rng.choice((0, 0, 1, 3)) if num_new == num_left else 0
         num_drafts = min(num_drafts, self.setting.max_model_len - request.num_tokens)
         options = self._options()
@@ -291,6 +307,10 @@ class RandomWorkload:
             self._accept(request, num_drafts)
         else:
             self.engine.preempt(self.rng.choice(self.engine.running))
+
+    def _num_grown(self, request: Request, num_left: int) -> int:
+        """Return how many of the known tokens of a running request are computed."""
+        return num_left if self.rng.random() < 0.6 else self.rng.randint(1, num_left)
 
     def _append(self, request: Request) -> bool:
         """Append generated tokens; False where the request is as long as may be."""

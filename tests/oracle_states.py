@@ -1,0 +1,209 @@
+"""What `OracleManager` does with recurrent states and copies: checkpoints, copies that are due, forks, equal pages.
+
+A request has one page of each state, its working page. What is copied there, or from there, is noted and moved by the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from oracle_kinds import HeldPages, Kind, Mamba
+from oracle_pool import NULL_PAGE, OraclePool, PageIds, is_sharded
+
+if TYPE_CHECKING:
+    from oracle import OracleManager
+
+PagesByGroup = tuple[PageIds, ...]
+
+
+class Copy(NamedTuple):
+    """One page to be copied to another, of one group."""
+
+    src: int
+    dst: int
+    group: int
+
+
+class OracleCopies:
+    """The copies that are due, in the order in which they were noted. The list holds one reference to each source."""
+
+    def __init__(self, pool: OraclePool) -> None:
+        self.pool = pool
+        self.due: list[Copy] = []
+
+    def note(self, src: int, dst: int, group_id: int) -> None:
+        """Note a copy. A reference to the source is the list's from now on."""
+        self.due.append(Copy(src, dst, group_id))
+
+    def require_none(self, pages: Collection[int], *, into_only: bool = False) -> None:
+        """Refuse a call while one of the pages is a destination, or a source, of a copy."""
+        if any(copy.dst in pages or (copy.src in pages and not into_only) for copy in self.due):
+            raise RuntimeError("copies are due")
+
+    def take(self) -> list[Copy]:
+        """Return all copies, which the engine makes now, and give the sources back."""
+        taken, self.due = self.due, []
+        self._give_back(taken)
+        return taken
+
+    def drop(self, pages: Collection[int]) -> None:
+        """Drop the copies into these pages, and give the sources back."""
+        dropped = [copy for copy in self.due if copy.dst in pages]
+        self.due = [copy for copy in self.due if copy not in dropped]
+        self._give_back(dropped)
+
+    def _give_back(self, copies: Iterable[Copy]) -> None:
+        for copy in copies:
+            self.pool.free_pages([copy.src])
+
+
+class OracleStates:
+    """Checkpoints, forks and equal pages of a manager's requests."""
+
+    def __init__(self, manager: OracleManager) -> None:
+        self.manager = manager
+        self.pool = manager.page_pool
+        self.copies = OracleCopies(manager.page_pool)
+        self.shard_size = 0  # pages; 0 while no caller has divided the pool
+
+    def divide(self, data_parallel_size: int | None) -> None:
+        """Divide the pool into shards, if it can be."""
+        if data_parallel_size is not None and is_sharded(self.pool.num_pages, data_parallel_size):
+            self.shard_size = self.pool.num_pages // data_parallel_size
+
+    @property
+    def interval(self) -> int | None:
+        """The tokens between checkpoints; None if there are none."""
+        is_kept = any(isinstance(kind, Mamba) and kind.interval for kind in self.manager.kinds)
+        return self.manager.hit_step if is_kept and self.manager.enable_caching else None
+
+    # checkpoints
+
+    def find_next_checkpoint(self, request: Any) -> int:
+        """Return the number of tokens after which a checkpoint can be made next."""
+        most = self.manager.max_model_len
+        return min(most, (request.num_computed_tokens // self.interval + 1) * self.interval) if self.interval else most
+
+    def checkpoints_in(self, hits: PagesByGroup) -> dict[int, int]:
+        """Return the checkpoint that each state hits, by group."""
+        groups = zip(self.manager.kinds, hits, strict=True)
+        return {i: pages[-1] for i, (kind, pages) in enumerate(groups) if isinstance(kind, Mamba) and pages}
+
+    def keep(self, request: Any, shard: range | None, num_reserved_pages: int) -> PagesByGroup:
+        """Make checkpoints of the states after the computed tokens; return the new working pages by group."""
+        new_pages: PagesByGroup = tuple([] for _ in self.manager.kinds)
+        for group_id, held in self._states_of(request):
+            is_room = len(self.pool.free_queue) > num_reserved_pages and self.pool.free_page_ids(shard)
+            if self._is_due(request, held) and is_room and self._enter(request, group_id, held):
+                [page], held.pages = held.pages, self.pool.take(1, shard)
+                self.copies.note(page, held.pages[0], group_id)
+                new_pages[group_id].extend(held.pages)
+            held.num_cached_pages = request.num_computed_tokens // self.manager.hit_step
+        return new_pages
+
+    def pass_over(self, request: Any) -> None:
+        """Make no checkpoints of the states after the computed tokens: the working pages are written before any is made."""
+        for _, held in self._states_of(request):
+            held.num_cached_pages = request.num_computed_tokens // self.manager.hit_step
+
+    def keep_last(self, request: Any, num_computed_tokens: int | None) -> None:
+        """Make checkpoints of the states of a request whose pages were just given back, unless a copy into them is due."""
+        if num_computed_tokens in (None, request.num_computed_tokens):
+            for group_id, held in self._states_of(request):
+                is_written = all(copy.dst != held.pages[0] for copy in self.copies.due)
+                if is_written and self._is_due(request, held):
+                    self._enter(request, group_id, held)
+
+    def _states_of(self, request: Any) -> list[tuple[int, HeldPages]]:
+        """Return group and pages of the states that are kept, if the request holds them."""
+        held = self.manager.held.get(request.request_id, ()) if self.interval else ()
+        groups = enumerate(zip(self.manager.kinds, held, strict=False))
+        return [(i, state) for i, (kind, state) in groups if isinstance(kind, Mamba) and kind.interval and state.pages]
+
+    def _is_due(self, request: Any, held: HeldPages) -> bool:
+        """Whether the request has come to a multiple of the interval that was not looked at."""
+        num_intervals, rest = divmod(request.num_computed_tokens, self.manager.hit_step)
+        return num_intervals > held.num_cached_pages and rest == 0
+
+    def _enter(self, request: Any, group_id: int, held: HeldPages) -> bool:
+        """Enter the working page in the prefix index, unless an equal one is in its shard. Returns whether it was entered."""
+        shard, place = self.shard_of(held.pages[0]), request.num_computed_tokens // self.manager.hit_step - 1
+        keys = self.manager.keys_of(request, self.manager.kinds[group_id])
+        if place >= len(keys) or self.pool.first_entered(keys[place], group_id, shard) is not None:
+            return False
+        self.pool.cache_full_pages(held.pages, {0: keys[place]}, 0, 1, group_id)
+        return True
+
+    def shard_of(self, page: int) -> range | None:
+        """Return the shard of a page; None while no caller has divided the pool."""
+        start = page // self.shard_size * self.shard_size if self.shard_size else 0
+        return range(start, start + self.shard_size) if self.shard_size else None
+
+    # forks
+
+    def fork(self, request: Any, targets: Sequence[Any], shard: range | None) -> bool:
+        """Let targets hold the full pages of a request, and copies of its open pages and states; False if there is no room."""
+        self.copies.require_none(self.manager.pages_of(request), into_only=True)
+        num_computed, held = request.num_computed_tokens, self.manager.held[request.request_id]
+        groups = [
+            (kind, group, self._open_page(kind, group, num_computed))
+            for kind, group in zip(self.manager.kinds, held, strict=True)
+        ]
+        num_copies = len(targets) * sum(page is not None for _, _, page in groups)
+        if num_copies > len(self.pool.free_page_ids(shard)):
+            return False
+        for target in targets:
+            forked = [self._fork_group(i, *group, num_computed, shard) for i, group in enumerate(groups)]
+            self.manager.held[target.request_id] = forked
+        return True
+
+    def _open_page(self, kind: Kind, held: HeldPages, num_computed: int) -> int | None:
+        """Return the page that is written next and has tokens already; None if there is none, or it was given back."""
+        is_open = num_computed > 0 if isinstance(kind, Mamba) else num_computed % kind.page_size > 0
+        return (held.pages[kind.num_full_pages(num_computed)] or None) if is_open else None
+
+    def _fork_group(
+        self, group_id: int, kind: Kind, held: HeldPages, open_page: int | None, num_computed: int, shard: range | None
+    ) -> HeldPages:
+        """Return what a target holds in a group."""
+        shared, num_places = held.pages[: kind.num_full_pages(num_computed)], kind.num_places(num_computed)
+        self._share(shared)
+        num_cached, num_deduped = min(held.num_cached_pages, num_places), min(held.num_deduped_pages, num_places)
+        num_hits = num_cached if isinstance(kind, Mamba) else num_places
+        forked = HeldPages(shared, num_cached, num_hits, replace(held.ranking), held.is_cut, num_deduped)
+        if open_page is not None:
+            self._share([open_page])
+            forked.pages = shared + self.pool.take(1, shard)
+            self.copies.note(open_page, forked.pages[-1], group_id)
+        return forked
+
+    def _share(self, pages: PageIds) -> None:
+        """Add a reference to held pages. They are not hit."""
+        for page in pages:
+            self.pool.ref_counts[page] += page != NULL_PAGE
+
+    # equal pages
+
+    def dedupe(self, request: Any, shard: range | None) -> None:
+        """Replace computed pages by equal ones that were cached before."""
+        for group_id, (kind, held) in enumerate(zip(self.manager.kinds, self.manager.held[request.request_id], strict=True)):
+            for place in range(held.num_deduped_pages, kind.num_full_pages(request.num_computed_tokens)):
+                self._replace_twin(held, place, (self.manager.keys_of(request, kind)[place], group_id), shard)
+                held.num_deduped_pages = place + 1
+
+    def _replace_twin(self, held: HeldPages, place: int, entry: tuple[int, int], shard: range | None) -> None:
+        """Take the page that was cached first with this entry, if it is not the one that is held."""
+        page = held.pages[place]
+        first = self.pool.first_entered(*entry, shard)
+        if (
+            page not in (NULL_PAGE, *self.pool.pins)
+            and self.pool.entry_of_page.get(page) == entry
+            and first is not None
+            and first != page
+        ):
+            self.pool.touch([[first]])
+            self.pool.evict_pages([page])
+            self.pool.free_pages([page])
+            held.pages[place] = first
