@@ -87,8 +87,9 @@ class Scheduler:
             num_cached = self.batch.admit(
                 row,
                 request.token_ids,
-                num_tokens=int(self.align(0, request.num_due_tokens)),
-                max_num_new_tokens=int(self.align(0, budget)),  # behind cached tokens, which end at a checkpoint
+                num_tokens=request.num_due_tokens,
+                max_num_new_tokens=budget,
+                ends_at_checkpoint=True,
                 is_preempted=request.num_cached_tokens is not None,
             )
             if num_cached is None:

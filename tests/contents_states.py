@@ -112,8 +112,8 @@ class StateBooks(Books):
     def dedupe(
         self, job: Job, held: PagesByGroup, num_computed_tokens: int, is_cached: Callable[[int], bool]
     ) -> frozenset[int]:
-        """Record the pages that a row has exchanged for equal ones that are cached, and return these. One that lost its entry
-        may have been exchanged for one that left the attention window at once.
+        """Record the pages that a row has exchanged for equal ones that are cached, and return these. A page that lost its
+        entry may have been exchanged for one that left the attention window at once.
         """
         exchanged = set()
         for group_id, (group, pages, held_ids) in enumerate(zip(self.groups, job.pages, held, strict=True)):

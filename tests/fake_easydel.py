@@ -25,7 +25,7 @@ def run_python(folder: Path, *arguments: str, value: str | None = None, **variab
     path = str(folder) if INSTALLED else os.pathsep.join([str(folder), str(Path(pagepool.__file__).parents[1])])
     env = {name: text for name, text in os.environ.items() if name not in (VARIABLE, "PYTHONSAFEPATH")}
     env |= {"PYTHONPATH": path} | ({} if value is None else {VARIABLE: value}) | variables
-    options: dict[str, Any] = {"env": env, "cwd": folder, "capture_output": True, "text": True, "timeout": 120}
+    options: dict[str, Any] = {"env": env, "cwd": folder, "capture_output": True, "text": True, "timeout": 600}
     return subprocess.run([sys.executable, *arguments], **options)
 
 

@@ -33,7 +33,7 @@ from pagepool.replay import (
     make_requests,
     read_trace,
 )
-from pagepool.replay.simulation.allocator import Allocator
+from pagepool.replay.simulation.allocator import Allocator, end_at_checkpoints
 from pagepool.replay.traces.reader import parse_record
 from pagepool.replay.traces.simulated_request import Int32Array
 from pagepool.running_batch import RunningBatch
@@ -115,7 +115,10 @@ class RecordedAllocator:
 
     def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
         num_hits = self.allocator.admit(row, request, max_num_new_tokens)
-        num_new_tokens = None if num_hits is None else self.allocator._count_new(request, num_hits, max_num_new_tokens)
+        num_new_tokens = None
+        if num_hits is not None:
+            num_new_tokens = min(request.num_tokens - num_hits, max_num_new_tokens)
+            num_new_tokens = int(end_at_checkpoints(num_hits, num_new_tokens, self.allocator._interval))
         self.calls.append((request.request_id, num_new_tokens))
         self.names[row] = request.request_id
         return num_hits

@@ -171,8 +171,8 @@ class TestSimulator:
     def test_a_part_of_the_trace(self) -> None:
         requests = make_requests(read_trace(str(SHARED_TRACE), limit=300))
         model = ModelPages(544, num_state_groups=3)
-        ours = CheckpointSimulator(requests, model).run(2_000, 1088)
-        manager = CacheManager(2_000, model.make_groups(1088), 1 << 20)
+        ours = CheckpointSimulator(requests, model).run(8_000, 1088)
+        manager = CacheManager(8_000, model.make_groups(1088), 1 << 20)
         theirs = Scheduler(manager, requests, max_num_seqs=1).run()
         assert (ours.hit_tokens, ours.copied_pages) == (theirs.hit_tokens, theirs.copied_pages)
         assert ours.hit_tokens > 0

@@ -53,7 +53,9 @@ def take_copies(PageStore store not None) -> PageCopies:
     """Return the copies that are due; from now on the caller does them. O(copies); nothing is allocated without any."""
     cdef Pool *pool = &store.pool
     cdef int32_t[:, ::1] taken
-    cdef Py_ssize_t i, num = -1, num_due = pool.copies.num
+    cdef Py_ssize_t i, num_due, num = -1
+    with store.lock:
+        num_due = pool.copies.num
     if num_due == 0:
         return NO_COPIES
     while num != num_due:  # arrays are made without the lock

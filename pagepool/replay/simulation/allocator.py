@@ -76,10 +76,6 @@ class Allocator(ABC):
         """Take the copies that are due before the next step, and return their number."""
         return 0 if self._interval is None else len(self._time(self._manager.take_copies))
 
-    def _count_new(self, request: SimulatedRequest, num_hits: int, max_num_new_tokens: int) -> int:
-        """Count the tokens of the first chunk."""
-        return int(end_at_checkpoints(num_hits, min(request.num_tokens - num_hits, max_num_new_tokens), self._interval))
-
 
 class ManagerAllocator(Allocator):
     """Makes one or two calls per request and step, like an engine without a running batch."""
@@ -93,7 +89,8 @@ class ManagerAllocator(Allocator):
         """Look up and allocate."""
         request.num_computed_tokens = 0
         pages, num_hits = self._time(self._manager.get_computed_pages, request)
-        num_new_tokens = self._count_new(request, num_hits, max_num_new_tokens)
+        num_new_tokens = min(request.num_tokens - num_hits, max_num_new_tokens)
+        num_new_tokens = int(end_at_checkpoints(num_hits, num_new_tokens, self._interval))
         if self._time(self._manager.allocate_slots, request, num_new_tokens, num_hits, pages) is None:
             return None
         request.num_computed_tokens = num_hits + num_new_tokens
@@ -133,19 +130,15 @@ class BatchAllocator(Allocator):
         self._batch = RunningBatch(manager, MultiGroupPageTable(num_rows, max_num_tokens, 0, page_sizes))
 
     def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
-        """Admit, and append the whole answer at once: no page is cached for it before the row grows. With checkpoints the hits
-        are looked up before, since they decide where the first chunk ends.
-        """
+        """Admit, and append the whole answer at once: no page is cached for it before the row grows."""
         token_ids, num_tokens = request.load_token_ids(), request.num_tokens
-        if self._interval is not None:
-            probe = self._time(self._manager.probe, request)
-            max_num_new_tokens = self._count_new(request, probe.num_hit_tokens, max_num_new_tokens)
         num_hits = self._time(
             self._batch.admit,
             row,
             token_ids[:num_tokens],
             max_num_new_tokens=min(max_num_new_tokens, num_tokens),
             is_preempted=request.status is EngineRequestStatus.PREEMPTED,
+            ends_at_checkpoint=True,
         )
         if num_hits is not None:
             answer = token_ids[num_tokens:]
