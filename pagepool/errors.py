@@ -73,7 +73,8 @@ MAX_SHOWN_BITS = 256  # Python may be limited to converting ints of 640 digits
 
 
 def shown(value: object) -> str:
-    """Return a value as text for messages: its repr, or a description of an int that is too large to convert.
+    """Return a value as text for messages: its repr, or a description of an int that is too large to convert, or of a value
+    that has no repr.
 
     >>> shown(7), shown("a"), shown(10**5000)
     ('7', "'a'", 'an int of 16610 bits')
@@ -82,7 +83,7 @@ def shown(value: object) -> str:
         return f"an int of {value.bit_length()} bits"
     try:
         return repr(value)
-    except ValueError:  # from a tuple or list with such an int
+    except Exception:  # from a tuple or list with such an int, or from the value's own class
         return f"a {type(value).__name__}"
 
 

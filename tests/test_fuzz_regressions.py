@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pagepool import PagePool
 from pagepool._core import (
     CacheGroups,
     CachePage,
@@ -255,6 +256,15 @@ def test_hits_without_an_index() -> None:
     chain = HashChain(1, KEY)
     chain.extend([1, 2])
     assert PrefixQuery(PageStore(8, False), chain).get_hits(0, 1, 0, 2).to_list()  # type: ignore[union-attr] == [0, 0]
+
+
+def test_a_value_whose_repr_fails_is_refused_by_its_type() -> None:
+    class Mute:
+        def __repr__(self) -> str:
+            raise TypeError("no repr")
+
+    with pytest.raises(ArgumentTypeError, match="got a Mute"):
+        PagePool(Mute())  # type: ignore[arg-type]
 
 
 def test_the_names_of_a_store_stay() -> None:
