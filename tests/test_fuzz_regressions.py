@@ -263,7 +263,7 @@ def test_a_value_whose_repr_fails_is_refused_by_its_type() -> None:
         def __repr__(self) -> str:
             raise TypeError("no repr")
 
-    with pytest.raises(ArgumentTypeError, match="got a Mute"):
+    with pytest.raises(ArgumentError, match="got a Mute"):
         PagePool(Mute(), enable_caching=False)  # type: ignore[arg-type]
 
 
