@@ -41,15 +41,16 @@ def are_states_due(RequestPages held not None, num_computed_tokens) -> bool:
 
 
 def keep_states(
-    RequestPages held not None, HashChain chain not None, num_computed_tokens, context=0, shard=None, num_reserved=0
+    RequestPages held not None, HashChain chain not None, num_computed_tokens, context=0, tuple shard=None, num_reserved=0
 ) -> tuple:
     """Keep the states of a request after `num_computed_tokens` tokens as checkpoints, as far as pages are free beside
     `num_reserved`, and return the next working page of each group that has one. A `shard` is ``(shard, number of shards)``.
     O(groups).
     """
     cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, MAX_TOKENS)
-    cdef int32_t divided = <int32_t>size_of(shard[1] if shard else 0, "data_parallel_size", 0)
-    cdef Source source = Source(as_shard(shard[0] if shard else None, divided), size_of(num_reserved, "num_reserved_pages"))
+    hint, num_shards = shard or (None, 0)
+    cdef int32_t divided = <int32_t>size_of(num_shards, "data_parallel_size", 0)
+    cdef Source source = Source(as_shard(hint, divided), size_of(num_reserved, "num_reserved_pages"))
     cdef Contents contents = Contents(NULL, NULL, 0, held.store.checked_context(context))
     cdef tuple new = tuple([PageIds.__new__(PageIds) for _ in range(held.holding.num_groups)])
     for ids in new:
