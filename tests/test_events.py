@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 from batch_model import BatchRows, OracleRows
-from batch_workload import run_batch_workload
+from batch_workload import BatchWorkload, run_batch_workload
 from oracle import OracleManager
-from settings import SETTINGS, Setting
+from settings import SETTINGS, STATE_SETTINGS, Setting
+from states_workload import StatesBatchWorkload, StatesWorkload
 from test_differential import HASHING, NUM_OPERATIONS
 from test_running_batch import make_manager
 from test_threads import run_threads
 from twins import OracleTwin, PackageTwin, Twins
-from workload import Feature, Request, run_workload
+from workload import Feature, RandomWorkload, Request, run_workload
 
 import pagepool
 from pagepool import hashing
@@ -38,6 +39,7 @@ from pagepool.events import AllBlocksCleared, BlockRemoved, EventBatch, encode_b
 FULL = pagepool.FullAttentionSpec(4, 1, 8, "float16", False)
 MASK = (1 << 64) - 1
 CACHING = [setting for setting in SETTINGS if setting.enable_caching]
+STATES = [setting for setting in STATE_SETTINGS if setting.enable_caching]
 ALGORITHMS = {name: options for name, options in HASHING.items() if "keep_token_ids" not in options}
 ALGORITHMS["sha256_cbor"] = {"hash_algo": "sha256_cbor", "hash_seed": 7}
 NUM_CALLS = max(NUM_OPERATIONS // (10 * len(CACHING)), 50)
@@ -58,7 +60,7 @@ class ToldTwins(Twins):
             self.telling.check()
 
 
-@pytest.mark.parametrize("setting", CACHING, ids=lambda setting: setting.name)
+@pytest.mark.parametrize("setting", [*CACHING, *STATES], ids=lambda setting: setting.name)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_router_knows_what_a_manager_has_cached(setting: Setting, algorithm: str) -> None:
     if algorithm == "sha256_cbor":
@@ -72,11 +74,12 @@ def test_a_router_knows_what_a_manager_has_cached(setting: Setting, algorithm: s
         package = PackageTwin(setting.manager(pagepool.CacheManager, groups, num_pages, **ALGORITHMS[algorithm]))
         return ToldTwins(oracle, package, PERIODS[seed % 4], seed % 8 >= 4)
 
-    run_workload(setting, make_twins, seed, NUM_CALLS // len(ALGORITHMS) + 50)
+    workload = StatesWorkload if setting in STATES else RandomWorkload
+    run_workload(setting, make_twins, seed, NUM_CALLS // len(ALGORITHMS) + 50, workload)
 
 
 @pytest.mark.parametrize("hashes_as_bytes", [False, True])
-@pytest.mark.parametrize("setting", CACHING, ids=lambda setting: setting.name)
+@pytest.mark.parametrize("setting", [*CACHING, *STATES], ids=lambda setting: setting.name)
 def test_a_router_knows_what_a_batch_has_cached(setting: Setting, hashes_as_bytes: bool) -> None:
     seed = zlib.crc32(f"{setting.name} batch events".encode()) + hashes_as_bytes
 
@@ -85,7 +88,8 @@ def test_a_router_knows_what_a_batch_has_cached(setting: Setting, hashes_as_byte
         batch = BatchRows(make_manager(setting, num_pages), setting, num_rows, with_hashes=False)
         return ToldTwins(oracle, batch, PERIODS[seed % 4], hashes_as_bytes)
 
-    run_batch_workload(setting, make_twins, seed, NUM_CALLS // 2 + 50, trims=True)
+    workload = StatesBatchWorkload if setting in STATES else BatchWorkload
+    run_batch_workload(setting, make_twins, seed, NUM_CALLS // 2 + 50, True, workload)
 
 
 # --- what each field says -------------------------------------------------------------------------------------

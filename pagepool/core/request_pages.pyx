@@ -500,6 +500,8 @@ cdef class RequestPages:
         num_needed = num_new + num_free_hits
         if not has_free_pages(pool, num_needed, demand.num_reserved, demand.shard):
             num_adopted = count_adoptable(pool, &self.holding, hits)
+            if not has_free_pages(pool, num_needed - num_adopted, demand.num_reserved, demand.shard):
+                num_adopted = 0
         if num_needed and num_needed - num_adopted + demand.num_reserved > pool.num_free:
             return SHORT
         demand.held_free = find_held_free(pool, num_needed)
