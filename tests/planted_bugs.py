@@ -367,9 +367,8 @@ BUGS = [
     Bug(
         "a checkpoint that becomes a working page keeps its entry",
         CORE,
-        "        take_this(pool, ids[n - 1])\n",
-        "        if BUG:\n"
-        "            touch_all(pool, ids + n - 1, 1)\n        else:\n            take_this(pool, ids[n - 1])\n",
+        "    take_this(pool, ids[n - 1])\n",
+        "    if BUG:\n        touch_all(pool, ids + n - 1, 1)\n    else:\n        take_this(pool, ids[n - 1])\n",
         (
             (
                 "from pagepool.core.pages cimport take_from, take_this\n",
@@ -397,8 +396,8 @@ BUGS = [
     Bug(
         "a fork takes no reference to the pages that it shares",
         CORE,
-        "    for i in range(n):\n        share(pool, source.ids[i])\n",
-        "    for i in range(0 if BUG else n):\n        share(pool, source.ids[i])\n",
+        "        if source.ids[i] != NULL_PAGE:\n            share(pool, source.ids[i])\n",
+        "        if source.ids[i] != NULL_PAGE and not (BUG):\n            share(pool, source.ids[i])\n",
     ),
     Bug(
         "a fork is copied from the page before",

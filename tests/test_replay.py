@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -319,21 +320,26 @@ def free_ids_of(manager: CacheManager) -> list[int]:
     return [page.page_id for page in manager.page_pool.free_page_queue.get_all_free_pages()]
 
 
+def compare_paths(requests: list[SimulatedRequest], make: Callable[[], CacheManager], **limits: Any) -> Figures:
+    """Run requests through a manager and a running batch. Returns the figures: they are equal, as are the free pages."""
+    figures, free_ids = [], []
+    for batched in (False, True):
+        manager = make()
+        scheduler = Scheduler(manager, [replace(request) for request in requests], batched=batched, **limits)
+        figures.append(scheduler.run())
+        free_ids.append(free_ids_of(manager))
+        manager.page_pool.check()
+    assert figures[0].list_differences(figures[1]) == []
+    assert counts(figures[0]) == counts(figures[1])
+    assert free_ids[0] == free_ids[1]
+    return figures[1]
+
+
 class TestEqualPaths:
     """A running batch and a manager give the same figures, and leave the same pages free in the same order."""
 
     def compare(self, requests: list[SimulatedRequest], *args: Any, **limits: Any) -> Figures:
-        figures, free_ids = [], []
-        for batched in (False, True):
-            manager = make_manager(*args)
-            scheduler = Scheduler(manager, [replace(request) for request in requests], batched=batched, **limits)
-            figures.append(scheduler.run())
-            free_ids.append(free_ids_of(manager))
-            manager.page_pool.check()
-        assert figures[0].list_differences(figures[1]) == []
-        assert counts(figures[0]) == counts(figures[1])
-        assert free_ids[0] == free_ids[1]
-        return figures[1]
+        return compare_paths(requests, partial(make_manager, *args), **limits)
 
     def test_random_requests_in_tiny_pools(self) -> None:
         seen = Counter()

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from test_model import ATTENTION, LLAMA, QWEN
-from test_replay import SHARED_TRACE, counts, free_ids_of, make_random_requests, request_of, steps_of
+from test_replay import SHARED_TRACE, compare_paths, make_random_requests, request_of, steps_of
 
 from pagepool.manager import CacheManager
-from pagepool.replay import Figures, Scheduler, SimulatedRequest, make_requests, read_trace
+from pagepool.replay import Scheduler, SimulatedRequest, make_requests, read_trace
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans.checkpoints import CheckpointSimulator
 from pagepool.replay.simulation.allocator import end_at_checkpoints
@@ -96,19 +96,6 @@ def count_hits(requests: list[SimulatedRequest], interval: int, max_batched_toke
 class TestEqualPaths:
     """A running batch and a manager give the same figures, and leave the same pages free in the same order."""
 
-    def compare(self, requests: list[SimulatedRequest], make: Any, **limits: Any) -> Figures:
-        figures, free_ids = [], []
-        for batched in (False, True):
-            manager = make()
-            scheduler = Scheduler(manager, [replace(request) for request in requests], batched=batched, **limits)
-            figures.append(scheduler.run())
-            free_ids.append(free_ids_of(manager))
-            manager.page_pool.check()
-        assert figures[0].list_differences(figures[1]) == []
-        assert counts(figures[0]) == counts(figures[1])
-        assert free_ids[0] == free_ids[1]
-        return figures[1]
-
     def test_random_requests_in_tiny_pools(self) -> None:
         seen: Counter[str] = Counter()
         for seed in range(2 * NUM_SEEDS):
@@ -120,7 +107,7 @@ class TestEqualPaths:
             limits = {"max_num_batched_tokens": int(rng.integers(1, 100)), "max_num_seqs": int(rng.integers(1, 12))}
             requests = make_random_requests(rng, num_requests=30)
             make = partial(make_manager, num_pages, page_size, interval, num_states)
-            figures = self.compare(requests, make, **limits)
+            figures = compare_paths(requests, make, **limits)
             seen.update(figures.as_dict())
         for name in ("preemptions", "rehit_tokens", "hit_tokens", "evicted_pages", "copied_pages"):
             assert seen[name] > 0
@@ -129,8 +116,8 @@ class TestEqualPaths:
         groups = ModelPages(1, None, 0, 1).make_groups(8)
         for seed in range(NUM_SEEDS):
             requests = make_random_requests(np.random.default_rng(seed), num_requests=25)
-            assert self.compare(requests, lambda: CacheManager(30, groups, 1 << 16), max_num_seqs=9).evicted_pages > 0
-            figures = self.compare(requests, lambda: CacheManager(5_000, groups, 1 << 16), max_num_seqs=1)
+            assert compare_paths(requests, lambda: CacheManager(30, groups, 1 << 16), max_num_seqs=9).evicted_pages > 0
+            figures = compare_paths(requests, lambda: CacheManager(5_000, groups, 1 << 16), max_num_seqs=1)
             assert figures.hit_tokens == count_hits(requests, 8, 8192)
 
 

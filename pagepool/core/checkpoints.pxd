@@ -25,6 +25,15 @@ cdef inline bint is_checkpoint_due(const Group *group, const Held *held, int32_t
     return keeps_checkpoints(group) and held.num_pages and full_entries(&group.rules, num_computed) > held.num_cached
 
 
+cdef inline bint are_checkpoints_due(const Holding *holding, int32_t num_computed) noexcept nogil:
+    """Whether any state has. O(groups)."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        if is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
+            return True
+    return False
+
+
 cdef inline bint enter_state(
     Pool *pool, const Group *group, const Held *held, const Contents *contents, int32_t num_computed
 ) noexcept nogil:
@@ -71,11 +80,19 @@ cdef inline bint keep_state(
     return is_kept
 
 
-cdef inline bint adopt_state(Pool *pool, Held *held, const int32_t *ids, int32_t n) noexcept nogil:
-    """Make the checkpoint that is hit, a free page, the working page."""
-    if n:
-        take_this(pool, ids[n - 1])
-        held.ids[0] = ids[n - 1]
-        held.num_pages = 1
-        held.num_cached = held.num_hits = n
-    return n > 0
+cdef inline void enter_states(
+    Pool *pool, const Holding *holding, const Contents *contents, int32_t num_computed
+) noexcept nogil:
+    """Enter the states of what ends and was just given back, as far as they are due."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        if is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
+            enter_state(pool, &holding.groups[g], &holding.held[g], contents, num_computed)
+
+
+cdef inline void adopt_state(Pool *pool, Held *held, const int32_t *ids, int32_t n) noexcept nogil:
+    """Make the checkpoint that is hit, the last of `n` places and a free page, the working page."""
+    take_this(pool, ids[n - 1])
+    held.ids[0] = ids[n - 1]
+    held.num_pages = 1
+    held.num_cached = held.num_hits = n

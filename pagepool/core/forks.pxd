@@ -5,9 +5,9 @@ from libc.string cimport memcpy
 
 from pagepool.core.copies cimport note_copy, reserve_copies
 from pagepool.core.holdings cimport Held, Holding
-from pagepool.core.pages cimport find_untouchable, take_from, unwatch
+from pagepool.core.pages cimport find_untouchable, share, take_from
 from pagepool.core.queue cimport count_free_in, find_held_free
-from pagepool.core.records cimport NULL_PAGE, WATCHED, Pool
+from pagepool.core.records cimport NULL_PAGE, Pool
 from pagepool.core.rules cimport Group, full_pages, is_state, pages_for
 
 cdef enum ForkOutcome:
@@ -45,14 +45,6 @@ cdef inline ForkOutcome check_fork(
     return FORKED if reserve_copies(pool, num_new) else SHORT_OF_MEMORY
 
 
-cdef inline void share(Pool *pool, int32_t page_id) noexcept nogil:
-    """One reference more for a held page. It is no hit."""
-    if page_id != NULL_PAGE:
-        if pool.pages[page_id].group >= WATCHED:
-            unwatch(pool, page_id)
-        pool.pages[page_id].ref_cnt += 1
-
-
 cdef inline void fork_group(
     Pool *pool, const Holding *forked, const Holding *new, int32_t g, int32_t num_computed, int32_t shard
 ) noexcept nogil:
@@ -63,7 +55,8 @@ cdef inline void fork_group(
     cdef int32_t *ids = target.ids
     cdef int32_t i, n = full_pages(&group.rules, num_computed)
     for i in range(n):
-        share(pool, source.ids[i])
+        if source.ids[i] != NULL_PAGE:
+            share(pool, source.ids[i])
     if n:
         memcpy(ids, source.ids, n * sizeof(int32_t))
     target[0] = source[0]

@@ -7,7 +7,7 @@ from pagepool.core.batch cimport (
     Batch, DueRow, Grown, Growth, RowState, amount, claim_row, contents_of, held_by, holding_of, is_row, last_token_event,
     plan_next_event, room_for, start_call, tokens_of,
 )
-from pagepool.core.checkpoints cimport Source, enter_state, is_checkpoint_due, keep_state
+from pagepool.core.checkpoints cimport Source, are_checkpoints_due, enter_states, is_checkpoint_due, keep_state
 from pagepool.core.copies cimport has_copies_due
 from pagepool.core.entering cimport Contents, enter_waiting
 from pagepool.core.holdings cimport Held, Holding, count_new_pages, find_lost_page, skip_pages, take_missing
@@ -32,15 +32,6 @@ cdef inline void skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) no
             blank(batch.tables[g], row, start, held.num_skipped)
 
 
-cdef inline bint are_row_states_due(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
-    """Whether a state has come to, or past, the next multiple of the interval."""
-    cdef Py_ssize_t g
-    for g in range(batch.num_groups):
-        if is_checkpoint_due(&batch.groups[g], held_by(batch, row, g), num_computed):
-            return True
-    return False
-
-
 cdef inline void keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Keep the states after `num_computed` tokens, as far as they are due, and show the next working pages in the table."""
     cdef Contents contents = contents_of(batch, row, num_computed)
@@ -61,13 +52,9 @@ cdef inline void keep_last_states(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Enter the states of a row whose pages were just given back, as far as they are due."""
     cdef int32_t num_computed = batch.states[row].num_computed
     cdef Contents contents = contents_of(batch, row, num_computed)
-    cdef Held *held
-    cdef Py_ssize_t g
+    cdef Holding holding = holding_of(batch, row)
     hash_row(batch, row, num_computed)
-    for g in range(batch.num_groups):
-        held = held_by(batch, row, g)
-        if is_checkpoint_due(&batch.groups[g], held, num_computed):
-            enter_state(batch.pool, &batch.groups[g], held, &contents, num_computed)
+    enter_states(batch.pool, &holding, &contents, num_computed)
 
 
 cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Growth *growth) noexcept nogil:
@@ -93,6 +80,7 @@ cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexc
     cdef int32_t row = batch.checked_rows[due.at]
     cdef int32_t num_tokens = batch.states[row].num_computed
     cdef int32_t num_before = num_tokens - amount(&growth.num_new_tokens, due.at)
+    cdef Holding holding = holding_of(batch, row)
     if batch.unifies_pages:
         unify_pages(batch, row, num_before)
     if batch.skips_pages:
@@ -101,7 +89,7 @@ cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexc
         if due.num_new_pages > count_free_in(batch.pool, batch.states[row].shard):
             return False
         take_pages(batch, row, room_for(batch, num_tokens, amount(&growth.num_ahead, due.at)), growth)
-    if batch.keeps_states and are_row_states_due(batch, row, num_before):
+    if batch.keeps_states and are_checkpoints_due(&holding, num_before):
         keep_row_states(batch, row, num_before)
     enter_row(batch, row, num_tokens)
     plan_next_event(batch, row)
@@ -118,7 +106,7 @@ cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t n
         return False
     if has_copies_due(batch.pool, &holding):
         return False
-    if GUARDS and (batch.skips_pages or (batch.keeps_states and are_row_states_due(batch, row, num_computed))):
+    if GUARDS and (batch.skips_pages or (batch.keeps_states and are_checkpoints_due(&holding, num_computed))):
         if find_lost_page(batch.pool, &holding, num_computed) != NULL_PAGE:
             return False
     batch.due_rows[growth.num_due] = DueRow(

@@ -295,11 +295,16 @@ cdef inline void unwatch(Pool *pool, int32_t page_id) noexcept nogil:
     pool.pages[page_id].group &= ~WATCHED
 
 
-cdef inline void add_reference(Pool *pool, int32_t page_id) noexcept nogil:
-    """One reference more for a page that is not in the queue any more."""
+cdef inline void share(Pool *pool, int32_t page_id) noexcept nogil:
+    """One reference more for a page that is not in the queue. It is no use of its content."""
     if pool.pages[page_id].group >= WATCHED:
         unwatch(pool, page_id)
     pool.pages[page_id].ref_cnt += 1
+
+
+cdef inline void add_reference(Pool *pool, int32_t page_id) noexcept nogil:
+    """One reference more for a page that was hit, and is not in the queue any more."""
+    share(pool, page_id)
     if not page_id & pool.sample_mask:
         note_use(pool, page_id)
 

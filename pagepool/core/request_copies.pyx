@@ -4,7 +4,7 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
 from pagepool.core.arguments cimport as_shard, size_of
 from pagepool.core.chain cimport HashChain
-from pagepool.core.checkpoints cimport Source, is_checkpoint_due, keep_state
+from pagepool.core.checkpoints cimport Source, are_checkpoints_due, is_checkpoint_due, keep_state
 from pagepool.core.copies cimport awaits_copies, has_copies_due, reserve_copies
 from pagepool.core.entering cimport Contents
 from pagepool.core.forks cimport FORKED, SHORT_OF_MEMORY, UNSHAREABLE, ForkOutcome, check_fork, fork_group
@@ -32,11 +32,9 @@ def are_states_due(RequestPages held not None, num_computed_tokens) -> bool:
     """Whether a state of a request has come to, or past, the next multiple of its interval. O(groups)."""
     cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
     cdef int32_t num = <int32_t>min(num_computed, <int64_t>MAX_TOKENS)
-    cdef Py_ssize_t g
-    cdef bint is_due = False
+    cdef bint is_due
     with held.store.lock:
-        for g in range(held.holding.num_groups):
-            is_due = is_due or is_checkpoint_due(&held.holding.groups[g], &held.holding.held[g], num)
+        is_due = are_checkpoints_due(&held.holding, num)
     return is_due
 
 

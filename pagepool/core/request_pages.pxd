@@ -54,7 +54,6 @@ cdef class RequestPages:
     cdef int refuse_hits(self, tuple hits, HashChain chain) except -1
     cdef int32_t find_shard(self) noexcept
     cdef bint make_room(self, const Holding *source) noexcept
-    cdef void enter_states(self, const Contents *contents, int64_t num_tokens) noexcept
 
 
 cdef void lock_chain(HashChain chain) noexcept

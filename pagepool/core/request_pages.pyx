@@ -7,7 +7,7 @@ from cpython.mem cimport PyMem_RawRealloc as realloc
 from libc.stdint cimport INT64_MAX
 
 from pagepool.core.arguments cimport as_list, as_shard, group_of, size_of
-from pagepool.core.checkpoints cimport adopt_state, enter_state, is_checkpoint_due
+from pagepool.core.checkpoints cimport adopt_state, enter_states
 from pagepool.core.copies cimport awaits_copies, drop_copies, has_copies_due, note_copy, reserve_copies
 from pagepool.core.entering cimport Contents, Waiting, enter_full_pages, enter_waiting
 from pagepool.core.holdings cimport (
@@ -600,7 +600,7 @@ cdef class RequestPages:
                 digests, num_digests = chain.digests, chain.num
                 set_contents(&contents, chain)
                 if num_last <= <int64_t>num_digests * chain.page_size and not awaits_copies(&self.store.pool, &self.holding):
-                    self.enter_states(&contents, num_last)
+                    enter_states(&self.store.pool, &self.holding, &contents, <int32_t>num_last)
             drop_copies(&self.store.pool, &self.holding)
             if num_computed_tokens is not None:
                 forget_uncomputed(&self.store.pool, &self.holding, <int32_t>num_computed, digests, num_digests)
@@ -612,13 +612,6 @@ cdef class RequestPages:
             raise MemoryError("the page ids of a request")
         if bad >= 0:
             self.store.refuse_give_back(ids, bad)
-
-    cdef void enter_states(self, const Contents *contents, int64_t num_tokens) noexcept:
-        """Enter the states after `num_tokens` tokens, whose pages were just given back, as far as they are due."""
-        cdef Py_ssize_t g
-        for g in range(self.holding.num_groups):
-            if is_checkpoint_due(&self.holding.groups[g], &self.holding.held[g], <int32_t>num_tokens):
-                enter_state(&self.store.pool, &self.holding.groups[g], &self.holding.held[g], contents, <int32_t>num_tokens)
 
     def count_shared(self, group, num_holders) -> int:
         """Return how many leading pages of a group have at least `num_holders` references, besides that of pins. O(pages of the
