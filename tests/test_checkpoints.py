@@ -82,6 +82,17 @@ def test_a_chunk_past_a_multiple_leaves_none() -> None:
     assert (take(manager), count_hits(manager)) == ([(4, 7, 1)], 16)
 
 
+def test_a_state_past_a_multiple_is_not_that_of_the_multiple() -> None:
+    """Not even when a failed load takes the request back there, and it ends."""
+    manager, request = make_manager(), make_request("a", 9)
+    run(manager, request, 9)
+    request.all_token_ids.append(PROMPT[9])
+    run(manager, request, 1)
+    request.num_computed_tokens = 8
+    manager.free(request)
+    assert count_hits(manager) == 0
+
+
 def test_without_a_free_page_for_the_next_state_none_is_made() -> None:
     manager, request = make_manager(num_pages=6), make_request("a")
     assert run(manager, request, 8) == ([1, 2], [3])

@@ -59,6 +59,7 @@ def keep_states(
         set_contents(&contents, chain)
         if num_computed <= <int64_t>chain.num * chain.page_size and reserve_copies(&held.store.pool, len(new)):
             keep_all(held, &contents, <int32_t>num_computed, &source, new)
+        pass_over(held, <int32_t>num_computed)
         held.store.lock.release()
     finally:
         unlock_chain(chain)
@@ -69,12 +70,8 @@ def pass_states(RequestPages held not None, num_computed_tokens) -> None:
     """Keep no states up to `num_computed_tokens` tokens: the working pages are about to be written. O(groups)."""
     cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
     cdef int32_t num = <int32_t>min(num_computed, <int64_t>MAX_TOKENS)
-    cdef Py_ssize_t g
     with held.store.lock:
-        for g in range(held.holding.num_groups):
-            if is_checkpoint_due(&held.holding.groups[g], &held.holding.held[g], num):
-                held.holding.held[g].num_cached = full_entries(&held.holding.groups[g].rules, num)
-        held.plan()
+        pass_over(held, num)
 
 
 cdef void keep_all(
@@ -86,6 +83,15 @@ cdef void keep_all(
         if is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
             if keep_state(&held.store.pool, holding, <int32_t>g, contents, num_computed, source):
                 (<PageIds>new[g]).put(holding.held[g].ids, 1)
+
+
+cdef void pass_over(RequestPages held, int32_t num_computed) noexcept:
+    """Look at no state up to there again: the steps that follow write the working pages."""
+    cdef Holding *holding = &held.holding
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        if is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
+            holding.held[g].num_cached = full_entries(&holding.groups[g].rules, num_computed)
     held.plan()
 
 
