@@ -417,7 +417,7 @@ class OracleRows(ModelRows):
     def __init__(self, manager: OracleManager, setting: Setting, num_rows: int, dedupe: bool = False) -> None:
         super().__init__(manager, setting, num_rows)
         self.dedupe = dedupe
-        manager.states.divide(setting.data_parallel_size)
+        manager.states.divide(shard_of_hint(manager.page_pool.num_pages, 0, setting.data_parallel_size))
 
     def admit(self, row: int, token_ids: list[int], **options: Any) -> int | None:
         with self.manager.adding_nothing():
@@ -433,7 +433,7 @@ class OracleRows(ModelRows):
 
     def require_no_copies(self, rows: list[int]) -> None:
         for row in rows:
-            self.manager.states.copies.require_none(self.manager.pages_of(self.requests[row]))
+            self.manager.states.copies.require_none(self.manager.held.get(self.requests[row].request_id, ()))
 
     def count_attached(self, num_hits: int, num_computed: int) -> int:
         return num_hits
@@ -463,7 +463,7 @@ class OracleRows(ModelRows):
         request = self.requests[row]
         if request is None or not targets:
             raise ValueError("a fork is of a row, to others")
-        self.manager.states.copies.require_none(self.manager.pages_of(request), into_only=True)
+        self.manager.states.copies.require_none(self.manager.held.get(request.request_id, ()), into_only=True)
         if len(set(targets)) < len(targets) or any(self.requests[i] for i in targets):
             raise ValueError("a fork is to free rows")
         forked = [copy_of(request, f"row{next(self._numbers)}") for _ in targets]

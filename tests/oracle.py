@@ -64,20 +64,23 @@ class ContentKeys:
         self._chains.pop(request_id, None)
         self._nonces.pop(request_id, None)
 
-    def share_nonce(self, request_id: str, new_id: str) -> None:
+    def share_nonce(self, request: Any, new_id: str) -> None:
         """Let a request with unnamed images be hit by another's pages."""
-        if request_id in self._nonces:
-            self._nonces[new_id] = self._nonces[request_id]
+        if has_unnamed_images(request):
+            self._nonces[new_id] = self._nonce(request.request_id)
 
     def cut(self, request_id: str, num_tokens: int) -> None:
         """Drop the contents remembered for tokens from `num_tokens` on."""
         del self._chains[request_id][num_tokens // self.page_size :]
 
+    def _nonce(self, request_id: str) -> int:
+        return self._nonces.setdefault(request_id, next(self._next_nonces))
+
     def _number(self, parent: int | None, request: Any, page: int) -> int:
         start, stop = page * self.page_size, (page + 1) * self.page_size
         keys = extra_keys(request, start, stop)
         if start == 0 and has_unnamed_images(request):
-            keys += (("private", self._nonces.setdefault(request.request_id, next(self._next_nonces))),)
+            keys += (("private", self._nonce(request.request_id)),)
         if self.ignores_lengths:
             keys = tuple((None, *key[1:3], None) if len(key) == 4 else key for key in keys)
         content = (parent, tuple(request.all_token_ids[start:stop]), keys)
@@ -173,7 +176,6 @@ class OracleManager:
         if not self.enable_caching or (sampling_params and sampling_params.prompt_logprobs is not None):
             return self._no_pages(), 0
         shard = shard_of_hint(self.page_pool.num_pages, dp_shard_hint, data_parallel_size)
-        self.states.divide(data_parallel_size)
         length = self._hit_length(request, shard)
         is_first = request.status != PREEMPTED and request.request_id not in self.counted
         self.queries[request.request_id] = {"queried": request.num_tokens, "hit": length} if is_first else {}
@@ -239,12 +241,14 @@ class OracleManager:
         self._check_computed(request, num_new_computed_tokens, hits)
         if num_computed + num_new_tokens > self.max_model_len:
             raise ValueError("longer than the model allows")
-        self.states.copies.require_none(self.pages_of(request))
+        self.states.copies.require_none(self.held.get(request.request_id, ()))
         self._rewind(request)
         self._skip_pages(request)
         num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         num_missing = self._num_missing_pages(request, num_slots, hits)
         shard = self._shard(request, hits, dp_shard_hint, data_parallel_size)
+        if any(num_missing) or any(hits):
+            self.states.divide(shard)
         adopts = self._adopts(hits, num_missing, num_reserved_pages, shard)
         if not adopts and not self._fits(sum(num_missing), hits, num_reserved_pages):
             return None
@@ -300,12 +304,9 @@ class OracleManager:
         return min(len(pages) * kind.hit_size for kind, pages in groups if is_kept(kind) or not isinstance(kind, Mamba))
 
     def _rewind(self, request: Any) -> None:
-        """Revisit the pages whose tokens are to be computed, perhaps again: they may have lost their entries. A cut has decided
-        for its pages already.
-        """
+        """Revisit the pages whose tokens are to be computed, perhaps again: they may have lost their entries."""
         for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
-            if not held.is_cut:
-                held.go_back(kind.num_places(request.num_computed_tokens))
+            held.go_back(kind.num_places(request.num_computed_tokens))
 
     def _skip_pages(self, request: Any) -> None:
         """Free the pages that no coming token attends to, last one first."""
@@ -355,7 +356,6 @@ class OracleManager:
     ) -> range | None:
         """Return the shard on which all held pages and hits agree, else the hinted one."""
         num_pages = self.page_pool.num_pages
-        self.states.divide(data_parallel_size)
         if not is_sharded(num_pages, data_parallel_size):
             return None
         size = num_pages // data_parallel_size
@@ -450,53 +450,41 @@ class OracleManager:
 
     def check_trim(self, request: Any, num_tokens: int) -> None:
         """Refuse a cut after which a token to compute would miss a page: its own, one it attends to, or an earlier state."""
-        self.states.copies.require_none(self.pages_of(request))
+        self.states.copies.require_none(self.held.get(request.request_id, ()))
         restart = self._restart(request, num_tokens)
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
             if isinstance(kind, Mamba) and 0 < restart < request.num_computed_tokens:
                 raise ValueError("a state has seen what is cut")
-            first = kind.first_useful_page(restart, 0)
-            if NULL_PAGE in held.pages[first : self._num_kept_pages(kind, held, num_tokens)]:
+            if kind.lacks_page(held.pages[: kind.num_required_pages(num_tokens)], restart):
                 raise ValueError("a page that is needed again was given back")
 
     def trim(self, request: Any, num_tokens: int) -> int:
         """Cut the request, whose tokens the caller cuts, and return the number of tokens that stay computed."""
         restart = self._restart(request, num_tokens)
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
-            num_full_pages = kind.num_full_pages(num_tokens)
-            num_kept_pages = self._num_kept_pages(kind, held, num_tokens)
+            num_kept_pages = self._num_kept_pages(kind, held, restart, num_tokens)
             while len(held.pages) > num_kept_pages:
                 self._let_go(held.pages.pop())
-            for page in held.pages[num_full_pages:]:
-                self.page_pool.evict_pages([page])
-            first = kind.num_places(restart)
-            held.go_back(first if isinstance(kind, Mamba) else self._first_without_entry(held, first, num_full_pages))
-            held.is_cut = True
+            self.page_pool.evict_pages(held.pages[kind.num_full_pages(restart) :])
+            held.go_back(kind.num_places(restart))
         self.keys.cut(request.request_id, num_tokens)
         return restart
 
-    def _first_without_entry(self, held: HeldPages, start: int, stop: int) -> int:
-        """The first place from `start` on whose page has lost its entry, or `stop`."""
-        places = range(start, min(stop, held.num_cached_pages))
-        return next((i for i in places if held.pages[i] not in self.page_pool.entry_of_page), stop)
-
     def _restart(self, request: Any, num_tokens: int) -> int:
-        """Tokens that share a page with the cut are recomputed if others hold the page."""
+        """Tokens that share a page with the next ones are recomputed if others hold the page."""
+        restart = min(request.num_computed_tokens, num_tokens)
         starts = [
-            kind.num_full_pages(num_tokens) * kind.page_size
+            kind.num_full_pages(restart) * kind.page_size
             for kind, held in zip(self.kinds, self.held[request.request_id], strict=True)
-            if self._cuts_shared_page(kind, held, num_tokens)
+            if self._num_kept_pages(kind, held, restart, restart) < kind.num_required_pages(restart)
         ]
-        return min(request.num_computed_tokens, num_tokens, *starts)
+        return self._restart(request, min(starts)) if starts else restart
 
-    def _num_kept_pages(self, kind: Kind, held: HeldPages, num_tokens: int) -> int:
-        is_shared = self._cuts_shared_page(kind, held, num_tokens)
-        return kind.num_full_pages(num_tokens) if is_shared else kind.num_required_pages(num_tokens)
-
-    def _cuts_shared_page(self, kind: Kind, held: HeldPages, num_tokens: int) -> bool:
-        """Whether the cut goes through a page that others hold too."""
-        cut_pages = held.pages[kind.num_full_pages(num_tokens) : kind.num_required_pages(num_tokens)]
-        return any(page != NULL_PAGE and self.page_pool.ref_counts[page] > 1 for page in cut_pages)
+    def _num_kept_pages(self, kind: Kind, held: HeldPages, restart: int, num_tokens: int) -> int:
+        """The pages of the tokens, up to the first to which the row would write, and which others hold."""
+        num_pages = kind.num_required_pages(num_tokens)
+        written = range(kind.num_full_pages(restart), min(num_pages, len(held.pages)))
+        return next((i for i in written if self.page_pool.ref_counts[held.pages[i]] > 1), num_pages)
 
     def _let_go(self, page: int) -> None:
         """Release a page; the last holder drops its entry."""
@@ -513,8 +501,9 @@ class OracleManager:
         """
         for kind, held, new in zip(self.kinds, self.held[request.request_id], new_pages, strict=True):
             num_kept_pages = len(held.pages) - len(new)
-            first = kind.first_useful_page(num_computed_tokens, 0)
-            if num_kept_pages < 0 or held.pages[num_kept_pages:] != new or NULL_PAGE in held.pages[first:num_kept_pages]:
+            if num_kept_pages < 0 or held.pages[num_kept_pages:] != new:
+                raise ValueError("later calls changed these pages")
+            if kind.lacks_page(held.pages[:num_kept_pages], num_computed_tokens):
                 raise ValueError("a page that is needed again was given back")
             written = [page for page in held.pages[kind.num_full_pages(num_computed_tokens) :] if page != NULL_PAGE]
             if any(self.page_pool.num_holders(page) > 1 for page in written):
@@ -613,14 +602,14 @@ class OracleManager:
         is_room = all(kind.num_required_pages(num_tokens) <= len(held.pages) for kind, held in rooms)
         if num_tokens != new_request.num_computed_tokens or not is_room:
             raise ValueError("a fork has computed other tokens")
-        self.states.copies.require_none(self.pages_of(request), into_only=True)
+        self.states.copies.require_none(self.held.get(request.request_id, ()), into_only=True)
         if self.enable_caching and self._inputs(request, num_tokens) != self._inputs(new_request, num_tokens):
             raise ValueError("a fork has other tokens")
-        self.keys.share_nonce(request.request_id, new_request.request_id)
         held = [page for pages in self.get_page_ids(request.request_id) for page in pages if page != NULL_PAGE]
         shard = self.states.shard_of(held[0]) if held else None
         if not self.states.fork(request, [new_request], shard):
             return None
+        self.keys.share_nonce(request, new_request.request_id)
         if not any(self.get_page_ids(new_request.request_id)):
             del self.held[new_request.request_id]
         return self.get_page_ids(new_request.request_id)

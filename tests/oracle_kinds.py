@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from oracle_pool import PageIds, Ranking
+from oracle_pool import NULL_PAGE, PageIds, Ranking
 
 
 def cdiv(dividend: int, divisor: int) -> int:
@@ -42,6 +42,10 @@ class Full:
 
     def first_useful_page(self, num_computed_tokens: int, num_cached_pages: int) -> int:
         return 0
+
+    def lacks_page(self, pages: PageIds, num_computed_tokens: int) -> bool:
+        """Whether tokens from there on attend to, or are written to, one of the pages that was given back."""
+        return NULL_PAGE in pages[self.first_useful_page(num_computed_tokens, 0) :]
 
     def first_hit_page(self, length: int, eagle: bool) -> int:
         return 0
@@ -170,7 +174,6 @@ class HeldPages:
     num_cached_pages: int = 0
     num_hit_pages: int = 0
     ranking: Ranking = field(default_factory=Ranking)
-    is_cut: bool = False
     num_deduped_pages: int = 0
 
     def go_back(self, num_full_pages: int) -> None:

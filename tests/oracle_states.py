@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oracle_kinds import HeldPages, Kind, Mamba
-from oracle_pool import NULL_PAGE, OraclePool, PageIds, is_sharded
+from oracle_pool import NULL_PAGE, OraclePool, PageIds
 
 if TYPE_CHECKING:
     from oracle import OracleManager
@@ -32,19 +32,22 @@ class OracleCopies:
     def __init__(self, pool: OraclePool) -> None:
         self.pool = pool
         self.due: list[Copy] = []
+        self.readers: list[HeldPages] = []  # what was forked
 
     def note(self, src: int, dst: int, group_id: int) -> None:
         """Note a copy. A reference to the source is the list's from now on."""
         self.due.append(Copy(src, dst, group_id))
 
-    def require_none(self, pages: Collection[int], *, into_only: bool = False) -> None:
-        """Refuse a call while one of the pages is a destination, or a source, of a copy."""
-        if any(copy.dst in pages or (copy.src in pages and not into_only) for copy in self.due):
+    def require_none(self, held: Collection[HeldPages], *, into_only: bool = False) -> None:
+        """Refuse a call while one of the pages is a destination of a copy, or its source, if these pages were forked."""
+        written = [page for group in held for page in group.pages]
+        read = [page for group in held if any(group is reader for reader in self.readers) for page in group.pages]
+        if any(copy.dst in written or (copy.src in read and not into_only) for copy in self.due):
             raise RuntimeError("copies are due")
 
     def take(self) -> list[Copy]:
         """Return all copies, which the engine makes now, and give the sources back."""
-        taken, self.due = self.due, []
+        taken, self.due, self.readers = self.due, [], []
         self._give_back(taken)
         return taken
 
@@ -68,10 +71,10 @@ class OracleStates:
         self.copies = OracleCopies(manager.page_pool)
         self.shard_size = 0  # pages; 0 while no caller has divided the pool
 
-    def divide(self, data_parallel_size: int | None) -> None:
-        """Divide the pool into shards, if it can be."""
-        if data_parallel_size is not None and is_sharded(self.pool.num_pages, data_parallel_size):
-            self.shard_size = self.pool.num_pages // data_parallel_size
+    def divide(self, shard: range | None) -> None:
+        """Divide the pool into shards of this size, if any."""
+        if shard is not None:
+            self.shard_size = len(shard)
 
     @property
     def interval(self) -> int | None:
@@ -95,6 +98,8 @@ class OracleStates:
         """Make checkpoints of the states after the computed tokens; return the new working pages by group."""
         new_pages: PagesByGroup = tuple([] for _ in self.manager.kinds)
         for group_id, held in self._states_of(request):
+            if self._is_due(request, held):
+                self.divide(shard)
             is_room = len(self.pool.free_queue) > num_reserved_pages and self.pool.free_page_ids(shard)
             if self._is_due(request, held) and is_room and self._enter(request, group_id, held):
                 [page], held.pages = held.pages, self.pool.take(1, shard)
@@ -109,11 +114,13 @@ class OracleStates:
             held.num_cached_pages = request.num_computed_tokens // self.manager.hit_step
 
     def keep_last(self, request: Any, num_computed_tokens: int | None) -> None:
-        """Make checkpoints of the states of a request whose pages were just given back, unless a copy into them is due."""
-        if num_computed_tokens in (None, request.num_computed_tokens):
+        """Make checkpoints of the states of a request whose pages were just given back, unless a copy into any page is due: then
+        the last step was not run.
+        """
+        was_run = all(copy.dst not in self.manager.pages_of(request) for copy in self.copies.due)
+        if was_run and num_computed_tokens in (None, request.num_computed_tokens):
             for group_id, held in self._states_of(request):
-                is_written = all(copy.dst != held.pages[0] for copy in self.copies.due)
-                if is_written and self._is_due(request, held):
+                if self._is_due(request, held):
                     self._enter(request, group_id, held)
 
     def _states_of(self, request: Any) -> list[tuple[int, HeldPages]]:
@@ -145,8 +152,11 @@ class OracleStates:
 
     def fork(self, request: Any, targets: Sequence[Any], shard: range | None) -> bool:
         """Let targets hold the full pages of a request, and copies of its open pages and states; False if there is no room."""
-        self.copies.require_none(self.manager.pages_of(request), into_only=True)
+        self.copies.require_none(self.manager.held[request.request_id], into_only=True)
         num_computed, held = request.num_computed_tokens, self.manager.held[request.request_id]
+        for kind, group in zip(self.manager.kinds, held, strict=True):
+            if kind.lacks_page(group.pages[: kind.num_required_pages(num_computed)], num_computed):
+                raise ValueError("a page that is needed again was given back")
         groups = [
             (kind, group, self._open_page(kind, group, num_computed))
             for kind, group in zip(self.manager.kinds, held, strict=True)
@@ -160,9 +170,9 @@ class OracleStates:
         return True
 
     def _open_page(self, kind: Kind, held: HeldPages, num_computed: int) -> int | None:
-        """Return the page that is written next and has tokens already; None if there is none, or it was given back."""
+        """Return the page that is written next and has tokens already; None if there is none."""
         is_open = num_computed > 0 if isinstance(kind, Mamba) else num_computed % kind.page_size > 0
-        return (held.pages[kind.num_full_pages(num_computed)] or None) if is_open else None
+        return held.pages[kind.num_full_pages(num_computed)] if is_open else None
 
     def _fork_group(
         self, group_id: int, kind: Kind, held: HeldPages, open_page: int | None, num_computed: int, shard: range | None
@@ -172,11 +182,12 @@ class OracleStates:
         self._share(shared)
         num_cached, num_deduped = min(held.num_cached_pages, num_places), min(held.num_deduped_pages, num_places)
         num_hits = num_cached if isinstance(kind, Mamba) else num_places
-        forked = HeldPages(shared, num_cached, num_hits, replace(held.ranking), held.is_cut, num_deduped)
+        forked = HeldPages(shared, num_cached, num_hits, replace(held.ranking), num_deduped)
         if open_page is not None:
             self._share([open_page])
             forked.pages = shared + self.pool.take(1, shard)
             self.copies.note(open_page, forked.pages[-1], group_id)
+            self.copies.readers.append(held)
         return forked
 
     def _share(self, pages: PageIds) -> None:

@@ -89,8 +89,8 @@ BUGS = [
     Bug(
         "a page that a cut goes through is shared",
         CORE,
-        "    if page < num_pages and page < held.num_pages and pool.pages[held.ids[page]].ref_cnt > 1:",
-        "    if page < num_pages and page < held.num_pages and pool.pages[held.ids[page]].ref_cnt > 1 and not (BUG):",
+        "        if pool.pages[held.ids[page]].ref_cnt > 1:\n            return page\n    return num_pages",
+        "        if pool.pages[held.ids[page]].ref_cnt > 1 and not (BUG):\n            return page\n    return num_pages",
     ),
     Bug(
         "a window skips one page too early",
@@ -185,8 +185,8 @@ BUGS = [
     Bug(
         "a row goes back and its pages are not entered again",
         CORE,
-        "    enter_from(held, find_lost_entry(",
-        "    if not (BUG):\n        enter_from(held, find_lost_entry(",
+        "    recompute_from(group, held, restart)\n",
+        "    if not (BUG):\n        recompute_from(group, held, restart)\n",
     ),
     Bug(
         "rows that change places keep their hashes",

@@ -284,8 +284,10 @@ def test_a_row_that_is_cut_in_a_shared_page_of_another_group() -> None:
     manager.page_pool.evict_pages([bad])
     batch.trim([0], 12)
     assert batch.num_computed_tokens[0] == 8
+    assert batch.get_page_ids(0)[0] == batch.get_page_ids(1)[0][:2]  # the third page is the other row's alone
     batch.grow([0], 4)
-    assert manager.page_pool.pages[bad].page_hash is not None
+    page_ids = batch.get_page_ids(0)[0]
+    assert page_ids[2] != bad and manager.page_pool.pages[page_ids[2]].page_hash is not None
     batch.check()
 
 

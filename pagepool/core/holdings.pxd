@@ -100,6 +100,12 @@ cdef inline int32_t find_lost_page(const Pool *pool, const Holding *holding, int
     return NULL_PAGE
 
 
+cdef inline bint lacks_page(const Group *group, const Held *held, int32_t num_computed, int64_t num_pages) noexcept nogil:
+    """Whether one of the first `num_pages` pages was given back, to which tokens from `num_computed` on attend or are written."""
+    cdef int32_t first = first_useful_page(&group.rules, num_computed, 0)
+    return first < min(num_pages, <int64_t>held.num_pages) and held.ids[first] == NULL_PAGE
+
+
 cdef inline void skip_pages(Pool *pool, const Group *group, Held *held, int32_t num_computed) noexcept nogil:
     """Give back the pages that no token from `num_computed` on attends to, the last first, and put the null page there."""
     cdef int32_t j, stop = find_skip_stop(group, held, num_computed)
@@ -211,31 +217,13 @@ cdef inline void forget_uncomputed(
             forget_page(pool, page_id, &digests[end - 1] if end <= num_digests else NULL, group.id)
 
 
-cdef inline int32_t find_lost_entry(
-    const Pool *pool, const Group *group, const Held *held, int32_t restart, int32_t num_tokens
-) noexcept nogil:
-    """The first place behind `restart` tokens whose page has no prefix entry, or that behind `num_tokens` tokens. A state
-    stays, or begins anew.
-    """
-    cdef int32_t place, start = full_entries(&group.rules, restart)
-    cdef int32_t stop = start if is_state(&group.rules) else full_entries(&group.rules, num_tokens)
-    for place in range(start, min(stop, held.num_cached)):
-        if held.ids[place] != NULL_PAGE and pool.pages[held.ids[place]].group == NO_GROUP:
-            return place
-    return stop
-
-
-cdef inline void enter_from(Held *held, int32_t place) noexcept nogil:
-    """Let pages from `place` on be entered, and ranked, again."""
+cdef inline void recompute_from(const Group *group, Held *held, int32_t num_computed) noexcept nogil:
+    """Let pages with tokens from `num_computed` on be entered, and ranked, again, if they have lost their entry."""
+    cdef int32_t place = full_entries(&group.rules, num_computed)
     held.num_cached = min(held.num_cached, place)
     held.num_hits = min(held.num_hits, place)
     held.num_unique = min(held.num_unique, place)
     held.ranking.num_ranked = min(held.ranking.num_ranked, place)
-
-
-cdef inline void recompute_from(const Group *group, Held *held, int32_t num_computed) noexcept nogil:
-    """Let pages with tokens from `num_computed` on be entered again, if they have lost their entry."""
-    enter_from(held, full_entries(&group.rules, num_computed))
 
 
 cdef inline void empty(const Holding *holding) noexcept nogil:

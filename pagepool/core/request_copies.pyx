@@ -7,7 +7,7 @@ from pagepool.core.chain cimport HashChain
 from pagepool.core.checkpoints cimport Source, are_checkpoints_due, is_checkpoint_due, keep_state
 from pagepool.core.copies cimport awaits_copies, has_copies_due, reserve_copies
 from pagepool.core.entering cimport Contents
-from pagepool.core.forks cimport FORKED, SHORT_OF_MEMORY, UNSHAREABLE, ForkOutcome, check_fork, fork_group
+from pagepool.core.forks cimport FORKED, PAST_PAGES, SHORT_OF_MEMORY, UNSHAREABLE, ForkOutcome, check_fork, fork_group
 from pagepool.core.holdings cimport Holding
 from pagepool.core.ids cimport PageIds
 from pagepool.core.records cimport Pool
@@ -115,6 +115,11 @@ def fork_request(RequestPages held not None, RequestPages target not None, num_c
         target.plan()
     if outcome == SHORT_OF_MEMORY:
         raise MemoryError("the page ids of a request")
+    if outcome == PAST_PAGES:
+        raise ArgumentError(
+            f"num_computed_tokens: got {num_computed}, allowed: as many as the request had, since pages that further tokens attend "
+            "to were given back behind a window"
+        )
     if outcome == UNSHAREABLE:
         raise PageIdError("a page of the request cannot have a further reference, or a free page has one")
     return outcome == FORKED

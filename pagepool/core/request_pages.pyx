@@ -19,8 +19,8 @@ from pagepool.core.index cimport is_entered_otherwise
 from pagepool.core.lookups cimport FoundIds
 from pagepool.core.pages cimport give_back, note_request
 from pagepool.core.platform cimport GIL_DISABLED
-from pagepool.core.queue cimport count_free_in, find_held_free, has_free_pages
-from pagepool.core.records cimport NO_GROUP, NULL_PAGE, is_free, is_pinned, shard_of
+from pagepool.core.queue cimport count_free_in, find_held_free
+from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Range, ids_in_shard, is_free, is_pinned, shard_of
 from pagepool.core.rules cimport MAX_TOKENS, first_useful_page, is_state, pages_for
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, PageHashError
@@ -186,6 +186,18 @@ cdef Py_ssize_t count_adoptable(const Pool *pool, const Holding *holding, tuple 
             if not is_free(pool, ids.ids[ids.num - 1]):
                 return 0
             count += 1
+    return count
+
+
+cdef Py_ssize_t count_outside(const Pool *pool, tuple hits, int32_t shard) noexcept:
+    """How many hits are free pages of other shards than this."""
+    cdef Range inside = ids_in_shard(pool, shard)
+    cdef PageIds ids
+    cdef Py_ssize_t i, count = 0
+    for ids in hits if shard >= 0 else ():
+        for i in range(ids.num):
+            if ids.ids[i] != NULL_PAGE and is_free(pool, ids.ids[i]):
+                count += not inside.start <= ids.ids[i] < inside.stop
     return count
 
 
@@ -489,7 +501,7 @@ cdef class RequestPages:
         cdef Held *held
         cdef Py_ssize_t g, num_free_hits = 0, num_before = count_places(&self.holding)
         cdef int32_t n
-        cdef int64_t num_needed, num_new = count_needed(&self.holding, hits, demand.num_tokens)
+        cdef int64_t num_needed, num_inside, num_new = count_needed(&self.holding, hits, demand.num_tokens)
         cdef Py_ssize_t num_adopted = 0
         if hits and num_before:
             return NOT_EMPTY
@@ -498,9 +510,10 @@ cdef class RequestPages:
         if num_free_hits < 0:
             return WRONG_HIT
         num_needed = num_new + num_free_hits
-        if not has_free_pages(pool, num_needed, demand.num_reserved, demand.shard):
+        num_inside = num_needed - count_outside(pool, hits, demand.shard)
+        if num_needed + demand.num_reserved > pool.num_free or num_inside > count_free_in(pool, demand.shard):
             num_adopted = count_adoptable(pool, &self.holding, hits)
-            if not has_free_pages(pool, num_needed - num_adopted, demand.num_reserved, demand.shard):
+            if num_inside - num_adopted > count_free_in(pool, demand.shard):
                 num_adopted = 0
         if num_needed and num_needed - num_adopted + demand.num_reserved > pool.num_free:
             return SHORT
@@ -510,10 +523,9 @@ cdef class RequestPages:
         if not self.reserve(hits, new, demand.num_tokens):
             return NO_MEMORY
         attach_all(pool, &self.holding, hits, num_adopted)
-        if num_new > count_free_in(pool, demand.shard):
+        if num_new > count_free_in(pool, demand.shard) and not num_adopted:
             for g in range(len(hits)):
-                if not num_adopted or not is_state(&self.holding.groups[g].rules):
-                    give_back(pool, (<PageIds>hits[g]).ids, (<PageIds>hits[g]).num, False)
+                give_back(pool, (<PageIds>hits[g]).ids, (<PageIds>hits[g]).num, False)
             if hits:
                 empty(&self.holding)
             return SHORT

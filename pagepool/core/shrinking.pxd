@@ -10,33 +10,40 @@ from pagepool.core.batch cimport (
     start_call,
 )
 from pagepool.core.copies cimport has_copies_due
-from pagepool.core.holdings cimport Held, Holding, enter_from, find_lost_entry, forget_uncomputed, recompute_from
+from pagepool.core.holdings cimport Held, Holding, forget_uncomputed, lacks_page, recompute_from
 from pagepool.core.index cimport drop
 from pagepool.core.pages cimport find_unheld
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool, is_pinned
 from pagepool.core.references cimport put_back, put_back_held
-from pagepool.core.rules cimport Group, first_useful_page, full_pages, pages_for
+from pagepool.core.rules cimport Group, full_pages, pages_for
 
 
-cdef inline int32_t count_kept(const Pool *pool, const Group *group, const Held *held, int32_t num_tokens) noexcept nogil:
-    """Leading pages with which a row of `num_tokens` tokens goes on: not a page for further tokens that has other holders."""
-    cdef int32_t page = full_pages(&group.rules, num_tokens)
-    cdef int32_t num_pages = <int32_t>pages_for(&group.rules, num_tokens)
-    if page < num_pages and page < held.num_pages and pool.pages[held.ids[page]].ref_cnt > 1:
-        return page
+cdef inline int32_t count_kept(
+    const Pool *pool, const Group *group, const Held *held, int32_t num_computed, int32_t num_tokens
+) noexcept nogil:
+    """Leading pages with which a row of `num_tokens` tokens, `num_computed` of them computed, goes on: none to which it writes
+    and that has other holders, and none behind such a page.
+    """
+    cdef int32_t page, num_pages = <int32_t>pages_for(&group.rules, num_tokens)
+    for page in range(full_pages(&group.rules, num_computed), min(num_pages, held.num_pages)):
+        if pool.pages[held.ids[page]].ref_cnt > 1:
+            return page
     return num_pages
 
 
 cdef inline int32_t find_restart(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """How many tokens of a row that is cut to `num_tokens` stay computed."""
+    """How many tokens of a row that is cut to `num_tokens` stay computed: in each group up to the start of a page, or within one
+    that nobody else holds. O(groups) for each time that a group shortens it for the others.
+    """
     cdef const Group *group
     cdef Py_ssize_t g
-    cdef int32_t num_kept, restart = min(batch.states[row].num_computed, num_tokens)
-    for g in range(batch.num_groups):
-        group = &batch.groups[g]
-        num_kept = count_kept(batch.pool, group, held_by(batch, row, g), num_tokens)
-        if num_kept < pages_for(&group.rules, num_tokens):
-            restart = min(restart, num_kept * group.rules.page_size)
+    cdef int32_t before = -1, restart = min(batch.states[row].num_computed, num_tokens)
+    while before != restart:
+        before = restart
+        for g in range(batch.num_groups):
+            group = &batch.groups[g]
+            if count_kept(batch.pool, group, held_by(batch, row, g), restart, restart) < pages_for(&group.rules, restart):
+                restart = full_pages(&group.rules, restart) * group.rules.page_size
     return restart
 
 
@@ -50,17 +57,16 @@ cdef inline bint can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens
     cdef const Group *group
     cdef const Held *held
     cdef Py_ssize_t g
-    cdef int32_t first, restart = find_restart(batch, row, num_tokens)
+    cdef int32_t restart = find_restart(batch, row, num_tokens)
     cdef Holding holding = holding_of(batch, row)
     if has_state_behind(batch, row, restart) or has_copies_due(batch.pool, &holding):
         return False
     for g in range(batch.num_groups):
         group = &batch.groups[g]
         held = held_by(batch, row, g)
-        first = first_useful_page(&group.rules, restart, 0)
-        if first < min(count_kept(batch.pool, group, held, num_tokens), held.num_pages) and held.ids[first] == NULL_PAGE:
+        if lacks_page(group, held, restart, pages_for(&group.rules, num_tokens)):
             return False
-        if find_unheld(batch.pool, held.ids, full_pages(&group.rules, num_tokens), held.num_pages) >= 0:
+        if find_unheld(batch.pool, held.ids, full_pages(&group.rules, restart), held.num_pages) >= 0:
             return False
     return True
 
@@ -80,14 +86,13 @@ cdef inline Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amoun
 
 
 cdef inline void trim_group(Pool *pool, const Group *group, Held *held, int32_t num_tokens, int32_t restart) noexcept nogil:
-    """Give back a group's pages behind `num_tokens` tokens, the last first, and drop entries whose tokens are gone. Pages that
-    are computed again from `restart` on are entered again from the first that has lost its entry; before it they stay entered,
-    and are forgotten if the row ends before it computes them.
+    """Give back a group's pages behind `num_tokens` tokens, and from the first on that others hold and the row would write to,
+    the last first. Pages with tokens from `restart` on lose their entries, if the row alone holds them, until these are computed.
     """
-    cdef int32_t keep = count_kept(pool, group, held, num_tokens)
+    cdef int32_t keep = count_kept(pool, group, held, restart, num_tokens)
     cdef Py_ssize_t j
     cdef int32_t page_id
-    for j in range(held.num_pages - 1, full_pages(&group.rules, num_tokens) - 1, -1):
+    for j in range(held.num_pages - 1, full_pages(&group.rules, restart) - 1, -1):
         page_id = held.ids[j]
         if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt == 1 and pool.pages[page_id].group != NO_GROUP:
             drop(pool, page_id)
@@ -95,7 +100,7 @@ cdef inline void trim_group(Pool *pool, const Group *group, Held *held, int32_t 
             put_back_held(pool, page_id)
     held.num_pages = min(held.num_pages, keep)
     held.num_skipped = min(held.num_skipped, held.num_pages)
-    enter_from(held, find_lost_entry(pool, group, held, restart, num_tokens))
+    recompute_from(group, held, restart)
 
 
 cdef inline void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
@@ -154,7 +159,7 @@ cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i
     """
     cdef const Held *held
     cdef Py_ssize_t g, start, num_new, num_kept
-    cdef int32_t first, row = growth.grown[i].row
+    cdef int32_t row = growth.grown[i].row
     cdef Holding holding = holding_of(batch, row)
     if not is_as_grown(batch, growth, i) or has_copies_due(batch.pool, &holding):
         return False
@@ -163,10 +168,9 @@ cdef inline bint can_undo(const Batch *batch, const Growth *growth, Py_ssize_t i
         start = find_taken(growth, stop[0], row, g)
         num_new = stop[0] - start
         num_kept = held.num_pages - num_new
-        first = first_useful_page(&batch.groups[g].rules, computed_before(growth, i), 0)
         if num_kept < 0 or (num_new and memcmp(held.ids + num_kept, growth.new_ids + start, num_new * sizeof(int32_t))):
             return False
-        if first < num_kept and held.ids[first] == NULL_PAGE:
+        if lacks_page(&batch.groups[g], held, computed_before(growth, i), num_kept):
             return False
         if find_unheld(batch.pool, held.ids, num_kept, held.num_pages) >= 0:
             return False

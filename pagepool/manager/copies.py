@@ -75,6 +75,8 @@ class CopiedPages(PrefixRetention):
             finally:
                 if not target:
                     del self.coordinator.requests[new_request.request_id]
+                if not is_forked:
+                    self._lookups.hashes.pop(new_request.request_id, None)
             return CachePages(target.get_page_ids(), self._store) if is_forked else None
 
     def _check_fork(self, request: "Request", held: "RequestPages | None", new_request: "Request") -> int:

@@ -120,7 +120,7 @@ class SlotAllocator(KeyHolder):
         held = held or self._coordinator.hold_nothing()
         check_copies_taken(held)
         is_due_state = not is_admission and are_states_due(held, num_computed_tokens)
-        is_kept = is_due_state and num_computed_tokens <= num_tokens_to_cache
+        is_kept = is_due_state and self._is_kept_after(num_computed_tokens, num_tokens_to_cache)
         kept_hashes = self._lookups.extend_named(request, num_computed_tokens) if is_kept else None
         is_full = num_tokens_to_cache > 0 and (is_admission or held.is_due(num_tokens_to_cache, num_computed_tokens))
         self._pool.find_shard(placement.dp_shard_hint, placement.data_parallel_size)  # raises before anything changes
@@ -210,15 +210,20 @@ class SlotAllocator(KeyHolder):
         finally:
             self.release_context(context)
 
+    def _is_kept_after(self, num_computed_tokens: int, num_known_tokens: int) -> bool:
+        """Whether a checkpoint can be made after these tokens."""
+        interval = self._coordinator.checkpoint_interval
+        return interval is not None and num_computed_tokens % interval == 0 and num_computed_tokens <= num_known_tokens
+
     def _count_last_tokens(self, request: Request, num_computed_tokens: int | None) -> int:
         """Return the computed tokens of a request whose states become checkpoints as it ends; 0 if they do not."""
-        interval, held = self._coordinator.checkpoint_interval, self._requests.get(id_of(request))
-        if not interval or not held:
+        held = self._requests.get(id_of(request))
+        if not self._coordinator.checkpoint_interval or not held:
             return 0
         num_tokens = read_count(request, "num_computed_tokens")
-        is_last = num_tokens % interval == 0 and num_computed_tokens in (None, num_tokens)
-        is_last = is_last and num_tokens <= read_count(request, "num_tokens")
-        return num_tokens if is_last and are_states_due(held, num_tokens) else 0
+        is_kept = num_computed_tokens in (None, num_tokens)
+        is_kept = is_kept and self._is_kept_after(num_tokens, read_count(request, "num_tokens"))
+        return num_tokens if is_kept and are_states_due(held, num_tokens) else 0
 
     def hold_context(self, extra_keys: RequestExtraKeys | None) -> int:
         """Return the int for extra keys in the core until `release_context`; 0 without keys or events."""
