@@ -172,8 +172,7 @@ class OracleManager:
         self, request: Any, *, dp_shard_hint: int | None = None, data_parallel_size: int | None = None
     ) -> tuple[PagesByGroup, int]:
         """Return the pages of the longest cached prefix, by group, and its length in tokens."""
-        sampling_params = request.sampling_params
-        if not self.enable_caching or (sampling_params and sampling_params.prompt_logprobs is not None):
+        if not self._takes_hits(request):
             return self._no_pages(), 0
         shard = shard_of_hint(self.page_pool.num_pages, dp_shard_hint, data_parallel_size)
         length = self._hit_length(request, shard)
@@ -181,6 +180,10 @@ class OracleManager:
         self.queries[request.request_id] = {"queried": request.num_tokens, "hit": length} if is_first else {}
         group_ids = range(len(self.kinds))
         return tuple(self._hit_pages(request, group_id, length, shard) for group_id in group_ids), length
+
+    def _takes_hits(self, request: Any) -> bool:
+        params = request.sampling_params
+        return self.enable_caching and not (params and params.prompt_logprobs is not None)
 
     def _hit_length(self, request: Any, shard: range | None) -> int:
         """Let the kinds shorten the length in turn, each dropping eagle's page, until all agree."""
@@ -629,12 +632,14 @@ class OracleManager:
     def _find_cached(self, request: Any, start: int, stop: int | None) -> PageIds:
         """List the cached pages within tokens [start, stop): those that the request holds, else those that it would hit."""
         found: PageIds = []
-        if not self.enable_caching:
+        if not self.enable_caching or not (self._takes_hits(request) or any(self.get_page_ids(request.request_id))):
             return found
         pages_by_group = self.held_pages_or_hits(request)
         for group_id, place, key in self._places(request, start, stop):
-            pages = pages_by_group[group_id]
-            if place < len(pages) and self.page_pool.entry_of_page.get(pages[place]) == (key, group_id):
+            pages, checkpoint = pages_by_group[group_id], self.page_pool.first_entered(key, group_id, None)
+            if is_kept(self.kinds[group_id]):
+                found += [checkpoint] if checkpoint is not None else []
+            elif place < len(pages) and self.page_pool.entry_of_page.get(pages[place]) == (key, group_id):
                 found.append(pages[place])
         return found
 
@@ -690,14 +695,14 @@ class OracleManager:
             raise ValueError("no span of tokens")
 
     def _places(self, request: Any, start: int, stop: int | None) -> list[tuple[int, int, int]]:
-        """List group, place and content of the request's full pages that lie wholly within tokens [start, stop)."""
+        """List group, place and content of the request's full pages, and checkpoints, that lie wholly within tokens [start, stop)."""
         stop = request.num_tokens if stop is None else stop
         return [
             (group_id, place, key)
             for group_id, kind in enumerate(self.kinds)
-            if not isinstance(kind, Mamba)
+            if is_kept(kind) or not isinstance(kind, Mamba)
             for place, key in enumerate(self.keys_of(request, kind))
-            if start <= place * kind.page_size and (place + 1) * kind.page_size <= stop
+            if start <= place * kind.hit_size and (place + 1) * kind.hit_size <= stop
         ]
 
     def _no_pages(self) -> PagesByGroup:

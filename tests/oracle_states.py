@@ -181,8 +181,7 @@ class OracleStates:
         shared, num_places = held.pages[: kind.num_full_pages(num_computed)], kind.num_places(num_computed)
         self._share(shared)
         num_cached, num_deduped = min(held.num_cached_pages, num_places), min(held.num_deduped_pages, num_places)
-        num_hits = num_cached if isinstance(kind, Mamba) else num_places
-        forked = HeldPages(shared, num_cached, num_hits, replace(held.ranking), num_deduped)
+        forked = HeldPages(shared, num_cached, num_cached, replace(held.ranking), num_deduped)
         if open_page is not None:
             self._share([open_page])
             forked.pages = shared + self.pool.take(1, shard)

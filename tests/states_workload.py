@@ -13,6 +13,8 @@ from typing import Any
 
 from batch_model import Grown
 from batch_workload import BatchWorkload
+from pin_workload import PinningBatchWorkload, PinningWorkload
+from retention_workload import RetainingBatchWorkload, RetainingWorkload
 from settings import Setting
 from twins import Twins
 from workload import RandomWorkload, Request
@@ -211,3 +213,19 @@ class StatesBatchWorkload(Copying, BatchWorkload):
             row, target = self.rng.choice(rows), self.rng.choice(free)
             wrong = ((row, [row]), (row, []), (row, [target, target]), (row, [self.rng.choice(rows)]), (target, [target]))
             self.twins.call("fork", *self.rng.choice(wrong))
+
+
+class PinningStatesWorkload(StatesWorkload, PinningWorkload):
+    """With pins, also of checkpoints."""
+
+
+class PinningStatesBatchWorkload(StatesBatchWorkload, PinningBatchWorkload):
+    """With pins, also of checkpoints."""
+
+
+class RetainingStatesWorkload(StatesWorkload, RetainingWorkload):
+    """With retained and protected pages, also checkpoints."""
+
+
+class RetainingStatesBatchWorkload(StatesBatchWorkload, RetainingBatchWorkload):
+    """With retained and protected pages, also checkpoints."""

@@ -320,6 +320,20 @@ def test_requests_with_windows_fork() -> None:
     manager.check()
 
 
+def test_a_request_that_went_back_behind_its_window() -> None:
+    manager = make_manager(WINDOW)
+    request = make_request("a", 24)
+    run(manager, request, 16)
+    run(manager, request, 8)
+    assert manager.get_page_ids("a") == ([0, 0, 0, 4, 5, 6],)
+    request.num_computed_tokens = 10
+    target = make_request("b", 24, num_computed_tokens=10)
+    before = manager_state(manager)
+    with pytest.raises(ArgumentError, match="num_computed_tokens: got 10, allowed: as many as the request had"):
+        manager.fork(request, target)
+    assert manager_state(manager) == before
+
+
 def test_salted_requests_fork() -> None:
     manager = make_manager()
     request = make_request("a", cache_salt="mine")

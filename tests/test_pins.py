@@ -14,7 +14,8 @@ from batch_model import HASH_SEED, BatchRows, OracleRows, package_pool_state
 from batch_workload import run_batch_workload
 from oracle import OracleManager
 from pin_workload import PinningBatchWorkload, PinningWorkload
-from settings import SETTINGS, Setting
+from settings import SETTINGS, STATE_SETTINGS, Setting
+from states_workload import PinningStatesBatchWorkload, PinningStatesWorkload
 from test_differential import NUM_OPERATIONS
 from twins import OracleTwin, PackageTwin, Twins, pins_of
 from workload import Request, run_workload
@@ -34,7 +35,8 @@ from pagepool.errors import (
 )
 from pagepool.page_pool.snapshot import FIRST_VERSIONS, seal
 
-NUM_CALLS = max(NUM_OPERATIONS // (10 * len(SETTINGS)), 60)
+ALL_SETTINGS = [*SETTINGS, *STATE_SETTINGS]
+NUM_CALLS = max(NUM_OPERATIONS // (10 * len(ALL_SETTINGS)), 60)
 MAX_CALLS_PER_SEED = 400
 SHARES = (0.2, 0.6, 1.0)
 
@@ -47,30 +49,32 @@ def managers(setting: Setting, num_pages: int, share: float) -> tuple[OracleMana
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+@pytest.mark.parametrize("setting", ALL_SETTINGS, ids=lambda setting: setting.name)
 def test_requests_same_as_oracle(setting: Setting, share: float) -> None:
     def make_twins(setting: Setting, num_pages: int) -> Twins:
         oracle, package = managers(setting, num_pages, share)
         return Twins(OracleTwin(oracle), PackageTwin(package))
 
+    workload = PinningStatesWorkload if setting in STATE_SETTINGS else PinningWorkload
     num_seeds = -(-NUM_CALLS // MAX_CALLS_PER_SEED)
     first_seed = zlib.crc32(f"{setting.name} {share}".encode())
     for seed in range(first_seed, first_seed + num_seeds):
-        twins = run_workload(setting, make_twins, seed, -(-NUM_CALLS // num_seeds), PinningWorkload)
+        twins = run_workload(setting, make_twins, seed, -(-NUM_CALLS // num_seeds), workload)
         twins.system.manager.check()
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+@pytest.mark.parametrize("setting", ALL_SETTINGS, ids=lambda setting: setting.name)
 def test_rows_same_as_oracle(setting: Setting, share: float) -> None:
     def make_twins(setting: Setting, num_pages: int, num_rows: int) -> Twins:
         oracle, package = managers(setting, num_pages, share)
         return Twins(OracleRows(oracle, setting, num_rows), BatchRows(package, setting, num_rows, with_hashes=False))
 
+    workload = PinningStatesBatchWorkload if setting in STATE_SETTINGS else PinningBatchWorkload
     num_seeds = -(-NUM_CALLS // MAX_CALLS_PER_SEED)
     first_seed = zlib.crc32(f"{setting.name} {share} rows".encode())
     for seed in range(first_seed, first_seed + num_seeds):
-        run_batch_workload(setting, make_twins, seed, -(-NUM_CALLS // num_seeds), True, PinningBatchWorkload)
+        run_batch_workload(setting, make_twins, seed, -(-NUM_CALLS // num_seeds), True, workload)
 
 
 # --- requests -------------------------------------------------------------------------------------------------

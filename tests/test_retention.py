@@ -14,7 +14,8 @@ from batch_workload import run_batch_workload
 from eviction_oracle import make_policy
 from oracle import OracleManager
 from retention_workload import RetainingBatchWorkload, RetainingWorkload
-from settings import SETTINGS, Setting
+from settings import SETTINGS, STATE_SETTINGS, Setting
+from states_workload import RetainingStatesBatchWorkload, RetainingStatesWorkload
 from test_differential import NUM_OPERATIONS
 from twins import OracleTwin, PackageTwin, Twins, levels_of, share_hashes
 from workload import run_workload
@@ -26,7 +27,8 @@ from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import extra_keys
 
 POLICIES = ("lru", "arc", "adaptive")
-NUM_CALLS = max(NUM_OPERATIONS // (10 * len(SETTINGS)), 60)
+ALL_SETTINGS = [*SETTINGS, *STATE_SETTINGS]
+NUM_CALLS = max(NUM_OPERATIONS // (10 * len(ALL_SETTINGS)), 60)
 MAX_CALLS_PER_SEED = 400
 
 
@@ -51,27 +53,29 @@ def seeds_of(name: str) -> range:
 
 
 @pytest.mark.parametrize("eviction", POLICIES)
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+@pytest.mark.parametrize("setting", ALL_SETTINGS, ids=lambda setting: setting.name)
 def test_requests_same_as_oracle(setting: Setting, eviction: str) -> None:
     def make_twins(setting: Setting, num_pages: int) -> Twins:
         oracle, package = make_managers(setting, num_pages, eviction)
         return Twins(OracleTwin(oracle), PackageTwin(package))
 
+    workload = RetainingStatesWorkload if setting in STATE_SETTINGS else RetainingWorkload
     seeds = seeds_of(f"{setting.name} {eviction}")
     for seed in seeds:
-        run_workload(setting, make_twins, seed, -(-NUM_CALLS // len(seeds)), RetainingWorkload)
+        run_workload(setting, make_twins, seed, -(-NUM_CALLS // len(seeds)), workload)
 
 
 @pytest.mark.parametrize("eviction", POLICIES)
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+@pytest.mark.parametrize("setting", ALL_SETTINGS, ids=lambda setting: setting.name)
 def test_rows_same_as_oracle(setting: Setting, eviction: str) -> None:
     def make_twins(setting: Setting, num_pages: int, num_rows: int) -> Twins:
         oracle, package = make_managers(setting, num_pages, eviction)
         return Twins(OracleRows(oracle, setting, num_rows), BatchRows(package, setting, num_rows, with_hashes=False))
 
+    workload = RetainingStatesBatchWorkload if setting in STATE_SETTINGS else RetainingBatchWorkload
     seeds = seeds_of(f"{setting.name} {eviction} rows")
     for seed in seeds:
-        run_batch_workload(setting, make_twins, seed, -(-NUM_CALLS // len(seeds)), True, RetainingBatchWorkload)
+        run_batch_workload(setting, make_twins, seed, -(-NUM_CALLS // len(seeds)), True, workload)
 
 
 # --- the order of eviction --------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from oracle import NULL_PAGE, ContentKeys, OracleManager, OraclePool
-from settings import SETTINGS, Setting
+from settings import SETTINGS, STATE_SETTINGS, Setting
 from twins import OracleTwin, PackageTwin, State, Twins, oracle_state, package_state
 from workload import Engine, Request
 
@@ -185,7 +185,7 @@ def rule_on_running(act: Callable[[Engine, Request], None]) -> Any:
 class ManagerMachine(RuleBasedStateMachine):
     """Requests that arrive, grow, are preempted and end in any order."""
 
-    @initialize(setting=st.sampled_from(SETTINGS), num_pages=st.sampled_from((8, 12, 24)))
+    @initialize(setting=st.sampled_from([*SETTINGS, *STATE_SETTINGS]), num_pages=st.sampled_from((8, 12, 24)))
     def start(self, setting: Setting, num_pages: int) -> None:
         groups = setting.cache_groups(pagepool)
         oracle = OracleTwin(setting.manager(OracleManager, groups, num_pages))
@@ -247,6 +247,11 @@ class ManagerMachine(RuleBasedStateMachine):
     cache = rule_on_running(Engine.cache)
     preempt = rule_on_running(Engine.preempt)
     finish = rule_on_running(Engine.finish)
+    fork = rule_on_running(Engine.fork)
+
+    @rule()
+    def take_copies(self) -> None:
+        self.twins.call("take_copies")
 
     @precondition(lambda self: self.engine.running)
     @rule(data=st.data(), num_scheduled_requests=st.integers(1, 3))

@@ -15,12 +15,13 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from batch_model import BatchRows, OracleRows, package_pool_state
-from batch_workload import NUM_ROWS, BatchWorkload
+from batch_workload import NUM_ROWS
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from oracle import NULL_PAGE, OracleManager
 from router import Telling
-from settings import SETTINGS
+from settings import SETTINGS, STATE_SETTINGS
+from states_workload import StatesBatchWorkload
 from table_model import make_grouped_work
 from test_running_batch import make_manager
 from twins import Twins
@@ -67,7 +68,7 @@ class OracleTogether(OracleRows):
         return num_hit_tokens
 
     def extend_neighbour(self, request_id: str, token_ids: list[int]) -> bool:
-        """Append tokens to a request and compute them; False, with the tokens appended, if they do not fit."""
+        """Append tokens to a request and compute them; False, and nothing changed, if they do not fit."""
         return extend(self, request_id, token_ids)
 
 
@@ -114,10 +115,13 @@ def extend(rows: OracleTogether | PackageTogether, request_id: str, token_ids: l
     request = rows.neighbours[request_id]
     request.num_computed_tokens = request.num_tokens
     request.all_token_ids.extend(token_ids)
-    if rows.manager.allocate_slots(request, len(token_ids)) is not None:
-        return True
-    del request.all_token_ids[-len(token_ids) :]
-    return False
+    is_extended = False
+    try:
+        is_extended = rows.manager.allocate_slots(request, len(token_ids)) is not None
+    finally:
+        if not is_extended:
+            del request.all_token_ids[-len(token_ids) :]
+    return is_extended
 
 
 # --- wrong calls ------------------------------------------------------------------------------------------------
@@ -153,13 +157,13 @@ MISTAKES: dict[str, Callable[[PackageTogether], Any]] = {
 # --- the machine ------------------------------------------------------------------------------------------------
 
 
-def rule_of(action: Callable[[BatchWorkload], None]) -> Any:
+def rule_of(action: str) -> Any:
     """Make a rule from an action of the batch's workload."""
 
     @rule(rng=randoms)
     def act(machine: Together, rng: Random) -> None:
         machine.workload.rng = rng
-        action(machine.workload)
+        getattr(machine.workload, action)()
 
     return act
 
@@ -167,13 +171,13 @@ def rule_of(action: Callable[[BatchWorkload], None]) -> Any:
 class Together(RuleBasedStateMachine):
     """Rows, requests, direct holders and tables on one pool, in any order, with wrong calls in between."""
 
-    @initialize(setting=st.sampled_from(SETTINGS), seed=st.integers(0, 2**16), rng=randoms)
+    @initialize(setting=st.sampled_from([*SETTINGS, *STATE_SETTINGS]), seed=st.integers(0, 2**16), rng=randoms)
     def start(self, setting: Any, seed: int, rng: Random) -> None:
         num_pages = rng.choice(setting.num_pages)
         oracle = OracleTogether(setting.manager(OracleManager, setting.cache_groups(pagepool), num_pages), setting, NUM_ROWS)
         self.package = PackageTogether(make_manager(setting, num_pages), setting, NUM_ROWS, with_hashes=False)
         self.twins = Twins(oracle, self.package)
-        self.workload = BatchWorkload(setting, self.twins, num_pages, rng, trims=True)
+        self.workload = StatesBatchWorkload(setting, self.twins, num_pages, rng, trims=True)
         self.work = make_grouped_work(TABLE_ROWS, TABLE_TOKENS, TABLE_PAGE_SIZES, seed)
         self.mine: list[int] = []  # pages taken or touched directly, one entry for each reference
         has_events = HAS_EVENTS and setting.enable_caching and rng.random() < 0.5
@@ -190,19 +194,22 @@ class Together(RuleBasedStateMachine):
 
     # rows and requests
 
-    admit = rule_of(BatchWorkload.admit)
-    grow = rule_of(BatchWorkload.grow)
-    step = rule_of(BatchWorkload.step)
-    append = rule_of(BatchWorkload.append)
-    draft = rule_of(BatchWorkload.draft)
-    trim = rule_of(BatchWorkload.trim)
-    release = rule_of(BatchWorkload.release)
-    move = rule_of(BatchWorkload.move)
-    swap = rule_of(BatchWorkload.swap)
-    start_neighbour = rule_of(BatchWorkload.start_neighbour)
-    finish_neighbour = rule_of(BatchWorkload.finish_neighbour)
-    evict = rule_of(BatchWorkload.evict)
-    reset = rule_of(BatchWorkload.reset)
+    admit = rule_of("admit")
+    grow = rule_of("grow")
+    step = rule_of("step")
+    append = rule_of("append")
+    draft = rule_of("draft")
+    trim = rule_of("trim")
+    release = rule_of("release")
+    move = rule_of("move")
+    swap = rule_of("swap")
+    start_neighbour = rule_of("start_neighbour")
+    take_copies = rule_of("take_copies")
+    chunk = rule_of("chunk")
+    fork = rule_of("fork")
+    finish_neighbour = rule_of("finish_neighbour")
+    evict = rule_of("evict")
+    reset = rule_of("reset")
 
     @precondition(lambda self: self.twins.live_request_ids)
     @rule(data=st.data(), token_ids=st.lists(st.integers(0, 2), min_size=1, max_size=6))
