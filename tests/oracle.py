@@ -695,7 +695,7 @@ class OracleManager:
             raise ValueError("no span of tokens")
 
     def _places(self, request: Any, start: int, stop: int | None) -> list[tuple[int, int, int]]:
-        """List group, place and content of the request's full pages, and checkpoints, that lie wholly within tokens [start, stop)."""
+        """List group, place and content of the request's full pages, and checkpoints, wholly within tokens [start, stop)."""
         stop = request.num_tokens if stop is None else stop
         return [
             (group_id, place, key)

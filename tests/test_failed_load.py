@@ -287,7 +287,8 @@ def test_a_row_that_is_cut_in_a_shared_page_of_another_group() -> None:
     assert batch.get_page_ids(0)[0] == batch.get_page_ids(1)[0][:2]  # the third page is the other row's alone
     batch.grow([0], 4)
     page_ids = batch.get_page_ids(0)[0]
-    assert page_ids[2] != bad and manager.page_pool.pages[page_ids[2]].page_hash is not None
+    assert page_ids[2] != bad
+    assert manager.page_pool.pages[page_ids[2]].page_hash is not None
     batch.check()
 
 
