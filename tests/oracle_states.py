@@ -114,8 +114,8 @@ class OracleStates:
             held.num_cached_pages = request.num_computed_tokens // self.manager.hit_step
 
     def keep_last(self, request: Any, num_computed_tokens: int | None) -> None:
-        """Make checkpoints of the states of a request whose pages were just given back, unless a copy into any page is due, since
-        the last step was not run then.
+        """Make checkpoints of the states of a request whose pages were just given back. While a copy into any page is due, the
+        last step was not run, and there are none.
         """
         was_run = all(copy.dst not in self.manager.pages_of(request) for copy in self.copies.due)
         if was_run and num_computed_tokens in (None, request.num_computed_tokens):

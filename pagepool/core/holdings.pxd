@@ -101,7 +101,7 @@ cdef inline int32_t find_lost_page(const Pool *pool, const Holding *holding, int
 
 
 cdef inline bint lacks_page(const Group *group, const Held *held, int32_t num_computed, int64_t num_pages) noexcept nogil:
-    """Whether one of the first `num_pages` pages was given back, to which tokens from `num_computed` on attend or are written."""
+    """Whether one of the first `num_pages` pages was given back that tokens from `num_computed` on attend or are written to."""
     cdef int32_t first = first_useful_page(&group.rules, num_computed, 0)
     return first < min(num_pages, <int64_t>held.num_pages) and held.ids[first] == NULL_PAGE
 

@@ -117,8 +117,8 @@ def fork_request(RequestPages held not None, RequestPages target not None, num_c
         raise MemoryError("the page ids of a request")
     if outcome == PAST_PAGES:
         raise ArgumentError(
-            f"num_computed_tokens: got {num_computed}, allowed: as many as the request had, since pages that further tokens attend "
-            "to were given back behind a window"
+            f"num_computed_tokens: got {num_computed}, allowed: as many as the request had, since pages that further tokens "
+            "attend to were given back behind a window"
         )
     if outcome == UNSHAREABLE:
         raise PageIdError("a page of the request cannot have a further reference, or a free page has one")

@@ -308,9 +308,11 @@ cdef class RunningRows(RowMemory):
         Pages wholly behind go back, the last first, and lose their prefix entry unless they have other holders. Where the cut
         goes through a page that has other holders, that page goes back as well, and its first tokens are to be
         computed again: ``num_computed_tokens`` says so. Then pages of other groups to which these tokens were written go back
-        too, with those behind, if they have other holders. ArgumentError, and nothing changed, for more tokens than a row knows,
-        where pages that the attention window needs again were given back already, and where a state group's state has seen
-        tokens that are cut, unless all are. O(rows + pages behind).
+        too, with those behind, if they have other holders.
+
+        ArgumentError, and nothing changed, for more tokens than a row knows, where pages that the attention window needs again
+        were given back already, and where a state group's state has seen tokens that are cut, unless all are. O(rows + pages
+        behind).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds lengths = as_amounts(num_tokens, "num_tokens", row_ids.num)

@@ -32,8 +32,8 @@ cdef inline int32_t count_kept(
 
 
 cdef inline int32_t find_restart(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """How many tokens of a row that is cut to `num_tokens` stay computed: in each group up to the start of a page, or within one
-    that nobody else holds. O(groups) for each time that a group shortens it for the others.
+    """How many tokens of a row that is cut to `num_tokens` stay computed: in each group up to the start of a page, or within
+    one that nobody else holds. O(groups) for each time that a group shortens it for the others.
     """
     cdef const Group *group
     cdef Py_ssize_t g
@@ -87,7 +87,7 @@ cdef inline Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amoun
 
 cdef inline void trim_group(Pool *pool, const Group *group, Held *held, int32_t num_tokens, int32_t restart) noexcept nogil:
     """Give back a group's pages behind `num_tokens` tokens, and from the first on that others hold and the row would write to,
-    the last first. Pages with tokens from `restart` on lose their entries, if the row alone holds them, until these are computed.
+    the last first. Pages with tokens from `restart` on that it alone holds lose their entries until these are computed.
     """
     cdef int32_t keep = count_kept(pool, group, held, restart, num_tokens)
     cdef Py_ssize_t j
