@@ -233,6 +233,7 @@ class ModelRows(Rows):
         num_reserved_pages: int = 0,
         look_up: bool = True,
         is_preempted: bool = False,
+        ends_at_checkpoint: bool = False,
         **attributes: Any,
     ) -> int | None:
         request = Request(f"row{next(self._numbers)}", list(token_ids), **attributes)
@@ -242,6 +243,9 @@ class ModelRows(Rows):
         num_computed = max(num_hits, len(token_ids) if num_tokens is None else num_tokens)
         if max_num_new_tokens is not None:
             num_computed = min(num_computed, num_hits + max_num_new_tokens)
+        interval = self.manager.checkpoint_interval if ends_at_checkpoint else None
+        if interval and num_computed // interval * interval > num_hits:
+            num_computed -= num_computed % interval
         if self._is_shard_short(self.to_page_ids(hits), num_computed, dp_shard):
             return None
         num_attached = self.count_attached(num_hits, num_computed)

@@ -128,6 +128,8 @@ class StatesBatchWorkload(Copying, BatchWorkload):
         if num_tokens > self.interval and self.rng.random() < 0.5:
             options.pop("num_tokens", None)
             options["max_num_new_tokens"] = self.rng.randint(1, num_tokens // self.interval) * self.interval
+        if self.rng.random() < 0.3:
+            options["ends_at_checkpoint"] = True
         return options
 
     def release(self) -> None:
