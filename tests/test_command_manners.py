@@ -398,8 +398,8 @@ class TestProgress:
         json.loads(result.stdout)
         lines = [line for line in result.stderr.splitlines() if not line.startswith("skipped")]
         assert all(re.fullmatch(r"[\w -]+(, \d+ pages)?: [\d,]+ (of [\d,]+ )?\w+( \(\d+%\))?, \d+ s", line) for line in lines)
-        assert lines[0] == "reading the trace: 1 line, 0 s"
-        assert lines[-1].endswith("(100%), 0 s")
+        assert lines[0].startswith("reading the trace: 1 line, ")
+        assert "(100%), " in lines[-1]
         assert "\x1b" not in result.stderr
 
     def test_short_work_writes_none(self, trace: Path) -> None:

@@ -6,7 +6,9 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.arguments cimport array_of, size_of
-from pagepool.core.batch cimport Amounts, Batch, Grown, Growth, amount, claim_row, held_by, holding_of, start_call, tokens_of
+from pagepool.core.batch cimport (
+    Amounts, Batch, Grown, Growth, amount, claim_row, held_by, holding_of, is_row, start_call, tokens_of,
+)
 from pagepool.core.copies cimport awaits_copies, drop_copies, has_copies_due, reserve_copies
 from pagepool.core.growth cimport append_tokens, check_growth, check_step, copy_rows, grow_rows, keep_last_states, uncount
 from pagepool.core.holdings cimport Held, Holding, count_new_pages, count_places, find_lost_page, list_last_first
@@ -156,7 +158,7 @@ cdef class RunningRows(RowMemory):
         cdef StepResult result = StepResult.__new__(StepResult)
         cdef Growth *growth = &result.growth
         cdef Py_ssize_t num_right
-        cdef bint has_room = True
+        cdef bint is_due, has_room = True
         cdef int32_t held_free = NULL_PAGE
         result.begin(self, rows, num_new_tokens, num_ahead, tokens)
         if growth.num_rows == 0:
@@ -171,9 +173,10 @@ cdef class RunningRows(RowMemory):
             result.num_grown = self.grow_checked(growth)
         else:
             uncount(&self.batch, growth, 0, num_right)
+        is_due = num_right < growth.num_rows and self.has_due(growth.rows[num_right])
         self.let_go()
         if num_right < growth.num_rows:
-            self.refuse_growth(growth, num_right)
+            self.refuse_growth(growth, num_right, is_due)
         if not has_room:
             raise MemoryError(f"{growth.max_num_new} new pages")
         self.store.check_untaken(held_free)
@@ -212,6 +215,7 @@ cdef class RunningRows(RowMemory):
         """
         cdef Growth *growth = &result.growth
         cdef Py_ssize_t i, num_pages, num_left = result.num_grown
+        cdef bint is_due
         if result.batch is not self:
             raise ArgumentError(f"result: got one {'of another batch' if result.batch else 'that was taken back already'}")
         self.enter_call()
@@ -223,13 +227,14 @@ cdef class RunningRows(RowMemory):
             for i in range(result.num_grown - 1, -1, -1):
                 undo_row(&self.batch, growth, i, &num_pages)
             result.batch = None
+        is_due = num_left > 0 and self.has_due(growth.grown[num_left - 1].row)
         self.let_go()
         if num_left:
-            self.refuse_undo(growth, num_left - 1)
+            self.refuse_undo(growth, num_left - 1, is_due)
 
-    cdef int refuse_undo(self, const Growth *growth, Py_ssize_t at) except -1:
+    cdef int refuse_undo(self, const Growth *growth, Py_ssize_t at, bint is_due) except -1:
         cdef int32_t row = growth.grown[at].row
-        self.refuse_copies(row, at)
+        refuse_copies(row, at, is_due)
         if not is_as_grown(&self.batch, growth, at):
             raise ArgumentError(f"row {row} (at {at}): was grown, cut, moved or released since; allowed: the last call first")
         raise ArgumentError(
@@ -254,12 +259,12 @@ cdef class RunningRows(RowMemory):
                 raise ArgumentError(f"rows: got {row} twice (at {i} and {at}), allowed: each once")
         return row
 
-    cdef int refuse_growth(self, const Growth *growth, Py_ssize_t at) except -1:
+    cdef int refuse_growth(self, const Growth *growth, Py_ssize_t at, bint is_due) except -1:
         cdef int32_t row = self.refuse_row(growth.rows, at)
         if growth.token_ids != NULL and self.batch.states[row].num_tokens >= self.batch.max_num_tokens:
             self.refuse_length(row, <int64_t>self.batch.states[row].num_tokens + 1)
         cdef Holding holding = holding_of(&self.batch, row)
-        self.refuse_copies(row, at)
+        refuse_copies(row, at, is_due)
         if find_lost_page(&self.store.pool, &holding, self.batch.states[row].num_computed) != NULL_PAGE:
             raise DoubleFreeError(f"row {row} (at {at}): a page that it holds was given back by somebody else")
         raise ArgumentError(
@@ -268,15 +273,13 @@ cdef class RunningRows(RowMemory):
             f"{self.batch.states[row].num_tokens - self.batch.states[row].num_computed} that are known and not computed"
         )
 
-    cdef int refuse_copies(self, int32_t row, Py_ssize_t at) except -1:
-        """Raise if the row has copies due."""
-        cdef Holding holding = holding_of(&self.batch, row)
-        cdef bint is_due
-        with self.store.lock:
-            is_due = has_copies_due(&self.store.pool, &holding)
-        if is_due:
-            raise CopiesDueError(f"row {row} (at {at}): copies of its pages are due: call take_copies, and do them, before")
-        return 0
+    cdef bint has_due(self, int32_t row) noexcept:
+        """Whether a row at which a call stopped has copies due. The locks are held: another thread may take them soon."""
+        cdef Holding holding
+        if not is_row(&self.batch, row):
+            return False
+        holding = holding_of(&self.batch, row)
+        return has_copies_due(&self.store.pool, &holding)
 
     # Known tokens.
 
@@ -318,20 +321,22 @@ cdef class RunningRows(RowMemory):
         cdef PageIds lengths = as_amounts(num_tokens, "num_tokens", row_ids.num)
         cdef Amounts amounts = amounts_in(lengths)
         cdef Py_ssize_t i, num_right
+        cdef bint is_due
         self.enter_call()
         num_right = check_trim(&self.batch, row_ids.ids, &amounts, row_ids.num)
         if num_right == row_ids.num:
             for i in range(row_ids.num):
                 trim_row(&self.batch, self.batch.checked_rows[i], amount(&amounts, i))
+        is_due = num_right < row_ids.num and self.has_due(row_ids.ids[num_right])
         self.let_go()
         if num_right < row_ids.num:
-            self.refuse_trim(row_ids, num_right, amount(&amounts, num_right))
+            self.refuse_trim(row_ids, num_right, amount(&amounts, num_right), is_due)
 
-    cdef int refuse_trim(self, PageIds rows, Py_ssize_t at, int32_t num_tokens) except -1:
+    cdef int refuse_trim(self, PageIds rows, Py_ssize_t at, int32_t num_tokens, bint is_due) except -1:
         cdef int32_t row = self.refuse_row(rows.ids, at)
         if not 0 <= num_tokens <= self.batch.states[row].num_tokens:
             raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {self.batch.states[row].num_tokens}")
-        self.refuse_copies(row, at)
+        refuse_copies(row, at, is_due)
         if has_state_behind(&self.batch, row, find_restart(&self.batch, row, num_tokens)):
             raise ArgumentError(
                 f"num_tokens: got {num_tokens} (at {at}), allowed for row {row}, which has a state that saw later tokens: "
@@ -512,6 +517,13 @@ cdef class RunningRows(RowMemory):
         with self.lock:
             ids.add(held.ids, held.num_pages)
         return ids
+
+
+cdef int refuse_copies(int32_t row, Py_ssize_t at, bint is_due) except -1:
+    """Raise if copies of the pages of a row were due when a call stopped there."""
+    if is_due:
+        raise CopiesDueError(f"row {row} (at {at}): copies of its pages are due: call take_copies, and do them, before")
+    return 0
 
 
 cdef int check_tokens(PageIds tokens, PageIds rows) except -1:
