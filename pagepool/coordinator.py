@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import gcd, lcm
 
-from pagepool._core import CacheGroups, HashChain, PageIds, PrefixQuery, RequestPages
+from pagepool._core import CacheGroups, HashChain, PageIds, PrefixQuery, RequestPages, load_hits
 from pagepool.attention import MambaManager, SingleTypeCacheManager, get_manager_for_kv_cache_spec
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.page_pool import PagePool
@@ -131,7 +131,7 @@ class CacheCoordinator(ABC):
 
     @abstractmethod
     def find_longest_cache_hit(
-        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE
+        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE, loads: bool = False
     ) -> tuple[tuple[PageIds, ...], int]:
         """Return the longest cached prefix of at most `max_cache_hit_length` tokens, and its length in tokens. The prefix is
         page ids for each group, with the null page where the group's attention does not reach. Changes nothing.
@@ -153,7 +153,7 @@ class CacheCoordinatorNoPrefixCache(CacheCoordinator):
         super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, False, page_pool)
 
     def find_longest_cache_hit(
-        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE
+        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE, loads: bool = False
     ) -> tuple[tuple[PageIds, ...], int]:
         """Return no hit."""
         return tuple(PageIds() for _ in self.single_type_managers), 0
@@ -191,15 +191,33 @@ class HybridCacheCoordinator(CacheCoordinator):
         return sorted(groups, key=lambda group: not group[0].is_prefix_closed)
 
     def find_longest_cache_hit(
-        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE
+        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE, loads: bool = False
     ) -> tuple[tuple[PageIds, ...], int]:
         """O(pages x groups) a round, rarely more than two rounds. Repeats if another thread drops a page that was found."""
+        if loads and self.page_pool.store.tier is not None:
+            self._load(chain, max_cache_hit_length, ids)
         query = PrefixQuery(self.page_pool.store, chain, *ids)
         while True:
             num_tokens = self._find_hit_length(query, max_cache_hit_length)
             hits = self._fetch(query, num_tokens)
             if hits is not None:
                 return hits, num_tokens
+
+    def _load(self, chain: HashChain, max_cache_hit_length: int, ids: IdRange) -> None:
+        """Have the pages of the longest prefix in pool and tier loaded that are not in the pool."""
+        num_tokens = self._find_hit_length(PrefixQuery(self.page_pool.store, chain, *ids, True), max_cache_hit_length)
+        spans = [
+            (
+                manager.kv_cache_group_id,
+                manager.num_hashes_per_page,
+                manager.find_first_hit_page(num_tokens, self.use_eagle),
+                num_tokens // manager.entry_size,
+                manager.is_state,
+            )
+            for manager in self.single_type_managers
+        ]
+        if num_tokens:
+            load_hits(self.page_pool.store, chain, spans, *ids)
 
     def _find_hit_length(self, query: PrefixQuery, max_cache_hit_length: int) -> int:
         """Return the length on which all kinds agree."""

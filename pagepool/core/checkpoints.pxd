@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t
 
 from pagepool.core.copies cimport note_copy
 from pagepool.core.entering cimport Contents
-from pagepool.core.holdings cimport Held, Holding
+from pagepool.core.holdings cimport Held, Holding, note_taken, waits_for_loads
 from pagepool.core.index cimport enter, find_within, keep_tokens, rank
 from pagepool.core.notes cimport is_journaled, note_entry
 from pagepool.core.pages cimport take_from, take_this
@@ -72,9 +72,10 @@ cdef inline bint keep_state(
     cdef Held *held = &holding.held[g]
     cdef int32_t page_id = held.ids[0]
     cdef bint is_kept = has_free_pages(pool, 1, source.num_reserved, source.shard) and find_held_free(pool, 1) == NULL_PAGE
-    is_kept = is_kept and enter_state(pool, group, held, contents, num_computed)
+    is_kept = is_kept and not waits_for_loads(pool, held) and enter_state(pool, group, held, contents, num_computed)
     if is_kept:
         take_from(pool, held.ids, 1, source.shard)
+        note_taken(pool, held)
         note_copy(pool, page_id, held, 0, g)
     held.num_cached = full_entries(&group.rules, num_computed)
     return is_kept
@@ -86,6 +87,8 @@ cdef inline void enter_states(
     """Enter the states of what ends and was just given back, as far as they are due."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
+        if waits_for_loads(pool, &holding.held[g]):
+            continue
         if is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
             enter_state(pool, &holding.groups[g], &holding.held[g], contents, num_computed)
 

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t
 
-from pagepool.core.holdings cimport Held, Holding
+from pagepool.core.holdings cimport Held, Holding, has_transfers_due
 from pagepool.core.records cimport Copies, PageCopy, Pool, resize
 from pagepool.core.references cimport put_back_held
 
@@ -31,12 +31,12 @@ cdef inline void note_copy(Pool *pool, int32_t src, Held *target, int32_t place,
 
 
 cdef inline bint awaits_copies(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Whether pages that are held are the destination of a copy that is due."""
+    """Whether pages that are held are the destination of a copy that is due, or a transfer of them is."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups if pool.copies.num else 0):
         if holding.held[g].written_list == pool.copies.list_number:
             return True
-    return False
+    return has_transfers_due(pool, holding)
 
 
 cdef inline bint is_held_last(const Held *held, int32_t page_id) noexcept nogil:
@@ -49,7 +49,7 @@ cdef inline bint is_held_last(const Held *held, int32_t page_id) noexcept nogil:
 
 
 cdef inline bint has_copies_due(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Whether pages that are held are source or destination of a copy that is due, so that no token may be written to them."""
+    """Whether a copy from or to pages that are held is due, or a transfer, so that no token may be written to them."""
     cdef const Held *held
     cdef Py_ssize_t g, i
     for g in range(holding.num_groups if pool.copies.num else 0):

@@ -3,7 +3,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
-from pagepool.core.holdings cimport Held
+from pagepool.core.holdings cimport Held, waits_for_loads
 from pagepool.core.index cimport enter, home_of, keep_tokens, rank
 from pagepool.core.notes cimport is_journaled, note_entry
 from pagepool.core.platform cimport fetch
@@ -100,6 +100,8 @@ cdef inline void enter_full_pages(
     """Have the pages of a group entered that `num_tokens` tokens fill. Their records, likely far away, are fetched."""
     cdef PageToEnter *page
     cdef int32_t place, size = group.rules.page_size
+    if waits_for_loads(waiting.pool, held):
+        return
     while has_full_page(group, held, num_tokens):
         place = held.num_cached
         held.num_cached += 1

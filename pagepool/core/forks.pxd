@@ -4,7 +4,7 @@ from libc.stdint cimport int32_t
 from libc.string cimport memcpy
 
 from pagepool.core.copies cimport note_copy, reserve_copies
-from pagepool.core.holdings cimport Held, Holding, lacks_page
+from pagepool.core.holdings cimport Held, Holding, lacks_page, note_taken
 from pagepool.core.pages cimport find_untouchable, share, take_from
 from pagepool.core.queue cimport count_free_in, find_held_free
 from pagepool.core.records cimport NULL_PAGE, Pool
@@ -75,6 +75,7 @@ cdef inline void fork_group(
     if has_open_page(group, source, num_computed):
         share(pool, source.ids[n])
         take_from(pool, ids + n, 1, shard)
+        note_taken(pool, target)
         target.num_pages += 1
         note_copy(pool, source.ids[n], target, n, g)
         source.read_list = target.written_list

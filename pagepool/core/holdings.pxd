@@ -3,7 +3,7 @@
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from pagepool.core.index cimport drop, find
+from pagepool.core.index cimport find
 from pagepool.core.pages cimport find_unheld, take_from, touch_all
 from pagepool.core.platform cimport GUARDS
 from pagepool.core.records cimport BLANK, FLAGS, NOT_FREE, NO_GROUP, NULL_PAGE, Page, Pool, Ranking
@@ -12,6 +12,7 @@ from pagepool.core.rules cimport (
     MAX_TOKENS, Group, first_useful_page, full_entries, is_needed_by_hits, is_state, keeps_checkpoints, next_skip, pages_for,
 )
 from pagepool.core.siphash cimport Digest
+from pagepool.core.transfers cimport drop_everywhere
 
 cdef enum:
     STALE = -1                # a hit has another content by now
@@ -27,6 +28,8 @@ cdef struct Held:             # in one group
     int32_t num_unique        # leading pages that were compared with equal ones, where rows share these
     uint32_t read_list        # the last list of copies with a page as source; see `Copies`
     uint32_t written_list     # and as destination
+    int64_t load_number       # of the last list by which hits are loaded; 0: they were there
+    int64_t transfer_number   # of the last list with a transfer of these pages
 
 cdef struct Holding:
     const Group *groups       # [num_groups]
@@ -132,11 +135,50 @@ cdef inline void attach_hits(Pool *pool, const Group *group, Held *held, const i
         memcpy(held.ids, ids, n * sizeof(int32_t))
 
 
+cdef inline void note_taken(const Pool *pool, Held *held) noexcept nogil:
+    """Note that pages were taken, of which some may have to be saved in the tier before they are written."""
+    if pool.tier != NULL and pool.tier.num_due:
+        held.transfer_number = pool.tier.last_number + 1
+
+
+cdef inline int64_t find_load_number(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """The last list by which one of the pages is loaded, 0 for none."""
+    cdef Py_ssize_t i
+    cdef int64_t number = 0
+    for i in range(n if pool.tier != NULL and pool.tier.oldest_load < INT64_MAX else 0):
+        number = max(number, pool.tier.loading[ids[i]])
+    return number
+
+
+cdef inline void note_loads(const Pool *pool, const Holding *holding, int64_t number) noexcept nogil:
+    """Note that hits are loaded by lists up to that number."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups if number else 0):
+        holding.held[g].load_number = number
+        if number > pool.tier.last_number:
+            holding.held[g].transfer_number = number
+
+
+cdef inline bint has_transfers_due(const Pool *pool, const Holding *holding) noexcept nogil:
+    """Whether a transfer of pages that are held, or that had their places, was not taken."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups if pool.tier != NULL else 0):
+        if holding.held[g].transfer_number > pool.tier.last_number:
+            return True
+    return False
+
+
+cdef inline bint waits_for_loads(const Pool *pool, const Held *held) noexcept nogil:
+    """Whether hits, or what was computed with them, may still turn out to be wrong: then nothing more is entered."""
+    return pool.tier != NULL and held.load_number >= pool.tier.oldest_load
+
+
 cdef inline int32_t take_missing(Pool *pool, const Group *group, Held *held, int64_t num_tokens, int32_t shard) noexcept nogil:
     """Take the pages that a group is short of, and that are free, and return how many."""
     cdef int32_t n = <int32_t>count_missing(group, held.num_pages, num_tokens)
     if n:
         take_from(pool, held.ids + held.num_pages, n, shard)
+        note_taken(pool, held)
         held.num_pages += n
     return n
 
@@ -194,10 +236,10 @@ cdef inline void forget_page(Pool *pool, int32_t page_id, const Digest *digest, 
     if page_id == NULL_PAGE and digest != NULL:
         page_id = find(pool, digest[0], group)
         while page_id != NULL_PAGE:
-            drop(pool, page_id)
+            drop_everywhere(pool, page_id)
             page_id = find(pool, digest[0], group)
     elif pool.pages[page_id].group != NO_GROUP:
-        drop(pool, page_id)
+        drop_everywhere(pool, page_id)
 
 
 cdef inline void forget_uncomputed(
@@ -230,4 +272,4 @@ cdef inline void empty(const Holding *holding) noexcept nogil:
     """Forget all pages, which were given back."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
-        holding.held[g] = Held(holding.held[g].ids, 0, 0, 0, 0, Ranking(0, 0), 0, 0, 0)
+        holding.held[g] = Held(holding.held[g].ids, 0, 0, 0, 0, Ranking(0, 0), 0, 0, 0, 0, 0)

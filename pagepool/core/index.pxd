@@ -73,6 +73,8 @@ cdef inline bint enter(Pool *pool, int32_t page_id, Digest key, int32_t group) n
     page.group = group
     pool.num_cached += 1
     pool.num_entries += 1
+    if pool.tier != NULL:
+        pool.tier.note_entry(pool, page_id)
     if pool.num_parts and pool.policy.marks[page_id] != pool.policy.new_part:
         note_entered(pool, page_id)
     if slot.page_id != NULL_PAGE:

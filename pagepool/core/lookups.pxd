@@ -26,3 +26,4 @@ cdef class PrefixQuery:
     cdef PageStore store
     cdef HashChain chain
     cdef Range ids
+    cdef bint reaches_tier

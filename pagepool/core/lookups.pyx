@@ -3,7 +3,7 @@
 cimport cython
 
 from pagepool.core.arguments cimport group_of, size_of
-from pagepool.core.index cimport find_within, home_of
+from pagepool.core.index cimport find, find_within, home_of
 from pagepool.core.platform cimport fetch, go_on, let_others_run
 from pagepool.core.records cimport NULL_PAGE
 from pagepool.core.siphash cimport Digest
@@ -20,13 +20,16 @@ cdef struct Keys:             # what pages of one size are looked up by
     const int32_t *groups     # that must all hit
     Py_ssize_t num_groups
     Range ids                 # of pages that may hit
+    bint reaches_tier         # whether those in the tier hit as well
 
 
 cdef bint hits_all(Pool *pool, const Keys *keys, Py_ssize_t page) noexcept nogil:
+    cdef Digest key = keys.digests[(page + 1) * keys.stride - 1]
     cdef Py_ssize_t g
     for g in range(keys.num_groups):
-        if find_within(pool, keys.digests[(page + 1) * keys.stride - 1], keys.groups[g], keys.ids) == NULL_PAGE:
-            return False
+        if find_within(pool, key, keys.groups[g], keys.ids) == NULL_PAGE:
+            if not keys.reaches_tier or find(pool.tier.pool, key, keys.groups[g]) == NULL_PAGE:
+                return False
     return True
 
 
@@ -81,11 +84,12 @@ cdef class FoundIds(PageIds):
 @cython.auto_pickle(False)
 cdef class PrefixQuery:
     """Looks up the digests of `chain` in the prefix index of `store`, among page ids from `start_id` up to `stop_id` (None: to
-    the end of the pool).
+    the end of the pool), or, if it `reaches_tier`, in its tier.
     """
 
-    def __cinit__(self, PageStore store not None, HashChain chain not None, start_id=0, stop_id=None):
+    def __cinit__(self, PageStore store not None, HashChain chain not None, start_id=0, stop_id=None, bint reaches_tier=False):
         self.store, self.chain = store, chain
+        self.reaches_tier = reaches_tier and store.tier is not None
         self.ids = store.range_of(start_id, stop_id)
 
     def __reduce__(self):
@@ -95,7 +99,9 @@ cdef class PrefixQuery:
         """Return the end of the pages from `start` on, at most up to `stop`, that hit in all `groups`, with `stride` hashes a
         page. O(pages x groups).
         """
-        cdef Keys keys = Keys(NULL, size_of(stride, "stride", 1), groups.ids, groups.num, self.ids)
+        cdef Keys keys = Keys(
+            NULL, size_of(stride, "stride", 1), groups.ids, groups.num, self.ids, self.reaches_tier
+        )
         cdef Py_ssize_t last = size_of(stop, "stop"), first = size_of(start, "start")
         cdef void *thread
         with self.chain.lock, self.store.lock:
@@ -113,7 +119,9 @@ cdef class PrefixQuery:
         """Return the end of the last `need` consecutive pages before `stop` that hit in all `groups`, or, without such a run,
         of the leading pages that do. O(pages x groups).
         """
-        cdef Keys keys = Keys(NULL, size_of(stride, "stride", 1), groups.ids, groups.num, self.ids)
+        cdef Keys keys = Keys(
+            NULL, size_of(stride, "stride", 1), groups.ids, groups.num, self.ids, self.reaches_tier
+        )
         cdef Py_ssize_t last = size_of(stop, "stop"), run = size_of(need, "need", 1)
         if not self.store.enable_caching:
             return 0

@@ -21,6 +21,7 @@ cdef class PageRecords:
     cdef readonly object eviction       # name of the policy, a str
     cdef readonly object ghost_size     # pools, a float; None: the policy's own
     cdef readonly object names          # HashNames
+    cdef readonly object tier           # the `PageTier` behind it, or None
     cdef PageIds protected_ids          # pages that were given the PROTECTED flag last; None: none were
     cdef Py_ssize_t capacity            # records there is room for
     cdef cython.pymutex lock

@@ -21,6 +21,7 @@ from pagepool.core.records cimport (
 )
 from pagepool.core.references cimport lose_pins
 from pagepool.core.siphash cimport Digest
+from pagepool.core.transfers cimport drop_everywhere, empty_tier
 from pagepool.core.twins cimport link_shard_twins
 
 import os
@@ -415,7 +416,7 @@ cdef class CachedPages(PageRecords):
         with self.lock:
             for i in range(ids.num):
                 if self.pool.pages[ids.ids[i]].group != NO_GROUP:
-                    drop(&self.pool, ids.ids[i])
+                    drop_everywhere(&self.pool, ids.ids[i])
                     num_dropped += 1
         return num_dropped
 
@@ -430,6 +431,8 @@ cdef class CachedPages(PageRecords):
             for i in range(1, self.pool.num_pages if num_held == 0 else 1):
                 if self.pool.pages[i].group != NO_GROUP:
                     drop(&self.pool, i)
+            if num_held == 0 and self.pool.tier != NULL:
+                empty_tier(self.pool.tier)
             if num_held == 0 and is_journaled(&self.pool):
                 note_clear(&self.pool.journal)
         return num_held

@@ -51,6 +51,8 @@ cdef inline void claim(Pool *pool, int32_t page_id) noexcept nogil:
     if not page_id & pool.sample_mask:
         note_claim(pool, page_id)
     if pool.pages[page_id].group != NO_GROUP:
+        if pool.tier != NULL:
+            pool.tier.note_eviction(pool, page_id)
         drop(pool, page_id)
         pool.num_evicted += 1
     pool.pages[page_id].ref_cnt = 1
@@ -305,6 +307,8 @@ cdef inline void share(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void add_reference(Pool *pool, int32_t page_id) noexcept nogil:
     """One reference more for a page that was hit, and is not in the queue any more."""
     share(pool, page_id)
+    if pool.tier != NULL and pool.tier.uses != NULL:
+        pool.tier.uses[page_id] += pool.tier.uses[page_id] < pool.tier.min_uses
     if not page_id & pool.sample_mask:
         note_use(pool, page_id)
 

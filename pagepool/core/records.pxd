@@ -154,6 +154,45 @@ cdef struct Deadlines:        # of retained pages
     int32_t *places           # [num_pages] behind that: 1 + the place of a page in the heap; 0: it has no deadline
     int32_t num
 
+cdef struct Transfer:         # of a page between a pool and its tier
+    Digest key                # of the page
+    int64_t number            # of the list that it was taken with; 0: it is due
+    int32_t page_id           # in the pool
+    int32_t tier_id           # in the tier
+    int32_t group             # of the prefix entry
+    bint is_load              # from the tier
+    bint is_void              # all entries were dropped meanwhile
+
+cdef struct FreshPage:        # a page that was cached
+    int32_t page_id
+    uint32_t number           # of times that pages were
+
+cdef struct Tier:             # a second pool behind a pool, with pages under the same keys
+    Pool *pool
+    Transfer *items           # [num] due ones and those in flight, and room for `capacity`
+    Py_ssize_t num
+    Py_ssize_t capacity
+    Py_ssize_t num_due
+    int64_t last_number       # of a list that was taken
+    int64_t oldest_load       # number of the first list with loads in flight, or due; INT64_MAX: none
+    int64_t *loading          # [num_pages] number of the list by which a page of the pool is loaded; 0 for most
+    uint8_t *uses             # [num_pages] times that a cached page was used, up to `min_uses`; NULL: that is 1
+    uint8_t min_uses          # of a page that is worth saving
+    uint32_t *fresh_numbers   # [num_pages] of each page that was cached; NULL unless the tier writes through
+    uint32_t num_cached       # pages, ever
+    FreshPage *fresh          # [num_fresh] that are to be saved, and room for `fresh_capacity`
+    Py_ssize_t num_fresh
+    Py_ssize_t num_ready      # of them, that were computed by a step since
+    Py_ssize_t fresh_capacity
+    int64_t num_saved         # pages; these three by transfers that completed
+    int64_t num_loaded
+    int64_t num_failed
+    int64_t num_refused       # pages that found no room in the tier
+    # A cached page of the pool is about to be evicted.
+    void (*note_eviction)(Pool *pool, int32_t page_id) noexcept nogil
+    # A page of the pool was given an entry.
+    void (*note_entry)(Pool *pool, int32_t page_id) noexcept nogil
+
 cdef struct Pool:
     Page *pages
     Slot *slots               # NULL: no prefix caching
@@ -199,9 +238,10 @@ cdef struct Pool:
     int32_t num_high_free     # free pages with another level
     Deadlines deadlines
     Copies copies
+    Tier *tier                # NULL: none
 
 
-cdef inline bint resize(void **memory, size_t size) noexcept:
+cdef inline bint resize(void **memory, size_t size) noexcept nogil:
     """Reallocate an array; False, and nothing changed, where memory is short."""
     cdef void *resized = realloc(memory[0], size)
     if resized != NULL:

@@ -11,8 +11,9 @@ from pagepool.core.checkpoints cimport adopt_state, enter_states
 from pagepool.core.copies cimport awaits_copies, drop_copies, has_copies_due, note_copy, reserve_copies
 from pagepool.core.entering cimport Contents, Waiting, enter_full_pages, enter_waiting
 from pagepool.core.holdings cimport (
-    STALE, UNTOUCHABLE, Held, attach_hits, count_free_hits, count_missing, count_places, empty, find_lost_page,
-    forget_uncomputed, limits_of, list_last_first, recompute_from, skip_pages, take_missing,
+    STALE, UNTOUCHABLE, Held, attach_hits, count_free_hits, count_missing, count_places, empty,
+    find_load_number, find_lost_page, forget_uncomputed, limits_of, list_last_first, note_loads, recompute_from, skip_pages,
+    take_missing,
 )
 from pagepool.core.ids cimport PageIds
 from pagepool.core.index cimport is_entered_otherwise
@@ -223,10 +224,13 @@ cdef void attach_all(Pool *pool, const Holding *holding, tuple hits, bint adopts
     """Attach hits. Checkpoints are adopted as working pages, or get a reference for `copy_states`."""
     cdef PageIds ids
     cdef Py_ssize_t g
+    cdef int64_t number = 0
     for g in range(len(hits)):
         ids = hits[g]
+        number = max(number, find_load_number(pool, ids.ids, ids.num))
         if not adopts or not is_state(&holding.groups[g].rules):
             attach_hits(pool, &holding.groups[g], &holding.held[g], ids.ids, <int32_t>ids.num)
+    note_loads(pool, holding, number)
 
 
 cdef void adopt_states(Pool *pool, const Holding *holding, tuple hits) noexcept:

@@ -4,7 +4,7 @@
 from libc.stdint cimport int32_t
 
 from pagepool.core.batch cimport Batch, held_by
-from pagepool.core.holdings cimport Held
+from pagepool.core.holdings cimport Held, find_load_number
 from pagepool.core.index cimport drop, find_within
 from pagepool.core.pages cimport touch_all
 from pagepool.core.records cimport FLAGS, NO_GROUP, NULL_PAGE, Page, digest_of, ids_in_shard, is_pinned
@@ -32,6 +32,8 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
         for place in range(held.num_unique, 0 if is_state(&group.rules) else full_pages(&group.rules, num_computed)):
             page_id = held.ids[place]
             first = find_first_twin(batch, row, page_id)
+            if find_load_number(batch.pool, &first, 1):
+                continue
             if first != NULL_PAGE and first != page_id and not is_pinned(batch.pool, page_id):
                 touch_all(batch.pool, &first, 1)
                 drop(batch.pool, page_id)  # which nobody would do if the step that filled it turned out not to have run

@@ -12,7 +12,7 @@ from pagepool.hashing import RequestExtraKeys
 from pagepool.hashing.algorithms import HashAlgorithm, make_page_hasher
 from pagepool.hashing.request_hashes import RequestPageHashes
 from pagepool.manager.cache_pages import CachePages
-from pagepool.manager.copies import CopiedPages
+from pagepool.manager.tiers import HostTier, TieredPages
 from pagepool.manager.lookups import PrefixLookups, PrefixProbe
 from pagepool.manager.slots import ANYWHERE, Placement, SlotAllocator
 from pagepool.page_pool import PagePool
@@ -29,7 +29,7 @@ ZERO = 0
 """The default of a count. `is` tells this int from zeros of other types."""
 
 
-class CacheManager(CopiedPages):
+class CacheManager(TieredPages):
     """Allocates pages to requests and finds prefixes that are already cached.
 
     A manager is made for one owner; calls from several threads are serialised. A call interrupted by an exception, including
@@ -73,6 +73,7 @@ class CacheManager(CopiedPages):
         eviction: str | None = None,
         ghost_size: float | None = None,
         max_pinned_share: float = 0.2,
+        host_tier: HostTier | None = None,
     ) -> None:
         """`max_model_len` is in tokens. ArgumentError for values out of range and for combinations that are not supported."""
         if not isinstance(kv_cache_groups, Sequence):
@@ -112,6 +113,9 @@ class CacheManager(CopiedPages):
         self.event_source: EventSource | None = None
         self.query_counters = self._lookups.counters
         self._no_ids = self._slots.no_ids
+        if host_tier is not None:
+            host_tier.bind(self._store)
+        self.host_tier = host_tier
 
     def __repr__(self) -> str:
         """The sizes, and the use of the pool."""

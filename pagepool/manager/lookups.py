@@ -105,7 +105,7 @@ class PrefixLookups(KeyHolder):
             pages, num_tokens = refusal.hits, refusal.num_hit_tokens
         else:
             hashes.refusal = None
-            pages, num_tokens = self._coordinator.find_longest_cache_hit(hashes.chain, num_queried_tokens - 1, ids)
+            pages, num_tokens = self._coordinator.find_longest_cache_hit(hashes.chain, num_queried_tokens - 1, ids, loads=True)
         hashes.query = num_queried_tokens, num_tokens, is_preempted or hashes.is_counted
         return pages, num_tokens
 

@@ -1,0 +1,152 @@
+# Transfers of pages between a pool and the tier behind it: noted here, done by whoever takes the list. The lock of the pool
+# guards both.
+
+from libc.stdint cimport INT64_MAX, int32_t, int64_t
+
+from pagepool.core.index cimport drop, enter, find, has_key, rank
+from pagepool.core.pages cimport take_from, touch_all
+from pagepool.core.records cimport (
+    FLAGS, NO_GROUP, NULL_PAGE, TWIN, FreshPage, Page, Pool, Ranking, Tier, Transfer, digest_of, resize,
+)
+from pagepool.core.references cimport put_back
+from pagepool.core.siphash cimport Digest
+
+
+cdef inline bint reserve_transfers(Tier *tier, Py_ssize_t n) noexcept nogil:
+    """Allocate room for `n` transfers more; False where memory is short."""
+    cdef Py_ssize_t capacity = max(<Py_ssize_t>64, tier.capacity)
+    while capacity < tier.num + n:
+        capacity *= 2
+    if capacity > tier.capacity:
+        if not resize(<void **>&tier.items, capacity * sizeof(Transfer)):
+            return False
+        tier.capacity = capacity
+    return True
+
+
+cdef inline void note_transfer(Tier *tier, Digest key, int32_t group, int32_t page_id, int32_t tier_id, bint is_load) noexcept nogil:
+    """Note a transfer, for which there is room. It takes over a reference to the tier's page."""
+    tier.items[tier.num] = Transfer(key, 0, page_id, tier_id, group, is_load, False)
+    tier.num += 1
+    tier.num_due += 1
+
+
+cdef inline void renew(Pool *pool, int32_t page_id) noexcept nogil:
+    """Let a cached page be as one that was just used."""
+    touch_all(pool, &page_id, 1)
+    put_back(pool, page_id)
+
+
+cdef inline void save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
+    """Have a page saved, if it is not in the tier, was used often enough, and a page of the tier is not in flight."""
+    cdef Tier *tier = pool.tier
+    cdef int32_t tier_id = find(tier.pool, key, group)
+    if tier_id != NULL_PAGE:
+        renew(tier.pool, tier_id)
+    elif tier.uses != NULL and tier.uses[page_id] < tier.min_uses:
+        return
+    elif tier.pool.num_free == 0 or not reserve_transfers(tier, 1):
+        tier.num_refused += 1
+    else:
+        take_from(tier.pool, &tier_id, 1, -1)
+        note_transfer(tier, key, group, page_id, tier_id, False)
+
+
+cdef inline void save_evicted(Pool *pool, int32_t page_id) noexcept nogil:
+    """Have a page that is evicted saved, unless another one has its content."""
+    cdef const Page *page = &pool.pages[page_id]
+    if not page.group & TWIN:
+        save_page(pool, page_id, digest_of(page), page.group & ~FLAGS)
+
+
+cdef inline void note_cached(Pool *pool, int32_t page_id) noexcept nogil:
+    """Note that a page was cached: to count its uses, and to save it once a step has computed it, if the tier writes through.
+    Where memory is short it is saved when it is evicted.
+    """
+    cdef Tier *tier = pool.tier
+    cdef Py_ssize_t capacity = max(<Py_ssize_t>64, 2 * tier.fresh_capacity)
+    if tier.uses != NULL:
+        tier.uses[page_id] = 1
+    if tier.fresh_numbers == NULL or tier.loading[page_id]:
+        return
+    tier.num_cached += 1
+    tier.fresh_numbers[page_id] = tier.num_cached
+    if tier.num_fresh == tier.fresh_capacity and resize(<void **>&tier.fresh, capacity * sizeof(FreshPage)):
+        tier.fresh_capacity = capacity
+    if tier.num_fresh < tier.fresh_capacity:
+        tier.fresh[tier.num_fresh] = FreshPage(page_id, tier.num_cached)
+        tier.num_fresh += 1
+
+
+cdef inline void save_fresh(Pool *pool) noexcept nogil:
+    """Have the pages saved that were cached before the transfers were taken last, and still are."""
+    cdef Tier *tier = pool.tier
+    cdef FreshPage fresh
+    cdef const Page *page
+    cdef Py_ssize_t i, num_left = tier.num_fresh - tier.num_ready
+    for i in range(tier.num_ready):
+        fresh = tier.fresh[i]
+        page = &pool.pages[fresh.page_id]
+        if page.group != NO_GROUP and tier.fresh_numbers[fresh.page_id] == fresh.number:
+            save_page(pool, fresh.page_id, digest_of(page), page.group & ~FLAGS)
+    for i in range(num_left):
+        tier.fresh[i] = tier.fresh[tier.num_ready + i]
+    tier.num_fresh = tier.num_ready = num_left
+
+
+cdef inline void end_save(Tier *tier, const Transfer *transfer, bint is_done) noexcept nogil:
+    """Cache the page of the tier that was filled, unless there is one with its content, or it is void."""
+    cdef Ranking ranking = Ranking(0, 0)
+    cdef int32_t page_id = transfer.tier_id
+    if is_done and not transfer.is_void and find(tier.pool, transfer.key, transfer.group) == NULL_PAGE:
+        if enter(tier.pool, page_id, transfer.key, transfer.group) and tier.pool.num_parts:
+            rank(tier.pool, &ranking, &page_id, 0, transfer.key, transfer.group)
+    put_back(tier.pool, page_id)
+
+
+cdef inline void end_load(Pool *pool, const Transfer *transfer, bint is_done) noexcept nogil:
+    """Let go of both pages. They lose their entries if the load failed."""
+    cdef Tier *tier = pool.tier
+    tier.loading[transfer.page_id] = 0
+    if not is_done and has_key(&pool.pages[transfer.page_id], transfer.key, transfer.group):
+        drop(pool, transfer.page_id)
+    if not is_done and has_key(&tier.pool.pages[transfer.tier_id], transfer.key, transfer.group):
+        drop(tier.pool, transfer.tier_id)
+    put_back(pool, transfer.page_id)
+    put_back(tier.pool, transfer.tier_id)
+
+
+cdef inline void drop_everywhere(Pool *pool, int32_t page_id) noexcept nogil:
+    """Drop the entry of a page with a wrong content, in the tier too. What is being saved of it gets none."""
+    cdef Tier *tier = pool.tier
+    cdef Digest key = digest_of(&pool.pages[page_id])
+    cdef int32_t tier_id, group = pool.pages[page_id].group & ~FLAGS
+    cdef Py_ssize_t i
+    drop(pool, page_id)
+    if tier == NULL:
+        return
+    tier_id = find(tier.pool, key, group)
+    if tier_id != NULL_PAGE:
+        drop(tier.pool, tier_id)
+    for i in range(tier.num):
+        if tier.items[i].group == group and tier.items[i].key.lo == key.lo and tier.items[i].key.hi == key.hi:
+            tier.items[i].is_void = True
+
+
+cdef inline void empty_tier(Tier *tier) noexcept nogil:
+    """Drop all entries of the tier; what is in flight gets none."""
+    cdef int32_t page_id
+    cdef Py_ssize_t i
+    for i in range(tier.num):
+        tier.items[i].is_void = True
+    for page_id in range(1, tier.pool.num_pages):
+        if tier.pool.pages[page_id].group != NO_GROUP:
+            drop(tier.pool, page_id)
+
+
+cdef inline void find_oldest_load(Tier *tier) noexcept nogil:
+    cdef Py_ssize_t i
+    tier.oldest_load = INT64_MAX
+    for i in range(tier.num):
+        if tier.items[i].is_load:
+            tier.oldest_load = min(tier.oldest_load, tier.items[i].number or tier.last_number + 1)

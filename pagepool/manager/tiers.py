@@ -1,0 +1,96 @@
+"""A tier of host pages behind the pool of a manager."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from pagepool._core import PageTier, Transfers, add_tier, end_transfers, take_transfers
+from pagepool.arguments import MAX_SIZE, require_int
+from pagepool.errors import ArgumentError, shown
+from pagepool.manager.copies import CopiedPages
+
+if TYPE_CHECKING:
+    from pagepool._core import PageStore
+
+__all__ = ["HostTier", "HostTierStats", "TieredPages"]
+
+POLICIES = ("write_back", "write_through")
+
+
+class HostTierStats(NamedTuple):
+    """Pages of a host tier, and what happened to them since it was made."""
+
+    num_free_pages: int
+    num_cached_pages: int
+    num_in_flight: int
+    num_saved_pages: int
+    num_loaded_pages: int
+    num_failed_pages: int
+    num_evicted_pages: int
+    num_refused_pages: int
+
+
+class HostTier:
+    """Pages in host memory behind a pool: ``CacheManager(..., host_tier=HostTier(100_000))``. Each tier is for one manager.
+
+    Pages that are evicted from the pool are saved here, under the same keys, and a prefix hits pages in both. See
+    `CacheManager.take_transfers` for what the engine does, and `pagepool.host_pages` for JAX.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        *,
+        policy: Literal["write_back", "write_through"] = "write_back",
+        min_uses: int = 1,
+        eviction: str = "lru",
+    ) -> None:
+        """`num_pages` includes a null page, as in a pool. With ``"write_back"`` a page is saved when it is evicted from the
+        pool, with ``"write_through"`` as soon as it was computed; in both if it was used `min_uses` times, 1 to 255: computing
+        it is its first use, and each hit another. `eviction` is the tier's own policy. ArgumentError for other values.
+        """
+        if policy not in POLICIES:
+            raise ArgumentError(f"policy: got {shown(policy)}, allowed: {' or '.join(POLICIES)}")
+        self.num_pages = require_int("num_pages", num_pages, 2, MAX_SIZE)
+        self.policy = policy
+        self.min_uses = require_int("min_uses", min_uses, 1, 255)
+        self.eviction = eviction
+        self._store: PageStore | None = None
+
+    def bind(self, store: "PageStore") -> None:
+        """Put the tier behind a pool. ArgumentError if it is behind one, or the pool has one."""
+        if self._store is not None:
+            raise ArgumentError("host_tier: got one that is behind another pool")
+        add_tier(store, PageTier(store, self.num_pages, self.eviction, self.policy == "write_through", self.min_uses))
+        self._store = store
+
+    def stats(self) -> HostTierStats:
+        """Return its counters. O(1)."""
+        if self._store is None:
+            return HostTierStats(self.num_pages - 1, 0, 0, 0, 0, 0, 0, 0)
+        return HostTierStats(*self._store.tier.counters(self._store))
+
+
+class TieredPages(CopiedPages):
+    """The host tier of `CacheManager`, which inherits and sets up everything here."""
+
+    def take_transfers(self) -> Transfers:
+        """Return the transfers that are due, also those of running batches; empty, with the number 0, if none is.
+
+        The engine runs them before the next step: first it reads the sources of all saves, then it writes the loads, then the
+        copies of `take_copies`. When they are done, `complete_transfers` or `fail_transfers` ends them under their number; in
+        the meantime saved pages do not hit, and what was computed with loaded pages does not. O(transfers).
+        """
+        return take_transfers(self._store)
+
+    def complete_transfers(self, number: int) -> None:
+        """End the transfers that were taken under a number: saved pages hit from now on. ArgumentError for an unknown number.
+        O(transfers in flight).
+        """
+        end_transfers(self._store, number)
+
+    def fail_transfers(self, number: int, *, saves: Sequence[int] = (), loads: Sequence[int] = ()) -> list[int]:
+        """End the transfers of a number, of which some failed: those at these places of the saves and of the loads. The pages
+        of failed transfers lose their entries. Returns the device pages that failed loads have left with a wrong content, for
+        `RunningBatch.rewind`. ArgumentError for an unknown number or place. O(transfers in flight).
+        """
+        return end_transfers(self._store, number, saves, loads).to_list()
