@@ -396,12 +396,14 @@ class TestBadInput:
             (["--checkpoint-interval", 1024, "--model-config", "hybrid"], "1,024 is not a multiple of the page size, 544 tok"),
             (["--checkpoint-interval", 1024, "--model-config", "llama"], "no layer has a state, so --checkpoint-interval has"),
             (["--state-dtype", "float32", "--model-config", "llama"], "no layer has a state, so --state-dtype has no meaning"),
+            (["--page-size", 64, "--model-config", "states"], "no layer has attention, so --page-size has no meaning"),
+            (["--kv-dtype", "float16", "--model-config", "states"], "no layer has attention, so --kv-dtype has no meaning"),
             (["--model-config", "unknown"], "has layers with a state, but none of linear_num_key_heads, "),
             (["--model-config", "hybrid", "--state-dtype", "float3"], "dtype 'float3' is not one that NumPy or JAX knows"),
         ],
     )
     def test_one_line(self, command: str, options: list[object], message: str, trace: Path, tmp_path: Path) -> None:
-        configs = {"hybrid": QWEN, "llama": LLAMA, "unknown": {**LLAMA, "layer_types": ["mamba"] * 4}}
+        configs = {"hybrid": QWEN, "states": STATE_MODEL, "llama": LLAMA, "unknown": {**LLAMA, "layer_types": ["mamba"] * 4}}
         for name, content in configs.items():
             (tmp_path / name).write_text(json.dumps(content))
         result = invoke(command, trace, *(tmp_path / option if option in configs else option for option in options))
