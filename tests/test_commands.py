@@ -20,6 +20,7 @@ pytest.importorskip("click")
 pytest.importorskip("rich")
 from command_line import invoke
 
+from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans.command import choose_replays, choose_sizes
 from pagepool.replay.plans.report import describe, list_columns
 
@@ -143,12 +144,12 @@ class TestPlan:
         requests = make_requests([TraceRecord(0, 1600, 1_000_000, (0, 1, 2, 3))] * 10)
         sizes = [*range(1_000_000, 12_000_000, 1_000_000)]
         in_seconds = [4_000_000, 6_000_000, 8_000_000, 10_000_000]
-        assert choose_replays(sizes, None, requests, 16, 1_000) == in_seconds
-        assert choose_replays(sizes[:5], None, requests, 16, 1_000) == [4_000_000, 5_000_000]
-        assert choose_replays(sizes, None, requests, 16, 1) == []
-        assert choose_replays(sizes, 3, requests, 16, 1) == [1_000_000, 6_000_000, 11_000_000]
-        assert choose_replays(sizes, 99, requests, 16, 1) == sizes
-        assert choose_replays(sizes, 0, requests, 16, 1_000) == []
+        assert choose_replays(sizes, None, requests, ModelPages(16), 1_000) == in_seconds
+        assert choose_replays(sizes[:5], None, requests, ModelPages(16), 1_000) == [4_000_000, 5_000_000]
+        assert choose_replays(sizes, None, requests, ModelPages(16), 1) == []
+        assert choose_replays(sizes, 3, requests, ModelPages(16), 1) == [1_000_000, 6_000_000, 11_000_000]
+        assert choose_replays(sizes, 99, requests, ModelPages(16), 1) == sizes
+        assert choose_replays(sizes, 0, requests, ModelPages(16), 1_000) == []
 
     def test_a_trace_without_hits(self, tmp_path: Path) -> None:
         path = tmp_path / "trace.jsonl"
@@ -156,7 +157,7 @@ class TestPlan:
         result = invoke("plan", path)
         assert result.exit_code == 0
         assert "no pool hits anything" in result.output
-        assert choose_sizes(None, Planner([TraceRecord(0, 1, 1, (0,))], 16)) == [2, 3]
+        assert choose_sizes(None, Planner([TraceRecord(0, 1, 1, (0,))], 16), ModelPages(16), 0) == [2, 3]
 
 
 class TestWording:

@@ -1,6 +1,5 @@
 """Eviction policies in the commands: simulations against the scheduler, tables, sentences, JSON and options."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from pagepool.replay import Plan, Planner, PolicyFigures, PoolFigures, Scheduler
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
-from command_line import invoke
+from command_line import figures_of, invoke, write_trace
 
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans import command
@@ -39,17 +38,7 @@ def make_loop(num_requests: int = 240) -> list[TraceRecord]:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    path = tmp_path / "loop.jsonl"
-    fields = ("timestamp", "input_length", "output_length", "hash_ids")
-    path.write_text("".join(json.dumps({name: getattr(each, name) for name in fields}) + "\n" for each in make_loop()))
-    return path
-
-
-def figures_of(*args: object) -> dict[str, Any]:
-    result = invoke(*args, "--json", "-")
-    assert result.exit_code == 0, result.output
-    figures: dict[str, Any] = json.loads(result.stdout)
-    return figures
+    return write_trace(tmp_path / "loop.jsonl", make_loop())
 
 
 def test_the_policies_are_those_of_the_pool() -> None:

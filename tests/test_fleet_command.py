@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("click")
 pytest.importorskip("rich")
 pytest.importorskip("msgspec")
-from command_line import invoke
+from command_line import invoke, write_trace
 from test_fleet import HAS_RAY, make_records
 
 ROUTERS = ["round-robin", "least-loaded", "prefix"]
@@ -21,11 +21,7 @@ ROUTERS = ["round-robin", "least-loaded", "prefix"]
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    path = tmp_path / "trace.jsonl"
-    fields = ("timestamp", "input_length", "output_length", "hash_ids")
-    lines = [{name: getattr(record, name) for name in fields} for record in make_records(1)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    return write_trace(tmp_path / "trace.jsonl", make_records(1))
 
 
 def test_a_table_with_a_column_for_each_router(trace: Path) -> None:

@@ -18,7 +18,7 @@ from sources import ROOT
 
 for package in ("click", "rich", "msgspec", "matplotlib"):
     pytest.importorskip(package)
-from command_line import invoke  # noqa: E402  only with the extras
+from command_line import invoke, write_trace  # noqa: E402  only with the extras
 from test_fleet import HAS_RAY, make_records  # noqa: E402
 from test_model import LLAMA, QWEN  # noqa: E402
 
@@ -61,10 +61,8 @@ def recording() -> Path:
 def folder(tmp_path: Path, recording: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files that the document names; a small trace stands for the real one."""
     monkeypatch.chdir(tmp_path)
-    fields = ("timestamp", "input_length", "output_length", "hash_ids")
-    lines = [json.dumps({name: getattr(record, name) for name in fields}) + "\n" for record in make_records(1)]
-    Path("trace.jsonl").write_text("".join(lines))
-    Path("cut.jsonl").write_text("".join(lines[:4]) + '{"timestamp": 1, ')
+    trace = write_trace(Path("trace.jsonl"), make_records(1))
+    Path("cut.jsonl").write_text("".join(trace.read_text().splitlines(keepends=True)[:4]) + '{"timestamp": 1, ')
     Path("empty.jsonl").touch()
     Path("config.json").write_text(json.dumps(LLAMA))
     Path("hybrid.json").write_text(json.dumps(QWEN))

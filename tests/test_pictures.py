@@ -27,11 +27,12 @@ from test_commands import Page, line_of  # noqa: E402
 from pagepool.replay import Plan, Planner, Scheduler, TraceRecord, make_requests  # noqa: E402
 from pagepool.replay.fleets.report import HIT_RATE as RUN_HIT_RATE  # noqa: E402
 from pagepool.replay.models.pages import ModelPages  # noqa: E402
-from pagepool.replay.plans.plot import POLICY_STYLES, draw_plan, save_plot  # noqa: E402
+from pagepool.replay.plans.plot import draw_plan, save_plot  # noqa: E402
 from pagepool.replay.plans.policies import PolicySimulator  # noqa: E402
 from pagepool.replay.plans.report import HIT_RATE, headline, list_columns  # noqa: E402
 from pagepool.replay.plans.web_page import make_page  # noqa: E402
 from pagepool.replay.shared.drawing import COLORS, STYLE  # noqa: E402
+from pagepool.replay.shared.options import EVICTION_POLICIES  # noqa: E402
 from pagepool.replay.simulation.figures import find_hit_rate  # noqa: E402
 from pagepool.replay.simulation.runs import make_manager  # noqa: E402
 from pagepool.replay.traces.reader import name_trace  # noqa: E402
@@ -90,7 +91,7 @@ class TestShares:
     """A hit rate is a share of all prompt tokens, in tables, plots and JSON."""
 
     def test_a_plan(self) -> None:
-        plan = make_plan([8, 30, 45, 100, 200], None, (45, 100), (*POLICY_STYLES,))
+        plan = make_plan([8, 30, 45, 100, 200], None, (45, 100), EVICTION_POLICIES[1:])
         assert plan.pools[0].skipped == 2
         all_tokens = sum(record.input_length for record in make_records())
         lines = {line.get_label(): line for line in draw(plan).axes[0].get_lines()}
@@ -367,7 +368,7 @@ class TestAlternatives:
 
 class TestPages:
     def test_they_fit_telephones_and_the_dark(self) -> None:
-        text = make_page(make_plan([10, 100], 1 << 21, (100,), (*POLICY_STYLES,)), "chat")
+        text = make_page(make_plan([10, 100], 1 << 21, (100,), EVICTION_POLICIES[1:]), "chat")
         assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
         assert ":root { color-scheme: light dark;" in text
         [dark] = re.findall(r"@media screen and \(prefers-color-scheme: dark\) \{ :root \{(.*)\} \}", text)

@@ -10,6 +10,7 @@ from test_replay import SHARED_TRACE, make_manager
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.manager import CacheManager
 from pagepool.replay import Figures, Planner, SimulatedRequest, TraceRecord, make_requests, read_trace
+from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans.lru import LruCurve
 from pagepool.replay.plans.optimum import BestCurve
 from pagepool.replay.plans.reuse import find_reuse
@@ -241,6 +242,23 @@ class TestPlan:
         assert (pool.requests, pool.skipped, pool.prompt_tokens, pool.skipped_prompt_tokens) == (2, 1, 16, 12)
         assert pool.lru_hit_tokens == 4
         assert pool.lru_hit_rate == pool.best_hit_rate == 4 / 28
+
+    def test_groups_of_a_model_share_the_pages(self) -> None:
+        """The hits are those of as much memory for attention alone."""
+        records, model = [record_of(1, 2, 3), record_of(1, 2), record_of(1, 2, 3)], ModelPages(4, 100, 3, 2)
+        planner = Planner(records, page_size=4)
+        plan, alone = planner.make_plan([1, 9, 12, 99], model=model), planner.make_plan([3, 4, 33])
+        assert (plan.min_num_pages, plan.page_bytes, plan.model) == (1 + 3 * 3 + 2, 100, model)
+        assert [pool.skipped for pool in plan.pools] == [3, 2, 0, 0]
+        assert [pool.lru_hit_tokens for pool in plan.pools[1:]] == [pool.lru_hit_tokens for pool in alone.pools]
+        assert [pool.best_hit_tokens for pool in plan.pools[1:]] == [pool.best_hit_tokens for pool in alone.pools]
+        assert [knee.lru_num_pages for knee in plan.knees] == [1 + 3 * (knee.lru_num_pages - 1) for knee in alone.knees]
+
+    def test_without_attention_nothing_is_known_of_it(self) -> None:
+        plan = Planner([record_of(1, 2)] * 2, page_size=1).make_plan([2, 9], model=ModelPages(1, 100, 0, 1))
+        assert (plan.most_hit_tokens, plan.min_num_pages, plan.knees, plan.pools_with_hits) == (7, 2, (), ())
+        names = ("lru_hit_tokens", "lru_hit_rate", "best_hit_tokens", "best_hit_rate")
+        assert {pool[name] for pool in plan.as_dict()["pools"] for name in names} == {None}
 
     def test_a_pool_that_holds_nothing(self) -> None:
         [pool] = Planner([record_of(1)], page_size=4).make_plan([1]).pools

@@ -1,26 +1,29 @@
 """Replays and plans of models with states: chunks that end at checkpoints, hits by interval, and the commands' answers."""
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from test_eviction_commands import make_loop
 from test_model import ATTENTION, LLAMA, QWEN
 from test_replay import SHARED_TRACE, compare_paths, make_random_requests, request_of, steps_of
 
 from pagepool.manager import CacheManager
-from pagepool.replay import Scheduler, SimulatedRequest, make_requests, read_trace
+from pagepool.replay import Planner, Scheduler, SimulatedRequest, TraceRecord, make_requests, read_trace
 from pagepool.replay.models.pages import ModelPages
-from pagepool.replay.plans.checkpoints import CheckpointSimulator
-from pagepool.replay.simulation.allocator import end_at_checkpoints
+from pagepool.replay.plans.checkpoints import CheckpointSimulator, count_states
+from pagepool.replay.simulation.allocator import HASH_SEED, end_at_checkpoints
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
-from command_line import invoke
+from command_line import figures_of, invoke, write_trace
+
+from pagepool.replay.shared.options import EVICTION_POLICIES
 
 NUM_SEEDS = 20
 STATE_MODEL = {
@@ -30,6 +33,11 @@ STATE_MODEL = {
     "state_size": 16,
     "conv_kernel": 4,
     "expand": 2,
+}
+MODELS = {
+    "more states": QWEN,
+    "more attention": QWEN | {"layer_types": (["full_attention"] * 3 + ["linear_attention"]) * 12},
+    "states only": STATE_MODEL,
 }
 
 
@@ -122,24 +130,41 @@ class TestEqualPaths:
 
 
 class TestSimulator:
-    def test_equal_to_the_scheduler_with_one_request_at_a_time(self) -> None:
+    @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+    @pytest.mark.parametrize("num_attention_groups", [0, 1, 3])
+    def test_equal_to_the_scheduler_with_one_request_at_a_time(self, num_attention_groups: int, eviction: str) -> None:
         seen: Counter[str] = Counter()
         for seed in range(NUM_SEEDS):
             print(f"seed {seed}")
             rng = np.random.default_rng(seed)
-            model = ModelPages(int(rng.choice([1, 2, 4, 8])), num_state_groups=int(rng.integers(1, 4)))
-            interval, budget = model.page_size * int(rng.integers(1, 5)), int(rng.integers(5, 100))
-            num_pages = 10 + int(rng.integers(80, 600)) // model.page_size
+            page_size = int(rng.choice([1, 2, 4, 8])) if num_attention_groups else 1
+            model = ModelPages(page_size, None, num_attention_groups, num_state_groups=int(rng.integers(1, 4)))
+            interval, budget = page_size * int(rng.integers(1, 5)), int(rng.integers(5, 100))
+            num_pages = int(rng.integers(4, 60)) + num_attention_groups * int(rng.integers(80, 600)) // page_size
             requests = make_random_requests(rng, num_requests=40)
-            ours = CheckpointSimulator(requests, model, budget).run(num_pages, interval)
-            manager = CacheManager(num_pages, model.make_groups(interval), 1 << 16)
+            ours = CheckpointSimulator(requests, model, budget).run(num_pages, interval, eviction)
+            groups = model.make_groups(interval)
+            manager = CacheManager(num_pages, groups, 1 << 16, hash_seed=HASH_SEED, eviction=eviction)
             theirs = Scheduler(manager, requests, max_num_batched_tokens=budget, max_num_seqs=1).run()
             assert (ours.hit_tokens, ours.copied_pages) == (theirs.hit_tokens, theirs.copied_pages)
             keys = manager.page_pool.cached_page_hash_to_page
-            assert ours.kept_pages == sum(key.group_id > 0 for key in keys)
+            assert ours.kept_pages == sum(key.group_id >= num_attention_groups for key in keys)
             seen.update(theirs.as_dict())
-        for name in ("hit_tokens", "evicted_pages", "copied_pages", "skipped"):
-            assert seen[name] > 0
+        assert min(seen[name] for name in ("hit_tokens", "evicted_pages", "copied_pages")) > 0
+        assert (seen["skipped"] > 0) == (num_attention_groups > 0)
+
+    def test_a_pool_for_all_states_never_evicts(self) -> None:
+        for seed in range(NUM_SEEDS):
+            print(f"seed {seed}")
+            rng = np.random.default_rng(seed)
+            interval, budget = int(rng.integers(1, 9)), int(rng.integers(1, 40))
+            requests = make_random_requests(rng, num_requests=30)
+            simulator = CheckpointSimulator(requests, ModelPages(1, None, 0, 1), budget)
+            most = count_states(requests, interval, budget)
+            enough, huge = (simulator.run(num_pages, interval) for num_pages in (1 + most, 50_000))
+            assert (enough.hit_tokens, enough.kept_pages) == (huge.hit_tokens, huge.kept_pages)
+            alone = [CheckpointSimulator([each], ModelPages(1, None, 0, 1), budget).run(50_000, interval) for each in requests]
+            assert most == sum(1 + each.kept_pages for each in alone)
 
     def test_equal_to_the_texts_in_a_pool_that_never_evicts(self) -> None:
         num_hit_tokens = 0
@@ -168,10 +193,8 @@ class TestSimulator:
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     """Twelve requests of 1,200 tokens, of four prompts."""
-    path = tmp_path / "trace.jsonl"
-    line = {"timestamp": 0, "input_length": 1200, "output_length": 3}
-    path.write_text("".join(json.dumps(line | {"hash_ids": [i % 4, 10 + i % 4, 20 + i % 4]}) + "\n" for i in range(12)))
-    return path
+    records = (TraceRecord(0, 1200, 3, (i % 4, 10 + i % 4, 20 + i % 4)) for i in range(12))
+    return write_trace(tmp_path / "trace.jsonl", records)
 
 
 @pytest.fixture
@@ -179,13 +202,6 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(QWEN))
     return path
-
-
-def figures_of(*args: object) -> dict[str, Any]:
-    result = invoke(*args, "--json", "-")
-    assert result.exit_code == 0, result.output
-    figures: dict[str, Any] = json.loads(result.stdout)
-    return figures
 
 
 class TestReplay:
@@ -235,6 +251,99 @@ class TestPlan:
         for pool in figures["pools"]:
             assert [each["interval"] for each in pool["checkpoints"]] == [256, 512]
         assert figures["page_bytes"] is None
+
+    @pytest.mark.parametrize(
+        ("model", "sizes"), [("more states", "40,400"), ("more attention", "40,400"), ("states only", "4,200")]
+    )
+    @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+    def test_hits_are_those_of_a_replay(self, model: str, sizes: str, eviction: str, config: Path, tmp_path: Path) -> None:
+        config.write_text(json.dumps(MODELS[model]))
+        seen: Counter[str] = Counter()
+        common = [write_trace(tmp_path / "loop.jsonl", make_loop()), "--model-config", config, "--max-batched-tokens", 1100]
+        planned = figures_of("plan", *common, "--num-pages", sizes, "--replays", 0, "--eviction", eviction)
+        for pool in planned["pools"]:
+            assert {run["eviction"] for run in pool["checkpoints"]} == {"lru", eviction}
+            for run in pool["checkpoints"]:
+                options = ["--num-pages", pool["num_pages"], "--checkpoint-interval", run["interval"], "--max-num-seqs", 1]
+                figures = figures_of("replay", *common, *options, "--eviction", run["eviction"])
+                assert (run["hit_tokens"], run["copied_pages"]) == (figures["hit_tokens"], figures["copied_pages"])
+                assert run["hit_rate"] == figures["trace_hit_rate"]
+                seen.update(figures)
+        assert min(seen[name] for name in ("hit_tokens", "evicted_pages", "copied_pages")) > 0
+
+    def test_states_only(self, trace: Path, config: Path) -> None:
+        config.write_text(json.dumps(STATE_MODEL))
+        figures = figures_of("plan", trace, "--model-config", config)
+        assert (figures["page_bytes"], figures["min_num_pages"]) == (4 * (3 + 16) * 128 * 2, 2)
+        assert (figures["most_hit_tokens"], figures["knees"]) == (8 * 1199, [])
+        assert figures["pools"][-1]["num_pages"] == 1 + 12 * 2  # a step a prompt
+        assert [each["hit_tokens"] for each in figures["pools"][-1]["checkpoints"]] == [8 * 1024] * 3 + [0, 0]
+        for pool in figures["pools"]:
+            assert pool["lru_hit_rate"] is pool["lru_hit_tokens"] is pool["best_hit_rate"] is pool["best_hit_tokens"] is None
+        output = invoke("plan", trace, "--model-config", config, "--replays", 3, "--memory", "200kB").output
+        for text in (
+            "12 requests, 14,400 prompt tokens, pages of 1 state and 19.0 KiB",
+            "A page holds all states of a request.\nA checkpoint takes 1 page (19.0 KiB); a running request holds 1 page for ",
+            "At 10 pages (190.0 KiB) checkpoints every 256 tokens hit most of 5 intervals: 56.9% of prompt tokens; in the end ",
+            "With a state after each token a pool that never evicts would hit 9,592 of 14,400 prompt tokens (66.6%).",
+            "Requests of any length run in a pool of 2 pages (38.0 KiB).",
+        ):
+            assert text in output
+        for text in ("attention", "Padding", "LRU:", "pages of 1 token"):
+            assert text.lower() not in output.lower()
+
+    def test_without_attention_only_simulated_sizes_are_shown(self, trace: Path, config: Path) -> None:
+        config.write_text(json.dumps(STATE_MODEL))
+        options = ["plan", trace, "--model-config", config, "--num-pages", "1:1M", "--checkpoint-interval", 512]
+        simulated = [f"{pool['num_pages']:,}" for pool in figures_of(*options)["pools"] if pool["checkpoints"]]
+        table = invoke(*options).output.partition("preempted,")[2].partition("By interval")[0]
+        assert [line.split()[0] for line in table.splitlines()[2:] if line] == simulated
+        assert (len(simulated), simulated[0], simulated[-1]) == (8, "2", "1,000,000")
+
+    def test_more_attention_than_states(self, trace: Path, config: Path) -> None:
+        config.write_text(json.dumps(MODELS["more attention"]))
+        figures = figures_of("plan", trace, "--model-config", config, "--num-pages", "40,100")
+        alone = Planner(read_trace(str(trace)), 544).make_plan([1 + 39 // 3, 1 + 99 // 3])
+        assert [pool["lru_hit_tokens"] for pool in figures["pools"]] == [pool.lru_hit_tokens for pool in alone.pools]
+        assert figures["min_num_pages"] == 1 + 3 * 3 + 1
+        output = invoke("plan", trace, "--model-config", config, "--num-pages", 100).output
+        for text in (
+            "A page holds 544 tokens of attention, in one of 3 groups of layers, or all states of a request. Padding is 1.5% ",
+            "A checkpoint takes 1 page (12.8 MiB), as much as 181 tokens of attention; a running request holds 1 page for its ",
+            "The largest request needs a pool of 11 pages ",
+        ):
+            assert text in output
+
+    def test_policies(self, config: Path, tmp_path: Path) -> None:
+        path = write_trace(tmp_path / "loop.jsonl", make_loop())
+        options = ["plan", path, "--checkpoint-interval", "256,512", "--num-pages", 700, "--replays", 0]
+        for pool in figures_of(*options)["pools"]:
+            assert {run["eviction"] for run in pool["checkpoints"]} <= {"lru"}
+            assert pool["policies"] == {}
+        assert "Megiddo" not in invoke(*options).output
+        output = invoke(*options, "--eviction", "adaptive", "--eviction", "arc").output
+        for text in ("At 700 pages", "With ARC eviction at 700 pages ", "With adaptive eviction at 700 pages "):
+            assert f"\n{text}" in output
+        assert "Megiddo" in output
+        table = output.partition("By interval of checkpoints, with 700 pages")[2]
+        rows = [line.split()[:2] for line in table.splitlines() if line.lstrip().startswith(("256 ", "512 "))]
+        assert rows == [[interval, policy] for policy in ("LRU", "ARC", "adaptive") for interval in ("256", "512")]
+
+    @pytest.mark.parametrize("model", ["more attention", "states only"])
+    def test_pictures_of_policies(self, model: str, config: Path, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        config.write_text(json.dumps(MODELS[model]))
+        trace, files = write_trace(tmp_path / "loop.jsonl", make_loop()), (tmp_path / "plan.svg", tmp_path / "plan.html")
+        sizes = "10,20" if model == "states only" else "100,150"
+        options = ["--num-pages", sizes, "--eviction", "adaptive", "--plot", files[0], "--html", files[1]]
+        result = invoke("plan", trace, "--model-config", config, *options)
+        assert result.exit_code == 0, result.output
+        for path in files:
+            text = path.read_text()
+            assert re.search(r"checkpoints every [\d,]+ tokens with adaptive eviction hit up to [\d.]+% of prompt tokens", text)
+            assert re.search(r"checkpoints every [\d,]+, adaptive", text)
+            assert ("attention alone" in text.lower()) == (model == "more attention")
+            assert ("a state after each token" in text.lower()) == (model == "states only")
 
     def test_the_text(self, trace: Path, config: Path) -> None:
         result = invoke("plan", trace, "--model-config", config, "--num-pages", 50)
@@ -287,12 +396,14 @@ class TestBadInput:
             (["--checkpoint-interval", 1024, "--model-config", "hybrid"], "1,024 is not a multiple of the page size, 544 tok"),
             (["--checkpoint-interval", 1024, "--model-config", "llama"], "no layer has a state, so --checkpoint-interval has"),
             (["--state-dtype", "float32", "--model-config", "llama"], "no layer has a state, so --state-dtype has no meaning"),
+            (["--page-size", 64, "--model-config", "states"], "no layer has attention, so --page-size has no meaning"),
+            (["--kv-dtype", "float16", "--model-config", "states"], "no layer has attention, so --kv-dtype has no meaning"),
             (["--model-config", "unknown"], "has layers with a state, but none of linear_num_key_heads, "),
             (["--model-config", "hybrid", "--state-dtype", "float3"], "dtype 'float3' is not one that NumPy or JAX knows"),
         ],
     )
     def test_one_line(self, command: str, options: list[object], message: str, trace: Path, tmp_path: Path) -> None:
-        configs = {"hybrid": QWEN, "llama": LLAMA, "unknown": {**LLAMA, "layer_types": ["mamba"] * 4}}
+        configs = {"hybrid": QWEN, "states": STATE_MODEL, "llama": LLAMA, "unknown": {**LLAMA, "layer_types": ["mamba"] * 4}}
         for name, content in configs.items():
             (tmp_path / name).write_text(json.dumps(content))
         result = invoke(command, trace, *(tmp_path / option if option in configs else option for option in options))
@@ -318,20 +429,16 @@ class TestBadInput:
         assert "Error: " in result.output
         assert "Traceback" not in result.output
 
-    def test_what_a_plan_cannot_say(self, trace: Path, tmp_path: Path) -> None:
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps(STATE_MODEL))
-        result = invoke("plan", trace, "--model-config", path)
-        assert (result.exit_code, len(result.output.splitlines())) == (2, 1)
-        assert "a plan needs attention" in result.output
-        result = invoke("plan", trace, "--checkpoint-interval", 256, "--eviction", "arc")
-        assert result.exit_code == 2
-        assert "--eviction: the plan of a model with states is for LRU" in result.output
-        assert invoke("plan", trace, "--checkpoint-interval", 256, "--eviction", "lru", "--replays", 0).exit_code == 0
+    def test_more_than_there_is_memory_for(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("pagepool.replay.shared.memory.count_available_bytes", lambda: 7_000_000)
+        options = ["plan", trace, "--checkpoint-interval", 256, "--num-pages", "600,100k", "--replays", 0]
+        assert invoke(*options).exit_code == 0
+        result = invoke(*options, "--eviction", "arc")
+        assert result.exit_code == 1
+        assert "out of memory: a simulation of 100,000 pages of 16 tokens would take 9.5 MiB" in result.output
 
     def test_a_pool_that_holds_no_request_with_its_states(self, trace: Path, config: Path) -> None:
-        for command in ("plan", "replay"):
-            sizes = ["--num-pages", "5,6"] if command == "plan" else ["--num-pages", "6"]
-            result = invoke(command, trace, "--model-config", config, *sizes)
+        for name, sizes in (("plan", "5,6"), ("replay", "6")):
+            result = invoke(name, trace, "--model-config", config, "--num-pages", sizes)
             assert result.exit_code == 1
             assert "needs 7 pages, including the null page" in result.output

@@ -157,11 +157,12 @@ def fleet(
     from pagepool.replay.fleets.replica import ReplicaSettings
     from pagepool.replay.fleets.report import print_fleet
 
-    summary = f"{count_of(num_replicas, 'replica')} of {describe_pool(num_pages, page_size, eviction)}"
+    model = ModelPages(page_size)
+    summary = f"{count_of(num_replicas, 'replica')} of {describe_pool(num_pages, model, eviction)}"
     with open_result(json_path) as json_file, open_result(plot_path) as plot_file:
         with Progress() as progress:
             records, requests = load_trace(trace, limit, block_size, seed, progress)
-            require_one_that_fits(requests, num_pages, ModelPages(page_size))
+            require_one_that_fits(requests, num_pages, model)
             if ray in (None, "local"):
                 requests_bytes = count_request_bytes(len(records), sum(len(record.block_ids) for record in records))
                 pool_bytes = count_event_pool_bytes(num_pages, page_size, eviction)

@@ -36,6 +36,15 @@ class ModelPages:
     attention_bytes: int | None = None
     state_bytes: int | None = None
 
+    @property
+    def contents(self) -> str:
+        """What a page holds, as text.
+
+        >>> ModelPages(1).contents, ModelPages(1, num_attention_groups=0, num_state_groups=1).contents
+        ('1 token', '1 state')
+        """
+        return count_of(self.page_size, "token") if self.num_attention_groups else "1 state"
+
     def count_pages(self, num_tokens: int) -> int:
         """Count the pages that a request of `num_tokens` holds, without checkpoints."""
         return self.num_attention_groups * cdiv(num_tokens, self.page_size) + self.num_state_groups

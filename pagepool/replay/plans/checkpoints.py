@@ -2,7 +2,7 @@
 from one pass: each interval and pool size needs a simulation.
 
 The hits are those of `Scheduler` with one running request: chunks of a prompt end at the last checkpoint within a step, those
-of an answer at the end of each page. No call is made for tokens that fill no page.
+of an answer at the end of each page, without attention at each checkpoint. No call is made for tokens that fill no page.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +14,25 @@ from pagepool.replay.plans.plan import CheckpointFigures
 from pagepool.replay.simulation.allocator import end_at_checkpoints
 from pagepool.replay.simulation.runs import make_manager
 from pagepool.replay.traces.simulated_request import SimulatedRequest
+from pagepool.specs import cdiv
 
-__all__ = ["CheckpointSimulator"]
+__all__ = ["CheckpointSimulator", "count_states"]
+
+
+def count_states(requests: Sequence[SimulatedRequest], interval: int, max_batched_tokens: int) -> int:
+    """Count the states that requests hold or keep at most: one that the request changes, a checkpoint for each step of a
+    prompt, and one for each multiple of the interval in an answer.
+
+    >>> from pagepool.replay import TraceRecord, make_requests
+    >>> count_states(make_requests([TraceRecord(0, 1024, 600, (7, 8))]), interval=256, max_batched_tokens=512)
+    5
+    """
+    num_states = len(requests)
+    for request in requests:
+        num_in_prompt = request.num_prompt_tokens // interval
+        num_steps = cdiv(num_in_prompt, max(1, max_batched_tokens // interval))
+        num_states += num_steps + request.num_slots // interval - num_in_prompt
+    return num_states
 
 
 class CheckpointSimulator:
@@ -29,33 +46,35 @@ class CheckpointSimulator:
     """
 
     def __init__(self, requests: Sequence[SimulatedRequest], model: ModelPages, max_batched_tokens: int = 8192) -> None:
-        """`model` has one group of attention, and states."""
+        """`model` has states."""
         self._requests = requests
         self._model = model
         self._max_batched_tokens = max_batched_tokens
 
-    def run(self, num_pages: int, interval: int, on_request: Callable[[int], object] | None = None) -> CheckpointFigures:
-        """Run in a new LRU pool of `num_pages`, including the null page. Requests larger than the pool are skipped. Raises as
-        `CacheManager` does. `on_request` gets the number of requests done. O(tokens).
+    def run(
+        self, num_pages: int, interval: int, eviction: str = "lru", on_request: Callable[[int], object] | None = None
+    ) -> CheckpointFigures:
+        """Run in a new pool of `num_pages`, including the null page. Requests larger than the pool are skipped. Raises as
+        `make_manager` does. `on_request` gets the number of requests done. O(tokens).
         """
-        manager = make_manager(num_pages, self._model, self._requests, interval)
+        manager = make_manager(num_pages, self._model, self._requests, interval, eviction=eviction)
         hit_tokens = num_copies = 0
         for num_done, request in enumerate(self._requests, start=1):
             if self._model.count_pages(request.num_slots) < num_pages:
-                num_hits, num_copied = self._run_request(manager, replace(request))
+                num_hits, num_copied = self._run_request(manager, replace(request), interval)
                 hit_tokens, num_copies = hit_tokens + num_hits, num_copies + num_copied
             if on_request is not None:
                 on_request(num_done)
         first_group = self._model.num_attention_groups
         num_kept = sum(key.group_id >= first_group for key in manager.page_pool.cached_page_hash_to_page)
-        return CheckpointFigures(interval, num_pages, hit_tokens, num_copies, num_kept)
+        return CheckpointFigures(interval, num_pages, hit_tokens, num_copies, num_kept, eviction)
 
-    def _run_request(self, manager: CacheManager, request: SimulatedRequest) -> tuple[int, int]:
+    def _run_request(self, manager: CacheManager, request: SimulatedRequest, interval: int) -> tuple[int, int]:
         """Run a request from its look-up to its end. Returns the numbers of tokens that it hit, and of copies."""
         pages, num_hits = manager.get_computed_pages(request)
         num_copies = 0
         hits: tuple[int, CachePages] | tuple[()] = (num_hits, pages)
-        for end in self._list_ends(request, num_hits, manager.checkpoint_interval):
+        for end in self._list_ends(request, num_hits, interval):
             request.num_tokens = max(request.num_tokens, end)
             manager.allocate_slots(request, end - max(request.num_computed_tokens, num_hits), *hits)
             hits, request.num_computed_tokens = (), end
@@ -64,11 +83,11 @@ class CheckpointSimulator:
         manager.free_page_hashes(request)
         return num_hits, num_copies
 
-    def _list_ends(self, request: SimulatedRequest, num_hit_tokens: int, interval: int | None) -> Iterator[int]:
+    def _list_ends(self, request: SimulatedRequest, num_hit_tokens: int, interval: int) -> Iterator[int]:
         """List the numbers of tokens at which a request takes pages and enters them: the ends of its steps, in the answer only
-        those that fill a page.
+        those that fill a page or, without attention, have a checkpoint.
         """
-        end, size = num_hit_tokens, self._model.page_size
+        end, size = num_hit_tokens, self._model.page_size if self._model.num_attention_groups else interval
         while end < request.num_slots:
             num_left = request.num_prompt_tokens - end
             if num_left > 0:

@@ -20,7 +20,7 @@ from pagepool.replay.models.options import (
     state_dtype_option,
 )
 from pagepool.replay.models.pages import ModelPages, list_intervals
-from pagepool.replay.plans.checkpoints import CheckpointSimulator
+from pagepool.replay.plans.checkpoints import CheckpointSimulator, count_states
 from pagepool.replay.plans.plan import CheckpointFigures, Plan, Planner, PolicyFigures, PoolFigures
 from pagepool.replay.plans.policies import PolicySimulator
 from pagepool.replay.plans.report import print_plan
@@ -55,6 +55,7 @@ MAX_REPLAY_STEPS = 200_000  # ten seconds
 MAX_REPLAY_PAGES = 10_000_000  # half a gigabyte
 NUM_POLICY_SIZES = 5
 NUM_CHECKPOINT_SIZES = 4
+NUM_STATE_SIZES = 8  # without attention, which has a curve for all sizes
 MAX_CHECKPOINT_TOKENS = 5_000_000_000  # of requests, in all simulations together: a minute
 MAX_POLICY_PAGES = 100_000_000  # of requests, in all simulations together: twenty seconds
 
@@ -74,17 +75,13 @@ def find_model(
         model = replace(model, page_bytes=bytes_per_token * model.page_size)
     if (model.page_bytes or 0) > MAX_SIZE:
         raise Refusal(f"{model_config}: a page would take {shorten(model.page_bytes)} bytes, allowed: {MAX_SIZE}")
-    if model.num_attention_groups != 1:
-        raise Refusal(f"{model_config}: a plan needs attention, in at most as many layers as states; see `pagepool replay`")
     return model
 
 
-def find_intervals(model: ModelPages, asked: Sizes | None, policies: Sequence[str]) -> list[int]:
+def find_intervals(model: ModelPages, asked: Sizes | None) -> list[int]:
     """Return the intervals of checkpoints to simulate, none for a model without states."""
     if model.num_state_groups == 0:
         return []
-    if {*policies} - {EVICTION_POLICIES[0]}:
-        raise click.UsageError("--eviction: the plan of a model with states is for LRU; `pagepool replay` has other policies")
     if asked is None:
         return list_intervals(model.page_size)
     if asked.is_range:
@@ -108,30 +105,26 @@ def find_sizes(num_pages: Sizes | None, memory: Sizes | None, page_bytes: int | 
         raise click.UsageError(f"--memory: {error}") from error
 
 
-def choose_sizes(asked: Sizes | None, planner: Planner, num_state_pages: int = 0) -> list[int]:
-    """Return the requested sizes; for one or none, add sizes from the largest request to all possible hits. With states a
-    request holds `num_state_pages`, and each of its pages may have a checkpoint of as many.
+def choose_sizes(asked: Sizes | None, planner: Planner, model: ModelPages, num_states: int) -> list[int]:
+    """Return the requested sizes; for one or none, add sizes from the largest request to all possible hits. With attention each
+    of its pages may have a checkpoint, without it requests have `num_states` in all.
     """
     if asked is not None and len(asked.numbers) > 1:
         return asked.list()
-    smallest = planner.min_num_pages + num_state_pages
-    ends = smallest, max(smallest + 1, planner.max_num_pages * (1 + num_state_pages))
+    smallest, largest = planner.find_smallest(model), 1 + model.num_state_groups * num_states
+    if model.num_attention_groups:
+        largest = planner.max_num_pages * (model.num_attention_groups + model.num_state_groups)
+    ends = smallest, max(smallest + 1, largest)
     return sorted({*Sizes(ends, is_range=True).list(), *(asked.numbers if asked else ())})
 
 
-def name_model(plan: Plan, model: ModelPages, asked: Sizes | None) -> Plan:
-    """Add the model, whose states take pages too, and the only size that was asked for."""
-    size = asked.numbers[0] if asked and len(asked.numbers) == 1 else None
-    return replace(plan, model=model, min_num_pages=plan.min_num_pages + model.num_state_groups, asked_num_pages=size)
-
-
 def choose_replays(
-    sizes: Sequence[int], num_replays: int | None, requests: Sequence[SimulatedRequest], page_size: int, max_num_seqs: int
+    sizes: Sequence[int], num_replays: int | None, requests: Sequence[SimulatedRequest], model: ModelPages, max_num_seqs: int
 ) -> list[int]:
     """Choose sizes evenly; by default some of those whose replay takes seconds."""
     if num_replays is None:
         num_tokens = sum(request.num_output_tokens for request in requests)
-        mean_pages = sum(cdiv(request.num_slots, page_size) for request in requests) / len(requests)
+        mean_pages = sum(model.count_pages(request.num_slots) for request in requests) / len(requests)
         sizes = [
             size
             for size in sizes
@@ -163,27 +156,30 @@ def choose_simulations(
 
 
 def simulate_checkpoints(
-    model: ModelPages,
     plan: Plan,
     intervals: Sequence[int],
+    policies: Sequence[str],
     requests: Sequence[SimulatedRequest],
     max_batched_tokens: int,
     progress: Progress,
 ) -> tuple[CheckpointFigures, ...]:
-    """Simulate intervals of checkpoints, one pool at a time: in as many of the pools that skip no request as take a minute, one
-    at least, with the only size that was asked for. Raises Refusal for a pool that is too large.
+    """Simulate intervals of checkpoints with LRU and with `policies`, one pool at a time: in as many of the pools that skip no
+    request as take a minute, one at least, with the only size that was asked for. Raises Refusal for a pool that is too large.
     """
-    num_tokens = len(intervals) * sum(request.num_slots for request in requests)
-    num_sizes = max(1, min(NUM_CHECKPOINT_SIZES, MAX_CHECKPOINT_TOKENS // num_tokens))
+    chosen = [policy for policy in EVICTION_POLICIES if policy in (EVICTION_POLICIES[0], *policies)]
+    num_tokens = len(chosen) * len(intervals) * sum(request.num_slots for request in requests)
+    max_num_sizes = NUM_CHECKPOINT_SIZES if plan.model.num_attention_groups else NUM_STATE_SIZES
+    num_sizes = max(1, min(max_num_sizes, MAX_CHECKPOINT_TOKENS // num_tokens))
     fitting = [pool.num_pages for pool in plan.pools if pool.num_pages >= plan.min_num_pages] or [plan.pools[-1].num_pages]
     sizes = {*spread(fitting, num_sizes), *([plan.asked_num_pages] if plan.asked_num_pages else [])}
-    require_memory(f"a simulation of {describe_pool(max(sizes), plan.page_size)}", count_pool_bytes(max(sizes)))
-    simulator = CheckpointSimulator(requests, model, max_batched_tokens)
+    num_bytes = max(count_pool_bytes(max(sizes), policy) for policy in chosen)
+    require_memory(f"a simulation of {describe_pool(max(sizes), plan.model)}", num_bytes)
+    simulator = CheckpointSimulator(requests, plan.model, max_batched_tokens)
     figures = []
-    for interval, num_pages in product(intervals, sorted(sizes)):
-        name = f"checkpoints every {interval:,} tokens, {num_pages:,} pages"
+    for policy, interval, num_pages in product(chosen, intervals, sorted(sizes)):
+        name = f"{'' if policy == 'lru' else f'{policy}, '}checkpoints every {interval:,} tokens, {num_pages:,} pages"
         with progress.follow(name, "request", len(requests)) as update:
-            figures.append(simulator.run(num_pages, interval, update))
+            figures.append(simulator.run(num_pages, interval, policy, update))
     return tuple(figures)
 
 
@@ -204,14 +200,14 @@ def simulate_policies(
         return ()
     largest = pools[-1].num_pages
     num_bytes = count_digest_bytes(num_request_pages) + max(count_pool_bytes(largest, policy) for policy in others)
-    require_memory(f"a simulation of {describe_pool(largest, plan.page_size)}", num_bytes)
+    require_memory(f"a simulation of {describe_pool(largest, plan.model)}", num_bytes)
     with progress.follow("hashing pages", "request", len(requests)) as update:
         simulator = PolicySimulator(requests, plan.page_size, max_batched_tokens, update)
     figures = []
     for policy, pool in product(others, pools):
         with (
             progress.follow(f"{policy}, {pool.num_pages:,} pages", "request", len(requests)) as update,
-            making_pool(pool.num_pages, plan.page_size, policy),
+            making_pool(pool.num_pages, plan.model, policy),
         ):
             hit_tokens = simulator.count_hits(policy, pool.num_pages, update)
         figures.append(planner.compare(pool, policy, hit_tokens))
@@ -281,8 +277,8 @@ def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
     metavar="POLICY",
     multiple=True,
     help=f"Policy to simulate at each size: {' or '.join(EVICTION_POLICIES[1:])}; repeatable. {EVICTION_POLICIES[0]}: none. "
-    "A size takes seconds for each 10M pages of requests.",
-    show_default=f"all, at up to {NUM_POLICY_SIZES} sizes that take seconds",
+    "A size takes seconds for each 10M pages of requests. For a model with states: at the sizes with checkpoints.",
+    show_default=f"all, at up to {NUM_POLICY_SIZES} sizes that take seconds; none if the model has states",
 )
 @max_batched_tokens_option
 @max_num_seqs_option
@@ -331,10 +327,10 @@ def plan(
     With one size or none, the plan adds sizes from the largest request to all possible hits.
 
     A model with states hits only where it kept all of them, so for such a model the plan simulates intervals of
-    checkpoints (--checkpoint-interval) in some of the sizes.
+    checkpoints (--checkpoint-interval) in some of the sizes, with LRU and with the policies that are named.
     """
     model = find_model(model_config, (kv_dtype, state_dtype), page_size, bytes_per_token, intervals)
-    chosen_intervals = find_intervals(model, intervals, policies)
+    chosen_intervals = find_intervals(model, intervals)
     asked = find_sizes(num_pages, memory, model.page_bytes)
     if plot_path or html_path:
         require_plots()
@@ -345,17 +341,19 @@ def plan(
                 require_one_that_fits(requests, asked.numbers[-1], model)
             with progress.follow("one after another", "request", len(records)) as update:
                 planner = Planner(records, model.page_size, update)
-                made = planner.make_plan(choose_sizes(asked, planner, model.num_state_groups), model.page_bytes)
-            made = name_model(made, model, asked)
+                num_states = count_states(requests, min(chosen_intervals, default=1), max_batched_tokens)
+                made = planner.make_plan(choose_sizes(asked, planner, model, num_states), model=model)
+            if asked is not None and len(asked.numbers) == 1:
+                made = replace(made, asked_num_pages=asked.numbers[0])
             if chosen_intervals:
-                kept = simulate_checkpoints(model, made, chosen_intervals, requests, max_batched_tokens, progress)
+                kept = simulate_checkpoints(made, chosen_intervals, policies, requests, max_batched_tokens, progress)
                 made = replace(made, checkpoints=kept)
             else:
                 runs = simulate_policies(planner, made, policies, requests, max_batched_tokens, progress)
                 made = replace(made, policies=runs)
-            sizes = choose_replays([pool.num_pages for pool in made.pools], replays, requests, model.page_size, max_num_seqs)
+            sizes = choose_replays([pool.num_pages for pool in made.pools_with_hits], replays, requests, model, max_num_seqs)
             largest, interval = max(sizes, default=0), made.best_interval
-            require_memory(f"a replay in {describe_pool(largest, model.page_size)}", count_pool_bytes(largest))
+            require_memory(f"a replay in {describe_pool(largest, model)}", count_pool_bytes(largest))
             make = partial(make_scheduler, max_batched_tokens=max_batched_tokens, max_num_seqs=max_num_seqs)
             figures = replay_pools(sizes, lambda size: make(make_manager(size, model, requests, interval), requests), progress)
             made = replace(made, replays=figures)

@@ -12,10 +12,10 @@ from pagepool.replay.plans.optimum import BestCurve
 from pagepool.replay.plans.reuse import find_reuse
 from pagepool.replay.simulation.figures import Figures, find_hit_rate
 from pagepool.replay.traces.reader import TraceRecord
-from pagepool.specs import cdiv
 
-__all__ = ["CheckpointFigures", "Knee", "Plan", "Planner", "PolicyFigures", "PoolFigures"]
+__all__ = ["POLICY_NAMES", "CheckpointFigures", "Knee", "Plan", "Planner", "PolicyFigures", "PoolFigures"]
 
+POLICY_NAMES = {"lru": "LRU", "arc": "ARC", "adaptive": "adaptive"}
 SHARES = (0.5, 0.8, 0.95, 0.99)
 MAIN_SHARE = 0.95
 
@@ -73,8 +73,8 @@ class PolicyFigures:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFigures:
-    """Hits of a model with states in a pool of `num_pages`, including the null page, with checkpoints after each `interval`
-    tokens, simulated with requests one after another.
+    """Hits of a model with states in a pool of `num_pages`, including the null page, under a policy, with checkpoints after
+    each `interval` tokens, simulated with requests one after another.
 
     `copied_pages` counts copies of states, into checkpoints and back. In the end `kept_pages` of the pool were checkpoints.
     """
@@ -84,6 +84,7 @@ class CheckpointFigures:
     hit_tokens: int
     copied_pages: int
     kept_pages: int
+    eviction: str = "lru"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,9 @@ class Plan:
     figures of simulated schedulers by pool size, `policies` those of other eviction policies. `asked_num_pages` is the size
     that the user asked for, None for none or several.
 
-    For a model with states, `checkpoints` has the hits by interval and pool size, and all other figures but those of `replays`
-    are of its attention alone. `model` has its pages.
+    For a model with states, `checkpoints` has the hits by policy, interval and pool size, and all other hits but those of
+    `replays` are of its attention alone, in pools of the same memory. Without attention these are 0, and `most_hit_tokens` is
+    what a pool that never evicts would hit with a state after each token. `model` has its pages.
     """
 
     page_size: int
@@ -142,25 +144,35 @@ class Plan:
         return runs
 
     @property
-    def checkpoints_by_interval(self) -> dict[int, dict[int, CheckpointFigures]]:
-        """The figures of `checkpoints` by interval and pool size."""
-        runs: dict[int, dict[int, CheckpointFigures]] = {}
+    def checkpoint_runs(self) -> dict[tuple[str, int], dict[int, CheckpointFigures]]:
+        """The figures of `checkpoints` by policy and interval, and by pool size."""
+        runs: dict[tuple[str, int], dict[int, CheckpointFigures]] = {}
         for each in self.checkpoints:
-            runs.setdefault(each.interval, {})[each.num_pages] = each
+            runs.setdefault((each.eviction, each.interval), {})[each.num_pages] = each
         return runs
 
     @property
     def best_interval(self) -> int | None:
-        """The interval with the most hits, added up over all pools; None without states."""
-        runs = self.checkpoints_by_interval
+        """The interval with the most hits of LRU, added up over all pools; None without states."""
+        runs = {interval: by_size for (eviction, interval), by_size in self.checkpoint_runs.items() if eviction == "lru"}
         return max(runs, key=lambda interval: sum(each.hit_tokens for each in runs[interval].values()), default=None)
+
+    @property
+    def pools_with_hits(self) -> tuple[PoolFigures, ...]:
+        """The pools whose hits are known: all, but without attention only those of `checkpoints`."""
+        if self.model.num_attention_groups:
+            return self.pools
+        sizes = {each.num_pages for each in self.checkpoints}
+        return tuple(pool for pool in self.pools if pool.num_pages in sizes)
 
     def find_checkpoint_rate(self, figures: CheckpointFigures) -> float:
         """Return the share of all prompt tokens that hit."""
         return find_hit_rate(figures.hit_tokens, self.prompt_tokens)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all figures by name, for JSON; replays, policies and checkpoints are part of their pools."""
+        """Return all figures by name, for JSON; replays, policies and checkpoints are part of their pools. Without attention
+        its hits are None.
+        """
         plan = asdict(self)
         for name in ("replays", "policies", "asked_num_pages", "checkpoints"):
             del plan[name]
@@ -168,6 +180,8 @@ class Plan:
         for fields, pool in zip(plan["pools"], self.pools, strict=True):
             replay = self.replays.get(pool.num_pages)
             fields |= {"lru_hit_rate": pool.lru_hit_rate, "best_hit_rate": pool.best_hit_rate}
+            if not self.model.num_attention_groups:
+                fields |= dict.fromkeys(("lru_hit_tokens", "lru_hit_rate", "best_hit_tokens", "best_hit_rate"))
             fields["replay"] = replay.as_dict() if replay else None
             size = pool.num_pages
             fields["policies"] = {name: by_size[size].as_dict() for name, by_size in runs.items() if size in by_size}
@@ -195,26 +209,25 @@ class Curves:
         self.lru = LruCurve(reuse)
         self.best = BestCurve(reuse)
 
-    def make_figures(self, num_pages: int, num_skipped: int = 0, skipped_prompt_tokens: int = 0) -> PoolFigures:
-        """Make the figures of a pool that skips `num_skipped` other requests."""
-        return PoolFigures(
-            num_pages,
-            self.num_requests,
-            num_skipped,
-            self.prompt_tokens,
-            self.lru.count_hits(num_pages - 1) * self.page_size,
-            self.best.count_hits(num_pages - 1) * self.page_size,
-            skipped_prompt_tokens,
-        )
+    def make_figures(self, num_pages: int, num_groups: int, num_skipped: int, skipped_prompt_tokens: int) -> PoolFigures:
+        """Make the figures of a pool that skips `num_skipped` other requests, with hits of `num_groups` of attention."""
+        lru = best = 0
+        if num_groups:
+            num_usable_pages = (num_pages - 1) // num_groups
+            lru, best = (curve.count_hits(num_usable_pages) * self.page_size for curve in (self.lru, self.best))
+        return PoolFigures(num_pages, self.num_requests, num_skipped, self.prompt_tokens, lru, best, skipped_prompt_tokens)
 
     def find_size(self, curve: LruCurve | BestCurve, num_hit_pages: float) -> int:
         """Find the smallest pool, including the null page, in which so many pages hit, at most all possible ones."""
         return self.sizes[bisect_left(self.sizes, num_hit_pages, key=lambda num_pages: curve.count_hits(num_pages - 1))]
 
-    def find_knees(self) -> tuple[Knee, ...]:
-        """Find the knee for each share; none if nothing ever hits."""
-        hits = {share: share * self.num_hit_pages for share in SHARES} if self.num_hit_pages else {}
-        return tuple(Knee(share, self.find_size(self.lru, num), self.find_size(self.best, num)) for share, num in hits.items())
+    def find_knees(self, num_groups: int) -> tuple[Knee, ...]:
+        """Find the knee for each share, with `num_groups` of attention; none if nothing ever hits."""
+        knees = []
+        for share in SHARES if self.num_hit_pages and num_groups else ():
+            sizes = [self.find_size(curve, share * self.num_hit_pages) for curve in (self.lru, self.best)]
+            knees.append(Knee(share, *(1 + num_groups * (size - 1) for size in sizes)))
+        return tuple(knees)
 
 
 class Planner:
@@ -237,6 +250,7 @@ class Planner:
         ArgumentTypeError if the page size is not a positive integer.
         """
         self._records = records
+        self._max_num_slots = max((record.num_slots for record in records), default=0)
         self._curves = Curves(records, require_int("page_size", page_size, minimum=1), on_request)
 
     @property
@@ -262,25 +276,33 @@ class Planner:
         lru_num_pages = None if pool.skipped else self._curves.find_size(self._curves.lru, num_hit_pages)
         return PolicyFigures(eviction, pool, hit_tokens, lru_num_pages)
 
-    def make_plan(self, sizes: Iterable[int], page_bytes: int | None = None) -> Plan:
-        """Make the figures of pools of those sizes, in pages including the null page. Cost: milliseconds a size for each 10,000
-        requests; a size below `min_num_pages` costs as much as the constructor.
+    def make_plan(self, sizes: Iterable[int], page_bytes: int | None = None, model: ModelPages | None = None) -> Plan:
+        """Make the figures of pools of those sizes, in pages including the null page: of one group of attention with pages of
+        `page_bytes`, or of those of `model`, whose page size must be the planner's. Cost: milliseconds a size for each 10,000
+        requests; a size that skips requests costs as much as the constructor.
         """
+        model = model or ModelPages(self._curves.page_size, page_bytes)
         return Plan(
-            page_size=self._curves.page_size,
-            page_bytes=page_bytes,
+            page_size=model.page_size,
+            page_bytes=model.page_bytes,
             requests=self._curves.num_requests,
             prompt_tokens=self._curves.prompt_tokens,
             most_hit_tokens=self._curves.num_hit_pages * self._curves.page_size,
-            min_num_pages=self.min_num_pages,
-            knees=self._curves.find_knees(),
-            pools=tuple(self._count(num_pages) for num_pages in sizes),
+            min_num_pages=self.find_smallest(model),
+            knees=self._curves.find_knees(model.num_attention_groups),
+            pools=tuple(self._count(num_pages, model) for num_pages in sizes),
+            model=model,
         )
 
-    def _count(self, num_pages: int) -> PoolFigures:
-        if num_pages >= self.min_num_pages:
-            return self._curves.make_figures(num_pages)
-        page_size = self._curves.page_size
-        fitting = [record for record in self._records if cdiv(record.num_slots, page_size) < num_pages]
-        curves, num_skipped = Curves(fitting, page_size), len(self._records) - len(fitting)
-        return curves.make_figures(num_pages, num_skipped, self._curves.prompt_tokens - curves.prompt_tokens)
+    def find_smallest(self, model: ModelPages) -> int:
+        """Return the smallest pool that holds each request with its states."""
+        return 1 + model.count_pages(self._max_num_slots)
+
+    def _count(self, num_pages: int, model: ModelPages) -> PoolFigures:
+        curves = self._curves
+        if num_pages < self.find_smallest(model):
+            fitting = [record for record in self._records if model.count_pages(record.num_slots) < num_pages]
+            curves = Curves(fitting, curves.page_size)
+        num_skipped = len(self._records) - curves.num_requests
+        num_skipped_tokens = self._curves.prompt_tokens - curves.prompt_tokens
+        return curves.make_figures(num_pages, model.num_attention_groups, num_skipped, num_skipped_tokens)

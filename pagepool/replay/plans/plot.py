@@ -10,10 +10,9 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
-from pagepool.errors import count_of
-from pagepool.replay.plans.plan import Plan
-from pagepool.replay.plans.report import HIT_RATE, POLICY_NAMES, describe_picture, headline, summarize
-from pagepool.replay.plans.state_report import name_intervals
+from pagepool.replay.plans.plan import POLICY_NAMES, Plan
+from pagepool.replay.plans.report import HIT_RATE, describe_picture, headline, summarize
+from pagepool.replay.plans.state_report import name_runs
 from pagepool.replay.shared.drawing import (
     BLUE,
     GREEN,
@@ -31,6 +30,7 @@ __all__ = ["draw_plan", "save_plot"]
 
 WIDTH, PAGE_WIDTH = 6.4, 4.7  # inches; pages are read on phones too
 POLICY_STYLES: dict[str, dict[str, Any]] = {
+    "lru": {"color": BLUE, "marker": "o"},
     "arc": {"color": OCHRE, "linestyle": (0, (1, 1)), "marker": "v"},
     "adaptive": {"color": PURPLE, "linestyle": "-.", "marker": "D"},
 }
@@ -69,7 +69,8 @@ def draw_plan(plan: Plan, heading: str | None = None) -> Figure:
 def _draw_hits(axes: Axes, plan: Plan) -> None:
     together = [figures.trace_hit_rate for figures in plan.replays.values()]
     most = plan.most_hit_rate
-    axes.axhline(most, color=GREY, linestyle=":", label="a pool that never evicts")
+    limit = "a pool that never evicts" if plan.model.num_attention_groups else "a state after each token, none evicted"
+    axes.axhline(most, color=GREY, linestyle=":", label=limit)
     if plan.checkpoints:
         _draw_checkpoints(axes, plan)
     else:
@@ -91,7 +92,7 @@ def _draw_policies(axes: Axes, plan: Plan) -> None:
     best = [pool.best_hit_rate for pool in plan.pools]
     lru = [pool.lru_hit_rate for pool in plan.pools]
     axes.plot(sizes, best, color=ORANGE, linestyle="--", marker="s", markersize=4, label="best, one after another")
-    axes.plot(sizes, lru, color=BLUE, marker="o", markersize=4, label="LRU, one after another")
+    axes.plot(sizes, lru, markersize=4, label="LRU, one after another", **POLICY_STYLES["lru"])
     for eviction, by_size in plan.runs_by_policy.items():
         rates = [run.hit_rate for run in by_size.values()]
         label = f"{POLICY_NAMES[eviction]}, one after another"
@@ -99,15 +100,17 @@ def _draw_policies(axes: Axes, plan: Plan) -> None:
 
 
 def _draw_checkpoints(axes: Axes, plan: Plan) -> None:
-    """Draw a line for each interval, in shades of one colour: the shorter, the lighter."""
-    sizes = [pool.num_pages for pool in plan.pools]
-    alone = [pool.lru_hit_rate for pool in plan.pools]
-    axes.plot(sizes, alone, color=ORANGE, linestyle="--", marker="s", markersize=4, label="attention alone")
-    by_interval = plan.checkpoints_by_interval
-    for i, (interval, by_size) in enumerate(by_interval.items(), start=1):
+    """Draw a line for each policy and interval, in shades of the policy's colour: the shorter, the lighter."""
+    if plan.model.num_attention_groups:
+        sizes = [pool.num_pages for pool in plan.pools]
+        alone = [pool.lru_hit_rate for pool in plan.pools]
+        axes.plot(sizes, alone, color=ORANGE, linestyle="--", marker="s", markersize=4, label="attention alone")
+    intervals = [*dict.fromkeys(each.interval for each in plan.checkpoints)]
+    for (eviction, interval), by_size in plan.checkpoint_runs.items():
         rates = [plan.find_checkpoint_rate(run) for run in by_size.values()]
-        label, shade = f"checkpoints {name_intervals(plan)[interval]}", 0.3 + 0.7 * i / len(by_interval)
-        axes.plot([*by_size], rates, color=BLUE, alpha=shade, marker="o", markersize=4, label=label)
+        label = f"checkpoints {name_runs(plan)[eviction, interval]}"
+        shade = 0.3 + 0.7 * (intervals.index(interval) + 1) / len(intervals)
+        axes.plot([*by_size], rates, alpha=shade, markersize=4, label=label, **POLICY_STYLES[eviction])
 
 
 def _mark_knee(axes: Axes, plan: Plan) -> None:
@@ -150,7 +153,7 @@ def _scale_pages(axes: Axes, plan: Plan) -> None:
     margin = (stop / start) ** 0.02 if start < stop else 1.1
     axes.set_xscale("log")
     axes.set_xlim(start / margin, stop * margin)
-    axes.set_xlabel(f"pages of {count_of(plan.page_size, 'token')} in the pool")
+    axes.set_xlabel(f"pages of {plan.model.contents} in the pool")
     _label_log_axis(axes, axes.xaxis, start, stop)
 
 

@@ -5,13 +5,12 @@ from collections.abc import Iterable
 from rich.table import Table
 
 from pagepool.errors import count_of
-from pagepool.replay.plans.plan import Plan, PolicyFigures
+from pagepool.replay.plans.plan import POLICY_NAMES, Plan, PolicyFigures
 from pagepool.replay.plans.state_report import (
-    CHECKPOINT_NOTE,
     describe_states,
     list_checkpoint_columns,
     list_interval_columns,
-    name_intervals,
+    list_state_notes,
     state_headline,
 )
 from pagepool.replay.shared.sizes import format_bytes
@@ -19,7 +18,6 @@ from pagepool.replay.shared.tables import print_table, print_text
 
 __all__ = [
     "HIT_RATE",
-    "POLICY_NAMES",
     "describe",
     "describe_picture",
     "headline",
@@ -39,7 +37,6 @@ BEST_NOTE = (
     "Best: hits of the optimal eviction policy, which knows all future requests (Belady's MIN, 1966, for pages that hit only "
     "after pages that hit). The number is exact, not a bound: no policy hits more."
 )
-POLICY_NAMES = {"arc": "ARC", "adaptive": "adaptive"}
 POLICY_NOTE = (
     "ARC, adaptive: hits of this pool with that eviction policy, simulated with requests one after another. These policies "
     "learn from the trace; no policy hits more than LRU on all traces (ARC: Megiddo and Modha, 2003)."
@@ -64,7 +61,7 @@ def summarize(plan: Plan) -> str:
     """Describe the trace and the page size in one line."""
     memory = "" if plan.page_bytes is None else f" and {format_bytes(plan.page_bytes)}"
     trace = f"{count_of(plan.requests, 'request')}, {count_of(plan.prompt_tokens, 'prompt token')}"
-    return f"{trace}, pages of {count_of(plan.page_size, 'token')}{memory}"
+    return f"{trace}, pages of {plan.model.contents}{memory}"
 
 
 def headline(plan: Plan, name: str) -> str:
@@ -80,20 +77,24 @@ def headline(plan: Plan, name: str) -> str:
 def describe(plan: Plan) -> list[str]:
     """Return the main results as sentences, the knee first."""
     all_tokens = count_of(plan.prompt_tokens, "prompt token")
-    unlimited = f"A pool that never evicts hits {plan.most_hit_tokens:,} of {all_tokens} ({plan.most_hit_rate:.1%})."
-    largest = f"The largest request needs a pool of {_with_bytes(plan, plan.min_num_pages)}; smaller pools skip it."
+    most = f"{plan.most_hit_tokens:,} of {all_tokens} ({plan.most_hit_rate:.1%})."
+    smallest = _with_bytes(plan, plan.min_num_pages)
+    largest = f"The largest request needs a pool of {smallest}; smaller pools skip it."
+    if not plan.model.num_attention_groups:
+        bound = f"With a state after each token a pool that never evicts would hit {most}"
+        return [*describe_states(plan), bound, f"Requests of any length run in a pool of {smallest}."]
     if plan.checkpoints:
-        return [*describe_states(plan), f"With attention alone: {unlimited[0].lower()}{unlimited[1:]}", largest]
-    return [_describe_knee(plan), unlimited, largest, *_describe_policies(plan)]
+        return [*describe_states(plan), f"With attention alone: a pool that never evicts hits {most}", largest]
+    return [_describe_knee(plan), f"A pool that never evicts hits {most}", largest, *_describe_policies(plan)]
 
 
 def describe_picture(plan: Plan) -> str:
     """Describe the plot for screen readers."""
     columns = dict(list_columns(plan))
-    names = ("LRU", "best", *_list_policies(plan))
+    names = [f"hit rate, {name}" for name in ("LRU", "best", *_list_policies(plan))]
     if plan.checkpoints:
-        names = (*name_intervals(plan).values(), "attention alone")
-    rates = {name: columns[f"hit rate, {name}"] for name in names}
+        names = [name for name, _ in list_checkpoint_columns(plan)]
+    rates = {name.removeprefix("hit rate, "): columns[name] for name in names}
     listed = "; ".join(
         f"{pages} pages: {', '.join(f'{name} {cells[i]}' for name, cells in rates.items() if cells[i])}"
         for i, pages in enumerate(columns["pages"])
@@ -157,31 +158,33 @@ def _describe_run(plan: Plan, run: PolicyFigures) -> str:
 
 def list_notes(plan: Plan) -> list[str]:
     """Return the notes on the columns."""
-    simulated = [POLICY_NOTE] * bool(plan.policies) + [TOGETHER_NOTE] * bool(plan.replays)
+    has_policies = plan.policies or any(each.eviction != "lru" for each in plan.checkpoints)
+    simulated = [POLICY_NOTE] * bool(has_policies) + [TOGETHER_NOTE] * bool(plan.replays)
     if plan.checkpoints:
-        return [HIT_RATE_NOTE, CHECKPOINT_NOTE, *simulated]
+        return [HIT_RATE_NOTE, *list_state_notes(plan), *simulated]
     return [HIT_RATE_NOTE, LRU_NOTE, BEST_NOTE, *simulated]
 
 
 def list_columns(plan: Plan) -> list[tuple[str, list[str]]]:
     """Return headings with a cell for each pool, without empty columns."""
+    pools = plan.pools_with_hits
     columns = [
-        ("pages", [f"{pool.num_pages:,}" for pool in plan.pools]),
-        ("hit rate, LRU", [f"{pool.lru_hit_rate:.1%}" for pool in plan.pools]),
-        ("hit rate, best", [f"{pool.best_hit_rate:.1%}" for pool in plan.pools]),
-        ("tokens saved, LRU", [f"{pool.lru_hit_tokens:,}" for pool in plan.pools]),
+        ("pages", [f"{pool.num_pages:,}" for pool in pools]),
+        ("hit rate, LRU", [f"{pool.lru_hit_rate:.1%}" for pool in pools]),
+        ("hit rate, best", [f"{pool.best_hit_rate:.1%}" for pool in pools]),
+        ("tokens saved, LRU", [f"{pool.lru_hit_tokens:,}" for pool in pools]),
     ]
     for eviction, by_size in plan.runs_by_policy.items():
-        runs = [by_size.get(pool.num_pages) for pool in plan.pools]
+        runs = [by_size.get(pool.num_pages) for pool in pools]
         columns.insert(-2, (f"hit rate, {POLICY_NAMES[eviction]}", [f"{run.hit_rate:.1%}" if run else "" for run in runs]))
     if plan.checkpoints:
         columns = [columns[0], *list_checkpoint_columns(plan)]
     if plan.page_bytes is not None:
-        columns.insert(1, ("GiB", _list_gib((pool.num_pages for pool in plan.pools), plan.page_bytes)))
-    if any(pool.skipped for pool in plan.pools):
-        columns.append(("requests skipped", [f"{pool.skipped:,}" for pool in plan.pools]))
+        columns.insert(1, ("GiB", _list_gib((pool.num_pages for pool in pools), plan.page_bytes)))
+    if any(pool.skipped for pool in pools):
+        columns.append(("requests skipped", [f"{pool.skipped:,}" for pool in pools]))
     if plan.replays:
-        replays = [plan.replays.get(pool.num_pages) for pool in plan.pools]
+        replays = [plan.replays.get(pool.num_pages) for pool in pools]
         columns.append(("hit rate, together", [f"{replay.trace_hit_rate:.1%}" if replay else "" for replay in replays]))
         columns.append(("preempted, together", [f"{replay.preemptions:,}" if replay else "" for replay in replays]))
     return columns

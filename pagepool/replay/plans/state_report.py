@@ -1,23 +1,23 @@
 """Texts and tables of a plan for a model with states."""
 
 from pagepool.errors import count_of
-from pagepool.replay.plans.plan import CheckpointFigures, Plan
+from pagepool.replay.plans.plan import POLICY_NAMES, CheckpointFigures, Plan
 from pagepool.replay.shared.sizes import format_bytes
 
 __all__ = [
-    "CHECKPOINT_NOTE",
     "describe_states",
     "list_checkpoint_columns",
     "list_interval_columns",
-    "name_intervals",
+    "list_state_notes",
+    "name_runs",
     "state_headline",
 ]
 
 CHECKPOINT_NOTE = (
-    "Every N: hits of this pool with LRU if states are kept after multiples of N tokens at which a step ends, simulated with "
-    "requests one after another. A step ends at the last multiple within it. Attention alone: hits of this pool if the model "
-    "had no states (stack distances)."
+    "Every N: hits of this pool with LRU, unless a policy is named, if states are kept after multiples of N tokens at which a "
+    "step ends, simulated with requests one after another. A step ends at the last multiple within it."
 )
+ALONE_NOTE = "Attention alone: LRU hits of this pool if the model had no states (stack distances)."
 
 
 def state_headline(plan: Plan, name: str) -> str:
@@ -25,24 +25,40 @@ def state_headline(plan: Plan, name: str) -> str:
     best = max(plan.checkpoints, key=lambda each: each.hit_tokens)
     if not best.hit_tokens:
         return f"{name}: no checkpoint hits anything"
-    return (
-        f"{name}: checkpoints every {best.interval:,} tokens hit up to {plan.find_checkpoint_rate(best):.1%} of prompt tokens"
-    )
+    policy = "" if best.eviction == "lru" else f" with {POLICY_NAMES[best.eviction]} eviction"
+    rate = plan.find_checkpoint_rate(best)
+    return f"{name}: checkpoints every {best.interval:,} tokens{policy} hit up to {rate:.1%} of prompt tokens"
 
 
 def describe_states(plan: Plan) -> list[str]:
-    """Describe the pages, what a checkpoint takes, and the best interval."""
-    model, num_pages = plan.model, plan.model.num_state_groups
-    states = "all states of a request" if num_pages == 1 else f"the states of one of {num_pages} groups of layers"
-    padding = f" {_describe_padding(plan)}" if model.state_bytes is not None else ""
-    pages = count_of(num_pages, "page")
-    memory = "" if plan.page_bytes is None else f" ({format_bytes(num_pages * plan.page_bytes)})"
-    taken = f"{pages}{memory}, as much as {count_of(num_pages * model.page_size, 'token')} of attention"
+    """Describe the pages, what a checkpoint takes, and the best interval for each policy."""
+    pages = count_of(plan.model.num_state_groups, "page")
     return [
-        f"A page holds {count_of(model.page_size, 'token')} of attention, or {states}.{padding}",
-        f"A checkpoint takes {taken}; a running request holds {pages} for its states.",
-        _describe_best(plan),
+        _describe_page(plan),
+        f"A checkpoint takes {pages}{_describe_size(plan)}; a running request holds {pages} for its states.",
+        *(_describe_best(plan, eviction) for eviction in dict.fromkeys(each.eviction for each in plan.checkpoints)),
     ]
+
+
+def _describe_page(plan: Plan) -> str:
+    model = plan.model
+    of_groups = f" of one of {model.num_state_groups} groups of layers"
+    states = f"the states{of_groups}" if model.num_state_groups > 1 else "all states of a request"
+    if not model.num_attention_groups:
+        return f"A page holds {states}."
+    layers = f", in one of {model.num_attention_groups} groups of layers" if model.num_attention_groups > 1 else ""
+    padding = f" {_describe_padding(plan)}" if model.state_bytes is not None else ""
+    return f"A page holds {count_of(model.page_size, 'token')} of attention{layers}, or {states}.{padding}"
+
+
+def _describe_size(plan: Plan) -> str:
+    """Describe the bytes of a checkpoint, and how many tokens of all attention take as many."""
+    model = plan.model
+    memory = "" if plan.page_bytes is None else f" ({format_bytes(model.num_state_groups * plan.page_bytes)})"
+    if not model.num_attention_groups:
+        return memory
+    num_tokens = round(model.num_state_groups * model.page_size / model.num_attention_groups)
+    return f"{memory}, as much as {count_of(num_tokens, 'token')} of attention"
 
 
 def _describe_padding(plan: Plan) -> str:
@@ -53,42 +69,52 @@ def _describe_padding(plan: Plan) -> str:
 
 
 def _choose_runs(plan: Plan) -> list[CheckpointFigures]:
-    """Return the figures of the pool that was asked for, otherwise of the largest, by interval."""
+    """Return the figures of the pool that was asked for, otherwise of the largest, by policy and interval."""
     num_pages = plan.asked_num_pages or max(each.num_pages for each in plan.checkpoints)
     return [each for each in plan.checkpoints if each.num_pages == num_pages]
 
 
-def _describe_best(plan: Plan) -> str:
-    runs = _choose_runs(plan)
+def _describe_best(plan: Plan, eviction: str) -> str:
+    runs = [run for run in _choose_runs(plan) if run.eviction == eviction]
     best = max(runs, key=lambda each: each.hit_tokens)
     memory = "" if plan.page_bytes is None else f" ({format_bytes(best.num_pages * plan.page_bytes)})"
+    place = f"{'At' if eviction == 'lru' else f'With {POLICY_NAMES[eviction]} eviction at'} {best.num_pages:,} pages{memory}"
     if not best.hit_tokens:
-        return f"At {best.num_pages:,} pages{memory} no checkpoint hits anything."
+        return f"{place} no checkpoint hits anything."
     rate, share = plan.find_checkpoint_rate(best), best.kept_pages / best.num_pages
     intervals = f"of {count_of(len(runs), 'interval')} " if len(runs) > 1 else ""
     return (
-        f"At {best.num_pages:,} pages{memory} checkpoints every {best.interval:,} tokens hit most {intervals}: {rate:.1%} of "
+        f"{place} checkpoints every {best.interval:,} tokens hit most {intervals}: {rate:.1%} of "
         f"prompt tokens; in the end {share:.1%} of the pool were checkpoints."
     ).replace(" :", ":")
 
 
-def name_intervals(plan: Plan) -> dict[int, str]:
-    """Return a name for each interval."""
-    return {interval: f"every {interval:,}" for interval in plan.checkpoints_by_interval}
+def name_runs(plan: Plan) -> dict[tuple[str, int], str]:
+    """Return a name for each policy and interval."""
+    return {
+        (eviction, interval): f"every {interval:,}{'' if eviction == 'lru' else f', {POLICY_NAMES[eviction]}'}"
+        for eviction, interval in plan.checkpoint_runs
+    }
+
+
+def list_state_notes(plan: Plan) -> list[str]:
+    """Return the notes on the columns of hit rates."""
+    return [CHECKPOINT_NOTE, *([ALONE_NOTE] if plan.model.num_attention_groups else [])]
 
 
 def list_checkpoint_columns(plan: Plan) -> list[tuple[str, list[str]]]:
-    """Return headings with a cell for each pool: the hit rate by interval, and that of attention alone."""
+    """Return headings with a cell for each pool: the hit rate by policy and interval, and that of attention alone."""
     columns = []
-    for interval, by_size in plan.checkpoints_by_interval.items():
-        runs = [by_size.get(pool.num_pages) for pool in plan.pools]
-        cells = [f"{plan.find_checkpoint_rate(run):.1%}" if run else "" for run in runs]
-        columns.append((f"hit rate, {name_intervals(plan)[interval]}", cells))
-    return [*columns, ("hit rate, attention alone", [f"{pool.lru_hit_rate:.1%}" for pool in plan.pools])]
+    for name, by_size in zip(name_runs(plan).values(), plan.checkpoint_runs.values(), strict=True):
+        runs = [by_size.get(pool.num_pages) for pool in plan.pools_with_hits]
+        columns.append((f"hit rate, {name}", [f"{plan.find_checkpoint_rate(run):.1%}" if run else "" for run in runs]))
+    if plan.model.num_attention_groups:
+        columns.append(("hit rate, attention alone", [f"{pool.lru_hit_rate:.1%}" for pool in plan.pools]))
+    return columns
 
 
 def list_interval_columns(plan: Plan) -> tuple[str, list[tuple[str, list[str]]]]:
-    """Return a caption, and headings with a cell for each interval: hits and checkpoints in one pool."""
+    """Return a caption, and headings with a cell for each policy and interval: hits and checkpoints in one pool."""
     runs = _choose_runs(plan)
     columns = [
         ("checkpoint every", [f"{run.interval:,}" for run in runs]),
@@ -99,4 +125,6 @@ def list_interval_columns(plan: Plan) -> tuple[str, list[tuple[str, list[str]]]]
     ]
     if plan.page_bytes is not None:
         columns.insert(4, ("GiB of checkpoints", [f"{run.kept_pages * plan.page_bytes / 2**30:,.1f}" for run in runs]))
+    if any(run.eviction != "lru" for run in runs):
+        columns.insert(1, ("eviction", [POLICY_NAMES[run.eviction] for run in runs]))
     return f"By interval of checkpoints, with {runs[0].num_pages:,} pages", columns

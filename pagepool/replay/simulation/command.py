@@ -147,7 +147,7 @@ def replay(
     runs = choose_runs(compare=compare, batched=batched, eviction=eviction, compare_eviction=compare_eviction)
     model = load_model(model_config, page_size, kv_dtype, state_dtype, has_checkpoints=interval is not None)
     interval = choose_interval(model, interval)
-    pool = describe_pool(num_pages, model.page_size, eviction)
+    pool = describe_pool(num_pages, model, eviction)
     with open_result(json_path) as output, Progress() as progress:
         requests = load_requests(trace, workload, limit, block_size, seed, progress)
         pools_bytes = sum(count_pool_bytes(num_pages, policy) for _, policy in runs.values())

@@ -21,14 +21,14 @@ from pagepool.replay.traces.simulated_request import SimulatedRequest
 __all__ = ["describe_pool", "make_manager", "make_scheduler", "making_pool", "require_one_that_fits", "run"]
 
 
-def describe_pool(num_pages: int, page_size: int, eviction: str = "lru") -> str:
+def describe_pool(num_pages: int, model: ModelPages, eviction: str = "lru") -> str:
     """Describe the size of a pool, and its eviction policy unless that is LRU.
 
-    >>> describe_pool(1000, 1), describe_pool(1, 16, "arc")
+    >>> describe_pool(1000, ModelPages(1)), describe_pool(1, ModelPages(16), "arc")
     ('1,000 pages of 1 token', '1 page of 16 tokens, arc eviction')
     """
     policy = "" if eviction == "lru" else f", {eviction} eviction"
-    return f"{count_of(num_pages, 'page')} of {count_of(page_size, 'token')}{policy}"
+    return f"{count_of(num_pages, 'page')} of {model.contents}{policy}"
 
 
 def require_one_that_fits(requests: Sequence[SimulatedRequest], num_pages: int, model: ModelPages) -> None:
@@ -36,7 +36,7 @@ def require_one_that_fits(requests: Sequence[SimulatedRequest], num_pages: int, 
     smallest = 1 + min(model.count_pages(request.num_slots) for request in requests)
     if num_pages < smallest:
         raise click.ClickException(
-            f"no request can run in {describe_pool(num_pages, model.page_size)}: "
+            f"no request can run in {describe_pool(num_pages, model)}: "
             f"the smallest of {count_of(len(requests), 'request')} needs {count_of(smallest, 'page')}, including the null page"
         )
 
@@ -72,7 +72,7 @@ def make_manager(
     the same in every run.
     """
     max_model_len = max((request.num_final_tokens for request in requests), default=1)
-    with making_pool(num_pages, model.page_size, eviction):
+    with making_pool(num_pages, model, eviction):
         return CacheManager(
             num_pages,
             model.make_groups(interval),
@@ -84,9 +84,9 @@ def make_manager(
 
 
 @contextmanager
-def making_pool(num_pages: int, page_size: int, eviction: str = "lru") -> Iterator[None]:
+def making_pool(num_pages: int, model: ModelPages, eviction: str = "lru") -> Iterator[None]:
     """Raise Refusal if a pool of that size cannot be, and name it in a MemoryError."""
-    pool = describe_pool(num_pages, page_size)
+    pool = describe_pool(num_pages, model)
     try:
         yield
     except (PagePoolError, OverflowError) as error:
