@@ -117,7 +117,7 @@ from pagepool.core.journal import EntryJournal
 from pagepool.core.lookups import PrefixQuery
 from pagepool.core.pinning import PinSpan
 from pagepool.core.refusal import Refusal
-from pagepool.core.tier import PageTier, Transfers, add_tier, end_transfers, load_hits, take_transfers
+from pagepool.core.tier import FailedLoads, PageTier, Transfers, add_tier, end_transfers, find_wrong_token, load_hits, take_transfers
 from pagepool.core.request_copies import are_states_due, check_copies_taken, fork_request, keep_states, pass_states
 from pagepool.core.request_pages import CacheGroups, PageRules, RequestPages
 from pagepool.core.retaining import Retention, RetentionSpan, protect_pages

@@ -1,6 +1,6 @@
 # What a request or a running row holds in each cache group. The caller holds the store's lock.
 
-from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from pagepool.core.index cimport find
@@ -166,6 +166,26 @@ cdef inline bint has_transfers_due(const Pool *pool, const Holding *holding) noe
         if holding.held[g].transfer_number > pool.tier.last_number:
             return True
     return False
+
+
+cdef inline int32_t find_wrong(const Holding *holding, const uint8_t *is_wrong, int64_t number) noexcept nogil:
+    """The first token in a page with a wrong content, which the loads of a list have left; -1 for none. A state may have been
+    copied from one, or computed with one, so it is wrong from the start.
+    """
+    cdef const Held *held
+    cdef Py_ssize_t g
+    cdef int32_t i, first = INT32_MAX
+    for g in range(holding.num_groups):
+        held = &holding.held[g]
+        if held.load_number < number:
+            return -1
+        if is_state(&holding.groups[g].rules):
+            return 0
+        for i in range(held.num_skipped, held.num_pages):
+            if is_wrong[held.ids[i]]:
+                first = min(first, i * holding.groups[g].rules.page_size)
+                break
+    return first if first < INT32_MAX else -1
 
 
 cdef inline bint waits_for_loads(const Pool *pool, const Held *held) noexcept nogil:

@@ -31,13 +31,13 @@ cdef inline int32_t count_kept(
     return num_pages
 
 
-cdef inline int32_t find_restart(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """How many tokens of a row that is cut to `num_tokens` stay computed: in each group up to the start of a page, or within
-    one that nobody else holds. O(groups) for each time that a group shortens it for the others.
+cdef inline int32_t find_restart(const Batch *batch, Py_ssize_t row, int32_t most) noexcept nogil:
+    """How many tokens of a row, at `most`, can stay computed: in each group up to the start of a page, or within one that nobody
+    else holds. O(groups) for each time that a group shortens it for the others.
     """
     cdef const Group *group
     cdef Py_ssize_t g
-    cdef int32_t before = -1, restart = min(batch.states[row].num_computed, num_tokens)
+    cdef int32_t before = -1, restart = min(batch.states[row].num_computed, most)
     while before != restart:
         before = restart
         for g in range(batch.num_groups):
@@ -52,12 +52,14 @@ cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t re
     return batch.has_state and 0 < restart < batch.states[row].num_computed
 
 
-cdef inline bint can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Whether the pages that the next token attends to, and its own, are still there, and those to be given back are held."""
+cdef inline bint can_go_back(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
+    """Whether a row can go on with `num_tokens` known tokens, at most `num_computed` of them computed: the pages that the next
+    token attends to, and its own, are still there, and those to be given back are held.
+    """
     cdef const Group *group
     cdef const Held *held
     cdef Py_ssize_t g
-    cdef int32_t restart = find_restart(batch, row, num_tokens)
+    cdef int32_t restart = find_restart(batch, row, num_computed)
     cdef Holding holding = holding_of(batch, row)
     if has_state_behind(batch, row, restart) or has_copies_due(batch.pool, &holding):
         return False
@@ -80,7 +82,7 @@ cdef inline Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amoun
             return i
         if not 0 <= amount(num_tokens, i) <= batch.states[batch.checked_rows[i]].num_tokens:
             return i
-        if not can_trim(batch, batch.checked_rows[i], amount(num_tokens, i)):
+        if not can_go_back(batch, batch.checked_rows[i], amount(num_tokens, i), amount(num_tokens, i)):
             return i
     return n
 
@@ -103,8 +105,9 @@ cdef inline void trim_group(Pool *pool, const Group *group, Held *held, int32_t 
     recompute_from(group, held, restart)
 
 
-cdef inline void trim_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    cdef int32_t restart = find_restart(batch, row, num_tokens)
+cdef inline void go_back(Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
+    """Let a row that can go on with `num_tokens` known tokens, at most `num_computed` of them computed."""
+    cdef int32_t restart = find_restart(batch, row, num_computed)
     cdef Py_ssize_t g
     for g in range(batch.num_groups):
         trim_group(batch.pool, &batch.groups[g], held_by(batch, row, g), num_tokens, restart)

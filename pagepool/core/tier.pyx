@@ -8,6 +8,7 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t
 from pagepool.core.arguments cimport as_list, group_of, size_of
 from pagepool.core.chain cimport HashChain
 from pagepool.core.entering cimport Contents
+from pagepool.core.holdings cimport find_wrong
 from pagepool.core.index cimport enter, find, find_within, keep_tokens, rank
 from pagepool.core.notes cimport is_journaled, note_entry
 from pagepool.core.pages cimport take_from, touch_all
@@ -15,7 +16,7 @@ from pagepool.core.queue cimport has_free_pages
 from pagepool.core.records cimport NULL_PAGE, Origin, Pool, Range, Ranking, Tier, Transfer, is_free
 from pagepool.core.references cimport put_back
 from pagepool.core.ids cimport PageIds
-from pagepool.core.request_pages cimport set_contents
+from pagepool.core.request_pages cimport RequestPages, set_contents
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 from pagepool.core.transfers cimport (
@@ -46,9 +47,6 @@ cdef class PageTier:
     A page that is evicted from the store is saved, if it was used `min_uses` times, and if it `writes_through` as soon as it is
     computed and was used that often. O(num_pages of both) to make.
     """
-
-    cdef PageStore pages
-    cdef Tier tier
 
     def __cinit__(self, PageStore store not None, num_pages, eviction="lru", bint writes_through=False, min_uses=1):
         cdef Tier *tier = &self.tier
@@ -187,6 +185,34 @@ cdef Py_ssize_t take_due(Tier *tier, int32_t[:, ::1] taken) noexcept nogil:
     return num_saves
 
 
+@cython.final
+@cython.auto_pickle(False)
+cdef class FailedLoads:
+    """Pages of a pool that loads, taken under a `number`, have left with a wrong content. ``len()`` counts them."""
+
+    def __cinit__(self):
+        self.ids = PageIds.__new__(PageIds)
+
+    def __init__(self):
+        raise TypeError("a FailedLoads is what fail_transfers returns")
+
+    def __dealloc__(self):
+        free(self.is_wrong)
+
+    def __len__(self):
+        return self.ids.num
+
+    def __repr__(self):
+        return f"FailedLoads(number={self.number}, page_ids={self.page_ids})"
+
+    def __reduce__(self):
+        raise ArgumentTypeError("failed loads cannot be pickled")
+
+    @property
+    def page_ids(self) -> list:
+        return self.ids.to_list()
+
+
 cdef int mark_failed(char *is_failed, Py_ssize_t num, object places, str name) except -1:
     """Mark the transfers that failed, which are given by their places."""
     for place in as_list(places, name):
@@ -194,37 +220,50 @@ cdef int mark_failed(char *is_failed, Py_ssize_t num, object places, str name) e
     return 0
 
 
-def end_transfers(PageStore store not None, number, failed_saves=(), failed_loads=()) -> PageIds:
+def end_transfers(PageStore store not None, number, failed_saves=(), failed_loads=()) -> FailedLoads:
     """End the transfers that were taken under a number. Those that failed are given by their places among the saves, or among
-    the loads. Returns the pages of the pool with a wrong content. O(transfers in flight).
+    the loads. O(transfers in flight, and num_pages).
     """
     cdef Pool *pool = &store.pool
     cdef Tier *tier = pool.tier
     cdef int64_t checked = size_of(number, "number", 1, INT64_MAX)
-    cdef PageIds lost = PageIds.__new__(PageIds)
-    cdef Py_ssize_t num_saves, num_loads
+    cdef FailedLoads failed = FailedLoads.__new__(FailedLoads)
+    cdef Py_ssize_t i, num_saves, num_loads
     cdef char *is_failed
     if store.tier is None:
         raise ArgumentError(f"number: got {checked}, allowed without a host tier: none")
     with store.lock:
         num_saves, num_loads = count_in_flight(tier, checked, False), count_in_flight(tier, checked, True)
-    lost.reserve(num_loads)
+    failed.store, failed.number, failed.is_wrong = store, checked, <uint8_t *>calloc(pool.num_pages, 1)
+    failed.ids.reserve(num_loads)
     is_failed = <char *>calloc(num_saves + num_loads + 1, 1)
-    if is_failed == NULL:
+    if is_failed == NULL or failed.is_wrong == NULL:
+        free(is_failed)
         raise MemoryError("transfers")
     try:
         mark_failed(is_failed, num_saves, failed_saves, "failed_saves")
         mark_failed(is_failed + num_saves, num_loads, failed_loads, "failed_loads")
         with store.lock:
             if num_saves + num_loads == count_in_flight(tier, checked, False) + count_in_flight(tier, checked, True):
-                end_all(pool, checked, is_failed, num_saves, lost)
+                end_all(pool, checked, is_failed, num_saves, failed.ids)
             else:
                 num_saves = num_loads = 0
     finally:
         free(is_failed)
     if num_saves + num_loads == 0:
         raise ArgumentError(f"number: got {checked}, allowed: that of transfers in flight")
-    return lost
+    for i in range(failed.ids.num):
+        failed.is_wrong[failed.ids.ids[i]] = True
+    return failed
+
+
+def find_wrong_token(RequestPages held not None, FailedLoads failed not None) -> int | None:
+    """Return the first token of a request in a page that failed to load; None if there is none. O(pages)."""
+    cdef int32_t first = -1
+    with held.store.lock:
+        if failed.store is held.store:
+            first = find_wrong(&held.holding, failed.is_wrong, failed.number)
+    return first if first >= 0 else None
 
 
 cdef Py_ssize_t count_in_flight(const Tier *tier, int64_t number, bint is_load) noexcept nogil:

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from pagepool._core import PageTier, Transfers, add_tier, end_transfers, take_transfers
-from pagepool.arguments import MAX_SIZE, require_int
+from pagepool._core import FailedLoads, PageTier, Transfers, add_tier, end_transfers, find_wrong_token, take_transfers
+from pagepool.arguments import MAX_SIZE, id_of, require_int
 from pagepool.errors import ArgumentError, shown
 from pagepool.manager.copies import CopiedPages
 
 if TYPE_CHECKING:
     from pagepool._core import PageStore
+    from pagepool.request import Request
 
 __all__ = ["HostTier", "HostTierStats", "TieredPages"]
 
@@ -88,9 +89,18 @@ class TieredPages(CopiedPages):
         """
         end_transfers(self._store, number)
 
-    def fail_transfers(self, number: int, *, saves: Sequence[int] = (), loads: Sequence[int] = ()) -> list[int]:
+    def fail_transfers(self, number: int, *, saves: Sequence[int] = (), loads: Sequence[int] = ()) -> FailedLoads:
         """End the transfers of a number, of which some failed: those at these places of the saves and of the loads. The pages
-        of failed transfers lose their entries. Returns the device pages that failed loads have left with a wrong content, for
-        `RunningBatch.rewind`. ArgumentError for an unknown number or place. O(transfers in flight).
+        of failed transfers lose their entries, in the tier too. What failed loads mean for requests and rows is said by
+        `find_wrong_token` and `RunningBatch.rewind`. ArgumentError for an unknown number or place. O(transfers in flight +
+        num_pages).
         """
-        return end_transfers(self._store, number, saves, loads).to_list()
+        return end_transfers(self._store, number, saves, loads)
+
+    def find_wrong_token(self, request: "Request", failed: FailedLoads) -> int | None:
+        """Return the first token of a request whose page failed to load; None if there is none. Its tokens are to be computed
+        again from there on: set ``num_computed_tokens``, or free the request if a window has left pages that it needs again.
+        Of a model with states that is the token 0. O(pages).
+        """
+        held = self.coordinator.requests.get(id_of(request))
+        return None if held is None else find_wrong_token(held, failed)
