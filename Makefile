@@ -90,10 +90,10 @@ fuzz:  ## calls of everything in the compiled core with arguments of any kind, f
 
 # Each line of the core calls the tracer, so operations are few, and files run side by side. It runs Python inside the core, under
 # locks and where memory is short too: what calls back from there, forks, lets allocations fail, measures memory or is a tracer
-# itself is left out, and so are the searches of the example engine, which take an hour.
+# itself is left out.
 UNTRACED = --deselect=tests/test_fuzz_regressions.py::test_finalizers_that_run_while_an_error_is_made \
     --deselect=tests/test_command_manners.py::TestMemory::test_a_pool_takes_about_what_is_counted
-TRACED = pagepool docs README.md $(filter-out $(foreach name,beams fork fuzz interrupts memory,tests/test_$(name).py),$(wildcard tests/test_*.py))
+TRACED = pagepool docs README.md $(filter-out $(foreach name,fork fuzz interrupts memory,tests/test_$(name).py),$(wildcard tests/test_*.py))
 
 coverage: export PAGEPOOL_TEST_OPERATIONS ?= 3000
 coverage: .venv-coverage/tree  ## lines and branches of the façade and lines of the core that no test runs: fails below 98 % and 95 %
