@@ -181,7 +181,7 @@ $(VENV)/with-%: $(VENV)/installed
 
 # A copy of the source tree, installed in place with the extra of that name: for what reads or changes the sources.
 .venv-coverage/tree: export PAGEPOOL_COVERAGE = 1
-.venv-coverage/tree .venv-mutation/tree: .venv-%/tree: $(SOURCES) $(wildcard tests/*.py docs/* examples/*.py)
+.venv-coverage/tree .venv-mutation/tree: .venv-%/tree: Makefile $(SOURCES) $(wildcard tests/*.py docs/* examples/*.py)
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	rm -rf $@ && mkdir $@
 	tar -cf - $^ | tar -xf - -C $@
