@@ -101,8 +101,8 @@ coverage: .venv-coverage/tree  ## lines and branches of the façade and lines of
 	cd $< && rm -f .coverage* && printf '%s\n' $(TRACED) | xargs -P "$$(nproc)" -n 4 \
 	    ../bin/coverage run -m pytest --doctest-modules --doctest-glob='*.md' $(UNTRACED) $(PYTEST_ARGS)
 	cd $< && ../bin/coverage combine --quiet
-	cd $< && for header in pagepool/core/*.pxd; do \
-	    file=$$(grep -l "\"$$header\":" pagepool/core/*.c | head -n 1); \
+	cd $< && for header in $$(find pagepool -name '*.pxd'); do \
+	    file=$$(grep -l "\"$$header\":" $${header%/*}/*.c | head -n 1); \
 	    test -e $${header%.pxd}.c || test -z "$$file" || ln -s "$${file##*/}" $${header%.pxd}.c; \
 	done
 	cd $< && ../bin/coverage report --omit='*.pyx,*.pxd' --fail-under=98; facade=$$?; \
