@@ -853,7 +853,7 @@ def test_copies_taken_by_another_thread() -> None:
         while not stop.is_set():
             taken.extend(take(manager))
 
-    taker = threading.Thread(target=take_all)
+    taker = threading.Thread(target=take_all, daemon=True)  # else a failure would wait for it
     taker.start()
     num_refused = num_steps = 0
     while num_steps < 60:

@@ -38,7 +38,7 @@ def first_seed_of(setting: Setting) -> int:
 
 @pytest.mark.parametrize("setting", CONTENTS_SETTINGS, ids=lambda setting: setting.name)
 def test_what_is_read_was_computed(setting: Setting) -> None:
-    num_calls = max(NUM_CALLS // len(CONTENTS_SETTINGS), 100)
+    num_calls = max(-(-NUM_CALLS // len(CONTENTS_SETTINGS)), 100)
     counts: Counter[str] = Counter()
     while counts["calls"] < num_calls:
         counts += run_round(setting, first_seed_of(setting) + counts["rounds"], NUM_STEPS, num_calls - counts["calls"])

@@ -694,7 +694,7 @@ def test_a_cut_row_that_ends_early_forgets_what_it_did_not_compute_again() -> No
     manager = make_manager(64, [FULL, replace(FULL, page_size=6)], max_pinned_share=1.0)
     batch = RunningBatch(manager, pagepool.MultiGroupPageTable(2, 64, 64, [4, 6]))
     batch.admit(0, list(range(24)))
-    batch.pin(0)
+    batch.pin(0, 18)
     batch.trim([0], 22)
     assert batch.num_computed_tokens[0] == 18
     page_ids = batch.get_page_ids(0)[0]

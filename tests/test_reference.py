@@ -128,6 +128,7 @@ class ReferenceTwin(Twin):
             self.manager.usage,
             [self.manager.get_page_ids(request_id) for request_id in request_ids],
             {},
+            {},
         )
 
     def allocate(

@@ -4,7 +4,7 @@ from libc.stdint cimport int32_t
 from libc.string cimport memcpy
 
 from pagepool.core.copies cimport note_copy, reserve_copies
-from pagepool.core.holdings cimport Held, Holding, lacks_page, note_taken
+from pagepool.core.holdings cimport Held, Holding, note_taken
 from pagepool.core.pages cimport find_untouchable, share, take_from
 from pagepool.core.queue cimport count_free_in, find_held_free
 from pagepool.core.records cimport NULL_PAGE, Pool
@@ -13,7 +13,6 @@ from pagepool.core.rules cimport Group, full_pages, is_state, pages_for
 cdef enum ForkOutcome:
     FORKED
     SHORT_OF_PAGES
-    PAST_PAGES                # a page that further tokens need was given back
     UNSHAREABLE               # a page cannot have a further reference, or a free page has one
     SHORT_OF_MEMORY
 
@@ -35,12 +34,7 @@ cdef inline ForkOutcome check_fork(
     Pool *pool, const Holding *source, int32_t num_computed, Py_ssize_t num_targets, int32_t shard
 ) noexcept:
     """Whether a fork can be made, for which there is room in the list of copies then."""
-    cdef const Group *group
     cdef Py_ssize_t g, num_new = count_open_pages(source, num_computed) * num_targets
-    for g in range(source.num_groups):
-        group = &source.groups[g]
-        if lacks_page(group, &source.held[g], num_computed, pages_for(&group.rules, num_computed)):
-            return PAST_PAGES
     if num_new > count_free_in(pool, shard):
         return SHORT_OF_PAGES
     if find_held_free(pool, num_new) != NULL_PAGE:

@@ -7,12 +7,12 @@ from pagepool.core.chain cimport HashChain
 from pagepool.core.checkpoints cimport Source, are_checkpoints_due, is_checkpoint_due, keep_state
 from pagepool.core.copies cimport awaits_copies, has_copies_due, reserve_copies
 from pagepool.core.entering cimport Contents
-from pagepool.core.forks cimport FORKED, PAST_PAGES, SHORT_OF_MEMORY, UNSHAREABLE, ForkOutcome, check_fork, fork_group
-from pagepool.core.holdings cimport Holding
+from pagepool.core.forks cimport FORKED, SHORT_OF_MEMORY, UNSHAREABLE, ForkOutcome, check_fork, fork_group
+from pagepool.core.holdings cimport Holding, lacks_page
 from pagepool.core.ids cimport PageIds
 from pagepool.core.records cimport Pool
 from pagepool.core.request_pages cimport RequestPages, lock_chain, set_contents, unlock_chain
-from pagepool.core.rules cimport MAX_TOKENS, full_entries
+from pagepool.core.rules cimport MAX_TOKENS, Group, full_entries, pages_for
 
 from pagepool.errors import ArgumentError, CopiesDueError, PageIdError
 
@@ -95,6 +95,17 @@ cdef void pass_over(RequestPages held, int32_t num_computed) noexcept:
     held.plan()
 
 
+cdef bint lacks_pages(const Holding *holding, int32_t num_computed) noexcept:
+    """Whether pages were given back that tokens from `num_computed` on need: of a request that went back behind a window."""
+    cdef const Group *group
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        group = &holding.groups[g]
+        if lacks_page(group, &holding.held[g], num_computed, pages_for(&group.rules, num_computed)):
+            return True
+    return False
+
+
 def fork_request(RequestPages held not None, RequestPages target not None, num_computed_tokens) -> bool:
     """Let `target`, which holds nothing, go on from the computed tokens of a request: full pages are shared, others copied,
     within the shard of the first page, if the pool is divided. False, and nothing changed, if too few pages are free.
@@ -104,22 +115,24 @@ def fork_request(RequestPages held not None, RequestPages target not None, num_c
     cdef Pool *pool = &held.store.pool
     cdef ForkOutcome outcome = SHORT_OF_MEMORY
     cdef Py_ssize_t g
+    cdef bint is_past_pages
     if target is held or target.store is not held.store or target.groups is not held.groups or len(target):
         raise ArgumentError("target: got one of another pool or other groups, or that holds pages")
     with held.store.lock:
-        if target.make_room(&held.holding):
+        is_past_pages = lacks_pages(&held.holding, <int32_t>num_computed)
+        if not is_past_pages and target.make_room(&held.holding):
             outcome = check_fork(pool, &held.holding, <int32_t>num_computed, 1, held.find_shard())
         for g in range(held.holding.num_groups if outcome == FORKED else 0):
             fork_group(pool, &held.holding, &target.holding, <int32_t>g, <int32_t>num_computed, held.find_shard())
         held.plan()
         target.plan()
-    if outcome == SHORT_OF_MEMORY:
-        raise MemoryError("the page ids of a request")
-    if outcome == PAST_PAGES:
+    if is_past_pages:
         raise ArgumentError(
             f"num_computed_tokens: got {num_computed}, allowed: as many as the request had, since pages that further tokens "
             "attend to were given back behind a window"
         )
+    if outcome == SHORT_OF_MEMORY:
+        raise MemoryError("the page ids of a request")
     if outcome == UNSHAREABLE:
         raise PageIdError("a page of the request cannot have a further reference, or a free page has one")
     return outcome == FORKED

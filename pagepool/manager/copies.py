@@ -61,8 +61,9 @@ class CopiedPages(PrefixRetention):
         samples and beams. It shares the full pages, and gets copies of the open page of each group, and of states.
 
         Returns all pages of the new request; None, and nothing changed, if too few pages are free. ArgumentError if `request`
-        holds no pages, or `new_request` holds some, if their ``num_computed_tokens`` differ, and if these tokens or the extra
-        keys do. CopiesDueError if copies into the pages of `request` are due. O(tokens): they are hashed.
+        holds no pages, or `new_request` holds some, if their ``num_computed_tokens`` differ, if these tokens or the extra keys
+        do, and if `request` went back to fewer tokens than a window has left pages for. CopiesDueError if copies into the pages
+        of `request` are due. O(tokens): they are hashed.
         """
         with self._lock:
             held = self.coordinator.requests.get(id_of(request))

@@ -106,9 +106,10 @@ def _draw_checkpoints(axes: Axes, plan: Plan) -> None:
         alone = [pool.lru_hit_rate for pool in plan.pools]
         axes.plot(sizes, alone, color=ORANGE, linestyle="--", marker="s", markersize=4, label="attention alone")
     intervals = [*dict.fromkeys(each.interval for each in plan.checkpoints)]
+    names = name_runs(plan)
     for (eviction, interval), by_size in plan.checkpoint_runs.items():
         rates = [plan.find_checkpoint_rate(run) for run in by_size.values()]
-        label = f"checkpoints {name_runs(plan)[eviction, interval]}"
+        label = f"checkpoints {names[eviction, interval]}"
         shade = 0.3 + 0.7 * (intervals.index(interval) + 1) / len(intervals)
         axes.plot([*by_size], rates, alpha=shade, markersize=4, label=label, **POLICY_STYLES[eviction])
 
