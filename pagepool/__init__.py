@@ -30,7 +30,7 @@ from pagepool.hashing import (
     hash_request_tokens,
     init_none_hash,
 )
-from pagepool.manager import CacheManager, CachePages, PrefixProbe
+from pagepool.manager import CacheManager, CachePages, HostTier, HostTierStats, PrefixProbe
 from pagepool.page_pool import CachePage, FreeCachePageQueue, PagePool, PageProbe
 from pagepool.page_table import (
     PAGE_TABLE_PADDING_VAL,
@@ -40,7 +40,7 @@ from pagepool.page_table import (
     device_slot_mapping,
 )
 from pagepool.request import EngineRequest, EngineRequestStatus, Request
-from pagepool.running_batch import PageCopies, RunningBatch, StepResult
+from pagepool.running_batch import FailedLoads, PageCopies, RunningBatch, StepResult, Transfers
 from pagepool.specs import (
     AttentionSpec,
     CacheGroupsConfig,
@@ -79,9 +79,12 @@ __all__ = [
     "ChunkedLocalAttentionSpec",
     "EngineRequest",
     "EngineRequestStatus",
+    "FailedLoads",
     "FreeCachePageQueue",
     "FullAttentionManager",
     "FullAttentionSpec",
+    "HostTier",
+    "HostTierStats",
     "HybridCacheCoordinator",
     "MambaManager",
     "MambaSpec",
@@ -103,6 +106,7 @@ __all__ = [
     "SlidingWindowSpec",
     "StepResult",
     "TimeHistogram",
+    "Transfers",
     "UnitaryCacheCoordinator",
     "__version__",
     "cdiv",

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import (
+    FailedLoads,
     HashChain,
     PageCopies,
     PageIds,
@@ -18,6 +19,7 @@ from pagepool._core import (
     RowRequest,
     RunningRows,
     StepResult,
+    Transfers,
     check_rows,
     fork_row,
 )
@@ -29,7 +31,7 @@ from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable, PageTable
 from pagepool.request import LoraId, TokenIds
 
-__all__ = ["PageCopies", "RunningBatch", "StepResult"]
+__all__ = ["FailedLoads", "PageCopies", "RunningBatch", "StepResult", "Transfers"]
 
 KeyedPages = list[tuple[int, bytes]]
 """The pages with extra keys, and their encoded keys."""
@@ -211,6 +213,12 @@ class RunningBatch(RunningRows):
         copies into its pages.
         """
         return self._manager.take_copies()
+
+    def take_transfers(self) -> Transfers:
+        """`CacheManager.take_transfers`: there is one list for the manager and its batches. Until transfers are taken, calls
+        raise CopiesDueError for rows whose pages they concern, as for copies.
+        """
+        return self._manager.take_transfers()
 
     def find_next_checkpoint(self, rows: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return for each row what `CacheManager.find_next_checkpoint` returns for a request: int32 ``[len(rows)]``.

@@ -61,6 +61,7 @@ ORDER = [
     "manager.pins",
     "manager.retention",
     "manager.copies",
+    "manager.tiers",
     "manager.slots",
     "manager.cache_manager",
     "manager",

@@ -12,9 +12,9 @@ from pagepool.hashing import RequestExtraKeys
 from pagepool.hashing.algorithms import HashAlgorithm, make_page_hasher
 from pagepool.hashing.request_hashes import RequestPageHashes
 from pagepool.manager.cache_pages import CachePages
-from pagepool.manager.tiers import HostTier, TieredPages
 from pagepool.manager.lookups import PrefixLookups, PrefixProbe
 from pagepool.manager.slots import ANYWHERE, Placement, SlotAllocator
+from pagepool.manager.tiers import HostTier, TieredPages
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.specs import CacheGroupSpec, check_groups, usable_pages_count

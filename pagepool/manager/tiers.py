@@ -56,19 +56,21 @@ class HostTier:
         self.min_uses = require_int("min_uses", min_uses, 1, 255)
         self.eviction = eviction
         self._store: PageStore | None = None
+        self._tier: PageTier | None = None
 
     def bind(self, store: "PageStore") -> None:
         """Put the tier behind a pool. ArgumentError if it is behind one, or the pool has one."""
         if self._store is not None:
             raise ArgumentError("host_tier: got one that is behind another pool")
-        add_tier(store, PageTier(store, self.num_pages, self.eviction, self.policy == "write_through", self.min_uses))
-        self._store = store
+        tier = PageTier(store, self.num_pages, self.eviction, self.policy == "write_through", self.min_uses)
+        add_tier(store, tier)
+        self._store, self._tier = store, tier
 
     def stats(self) -> HostTierStats:
         """Return its counters. O(1)."""
-        if self._store is None:
+        if self._store is None or self._tier is None:
             return HostTierStats(self.num_pages - 1, 0, 0, 0, 0, 0, 0, 0)
-        return HostTierStats(*self._store.tier.counters(self._store))
+        return HostTierStats(*self._tier.counters(self._store))
 
 
 class TieredPages(CopiedPages):
