@@ -134,8 +134,13 @@ class CacheCoordinator(ABC):
         self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE, loads: bool = False
     ) -> tuple[tuple[PageIds, ...], int]:
         """Return the longest cached prefix of at most `max_cache_hit_length` tokens, and its length in tokens. The prefix is
-        page ids for each group, with the null page where the group's attention does not reach. Changes nothing.
+        page ids for each group, with the null page where the group's attention does not reach. With `loads` pages that only the
+        host tier has are loaded first, if there is room; otherwise nothing changes.
         """
+
+    @abstractmethod
+    def count_cached_tokens(self, chain: HashChain, max_cache_hit_length: int) -> int:
+        """Return the length of the longest prefix that is cached in the pool or its host tier, in tokens."""
 
 
 class CacheCoordinatorNoPrefixCache(CacheCoordinator):
@@ -157,6 +162,10 @@ class CacheCoordinatorNoPrefixCache(CacheCoordinator):
     ) -> tuple[tuple[PageIds, ...], int]:
         """Return no hit."""
         return tuple(PageIds() for _ in self.single_type_managers), 0
+
+    def count_cached_tokens(self, chain: HashChain, max_cache_hit_length: int) -> int:
+        """Return 0."""
+        return 0
 
 
 class HybridCacheCoordinator(CacheCoordinator):
@@ -202,6 +211,10 @@ class HybridCacheCoordinator(CacheCoordinator):
             hits = self._fetch(query, num_tokens)
             if hits is not None:
                 return hits, num_tokens
+
+    def count_cached_tokens(self, chain: HashChain, max_cache_hit_length: int) -> int:
+        """O(pages x groups) a round, as `find_longest_cache_hit`."""
+        return self._find_hit_length(PrefixQuery(self.page_pool.store, chain, *ANY_PAGE, True), max_cache_hit_length)
 
     def _load(self, chain: HashChain, max_cache_hit_length: int, ids: IdRange) -> None:
         """Have the pages of the longest prefix in pool and tier loaded that are not in the pool."""

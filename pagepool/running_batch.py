@@ -236,7 +236,7 @@ class RunningBatch(RunningRows):
 
     def swap_in(self, row: int) -> int | None:
         """Give a row that was swapped out its pages back: those still cached in the pool, and others, into which the next
-        `take_transfers` loads the contents. Its hits count as in flight until these complete. Drafts get their room by `grow`.
+        `take_transfers` loads the contents; call it before the row grows. Drafts get their room by `grow`.
 
         Returns the computed tokens that it has again; 0 if saving a page has failed: then `grow` computes it from the start, or
         `release` and `admit` look its prefix up. None, and nothing changed, if too few pages are free, or while its saves are

@@ -10,9 +10,9 @@ from pagepool.core.entering cimport Contents
 from pagepool.core.index cimport enter, find, find_within, keep_tokens, rank
 from pagepool.core.notes cimport is_journaled, note_entry
 from pagepool.core.pages cimport take_from, touch_all
-from pagepool.core.queue cimport has_free_pages
+from pagepool.core.queue cimport has_free_pages, pull
 from pagepool.core.records cimport NULL_PAGE, Origin, Pool, Range, Ranking, Tier, Transfer, is_free
-from pagepool.core.references cimport put_back
+from pagepool.core.references cimport let_go
 from pagepool.core.request_pages cimport set_contents
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
@@ -39,11 +39,12 @@ cdef Span span_of(object group, HashChain chain) except *:
 cdef int32_t count_shards(PageStore store, Range ids) except -1:
     """The number of shards of the size of a range; 0 for the whole pool."""
     cdef int32_t num_pages = store.pool.num_pages
-    if ids.start == 0 and ids.stop == num_pages:
+    cdef int32_t size = ids.stop - ids.start + (ids.start == 1)  # the null page is not among those of its shard
+    if ids.stop - ids.start == num_pages:
         return 0
-    if ids.stop <= ids.start or num_pages % (ids.stop - ids.start) or ids.start % (ids.stop - ids.start):
+    if size <= 0 or num_pages % size or ids.stop % size:
         raise ArgumentError(f"ids: got {ids.start} to {ids.stop}, allowed: those of a shard")
-    return num_pages // (ids.stop - ids.start)
+    return num_pages // size
 
 
 def load_hits(PageStore store not None, HashChain chain not None, groups, start_id=0, stop_id=None, context=0) -> bool:
@@ -57,7 +58,7 @@ def load_hits(PageStore store not None, HashChain chain not None, groups, start_
     cdef int32_t num_shards = count_shards(store, ids)
     cdef Contents contents = Contents(NULL, NULL, 0, store.checked_context(context))
     cdef list items = as_list(groups, "groups")
-    cdef int32_t shard = ids.start // (ids.stop - ids.start) if num_shards else -1
+    cdef int32_t shard = ids.stop // (store.pool.num_pages // num_shards) - 1 if num_shards else -1
     cdef bint is_done
     spans = <Span *>calloc(len(items) + 1, sizeof(Span))
     if spans == NULL:
@@ -89,6 +90,8 @@ cdef bint load_spans(
     if num_loads:
         hold_hits(pool, spans, num_spans, contents.digests, ids, True)
         for i in range(first, first + num_loads):
+            touch_all(tier.pool, &tier.items[i].tier_id, 1)
+        for i in range(first, first + num_loads):
             take_from(pool, &page_id, 1, shard)  # what is evicted for it is noted behind the loads
             tier.items[i].page_id = page_id
         hold_hits(pool, spans, num_spans, contents.digests, ids, False)
@@ -118,7 +121,6 @@ cdef Py_ssize_t note_missing(
             page_id = find(tier.pool, key, spans[g].group)
             if page_id == NULL_PAGE or not reserve_transfers(tier, 1):
                 return -1
-            touch_all(tier.pool, &page_id, 1)
             load = Transfer(key, 0, NULL_PAGE, page_id, spans[g].group, True, False)
             note_transfer(tier, &load)
     return num_free_hits
@@ -126,17 +128,14 @@ cdef Py_ssize_t note_missing(
 
 cdef void forget_last(Tier *tier, Py_ssize_t n) noexcept nogil:
     """Forget the last loads that were noted."""
-    cdef Py_ssize_t _i
-    for _i in range(n):
-        put_back(tier.pool, tier.items[tier.num - 1].tier_id)
-        tier.num -= 1
-        tier.num_due -= 1
+    tier.num -= n
+    tier.num_due -= n
 
 
 cdef void hold_hits(
     Pool *pool, const Span *spans, Py_ssize_t num_spans, const Digest *digests, Range ids, bint is_held
 ) noexcept nogil:
-    """Take a reference to the pages of the prefix that are in the pool, so that none of them is evicted, or give it back: the
+    """Take the free pages of the prefix out of the queue, so that none of them is evicted, or put them back to its end: the
     first page last, so that it is evicted last.
     """
     cdef Py_ssize_t g, i
@@ -144,10 +143,12 @@ cdef void hold_hits(
     for g in range(num_spans):
         for i in range(spans[g].stop - 1, spans[g].start - 1, -1):
             page_id = find_within(pool, digests[(i + 1) * spans[g].stride - 1], spans[g].group, ids)
-            if page_id != NULL_PAGE and is_held:
-                touch_all(pool, &page_id, 1)
-            elif page_id != NULL_PAGE:
-                put_back(pool, page_id)
+            if page_id == NULL_PAGE or pool.pages[page_id].ref_cnt or is_free(pool, page_id) != is_held:
+                continue
+            if is_held:
+                pull(pool, page_id)
+            else:
+                let_go(pool, page_id)
 
 
 cdef void enter_missing(

@@ -357,8 +357,8 @@ cdef class RunningRows(RowMemory):
         such page on: ``num_computed_tokens`` says from where, and `grow` does it. Call it before the rows grow again.
 
         Returns the rows that went back, and those that cannot, because a window gave pages back that they need again, or the
-        model has states, which have seen wrong tokens: release these, with `num_computed_tokens` 0, and admit them again. Both
-        are lists. O(pages of all rows).
+        model has states: those of rows that hit loaded pages of this list, or of later ones, may have seen wrong tokens.
+        Release these, with `num_computed_tokens` 0, and admit them again. Both are lists. O(pages of all rows).
         """
         cdef list rewound = [], lost = []
         cdef int32_t *validity
@@ -373,7 +373,7 @@ cdef class RunningRows(RowMemory):
         for row in range(self.batch.num_rows):
             holding = holding_of(&self.batch, row)
             validity[row] = -1
-            if self.batch.states[row].is_admitted:
+            if self.batch.states[row].is_admitted and failed.ids.num:
                 validity[row] = find_wrong(&holding, failed.is_wrong, failed.number)
             if 0 <= validity[row] and can_go_back(&self.batch, row, self.batch.states[row].num_tokens, validity[row]):
                 go_back(&self.batch, row, self.batch.states[row].num_tokens, validity[row])
