@@ -249,7 +249,7 @@ class TierSimulation:
         self.transfer()
         while self.in_flight:
             self.end_transfers()
-        require(not self.manager.page_pool.get_usage(), "a page that nobody gave back")
+        require(self.manager.page_pool.get_num_free_pages() == self.manager.num_pages - 1, "a page that nobody gave back")
 
     def end(self, front: TierFront, job: Job, num_computed_tokens: int | None = None) -> None:
         front.end(job, num_computed_tokens)

@@ -107,7 +107,11 @@ class PrefixLookups(KeyHolder):
             pages, num_tokens = refusal.hits, refusal.num_hit_tokens
         else:
             hashes.refusal = None
-            pages, num_tokens = self._coordinator.find_longest_cache_hit(hashes.chain, num_queried_tokens - 1, ids, loads=True)
+            loaded, num_tokens = self._coordinator.load_longest_cache_hit(hashes.chain, num_queried_tokens - 1, ids)
+            hashes.is_short = loaded is None
+            if loaded is None:
+                loaded, num_tokens = self._coordinator.find_longest_cache_hit(hashes.chain, num_queried_tokens - 1, ids)
+            pages = loaded
         hashes.query = num_queried_tokens, num_tokens, is_preempted or hashes.is_counted
         return pages, num_tokens
 
@@ -136,6 +140,11 @@ class PrefixLookups(KeyHolder):
         managers = self._coordinator.single_type_managers
         num_taken_tokens = max(len(ids) * manager.entry_size for ids, manager in zip(hits, managers, strict=True))
         self.counters[is_preempted].add(num_queried_tokens, min(num_hit_tokens, num_taken_tokens))
+
+    def is_short(self, request: Request) -> bool:
+        """Whether the last look-up of a request found pages in the host tier for which too few pages are free."""
+        hashes = self.hashes.get(request.request_id)
+        return hashes is not None and hashes.is_short
 
     def note_refusal(self, hashes: RequestHashes, hits: tuple[PageIds, ...], num_tokens: int, num_reserved_pages: int) -> None:
         """Keep the hits of a request that was refused `num_tokens` slots, if they are the leading pages of its only group."""

@@ -117,6 +117,8 @@ class SlotAllocator(KeyHolder):
             )
         held = self._requests.get(request.request_id)
         is_admission = held is None
+        if is_admission and self._lookups.is_short(request):
+            return None
         held = held or self._coordinator.hold_nothing()
         check_copies_taken(held)
         is_due_state = not is_admission and are_states_due(held, num_computed_tokens)
