@@ -131,10 +131,11 @@ class CacheCoordinator(ABC):
 
     @abstractmethod
     def find_longest_cache_hit(
-        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE, loads: bool = False
+        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE, context: int | None = None
     ) -> tuple[tuple[PageIds, ...], int]:
         """Return the longest cached prefix of at most `max_cache_hit_length` tokens, and its length in tokens. The prefix is
-        page ids for each group, with the null page where the group's attention does not reach. Changes nothing.
+        page ids for each group, with the null page where the group's attention does not reach. Changes nothing, unless a
+        `context` is given: then pages in the tier are loaded, with that context.
         """
 
 
@@ -153,7 +154,7 @@ class CacheCoordinatorNoPrefixCache(CacheCoordinator):
         super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, False, page_pool)
 
     def find_longest_cache_hit(
-        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE, loads: bool = False
+        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE, context: int | None = None
     ) -> tuple[tuple[PageIds, ...], int]:
         """Return no hit."""
         return tuple(PageIds() for _ in self.single_type_managers), 0
@@ -191,11 +192,11 @@ class HybridCacheCoordinator(CacheCoordinator):
         return sorted(groups, key=lambda group: not group[0].is_prefix_closed)
 
     def find_longest_cache_hit(
-        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE, loads: bool = False
+        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE, context: int | None = None
     ) -> tuple[tuple[PageIds, ...], int]:
         """O(pages x groups) a round, rarely more than two rounds. Repeats if another thread drops a page that was found."""
-        if loads and self.page_pool.store.tier is not None:
-            self._load(chain, max_cache_hit_length, ids)
+        if context is not None and self.page_pool.store.tier is not None:
+            self._load(chain, max_cache_hit_length, ids, context)
         query = PrefixQuery(self.page_pool.store, chain, *ids)
         while True:
             num_tokens = self._find_hit_length(query, max_cache_hit_length)
@@ -203,7 +204,7 @@ class HybridCacheCoordinator(CacheCoordinator):
             if hits is not None:
                 return hits, num_tokens
 
-    def _load(self, chain: HashChain, max_cache_hit_length: int, ids: IdRange) -> None:
+    def _load(self, chain: HashChain, max_cache_hit_length: int, ids: IdRange, context: int) -> None:
         """Have the pages of the longest prefix in pool and tier loaded that are not in the pool."""
         num_tokens = self._find_hit_length(PrefixQuery(self.page_pool.store, chain, *ids, True), max_cache_hit_length)
         spans = [
@@ -217,7 +218,7 @@ class HybridCacheCoordinator(CacheCoordinator):
             for manager in self.single_type_managers
         ]
         if num_tokens:
-            load_hits(self.page_pool.store, chain, spans, *ids)
+            load_hits(self.page_pool.store, chain, spans, *ids, context)
 
     def _find_hit_length(self, query: PrefixQuery, max_cache_hit_length: int) -> int:
         """Return the length on which all kinds agree."""
