@@ -27,8 +27,8 @@ class Event(msgspec.Struct, tag=True, omit_defaults=True, eq=False, gc=False):
 
 
 class BlockStored(Event):
-    """Consecutive pages of one request that can be hit from now on. With the `medium` ``"CPU"`` they are pages of the host tier,
-    in any order, without parent, tokens and extra keys: what they hold is known from their hashes.
+    """Consecutive pages of one request that can be hit from now on. With the `medium` ``"CPU"`` they are pages of the host
+    tier, in any order, without parent, tokens and extra keys: what they hold is known from their hashes.
 
     ``block_hashes``: one hash for each page, in a uint64 array or, as bytes, in a list. ``parent_block_hash``: the hash of the
     preceding page; None at the beginning of a prompt. ``token_ids``: int32 array ``[pages x block_size]``; empty for pages that

@@ -392,7 +392,7 @@ class CacheManager(TieredPages):
         >>> stats.num_held_pages, stats.num_cached_pages, stats.usage, stats.queries.num_queried_tokens
         (2, 1, 0.2, 5)
         """
-        return _collect_stats(self.page_pool, self.max_num_pinned_pages, self.query_counters)
+        return _collect_stats(self.page_pool, self.max_num_pinned_pages, self.query_counters, self.host_tier)
 
     def check(self) -> None:
         """Raise IntegrityError, naming the first wrong page, unless the pool and the references of requests are consistent.
@@ -449,7 +449,9 @@ def _require_kept_tokens(num_kept: int, num_needed: int) -> None:
         )
 
 
-def _collect_stats(pool: PagePool, max_num_pinned_pages: int, query_counters: Sequence[QueryCounter]) -> CacheStats:
+def _collect_stats(
+    pool: PagePool, max_num_pinned_pages: int, query_counters: Sequence[QueryCounter], host_tier: HostTier | None
+) -> CacheStats:
     store, totals = pool.store, pool.stats
     queries, preempted_queries = (QueryCounts(*counter.counts) for counter in query_counters)
     num_pages, num_free_pages = pool.num_pages - 1, store.num_free_pages
@@ -474,6 +476,7 @@ def _collect_stats(pool: PagePool, max_num_pinned_pages: int, query_counters: Se
         reuse_gap=reuse_gap,
         num_hit_pages=num_hit_pages,
         num_lru_hit_pages=num_lru_hit_pages,
+        host_tier=None if host_tier is None else host_tier.stats(),
     )
 
 
