@@ -83,11 +83,14 @@ class EventSource:
                     snapshot = [AllBlocksCleared(), *self._list_entries(entries, tier_entries)]
                 if must_start_over:
                     return snapshot, snapshot
-                events: list[Event] = [AllBlocksCleared()] if is_cleared else []
-                events += [*self._list_removed(removed, GPU), *self._list_removed(tier_removed, CPU)]
-                return [*events, *self._list_entries(new, tier_new)], snapshot
+                return self._list_changes(is_cleared, (removed, new), (tier_removed, tier_new)), snapshot
             finally:
                 self._journal.end_report()
+
+    def _list_changes(self, is_cleared: bool, changes: tuple[Keys, Entries], tier_changes: tuple[Keys, Keys]) -> list[Event]:
+        events: list[Event] = [AllBlocksCleared()] if is_cleared else []
+        events += [*self._list_removed(changes[0], GPU), *self._list_removed(tier_changes[0], CPU)]
+        return [*events, *self._list_entries(changes[1], tier_changes[1])]
 
     def _list_removed(self, keys: Keys, medium: str) -> list[Event]:
         return [BlockRemoved(hashes, medium, group) for group, hashes in self._split(keys)]
