@@ -204,10 +204,16 @@ def evict_to_host(manager: CacheManager) -> None:
     manager.page_pool.free_page_ids(ids)
 
 
+def summarise(events: list[Any]) -> list[tuple[str, Any, int]]:
+    """Return the name, the medium and the number of pages of each event."""
+    decoded = decode(events)
+    return [
+        (type(event).__name__, getattr(event, "medium", None), len(getattr(event, "block_hashes", ()))) for event in decoded
+    ]
+
+
 def take(manager: CacheManager) -> list[tuple[str, Any, int]]:
-    """Take events as their names, media and numbers of pages."""
-    events = decode(manager.take_events())
-    return [(type(event).__name__, getattr(event, "medium", None), len(getattr(event, "block_hashes", ()))) for event in events]
+    return summarise(manager.take_events())
 
 
 def test_a_page_that_goes_to_the_host_and_comes_back() -> None:
@@ -291,8 +297,11 @@ def test_an_interrupted_call_starts_over_with_both() -> None:
     assert take(manager) == [("BlockStored", "GPU", 1), ("BlockStored", "CPU", 4)]
     manager.require_event_source().start_over()
     assert take(manager) == [("AllBlocksCleared", None, 0), ("BlockStored", "GPU", 1), ("BlockStored", "CPU", 4)]
-    assert len(decode(manager.snapshot_events())) == 2
-    assert take(manager) == []
+    assert summarise(manager.snapshot_events()) == [("BlockStored", "GPU", 1), ("BlockStored", "CPU", 4)]
+    manager.page_pool.evict_pages(range(1, 6))
+    events, snapshot = manager.require_event_source().take_with_snapshot()
+    assert summarise(events) == [("BlockRemoved", "GPU", 1), ("BlockRemoved", "CPU", 1)]
+    assert summarise(snapshot) == [("AllBlocksCleared", None, 0), ("BlockStored", "CPU", 3)]
 
 
 def test_events_begin_with_nothing_in_the_tier() -> None:
@@ -313,29 +322,45 @@ def test_events_begin_with_nothing_in_the_tier() -> None:
 
 
 def test_names_are_kept_as_long_as_the_tier_needs_them() -> None:
-    """Hashes of 32 bytes need names: of saved pages, of those being saved, and of those that went and were not told."""
+    """Hashes of 32 bytes need names: of pages being saved, of saved ones, and of those that went and were not told."""
     manager = make_manager(FULL, num_pages=6, host_tier=HostTier(10), hash_algo="sha256")
     manager.enable_events(hashes_as_bytes=True)
     run_request(manager, 16)
     [stored] = decode(manager.take_events())
-    for is_completed in (False, True):
-        ids = manager.page_pool.get_new_page_ids(5)
-        forget_names(manager.page_pool.store)
-        if is_completed:
-            manager.take_events()
-            manager.page_pool.free_page_ids(ids)
-            manager.get_computed_pages(make_request("r", 20))
-        else:
-            transfers = manager.take_transfers()
-            forget_names(manager.page_pool.store)
-            manager.complete_transfers(transfers.number)
-            manager.page_pool.free_page_ids(ids)
-    assert sorted(h for event in decode(manager.take_events()) for h in event.block_hashes) == sorted(stored.block_hashes)
-    manager.complete_transfers(manager.take_transfers().number)
-    manager.page_pool.evict_pages(range(1, 6))
+    ids = manager.page_pool.get_new_page_ids(5)
+    manager.take_events()
+    transfers = manager.take_transfers()
     forget_names(manager.page_pool.store)
-    for removed in decode(manager.take_events()):
-        assert sorted(removed.block_hashes) == sorted(stored.block_hashes)
+    manager.complete_transfers(transfers.number)
+    forget_names(manager.page_pool.store)
+    [saved] = decode(manager.take_events())
+    assert sorted(saved.block_hashes) == sorted(stored.block_hashes)
+    manager.page_pool.free_page_ids(ids)
+    for salt in "abc":
+        run_request(manager, 16, cache_salt=salt)
+        evict_to_host(manager)
+    forget_names(manager.page_pool.store)
+    [removed, _] = decode(manager.take_events())
+    assert sorted(removed.block_hashes) == sorted(stored.block_hashes)
+    assert manager.reset_prefix_cache()
+    assert len(manager.page_pool.store.names) == 0
+
+
+def test_a_loaded_page_names_its_parent() -> None:
+    """Even one that is in neither place any more, because a window does not reach it."""
+    manager = make_manager(WINDOW, num_pages=12, host_tier=HostTier(20), hash_algo="sha256")
+    manager.enable_events(hashes_as_bytes=True)
+    run_request(manager, 40)
+    [stored] = decode(manager.take_events())
+    evict_to_host(manager)
+    hits, _ = manager.get_computed_pages(make_request("r", 29))
+    manager.complete_transfers(manager.take_transfers().number)
+    assert manager.page_pool.evict_pages(hits.get_page_ids()[0][-2:]) == 2
+    manager.take_events()
+    forget_names(manager.page_pool.store)
+    assert manager.get_computed_pages(make_request("r", 40))[1] == 36
+    [loaded] = decode(manager.take_events())
+    assert (loaded.parent_block_hash, loaded.block_hashes) == (stored.block_hashes[6], stored.block_hashes[7:9])
 
 
 @pytest.mark.parametrize("seed", range(3))
