@@ -97,6 +97,8 @@ ORDER = [
     "replay.traces.recorder",
     "replay.traces.options",
     "replay.simulation.figures",
+    "replay.simulation.host",
+    "replay.simulation.host_options",
     "replay.simulation.allocator",
     "replay.simulation.scheduler",
     "replay.simulation.runs",
