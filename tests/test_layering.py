@@ -111,6 +111,7 @@ ORDER = [
     "replay.plans.policies",
     "replay.plans.checkpoints",
     "replay.plans.state_report",
+    "replay.plans.host_report",
     "replay.plans.report",
     "replay.plans.plot",
     "replay.plans.web_page",

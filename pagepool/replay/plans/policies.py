@@ -127,7 +127,7 @@ class PolicySimulator:
 
 
 class Steps:
-    """Begins and ends steps on a store: what its tier saves and loads from the end of a step on is done when the next begins."""
+    """Begins and ends steps on a store. What its tier saves and loads at the end of a step is done when the next begins."""
 
     def __init__(self, store: PageStore) -> None:
         """Start before the first step."""
