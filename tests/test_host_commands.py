@@ -99,7 +99,7 @@ class TestReplay:
     def test_figures(self, trace: Path) -> None:
         options = [trace, "--num-pages", 600, "--max-num-seqs", 2]
         alone, tiered = (figures_of("replay", *options, *host) for host in ([], ["--host-pages", "2k"]))
-        assert alone["host"] is None
+        assert "host" not in alone
         assert alone["hit_tokens"] == 0 < tiered["hit_tokens"]
         host = tiered["host"]
         assert host["loaded_tokens"] == 16 * host["loaded_pages"] == tiered["hit_tokens"]

@@ -92,9 +92,10 @@ class Figures:
     def list_differences(self, other: "Figures") -> list[str]:
         """List the names of the figures that differ, except times."""
         others = other.as_dict()
-        return [name for name, value in self.as_dict().items() if value != others[name] and not name.endswith("_seconds")]
+        return [name for name, value in self.as_dict().items() if value != others.get(name) and not name.endswith("_seconds")]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all figures by name, for JSON."""
-        host = None if self.host is None else self.host.as_dict()
-        return {**asdict(self), "host": host, "hit_rate": self.hit_rate, "trace_hit_rate": self.trace_hit_rate}
+        """Return all figures by name, for JSON; `host` only with a host tier."""
+        figures = {**asdict(self), "hit_rate": self.hit_rate, "trace_hit_rate": self.trace_hit_rate}
+        del figures["host"]
+        return figures if self.host is None else {**figures, "host": self.host.as_dict()}
