@@ -53,14 +53,16 @@ def list_host_columns(plan: Plan) -> tuple[str, list[tuple[str, list[str]]]]:
         ("LRU pages as good", [f"{run.hits.lru_num_pages:,}" if run.hits.lru_num_pages else "" for run in runs]),
         ("pages loaded", [f"{run.moved.loaded_pages:,}" for run in runs]),
         ("pages saved", [f"{run.moved.saved_pages:,}" for run in runs]),
-        ("pages refused", [f"{run.moved.refused_pages:,}" for run in runs]),
     ]
     if plan.page_bytes is not None:
         columns[4:4] = [("GiB loaded", [_format_gib(run.moved.loaded_bytes) for run in runs])]
         columns[6:6] = [("GiB saved", [_format_gib(run.moved.saved_bytes) for run in runs])]
+    if any(run.moved.refused_pages for run in runs):
+        columns.append(("pages refused", [f"{run.moved.refused_pages:,}" for run in runs]))
     if plan.speed is not None:
-        columns.append(("seconds saved a request", [f"{run.find_seconds(plan.speed):.2f}" for run in runs]))
-    return f"With {plan.host}, by size of the pool", [column for column in columns if set(column[1]) != {"0"}]
+        seconds = [round(run.find_seconds(plan.speed), 2) for run in runs]
+        columns.append(("seconds saved a request", [f"{each + 0:.2f}" for each in seconds]))  # -0.0 + 0 is 0.0
+    return f"With {plan.host}, by size of the pool", columns
 
 
 def _format_gib(num_bytes: int | None) -> str:
