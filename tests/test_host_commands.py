@@ -13,9 +13,9 @@ from test_command_manners import UNSANITIZED
 from test_eviction_commands import make_loop, plan_of
 from test_model import LLAMA, QWEN
 from test_plan import make_random_records
-from test_replay import make_random_requests
+from test_replay import SHARED_TRACE, make_random_requests
 
-from pagepool.replay import Planner, PolicyFigures, PoolFigures, Scheduler, TraceRecord, make_requests
+from pagepool.replay import Planner, PolicyFigures, PoolFigures, Scheduler, TraceRecord, make_requests, read_trace
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
@@ -84,6 +84,15 @@ class TestSimulator:
             hit_tokens, moved = simulator.run_with_host(planner.min_num_pages, HostMemory(20_000))
             assert hit_tokens == planner.make_plan([]).most_hit_tokens
             assert moved.evicted_pages == moved.refused_pages == 0
+
+    @pytest.mark.skipif(not SHARED_TRACE.exists(), reason="the trace is not here")
+    def test_a_part_of_the_trace(self) -> None:
+        requests, host = make_requests(read_trace(str(SHARED_TRACE), limit=200)), HostMemory(150_000)
+        manager = make_manager(20_000, ModelPages(), requests, host=host)
+        figures = Scheduler(manager, [replace(each) for each in requests], max_num_seqs=1).run()
+        assert PolicySimulator(requests, 16).run_with_host(20_000, host) == (figures.hit_tokens, figures.host)
+        assert figures.host is not None
+        assert figures.host.loaded_pages > 0
 
     def test_what_was_evicted_is_loaded(self) -> None:
         """Two prompts of 4 pages in turn, in a pool of 5."""
