@@ -180,7 +180,7 @@ cdef class RowRequest:
         with rows.store.lock:
             num_changes = count_changes(batch.pool)
         if find_hits is not None and batch.hash_page_size:
-            chain = HashChain.__new__(HashChain, batch.hash_page_size, rows.key, rows.store.tier is not None)
+            chain = HashChain.__new__(HashChain, batch.hash_page_size, rows.key, rows.store.pool.tier != NULL)
             hits, num_hit_tokens = self.look_up(find_hits, chain)
             is_short = hits is None
             if is_short:
