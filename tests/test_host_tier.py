@@ -509,6 +509,21 @@ def test_transfers_end_once() -> None:
         make_manager(FULL).complete_transfers(1)
 
 
+def test_transfers_in_flight_are_listed() -> None:
+    manager = make_tiered(num_pages=11)
+    assert make_manager(FULL).list_transfers_in_flight() == manager.list_transfers_in_flight() == []
+    fill_tier(manager)
+    pass_through(manager, FIRST)
+    first = manager.take_transfers()
+    pass_through(manager, OTHER[30:50])
+    second = manager.take_transfers()
+    run_request(manager, FIRST[:5])
+    assert [repr(transfers) for transfers in manager.list_transfers_in_flight()] == [repr(first), repr(second)]
+    assert first.load_src.size
+    manager.complete_transfers(first.number)
+    assert [transfers.number for transfers in manager.list_transfers_in_flight()] == [second.number]
+
+
 def test_results_are_made_by_calls() -> None:
     for kind in (Transfers, FailedLoads):
         with pytest.raises(TypeError):

@@ -103,6 +103,30 @@ cdef Py_ssize_t take_due(Tier *tier, int32_t *taken, Py_ssize_t num) noexcept no
     return num_saves
 
 
+def list_in_flight(PageStore store not None) -> list:
+    """Return the `Transfers` that were taken and did not end, in order. O(transfers x lists)."""
+    cdef const Tier *tier = store.pool.tier
+    cdef const Transfer *transfer
+    cdef int64_t[:, ::1] taken
+    cdef Py_ssize_t i, num_taken = 0, num = -1
+    while num != num_taken and tier != NULL:  # arrays are made without the lock
+        num = num_taken
+        items = np.empty((5, num), np.int64)
+        taken = items
+        with store.lock:
+            num_taken = tier.num - tier.num_due
+            for i in range(num_taken if num == num_taken else 0):
+                transfer = &tier.items[i]
+                taken[0, i], taken[1, i] = transfer.number, transfer.is_load
+                taken[2, i], taken[3, i], taken[4, i] = transfer.page_id, transfer.tier_id, transfer.group
+    lists = []
+    for number in np.unique(items[0]).tolist() if tier != NULL else ():
+        chosen = items[:, items[0] == number]
+        order = np.argsort(chosen[1], kind="stable")
+        lists.append(transfers_of(number, np.ascontiguousarray(chosen[2:, order], np.int32), int((chosen[1] == 0).sum())))
+    return lists
+
+
 @cython.final
 @cython.auto_pickle(False)
 cdef class FailedLoads:

@@ -3,7 +3,16 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from pagepool._core import FailedLoads, PageTier, Transfers, add_tier, end_transfers, find_wrong_token, take_transfers
+from pagepool._core import (
+    FailedLoads,
+    PageTier,
+    Transfers,
+    add_tier,
+    end_transfers,
+    find_wrong_token,
+    list_in_flight,
+    take_transfers,
+)
 from pagepool.arguments import MAX_SIZE, id_of, require_int
 from pagepool.errors import ArgumentError, shown
 from pagepool.manager.copies import CopiedPages
@@ -72,6 +81,12 @@ class TieredPages(CopiedPages):
         the meantime saved pages do not hit, and what was computed with loaded pages does not. O(transfers).
         """
         return take_transfers(self._store)
+
+    def list_transfers_in_flight(self) -> list[Transfers]:
+        """Return the transfers that were taken and have not ended, in order: for an engine that has lost some, since the call
+        that took them was interrupted. O(transfers x lists).
+        """
+        return list_in_flight(self._store)
 
     def complete_transfers(self, number: int) -> None:
         """End the transfers that were taken under a number: saved pages hit from now on. ArgumentError for an unknown number.
