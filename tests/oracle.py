@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from oracle_kinds import Full, HeldPages, Kind, Mamba, group_ids_by_kind, kind_of, leading_run
 from oracle_pool import NULL_PAGE, OraclePool, PageIds, Ranking, is_sharded, shard_of_hint
 from oracle_states import OracleStates
+from oracle_tier import Failed, Taken, note_loads, note_taken, waits_for_loads, wrong_token
 
 if TYPE_CHECKING:
     from eviction_oracle import Policy
@@ -175,22 +176,35 @@ class OracleManager:
         if not self._takes_hits(request):
             return self._no_pages(), 0
         shard = shard_of_hint(self.page_pool.num_pages, dp_shard_hint, data_parallel_size)
-        length = self._hit_length(request, shard)
+        self._load_hits(request, shard)
+        hits, length = self._find_hits(request, shard)
         is_first = request.status != PREEMPTED and request.request_id not in self.counted
         self.queries[request.request_id] = {"queried": request.num_tokens, "hit": length} if is_first else {}
-        group_ids = range(len(self.kinds))
-        return tuple(self._hit_pages(request, group_id, length, shard) for group_id in group_ids), length
+        return hits, length
+
+    def _load_hits(self, request: Any, shard: range | None) -> None:
+        """Have the pages loaded by which the tier makes the prefix longer that hits, if enough pages are free."""
+        tier = self.page_pool.tier
+        length = 0 if tier is None else self._hit_length(request, shard, reaches_tier=True)
+        if tier is not None and length:
+            self.states.divide(shard)
+            tier.load([self._hit_entries(request, group_id, length) for group_id in range(len(self.kinds))], shard)
+
+    def _find_hits(self, request: Any, shard: range | None) -> tuple[PagesByGroup, int]:
+        """Return the pages of the longest prefix in the pool, by group, and its length in tokens."""
+        length = self._hit_length(request, shard)
+        return tuple(self._hit_pages(request, group_id, length, shard) for group_id in range(len(self.kinds))), length
 
     def _takes_hits(self, request: Any) -> bool:
         params = request.sampling_params
         return self.enable_caching and not (params and params.prompt_logprobs is not None)
 
-    def _hit_length(self, request: Any, shard: range | None) -> int:
+    def _hit_length(self, request: Any, shard: range | None, reaches_tier: bool = False) -> int:
         """Let the kinds shorten the length in turn, each dropping eagle's page, until all agree."""
         if any(isinstance(kind, Mamba) and kind.interval is None for kind in self.kinds):
             return 0
         length = self._floor(request.num_tokens - 1)
-        hits = {kind: self._hits(request, kind, length, shard) for kind in self.classes}
+        hits = {kind: self._hits(request, kind, length, shard, reaches_tier) for kind in self.classes}
         for kind in self.classes:
             length = self._floor(kind.longest(hits[kind], length, self.use_eagle))
         agreed = None
@@ -203,18 +217,26 @@ class OracleManager:
     def _floor(self, num_tokens: int) -> int:
         return num_tokens // self.hit_step * self.hit_step
 
-    def _hits(self, request: Any, kind: Kind, length: int, shard: range | None) -> list[bool]:
-        """Return for each page of the kind whether all of its groups have it cached."""
+    def _hits(self, request: Any, kind: Kind, length: int, shard: range | None, reaches_tier: bool) -> list[bool]:
+        """Return for each page of the kind whether all of its groups have it cached, perhaps in the tier."""
         keys = self.keys_of(request, kind)[: length // kind.hit_size]
-        entered = self.page_pool.first_entered
-        return [all(entered(key, group_id, shard) is not None for group_id in self.classes[kind]) for key in keys]
+        tier = self.page_pool.tier if reaches_tier else None
+
+        def is_hit(entry: tuple[int, int]) -> bool:
+            return self.page_pool.first_entered(*entry, shard) is not None or (tier is not None and tier.find(entry) is not None)
+
+        return [all(is_hit((key, group_id)) for group_id in self.classes[kind]) for key in keys]
 
     def _hit_pages(self, request: Any, group_id: int, length: int, shard: range | None) -> PageIds:
+        first = self.kinds[group_id].first_hit_page(length, self.use_eagle)
+        entries = self._hit_entries(request, group_id, length)
+        return [NULL_PAGE] * first + [self.page_pool.first_entered(*entry, shard) for entry in entries]
+
+    def _hit_entries(self, request: Any, group_id: int, length: int) -> list[tuple[int, int]]:
+        """Return content and group of the pages that a hit of this length needs in a group."""
         kind = self.kinds[group_id]
-        num_pages = kind.num_places(length)
-        first = kind.first_hit_page(length, self.use_eagle)
-        keys = self.keys_of(request, kind)[first:num_pages]
-        return [NULL_PAGE] * first + [self.page_pool.first_entered(key, group_id, shard) for key in keys]
+        places = slice(kind.first_hit_page(length, self.use_eagle), kind.num_places(length))
+        return [(key, group_id) for key in self.keys_of(request, kind)[places]]
 
     def keys_of(self, request: Any, kind: Kind) -> list[int]:
         """Return the contents of the request's tokens up to each place of this kind."""
@@ -263,6 +285,8 @@ class OracleManager:
         self._count_admission(request, hits)
         is_growing = request.request_id in self.held
         self._attach(request, hits, new_pages)
+        if any(new_pages):
+            note_taken(self.page_pool, self.held[request.request_id])
         if delay_cache_pages and is_growing:
             self.states.pass_over(request)
         if not delay_cache_pages:
@@ -394,6 +418,7 @@ class OracleManager:
                 HeldPages(list(pages), len(hit), len(hit), Ranking(len(hit)), num_deduped_pages=len(hit))
                 for hit, pages in attached
             ]
+            note_loads(self.page_pool, self.held[request.request_id], hits)
         for held, pages in zip(self.held[request.request_id], new_pages, strict=True):
             held.pages += pages
 
@@ -410,7 +435,7 @@ class OracleManager:
         for group_id, held in enumerate(self.held.get(request.request_id, ())):
             kind = self.kinds[group_id]
             num_full_pages = min(num_computed_tokens // kind.page_size, len(held.pages))
-            if isinstance(kind, Mamba) or num_full_pages <= held.num_cached_pages:
+            if isinstance(kind, Mamba) or num_full_pages <= held.num_cached_pages or waits_for_loads(self.page_pool, held):
                 continue
             keys = self.keys_of(request, kind)
             for page in range(held.num_cached_pages, num_full_pages):
@@ -468,7 +493,7 @@ class OracleManager:
             num_kept_pages = self._num_kept_pages(kind, held, restart, num_tokens)
             while len(held.pages) > num_kept_pages:
                 self._let_go(held.pages.pop())
-            self.page_pool.evict_pages(held.pages[kind.num_full_pages(restart) :])
+            self.page_pool.drop_entries(held.pages[kind.num_full_pages(restart) :])
             held.go_back(kind.num_places(restart))
         self.keys.cut(request.request_id, num_tokens)
         return restart
@@ -493,7 +518,7 @@ class OracleManager:
         """Release a page; the last holder drops its entry."""
         if page != NULL_PAGE:
             if self.page_pool.ref_counts[page] == 1:
-                self.page_pool.evict_pages([page])
+                self.page_pool.drop_entries([page])
             self.page_pool.free_pages([page])
 
     # undoing
@@ -622,6 +647,25 @@ class OracleManager:
         keys = extra_keys(request, 0, self.max_model_len)
         return request.all_token_ids[:num_tokens], keys, has_unnamed_images(request)
 
+    # the tier
+
+    def take_transfers(self) -> Taken:
+        """Return the transfers that are due."""
+        return self.page_pool.tier.take() if self.page_pool.tier is not None else Taken(0, [], [])
+
+    def complete_transfers(self, number: int) -> None:
+        self.fail_transfers(number)
+
+    def fail_transfers(self, number: int, saves: Sequence[int] = (), loads: Sequence[int] = ()) -> Failed:
+        """End the transfers of a list, of which those at these places of the saves and loads failed."""
+        if self.page_pool.tier is None:
+            raise ValueError("no tier")
+        return self.page_pool.tier.end(number, saves, loads)
+
+    def find_wrong_token(self, request: Any, failed: Failed) -> int | None:
+        """Return the first token of a request that is in a page that failed to load; None if there is none."""
+        return wrong_token(self.kinds, self.held.get(request.request_id, ()), failed)
+
     # pins
 
     def pin(self, request: Any, start: int = 0, stop: int | None = None) -> int:
@@ -651,12 +695,7 @@ class OracleManager:
 
     def _peek_hits(self, request: Any) -> PagesByGroup:
         """Return the pages of a look-up that is not counted."""
-        query = self.queries.get(request.request_id)
-        hits, _ = self.get_computed_pages(request)
-        self.queries.pop(request.request_id, None)
-        if query is not None:
-            self.queries[request.request_id] = query
-        return hits
+        return self._find_hits(request, None)[0] if self._takes_hits(request) else self._no_pages()
 
     def unpin(self, request: Any, start: int = 0, stop: int | None = None) -> int:
         """Take a pin back of each content within tokens [start, stop), by group, the last page first."""

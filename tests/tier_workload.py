@@ -1,0 +1,184 @@
+"""The random work of `states_workload` with a host tier: transfers are taken in time or not, end late, and in any order, and
+fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any, NamedTuple
+
+from eviction_oracle import make_policy
+from oracle import OracleManager
+from oracle_kinds import Mamba
+from oracle_pool import NULL_PAGE
+from oracle_tier import OracleTier, Taken
+from settings import Setting
+from states_workload import Actions, StatesWorkload
+from test_eviction import make_managers
+from twins import OracleTwin, PackageTwin, Twin
+from workload import Request
+
+import pagepool
+from pagepool._core import HashChain, PageIds, PrefixQuery
+
+EVICTIONS = "lru", "arc", "adaptive"
+NULL_KEY = bytes(16)
+
+
+class TieredState(NamedTuple):
+    """Everything that can be seen of a tier, and of what is before it."""
+
+    front: Any
+    stats: tuple[int, ...]
+    entries: list[tuple[int, int]]  # content and group
+
+    def differences(self, other: TieredState) -> list[str]:
+        """Name what differs, with both values."""
+        front = self.front.differences(other.front)
+        values = zip(("tier", "entries of the tier"), self[1:], other[1:], strict=True)
+        return [*front, *(f"{name}: {mine} against {theirs}" for name, mine, theirs in values if mine != theirs)]
+
+
+def entries_of(tier: OracleTier) -> list[tuple[int, int]]:
+    """Return what an oracle's tier has: each entry once."""
+    return sorted(tier.pool.index)
+
+
+def find_entries(manager: Any, oracle: OracleManager) -> list[tuple[int, int]]:
+    """Return those entries of an oracle's tier that the package's tier has. All are looked up at once, mostly."""
+    found = []
+    for group in range(len(oracle.kinds)):
+        entries = [entry for entry in entries_of(oracle.page_pool.tier) if entry[1] == group]
+        chain = HashChain(1, NULL_KEY)
+        for content, _ in entries:
+            chain.append_key(oracle.keys.digests[content])
+        query, stop = PrefixQuery(manager.page_pool.store, chain, NULL_PAGE, NULL_PAGE + 1, True), 0
+        while stop < len(entries):
+            start, stop = stop, query.find_leading_hits(PageIds([group]), 1, stop, len(entries))
+            found += entries[start:stop]
+            stop += stop < len(entries)
+    return sorted(found)
+
+
+def make_tiered_managers(setting: Setting, num_pages: int, seed: int) -> tuple[OracleManager, pagepool.CacheManager]:
+    """Make the oracle and a manager, both with a tier, whose options are those of a seed."""
+    rng = Random(f"tier {seed}")
+    num_tier_pages, eviction = rng.choice((2, 5, 12, 40, 200)), rng.choice(EVICTIONS)
+    policy, min_uses = rng.choice(("write_back", "write_through")), rng.choice((1, 1, 2, 3))
+    tier = pagepool.HostTier(num_tier_pages, policy=policy, min_uses=min_uses, eviction=eviction)
+    oracle, manager = make_managers(setting, num_pages, seed, {"host_tier": tier})
+    tier_policy = make_policy(eviction, num_tier_pages)
+    if tier_policy is not None:
+        tier_policy.key_of = oracle.keys.digests.__getitem__
+    OracleTier(oracle.page_pool, num_tier_pages, tier_policy, policy == "write_through", min_uses)
+    return oracle, manager
+
+
+class TieredOracleTwin(OracleTwin):
+    """The oracle, with a tier."""
+
+    def state(self, request_ids: Any) -> Any:
+        tier = self.manager.page_pool.tier
+        return TieredState(super().state(request_ids), tier.stats(), entries_of(tier))
+
+
+class TieredPackageTwin(PackageTwin):
+    """The package's manager, with a tier."""
+
+    def __init__(self, manager: Any, oracle: OracleManager) -> None:
+        super().__init__(manager)
+        self.oracle = oracle
+
+    def look_up(self, request: Any, **options: Any) -> Any:
+        """Look up. A probe does not tell what is loaded."""
+        return Twin.look_up(self, request, **options)
+
+    def state(self, request_ids: Any) -> Any:
+        stats = tuple(self.manager.host_tier.stats())
+        return TieredState(super().state(request_ids), stats, find_entries(self.manager, self.oracle))
+
+
+class Transferring:
+    """Takes and ends the transfers of a workload's twins."""
+
+    twins: Any
+    rng: Random
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.in_flight: list[Taken] = []
+        self.is_slow = self.rng.random() < 0.5
+
+    def take_transfers(self) -> None:
+        taken = self.twins.call("take_transfers")
+        if taken.number:
+            self.in_flight.append(taken)
+
+    def take_in_time(self) -> None:
+        super().take_in_time()  # type: ignore[misc]
+        if self.rng.random() < 0.85:
+            self.take_transfers()
+        if not self.is_slow:
+            self.end_transfers()
+
+    def end_transfers(self) -> None:
+        """End any transfers in flight: mostly all are done."""
+        if not self.in_flight:
+            return
+        number, saves, loads = self.in_flight.pop(self.rng.randrange(len(self.in_flight)))
+        if self.rng.random() < 0.8:
+            self.twins.call("complete_transfers", number)
+        else:
+            bad_saves, bad_loads = (self.rng.sample(range(n), self.rng.randint(0, n)) for n in (len(saves), len(loads)))
+            self.twins.call("fail_transfers", number, bad_saves, bad_loads)
+            self.go_back()
+
+    def go_back(self) -> None:
+        """Let what has wrong pages now compute them again."""
+        raise NotImplementedError
+
+    def misuse_transfers(self) -> None:
+        """End what is not in flight, or more than there is."""
+        number = self.rng.choice((-1, 0, 1, 10**6))
+        if all(number != taken.number for taken in self.in_flight):
+            self.twins.call("complete_transfers", number)
+            self.twins.call("fail_transfers", number, [], [])
+        for number, saves, loads in self.in_flight[:1]:
+            self.twins.call("fail_transfers", number, [len(saves)], [])
+            self.twins.call("fail_transfers", number, [], [len(loads)])
+
+    def drain(self) -> None:
+        """Mostly with all transfers at an end, so that the reset succeeds."""
+        if self.rng.random() < 0.7:
+            self.take_transfers()
+            while self.in_flight:
+                self.end_transfers()
+        super().drain()  # type: ignore[misc]
+
+
+def transfer_actions(workload: Transferring) -> dict[Callable[[], None], float]:
+    """Return the actions of a workload on transfers, with weights."""
+    return {workload.take_transfers: 2, workload.end_transfers: 3, workload.misuse_transfers: 0.2}
+
+
+class TieredWorkload(Transferring, StatesWorkload):
+    """Requests whose pages are saved and loaded."""
+
+    def _weighted_actions(self) -> Actions:
+        return super()._weighted_actions() | transfer_actions(self)
+
+    def go_back(self) -> None:
+        """Let requests compute wrong tokens again: from the start, where a state or a window needs it."""
+        for request in list(self.engine.running):
+            num_tokens = self.twins.call("find_wrong_token", request)
+            if num_tokens is not None:
+                request.num_computed_tokens = min(request.num_computed_tokens, num_tokens)
+                if self._lacks_pages(request):
+                    self.engine.preempt(request)
+
+    def _lacks_pages(self, request: Request) -> bool:
+        """Whether a request cannot go on, since a state, or a page that a window has left, is not that of its tokens."""
+        manager = self.twins.oracle.manager
+        groups = zip(manager.kinds, manager.get_page_ids(request.request_id), strict=True)
+        return any(isinstance(kind, Mamba) or kind.lacks_page(pages, request.num_computed_tokens) for kind, pages in groups)
