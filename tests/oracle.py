@@ -336,8 +336,12 @@ class OracleManager:
             held.go_back(kind.num_places(request.num_computed_tokens))
 
     def _skip_pages(self, request: Any) -> None:
-        """Free the pages that no coming token attends to, last one first."""
+        """Free the pages that no coming token attends to, last one first; none while what was computed with loaded pages may turn
+        out to be wrong, so that the request can go back.
+        """
         for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
+            if waits_for_loads(self.page_pool, held):
+                continue
             first_useful = kind.first_useful_page(request.num_computed_tokens, held.num_cached_pages)
             last = min(first_useful, len(held.pages)) - 1
             while last >= 0 and held.pages[last] != NULL_PAGE:
@@ -476,19 +480,19 @@ class OracleManager:
 
     # trimming
 
-    def check_trim(self, request: Any, num_tokens: int) -> None:
+    def check_trim(self, request: Any, num_tokens: int, num_computed_tokens: int | None = None) -> None:
         """Refuse a cut after which a token to compute would miss a page: its own, one it attends to, or an earlier state."""
         self.states.copies.require_none(self.held.get(request.request_id, ()))
-        restart = self._restart(request, num_tokens)
+        restart = self._restart(request, num_tokens if num_computed_tokens is None else num_computed_tokens)
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
             if isinstance(kind, Mamba) and 0 < restart < request.num_computed_tokens:
                 raise ValueError("a state has seen what is cut")
             if kind.lacks_page(held.pages[: kind.num_required_pages(num_tokens)], restart):
                 raise ValueError("a page that is needed again was given back")
 
-    def trim(self, request: Any, num_tokens: int) -> int:
-        """Cut the request, whose tokens the caller cuts, and return the number of tokens that stay computed."""
-        restart = self._restart(request, num_tokens)
+    def trim(self, request: Any, num_tokens: int, num_computed_tokens: int | None = None) -> int:
+        """Cut the request, whose tokens the caller cuts, and return the number of tokens that stay computed, at most so many."""
+        restart = self._restart(request, num_tokens if num_computed_tokens is None else num_computed_tokens)
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
             num_kept_pages = self._num_kept_pages(kind, held, restart, num_tokens)
             while len(held.pages) > num_kept_pages:

@@ -5,16 +5,18 @@ fail.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any, NamedTuple
 
+from batch_model import BatchRows, OracleRows
 from eviction_oracle import make_policy
 from oracle import OracleManager
 from oracle_kinds import Mamba
 from oracle_pool import NULL_PAGE
 from oracle_tier import OracleTier, Taken
-from settings import Setting
-from states_workload import Actions, StatesWorkload
+from settings import SETTINGS, STATE_SETTINGS, Setting
+from states_workload import Actions, StatesBatchWorkload, StatesWorkload
 from test_eviction import make_managers
 from twins import OracleTwin, PackageTwin, Twin
 from workload import Request
@@ -22,6 +24,11 @@ from workload import Request
 import pagepool
 from pagepool._core import HashChain, PageIds, PrefixQuery
 
+TIERED_SETTINGS = [
+    replace(setting, num_pages=tuple(n for n in setting.num_pages if 12 < n < 30) or setting.num_pages[:1])
+    for setting in (*SETTINGS, *STATE_SETTINGS)
+    if setting.enable_caching and setting.page_size < 16
+]  # with small pools, out of which much is evicted
 EVICTIONS = "lru", "arc", "adaptive"
 NULL_KEY = bytes(16)
 
@@ -63,9 +70,9 @@ def find_entries(manager: Any, oracle: OracleManager) -> list[tuple[int, int]]:
 
 def make_tiered_managers(setting: Setting, num_pages: int, seed: int) -> tuple[OracleManager, pagepool.CacheManager]:
     """Make the oracle and a manager, both with a tier, whose options are those of a seed."""
-    rng = Random(f"tier {seed}")
-    num_tier_pages, eviction = rng.choice((2, 5, 12, 40, 200)), rng.choice(EVICTIONS)
-    policy, min_uses = rng.choice(("write_back", "write_through")), rng.choice((1, 1, 2, 3))
+    rng = Random(f"{setting.name} {seed}")
+    num_tier_pages, eviction = rng.choice((3, 20, 60, 200)), rng.choice(EVICTIONS)
+    policy, min_uses = rng.choice(("write_back", "write_through")), rng.choice((1, 1, 1, 1, 2, 3))
     tier = pagepool.HostTier(num_tier_pages, policy=policy, min_uses=min_uses, eviction=eviction)
     oracle, manager = make_managers(setting, num_pages, seed, {"host_tier": tier})
     tier_policy = make_policy(eviction, num_tier_pages)
@@ -75,39 +82,59 @@ def make_tiered_managers(setting: Setting, num_pages: int, seed: int) -> tuple[O
     return oracle, manager
 
 
-class TieredOracleTwin(OracleTwin):
-    """The oracle, with a tier."""
+class BeforeOracleTier:
+    """A twin over an oracle with a tier."""
+
+    manager: OracleManager
 
     def state(self, request_ids: Any) -> Any:
         tier = self.manager.page_pool.tier
-        return TieredState(super().state(request_ids), tier.stats(), entries_of(tier))
+        return TieredState(super().state(request_ids), tier.stats(), entries_of(tier))  # type: ignore[misc]
 
 
-class TieredPackageTwin(PackageTwin):
-    """The package's manager, with a tier."""
+class BeforeHostTier:
+    """A twin over the package, with a tier. It is asked for what the oracle's tier has."""
 
-    def __init__(self, manager: Any, oracle: OracleManager) -> None:
-        super().__init__(manager)
+    manager: Any
+
+    def __init__(self, oracle: OracleManager, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.oracle = oracle
+
+    def state(self, request_ids: Any) -> Any:
+        stats = tuple(self.manager.host_tier.stats())
+        return TieredState(super().state(request_ids), stats, find_entries(self.manager, self.oracle))  # type: ignore[misc]
+
+
+class TieredOracleTwin(BeforeOracleTier, OracleTwin):
+    """The oracle, with a tier."""
+
+
+class TieredOracleRows(BeforeOracleTier, OracleRows):
+    """Rows over the oracle, with a tier."""
+
+
+class TieredBatchRows(BeforeHostTier, BatchRows):
+    """A running batch, with a tier."""
+
+
+class TieredPackageTwin(BeforeHostTier, PackageTwin):
+    """The package's manager, with a tier."""
 
     def look_up(self, request: Any, **options: Any) -> Any:
         """Look up. A probe does not tell what is loaded."""
         return Twin.look_up(self, request, **options)
 
-    def state(self, request_ids: Any) -> Any:
-        stats = tuple(self.manager.host_tier.stats())
-        return TieredState(super().state(request_ids), stats, find_entries(self.manager, self.oracle))
 
-
-class Transferring:
+class EndingTransfers:
     """Takes and ends the transfers of a workload's twins."""
 
     twins: Any
     rng: Random
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
         self.in_flight: list[Taken] = []
+        super().__init__(*args, **options)
         self.is_slow = self.rng.random() < 0.5
 
     def take_transfers(self) -> None:
@@ -115,19 +142,23 @@ class Transferring:
         if taken.number:
             self.in_flight.append(taken)
 
+    def take_all(self) -> None:
+        super().take_all()  # type: ignore[misc]
+        self.take_transfers()
+
     def take_in_time(self) -> None:
         super().take_in_time()  # type: ignore[misc]
         if self.rng.random() < 0.85:
             self.take_transfers()
-        if not self.is_slow:
+        if len(self.in_flight) > (4 if self.is_slow else 1):
             self.end_transfers()
 
     def end_transfers(self) -> None:
         """End any transfers in flight: mostly all are done."""
         if not self.in_flight:
             return
-        number, saves, loads = self.in_flight.pop(self.rng.randrange(len(self.in_flight)))
-        if self.rng.random() < 0.8:
+        number, saves, loads = self.in_flight.pop(self.rng.choice((0, self.rng.randrange(len(self.in_flight)))))
+        if self.rng.random() < 0.85:
             self.twins.call("complete_transfers", number)
         else:
             bad_saves, bad_loads = (self.rng.sample(range(n), self.rng.randint(0, n)) for n in (len(saves), len(loads)))
@@ -157,16 +188,33 @@ class Transferring:
         super().drain()  # type: ignore[misc]
 
 
-def transfer_actions(workload: Transferring) -> dict[Callable[[], None], float]:
-    """Return the actions of a workload on transfers, with weights."""
-    return {workload.take_transfers: 2, workload.end_transfers: 3, workload.misuse_transfers: 0.2}
+def transfer_actions(workload: Any) -> dict[Callable[[], None], float]:
+    """Return the actions of a workload on transfers, with weights, and of what empties the tier, which is rare."""
+    return {
+        workload.take_copies: 0.5,
+        workload.take_transfers: 1,
+        workload.end_transfers: 3,
+        workload.misuse_transfers: 0.2,
+        workload.misuse_fork: 0.05,
+        workload.evict: 0.1,
+        workload.fail_load: 0.1,
+        workload.reset: 0.05,
+        workload.drain: 0.02,
+    }
 
 
-class TieredWorkload(Transferring, StatesWorkload):
+class TieredWorkload(EndingTransfers, StatesWorkload):
     """Requests whose pages are saved and loaded."""
 
     def _weighted_actions(self) -> Actions:
         return super()._weighted_actions() | transfer_actions(self)
+
+    def _prompt(self) -> list[int]:
+        """Return, often, what goes on with most of a family, or of what a finished request had."""
+        if self.rng.random() < 0.4:
+            return super()._prompt()
+        base = self.rng.choice([*self.histories, *self.families])
+        return [*base[: self.rng.randint(len(base) // 2, self.max_tokens - 2)], *self._tokens(1)]
 
     def go_back(self) -> None:
         """Let requests compute wrong tokens again: from the start, where a state or a window needs it."""
@@ -182,3 +230,20 @@ class TieredWorkload(Transferring, StatesWorkload):
         manager = self.twins.oracle.manager
         groups = zip(manager.kinds, manager.get_page_ids(request.request_id), strict=True)
         return any(isinstance(kind, Mamba) or kind.lacks_page(pages, request.num_computed_tokens) for kind, pages in groups)
+
+
+class TieredBatchWorkload(EndingTransfers, StatesBatchWorkload):
+    """Rows, and requests beside them, whose pages are saved and loaded."""
+
+    def _weighted_actions(self, trims: bool) -> Actions:
+        return super()._weighted_actions(trims) | transfer_actions(self)
+
+    def go_back(self) -> None:
+        """Let rows compute wrong tokens again; end those that cannot, and the requests beside them."""
+        _, lost = self.twins.call("rewind")
+        self._remember(lost)
+        self.twins.call("release", lost, 0)
+        for name in list(self.twins.live_request_ids):
+            if self.twins.call("go_back", name) is not None:
+                del self.twins.live_request_ids[name]
+                self.twins.call("finish_neighbour", name)

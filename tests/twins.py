@@ -114,13 +114,34 @@ def transfers_of(transfers: Any) -> Taken:
     return Taken(transfers.number, *moves)
 
 
-class Twin(ABC):
+class Transferring:
+    """What a manager does with transfers. Failed loads stay inside, in the manager's own form."""
+
+    manager: Any
+    failed: Any = None
+
+    def take_transfers(self) -> Taken:
+        return transfers_of(self.manager.take_transfers())
+
+    def complete_transfers(self, number: int) -> None:
+        self.manager.complete_transfers(number)
+
+    def fail_transfers(self, number: int, saves: list[int], loads: list[int]) -> list[int]:
+        """Let transfers fail, and return the pages that loads have left with a wrong content."""
+        self.failed = self.manager.fail_transfers(number, saves=saves, loads=loads)
+        return self.failed.page_ids
+
+    def find_wrong_token(self, request: Any) -> int | None:
+        """Find the first wrong token of a request after the last transfers that failed."""
+        return self.manager.find_wrong_token(request, self.failed)
+
+
+class Twin(Transferring, ABC):
     """A manager, called and seen as all the others are. Hits stay inside, in the manager's own form."""
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
         self.hits: Any = None
-        self.failed: Any = None
 
     @abstractmethod
     def to_page_ids(self, pages: Any) -> tuple[list[int], ...]:
@@ -148,21 +169,6 @@ class Twin(ABC):
 
     def take_copies(self) -> list[tuple[int, int, int]]:
         return copies_of(self.manager.take_copies())
-
-    def take_transfers(self) -> Taken:
-        return transfers_of(self.manager.take_transfers())
-
-    def complete_transfers(self, number: int) -> None:
-        self.manager.complete_transfers(number)
-
-    def fail_transfers(self, number: int, saves: list[int], loads: list[int]) -> list[int]:
-        """Let transfers fail, and return the pages that loads have left with a wrong content."""
-        self.failed = self.manager.fail_transfers(number, saves=saves, loads=loads)
-        return self.failed.page_ids
-
-    def find_wrong_token(self, request: Any) -> int | None:
-        """Find the first wrong token of a request after the last transfers that failed."""
-        return self.manager.find_wrong_token(request, self.failed)
 
     def find_next_checkpoint(self, request: Any) -> int:
         return self.manager.find_next_checkpoint(request)
