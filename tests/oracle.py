@@ -223,7 +223,8 @@ class OracleManager:
         tier = self.page_pool.tier if reaches_tier else None
 
         def is_hit(entry: tuple[int, int]) -> bool:
-            return self.page_pool.first_entered(*entry, shard) is not None or (tier is not None and tier.find(entry) is not None)
+            found = self.page_pool.first_entered(*entry, shard)
+            return found is not None or (tier is not None and tier.find(entry) is not None)
 
         return [all(is_hit((key, group_id)) for group_id in self.classes[kind]) for key in keys]
 
@@ -336,9 +337,7 @@ class OracleManager:
             held.go_back(kind.num_places(request.num_computed_tokens))
 
     def _skip_pages(self, request: Any) -> None:
-        """Free the pages that no coming token attends to, last one first; none while what was computed with loaded pages may turn
-        out to be wrong, so that the request can go back.
-        """
+        """Free the pages that no coming token attends to, last one first; none while loads may fail, so that it can go back."""
         for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
             if waits_for_loads(self.page_pool, held):
                 continue
@@ -491,7 +490,7 @@ class OracleManager:
                 raise ValueError("a page that is needed again was given back")
 
     def trim(self, request: Any, num_tokens: int, num_computed_tokens: int | None = None) -> int:
-        """Cut the request, whose tokens the caller cuts, and return the number of tokens that stay computed, at most so many."""
+        """Cut the request, whose tokens the caller cuts, and return how many tokens stay computed, at most so many."""
         restart = self._restart(request, num_tokens if num_computed_tokens is None else num_computed_tokens)
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
             num_kept_pages = self._num_kept_pages(kind, held, restart, num_tokens)
@@ -668,7 +667,10 @@ class OracleManager:
 
     def find_wrong_token(self, request: Any, failed: Failed) -> int | None:
         """Return the first token of a request that is in a page that failed to load; None if there is none."""
-        return wrong_token(self.kinds, self.held.get(request.request_id, ()), failed)
+        num_tokens = wrong_token(self.kinds, self.held.get(request.request_id, ()), failed)
+        if self.page_pool.tier is not None and num_tokens is not None:
+            self.page_pool.tier.counts["wrong tokens found"] += 1
+        return num_tokens
 
     # pins
 

@@ -40,8 +40,8 @@ class OracleCopies:
         self.due.append(Copy(src, dst, group_id))
 
     def require_none(self, held: Collection[HeldPages], *, into_only: bool = False) -> None:
-        """Refuse a call while one of the pages is a destination of a copy, or its source, if these pages were forked, or while a
-        transfer of them may be due.
+        """Refuse a call while one of the pages is a destination of a copy, or its source, if these pages were forked, and while
+        a transfer of them may be due.
         """
         if are_transfers_due(self.pool, held):
             raise RuntimeError("transfers are due")
@@ -189,7 +189,8 @@ class OracleStates:
         shared, num_places = held.pages[: kind.num_full_pages(num_computed)], kind.num_places(num_computed)
         self._share(shared)
         num_cached, num_deduped = min(held.num_cached_pages, num_places), min(held.num_deduped_pages, num_places)
-        forked = HeldPages(shared, num_cached, num_cached, replace(held.ranking), num_deduped, dict(held.loaded), held.load_number)
+        forked = HeldPages(shared, num_cached, num_cached, replace(held.ranking), num_deduped)
+        forked.loaded, forked.load_number = dict(held.loaded), held.load_number
         if open_page is not None:
             self._share([open_page])
             forked.pages = shared + self.pool.take(1, shard)

@@ -1,7 +1,7 @@
 """The plain-Python twin of the tier behind a pool: which pages are saved and loaded, and what hits meanwhile.
 
-The tier is a pool of its own under the same contents. A list has the transfers in the order in which they were noted. Each holds
-a reference to the tier's page, and a load one to the page of the device.
+The tier is a pool of its own under the same contents. A list has the transfers in the order in which they were noted. Each
+holds a reference to the tier's page, and a load one to the page of the device.
 """
 
 from __future__ import annotations
@@ -116,9 +116,12 @@ class OracleTier:
         """
         entries = [entry for entries in entries_by_group for entry in entries]
         missing = [entry for entry in entries if self.device.first_entered(*entry, shard) is None]
+        if not missing:
+            return
         hits = [page for entries in entries_by_group for page in self._hits_of(entries, shard)]
         num_free_hits = sum(page in self.device.free_queue for page in hits)
-        if not missing or len(missing) + num_free_hits > len(self.device.free_page_ids(shard)):
+        if len(missing) + num_free_hits > len(self.device.free_page_ids(shard)):
+            self.counts["loads without room"] += 1
             return
         sources = [self.pool.first_entered(*entry, None) for entry in missing]
         self.pool.touch([sources])

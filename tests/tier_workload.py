@@ -12,25 +12,33 @@ from typing import Any, NamedTuple
 from batch_model import BatchRows, OracleRows
 from eviction_oracle import make_policy
 from oracle import OracleManager
-from oracle_kinds import Mamba
+from oracle_kinds import Mamba, cdiv
 from oracle_pool import NULL_PAGE
 from oracle_tier import OracleTier, Taken
 from settings import SETTINGS, STATE_SETTINGS, Setting
 from states_workload import Actions, StatesBatchWorkload, StatesWorkload
 from test_eviction import make_managers
 from twins import OracleTwin, PackageTwin, Twin
-from workload import Request
+from workload import VOCABULARY, Request
 
 import pagepool
 from pagepool._core import HashChain, PageIds, PrefixQuery
 
-TIERED_SETTINGS = [
-    replace(setting, num_pages=tuple(n for n in setting.num_pages if 12 < n < 30) or setting.num_pages[:1])
-    for setting in (*SETTINGS, *STATE_SETTINGS)
-    if setting.enable_caching and setting.page_size < 16
-]  # with small pools, out of which much is evicted
 EVICTIONS = "lru", "arc", "adaptive"
 NULL_KEY = bytes(16)
+
+
+def sizes_of_pools(setting: Setting) -> tuple[int, ...]:
+    """Return how many pages there are for some requests, so that these run for a while, and much is evicted meanwhile."""
+    num_pages = sum(cdiv(setting.max_model_len, group.page_size) for group in setting.groups)
+    return tuple(cdiv(n * num_pages, 4) * 4 + setting.num_pages[0] % 2 for n in (2, 3))
+
+
+TIERED_SETTINGS = [
+    replace(setting, num_pages=sizes_of_pools(setting))
+    for setting in (*SETTINGS, *STATE_SETTINGS)
+    if setting.enable_caching and setting.page_size < 16
+]
 
 
 class TieredState(NamedTuple):
@@ -71,8 +79,8 @@ def find_entries(manager: Any, oracle: OracleManager) -> list[tuple[int, int]]:
 def make_tiered_managers(setting: Setting, num_pages: int, seed: int) -> tuple[OracleManager, pagepool.CacheManager]:
     """Make the oracle and a manager, both with a tier, whose options are those of a seed."""
     rng = Random(f"{setting.name} {seed}")
-    num_tier_pages, eviction = rng.choice((3, 20, 60, 200)), rng.choice(EVICTIONS)
-    policy, min_uses = rng.choice(("write_back", "write_through")), rng.choice((1, 1, 1, 1, 2, 3))
+    num_tier_pages, eviction = rng.choice((4, 20, 60, 200)), rng.choice(EVICTIONS)
+    policy, min_uses = rng.choice(("write_back", "write_through")), rng.choice((1, 1, 1, 1, 1, 1, 1, 2, 3))
     tier = pagepool.HostTier(num_tier_pages, policy=policy, min_uses=min_uses, eviction=eviction)
     oracle, manager = make_managers(setting, num_pages, seed, {"host_tier": tier})
     tier_policy = make_policy(eviction, num_tier_pages)
@@ -131,11 +139,13 @@ class EndingTransfers:
 
     twins: Any
     rng: Random
+    families: list[list[int]]  # more than there are without a tier, so that more is evicted that is used again
+    max_tokens: int
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.in_flight: list[Taken] = []
         super().__init__(*args, **options)
-        self.is_slow = self.rng.random() < 0.5
+        self.families += [self._tokens(self.max_tokens) for _ in self.families]
 
     def take_transfers(self) -> None:
         taken = self.twins.call("take_transfers")
@@ -150,15 +160,13 @@ class EndingTransfers:
         super().take_in_time()  # type: ignore[misc]
         if self.rng.random() < 0.85:
             self.take_transfers()
-        if len(self.in_flight) > (4 if self.is_slow else 1):
-            self.end_transfers()
 
     def end_transfers(self) -> None:
         """End any transfers in flight: mostly all are done."""
         if not self.in_flight:
             return
         number, saves, loads = self.in_flight.pop(self.rng.choice((0, self.rng.randrange(len(self.in_flight)))))
-        if self.rng.random() < 0.85:
+        if self.rng.random() < 0.7:
             self.twins.call("complete_transfers", number)
         else:
             bad_saves, bad_loads = (self.rng.sample(range(n), self.rng.randint(0, n)) for n in (len(saves), len(loads)))
@@ -193,7 +201,7 @@ def transfer_actions(workload: Any) -> dict[Callable[[], None], float]:
     return {
         workload.take_copies: 0.5,
         workload.take_transfers: 1,
-        workload.end_transfers: 3,
+        workload.end_transfers: workload.rng.choice((2, 10)),
         workload.misuse_transfers: 0.2,
         workload.misuse_fork: 0.05,
         workload.evict: 0.1,
@@ -201,6 +209,11 @@ def transfer_actions(workload: Any) -> dict[Callable[[], None], float]:
         workload.reset: 0.05,
         workload.drain: 0.02,
     }
+
+
+def most_of(rng: Random, base: list[int], max_tokens: int) -> list[int]:
+    """Return a prompt with most of other tokens, and one more."""
+    return [*base[: rng.randint(len(base) // 2, max_tokens - 1)], rng.choice(VOCABULARY)]
 
 
 class TieredWorkload(EndingTransfers, StatesWorkload):
@@ -213,8 +226,10 @@ class TieredWorkload(EndingTransfers, StatesWorkload):
         """Return, often, what goes on with most of a family, or of what a finished request had."""
         if self.rng.random() < 0.4:
             return super()._prompt()
-        base = self.rng.choice([*self.histories, *self.families])
-        return [*base[: self.rng.randint(len(base) // 2, self.max_tokens - 2)], *self._tokens(1)]
+        return most_of(self.rng, self.rng.choice([*self.histories, *self.families]), self.max_tokens - 1)
+
+    def _attributes(self, token_ids: list[int]) -> dict[str, Any]:
+        return super()._attributes(token_ids) if self.rng.random() < 0.3 else {}
 
     def go_back(self) -> None:
         """Let requests compute wrong tokens again: from the start, where a state or a window needs it."""
@@ -237,6 +252,12 @@ class TieredBatchWorkload(EndingTransfers, StatesBatchWorkload):
 
     def _weighted_actions(self, trims: bool) -> Actions:
         return super()._weighted_actions(trims) | transfer_actions(self)
+
+    def _new_request(self) -> tuple[list[int], dict[str, Any]]:
+        """Return, often, what goes on with most of a family."""
+        if self.rng.random() < 0.5:
+            return super()._new_request()
+        return most_of(self.rng, self.rng.choice(self.families), self.max_tokens), {}
 
     def go_back(self) -> None:
         """Let rows compute wrong tokens again; end those that cannot, and the requests beside them."""
