@@ -496,6 +496,7 @@ class OracleManager:
             num_kept_pages = self._num_kept_pages(kind, held, restart, num_tokens)
             while len(held.pages) > num_kept_pages:
                 self._let_go(held.pages.pop())
+                held.loaded.pop(len(held.pages), None)
             self.page_pool.drop_entries(held.pages[kind.num_full_pages(restart) :])
             held.go_back(kind.num_places(restart))
         self.keys.cut(request.request_id, num_tokens)
@@ -651,6 +652,10 @@ class OracleManager:
         return request.all_token_ids[:num_tokens], keys, has_unnamed_images(request)
 
     # the tier
+
+    def count_loadable_tokens(self, request: Any) -> int:
+        """Return by how many tokens the tier makes the prefix longer that hits."""
+        return self._hit_length(request, None, reaches_tier=True) - self._hit_length(request, None)
 
     def take_transfers(self) -> Taken:
         """Return the transfers that are due."""

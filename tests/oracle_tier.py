@@ -265,6 +265,6 @@ def wrong_token(kinds: Sequence[Kind], held: Sequence[HeldPages], failed: Failed
         place * kind.page_size
         for kind, group in zip(kinds, held, strict=False)
         for place, (page, number) in group.loaded.items()
-        if page in failed.page_ids and number == failed.number and place < len(group.pages)
+        if page in failed.page_ids and number == failed.number
     ]
     return min(firsts, default=None)

@@ -16,6 +16,8 @@ from test_differential import NUM_OPERATIONS, expected_stats
 from test_eviction import require_same_policies
 from tier_workload import (
     TIERED_SETTINGS,
+    RetainingTieredBatchWorkload,
+    RetainingTieredWorkload,
     TieredBatchRows,
     TieredBatchWorkload,
     TieredOracleRows,
@@ -48,7 +50,7 @@ def run_manager(setting: Setting, seed: int, num_calls: int) -> Twins:
         oracle, manager = make_tiered_managers(setting, num_pages, seed)
         return Twins(TieredOracleTwin(oracle), TieredPackageTwin(oracle, manager))
 
-    return run_workload(setting, make_twins, seed, num_calls, TieredWorkload)
+    return run_workload(setting, make_twins, seed, num_calls, RetainingTieredWorkload if seed % 2 else TieredWorkload)
 
 
 @settings
@@ -72,7 +74,8 @@ def test_a_batch_does_as_the_oracle(setting: Setting) -> None:
             made.append(Twins(rows, batch))
             return made[0]
 
-        run_batch_workload(setting, make_twins, seed, NUM_CALLS // NUM_SEEDS, True, TieredBatchWorkload)
+        workload_class = RetainingTieredBatchWorkload if seed % 2 else TieredBatchWorkload
+        run_batch_workload(setting, make_twins, seed, NUM_CALLS // NUM_SEEDS, True, workload_class)
         require_same_policies(made[0])
 
 

@@ -16,7 +16,13 @@ from oracle_kinds import Mamba, cdiv
 from oracle_pool import NULL_PAGE
 from oracle_tier import OracleTier, Taken
 from settings import SETTINGS, STATE_SETTINGS, Setting
-from states_workload import Actions, StatesBatchWorkload, StatesWorkload
+from states_workload import (
+    Actions,
+    RetainingStatesBatchWorkload,
+    RetainingStatesWorkload,
+    StatesBatchWorkload,
+    StatesWorkload,
+)
 from test_eviction import make_managers
 from twins import OracleTwin, PackageTwin, Twin
 from workload import VOCABULARY, Request
@@ -161,6 +167,18 @@ class EndingTransfers:
         if self.rng.random() < 0.85:
             self.take_transfers()
 
+    def _most_of(self, prompts: list[list[int]], max_tokens: int) -> list[int]:
+        """Return a prompt with most tokens of another, and one more: of some others that of which the tier has most."""
+        rng, manager = self.rng, self.twins.oracle.manager
+        some = [prompt[: rng.randint(len(prompt) // 2, max_tokens - 1)] for prompt in rng.sample(prompts, 4)]
+        asked = [Request("asked", [*prompt, rng.choice(VOCABULARY)]) for prompt in some]
+        nums_tokens = []
+        for request in asked:
+            nums_tokens.append(manager.count_loadable_tokens(request))
+            manager.keys.forget(request.request_id)
+        self.twins.system.manager.free_page_hashes(asked[-1])
+        return asked[nums_tokens.index(max(nums_tokens))].all_token_ids
+
     def end_transfers(self) -> None:
         """End any transfers in flight: mostly all are done."""
         if not self.in_flight:
@@ -211,11 +229,6 @@ def transfer_actions(workload: Any) -> dict[Callable[[], None], float]:
     }
 
 
-def most_of(rng: Random, base: list[int], max_tokens: int) -> list[int]:
-    """Return a prompt with most of other tokens, and one more."""
-    return [*base[: rng.randint(len(base) // 2, max_tokens - 1)], rng.choice(VOCABULARY)]
-
-
 class TieredWorkload(EndingTransfers, StatesWorkload):
     """Requests whose pages are saved and loaded."""
 
@@ -226,7 +239,7 @@ class TieredWorkload(EndingTransfers, StatesWorkload):
         """Return, often, what goes on with most of a family, or of what a finished request had."""
         if self.rng.random() < 0.4:
             return super()._prompt()
-        return most_of(self.rng, self.rng.choice([*self.histories, *self.families]), self.max_tokens - 1)
+        return self._most_of([*self.histories, *self.families], self.max_tokens - 1)
 
     def _attributes(self, token_ids: list[int]) -> dict[str, Any]:
         return super()._attributes(token_ids) if self.rng.random() < 0.3 else {}
@@ -257,7 +270,7 @@ class TieredBatchWorkload(EndingTransfers, StatesBatchWorkload):
         """Return, often, what goes on with most of a family."""
         if self.rng.random() < 0.5:
             return super()._new_request()
-        return most_of(self.rng, self.rng.choice(self.families), self.max_tokens), {}
+        return self._most_of(self.families, self.max_tokens), {}
 
     def go_back(self) -> None:
         """Let rows compute wrong tokens again; end those that cannot, and the requests beside them."""
@@ -268,3 +281,11 @@ class TieredBatchWorkload(EndingTransfers, StatesBatchWorkload):
             if self.twins.call("go_back", name) is not None:
                 del self.twins.live_request_ids[name]
                 self.twins.call("finish_neighbour", name)
+
+
+class RetainingTieredWorkload(TieredWorkload, RetainingStatesWorkload):
+    """With pinned, retained and protected pages."""
+
+
+class RetainingTieredBatchWorkload(TieredBatchWorkload, RetainingStatesBatchWorkload):
+    """With pinned, retained and protected pages."""
