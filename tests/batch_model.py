@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from oracle import PREEMPTED, OracleManager, PagesByGroup
-from oracle_kinds import Mamba, cdiv
+from oracle_kinds import cdiv
 from oracle_pool import shard_of_hint
 from oracle_tier import Taken
 from settings import Setting
@@ -519,8 +519,6 @@ class OracleRows(ModelRows):
         try:
             self.manager.check_trim(request, request.num_tokens, num_tokens)
         except (RuntimeError, ValueError):
-            return False
-        if any(isinstance(kind, Mamba) for kind in self.manager.kinds):
             return False
         request.num_computed_tokens = self.manager.trim(request, request.num_tokens, num_tokens)
         self.num_hits[row] = min(self.num_hits[row], request.num_computed_tokens)

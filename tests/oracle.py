@@ -157,6 +157,7 @@ class OracleManager:
         self.held: dict[str, list[HeldPages]] = {}
         self.queries: dict[str, dict[str, int]] = {}
         self.counted: set[str] = set()
+        self.short: set[str] = set()  # requests for whose loads too few pages were free when they were looked up last
         self.waiting: list[tuple[HeldPages, int, int, int]] = []  # pages to enter: holder, place, content, group
         self.enters_later = False
         self.may_add_nothing = False
@@ -176,24 +177,33 @@ class OracleManager:
         if not self._takes_hits(request):
             return self._no_pages(), 0
         shard = shard_of_hint(self.page_pool.num_pages, dp_shard_hint, data_parallel_size)
-        self._load_hits(request, shard)
-        hits, length = self._find_hits(request, shard)
+        hits, length = self._load_hits(request, shard)
         is_first = request.status != PREEMPTED and request.request_id not in self.counted
         self.queries[request.request_id] = {"queried": request.num_tokens, "hit": length} if is_first else {}
         return hits, length
 
-    def _load_hits(self, request: Any, shard: range | None) -> None:
-        """Have the pages loaded by which the tier makes the prefix longer that hits, if enough pages are free."""
+    def _load_hits(self, request: Any, shard: range | None) -> tuple[PagesByGroup, int]:
+        """Return the pages of the longest prefix, by group, and its length in tokens. Those that only the tier has are noted to
+        be loaded; if too few pages are free for them, that is noted, and the prefix is the longest in the pool.
+        """
         tier = self.page_pool.tier
-        length = 0 if tier is None else self._hit_length(request, shard, reaches_tier=True)
-        if tier is not None and length:
-            self.states.divide(shard)
-            tier.load([self._hit_entries(request, group_id, length) for group_id in range(len(self.kinds))], shard)
+        self.short.discard(request.request_id)
+        length = self._hit_length(request, shard, reaches_tier=True)
+        if tier is None or length == self._hit_length(request, shard):
+            return self._hits_of(request, length, shard), length
+        self.states.divide(shard)
+        if tier.load([self._hit_entries(request, group_id, length) for group_id in range(len(self.kinds))], shard):
+            return self._hits_of(request, length, shard), length
+        self.short.add(request.request_id)
+        return self._find_hits(request, shard)
 
     def _find_hits(self, request: Any, shard: range | None) -> tuple[PagesByGroup, int]:
         """Return the pages of the longest prefix in the pool, by group, and its length in tokens."""
         length = self._hit_length(request, shard)
-        return tuple(self._hit_pages(request, group_id, length, shard) for group_id in range(len(self.kinds))), length
+        return self._hits_of(request, length, shard), length
+
+    def _hits_of(self, request: Any, length: int, shard: range | None) -> PagesByGroup:
+        return tuple(self._hit_pages(request, group_id, length, shard) for group_id in range(len(self.kinds)))
 
     def _takes_hits(self, request: Any) -> bool:
         params = request.sampling_params
@@ -267,6 +277,8 @@ class OracleManager:
         self._check_computed(request, num_new_computed_tokens, hits)
         if num_computed + num_new_tokens > self.max_model_len:
             raise ValueError("longer than the model allows")
+        if request.request_id in self.short and request.request_id not in self.held:
+            return None
         self.states.copies.require_none(self.held.get(request.request_id, ()))
         self._rewind(request)
         self._skip_pages(request)
@@ -496,7 +508,6 @@ class OracleManager:
             num_kept_pages = self._num_kept_pages(kind, held, restart, num_tokens)
             while len(held.pages) > num_kept_pages:
                 self._let_go(held.pages.pop())
-                held.loaded.pop(len(held.pages), None)
             self.page_pool.drop_entries(held.pages[kind.num_full_pages(restart) :])
             held.go_back(kind.num_places(restart))
         self.keys.cut(request.request_id, num_tokens)
@@ -585,6 +596,7 @@ class OracleManager:
         """Drop the contents of a finished request's pages, and its counted look-up."""
         self.keys.forget(request.request_id)
         self.counted.discard(request.request_id)
+        self.short.discard(request.request_id)
         self.queries.pop(request.request_id, None)
 
     def get_page_ids(self, request_id: str) -> PagesByGroup:

@@ -175,7 +175,6 @@ class HeldPages:
     num_hit_pages: int = 0
     ranking: Ranking = field(default_factory=Ranking)
     num_deduped_pages: int = 0
-    loaded: dict[int, tuple[int, int]] = field(default_factory=dict)  # pages and lists of hits that were loaded, by place
     load_number: int = 0  # of the last list by which hits of the request were loaded
     transfer_number: int = 0  # of the last list that may have a transfer of its pages
 

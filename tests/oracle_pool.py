@@ -196,6 +196,12 @@ class OraclePool:
             self._push(page)
         self.counts["freed"] += len(freed)
 
+    def put_to_the_end(self, page: int) -> None:
+        """Put a page that was taken out of the queue as it is to its back, as one that was just given back."""
+        if self.policy is not None:
+            self.policy.note_release(1)
+        self._push(page)
+
     def skip_page(self, page: int, is_needed: bool) -> None:
         """Free a page that has left an attention window. Where no hit needs it, a policy evicts it as if it had no entry."""
         if self.policy is not None and not is_needed:

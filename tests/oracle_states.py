@@ -190,13 +190,15 @@ class OracleStates:
         self._share(shared)
         num_cached, num_deduped = min(held.num_cached_pages, num_places), min(held.num_deduped_pages, num_places)
         forked = HeldPages(shared, num_cached, num_cached, replace(held.ranking), num_deduped)
-        forked.loaded, forked.load_number = dict(held.loaded), held.load_number
+        forked.load_number = held.load_number
         if open_page is not None:
             self._share([open_page])
             forked.pages = shared + self.pool.take(1, shard)
             note_taken(self.pool, [forked])
             self.copies.note(open_page, forked.pages[-1], group_id)
             self.copies.readers.append(held)
+            if self.pool.tier is not None:
+                self.pool.tier.note_copied(open_page, forked.pages[-1])
         return forked
 
     def _share(self, pages: PageIds) -> None:
@@ -222,7 +224,7 @@ class OracleStates:
             and self.pool.entry_of_page.get(page) == entry
             and first is not None
             and first != page
-            and (self.pool.tier is None or first not in self.pool.tier.loading())
+            and (self.pool.tier is None or first not in self.pool.tier.loading)
         ):
             self.pool.touch([[first]])
             self.pool.drop_entries([page])

@@ -34,6 +34,7 @@ class Failed(NamedTuple):
 
     number: int
     page_ids: PageIds
+    copies: PageIds  # of pages that the list loaded, which may be wrong as well
 
 
 @dataclass
@@ -60,19 +61,19 @@ class OracleTier:
         self.min_uses = min_uses
         self.transfers: list[Transfer] = []
         self.last_number = 0
+        self.loading: dict[int, int] = {}  # the list by which a page of the device, or what it was copied from, is loaded
         self.uses: Counter[int] = Counter()  # of each cached page of the device
         self.fresh: dict[int, None] = {}  # pages that were cached since transfers were taken last
         self.computed: list[int] = []  # fresh ones of the time before
         self.counts: Counter[str] = Counter()
         device.tier = self
 
-    def stats(self) -> tuple[int, ...]:
-        """Return the counters in the order of `HostTierStats`."""
-        names = "saved", "loaded", "failed"
-        done = [self.counts[name] for name in names]
-        pool = self.pool
-        last = [pool.counts["evicted"], self.counts["refused"]]
-        return (len(pool.free_queue), len(pool.entry_of_page), len(self.transfers), *done, *last)
+    def stats(self) -> dict[str, int]:
+        """Return the counters under the names of `HostTierStats`."""
+        counts = {**self.counts, "evicted": self.pool.counts["evicted"]}
+        counts |= {"free": len(self.pool.free_queue), "cached": len(self.pool.entry_of_page)}
+        names = "free", "cached", "saved", "loaded", "failed", "evicted", "refused"
+        return {"num_in_flight": len(self.transfers)} | {f"num_{name}_pages": counts.get(name, 0) for name in names}
 
     def find(self, entry: Entry) -> int | None:
         """Return the page of the tier with this entry."""
@@ -83,7 +84,7 @@ class OracleTier:
     def note_cached(self, page: int) -> None:
         """A page of the device got an entry. If it is loaded it need not be saved."""
         self.uses[page] = 1
-        if page not in self.loading():
+        if page not in self.loading:
             self.fresh.pop(page, None)
             self.fresh[page] = None
             self.computed = [other for other in self.computed if other != page]
@@ -110,44 +111,41 @@ class OracleTier:
 
     # loading
 
-    def load(self, entries_by_group: Sequence[Sequence[Entry]], shard: range | None) -> None:
+    def load(self, entries_by_group: Sequence[Sequence[Entry]], shard: range | None) -> bool:
         """Note loads of the entries that only the tier has, if enough pages are free beside those of the others. Their pages
-        have the entries at once, and are held.
+        have the entries at once, and are held. Returns whether there were enough.
         """
         entries = [entry for entries in entries_by_group for entry in entries]
         missing = [entry for entry in entries if self.device.first_entered(*entry, shard) is None]
-        if not missing:
-            return
-        hits = [page for entries in entries_by_group for page in self._hits_of(entries, shard)]
-        num_free_hits = sum(page in self.device.free_queue for page in hits)
-        if len(missing) + num_free_hits > len(self.device.free_page_ids(shard)):
+        found = [self.device.first_entered(*entry, shard) for entry in reversed(entries)]
+        free_hits = [page for page in found if page in self.device.free_queue]
+        if len(missing) + len(free_hits) > len(self.device.free_page_ids(shard)):
             self.counts["loads without room"] += 1
-            return
+            return False
         sources = [self.pool.first_entered(*entry, None) for entry in missing]
         self.pool.touch([sources])
         loads = [Transfer(entry, NULL_PAGE, page, True) for entry, page in zip(missing, sources, strict=True)]
         self.transfers += loads
-        self.device.touch([hits])
-        self.uses.subtract(hits)  # they are not hit yet
-        for load in loads:
-            [load.page] = self.device.take(1, shard)
-        for page in hits:
-            self.device.free_pages([page])
+        for page in free_hits:  # so that they are not evicted
+            self.device.remove(page)
+        new_pages = self.device.take(len(loads), shard)
+        for page in free_hits:
+            self.device.put_to_the_end(page)
+        for load, page in zip(loads, new_pages, strict=True):
+            load.page = page
+            self.loading[page] = self.last_number + 1
         for load in loads:
             self.device.cache_full_pages([load.page], [load.entry[0]], 0, 1, load.entry[1])
+        return True
 
-    def _hits_of(self, entries: Sequence[Entry], shard: range | None) -> PageIds:
-        """Return the pages of the device with these entries, the last first."""
-        pages = [self.device.first_entered(*entry, shard) for entry in reversed(entries)]
-        return [page for page in pages if page is not None]
-
-    def loading(self) -> dict[int, int]:
-        """Return the number of the list by which each page that is loaded will be, or was, taken."""
-        return {load.page: load.number or self.last_number + 1 for load in self.transfers if load.is_load}
+    def note_copied(self, page: int, copy: int) -> None:
+        """A page was copied for a fork: if it is being loaded, the copy is as wrong as it may be."""
+        if page in self.loading:
+            self.loading[copy] = self.loading[page]
 
     def is_waited_for(self, load_number: int) -> bool:
         """Whether loads up to this list are in flight, or due: what was computed with their pages may be wrong."""
-        return any(number <= load_number for number in self.loading().values())
+        return any((load.number or self.last_number + 1) <= load_number for load in self.transfers if load.is_load)
 
     # what is due
 
@@ -182,7 +180,7 @@ class OracleTier:
         if number < 1 or not ended or not is_known:
             raise ValueError("no such transfers are in flight")
         failed = [saves[i] for i in failed_saves] + [loads[i] for i in failed_loads]
-        for transfer in ended:
+        for transfer in reversed(ended):  # so that the last page of a prefix is evicted first
             is_done = not any(transfer is other for other in failed)
             self.counts["failed" if not is_done else "loaded" if transfer.is_load else "saved"] += 1
             if transfer.is_load:
@@ -190,7 +188,10 @@ class OracleTier:
             else:
                 self._end_save(transfer, is_done)
         self.transfers = [transfer for transfer in self.transfers if transfer.number != number]
-        return Failed(number, [load.page for i, load in enumerate(loads) if i in failed_loads])
+        copies = [page for page, other in self.loading.items() if other == number]
+        for page in copies:
+            del self.loading[page]
+        return Failed(number, [load.page for i, load in enumerate(loads) if i in failed_loads], copies)
 
     def _end_save(self, save: Transfer, is_done: bool) -> None:
         """Cache the tier's page, unless its content is not wanted, or another page has it."""
@@ -200,9 +201,10 @@ class OracleTier:
 
     def _end_load(self, load: Transfer, is_done: bool) -> None:
         """Let go of both pages, which lose their entries if the load failed."""
-        if not is_done and self.device.entry_of_page.get(load.page) == load.entry:
+        self.loading.pop(load.page)
+        if not is_done and not load.is_void and self.device.entry_of_page.get(load.page) == load.entry:
             self.device.drop_entries([load.page])
-        if not is_done and self.pool.entry_of_page.get(load.tier_page) == load.entry:
+        if not is_done and not load.is_void and self.pool.entry_of_page.get(load.tier_page) == load.entry:
             self.pool.drop_entries([load.tier_page])
         self.device.free_pages([load.page])
         self.pool.free_pages([load.tier_page])
@@ -237,10 +239,8 @@ def note_loads(pool: OraclePool, held: Sequence[HeldPages], hits: Sequence[PageI
     """Note which hits that were attached are loaded."""
     if pool.tier is None:
         return
-    loading = pool.tier.loading()
-    number = max((loading.get(page, 0) for pages in hits for page in pages), default=0)
-    for group, pages in zip(held, hits, strict=True):
-        group.loaded = {place: (page, loading[page]) for place, page in enumerate(pages) if page in loading}
+    number = max((pool.tier.loading.get(page, 0) for pages in hits for page in pages), default=0)
+    for group in held:
         group.load_number = number
         group.transfer_number = number if number > pool.tier.last_number else 0
 
@@ -256,15 +256,14 @@ def waits_for_loads(pool: OraclePool, held: HeldPages) -> bool:
 
 
 def wrong_token(kinds: Sequence[Kind], held: Sequence[HeldPages], failed: Failed) -> int | None:
-    """Return the first token in a page that failed to load, also where a window has left it; None if there is none. A state may
-    have been computed with any page that was loaded by then: it is wrong from the start.
+    """Return the first token in a page that failed to load; None if there is none. A state may have been computed with any page
+    that was loaded by then: it is wrong from the start.
     """
-    if any(isinstance(kind, Mamba) for kind in kinds) and held:
-        return 0 if failed.page_ids and held[0].load_number >= failed.number else None
-    firsts = [
-        place * kind.page_size
-        for kind, group in zip(kinds, held, strict=False)
-        for place, (page, number) in group.loaded.items()
-        if page in failed.page_ids and number == failed.number
-    ]
-    return min(firsts, default=None)
+    if not failed.page_ids or not held or held[0].load_number < failed.number:
+        return None
+    if any(isinstance(kind, Mamba) for kind in kinds):
+        return 0
+    wrong = {*failed.page_ids, *failed.copies}
+    groups = zip(kinds, held, strict=True)
+    places = [i * kind.page_size for kind, group in groups for i, page in enumerate(group.pages) if page in wrong]
+    return min(places, default=None)

@@ -24,7 +24,7 @@ from states_workload import (
     StatesWorkload,
 )
 from test_eviction import make_managers
-from twins import OracleTwin, PackageTwin, Twin
+from twins import Mismatch, OracleTwin, PackageTwin, Twin
 from workload import VOCABULARY, Request
 
 import pagepool
@@ -51,7 +51,7 @@ class TieredState(NamedTuple):
     """Everything that can be seen of a tier, and of what is before it."""
 
     front: Any
-    stats: tuple[int, ...]
+    stats: dict[str, int]
     entries: list[tuple[int, int]]  # content and group
 
     def differences(self, other: TieredState) -> list[str]:
@@ -116,7 +116,7 @@ class BeforeHostTier:
         self.oracle = oracle
 
     def state(self, request_ids: Any) -> Any:
-        stats = tuple(self.manager.host_tier.stats())
+        stats = {name: getattr(self.manager.host_tier.stats(), name) for name in self.oracle.page_pool.tier.stats()}
         return TieredState(super().state(request_ids), stats, find_entries(self.manager, self.oracle))  # type: ignore[misc]
 
 
@@ -131,13 +131,26 @@ class TieredOracleRows(BeforeOracleTier, OracleRows):
 class TieredBatchRows(BeforeHostTier, BatchRows):
     """A running batch, with a tier."""
 
+    def admit(self, row: int, token_ids: list[int], **options: Any) -> int | None:
+        """Admit. A refused request is looked up again, since the oracle remembers none: its features are in a new list."""
+        return super().admit(row, token_ids, **{"mm_features": [], **options})
+
 
 class TieredPackageTwin(BeforeHostTier, PackageTwin):
     """The package's manager, with a tier."""
 
     def look_up(self, request: Any, **options: Any) -> Any:
-        """Look up. A probe does not tell what is loaded."""
-        return Twin.look_up(self, request, **options)
+        """Look up, and probe first, which tells the same where there is room for what is loaded. A look-up that is repeated is
+        done again, since the oracle remembers none.
+        """
+        lookups = self.manager._lookups
+        if request.request_id in lookups.hashes:
+            lookups.hashes[request.request_id].refusal = None
+        probe = None if options.get("dp_shard_hint") is not None else self.manager.probe(request)
+        pages, num_tokens = Twin.look_up(self, request, **options)
+        if probe is not None and probe.num_hit_tokens != num_tokens and not lookups.is_short(request):
+            raise Mismatch(f"{probe} before a look-up that hit {num_tokens} tokens")
+        return pages, num_tokens
 
 
 class EndingTransfers:
