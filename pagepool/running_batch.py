@@ -171,7 +171,7 @@ class RunningBatch(RunningRows):
 
         def find_hits(chain: HashChain, num_known_tokens: int) -> tuple[tuple[PageIds, ...] | None, int]:
             bounds = pool.find_shard_bounds(hint, size)
-            return self._manager.coordinator.load_longest_cache_hit(chain, num_known_tokens - 1, bounds)
+            return self._manager.coordinator.load_longest_cache_hit(chain, num_known_tokens - 1, bounds, context)
 
         shard, _ = pool.find_shard(hint, size) or (None, 0)
         keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
