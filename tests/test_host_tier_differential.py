@@ -1,6 +1,6 @@
 """A manager and a running batch with a host tier against the oracle on random work. Transfers end late, in any order, and fail.
 
-PAGEPOOL_TEST_OPERATIONS: an eighth of so many calls are made in all.
+PAGEPOOL_TEST_OPERATIONS: a tenth of so many calls are made in all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from twins import Twins
 from workload import run_workload
 
 MAX_CALLS_PER_SEED = 400
-NUM_CALLS = max(NUM_OPERATIONS // (8 * 2 * len(TIERED_SETTINGS)), 50)
+NUM_CALLS = max(NUM_OPERATIONS // (10 * 2 * len(TIERED_SETTINGS)), 50)
 NUM_SEEDS = -(-NUM_CALLS // MAX_CALLS_PER_SEED)
 
 pytestmark = pytest.mark.usefixtures("same_nonces")
