@@ -192,7 +192,8 @@ class OracleManager:
         if tier is None or length == self._hit_length(request, shard):
             return self._hits_of(request, length, shard), length
         self.states.divide(shard)
-        if tier.load([self._hit_entries(request, group_id, length) for group_id in range(len(self.kinds))], shard):
+        group_ids = range(len(self.kinds))
+        if tier.load([entry for group_id in group_ids for entry in self._hit_entries(request, group_id, length)], shard):
             return self._hits_of(request, length, shard), length
         self.short.add(request.request_id)
         return self._find_hits(request, shard)

@@ -111,11 +111,10 @@ class OracleTier:
 
     # loading
 
-    def load(self, entries_by_group: Sequence[Sequence[Entry]], shard: range | None) -> bool:
+    def load(self, entries: Sequence[Entry], shard: range | None) -> bool:
         """Note loads of the entries that only the tier has, if enough pages are free beside those of the others. Their pages
         have the entries at once, and are held. Returns whether there were enough.
         """
-        entries = [entry for entries in entries_by_group for entry in entries]
         missing = [entry for entry in entries if self.device.first_entered(*entry, shard) is None]
         found = [self.device.first_entered(*entry, shard) for entry in reversed(entries)]
         free_hits = [page for page in found if page in self.device.free_queue]
