@@ -16,8 +16,9 @@ import numpy.typing as npt
 from oracle import PREEMPTED, OracleManager, PagesByGroup
 from oracle_kinds import cdiv
 from oracle_pool import shard_of_hint
+from oracle_tier import Taken
 from settings import Setting
-from twins import copies_of, levels_of, levels_of_twin, pins_of
+from twins import Transferring, copies_of, levels_of, levels_of_twin, pins_of, transfers_of
 from workload import WITH_LOGPROBS, Request
 
 import pagepool
@@ -114,7 +115,7 @@ def oracle_pool_state(manager: OracleManager) -> PoolState:
 # --- common parts -------------------------------------------------------------------------------------------
 
 
-class Rows(ABC):
+class Rows(Transferring, ABC):
     """Rows beside requests of the same manager. Calls are those of `RunningBatch`; results are plain lists."""
 
     def __init__(self, manager: Any) -> None:
@@ -139,6 +140,13 @@ class Rows(ABC):
 
     def finish_neighbour(self, request_id: str) -> None:
         self.manager.free(self.neighbours.pop(request_id))
+
+    def go_back(self, request_id: str) -> int | None:
+        """Let a neighbour have no more computed tokens than the loads that failed have left right; None: all of them."""
+        request = self.neighbours[request_id]
+        num_tokens = self.find_wrong_token(request)
+        request.num_computed_tokens = request.num_computed_tokens if num_tokens is None else num_tokens
+        return num_tokens
 
     def take_copies(self) -> list[tuple[int, int, int]]:
         return copies_of(self.manager.take_copies())
@@ -495,6 +503,28 @@ class OracleRows(ModelRows):
             self.num_hits[row] = min(self.num_hits[row], request.num_computed_tokens)
             self._show(row)
 
+    def rewind(self) -> tuple[list[int], list[int]]:
+        """Let rows compute what failed loads have left wrong again. Returns those that do, and those that cannot."""
+        rewound: list[int] = []
+        lost: list[int] = []
+        for row, request in enumerate(self.requests):
+            num_tokens = None if request is None else self.find_wrong_token(request)
+            if num_tokens is not None:
+                (rewound if self._go_back(row, num_tokens) else lost).append(row)
+        return rewound, lost
+
+    def _go_back(self, row: int, num_tokens: int) -> bool:
+        """Let a row have no more computed tokens; False, and nothing changed, where it cannot go back."""
+        request = self.requests[row]
+        try:
+            self.manager.check_trim(request, request.num_tokens, num_tokens)
+        except (RuntimeError, ValueError):
+            return False
+        request.num_computed_tokens = self.manager.trim(request, request.num_tokens, num_tokens)
+        self.num_hits[row] = min(self.num_hits[row], request.num_computed_tokens)
+        self._show(row)
+        return True
+
     def undo(self) -> None:
         """Undo the last call that grew rows. All are checked first, the last one first."""
         growths = self.growths.pop()
@@ -622,6 +652,13 @@ class BatchRows(Rows):
 
     def take_copies(self) -> list[tuple[int, int, int]]:
         return copies_of(self.batch.take_copies())
+
+    def take_transfers(self) -> Taken:
+        return transfers_of(self.batch.take_transfers())
+
+    def rewind(self) -> tuple[list[int], list[int]]:
+        self.named = set(range(self.batch.num_tokens.size))
+        return self.batch.rewind(self.failed)
 
     def find_next_checkpoint(self, rows: list[int]) -> list[int]:
         places = self.batch.find_next_checkpoint(self._formed(rows))

@@ -1,4 +1,19 @@
-"""Excludes helpers that import EasyDeL, Ray or vLLM from doctest collection, since these are not always installed."""
+"""Fixtures of several files. Helpers that import EasyDeL, Ray or vLLM are excluded from doctest collection, since these are not
+always installed.
+"""
+
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+
+from pagepool.hashing import extra_keys
 
 collect_ignore = ["ray_fleet.py", "easydel_scheduler.py", "tiny_engine.py"]
 collect_ignore += ["vllm_core.py", "vllm_planted.py", "vllm_side.py", "vllm_state.py", "vllm_workload.py"]
+
+
+@pytest.fixture
+def same_nonces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the keys of unnamed images be the same when a seed is repeated: policies go by keys."""
+    monkeypatch.setattr(extra_keys, "os", SimpleNamespace(urandom=Random(0).randbytes))

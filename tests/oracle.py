@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from oracle_kinds import Full, HeldPages, Kind, Mamba, group_ids_by_kind, kind_of, leading_run
 from oracle_pool import NULL_PAGE, OraclePool, PageIds, Ranking, is_sharded, shard_of_hint
 from oracle_states import OracleStates
+from oracle_tier import Failed, Taken, note_loads, note_taken, waits_for_loads, wrong_token
 
 if TYPE_CHECKING:
     from eviction_oracle import Policy
@@ -156,6 +157,7 @@ class OracleManager:
         self.held: dict[str, list[HeldPages]] = {}
         self.queries: dict[str, dict[str, int]] = {}
         self.counted: set[str] = set()
+        self.short: set[str] = set()  # requests for whose loads too few pages were free when they were looked up last
         self.waiting: list[tuple[HeldPages, int, int, int]] = []  # pages to enter: holder, place, content, group
         self.enters_later = False
         self.may_add_nothing = False
@@ -175,22 +177,45 @@ class OracleManager:
         if not self._takes_hits(request):
             return self._no_pages(), 0
         shard = shard_of_hint(self.page_pool.num_pages, dp_shard_hint, data_parallel_size)
-        length = self._hit_length(request, shard)
+        hits, length = self._load_hits(request, shard)
         is_first = request.status != PREEMPTED and request.request_id not in self.counted
         self.queries[request.request_id] = {"queried": request.num_tokens, "hit": length} if is_first else {}
+        return hits, length
+
+    def _load_hits(self, request: Any, shard: range | None) -> tuple[PagesByGroup, int]:
+        """Return the pages of the longest prefix, by group, and its length in tokens. Those that only the tier has are noted to
+        be loaded; if too few pages are free for them, that is noted, and the prefix is the longest in the pool.
+        """
+        tier = self.page_pool.tier
+        self.short.discard(request.request_id)
+        length = self._hit_length(request, shard, reaches_tier=True)
+        if tier is None or length == self._hit_length(request, shard):
+            return self._hits_of(request, length, shard), length
+        self.states.divide(shard)
         group_ids = range(len(self.kinds))
-        return tuple(self._hit_pages(request, group_id, length, shard) for group_id in group_ids), length
+        if tier.load([entry for group_id in group_ids for entry in self._hit_entries(request, group_id, length)], shard):
+            return self._hits_of(request, length, shard), length
+        self.short.add(request.request_id)
+        return self._find_hits(request, shard)
+
+    def _find_hits(self, request: Any, shard: range | None) -> tuple[PagesByGroup, int]:
+        """Return the pages of the longest prefix in the pool, by group, and its length in tokens."""
+        length = self._hit_length(request, shard)
+        return self._hits_of(request, length, shard), length
+
+    def _hits_of(self, request: Any, length: int, shard: range | None) -> PagesByGroup:
+        return tuple(self._hit_pages(request, group_id, length, shard) for group_id in range(len(self.kinds)))
 
     def _takes_hits(self, request: Any) -> bool:
         params = request.sampling_params
         return self.enable_caching and not (params and params.prompt_logprobs is not None)
 
-    def _hit_length(self, request: Any, shard: range | None) -> int:
+    def _hit_length(self, request: Any, shard: range | None, reaches_tier: bool = False) -> int:
         """Let the kinds shorten the length in turn, each dropping eagle's page, until all agree."""
         if any(isinstance(kind, Mamba) and kind.interval is None for kind in self.kinds):
             return 0
         length = self._floor(request.num_tokens - 1)
-        hits = {kind: self._hits(request, kind, length, shard) for kind in self.classes}
+        hits = {kind: self._hits(request, kind, length, shard, reaches_tier) for kind in self.classes}
         for kind in self.classes:
             length = self._floor(kind.longest(hits[kind], length, self.use_eagle))
         agreed = None
@@ -203,18 +228,27 @@ class OracleManager:
     def _floor(self, num_tokens: int) -> int:
         return num_tokens // self.hit_step * self.hit_step
 
-    def _hits(self, request: Any, kind: Kind, length: int, shard: range | None) -> list[bool]:
-        """Return for each page of the kind whether all of its groups have it cached."""
+    def _hits(self, request: Any, kind: Kind, length: int, shard: range | None, reaches_tier: bool) -> list[bool]:
+        """Return for each page of the kind whether all of its groups have it cached, perhaps in the tier."""
         keys = self.keys_of(request, kind)[: length // kind.hit_size]
-        entered = self.page_pool.first_entered
-        return [all(entered(key, group_id, shard) is not None for group_id in self.classes[kind]) for key in keys]
+        tier = self.page_pool.tier if reaches_tier else None
+
+        def is_hit(entry: tuple[int, int]) -> bool:
+            found = self.page_pool.first_entered(*entry, shard)
+            return found is not None or (tier is not None and tier.find(entry) is not None)
+
+        return [all(is_hit((key, group_id)) for group_id in self.classes[kind]) for key in keys]
 
     def _hit_pages(self, request: Any, group_id: int, length: int, shard: range | None) -> PageIds:
+        first = self.kinds[group_id].first_hit_page(length, self.use_eagle)
+        entries = self._hit_entries(request, group_id, length)
+        return [NULL_PAGE] * first + [self.page_pool.first_entered(*entry, shard) for entry in entries]
+
+    def _hit_entries(self, request: Any, group_id: int, length: int) -> list[tuple[int, int]]:
+        """Return content and group of the pages that a hit of this length needs in a group."""
         kind = self.kinds[group_id]
-        num_pages = kind.num_places(length)
-        first = kind.first_hit_page(length, self.use_eagle)
-        keys = self.keys_of(request, kind)[first:num_pages]
-        return [NULL_PAGE] * first + [self.page_pool.first_entered(key, group_id, shard) for key in keys]
+        places = slice(kind.first_hit_page(length, self.use_eagle), kind.num_places(length))
+        return [(key, group_id) for key in self.keys_of(request, kind)[places]]
 
     def keys_of(self, request: Any, kind: Kind) -> list[int]:
         """Return the contents of the request's tokens up to each place of this kind."""
@@ -244,6 +278,8 @@ class OracleManager:
         self._check_computed(request, num_new_computed_tokens, hits)
         if num_computed + num_new_tokens > self.max_model_len:
             raise ValueError("longer than the model allows")
+        if request.request_id in self.short and request.request_id not in self.held:
+            return None
         self.states.copies.require_none(self.held.get(request.request_id, ()))
         self._rewind(request)
         self._skip_pages(request)
@@ -263,6 +299,8 @@ class OracleManager:
         self._count_admission(request, hits)
         is_growing = request.request_id in self.held
         self._attach(request, hits, new_pages)
+        if any(new_pages):
+            note_taken(self.page_pool, self.held[request.request_id])
         if delay_cache_pages and is_growing:
             self.states.pass_over(request)
         if not delay_cache_pages:
@@ -312,8 +350,10 @@ class OracleManager:
             held.go_back(kind.num_places(request.num_computed_tokens))
 
     def _skip_pages(self, request: Any) -> None:
-        """Free the pages that no coming token attends to, last one first."""
+        """Free the pages that no coming token attends to, last one first; none while loads may fail, so that it can go back."""
         for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
+            if waits_for_loads(self.page_pool, held):
+                continue
             first_useful = kind.first_useful_page(request.num_computed_tokens, held.num_cached_pages)
             last = min(first_useful, len(held.pages)) - 1
             while last >= 0 and held.pages[last] != NULL_PAGE:
@@ -394,6 +434,7 @@ class OracleManager:
                 HeldPages(list(pages), len(hit), len(hit), Ranking(len(hit)), num_deduped_pages=len(hit))
                 for hit, pages in attached
             ]
+            note_loads(self.page_pool, self.held[request.request_id], hits)
         for held, pages in zip(self.held[request.request_id], new_pages, strict=True):
             held.pages += pages
 
@@ -410,7 +451,7 @@ class OracleManager:
         for group_id, held in enumerate(self.held.get(request.request_id, ())):
             kind = self.kinds[group_id]
             num_full_pages = min(num_computed_tokens // kind.page_size, len(held.pages))
-            if isinstance(kind, Mamba) or num_full_pages <= held.num_cached_pages:
+            if isinstance(kind, Mamba) or num_full_pages <= held.num_cached_pages or waits_for_loads(self.page_pool, held):
                 continue
             keys = self.keys_of(request, kind)
             for page in range(held.num_cached_pages, num_full_pages):
@@ -451,24 +492,24 @@ class OracleManager:
 
     # trimming
 
-    def check_trim(self, request: Any, num_tokens: int) -> None:
+    def check_trim(self, request: Any, num_tokens: int, num_computed_tokens: int | None = None) -> None:
         """Refuse a cut after which a token to compute would miss a page: its own, one it attends to, or an earlier state."""
         self.states.copies.require_none(self.held.get(request.request_id, ()))
-        restart = self._restart(request, num_tokens)
+        restart = self._restart(request, num_tokens if num_computed_tokens is None else num_computed_tokens)
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
             if isinstance(kind, Mamba) and 0 < restart < request.num_computed_tokens:
                 raise ValueError("a state has seen what is cut")
             if kind.lacks_page(held.pages[: kind.num_required_pages(num_tokens)], restart):
                 raise ValueError("a page that is needed again was given back")
 
-    def trim(self, request: Any, num_tokens: int) -> int:
-        """Cut the request, whose tokens the caller cuts, and return the number of tokens that stay computed."""
-        restart = self._restart(request, num_tokens)
+    def trim(self, request: Any, num_tokens: int, num_computed_tokens: int | None = None) -> int:
+        """Cut the request, whose tokens the caller cuts, and return how many tokens stay computed, at most so many."""
+        restart = self._restart(request, num_tokens if num_computed_tokens is None else num_computed_tokens)
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
             num_kept_pages = self._num_kept_pages(kind, held, restart, num_tokens)
             while len(held.pages) > num_kept_pages:
                 self._let_go(held.pages.pop())
-            self.page_pool.evict_pages(held.pages[kind.num_full_pages(restart) :])
+            self.page_pool.drop_entries(held.pages[kind.num_full_pages(restart) :])
             held.go_back(kind.num_places(restart))
         self.keys.cut(request.request_id, num_tokens)
         return restart
@@ -493,7 +534,7 @@ class OracleManager:
         """Release a page; the last holder drops its entry."""
         if page != NULL_PAGE:
             if self.page_pool.ref_counts[page] == 1:
-                self.page_pool.evict_pages([page])
+                self.page_pool.drop_entries([page])
             self.page_pool.free_pages([page])
 
     # undoing
@@ -556,6 +597,7 @@ class OracleManager:
         """Drop the contents of a finished request's pages, and its counted look-up."""
         self.keys.forget(request.request_id)
         self.counted.discard(request.request_id)
+        self.short.discard(request.request_id)
         self.queries.pop(request.request_id, None)
 
     def get_page_ids(self, request_id: str) -> PagesByGroup:
@@ -622,6 +664,32 @@ class OracleManager:
         keys = extra_keys(request, 0, self.max_model_len)
         return request.all_token_ids[:num_tokens], keys, has_unnamed_images(request)
 
+    # the tier
+
+    def count_loadable_tokens(self, request: Any) -> int:
+        """Return by how many tokens the tier makes the prefix longer that hits."""
+        return self._hit_length(request, None, reaches_tier=True) - self._hit_length(request, None)
+
+    def take_transfers(self) -> Taken:
+        """Return the transfers that are due."""
+        return self.page_pool.tier.take() if self.page_pool.tier is not None else Taken(0, [], [])
+
+    def complete_transfers(self, number: int) -> None:
+        self.fail_transfers(number)
+
+    def fail_transfers(self, number: int, saves: Sequence[int] = (), loads: Sequence[int] = ()) -> Failed:
+        """End the transfers of a list, of which those at these places of the saves and loads failed."""
+        if self.page_pool.tier is None:
+            raise ValueError("no tier")
+        return self.page_pool.tier.end(number, saves, loads)
+
+    def find_wrong_token(self, request: Any, failed: Failed) -> int | None:
+        """Return the first token of a request that is in a page that failed to load; None if there is none."""
+        num_tokens = wrong_token(self.kinds, self.held.get(request.request_id, ()), failed)
+        if self.page_pool.tier is not None and num_tokens is not None:
+            self.page_pool.tier.counts["wrong tokens found"] += 1
+        return num_tokens
+
     # pins
 
     def pin(self, request: Any, start: int = 0, stop: int | None = None) -> int:
@@ -651,12 +719,7 @@ class OracleManager:
 
     def _peek_hits(self, request: Any) -> PagesByGroup:
         """Return the pages of a look-up that is not counted."""
-        query = self.queries.get(request.request_id)
-        hits, _ = self.get_computed_pages(request)
-        self.queries.pop(request.request_id, None)
-        if query is not None:
-            self.queries[request.request_id] = query
-        return hits
+        return self._find_hits(request, None)[0] if self._takes_hits(request) else self._no_pages()
 
     def unpin(self, request: Any, start: int = 0, stop: int | None = None) -> int:
         """Take a pin back of each content within tokens [start, stop), by group, the last page first."""

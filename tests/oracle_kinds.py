@@ -175,6 +175,8 @@ class HeldPages:
     num_hit_pages: int = 0
     ranking: Ranking = field(default_factory=Ranking)
     num_deduped_pages: int = 0
+    load_number: int = 0  # of the last list by which hits of the request were loaded
+    transfer_number: int = 0  # of the last list that may have a transfer of its pages
 
     def go_back(self, num_full_pages: int) -> None:
         """Let pages from there on be entered, and ranked, again."""

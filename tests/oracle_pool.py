@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from eviction_oracle import Policy
+    from oracle_tier import OracleTier
 
 NULL_PAGE = 0
 NORMAL = 50  # priority of pages that are not retained
@@ -62,6 +63,7 @@ class OraclePool:
         self.protected: list[int] = []
         self.counts: Counter[str] = Counter()
         self.policy = policy if enable_caching else None
+        self.tier: OracleTier | None = None
         if self.policy is not None:
             self.policy.start(self)
 
@@ -100,20 +102,22 @@ class OraclePool:
         """Take pages from the front of the queue (of the shard) and evict their prefix entries."""
         pages = self._pop(num_pages, shard)
         for page in pages:
-            self.ref_counts[page] = 1
-            if self.policy is not None:
-                self.policy.note_taken(page)
-            self.counts["evicted"] += self.evict_pages([page])
-        self.counts["allocated"] += num_pages
+            self._claim(page)
         return pages
 
     def take_page(self, page: int) -> None:
         """Take a free page, whichever it is, and evict its prefix entry."""
         self.remove(page)
+        self._claim(page)
+
+    def _claim(self, page: int) -> None:
+        """Evict the prefix entry of a page that was taken out of the queue."""
         self.ref_counts[page] = 1
         if self.policy is not None:
             self.policy.note_taken(page)
-        self.counts["evicted"] += self.evict_pages([page])
+        if self.tier is not None and page in self.entry_of_page:
+            self.tier.note_evicted(page)
+        self.counts["evicted"] += self.drop_entries([page])
         self.counts["allocated"] += 1
 
     def _pop(self, num_pages: int, shard: range | None) -> PageIds:
@@ -172,6 +176,8 @@ class OraclePool:
             self.free_queue.pop(page, None)
             if self.policy is not None:
                 self.policy.note_hit(page, is_free)
+            if self.tier is not None:
+                self.tier.uses[page] += 1
             self.ref_counts[page] += 1
 
     def free_pages(self, pages: Sequence[int]) -> None:
@@ -189,6 +195,12 @@ class OraclePool:
         for page in freed:
             self._push(page)
         self.counts["freed"] += len(freed)
+
+    def put_to_the_end(self, page: int) -> None:
+        """Put a page that was taken out of the queue as it is to its back, as one that was just given back."""
+        if self.policy is not None:
+            self.policy.note_release(1)
+        self._push(page)
 
     def skip_page(self, page: int, is_needed: bool) -> None:
         """Free a page that has left an attention window. Where no hit needs it, a policy evicts it as if it had no entry."""
@@ -232,6 +244,8 @@ class OraclePool:
             is_missed = (keys[i], group_id) not in self.index
             self.index.setdefault((keys[i], group_id), {})[pages[i]] = None
             self.entry_of_page[pages[i]] = (keys[i], group_id)
+            if self.tier is not None:
+                self.tier.note_cached(pages[i])
             if self.policy is not None:
                 self.policy.note_entered(pages[i])
                 if is_missed:
@@ -239,6 +253,16 @@ class OraclePool:
         self.counts["cached"] += len(new)
 
     def evict_pages(self, pages: Iterable[int]) -> int:
+        """Drop the prefix entries of pages with a wrong content, in order, in the tier too, and return how many had one."""
+        num_dropped = 0
+        for page in pages:
+            entry = self.entry_of_page.get(page)
+            num_dropped += self.drop_entries([page])
+            if self.tier is not None and entry is not None:
+                self.tier.drop(entry)
+        return num_dropped
+
+    def drop_entries(self, pages: Iterable[int]) -> int:
         """Drop the prefix entries of the pages, in order, and return how many had one."""
         num_dropped = 0
         for page in pages:
@@ -267,7 +291,9 @@ class OraclePool:
         if self.policy is not None:
             self.policy.forget_all()
         self.priorities, self.ending, self.protected = {}, {}, []
-        self.evict_pages(range(self.num_pages))
+        self.drop_entries(range(self.num_pages))
+        if self.tier is not None:
+            self.tier.drop_all()
         return True
 
     # pins: one reference of the pool's own to each pinned page

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oracle_kinds import HeldPages, Kind, Mamba
 from oracle_pool import NULL_PAGE, OraclePool, PageIds
+from oracle_tier import are_transfers_due, note_taken, waits_for_loads
 
 if TYPE_CHECKING:
     from oracle import OracleManager
@@ -39,7 +40,11 @@ class OracleCopies:
         self.due.append(Copy(src, dst, group_id))
 
     def require_none(self, held: Collection[HeldPages], *, into_only: bool = False) -> None:
-        """Refuse a call while one of the pages is a destination of a copy, or its source, if these pages were forked."""
+        """Refuse a call while one of the pages is a destination of a copy, or its source, if these pages were forked, and while
+        a transfer of them may be due.
+        """
+        if are_transfers_due(self.pool, held):
+            raise RuntimeError("transfers are due")
         written = [page for group in held for page in group.pages]
         read = [page for group in held if any(group is reader for reader in self.readers) for page in group.pages]
         if any(copy.dst in written or (copy.src in read and not into_only) for copy in self.due):
@@ -101,8 +106,10 @@ class OracleStates:
             if self._is_due(request, held):
                 self.divide(shard)
             is_room = len(self.pool.free_queue) > num_reserved_pages and self.pool.free_page_ids(shard)
+            is_room = is_room and not waits_for_loads(self.pool, held)
             if self._is_due(request, held) and is_room and self._enter(request, group_id, held):
                 [page], held.pages = held.pages, self.pool.take(1, shard)
+                note_taken(self.pool, [held])
                 self.copies.note(page, held.pages[0], group_id)
                 new_pages[group_id].extend(held.pages)
             held.num_cached_pages = request.num_computed_tokens // self.manager.hit_step
@@ -118,9 +125,10 @@ class OracleStates:
         last step was not run, and there are none.
         """
         was_run = all(copy.dst not in self.manager.pages_of(request) for copy in self.copies.due)
+        was_run = was_run and not are_transfers_due(self.pool, self.manager.held.get(request.request_id, ()))
         if was_run and num_computed_tokens in (None, request.num_computed_tokens):
             for group_id, held in self._states_of(request):
-                if self._is_due(request, held):
+                if self._is_due(request, held) and not waits_for_loads(self.pool, held):
                     self._enter(request, group_id, held)
 
     def _states_of(self, request: Any) -> list[tuple[int, HeldPages]]:
@@ -182,11 +190,15 @@ class OracleStates:
         self._share(shared)
         num_cached, num_deduped = min(held.num_cached_pages, num_places), min(held.num_deduped_pages, num_places)
         forked = HeldPages(shared, num_cached, num_cached, replace(held.ranking), num_deduped)
+        forked.load_number = held.load_number
         if open_page is not None:
             self._share([open_page])
             forked.pages = shared + self.pool.take(1, shard)
+            note_taken(self.pool, [forked])
             self.copies.note(open_page, forked.pages[-1], group_id)
             self.copies.readers.append(held)
+            if self.pool.tier is not None:
+                self.pool.tier.note_copied(open_page, forked.pages[-1])
         return forked
 
     def _share(self, pages: PageIds) -> None:
@@ -212,8 +224,9 @@ class OracleStates:
             and self.pool.entry_of_page.get(page) == entry
             and first is not None
             and first != page
+            and (self.pool.tier is None or first not in self.pool.tier.loading)
         ):
             self.pool.touch([[first]])
-            self.pool.evict_pages([page])
+            self.pool.drop_entries([page])
             self.pool.free_pages([page])
             held.pages[place] = first

@@ -32,6 +32,10 @@ class Copying:
     def take_copies(self) -> None:
         self.twins.call("take_copies")
 
+    def take_all(self) -> None:
+        """Take everything that is in the way of a step."""
+        self.take_copies()
+
     def take_in_time(self) -> None:
         if self.rng.random() < 0.85:
             self.take_copies()
@@ -185,7 +189,7 @@ class StatesBatchWorkload(Copying, BatchWorkload):
             self.take_in_time()
             grown = call(rows)
             if grown is None:
-                self.take_copies()
+                self.take_all()
                 grown = call(rows)
             return grown
 

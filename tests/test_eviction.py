@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +23,6 @@ from workload import run_workload
 
 import pagepool
 from pagepool.errors import IntegrityError, PageHashError
-from pagepool.hashing import extra_keys
 
 POLICIES: list[tuple[str, float | None]] = [("lru", None), ("arc", None), ("arc", 4), ("adaptive", None)]
 HASHING: list[dict[str, Any]] = [{}, {"hash_algo": "sha256"}, {"hash_algo": hash}]
@@ -40,14 +37,9 @@ HASHES = [
     0x7A766744D36CBB2E,
 ]
 
+pytestmark = pytest.mark.usefixtures("same_nonces")
 policies = pytest.mark.parametrize(("eviction", "ghost_size"), POLICIES)
 settings = pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
-
-
-@pytest.fixture(autouse=True)
-def _nonces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Policies go by keys: those of unnamed images must be the same when a seed is repeated."""
-    monkeypatch.setattr(extra_keys, "os", SimpleNamespace(urandom=Random(0).randbytes))
 
 
 # --- random work --------------------------------------------------------------------------------------------------

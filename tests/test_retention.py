@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import zlib
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,18 +23,13 @@ import pagepool
 from pagepool import CacheManager, EngineRequest, PageTable, RunningBatch
 from pagepool._core import copy_records
 from pagepool.errors import ArgumentError, ArgumentTypeError
-from pagepool.hashing import extra_keys
 
 POLICIES = ("lru", "arc", "adaptive")
 ALL_SETTINGS = [*SETTINGS, *STATE_SETTINGS]
 NUM_CALLS = max(NUM_OPERATIONS // (10 * len(ALL_SETTINGS)), 60)
 MAX_CALLS_PER_SEED = 400
 
-
-@pytest.fixture(autouse=True)
-def _nonces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Policies go by keys: those of unnamed images must be the same when a seed is repeated."""
-    monkeypatch.setattr(extra_keys, "os", SimpleNamespace(urandom=Random(0).randbytes))
+pytestmark = pytest.mark.usefixtures("same_nonces")
 
 
 def make_managers(setting: Setting, num_pages: int, eviction: str) -> tuple[OracleManager, pagepool.CacheManager]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +22,6 @@ from twins import OracleTwin, PackageTwin, Twins
 from workload import run_workload
 
 import pagepool
-from pagepool.hashing import extra_keys
 
 MAX_CALLS_PER_SEED = 400
 FORKED_SETTINGS = [setting for setting in SETTINGS if setting.page_size < 16]
@@ -85,13 +82,7 @@ def seeds_of_policies(name: str) -> Iterator[tuple[int, int]]:
     return ((seed, -(-NUM_CALLS // len(POLICIES))) for seed in range(first_seed, first_seed + len(POLICIES)))
 
 
-@pytest.fixture
-def _nonces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Policies go by keys: those of unnamed images must be the same when a seed is repeated."""
-    monkeypatch.setattr(extra_keys, "os", SimpleNamespace(urandom=Random(0).randbytes))
-
-
-@pytest.mark.usefixtures("_nonces")
+@pytest.mark.usefixtures("same_nonces")
 @pytest.mark.parametrize("setting", ALL_SETTINGS, ids=lambda setting: setting.name)
 def test_a_manager_with_a_policy_does_as_the_oracle(setting: Setting) -> None:
     for seed, num_calls in seeds_of_policies(f"manager {setting.name}"):

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from oracle import OracleManager, OraclePool
+from oracle_tier import Taken
 
 from pagepool._core import copy_records
 
@@ -100,7 +101,42 @@ def copies_of(copies: Any) -> list[tuple[int, int, int]]:
     return list(zip(*(array.tolist() for array in arrays), strict=True))
 
 
-class Twin(ABC):
+def transfers_of(transfers: Any) -> Taken:
+    """Return transfers that are due in the form of the oracle."""
+    if isinstance(transfers, Taken):
+        return transfers
+    saves = transfers.save_src, transfers.save_dst, transfers.save_group
+    loads = transfers.load_src, transfers.load_dst, transfers.load_group
+    assert len(transfers) == len(transfers.save_src) + len(transfers.load_src)
+    assert bool(transfers) == (transfers.number > 0)
+    assert not any(array.flags.writeable or array.dtype.name != "int32" for array in (*saves, *loads))
+    moves = [list(zip(*(array.tolist() for array in arrays), strict=True)) for arrays in (saves, loads)]
+    return Taken(transfers.number, *moves)
+
+
+class Transferring:
+    """What a manager does with transfers. Failed loads stay inside, in the manager's own form."""
+
+    manager: Any
+    failed: Any = None
+
+    def take_transfers(self) -> Taken:
+        return transfers_of(self.manager.take_transfers())
+
+    def complete_transfers(self, number: int) -> None:
+        self.manager.complete_transfers(number)
+
+    def fail_transfers(self, number: int, saves: list[int], loads: list[int]) -> list[int]:
+        """Let transfers fail, and return the pages that loads have left with a wrong content."""
+        self.failed = self.manager.fail_transfers(number, saves=saves, loads=loads)
+        return self.failed.page_ids
+
+    def find_wrong_token(self, request: Any) -> int | None:
+        """Find the first wrong token of a request after the last transfers that failed."""
+        return self.manager.find_wrong_token(request, self.failed)
+
+
+class Twin(Transferring, ABC):
     """A manager, called and seen as all the others are. Hits stay inside, in the manager's own form."""
 
     def __init__(self, manager: Any) -> None:

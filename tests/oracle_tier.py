@@ -1,0 +1,268 @@
+"""The plain-Python twin of the tier behind a pool: which pages are saved and loaded, and what hits meanwhile.
+
+The tier is a pool of its own under the same contents. A list has the transfers in the order in which they were noted. Each
+holds a reference to the tier's page, and a load one to the page of the device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from oracle_kinds import HeldPages, Kind, Mamba
+from oracle_pool import NULL_PAGE, OraclePool, PageIds
+
+if TYPE_CHECKING:
+    from eviction_oracle import Policy
+
+Entry = tuple[int, int]  # content and group
+Move = tuple[int, int, int]  # source, destination, group
+
+
+class Taken(NamedTuple):
+    """What `take_transfers` returns."""
+
+    number: int
+    saves: list[Move]
+    loads: list[Move]
+
+
+class Failed(NamedTuple):
+    """What `fail_transfers` returns: the pages that loads of a list have left with a wrong content."""
+
+    number: int
+    page_ids: PageIds
+    copies: PageIds  # of pages that the list loaded, which may be wrong as well
+
+
+@dataclass
+class Transfer:
+    """A page to be saved or loaded. It is due while it has the number 0, and in flight from then on."""
+
+    entry: Entry
+    page: int
+    tier_page: int
+    is_load: bool
+    number: int = 0
+    is_void: bool = False
+
+
+class OracleTier:
+    """The tier behind a pool."""
+
+    def __init__(
+        self, device: OraclePool, num_pages: int, policy: Policy | None, writes_through: bool = False, min_uses: int = 1
+    ) -> None:
+        self.device = device
+        self.pool = OraclePool(num_pages, True, policy)
+        self.writes_through = writes_through
+        self.min_uses = min_uses
+        self.transfers: list[Transfer] = []
+        self.last_number = 0
+        self.loading: dict[int, int] = {}  # the list by which a page of the device, or what it was copied from, is loaded
+        self.uses: Counter[int] = Counter()  # of each cached page of the device
+        self.fresh: dict[int, None] = {}  # pages that were cached since transfers were taken last
+        self.computed: list[int] = []  # fresh ones of the time before
+        self.counts: Counter[str] = Counter()
+        device.tier = self
+
+    def stats(self) -> dict[str, int]:
+        """Return the counters under the names of `HostTierStats`."""
+        counts = {**self.counts, "evicted": self.pool.counts["evicted"]}
+        counts |= {"free": len(self.pool.free_queue), "cached": len(self.pool.entry_of_page)}
+        names = "free", "cached", "saved", "loaded", "failed", "evicted", "refused"
+        return {"num_in_flight": len(self.transfers)} | {f"num_{name}_pages": counts.get(name, 0) for name in names}
+
+    def find(self, entry: Entry) -> int | None:
+        """Return the page of the tier with this entry."""
+        return self.pool.first_entered(*entry, None)
+
+    # saving
+
+    def note_cached(self, page: int) -> None:
+        """A page of the device got an entry. If it is loaded it need not be saved."""
+        self.uses[page] = 1
+        if page not in self.loading:
+            self.fresh.pop(page, None)
+            self.fresh[page] = None
+            self.computed = [other for other in self.computed if other != page]
+
+    def note_evicted(self, page: int) -> None:
+        """A page of the device is about to lose its entry since it was taken. It is saved unless another has its content."""
+        if len(self.device.index[self.device.entry_of_page[page]]) == 1:
+            self._save(page)
+
+    def _save(self, page: int) -> None:
+        """Note that a page is to be saved, or let the tier's page with its content be as one that was used."""
+        entry = self.device.entry_of_page[page]
+        tier_page = self.find(entry)
+        if tier_page is not None:
+            self.pool.touch([[tier_page]])
+            self.pool.free_pages([tier_page])
+        elif self.uses[page] < self.min_uses:
+            return
+        elif not self.pool.free_queue:
+            self.counts["refused"] += 1
+        else:
+            [tier_page] = self.pool.take(1, None)
+            self.transfers.append(Transfer(entry, page, tier_page, False))
+
+    # loading
+
+    def load(self, entries: Sequence[Entry], shard: range | None) -> bool:
+        """Note loads of the entries that only the tier has, if enough pages are free beside those of the others. Their pages
+        have the entries at once, and are held. Returns whether there were enough.
+        """
+        missing = [entry for entry in entries if self.device.first_entered(*entry, shard) is None]
+        found = [self.device.first_entered(*entry, shard) for entry in reversed(entries)]
+        free_hits = [page for page in found if page in self.device.free_queue]
+        if len(missing) + len(free_hits) > len(self.device.free_page_ids(shard)):
+            self.counts["loads without room"] += 1
+            return False
+        sources = [self.pool.first_entered(*entry, None) for entry in missing]
+        self.pool.touch([sources])
+        loads = [Transfer(entry, NULL_PAGE, page, True) for entry, page in zip(missing, sources, strict=True)]
+        self.transfers += loads
+        for page in free_hits:  # so that they are not evicted
+            self.device.remove(page)
+        new_pages = self.device.take(len(loads), shard)
+        for page in free_hits:
+            self.device.put_to_the_end(page)
+        for load, page in zip(loads, new_pages, strict=True):
+            load.page = page
+            self.loading[page] = self.last_number + 1
+        for load in loads:
+            self.device.cache_full_pages([load.page], [load.entry[0]], 0, 1, load.entry[1])
+        return True
+
+    def note_copied(self, page: int, copy: int) -> None:
+        """A page was copied for a fork: if it is being loaded, the copy is as wrong as it may be."""
+        if page in self.loading:
+            self.loading[copy] = self.loading[page]
+
+    def is_waited_for(self, load_number: int) -> bool:
+        """Whether loads up to this list are in flight, or due: what was computed with their pages may be wrong."""
+        return any((load.number or self.last_number + 1) <= load_number for load in self.transfers if load.is_load)
+
+    # what is due
+
+    def is_any_due(self) -> bool:
+        return any(transfer.number == 0 for transfer in self.transfers)
+
+    def take(self) -> Taken:
+        """Return the transfers that are due, which the engine makes now. Pages that were computed since they were cached are
+        saved, too, if the tier writes through.
+        """
+        if self.writes_through:
+            for page in self.computed:
+                if page in self.device.entry_of_page:
+                    self._save(page)
+            self.computed, self.fresh = list(self.fresh), {}
+        due = [transfer for transfer in self.transfers if transfer.number == 0]
+        if not due:
+            return Taken(0, [], [])
+        self.last_number += 1
+        for transfer in due:
+            transfer.number = self.last_number
+        saves = [(save.page, save.tier_page, save.entry[1]) for save in due if not save.is_load]
+        loads = [(load.tier_page, load.page, load.entry[1]) for load in due if load.is_load]
+        return Taken(self.last_number, saves, loads)
+
+    def end(self, number: int, failed_saves: Sequence[int] = (), failed_loads: Sequence[int] = ()) -> Failed:
+        """End the transfers of a list, of which those at these places failed."""
+        ended = [transfer for transfer in self.transfers if transfer.number == number]
+        saves = [transfer for transfer in ended if not transfer.is_load]
+        loads = [transfer for transfer in ended if transfer.is_load]
+        is_known = set(failed_saves) <= set(range(len(saves))) and set(failed_loads) <= set(range(len(loads)))
+        if number < 1 or not ended or not is_known:
+            raise ValueError("no such transfers are in flight")
+        failed = [saves[i] for i in failed_saves] + [loads[i] for i in failed_loads]
+        for transfer in reversed(ended):  # so that the last page of a prefix is evicted first
+            is_done = not any(transfer is other for other in failed)
+            self.counts["failed" if not is_done else "loaded" if transfer.is_load else "saved"] += 1
+            if transfer.is_load:
+                self._end_load(transfer, is_done)
+            else:
+                self._end_save(transfer, is_done)
+        self.transfers = [transfer for transfer in self.transfers if transfer.number != number]
+        copies = [page for page, other in self.loading.items() if other == number]
+        for page in copies:
+            del self.loading[page]
+        return Failed(number, [load.page for i, load in enumerate(loads) if i in failed_loads], copies)
+
+    def _end_save(self, save: Transfer, is_done: bool) -> None:
+        """Cache the tier's page, unless its content is not wanted, or another page has it."""
+        if is_done and not save.is_void and self.find(save.entry) is None:
+            self.pool.cache_full_pages([save.tier_page], [save.entry[0]], 0, 1, save.entry[1])
+        self.pool.free_pages([save.tier_page])
+
+    def _end_load(self, load: Transfer, is_done: bool) -> None:
+        """Let go of both pages, which lose their entries if the load failed."""
+        self.loading.pop(load.page)
+        if not is_done and not load.is_void and self.device.entry_of_page.get(load.page) == load.entry:
+            self.device.drop_entries([load.page])
+        if not is_done and not load.is_void and self.pool.entry_of_page.get(load.tier_page) == load.entry:
+            self.pool.drop_entries([load.tier_page])
+        self.device.free_pages([load.page])
+        self.pool.free_pages([load.tier_page])
+
+    # contents that are not wanted any more
+
+    def drop(self, entry: Entry) -> None:
+        """Drop an entry. What is being saved of it gets none."""
+        tier_page = self.find(entry)
+        if tier_page is not None:
+            self.pool.drop_entries([tier_page])
+        for transfer in self.transfers:
+            transfer.is_void |= transfer.entry == entry
+
+    def drop_all(self) -> None:
+        """Drop all entries. What is being saved gets none."""
+        self.pool.drop_entries(range(self.pool.num_pages))
+        for transfer in self.transfers:
+            transfer.is_void = True
+
+
+# what requests hold
+
+
+def note_taken(pool: OraclePool, held: Iterable[HeldPages]) -> None:
+    """Note that pages were taken: while a transfer is due, one of them may have to be saved before it is written."""
+    for group in held if pool.tier is not None and pool.tier.is_any_due() else ():
+        group.transfer_number = pool.tier.last_number + 1
+
+
+def note_loads(pool: OraclePool, held: Sequence[HeldPages], hits: Sequence[PageIds]) -> None:
+    """Note which hits that were attached are loaded."""
+    if pool.tier is None:
+        return
+    number = max((pool.tier.loading.get(page, 0) for pages in hits for page in pages), default=0)
+    for group in held:
+        group.load_number = number
+        group.transfer_number = number if number > pool.tier.last_number else 0
+
+
+def are_transfers_due(pool: OraclePool, held: Iterable[HeldPages]) -> bool:
+    """Whether a transfer of these pages may be due."""
+    return pool.tier is not None and any(group.transfer_number > pool.tier.last_number for group in held)
+
+
+def waits_for_loads(pool: OraclePool, held: HeldPages) -> bool:
+    """Whether hits, or what was computed with them, may turn out to be wrong. What is wrong must not be entered."""
+    return pool.tier is not None and pool.tier.is_waited_for(held.load_number)
+
+
+def wrong_token(kinds: Sequence[Kind], held: Sequence[HeldPages], failed: Failed) -> int | None:
+    """Return the first token in a page that failed to load; None if there is none. A state may have been computed with any page
+    that was loaded by then: it is wrong from the start.
+    """
+    if not failed.page_ids or not held or held[0].load_number < failed.number:
+        return None
+    if any(isinstance(kind, Mamba) for kind in kinds):
+        return 0
+    wrong = {*failed.page_ids, *failed.copies}
+    groups = zip(kinds, held, strict=True)
+    places = [i * kind.page_size for kind, group in groups for i, page in enumerate(group.pages) if page in wrong]
+    return min(places, default=None)
