@@ -137,4 +137,6 @@ from pagepool.core.saving import copy_records, find_policy_fault, follow, give_b
 from pagepool.core.store import CachePage, PageStore, QueryCounter
 from pagepool.core.table import GroupedRows, TableRows, pack_dirty_windows
 from pagepool.core.tier import PageTier, add_tier
-from pagepool.core.transferring import FailedLoads, Transfers, end_transfers, find_wrong_token, list_in_flight, take_transfers
+from pagepool.core.transferring import (
+    FailedLoads, Transfers, end_step, end_transfers, find_wrong_token, list_in_flight, take_transfers,
+)

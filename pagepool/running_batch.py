@@ -171,7 +171,9 @@ class RunningBatch(RunningRows):
 
         def find_hits(chain: HashChain, num_known_tokens: int) -> tuple[tuple[PageIds, ...] | None, int]:
             bounds = pool.find_shard_bounds(hint, size)
-            return self._manager.coordinator.load_longest_cache_hit(chain, num_known_tokens - 1, bounds, context)
+            return self._manager.coordinator.load_longest_cache_hit(
+                chain, num_known_tokens - 1, bounds, context, num_reserved_pages
+            )
 
         shard, _ = pool.find_shard(hint, size) or (None, 0)
         keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
@@ -228,10 +230,10 @@ class RunningBatch(RunningRows):
         """Let the rows whose pages failed to load, by `CacheManager.fail_transfers`, compute their tokens again from the first
         such page on: ``num_computed_tokens`` says from where, and `grow` does it. Call it before the rows grow again.
 
-        Returns the rows that went back, and those that cannot, because a window gave pages back that they need again: release
-        these, with `num_computed_tokens` 0, and admit them again. Rows of a model with states go back to token 0 if they hit
-        loaded pages of this list, or of later ones: their states may have seen wrong tokens. ArgumentError for loads of another
-        pool. O(pages of all rows).
+        Returns the rows that went back, and those that cannot, because a window gave pages back that they need again, or copies
+        of their pages are due: release these, with `num_computed_tokens` 0, and admit them again. Rows of a model with states
+        go back to token 0 if they hit loaded pages of this list, or of later ones: their states may have seen wrong tokens.
+        ArgumentError for loads of another pool. O(pages of all rows).
         """
         return rewind_rows(self, failed)
 

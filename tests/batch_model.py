@@ -247,7 +247,8 @@ class ModelRows(Rows):
         request = Request(f"row{next(self._numbers)}", list(token_ids), **attributes)
         request.sampling_params = None if look_up else WITH_LOGPROBS
         request.status = PREEMPTED if is_preempted else request.status
-        hits, num_hits = self.manager.get_computed_pages(request, **self._placement(dp_shard))
+        options = {"num_reserved_pages": num_reserved_pages, **self._placement(dp_shard)}
+        hits, num_hits = self.manager.get_computed_pages(request, **options)
         num_computed = max(num_hits, len(token_ids) if num_tokens is None else num_tokens)
         if max_num_new_tokens is not None:
             num_computed = min(num_computed, num_hits + max_num_new_tokens)
@@ -257,7 +258,6 @@ class ModelRows(Rows):
         if self._is_shard_short(self.to_page_ids(hits), num_computed, dp_shard):
             return None
         num_attached = self.count_attached(num_hits, num_computed)
-        options = {"num_reserved_pages": num_reserved_pages, **self._placement(dp_shard)}
         pages = self.manager.allocate_slots(request, num_computed - num_attached, num_attached, hits, **options)
         if pages is None:
             return None

@@ -137,6 +137,11 @@ class Policy(ABC):
             self.note_loss(self.marks[page])
             self._queue_again(page)
 
+    def note_left(self, page: int) -> None:
+        """A free page is about to leave the queue for a while."""
+        if self.marks[page].part != BLANK:
+            self.note_loss(self.marks[page])
+
     def _queue_again(self, page: int) -> None:
         self.pool.free_queue.move_to_end(page)
         self.note_queued(page)

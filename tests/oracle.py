@@ -171,18 +171,23 @@ class OracleManager:
     # looking up
 
     def get_computed_pages(
-        self, request: Any, *, dp_shard_hint: int | None = None, data_parallel_size: int | None = None
+        self,
+        request: Any,
+        *,
+        dp_shard_hint: int | None = None,
+        data_parallel_size: int | None = None,
+        num_reserved_pages: int = 0,
     ) -> tuple[PagesByGroup, int]:
-        """Return the pages of the longest cached prefix, by group, and its length in tokens."""
+        """Return the pages of the longest cached prefix, by group, and its length in tokens. Loads leave pages free."""
         if not self._takes_hits(request):
             return self._no_pages(), 0
         shard = shard_of_hint(self.page_pool.num_pages, dp_shard_hint, data_parallel_size)
-        hits, length = self._load_hits(request, shard)
+        hits, length = self._load_hits(request, shard, num_reserved_pages)
         is_first = request.status != PREEMPTED and request.request_id not in self.counted
         self.queries[request.request_id] = {"queried": request.num_tokens, "hit": length} if is_first else {}
         return hits, length
 
-    def _load_hits(self, request: Any, shard: range | None) -> tuple[PagesByGroup, int]:
+    def _load_hits(self, request: Any, shard: range | None, num_reserved: int) -> tuple[PagesByGroup, int]:
         """Return the pages of the longest prefix, by group, and its length in tokens. Those that only the tier has are noted to
         be loaded; if too few pages are free for them, that is noted, and the prefix is the longest in the pool.
         """
@@ -193,7 +198,8 @@ class OracleManager:
             return self._hits_of(request, length, shard), length
         self.states.divide(shard)
         group_ids = range(len(self.kinds))
-        if tier.load([entry for group_id in group_ids for entry in self._hit_entries(request, group_id, length)], shard):
+        entries = [entry for group_id in group_ids for entry in self._hit_entries(request, group_id, length)]
+        if tier.load(entries, shard, num_reserved):
             return self._hits_of(request, length, shard), length
         self.short.add(request.request_id)
         return self._find_hits(request, shard)
@@ -669,6 +675,10 @@ class OracleManager:
     def count_loadable_tokens(self, request: Any) -> int:
         """Return by how many tokens the tier makes the prefix longer that hits."""
         return self._hit_length(request, None, reaches_tier=True) - self._hit_length(request, None)
+
+    def end_step(self) -> None:
+        if self.page_pool.tier is not None:
+            self.page_pool.tier.end_step()
 
     def take_transfers(self) -> Taken:
         """Return the transfers that are due."""

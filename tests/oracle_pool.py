@@ -196,6 +196,12 @@ class OraclePool:
             self._push(page)
         self.counts["freed"] += len(freed)
 
+    def take_out(self, page: int) -> None:
+        """Take any page out of the queue for a while."""
+        if self.policy is not None:
+            self.policy.note_left(page)
+        self.remove(page)
+
     def put_to_the_end(self, page: int) -> None:
         """Put a page that was taken out of the queue as it is to its back, as one that was just given back."""
         if self.policy is not None:

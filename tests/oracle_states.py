@@ -189,7 +189,8 @@ class OracleStates:
         shared, num_places = held.pages[: kind.num_full_pages(num_computed)], kind.num_places(num_computed)
         self._share(shared)
         num_cached, num_deduped = min(held.num_cached_pages, num_places), min(held.num_deduped_pages, num_places)
-        forked = HeldPages(shared, num_cached, num_cached, replace(held.ranking), num_deduped)
+        ranking = replace(held.ranking, num_ranked=min(held.ranking.num_ranked, len(shared)))
+        forked = HeldPages(shared, num_cached, num_cached, ranking, num_deduped)
         forked.load_number = held.load_number
         if open_page is not None:
             self._share([open_page])

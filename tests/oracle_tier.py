@@ -63,8 +63,8 @@ class OracleTier:
         self.last_number = 0
         self.loading: dict[int, int] = {}  # the list by which a page of the device, or what it was copied from, is loaded
         self.uses: Counter[int] = Counter()  # of each cached page of the device
-        self.fresh: dict[int, None] = {}  # pages that were cached since transfers were taken last
-        self.computed: list[int] = []  # fresh ones of the time before
+        self.fresh: dict[int, None] = {}  # pages that were cached since a step ended last
+        self.computed: list[int] = []  # fresh ones of the time before, which are to be saved
         self.counts: Counter[str] = Counter()
         device.tier = self
 
@@ -111,14 +111,14 @@ class OracleTier:
 
     # loading
 
-    def load(self, entries: Sequence[Entry], shard: range | None) -> bool:
-        """Note loads of the entries that only the tier has, if enough pages are free beside those of the others. Their pages
-        have the entries at once, and are held. Returns whether there were enough.
+    def load(self, entries: Sequence[Entry], shard: range | None, num_reserved: int) -> bool:
+        """Note loads of the entries that only the tier has, if enough pages are free beside those of the others, and reserved
+        ones. Their pages have the entries at once, and are held. Returns whether there were enough.
         """
         missing = [entry for entry in entries if self.device.first_entered(*entry, shard) is None]
         found = [self.device.first_entered(*entry, shard) for entry in reversed(entries)]
         free_hits = [page for page in found if page in self.device.free_queue]
-        if len(missing) + len(free_hits) > len(self.device.free_page_ids(shard)):
+        if len(missing) + len(free_hits) + num_reserved > len(self.device.free_page_ids(shard)):
             self.counts["loads without room"] += 1
             return False
         sources = [self.pool.first_entered(*entry, None) for entry in missing]
@@ -126,7 +126,7 @@ class OracleTier:
         loads = [Transfer(entry, NULL_PAGE, page, True) for entry, page in zip(missing, sources, strict=True)]
         self.transfers += loads
         for page in free_hits:  # so that they are not evicted
-            self.device.remove(page)
+            self.device.take_out(page)
         new_pages = self.device.take(len(loads), shard)
         for page in free_hits:
             self.device.put_to_the_end(page)
@@ -151,15 +151,24 @@ class OracleTier:
     def is_any_due(self) -> bool:
         return any(transfer.number == 0 for transfer in self.transfers)
 
+    def end_step(self) -> None:
+        """Let the pages that were cached so far count as computed."""
+        self.computed += self.fresh
+        self.fresh = {}
+
+    def _is_first(self, page: int) -> bool:
+        """Whether no other page of the device got the same entry before."""
+        return self.device.first_entered(*self.device.entry_of_page[page], None) == page
+
     def take(self) -> Taken:
         """Return the transfers that are due, which the engine makes now. Pages that were computed since they were cached are
         saved, too, if the tier writes through.
         """
         if self.writes_through:
             for page in self.computed:
-                if page in self.device.entry_of_page:
+                if page in self.device.entry_of_page and self._is_first(page):
                     self._save(page)
-            self.computed, self.fresh = list(self.fresh), {}
+            self.computed = []
         due = [transfer for transfer in self.transfers if transfer.number == 0]
         if not due:
             return Taken(0, [], [])

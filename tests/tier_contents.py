@@ -272,6 +272,7 @@ class TierSimulation:
         for front, job, start, stop in plan:
             if job in front.jobs:
                 self._compute(front, job, start, stop)
+        self.manager.end_step()
 
     def _grow(self, front: TierFront, job: Job, plan: list[Any]) -> None:
         if job.num_known_tokens < 0 and self.rng.random() < 0.95:

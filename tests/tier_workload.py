@@ -140,12 +140,8 @@ class TieredPackageTwin(BeforeHostTier, PackageTwin):
     """The package's manager, with a tier."""
 
     def look_up(self, request: Any, **options: Any) -> Any:
-        """Look up, and probe first, which tells the same where there is room for what is loaded. A look-up that is repeated is
-        done again, since the oracle remembers none.
-        """
+        """Look up, and probe first, which tells the same where there is room for what is loaded."""
         lookups = self.manager._lookups
-        if request.request_id in lookups.hashes:
-            lookups.hashes[request.request_id].refusal = None
         probe = None if options.get("dp_shard_hint") is not None else self.manager.probe(request)
         pages, num_tokens = Twin.look_up(self, request, **options)
         if probe is not None and probe.num_hit_tokens != num_tokens and not lookups.is_short(request):
@@ -165,6 +161,11 @@ class EndingTransfers:
         self.in_flight: list[Taken] = []
         super().__init__(*args, **options)
         self.families += [self._tokens(self.max_tokens) for _ in self.families]
+
+    def end_step(self) -> None:
+        """End a step, as far as the tiers know."""
+        self.twins.oracle.manager.end_step()
+        self.twins.system.manager.end_step()
 
     def take_transfers(self) -> None:
         taken = self.twins.call("take_transfers")
@@ -233,6 +234,7 @@ def transfer_actions(workload: Any) -> dict[Callable[[], None], float]:
         workload.take_copies: 0.5,
         workload.take_transfers: 1,
         workload.end_transfers: workload.rng.choice((2, 10)),
+        workload.end_step: 1,
         workload.misuse_transfers: 0.2,
         workload.misuse_fork: 0.05,
         workload.evict: 0.1,

@@ -70,6 +70,7 @@ cdef inline void fork_group(
     target.ids, target.num_pages, target.num_skipped = ids, n, min(source.num_skipped, n)
     if not is_state(&group.rules):
         target.num_cached = min(source.num_cached, n)
+        target.ranking.num_ranked = min(source.ranking.num_ranked, n)
     target.num_hits = target.num_cached
     target.num_unique = min(source.num_unique, n)
     target.read_list = 0

@@ -11,7 +11,7 @@ from pagepool.core.index cimport enter, find, find_within, keep_tokens, rank
 from pagepool.core.notes cimport is_journaled, note_entry
 from pagepool.core.pages cimport take_from, touch_all
 from pagepool.core.queue cimport has_free_pages, pull
-from pagepool.core.records cimport NULL_PAGE, Origin, Pool, Range, Ranking, Tier, Transfer, is_free
+from pagepool.core.records cimport BLANK, NULL_PAGE, Origin, Pool, Range, Ranking, Tier, Transfer, is_free
 from pagepool.core.references cimport let_go
 from pagepool.core.request_pages cimport set_contents
 from pagepool.core.siphash cimport Digest
@@ -56,11 +56,15 @@ cdef int32_t count_shards(PageStore store, Range ids) except -1:
     return num_pages // size
 
 
-def load_hits(PageStore store not None, HashChain chain not None, groups, start_id=0, stop_id=None, context=0) -> bool:
+def load_hits(
+    PageStore store not None, HashChain chain not None, groups, start_id=0, stop_id=None, context=0, num_reserved=0
+) -> bool:
     """Have those pages of a prefix loaded that are not among the ids of the pool from `start_id` up to `stop_id`, but in the
     tier: each gets a page there, with its entry, which is held until the load ends. `groups` are ``(group, hashes of a place,
-    first place, end, is a state)``. False, and nothing changed, if a page is in neither, or too few are free. O(places).
+    first place, end, is a state)``. False, and nothing changed, if a page is in neither, or too few are free beside
+    `num_reserved`. O(places).
     """
+    cdef Py_ssize_t num_kept_free = size_of(num_reserved, "num_reserved_pages")
     cdef Range ids = store.range_of(start_id, stop_id)
     cdef int32_t num_shards = count_shards(store, ids)
     cdef Contents contents = Contents(NULL, NULL, 0, store.checked_context(context))
@@ -73,7 +77,7 @@ def load_hits(PageStore store not None, HashChain chain not None, groups, start_
         with chain.lock:
             store.lock_divided(num_shards)
             set_contents(&contents, chain)
-            is_done = load_prefix(&store.pool, &prefix, &contents, shard)
+            is_done = load_prefix(&store.pool, &prefix, &contents, shard, num_kept_free)
             store.lock.release()
     finally:
         free(prefix.spans)
@@ -97,11 +101,13 @@ cdef int reserve_places(Prefix *prefix, list groups, HashChain chain) except -1:
     return 0
 
 
-cdef bint load_prefix(Pool *pool, const Prefix *prefix, const Contents *contents, int32_t shard) noexcept nogil:
+cdef bint load_prefix(
+    Pool *pool, const Prefix *prefix, const Contents *contents, int32_t shard, Py_ssize_t num_reserved
+) noexcept nogil:
     cdef Tier *tier = pool.tier
     cdef Py_ssize_t i, first = tier.num, num_free_hits = note_missing(pool, prefix, contents.digests)
     cdef Py_ssize_t num_loads = tier.num - first
-    if num_free_hits < 0 or not has_free_pages(pool, num_loads + num_free_hits, 0, shard):
+    if num_free_hits < 0 or not has_free_pages(pool, num_loads + num_free_hits, num_reserved, shard):
         tier.num -= num_loads
         tier.num_due -= num_loads
         return False
@@ -155,6 +161,8 @@ cdef void hold_hits(Pool *pool, const Prefix *prefix, bint is_held) noexcept nog
         page_id = prefix.found_ids[i]
         if page_id == NULL_PAGE or pool.pages[page_id].ref_cnt or is_free(pool, page_id) != is_held:
             continue
+        if is_held and pool.num_parts and pool.policy.marks[page_id] != BLANK:
+            pool.policy.note_drop(pool, page_id)
         if is_held:
             pull(pool, page_id)
         else:

@@ -192,7 +192,7 @@ cdef struct Tier:             # a second pool behind a pool, with pages under th
     uint32_t num_cached       # pages, ever
     FreshPage *fresh          # [num_fresh] that are to be saved, and room for `fresh_capacity`
     Py_ssize_t num_fresh
-    Py_ssize_t num_ready      # of them, that were computed by a step since
+    Py_ssize_t num_ready      # of them, first ones that a step has computed
     Py_ssize_t fresh_capacity
     int64_t num_saved         # pages; these three by transfers that completed
     int64_t num_loaded

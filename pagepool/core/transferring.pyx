@@ -103,6 +103,13 @@ cdef Py_ssize_t take_due(Tier *tier, int32_t *taken, Py_ssize_t num) noexcept no
     return num_saves
 
 
+def end_step(PageStore store not None) -> None:
+    """Let the pages that were cached so far count as computed: a tier that writes through saves them next. O(1)."""
+    with store.lock:
+        if store.pool.tier != NULL:
+            store.pool.tier.num_ready = store.pool.tier.num_fresh
+
+
 def list_in_flight(PageStore store not None) -> list:
     """Return the `Transfers` that were taken and did not end, in order. O(transfers x lists)."""
     cdef const Tier *tier = store.pool.tier

@@ -92,20 +92,28 @@ cdef inline void note_cached(Pool *pool, int32_t page_id) noexcept nogil:
         tier.num_fresh += 1
 
 
+cdef inline bint is_other_twin(Pool *pool, int32_t page_id) noexcept nogil:
+    """Whether a cached page has the content of another that was cached before."""
+    cdef const Page *page = &pool.pages[page_id]
+    return page.group & TWIN and find(pool, digest_of(page), page.group & ~FLAGS) != page_id
+
+
 cdef inline void save_fresh(Pool *pool) noexcept nogil:
-    """Have the pages saved that were cached before the transfers were taken last, and still are."""
+    """Have the pages saved that were cached before the last step ended, and still are."""
     cdef Tier *tier = pool.tier
     cdef FreshPage fresh
     cdef const Page *page
-    cdef Py_ssize_t i, num_left = tier.num_fresh - tier.num_ready
+    cdef Py_ssize_t i
     for i in range(tier.num_ready):
         fresh = tier.fresh[i]
         page = &pool.pages[fresh.page_id]
         if page.group != NO_GROUP and tier.fresh_numbers[fresh.page_id] == fresh.number:
-            save_page(pool, fresh.page_id, digest_of(page), page.group & ~FLAGS)
-    for i in range(num_left):
+            if not is_other_twin(pool, fresh.page_id):
+                save_page(pool, fresh.page_id, digest_of(page), page.group & ~FLAGS)
+    tier.num_fresh -= tier.num_ready
+    for i in range(tier.num_fresh if tier.num_ready else 0):
         tier.fresh[i] = tier.fresh[tier.num_ready + i]
-    tier.num_fresh = tier.num_ready = num_left
+    tier.num_ready = 0
 
 
 cdef inline void end_save(Tier *tier, const Transfer *transfer, bint is_done) noexcept nogil:

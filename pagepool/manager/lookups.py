@@ -105,9 +105,7 @@ class PrefixLookups(KeyHolder):
         """Return the longest cached prefix among pages with these ids, and its tokens; from the refusal while that holds."""
         hashes = self.extend(request, num_queried_tokens)
         refusal = hashes.refusal
-        is_same = refusal and ids == ANY_PAGE and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits()
-        # With room in the pool the tier may have more hits.
-        if refusal and is_same and (not self._store.has_tier or self._is_short(refusal, *hashes.refused)):
+        if refusal and ids == ANY_PAGE and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits():
             pages, num_tokens = refusal.hits, refusal.num_hit_tokens
         else:
             hashes.refusal = None
@@ -166,23 +164,15 @@ class PrefixLookups(KeyHolder):
         hashes = self.hashes.get(request.request_id)
         return hashes is not None and hashes.is_short
 
-    def note_refusal(self, hashes: RequestHashes, hits: tuple[PageIds, ...], num_tokens: int, num_reserved_pages: int) -> None:
-        """Keep the hits of a request that was refused `num_tokens` slots, if they are the leading pages of its only group."""
+    def note_refusal(self, hashes: RequestHashes, hits: tuple[PageIds, ...]) -> None:
+        """Keep the hits of a refused request, if they are the leading pages of its only group, and no tier may have more."""
         manager = self._coordinator.single_type_managers[0]
-        if hashes.query is None or len(hits) > 1 or not manager.is_prefix_closed or self._use_eagle:
+        is_alone = len(hits) == 1 and manager.is_prefix_closed and not self._use_eagle and not self._store.has_tier
+        if hashes.query is None or not is_alone:
             return
         refusal = Refusal(hits, hashes.query[0], len(hits[0]) * manager.page_size)
         is_watched = refusal.watch_hits(self._store, hashes.chain, manager.num_hashes_per_page, manager.kv_cache_group_id)
         hashes.refusal = refusal if is_watched else None
-        hashes.refused = num_tokens, num_reserved_pages
-
-    def _count_missing_pages(self, refusal: Refusal, num_tokens: int) -> int:
-        """Return the pages that a refused request needs behind its hits."""
-        return max(0, self._coordinator.single_type_managers[0].get_num_pages(num_tokens) - len(refusal.hits[0]))
-
-    def _is_short(self, refusal: Refusal, num_tokens: int, num_reserved_pages: int) -> bool:
-        """Whether a refused request certainly does not fit yet."""
-        return refusal.is_short(self._count_missing_pages(refusal, num_tokens), num_reserved_pages)
 
     def is_refused_still(self, request: Request, hits: tuple[PageIds, ...], num_tokens: int, num_reserved_pages: int) -> bool:
         """Whether a request that was refused with these hits certainly does not fit yet."""
@@ -191,9 +181,10 @@ class PrefixLookups(KeyHolder):
             return False
         if hashes.refusal.hits is not hits or request.request_id in self._requests:
             return False
-        if not self._is_short(hashes.refusal, num_tokens, num_reserved_pages):
+        num_new_pages = max(0, self._coordinator.single_type_managers[0].get_num_pages(num_tokens) - len(hits[0]))
+        if not hashes.refusal.is_short(num_new_pages, num_reserved_pages):
             return False
-        self.warn_if_hopeless(hits, self._count_missing_pages(hashes.refusal, num_tokens))
+        self.warn_if_hopeless(hits, num_new_pages)
         return True
 
     def warn_if_hopeless(self, held: Sequence[PageIds], num_new_pages: int) -> None:

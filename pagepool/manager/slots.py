@@ -174,7 +174,7 @@ class SlotAllocator(KeyHolder):
             attached = [ids for manager, ids in managers if not manager.is_state]
             self._lookups.warn_if_hopeless((*held.get_page_ids(), *attached), num_new_pages)
         if new_ids is None and hashes and found is None:
-            self._lookups.note_refusal(hashes, hits, num_tokens, placement.num_reserved_pages)
+            self._lookups.note_refusal(hashes, hits)
         return new_ids
 
     def _keep_states(

@@ -8,6 +8,7 @@ from pagepool._core import (
     PageTier,
     Transfers,
     add_tier,
+    end_step,
     end_transfers,
     find_wrong_token,
     list_in_flight,
@@ -43,8 +44,9 @@ class HostTier:
         eviction: str = "lru",
     ) -> None:
         """`num_pages` includes a null page, as in a pool. With ``"write_back"`` a page is saved when it is evicted from the
-        pool, with ``"write_through"`` as soon as it was computed; in both if it was used `min_uses` times, 1 to 255: computing
-        it is its first use, and each hit another. `eviction` is the tier's own policy. ArgumentError for other values.
+        pool, with ``"write_through"`` also as soon as it was computed (see `CacheManager.end_step`); in both if it was used
+        `min_uses` times, 1 to 255: computing it is its first use, and each hit another. `eviction` is the tier's own policy.
+        ArgumentError for other values.
         """
         if policy not in POLICIES:
             raise ArgumentError(f"policy: got {shown(policy)}, allowed: {' or '.join(POLICIES)}")
@@ -81,6 +83,13 @@ class TieredPages(CopiedPages):
         the meantime saved pages do not hit, and what was computed with loaded pages does not. O(transfers).
         """
         return take_transfers(self._store)
+
+    def end_step(self) -> None:
+        """Tell a tier that writes through that all tokens scheduled so far are computed, or will be by the time at which the
+        next saves are read: pages that were cached by now are saved with the next `take_transfers`. Call it when a step was
+        given to the device, before the next one is scheduled; without it pages are saved only when they are evicted. O(1).
+        """
+        end_step(self._store)
 
     def list_transfers_in_flight(self) -> list[Transfers]:
         """Return the transfers that were taken and have not ended, in order: for an engine that has lost some, since the call

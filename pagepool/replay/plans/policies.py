@@ -16,6 +16,7 @@ from pagepool._core import (
     PageStore,
     PrefixQuery,
     RequestPages,
+    end_step,
     end_transfers,
     load_hits,
     take_transfers,
@@ -143,3 +144,4 @@ class Steps:
     def end(self) -> None:
         """End it."""
         self._number = take_transfers(self.store).number
+        end_step(self.store)

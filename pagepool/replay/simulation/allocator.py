@@ -80,9 +80,10 @@ class Allocator(ABC):
         return 0 if self._interval is None else len(self._time(self._manager.take_copies))
 
     def take_transfers(self) -> None:
-        """Take the transfers that are due before the next step."""
+        """Take the transfers that are due before the next step, which then runs."""
         if self._manager.host_tier is not None:
             transfers = self._time(self._manager.take_transfers)
+            self._time(self._manager.end_step)
             self._transfer_number = transfers.number
             self._num_first_loads += int((transfers.load_group == 0).sum())
 
