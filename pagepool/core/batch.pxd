@@ -59,6 +59,7 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     bint unifies_pages        # whether rows share pages that got the same tokens
     int64_t *admissions       # which admission, or change of places, a row had last
     int64_t num_admissions    # and changes of places, of all rows
+    int32_t *num_external     # tokens that come from elsewhere, for which a row waits; 0: the row is not pending
 
 cdef struct Amounts:          # a number for each row; stride 0: the same for all
     const int32_t *values
@@ -122,7 +123,7 @@ cdef inline int64_t next_comparison(const Holding *holding) noexcept nogil:
 
 cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Compute the token count at which a page is next to be taken, entered or skipped, or the row is too short. Rows skip by
-    the tokens that they had before, one token later.
+    the tokens that they had before, one token later. For a pending row each count is one, so that it is looked at and refused.
     """
     cdef Holding holding = holding_of(batch, row)
     cdef Limits limits = limits_of(&holding)
@@ -133,7 +134,7 @@ cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
         event = limits.num_skip + 1
     if batch.unifies_pages:
         event = min(event, next_comparison(&holding) + 1)
-    if has_copies_due(batch.pool, &holding):
+    if batch.num_external[row] or has_copies_due(batch.pool, &holding):
         event = 1
     batch.states[row].next_event = <int32_t>event
 

@@ -630,14 +630,13 @@ cdef class RequestPages:
             self.store.refuse_give_back(ids, bad)
 
     def count_shared(self, group, num_holders) -> int:
-        """Return how many leading pages of a group have at least `num_holders` references, besides that of pins. O(pages of the
-        answer).
+        """Return how many leading pages of a group have at least `num_holders` references, besides those of pins and leases.
+        O(pages of the answer).
         """
         cdef Held *held = &self.holding.held[size_of(group, "group", 0, self.holding.num_groups - 1)]
         cdef Py_ssize_t need = size_of(num_holders, "num_scheduled_requests")
-        cdef const Pool *pool = &self.store.pool
         cdef int32_t i = 0
         with self.store.lock:
-            while i < held.num_pages and pool.pages[held.ids[i]].ref_cnt - is_pinned(pool, held.ids[i]) >= need:
+            while i < held.num_pages and self.store.count_holders(held.ids[i]) >= need:
                 i += 1
         return i
