@@ -82,7 +82,7 @@ have the classes. Each file imports only those above it.
 `growth.pxd`           rows grow (`grow_row`)
 `shrinking.pxd`        rows are cut, or growth is taken back
 `row_moves.pxd`        rows are freed and exchanged
-`external.pxd`         tokens that come from elsewhere
+`pending.pxd`          tokens that come from elsewhere
 `unifying.pxd`         rows with the same tokens share pages
 `locks.pyx`            locks across a fork
 `arguments.pyx`        values from Python, checked

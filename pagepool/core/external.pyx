@@ -6,8 +6,8 @@ from pagepool.core.arguments cimport size_of
 from pagepool.core.batch cimport Batch, holding_of
 from pagepool.core.chain cimport HashChain
 from pagepool.core.copies cimport has_copies_due
-from pagepool.core.external cimport commit_row, fail_row, pass_unread, put_back_behind
 from pagepool.core.holdings cimport Holding, forget_uncomputed
+from pagepool.core.pending cimport commit_row, fail_row, pass_unread, put_back_behind
 from pagepool.core.request_pages cimport RequestPages, lock_chain, unlock_chain
 from pagepool.core.row_memory cimport RowMemory
 from pagepool.core.rules cimport MAX_TOKENS
@@ -17,8 +17,8 @@ from pagepool.errors import ArgumentError, CopiesDueError
 
 
 def end_external(RowMemory rows not None, row, num_tokens, bint is_failed) -> int:
-    """Let a pending row run: see `RunningBatch.commit_external`, and if it `is_failed` `RunningBatch.fail_external`. Returns how
-    many tokens of the row are computed.
+    """Let a pending row run: see `RunningBatch.commit_external`, and if it `is_failed` `RunningBatch.fail_external`. Returns
+    how many tokens of the row are computed.
     """
     cdef Batch *batch = &rows.batch
     cdef Py_ssize_t checked = rows.checked_row(row)

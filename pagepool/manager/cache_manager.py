@@ -188,9 +188,9 @@ class CacheManager(ExternalTokens):
         `new_computed_pages`, the hits of `get_computed_pages`, if the request holds no page yet;
         `num_external_computed_tokens` that a transfer will fill; `num_new_tokens` to compute now; and slots for
         `num_lookahead_tokens` drafts, up to `max_model_len`. Pages that are filled by known tokens other than drafts enter the
-        prefix index, unless `delay_cache_pages` (then call `commit_external` or `cache_pages` later). If the step does not run, `free` with
-        `num_computed_tokens` drops those entries. Pages that have left an attention window are freed first, even if None is
-        returned.
+        prefix index, unless `delay_cache_pages` (then call `commit_external` or `cache_pages` later). If the step does not run,
+        `free` with `num_computed_tokens` drops those entries. Pages that have left an attention window are freed first, even if
+        None is returned.
 
         With `data_parallel_size` > 1 new pages come from the shard of the request's pages, else from the hinted shard. If that
         shard has too few, the hits are marked as recently used and None is returned. `num_reserved_pages` free pages are left
