@@ -24,7 +24,7 @@ from pagepool._core import (
     end_external,
     fork_row,
 )
-from pagepool.arguments import MAX_SIZE, require_int
+from pagepool.arguments import require_int
 from pagepool.attention import SingleTypeCacheManager
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import RequestExtraKeys, encode_extra_keys, list_features
@@ -165,7 +165,7 @@ class RunningBatch(RunningRows):
         pool, size = self._manager.page_pool, self._data_parallel_size
         if dp_shard is not None and size is None:
             raise ArgumentError(f"dp_shard: got {dp_shard}, allowed without data_parallel_size: None")
-        num_external = require_int("num_external_tokens", num_external_tokens, 0, MAX_SIZE)
+        num_external = min(require_int("num_external_tokens", num_external_tokens, 0), self.max_num_tokens)
         options = cache_salt, lora_id, mm_features, dp_shard, look_up, bool(ends_at_checkpoint), num_external
         interval = self._manager.checkpoint_interval or 0 if ends_at_checkpoint else 0
         if self.is_refused_still(row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options):

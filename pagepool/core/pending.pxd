@@ -49,12 +49,11 @@ cdef inline void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) no
 cdef inline void fail_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Do it with the first of the tokens, and give back the pages behind. A state is wrong then, so nothing stands with one."""
     cdef Holding holding = holding_of(batch, row)
-    cdef int32_t num_hit = batch.states[row].num_computed
-    cdef int32_t num_computed = 0 if batch.has_state else num_hit + num_tokens
     cdef Py_ssize_t g
-    put_back_behind(batch.pool, &holding, num_computed)
+    if batch.has_state:
+        batch.states[row].num_computed = batch.states[row].num_hits = num_tokens = 0
+    commit_row(batch, row, num_tokens)
+    put_back_behind(batch.pool, &holding, batch.states[row].num_computed)
     for g in range(batch.num_groups):
         end_row(batch, row, g)
-    batch.states[row].num_computed = min(num_hit, num_computed)
-    batch.states[row].num_hits = min(batch.states[row].num_hits, num_computed)
-    commit_row(batch, row, num_computed - batch.states[row].num_computed)
+    plan_next_event(batch, row)
