@@ -158,7 +158,7 @@ def check_sharing(engine: Any, num_asks: int = 9) -> list[int]:
 
 
 def test_broken_files_cost_a_recomputation(tmp_path: Path) -> None:
-    """The second engine finds files, of which some are broken. Each engine replaces what it finds, up to a page without file."""
+    """The second engine finds files, of which some are broken. Each engine replaces those that it reads."""
     first = make_sharing(tmp_path)
     check_sharing(first)
     paths = sorted(tmp_path.iterdir())
