@@ -114,7 +114,7 @@ have the classes. Each file imports only those above it.
 
 from pagepool.core.chain import HashChain, siphash128
 from pagepool.core.copying import PageCopies, take_copies
-from pagepool.core.external import end_external, give_back_behind, pass_unread_pages
+from pagepool.core.external import end_external, give_back_behind, skip_unread_pages
 from pagepool.core.holders import check_holders, check_rows
 from pagepool.core.ids import PageIds, lists_of, require_token_ids
 from pagepool.core.journal import EntryJournal

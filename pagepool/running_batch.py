@@ -224,7 +224,7 @@ class RunningBatch(RunningRows):
         Until then the row's new pages are in no index, and `grow`, `step`, `trim` and `fork` raise ArgumentError for it;
         `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists, after
         the copies and transfers that are due were taken and done. It need not fill pages that no token behind these attends
-        to, because they lie behind a window: those are not entered. A state is that after all tokens, so with one all have to
+        to, because they lie behind a window: those are given back. A state is that after all tokens, so with one all have to
         come.
 
         ArgumentError for a row that is not pending, for more tokens than it waits for, and with a state for fewer;

@@ -60,6 +60,7 @@ class ExternalRows(ModelRows):
         self.commit(self.requests[row], num_tokens)
         self.requests[row].num_computed_tokens += num_tokens
         self.nums_external[row] = 0
+        self._show(row)
 
     def fail_external(self, row: int, num_valid_tokens: int) -> int:
         self.require_waiting(row, num_valid_tokens, False)
@@ -123,8 +124,12 @@ class ExternalOracleRows(ExternalRows, Leasing, OracleRows):
     def commit(self, request: Any, num_tokens: int) -> None:
         num_computed = request.num_computed_tokens + num_tokens
         for kind, held in zip(self.manager.kinds, self.manager.held[request.request_id], strict=True):
-            if not isinstance(kind, Mamba):
-                held.num_cached_pages = max(held.num_cached_pages, kind.first_useful_page(num_computed, 0))
+            stop = 0 if isinstance(kind, Mamba) else min(kind.first_useful_page(num_computed, 0), len(held.pages))
+            for place in range(stop - 1, -1, -1):
+                if held.pages[place] != NULL_PAGE:
+                    self.manager.page_pool.skip_page(held.pages[place], self.manager._is_needed_by_hits(kind, place))
+                held.pages[place] = NULL_PAGE
+            held.num_cached_pages = max(held.num_cached_pages, stop)
         self.manager._enter_full_pages(request, num_computed)
 
     def fail(self, request: Any, num_tokens: int) -> int:

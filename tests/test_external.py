@@ -143,9 +143,9 @@ def test_pages_that_no_later_token_reads_are_not_entered(spec: Any, first: int) 
     cached = manager_of(batch).page_pool.cached_page_hash_to_page.items()
     assert sorted(page for key, pages in cached if key.group_id == 1 for page in pages) == page_ids[first:5]
     assert count_hits(manager_of(batch)) == 20
-    batch.grow([0])
     assert batch.get_page_ids(0)[1] == [0] * first + page_ids[first:]
     batch.check()
+    refused(batch, ArgumentError, "cannot be cut to 15 tokens", lambda: batch.trim([0], 15))
 
 
 def test_a_state_is_of_all_tokens() -> None:

@@ -7,7 +7,7 @@ from pagepool.core.batch cimport Batch, holding_of
 from pagepool.core.chain cimport HashChain
 from pagepool.core.copies cimport has_copies_due
 from pagepool.core.holdings cimport Holding, forget_uncomputed
-from pagepool.core.pending cimport commit_row, fail_row, pass_unread, put_back_behind
+from pagepool.core.pending cimport commit_row, fail_row, put_back_behind, skip_unread
 from pagepool.core.request_pages cimport RequestPages, lock_chain, unlock_chain
 from pagepool.core.row_memory cimport RowMemory
 from pagepool.core.rules cimport MAX_TOKENS
@@ -54,11 +54,11 @@ cdef int refuse_end(Py_ssize_t row, int32_t num_tokens, int32_t num_external, bi
     )
 
 
-def pass_unread_pages(RequestPages held not None, num_tokens) -> None:
-    """Let pages of a request that no token from `num_tokens` on attends to get no prefix entry. O(groups)."""
+def skip_unread_pages(RequestPages held not None, num_tokens) -> None:
+    """Give back the pages of a request that no token from `num_tokens` on attends to. O(pages given back)."""
     cdef int32_t num = <int32_t>size_of(num_tokens, "num_tokens", 0, held.limits.num_room)
     with held.store.lock:
-        pass_unread(&held.holding, num)
+        skip_unread(&held.store.pool, &held.holding, num)
         held.plan()
 
 

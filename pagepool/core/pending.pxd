@@ -2,22 +2,28 @@
 
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.batch cimport Batch, end_row, holding_of, plan_next_event
+from pagepool.core.batch cimport Batch, end_row, held_by, holding_of, plan_next_event
 from pagepool.core.entering cimport enter_waiting
-from pagepool.core.holdings cimport Held, Holding, recompute_from
+from pagepool.core.holdings cimport Held, Holding, recompute_from, skip_to
 from pagepool.core.records cimport Pool
 from pagepool.core.references cimport put_back_held
 from pagepool.core.row_hashes cimport enter_row
+from pagepool.core.rows cimport blank
 from pagepool.core.rules cimport first_useful_page, pages_for
 
 
-cdef inline void pass_unread(const Holding *holding, int32_t num_tokens) noexcept nogil:
-    """Let pages that no token from `num_tokens` on attends to get no prefix entry: they may not have been filled."""
+cdef inline void skip_unread(Pool *pool, const Holding *holding, int32_t num_tokens) noexcept nogil:
+    """Give back the pages that no token from `num_tokens` on attends to. They may not have been filled, so they get no prefix
+    entry, and nothing goes back to them.
+    """
     cdef Held *held
     cdef Py_ssize_t g
+    cdef int32_t stop
     for g in range(holding.num_groups):
         held = &holding.held[g]
-        held.num_cached = max(held.num_cached, first_useful_page(&holding.groups[g].rules, num_tokens, 0))
+        stop = min(first_useful_page(&holding.groups[g].rules, num_tokens, 0), held.num_pages)
+        skip_to(pool, &holding.groups[g], held, stop)
+        held.num_cached = max(held.num_cached, stop)
 
 
 cdef inline void put_back_behind(Pool *pool, const Holding *holding, int32_t num_tokens) noexcept nogil:
@@ -38,9 +44,13 @@ cdef inline void put_back_behind(Pool *pool, const Holding *holding, int32_t num
 cdef inline void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Count tokens that a pending row waited for as computed, and let it run."""
     cdef Holding holding = holding_of(batch, row)
+    cdef Py_ssize_t g
     batch.states[row].num_computed += num_tokens
     batch.num_external[row] = 0
-    pass_unread(&holding, batch.states[row].num_computed)
+    skip_unread(batch.pool, &holding, batch.states[row].num_computed)
+    for g in range(batch.num_groups):
+        if held_by(batch, row, g).num_skipped:
+            blank(batch.tables[g], row, 0, held_by(batch, row, g).num_skipped)
     enter_row(batch, row, batch.states[row].num_computed)
     enter_waiting(&batch.waiting)
     plan_next_event(batch, row)

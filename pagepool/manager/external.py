@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import Lease, check_copies_taken, give_back_behind, pass_unread_pages
+from pagepool._core import Lease, check_copies_taken, give_back_behind, skip_unread_pages
 from pagepool.arguments import id_of, read_count, require_int
 from pagepool.errors import ArgumentError, shown
 from pagepool.manager.slots import SlotAllocator
@@ -30,8 +30,8 @@ class ExternalTokens(TieredPages):
         ``num_computed_tokens``. The caller counts them as computed then.
 
         Before, `allocate_slots` has given them slots, with `num_external_computed_tokens` and `delay_cache_pages`, and the
-        request gets no others. Pages that no later token attends to, because they lie behind a window, are not entered: the
-        transfer need not fill them. With a state `num_tokens` are all external tokens, since the state is of all of them.
+        request gets no others. Pages that no later token attends to, because they lie behind a window, are given back:
+        the transfer need not fill them. With a state `num_tokens` are all external tokens, since the state is of all of them.
 
         ArgumentError, and nothing changed, for more tokens than have slots or are known, and for a request that holds no
         pages; CopiesDueError while copies or transfers of its pages are due: they are done before the transfer writes there.
@@ -75,7 +75,7 @@ class ExternalTokens(TieredPages):
         """Enter the pages of a request that are filled by its first tokens, and that later ones attend to."""
         hashes = self._lookups.extend(request, num_computed_tokens) if self.enable_caching else None
         is_due = hashes is not None and held.check_enterable(hashes.chain, num_computed_tokens)
-        pass_unread_pages(held, num_computed_tokens)
+        skip_unread_pages(held, num_computed_tokens)
         if hashes is not None and is_due:
             self._slots.enter_pages(held, hashes, num_computed_tokens)
 
