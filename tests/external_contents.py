@@ -50,6 +50,7 @@ class Simulation:
     def run(self, num_steps: int) -> Counter[str]:
         for _ in range(num_steps):
             self.receive()
+            self.rng.choice((self.trim, list, list))()
             chunks = self.grow() + [chunk for chunk in (self.admit(), self.admit()) if chunk is not None]
             self.move_pages()
             self.compute(chunks)
@@ -192,12 +193,12 @@ class Simulation:
                 self.counts["forks that did not fit"] += 1
 
     def trim(self) -> None:
-        for row in self.running()[:1]:
+        for row in self.rng.sample(self.running(), min(1, len(self.running()))):
             num_tokens = self.rng.randint(1, len(self.tokens[row]))
             try:
                 self.batch.trim([row], num_tokens)
                 del self.tokens[row][num_tokens:]
-            except ArgumentError:
+            except (ArgumentError, CopiesDueError):
                 self.counts["cuts refused"] += 1
 
     # Tokens from elsewhere. Pages that are taken for them are written only once all that is due was moved.

@@ -1,4 +1,7 @@
-"""What pages hold, with tokens from elsewhere, leases, forks and a host tier. PAGEPOOL_TEST_OPERATIONS: so many steps in all."""
+"""What pages hold, with tokens from elsewhere, leases, forks and a host tier.
+
+PAGEPOOL_TEST_OPERATIONS: so many steps in all.
+"""
 
 from __future__ import annotations
 
