@@ -107,7 +107,7 @@ have the classes. Each file imports only those above it.
 `holders.pyx`          `check_holders`, `check_rows`
 `spans.pyx`            `TokenSpan`: the cached pages among tokens of a request or row
 `pinning.pyx`          `PinSpan`: cached pages are pinned and unpinned
-`leasing.pyx`          `Lease`: pages that a transfer reads
+`leasing.pyx`          `lease_pages`: pages that a transfer reads
 `retaining.pyx`        `RetentionSpan`: cached pages are retained; `protect_pages`
 =====================  =====================================================================================================
 """
@@ -118,7 +118,7 @@ from pagepool.core.external import end_external, give_back_behind, skip_unread_p
 from pagepool.core.holders import check_holders, check_rows
 from pagepool.core.ids import PageIds, lists_of, require_token_ids
 from pagepool.core.journal import EntryJournal
-from pagepool.core.leasing import Lease
+from pagepool.core.leasing import Lease, lease_pages
 from pagepool.core.lookups import PrefixQuery
 from pagepool.core.pinning import PinSpan
 from pagepool.core.refusal import Refusal

@@ -416,6 +416,14 @@ def test_the_reference_of_a_lease_that_somebody_gave_back() -> None:
     assert (lease.is_held, manager.leases) == (True, (lease,))
 
 
+def test_a_lease_that_was_made_by_hand_holds_nothing() -> None:
+    with pytest.raises(TypeError, match=r"^a Lease is what CacheManager\.lease returns$"):
+        Lease()
+    lease = Lease.__new__(Lease)
+    lease.release()
+    assert (lease.page_ids, len(lease), lease.is_held, repr(lease)) == ([], 0, False, "Lease(page_ids=[], is_held=False)")
+
+
 def test_leases_are_not_copied() -> None:
     _, _, lease = make_leased()
     for call in (pickle.dumps, copy.copy, copy.deepcopy):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import Lease, check_copies_taken, give_back_behind, skip_unread_pages
+from pagepool._core import Lease, check_copies_taken, give_back_behind, lease_pages, skip_unread_pages
 from pagepool.arguments import id_of, read_count, require_int
 from pagepool.errors import ArgumentError, shown
 from pagepool.manager.slots import SlotAllocator
@@ -102,7 +102,7 @@ class ExternalTokens(TieredPages):
         >>> manager.stats().num_held_pages, lease.is_held, manager.leases
         (0, False, ())
         """
-        return Lease(self._store, page_ids, self._leases)
+        return lease_pages(self._store, page_ids, self._leases)
 
     @property
     def leases(self) -> tuple[Lease, ...]:
