@@ -19,7 +19,7 @@ cdef struct ExtraKey:         # what enters the hash of a page besides its token
 cdef struct RowState:         # 32 bytes, two to a cache line
     int32_t num_tokens        # known ones
     int32_t num_computed      # tokens
-    int32_t next_event        # of fewer computed tokens to come nothing but counting is due; 0: a free row
+    int32_t next_event        # of fewer computed tokens to come nothing but counting is due; 0: a free row, 1: a pending one
     uint32_t stamp            # the call that last named the row
     int32_t num_hits          # tokens hit at admission
     int32_t num_hashed        # pages; in a free row those of its last tokens
@@ -123,7 +123,7 @@ cdef inline int64_t next_comparison(const Holding *holding) noexcept nogil:
 
 cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Compute the token count at which a page is next to be taken, entered or skipped, or the row is too short. Rows skip by
-    the tokens that they had before, one token later. For a pending row each count is one, so that it is looked at and refused.
+    the tokens that they had before, one token later.
     """
     cdef Holding holding = holding_of(batch, row)
     cdef Limits limits = limits_of(&holding)
@@ -134,7 +134,7 @@ cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
         event = limits.num_skip + 1
     if batch.unifies_pages:
         event = min(event, next_comparison(&holding) + 1)
-    if batch.num_external[row] or has_copies_due(batch.pool, &holding):
+    if has_copies_due(batch.pool, &holding):
         event = 1
     batch.states[row].next_event = <int32_t>event
 

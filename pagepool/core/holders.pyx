@@ -160,6 +160,8 @@ cdef str find_flaw_in_counts(RowMemory rows, Py_ssize_t row):
         )
     if not 0 <= batch.num_external[row] <= max(0, state.num_tokens - state.num_computed - 1):
         return f"row {row} waits for {batch.num_external[row]} of {state.num_tokens - state.num_computed} tokens"
+    if batch.num_external[row] and event != 1:
+        return f"row {row} waits for tokens, and its next event is at {event}, allowed: 1"
     if state.is_admitted:
         plan_next_event(batch, row)
     planned, state.next_event = state.next_event, event

@@ -282,5 +282,7 @@ cdef class RowRequest:
         batch.states[self.row].num_tokens = <int32_t>self.tokens.num_known
         batch.states[self.row].num_computed = num_tokens
         plan_next_event(batch, self.row)
+        if batch.num_external[self.row]:
+            batch.states[self.row].next_event = 1
         begin_admission(batch, self.row)
         batch.states[self.row].is_admitted = 1
