@@ -179,6 +179,24 @@ def test_transfers_of_a_host_tier_come_first() -> None:
     batch.check()
 
 
+def test_a_row_that_waits_behind_loads_that_fail() -> None:
+    """It cannot go back, since it has no more pages to compute than those that a transfer fills."""
+    batch = make_pending(num_pages=8, host_tier=HostTier(20))
+    manager = manager_of(batch)
+    batch.commit_external(0, 22)
+    batch.release([0])
+    batch.admit(0, [token_id + 1 for token_id in PROMPT[:23]])
+    manager.complete_transfers(batch.take_transfers().number)
+    batch.release([0])
+    assert batch.admit(0, PROMPT[:23], num_external_tokens=2) > 0
+    due = batch.take_transfers()
+    failed = manager.fail_transfers(due.number, loads=range(len(due.load_src)))
+    assert (len(failed) > 0, batch.num_external_tokens[0], batch.rewind(failed)) == (True, 2, ([], [0]))
+    batch.release([0], 0)
+    batch.check()
+    manager.check()
+
+
 WRONG: list[tuple[Callable[[RunningBatch], object], type[PagePoolError], str]] = [
     (lambda batch: batch.grow([0], 0), ArgumentError, r"^row 0 \(at 0\) waits for 22 tokens from elsewhere"),
     (lambda batch: batch.grow([1, 0], 0), ArgumentError, r"^row 0 \(at 1\) waits for 22 tokens from elsewhere"),

@@ -21,7 +21,7 @@ from pagepool.core.lookups cimport FoundIds
 from pagepool.core.pages cimport give_back, note_request
 from pagepool.core.platform cimport GIL_DISABLED
 from pagepool.core.queue cimport count_free_in, find_held_free
-from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Range, ids_in_shard, is_free, is_pinned, shard_of
+from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Range, ids_in_shard, is_free, shard_of
 from pagepool.core.rules cimport MAX_TOKENS, first_useful_page, is_state, pages_for
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, PageHashError
