@@ -23,6 +23,9 @@ from pagepool._core import (
     check_rows,
     end_external,
     fork_row,
+    rewind_rows,
+    swap_in_row,
+    swap_out_row,
 )
 from pagepool.arguments import require_int
 from pagepool.attention import SingleTypeCacheManager
@@ -135,8 +138,9 @@ class RunningBatch(RunningRows):
         included, get slots (None: all). `max_num_new_tokens`, a step's budget, limits the slots after the cached tokens.
         With `ends_at_checkpoint` they end at the last multiple of ``CacheManager.checkpoint_interval``, if there is one behind
         the cached tokens. Returns the number of cached tokens, at most one less than all; None, without a change, if too few
-        pages are free. `num_reserved_pages` stay free for running rows (`CacheManager.require_capacity` tells whether waiting
-        can help).
+        pages are free. With a host tier, cached pages that only the tier has are noted to be loaded, also for a request that
+        does not fit then. `num_reserved_pages` stay free for running rows (`CacheManager.require_capacity` tells whether
+        waiting can help).
 
         With `num_external_tokens` up to that many known tokens behind the cached ones come from elsewhere, all but the last
         known one: these get slots instead, and the row is pending until `commit_external`. How many they are is in
@@ -175,9 +179,9 @@ class RunningBatch(RunningRows):
         )
         hint = None if dp_shard is None else require_int("dp_shard", dp_shard, 0)
 
-        def find_hits(chain: HashChain, num_known_tokens: int) -> tuple[tuple[PageIds, ...], int]:
+        def find_hits(chain: HashChain, num_known_tokens: int) -> tuple[tuple[PageIds, ...] | None, int]:
             bounds = pool.find_shard_bounds(hint, size)
-            return self._manager.coordinator.find_longest_cache_hit(chain, num_known_tokens - 1, bounds, loads=True)
+            return self._manager.coordinator.load_longest_cache_hit(chain, num_known_tokens - 1, bounds, context)
 
         shard, _ = pool.find_shard(hint, size) or (None, 0)
         keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
@@ -221,11 +225,11 @@ class RunningBatch(RunningRows):
         """Let a pending row run: the first `num_tokens` of the tokens for which it waits came, so they are computed. Their full
         pages are entered in the prefix index; `grow` computes the tokens behind, for which slots stay.
 
-        Until then the row's new pages are in no index, and `grow`, `step`, `trim` and `fork` raise ArgumentError for it;
-        `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists, after
-        the copies and transfers that are due were taken and done. It need not fill pages that no token behind these attends
-        to, because they lie behind a window: those are given back. A state is that after all tokens, so with one all have to
-        come.
+        Until then the row's new pages are in no index, and `grow`, `step`, `trim`, `fork` and `swap_out` raise ArgumentError
+        for it; `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists,
+        after the copies and transfers that are due were taken and done. It need not fill pages that no token behind these
+        attends to, because they lie behind a window: those are given back. A state is that after all tokens, so with one all
+        have to come.
 
         ArgumentError for a row that is not pending, for more tokens than it waits for, and with a state for fewer;
         CopiesDueError while copies or transfers of its pages are due. Nothing is changed then. O(pages entered).
@@ -265,6 +269,39 @@ class RunningBatch(RunningRows):
         raise CopiesDueError for rows whose pages they concern, as for copies.
         """
         return self._manager.take_transfers()
+
+    def rewind(self, failed: FailedLoads) -> tuple[list[int], list[int]]:
+        """Let the rows whose pages failed to load, by `CacheManager.fail_transfers`, compute their tokens again from the first
+        such page on: ``num_computed_tokens`` says from where, and `grow` does it. Call it before the rows grow again.
+
+        Returns the rows that went back, and those that cannot, because a window gave pages back that they need again: release
+        these, with `num_computed_tokens` 0, and admit them again. Rows of a model with states go back to token 0 if they hit
+        loaded pages of this list, or of later ones: their states may have seen wrong tokens. ArgumentError for loads of another
+        pool. O(pages of all rows).
+        """
+        return rewind_rows(self, failed)
+
+    def swap_out(self, row: int) -> bool:
+        """Have the pages of a row's computed tokens saved in the host tier, after the step that computed them, and give them
+        back: the row is preempted, and `swap_in` lets it go on without computing them again.
+
+        The row keeps its tokens, has 0 computed ones, and holds no pages. Its pages in the tier are held until `swap_in`, or
+        until the row is released, cut or computed again by `grow`. Contents that the tier has already are not saved again.
+        False, and nothing changed, if too few pages of the tier are free, or while loads of hits are in flight, for the row or
+        for others from before. ArgumentError without a host tier, and for a row that is not admitted or has no computed tokens;
+        CopiesDueError while copies or transfers of its pages are due; RowIndexError outside the table. O(pages).
+        """
+        return swap_out_row(self, row)
+
+    def swap_in(self, row: int) -> int | None:
+        """Give a row that was swapped out its pages back: those still cached in the pool, and others, into which the next
+        `take_transfers` loads the contents; call it before the row grows. Drafts get their room by `grow`.
+
+        Returns the computed tokens that it has again; 0 if saving a page has failed: then `grow` computes it from the start, or
+        `release` and `admit` look its prefix up. None, and nothing changed, if too few pages are free, or while its saves are
+        in flight. ArgumentError for a row that has no pages in the tier, RowIndexError outside the table. O(pages).
+        """
+        return swap_in_row(self, row)
 
     def find_next_checkpoint(self, rows: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return for each row what `CacheManager.find_next_checkpoint` returns for a request: int32 ``[len(rows)]``.

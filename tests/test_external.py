@@ -190,6 +190,7 @@ def test_a_row_that_waits_behind_loads_that_fail() -> None:
     batch.release([0])
     assert batch.admit(0, PROMPT[:23], num_external_tokens=2) > 0
     due = batch.take_transfers()
+    refused(batch, ArgumentError, "^row 0 waits for tokens from elsewhere", lambda: batch.swap_out(0))
     failed = manager.fail_transfers(due.number, loads=range(len(due.load_src)))
     assert (len(failed) > 0, batch.num_external_tokens[0], batch.rewind(failed)) == (True, 2, ([], [0]))
     batch.release([0], 0)

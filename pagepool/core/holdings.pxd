@@ -122,8 +122,11 @@ cdef inline void skip_to(Pool *pool, const Group *group, Held *held, int32_t sto
 
 
 cdef inline void skip_pages(Pool *pool, const Group *group, Held *held, int32_t num_computed) noexcept nogil:
-    """Give back the pages that no token from `num_computed` on attends to."""
-    skip_to(pool, group, held, find_skip_stop(group, held, num_computed))
+    """Give back the pages that no token from `num_computed` on attends to. While hits are loaded none goes: if that fails they
+    are needed again.
+    """
+    if not waits_for_loads(pool, held):
+        skip_to(pool, group, held, find_skip_stop(group, held, num_computed))
 
 
 cdef inline void attach_hits(Pool *pool, const Group *group, Held *held, const int32_t *ids, int32_t n) noexcept nogil:

@@ -115,7 +115,10 @@ cdef int refuse_fork(
     if batch.num_external[source]:
         raise ArgumentError(f"row {source} waits for tokens from elsewhere: call commit_external or fail_external before")
     if not is_ready and batch.states[source].is_admitted:
-        raise CopiesDueError(f"row {source}: copies to its pages are due: call take_copies, and do them, before")
+        raise CopiesDueError(
+            f"row {source}: copies to its pages are due, or transfers: call take_copies, and with a host tier take_transfers, "
+            "and do them, before"
+        )
     if not is_ready:
         raise ArgumentError(f"row {source} is not admitted")
     if at < targets.num:
