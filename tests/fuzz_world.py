@@ -31,7 +31,7 @@ BUILTIN_ERRORS: dict[type[Exception], tuple[str, ...]] = {
         r"unhashable|not supported between",  # a page hash of anything
         r"no default __reduce__",
         r"as a data type",  # an array whose own `dtype` is wrong
-        r"what (RunningBatch|take_copies) returns",
+        r"what (RunningBatch|take_copies|take_transfers|fail_transfers|CacheManager\.lease) returns",
     ),
     AttributeError: (
         r"not writable|cannot delete",  # of a read-only attribute

@@ -5,6 +5,7 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport int32_t
 
 from pagepool.core.batch cimport Batch, holding_of
+from pagepool.core.copies cimport are_destinations, are_sources
 from pagepool.core.holdings cimport Holding, find_wrong
 from pagepool.core.row_memory cimport RowMemory
 from pagepool.core.shrinking cimport can_go_back, go_back
@@ -45,6 +46,8 @@ cdef Outcome rewind_row(Batch *batch, Py_ssize_t row, FailedLoads failed) noexce
     cdef int32_t first = find_wrong(&holding, failed.is_wrong, failed.number) if batch.states[row].is_admitted else -1
     if first < 0:
         return UNTOUCHED
+    if are_sources(batch.pool, &holding) or are_destinations(batch.pool, &holding):
+        return LOST
     if not can_go_back(batch, row, num_tokens, first):
         return LOST
     go_back(batch, row, num_tokens, first)

@@ -95,7 +95,7 @@ class PolicySimulator:
 
     def _run(self, request: SimulatedRequest, chain: HashChain, steps: "Steps") -> int:
         """Run a request from its look-up to its end. Returns the number of pages it hit."""
-        store, has_tier = steps.store, steps.store.tier is not None
+        store, has_tier = steps.store, steps.store.has_tier
         held = RequestPages(store, self._groups, request.num_slots)
         num_hits = num_queried_pages = (request.num_prompt_tokens - 1) // self._page_size
         steps.begin()
