@@ -301,6 +301,7 @@ CONSTRUCTED_WITH: dict[str, tuple[Any, ...]] = {
     "PageRules": (4,),
     "CacheGroups": ([(_core.PageRules(4), 0, 1)],),
     "RequestPages": (_core.PageStore(8), _core.CacheGroups([(_core.PageRules(4), 0, 1)]), 32),
+    "PageTier": (_core.PageStore(8), 4),
     "PrefixQuery": (_core.PageStore(8), _core.HashChain(2, bytes(16))),
     "PinSpan": (_core.PageStore(8),),
     "RetentionSpan": (_core.PageStore(8),),
