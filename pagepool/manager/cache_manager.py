@@ -113,8 +113,7 @@ class CacheManager(ExternalTokens):
         self._requests = self.coordinator.requests
         self.event_source: EventSource | None = None
         self.query_counters = self._lookups.counters
-        self._no_ids = self._slots.no_ids
-        self._leases = {}
+        self._no_ids, self._leases = self._slots.no_ids, {}
         if host_tier is not None:
             host_tier.bind(self._store)
         self.host_tier = host_tier
