@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,6 +13,7 @@ from engine import Engine
 from model import load_weights, make_weights
 from report import Answer, find_symbol, print_answers, print_figures
 from request import SamplingParams
+from sharing import SharingEngine
 from stopwatch import Stopwatch, format_profile
 from text import ALPHABET, FOLLOW_UP, PROMPTS, decode, encode
 
@@ -45,6 +47,7 @@ def make_parser() -> ArgumentParser:
     add("--num-pages", 48, "pages of the KV cache, including the null page")
     add("--page-size", 8, "tokens in a page")
     add("--checkpoint-interval", 16, "tokens between the states that a hybrid keeps, a multiple of the page size")
+    parser.add_argument("--page-files", type=Path, metavar="FOLDER", help="keep pages in files too, for other engines")
     add("--max-num-reqs", 6, "maximum number of requests running at once")
     add("--max-num-batched-tokens", 64, "maximum number of tokens computed in a step")
     add("--max-model-len", 256, "maximum number of tokens in a prompt and its answer")
@@ -89,7 +92,8 @@ def make_engine(args: Namespace) -> Engine:
     weights = make_weights(args.seed, is_hybrid=args.hybrid) if args.weights is None else load_weights(args.weights)
     if len(weights["embedding"]) != len(ALPHABET):
         raise ValueError(f"weights: got a vocabulary of {len(weights['embedding'])}, allowed: {len(ALPHABET)}, 1 per character")
-    return Engine(
+    make: Any = Engine if args.page_files is None else partial(SharingEngine, folder=args.page_files)
+    engine: Engine = make(
         weights,
         num_pages=args.num_pages,
         page_size=args.page_size,
@@ -100,6 +104,7 @@ def make_engine(args: Namespace) -> Engine:
         attend=ATTENTIONS[args.attention],
         num_devices=args.num_devices,
     )
+    return engine
 
 
 def add_prompts(engine: Engine, args: Namespace, prompts: Sequence[str]) -> list[Answer]:

@@ -30,7 +30,7 @@ from pagepool.hashing import (
     hash_request_tokens,
     init_none_hash,
 )
-from pagepool.manager import CacheManager, CachePages, HostTier, PrefixProbe
+from pagepool.manager import CacheManager, CachePages, HostTier, Lease, PrefixProbe
 from pagepool.page_pool import CachePage, FreeCachePageQueue, PagePool, PageProbe
 from pagepool.page_table import (
     PAGE_TABLE_PADDING_VAL,
@@ -86,6 +86,7 @@ __all__ = [
     "HostTier",
     "HostTierStats",
     "HybridCacheCoordinator",
+    "Lease",
     "MambaManager",
     "MambaSpec",
     "MultiGroupPageTable",

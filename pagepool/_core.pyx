@@ -29,7 +29,7 @@ A retained or protected page has a level, and a prefix entry; while it is free i
 heap of deadlines has each page whose priority ends once.
 
 A pinned page has a prefix entry, and one reference for all its pins, so it is outside the free queue. What drops the entry
-takes the pins back. The reference of pins is not given back as another holder's.
+takes the pins back. The reference of pins is not given back as another holder's. A leased page has a reference for each lease.
 
 A page table is one int32 array of rows; `TableRows` keeps beside it which windows of 64 columns changed since they were last
 sent to the device. Invariants: a row holds zeros from ``extent`` on, and ``num_pages <= extent`` unless the user wrote the
@@ -45,7 +45,7 @@ source. Pages that it reads or writes get no tokens before it is taken.
 
 A running batch (`RowMemory`) also has the rows' tokens and digests. Invariants: the table shows what a row holds; `next_event`
 is at most the least number of tokens for which a page is to be taken, entered or skipped or the row is too short, and 0 in a
-free row.
+free row. A pending row, which waits for `num_external` tokens, has pages for them, and 1 as `next_event`.
 
 A call checks everything first, then commits and cannot fail; a list that turns out wrong half-way is rolled back exactly.
 Each chain, store, table and batch has a lock, taken in the order batch, chain, store, tables: calls from several threads are
@@ -84,6 +84,7 @@ have the classes. Each file imports only those above it.
 `shrinking.pxd`        rows are cut, or growth is taken back
 `swapped.pxd`          rows whose pages are in the tier
 `row_moves.pxd`        rows are freed and exchanged
+`pending.pxd`          tokens that come from elsewhere
 `unifying.pxd`         rows with the same tokens share pages
 `locks.pyx`            locks across a fork
 `arguments.pyx`        values from Python, checked
@@ -106,21 +107,25 @@ have the classes. Each file imports only those above it.
 `row_memory.pyx`       `RowMemory`: arrays and locks of a batch
 `row_request.pyx`      `RowRequest`: a row is admitted, or refused
 `row_fork.pyx`         `fork_row`: a row goes on in others
+`external.pyx`         `end_external`: a pending row runs, or fails; the same for requests
 `row_rewind.pyx`       `rewind_rows`: rows go back to tokens before pages that failed to load
 `row_swap.pyx`         `swap_out_row`, `swap_in_row`: a row's pages go to the tier and come back
 `running.pyx`          `RunningRows`: `grow`, `step`, `undo`, `trim`, `release`
 `holders.pyx`          `check_holders`, `check_rows`
 `spans.pyx`            `TokenSpan`: the cached pages among tokens of a request or row
 `pinning.pyx`          `PinSpan`: cached pages are pinned and unpinned
+`leasing.pyx`          `lease_pages`: pages that a transfer reads
 `retaining.pyx`        `RetentionSpan`: cached pages are retained; `protect_pages`
 =====================  =====================================================================================================
 """
 
 from pagepool.core.chain import HashChain, siphash128
 from pagepool.core.copying import PageCopies, take_copies
+from pagepool.core.external import end_external, give_back_behind, skip_unread_pages
 from pagepool.core.holders import check_holders, check_rows
 from pagepool.core.ids import PageIds, lists_of, require_token_ids
 from pagepool.core.journal import EntryJournal
+from pagepool.core.leasing import Lease, lease_pages
 from pagepool.core.loading import load_hits
 from pagepool.core.lookups import PrefixQuery
 from pagepool.core.pinning import PinSpan

@@ -21,6 +21,7 @@ from pagepool._core import (
     StepResult,
     Transfers,
     check_rows,
+    end_external,
     fork_row,
     rewind_rows,
     swap_in_row,
@@ -45,8 +46,9 @@ class RunningBatch(RunningRows):
 
     A row knows ``num_tokens`` tokens: the prompt and those appended. ``num_computed_tokens`` of them have slots, because they
     were computed before or are computed in this step. Pages that become full are entered in the prefix index at once.
-    ``num_cached_tokens`` were hit when the row was admitted, less those that `trim` cut off. These and ``is_admitted`` are
-    live, read-only arrays by row. Pool and prefix index are the manager's, so batch and manager hit each other's pages.
+    ``num_cached_tokens`` were hit when the row was admitted, less those that `trim` cut off. A row that waits for tokens from
+    elsewhere is pending: it waits for ``num_external_tokens``, 0 for others. These and ``is_admitted`` are live, read-only
+    arrays by row. Pool and prefix index are the manager's, so batch and manager hit each other's pages.
     Release all rows before dropping a batch, which does not free them.
 
     One owner at a time, as with the manager. Calls are serialised. Each is all or nothing, except that the rows before the
@@ -128,6 +130,7 @@ class RunningBatch(RunningRows):
         look_up: bool = True,
         is_preempted: bool = False,
         ends_at_checkpoint: bool = False,
+        num_external_tokens: int = 0,
     ) -> int | None:
         """Start a request in a free row: take its longest cached prefix, allocate slots, and fill the table's row.
 
@@ -138,6 +141,10 @@ class RunningBatch(RunningRows):
         pages are free. With a host tier, cached pages that only the tier has are noted to be loaded, also for a request that
         does not fit then. `num_reserved_pages` stay free for running rows (`CacheManager.require_capacity` tells whether
         waiting can help).
+
+        With `num_external_tokens` up to that many known tokens behind the cached ones come from elsewhere, all but the last
+        known one: these get slots instead, and the row is pending until `commit_external`. How many they are is in
+        ``num_external_tokens``; where that is 0, since all others are cached, the row runs at once.
 
         `cache_salt`, `lora_id` and `mm_features` keep prefixes apart as in `CacheManager`. With `dp_shard`, taken modulo
         `data_parallel_size`, hits and pages come from that shard, later ones too. Without `look_up` no prefix is taken, for a
@@ -162,11 +169,14 @@ class RunningBatch(RunningRows):
         pool, size = self._manager.page_pool, self._data_parallel_size
         if dp_shard is not None and size is None:
             raise ArgumentError(f"dp_shard: got {dp_shard}, allowed without data_parallel_size: None")
-        options = cache_salt, lora_id, mm_features, dp_shard, look_up, bool(ends_at_checkpoint)
+        num_external = min(require_int("num_external_tokens", num_external_tokens, 0), self.max_num_tokens)
+        options = cache_salt, lora_id, mm_features, dp_shard, look_up, bool(ends_at_checkpoint), num_external
         interval = self._manager.checkpoint_interval or 0 if ends_at_checkpoint else 0
         if self.is_refused_still(row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options):
             return None
-        request = RowRequest(self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options, interval)
+        request = RowRequest(
+            self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options, interval, num_external
+        )
         hint = None if dp_shard is None else require_int("dp_shard", dp_shard, 0)
 
         def find_hits(chain: HashChain, num_known_tokens: int) -> tuple[tuple[PageIds, ...] | None, int]:
@@ -212,6 +222,42 @@ class RunningBatch(RunningRows):
                 keyed.append((page, encode_extra_keys(page_keys)))
             page, page_keys = keys.find_keyed_page(page + 1, self._hash_page_size)
         return keyed
+
+    def commit_external(self, row: int, num_tokens: int) -> None:
+        """Let a pending row run: the first `num_tokens` of the tokens for which it waits came, so they are computed. Their full
+        pages are entered in the prefix index; `grow` computes the tokens behind, for which slots stay.
+
+        Until then the row's new pages are in no index, and `grow`, `step`, `trim`, `fork` and `swap_out` raise ArgumentError
+        for it; `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists,
+        after the copies and transfers that are due were taken and done. It need not fill pages that no token behind these
+        attends to, because they lie behind a window: those are given back. A state is that after all tokens, so with one all
+        have to come.
+
+        ArgumentError for a row that is not pending, for more tokens than it waits for, and with a state for fewer;
+        CopiesDueError while copies or transfers of its pages are due. Nothing is changed then. O(pages entered).
+
+        >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable
+        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+        >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+        >>> table = PageTable(max_num_reqs=2, max_num_pages_per_req=16, max_num_batched_tokens=64)
+        >>> batch = RunningBatch(manager, table)
+        >>> batch.admit(0, list(range(11)), num_external_tokens=99), batch.num_external_tokens.tolist()
+        (0, [10, 0])
+        >>> batch.commit_external(0, 9)
+        >>> batch.num_computed_tokens.tolist(), batch.admit(1, list(range(11)))
+        ([9, 0], 8)
+        """
+        end_external(self, row, num_tokens, False)
+
+    def fail_external(self, row: int, num_valid_tokens: int) -> int:
+        """`commit_external` for the first `num_valid_tokens` of the tokens for which a pending row waits. The pages wholly
+        behind them are given back: nothing may write there any more, and what still reads there needs a lease. Returns the
+        number of tokens of the row that are computed; `grow` computes the others.
+
+        With a state nothing stands, since it is of tokens that did not come: all pages are given back, cached ones too, and 0
+        is returned. Errors as in `commit_external`. O(pages given back and entered).
+        """
+        return end_external(self, row, num_valid_tokens, True)
 
     def take_copies(self) -> PageCopies:
         """`CacheManager.take_copies`: there is one list for the manager and its batches. Until copies are taken, `step`,

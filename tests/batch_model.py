@@ -205,6 +205,7 @@ class ModelRows(Rows):
         self.setting = setting
         self.requests: list[Any] = [None] * num_rows  # a Request, or None for a free row
         self.num_hits = [0] * num_rows
+        self.nums_external = [0] * num_rows  # tokens that come from elsewhere
         self.admissions = [0] * num_rows  # increases with each admission and each move
         self.growths: list[list[Growth]] = []  # of calls that can be undone
         self.shards: list[int | None] = [None] * num_rows
@@ -242,6 +243,7 @@ class ModelRows(Rows):
         look_up: bool = True,
         is_preempted: bool = False,
         ends_at_checkpoint: bool = False,
+        num_external_tokens: int = 0,
         **attributes: Any,
     ) -> int | None:
         request = Request(f"row{next(self._numbers)}", list(token_ids), **attributes)
@@ -255,14 +257,20 @@ class ModelRows(Rows):
         interval = self.manager.checkpoint_interval if ends_at_checkpoint else None
         if interval and num_computed // interval * interval > num_hits:
             num_computed -= num_computed % interval
+        num_external = min(num_external_tokens, len(token_ids) - 1 - num_hits)
+        num_computed = num_hits + num_external if num_external else num_computed
         if self._is_shard_short(self.to_page_ids(hits), num_computed, dp_shard):
             return None
         num_attached = self.count_attached(num_hits, num_computed)
-        pages = self.manager.allocate_slots(request, num_computed - num_attached, num_attached, hits, **options)
+        if num_external:
+            options |= {"num_external_computed_tokens": num_external, "delay_cache_pages": True}
+        num_new = num_computed - num_attached - num_external
+        pages = self.manager.allocate_slots(request, num_new, num_attached, hits, **options)
         if pages is None:
             return None
-        request.num_computed_tokens = num_computed
+        request.num_computed_tokens = num_computed - num_external
         self.requests[row], self.num_hits[row], self.shards[row] = request, num_hits, dp_shard
+        self.nums_external[row] = num_external
         self.admissions[row] = next(self._numbers)
         self._show(row)
         return num_hits
@@ -365,6 +373,7 @@ class ModelRows(Rows):
         for row in rows:
             self.manager.free_page_hashes(self.requests[row])
             self.requests[row], self.num_hits[row], self.shards[row] = None, 0, None
+            self.nums_external[row] = 0
             self._show(row)
 
     def free_all(self, requests: list[Request], nums_computed_tokens: Sequence[int | None]) -> None:
@@ -375,7 +384,7 @@ class ModelRows(Rows):
         self.swap_row(src, tgt)
 
     def swap_row(self, src: int, tgt: int) -> None:
-        for values in (self.requests, self.num_hits, self.shards):
+        for values in (self.requests, self.num_hits, self.shards, self.nums_external):
             values[src], values[tgt] = values[tgt], values[src]
         if src != tgt:
             self.admissions[src], self.admissions[tgt] = next(self._numbers), next(self._numbers)

@@ -31,7 +31,7 @@ BUILTIN_ERRORS: dict[type[Exception], tuple[str, ...]] = {
         r"unhashable|not supported between",  # a page hash of anything
         r"no default __reduce__",
         r"as a data type",  # an array whose own `dtype` is wrong
-        r"what (RunningBatch|take_copies) returns",
+        r"what (RunningBatch|take_copies|take_transfers|fail_transfers|CacheManager\.lease) returns",
     ),
     AttributeError: (
         r"not writable|cannot delete",  # of a read-only attribute
@@ -301,6 +301,7 @@ CONSTRUCTED_WITH: dict[str, tuple[Any, ...]] = {
     "PageRules": (4,),
     "CacheGroups": ([(_core.PageRules(4), 0, 1)],),
     "RequestPages": (_core.PageStore(8), _core.CacheGroups([(_core.PageRules(4), 0, 1)]), 32),
+    "PageTier": (_core.PageStore(8), 4),
     "PrefixQuery": (_core.PageStore(8), _core.HashChain(2, bytes(16))),
     "PinSpan": (_core.PageStore(8),),
     "RetentionSpan": (_core.PageStore(8),),

@@ -119,6 +119,23 @@ MANAGER: dict[str, tuple[Callable[[World], Any], Callable[[World], Any]]] = {
         lambda world: (world.allocate(8, delay_cache_pages=True), enter_by_hand(world, world.page_of("running", 2))),
         lambda world: world.manager.cache_pages(world.running, 14),
     ),
+    "tokens from elsewhere that it has no slots for": (
+        do_nothing,
+        lambda world: world.manager.commit_external(world.running, 3),
+    ),
+    "tokens from elsewhere in a page with another hash": (
+        lambda world: (world.allocate(8, delay_cache_pages=True), enter_by_hand(world, world.page_of("running", 2))),
+        lambda world: world.manager.commit_external(world.running, 8),
+    ),
+    "fewer tokens from elsewhere, in a page with another hash": (
+        lambda world: (world.allocate(8, delay_cache_pages=True), enter_by_hand(world, world.page_of("running", 2))),
+        lambda world: world.manager.fail_external(world.running, 6),
+    ),
+    "fewer tokens known than came from elsewhere": (
+        lambda world: (world.allocate(8, delay_cache_pages=True), shorten(world)),
+        lambda world: world.manager.commit_external(world.running, 8),
+    ),
+    "a lease of a free page": (do_nothing, lambda world: world.manager.lease([1, 23])),
 }
 
 BATCH: dict[str, tuple[Callable[[World], Any], Callable[[World], Any]]] = {
@@ -129,6 +146,10 @@ BATCH: dict[str, tuple[Callable[[World], Any], Callable[[World], Any]]] = {
     "growth while a free page is held": (leave_reference, lambda world: world.batch.grow([0], 8)),
     "more than is known": (do_nothing, lambda world: world.batch.grow([0], 9)),
     "one row right, one wrong": (do_nothing, lambda world: world.batch.grow([0, 1], 8)),
+    "tokens from elsewhere while a free page is held": (
+        leave_reference,
+        lambda world: world.batch.admit(1, PROMPT, num_external_tokens=12),
+    ),
     "a salt that is none": (do_nothing, lambda world: world.batch.admit(1, PROMPT, cache_salt=[1])),
 }
 

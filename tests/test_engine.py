@@ -279,6 +279,8 @@ def test_the_command_chats_with_a_hybrid(
         (["--samples", "0"], "num_samples: got 0"),
         (["--beams", "9"], "num_beams: got 9"),
         (["--hybrid", "--checkpoint-interval", "12"], "checkpoint_interval: got 12"),
+        (["--hybrid", "--page-files", "."], "page files: got a hybrid"),
+        (["--page-files", __file__], "File exists"),
     ],
     ids=lambda value: "" if isinstance(value, list) else value,
 )

@@ -157,8 +157,17 @@ class Requests:
         self.manager.allocate_slots(self.second, self.second.num_tokens, delay_cache_pages=True)
         self.second.num_computed_tokens = self.second.num_tokens
 
+    def transfer_second(self) -> None:
+        """Let the second request wait for tokens behind its hits."""
+        hits, num_hit_tokens = self.manager.get_computed_pages(self.second)
+        options = {"num_external_computed_tokens": 7, "delay_cache_pages": True}
+        assert self.manager.allocate_slots(self.second, 0, num_hit_tokens, hits, **options) is not None
+        self.second.num_computed_tokens = num_hit_tokens
+
     def free_all(self) -> None:
         """Free everything, whatever was interrupted."""
+        for lease in self.manager.leases:
+            lease.release()
         self.manager.check()
         for request in (self.second, self.first):
             self.manager.free(request)
@@ -173,6 +182,10 @@ MANAGER_CALLS: dict[str, tuple[Callable[[Requests], object], Callable[[Requests]
     "an allocation that skips and enters pages": (lambda r: None, Requests.decode_first),
     "caching": (Requests.delay_second, lambda r: r.manager.cache_pages(r.second, r.second.num_tokens)),
     "giving back": (Requests.start_second, lambda r: r.manager.free(r.second)),
+    "waiting": (lambda r: None, Requests.transfer_second),
+    "a commit": (Requests.transfer_second, lambda r: r.manager.commit_external(r.second, 7)),
+    "a failure": (Requests.transfer_second, lambda r: r.manager.fail_external(r.second, 5)),
+    "a lease": (lambda r: None, lambda r: r.manager.lease(r.manager.get_page_ids("first")[0][:3])),
     "a reset that is refused": (lambda r: None, lambda r: r.manager.reset_prefix_cache()),
     "forgetting hashes": (Requests.start_second, lambda r: r.manager.free_page_hashes(r.second)),
 }
@@ -262,6 +275,7 @@ class Rows:
 
 BATCH_CALLS: dict[str, Callable[[Rows], object]] = {
     "admit": Rows.admit,
+    "wait": lambda r: r.batch.admit(2, [*range(25), 99, 98, 97], num_external_tokens=7),
     "step": lambda r: r.batch.step([0, 1], [1, 2]),
     "grow": lambda r: r.batch.grow([0, 1], 0, 5),
     "append": lambda r: r.batch.append([0, 1], [1, 2]),

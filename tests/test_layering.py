@@ -63,6 +63,7 @@ ORDER = [
     "manager.copies",
     "manager.tiers",
     "manager.slots",
+    "manager.external",
     "manager.cache_manager",
     "manager",
     "events.connections",

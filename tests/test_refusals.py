@@ -168,7 +168,7 @@ class TestRows:
         token_ids = list(range(20))
         assert batch.admit(1, token_ids) is None
         batch.trim([0], 16)
-        assert batch.is_refused_still(1, token_ids, None, None, 0, (None, None, None, None, True, False))
+        assert batch.is_refused_still(1, token_ids, None, None, 0, (None, None, None, None, True, False, 0))
         assert batch.admit(1, token_ids) is None
         batch.trim([0], 12)
         assert batch.admit(1, token_ids) == 0

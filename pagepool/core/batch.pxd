@@ -19,7 +19,7 @@ cdef struct ExtraKey:         # what enters the hash of a page besides its token
 cdef struct RowState:         # 32 bytes, two to a cache line
     int32_t num_tokens        # known ones
     int32_t num_computed      # tokens
-    int32_t next_event        # of fewer computed tokens to come nothing but counting is due; 0: a free row
+    int32_t next_event        # of fewer computed tokens to come nothing but counting is due; 0: a free row, 1: a pending one
     uint32_t stamp            # the call that last named the row
     int32_t num_hits          # tokens hit at admission
     int32_t num_hashed        # pages; in a free row those of its last tokens
@@ -70,6 +70,7 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     bint unifies_pages        # whether rows share pages that got the same tokens
     int64_t *admissions       # which admission, or change of places, a row had last
     int64_t num_admissions    # and changes of places, of all rows
+    int32_t *num_external     # tokens that come from elsewhere, for which a row waits; 0: the row is not pending
 
 cdef struct Amounts:          # a number for each row; stride 0: the same for all
     const int32_t *values

@@ -106,6 +106,8 @@ cdef inline bint check_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t n
     cdef bint is_step = growth.token_ids != NULL
     if GUARDS and not (batch.states[row].is_admitted and batch.states[row].num_tokens + is_step <= batch.max_num_tokens):
         return False
+    if batch.states[row].next_event == 1 and batch.num_external[row]:
+        return False
     if has_copies_due(batch.pool, &holding):
         return False
     if GUARDS and (batch.skips_pages or (batch.keeps_states and are_checkpoints_due(&holding, num_computed))):

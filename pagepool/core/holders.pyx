@@ -22,7 +22,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
 
 def check_holders(PageStore store not None, requests) -> None:
     """Raise IntegrityError unless each page has at least as many references as `requests`, `RequestPages` of the store, hold,
-    and one more for its pins. O(num_pages + pages held).
+    one more for its pins, and one for each lease. O(num_pages + pages held).
     """
     cdef list checked = requests_of(store, requests)
     cdef int32_t[::1] counts = np.zeros(store.pool.num_pages, dtype=np.int32)
@@ -85,8 +85,8 @@ cdef void count_swapped(RowMemory rows, int32_t *tier_counts) noexcept:
 # What is wrong, or None. An exception made here, with the locks held, could set off a garbage collection that calls the core.
 
 cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
-    """No page stands in more places, including those in `counts`, than it has references besides that of pins. A copy that is
-    due has one to its source, a load that did not end one to its page.
+    """No page stands in more places, including those in `counts`, than it has references besides those of pins and leases. A
+    copy that is due has one to its source, a load that did not end one to its page.
     """
     cdef RequestPages request
     cdef Py_ssize_t g, i
@@ -100,9 +100,11 @@ cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
                 return f"a request, group {g}: {flaw}"
     add_transferred(&store.pool, counts, 1)
     for i in range(1, store.pool.num_pages):
-        if counts[i] > store.pool.pages[i].ref_cnt - is_pinned(&store.pool, i):
+        if counts[i] > store.count_holders(i):
             pins = " and is pinned" if is_pinned(&store.pool, i) else ""
-            return f"page {i} stands in {counts[i]} rows and requests{pins}, its ref count is {store.pool.pages[i].ref_cnt}"
+            leases = " and is leased" if store.leases != NULL and store.leases[i] else ""
+            ref_cnt = store.pool.pages[i].ref_cnt
+            return f"page {i} stands in {counts[i]} rows and requests{pins}{leases}, its ref count is {ref_cnt}"
     return None
 
 
@@ -197,6 +199,10 @@ cdef str find_flaw_in_counts(RowMemory rows, Py_ssize_t row):
             f"row {row} has {state.num_tokens} tokens, {state.num_computed} of them computed, "
             f"allowed: at most {batch.max_num_tokens}"
         )
+    if not 0 <= batch.num_external[row] <= max(0, state.num_tokens - state.num_computed - 1):
+        return f"row {row} waits for {batch.num_external[row]} of {state.num_tokens - state.num_computed} tokens"
+    if batch.num_external[row] and event != 1:
+        return f"row {row} waits for tokens, and its next event is at {event}, allowed: 1"
     if state.is_admitted:
         plan_next_event(batch, row)
     planned, state.next_event = state.next_event, event
@@ -228,7 +234,7 @@ cdef str find_flaw_in_table(RowMemory rows, Py_ssize_t row, Py_ssize_t g):
     cdef Rows *table = rows.batch.tables[g]
     cdef int32_t *ids = table.table + row * table.num_columns
     cdef Py_ssize_t i
-    cdef int32_t page_id, num_computed = rows.batch.states[row].num_computed
+    cdef int32_t page_id, num_computed = rows.batch.states[row].num_computed + rows.batch.num_external[row]
     if not pages_for(&rows.batch.groups[g].rules, num_computed) <= held.num_pages:
         return f"{held.num_pages} pages for {num_computed} tokens"
     if table.num_pages[row] != held.num_pages:

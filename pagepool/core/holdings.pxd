@@ -109,18 +109,24 @@ cdef inline bint lacks_page(const Group *group, const Held *held, int32_t num_co
     return first < min(num_pages, <int64_t>held.num_pages) and held.ids[first] == NULL_PAGE
 
 
-cdef inline void skip_pages(Pool *pool, const Group *group, Held *held, int32_t num_computed) noexcept nogil:
-    """Give back the pages that no token from `num_computed` on attends to, the last first, and put the null page there. While
-    hits are loaded none goes: if that fails they are needed again.
-    """
-    cdef int32_t j, stop = find_skip_stop(group, held, num_computed)
-    if stop > held.num_skipped and not waits_for_loads(pool, held):
+cdef inline void skip_to(Pool *pool, const Group *group, Held *held, int32_t stop) noexcept nogil:
+    """Give back the pages before place `stop`, the last first, and put the null page there."""
+    cdef int32_t j
+    if stop > held.num_skipped:
         for j in range(stop - 1, held.num_skipped - 1, -1):
             if pool.num_parts and pool.pages[held.ids[j]].ref_cnt == 1 and not is_needed_by_hits(&group.rules, j):
                 pool.policy.marks[held.ids[j]] = BLANK
             put_back_held(pool, held.ids[j])
         memset(held.ids + held.num_skipped, 0, (stop - held.num_skipped) * sizeof(int32_t))
         held.num_skipped = stop
+
+
+cdef inline void skip_pages(Pool *pool, const Group *group, Held *held, int32_t num_computed) noexcept nogil:
+    """Give back the pages that no token from `num_computed` on attends to. While hits are loaded none goes: if that fails they
+    are needed again.
+    """
+    if not waits_for_loads(pool, held):
+        skip_to(pool, group, held, find_skip_stop(group, held, num_computed))
 
 
 cdef inline void attach_hits(Pool *pool, const Group *group, Held *held, const int32_t *ids, int32_t n) noexcept nogil:

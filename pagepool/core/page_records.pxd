@@ -25,6 +25,7 @@ cdef class PageRecords:
     cdef PyObject *tier                 # the `PageTier` behind it, or NULL; a reference that no garbage collection clears
     cdef PageIds protected_ids          # pages that were given the PROTECTED flag last; None: none were
     cdef Py_ssize_t capacity            # records there is room for
+    cdef int32_t *leases                # by page: references of leases; NULL until there is one
     cdef cython.pymutex lock
     cdef LockNode lock_node
 
@@ -33,6 +34,8 @@ cdef class PageRecords:
     cdef bint make_index(self) noexcept
     cdef int sample_residency(self) except -1
     cdef bint make_pins(self) noexcept
+    cdef bint make_leases(self) noexcept
+    cdef int32_t count_holders(self, int32_t page_id) noexcept
     cdef int32_t read(self, const int32_t *value) noexcept
     cdef Page record(self, int32_t page_id) noexcept
     cdef void overwrite_count(self, int32_t page_id, int32_t count) noexcept

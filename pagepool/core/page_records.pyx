@@ -99,6 +99,7 @@ cdef class PageRecords:
         free(self.pool.residency)
         free_policy(&self.pool)
         free(self.pool.pins)
+        free(self.leases)
         free(self.pool.levels)
         free(self.pool.deadlines.times)
         free(self.pool.copies.items)
@@ -164,6 +165,17 @@ cdef class PageRecords:
         if self.pool.pins == NULL:
             self.pool.pins = <int32_t *>calloc(self.pool.num_pages, sizeof(int32_t))
         return self.pool.pins != NULL
+
+    cdef bint make_leases(self) noexcept:
+        """Make room for the counts of leases, unless there is; False where memory is short."""
+        if self.leases == NULL:
+            self.leases = <int32_t *>calloc(self.pool.num_pages, sizeof(int32_t))
+        return self.leases != NULL
+
+    cdef int32_t count_holders(self, int32_t page_id) noexcept:
+        """The references to a page besides those of pins and leases."""
+        cdef int32_t num_leases = self.leases[page_id] if self.leases != NULL else 0
+        return self.pool.pages[page_id].ref_cnt - is_pinned(&self.pool, page_id) - num_leases
 
     cdef int32_t read(self, const int32_t *value) noexcept:
         """One value. It is never torn: the lock is needed only in a build without the GIL."""

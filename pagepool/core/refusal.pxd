@@ -29,6 +29,7 @@ cdef struct Tokens:           # of a request for a row
     Py_ssize_t num_wanted     # that are to have room
     Py_ssize_t max_num_new    # of them behind the hits
     Py_ssize_t interval       # at a multiple of which they end, if there is one behind the hits; 0: anywhere
+    Py_ssize_t num_external   # that come from elsewhere behind the hits, at most; they get room instead, if there are any
 
 
 cdef class Refusal:
@@ -53,17 +54,27 @@ cdef class RowRefusal(Refusal):
     cdef int32_t shard              # where its pages come from; -1: anywhere
     cdef tuple options              # None: it is not recognised
     cdef Py_ssize_t interval        # see `Tokens`
+    cdef Py_ssize_t num_external    # see `Tokens`
     cdef object source              # the list, or the `PageIds`, with its tokens: held, so that nothing else is in its place
 
     cdef bint is_of(self, object token_ids, object options, const int32_t *tokens) except -1
 
 
-cdef Tokens count_tokens(object num_tokens, object max_num_new_tokens, Py_ssize_t num_known, Py_ssize_t interval) except *
+cdef Tokens count_tokens(
+    object num_tokens, object max_num_new_tokens, Py_ssize_t num_known, Py_ssize_t interval, Py_ssize_t num_external
+) except *
+
+
+cdef inline int32_t count_external_tokens(const Tokens *tokens, Py_ssize_t num_hits) noexcept:
+    """Tokens from elsewhere behind `num_hits` hit ones. One is left to compute."""
+    return <int32_t>min(tokens.num_external, tokens.num_known - 1 - num_hits)
 
 
 cdef inline int32_t count_room_tokens(const Tokens *tokens, Py_ssize_t num_hits) noexcept:
     """Tokens that get room behind `num_hits` hit ones, and these."""
     cdef Py_ssize_t num = max(min(tokens.num_wanted, num_hits + tokens.max_num_new), num_hits)
+    if count_external_tokens(tokens, num_hits):
+        return <int32_t>num_hits + count_external_tokens(tokens, num_hits)
     if tokens.interval and num - num % tokens.interval > num_hits:
         num -= num % tokens.interval
     return <int32_t>num

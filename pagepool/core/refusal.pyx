@@ -145,9 +145,11 @@ cdef class Refusal:
         return is_short
 
 
-cdef Tokens count_tokens(object num_tokens, object max_num_new_tokens, Py_ssize_t num_known, Py_ssize_t interval) except *:
+cdef Tokens count_tokens(
+    object num_tokens, object max_num_new_tokens, Py_ssize_t num_known, Py_ssize_t interval, Py_ssize_t num_external
+) except *:
     """The tokens of a request that knows `num_known`. None for the others: all, and no limit."""
-    cdef Tokens tokens = Tokens(num_known, num_known, num_known, interval)
+    cdef Tokens tokens = Tokens(num_known, num_known, num_known, interval, num_external)
     if num_tokens is not None:
         tokens.num_wanted = tokens.max_num_new = size_of(num_tokens, "num_tokens", 1, num_known)
     if max_num_new_tokens is not None:

@@ -21,7 +21,7 @@ from pagepool.core.lookups cimport FoundIds
 from pagepool.core.pages cimport give_back, note_request
 from pagepool.core.platform cimport GIL_DISABLED
 from pagepool.core.queue cimport count_free_in, find_held_free
-from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Range, ids_in_shard, is_free, is_pinned, shard_of
+from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Range, ids_in_shard, is_free, shard_of
 from pagepool.core.rules cimport MAX_TOKENS, first_useful_page, is_state, pages_for
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, PageHashError
@@ -631,14 +631,13 @@ cdef class RequestPages:
             self.store.refuse_give_back(ids, bad)
 
     def count_shared(self, group, num_holders) -> int:
-        """Return how many leading pages of a group have at least `num_holders` references, besides that of pins. O(pages of the
-        answer).
+        """Return how many leading pages of a group have at least `num_holders` references, besides those of pins and leases.
+        O(pages of the answer).
         """
         cdef Held *held = &self.holding.held[size_of(group, "group", 0, self.holding.num_groups - 1)]
         cdef Py_ssize_t need = size_of(num_holders, "num_scheduled_requests")
-        cdef const Pool *pool = &self.store.pool
         cdef int32_t i = 0
         with self.store.lock:
-            while i < held.num_pages and pool.pages[held.ids[i]].ref_cnt - is_pinned(pool, held.ids[i]) >= need:
+            while i < held.num_pages and self.store.count_holders(held.ids[i]) >= need:
                 i += 1
         return i

@@ -34,7 +34,7 @@ def fork_row(RowMemory rows not None, row, targets) -> None:
     if target_rows.num == 0:
         raise ArgumentError("targets: got none, allowed: at least 1")
     rows.enter_call()
-    is_ready = batch.states[source].is_admitted and not awaits_copies(batch.pool, &holding)
+    is_ready = batch.states[source].is_admitted and not batch.num_external[source] and not awaits_copies(batch.pool, &holding)
     num_right = count_free_rows(batch, source, target_rows) if is_ready else 0
     if num_right == target_rows.num:
         outcome = check_fork(
@@ -112,6 +112,8 @@ cdef int refuse_fork(
 ) except -1:
     cdef Batch *batch = &rows.batch
     cdef Holding holding = holding_of(batch, source)
+    if batch.num_external[source]:
+        raise ArgumentError(f"row {source} waits for tokens from elsewhere: call commit_external or fail_external before")
     if not is_ready and batch.states[source].is_admitted:
         raise CopiesDueError(
             f"row {source}: copies to its pages are due, or transfers: call take_copies, and with a host tier take_transfers, "

@@ -25,6 +25,7 @@ cdef class RowMemory:
     cdef readonly object num_tokens
     cdef readonly object num_computed_tokens
     cdef readonly object num_cached_tokens
+    cdef readonly object num_external_tokens
     cdef readonly object is_admitted
     cdef cython.pymutex lock
     cdef LockNode lock_node

@@ -151,6 +151,8 @@ cdef class RowMemory:
         self.num_computed_tokens = states["num_computed"]
         self.num_cached_tokens = states["num_hits"]
         self.is_admitted = states["is_admitted"]
+        self.batch.num_external = self.new_buffer(n, 1)
+        self.num_external_tokens = np.frombuffer(self.buffers[len(self.buffers) - 1], dtype=np.int32)
         self.batch.admissions = <int64_t *>self.new_buffer(n, sizeof(int64_t) // sizeof(int32_t))
         self.batch.checked_rows = self.new_buffer(n, 1)
         self.batch.due_rows = <DueRow *>self.new_buffer(n, sizeof(DueRow) // sizeof(int32_t))

@@ -17,6 +17,7 @@ cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     for g in range(batch.num_groups):
         end_row(batch, row, g)
     batch.states[row] = RowState(0, 0, 0, 0, 0, batch.states[row].num_hashed, -1, 0, 0)
+    batch.num_external[row] = 0
 
 
 cdef inline void begin_admission(Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -52,6 +53,7 @@ cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second
             <int32_t *>digests_of(batch, first), <int32_t *>digests_of(batch, second), n * (sizeof(Digest) // sizeof(int32_t))
         )
     batch.states[first], batch.states[second] = batch.states[second], batch.states[first]
+    swap_values(&batch.num_external[first], &batch.num_external[second], 1)
     begin_admission(batch, first)
     begin_admission(batch, second)
     batch.extra_keys[first], batch.extra_keys[second] = batch.extra_keys[second], batch.extra_keys[first]

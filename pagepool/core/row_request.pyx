@@ -17,7 +17,7 @@ from pagepool.core.pages cimport note_request
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport find_held_free, has_free_pages
 from pagepool.core.records cimport NULL_PAGE, count_changes, ids_in_shard
-from pagepool.core.refusal cimport Prefix, RowRefusal, Tokens, count_room_tokens, count_tokens
+from pagepool.core.refusal cimport Prefix, RowRefusal, Tokens, count_external_tokens, count_room_tokens, count_tokens
 from pagepool.core.request_pages cimport (
     adopt_states, attach_all, checked_hits, copy_states, count_adoptable, count_all_free_hits, count_hit_pages, count_needed,
     count_state_hits,
@@ -50,7 +50,8 @@ cdef class RowRequest:
     """A request for a free `row` of `rows`, which knows `token_ids`: see `RunningBatch.admit`.
 
     `options`, a tuple of what hits depend on besides the tokens, and the tokens identify it for `RunningRows.is_refused_still`.
-    The tokens that get room end at a multiple of `interval` tokens, 0: anywhere, unless there is none behind the hits.
+    The tokens that get room end at a multiple of `interval` tokens, 0: anywhere, unless there is none behind the hits. If up to
+    `num_external` tokens come from elsewhere behind them, these get room instead, and the row is pending.
     """
 
     cdef RowMemory rows
@@ -61,19 +62,21 @@ cdef class RowRequest:
     cdef object max_num_new_tokens
     cdef Py_ssize_t num_reserved
     cdef Py_ssize_t interval        # see `Tokens`
+    cdef Py_ssize_t num_external    # see `Tokens`
     cdef Tokens tokens              # while the row is claimed, as are the next two
     cdef int32_t shard
     cdef int32_t context
 
     def __cinit__(
         self, RowMemory rows not None, row, token_ids, num_tokens=None, max_num_new_tokens=None, num_reserved_pages=0,
-        options=None, interval=0,
+        options=None, interval=0, num_external_tokens=0,
     ):
         self.rows, self.row = rows, rows.checked_row(row)
         self.token_ids, self.options = token_ids, options
         self.num_tokens, self.max_num_new_tokens = num_tokens, max_num_new_tokens
         self.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         self.interval = size_of(interval, "interval", 0, MAX_TOKENS)
+        self.num_external = size_of(num_external_tokens, "num_external_tokens")
 
     def admit(self, extra_keys=(), find_hits=None, shard=None, context=0, QueryCounter counter=None) -> int | None:
         """Start the row, and return how many tokens were hit; None, and nothing taken, if too few pages are free.
@@ -95,7 +98,7 @@ cdef class RowRequest:
             raise ArgumentError("token_ids: got none, allowed: at least 1")
         if tokens.num > rows.batch.max_num_tokens:
             rows.refuse_length(self.row, tokens.num)
-        counts = count_tokens(self.num_tokens, self.max_num_new_tokens, tokens.num, self.interval)
+        counts = count_tokens(self.num_tokens, self.max_num_new_tokens, tokens.num, self.interval, self.num_external)
         if counter is not None and counter.store is not rows.store:
             raise ArgumentError("counter: got one of another pool, allowed: one of the batch's")
         self.claim()
@@ -105,7 +108,7 @@ cdef class RowRequest:
             result = self.take(find_hits)
             is_admitted = type(result) is not RowRefusal
             if not is_admitted:
-                (<RowRefusal>result).interval = self.interval
+                (<RowRefusal>result).interval, (<RowRefusal>result).num_external = self.interval, self.num_external
                 (<RowRefusal>result).options = self.options if type(self.options) is tuple else None
                 (<RowRefusal>result).source = self.token_ids if type(self.token_ids) is list else tokens
         finally:
@@ -207,8 +210,7 @@ cdef class RowRequest:
             else:
                 held_free = find_held_free(batch.pool, num_needed)
                 if held_free == NULL_PAGE and has_room:
-                    self.fill_row(hits, num_tokens, num_adopted)
-                    batch.states[self.row].num_hits = num_hits
+                    self.fill_row(hits, num_hits, num_tokens, num_adopted)
         rows.let_go()
         if num_free_hits < 0:
             raise PageHashError(f"row {self.row}: a page that was hit has another content meanwhile, or cannot be held")
@@ -265,8 +267,10 @@ cdef class RowRequest:
         refusal.begin(batch.pool, num_held)
         refusal.watch.num_changes = num_changes
 
-    cdef void fill_row(self, tuple hits, int32_t num_tokens, bint adopts) noexcept:
-        """Give an empty row its hits and its pages, and enter those that are full. Checkpoints are copied, or adopted."""
+    cdef void fill_row(self, tuple hits, int32_t num_hits, int32_t num_tokens, bint adopts) noexcept:
+        """Give an empty row its hits and its pages, and enter those that are full, unless they are filled from elsewhere.
+        Checkpoints are copied, or adopted.
+        """
         cdef Batch *batch = &self.rows.batch
         cdef Holding holding = holding_of(batch, self.row)
         cdef Py_ssize_t g
@@ -280,10 +284,16 @@ cdef class RowRequest:
         take_pages(batch, self.row, num_tokens, NULL)
         if not adopts:
             copy_states(batch.pool, &holding, hits)
+        batch.num_external[self.row] = count_external_tokens(&self.tokens, num_hits)
+        if batch.num_external[self.row]:
+            num_tokens = num_hits
         enter_row(batch, self.row, num_tokens)
         enter_waiting(&batch.waiting)
+        batch.states[self.row].num_hits = num_hits
         batch.states[self.row].num_tokens = <int32_t>self.tokens.num_known
         batch.states[self.row].num_computed = num_tokens
         plan_next_event(batch, self.row)
+        if batch.num_external[self.row]:
+            batch.states[self.row].next_event = 1
         begin_admission(batch, self.row)
         batch.states[self.row].is_admitted = 1

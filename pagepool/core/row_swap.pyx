@@ -39,7 +39,7 @@ def swap_out_row(RowMemory rows not None, row) -> bool:
     cdef bint is_running, is_due = False, is_saved = False, has_memory = True
     check_tier(rows)
     rows.enter_call()
-    is_running = batch.states[source].is_admitted and batch.states[source].num_computed > 0
+    is_running = batch.states[source].is_admitted and batch.states[source].num_computed > 0 and not batch.num_external[source]
     if is_running:
         is_due = has_copies_due(batch.pool, &holding)
         has_memory = ids.try_reserve(count_places(&holding))
@@ -81,6 +81,8 @@ cdef int check_tier(RowMemory rows) except -1:
 cdef int refuse_row(RowMemory rows, Py_ssize_t row) except -1:
     if not rows.batch.states[row].is_admitted:
         raise ArgumentError(f"row {row} is not admitted")
+    if rows.batch.num_external[row]:
+        raise ArgumentError(f"row {row} waits for tokens from elsewhere: call commit_external or fail_external before")
     raise ArgumentError(f"row {row} holds no computed tokens: there is nothing to swap out")
 
 

@@ -264,6 +264,7 @@ cdef class RunningRows(RowMemory):
         if growth.token_ids != NULL and self.batch.states[row].num_tokens >= self.batch.max_num_tokens:
             self.refuse_length(row, <int64_t>self.batch.states[row].num_tokens + 1)
         cdef Holding holding = holding_of(&self.batch, row)
+        refuse_pending(&self.batch, row, at)
         refuse_copies(row, at, is_due)
         if find_lost_page(&self.store.pool, &holding, self.batch.states[row].num_computed) != NULL_PAGE:
             raise DoubleFreeError(f"row {row} (at {at}): a page that it holds was given back by somebody else")
@@ -336,6 +337,7 @@ cdef class RunningRows(RowMemory):
         cdef int32_t row = self.refuse_row(rows.ids, at)
         if not 0 <= num_tokens <= self.batch.states[row].num_tokens:
             raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {self.batch.states[row].num_tokens}")
+        refuse_pending(&self.batch, row, at)
         refuse_copies(row, at, is_due)
         if has_state_behind(&self.batch, row, find_restart(&self.batch, row, num_tokens)):
             raise ArgumentError(
@@ -478,7 +480,7 @@ cdef class RunningRows(RowMemory):
         cdef bint is_refused
         if refusal is None or not refusal.is_of(token_ids, options, tokens_of(&self.batch, checked)):
             return False
-        tokens = count_tokens(num_tokens, max_num_new_tokens, refusal.num_tokens, refusal.interval)
+        tokens = count_tokens(num_tokens, max_num_new_tokens, refusal.num_tokens, refusal.interval, refusal.num_external)
         num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         self.enter_call()
         is_refused = self.refusals[checked] is refusal and not self.batch.states[checked].is_claimed
@@ -517,6 +519,16 @@ cdef class RunningRows(RowMemory):
         with self.lock:
             ids.add(held.ids, held.num_pages)
         return ids
+
+
+cdef int refuse_pending(const Batch *batch, int32_t row, Py_ssize_t at) except -1:
+    """Raise if a row waits for tokens from elsewhere."""
+    if batch.num_external[row]:
+        raise ArgumentError(
+            f"row {row} (at {at}) waits for {batch.num_external[row]} tokens from elsewhere: call commit_external or "
+            "fail_external before"
+        )
+    return 0
 
 
 cdef int refuse_copies(int32_t row, Py_ssize_t at, bint is_due) except -1:

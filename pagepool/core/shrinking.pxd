@@ -61,7 +61,7 @@ cdef inline bint can_go_back(const Batch *batch, Py_ssize_t row, int32_t num_tok
     cdef const Held *held
     cdef Py_ssize_t g
     cdef int32_t restart = find_restart(batch, row, num_computed)
-    if has_state_behind(batch, row, restart):
+    if batch.num_external[row] or has_state_behind(batch, row, restart):
         return False
     for g in range(batch.num_groups):
         group = &batch.groups[g]

@@ -2,7 +2,8 @@
 
 from pagepool.manager.cache_manager import CacheManager
 from pagepool.manager.cache_pages import CachePages
+from pagepool.manager.external import Lease
 from pagepool.manager.lookups import PrefixProbe
 from pagepool.manager.tiers import HostTier
 
-__all__ = ["CacheManager", "CachePages", "HostTier", "PrefixProbe"]
+__all__ = ["CacheManager", "CachePages", "HostTier", "Lease", "PrefixProbe"]

@@ -12,9 +12,10 @@ from pagepool.hashing import RequestExtraKeys
 from pagepool.hashing.algorithms import HashAlgorithm, make_page_hasher
 from pagepool.hashing.request_hashes import RequestPageHashes
 from pagepool.manager.cache_pages import CachePages
+from pagepool.manager.external import ExternalTokens
 from pagepool.manager.lookups import PrefixLookups, PrefixProbe
 from pagepool.manager.slots import ANYWHERE, Placement, SlotAllocator
-from pagepool.manager.tiers import HostTier, TieredPages
+from pagepool.manager.tiers import HostTier
 from pagepool.page_pool import PagePool
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.specs import CacheGroupSpec, check_groups, usable_pages_count
@@ -29,7 +30,7 @@ ZERO = 0
 """The default of a count. `is` tells this int from zeros of other types."""
 
 
-class CacheManager(TieredPages):
+class CacheManager(ExternalTokens):
     """Allocates pages to requests and finds prefixes that are already cached.
 
     A manager is made for one owner; calls from several threads are serialised. A call interrupted by an exception, including
@@ -112,7 +113,7 @@ class CacheManager(TieredPages):
         self._requests = self.coordinator.requests
         self.event_source: EventSource | None = None
         self.query_counters = self._lookups.counters
-        self._no_ids = self._slots.no_ids
+        self._no_ids, self._leases = self._slots.no_ids, {}
         if host_tier is not None:
             host_tier.bind(self._store)
         self.host_tier = host_tier
@@ -188,9 +189,9 @@ class CacheManager(TieredPages):
         `new_computed_pages`, the hits of `get_computed_pages`, if the request holds no page yet;
         `num_external_computed_tokens` that a transfer will fill; `num_new_tokens` to compute now; and slots for
         `num_lookahead_tokens` drafts, up to `max_model_len`. Pages that are filled by known tokens other than drafts enter the
-        prefix index, unless `delay_cache_pages` (then call `cache_pages` later). If the step does not run, `free` with
-        `num_computed_tokens` drops those entries. Pages that have left an attention window are freed first, even if None is
-        returned.
+        prefix index, unless `delay_cache_pages` (then call `commit_external` or `cache_pages` later). If the step does not run,
+        `free` with `num_computed_tokens` drops those entries. Pages that have left an attention window are freed first, even if
+        None is returned.
 
         With `data_parallel_size` > 1 new pages come from the shard of the request's pages, else from the hinted shard. If that
         shard has too few, the hits are marked as recently used and None is returned. `num_reserved_pages` free pages are left

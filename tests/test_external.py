@@ -1,0 +1,498 @@
+"""Tokens that come from elsewhere, and leases: exact cases of rows and requests, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hybrids import FULL, PAGE_SIZE, PROMPT, STATE, batch_state, count_hits, make_batch, make_manager, make_request, take
+from test_threads import run_threads
+
+from pagepool import CacheManager, ChunkedLocalAttentionSpec, EngineRequest, HostTier, Lease, RunningBatch, SlidingWindowSpec
+from pagepool.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CopiesDueError,
+    DoubleFreeError,
+    IntegrityError,
+    PageIdError,
+    PagePoolError,
+    RowIndexError,
+)
+
+WINDOW = SlidingWindowSpec(PAGE_SIZE, 1, 8, "float16", False, 9)
+CHUNK = ChunkedLocalAttentionSpec(PAGE_SIZE, 1, 8, "float16", False, 8)
+
+
+def make_pending(*specs: Any, num_tokens: int = 23, num_external: int = 99, **options: Any) -> RunningBatch:
+    """Return a batch whose row 0 waits for tokens."""
+    batch = make_batch(make_manager(*specs or (FULL,), **options))
+    assert batch.admit(0, PROMPT[:num_tokens], num_external_tokens=num_external) == 0
+    return batch
+
+
+def manager_of(batch: RunningBatch) -> CacheManager:
+    return batch._manager
+
+
+def start_pending(manager: CacheManager, num_external: int = 20, num_tokens: int = 23) -> Any:
+    """Return a request that waits for tokens behind its hits."""
+    request = make_request("pending", num_tokens)
+    hits, num_hit_tokens = manager.get_computed_pages(request)
+    options = {"num_external_computed_tokens": num_external, "delay_cache_pages": True}
+    assert manager.allocate_slots(request, 0, num_hit_tokens, hits, **options) is not None
+    request.num_computed_tokens = num_hit_tokens
+    return request
+
+
+def refused(batch: RunningBatch, error: type[PagePoolError], message: str, call: Callable[[], object]) -> None:
+    before = batch_state(batch), batch.num_external_tokens.tolist()
+    with pytest.raises(error, match=message):
+        call()
+    assert (batch_state(batch), batch.num_external_tokens.tolist()) == before
+
+
+# Rows.
+
+
+def test_a_row_waits_and_its_pages_are_in_no_index() -> None:
+    batch = make_pending()
+    assert batch.num_external_tokens.tolist() == [22, 0, 0, 0]  # one is left to compute
+    assert (batch.num_computed_tokens[0], batch.get_page_ids(0)) == (0, ([1, 2, 3, 4, 5, 6],))
+    assert count_hits(manager_of(batch)) == 0
+    batch.check()
+    batch.commit_external(0, 22)
+    assert (batch.num_computed_tokens[0], batch.num_external_tokens[0], count_hits(manager_of(batch))) == (22, 0, 20)
+    assert batch.grow([0]).new_page_ids.tolist() == []
+    assert batch.step([0], [7]).num_grown == 1
+    assert batch.step([0], [8]).new_page_ids.tolist() == [7]
+    batch.check()
+
+
+def test_tokens_come_behind_those_that_hit() -> None:
+    batch = make_pending()
+    batch.commit_external(0, 11)
+    assert batch.admit(1, PROMPT[:14], num_external_tokens=3) == 8
+    assert (batch.num_external_tokens[1], batch.get_page_ids(1)) == (3, ([1, 2, 7],))
+    batch.commit_external(1, 3)
+    assert batch.num_computed_tokens[:2].tolist() == [11, 11]
+    batch.check()
+
+
+def test_a_row_whose_tokens_are_all_cached_runs_at_once() -> None:
+    batch = make_pending()
+    batch.commit_external(0, 22)
+    assert batch.admit(1, PROMPT[:21], num_external_tokens=20) == 20
+    assert (batch.num_external_tokens[1], batch.num_computed_tokens[1]) == (0, 21)
+
+
+def test_fewer_tokens_than_were_waited_for() -> None:
+    batch = make_pending()
+    batch.commit_external(0, 9)
+    assert (batch.num_computed_tokens[0], batch.get_page_ids(0)) == (9, ([1, 2, 3, 4, 5, 6],))
+    assert count_hits(manager_of(batch)) == 8
+    assert batch.grow([0], 14).new_page_ids.tolist() == []
+    assert count_hits(manager_of(batch)) == 20
+
+
+@pytest.mark.parametrize(("num_valid", "num_pages", "num_hits"), [(0, 0, 0), (1, 1, 0), (8, 2, 8), (9, 3, 8), (22, 6, 20)])
+def test_pages_behind_the_valid_tokens_go_back(num_valid: int, num_pages: int, num_hits: int) -> None:
+    batch = make_pending()
+    assert batch.fail_external(0, num_valid) == num_valid
+    assert batch.get_page_ids(0) == ([1, 2, 3, 4, 5, 6][:num_pages],)
+    assert (batch.num_computed_tokens[0], count_hits(manager_of(batch))) == (num_valid, num_hits)
+    assert manager_of(batch).stats().num_held_pages == num_pages
+    batch.check()
+    assert batch.grow([0], 23 - num_valid).num_grown == 1
+    assert count_hits(manager_of(batch)) == 20
+
+
+def test_a_refused_row_is_recognised_by_its_tokens_from_elsewhere() -> None:
+    batch = make_pending(num_pages=9)
+    token_ids = [token_id + 1 for token_id in PROMPT]
+    for num_external in (12, 12, 8):
+        assert (batch.admit(1, token_ids, num_tokens=5, num_external_tokens=num_external) is None) == (num_external == 12)
+    assert batch.num_external_tokens[:2].tolist() == [22, 8]
+
+
+def test_rows_that_wait_change_places_and_are_released() -> None:
+    batch = make_pending()
+    batch.move_row(0, 2)
+    batch.swap_row(2, 1)
+    batch.append([1], [5])
+    assert (batch.num_external_tokens.tolist(), batch.num_tokens[1]) == ([0, 22, 0, 0], 24)
+    batch.check()
+    batch.release([1])
+    assert (batch.num_external_tokens.any(), manager_of(batch).stats().num_held_pages) == (False, 0)
+    assert count_hits(manager_of(batch)) == 0
+    batch.check()
+
+
+@pytest.mark.parametrize(("spec", "first"), [(WINDOW, 3), (CHUNK, 4)], ids=["window", "chunk"])
+def test_pages_that_no_later_token_reads_are_not_entered(spec: Any, first: int) -> None:
+    """They need not have been filled."""
+    batch = make_pending(FULL, spec)
+    page_ids = batch.get_page_ids(0)[1]
+    batch.commit_external(0, 22)
+    cached = manager_of(batch).page_pool.cached_page_hash_to_page.items()
+    assert sorted(page for key, pages in cached if key.group_id == 1 for page in pages) == page_ids[first:5]
+    assert count_hits(manager_of(batch)) == 20
+    assert batch.get_page_ids(0)[1] == [0] * first + page_ids[first:]
+    batch.check()
+    refused(batch, ArgumentError, "cannot be cut to 15 tokens", lambda: batch.trim([0], 15))
+
+
+def test_a_state_is_of_all_tokens() -> None:
+    """After a multiple of the interval it becomes a checkpoint; with fewer tokens the row starts anew."""
+    batch = make_pending(FULL, STATE, num_external=16)
+    refused(batch, ArgumentError, r"^row 0: got 15 tokens, allowed with a state: all 16", lambda: batch.commit_external(0, 15))
+    batch.commit_external(0, 16)
+    assert count_hits(manager_of(batch)) == 0
+    batch.grow([0], 7)
+    assert take(batch) == [(5, 8, 1)]
+    assert count_hits(manager_of(batch)) == 16
+    assert batch.admit(1, PROMPT[:30], num_external_tokens=3) == 16
+    refused(batch, CopiesDueError, "^row 1: copies", lambda: batch.commit_external(1, 3))
+    take(batch)
+    assert batch.fail_external(1, 3) == 0
+    assert (batch.get_page_ids(1), batch.num_cached_tokens[1], batch.num_computed_tokens[1]) == (([], []), 0, 0)
+    batch.check()
+    assert batch.grow([1], 30).num_grown == 1
+    batch.check()
+
+
+def test_transfers_of_a_host_tier_come_first() -> None:
+    """What is evicted for a row is read before the tokens from elsewhere are written there."""
+    batch = make_pending(num_pages=8, host_tier=HostTier(20))
+    batch.commit_external(0, 22)
+    batch.release([0])
+    assert batch.admit(0, [token_id + 1 for token_id in PROMPT[:23]], num_external_tokens=22) == 0
+    refused(batch, CopiesDueError, "^row 0: copies or transfers", lambda: batch.commit_external(0, 22))
+    assert len(batch.take_transfers().save_src) == 4
+    batch.commit_external(0, 22)
+    batch.check()
+
+
+def test_a_row_that_waits_behind_loads_that_fail() -> None:
+    """It cannot go back, since it has no more pages to compute than those that a transfer fills."""
+    batch = make_pending(num_pages=8, host_tier=HostTier(20))
+    manager = manager_of(batch)
+    batch.commit_external(0, 22)
+    batch.release([0])
+    batch.admit(0, [token_id + 1 for token_id in PROMPT[:23]])
+    manager.complete_transfers(batch.take_transfers().number)
+    batch.release([0])
+    assert batch.admit(0, PROMPT[:23], num_external_tokens=2) > 0
+    due = batch.take_transfers()
+    refused(batch, ArgumentError, "^row 0 waits for tokens from elsewhere", lambda: batch.swap_out(0))
+    failed = manager.fail_transfers(due.number, loads=range(len(due.load_src)))
+    assert (len(failed) > 0, batch.num_external_tokens[0], batch.rewind(failed)) == (True, 2, ([], [0]))
+    batch.release([0], 0)
+    batch.check()
+    manager.check()
+
+
+WRONG: list[tuple[Callable[[RunningBatch], object], type[PagePoolError], str]] = [
+    (lambda batch: batch.grow([0], 0), ArgumentError, r"^row 0 \(at 0\) waits for 22 tokens from elsewhere"),
+    (lambda batch: batch.grow([1, 0], 0), ArgumentError, r"^row 0 \(at 1\) waits for 22 tokens from elsewhere"),
+    (lambda batch: batch.step([1, 0], [1, 2]), ArgumentError, r"^row 0 \(at 1\) waits for 22 tokens from elsewhere"),
+    (lambda batch: batch.trim([0], 3), ArgumentError, r"^row 0 \(at 0\) waits for 22 tokens from elsewhere"),
+    (lambda batch: batch.fork(0, [2]), ArgumentError, "^row 0 waits for tokens from elsewhere"),
+    (lambda batch: batch.admit(0, PROMPT), ArgumentError, "^row 0 is admitted already"),
+    (lambda batch: batch.commit_external(0, 23), ArgumentError, "^row 0: got 23 tokens, allowed: at most the 22"),
+    (lambda batch: batch.commit_external(0, -1), ArgumentError, "^num_tokens: got -1"),
+    (lambda batch: batch.commit_external(0, 1.0), ArgumentTypeError, "^num_tokens: "),  # type: ignore[arg-type]
+    (lambda batch: batch.fail_external(0, 23), ArgumentError, "^row 0: got 23 tokens, allowed: at most the 22"),
+    (lambda batch: batch.fail_external(0, None), ArgumentTypeError, "^num_valid_tokens: "),  # type: ignore[arg-type]
+    (lambda batch: batch.commit_external(1, 0), ArgumentError, "^row 1 waits for no tokens from elsewhere"),
+    (lambda batch: batch.fail_external(2, 0), ArgumentError, "^row 2 waits for no tokens from elsewhere"),
+    (lambda batch: batch.fail_external(4, 0), RowIndexError, "4"),
+    (lambda batch: batch.admit(2, PROMPT, num_external_tokens=-1), ArgumentError, "^num_external_tokens must be at least 0"),
+    (lambda batch: batch.admit(2, PROMPT, num_external_tokens="1"), ArgumentTypeError, "^num_external_tokens must be"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), WRONG, ids=range(len(WRONG)))
+def test_what_a_batch_refuses(call: Callable[[RunningBatch], object], error: type[PagePoolError], message: str) -> None:
+    batch = make_pending()
+    batch.admit(1, [1, 2, 3])
+    refused(batch, error, message, lambda: call(batch))
+
+
+def test_a_call_cannot_be_taken_back_by_which_a_row_was_not_grown() -> None:
+    batch = make_pending()
+    batch.admit(1, [1, 2, 3], num_tokens=1)
+    result = batch.grow([1])
+    batch.release([1])
+    batch.admit(1, [1, 2, 3], num_external_tokens=1)
+    refused(batch, ArgumentError, "was grown, cut, moved or released since", lambda: batch.undo(result))
+
+
+# Requests.
+
+
+def test_a_request_waits_and_goes_on() -> None:
+    manager = make_manager(FULL)
+    request = start_pending(manager)
+    assert count_hits(manager) == 0
+    manager.commit_external(request, 9)
+    assert count_hits(manager) == 8
+    request.num_computed_tokens = 9
+    assert manager.allocate_slots(request, 14).get_page_ids() == ([6],)  # type: ignore[union-attr]
+    assert count_hits(manager) == 20
+    manager.check()
+
+
+@pytest.mark.parametrize(("num_valid", "num_pages", "num_hits"), [(0, 0, 0), (5, 2, 4), (20, 5, 20)])
+def test_pages_of_a_request_behind_the_valid_tokens_go_back(num_valid: int, num_pages: int, num_hits: int) -> None:
+    manager = make_manager(FULL)
+    request = start_pending(manager)
+    assert manager.fail_external(request, num_valid) == num_valid
+    assert manager.get_page_ids("pending") == ([1, 2, 3, 4, 5][:num_pages],)
+    assert count_hits(manager) == num_hits
+    request.num_computed_tokens = num_valid
+    assert manager.allocate_slots(request, 23 - num_valid) is not None
+    assert count_hits(manager) == 20
+    manager.check()
+
+
+def test_tokens_that_were_entered_at_once_lose_their_entries() -> None:
+    """Without `delay_cache_pages`; hits keep theirs."""
+    manager = make_manager(FULL)
+    manager.allocate_slots(make_request("first", 8), 8)
+    request = make_request("second", 23)
+    hits, num_hit_tokens = manager.get_computed_pages(request)
+    manager.allocate_slots(request, 0, num_hit_tokens, hits, num_external_computed_tokens=14)
+    request.num_computed_tokens = num_hit_tokens
+    assert (num_hit_tokens, count_hits(manager)) == (8, 20)
+    assert manager.fail_external(request, 5) == 13
+    assert count_hits(manager) == 12
+    manager.check()
+
+
+def test_a_request_with_a_state_starts_anew() -> None:
+    manager = make_manager()
+    request = start_pending(manager, 16)
+    manager.commit_external(request, 16)
+    request.num_computed_tokens = 16
+    manager.allocate_slots(request, 7)
+    manager.take_copies()
+    other = make_request("other", 30)
+    hits, num_hit_tokens = manager.get_computed_pages(other)
+    manager.allocate_slots(other, 0, num_hit_tokens, hits, num_external_computed_tokens=9, delay_cache_pages=True)
+    other.num_computed_tokens = num_hit_tokens
+    with pytest.raises(CopiesDueError):
+        manager.fail_external(other, 4)
+    manager.take_copies()
+    assert (num_hit_tokens, manager.fail_external(other, 4), manager.get_page_ids("other")) == (16, 0, ([], []))
+    other.num_computed_tokens = 0
+    assert manager.get_computed_pages(other)[1] == 16
+    manager.check()
+
+
+@pytest.mark.parametrize("name", ["commit_external", "fail_external"])
+def test_what_a_manager_refuses(name: str) -> None:
+    manager = make_manager(FULL)
+    request, call = start_pending(manager), getattr(manager, name)
+    for wrong, error, message in (
+        (21, ArgumentError, "got 21, allowed: at most 20"),
+        (10**30, ArgumentError, "got "),
+        (-1, ArgumentError, "must be at least 0, got -1"),
+        (1.5, ArgumentTypeError, "got 1.5"),
+    ):
+        with pytest.raises(error, match=message):
+            call(request, wrong)
+    with pytest.raises(ArgumentError, match="holds no pages"):
+        call(make_request("other"), 1)
+    assert (manager.get_page_ids("pending"), count_hits(manager)) == (([1, 2, 3, 4, 5],), 0)
+    manager.check()
+
+
+def test_without_a_prefix_cache() -> None:
+    batch = make_pending(enable_caching=False)
+    assert batch.fail_external(0, 5) == 5
+    manager = make_manager(FULL, enable_caching=False)
+    request = start_pending(manager)
+    manager.commit_external(request, 10)
+    assert manager.fail_external(request, 5) == 5
+    assert (batch.get_page_ids(0), manager.get_page_ids("pending")) == (([1, 2],), ([1, 2],))
+    batch.check()
+    manager.check()
+
+
+# Leases.
+
+
+def make_leased(num_leased: int = 3) -> tuple[CacheManager, Any, Lease]:
+    """Return a manager, a request that holds pages 1 to 6, and a lease of the first of these."""
+    manager = make_manager(FULL, num_pages=10)
+    request = make_request("first", 23)
+    assert manager.allocate_slots(request, 23) is not None
+    return manager, request, manager.lease(range(1, 1 + num_leased))  # type: ignore[arg-type]
+
+
+def test_leased_pages_are_not_handed_out() -> None:
+    manager, request, lease = make_leased()
+    manager.free(request)
+    assert (manager.stats().num_held_pages, manager.leases, len(lease), lease.page_ids) == (3, (lease,), 3, [1, 2, 3])
+    assert not manager.reset_prefix_cache()
+    other = make_request("other", 40)
+    other.all_token_ids[0] = 7
+    assert manager.allocate_slots(other, 25) is None
+    assert manager.allocate_slots(other, 24).get_page_ids() == ([7, 8, 9, 6, 5, 4],)  # type: ignore[union-attr]
+    manager.check()
+    assert count_hits(manager) == 12
+    lease.release()
+    assert (repr(lease), manager.leases) == ("Lease(page_ids=[1, 2, 3], is_held=False)", ())
+    assert manager.page_pool.free_page_ids_in_order().tolist() == [3, 2, 1]
+    lease.release()
+    manager.check()
+    manager.free(other)
+    assert manager.reset_prefix_cache()
+
+
+def test_free_pages_that_are_cached_may_be_leased() -> None:
+    manager, request, lease = make_leased()
+    manager.free(request)
+    lease.release()
+    with manager.lease(np.array([2, 2, 4], dtype=np.int64)) as lease:
+        assert manager.page_pool.ref_counts()[:5].tolist()[1:] == [0, 2, 0, 1]
+    assert not manager.page_pool.ref_counts()[1:].any()
+    manager.check()
+
+
+def test_a_lease_is_no_holder_of_a_common_prefix() -> None:
+    manager, request, lease = make_leased()
+    request.status = request.status.RUNNING
+    assert manager.get_num_common_prefix_pages(request, 1) == [6]
+    assert manager.get_num_common_prefix_pages(request, 2) == [0]
+    lease.release()
+
+
+def test_rows_do_not_write_to_leased_pages_again() -> None:
+    """A cut through one lets the row take another page, and growth into one is not taken back."""
+    batch = make_batch(manager := make_manager(FULL))
+    batch.admit(0, PROMPT[:9])
+    result = batch.step([0], [5])
+    lease = manager.lease(batch.get_page_ids(0)[0])
+    refused(batch, ArgumentError, "have other holders", lambda: batch.undo(result))
+    batch.trim([0], 7)
+    assert (batch.get_page_ids(0), batch.num_computed_tokens[0]) == (([1],), 4)
+    batch.check()
+    lease.release()
+    batch.check()
+
+
+@pytest.mark.parametrize(
+    ("page_ids", "error"),
+    [
+        ([1, 0], PageIdError),
+        ([1, 10], PageIdError),
+        ([-1], PageIdError),
+        ([1, 7], PageIdError),
+        ([2**40], ArgumentError),
+        ([1.0], ArgumentTypeError),
+        (["1"], ArgumentTypeError),
+        (np.array([1.0]), ArgumentTypeError),
+        (np.array([[1]]), ArgumentTypeError),
+        (None, ArgumentTypeError),
+        (1, ArgumentTypeError),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_leased(page_ids: Any, error: type[Exception]) -> None:
+    manager, _, lease = make_leased()
+    before = manager.page_pool.ref_counts().tolist()
+    with pytest.raises(error):
+        manager.lease(page_ids)
+    assert (manager.page_pool.ref_counts().tolist(), manager.leases) == (before, (lease,))
+    manager.check()
+
+
+def test_a_page_that_was_given_a_reference_in_the_free_queue_cannot_be_leased() -> None:
+    manager, request, lease = make_leased()
+    manager.free(request)
+    manager.page_pool.pages[5].ref_cnt = 1
+    with pytest.raises(IntegrityError, match=r"^page 5 is in the free queue with ref count 1"):
+        manager.lease([4, 5])
+    assert manager.leases == (lease,)
+
+
+def test_the_reference_of_a_lease_that_somebody_gave_back() -> None:
+    manager, request, lease = make_leased()
+    manager.page_pool.free_pages([manager.page_pool.pages[2]])
+    with pytest.raises(IntegrityError, match=r"^page 2 stands in 1 rows and requests and is leased, its ref count is 1$"):
+        manager.check()
+    manager.free(request)
+    with pytest.raises(DoubleFreeError, match=r"^page 2 "):
+        lease.release()
+    assert (lease.is_held, manager.leases) == (True, (lease,))
+
+
+def test_a_lease_that_was_made_by_hand_holds_nothing() -> None:
+    with pytest.raises(TypeError, match=r"^a Lease is what CacheManager\.lease returns$"):
+        Lease()
+    lease = Lease.__new__(Lease)
+    lease.release()
+    assert (lease.page_ids, len(lease), lease.is_held, repr(lease)) == ([], 0, False, "Lease(page_ids=[], is_held=False)")
+
+
+def test_leases_are_not_copied() -> None:
+    _, _, lease = make_leased()
+    for call in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(ArgumentTypeError, match=r"^a lease cannot be pickled$"):
+            call(lease)
+
+
+# Threads.
+
+
+def test_threads_that_lease_what_others_free() -> None:
+    """A leased page keeps what its lessee has found in it, and none is lost."""
+    manager = make_manager(FULL, num_pages=24)
+    contents = [0] * 24
+
+    def work(rng: Random, number: int) -> None:
+        for i in range(150):
+            request = EngineRequest(f"{number} {i}", rng.choices(range(3), k=rng.randint(4, 14)))
+            hits, num_hit_tokens = manager.get_computed_pages(request)
+            with suppress(PagePoolError):
+                if manager.allocate_slots(request, request.num_tokens - num_hit_tokens, num_hit_tokens, hits) is None:
+                    continue
+            page_ids = [page_id for page_id in manager.get_page_ids(request.request_id)[0] if page_id]
+            with manager.lease(page_ids) as lease:
+                for page_id in page_ids[num_hit_tokens // PAGE_SIZE :]:
+                    contents[page_id] = number
+                found = [contents[page_id] for page_id in page_ids]
+                manager.free(request)
+                manager.free_page_hashes(request)
+                assert found == [contents[page_id] for page_id in page_ids]
+                if rng.random() < 0.5:
+                    lease.release()
+
+    run_threads(4, 0, work)
+    manager.check()
+    assert (manager.leases, manager.page_pool.ref_counts()[1:].any()) == ((), False)
+
+
+def test_threads_that_end_one_transfer() -> None:
+    """One of them does; the others are refused."""
+    for fails in (False, True):
+        batch = make_pending()
+        end, refused_threads = batch.fail_external if fails else batch.commit_external, set()
+
+        def work(rng: Random, number: int, end: Any = end, refused_threads: Any = refused_threads) -> None:
+            try:
+                end(0, 9)
+            except ArgumentError:
+                refused_threads.add(number)
+
+        run_threads(4, 0, work)
+        assert (len(refused_threads), batch.num_computed_tokens[0]) == (3, 9)
+        batch.check()
