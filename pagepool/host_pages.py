@@ -350,6 +350,7 @@ class GroupPages:
         """Run all programs for up to so many pages: null pages are read, and dropped instead of written."""
         is_divided = any(get_part_size(leaf, self.page_axis) < leaf.shape[self.page_axis] for leaf in leaves)
         for pack in self.packs:
+            pack.commit(leaves)
             for exponent in range((max_num_pages - 1).bit_length() + 1):
                 pairs = np.stack([np.zeros(1 << exponent, dtype=np.int32), np.full(1 << exponent, NOWHERE, dtype=np.int32)])
                 saved = pack.save(leaves, pairs[0])
@@ -373,6 +374,11 @@ class Pack(NamedTuple):
     page_axis: int
     device: jax.sharding.Sharding
     host: jax.sharding.Sharding
+
+    def commit(self, leaves: list[Any]) -> None:
+        """Commit arrays on one device to it, as loads do: other ones would need other programs."""
+        if len(self.device.device_set) == 1:
+            put(leaves, self.places, import_jax().device_put([leaves[place] for place in self.places], list(self.shardings)))
 
     def save(self, leaves: Sequence[Any], page_ids: Int32Array) -> list[Any]:
         """Read pages, and start to copy them to the host."""
