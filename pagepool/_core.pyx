@@ -71,6 +71,7 @@ have the classes. Each file imports only those above it.
 `twins.pxd`            pages of equal content
 `index.pxd`            the prefix index: `find`, `enter`, `drop`
 `pages.pxd`            pages are taken (`take`; `claim` evicts), touched, given back; how long sampled ones stay
+`transfers.pxd`        transfers between a pool and its tier, noted
 `holdings.pxd`         what requests and rows hold; `count_free_hits` checks hits
 `entering.pxd`         pages that got full are hashed and entered
 `copies.pxd`           copies that are due before the next step
@@ -81,6 +82,7 @@ have the classes. Each file imports only those above it.
 `row_hashes.pxd`       pages of running rows are hashed
 `growth.pxd`           rows grow (`grow_row`)
 `shrinking.pxd`        rows are cut, or growth is taken back
+`swapped.pxd`          rows whose pages are in the tier
 `row_moves.pxd`        rows are freed and exchanged
 `unifying.pxd`         rows with the same tokens share pages
 `locks.pyx`            locks across a fork
@@ -92,6 +94,9 @@ have the classes. Each file imports only those above it.
 `store.pyx`            its upper half: the free queue; `CachePage`, `QueryCounter`
 `copying.pyx`          `PageCopies`: copies that are due, taken
 `journal.pyx`          `EntryJournal`: changes of the prefix index
+`tier.pyx`             `PageTier`: the tier behind a pool
+`transferring.pyx`     `Transfers` between them, taken and ended; `FailedLoads`
+`loading.pyx`          `load_hits`: pages of the tier are loaded where a prefix hits them
 `lookups.pyx`          `PrefixQuery`: how many pages of a prefix hit
 `refusal.pyx`          `Refusal`: whether a refused request is refused again
 `request_pages.pyx`    `RequestPages`: what a request holds (`take`, `enter`, `skip`, `give_back`) in its `CacheGroups`
@@ -101,6 +106,7 @@ have the classes. Each file imports only those above it.
 `row_memory.pyx`       `RowMemory`: arrays and locks of a batch
 `row_request.pyx`      `RowRequest`: a row is admitted, or refused
 `row_fork.pyx`         `fork_row`: a row goes on in others
+`row_swap.pyx`         `swap_out_row`, `swap_in_row`: a row's pages go to the tier and come back
 `running.pyx`          `RunningRows`: `grow`, `step`, `undo`, `trim`, `release`
 `holders.pyx`          `check_holders`, `check_rows`
 `spans.pyx`            `TokenSpan`: the cached pages among tokens of a request or row
@@ -114,16 +120,19 @@ from pagepool.core.copying import PageCopies, take_copies
 from pagepool.core.holders import check_holders, check_rows
 from pagepool.core.ids import PageIds, lists_of, require_token_ids
 from pagepool.core.journal import EntryJournal
+from pagepool.core.loading import load_hits
 from pagepool.core.lookups import PrefixQuery
 from pagepool.core.pinning import PinSpan
 from pagepool.core.refusal import Refusal
-from pagepool.core.tier import FailedLoads, PageTier, Transfers, add_tier, end_transfers, find_wrong_token, load_hits, take_transfers
 from pagepool.core.request_copies import are_states_due, check_copies_taken, fork_request, keep_states, pass_states
 from pagepool.core.request_pages import CacheGroups, PageRules, RequestPages
 from pagepool.core.retaining import Retention, RetentionSpan, protect_pages
 from pagepool.core.row_fork import fork_row
 from pagepool.core.row_request import RowRequest
+from pagepool.core.row_swap import swap_in_row, swap_out_row
 from pagepool.core.running import RunningRows, StepResult
 from pagepool.core.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
 from pagepool.core.store import CachePage, PageStore, QueryCounter
 from pagepool.core.table import GroupedRows, TableRows, pack_dirty_windows
+from pagepool.core.tier import PageTier, add_tier
+from pagepool.core.transferring import FailedLoads, Transfers, end_transfers, find_wrong_token, take_transfers

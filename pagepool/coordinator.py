@@ -194,7 +194,7 @@ class HybridCacheCoordinator(CacheCoordinator):
         self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE, loads: bool = False
     ) -> tuple[tuple[PageIds, ...], int]:
         """O(pages x groups) a round, rarely more than two rounds. Repeats if another thread drops a page that was found."""
-        if loads and self.page_pool.store.tier is not None:
+        if loads and self.page_pool.store.has_tier:
             self._load(chain, max_cache_hit_length, ids)
         query = PrefixQuery(self.page_pool.store, chain, *ids)
         while True:

@@ -22,6 +22,8 @@ from pagepool._core import (
     Transfers,
     check_rows,
     fork_row,
+    swap_in_row,
+    swap_out_row,
 )
 from pagepool.arguments import require_int
 from pagepool.attention import SingleTypeCacheManager
@@ -219,6 +221,28 @@ class RunningBatch(RunningRows):
         raise CopiesDueError for rows whose pages they concern, as for copies.
         """
         return self._manager.take_transfers()
+
+    def swap_out(self, row: int) -> bool:
+        """Have the pages of a row's computed tokens saved in the host tier, after the step that computed them, and give them
+        back: the row is preempted, and `swap_in` lets it go on without computing them again.
+
+        The row keeps its tokens, has 0 computed ones, and holds no pages. Its pages in the tier are held until `swap_in`, or
+        until the row is released, cut or computed again by `grow`. Contents that the tier has already are not saved again.
+        False, and nothing changed, if too few pages of the tier are free, or while loads of hits are in flight, for the row or
+        for others from before. ArgumentError without a host tier, and for a row that is not admitted or has no computed tokens;
+        CopiesDueError while copies or transfers of its pages are due; RowIndexError outside the table. O(pages).
+        """
+        return swap_out_row(self, row)
+
+    def swap_in(self, row: int) -> int | None:
+        """Give a row that was swapped out its pages back: those still cached in the pool, and others, into which the next
+        `take_transfers` loads the contents. Its hits count as in flight until these complete. Drafts get their room by `grow`.
+
+        Returns the computed tokens that it has again; 0 if saving a page has failed: then `grow` computes it from the start, or
+        `release` and `admit` look its prefix up. None, and nothing changed, if too few pages are free, or while its saves are
+        in flight. ArgumentError for a row that has no pages in the tier, RowIndexError outside the table. O(pages).
+        """
+        return swap_in_row(self, row)
 
     def find_next_checkpoint(self, rows: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return for each row what `CacheManager.find_next_checkpoint` returns for a request: int32 ``[len(rows)]``.

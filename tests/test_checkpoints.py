@@ -816,7 +816,7 @@ def test_while_copies_are_due(name: str) -> None:
     due, expected = Due(), Due()
     before = due.state()
     with pytest.raises(
-        CopiesDueError, match=r"^(row [013].*: )?copies .*are due: call take_copies, and do them, before$"
+        CopiesDueError, match=r"^(row [013].*: )?copies .*are due, or transfers: call take_copies, .*and do them, before$"
     ) as caught:
         WHILE_DUE[name](due)
     assert isinstance(caught.value, RuntimeError)

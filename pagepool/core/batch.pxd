@@ -31,6 +31,16 @@ cdef struct DueRow:           # a row for which more than counting is due
     int32_t at                # in the call
     int32_t num_new_pages     # that it needs; INT32_MAX: that many or more
 
+cdef struct SwappedGroup:     # what a row had in a group when its pages were saved in the tier
+    int32_t *tier_ids         # of its pages, in token order; the null page where it had none
+    int32_t num_pages
+    int32_t num_skipped
+    int32_t num_cached
+
+cdef struct Swapped:          # a row whose pages are in the tier, each with a reference
+    SwappedGroup *groups      # [num_groups], in the same memory
+    int32_t num_computed      # tokens
+
 cdef struct Batch:            # rows that run together; values by row are [num_rows]
     Pool *pool
     Group *groups
@@ -53,6 +63,7 @@ cdef struct Batch:            # rows that run together; values by row are [num_r
     Py_ssize_t digests_stride
     ExtraKey **extra_keys     # NULL for most
     int32_t *contexts         # 0 for most
+    Swapped **swapped         # NULL for most
     bint skips_pages          # whether pages of any group fall out of a window
     bint has_state            # whether any group is a state
     bint keeps_states         # whether checkpoints of any are kept

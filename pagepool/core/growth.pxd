@@ -16,6 +16,7 @@ from pagepool.core.queue cimport count_free_in
 from pagepool.core.records cimport NULL_PAGE
 from pagepool.core.row_hashes cimport enter_row, hash_row
 from pagepool.core.rows cimport blank, write_ids
+from pagepool.core.swapped cimport drop_swapped
 from pagepool.core.unifying cimport unify_pages
 
 
@@ -88,6 +89,7 @@ cdef inline bint grow_row(Batch *batch, Growth *growth, const DueRow *due) noexc
     if due.num_new_pages:
         if due.num_new_pages > count_free_in(batch.pool, batch.states[row].shard):
             return False
+        drop_swapped(batch, row)
         take_pages(batch, row, room_for(batch, num_tokens, amount(&growth.num_ahead, due.at)), growth)
     if batch.keeps_states and are_checkpoints_due(&holding, num_before):
         keep_row_states(batch, row, num_before)

@@ -4,9 +4,9 @@ from libc.stdint cimport INT32_MAX, int32_t
 from libc.string cimport memcmp
 
 from pagepool.core.arguments cimport as_list
-from pagepool.core.batch cimport Batch, ExtraKey, RowState, digests_of, held_by, plan_next_event
+from pagepool.core.batch cimport Batch, ExtraKey, RowState, SwappedGroup, digests_of, held_by, plan_next_event
 from pagepool.core.holdings cimport Held
-from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool, is_pinned
+from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool, Tier, is_pinned
 from pagepool.core.request_pages cimport RequestPages
 from pagepool.core.row_hashes cimport hash_page_of
 from pagepool.core.row_memory cimport RowMemory
@@ -26,9 +26,10 @@ def check_holders(PageStore store not None, requests) -> None:
     """
     cdef list checked = requests_of(store, requests)
     cdef int32_t[::1] counts = np.zeros(store.pool.num_pages, dtype=np.int32)
+    cdef int32_t[::1] tier_counts = np.zeros(count_tier_pages(store), dtype=np.int32)
     cdef str flaw
     with store.lock:
-        flaw = find_flaw_in_requests(store, &counts[0], checked)
+        flaw = find_flaw_in_requests(store, &counts[0], checked) or find_flaw_in_tier(store.pool.tier, &tier_counts[0])
     if flaw is not None:
         raise IntegrityError(flaw)
 
@@ -40,12 +41,15 @@ def check_rows(RowMemory rows not None, requests) -> None:
     rows.check_made()
     cdef list checked = requests_of(rows.store, requests)
     cdef int32_t[::1] counts = np.zeros(rows.store.pool.num_pages, dtype=np.int32)
+    cdef int32_t[::1] tier_counts = np.zeros(count_tier_pages(rows.store), dtype=np.int32)
     cdef str flaw
     rows.enter_call()
+    count_swapped(rows, &tier_counts[0])
     flaw = (
         find_flaw_in_rows(rows, &counts[0])
         or find_flaw_in_requests(rows.store, &counts[0], checked)
         or find_shared_open_page(rows, &counts[0])
+        or find_flaw_in_tier(rows.store.pool.tier, &tier_counts[0])
     )
     rows.let_go()
     if flaw is not None:
@@ -63,11 +67,26 @@ cdef list requests_of(PageStore store, object values):
     return requests
 
 
+cdef Py_ssize_t count_tier_pages(PageStore store) noexcept:
+    return store.pool.tier.pool.num_pages if store.pool.tier != NULL else 1
+
+
+cdef void count_swapped(RowMemory rows, int32_t *tier_counts) noexcept:
+    """Count the pages that rows have in the tier."""
+    cdef const SwappedGroup *group
+    cdef Py_ssize_t row, g, i
+    for row in range(rows.batch.num_rows):
+        for g in range(rows.batch.num_groups if rows.batch.swapped[row] != NULL else 0):
+            group = &rows.batch.swapped[row].groups[g]
+            for i in range(group.num_pages):
+                tier_counts[group.tier_ids[i]] += 1
+
+
 # What is wrong, or None. An exception made here, with the locks held, could set off a garbage collection that calls the core.
 
 cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
     """No page stands in more places, including those in `counts`, than it has references besides that of pins. A copy that is
-    due has one to its source.
+    due has one to its source, a load that did not end one to its page.
     """
     cdef RequestPages request
     cdef Py_ssize_t g, i
@@ -79,12 +98,35 @@ cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
             )
             if flaw is not None:
                 return f"a request, group {g}: {flaw}"
-    for i in range(store.pool.copies.num):
-        counts[store.pool.copies.items[i].src] += 1
+    add_transferred(&store.pool, counts, 1)
     for i in range(1, store.pool.num_pages):
         if counts[i] > store.pool.pages[i].ref_cnt - is_pinned(&store.pool, i):
             pins = " and is pinned" if is_pinned(&store.pool, i) else ""
             return f"page {i} stands in {counts[i]} rows and requests{pins}, its ref count is {store.pool.pages[i].ref_cnt}"
+    return None
+
+
+cdef void add_transferred(const Pool *pool, int32_t *counts, int32_t amount) noexcept:
+    """Count the pages to which copies and loads have references, or, with -1, no more."""
+    cdef Py_ssize_t i
+    for i in range(pool.copies.num):
+        counts[pool.copies.items[i].src] += amount
+    for i in range(pool.tier.num if pool.tier != NULL else 0):
+        if pool.tier.items[i].is_load:
+            counts[pool.tier.items[i].page_id] += amount
+
+
+cdef str find_flaw_in_tier(Tier *tier, int32_t *counts):
+    """No page of the tier stands in more transfers and rows, which `counts` has, than it has references."""
+    cdef Py_ssize_t i
+    for i in range(tier.num if tier != NULL else 0):
+        counts[tier.items[i].tier_id] += 1
+    for i in range(1, tier.pool.num_pages if tier != NULL else 0):
+        if counts[i] > tier.pool.pages[i].ref_cnt:
+            return (
+                f"page {i} of the host tier stands in {counts[i]} transfers and rows, its ref count is "
+                f"{tier.pool.pages[i].ref_cnt}"
+            )
     return None
 
 
@@ -129,14 +171,13 @@ cdef str find_flaw_in_rows(RowMemory rows, int32_t *counts):
 
 cdef str find_shared_open_page(RowMemory rows, int32_t *counts):
     """The pages to which rows write, and which are not kept as they are, stand in no other row or request. `counts` has copies
-    that are due, too.
+    and loads, too.
     """
     cdef Held *held
     cdef Py_ssize_t row, g, i
     cdef int32_t start
     cdef bint is_kept
-    for i in range(rows.store.pool.copies.num):
-        counts[rows.store.pool.copies.items[i].src] -= 1
+    add_transferred(&rows.store.pool, counts, -1)
     for row in range(rows.batch.num_rows):
         for g in range(rows.batch.num_groups):
             held, start = held_by(&rows.batch, row, g), rows.batch.states[row].num_computed

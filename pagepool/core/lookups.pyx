@@ -89,7 +89,7 @@ cdef class PrefixQuery:
 
     def __cinit__(self, PageStore store not None, HashChain chain not None, start_id=0, stop_id=None, bint reaches_tier=False):
         self.store, self.chain = store, chain
-        self.reaches_tier = reaches_tier and store.tier is not None
+        self.reaches_tier = reaches_tier and store.pool.tier != NULL
         self.ids = store.range_of(start_id, stop_id)
 
     def __reduce__(self):

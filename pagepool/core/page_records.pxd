@@ -1,6 +1,7 @@
 # The records of a pool, and its prefix index.
 
 cimport cython
+from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.chain cimport HashChain
@@ -21,7 +22,7 @@ cdef class PageRecords:
     cdef readonly object eviction       # name of the policy, a str
     cdef readonly object ghost_size     # pools, a float; None: the policy's own
     cdef readonly object names          # HashNames
-    cdef readonly object tier           # the `PageTier` behind it, or None
+    cdef PyObject *tier                 # the `PageTier` behind it, or NULL; a reference that no garbage collection clears
     cdef PageIds protected_ids          # pages that were given the PROTECTED flag last; None: none were
     cdef Py_ssize_t capacity            # records there is room for
     cdef cython.pymutex lock

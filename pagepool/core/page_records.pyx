@@ -3,6 +3,7 @@
 cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
+from cpython.ref cimport Py_XDECREF
 from libc.stdint cimport INT32_MAX, uint32_t
 from libc.string cimport memcpy
 
@@ -101,6 +102,7 @@ cdef class PageRecords:
         free(self.pool.levels)
         free(self.pool.deadlines.times)
         free(self.pool.copies.items)
+        Py_XDECREF(self.tier)
 
     def __reduce__(self):
         raise ArgumentTypeError("a page store cannot be pickled")
@@ -183,6 +185,11 @@ cdef class PageRecords:
     @property
     def num_pages(self) -> int:
         return self.pool.num_pages
+
+    @property
+    def has_tier(self) -> bool:
+        """Whether there is a host tier behind the pool."""
+        return self.pool.tier != NULL
 
     @property
     def num_free_pages(self) -> int:
@@ -421,10 +428,14 @@ cdef class CachedPages(PageRecords):
         return num_dropped
 
     def drop_all(self) -> int:
-        """Drop every prefix entry, unless pages are held. Returns how many are. O(num_pages)."""
+        """Drop every prefix entry, in the tier too, unless pages are held, or rows have pages in the tier. Returns how many are.
+        O(num_pages).
+        """
         cdef int32_t i, num_held
         with self.lock:
             num_held = self.pool.num_pages - 1 - self.pool.num_free
+            if self.pool.tier != NULL:
+                num_held += <int32_t>self.pool.tier.num_swapped
             if num_held == 0 and self.pool.num_parts:
                 blank_all(&self.pool)
                 forget_deadlines(&self.pool.deadlines)

@@ -161,11 +161,18 @@ cdef struct Transfer:         # of a page between a pool and its tier
     int32_t tier_id           # in the tier
     int32_t group             # of the prefix entry
     bint is_load              # from the tier
-    bint is_void              # all entries were dropped meanwhile
+    bint is_void              # it has no key, or its entries were dropped meanwhile
 
 cdef struct FreshPage:        # a page that was cached
     int32_t page_id
     uint32_t number           # of times that pages were
+
+ctypedef uint8_t Fill         # how a save into a page of the tier went
+
+cdef enum:
+    FILLED = 0                # it completed
+    FILLING = 1               # it did not end yet
+    UNFILLED = 2              # it failed
 
 cdef struct Tier:             # a second pool behind a pool, with pages under the same keys
     Pool *pool
@@ -178,6 +185,8 @@ cdef struct Tier:             # a second pool behind a pool, with pages under th
     int64_t *loading          # [num_pages] number of the list by which a page of the pool is loaded; 0 for most
     uint8_t *uses             # [num_pages] times that a cached page was used, up to `min_uses`; NULL: that is 1
     uint8_t min_uses          # of a page that is worth saving
+    Fill *fills               # [pages of the tier]
+    Py_ssize_t num_swapped    # rows with pages in the tier
     uint32_t *fresh_numbers   # [num_pages] of each page that was cached; NULL unless the tier writes through
     uint32_t num_cached       # pages, ever
     FreshPage *fresh          # [num_fresh] that are to be saved, and room for `fresh_capacity`

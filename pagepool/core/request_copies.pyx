@@ -25,7 +25,10 @@ def check_copies_taken(RequestPages held not None, bint may_be_read=False) -> No
         is_due = awaits_copies(&held.store.pool, &held.holding)
         is_due = is_due or not may_be_read and has_copies_due(&held.store.pool, &held.holding)
     if is_due:
-        raise CopiesDueError("copies of pages of the request are due: call take_copies, and do them, before")
+        raise CopiesDueError(
+            "copies of pages of the request are due, or transfers: call take_copies, and with a host tier take_transfers, and do "
+            "them, before"
+        )
 
 
 def are_states_due(RequestPages held not None, num_computed_tokens) -> bool:

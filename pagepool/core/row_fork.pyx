@@ -113,7 +113,10 @@ cdef int refuse_fork(
     cdef Batch *batch = &rows.batch
     cdef Holding holding = holding_of(batch, source)
     if not is_ready and batch.states[source].is_admitted:
-        raise CopiesDueError(f"row {source}: copies to its pages are due: call take_copies, and do them, before")
+        raise CopiesDueError(
+            f"row {source}: copies to its pages are due, or transfers: call take_copies, and with a host tier take_transfers, "
+            "and do them, before"
+        )
     if not is_ready:
         raise ArgumentError(f"row {source} is not admitted")
     if at < targets.num:

@@ -7,7 +7,7 @@ from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport INT64_MAX
 
 from pagepool.core.arguments cimport digest_of_bytes, size_of
-from pagepool.core.batch cimport DueRow, ExtraKey, RowState, held_by
+from pagepool.core.batch cimport DueRow, ExtraKey, RowState, Swapped, held_by
 from pagepool.core.chain cimport extra_key_of
 from pagepool.core.holdings cimport Held
 from pagepool.core.locks cimport BATCH_LOCK, delist_lock, enlist_lock
@@ -110,7 +110,9 @@ cdef class RowMemory:
         delist_lock(&self.lock_node)
         for row in range(self.batch.num_rows):
             free(self.batch.extra_keys[row])
+            free(self.batch.swapped[row])
         free(self.batch.extra_keys)
+        free(self.batch.swapped)
         free(self.batch.contexts)
         free(self.batch.tables)
         free(self.batch.held)
@@ -171,7 +173,8 @@ cdef class RowMemory:
         self.refusals = [None] * n
         self.batch.extra_keys = <ExtraKey **>calloc(n, sizeof(ExtraKey *))
         self.batch.contexts = <int32_t *>calloc(n, sizeof(int32_t))
-        if self.batch.extra_keys == NULL or self.batch.contexts == NULL:
+        self.batch.swapped = <Swapped **>calloc(n, sizeof(Swapped *))
+        if self.batch.extra_keys == NULL or self.batch.contexts == NULL or self.batch.swapped == NULL:
             raise MemoryError(f"{n} rows")
         return 0
 

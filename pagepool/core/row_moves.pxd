@@ -5,12 +5,14 @@ from libc.stdint cimport int32_t
 from pagepool.core.batch cimport Batch, RowState, digests_of, end_row, held_by, holding_of, show_row, tokens_of
 from pagepool.core.holdings cimport Holding, empty
 from pagepool.core.siphash cimport Digest
+from pagepool.core.swapped cimport drop_swapped
 
 
 cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Make a row free. Its pages were given back, or moved."""
     cdef Holding holding = holding_of(batch, row)
     cdef Py_ssize_t g
+    drop_swapped(batch, row)
     empty(&holding)
     for g in range(batch.num_groups):
         end_row(batch, row, g)
@@ -54,6 +56,7 @@ cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second
     begin_admission(batch, second)
     batch.extra_keys[first], batch.extra_keys[second] = batch.extra_keys[second], batch.extra_keys[first]
     batch.contexts[first], batch.contexts[second] = batch.contexts[second], batch.contexts[first]
+    batch.swapped[first], batch.swapped[second] = batch.swapped[second], batch.swapped[first]
     for g in range(batch.num_groups):
         held_by(batch, first, g)[0], held_by(batch, second, g)[0] = held_by(batch, second, g)[0], held_by(batch, first, g)[0]
         show_row(batch, first, g)

@@ -24,7 +24,7 @@ from pagepool.core.rules cimport MAX_TOKENS
 from pagepool.core.shrinking cimport (
     can_go_back, can_undo, check_trim, find_restart, forget_row, go_back, has_state_behind, is_as_grown, undo_row,
 )
-from pagepool.core.tier cimport FailedLoads
+from pagepool.core.transferring cimport FailedLoads
 
 import numpy as np
 
@@ -564,7 +564,10 @@ cdef class RunningRows(RowMemory):
 cdef int refuse_copies(int32_t row, Py_ssize_t at, bint is_due) except -1:
     """Raise if copies of the pages of a row were due when a call stopped there."""
     if is_due:
-        raise CopiesDueError(f"row {row} (at {at}): copies of its pages are due: call take_copies, and do them, before")
+        raise CopiesDueError(
+            f"row {row} (at {at}): copies of its pages are due, or transfers: call take_copies, and with a host tier "
+            "take_transfers, and do them, before"
+        )
     return 0
 
 

@@ -19,7 +19,7 @@ from pagepool.core.store cimport PageStore
 
 import numpy as np
 
-from pagepool.errors import ArgumentTypeError, SnapshotError
+from pagepool.errors import ArgumentError, ArgumentTypeError, SnapshotError
 
 LINKS, KEY = [("prev", "i4"), ("next", "i4")], [("low", "u8"), ("high", "u8")]
 DTYPES = {                        # in the order of `copy_arrays`; notes have the key of the parent
@@ -39,10 +39,11 @@ cdef Policy NO_POLICY         # of zeros
 cdef int64_t MAX_POLICY_COUNT = INT64_MAX // 8  # so that sums of counts are counts too
 
 
-def copy_records(PageStore store not None, str names=None) -> dict:
-    """Copy the records of a pool: its numbers, and the arrays with these `names`, divided by blanks (None: all), as in `Pool`
-    and `Journal`. Other arrays are empty. O(num_pages).
+def copy_records(PageStore store not None, str names=None, bint of_tier=False) -> dict:
+    """Copy the records of a pool, or of the tier behind it: its numbers, and the arrays with these `names`, divided by blanks
+    (None: all), as in `Pool` and `Journal`. Other arrays are empty. O(num_pages).
     """
+    cdef const Pool *source = pool_of(store, of_tier)
     cdef Py_ssize_t[NUM_ARRAYS + 1] stops
     cdef bint[NUM_ARRAYS] is_wanted
     cdef Py_ssize_t i, size = -1, num_bytes = 0
@@ -56,7 +57,7 @@ def copy_records(PageStore store not None, str names=None) -> dict:
         memory = array = np.empty(size + 1, np.uint8)
         start = &memory[0]
         with store.lock:
-            pool = store.pool
+            pool = source[0]
             with nogil:
                 num_bytes = copy_arrays(&pool, is_wanted, stops, start, size)
     return dict(
@@ -69,6 +70,12 @@ def copy_records(PageStore store not None, str names=None) -> dict:
         num_low_free=pool.num_low_free, num_high_free=pool.num_high_free, num_deadlines=pool.deadlines.num,
         counters=counters_of(pool),
     )
+
+
+cdef Pool *pool_of(PageStore store, bint of_tier) except NULL:
+    if of_tier and store.pool.tier == NULL:
+        raise ArgumentError("of_tier: got True, allowed for a pool without a host tier: False")
+    return store.pool.tier.pool if of_tier else &store.pool
 
 
 cdef Py_ssize_t count_shard_links(const Pool *pool) noexcept nogil:
@@ -127,9 +134,11 @@ def follow(prev_ids, next_ids, first_ids) -> tuple:
     return ids, True
 
 
-def find_policy_fault(PageStore store not None) -> str | None:
-    """Return what is wrong with what the eviction policy of a pool keeps, apart from its queue, or None. O(num_pages)."""
-    cdef Pool *pool = &store.pool
+def find_policy_fault(PageStore store not None, bint of_tier=False) -> str | None:
+    """Return what is wrong with what the eviction policy of a pool, or of the tier behind it, keeps, apart from its queue, or
+    None. O(num_pages).
+    """
+    cdef Pool *pool = pool_of(store, of_tier)
     cdef Py_ssize_t page_id = -1, ghost_set = -1, count = -1
     cdef bint is_right = True
     with store.lock:

@@ -16,6 +16,7 @@ from pagepool.core.pages cimport find_unheld
 from pagepool.core.records cimport NO_GROUP, NULL_PAGE, Pool, is_pinned
 from pagepool.core.references cimport put_back, put_back_held
 from pagepool.core.rules cimport Group, full_pages, pages_for
+from pagepool.core.swapped cimport drop_swapped
 
 
 cdef inline int32_t count_kept(
@@ -109,6 +110,7 @@ cdef inline void go_back(Batch *batch, Py_ssize_t row, int32_t num_tokens, int32
     """Let a row that can go on with `num_tokens` known tokens, at most `num_computed` of them computed."""
     cdef int32_t restart = find_restart(batch, row, num_computed)
     cdef Py_ssize_t g
+    drop_swapped(batch, row)
     for g in range(batch.num_groups):
         trim_group(batch.pool, &batch.groups[g], held_by(batch, row, g), num_tokens, restart)
         end_row(batch, row, g)

@@ -6,7 +6,8 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t
 from pagepool.core.index cimport drop, enter, find, has_key, rank
 from pagepool.core.pages cimport take_from, touch_all
 from pagepool.core.records cimport (
-    FLAGS, NO_GROUP, NULL_PAGE, TWIN, FreshPage, Page, Pool, Ranking, Tier, Transfer, digest_of, resize,
+    FILLED, FILLING, FLAGS, NO_GROUP, NULL_PAGE, TWIN, UNFILLED, FreshPage, Page, Pool, Ranking, Tier, Transfer, digest_of,
+    resize,
 )
 from pagepool.core.references cimport put_back
 from pagepool.core.siphash cimport Digest
@@ -24,11 +25,22 @@ cdef inline bint reserve_transfers(Tier *tier, Py_ssize_t n) noexcept nogil:
     return True
 
 
-cdef inline void note_transfer(Tier *tier, Digest key, int32_t group, int32_t page_id, int32_t tier_id, bint is_load) noexcept nogil:
-    """Note a transfer, for which there is room. It takes over a reference to the tier's page."""
-    tier.items[tier.num] = Transfer(key, 0, page_id, tier_id, group, is_load, False)
+cdef inline void note_transfer(Tier *tier, const Transfer *transfer) noexcept nogil:
+    """Note a transfer, for which there is room. It takes over a reference to the tier's page, and one to the page of a load."""
+    tier.items[tier.num] = transfer[0]
     tier.num += 1
     tier.num_due += 1
+
+
+cdef inline int32_t note_save(Tier *tier, Digest key, int32_t group, int32_t page_id, bint is_void) noexcept nogil:
+    """Take a free page of the tier for a page, and note the transfer, for which there is room."""
+    cdef int32_t tier_id = NULL_PAGE
+    cdef Transfer transfer
+    take_from(tier.pool, &tier_id, 1, -1)
+    tier.fills[tier_id] = FILLING
+    transfer = Transfer(key, 0, page_id, tier_id, group, False, is_void)
+    note_transfer(tier, &transfer)
+    return tier_id
 
 
 cdef inline void renew(Pool *pool, int32_t page_id) noexcept nogil:
@@ -48,8 +60,7 @@ cdef inline void save_page(Pool *pool, int32_t page_id, Digest key, int32_t grou
     elif tier.pool.num_free == 0 or not reserve_transfers(tier, 1):
         tier.num_refused += 1
     else:
-        take_from(tier.pool, &tier_id, 1, -1)
-        note_transfer(tier, key, group, page_id, tier_id, False)
+        note_save(tier, key, group, page_id, False)
 
 
 cdef inline void save_evicted(Pool *pool, int32_t page_id) noexcept nogil:
@@ -98,6 +109,7 @@ cdef inline void end_save(Tier *tier, const Transfer *transfer, bint is_done) no
     """Cache the page of the tier that was filled, unless there is one with its content, or it is void."""
     cdef Ranking ranking = Ranking(0, 0)
     cdef int32_t page_id = transfer.tier_id
+    tier.fills[page_id] = FILLED if is_done else UNFILLED
     if is_done and not transfer.is_void and find(tier.pool, transfer.key, transfer.group) == NULL_PAGE:
         if enter(tier.pool, page_id, transfer.key, transfer.group) and tier.pool.num_parts:
             rank(tier.pool, &ranking, &page_id, 0, transfer.key, transfer.group)
@@ -107,10 +119,11 @@ cdef inline void end_save(Tier *tier, const Transfer *transfer, bint is_done) no
 cdef inline void end_load(Pool *pool, const Transfer *transfer, bint is_done) noexcept nogil:
     """Let go of both pages. They lose their entries if the load failed."""
     cdef Tier *tier = pool.tier
+    cdef bint may_drop = not is_done and not transfer.is_void
     tier.loading[transfer.page_id] = 0
-    if not is_done and has_key(&pool.pages[transfer.page_id], transfer.key, transfer.group):
+    if may_drop and has_key(&pool.pages[transfer.page_id], transfer.key, transfer.group):
         drop(pool, transfer.page_id)
-    if not is_done and has_key(&tier.pool.pages[transfer.tier_id], transfer.key, transfer.group):
+    if may_drop and has_key(&tier.pool.pages[transfer.tier_id], transfer.key, transfer.group):
         drop(tier.pool, transfer.tier_id)
     put_back(pool, transfer.page_id)
     put_back(tier.pool, transfer.tier_id)

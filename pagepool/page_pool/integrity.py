@@ -20,15 +20,22 @@ Array = npt.NDArray[Any]
 
 
 def check_store(store: PageStore) -> None:
-    """Check every invariant in the docstring of `pagepool._core`. IntegrityError names a wrong page. O(num_pages)."""
+    """Check every invariant in the docstring of `pagepool._core`, of the host tier too. IntegrityError names a wrong page.
+    O(num_pages of both).
+    """
     read_records(store)
+    if store.has_tier:
+        try:
+            read_records(store, of_tier=True)
+        except IntegrityError as error:
+            raise IntegrityError(f"host tier: {error}") from None
 
 
-def read_records(store: PageStore) -> "Records":
-    """Return a checked copy of a pool's records. IntegrityError for a damaged one. O(num_pages)."""
-    records = Records(**copy_records(store))
+def read_records(store: PageStore, *, of_tier: bool = False) -> "Records":
+    """Return a checked copy of the records of a pool, or of its tier. IntegrityError for a damaged one. O(num_pages)."""
+    records = Records(**copy_records(store, of_tier=of_tier))
     records.check()
-    fault = find_policy_fault(store)
+    fault = find_policy_fault(store, of_tier)
     if fault is not None:
         raise IntegrityError(fault)
     return records
