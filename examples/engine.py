@@ -161,7 +161,8 @@ class Engine:
         """Tell the manager which transfers are done. Returns the requests whose pages failed to load: they go back."""
         wrong: list[Request] = []
         for number, saves, loads, _ in self.runner.end_transfers(must_wait):
-            wrong += self.scheduler.rewind(self.manager.fail_transfers(number, saves=saves, loads=loads))
+            failed = self.manager.fail_transfers(number, saves=saves, loads=loads)
+            wrong += self.scheduler.rewind(failed) if len(failed) else []
         return wrong
 
     def update(self, chunks: Sequence[Chunk], next_tokens: NextTokens) -> list[tuple[Request, int]]:

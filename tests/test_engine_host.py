@@ -119,7 +119,7 @@ def test_answers_with_a_pool_that_evicts_all_the_time(weights: Weights, choice: 
 @CHOICES
 @MODELS
 def test_samples_and_beams(weights: Weights, choice: dict[str, float]) -> None:
-    engine = make_engine(weights, **SMALL, **choice)
+    engine = make_engine(weights, num_host_pages=300, **choice)
     run_all(engine, make_asks(18), weights)
     check_host(engine, choice)
 
@@ -128,7 +128,7 @@ def test_samples_and_beams(weights: Weights, choice: dict[str, float]) -> None:
 @MODELS
 def test_transfers_and_steps_that_fail_at_random(weights: Weights, choice: dict[str, float]) -> None:
     """A page that failed to load has what was there before; a token that was computed from it is computed again."""
-    engine, rng = make_engine(weights, **SMALL, **choice), Random(SEED)
+    engine, rng = make_engine(weights, num_host_pages=300, **choice), Random(SEED)
     failing: Any = FailingHostPages(engine.runner.host_pages, 0.1)
     engine.runner.host_pages = failing
     step, run = engine.step, engine.runner.run
