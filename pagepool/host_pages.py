@@ -203,8 +203,8 @@ class HostPages:
     def warmup(self, arrays: Arrays, max_num_pages: int = MAX_PAGES_PER_CALL) -> Arrays:
         """Compile the programs for transfers of up to `max_num_pages` pages each way. Return the arrays, unchanged.
 
-        There are at most 5 each way for each dtype, and twice as many for loads if devices divide the page axis. The arrays are donated,
-        and errors are those of `run`.
+        There are at most 5 each way for each dtype, and twice as many for loads if devices divide the page axis. The arrays are
+        donated, and errors are those of `run`.
         """
         max_num_pages = require_int("max_num_pages", max_num_pages, 1)
         parts = self._split(arrays)
