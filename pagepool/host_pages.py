@@ -164,8 +164,9 @@ class HostPages:
 
         Nothing waits for the device. Until the transfers are done the device keeps a copy of their pages. A page that was never
         saved, or whose save failed, is not loaded; this, and what jax raises here or later for a copy, is told by `poll`. Only
-        an error after arrays were donated is raised here. Devices communicate only where they divide the page axis and a page
-        is loaded into another part than it was saved from: by an all-reduce.
+        an error after arrays were donated is raised here; one of the device in a load also spoils the arrays, as in any step.
+        Devices communicate only where they divide the page axis and a page is loaded into another part than it was saved from:
+        by an all-reduce.
 
         Errors, before anything is done: ArgumentTypeError for arguments of other types or dtypes; PageIdError for pages that
         the arrays or the host do not have, and for null pages; ArgumentError for a page that is written twice, a group without
