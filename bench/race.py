@@ -41,7 +41,8 @@ COPIES = Suite(("by page", "plain"), "pagepool", "us", 1e6, "target")
 HOST = Suite(("device_put",), "pagepool", "us", 1e6, "target")
 FORKS = Suite(("easydel", "oracle", "manager", "admit"), "fork", "us", 1e6, "target")
 STATES = Suite(("no interval",), "checkpoints", "ns", 1e9, "target")
-SUITES = (DROP_IN, BATCHED, EVICTION, COPIES, HOST, FORKS, STATES)
+TIER = Suite(("no tier", "unused"), "tier", "ns", 1e9, "target")
+SUITES = (DROP_IN, BATCHED, EVICTION, COPIES, HOST, FORKS, STATES, TIER)
 LIMIT_COLUMNS = ("limit in C", "batched alone", "ratio to the limit")
 
 Limits = Mapping[str, tuple[float, float]]

@@ -325,7 +325,7 @@ class StepResult:
     def new_page_groups(self) -> npt.NDArray[np.int32]: ...
 
 _Amounts = int | Sequence[int] | npt.NDArray[Any]
-_HitFinder = Callable[[HashChain, int], tuple[tuple[PageIds, ...], int]]
+_HitFinder = Callable[[HashChain, int], tuple[tuple[PageIds, ...] | None, int]]
 
 class RunningRows:
     num_tokens: Final[npt.NDArray[np.int32]]

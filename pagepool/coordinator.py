@@ -131,11 +131,23 @@ class CacheCoordinator(ABC):
 
     @abstractmethod
     def find_longest_cache_hit(
-        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE, loads: bool = False
+        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE
     ) -> tuple[tuple[PageIds, ...], int]:
         """Return the longest cached prefix of at most `max_cache_hit_length` tokens, and its length in tokens. The prefix is
         page ids for each group, with the null page where the group's attention does not reach. Changes nothing.
         """
+
+    def load_longest_cache_hit(
+        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE
+    ) -> tuple[tuple[PageIds, ...] | None, int]:
+        """Return what `find_longest_cache_hit` does once the pages that only the host tier has are noted to be loaded, or None
+        in place of page ids if too few pages are free for them.
+        """
+        return self.find_longest_cache_hit(chain, max_cache_hit_length, ids)
+
+    @abstractmethod
+    def count_cached_tokens(self, chain: HashChain, max_cache_hit_length: int) -> int:
+        """Return the length of the longest prefix that is cached in the pool or its host tier, in tokens."""
 
 
 class CacheCoordinatorNoPrefixCache(CacheCoordinator):
@@ -153,10 +165,14 @@ class CacheCoordinatorNoPrefixCache(CacheCoordinator):
         super().__init__(num_pages, kv_cache_groups, max_model_len, use_eagle, False, page_pool)
 
     def find_longest_cache_hit(
-        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE, loads: bool = False
+        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE
     ) -> tuple[tuple[PageIds, ...], int]:
         """Return no hit."""
         return tuple(PageIds() for _ in self.single_type_managers), 0
+
+    def count_cached_tokens(self, chain: HashChain, max_cache_hit_length: int) -> int:
+        """Return 0."""
+        return 0
 
 
 class HybridCacheCoordinator(CacheCoordinator):
@@ -191,21 +207,42 @@ class HybridCacheCoordinator(CacheCoordinator):
         return sorted(groups, key=lambda group: not group[0].is_prefix_closed)
 
     def find_longest_cache_hit(
-        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE, loads: bool = False
+        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE
     ) -> tuple[tuple[PageIds, ...], int]:
         """O(pages x groups) a round, rarely more than two rounds. Repeats if another thread drops a page that was found."""
-        if loads and self.page_pool.store.has_tier:
-            self._load(chain, max_cache_hit_length, ids)
         query = PrefixQuery(self.page_pool.store, chain, *ids)
-        while True:
+        return self._fetch_longest(query, self._find_hit_length(query, max_cache_hit_length), max_cache_hit_length)
+
+    def load_longest_cache_hit(
+        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE
+    ) -> tuple[tuple[PageIds, ...] | None, int]:
+        """O(pages x groups) a round. Without a tier it is `find_longest_cache_hit`."""
+        store = self.page_pool.store
+        if not store.has_tier:
+            return self.find_longest_cache_hit(chain, max_cache_hit_length, ids)
+        query = PrefixQuery(store, chain, *ids)
+        num_tokens = self._find_hit_length(query, max_cache_hit_length)
+        if num_tokens < max_cache_hit_length - max_cache_hit_length % self.num_hit_tokens:
+            num_all_tokens = self._find_hit_length(PrefixQuery(store, chain, *ids, True), max_cache_hit_length)
+            if num_all_tokens > num_tokens and not self._load(chain, num_all_tokens, ids):
+                return None, num_all_tokens
+            num_tokens = num_all_tokens
+        return self._fetch_longest(query, num_tokens, max_cache_hit_length)
+
+    def _fetch_longest(self, query: PrefixQuery, num_tokens: int, max_cache_hit_length: int) -> tuple[tuple[PageIds, ...], int]:
+        """Return the pages of a prefix that was found, or of what another thread has left of it."""
+        hits = self._fetch(query, num_tokens)
+        while hits is None:
             num_tokens = self._find_hit_length(query, max_cache_hit_length)
             hits = self._fetch(query, num_tokens)
-            if hits is not None:
-                return hits, num_tokens
+        return hits, num_tokens
 
-    def _load(self, chain: HashChain, max_cache_hit_length: int, ids: IdRange) -> None:
-        """Have the pages of the longest prefix in pool and tier loaded that are not in the pool."""
-        num_tokens = self._find_hit_length(PrefixQuery(self.page_pool.store, chain, *ids, True), max_cache_hit_length)
+    def count_cached_tokens(self, chain: HashChain, max_cache_hit_length: int) -> int:
+        """O(pages x groups) a round, as `find_longest_cache_hit`."""
+        return self._find_hit_length(PrefixQuery(self.page_pool.store, chain, *ANY_PAGE, True), max_cache_hit_length)
+
+    def _load(self, chain: HashChain, num_tokens: int, ids: IdRange) -> bool:
+        """Have the pages of a prefix that are not in the pool loaded from the tier. False if too few pages are free."""
         spans = [
             (
                 manager.kv_cache_group_id,
@@ -216,8 +253,7 @@ class HybridCacheCoordinator(CacheCoordinator):
             )
             for manager in self.single_type_managers
         ]
-        if num_tokens:
-            load_hits(self.page_pool.store, chain, spans, *ids)
+        return load_hits(self.page_pool.store, chain, spans, *ids)
 
     def _find_hit_length(self, query: PrefixQuery, max_cache_hit_length: int) -> int:
         """Return the length on which all kinds agree."""

@@ -134,8 +134,9 @@ class RunningBatch(RunningRows):
         included, get slots (None: all). `max_num_new_tokens`, a step's budget, limits the slots after the cached tokens.
         With `ends_at_checkpoint` they end at the last multiple of ``CacheManager.checkpoint_interval``, if there is one behind
         the cached tokens. Returns the number of cached tokens, at most one less than all; None, without a change, if too few
-        pages are free. `num_reserved_pages` stay free for running rows (`CacheManager.require_capacity` tells whether waiting
-        can help).
+        pages are free. With a host tier, cached pages that only the tier has are noted to be loaded, also for a request that
+        does not fit then. `num_reserved_pages` stay free for running rows (`CacheManager.require_capacity` tells whether
+        waiting can help).
 
         `cache_salt`, `lora_id` and `mm_features` keep prefixes apart as in `CacheManager`. With `dp_shard`, taken modulo
         `data_parallel_size`, hits and pages come from that shard, later ones too. Without `look_up` no prefix is taken, for a
@@ -167,9 +168,9 @@ class RunningBatch(RunningRows):
         request = RowRequest(self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options, interval)
         hint = None if dp_shard is None else require_int("dp_shard", dp_shard, 0)
 
-        def find_hits(chain: HashChain, num_known_tokens: int) -> tuple[tuple[PageIds, ...], int]:
+        def find_hits(chain: HashChain, num_known_tokens: int) -> tuple[tuple[PageIds, ...] | None, int]:
             bounds = pool.find_shard_bounds(hint, size)
-            return self._manager.coordinator.find_longest_cache_hit(chain, num_known_tokens - 1, bounds, loads=True)
+            return self._manager.coordinator.load_longest_cache_hit(chain, num_known_tokens - 1, bounds)
 
         shard, _ = pool.find_shard(hint, size) or (None, 0)
         keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
@@ -236,7 +237,7 @@ class RunningBatch(RunningRows):
 
     def swap_in(self, row: int) -> int | None:
         """Give a row that was swapped out its pages back: those still cached in the pool, and others, into which the next
-        `take_transfers` loads the contents. Its hits count as in flight until these complete. Drafts get their room by `grow`.
+        `take_transfers` loads the contents; call it before the row grows. Drafts get their room by `grow`.
 
         Returns the computed tokens that it has again; 0 if saving a page has failed: then `grow` computes it from the start, or
         `release` and `admit` look its prefix up. None, and nothing changed, if too few pages are free, or while its saves are

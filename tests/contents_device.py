@@ -89,6 +89,12 @@ class Device:
             place = f"number {bad} of {len(histories)} tokens, page {pages[bad]}, slot {offsets[bad]}"
             raise ContentsError(f"{what}: group {group_id}, {place}: read {found}, computed was {histories[bad]}")
 
+    def holds(self, group_id: int, slots: npt.NDArray[np.int32], histories: Sequence[int]) -> bool:
+        """Whether slots of a group hold these histories."""
+        self.num_compared += len(histories)
+        read = self.cells[self._places(group_id, slots)]
+        return bool((slots > 0).all()) and np.array_equal(read, self._values(group_id, histories))
+
     def compare_page(self, group_id: int, page_id: int, histories: Sequence[int]) -> None:
         """Raise unless a page holds these histories from its first slot on."""
         page_size = 1 if self.groups[group_id].kind == "mamba" else self.groups[group_id].page_size

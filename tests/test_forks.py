@@ -361,7 +361,7 @@ def test_a_request_that_forks_must_not_be_written() -> None:
     manager.fork(request, like(request))
     manager.fork(request, like(request, "third"))
     for held in (request, like(request)):
-        with pytest.raises(CopiesDueError, match=r"^copies of pages of the request are due: call take_copies"):
+        with pytest.raises(CopiesDueError, match=r"^copies of pages of the request are due, or transfers: call take_copies"):
             manager.allocate_slots(held, 4)
     manager.free(like(request))
     assert take(manager) == [(2, 4, 0)]

@@ -45,6 +45,13 @@ cdef inline ForkOutcome check_fork(
     return FORKED if reserve_copies(pool, num_new) else SHORT_OF_MEMORY
 
 
+cdef inline void note_forked(Pool *pool, int32_t page_id, int32_t copy_id) noexcept nogil:
+    """Note that a page, which may be being loaded, is copied: the copy is as wrong as it if that fails."""
+    if pool.tier != NULL and pool.tier.loading[page_id]:
+        pool.tier.loading[copy_id] = pool.tier.loading[page_id]
+        pool.tier.last_forked = max(pool.tier.last_forked, pool.tier.loading[page_id])
+
+
 cdef inline void fork_group(
     Pool *pool, const Holding *forked, const Holding *new, int32_t g, int32_t num_computed, int32_t shard
 ) noexcept nogil:
@@ -73,3 +80,4 @@ cdef inline void fork_group(
         target.num_pages += 1
         note_copy(pool, source.ids[n], target, n, g)
         source.read_list = target.written_list
+        note_forked(pool, source.ids[n], ids[n])

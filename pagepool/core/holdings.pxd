@@ -110,9 +110,11 @@ cdef inline bint lacks_page(const Group *group, const Held *held, int32_t num_co
 
 
 cdef inline void skip_pages(Pool *pool, const Group *group, Held *held, int32_t num_computed) noexcept nogil:
-    """Give back the pages that no token from `num_computed` on attends to, the last first, and put the null page there."""
+    """Give back the pages that no token from `num_computed` on attends to, the last first, and put the null page there. While
+    hits are loaded none goes: if that fails they are needed again.
+    """
     cdef int32_t j, stop = find_skip_stop(group, held, num_computed)
-    if stop > held.num_skipped:
+    if stop > held.num_skipped and not waits_for_loads(pool, held):
         for j in range(stop - 1, held.num_skipped - 1, -1):
             if pool.num_parts and pool.pages[held.ids[j]].ref_cnt == 1 and not is_needed_by_hits(&group.rules, j):
                 pool.policy.marks[held.ids[j]] = BLANK

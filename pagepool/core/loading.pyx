@@ -10,9 +10,9 @@ from pagepool.core.entering cimport Contents
 from pagepool.core.index cimport enter, find, find_within, keep_tokens, rank
 from pagepool.core.notes cimport is_journaled, note_entry
 from pagepool.core.pages cimport take_from, touch_all
-from pagepool.core.queue cimport has_free_pages
+from pagepool.core.queue cimport has_free_pages, pull
 from pagepool.core.records cimport NULL_PAGE, Origin, Pool, Range, Ranking, Tier, Transfer, is_free
-from pagepool.core.references cimport put_back
+from pagepool.core.references cimport let_go
 from pagepool.core.request_pages cimport set_contents
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
@@ -29,6 +29,15 @@ cdef struct Span:             # of a group's places in a prefix that hits in the
     bint is_state
 
 
+cdef struct Prefix:
+    Span *spans               # [num_spans]
+    Py_ssize_t num_spans
+    Py_ssize_t num_places     # of all spans
+    Range ids                 # of pages of the pool that may hit
+    int32_t *found_ids        # [num_places] of the pool; the null page where it has none
+    int32_t *new_ids          # [num_places] behind them: of the pages that are taken
+
+
 cdef Span span_of(object group, HashChain chain) except *:
     group_id, stride, start, stop, is_state = group
     cdef Py_ssize_t num = size_of(stride, "stride", 1)
@@ -39,11 +48,12 @@ cdef Span span_of(object group, HashChain chain) except *:
 cdef int32_t count_shards(PageStore store, Range ids) except -1:
     """The number of shards of the size of a range; 0 for the whole pool."""
     cdef int32_t num_pages = store.pool.num_pages
-    if ids.start == 0 and ids.stop == num_pages:
+    cdef int32_t size = ids.stop - ids.start + (ids.start == 1)  # the null page is not among those of its shard
+    if ids.stop - ids.start == num_pages:
         return 0
-    if ids.stop <= ids.start or num_pages % (ids.stop - ids.start) or ids.start % (ids.stop - ids.start):
+    if size <= 0 or num_pages % size or ids.stop % size:
         raise ArgumentError(f"ids: got {ids.start} to {ids.stop}, allowed: those of a shard")
-    return num_pages // (ids.stop - ids.start)
+    return num_pages // size
 
 
 def load_hits(PageStore store not None, HashChain chain not None, groups, start_id=0, stop_id=None, context=0) -> bool:
@@ -51,117 +61,117 @@ def load_hits(PageStore store not None, HashChain chain not None, groups, start_
     tier: each gets a page there, with its entry, which is held until the load ends. `groups` are ``(group, hashes of a place,
     first place, end, is a state)``. False, and nothing changed, if a page is in neither, or too few are free. O(places).
     """
-    cdef Span *spans
-    cdef Py_ssize_t num_spans = 0
     cdef Range ids = store.range_of(start_id, stop_id)
     cdef int32_t num_shards = count_shards(store, ids)
     cdef Contents contents = Contents(NULL, NULL, 0, store.checked_context(context))
     cdef list items = as_list(groups, "groups")
-    cdef int32_t shard = ids.start // (ids.stop - ids.start) if num_shards else -1
+    cdef int32_t shard = ids.stop // (store.pool.num_pages // num_shards) - 1 if num_shards else -1
+    cdef Prefix prefix = Prefix(NULL, 0, 0, ids, NULL, NULL)
     cdef bint is_done
-    spans = <Span *>calloc(len(items) + 1, sizeof(Span))
-    if spans == NULL:
-        raise MemoryError("spans of a prefix")
     try:
-        for item in items:
-            spans[num_spans] = span_of(item, chain)
-            num_spans += 1
+        reserve_places(&prefix, items, chain)
         with chain.lock:
             store.lock_divided(num_shards)
             set_contents(&contents, chain)
-            is_done = load_spans(&store.pool, spans, num_spans, &contents, ids, shard)
+            is_done = load_prefix(&store.pool, &prefix, &contents, shard)
             store.lock.release()
     finally:
-        free(spans)
+        free(prefix.spans)
+        free(prefix.found_ids)
     return is_done
 
 
-cdef bint load_spans(
-    Pool *pool, const Span *spans, Py_ssize_t num_spans, const Contents *contents, Range ids, int32_t shard
-) noexcept nogil:
+cdef int reserve_places(Prefix *prefix, list groups, HashChain chain) except -1:
+    """Read the spans, and allocate the ids of their places."""
+    prefix.spans = <Span *>calloc(len(groups) + 1, sizeof(Span))
+    if prefix.spans == NULL:
+        raise MemoryError("spans of a prefix")
+    for group in groups:
+        prefix.spans[prefix.num_spans] = span_of(group, chain)
+        prefix.num_places += prefix.spans[prefix.num_spans].stop - prefix.spans[prefix.num_spans].start
+        prefix.num_spans += 1
+    prefix.found_ids = <int32_t *>calloc(2 * prefix.num_places + 1, sizeof(int32_t))
+    if prefix.found_ids == NULL:
+        raise MemoryError("pages of a prefix")
+    prefix.new_ids = prefix.found_ids + prefix.num_places
+    return 0
+
+
+cdef bint load_prefix(Pool *pool, const Prefix *prefix, const Contents *contents, int32_t shard) noexcept nogil:
     cdef Tier *tier = pool.tier
-    cdef Py_ssize_t first = tier.num, num_free_hits = note_missing(pool, spans, num_spans, contents.digests, ids)
-    cdef Py_ssize_t i, num_loads = tier.num - first
-    cdef int32_t page_id = NULL_PAGE
+    cdef Py_ssize_t i, first = tier.num, num_free_hits = note_missing(pool, prefix, contents.digests)
+    cdef Py_ssize_t num_loads = tier.num - first
     if num_free_hits < 0 or not has_free_pages(pool, num_loads + num_free_hits, 0, shard):
-        forget_last(tier, num_loads)
+        tier.num -= num_loads
+        tier.num_due -= num_loads
         return False
-    if num_loads:
-        hold_hits(pool, spans, num_spans, contents.digests, ids, True)
-        for i in range(first, first + num_loads):
-            take_from(pool, &page_id, 1, shard)  # what is evicted for it is noted behind the loads
-            tier.items[i].page_id = page_id
-        hold_hits(pool, spans, num_spans, contents.digests, ids, False)
-        enter_missing(pool, spans, num_spans, contents, ids, first)
-        find_oldest_load(tier)
+    hold_hits(pool, prefix, True)
+    for i in range(num_loads):
+        touch_all(tier.pool, &tier.items[first + i].tier_id, 1)
+    take_from(pool, prefix.new_ids, num_loads, shard)  # what is evicted for it is noted behind the loads
+    for i in range(num_loads):
+        tier.items[first + i].page_id = prefix.new_ids[i]
+        tier.loading[prefix.new_ids[i]] = tier.last_number + 1
+    hold_hits(pool, prefix, False)
+    enter_missing(pool, prefix, contents)
+    find_oldest_load(tier)
     return True
 
 
-cdef Py_ssize_t note_missing(
-    Pool *pool, const Span *spans, Py_ssize_t num_spans, const Digest *digests, Range ids
-) noexcept nogil:
-    """Note a load of each place that is not in the pool, still without a page there. Returns how many of the others are free
-    pages, or -1 if a place is not in the tier either.
+cdef Py_ssize_t note_missing(Pool *pool, const Prefix *prefix, const Digest *digests) noexcept nogil:
+    """Find the places in the pool, and note a load of each other one, still without a page there. Returns how many of those
+    found are free pages, or -1 if a place is not in the tier either.
     """
     cdef Tier *tier = pool.tier
-    cdef Py_ssize_t g, place, num_free_hits = 0
-    cdef int32_t page_id
+    cdef const Span *span
+    cdef Py_ssize_t g, place, i = 0, num_free_hits = 0
+    cdef int32_t tier_id
     cdef Transfer load
     cdef Digest key
-    for g in range(num_spans):
-        for place in range(spans[g].start, spans[g].stop):
-            key = digests[(place + 1) * spans[g].stride - 1]
-            page_id = find_within(pool, key, spans[g].group, ids)
-            if page_id != NULL_PAGE:
-                num_free_hits += is_free(pool, page_id)
+    for g in range(prefix.num_spans):
+        span = &prefix.spans[g]
+        for place in range(span.start, span.stop):
+            key = digests[(place + 1) * span.stride - 1]
+            prefix.found_ids[i] = find_within(pool, key, span.group, prefix.ids)
+            i += 1
+            if prefix.found_ids[i - 1] != NULL_PAGE:
+                num_free_hits += is_free(pool, prefix.found_ids[i - 1])
                 continue
-            page_id = find(tier.pool, key, spans[g].group)
-            if page_id == NULL_PAGE or not reserve_transfers(tier, 1):
+            tier_id = find(tier.pool, key, span.group)
+            if tier_id == NULL_PAGE or not reserve_transfers(tier, 1):
                 return -1
-            touch_all(tier.pool, &page_id, 1)
-            load = Transfer(key, 0, NULL_PAGE, page_id, spans[g].group, True, False)
+            load = Transfer(key, 0, NULL_PAGE, tier_id, span.group, True, False)
             note_transfer(tier, &load)
     return num_free_hits
 
 
-cdef void forget_last(Tier *tier, Py_ssize_t n) noexcept nogil:
-    """Forget the last loads that were noted."""
-    cdef Py_ssize_t _i
-    for _i in range(n):
-        put_back(tier.pool, tier.items[tier.num - 1].tier_id)
-        tier.num -= 1
-        tier.num_due -= 1
-
-
-cdef void hold_hits(
-    Pool *pool, const Span *spans, Py_ssize_t num_spans, const Digest *digests, Range ids, bint is_held
-) noexcept nogil:
-    """Take a reference to the pages of the prefix that are in the pool, so that none of them is evicted, or give it back: the
+cdef void hold_hits(Pool *pool, const Prefix *prefix, bint is_held) noexcept nogil:
+    """Take the free pages of the prefix out of the queue, so that none of them is evicted, or put them back to its end: the
     first page last, so that it is evicted last.
     """
-    cdef Py_ssize_t g, i
+    cdef Py_ssize_t i
     cdef int32_t page_id
-    for g in range(num_spans):
-        for i in range(spans[g].stop - 1, spans[g].start - 1, -1):
-            page_id = find_within(pool, digests[(i + 1) * spans[g].stride - 1], spans[g].group, ids)
-            if page_id != NULL_PAGE and is_held:
-                touch_all(pool, &page_id, 1)
-            elif page_id != NULL_PAGE:
-                put_back(pool, page_id)
+    for i in range(prefix.num_places - 1, -1, -1):
+        page_id = prefix.found_ids[i]
+        if page_id == NULL_PAGE or pool.pages[page_id].ref_cnt or is_free(pool, page_id) != is_held:
+            continue
+        if is_held:
+            pull(pool, page_id)
+        else:
+            let_go(pool, page_id)
 
 
-cdef void enter_missing(
-    Pool *pool, const Span *spans, Py_ssize_t num_spans, const Contents *contents, Range ids, Py_ssize_t at
-) noexcept nogil:
-    """Enter the pages that were taken for loads, from `at` on, in the places of the prefix that are not in the pool."""
-    cdef Tier *tier = pool.tier
-    cdef Py_ssize_t g, place
-    for g in range(num_spans):
-        for place in range(spans[g].start, spans[g].stop):
-            if find_within(pool, contents.digests[(place + 1) * spans[g].stride - 1], spans[g].group, ids) == NULL_PAGE:
-                tier.loading[tier.items[at].page_id] = tier.last_number + 1
-                enter_loaded(pool, tier.items[at].page_id, &spans[g], place, contents)
-                at += 1
+cdef void enter_missing(Pool *pool, const Prefix *prefix, const Contents *contents) noexcept nogil:
+    """Enter the pages that were taken for loads."""
+    cdef const Span *span
+    cdef Py_ssize_t g, place, i = 0, num_entered = 0
+    for g in range(prefix.num_spans):
+        span = &prefix.spans[g]
+        for place in range(span.start, span.stop):
+            if prefix.found_ids[i] == NULL_PAGE:
+                enter_loaded(pool, prefix.new_ids[num_entered], span, place, contents)
+                num_entered += 1
+            i += 1
 
 
 cdef void enter_loaded(

@@ -428,8 +428,8 @@ cdef class CachedPages(PageRecords):
         return num_dropped
 
     def drop_all(self) -> int:
-        """Drop every prefix entry, in the tier too, unless pages are held, or rows have pages in the tier. Returns how many are.
-        O(num_pages).
+        """Drop every prefix entry, in the tier too, unless pages are held, or rows have pages in the tier. Returns how many
+        are. O(num_pages).
         """
         cdef int32_t i, num_held
         with self.lock:

@@ -60,10 +60,12 @@ cdef inline void claim(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
-    """Have the slot fetched that a page with an entry will leave."""
+    """Have the slot fetched that a page with an entry will leave, and the one in which it is looked up in the tier."""
     cdef Page *page = &pool.pages[page_id]
     if page.group != NO_GROUP:
         fetch(home_of(pool, digest_of(page), page.group & ~FLAGS))
+        if pool.tier != NULL:
+            fetch(home_of(pool.tier.pool, digest_of(page), page.group & ~FLAGS))
 
 
 cdef inline void take_from(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard) noexcept nogil:

@@ -183,6 +183,7 @@ cdef struct Tier:             # a second pool behind a pool, with pages under th
     int64_t last_number       # of a list that was taken
     int64_t oldest_load       # number of the first list with loads in flight, or due; INT64_MAX: none
     int64_t *loading          # [num_pages] number of the list by which a page of the pool is loaded; 0 for most
+    int64_t last_forked       # of a list by which a page was loaded when a fork copied it
     uint8_t *uses             # [num_pages] times that a cached page was used, up to `min_uses`; NULL: that is 1
     uint8_t min_uses          # of a page that is worth saving
     Fill *fills               # [pages of the tier]
@@ -301,8 +302,11 @@ cdef inline Digest digest_of(const Page *page) noexcept nogil:
 
 
 cdef inline int64_t count_changes(const Pool *pool) noexcept nogil:
-    """Entries that came into the prefix index, and that went. It never gets less."""
-    return pool.num_cached + pool.num_dropped
+    """Entries that came into the prefix index, or that of the tier, and that went. It never gets less."""
+    cdef int64_t count = pool.num_cached + pool.num_dropped
+    if pool.tier != NULL:
+        count += pool.tier.pool.num_cached + pool.tier.pool.num_dropped
+    return count
 
 
 cdef inline Range ids_in_shard(const Pool *pool, int32_t shard) noexcept nogil:

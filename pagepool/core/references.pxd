@@ -11,10 +11,15 @@ cdef inline void put_back(Pool *pool, int32_t page_id) noexcept nogil:
     cdef Page *page = &pool.pages[page_id]
     page.ref_cnt -= 1
     if page.ref_cnt == 0:
-        if pool.num_parts:
-            pool.policy.note_release(pool, 1)
-        push(pool, page_id)
+        let_go(pool, page_id)
         pool.num_freed += 1
+
+
+cdef inline void let_go(Pool *pool, int32_t page_id) noexcept nogil:
+    """Put a page without references, that is not in the queue, to its back."""
+    if pool.num_parts:
+        pool.policy.note_release(pool, 1)
+    push(pool, page_id)
 
 
 cdef inline void put_back_held(Pool *pool, int32_t page_id) noexcept nogil:

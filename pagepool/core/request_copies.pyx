@@ -26,8 +26,8 @@ def check_copies_taken(RequestPages held not None, bint may_be_read=False) -> No
         is_due = is_due or not may_be_read and has_copies_due(&held.store.pool, &held.holding)
     if is_due:
         raise CopiesDueError(
-            "copies of pages of the request are due, or transfers: call take_copies, and with a host tier take_transfers, and do "
-            "them, before"
+            "copies of pages of the request are due, or transfers: call take_copies, and with a host tier take_transfers, and "
+            "do them, before"
         )
 
 

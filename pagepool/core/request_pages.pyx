@@ -12,8 +12,8 @@ from pagepool.core.copies cimport awaits_copies, drop_copies, has_copies_due, no
 from pagepool.core.entering cimport Contents, Waiting, enter_full_pages, enter_waiting
 from pagepool.core.holdings cimport (
     STALE, UNTOUCHABLE, Held, attach_hits, count_free_hits, count_missing, count_places, empty,
-    find_load_number, find_lost_page, forget_uncomputed, limits_of, list_last_first, note_loads, recompute_from, skip_pages,
-    take_missing,
+    find_load_number, find_lost_page, forget_uncomputed, limits_of, list_last_first, note_loads, note_taken, recompute_from,
+    skip_pages, take_missing,
 )
 from pagepool.core.ids cimport PageIds
 from pagepool.core.index cimport is_entered_otherwise
@@ -241,6 +241,7 @@ cdef void adopt_states(Pool *pool, const Holding *holding, tuple hits) noexcept:
         ids = hits[g]
         if is_state(&holding.groups[g].rules) and ids.num:
             adopt_state(pool, &holding.held[g], ids.ids, <int32_t>ids.num)
+            note_taken(pool, &holding.held[g])
 
 
 cdef void copy_states(Pool *pool, const Holding *holding, tuple hits) noexcept:

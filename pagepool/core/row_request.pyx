@@ -79,7 +79,8 @@ cdef class RowRequest:
         """Start the row, and return how many tokens were hit; None, and nothing taken, if too few pages are free.
 
         `extra_keys` are ``(page, bytes)`` of the hash pages that have any, in order. `find_hits` maps a `HashChain` and the
-        number of known tokens to page ids for each group and the tokens that they hold; None: take no hits. The row has a
+        number of known tokens to page ids for each group, or None if too few pages are free for them, and the tokens that they
+        hold; None: take no hits. The row has a
         `context` of `EntryJournal.add_context`. `counter` counts an admitted request.
         """
         cdef RowMemory rows = self.rows
@@ -174,15 +175,19 @@ cdef class RowRequest:
         cdef int32_t num_hits = 0, num_tokens, held_free = NULL_PAGE
         cdef int64_t num_needed, num_changes
         cdef Py_ssize_t num_free_hits, num_adopted = 0
-        cdef bint has_pages = False, has_room = True
+        cdef bint is_short = False, has_pages = False, has_room = True
         cdef RowRefusal refusal
         with rows.store.lock:
             num_changes = count_changes(batch.pool)
         if find_hits is not None and batch.hash_page_size:
             chain = HashChain.__new__(HashChain, batch.hash_page_size, rows.key)
             hits, num_hit_tokens = self.look_up(find_hits, chain)
+            is_short = hits is None
+            if is_short:
+                hits, num_hit_tokens = (), 0
             num_hits = <int32_t>size_of(num_hit_tokens, "num_hit_tokens", 0, self.tokens.num_known - 1)
-            self.check_hits(hits, num_hits)
+            if not is_short:
+                self.check_hits(hits, num_hits)
         refusal = RowRefusal(hits, self.tokens.num_known, num_hit_tokens)
         rows.enter_call()
         batch.states[self.row].shard = self.shard
@@ -192,8 +197,8 @@ cdef class RowRequest:
         )
         if num_free_hits >= 0:
             num_needed = count_needed(&holding, hits, num_tokens) + num_free_hits
-            has_pages = has_free_pages(batch.pool, num_needed, self.num_reserved, self.shard)
-            if not has_pages:
+            has_pages = not is_short and has_free_pages(batch.pool, num_needed, self.num_reserved, self.shard)
+            if not has_pages and not is_short:
                 num_adopted = count_adoptable(batch.pool, &holding, hits)
                 has_pages = has_free_pages(batch.pool, num_needed - num_adopted, self.num_reserved, self.shard)
             has_room = num_adopted or reserve_copies(batch.pool, count_state_hits(&holding, hits))

@@ -18,7 +18,6 @@ from pagepool.core.queue cimport find_held_free, has_free_pages
 from pagepool.core.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NULL_PAGE, Page, Pool, Ranking, Tier, Transfer, digest_of, ids_in_shard,
 )
-from pagepool.core.references cimport put_back
 from pagepool.core.row_memory cimport RowMemory
 from pagepool.core.row_moves cimport begin_admission
 from pagepool.core.rules cimport Group, is_state, pages_for

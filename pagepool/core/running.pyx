@@ -356,9 +356,10 @@ cdef class RunningRows(RowMemory):
         """Let the rows whose pages failed to load, by `CacheManager.fail_transfers`, compute their tokens again from the first
         such page on: ``num_computed_tokens`` says from where, and `grow` does it. Call it before the rows grow again.
 
-        Returns the rows that went back, and those that cannot, because a window gave pages back that they need again, or the
-        model has states, which have seen wrong tokens: release these, with `num_computed_tokens` 0, and admit them again. Both
-        are lists. O(pages of all rows).
+        Returns the rows that went back, and those that cannot, because a window gave pages back that they need again: release
+        these, with `num_computed_tokens` 0, and admit them again. Both are lists. Rows of a model with states go back to token
+        0 if they hit loaded pages of this list, or of later ones: their states may have seen wrong tokens. O(pages of all
+        rows).
         """
         cdef list rewound = [], lost = []
         cdef int32_t *validity
@@ -373,7 +374,7 @@ cdef class RunningRows(RowMemory):
         for row in range(self.batch.num_rows):
             holding = holding_of(&self.batch, row)
             validity[row] = -1
-            if self.batch.states[row].is_admitted:
+            if self.batch.states[row].is_admitted and failed.ids.num:
                 validity[row] = find_wrong(&holding, failed.is_wrong, failed.number)
             if 0 <= validity[row] and can_go_back(&self.batch, row, self.batch.states[row].num_tokens, validity[row]):
                 go_back(&self.batch, row, self.batch.states[row].num_tokens, validity[row])

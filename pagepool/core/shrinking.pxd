@@ -33,8 +33,8 @@ cdef inline int32_t count_kept(
 
 
 cdef inline int32_t find_restart(const Batch *batch, Py_ssize_t row, int32_t most) noexcept nogil:
-    """How many tokens of a row, at `most`, can stay computed: in each group up to the start of a page, or within one that nobody
-    else holds. O(groups) for each time that a group shortens it for the others.
+    """How many tokens of a row, at `most`, can stay computed: in each group up to the start of a page, or within one that
+    nobody else holds. O(groups) for each time that a group shortens it for the others.
     """
     cdef const Group *group
     cdef Py_ssize_t g

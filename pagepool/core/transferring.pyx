@@ -23,9 +23,10 @@ from pagepool.errors import ArgumentError, ArgumentTypeError
 cdef class Transfers:
     """Pages to be transferred before the next step, under a `number`; 0 for none.
 
-    Pages ``save_src[i]`` of the device are saved in pages ``save_dst[i]`` of the tier, in the arrays of group ``save_group[i]``;
-    pages ``load_src[i]`` of the tier are loaded into pages ``load_dst[i]`` of the device, ``load_group[i]``. They are read-only
-    int32 arrays. All saves are read before any load is written; no destination stands there twice. ``len()`` counts both.
+    Pages ``save_src[i]`` of the device are saved in pages ``save_dst[i]`` of the tier, in the arrays of group
+    ``save_group[i]``; pages ``load_src[i]`` of the tier are loaded into pages ``load_dst[i]`` of the device, ``load_group[i]``.
+    They are read-only int32 arrays. All saves are read before any load is written; no destination stands there twice.
+    ``len()`` counts both.
     """
 
     cdef readonly int64_t number
@@ -127,12 +128,12 @@ cdef class FailedLoads:
 
     @property
     def page_ids(self) -> list:
-        return self.ids.to_list()
+        return self.ids.to_list()[::-1]
 
 
-cdef int mark_failed(char *is_failed, Py_ssize_t num, object places, str name) except -1:
+cdef int mark_failed(char *is_failed, Py_ssize_t num, list places, str name) except -1:
     """Mark the transfers that failed, which are given by their places."""
-    for place in as_list(places, name):
+    for place in places:
         is_failed[size_of(place, name, 0, num - 1)] = True
     return 0
 
@@ -145,24 +146,27 @@ def end_transfers(PageStore store not None, number, failed_saves=(), failed_load
     cdef Tier *tier = pool.tier
     cdef int64_t checked = size_of(number, "number", 1, INT64_MAX)
     cdef FailedLoads failed = FailedLoads.__new__(FailedLoads)
+    cdef list wrong_saves = list(as_list(failed_saves, "saves")), wrong_loads = list(as_list(failed_loads, "loads"))
     cdef Py_ssize_t i, num_saves, num_loads
     cdef char *is_failed
     if store.pool.tier == NULL:
         raise ArgumentError(f"number: got {checked}, allowed without a host tier: none")
     with store.lock:
         num_saves, num_loads = count_in_flight(tier, checked, False), count_in_flight(tier, checked, True)
-    failed.store, failed.number, failed.is_wrong = store, checked, <uint8_t *>calloc(pool.num_pages, 1)
+    failed.store, failed.number = store, checked
+    failed.is_wrong = <uint8_t *>calloc(pool.num_pages if wrong_loads else 1, 1)
     failed.ids.reserve(num_loads)
     is_failed = <char *>calloc(num_saves + num_loads + 1, 1)
     if is_failed == NULL or failed.is_wrong == NULL:
         free(is_failed)
         raise MemoryError("transfers")
     try:
-        mark_failed(is_failed, num_saves, failed_saves, "failed_saves")
-        mark_failed(is_failed + num_saves, num_loads, failed_loads, "failed_loads")
+        mark_failed(is_failed, num_saves, wrong_saves, "saves")
+        mark_failed(is_failed + num_saves, num_loads, wrong_loads, "loads")
         with store.lock:
             if num_saves + num_loads == count_in_flight(tier, checked, False) + count_in_flight(tier, checked, True):
                 end_all(pool, checked, is_failed, num_saves, failed.ids)
+                end_forked(pool, failed)
             else:
                 num_saves = num_loads = 0
     finally:
@@ -178,9 +182,20 @@ def find_wrong_token(RequestPages held not None, FailedLoads failed not None) ->
     """Return the first token of a request in a page that failed to load; None if there is none. O(pages)."""
     cdef int32_t first = -1
     with held.store.lock:
-        if failed.store is held.store:
+        if failed.store is held.store and failed.ids.num:
             first = find_wrong(&held.holding, failed.is_wrong, failed.number)
     return first if first >= 0 else None
+
+
+cdef void end_forked(Pool *pool, FailedLoads failed) noexcept:
+    """End the loads of pages that were copied by forks meanwhile. If any load failed, the copies may be wrong."""
+    cdef int64_t *loading = pool.tier.loading
+    cdef int32_t page_id
+    for page_id in range(1, pool.num_pages if failed.number <= pool.tier.last_forked else 1):
+        if loading[page_id] == failed.number:
+            loading[page_id] = 0
+            if failed.ids.num:
+                failed.is_wrong[page_id] = True
 
 
 cdef Py_ssize_t count_in_flight(const Tier *tier, int64_t number, bint is_load) noexcept nogil:
@@ -193,27 +208,28 @@ cdef Py_ssize_t count_in_flight(const Tier *tier, int64_t number, bint is_load) 
 cdef void end_all(Pool *pool, int64_t number, const char *is_failed, Py_ssize_t num_saves, PageIds lost) noexcept:
     """End the transfers of a list, of which those that failed are marked, saves first."""
     cdef Tier *tier = pool.tier
-    cdef Transfer transfer
-    cdef Py_ssize_t i, num_kept = 0, num_ended_saves = 0, num_ended_loads = 0
+    cdef const Transfer *transfer
+    cdef Py_ssize_t i, save = num_saves, load = count_in_flight(tier, number, True), num_kept = 0
     cdef bint is_done
-    for i in range(tier.num):
-        transfer = tier.items[i]
+    for i in range(tier.num - 1, -1, -1):  # so that the last page of a prefix is evicted first
+        transfer = &tier.items[i]
         if transfer.number != number:
-            tier.items[num_kept] = transfer
-            num_kept += 1
-        elif transfer.is_load:
-            is_done = not is_failed[num_saves + num_ended_loads]
-            num_ended_loads += 1
+            continue
+        load -= transfer.is_load
+        save -= not transfer.is_load
+        is_done = not is_failed[num_saves + load if transfer.is_load else save]
+        tier.num_failed += not is_done
+        if transfer.is_load:
             tier.num_loaded += is_done
-            end_load(pool, &transfer, is_done)
-            if not is_done:
-                tier.num_failed += 1
-                lost.put(&transfer.page_id, 1)
+            end_load(pool, transfer, is_done)
         else:
-            is_done = not is_failed[num_ended_saves]
-            num_ended_saves += 1
             tier.num_saved += is_done
-            tier.num_failed += not is_done
-            end_save(tier, &transfer, is_done)
+            end_save(tier, transfer, is_done)
+        if transfer.is_load and not is_done:
+            lost.put(&transfer.page_id, 1)
+    for i in range(tier.num):
+        if tier.items[i].number != number:
+            tier.items[num_kept] = tier.items[i]
+            num_kept += 1
     tier.num = num_kept
     find_oldest_load(tier)

@@ -4,7 +4,8 @@
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
 from pagepool.core.index cimport drop, enter, find, has_key, rank
-from pagepool.core.pages cimport take_from, touch_all
+from pagepool.core.pages cimport fetch_entry, take_from, touch_all
+from pagepool.core.queue cimport end_of_queue, record_behind
 from pagepool.core.records cimport (
     FILLED, FILLING, FLAGS, NO_GROUP, NULL_PAGE, TWIN, UNFILLED, FreshPage, Page, Pool, Ranking, Tier, Transfer, digest_of,
     resize,
@@ -37,6 +38,7 @@ cdef inline int32_t note_save(Tier *tier, Digest key, int32_t group, int32_t pag
     cdef int32_t tier_id = NULL_PAGE
     cdef Transfer transfer
     take_from(tier.pool, &tier_id, 1, -1)
+    fetch_entry(tier.pool, record_behind(tier.pool, end_of_queue(tier.pool, -1), -1))  # of the page that is taken next
     tier.fills[tier_id] = FILLING
     transfer = Transfer(key, 0, page_id, tier_id, group, False, is_void)
     note_transfer(tier, &transfer)

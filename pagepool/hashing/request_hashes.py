@@ -20,10 +20,11 @@ class RequestHashes(KeyHolder):
 
     ``chain`` has the keys of the prefix index. ``page_hashes`` has the hashes that users see, where they differ from the keys.
     ``query`` is the look-up that counts once the request is admitted: its tokens, the tokens that hit, and whether the request
-    returns after a preemption, which ``is_counted`` implies. ``refusal`` describes the last refusal.
+    returns after a preemption, which ``is_counted`` implies. ``refusal`` describes the last refusal, of ``refused``: slots and
+    reserved pages. ``is_short``: too few pages were free to load what the host tier has.
     """
 
-    __slots__ = ("chain", "extra_keys", "is_counted", "page_hashes", "query", "refusal", "request")
+    __slots__ = ("chain", "extra_keys", "is_counted", "is_short", "page_hashes", "query", "refusal", "refused", "request")
 
     def __init__(self, request: Request, chain: HashChain, extra_keys: RequestExtraKeys | None) -> None:
         """Start without hashed pages."""
@@ -33,7 +34,9 @@ class RequestHashes(KeyHolder):
         self.extra_keys = extra_keys
         self.query: tuple[int, int, bool] | None = None
         self.is_counted = False
+        self.is_short = False
         self.refusal: Refusal | None = None
+        self.refused = 0, 0
 
     def find_keyed_page(self, start_page: int, page_size: int) -> tuple[int | None, ExtraKeys | None]:
         """Return the next page from `start_page` on that has extra keys, and the keys; None if there is none."""

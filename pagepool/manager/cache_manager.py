@@ -145,8 +145,10 @@ class CacheManager(TieredPages):
 
         The length is at most ``num_tokens - 1``, so that one token is left to compute. Nothing hits when caching is off or the
         request asks for ``prompt_logprobs``. With eagle the last page of the hit is dropped; with a hint only pages of that
-        shard hit. The call takes no references: pass the pages to `allocate_slots` before any other allocation. `stats` counts
-        the look-up when `allocate_slots` admits the request. O(pages), including hashing on the first call. O(1) for a request
+        shard hit. The call takes no references: pass the pages to `allocate_slots` before any other allocation. With a host
+        tier, pages that only the tier has get pages of the pool, to be loaded by the next `take_transfers`; if too few are free
+        for that, what the pool has is returned, and `allocate_slots` returns None until the next look-up. `stats` counts the
+        look-up when `allocate_slots` admits the request. O(pages), including hashing on the first call. O(1) for a request
         with one group of full attention that `allocate_slots` has refused, until a hit page gets a new holder or another page
         of the request is cached.
         """

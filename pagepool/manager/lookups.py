@@ -101,23 +101,31 @@ class PrefixLookups(KeyHolder):
         """Return the longest cached prefix among pages with these ids, and its tokens; from the refusal while that holds."""
         hashes = self.extend(request, num_queried_tokens)
         refusal = hashes.refusal
-        if refusal and ids == ANY_PAGE and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits():
+        is_same = refusal and ids == ANY_PAGE and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits()
+        # With room in the pool the tier may have more hits.
+        if refusal and is_same and (not self._store.has_tier or self._is_short(refusal, *hashes.refused)):
             pages, num_tokens = refusal.hits, refusal.num_hit_tokens
         else:
             hashes.refusal = None
-            pages, num_tokens = self._coordinator.find_longest_cache_hit(hashes.chain, num_queried_tokens - 1, ids, loads=True)
+            loaded, num_tokens = self._coordinator.load_longest_cache_hit(hashes.chain, num_queried_tokens - 1, ids)
+            hashes.is_short = loaded is None
+            if loaded is None:
+                loaded, num_tokens = self._coordinator.find_longest_cache_hit(hashes.chain, num_queried_tokens - 1, ids)
+            pages = loaded
         hashes.query = num_queried_tokens, num_tokens, is_preempted or hashes.is_counted
         return pages, num_tokens
 
     def probe(self, request: Request) -> PrefixProbe:
-        """Return what `find` would find in the whole pool, and why not more, without changing anything."""
+        """Return what `find` would find in the whole pool and its tier, with room for what is loaded, and why not more, without
+        changing anything.
+        """
         query = self.read_query(request)
         if query is None:
             reason = "prompt_logprobs are asked for" if self._enable_caching else "prefix caching is off"
             return PrefixProbe(0, read_count(request, "num_tokens"), reason)
         num_queried_tokens, _ = query
         hashes = self.hash_apart(request, num_queried_tokens)
-        _, num_tokens = self._coordinator.find_longest_cache_hit(hashes.chain, num_queried_tokens - 1)
+        num_tokens = self._coordinator.count_cached_tokens(hashes.chain, num_queried_tokens - 1)
         is_all = num_queried_tokens - num_tokens <= self._coordinator.hash_page_size
         reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
         return PrefixProbe(num_tokens, num_queried_tokens, reason)
@@ -133,14 +141,28 @@ class PrefixLookups(KeyHolder):
         num_taken_tokens = max(len(ids) * manager.entry_size for ids, manager in zip(hits, managers, strict=True))
         self.counters[is_preempted].add(num_queried_tokens, min(num_hit_tokens, num_taken_tokens))
 
-    def note_refusal(self, hashes: RequestHashes, hits: tuple[PageIds, ...]) -> None:
-        """Keep the hits of a refused request, if they are the leading pages of its only group."""
+    def is_short(self, request: Request) -> bool:
+        """Whether the last look-up of a request found pages in the host tier for which too few pages are free."""
+        hashes = self.hashes.get(request.request_id)
+        return hashes is not None and hashes.is_short
+
+    def note_refusal(self, hashes: RequestHashes, hits: tuple[PageIds, ...], num_tokens: int, num_reserved_pages: int) -> None:
+        """Keep the hits of a request that was refused `num_tokens` slots, if they are the leading pages of its only group."""
         manager = self._coordinator.single_type_managers[0]
         if hashes.query is None or len(hits) > 1 or not manager.is_prefix_closed or self._use_eagle:
             return
         refusal = Refusal(hits, hashes.query[0], len(hits[0]) * manager.page_size)
         is_watched = refusal.watch_hits(self._store, hashes.chain, manager.num_hashes_per_page, manager.kv_cache_group_id)
         hashes.refusal = refusal if is_watched else None
+        hashes.refused = num_tokens, num_reserved_pages
+
+    def _count_missing_pages(self, refusal: Refusal, num_tokens: int) -> int:
+        """Return the pages that a refused request needs behind its hits."""
+        return max(0, self._coordinator.single_type_managers[0].get_num_pages(num_tokens) - len(refusal.hits[0]))
+
+    def _is_short(self, refusal: Refusal, num_tokens: int, num_reserved_pages: int) -> bool:
+        """Whether a refused request certainly does not fit yet."""
+        return refusal.is_short(self._count_missing_pages(refusal, num_tokens), num_reserved_pages)
 
     def is_refused_still(self, request: Request, hits: tuple[PageIds, ...], num_tokens: int, num_reserved_pages: int) -> bool:
         """Whether a request that was refused with these hits certainly does not fit yet."""
@@ -149,10 +171,9 @@ class PrefixLookups(KeyHolder):
             return False
         if hashes.refusal.hits is not hits or request.request_id in self._requests:
             return False
-        num_new_pages = max(0, self._coordinator.single_type_managers[0].get_num_pages(num_tokens) - len(hits[0]))
-        if not hashes.refusal.is_short(num_new_pages, num_reserved_pages):
+        if not self._is_short(hashes.refusal, num_tokens, num_reserved_pages):
             return False
-        self.warn_if_hopeless(hits, num_new_pages)
+        self.warn_if_hopeless(hits, self._count_missing_pages(hashes.refusal, num_tokens))
         return True
 
     def warn_if_hopeless(self, held: Sequence[PageIds], num_new_pages: int) -> None:

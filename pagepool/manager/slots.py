@@ -117,6 +117,8 @@ class SlotAllocator(KeyHolder):
             )
         held = self._requests.get(request.request_id)
         is_admission = held is None
+        if is_admission and self._lookups.is_short(request):
+            return None
         held = held or self._coordinator.hold_nothing()
         check_copies_taken(held)
         is_due_state = not is_admission and are_states_due(held, num_computed_tokens)
@@ -176,7 +178,7 @@ class SlotAllocator(KeyHolder):
             attached = [ids for manager, ids in managers if not manager.is_state]
             self._lookups.warn_if_hopeless((*held.get_page_ids(), *attached), num_new_pages)
         if new_ids is None and hashes and found is None:
-            self._lookups.note_refusal(hashes, hits)
+            self._lookups.note_refusal(hashes, hits, num_tokens, placement.num_reserved_pages)
         return new_ids
 
     def _keep_states(

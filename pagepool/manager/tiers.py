@@ -101,8 +101,9 @@ class TieredPages(CopiedPages):
 
     def find_wrong_token(self, request: "Request", failed: FailedLoads) -> int | None:
         """Return the first token of a request whose page failed to load; None if there is none. Its tokens are to be computed
-        again from there on: set ``num_computed_tokens``, or free the request if a window has left pages that it needs again.
-        Of a model with states that is the token 0. O(pages).
+        again from there on: set ``num_computed_tokens``, or free the request, with ``num_computed_tokens=0``, if a window has
+        left pages that it needs again, or the model has states. With states it is 0 for each request that hit loaded pages of
+        this list, or of later ones: its state may have seen wrong tokens. O(pages).
         """
         held = self.coordinator.requests.get(id_of(request))
         return None if held is None else find_wrong_token(held, failed)
