@@ -128,7 +128,8 @@ class HostPages:
         page of the device, of all cache groups. With `groups` it is a list or tuple instead, also a named one, of a pytree for
         each of these groups; then `page_axis` may be a sequence too. Pages are kept in `memory_kind`, ``"pinned_host"`` or
         ``"unpinned_host"``, of the same devices; where they have none, or for None, in arrays of the first CPU device, which
-        `memory_kind` tells by None. A copy to another backend's CPU device may block `run` until the device has computed it.
+        `memory_kind` tells by None. A copy to another backend's CPU device, and any on a CPU with jax before 0.9, may block
+        `run` until the device has computed it.
 
         Host memory is taken page by page. On GPUs XLA limits what is pinned: XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB. Devices that
         divide the page axis, or hold the same part of an array, each keep their own copy of a page.
