@@ -103,6 +103,21 @@ class FailingHostPages:
         return self.end(self.host_pages.wait())
 
 
+class LosingBatch:
+    """A batch none of whose rows can go back."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch, self.num_lost = batch, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.batch, name)
+
+    def rewind(self, failed: Any) -> tuple[list[int], list[int]]:
+        rewound, lost = self.batch.rewind(failed)
+        self.num_lost += len(rewound + lost)
+        return [], rewound + lost
+
+
 @CHOICES
 @MODELS
 def test_answers_with_a_pool_that_evicts_all_the_time(weights: Weights, choice: dict[str, float]) -> None:
@@ -148,6 +163,17 @@ def test_transfers_and_steps_that_fail_at_random(weights: Weights, choice: dict[
     print(failing.num_failed)
     assert min(failing.num_failed) > 5
     check_host(engine, choice)
+
+
+@MODELS
+def test_requests_that_cannot_go_back_wait_again(weights: Weights) -> None:
+    engine = make_engine(weights, **SMALL)
+    engine.runner.host_pages = FailingHostPages(engine.runner.host_pages, 0.1)
+    engine.scheduler.batch = batch = LosingBatch(engine.scheduler.batch)
+    requests, _ = answer_by_engine(engine, asks := make_asks(18))
+    assert [request.output for request in requests] == [answer_densely(*ask, weights) for ask in asks]
+    assert batch.num_lost > 3
+    check_rest(engine)
 
 
 @MODELS
