@@ -30,7 +30,7 @@ from pagepool.hashing import (
     hash_request_tokens,
     init_none_hash,
 )
-from pagepool.manager import CacheManager, CachePages, HostTier, HostTierStats, PrefixProbe
+from pagepool.manager import CacheManager, CachePages, HostTier, PrefixProbe
 from pagepool.page_pool import CachePage, FreeCachePageQueue, PagePool, PageProbe
 from pagepool.page_table import (
     PAGE_TABLE_PADDING_VAL,
@@ -59,7 +59,7 @@ from pagepool.specs import (
     pages_per_dp_shard,
     usable_pages_count,
 )
-from pagepool.stats import CacheStats, PagePoolStats, QueryCounts, TimeHistogram
+from pagepool.stats import CacheStats, HostTierStats, PagePoolStats, QueryCounts, TimeHistogram
 
 __all__ = [
     "NONE_HASH",

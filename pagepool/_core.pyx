@@ -106,6 +106,7 @@ have the classes. Each file imports only those above it.
 `row_memory.pyx`       `RowMemory`: arrays and locks of a batch
 `row_request.pyx`      `RowRequest`: a row is admitted, or refused
 `row_fork.pyx`         `fork_row`: a row goes on in others
+`row_rewind.pyx`       `rewind_rows`: rows go back to tokens before pages that failed to load
 `row_swap.pyx`         `swap_out_row`, `swap_in_row`: a row's pages go to the tier and come back
 `running.pyx`          `RunningRows`: `grow`, `step`, `undo`, `trim`, `release`
 `holders.pyx`          `check_holders`, `check_rows`
@@ -129,6 +130,7 @@ from pagepool.core.request_pages import CacheGroups, PageRules, RequestPages
 from pagepool.core.retaining import Retention, RetentionSpan, protect_pages
 from pagepool.core.row_fork import fork_row
 from pagepool.core.row_request import RowRequest
+from pagepool.core.row_rewind import rewind_rows
 from pagepool.core.row_swap import swap_in_row, swap_out_row
 from pagepool.core.running import RunningRows, StepResult
 from pagepool.core.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store

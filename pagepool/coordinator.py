@@ -138,10 +138,10 @@ class CacheCoordinator(ABC):
         """
 
     def load_longest_cache_hit(
-        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE
+        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE, context: int = 0
     ) -> tuple[tuple[PageIds, ...] | None, int]:
         """Return what `find_longest_cache_hit` does once the pages that only the host tier has are noted to be loaded, or None
-        in place of page ids if too few pages are free for them.
+        in place of page ids if too few pages are free for them. Loaded pages have the `context`, for events.
         """
         return self.find_longest_cache_hit(chain, max_cache_hit_length, ids)
 
@@ -214,7 +214,7 @@ class HybridCacheCoordinator(CacheCoordinator):
         return self._fetch_longest(query, self._find_hit_length(query, max_cache_hit_length), max_cache_hit_length)
 
     def load_longest_cache_hit(
-        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE
+        self, chain: HashChain, max_cache_hit_length: int, ids: IdRange = ANY_PAGE, context: int = 0
     ) -> tuple[tuple[PageIds, ...] | None, int]:
         """O(pages x groups) a round. Without a tier it is `find_longest_cache_hit`."""
         store = self.page_pool.store
@@ -224,7 +224,7 @@ class HybridCacheCoordinator(CacheCoordinator):
         num_tokens = self._find_hit_length(query, max_cache_hit_length)
         if num_tokens < max_cache_hit_length - max_cache_hit_length % self.num_hit_tokens:
             num_all_tokens = self._find_hit_length(PrefixQuery(store, chain, *ids, True), max_cache_hit_length)
-            if num_all_tokens > num_tokens and not self._load(chain, num_all_tokens, ids):
+            if num_all_tokens > num_tokens and not self._load(chain, num_all_tokens, ids, context):
                 return None, num_all_tokens
             num_tokens = num_all_tokens
         return self._fetch_longest(query, num_tokens, max_cache_hit_length)
@@ -241,7 +241,7 @@ class HybridCacheCoordinator(CacheCoordinator):
         """O(pages x groups) a round, as `find_longest_cache_hit`."""
         return self._find_hit_length(PrefixQuery(self.page_pool.store, chain, *ANY_PAGE, True), max_cache_hit_length)
 
-    def _load(self, chain: HashChain, num_tokens: int, ids: IdRange) -> bool:
+    def _load(self, chain: HashChain, num_tokens: int, ids: IdRange, context: int) -> bool:
         """Have the pages of a prefix that are not in the pool loaded from the tier. False if too few pages are free."""
         spans = [
             (
@@ -253,7 +253,7 @@ class HybridCacheCoordinator(CacheCoordinator):
             )
             for manager in self.single_type_managers
         ]
-        return load_hits(self.page_pool.store, chain, spans, *ids)
+        return load_hits(self.page_pool.store, chain, spans, *ids, context)
 
     def _find_hit_length(self, query: PrefixQuery, max_cache_hit_length: int) -> int:
         """Return the length on which all kinds agree."""

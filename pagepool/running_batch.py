@@ -22,6 +22,7 @@ from pagepool._core import (
     Transfers,
     check_rows,
     fork_row,
+    rewind_rows,
     swap_in_row,
     swap_out_row,
 )
@@ -170,7 +171,7 @@ class RunningBatch(RunningRows):
 
         def find_hits(chain: HashChain, num_known_tokens: int) -> tuple[tuple[PageIds, ...] | None, int]:
             bounds = pool.find_shard_bounds(hint, size)
-            return self._manager.coordinator.load_longest_cache_hit(chain, num_known_tokens - 1, bounds)
+            return self._manager.coordinator.load_longest_cache_hit(chain, num_known_tokens - 1, bounds, context)
 
         shard, _ = pool.find_shard(hint, size) or (None, 0)
         keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
@@ -222,6 +223,17 @@ class RunningBatch(RunningRows):
         raise CopiesDueError for rows whose pages they concern, as for copies.
         """
         return self._manager.take_transfers()
+
+    def rewind(self, failed: FailedLoads) -> tuple[list[int], list[int]]:
+        """Let the rows whose pages failed to load, by `CacheManager.fail_transfers`, compute their tokens again from the first
+        such page on: ``num_computed_tokens`` says from where, and `grow` does it. Call it before the rows grow again.
+
+        Returns the rows that went back, and those that cannot, because a window gave pages back that they need again: release
+        these, with `num_computed_tokens` 0, and admit them again. Rows of a model with states go back to token 0 if they hit
+        loaded pages of this list, or of later ones: their states may have seen wrong tokens. ArgumentError for loads of another
+        pool. O(pages of all rows).
+        """
+        return rewind_rows(self, failed)
 
     def swap_out(self, row: int) -> bool:
         """Have the pages of a row's computed tokens saved in the host tier, after the step that computed them, and give them

@@ -198,8 +198,8 @@ BUGS = [
     Bug(
         "the last token hits too",
         LOOKUPS,
-        "hashes.chain, num_queried_tokens - 1, ids)",
-        "hashes.chain, num_queried_tokens, ids)",
+        "hashes.chain, num_queried_tokens - 1, ids, context)",
+        "hashes.chain, num_queried_tokens, ids, context)",
     ),
     Bug(
         "a hit is one page too long",

@@ -41,10 +41,11 @@ class Stored(NamedTuple):
 
 
 class Router:
-    """The pages that one engine reports."""
+    """The pages that one engine reports: on its device, and in its host tier."""
 
     def __init__(self) -> None:
         self.pages: dict[Key, Stored] = {}
+        self.saved: set[Key] = set()
 
     def apply(self, events: Iterable[Any]) -> None:
         """Apply a batch of events, ours or decoded ones, and assert what is promised."""
@@ -55,17 +56,31 @@ class Router:
         for name, event in zip(names, events, strict=True):
             if name == "AllBlocksCleared":
                 self.pages.clear()
+                self.saved.clear()
             elif name == "BlockRemoved":
                 self.remove(event)
+            elif event.medium == "CPU":
+                self.save(event)
             elif not self.store(event):
                 orphans.append((event.group_idx, event.parent_block_hash))
         assert not self.pages.keys() & orphans, "a parent came after its child"
 
     def remove(self, event: Any) -> None:
         assert len(event.block_hashes)
-        assert event.medium == "GPU"
+        assert event.medium in ("GPU", "CPU")
         for block_hash in hashes_of(event):
-            del self.pages[event.group_idx, block_hash]
+            if event.medium == "CPU":
+                self.saved.remove((event.group_idx, block_hash))
+            else:
+                del self.pages[event.group_idx, block_hash]
+
+    def save(self, event: Any) -> None:
+        """Enter pages of the host tier, of which the hashes alone are told."""
+        keys = {(event.group_idx, block_hash) for block_hash in hashes_of(event)}
+        assert len(keys) == len(event.block_hashes) > 0
+        assert not keys & self.saved, "a page is saved twice"
+        assert (event.parent_block_hash, len(event.token_ids), event.extra_keys) == (None, 0, None)
+        self.saved |= keys
 
     def store(self, event: Any) -> bool:
         """Enter pages. Returns whether the first one's parent is known, if it has one."""
@@ -85,6 +100,10 @@ class Router:
             self.pages[key] = Stored(parent, tuple(token_ids[i * size : (i + 1) * size]), extra_keys[i], lora)
             parent = block_hash
         return is_known
+
+    def has(self, key: Key) -> bool:
+        """Whether a page can be hit, in either place."""
+        return key in self.pages or key in self.saved
 
 
 def hashes_of(event: Any) -> list[Any]:

@@ -108,7 +108,9 @@ class Subscriber:
 
     def follow(self, manager: pagepool.CacheManager) -> None:
         """Apply received batches and request missed ones, as routers do, until the state is the expected one."""
-        while self.router.pages.keys() != cached(manager):
+        tier = manager.stats().host_tier
+        num_saved = tier.num_cached_pages if tier else 0
+        while self.router.pages.keys() != cached(manager) or len(self.router.saved) != num_saved:
             sequence, batch = self.receive()
             missed = self.replay(self.sequence + 1) if sequence > self.sequence + 1 else []
             for number, replayed in [*missed, (sequence, batch)]:
@@ -190,6 +192,25 @@ def test_a_router_follows(interval: float) -> None:
             work(manager, rng)
             publisher.flush()
         subscriber.follow(manager)
+
+
+def test_a_router_hears_of_the_host_tier() -> None:
+    """As it happens, and in the snapshot for one that starts late."""
+    manager, rng = make_told(num_pages=16, host_tier=pagepool.HostTier(40)), Random(0)
+    with EventPublisher(manager, LOOPBACK, LOOPBACK, interval=HOUR) as publisher, Subscriber(publisher) as subscriber:
+        subscriber.wait_until_subscribed()
+        for _ in range(100):
+            work(manager, rng)
+            transfers = manager.take_transfers()
+            if len(transfers):
+                manager.complete_transfers(transfers.number)
+            publisher.flush()
+        subscriber.follow(manager)
+        late = Router()
+        for _, batch in subscriber.replay(START):
+            late.apply(batch.events)
+        assert late.pages == subscriber.router.pages
+        assert late.saved == subscriber.router.saved != set()
 
 
 def test_routers_may_listen_instead(manager: pagepool.CacheManager) -> None:

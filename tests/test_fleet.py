@@ -11,12 +11,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("msgspec")
 
 from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
+from pagepool._core import HashChain
 from pagepool.errors import PagePoolError
+from pagepool.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode_batch
 from pagepool.hashing import get_siphash_key
 from pagepool.replay import Scheduler, TraceRecord, make_requests
 from pagepool.replay.fleets.fleet import Fleet, FleetFigures, LocalReplicas, add_round, skip_rounds
@@ -94,12 +97,37 @@ def test_the_prefix_router_knows_what_is_cached() -> None:
 
     def compare(_: FleetFigures) -> None:
         for i, replica in enumerate(fleet._replicas._replicas):
-            told = {block_hash for block_hash, holders in router._holders.items() if holders >> i & 1}
+            told = {block_hash for block_hash, holders in router._holders["GPU"].items() if holders >> i & 1}
             cached = {h for event in replica._manager.snapshot_events() for h in event.block_hashes.tolist()}
             assert told == cached
 
     fleet.run(compare)
     assert sum(replica._manager.stats().num_evicted_pages for replica in fleet._replicas._replicas)
+
+
+def test_the_prefix_router_counts_a_page_in_either_medium() -> None:
+    """A page that was removed from one medium is cached as long as the other has it."""
+    token_ids = np.arange(40, dtype=np.int32)
+    chain = HashChain(16, KEY)
+    chain.extend(token_ids[:32])
+    hashes = [chain[i] & (1 << 64) - 1 for i in range(2)]
+
+    def tell(*events: Any) -> int:
+        router.hear(1, encode_batch(EventBatch(0.0, events)))
+        return router._count_cached_pages(token_ids)[1]
+
+    def store(block_hashes: list[int], medium: str) -> BlockStored:
+        return BlockStored(block_hashes, None, [], 16, None, medium, None)
+
+    router = PrefixRouter(3, 16, KEY)
+    assert tell(store(hashes, "GPU")) == 2
+    assert tell(store(hashes[:1], "CPU")) == 2
+    assert tell(BlockRemoved(hashes, "GPU")) == 1
+    assert tell(store(hashes[1:], "GPU")) == 2
+    assert tell(BlockRemoved(hashes[:1], "CPU")) == 0
+    assert tell(store(hashes, "CPU")) == 2
+    assert tell(AllBlocksCleared()) == 0
+    assert not any(router._holders.values())
 
 
 def test_round_robin_takes_turns() -> None:

@@ -73,16 +73,16 @@ def as_runs(entries: Any) -> list[Run]:
 
 
 def take(store: PageStore) -> Changes:
-    is_cleared, removed_keys, removed_groups, new, entries = EntryJournal(store).take_changes()
+    is_cleared, ((removed_keys, removed_groups), new, entries), tier = EntryJournal(store).take_changes()
     EntryJournal(store).end_report()
-    assert entries is None
+    assert entries is tier[-1] is None
     removed = list(zip(as_ints(removed_keys), removed_groups.tolist(), strict=True))
     check_store(store)
     return Changes(is_cleared, removed, as_runs(new))
 
 
 def entries_of(store: PageStore) -> list[Run]:
-    listed = as_runs(EntryJournal(store).list_entries())
+    listed = as_runs(EntryJournal(store).list_entries()[0])
     EntryJournal(store).end_report()
     return listed
 
@@ -248,7 +248,7 @@ def test_entries_and_changes_of_one_moment() -> None:
     take(store)
     store.drop([2])
     enter(store, [3, 4], chain, 2)
-    _, removed_keys, _, new, entries = EntryJournal(store).take_changes(True)
+    _, ((removed_keys, _), new, entries), _ = EntryJournal(store).take_changes(True)
     EntryJournal(store).end_report()
     assert as_ints(removed_keys) == [chain[1]]
     assert [run.keys for run in as_runs(new)] == [[chain[2], chain[3]]]

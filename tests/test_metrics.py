@@ -20,7 +20,7 @@ import pytest
 from ports import free_port
 from sources import ROOT
 
-from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
+from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, HostTier, HostTierStats
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 prometheus_client = pytest.importorskip("prometheus_client")
@@ -55,13 +55,17 @@ SERVER_LABELS = {"instance", "job", "alertname"}
 
 @pytest.fixture(scope="module")
 def manager() -> CacheManager:
-    manager = CacheManager(9, [CacheGroupSpec(FullAttentionSpec(4, 1, 8, "float16", False))], 64, eviction="adaptive")
+    groups = [CacheGroupSpec(FullAttentionSpec(4, 1, 8, "float16", False))]
+    manager = CacheManager(9, groups, 64, eviction="adaptive", host_tier=HostTier(7, policy="write_through"))
     for name, token_ids in {"a": [1, 2, 3, 4, 5], "b": [1, 2, 3, 4, 6], "c": list(range(28))}.items():
         request = EngineRequest(name, token_ids)
         hits, num_hit_tokens = manager.get_computed_pages(request)
         assert manager.allocate_slots(request, len(token_ids) - num_hit_tokens, num_hit_tokens, hits) is not None
         if name != "c":
             manager.free(request)
+    assert len(manager.take_transfers()) == 0
+    saves = manager.take_transfers()
+    manager.fail_transfers(saves.number, saves=[1])
     return manager
 
 
@@ -147,24 +151,36 @@ def test_a_scrape_has_the_stats(manager: CacheManager, address: str) -> None:
     assert values["pagepool_evicted_pages_total"] == stats.num_evicted_pages
     assert values["pagepool_hit_pages_total"] == stats.num_hit_pages == 1
     assert values["pagepool_lru_hit_pages_total"] == stats.num_lru_hit_pages == 1
+    expected = HostTierStats(6, 6, num_cached_pages=5, num_saved_pages=5, num_failed_pages=1, num_refused_pages=2)
+    assert stats.host_tier == expected
+    assert values["pagepool_host_pages"] == values["pagepool_host_free_pages"] == 6
+    assert values["pagepool_host_cached_pages"] == values["pagepool_host_saved_pages_total"] == 5
+    assert values["pagepool_host_failed_pages_total"] == 1
+    assert values["pagepool_host_pages_in_flight"] == values["pagepool_host_loaded_pages_total"] == 0
+    assert values["pagepool_host_refused_pages_total"] == 2
+    assert values["pagepool_host_evicted_pages_total"] == 0
     assert values["pagepool_kv_block_reuse_gap_seconds_count"] == stats.reuse_gap.num_times == 1
     assert values["pagepool_kv_block_reuse_gap_seconds_sum"] == pytest.approx(stats.reuse_gap.sum_seconds)
     assert values["pagepool_kv_block_lifetime_seconds_bucket+Inf"] == stats.num_evicted_pages
 
 
 @pytest.mark.parametrize("eviction", ["lru", "arc"])
-def test_only_adaptive_eviction_estimates_hits(manager: CacheManager, eviction: str) -> None:
+def test_only_adaptive_eviction_estimates_hits_and_a_tier_has_metrics(manager: CacheManager, eviction: str) -> None:
     from pagepool.metrics import CacheCollector
 
-    collector = CacheCollector(CacheManager(9, manager.kv_cache_groups, 64, eviction=eviction), {"engine": "0"})
+    plain = CacheManager(9, manager.kv_cache_groups, 64, eviction=eviction)
+    assert plain.stats().host_tier is None
+    collector = CacheCollector(plain, {"engine": "0"})
     collector.add(manager, {"engine": "1"})
     samples = [sample for family in collector.collect() for sample in family.samples]
     engines: dict[str, set[str]] = {}
     for sample in samples:
         engines.setdefault(sample.name, set()).add(sample.labels["engine"])
-    estimated = {"pagepool_hit_pages_total", "pagepool_lru_hit_pages_total"}
-    assert {name for name, values in engines.items() if values == {"1"}} == estimated
-    assert {name for name, values in engines.items() if values == {"0", "1"}} == engines.keys() - estimated
+    special = {name for name in engines if name.startswith("pagepool_host_")}
+    assert len(special) == len(HostTierStats._fields)
+    special |= {"pagepool_hit_pages_total", "pagepool_lru_hit_pages_total"}
+    assert {name for name, values in engines.items() if values == {"1"}} == special
+    assert {name for name, values in engines.items() if values == {"0", "1"}} == engines.keys() - special
 
 
 @pytest.mark.parametrize("accept", ACCEPT.values(), ids=ACCEPT)

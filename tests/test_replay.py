@@ -90,9 +90,9 @@ class CountingPool(OraclePool):
 
 
 class ReplayOracle(OracleManager):
-    """The oracle as the allocator of a replay, without a running batch and states."""
+    """The oracle as the allocator of a replay, without a running batch, states and a host tier."""
 
-    checkpoint_interval = None
+    checkpoint_interval = host_tier = None
 
     def __init__(self, num_pages: int, page_size: int = PAGE_SIZE, enable_caching: bool = True) -> None:
         super().__init__(num_pages, groups_of(page_size), 1 << 20, enable_caching)

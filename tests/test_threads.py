@@ -725,7 +725,8 @@ class Reader:
         self.keys: set[tuple[int, int, int]] = set()
 
     def read(self) -> None:
-        is_cleared, removed_keys, groups, (new_keys, runs, _), entries = EntryJournal(self.store).take_changes(True)
+        is_cleared, changes, _ = EntryJournal(self.store).take_changes(True)
+        (removed_keys, groups), (new_keys, runs, _), entries = changes
         assert EntryJournal(self.store).kept_contexts() is None
         assert list_kept_keys(self.store) is None
         if is_cleared:

@@ -30,13 +30,18 @@ cdef inline void note_copy(Pool *pool, int32_t src, Held *target, int32_t place,
     target.written_list = copies.list_number
 
 
-cdef inline bint awaits_copies(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Whether pages that are held are the destination of a copy that is due, or a transfer of them is."""
+cdef inline bint are_destinations(const Pool *pool, const Holding *holding) noexcept nogil:
+    """Whether pages that are held are the destination of a copy that is due."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups if pool.copies.num else 0):
         if holding.held[g].written_list == pool.copies.list_number:
             return True
-    return has_transfers_due(pool, holding)
+    return False
+
+
+cdef inline bint awaits_copies(const Pool *pool, const Holding *holding) noexcept nogil:
+    """Whether pages that are held are the destination of a copy that is due, or a transfer of them is."""
+    return are_destinations(pool, holding) or has_transfers_due(pool, holding)
 
 
 cdef inline bint is_held_last(const Held *held, int32_t page_id) noexcept nogil:
@@ -48,8 +53,8 @@ cdef inline bint is_held_last(const Held *held, int32_t page_id) noexcept nogil:
     return False
 
 
-cdef inline bint has_copies_due(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Whether a copy from or to pages that are held is due, or a transfer, so that no token may be written to them."""
+cdef inline bint are_sources(const Pool *pool, const Holding *holding) noexcept nogil:
+    """Whether pages that are held are the source of a copy that is due."""
     cdef const Held *held
     cdef Py_ssize_t g, i
     for g in range(holding.num_groups if pool.copies.num else 0):
@@ -57,14 +62,19 @@ cdef inline bint has_copies_due(const Pool *pool, const Holding *holding) noexce
         for i in range(pool.copies.num if held.read_list == pool.copies.list_number else 0):
             if pool.copies.items[i].group == g and is_held_last(held, pool.copies.items[i].src):
                 return True
-    return awaits_copies(pool, holding)
+    return False
+
+
+cdef inline bint has_copies_due(const Pool *pool, const Holding *holding) noexcept nogil:
+    """Whether a copy from or to pages that are held is due, or a transfer, so that no token may be written to them."""
+    return are_sources(pool, holding) or awaits_copies(pool, holding)
 
 
 cdef inline void drop_copies(Pool *pool, const Holding *holding) noexcept nogil:
     """Drop the copies into pages that were just given back."""
     cdef Copies *copies = &pool.copies
     cdef Py_ssize_t i, num_kept = 0
-    if not awaits_copies(pool, holding):
+    if not are_destinations(pool, holding):
         return
     for i in range(copies.num):
         if is_held_last(&holding.held[copies.items[i].group], copies.items[i].dst):

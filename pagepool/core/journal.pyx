@@ -13,7 +13,9 @@ from pagepool.core.ids cimport PageIds
 from pagepool.core.index cimport find, is_first
 from pagepool.core.notes cimport add_context, end_journal, is_journaled
 from pagepool.core.platform cimport go_on, let_others_run
-from pagepool.core.records cimport FLAGS, NOT_NEW, NULL_PAGE, Context, Journal, Links, Note, Origin, Pool, Removal, digest_of
+from pagepool.core.records cimport (
+    FLAGS, NOT_NEW, NULL_PAGE, Context, Journal, Links, Note, Origin, Pool, Removal, Tier, digest_of,
+)
 from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 
@@ -34,6 +36,12 @@ cdef struct CopiedPages:
     Py_ssize_t num_pages
     Py_ssize_t num_runs
     Py_ssize_t num_tokens
+
+
+cdef struct CopiedKeys:
+    Digest *keys              # [num]
+    int32_t *groups           # [num]
+    Py_ssize_t num
 
 
 cdef bint continues(const Run *run, const Run *first, const Digest *last_key) noexcept nogil:
@@ -94,22 +102,61 @@ cdef void copy_all(Pool *pool, Links *links, CopiedPages *copies) noexcept nogil
                 parent = links[parent].next
 
 
+cdef void copy_key(Digest key, int32_t group, CopiedKeys *copies) noexcept nogil:
+    """Append a key, for which there is room."""
+    copies.keys[copies.num], copies.groups[copies.num] = key, group & ~FLAGS
+    copies.num += 1
+
+
+cdef void copy_removed_keys(const Journal *journal, CopiedKeys *copies) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(journal.num_removed):
+        copy_key(journal.removed[i].key, journal.removed[i].group, copies)
+
+
+cdef void copy_new_keys(const Pool *pool, CopiedKeys *copies) noexcept nogil:
+    cdef int32_t page_id = pool.journal.notes[NULL_PAGE].new.next
+    while page_id != NULL_PAGE:
+        copy_key(digest_of(&pool.pages[page_id]), pool.pages[page_id].group, copies)
+        page_id = pool.journal.notes[page_id].new.next
+
+
+cdef void copy_all_keys(Pool *pool, CopiedKeys *copies) noexcept nogil:
+    cdef int32_t page_id
+    for page_id in range(1, pool.num_pages):
+        if is_first(pool, page_id):
+            copy_key(digest_of(&pool.pages[page_id]), pool.pages[page_id].group, copies)
+
+
+cdef void copy_kept_keys(Pool *pool, CopiedKeys *copies) noexcept nogil:
+    """What `EntryJournal.list_kept_keys` returns."""
+    cdef const Tier *tier = pool.tier
+    cdef const Origin *origin
+    cdef int32_t page_id
+    cdef Py_ssize_t i
+    copy_all_keys(pool, copies)
+    for page_id in range(1, pool.num_pages if is_journaled(pool) else 1):
+        origin = &pool.journal.notes[page_id].origin
+        if is_first(pool, page_id) and origin.place:
+            copy_key(origin.parent, pool.pages[page_id].group, copies)
+    copy_removed_keys(&pool.journal, copies)
+    if tier != NULL:
+        copy_all_keys(tier.pool, copies)
+        copy_removed_keys(&tier.pool.journal, copies)
+        for i in range(tier.num):
+            copy_key(tier.items[i].key, tier.items[i].group, copies)
+
+
 cdef object frombuffer = np.frombuffer
 cdef object NO_KEYS = np.frombuffer(b"", np.uint64)
 cdef object NO_NUMBERS = np.frombuffer(b"", np.int32)
 
 
-@cython.final
-@cython.auto_pickle(False)
 cdef class CopyMemory:
-    """Copies of cached pages and of removed keys. Arrays share the memory. Read-only for Python."""
+    """Memory of copies. Arrays share it. Read-only for Python."""
 
     cdef char *memory
     cdef Py_ssize_t size            # bytes
-    cdef CopiedPages pages
-    cdef Digest *removed_keys
-    cdef int32_t *removed_groups
-    cdef Py_ssize_t num_removed
 
     def __dealloc__(self):
         free(self.memory)
@@ -117,25 +164,44 @@ cdef class CopyMemory:
     def __getbuffer__(self, Py_buffer *view, int flags):
         PyBuffer_FillInfo(view, self, self.memory, self.size, 1, flags)
 
-    cdef bint reserve(self, Py_ssize_t num_pages, Py_ssize_t tokens_width, Py_ssize_t num_removed) noexcept:
-        """Allocate room for these numbers of pages and keys; False if memory is short."""
-        cdef Py_ssize_t page_size = sizeof(Digest) + sizeof(Run) + tokens_width * sizeof(int32_t)
-        self.size = num_pages * page_size + num_removed * <Py_ssize_t>(sizeof(Digest) + sizeof(int32_t))
-        self.memory = <char *>malloc(self.size)
-        if self.memory != NULL:
-            self.pages.keys = <Digest *>self.memory
-            self.removed_keys = self.pages.keys + num_pages
-            self.pages.runs = <Run *>(self.removed_keys + num_removed)
-            self.pages.token_ids = <int32_t *>(self.pages.runs + num_pages)
-            self.removed_groups = self.pages.token_ids + num_pages * tokens_width
+    cdef bint allocate(self, Py_ssize_t size) noexcept:
+        """False if memory is short."""
+        self.memory, self.size = <char *>malloc(size), size
         return self.memory != NULL
 
     cdef object array(self, object empty, const void *start, Py_ssize_t n):
         """An array like `empty`, which it is if `n` is 0."""
         return frombuffer(self, empty.dtype, n, <const char *>start - self.memory) if n else empty
 
-    cdef tuple list_pages(self):
-        """What `EntryJournal.list_entries` returns."""
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class EntryCopies(CopyMemory):
+    """Copies of cached pages."""
+
+    cdef CopiedPages pages
+
+    cdef bint reserve(self, Py_ssize_t num_pages, Py_ssize_t tokens_width) noexcept:
+        """Allocate room for so many pages; False if memory is short."""
+        cdef Py_ssize_t page_size = sizeof(Digest) + sizeof(Run) + tokens_width * sizeof(int32_t)
+        cdef bint has_room = self.allocate(num_pages * page_size)
+        self.pages.keys = <Digest *>self.memory
+        self.pages.runs = <Run *>(self.pages.keys + num_pages)
+        self.pages.token_ids = <int32_t *>(self.pages.runs + num_pages)
+        return has_room
+
+    cdef bint copy_entries(self, Pool *pool) noexcept:
+        """Copy all entries; False where memory is short."""
+        cdef Links *links = <Links *>calloc(pool.num_pages, sizeof(Links))
+        cdef bint has_room = links != NULL and self.reserve(pool.num_keys, pool.tokens_width)
+        if has_room:
+            with nogil:
+                copy_all(pool, links, &self.pages)
+        free(links)
+        return has_room
+
+    cdef tuple to_tuple(self):
+        """As in `EntryJournal.list_entries`."""
         cdef Run run
         cdef list runs = []
         for run in self.pages.runs[:self.pages.num_runs]:
@@ -145,8 +211,65 @@ cdef class CopyMemory:
         return keys, runs, self.array(NO_NUMBERS, self.pages.token_ids, self.pages.num_tokens)
 
 
+@cython.final
+@cython.auto_pickle(False)
+cdef class KeyCopies(CopyMemory):
+    """Copies of keys, with their groups."""
+
+    cdef CopiedKeys copies
+
+    cdef bint reserve(self, Py_ssize_t n) noexcept:
+        """Allocate room for so many keys; False if memory is short."""
+        cdef bint has_room = self.allocate(n * <Py_ssize_t>(sizeof(Digest) + sizeof(int32_t)))
+        self.copies.keys = <Digest *>self.memory
+        self.copies.groups = <int32_t *>(self.copies.keys + n)
+        return has_room
+
+    cdef tuple to_tuple(self):
+        """As of the tier in `EntryJournal.list_entries`."""
+        num = self.copies.num
+        return self.array(NO_KEYS, self.copies.keys, 2 * num), self.array(NO_NUMBERS, self.copies.groups, num)
+
+
+cdef Pool *journaled_tier(const Pool *pool) noexcept nogil:
+    """The pool of the tier behind a pool; NULL if there is none, or it has no journal."""
+    return pool.tier.pool if pool.tier != NULL and is_journaled(pool.tier.pool) else NULL
+
+
+cdef bint take_tier_changes(Pool *tier, KeyCopies removed, KeyCopies new, KeyCopies entries) noexcept:
+    """Copy what changed in a tier, and its entries unless they are None, and begin its journal anew. False, and nothing
+    changed, where memory is short.
+    """
+    cdef void *thread
+    if not removed.reserve(tier.journal.num_removed) or not new.reserve(tier.journal.num_new):
+        return False
+    if entries is not None and not entries.reserve(tier.num_keys):
+        return False
+    thread = let_others_run(tier.num_keys)
+    copy_removed_keys(&tier.journal, &removed.copies)
+    copy_new_keys(tier, &new.copies)
+    if entries is not None:
+        copy_all_keys(tier, &entries.copies)
+    end_journal(&tier.journal)
+    go_on(thread)
+    return True
+
+
+cdef bint make_journal(Journal *journal, Py_ssize_t num_pages) noexcept:
+    """Make an empty journal for so many pages; False where memory is short."""
+    memset(journal, 0, sizeof(Journal))
+    journal.notes = <Note *>malloc(num_pages * (sizeof(Note) + sizeof(Removal)))
+    if journal.notes == NULL or add_context(journal) != 0:
+        return False
+    journal.removed = <Removal *>(journal.notes + num_pages)
+    memset(journal.notes, NOT_NEW, num_pages * (sizeof(Note) + sizeof(Removal)))
+    journal.notes[NULL_PAGE] = Note(Origin(Digest(0, 0), 0, 0), Links(NULL_PAGE, NULL_PAGE))
+    return True
+
+
 cdef class EntryJournal:
-    """What enters and leaves the prefix index of a store, for events."""
+    """What enters and leaves the prefix index of a store, and of the tier behind it, for events. The store's lock guards both.
+    """
 
     cdef PageStore store
     cdef Pool *pool                 # of the store
@@ -159,35 +282,36 @@ cdef class EntryJournal:
         raise ArgumentTypeError("a journal cannot be pickled")
 
     def start(self) -> None:
-        """Note from now on which keys come and go, and where cached pages stand in their requests. 56 bytes a page. This memory
-        and that of kept tokens is touched now, so that the first prompts need not wait for it.
+        """Note from now on which keys come and go, and where cached pages stand in their requests. 56 bytes a page, of the tier
+        too. This memory and that of kept tokens is touched now, so that the first prompts need not wait for it.
 
         ArgumentError if there is a journal already, or if pages are held or cached: their origin is not known.
         """
         cdef Pool *pool = self.pool
-        cdef Journal journal
-        cdef Py_ssize_t n = pool.num_pages
+        cdef Pool *tier = NULL if pool.tier == NULL else pool.tier.pool
+        cdef Journal[2] journals
         cdef int32_t num_held = 0, num_keys = 0
         cdef bint has_room, has_journal = False
-        memset(&journal, 0, sizeof(journal))
         self.store.check_fixed()
-        journal.notes = <Note *>malloc(n * (sizeof(Note) + sizeof(Removal)))
-        has_room = journal.notes != NULL and add_context(&journal) == 0
+        has_room = make_journal(&journals[0], pool.num_pages)
+        has_room = make_journal(&journals[1], tier.num_pages if tier != NULL else 1) and has_room
         if has_room:
-            journal.removed = <Removal *>(journal.notes + n)
-            memset(journal.notes, NOT_NEW, n * (sizeof(Note) + sizeof(Removal)))
-            journal.notes[NULL_PAGE] = Note(Origin(Digest(0, 0), 0, 0), Links(NULL_PAGE, NULL_PAGE))
             with self.store.lock:
                 has_journal = is_journaled(pool)
                 num_held, num_keys = pool.num_pages - 1 - pool.num_free, pool.num_keys
+                if tier != NULL:
+                    num_held, num_keys = num_held + tier.num_pages - 1 - tier.num_free, num_keys + tier.num_keys
                 if not has_journal and num_held == 0 and num_keys == 0:
                     if pool.tokens_width:
-                        memset(pool.page_tokens, 0, n * pool.tokens_width * sizeof(int32_t))
-                    pool.journal, journal = journal, pool.journal
-        free(journal.notes)
-        free(journal.contexts)
+                        memset(pool.page_tokens, 0, pool.num_pages * pool.tokens_width * sizeof(int32_t))
+                    pool.journal, journals[0] = journals[0], pool.journal
+                    if tier != NULL:
+                        tier.journal, journals[1] = journals[1], tier.journal
+        for journal in journals:
+            free(journal.notes)
+            free(journal.contexts)
         if not has_room:
-            raise MemoryError(f"the journal of {n} pages")
+            raise MemoryError(f"the journal of {pool.num_pages} pages")
         if has_journal:
             raise ArgumentError("the pool has a journal already")
         if num_held or num_keys:
@@ -246,32 +370,63 @@ cdef class EntryJournal:
     @property
     def max_num_kept_keys(self) -> int:
         """The largest number of `list_kept_keys` there can be."""
-        cdef Py_ssize_t num_removed = self.store.read(&self.pool.journal.num_removed)
-        return 2 * <Py_ssize_t>self.pool.num_pages + num_removed if is_journaled(self.pool) else self.pool.num_pages
+        cdef Py_ssize_t num
+        with self.store.lock:
+            num = self.count_kept_keys()
+        return num
+
+    cdef Py_ssize_t count_kept_keys(self) noexcept:
+        """Entries and their parents, removed keys, and those of pages in transfer: as many as there can be."""
+        cdef const Pool *pool = self.pool
+        cdef Py_ssize_t num = pool.num_pages + pool.num_pages * is_journaled(pool) + pool.journal.num_removed
+        if pool.tier != NULL:
+            num += pool.tier.pool.num_pages + pool.tier.pool.journal.num_removed + pool.tier.num
+        return num
+
+    def list_kept_keys(self):
+        """The keys that may have a name that is needed: of entries, of their parents, of removed entries, and of pages in
+        transfer, uint64 ``[2 n]``. None while taken changes are being made into events. O(num_pages).
+        """
+        cdef KeyCopies kept = KeyCopies.__new__(KeyCopies)
+        cdef bint is_told, has_room
+        with self.store.lock:
+            is_told = self.pool.journal.is_told
+            has_room = is_told or kept.reserve(self.count_kept_keys())
+            if has_room and not is_told:
+                with nogil:
+                    copy_kept_keys(self.pool, &kept.copies)
+        if not has_room:
+            raise MemoryError("the keys of a prefix index")
+        return None if is_told else kept.to_tuple()[0]
 
     def take_changes(self, bint with_entries=False) -> tuple:
-        """What changed in the index since this was called last: ``(is_cleared, removed_keys, removed_groups, new, entries)``.
+        """What changed in the index since this was called last: ``(is_cleared, changes, changes of the tier)``.
 
-        If `is_cleared`, all entries were removed first. Then the removed keys, uint64 ``[2 n]`` with groups int32 ``[n]``, and
-        then the new ones, as `list_entries` has them. A key that came and went again is in neither. `entries` are those of
-        the index afterwards, or None. Names and contexts are kept until `end_report`. O(changes), or O(num_pages).
+        If `is_cleared`, all entries were removed first, in the tier too. Changes are ``(removed, new, entries)``: first the
+        removed ones went, then the new ones came. A key that came and went again is in neither. `entries` are those of the
+        index afterwards, or None. All are lists of `list_entries`; those of the tier, and the removed ones, have keys and
+        groups alone. Names and contexts are kept until `end_report`. O(changes), or O(num_pages).
         """
-        cdef CopyMemory changes = CopyMemory.__new__(CopyMemory)
-        cdef CopyMemory entries = CopyMemory.__new__(CopyMemory)
+        cdef KeyCopies removed = KeyCopies.__new__(KeyCopies)
+        cdef EntryCopies new = EntryCopies.__new__(EntryCopies)
+        cdef EntryCopies entries = EntryCopies.__new__(EntryCopies) if with_entries else None
+        cdef KeyCopies tier_removed = KeyCopies.__new__(KeyCopies)
+        cdef KeyCopies tier_new = KeyCopies.__new__(KeyCopies)
+        cdef KeyCopies tier_entries = KeyCopies.__new__(KeyCopies) if with_entries else None
         cdef Journal *journal = &self.pool.journal
-        cdef Py_ssize_t i
+        cdef Pool *tier
         cdef void *thread
         cdef bint has_room, is_cleared = False
         self.check_journaled()
         with self.store.lock:
-            has_room = changes.reserve(journal.num_new, self.pool.tokens_width, journal.num_removed)
-            has_room = has_room and (not with_entries or self.copy_entries_to(entries))
+            tier = journaled_tier(self.pool)
+            has_room = removed.reserve(journal.num_removed) and new.reserve(journal.num_new, self.pool.tokens_width)
+            has_room = has_room and (entries is None or entries.copy_entries(self.pool))
+            has_room = has_room and (tier == NULL or take_tier_changes(tier, tier_removed, tier_new, tier_entries))
             if has_room:
-                for i in range(journal.num_removed):
-                    changes.removed_keys[i], changes.removed_groups[i] = journal.removed[i].key, journal.removed[i].group
-                changes.num_removed = journal.num_removed
                 thread = let_others_run(journal.num_new)
-                copy_new(self.pool, &changes.pages)
+                copy_removed_keys(journal, &removed.copies)
+                copy_new(self.pool, &new.pages)
                 go_on(thread)
                 is_cleared = journal.is_cleared
                 end_journal(journal)
@@ -280,26 +435,33 @@ cdef class EntryJournal:
             raise MemoryError("copies of what changed in the prefix index")
         return (
             is_cleared,
-            changes.array(NO_KEYS, changes.removed_keys, 2 * changes.num_removed),
-            changes.array(NO_NUMBERS, changes.removed_groups, changes.num_removed),
-            changes.list_pages(),
-            entries.list_pages() if with_entries else None,
+            (removed.to_tuple(), new.to_tuple(), None if entries is None else entries.to_tuple()),
+            (tier_removed.to_tuple(), tier_new.to_tuple(), None if tier_entries is None else tier_entries.to_tuple()),
         )
 
     def list_entries(self) -> tuple:
-        """The keys of the index, uint64 ``[2 n]``, each its lower half and its upper; the runs of pages that follow one another
-        in a request, ``(key of the parent, place of the first page, context, group, pages, tokens kept of each)``; and these
-        tokens, int32. Changes nothing. Names and contexts are kept until `end_report`. O(num_pages).
+        """The entries of the index, and those of the tier. Changes nothing. Names and contexts are kept until `end_report`.
+        O(num_pages).
+
+        Those of the index are ``(keys, runs, token_ids)``: the keys, uint64 ``[2 n]``, each its lower half and its upper; the
+        runs of pages that follow one another in a request, ``(key of the parent, place of the first page, context, group,
+        pages, tokens kept of each)``; and these tokens, int32. Those of the tier are the keys, and the groups, int32 ``[n]``.
         """
-        cdef CopyMemory entries = CopyMemory.__new__(CopyMemory)
+        cdef EntryCopies entries = EntryCopies.__new__(EntryCopies)
+        cdef KeyCopies tier_entries = KeyCopies.__new__(KeyCopies)
+        cdef Pool *tier
         cdef bint has_room
         self.check_journaled()
         with self.store.lock:
-            has_room = self.copy_entries_to(entries)
+            tier = journaled_tier(self.pool)
+            has_room = entries.copy_entries(self.pool) and (tier == NULL or tier_entries.reserve(tier.num_keys))
+            if has_room and tier != NULL:
+                with nogil:
+                    copy_all_keys(tier, &tier_entries.copies)
             self.pool.journal.is_told = has_room
         if not has_room:
             raise MemoryError("copies of the prefix index")
-        return entries.list_pages()
+        return entries.to_tuple(), tier_entries.to_tuple()
 
     def end_report(self) -> None:
         """Let names and contexts of the taken changes be forgotten: the events have been built."""
@@ -310,13 +472,3 @@ cdef class EntryJournal:
         if not self.store.read(&self.pool.journal.num_contexts):
             raise ArgumentError("the pool has no journal")
         return 0
-
-    cdef bint copy_entries_to(self, CopyMemory copies) noexcept:
-        """Copy all entries; False where memory is short."""
-        cdef Links *links = <Links *>calloc(self.pool.num_pages, sizeof(Links))
-        cdef bint has_room = links != NULL and copies.reserve(self.pool.num_keys, self.pool.tokens_width, 0)
-        if has_room:
-            with nogil:
-                copy_all(self.pool, links, &copies.pages)
-        free(links)
-        return has_room

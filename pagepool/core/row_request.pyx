@@ -180,7 +180,7 @@ cdef class RowRequest:
         with rows.store.lock:
             num_changes = count_changes(batch.pool)
         if find_hits is not None and batch.hash_page_size:
-            chain = HashChain.__new__(HashChain, batch.hash_page_size, rows.key)
+            chain = HashChain.__new__(HashChain, batch.hash_page_size, rows.key, rows.store.pool.tier != NULL)
             hits, num_hit_tokens = self.look_up(find_hits, chain)
             is_short = hits is None
             if is_short:
@@ -218,15 +218,21 @@ cdef class RowRequest:
         return num_hit_tokens if has_pages else refusal
 
     cdef object look_up(self, object find_hits, HashChain chain):
-        """Call `find_hits` with the row's digests, which are lent to a chain and taken back."""
+        """Call `find_hits` with the row's digests, and its tokens if the chain keeps any, which are lent to a chain and taken
+        back.
+        """
         chain.digests = digests_of(&self.rows.batch, self.row)
         chain.num = self.rows.batch.states[self.row].num_hashed
+        if chain.token_ids is not None:
+            chain.token_ids.ids, chain.token_ids.num = tokens_of(&self.rows.batch, self.row), self.tokens.num_known
         try:
             return find_hits(chain, self.tokens.num_known)
         finally:
             with chain.lock:
                 chain.digests = NULL
                 chain.num = 0
+                if chain.token_ids is not None:
+                    chain.token_ids.ids, chain.token_ids.num = NULL, 0
 
     cdef int check_hits(self, tuple hits, int32_t num_hits) except -1:
         """Hits of every group, no longer than they say, within the pool."""

@@ -1,7 +1,6 @@
 """Running rows."""
 
 cimport cython
-from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport int32_t, int64_t
@@ -12,7 +11,7 @@ from pagepool.core.batch cimport (
 )
 from pagepool.core.copies cimport awaits_copies, drop_copies, has_copies_due, reserve_copies
 from pagepool.core.growth cimport append_tokens, check_growth, check_step, copy_rows, grow_rows, keep_last_states, uncount
-from pagepool.core.holdings cimport Held, Holding, count_new_pages, count_places, find_lost_page, find_wrong, list_last_first
+from pagepool.core.holdings cimport Held, Holding, count_new_pages, count_places, find_lost_page, list_last_first
 from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids, refuse_negative
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport find_held_free, has_free_pages
@@ -22,9 +21,8 @@ from pagepool.core.row_memory cimport RowMemory
 from pagepool.core.row_moves cimport empty_row, exchange_rows, set_context
 from pagepool.core.rules cimport MAX_TOKENS
 from pagepool.core.shrinking cimport (
-    can_go_back, can_undo, check_trim, find_restart, forget_row, go_back, has_state_behind, is_as_grown, undo_row,
+    can_undo, check_trim, find_restart, forget_row, go_back, has_state_behind, is_as_grown, undo_row,
 )
-from pagepool.core.transferring cimport FailedLoads
 
 import numpy as np
 
@@ -34,9 +32,6 @@ cdef object ndarray = np.ndarray
 
 
 cdef class RunningRows(RowMemory)
-
-cdef enum:
-    WENT_BACK = -2            # of a row, in the place of the token from which it has to
 
 
 @cython.final
@@ -351,44 +346,6 @@ cdef class RunningRows(RowMemory):
             f"row {row} (at {at}): cannot be cut to {num_tokens} tokens: pages that they need were given back, "
             "when they fell out of the attention window or by somebody else"
         )
-
-    def rewind(self, FailedLoads failed not None) -> tuple:
-        """Let the rows whose pages failed to load, by `CacheManager.fail_transfers`, compute their tokens again from the first
-        such page on: ``num_computed_tokens`` says from where, and `grow` does it. Call it before the rows grow again.
-
-        Returns the rows that went back, and those that cannot, because a window gave pages back that they need again: release
-        these, with `num_computed_tokens` 0, and admit them again. Both are lists. Rows of a model with states go back to token
-        0 if they hit loaded pages of this list, or of later ones: their states may have seen wrong tokens. O(pages of all
-        rows).
-        """
-        cdef list rewound = [], lost = []
-        cdef int32_t *validity
-        cdef Holding holding
-        cdef Py_ssize_t row
-        if failed.store is not self.store:
-            raise ArgumentError("failed: got loads of another pool")
-        validity = <int32_t *>calloc(self.batch.num_rows, sizeof(int32_t))
-        if validity == NULL:
-            raise MemoryError("rows")
-        self.enter_call()
-        for row in range(self.batch.num_rows):
-            holding = holding_of(&self.batch, row)
-            validity[row] = -1
-            if self.batch.states[row].is_admitted and failed.ids.num:
-                validity[row] = find_wrong(&holding, failed.is_wrong, failed.number)
-            if 0 <= validity[row] and can_go_back(&self.batch, row, self.batch.states[row].num_tokens, validity[row]):
-                go_back(&self.batch, row, self.batch.states[row].num_tokens, validity[row])
-                validity[row] = WENT_BACK
-        self.let_go()
-        try:
-            for row in range(self.batch.num_rows):
-                if validity[row] == WENT_BACK:
-                    rewound.append(row)
-                elif validity[row] >= 0:
-                    lost.append(row)
-        finally:
-            free(validity)
-        return rewound, lost
 
     # Coming, going, changing places.
 

@@ -61,8 +61,7 @@ cdef inline bint can_go_back(const Batch *batch, Py_ssize_t row, int32_t num_tok
     cdef const Held *held
     cdef Py_ssize_t g
     cdef int32_t restart = find_restart(batch, row, num_computed)
-    cdef Holding holding = holding_of(batch, row)
-    if has_state_behind(batch, row, restart) or has_copies_due(batch.pool, &holding):
+    if has_state_behind(batch, row, restart):
         return False
     for g in range(batch.num_groups):
         group = &batch.groups[g]
@@ -76,10 +75,14 @@ cdef inline bint can_go_back(const Batch *batch, Py_ssize_t row, int32_t num_tok
 
 cdef inline Py_ssize_t check_trim(Batch *batch, const int32_t *rows, const Amounts *num_tokens, Py_ssize_t n) noexcept nogil:
     """How many rows there are before the first that is wrong. Copies the rows."""
+    cdef Holding holding
     cdef Py_ssize_t i
     start_call(batch)
     for i in range(n):
         if not claim_row(batch, rows[i], i):
+            return i
+        holding = holding_of(batch, batch.checked_rows[i])
+        if has_copies_due(batch.pool, &holding):
             return i
         if not 0 <= amount(num_tokens, i) <= batch.states[batch.checked_rows[i]].num_tokens:
             return i

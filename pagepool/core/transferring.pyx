@@ -81,13 +81,13 @@ def take_transfers(PageStore store not None) -> Transfers:
         with store.lock:
             num_due = tier.num_due
             if num == num_due and num:
-                num_saves = take_due(tier, taken)
+                num_saves = take_due(tier, &taken[0, 0], num)
                 number = tier.last_number
     return transfers_of(number, columns, num_saves) if num else NO_TRANSFERS
 
 
-cdef Py_ssize_t take_due(Tier *tier, int32_t[:, ::1] taken) noexcept nogil:
-    """Give the due transfers a number, and copy them, saves first. Returns how many saves there are."""
+cdef Py_ssize_t take_due(Tier *tier, int32_t *taken, Py_ssize_t num) noexcept nogil:
+    """Give the `num` due transfers a number, and copy their columns, saves first. Returns how many saves there are."""
     cdef Transfer *transfer
     cdef Py_ssize_t i, at, num_saves = 0, num_loads = 0
     tier.last_number += 1
@@ -98,7 +98,7 @@ cdef Py_ssize_t take_due(Tier *tier, int32_t[:, ::1] taken) noexcept nogil:
         transfer.number = tier.last_number
         at = num_saves + num_loads if transfer.is_load else i - (tier.num - tier.num_due) - num_loads
         num_loads += transfer.is_load
-        taken[0, at], taken[1, at], taken[2, at] = transfer.page_id, transfer.tier_id, transfer.group
+        taken[at], taken[num + at], taken[2 * num + at] = transfer.page_id, transfer.tier_id, transfer.group
     tier.num_due = 0
     return num_saves
 

@@ -4,11 +4,12 @@
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
 from pagepool.core.index cimport drop, enter, find, has_key, rank
+from pagepool.core.notes cimport is_journaled, note_clear, note_entry
 from pagepool.core.pages cimport fetch_entry, take_from, touch_all
 from pagepool.core.queue cimport end_of_queue, record_behind
 from pagepool.core.records cimport (
-    FILLED, FILLING, FLAGS, NO_GROUP, NULL_PAGE, TWIN, UNFILLED, FreshPage, Page, Pool, Ranking, Tier, Transfer, digest_of,
-    resize,
+    FILLED, FILLING, FLAGS, NO_GROUP, NULL_PAGE, TWIN, UNFILLED, FreshPage, Origin, Page, Pool, Ranking, Tier, Transfer,
+    digest_of, resize,
 )
 from pagepool.core.references cimport put_back
 from pagepool.core.siphash cimport Digest
@@ -115,6 +116,8 @@ cdef inline void end_save(Tier *tier, const Transfer *transfer, bint is_done) no
     if is_done and not transfer.is_void and find(tier.pool, transfer.key, transfer.group) == NULL_PAGE:
         if enter(tier.pool, page_id, transfer.key, transfer.group) and tier.pool.num_parts:
             rank(tier.pool, &ranking, &page_id, 0, transfer.key, transfer.group)
+        if is_journaled(tier.pool):
+            note_entry(tier.pool, page_id, Origin(Digest(0, 0), 0, 0))
     put_back(tier.pool, page_id)
 
 
@@ -157,6 +160,8 @@ cdef inline void empty_tier(Tier *tier) noexcept nogil:
     for page_id in range(1, tier.pool.num_pages):
         if tier.pool.pages[page_id].group != NO_GROUP:
             drop(tier.pool, page_id)
+    if is_journaled(tier.pool):
+        note_clear(&tier.pool.journal)
 
 
 cdef inline void find_oldest_load(Tier *tier) noexcept nogil:

@@ -27,7 +27,8 @@ class Event(msgspec.Struct, tag=True, omit_defaults=True, eq=False, gc=False):
 
 
 class BlockStored(Event):
-    """Consecutive pages of one request that can be hit from now on.
+    """Consecutive pages of one request that can be hit from now on. With the `medium` ``"CPU"`` they are pages of the host
+    tier, in any order, without parent, tokens and extra keys: what they hold is known from their hashes.
 
     ``block_hashes``: one hash for each page, in a uint64 array or, as bytes, in a list. ``parent_block_hash``: the hash of the
     preceding page; None at the beginning of a prompt. ``token_ids``: int32 array ``[pages x block_size]``; empty for pages that
@@ -52,9 +53,10 @@ class BlockStored(Event):
 
 
 class BlockRemoved(Event):
-    """Pages of one group that can no longer be hit: the last copy was evicted, or its entry was dropped.
+    """Pages of one group that can no longer be hit in a medium: the last copy was evicted, or its entry was dropped. What was
+    stored in the other medium is still there.
 
-    ``block_hashes`` are as in `BlockStored`.
+    ``block_hashes`` and ``medium`` are as in `BlockStored`.
     """
 
     block_hashes: Any
@@ -63,7 +65,7 @@ class BlockRemoved(Event):
 
 
 class AllBlocksCleared(Event):
-    """No page that was stored before can be hit."""
+    """No page that was stored before can be hit, in any medium."""
 
 
 def _encode_array(value: Any) -> Any:

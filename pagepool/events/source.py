@@ -1,6 +1,6 @@
-"""Makes events from the journal of a pool."""
+"""Makes events from the journal of a pool, and of the host tier behind it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -17,17 +17,20 @@ from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec,
 
 __all__ = ["EventSource"]
 
-MEDIUM = "GPU"
+GPU, CPU = "GPU", "CPU"  # the media: the pool, and the host tier
+NO_TOKENS = np.empty(0, np.int32)
 NUM_KEY_BYTES = 16
 MASK = (1 << 64) - 1
 
 Array = npt.NDArray[Any]
 Run = tuple[int, int, int, int, int, int]
 Entries = tuple[Array, list[Run], Array]
+Keys = tuple[Array, Array]
+"""Keys, and the group of each."""
 
 
 class EventSource:
-    """Makes events from the journal of a pool. ``contexts`` has the extra keys of its pages."""
+    """Makes events from the journal of a pool and its tier. ``contexts`` has the extra keys of its pages."""
 
     def __init__(self, store: PageStore, groups: Sequence[CacheGroupSpec], hasher: PageHasher, hashes_as_bytes: bool) -> None:
         """Start the journal of `store`. ArgumentError if pages are held or cached already."""
@@ -36,7 +39,10 @@ class EventSource:
         self.contexts = Contexts(self._journal)
         self._store = store
         self._num_digest_bytes = hasher.num_digest_bytes
-        self._described = [_describe(group.kv_cache_spec, i, hasher.page_size) for i, group in enumerate(groups)]
+        self._described = {
+            medium: [_describe(group.kv_cache_spec, i, hasher.page_size, medium) for i, group in enumerate(groups)]
+            for medium in (GPU, CPU)
+        }
         self._lock = make_lock(self, "_lock", EVENTS)
         self._must_start_over = False
         self._journal.start()
@@ -61,7 +67,7 @@ class EventSource:
         """Return all cached pages, parents first. O(num_pages)."""
         with self._lock:
             try:
-                return self._list_stored(self._journal.list_entries())
+                return self._list_entries(*self._journal.list_entries())
             finally:
                 self._journal.end_report()
 
@@ -69,33 +75,52 @@ class EventSource:
         with self._lock:
             must_start_over, self._must_start_over = self._must_start_over, True
             try:
-                changes = self._journal.take_changes(with_snapshot or must_start_over)
-                snapshot = [] if changes[-1] is None else [AllBlocksCleared(), *self._list_stored(changes[-1])]
-                events = snapshot if must_start_over else self._list_changes(*changes[:-1])
+                is_cleared, (removed, new, entries), (tier_removed, tier_new, tier_entries) = self._journal.take_changes(
+                    with_snapshot or must_start_over
+                )
+                snapshot: list[Event] = []
+                if entries is not None and tier_entries is not None:
+                    snapshot = [AllBlocksCleared(), *self._list_entries(entries, tier_entries)]
+                if must_start_over:
+                    return snapshot, snapshot
+                return self._list_changes(is_cleared, (removed, new), (tier_removed, tier_new)), snapshot
             finally:
                 self._journal.end_report()
-        return events, snapshot
 
-    def _list_changes(self, is_cleared: bool, removed_keys: Array, removed_groups: Array, new: Entries) -> list[Event]:
+    def _list_changes(self, is_cleared: bool, changes: tuple[Keys, Entries], tier_changes: tuple[Keys, Keys]) -> list[Event]:
         events: list[Event] = [AllBlocksCleared()] if is_cleared else []
-        for group in range(len(self._described) if len(removed_groups) else 0):
-            is_one = removed_groups == group
-            keys = removed_keys if is_one.all() else removed_keys[np.repeat(is_one, 2)]
-            if len(keys):
-                events.append(BlockRemoved(self._hashes_of(keys), MEDIUM, group))
-        return [*events, *self._list_stored(new)]
+        events += [*self._list_removed(changes[0], GPU), *self._list_removed(tier_changes[0], CPU)]
+        return [*events, *self._list_entries(changes[1], tier_changes[1])]
+
+    def _list_removed(self, keys: Keys, medium: str) -> list[Event]:
+        return [BlockRemoved(hashes, medium, group) for group, hashes in self._split(keys)]
+
+    def _list_entries(self, entries: Entries, tier_entries: Keys) -> list[Event]:
+        """Return the events for pages of the pool, and for those of the tier, one for each group."""
+        described = self._described[CPU]
+        saved = [BlockStored(hashes, None, NO_TOKENS, *described[group]) for group, hashes in self._split(tier_entries)]
+        return [*self._list_stored(entries), *saved]
+
+    def _split(self, keys: Keys) -> Iterator[tuple[int, Array | list[Hash]]]:
+        """Return the hashes in events of each group that has any. Callers may have entered pages of other groups."""
+        all_keys, groups = keys
+        for group in range(len(self._described[GPU]) if len(groups) else 0):
+            is_one = groups == group
+            if is_one.any():
+                yield group, self._hashes_of(all_keys if is_one.all() else all_keys[np.repeat(is_one, 2)])
 
     def _list_stored(self, entries: Entries) -> list[Event]:
         """Return an event for each run of pages. The parent, if any, is in a run that begins earlier in its request."""
         keys, runs, token_ids = entries
+        described = self._described[GPU]
         hashes = self._hashes_of(keys)
         events: list[tuple[int, Event]] = []
         page, token = 0, 0
         for parent, start_page, context, group, num_pages, num_tokens in runs:
             stop_page, stop_token = page + num_pages, token + num_pages * num_tokens
-            if group < len(self._described):  # callers may have entered pages of other groups
+            if group < len(described):  # callers may have entered pages of other groups
                 parent_hash = self._hash_of(parent) if start_page else None
-                event = BlockStored(hashes[page:stop_page], parent_hash, token_ids[token:stop_token], *self._described[group])
+                event = BlockStored(hashes[page:stop_page], parent_hash, token_ids[token:stop_token], *described[group])
                 if context:
                     _add_extra_keys(event, self.contexts[context], start_page, num_pages)
                 events.append((start_page, event))
@@ -118,13 +143,13 @@ class EventSource:
         return digest.to_bytes(self._num_digest_bytes, "big")
 
 
-def _describe(spec: CacheSpec, group: int, hash_page_size: int) -> tuple[Any, ...]:
+def _describe(spec: CacheSpec, group: int, hash_page_size: int, medium: str) -> tuple[Any, ...]:
     """Return the fields of `BlockStored` from ``block_size`` on for a page without extra keys. A state is told as the last hash
     page before it.
     """
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
     page_size = hash_page_size if isinstance(spec, MambaSpec) else spec.page_size
-    return page_size, None, MEDIUM, None, None, group, _kind_of(spec), window
+    return page_size, None, medium, None, None, group, _kind_of(spec), window
 
 
 def _kind_of(spec: CacheSpec) -> str:

@@ -3,6 +3,6 @@
 from pagepool.manager.cache_manager import CacheManager
 from pagepool.manager.cache_pages import CachePages
 from pagepool.manager.lookups import PrefixProbe
-from pagepool.manager.tiers import HostTier, HostTierStats
+from pagepool.manager.tiers import HostTier
 
-__all__ = ["CacheManager", "CachePages", "HostTier", "HostTierStats", "PrefixProbe"]
+__all__ = ["CacheManager", "CachePages", "HostTier", "PrefixProbe"]

@@ -297,9 +297,9 @@ class CacheManager(TieredPages):
 
         Events have hashes as unsigned ints, the lowest 64 bits of the digest, or as the bytes of the whole digest. Other
         processes make the same hashes only with the same `hash_seed`, or ``"sha256"`` or ``"sha256_cbor"`` as `hash_algo`.
-        Costs 56 bytes a page and 4 a token, and time for each page that is cached. ImportError without the extra
-        ``pagepool[events]``; ArgumentError without prefix caching, if pages are held or cached already, and if events were
-        enabled with the other `hashes_as_bytes`.
+        Costs 56 bytes a page, of the host tier too, 4 a token, and time for each page that is cached. ImportError without the
+        extra ``pagepool[events]``; ArgumentError without prefix caching, if pages are held or cached already, and if events
+        were enabled with the other `hashes_as_bytes`.
         """
         try:
             from pagepool.events import EventSource
@@ -311,7 +311,7 @@ class CacheManager(TieredPages):
             if self.event_source is None:
                 self._store.keep_token_ids(self.coordinator.max_cached_page_size)
                 source = EventSource(self._store, self.kv_cache_groups, self.hasher, hashes_as_bytes)
-                self._slots.contexts = source.contexts
+                self._lookups.contexts = source.contexts
                 self.event_source = source
                 self.hasher.keep_token_ids = True
                 self._lookups.hashes.clear()  # existing hashes have no tokens
@@ -322,13 +322,13 @@ class CacheManager(TieredPages):
         """Return the changes of the prefix cache since the last call, including those by running batches.
 
         The events of `pagepool.events` come in this order: `AllBlocksCleared`, `BlockRemoved`, `BlockStored`, parents before
-        children. They report net changes. After an interrupted call the next one starts over, with `AllBlocksCleared` and the
-        whole cache. ArgumentError unless events are enabled. O(changes).
+        children. They report net changes. Those of the host tier have the medium ``"CPU"``. After an interrupted call the next
+        one starts over, with `AllBlocksCleared` and the whole cache. ArgumentError unless events are enabled. O(changes).
         """
         return self.require_event_source().take()
 
     def snapshot_events(self) -> "list[Event]":
-        """Return all cached pages as `BlockStored`, parents first, for a router that starts late.
+        """Return all cached pages as `BlockStored`, parents first, then those of the host tier, for a router that starts late.
 
         Changes since the last `take_events` are included, and the next `take_events` repeats them, so call that first.
         O(num_pages).
@@ -342,15 +342,15 @@ class CacheManager(TieredPages):
         return self.event_source
 
     def hold_context(self, extra_keys: RequestExtraKeys | None) -> int:
-        """`SlotAllocator.hold_context`, for a running batch."""
+        """`PrefixLookups.hold_context`, for a running batch."""
         if extra_keys is None or self.event_source is None:  # without the lock
             return 0
         with self._lock:
-            return self._slots.hold_context(extra_keys)
+            return self._lookups.hold_context(extra_keys)
 
     def release_context(self, context: int) -> None:
-        """`SlotAllocator.release_context`."""
-        self._slots.release_context(context)
+        """`PrefixLookups.release_context`."""
+        self._lookups.release_context(context)
 
     # Freeing.
 
@@ -394,7 +394,7 @@ class CacheManager(TieredPages):
         >>> stats.num_held_pages, stats.num_cached_pages, stats.usage, stats.queries.num_queried_tokens
         (2, 1, 0.2, 5)
         """
-        return _collect_stats(self.page_pool, self.max_num_pinned_pages, self.query_counters)
+        return _collect_stats(self.page_pool, self.max_num_pinned_pages, self.query_counters, self.host_tier)
 
     def check(self) -> None:
         """Raise IntegrityError, naming the first wrong page, unless the pool and the references of requests are consistent.
@@ -451,7 +451,9 @@ def _require_kept_tokens(num_kept: int, num_needed: int) -> None:
         )
 
 
-def _collect_stats(pool: PagePool, max_num_pinned_pages: int, query_counters: Sequence[QueryCounter]) -> CacheStats:
+def _collect_stats(
+    pool: PagePool, max_num_pinned_pages: int, query_counters: Sequence[QueryCounter], host_tier: HostTier | None
+) -> CacheStats:
     store, totals = pool.store, pool.stats
     queries, preempted_queries = (QueryCounts(*counter.counts) for counter in query_counters)
     num_pages, num_free_pages = pool.num_pages - 1, store.num_free_pages
@@ -476,6 +478,7 @@ def _collect_stats(pool: PagePool, max_num_pinned_pages: int, query_counters: Se
         reuse_gap=reuse_gap,
         num_hit_pages=num_hit_pages,
         num_lru_hit_pages=num_lru_hit_pages,
+        host_tier=None if host_tier is None else host_tier.stats(),
     )
 
 

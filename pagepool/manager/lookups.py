@@ -2,14 +2,17 @@
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pagepool._core import PageIds, QueryCounter, Refusal
 from pagepool.arguments import has_status, id_of, read_count, refuse_incomplete, require_int
 from pagepool.coordinator import ANY_PAGE, CacheCoordinator
-from pagepool.hashing import KeyHolder
+from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.hashing.request_hashes import PageHasher, RequestHashes
 from pagepool.request import EngineRequestStatus, Request
+
+if TYPE_CHECKING:
+    from pagepool.events import Contexts
 
 __all__ = ["PrefixLookups", "PrefixProbe"]
 
@@ -28,13 +31,14 @@ class PrefixLookups(KeyHolder):
     """The hashes, the last look-up and the refusal of each request. The manager holds its lock during calls that change them.
 
     ``hashes`` maps request ids to hashes. ``counters`` count the look-ups of admitted requests: new ones, and ones that were
-    preempted.
+    preempted. ``contexts`` is set when events are enabled.
     """
 
     def __init__(self, coordinator: CacheCoordinator, hasher: PageHasher, enable_caching: bool, use_eagle: bool) -> None:
         """`hasher` makes the hashes of new requests."""
         self.hashes: dict[str, RequestHashes] = {}
         self.hasher = hasher
+        self.contexts: Contexts | None = None
         self._coordinator = coordinator
         self._store = coordinator.page_pool.store
         self._requests = coordinator.requests
@@ -107,13 +111,29 @@ class PrefixLookups(KeyHolder):
             pages, num_tokens = refusal.hits, refusal.num_hit_tokens
         else:
             hashes.refusal = None
-            loaded, num_tokens = self._coordinator.load_longest_cache_hit(hashes.chain, num_queried_tokens - 1, ids)
+            if self._store.has_tier:  # pages that are loaded have their names, and their parents'
+                self.hasher.name_pages(self._store.names, hashes, 0, len(hashes.page_hashes))
+            context = self.hold_context(hashes.extra_keys)
+            num_most_tokens = num_queried_tokens - 1
+            try:
+                loaded, num_tokens = self._coordinator.load_longest_cache_hit(hashes.chain, num_most_tokens, ids, context)
+            finally:
+                self.release_context(context)
             hashes.is_short = loaded is None
             if loaded is None:
-                loaded, num_tokens = self._coordinator.find_longest_cache_hit(hashes.chain, num_queried_tokens - 1, ids)
+                loaded, num_tokens = self._coordinator.find_longest_cache_hit(hashes.chain, num_most_tokens, ids)
             pages = loaded
         hashes.query = num_queried_tokens, num_tokens, is_preempted or hashes.is_counted
         return pages, num_tokens
+
+    def hold_context(self, extra_keys: RequestExtraKeys | None) -> int:
+        """Return the int for extra keys in the core until `release_context`; 0 without keys or events."""
+        return 0 if self.contexts is None or extra_keys is None else self.contexts.hold(extra_keys)
+
+    def release_context(self, context: int) -> None:
+        """Release an int from `hold_context`. It is reused when no page has it any more."""
+        if context and self.contexts is not None:
+            self.contexts.release(context)
 
     def probe(self, request: Request) -> PrefixProbe:
         """Return what `find` would find in the whole pool and its tier, with room for what is loaded, and why not more, without

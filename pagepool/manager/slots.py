@@ -1,21 +1,18 @@
 """Allocates slots for the next tokens of requests, and enters full pages in the prefix index."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pagepool._core import PageIds, RequestPages, are_states_due, check_copies_taken, keep_states, pass_states
 from pagepool.arguments import id_of, read_count
 from pagepool.coordinator import CacheCoordinator
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
-from pagepool.hashing import KeyHolder, RequestExtraKeys
+from pagepool.hashing import KeyHolder
 from pagepool.hashing.request_hashes import RequestHashes
 from pagepool.manager.cache_pages import CachePages
 from pagepool.manager.lookups import PrefixLookups
 from pagepool.request import Request
 from pagepool.specs import pages_per_dp_shard
-
-if TYPE_CHECKING:
-    from pagepool.events import Contexts
 
 __all__ = ["ANYWHERE", "Placement", "SlotAllocator"]
 
@@ -34,13 +31,12 @@ ANYWHERE = Placement()
 class SlotAllocator(KeyHolder):
     """Takes and enters the pages of requests. The manager holds its lock during each call, and has checked the counts.
 
-    ``no_ids`` is an empty list of pages for each group. ``contexts`` is set when events are enabled.
+    ``no_ids`` is an empty list of pages for each group.
     """
 
     def __init__(self, coordinator: CacheCoordinator, lookups: PrefixLookups, num_groups: int, enable_caching: bool) -> None:
         """`coordinator` has the pages of requests, `lookups` their hashes."""
         self.no_ids = tuple(PageIds() for _ in range(num_groups))
-        self.contexts: Contexts | None = None
         self._coordinator = coordinator
         self._lookups = lookups
         self._enable_caching = enable_caching
@@ -191,11 +187,11 @@ class SlotAllocator(KeyHolder):
     ) -> tuple[PageIds, ...]:
         """Keep states as checkpoints, and return the new pages of each group with the next working pages of states."""
         shard = self._find_shard(held, (), placement)
-        context = self.hold_context(hashes.extra_keys)
+        context = self._lookups.hold_context(hashes.extra_keys)
         try:
             kept = keep_states(held, hashes.chain, num_computed_tokens, context, shard, placement.num_reserved_pages)
         finally:
-            self.release_context(context)
+            self._lookups.release_context(context)
         return tuple(working or ids for working, ids in zip(kept, new_ids, strict=True))
 
     def free(self, request: Request, num_computed_tokens: int | None) -> None:
@@ -204,13 +200,13 @@ class SlotAllocator(KeyHolder):
         if num_last_tokens:
             self._lookups.extend_named(request, num_last_tokens)
         hashes = self._lookups.hashes.get(request.request_id)
-        context = self.hold_context(hashes.extra_keys if hashes and num_last_tokens else None)
+        context = self._lookups.hold_context(hashes.extra_keys if hashes and num_last_tokens else None)
         try:
             self._coordinator.free(
                 request.request_id, num_computed_tokens, hashes.chain if hashes else None, num_last_tokens, context
             )
         finally:
-            self.release_context(context)
+            self._lookups.release_context(context)
 
     def _is_kept_after(self, num_computed_tokens: int, num_known_tokens: int) -> bool:
         """Whether a checkpoint can be made after these tokens."""
@@ -227,24 +223,15 @@ class SlotAllocator(KeyHolder):
         is_kept = is_kept and self._is_kept_after(num_tokens, read_count(request, "num_tokens"))
         return num_tokens if is_kept and are_states_due(held, num_tokens) else 0
 
-    def hold_context(self, extra_keys: RequestExtraKeys | None) -> int:
-        """Return the int for extra keys in the core until `release_context`; 0 without keys or events."""
-        return 0 if self.contexts is None or extra_keys is None else self.contexts.hold(extra_keys)
-
-    def release_context(self, context: int) -> None:
-        """Release an int from `hold_context`. It is reused when no page has it any more."""
-        if context and self.contexts is not None:
-            self.contexts.release(context)
-
     def enter_pages(self, held: RequestPages, hashes: RequestHashes, num_tokens: int) -> None:
         """Enter the pages that the first `num_tokens` tokens fill in the prefix index."""
         if hashes.page_hashes:
             start = max(0, held.num_cached_hashes - 1)  # with the parent of the first
             self._lookups.hasher.name_pages(self._store.names, hashes, start, num_tokens // self._coordinator.hash_page_size)
-        context = self.hold_context(hashes.extra_keys)
+        context = self._lookups.hold_context(hashes.extra_keys)
         try:
             held.enter(hashes.chain, num_tokens, context)
         finally:
-            self.release_context(context)
+            self._lookups.release_context(context)
         if hashes.page_hashes:
             self._pool.forget_evicted_names()

@@ -1,33 +1,21 @@
 """A tier of host pages behind the pool of a manager."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from pagepool._core import FailedLoads, PageTier, Transfers, add_tier, end_transfers, find_wrong_token, take_transfers
 from pagepool.arguments import MAX_SIZE, id_of, require_int
 from pagepool.errors import ArgumentError, shown
 from pagepool.manager.copies import CopiedPages
+from pagepool.stats import HostTierStats
 
 if TYPE_CHECKING:
     from pagepool._core import PageStore
     from pagepool.request import Request
 
-__all__ = ["HostTier", "HostTierStats", "TieredPages"]
+__all__ = ["HostTier", "TieredPages"]
 
 POLICIES = ("write_back", "write_through")
-
-
-class HostTierStats(NamedTuple):
-    """Pages of a host tier, and what happened to them since it was made."""
-
-    num_free_pages: int
-    num_cached_pages: int
-    num_in_flight: int
-    num_saved_pages: int
-    num_loaded_pages: int
-    num_failed_pages: int
-    num_evicted_pages: int
-    num_refused_pages: int
 
 
 class HostTier:
@@ -69,8 +57,8 @@ class HostTier:
     def stats(self) -> HostTierStats:
         """Return its counters. O(1)."""
         if self._store is None or self._tier is None:
-            return HostTierStats(self.num_pages - 1, 0, 0, 0, 0, 0, 0, 0)
-        return HostTierStats(*self._tier.counters(self._store))
+            return HostTierStats(num_pages=self.num_pages - 1, num_free_pages=self.num_pages - 1)
+        return HostTierStats(self.num_pages - 1, *self._tier.counters(self._store))
 
 
 class TieredPages(CopiedPages):

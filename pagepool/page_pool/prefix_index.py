@@ -161,15 +161,11 @@ def forget_names(store: PageStore) -> None:
 
 
 def list_kept_keys(store: PageStore) -> list[int] | None:
-    """Return the keys of entries, of their parents, and of removed entries. None while events are being built. O(num_pages)."""
-    copied = copy_records(store, "pages slots notes removed")
-    if copied["is_told"]:
-        return None
-    slots, notes = copied["slots"]["page_id"], copied["notes"]
-    ids = slots[slots != 0]
-    parents = notes[ids[notes["place"][ids] > 0]] if len(notes) else notes
-    found = copied["pages"][ids], parents, copied["removed"][: copied["num_removed"]]
-    return [high << 64 | low for keys in found for low, high in zip(keys["low"].tolist(), keys["high"].tolist(), strict=True)]
+    """Return the keys of entries, of their parents, and of removed entries, and those of the tier. None while events are being
+    built. O(num_pages).
+    """
+    keys = EntryJournal(store).list_kept_keys()
+    return None if keys is None else [high << 64 | low for low, high in keys.reshape(-1, 2).tolist()]
 
 
 class CachedPages(Mapping[PageHashWithGroupId, dict[int, CachePage]]):

@@ -15,7 +15,7 @@ The commands need the extra `pagepool[replay]`, their plots `pagepool[plan]`, an
 """
 
 from pagepool.replay.plans.plan import Knee, Plan, Planner, PolicyFigures, PoolFigures
-from pagepool.replay.simulation.figures import Figures
+from pagepool.replay.simulation.figures import Figures, HostFigures
 from pagepool.replay.simulation.scheduler import Scheduler
 from pagepool.replay.traces.generator import WORKLOADS, generate_chats, generate_workload
 from pagepool.replay.traces.reader import TraceError, TraceRecord, make_requests, read_trace
@@ -25,6 +25,7 @@ from pagepool.replay.traces.simulated_request import SimulatedRequest
 __all__ = [
     "WORKLOADS",
     "Figures",
+    "HostFigures",
     "Knee",
     "Plan",
     "Planner",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["CacheStats", "PagePoolStats", "QueryCounts", "TimeHistogram"]
+__all__ = ["CacheStats", "HostTierStats", "PagePoolStats", "QueryCounts", "TimeHistogram"]
 
 
 class TimeHistogram(NamedTuple):
@@ -67,6 +67,27 @@ class QueryCounts:
         return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
 
 
+class HostTierStats(NamedTuple):
+    """The state of a host tier, and its counters since it was made. Pages are pages of the tier.
+
+    State: ``num_pages`` excludes the null page. Pages are free (``num_free_pages``), or held for transfers;
+    ``num_cached_pages``, free or held, can be loaded. ``num_in_flight`` counts saves and loads that have not ended.
+
+    Counters: pages saved and loaded, by transfers that completed, and transfers that failed. A loaded page was hit in the tier
+    and not in the pool. Evicted pages lost their entries to others; refused ones were not saved, because no page was free.
+    """
+
+    num_pages: int
+    num_free_pages: int
+    num_cached_pages: int = 0
+    num_in_flight: int = 0
+    num_saved_pages: int = 0
+    num_loaded_pages: int = 0
+    num_failed_pages: int = 0
+    num_evicted_pages: int = 0
+    num_refused_pages: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class CacheStats:
     """The state of a manager's cache, and its counters. Pages are pages of the pool, of all groups.
@@ -79,6 +100,9 @@ class CacheStats:
     Counters since the pool was made: pages handed out, freed by their last holder, and evicted, which means handed out again
     while they could be hit. With adaptive eviction also pages that were hit (``num_hit_pages``), once for each request that hit
     them, and an estimate of how many LRU would have hit (``num_lru_hit_pages``); None with other policies.
+
+    ``host_tier`` are the same for the host tier, None without one. Hits count pages of both; those of the tier are the pages
+    that it loaded.
 
     Times of sampled pages (every 128th, more in small pools) since the pool was made: ``lifetime`` of an evicted page from
     allocation to eviction, ``idle_before_eviction`` from last use to eviction, ``reuse_gap`` from a use to the next hit or pin.
@@ -101,6 +125,7 @@ class CacheStats:
     reuse_gap: TimeHistogram
     num_hit_pages: int | None = None
     num_lru_hit_pages: int | None = None
+    host_tier: HostTierStats | None = None
 
     @property
     def num_unpinned_pages(self) -> int:

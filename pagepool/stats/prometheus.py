@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.manager import CacheManager
-from pagepool.stats import CacheStats, TimeHistogram
+from pagepool.stats import CacheStats, HostTierStats, TimeHistogram
 
 __all__ = ["CacheCollector"]
 
@@ -90,6 +90,10 @@ GAUGES = {
     "pagepool_cached_pages": "Pages that can be hit, held or free.",
     "pagepool_pinned_pages": "Held pages that are pinned.",
     "pagepool_max_pinned_pages": "Pages that may be pinned.",
+    "pagepool_host_pages": "Pages of the host tier, without the null page. These and the next ones with a host tier only.",
+    "pagepool_host_free_pages": "Pages of the host tier that nothing holds, cached ones included.",
+    "pagepool_host_cached_pages": "Pages of the host tier that can be loaded.",
+    "pagepool_host_pages_in_flight": "Saves and loads that are due or under way.",
 }
 COUNTERS = {
     "pagepool_prefix_cache_queries": "Tokens of prompts of admitted requests, counted once at admission.",
@@ -103,6 +107,11 @@ COUNTERS = {
     "pagepool_evicted_pages": "Cached pages handed out again, which can no longer be hit.",
     "pagepool_hit_pages": "Pages hit, once for each request. With adaptive eviction only.",
     "pagepool_lru_hit_pages": "Pages that LRU would have hit, an estimate. With adaptive eviction only.",
+    "pagepool_host_saved_pages": "Pages saved in the host tier.",
+    "pagepool_host_loaded_pages": "Pages hit in the host tier and loaded.",
+    "pagepool_host_failed_pages": "Pages whose save or load failed.",
+    "pagepool_host_evicted_pages": "Cached pages of the host tier taken for others.",
+    "pagepool_host_refused_pages": "Pages that were not saved, because no page of the host tier was free.",
 }
 TIMES = {
     "pagepool_kv_block_lifetime": "Sampled: time from a page's allocation to its eviction.",
@@ -110,6 +119,9 @@ TIMES = {
     "pagepool_kv_block_reuse_gap": "Sampled: time from a page's use to its next hit.",
 }
 
+
+NUM_TIER_GAUGES = 4
+"""The first fields of `HostTierStats`; the others are counters."""
 
 LABEL_NAME = re.compile(r"(?!__|le$)[a-zA-Z_][a-zA-Z0-9_]*")
 """Names that every server stores unchanged. ``le`` belongs to buckets, and names with a leading ``__`` to the server."""
@@ -125,17 +137,20 @@ def _require_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _samples_of(stats: CacheStats) -> list[tuple[Any, ...]]:
-    """Return the values in the order of the tables above; None for one that the policy does not have."""
+    """Return the values in the order of the tables above; None for one that the manager does not have."""
+    tier = stats.host_tier or (None,) * len(HostTierStats._fields)
     queries, preempted = stats.queries, stats.preempted_queries
     gauges = (
         *(stats.usage, stats.num_pages, stats.num_free_pages, stats.num_held_pages, stats.num_cached_pages),
         *(stats.num_pinned_pages, stats.max_num_pinned_pages),
+        *tier[:NUM_TIER_GAUGES],
     )
     counters = (
         *(queries.num_queried_tokens, queries.num_hit_tokens, queries.num_requests),
         *(preempted.num_queried_tokens, preempted.num_hit_tokens, preempted.num_requests),
         *(stats.num_allocated_pages, stats.num_freed_pages, stats.num_evicted_pages),
         *(stats.num_hit_pages, stats.num_lru_hit_pages),
+        *tier[NUM_TIER_GAUGES:],
     )
     times = (stats.lifetime, stats.idle_before_eviction, stats.reuse_gap)
     return [*((value,) for value in (*gauges, *counters)), *map(_buckets_of, times)]

@@ -82,12 +82,14 @@ class BlockStored(msgspec.Struct, tag=True):
     """The part of the event that the router reads."""
 
     block_hashes: list[Hash]
+    medium: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, tag=True):
     """The part of the event that the router reads."""
 
     block_hashes: list[Hash]
+    medium: str | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
@@ -109,7 +111,7 @@ class PrefixRouter(LoadRouter):
     def __init__(self, num_replicas: int, page_size: int, hash_key: bytes) -> None:
         """Start with nothing cached."""
         super().__init__(num_replicas, page_size, hash_key)
-        self._holders: dict[Hash, int] = {}  # a bit for each replica
+        self._holders: dict[str | None, dict[Hash, int]] = {}  # by medium; a bit for each replica
         self._decoder = msgspec.msgpack.Decoder(Batch)
 
     def choose(self, request: int, token_ids: Int32Array) -> int:
@@ -127,7 +129,7 @@ class PrefixRouter(LoadRouter):
         counts = [0] * self.num_replicas
         holders = (1 << self.num_replicas) - 1
         for i in range(num_pages):
-            still = holders & self._holders.get(chain[i] & LOW_64_BITS, 0)
+            still = holders & self._find_holders(chain[i] & LOW_64_BITS)
             for replica in _bits(holders & ~still):
                 counts[replica] = i
             holders = still
@@ -137,31 +139,40 @@ class PrefixRouter(LoadRouter):
             counts[replica] = num_pages
         return counts
 
+    def _find_holders(self, block_hash: Hash) -> int:
+        """Return the replicas that have a page in any medium, a bit for each."""
+        found = 0
+        for holders in self._holders.values():
+            found |= holders.get(block_hash, 0)
+        return found
+
     def hear(self, replica: int, events: bytes) -> None:
         """Update the holders of the pages in the events. O(pages)."""
         bit = 1 << replica
         for event in self._decoder.decode(events).events:
-            if isinstance(event, BlockStored):
-                for block_hash in event.block_hashes:
-                    self._holders[block_hash] = self._holders.get(block_hash, 0) | bit
-            elif isinstance(event, BlockRemoved):
-                for block_hash in event.block_hashes:
-                    self._drop(block_hash, bit)
-            else:
+            if isinstance(event, AllBlocksCleared):
                 self.forget(replica)
-
-    def _drop(self, block_hash: Hash, bit: int) -> None:
-        holders = self._holders[block_hash] & ~bit
-        if holders:
-            self._holders[block_hash] = holders
-        else:
-            del self._holders[block_hash]
+                continue
+            holders = self._holders.setdefault(event.medium, {})
+            for block_hash in event.block_hashes:
+                if isinstance(event, BlockStored):
+                    holders[block_hash] = holders.get(block_hash, 0) | bit
+                else:
+                    _drop(holders, block_hash, bit)
 
     def forget(self, replica: int) -> None:
         """Remove the replica from all holders. O(pages cached anywhere)."""
         bit = 1 << replica
-        for block_hash in [block_hash for block_hash, holders in self._holders.items() if holders & bit]:
-            self._drop(block_hash, bit)
+        for holders in self._holders.values():
+            for block_hash in [block_hash for block_hash, replicas in holders.items() if replicas & bit]:
+                _drop(holders, block_hash, bit)
+
+
+def _drop(holders: dict[Hash, int], block_hash: Hash, bit: int) -> None:
+    """Remove a replica from the holders of a page."""
+    holders[block_hash] &= ~bit
+    if not holders[block_hash]:
+        del holders[block_hash]
 
 
 def _bits(mask: int) -> list[int]:

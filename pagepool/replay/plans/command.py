@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from reprlib import repr as shorten
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 import click
 import numpy as np
@@ -21,7 +21,7 @@ from pagepool.replay.models.options import (
 )
 from pagepool.replay.models.pages import ModelPages, list_intervals
 from pagepool.replay.plans.checkpoints import CheckpointSimulator, count_states
-from pagepool.replay.plans.plan import CheckpointFigures, Plan, Planner, PolicyFigures, PoolFigures
+from pagepool.replay.plans.plan import CheckpointFigures, HostRun, HostSpeed, Plan, Planner, PoolFigures
 from pagepool.replay.plans.policies import PolicySimulator
 from pagepool.replay.plans.report import print_plan
 from pagepool.replay.shared.memory import count_digest_bytes, count_pool_bytes, require_memory
@@ -41,7 +41,22 @@ from pagepool.replay.shared.progress import Progress
 from pagepool.replay.shared.results import OutputFile, open_result, printing, to_json
 from pagepool.replay.shared.sizes import BYTE_UNITS, MAX_SIZE, Sizes
 from pagepool.replay.simulation.figures import Figures
-from pagepool.replay.simulation.runs import describe_pool, make_manager, make_scheduler, making_pool, require_one_that_fits, run
+from pagepool.replay.simulation.host import HostMemory, Policy
+from pagepool.replay.simulation.host_options import (
+    choose_host,
+    host_min_uses_option,
+    host_pages_option,
+    host_policy_option,
+)
+from pagepool.replay.simulation.runs import (
+    count_bytes,
+    describe_pool,
+    make_manager,
+    make_scheduler,
+    making_pool,
+    require_one_that_fits,
+    run,
+)
 from pagepool.replay.simulation.scheduler import Scheduler
 from pagepool.replay.traces.options import TRACE, block_size_option, limit_option, load_trace, seed_option
 from pagepool.replay.traces.reader import name_trace, source_name
@@ -49,6 +64,8 @@ from pagepool.replay.traces.simulated_request import SimulatedRequest
 from pagepool.specs import cdiv
 
 __all__ = ["plan"]
+
+Run: TypeAlias = tuple[PoolFigures, str, HostMemory | None]  # a pool to simulate, its policy, and the tier behind it
 
 NUM_REPLAYS = 4
 MAX_REPLAY_STEPS = 200_000  # ten seconds
@@ -76,6 +93,21 @@ def find_model(
     if (model.page_bytes or 0) > MAX_SIZE:
         raise Refusal(f"{model_config}: a page would take {shorten(model.page_bytes)} bytes, allowed: {MAX_SIZE}")
     return model
+
+
+def find_speed(
+    bandwidth: int | None, prefill_rate: int | None, host: HostMemory | None, page_bytes: int | None
+) -> HostSpeed | None:
+    """Return the speeds that were asked for, if any."""
+    if bandwidth is None and prefill_rate is None:
+        return None
+    if bandwidth is None or prefill_rate is None:
+        raise click.UsageError("--host-bandwidth and --prefill-rate need each other")
+    if host is None:
+        raise click.UsageError("--host-bandwidth needs --host-pages")
+    if page_bytes is None:
+        raise click.UsageError("--host-bandwidth needs --bytes-per-token or --model-config")
+    return HostSpeed(bandwidth, prefill_rate)
 
 
 def find_intervals(model: ModelPages, asked: Sizes | None) -> list[int]:
@@ -183,35 +215,46 @@ def simulate_checkpoints(
     return tuple(figures)
 
 
-def simulate_policies(
+def simulate_pools(
     planner: Planner,
     plan: Plan,
     policies: Sequence[str],
     requests: Sequence[SimulatedRequest],
     max_batched_tokens: int,
     progress: Progress,
-) -> tuple[PolicyFigures, ...]:
-    """Simulate policies other than LRU, one pool at a time; none if nothing can hit. Raises Refusal for a pool that is too
-    large.
+) -> Plan:
+    """Simulate policies other than LRU, and LRU with the host tier of the plan, one pool at a time; none if nothing can hit.
+    Raises Refusal for a pool or tier that is too large.
     """
     num_request_pages = sum(cdiv(request.num_slots, plan.page_size) for request in requests)
     others, pools = choose_simulations(plan.pools, plan.asked_num_pages, policies, num_request_pages)
-    if not others or not pools or plan.knee is None:
-        return ()
-    largest = pools[-1].num_pages
-    num_bytes = count_digest_bytes(num_request_pages) + max(count_pool_bytes(largest, policy) for policy in others)
-    require_memory(f"a simulation of {describe_pool(largest, plan.model)}", num_bytes)
+    runs: list[Run] = [(pool, policy, None) for policy, pool in product(others, pools)]
+    runs += [(pool, EVICTION_POLICIES[0], plan.host) for pool in plan.pools if plan.host]
+    if not runs or plan.knee is None:
+        return plan
+    largest, _, host = max(runs, key=lambda run: count_run_bytes(*run))
+    num_bytes = count_digest_bytes(num_request_pages) + max(count_run_bytes(*run) for run in runs)
+    require_memory(f"a simulation of {describe_pool(largest.num_pages, plan.model, host=host)}", num_bytes)
     with progress.follow("hashing pages", "request", len(requests)) as update:
         simulator = PolicySimulator(requests, plan.page_size, max_batched_tokens, update)
-    figures = []
-    for policy, pool in product(others, pools):
+    figures, host_runs = [], []
+    for pool, policy, host in runs:
         with (
-            progress.follow(f"{policy}, {pool.num_pages:,} pages", "request", len(requests)) as update,
-            making_pool(pool.num_pages, plan.model, policy),
+            progress.follow(f"{host or policy}, {pool.num_pages:,} pages", "request", len(requests)) as update,
+            making_pool(pool.num_pages, plan.model, policy, host),
         ):
-            hit_tokens = simulator.count_hits(policy, pool.num_pages, update)
-        figures.append(planner.compare(pool, policy, hit_tokens))
-    return tuple(figures)
+            if host is None:
+                figures.append(planner.compare(pool, policy, simulator.count_hits(policy, pool.num_pages, update)))
+            else:
+                hit_tokens, moved = simulator.run_with_host(pool.num_pages, host, update)
+                moved = replace(moved, page_bytes=plan.page_bytes)
+                host_runs.append(HostRun(planner.compare(pool, policy, hit_tokens), moved))
+    return replace(plan, policies=tuple(figures), host_runs=tuple(host_runs))
+
+
+def count_run_bytes(pool: PoolFigures, policy: str, host: HostMemory | None) -> int:
+    """Return the bytes of the pool, and of the tier, of a simulation."""
+    return count_bytes(pool.num_pages, policy, host)
 
 
 def replay_pools(sizes: Iterable[int], make: Callable[[int], Scheduler], progress: Progress) -> dict[int, Figures]:
@@ -280,6 +323,15 @@ def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
     "A size takes seconds for each 10M pages of requests. For a model with states: at the sizes with checkpoints.",
     show_default=f"all, at up to {NUM_POLICY_SIZES} sizes that take seconds; none if the model has states",
 )
+@host_pages_option
+@host_policy_option
+@host_min_uses_option
+@click.option(
+    "--host-bandwidth",
+    type=Size("bytes", BYTE_UNITS),
+    help="Bytes per second between host and device, such as 25GB; with --prefill-rate a sentence says what the tier saves.",
+)
+@click.option("--prefill-rate", type=Size("tokens"), help="Prompt tokens that the model computes per second.")
 @max_batched_tokens_option
 @max_num_seqs_option
 @limit_option
@@ -300,6 +352,11 @@ def plan(
     block_size: int,
     replays: int | None,
     policies: tuple[str, ...],
+    host_pages: int | None,
+    host_policy: Policy | None,
+    host_min_uses: int | None,
+    host_bandwidth: int | None,
+    prefill_rate: int | None,
     max_batched_tokens: int,
     max_num_seqs: int,
     limit: int | None,
@@ -328,10 +385,16 @@ def plan(
 
     A model with states hits only where it kept all of them, so for such a model the plan simulates intervals of
     checkpoints (--checkpoint-interval) in some of the sizes, with LRU and with the policies that are named.
+
+    With --host-pages the plan also simulates each size with a tier in host memory behind it: hits, and pages that move.
     """
     model = find_model(model_config, (kv_dtype, state_dtype), page_size, bytes_per_token, intervals)
     chosen_intervals = find_intervals(model, intervals)
     asked = find_sizes(num_pages, memory, model.page_bytes)
+    host = choose_host(host_pages, host_policy, host_min_uses)
+    if host and model.num_state_groups:
+        raise click.UsageError("--host-pages: a model with states is planned without a tier, pagepool replay runs it with one")
+    speed = find_speed(host_bandwidth, prefill_rate, host, model.page_bytes)
     if plot_path or html_path:
         require_plots()
     with open_result(json_path) as json_file, open_result(plot_path) as plot_file, open_result(html_path) as html_file:
@@ -343,14 +406,14 @@ def plan(
                 planner = Planner(records, model.page_size, update)
                 num_states = count_states(requests, min(chosen_intervals, default=1), max_batched_tokens)
                 made = planner.make_plan(choose_sizes(asked, planner, model, num_states), model=model)
+                made = replace(made, host=host, speed=speed)
             if asked is not None and len(asked.numbers) == 1:
                 made = replace(made, asked_num_pages=asked.numbers[0])
             if chosen_intervals:
                 kept = simulate_checkpoints(made, chosen_intervals, policies, requests, max_batched_tokens, progress)
                 made = replace(made, checkpoints=kept)
             else:
-                runs = simulate_policies(planner, made, policies, requests, max_batched_tokens, progress)
-                made = replace(made, policies=runs)
+                made = simulate_pools(planner, made, policies, requests, max_batched_tokens, progress)
             sizes = choose_replays([pool.num_pages for pool in made.pools_with_hits], replays, requests, model, max_num_seqs)
             largest, interval = max(sizes, default=0), made.best_interval
             require_memory(f"a replay in {describe_pool(largest, model)}", count_pool_bytes(largest))

@@ -3,17 +3,28 @@
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagepool.arguments import require_int
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans.lru import LruCurve
 from pagepool.replay.plans.optimum import BestCurve
 from pagepool.replay.plans.reuse import find_reuse
-from pagepool.replay.simulation.figures import Figures, find_hit_rate
+from pagepool.replay.simulation.figures import Figures, HostFigures, find_hit_rate
+from pagepool.replay.simulation.host import HostMemory
 from pagepool.replay.traces.reader import TraceRecord
 
-__all__ = ["POLICY_NAMES", "CheckpointFigures", "Knee", "Plan", "Planner", "PolicyFigures", "PoolFigures"]
+__all__ = [
+    "POLICY_NAMES",
+    "CheckpointFigures",
+    "HostRun",
+    "HostSpeed",
+    "Knee",
+    "Plan",
+    "Planner",
+    "PolicyFigures",
+    "PoolFigures",
+]
 
 POLICY_NAMES = {"lru": "LRU", "arc": "ARC", "adaptive": "adaptive"}
 SHARES = (0.5, 0.8, 0.95, 0.99)
@@ -71,6 +82,41 @@ class PolicyFigures:
         return {"hit_tokens": self.hit_tokens, "hit_rate": self.hit_rate, "lru_num_pages": self.lru_num_pages}
 
 
+class HostSpeed(NamedTuple):
+    """`bandwidth` between host and device in bytes a second, and `prefill_rate` in tokens a second."""
+
+    bandwidth: int
+    prefill_rate: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostRun:
+    """Hits of a pool with LRU and a host tier, simulated with requests one after another, and what moved between them."""
+
+    hits: PolicyFigures
+    moved: HostFigures
+
+    @property
+    def num_more_tokens(self) -> int:
+        """Tokens that hit beyond those that hit in the pool alone."""
+        return self.hits.hit_tokens - self.hits.pool.lru_hit_tokens
+
+    def find_transfer_seconds(self, speed: HostSpeed) -> float:
+        """Return the seconds a request that all loads and saves take, one after another; 0 if their bytes are not known."""
+        num_bytes = (self.moved.loaded_bytes or 0) + (self.moved.saved_bytes or 0)
+        return num_bytes / speed.bandwidth / max(1, self.hits.pool.requests)
+
+    def find_seconds(self, speed: HostSpeed) -> float:
+        """Return the seconds a request that the tier saves: prefill of the tokens that hit more, less the transfers."""
+        prefill_seconds = self.num_more_tokens / speed.prefill_rate / max(1, self.hits.pool.requests)
+        return prefill_seconds - self.find_transfer_seconds(speed)
+
+    def as_dict(self, speed: HostSpeed | None) -> dict[str, Any]:
+        """Return the figures by name, for JSON."""
+        seconds = None if speed is None else self.find_seconds(speed)
+        return {**self.hits.as_dict(), **self.moved.as_dict(), "seconds_saved_a_request": seconds}
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointFigures:
     """Hits of a model with states in a pool of `num_pages`, including the null page, under a policy, with checkpoints after
@@ -104,7 +150,8 @@ class Plan:
 
     A pool that never evicts hits `most_hit_tokens`; a pool of `min_num_pages` holds the largest request. `replays` has the
     figures of simulated schedulers by pool size, `policies` those of other eviction policies. `asked_num_pages` is the size
-    that the user asked for, None for none or several.
+    that the user asked for, None for none or several. `host_runs` has the figures of all pools with the tier `host`; `speed` is
+    that of its transfers and of prefill.
 
     For a model with states, `checkpoints` has the hits by policy, interval and pool size, and all other hits but those of
     `replays` are of its attention alone, in pools of the same memory. Without attention these are 0, and `most_hit_tokens` is
@@ -124,6 +171,9 @@ class Plan:
     asked_num_pages: int | None = None
     model: ModelPages = field(default_factory=ModelPages)
     checkpoints: tuple[CheckpointFigures, ...] = ()
+    host: HostMemory | None = None
+    host_runs: tuple[HostRun, ...] = ()
+    speed: HostSpeed | None = None
 
     @property
     def knee(self) -> Knee | None:
@@ -170,13 +220,16 @@ class Plan:
         return find_hit_rate(figures.hit_tokens, self.prompt_tokens)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all figures by name, for JSON; replays, policies and checkpoints are part of their pools. Without attention
-        its hits are None.
+        """Return all figures by name, for JSON; replays, policies, checkpoints and host runs are part of their pools. Without
+        attention its hits are None.
         """
         plan = asdict(self)
-        for name in ("replays", "policies", "asked_num_pages", "checkpoints"):
+        for name in ("replays", "policies", "asked_num_pages", "checkpoints", "host_runs"):
             del plan[name]
-        runs = self.runs_by_policy
+        plan |= {
+            name: None if value is None else value._asdict() for name, value in (("host", self.host), ("speed", self.speed))
+        }
+        runs, host_runs = self.runs_by_policy, {run.hits.pool.num_pages: run.as_dict(self.speed) for run in self.host_runs}
         for fields, pool in zip(plan["pools"], self.pools, strict=True):
             replay = self.replays.get(pool.num_pages)
             fields |= {"lru_hit_rate": pool.lru_hit_rate, "best_hit_rate": pool.best_hit_rate}
@@ -185,6 +238,7 @@ class Plan:
             fields["replay"] = replay.as_dict() if replay else None
             size = pool.num_pages
             fields["policies"] = {name: by_size[size].as_dict() for name, by_size in runs.items() if size in by_size}
+            fields["host"] = host_runs.get(size)
             fields["checkpoints"] = [
                 asdict(each) | {"hit_rate": self.find_checkpoint_rate(each)}
                 for each in self.checkpoints

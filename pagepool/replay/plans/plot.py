@@ -10,6 +10,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
+from pagepool.replay.plans.host_report import name_host
 from pagepool.replay.plans.plan import POLICY_NAMES, Plan
 from pagepool.replay.plans.report import HIT_RATE, describe_picture, headline, summarize
 from pagepool.replay.plans.state_report import name_runs
@@ -34,6 +35,7 @@ POLICY_STYLES: dict[str, dict[str, Any]] = {
     "arc": {"color": OCHRE, "linestyle": (0, (1, 1)), "marker": "v"},
     "adaptive": {"color": PURPLE, "linestyle": "-.", "marker": "D"},
 }
+HOST_STYLE = {"linestyle": (0, (5, 1)), "marker": "P", "markerfacecolor": PAPER}
 INCHES_A_FINE_DECADE = 1.25  # with room for ticks at 2 and 5
 
 
@@ -93,6 +95,9 @@ def _draw_policies(axes: Axes, plan: Plan) -> None:
     lru = [pool.lru_hit_rate for pool in plan.pools]
     axes.plot(sizes, best, color=ORANGE, linestyle="--", marker="s", markersize=4, label="best, one after another")
     axes.plot(sizes, lru, markersize=4, label="LRU, one after another", **POLICY_STYLES["lru"])
+    if plan.host_runs:
+        label, line = f"{name_host(plan)}, one after another", POLICY_STYLES["lru"] | HOST_STYLE
+        axes.plot(sizes, [run.hits.hit_rate for run in plan.host_runs], markersize=6, label=label, **line)
     for eviction, by_size in plan.runs_by_policy.items():
         rates = [run.hit_rate for run in by_size.values()]
         label = f"{POLICY_NAMES[eviction]}, one after another"

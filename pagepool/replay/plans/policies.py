@@ -1,16 +1,31 @@
-"""Hits of eviction policies that learn from the requests. They have no curve from one pass: each pool size needs a simulation.
+"""Hits of eviction policies that learn from the requests, and of pools with a host tier. They have no curve from one pass: each
+pool size needs a simulation. Pool and tier are no stack, even with LRU in both: a page that was loaded is in both.
 
 The hits are those of `Scheduler` with one running request: a prompt takes and enters its pages in steps, and an answer page by
 page, since policies learn from each entry. No call is made for tokens that fill no page, and all simulations share the hashes.
+With a tier a step is made behind each one in an answer, as pages may be entered, and noted to be saved, only in the next step.
 """
 
 from collections.abc import Callable, Sequence
 
-from pagepool._core import CacheGroups, HashChain, PageIds, PageRules, PrefixQuery, RequestPages
+from pagepool._core import (
+    CacheGroups,
+    HashChain,
+    PageIds,
+    PageRules,
+    PageStore,
+    PrefixQuery,
+    RequestPages,
+    end_transfers,
+    load_hits,
+    take_transfers,
+)
 from pagepool.arguments import require_int
 from pagepool.hashing import get_siphash_key
 from pagepool.page_pool import PagePool
 from pagepool.replay.simulation.allocator import HASH_SEED
+from pagepool.replay.simulation.figures import HostFigures
+from pagepool.replay.simulation.host import HostMemory
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 from pagepool.specs import cdiv
 
@@ -56,32 +71,75 @@ class PolicySimulator:
         """Count the prompt tokens that hit in a new pool of `num_pages`, including the null page, under a policy of `PagePool`.
         Requests larger than the pool are skipped. Raises as `PagePool` does. O(pages).
         """
-        store = PagePool(num_pages, True, eviction=eviction).store
+        return self._run_all(Steps(PagePool(num_pages, True, eviction=eviction).store), on_request)
+
+    def run_with_host(self, num_pages: int, host: HostMemory, on_request: Progress | None = None) -> tuple[int, HostFigures]:
+        """Count the same in a new LRU pool with a host tier, with what moves between them. Raises as `HostTier` does, too."""
+        store, tier = PagePool(num_pages, True).store, host.make_tier()
+        tier.bind(store)
+        hit_tokens = self._run_all(Steps(store), on_request)
+        stats = tier.stats()
+        loaded_tokens = stats.num_loaded_pages * self._page_size
+        moved = stats.num_saved_pages, stats.num_loaded_pages, loaded_tokens, stats.num_evicted_pages, stats.num_refused_pages
+        return hit_tokens, HostFigures(*moved)
+
+    def _run_all(self, steps: "Steps", on_request: Progress | None) -> int:
         num_hit_pages = 0
         for num_done, (request, chain) in enumerate(zip(self._requests, self._chains, strict=True), start=1):
-            if cdiv(request.num_slots, self._page_size) < num_pages:
-                held = RequestPages(store, self._groups, request.num_slots)
-                num_hit_pages += self._run(request, chain, held, PrefixQuery(store, chain))
+            if cdiv(request.num_slots, self._page_size) < steps.store.num_pages:
+                num_hit_pages += self._run(request, chain, steps)
             if on_request is not None:
                 on_request(num_done)
+        steps.begin()
         return num_hit_pages * self._page_size
 
-    def _run(self, request: SimulatedRequest, chain: HashChain, held: RequestPages, query: PrefixQuery) -> int:
+    def _run(self, request: SimulatedRequest, chain: HashChain, steps: "Steps") -> int:
         """Run a request from its look-up to its end. Returns the number of pages it hit."""
-        num_queried_pages = (request.num_prompt_tokens - 1) // self._page_size
-        num_hits = query.find_leading_hits(PageIds([GROUP]), 1, 0, num_queried_pages)
+        store, has_tier = steps.store, steps.store.has_tier
+        held = RequestPages(store, self._groups, request.num_slots)
+        num_hits = num_queried_pages = (request.num_prompt_tokens - 1) // self._page_size
+        steps.begin()
+        if has_tier:
+            num_hits = PrefixQuery(store, chain, reaches_tier=True).find_leading_hits(PageIds([GROUP]), 1, 0, num_queried_pages)
+            load_hits(store, chain, [(GROUP, 1, 0, num_hits, False)])
+        query = PrefixQuery(store, chain)
+        num_hits = query.find_leading_hits(PageIds([GROUP]), 1, 0, num_hits)
         hits = query.get_hits(GROUP, 1, 0, num_hits) if num_hits else None
-        for num_tokens in self._list_lengths(request, num_hits * self._page_size):
+        for num_tokens in self._list_lengths(request, num_hits * self._page_size, has_tier):
+            steps.begin()
             held.take(num_tokens, () if hits is None else (hits,), chain)
             held.enter(chain, num_tokens)
+            steps.end()
             hits = None
         held.give_back()
         return num_hits
 
-    def _list_lengths(self, request: SimulatedRequest, num_hit_tokens: int) -> list[int]:
+    def _list_lengths(self, request: SimulatedRequest, num_hit_tokens: int, has_tier: bool) -> list[int]:
         """List the numbers of tokens at which a request takes and enters pages: the ends of its steps, in the answer only those
-        that fill a page.
+        that fill a page, and with a tier of the steps behind them.
         """
-        num_tokens, size = request.num_prompt_tokens, self._page_size
+        num_tokens, num_slots, size = request.num_prompt_tokens, request.num_slots, self._page_size
         steps = range(num_hit_tokens + self._max_batched_tokens, num_tokens, self._max_batched_tokens)
-        return [*steps, num_tokens, *range(num_tokens - num_tokens % size + size, request.num_slots, size), request.num_slots]
+        ends = [num_tokens, *range(num_tokens - num_tokens % size + size, num_slots, size), num_slots]
+        if has_tier:
+            ends = sorted({min(end + i, num_slots) for end in ends for i in (0, 1)})
+        return [*steps, *ends]
+
+
+class Steps:
+    """Begins and ends steps on a store. What its tier saves and loads at the end of a step is done when the next begins."""
+
+    def __init__(self, store: PageStore) -> None:
+        """Start before the first step."""
+        self.store = store
+        self._number = 0
+
+    def begin(self) -> None:
+        """Begin a step."""
+        if self._number:
+            end_transfers(self.store, self._number)
+            self._number = 0
+
+    def end(self) -> None:
+        """End it."""
+        self._number = take_transfers(self.store).number

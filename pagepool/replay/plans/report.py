@@ -5,6 +5,13 @@ from collections.abc import Iterable
 from rich.table import Table
 
 from pagepool.errors import count_of
+from pagepool.replay.plans.host_report import (
+    describe_speed,
+    list_host_columns,
+    list_host_notes,
+    list_host_rates,
+    name_host,
+)
 from pagepool.replay.plans.plan import POLICY_NAMES, Plan, PolicyFigures
 from pagepool.replay.plans.state_report import (
     describe_states,
@@ -85,13 +92,20 @@ def describe(plan: Plan) -> list[str]:
         return [*describe_states(plan), bound, f"Requests of any length run in a pool of {smallest}."]
     if plan.checkpoints:
         return [*describe_states(plan), f"With attention alone: a pool that never evicts hits {most}", largest]
-    return [_describe_knee(plan), f"A pool that never evicts hits {most}", largest, *_describe_policies(plan)]
+    return [
+        _describe_knee(plan),
+        f"A pool that never evicts hits {most}",
+        largest,
+        *_describe_policies(plan),
+        *_describe_host(plan),
+    ]
 
 
 def describe_picture(plan: Plan) -> str:
     """Describe the plot for screen readers."""
     columns = dict(list_columns(plan))
     names = [f"hit rate, {name}" for name in ("LRU", "best", *_list_policies(plan))]
+    names += [name for name, _ in list_host_rates(plan)]
     if plan.checkpoints:
         names = [name for name, _ in list_checkpoint_columns(plan)]
     rates = {name.removeprefix("hit rate, "): columns[name] for name in names}
@@ -122,6 +136,15 @@ def _describe_policies(plan: Plan) -> list[str]:
         sentence = f"{POLICY_NAMES[eviction]} {_describe_runs(plan, [*by_size.values()])}"
         sentences.append(sentence[0].upper() + sentence[1:])
     return sentences
+
+
+def _describe_host(plan: Plan) -> list[str]:
+    """Say what the host tier adds, and what it saves a request."""
+    hits = [run.hits for run in plan.host_runs]
+    if not hits:
+        return []
+    [chosen] = [run for run in plan.host_runs if run.hits is _choose_run(hits, plan.asked_num_pages)]
+    return [f"{name_host(plan)} {_describe_runs(plan, hits)}", *describe_speed(plan, chosen)]
 
 
 def _describe_runs(plan: Plan, runs: list[PolicyFigures]) -> str:
@@ -162,7 +185,7 @@ def list_notes(plan: Plan) -> list[str]:
     simulated = [POLICY_NOTE] * bool(has_policies) + [TOGETHER_NOTE] * bool(plan.replays)
     if plan.checkpoints:
         return [HIT_RATE_NOTE, *list_state_notes(plan), *simulated]
-    return [HIT_RATE_NOTE, LRU_NOTE, BEST_NOTE, *simulated]
+    return [HIT_RATE_NOTE, LRU_NOTE, BEST_NOTE, *simulated, *list_host_notes(plan)]
 
 
 def list_columns(plan: Plan) -> list[tuple[str, list[str]]]:
@@ -177,6 +200,7 @@ def list_columns(plan: Plan) -> list[tuple[str, list[str]]]:
     for eviction, by_size in plan.runs_by_policy.items():
         runs = [by_size.get(pool.num_pages) for pool in pools]
         columns.insert(-2, (f"hit rate, {POLICY_NAMES[eviction]}", [f"{run.hit_rate:.1%}" if run else "" for run in runs]))
+    columns[2:2] = list_host_rates(plan)
     if plan.checkpoints:
         columns = [columns[0], *list_checkpoint_columns(plan)]
     if plan.page_bytes is not None:
@@ -241,5 +265,7 @@ def print_plan(plan: Plan, source: str) -> None:
     _print_columns(HIT_RATE.capitalize(), list_columns(plan))
     if plan.checkpoints:
         _print_columns(*list_interval_columns(plan))
+    if plan.host_runs:
+        _print_columns(*list_host_columns(plan))
     for note in list_notes(plan):
         print_text(note, style="dim")

@@ -6,6 +6,7 @@ from html import escape
 from io import BytesIO
 from string import Template
 
+from pagepool.replay.plans.host_report import list_host_columns
 from pagepool.replay.plans.plan import Plan
 from pagepool.replay.plans.plot import save_plot
 from pagepool.replay.plans.report import (
@@ -81,6 +82,8 @@ def make_page(plan: Plan, name: str) -> str:
         tables.append(_make_table("LRU pools that hit as much as other policies", list_policy_columns(plan)))
     if plan.checkpoints:
         tables.append(_make_table(*list_interval_columns(plan)))
+    if plan.host_runs:
+        tables.append(_make_table(*list_host_columns(plan)))
     if plan.knees and not plan.checkpoints:
         tables.append(_make_table("Pages for a share of all possible hits", list_knee_columns(plan)))
     return PAGE.substitute(

@@ -19,6 +19,7 @@ __all__ = [
     "count_event_pool_bytes",
     "count_pool_bytes",
     "count_request_bytes",
+    "count_tier_bytes",
     "explain",
     "require_memory",
     "require_memory_left",
@@ -26,6 +27,7 @@ __all__ = [
 
 PAGE_BYTES = 64  # a cached page
 POLICY_BYTES = {"lru": 0, "arc": 36, "adaptive": 10}  # what each eviction policy keeps of a page, and of evicted ones
+TIER_BYTES = 13  # what a tier keeps of each page of the pool
 DIGEST_BYTES = 16  # the hash of a page
 EVENT_BYTES = 64  # the events of a page, without its tokens
 TOKEN_BYTES = 4
@@ -79,6 +81,11 @@ def count_pool_bytes(num_pages: int, eviction: str = "lru", other_bytes: int = 0
     """Return the bytes of a pool with all pages cached, and `other_bytes` more a page; 0 for more pages than a pool accepts."""
     page_bytes = PAGE_BYTES + POLICY_BYTES[eviction] + other_bytes
     return num_pages * page_bytes if num_pages <= MAX_NUM_PAGES else 0
+
+
+def count_tier_bytes(num_pages: int, num_pool_pages: int) -> int:
+    """Return the bytes of a host tier of `num_pages`, all cached, behind a pool of `num_pool_pages`."""
+    return count_pool_bytes(num_pages) + count_pool_bytes(num_pool_pages, other_bytes=TIER_BYTES - PAGE_BYTES)
 
 
 def count_event_pool_bytes(num_pages: int, page_size: int, eviction: str = "lru") -> int:

@@ -10,9 +10,11 @@ import numpy.typing as npt
 
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable
+from pagepool.replay.simulation.figures import HostFigures
 from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest
 from pagepool.request import EngineRequestStatus
 from pagepool.running_batch import RunningBatch
+from pagepool.specs import MambaSpec
 
 __all__ = ["HASH_SEED", "Allocator", "BatchAllocator", "ManagerAllocator", "end_at_checkpoints"]
 
@@ -45,6 +47,7 @@ class Allocator(ABC):
         self.seconds = 0.0
         self._manager = manager
         self._interval = manager.checkpoint_interval
+        self._transfer_number = self._num_first_loads = 0
 
     def _time(self, call: Callable[Params, Result], *args: Params.args, **options: Params.kwargs) -> Result:
         start = perf_counter()
@@ -75,6 +78,30 @@ class Allocator(ABC):
     def take_copies(self) -> int:
         """Take the copies that are due before the next step, and return their number."""
         return 0 if self._interval is None else len(self._time(self._manager.take_copies))
+
+    def take_transfers(self) -> None:
+        """Take the transfers that are due before the next step."""
+        if self._manager.host_tier is not None:
+            transfers = self._time(self._manager.take_transfers)
+            self._transfer_number = transfers.number
+            self._num_first_loads += int((transfers.load_group == 0).sum())
+
+    def complete_transfers(self) -> None:
+        """Complete the transfers that were taken last."""
+        if self._transfer_number:
+            self._time(self._manager.complete_transfers, self._transfer_number)
+            self._transfer_number = 0
+
+    def count_transfers(self) -> HostFigures | None:
+        """Return the figures of the host tier since it was made; None without one."""
+        tier = self._manager.host_tier
+        if tier is None:
+            return None
+        stats, spec = tier.stats(), self._manager.kv_cache_groups[0].kv_cache_spec
+        loaded_tokens = None if isinstance(spec, MambaSpec) else self._num_first_loads * spec.page_size
+        return HostFigures(
+            stats.num_saved_pages, stats.num_loaded_pages, loaded_tokens, stats.num_evicted_pages, stats.num_refused_pages
+        )
 
 
 class ManagerAllocator(Allocator):

@@ -11,7 +11,7 @@ from pagepool.replay.models.options import (
     model_page_size_option,
     state_dtype_option,
 )
-from pagepool.replay.shared.memory import count_pool_bytes, count_request_bytes, require_memory
+from pagepool.replay.shared.memory import count_request_bytes, require_memory
 from pagepool.replay.shared.options import (
     EVICTION_POLICIES,
     Command,
@@ -24,8 +24,22 @@ from pagepool.replay.shared.options import (
 from pagepool.replay.shared.progress import Progress
 from pagepool.replay.shared.results import open_result, printing, to_json
 from pagepool.replay.simulation.figures import Figures
+from pagepool.replay.simulation.host import Policy
+from pagepool.replay.simulation.host_options import (
+    choose_host,
+    host_min_uses_option,
+    host_pages_option,
+    host_policy_option,
+)
 from pagepool.replay.simulation.report import print_report
-from pagepool.replay.simulation.runs import describe_pool, make_manager, make_scheduler, require_one_that_fits, run
+from pagepool.replay.simulation.runs import (
+    count_bytes,
+    describe_pool,
+    make_manager,
+    make_scheduler,
+    require_one_that_fits,
+    run,
+)
 from pagepool.replay.simulation.scheduler import Scheduler
 from pagepool.replay.traces.generator import WORKLOADS, generate_workload
 from pagepool.replay.traces.options import TRACE, block_size_option, load_trace, seed_option, workload_option
@@ -102,6 +116,9 @@ def require_equal(figures: dict[str, Figures]) -> None:
 @click.option("--compare-eviction", is_flag=True, help="Replay under each eviction policy, and show them side by side.")
 @click.option("--limit", type=Size("requests"), help="Use only the first requests; without TRACE, the number to generate.")
 @seed_option
+@host_pages_option
+@host_policy_option
+@host_min_uses_option
 @json_option
 def replay(
     trace: str | None,
@@ -122,6 +139,9 @@ def replay(
     compare_eviction: bool,
     limit: int | None,
     seed: int,
+    host_pages: int | None,
+    host_policy: Policy | None,
+    host_min_uses: int | None,
     json_path: str | None,
 ) -> None:
     """Replay TRACE, or synthetic requests, through the allocator under a simulated scheduler.
@@ -140,6 +160,9 @@ def replay(
 
     A model with states hits only where it kept all states. A chunk of a prompt ends at the last checkpoint within the
     step; checkpoints take pages of the pool.
+
+    With --host-pages the pool has a tier in host memory: pages that it evicts are saved there, and prompts hit in both.
+    What a step saves and loads is done when the next one begins.
     """
     if trace and workload:
         raise click.UsageError("TRACE and --workload exclude each other")
@@ -147,14 +170,17 @@ def replay(
     runs = choose_runs(compare=compare, batched=batched, eviction=eviction, compare_eviction=compare_eviction)
     model = load_model(model_config, page_size, kv_dtype, state_dtype, has_checkpoints=interval is not None)
     interval = choose_interval(model, interval)
-    pool = describe_pool(num_pages, model, eviction)
+    host = choose_host(host_pages, host_policy, host_min_uses)
+    if host is not None and no_caching:
+        raise click.UsageError("--host-pages and --no-caching exclude each other")
+    pool = describe_pool(num_pages, model, eviction, host)
     with open_result(json_path) as output, Progress() as progress:
         requests = load_requests(trace, workload, limit, block_size, seed, progress)
-        pools_bytes = sum(count_pool_bytes(num_pages, policy) for _, policy in runs.values())
+        pools_bytes = sum(count_bytes(num_pages, policy, host) for _, policy in runs.values())
         require_memory(f"{count_of(len(runs), 'pool')} of {pool}", pools_bytes)
         schedulers = {
             name: make_scheduler(
-                make_manager(num_pages, model, requests, interval, not no_caching, policy),
+                make_manager(num_pages, model, requests, interval, None if no_caching else policy, host),
                 requests,
                 max_batched_tokens=max_batched_tokens,
                 max_num_seqs=max_num_seqs,
@@ -164,7 +190,7 @@ def replay(
         }
         report_skipped(next(iter(schedulers.values())))
         require_one_that_fits(requests, num_pages, model)
-        figures = {name: run(scheduler, name, progress) for name, scheduler in schedulers.items()}
+        figures = {name: run(scheduler, name, progress, model.page_bytes) for name, scheduler in schedulers.items()}
         if output is not None:
             by_name = {name: each.as_dict() for name, each in figures.items()}
             output.write(to_json(by_name if len(runs) > 1 else next(iter(by_name.values()))))

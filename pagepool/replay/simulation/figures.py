@@ -1,8 +1,9 @@
 """The counts of a replay."""
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
-__all__ = ["Figures", "find_hit_rate"]
+__all__ = ["Figures", "HostFigures", "find_hit_rate"]
 
 
 def find_hit_rate(hit_tokens: int, prompt_tokens: int, skipped_prompt_tokens: int = 0) -> float:
@@ -13,6 +14,36 @@ def find_hit_rate(hit_tokens: int, prompt_tokens: int, skipped_prompt_tokens: in
     return hit_tokens / max(1, prompt_tokens + skipped_prompt_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class HostFigures:
+    """What moved between a pool and the host tier behind it, in pages, and in bytes if those of a page are known.
+
+    `loaded_tokens` counts the tokens of `loaded_pages`, once if several groups loaded pages of them; None if all groups keep
+    states. Pages that found no room in the tier count as `refused_pages`.
+    """
+
+    saved_pages: int
+    loaded_pages: int
+    loaded_tokens: int | None
+    evicted_pages: int
+    refused_pages: int
+    page_bytes: int | None = None
+
+    @property
+    def saved_bytes(self) -> int | None:
+        """To the host."""
+        return None if self.page_bytes is None else self.saved_pages * self.page_bytes
+
+    @property
+    def loaded_bytes(self) -> int | None:
+        """To the device."""
+        return None if self.page_bytes is None else self.loaded_pages * self.page_bytes
+
+    def as_dict(self) -> dict[str, int | None]:
+        """Return all figures by name, for JSON."""
+        return {**asdict(self), "saved_bytes": self.saved_bytes, "loaded_bytes": self.loaded_bytes}
+
+
 @dataclass(slots=True)
 class Figures:
     """Counts of one replay. Usages are shares of the pool in [0, 1].
@@ -20,7 +51,7 @@ class Figures:
     `prompt_tokens` and `hit_tokens` count a request's first admission only; after a preemption its tokens count as
     `returned_tokens`, and hits as `rehit_tokens`. Usage is sampled once a step, after allocation. Requests larger than the pool
     count as `skipped` and `skipped_prompt_tokens` only. `generated_tokens` counts finished requests. `copied_pages` counts
-    copies of states, into checkpoints and back.
+    copies of states, into checkpoints and back. `host` has the figures of the host tier, None without one.
     """
 
     requests: int = 0
@@ -40,6 +71,7 @@ class Figures:
     wall_seconds: float = 0.0
     skipped: int = 0
     skipped_prompt_tokens: int = 0
+    host: HostFigures | None = None
 
     @property
     def hit_rate(self) -> float:
@@ -60,8 +92,10 @@ class Figures:
     def list_differences(self, other: "Figures") -> list[str]:
         """List the names of the figures that differ, except times."""
         others = other.as_dict()
-        return [name for name, value in self.as_dict().items() if value != others[name] and not name.endswith("_seconds")]
+        return [name for name, value in self.as_dict().items() if value != others.get(name) and not name.endswith("_seconds")]
 
-    def as_dict(self) -> dict[str, int | float]:
-        """Return all figures by name, for JSON."""
-        return {**asdict(self), "hit_rate": self.hit_rate, "trace_hit_rate": self.trace_hit_rate}
+    def as_dict(self) -> dict[str, Any]:
+        """Return all figures by name, for JSON; `host` only with a host tier."""
+        figures = {**asdict(self), "hit_rate": self.hit_rate, "trace_hit_rate": self.trace_hit_rate}
+        del figures["host"]
+        return figures if self.host is None else {**figures, "host": self.host.as_dict()}

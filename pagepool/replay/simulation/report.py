@@ -1,7 +1,8 @@
 """The report of `pagepool replay`."""
 
+from pagepool.replay.shared.sizes import format_bytes
 from pagepool.replay.shared.tables import print_columns
-from pagepool.replay.simulation.figures import Figures
+from pagepool.replay.simulation.figures import Figures, HostFigures
 
 __all__ = ["print_report"]
 
@@ -41,6 +42,7 @@ def _rows(figures: Figures) -> list[tuple[str, str]]:
         ("pages allocated", f"{figures.allocated_pages:,}"),
         ("  evicted for it", f"{figures.evicted_pages:,}"),
         (COPIES, f"{figures.copied_pages:,}"),
+        *_host_rows(figures.host),
         ("peak usage", f"{figures.peak_usage:.1%}"),
         ("mean usage", f"{figures.mean_usage:.1%}"),
         ("time in the allocator", _format_seconds(figures.allocator_seconds)),
@@ -48,6 +50,25 @@ def _rows(figures: Figures) -> list[tuple[str, str]]:
         ("  per page allocated", _format_seconds(seconds_a_page)),
         ("wall time", _format_seconds(figures.wall_seconds)),
     ]
+
+
+def _host_rows(host: HostFigures | None) -> list[tuple[str, str]]:
+    if host is None:
+        return []
+    rows = [
+        ("pages loaded from the host", f"{host.loaded_pages:,}"),
+        ("  bytes", _format_bytes(host.loaded_bytes)),
+        ("  tokens in them", "" if host.loaded_tokens is None else f"{host.loaded_tokens:,}"),
+        ("pages saved to the host", f"{host.saved_pages:,}"),
+        ("  bytes", _format_bytes(host.saved_bytes)),
+        ("  evicted there", f"{host.evicted_pages:,}"),
+        ("  refused for lack of room", f"{host.refused_pages:,}"),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def _format_bytes(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else format_bytes(num_bytes)
 
 
 def print_report(figures: dict[str, Figures], title: str, *, is_hit_rate_first: bool = False) -> None:

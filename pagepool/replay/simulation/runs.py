@@ -9,26 +9,32 @@ import click
 from pagepool.errors import PagePoolError, count_of
 from pagepool.manager import CacheManager
 from pagepool.replay.models.pages import ModelPages
-from pagepool.replay.shared.memory import count_pool_bytes
+from pagepool.replay.shared.memory import count_pool_bytes, count_tier_bytes
 from pagepool.replay.shared.options import Refusal
 from pagepool.replay.shared.progress import Progress
 from pagepool.replay.shared.sizes import format_bytes
 from pagepool.replay.simulation.allocator import HASH_SEED
 from pagepool.replay.simulation.figures import Figures
+from pagepool.replay.simulation.host import HostMemory
 from pagepool.replay.simulation.scheduler import Scheduler
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 
-__all__ = ["describe_pool", "make_manager", "make_scheduler", "making_pool", "require_one_that_fits", "run"]
+__all__ = ["count_bytes", "describe_pool", "make_manager", "make_scheduler", "making_pool", "require_one_that_fits", "run"]
 
 
-def describe_pool(num_pages: int, model: ModelPages, eviction: str = "lru") -> str:
-    """Describe the size of a pool, and its eviction policy unless that is LRU.
+def describe_pool(num_pages: int, model: ModelPages, eviction: str = "lru", host: HostMemory | None = None) -> str:
+    """Describe the size of a pool, its eviction policy unless that is LRU, and the host memory behind it.
 
     >>> describe_pool(1000, ModelPages(1)), describe_pool(1, ModelPages(16), "arc")
     ('1,000 pages of 1 token', '1 page of 16 tokens, arc eviction')
     """
     policy = "" if eviction == "lru" else f", {eviction} eviction"
-    return f"{count_of(num_pages, 'page')} of {model.contents}{policy}"
+    return f"{count_of(num_pages, 'page')} of {model.contents}{policy}{'' if host is None else f', {host}'}"
+
+
+def count_bytes(num_pages: int, eviction: str = "lru", host: HostMemory | None = None) -> int:
+    """Return the bytes of a pool, and of the host tier behind it, with all pages cached."""
+    return count_pool_bytes(num_pages, eviction) + (0 if host is None else count_tier_bytes(host.num_pages, num_pages))
 
 
 def require_one_that_fits(requests: Sequence[SimulatedRequest], num_pages: int, model: ModelPages) -> None:
@@ -65,37 +71,41 @@ def make_manager(
     model: ModelPages,
     requests: Sequence[SimulatedRequest],
     interval: int | None = None,
-    enable_caching: bool = True,
-    eviction: str = "lru",
+    eviction: str | None = "lru",
+    host: HostMemory | None = None,
 ) -> CacheManager:
-    """Make a manager for the longest of the requests, with checkpoints of states after each `interval` tokens. Its hashes are
-    the same in every run.
+    """Make a manager for the longest of the requests, with checkpoints of states after each `interval` tokens, and with a tier
+    in host memory. Its hashes are the same in every run. `eviction` None disables prefix caching.
     """
     max_model_len = max((request.num_final_tokens for request in requests), default=1)
-    with making_pool(num_pages, model, eviction):
+    with making_pool(num_pages, model, eviction or "lru", host):
         return CacheManager(
             num_pages,
             model.make_groups(interval),
             max_model_len,
-            enable_caching,
+            enable_caching=eviction is not None,
             hash_seed=HASH_SEED,
-            eviction=eviction,
+            eviction=eviction or "lru",
+            host_tier=None if host is None else host.make_tier(),
         )
 
 
 @contextmanager
-def making_pool(num_pages: int, model: ModelPages, eviction: str = "lru") -> Iterator[None]:
+def making_pool(num_pages: int, model: ModelPages, eviction: str = "lru", host: HostMemory | None = None) -> Iterator[None]:
     """Raise Refusal if a pool of that size cannot be, and name it in a MemoryError."""
-    pool = describe_pool(num_pages, model)
+    pool = describe_pool(num_pages, model, host=host)
     try:
         yield
     except (PagePoolError, OverflowError) as error:
         raise Refusal(f"no pool of {pool}: {error}") from error
     except MemoryError as error:
-        raise MemoryError(f"a pool of {pool} takes {format_bytes(count_pool_bytes(num_pages, eviction))}: {error}") from error
+        raise MemoryError(f"a pool of {pool} takes {format_bytes(count_bytes(num_pages, eviction, host))}: {error}") from error
 
 
-def run(scheduler: Scheduler, description: str, progress: Progress) -> Figures:
-    """Run to the end, and show progress."""
+def run(scheduler: Scheduler, description: str, progress: Progress, page_bytes: int | None = None) -> Figures:
+    """Run to the end, and show progress. What a host tier moves is counted in bytes too, if those of a page are known."""
     with progress.follow(description, "request", len(scheduler.waiting)) as update:
-        return scheduler.run(lambda figures: update(figures.requests))
+        figures = scheduler.run(lambda figures: update(figures.requests))
+    if figures.host is not None:
+        figures.host = replace(figures.host, page_bytes=page_bytes)
+    return figures

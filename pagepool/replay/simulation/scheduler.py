@@ -4,7 +4,8 @@ A step has a budget of tokens. Running requests come first, in order of admissio
 the budget allows. With checkpoints of states, a chunk ends at the last one that the budget reaches. A request without room
 preempts the newest ones, finally itself. Then waiting requests are admitted in order until one does not fit; a step that
 preempted admits none. A preempted request releases its pages, moves to the front of the queue, and recomputes its tokens,
-including generated ones, except for hits. In the end the copies of states are taken, before the next step.
+including generated ones, except for hits. In the end the transfers of a host tier and the copies of states are taken; the
+transfers complete as the next step begins.
 
 There is no clock: all requests wait from the start, in order. The figures therefore do not depend on the machine, and the load
 is the highest possible.
@@ -87,6 +88,8 @@ class Scheduler:
         new_stats = self._manager.page_pool.stats
         self.figures.allocated_pages = new_stats.num_allocated_pages - stats.num_allocated_pages
         self.figures.evicted_pages = new_stats.num_evicted_pages - stats.num_evicted_pages
+        self._allocator.complete_transfers()
+        self.figures.host = self._allocator.count_transfers()
         return self.figures
 
     def step(self) -> int:
@@ -98,6 +101,7 @@ class Scheduler:
         """
         num_preemptions = self.figures.preemptions
         self.started, self.ended = [], []
+        self._allocator.complete_transfers()
         num_scheduled = self._grow_running()
         if self.figures.preemptions == num_preemptions:
             num_scheduled += self._admit(self.max_num_batched_tokens - num_scheduled)
@@ -105,6 +109,7 @@ class Scheduler:
             usage = f"usage {self._manager.usage:.3f}"
             raise PagePoolError(f"no request got room at {usage}: pages were lost, or a step's tokens exceed the pool")
         self.figures.see_usage(self._manager.usage)
+        self._allocator.take_transfers()
         self.figures.copied_pages += self._allocator.take_copies()
         self._decode()
         return num_scheduled

@@ -1,0 +1,31 @@
+"""Host memory behind a simulated pool."""
+
+from typing import Literal, NamedTuple, TypeAlias
+
+from pagepool.errors import count_of
+from pagepool.manager import HostTier
+
+__all__ = ["HostMemory", "Policy"]
+
+Policy: TypeAlias = Literal["write_back", "write_through"]
+
+
+class HostMemory(NamedTuple):
+    """A host tier of `num_pages`, including the null page."""
+
+    num_pages: int
+    policy: Policy = "write_back"
+    min_uses: int = 1
+
+    def __str__(self) -> str:
+        """Describe it in words.
+
+        >>> str(HostMemory(2000)), str(HostMemory(50, "write_through", 2))
+        ('2,000 host pages', '50 host pages (write_through, 2 uses)')
+        """
+        settings = [self.policy] * (self.policy != "write_back") + [count_of(self.min_uses, "use")] * (self.min_uses > 1)
+        return count_of(self.num_pages, "host page") + (f" ({', '.join(settings)})" if settings else "")
+
+    def make_tier(self) -> HostTier:
+        """Make an empty tier. Raises ArgumentError for a size that cannot be."""
+        return HostTier(self.num_pages, policy=self.policy, min_uses=self.min_uses)

@@ -1,0 +1,605 @@
+"""A host tier behind a pool: what is saved and loaded, what hits, what fails, and rows that are swapped."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections import Counter
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+from hybrids import FULL, STATE, make_batch, make_manager
+from settings import Setting
+from tier_contents import TIER_SETTINGS, run_tier_round
+
+from pagepool import CacheManager, EngineRequest, FailedLoads, HostTier, RunningBatch, SlidingWindowSpec, Transfers
+from pagepool._core import PageTier, add_tier
+from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError, RowIndexError
+
+NUM_STEPS = int(os.environ.get("PAGEPOOL_TEST_OPERATIONS", "200000")) // 20
+WINDOW = SlidingWindowSpec(4, 1, 8, "float16", False, 9)
+FIRST, OTHER = list(range(100, 121)), list(range(200, 264))
+
+
+def make_tiered(*specs: Any, num_pages: int = 8, num_host_pages: int = 20, **options: Any) -> CacheManager:
+    """Make a manager with a tier, by default of attention alone in a pool of 7 pages."""
+    tier = HostTier(num_host_pages, **{name: options.pop(name) for name in ("policy", "min_uses") if name in options})
+    return make_manager(*specs or (FULL,), num_pages=num_pages, host_tier=tier, **options)
+
+
+def run_request(manager: CacheManager, token_ids: list[int], name: str = "a") -> EngineRequest | None:
+    """Compute all tokens of a request behind its hits; None if too few pages are free."""
+    request = EngineRequest(name, token_ids)
+    hits, num_hits = manager.get_computed_pages(request)
+    if manager.allocate_slots(request, len(token_ids) - num_hits, num_hits, hits) is None:
+        return None
+    request.num_computed_tokens = len(token_ids)
+    return request
+
+
+def pass_through(manager: CacheManager, token_ids: list[int]) -> None:
+    """Compute a request, and end it."""
+    request = run_request(manager, token_ids)
+    assert request is not None
+    manager.take_copies()
+    manager.free(request)
+
+
+def complete(manager: CacheManager) -> Transfers:
+    """Take transfers, and complete them."""
+    transfers = manager.take_transfers()
+    if transfers.number:
+        manager.complete_transfers(transfers.number)
+    return transfers
+
+
+def count_hits(manager: CacheManager, token_ids: list[int]) -> int:
+    return manager.get_computed_pages(EngineRequest("probe", token_ids))[1]
+
+
+def fill_tier(manager: CacheManager, token_ids: list[int] = FIRST) -> None:
+    """Cache a prompt, let another one evict it, and save it."""
+    pass_through(manager, token_ids)
+    pass_through(manager, OTHER[:28])
+    complete(manager)
+
+
+# Saves and loads.
+
+
+def test_evicted_pages_are_saved_and_hit() -> None:
+    manager = make_tiered()
+    pass_through(manager, FIRST)  # pages 1 to 6, of which 5 are full
+    assert len(manager.take_transfers()) == 0
+    pass_through(manager, OTHER[:28])  # 7 pages: all of the pool
+    transfers = manager.take_transfers()
+    assert transfers.save_src.tolist() == [5, 4, 3, 2, 1]
+    assert transfers.save_dst.tolist() == [1, 2, 3, 4, 5]
+    assert (transfers.save_group.tolist(), transfers.load_src.tolist(), transfers.number) == ([0] * 5, [], 1)
+    assert count_hits(manager, FIRST) == 0  # in flight
+    manager.complete_transfers(1)
+    request = run_request(manager, FIRST)
+    assert request is not None
+    loads = manager.take_transfers()
+    assert loads.load_src.tolist() == [5, 4, 3, 2, 1]
+    assert list(loads.load_dst) == manager.get_page_ids("a")[0][:5]
+    assert loads.save_src.size == 6, "pages of the other prompt"
+    manager.check()
+    manager.complete_transfers(loads.number)
+    stats = manager.host_tier.stats()  # type: ignore[union-attr]
+    assert (stats.num_saved_pages, stats.num_loaded_pages, stats.num_in_flight, stats.num_cached_pages) == (11, 5, 0, 11)
+
+
+def test_a_page_that_comes_back_is_not_saved_again() -> None:
+    manager = make_tiered()
+    fill_tier(manager)
+    pass_through(manager, FIRST)
+    complete(manager)
+    pass_through(manager, OTHER[30:58])
+    assert manager.take_transfers().save_src.size == 1, "the page of the other prompt that was left"
+
+
+def test_pages_are_saved_as_soon_as_they_are_computed() -> None:
+    manager = make_tiered(policy="write_through")
+    request = run_request(manager, FIRST)
+    assert request is not None
+    assert len(manager.take_transfers()) == 0, "before the step that computes them"
+    assert complete(manager).save_src.tolist() == [1, 2, 3, 4, 5]
+    manager.free(request)
+    pass_through(manager, OTHER[:28])
+    assert count_hits(manager, FIRST) == 20
+
+
+def test_pages_that_were_used_once_are_not_saved() -> None:
+    manager = make_tiered(min_uses=2)
+    pass_through(manager, FIRST)
+    pass_through(manager, FIRST[:9])  # hits two pages
+    pass_through(manager, OTHER[:28])
+    assert sorted(manager.take_transfers().save_src.tolist()) == [1, 2]
+
+
+def test_hits_go_on_in_the_tier() -> None:
+    manager = make_tiered(num_pages=11)
+    pass_through(manager, FIRST)
+    pass_through(manager, OTHER[:28])  # evicts the last pages of the first prompt
+    assert complete(manager).save_src.size == 2
+    request = run_request(manager, FIRST)
+    assert request is not None
+    assert manager.take_transfers().load_src.tolist() == [2, 1]
+    assert manager.stats().queries.num_hit_tokens == 20
+
+
+def test_a_probe_reaches_the_tier() -> None:
+    manager = make_tiered()
+    fill_tier(manager)
+    assert manager.probe(EngineRequest("probe", FIRST)).num_hit_tokens == 20
+    assert len(manager.take_transfers()) == 0
+
+
+def test_a_request_waits_until_its_pages_can_be_loaded() -> None:
+    manager = make_tiered()
+    fill_tier(manager)
+    running = run_request(manager, OTHER[:10], "running")  # holds 3 of 7 pages
+    assert running is not None
+    complete(manager)
+    request = EngineRequest("a", FIRST)
+    hits, num_hits = manager.get_computed_pages(request)
+    assert manager.allocate_slots(request, 1, num_hits, hits) is None
+    batch = make_batch_of(manager)
+    assert batch.admit(0, FIRST, max_num_new_tokens=1) is None
+    manager.free(running)
+    assert batch.admit(0, FIRST, max_num_new_tokens=1) == 20
+
+
+def test_a_window_loads_what_it_reaches() -> None:
+    manager = make_tiered(WINDOW, num_pages=9)
+    fill_tier(manager)
+    pass_through(manager, OTHER[30:62])
+    complete(manager)
+    request = run_request(manager, FIRST)
+    assert request is not None
+    assert manager.take_transfers().load_src.size == 2
+    assert manager.get_page_ids("a")[0][:3] == [0, 0, 0]
+
+
+def test_states_come_back_from_the_tier() -> None:
+    manager = make_tiered(FULL, STATE, num_pages=12)
+    batch = make_batch_of(manager)
+    batch.admit(0, FIRST, num_tokens=16)
+    batch.grow([0], 1)  # keeps the state after 16 tokens
+    batch.take_copies()
+    batch.release([0])
+    pass_through(manager, OTHER[:36])
+    assert set(complete(manager).save_group.tolist()) == {0, 1}
+    assert batch.admit(0, FIRST) == 16
+    loads, copies = batch.take_transfers(), batch.take_copies()
+    assert sorted(loads.load_group.tolist()) == [0, 0, 0, 0, 1]
+    assert copies.src.tolist() == [page_id for page_id, g in zip(loads.load_dst, loads.load_group, strict=True) if g] or (
+        batch.get_page_ids(0)[1][0] in loads.load_dst
+    ), "the state is copied, or adopted"
+
+
+def test_shards_load_their_own_pages() -> None:
+    manager = make_tiered(num_pages=16)
+    options = {"dp_shard_hint": 1, "data_parallel_size": 2}
+    for token_ids in (FIRST, OTHER[:32]):
+        request = EngineRequest("a", token_ids)
+        assert manager.allocate_slots(request, len(token_ids), **options) is not None  # type: ignore[arg-type]
+        manager.free(request)
+    complete(manager)
+    for shard in (0, 1):
+        request = EngineRequest("a", FIRST)
+        hits, num_hits = manager.get_computed_pages(request, dp_shard_hint=shard, data_parallel_size=2)
+        assert num_hits == 20
+        assert {page_id // 8 for page_id in hits.get_page_ids()[0]} == {shard}
+        complete(manager)
+
+
+# Transfers in flight.
+
+
+def make_batch_of(manager: CacheManager, **options: Any) -> RunningBatch:
+    return make_batch(manager, **options)
+
+
+def test_a_step_waits_until_transfers_are_taken() -> None:
+    manager = make_tiered()
+    fill_tier(manager)
+    batch = make_batch_of(manager)
+    batch.admit(0, FIRST)
+    with pytest.raises(CopiesDueError, match=r"row 0 \(at 0\): .*take_transfers"):
+        batch.step([0], [1])
+    request = run_request(manager, OTHER[:2])
+    complete(manager)
+    assert request is not None
+    batch.step([0], [1])
+
+
+def test_what_is_computed_with_loaded_pages_hits_later() -> None:
+    manager = make_tiered(num_pages=12)
+    fill_tier(manager)
+    pass_through(manager, OTHER[30:64])
+    complete(manager)
+    batch = make_batch_of(manager)
+    assert batch.admit(0, FIRST) == 20
+    number = batch.take_transfers().number
+    for token_id in range(8):
+        batch.step([0], [token_id])
+        batch.take_transfers()
+    prompt = [*FIRST, *range(8)]
+    assert count_hits(manager, prompt) == 20
+    manager.complete_transfers(number)
+    batch.step([0], [8])
+    assert count_hits(manager, prompt) == 28
+
+
+def test_failed_loads_rewind_rows_and_requests() -> None:
+    manager = make_tiered(num_pages=14)
+    fill_tier(manager)
+    pass_through(manager, OTHER[30:64])
+    complete(manager)
+    batch = make_batch_of(manager)
+    assert batch.admit(0, FIRST) == 20
+    request = run_request(manager, FIRST)
+    assert request is not None
+    transfers = manager.take_transfers()
+    failed = manager.fail_transfers(transfers.number, loads=[2])
+    assert (len(failed), failed.page_ids) == (1, [int(transfers.load_dst[2])])
+    assert manager.find_wrong_token(request, failed) == 8
+    assert batch.rewind(failed) == ([0], [])
+    assert batch.num_computed_tokens[0] == 8
+    assert count_hits(manager, FIRST) == 8, "what failed to load hits no more"
+    batch.grow([0], 13)
+    batch.take_transfers()
+    request.num_computed_tokens = 8
+    assert manager.allocate_slots(request, 13) is not None
+    manager.check()
+    batch.check()
+
+
+def test_a_failed_save_never_hits() -> None:
+    manager = make_tiered()
+    pass_through(manager, FIRST)
+    pass_through(manager, OTHER[:28])
+    failed = manager.fail_transfers(manager.take_transfers().number, saves=[4])
+    assert (len(failed), failed.page_ids) == (0, [])
+    assert count_hits(manager, FIRST) == 0, "the first page is gone"
+
+
+def test_rows_with_states_go_back_to_the_start() -> None:
+    manager = make_tiered(FULL, STATE, num_pages=14)
+    batch = make_batch_of(manager)
+    batch.admit(0, FIRST, num_tokens=16)
+    batch.grow([0], 1)
+    batch.take_copies()
+    batch.release([0])
+    pass_through(manager, OTHER[:44])
+    complete(manager)
+    assert batch.admit(0, FIRST) == 16
+    batch.take_copies()
+    failed = manager.fail_transfers(batch.take_transfers().number, loads=[4])
+    assert batch.rewind(failed) == ([0], [])
+    assert batch.num_computed_tokens[0] == 0
+
+
+def test_a_fork_of_a_page_that_fails_to_load_goes_back_too() -> None:
+    manager = make_tiered(num_pages=14)
+    batch = make_batch_of(manager)
+    batch.admit(0, FIRST[:18])
+    assert batch.swap_out(0)
+    pass_through(manager, OTHER[:52])
+    complete(manager)
+    assert batch.swap_in(0) == 18
+    transfers = batch.take_transfers()
+    assert transfers.load_dst.size == 5
+    batch.fork(0, [1])
+    batch.take_copies()
+    failed = manager.fail_transfers(transfers.number, loads=[4])  # the open page
+    assert batch.rewind(failed) == ([0, 1], [])
+    assert batch.num_computed_tokens[:2].tolist() == [16, 16]
+
+
+def test_reset_drops_both() -> None:
+    manager = make_tiered()
+    fill_tier(manager)
+    pass_through(manager, FIRST)
+    assert manager.reset_prefix_cache() is False, "a load holds pages"
+    complete(manager)
+    pass_through(manager, OTHER[30:58])
+    saved = manager.take_transfers().number
+    assert manager.reset_prefix_cache()
+    manager.complete_transfers(saved)
+    assert manager.probe(EngineRequest("probe", FIRST)).num_hit_tokens == 0
+    stats = manager.host_tier.stats()  # type: ignore[union-attr]
+    assert (stats.num_cached_pages, stats.num_free_pages) == (0, 19)
+
+
+def test_tokens_that_were_not_computed_are_forgotten_in_the_tier() -> None:
+    manager = make_tiered(policy="write_through", num_pages=20)
+    request = run_request(manager, FIRST)
+    assert request is not None
+    manager.take_transfers()
+    transfers = manager.take_transfers()
+    manager.free(request, num_computed_tokens=9)
+    manager.complete_transfers(transfers.number)
+    assert manager.probe(EngineRequest("probe", FIRST)).num_hit_tokens == 8
+
+
+def test_a_tier_that_is_full_of_pages_in_flight_refuses_more() -> None:
+    """An engine that never completes its transfers loses saves, and no hits of the pool."""
+    manager = make_tiered(num_host_pages=4)
+    for start in range(0, 60, 28):
+        pass_through(manager, OTHER[start : start + 28])
+        manager.take_transfers()
+    stats = manager.host_tier.stats()  # type: ignore[union-attr]
+    assert (stats.num_in_flight, stats.num_cached_pages) == (3, 0)
+    assert stats.num_refused_pages == 6
+    manager.check()
+
+
+def test_a_tier_smaller_than_what_a_step_evicts_keeps_a_part() -> None:
+    manager = make_tiered(num_host_pages=3)
+    fill_tier(manager)
+    stats = manager.host_tier.stats()  # type: ignore[union-attr]
+    assert (stats.num_cached_pages, stats.num_refused_pages) == (2, 3)
+    assert count_hits(manager, FIRST) == 0, "the first page of a prompt is evicted last"
+
+
+# Rows that are swapped.
+
+
+def test_a_row_is_swapped_out_and_in() -> None:
+    manager = make_tiered(num_pages=14)
+    batch = make_batch_of(manager)
+    batch.admit(0, FIRST)
+    batch.step([0], [1])
+    assert batch.swap_out(0)
+    assert batch.num_computed_tokens[0] == 0
+    assert batch.num_tokens[0] == 22
+    assert batch.get_page_ids(0) == ([],)
+    assert not manager.reset_prefix_cache(), "pages in the tier are held"
+    assert batch.swap_in(0) is None, "its saves are due"
+    transfers = complete(manager)
+    assert transfers.save_src.tolist() == [1, 2, 3, 4, 5, 6]
+    pass_through(manager, OTHER[:32])
+    batch.check()
+    complete(manager)
+    assert batch.swap_in(0) == 22
+    loads = complete(manager)
+    page_ids = batch.get_page_ids(0)[0]
+    assert set(loads.load_dst.tolist()) < set(page_ids), "pages that are still cached are not loaded"
+    assert page_ids[-1] in loads.load_dst
+    batch.check()
+    batch.step([0], [2])
+    batch.release([0])
+    assert manager.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("way", ["grow", "trim", "release"])
+def test_a_row_that_goes_on_otherwise_lets_go_of_the_tier(way: str) -> None:
+    manager = make_tiered(num_pages=14)
+    batch = make_batch_of(manager)
+    batch.admit(0, FIRST)
+    assert batch.swap_out(0)
+    complete(manager)
+    if way == "grow":
+        batch.grow([0], 21)
+    elif way == "trim":
+        batch.trim([0], 3)
+    else:
+        batch.release([0])
+    with pytest.raises(ArgumentError, match="row 0 has no pages in the host tier"):
+        batch.swap_in(0)
+    batch.check()
+    stats = manager.host_tier.stats()  # type: ignore[union-attr]
+    assert stats.num_free_pages == 19
+
+
+def test_a_row_whose_save_failed_is_computed_again() -> None:
+    manager = make_tiered(num_pages=14)
+    batch = make_batch_of(manager)
+    batch.admit(0, FIRST)
+    assert batch.swap_out(0)
+    manager.fail_transfers(batch.take_transfers().number, saves=[1])
+    assert batch.swap_in(0) == 0
+    assert batch.grow([0], 21).num_grown == 1
+    batch.check()
+
+
+def test_swapped_rows_change_places() -> None:
+    manager = make_tiered(num_pages=14)
+    batch = make_batch_of(manager)
+    batch.admit(0, FIRST)
+    batch.admit(1, OTHER[:5])
+    assert batch.swap_out(0)
+    complete(manager)
+    batch.swap_row(0, 1)
+    assert batch.swap_in(1) == 21
+    complete(manager)
+    batch.check()
+
+
+def test_swapping_needs_room() -> None:
+    manager = make_tiered(num_pages=14, num_host_pages=4)
+    batch = make_batch_of(manager)
+    batch.admit(0, FIRST)
+    before = batch.get_page_ids(0)
+    assert not batch.swap_out(0), "the tier has 3 pages"
+    assert batch.get_page_ids(0) == before
+    batch.trim([0], 9)
+    assert batch.swap_out(0)
+    complete(manager)
+    batch.admit(1, OTHER[:48])
+    assert batch.swap_in(0) is None, "one page of the pool is free"
+    batch.release([1])
+    assert batch.swap_in(0) == 9
+
+
+def test_rows_that_cannot_be_swapped() -> None:
+    batch = make_batch_of(make_tiered())
+    with pytest.raises(ArgumentError, match="row 0 is not admitted"):
+        batch.swap_out(0)
+    with pytest.raises(RowIndexError):
+        batch.swap_out(4)
+    batch.admit(0, FIRST)
+    assert batch.swap_out(0)
+    with pytest.raises(ArgumentError, match="row 0 holds no computed tokens"):
+        batch.swap_out(0)
+    alone = make_batch_of(make_manager(FULL))
+    alone.admit(0, FIRST)
+    for swap in (alone.swap_out, alone.swap_in):
+        with pytest.raises(ArgumentError, match="host tier"):
+            swap(0)
+
+
+# Wrong input.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_pages": 1}, "num_pages must be at least 2, got 1"),
+        ({"num_pages": 9, "policy": "write"}, "policy: got 'write', allowed: write_back or write_through"),
+        ({"num_pages": 9, "min_uses": 0}, "min_uses must be at least 1, got 0"),
+        ({"num_pages": 9, "min_uses": 256}, "min_uses must be at most 255, got 256"),
+    ],
+    ids=str,
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        HostTier(**options)
+
+
+def test_a_tier_is_for_one_pool() -> None:
+    tier = HostTier(9)
+    assert tier.stats().num_free_pages == 8
+    manager = make_manager(FULL, host_tier=tier)
+    with pytest.raises(ArgumentError, match="behind another pool"):
+        make_manager(FULL, host_tier=tier)
+    with pytest.raises(ArgumentError, match="a pool that has one"):
+        make_manager(FULL, page_pool=manager.page_pool, host_tier=HostTier(9))
+    with pytest.raises(ArgumentError, match="without prefix caching"):
+        make_manager(FULL, enable_caching=False, host_tier=HostTier(9))
+    with pytest.raises(ArgumentError, match="eviction"):
+        make_manager(FULL, host_tier=HostTier(9, eviction="fifo"))
+
+
+def test_transfers_end_once() -> None:
+    manager = make_tiered()
+    for number in (0, 1, -1, 1 << 70):
+        with pytest.raises(ArgumentError, match="number"):
+            manager.complete_transfers(number)
+    pass_through(manager, FIRST)
+    pass_through(manager, OTHER[:28])
+    number = manager.take_transfers().number
+    for places in ([5], [-1], [0, 9]):
+        with pytest.raises(ArgumentError, match="saves"):
+            manager.fail_transfers(number, saves=places)
+    with pytest.raises(ArgumentError, match="loads"):
+        manager.fail_transfers(number, loads=[0])
+    for wrong in ("1", 1.0, None):
+        with pytest.raises(ArgumentTypeError):
+            manager.complete_transfers(wrong)  # type: ignore[arg-type]
+    manager.complete_transfers(number)
+    with pytest.raises(ArgumentError, match="number: got 1, allowed: that of transfers in flight"):
+        manager.complete_transfers(number)
+    with pytest.raises(ArgumentError, match="without a host tier"):
+        make_manager(FULL).complete_transfers(1)
+
+
+def test_results_are_made_by_calls() -> None:
+    for kind in (Transfers, FailedLoads):
+        with pytest.raises(TypeError):
+            kind()
+    manager = make_tiered()
+    fill_tier(manager)
+    pass_through(manager, FIRST)
+    transfers = manager.take_transfers()
+    assert repr(transfers).startswith(f"Transfers(number={transfers.number}, save_src=[")
+    with pytest.raises(ValueError, match="read-only"):
+        transfers.load_src[0] = 1
+    failed = manager.fail_transfers(transfers.number, loads=[0])
+    assert repr(failed) == f"FailedLoads(number={transfers.number}, page_ids={failed.page_ids})"
+    with pytest.raises(ArgumentError, match="another pool"):
+        make_batch_of(make_tiered()).rewind(failed)
+    tier = PageTier(manager.page_pool.store, 9)
+    with pytest.raises(ArgumentError):
+        add_tier(manager.page_pool.store, tier)
+
+
+# All together.
+
+
+@pytest.mark.parametrize("setting", TIER_SETTINGS, ids=lambda setting: setting.name)
+def test_what_is_read_was_computed(setting: Setting) -> None:
+    num_steps = max(NUM_STEPS // len(TIER_SETTINGS), 30)
+    counts: Counter[str] = Counter()
+    for seed in range(-(-num_steps // 100)):
+        counts += run_tier_round(setting, zlib.crc32(f"tier {setting.name}".encode()) + seed, min(num_steps, 100))
+    assert counts["slots compared"] > 0 or setting.groups[0].span == 1, "a window of one token reads no other"
+
+
+def test_everything_happens() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(10):
+        counts += run_tier_round(TIER_SETTINGS[2], seed)
+    wanted = "pages saved, pages loaded, failed transfers, rows swapped out, rows swapped in, forks, aborted steps, preemptions"
+    assert not [name for name in wanted.split(", ") if not counts[name]]
+
+
+def test_threads_share_a_tier() -> None:
+    manager = make_tiered(num_pages=64, num_host_pages=200)
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        rng = np.random.default_rng(number)
+        batch = make_batch_of(manager)
+        try:
+            for _ in range(300):
+                token_ids = [number * 1000 * (rng.random() < 0.5), *range(int(rng.integers(1, 60)))]
+                if batch.admit(0, token_ids) is not None:
+                    complete(manager)
+                    if rng.random() < 0.3 and batch.num_computed_tokens[0]:
+                        swap(batch)
+                    batch.release([0])
+        except BaseException as error:
+            errors.append(error)
+
+    def swap(batch: RunningBatch) -> None:
+        try:
+            if batch.swap_out(0):
+                complete(manager)
+                batch.swap_in(0)
+        except (CopiesDueError, ArgumentError):
+            pass
+
+    threads = [Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    complete(manager)
+    manager.check()
+
+
+def test_a_damaged_tier_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`check` looks at both."""
+    from pagepool.page_pool import integrity
+
+    copy_records = integrity.copy_records
+
+    def copy_damaged(store: Any, names: str | None = None, of_tier: bool = False) -> dict[str, Any]:
+        records = copy_records(store, names, of_tier)
+        if of_tier:
+            records["pages"]["ref_cnt"][3] += 1
+        return records
+
+    manager = make_tiered()
+    fill_tier(manager)
+    manager.check()
+    monkeypatch.setattr(integrity, "copy_records", copy_damaged)
+    with pytest.raises(IntegrityError, match=r"^host tier: page 3"):
+        manager.check()

@@ -1,0 +1,393 @@
+"""Events of a host tier: what a router knows of both places against the prefix index, and what each event says.
+
+PAGEPOOL_TEST_OPERATIONS: a tenth of so many calls are made in all for the random test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from random import Random
+from typing import Any
+
+import pytest
+from hybrids import FULL, PROMPT, STATE, make_batch, make_manager, make_request, run
+from test_differential import NUM_OPERATIONS
+from test_threads import run_threads
+
+from pagepool import CacheManager, EngineRequest, HostTier, SlidingWindowSpec, Transfers
+from pagepool._core import PageIds, PrefixQuery
+from pagepool.errors import ArgumentError, CopiesDueError, PageHashError
+from pagepool.hashing import PageHash
+from pagepool.hashing.algorithms import CallableHasher
+from pagepool.page_pool.prefix_index import forget_names
+
+msgspec = pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
+
+from router import Key, Router, Stored  # noqa: E402
+from wire import decode_batch  # noqa: E402
+
+from pagepool.events import EventBatch, encode_batch  # noqa: E402
+
+WINDOW = SlidingWindowSpec(4, 1, 8, "float16", False, 9)
+MODELS = {"full": (FULL,), "window": (FULL, WINDOW), "states": (FULL, STATE), "windows alone": (WINDOW,)}
+ALGORITHMS: dict[str, tuple[Any, bool]] = {
+    "siphash128": ("siphash128", False),
+    "siphash128, bytes": ("siphash128", True),
+    "sha256, bytes": ("sha256", True),
+    "callable": (hash, False),
+}
+POLICIES: dict[str, dict[str, Any]] = {
+    "write back": {},
+    "write through": {"policy": "write_through"},
+    "used twice": {"policy": "write_through", "min_uses": 2, "eviction": "adaptive"},
+}
+NUM_ROUNDS = max(NUM_OPERATIONS // (10 * len(MODELS) * len(ALGORITHMS) * len(POLICIES)), 300)
+NUM_PROMPT_TOKENS = 56
+MASK = (1 << 64) - 1
+
+
+def decode(events: list[Any]) -> list[Any]:
+    """Return what a router receives."""
+    return decode_batch(encode_batch(EventBatch(0.0, events))).events
+
+
+class Told:
+    """A manager with a tier and a few prompts, and a router that hears its events."""
+
+    def __init__(self, rng: Random, specs: tuple[Any, ...], hash_algo: Any, is_bytes: bool, **options: Any) -> None:
+        self.rng = rng
+        tier = HostTier(rng.choice((6, 20, 60)), **options)
+        self.manager = make_manager(*specs, num_pages=rng.choice((18, 30)), hash_algo=hash_algo, host_tier=tier)
+        self.manager.enable_events(hashes_as_bytes=is_bytes)
+        self.is_bytes = is_bytes
+        self.prompts = [[rng.randint(0, 9) for _ in range(NUM_PROMPT_TOKENS)] for _ in range(3)]
+        self.running: list[EngineRequest] = []
+        self.in_flight: list[Transfers] = []
+        self.router = Router()
+        self.num_requests = 0
+
+    def make_request(self, number: int, num_tokens: int) -> EngineRequest:
+        """Make a request with the beginning of a prompt, of which the last has a salt."""
+        salt = "salt" if number == 2 else None
+        return EngineRequest(f"r{self.num_requests}", self.prompts[number][:num_tokens], cache_salt=salt)
+
+    def start(self) -> None:
+        """Compute the beginning of a prompt at once."""
+        self.num_requests += 1
+        request = self.make_request(self.rng.randrange(3), self.rng.randint(1, NUM_PROMPT_TOKENS))
+        hits, num_hits = self.manager.get_computed_pages(request)
+        if self.manager.allocate_slots(request, request.num_tokens - num_hits, num_hits, hits) is not None:
+            self.running.append(request)
+        self.transfer()
+        request.num_computed_tokens = request.num_tokens
+
+    def end(self, request: EngineRequest) -> None:
+        self.running.remove(request)
+        self.manager.free(request)
+        self.manager.free_page_hashes(request)
+
+    def transfer(self) -> None:
+        transfers = self.manager.take_transfers()
+        self.manager.take_copies()
+        if len(transfers):
+            self.in_flight.append(transfers)
+
+    def complete(self, fails: bool = False) -> None:
+        """End the transfers of a list; if it `fails`, some of them, and the requests that hold pages with a wrong content."""
+        transfers = self.in_flight.pop(self.rng.randrange(len(self.in_flight)))
+        if not fails:
+            self.manager.complete_transfers(transfers.number)
+            return
+        saves, loads = (
+            [i for i in range(len(ids)) if self.rng.random() < 0.5] for ids in (transfers.save_src, transfers.load_src)
+        )
+        failed = self.manager.fail_transfers(transfers.number, saves=saves, loads=loads)
+        for request in [*self.running]:
+            if self.manager.find_wrong_token(request, failed) is not None:
+                self.end(request)
+
+    def act(self) -> None:
+        rng = self.rng
+        if self.running and (len(self.running) > 2 or rng.random() < 0.3):
+            self.end(rng.choice(self.running))
+        elif self.in_flight and (len(self.in_flight) > 2 or rng.random() < 0.4):
+            self.complete(rng.random() < 0.2)
+        elif rng.random() < 0.1:
+            self.manager.page_pool.evict_pages(rng.sample(range(1, self.manager.num_pages), 3))
+        elif rng.random() < 0.05:
+            self.manager.reset_prefix_cache()
+        else:
+            self.start()
+
+    def list_cached(self, reaches_tier: bool) -> dict[Key, Stored]:
+        """Return the pages of the prompts that are cached on the device, or, if it `reaches_tier`, in either place."""
+        cached = {}
+        for number in range(len(self.prompts)):
+            request = self.make_request(number, NUM_PROMPT_TOKENS)
+            hashes = self.manager._lookups.hash_apart(request, NUM_PROMPT_TOKENS)
+            told_hashes = [self.hash_of(page_hash) for page_hash in self.manager.hasher.list_page_hashes(hashes)]
+            if isinstance(self.manager.hasher, CallableHasher):
+                told_hashes = [hashes.chain[i] & MASK for i in range(len(hashes.chain))]
+            query = PrefixQuery(self.manager.page_pool.store, hashes.chain, 0, None, reaches_tier)
+            for group, single in enumerate(self.manager.coordinator.single_type_managers):
+                stride = single.num_hashes_per_page
+                for page in range(len(told_hashes) // stride):
+                    if query.find_leading_hits(PageIds([group]), stride, page, page + 1) > page:
+                        last = (page + 1) * stride - 1
+                        parent, tokens = told_hashes[last - 1] if last else None, self.prompts[number][4 * last : 4 * last + 4]
+                        salt = ("salt",) if request.cache_salt and last == 0 else None
+                        cached[group, told_hashes[last]] = Stored(parent, tuple(tokens), salt, None)
+        return cached
+
+    def hash_of(self, page_hash: PageHash) -> Any:
+        """Return a hash as in events."""
+        num_bytes = self.manager.hasher.num_digest_bytes
+        return page_hash.hash_value.to_bytes(num_bytes, "big") if self.is_bytes else page_hash.hash_value & MASK
+
+    def check(self) -> None:
+        """The router knows what is on the device, and what is in either place; so does one that starts now."""
+        self.router.apply(decode(self.manager.take_events()))
+        assert self.router.pages == self.list_cached(False)
+        either = self.list_cached(True)
+        assert self.router.pages.keys() | self.router.saved == either.keys()
+        assert all(map(self.router.has, either))
+        stats = self.manager.stats().host_tier
+        assert stats is not None
+        assert len(self.router.saved) == stats.num_cached_pages
+        late = Router()
+        late.apply(decode(self.manager.snapshot_events()))
+        assert (late.pages, late.saved) == (self.router.pages, self.router.saved)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_router_knows_what_is_in_both_places(model: str, algorithm: str, policy: str) -> None:
+    seed = zlib.crc32(f"{model} {algorithm} {policy}".encode())
+    told = Told(Random(seed), MODELS[model], *ALGORITHMS[algorithm], **POLICIES[policy])
+    source = told.manager.require_event_source()
+    for i in range(NUM_ROUNDS):
+        told.act()
+        if i % 50 == 40:
+            source.start_over()
+        if told.rng.random() < 0.3:
+            told.check()
+    told.check()
+    stats = told.manager.stats().host_tier
+    assert stats is not None
+    assert stats.num_saved_pages > 0
+    told.manager.check()
+
+
+# --- what each event says ---------------------------------------------------------------------------------------
+
+
+def make_told(num_pages: int = 6, **options: Any) -> CacheManager:
+    manager = make_manager(FULL, num_pages=num_pages, host_tier=HostTier(10), **options)
+    manager.enable_events()
+    return manager
+
+
+def run_request(manager: CacheManager, num_tokens: int, **options: Any) -> None:
+    """Compute a request and end it."""
+    request = make_request("r", num_tokens, **options)
+    assert run(manager, request, num_tokens) is not None
+    manager.free(request)
+    manager.free_page_hashes(request)
+
+
+def evict_to_host(manager: CacheManager) -> None:
+    """Have all cached pages evicted from the device and saved."""
+    ids = manager.page_pool.get_new_page_ids(manager.num_pages - 1)
+    manager.complete_transfers(manager.take_transfers().number)
+    manager.page_pool.free_page_ids(ids)
+
+
+def summarise(events: list[Any]) -> list[tuple[str, Any, int]]:
+    """Return the name, the medium and the number of pages of each event."""
+    decoded = decode(events)
+    return [
+        (type(event).__name__, getattr(event, "medium", None), len(getattr(event, "block_hashes", ()))) for event in decoded
+    ]
+
+
+def take(manager: CacheManager) -> list[tuple[str, Any, int]]:
+    return summarise(manager.take_events())
+
+
+def test_a_page_that_goes_to_the_host_and_comes_back() -> None:
+    manager = make_told(hash_seed=1)
+    run_request(manager, 12, cache_salt="salt", lora_id="tuned")
+    [stored] = decode(manager.take_events())
+    ids = manager.page_pool.get_new_page_ids(5)
+    assert take(manager) == [("BlockRemoved", "GPU", 3)]
+    transfers = manager.take_transfers()
+    assert take(manager) == []
+    manager.complete_transfers(transfers.number)
+    [event] = manager.take_events()
+    assert event.token_ids.dtype == "int32"
+    [saved] = decode([event])
+    assert sorted(saved.block_hashes) == sorted(stored.block_hashes)
+    expected = {"type": "BlockStored", "block_hashes": saved.block_hashes, "parent_block_hash": None, "token_ids": []}
+    expected |= {"block_size": 4, "group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    expected |= {"lora_id": None, "medium": "CPU", "lora_name": None}
+    assert msgspec.msgpack.decode(encode_batch(EventBatch(0.0, [event])))[1] == [expected]
+    manager.page_pool.free_page_ids(ids)
+    assert manager.get_computed_pages(make_request("r", 16, cache_salt="salt", lora_id="tuned"))[1] == 12
+    assert decode(manager.take_events()) == [stored]
+    manager.complete_transfers(manager.take_transfers().number)
+    assert take(manager) == []
+    assert manager.page_pool.evict_pages([1, 2, 3, 4, 5]) == 3
+    assert take(manager) == [("BlockRemoved", "GPU", 3), ("BlockRemoved", "CPU", 3)]
+
+
+def test_pages_that_a_batch_loads_have_their_tokens_and_keys() -> None:
+    manager = make_told()
+    batch = make_batch(manager)
+    batch.admit(0, PROMPT[:13], cache_salt="salt")
+    [stored] = decode(manager.take_events())
+    batch.release([0])
+    evict_to_host(manager)
+    assert take(manager) == [("BlockRemoved", "GPU", 3), ("BlockStored", "CPU", 3)]
+    batch.admit(1, PROMPT[:13], cache_salt="salt")
+    assert decode(manager.take_events()) == [stored]
+
+
+def test_transfers_that_fail() -> None:
+    manager = make_told()
+    run_request(manager, 16)
+    ids = manager.page_pool.get_new_page_ids(5)
+    manager.fail_transfers(manager.take_transfers().number, saves=[0])
+    manager.page_pool.free_page_ids(ids)
+    assert take(manager) == [("BlockStored", "CPU", 3)]
+    manager.get_computed_pages(make_request("r", 40))
+    assert take(manager) == [("BlockStored", "GPU", 3)]
+    manager.fail_transfers(manager.take_transfers().number, loads=[0, 2])
+    assert take(manager) == [("BlockRemoved", "GPU", 2), ("BlockRemoved", "CPU", 2)]
+
+
+def test_a_reset_empties_both() -> None:
+    """Saves in flight are void, and what is saved afterwards is told after the reset."""
+    manager = make_told()
+    run_request(manager, 16)
+    evict_to_host(manager)
+    manager.take_events()
+    run_request(manager, 8, cache_salt="other")
+    ids = manager.page_pool.get_new_page_ids(5)
+    transfers = manager.take_transfers()
+    assert len(transfers.save_src) == 2
+    manager.page_pool.free_page_ids(ids)
+    assert manager.reset_prefix_cache()
+    manager.complete_transfers(transfers.number)
+    assert take(manager) == [("AllBlocksCleared", None, 0)]
+    run_request(manager, 8)
+    evict_to_host(manager)
+    assert manager.reset_prefix_cache()
+    run_request(manager, 12)
+    evict_to_host(manager)
+    assert take(manager) == [("AllBlocksCleared", None, 0), ("BlockStored", "CPU", 3)]
+
+
+def test_an_interrupted_call_starts_over_with_both() -> None:
+    manager = make_told()
+    run_request(manager, 16)
+    evict_to_host(manager)
+    run_request(manager, 8)
+    assert take(manager) == [("BlockStored", "GPU", 1), ("BlockStored", "CPU", 4)]
+    manager.require_event_source().start_over()
+    assert take(manager) == [("AllBlocksCleared", None, 0), ("BlockStored", "GPU", 1), ("BlockStored", "CPU", 4)]
+    assert summarise(manager.snapshot_events()) == [("BlockStored", "GPU", 1), ("BlockStored", "CPU", 4)]
+    manager.page_pool.evict_pages(range(1, 6))
+    events, snapshot = manager.require_event_source().take_with_snapshot()
+    assert summarise(events) == [("BlockRemoved", "GPU", 1), ("BlockRemoved", "CPU", 1)]
+    assert summarise(snapshot) == [("AllBlocksCleared", None, 0), ("BlockStored", "CPU", 3)]
+
+
+def test_events_begin_with_nothing_in_the_tier() -> None:
+    manager = make_manager(FULL, num_pages=6, host_tier=HostTier(10))
+    run_request(manager, 16)
+    ids = manager.page_pool.get_new_page_ids(5)
+    manager.page_pool.free_page_ids(ids)
+    with pytest.raises(ArgumentError, match=r"^4 pages are held and 0 prefixes cached already, allowed: none$"):
+        manager.enable_events()
+    manager.complete_transfers(manager.take_transfers().number)
+    with pytest.raises(ArgumentError, match=r"^0 pages are held and 4 prefixes cached already, allowed: none$"):
+        manager.enable_events()
+    assert manager.reset_prefix_cache()
+    manager.enable_events()
+    run_request(manager, 8)
+    evict_to_host(manager)
+    assert take(manager) == [("BlockStored", "CPU", 2)]
+
+
+def test_names_are_kept_as_long_as_the_tier_needs_them() -> None:
+    """Hashes of 32 bytes need names: of pages being saved, of saved ones, and of those that went and were not told."""
+    manager = make_manager(FULL, num_pages=6, host_tier=HostTier(10), hash_algo="sha256")
+    manager.enable_events(hashes_as_bytes=True)
+    run_request(manager, 16)
+    [stored] = decode(manager.take_events())
+    ids = manager.page_pool.get_new_page_ids(5)
+    manager.take_events()
+    transfers = manager.take_transfers()
+    forget_names(manager.page_pool.store)
+    manager.complete_transfers(transfers.number)
+    forget_names(manager.page_pool.store)
+    [saved] = decode(manager.take_events())
+    assert sorted(saved.block_hashes) == sorted(stored.block_hashes)
+    manager.page_pool.free_page_ids(ids)
+    for salt in "abc":
+        run_request(manager, 16, cache_salt=salt)
+        evict_to_host(manager)
+    forget_names(manager.page_pool.store)
+    [removed, _] = decode(manager.take_events())
+    assert sorted(removed.block_hashes) == sorted(stored.block_hashes)
+    assert manager.reset_prefix_cache()
+    assert len(manager.page_pool.store.names) == 0
+
+
+def test_a_loaded_page_names_its_parent() -> None:
+    """Even one that is in neither place any more, because a window does not reach it."""
+    manager = make_manager(WINDOW, num_pages=12, host_tier=HostTier(20), hash_algo="sha256")
+    manager.enable_events(hashes_as_bytes=True)
+    run_request(manager, 40)
+    [stored] = decode(manager.take_events())
+    evict_to_host(manager)
+    hits, _ = manager.get_computed_pages(make_request("r", 29))
+    manager.complete_transfers(manager.take_transfers().number)
+    assert manager.page_pool.evict_pages(hits.get_page_ids()[0][-2:]) == 2
+    manager.take_events()
+    forget_names(manager.page_pool.store)
+    assert manager.get_computed_pages(make_request("r", 40))[1] == 36
+    [loaded] = decode(manager.take_events())
+    assert (loaded.parent_block_hash, loaded.block_hashes) == (stored.block_hashes[6], stored.block_hashes[7:9])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_thread_is_told_what_the_others_save(seed: int) -> None:
+    manager, router = make_manager(FULL, num_pages=24, host_tier=HostTier(16)), Router()
+    manager.enable_events()
+
+    def work(rng: Random, number: int) -> None:
+        if number == 0:
+            for _ in range(100):
+                router.apply(manager.take_events())
+                Router().apply(manager.snapshot_events())
+            return
+        for i in range(150):
+            request = EngineRequest(f"{number} {i}", [rng.randrange(2) for _ in range(rng.randint(1, 24))])
+            hits, num_hits = manager.get_computed_pages(request)
+            with contextlib.suppress(PageHashError, CopiesDueError):  # another thread took a hit, or has not taken its loads
+                manager.allocate_slots(request, request.num_tokens - num_hits, num_hits, hits)
+            manager.free(request)
+            manager.free_page_hashes(request)
+            transfers = manager.take_transfers()
+            if len(transfers):
+                manager.complete_transfers(transfers.number)
+
+    run_threads(4, seed, work)
+    router.apply(manager.take_events())
+    late = Router()
+    late.apply(manager.snapshot_events())
+    assert (late.pages, late.saved) == (router.pages, router.saved)
+    assert len(router.saved) == manager.stats().host_tier.num_cached_pages
