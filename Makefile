@@ -40,8 +40,10 @@ debug:  ## the same on a build with bounds checks and asserts, but for what any 
 # jax aborts under AddressSanitizer as soon as it compiles something, so it is not installed, and what needs it left out.
 NEED_JAX = docs/engines.md docs/page_table.md \
     $(addprefix tests/,test_device_table.py devices.py many_devices.py two_processes.py test_page_copies.py copies.py \
-    copies_devices.py test_engine.py test_beams.py engine_workload.py)
-WITHOUT_JAX = $(foreach path,$(NEED_JAX),--ignore=$(CURDIR)/$(path)) --ignore-glob='*/pagepool/page_copies.py'
+    copies_devices.py test_host_pages.py host_transfers.py host_pages_devices.py test_engine.py test_engine_host.py \
+    test_beams.py engine_workload.py)
+WITHOUT_JAX = $(foreach path,$(NEED_JAX),--ignore=$(CURDIR)/$(path)) \
+    $(foreach name,page_copies host_pages,--ignore-glob='*/pagepool/$(name).py')
 
 sanitize:  ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
 	PAGEPOOL_SANITIZE=1 $(MAKE) test VENV=.venv-sanitize EXTRA=test-host PYTEST_ARGS='$(WITHOUT_JAX) $(ANY_BUILD) $(PYTEST_ARGS)' \

@@ -6,7 +6,18 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-NAMES = ("drop_in", "core", "running_batch", "refusals", "page_table", "page_copies", "forks", "events", "eviction")
+NAMES = (
+    "drop_in",
+    "core",
+    "running_batch",
+    "refusals",
+    "page_table",
+    "page_copies",
+    "host_pages",
+    "forks",
+    "events",
+    "eviction",
+)
 BENCHES = [str(HERE / f"bench_{name}.py") for name in NAMES]
 
 sys.exit(pytest.main(["-q", *BENCHES, "--benchmark-enable", "--benchmark-quiet", *sys.argv[1:]]))

@@ -38,10 +38,11 @@ DROP_IN = Suite(("easydel", "oracle"), "pagepool", "us", 1e6, "target ratio")
 BATCHED = Suite(("easydel", "oracle", "manager"), "batched", "ns", 1e9, "target")
 EVICTION = Suite(("lru", "arc"), "adaptive", "ns", 1e9, "target")
 COPIES = Suite(("by page", "plain"), "pagepool", "us", 1e6, "target")
+HOST = Suite(("device_put",), "pagepool", "us", 1e6, "target")
 FORKS = Suite(("easydel", "oracle", "manager", "admit"), "fork", "us", 1e6, "target")
 STATES = Suite(("no interval",), "checkpoints", "ns", 1e9, "target")
 TIER = Suite(("no tier", "unused"), "tier", "ns", 1e9, "target")
-SUITES = (DROP_IN, BATCHED, EVICTION, COPIES, FORKS, STATES, TIER)
+SUITES = (DROP_IN, BATCHED, EVICTION, COPIES, HOST, FORKS, STATES, TIER)
 LIMIT_COLUMNS = ("limit in C", "batched alone", "ratio to the limit")
 
 Limits = Mapping[str, tuple[float, float]]

@@ -45,6 +45,9 @@ def make_parser() -> ArgumentParser:
     add("--attention", "gather", "plain jnp, or jax's GPU kernel, interpreted on other devices", choices=list(ATTENTIONS))
     add("--num-devices", 1, "number of devices over which the heads are divided")
     add("--num-pages", 48, "pages of the KV cache, including the null page")
+    add("--num-host-pages", 0, "pages in host memory, for what is evicted and for preempted requests; 0: none")
+    add("--host-bandwidth", 1e10, "bytes a second to or from the host: decides whether a preempted request is moved there")
+    add("--prefill-rate", 1e4, "tokens computed again in a second: likewise")
     add("--page-size", 8, "tokens in a page")
     add("--checkpoint-interval", 16, "tokens between the states that a hybrid keeps, a multiple of the page size")
     parser.add_argument("--page-files", type=Path, metavar="FOLDER", help="keep pages in files too, for other engines")
@@ -103,6 +106,9 @@ def make_engine(args: Namespace) -> Engine:
         max_model_len=args.max_model_len,
         attend=ATTENTIONS[args.attention],
         num_devices=args.num_devices,
+        num_host_pages=args.num_host_pages,
+        host_bandwidth=args.host_bandwidth,
+        prefill_rate=args.prefill_rate,
     )
     return engine
 

@@ -11,9 +11,9 @@ from model import Attention, Weights
 from request import Chunk, Request, SamplingParams
 from runner import ModelRunner, pack
 from sampling import NextTokens
-from scheduler import Scheduler, count_tokens
+from scheduler import Scheduler, SwapCosts, count_tokens
 
-from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, MambaSpec, MultiGroupPageTable
+from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, HostTier, MambaSpec, MultiGroupPageTable
 
 
 class Engine:
@@ -31,23 +31,29 @@ class Engine:
         max_model_len: int = 256,
         attend: Attention = attend_by_gather,
         num_devices: int = 1,
+        num_host_pages: int = 0,
+        host_bandwidth: float = 1e10,
+        prefill_rate: float = 1e4,
     ) -> None:
         """The cache has `num_pages` pages of `page_size` tokens; at most `max_num_reqs` requests run at once. The states of a
-        hybrid are kept at multiples of `checkpoint_interval` tokens. ValueError for values that cannot work.
+        hybrid are kept at multiples of `checkpoint_interval` tokens. Evicted pages, and by `SwapCosts` preempted requests, move
+        to `num_host_pages` pages of host memory; 0: to none. ValueError for values that cannot work.
         """
         for name, value in (("max_num_reqs", max_num_reqs), ("max_num_batched_tokens", max_num_batched_tokens)):
             if value < 1:
                 raise ValueError(f"{name}: got {value}, allowed: at least 1")
-        self.runner = ModelRunner(weights, num_pages, page_size, attend, num_devices)
+        self.host_tier = HostTier(num_host_pages) if num_host_pages else None
+        self.runner = ModelRunner(weights, num_pages, page_size, attend, num_devices, num_host_pages)
         groups = make_groups(self.runner, page_size, checkpoint_interval)
-        self.manager = CacheManager(num_pages, groups, max_model_len)
+        self.manager = CacheManager(num_pages, groups, max_model_len, host_tier=self.host_tier)
         # The last row is never admitted, so all its pages are page 0, the null page. Padding is written there.
         self.num_rows = max_num_reqs + 1
         page_sizes = [page_size] * len(groups)
         self.table = MultiGroupPageTable(
             self.num_rows, max_model_len, max_num_batched_tokens, page_sizes, self.runner.replicated
         )
-        self.scheduler = Scheduler(self.manager, self.table, max_num_reqs, max_num_batched_tokens)
+        costs = SwapCosts(self.runner.count_page_bytes(), host_bandwidth, prefill_rate) if num_host_pages else None
+        self.scheduler = Scheduler(self.manager, self.table, max_num_reqs, max_num_batched_tokens, costs)
         self.padded_sizes = list_padded_sizes(max_num_batched_tokens)
         self.numbers = count()
         self.num_copied_pages = 0
@@ -119,27 +125,45 @@ class Engine:
         If the model fails, the step is taken back and the error raised, so that later steps compute the same tokens again.
         """
         chunks = self.scheduler.schedule()
+        if not chunks and self.host_tier is not None:  # what runs next waits for transfers, or for pages that they hold
+            self.move_pages()
+            self.end_transfers(must_wait=True)
+            chunks = self.scheduler.schedule()
         if not chunks:
             num_waiting, num_running = len(self.scheduler.waiting), len(self.scheduler.running)
             raise RuntimeError(f"nothing can run: {num_waiting} requests wait, {num_running} have rows")
         num_tokens = count_tokens(chunks)
         padded_size = next(size for size in self.padded_sizes if size >= num_tokens)
         try:
-            self.copy_pages()
+            has_loads = self.move_pages()
             page_tables = self.table.commit(self.num_rows)
             next_tokens = self.runner.run(page_tables, *pack(chunks, self.num_rows, padded_size))
         except BaseException:
             self.scheduler.take_back(chunks)
             raise
-        streamed = self.update(chunks, next_tokens)
-        self.copy_pages()
+        wrong = self.end_transfers(must_wait=has_loads)  # a token counts only if all pages that it was computed from are right
+        streamed = self.update([chunk for chunk in chunks if chunk.request not in wrong], next_tokens)
+        self.move_pages()
         return streamed
 
-    def copy_pages(self) -> None:
-        """Copy the pages that checkpoints, hits and forks need, before the model reads or writes them."""
+    def move_pages(self) -> bool:
+        """Start the transfers to and from the host, and copy the pages that checkpoints, hits and forks need, before the model
+        reads or writes them. Returns whether pages are loaded.
+        """
+        transfers = self.scheduler.batch.take_transfers()
+        self.runner.transfer_pages(transfers)
         copies = self.scheduler.batch.take_copies()
         self.runner.copy_pages(copies)
         self.num_copied_pages += len(copies)
+        return len(transfers.load_src) > 0
+
+    def end_transfers(self, must_wait: bool) -> list[Request]:
+        """Tell the manager which transfers are done. Returns the requests whose pages failed to load: they go back."""
+        wrong: list[Request] = []
+        for number, saves, loads, _ in self.runner.end_transfers(must_wait):
+            failed = self.manager.fail_transfers(number, saves=saves, loads=loads)
+            wrong += self.scheduler.rewind(failed) if len(failed) else []
+        return wrong
 
     def update(self, chunks: Sequence[Chunk], next_tokens: NextTokens) -> list[tuple[Request, int]]:
         """Go on with each request whose due tokens are all computed: its samples fork, or it gets its next token."""

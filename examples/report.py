@@ -40,4 +40,9 @@ def print_figures(engine: Engine) -> None:
     first, again = stats.queries, stats.preempted_queries
     print(f"Cached prompt tokens: {first.num_hit_tokens} of {first.num_queried_tokens} ({first.hit_rate:.1%}).")
     print(f"Preemptions: {engine.scheduler.num_preemptions}. Cached tokens at readmission: {again.num_hit_tokens}.")
-    print(f"Copied pages: {engine.num_copied_pages}. Evicted pages: {stats.num_evicted_pages}.\n")
+    print(f"Copied pages: {engine.num_copied_pages}. Evicted pages: {stats.num_evicted_pages}.")
+    if engine.host_tier is not None:
+        tier = engine.host_tier.stats()
+        print(f"Pages saved to the host: {tier.num_saved_pages}. Loaded pages: {tier.num_loaded_pages}.", end=" ")
+        print(f"Swapped requests: {engine.scheduler.num_swaps}.")
+    print()

@@ -41,6 +41,7 @@ class Request:
         self.number = number
         self.samples: list[Request] = []  # of the same prompt, which fork before its last token
         self.candidates: Candidates = ()  # of a beam: the most probable next tokens, once its last token is computed
+        self.is_swapped = False  # whether it waits with its row, and has its pages on the host
         self.row = -1  # this and the next are from the last admission
         self.num_cached_tokens: int | None = None
 

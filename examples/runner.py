@@ -12,7 +12,8 @@ from model import Attention, Cache, Tokens, Weights, forward, get_axes, get_size
 from request import Chunk
 from sampling import NextTokens, SamplingRows, find_next
 
-from pagepool import PageCopies, page_copies
+from pagepool import PageCopies, Transfers, page_copies
+from pagepool.host_pages import FinishedTransfers, HostPages
 
 __all__ = ["ModelRunner", "pack"]
 
@@ -21,9 +22,13 @@ SPLIT_AXES = {"heads", "kv_heads", "hidden"}
 
 
 class ModelRunner:
-    """A model on a mesh of devices, with a cache of `num_pages` pages of `page_size` tokens, divided by heads."""
+    """A model on a mesh of devices, with a cache of `num_pages` pages of `page_size` tokens, divided by heads, and
+    `num_host_pages` pages in host memory.
+    """
 
-    def __init__(self, weights: Weights, num_pages: int, page_size: int, attend: Attention, num_devices: int) -> None:
+    def __init__(
+        self, weights: Weights, num_pages: int, page_size: int, attend: Attention, num_devices: int, num_host_pages: int = 0
+    ) -> None:
         """ValueError for weights that do not fit, missing devices, and heads that cannot be divided over the devices."""
         axes, self.sizes = get_axes(weights), get_sizes(weights)
         self.mesh = make_mesh(num_devices, self.sizes)
@@ -36,6 +41,9 @@ class ModelRunner:
             self.cache.keys_and_values.append((keys, values))
             if "linear_query" in weights:
                 self.cache.states.append(self._make_pages("num_pages heads head_size head_size"))
+        self.host_pages = None
+        if num_host_pages:
+            self.host_pages = HostPages(self.cache, num_host_pages, groups=(0, 1), page_axis=(1, 0))
         shardings = (self.replicated, jax.tree.map(lambda pages: pages.sharding, self.cache))
         self._program: Callable[..., Any] = jax.jit(
             partial(step, attend=divide_attention(attend, self.mesh)), donate_argnums=1, out_shardings=shardings
@@ -59,8 +67,26 @@ class ModelRunner:
         keys_and_values = page_copies.copy_pages(self.cache.keys_and_values, copies, group=0, page_axis=1)
         self.cache = Cache(keys_and_values, page_copies.copy_pages(self.cache.states, copies, group=1))
 
+    def transfer_pages(self, transfers: Transfers) -> None:
+        """Start transfers between the cache and host memory."""
+        if self.host_pages is not None:
+            self.cache = self.host_pages.run(self.cache, transfers)
+
+    def end_transfers(self, must_wait: bool) -> list[FinishedTransfers]:
+        """Return the transfers that are done: all of them if the call must wait."""
+        if self.host_pages is None:
+            return []
+        return self.host_pages.wait() if must_wait else self.host_pages.poll()
+
+    def count_page_bytes(self) -> list[int]:
+        """Return the bytes of a page of each cache group, in all layers."""
+        page_axes = zip(self.cache, (1, 0), strict=True)
+        return [sum(array.nbytes // array.shape[axis] for array in jax.tree.leaves(arrays)) for arrays, axis in page_axes]
+
     def warmup(self, max_num_copies: int) -> None:
-        """Compile the programs for up to `max_num_copies` copies in each group."""
+        """Compile the programs for transfers, and for up to `max_num_copies` copies in each group."""
+        if self.host_pages is not None:
+            self.cache = self.host_pages.warmup(self.cache)
         keys_and_values = page_copies.warmup(self.cache.keys_and_values, max_num_copies, page_axis=1)
         states = self.cache.states and page_copies.warmup(self.cache.states, max_num_copies)
         self.cache = Cache(keys_and_values, states)

@@ -4,32 +4,55 @@ from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 from request import Chunk, Request
 
-from pagepool import CacheManager, MultiGroupPageTable, RunningBatch
+from pagepool import CacheManager, FailedLoads, MultiGroupPageTable, RunningBatch
 from pagepool.errors import OutOfPagesError
 
-__all__ = ["Scheduler", "count_tokens"]
+__all__ = ["Scheduler", "SwapCosts", "count_tokens"]
 
 by_arrival = attrgetter("number")
+
+
+class SwapCosts(NamedTuple):
+    """When a preempted request is swapped to the host: if its bytes take less time to move there and back, at `host_bandwidth`
+    bytes a second, than its computed tokens to be computed again, at `prefill_rate` tokens a second. Its bytes are those of
+    its pages; a page of the cache group `i` has ``page_bytes[i]``. Pages that may still be cached when it returns play no role.
+    """
+
+    page_bytes: Sequence[int]
+    host_bandwidth: float
+    prefill_rate: float
+
+    def is_swap_cheaper(self, batch: RunningBatch, row: int) -> bool:
+        """Decide for a row."""
+        num_bytes = sum(len(ids) * size for ids, size in zip(batch.get_page_ids(row), self.page_bytes, strict=False))
+        return 2 * num_bytes / self.host_bandwidth < int(batch.num_computed_tokens[row]) / self.prefill_rate
 
 
 class Scheduler:
     """Gives requests rows of the page table, the oldest first, and chunks of up to `max_num_batched_tokens` tokens a step."""
 
     def __init__(
-        self, manager: CacheManager, table: MultiGroupPageTable, max_num_reqs: int, max_num_batched_tokens: int
+        self,
+        manager: CacheManager,
+        table: MultiGroupPageTable,
+        max_num_reqs: int,
+        max_num_batched_tokens: int,
+        costs: SwapCosts | None = None,
     ) -> None:
-        """The first `max_num_reqs` rows of the table are for requests."""
+        """The first `max_num_reqs` rows of the table are for requests. Without `costs` no request is swapped to the host."""
         self.batch = RunningBatch(manager, table)
         self.interval = manager.checkpoint_interval or 1
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: list[Request] = []  # the oldest first, as in the next
         self.running: list[Request] = []
         self.free_rows = deque(range(max_num_reqs))
-        self.num_preemptions = 0
+        self.costs = costs
+        self.num_preemptions = self.num_swaps = 0
 
     def schedule(self) -> list[Chunk]:
         """Schedule running requests first, then waiting ones with the rest of the budget, unless pages were short.
@@ -67,9 +90,44 @@ class Scheduler:
         return np.where(checkpoints > starts, checkpoints, stops)
 
     def preempt_newest(self) -> None:
-        """Let the newest request wait again."""
-        self.put_back(self.running[-1])
+        """Let the newest request wait again: swapped to the host if that costs less, and works. Candidates are not kept."""
+        request = self.running[-1]
         self.num_preemptions += 1
+        if self.costs and not request.candidates and self.costs.is_swap_cheaper(self.batch, request.row):
+            request.is_swapped = self.batch.swap_out(request.row)
+        if request.is_swapped:
+            self.running.remove(request)
+            insort(self.waiting, request, key=by_arrival)
+            self.num_swaps += 1
+        else:
+            self.put_back(request)
+
+    def swap_in(self, request: Request) -> bool:
+        """Let a request go on from the next step on, if its pages can be loaded."""
+        request.is_swapped = self.batch.swap_in(request.row) is None
+        if not request.is_swapped:
+            self.waiting.remove(request)
+            insort(self.running, request, key=by_arrival)
+        return not request.is_swapped
+
+    def find_row(self) -> int | None:
+        """Return a free row. If there is none, the newest request that is swapped gives its row up, and is computed again."""
+        swapped = [request for request in self.waiting if request.is_swapped]
+        if swapped and not self.free_rows:
+            self.batch.release([swapped[-1].row])
+            self.free_rows.append(swapped[-1].row)
+            swapped[-1].is_swapped = False
+        return self.free_rows[0] if self.free_rows else None
+
+    def rewind(self, failed: FailedLoads) -> list[Request]:
+        """Let the requests whose pages failed to load go back to before them: all of them are returned."""
+        rewound, lost = self.batch.rewind(failed)
+        requests = [request for request in self.running if request.row in (*rewound, *lost)]
+        for request in requests:
+            request.candidates = ()
+            if request.row in lost:
+                self.put_back(request, 0)
+        return requests
 
     def put_back(self, request: Request, num_computed_tokens: int | None = None) -> None:
         """Release a request's pages, and let it wait at its place. What was to be computed behind these tokens is forgotten."""
@@ -82,8 +140,13 @@ class Scheduler:
     def admit_waiting(self, budget: int) -> list[Chunk]:
         """Start waiting requests in order, after their cached prefixes, until budget, rows or pages are used up."""
         admitted: list[Chunk] = []
-        while self.waiting and self.free_rows and budget > 0:
-            request, row = self.waiting[0], self.free_rows[0]
+        while self.waiting and budget > 0:
+            request = self.waiting[0]
+            if request.is_swapped and self.swap_in(request):
+                continue
+            row = None if request.is_swapped else self.find_row()
+            if row is None:
+                break
             num_cached = self.batch.admit(
                 row,
                 request.token_ids,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,7 +49,7 @@ def import_jax() -> Any:
         import jax
     except ImportError as error:
         raise ImportError(
-            "page tables and page copies on a device need jax: pip install 'pagepool[jax]' (all else works without)"
+            "page tables, page copies and host pages on a device need jax: pip install 'pagepool[jax]' (all else works without)"
         ) from error
     return jax
 
@@ -216,7 +216,7 @@ def scatter_payload(tables: tuple[DeviceTable, ...], payload: Payload) -> None:
         table._array = array
 
 
-def call_with_payload(program: Callable[..., Any], arrays: Sequence[jax.Array], *payload: Int32Array) -> Any:
+def call_with_payload(program: Callable[..., Any], arrays: Sequence[jax.Array], *payload: Any) -> Any:
     """Call a program with arrays of the device and with host arrays, which a transfer guard does not refuse."""
     jax = import_jax()
     if jax.config.jax_transfer_guard_host_to_device is None:  # no guard is set, and entering the context takes time
@@ -323,11 +323,11 @@ class LocalScatter:
         return import_jax().make_array_from_single_device_arrays(shape, self._sharding, parts)
 
 
-def get_shard_map() -> Callable[..., Any]:
-    """`shard_map`, where this version of jax has it."""
+def get_shard_map(is_checked: bool = True) -> Callable[..., Any]:
+    """`shard_map`, where this version of jax has it. `is_checked`: whether it checks that what is replicated is equal."""
     jax = import_jax()
     if hasattr(jax, "shard_map"):
-        return jax.shard_map  # type: ignore[no-any-return]
+        return jax.shard_map if is_checked else partial(jax.shard_map, check_vma=False)
     from jax.experimental.shard_map import shard_map
 
-    return shard_map
+    return shard_map if is_checked else partial(shard_map, check_rep=False)

@@ -80,8 +80,7 @@ def copy_pages(arrays: Arrays, copies: Copies, *, group: int | Sequence[int] | N
     leaves, tree = import_jax().tree_util.tree_flatten(arrays)
     num_pages = check_arrays(leaves, page_axis)
     check_pairs(pairs, num_pages)
-    sizes = {get_part_size(leaf, page_axis) for leaf in leaves}
-    crosses = any((pairs[0] // size != pairs[1] // size).any() for size in sizes)
+    crosses = find_crossing(leaves, pairs, page_axis)
     copied: Arrays = tree.unflatten(run_copies(leaves, pairs, page_axis, crosses))
     return copied
 
@@ -104,34 +103,54 @@ def warmup(arrays: Arrays, max_num_copies: int, *, page_axis: int = 0) -> Arrays
 
 def select_pairs(copies: Copies, group: int | Sequence[int] | None) -> Int32Array:
     """Return the sources and destinations of some groups, [2, n]."""
-    try:
-        fields = {"src": copies.src, "dst": copies.dst, "group": copies.group}
-    except AttributeError:
-        raise ArgumentTypeError(f"copies: got {type(copies).__name__}, allowed: PageCopies") from None
-    for name, ids in fields.items():
+    *pairs, groups = read_fields(copies, "copies", ("src", "dst", "group"), "PageCopies")
+    return np.stack(pairs)[:, find_places(groups, group)]
+
+
+def read_fields(moves: Any, name: str, fields: Sequence[str], allowed: str) -> Int32Array:
+    """Return arrays of page ids or groups that are fields of an object, [fields, n]."""
+    found: dict[str, Int32Array] = {}
+    for field in fields:
+        if not hasattr(moves, field):
+            raise ArgumentTypeError(f"{name}: got {type(moves).__name__}, allowed: {allowed}")
+        found[field] = ids = getattr(moves, field)
         if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1:
             got = f"{ids.dtype} {ids.shape}" if isinstance(ids, np.ndarray) else type(ids).__name__
-            raise ArgumentTypeError(f"copies.{name}: got {got}, allowed: an int32 array with one axis")
-    if len({len(ids) for ids in fields.values()}) > 1:
-        lengths = ", ".join(f"{len(ids)} {name}" for name, ids in fields.items())
-        raise ArgumentError(f"copies: got {lengths}, allowed: arrays of equal length")
-    pairs = np.stack([fields["src"], fields["dst"]])
+            raise ArgumentTypeError(f"{name}.{field}: got {got}, allowed: an int32 array with one axis")
+    if len({len(ids) for ids in found.values()}) > 1:
+        lengths = ", ".join(f"{len(ids)} {field}" for field, ids in found.items())
+        raise ArgumentError(f"{name}: got {lengths}, allowed: arrays of equal length")
+    return np.stack(list(found.values()))
+
+
+def find_places(groups: Int32Array, group: int | Sequence[int] | None) -> npt.NDArray[np.intp]:
+    """Return the places of those of some groups; None: of all."""
     if group is None:
-        return pairs
+        return np.arange(len(groups))
     wanted = group if isinstance(group, Iterable) else [group]
-    return pairs[:, np.isin(fields["group"], [require_int("group", one, 0) for one in wanted])]
+    return np.flatnonzero(np.isin(groups, [require_int("group", one, 0) for one in wanted]))
 
 
 def check_pairs(pairs: Int32Array, num_pages: int) -> None:
     """Check page ids against the size of the page axis, and that no page is written twice. O(n log n)."""
-    for name, ids in zip(("src", "dst"), pairs, strict=True):
-        if ids.min() < 1 or ids.max() >= num_pages:
-            wrong = ids[(ids < 1) | (ids >= num_pages)][0]
-            raise PageIdError(f"copies.{name}: got page {wrong}, allowed: 1 to {num_pages - 1}")
-    ordered = np.sort(pairs[1])
+    check_ids("copies.src", pairs[0], num_pages)
+    check_ids("copies.dst", pairs[1], num_pages)
+    check_once("copies.dst", pairs[1])
+
+
+def check_ids(name: str, ids: Int32Array, num_pages: int) -> None:
+    """Check that ids are those of pages, and not of the null page."""
+    wrong = ids[(ids < 1) | (ids >= num_pages)]
+    if wrong.size:
+        raise PageIdError(f"{name}: got page {wrong[0]}, allowed: 1 to {num_pages - 1}")
+
+
+def check_once(name: str, ids: Int32Array) -> None:
+    """Check that no id is there twice. O(n log n)."""
+    ordered = np.sort(ids)
     repeated = ordered[1:][ordered[1:] == ordered[:-1]]
     if repeated.size:
-        raise ArgumentError(f"copies.dst: got page {repeated[0]} twice, allowed: each page once")
+        raise ArgumentError(f"{name}: got page {repeated[0]} twice, allowed: each page once")
 
 
 def check_arrays(leaves: Sequence[Any], page_axis: int) -> int:
@@ -147,11 +166,16 @@ def check_arrays(leaves: Sequence[Any], page_axis: int) -> int:
             raise ArgumentError(f"arrays: got a deleted array of shape {leaf.shape}, allowed: arrays that are not yet donated")
         if leaf.sharding.device_set != leaves[0].sharding.device_set:
             raise ArgumentError("arrays: got arrays on different devices, allowed: the same devices for all")
-    if len({id(leaf) for leaf in leaves}) < len(leaves):
-        raise ArgumentError("arrays: got the same array twice, allowed: each array once")
+    check_different(leaves)
     if not leaves:
         raise ArgumentError("arrays: got a pytree without arrays, allowed: at least one array")
     return int(min([leaf.shape[page_axis] for leaf in leaves]))
+
+
+def check_different(leaves: Sequence[Any]) -> None:
+    """Check that no array is there twice: it could be donated only once."""
+    if len({id(leaf) for leaf in leaves}) < len(leaves):
+        raise ArgumentError("arrays: got the same array twice, allowed: each array once")
 
 
 def get_part_size(leaf: jax.Array, page_axis: int) -> int:
@@ -159,13 +183,26 @@ def get_part_size(leaf: jax.Array, page_axis: int) -> int:
     return int(leaf.sharding.shard_shape(leaf.shape)[page_axis])
 
 
+def find_crossing(leaves: Sequence[jax.Array], pairs: Int32Array, page_axis: int) -> bool:
+    """Whether a page is in another device's part than the page that it is written to."""
+    sizes = {get_part_size(leaf, page_axis) for leaf in leaves}
+    return any((pairs[0] // size != pairs[1] // size).any() for size in sizes)
+
+
 def run_copies(leaves: Sequence[jax.Array], pairs: Int32Array, page_axis: int, crosses: bool) -> Sequence[jax.Array]:
     """Copy pages by the program for this number of copies. `crosses`: whether a page is copied into another device's part."""
-    payload = np.zeros((2, 1 << (pairs.shape[1] - 1).bit_length()), dtype=np.int32)  # new each time: jax may read it late
-    payload[:, : pairs.shape[1]] = pairs
+    payload = pad(pairs, 0)
     program = get_program(tuple([leaf.sharding for leaf in leaves]), page_axis, crosses)
     copied: Sequence[jax.Array] = call_with_payload(program, leaves, payload)
     return copied
+
+
+def pad(pairs: Int32Array, filler: int) -> Int32Array:
+    """Return a new array, of which the last axis is padded to a power of two. jax may read it late."""
+    num = pairs.shape[-1]
+    payload = np.full((*pairs.shape[:-1], 1 << (num - 1).bit_length()), filler, dtype=np.int32)
+    payload[..., :num] = pairs
+    return payload
 
 
 @lru_cache(maxsize=64)
@@ -187,28 +224,46 @@ def get_copy(sharding: jax.sharding.Sharding, page_axis: int, crosses: bool) -> 
     jax = import_jax()
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return partial(copy_in_part, page_axis=page_axis)
-    spec: Any = sharding.spec
-    axes = spec[page_axis] if page_axis < len(spec) else None
-    copy = partial(copy_in_part, page_axis=page_axis, axes=axes or (), crosses=crosses)
-    specs = {"in_specs": (spec, jax.sharding.PartitionSpec()), "out_specs": spec}
+    copy = partial(copy_in_part, page_axis=page_axis, axes=get_page_axes(sharding, page_axis), crosses=crosses)
+    specs = {"in_specs": (sharding.spec, jax.sharding.PartitionSpec()), "out_specs": sharding.spec}
     return get_shard_map()(copy, mesh=sharding.mesh, **specs)  # type: ignore[no-any-return]
 
 
 Axes = str | tuple[str, ...]
 
 
+def get_page_axes(sharding: jax.sharding.Sharding, page_axis: int) -> Axes:
+    """Return the axes of the mesh that divide the page axis."""
+    spec: Any = getattr(sharding, "spec", ())
+    axes: Axes | None = spec[page_axis] if page_axis < len(spec) else None
+    return axes or ()
+
+
 def copy_in_part(part: Any, pairs: Any, page_axis: int, axes: Axes = (), crosses: bool = False) -> Any:
     """Copy pages within one device's part of an array (traced). The mesh `axes` divide the page axis."""
-    src, dst = find_local_pages(pairs, part.shape[page_axis], axes) if axes else pairs
-    before = (slice(None),) * page_axis
-    pages = part.at[(*before, src)].get(mode="clip")
+    return write_in_part(part, read_in_part(part, pairs[0], page_axis, axes), pairs, page_axis, axes, crosses)
+
+
+def read_in_part(part: Any, page_ids: Any, page_axis: int, axes: Axes) -> Any:
+    """Return pages of one device's part of an array, and any page for those in others (traced)."""
+    local = find_local_pages(page_ids, part.shape[page_axis], axes)
+    return part.at[(*(slice(None),) * page_axis, local)].get(mode="clip")
+
+
+def write_in_part(part: Any, pages: Any, pairs: Any, page_axis: int, axes: Axes, crosses: bool) -> Any:
+    """Write pages that were read from ``pairs[0]`` to ``pairs[1]`` in one device's part of an array; those that it does not
+    have are left out (traced).
+    """
+    src, dst = find_local_pages(pairs, part.shape[page_axis], axes)
     if axes and crosses:
         pages = exchange(pages, src < part.shape[page_axis], page_axis, axes)
-    return part.at[(*before, dst)].set(pages, mode="drop")
+    return part.at[(*(slice(None),) * page_axis, dst)].set(pages, mode="drop")
 
 
 def find_local_pages(pairs: Any, num_pages: int, axes: Axes) -> Any:
     """Return page ids relative to this device's part of `num_pages` pages, and `num_pages` for pages in others (traced)."""
+    if not axes:
+        return pairs
     jax = import_jax()
     local = pairs - jax.lax.axis_index(axes) * num_pages
     return jax.numpy.where((local >= 0) & (local < num_pages), local, num_pages)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,44 @@ def check_answers(engine: Engine, asks: list[Ask], weights: Weights = WEIGHTS) -
     check_variety(expected)
 
 
+def check_beams(search: Any, ask: Ask, weights: Weights) -> None:
+    """Tokens and scores are those of the dense model."""
+    expected = search_densely(*ask, search.num_beams, weights)
+    assert [beam.output for beam in search.beams] == [answer for _, answer in expected]
+    assert [beam.score for beam in search.beams] == pytest.approx([score for score, _ in expected], abs=1e-3)
+
+
+def check_samples(requests: Sequence[Any], ask: Ask, weights: Weights) -> None:
+    prompt, params = ask
+    seeds = range(params.seed, params.seed + len(requests))
+    assert [request.output for request in requests] == [
+        answer_densely(prompt, replace(params, seed=seed), weights) for seed in seeds
+    ]
+
+
+def run_all(engine: Engine, asks: list[Ask], weights: Weights) -> None:
+    """Samples, beams and single requests side by side: half of them arrive while others run."""
+    samples: list[tuple[list[Any], Ask]] = []
+    searches: list[tuple[Any, Ask]] = []
+
+    def add(i: int, ask: Ask) -> None:
+        if i % 3 == 0:
+            searches.append((engine.add_beams(*ask, 2 + i % 2), ask))
+        else:
+            samples.append((engine.add_samples(*ask, (1, 3)[i % 2]), ask))
+
+    for i, ask in enumerate(asks[: len(asks) // 2]):
+        add(i, ask)
+    with count_compilations() as compilations:
+        run_to_end(engine, [lambda i=i: add(i, asks[i]) for i in range(len(asks) // 2, len(asks))])
+    assert not compilations
+    for search, ask in searches:
+        check_beams(search, ask, weights)
+    for requests, ask in samples:
+        check_samples(requests, ask, weights)
+    check_rest(engine)
+
+
 def check_that_all_happened(engine: Engine, preempted: set[Request]) -> None:
     """Assert that there were hits, preemptions and evictions, and that nothing is left behind."""
     stats = engine.manager.stats()
@@ -166,5 +206,7 @@ def check_variety(answers: list[list[int]]) -> None:
 
 if __name__ == "__main__":
     with jax.default_matmul_precision("highest"):
-        for weights in (WEIGHTS, HYBRID_WEIGHTS):
-            check_answers(make_engine(weights, num_devices=len(jax.devices())), make_asks(18), weights)
+        num_devices = len(jax.devices())
+        check_answers(make_engine(num_devices=num_devices), make_asks(18))
+        hybrid = make_engine(HYBRID_WEIGHTS, num_devices=num_devices, num_host_pages=300, prefill_rate=math.inf)
+        check_answers(hybrid, make_asks(18), HYBRID_WEIGHTS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
@@ -17,15 +17,15 @@ from engine_workload import (  # noqa: E402
     SEED,
     VOCAB,
     WEIGHTS,
-    Ask,
-    Engine,
     SamplingParams,
     Weights,
     answer_densely,
+    check_beams,
     check_rest,
-    count_compilations,
+    check_samples,
     make_asks,
     make_engine,
+    run_all,
     run_to_end,
     search_densely,
 )
@@ -40,44 +40,6 @@ def exact_float32() -> Iterator[None]:
     """CPUs use it anyway; other devices need the option."""
     with jax.default_matmul_precision("highest"):
         yield
-
-
-def check_beams(search: Any, ask: Ask, weights: Weights) -> None:
-    """Tokens and scores are those of the dense model."""
-    expected = search_densely(*ask, search.num_beams, weights)
-    assert [beam.output for beam in search.beams] == [answer for _, answer in expected]
-    assert [beam.score for beam in search.beams] == pytest.approx([score for score, _ in expected], abs=1e-3)
-
-
-def check_samples(requests: Sequence[Any], ask: Ask, weights: Weights) -> None:
-    prompt, params = ask
-    seeds = range(params.seed, params.seed + len(requests))
-    assert [request.output for request in requests] == [
-        answer_densely(prompt, replace(params, seed=seed), weights) for seed in seeds
-    ]
-
-
-def run_all(engine: Engine, asks: list[Ask], weights: Weights) -> None:
-    """Samples, beams and single requests side by side: half of them arrive while others run."""
-    samples: list[tuple[list[Any], Ask]] = []
-    searches: list[tuple[Any, Ask]] = []
-
-    def add(i: int, ask: Ask) -> None:
-        if i % 3 == 0:
-            searches.append((engine.add_beams(*ask, 2 + i % 2), ask))
-        else:
-            samples.append((engine.add_samples(*ask, (1, 3)[i % 2]), ask))
-
-    for i, ask in enumerate(asks[: len(asks) // 2]):
-        add(i, ask)
-    with count_compilations() as compilations:
-        run_to_end(engine, [lambda i=i: add(i, asks[i]) for i in range(len(asks) // 2, len(asks))])
-    assert not compilations
-    for search, ask in searches:
-        check_beams(search, ask, weights)
-    for requests, ask in samples:
-        check_samples(requests, ask, weights)
-    check_rest(engine)
 
 
 @MODELS

@@ -523,6 +523,7 @@ def test_shard_map_is_found_where_older_versions_have_it(monkeypatch: pytest.Mon
     older = pytest.importorskip("jax.experimental.shard_map")
     monkeypatch.delattr(jax, "shard_map", raising=False)
     assert device_table.get_shard_map() is older.shard_map
+    assert device_table.get_shard_map(is_checked=False).func is older.shard_map
 
 
 def test_what_a_running_batch_does_reaches_the_device() -> None:

@@ -72,6 +72,7 @@ ORDER = [
     "event_publisher",
     "device_table",
     "page_copies",
+    "host_pages",
     "page_table",
     "running_batch",
     "stats.prometheus",

@@ -1,0 +1,239 @@
+"""The engine of examples/ with a host tier behind a device pool that evicts all the time: its answers are the dense model's."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+jax = pytest.importorskip("jax", minversion="0.6.1")
+
+from engine_workload import (  # noqa: E402
+    HYBRID_WEIGHTS,
+    SEED,
+    WEIGHTS,
+    Engine,
+    SamplingParams,
+    Weights,
+    answer_by_engine,
+    answer_densely,
+    check_answers,
+    check_rest,
+    make_asks,
+    make_engine,
+    run_all,
+)
+from host_transfers import Transfers  # noqa: E402
+
+from pagepool.host_pages import FinishedTransfers  # noqa: E402
+
+command = pytest.importorskip("command")
+scheduler = pytest.importorskip("scheduler")
+
+MODELS = pytest.mark.parametrize("weights", [WEIGHTS, HYBRID_WEIGHTS], ids=["attention", "hybrid"])
+SMALL = {"num_pages": 30, "num_host_pages": 300}
+NEVER, ALWAYS = {"prefill_rate": math.inf}, {"host_bandwidth": math.inf}
+"""Swap preempted requests never, or whenever it works."""
+CHOICES = pytest.mark.parametrize("choice", [NEVER, ALWAYS], ids=["never", "always"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_float32() -> Iterator[None]:
+    """CPUs use it anyway; other devices need the option."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def check_host(engine: Engine, choice: dict[str, float]) -> None:
+    """Assert that all ways of the tier were gone."""
+    assert engine.host_tier is not None
+    stats = engine.host_tier.stats()
+    print(stats, engine.scheduler.num_preemptions, engine.scheduler.num_swaps)
+    assert stats.num_saved_pages > 50
+    assert stats.num_loaded_pages > 50
+    assert stats.num_in_flight == 0 or engine.runner.host_pages.wait()
+    assert (engine.scheduler.num_swaps > 0) == (choice is ALWAYS)
+
+
+class FailingHostPages:
+    """Host pages of which a share of saves and loads is not done."""
+
+    def __init__(self, host_pages: Any, share: float) -> None:
+        self.host_pages, self.share, self.rng = host_pages, share, Random(SEED)
+        self.kept: dict[int, tuple[list[int], ...]] = {}
+        self.num_failed = [0, 0]
+
+    def draw(self, num: int) -> list[int]:
+        return [i for i in range(num) if self.rng.random() >= self.share]
+
+    def run(self, arrays: Any, transfers: Any) -> Any:
+        if len(transfers) == 0:
+            return arrays
+        sizes = len(transfers.save_src), len(transfers.load_src)
+        saves, loads = map(self.draw, sizes)
+        self.kept[transfers.number] = (saves, loads, *(list(range(size)) for size in sizes))
+        chosen = [transfers.save_src, transfers.save_dst, transfers.save_group]
+        others = [transfers.load_src, transfers.load_dst, transfers.load_group]
+        fields = [ids[saves] for ids in chosen] + [ids[loads] for ids in others]
+        return self.host_pages.run(arrays, Transfers(transfers.number, *fields))
+
+    def end(self, done: Sequence[FinishedTransfers]) -> list[FinishedTransfers]:
+        assert not [finished for finished in done if finished.error]
+        numbers = {finished.number for finished in done} | {
+            n for n, (saves, loads, *_) in self.kept.items() if not saves + loads
+        }
+        return [self.fail(number) for number in sorted(numbers)]
+
+    def fail(self, number: int) -> FinishedTransfers:
+        saves, loads, *every = self.kept.pop(number)
+        failed = [sorted(set(places) - set(kept)) for places, kept in zip(every, (saves, loads), strict=True)]
+        self.num_failed = [num + len(places) for num, places in zip(self.num_failed, failed, strict=True)]
+        return FinishedTransfers(number, *failed, None)
+
+    def poll(self) -> list[FinishedTransfers]:
+        return self.end(self.host_pages.poll())
+
+    def wait(self) -> list[FinishedTransfers]:
+        return self.end(self.host_pages.wait())
+
+
+class LosingBatch:
+    """A batch none of whose rows can go back."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch, self.num_lost = batch, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.batch, name)
+
+    def rewind(self, failed: Any) -> tuple[list[int], list[int]]:
+        rewound, lost = self.batch.rewind(failed)
+        self.num_lost += len(rewound + lost)
+        return [], rewound + lost
+
+
+@CHOICES
+@MODELS
+def test_answers_with_a_pool_that_evicts_all_the_time(weights: Weights, choice: dict[str, float]) -> None:
+    engine, asks = make_engine(weights, **SMALL, **choice), make_asks(24)
+    if choice is NEVER:
+        check_answers(engine, asks, weights)
+    else:
+        requests, _ = answer_by_engine(engine, asks)
+        assert [request.output for request in requests] == [answer_densely(*ask, weights) for ask in asks]
+        check_rest(engine)
+    check_host(engine, choice)
+
+
+@CHOICES
+@MODELS
+def test_samples_and_beams(weights: Weights, choice: dict[str, float]) -> None:
+    engine = make_engine(weights, num_host_pages=300, **choice)
+    run_all(engine, make_asks(18), weights)
+    check_host(engine, choice)
+
+
+@CHOICES
+@MODELS
+def test_transfers_and_steps_that_fail_at_random(weights: Weights, choice: dict[str, float]) -> None:
+    """A page that failed to load has what was there before; a token that was computed from it is computed again."""
+    engine, rng = make_engine(weights, num_host_pages=300, **choice), Random(SEED)
+    failing: Any = FailingHostPages(engine.runner.host_pages, 0.1)
+    engine.runner.host_pages = failing
+    step, run = engine.step, engine.runner.run
+
+    def run_at_times(*args: Any) -> Any:
+        if rng.random() < 0.1:
+            raise FloatingPointError("the model failed")
+        return run(*args)
+
+    def step_again() -> Any:
+        while True:
+            with suppress(FloatingPointError):
+                return step()
+
+    engine.runner.run, engine.step = run_at_times, step_again  # type: ignore[method-assign]
+    run_all(engine, make_asks(18), weights)
+    print(failing.num_failed)
+    assert min(failing.num_failed) > 5
+    check_host(engine, choice)
+
+
+@MODELS
+def test_requests_that_cannot_go_back_wait_again(weights: Weights) -> None:
+    engine = make_engine(weights, **SMALL)
+    engine.runner.host_pages = FailingHostPages(engine.runner.host_pages, 0.1)
+    engine.scheduler.batch = batch = LosingBatch(engine.scheduler.batch)
+    requests, _ = answer_by_engine(engine, asks := make_asks(18))
+    assert [request.output for request in requests] == [answer_densely(*ask, weights) for ask in asks]
+    assert batch.num_lost > 3
+    check_rest(engine)
+
+
+@MODELS
+def test_a_swapped_request_is_not_computed_again(weights: Weights) -> None:
+    engine, params = make_engine(weights, num_pages=20, num_host_pages=100, **ALWAYS), SamplingParams(20)
+    requests = [engine.add(list(range(first, first + 21)), params) for first in (0, 30, 60)]
+    computed: Counter[Any] = Counter()
+    schedule = engine.scheduler.schedule
+
+    def count_scheduled() -> Any:
+        chunks = schedule()
+        for request, start, stop in chunks:
+            computed[request] += stop - start
+        return chunks
+
+    engine.scheduler.schedule = count_scheduled  # type: ignore[method-assign]
+    list(engine.stream())
+    assert engine.scheduler.num_swaps > 0
+    assert [computed[request] for request in requests] == [21 + 20 - 1] * 3
+    assert [request.output for request in requests] == [
+        answer_densely(request.token_ids[:21], params, weights) for request in requests
+    ]
+    check_rest(engine)
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "host_bandwidth", "prefill_rate", "is_cheaper"),
+    [
+        (12, 1000.0, 10.0, True),
+        (12, 500.0, 10.0, False),
+        (12, 1000.0, 20.0, False),
+        (11, 1000.0, 10.0, False),
+        (40, 1000.0, 10.0, True),
+    ],
+)
+def test_the_rule_for_swaps(num_computed: int, host_bandwidth: float, prefill_rate: float, is_cheaper: bool) -> None:
+    """Three pages of 100 bytes and one of 250 move both ways: 1.1 s at 1000 bytes a second. 11 tokens take as long."""
+
+    batch = SimpleNamespace(num_computed_tokens=[num_computed], get_page_ids=lambda row: ([1, 2, 3], [4]))
+    costs = scheduler.SwapCosts([100, 250], host_bandwidth, prefill_rate)
+    assert costs.is_swap_cheaper(batch, 0) == is_cheaper
+
+
+def test_requests_that_take_longer_to_move_are_computed_again() -> None:
+    engine = make_engine(num_pages=20, num_host_pages=100, host_bandwidth=1.0)
+    for first in (0, 30, 60):
+        engine.add(list(range(first, first + 21)), SamplingParams(20))
+    list(engine.stream())
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.num_swaps == 0
+
+
+def test_the_command_reports_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    command.main(["--num-pages", "24", "--num-host-pages", "100", "--max-tokens", "12"])
+    text = capsys.readouterr().out
+    assert "Pages saved to the host: " in text
+    command.main(["--num-pages", "24", "--max-tokens", "12"])
+    expected = capsys.readouterr().out
+
+    def find_answers(text: str) -> list[str]:
+        return [line.rpartition(" (")[0] for line in text.splitlines() if " -> '" in line]
+
+    assert find_answers(text) == find_answers(expected)

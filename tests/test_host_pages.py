@@ -1,0 +1,471 @@
+"""Host pages: values, order, donation, asynchrony, failures, compilations, errors; on one device, and on eight."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+from copies import assert_same, draw_array  # noqa: E402
+from devices import Program, after_slow_work, await_programs, count_compilations, read  # noqa: E402
+from host_transfers import HostModel, Transfers, make_transfers  # noqa: E402
+
+from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, HostTier, PageTable, RunningBatch  # noqa: E402
+from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError  # noqa: E402
+from pagepool.host_pages import FinishedTransfers, HostPages, Pack  # noqa: E402
+
+NUM_PAGES = 24
+NUM_HOST_PAGES = 100
+DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "int32", "bool", "complex64"]
+KINDS = ["pinned_host", "unpinned_host", None]
+on_new_jax = pytest.mark.skipif(
+    jax.__version_info__ < (0, 9), reason="CPUs have no pinned memory, and copies wait for their arrays"
+)
+
+
+def done(transfers: Transfers) -> FinishedTransfers:
+    return FinishedTransfers(transfers.number, [], [], None)
+
+
+# Values.
+
+
+@pytest.mark.parametrize("memory_kind", KINDS)
+@pytest.mark.parametrize("page_axis", [0, 1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_transfers_are_those_of_numpy(dtype: str, page_axis: int, memory_kind: str | None) -> None:
+    rng = np.random.default_rng(page_axis)
+    shape = [2, 3, 5]
+    shape[page_axis] = NUM_PAGES
+    host = draw_array(rng, tuple(shape), jnp.dtype(dtype))
+    model, array = HostModel(host, NUM_HOST_PAGES, page_axis), jnp.array(host)
+    host_pages = HostPages(array, NUM_HOST_PAGES, page_axis=page_axis, memory_kind=memory_kind)
+    for _ in range(10):
+        transfers = model.draw(rng, 9)
+        array = host_pages.run(array, transfers)
+        model.run(transfers)
+        assert_same(array, model.array)
+
+
+def test_many_pages_take_several_calls() -> None:
+    rng = np.random.default_rng(1)
+    host = draw_array(rng, (400, 3), np.int32)
+    model, array = HostModel(host, 400), jnp.array(host)
+    host_pages = HostPages(array, 400)
+    for num in (16, 17, 33, 300):
+        transfers = model.draw(rng, num)
+        array = host_pages.run(array, transfers)
+        model.run(transfers)
+        assert_same(array, model.array)
+        assert host_pages.wait() == [done(transfers)]
+
+
+def test_pytrees_of_several_dtypes() -> None:
+    arrays = {"keys": jnp.arange(8).reshape(4, 2), "none": None, "scales": [jnp.arange(4.0), jnp.arange(8.0).reshape(4, 2)]}
+    structure = jax.tree_util.tree_structure(arrays)
+    host_pages = HostPages(arrays, 4)
+    arrays = host_pages.run(arrays, make_transfers([(1, 3)], [(3, 2)]))
+    assert jax.tree_util.tree_structure(arrays) == structure
+    keys, first, second = jax.tree_util.tree_leaves(arrays)
+    assert keys.tolist() == [[0, 1], [2, 3], [2, 3], [6, 7]]
+    assert first.tolist() == [0, 1, 1, 3]
+    assert second.tolist() == [[0, 1], [2, 3], [2, 3], [6, 7]]
+
+
+class Cache(NamedTuple):
+    keys: Any
+    states: Any
+
+
+def test_groups_have_their_own_arrays() -> None:
+    """The same page of the host may hold a page of each; places count over all groups."""
+    cache = Cache([jnp.arange(5).reshape(1, 5)], {"state": jnp.arange(5) * 10})
+    host_pages = HostPages(cache, 4, groups=[0, 3], page_axis=[1, 0])
+    cache = host_pages.run(cache, make_transfers([(1, 2), (4, 2), (3, 1)], save_groups=[3, 0, 3]))
+    transfers = make_transfers(loads=[(2, 1), (2, 2), (3, 3), (1, 4)], load_groups=[0, 3, 0, 3])
+    cache = host_pages.run(cache, transfers)
+    assert cache.keys[0].tolist() == [[0, 4, 2, 3, 4]]
+    assert cache.states["state"].tolist() == [0, 10, 10, 30, 30]
+    assert [finished.failed_loads for finished in host_pages.wait()] == [[], [2]]
+
+
+def test_groups_without_arrays() -> None:
+    cache = Cache([jnp.arange(5)], [])
+    host_pages = HostPages(cache, 4, groups=[0, 1], page_axis=(0, 0))
+    cache = host_pages.run(host_pages.warmup(cache, 1), make_transfers([(1, 2)], [(2, 4)]))
+    assert cache.keys[0].tolist() == [0, 1, 2, 3, 1]
+    assert cache.states == []
+
+
+def test_nothing_to_transfer_gives_the_same_arrays() -> None:
+    arrays = {"keys": jnp.arange(4)}
+    host_pages = HostPages(arrays, 4)
+    assert host_pages.run(arrays, make_transfers()._replace(number=0)) is arrays
+    assert host_pages.poll() == []
+
+
+def test_a_tier_behind_a_pool_that_evicts_at_every_request() -> None:
+    """Each page of the device is written by its request; what hits is what was computed for those tokens."""
+    manager = CacheManager(
+        7, [CacheGroupSpec(FullAttentionSpec(4, 1, 8, "float16", False))], 32, host_tier=HostTier(NUM_HOST_PAGES)
+    )
+    batch = RunningBatch(manager, table := PageTable(1, 8, 32))
+    array = jnp.zeros((7, 4), dtype=jnp.int32)
+    host_pages = HostPages(array, NUM_HOST_PAGES)
+    num_hits = 0
+    for i in range(40):
+        tokens = np.arange(21) + 100 * (i % 4)
+        num_cached = batch.admit(0, tokens.tolist())
+        array = host_pages.run(array, manager.take_transfers())
+        pages = table.page_table_cpu[0, : len(tokens) // 4]
+        cached = read(array)[pages].ravel()[:num_cached]
+        np.testing.assert_array_equal(cached, tokens[:num_cached])
+        array = array.at[pages].set(tokens[:20].reshape(-1, 4))
+        num_hits += num_cached > 0
+        for finished in host_pages.wait():
+            manager.complete_transfers(finished.number)
+        batch.release([0])
+    assert num_hits > 20
+
+
+# Order, donation, and host arrays.
+
+
+def test_all_saves_are_read_before_a_load_is_written() -> None:
+    array = jnp.arange(5)
+    host_pages = HostPages(array, 5)
+    array = host_pages.run(array, make_transfers([(1, 1), (2, 2)]))
+    array = host_pages.run(array, make_transfers([(3, 3), (4, 4)], [(1, 3), (2, 4)]))
+    assert array.tolist() == [0, 1, 2, 1, 2]
+    array = host_pages.run(array, make_transfers([], [(3, 1), (4, 2)]))
+    assert array.tolist() == [0, 3, 4, 1, 2]
+
+
+def test_saves_leave_the_arrays_and_loads_update_them_in_place() -> None:
+    arrays = [jnp.zeros((64, 8)), jnp.ones((64, 8))]
+    host_pages = HostPages(arrays, 64)
+    arrays = host_pages.warmup(arrays, 4)
+    pointers = [array.unsafe_buffer_pointer() for array in arrays]
+    saved = host_pages.run(arrays, make_transfers([(1, 2), (5, 6)]))
+    assert all(one is other for one, other in zip(saved, arrays, strict=True))
+    loaded = host_pages.run(arrays, make_transfers([], [(2, 3)]))
+    assert all(array.is_deleted() for array in arrays)
+    assert [array.unsafe_buffer_pointer() for array in loaded] == pointers
+
+
+def test_a_step_that_still_reads_the_arrays_is_safe() -> None:
+    array = jnp.arange(64)
+    host_pages = HostPages(array, 64)
+    array = host_pages.run(array, make_transfers([(1, 1)]))
+    for page in range(2, 8):
+        step, expected = after_slow_work(array), read(array)
+        array = host_pages.run(array, make_transfers([], [(1, page)]))
+        np.testing.assert_array_equal(step, expected)
+
+
+@on_new_jax
+@pytest.mark.parametrize("memory_kind", KINDS)
+def test_calls_return_before_the_device_has_computed(memory_kind: str | None) -> None:
+    """Loads read what pending saves will have written. Overwriting the transfers changes nothing."""
+    array = jnp.arange(64)
+    host_pages = HostPages(array, 64, memory_kind=memory_kind)
+    array = host_pages.warmup(array, 2)
+    both, loads = make_transfers([(5, 1), (6, 2)], []), make_transfers([(7, 3)], [(1, 10), (2, 11)])
+    pending = after_slow_work(jax.block_until_ready(array))
+    start = time.monotonic()
+    for transfers in (both, loads):
+        pending = host_pages.run(pending, transfers)
+        for ids in transfers[1:]:
+            ids[:] = 1
+    assert (host_pages.poll(), pending.is_ready()) == ([], False), f"{time.monotonic() - start:.3f} s"
+    assert host_pages.wait() == [done(both), done(loads)]
+    assert pending[jnp.array([10, 11])].tolist() == [5, 6]
+    assert host_pages.poll() == []
+
+
+@on_new_jax
+def test_poll_returns_what_is_done() -> None:
+    array = jnp.arange(8)
+    host_pages = HostPages(array, 8)
+    first, second = make_transfers([(1, 1)]), make_transfers([(2, 2)])
+    host_pages.run(array, first)
+    jax.block_until_ready([copy.arrays for copy in host_pages._groups[0].pages.values()])
+    pending = after_slow_work(array)
+    host_pages.run(pending, second)
+    assert host_pages.poll() == [done(first)]
+    end = time.monotonic() + 60
+    finished: list[Any] = []
+    while not finished and time.monotonic() < end:
+        finished = host_pages.poll()
+    assert finished == [done(second)]
+
+
+@pytest.mark.parametrize("guard", [jax.transfer_guard, jax.transfer_guard_host_to_device])
+def test_transfers_pass_a_transfer_guard(guard: Any) -> None:
+    array = jnp.arange(8)
+    with guard("disallow"):
+        host_pages = HostPages(array, 8)
+        array = host_pages.run(host_pages.warmup(array, 2), make_transfers([(1, 2), (3, 4)], [(4, 5)]))
+    assert array.tolist() == [0, 1, 2, 3, 4, 3, 6, 7]
+
+
+# Memory kinds.
+
+
+@on_new_jax
+@pytest.mark.parametrize("memory_kind", ["pinned_host", "unpinned_host"])
+def test_pages_are_in_the_memory_that_was_asked_for(memory_kind: str) -> None:
+    host_pages = HostPages(array := jnp.arange(8), 8, memory_kind=memory_kind)
+    host_pages.run(array, make_transfers([(1, 2)]))
+    assert host_pages.memory_kind == memory_kind
+    assert [page.sharding.memory_kind for page in host_pages._groups[0].pages[2].arrays] == [memory_kind]
+
+
+def test_devices_without_the_memory_use_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any, kind: str) -> None:
+        raise ValueError(f"Could not find memory addressable by device cpu: {kind}")
+
+    monkeypatch.setattr(jax.sharding.SingleDeviceSharding, "with_memory_kind", refuse)
+    array = jnp.arange(8)
+    host_pages = HostPages(array, 8)
+    assert host_pages.memory_kind is None
+    array = host_pages.run(array, make_transfers([(3, 1)], [(1, 6)]))
+    assert array.tolist() == [0, 1, 2, 3, 4, 5, 3, 7]
+
+
+# Failures.
+
+
+def test_pages_that_were_never_saved_are_not_loaded() -> None:
+    array = jnp.arange(5)
+    host_pages = HostPages(array, 5)
+    array = host_pages.run(array, transfers := make_transfers([(1, 1)], [(2, 2), (1, 3), (4, 4)]))
+    ((number, failed_saves, failed_loads, error),) = host_pages.poll() or host_pages.wait()
+    assert (number, failed_saves, failed_loads) == (transfers.number, [], [0, 2])
+    assert isinstance(error, PageIdError)
+    assert str(error) == "page 2 of the host: allowed: pages that were saved"
+    assert array.tolist() == [0, 1, 2, 1, 4]
+
+
+class Failing:
+    """Calls of a method of `Pack`, some of which raise."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.call, self.fails = getattr(Pack, name), False
+        monkeypatch.setattr(Pack, name, lambda *args: self.run(*args))
+
+    def run(self, *args: Any) -> Any:
+        if self.fails:
+            raise MemoryError("no memory")
+        return self.call(*args)
+
+
+@pytest.mark.parametrize("name", ["save", "load"])
+def test_what_jax_raises_for_a_call_fails_its_pages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was saved in the page before is gone too."""
+    array = jnp.arange(6)
+    host_pages, failing = HostPages(array, 6), Failing(monkeypatch, name)
+    array = host_pages.run(array, make_transfers([(1, 1), (2, 2)]))
+    host_pages.wait()
+    failing.fails = True
+    array = host_pages.run(array, make_transfers([(3, 1)], [(2, 4), (1, 5)]))
+    failing.fails = False
+    ((_, failed_saves, failed_loads, error),) = host_pages.wait()
+    assert isinstance(error, MemoryError)
+    if name == "save":
+        assert (failed_saves, failed_loads, array.tolist()) == ([0], [1], [0, 1, 2, 3, 2, 5])
+    else:
+        assert (failed_saves, failed_loads, array.tolist()) == ([], [0, 1], [0, 1, 2, 3, 4, 5])
+    array = host_pages.run(array, make_transfers([(3, 1)], [(2, 4), (1, 5)]))
+    assert host_pages.wait()[0].error is None
+    assert array.tolist() == [0, 1, 2, 3, 2, 3]
+
+
+class Broken:
+    """An array whose computation failed, as jax tells when it is waited for."""
+
+    def is_ready(self) -> bool:
+        return True
+
+    def block_until_ready(self) -> None:
+        raise RuntimeError("the device failed")
+
+
+def test_an_error_of_the_device_fails_its_pages_only() -> None:
+    array = jnp.arange(6)
+    host_pages = HostPages(array, 6)
+    transfers = make_transfers([(1, 1), (2, 2), (3, 3)])
+    array = host_pages.run(array, transfers)
+    host_pages._groups[0].pages[2].arrays = [Broken()]
+    assert [finished[:3] for finished in host_pages.wait()] == [(transfers.number, [1], [])]
+    array = host_pages.run(array, make_transfers([], [(1, 4), (2, 5)]))
+    ((_, _, failed_loads, error),) = host_pages.wait()
+    assert (failed_loads, str(error)) == ([1], "the device failed")
+    assert array.tolist() == [0, 1, 2, 3, 1, 5]
+
+
+def test_an_error_after_donation_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    array = jnp.arange(6)
+    host_pages = HostPages(array, 6)
+    array = host_pages.run(array, make_transfers([(1, 1)]))
+
+    def lose(self: Any, leaves: Any, *_: Any) -> None:
+        leaves[0].delete()
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr(Pack, "load", lose)
+    with pytest.raises(RuntimeError, match=r"^lost$"):
+        host_pages.run(array, make_transfers([], [(1, 2)]))
+
+
+# Compilations.
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+@pytest.mark.parametrize(("max_num_pages", "num_sizes"), [(1, 1), (3, 3), (500, 5)])
+def test_no_compilation_after_warmup(max_num_pages: int, num_sizes: int, is_committed: bool) -> None:
+    """A program for each size and way, for each dtype."""
+    rng = np.random.default_rng(2)
+    host = draw_array(rng, (400, 3), np.int32)
+    arrays = jax.device_put([host, host.astype(np.int8)], jax.devices()[0] if is_committed else None)
+    model, host_pages = HostModel(host, 400), HostPages(arrays, 400)
+    jax.clear_caches()
+    with count_compilations() as in_warmup:
+        arrays = host_pages.warmup(arrays, max_num_pages)
+    assert len(in_warmup) == 2 * 2 * num_sizes
+    with count_compilations() as later:
+        for num in (*range(min(9, max_num_pages + 1)), max_num_pages // 2, max_num_pages):
+            transfers = model.draw(rng, min(num, 399))
+            arrays = jax.block_until_ready(host_pages.run(arrays, transfers))
+            model.run(transfers)
+            host_pages.wait()
+    assert not later
+    for array in arrays:
+        assert_same(array, model.array.astype(array.dtype))
+
+
+# Errors: nothing is done.
+
+
+@pytest.mark.parametrize(
+    ("transfers", "error", "message"),
+    [
+        (make_transfers([(8, 1)]), PageIdError, r"transfers\.save_src: got page 8, allowed: 1 to 7"),
+        (make_transfers([(0, 1)]), PageIdError, r"transfers\.save_src: got page 0, allowed: 1 to 7"),
+        (make_transfers([(1, 10)]), PageIdError, r"transfers\.save_dst: got page 10, allowed: 1 to 9"),
+        (make_transfers([(1, 1), (2, 1)]), ArgumentError, r"transfers\.save_dst: got page 1 twice, allowed: each page once"),
+        (make_transfers([(1, 1)], [(10, 1)]), PageIdError, r"transfers\.load_src: got page 10, allowed: 1 to 9"),
+        (make_transfers([(1, 1)], [(1, 0)]), PageIdError, r"transfers\.load_dst: got page 0, allowed: 1 to 7"),
+        (make_transfers([], [(1, 8)]), PageIdError, r"transfers\.load_dst: got page 8, allowed: 1 to 7"),
+        (
+            make_transfers([], [(1, 2), (2, 2)]),
+            ArgumentError,
+            r"transfers\.load_dst: got page 2 twice, allowed: each page once",
+        ),
+        (make_transfers([(1, 1)], save_groups=[2]), ArgumentError, r"transfers\.save_group: got 2, allowed: 0, 1"),
+        (make_transfers([(1, 1)])._replace(number=0), ArgumentError, "number must be at least 1, got 0"),
+        (make_transfers([(1, 1)])._replace(number=None), ArgumentTypeError, "number must be an integer, got None"),
+        (
+            make_transfers([(1, 1)])._replace(save_dst=np.zeros(0, np.int32)),
+            ArgumentError,
+            "transfers: got 1 save_src, 0 save_dst, 1 save_group, allowed: arrays of equal length",
+        ),
+        (
+            make_transfers([(1, 1)])._replace(load_dst=[]),
+            ArgumentTypeError,
+            r"transfers\.load_dst: got list, allowed: an int32 array with one axis",
+        ),
+        (None, ArgumentTypeError, "transfers: got NoneType, allowed: Transfers"),
+    ],
+    ids=str,
+)
+def test_wrong_transfers(transfers: Any, error: type[Exception], message: str) -> None:
+    arrays = [jnp.arange(8), jnp.arange(8)]
+    host_pages = HostPages(arrays, 10, groups=[0, 1])
+    with pytest.raises(error, match=f"^{message}$"):
+        host_pages.run(arrays, transfers)
+    assert host_pages.wait() == []
+    assert not any(array.is_deleted() for array in arrays)
+
+
+def test_a_number_in_flight_is_not_taken_again() -> None:
+    host_pages = HostPages(array := jnp.arange(8), 8)
+    host_pages.run(array, transfers := make_transfers([(1, 1)]))
+    with pytest.raises(ArgumentError, match=rf"^number: got {transfers.number}, allowed: one that is not in flight$"):
+        host_pages.run(array, transfers)
+    assert host_pages.wait() == [done(transfers)]
+
+
+def deleted() -> Any:
+    array = jnp.arange(8)
+    array.delete()
+    return [jnp.arange(8), array]
+
+
+@pytest.mark.parametrize(
+    "call", [HostPages.warmup, lambda host_pages, arrays: host_pages.run(arrays, make_transfers([(1, 1)]))]
+)
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: [jnp.arange(8)], ArgumentError, "arrays: got the pytree .*, allowed: as at first, .*"),
+        (lambda: [jnp.arange(8), np.arange(8)], ArgumentTypeError, "arrays: got ndarray, allowed: jax arrays, .*"),
+        (lambda: [jnp.arange(8), jnp.arange(9)], ArgumentError, r"arrays: got int32 \(9,\) .*, allowed: as at first, .*"),
+        (lambda: [jnp.arange(8), jnp.arange(8.0)], ArgumentError, r"arrays: got float32 \(8,\) .*, allowed: as at first, .*"),
+        (lambda: [jnp.arange(8)] * 2, ArgumentError, "arrays: got the same array twice, allowed: each array once"),
+        (deleted, ArgumentError, "arrays: got a deleted array .*"),
+    ],
+)
+def test_wrong_arrays(call: Callable[..., Any], make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    host_pages = HostPages([jnp.arange(8), jnp.arange(8)], 10)
+    with pytest.raises(error, match=f"^{message}$"):
+        call(host_pages, make())
+    assert host_pages.wait() == []
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options", "error", "message"),
+    [
+        (None, {}, ArgumentError, "arrays: got a pytree without arrays, allowed: at least one array"),
+        (np.arange(8), {}, ArgumentTypeError, "arrays: got ndarray, allowed: jax arrays, outside of traced functions"),
+        (jnp.arange(8), {"num_pages": 1}, ArgumentError, "num_pages must be at least 2, got 1"),
+        (jnp.arange(8), {"page_axis": 1}, ArgumentError, r"arrays: got shape \(8,\), allowed: more axes than page_axis, 1"),
+        (jnp.arange(8), {"page_axis": None}, ArgumentTypeError, "page_axis must be an integer, got None"),
+        (
+            jnp.arange(8),
+            {"memory_kind": "pined_host"},
+            ArgumentError,
+            "memory_kind: got 'pined_host', allowed: pinned_host, unpinned_host, None",
+        ),
+        ({"a": jnp.arange(8)}, {"groups": [0]}, ArgumentTypeError, "arrays: got dict, allowed with groups: a list or tuple"),
+        ([jnp.arange(8)], {"groups": [-1]}, ArgumentError, "group must be at least 0, got -1"),
+        (
+            [jnp.arange(8)],
+            {"groups": [0, 1]},
+            ArgumentError,
+            "groups: got 1 arrays, 2 groups, 1 page axes, allowed: as many .*",
+        ),
+        (
+            [jnp.arange(8)],
+            {"groups": [0], "page_axis": [0, 0]},
+            ArgumentError,
+            "groups: got 1 arrays, 1 groups, 2 page axes, allowed: as many .*",
+        ),
+    ],
+)
+def test_wrong_host_pages(arrays: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}$"):
+        HostPages(arrays, **{"num_pages": 10, **options})
+
+
+# Many devices.
+
+
+def test_eight_devices() -> None:
+    await_programs([Program("host_pages_devices.py", num_devices=8)], timeout=600)
