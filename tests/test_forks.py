@@ -23,13 +23,14 @@ from hybrids import (
 )
 from test_overwritten import overwrite
 
-from pagepool import CacheManager, EngineRequest, FullAttentionSpec, SlidingWindowSpec
+from pagepool import CacheManager, EngineRequest, EngineRequestStatus, FullAttentionSpec, SlidingWindowSpec
 from pagepool.errors import (
     ArgumentError,
     ArgumentTypeError,
     CopiesDueError,
     IntegrityError,
     OutOfPagesError,
+    PageIdError,
     RowIndexError,
 )
 
@@ -353,6 +354,25 @@ def test_too_few_pages_for_a_request() -> None:
     assert manager_state(manager) == before
     assert take(manager) == []
     assert run(manager, request, 4) == ([4], [])
+
+
+def test_a_copy_that_is_due_is_no_holder() -> None:
+    manager = make_manager(FULL)
+    request, other = make_request("a", 6), make_request("b", 6)
+    manager.allocate_slots(request, 6)
+    request.num_computed_tokens = other.num_computed_tokens = 6
+    manager.fork(request, other)
+    request.status = EngineRequestStatus.RUNNING
+    assert manager.get_num_common_prefix_pages(request, 2) == [1]
+
+
+def test_a_page_that_somebody_gave_back_is_not_shared() -> None:
+    manager = make_manager(FULL, num_pages=9)
+    batch = make_batch(manager)
+    batch.admit(0, PROMPT[:5])
+    manager.page_pool.store.give_back([1])
+    with pytest.raises(PageIdError, match="was given back"):
+        batch.fork(0, [1])
 
 
 def test_a_request_that_forks_must_not_be_written() -> None:

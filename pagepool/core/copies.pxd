@@ -91,3 +91,14 @@ cdef inline void end_copies(Pool *pool) noexcept nogil:
     for i in range(pool.copies.num):
         put_back_held(pool, pool.copies.items[i].src)
     pool.copies.num = 0
+
+
+cdef inline int32_t count_moves(const Pool *pool, int32_t page_id) noexcept nogil:
+    """The references to a page of copies that are due, and of loads that did not end."""
+    cdef Py_ssize_t i
+    cdef int32_t count = 0
+    for i in range(pool.copies.num):
+        count += pool.copies.items[i].src == page_id
+    for i in range(pool.tier.num if pool.tier != NULL and pool.tier.loading[page_id] else 0):
+        count += pool.tier.items[i].is_load and pool.tier.items[i].page_id == page_id
+    return count

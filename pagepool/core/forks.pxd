@@ -5,7 +5,7 @@ from libc.string cimport memcpy
 
 from pagepool.core.copies cimport note_copy, reserve_copies
 from pagepool.core.holdings cimport Held, Holding, note_taken
-from pagepool.core.pages cimport find_untouchable, share, take_from
+from pagepool.core.pages cimport find_unheld, find_untouchable, share, take_from
 from pagepool.core.queue cimport count_free_in, find_held_free
 from pagepool.core.records cimport NULL_PAGE, Pool
 from pagepool.core.rules cimport Group, full_pages, is_state, pages_for
@@ -13,7 +13,7 @@ from pagepool.core.rules cimport Group, full_pages, is_state, pages_for
 cdef enum ForkOutcome:
     FORKED
     SHORT_OF_PAGES
-    UNSHAREABLE               # a page cannot have a further reference, or a free page has one
+    UNSHAREABLE               # a page cannot have a further reference, or was given back, or a free page has one
     SHORT_OF_MEMORY
 
 
@@ -41,6 +41,8 @@ cdef inline ForkOutcome check_fork(
         return UNSHAREABLE
     for g in range(source.num_groups):
         if find_untouchable(pool, source.held[g].ids, source.held[g].num_pages, num_targets) >= 0:
+            return UNSHAREABLE
+        if find_unheld(pool, source.held[g].ids, 0, source.held[g].num_pages) >= 0:
             return UNSHAREABLE
     return FORKED if reserve_copies(pool, num_new) else SHORT_OF_MEMORY
 

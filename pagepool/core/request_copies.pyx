@@ -137,5 +137,5 @@ def fork_request(RequestPages held not None, RequestPages target not None, num_c
     if outcome == SHORT_OF_MEMORY:
         raise MemoryError("the page ids of a request")
     if outcome == UNSHAREABLE:
-        raise PageIdError("a page of the request cannot have a further reference, or a free page has one")
+        raise PageIdError("a page of the request cannot have a further reference, or was given back, or a free page has one")
     return outcome == FORKED

@@ -8,7 +8,7 @@ from libc.stdint cimport INT64_MAX
 
 from pagepool.core.arguments cimport as_list, as_shard, group_of, size_of
 from pagepool.core.checkpoints cimport adopt_state, enter_states
-from pagepool.core.copies cimport awaits_copies, drop_copies, has_copies_due, note_copy, reserve_copies
+from pagepool.core.copies cimport awaits_copies, count_moves, drop_copies, has_copies_due, note_copy, reserve_copies
 from pagepool.core.entering cimport Contents, Waiting, enter_full_pages, enter_waiting
 from pagepool.core.holdings cimport (
     STALE, UNTOUCHABLE, Held, attach_hits, count_free_hits, count_missing, count_places, empty,
@@ -631,13 +631,14 @@ cdef class RequestPages:
             self.store.refuse_give_back(ids, bad)
 
     def count_shared(self, group, num_holders) -> int:
-        """Return how many leading pages of a group have at least `num_holders` references, besides those of pins and leases.
-        O(pages of the answer).
+        """Return how many leading pages of a group have at least `num_holders` references, besides those of pins, leases,
+        copies and loads. O(pages of the answer).
         """
         cdef Held *held = &self.holding.held[size_of(group, "group", 0, self.holding.num_groups - 1)]
         cdef Py_ssize_t need = size_of(num_holders, "num_scheduled_requests")
         cdef int32_t i = 0
+        cdef Pool *pool = &self.store.pool
         with self.store.lock:
-            while i < held.num_pages and self.store.count_holders(held.ids[i]) >= need:
+            while i < held.num_pages and self.store.count_holders(held.ids[i]) - count_moves(pool, held.ids[i]) >= need:
                 i += 1
         return i

@@ -130,5 +130,7 @@ cdef int refuse_fork(
         num_free = count_free_in(batch.pool, batch.states[source].shard)
         raise OutOfPagesError(f"row {source}: its forks need {num_new} pages, {num_free} are free")
     if outcome == UNSHAREABLE:
-        raise PageIdError(f"row {source}: a page that it holds cannot have a further reference, or a free page has one")
+        raise PageIdError(
+            f"row {source}: a page that it holds cannot have a further reference, or was given back, or a free page has one"
+        )
     raise MemoryError(f"forks of row {source}")
