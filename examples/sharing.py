@@ -92,7 +92,7 @@ class SharingEngine(Engine):
         num_external = int(batch.num_external_tokens[row])
         first, stop = num_cached // page_size, -(-(num_cached + num_external) // page_size)
         (page_ids,) = batch.get_page_ids(row)
-        self.copy_pages()  # of what is overwritten
+        self.move_pages()  # of what is overwritten
         num_came = 0
         for place in range(first, stop):
             page = self.files.load(digests[place])

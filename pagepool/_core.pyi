@@ -251,8 +251,7 @@ def load_hits(
     store: PageStore,
     chain: HashChain,
     groups: Iterable[tuple[int, int, int, int, bool]],
-    start_id: int = ...,
-    stop_id: int | None = ...,
+    ids: tuple[int, int | None],
     context: int = ...,
     num_reserved: int = ...,
 ) -> bool: ...

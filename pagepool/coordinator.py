@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import gcd, lcm
-from typing import Any
 
 from pagepool._core import CacheGroups, HashChain, PageIds, PrefixQuery, RequestPages, load_hits
 from pagepool.attention import MambaManager, SingleTypeCacheManager, get_manager_for_kv_cache_spec
@@ -225,7 +224,7 @@ class HybridCacheCoordinator(CacheCoordinator):
         num_tokens = self._find_hit_length(query, max_cache_hit_length)
         if num_tokens < max_cache_hit_length - max_cache_hit_length % self.num_hit_tokens:
             num_all_tokens = self._find_hit_length(PrefixQuery(store, chain, *ids, True), max_cache_hit_length)
-            if num_all_tokens > num_tokens and not self._load(chain, num_all_tokens, *ids, context, num_reserved):
+            if num_all_tokens > num_tokens and not self._load(chain, num_all_tokens, ids, context, num_reserved):
                 return None, num_all_tokens
             num_tokens = num_all_tokens
         return self._fetch_longest(query, num_tokens, max_cache_hit_length)
@@ -242,7 +241,7 @@ class HybridCacheCoordinator(CacheCoordinator):
         """O(pages x groups) a round, as `find_longest_cache_hit`."""
         return self._find_hit_length(PrefixQuery(self.page_pool.store, chain, *ANY_PAGE, True), max_cache_hit_length)
 
-    def _load(self, chain: HashChain, num_tokens: int, *placement: Any) -> bool:
+    def _load(self, chain: HashChain, num_tokens: int, ids: IdRange, context: int, num_reserved: int) -> bool:
         """Have the pages of a prefix that are not in the pool loaded from the tier. False if too few pages are free."""
         spans = [
             (
@@ -254,7 +253,7 @@ class HybridCacheCoordinator(CacheCoordinator):
             )
             for manager in self.single_type_managers
         ]
-        return load_hits(self.page_pool.store, chain, spans, *placement)
+        return load_hits(self.page_pool.store, chain, spans, ids, context, num_reserved)
 
     def _find_hit_length(self, query: PrefixQuery, max_cache_hit_length: int) -> int:
         """Return the length on which all kinds agree."""

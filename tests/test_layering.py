@@ -64,6 +64,7 @@ ORDER = [
     "manager.tiers",
     "manager.slots",
     "manager.external",
+    "manager.reporting",
     "manager.cache_manager",
     "manager",
     "events.connections",

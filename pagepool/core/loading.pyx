@@ -56,21 +56,20 @@ cdef int32_t count_shards(PageStore store, Range ids) except -1:
     return num_pages // size
 
 
-def load_hits(
-    PageStore store not None, HashChain chain not None, groups, start_id=0, stop_id=None, context=0, num_reserved=0
-) -> bool:
-    """Have those pages of a prefix loaded that are not among the ids of the pool from `start_id` up to `stop_id`, but in the
-    tier: each gets a page there, with its entry, which is held until the load ends. `groups` are ``(group, hashes of a place,
-    first place, end, is a state)``. False, and nothing changed, if a page is in neither, or too few are free beside
-    `num_reserved`. O(places).
+def load_hits(PageStore store not None, HashChain chain not None, groups, tuple ids, context=0, num_reserved=0) -> bool:
+    """Have those pages of a prefix loaded that are not among the `ids` of the pool, ``(first, end)``, None for the end of the
+    pool, but in the tier: each gets a page there, with its entry, which is held until the load ends. `groups` are ``(group,
+    hashes of a place, first place, end, is a state)``. False, and nothing changed, if a page is in neither, or too few are free
+    beside `num_reserved`. O(places).
     """
     cdef Py_ssize_t num_kept_free = size_of(num_reserved, "num_reserved_pages")
-    cdef Range ids = store.range_of(start_id, stop_id)
-    cdef int32_t num_shards = count_shards(store, ids)
+    start_id, stop_id = ids
+    cdef Range inside = store.range_of(start_id, stop_id)
+    cdef int32_t num_shards = count_shards(store, inside)
     cdef Contents contents = Contents(NULL, NULL, 0, store.checked_context(context))
     cdef list items = as_list(groups, "groups")
-    cdef int32_t shard = ids.stop // (store.pool.num_pages // num_shards) - 1 if num_shards else -1
-    cdef Prefix prefix = Prefix(NULL, 0, 0, ids, NULL, NULL)
+    cdef int32_t shard = inside.stop // (store.pool.num_pages // num_shards) - 1 if num_shards else -1
+    cdef Prefix prefix = Prefix(NULL, 0, 0, inside, NULL, NULL)
     cdef bint is_done
     try:
         reserve_places(&prefix, items, chain)

@@ -20,6 +20,14 @@ cdef extern from *:
 
 cdef extern from *:
     """
+    static inline void *pagepool_realloc(void *memory, size_t size) { return PyMem_RawRealloc(memory, size); }
+    static inline void pagepool_free(void *memory) { PyMem_RawFree(memory); }
+    """
+    void *raw_realloc "pagepool_realloc" (void *memory, size_t size) noexcept nogil
+    void raw_free "pagepool_free" (void *memory) noexcept nogil
+
+cdef extern from *:
+    """
     #include <time.h>
     static inline int64_t pagepool_monotonic_ns(void) {
         struct timespec now;

@@ -1,8 +1,8 @@
 # The records of a pool, and the links between them. The caller holds the store's lock and passes page ids within the pool.
 
-from cpython.mem cimport PyMem_RawRealloc as realloc
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
 
+from pagepool.core.platform cimport raw_realloc
 from pagepool.core.siphash cimport Digest
 
 cdef enum:
@@ -253,7 +253,7 @@ cdef struct Pool:
 
 cdef inline bint resize(void **memory, size_t size) noexcept nogil:
     """Reallocate an array; False, and nothing changed, where memory is short."""
-    cdef void *resized = realloc(memory[0], size)
+    cdef void *resized = raw_realloc(memory[0], size)
     if resized != NULL:
         memory[0] = resized
     return resized != NULL

@@ -1,9 +1,9 @@
 # Rows whose pages are in the tier.
 
-from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport int32_t
 
 from pagepool.core.batch cimport Batch, Swapped
+from pagepool.core.platform cimport raw_free
 from pagepool.core.records cimport NULL_PAGE, Pool
 from pagepool.core.references cimport put_back
 
@@ -26,4 +26,4 @@ cdef inline void drop_swapped(Batch *batch, Py_ssize_t row) noexcept nogil:
         put_back_all(batch.pool.tier.pool, swapped.groups[g].tier_ids, swapped.groups[g].num_pages)
     batch.pool.tier.num_swapped -= 1
     batch.swapped[row] = NULL
-    free(swapped)
+    raw_free(swapped)

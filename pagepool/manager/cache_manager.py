@@ -8,12 +8,11 @@ from pagepool.arguments import MAX_SIZE, has_status, id_of, read_count, require_
 from pagepool.coordinator import ANY_PAGE, CacheCoordinator, get_kv_cache_coordinator
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
 from pagepool.forking import MANAGERS, make_lock
-from pagepool.hashing import RequestExtraKeys
 from pagepool.hashing.algorithms import HashAlgorithm, make_page_hasher
 from pagepool.hashing.request_hashes import RequestPageHashes
 from pagepool.manager.cache_pages import CachePages
-from pagepool.manager.external import ExternalTokens
 from pagepool.manager.lookups import PrefixLookups, PrefixProbe
+from pagepool.manager.reporting import ReportedPages
 from pagepool.manager.slots import ANYWHERE, Placement, SlotAllocator
 from pagepool.manager.tiers import HostTier
 from pagepool.page_pool import PagePool
@@ -22,7 +21,7 @@ from pagepool.specs import CacheGroupSpec, check_groups, usable_pages_count
 from pagepool.stats import CacheStats, QueryCounts, TimeHistogram
 
 if TYPE_CHECKING:
-    from pagepool.events import Event, EventSource
+    from pagepool.events import EventSource
 
 __all__ = ["CacheManager"]
 
@@ -30,7 +29,7 @@ ZERO = 0
 """The default of a count. `is` tells this int from zeros of other types."""
 
 
-class CacheManager(ExternalTokens):
+class CacheManager(ReportedPages):
     """Allocates pages to requests and finds prefixes that are already cached.
 
     A manager is made for one owner; calls from several threads are serialised. A call interrupted by an exception, including
@@ -140,27 +139,33 @@ class CacheManager(ExternalTokens):
     # Prefix look-up.
 
     def get_computed_pages(
-        self, request: Request, *, dp_shard_hint: int | None = None, data_parallel_size: int | None = None
+        self,
+        request: Request,
+        *,
+        dp_shard_hint: int | None = None,
+        data_parallel_size: int | None = None,
+        num_reserved_pages: int = 0,
     ) -> tuple[CachePages, int]:
         """Return the longest cached prefix of a request, in full pages, and its length in tokens.
 
-        The length is at most ``num_tokens - 1``, so that one token is left to compute. Nothing hits when caching is off or the
-        request asks for ``prompt_logprobs``. With eagle the last page of the hit is dropped; with a hint only pages of that
-        shard hit. The call takes no references: pass the pages to `allocate_slots` before any other allocation. With a host
-        tier, pages that only the tier has get pages of the pool, to be loaded by the next `take_transfers`; if too few are free
-        for that, what the pool has is returned, and `allocate_slots` returns None until the next look-up. `stats` counts the
-        look-up when `allocate_slots` admits the request. O(pages), including hashing on the first call. O(1) for a request
-        with one group of full attention that `allocate_slots` has refused, until a hit page gets a new holder or another page
-        of the request is cached.
+        The length is at most ``num_tokens - 1``: one token is left to compute. Nothing hits when caching is off or the request
+        asks for ``prompt_logprobs``. With eagle the last page of the hit is dropped; with a hint only pages of that shard hit.
+        The call takes no references: pass the pages to `allocate_slots` before any other allocation; when that admits the
+        request, `stats` counts the look-up. Pages that only a host tier has get pages of the pool, to be loaded by the next
+        `take_transfers`; if too few are free beside `num_reserved_pages`, what the pool has is returned, and `allocate_slots`
+        returns None until the next look-up. O(pages); O(1) for a request with one group of full attention that
+        `allocate_slots` has refused, until a hit page gets a new holder or another page of the request is cached.
         """
         query = self._lookups.read_query(request)
         if query is None:
             return self.create_empty_page_list(), 0
         num_queried_tokens, is_preempted = query
-        is_anywhere = dp_shard_hint is None and data_parallel_size is None
-        ids = ANY_PAGE if is_anywhere else self.page_pool.find_shard_bounds(dp_shard_hint, data_parallel_size)
+        num_reserved = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
+        ids = ANY_PAGE
+        if dp_shard_hint is not None or data_parallel_size is not None:
+            ids = self.page_pool.find_shard_bounds(dp_shard_hint, data_parallel_size)
         with self._lock:
-            pages, num_tokens = self._lookups.find(request, num_queried_tokens, is_preempted, ids)
+            pages, num_tokens = self._lookups.find(request, num_queried_tokens, is_preempted, ids, num_reserved)
         return CachePages(pages, self._store), num_tokens
 
     def probe(self, request: Request) -> PrefixProbe:
@@ -290,68 +295,6 @@ class CacheManager(ExternalTokens):
         """
         with self._lock:
             return self.page_pool.reset_prefix_cache()
-
-    # Events.
-
-    def enable_events(self, *, hashes_as_bytes: bool = False) -> None:
-        """Record changes of the prefix cache for `take_events`. Call this before the first request.
-
-        Events have hashes as unsigned ints, the lowest 64 bits of the digest, or as the bytes of the whole digest. Other
-        processes make the same hashes only with the same `hash_seed`, or ``"sha256"`` or ``"sha256_cbor"`` as `hash_algo`.
-        Costs 56 bytes a page, of the host tier too, 4 a token, and time for each page that is cached. ImportError without the
-        extra ``pagepool[events]``; ArgumentError without prefix caching, if pages are held or cached already, and if events
-        were enabled with the other `hashes_as_bytes`.
-        """
-        try:
-            from pagepool.events import EventSource
-        except ImportError:
-            raise ImportError("events need msgspec: pip install 'pagepool[events]'") from None
-        if not self.enable_caching:
-            raise ArgumentError("events: got a manager without prefix caching, which has none")
-        with self._lock:
-            if self.event_source is None:
-                self._store.keep_token_ids(self.coordinator.max_cached_page_size)
-                source = EventSource(self._store, self.kv_cache_groups, self.hasher, hashes_as_bytes)
-                self._lookups.contexts = source.contexts
-                self.event_source = source
-                self.hasher.keep_token_ids = True
-                self._lookups.hashes.clear()  # existing hashes have no tokens
-            elif self.event_source.hashes_as_bytes != hashes_as_bytes:
-                raise ArgumentError(f"hashes_as_bytes: got {hashes_as_bytes}, allowed: {self.event_source.hashes_as_bytes}")
-
-    def take_events(self) -> "list[Event]":
-        """Return the changes of the prefix cache since the last call, including those by running batches.
-
-        The events of `pagepool.events` come in this order: `AllBlocksCleared`, `BlockRemoved`, `BlockStored`, parents before
-        children. They report net changes. Those of the host tier have the medium ``"CPU"``. After an interrupted call the next
-        one starts over, with `AllBlocksCleared` and the whole cache. ArgumentError unless events are enabled. O(changes).
-        """
-        return self.require_event_source().take()
-
-    def snapshot_events(self) -> "list[Event]":
-        """Return all cached pages as `BlockStored`, parents first, then those of the host tier, for a router that starts late.
-
-        Changes since the last `take_events` are included, and the next `take_events` repeats them, so call that first.
-        O(num_pages).
-        """
-        return self.require_event_source().list_all()
-
-    def require_event_source(self) -> "EventSource":
-        """Return the source of events; ArgumentError unless they are enabled."""
-        if self.event_source is None:
-            raise ArgumentError("events: call enable_events before the first request")
-        return self.event_source
-
-    def hold_context(self, extra_keys: RequestExtraKeys | None) -> int:
-        """`PrefixLookups.hold_context`, for a running batch."""
-        if extra_keys is None or self.event_source is None:  # without the lock
-            return 0
-        with self._lock:
-            return self._lookups.hold_context(extra_keys)
-
-    def release_context(self, context: int) -> None:
-        """`PrefixLookups.release_context`."""
-        self._lookups.release_context(context)
 
     # Freeing.
 

@@ -100,9 +100,11 @@ class PrefixLookups(KeyHolder):
         return hashes
 
     def find(
-        self, request: Request, num_queried_tokens: int, is_preempted: bool, ids: tuple[int, int | None]
+        self, request: Request, num_queried_tokens: int, is_preempted: bool, ids: tuple[int, int | None], num_reserved: int
     ) -> tuple[tuple[PageIds, ...], int]:
-        """Return the longest cached prefix among pages with these ids, and its tokens; from the refusal while that holds."""
+        """Return the longest cached prefix among pages with these ids, and its tokens; from the refusal while that holds. What
+        is loaded leaves `num_reserved` pages free.
+        """
         hashes = self.extend(request, num_queried_tokens)
         refusal = hashes.refusal
         if refusal and ids == ANY_PAGE and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits():
@@ -114,7 +116,9 @@ class PrefixLookups(KeyHolder):
             context = self.hold_context(hashes.extra_keys)
             num_most_tokens = num_queried_tokens - 1
             try:
-                loaded, num_tokens = self._coordinator.load_longest_cache_hit(hashes.chain, num_most_tokens, ids, context)
+                loaded, num_tokens = self._coordinator.load_longest_cache_hit(
+                    hashes.chain, num_most_tokens, ids, context, num_reserved
+                )
             finally:
                 self.release_context(context)
             hashes.is_short = loaded is None

@@ -22,6 +22,7 @@ from pagepool._core import (
     take_transfers,
 )
 from pagepool.arguments import require_int
+from pagepool.coordinator import ANY_PAGE
 from pagepool.hashing import get_siphash_key
 from pagepool.page_pool import PagePool
 from pagepool.replay.simulation.allocator import HASH_SEED
@@ -102,7 +103,7 @@ class PolicySimulator:
         steps.begin()
         if has_tier:
             num_hits = PrefixQuery(store, chain, reaches_tier=True).find_leading_hits(PageIds([GROUP]), 1, 0, num_queried_pages)
-            load_hits(store, chain, [(GROUP, 1, 0, num_hits, False)])
+            load_hits(store, chain, [(GROUP, 1, 0, num_hits, False)], ANY_PAGE)
         query = PrefixQuery(store, chain)
         num_hits = query.find_leading_hits(PageIds([GROUP]), 1, 0, num_hits)
         hits = query.get_hits(GROUP, 1, 0, num_hits) if num_hits else None
