@@ -112,6 +112,12 @@ def held_or_hit(world: World) -> Any:
     return found_hits(world, world.one(_core.PageStore), chain, num_groups, 3)
 
 
+def held_or_hit_ids(world: World) -> Any:
+    """Return the pages of the first group of a request, or those that a look-up finds."""
+    groups = held_or_hit(world)
+    return groups[0] if groups else world.one(_core.PageIds)
+
+
 def counter_of_row(world: World) -> Any:
     """Return a counter of the called request's pool, if it is known."""
     store, _ = world.recipes.get(id(world.focus), (None, None))
@@ -259,10 +265,28 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "pin.ids": held_or_hit,
     "unpin.groups": live(_core.CacheGroups),
     "held": live(_core.RequestPages),
+    "interval": constant(0, 0, 0, 4),
+    "lease_pages.page_ids": one_of(held_or_hit_ids, ids),
+    "leases": lambda world: {},
+    "load_hits.groups": constant([(0, 1, 0, 1, False)], [(0, 1, 0, 2, False)], []),
+    "load_hits.ids": constant((0, None), (0, None), (3, 9)),
+    "min_uses": constant(1, 1, 2),
+    "num_external_tokens": constant(0, 0, 0, 1),
+    "num_tier_pages": constant(4, 12),
+    "rewind_rows.rows": live(_core.RunningRows),
+    "swap_in_row.rows": live(_core.RunningRows),
+    "swap_out_row.rows": live(_core.RunningRows),
+    "tier": live(_core.PageTier),
     "target": live(_core.RequestPages),
     "may_be_read": constant(False, True),
     "keep_states.shard": constant(None, None, (0, 2)),
     "fork_request.num_computed_tokens": constant(0, 0, 4),
+    "end_external.rows": live(_core.RunningRows),
+    "end_external.num_tokens": constant(0, 1, 2),
+    "end_transfers.number": constant(1, 1, 2, 3),
+    "failed": live(_core.FailedLoads),
+    "failed_loads": constant((), (), [0]),
+    "failed_saves": constant((), (), [0]),
     "fork_row.rows": live(_core.RunningRows),
     "fork_row.row": constant(0, 0, 1, 2),
     "targets": constant([1], [2], [3], [1, 2], [0]),

@@ -32,6 +32,7 @@ CONSTRUCTORS = {
     "Retention": "priority seconds",
     "HashChain": "page_size key_bytes flag",
     "PageStore": "num_pages flag is_pool eviction ghost_size",
+    "PageTier": "store num_tier_pages eviction flag min_uses",
     "EntryJournal": "store",
     "QueryCounter": "store flag",
     "Refusal": "tuple_of_hits num_looked_up num_hit_tokens",
@@ -39,7 +40,7 @@ CONSTRUCTORS = {
     "TableRows": "num_rows num_columns",
     "GroupedRows": "page_tables",
     "RunningRows": "store tables groups_of_rows max_num_tokens hash_page_size key_bytes num_shards",
-    "RowRequest": "batch free_row prompt num_slots max_num_new_tokens num_reserved_pages options",
+    "RowRequest": "batch free_row prompt num_slots max_num_new_tokens num_reserved_pages options interval num_external_tokens",
 }
 KEYED_BY_BYTES = {"siphash128"}
 NOT_CALLED = {"__doc__", "__module__", "__new__", "__init__", "__pyx_vtable__", "__setstate__"}

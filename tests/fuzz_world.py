@@ -98,6 +98,8 @@ class World:
         source = self.source
         enable_caching, eviction = source.pick((True, True, True, False)), source.pick(("lru", "arc", "adaptive"))
         store = _core.PageStore(source.pick((16, 2, 9, 40)), enable_caching, eviction=eviction)
+        if enable_caching:
+            self.furnish_tier(store)
         tables = [_core.TableRows(4, columns) for columns in source.pick(((8,), (8, 8), (8, 4), (1,), (70,)))]
         for value in (store, *tables, _core.HashChain(4, bytes(16), True)):
             self.keep(value)
@@ -123,8 +125,21 @@ class World:
             _core.EntryJournal(store).add_context()
         for row in range(source.below(4)):
             num_tokens = min(source.pick((3, 9)), batch.max_num_tokens)
-            _core.RowRequest(batch, row, [source.below(2)] * num_tokens).admit(context=context)
+            options = {"num_external_tokens": source.pick((0, 0, 1))}
+            _core.RowRequest(batch, row, [source.below(2)] * num_tokens, **options).admit(context=context)
+        if store.has_tier and batch.num_computed_tokens[0] and source.below(2):
+            _core.swap_out_row(batch, 0)
+            transfers = _core.take_transfers(store)
+            if transfers.number and source.below(2):
+                self.keep(_core.end_transfers(store, transfers.number))
         self.furnish_requests(store, rules)
+
+    def furnish_tier(self, store: Any) -> None:
+        """Put a tier behind a pool, or have one that may be put there."""
+        tier = _core.PageTier(store, self.source.pick((4, 20)), writes_through=self.source.below(2) == 0)
+        if self.source.below(4):
+            _core.add_tier(store, tier)
+        self.keep(tier)
 
     def furnish_requests(self, store: Any, rules: list[tuple[Any, int | None, int]]) -> None:
         """Make two requests beside the rows; one of them holds pages, some of them entered."""

@@ -71,6 +71,8 @@ def load_hits(PageStore store not None, HashChain chain not None, groups, tuple 
     cdef int32_t shard = inside.stop // (store.pool.num_pages // num_shards) - 1 if num_shards else -1
     cdef Prefix prefix = Prefix(NULL, 0, 0, inside, NULL, NULL)
     cdef bint is_done
+    if store.pool.tier == NULL:
+        raise ArgumentError("store: got one without a host tier")
     try:
         reserve_places(&prefix, items, chain)
         with chain.lock:

@@ -41,6 +41,7 @@ cdef class PageTier:
         store.check_fixed()
         if not store.enable_caching:
             raise ArgumentError("host_tier: got one, allowed without prefix caching: None")
+        self.num_device_pages = store.pool.num_pages
         self.pages = PageStore(num_pages, True, True, eviction)
         tier.min_uses = <uint8_t>size_of(min_uses, "min_uses", 1, MAX_USES)
         tier.oldest_load = INT64_MAX
@@ -79,13 +80,17 @@ cdef class PageTier:
 
 
 def add_tier(PageStore store not None, PageTier tier not None) -> None:
-    """Put a new tier behind a store that has none. It is the store's from now on."""
+    """Put a new tier behind a store that has none, and for which it was made. It is the store's from now on."""
     cdef bint is_new
+    store.check_fixed()
+    if not store.enable_caching or tier.num_device_pages != store.pool.num_pages:
+        raise ArgumentError("host_tier: got one for another pool")
     with store.lock:
-        is_new = store.pool.tier == NULL and tier.tier.last_number == 0 and tier.tier.num == 0
+        is_new = store.pool.tier == NULL and not tier.is_used
         if is_new:
             store.pool.tier = &tier.tier
+            tier.is_used = True
+            Py_INCREF(tier)
+            store.tier = <PyObject *>tier
     if not is_new:
-        raise ArgumentError("host_tier: got one for a pool that has one")
-    Py_INCREF(tier)
-    store.tier = <PyObject *>tier
+        raise ArgumentError("host_tier: got one for a pool that has one, or one that a pool has")
