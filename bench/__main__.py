@@ -13,6 +13,7 @@ NAMES = (
     "refusals",
     "page_table",
     "page_copies",
+    "host_tier",
     "host_pages",
     "forks",
     "events",
