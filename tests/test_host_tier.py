@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from hybrids import FULL, STATE, make_batch, make_manager
 from settings import Setting
+from test_interrupts import call_in_thread, interrupted_everywhere
 from tier_contents import TIER_SETTINGS, run_tier_round
 
 from pagepool import CacheManager, EngineRequest, FailedLoads, HostTier, RunningBatch, SlidingWindowSpec, Transfers
@@ -543,6 +545,73 @@ def test_results_are_made_by_calls() -> None:
     tier = PageTier(manager.page_pool.store, 9)
     with pytest.raises(ArgumentError):
         add_tier(manager.page_pool.store, tier)
+
+
+# Interrupts.
+
+
+class Interrupted:
+    """A manager with a tier that has a prompt, a request that is about to hit it, and rows, one of them swapped out."""
+
+    def __init__(self) -> None:
+        self.manager = make_tiered(num_pages=24, num_host_pages=40)
+        self.batch = make_batch_of(self.manager)
+        self.batch.admit(0, OTHER[:10])
+        self.batch.admit(1, OTHER[:6])
+        assert self.batch.swap_out(0)
+        pass_through(self.manager, FIRST)
+        for first in range(2):
+            pass_through(self.manager, [first, *OTHER[1:64]])
+            complete(self.manager)
+        self.request = EngineRequest("a", FIRST)
+
+    def start(self) -> None:
+        """Start the request, whose pages are loaded."""
+        hits, num_hits = self.manager.get_computed_pages(self.request)
+        assert num_hits == 20
+        assert self.manager.allocate_slots(self.request, 1, num_hits, hits) is not None
+
+    def end_all(self) -> None:
+        """End everything, whatever was interrupted."""
+        call_in_thread(self.manager.check)
+        self.manager.take_transfers()
+        for transfers in self.manager.list_transfers_in_flight():
+            self.manager.complete_transfers(transfers.number)
+        self.manager.free(self.request)
+        self.batch.release(np.flatnonzero(self.batch.is_admitted))
+        self.batch.check()
+        assert self.manager.reset_prefix_cache()
+        assert self.manager.page_pool.get_num_free_pages() == 23
+        stats = self.manager.host_tier.stats()  # type: ignore[union-attr]
+        assert (stats.num_free_pages, stats.num_in_flight) == (39, 0)
+
+
+def fail_loads(state: Interrupted) -> None:
+    state.start()
+    transfers = state.manager.take_transfers()
+    failed = state.manager.fail_transfers(transfers.number, loads=[0])
+    state.manager.find_wrong_token(state.request, failed)
+    state.batch.rewind(failed)
+
+
+INTERRUPTED_CALLS: dict[str, Callable[[Interrupted], object]] = {
+    "a request": Interrupted.start,
+    "a row": lambda state: state.batch.admit(2, FIRST),
+    "transfers": lambda state: complete(state.manager),
+    "failures": fail_loads,
+    "swapping out": lambda state: state.batch.swap_out(1),
+    "swapping in": lambda state: state.batch.swap_in(0),
+    "a reset": lambda state: state.manager.reset_prefix_cache(),
+}
+
+
+@pytest.mark.parametrize("call", INTERRUPTED_CALLS.values(), ids=INTERRUPTED_CALLS)
+def test_interrupted_calls_lose_nothing(call: Callable[[Interrupted], object]) -> None:
+    num_interrupted = 0
+    for state in interrupted_everywhere(Interrupted, call):
+        state.end_all()
+        num_interrupted += 1
+    assert num_interrupted
 
 
 # All together.
