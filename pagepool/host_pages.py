@@ -290,6 +290,7 @@ class PageCopy:
 
 
 def lost(page_id: int) -> PageCopy:
+    """Return the copy of a page that the host does not have."""
     return PageCopy(error=PageIdError(f"page {page_id} of the host: allowed: pages that were saved"))
 
 
@@ -427,6 +428,7 @@ def get_page_sharding(sharding: jax.sharding.Sharding) -> Any:
 
 
 def get_host_sharding(device: jax.sharding.Sharding, memory_kind: str | None) -> jax.sharding.Sharding:
+    """Return how a page lies on the host: in memory of this kind beside its devices, or for None on the first CPU device."""
     jax = import_jax()
     if memory_kind is not None:
         return device.with_memory_kind(memory_kind)

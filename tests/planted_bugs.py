@@ -63,8 +63,9 @@ BUGS = [
     Bug(
         "an entry stays when its page is handed out",
         CORE,
-        "    if pool.pages[page_id].group != NO_GROUP:\n        drop(pool, page_id)\n        pool.num_ev",
-        "    if pool.pages[page_id].group != NO_GROUP and not (BUG):\n        drop(pool, page_id)\n        pool.num_ev",
+        "            pool.tier.note_eviction(pool, page_id)\n        drop(pool, page_id)\n        pool.num_ev",
+        "            pool.tier.note_eviction(pool, page_id)\n"
+        "        if not (BUG):\n            drop(pool, page_id)\n        pool.num_ev",
     ),
     Bug(
         "a free page that hits stays in the free queue",
@@ -198,8 +199,8 @@ BUGS = [
     Bug(
         "the last token hits too",
         LOOKUPS,
-        "hashes.chain, num_queried_tokens - 1, ids, context)",
-        "hashes.chain, num_queried_tokens, ids, context)",
+        "            num_most_tokens = num_queried_tokens - 1",
+        "            num_most_tokens = num_queried_tokens",
     ),
     Bug(
         "a hit is one page too long",
@@ -332,8 +333,8 @@ BUGS = [
     Bug(
         "a row that is released leaves the copies into its pages",
         CORE,
-        "    if not awaits_copies(pool, holding):\n        return\n",
-        "    if not awaits_copies(pool, holding) or BUG:\n        return\n",
+        "    if not are_destinations(pool, holding):\n        return\n",
+        "    if not are_destinations(pool, holding) or BUG:\n        return\n",
     ),
     Bug(
         "a checkpoint that is hit is attached and not copied",
@@ -354,7 +355,8 @@ BUGS = [
     Bug(
         "a state that is kept is written on",
         CORE,
-        "        take_from(pool, held.ids, 1, source.shard)\n        note_copy(pool, page_id, held, 0, g)",
+        "        take_from(pool, held.ids, 1, source.shard)\n        note_taken(pool, held)\n"
+        "        note_copy(pool, page_id, held, 0, g)",
         "        if not (BUG):\n"
         "            take_from(pool, held.ids, 1, source.shard)\n            note_copy(pool, page_id, held, 0, g)",
     ),
@@ -386,7 +388,7 @@ BUGS = [
     Bug(
         "a fork shares the page that is written next",
         CORE,
-        "        take_from(pool, ids + n, 1, shard)\n        target.num_pages += 1\n"
+        "        take_from(pool, ids + n, 1, shard)\n        note_taken(pool, target)\n        target.num_pages += 1\n"
         "        note_copy(pool, source.ids[n], target, n, g)",
         "        target.num_pages += 1\n"
         "        if BUG:\n            ids[n] = source.ids[n]\n"

@@ -64,6 +64,7 @@ def manager() -> CacheManager:
         if name != "c":
             manager.free(request)
     assert len(manager.take_transfers()) == 0
+    manager.end_step()
     saves = manager.take_transfers()
     manager.fail_transfers(saves.number, saves=[1])
     return manager

@@ -442,9 +442,15 @@ def test_a_request_for_a_row_stays_what_it_is_while_it_is_admitted() -> None:
     check_rows(batch, [])
 
 
-BAD_ANSWERS: list[Any] = [None, 7, (), ((), 0), (None, 0), ([PageIds()], 0), ((PageIds(), PageIds()), 0)]
+BAD_ANSWERS: list[Any] = [None, 7, (), ((), 0), ([PageIds()], 0), ((PageIds(), PageIds()), 0)]
 BAD_ANSWERS += [((PageIds(),), num_tokens) for num_tokens in (-1, 9, 2**70, "4", None)]
 BAD_ANSWERS += [((PageIds(ids),), 4) for ids in ([1, 1], [7], [9])]
+
+
+def test_a_look_up_whose_hits_have_no_room_refuses() -> None:
+    batch = RunningRows(PageStore(9), [TableRows(2, 8)], [(PageRules(4), 0, 1)], 32, 4, KEY, 0)
+    assert RowRequest(batch, 0, [1] * 9).admit((), lambda *_: (None, 8)) is None
+    assert RowRequest(batch, 0, [1] * 9).admit() == 0
 
 
 @pytest.mark.parametrize("answer", BAD_ANSWERS, ids=repr)
