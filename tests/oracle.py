@@ -620,11 +620,18 @@ class OracleManager:
         if request.status != RUNNING:
             raise ValueError("the request is not running")
         return [
-            leading_run([self.page_pool.num_holders(page) >= num_scheduled_requests for page in pages])
+            leading_run([self._num_requests(page) >= num_scheduled_requests for page in pages])
             if self.enable_caching and type(kind) is Full
             else 0
             for kind, pages in zip(self.kinds, self.get_page_ids(request.request_id), strict=True)
         ]
+
+    def _num_requests(self, page: int) -> int:
+        """Count the references of a page besides those of pins, of copies that are due, and of loads that did not end."""
+        tier = self.page_pool.tier
+        moved = [copy.src for copy in self.states.copies.due]
+        moved += [load.page for load in tier.transfers if load.is_load] if tier is not None else []
+        return self.page_pool.num_holders(page) - moved.count(page)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all prefix entries, unless a page is held."""
