@@ -26,7 +26,7 @@ from twins import Twins
 
 import pagepool
 
-NUM_CALLS = max(NUM_OPERATIONS // (5 * (2 * len(SETTINGS) + 2 * len(STATE_SETTINGS))), 60)
+NUM_CALLS = max(NUM_OPERATIONS // (15 * (2 * len(SETTINGS) + 2 * len(STATE_SETTINGS))), 60)
 MAX_CALLS_PER_SEED = 300
 STATELESS = [setting for setting in SETTINGS if all(group.kind != "mamba" for group in setting.groups)]
 
