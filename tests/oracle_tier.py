@@ -210,9 +210,9 @@ class OracleTier:
     def _end_load(self, load: Transfer, is_done: bool) -> None:
         """Let go of both pages, which lose their entries if the load failed."""
         self.loading.pop(load.page)
-        if not is_done and not load.is_void and self.device.entry_of_page.get(load.page) == load.entry:
+        if not is_done and self.device.entry_of_page.get(load.page) == load.entry:
             self.device.drop_entries([load.page])
-        if not is_done and not load.is_void and self.pool.entry_of_page.get(load.tier_page) == load.entry:
+        if not is_done and self.pool.entry_of_page.get(load.tier_page) == load.entry:
             self.pool.drop_entries([load.tier_page])
         self.device.free_pages([load.page])
         self.pool.free_pages([load.tier_page])

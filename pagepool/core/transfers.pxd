@@ -132,11 +132,10 @@ cdef inline void end_save(Tier *tier, const Transfer *transfer, bint is_done) no
 cdef inline void end_load(Pool *pool, const Transfer *transfer, bint is_done) noexcept nogil:
     """Let go of both pages. They lose their entries if the load failed."""
     cdef Tier *tier = pool.tier
-    cdef bint may_drop = not is_done and not transfer.is_void
     tier.loading[transfer.page_id] = 0
-    if may_drop and has_key(&pool.pages[transfer.page_id], transfer.key, transfer.group):
+    if not is_done and has_key(&pool.pages[transfer.page_id], transfer.key, transfer.group):
         drop(pool, transfer.page_id)
-    if may_drop and has_key(&tier.pool.pages[transfer.tier_id], transfer.key, transfer.group):
+    if not is_done and has_key(&tier.pool.pages[transfer.tier_id], transfer.key, transfer.group):
         drop(tier.pool, transfer.tier_id)
     put_back(pool, transfer.page_id)
     put_back(tier.pool, transfer.tier_id)
