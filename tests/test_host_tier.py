@@ -626,6 +626,12 @@ def test_what_is_read_was_computed(setting: Setting) -> None:
     assert counts["slots compared"] > 0 or setting.groups[0].span == 1, "a window of one token reads no other"
 
 
+def test_an_equal_page_is_forgotten_while_one_is_loaded_that_fails() -> None:
+    """The loaded page kept its entry, and was hit."""
+    setting = next(setting for setting in TIER_SETTINGS if setting.name == "full and window eagle")
+    run_tier_round(setting, 300719)
+
+
 def test_everything_happens() -> None:
     counts: Counter[str] = Counter()
     for seed in range(10):
