@@ -115,6 +115,17 @@ def test_pages_are_saved_as_soon_as_they_are_computed() -> None:
     assert count_hits(manager, FIRST) == 20
 
 
+def test_an_engine_that_ends_no_step_saves_what_it_evicts() -> None:
+    """What is remembered of computed pages stays bounded, and is right when a step ends after all."""
+    manager = make_tiered(policy="write_through")
+    for first in range(30):
+        pass_through(manager, [first, *OTHER[1:28]])
+        complete(manager)
+    manager.end_step()
+    assert complete(manager).save_src.size == 7, "the pages of the last prompt, each once"
+    assert count_hits(manager, [29, *OTHER[1:28]]) == 24
+
+
 def test_pages_that_were_used_once_are_not_saved() -> None:
     manager = make_tiered(min_uses=2)
     pass_through(manager, FIRST)

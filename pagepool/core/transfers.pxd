@@ -73,6 +73,17 @@ cdef inline void save_evicted(Pool *pool, int32_t page_id) noexcept nogil:
         save_page(pool, page_id, digest_of(page), page.group & ~FLAGS)
 
 
+cdef inline void drop_stale(Tier *tier) noexcept nogil:
+    """Drop fresh pages that were cached again since: one is left of each page at most."""
+    cdef Py_ssize_t i, num_left = 0, num_ready = 0
+    for i in range(tier.num_fresh):
+        if tier.fresh_numbers[tier.fresh[i].page_id] == tier.fresh[i].number:
+            tier.fresh[num_left] = tier.fresh[i]
+            num_left += 1
+            num_ready += i < tier.num_ready
+    tier.num_fresh, tier.num_ready = num_left, num_ready
+
+
 cdef inline void note_cached(Pool *pool, int32_t page_id) noexcept nogil:
     """Note that a page was cached: to count its uses, and to save it once a step has computed it, if the tier writes through.
     Where memory is short it is saved when it is evicted.
@@ -83,6 +94,8 @@ cdef inline void note_cached(Pool *pool, int32_t page_id) noexcept nogil:
         tier.uses[page_id] = 1
     if tier.fresh_numbers == NULL or tier.loading[page_id]:
         return
+    if tier.num_fresh >= 2 * <Py_ssize_t>pool.num_pages:  # no step ended for long
+        drop_stale(tier)
     tier.num_cached += 1
     tier.fresh_numbers[page_id] = tier.num_cached
     if tier.num_fresh == tier.fresh_capacity and resize(<void **>&tier.fresh, capacity * sizeof(FreshPage)):
