@@ -161,7 +161,7 @@ def test_a_request_waits_until_its_pages_can_be_loaded() -> None:
     request = EngineRequest("a", FIRST)
     hits, num_hits = manager.get_computed_pages(request)
     assert manager.allocate_slots(request, 1, num_hits, hits) is None
-    batch = make_batch_of(manager)
+    batch = make_batch(manager)
     assert batch.admit(0, FIRST, max_num_new_tokens=1) is None
     manager.free(running)
     assert batch.admit(0, FIRST, max_num_new_tokens=1) == 20
@@ -180,7 +180,7 @@ def test_a_window_loads_what_it_reaches() -> None:
 
 def test_states_come_back_from_the_tier() -> None:
     manager = make_tiered(FULL, STATE, num_pages=12)
-    batch = make_batch_of(manager)
+    batch = make_batch(manager)
     batch.admit(0, FIRST, num_tokens=16)
     batch.grow([0], 1)  # keeps the state after 16 tokens
     batch.take_copies()
@@ -214,14 +214,20 @@ def test_shards_load_their_own_pages() -> None:
 # Transfers in flight.
 
 
-def make_batch_of(manager: CacheManager, **options: Any) -> RunningBatch:
-    return make_batch(manager, **options)
+def admit_loaded(manager: CacheManager) -> RunningBatch:
+    """Return a batch with a row whose hits are all loaded."""
+    fill_tier(manager)
+    pass_through(manager, OTHER[30:64])
+    complete(manager)
+    batch = make_batch(manager)
+    assert batch.admit(0, FIRST) == 20
+    return batch
 
 
 def test_a_step_waits_until_transfers_are_taken() -> None:
     manager = make_tiered()
     fill_tier(manager)
-    batch = make_batch_of(manager)
+    batch = make_batch(manager)
     batch.admit(0, FIRST)
     with pytest.raises(CopiesDueError, match=r"row 0 \(at 0\): .*take_transfers"):
         batch.step([0], [1])
@@ -233,11 +239,7 @@ def test_a_step_waits_until_transfers_are_taken() -> None:
 
 def test_what_is_computed_with_loaded_pages_hits_later() -> None:
     manager = make_tiered(num_pages=12)
-    fill_tier(manager)
-    pass_through(manager, OTHER[30:64])
-    complete(manager)
-    batch = make_batch_of(manager)
-    assert batch.admit(0, FIRST) == 20
+    batch = admit_loaded(manager)
     number = batch.take_transfers().number
     for token_id in range(8):
         batch.step([0], [token_id])
@@ -251,11 +253,7 @@ def test_what_is_computed_with_loaded_pages_hits_later() -> None:
 
 def test_failed_loads_rewind_rows_and_requests() -> None:
     manager = make_tiered(num_pages=14)
-    fill_tier(manager)
-    pass_through(manager, OTHER[30:64])
-    complete(manager)
-    batch = make_batch_of(manager)
-    assert batch.admit(0, FIRST) == 20
+    batch = admit_loaded(manager)
     request = run_request(manager, FIRST)
     assert request is not None
     transfers = manager.take_transfers()
@@ -284,7 +282,7 @@ def test_a_failed_save_never_hits() -> None:
 
 def test_rows_with_states_go_back_to_the_start() -> None:
     manager = make_tiered(FULL, STATE, num_pages=14)
-    batch = make_batch_of(manager)
+    batch = make_batch(manager)
     batch.admit(0, FIRST, num_tokens=16)
     batch.grow([0], 1)
     batch.take_copies()
@@ -300,7 +298,7 @@ def test_rows_with_states_go_back_to_the_start() -> None:
 
 def test_a_fork_of_a_page_that_fails_to_load_goes_back_too() -> None:
     manager = make_tiered(num_pages=14)
-    batch = make_batch_of(manager)
+    batch = make_batch(manager)
     batch.admit(0, FIRST[:18])
     assert batch.swap_out(0)
     pass_through(manager, OTHER[:52])
@@ -366,7 +364,7 @@ def test_a_tier_smaller_than_what_a_step_evicts_keeps_a_part() -> None:
 
 def test_a_row_is_swapped_out_and_in() -> None:
     manager = make_tiered(num_pages=14)
-    batch = make_batch_of(manager)
+    batch = make_batch(manager)
     batch.admit(0, FIRST)
     batch.step([0], [1])
     assert batch.swap_out(0)
@@ -394,7 +392,7 @@ def test_a_row_is_swapped_out_and_in() -> None:
 @pytest.mark.parametrize("way", ["grow", "trim", "release"])
 def test_a_row_that_goes_on_otherwise_lets_go_of_the_tier(way: str) -> None:
     manager = make_tiered(num_pages=14)
-    batch = make_batch_of(manager)
+    batch = make_batch(manager)
     batch.admit(0, FIRST)
     assert batch.swap_out(0)
     complete(manager)
@@ -413,7 +411,7 @@ def test_a_row_that_goes_on_otherwise_lets_go_of_the_tier(way: str) -> None:
 
 def test_a_row_whose_save_failed_is_computed_again() -> None:
     manager = make_tiered(num_pages=14)
-    batch = make_batch_of(manager)
+    batch = make_batch(manager)
     batch.admit(0, FIRST)
     assert batch.swap_out(0)
     manager.fail_transfers(batch.take_transfers().number, saves=[1])
@@ -424,7 +422,7 @@ def test_a_row_whose_save_failed_is_computed_again() -> None:
 
 def test_swapped_rows_change_places() -> None:
     manager = make_tiered(num_pages=14)
-    batch = make_batch_of(manager)
+    batch = make_batch(manager)
     batch.admit(0, FIRST)
     batch.admit(1, OTHER[:5])
     assert batch.swap_out(0)
@@ -437,7 +435,7 @@ def test_swapped_rows_change_places() -> None:
 
 def test_swapping_needs_room() -> None:
     manager = make_tiered(num_pages=14, num_host_pages=4)
-    batch = make_batch_of(manager)
+    batch = make_batch(manager)
     batch.admit(0, FIRST)
     before = batch.get_page_ids(0)
     assert not batch.swap_out(0), "the tier has 3 pages"
@@ -452,7 +450,7 @@ def test_swapping_needs_room() -> None:
 
 
 def test_rows_that_cannot_be_swapped() -> None:
-    batch = make_batch_of(make_tiered())
+    batch = make_batch(make_tiered())
     with pytest.raises(ArgumentError, match="row 0 is not admitted"):
         batch.swap_out(0)
     with pytest.raises(RowIndexError):
@@ -461,7 +459,7 @@ def test_rows_that_cannot_be_swapped() -> None:
     assert batch.swap_out(0)
     with pytest.raises(ArgumentError, match="row 0 holds no computed tokens"):
         batch.swap_out(0)
-    alone = make_batch_of(make_manager(FULL))
+    alone = make_batch(make_manager(FULL))
     alone.admit(0, FIRST)
     for swap in (alone.swap_out, alone.swap_in):
         with pytest.raises(ArgumentError, match="host tier"):
@@ -552,7 +550,7 @@ def test_results_are_made_by_calls() -> None:
     failed = manager.fail_transfers(transfers.number, loads=[0])
     assert repr(failed) == f"FailedLoads(number={transfers.number}, page_ids={failed.page_ids})"
     with pytest.raises(ArgumentError, match="another pool"):
-        make_batch_of(make_tiered()).rewind(failed)
+        make_batch(make_tiered()).rewind(failed)
     tier = PageTier(manager.page_pool.store, 9)
     with pytest.raises(ArgumentError):
         add_tier(manager.page_pool.store, tier)
@@ -566,7 +564,7 @@ class Interrupted:
 
     def __init__(self) -> None:
         self.manager = make_tiered(num_pages=24, num_host_pages=40)
-        self.batch = make_batch_of(self.manager)
+        self.batch = make_batch(self.manager)
         self.batch.admit(0, OTHER[:10])
         self.batch.admit(1, OTHER[:6])
         assert self.batch.swap_out(0)
@@ -657,7 +655,7 @@ def test_threads_share_a_tier() -> None:
 
     def work(number: int) -> None:
         rng = np.random.default_rng(number)
-        batch = make_batch_of(manager)
+        batch = make_batch(manager)
         try:
             for _ in range(300):
                 token_ids = [number * 1000 * (rng.random() < 0.5), *range(int(rng.integers(1, 60)))]
