@@ -11,6 +11,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from mkdocs.structure.toc import AnchorLink
 
 ROOT = Path(__file__).parents[1]
 MERMAID = Path(sys.prefix) / "mermaid.min.js"
@@ -51,3 +52,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if "```mermaid" in markdown and files.get_file_from_path("mermaid.min.js"):
         markdown += '\n\n<script src="mermaid.min.js"></script>\n'
     return markdown
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> None:
+    """Leave the class out before the names of its members, in the table of contents."""
+    for heading in page.toc:
+        shorten(heading)
+
+
+def shorten(heading: AnchorLink) -> None:
+    """Leave the title of a heading out where those below it begin with it."""
+    for child in heading.children:
+        child.title = child.title.removeprefix(f"{heading.title}.")
+        shorten(child)
