@@ -23,8 +23,8 @@ LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Take the URLs of the project."""
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
-    config.site_url, config.repo_url = f"{urls['Documentation']}/", urls["Repository"]
-    config.repo_name, config.edit_uri = config.repo_url.partition("://")[2].partition("/")[2], "edit/main/docs/"
+    config.site_url, config.repo_url = f"{urls['Documentation'].rstrip('/')}/", urls["Repository"]
+    config.repo_name = "/".join(config.repo_url.split("/")[-2:])
     return config
 
 
