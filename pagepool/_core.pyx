@@ -93,55 +93,44 @@ have the classes. Each file imports only those above it.
 `chain.pyx`            `HashChain`
 `page_records.pyx`     `PageStore`, its lower half: the records of a pool, and its prefix index
 `store.pyx`            its upper half: the free queue; `CachePage`, `QueryCounter`
-`copying.pyx`          `PageCopies`: copies that are due, taken
+`copying.pyx`          `PageCopies` that are due; `keep_states`, `fork_request`, `fork_row`, which need them
 `journal.pyx`          `EntryJournal`: changes of the prefix index
-`tier.pyx`             `PageTier`: the tier behind a pool
-`transferring.pyx`     `Transfers` between them, taken and ended; `FailedLoads`
-`loading.pyx`          `load_hits`: pages of the tier are loaded where a prefix hits them
+`tier.pyx`             `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_hits`: prefixes loaded from it
 `lookups.pyx`          `PrefixQuery`: how many pages of a prefix hit
 `refusal.pyx`          `Refusal`: whether a refused request is refused again
 `request_pages.pyx`    `RequestPages`: what a request holds (`take`, `enter`, `skip`, `give_back`) in its `CacheGroups`
-`request_copies.pyx`   `keep_states`, `fork_request`: copies for requests
 `saving.pyx`           `copy_records`: a pool copied, to be checked or saved; `load_store`
 `table.pyx`            `TableRows`, `GroupedRows`
 `row_memory.pyx`       `RowMemory`: arrays and locks of a batch
 `row_request.pyx`      `RowRequest`: a row is admitted, or refused
-`row_fork.pyx`         `fork_row`: a row goes on in others
-`external.pyx`         `end_external`: a pending row runs, or fails; the same for requests
-`row_rewind.pyx`       `rewind_rows`: rows go back to tokens before pages that failed to load
-`row_swap.pyx`         `swap_out_row`, `swap_in_row`: a row's pages go to the tier and come back
+`row_transfers.pyx`    `swap_out_row`, `swap_in_row`, `rewind_rows`, `end_external`: rows whose pages are transferred
 `running.pyx`          `RunningRows`: `grow`, `step`, `undo`, `trim`, `release`
 `holders.pyx`          `check_holders`, `check_rows`
 `spans.pyx`            `TokenSpan`: the cached pages among tokens of a request or row
-`pinning.pyx`          `PinSpan`: cached pages are pinned and unpinned
-`leasing.pyx`          `lease_pages`: pages that a transfer reads
-`retaining.pyx`        `RetentionSpan`: cached pages are retained; `protect_pages`
+`keeping.pyx`          `PinSpan`, `RetentionSpan`, `protect_pages`, `lease_pages`: cached pages pinned, retained, leased
 =====================  =====================================================================================================
 """
 
 from pagepool.core.chain import HashChain, siphash128
-from pagepool.core.copying import PageCopies, take_copies
-from pagepool.core.external import end_external, give_back_behind, skip_unread_pages
+from pagepool.core.copying import (
+    PageCopies, are_states_due, check_copies_taken, fork_request, fork_row, keep_states, pass_states, take_copies,
+)
 from pagepool.core.holders import check_holders, check_rows
 from pagepool.core.ids import PageIds, lists_of, require_token_ids
 from pagepool.core.journal import EntryJournal
-from pagepool.core.leasing import Lease, lease_pages
-from pagepool.core.loading import load_hits
+from pagepool.core.keeping import Lease, PinSpan, Retention, RetentionSpan, lease_pages, protect_pages
 from pagepool.core.lookups import PrefixQuery
-from pagepool.core.pinning import PinSpan
 from pagepool.core.refusal import Refusal
-from pagepool.core.request_copies import are_states_due, check_copies_taken, fork_request, keep_states, pass_states
 from pagepool.core.request_pages import CacheGroups, PageRules, RequestPages
-from pagepool.core.retaining import Retention, RetentionSpan, protect_pages
-from pagepool.core.row_fork import fork_row
 from pagepool.core.row_request import RowRequest
-from pagepool.core.row_rewind import rewind_rows
-from pagepool.core.row_swap import swap_in_row, swap_out_row
+from pagepool.core.row_transfers import (
+    end_external, give_back_behind, rewind_rows, skip_unread_pages, swap_in_row, swap_out_row,
+)
 from pagepool.core.running import RunningRows, StepResult
 from pagepool.core.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
 from pagepool.core.store import CachePage, PageStore, QueryCounter
 from pagepool.core.table import GroupedRows, TableRows, pack_dirty_windows
-from pagepool.core.tier import PageTier, add_tier
-from pagepool.core.transferring import (
-    FailedLoads, Transfers, end_step, end_transfers, find_wrong_token, list_in_flight, take_transfers,
+from pagepool.core.tier import (
+    FailedLoads, PageTier, Transfers, add_tier, end_step, end_transfers, find_wrong_token, list_in_flight, load_hits,
+    take_transfers,
 )
