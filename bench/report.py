@@ -1,7 +1,7 @@
 """Write docs/benchmarks.md and docs/speed.svg from bench/results.json: ``python -m bench.report``.
 
-Text around the tables is in bench/benchmarks.md.in, where a line ``{{NAME}}`` stands for all tables of a benchmark, or for one
-of the parts in `PARTS`. Needs no package, not even pagepool. The same results make the same bytes.
+Text around the tables is in bench/benchmarks.md.in, where ``{{NAME}}`` stands for all tables of a benchmark, or for one of the
+parts in `PARTS`. Needs no package, not even pagepool. The same results make the same bytes.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def make_page(results: Results) -> str:
     def fill(match: re.Match[str]) -> str:
         return PARTS[match[1]](results) if match[1] in PARTS else make_tables(results, match[1])
 
-    return re.sub(r"^\{\{(\w+)\}\}$", fill, TEMPLATE.read_text(), flags=re.MULTILINE)
+    return re.sub(r"\{\{(\w+)\}\}", fill, TEMPLATE.read_text())
 
 
 def make_picture(results: Results) -> str:
