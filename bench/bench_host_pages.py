@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.race import HOST, Race, Work
+from bench.race import HOST, WALL_TIME, Race, Work
 from bench.workload import PAGE_SIZE, SEED
 from pagepool.host_pages import HostPages
 
@@ -27,6 +27,8 @@ PAGE_SHAPE = (PAGE_SIZE, 8, 64)
 NUM_TURNS = 10
 ROUNDS_PER_TURN = 10
 NUM_STEPS = 20
+
+pytestmark = WALL_TIME
 
 
 class Transfers:

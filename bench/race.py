@@ -1,7 +1,7 @@
 """Races: rivals do the same work in turn, round by round, under one clock. This module also prints the results.
 
 A race is one benchmark of pytest-benchmark. The rivals take turns of a few rounds, so that other load on the machine affects
-all of them equally. The first round of a turn is not timed, so that no rival pays for the cache misses left by the previous
+all of them equally. `bench.__main__` sets the clock to CPU time; `WALL_TIME` marks races that need another one. The first round of a turn is not timed, so that no rival pays for the cache misses left by the previous
 one. Preparation before a round is not timed either, and the garbage collector is off. The medians by rival are in the
 benchmark's ``extra_info``; pytest-benchmark's own statistics mix the rivals.
 """
@@ -15,7 +15,10 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, asdict, dataclass
 from itertools import cycle
 from statistics import median, quantiles
+from time import perf_counter
 from typing import Any, Protocol
+
+import pytest
 
 import pagepool
 from bench.tables import as_table, show_ratio, show_time
@@ -49,6 +52,8 @@ HASHES = Suite(
     "target",
 )
 SUITES = (DROP_IN, BATCHED, EVICTION, COPIES, HOST, FORKS, STATES, TIER, EVENTS, HASHES)
+WALL_TIME = pytest.mark.benchmark(timer=perf_counter)
+"""Marks benchmarks whose work is not done by one thread alone."""
 LIMIT_COLUMNS = ("limit in C", "batched alone", "ratio to the limit")
 
 Limits = Mapping[str, tuple[float, float]]
@@ -214,7 +219,7 @@ def suite_table(suite: Suite, results: Sequence[Result], limits: Limits) -> str:
 def describe_setup() -> str:
     versions = ", ".join(f"{name} {version}" for name in ("easydel", "vllm") if (version := find_version(name)))
     return (
-        "Medians; all rivals in turn in one run, the garbage collector off, page ids read in every loop. "
+        "Medians; all rivals in turn in one run, CPU time except where jax works, the garbage collector off, page ids read in every loop. "
         f"pagepool {pagepool.__version__}, {versions or 'no engine installed'}, "
         f"CPython {platform.python_version()}, {platform.system()} {platform.machine()}."
     )
