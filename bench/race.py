@@ -1,9 +1,10 @@
 """Races: rivals do the same work in turn, round by round, under one clock. This module also prints the results.
 
 A race is one benchmark of pytest-benchmark. The rivals take turns of a few rounds, so that other load on the machine affects
-all of them equally. `bench.__main__` sets the clock to CPU time; `WALL_TIME` marks races that need another one. The first round of a turn is not timed, so that no rival pays for the cache misses left by the previous
-one. Preparation before a round is not timed either, and the garbage collector is off. The medians by rival are in the
-benchmark's ``extra_info``; pytest-benchmark's own statistics mix the rivals.
+all of them equally. `bench.__main__` sets the clock to CPU time; `WALL_TIME` marks races that need another one. The first round
+of a turn is not timed, so that no rival pays for the cache misses left by the previous one. Preparation before a round is not
+timed either, and the garbage collector is off. The medians by rival are in the benchmark's ``extra_info``; pytest-benchmark's
+own statistics mix the rivals.
 """
 
 from __future__ import annotations
@@ -219,8 +220,8 @@ def suite_table(suite: Suite, results: Sequence[Result], limits: Limits) -> str:
 def describe_setup() -> str:
     versions = ", ".join(f"{name} {version}" for name in ("easydel", "vllm") if (version := find_version(name)))
     return (
-        "Medians; all rivals in turn in one run, CPU time except where jax works, the garbage collector off, page ids read in every loop. "
-        f"pagepool {pagepool.__version__}, {versions or 'no engine installed'}, "
+        "Medians; all rivals in turn in one run, CPU time but where jax works, the garbage collector off, page ids read in "
+        f"every loop. pagepool {pagepool.__version__}, {versions or 'no engine installed'}, "
         f"CPython {platform.python_version()}, {platform.system()} {platform.machine()}."
     )
 

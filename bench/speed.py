@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from bench.tables import show_ratio, show_time
 
-WIDTH, MARGIN = 660, 16
-LEFT, RIGHT = 206, 520
+WIDTH, MARGIN = 600, 14
+LEFT, RIGHT = 190, 464
 """Where the axis begins and ends; names stand before it, times behind the bars."""
 TITLE_HEIGHT, GROUP_HEIGHT, BAR_HEIGHT, LINE_HEIGHT = 44, 34, 24, 17
-CAPTION_COLUMNS = 92
+CAPTION_COLUMNS = 90
 NAMES = {"easydel": "EasyDeL", "vllm": "vLLM", "manager": "pagepool CacheManager", "batched": "pagepool RunningBatch"}
 COLORS = {
     "ground": ("#ffffff", "#0d1117"),
