@@ -144,7 +144,7 @@ bench-vllm: vllm-environment  ## pagepool beside vLLM, then vLLM with and withou
 	$(call IN,$(VLLM_VENV)) bench.vllm $(BENCH_ARGS)
 
 # Each engine in an environment of its own. Where EasyDeL's cannot be made, its benchmarks run without it; without vLLM's, none.
-RESULTS = --results $(CURDIR)/bench/results.json $(BENCH_ARGS)
+RESULTS = --results=$(CURDIR)/bench/results.json $(BENCH_ARGS)
 
 bench-results: $(DEV_VENV)/installed  ## all benchmarks beside all engines, into bench/results.json: BENCH_ARGS="-k decode" repeats a part
 	-$(MAKE) easydel-environment

@@ -1,7 +1,7 @@
 """Run all benchmarks and print the table: ``python -m bench``. Further arguments go to pytest: ``-k decode``.
 
 ``--engine NAME`` before them runs only the benchmarks that have the engine's allocator as a rival, easydel or vllm, whether or
-not it is installed; ``--engine none`` those that have neither. ``--results FILE`` puts the results into a file.
+not it is installed; ``--engine none`` those that have neither. ``--results=FILE`` puts the results into a file.
 """
 
 import argparse
