@@ -32,7 +32,7 @@ test: $(VENV)/with-$(EXTRA)  ## all tests and doctests on the wheel
 	    --pyargs pagepool $(CURDIR)/tests $(addprefix $(CURDIR)/,$(wildcard README.md docs))
 
 # Tests of sources, commands and sockets: another build of the core makes no difference to them.
-ANY_BUILD = $(foreach name,style layering pictures plan commands command_files command_manners fleet fleet_command operating \
+ANY_BUILD = $(foreach name,style layering benchmarks pictures plan commands command_files command_manners fleet fleet_command operating \
     launcher connections heartbeat event_publisher publisher_fork,--ignore=$(CURDIR)/tests/test_$(name).py)
 
 debug:  ## the same on a build with bounds checks and asserts, but for what any build passes

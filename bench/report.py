@@ -122,7 +122,8 @@ def make_cells(work: tuple[str, str], lines: Sequence[Line], rivals: Sequence[st
         show_time(runs[environment].medians[runs[environment].ours] if environment in runs else None, unit)
         for environment in environments
     ]
-    return [f"{work[0]}, per {work[1]}", *(show_cell(medians.get(name), unit, ratios.get(name)) for name in rivals), *ours]
+    name = f"{work[0]}, per {work[1]}" if work[1] else work[0]
+    return [name, *(show_cell(medians.get(name), unit, ratios.get(name)) for name in rivals), *ours]
 
 
 def show_cell(time: float | None, unit: str, ratio: float | None) -> str:

@@ -33,7 +33,10 @@ Setup = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Line:
-    """The times of a unit of work by rival, in the unit `time`: medians and quartiles, and ratios to ours."""
+    """The times of a unit of work by rival, in the unit `time`: medians and quartiles, and ratios to ours.
+
+    `unit` is empty if the name of the work says it.
+    """
 
     bench: str
     work: str

@@ -159,7 +159,7 @@ def as_result(name: str, unit: str, measured: Seconds, scale: float = MILLISECON
     quartiles = {rival: find_quartiles(values) for rival, values in times.items() if len(values) > 1}
     ratios = {rival: find_ratio(measured, rival, OURS) for rival in times if rival != OURS}
     shortened = {rival: results.shorten(ratio) for rival, ratio in ratios.items() if ratio is not None}
-    return results.Line("vllm", name, "call", unit, OURS, medians, quartiles, shortened)
+    return results.Line("vllm", name, "", unit, OURS, medians, quartiles, shortened)
 
 
 def find_quartiles(values: Sequence[float]) -> list[float]:
@@ -172,7 +172,7 @@ def measure_memory(workers: Mapping[str, Worker]) -> tuple[list[str], results.Li
     ratio = find_ratio(num_bytes, "vllm", OURS)
     cells = [f"{num_bytes[rival][0]:.0f}" if rival in num_bytes else "-" for rival in RIVALS]
     name = "a new pool of 1M blocks, bytes a block"
-    return [name, *cells, show_ratio(ratio, 1), "-", "-", "-"], as_result("a new pool of 1M blocks", "bytes", num_bytes, 1)
+    return [name, *cells, show_ratio(ratio, 1), "-", "-", "-"], as_result("a new pool of 1M blocks, per block", "bytes", num_bytes, 1)
 
 
 def measure(workers: Mapping[str, Worker], word: str, num_turns: int) -> Iterator[tuple[list[str], results.Line]]:
