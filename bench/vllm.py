@@ -172,7 +172,7 @@ def measure_memory(workers: Mapping[str, Worker]) -> tuple[list[str], results.Li
     ratio = find_ratio(num_bytes, "vllm", OURS)
     cells = [f"{num_bytes[rival][0]:.0f}" if rival in num_bytes else "-" for rival in RIVALS]
     name = "a new pool of 1M blocks, bytes a block"
-    return [name, *cells, show_ratio(ratio, 1), "-", "-", "-"], as_result("a new pool of 1M blocks, per block", "bytes", num_bytes, 1)
+    return [name, *cells, show_ratio(ratio, 1), "-", "-", "-"], as_result(name, "bytes", num_bytes, 1)
 
 
 def measure(workers: Mapping[str, Worker], word: str, num_turns: int) -> Iterator[tuple[list[str], results.Line]]:
