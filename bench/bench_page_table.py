@@ -245,4 +245,4 @@ def test_run(race: Race) -> None:
     jax = pytest.importorskip("jax")
     contenders = {rival: Run(jax, make) for rival, make in PAGE_TABLES.items()}
     name = f"{NUM_STEPS} steps with about 128 requests, 256 x 2048, including compilations"
-    race(contenders, Work(name, "step", NUM_STEPS, 1))
+    race(contenders, Work(name, "step", NUM_STEPS, 1, rounds_per_turn=2))

@@ -7,6 +7,7 @@ parts in `PARTS`. Needs no package, not even pagepool. The same results make the
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import quantiles
@@ -20,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 TEMPLATE = ROOT / "bench" / "benchmarks.md.in"
 PAGE = ROOT / "docs" / "benchmarks.md"
 PICTURE = ROOT / "docs" / "speed.svg"
+LINE_LENGTH = 128
 
 NAMES = {
     "easydel": "EasyDeL",
@@ -148,10 +150,11 @@ def make_noise(results: Results) -> str:
         if line.quartiles.get(line.ours)
     ]
     deciles = quantiles(spreads, n=10, method="inclusive")
-    return (
-        f"Of the {len(spreads)} lines below, half have quartiles of pagepool's rounds within {deciles[4]:.0%} of the median, "
+    text = (
+        f"Noise: of the {len(spreads)} lines below, half have quartiles of pagepool's rounds within {deciles[4]:.0%} of the median, "
         f"and nine of ten within {deciles[8]:.0%}."
     )
+    return textwrap.fill(text, LINE_LENGTH)
 
 
 PARTS: Mapping[str, Callable[[Results], str]] = {

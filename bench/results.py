@@ -1,4 +1,4 @@
-"""The file of results: what each race measured, on which machine, with which versions. Nothing here imports pagepool.
+"""The file of results: what each race measured, on which machine, with which versions.
 
 A run replaces the lines that an earlier run in the same environment has of the same works, and leaves the others. EasyDeL's,
 vLLM's and the developers' environment are three: their lines stand side by side, and each has its own ratios.
@@ -6,6 +6,7 @@ vLLM's and the developers' environment are three: their lines stand side by side
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).parent / "results.json"
 ENGINES = ("easydel", "vllm")
 """The packages that an environment is named after. One with neither is the developers'."""
-PACKAGES = ("pagepool", *ENGINES, "jax", "numpy")
-MACHINE = ("cpu", "cores", "os", "python", *PACKAGES, "date")
+PACKAGES = (*ENGINES, "jax", "numpy")
+MACHINE = ("cpu", "cores", "os", "python", "pagepool", *PACKAGES, "date")
 
 Setup = Mapping[str, Any]
 """What `MACHINE` names, except for packages that are not installed."""
@@ -102,6 +103,7 @@ def describe_machine() -> Setup:
         "cores": os.cpu_count(),
         "os": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
+        "pagepool": importlib.import_module("pagepool").__version__,  # what was measured, be it installed or a source tree
     }
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
