@@ -151,8 +151,8 @@ def make_noise(results: Results) -> str:
     ]
     deciles = quantiles(spreads, n=10, method="inclusive")
     text = (
-        f"Noise: of the {len(spreads)} lines below, half have quartiles of pagepool's rounds within {deciles[4]:.0%} of the median, "
-        f"and nine of ten within {deciles[8]:.0%}."
+        f"Noise: of the {len(spreads)} lines below, half have quartiles of pagepool's rounds within {deciles[4]:.0%} of the "
+        f"median, and nine of ten within {deciles[8]:.0%}."
     )
     return textwrap.fill(text, LINE_LENGTH)
 

@@ -42,18 +42,18 @@ class Group(NamedTuple):
 
 
 class Axis:
-    """A logarithmic axis over whole powers of ten."""
+    """A logarithmic axis from a power of ten to the longest time."""
 
     def __init__(self, times: Sequence[float]) -> None:
         self.first = math.floor(math.log10(min(times)))
-        self.last = max(math.ceil(math.log10(max(times))), self.first + 1)
+        self.last = max(math.log10(max(times)), self.first + 1)
 
     def place(self, time: float) -> float:
         share = (math.log10(time) - self.first) / (self.last - self.first)
         return LEFT + share * (RIGHT - LEFT)
 
     def ticks(self) -> list[int]:
-        return [10**power for power in range(self.first, self.last + 1)]
+        return [10**power for power in range(self.first, math.floor(self.last) + 1)]
 
 
 def draw(groups: Sequence[Group], caption: str) -> str:
@@ -110,6 +110,7 @@ text {{ font: 14px sans-serif; fill: {COLORS["ink"][0]} }}
 .name {{ text-anchor: end }}
 .tick {{ text-anchor: middle }}
 .tick, .caption {{ font-size: 12.5px }}
+.group, .time {{ paint-order: stroke; stroke-width: 4px }}
 {style(0)}
 @media (prefers-color-scheme: dark) {{
 {style(1)}
@@ -126,4 +127,5 @@ def style(scheme: int) -> str:
     colors = {name: pair[scheme] for name, pair in COLORS.items()}
     bars = [f".{name} {{ fill: {colors[name]} }}" for name in ("ground", *NAMES)]
     others = [f"text {{ fill: {colors['ink']} }}", f".tick, .caption {{ fill: {colors['soft']} }}"]
+    others.append(f".group, .time {{ stroke: {colors['ground']} }}")  # so that the grid does not cross them
     return "\n".join([*others, f".grid {{ stroke: {colors['grid']} }}", *bars])
