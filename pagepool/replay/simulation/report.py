@@ -9,7 +9,7 @@ __all__ = ["print_report"]
 
 HIT_RATE = "  hit rate"
 COPIES = "states copied"
-TIME_NOTE = "Time in the allocator: calls into pagepool, hashing included. The wall time adds the simulated scheduler, in Python."
+TIME_NOTE = "Time in the allocator: calls into pagepool, hashing included. Wall time adds the simulated scheduler, in Python."
 
 
 def _format_seconds(seconds: float) -> str:
