@@ -18,7 +18,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo engine test debug sanitize threads tsan fuzz soak planted coverage mutation lint bench bench-vllm test-easydel test-vllm vllm-environment clean
+.PHONY: demo engine test debug sanitize threads tsan fuzz soak planted coverage mutation lint bench bench-vllm bench-results bench-plot \
+    test-easydel test-vllm easydel-environment vllm-environment clean
 
 demo: $(VENV)/with-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
@@ -31,7 +32,7 @@ test: $(VENV)/with-$(EXTRA)  ## all tests and doctests on the wheel
 	    --pyargs pagepool $(CURDIR)/tests $(addprefix $(CURDIR)/,$(wildcard README.md docs))
 
 # Tests of sources, commands and sockets: another build of the core makes no difference to them.
-ANY_BUILD = $(foreach name,style layering pictures plan commands command_files command_manners fleet fleet_command operating \
+ANY_BUILD = $(foreach name,style layering benchmarks pictures plan commands command_files command_manners fleet fleet_command operating \
     launcher connections heartbeat event_publisher publisher_fork docs,--ignore=$(CURDIR)/tests/test_$(name).py)
 
 debug:  ## the same on a build with bounds checks and asserts, but for what any build passes
@@ -135,32 +136,62 @@ bench: $(DEV_VENV)/installed  ## pagepool beside its rivals
 	$(DEV_VENV)/bin/python -m bench $(BENCH_ARGS)
 
 # Links, since the installed wheel has to be imported and not the source tree beside bench.
-bench-vllm: vllm-environment  ## vLLM with and without pagepool, and what is in reach: BENCH_ARGS="--check -k steps"
-	mkdir -p $(VLLM_VENV)/path && ln -sfn $(CURDIR)/bench $(CURDIR)/tests $(VLLM_VENV)/path
-	PYTHONSAFEPATH=1 PYTHONPATH=$(VLLM_VENV)/path $(VLLM_VENV)/bin/python -m bench.vllm $(BENCH_ARGS)
+IN = mkdir -p $(1)/path && ln -sfn $(CURDIR)/bench $(CURDIR)/tests $(1)/path && \
+    PYTHONSAFEPATH=1 PYTHONPATH=$(1)/path $(1)/bin/python -m
+
+bench-vllm: vllm-environment  ## pagepool beside vLLM, then vLLM with and without pagepool; only the latter: BENCH_ARGS="--check -k steps"
+	$(if $(BENCH_ARGS),,$(call IN,$(VLLM_VENV)) bench --engine vllm)
+	$(call IN,$(VLLM_VENV)) bench.vllm $(BENCH_ARGS)
+
+# Each engine in an environment of its own. Where EasyDeL's cannot be made, its benchmarks run without it; without vLLM's, none.
+RESULTS = --results=$(CURDIR)/bench/results.json $(BENCH_ARGS)
+
+bench-results: $(DEV_VENV)/installed  ## all benchmarks beside all engines, into bench/results.json: BENCH_ARGS="-k decode" repeats a part
+	-$(MAKE) easydel-environment
+	-$(MAKE) vllm-environment
+	$(if $(BENCH_ARGS),,rm -f bench/results.json)
+	if test -e $(EASYDEL_VENV)/complete; then $(call IN,$(EASYDEL_VENV)) bench --engine easydel $(RESULTS); else \
+	    echo 'bench-results: without EasyDeL, whose environment could not be made' && \
+	    $(DEV_VENV)/bin/python -m bench --engine easydel $(RESULTS); \
+	fi
+	if test -e $(VLLM_VENV)/complete; then $(call IN,$(VLLM_VENV)) bench --engine vllm $(RESULTS) && \
+	    $(call IN,$(VLLM_VENV)) bench.vllm $(RESULTS); else \
+	    echo 'bench-results: without vLLM, whose environment could not be made'; \
+	fi
+	$(DEV_VENV)/bin/python -m bench --engine none $(RESULTS)
+
+bench-plot:  ## docs/speed.svg and docs/benchmarks.md from bench/results.json
+	$(PYTHON) -m bench.report
 
 # EASYDEL_TESTS=folder: the folder tests of EasyDeL's repository at the same version, for its own tests too.
-test-easydel:  ## the tests with easydel, which is large: in an environment of its own
-	$(MAKE) $(EASYDEL_VENV)/with-test VENV=$(EASYDEL_VENV)
-	$(EASYDEL_VENV)/bin/pip install --quiet easydel==0.3.0 torch==2.13.0 pillow
+test-easydel: easydel-environment  ## the tests with easydel, which is large: in an environment of its own
 	$(RUN) $(EASYDEL_VENV)/bin/python -m pytest $(PYTEST_ARGS) \
 	    $(foreach name,compat easydel reference reference_names request specs,tests/test_$(name).py)
+
+# The file `complete` says that all of it is there, and of this tree.
+easydel-environment:
+	rm -f $(EASYDEL_VENV)/complete
+	$(MAKE) $(EASYDEL_VENV)/with-test VENV=$(EASYDEL_VENV)
+	$(EASYDEL_VENV)/bin/pip install --quiet easydel==0.3.0 torch==2.13.0 pillow
+	touch $(EASYDEL_VENV)/complete
 
 # VLLM_TESTS=folder: the folder tests of vLLM's source distribution of the same version, for its own tests too, which VLLM_OWN_TESTS
 # runs.
 VLLM_OWN_TESTS ?= tests/vllm_own_tests.py
 
-test-vllm bench-vllm: export VLLM_TARGET_DEVICE = cpu
+test-vllm bench-vllm bench-results: export VLLM_TARGET_DEVICE = cpu
 test-vllm: vllm-environment  ## the tests with vllm, which is large: in an environment of its own
 	$(RUN) $(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(addprefix $(CURDIR)/,$(wildcard tests/test_vllm_*.py))
 	$(if $(VLLM_TESTS),$(RUN) $(VLLM_VENV)/bin/python $(CURDIR)/$(VLLM_OWN_TESTS) $(VLLM_TESTS))
 
 # vLLM comes without its dependencies, most of which are for devices: tests/vllm_requirements.txt has those of its scheduler.
 vllm-environment:
+	rm -f $(VLLM_VENV)/complete
 	$(MAKE) $(VLLM_VENV)/with-test VENV=$(VLLM_VENV)
 	$(VLLM_VENV)/bin/pip install --quiet torch==2.13.0
 	$(VLLM_VENV)/bin/pip install --quiet --no-deps vllm==0.33.0
 	$(VLLM_VENV)/bin/pip install --quiet --requirement tests/vllm_requirements.txt
+	touch $(VLLM_VENV)/complete
 
 # The site: mkdocs with its theme, and what draws diagrams, which pages load from another host where there is no npm.
 DOCS_VENV ?= .venv-docs
