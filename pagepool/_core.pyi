@@ -1,13 +1,22 @@
 """Types of the compiled core. Its docstrings say what each call does and costs."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Self, final
+from typing import Any, Final, Self, TypedDict, final
 
 import numpy as np
 import numpy.typing as npt
 
 from pagepool.hashing import HashNames, PageHashWithGroupId
 
+class _BuildFlags(TypedDict):
+    debug: bool
+    guards: bool
+    sanitizer: str
+    traced: bool
+    free_threaded: bool
+    compiler: str
+
+def build_flags() -> _BuildFlags: ...
 def siphash128(key: bytes, data: bytes) -> bytes: ...
 
 class PageIds:

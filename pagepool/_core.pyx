@@ -119,6 +119,8 @@ have the classes. Each file imports only those above it.
 =====================  =====================================================================================================
 """
 
+from pagepool.core.platform cimport GIL_DISABLED, GUARDS
+
 from pagepool.core.chain import HashChain, siphash128
 from pagepool.core.copying import PageCopies, take_copies
 from pagepool.core.external import end_external, give_back_behind, skip_unread_pages
@@ -145,3 +147,54 @@ from pagepool.core.tier import PageTier, add_tier
 from pagepool.core.transferring import (
     FailedLoads, Transfers, end_step, end_transfers, find_wrong_token, list_in_flight, take_transfers,
 )
+
+
+cdef extern from *:
+    """
+    #if defined(__has_feature)
+    #define PAGEPOOL_HAS(name) __has_feature(name)
+    #else
+    #define PAGEPOOL_HAS(name) 0
+    #endif
+    #if defined(__SANITIZE_ADDRESS__) || PAGEPOOL_HAS(address_sanitizer)
+    #define PAGEPOOL_SANITIZER "address"
+    #elif defined(__SANITIZE_THREAD__) || PAGEPOOL_HAS(thread_sanitizer)
+    #define PAGEPOOL_SANITIZER "thread"
+    #else
+    #define PAGEPOOL_SANITIZER ""
+    #endif
+    #if defined(__clang__)
+    #define PAGEPOOL_COMPILER __VERSION__
+    #else
+    #define PAGEPOOL_COMPILER "GCC " __VERSION__
+    #endif
+    #ifdef CYTHON_WITHOUT_ASSERTIONS
+    #define PAGEPOOL_DEBUG 0
+    #else
+    #define PAGEPOOL_DEBUG 1
+    #endif
+    #if CYTHON_TRACE_NOGIL
+    #define PAGEPOOL_TRACED 1
+    #else
+    #define PAGEPOOL_TRACED 0
+    #endif
+    """
+    const char *COMPILER "PAGEPOOL_COMPILER"
+    const char *SANITIZER "PAGEPOOL_SANITIZER"
+    bint DEBUG "PAGEPOOL_DEBUG"
+    bint TRACED "PAGEPOOL_TRACED"
+
+
+def build_flags():
+    """Return how the core was built: `debug` (asserts and bounds checks), `guards` (the checks of the hot loops), `sanitizer`
+    ("address" with undefined behaviour, "thread", or ""), `traced` (lines are counted), `free_threaded` (for a Python without
+    the GIL), and `compiler`.
+    """
+    return {
+        "debug": DEBUG,
+        "guards": GUARDS,
+        "sanitizer": SANITIZER.decode(),
+        "traced": TRACED,
+        "free_threaded": GIL_DISABLED,
+        "compiler": COMPILER.decode(),
+    }
