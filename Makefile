@@ -18,6 +18,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
+# `make` alone shows the list: the text behind ## of each target.
+.DEFAULT_GOAL := help
+.PHONY: help
+help:  ## this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
 .PHONY: demo engine test debug sanitize threads tsan fuzz soak planted coverage mutation lint bench bench-vllm test-easydel test-vllm vllm-environment clean
 
 demo: $(VENV)/with-replay  ## replay the built-in generator's chats
@@ -156,13 +162,13 @@ test-vllm: vllm-environment  ## the tests with vllm, which is large: in an envir
 	$(if $(VLLM_TESTS),$(RUN) $(VLLM_VENV)/bin/python $(CURDIR)/$(VLLM_OWN_TESTS) $(VLLM_TESTS))
 
 # vLLM comes without its dependencies, most of which are for devices: tests/vllm_requirements.txt has those of its scheduler.
-vllm-environment:
+vllm-environment:  ## the environment of test-vllm and bench-vllm
 	$(MAKE) $(VLLM_VENV)/with-test VENV=$(VLLM_VENV)
 	$(VLLM_VENV)/bin/pip install --quiet torch==2.13.0
 	$(VLLM_VENV)/bin/pip install --quiet --no-deps vllm==0.33.0
 	$(VLLM_VENV)/bin/pip install --quiet --requirement tests/vllm_requirements.txt
 
-clean:
+clean:  ## remove environments, builds and caches
 	rm -rf .venv .venv-* build dist *.egg-info .benchmarks .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	find pagepool \( -name '*.so' -o -name '*.c' \) -delete
