@@ -168,6 +168,21 @@ vllm-environment:  ## the environment of test-vllm and bench-vllm
 	$(VLLM_VENV)/bin/pip install --quiet --no-deps vllm==0.33.0
 	$(VLLM_VENV)/bin/pip install --quiet --requirement tests/vllm_requirements.txt
 
+.PHONY: api api-check typing
+
+api: $(VENV)/api-tools  ## write docs/api.md, from signatures and docstrings
+	$(VENV)/bin/python tools/api_reference.py
+
+api-check: $(VENV)/api-tools  ## whether docs/api.md is up to date, and what broke since the last tag is in the changelog
+	$(VENV)/bin/python tools/api_reference.py --check
+	$(VENV)/bin/python tools/api_check.py
+	$(RUN) $(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/test_api_tools.py
+
+typing: $(VENV)/api-tools  ## programs of users against the types of the wheel: mypy --strict and pyright, and lines that must fail
+	cd tests/typing && $(abspath $(VENV))/bin/mypy --cache-dir=$(CURDIR)/.mypy_cache
+	cd tests/typing && $(abspath $(VENV))/bin/basedpyright --pythonpath $(abspath $(VENV))/bin/python
+	$(VENV)/bin/mypy --strict tools
+
 clean:  ## remove environments, builds and caches
 	rm -rf .venv .venv-* build dist *.egg-info .benchmarks .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -185,6 +200,12 @@ $(VENV)/installed: $(SOURCES)
 # The same with the wheel's extra of that name and all it depends on.
 $(VENV)/with-%: $(VENV)/installed
 	$(@D)/bin/pip install --quiet "$$(echo $(@D)/dist/*.whl)[$*]"
+	touch $@
+
+# The same with the group `api`, and the extras that types of events need; --group needs a later pip than Python 3.11 comes with.
+$(VENV)/api-tools: $(VENV)/installed
+	$(@D)/bin/pip install --quiet --upgrade 'pip>=25.1'
+	$(@D)/bin/pip install --quiet --group api "$$(echo $(@D)/dist/*.whl)[events,metrics]"
 	touch $@
 
 # A copy of the source tree, installed in place with the extra of that name: for what reads or changes the sources.
