@@ -148,7 +148,7 @@ def test_examples(module: object) -> None:
 
 def test_the_markdown_of_a_docstring() -> None:
     text = "See `step`:\n- one\n- two\n\n>>> 1\n1\n\nThen `PagePool` and ``step``."
-    shown = api_reference.markdown(text, {"Rows.step", "PagePool"}, "Rows")
+    shown = api_reference.markdown(text, {"Rows.step": "Rows.step", "PagePool": "PagePool"}, "Rows")
     assert shown == (
         "See [`step`](#rowsstep):\n\n- one\n- two\n\n```python\n>>> 1\n1\n```\n\nThen [`PagePool`](#pagepool) and ``step``."
     )

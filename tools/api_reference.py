@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from functools import cache, reduce
 from importlib import import_module
 
@@ -15,6 +16,8 @@ from public_api import ROOT, SECTIONS, Public, Section, exports_of, find_constru
 TARGET = ROOT / "docs" / "api.md"
 WIDTH = 100  # columns of a signature on one line
 MAX_VALUE = 60  # characters of a constant's value
+
+Headings = Mapping[str, str]
 
 HEAD = """# API reference
 
@@ -43,14 +46,23 @@ def render(package: griffe.Module) -> str:
     missing = set(exports_of(package)) - listed - {"__version__", "errors"}
     if missing:
         raise LookupError(f"in no section of tools/public_api.py: {', '.join(sorted(missing))}")
-    headings = set(listed)
-    headings |= {f"{name}.{item}" for names in contents.values() for name, value in names.items() for item in methods_of(value)}
+    headings = find_headings(contents)
     parts = [HEAD, *(f"- [{section.title}]({anchor(section.title)}): {links(names)}" for section, names in contents.items())]
     for section, names in contents.items():
         parts += ["", f"## {section.title}", "", *introduce(package, section, headings)]
         for name, value in names.items():
             parts += describe(name, value, headings)
     return "\n".join(parts).rstrip() + "\n"
+
+
+def find_headings(contents: dict[Section, dict[str, Public]]) -> Headings:
+    """Return the headings by what docstrings call them: in full, or without the module where no two have that name."""
+    values = {name: value for names in contents.values() for name, value in names.items()}
+    shorts = Counter(name.rpartition(".")[2] for name in values)
+    headings = {short: name for name in values if shorts[short := name.rpartition(".")[2]] == 1}
+    return headings | {
+        path: path for name, value in values.items() for path in [name, *(f"{name}.{item}" for item in methods_of(value))]
+    }
 
 
 def anchor(heading: str) -> str:
@@ -67,7 +79,7 @@ def links(names: dict[str, Public]) -> str:
     return ", ".join(f"[`{name}`]({anchor(name)})" for name in names)
 
 
-def introduce(package: griffe.Module, section: Section, headings: set[str]) -> Iterator[str]:
+def introduce(package: griffe.Module, section: Section, headings: Headings) -> Iterator[str]:
     """Yield the docstring of a module that users import."""
     if not section.is_top:
         yield f"`pagepool.{section.module}`. {markdown(docstring_of(package[section.module]), headings)}"
@@ -90,7 +102,7 @@ def docstring_of(value: Public) -> str:
     return inspect.cleandoc(found.__doc__ or "") if callable(found) or inspect.isdatadescriptor(found) else ""
 
 
-def markdown(text: str, headings: set[str], owner: str = "") -> str:
+def markdown(text: str, headings: Headings, owner: str = "") -> str:
     """Return a docstring as Markdown: examples in fences, a blank line before lists, links to what has a heading."""
     lines: list[str] = []
     is_example = False
@@ -107,15 +119,15 @@ def markdown(text: str, headings: set[str], owner: str = "") -> str:
     return "\n".join([*lines, "```"] if is_example else lines)
 
 
-def link_names(line: str, headings: set[str], owner: str) -> str:
-    """Return a line with links where code names something that has a heading, alone or as a member of `owner`."""
+def link_names(line: str, headings: Headings, owner: str) -> str:
+    """Return a line with links to documents, and where code names what has a heading, alone or as a member of `owner`."""
 
     def link(match: re.Match[str]) -> str:
         name = match[1].removeprefix("pagepool.")
-        heading = next((found for found in (f"{owner}.{name}", name) if found in headings and found != owner), None)
-        return match[0] if heading is None else f"[{match[0]}]({anchor(heading)})"
+        heading = headings.get(f"{owner}.{name}", headings.get(name, owner))
+        return match[0] if heading == owner else f"[{match[0]}]({anchor(heading)})"
 
-    return re.sub(r"(?<!`)`([\w.]+)`(?!`)", link, line)
+    return re.sub(r"\bdocs/(\w+\.md)", r"[\g<0>](\1)", re.sub(r"(?<!`)`([\w.]+)`(?!`)", link, line))
 
 
 # Signatures.
@@ -202,16 +214,16 @@ def shown_bases(cls: Public, known: list[griffe.Class]) -> list[str]:
     return [text for text, path in found if path in paths or not path.startswith("pagepool.")]
 
 
-def describe(name: str, value: Public, headings: set[str]) -> Iterator[str]:
+def describe(name: str, value: Public, headings: Headings) -> Iterator[str]:
     """Yield the lines of a public name."""
     yield from (f"### `{name}`", "")
     if value.is_class:
         yield from describe_class(name, value, headings)
     else:
-        yield from describe_item(name, value, headings, "")
+        yield from describe_item(name, value, headings, name.rpartition(".")[0])
 
 
-def describe_class(name: str, cls: Public, headings: set[str]) -> Iterator[str]:
+def describe_class(name: str, cls: Public, headings: Headings) -> Iterator[str]:
     """Yield its constructor, docstrings, attributes and methods."""
     constructor, short = find_constructor(cls), name.rpartition(".")[2]
     known = documented_bases(cls)
@@ -234,7 +246,7 @@ def describe_class(name: str, cls: Public, headings: set[str]) -> Iterator[str]:
         yield from (f"#### `{name}.{method}`", "", *describe_item(f"{name}.{method}", item, headings, name))
 
 
-def describe_attribute(name: str, item: Public, headings: set[str], owner: str) -> str:
+def describe_attribute(name: str, item: Public, headings: Headings, owner: str) -> str:
     """Return a line of a list: the name, its type or value, and the docstring."""
     annotation, value = item.annotation, str(item.value)  # type: ignore[union-attr]
     text = re.sub(r"^Final\[(.*)\]$", r"\1", type_of(annotation)) if annotation is not None else ""
@@ -243,7 +255,7 @@ def describe_attribute(name: str, item: Public, headings: set[str], owner: str) 
     return f"- `{shown}`" + (f": {described}" if described else "")
 
 
-def describe_item(name: str, item: Public, headings: set[str], owner: str) -> Iterator[str]:
+def describe_item(name: str, item: Public, headings: Headings, owner: str) -> Iterator[str]:
     """Yield the signature of a function, or the value of a constant, and the docstring."""
     target = item.final_target if isinstance(item, griffe.Alias) else item
     if isinstance(target, griffe.Function):
