@@ -52,8 +52,8 @@ Each chain, store, table and batch has a lock, taken in the order batch, chain, 
 serialised, and long ones let the other threads run. A thread that forks takes all locks first, so that nothing is half done in
 the child.
 
-This module re-exports what Python uses of `pagepool.core`. Headers, ``.pxd``, have what runs without Python; modules, ``.pyx``,
-have the classes. Each file imports only those above it.
+This module re-exports what Python uses of `pagepool.core`, and tells how it was built. Headers, ``.pxd``, have what runs
+without Python; modules, ``.pyx``, have the classes. Each file imports only those above it.
 
 =====================  =====================================================================================================
 `platform.pxd`         memory hints, the clock, whether guards are compiled in

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,6 +82,15 @@ def test_the_group_lists_the_command_and_passes_it_on() -> None:
     assert "doctor  Check the installation." in invoke("--help").output
     result = invoke("doctor", "--no-such-option")
     assert result.exit_code == 2
+
+
+def test_the_core_tells_how_it_was_built() -> None:
+    flags = build_flags()
+    assert flags["free_threaded"] == bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+    assert (flags["sanitizer"] == "address") == ("asan" in os.environ.get("LD_PRELOAD", ""))
+    assert flags["debug"] or not flags["sanitizer"]
+    assert flags["guards"]
+    assert flags["compiler"]
 
 
 class TestEnvironment:
