@@ -16,7 +16,7 @@ import pytest
 
 from pagepool import doctor
 from pagepool._core import build_flags
-from pagepool.doctor import command, engines, environment, report
+from pagepool.doctor import command, engines, environment, report, self_test
 from pagepool.doctor.engines import ENGINES, inspect_engines, inspect_jax
 from pagepool.doctor.environment import Problem, inspect_core, inspect_extras, inspect_versions
 from pagepool.doctor.self_test import Twins, run_self_test
@@ -134,10 +134,8 @@ class TestEnvironment:
         assert inspect_extras(problems)["replay"] == {"click": None}
         assert problems == []
 
-    def test_extras_that_are_unknown(self, monkeypatch: pytest.MonkeyPatch, problems: list[Problem]) -> None:
-        monkeypatch.setattr(environment, "requires", environment.version)
-        monkeypatch.setattr(environment, "version", None)
-        monkeypatch.setattr(environment, "_requirements", list)
+    def test_extras_of_a_package_that_is_not_installed(self, monkeypatch: pytest.MonkeyPatch, problems: list[Problem]) -> None:
+        monkeypatch.setattr(environment, "requires", lambda _: environment.version("no-such-distribution"))
         assert inspect_extras(problems) == {}
         assert problems == []
 
@@ -231,15 +229,34 @@ class TestEngines:
             "vLLM refuses pagepool: pagepool.errors.CompatError: vLLM's version: got 0.1, expected 0.33.*"
         ]
 
+    @pytest.mark.parametrize(
+        ("code", "faults"),
+        [
+            ("pass", []),
+            ("import time; time.sleep(60)", ["EasyDeL refuses pagepool: the import took more than 1 seconds"]),
+        ],
+    )
+    def test_how_an_adapter_is_tried(
+        self, code: str, faults: list[str], monkeypatch: pytest.MonkeyPatch, installed: Versions, problems: list[Problem]
+    ) -> None:
+        installed(easydel="0.3.0")
+        monkeypatch.setattr(engines, "SECONDS", 1)
+        monkeypatch.setattr(engines, "run_python", lambda _, seconds: environment.run_python(code, seconds))
+        monkeypatch.setenv("PAGEPOOL_EASYDEL", "on")
+        assert inspect_engines(problems)["easydel"]["is_replaced"] == (not faults)
+        assert [problem.what for problem in problems] == faults
+
 
 class TestSelfTest:
     def test_it_passes_and_does_what_it_is_for(self) -> None:
-        twins = Twins(1)
+        twins, num_refused = Twins(1), 0
         for _ in range(200):
             twins.admit()
+            num_refused += len(twins._requests) < self_test.NUM_ROWS
             twins.decode()
             twins.release()
         stats = twins._manager.stats()
+        assert num_refused > 0
         assert stats.num_evicted_pages > 0
         assert stats.queries.num_hit_tokens > 0
         twins.check()
@@ -281,6 +298,20 @@ class TestSelfTest:
         assert '\n1 problem:\n- the self-test failed: IntegrityError("page 3 is nobody\'s")\n' in output
         assert "extras unknown" in output
         assert "jax        9.9, does not start" in output
+
+
+def test_the_text_of_devices() -> None:
+    device = {
+        "name": "cuda:0",
+        "kind": "NVIDIA H200",
+        "memory_kinds": ["device", "pinned_host"],
+        "default_memory_kind": "device",
+    }
+    assert list(report._describe_jax({"version": "0.10.2", "backend": "gpu", "devices": [device]})) == [
+        "jax        0.10.2, backend gpu",
+        "           cuda:0 (NVIDIA H200), memory: device (default), pinned_host",
+    ]
+    assert list(report._describe_jax(None)) == ["jax        not installed"]
 
 
 def test_the_text_of_engines() -> None:

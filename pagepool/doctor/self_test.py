@@ -18,10 +18,10 @@ from pagepool.specs import CacheGroupSpec, FullAttentionSpec, SlidingWindowSpec
 __all__ = ["run_self_test"]
 
 PAGE_SIZE = 4
-NUM_PAGES = 128
+NUM_PAGES = 80
 NUM_ROWS = 8
 MAX_LENGTH = 64
-NUM_STEPS = 2000
+NUM_STEPS = 1500
 STEPS_BETWEEN_CHECKS = 20
 
 
