@@ -3,7 +3,6 @@
 import sys
 
 from pagepool._version import __version__
-from pagepool.doctor import main as run_doctor
 
 __all__ = ["main"]
 
@@ -16,6 +15,8 @@ def main() -> None:
         print(f"pagepool, version {__version__}")
         return
     if sys.argv[1:2] == ["doctor"]:
+        from pagepool.doctor import main as run_doctor
+
         sys.exit(run_doctor(sys.argv[2:]))
     try:
         from pagepool.replay.command import pagepool
