@@ -18,6 +18,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
+# `make` alone shows the list: the text behind ## of each target.
+.DEFAULT_GOAL := help
+.PHONY: help
+help:  ## this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
 .PHONY: demo engine test debug sanitize threads tsan fuzz soak planted coverage mutation lint bench bench-vllm bench-results bench-plot \
     test-easydel test-vllm easydel-environment vllm-environment clean
 
@@ -185,7 +191,7 @@ test-vllm: vllm-environment  ## the tests with vllm, which is large: in an envir
 	$(if $(VLLM_TESTS),$(RUN) $(VLLM_VENV)/bin/python $(CURDIR)/$(VLLM_OWN_TESTS) $(VLLM_TESTS))
 
 # vLLM comes without its dependencies, most of which are for devices: tests/vllm_requirements.txt has those of its scheduler.
-vllm-environment:
+vllm-environment:  ## the environment of test-vllm and bench-vllm
 	rm -f $(VLLM_VENV)/complete
 	$(MAKE) $(VLLM_VENV)/with-test VENV=$(VLLM_VENV)
 	$(VLLM_VENV)/bin/pip install --quiet torch==2.13.0
@@ -206,7 +212,22 @@ docs: $(DOCS_VENV)/with-docs  ## the site, in build/site: its links are checked 
 docs-serve: $(DOCS_VENV)/with-docs  ## the site at http://127.0.0.1:8000, built again when a file changes
 	$(DOCS_VENV)/bin/mkdocs serve
 
-clean:
+.PHONY: api api-check typing
+
+api: $(VENV)/api-tools  ## write docs/api.md, from signatures and docstrings
+	$(VENV)/bin/python tools/api_reference.py
+
+api-check: $(VENV)/api-tools  ## whether docs/api.md is up to date, and what broke since the last tag is in the changelog
+	$(VENV)/bin/python tools/api_reference.py --check
+	$(VENV)/bin/python tools/api_check.py
+	$(RUN) $(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/test_api_tools.py
+
+typing: $(VENV)/api-tools  ## programs of users against the types of the wheel: mypy --strict and pyright, and lines that must fail
+	cd tests/typing && $(abspath $(VENV))/bin/mypy --cache-dir=$(CURDIR)/.mypy_cache
+	cd tests/typing && $(abspath $(VENV))/bin/basedpyright --pythonpath $(abspath $(VENV))/bin/python
+	$(VENV)/bin/mypy --strict tools
+
+clean:  ## remove environments, builds and caches
 	rm -rf .venv .venv-* build dist *.egg-info .benchmarks .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	find pagepool \( -name '*.so' -o -name '*.c' \) -delete
@@ -223,6 +244,12 @@ $(VENV)/installed: $(SOURCES)
 # The same with the wheel's extra of that name and all it depends on.
 $(VENV)/with-%: $(VENV)/installed
 	$(@D)/bin/pip install --quiet "$$(echo $(@D)/dist/*.whl)[$*]"
+	touch $@
+
+# The same with the group `api`, and the extras that types of events need; --group needs a later pip than Python 3.11 comes with.
+$(VENV)/api-tools: $(VENV)/installed
+	$(@D)/bin/pip install --quiet --upgrade 'pip>=25.1'
+	$(@D)/bin/pip install --quiet --group api "$$(echo $(@D)/dist/*.whl)[events,metrics]"
 	touch $@
 
 # A copy of the source tree, installed in place with the extra of that name: for what reads or changes the sources.

@@ -52,8 +52,8 @@ Each chain, store, table and batch has a lock, taken in the order batch, chain, 
 serialised, and long ones let the other threads run. A thread that forks takes all locks first, so that nothing is half done in
 the child.
 
-This module re-exports what Python uses of `pagepool.core`. Headers, ``.pxd``, have what runs without Python; modules, ``.pyx``,
-have the classes. Each file imports only those above it.
+This module re-exports what Python uses of `pagepool.core`, and tells how it was built. Headers, ``.pxd``, have what runs
+without Python; modules, ``.pyx``, have the classes. Each file imports only those above it.
 
 =====================  =====================================================================================================
 `platform.pxd`         memory hints, the clock, whether guards are compiled in
@@ -111,6 +111,8 @@ have the classes. Each file imports only those above it.
 =====================  =====================================================================================================
 """
 
+from pagepool.core.platform cimport GIL_DISABLED, GUARDS
+
 from pagepool.core.chain import HashChain, siphash128
 from pagepool.core.copying import (
     PageCopies, are_states_due, check_copies_taken, fork_request, fork_row, keep_states, pass_states, take_copies,
@@ -134,3 +136,54 @@ from pagepool.core.tier import (
     FailedLoads, PageTier, Transfers, add_tier, end_step, end_transfers, find_wrong_token, list_in_flight, load_hits,
     take_transfers,
 )
+
+
+cdef extern from *:
+    """
+    #if defined(__has_feature)
+    #define PAGEPOOL_HAS(name) __has_feature(name)
+    #else
+    #define PAGEPOOL_HAS(name) 0
+    #endif
+    #if defined(__SANITIZE_ADDRESS__) || PAGEPOOL_HAS(address_sanitizer)
+    #define PAGEPOOL_SANITIZER "address"
+    #elif defined(__SANITIZE_THREAD__) || PAGEPOOL_HAS(thread_sanitizer)
+    #define PAGEPOOL_SANITIZER "thread"
+    #else
+    #define PAGEPOOL_SANITIZER ""
+    #endif
+    #if defined(__clang__)
+    #define PAGEPOOL_COMPILER __VERSION__
+    #else
+    #define PAGEPOOL_COMPILER "GCC " __VERSION__
+    #endif
+    #ifdef CYTHON_WITHOUT_ASSERTIONS
+    #define PAGEPOOL_DEBUG 0
+    #else
+    #define PAGEPOOL_DEBUG 1
+    #endif
+    #if CYTHON_TRACE_NOGIL
+    #define PAGEPOOL_TRACED 1
+    #else
+    #define PAGEPOOL_TRACED 0
+    #endif
+    """
+    const char *COMPILER "PAGEPOOL_COMPILER"
+    const char *SANITIZER "PAGEPOOL_SANITIZER"
+    bint DEBUG "PAGEPOOL_DEBUG"
+    bint TRACED "PAGEPOOL_TRACED"
+
+
+def build_flags():
+    """Return how the core was built: `debug` (asserts and bounds checks), `guards` (the checks of the hot loops), `sanitizer`
+    ("address" with undefined behaviour, "thread", or ""), `traced` (lines are counted), `free_threaded` (for a Python without
+    the GIL), and `compiler`.
+    """
+    return {
+        "debug": DEBUG,
+        "guards": GUARDS,
+        "sanitizer": SANITIZER.decode(),
+        "traced": TRACED,
+        "free_threaded": GIL_DISABLED,
+        "compiler": COMPILER.decode(),
+    }
