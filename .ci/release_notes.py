@@ -22,7 +22,7 @@ def read_version(source: str) -> str:
 
 def extract_section(changelog: str, version: str) -> str:
     """Return the text below the version's heading, which must have a date."""
-    found = re.search(rf"^## {re.escape(version)} \((.*)\)$(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
+    found = re.search(rf"^## {re.escape(version)} \(([^\n)]*)\)$(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
     if not found:
         raise ValueError(f"CHANGELOG.md has no section '## {version} (YYYY-MM-DD)'")
     try:
