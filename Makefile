@@ -32,7 +32,7 @@ test: $(VENV)/with-$(EXTRA)  ## all tests and doctests on the wheel
 
 # Tests of sources, commands and sockets: another build of the core makes no difference to them.
 ANY_BUILD = $(foreach name,style layering pictures plan commands command_files command_manners fleet fleet_command operating \
-    launcher connections heartbeat event_publisher publisher_fork workflows release,--ignore=$(CURDIR)/tests/test_$(name).py)
+    launcher connections heartbeat event_publisher publisher_fork docs workflows release,--ignore=$(CURDIR)/tests/test_$(name).py)
 
 debug:  ## the same on a build with bounds checks and asserts, but for what any build passes
 	PAGEPOOL_DEBUG=1 $(MAKE) test VENV=.venv-debug PYTEST_ARGS='$(ANY_BUILD) $(PYTEST_ARGS)'
@@ -175,6 +175,19 @@ vllm-environment:
 	$(VLLM_VENV)/bin/pip install --quiet --no-deps vllm==0.33.0
 	$(VLLM_VENV)/bin/pip install --quiet --requirement tests/vllm_requirements.txt
 
+# The site: mkdocs with its theme, and what draws diagrams, which pages load from another host where there is no npm.
+DOCS_VENV ?= .venv-docs
+MERMAID ?= mermaid@11.17.2
+.PHONY: docs docs-serve
+
+# The theme announces its end, and its successor.
+docs docs-serve: export NO_MKDOCS_2_WARNING := 1
+docs: $(DOCS_VENV)/with-docs  ## the site, in build/site: its links are checked too
+	$(DOCS_VENV)/bin/mkdocs build --strict
+
+docs-serve: $(DOCS_VENV)/with-docs  ## the site at http://127.0.0.1:8000, built again when a file changes
+	$(DOCS_VENV)/bin/mkdocs serve
+
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .benchmarks .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -201,6 +214,18 @@ $(VENV)/with-%: $(VENV)/installed
 	rm -rf $@ && mkdir $@
 	tar -cf - $^ | tar -xf - -C $@
 	$(@D)/bin/pip install --quiet --editable '$@[$*]'
+
+# An environment for the site, without pagepool.
+$(DOCS_VENV)/with-docs: Makefile pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --upgrade 'pip>=25.1'
+	$(@D)/bin/pip install --quiet --group docs
+	if cd $(@D) && npm pack --silent $(MERMAID) > mermaid.log 2>&1; then \
+	    tar -xzf mermaid-*.tgz --strip-components=2 package/dist/mermaid.min.js && rm mermaid-*.tgz; \
+	else \
+	    echo 'docs: no npm, so the pages load mermaid from another host'; \
+	fi
+	touch $@
 
 # An environment to develop in, with the source tree itself.
 $(DEV_VENV)/installed: $(SOURCES)
