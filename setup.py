@@ -120,7 +120,6 @@ HOT = {
         "core.chain",
         "core.ids",
         "core.lookups",
-        "core.request_pages",
         "core.row_request",
         "core.running",
         "core.store",

@@ -96,8 +96,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `copying.pyx`          `PageCopies` that are due; `keep_states`, `fork_request`, `fork_row`, which need them
 `journal.pyx`          `EntryJournal`: changes of the prefix index
 `tier.pyx`             `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_hits`: prefixes loaded from it
-`lookups.pyx`          `PrefixQuery`: how many pages of a prefix hit
-`refusal.pyx`          `Refusal`: whether a refused request is refused again
+`lookups.pyx`          `PrefixQuery`: how many pages of a prefix hit; `Refusal`: whether a refused request is refused again
 `request_pages.pyx`    `RequestPages`: what a request holds (`take`, `enter`, `skip`, `give_back`) in its `CacheGroups`
 `saving.pyx`           `copy_records`: a pool copied, to be checked or saved; `load_store`
 `table.pyx`            `TableRows`, `GroupedRows`
@@ -106,8 +105,7 @@ without Python; modules, ``.pyx``, have the classes. Each file imports only thos
 `row_transfers.pyx`    `swap_out_row`, `swap_in_row`, `rewind_rows`, `end_external`: rows whose pages are transferred
 `running.pyx`          `RunningRows`: `grow`, `step`, `undo`, `trim`, `release`
 `holders.pyx`          `check_holders`, `check_rows`
-`spans.pyx`            `TokenSpan`: the cached pages among tokens of a request or row
-`keeping.pyx`          `PinSpan`, `RetentionSpan`, `protect_pages`, `lease_pages`: cached pages pinned, retained, leased
+`spans.pyx`            `TokenSpan` of a request or row, its cached pages: `PinSpan`, `RetentionSpan`; `protect_pages`, `lease_pages`
 =====================  =====================================================================================================
 """
 
@@ -120,9 +118,7 @@ from pagepool.core.copying import (
 from pagepool.core.holders import check_holders, check_rows
 from pagepool.core.ids import PageIds, lists_of, require_token_ids
 from pagepool.core.journal import EntryJournal
-from pagepool.core.keeping import Lease, PinSpan, Retention, RetentionSpan, lease_pages, protect_pages
-from pagepool.core.lookups import PrefixQuery
-from pagepool.core.refusal import Refusal
+from pagepool.core.lookups import PrefixQuery, Refusal
 from pagepool.core.request_pages import CacheGroups, PageRules, RequestPages
 from pagepool.core.row_request import RowRequest
 from pagepool.core.row_transfers import (
@@ -130,6 +126,7 @@ from pagepool.core.row_transfers import (
 )
 from pagepool.core.running import RunningRows, StepResult
 from pagepool.core.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
+from pagepool.core.spans import Lease, PinSpan, Retention, RetentionSpan, lease_pages, protect_pages
 from pagepool.core.store import CachePage, PageStore, QueryCounter
 from pagepool.core.table import GroupedRows, TableRows, pack_dirty_windows
 from pagepool.core.tier import (

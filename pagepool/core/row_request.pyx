@@ -17,7 +17,7 @@ from pagepool.core.pages cimport note_request
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport find_held_free, has_free_pages
 from pagepool.core.records cimport NULL_PAGE, count_changes, ids_in_shard
-from pagepool.core.refusal cimport Prefix, RowRefusal, Tokens, count_external_tokens, count_room_tokens, count_tokens
+from pagepool.core.lookups cimport Prefix, RowRefusal, Tokens, count_external_tokens, count_room_tokens, count_tokens
 from pagepool.core.request_pages cimport (
     adopt_states, attach_all, checked_hits, copy_states, count_adoptable, count_all_free_hits, count_hit_pages, count_needed,
     count_state_hits,

@@ -16,7 +16,7 @@ from pagepool.core.ids cimport PageIds, as_own_ids, as_page_ids, refuse_negative
 from pagepool.core.platform cimport go_on, let_others_run
 from pagepool.core.queue cimport find_held_free, has_free_pages
 from pagepool.core.records cimport NULL_PAGE
-from pagepool.core.refusal cimport RowRefusal, Tokens, count_room_tokens, count_tokens
+from pagepool.core.lookups cimport RowRefusal, Tokens, count_room_tokens, count_tokens
 from pagepool.core.row_memory cimport RowMemory
 from pagepool.core.row_moves cimport empty_row, exchange_rows, set_context
 from pagepool.core.rules cimport MAX_TOKENS
