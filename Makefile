@@ -165,7 +165,7 @@ vllm-environment:
 	$(VLLM_VENV)/bin/pip install --quiet --requirement tests/vllm_requirements.txt
 
 # The wheel for others: with a tag that says on which systems it runs, and tested where there is nothing but numpy.
-WHEEL_TESTS = package page_pool manager hashing running_batch snapshot
+WHEEL_TESTS = package page_pool manager running_batch snapshot threads
 
 wheel: $(VENV)/installed .venv-wheel/group  ## source distribution and wheel for others, checked and tested: in dist/
 	rm -rf dist && mkdir dist && cp $(VENV)/dist/*.tar.gz dist
@@ -181,14 +181,15 @@ wheel: $(VENV)/installed .venv-wheel/group  ## source distribution and wheel for
 	.venv-wheel/empty/bin/pip install --quiet 'pip>=25.1' && .venv-wheel/empty/bin/pip install --quiet --group test-wheel
 	$(MAKE) test-wheel PYTHON=.venv-wheel/empty/bin/python
 
+wheel test-wheel test-lowest: export PAGEPOOL_TEST_OPERATIONS ?= 20000
 test-wheel:  # what PYTHON has installed, which needs the group test-wheel and no extra
 	$(RUN) $(PYTHON) -m pytest $(PYTEST_ARGS) $(WHEEL_TESTS:%=$(CURDIR)/tests/test_%.py)
 
-LOWEST_TESTS = $(WHEEL_TESTS) page_table device_table page_copies host_pages events event_publisher vllm_hashes metrics replay \
-    commands plan pictures fleet fleet_command
+LOWEST_TESTS = page_pool manager snapshot page_table device_table page_copies host_pages events event_publisher vllm_hashes \
+    metrics commands fleet fleet_command
 
 test-lowest: .venv-lowest/lowest  ## some tests of each extra, on the lowest versions that pyproject.toml allows; for Python 3.11
-	$(RUN) .venv-lowest/bin/python -m pytest $(PYTEST_ARGS) $(LOWEST_TESTS:%=$(CURDIR)/tests/test_%.py)
+	$(RUN) .venv-lowest/bin/python -m pytest -W ignore::DeprecationWarning $(PYTEST_ARGS) $(LOWEST_TESTS:%=$(CURDIR)/tests/test_%.py)
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .benchmarks .hypothesis .*_cache
