@@ -34,7 +34,7 @@ test: $(VENV)/with-test  ## all tests and doctests on the wheel
 
 # Tests of sources, commands and sockets: another build of the core makes no difference to them.
 ANY_BUILD = $(foreach name,style layering pictures plan commands command_files command_manners fleet fleet_command operating \
-    launcher connections heartbeat event_publisher publisher_fork,--ignore=$(CURDIR)/tests/test_$(name).py)
+    launcher connections heartbeat event_publisher publisher_fork docs,--ignore=$(CURDIR)/tests/test_$(name).py)
 
 debug:  ## the same on a build with bounds checks and asserts, but for what any build passes
 	PAGEPOOL_DEBUG=1 $(MAKE) test VENV=.venv-debug PYTEST_ARGS='$(ANY_BUILD) $(PYTEST_ARGS)'
@@ -191,6 +191,19 @@ LOWEST_TESTS = page_pool manager snapshot page_table device_table page_copies ho
 test-lowest: .venv-lowest/lowest  ## some tests of each extra, on the lowest versions that pyproject.toml allows; for Python 3.11
 	$(RUN) .venv-lowest/bin/python -m pytest -W ignore::DeprecationWarning $(PYTEST_ARGS) $(LOWEST_TESTS:%=$(CURDIR)/tests/test_%.py)
 
+# The site: mkdocs with its theme, and what draws diagrams, which pages load from another host where there is no npm.
+DOCS_VENV ?= .venv-docs
+MERMAID ?= mermaid@11.17.2
+.PHONY: docs docs-serve
+
+# The theme announces its end, and its successor.
+docs docs-serve: export NO_MKDOCS_2_WARNING := 1
+docs: $(DOCS_VENV)/with-docs  ## the site, in build/site: its links are checked too
+	$(DOCS_VENV)/bin/mkdocs build --strict
+
+docs-serve: $(DOCS_VENV)/with-docs  ## the site at http://127.0.0.1:8000, built again when a file changes
+	$(DOCS_VENV)/bin/mkdocs serve
+
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .benchmarks .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -238,6 +251,17 @@ $(VENV)/with-%: $(VENV)/installed
 	rm -rf $@ && mkdir $@
 	tar -cf - $^ | tar -xf - -C $@
 	$(@D)/bin/pip install --quiet --editable '$@[$(TEST_EXTRAS)]' --group $*
+
+# An environment for the site, without pagepool.
+$(DOCS_VENV)/with-docs: Makefile pyproject.toml
+	$(NEW_ENVIRONMENT)
+	$(@D)/bin/pip install --quiet --group docs
+	if cd $(@D) && npm pack --silent $(MERMAID) > mermaid.log 2>&1; then \
+	    tar -xzf mermaid-*.tgz --strip-components=2 package/dist/mermaid.min.js && rm mermaid-*.tgz; \
+	else \
+	    echo 'docs: no npm, so the pages load mermaid from another host'; \
+	fi
+	touch $@
 
 # An environment to develop in, with the source tree itself.
 $(DEV_VENV)/installed: $(SOURCES)

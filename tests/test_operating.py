@@ -1,4 +1,4 @@
-"""docs/operating.md: every command runs, and prints what the document shows unless that needs the real trace."""
+"""What operators read: every command runs, and prints what the document shows unless that needs the real trace."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from command_line import invoke, write_trace  # noqa: E402  only with the extras
 from test_fleet import HAS_RAY, make_records  # noqa: E402
 from test_model import LLAMA, QWEN  # noqa: E402
 
-DOCUMENT = ROOT / "docs" / "operating.md"
+SIZING = ROOT / "docs" / "sizing.md"
+DOCUMENTS = [SIZING, ROOT / "docs" / "operating.md", ROOT / "docs" / "routers.md"]
 
 
 class Example(NamedTuple):
-    """A command in the document, and its output; None if it is not shown."""
+    """A command in a document, and its output; None if it is not shown."""
 
     command: str
     output: str | None
 
 
 def read_examples() -> list[Example]:
-    if not DOCUMENT.exists():
-        return []
+    text = "".join(path.read_text() for path in DOCUMENTS if path.exists())
     examples = []
-    for kind, block in re.findall(r"^```(sh|console)\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL):
+    for kind, block in re.findall(r"^```(sh|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         if kind == "sh":
             commands = [line.partition("  #")[0].strip() for line in block.splitlines()]
             examples += [Example(command, None) for command in commands if command.startswith("pagepool ")]
@@ -51,15 +51,15 @@ EXAMPLES = read_examples()
 
 @pytest.fixture(scope="module")
 def recording() -> Path:
-    """What the document records."""
-    test = doctest.DocTestParser().get_doctest(DOCUMENT.read_text().partition("## Metrics")[0], {}, "recording", None, 0)
+    """What the page about sizes records."""
+    test = doctest.DocTestParser().get_doctest(SIZING.read_text(), {}, "recording", None, 0)
     assert doctest.DocTestRunner().run(test, clear_globs=False).failed == 0
     return Path(test.globs["path"])
 
 
 @pytest.fixture
 def folder(tmp_path: Path, recording: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the files that the document names; a small trace stands for the real one."""
+    """A folder with the files that the documents name; a small trace stands for the real one."""
     monkeypatch.chdir(tmp_path)
     trace = write_trace(Path("trace.jsonl"), make_records(1))
     Path("cut.jsonl").write_text("".join(trace.read_text().splitlines(keepends=True)[:4]) + '{"timestamp": 1, ')
@@ -95,6 +95,6 @@ def test_a_command(example: Example, folder: Path) -> None:
 
 
 def test_there_are_commands() -> None:
-    if not DOCUMENT.exists():
+    if not SIZING.exists():
         pytest.skip("the documents are not here")
     assert {example.command.split()[1] for example in EXAMPLES} == {"fleet", "plan", "replay"}

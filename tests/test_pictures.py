@@ -159,7 +159,7 @@ class TestShares:
         share = HIT_RATE.partition(": ")[2]
         assert share == "share of all prompt tokens"
         assert share in " ".join((find_hit_rate.__doc__ or "").split())
-        document = ROOT / "docs" / "operating.md"
+        document = ROOT / "docs" / "sizing.md"
         if document.exists():
             assert f"**{share}**" in document.read_text()
 
