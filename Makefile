@@ -7,7 +7,7 @@ DEV_VENV ?= .venv-dev
 EASYDEL_VENV ?= $(HOME)/.cache/pagepool/venv-easydel
 VLLM_VENV ?= $(HOME)/.cache/pagepool/venv-vllm
 
-# The extras whose tests run: all, since the fleet's has the others in it.
+# The extras under test: all of them, since fleet includes events, plan and replay.
 TEST_EXTRAS ?= fleet,jax,metrics
 
 SOURCES := $(wildcard *.py *.toml *.md LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name '*.pxd' -o -name py.typed)
@@ -164,7 +164,8 @@ vllm-environment:
 	$(VLLM_VENV)/bin/pip install --quiet --no-deps vllm==0.33.0
 	$(VLLM_VENV)/bin/pip install --quiet --requirement tests/vllm_requirements.txt
 
-# The wheel for others: with a tag that says on which systems it runs, and tested where there is nothing but numpy.
+# For others than this machine: tagged with the systems that it runs on, and tested where there is nothing but NumPy. The tests look
+# for both distributions in the environment.
 WHEEL_TESTS = package page_pool manager running_batch snapshot threads
 
 wheel: $(VENV)/installed .venv-wheel/group  ## source distribution and wheel for others, checked and tested: in dist/
@@ -237,7 +238,7 @@ $(VENV)/with-%: $(VENV)/installed
 	$(@D)/bin/pip install --quiet --group $*
 	touch $@
 
-# The wheel with the lowest versions of all that it and its extras name, and the newest of what those and the tests need.
+# The wheel with the lowest versions of what pyproject.toml names for it and its extras, and the newest of what these need.
 .venv-lowest/lowest: $(VENV)/installed .venv-lowest/group
 	$(@D)/bin/uv pip compile --quiet --resolution lowest-direct --all-extras --output-file $@.txt pyproject.toml
 	$(@D)/bin/pip install --quiet --force-reinstall --no-deps $(VENV)/dist/*.whl
