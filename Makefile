@@ -227,9 +227,8 @@ $(VENV)/extra-%: $(VENV)/installed
 	touch $@
 
 # The same with the dependency group of that name; the tests' with the extras that are tested.
-$(VENV)/with-test: EXTRAS = [$(TEST_EXTRAS)]
 $(VENV)/with-%: $(VENV)/installed
-	$(@D)/bin/pip install --quiet "$$(echo $(@D)/dist/*.whl)$(EXTRAS)" --group $*
+	$(@D)/bin/pip install --quiet "$$(echo $(@D)/dist/*.whl)$(if $(filter test,$*),[$(TEST_EXTRAS)])" --group $*
 	touch $@
 
 # An environment of its own with the dependency group of that name.
