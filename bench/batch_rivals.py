@@ -1,8 +1,8 @@
 """A common interface to a running batch and its rivals: an engine's rows with their page ids.
 
 One full-attention group with pages of 16 tokens, prefix caching on. The rivals' managers work request by request, and their
-engine has a separate page table: easydel's own, pagepool's, and plain NumPy for the oracle. All count computed tokens and
-append the sampled ones, since a running batch does so itself.
+engine has a separate page table: easydel's own, pagepool's, and plain NumPy for the oracle and for vllm, as its block table
+is. All make their requests, count computed tokens and append the sampled ones, since a running batch does so itself.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import numpy as np
 
 import pagepool
 from bench.rivals import OTHERS, PAGEPOOL, Rival
-from bench.table_rivals import find_page_tables
-from bench.workload import PAGE_SIZE, BenchRequest
+from bench.table_rivals import ObviousPageTable, find_page_tables
+from bench.workload import PAGE_SIZE
 
 MAX_MODEL_LEN = 32_768
 PAGE_TABLES = find_page_tables()
+
+ENGINES = ("easydel", "vllm")
+"""The rivals that are engines, each with its own allocator."""
 
 Tokens = Any
 """Token ids: a list, or an int32 array."""
@@ -31,45 +34,46 @@ class RequestByRequest:
     takes_arrays = False
 
     def __init__(self, rival: Rival, num_pages: int, num_rows: int) -> None:
-        self.num_pages = num_pages
+        self.num_pages, self.rival = num_pages, rival
         self.manager = rival.make_manager(num_pages, MAX_MODEL_LEN)
-        self.table = PAGE_TABLES[rival.name](num_rows, MAX_MODEL_LEN // PAGE_SIZE, MAX_MODEL_LEN)
-        self.requests: dict[int, BenchRequest] = {}
-        self._read_ids = rival.read_ids
+        make_table = PAGE_TABLES.get(rival.name, ObviousPageTable)
+        self.table = make_table(num_rows, MAX_MODEL_LEN // PAGE_SIZE, MAX_MODEL_LEN)
+        self.requests: dict[int, Any] = {}
         self._num_requests = 0
 
-    def as_request(self, tokens: Tokens) -> BenchRequest:
-        """Return the argument of `admit`. A list of tokens becomes the request's own, which appends to it."""
+    def make_request(self, tokens: Tokens) -> Any:
+        """Make a request. A list of tokens becomes the request's own, which appends to it."""
         self._num_requests += 1
-        return BenchRequest(f"request-{self._num_requests}", tokens)
+        return self.rival.make_request(f"request-{self._num_requests}", tokens)
 
-    def admit(self, row: int, request: BenchRequest) -> Sequence[int]:
+    def admit(self, row: int, tokens: Tokens) -> Sequence[int]:
         """Take the longest cached prefix and pages for the rest, fill the row, and return its page ids."""
-        hits, num_hit_tokens = self.manager.get_computed_pages(request)
-        self.manager.allocate_slots(request, request.num_tokens - num_hit_tokens, num_hit_tokens, hits)
+        rival, manager, request = self.rival, self.manager, self.make_request(tokens)
+        hits, num_hit_tokens = rival.find_prefix(manager, request)
+        manager.allocate_slots(request, request.num_tokens - num_hit_tokens, num_hit_tokens, hits)
         request.num_computed_tokens = request.num_tokens
-        page_ids = self.manager.get_page_ids(request.request_id)[0]
+        page_ids = rival.get_row(manager, request)
         self.table.add_row(page_ids, row)
         self.requests[row] = request
         return page_ids
 
-    def is_refused(self, request: BenchRequest) -> bool:
+    def is_refused(self, request: Any) -> bool:
         """Try to start a request that does not fit."""
-        hits, num_hit_tokens = self.manager.get_computed_pages(request)
+        hits, num_hit_tokens = self.rival.find_prefix(self.manager, request)
         return self.manager.allocate_slots(request, request.num_tokens - num_hit_tokens, num_hit_tokens, hits) is None
 
     def step(self, rows: Iterable[int], token_ids: Iterable[int]) -> list[tuple[int, list[int]]]:
         """Append one token to each row and give it its slot. Returns the new page ids by row."""
         allocate, read_ids, append_row, requests = (
             self.manager.allocate_slots,
-            self._read_ids,
+            self.rival.read_ids,
             self.table.append_row,
             self.requests,
         )
         new = []
         for row, token_id in zip(rows, token_ids, strict=True):
             request = requests[row]
-            request.all_token_ids.append(token_id)
+            request.append_output_token_ids(token_id)
             (page_ids,) = read_ids(allocate(request, 1))
             request.num_computed_tokens += 1
             if page_ids:
@@ -80,9 +84,7 @@ class RequestByRequest:
     def release(self, rows: Iterable[int]) -> None:
         """Free the rows' pages, last page first."""
         for row in rows:
-            request = self.requests.pop(row)
-            self.manager.free(request)
-            self.manager.free_page_hashes(request)
+            self.rival.release(self.manager, self.requests.pop(row))
             self.table.clear_row(row)
 
     def list_new_pages(self, results: Iterable[list[tuple[int, list[int]]]]) -> list[tuple[int, int]]:
@@ -108,7 +110,8 @@ class Batched:
         self.batch = pagepool.RunningBatch(self.manager, self.table)
         self.release = self.batch.release
 
-    def as_request(self, tokens: Tokens) -> Tokens:
+    def make_request(self, tokens: Tokens) -> Tokens:
+        """Return what `is_refused` takes."""
         return tokens
 
     def admit(self, row: int, tokens: Tokens) -> Any:

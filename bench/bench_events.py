@@ -1,8 +1,7 @@
 """The cost of events: prompts of 8192 tokens and decoding, with the manager request by request and with a running batch.
 
 Four managers do the same work: without events; with events taken outside the timed part, as a publisher's thread takes them;
-with events taken by the engine after each prompt or step; and with events taken and encoded. The benchmark prints the times
-relative to the first.
+with events taken by the engine after each prompt or step; and with events taken and encoded.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import pagepool
 from bench.batch_rivals import Batched
 from bench.bench_drop_in import CachedPrompt, EvictingPrompt, Prompt, cold_prompt
 from bench.bench_running_batch import (
@@ -24,12 +24,11 @@ from bench.bench_running_batch import (
     PromptCase,
     num_decode_pages,
 )
-from bench.race import Contender, Race, Suite, Work
-from bench.rivals import PAGEPOOL
+from bench.race import EVENTS, Contender, Race, Work
+from bench.rivals import MAX_MODEL_LEN, Rival
 
 events = pytest.importorskip("pagepool.events")
 
-EVENTS = Suite(("noted", "taken", "encoded"), "off", "ns", 1e9, "target")
 NUM_TURNS = 10
 NUM_ROWS = 1024
 CONTEXT_LEN = 2048
@@ -79,16 +78,8 @@ def make_contenders(make: Callable[[bool], tuple[Any, Any]]) -> dict[str, Conten
     return {name: cls(*make(name != "off")) for name, cls in CONTENDERS.items()}
 
 
-def show(race: Race, remarks: list[str]) -> None:
-    """Add the last result to the remarks, if it was timed."""
-    if race.results:
-        result = race.results[-1]
-        costs = [f"{name} {result.medians[name]:.1f} ns ({result.ratio_to(name) - 1:+.1%})" for name in EVENTS.rivals]
-        remarks.append(f"{result.work.name}, per {result.work.unit}: off {result.ours:.1f} ns, {', '.join(costs)}")
-
-
 @pytest.mark.parametrize("case", PROMPT_CASES, ids=PROMPT_IDS)
-def test_prompt_in_a_batch(race: Race, remarks: list[str], case: PromptCase) -> None:
+def test_prompt_in_a_batch(race: Race, case: PromptCase) -> None:
     def make(has_events: bool) -> tuple[Any, Any]:
         engine = Batched(case.num_prompts_in_pool * PAGES_PER_PROMPT + 1, 1)
         if has_events:
@@ -96,7 +87,6 @@ def test_prompt_in_a_batch(race: Race, remarks: list[str], case: PromptCase) -> 
         return case.make(engine, False), engine.manager
 
     race(make_contenders(make), Work(f"{case.name}, batch", "page", PAGES_PER_PROMPT, NUM_TURNS, suite=EVENTS))
-    show(race, remarks)
 
 
 DROP_IN_PROMPTS: dict[str, Callable[[Any], Prompt]] = {
@@ -107,13 +97,14 @@ DROP_IN_PROMPTS: dict[str, Callable[[Any], Prompt]] = {
 
 
 @pytest.mark.parametrize("name", DROP_IN_PROMPTS)
-def test_prompt_in_a_manager(race: Race, remarks: list[str], name: str) -> None:
-    class ToldRival:
+def test_prompt_in_a_manager(race: Race, name: str) -> None:
+    class ToldRival(Rival):
         def __init__(self, has_events: bool) -> None:
+            super().__init__("pagepool", pagepool, pagepool, pagepool)
             self.has_events = has_events
 
-        def make_manager(self, num_pages: int) -> Any:
-            manager = PAGEPOOL.make_manager(num_pages)
+        def make_manager(self, num_pages: int, max_model_len: int = MAX_MODEL_LEN) -> Any:
+            manager = super().make_manager(num_pages, max_model_len)
             if self.has_events:
                 manager.enable_events()
             return manager
@@ -123,10 +114,9 @@ def test_prompt_in_a_manager(race: Race, remarks: list[str], name: str) -> None:
         return contender, contender.manager
 
     race(make_contenders(make), Work(f"{name}, request by request", "page", PAGES_PER_PROMPT, NUM_TURNS, suite=EVENTS))
-    show(race, remarks)
 
 
-def test_decode_in_a_batch(race: Race, remarks: list[str]) -> None:
+def test_decode_in_a_batch(race: Race) -> None:
     def make(has_events: bool) -> tuple[Any, Any]:
         engine = Batched(num_decode_pages(NUM_ROWS, CONTEXT_LEN, NUM_DECODE_TURNS), NUM_ROWS)
         if has_events:
@@ -135,4 +125,3 @@ def test_decode_in_a_batch(race: Race, remarks: list[str]) -> None:
 
     name = f"decode: {NUM_ROWS} rows, {NUM_STEPS} steps, batch"
     race(make_contenders(make), Work(name, "row and step", NUM_ROWS * NUM_STEPS, NUM_DECODE_TURNS, suite=EVENTS))
-    show(race, remarks)

@@ -18,11 +18,10 @@ from bench.bench_running_batch import (
     PAGES_PER_PROMPT,
     PROMPT_CASES,
     PROMPT_IDS,
-    Prompt,
     PromptCase,
     evicting_prompt,
 )
-from bench.race import EVICTION, Race, Work, run_untimed
+from bench.race import EVICTION, Counted, Race, Work, run_untimed
 from bench.rivals import ArrayRival
 from bench.workload import make_group
 
@@ -44,17 +43,6 @@ class WithPolicy(ArrayRival):
 
 
 POLICIES = {name: WithPolicy(name) for name in (*EVICTION.rivals, EVICTION.ours)}
-
-
-class Counted:
-    """A contender of which the result is the number of its pages."""
-
-    def __init__(self, contender: Prompt | TakeAndGiveBack) -> None:
-        self.prepare, self.run, self._contender = contender.prepare, contender.run, contender
-
-    @property
-    def page_ids(self) -> list[int]:
-        return [len(self._contender.page_ids)]
 
 
 def make_prompt(case: PromptCase, num_pages: int, rival: WithPolicy) -> Counted:

@@ -8,7 +8,7 @@ of its last request; targets are released untimed. The times of forks compare wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,13 +41,14 @@ class GoingOn:
         shape = len(SOURCES), NUM_SHARED_PAGES * PAGE_SIZE + PAGE_SIZE // 2
         self.prompts = np.random.default_rng(SEED).integers(0, VOCABULARY, shape, dtype=np.int32)
         for source in SOURCES:
-            engine.admit(source, self._as_request(source))
+            engine.admit(source, self.get_tokens(source))
         self.num_rounds = 0
         self.held: Sequence[int] = []
 
-    def _as_request(self, source: int) -> Any:
+    def get_tokens(self, source: int) -> Any:
+        """Return the tokens of a source in the form that the engine takes."""
         tokens = self.prompts[source]
-        return self.engine.as_request(tokens if self.engine.takes_arrays else tokens.tolist())
+        return tokens if self.engine.takes_arrays else tokens.tolist()
 
     def prepare(self) -> None:
         self.engine.release(self.held)
@@ -88,15 +89,15 @@ class RequestGoingOn(GoingOn):
 
     def prepare(self) -> None:
         super().prepare()
-        self.requests = {row: self._as_request(self.source) for row in TARGETS}
+        self.tokens = {row: self.get_tokens(self.source) for row in TARGETS}
 
     def run(self) -> None:
         go_on = self._fork if hasattr(self.engine.manager, "fork") else self.engine.admit
-        for row, request in self.requests.items():
-            go_on(row, request)
+        for row, tokens in self.tokens.items():
+            go_on(row, tokens)
 
-    def _fork(self, row: int, request: Any) -> None:
-        manager, source = self.engine.manager, self.engine.requests[self.source]
+    def _fork(self, row: int, tokens: Any) -> None:
+        manager, source, request = self.engine.manager, self.engine.requests[self.source], self.engine.make_request(tokens)
         request.num_computed_tokens = source.num_computed_tokens
         manager.fork(source, request)
         self.copies = manager.take_copies()
@@ -152,13 +153,13 @@ def test_decode_with_states(race: Race) -> None:
     race(contenders, Work(name, "row", NUM_DECODE_ROWS * NUM_STEPS, NUM_DECODE_TURNS, suite=STATES))
 
 
-def test_forks_beside_a_step(race: Race, remarks: list[str]) -> None:
+def test_forks_beside_a_step(race: Race, remark: Callable[[str], None]) -> None:
     """The remark compares the forks that were timed in this run with a step of a model without states."""
     engine = Batched(num_decode_pages(NUM_DECODE_ROWS, CONTEXT_LEN, NUM_DECODE_TURNS), NUM_DECODE_ROWS)
     work = Work("decode beside forks", "row", NUM_DECODE_ROWS * NUM_STEPS, NUM_DECODE_TURNS, suite=BATCHED)
     race({BATCHED.ours: Decode(engine, NUM_DECODE_ROWS, CONTEXT_LEN)}, work)
     if race.results:
-        step = race.results[-1].ours * NUM_DECODE_ROWS / 1000
+        step = race.results.pop().ours * NUM_DECODE_ROWS / 1000
         forks = [result for result in race.results if result.work.suite == FORKS]
         shown = [f"{result.work.name}: {result.ours:.2f} us a target ({result.ours / step:.2f} of it)" for result in forks]
-        remarks.append("; ".join([f"A step of {NUM_DECODE_ROWS:,} rows: {step:.1f} us", *shown]))
+        remark("; ".join([f"A step of {NUM_DECODE_ROWS:,} rows: {step:.1f} us", *shown]))

@@ -8,6 +8,7 @@ behind a save.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.race import HOST, Race, Work
+from bench.race import HOST, WALL_TIME, Race, Work
 from bench.workload import PAGE_SIZE, SEED
 from pagepool.host_pages import HostPages
 
@@ -26,6 +27,8 @@ PAGE_SHAPE = (PAGE_SIZE, 8, 64)
 NUM_TURNS = 10
 ROUNDS_PER_TURN = 10
 NUM_STEPS = 20
+
+pytestmark = WALL_TIME
 
 
 class Transfers:
@@ -98,7 +101,7 @@ def test_transfers(race: Race, num_pages: int, way: str) -> None:
     race(contenders, Work(name, "MiB", num_mib, NUM_TURNS, suite=HOST, rounds_per_turn=ROUNDS_PER_TURN))
 
 
-def test_the_delay_of_a_step(remarks: list[str]) -> None:
+def test_the_delay_of_a_step(remark: Callable[[str], None]) -> None:
     """A product of matrices stands for the step."""
     jax = pytest.importorskip("jax")
     transferring = Transferring(64, "save")
@@ -114,4 +117,4 @@ def test_the_delay_of_a_step(remarks: list[str]) -> None:
         seconds[bool(i % 2)].append(perf_counter() - start)
         transferring.host_pages.wait()
     alone, behind = (median(seconds[is_behind][1:]) * 1e3 for is_behind in (False, True))
-    remarks.append(f"A step of {alone:.2f} ms that starts behind a save of 64 pages, 16 MiB, ends after {behind:.2f} ms.")
+    remark(f"A step of {alone:.2f} ms that starts behind a save of 64 pages, 16 MiB, ends after {behind:.2f} ms.")

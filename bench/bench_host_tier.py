@@ -2,12 +2,12 @@
 
 Pages of 16 tokens, one full-attention group. In use, each prompt takes its transfers, and they complete before the next one. A
 pool that evicts saves each page that it evicts; a prompt that hits the tier loads all of its pages but the last, and evicts as
-many. "unused" is a tier to which nothing is ever saved, since no page is used often enough.
+many. "unused" is a tier to which nothing is ever saved, since no page is used often enough. Contenders are compared by the
+number of their pages, since pools with a tier take others.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import pytest
 import pagepool
 from bench.batch_rivals import Batched
 from bench.bench_running_batch import NUM_TURNS, PAGES_PER_PROMPT, PROMPT_CASES, PROMPT_IDS, Prompt, PromptCase, cached_prompt
-from bench.race import TIER, Race, Work, run_untimed
+from bench.race import TIER, Counted, Race, Work, run_untimed
 from bench.rivals import ArrayRival
 from bench.workload import make_group
 
@@ -54,20 +54,6 @@ def make_engines(num_pages: int) -> dict[str, Batched]:
         "unused": Batched(num_pages, 1, Tiered("unused", min_uses=255)),
         "tier": TieredBatch(num_pages, 1, Tiered("tier")),
     }
-
-
-@dataclass
-class Counted:
-    """A contender of which the result is the number of its pages, since pools with a tier take others."""
-
-    contender: Prompt
-
-    def __post_init__(self) -> None:
-        self.prepare, self.run = self.contender.prepare, self.contender.run
-
-    @property
-    def page_ids(self) -> list[int]:
-        return [len(self.contender.page_ids)]
 
 
 @pytest.mark.parametrize("num_pages", POOLS)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.race import COPIES, Race, Work
+from bench.race import COPIES, WALL_TIME, Race, Work
 from bench.workload import PAGE_SIZE, SEED
 from pagepool.page_copies import copy_pages, warmup
 
@@ -26,6 +26,8 @@ NUM_TURNS = 10
 ROUNDS_PER_TURN = 10
 
 Arrays = list[Any]
+
+pytestmark = WALL_TIME
 
 
 class Copies:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from bench.commit_worker import CHANGES, PROMPT, Change
-from bench.race import Race, Work
+from bench.race import WALL_TIME, Race, Work
 from bench.table_rivals import OBVIOUS, OURS, Table, fill, find_page_tables
 from bench.workload import PAGE_SIZE, SEED
 
@@ -34,6 +34,8 @@ NUM_STEPS = 200
 NUM_TURNS = 10
 ROOT = Path(__file__).parents[1]
 PAGE_TABLES = find_page_tables()
+
+pytestmark = WALL_TIME  # but for the commits
 
 
 class Rows:
@@ -243,4 +245,4 @@ def test_run(race: Race) -> None:
     jax = pytest.importorskip("jax")
     contenders = {rival: Run(jax, make) for rival, make in PAGE_TABLES.items()}
     name = f"{NUM_STEPS} steps with about 128 requests, 256 x 2048, including compilations"
-    race(contenders, Work(name, "step", NUM_STEPS, 1))
+    race(contenders, Work(name, "step", NUM_STEPS, 1, rounds_per_turn=2))

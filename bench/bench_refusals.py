@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.batch_rivals import Engine, make_engines
+from bench.batch_rivals import ENGINES, Engine, make_engines
 from bench.race import BATCHED, Race, Work, run_untimed
 from bench.workload import PAGE_SIZE, SEED, VOCABULARY
 
@@ -29,12 +29,12 @@ class Refused:
         )
         running = np.zeros(NUM_RUNNING_PAGES * PAGE_SIZE, dtype=np.int32)
         for row, tokens in enumerate((prompt[:num_cached_tokens], running)):
-            engine.admit(row, self._as_request(tokens))
+            engine.admit(row, self._get_tokens(tokens))
         engine.release([0])
-        self.request = self._as_request(prompt)
+        self.request = engine.make_request(self._get_tokens(prompt))
 
-    def _as_request(self, tokens: np.ndarray) -> object:
-        return self.engine.as_request(tokens if self.engine.takes_arrays else tokens.tolist())
+    def _get_tokens(self, tokens: np.ndarray) -> object:
+        return tokens if self.engine.takes_arrays else tokens.tolist()
 
     def prepare(self) -> None:
         pass
@@ -46,7 +46,7 @@ class Refused:
 @pytest.mark.parametrize("num_cached_tokens", [1024, 8192, 32_000])
 def test_refused_again(race: Race, num_cached_tokens: int) -> None:
     num_pages = num_cached_tokens // PAGE_SIZE + NUM_RUNNING_PAGES + NUM_NEW_PAGES // 2 + 1
-    engines = make_engines(num_pages, 2, ["easydel", "oracle"] if num_cached_tokens == 1024 else ["easydel"])
+    engines = make_engines(num_pages, 2, ["oracle", *ENGINES] if num_cached_tokens == 1024 else ENGINES)
     contenders = {name: Refused(engine, num_cached_tokens) for name, engine in engines.items()}
     for contender in contenders.values():
         run_untimed(contender)

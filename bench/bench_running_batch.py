@@ -1,10 +1,11 @@
 """A running batch compared with managers that work request by request: decode, prompts, a mixed run, scaling.
 
 Pages of 16 tokens, one full-attention group, prefix caching on. Every contender appends the sampled tokens, counts computed
-tokens and maintains its row of the page table, since a running batch does so itself; the rivals' requests are made untimed.
-Easydel and the oracle get lists even if ours get arrays. The oracle walks all free pages for each token and would take minutes,
-so it does not run decode of more than 256 rows, the mixed run, and pools of other sizes. Easydel takes seconds to make a pool
-of a million pages; with pools of other sizes it runs only the allocation.
+tokens and maintains its row of the page table, since a running batch does so itself; the rivals also make their requests.
+Easydel, vllm and the oracle get lists even if ours get arrays. The oracle walks all free pages for each token and would take
+minutes, so it does not run decode of more than 16 rows, the mixed run, and pools of other sizes. Easydel takes seconds to make
+a pool of a million pages; with pools of other sizes it and vllm run only the allocation. The mixed run is without vllm, which
+would hit other pages: its pool gives uncached pages again first.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.batch_rivals import Batched, Engine, make_engines, shuffle_free_pages
-from bench.bench_core import TakeAndGiveBack
+from bench.batch_rivals import ENGINES, Batched, Engine, make_engines, shuffle_free_pages
+from bench.bench_core import TakeAndGiveBack, count_with_vllm
 from bench.limit import Limit
 from bench.race import BATCHED, Race, Work, count_rounds, run_untimed
 from bench.rivals import OTHERS, PAGEPOOL, PAGEPOOL_ARRAYS
@@ -31,7 +32,7 @@ NUM_SCALING_TURNS = 3  # few, so that the cold prompts of all rounds fit into a 
 
 NUM_STEPS = PAGE_SIZE  # of a round of decode: each row takes a page and fills one
 NUM_DECODE_TURNS = 5
-MAX_NUM_ORACLE_ROWS = 256
+MAX_NUM_ORACLE_ROWS = 16
 CONTEXT_LEN = 2048
 SHORT_CONTEXT_LEN = 256  # of the rows that fit into the smallest pool
 NUM_SCALING_ROWS = 256
@@ -65,7 +66,7 @@ class Decode:
         rng = np.random.default_rng(SEED)
         for row in range(num_rows):
             tokens = rng.integers(0, 250, context_len - row % PAGE_SIZE, dtype=np.int32)  # ints that CPython shares
-            engine.admit(row, engine.as_request(tokens if isinstance(engine, Batched) else tokens.tolist()))
+            engine.admit(row, tokens if isinstance(engine, Batched) else tokens.tolist())
         if not isinstance(engine, Batched):
             self.rows = self.rows.tolist()
 
@@ -101,11 +102,11 @@ class Prompt:
     def prepare(self) -> None:
         rng = np.random.default_rng([SEED, self.num_prompts % 2 if self.is_repeated else self.num_prompts])
         tokens = rng.integers(0, VOCABULARY, PROMPT_LEN, dtype=np.int32)
-        self.request = self.engine.as_request(tokens.tolist() if self.as_list else tokens)
+        self.tokens = tokens.tolist() if self.as_list else tokens
         self.num_prompts += 1
 
     def run(self) -> None:
-        self.page_ids = self.engine.admit(0, self.request)
+        self.page_ids = self.engine.admit(0, self.tokens)
         self.engine.release([0])
 
 
@@ -147,7 +148,7 @@ PROMPT_IDS = [case.limit for case in PROMPT_CASES]
 @pytest.mark.parametrize("num_rows", [16, 256, 1024, 4096])
 @pytest.mark.usefixtures("measured_limit")
 def test_decode(race: Race, num_rows: int) -> None:
-    rivals = ["easydel", "oracle"] if num_rows <= MAX_NUM_ORACLE_ROWS else ["easydel"]
+    rivals = ["oracle", *ENGINES] if num_rows <= MAX_NUM_ORACLE_ROWS else ENGINES
     engines = make_engines(num_decode_pages(num_rows, CONTEXT_LEN, NUM_DECODE_TURNS), num_rows, rivals)
     contenders = {name: Decode(engine, num_rows, CONTEXT_LEN) for name, engine in engines.items()}
     target = 15 if num_rows == 1024 else None
@@ -161,7 +162,7 @@ def test_decode(race: Race, num_rows: int) -> None:
 @pytest.mark.parametrize("case", PROMPT_CASES, ids=PROMPT_IDS)
 @pytest.mark.usefixtures("measured_limit")
 def test_prompt(race: Race, case: PromptCase, as_list: bool) -> None:
-    engines = make_engines(case.num_prompts_in_pool * PAGES_PER_PROMPT + 1, 1, ["easydel", "oracle"])
+    engines = make_engines(case.num_prompts_in_pool * PAGES_PER_PROMPT + 1, 1, ["oracle", *ENGINES])
     contenders = {name: case.make(engine, as_list) for name, engine in engines.items()}
     name = f"{case.name} of {PROMPT_LEN} tokens in {'a list' if as_list else 'an array'}"
     race(
@@ -189,7 +190,7 @@ def test_take_and_give_back(race: Race, num_pages: int) -> None:
         suite=BATCHED,
         limit="churn_1M" if is_largest else None,
     )
-    race(contenders, work)
+    race(count_with_vllm(contenders), work)
 
 
 def make_scaling_engines(num_pages: int, num_rows: int, is_shuffled: bool) -> dict[str, Engine]:
@@ -282,16 +283,14 @@ class MixedRun:
         self.engine.release(self.running)
         self.engine.manager.reset_prefix_cache()
         self.running = self.steps[-1].rows.tolist()
-        steps = self.steps if isinstance(self.engine, Batched) else [with_lists(step) for step in self.steps]
-        as_request = self.engine.as_request
-        self.plan = [(step, [(row, as_request(tokens)) for row, tokens in step.prompts]) for step in steps]
+        self.plan = self.steps if isinstance(self.engine, Batched) else [with_lists(step) for step in self.steps]
 
     def run(self) -> None:
         engine = self.engine
         self.admitted, self.results = [], []
-        for step, prompts in self.plan:
+        for step in self.plan:
             engine.release(step.released)
-            self.admitted += [engine.admit(row, request) for row, request in prompts]
+            self.admitted += [engine.admit(row, tokens) for row, tokens in step.prompts]
             self.results.append(engine.step(step.rows, step.sampled))
 
     @property
@@ -309,8 +308,6 @@ def test_mixed_run(race: Race) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
-def test_memory(remarks: list[str]) -> None:
+def test_memory(remark: Callable[[str], None]) -> None:
     command = [sys.executable, "-m", "bench.memory"]
-    remarks.append(
-        subprocess.run(command, cwd=Path(__file__).parents[1], check=True, capture_output=True, text=True).stdout.strip()
-    )
+    remark(subprocess.run(command, cwd=Path(__file__).parents[1], check=True, capture_output=True, text=True).stdout.strip())

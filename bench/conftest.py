@@ -1,10 +1,10 @@
-"""Fixtures of the benchmarks (races, the limit, remarks), and the tables at the end of a run."""
+"""Fixtures of the benchmarks (races, the limit, remarks), the tables at the end of a run, and the file of results."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,17 @@ import pytest
 
 from bench.limit import Limit
 from bench.race import Race, Result, as_tables
+from bench.results import Remark, as_line, describe_machine, merge
 
 RESULTS = pytest.StashKey[list[Result]]()
 LIMIT = pytest.StashKey[Limit]()
-REMARKS = pytest.StashKey[list[str]]()
+REMARKS = pytest.StashKey[list[Remark]]()
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the oracle lives there
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", type=Path, help="Put the results into this file, in place of older ones.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,11 +31,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def race(benchmark: Any, pytestconfig: pytest.Config) -> Iterator[Race]:
+def race(benchmark: Any, request: pytest.FixtureRequest) -> Iterator[Race]:
     """Return a race. The garbage collector is off before its contenders are made."""
     gc.collect()
     gc.disable()
-    yield Race(benchmark, pytestconfig.stash[RESULTS])
+    yield Race(benchmark, name_bench(request), request.config.stash[RESULTS])
     gc.enable()
 
 
@@ -41,13 +46,21 @@ def limit(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture
-def remarks(pytestconfig: pytest.Config) -> list[str]:
-    """Return the list of remarks printed after the tables."""
-    return pytestconfig.stash[REMARKS]
+def remark(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Return a function that adds a remark, which is printed after the tables."""
+    bench, test, remarks = name_bench(request), request.node.name, request.config.stash[REMARKS]
+    return lambda text: remarks.append(Remark(bench, test, text))
+
+
+def name_bench(request: pytest.FixtureRequest) -> str:
+    return request.path.stem.removeprefix("bench_")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     limit = config.stash.get(LIMIT, None)
     tables = [as_tables(config.stash[RESULTS], limit.medians() if limit else {})] if config.stash[RESULTS] else []
-    for text in (*tables, *config.stash[REMARKS]):
+    for text in (*tables, *(remark.text for remark in config.stash[REMARKS])):
         terminalreporter.write(f"\n\n{text}\n\n")
+    path = config.getoption("results")
+    if path is not None:
+        merge(path, describe_machine(), [as_line(result) for result in config.stash[RESULTS]], config.stash[REMARKS])

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 import pagepool
-from bench.race import as_table
+from bench.tables import as_table
 from bench.workload import PAGE_SIZE, SEED, VOCABULARY, make_group
 
 NUM_PAGES = 1_000_000

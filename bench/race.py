@@ -1,9 +1,10 @@
-"""Races: rivals do the same work in turn, round by round, under one clock. This module also makes the tables of results.
+"""Races: rivals do the same work in turn, round by round, under one clock. This module also prints the results.
 
 A race is one benchmark of pytest-benchmark. The rivals take turns of a few rounds, so that other load on the machine affects
-all of them equally. The first round of a turn is not timed, so that no rival pays for the cache misses left by the previous
-one. Preparation before a round is not timed either, and the garbage collector is off. The medians by rival are in the
-benchmark's ``extra_info``; pytest-benchmark's own statistics mix the rivals.
+all of them equally. `bench.__main__` sets the clock to CPU time; `WALL_TIME` marks races that need another one. The first round
+of a turn is not timed, so that no rival pays for the cache misses left by the previous one. Preparation before a round is not
+timed either, and the garbage collector is off. The medians by rival are in the benchmark's ``extra_info``; pytest-benchmark's
+own statistics mix the rivals.
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, asdict, dataclass
 from itertools import cycle
-from statistics import median
+from statistics import median, quantiles
+from time import perf_counter
 from typing import Any, Protocol
 
+import pytest
+
 import pagepool
+from bench.tables import as_table, show_ratio, show_time
 
 
 @dataclass(frozen=True)
@@ -29,20 +35,26 @@ class Suite:
     units_per_second: float
     target: str
 
-    def columns(self) -> list[str]:
-        """Return the headings of the table, except for those of the limit."""
-        return ["work", *self.rivals, self.ours, *(f"ratio to {rival}" for rival in self.rivals), self.target]
 
-
-DROP_IN = Suite(("easydel", "oracle"), "pagepool", "us", 1e6, "target ratio")
-BATCHED = Suite(("easydel", "oracle", "manager"), "batched", "ns", 1e9, "target")
+DROP_IN = Suite(("easydel", "vllm", "oracle"), "pagepool", "us", 1e6, "target ratio")
+BATCHED = Suite(("easydel", "vllm", "oracle", "manager"), "batched", "ns", 1e9, "target")
 EVICTION = Suite(("lru", "arc"), "adaptive", "ns", 1e9, "target")
 COPIES = Suite(("by page", "plain"), "pagepool", "us", 1e6, "target")
 HOST = Suite(("device_put",), "pagepool", "us", 1e6, "target")
 FORKS = Suite(("easydel", "oracle", "manager", "admit"), "fork", "us", 1e6, "target")
 STATES = Suite(("no interval",), "checkpoints", "ns", 1e9, "target")
 TIER = Suite(("no tier", "unused"), "tier", "ns", 1e9, "target")
-SUITES = (DROP_IN, BATCHED, EVICTION, COPIES, HOST, FORKS, STATES, TIER)
+EVENTS = Suite(("noted", "taken", "encoded"), "off", "ns", 1e9, "target")
+HASHES = Suite(
+    ("vllm sha256", "vllm sha256_cbor", "vllm xxhash", "vllm xxhash_cbor", "sha256", "sha256_cbor"),
+    "siphash128",
+    "ns",
+    1e9,
+    "target",
+)
+SUITES = (DROP_IN, BATCHED, EVICTION, COPIES, HOST, FORKS, STATES, TIER, EVENTS, HASHES)
+WALL_TIME = pytest.mark.benchmark(timer=perf_counter)
+"""Marks benchmarks whose work is not done by one thread alone."""
 LIMIT_COLUMNS = ("limit in C", "batched alone", "ratio to the limit")
 
 Limits = Mapping[str, tuple[float, float]]
@@ -60,6 +72,17 @@ class Contender(Protocol):
     def prepare(self) -> None: ...
 
     def run(self) -> None: ...
+
+
+class Counted:
+    """A contender whose result is the number of its pages, for rivals that take different ones."""
+
+    def __init__(self, contender: Contender) -> None:
+        self.prepare, self.run, self._contender = contender.prepare, contender.run, contender
+
+    @property
+    def page_ids(self) -> list[int]:
+        return [len(self._contender.page_ids)]
 
 
 @dataclass(frozen=True)
@@ -83,10 +106,15 @@ class Work:
 
 @dataclass(frozen=True)
 class Result:
-    """The median time of a unit of work by rival, in the suite's unit of time."""
+    """The median and the quartiles of the times of a unit of work by rival, in the suite's unit of time.
 
+    `bench` names the file of the race: ``"drop_in"``.
+    """
+
+    bench: str
     work: Work
     medians: Mapping[str, float]
+    quartiles: Mapping[str, tuple[float, float]]
 
     @property
     def ours(self) -> float:
@@ -96,11 +124,11 @@ class Result:
         """Return the rival's time divided by ours."""
         return self.medians[rival] / self.ours if rival in self.medians else None
 
-    def cells(self) -> list[str]:
+    def cells(self, rivals: Sequence[str]) -> list[str]:
         """Return the line of the table, except for the limit."""
         suite = self.work.suite
-        times = [show_time(self.medians.get(rival), suite.unit) for rival in (*suite.rivals, suite.ours)]
-        ratios = [show_ratio(self.ratio_to(rival)) for rival in suite.rivals]
+        times = [show_time(self.medians.get(rival), suite.unit) for rival in (*rivals, suite.ours)]
+        ratios = [show_ratio(self.ratio_to(rival)) for rival in rivals]
         return [f"{self.work.name}, per {self.work.unit}", *times, *ratios, self._show_target()]
 
     def limit_cells(self, limits: Limits) -> list[str]:
@@ -118,8 +146,8 @@ class Result:
 class Race:
     """Runs the race of one test."""
 
-    def __init__(self, benchmark: Any, results: list[Result]) -> None:
-        self._benchmark = benchmark
+    def __init__(self, benchmark: Any, bench: str, results: list[Result]) -> None:
+        self._benchmark, self._bench = benchmark, bench
         self.results = results
 
     def __call__(self, contenders: Mapping[str, Contender], work: Work) -> None:
@@ -139,12 +167,13 @@ class Race:
 
     def _add_result(self, rivals: Sequence[str], work: Work) -> None:
         """Assign the rounds that pytest-benchmark timed to the rivals."""
-        seconds: dict[str, list[float]] = {rival: [] for rival in rivals}
+        times: dict[str, list[float]] = {rival: [] for rival in rivals}
         turns = cycle([rival for rival in rivals for _ in range(work.rounds_per_turn)])
-        for rival, duration in zip(turns, self._benchmark.stats.stats.data, strict=False):
-            seconds[rival].append(duration)
-        medians = {rival: median(seconds[rival]) * work.suite.units_per_second / work.num_units for rival in rivals}
-        self.results.append(Result(work, medians))
+        for rival, seconds in zip(turns, self._benchmark.stats.stats.data, strict=False):
+            times[rival].append(seconds * work.suite.units_per_second / work.num_units)
+        medians = {rival: median(held) for rival, held in times.items()}
+        quartiles = {rival: tuple(quantiles(held, n=4, method="inclusive")[::2]) for rival, held in times.items()}
+        self.results.append(Result(self._bench, work, medians, quartiles))
         self._benchmark.extra_info.update(asdict(self.results[-1]))
 
 
@@ -173,19 +202,6 @@ def check_same_work(contenders: Mapping[str, Contender]) -> None:
     assert all(page_ids == first for page_ids in others), f"{', '.join(contenders)}: not the same pages"
 
 
-def show_time(time: float | None, unit: str) -> str:
-    return "-" if time is None else f"{time:,.{count_decimals(time)}f} {unit}"
-
-
-def show_ratio(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:,.{min(1, count_decimals(ratio))}f}x"
-
-
-def count_decimals(value: float) -> int:
-    """Return the number of decimals for about three digits."""
-    return next((digits for digits, least in enumerate((100, 10, 1, 0.1)) if value >= least), 4)
-
-
 def as_tables(results: Sequence[Result], limits: Limits) -> str:
     """Return the results as GitHub tables, one for each suite, and a description of the setup."""
     suites = {suite: [result for result in results if result.work.suite == suite] for suite in SUITES}
@@ -193,28 +209,25 @@ def as_tables(results: Sequence[Result], limits: Limits) -> str:
 
 
 def suite_table(suite: Suite, results: Sequence[Result], limits: Limits) -> str:
-    """Return the results of a suite as a GitHub table, including the limit if it was measured."""
+    """Return the results of a suite as a GitHub table: the rivals that ran, and the limit if it was measured."""
+    rivals = [rival for rival in suite.rivals if any(rival in result.medians for result in results)]
     has_limit = suite is BATCHED and bool(limits)
-    lines = [result.cells() + (result.limit_cells(limits) if has_limit else []) for result in results]
-    return as_table([*suite.columns(), *(LIMIT_COLUMNS if has_limit else ())], lines)
-
-
-def as_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a GitHub table with the first column aligned left and numbers aligned right."""
-    rules = ["---", *["---:"] * (len(columns) - 1)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (columns, rules, *lines))
+    columns = ["work", *rivals, suite.ours, *(f"ratio to {rival}" for rival in rivals), suite.target]
+    lines = [result.cells(rivals) + (result.limit_cells(limits) if has_limit else []) for result in results]
+    return as_table([*columns, *(LIMIT_COLUMNS if has_limit else ())], lines)
 
 
 def describe_setup() -> str:
+    versions = ", ".join(f"{name} {version}" for name in ("easydel", "vllm") if (version := find_version(name)))
     return (
-        "Medians; all rivals in turn in one run, the garbage collector off, page ids read in every loop. "
-        f"pagepool {pagepool.__version__}, easydel {find_version('easydel')}, "
+        "Medians; all rivals in turn in one run, CPU time but where jax works, the garbage collector off, page ids read in "
+        f"every loop. pagepool {pagepool.__version__}, {versions or 'no engine installed'}, "
         f"CPython {platform.python_version()}, {platform.system()} {platform.machine()}."
     )
 
 
-def find_version(package: str) -> str:
-    try:
+def find_version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+    return None

@@ -19,12 +19,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import click
 
-from bench.race import as_table
+from bench import results
+from bench.tables import as_table
 
 ROOT = Path(__file__).parents[1]
 RIVALS = ("vllm", "early", "pagepool", "null")
@@ -151,16 +152,31 @@ def show_ratio(ratio: float | None, target: float | None) -> str:
     return f"{ratio:.2f}x of {target:g}x{MISSED if ratio < target else ''}"
 
 
-def measure_memory(workers: Mapping[str, Worker]) -> list[str]:
+def as_result(name: str, unit: str, measured: Seconds, scale: float = MILLISECONDS) -> results.Line:
+    """Return a line of the file of results. Quartiles are of turns."""
+    times = {rival: [scale * value for value in values] for rival, values in measured.items()}
+    medians = {rival: results.shorten(median(values)) for rival, values in times.items()}
+    quartiles = {rival: find_quartiles(values) for rival, values in times.items() if len(values) > 1}
+    ratios = {rival: find_ratio(measured, rival, OURS) for rival in times if rival != OURS}
+    shortened = {rival: results.shorten(ratio) for rival, ratio in ratios.items() if ratio is not None}
+    return results.Line("vllm", name, "", unit, OURS, medians, quartiles, shortened)
+
+
+def find_quartiles(values: Sequence[float]) -> list[float]:
+    return [results.shorten(value) for value in quantiles(values, n=4, method="inclusive")[::2]]
+
+
+def measure_memory(workers: Mapping[str, Worker]) -> tuple[list[str], results.Line]:
     """Return the line of memory."""
-    num_bytes = {rival: worker.ask("memory") for rival, worker in workers.items() if rival in ("vllm", OURS)}
-    ratio = num_bytes["vllm"] / num_bytes[OURS] if OURS in num_bytes else None
-    cells = [f"{num_bytes[rival]:.0f}" if rival in num_bytes else "-" for rival in RIVALS]
-    return ["a new pool of 1M blocks, bytes a block", *cells, show_ratio(ratio, 1), "-", "-", "-"]
+    num_bytes = {rival: [worker.ask("memory")] for rival, worker in workers.items() if rival in ("vllm", OURS)}
+    ratio = find_ratio(num_bytes, "vllm", OURS)
+    cells = [f"{num_bytes[rival][0]:.0f}" if rival in num_bytes else "-" for rival in RIVALS]
+    name = "a new pool of 1M blocks, bytes a block"
+    return [name, *cells, show_ratio(ratio, 1), "-", "-", "-"], as_result(name, "bytes", num_bytes, 1)
 
 
-def measure(workers: Mapping[str, Worker], word: str, num_turns: int) -> Iterator[list[str]]:
-    """Yield the lines of all works whose names contain a word."""
+def measure(workers: Mapping[str, Worker], word: str, num_turns: int) -> Iterator[tuple[list[str], results.Line]]:
+    """Yield the lines of all works whose names contain a word, as cells and as a result."""
     if word in "memory":
         yield measure_memory(workers)
     for work in dict.fromkeys(line.work for line in LINES if word in line.work):
@@ -169,7 +185,8 @@ def measure(workers: Mapping[str, Worker], word: str, num_turns: int) -> Iterato
         turns = race({rival: worker for rival, worker in workers.items() if rival != CEILING or has_ceiling}, work, num_turns)
         for line in LINES:
             if line.work == work:
-                yield show(line, add_up(line, turns))
+                seconds = add_up(line, turns)
+                yield show(line, seconds), as_result(line.name, "ms", seconds)
 
 
 @click.command()
@@ -179,16 +196,22 @@ def measure(workers: Mapping[str, Worker], word: str, num_turns: int) -> Iterato
 @click.option("--rival", "rivals", multiple=True, type=click.Choice(RIVALS), default=RIVALS, help="What to compare with vllm.")
 @click.option("-k", "word", default="", help="Only works whose names contain this.")
 @click.option("--check", is_flag=True, help="Exit with 1 if a target is missed.")
-def main(num_turns: int, rivals: tuple[str, ...], word: str, check: bool) -> None:
+@click.option(
+    "--results", "path", type=click.Path(dir_okay=False, path_type=Path), help="Put the results of all rivals into this file."
+)
+def main(num_turns: int, rivals: tuple[str, ...], word: str, check: bool, path: Path | None) -> None:
     """Run all works, each by all rivals in turn, and print a table."""
     if importlib.util.find_spec("vllm") is None:
         raise click.ClickException("vllm is not installed here: `make test-vllm` installs it in an environment of its own")
     workers = {rival: Worker(rival) for rival in RIVALS if rival in ("vllm", *rivals)}
     try:
-        lines = list(measure(workers, word, num_turns))
+        measured = list(measure(workers, word, num_turns))
     finally:
         for worker in workers.values():
             worker.end()
+    lines = [cells for cells, _ in measured]
+    if path is not None and OURS in workers:
+        results.merge(path, results.describe_machine(), [result for _, result in measured], [])
     click.echo(as_table(COLUMNS, lines))
     click.echo(f"\nvLLM {version('vllm')}, CPython {platform.python_version()}, {platform.system()} {platform.machine()}.")
     if check and any(cell.endswith(MISSED) for cells in lines for cell in cells):

@@ -46,3 +46,7 @@ class BenchRequest:
     @property
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
+
+    def append_output_token_ids(self, token_id: int) -> None:
+        """Append a token, by the name that the engines' requests have for it."""
+        self.all_token_ids.append(token_id)

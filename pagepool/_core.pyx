@@ -52,8 +52,8 @@ Each chain, store, table and batch has a lock, taken in the order batch, chain, 
 serialised, and long ones let the other threads run. A thread that forks takes all locks first, so that nothing is half done in
 the child.
 
-This module re-exports what Python uses of `pagepool.core`. Headers, ``.pxd``, have what runs without Python; modules, ``.pyx``,
-have the classes. Each file imports only those above it.
+This module re-exports what Python uses of `pagepool.core`, and tells how it was built. Headers, ``.pxd``, have what runs
+without Python; modules, ``.pyx``, have the classes. Each file imports only those above it.
 
 =====================  =====================================================================================================
 `platform.pxd`         memory hints, the clock, whether guards are compiled in
@@ -93,55 +93,97 @@ have the classes. Each file imports only those above it.
 `chain.pyx`            `HashChain`
 `page_records.pyx`     `PageStore`, its lower half: the records of a pool, and its prefix index
 `store.pyx`            its upper half: the free queue; `CachePage`, `QueryCounter`
-`copying.pyx`          `PageCopies`: copies that are due, taken
+`copying.pyx`          `PageCopies` that are due; `keep_states`, `fork_request`, `fork_row`, which need them
 `journal.pyx`          `EntryJournal`: changes of the prefix index
-`tier.pyx`             `PageTier`: the tier behind a pool
-`transferring.pyx`     `Transfers` between them, taken and ended; `FailedLoads`
-`loading.pyx`          `load_hits`: pages of the tier are loaded where a prefix hits them
+`tier.pyx`             `PageTier` behind a pool; `Transfers` between them, taken and ended; `load_hits`: prefixes loaded from it
 `lookups.pyx`          `PrefixQuery`: how many pages of a prefix hit
 `refusal.pyx`          `Refusal`: whether a refused request is refused again
 `request_pages.pyx`    `RequestPages`: what a request holds (`take`, `enter`, `skip`, `give_back`) in its `CacheGroups`
-`request_copies.pyx`   `keep_states`, `fork_request`: copies for requests
 `saving.pyx`           `copy_records`: a pool copied, to be checked or saved; `load_store`
 `table.pyx`            `TableRows`, `GroupedRows`
 `row_memory.pyx`       `RowMemory`: arrays and locks of a batch
 `row_request.pyx`      `RowRequest`: a row is admitted, or refused
-`row_fork.pyx`         `fork_row`: a row goes on in others
-`external.pyx`         `end_external`: a pending row runs, or fails; the same for requests
-`row_rewind.pyx`       `rewind_rows`: rows go back to tokens before pages that failed to load
-`row_swap.pyx`         `swap_out_row`, `swap_in_row`: a row's pages go to the tier and come back
+`row_transfers.pyx`    `swap_out_row`, `swap_in_row`, `rewind_rows`, `end_external`: rows whose pages are transferred
 `running.pyx`          `RunningRows`: `grow`, `step`, `undo`, `trim`, `release`
 `holders.pyx`          `check_holders`, `check_rows`
 `spans.pyx`            `TokenSpan`: the cached pages among tokens of a request or row
-`pinning.pyx`          `PinSpan`: cached pages are pinned and unpinned
-`leasing.pyx`          `lease_pages`: pages that a transfer reads
-`retaining.pyx`        `RetentionSpan`: cached pages are retained; `protect_pages`
+`keeping.pyx`          `PinSpan`, `RetentionSpan`, `protect_pages`, `lease_pages`: cached pages pinned, retained, leased
 =====================  =====================================================================================================
 """
 
+from pagepool.core.platform cimport GIL_DISABLED, GUARDS
+
 from pagepool.core.chain import HashChain, siphash128
-from pagepool.core.copying import PageCopies, take_copies
-from pagepool.core.external import end_external, give_back_behind, skip_unread_pages
+from pagepool.core.copying import (
+    PageCopies, are_states_due, check_copies_taken, fork_request, fork_row, keep_states, pass_states, take_copies,
+)
 from pagepool.core.holders import check_holders, check_rows
 from pagepool.core.ids import PageIds, lists_of, require_token_ids
 from pagepool.core.journal import EntryJournal
-from pagepool.core.leasing import Lease, lease_pages
-from pagepool.core.loading import load_hits
+from pagepool.core.keeping import Lease, PinSpan, Retention, RetentionSpan, lease_pages, protect_pages
 from pagepool.core.lookups import PrefixQuery
-from pagepool.core.pinning import PinSpan
 from pagepool.core.refusal import Refusal
-from pagepool.core.request_copies import are_states_due, check_copies_taken, fork_request, keep_states, pass_states
 from pagepool.core.request_pages import CacheGroups, PageRules, RequestPages
-from pagepool.core.retaining import Retention, RetentionSpan, protect_pages
-from pagepool.core.row_fork import fork_row
 from pagepool.core.row_request import RowRequest
-from pagepool.core.row_rewind import rewind_rows
-from pagepool.core.row_swap import swap_in_row, swap_out_row
+from pagepool.core.row_transfers import (
+    end_external, give_back_behind, rewind_rows, skip_unread_pages, swap_in_row, swap_out_row,
+)
 from pagepool.core.running import RunningRows, StepResult
 from pagepool.core.saving import copy_records, find_policy_fault, follow, give_back_restored, load_store
 from pagepool.core.store import CachePage, PageStore, QueryCounter
 from pagepool.core.table import GroupedRows, TableRows, pack_dirty_windows
-from pagepool.core.tier import PageTier, add_tier
-from pagepool.core.transferring import (
-    FailedLoads, Transfers, end_step, end_transfers, find_wrong_token, list_in_flight, take_transfers,
+from pagepool.core.tier import (
+    FailedLoads, PageTier, Transfers, add_tier, end_step, end_transfers, find_wrong_token, list_in_flight, load_hits,
+    take_transfers,
 )
+
+
+cdef extern from *:
+    """
+    #if defined(__has_feature)
+    #define PAGEPOOL_HAS(name) __has_feature(name)
+    #else
+    #define PAGEPOOL_HAS(name) 0
+    #endif
+    #if defined(__SANITIZE_ADDRESS__) || PAGEPOOL_HAS(address_sanitizer)
+    #define PAGEPOOL_SANITIZER "address"
+    #elif defined(__SANITIZE_THREAD__) || PAGEPOOL_HAS(thread_sanitizer)
+    #define PAGEPOOL_SANITIZER "thread"
+    #else
+    #define PAGEPOOL_SANITIZER ""
+    #endif
+    #if defined(__clang__)
+    #define PAGEPOOL_COMPILER __VERSION__
+    #else
+    #define PAGEPOOL_COMPILER "GCC " __VERSION__
+    #endif
+    #ifdef CYTHON_WITHOUT_ASSERTIONS
+    #define PAGEPOOL_DEBUG 0
+    #else
+    #define PAGEPOOL_DEBUG 1
+    #endif
+    #if CYTHON_TRACE_NOGIL
+    #define PAGEPOOL_TRACED 1
+    #else
+    #define PAGEPOOL_TRACED 0
+    #endif
+    """
+    const char *COMPILER "PAGEPOOL_COMPILER"
+    const char *SANITIZER "PAGEPOOL_SANITIZER"
+    bint DEBUG "PAGEPOOL_DEBUG"
+    bint TRACED "PAGEPOOL_TRACED"
+
+
+def build_flags():
+    """Return how the core was built: `debug` (asserts and bounds checks), `guards` (the checks of the hot loops), `sanitizer`
+    ("address" with undefined behaviour, "thread", or ""), `traced` (lines are counted), `free_threaded` (for a Python without
+    the GIL), and `compiler`.
+    """
+    return {
+        "debug": DEBUG,
+        "guards": GUARDS,
+        "sanitizer": SANITIZER.decode(),
+        "traced": TRACED,
+        "free_threaded": GIL_DISABLED,
+        "compiler": COMPILER.decode(),
+    }

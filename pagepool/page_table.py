@@ -120,6 +120,15 @@ class MultiGroupPageTable(GroupedRows):
             for page_size in self.page_sizes
         )
 
+    if TYPE_CHECKING:
+
+        @property
+        def page_tables(self) -> tuple[PageTable, ...]:
+            """The table of each group."""
+
+        def __getitem__(self, i: int, /) -> PageTable:
+            """Return the table of a group."""
+
     def __repr__(self) -> str:
         """Return the page size and the table of each group."""
         return f"MultiGroupPageTable(page_sizes={self.page_sizes}, page_tables={list(self.page_tables)})"

@@ -19,8 +19,8 @@ __all__ = [
     "TokenIds",
 ]
 
-TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
-"""Token ids by position: a list, or an int32 array, which is read without a copy."""
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
+"""Token ids by position: a list, or an array of ints. An int32 array is read without a copy."""
 
 
 LoraId: TypeAlias = int | str | tuple[str, str]

@@ -305,14 +305,14 @@ class RunningBatch(RunningRows):
         """
         return swap_in_row(self, row)
 
-    def find_next_checkpoint(self, rows: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    def find_next_checkpoint(self, rows: Sequence[int] | npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int32]:
         """Return for each row what `CacheManager.find_next_checkpoint` returns for a request: int32 ``[len(rows)]``.
 
         RowIndexError outside the table.
         """
         return self.find_next_multiple(rows, self._manager.checkpoint_interval or self.max_num_tokens)
 
-    def fork(self, row: int, targets: Sequence[int] | npt.NDArray[np.int32]) -> None:
+    def fork(self, row: int, targets: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
         """Let free rows go on from the computed tokens of an admitted row, after the step that computed them: for parallel
         samples and beams. Targets share the full pages, and get copies of the open page of each group, and of states: see
         `take_copies`.

@@ -9,7 +9,7 @@ import pytest
 
 from pagepool.hashing import extra_keys
 
-collect_ignore = ["ray_fleet.py", "easydel_scheduler.py", "tiny_engine.py"]
+collect_ignore = ["ray_fleet.py", "easydel_scheduler.py", "tiny_engine.py", "typing"]
 collect_ignore += ["vllm_core.py", "vllm_planted.py", "vllm_side.py", "vllm_state.py", "vllm_workload.py"]
 
 

@@ -452,7 +452,8 @@ class TestWithoutExtras:
     def test_all_else_says_in_a_line_which_is_missing(self, args: list[str], name: str) -> None:
         result = self.run(args, name)
         assert (result.returncode, result.stdout) == (1, "")
-        assert result.stderr == f"pagepool: the command needs {name}: pip install 'pagepool[replay]'\n"
+        hint = "`pagepool doctor` works without"
+        assert result.stderr == f"pagepool: the command needs {name}: pip install 'pagepool[replay]'; {hint}\n"
 
     def test_the_fleet_has_an_extra_of_its_own(self, trace: Path) -> None:
         result = self.run(["fleet", str(trace)], "msgspec")

@@ -610,6 +610,7 @@ class TestCommand:
             "per page",
             "per step",
             "wall time",
+            "hashing included",
         ):
             assert text in result.output
         assert "\x1b" not in result.output

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -97,10 +97,11 @@ def make_model_config(max_model_len: int) -> Any:
     )
 
 
-def make_hasher() -> Any:
-    """Make a block hasher as the engine core does: SHA-256 over pickles."""
-    kv_cache_utils.init_none_hash(sha256)
-    return kv_cache_utils.get_request_block_hasher(BLOCK_SIZE, sha256)
+def make_hasher(hash_algo: str = "sha256") -> Any:
+    """Make a block hasher as the engine core does. vLLM's default is SHA-256 over pickles."""
+    hash_function = get_hash_fn_by_name(hash_algo)
+    kv_cache_utils.init_none_hash(hash_function)
+    return kv_cache_utils.get_request_block_hasher(BLOCK_SIZE, hash_function)
 
 
 def make_sampling(max_tokens: int) -> SamplingParams:

@@ -1,15 +1,34 @@
-"""Copies of pages that are due before the next step."""
+"""Copies of pages that are due before the next step: of states that are kept, and of what forks; and their list."""
 
 cimport cython
-from libc.stdint cimport int32_t
+import numpy as np
+from cpython.mem cimport PyMem_RawMalloc as malloc
+from libc.stdint cimport INT64_MAX, int32_t, int64_t
+from libc.string cimport memcpy
 
-from pagepool.core.copies cimport end_copies
+from pagepool.core.arguments cimport as_shard, size_of
+from pagepool.core.batch cimport (
+    Batch, ExtraKey, RowState, digests_of, holding_of, plan_next_event, show_row, start_call, tokens_of,
+)
+from pagepool.core.chain cimport HashChain
+from pagepool.core.checkpoints cimport Source, are_checkpoints_due, is_checkpoint_due, keep_state
+from pagepool.core.copies cimport awaits_copies, end_copies, has_copies_due, reserve_copies
+from pagepool.core.entering cimport Contents
+from pagepool.core.forks cimport (
+    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, check_fork, count_open_pages, fork_group,
+)
+from pagepool.core.holdings cimport Holding, lacks_page
+from pagepool.core.ids cimport PageIds, as_own_ids
+from pagepool.core.queue cimport count_free_in
 from pagepool.core.records cimport Pool
+from pagepool.core.request_pages cimport RequestPages, lock_chain, set_contents, unlock_chain
+from pagepool.core.row_memory cimport RowMemory
+from pagepool.core.row_moves cimport begin_admission, set_context
+from pagepool.core.rules cimport MAX_TOKENS, Group, full_entries, pages_for
+from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
 
-import numpy as np
-
-from pagepool.errors import ArgumentTypeError
+from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, OutOfPagesError, PageIdError, RowIndexError
 
 
 @cython.final
@@ -71,3 +90,242 @@ def take_copies(PageStore store not None) -> PageCopies:
                     taken[2, i] = pool.copies.items[i].group
                 end_copies(pool)
     return copies_of(columns[0], columns[1], columns[2])
+
+
+def check_copies_taken(RequestPages held not None, bint may_be_read=False) -> None:
+    """CopiesDueError if pages of a request are the destination of a copy that is due, or the source, unless they `may_be_read`.
+    """
+    cdef bint is_due
+    with held.store.lock:
+        is_due = awaits_copies(&held.store.pool, &held.holding)
+        is_due = is_due or not may_be_read and has_copies_due(&held.store.pool, &held.holding)
+    if is_due:
+        raise CopiesDueError(
+            "copies of pages of the request are due, or transfers: call take_copies, and with a host tier take_transfers, and "
+            "do them, before"
+        )
+
+
+def are_states_due(RequestPages held not None, num_computed_tokens) -> bool:
+    """Whether a state of a request has come to, or past, the next multiple of its interval. O(groups)."""
+    cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
+    cdef int32_t num = <int32_t>min(num_computed, <int64_t>MAX_TOKENS)
+    cdef bint is_due
+    with held.store.lock:
+        is_due = are_checkpoints_due(&held.holding, num)
+    return is_due
+
+
+def keep_states(
+    RequestPages held not None, HashChain chain not None, num_computed_tokens, context=0, tuple shard=None, num_reserved=0
+) -> tuple:
+    """Keep the states of a request after `num_computed_tokens` tokens as checkpoints, as far as pages are free beside
+    `num_reserved`, and return the next working page of each group that has one. A `shard` is ``(shard, number of shards)``.
+    O(groups).
+    """
+    cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, MAX_TOKENS)
+    hint, num_shards = shard or (None, 0)
+    cdef int32_t divided = <int32_t>size_of(num_shards, "data_parallel_size", 0)
+    cdef Source source = Source(as_shard(hint, divided), size_of(num_reserved, "num_reserved_pages"))
+    cdef Contents contents = Contents(NULL, NULL, 0, held.store.checked_context(context))
+    cdef tuple new = tuple([PageIds.__new__(PageIds) for _ in range(held.holding.num_groups)])
+    for ids in new:
+        (<PageIds>ids).reserve(1)
+    lock_chain(chain)
+    try:
+        held.store.lock_divided(divided)
+        set_contents(&contents, chain)
+        if num_computed <= <int64_t>chain.num * chain.page_size and reserve_copies(&held.store.pool, len(new)):
+            keep_all(held, &contents, <int32_t>num_computed, &source, new)
+        pass_over(held, <int32_t>num_computed)
+        held.store.lock.release()
+    finally:
+        unlock_chain(chain)
+    return new
+
+
+def pass_states(RequestPages held not None, num_computed_tokens) -> None:
+    """Keep no states up to `num_computed_tokens` tokens: the working pages are about to be written. O(groups)."""
+    cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
+    cdef int32_t num = <int32_t>min(num_computed, <int64_t>MAX_TOKENS)
+    with held.store.lock:
+        pass_over(held, num)
+
+
+cdef void keep_all(
+    RequestPages held, const Contents *contents, int32_t num_computed, const Source *source, tuple new
+) noexcept:
+    cdef Holding *holding = &held.holding
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        if is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
+            if keep_state(&held.store.pool, holding, <int32_t>g, contents, num_computed, source):
+                (<PageIds>new[g]).put(holding.held[g].ids, 1)
+
+
+cdef void pass_over(RequestPages held, int32_t num_computed) noexcept:
+    """Look at no state up to there again: the steps that follow write the working pages."""
+    cdef Holding *holding = &held.holding
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        if is_checkpoint_due(&holding.groups[g], &holding.held[g], num_computed):
+            holding.held[g].num_cached = full_entries(&holding.groups[g].rules, num_computed)
+    held.plan()
+
+
+cdef bint lacks_pages(const Holding *holding, int32_t num_computed) noexcept:
+    """Whether pages were given back that tokens from `num_computed` on need: of a request that went back behind a window."""
+    cdef const Group *group
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        group = &holding.groups[g]
+        if lacks_page(group, &holding.held[g], num_computed, pages_for(&group.rules, num_computed)):
+            return True
+    return False
+
+
+def fork_request(RequestPages held not None, RequestPages target not None, num_computed_tokens) -> bool:
+    """Let `target`, which holds nothing, go on from the computed tokens of a request: full pages are shared, others copied,
+    within the shard of the first page, if the pool is divided. False, and nothing changed, if too few pages are free.
+    PageIdError for a page that cannot be shared. O(pages).
+    """
+    cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, held.limits.num_room)
+    cdef Pool *pool = &held.store.pool
+    cdef ForkOutcome outcome = SHORT_OF_MEMORY
+    cdef Py_ssize_t g
+    cdef bint is_past_pages
+    if target is held or target.store is not held.store or target.groups is not held.groups or len(target):
+        raise ArgumentError("target: got one of another pool or other groups, or that holds pages")
+    with held.store.lock:
+        is_past_pages = lacks_pages(&held.holding, <int32_t>num_computed)
+        if not is_past_pages and target.make_room(&held.holding):
+            outcome = check_fork(pool, &held.holding, <int32_t>num_computed, 1, held.find_shard())
+        for g in range(held.holding.num_groups if outcome == FORKED else 0):
+            fork_group(pool, &held.holding, &target.holding, <int32_t>g, <int32_t>num_computed, held.find_shard())
+        held.plan()
+        target.plan()
+    if is_past_pages:
+        raise ArgumentError(
+            f"num_computed_tokens: got {num_computed}, allowed: as many as the request had, since pages that further tokens "
+            "attend to were given back behind a window"
+        )
+    if outcome == SHORT_OF_MEMORY:
+        raise MemoryError("the page ids of a request")
+    if outcome == UNSHAREABLE:
+        raise PageIdError("a page of the request cannot have a further reference, or was given back, or a free page has one")
+    return outcome == FORKED
+
+
+def fork_row(RowMemory rows not None, row, targets) -> None:
+    """Let free rows go on from the computed tokens of an admitted row: see `RunningBatch.fork`."""
+    cdef Py_ssize_t source = rows.checked_row(row)
+    cdef PageIds target_rows = as_own_ids(targets, "targets")
+    cdef list forgotten = [None] * (2 * target_rows.num)  # what goes with them may wait for a fork of the process
+    cdef Batch *batch = &rows.batch
+    cdef Holding holding = holding_of(batch, source)
+    cdef Py_ssize_t num_right, i
+    cdef bint is_ready
+    cdef ForkOutcome outcome = SHORT_OF_MEMORY
+    if target_rows.num == 0:
+        raise ArgumentError("targets: got none, allowed: at least 1")
+    rows.enter_call()
+    is_ready = batch.states[source].is_admitted and not batch.num_external[source] and not awaits_copies(batch.pool, &holding)
+    num_right = count_free_rows(batch, source, target_rows) if is_ready else 0
+    if num_right == target_rows.num:
+        outcome = check_fork(
+            batch.pool, &holding, batch.states[source].num_computed, num_right, batch.states[source].shard
+        )
+    if outcome == FORKED and not copy_extra_keys(rows, source, target_rows, forgotten):
+        outcome = SHORT_OF_MEMORY
+    if outcome == FORKED:
+        for i in range(num_right):
+            fill_target(batch, source, target_rows.ids[i])
+        begin_admission(batch, source)  # what it shares now cannot be taken back
+        plan_next_event(batch, source)
+    rows.let_go()
+    if outcome != FORKED:
+        refuse_fork(rows, source, target_rows, is_ready, num_right, outcome)
+
+
+cdef Py_ssize_t count_free_rows(Batch *batch, Py_ssize_t source, PageIds targets) noexcept:
+    """How many targets there are before the first that is not a free row, or stands there twice."""
+    cdef Py_ssize_t i
+    cdef RowState *state
+    start_call(batch)
+    for i in range(targets.num):
+        if not 0 <= targets.ids[i] < batch.num_rows:
+            return i
+        state = &batch.states[targets.ids[i]]
+        if state.is_claimed or state.stamp == batch.stamp:
+            return i
+        state.stamp = batch.stamp
+    return targets.num
+
+
+cdef bint copy_extra_keys(RowMemory rows, Py_ssize_t source, PageIds targets, list forgotten) noexcept:
+    """Give free rows the extra keys of another, and what they had to `forgotten`. False where memory is short: those that have
+    them by then have no digests.
+    """
+    cdef Batch *batch = &rows.batch
+    cdef ExtraKey *keys = batch.extra_keys[source]
+    cdef Py_ssize_t i, row, num_keys = 1
+    while keys != NULL and keys[num_keys - 1].data != NULL:
+        num_keys += 1
+    for i in range(targets.num):
+        row = targets.ids[i]
+        forgotten[2 * i], forgotten[2 * i + 1] = rows.refusals[row], rows.extra_key_bytes[row]
+        rows.refusals[row] = None
+        rows.forget_extra_keys(row)
+        if keys != NULL:
+            batch.extra_keys[row] = <ExtraKey *>malloc(num_keys * sizeof(ExtraKey))
+            if batch.extra_keys[row] == NULL:
+                return False
+            memcpy(batch.extra_keys[row], keys, num_keys * sizeof(ExtraKey))
+            rows.extra_key_bytes[row] = rows.extra_key_bytes[source]
+    return True
+
+
+cdef void fill_target(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nogil:
+    """Let a free row be what another is."""
+    cdef RowState *state = &batch.states[row]
+    cdef Holding forked = holding_of(batch, source), new = holding_of(batch, row)
+    cdef Py_ssize_t g
+    memcpy(tokens_of(batch, row), tokens_of(batch, source), batch.states[source].num_tokens * sizeof(int32_t))
+    memcpy(digests_of(batch, row), digests_of(batch, source), batch.states[source].num_hashed * sizeof(Digest))
+    state[0] = batch.states[source]
+    state.stamp = batch.stamp
+    set_context(batch, row, batch.contexts[source])
+    begin_admission(batch, row)
+    for g in range(batch.num_groups):
+        fork_group(batch.pool, &forked, &new, <int32_t>g, state.num_computed, state.shard)
+        show_row(batch, row, g)
+    plan_next_event(batch, row)
+
+
+cdef int refuse_fork(
+    RowMemory rows, Py_ssize_t source, PageIds targets, bint is_ready, Py_ssize_t at, ForkOutcome outcome
+) except -1:
+    cdef Batch *batch = &rows.batch
+    cdef Holding holding = holding_of(batch, source)
+    if batch.num_external[source]:
+        raise ArgumentError(f"row {source} waits for tokens from elsewhere: call commit_external or fail_external before")
+    if not is_ready and batch.states[source].is_admitted:
+        raise CopiesDueError(
+            f"row {source}: copies to its pages are due, or transfers: call take_copies, and with a host tier take_transfers, "
+            "and do them, before"
+        )
+    if not is_ready:
+        raise ArgumentError(f"row {source} is not admitted")
+    if at < targets.num:
+        if not 0 <= targets.ids[at] < batch.num_rows:
+            raise RowIndexError(f"targets: got {targets.ids[at]} (at {at}), allowed: 0 to {batch.num_rows - 1}")
+        raise ArgumentError(f"targets: got {targets.ids[at]} (at {at}), allowed: free rows, each once")
+    if outcome == SHORT_OF_PAGES:
+        num_new = count_open_pages(&holding, batch.states[source].num_computed) * targets.num
+        num_free = count_free_in(batch.pool, batch.states[source].shard)
+        raise OutOfPagesError(f"row {source}: its forks need {num_new} pages, {num_free} are free")
+    if outcome == UNSHAREABLE:
+        raise PageIdError(
+            f"row {source}: a page that it holds cannot have a further reference, or was given back, or a free page has one"
+        )
+    raise MemoryError(f"forks of row {source}")

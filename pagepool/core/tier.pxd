@@ -1,8 +1,9 @@
-# The tier behind a pool.
+# The tier behind a pool, and transfers that failed.
 
 cimport cython
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, int64_t, uint8_t
 
+from pagepool.core.ids cimport PageIds
 from pagepool.core.records cimport Tier
 from pagepool.core.store cimport PageStore
 
@@ -13,3 +14,11 @@ cdef class PageTier:
     cdef int32_t num_device_pages   # of the pool that it is for
     cdef Tier tier
     cdef bint is_used               # by a pool
+
+
+@cython.final
+cdef class FailedLoads:
+    cdef readonly int64_t number
+    cdef PageIds ids
+    cdef PageStore store
+    cdef uint8_t *is_wrong    # [num_pages]

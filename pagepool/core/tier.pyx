@@ -1,15 +1,29 @@
-"""The tier behind a pool: host memory behind device memory."""
+"""The tier behind a pool: host memory behind device memory. Transfers, taken and ended; a prefix loaded from it."""
 
 cimport cython
+import numpy as np
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
-from cpython.ref cimport Py_INCREF, PyObject
-from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t
+from cpython.ref cimport PyObject, Py_INCREF
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 
-from pagepool.core.arguments cimport size_of
-from pagepool.core.records cimport Fill, Pool, Tier
+from pagepool.core.arguments cimport as_list, group_of, size_of
+from pagepool.core.chain cimport HashChain
+from pagepool.core.entering cimport Contents
+from pagepool.core.holdings cimport find_wrong
+from pagepool.core.ids cimport PageIds
+from pagepool.core.index cimport enter, find, find_within, keep_tokens, rank
+from pagepool.core.notes cimport is_journaled, note_entry
+from pagepool.core.pages cimport take_from, touch_all
+from pagepool.core.queue cimport has_free_pages, pull
+from pagepool.core.records cimport BLANK, NULL_PAGE, Fill, Origin, Pool, Range, Ranking, Tier, Transfer, is_free
+from pagepool.core.references cimport let_go
+from pagepool.core.request_pages cimport RequestPages, set_contents
+from pagepool.core.siphash cimport Digest
 from pagepool.core.store cimport PageStore
-from pagepool.core.transfers cimport note_cached, save_evicted
+from pagepool.core.transfers cimport (
+    end_load, end_save, find_oldest_load, note_cached, note_transfer, reserve_transfers, save_evicted, save_fresh,
+)
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
@@ -94,3 +108,433 @@ def add_tier(PageStore store not None, PageTier tier not None) -> None:
             store.tier = <PyObject *>tier
     if not is_new:
         raise ArgumentError("host_tier: got one for a pool that has one, or one that a pool has")
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class Transfers:
+    """Pages to be transferred before the next step, under a `number`; 0 for none.
+
+    Pages ``save_src[i]`` of the device are saved in pages ``save_dst[i]`` of the tier, in the arrays of group
+    ``save_group[i]``; pages ``load_src[i]`` of the tier are loaded into pages ``load_dst[i]`` of the device, ``load_group[i]``.
+    They are read-only int32 arrays. All saves are read before any load is written; no destination stands there twice.
+    ``len()`` counts both.
+    """
+
+    cdef readonly int64_t number
+    cdef readonly object save_src, save_dst, save_group
+    cdef readonly object load_src, load_dst, load_group
+
+    def __init__(self):
+        raise TypeError("a Transfers is what take_transfers returns")
+
+    def __len__(self):
+        return len(self.save_src) + len(self.load_src)
+
+    def __repr__(self):
+        names = ("save_src", "save_dst", "save_group", "load_src", "load_dst", "load_group")
+        return f"Transfers(number={self.number}, {', '.join(f'{name}={getattr(self, name).tolist()}' for name in names)})"
+
+    def __reduce__(self):
+        raise ArgumentTypeError("transfers cannot be pickled")
+
+
+cdef Transfers transfers_of(int64_t number, object columns, Py_ssize_t num_saves):
+    cdef Transfers transfers = Transfers.__new__(Transfers)
+    columns.flags.writeable = False
+    transfers.number = number
+    transfers.save_src, transfers.save_dst, transfers.save_group = columns[:, :num_saves]
+    transfers.load_dst, transfers.load_src, transfers.load_group = columns[:, num_saves:]
+    return transfers
+
+
+cdef Transfers NO_TRANSFERS = transfers_of(0, np.zeros((3, 0), np.int32), 0)
+
+
+def take_transfers(PageStore store not None) -> Transfers:
+    """Return the transfers that are due; from now on the caller does them. O(transfers); nothing is allocated without any."""
+    cdef Pool *pool = &store.pool
+    cdef Tier *tier
+    cdef int32_t[:, ::1] taken
+    cdef Py_ssize_t num_due, num = -1, num_saves = 0
+    cdef int64_t number = 0
+    if store.pool.tier == NULL:
+        return NO_TRANSFERS
+    with store.lock:
+        tier = pool.tier
+        save_fresh(pool)
+        num_due = tier.num_due
+    if num_due == 0:
+        return NO_TRANSFERS
+    while num != num_due:  # arrays are made without the lock
+        num = num_due
+        columns = np.empty((3, num), np.int32)
+        taken = columns
+        with store.lock:
+            num_due = tier.num_due
+            if num == num_due and num:
+                num_saves = take_due(tier, &taken[0, 0], num)
+                number = tier.last_number
+    return transfers_of(number, columns, num_saves) if num else NO_TRANSFERS
+
+
+cdef Py_ssize_t take_due(Tier *tier, int32_t *taken, Py_ssize_t num) noexcept nogil:
+    """Give the `num` due transfers a number, and copy their columns, saves first. Returns how many saves there are."""
+    cdef Transfer *transfer
+    cdef Py_ssize_t i, at, num_saves = 0, num_loads = 0
+    tier.last_number += 1
+    for i in range(tier.num - tier.num_due, tier.num):
+        num_saves += not tier.items[i].is_load
+    for i in range(tier.num - tier.num_due, tier.num):
+        transfer = &tier.items[i]
+        transfer.number = tier.last_number
+        at = num_saves + num_loads if transfer.is_load else i - (tier.num - tier.num_due) - num_loads
+        num_loads += transfer.is_load
+        taken[at], taken[num + at], taken[2 * num + at] = transfer.page_id, transfer.tier_id, transfer.group
+    tier.num_due = 0
+    return num_saves
+
+
+def end_step(PageStore store not None) -> None:
+    """Let the pages that were cached so far count as computed: a tier that writes through saves them next. O(1)."""
+    with store.lock:
+        if store.pool.tier != NULL:
+            store.pool.tier.num_ready = store.pool.tier.num_fresh
+
+
+def list_in_flight(PageStore store not None) -> list:
+    """Return the `Transfers` that were taken and did not end, in order. O(transfers x lists)."""
+    cdef const Tier *tier = store.pool.tier
+    cdef const Transfer *transfer
+    cdef int64_t[:, ::1] taken
+    cdef Py_ssize_t i, num_taken = 0, num = -1
+    while num != num_taken and tier != NULL:  # arrays are made without the lock
+        num = num_taken
+        items = np.empty((5, num), np.int64)
+        taken = items
+        with store.lock:
+            num_taken = tier.num - tier.num_due
+            for i in range(num_taken if num == num_taken else 0):
+                transfer = &tier.items[i]
+                taken[0, i], taken[1, i] = transfer.number, transfer.is_load
+                taken[2, i], taken[3, i], taken[4, i] = transfer.page_id, transfer.tier_id, transfer.group
+    lists = []
+    for number in np.unique(items[0]).tolist() if tier != NULL else ():
+        chosen = items[:, items[0] == number]
+        order = np.argsort(chosen[1], kind="stable")
+        lists.append(transfers_of(number, np.ascontiguousarray(chosen[2:, order], np.int32), int((chosen[1] == 0).sum())))
+    return lists
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class FailedLoads:
+    """Pages of a pool that loads, taken under a `number`, have left with a wrong content. ``len()`` counts them."""
+
+    def __cinit__(self):
+        self.ids = PageIds.__new__(PageIds)
+
+    def __init__(self):
+        raise TypeError("a FailedLoads is what fail_transfers returns")
+
+    def __dealloc__(self):
+        free(self.is_wrong)
+
+    def __len__(self):
+        return self.ids.num
+
+    def __repr__(self):
+        return f"FailedLoads(number={self.number}, page_ids={self.page_ids})"
+
+    def __reduce__(self):
+        raise ArgumentTypeError("failed loads cannot be pickled")
+
+    @property
+    def page_ids(self) -> list:
+        return self.ids.to_list()[::-1]
+
+
+cdef int mark_failed(char *is_failed, Py_ssize_t num, list places, str name) except -1:
+    """Mark the transfers that failed, which are given by their places."""
+    for place in places:
+        is_failed[size_of(place, name, 0, num - 1)] = True
+    return 0
+
+
+def end_transfers(PageStore store not None, number, failed_saves=(), failed_loads=()) -> FailedLoads:
+    """End the transfers that were taken under a number. Those that failed are given by their places among the saves, or among
+    the loads. O(transfers in flight, and num_pages).
+    """
+    cdef Pool *pool = &store.pool
+    cdef Tier *tier = pool.tier
+    cdef int64_t checked = size_of(number, "number", 1, INT64_MAX)
+    cdef FailedLoads failed = FailedLoads.__new__(FailedLoads)
+    cdef list wrong_saves = list(as_list(failed_saves, "saves")), wrong_loads = list(as_list(failed_loads, "loads"))
+    cdef Py_ssize_t i, num_saves, num_loads
+    cdef char *is_failed
+    if store.pool.tier == NULL:
+        raise ArgumentError(f"number: got {checked}, allowed without a host tier: none")
+    with store.lock:
+        num_saves, num_loads = count_in_flight(tier, checked, False), count_in_flight(tier, checked, True)
+    failed.store, failed.number = store, checked
+    failed.is_wrong = <uint8_t *>calloc(pool.num_pages if wrong_loads else 1, 1)
+    failed.ids.reserve(num_loads)
+    is_failed = <char *>calloc(num_saves + num_loads + 1, 1)
+    if is_failed == NULL or failed.is_wrong == NULL:
+        free(is_failed)
+        raise MemoryError("transfers")
+    try:
+        mark_failed(is_failed, num_saves, wrong_saves, "saves")
+        mark_failed(is_failed + num_saves, num_loads, wrong_loads, "loads")
+        with store.lock:
+            if num_saves + num_loads == count_in_flight(tier, checked, False) + count_in_flight(tier, checked, True):
+                end_all(pool, checked, is_failed, num_saves, failed.ids)
+                end_forked(pool, failed)
+            else:
+                num_saves = num_loads = 0
+    finally:
+        free(is_failed)
+    if num_saves + num_loads == 0:
+        raise ArgumentError(f"number: got {checked}, allowed: that of transfers in flight")
+    for i in range(failed.ids.num):
+        failed.is_wrong[failed.ids.ids[i]] = True
+    return failed
+
+
+def find_wrong_token(RequestPages held not None, FailedLoads failed not None) -> int | None:
+    """Return the first token of a request in a page that failed to load; None if there is none. O(pages)."""
+    cdef int32_t first = -1
+    with held.store.lock:
+        if failed.store is held.store and failed.ids.num:
+            first = find_wrong(&held.holding, failed.is_wrong, failed.number)
+    return first if first >= 0 else None
+
+
+cdef void end_forked(Pool *pool, FailedLoads failed) noexcept:
+    """End the loads of pages that were copied by forks meanwhile. If any load failed, the copies may be wrong."""
+    cdef int64_t *loading = pool.tier.loading
+    cdef int32_t page_id
+    for page_id in range(1, pool.num_pages if failed.number <= pool.tier.last_forked else 1):
+        if loading[page_id] == failed.number:
+            loading[page_id] = 0
+            if failed.ids.num:
+                failed.is_wrong[page_id] = True
+
+
+cdef Py_ssize_t count_in_flight(const Tier *tier, int64_t number, bint is_load) noexcept nogil:
+    cdef Py_ssize_t i, count = 0
+    for i in range(tier.num):
+        count += tier.items[i].number == number and tier.items[i].is_load == is_load
+    return count
+
+
+cdef void end_all(Pool *pool, int64_t number, const char *is_failed, Py_ssize_t num_saves, PageIds lost) noexcept:
+    """End the transfers of a list, of which those that failed are marked, saves first."""
+    cdef Tier *tier = pool.tier
+    cdef const Transfer *transfer
+    cdef Py_ssize_t i, save = num_saves, load = count_in_flight(tier, number, True), num_kept = 0
+    cdef bint is_done
+    for i in range(tier.num - 1, -1, -1):  # so that the last page of a prefix is evicted first
+        transfer = &tier.items[i]
+        if transfer.number != number:
+            continue
+        load -= transfer.is_load
+        save -= not transfer.is_load
+        is_done = not is_failed[num_saves + load if transfer.is_load else save]
+        tier.num_failed += not is_done
+        if transfer.is_load:
+            tier.num_loaded += is_done
+            end_load(pool, transfer, is_done)
+        else:
+            tier.num_saved += is_done
+            end_save(tier, transfer, is_done)
+        if transfer.is_load and not is_done:
+            lost.put(&transfer.page_id, 1)
+    for i in range(tier.num):
+        if tier.items[i].number != number:
+            tier.items[num_kept] = tier.items[i]
+            num_kept += 1
+    tier.num = num_kept
+    find_oldest_load(tier)
+
+
+cdef struct Span:             # of a group's places in a prefix that hits in the pool or in the tier
+    int32_t group
+    Py_ssize_t stride         # digests of a place
+    Py_ssize_t start
+    Py_ssize_t stop
+    Py_ssize_t hash_size      # tokens of a digest
+    bint is_state
+
+
+cdef struct Prefix:
+    Span *spans               # [num_spans]
+    Py_ssize_t num_spans
+    Py_ssize_t num_places     # of all spans
+    Range ids                 # of pages of the pool that may hit
+    int32_t *found_ids        # [num_places] of the pool; the null page where it has none
+    int32_t *new_ids          # [num_places] behind them: of the pages that are taken
+
+
+cdef Span span_of(object group, HashChain chain) except *:
+    group_id, stride, start, stop, is_state = group
+    cdef Py_ssize_t num = size_of(stride, "stride", 1)
+    cdef Py_ssize_t last = size_of(stop, "stop", 0, len(chain) // num)
+    return Span(group_of(group_id), num, size_of(start, "start", 0, last), last, chain.page_size, is_state)
+
+
+cdef int32_t count_shards(PageStore store, Range ids) except -1:
+    """The number of shards of the size of a range; 0 for the whole pool."""
+    cdef int32_t num_pages = store.pool.num_pages
+    cdef int32_t size = ids.stop - ids.start + (ids.start == 1)  # the null page is not among those of its shard
+    if ids.stop - ids.start == num_pages:
+        return 0
+    if size <= 0 or num_pages % size or ids.stop % size:
+        raise ArgumentError(f"ids: got {ids.start} to {ids.stop}, allowed: those of a shard")
+    return num_pages // size
+
+
+def load_hits(PageStore store not None, HashChain chain not None, groups, tuple ids, context=0, num_reserved=0) -> bool:
+    """Have those pages of a prefix loaded that are not among the `ids` of the pool, ``(first, end)``, None for the end of the
+    pool, but in the tier: each gets a page there, with its entry, which is held until the load ends. `groups` are ``(group,
+    hashes of a place, first place, end, is a state)``. False, and nothing changed, if a page is in neither, or too few are free
+    beside `num_reserved`. O(places).
+    """
+    cdef Py_ssize_t num_kept_free = size_of(num_reserved, "num_reserved_pages")
+    start_id, stop_id = ids
+    cdef Range inside = store.range_of(start_id, stop_id)
+    cdef int32_t num_shards = count_shards(store, inside)
+    cdef Contents contents = Contents(NULL, NULL, 0, store.checked_context(context))
+    cdef list items = as_list(groups, "groups")
+    cdef int32_t shard = inside.stop // (store.pool.num_pages // num_shards) - 1 if num_shards else -1
+    cdef Prefix prefix = Prefix(NULL, 0, 0, inside, NULL, NULL)
+    cdef bint is_done
+    if store.pool.tier == NULL:
+        raise ArgumentError("store: got one without a host tier")
+    try:
+        reserve_places(&prefix, items, chain)
+        with chain.lock:
+            store.lock_divided(num_shards)
+            set_contents(&contents, chain)
+            is_done = load_prefix(&store.pool, &prefix, &contents, shard, num_kept_free)
+            store.lock.release()
+    finally:
+        free(prefix.spans)
+        free(prefix.found_ids)
+    return is_done
+
+
+cdef int reserve_places(Prefix *prefix, list groups, HashChain chain) except -1:
+    """Read the spans, and allocate the ids of their places."""
+    prefix.spans = <Span *>calloc(len(groups) + 1, sizeof(Span))
+    if prefix.spans == NULL:
+        raise MemoryError("spans of a prefix")
+    for group in groups:
+        prefix.spans[prefix.num_spans] = span_of(group, chain)
+        prefix.num_places += prefix.spans[prefix.num_spans].stop - prefix.spans[prefix.num_spans].start
+        prefix.num_spans += 1
+    prefix.found_ids = <int32_t *>calloc(2 * prefix.num_places + 1, sizeof(int32_t))
+    if prefix.found_ids == NULL:
+        raise MemoryError("pages of a prefix")
+    prefix.new_ids = prefix.found_ids + prefix.num_places
+    return 0
+
+
+cdef bint load_prefix(
+    Pool *pool, const Prefix *prefix, const Contents *contents, int32_t shard, Py_ssize_t num_reserved
+) noexcept nogil:
+    cdef Tier *tier = pool.tier
+    cdef Py_ssize_t i, first = tier.num, num_free_hits = note_missing(pool, prefix, contents.digests)
+    cdef Py_ssize_t num_loads = tier.num - first
+    if num_free_hits < 0 or not has_free_pages(pool, num_loads + num_free_hits, num_reserved, shard):
+        tier.num -= num_loads
+        tier.num_due -= num_loads
+        return False
+    hold_hits(pool, prefix, True)
+    for i in range(num_loads):
+        touch_all(tier.pool, &tier.items[first + i].tier_id, 1)
+    take_from(pool, prefix.new_ids, num_loads, shard)  # what is evicted for it is noted behind the loads
+    for i in range(num_loads):
+        tier.items[first + i].page_id = prefix.new_ids[i]
+        tier.loading[prefix.new_ids[i]] = tier.last_number + 1
+    hold_hits(pool, prefix, False)
+    enter_missing(pool, prefix, contents)
+    find_oldest_load(tier)
+    return True
+
+
+cdef Py_ssize_t note_missing(Pool *pool, const Prefix *prefix, const Digest *digests) noexcept nogil:
+    """Find the places in the pool, and note a load of each other one, still without a page there. Returns how many of those
+    found are free pages, or -1 if a place is not in the tier either.
+    """
+    cdef Tier *tier = pool.tier
+    cdef const Span *span
+    cdef Py_ssize_t g, place, i = 0, num_free_hits = 0
+    cdef int32_t tier_id
+    cdef Transfer load
+    cdef Digest key
+    for g in range(prefix.num_spans):
+        span = &prefix.spans[g]
+        for place in range(span.start, span.stop):
+            key = digests[(place + 1) * span.stride - 1]
+            prefix.found_ids[i] = find_within(pool, key, span.group, prefix.ids)
+            i += 1
+            if prefix.found_ids[i - 1] != NULL_PAGE:
+                num_free_hits += is_free(pool, prefix.found_ids[i - 1])
+                continue
+            tier_id = find(tier.pool, key, span.group)
+            if tier_id == NULL_PAGE or not reserve_transfers(tier, 1):
+                return -1
+            load = Transfer(key, 0, NULL_PAGE, tier_id, span.group, True, False)
+            note_transfer(tier, &load)
+    return num_free_hits
+
+
+cdef void hold_hits(Pool *pool, const Prefix *prefix, bint is_held) noexcept nogil:
+    """Take the free pages of the prefix out of the queue, so that none of them is evicted, or put them back to its end: the
+    first page last, so that it is evicted last.
+    """
+    cdef Py_ssize_t i
+    cdef int32_t page_id
+    for i in range(prefix.num_places - 1, -1, -1):
+        page_id = prefix.found_ids[i]
+        if page_id == NULL_PAGE or pool.pages[page_id].ref_cnt or is_free(pool, page_id) != is_held:
+            continue
+        if is_held and pool.num_parts and pool.policy.marks[page_id] != BLANK:
+            pool.policy.note_drop(pool, page_id)
+        if is_held:
+            pull(pool, page_id)
+        else:
+            let_go(pool, page_id)
+
+
+cdef void enter_missing(Pool *pool, const Prefix *prefix, const Contents *contents) noexcept nogil:
+    """Enter the pages that were taken for loads."""
+    cdef const Span *span
+    cdef Py_ssize_t g, place, i = 0, num_entered = 0
+    for g in range(prefix.num_spans):
+        span = &prefix.spans[g]
+        for place in range(span.start, span.stop):
+            if prefix.found_ids[i] == NULL_PAGE:
+                enter_loaded(pool, prefix.new_ids[num_entered], span, place, contents)
+                num_entered += 1
+            i += 1
+
+
+cdef void enter_loaded(
+    Pool *pool, int32_t page_id, const Span *span, Py_ssize_t place, const Contents *contents
+) noexcept nogil:
+    """Enter a page that is loaded for a place."""
+    cdef Py_ssize_t last = (place + 1) * span.stride - 1
+    cdef Py_ssize_t first = last if span.is_state else place * span.stride
+    cdef Digest key = contents.digests[last]
+    cdef Py_ssize_t start, num_tokens
+    cdef Ranking ranking = Ranking(0, 0)
+    if enter(pool, page_id, key, span.group) and pool.num_parts:
+        rank(pool, &ranking, &page_id, 0, key, span.group)
+    if is_journaled(pool):
+        key = contents.digests[first - 1] if first else Digest(0, 0)
+        note_entry(pool, page_id, Origin(key, <int32_t>(last if span.is_state else place), contents.context))
+    num_tokens = (last + 1 - first) * span.hash_size
+    start = first * span.hash_size
+    keep_tokens(pool, page_id, contents.token_ids + start, num_tokens if start + num_tokens <= contents.num_token_ids else 0)

@@ -1,7 +1,7 @@
 """Tokens that come from elsewhere, and leases of pages that are sent there."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -79,7 +79,7 @@ class ExternalTokens(TieredPages):
         if hashes is not None and is_due:
             self._slots.enter_pages(held, hashes, num_computed_tokens)
 
-    def lease(self, page_ids: Sequence[int] | npt.NDArray[np.int32]) -> Lease:
+    def lease(self, page_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Lease:
         """Keep pages that a transfer reads: until the lease is released they are not handed out, though their request is freed.
 
         `page_ids` are held pages, or free ones that are cached; a page that stands there twice is leased twice. `release` ends

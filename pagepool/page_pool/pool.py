@@ -36,6 +36,7 @@ logger = logging.getLogger(__package__)
 T = TypeVar("T")
 
 PageIdArray = npt.NDArray[np.int32]
+AnyPageIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 class PageProbe(NamedTuple):
@@ -209,7 +210,7 @@ class PagePool:
         """
         self.store.give_back(self.store.ids_of_pages(ordered_pages))
 
-    def free_page_ids(self, ordered_page_ids: PageIdArray | Sequence[int]) -> None:
+    def free_page_ids(self, ordered_page_ids: AnyPageIds) -> None:
         """Like `free_pages`, but take ids: an int32 array or a list."""
         self.store.give_back(_require_ids(ordered_page_ids))
 
@@ -224,7 +225,7 @@ class PagePool:
             raise ArgumentTypeError("pages: got no list for each group, allowed: lists of CachePage") from None
         self.store.touch(self.store.ids_of_pages(touched))
 
-    def touch_page_ids(self, page_ids: PageIdArray | Sequence[int]) -> None:
+    def touch_page_ids(self, page_ids: AnyPageIds) -> None:
         """Like `touch`, but take ids: an int32 array or a list."""
         self.store.touch(_require_ids(page_ids))
 
@@ -293,7 +294,7 @@ class PagePool:
     def cache_full_page_ids(
         self,
         request: Any,
-        page_ids: PageIdArray | Sequence[int],
+        page_ids: AnyPageIds,
         page_hashes: list[PageHash],
         num_cached_pages: int,
         num_full_pages: int,
@@ -313,7 +314,7 @@ class PagePool:
         """Count the leading pages that hit in every group, and report the group that missed."""
         return PageProbe(*count_hits(self.store, page_hashes, kv_cache_group_ids))
 
-    def evict_pages(self, page_ids: PageIdArray | Sequence[int]) -> int:
+    def evict_pages(self, page_ids: AnyPageIds) -> int:
         """Drop the prefix entries of pages, free or held. Returns the number of dropped entries. Holders keep their pages;
         pinned pages are not pinned any more.
 

@@ -1,8 +1,11 @@
 """The command group `pagepool`."""
 
+import sys
+
 import click
 
 from pagepool._version import __version__
+from pagepool.doctor import main as run_doctor
 from pagepool.replay.fleets.command import fleet
 from pagepool.replay.plans.command import plan
 from pagepool.replay.shared.options import Context
@@ -30,3 +33,12 @@ def pagepool() -> None:
 pagepool.add_command(fleet)
 pagepool.add_command(plan)
 pagepool.add_command(replay)
+
+
+@pagepool.command(
+    short_help="Check the installation.", add_help_option=False, context_settings={"ignore_unknown_options": True}
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def doctor(arguments: tuple[str, ...]) -> None:
+    """Check the installation, and say what to do where something is wrong."""
+    sys.exit(run_doctor(arguments))

@@ -9,6 +9,7 @@ __all__ = ["print_report"]
 
 HIT_RATE = "  hit rate"
 COPIES = "states copied"
+TIME_NOTE = "Time in the allocator: calls into pagepool, hashing included. Wall time adds the simulated scheduler, in Python."
 
 
 def _format_seconds(seconds: float) -> str:
@@ -72,7 +73,7 @@ def _format_bytes(num_bytes: int | None) -> str:
 
 
 def print_report(figures: dict[str, Figures], title: str, *, is_hit_rate_first: bool = False) -> None:
-    """Print a table with a column for each of `figures`; copies only if there are any."""
+    """Print a table with a column for each of `figures`, and what its times include; copies only if there are any."""
     columns = {name: _rows(each) for name, each in figures.items()}
     if not any(each.copied_pages for each in figures.values()):
         columns = {name: _without(COPIES, rows) for name, rows in columns.items()}
@@ -80,7 +81,7 @@ def print_report(figures: dict[str, Figures], title: str, *, is_hit_rate_first: 
         columns = {
             name: [(HIT_RATE.strip(), dict(rows)[HIT_RATE]), *_without(HIT_RATE, rows)] for name, rows in columns.items()
         }
-    print_columns(columns, title)
+    print_columns(columns, title, TIME_NOTE)
 
 
 def _without(name: str, rows: list[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -1,0 +1,193 @@
+"""Write docs/benchmarks.md and docs/speed.svg from bench/results.json: ``python -m bench.report``.
+
+Text around the tables is in bench/benchmarks.md.in, where ``{{NAME}}`` stands for all tables of a benchmark, or for one of the
+parts in `PARTS`. Needs no package, not even pagepool. The same results make the same bytes.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import quantiles
+from typing import NamedTuple
+
+from bench.results import ENGINES, MACHINE, Line, Results, environment_of, read
+from bench.speed import Group, draw
+from bench.tables import as_table, show_ratio, show_time
+
+ROOT = Path(__file__).parents[1]
+TEMPLATE = ROOT / "bench" / "benchmarks.md.in"
+PAGE = ROOT / "docs" / "benchmarks.md"
+PICTURE = ROOT / "docs" / "speed.svg"
+LINE_LENGTH = 128
+
+NAMES = {
+    "easydel": "EasyDeL",
+    "vllm": "vLLM",
+    "oracle": "plain Python",
+    "manager": "`CacheManager`",
+    "batched": "`RunningBatch`",
+    "early": "early return",
+    "null": "no manager",
+}
+"""How the page calls the contenders. Others have their own names."""
+
+HEADLINES = {
+    "decode: 1024 rows, context 2048": "decode: 1,024 rows, context 2,048, per row and step",
+    "cold prompt of 8192 tokens in an array": "cold prompt of 8,192 tokens, per page",
+    "cached prompt of 8192 tokens in an array": "cached prompt of 8,192 tokens, per page",
+    "evicting prompt of 8192 tokens in an array": "cold prompt of 8,192 tokens that evicts, per page",
+}
+"""The works of the picture, in the benchmark of running batches, and what the picture calls them."""
+CONTENDERS = (*ENGINES, "manager", "batched")
+
+
+class Merged(NamedTuple):
+    """A work as it was measured in one or several environments. Ratios are taken in the run of the rival."""
+
+    medians: Mapping[str, float]
+    ratios: Mapping[str, float]
+
+
+def rank(line: Line) -> int:
+    """Return the place of a line's environment: EasyDeL's, vLLM's, the developers'."""
+    environment = environment_of(line.setup)
+    return ENGINES.index(environment) if environment in ENGINES else len(ENGINES)
+
+
+def merge_runs(lines: Sequence[Line]) -> Merged:
+    """Merge the lines of one work. What several environments have comes from the first of them."""
+    medians: dict[str, float] = {}
+    ratios: dict[str, float] = {}
+    for line in sorted(lines, key=rank, reverse=True):
+        medians.update(line.medians)
+        ratios.update(line.ratios)
+    return Merged(medians, ratios)
+
+
+def find_headlines(results: Results) -> list[Group]:
+    """Return the works of the picture that were measured, with the times by contender."""
+    groups = []
+    for work, name in HEADLINES.items():
+        medians, ratios = merge_runs([line for line in results.lines if line.bench == "running_batch" and line.work == work])
+        if medians:
+            bars = {contender: medians[contender] for contender in CONTENDERS if contender in medians}
+            groups.append(Group(name, bars, {engine: ratios[engine] for engine in ENGINES if engine in ratios}))
+    return groups
+
+
+def make_headlines(results: Results) -> str:
+    """Return the works of the picture as a table."""
+    cells = [
+        [group.name, *(show_cell(group.bars.get(name), "ns", group.ratios.get(name)) for name in CONTENDERS)]
+        for group in find_headlines(results)
+    ]
+    return as_table(["work", *(NAMES[name] for name in CONTENDERS)], cells)
+
+
+def make_tables(results: Results, bench: str) -> str:
+    """Return the tables and remarks of a benchmark."""
+    lines = [line for line in results.lines if line.bench == bench]
+    tables = [make_table([line for line in lines if line.ours == ours]) for ours in dict.fromkeys(line.ours for line in lines)]
+    return "\n\n".join([*tables, *(remark.text for remark in results.remarks if remark.bench == bench)]) or "Not measured."
+
+
+def make_table(lines: Sequence[Line]) -> str:
+    """Return the lines that have the same ours. Where runs were several, there are several columns of ours."""
+    environments = list(dict.fromkeys(environment_of(line.setup) for line in sorted(lines, key=rank)))
+    ours = lines[0].ours
+    seen = dict.fromkeys(name for line in sorted(lines, key=rank) for name in line.medians if name != ours)
+    rivals = sorted(seen, key=lambda name: ENGINES.index(name) if name in ENGINES else len(ENGINES))
+    columns = ["work", *(NAMES.get(name, name) for name in rivals), *name_ours(ours, environments)]
+    return as_table(columns, [make_cells(work, lines, rivals, environments) for work in dict.fromkeys(map(find_work, lines))])
+
+
+def name_ours(ours: str, environments: Sequence[str]) -> list[str]:
+    name = NAMES.get(ours, ours)
+    if len(environments) == 1:
+        return [name]
+    return [f"{name} beside {NAMES[environment]}" if environment in NAMES else f"{name} alone" for environment in environments]
+
+
+def find_work(line: Line) -> tuple[str, str]:
+    return line.work, line.unit
+
+
+def make_cells(work: tuple[str, str], lines: Sequence[Line], rivals: Sequence[str], environments: Sequence[str]) -> list[str]:
+    """Return the line of a work: a rival's times with its ratio, then ours by environment."""
+    runs = {environment_of(line.setup): line for line in lines if find_work(line) == work}
+    unit = next(iter(runs.values())).time
+    medians, ratios = merge_runs(list(runs.values()))
+    ours = [
+        show_time(runs[environment].medians[runs[environment].ours] if environment in runs else None, unit)
+        for environment in environments
+    ]
+    name = f"{work[0]}, per {work[1]}" if work[1] else work[0]
+    return [name, *(show_cell(medians.get(name), unit, ratios.get(name)) for name in rivals), *ours]
+
+
+def show_cell(time: float | None, unit: str, ratio: float | None) -> str:
+    return show_time(time, unit) + ("" if ratio is None else f" ({show_ratio(ratio)})")
+
+
+def make_setups(results: Results) -> str:
+    """Return machines and versions, a column for each setup."""
+    setups = [results.setups[name] for name in sorted(results.setups)]
+    rows = [name for name in MACHINE if any(name in setup for setup in setups)]
+    return as_table(
+        ["", *(NAMES.get(environment_of(name), "developers'") for name in sorted(results.setups))],
+        [[NAMES.get(row, row), *(str(setup.get(row, "-")) for setup in setups)] for row in rows],
+    )
+
+
+def make_noise(results: Results) -> str:
+    """Say how far the quartiles of ours are apart."""
+    spreads = [
+        (line.quartiles[line.ours][1] - line.quartiles[line.ours][0]) / 2 / line.medians[line.ours]
+        for line in results.lines
+        if line.quartiles.get(line.ours)
+    ]
+    deciles = quantiles(spreads, n=10, method="inclusive")
+    text = (
+        f"Noise: of the {len(spreads)} lines below, half have quartiles of pagepool's rounds within {deciles[4]:.0%} of the "
+        f"median, and nine of ten within {deciles[8]:.0%}."
+    )
+    return textwrap.fill(text, LINE_LENGTH)
+
+
+PARTS: Mapping[str, Callable[[Results], str]] = {
+    "headlines": make_headlines,
+    "setups": make_setups,
+    "noise": make_noise,
+}
+
+
+def make_page(results: Results) -> str:
+    """Return docs/benchmarks.md."""
+
+    def fill(match: re.Match[str]) -> str:
+        return PARTS[match[1]](results) if match[1] in PARTS else make_tables(results, match[1])
+
+    return re.sub(r"\{\{(\w+)\}\}", fill, TEMPLATE.read_text())
+
+
+def make_picture(results: Results) -> str:
+    """Return docs/speed.svg."""
+    names = sorted({line.setup for line in results.lines if line.bench == "running_batch"})
+    setups = [results.setups[name] for name in names]
+    versions = {package: setup[package] for setup in setups for package in ("pagepool", *ENGINES) if package in setup}
+    machine = setups[0]
+    caption = (
+        f"Medians, logarithmic axis. {', '.join(f'{NAMES.get(name, name)} {version}' for name, version in versions.items())}; "
+        f"CPython {machine['python']}; {machine['cpu']}, {machine['cores']} cores, {machine['os']}; {machine['date']}. "
+        "In brackets: by how much RunningBatch takes less, in the run of that engine."
+    )
+    return draw(find_headlines(results), caption)
+
+
+if __name__ == "__main__":
+    measured = read()
+    PAGE.write_text(make_page(measured))
+    PICTURE.write_text(make_picture(measured))

@@ -1,0 +1,508 @@
+"""Cached pages kept: pinned, leased to transfers that read them, and retained with a priority."""
+
+cimport cython
+from cpython.mem cimport PyMem_RawCalloc as calloc
+from cpython.mem cimport PyMem_RawFree as free
+from libc.math cimport ceil, isfinite
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t
+
+from pagepool.core.arguments cimport as_list, float_of, size_of
+from pagepool.core.batch cimport digests_of
+from pagepool.core.chain cimport HashChain
+from pagepool.core.eviction cimport make_lru
+from pagepool.core.ids cimport PageIds, as_own_ids
+from pagepool.core.index cimport find
+from pagepool.core.levels cimport end_retention, remove_deadline, set_deadline, set_level
+from pagepool.core.page_records cimport new_shard_links, use_shard_links
+from pagepool.core.pages cimport find_untouchable, share, touch_all
+from pagepool.core.platform cimport monotonic_ns
+from pagepool.core.queue cimport begin_level_parts
+from pagepool.core.records cimport (
+    NORMAL, NO_GROUP, NULL_PAGE, NUM_LEVEL_PARTS, PROTECTED, Deadlines, Links, Page, Pool, Range, is_free, is_pinned,
+)
+from pagepool.core.references cimport find_pinned, take_pin_back
+from pagepool.core.request_pages cimport CacheGroups
+from pagepool.core.row_hashes cimport hash_row
+from pagepool.core.row_memory cimport RowMemory
+from pagepool.core.rules cimport MAX_TOKENS, Group
+from pagepool.core.siphash cimport Digest
+from pagepool.core.spans cimport TokenSpan
+from pagepool.core.store cimport PageStore
+
+from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, PinBudgetError, shown
+
+cdef enum PinOutcome:
+    PINNED
+    STALE                     # a hit is not cached any more
+    OVER_BUDGET
+    UNPINNABLE                # a page cannot have a further reference, or pin
+    SHORT_OF_MEMORY
+
+cdef struct Verdict:           # on pages to pin
+    PinOutcome outcome
+    Py_ssize_t max_num_pinned  # pages of the pool
+    Py_ssize_t num_pinned      # before
+    int32_t bad                # a page that cannot be pinned
+
+
+cdef int32_t find_unpinnable(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """A page that cannot have a further reference, or that has some in the free queue; NULL_PAGE: there is none."""
+    cdef Py_ssize_t i = find_untouchable(pool, ids, n, n)
+    if i >= 0:
+        return ids[i]
+    for i in range(n if pool.num_held_free else 0):
+        if is_free(pool, ids[i]) and pool.pages[ids[i]].ref_cnt:
+            return ids[i]
+    return NULL_PAGE
+
+
+cdef Py_ssize_t unpin_group(Pool *pool, const Group *group, Range pages, const Digest *digests) noexcept nogil:
+    """Take back a pin of each page that is pinned with the contents at these places, the last first. Returns of how many."""
+    cdef Py_ssize_t n = 0
+    cdef int32_t i, page_id
+    for i in range(pages.stop - 1, pages.start - 1, -1):
+        page_id = find_pinned(pool, find(pool, digests[(i + 1) * group.stride - 1], group.id))
+        if page_id != NULL_PAGE:
+            take_pin_back(pool, page_id)
+            n += 1
+    return n
+
+
+cdef Py_ssize_t add_pins(int32_t *pins, PageIds found, PageIds fresh) noexcept:
+    """Count a pin for each page that was found, and list those that had none. Returns before which page no more can be."""
+    cdef Py_ssize_t i
+    for i in range(found.num):
+        if pins[found.ids[i]] == INT32_MAX:
+            return i
+        if pins[found.ids[i]] == 0:
+            fresh.put(&found.ids[i], 1)
+        pins[found.ids[i]] += 1
+    return found.num
+
+
+cdef void pin_found(PageStore store, PageIds found, PageIds fresh, Verdict *verdict) noexcept:
+    """Pin all pages that were found, or none; `fresh` lists those without pins. The pool is locked."""
+    cdef Pool *pool = &store.pool
+    cdef Py_ssize_t i, num_done
+    verdict.num_pinned = pool.num_pinned
+    if found.num == 0:
+        return
+    if not store.make_pins() or not fresh.try_reserve(found.num):
+        verdict.outcome = SHORT_OF_MEMORY
+        return
+    num_done = add_pins(pool.pins, found, fresh)
+    if num_done < found.num:
+        verdict.outcome, verdict.bad = UNPINNABLE, found.ids[num_done]
+    elif fresh.num and pool.num_pinned + fresh.num > verdict.max_num_pinned:
+        verdict.outcome = OVER_BUDGET
+    else:
+        verdict.bad = find_unpinnable(pool, fresh.ids, fresh.num)
+        verdict.outcome = UNPINNABLE if verdict.bad != NULL_PAGE else PINNED
+    if verdict.outcome == PINNED:
+        touch_all(pool, fresh.ids, fresh.num)
+        pool.num_pinned += <int32_t>fresh.num
+    for i in range(num_done if verdict.outcome != PINNED else 0):
+        pool.pins[found.ids[i]] -= 1
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class PinSpan(TokenSpan):
+    """A span of tokens whose pages are pinned or unpinned."""
+
+    def pin(self, CacheGroups groups not None, HashChain chain not None, ids, max_num_pinned, bint are_hits) -> int | None:
+        """Pin those of the pages `ids` of each group that are cached under the digests of the chain. Returns how many.
+
+        For hits None, and nothing is pinned, if one of them is not cached as such any more. PinBudgetError, and nothing
+        changed, if more than `max_num_pinned` pages of the pool would be pinned. O(pages).
+        """
+        cdef Verdict verdict = Verdict(PINNED, size_of(max_num_pinned, "max_num_pinned"), 0, NULL_PAGE)
+        cdef PageIds found = PageIds.__new__(PageIds), fresh = PageIds.__new__(PageIds)
+        cdef tuple checked = self.checked_pages(groups, chain, ids, found)
+        cdef Py_ssize_t num_missed
+        with chain.lock, self.store.lock:
+            num_missed = self.list_pages(groups, chain, checked, found)
+            if are_hits and num_missed:
+                verdict.outcome = STALE
+            else:
+                pin_found(self.store, found, fresh, &verdict)
+        return None if verdict.outcome == STALE else self.finish(&verdict, found.num, fresh.num)
+
+    def pin_row(self, RowMemory rows not None, row, max_num_pinned) -> int:
+        """Pin the cached pages of an admitted row. Returns how many. Errors as in `pin`. O(pages)."""
+        cdef Verdict verdict = Verdict(PINNED, size_of(max_num_pinned, "max_num_pinned"), 0, NULL_PAGE)
+        cdef PageIds found = PageIds.__new__(PageIds), fresh = PageIds.__new__(PageIds)
+        cdef Py_ssize_t checked = self.checked_row(rows, row)
+        cdef bint is_admitted
+        rows.enter_call()
+        is_admitted = rows.batch.states[checked].is_admitted
+        if self.list_row(rows, checked, found):
+            pin_found(self.store, found, fresh, &verdict)
+        else:
+            verdict.outcome = SHORT_OF_MEMORY
+        rows.let_go()
+        self.check_admitted(checked, is_admitted)
+        return self.finish(&verdict, found.num, fresh.num)
+
+    cdef object finish(self, const Verdict *verdict, Py_ssize_t num_found, Py_ssize_t num_fresh):
+        """Return how many pages were pinned, or raise why none was."""
+        if verdict.outcome == OVER_BUDGET:
+            raise PinBudgetError(
+                f"pages to pin: got {num_fresh} more, {verdict.num_pinned} are pinned, allowed: {verdict.max_num_pinned} in all"
+            )
+        if verdict.outcome == SHORT_OF_MEMORY:
+            raise MemoryError(f"pins of {self.store.pool.num_pages} pages")
+        if verdict.outcome == UNPINNABLE:
+            self.refuse_page(verdict.bad)
+        return num_found
+
+    cdef int refuse_page(self, int32_t page_id) except -1:
+        if is_pinned(&self.store.pool, page_id):
+            raise PageIdError(f"page {page_id} cannot be pinned: it has {INT32_MAX} pins, which is as many as there can be")
+        if is_free(&self.store.pool, page_id):
+            self.store.check_untaken(page_id)
+        self.store.refuse_touch(page_id)
+        return 0
+
+    def unpin(self, CacheGroups groups not None, HashChain chain not None) -> int:
+        """Take back a pin of each page that is pinned with a content of the chain: group by group, the last page first.
+        Returns of how many pages. O(pages).
+        """
+        cdef const Group *group
+        cdef Py_ssize_t g, n = 0
+        with chain.lock, self.store.lock:
+            for g in range(groups.num if self.store.pool.num_pinned else 0):
+                group = &groups.groups[g]
+                n += unpin_group(&self.store.pool, group, self.pages_of(group, MAX_TOKENS, chain.num), chain.digests)
+        return n
+
+    def unpin_row(self, RowMemory rows not None, row) -> int:
+        """The same with the contents of an admitted row. O(pages), and tokens that are not hashed yet."""
+        cdef const Group *group
+        cdef Range pages
+        cdef Py_ssize_t g, n = 0, checked = self.checked_row(rows, row)
+        cdef bint is_admitted
+        rows.enter_call()
+        is_admitted = rows.batch.states[checked].is_admitted
+        if is_admitted and rows.batch.hash_page_size:
+            hash_row(&rows.batch, checked, rows.batch.states[checked].num_tokens)
+        for g in range(rows.batch.num_groups if is_admitted and self.store.pool.num_pinned else 0):
+            group = &rows.batch.groups[g]
+            pages = self.pages_of(group, MAX_TOKENS, rows.batch.states[checked].num_hashed)
+            n += unpin_group(&self.store.pool, group, pages, digests_of(&rows.batch, checked))
+        rows.let_go()
+        self.check_admitted(checked, is_admitted)
+        return n
+
+
+cdef Py_ssize_t find_unleasable(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
+    """Index of the null page, of a free page without an entry, or with a reference, or of one that cannot have a further one;
+    -1: there is none.
+    """
+    cdef const Page *page
+    cdef Py_ssize_t i
+    for i in range(n):
+        page = &pool.pages[ids[i]]
+        if ids[i] == NULL_PAGE or is_free(pool, ids[i]) and (page.group == NO_GROUP or page.ref_cnt):
+            return i
+    return find_untouchable(pool, ids, n, n)
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class Lease:
+    """References to pages, which are not handed out until `release`, whoever frees them: see `CacheManager.lease`.
+
+    ``with`` releases it at the end. ``page_ids`` are those of the call; ``len()`` counts them. `is_held` is False once it was
+    released.
+    """
+
+    cdef PageStore store
+    cdef PageIds ids
+    cdef dict leases                # those that are held, as keys, the oldest first
+    cdef readonly bint is_held
+
+    def __cinit__(self):
+        self.ids = PageIds.__new__(PageIds)
+
+    def __init__(self):
+        raise TypeError("a Lease is what CacheManager.lease returns")
+
+    def __reduce__(self):
+        raise ArgumentTypeError("a lease cannot be pickled")
+
+    cdef void take(self) noexcept:
+        """Take a reference to each page. A page that is held is not used by that, so no policy is told."""
+        cdef Pool *pool = &self.store.pool
+        cdef Py_ssize_t i
+        pool.is_restored &= self.ids.num == 0
+        for i in range(self.ids.num):
+            if is_free(pool, self.ids.ids[i]):
+                touch_all(pool, &self.ids.ids[i], 1)
+            else:
+                share(pool, self.ids.ids[i])
+            self.store.leases[self.ids.ids[i]] += 1
+
+    cdef int refuse(self, Py_ssize_t bad) except -1:
+        """Raise what is wrong with the page at an index, or that memory is short."""
+        cdef int32_t page_id
+        if bad < 0:
+            raise MemoryError(f"leases of {self.store.pool.num_pages} pages")
+        page_id = self.ids.ids[bad]
+        if page_id == NULL_PAGE:
+            raise PageIdError(f"page_ids: got the null page (at {bad}), allowed: others")
+        if not self.store.is_free(page_id):
+            self.store.refuse_touch(page_id)
+        self.store.check_untaken(page_id if self.store.record(page_id).ref_cnt else NULL_PAGE)
+        raise PageIdError(f"page_ids: got {page_id} (at {bad}), which is free and not cached, allowed: held or cached pages")
+
+    @property
+    def page_ids(self) -> list:
+        return self.ids.to_list()
+
+    def __len__(self):
+        return self.ids.num
+
+    def __repr__(self):
+        return f"Lease(page_ids={self.page_ids}, is_held={self.is_held})"
+
+    def release(self) -> None:
+        """Give the references back, of the last page first; a second call does nothing. DoubleFreeError, and nothing changed,
+        if somebody else gave one of them back. O(pages).
+        """
+        cdef Py_ssize_t bad
+        if not self.is_held:
+            return
+        with self.store.lock:
+            bad = self.give_back()
+        if bad >= 0:
+            self.store.refuse_give_back(self.ids, bad)
+        self.leases.pop(self, None)
+
+    cdef Py_ssize_t give_back(self) noexcept:
+        """Give the references back, unless another thread has. Returns the index of a page that has none, or -1."""
+        cdef Py_ssize_t i, bad = -1
+        if self.is_held:
+            bad = self.store.give_back_ids(self.ids.ids, self.ids.num, True)
+        for i in range(self.ids.num if self.is_held and bad < 0 else 0):
+            self.store.leases[self.ids.ids[i]] -= 1
+        self.is_held = self.is_held and bad >= 0
+        return bad
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.release()
+
+
+def lease_pages(PageStore store not None, page_ids, dict leases not None) -> Lease:
+    """Lease pages, which are held, or free and cached: see `CacheManager.lease`. The lease is in `leases` before it holds any,
+    so that no interrupt can lose it. O(pages); the first call O(num_pages).
+    """
+    cdef Lease lease = Lease.__new__(Lease)
+    cdef Py_ssize_t bad
+    lease.ids = store.checked(as_own_ids(page_ids, "page_ids"))
+    lease.store, lease.leases = store, leases
+    leases[lease] = None
+    with store.lock:
+        bad = find_unleasable(&store.pool, lease.ids.ids, lease.ids.num)
+        lease.is_held = bad < 0 and store.make_leases()
+        if lease.is_held:
+            lease.take()
+    if not lease.is_held:
+        del leases[lease]
+        lease.refuse(bad)
+    return lease
+
+
+cdef enum:
+    MAX_PRIORITY = 2 * NORMAL
+
+cdef double MAX_NS = 2.0 ** 61
+
+
+cdef bint begin_levels(PageStore store) noexcept:
+    """Divide the queue of a locked pool by levels, unless it is; False, and nothing changed, where memory is short."""
+    cdef Pool *pool = &store.pool
+    cdef Pool divided = pool[0]
+    cdef Links *links = NULL
+    cdef uint8_t *levels
+    if pool.levels != NULL:
+        return True
+    divided.num_parts = max(1, pool.num_parts) + NUM_LEVEL_PARTS
+    levels = <uint8_t *>calloc(pool.num_pages, 1)
+    if pool.num_shards:
+        links = new_shard_links(&divided, pool.num_shards)
+    if levels == NULL or (links == NULL and pool.num_shards) or not (pool.num_parts or make_lru(pool)):
+        free(levels)
+        free(links)
+        return False
+    begin_level_parts(pool)
+    pool.levels = levels
+    if pool.num_shards:
+        use_shard_links(pool, links, pool.num_shards)
+    return True
+
+
+cdef bint make_deadlines(Pool *pool) noexcept:
+    """Make room for deadlines, unless there is; False where memory is short."""
+    cdef Deadlines *deadlines = &pool.deadlines
+    if deadlines.times == NULL:
+        deadlines.times = <int64_t *>calloc(pool.num_pages, sizeof(int64_t) + 2 * sizeof(int32_t))
+        deadlines.heap = <int32_t *>(deadlines.times + pool.num_pages)
+        deadlines.places = deadlines.heap + pool.num_pages
+    return deadlines.times != NULL
+
+
+cdef bint retain_found(PageStore store, PageIds found, Retention retention) noexcept:
+    """Retain cached pages of a locked pool, the last first: its time is up first, too. False, and nothing changed, where memory
+    is short.
+    """
+    cdef Pool *pool = &store.pool
+    cdef int64_t end
+    cdef int32_t page_id
+    cdef Py_ssize_t i
+    if found.num == 0 or (pool.levels == NULL and retention.level == 0):
+        return True
+    if not begin_levels(store) or not (retention.duration == 0 or make_deadlines(pool)):
+        return False
+    end_retention(pool)
+    end = monotonic_ns() + retention.duration
+    for i in range(found.num):
+        page_id = found.ids[found.num - 1 - i]
+        set_level(pool, page_id, pool.levels[page_id] & PROTECTED | retention.level)
+        if retention.duration and retention.level:
+            set_deadline(&pool.deadlines, page_id, end + i)
+        else:
+            remove_deadline(&pool.deadlines, page_id)
+    return True
+
+
+cdef Py_ssize_t keep_cached(const Pool *pool, int32_t *ids, Py_ssize_t n, uint8_t *is_listed) noexcept nogil:
+    """Keep those ids that are of cached pages, each once, and mark them. Returns how many."""
+    cdef Py_ssize_t i, count = 0
+    for i in range(n):
+        if ids[i] != NULL_PAGE and pool.pages[ids[i]].group != NO_GROUP and not is_listed[ids[i]]:
+            is_listed[ids[i]] = True
+            ids[count] = ids[i]
+            count += 1
+    return count
+
+
+cdef bint replace_protected(PageStore store, PageIds listed, uint8_t *is_listed) noexcept:
+    """Protect the cached pages among those that are listed, and no others, the last first. The pool is locked. False, and
+    nothing changed, where memory is short.
+    """
+    cdef Pool *pool = &store.pool
+    cdef PageIds old = store.protected_ids
+    cdef Py_ssize_t i
+    cdef int32_t page_id
+    listed.num = keep_cached(pool, listed.ids, listed.num, is_listed)
+    if listed.num and not begin_levels(store):
+        return False
+    for i in range(old.num - 1 if old is not None else -1, -1, -1):
+        page_id = old.ids[i]
+        if not is_listed[page_id]:
+            set_level(pool, page_id, pool.levels[page_id] & ~PROTECTED)
+    for i in range(listed.num - 1, -1, -1):
+        page_id = listed.ids[i]
+        set_level(pool, page_id, pool.levels[page_id] | PROTECTED)
+    store.protected_ids = listed
+    return True
+
+
+def protect_pages(PageStore store not None, lists) -> int:
+    """Protect the cached pages in lists of ids, as `PageIds`, in place of those that were protected before. Returns how many.
+    The last page is evicted first. O(pages).
+    """
+    cdef PageIds listed = PageIds.__new__(PageIds), ids
+    cdef uint8_t *is_listed
+    cdef bint has_room = False
+    for item in as_list(lists, "lists"):
+        if not isinstance(item, PageIds):
+            raise ArgumentTypeError(f"lists: got {type(item).__name__}, allowed: PageIds")
+        ids = store.checked(item)
+        listed.add(ids.ids, ids.num)
+    with store.lock:
+        is_listed = <uint8_t *>calloc(store.pool.num_pages, 1)
+        if is_listed != NULL:
+            has_room = replace_protected(store, listed, is_listed)
+        free(is_listed)
+    if not has_room:
+        raise MemoryError(f"levels of {store.pool.num_pages} pages")
+    return listed.num
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class Retention:
+    """With which `priority` pages are retained, from 0 to 100, and for how many `seconds`; None: for good."""
+
+    cdef uint8_t level                  # 0 for the normal priority
+    cdef int64_t duration               # ns; 0: for good
+
+    def __cinit__(self, priority, seconds=None):
+        cdef Py_ssize_t checked
+        cdef double value
+        if isinstance(priority, bool):
+            raise ArgumentTypeError("priority: got bool, allowed: an int from 0 to 100")
+        checked = size_of(priority, "priority", 0, MAX_PRIORITY)
+        self.level = <uint8_t>(checked + 1) if checked != NORMAL else 0
+        if seconds is not None:
+            value = float_of(seconds, "seconds")
+            if not (isfinite(value) and value > 0):
+                raise ArgumentError(f"seconds: got {shown(seconds)}, allowed: finite and above 0, or None")
+            self.duration = <int64_t>ceil(min(value * 1e9, MAX_NS)) or 1
+
+    def __reduce__(self):
+        raise ArgumentTypeError("a retention cannot be pickled")
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class RetentionSpan(TokenSpan):
+    """A span of tokens whose pages are retained."""
+
+    def retain(
+        self, CacheGroups groups not None, HashChain chain not None, ids, Retention retention not None, bint are_hits
+    ) -> int | None:
+        """Retain those of the pages `ids` of each group that are cached under the digests of the chain. Returns how many.
+
+        For hits None, and nothing changes, if one of them is not cached as such any more. O(pages).
+        """
+        cdef PageIds found = PageIds.__new__(PageIds)
+        cdef tuple checked = self.checked_pages(groups, chain, ids, found)
+        cdef bint is_stale, has_room = True
+        with chain.lock, self.store.lock:
+            is_stale = self.list_pages(groups, chain, checked, found) and are_hits
+            if not is_stale:
+                has_room = retain_found(self.store, found, retention)
+        self.check_room(has_room)
+        return None if is_stale else found.num
+
+    def retain_row(self, RowMemory rows not None, row, Retention retention not None) -> int:
+        """Retain the cached pages of an admitted row. Returns how many. Errors as in `require_cached`. O(pages)."""
+        cdef PageIds found = PageIds.__new__(PageIds)
+        cdef Py_ssize_t num_tokens, checked = self.checked_row(rows, row)
+        cdef bint is_admitted, has_room
+        rows.enter_call()
+        is_admitted, num_tokens = rows.batch.states[checked].is_admitted, rows.batch.states[checked].num_tokens
+        has_room = self.list_row(rows, checked, found) and retain_found(self.store, found, retention)
+        rows.let_go()
+        self.check_admitted(checked, is_admitted)
+        self.check_room(has_room)
+        return self.require_cached(found.num, num_tokens)
+
+    cdef int check_room(self, bint has_room) except -1:
+        if not has_room:
+            raise MemoryError(f"levels of {self.store.pool.num_pages} pages")
+        return 0
+
+    def require_cached(self, num_pages, num_tokens) -> int:
+        """`num_pages`; ArgumentError if that is 0, unless none of `num_tokens` tokens lies in the span."""
+        cdef Py_ssize_t count = size_of(num_pages, "num_pages")
+        cdef int64_t stop = min(self.stop, <int64_t>size_of(num_tokens, "num_tokens", 0, INT64_MAX))
+        if count == 0 and self.start < stop:
+            raise ArgumentError(f"tokens {self.start} to {stop}: got no cached page, allowed: at least one")
+        return count

@@ -1,0 +1,154 @@
+"""The API reference, and the comparison with the last tag, in a repository made for it."""
+
+from __future__ import annotations
+
+import doctest
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sources import ROOT
+
+pytest.importorskip("griffe")
+sys.path.insert(0, str(ROOT / "tools"))
+import api_check
+import api_reference
+import public_api
+
+import pagepool
+
+OLD = """
+class Rows:
+    def __init__(self, size: int) -> None: ...
+    def grow(self, rows: list[int], num_tokens: int = 1) -> int: ...
+    def undo(self) -> None: ...
+    def _find(self) -> None: ...
+"""
+
+
+def git(root: Path, *arguments: str) -> None:
+    command = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", *arguments]
+    subprocess.run(command, cwd=root, check=True, capture_output=True)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with a released package, whose manager is compiled."""
+    root = tmp_path / "repository"
+    (root / "pagepool" / "manager").mkdir(parents=True)
+    (root / "pagepool" / "__init__.py").write_text('from pagepool.manager import Rows\n__all__ = ["Rows"]\n')
+    (root / "pagepool" / "manager" / "__init__.py").write_text('from pagepool._core import Rows\n__all__ = ["Rows"]\n')
+    (root / "pagepool" / "_core.pyi").write_text(OLD)
+    (root / "CHANGELOG.md").write_text("## Unreleased\n\n## 0.1.0\n\n- `Rows.grow` and `Rows` came.\n")
+    git(root, "init", "--quiet")
+    git(root, "add", "--all")
+    git(root, "commit", "--quiet", "--message", "all")
+    git(root, "tag", "v0.1.0")
+    git(root, "tag", "nightly")
+    return root
+
+
+def change(root: Path, old: str, new: str) -> None:
+    """Replace text of the compiled class's stub."""
+    stub = root / "pagepool" / "_core.pyi"
+    assert old in stub.read_text()
+    stub.write_text(stub.read_text().replace(old, new))
+
+
+def note(root: Path, entry: str) -> None:
+    """Add an entry to the unreleased section of the changelog."""
+    changelog = root / "CHANGELOG.md"
+    changelog.write_text(changelog.read_text().replace("## Unreleased\n", f"## Unreleased\n\n- {entry}\n"))
+
+
+BREAKING = [
+    ("rows: list[int], num_tokens: int = 1", "rows: list[int]", "Rows.grow", "parameter num_tokens was removed"),
+    ("num_tokens: int = 1", "num_tokens: int = 2", "Rows.grow", "parameter num_tokens has another default"),
+    ("num_tokens: int = 1", "num_tokens: int", "Rows.grow", "parameter num_tokens became required"),
+    ("num_tokens: int = 1", "*, num_tokens: int = 1", "Rows.grow", "parameter num_tokens is passed in another way"),
+    ("num_tokens: int = 1) -> int", "num_tokens: int = 1) -> str", "Rows.grow", "returned int, returns str"),
+    ("size: int", "size: int, columns: int", "Rows", "parameter columns was added, and is required"),
+    ("    def undo(self) -> None: ...\n", "", "Rows.undo", "was removed"),
+    ("    def undo(self) -> None: ...\n", "    undo: int\n", "Rows.undo", "was function, is attribute"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "name", "what"), BREAKING)
+def test_what_breaks_needs_an_entry(
+    old: str, new: str, name: str, what: str, repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(repository, old, new)
+    with pytest.raises(SystemExit, match=f"unreleased section of CHANGELOG.md: .*`{name}"):
+        api_check.main(repository)
+    assert f"{what}; not in the changelog\n" in capsys.readouterr().out
+    note(repository, f"`{name}_now` is new.")
+    with pytest.raises(SystemExit):
+        api_check.main(repository)
+    note(repository, f"`{name}` was changed.")
+    api_check.main(repository)
+    assert f": {what}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("num_tokens: int = 1", "num_tokens: int = 1, num_drafts: int = 0"),
+        ("rows: list[int]", "rows: list[int] | None"),
+        ("def undo", "def redo(self) -> None: ...\n    def undo"),
+        ("    def _find(self) -> None: ...\n", ""),
+    ],
+)
+def test_what_breaks_nobody_passes(old: str, new: str, repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(repository, old, new)
+    api_check.main(repository)
+    assert capsys.readouterr().out == "api-check: 0 breaking changes since v0.1.0, 0 of them not in the changelog\n"
+
+
+def test_a_class_that_is_gone_is_one_change(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (repository / "pagepool" / "manager" / "__init__.py").write_text("__all__ = []\n")
+    with pytest.raises(SystemExit, match=r"CHANGELOG\.md: `Rows`$"):
+        api_check.main(repository)
+    assert "1 breaking changes" in capsys.readouterr().out
+
+
+def test_without_a_tag(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    git(repository, "tag", "--delete", "v0.1.0")
+    api_check.main(repository)
+    assert capsys.readouterr().out == "api-check: skipped: no tag v* to compare with\n"
+    for _ in range(2):
+        git(repository, "commit", "--quiet", "--allow-empty", "--message", "more")
+    git(tmp_path, "clone", "--quiet", "--depth=1", "--no-tags", repository.as_uri(), "shallow")
+    api_check.main(tmp_path / "shallow")
+    assert capsys.readouterr().out.startswith("api-check: skipped: a shallow clone without tags; ")
+
+
+def test_the_reference_has_every_public_name() -> None:
+    """Compiled classes too, with the types of their stub, and docstrings and examples of the compiled object."""
+    text = api_reference.render(public_api.load(ROOT))
+    headings = {line.split("`")[1] for line in text.splitlines() if line.startswith("### `")}
+    assert set(pagepool.__all__) - {"__version__", "errors"} <= headings
+    assert "#### `RunningBatch.step`\n\n```python\nRunningBatch.step(\n    rows: " in text
+    assert "Append one token to each row and give the next token of each its slot" in text
+    assert "```python\n>>> " in text
+    assert not [name for name in headings if name.rpartition(".")[2].startswith("_")]
+
+
+def test_links_of_the_reference_lead_to_headings() -> None:
+    text = api_reference.render(public_api.load(ROOT))
+    anchors = {api_reference.anchor(line.lstrip("# ")) for line in text.splitlines() if line.startswith("#")}
+    links = {part.split(")")[0] for part in text.split("](")[1:]}
+    assert {link for link in links if link.startswith("#")} <= anchors
+
+
+@pytest.mark.parametrize("module", [api_check, api_reference, public_api])
+def test_examples(module: object) -> None:
+    assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
+
+
+def test_the_markdown_of_a_docstring() -> None:
+    text = "See `step`:\n- one\n- two\n\n>>> 1\n1\n\nThen `PagePool` and ``step``."
+    shown = api_reference.markdown(text, {"Rows.step": "Rows.step", "PagePool": "PagePool"}, "Rows")
+    assert shown == (
+        "See [`step`](#rowsstep):\n\n- one\n- two\n\n```python\n>>> 1\n1\n```\n\nThen [`PagePool`](#pagepool) and ``step``."
+    )

@@ -1,0 +1,323 @@
+"""`pagepool doctor`: what it finds, what it says where something is wrong, and that it needs no extra."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pagepool import doctor
+from pagepool._core import build_flags
+from pagepool.doctor import command, engines, environment, report, self_test
+from pagepool.doctor.engines import ENGINES, inspect_engines, inspect_jax
+from pagepool.doctor.environment import Problem, inspect_core, inspect_extras, inspect_versions
+from pagepool.doctor.self_test import Twins, run_self_test
+from pagepool.errors import IntegrityError, PagePoolError
+
+VLLM, EASYDEL = ENGINES
+Versions = Callable[..., None]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Versions:
+    """Let distributions have these versions, and no others be installed; and no engine be asked for."""
+    for name in ("PAGEPOOL_VLLM", "PAGEPOOL_EASYDEL", "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def install(**versions: str) -> None:
+        for module in (engines, environment):
+            monkeypatch.setattr(module, "find_version", versions.get)
+
+    return install
+
+
+@pytest.fixture
+def problems() -> list[Problem]:
+    return []
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+
+
+def test_the_json_is_the_diagnosis() -> None:
+    """jax starts in another process, and so takes no device here."""
+    code = "import sys; from pagepool.doctor import main; main(['--json']); sys.exit(int('jax' in sys.modules))"
+    process = run(code)
+    assert process.returncode == 0, process.stderr
+    diagnosis = json.loads(process.stdout)
+    assert [*diagnosis] == ["versions", "core", "self_test", "extras", "jax", "engines", "problems"]
+    assert diagnosis["core"] == build_flags()
+    assert diagnosis["self_test"]["passed"]
+    if diagnosis["jax"] is not None:
+        assert diagnosis["jax"]["devices"][0]["memory_kinds"]
+    assert report.describe(diagnosis).startswith("pagepool   ")
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["replay"]])
+def test_without_click(arguments: list[str]) -> None:
+    code = f"import sys; sys.modules['click'] = None; sys.argv[1:] = {arguments}; from pagepool.replay.cli import main; main()"
+    process = run(code)
+    assert process.returncode == 1
+    if arguments == ["replay"]:
+        assert "pip install 'pagepool[replay]'; `pagepool doctor` works without" in process.stderr
+    else:
+        assert "\nself-test  passed in " in process.stdout
+
+
+def test_the_group_lists_the_command_and_passes_it_on() -> None:
+    pytest.importorskip("click")
+    pytest.importorskip("rich")
+    pytest.importorskip("msgspec")
+    from command_line import invoke
+
+    assert "doctor  Check the installation." in invoke("--help").output
+    result = invoke("doctor", "--no-such-option")
+    assert result.exit_code == 2
+
+
+def test_the_core_tells_how_it_was_built() -> None:
+    flags = build_flags()
+    assert flags["free_threaded"] == bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+    assert (flags["sanitizer"] == "address") == ("asan" in os.environ.get("LD_PRELOAD", ""))
+    assert flags["debug"] or not flags["sanitizer"]
+    assert flags["guards"]
+    assert flags["compiler"]
+
+
+class TestEnvironment:
+    def test_what_is_well(self, problems: list[Problem]) -> None:
+        versions = inspect_versions(problems)
+        assert versions["python"].startswith(f"{sys.version_info[0]}.{sys.version_info[1]}.")
+        inspect_core(problems)
+        assert problems == []
+
+    def test_another_pagepool_than_the_installed_one(self, installed: Versions, problems: list[Problem]) -> None:
+        installed(pagepool="0.0.1")
+        inspect_versions(problems)
+        assert problems[0].what.startswith("pagepool 0.0.1 is installed, but ")
+
+    def test_a_core_without_guards(self, monkeypatch: pytest.MonkeyPatch, problems: list[Problem]) -> None:
+        monkeypatch.setattr(environment, "build_flags", lambda: build_flags() | {"guards": False})
+        inspect_core(problems)
+        assert [problem.what for problem in problems] == ["the core was built without guards"]
+
+    def test_extras(self, monkeypatch: pytest.MonkeyPatch, installed: Versions, problems: list[Problem]) -> None:
+        """Missing packages are no problem, those that are too old or broken are; extras of developers are left out."""
+        requirements = [
+            "numpy>=1.26",
+            'click>=8.1; extra == "replay"',
+            'ray>=2.40; python_version < "3.14" and extra == "fleet"',
+            'pagepool[replay]; extra == "plan"',
+            "no-such-package>=3; extra == 'plan'",
+            'pytest>=8; extra == "test"',
+        ]
+        monkeypatch.setattr(environment, "_requirements", lambda: requirements)
+        installed(click="8.0.9", ray="2.40", **{"no-such-package": "3.0.1"})
+        monkeypatch.setitem(environment.MODULES, "click", "json")
+        monkeypatch.setitem(environment.MODULES, "ray", "json")
+        extras = inspect_extras(problems)
+        assert extras == {"replay": {"click": "8.0.9"}, "plan": {"no-such-package": "3.0.1"}, "fleet": {"ray": "2.40"}}
+        old, broken = problems
+        assert old.what == "click 8.0.9 is older than 8.1, which pagepool[replay] needs"
+        assert broken.what.startswith("no-such-package 3.0.1 cannot be imported: ModuleNotFoundError(")
+        problems.clear()
+        installed()
+        assert inspect_extras(problems)["replay"] == {"click": None}
+        assert problems == []
+
+    def test_extras_of_a_package_that_is_not_installed(self, monkeypatch: pytest.MonkeyPatch, problems: list[Problem]) -> None:
+        monkeypatch.setattr(environment, "requires", lambda _: environment.version("no-such-distribution"))
+        assert inspect_extras(problems) == {}
+        assert problems == []
+
+    def test_extras_of_this_package(self, problems: list[Problem]) -> None:
+        """The names in pyproject.toml; an extra that only adds others has none."""
+        if environment.find_version("pagepool") is None:
+            pytest.skip("pagepool is not installed as a distribution")
+        assert {"jax", "events", "metrics", "replay", "plan", "fleet"} <= inspect_extras(problems).keys()
+
+
+class TestJax:
+    def test_not_installed(self, installed: Versions, problems: list[Problem]) -> None:
+        installed()
+        assert inspect_jax(problems) is None
+
+    @pytest.mark.parametrize(
+        ("code", "fault"),
+        [
+            ("raise RuntimeError('no device')", "RuntimeError: no device"),
+            ("import os; os.abort()", "the process ended with exit code -6"),
+            ("import time; time.sleep(60)", "nothing happened for 1 seconds"),
+        ],
+    )
+    def test_one_that_does_not_start(
+        self, code: str, fault: str, monkeypatch: pytest.MonkeyPatch, installed: Versions, problems: list[Problem]
+    ) -> None:
+        installed(jax="9.9")
+        monkeypatch.setattr(engines, "LIST_DEVICES", code)
+        monkeypatch.setattr(engines, "SECONDS", 1)
+        assert inspect_jax(problems) == {"version": "9.9"}
+        assert [problem.what for problem in problems] == [f"jax 9.9 does not start: {fault}"]
+
+    def test_it_takes_no_memory_in_advance(self, monkeypatch: pytest.MonkeyPatch, installed: Versions) -> None:
+        installed(jax="9.9")
+        code = "import os; print('{\"backend\": \"' + os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] + '\", \"devices\": []}')"
+        monkeypatch.setattr(engines, "LIST_DEVICES", code)
+        assert inspect_jax([]) == {"version": "9.9", "backend": "false", "devices": []}
+
+
+class TestEngines:
+    def test_missing_ones_are_no_problem(self, installed: Versions, problems: list[Problem]) -> None:
+        installed()
+        found = inspect_engines(problems, True)
+        assert [(item["version"], item["is_on"], item["is_replaced"]) for item in found.values()] == [(None, False, None)] * 2
+        assert problems == []
+
+    @pytest.mark.parametrize("version", [None, "0.34.0", "0.3"])
+    def test_one_that_is_asked_for_and_not_supported(
+        self, version: str | None, monkeypatch: pytest.MonkeyPatch, installed: Versions, problems: list[Problem]
+    ) -> None:
+        installed(**({} if version is None else {"vllm": version}))
+        monkeypatch.setenv("PAGEPOOL_VLLM", "strict")
+        monkeypatch.setattr(engines, "entry_points", lambda group: [SimpleNamespace(name="pagepool")])
+        assert not inspect_engines(problems)["vllm"]["is_supported"]
+        assert [problem.remedy for problem in problems] == ["pip install 'vllm==0.33.*', or unset PAGEPOOL_VLLM"]
+
+    def test_versions_that_are_supported_but_not_asked_for(self, installed: Versions, problems: list[Problem]) -> None:
+        installed(vllm="0.33.7", easydel="0.3.0")
+        found = inspect_engines(problems)
+        assert [(item["is_supported"], item["is_replaced"]) for item in found.values()] == [(True, None)] * 2
+        assert problems == []
+
+    def test_a_plug_in_that_vllm_does_not_load(
+        self, monkeypatch: pytest.MonkeyPatch, installed: Versions, problems: list[Problem]
+    ) -> None:
+        installed(vllm="0.33.0")
+        monkeypatch.setenv("PAGEPOOL_VLLM", "1")
+        monkeypatch.setenv("VLLM_PLUGINS", "one,other")
+        monkeypatch.setattr(engines, "entry_points", lambda group: [])
+        monkeypatch.setattr(engines, "_try", lambda engine: None)
+        assert inspect_engines(problems)["vllm"]["is_replaced"]
+        assert [problem.what for problem in problems] == [
+            "vLLM does not see pagepool's plug-in",
+            "VLLM_PLUGINS=one,other leaves pagepool out",
+        ]
+
+    def test_a_value_that_is_none(self, monkeypatch: pytest.MonkeyPatch, installed: Versions, problems: list[Problem]) -> None:
+        installed()
+        monkeypatch.setenv("PAGEPOOL_EASYDEL", "perhaps")
+        assert not inspect_engines(problems)["easydel"]["is_on"]
+        assert problems[0].what.startswith("PAGEPOOL_EASYDEL: got 'perhaps', allowed: 1, ")
+
+    def test_an_engine_that_refuses(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problems: list[Problem]) -> None:
+        """Another version is imported than the installed one."""
+        (tmp_path / "vllm.py").write_text("__version__ = '0.1'")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(engines, "find_version", {"vllm": "0.33.0"}.get)
+        monkeypatch.delenv("PAGEPOOL_VLLM", raising=False)
+        assert inspect_engines(problems, True)["vllm"]["is_replaced"] is False
+        assert [problem.what for problem in problems] == [
+            "vLLM refuses pagepool: pagepool.errors.CompatError: vLLM's version: got 0.1, expected 0.33.*"
+        ]
+
+    @pytest.mark.parametrize(
+        ("code", "faults"),
+        [
+            ("pass", []),
+            ("import time; time.sleep(60)", ["EasyDeL refuses pagepool: the import took more than 1 seconds"]),
+        ],
+    )
+    def test_how_an_adapter_is_tried(
+        self, code: str, faults: list[str], monkeypatch: pytest.MonkeyPatch, installed: Versions, problems: list[Problem]
+    ) -> None:
+        installed(easydel="0.3.0")
+        monkeypatch.setattr(engines, "SECONDS", 1)
+        monkeypatch.setattr(engines, "run_python", lambda _, seconds: environment.run_python(code, seconds))
+        monkeypatch.setenv("PAGEPOOL_EASYDEL", "on")
+        assert inspect_engines(problems)["easydel"]["is_replaced"] == (not faults)
+        assert [problem.what for problem in problems] == faults
+
+
+class TestSelfTest:
+    def test_it_passes_and_does_what_it_is_for(self) -> None:
+        twins, num_refused = Twins(1), 0
+        for _ in range(200):
+            twins.admit()
+            num_refused += len(twins._requests) < self_test.NUM_ROWS
+            twins.decode()
+            twins.release()
+        stats = twins._manager.stats()
+        assert num_refused > 0
+        assert stats.num_evicted_pages > 0
+        assert stats.queries.num_hit_tokens > 0
+        twins.check()
+
+    @pytest.mark.parametrize("name", ["_manager", "_batch"])
+    def test_it_notices_a_request_that_is_not_released(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        release = Twins._release
+
+        def release_one(self: Any, row: int) -> None:
+            if name == "_batch":
+                self._batch.release([row])
+                self._requests.pop(row)
+            else:
+                release(self, row)
+                self._batch._manager.page_pool.get_new_pages(1)
+
+        monkeypatch.setattr(Twins, "_release", release_one)
+        with pytest.raises(PagePoolError):
+            run_self_test()
+
+    def test_it_notices_an_entry_that_the_journal_lost(self) -> None:
+        twins = Twins(0)
+        twins.admit()
+        twins.check()
+        twins._told.pop()
+        with pytest.raises(IntegrityError, match=r"^the journal: got "):
+            twins.check()
+
+    def test_a_failure_is_a_problem(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        def fail() -> int:
+            raise IntegrityError("page 3 is nobody's")
+
+        monkeypatch.setattr(command, "run_self_test", fail)
+        monkeypatch.setattr(command, "inspect_jax", lambda problems: {"version": "9.9"})
+        monkeypatch.setattr(command, "inspect_engines", lambda problems, tries_all: {})
+        monkeypatch.setattr(command, "inspect_extras", lambda problems: {})
+        assert doctor.main([]) == 1
+        output = capsys.readouterr().out
+        assert '\n1 problem:\n- the self-test failed: IntegrityError("page 3 is nobody\'s")\n' in output
+        assert "extras unknown" in output
+        assert "jax        9.9, does not start" in output
+
+
+def test_the_text_of_devices() -> None:
+    device = {
+        "name": "cuda:0",
+        "kind": "NVIDIA H200",
+        "memory_kinds": ["device", "pinned_host"],
+        "default_memory_kind": "device",
+    }
+    assert list(report._describe_jax({"version": "0.10.2", "backend": "gpu", "devices": [device]})) == [
+        "jax        0.10.2, backend gpu",
+        "           cuda:0 (NVIDIA H200), memory: device (default), pinned_host",
+    ]
+    assert list(report._describe_jax(None)) == ["jax        not installed"]
+
+
+def test_the_text_of_engines() -> None:
+    engine = {"name": "vLLM", "version": "0.34", "supported_versions": "0.33.*", "is_supported": False}
+    engine |= {"variable": "PAGEPOOL_VLLM", "is_on": True, "is_replaced": None}
+    described = report._describe_engine(engine)
+    assert described == "vLLM       0.34, not supported: 0.33.* is; PAGEPOOL_VLLM is on"
+    engine |= {"version": "0.33.0", "is_supported": True, "is_replaced": False}
+    assert report._describe_engine(engine).endswith("0.33.0, supported; PAGEPOOL_VLLM is on; refuses pagepool")

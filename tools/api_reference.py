@@ -1,0 +1,272 @@
+"""Writes docs/api.md from signatures and docstrings; with ``--check`` it fails if that would change the file."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cache, reduce
+from importlib import import_module
+
+import griffe
+from public_api import ROOT, SECTIONS, Public, Section, exports_of, find_constructor, list_members, list_names, load
+
+TARGET = ROOT / "docs" / "api.md"
+WIDTH = 100  # columns of a signature on one line
+MAX_VALUE = 60  # characters of a constant's value
+
+Headings = Mapping[str, str]
+
+HEAD = """# API reference
+
+Written by `make api` from signatures and docstrings: change those, not this file. [stability.md](stability.md) says what is
+public, and what may change when. Names without a module are imported from `pagepool`; for others the module stands before the
+name, after `pagepool.`.
+"""
+
+
+def main() -> None:
+    """Write the file, or compare it."""
+    text = render(load(ROOT))
+    if sys.argv[1:] != ["--check"]:
+        TARGET.write_text(text)
+    elif not TARGET.exists() or TARGET.read_text() != text:
+        sys.exit("docs/api.md does not show the API as it is: run `make api`")
+
+
+def render(package: griffe.Module) -> str:
+    """Return the whole reference. LookupError for a public name that is in no section."""
+    contents: dict[Section, dict[str, Public]] = {}
+    for section in SECTIONS:
+        before = {name for names in contents.values() for name in names}
+        contents[section] = {name: value for name, value in list_names(package, section).items() if name not in before}
+    listed = {name for names in contents.values() for name in names}
+    missing = set(exports_of(package)) - listed - {"__version__", "errors"}
+    if missing:
+        raise LookupError(f"in no section of tools/public_api.py: {', '.join(sorted(missing))}")
+    headings = find_headings(contents)
+    parts = [HEAD, *(f"- [{section.title}]({anchor(section.title)}): {links(names)}" for section, names in contents.items())]
+    for section, names in contents.items():
+        parts += ["", f"## {section.title}", "", *introduce(package, section, headings)]
+        for name, value in names.items():
+            parts += describe(name, value, headings)
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def find_headings(contents: dict[Section, dict[str, Public]]) -> Headings:
+    """Return the headings by what docstrings call them: in full, or without the module where no two have that name."""
+    values = {name: value for names in contents.values() for name, value in names.items()}
+    shorts = Counter(name.rpartition(".")[2] for name in values)
+    headings = {short: name for name in values if shorts[short := name.rpartition(".")[2]] == 1}
+    return headings | {
+        path: path for name, value in values.items() for path in [name, *(f"{name}.{item}" for item in methods_of(value))]
+    }
+
+
+def anchor(heading: str) -> str:
+    """Return the link to a heading, as GitHub and Python-Markdown make it.
+
+    >>> anchor("Copies on the device"), anchor("`CacheManager.free`")
+    ('#copies-on-the-device', '#cachemanagerfree')
+    """
+    return "#" + re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
+
+
+def links(names: dict[str, Public]) -> str:
+    """Return links to the headings of names."""
+    return ", ".join(f"[`{name}`]({anchor(name)})" for name in names)
+
+
+def introduce(package: griffe.Module, section: Section, headings: Headings) -> Iterator[str]:
+    """Yield the docstring of a module that users import."""
+    if not section.is_top:
+        yield f"`pagepool.{section.module}`. {markdown(docstring_of(package[section.module]), headings)}"
+        yield ""
+
+
+# Docstrings.
+
+
+def docstring_of(value: Public) -> str:
+    """Return the docstring, without indentation. Stubs have none: it is that of the compiled object."""
+    if value.docstring is not None:
+        return inspect.cleandoc(value.docstring.value)
+    path = value.final_target.path if isinstance(value, griffe.Alias) else value.path
+    if not path.startswith("pagepool._core."):
+        return ""
+    *names, last = path.removeprefix("pagepool._core.").split(".")
+    owner = reduce(getattr, names, import_module("pagepool._core"))
+    found = getattr(owner, last)
+    return inspect.cleandoc(found.__doc__ or "") if callable(found) or inspect.isdatadescriptor(found) else ""
+
+
+def markdown(text: str, headings: Headings, owner: str = "") -> str:
+    """Return a docstring as Markdown: examples in fences, a blank line before lists, links to what has a heading."""
+    lines: list[str] = []
+    is_example = False
+    for line in text.splitlines():
+        if line.startswith(">>> ") and not is_example:
+            lines += ["```python"]
+            is_example = True
+        elif is_example and not line:
+            lines += ["```"]
+            is_example = False
+        if not is_example and re.match(r"[-*] ", line) and lines and lines[-1] and not re.match(r"[-*] |  ", lines[-1]):
+            lines += [""]
+        lines += [line if is_example else link_names(line, headings, owner)]
+    return "\n".join([*lines, "```"] if is_example else lines)
+
+
+def link_names(line: str, headings: Headings, owner: str) -> str:
+    """Return a line with links to documents, and where code names what has a heading, alone or as a member of `owner`."""
+
+    def link(match: re.Match[str]) -> str:
+        name = match[1].removeprefix("pagepool.")
+        heading = headings.get(f"{owner}.{name}", headings.get(name, owner))
+        return match[0] if heading == owner else f"[{match[0]}]({anchor(heading)})"
+
+    return re.sub(r"\bdocs/(\w+\.md)", r"[\g<0>](\1)", re.sub(r"(?<!`)`([\w.]+)`(?!`)", link, line))
+
+
+# Signatures.
+
+
+@cache
+def type_aliases() -> dict[str, str]:
+    """Return the names that sources and stubs give to types, which readers of the reference do not see; none that two files use
+    for different types.
+    """
+    paths = sorted((ROOT / "pagepool").rglob("*.py*"))
+    texts = [path.read_text() for path in paths if path.suffix in (".py", ".pyi")]
+    found = re.findall(r"^(_?[A-Z][a-z]\w*)(?:: TypeAlias)? = ([^\n(#]+)$", "\n".join(texts), re.MULTILINE)
+    aliases = dict(found)
+    return {name: aliases[name] for name in aliases if {value for other, value in found if other == name} == {aliases[name]}}
+
+
+def type_of(annotation: object) -> str:
+    """Return an annotation as text, with types for aliases, and theirs."""
+    text, before = str(annotation), ""
+    while text != before:
+        before, text = text, re.sub(r"(?<![\w.])_?[A-Z][a-z]\w*", lambda match: type_aliases().get(match[0], match[0]), text)
+    return text
+
+
+def double_quoted(value: object) -> str:
+    """Return a value as text, with the quotes of the house style."""
+    text = str(value)
+    return text if '"' in text else text.replace("'", '"')
+
+
+def signature_of(name: str, function: griffe.Function, of_class: bool = False) -> str:
+    """Return a call with types; one that is long has a line for each parameter."""
+    parameters = [parameter for parameter in function.parameters if parameter.name not in ("self", "cls")]
+    texts = []
+    kinds = griffe.ParameterKind
+    for i, parameter in enumerate(parameters):
+        before = parameters[i - 1].kind if i else None
+        if parameter.kind is kinds.keyword_only and before not in (kinds.keyword_only, kinds.var_positional):
+            texts.append("*")
+        if before is kinds.positional_only is not parameter.kind:
+            texts.append("/")
+        star = {kinds.var_positional: "*", kinds.var_keyword: "**"}.get(parameter.kind, "")
+        annotation = "" if parameter.annotation is None else f": {type_of(parameter.annotation)}"
+        equals = " = " if annotation else "="
+        default = "" if parameter.default is None or star else f"{equals}{double_quoted(parameter.default)}"
+        texts.append(f"{star}{parameter.name}{annotation}{default}")
+    result = "" if of_class or function.returns is None else f" -> {type_of(function.returns)}"
+    text = f"{name}({', '.join(texts)}){result}"
+    return text if len(text) <= WIDTH else f"{name}(\n    " + ",\n    ".join(texts) + f",\n){result}"
+
+
+# Classes, functions and constants.
+
+
+def methods_of(value: Public) -> dict[str, Public]:
+    """Return the methods of a class that get a heading. Those of a documented base are there."""
+    if not value.is_class:
+        return {}
+    bases = {base.canonical_path for base in documented_bases(value)}
+    return {
+        name: item
+        for name, item in list_members(value).items()
+        if item.is_function and (name in value.members or parent_of(item) not in bases)
+    }
+
+
+def parent_of(item: Public) -> str:
+    """Return the path of the class that defines a member."""
+    return item.canonical_path.rpartition(".")[0]
+
+
+def documented_bases(cls: Public) -> list[griffe.Class]:
+    """Return the bases of a class that users import from `pagepool` too."""
+    target = cls.final_target if isinstance(cls, griffe.Alias) else cls
+    names = {value.canonical_path for section in SECTIONS for value in list_names(target.package, section).values()}
+    return [base for base in target.mro() if base.canonical_path in names] if isinstance(target, griffe.Class) else []
+
+
+def shown_bases(cls: Public, known: list[griffe.Class]) -> list[str]:
+    """Return the direct bases of a class that have a heading, or are another package's."""
+    paths = {base.canonical_path for base in known}
+    found = [(str(base), getattr(base, "canonical_path", "")) for base in cls.bases]  # type: ignore[union-attr]
+    return [text for text, path in found if path in paths or not path.startswith("pagepool.")]
+
+
+def describe(name: str, value: Public, headings: Headings) -> Iterator[str]:
+    """Yield the lines of a public name."""
+    yield from (f"### `{name}`", "")
+    if value.is_class:
+        yield from describe_class(name, value, headings)
+    else:
+        yield from describe_item(name, value, headings, name.rpartition(".")[0])
+
+
+def describe_class(name: str, cls: Public, headings: Headings) -> Iterator[str]:
+    """Yield its constructor, docstrings, attributes and methods."""
+    constructor, short = find_constructor(cls), name.rpartition(".")[2]
+    known = documented_bases(cls)
+    bases = shown_bases(cls, known)
+    head = f"class {short}({', '.join(bases)})" if bases else f"class {short}"
+    of_class = "" if constructor is None else "\n" + signature_of(short, constructor, of_class=True)
+    yield from ("```python", head + of_class, "```", "")
+    yield from (markdown(docstring_of(cls), headings, name), "")
+    if constructor is not None and constructor.docstring is not None:
+        yield from (markdown(docstring_of(constructor), headings, name), "")
+    inherited = {base.canonical_path for base in known}
+    attributes = {
+        attribute: item
+        for attribute, item in list_members(cls).items()
+        if item.is_attribute and (attribute in cls.members or parent_of(item) not in inherited)
+    }
+    if attributes:
+        yield from (*(describe_attribute(key, item, headings, name) for key, item in attributes.items()), "")
+    for method, item in methods_of(cls).items():
+        yield from (f"#### `{name}.{method}`", "", *describe_item(f"{name}.{method}", item, headings, name))
+
+
+def describe_attribute(name: str, item: Public, headings: Headings, owner: str) -> str:
+    """Return a line of a list: the name, its type or value, and the docstring."""
+    annotation, value = item.annotation, str(item.value)  # type: ignore[union-attr]
+    text = re.sub(r"^Final\[(.*)\]$", r"\1", type_of(annotation)) if annotation is not None else ""
+    shown = f"{name}: {text}" if text else f"{name} = {value}" if value.isdecimal() else name
+    described = " ".join(markdown(docstring_of(item), headings, owner).split())
+    return f"- `{shown}`" + (f": {described}" if described else "")
+
+
+def describe_item(name: str, item: Public, headings: Headings, owner: str) -> Iterator[str]:
+    """Yield the signature of a function, or the value of a constant, and the docstring."""
+    target = item.final_target if isinstance(item, griffe.Alias) else item
+    if isinstance(target, griffe.Function):
+        labels = [f"@{label}" for label in ("staticmethod", "classmethod") if label in target.labels]
+        yield from ("```python", *labels, signature_of(name, target), "```", "")
+    elif isinstance(target, griffe.Attribute):
+        annotation = f": {type_of(target.annotation)}" if target.annotation is not None else ""
+        value = f" = {double_quoted(target.value)}" if len(str(target.value)) <= MAX_VALUE else ""
+        yield from ("```python", f"{name}{annotation}{value}", "```", "")
+    yield from (markdown(docstring_of(item), headings, owner), "")
+
+
+if __name__ == "__main__":
+    main()

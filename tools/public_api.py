@@ -1,0 +1,131 @@
+"""What of pagepool is public, read from its sources and stubs without importing it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import griffe
+
+ROOT = Path(__file__).parents[1]
+
+
+class Section(NamedTuple):
+    """Public names of a module."""
+
+    title: str
+    module: str
+    is_top: bool = True
+    """Whether users import the names from `pagepool` itself; then those that are not there are left out."""
+    names: tuple[str, ...] = ()
+    """Where given, the names; otherwise those in ``__all__``."""
+
+
+ADAPTER = ("VARIABLE", "install", "uninstall", "is_installed", "installed", "install_if_asked", "install_on_import")
+SECTIONS = (
+    Section("Manager", "manager"),
+    Section("Running batch", "running_batch"),
+    Section("Requests", "request"),
+    Section("Cache groups", "specs"),
+    Section("Page tables", "page_table"),
+    Section("Page pool", "page_pool"),
+    Section("Statistics", "stats"),
+    Section("Hashes", "hashing"),
+    Section("Kinds of attention", "attention"),
+    Section("Coordinators", "coordinator"),
+    Section("Errors", "errors", False),
+    Section("Events", "events", False),
+    Section("Publishing events", "events.publisher", False),
+    Section("Prometheus", "stats.prometheus", False),
+    Section("Copies on the device", "page_copies", False),
+    Section("Pages in host memory", "host_pages", False),
+    Section("Traces, plans and fleets", "replay", False),
+    Section("EasyDeL", "compat.easydel", False, (*ADAPTER, "VERSION")),
+    Section("vLLM", "compat.vllm", False, (*ADAPTER, "VERSIONS", "EVICTION_VARIABLE", "check", "report", "Report")),
+)
+"""All that is public, in the order of docs/api.md."""
+
+INTERNAL = {
+    "CacheManager": "event_source hasher hold_context query_counters release_context require_event_source",
+    "RunningBatch": "find_next_multiple is_refused_still",
+    "HostTier": "bind",
+    "PageTable": "copy_aligned count_dirty_windows cpu_version distrust find_unsent upload_all",
+    "PagePool": "bind find_shard find_shard_bounds forget_evicted_names store",
+    "FreeCachePageQueue": "of_store",
+    "TimeHistogram": "of",
+}
+"""Members without an underscore that only pagepool itself uses, by class."""
+
+Public = griffe.Object | griffe.Alias
+
+
+def load(root: Path) -> griffe.Module:
+    """Load the package in a folder. Compiled classes are read from their stubs."""
+    package = griffe.load(
+        "pagepool",
+        search_paths=[root],
+        try_relative_path=False,
+        allow_inspection=False,
+        resolve_aliases=True,
+        resolve_external=False,
+    )
+    if not isinstance(package, griffe.Module):
+        raise LookupError(f"{root} has no package pagepool")
+    return package
+
+
+def exports_of(module: Public) -> list[str]:
+    """Return the names in ``__all__``, in their order; without one, the public classes."""
+    if module.exports is None:
+        return [name for name, value in module.members.items() if not value.is_alias and value.is_class and value.is_public]
+    return [str(name) for name in module.exports]
+
+
+def list_names(package: griffe.Module, section: Section) -> dict[str, Public]:
+    """Return the public names of a section as users write them after ``pagepool.``, in the order of ``__all__``. A module that
+    the package lacks has none.
+    """
+    try:
+        module = package[section.module]
+    except KeyError:
+        return {}
+    names = [name for name in section.names or exports_of(module) if name in module.members]
+    if section.is_top:
+        return {name: module[name] for name in names if name in exports_of(package)}
+    return {f"{section.module}.{name}": module[name] for name in names}
+
+
+def list_members(cls: Public) -> dict[str, Public]:
+    """Return the public members of a class, its own first, and then what it inherits within the package."""
+    members: Mapping[str, Public] = {**cls.members, **cls.inherited_members}
+    internal = INTERNAL.get(cls.name, "").split()
+    return {name: member for name, member in members.items() if not name.startswith("_") and name not in internal}
+
+
+def find_constructor(cls: Public) -> griffe.Function | None:
+    """Return what makes objects of a class: ``__init__``, or ``__new__`` of a compiled class. None if neither is defined, or if
+    only pagepool makes them: then a stub says that it takes anything.
+    """
+    members = cls.all_members
+    found = next((members[name] for name in ("__init__", "__new__") if name in members), None)
+    target = found.final_target if isinstance(found, griffe.Alias) else found
+    if not isinstance(target, griffe.Function) or [parameter.name for parameter in target.parameters][1:] == ["args", "kwargs"]:
+        return None
+    return target
+
+
+def walk(package: griffe.Module) -> Iterator[tuple[str, Public]]:
+    """Yield everything public, methods and attributes too, by the names that users write after ``pagepool.``. A class is
+    followed by its members; its constructor has the name of the class and parentheses.
+    """
+    for section in SECTIONS:
+        for name, value in list_names(package, section).items():
+            yield name, value
+            if not value.is_class:
+                continue
+            constructor = find_constructor(value)
+            if constructor is not None:
+                yield f"{name}()", constructor
+            for member, item in list_members(value).items():
+                yield f"{name}.{member}", item
