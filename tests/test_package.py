@@ -24,13 +24,14 @@ from pagepool import _core
 
 DISTRIBUTIONS = Path(sys.prefix) / "dist"
 beside_its_distributions = pytest.mark.skipif(not (INSTALLED and DISTRIBUTIONS.is_dir()), reason="only make leaves them here")
+MEMORYVIEWS = "pagepool.core._memoryviews"  # Cython's own code, which the modules of the core share
 LINK = re.compile(r'(?:\]\(|\b(?:href|src|srcset)=")([^)"]*)')
 EXTRAS = {"click", "matplotlib", "msgspec", "prometheus_client", "rich", "vllm", "zmq"}
 
 
 def modules() -> list[ModuleType]:
     """Return all modules but those of an extra that is not installed."""
-    names = sorted(module.name for module in pkgutil.walk_packages(pagepool.__path__, "pagepool."))
+    names = sorted({module.name for module in pkgutil.walk_packages(pagepool.__path__, "pagepool.")} - {MEMORYVIEWS})
     return [pagepool, *filter(None, map(import_if_installed, names))]
 
 
@@ -115,7 +116,7 @@ def test_the_wheel_carries_the_core_and_its_types_but_no_sources_of_it() -> None
     names = {str(file) for file in files if file.parts[0] == "pagepool"}
     suffix = Path(_core.__file__).name.removeprefix("_core")
     modules = {str(path.relative_to(ROOT).with_suffix("")) + suffix for path in DOORS}
-    modules.add(f"pagepool/core/_memoryviews{suffix}")  # Cython's own code, which the others share
+    modules.add(MEMORYVIEWS.replace(".", "/") + suffix)
     assert {"pagepool/_core.pyi", "pagepool/py.typed"} | modules <= names
     assert {name for name in names if name.endswith(suffix)} == modules
     assert not {name for name in names if name.endswith((".c", ".pyx", ".pxd", ".html"))}
