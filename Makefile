@@ -7,7 +7,8 @@ DEV_VENV ?= .venv-dev
 EASYDEL_VENV ?= $(HOME)/.cache/pagepool/venv-easydel
 VLLM_VENV ?= $(HOME)/.cache/pagepool/venv-vllm
 
-EXTRA ?= test
+# The extras under test: all of them, since fleet includes events, plan and replay.
+TEST_EXTRAS ?= fleet,jax,metrics
 
 SOURCES := $(wildcard *.py *.toml *.md LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name '*.pxd' -o -name py.typed)
 # The installed wheel, never the source tree: neither the tests nor the processes they start see the working directory.
@@ -26,14 +27,15 @@ help:  ## this list
 
 .PHONY: demo engine test debug sanitize threads tsan fuzz soak planted coverage mutation lint bench bench-vllm bench-results bench-plot \
     test-easydel test-vllm easydel-environment vllm-environment clean
+.PHONY: wheel test-wheel test-lowest
 
-demo: $(VENV)/with-replay  ## replay the built-in generator's chats
+demo: $(VENV)/extra-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
 
-engine: $(VENV)/with-jax  ## let the example engine generate, with random weights: ENGINE_ARGS="--hybrid --turns 3"
+engine: $(VENV)/extra-jax  ## let the example engine generate, with random weights: ENGINE_ARGS="--hybrid --turns 3"
 	$(VENV)/bin/python examples/engine.py $(ENGINE_ARGS)
 
-test: $(VENV)/with-$(EXTRA)  ## all tests and doctests on the wheel
+test: $(VENV)/with-test  ## all tests and doctests on the wheel
 	$(RUN) $(VENV)/bin/python -m pytest --doctest-modules --doctest-glob='*.md' $(PYTEST_ARGS) \
 	    --pyargs pagepool $(CURDIR)/tests $(addprefix $(CURDIR)/,$(wildcard README.md docs))
 
@@ -53,7 +55,7 @@ WITHOUT_JAX = $(foreach path,$(NEED_JAX),--ignore=$(CURDIR)/$(path)) \
     $(foreach name,page_copies host_pages,--ignore-glob='*/pagepool/$(name).py')
 
 sanitize:  ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
-	PAGEPOOL_SANITIZE=1 $(MAKE) test VENV=.venv-sanitize EXTRA=test-host PYTEST_ARGS='$(WITHOUT_JAX) $(ANY_BUILD) $(PYTEST_ARGS)' \
+	PAGEPOOL_SANITIZE=1 $(MAKE) test VENV=.venv-sanitize TEST_EXTRAS=events,metrics,replay PYTEST_ARGS='$(WITHOUT_JAX) $(ANY_BUILD) $(PYTEST_ARGS)' \
 	    RUN='$(RUN) ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(LIBASAN)"'
 
 # Wheels only: some packages have none for these Pythons, and jax is left out, and what has to do with events where they have none.
@@ -212,6 +214,34 @@ vllm-environment:  ## the environment of test-vllm and bench-vllm
 	$(VLLM_VENV)/bin/pip install --quiet --requirement tests/vllm_requirements.txt
 	touch $(VLLM_VENV)/complete
 
+# For others than this machine: tagged with the systems that it runs on, and tested where there is nothing but NumPy. The tests look
+# for both distributions in the environment.
+WHEEL_TESTS = package page_pool manager running_batch snapshot threads
+
+wheel: $(VENV)/installed .venv-wheel/group  ## source distribution and wheel for others, checked and tested: in dist/
+	rm -rf dist && mkdir dist && cp $(VENV)/dist/*.tar.gz dist
+	if test "$$(uname)" = Linux; then \
+	    PATH="$(abspath .venv-wheel/bin):$$PATH" auditwheel repair --wheel-dir dist $(VENV)/dist/*.whl; \
+	else \
+	    cp $(VENV)/dist/*.whl dist; \
+	fi
+	.venv-wheel/bin/twine check --strict dist/*
+	$(PYTHON) -m venv --clear .venv-wheel/empty && cp -r dist .venv-wheel/empty
+	.venv-wheel/empty/bin/pip install --quiet dist/*.whl
+	cd .venv-wheel/empty && bin/python -c 'import pagepool; pagepool.PagePool(8, enable_caching=True).check()'
+	.venv-wheel/empty/bin/pip install --quiet 'pip>=25.1' && .venv-wheel/empty/bin/pip install --quiet --group test-wheel
+	$(MAKE) test-wheel PYTHON=.venv-wheel/empty/bin/python
+
+wheel test-wheel test-lowest: export PAGEPOOL_TEST_OPERATIONS ?= 20000
+test-wheel:  ## the same tests, on what PYTHON has installed: pagepool, and the dependency group test-wheel
+	$(RUN) $(PYTHON) -m pytest $(PYTEST_ARGS) $(WHEEL_TESTS:%=$(CURDIR)/tests/test_%.py)
+
+LOWEST_TESTS = page_pool manager snapshot page_table device_table page_copies host_pages events event_publisher vllm_hashes \
+    metrics commands fleet fleet_command
+
+test-lowest: .venv-lowest/lowest  ## some tests of each extra, on the lowest versions that pyproject.toml allows; for Python 3.11
+	$(RUN) .venv-lowest/bin/python -m pytest -W ignore::DeprecationWarning $(PYTEST_ARGS) $(LOWEST_TESTS:%=$(CURDIR)/tests/test_%.py)
+
 # The site: mkdocs with its theme, and what draws diagrams, which pages load from another host where there is no npm.
 DOCS_VENV ?= .venv-docs
 MERMAID ?= mermaid@11.17.2
@@ -245,38 +275,56 @@ clean:  ## remove environments, builds and caches
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	find pagepool \( -name '*.so' -o -name '*.c' \) -delete
 
+# --group needs a pip that is newer than Python 3.11's own.
+NEW_ENVIRONMENT = test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D); $(@D)/bin/pip install --quiet 'pip>=25.1'
+
 # An environment with the wheel, which is built from the source distribution.
 $(VENV)/installed: $(SOURCES)
-	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(NEW_ENVIRONMENT) build
 	rm -rf $(@D)/dist
-	$(@D)/bin/pip install --quiet build
 	$(@D)/bin/python -m build --outdir $(@D)/dist > $(@D)/build.log 2>&1 || { cat $(@D)/build.log; exit 1; }
 	$(@D)/bin/pip install --quiet --force-reinstall --no-deps $(@D)/dist/*.whl
 	touch $@
 
 # The same with the wheel's extra of that name and all it depends on.
-$(VENV)/with-%: $(VENV)/installed
+$(VENV)/extra-%: $(VENV)/installed
 	$(@D)/bin/pip install --quiet "$$(echo $(@D)/dist/*.whl)[$*]"
 	touch $@
 
-# The same with the group `api`, and the extras that types of events need; --group needs a later pip than Python 3.11 comes with.
+# The same with the dependency group of that name; the tests' with the extras that are tested.
+$(VENV)/with-%: $(VENV)/installed
+	$(@D)/bin/pip install --quiet "$$(echo $(@D)/dist/*.whl)$(if $(filter test,$*),[$(TEST_EXTRAS)])" --group $*
+	touch $@
+
+# An environment of its own with the dependency group of that name.
+.venv-%/group: pyproject.toml
+	$(NEW_ENVIRONMENT)
+	$(@D)/bin/pip install --quiet --group $*
+	touch $@
+
+# The wheel with the lowest versions of what pyproject.toml names for it and its extras, and the newest of what these need.
+.venv-lowest/lowest: $(VENV)/installed .venv-lowest/group
+	$(@D)/bin/uv pip compile --quiet --resolution lowest-direct --all-extras --output-file $@.txt pyproject.toml
+	$(@D)/bin/pip install --quiet --force-reinstall --no-deps $(VENV)/dist/*.whl
+	$(@D)/bin/pip install --quiet --constraint $@.txt "$$(echo $(VENV)/dist/*.whl)[$(TEST_EXTRAS)]" --group test
+	touch $@
+
+# The same with the group `api`, and the extras that types of events need.
 $(VENV)/api-tools: $(VENV)/installed
-	$(@D)/bin/pip install --quiet --upgrade 'pip>=25.1'
 	$(@D)/bin/pip install --quiet --group api "$$(echo $(@D)/dist/*.whl)[events,metrics]"
 	touch $@
 
-# A copy of the source tree, installed in place with the extra of that name: for what reads or changes the sources.
+# A copy of the source tree, installed in place with the dependency group of that name: for what reads or changes the sources.
 .venv-coverage/tree: export PAGEPOOL_COVERAGE = 1
 .venv-coverage/tree .venv-mutation/tree: .venv-%/tree: Makefile $(SOURCES) $(wildcard tests/*.py docs/* examples/*.py)
-	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(NEW_ENVIRONMENT)
 	rm -rf $@ && mkdir $@
 	tar -cf - $^ | tar -xf - -C $@
-	$(@D)/bin/pip install --quiet --editable '$@[$*]'
+	$(@D)/bin/pip install --quiet --editable '$@[$(TEST_EXTRAS)]' --group $*
 
 # An environment for the site, without pagepool.
 $(DOCS_VENV)/with-docs: Makefile pyproject.toml
-	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet --upgrade 'pip>=25.1'
+	$(NEW_ENVIRONMENT)
 	$(@D)/bin/pip install --quiet --group docs
 	if cd $(@D) && npm pack --silent $(MERMAID) > mermaid.log 2>&1; then \
 	    tar -xzf mermaid-*.tgz --strip-components=2 package/dist/mermaid.min.js && rm mermaid-*.tgz; \
@@ -287,13 +335,12 @@ $(DOCS_VENV)/with-docs: Makefile pyproject.toml
 
 # An environment to develop in, with the source tree itself.
 $(DEV_VENV)/installed: $(SOURCES)
-	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet --editable '.[test,lint]'
+	$(NEW_ENVIRONMENT)
+	$(@D)/bin/pip install --quiet --editable '.[$(TEST_EXTRAS)]' --group test --group lint
 	touch $@
 
 # Linters whose wheels carry their binaries. Upstream's package of actionlint downloads one when it is installed.
 .venv-workflows/installed: pyproject.toml
-	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet 'pip>=25.1'
+	$(NEW_ENVIRONMENT)
 	$(@D)/bin/pip install --quiet --only-binary :all: --group workflows
 	touch $@

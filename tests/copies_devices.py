@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from copies import Copies, assert_same, compile_program, copy_in_numpy, draw_array, draw_copies, make_copies
-from devices import COLLECTIVES, count_compilations
+from devices import COLLECTIVES, IS_OLD_COMPILER, count_compilations
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pagepool.errors import ArgumentError
@@ -76,7 +76,8 @@ def check_program(page_axis: int, sharding: NamedSharding) -> None:
         text = compile_program(leaves, page_axis, crosses)
         assert [name for name in COLLECTIVES if name in text] == (["all-reduce"] if crosses and is_divided else [])
         assert "input_output_alias" in text
-        assert crosses or " copy(" not in text  # the pages are transposed for the all-reduce if their axis is not the first
+        # The pages are transposed for the all-reduce if their axis is not the first.
+        assert crosses or IS_OLD_COMPILER or "} copy(" not in text
 
 
 def check_compilations(page_axis: int, sharding: NamedSharding) -> None:

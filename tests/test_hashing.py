@@ -194,7 +194,7 @@ def test_sha256_takes_what_fits_int32():
 
 def test_sha256_cbor_says_which_extra_it_needs(monkeypatch):
     monkeypatch.setitem(sys.modules, "cbor2", None)
-    with pytest.raises(ImportError, match=r"needs cbor2: pip install 'pagepool\[cbor\]'"):
+    with pytest.raises(ImportError, match=r"needs cbor2: pip install 'pagepool\[events\]'"):
         sha256_cbor([1])
 
 

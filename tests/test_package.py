@@ -7,26 +7,31 @@ import importlib
 import inspect
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 import tarfile
 import zipfile
-from importlib.metadata import distribution, version
+from importlib.metadata import distribution, metadata, version
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from sources import DOORS, ROOT, on_the_wheel
+from sources import DOORS, INSTALLED, ROOT, on_the_wheel
 
 import pagepool
 from pagepool import _core
 
+DISTRIBUTIONS = Path(sys.prefix) / "dist"
+beside_its_distributions = pytest.mark.skipif(not (INSTALLED and DISTRIBUTIONS.is_dir()), reason="only make leaves them here")
+MEMORYVIEWS = "pagepool.core._memoryviews"  # Cython's own code, which the modules of the core share
+LINK = re.compile(r'(?:\]\(|\b(?:href|src|srcset)=")([^)"]*)')
 EXTRAS = {"click", "matplotlib", "msgspec", "prometheus_client", "rich", "vllm", "zmq"}
 
 
 def modules() -> list[ModuleType]:
     """Return all modules but those of an extra that is not installed."""
-    names = sorted(module.name for module in pkgutil.walk_packages(pagepool.__path__, "pagepool."))
+    names = sorted({module.name for module in pkgutil.walk_packages(pagepool.__path__, "pagepool.")} - {MEMORYVIEWS})
     return [pagepool, *filter(None, map(import_if_installed, names))]
 
 
@@ -111,6 +116,7 @@ def test_the_wheel_carries_the_core_and_its_types_but_no_sources_of_it() -> None
     names = {str(file) for file in files if file.parts[0] == "pagepool"}
     suffix = Path(_core.__file__).name.removeprefix("_core")
     modules = {str(path.relative_to(ROOT).with_suffix("")) + suffix for path in DOORS}
+    modules.add(MEMORYVIEWS.replace(".", "/") + suffix)
     assert {"pagepool/_core.pyi", "pagepool/py.typed"} | modules <= names
     assert {name for name in names if name.endswith(suffix)} == modules
     assert not {name for name in names if name.endswith((".c", ".pyx", ".pxd", ".html"))}
@@ -121,19 +127,35 @@ def test_the_wheel_carries_the_core_and_its_types_but_no_sources_of_it() -> None
 
 
 @on_the_wheel
+def test_an_index_shows_the_readme_with_links_into_the_repository() -> None:
+    """Links that are relative in the README lead to the same files, at the tag of this version."""
+    found = metadata("pagepool")
+    urls = dict(url.split(", ") for url in found.get_all("Project-URL") or [])
+    links, relative = LINK.findall(found["Description"]), LINK.findall((ROOT / "README.md").read_text())
+    assert not [link for link in links if "://" not in link]
+    files = re.compile(rf"{urls['Repository']}/(?:blob|raw)/v{pagepool.__version__}/([^#]*)")
+    paths = [match[1] for match in map(files.match, links) if match]
+    assert len(paths) == len([link for link in relative if "://" not in link]) > 0
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+@beside_its_distributions
 def test_the_source_distribution_carries_all_sources() -> None:
-    [sources] = (Path(sys.prefix) / "dist").glob("*.tar.gz")
+    [sources] = DISTRIBUTIONS.glob("*.tar.gz")
     with tarfile.open(sources) as archive:
         names = set(archive.getnames())
+        readme = archive.extractfile(f"pagepool-{pagepool.__version__}/README.md")
+        assert readme is not None
+        assert readme.read() == (ROOT / "README.md").read_bytes()
     paths = [path for path in (ROOT / "pagepool").rglob("*.p*") if path.suffix in (".py", ".pyi", ".pyx", ".pxd")]
     assert {f"pagepool-{pagepool.__version__}/{path.relative_to(ROOT)}" for path in paths} <= names
     assert not [name for name in names if name.endswith((".c", ".so"))]
 
 
-@on_the_wheel
+@beside_its_distributions
 def test_neither_wheel_nor_source_distribution_has_a_line_for_pythons_start() -> None:
     """`make test` leaves both beside the environment that it installed the wheel in."""
-    [wheel], [sources] = (list((Path(sys.prefix) / "dist").glob(f"*.{suffix}")) for suffix in ("whl", "tar.gz"))
+    [wheel], [sources] = (list(DISTRIBUTIONS.glob(f"*.{suffix}")) for suffix in ("whl", "tar.gz"))
     with zipfile.ZipFile(wheel) as packed, tarfile.open(sources) as archive:
         names = [*packed.namelist(), *archive.getnames()]
     assert {"pagepool/__init__.py", f"pagepool-{pagepool.__version__}/setup.py"} <= set(names)

@@ -123,7 +123,7 @@ def test_arrays_are_updated_in_place() -> None:
     assert [array.unsafe_buffer_pointer() for array in copied] == pointers
     text = compile_program(copied)
     assert "input_output_alias" in text
-    assert " copy(" not in text
+    assert "} copy(" not in text
 
 
 def test_a_step_that_still_reads_the_arrays_is_safe() -> None:

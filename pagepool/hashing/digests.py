@@ -26,12 +26,12 @@ def sha256_page(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys |
 def sha256_cbor(content: Any) -> bytes:
     """Return SHA-256 of the canonical CBOR encoding of `content`, like vLLM's function of that name: 32 bytes.
 
-    Needs the package cbor2 (the extra ``pagepool[cbor]``).
+    Needs the package cbor2 (the extra ``pagepool[events]``).
     """
     try:
         import cbor2
     except ImportError:
-        raise ImportError("hash_algo='sha256_cbor' needs cbor2: pip install 'pagepool[cbor]'") from None
+        raise ImportError("hash_algo='sha256_cbor' needs cbor2: pip install 'pagepool[events]'") from None
     try:
         return hashlib.sha256(cbor2.dumps(content, canonical=True)).digest()
     except UnicodeEncodeError as error:
