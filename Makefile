@@ -23,10 +23,10 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .PHONY: help
 help:  ## this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: demo engine test debug sanitize threads tsan fuzz soak planted coverage mutation lint bench bench-vllm bench-results bench-plot \
-    test-easydel test-vllm easydel-environment vllm-environment clean
+.PHONY: demo engine test debug sanitize threads tsan fuzz soak planted coverage mutation lint bench
+.PHONY: bench-vllm bench-results bench-plot test-easydel test-vllm easydel-environment vllm-environment clean
 .PHONY: wheel test-wheel test-lowest
 
 demo: $(VENV)/extra-replay  ## replay the built-in generator's chats
@@ -190,7 +190,7 @@ test-easydel: easydel-environment  ## the tests with easydel, which is large: in
 	    $(foreach name,compat easydel reference reference_names request specs,tests/test_$(name).py)
 
 # The file `complete` says that all of it is there, and of this tree.
-easydel-environment:
+easydel-environment:  ## the environment of test-easydel and bench-results
 	rm -f $(EASYDEL_VENV)/complete
 	$(MAKE) $(EASYDEL_VENV)/with-test VENV=$(EASYDEL_VENV)
 	$(EASYDEL_VENV)/bin/pip install --quiet easydel==0.3.0 torch==2.13.0 pillow

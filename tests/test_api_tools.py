@@ -126,7 +126,7 @@ def test_without_a_tag(repository: Path, tmp_path: Path, capsys: pytest.CaptureF
 def test_the_reference_has_every_public_name() -> None:
     """Compiled classes too, with the types of their stub, and docstrings and examples of the compiled object."""
     text = api_reference.render(public_api.load(ROOT))
-    headings = {line.split("`")[1] for line in text.splitlines() if line.startswith("### `")}
+    headings = {line.split("`")[1] for line in text.splitlines() if line.startswith("### ")}
     assert set(pagepool.__all__) - {"__version__", "errors"} <= headings
     assert "#### `RunningBatch.step`\n\n```python\nRunningBatch.step(\n    rows: " in text
     assert "Append one token to each row and give the next token of each its slot" in text

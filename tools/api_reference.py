@@ -59,10 +59,18 @@ def find_headings(contents: dict[Section, dict[str, Public]]) -> Headings:
     """Return the headings by what docstrings call them: in full, or without the module where no two have that name."""
     values = {name: value for names in contents.values() for name, value in names.items()}
     shorts = Counter(name.rpartition(".")[2] for name in values)
-    headings = {short: name for name in values if shorts[short := name.rpartition(".")[2]] == 1}
-    return headings | {
-        path: path for name, value in values.items() for path in [name, *(f"{name}.{item}" for item in methods_of(value))]
-    }
+    titles = {name: title_of(name, value) for name, value in values.items()}
+    headings = {short: title for name, title in titles.items() if shorts[short := name.rpartition(".")[2]] == 1}
+    return (
+        headings
+        | titles
+        | {path: path for name, value in values.items() for path in (f"{name}.{item}" for item in methods_of(value))}
+    )
+
+
+def title_of(name: str, value: Public) -> str:
+    """Return the heading of a public name, as text. Anchors have neither dots nor capitals, so classes say that they are."""
+    return f"class {name}" if value.is_class else name
 
 
 def anchor(heading: str) -> str:
@@ -76,7 +84,7 @@ def anchor(heading: str) -> str:
 
 def links(names: dict[str, Public]) -> str:
     """Return links to the headings of names."""
-    return ", ".join(f"[`{name}`]({anchor(name)})" for name in names)
+    return ", ".join(f"[`{name}`]({anchor(title_of(name, value))})" for name, value in names.items())
 
 
 def introduce(package: griffe.Module, section: Section, headings: Headings) -> Iterator[str]:
@@ -124,8 +132,8 @@ def link_names(line: str, headings: Headings, owner: str) -> str:
 
     def link(match: re.Match[str]) -> str:
         name = match[1].removeprefix("pagepool.")
-        heading = headings.get(f"{owner}.{name}", headings.get(name, owner))
-        return match[0] if heading == owner else f"[{match[0]}]({anchor(heading)})"
+        heading = headings.get(f"{owner}.{name}", headings.get(name))
+        return match[0] if heading in (None, headings.get(owner)) else f"[{match[0]}]({anchor(heading)})"
 
     return re.sub(r"\bdocs/(\w+\.md)", r"[\g<0>](\1)", re.sub(r"(?<!`)`([\w.]+)`(?!`)", link, line))
 
@@ -216,7 +224,7 @@ def shown_bases(cls: Public, known: list[griffe.Class]) -> list[str]:
 
 def describe(name: str, value: Public, headings: Headings) -> Iterator[str]:
     """Yield the lines of a public name."""
-    yield from (f"### `{name}`", "")
+    yield from (f"### {title_of(f'`{name}`', value)}", "")
     if value.is_class:
         yield from describe_class(name, value, headings)
     else:

@@ -1,0 +1,36 @@
+"""The README's program: pasted into a file and into a Python prompt, it prints what its comments say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sources import ROOT
+
+[PROGRAM] = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+OUTPUT = re.findall(r"^print\(.*\)  # ([^:\n]*)", PROGRAM, re.MULTILINE)
+
+
+def run(arguments: list[str], cwd: Path, text: str | None = None) -> str:
+    command = [sys.executable, *arguments]
+    process = subprocess.run(command, cwd=cwd, input=text, check=True, capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in process.stderr
+    return process.stdout
+
+
+def test_it_is_short() -> None:
+    assert len([line for line in PROGRAM.splitlines() if line]) <= 10
+    assert len(OUTPUT) == 3
+
+
+@pytest.mark.parametrize("is_prompt", [False, True], ids=["file", "prompt"])
+def test_it_prints_what_it_says(tmp_path: Path, is_prompt: bool) -> None:
+    if is_prompt:
+        output = run(["-i", "-q"], tmp_path, PROGRAM)
+    else:
+        (tmp_path / "program.py").write_text(PROGRAM)
+        output = run(["program.py"], tmp_path)
+    assert output.splitlines() == OUTPUT
