@@ -17,7 +17,7 @@ from pagepool._version import __version__
 
 __all__ = ["Problem", "find_version", "inspect_core", "inspect_extras", "inspect_versions", "last_line", "run_python"]
 
-EXTRAS = ("jax", "cbor", "events", "metrics", "replay", "plan", "fleet")
+EXTRAS = ("jax", "events", "metrics", "replay", "plan", "fleet")
 """The extras for users; those for developers are left out."""
 
 REQUIREMENT = re.compile(r"""(?P<name>[\w.-]+)(?:>=(?P<least>[\d.]+))?[^;]*;.*\bextra == ['"](?P<extra>[\w-]+)['"]""")

@@ -2,8 +2,8 @@
 
 Each name begins with ``pagepool_``. Where vLLM has a metric of the same meaning, the rest is vLLM's:
 ``vllm:prefix_cache_hits_total`` is ``pagepool_prefix_cache_hits_total``. No name has a colon: from prometheus-client 0.23 on, a
-colon arrives as an underscore at Prometheus 2.x and as a colon at 3.x, so the name that is stored would depend on the versions of
-both. ``docs/`` has a Grafana dashboard, alerts, and rules that record vLLM's own names for its dashboards.
+colon arrives as an underscore at Prometheus 2.x and as a colon at 3.x, so the name that is stored would depend on the versions
+of both. ``docs/`` has a Grafana dashboard, alerts, and rules that record vLLM's own names for its dashboards.
 
 >>> from prometheus_client import CollectorRegistry, generate_latest
 >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
