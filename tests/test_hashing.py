@@ -13,7 +13,8 @@ import pagepool
 from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, hash_request_tokens, hashing
 from pagepool._core import HashChain, siphash128
 from pagepool.errors import ArgumentError, ArgumentTypeError
-from pagepool.hashing import RequestExtraKeys, encode_extra_keys, get_siphash_key, sha256_cbor, sha256_page
+from pagepool.hashing import PageHash, RequestExtraKeys, encode_extra_keys, get_siphash_key, sha256_cbor, sha256_page
+from pagepool.hashing.names import HashNames
 
 KEY = bytes(range(16))
 
@@ -262,6 +263,25 @@ def test_kept_tokens_are_compared_where_a_hash_brings_some():
     assert manager.page_pool.get_cached_page_ids(name, [0]).tolist() == [1]
     assert manager.page_pool.get_cached_page_ids(name._replace(token_ids=()), [0]).tolist() == [1]
     assert manager.page_pool.get_cached_page_ids(name._replace(token_ids=(1, 2, 3, 5)), [0]) is None
+
+
+def test_readers_never_see_a_hash_without_its_key() -> None:
+    """They take no lock: a list of keys is complete as soon as it can be found."""
+
+    class Complete(dict):
+        def __setitem__(self, page_hash: PageHash, keys: list[int]) -> None:
+            assert keys
+            super().__setitem__(page_hash, keys)
+
+        def setdefault(self, *_: object) -> None:
+            raise NotImplementedError
+
+    names = HashNames()
+    names._keys_of_hash = Complete()
+    page_hash = PageHash(1, (2, 3), None)
+    names.add(4, page_hash)
+    names.add(5, page_hash)
+    assert names.keys_of(page_hash) == [4, 5]
 
 
 def test_names_of_evicted_pages_are_forgotten():

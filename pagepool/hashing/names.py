@@ -35,7 +35,11 @@ class HashNames:
         with self._lock:
             if key not in self._hash_of_key:
                 self._hash_of_key[key] = page_hash
-                self._keys_of_hash.setdefault(page_hash, []).append(key)
+                named = self._keys_of_hash.get(page_hash)
+                if named is None:
+                    self._keys_of_hash[page_hash] = [key]  # at once: others read without the lock, and no list is empty
+                else:
+                    named.append(key)
 
     def items(self) -> Iterable[tuple[int, PageHash]]:
         """Return keys and their names, in the order in which they were added."""
