@@ -104,7 +104,7 @@ role="img" lang="en" aria-labelledby="title description">
 <title id="title">{escape(TITLE)}</title>
 <desc id="description">{escape(description)}</desc>
 <style>
-text {{ font: 14px sans-serif; fill: {COLORS["ink"][0]} }}
+text {{ font: 14px sans-serif }}
 .title {{ font-size: 17px; font-weight: bold }}
 .group {{ font-weight: bold }}
 .name {{ text-anchor: end }}

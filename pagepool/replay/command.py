@@ -5,7 +5,6 @@ import sys
 import click
 
 from pagepool._version import __version__
-from pagepool.doctor import main as run_doctor
 from pagepool.replay.fleets.command import fleet
 from pagepool.replay.plans.command import plan
 from pagepool.replay.shared.options import Context
@@ -41,4 +40,6 @@ pagepool.add_command(replay)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def doctor(arguments: tuple[str, ...]) -> None:
     """Check the installation, and say what to do where something is wrong."""
+    from pagepool.doctor import main as run_doctor  # other commands do not need it
+
     sys.exit(run_doctor(arguments))
