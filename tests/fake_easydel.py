@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from sources import INSTALLED
 
 import pagepool
@@ -59,3 +61,6 @@ def method_source(name: str, signature: str) -> str:
     if signature == "property":
         return f"    @property\n    def {name}(self): ...\n"
     return f"    def {name}{signature}: ...\n"
+
+
+without_easydel = pytest.mark.skipif(importlib.util.find_spec("easydel") is not None, reason="EasyDeL is installed")

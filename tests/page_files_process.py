@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import jax
-from test_page_files import check_sharing, make_sharing
+from page_sharing import check_sharing, make_sharing
 
 if __name__ == "__main__":
     folder, least = sys.argv[1:]

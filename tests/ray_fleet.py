@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import ray
-from test_fleet import KEY, SETTINGS, make_fleet, make_records
+from fleets import KEY, SETTINGS, make_fleet, make_records
 
 from pagepool.replay.fleets.fleet import Fleet, FleetFigures, RayReplicas
 from pagepool.replay.fleets.router import PrefixRouter

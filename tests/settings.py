@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -167,3 +168,20 @@ STATE_SETTINGS = [
     Setting("full 4, state every 4 and none", (FULL_4, kept(4), STATE), SMALL),
     Setting("full 4, state every 4 uncached", (FULL_4, kept(4)), SMALL, enable_caching=False),
 ]
+
+
+NUM_OPERATIONS = int(os.environ.get("PAGEPOOL_TEST_OPERATIONS", "20000"))
+
+
+def weak_hash(content: Any) -> int:
+    """Return a hash that collides often, like one known to an attacker."""
+    return hash(content) % 5
+
+
+HASHING: dict[str, dict[str, Any]] = {
+    "siphash128": {},
+    "siphash128 with token ids": {"keep_token_ids": True},
+    "sha256": {"hash_algo": "sha256"},
+    "builtin": {"hash_algo": hash},
+    "weak": {"hash_algo": weak_hash},
+}

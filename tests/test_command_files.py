@@ -16,7 +16,7 @@ pytest.importorskip("click")
 pytest.importorskip("rich")
 pytest.importorskip("msgspec")
 from command_line import invoke
-from test_model import LLAMA
+from model_configs import LLAMA
 
 COMMANDS = ["fleet", "plan", "replay"]
 LINE = json.dumps({"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}) + "\n"

@@ -16,6 +16,7 @@ pytest.importorskip("click")
 pytest.importorskip("rich")
 pytest.importorskip("msgspec")
 from command_line import invoke, read_terminal
+from sources import UNSANITIZED
 
 from pagepool.errors import ArgumentError, count_of
 from pagepool.replay import read_trace
@@ -38,7 +39,6 @@ COUNTS = {
     "plan": ["num-pages", "bytes-per-token", "page-size", "block-size", "max-batched-tokens", "max-num-seqs", "limit"],
     "replay": ["num-pages", "page-size", "block-size", "max-batched-tokens", "max-num-seqs", "limit"],
 }
-UNSANITIZED = pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer needs memory of its own")
 OPTIONS = [(command, f"--{option}") for command, options in COUNTS.items() for option in options]
 
 

@@ -6,19 +6,18 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from model_configs import LLAMA
 from privileges import read_only_folder, without_privileges
-from test_model import LLAMA
 
 from pagepool.replay import Figures, Knee, Plan, Planner, PoolFigures, TraceRecord, make_requests
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
-from command_line import invoke
+from command_line import Page, invoke, line_of
 
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans.command import choose_replays, choose_sizes
@@ -26,10 +25,6 @@ from pagepool.replay.plans.report import describe, list_columns
 
 COMMANDS = ["fleet", "plan", "replay"]
 RESULTS = {"--json": "figures.json", "--html": "page.html", "--plot": "plot.png"}
-
-
-def line_of(**changes: Any) -> str:
-    return json.dumps({"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]} | changes) + "\n"
 
 
 @pytest.fixture
@@ -185,37 +180,6 @@ class TestWording:
         assert columns["requests skipped"] == ["1"]
         assert columns["hit rate, together"] == ["25.0%"]
         assert columns["preempted, together"] == ["1,234"]
-
-
-class Page(HTMLParser):
-    """Collects open tags, captions, column headings, and everything that a browser would fetch."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-        self.fetched: list[str] = []
-        self.texts: dict[str, list[str]] = {}
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-        if tag != "meta":
-            self.open.append(tag)
-        links = {"src", "href", "xlink:href", "data", "action"}
-        self.fetched += [str(value) for name, value in attrs if name in links and not str(value).startswith("#")]
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open:
-            self.texts.setdefault(self.open[-1], []).append(data)
 
 
 class TestPictures:

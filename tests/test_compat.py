@@ -14,15 +14,19 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from fake_easydel import HOME, SHOW, run_python, write_engine
+from fake_easydel import (
+    HOME,
+    SHOW,
+    run_python,
+    without_easydel,
+    write_engine,
+)
 
 import pagepool
 from pagepool.compat import easydel
 from pagepool.compat.easydel import ENGINE, PLACES, REPLACEMENTS, SIGNATURES
 from pagepool.compat.import_hook import AfterImport
 from pagepool.errors import CompatError
-
-without_easydel = pytest.mark.skipif(importlib.util.find_spec("easydel") is not None, reason="EasyDeL is installed")
 
 
 def pop_modules() -> dict[str, ModuleType]:

@@ -19,7 +19,7 @@ zmq = pytest.importorskip("zmq", reason="events are an extra: pyzmq is not insta
 
 from publisher_process import MEBIBYTE, PublisherProcess  # noqa: E402
 from raw_router import connect, is_closed, message, send_until_closed, shake_hands  # noqa: E402
-from test_event_publisher import ALLOWED, CURVE, END, LOOPBACK, Subscriber, number_of, publish_some  # noqa: E402
+from subscribers import ALLOWED, CURVE, END, LOOPBACK, Subscriber, number_of, publish_some  # noqa: E402
 
 from pagepool.events.connections import MAX_UNREAD_BYTES, Guard  # noqa: E402
 from pagepool.events.publisher import MAX_REPLAYS, EventPublisher  # noqa: E402

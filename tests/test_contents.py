@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -16,14 +15,14 @@ from contents_device import ContentsError, Device, Histories, find_first_read
 from contents_index import Books
 from contents_request import Job
 from planted_bugs import BUGS, CORE, Bug, plant_in, read_texts
-from settings import Group, Setting
+from settings import NUM_OPERATIONS, Group, Setting
 from sources import ROOT
 
 from pagepool import CacheManager
 from pagepool.coordinator import CacheCoordinator
 from pagepool.hashing import RequestExtraKeys
 
-NUM_CALLS = int(os.environ.get("PAGEPOOL_TEST_OPERATIONS", "200000")) // 4  # each is followed on the device
+NUM_CALLS = NUM_OPERATIONS // 4  # each is followed on the device
 NUM_STEPS = 60
 EVENTS = ["look-ups", "hits", "aborted steps", "failed loads", "preemptions", "restored pools", "refused claims", "transfers"]
 

@@ -17,11 +17,10 @@ import pytest
 from batch_model import BatchRows, OracleRows
 from batch_workload import BatchWorkload, run_batch_workload
 from oracle import OracleManager
-from settings import SETTINGS, STATE_SETTINGS, Setting
+from pairs import make_manager
+from settings import HASHING, NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
 from states_workload import StatesBatchWorkload, StatesWorkload
-from test_differential import HASHING, NUM_OPERATIONS
-from test_running_batch import make_manager
-from test_threads import run_threads
+from threads import run_threads
 from twins import OracleTwin, PackageTwin, Twins
 from workload import Feature, RandomWorkload, Request, run_workload
 
@@ -31,12 +30,12 @@ from pagepool.errors import ArgumentError, ArgumentTypeError
 
 msgspec = pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
 
+from event_managers import FULL, make_told, run_request  # noqa: E402
 from router import Router, Telling  # noqa: E402
 from wire import decode_batch  # noqa: E402
 
 from pagepool.events import AllBlocksCleared, BlockRemoved, EventBatch, encode_batch  # noqa: E402
 
-FULL = pagepool.FullAttentionSpec(4, 1, 8, "float16", False)
 MASK = (1 << 64) - 1
 CACHING = [setting for setting in SETTINGS if setting.enable_caching]
 STATES = [setting for setting in STATE_SETTINGS if setting.enable_caching]
@@ -98,23 +97,6 @@ def test_a_router_knows_what_a_batch_has_cached(setting: Setting, hashes_as_byte
 def decode(events: list[Any]) -> list[Any]:
     """Return what a router receives."""
     return decode_batch(encode_batch(EventBatch(1.5, events, 3))).events
-
-
-def make_told(*specs: Any, num_pages: int = 32, **options: Any) -> pagepool.CacheManager:
-    groups = [pagepool.CacheGroupSpec(spec) for spec in specs or (FULL,)]
-    hashes_as_bytes = options.pop("hashes_as_bytes", False)
-    manager = pagepool.CacheManager(num_pages, groups, 256, **options)
-    manager.enable_events(hashes_as_bytes=hashes_as_bytes)
-    return manager
-
-
-def run_request(manager: pagepool.CacheManager, token_ids: list[int], **attributes: Any) -> Request:
-    """Compute a request; it keeps its pages."""
-    request = Request(f"r{len(manager.req_to_page_hashes)}", token_ids, **attributes)
-    hits, num_hits = manager.get_computed_pages(request)
-    assert manager.allocate_slots(request, len(token_ids) - num_hits, num_hits, hits) is not None
-    request.num_computed_tokens = len(token_ids)
-    return request
 
 
 def test_a_batch_on_the_wire() -> None:

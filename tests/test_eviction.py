@@ -13,18 +13,16 @@ from typing import Any
 import pytest
 from batch_model import BatchRows, OracleRows
 from batch_workload import run_batch_workload
-from eviction_oracle import LATE, NEW, Adaptive, Ghost, Mark, Policy, hash_key, make_policy
-from oracle import OracleManager
-from pool_workload import OracleSide, PackageSide, describe_policy, describe_twin, run_pool_workload
-from settings import SETTINGS, Setting
-from test_differential import NUM_OPERATIONS, expected_stats
-from twins import OracleTwin, PackageTwin, Twins, share_hashes
+from eviction_oracle import LATE, NEW, Adaptive, Ghost, Mark, Policy, hash_key
+from pairs import POLICIES, expected_stats, make_managers, require_same_policies
+from pool_workload import OracleSide, PackageSide, describe_policy, run_pool_workload
+from settings import NUM_OPERATIONS, SETTINGS, Setting
+from twins import OracleTwin, PackageTwin, Twins
 from workload import run_workload
 
 import pagepool
 from pagepool.errors import IntegrityError, PageHashError
 
-POLICIES: list[tuple[str, float | None]] = [("lru", None), ("arc", None), ("arc", 4), ("adaptive", None)]
 HASHING: list[dict[str, Any]] = [{}, {"hash_algo": "sha256"}, {"hash_algo": hash}]
 NUM_CALLS = NUM_OPERATIONS // 20
 NUM_POOL_CALLS = max(NUM_CALLS // len(POLICIES), 1000)
@@ -60,20 +58,6 @@ def turns(setting: Setting, name: str) -> range:
     return range(first_seed, first_seed + len(POLICIES) * -(-num_calls // MAX_CALLS_PER_SEED))
 
 
-def make_managers(
-    setting: Setting, num_pages: int, seed: int, hashing: dict[str, Any]
-) -> tuple[OracleManager, pagepool.CacheManager]:
-    """Make the oracle, and a manager whose hashes it knows, with the policy whose turn it is."""
-    eviction, ghost_size = POLICIES[seed % len(POLICIES)]
-    groups = setting.cache_groups(pagepool)
-    policy = make_policy(eviction, num_pages, ghost_size)
-    oracle = setting.manager(OracleManager, groups, num_pages, policy=policy)
-    options = {"hash_seed": seed, "eviction": eviction, "ghost_size": ghost_size} | hashing
-    manager = setting.manager(pagepool.CacheManager, groups, num_pages, **options)
-    share_hashes(oracle, manager)
-    return oracle, manager
-
-
 def run_manager(setting: Setting, seed: int, num_calls: int) -> Policy | None:
     """Run a seed's workload on managers and return the oracle's policy, which knows the same as the package's in the end."""
 
@@ -85,10 +69,6 @@ def run_manager(setting: Setting, seed: int, num_calls: int) -> Policy | None:
     assert twins.system.manager.page_pool.stats == expected_stats(twins.oracle.manager)
     require_same_policies(twins)
     return twins.oracle.manager.page_pool.policy
-
-
-def require_same_policies(twins: Twins) -> None:
-    assert describe_twin(twins.oracle.manager.page_pool.policy) == describe_policy(twins.system.manager.page_pool.store)
 
 
 @settings

@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_plan import make_random_records, without_hits_on_twins
+from replays import make_random_records, without_hits_on_twins
 
 from pagepool import PagePool
 from pagepool.errors import ArgumentError
-from pagepool.replay import Plan, Planner, PolicyFigures, PoolFigures, Scheduler, TraceRecord, make_requests
+from pagepool.replay import Planner, PoolFigures, Scheduler, TraceRecord, make_requests
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
 from command_line import figures_of, invoke, write_trace
+from replays import make_loop, plan_of
 
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans import command
@@ -28,12 +29,6 @@ from pagepool.replay.simulation.runs import make_manager
 
 LEARNING = EVICTION_POLICIES[1:]
 NUM_SEEDS = 10
-
-
-def make_loop(num_requests: int = 240) -> list[TraceRecord]:
-    """Return prompts of 94 pages, of which every second is one of ten that recur, after 1,880 pages of others."""
-    starts = [10 * (i // 2 % 10) if i % 2 else 1000 + 10 * i for i in range(num_requests)]
-    return [TraceRecord(i, 1500, 4, tuple(range(start, start + 3))) for i, start in enumerate(starts)]
 
 
 @pytest.fixture
@@ -119,14 +114,6 @@ class TestComparison:
         [pool] = planner.make_plan([200]).pools
         run = planner.compare(pool, "arc", 1600)
         assert (run.lru_num_pages, run.hit_rate) == (None, 1600 / sum(each.input_length for each in records))
-
-
-def plan_of(*runs: tuple[str, int, int, int, int | None], **changes: Any) -> Plan:
-    """Return a plan with runs of policy, pages, hits of the policy and of LRU in 1,000 tokens, and LRU's pages for these."""
-    pools = {num_pages: PoolFigures(num_pages, 5, 0, 1_000, lru, 900) for _, num_pages, _, lru, _ in runs}
-    policies = tuple(PolicyFigures(name, pools[num_pages], hits, as_lru) for name, num_pages, hits, _, as_lru in runs)
-    options = {"page_size": 16, "page_bytes": None, "requests": 5, "prompt_tokens": 1_000, "most_hit_tokens": 900}
-    return Plan(**{**options, "min_num_pages": 9, "knees": (), "pools": (*pools.values(),), "policies": policies} | changes)
 
 
 class TestSentences:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hybrids import FULL, PAGE_SIZE, PROMPT, STATE, batch_state, count_hits, make_batch, make_manager, make_request, take
-from test_threads import run_threads
+from threads import run_threads
 
 from pagepool import CacheManager, ChunkedLocalAttentionSpec, EngineRequest, HostTier, Lease, RunningBatch, SlidingWindowSpec
 from pagepool.errors import (

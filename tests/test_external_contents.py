@@ -6,7 +6,7 @@ PAGEPOOL_TEST_OPERATIONS: ten times as many as there are steps.
 from __future__ import annotations
 
 from external_contents import run
-from test_differential import NUM_OPERATIONS
+from settings import NUM_OPERATIONS
 
 NUM_STEPS = 80
 

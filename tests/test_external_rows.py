@@ -19,9 +19,8 @@ from external_workload import (
     ExternalWorkload,
 )
 from oracle import OracleManager
-from settings import SETTINGS, STATE_SETTINGS, Setting
-from test_differential import NUM_OPERATIONS
-from test_running_batch import make_manager
+from pairs import make_manager
+from settings import NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
 from twins import Twins
 
 import pagepool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import subprocess
@@ -16,38 +15,16 @@ import pytest
 
 pytest.importorskip("msgspec")
 
+from fleets import HAS_RAY, KEY, SETTINGS, make_fleet, make_records
+
 from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
 from pagepool._core import HashChain
 from pagepool.errors import PagePoolError
 from pagepool.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode_batch
-from pagepool.hashing import get_siphash_key
 from pagepool.replay import Scheduler, TraceRecord, make_requests
 from pagepool.replay.fleets.fleet import Fleet, FleetFigures, LocalReplicas, add_round, skip_rounds
-from pagepool.replay.fleets.replica import HASH_SEED, ReplicaSettings
+from pagepool.replay.fleets.replica import ReplicaSettings
 from pagepool.replay.fleets.router import ROUTERS, LeastLoadedRouter, PrefixRouter, RoundRobinRouter, Router
-
-SETTINGS = ReplicaSettings(num_pages=600, max_num_seqs=8)
-KEY = get_siphash_key(HASH_SEED)
-HAS_RAY = importlib.util.find_spec("ray") is not None
-
-
-def make_records(seed: int, num_requests: int = 60, seconds: float = 5.0) -> list[TraceRecord]:
-    """Return chats of a few users, each turn of which continues the previous one."""
-    rng = Random(seed)
-    records, histories = [], [[user] for user in range(6)]
-    for i in range(num_requests):
-        history = rng.choice(histories)
-        history.append(1000 + i)
-        input_length = 512 * len(history) - rng.randint(0, 500)
-        records.append(TraceRecord(1000 * seconds * i / num_requests, input_length, rng.randint(1, 40), tuple(history)))
-        if len(history) > 6:
-            del history[1:]
-    return records
-
-
-def make_fleet(records: list[TraceRecord], router: type[Router], num_replicas: int = 3, **options: Any) -> Fleet:
-    replicas = LocalReplicas(num_replicas, SETTINGS, records)
-    return Fleet(replicas, router(num_replicas, SETTINGS.page_size, KEY), **options)
 
 
 def test_one_replica_does_what_a_scheduler_does() -> None:

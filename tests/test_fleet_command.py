@@ -14,7 +14,7 @@ pytest.importorskip("click")
 pytest.importorskip("rich")
 pytest.importorskip("msgspec")
 from command_line import invoke, write_trace
-from test_fleet import HAS_RAY, make_records
+from fleets import HAS_RAY, make_records
 
 ROUTERS = ["round-robin", "least-loaded", "prefix"]
 

@@ -21,7 +21,7 @@ from hybrids import (
     run,
     take,
 )
-from test_overwritten import overwrite
+from overwriting import overwrite
 
 from pagepool import CacheManager, EngineRequest, EngineRequestStatus, FullAttentionSpec, SlidingWindowSpec
 from pagepool.errors import (

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
 zmq = pytest.importorskip("zmq", reason="events are an extra: pyzmq is not installed")
 
-from test_event_publisher import HOUR, LOOPBACK, NUM_LARGE, TIMEOUT, Subscriber, cached, number_of  # noqa: E402
-from test_events import make_told, run_request  # noqa: E402
+from event_managers import make_told, run_request  # noqa: E402
+from subscribers import HOUR, LOOPBACK, NUM_LARGE, TIMEOUT, Subscriber, cached, number_of  # noqa: E402
 from wire import decode_batch  # noqa: E402
 
 from pagepool.event_publisher import EventPublisher  # noqa: E402

@@ -9,11 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_command_manners import UNSANITIZED
-from test_eviction_commands import make_loop, plan_of
-from test_model import LLAMA, QWEN
-from test_plan import make_random_records
-from test_replay import SHARED_TRACE, make_random_requests
+from model_configs import LLAMA, QWEN
+from replays import SHARED_TRACE, make_loop, make_random_records, make_random_requests, plan_of
+from sources import UNSANITIZED
 
 from pagepool.replay import Planner, PolicyFigures, PoolFigures, Scheduler, TraceRecord, make_requests, read_trace
 

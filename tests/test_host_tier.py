@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -12,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 from hybrids import FULL, STATE, make_batch, make_manager
-from settings import Setting
-from test_interrupts import call_in_thread, interrupted_everywhere
+from interrupts import call_in_thread, interrupted_everywhere
+from settings import NUM_OPERATIONS, Setting
 from tier_contents import TIER_SETTINGS, run_tier_round
 
 from pagepool import CacheManager, EngineRequest, FailedLoads, HostTier, RunningBatch, SlidingWindowSpec, Transfers
 from pagepool._core import PageTier, add_tier
 from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError, RowIndexError
 
-NUM_STEPS = int(os.environ.get("PAGEPOOL_TEST_OPERATIONS", "200000")) // 20
+NUM_STEPS = NUM_OPERATIONS // 20
 WINDOW = SlidingWindowSpec(4, 1, 8, "float16", False, 9)
 FIRST, OTHER = list(range(100, 121)), list(range(200, 264))
 

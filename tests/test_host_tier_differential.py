@@ -11,9 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 from batch_workload import run_batch_workload
-from settings import Setting
-from test_differential import NUM_OPERATIONS, expected_stats
-from test_eviction import require_same_policies
+from pairs import expected_stats, require_same_policies
+from settings import NUM_OPERATIONS, Setting
 from tier_workload import (
     TIERED_SETTINGS,
     RetainingTieredBatchWorkload,

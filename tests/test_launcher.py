@@ -9,8 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from fake_easydel import HOME, SHOW, run_python, write_engine
-from test_compat import without_easydel
+from fake_easydel import HOME, SHOW, run_python, without_easydel, write_engine
 
 LAUNCHER = ("-m", "pagepool.compat.easydel")
 

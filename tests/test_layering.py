@@ -218,16 +218,6 @@ def test_every_file_has_a_place() -> None:
     assert len(runs) == len(set(runs))
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.name != "__init__.py"], ids=name_of)
-def test_the_table_of_files_names_every_file(path: Path) -> None:
-    """By its path, or by its name in a row of its folder; a module with its declarations by that of its source."""
-    source = path.with_suffix(".pyx")
-    folder, _, name = str((source if source in DOORS else path).relative_to(ROOT / "pagepool")).rpartition("/")
-    rows = [line for line in (ROOT / "docs" / "design.md").read_text().splitlines() if line.startswith("| `")]
-    prefix = f"`{folder}/" if folder else "`"
-    assert any(f"{prefix}{name}`" in row or (prefix in row and f"`{name}`" in row) for row in rows)
-
-
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_imports_only_files_above(path: Path) -> None:
     place = place_of(module_of(path))

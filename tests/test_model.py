@@ -5,18 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_configs import ATTENTION, LLAMA, QWEN
 
 from pagepool.errors import ArgumentError
 from pagepool.replay.models.pages import ModelPages, list_intervals, read_model
 from pagepool.specs import MambaSpec
 
-LLAMA = {
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "torch_dtype": "bfloat16",
-}
 LATENT = {
     "num_hidden_layers": 61,
     "num_attention_heads": 128,
@@ -26,20 +20,6 @@ LATENT = {
 }
 
 
-ATTENTION: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
-QWEN = {
-    "num_hidden_layers": 48,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "full_attention_interval": 4,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "torch_dtype": "bfloat16",
-}
 MAMBA2 = {
     "hidden_size": 4096,
     "mamba_n_heads": 128,

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from settings import SETTINGS, Setting
-from test_differential import NUM_OPERATIONS, oracle_and_package
+from pairs import oracle_and_package
+from settings import NUM_OPERATIONS, SETTINGS, Setting
 from workload import RandomWorkload, Request, run_workload
 
 import pagepool

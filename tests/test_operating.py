@@ -19,8 +19,8 @@ from sources import ROOT
 for package in ("click", "rich", "msgspec", "matplotlib"):
     pytest.importorskip(package)
 from command_line import invoke, write_trace  # noqa: E402  only with the extras
-from test_fleet import HAS_RAY, make_records  # noqa: E402
-from test_model import LLAMA, QWEN  # noqa: E402
+from fleets import HAS_RAY, make_records  # noqa: E402
+from model_configs import LLAMA, QWEN  # noqa: E402
 
 SIZING = ROOT / "docs" / "sizing.md"
 DOCUMENTS = [SIZING, ROOT / "docs" / "operating.md", ROOT / "docs" / "routers.md"]

@@ -11,6 +11,7 @@ from ctypes import POINTER, c_int32, c_int64, c_size_t, c_ssize_t, c_uint8, c_ui
 from typing import Any
 
 import pytest
+from overwriting import overwrite
 
 from pagepool import (
     CacheGroupSpec,
@@ -576,11 +577,6 @@ def make_batch() -> tuple[RunningBatch, Any, Any]:
     assert (memory.num_groups, memory.num_rows, memory.groups[0].window) == (1, 2, 5)
     batch.check()
     return batch, memory.held[0], memory.held[0].ids
-
-
-def overwrite(array: Any, value: int) -> None:
-    """Overwrite the first value of a read-only array."""
-    c_int32.from_address(array.__array_interface__["data"][0]).value = value
 
 
 @pytest.mark.parametrize(("num_tokens", "num_computed"), [(65, 20), (20, 21), (20, -1), (-1, -1)])

@@ -14,10 +14,10 @@ jax = pytest.importorskip("jax", minversion="0.6.1")
 
 import numpy as np  # noqa: E402
 from devices import Program, await_programs  # noqa: E402
-from engine_workload import HYBRID_WEIGHTS, LIMITS, WEIGHTS, answer_by_engine, answer_densely, check_rest, make_asks  # noqa: E402
+from engine_workload import HYBRID_WEIGHTS, LIMITS, answer_densely, make_asks  # noqa: E402
+from page_sharing import check_sharing, make_sharing, sharing  # noqa: E402
 
 page_files = pytest.importorskip("page_files")
-sharing = pytest.importorskip("sharing")
 
 SHAPE = (2, 2, 1, 4, 3)
 DIGESTS = [f"{i:064x}" for i in range(4)]
@@ -138,23 +138,6 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 # Engines.
-
-
-def make_sharing(folder: Path, **options: Any) -> Any:
-    engine = sharing.SharingEngine(WEIGHTS, folder, **{**LIMITS, **options})
-    engine.warmup()
-    return engine
-
-
-def check_sharing(engine: Any, num_asks: int = 9) -> list[int]:
-    """Run requests, compare their answers, and return the tokens that each hit, in the pool or in files."""
-    asks = make_asks(num_asks)
-    requests, _ = answer_by_engine(engine, asks)
-    assert [request.output for request in requests] == [answer_densely(*ask) for ask in asks]
-    assert not engine.manager.leases
-    assert not engine.scheduler.batch.num_external_tokens.any()
-    check_rest(engine)
-    return [request.num_cached_tokens for request in requests]
 
 
 def test_broken_files_cost_a_recomputation(tmp_path: Path) -> None:

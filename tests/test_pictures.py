@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
-import subprocess
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from html import escape
@@ -14,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replays import record_of
 from sources import ROOT
-from test_plan import record_of
 
 for package in ("click", "rich", "matplotlib"):
     pytest.importorskip(package)
-from command_line import invoke  # noqa: E402  only with the extras
+from command_line import (  # noqa: E402
+    Page,
+    invoke,
+    line_of,
+)
 from matplotlib.figure import Figure  # noqa: E402
 from PIL import Image  # noqa: E402
-from test_commands import Page, line_of  # noqa: E402
 
 from pagepool.replay import Plan, Planner, Scheduler, TraceRecord, make_requests  # noqa: E402
 from pagepool.replay.fleets.report import HIT_RATE as RUN_HIT_RATE  # noqa: E402
@@ -30,7 +32,6 @@ from pagepool.replay.models.pages import ModelPages  # noqa: E402
 from pagepool.replay.plans.plot import draw_plan, save_plot  # noqa: E402
 from pagepool.replay.plans.policies import PolicySimulator  # noqa: E402
 from pagepool.replay.plans.report import HIT_RATE, headline, list_columns  # noqa: E402
-from pagepool.replay.plans.web_page import make_page  # noqa: E402
 from pagepool.replay.shared.drawing import COLORS, STYLE  # noqa: E402
 from pagepool.replay.shared.options import EVICTION_POLICIES  # noqa: E402
 from pagepool.replay.simulation.figures import find_hit_rate  # noqa: E402
@@ -364,38 +365,3 @@ class TestAlternatives:
         assert len(re.findall(r'<div class="wide" role="region" aria-label="[^"]+" tabindex="0">', text)) == text.count(
             "<table>"
         )
-
-
-class TestPages:
-    def test_they_fit_telephones_and_the_dark(self) -> None:
-        text = make_page(make_plan([10, 100], 1 << 21, (100,), EVICTION_POLICIES[1:]), "chat")
-        assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
-        assert ":root { color-scheme: light dark;" in text
-        [dark] = re.findall(r"@media screen and \(prefers-color-scheme: dark\) \{ :root \{(.*)\} \}", text)
-        svg = text[text.index("<svg") :]
-        used = {*re.findall(r"(?:fill|stroke): ([^;\"]+)", svg)} - {"none"}
-        assert used == {f"var(--{name})" for name in COLORS}, "no colour stays as it is where all else is dark"
-        for name, (_, color) in COLORS.items():
-            assert f"--{name}: {color};" in dark
-        assert not re.search(r"min-width|[\s;]width: \d+(px|rem|em)", text)
-
-    @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-    @pytest.mark.parametrize("name", [LONG_NAME, "chat"])
-    def test_nothing_is_wider_than_a_telephone(self, name: str, tmp_path: Path) -> None:
-        page = escape(
-            make_page(
-                replace(
-                    make_plan([2, 10, 100, 10**12], 1 << 21, (100,)), policies=make_plan([100], policies=("arc",)).policies
-                ),
-                name,
-            )
-        )
-        script = "let e = this.contentDocument.documentElement; document.title = e.scrollWidth - e.clientWidth"
-        frame = f'<iframe srcdoc="{page}" style="border: 0; width: 390px; height: 800px" onload="{script}"></iframe>'
-        (tmp_path / "frame.html").write_text(f'<!DOCTYPE html><meta charset="utf-8"><title></title>{frame}')
-        options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-        command = [str(CHROMIUM), *options, (tmp_path / "frame.html").as_uri()]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        if result.returncode:
-            pytest.skip(f"Chromium does not run here: {result.stderr[-200:]}")
-        assert "<title>0</title>" in result.stdout

@@ -14,9 +14,8 @@ from batch_model import HASH_SEED, BatchRows, OracleRows, package_pool_state
 from batch_workload import run_batch_workload
 from oracle import OracleManager
 from pin_workload import PinningBatchWorkload, PinningWorkload
-from settings import SETTINGS, STATE_SETTINGS, Setting
+from settings import NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
 from states_workload import PinningStatesBatchWorkload, PinningStatesWorkload
-from test_differential import NUM_OPERATIONS
 from twins import OracleTwin, PackageTwin, Twins, pins_of
 from workload import Request, run_workload
 

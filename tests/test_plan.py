@@ -5,11 +5,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from test_replay import SHARED_TRACE, make_manager
+from replays import SHARED_TRACE, make_manager, make_random_records, record_of, run_alone, without_hits_on_twins
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
-from pagepool.manager import CacheManager
-from pagepool.replay import Figures, Planner, SimulatedRequest, TraceRecord, make_requests, read_trace
+from pagepool.replay import Figures, Planner, TraceRecord, make_requests, read_trace
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans.lru import LruCurve
 from pagepool.replay.plans.optimum import BestCurve
@@ -19,61 +18,11 @@ from pagepool.specs import cdiv
 NUM_SEEDS = 30
 
 
-def record_of(*block_ids: int, input_length: int | None = None, output_length: int = 0, block_size: int = 4) -> TraceRecord:
-    length = len(block_ids) * block_size if input_length is None else input_length
-    return TraceRecord(0, length, output_length, block_ids, None, block_size)
-
-
-def make_random_records(rng: np.random.Generator, num_requests: int = 60) -> list[TraceRecord]:
-    """Return prompts that continue a prefix of an earlier request or answer, and end anywhere; some answers are known."""
-    block_size, num_ids = int(rng.integers(1, 9)), int(rng.integers(2, 5))
-    paths: list[tuple[int, ...]] = [()]
-    records = []
-    for _ in range(num_requests):
-        path = paths[rng.integers(len(paths))]
-        path = (*path[: rng.integers(len(path) + 1)], *rng.integers(num_ids, size=rng.integers(1, 8)).tolist())
-        paths.append(path)
-        num_blocks = int(rng.integers(1, len(path) + 1))
-        input_length = num_blocks * block_size - int(rng.integers(block_size))
-        if rng.integers(2):
-            records.append(TraceRecord(0, input_length, int(rng.integers(20)), path[:num_blocks], None, block_size))
-        else:
-            output_length = len(path) * block_size - input_length + int(rng.integers(block_size))
-            records.append(
-                TraceRecord(0, input_length, output_length, path[:num_blocks], path[num_blocks:], block_size),
-            )
-    return records
-
-
-def run_alone(manager: CacheManager, request: SimulatedRequest) -> list[int]:
-    """Run a request alone to its end; return the pages it hit."""
-    hits, num_hit_tokens = manager.get_computed_pages(request)
-    hit_ids = hits.get_page_ids()[0]
-    request.num_tokens = request.num_slots
-    assert manager.allocate_slots(request, request.num_slots - num_hit_tokens, num_hit_tokens, hits) is not None
-    manager.free(request)
-    manager.free_page_hashes(request)
-    request.drop_token_ids()
-    return hit_ids
-
-
 def count_hits(records: list[TraceRecord], num_pages: int, page_size: int) -> int:
     """Return the tokens that the real manager hits for the requests that fit, one after another."""
     manager = make_manager(num_pages, page_size)
     requests = [request for request in make_requests(records) if cdiv(request.num_slots, page_size) < num_pages]
     return page_size * sum(len(run_alone(manager, request)) for request in requests)
-
-
-def without_hits_on_twins(records: list[TraceRecord], page_size: int) -> list[TraceRecord]:
-    """Return the records without those that would hit a page that is in the pool twice."""
-    manager = make_manager(20_000, page_size)
-    others = []
-    for record, request in zip(records, make_requests(records), strict=True):
-        hits, _ = manager.get_computed_pages(request)
-        if all(len(manager.page_pool.store.twins(page_id)) == 1 for page_id in hits.get_page_ids()[0]):
-            run_alone(manager, request)
-            others.append(record)
-    return others
 
 
 def count_twins(records: list[TraceRecord], page_size: int) -> int:

@@ -19,7 +19,8 @@ warnings.simplefilter("ignore", DeprecationWarning)  # of fork in a process with
 from pagepool.errors import ArgumentError
 from pagepool.event_publisher import EventPublisher
 from pagepool.events import EventSource
-from test_event_publisher import ALLOWED, CURVE, LOOPBACK, Subscriber, assert_serves, cached, make_told, run_request
+from subscribers import ALLOWED, CURVE, LOOPBACK, Subscriber, assert_serves, cached
+from event_managers import make_told, run_request
 from router import Router
 
 options, keys = {options}

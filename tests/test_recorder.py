@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_plan import run_alone
-from test_replay import groups_of, make_manager
+from replays import groups_of, make_manager, run_alone
 
 from pagepool.errors import ArgumentError
 from pagepool.manager import CacheManager

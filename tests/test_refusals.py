@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from batch_workload import BatchWorkload, run_batch_workload
-from settings import SETTINGS, Setting
-from test_differential import NUM_OPERATIONS, oracle_and_package
-from test_running_batch import oracle_and_batch
+from pairs import oracle_and_batch, oracle_and_package
+from settings import NUM_OPERATIONS, SETTINGS, Setting
 from workload import RandomWorkload, run_workload
 
 import pagepool

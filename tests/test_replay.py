@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,10 +16,9 @@ import numpy as np
 import pytest
 from command_line import read_terminal
 from oracle import OracleManager, OraclePool
-from test_differential import NUM_OPERATIONS
+from settings import NUM_OPERATIONS
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PagePoolError, RequestTooLargeError
-from pagepool.manager import CacheManager
 from pagepool.replay import (
     WORKLOADS,
     Figures,
@@ -34,18 +31,26 @@ from pagepool.replay import (
     make_requests,
     read_trace,
 )
-from pagepool.replay.simulation.allocator import Allocator, end_at_checkpoints
 from pagepool.replay.traces.reader import parse_record
-from pagepool.replay.traces.simulated_request import Int32Array
 from pagepool.running_batch import RunningBatch
 from pagepool.specs import CacheGroupSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec, cdiv
 
 CliRunner = pytest.importorskip("click.testing").CliRunner
 pytest.importorskip("rich")
+from replays import (  # noqa: E402
+    PAGE_SIZE,
+    SHARED_TRACE,
+    compare_paths,
+    counts,
+    groups_of,
+    make_manager,
+    make_random_requests,
+    request_of,
+    steps_of,
+)
+
 from pagepool.replay.command import pagepool  # noqa: E402  only with the extra
 
-SHARED_TRACE = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
-PAGE_SIZE = 16
 ISSUE_KEYS = {
     "requests",
     "prompt_tokens",
@@ -61,16 +66,6 @@ ISSUE_KEYS = {
     "skipped",
 }
 GOOD = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}
-
-
-def make_manager(
-    num_pages: int, page_size: int = PAGE_SIZE, enable_caching: bool = True, groups: list[CacheGroupSpec] | None = None
-) -> CacheManager:
-    return CacheManager(num_pages, groups or groups_of(page_size), 1 << 20, enable_caching=enable_caching)
-
-
-def groups_of(page_size: int) -> list[CacheGroupSpec]:
-    return [CacheGroupSpec(FullAttentionSpec(page_size, 1, 1, "bfloat16", use_mla=False))]
 
 
 class CountingPool(OraclePool):
@@ -103,68 +98,11 @@ class ReplayOracle(OracleManager):
             raise RequestTooLargeError("too large")
 
 
-class RecordedAllocator:
-    """Records the growth of each request, and failures."""
-
-    def __init__(self, allocator: Allocator) -> None:
-        self.allocator = allocator
-        self.calls: list[tuple[str, int | None]] = []
-        self.names: dict[int, str] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.allocator, name)
-
-    def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
-        num_hits = self.allocator.admit(row, request, max_num_new_tokens)
-        num_new_tokens = None
-        if num_hits is not None:
-            num_new_tokens = min(request.num_tokens - num_hits, max_num_new_tokens)
-            num_new_tokens = int(end_at_checkpoints(num_hits, num_new_tokens, self.allocator._interval))
-        self.calls.append((request.request_id, num_new_tokens))
-        self.names[row] = request.request_id
-        return num_hits
-
-    def grow(self, rows: Int32Array, num_new_tokens: Int32Array) -> int:
-        num_grown = self.allocator.grow(rows, num_new_tokens)
-        names = [self.names[row] for row in rows.tolist()]
-        self.calls += zip(names[:num_grown], num_new_tokens.tolist(), strict=False)
-        self.calls += [(name, None) for name in names[num_grown:][:1]]
-        return num_grown
-
-
-def request_of(name: str, num_prompt_tokens: int, num_output_tokens: int = 1) -> SimulatedRequest:
-    """Make a request that shares no tokens with a request of another name."""
-    start = 10_000 * sum(map(ord, name))
-    num_tokens = num_prompt_tokens + num_output_tokens
-    return SimulatedRequest(
-        name,
-        num_prompt_tokens,
-        num_output_tokens,
-        lambda: np.arange(start, start + num_tokens, dtype=np.int32),
-    )
-
-
 def make_scheduler(num_pages: int, requests: list[SimulatedRequest], batched: bool, **options: Any) -> Scheduler:
     """Make a scheduler on the oracle, request by request, or on a running batch."""
     limits = {name: options.pop(name) for name in ("max_num_batched_tokens", "max_num_seqs") if name in options}
     manager = (make_manager if batched else ReplayOracle)(num_pages, **options)
     return Scheduler(manager, requests, batched=batched, **limits)
-
-
-def steps_of(scheduler: Scheduler) -> list[list[tuple[str, int | None]]]:
-    """Return the calls for slots, by step."""
-    recorded = scheduler._allocator = RecordedAllocator(scheduler._allocator)
-    steps = []
-    while scheduler.waiting or scheduler.running.size:
-        recorded.calls = []
-        scheduler.step()
-        steps.append(recorded.calls)
-    return steps
-
-
-def counts(figures: Figures) -> Figures:
-    """Return the figures without those that differ between runs."""
-    return replace(figures, allocator_seconds=0.0, wall_seconds=0.0)
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -301,38 +239,6 @@ class TestEqualToTheOracle:
         figures = self.compare(lambda: make_requests(records), 2500)
         assert figures.hit_tokens > 0
         assert figures.evicted_pages > 0
-
-
-def make_random_requests(rng: np.random.Generator, num_requests: int) -> list[SimulatedRequest]:
-    """Return prompts that begin with one of three texts, and answers that others continue."""
-    texts = rng.integers(2**31, size=(3, 200), dtype=np.int32)
-    requests = []
-    for name in range(num_requests):
-        num_shared, num_own, num_output_tokens = rng.integers((1, 0, 0), (120, 20, 60)).tolist()
-        own = rng.integers(2, size=num_own + int(rng.integers(2)) * num_output_tokens, dtype=np.int32)
-        tokens = np.append(texts[rng.integers(3), :num_shared], own)
-        tokens = np.append(tokens, texts[0])[: num_shared + num_own + num_output_tokens]
-        requests.append(SimulatedRequest(str(name), num_shared + num_own, num_output_tokens, partial(np.copy, tokens)))
-    return requests
-
-
-def free_ids_of(manager: CacheManager) -> list[int]:
-    return [page.page_id for page in manager.page_pool.free_page_queue.get_all_free_pages()]
-
-
-def compare_paths(requests: list[SimulatedRequest], make: Callable[[], CacheManager], **limits: Any) -> Figures:
-    """Run requests through a manager and a running batch. Returns the figures: they are equal, as are the free pages."""
-    figures, free_ids = [], []
-    for batched in (False, True):
-        manager = make()
-        scheduler = Scheduler(manager, [replace(request) for request in requests], batched=batched, **limits)
-        figures.append(scheduler.run())
-        free_ids.append(free_ids_of(manager))
-        manager.page_pool.check()
-    assert figures[0].list_differences(figures[1]) == []
-    assert counts(figures[0]) == counts(figures[1])
-    assert free_ids[0] == free_ids[1]
-    return figures[1]
 
 
 class TestEqualPaths:

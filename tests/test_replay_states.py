@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_eviction_commands import make_loop
-from test_model import ATTENTION, LLAMA, QWEN
-from test_replay import SHARED_TRACE, compare_paths, make_random_requests, request_of, steps_of
+from model_configs import ATTENTION, LLAMA, QWEN
+from replays import SHARED_TRACE, compare_paths, make_loop, make_random_requests, request_of, steps_of
 
 from pagepool.manager import CacheManager
 from pagepool.replay import Planner, Scheduler, SimulatedRequest, TraceRecord, make_requests, read_trace

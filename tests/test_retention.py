@@ -13,9 +13,8 @@ from batch_workload import run_batch_workload
 from eviction_oracle import make_policy
 from oracle import OracleManager
 from retention_workload import RetainingBatchWorkload, RetainingWorkload
-from settings import SETTINGS, STATE_SETTINGS, Setting
+from settings import NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
 from states_workload import RetainingStatesBatchWorkload, RetainingStatesWorkload
-from test_differential import NUM_OPERATIONS
 from twins import OracleTwin, PackageTwin, Twins, levels_of, share_hashes
 from workload import run_workload
 

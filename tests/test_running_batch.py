@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batch_model import HASH_SEED, BatchRows, ManagerRows, OracleRows, send
+from batch_model import BatchRows, ManagerRows, send
 from batch_workload import BatchWorkload, run_batch_workload
-from oracle import OracleManager
-from settings import SETTINGS, Group, Setting
-from test_differential import NUM_OPERATIONS
+from pairs import make_manager, oracle_and_batch
+from settings import NUM_OPERATIONS, SETTINGS, Group, Setting
 from twins import Twins
 
 import pagepool
@@ -24,17 +23,6 @@ import pagepool
 NUM_CALLS = max(NUM_OPERATIONS // (10 * len(SETTINGS)), 50)
 MAX_CALLS_PER_SEED = 200
 NUM_MANY_ROWS = 40
-
-
-def make_manager(setting: Setting, num_pages: int, **options: Any) -> pagepool.CacheManager:
-    groups = setting.cache_groups(pagepool)
-    return setting.manager(pagepool.CacheManager, groups, num_pages, hash_seed=HASH_SEED, **options)
-
-
-def oracle_and_batch(setting: Setting, num_pages: int, num_rows: int) -> Twins:
-    oracle = setting.manager(OracleManager, setting.cache_groups(pagepool), num_pages)
-    batch = BatchRows(make_manager(setting, num_pages), setting, num_rows, with_hashes=False)
-    return Twins(OracleRows(oracle, setting, num_rows), batch)
 
 
 def manager_and_batch(setting: Setting, num_pages: int, num_rows: int) -> Twins:

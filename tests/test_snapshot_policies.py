@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from test_snapshot import make_manager, run_requests, state_of
+from snapshots import make_manager, run_requests, state_of
 
 from pagepool import CacheManager, PagePool
 from pagepool.errors import OutOfPagesError, SnapshotError

@@ -13,11 +13,9 @@ import pytest
 from batch_model import BatchRows, ManagerRows, OracleRows
 from batch_workload import run_batch_workload
 from oracle import OracleManager
-from settings import SETTINGS, STATE_SETTINGS, Setting
+from pairs import POLICIES, expected_stats, make_manager, make_managers, oracle_and_package, require_same_policies
+from settings import NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
 from states_workload import StatesBatchWorkload, StatesWorkload
-from test_differential import NUM_OPERATIONS, expected_stats, oracle_and_package
-from test_eviction import POLICIES, make_managers, require_same_policies
-from test_running_batch import make_manager
 from twins import OracleTwin, PackageTwin, Twins
 from workload import run_workload
 

@@ -10,7 +10,6 @@ import itertools
 import subprocess
 import sys
 import sysconfig
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from random import Random
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from threads import num_threads, run_threads
 
 from pagepool import (
     CacheGroupSpec,
@@ -49,9 +49,7 @@ WINDOW = SlidingWindowSpec(PAGE_SIZE, 1, 8, "float16", False, 9)
 MANY_PAGES = 1100
 """Calls on that many pages release the GIL."""
 
-Work = Callable[[Random, int], None]
 seeds = pytest.mark.parametrize("seed", range(3))
-num_threads = pytest.mark.parametrize("num_threads", [2, 4, 8])
 
 
 @pytest.fixture(autouse=True)
@@ -61,28 +59,6 @@ def _switch_often() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(interval)
-
-
-def run_threads(num_threads: int, seed: int, work: Work) -> None:
-    """Start that many threads at once, each with its own randomness and number. An exception in one of them is raised here."""
-    barrier = threading.Barrier(num_threads)
-    errors: list[BaseException] = []
-
-    def run(number: int) -> None:
-        try:
-            barrier.wait()
-            work(Random(f"{seed}, {number}"), number)
-        except BaseException as error:
-            error.add_note(f"in thread {number} of {num_threads}, seed {seed}")
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 class Owners:

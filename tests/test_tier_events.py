@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from hybrids import FULL, PROMPT, STATE, make_batch, make_manager, make_request, run
-from test_differential import NUM_OPERATIONS
-from test_threads import run_threads
+from settings import NUM_OPERATIONS
+from threads import run_threads
 
 from pagepool import CacheManager, EngineRequest, HostTier, SlidingWindowSpec, Transfers
 from pagepool._core import PageIds, PrefixQuery

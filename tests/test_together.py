@@ -19,11 +19,11 @@ from batch_workload import NUM_ROWS
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from oracle import NULL_PAGE, OracleManager
+from pairs import make_manager
 from router import Telling
 from settings import SETTINGS, STATE_SETTINGS
 from states_workload import StatesBatchWorkload
 from table_model import make_grouped_work
-from test_running_batch import make_manager
 from twins import Twins
 from workload import Request
 

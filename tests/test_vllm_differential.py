@@ -5,18 +5,17 @@ PAGEPOOL_TEST_OPERATIONS is the total number of calls.
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Iterator
 
 import pytest
+from settings import NUM_OPERATIONS
 from twins import Mismatch
 from vllm_settings import SETTINGS, Setting
 from vllm_sides import Comparison, Side
 
 pytest.importorskip("vllm")
 
-NUM_OPERATIONS = int(os.environ.get("PAGEPOOL_TEST_OPERATIONS", "200000"))
 CALLS_PER_SEED = 600
 PLANTED_SEEDS, PLANTED_CALLS = 20, 300
 BUGS: dict[str, str] = {  # and a setting in which each must show

@@ -15,6 +15,7 @@ from oracle import OracleManager
 from oracle_kinds import Mamba, cdiv
 from oracle_pool import NULL_PAGE
 from oracle_tier import OracleTier, Taken
+from pairs import make_managers
 from settings import SETTINGS, STATE_SETTINGS, Setting
 from states_workload import (
     Actions,
@@ -23,7 +24,6 @@ from states_workload import (
     StatesBatchWorkload,
     StatesWorkload,
 )
-from test_eviction import make_managers
 from twins import Mismatch, OracleTwin, PackageTwin, Twin
 from workload import VOCABULARY, Request
 
