@@ -7,8 +7,8 @@ DEV_VENV ?= .venv-dev
 EASYDEL_VENV ?= $(HOME)/.cache/pagepool/venv-easydel
 VLLM_VENV ?= $(HOME)/.cache/pagepool/venv-vllm
 
-# The extras under test: all of them, since fleet includes events, plan and replay.
-TEST_EXTRAS ?= fleet,jax,metrics
+# The extras under test. Ray, which the extra fleet adds, is large, and only slow tests start it.
+TEST_EXTRAS ?= events,jax,metrics,plan,replay
 
 SOURCES := $(wildcard *.py *.toml *.md LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name '*.pxd' -o -name py.typed)
 # The installed wheel, never the source tree: neither the tests nor the processes they start see the working directory.
@@ -16,16 +16,16 @@ RUN := PAGEPOOL_TEST_INSTALLED=1 PYTHONSAFEPATH=1
 LIBASAN = $(shell $(CC) -print-file-name=libasan.so)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-MAKEFLAGS += --no-print-directory
+# pip installs what the tests need while the wheel is built.
+MAKEFLAGS += --no-print-directory --jobs=2
 .DELETE_ON_ERROR:
-.NOTPARALLEL:
 # `make` alone shows the list: the text behind ## of each target.
 .DEFAULT_GOAL := help
 .PHONY: help
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: demo engine test debug sanitize threads tsan fuzz soak planted coverage mutation lint bench
+.PHONY: demo engine test test-all debug sanitize threads tsan fuzz soak planted coverage mutation lint bench
 .PHONY: bench-vllm bench-results bench-plot test-easydel test-vllm easydel-environment vllm-environment clean
 .PHONY: wheel test-wheel test-lowest
 
@@ -35,28 +35,31 @@ demo: $(VENV)/extra-replay  ## replay the built-in generator's chats
 engine: $(VENV)/extra-jax  ## let the example engine generate, with random weights: ENGINE_ARGS="--hybrid --turns 3"
 	$(VENV)/bin/python examples/engine.py $(ENGINE_ARGS)
 
-test: $(VENV)/with-test  ## all tests and doctests on the wheel
-	$(RUN) $(VENV)/bin/python -m pytest --doctest-modules --doctest-glob='*.md' $(PYTEST_ARGS) \
-	    --pyargs pagepool $(CURDIR)/tests $(addprefix $(CURDIR)/,$(wildcard README.md docs))
+# As many workers as there are cores; a worker that is done takes tests from another one.
+PYTEST = $(RUN) $(VENV)/bin/python -m pytest -n auto --dist worksteal
+EVERYTHING = --doctest-modules --doctest-glob='*.md' --pyargs pagepool $(CURDIR)/tests $(addprefix $(CURDIR)/,$(wildcard README.md docs))
 
-# Tests of sources, commands and sockets: another build of the core makes no difference to them.
-ANY_BUILD = $(foreach name,style layering benchmarks pictures plan commands command_files command_manners fleet fleet_command operating \
-    launcher connections heartbeat event_publisher publisher_fork docs workflows release,--ignore=$(CURDIR)/tests/test_$(name).py)
+test: $(VENV)/with-test  ## the tests and doctests that find most bugs a second, on the wheel
+	$(PYTEST) -m 'not slow' $(PYTEST_ARGS) $(EVERYTHING)
 
-debug:  ## the same on a build with bounds checks and asserts, but for what any build passes
-	PAGEPOOL_DEBUG=1 $(MAKE) test VENV=.venv-debug PYTEST_ARGS='$(ANY_BUILD) $(PYTEST_ARGS)'
+test-all: export PAGEPOOL_TEST_OPERATIONS ?= 200000
+test-all: $(VENV)/with-test-all  ## all tests and doctests at their long counts, on the wheel
+	$(PYTEST) $(PYTEST_ARGS) $(EVERYTHING)
 
-# jax aborts under AddressSanitizer as soon as it compiles something, so it is not installed, and what needs it left out.
-NEED_JAX = docs/engines.md docs/page_table.md \
-    $(addprefix tests/,test_device_table.py devices.py many_devices.py two_processes.py test_page_copies.py copies.py \
-    copies_devices.py test_host_pages.py host_transfers.py host_pages_devices.py test_engine.py test_engine_host.py \
-    test_beams.py engine_workload.py)
-WITHOUT_JAX = $(foreach path,$(NEED_JAX),--ignore=$(CURDIR)/$(path)) \
-    $(foreach name,page_copies host_pages,--ignore-glob='*/pagepool/$(name).py')
+debug:  ## make test on a build with bounds checks and asserts
+	PAGEPOOL_DEBUG=1 $(MAKE) test VENV=.venv-debug
 
-sanitize:  ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
-	PAGEPOOL_SANITIZE=1 $(MAKE) test VENV=.venv-sanitize TEST_EXTRAS=events,metrics,replay PYTEST_ARGS='$(WITHOUT_JAX) $(ANY_BUILD) $(PYTEST_ARGS)' \
-	    RUN='$(RUN) ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(LIBASAN)"'
+# What may read or write where it must not. jax is not installed: it aborts under AddressSanitizer as soon as it compiles something.
+CORE_TESTS ?= argument_edges batch_misuse contents device_table differential failed_load forks fuzz_regressions host_tier memory \
+    misuse overwritten page_table running_batch states
+
+sanitize:  ## the tests of the core under AddressSanitizer and UndefinedBehaviorSanitizer: CORE_TESTS="contents memory"
+	PAGEPOOL_SANITIZE=1 $(MAKE) .venv-sanitize/with-test VENV=.venv-sanitize TEST_EXTRAS=
+	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(LIBASAN)" $(MAKE) test-core VENV=.venv-sanitize
+
+.PHONY: test-core
+test-core:  ## the same tests on the build that VENV has
+	$(PYTEST) -m 'not slow' $(PYTEST_ARGS) $(CORE_TESTS:%=$(CURDIR)/tests/test_%.py)
 
 # Wheels only: some packages have none for these Pythons, and jax is left out, and what has to do with events where they have none.
 FREE_THREADED ?= $(firstword $(foreach name,python3.14t python3.13t,$(shell command -v $(name))))
@@ -71,7 +74,7 @@ threads:  ## the tests on a Python without the GIL, if there is one: FREE_THREAD
 	    echo 'threads: skipped, no free-threaded Python (python3.14t, python3.13t) is on PATH'; \
 	else \
 	    $(call INSTALL,$(THREADS_VENV)) pytest-benchmark hypothesis ml-dtypes cbor2 click rich prometheus-client && { $(EVENTS); } && \
-	    $(RUN) $(THREADS_VENV)/bin/python -m pytest $(WITHOUT_JAX) $(PYTEST_ARGS) $(CURDIR)/tests; \
+	    $(RUN) $(THREADS_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests; \
 	fi
 
 tsan:  ## many threads under ThreadSanitizer: FREE_THREADED is a Python without the GIL that was built with it, by clang
@@ -133,12 +136,13 @@ soak: $(VENV)/with-test  ## work under random faults, through manager and runnin
 planted: $(DEV_VENV)/installed  ## whether the simulation of contents catches bugs that are planted in a copy: PLANTED_ARGS=--help
 	$(DEV_VENV)/bin/python tests/planted_bugs.py $(PLANTED_ARGS)
 
-lint: $(DEV_VENV)/installed  ## style, types, and whether the stub agrees with the compiled core
-	$(DEV_VENV)/bin/ruff check
-	$(DEV_VENV)/bin/ruff format --check
-	PATH="$(abspath $(DEV_VENV))/bin:$$PATH" cython-lint pagepool
-	$(DEV_VENV)/bin/mypy
-	$(DEV_VENV)/bin/stubtest pagepool._core --ignore-disjoint-bases
+lint: $(VENV)/with-lint  ## style, types, whether the stub agrees with the compiled core, and whether its hot loops are free of Python
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	PATH="$(abspath $(VENV))/bin:$$PATH" cython-lint pagepool
+	$(VENV)/bin/mypy
+	$(VENV)/bin/stubtest pagepool._core --ignore-disjoint-bases
+	$(PYTEST) $(CURDIR)/tests/test_style.py
 
 .PHONY: actionlint
 WORKFLOW_SCHEMAS = github-workflows:workflows/*.yml dependabot:dependabot.yml github-issue-config:ISSUE_TEMPLATE/config.yml \
@@ -276,24 +280,45 @@ clean:  ## remove environments, builds and caches
 	find pagepool \( -name '*.so' -o -name '*.c' \) -delete
 
 # --group needs a pip that is newer than Python 3.11's own.
-NEW_ENVIRONMENT = test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D); $(@D)/bin/pip install --quiet 'pip>=25.1'
+NEW_ENVIRONMENT = test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D); $(@D)/bin/pip install --quiet 'pip>=25.1'
+# pip would compile all modules of all packages, which takes longer than to install them; Python compiles those that are imported.
+PIP_INSTALL = $(@D)/bin/pip install --quiet --no-compile
 
-# An environment with the wheel, which is built from the source distribution.
-$(VENV)/installed: $(SOURCES)
+$(VENV)/new:
 	$(NEW_ENVIRONMENT) build
+	touch $@
+
+# The source distribution, and the wheel that is built from it.
+$(VENV)/wheel: $(SOURCES) | $(VENV)/new
 	rm -rf $(@D)/dist
 	$(@D)/bin/python -m build --outdir $(@D)/dist > $(@D)/build.log 2>&1 || { cat $(@D)/build.log; exit 1; }
-	$(@D)/bin/pip install --quiet --force-reinstall --no-deps $(@D)/dist/*.whl
+	touch $@
+
+$(VENV)/installed: $(VENV)/wheel
+	$(PIP_INSTALL) --force-reinstall --no-deps $(@D)/dist/*.whl
 	touch $@
 
 # The same with the wheel's extra of that name and all it depends on.
 $(VENV)/extra-%: $(VENV)/installed
-	$(@D)/bin/pip install --quiet "$$(echo $(@D)/dist/*.whl)[$*]"
+	$(PIP_INSTALL) "$$(echo $(@D)/dist/*.whl)[$*]"
 	touch $@
 
-# The same with the dependency group of that name; the tests' with the extras that are tested.
-$(VENV)/with-%: $(VENV)/installed
-	$(@D)/bin/pip install --quiet "$$(echo $(@D)/dist/*.whl)$(if $(filter test,$*),[$(TEST_EXTRAS)])" --group $*
+# The same with the dependency group of that name; those of tests and linters with the extras that are tested.
+$(VENV)/with-%: $(VENV)/installed $(VENV)/needs-%
+	$(PIP_INSTALL) "$$(echo $(@D)/dist/*.whl)$(if $(filter test lint,$*),[$(TEST_EXTRAS)])" --group $*
+	touch $@
+
+$(VENV)/with-test-all: $(VENV)/with-test
+	$(PIP_INSTALL) "$$(echo $(@D)/dist/*.whl)[fleet]"
+	touch $@
+
+# What such an environment has beside the wheel.
+NEEDS = import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = project["optional-dependencies"]; \
+    print(*project["dependencies"], *(need for extra in "$(1)".split(",") if extra for need in extras[extra]), sep="\n")
+
+$(VENV)/needs-%: pyproject.toml | $(VENV)/new
+	$(PYTHON) -c '$(call NEEDS,$(if $(filter test lint,$*),$(TEST_EXTRAS)))' | grep -v '^pagepool' > $@.txt
+	$(PIP_INSTALL) --requirement $@.txt --group $*
 	touch $@
 
 # An environment of its own with the dependency group of that name.
