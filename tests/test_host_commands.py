@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_configs import LLAMA, QWEN
-from replays import SHARED_TRACE, make_loop, make_random_records, make_random_requests, plan_of
+from model_configs import LLAMA
+from replays import make_loop, make_random_records, make_random_requests, plan_of, scale
 from sources import UNSANITIZED
 
-from pagepool.replay import Planner, PolicyFigures, PoolFigures, Scheduler, TraceRecord, make_requests, read_trace
+from pagepool.replay import PolicyFigures, PoolFigures, Scheduler, TraceRecord, make_requests
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
@@ -29,7 +29,7 @@ from pagepool.replay.simulation.figures import HostFigures
 from pagepool.replay.simulation.host import HostMemory
 from pagepool.replay.simulation.runs import count_bytes, make_manager
 
-NUM_SEEDS = 15
+NUM_SEEDS = scale(15)
 SPEEDS = ["--host-bandwidth", "25GB", "--prefill-rate", "10k"]
 
 
@@ -51,7 +51,7 @@ class TestSimulator:
     def test_equal_to_the_scheduler(self, policy: Any, min_uses: int) -> None:
         """For any page size and length of a step, with tiers of a few pages, and with requests that are skipped."""
         seen = np.zeros(6, dtype=int)
-        for seed in range(NUM_SEEDS):
+        for seed in range(15 - NUM_SEEDS, 15):  # a tier refuses pages from seed 9 only
             print(f"seed {seed}")
             rng = np.random.default_rng(seed)
             page_size, max_batched_tokens = int(rng.integers(1, 9)), int(rng.integers(1, 40))
@@ -69,37 +69,6 @@ class TestSimulator:
             pages = moved.saved_pages, moved.loaded_pages, moved.evicted_pages, moved.refused_pages
             seen += (*pages, hit_tokens, figures.skipped)
         assert min(seen) > 0
-
-    def test_a_tier_for_all_pages_hits_like_a_pool_that_never_evicts(self) -> None:
-        """If all requests have a step after the one that loads."""
-        for seed in range(NUM_SEEDS):
-            print(f"seed {seed}")
-            rng = np.random.default_rng(seed)
-            records = [replace(each, output_length=9, output_hash_ids=None) for each in make_random_records(rng)]
-            page_size = int(rng.integers(1, 9))
-            planner = Planner(records, page_size)
-            simulator = PolicySimulator(make_requests(records), page_size)
-            hit_tokens, moved = simulator.run_with_host(planner.min_num_pages, HostMemory(20_000))
-            assert hit_tokens == planner.make_plan([]).most_hit_tokens
-            assert moved.evicted_pages == moved.refused_pages == 0
-
-    @pytest.mark.skipif(not SHARED_TRACE.exists(), reason="the trace is not here")
-    def test_a_part_of_the_trace(self) -> None:
-        requests, host = make_requests(read_trace(str(SHARED_TRACE), limit=200)), HostMemory(150_000)
-        manager = make_manager(20_000, ModelPages(), requests, host=host)
-        figures = Scheduler(manager, [replace(each) for each in requests], max_num_seqs=1).run()
-        assert PolicySimulator(requests, 16).run_with_host(20_000, host) == (figures.hit_tokens, figures.host)
-        assert figures.host is not None
-        assert figures.host.loaded_pages > 0
-
-    def test_what_was_evicted_is_loaded(self) -> None:
-        """Two prompts of 4 pages in turn, in a pool of 5."""
-        records = [TraceRecord(i, 64, 0, (i % 2,), None, 64) for i in range(6)]
-        simulator = PolicySimulator(make_requests(records), 16)
-        hit_tokens, moved = simulator.run_with_host(6, HostMemory(100))
-        assert hit_tokens == 4 * 48
-        assert moved.loaded_tokens == 16 * moved.loaded_pages <= hit_tokens
-        assert simulator.run_with_host(6, HostMemory(2))[0] <= simulator.count_hits("lru", 6) + 16 * 6
 
 
 class TestReplay:
@@ -135,13 +104,6 @@ class TestReplay:
         ]
         assert "host" not in invoke("replay", *options).stdout
 
-    @pytest.mark.parametrize("host", [["2k"], [300, "--host-policy", "write_through"], ["2k", "--host-min-uses", 2]])
-    def test_both_ways_of_allocating_give_the_same(self, host: list[object], trace: Path) -> None:
-        """Where no request is refused."""
-        assert (
-            invoke("replay", trace, "--num-pages", 600, "--max-num-seqs", 3, "--host-pages", *host, "--compare").exit_code == 0
-        )
-
     def test_a_tier_behind_each_policy(self, trace: Path) -> None:
         options = [trace, "--num-pages", 600, "--max-num-seqs", 1, "--host-pages", "2k", "--compare-eviction"]
         assert {figures["host"]["loaded_pages"] > 0 for figures in figures_of("replay", *options).values()} == {True}
@@ -158,10 +120,8 @@ class TestReplay:
             manager.check()
             assert manager.page_pool.get_num_free_pages() == manager.num_pages - 1
             assert figures.host is not None
-            num_preemptions, num_loaded_pages = (
-                num_preemptions + figures.preemptions,
-                num_loaded_pages + figures.host.loaded_pages,
-            )
+            num_preemptions += figures.preemptions
+            num_loaded_pages += figures.host.loaded_pages
         assert min(num_preemptions, num_loaded_pages) > 0
 
     @pytest.mark.parametrize("has_attention", [True, False])
@@ -196,12 +156,7 @@ class TestReplay:
         result = invoke("replay", trace, "--num-pages", 600, *options)
         assert (result.exit_code, message in result.output) == (2, True), result.output
 
-    def test_more_than_there_is_memory_for(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pagepool.replay.shared.memory.count_available_bytes", lambda: 70_000_000)
-        result = invoke("replay", trace, "--num-pages", "100k", "--host-pages", "1M")
-        assert result.exit_code == 1
-        assert "1 pool of 100,000 pages of 16 tokens, 1,000,000 host pages would take 68.4 MiB" in result.output
-
+    @pytest.mark.slow
     @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux says what is resident")
     @UNSANITIZED
     def test_a_tier_takes_about_what_is_counted(self) -> None:
@@ -288,18 +243,8 @@ class TestPlan:
         assert planned["host"] == dict(zip(("num_pages", "policy", "min_uses"), HostMemory(*read_host(host)), strict=True))
         assert planned["speed"] is None
 
-    def test_the_report(self, trace: Path, config: Path) -> None:
+    def test_speeds(self, trace: Path, config: Path) -> None:
         options = ["--num-pages", 600, "--host-pages", "2k", "--eviction", "lru", "--model-config", config, *SPEEDS]
-        result = invoke("plan", trace, *options)
-        assert result.exit_code == 0, result.output
-        for text in (
-            "\nLRU with 2,000 host pages at 600 pages (1.2 GiB) hits as much as LRU at 1,880 pages (3.7 GiB): 45.5% instead ",
-            "\nAt 10,000 tokens/s and 23.3 GiB/s the tier saves 0.06 s a request behind 600 pages: ",
-            "\nWith 2,000 host pages, by size of the pool\n",
-            "\nWith host: hits of this pool with LRU and the host tier behind it",
-            "\nSeconds saved a request: ",
-        ):
-            assert text in result.output
         [pool] = [pool for pool in figures_of("plan", trace, *options)["pools"] if pool["num_pages"] == 600]
         assert 0.06 <= pool["host"]["seconds_saved_a_request"] < 0.07
 
@@ -311,16 +256,6 @@ class TestPlan:
         assert "LRU with 2,000 host pages, one after another" in plot.read_text()
         assert "600 pages: LRU 0.0%, best 24.7%, with host 45.5%;" in plot.read_text()
         assert "With 2,000 host pages, by size of the pool" in page.read_text()
-
-    def test_without_a_tier_nothing_is_said_of_it(self, trace: Path) -> None:
-        options = ["--num-pages", 600, "--replays", 0, "--eviction", "lru"]
-        planned = figures_of("plan", trace, *options)
-        assert (planned["host"], planned["speed"], {pool["host"] for pool in planned["pools"]}) == (None, None, {None})
-        assert "host" not in invoke("plan", trace, *options).output
-
-    def test_a_trace_without_hits_has_nothing_to_simulate(self, tmp_path: Path) -> None:
-        path = write_trace(tmp_path / "trace.jsonl", make_loop(2))
-        assert figures_of("plan", path, "--host-pages", 100)["pools"][0]["host"] is None
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -343,11 +278,6 @@ class TestPlan:
         monkeypatch.setattr("pagepool.replay.shared.memory.count_available_bytes", lambda: 1 << 60)
         result = invoke("plan", trace, "--num-pages", "600,1000", *options)
         assert (result.exit_code, message in result.output) == (2, True), result.output
-
-    def test_a_model_with_states(self, trace: Path, config: Path) -> None:
-        config.write_text(json.dumps(QWEN))
-        result = invoke("plan", trace, "--model-config", config, "--host-pages", "1k")
-        assert (result.exit_code, "planned without a tier" in result.output) == (2, True)
 
     def test_too_little_memory(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         num_bytes = count_bytes(100_000, host=HostMemory(200_000)) + count_digest_bytes(240 * 94)

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from model_configs import ATTENTION, LLAMA, QWEN
-from replays import SHARED_TRACE, compare_paths, make_loop, make_random_requests, request_of, steps_of
+from replays import compare_paths, make_loop, make_random_requests, request_of, scale, steps_of
 
 from pagepool.manager import CacheManager
-from pagepool.replay import Planner, Scheduler, SimulatedRequest, TraceRecord, make_requests, read_trace
+from pagepool.replay import Planner, Scheduler, SimulatedRequest, TraceRecord, read_trace
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans.checkpoints import CheckpointSimulator, count_states
 from pagepool.replay.simulation.allocator import HASH_SEED, end_at_checkpoints
@@ -24,7 +24,7 @@ from command_line import figures_of, invoke, write_trace
 
 from pagepool.replay.shared.options import EVICTION_POLICIES
 
-NUM_SEEDS = 20
+NUM_SEEDS = scale(20)
 STATE_MODEL = {
     "model_type": "mamba",
     "num_hidden_layers": 4,
@@ -64,22 +64,6 @@ class TestChunks:
         ]
         assert scheduler.figures.hit_tokens == 96
         assert scheduler.figures.copied_pages == 3  # checkpoints at 64 and 96, and one hit
-
-    @pytest.mark.parametrize("batched", [False, True])
-    def test_an_answer_has_checkpoints_too(self, batched: bool) -> None:
-        first = request_of("a", 40, 60)
-        second = SimulatedRequest("b", 99, 1, lambda: first.make_token_ids())
-        scheduler = Scheduler(make_manager(64), [first, second], max_num_seqs=1, batched=batched)
-        figures = scheduler.run()
-        assert figures.hit_tokens == 96
-        assert figures.generated_tokens == 61
-
-    @pytest.mark.parametrize("batched", [False, True])
-    def test_requests_larger_than_the_pool_with_their_states_are_skipped(self, batched: bool) -> None:
-        requests = [request_of("fits", 48), request_of("large", 49)]
-        scheduler = Scheduler(make_manager(1 + 3 + 2, num_states=2), requests, batched=batched)
-        assert [request.request_id for request, _ in scheduler.skipped] == ["large"]
-        assert scheduler.run().requests == 1
 
 
 def count_hits(requests: list[SimulatedRequest], interval: int, max_batched_tokens: int) -> int:
@@ -178,16 +162,6 @@ class TestSimulator:
             num_hit_tokens += hits
         assert num_hit_tokens > 0
 
-    @pytest.mark.skipif(not SHARED_TRACE.exists(), reason="the trace is not here")
-    def test_a_part_of_the_trace(self) -> None:
-        requests = make_requests(read_trace(str(SHARED_TRACE), limit=300))
-        model = ModelPages(544, num_state_groups=3)
-        ours = CheckpointSimulator(requests, model).run(8_000, 1088)
-        manager = CacheManager(8_000, model.make_groups(1088), 1 << 20)
-        theirs = Scheduler(manager, requests, max_num_seqs=1).run()
-        assert (ours.hit_tokens, ours.copied_pages) == (theirs.hit_tokens, theirs.copied_pages)
-        assert ours.hit_tokens > 0
-
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
@@ -254,14 +228,13 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("model", "sizes"), [("more states", "40,400"), ("more attention", "40,400"), ("states only", "4,200")]
     )
-    @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
-    def test_hits_are_those_of_a_replay(self, model: str, sizes: str, eviction: str, config: Path, tmp_path: Path) -> None:
+    def test_hits_are_those_of_a_replay(self, model: str, sizes: str, config: Path, tmp_path: Path) -> None:
         config.write_text(json.dumps(MODELS[model]))
         seen: Counter[str] = Counter()
         common = [write_trace(tmp_path / "loop.jsonl", make_loop()), "--model-config", config, "--max-batched-tokens", 1100]
-        planned = figures_of("plan", *common, "--num-pages", sizes, "--replays", 0, "--eviction", eviction)
+        planned = figures_of("plan", *common, "--num-pages", sizes, "--replays", 0, "--eviction", "adaptive")
         for pool in planned["pools"]:
-            assert {run["eviction"] for run in pool["checkpoints"]} == {"lru", eviction}
+            assert {run["eviction"] for run in pool["checkpoints"]} == {"lru", "adaptive"}
             for run in pool["checkpoints"]:
                 options = ["--num-pages", pool["num_pages"], "--checkpoint-interval", run["interval"], "--max-num-seqs", 1]
                 figures = figures_of("replay", *common, *options, "--eviction", run["eviction"])
@@ -370,18 +343,6 @@ class TestPlan:
         result = invoke("plan", trace, "--model-config", config, "--checkpoint-interval", 5440, "--num-pages", 50)
         assert "At 50 pages (637.5 MiB) no checkpoint hits anything." in result.output
 
-    def test_pictures(self, trace: Path, config: Path, tmp_path: Path) -> None:
-        pytest.importorskip("matplotlib")
-        paths = tmp_path / "plan.svg", tmp_path / "plan.html"
-        result = invoke("plan", trace, "--model-config", config, "--plot", paths[0], "--html", paths[1])
-        assert result.exit_code == 0, result.output
-        for path in paths:
-            text = path.read_text()
-            assert "checkpoints every 1,088" in text
-            assert "attention alone" in text
-        assert "By interval of checkpoints, with " in paths[1].read_text()
-        assert "trace: checkpoints every 544 tokens hit up to 60.4% of prompt tokens" in paths[1].read_text()
-
 
 class TestBadInput:
     """One sentence, and exit code 2."""
@@ -399,6 +360,11 @@ class TestBadInput:
             (["--kv-dtype", "float16", "--model-config", "states"], "no layer has attention, so --kv-dtype has no meaning"),
             (["--model-config", "unknown"], "has layers with a state, but none of linear_num_key_heads, "),
             (["--model-config", "hybrid", "--state-dtype", "float3"], "dtype 'float3' is not one that NumPy or JAX knows"),
+            (["--checkpoint-interval", "0"], "0 is not in the range x>=1"),
+            (["--checkpoint-interval", "256:1024"], "--checkpoint-interval"),
+            (["--checkpoint-interval", "1KiB"], "'1KiB' is in bytes"),
+            (["--state-dtype", "float32"], "--state-dtype needs --model-config"),
+            (["--kv-dtype", "float16"], "--kv-dtype needs --model-config"),
         ],
     )
     def test_one_line(self, command: str, options: list[object], message: str, trace: Path, tmp_path: Path) -> None:
@@ -408,25 +374,7 @@ class TestBadInput:
         result = invoke(command, trace, *(tmp_path / option if option in configs else option for option in options))
         assert result.exit_code == 2
         assert message in result.output
-        assert len(result.output.splitlines()) == 1
-
-    @pytest.mark.parametrize("command", ["plan", "replay"])
-    @pytest.mark.parametrize(
-        "options",
-        [
-            ["--checkpoint-interval", "0"],
-            ["--checkpoint-interval", "-16"],
-            ["--checkpoint-interval", "256:1024"],
-            ["--checkpoint-interval", "1KiB"],
-            ["--state-dtype", "float32"],
-            ["--kv-dtype", "float16"],
-        ],
-    )
-    def test_bad_options(self, command: str, options: list[str], trace: Path) -> None:
-        result = invoke(command, trace, *options)
-        assert result.exit_code == 2
-        assert "Error: " in result.output
-        assert "Traceback" not in result.output
+        assert len(result.output.splitlines()) == (4 if "Usage: " in result.output else 1)
 
     def test_more_than_there_is_memory_for(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("pagepool.replay.shared.memory.count_available_bytes", lambda: 7_000_000)
