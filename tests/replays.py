@@ -34,9 +34,9 @@ SHARED_TRACE = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conve
 PAGE_SIZE = 16
 
 
-def scale(most: int) -> int:
-    """Return a number of seeds: so many in `make test-all`, a third of them in `make test`."""
-    return min(most, most * NUM_OPERATIONS // 60_000 + 1)
+def scale(most: int, part: int = 3) -> int:
+    """Return a number of seeds: so many in `make test-all`, one of `part` of them in `make test`."""
+    return min(most, most * NUM_OPERATIONS // (20_000 * part) + 1)
 
 
 def make_manager(

@@ -75,23 +75,16 @@ def test_public_names_are_sorted_and_there() -> None:
     assert pagepool.__all__ == sorted(pagepool.__all__, key=lambda name: (not name.isupper(), name))
     assert len(pagepool.__all__) == len(set(pagepool.__all__))
     assert not [name for name in pagepool.__all__ if not hasattr(pagepool, name)]
-
-
-def test_unknown_names_are_refused() -> None:
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
         _ = pagepool.no_such_name
 
 
-@pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
-def test_modules_are_documented(module: ModuleType) -> None:
-    assert module.__doc__
-
-
-@pytest.mark.parametrize("value", public_objects(), ids=lambda value: f"{value.__module__}.{value.__qualname__}")
-def test_public_objects_are_documented(value: object) -> None:
-    assert is_documented(value)
-    if inspect.isclass(value):
-        assert not [name for name, member in members(value) if not inspect.getdoc(getattr(value, name))]
+def test_modules_and_public_objects_are_documented() -> None:
+    assert [module.__name__ for module in modules() if not module.__doc__] == []
+    undocumented = [value for value in public_objects() if not is_documented(value)]
+    for value in filter(inspect.isclass, public_objects()):
+        undocumented += [member for name, member in members(value) if not inspect.getdoc(getattr(value, name))]
+    assert undocumented == []
 
 
 def test_doctests_of_the_core() -> None:
@@ -141,39 +134,28 @@ def test_an_index_shows_the_readme_with_links_into_the_repository() -> None:
 
 @beside_its_distributions
 def test_the_source_distribution_carries_all_sources() -> None:
-    [sources] = DISTRIBUTIONS.glob("*.tar.gz")
-    with tarfile.open(sources) as archive:
-        names = set(archive.getnames())
+    """Neither it nor the wheel has a line for Python's start."""
+    [wheel], [sources] = (list(DISTRIBUTIONS.glob(f"*.{suffix}")) for suffix in ("whl", "tar.gz"))
+    with zipfile.ZipFile(wheel) as packed, tarfile.open(sources) as archive:
+        source_names, packed_names = archive.getnames(), packed.namelist()
         readme = archive.extractfile(f"pagepool-{pagepool.__version__}/README.md")
         assert readme is not None
         assert readme.read() == (ROOT / "README.md").read_bytes()
     paths = [path for path in (ROOT / "pagepool").rglob("*.p*") if path.suffix in (".py", ".pyi", ".pyx", ".pxd")]
-    assert {f"pagepool-{pagepool.__version__}/{path.relative_to(ROOT)}" for path in paths} <= names
-    assert not [name for name in names if name.endswith((".c", ".so"))]
+    assert {f"pagepool-{pagepool.__version__}/{path.relative_to(ROOT)}" for path in paths} <= {*source_names}
+    assert not [name for name in source_names if name.endswith((".c", ".so"))]
+    assert not [
+        name for name in (*source_names, *packed_names) if name.endswith((".pth", "sitecustomize.py", "usercustomize.py"))
+    ]
 
 
-@beside_its_distributions
-def test_neither_wheel_nor_source_distribution_has_a_line_for_pythons_start() -> None:
-    """`make test` leaves both beside the environment that it installed the wheel in."""
-    [wheel], [sources] = (list(DISTRIBUTIONS.glob(f"*.{suffix}")) for suffix in ("whl", "tar.gz"))
-    with zipfile.ZipFile(wheel) as packed, tarfile.open(sources) as archive:
-        names = [*packed.namelist(), *archive.getnames()]
-    assert {"pagepool/__init__.py", f"pagepool-{pagepool.__version__}/setup.py"} <= set(names)
-    assert not [name for name in names if name.endswith((".pth", "sitecustomize.py", "usercustomize.py"))]
-
-
-def test_the_build_makes_no_line_for_pythons_start() -> None:
-    """The same without a build: the sources have no such file, and the build names none."""
+@pytest.mark.parametrize("value", ["", "1", "wrong"])
+def test_python_starts_without_pagepool(value: str) -> None:
+    """The variable of EasyDeL changes nothing. The sources have no line for Python's start, and the build names none."""
     assert not list(ROOT.glob("*.pth")) + list((ROOT / "pagepool").rglob("*.pth"))
     builders = [ROOT / name for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "Makefile")]
     assert not [path.name for path in builders if ".pth" in path.read_text()]
-
-
-@pytest.mark.parametrize("value", [None, "0", "1", "wrong"])
-def test_python_starts_without_pagepool(value: str | None) -> None:
-    """For any value of EasyDeL's variable."""
-    env = {name: text for name, text in os.environ.items() if name != "PAGEPOOL_EASYDEL"}
-    env |= {} if value is None else {"PAGEPOOL_EASYDEL": value}
     code = "import sys; print([name for name in sys.modules if name.split('.')[0] == 'pagepool'])"
+    env = os.environ | {"PAGEPOOL_EASYDEL": value}
     process = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True, timeout=120)
     assert (process.stdout, process.stderr) == ("[]\n", "")
