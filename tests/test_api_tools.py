@@ -105,17 +105,6 @@ def test_what_breaks_nobody_passes(old: str, new: str, repository: Path, capsys:
     assert capsys.readouterr().out == "api-check: 0 breaking changes since v0.1.0, 0 of them not in the changelog\n"
 
 
-def test_without_a_tag(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    git(repository, "tag", "--delete", "v0.1.0")
-    api_check.main(repository)
-    assert capsys.readouterr().out == "api-check: skipped: no tag v* to compare with\n"
-    for _ in range(2):
-        git(repository, "commit", "--quiet", "--allow-empty", "--message", "more")
-    git(tmp_path, "clone", "--quiet", "--depth=1", "--no-tags", repository.as_uri(), "shallow")
-    api_check.main(tmp_path / "shallow")
-    assert capsys.readouterr().out.startswith("api-check: skipped: a shallow clone without tags; ")
-
-
 def test_the_reference_has_every_public_name() -> None:
     """Compiled classes too, with the types of their stub, and docstrings and examples of the compiled object."""
     text = api_reference.render(public_api.load(ROOT))

@@ -43,14 +43,6 @@ class TestTheRepository:
         parts = set(re.findall(r"\{\{(\w+)\}\}", report.TEMPLATE.read_text()))
         assert parts == {*benches, "vllm", *report.PARTS}
 
-    def test_ratios_are_of_the_medians(self, measured: results.Results) -> None:
-        for line in measured.lines:
-            if line.bench != "vllm":  # there they are medians of ratios
-                ours = line.medians[line.ours]
-                assert line.ratios == pytest.approx(
-                    {rival: median / ours for rival, median in line.medians.items() if rival != line.ours}, rel=2e-3
-                )
-
 
 class TestMerging:
     def merge(self, path: Path, setup: results.Setup, *lines: results.Line) -> results.Results:
@@ -71,17 +63,6 @@ class TestMerging:
         assert [remark.text for remark in merged.remarks] == ["a remark"]
         assert list(self.merge(path, EASYDEL | {"date": "2026-01-03"}, LINE, other).setups) == ["easydel, 2026-01-03"]
 
-    def test_environments_stand_side_by_side(self, tmp_path: Path) -> None:
-        """A rival's ratio is of its own run."""
-        path = tmp_path / "r.json"
-        self.merge(path, VLLM, replace(LINE, medians={"pagepool": 4.0, "vllm": 40.0}, ratios={"vllm": 10.0}))
-        merged = self.merge(path, EASYDEL, LINE)
-        assert report.make_table(merged.lines).splitlines() == [
-            "| work | EasyDeL | vLLM | pagepool beside EasyDeL | pagepool beside vLLM |",
-            "| --- | ---: | ---: | ---: | ---: |",
-            "| decode, per row | 8.00 ns (4.0x) | 40.0 ns (10.0x) | 2.00 ns | 4.00 ns |",
-        ]
-
     def test_a_machine_has_no_names_or_paths(self) -> None:
         machine = results.describe_machine()
         assert set(machine) <= set(results.MACHINE)
@@ -101,13 +82,6 @@ class TestPicture:
         assert "EasyDeL 5,039 ns" in (root.findtext(f"{name}desc") or "")
         texts = [element.text for element in root.iter(f"{name}text")]
         assert {"decode <row>", "5,039 ns (240x)", "21.0 ns", "10 ns", "1,000 ns", "a caption"} <= set(texts)
-
-    def test_bars_are_inside_and_longer_where_slower(self) -> None:
-        root = ET.fromstring(speed.draw(self.GROUPS, "a caption"))
-        bars = [element for element in root.iter("{http://www.w3.org/2000/svg}rect") if element.get("class") != "ground"]
-        widths = [float(element.get("width", 0)) for element in bars]
-        assert widths == sorted(widths, reverse=True)
-        assert 0 < min(widths) < max(widths) <= speed.RIGHT - speed.LEFT < speed.WIDTH <= 900
 
     def test_contrast(self) -> None:
         for name in {*speed.COLORS} - {"ground", "grid"}:

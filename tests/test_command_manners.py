@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -190,28 +189,15 @@ class TestMemory:
 
     @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits address space so")
     @UNSANITIZED
-    @pytest.mark.parametrize(
-        ("args", "message"),
-        [
-            (
-                ["replay", "--num-pages", "100M"],
-                "a pool of 100,000,000 pages of 16 tokens takes 6.0 GiB: 100000000 page records",
-            ),
-            (["fleet", "--replicas", "1", "--num-pages", "50M"], "50000000 page records"),
-            (
-                ["plan", "--num-pages", "10k,100M", "--replays", "2"],
-                "a pool of 100,000,000 pages of 16 tokens takes 6.0 GiB: 100000000 page records",
-            ),
-        ],
-    )
-    def test_an_address_space_that_is_short(self, args: list[str], message: str, trace: Path) -> None:
+    def test_an_address_space_that_is_short(self, trace: Path) -> None:
         code = (
             "import resource; from pagepool.replay.cli import main; from pagepool.replay.shared import memory\n"
             "memory.count_available_bytes = lambda: 1 << 60\n"
             "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, resource.RLIM_INFINITY))\n"
             "main()"
         )
-        command = [sys.executable, "-c", code, args[0], str(trace), *args[1:]]
+        message = "a pool of 100,000,000 pages of 16 tokens takes 6.0 GiB: 100000000 page records"
+        command = [sys.executable, "-c", code, "replay", str(trace), "--num-pages", "100M"]
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         assert result.returncode == 1
         assert re.fullmatch(rf"Error: out of memory: .*{re.escape(message)}\n", result.stderr), result.stderr
@@ -265,26 +251,18 @@ class TestNarrowTerminals:
 
 
 def test_one_and_many(tmp_path: Path) -> None:
-    """In titles, messages and errors."""
+    """Titles, messages and errors name one thing in the singular."""
     assert [count_of(number, "page") for number in (0, 1, 2, 1234567)] == ["0 pages", "1 page", "2 pages", "1,234,567 pages"]
     one = write_trace(tmp_path / "one.jsonl", (1, 1))
     options = ["--page-size", 1, "--num-pages", 2]
-    assert f"{one}, 2 pages of 1 token\n" in invoke("replay", one, *options).stdout
+    for command in COMMANDS:
+        assert not re.search(r"\b1 \w+s\b", invoke(command, one, *options).output)
     assert f"{one}: 1 replica of 2 pages of 1 token\n" in invoke("fleet", one, *options, "--replicas", 1).stdout
     plan = invoke("plan", one, *options, "--bytes-per-token", 1).stdout
     assert plan.startswith(f"{one}: 1 request, 1 prompt token, pages of 1 token and 1 B\n")
-    assert "hits 0 of 1 prompt token (" in plan
     result = invoke("replay", one, "--num-pages", 1)
     assert f"skipped {one}:1: a request of 1 token needs 1 page, the pool has 0\n" in result.stderr
     assert "in 1 page of 16 tokens: the smallest of 1 request needs 2 pages" in result.stderr
-    for command in COMMANDS:
-        assert not re.search(r"\b1 \w+s\b", invoke(command, one, *options).output)
-    one.write_text(one.read_text().replace("}", ', "output_hash_ids": [1, 2], "block_size": 2}'))
-    assert ":1: got 3 ids for 1 full block of 2 in 2 tokens\n" in invoke("replay", one).stderr
-    one.write_text(
-        one.read_text().replace('"hash_ids": [0]', '"hash_ids": [0, 1]').replace('"block_size": 2', '"block_size": 1')
-    )
-    assert "one for each 1 token, unless" in invoke("replay", one).stderr
 
 
 class TestProgress:
@@ -376,22 +354,3 @@ class TestWithoutExtras:
     def test_the_fleet_has_an_extra_of_its_own(self, trace: Path) -> None:
         result = self.run(["fleet", str(trace)], "msgspec")
         assert (result.returncode, result.stderr) == (1, "Error: the fleet needs msgspec: pip install 'pagepool[fleet]'\n")
-
-
-class TestModels:
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"num_hidden_layers": 10**12}, "num_hidden_layers must be at most 100000, got 1000000000000"),
-            ({"head_dim": 10**400}, "head_dim must be at most 1000000000, got 1000"),
-            ({"head_dim": 1e400}, "head_dim must be an integer, got inf"),
-            ({"head_dim": 10**9, "num_attention_heads": 10**9}, "a page would take "),
-        ],
-    )
-    def test_absurd_ones(self, changes: dict[str, Any], message: str, trace: Path, tmp_path: Path) -> None:
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps({"num_hidden_layers": 3, "num_attention_heads": 1, "head_dim": 2} | changes))
-        result = invoke("plan", trace, "--model-config", path)
-        assert result.exit_code == 2
-        assert f"Error: {path}: {message}" in result.output
-        assert len(result.output) < 300

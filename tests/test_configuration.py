@@ -69,7 +69,6 @@ def first_token(content: Any) -> int:
 
 DIFFERENCES: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any], str]] = {
     "seed": ((), {}, (), {"hash_seed": 4}, r"hash_seed: got 'digest \w+', allowed: 'digest \w+'"),
-    "no seed": ((), {}, (), {"hash_seed": None}, r"hash_seed: got 'digest \w+', allowed: 'digest \w+'"),
     "algorithm": ((), {}, (), {"hash_algo": "sha256"}, "hash_algo: got 'sha256', allowed: 'siphash128'"),
     "callable": (
         (),
@@ -77,13 +76,6 @@ DIFFERENCES: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], d
         (),
         {"hash_algo": first_token},
         r"hash_algo: got 'callable \S*test_configuration.first_token', allowed: 'callable builtins.hash'",
-    ),
-    "seed of sha256": (
-        (),
-        {"hash_algo": "sha256", "hash_seed": None},
-        (),
-        {"hash_algo": "sha256"},
-        r"hash_seed: got 'digest \w+', allowed: 'digest \w+'",
     ),
     "page size": ((full(4),), {}, (full(8),), {}, r"kv_cache_groups\[0\].page_size: got 8, allowed: 4"),
     "kind": (

@@ -194,12 +194,6 @@ class TestEngines:
             "VLLM_PLUGINS=one,other leaves pagepool out",
         ]
 
-    def test_a_value_that_is_none(self, monkeypatch: pytest.MonkeyPatch, installed: Versions, problems: list[Problem]) -> None:
-        installed()
-        monkeypatch.setenv("PAGEPOOL_EASYDEL", "perhaps")
-        assert not inspect_engines(problems)["easydel"]["is_on"]
-        assert problems[0].what.startswith("PAGEPOOL_EASYDEL: got 'perhaps', allowed: 1, ")
-
     def test_an_engine_that_refuses(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problems: list[Problem]) -> None:
         """Another version is imported than the installed one."""
         (tmp_path / "vllm.py").write_text("__version__ = '0.1'")
@@ -210,18 +204,6 @@ class TestEngines:
         assert [problem.what for problem in problems] == [
             "vLLM refuses pagepool: pagepool.errors.CompatError: vLLM's version: got 0.1, expected 0.33.*"
         ]
-
-    def test_an_adapter_that_takes_too_long(
-        self, monkeypatch: pytest.MonkeyPatch, installed: Versions, problems: list[Problem]
-    ) -> None:
-        installed(easydel="0.3.0")
-        monkeypatch.setattr(engines, "SECONDS", 1)
-        monkeypatch.setattr(
-            engines, "run_python", lambda _, seconds: environment.run_python("import time; time.sleep(60)", seconds)
-        )
-        monkeypatch.setenv("PAGEPOOL_EASYDEL", "on")
-        assert not inspect_engines(problems)["easydel"]["is_replaced"]
-        assert [problem.what for problem in problems] == ["EasyDeL refuses pagepool: the import took more than 1 seconds"]
 
 
 class TestSelfTest:
@@ -262,17 +244,3 @@ class TestSelfTest:
         assert '\n1 problem:\n- the self-test failed: IntegrityError("page 3 is nobody\'s")\n' in output
         assert "extras unknown" in output
         assert "jax        9.9, does not start" in output
-
-
-def test_the_text_of_devices() -> None:
-    device = {
-        "name": "cuda:0",
-        "kind": "NVIDIA H200",
-        "memory_kinds": ["device", "pinned_host"],
-        "default_memory_kind": "device",
-    }
-    assert list(report._describe_jax({"version": "0.10.2", "backend": "gpu", "devices": [device]})) == [
-        "jax        0.10.2, backend gpu",
-        "           cuda:0 (NVIDIA H200), memory: device (default), pinned_host",
-    ]
-    assert list(report._describe_jax(None)) == ["jax        not installed"]

@@ -10,7 +10,7 @@ from replays import make_random_records, scale
 
 from pagepool import PagePool
 from pagepool.errors import ArgumentError
-from pagepool.replay import Planner, PoolFigures, Scheduler, TraceRecord, make_requests
+from pagepool.replay import Planner, PoolFigures, Scheduler, make_requests
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
@@ -82,13 +82,6 @@ class TestComparison:
                 before, at = planner.make_plan([num_pages - 1, num_pages]).pools
                 assert at.lru_hit_tokens >= hit_tokens
                 assert num_pages == planner.min_num_pages or before.lru_hit_tokens < hit_tokens
-
-    def test_a_pool_that_skips_requests_has_no_equal(self) -> None:
-        records = [*make_loop(), TraceRecord(999, 5000, 1, tuple(range(10)))]
-        planner = Planner(records, 16)
-        [pool] = planner.make_plan([200]).pools
-        run = planner.compare(pool, "arc", 1600)
-        assert (run.lru_num_pages, run.hit_rate) == (None, 1600 / sum(each.input_length for each in records))
 
 
 class TestSentences:
@@ -190,18 +183,6 @@ class TestPlan:
         assert sizes_of(None, (), 1000) == [100, 900]
         assert sizes_of(400, (), 10**9) == []
 
-    def test_steps_are_as_long_as_asked(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        seen = []
-        monkeypatch.setattr(command, "PolicySimulator", lambda *args: seen.append(args[1:3]) or PolicySimulator(*args))
-        figures_of("plan", trace, "--replays", 0, "--max-batched-tokens", 100, "--page-size", 32, "--eviction", "arc")
-        assert seen == [(32, 100)]
-
-    def test_too_little_memory(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pagepool.replay.shared.memory.count_available_bytes", lambda: 1_000_000)
-        result = invoke("plan", trace, "--num-pages", "600,100k", "--eviction", "arc")
-        assert result.exit_code == 1
-        assert "out of memory: a simulation of 100,000 pages of 16 tokens would take 9.9 MiB" in result.output
-
 
 class TestReplay:
     def test_the_policy_reaches_the_pool(self, trace: Path) -> None:
@@ -225,18 +206,6 @@ class TestReplay:
         assert first.split() == ["hit", "rate", *(f"{figures['hit_rate']:.1%}" for figures in by_policy.values())]
         assert not any(row.lstrip().startswith("hit rate") for row in rows)
         assert rows[0].split() == ["requests", "240", "240", "240"]
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            (["--eviction", "fifo"], "'fifo' is not one of 'lru', 'arc', 'adaptive'"),
-            (["--eviction", "arc", "--compare-eviction"], "--compare-eviction and --eviction exclude each other"),
-            (["--compare", "--compare-eviction"], "--compare-eviction and --compare exclude each other"),
-        ],
-    )
-    def test_bad_options(self, trace: Path, options: list[str], message: str) -> None:
-        result = invoke("replay", trace, *options)
-        assert (result.exit_code, message in result.output) == (2, True), result.output
 
     def test_more_than_there_is_memory_for(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         num_bytes = sum(count_pool_bytes(100_000, policy) for policy in EVICTION_POLICIES)

@@ -24,10 +24,10 @@ from pagepool.replay.plans.host_report import list_host_columns
 from pagepool.replay.plans.plan import HostRun, HostSpeed, Plan
 from pagepool.replay.plans.policies import PolicySimulator
 from pagepool.replay.plans.report import describe, describe_picture, list_columns
-from pagepool.replay.shared.memory import count_digest_bytes, count_tier_bytes
+from pagepool.replay.shared.memory import count_tier_bytes
 from pagepool.replay.simulation.figures import HostFigures
 from pagepool.replay.simulation.host import HostMemory
-from pagepool.replay.simulation.runs import count_bytes, make_manager
+from pagepool.replay.simulation.runs import make_manager
 
 NUM_SEEDS = scale(15)
 SPEEDS = ["--host-bandwidth", "25GB", "--prefill-rate", "10k"]
@@ -90,20 +90,6 @@ class TestReplay:
         output = invoke("replay", *options).stdout
         assert f"{host['loaded_bytes'] / 2**30:,.1f} GiB" in output
 
-    def test_the_table(self, trace: Path) -> None:
-        options = [trace, "--num-pages", 600, "--max-num-seqs", 1]
-        lines = invoke("replay", *options, "--host-pages", "1k", "--host-policy", "write_through").stdout.splitlines()
-        assert lines[0] == f"{trace}, 600 pages of 16 tokens, 1,000 host pages (write_through)"
-        rows = [line.rpartition("  ")[0].rstrip() for line in lines]
-        first = rows.index("pages loaded from the host")
-        assert rows[first + 1 : first + 5] == [
-            "  tokens in them",
-            "pages saved to the host",
-            "  evicted there",
-            "  refused for lack of room",
-        ]
-        assert "host" not in invoke("replay", *options).stdout
-
     def test_a_tier_behind_each_policy(self, trace: Path) -> None:
         options = [trace, "--num-pages", 600, "--max-num-seqs", 1, "--host-pages", "2k", "--compare-eviction"]
         assert {figures["host"]["loaded_pages"] > 0 for figures in figures_of("replay", *options).values()} == {True}
@@ -137,24 +123,6 @@ class TestReplay:
             loaded_tokens.append(figures.host and figures.host.loaded_tokens)
         assert hits[0] < hits[1]
         assert (loaded_tokens[1] is None) is not has_attention
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            (["--host-pages", "1"], "Invalid value for '--host-pages': 1 is not in the range x>=2."),
-            (["--host-pages", "40GiB"], "'40GiB' is in bytes, units allowed: none, k, M, G."),
-            (["--host-pages", "2G"], "no pool of 600 pages of 16 tokens, 2,000,000,000 host pages: "),
-            (["--host-pages", "1k", "--no-caching"], "--host-pages and --no-caching exclude each other"),
-            (["--host-policy", "write_back"], "--host-policy needs --host-pages"),
-            (["--host-min-uses", "2"], "--host-min-uses needs --host-pages"),
-            (["--host-pages", "1k", "--host-policy", "none"], "'none' is not one of 'write_back', 'write_through'"),
-            (["--host-pages", "1k", "--host-min-uses", "256"], "256 is not in the range 1<=x<=255"),
-        ],
-    )
-    def test_bad_options(self, options: list[str], message: str, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pagepool.replay.shared.memory.count_available_bytes", lambda: 1 << 60)
-        result = invoke("replay", trace, "--num-pages", 600, *options)
-        assert (result.exit_code, message in result.output) == (2, True), result.output
 
     @pytest.mark.slow
     @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux says what is resident")
@@ -256,36 +224,6 @@ class TestPlan:
         assert "LRU with 2,000 host pages, one after another" in plot.read_text()
         assert "600 pages: LRU 0.0%, best 24.7%, with host 45.5%;" in plot.read_text()
         assert "With 2,000 host pages, by size of the pool" in page.read_text()
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            (["--host-pages", "0"], "Invalid value for '--host-pages': 0 is not in the range x>=2."),
-            (["--host-pages", "2G"], " pages of 16 tokens, 2,000,000,000 host pages: "),
-            (["--host-policy", "write_through"], "--host-policy needs --host-pages"),
-            (["--host-bandwidth", "25GB"], "--host-bandwidth and --prefill-rate need each other"),
-            (["--host-pages", "1k", "--prefill-rate", "10k"], "--host-bandwidth and --prefill-rate need each other"),
-            (SPEEDS, "--host-bandwidth needs --host-pages"),
-            (["--host-pages", "1k", *SPEEDS], "--host-bandwidth needs --bytes-per-token or --model-config"),
-            (["--host-bandwidth", "25", "--prefill-rate", "1"], "'25' has no unit, units allowed: B, kB, "),
-            (
-                ["--host-pages", "1k", "--checkpoint-interval", "256"],
-                "--host-pages: a model with states is planned without a tier",
-            ),
-        ],
-    )
-    def test_bad_options(self, options: list[str], message: str, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pagepool.replay.shared.memory.count_available_bytes", lambda: 1 << 60)
-        result = invoke("plan", trace, "--num-pages", "600,1000", *options)
-        assert (result.exit_code, message in result.output) == (2, True), result.output
-
-    def test_too_little_memory(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        num_bytes = count_bytes(100_000, host=HostMemory(200_000)) + count_digest_bytes(240 * 94)
-        monkeypatch.setattr("pagepool.replay.shared.memory.count_available_bytes", lambda: num_bytes - 1)
-        options = ["--num-pages", "600,100k", "--eviction", "lru", "--host-pages", "200k"]
-        result = invoke("plan", trace, *options)
-        assert result.exit_code == 1
-        assert "out of memory: a simulation of 100,000 pages of 16 tokens, 200,000 host pages would take " in result.output
 
 
 def read_host(options: list[object]) -> tuple[Any, ...]:

@@ -48,20 +48,8 @@ ROWS = [
 ORDER = [f"{folder}.{name}".strip(".") for folder, names in ROWS for name in names]
 FOLDERS = {"compat", "core"}  # their files may import one another; those of the core one way, see below
 PARTED = {"events", "hashing", "stats"}  # some of their files are below the core or the manager, some above
-PACKAGES = [
-    "cbor2",
-    "click",
-    "easydel",
-    "hypothesis",
-    "jax",
-    "matplotlib",
-    "msgspec",
-    "prometheus_client",
-    "ray",
-    "rich",
-    "vllm",
-]
-OPTIONAL = {*PACKAGES, "zmq"}
+ENGINES = {"easydel", "jax", "vllm"}
+OPTIONAL = ENGINES | {"cbor2", "click", "hypothesis", "matplotlib", "msgspec", "prometheus_client", "ray", "rich", "zmq"}
 # These are imported on first use themselves.
 EXTRAS = ("events", "event_publisher", "stats.prometheus", "metrics", "replay", "compat.vllm.")
 FILES = [*PYTHON_FILES, *DOORS, *HEADERS]

@@ -34,7 +34,7 @@ from pagepool.replay.fleets.report import headline_fleet  # noqa: E402
 from pagepool.replay.models.pages import ModelPages  # noqa: E402
 from pagepool.replay.plans.plot import draw_plan, save_plot  # noqa: E402
 from pagepool.replay.plans.policies import PolicySimulator  # noqa: E402
-from pagepool.replay.plans.report import headline, list_columns  # noqa: E402
+from pagepool.replay.plans.report import list_columns  # noqa: E402
 from pagepool.replay.shared.drawing import COLORS, STYLE  # noqa: E402
 from pagepool.replay.shared.options import EVICTION_POLICIES  # noqa: E402
 from pagepool.replay.simulation.runs import make_manager  # noqa: E402
@@ -130,16 +130,6 @@ class TestShares:
         restarted = run_fleet("round-robin", make_replicas(2, settings, records), settings, deaths=[(0.0, 0), (5.0, 0)])
         assert (restarted.num_skipped, restarted.skipped_prompt_tokens) == (1, 120)  # by a dead replica too, and counted once
 
-    def test_tables_of_replays_and_fleets(self, tmp_path: Path) -> None:
-        """Tokens that hit are that share of the prompt tokens that ran."""
-        path = tmp_path / "trace.jsonl"
-        path.write_text(line_of() * 3 + line_of(input_length=1200, hash_ids=[5, 6, 7]))
-        for command in (["replay"], ["fleet", "--router", "prefix", "--replicas", 1]):
-            output = invoke(*command, path, "--num-pages", 60).stdout
-            rows = dict(re.findall(r"^ *([a-z ,]+?)  +([\d.,%]+)$", output, re.MULTILINE))
-            assert (rows["prompt tokens"], rows["their prompt tokens"], rows["hit"]) == ("1,800", "1,200", "1,184")
-            assert rows["hit rate"] == "65.8%"
-
 
 class TestKnee:
     def knee_of(self, *sizes: int) -> tuple[list[str], list[float]]:
@@ -198,11 +188,6 @@ class TestLayout:
         assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
         assert len({label.get_text() for label in labels}) == len(labels)
 
-    def test_few_sizes_are_marked_in_full(self) -> None:
-        labels = [label.get_text() for label in draw(PLANS["two"]()).axes[0].xaxis.get_ticklabels()]
-        assert labels == ["7,909", "8,000"]
-        assert [label.get_text() for label in draw(PLANS["one"]()).axes[0].xaxis.get_ticklabels()] == ["12,800"]
-
     def test_colours_have_contrast(self) -> None:
         for name in {*COLORS} - {"paper", "grid"}:
             for color, paper in zip(COLORS[name], COLORS["paper"], strict=True):
@@ -224,14 +209,6 @@ class TestTitles:
     )
     def test_the_name_of_a_trace(self, source: str, name: str) -> None:
         assert name_trace(source) == name
-
-    def test_a_plan(self) -> None:
-        plan = make_plan([50, 100])
-        assert plan.knee is not None
-        finding = f"{plan.most_hit_tokens / plan.prompt_tokens:.1%} of prompt tokens hit"
-        end = f"beyond {plan.knee.lru_num_pages:,} pages more memory adds little"
-        assert headline(plan, "chat") == f"chat: up to {finding}; {end}"
-        assert headline(make_empty_plan(), "chat") == "chat: no pool hits anything"
 
     def test_a_fleet(self) -> None:
         none, some, most = (FleetFigures(prompt_tokens=8, hit_tokens=tokens) for tokens in (0, 1, 2))

@@ -61,13 +61,6 @@ def test_a_section_must_be_ready(notes: ModuleType, version: str, message: str) 
         notes.extract_section(CHANGELOG, version)
 
 
-def test_the_version_is_read_from_the_source(notes: ModuleType) -> None:
-    source = (ROOT / "pagepool" / "_version.py").read_text()
-    assert notes.read_version(source) == pagepool._version.__version__
-    with pytest.raises(ValueError, match="assigns no version"):
-        notes.read_version("version = 1")
-
-
 def test_another_tag_is_refused() -> None:
     command = [sys.executable, str(SCRIPTS / "release_notes.py"), "v0.0.0"]
     process = subprocess.run(command, capture_output=True, text=True, check=False)

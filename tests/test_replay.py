@@ -1,25 +1,20 @@
 """Traces, synthetic chats, the simulated scheduler, and its command."""
 
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import command_line
 import numpy as np
 import pytest
-from oracle import OracleManager, OraclePool
 from replays import (
-    PAGE_SIZE,
     SHARED_TRACE,
     compare_paths,
     counts,
-    groups_of,
     make_manager,
     make_random_requests,
     request_of,
@@ -27,7 +22,7 @@ from replays import (
     steps_of,
 )
 
-from pagepool.errors import ArgumentError, ArgumentTypeError, PagePoolError, RequestTooLargeError
+from pagepool.errors import ArgumentError, ArgumentTypeError, PagePoolError
 from pagepool.replay import (
     WORKLOADS,
     Figures,
@@ -42,46 +37,13 @@ from pagepool.replay import (
 )
 from pagepool.replay.traces.reader import parse_record
 from pagepool.running_batch import RunningBatch
-from pagepool.specs import CacheGroupSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec, cdiv
 
 GOOD = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}
 
 
-class CountingPool(OraclePool):
-    """Counts the figures that a replay reports."""
-
-    stats = SimpleNamespace(num_allocated_pages=0, num_evicted_pages=0)
-
-    def take(self, num_pages: int, shard: range | None) -> list[int]:
-        num_entries = len(self.entry_of_page)
-        pages = super().take(num_pages, shard)
-        num_evicted = num_entries - len(self.entry_of_page)
-        self.stats = SimpleNamespace(
-            num_allocated_pages=self.stats.num_allocated_pages + len(pages),
-            num_evicted_pages=self.stats.num_evicted_pages + num_evicted,
-        )
-        return pages
-
-
-class ReplayOracle(OracleManager):
-    """The oracle as the allocator of a replay, without a running batch, states and a host tier."""
-
-    checkpoint_interval = host_tier = None
-
-    def __init__(self, num_pages: int, page_size: int = PAGE_SIZE, enable_caching: bool = True) -> None:
-        super().__init__(num_pages, groups_of(page_size), 1 << 20, enable_caching)
-        self.page_pool = CountingPool(num_pages, self.enable_caching)
-
-    def require_capacity(self, num_tokens: int) -> None:
-        if cdiv(num_tokens, self.kinds[0].page_size) > self.page_pool.num_pages - 1:
-            raise RequestTooLargeError("too large")
-
-
-def make_scheduler(num_pages: int, requests: list[SimulatedRequest], batched: bool, **options: Any) -> Scheduler:
-    """Make a scheduler on the oracle, request by request, or on a running batch."""
-    limits = {name: options.pop(name) for name in ("max_num_batched_tokens", "max_num_seqs") if name in options}
-    manager = (make_manager if batched else ReplayOracle)(num_pages, **options)
-    return Scheduler(manager, requests, batched=batched, **limits)
+def make_scheduler(num_pages: int, requests: list[SimulatedRequest], batched: bool, **limits: Any) -> Scheduler:
+    """Make a scheduler that allocates request by request, or with a running batch."""
+    return Scheduler(make_manager(num_pages), requests, batched=batched, **limits)
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -106,7 +68,7 @@ class TestDecisions:
 
     def test_the_newest_is_preempted_and_comes_back_first(self, batched: bool) -> None:
         requests = [request_of("a", 16, 4), request_of("b", 16, 4), request_of("c", 16, 1)]
-        scheduler = make_scheduler(1 + 3, requests, batched, enable_caching=False)
+        scheduler = Scheduler(make_manager(1 + 3, enable_caching=False), requests, batched=batched)
         assert steps_of(scheduler) == [
             [("a", 16), ("b", 16), ("c", 16)],
             [("a", 1), ("b", None)],  # c has ended, a takes its page, b is the newest and is preempted
@@ -158,32 +120,6 @@ def test_limits_must_be_positive(name: str) -> None:
         Scheduler(make_manager(8), [], **{name: 0})
 
 
-class TestEqualToTheOracle:
-    def compare(self, make: Any, num_pages: int, **limits: Any) -> Figures:
-        options = {name: limits.pop(name) for name in ("page_size", "enable_caching") if name in limits}
-        oracles = Scheduler(ReplayOracle(num_pages, **options), make(), batched=False, **limits).run()
-        for batched in (False, True):
-            ours = Scheduler(make_manager(num_pages, **options), make(), batched=batched, **limits).run()
-            assert counts(ours) == counts(oracles)
-        return ours
-
-    def test_chats_in_a_small_pool(self) -> None:
-        figures = self.compare(lambda: generate_chats(scale(100), seed=3), 700, max_num_batched_tokens=500)
-        assert figures.preemptions > 0
-        assert figures.rehit_tokens > 0
-        assert figures.evicted_pages > 0
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("page_size", [1, 5, 64])
-    def test_chats_by_page_size(self, page_size: int) -> None:
-        self.compare(lambda: generate_chats(12), 8000 // page_size, page_size=page_size, max_num_seqs=5)
-
-    def test_chats_without_caching(self) -> None:
-        figures = self.compare(lambda: generate_chats(scale(60)), 700, enable_caching=False)
-        assert figures.hit_tokens == figures.evicted_pages == 0
-        assert figures.preemptions > 0
-
-
 class TestEqualPaths:
     """A running batch and a manager give the same figures, and leave the same pages free in the same order."""
 
@@ -202,19 +138,6 @@ class TestEqualPaths:
             seen.update(self.compare(requests, num_pages, page_size, seed % 5 > 0, **limits).as_dict())
         for name in ("preemptions", "rehit_tokens", "hit_tokens", "evicted_pages", "skipped"):
             assert seen[name] > 0
-
-    @pytest.mark.parametrize("kind", ["window", "chunks", "hybrid"])
-    def test_other_kinds_of_attention(self, kind: str) -> None:
-        kinds: dict[str, Any] = {
-            "full": FullAttentionSpec(4, 1, 1, "bfloat16", use_mla=False),
-            "window": SlidingWindowSpec(4, 1, 1, "bfloat16", use_mla=False, sliding_window=10),
-            "chunks": ChunkedLocalAttentionSpec(4, 1, 1, "bfloat16", use_mla=False, attention_chunk_size=16),
-        }
-        names = ["full", "window"] if kind == "hybrid" else [kind]
-        groups = [CacheGroupSpec(kinds[name]) for name in names]
-        for seed in range(scale(15)):
-            requests = make_random_requests(np.random.default_rng(seed), num_requests=25)
-            assert self.compare(requests, 120, 4, True, groups, max_num_seqs=9, max_num_batched_tokens=70).requests > 0
 
     @pytest.mark.slow
     @pytest.mark.skipif(not SHARED_TRACE.exists(), reason="the trace is not here")
@@ -387,38 +310,10 @@ class TestCommand:
         assert figures["prompt_tokens"] == sum(request.num_prompt_tokens for request in generate_workload(name, 10, 3))
         assert f"synthetic {name}, 32,768 pages of 16 tokens\n" in invoke(*options).output
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            (["--num-pages", str(1 << 62)], f"{1 << 62} is not in the range x<={10**18}"),
-            (["--page-size", str(1 << 40)], f"page_size: got {1 << 40}, allowed: 1 to {1 << 30}"),
-            (["--seed", "-1"], "-1 is not in the range x>=0"),
-            (["--seed", "x"], "'x' is not a valid integer"),
-            (["--workload", "lru"], "'lru' is not one of 'chats', "),
-            (["--unknown"], "No such option '--unknown'"),
-            (["no-such-file.jsonl"], "File 'no-such-file.jsonl' does not exist"),
-            ([__file__, "--workload", "chats"], "TRACE and --workload exclude each other"),
-        ],
-    )
-    def test_bad_options(self, options: list[str], message: str) -> None:
-        result = invoke(*options)
-        assert (result.exit_code, message in result.output) == (2, True), result.output
-
 
 class TestProcess:
     def run(self, code: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-    @pytest.mark.parametrize("json_options", [[], ["--json", "-"]])
-    def test_a_progress_bar_on_a_terminal_only(self, trace: Path, json_options: list[str]) -> None:
-        pty = pytest.importorskip("pty")
-        ours, theirs = pty.openpty()
-        process_args = [sys.executable, "-m", "pagepool", "replay", str(trace), *json_options]
-        with subprocess.Popen(process_args, stdout=theirs, env={**os.environ, "TERM": "xterm"}) as process:
-            os.close(theirs)
-            output = command_line.read_terminal(ours)
-        assert process.returncode == 0
-        assert (b"\x1b[" in output) == (not json_options)
 
     def test_the_public_names_need_no_extra(self) -> None:
         """The package alone does not import them, either."""

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from model_configs import ATTENTION, LLAMA, QWEN
+from model_configs import LLAMA, QWEN
 from replays import compare_paths, make_loop, make_random_requests, request_of, scale, steps_of
 
 from pagepool.manager import CacheManager
-from pagepool.replay import Planner, Scheduler, SimulatedRequest, TraceRecord, read_trace
+from pagepool.replay import Planner, Scheduler, TraceRecord, read_trace
 from pagepool.replay.models.pages import ModelPages
-from pagepool.replay.plans.checkpoints import CheckpointSimulator, count_states
+from pagepool.replay.plans.checkpoints import CheckpointSimulator
 from pagepool.replay.simulation.allocator import HASH_SEED, end_at_checkpoints
 
 pytest.importorskip("click")
@@ -66,24 +66,6 @@ class TestChunks:
         assert scheduler.figures.copied_pages == 3  # checkpoints at 64 and 96, and one hit
 
 
-def count_hits(requests: list[SimulatedRequest], interval: int, max_batched_tokens: int) -> int:
-    """Count the tokens that hit in a pool that never evicts, from the texts alone."""
-    kept: set[bytes] = set()
-    hit_tokens = 0
-    for request in requests:
-        tokens = request.make_token_ids()
-        ends = range(0, request.num_prompt_tokens, interval)
-        start = end = max(end for end in ends if end == 0 or tokens[:end].tobytes() in kept)
-        hit_tokens += start
-        while end < request.num_prompt_tokens:
-            stop = min(end + max_batched_tokens, request.num_prompt_tokens)
-            end = stop // interval * interval if stop // interval * interval > end else stop
-            if end % interval == 0:
-                kept.add(tokens[:end].tobytes())
-        kept |= {tokens[:end].tobytes() for end in range(end, request.num_slots + 1) if end % interval == 0}
-    return hit_tokens
-
-
 class TestEqualPaths:
     """A running batch and a manager give the same figures, and leave the same pages free in the same order."""
 
@@ -108,8 +90,6 @@ class TestEqualPaths:
         for seed in range(NUM_SEEDS):
             requests = make_random_requests(np.random.default_rng(seed), num_requests=25)
             assert compare_paths(requests, lambda: CacheManager(30, groups, 1 << 16), max_num_seqs=9).evicted_pages > 0
-            figures = compare_paths(requests, lambda: CacheManager(5_000, groups, 1 << 16), max_num_seqs=1)
-            assert figures.hit_tokens == count_hits(requests, 8, 8192)
 
 
 class TestSimulator:
@@ -136,32 +116,6 @@ class TestSimulator:
         assert min(seen[name] for name in ("hit_tokens", "evicted_pages", "copied_pages")) > 0
         assert (seen["skipped"] > 0) == (num_attention_groups > 0)
 
-    def test_a_pool_for_all_states_never_evicts(self) -> None:
-        for seed in range(NUM_SEEDS):
-            print(f"seed {seed}")
-            rng = np.random.default_rng(seed)
-            interval, budget = int(rng.integers(1, 9)), int(rng.integers(1, 40))
-            requests = make_random_requests(rng, num_requests=30)
-            simulator = CheckpointSimulator(requests, ModelPages(1, None, 0, 1), budget)
-            most = count_states(requests, interval, budget)
-            enough, huge = (simulator.run(num_pages, interval) for num_pages in (1 + most, 50_000))
-            assert (enough.hit_tokens, enough.kept_pages) == (huge.hit_tokens, huge.kept_pages)
-            alone = [CheckpointSimulator([each], ModelPages(1, None, 0, 1), budget).run(50_000, interval) for each in requests]
-            assert most == sum(1 + each.kept_pages for each in alone)
-
-    def test_equal_to_the_texts_in_a_pool_that_never_evicts(self) -> None:
-        num_hit_tokens = 0
-        for seed in range(NUM_SEEDS):
-            rng = np.random.default_rng(seed)
-            page_size, budget = int(rng.choice([1, 2, 4, 8])), int(rng.integers(1, 100))
-            interval = page_size * int(rng.integers(1, 5))
-            requests = make_random_requests(rng, num_requests=30)
-            simulator = CheckpointSimulator(requests, ModelPages(page_size, num_state_groups=2), budget)
-            hits = simulator.run(50_000, interval).hit_tokens
-            assert hits == count_hits(requests, interval, budget)
-            num_hit_tokens += hits
-        assert num_hit_tokens > 0
-
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
@@ -178,22 +132,11 @@ def config(tmp_path: Path) -> Path:
 
 
 class TestReplay:
-    def test_figures(self, trace: Path) -> None:
-        figures = figures_of("replay", trace, "--checkpoint-interval", 256, "--max-num-seqs", 1)
-        assert figures["hit_tokens"] == 8 * 1024
-        assert figures["copied_pages"] == 4 + 8
-        assert figures_of("replay", trace, "--max-num-seqs", 1)["copied_pages"] == 0
-
     def test_both_ways_of_allocating_give_the_same(self, trace: Path, config: Path) -> None:
         result = invoke("replay", trace, "--model-config", config, "--compare", "--num-pages", 40)
         assert result.exit_code == 0, result.output
         assert "40 pages of 544 tokens, checkpoints every 1,088 tokens" in result.output
         assert "states copied" in result.output
-
-    def test_without_states_nothing_is_said_of_them(self, trace: Path) -> None:
-        result = invoke("replay", trace)
-        assert "copied" not in result.output
-        assert "checkpoints" not in result.output
 
     def test_the_model_decides_on_pages_and_states(self, trace: Path, config: Path) -> None:
         options = ("replay", trace, "--model-config", config, "--limit", 1)
@@ -206,25 +149,6 @@ class TestReplay:
 
 
 class TestPlan:
-    def test_figures_by_interval(self, trace: Path, config: Path) -> None:
-        figures = figures_of("plan", trace, "--model-config", config, "--num-pages", 50)
-        assert figures["page_bytes"] == 12 * 544 * 2048
-        assert figures["model"]["num_state_groups"] == 3
-        assert figures["min_num_pages"] == 1 + 3 + 3
-        by_size = {pool["num_pages"]: pool["checkpoints"] for pool in figures["pools"]}
-        assert [each["interval"] for each in by_size[50]] == [544, 1088, 2176, 4352]
-        assert [each["hit_tokens"] for each in by_size[50]] == [8 * 1088, 8 * 1088, 0, 0]
-        assert by_size[50][1]["hit_rate"] == pytest.approx(8 * 1088 / (12 * 1200))
-        assert by_size[50][1]["copied_pages"] == 3 * (4 + 8)
-        assert by_size[50][1]["kept_pages"] == 3 * 4
-        assert any(pool["replay"] for pool in figures["pools"])
-
-    def test_intervals_that_were_asked_for(self, trace: Path) -> None:
-        figures = figures_of("plan", trace, "--checkpoint-interval", "512,256", "--num-pages", "100,1000", "--page-size", 64)
-        for pool in figures["pools"]:
-            assert [each["interval"] for each in pool["checkpoints"]] == [256, 512]
-        assert figures["page_bytes"] is None
-
     @pytest.mark.parametrize(
         ("model", "sizes"), [("more states", "40,400"), ("more attention", "40,400"), ("states only", "4,200")]
     )
@@ -286,21 +210,6 @@ class TestPlan:
         ):
             assert text in output
 
-    def test_policies(self, config: Path, tmp_path: Path) -> None:
-        path = write_trace(tmp_path / "loop.jsonl", make_loop())
-        options = ["plan", path, "--checkpoint-interval", "256,512", "--num-pages", 700, "--replays", 0]
-        for pool in figures_of(*options)["pools"]:
-            assert {run["eviction"] for run in pool["checkpoints"]} <= {"lru"}
-            assert pool["policies"] == {}
-        assert "Megiddo" not in invoke(*options).output
-        output = invoke(*options, "--eviction", "adaptive", "--eviction", "arc").output
-        for text in ("At 700 pages", "With ARC eviction at 700 pages ", "With adaptive eviction at 700 pages "):
-            assert f"\n{text}" in output
-        assert "Megiddo" in output
-        table = output.partition("By interval of checkpoints, with 700 pages")[2]
-        rows = [line.split()[:2] for line in table.splitlines() if line.lstrip().startswith(("256 ", "512 "))]
-        assert rows == [[interval, policy] for policy in ("LRU", "ARC", "adaptive") for interval in ("256", "512")]
-
     @pytest.mark.parametrize("model", ["more attention", "states only"])
     def test_pictures_of_policies(self, model: str, config: Path, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")
@@ -332,16 +241,6 @@ class TestPlan:
             assert text in result.output
         for text in ("Belady", "ARC", "best eviction"):
             assert text not in result.output
-
-    def test_padding_in_words(self, trace: Path, config: Path) -> None:
-        output = invoke("plan", trace, "--model-config", config, "--page-size", 256).output
-        assert "Padding is 52.2% of a page of tokens." in output
-        config.write_text(json.dumps({**ATTENTION, "attn_type_list": [0, 1], "head_dim": 128}))
-        assert "Neither is padded." in invoke("plan", trace, "--model-config", config).output
-
-    def test_no_hits(self, trace: Path, config: Path) -> None:
-        result = invoke("plan", trace, "--model-config", config, "--checkpoint-interval", 5440, "--num-pages", 50)
-        assert "At 50 pages (637.5 MiB) no checkpoint hits anything." in result.output
 
 
 class TestBadInput:

@@ -1,7 +1,6 @@
 """Synthetic workloads: what each kind repeats, in which order, and what its seed decides."""
 
 from collections import Counter
-from collections.abc import Callable
 from itertools import islice, pairwise
 from typing import Any
 from zlib import crc32
@@ -13,7 +12,7 @@ from replays import scale
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.replay import WORKLOADS, SimulatedRequest, generate_chats, generate_workload
 from pagepool.replay.traces import arrivals, generator
-from pagepool.replay.traces.arrivals import Arrival, Part, in_order
+from pagepool.replay.traces.arrivals import Arrival
 from pagepool.replay.traces.workloads import KINDS
 
 SEEDS = range(scale(4))
@@ -138,18 +137,6 @@ class TestAgents:
                 grown, summarised = grown + is_grown, summarised + (not is_grown)
         assert grown > 2 * summarised
 
-    def test_an_agent_waits_for_its_subtask(self) -> None:
-        times = {arrival.name: arrival.time for arrival in take("agents", 3000, 0)}
-        checked = 0
-        for name, time in times.items():
-            parent, is_subtask, _ = name.partition(" subtask ")
-            if is_subtask:
-                agent, _, step = parent.rpartition(" step ")
-                following = times.get(f"{agent} step {int(step) + 1}", float("inf"))
-                assert times.get(parent, -1) < time < following
-                checked += 1
-        assert checked > 5
-
 
 class TestQuestions:
     @pytest.mark.parametrize("name", ["retrieval", "shift", "drift"])
@@ -209,11 +196,3 @@ def test_a_mix_has_chats_agents_and_questions() -> None:
         kinds = Counter(arrival.name.split()[0] for arrival in take("mix", 1000, seed))
         assert kinds.keys() == {"chat", "agent", "question"}
         assert min(kinds.values()) > 50
-
-
-class TestArrivals:
-    make: Callable[[float], Arrival] = staticmethod(lambda time: Arrival(time, str(time), (Part((0, 0), 1),), 1))
-
-    def test_only_groups_that_have_begun_are_held(self) -> None:
-        groups = ([self.make(time), self.make(time + 0.5)] for time in range(10**9))
-        assert [arrival.time for arrival in islice(in_order(groups), 4)] == [0, 0.5, 1, 1.5]
