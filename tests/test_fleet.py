@@ -35,15 +35,10 @@ def test_one_replica_does_what_a_scheduler_does() -> None:
     spec = FullAttentionSpec(16, num_kv_heads=1, head_size=1, dtype="bfloat16", use_mla=False)
     max_model_len = max(request.num_final_tokens for request in requests)
     alone = Scheduler(CacheManager(600, [CacheGroupSpec(spec)], max_model_len), requests, max_num_seqs=8).run()
-    assert (figures.num_requests, figures.prompt_tokens, figures.hit_tokens, figures.generated_tokens, figures.preemptions) == (
-        alone.requests,
-        alone.prompt_tokens,
-        alone.hit_tokens,
-        alone.generated_tokens,
-        alone.preemptions,
-    )
+    assert figures.num_requests == alone.requests == len(figures.wait_seconds) == 60
+    for name in ("prompt_tokens", "hit_tokens", "generated_tokens", "preemptions"):
+        assert getattr(figures, name) == getattr(alone, name), name
     assert alone.hit_tokens
-    assert len(figures.wait_seconds) == 60
     assert figures.wait_percentile(100) > figures.wait_percentile(50) > 0
 
 

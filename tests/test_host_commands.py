@@ -20,10 +20,9 @@ pytest.importorskip("rich")
 from command_line import figures_of, invoke, write_trace
 
 from pagepool.replay.models.pages import ModelPages
-from pagepool.replay.plans.host_report import list_host_columns
 from pagepool.replay.plans.plan import HostRun, HostSpeed, Plan
 from pagepool.replay.plans.policies import PolicySimulator
-from pagepool.replay.plans.report import describe, describe_picture, list_columns
+from pagepool.replay.plans.report import describe
 from pagepool.replay.shared.memory import count_tier_bytes
 from pagepool.replay.simulation.figures import HostFigures
 from pagepool.replay.simulation.host import HostMemory
@@ -175,23 +174,6 @@ class TestWords:
         assert run.as_dict(None)["seconds_saved_a_request"] is None
         slow = replace(plan, speed=HostSpeed(1 << 20, 10))
         assert "the tier costs 5.00 s a request behind 100 pages: 5.00 s of prefill" in describe(slow)[4]
-
-    def test_columns(self) -> None:
-        plan = plan_with_host((100, 330, 80, 950), (8, 60, 20, None), page_bytes=1 << 29, speed=HostSpeed(1 << 30, 10))
-        assert dict(list_columns(plan))["hit rate, with host"] == ["33.0%", "6.0%"]
-        caption, columns = list_host_columns(plan)
-        assert caption == "With 1,000 host pages, by size of the pool"
-        assert dict(columns) == {
-            "pages": ["100", "8"],
-            "tokens more": ["250", "40"],
-            "LRU pages as good": ["950", ""],
-            "pages loaded": ["20", "20"],
-            "GiB loaded": ["10.0", "10.0"],
-            "pages saved": ["30", "30"],
-            "GiB saved": ["15.0", "15.0"],
-            "seconds saved a request": ["0.00", "-4.20"],
-        }
-        assert "100 pages: LRU 8.0%, best 90.0%, with host 33.0%; 8 pages: LRU 2.0%" in describe_picture(plan)
 
 
 class TestPlan:

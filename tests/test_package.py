@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import doctest
-import importlib
 import inspect
 import os
-import pkgutil
 import re
 import subprocess
 import sys
@@ -14,7 +12,6 @@ import tarfile
 import zipfile
 from importlib.metadata import distribution, metadata, version
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from sources import DOORS, INSTALLED, ROOT, on_the_wheel
@@ -26,40 +23,6 @@ DISTRIBUTIONS = Path(sys.prefix) / "dist"
 beside_its_distributions = pytest.mark.skipif(not (INSTALLED and DISTRIBUTIONS.is_dir()), reason="only make leaves them here")
 MEMORYVIEWS = "pagepool.core._memoryviews"  # Cython's own code, which the modules of the core share
 LINK = re.compile(r'(?:\]\(|\b(?:href|src|srcset)=")([^)"]*)')
-EXTRAS = {"click", "matplotlib", "msgspec", "prometheus_client", "rich", "vllm", "zmq"}
-
-
-def modules() -> list[ModuleType]:
-    """Return all modules but those of an extra that is not installed."""
-    names = sorted({module.name for module in pkgutil.walk_packages(pagepool.__path__, "pagepool.")} - {MEMORYVIEWS})
-    return [pagepool, *filter(None, map(import_if_installed, names))]
-
-
-def import_if_installed(name: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] not in EXTRAS:
-            raise
-        return None
-
-
-def public_objects() -> list[object]:
-    """Return the public classes and functions of all modules, each once, where it is defined."""
-    return [
-        value
-        for module in modules()
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and (inspect.isclass(value) or inspect.isroutine(value))
-        and getattr(value, "__module__", None) == module.__name__
-    ]
-
-
-def is_documented(value: object) -> bool:
-    """Whether the docstring is written: a dataclass or a named tuple without one gets its signature."""
-    name = getattr(value, "__name__", "")
-    return bool(value.__doc__) and not str(value.__doc__).startswith(f"{name}(")
 
 
 def members(cls: type) -> list[tuple[str, object]]:
@@ -79,11 +42,12 @@ def test_public_names_are_sorted_and_there() -> None:
         _ = pagepool.no_such_name
 
 
-def test_modules_and_public_objects_are_documented() -> None:
-    assert [module.__name__ for module in modules() if not module.__doc__] == []
-    undocumented = [value for value in public_objects() if not is_documented(value)]
-    for value in filter(inspect.isclass, public_objects()):
-        undocumented += [member for name, member in members(value) if not inspect.getdoc(getattr(value, name))]
+def test_the_core_is_documented() -> None:
+    """The linter sees to Python files."""
+    public = {name: value for name, value in vars(_core).items() if inspect.isclass(value) or inspect.isroutine(value)}
+    undocumented = [name for name, value in public.items() if not value.__doc__]
+    for cls in filter(inspect.isclass, public.values()):
+        undocumented += [f"{cls.__name__}.{name}" for name, _ in members(cls) if not inspect.getdoc(getattr(cls, name))]
     assert undocumented == []
 
 

@@ -149,18 +149,6 @@ class TestKnee:
         assert self.knee_of(num_pages + 1, num_pages + 30) == ([text.replace("\n", "\n← ")], [])
         assert self.knee_of(num_pages - 1)[0] == [f"{text} →"]
 
-    def test_it_is_clear_of_the_lines(self) -> None:
-        knee = make_plan([50]).knee
-        assert knee is not None
-        for size in (1, knee.lru_num_pages, 10_000):
-            figure = draw(make_plan([2, size] if size > 2 else [1, 2], page_bytes=1 << 20))
-            axes = figure.axes[0]
-            [text] = axes.texts
-            top = max(axes.transData.transform((1, max(line.get_ydata())))[1] for line in axes.get_lines()[:3])
-            box = text.get_window_extent()
-            assert top < box.y0 < box.y1 <= axes.bbox.y1
-            assert axes.bbox.x0 <= box.x0 < box.x1 <= axes.bbox.x1
-
 
 PLANS = {
     "many": lambda: make_plan([10, 20, 50, 100, 1_000, 5_000], 1 << 21, (50, 5_000)),

@@ -120,19 +120,6 @@ class TestBest:
             num_better += best > LruCurve(reuse).count_hits(num_usable_pages)
         assert num_better > 0
 
-    def test_never_worse_than_lru_and_larger_is_never_worse(self) -> None:
-        for seed in range(NUM_SEEDS):
-            print(f"seed {seed}")
-            rng = np.random.default_rng(seed)
-            reuse = find_reuse(make_random_records(rng), page_size=int(rng.integers(1, 9)))
-            lru, best = LruCurve(reuse), BestCurve(reuse)
-            sizes = range(int(reuse.request_pages.max()), int(reuse.request_pages.sum()) + 1, 7)
-            lru_hits, best_hits = [lru.count_hits(size) for size in sizes], [best.count_hits(size) for size in sizes]
-            assert lru_hits == sorted(lru_hits)
-            assert best_hits == sorted(best_hits)
-            assert all(many >= few for many, few in zip(best_hits, lru_hits, strict=True))
-            assert best.count_hits(sizes.stop) == lru.count_hits(sizes.stop) == reuse.num_hit_pages
-
 
 class TestPlan:
     def test_the_knee_is_the_smallest_pool_with_that_share(self) -> None:

@@ -215,15 +215,3 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
         assert [path.suffix for path in tmp_path.iterdir()] == [".part"]
-
-    def test_a_line_that_is_torn_leaves_no_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fail(*_: object) -> None:
-            raise OSError("torn")
-
-        recorder = Recorder(make_manager(10), tmp_path / "trace.jsonl.gz")
-        recorder.start(request_of(1))
-        monkeypatch.setattr("gzip.GzipFile.write", fail)
-        with pytest.raises(OSError, match="torn"):
-            recorder.finish(request_of(1))
-        recorder.close()
-        assert [*tmp_path.iterdir()] == []

@@ -4,13 +4,12 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from model_configs import LLAMA, QWEN
-from replays import compare_paths, make_loop, make_random_requests, request_of, scale, steps_of
+from replays import make_loop, make_random_requests, request_of, scale, steps_of
 
 from pagepool.manager import CacheManager
 from pagepool.replay import Planner, Scheduler, TraceRecord, read_trace
@@ -64,32 +63,6 @@ class TestChunks:
         ]
         assert scheduler.figures.hit_tokens == 96
         assert scheduler.figures.copied_pages == 3  # checkpoints at 64 and 96, and one hit
-
-
-class TestEqualPaths:
-    """A running batch and a manager give the same figures, and leave the same pages free in the same order."""
-
-    def test_random_requests_in_tiny_pools(self) -> None:
-        seen: Counter[str] = Counter()
-        for seed in range(2 * NUM_SEEDS):
-            print(f"seed {seed}")
-            rng = np.random.default_rng(seed)
-            page_size, num_states = int(rng.choice([1, 2, 4, 8])), int(rng.integers(1, 4))
-            interval = page_size * int(rng.integers(1, 5))
-            num_pages = 20 + int(rng.integers(150, 500)) // page_size
-            limits = {"max_num_batched_tokens": int(rng.integers(1, 100)), "max_num_seqs": int(rng.integers(1, 12))}
-            requests = make_random_requests(rng, num_requests=30)
-            make = partial(make_manager, num_pages, page_size, interval, num_states)
-            figures = compare_paths(requests, make, **limits)
-            seen.update(figures.as_dict())
-        for name in ("preemptions", "rehit_tokens", "hit_tokens", "evicted_pages", "copied_pages"):
-            assert seen[name] > 0
-
-    def test_without_attention(self) -> None:
-        groups = ModelPages(1, None, 0, 1).make_groups(8)
-        for seed in range(NUM_SEEDS):
-            requests = make_random_requests(np.random.default_rng(seed), num_requests=25)
-            assert compare_paths(requests, lambda: CacheManager(30, groups, 1 << 16), max_num_seqs=9).evicted_pages > 0
 
 
 class TestSimulator:
@@ -187,14 +160,6 @@ class TestPlan:
             assert text in output
         for text in ("attention", "Padding", "LRU:", "pages of 1 token"):
             assert text.lower() not in output.lower()
-
-    def test_without_attention_only_simulated_sizes_are_shown(self, trace: Path, config: Path) -> None:
-        config.write_text(json.dumps(STATE_MODEL))
-        options = ["plan", trace, "--model-config", config, "--num-pages", "1:1M", "--checkpoint-interval", 512]
-        simulated = [f"{pool['num_pages']:,}" for pool in figures_of(*options)["pools"] if pool["checkpoints"]]
-        table = invoke(*options).output.partition("preempted,")[2].partition("By interval")[0]
-        assert [line.split()[0] for line in table.splitlines()[2:] if line] == simulated
-        assert (len(simulated), simulated[0], simulated[-1]) == (8, "2", "1,000,000")
 
     def test_more_attention_than_states(self, trace: Path, config: Path) -> None:
         config.write_text(json.dumps(MODELS["more attention"]))
