@@ -24,9 +24,9 @@ def invoke(*args: object, **options: Any) -> Any:
     return CliRunner(env={"FORCE_COLOR": None, "TTY_COMPATIBLE": None}).invoke(pagepool, [*map(str, args)], **options)
 
 
-def figures_of(*args: object) -> dict[str, Any]:
+def figures_of(*args: object, **options: Any) -> dict[str, Any]:
     """Run a command, and return what it writes as JSON."""
-    result = invoke(*args, "--json", "-")
+    result = invoke(*args, "--json", "-", **options)
     assert result.exit_code == 0, result.output
     figures: dict[str, Any] = json.loads(result.stdout)
     return figures

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from settings import NUM_OPERATIONS
 
 from pagepool.manager import CacheManager
 from pagepool.replay import (
@@ -31,6 +32,11 @@ pytest.importorskip("click")
 
 SHARED_TRACE = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
 PAGE_SIZE = 16
+
+
+def scale(most: int, part: int = 3) -> int:
+    """Return a number of seeds: so many in `make test-all`, one of `part` of them in `make test`."""
+    return min(most, most * NUM_OPERATIONS // (20_000 * part) + 1)
 
 
 def make_manager(

@@ -1,17 +1,16 @@
 """Eviction policies in the commands: simulations against the scheduler, tables, sentences, JSON and options."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from replays import make_random_records, without_hits_on_twins
+from replays import make_random_records, scale
 
 from pagepool import PagePool
 from pagepool.errors import ArgumentError
-from pagepool.replay import Planner, PoolFigures, Scheduler, TraceRecord, make_requests
+from pagepool.replay import Planner, PoolFigures, Scheduler, make_requests
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
@@ -23,12 +22,12 @@ from pagepool.replay.plans import command
 from pagepool.replay.plans.command import choose_simulations
 from pagepool.replay.plans.policies import PolicySimulator
 from pagepool.replay.plans.report import describe, describe_picture, list_columns, list_policy_columns
-from pagepool.replay.shared.memory import count_event_pool_bytes, count_pool_bytes
+from pagepool.replay.shared.memory import count_pool_bytes
 from pagepool.replay.shared.options import EVICTION_POLICIES
 from pagepool.replay.simulation.runs import make_manager
 
 LEARNING = EVICTION_POLICIES[1:]
-NUM_SEEDS = 10
+NUM_SEEDS = scale(10)
 
 
 @pytest.fixture
@@ -63,30 +62,6 @@ class TestSimulator:
             seen = {name: number + getattr(figures, name) for name, number in seen.items()}
         assert min(seen.values()) > 0
 
-    def test_lru_is_equal_to_its_curve(self) -> None:
-        for seed in range(NUM_SEEDS):
-            print(f"seed {seed}")
-            rng = np.random.default_rng(seed)
-            page_size = int(rng.integers(1, 9))
-            records = without_hits_on_twins(make_random_records(rng), page_size)
-            planner, simulator = Planner(records, page_size), PolicySimulator(make_requests(records), page_size)
-            for pool in planner.make_plan(rng.integers(1, planner.max_num_pages + 3, size=5).tolist()).pools:
-                assert simulator.count_hits("lru", pool.num_pages) == pool.lru_hit_tokens
-
-    @pytest.mark.parametrize("eviction", LEARNING)
-    def test_within_the_optimum_and_all_hits_of_a_pool_that_never_evicts(self, eviction: str) -> None:
-        records = make_loop()
-        planner, simulator = Planner(records, 16), PolicySimulator(make_requests(records), 16)
-        *small, large = planner.make_plan([200, 1000, 1500, 20_000]).pools
-        assert all(simulator.count_hits(eviction, pool.num_pages) <= pool.best_hit_tokens for pool in small)
-        assert simulator.count_hits(eviction, large.num_pages) == large.lru_hit_tokens > 0
-
-    def test_how_far_it_is_is_told(self) -> None:
-        seen: list[int] = []
-        simulator = PolicySimulator(make_requests(make_loop(3)), 16, on_request=seen.append)
-        simulator.count_hits("arc", 1000, seen.append)
-        assert seen == [1, 2, 3, 1, 2, 3]
-
     @pytest.mark.parametrize("options", [{"page_size": 0}, {"page_size": 16, "max_batched_tokens": 0}])
     def test_sizes_are_positive(self, options: dict[str, int]) -> None:
         with pytest.raises(ArgumentError, match="must be at least 1, got 0"):
@@ -107,13 +82,6 @@ class TestComparison:
                 before, at = planner.make_plan([num_pages - 1, num_pages]).pools
                 assert at.lru_hit_tokens >= hit_tokens
                 assert num_pages == planner.min_num_pages or before.lru_hit_tokens < hit_tokens
-
-    def test_a_pool_that_skips_requests_has_no_equal(self) -> None:
-        records = [*make_loop(), TraceRecord(999, 5000, 1, tuple(range(10)))]
-        planner = Planner(records, 16)
-        [pool] = planner.make_plan([200]).pools
-        run = planner.compare(pool, "arc", 1600)
-        assert (run.lru_num_pages, run.hit_rate) == (None, 1600 / sum(each.input_length for each in records))
 
 
 class TestSentences:
@@ -191,15 +159,6 @@ class TestPlan:
                 assert (figures["hit_tokens"], figures["hit_rate"]) == (replayed["hit_tokens"], replayed["trace_hit_rate"])
         assert pools[0]["policies"]["adaptive"]["hit_tokens"] > pools[0]["lru_hit_tokens"] == 0
 
-    def test_the_report(self, trace: Path) -> None:
-        result = invoke("plan", trace, "--num-pages", 600)
-        assert result.exit_code == 0, result.output
-        assert re.search(
-            r"^Adaptive at 600 pages hits as much as LRU at 1,8\d\d pages: [\d.]+% instead of 0\.0% ", result.output, re.M
-        )
-        assert "Megiddo" in result.output
-        assert max(len(line) for line in result.output.splitlines() if re.match(r" +[\d,]+ +[\d.]+%", line)) <= 80
-
     def test_policies_are_chosen(self, trace: Path) -> None:
         def policies_of(*options: object) -> list[list[str]]:
             pools = figures_of("plan", trace, "--replays", 0, "--num-pages", "200,600", *options)["pools"]
@@ -209,6 +168,7 @@ class TestPlan:
         assert policies_of("--eviction", "adaptive", "--eviction", "lru") == [["adaptive"]] * 2
         assert policies_of("--eviction", "lru") == [[], []]
         assert "Megiddo" not in invoke("plan", trace, "--eviction", "lru").output
+        assert "Megiddo" in invoke("plan", trace, "--num-pages", 600).output
 
     def test_sizes_are_chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def sizes_of(*args: Any) -> list[int]:
@@ -223,23 +183,6 @@ class TestPlan:
         assert sizes_of(None, (), 1000) == [100, 900]
         assert sizes_of(400, (), 10**9) == []
 
-    def test_steps_are_as_long_as_asked(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        seen = []
-        monkeypatch.setattr(command, "PolicySimulator", lambda *args: seen.append(args[1:3]) or PolicySimulator(*args))
-        figures_of("plan", trace, "--replays", 0, "--max-batched-tokens", 100, "--page-size", 32, "--eviction", "arc")
-        assert seen == [(32, 100)]
-
-    def test_a_trace_without_hits_has_nothing_to_simulate(self, tmp_path: Path) -> None:
-        path = tmp_path / "trace.jsonl"
-        path.write_text('{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}\n')
-        assert figures_of("plan", path, "--eviction", "arc")["pools"][0]["policies"] == {}
-
-    def test_too_little_memory(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pagepool.replay.shared.memory.count_available_bytes", lambda: 1_000_000)
-        result = invoke("plan", trace, "--num-pages", "600,100k", "--eviction", "arc")
-        assert result.exit_code == 1
-        assert "out of memory: a simulation of 100,000 pages of 16 tokens would take 9.9 MiB" in result.output
-
 
 class TestReplay:
     def test_the_policy_reaches_the_pool(self, trace: Path) -> None:
@@ -252,9 +195,8 @@ class TestReplay:
         assert {figures["hit_tokens"] for figures in by_path.values()} == {adaptive["hit_tokens"]}
         assert f"{trace}, 600 pages of 16 tokens, arc eviction\n" in invoke("replay", *options, "--eviction", "arc").stdout
 
-    @pytest.mark.parametrize("option", ["--batched", "--no-batched"])
-    def test_side_by_side(self, trace: Path, option: str) -> None:
-        options = [trace, "--num-pages", 600, "--max-num-seqs", 1, "--compare-eviction", option]
+    def test_side_by_side(self, trace: Path) -> None:
+        options = [trace, "--num-pages", 600, "--max-num-seqs", 1, "--compare-eviction"]
         by_policy = figures_of("replay", *options)
         assert [*by_policy] == [*EVICTION_POLICIES]
         assert by_policy["lru"]["hit_tokens"] < by_policy["adaptive"]["hit_tokens"]
@@ -265,18 +207,6 @@ class TestReplay:
         assert not any(row.lstrip().startswith("hit rate") for row in rows)
         assert rows[0].split() == ["requests", "240", "240", "240"]
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            (["--eviction", "fifo"], "'fifo' is not one of 'lru', 'arc', 'adaptive'"),
-            (["--eviction", "arc", "--compare-eviction"], "--compare-eviction and --eviction exclude each other"),
-            (["--compare", "--compare-eviction"], "--compare-eviction and --compare exclude each other"),
-        ],
-    )
-    def test_bad_options(self, trace: Path, options: list[str], message: str) -> None:
-        result = invoke("replay", trace, *options)
-        assert (result.exit_code, message in result.output) == (2, True), result.output
-
     def test_more_than_there_is_memory_for(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         num_bytes = sum(count_pool_bytes(100_000, policy) for policy in EVICTION_POLICIES)
         monkeypatch.setattr("pagepool.replay.shared.memory.count_available_bytes", lambda: num_bytes - 1)
@@ -286,11 +216,8 @@ class TestReplay:
 
 
 class TestFleet:
-    @pytest.fixture(autouse=True)
-    def _needs_msgspec(self) -> None:
-        pytest.importorskip("msgspec")
-
     def test_the_policy_reaches_each_replica(self, trace: Path) -> None:
+        pytest.importorskip("msgspec")
         options = ["--replicas", 2, "--num-pages", 300, "--router", "round-robin", "--max-num-seqs", 1]
         lru, adaptive = (
             figures_of("fleet", trace, *options, "--eviction", name)["round-robin"] for name in ("lru", "adaptive")
@@ -298,10 +225,3 @@ class TestFleet:
         assert lru["hit_tokens"] == 0 < adaptive["hit_tokens"]
         title = invoke("fleet", trace, *options, "--eviction", "adaptive").stdout.splitlines()[0]
         assert title == f"{trace}: 2 replicas of 300 pages of 16 tokens, adaptive eviction"
-
-    def test_bad_options(self, trace: Path) -> None:
-        result = invoke("fleet", trace, "--eviction", "fifo")
-        assert (result.exit_code, "'fifo' is not one of 'lru', 'arc', 'adaptive'" in result.output) == (2, True)
-
-    def test_a_policy_takes_memory(self) -> None:
-        assert count_event_pool_bytes(1000, 16, "adaptive") - count_event_pool_bytes(1000, 16) == 10_000

@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("msgspec")
 
 from fleets import HAS_RAY, KEY, SETTINGS, make_fleet, make_records
+from replays import scale
 
 from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
 from pagepool._core import HashChain
@@ -34,20 +35,15 @@ def test_one_replica_does_what_a_scheduler_does() -> None:
     spec = FullAttentionSpec(16, num_kv_heads=1, head_size=1, dtype="bfloat16", use_mla=False)
     max_model_len = max(request.num_final_tokens for request in requests)
     alone = Scheduler(CacheManager(600, [CacheGroupSpec(spec)], max_model_len), requests, max_num_seqs=8).run()
-    assert (figures.num_requests, figures.prompt_tokens, figures.hit_tokens, figures.generated_tokens, figures.preemptions) == (
-        alone.requests,
-        alone.prompt_tokens,
-        alone.hit_tokens,
-        alone.generated_tokens,
-        alone.preemptions,
-    )
+    assert figures.num_requests == alone.requests == len(figures.wait_seconds) == 60
+    for name in ("prompt_tokens", "hit_tokens", "generated_tokens", "preemptions"):
+        assert getattr(figures, name) == getattr(alone, name), name
     assert alone.hit_tokens
-    assert len(figures.wait_seconds) == 60
     assert figures.wait_percentile(100) > figures.wait_percentile(50) > 0
 
 
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(scale(3)))
 def test_every_request_ends(router: type[Router], seed: int) -> None:
     records = make_records(seed)
     fleet = make_fleet(records, router, deaths=[(2.0, 1), (4.0, 0), (4.0, 2)])
@@ -59,11 +55,6 @@ def test_every_request_ends(router: type[Router], seed: int) -> None:
     assert figures.imbalance >= 1
     assert 0 < figures.hit_rate < 1
     assert figures.as_dict()["wait_seconds"]["p99"] >= figures.as_dict()["wait_seconds"]["p50"]
-
-
-def test_a_router_that_reads_events_finds_more() -> None:
-    rates = {name: make_fleet(make_records(2, seconds=20), router).run().hit_rate for name, router in ROUTERS.items()}
-    assert rates["prefix"] > 1.2 * max(rates["round-robin"], rates["least-loaded"]), rates
 
 
 def test_the_prefix_router_knows_what_is_cached() -> None:
@@ -107,18 +98,6 @@ def test_the_prefix_router_counts_a_page_in_either_medium() -> None:
     assert not any(router._holders.values())
 
 
-def test_round_robin_takes_turns() -> None:
-    router = RoundRobinRouter(3, 16, KEY)
-    assert [router.choose(i, make_requests(make_records(0))[i].all_token_ids) for i in range(5)] == [0, 1, 2, 0, 1]
-
-
-def test_least_loaded_counts_what_has_not_ended() -> None:
-    router, token_ids = LeastLoadedRouter(3, 16, KEY), make_requests(make_records(0))[0].all_token_ids
-    assert [router.choose(i, token_ids) for i in range(4)] == [0, 1, 2, 0]
-    router.end(1)
-    assert [router.choose(i, token_ids) for i in range(4, 6)] == [1, 1]
-
-
 def test_a_request_larger_than_the_pool_is_skipped() -> None:
     records = [*make_records(0, 5), TraceRecord(30_000, 600 * 16, 1, tuple(range(5000, 5019)))]
     figures = make_fleet(records, LeastLoadedRouter).run()
@@ -152,8 +131,8 @@ def run_few_rounds(fleet: Fleet) -> FleetFigures:
     return fleet.run(count)
 
 
-@pytest.mark.parametrize("report_seconds", [1.0, 0.1, 1e-6, 1e5])
-@pytest.mark.parametrize("months", [(0, 1, 2), (0, 1000, 1e6), (-3e6, 0, 3e6)], ids=str)
+@pytest.mark.parametrize("report_seconds", [0.1, 1e-6, 1e5])
+@pytest.mark.parametrize("months", [(0, 1, 2), (-3e6, 0, 3e6)], ids=str)
 def test_months_without_requests_are_jumped_over(months: tuple[float, ...], report_seconds: float) -> None:
     settings = ReplicaSettings(num_pages=600)
     records = make_distant_records(*(MONTH * month for month in months))
@@ -167,15 +146,9 @@ def test_months_without_requests_are_jumped_over(months: tuple[float, ...], repo
     assert max(figures.wait_seconds) <= 1
 
 
-def test_a_step_of_a_month_is_jumped_over() -> None:
-    settings = ReplicaSettings(num_pages=600, decode_step_seconds=MONTH)
-    fleet = Fleet(LocalReplicas(3, settings, make_distant_records(0, 7, 9)), RoundRobinRouter(3, 16, KEY))
-    assert run_few_rounds(fleet).end_seconds >= 4 * MONTH
-
-
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
 @pytest.mark.parametrize("report_seconds", [0.1, 0.7, 1.0])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(scale(3)))
 def test_jumping_changes_no_figure(router: type[Router], report_seconds: float, seed: int) -> None:
     """Neither gaps between requests, nor steps longer than a round, nor deaths in the middle of either."""
     rng = Random(seed)
@@ -196,7 +169,7 @@ def test_jumping_changes_no_figure(router: type[Router], report_seconds: float, 
 def test_rounds_that_are_skipped_end_when_those_that_are_walked_do() -> None:
     """Exactly equal: for seconds that are binary fractions, and seconds smaller than the resolution of the time."""
     rng = Random(5)
-    for case in range(2_000):
+    for case in range(scale(2_000)):
         start = rng.choice([0.0, 2.0 ** rng.randint(0, 20), 10 ** rng.uniform(-3, 6)])
         ulp = math.ulp(start)
         seconds = rng.choice([0.1, 1.0, 10 ** rng.uniform(-3, 3), 2.0 ** -rng.randint(0, 60), 0.4 * ulp, 0.5 * ulp, 2.5 * ulp])
@@ -220,6 +193,7 @@ def test_a_replica_that_dies_at_each_start_ends_the_run() -> None:
         Fleet(replicas, RoundRobinRouter(3, SETTINGS.page_size, KEY)).run()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_RAY, reason="ray is not installed")
 @pytest.mark.parametrize("check", ["compare_with_one_process", "kill_an_actor"])
 def test_on_ray(check: str, tmp_path: Path) -> None:

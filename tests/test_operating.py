@@ -79,7 +79,13 @@ def run_apart(command: list[str]) -> None:
     subprocess.run([sys.executable, "-c", code, *command[1:]], check=True, capture_output=True, timeout=300, env=environment)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.command)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(example, id=example.command, marks=[pytest.mark.slow] if "--ray" in example.command else [])
+        for example in EXAMPLES
+    ],
+)
 def test_a_command(example: Example, folder: Path) -> None:
     command = shlex.split(example.command)
     if "--ray" in command:

@@ -10,15 +10,18 @@ from privileges import read_only_folder, without_privileges
 from pagepool.replay.shared.output import open_output
 
 
-def test_it_takes_its_place_at_the_end(tmp_path: Path) -> None:
+def test_it_takes_its_place_at_the_end_with_the_rights_of_any(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
-    path.write_text("before")
-    with open_output(path) as file:
-        file.write(b"after")
-        file.flush()
-        assert path.read_text() == "before"
-    assert path.read_text() == "after"
-    assert [*tmp_path.iterdir()] == [path]
+    for before in (None, "before"):
+        with open_output(path) as file:
+            file.write(b"after")
+            file.flush()
+            assert (path.read_text() if path.exists() else None) == before
+        assert path.read_text() == "after"
+        assert [*tmp_path.iterdir()] == [path]
+        path.write_text("before")
+    (tmp_path / "any").touch()
+    assert path.stat().st_mode == (tmp_path / "any").stat().st_mode
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -42,13 +45,6 @@ def test_a_link_keeps_leading_to_its_file(tmp_path: Path) -> None:
         file.write(b"text")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_text() == "text"
-
-
-def test_a_new_file_has_the_rights_of_any(tmp_path: Path) -> None:
-    (tmp_path / "any").touch()
-    with open_output(tmp_path / "new"):
-        pass
-    assert (tmp_path / "new").stat().st_mode == (tmp_path / "any").stat().st_mode
 
 
 def test_devices_and_pipes_are_not_replaced(tmp_path: Path) -> None:

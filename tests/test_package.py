@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import doctest
-import importlib
 import inspect
 import os
-import pkgutil
 import re
 import subprocess
 import sys
@@ -14,7 +12,6 @@ import tarfile
 import zipfile
 from importlib.metadata import distribution, metadata, version
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from sources import DOORS, INSTALLED, ROOT, on_the_wheel
@@ -26,40 +23,6 @@ DISTRIBUTIONS = Path(sys.prefix) / "dist"
 beside_its_distributions = pytest.mark.skipif(not (INSTALLED and DISTRIBUTIONS.is_dir()), reason="only make leaves them here")
 MEMORYVIEWS = "pagepool.core._memoryviews"  # Cython's own code, which the modules of the core share
 LINK = re.compile(r'(?:\]\(|\b(?:href|src|srcset)=")([^)"]*)')
-EXTRAS = {"click", "matplotlib", "msgspec", "prometheus_client", "rich", "vllm", "zmq"}
-
-
-def modules() -> list[ModuleType]:
-    """Return all modules but those of an extra that is not installed."""
-    names = sorted({module.name for module in pkgutil.walk_packages(pagepool.__path__, "pagepool.")} - {MEMORYVIEWS})
-    return [pagepool, *filter(None, map(import_if_installed, names))]
-
-
-def import_if_installed(name: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] not in EXTRAS:
-            raise
-        return None
-
-
-def public_objects() -> list[object]:
-    """Return the public classes and functions of all modules, each once, where it is defined."""
-    return [
-        value
-        for module in modules()
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and (inspect.isclass(value) or inspect.isroutine(value))
-        and getattr(value, "__module__", None) == module.__name__
-    ]
-
-
-def is_documented(value: object) -> bool:
-    """Whether the docstring is written: a dataclass or a named tuple without one gets its signature."""
-    name = getattr(value, "__name__", "")
-    return bool(value.__doc__) and not str(value.__doc__).startswith(f"{name}(")
 
 
 def members(cls: type) -> list[tuple[str, object]]:
@@ -75,23 +38,17 @@ def test_public_names_are_sorted_and_there() -> None:
     assert pagepool.__all__ == sorted(pagepool.__all__, key=lambda name: (not name.isupper(), name))
     assert len(pagepool.__all__) == len(set(pagepool.__all__))
     assert not [name for name in pagepool.__all__ if not hasattr(pagepool, name)]
-
-
-def test_unknown_names_are_refused() -> None:
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
         _ = pagepool.no_such_name
 
 
-@pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
-def test_modules_are_documented(module: ModuleType) -> None:
-    assert module.__doc__
-
-
-@pytest.mark.parametrize("value", public_objects(), ids=lambda value: f"{value.__module__}.{value.__qualname__}")
-def test_public_objects_are_documented(value: object) -> None:
-    assert is_documented(value)
-    if inspect.isclass(value):
-        assert not [name for name, member in members(value) if not inspect.getdoc(getattr(value, name))]
+def test_the_core_is_documented() -> None:
+    """The linter sees to Python files."""
+    public = {name: value for name, value in vars(_core).items() if inspect.isclass(value) or inspect.isroutine(value)}
+    undocumented = [name for name, value in public.items() if not value.__doc__]
+    for cls in filter(inspect.isclass, public.values()):
+        undocumented += [f"{cls.__name__}.{name}" for name, _ in members(cls) if not inspect.getdoc(getattr(cls, name))]
+    assert undocumented == []
 
 
 def test_doctests_of_the_core() -> None:
@@ -141,39 +98,28 @@ def test_an_index_shows_the_readme_with_links_into_the_repository() -> None:
 
 @beside_its_distributions
 def test_the_source_distribution_carries_all_sources() -> None:
-    [sources] = DISTRIBUTIONS.glob("*.tar.gz")
-    with tarfile.open(sources) as archive:
-        names = set(archive.getnames())
+    """Neither it nor the wheel has a line for Python's start."""
+    [wheel], [sources] = (list(DISTRIBUTIONS.glob(f"*.{suffix}")) for suffix in ("whl", "tar.gz"))
+    with zipfile.ZipFile(wheel) as packed, tarfile.open(sources) as archive:
+        source_names, packed_names = archive.getnames(), packed.namelist()
         readme = archive.extractfile(f"pagepool-{pagepool.__version__}/README.md")
         assert readme is not None
         assert readme.read() == (ROOT / "README.md").read_bytes()
     paths = [path for path in (ROOT / "pagepool").rglob("*.p*") if path.suffix in (".py", ".pyi", ".pyx", ".pxd")]
-    assert {f"pagepool-{pagepool.__version__}/{path.relative_to(ROOT)}" for path in paths} <= names
-    assert not [name for name in names if name.endswith((".c", ".so"))]
+    assert {f"pagepool-{pagepool.__version__}/{path.relative_to(ROOT)}" for path in paths} <= {*source_names}
+    assert not [name for name in source_names if name.endswith((".c", ".so"))]
+    assert not [
+        name for name in (*source_names, *packed_names) if name.endswith((".pth", "sitecustomize.py", "usercustomize.py"))
+    ]
 
 
-@beside_its_distributions
-def test_neither_wheel_nor_source_distribution_has_a_line_for_pythons_start() -> None:
-    """`make test` leaves both beside the environment that it installed the wheel in."""
-    [wheel], [sources] = (list(DISTRIBUTIONS.glob(f"*.{suffix}")) for suffix in ("whl", "tar.gz"))
-    with zipfile.ZipFile(wheel) as packed, tarfile.open(sources) as archive:
-        names = [*packed.namelist(), *archive.getnames()]
-    assert {"pagepool/__init__.py", f"pagepool-{pagepool.__version__}/setup.py"} <= set(names)
-    assert not [name for name in names if name.endswith((".pth", "sitecustomize.py", "usercustomize.py"))]
-
-
-def test_the_build_makes_no_line_for_pythons_start() -> None:
-    """The same without a build: the sources have no such file, and the build names none."""
+@pytest.mark.parametrize("value", ["", "1", "wrong"])
+def test_python_starts_without_pagepool(value: str) -> None:
+    """The variable of EasyDeL changes nothing. The sources have no line for Python's start, and the build names none."""
     assert not list(ROOT.glob("*.pth")) + list((ROOT / "pagepool").rglob("*.pth"))
     builders = [ROOT / name for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "Makefile")]
     assert not [path.name for path in builders if ".pth" in path.read_text()]
-
-
-@pytest.mark.parametrize("value", [None, "0", "1", "wrong"])
-def test_python_starts_without_pagepool(value: str | None) -> None:
-    """For any value of EasyDeL's variable."""
-    env = {name: text for name, text in os.environ.items() if name != "PAGEPOOL_EASYDEL"}
-    env |= {} if value is None else {"PAGEPOOL_EASYDEL": value}
     code = "import sys; print([name for name in sys.modules if name.split('.')[0] == 'pagepool'])"
+    env = os.environ | {"PAGEPOOL_EASYDEL": value}
     process = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True, timeout=120)
     assert (process.stdout, process.stderr) == ("[]\n", "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import shutil
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from html import escape
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from contrast import contrast
 from replays import record_of
-from sources import ROOT
 
-for package in ("click", "rich", "matplotlib"):
+for package in ("click", "rich", "matplotlib", "msgspec"):
     pytest.importorskip(package)
 from command_line import (  # noqa: E402
     Page,
@@ -27,21 +26,22 @@ from matplotlib.figure import Figure  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from pagepool.replay import Plan, Planner, Scheduler, TraceRecord, make_requests  # noqa: E402
+from pagepool.replay.fleets.fleet import FleetFigures, make_replicas, run_fleet  # noqa: E402
+from pagepool.replay.fleets.plot import draw_fleet  # noqa: E402
+from pagepool.replay.fleets.replica import ReplicaSettings  # noqa: E402
 from pagepool.replay.fleets.report import HIT_RATE as RUN_HIT_RATE  # noqa: E402
+from pagepool.replay.fleets.report import headline_fleet  # noqa: E402
 from pagepool.replay.models.pages import ModelPages  # noqa: E402
 from pagepool.replay.plans.plot import draw_plan, save_plot  # noqa: E402
 from pagepool.replay.plans.policies import PolicySimulator  # noqa: E402
-from pagepool.replay.plans.report import HIT_RATE, headline, list_columns  # noqa: E402
+from pagepool.replay.plans.report import list_columns  # noqa: E402
 from pagepool.replay.shared.drawing import COLORS, STYLE  # noqa: E402
 from pagepool.replay.shared.options import EVICTION_POLICIES  # noqa: E402
-from pagepool.replay.simulation.figures import find_hit_rate  # noqa: E402
 from pagepool.replay.simulation.runs import make_manager  # noqa: E402
 from pagepool.replay.traces.reader import name_trace  # noqa: E402
 
 ODD_NAME = 'a <b>&"$x$'
-LONG_NAME = "conversation_" * 12
 SVG = "{http://www.w3.org/2000/svg}"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def make_records() -> list[TraceRecord]:
@@ -76,10 +76,6 @@ def draw(plan: Plan, heading: str | None = None) -> Figure:
         figure = draw_plan(plan, heading)
         figure.draw_without_rendering()
     return figure
-
-
-def texts_of(figure: Figure) -> list[str]:
-    return [text.get_text() for text in figure.axes[0].texts]
 
 
 def parse_svg(plan: Plan, name: str, **options: bool) -> ET.Element:
@@ -118,13 +114,7 @@ class TestShares:
         assert plan.replays[45].hit_rate == plan.replays[45].hit_tokens / plan.replays[45].prompt_tokens
         assert [*lines["a pool that never evicts"].get_ydata()] == [plan.most_hit_rate] * 2
 
-    def test_a_fleet(self, tmp_path: Path) -> None:
-        pytest.importorskip("msgspec")
-        from pagepool.replay.fleets.fleet import make_replicas, run_fleet
-        from pagepool.replay.fleets.plot import draw_fleet
-        from pagepool.replay.fleets.replica import ReplicaSettings
-        from pagepool.replay.fleets.report import headline_fleet
-
+    def test_a_fleet(self) -> None:
         records = make_records()
         settings = ReplicaSettings(45, 2)
         figures = {name: run_fleet(name, make_replicas(2, settings, records), settings) for name in ("round-robin", "prefix")}
@@ -137,43 +127,8 @@ class TestShares:
         assert [bar.get_height() for bar in bars.patches] == [each.hit_rate for each in figures.values()]
         assert bars.get_ylabel() == RUN_HIT_RATE
         assert [text.get_text() for text in bars.texts] == [f"{each.hit_rate:.1%}" for each in figures.values()]
-
-    def test_a_request_that_a_dead_replica_skipped_counts_once(self) -> None:
-        pytest.importorskip("msgspec")
-        from pagepool.replay.fleets.fleet import make_replicas, run_fleet
-        from pagepool.replay.fleets.replica import ReplicaSettings
-
-        records = make_records()
-        settings = ReplicaSettings(45, 2)
-        replicas = make_replicas(2, settings, records)
-        figures = run_fleet("round-robin", replicas, settings, deaths=[(0.0, 0), (5.0, 0)])
-        assert (figures.num_skipped, figures.skipped_prompt_tokens) == (1, 120)
-
-    def test_the_definition_is_said_alike(self, tmp_path: Path) -> None:
-        (tmp_path / "trace.jsonl").write_text(line_of() * 2)
-        output = invoke("plan", tmp_path / "trace.jsonl", "--html", tmp_path / "page.html").stdout
-        assert HIT_RATE.capitalize() in map(str.rstrip, output.splitlines())
-        assert "Hit rate: the share of all prompt tokens of the trace" in output
-        page = Page((tmp_path / "page.html").read_text())
-        assert HIT_RATE in page.texts["caption"][0]
-        assert draw(make_plan([50])).axes[0].get_ylabel() == HIT_RATE
-        share = HIT_RATE.partition(": ")[2]
-        assert share == "share of all prompt tokens"
-        assert share in " ".join((find_hit_rate.__doc__ or "").split())
-        document = ROOT / "docs" / "sizing.md"
-        if document.exists():
-            assert f"**{share}**" in document.read_text()
-
-    def test_tables_of_replays_and_fleets(self, tmp_path: Path) -> None:
-        """Tokens that hit are that share of the prompt tokens that ran."""
-        pytest.importorskip("msgspec")
-        path = tmp_path / "trace.jsonl"
-        path.write_text(line_of() * 3 + line_of(input_length=1200, hash_ids=[5, 6, 7]))
-        for command in (["replay"], ["fleet", "--router", "prefix", "--replicas", 1]):
-            output = invoke(*command, path, "--num-pages", 60).stdout
-            rows = dict(re.findall(r"^ *([a-z ,]+?)  +([\d.,%]+)$", output, re.MULTILINE))
-            assert (rows["prompt tokens"], rows["their prompt tokens"], rows["hit"]) == ("1,800", "1,200", "1,184")
-            assert rows["hit rate"] == "65.8%"
+        restarted = run_fleet("round-robin", make_replicas(2, settings, records), settings, deaths=[(0.0, 0), (5.0, 0)])
+        assert (restarted.num_skipped, restarted.skipped_prompt_tokens) == (1, 120)  # by a dead replica too, and counted once
 
 
 class TestKnee:
@@ -194,21 +149,6 @@ class TestKnee:
         assert self.knee_of(num_pages + 1, num_pages + 30) == ([text.replace("\n", "\n← ")], [])
         assert self.knee_of(num_pages - 1)[0] == [f"{text} →"]
 
-    def test_it_is_clear_of_the_lines(self) -> None:
-        knee = make_plan([50]).knee
-        assert knee is not None
-        for size in (1, knee.lru_num_pages, 10_000):
-            figure = draw(make_plan([2, size] if size > 2 else [1, 2], page_bytes=1 << 20))
-            axes = figure.axes[0]
-            [text] = axes.texts
-            top = max(axes.transData.transform((1, max(line.get_ydata())))[1] for line in axes.get_lines()[:3])
-            box = text.get_window_extent()
-            assert top < box.y0 < box.y1 <= axes.bbox.y1
-            assert axes.bbox.x0 <= box.x0 < box.x1 <= axes.bbox.x1
-
-    def test_without_hits_there_is_none(self) -> None:
-        assert texts_of(draw(make_empty_plan())) == []
-
 
 PLANS = {
     "many": lambda: make_plan([10, 20, 50, 100, 1_000, 5_000], 1 << 21, (50, 5_000)),
@@ -221,18 +161,14 @@ PLANS = {
 
 class TestLayout:
     @pytest.mark.parametrize("name", PLANS)
-    @pytest.mark.parametrize("heading", [None, "x" * 40 + ": up to 12.3% of prompt tokens hit; beyond 12,345,678 pages"])
-    def test_nothing_is_cut_off(self, name: str, heading: str | None) -> None:
+    def test_nothing_is_cut_off_and_marks_have_room(self, name: str) -> None:
+        heading = None if name == "many" else "x" * 40 + ": up to 12.3% of prompt tokens hit; beyond 12,345,678 pages"
         figure = draw(PLANS[name](), heading)
         width, height = figure.get_size_inches()
         box = figure.get_tightbbox()
         assert 0 <= box.x0 < box.x1 <= width
         assert 0 <= box.y0 < box.y1 <= height
-
-    @pytest.mark.parametrize("name", PLANS)
-    @pytest.mark.parametrize("heading", [None, "title"])
-    def test_marks_have_room(self, name: str, heading: str | None) -> None:
-        figure = draw(PLANS[name](), heading)
+        assert bool(figure.axes[0].texts) == (name != "empty")
         axis = figure.axes[-1].xaxis
         labels = [label for label in axis.get_ticklabels() if label.get_text()]
         assert labels
@@ -240,24 +176,10 @@ class TestLayout:
         assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
         assert len({label.get_text() for label in labels}) == len(labels)
 
-    def test_few_sizes_are_marked_in_full(self) -> None:
-        labels = [label.get_text() for label in draw(PLANS["two"]()).axes[0].xaxis.get_ticklabels()]
-        assert labels == ["7,909", "8,000"]
-        assert [label.get_text() for label in draw(PLANS["one"]()).axes[0].xaxis.get_ticklabels()] == ["12,800"]
-
     def test_colours_have_contrast(self) -> None:
-        """WCAG 2.2: 4.5 for text, 3 for other visible parts."""
-
-        def luminance(color: str) -> float:
-            channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-            linear = [channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4 for channel in channels]
-            return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-        for is_dark in (False, True):
-            paper = luminance(COLORS["paper"][is_dark])
-            for name in {*COLORS} - {"paper", "grid"}:
-                dark, light = sorted((paper, luminance(COLORS[name][is_dark])))
-                assert (light + 0.05) / (dark + 0.05) >= (4.5 if name in {"blue", "grey", "ink"} else 3), name
+        for name in {*COLORS} - {"paper", "grid"}:
+            for color, paper in zip(COLORS[name], COLORS["paper"], strict=True):
+                assert contrast(color, paper) >= (4.5 if name in {"blue", "grey", "ink"} else 3), name
 
 
 class TestTitles:
@@ -276,19 +198,7 @@ class TestTitles:
     def test_the_name_of_a_trace(self, source: str, name: str) -> None:
         assert name_trace(source) == name
 
-    def test_a_plan(self) -> None:
-        plan = make_plan([50, 100])
-        assert plan.knee is not None
-        finding = f"{plan.most_hit_tokens / plan.prompt_tokens:.1%} of prompt tokens hit"
-        end = f"beyond {plan.knee.lru_num_pages:,} pages more memory adds little"
-        assert headline(plan, "chat") == f"chat: up to {finding}; {end}"
-        assert headline(make_empty_plan(), "chat") == "chat: no pool hits anything"
-
     def test_a_fleet(self) -> None:
-        pytest.importorskip("msgspec")
-        from pagepool.replay.fleets.fleet import FleetFigures
-        from pagepool.replay.fleets.report import headline_fleet
-
         none, some, most = (FleetFigures(prompt_tokens=8, hit_tokens=tokens) for tokens in (0, 1, 2))
         assert headline_fleet({"a": some, "b": most}, "chat") == "chat: router b hits most, 25.0% of prompt tokens (a 12.5%)"
         assert (
@@ -298,12 +208,10 @@ class TestTitles:
         assert headline_fleet({"a": most}, "chat") == "chat: router a hits 25.0% of prompt tokens"
         assert headline_fleet({"a": none, "b": none}, "chat") == "chat: no prompt token hits"
 
-    @pytest.mark.parametrize("name", [ODD_NAME, LONG_NAME, "対話" * 40, "\N{REPLACEMENT CHARACTER}"])
+    @pytest.mark.parametrize("name", [ODD_NAME, "対話\N{REPLACEMENT CHARACTER}" * 40], ids=["markup", "long"])
     def test_any_name_can_be_drawn(self, name: str) -> None:
         root = parse_svg(make_plan([50, 100]), name)
         assert (root.findtext(f"{SVG}title") or "").startswith(f"{name}: up to ")
-        for file_format in ("png", "svg"):
-            save_plot(make_empty_plan(), name, BytesIO(), file_format)
 
 
 class TestAlternatives:
@@ -330,7 +238,6 @@ class TestAlternatives:
 
     @pytest.mark.parametrize("command", ["plan", "fleet"])
     def test_svg(self, command: str, trace: Path, tmp_path: Path) -> None:
-        pytest.importorskip("msgspec")
         assert invoke(command, trace, "--plot", tmp_path / "plot.svg").exit_code == 0
         root = ET.parse(tmp_path / "plot.svg").getroot()
         rates = ["half of the requests waited at most"] if command == "fleet" else ["39 pages: LRU 32.9%, best 32.9%"]
@@ -340,10 +247,8 @@ class TestAlternatives:
         background = next(root.iter(f"{SVG}path"))
         assert background.get("style") == "fill: #ffffff", "it has a background of its own where all else is dark"
 
-    @pytest.mark.parametrize("command", ["plan", "fleet"])
-    def test_png(self, command: str, trace: Path, tmp_path: Path) -> None:
-        pytest.importorskip("msgspec")
-        assert invoke(command, trace, "--plot", tmp_path / "plot.png").exit_code == 0
+    def test_png(self, trace: Path, tmp_path: Path) -> None:
+        assert invoke("plan", trace, "--plot", tmp_path / "plot.png").exit_code == 0
         with Image.open(tmp_path / "plot.png") as image:
             texts: dict[str, Any] = image.info
             assert texts["Title"].startswith(f"{ODD_NAME}: ")

@@ -21,11 +21,6 @@ def run(arguments: list[str], cwd: Path, text: str | None = None) -> str:
     return process.stdout
 
 
-def test_it_is_short() -> None:
-    assert len([line for line in PROGRAM.splitlines() if line]) <= 10
-    assert len(OUTPUT) == 3
-
-
 @pytest.mark.parametrize("is_prompt", [False, True], ids=["file", "prompt"])
 def test_it_prints_what_it_says(tmp_path: Path, is_prompt: bool) -> None:
     if is_prompt:
