@@ -46,10 +46,6 @@ class CountingAllocator(Allocator):
         """Return what a row holds."""
 
     @abstractmethod
-    def give_back(self, row: int) -> None:
-        """Free what a row holds, as its owner would."""
-
-    @abstractmethod
     def reserve_all(self, row: int, request: SimulatedRequest) -> bool:
         """Try to admit a request while all pages are reserved for others; return whether it was admitted."""
 
@@ -80,9 +76,6 @@ class ManagerSide(CountingAllocator, ManagerAllocator):
 
     def get_page_ids(self, row: int) -> PagesByGroup:
         return self.manager.get_page_ids(self._requests[row].request_id)
-
-    def give_back(self, row: int) -> None:
-        self.manager.free(self._requests[row])
 
     def reserve_all(self, row: int, request: SimulatedRequest) -> bool:
         request.num_computed_tokens = 0
@@ -119,9 +112,6 @@ class BatchSide(CountingAllocator, BatchAllocator):
 
     def get_page_ids(self, row: int) -> PagesByGroup:
         return self.batch.get_page_ids(row)
-
-    def give_back(self, row: int) -> None:
-        self.batch.release([row])
 
     def reserve_all(self, row: int, request: SimulatedRequest) -> bool:
         return self.batch.admit(row, request.all_token_ids, num_reserved_pages=self.manager.num_pages) is not None
