@@ -52,16 +52,12 @@ class Faults:
             self.abort: 2,
             self.abort_waiting: 1,
             self.preempt: 2,
-            self.cut_and_preempt: 1,
             self.misuse: 6,
-            self.reserve_all: 2,
             self.exhaust: 1,
             self.evict: 2,
             self.refuse_reset: 1,
             self.reset: 0.1,
             self.restart: 0.5,
-            self.exchange: 4,
-            self.look_ahead: 3,
         }
         if may_trim:
             self.faults[self.trim] = 6
@@ -125,21 +121,6 @@ class Faults:
             self._ask("preempt", Engine.preempt_newest)
             self._count("preemptions by hand")
 
-    def cut_and_preempt(self) -> None:
-        """Forget some of the newest request's tokens; release it, and let it return with all of them."""
-        if not self.first.running.size or len(self.first.manager.kv_cache_groups) > 1:
-            return
-        row = int(self.first.running[-1])
-        num_tokens = self.rng.randint(0, self.first.num_computed_tokens(row))
-        for engine in reversed(self.engines):  # a batch may refuse; a manager is not called
-            try:
-                engine.side.cut(row, num_tokens)
-            except ArgumentError:
-                self._count("trims refused behind a window")
-                return
-        self._ask("preempt", Engine.preempt_newest)
-        self._count("trims before a preemption")
-
     # wrong calls
 
     def misuse(self) -> None:
@@ -188,16 +169,6 @@ class Faults:
             yield lambda: manager.allocate_slots(request, 1, -1), ArgumentError
             yield lambda: manager.allocate_slots(request, 1, 0, foreign), PageIdError
 
-    # admissions
-
-    def reserve_all(self) -> None:
-        """Refuse a waiting request, because all pages are reserved for running rows."""
-        if self.first.waiting and self.first.free_rows:
-            row, request = self.rng.choice(self.first.free_rows), self.rng.randrange(len(self.first.waiting))
-            if self._ask("reserved", lambda engine: engine.side.reserve_all(row, engine.waiting[request])):
-                raise SoakError("a request was admitted into reserved pages")
-            self._count("admissions refused")
-
     def exhaust(self) -> None:
         """Hold nearly all free pages for some steps, in which rows are preempted and possibly none runs."""
         num_pages = max(0, self.first.pool.get_num_free_pages() - self.rng.randint(0, 2))
@@ -207,7 +178,7 @@ class Faults:
         self._ask("pages", lambda engine: engine.pool.free_page_ids(taken))
         self._count("pools exhausted")
 
-    # the prefix cache
+    # the pool and its prefix cache
 
     def evict(self) -> None:
         last = self.first.pool.num_pages - 1
@@ -247,21 +218,6 @@ class Faults:
         self._count("restarts from a snapshot")
 
     # rows
-
-    def exchange(self) -> None:
-        """Swap a running row with any other."""
-        row, other = self._running_row(), self.rng.randrange(self.first.num_rows)
-        if row is not None and row != other:
-            self._ask("exchange", lambda engine: engine.exchange(row, other))
-            self._count("rows moved or swapped")
-
-    def look_ahead(self) -> None:
-        """Allocate slots for drafts, none of which is accepted."""
-        row = self._running_row()
-        if row is not None:
-            num_tokens = self.rng.randint(1, 8)
-            self._ask("lookahead", lambda engine: engine.side.look_ahead(row, num_tokens))
-            self._count("lookaheads")
 
     def trim(self) -> None:
         """Cut a row anywhere; it continues from there with the same tokens."""

@@ -10,7 +10,7 @@ import pytest
 import soak
 from settings import NUM_OPERATIONS
 from soak import SHORT, Kind, Round, Soak, take_turns
-from soak_engine import BatchSide, Engine, ManagerSide
+from soak_engine import BatchSide, CountingAllocator, Engine, ManagerSide
 from soak_faults import Faults
 from soak_states import SoakError
 
@@ -79,8 +79,10 @@ def abort_nothing(engine: Engine, row: int) -> None:
     engine._free_rows.append(row)
 
 
-def cut_one_more(side: ManagerSide, row: int, num_tokens: int) -> None:
+def drop_one_more(side: ManagerSide, row: int) -> None:
+    """Preempt a request, and drop another entry on this side alone."""
     side.manager.page_pool.evict_pages([1])
+    CountingAllocator.preempt(side, row)
 
 
 def free_wrongly(pool: pagepool.PagePool, page_ids: Any) -> None:
@@ -89,10 +91,10 @@ def free_wrongly(pool: pagepool.PagePool, page_ids: Any) -> None:
 
 BROKEN = {
     "a leak": (Engine, "abort", abort_nothing, "."),
-    "another entry dropped": (ManagerSide, "cut", cut_one_more, "against"),
+    "another entry dropped": (ManagerSide, "preempt", drop_one_more, "against|differ"),
     "a double free that passes": (pagepool.PagePool, "free_page_ids", free_wrongly, "not refused"),
     "a reset in use": (pagepool.PagePool, "reset_prefix_cache", lambda pool: True, "was reset"),
-    "a room that is not there": (BatchSide, "look_ahead", lambda *_: True, "against"),
+    "a room that is not there": (BatchSide, "grow", lambda side, rows, nums: len(rows), "against|got"),
 }
 
 
