@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -46,26 +45,6 @@ class CountingAllocator(Allocator):
         """Return what a row holds."""
 
     @abstractmethod
-    def give_back(self, row: int) -> None:
-        """Free what a row holds, as its owner would."""
-
-    @abstractmethod
-    def reserve_all(self, row: int, request: SimulatedRequest) -> bool:
-        """Try to admit a request while all pages are reserved for others; return whether it was admitted."""
-
-    @abstractmethod
-    def look_ahead(self, row: int, num_tokens: int) -> bool:
-        """Allocate slots for drafts after the computed tokens; return whether there was room."""
-
-    @abstractmethod
-    def exchange(self, row: int, other: int) -> None:
-        """Swap two rows, of which at least the first has a request."""
-
-    @abstractmethod
-    def cut(self, row: int, num_tokens: int) -> None:
-        """Forget tokens of a row that is about to be released, with the entries of their pages."""
-
-    @abstractmethod
     def check(self) -> None:
         """Check all invariants."""
 
@@ -80,29 +59,6 @@ class ManagerSide(CountingAllocator, ManagerAllocator):
 
     def get_page_ids(self, row: int) -> PagesByGroup:
         return self.manager.get_page_ids(self._requests[row].request_id)
-
-    def give_back(self, row: int) -> None:
-        self.manager.free(self._requests[row])
-
-    def reserve_all(self, row: int, request: SimulatedRequest) -> bool:
-        request.num_computed_tokens = 0
-        pages, num_hits = self.manager.get_computed_pages(request)
-        options = {"num_reserved_pages": self.manager.num_pages}
-        return self.manager.allocate_slots(request, request.num_tokens - num_hits, num_hits, pages, **options) is not None
-
-    def look_ahead(self, row: int, num_tokens: int) -> bool:
-        options = {"num_lookahead_tokens": num_tokens - 1, "delay_cache_pages": True}
-        return self.manager.allocate_slots(self._requests[row], 1, **options) is not None
-
-    def exchange(self, row: int, other: int) -> None:
-        exchange_keys(self._requests, row, other)
-
-    def cut(self, row: int, num_tokens: int) -> None:
-        """A manager cannot cut: entries are dropped by hand, and the pages are freed with the others. One group."""
-        page_size = self.manager.kv_cache_groups[0].kv_cache_spec.page_size
-        behind = np.array(self.get_page_ids(row)[0][num_tokens // page_size :], dtype=np.int32)
-        is_own = self.manager.page_pool.ref_counts()[behind] == 1
-        self.manager.page_pool.evict_pages(behind[is_own & (behind != 0)])
 
     def check(self) -> None:
         self.manager.page_pool.check()
@@ -120,29 +76,8 @@ class BatchSide(CountingAllocator, BatchAllocator):
     def get_page_ids(self, row: int) -> PagesByGroup:
         return self.batch.get_page_ids(row)
 
-    def give_back(self, row: int) -> None:
-        self.batch.release([row])
-
-    def reserve_all(self, row: int, request: SimulatedRequest) -> bool:
-        return self.batch.admit(row, request.all_token_ids, num_reserved_pages=self.manager.num_pages) is not None
-
-    def look_ahead(self, row: int, num_tokens: int) -> bool:
-        return self.batch.grow([row], 0, num_tokens).num_grown == 1
-
-    def exchange(self, row: int, other: int) -> None:
-        (self.batch.swap_row if self.batch.is_admitted[other] else self.batch.move_row)(row, other)
-
-    def cut(self, row: int, num_tokens: int) -> None:
-        self.batch.trim([row], num_tokens)
-
     def check(self) -> None:
         self.batch.check()
-
-
-def exchange_keys(values: dict[int, Any], key: int, other: int) -> None:
-    """Swap the values under two keys, which may be missing."""
-    mine, others = values.pop(key, None), values.pop(other, None)
-    values.update({k: value for k, value in ((other, mine), (key, others)) if value is not None})
 
 
 MakeSide = Callable[[pagepool.CacheManager, "Counter[str]", int], ManagerSide | BatchSide]
@@ -208,17 +143,6 @@ class Engine(Scheduler):
     def preempt_all(self) -> None:
         while self.running.size:
             self._preempt_newest()
-
-    def exchange(self, row: int, other: int) -> None:
-        """Swap a running row and any other."""
-        self.side.exchange(row, other)
-        pair, reverse = [row, other], [other, row]
-        for values in (self._num_tokens, self._num_computed_tokens, self._num_slots):
-            values[pair] = values[reverse]
-        exchange_keys(self._requests, row, other)
-        places = {row: other, other: row}
-        self.running = np.array([places.get(each, each) for each in self.running.tolist()], dtype=np.int32)
-        self._free_rows = deque(places.get(each, each) for each in self._free_rows)
 
     def recompute_from(self, row: int, num_tokens: int) -> None:
         """Continue with a row of which only that many tokens remain computed."""

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from soak_engine import BatchSide, Engine
-from soak_snapshots import Restorer
-from soak_states import SoakError, held_page_ids, list_references, pool_state, require_equal
+from soak_states import SoakError, held_page_ids, list_references, pool_state, require_equal, require_same_pools
 
 import pagepool
 from pagepool.errors import (
     ArgumentError,
     DoubleFreeError,
     OutOfPagesError,
-    PageHashError,
     PageIdError,
     PagePoolError,
     RowIndexError,
@@ -31,12 +29,8 @@ MAX_EVICTED_PAGES = 8
 NUM_PROBED = 32
 
 
-class Misuse(NamedTuple):
-    """A wrong call and the error it must raise."""
-
-    name: str
-    call: Callable[[], Any]
-    error: type[PagePoolError]
+Misuse = tuple[Callable[[], Any], type[PagePoolError]]
+"""A wrong call and the error it must raise."""
 
 
 def probe_waiting(engine: Engine) -> list[int]:
@@ -52,26 +46,18 @@ class Faults:
         self.engines = engines
         self.rng = rng
         self.counts: Counter[str] = Counter()
-        self.restorer = Restorer(rng, self.counts)
         self.foreign_pool = pagepool.PagePool(4, enable_caching=True)
         self.faults: dict[Callable[[], None], float] = {
             self.abort_prefill: 2,
             self.abort: 2,
             self.abort_waiting: 1,
             self.preempt: 2,
-            self.cut_and_preempt: 1,
             self.misuse: 6,
-            self.reserve_all: 2,
-            self.steal: 1,
-            self.attach_stale_hits: 1,
             self.exhaust: 1,
             self.evict: 2,
             self.refuse_reset: 1,
             self.reset: 0.1,
             self.restart: 0.5,
-            self.exchange: 4,
-            self.look_ahead: 3,
-            self.trim_known: 2,
         }
         if may_trim:
             self.faults[self.trim] = 6
@@ -135,135 +121,53 @@ class Faults:
             self._ask("preempt", Engine.preempt_newest)
             self._count("preemptions by hand")
 
-    def cut_and_preempt(self) -> None:
-        """Forget some of the newest request's tokens; release it, and let it return with all of them."""
-        if not self.first.running.size or len(self.first.manager.kv_cache_groups) > 1:
-            return
-        row = int(self.first.running[-1])
-        num_tokens = self.rng.randint(0, self.first.num_computed_tokens(row))
-        for engine in reversed(self.engines):  # a batch may refuse; a manager is not called
-            try:
-                engine.side.cut(row, num_tokens)
-            except ArgumentError:
-                self._count("trims refused behind a window")
-                return
-        self._ask("preempt", Engine.preempt_newest)
-        self._count("trims before a preemption")
-
     # wrong calls
 
     def misuse(self) -> None:
-        """Make a wrong call of one kind on each engine."""
-        for engine, each in zip(self.engines, self._misuses(), strict=True):
-            self._refuse(engine, each)
-
-    def _misuses(self) -> Iterator[Misuse]:
+        """Make a wrong call of one kind on each engine, which must be refused and change nothing of the pool."""
         kind = self.rng.random()
         for engine in self.engines:
             misuses = [*self._pool_misuses(engine.pool), *self._side_misuses(engine)]
-            yield misuses[int(kind * len(misuses))]
-
-    def _refuse(self, engine: Engine, misuse: Misuse) -> None:
-        before = pool_state(engine.pool)
-        try:
-            misuse.call()
-        except misuse.error:
-            self._count(misuse.name)
-        else:
-            raise SoakError(f"{misuse.name}: not refused")
-        if pool_state(engine.pool) != before:
-            raise SoakError(f"{misuse.name}: refused, but it changed the pool")
+            call, expected = misuses[int(kind * len(misuses))]
+            before = pool_state(engine.pool)
+            try:
+                call()
+            except expected:
+                self._count("wrong calls refused")
+            else:
+                raise SoakError(f"a wrong call was not refused with {expected.__name__}")
+            if pool_state(engine.pool) != before:
+                raise SoakError(f"a wrong call was refused with {expected.__name__}, but it changed the pool")
 
     def _pool_misuses(self, pool: pagepool.PagePool) -> Iterator[Misuse]:
-        foreign, num_free = self.foreign_pool.pages[1], pool.get_num_free_pages()
-        yield Misuse("foreign pages refused", lambda: pool.free_pages([foreign]), PageIdError)
-        yield Misuse("foreign pages refused", lambda: pool.touch([[foreign]]), PageIdError)
-        yield Misuse("bad page ids refused", lambda: pool.free_page_ids([-1]), PageIdError)
-        yield Misuse("bad page ids refused", lambda: pool.free_page_ids([pool.num_pages]), PageIdError)
-        yield Misuse("bad page ids refused", lambda: pool.touch_page_ids([-1]), PageIdError)
-        yield Misuse("bad page ids refused", lambda: pool.evict_pages([1, pool.num_pages]), PageIdError)
-        yield Misuse("too many pages refused", lambda: pool.get_new_page_ids(num_free + 1), OutOfPagesError)
-        yield from self._double_frees(pool)
-
-    def _double_frees(self, pool: pagepool.PagePool) -> Iterator[Misuse]:
-        """Yield wrong lists of pages: free ones, held ones, and both."""
+        """Yield wrong lists of pages: of another pool, too many, free ones, held ones too often, and both."""
         held, free = held_page_ids(pool), pool.free_page_ids_in_order()
+        yield lambda: pool.touch([[self.foreign_pool.pages[1]]]), PageIdError
+        yield lambda: pool.evict_pages([1, pool.num_pages]), PageIdError
+        yield lambda: pool.get_new_page_ids(free.size + 1), OutOfPagesError
         if free.size:
-            page_id = int(free[-1])
-            yield Misuse("double frees refused", lambda: pool.free_page_ids([page_id]), DoubleFreeError)
-            yield Misuse("double frees refused", lambda: pool.free_page_ids([*held.tolist(), page_id]), DoubleFreeError)
+            yield lambda: pool.free_page_ids([*held.tolist(), int(free[-1])]), DoubleFreeError
         if held.size:
             twice = [int(held[0])] * (int(pool.ref_counts()[held[0]]) + 1)
-            yield Misuse("double frees refused", lambda: pool.free_page_ids(twice), DoubleFreeError)
-            yield Misuse("double frees refused", lambda: pool.free_pages([pool.pages[i] for i in twice]), DoubleFreeError)
+            yield lambda: pool.free_page_ids(twice), DoubleFreeError
 
     def _side_misuses(self, engine: Engine) -> Iterator[Misuse]:
-        misuses = self._batch_misuses if isinstance(engine.side, BatchSide) else self._manager_misuses
-        if engine.running.size:
-            yield from misuses(engine, int(engine.running[-1]))
-
-    def _manager_misuses(self, engine: Engine, row: int) -> Iterator[Misuse]:
-        manager, request = engine.manager, engine.request_of(row)
-        foreign = pagepool.CachePages(tuple([self.foreign_pool.pages[1]] for _ in manager.kv_cache_groups))
-        yield Misuse("bad counts refused", lambda: manager.allocate_slots(request, 0), ArgumentError)
-        yield Misuse("bad counts refused", lambda: manager.allocate_slots(request, 1, -1), ArgumentError)
-        yield Misuse("bad counts refused", lambda: manager.require_capacity(-1), ArgumentError)
-        yield Misuse("foreign pages refused", lambda: manager.allocate_slots(request, 1, 0, foreign), PageIdError)
-
-    def _batch_misuses(self, engine: Engine, row: int) -> Iterator[Misuse]:
-        batch, outside = engine.side.batch, engine.num_rows
-        known, computed = int(batch.num_tokens[row]), int(batch.num_computed_tokens[row])
-        yield Misuse("bad rows refused", lambda: batch.step([outside, row], [1, 1]), RowIndexError)
-        yield Misuse("bad rows refused", lambda: batch.release([row, -1]), RowIndexError)
-        yield Misuse("bad rows refused", lambda: batch.release([row, row]), ArgumentError)
-        yield Misuse("bad rows refused", lambda: batch.admit(row, [1]), ArgumentError)
-        yield Misuse("bad rows refused", lambda: batch.move_row(row, row), ArgumentError)
-        yield Misuse("bad counts refused", lambda: batch.grow([row], known - computed + 1), ArgumentError)
-        yield Misuse("bad counts refused", lambda: batch.trim([row], known + 1), ArgumentError)
-        too_many = batch.max_num_tokens - known + 1
-        yield Misuse("too long rows refused", lambda: batch.append([row] * too_many, [1] * too_many), RowOverflowError)
-        for free_row in engine.free_rows[:1]:
-            yield Misuse("bad rows refused", partial(batch.release, [row, free_row]), ArgumentError)
-            yield Misuse("bad rows refused", partial(batch.move_row, free_row, row), ArgumentError)
-
-    def steal(self) -> None:
-        """Free a page of a running request from outside; its owner is refused when it frees the page."""
-        row = self._running_row()
-        page_ids = [] if row is None else [page_id for ids in self.first.side.get_page_ids(row) for page_id in ids if page_id]
-        ref_counts = self.first.pool.ref_counts()
-        for page_id in [page_id for page_id in page_ids if ref_counts[page_id] == 1][-1:]:
-            for engine in self.engines:
-                engine.pool.free_page_ids([page_id])
-                give_back = partial(engine.side.give_back, row)
-                self._refuse(engine, Misuse("frees after a theft refused", give_back, DoubleFreeError))
-                engine.pool.touch_page_ids([page_id])
-
-    # admissions
-
-    def reserve_all(self) -> None:
-        """Refuse a waiting request, because all pages are reserved for running rows."""
-        if self.first.waiting and self.first.free_rows:
-            row, request = self.rng.choice(self.first.free_rows), self.rng.randrange(len(self.first.waiting))
-            if self._ask("reserved", lambda engine: engine.side.reserve_all(row, engine.waiting[request])):
-                raise SoakError("a request was admitted into reserved pages")
-            self._count("admissions refused")
-
-    def attach_stale_hits(self) -> None:
-        """Take hits that lose an entry between look-up and allocation."""
-        if self.first.waiting:
-            self._ask("stale hits", self._attach_stale_hits)
-
-    def _attach_stale_hits(self, engine: Engine) -> int:
-        manager, request = engine.manager, engine.waiting[0]
-        request.num_computed_tokens = 0
-        hits, num_hits = manager.get_computed_pages(request)
-        last_ids = [ids[-1] for ids in hits.get_page_ids() if ids and ids[-1]]
-        if last_ids:
-            engine.pool.evict_pages(last_ids)
-            misuse = Misuse("stale hits refused", lambda: manager.allocate_slots(request, 1, num_hits, hits), PageHashError)
-            self._refuse(engine, misuse)
-        manager.free_page_hashes(request)
-        return num_hits
+        """Yield wrong calls for the newest request."""
+        if not engine.running.size:
+            return
+        row = int(engine.running[-1])
+        if isinstance(engine.side, BatchSide):
+            batch, known = engine.side.batch, int(engine.side.batch.num_tokens[row])
+            too_many = batch.max_num_tokens - known + 1
+            yield lambda: batch.step([engine.num_rows, row], [1, 1]), RowIndexError
+            yield lambda: batch.release([row, row]), ArgumentError
+            yield lambda: batch.trim([row], known + 1), ArgumentError
+            yield lambda: batch.append([row] * too_many, [1] * too_many), RowOverflowError
+        else:
+            manager, request = engine.manager, engine.request_of(row)
+            foreign = pagepool.CachePages(tuple([self.foreign_pool.pages[1]] for _ in manager.kv_cache_groups))
+            yield lambda: manager.allocate_slots(request, 1, -1), ArgumentError
+            yield lambda: manager.allocate_slots(request, 1, 0, foreign), PageIdError
 
     def exhaust(self) -> None:
         """Hold nearly all free pages for some steps, in which rows are preempted and possibly none runs."""
@@ -274,7 +178,7 @@ class Faults:
         self._ask("pages", lambda engine: engine.pool.free_page_ids(taken))
         self._count("pools exhausted")
 
-    # the prefix cache
+    # the pool and its prefix cache
 
     def evict(self) -> None:
         last = self.first.pool.num_pages - 1
@@ -304,7 +208,7 @@ class Faults:
         back what the old requests held, and what was cached hits as before.
         """
         for engine in self.engines:
-            pool = self.restorer.restore(engine.pool)
+            pool = restore(engine.pool)
             pool.free_page_ids(list_references(pool))
             engine.preempt_all()
             expected = probe_waiting(engine)
@@ -314,32 +218,6 @@ class Faults:
         self._count("restarts from a snapshot")
 
     # rows
-
-    def exchange(self) -> None:
-        """Swap a running row with any other."""
-        row, other = self._running_row(), self.rng.randrange(self.first.num_rows)
-        if row is not None and row != other:
-            self._ask("exchange", lambda engine: engine.exchange(row, other))
-            self._count("rows moved or swapped")
-
-    def look_ahead(self) -> None:
-        """Allocate slots for drafts, none of which is accepted."""
-        row = self._running_row()
-        if row is not None:
-            num_tokens = self.rng.randint(1, 8)
-            self._ask("lookahead", lambda engine: engine.side.look_ahead(row, num_tokens))
-            self._count("lookaheads")
-
-    def trim_known(self) -> None:
-        """Forget tokens of a batch's row that have no slots yet, and append them again."""
-        row = self._running_row()
-        for engine in self.engines:
-            if row is not None and isinstance(engine.side, BatchSide):
-                groups = zip(engine.manager.kv_cache_groups, engine.side.get_page_ids(row), strict=True)
-                num_room = max(len(ids) * group.kv_cache_spec.page_size for group, ids in groups)
-                num_known = int(engine.side.batch.num_tokens[row])
-                if num_room <= num_known:
-                    self._trim(engine, row, self.rng.randint(num_room, num_known))
 
     def trim(self) -> None:
         """Cut a row anywhere; it continues from there with the same tokens."""
@@ -359,6 +237,18 @@ class Faults:
         batch.append(np.full(len(known) - num_tokens, row, dtype=np.int32), known[num_tokens:])
         engine.recompute_from(row, int(batch.num_computed_tokens[row]))
         self._count("trims")
+
+
+def restore(pool: pagepool.PagePool) -> pagepool.PagePool:
+    """Return the pool as restored from a file."""
+    file = io.BytesIO()
+    np.savez(file, **pool.snapshot())
+    file.seek(0)
+    with np.load(file) as saved:
+        restored = pagepool.PagePool.restore(saved)
+    require_same_pools("restored pools", [pool, restored])
+    restored.check()
+    return restored
 
 
 def try_step(engine: Engine) -> bool:

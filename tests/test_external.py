@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from hybrids import FULL, PAGE_SIZE, PROMPT, STATE, batch_state, count_hits, make_batch, make_manager, make_request, take
+from settings import NUM_OPERATIONS
 from threads import run_threads
 
-from pagepool import CacheManager, ChunkedLocalAttentionSpec, EngineRequest, HostTier, Lease, RunningBatch, SlidingWindowSpec
+from pagepool import CacheManager, EngineRequest, HostTier, Lease, RunningBatch
 from pagepool.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -26,8 +27,8 @@ from pagepool.errors import (
     RowIndexError,
 )
 
-WINDOW = SlidingWindowSpec(PAGE_SIZE, 1, 8, "float16", False, 9)
-CHUNK = ChunkedLocalAttentionSpec(PAGE_SIZE, 1, 8, "float16", False, 8)
+NUM_REQUESTS = min(NUM_OPERATIONS // 500, 150)
+"""The requests of each thread."""
 
 
 def make_pending(*specs: Any, num_tokens: int = 23, num_external: int = 99, **options: Any) -> RunningBatch:
@@ -70,47 +71,15 @@ def test_a_row_waits_and_its_pages_are_in_no_index() -> None:
     batch.commit_external(0, 22)
     assert (batch.num_computed_tokens[0], batch.num_external_tokens[0], count_hits(manager_of(batch))) == (22, 0, 20)
     assert batch.grow([0]).new_page_ids.tolist() == []
-    assert batch.step([0], [7]).num_grown == 1
-    assert batch.step([0], [8]).new_page_ids.tolist() == [7]
     batch.check()
 
 
-def test_tokens_come_behind_those_that_hit() -> None:
+def test_pages_behind_the_valid_tokens_go_back() -> None:
     batch = make_pending()
-    batch.commit_external(0, 11)
-    assert batch.admit(1, PROMPT[:14], num_external_tokens=3) == 8
-    assert (batch.num_external_tokens[1], batch.get_page_ids(1)) == (3, ([1, 2, 7],))
-    batch.commit_external(1, 3)
-    assert batch.num_computed_tokens[:2].tolist() == [11, 11]
+    assert batch.fail_external(0, 9) == 9
+    assert batch.get_page_ids(0) == ([1, 2, 3],)
+    assert (batch.num_computed_tokens[0], count_hits(manager_of(batch))) == (9, 8)
     batch.check()
-
-
-def test_a_row_whose_tokens_are_all_cached_runs_at_once() -> None:
-    batch = make_pending()
-    batch.commit_external(0, 22)
-    assert batch.admit(1, PROMPT[:21], num_external_tokens=20) == 20
-    assert (batch.num_external_tokens[1], batch.num_computed_tokens[1]) == (0, 21)
-
-
-def test_fewer_tokens_than_were_waited_for() -> None:
-    batch = make_pending()
-    batch.commit_external(0, 9)
-    assert (batch.num_computed_tokens[0], batch.get_page_ids(0)) == (9, ([1, 2, 3, 4, 5, 6],))
-    assert count_hits(manager_of(batch)) == 8
-    assert batch.grow([0], 14).new_page_ids.tolist() == []
-    assert count_hits(manager_of(batch)) == 20
-
-
-@pytest.mark.parametrize(("num_valid", "num_pages", "num_hits"), [(0, 0, 0), (1, 1, 0), (8, 2, 8), (9, 3, 8), (22, 6, 20)])
-def test_pages_behind_the_valid_tokens_go_back(num_valid: int, num_pages: int, num_hits: int) -> None:
-    batch = make_pending()
-    assert batch.fail_external(0, num_valid) == num_valid
-    assert batch.get_page_ids(0) == ([1, 2, 3, 4, 5, 6][:num_pages],)
-    assert (batch.num_computed_tokens[0], count_hits(manager_of(batch))) == (num_valid, num_hits)
-    assert manager_of(batch).stats().num_held_pages == num_pages
-    batch.check()
-    assert batch.grow([0], 23 - num_valid).num_grown == 1
-    assert count_hits(manager_of(batch)) == 20
 
 
 def test_a_refused_row_is_recognised_by_its_tokens_from_elsewhere() -> None:
@@ -119,33 +88,6 @@ def test_a_refused_row_is_recognised_by_its_tokens_from_elsewhere() -> None:
     for num_external in (12, 12, 8):
         assert (batch.admit(1, token_ids, num_tokens=5, num_external_tokens=num_external) is None) == (num_external == 12)
     assert batch.num_external_tokens[:2].tolist() == [22, 8]
-
-
-def test_rows_that_wait_change_places_and_are_released() -> None:
-    batch = make_pending()
-    batch.move_row(0, 2)
-    batch.swap_row(2, 1)
-    batch.append([1], [5])
-    assert (batch.num_external_tokens.tolist(), batch.num_tokens[1]) == ([0, 22, 0, 0], 24)
-    batch.check()
-    batch.release([1])
-    assert (batch.num_external_tokens.any(), manager_of(batch).stats().num_held_pages) == (False, 0)
-    assert count_hits(manager_of(batch)) == 0
-    batch.check()
-
-
-@pytest.mark.parametrize(("spec", "first"), [(WINDOW, 3), (CHUNK, 4)], ids=["window", "chunk"])
-def test_pages_that_no_later_token_reads_are_not_entered(spec: Any, first: int) -> None:
-    """They need not have been filled."""
-    batch = make_pending(FULL, spec)
-    page_ids = batch.get_page_ids(0)[1]
-    batch.commit_external(0, 22)
-    cached = manager_of(batch).page_pool.cached_page_hash_to_page.items()
-    assert sorted(page for key, pages in cached if key.group_id == 1 for page in pages) == page_ids[first:5]
-    assert count_hits(manager_of(batch)) == 20
-    assert batch.get_page_ids(0)[1] == [0] * first + page_ids[first:]
-    batch.check()
-    refused(batch, ArgumentError, "cannot be cut to 15 tokens", lambda: batch.trim([0], 15))
 
 
 def test_a_state_is_of_all_tokens() -> None:
@@ -237,31 +179,6 @@ def test_a_call_cannot_be_taken_back_by_which_a_row_was_not_grown() -> None:
 # Requests.
 
 
-def test_a_request_waits_and_goes_on() -> None:
-    manager = make_manager(FULL)
-    request = start_pending(manager)
-    assert count_hits(manager) == 0
-    manager.commit_external(request, 9)
-    assert count_hits(manager) == 8
-    request.num_computed_tokens = 9
-    assert manager.allocate_slots(request, 14).get_page_ids() == ([6],)  # type: ignore[union-attr]
-    assert count_hits(manager) == 20
-    manager.check()
-
-
-@pytest.mark.parametrize(("num_valid", "num_pages", "num_hits"), [(0, 0, 0), (5, 2, 4), (20, 5, 20)])
-def test_pages_of_a_request_behind_the_valid_tokens_go_back(num_valid: int, num_pages: int, num_hits: int) -> None:
-    manager = make_manager(FULL)
-    request = start_pending(manager)
-    assert manager.fail_external(request, num_valid) == num_valid
-    assert manager.get_page_ids("pending") == ([1, 2, 3, 4, 5][:num_pages],)
-    assert count_hits(manager) == num_hits
-    request.num_computed_tokens = num_valid
-    assert manager.allocate_slots(request, 23 - num_valid) is not None
-    assert count_hits(manager) == 20
-    manager.check()
-
-
 def test_tokens_that_were_entered_at_once_lose_their_entries() -> None:
     """Without `delay_cache_pages`; hits keep theirs."""
     manager = make_manager(FULL)
@@ -314,18 +231,6 @@ def test_what_a_manager_refuses(name: str) -> None:
     manager.check()
 
 
-def test_without_a_prefix_cache() -> None:
-    batch = make_pending(enable_caching=False)
-    assert batch.fail_external(0, 5) == 5
-    manager = make_manager(FULL, enable_caching=False)
-    request = start_pending(manager)
-    manager.commit_external(request, 10)
-    assert manager.fail_external(request, 5) == 5
-    assert (batch.get_page_ids(0), manager.get_page_ids("pending")) == (([1, 2],), ([1, 2],))
-    batch.check()
-    manager.check()
-
-
 # Leases.
 
 
@@ -373,20 +278,6 @@ def test_a_lease_is_no_holder_of_a_common_prefix() -> None:
     assert manager.get_num_common_prefix_pages(request, 1) == [6]
     assert manager.get_num_common_prefix_pages(request, 2) == [0]
     lease.release()
-
-
-def test_rows_do_not_write_to_leased_pages_again() -> None:
-    """A cut through one lets the row take another page, and growth into one is not taken back."""
-    batch = make_batch(manager := make_manager(FULL))
-    batch.admit(0, PROMPT[:9])
-    result = batch.step([0], [5])
-    lease = manager.lease(batch.get_page_ids(0)[0])
-    refused(batch, ArgumentError, "have other holders", lambda: batch.undo(result))
-    batch.trim([0], 7)
-    assert (batch.get_page_ids(0), batch.num_computed_tokens[0]) == (([1],), 4)
-    batch.check()
-    lease.release()
-    batch.check()
 
 
 @pytest.mark.parametrize(
@@ -459,7 +350,7 @@ def test_threads_that_lease_what_others_free() -> None:
     contents = [0] * 24
 
     def work(rng: Random, number: int) -> None:
-        for i in range(150):
+        for i in range(NUM_REQUESTS):
             request = EngineRequest(f"{number} {i}", rng.choices(range(3), k=rng.randint(4, 14)))
             hits, num_hit_tokens = manager.get_computed_pages(request)
             with suppress(PagePoolError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -15,12 +16,12 @@ from random import Random
 from typing import Any
 
 import pytest
+from settings import NUM_OPERATIONS
 
 from pagepool import (
     CacheGroupSpec,
     CacheManager,
     EngineRequest,
-    EngineRequestStatus,
     FullAttentionSpec,
     PageHash,
     PagePool,
@@ -37,7 +38,7 @@ NUM_PAGES = 8000
 MANY_PAGES = 2000
 """Calls on that many pages release the GIL."""
 
-NUM_FORKS = 50
+NUM_FORKS = min(NUM_OPERATIONS // 2500, 50)
 NUM_THREADS = 3
 CHILD_SECONDS = 20
 WORKED, REFUSED, FAILED = 0, 3, 4
@@ -46,6 +47,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork")
 """CPython and JAX warn about the threads, which are intended."""
 
 Work = Callable[[Random], None]
+Call = Callable[[], object]
 
 
 def make_manager(**options: Any) -> CacheManager:
@@ -87,7 +89,7 @@ def running(work: Work) -> Iterator[None]:
         raise errors[0]
 
 
-def fork(call: Callable[[], object]) -> int:
+def fork(call: Call) -> int:
     """Run `call` in a forked child, which SIGALRM ends if it hangs. Returns how it ended."""
     process_id = os.fork()
     if process_id:
@@ -105,11 +107,11 @@ def fork(call: Callable[[], object]) -> int:
         os._exit(code)
 
 
-def fork_often(call: Callable[[], object], num_forks: int = NUM_FORKS) -> Counter[int]:
+def fork_often(call: Call) -> Counter[int]:
     """Count how children ended, when forked at moments unrelated to the work of the threads."""
     rng = Random(1)
     ends: Counter[int] = Counter()
-    for _ in range(num_forks):
+    for _ in range(NUM_FORKS):
         time.sleep(rng.random() * 2e-3)
         ends[fork(call)] += 1
         assert -signal.SIGALRM not in ends, "a child hung"
@@ -124,20 +126,6 @@ def use_pool(pool: PagePool, rng: Random) -> None:
         pool.free_page_ids(page_ids)
 
 
-def test_a_pool_works_in_children() -> None:
-    pool = PagePool(NUM_PAGES, True)
-
-    def use() -> None:
-        pool.check()
-        use_pool(pool, Random(0))
-        pool.check()
-        pool.snapshot()
-
-    with running(lambda rng: use_pool(pool, rng)):
-        assert fork_often(use) == {WORKED: NUM_FORKS}
-    pool.check()
-
-
 def use_manager(manager: CacheManager, rng: Random) -> None:
     num_tokens = rng.choice((3, 50, 4500))
     request = EngineRequest(f"{threading.get_ident()} {rng.random()}", [rng.randrange(2)] * num_tokens)
@@ -148,8 +136,33 @@ def use_manager(manager: CacheManager, rng: Random) -> None:
     manager.free_page_hashes(request)
 
 
-@pytest.mark.parametrize("hash_algo", ["siphash128", "sha256"])
-def test_a_manager_works_in_children(hash_algo: str) -> None:
+class RowOfThread:
+    """A row for each thread, and one for children."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+        self.mine = threading.local()
+
+    def __call__(self) -> int:
+        if not hasattr(self.mine, "row"):
+            self.mine.row = next(self.numbers)
+        row: int = self.mine.row
+        return row
+
+
+def share_pool() -> tuple[Work, Call]:
+    pool = PagePool(NUM_PAGES, True)
+
+    def use() -> None:
+        pool.check()
+        use_pool(pool, Random(0))
+        pool.check()
+        pool.snapshot()
+
+    return lambda rng: use_pool(pool, rng), use
+
+
+def share_manager(hash_algo: str = "siphash128") -> tuple[Work, Call]:
     manager = make_manager(hash_algo=hash_algo)
 
     def use() -> None:
@@ -159,19 +172,13 @@ def test_a_manager_works_in_children(hash_algo: str) -> None:
         manager.stats()
         manager.check()
 
-    with running(lambda rng: use_manager(manager, rng)):
-        assert fork_often(use) == {WORKED: NUM_FORKS}
-    manager.check()
+    return lambda rng: use_manager(manager, rng), use
 
 
-def test_a_batch_works_in_children() -> None:
-    """Except for rows that another thread was admitting, whose purpose is unknown."""
-    manager = make_manager()
-    table = PageTable(NUM_THREADS + 2, 1 << 12, 64)
-    batch = RunningBatch(manager, table)
-    names = iter(range(NUM_THREADS))
-    rows = threading.local()
-    own = NUM_THREADS
+def share_batch() -> tuple[Work, Call]:
+    """Children may use all rows, except for those that another thread was admitting, whose purpose is unknown."""
+    batch = RunningBatch(make_manager(), PageTable(NUM_THREADS + 2, 1 << 12, 64))
+    own_row = RowOfThread()
 
     def run_row(row: int, rng: Random) -> None:
         num_tokens = rng.choice((3, 50, 4500))
@@ -182,51 +189,40 @@ def test_a_batch_works_in_children() -> None:
             batch.trim([row], num_tokens // 2)
             batch.release([row])
 
-    def work(rng: Random) -> None:
-        if not hasattr(rows, "mine"):
-            rows.mine = next(names)
-        run_row(rows.mine, rng)
-
     def use() -> None:
         batch.check()
         for _ in range(3):
-            run_row(own, Random(0))
+            run_row(NUM_THREADS, Random(0))
         for row in range(NUM_THREADS):
             with suppress(PagePoolError):
                 batch.admit(row, [1, 2, 3])
         batch.release([row for row in range(NUM_THREADS) if batch.is_admitted[row]])
         batch.check()
 
-    with running(work):
-        assert fork_often(use) == {WORKED: NUM_FORKS}
-    batch.check()
+    return lambda rng: run_row(own_row(), rng), use
 
 
-def test_rows_that_forget_refusals_do_not_wait_for_forks() -> None:
-    """The chain that found a refused row's hits is dropped as the row moves, under the batch's locks."""
-    manager = make_manager()
-    batch = RunningBatch(manager, PageTable(NUM_THREADS + 2, 1 << 12, 64))
-    batch.admit(0, [1] * 50)
-    names = iter(range(1, NUM_THREADS + 1))
-    rows = threading.local()
+def share_refusals() -> tuple[Work, Call]:
+    """The chain that found a refused row's hits is dropped as the row moves, under the batch's locks; no fork waits for it."""
+    batch = RunningBatch(make_manager(), PageTable(NUM_THREADS + 2, 1 << 12, 64))
+    batch.admit(NUM_THREADS, [1] * 50)
+    own_row = RowOfThread()
 
     def work(rng: Random) -> None:
-        if not hasattr(rows, "mine"):
-            rows.mine = next(names)
+        row = own_row()
         with suppress(PageHashError):
-            assert batch.admit(rows.mine, [1] * 50, num_tokens=50, num_reserved_pages=NUM_PAGES) is None
-        batch.swap_row(rows.mine, rows.mine)
+            assert batch.admit(row, [1] * 50, num_tokens=50, num_reserved_pages=NUM_PAGES) is None
+        batch.swap_row(row, row)
         with suppress(ArgumentError):  # the other row is being admitted
-            batch.swap_row(rows.mine, NUM_THREADS + 1)
+            batch.swap_row(row, NUM_THREADS + 1)
 
-    with running(work):
-        assert fork_often(batch.check) == {WORKED: NUM_FORKS}
+    return work, batch.check
 
 
-def test_a_table_works_in_children() -> None:
+def share_tables() -> tuple[Work, Call]:
     tables = [PageTable(64, 4096, 64) for _ in range(2)]
 
-    def use_tables(rng: Random) -> None:
+    def work(rng: Random) -> None:
         for table in tables:
             row = rng.randrange(64)
             table.add_row(list(range(rng.randrange(4000))), row)
@@ -234,16 +230,15 @@ def test_a_table_works_in_children() -> None:
             table.swap_row(row, 0)
 
     def use() -> None:
-        use_tables(Random(0))
+        work(Random(0))
         for table in tables:
             table.check()
 
-    with running(use_tables):
-        assert fork_often(use) == {WORKED: NUM_FORKS}
+    return work, use
 
 
-def test_chains_work_in_children() -> None:
-    """Return a chain that many share, and others that are made and dropped."""
+def share_chain() -> tuple[Work, Call]:
+    """Return the use of a chain that many share, and of others that are made and dropped."""
     chain = HashChain(1, bytes(16))
 
     def work(rng: Random) -> None:
@@ -255,100 +250,75 @@ def test_chains_work_in_children() -> None:
         chain.extend([1] * MANY_PAGES)
         assert len(chain) == num + MANY_PAGES
 
+    return work, use
+
+
+SHARED: dict[str, Callable[[], tuple[Work, Call]]] = {
+    "pool": share_pool,
+    "manager": share_manager,
+    "manager with sha256": lambda: share_manager("sha256"),
+    "batch": share_batch,
+    "refused rows": share_refusals,
+    "tables": share_tables,
+    "chain": share_chain,
+}
+
+
+@pytest.mark.parametrize("share", SHARED.values(), ids=SHARED)
+def test_what_threads_share_works_in_children(share: Callable[[], tuple[Work, Call]]) -> None:
+    """Children may use it, and their children."""
+    work, use = share()
+
+    def use_twice() -> None:
+        use()
+        assert fork(use) == WORKED
+
     with running(work):
         assert fork_often(use) == {WORKED: NUM_FORKS}
+        assert {fork(use_twice) for _ in range(-(-NUM_FORKS // 4))} == {WORKED}
+    use()
 
 
 def test_a_thread_that_goes_on_does_not_notice_forks() -> None:
     """Two threads fork at once, while others work."""
     manager = make_manager()
     ends: list[Counter[int]] = []
-    forkers = [threading.Thread(target=lambda: ends.append(fork_often(manager.check, 20))) for _ in range(2)]
+    forkers = [threading.Thread(target=lambda: ends.append(fork_often(manager.check))) for _ in range(2)]
     with running(lambda rng: use_manager(manager, rng)):
         for thread in forkers:
             thread.start()
         for thread in forkers:
             thread.join()
-    assert ends == [{WORKED: 20}] * 2
+    assert ends == [{WORKED: NUM_FORKS}] * 2
     assert manager.page_pool.get_num_free_pages() == NUM_PAGES - 1
     manager.check()
 
 
-def test_children_of_children_work() -> None:
+def list_locks() -> list[tuple[str, Any, list[Call]]]:
+    """Return owners of locks, with calls that take the lock."""
     manager = make_manager()
-
-    def use() -> None:
-        use_manager(manager, Random(0))
-        assert fork(manager.check) == WORKED
-
-    with running(lambda rng: use_manager(manager, rng)):
-        assert fork_often(use, 20) == {WORKED: 20}
-
-
-class StubbornRequest:
-    """A request whose tokens are read under the manager's lock, until it is released."""
-
-    request_id, num_tokens, num_computed_tokens = "stubborn", 8, 0
-    sampling_params, status = None, EngineRequestStatus.WAITING
-
-    def __init__(self) -> None:
-        self.is_asked, self.may_answer = threading.Event(), threading.Event()
-
-    @property
-    def all_token_ids(self) -> list[int]:
-        if threading.current_thread() is not threading.main_thread():
-            self.is_asked.set()
-            self.may_answer.wait()
-        return [1] * 8
-
-
-def test_a_manager_whose_lock_never_comes_raises_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that holds the lock waits for the forking thread."""
-    monkeypatch.setattr("pagepool.forking.MAX_WAIT_SECONDS", 0.1)
-    manager, other, request = make_manager(), make_manager(), StubbornRequest()
-    thread = threading.Thread(target=manager.get_computed_pages, args=(request,))
-    thread.start()
-    assert request.is_asked.wait(10)
-    calls: list[Callable[[], object]] = [
+    manager.enable_events()
+    names = manager.page_pool.store.names
+    calls: list[Call] = [
         lambda: manager.get_computed_pages(EngineRequest("new", [1])),
         lambda: manager.allocate_slots(EngineRequest("new", [1]), 1),
         lambda: manager.free(EngineRequest("new", [1])),
         manager.check,
         manager.reset_prefix_cache,
     ]
-
-    def use() -> None:
-        for call in calls:
-            with pytest.raises(IntegrityError, match=r"^CacheManager: got a call in a forked process, allowed: none"):
-                call()
-        use_manager(other, Random(0))
-        assert fork(manager.check) == REFUSED
-
-    try:
-        assert fork(use) == WORKED
-    finally:
-        request.may_answer.set()
-        thread.join()
-    use_manager(manager, Random(0))
-    assert fork(manager.check) == WORKED
-
-
-def list_locks() -> list[tuple[str, Any, Callable[[], object]]]:
-    """Owners of other locks, with a call that takes the lock."""
-    manager = make_manager()
-    manager.enable_events()
-    names = manager.page_pool.store.names
     return [
-        ("EventSource", manager.require_event_source()._lock, manager.take_events),
-        ("HashNames", names._lock, lambda: names.add(1, PageHash(2, ()))),
-        ("pagepool.device_table", device_table.COMMIT_LOCK, PageTable(1, 1, 1).clear),
+        ("CacheManager", manager._lock, calls),
+        ("EventSource", manager.require_event_source()._lock, [manager.take_events]),
+        ("HashNames", names._lock, [lambda: names.add(1, PageHash(2, ()))]),
+        ("pagepool.device_table", device_table.COMMIT_LOCK, [PageTable(1, 1, 1).clear]),
     ]
 
 
-@pytest.mark.parametrize("place", range(3))
-def test_other_locks_that_never_come_raise_in_the_child(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", range(4))
+def test_locks_that_never_come_raise_in_the_child(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that holds the lock waits for the forking thread."""
     monkeypatch.setattr("pagepool.forking.MAX_WAIT_SECONDS", 0.1)
-    name, lock, call = list_locks()[place]
+    name, lock, calls = list_locks()[place]
     is_held, may_go = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -357,8 +327,11 @@ def test_other_locks_that_never_come_raise_in_the_child(place: int, monkeypatch:
             may_go.wait()
 
     def use() -> None:
-        with pytest.raises(IntegrityError, match=rf"^{name}: got a call in a forked process, allowed: none"):
-            call()
+        for call in calls:
+            with pytest.raises(IntegrityError, match=rf"^{name}: got a call in a forked process, allowed: none"):
+                call()
+        use_manager(make_manager(), Random(0))
+        assert fork(calls[-1]) == REFUSED
 
     thread = threading.Thread(target=hold)
     thread.start()
@@ -368,8 +341,9 @@ def test_other_locks_that_never_come_raise_in_the_child(place: int, monkeypatch:
     finally:
         may_go.set()
         thread.join()
-    call()
-    assert fork(call) == WORKED
+    for call in calls:
+        call()
+    assert fork(calls[-1]) == WORKED
 
 
 def test_hooks_may_make_and_drop_objects() -> None:

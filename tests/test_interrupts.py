@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from interrupts import call_in_thread, interrupted_everywhere
 from router import Router
+from settings import NUM_OPERATIONS
 
 from pagepool import (
     CacheGroupSpec,
@@ -50,11 +51,11 @@ class Requests:
 
     def __init__(self, **options: Any) -> None:
         self.manager = CacheManager(NUM_PAGES, GROUPS, 256, **options)
-        self.first = EngineRequest("first", list(range(30)))
-        self.second = EngineRequest("second", [*range(25), 99, 98, 97])
-        self.manager.allocate_slots(self.first, 30)
-        self.manager.page_pool.evict_pages(self.manager.get_page_ids("first")[0][5:])
-        self.first.num_computed_tokens = 30
+        self.first = EngineRequest("first", list(range(16)))
+        self.second = EngineRequest("second", [*range(13), *range(90, 97)])
+        self.manager.allocate_slots(self.first, 16)
+        self.manager.page_pool.evict_pages(self.manager.get_page_ids("first")[0][3:])
+        self.first.num_computed_tokens = 16
 
     def start_second(self) -> tuple[int, tuple[list[int], ...]]:
         """Return the number of hit tokens, and the pages of each group, with null pages as 0."""
@@ -116,10 +117,14 @@ MANAGER_CALLS: dict[str, tuple[Callable[[Requests], object], Callable[[Requests]
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"hash_algo": hash}], ids=["siphash128", "callable"])
-@pytest.mark.parametrize(("prepare", "call"), MANAGER_CALLS.values(), ids=MANAGER_CALLS)
-def test_a_call_of_a_manager(prepare: Callable[..., Any], call: Callable[..., Any], options: dict[str, Any]) -> None:
+HASHING_CALLS = [("callable", name) for name in ("a look-up", "an allocation that skips and enters pages", "caching")]
+
+
+@pytest.mark.parametrize(("hashing", "name"), [*(("siphash128", name) for name in MANAGER_CALLS), *HASHING_CALLS])
+def test_a_call_of_a_manager(hashing: str, name: str) -> None:
     """Afterwards the second request starts as if the call had not been made, or had completed."""
+    options = {} if hashing == "siphash128" else {"hash_algo": hash}
+    prepare, call = MANAGER_CALLS[name]
 
     def make() -> Requests:
         requests = Requests(**options)
@@ -236,28 +241,22 @@ class Held:
         self.pages = self.pool.get_new_pages(5)
 
 
-@pytest.mark.parametrize(
-    ("call", "num_references"),
-    [
-        (lambda held: held.pool.free_pages(held.pages), 0),
-        (lambda held: held.pool.free_page_ids([page.page_id for page in held.pages]), 0),
-        (lambda held: held.pool.touch([held.pages]), 2),
-        (lambda held: held.pool.touch_page_ids([page.page_id for page in held.pages]), 2),
-    ],
-    ids=["free_pages", "free_page_ids", "touch", "touch_page_ids"],
-)
-def test_a_call_of_a_pool(call: Callable[[Held], object], num_references: int) -> None:
-    """All the pages or none."""
+POOL_CALLS: dict[str, tuple[Callable[[Held], object], int, int]] = {
+    "free_pages": (lambda held: held.pool.free_pages(held.pages), 0, 15),
+    "free_page_ids": (lambda held: held.pool.free_page_ids([page.page_id for page in held.pages]), 0, 15),
+    "touch": (lambda held: held.pool.touch([held.pages]), 2, 10),
+    "touch_page_ids": (lambda held: held.pool.touch_page_ids([page.page_id for page in held.pages]), 2, 10),
+    "get_new_pages": (lambda held: held.pool.get_new_pages(3), 1, 7),
+}
+
+
+@pytest.mark.parametrize(("call", "num_references", "num_free"), POOL_CALLS.values(), ids=POOL_CALLS)
+def test_a_call_of_a_pool(call: Callable[[Held], object], num_references: int, num_free: int) -> None:
+    """All the pages or none. A caller cannot know which new pages an interrupted call took; a request or a row can."""
     for held in interrupted_everywhere(Held, call):
         held.pool.check()
-        assert {page.ref_cnt for page in held.pages} in ({1}, {num_references})
-
-
-def test_pages_are_taken_whole_or_not() -> None:
-    """A caller cannot know what an interrupted call took; a manager's request or a row can."""
-    for held in interrupted_everywhere(Held, lambda held: held.pool.get_new_pages(3)):
-        held.pool.check()
-        assert held.pool.get_num_free_pages() in (10, 7)
+        after = {page.ref_cnt for page in held.pages}, held.pool.get_num_free_pages()
+        assert after in (({1}, 10), ({num_references}, num_free))
 
 
 # The table.
@@ -309,12 +308,14 @@ def _keyboard_interrupts() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_keyboard_interrupts")
 def test_signals_in_long_calls() -> None:
-    """Look up, take, enter and free prompts of two thousand pages until a signal arrives."""
+    """Look up, take, enter, touch and free the pages of long prompts until a signal arrives."""
     rng = Random(1)
     manager = CacheManager(20_000, GROUPS, 10_000)
+    pool = manager.page_pool
     batch = RunningBatch(manager, MultiGroupPageTable(2, 10_000, 64, [PAGE_SIZE] * len(GROUPS)))
-    prompts = [np.full(8500, i, dtype=np.int32) for i in range(3)]
-    requests = [Prompt(f"{i}", prompt) for i, prompt in enumerate(prompts)]
+    prompts = [np.full(8500, i, dtype=np.int32) for i in range(2)]
+    requests = [EngineRequest(f"{i}", prompt.tolist()) for i, prompt in enumerate(prompts)]
+    held = pool.get_new_page_ids(4000)
 
     def use() -> None:
         for request in requests:
@@ -326,41 +327,22 @@ def test_signals_in_long_calls() -> None:
         batch.step([0, 1], [1, 2])
         batch.release([0, 1])
 
-    for _ in range(100):
-        interrupt_after(rng.uniform(1e-5, 5e-3), use)
+    def touch() -> None:
+        while True:
+            pool.touch_page_ids(held)
+            pool.free_page_ids(held)
+
+    for i in range(min(NUM_OPERATIONS // 1000, 200)):
+        interrupt_after(rng.uniform(1e-5, 5e-3), touch if i % 2 else use)
         batch.check()
-        manager.check()
         for request in requests:
             manager.free(request)
         batch.release(np.flatnonzero(batch.is_admitted).astype(np.int32))
-        assert manager.page_pool.get_num_free_pages() == 19_999
-    assert manager.reset_prefix_cache()
-
-
-class Prompt(EngineRequest):
-    """A request whose tokens stay an array."""
-
-    def __init__(self, request_id: str, token_ids: np.ndarray) -> None:
-        super().__init__(request_id, [])
-        self.all_token_ids = token_ids  # type: ignore[assignment]
-
-
-@pytest.mark.usefixtures("_keyboard_interrupts")
-def test_signals_in_long_calls_of_a_pool() -> None:
-    """Add and release a reference to each page, all pages in one call."""
-    rng = Random(1)
-    pool = PagePool(5_000, enable_caching=True)
-    page_ids = pool.get_new_page_ids(4_000)
-
-    def use() -> None:
-        while True:
-            pool.touch_page_ids(page_ids)
-            pool.free_page_ids(page_ids)
-
-    for _ in range(100):
-        interrupt_after(rng.uniform(1e-5, 2e-3), use)
-        pool.check()
-        counts = set(pool.ref_counts()[page_ids].tolist())
+        counts = set(pool.ref_counts()[held].tolist())
         assert counts in ({1}, {2})
         if counts == {2}:
-            pool.free_page_ids(page_ids)
+            pool.free_page_ids(held)
+        pool.check()
+        assert pool.get_num_free_pages() == 19_999 - len(held)
+    pool.free_page_ids(held)
+    assert manager.reset_prefix_cache()

@@ -1,32 +1,105 @@
-"""Pools saved and restored: the same pool in every respect, or an error that names the fault."""
+"""Pools saved and restored: the same pool in every respect, with what its policy keeps, or an error that names the fault."""
 
 from __future__ import annotations
 
+import contextlib
 import io
-import random
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
+from itertools import permutations
+from random import Random
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
-from snapshots import PAGE_SIZE, make_group, make_manager, run_requests, state_of
+from settings import NUM_OPERATIONS
 
 import pagepool
-from pagepool import CacheManager, EngineRequest, PagePool, hash_page_tokens
+from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, PagePool, hash_page_tokens
 from pagepool._core import HashChain
-from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, PageHashError, SnapshotError
-from pagepool.page_pool.snapshot import FIELDS, seal
+from pagepool.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    IntegrityError,
+    OutOfPagesError,
+    PageHashError,
+    SnapshotError,
+)
+from pagepool.page_pool.snapshot import FIELDS, FIRST_VERSIONS, seal
+
+PAGE_SIZE = 4
+SEALED = "format", "version", "checksum"
+NUM_SEEDS = -(-NUM_OPERATIONS // 40_000)
+NUM_DAMAGES = NUM_OPERATIONS // 1000
+NUM_SPOILT = min(60, NUM_OPERATIONS // 1000)
+POLICIES = "lru", "arc", "adaptive"
+POLICY_ARRAYS = "policy_marks", "policy_ghosts", "policy_counts", "policy_learned"
+UNORDERED = {"cached_page_ids", "cached_group_ids", "cached_keys", "cached_token_ids", "checksum"}
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+policies = pytest.mark.parametrize("eviction", POLICIES)
+learning = pytest.mark.parametrize("eviction", POLICIES[1:])
+
+
+def state_of(pool: PagePool) -> dict[str, Any]:
+    """Return everything that a user can observe of a pool."""
+    return {
+        "ref_counts": pool.ref_counts().tolist(),
+        "free": pool.free_page_ids_in_order().tolist(),
+        "hashes": [page.page_hash for page in pool.pages],
+        "twins": {key: list(pool.cached_page_hash_to_page[key]) for key in pool.cached_page_hash_to_page},
+        "num_keys": len(pool.cached_page_hash_to_page),
+        "stats": pool.stats,
+        "caching": pool.enable_caching,
+    }
+
+
+def make_group(page_size: int = PAGE_SIZE) -> CacheGroupSpec:
+    return CacheGroupSpec(FullAttentionSpec(page_size, 1, 8, "float32", False))
+
+
+def make_manager(num_pages: int = 64, **options: Any) -> CacheManager:
+    return CacheManager(num_pages, [make_group()], max_model_len=256, hash_seed=3, **options)
+
+
+def run_requests(manager: CacheManager, rng: Random, num_requests: int) -> list[EngineRequest]:
+    """Run chats with common beginnings, half of which continue. Returns those."""
+    running = []
+    for i in range(num_requests):
+        request = EngineRequest(f"{i}-{rng.random()}", [rng.randrange(2) for _ in range(rng.randrange(1, 24))])
+        hits, num_hit_tokens = manager.get_computed_pages(request)
+        if manager.allocate_slots(request, request.num_tokens - num_hit_tokens, num_hit_tokens, hits) is None:
+            continue
+        if rng.random() < 0.5:
+            manager.free(request)
+        else:
+            running.append(request)
+    return running
+
+
+def arrays_of(pool: PagePool) -> Arrays:
+    """Return the arrays of a snapshot that `seal` seals."""
+    return {name: array for name, array in pool.snapshot().items() if name not in SEALED}
+
+
+def restore(arrays: Arrays) -> PagePool:
+    """Restore arrays that have the right checksum, whatever is in them."""
+    return PagePool.restore(seal(arrays))
 
 
 @pytest.fixture
 def pool() -> PagePool:
     """Make a pool with held, free, cached and evicted pages, and pages of equal content."""
     manager = make_manager()
-    run_requests(manager, random.Random(5), 20)
+    run_requests(manager, Random(5), 20)
     return manager.page_pool
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
 @pytest.mark.parametrize(
     "options",
     [
@@ -41,51 +114,13 @@ def pool() -> PagePool:
 )
 def test_a_restored_pool_is_the_same(options, seed, tmp_path):
     manager = make_manager(**options)
-    running = run_requests(manager, random.Random(seed), 30)
+    running = run_requests(manager, Random(seed), 30)
     np.savez(tmp_path / "pool.npz", **manager.page_pool.snapshot())
     with np.load(tmp_path / "pool.npz") as file:
         restored = PagePool.restore(file)
     restored.check()
     assert state_of(restored) == state_of(manager.page_pool)
     assert running or seed
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_restored_pool_goes_on_as_the_saved_one(seed):
-    pool = make_manager().page_pool
-    rng = random.Random(seed)
-    pool.get_new_pages(3, dp_shard_hint=1, data_parallel_size=4)
-    twin = PagePool.restore(pool.snapshot())
-    for _ in range(200):
-        num_pages, hint = rng.randrange(6), rng.choice([None, 0, 1, 2, 3])
-        results = []
-        for one in (pool, twin):
-            held = [page.page_id for page in one.pages[1:] if page.ref_cnt]
-            one.free_page_ids(random.Random(num_pages).sample(held, min(len(held), 3)))
-            try:
-                pages = one.get_new_pages(num_pages, dp_shard_hint=hint, data_parallel_size=4)
-                results.append([page.page_id for page in pages])
-            except pagepool.errors.OutOfPagesError as error:
-                results.append(str(error))
-        assert results[0] == results[1], f"seed {seed}"
-        assert state_of(pool) == state_of(twin), f"seed {seed}"
-    twin.check()
-
-
-def test_a_restarted_engine_hits_what_was_cached():
-    manager = make_manager()
-    prompt = EngineRequest("prompt", list(range(20)))
-    manager.allocate_slots(prompt, 20)
-    saved = manager.page_pool.snapshot()
-    restarted = make_manager(page_pool=PagePool.restore(saved))
-    again = EngineRequest("again", list(range(20)))
-    hits, num_hit_tokens = restarted.get_computed_pages(again)
-    assert (num_hit_tokens, hits.get_page_ids()) == (16, ([1, 2, 3, 4],))
-    held = np.flatnonzero(restarted.page_pool.ref_counts())
-    restarted.page_pool.free_page_ids(held[::-1].astype(np.int32))
-    assert restarted.allocate_slots(again, 4, num_hit_tokens, hits) is not None
-    restarted.free(again)
-    assert restarted.page_pool.get_num_free_pages() == 63
 
 
 def test_another_process_restores_it(tmp_path):
@@ -115,9 +150,9 @@ def test_a_snapshot_is_a_copy(pool):
 
 def test_every_changed_byte_is_noticed(pool):
     saved = pool.snapshot()
-    rng = random.Random(1)
+    rng = Random(1)
     for name, array in saved.items():
-        for _ in range(40 if array.size else 0):
+        for _ in range(NUM_DAMAGES // 4 if array.size else 0):
             damaged = {other: values.copy() for other, values in saved.items()}
             damaged[name].reshape(-1).view(np.uint8)[rng.randrange(array.nbytes)] ^= 1 << rng.randrange(8)
             if name == "enable_caching":
@@ -126,7 +161,6 @@ def test_every_changed_byte_is_noticed(pool):
                 PagePool.restore(damaged)
 
 
-@pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.parametrize(
     "change",
     [
@@ -138,13 +172,18 @@ def test_every_changed_byte_is_noticed(pool):
     ],
     ids=["dtype", "shape", "objects", "list", "None"],
 )
-def test_wrong_arrays_are_refused(pool, name, change):
+def test_wrong_arrays_are_refused(pool, change):
     saved = pool.snapshot()
-    with pytest.raises(SnapshotError, match=name):
-        PagePool.restore({**saved, name: change(saved[name])})
-    del saved[name]
-    with pytest.raises(SnapshotError, match=f"has no '{name}'"):
-        PagePool.restore(saved)
+    for name in FIELDS:
+        with pytest.raises(SnapshotError, match=name):
+            PagePool.restore({**saved, name: change(saved[name])})
+
+
+def test_missing_arrays_are_refused(pool):
+    saved = pool.snapshot()
+    for name in FIELDS:
+        with pytest.raises(SnapshotError, match=f"has no '{name}'"):
+            PagePool.restore({other: array for other, array in saved.items() if other != name})
 
 
 @pytest.mark.parametrize(
@@ -176,45 +215,34 @@ def test_contradictions_are_refused_even_with_the_right_checksum(name, values, m
     pool = PagePool(6, enable_caching=True)
     request = EngineRequest("r", list(range(8)))
     pool.cache_full_pages(request, pool.get_new_pages(3), [], 0, 2, PAGE_SIZE, 0)
-    arrays = {name: array for name, array in pool.snapshot().items() if name not in ("format", "version", "checksum")}
-    PagePool.restore(seal(arrays)).check()
+    arrays = arrays_of(pool)
+    restore(arrays).check()
     arrays[name] = np.array(values, dtype=arrays[name].dtype)
     with pytest.raises(SnapshotError, match=message):
-        PagePool.restore(seal(arrays))
+        restore(arrays)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "1",
-        "[1]",
-        "[[1, 2]]",
-        "[[1, 2, 3, 4]]",
-        '[["a", 2, [3], null]]',
-        '[[1, 2, [3], {"a": 1}]]',
-        "[",
-        "[" * 50000,
-        "\xff",
-    ],
+NO_HASHES = (
+    *("", "1", "[1]", "[[1, 2]]", "[[1, 2, 3, 4]]", "[", "[" * 50000, "\xff"),
+    *('[["a", 2, [3], null]]', '[[1, 2, [3], {"a": 1}]]'),
 )
-def test_names_that_are_no_hashes_are_refused(pool, text):
-    arrays = {name: array for name, array in pool.snapshot().items() if name not in ("format", "version", "checksum")}
-    arrays["names"] = np.frombuffer(text.encode("latin-1"), dtype=np.uint8)
-    with pytest.raises(SnapshotError, match="'names' are not page hashes"):
-        PagePool.restore(seal(arrays))
+
+
+def test_names_that_are_no_hashes_are_refused(pool):
+    for text in NO_HASHES:
+        names = np.frombuffer(text.encode("latin-1"), dtype=np.uint8)
+        with pytest.raises(SnapshotError, match="'names' are not page hashes"):
+            restore({**arrays_of(pool), "names": names})
 
 
 def test_token_counts_out_of_range_are_refused():
     manager = make_manager(keep_token_ids=True)
     manager.allocate_slots(EngineRequest("prompt", list(range(20))), 20)
-    arrays = {
-        name: array for name, array in manager.page_pool.snapshot().items() if name not in ("format", "version", "checksum")
-    }
+    arrays = arrays_of(manager.page_pool)
     for count in (-1, PAGE_SIZE + 1):
         arrays["cached_token_ids"][2, 0] = count
         with pytest.raises(SnapshotError, match=f"has {count}, allowed: 0 to {PAGE_SIZE}"):
-            PagePool.restore(seal(arrays))
+            restore(arrays)
 
 
 def test_what_is_no_snapshot_is_refused(pool, tmp_path):
@@ -236,8 +264,8 @@ def test_what_is_no_snapshot_is_refused(pool, tmp_path):
 def test_a_file_with_a_flipped_byte_is_refused_or_the_same(pool):
     whole = io.BytesIO()
     np.savez(whole, **pool.snapshot())
-    rng = random.Random(2)
-    for _ in range(200):
+    rng = Random(2)
+    for _ in range(NUM_DAMAGES):
         damaged = bytearray(whole.getvalue())
         damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
         try:
@@ -306,3 +334,228 @@ def test_groups_that_differ_in_high_bits_alone_are_told_apart() -> None:
     pool.store.enter(2, 5, 1 << 24)
     pool.check()
     PagePool.restore(pool.snapshot()).check()
+
+
+# Policies.
+
+
+def make_used(eviction: str, seed: int = 0, num_shards: int | None = None) -> CacheManager:
+    """Return a manager whose pool evicted all pages several times; some are held, some have lost their entries."""
+    manager, rng = make_manager(eviction=eviction), Random(seed)
+    if num_shards:
+        manager.page_pool.get_new_pages(0, dp_shard_hint=0, data_parallel_size=num_shards)
+    for _ in range(30):
+        for request in run_requests(manager, rng, 12)[::-1]:
+            manager.free(request)
+    run_requests(manager, rng, 8)
+    manager.page_pool.evict_pages(manager.page_pool.free_page_ids_in_order()[3:6])
+    assert manager.page_pool.stats.num_evicted_pages > 128
+    return manager
+
+
+@cache
+def save_used(eviction: str) -> Arrays:
+    return arrays_of(make_used(eviction).page_pool)
+
+
+def used_arrays(eviction: str) -> Arrays:
+    """Return a copy of the arrays of a pool that was used."""
+    return {name: array.copy() for name, array in save_used(eviction).items()}
+
+
+def go_on(pool: PagePool, seed: int, num_shards: int | None) -> list[Any]:
+    """Take, free and hit pages, and return what is seen of it."""
+    rng, placement, seen = Random(seed), {}, []
+    manager = make_manager(page_pool=pool)
+    for _ in range(40):
+        if num_shards:
+            placement = {"dp_shard_hint": rng.randrange(num_shards), "data_parallel_size": num_shards}
+        with contextlib.suppress(OutOfPagesError):
+            ids = pool.get_new_page_ids(rng.randrange(5), **placement)
+            seen.append(ids.tolist())
+            pool.free_page_ids(ids[::-1])
+        for request in run_requests(manager, rng, 4):
+            seen.append(manager.get_page_ids(request.request_id))
+            manager.free(request)
+        stats = manager.stats()
+        seen.append((pool.free_page_ids_in_order().tolist(), stats.num_hit_pages, stats.num_lru_hit_pages, pool.stats))
+    return seen
+
+
+@policies
+@pytest.mark.parametrize("num_shards", [None, 4])
+@pytest.mark.parametrize("seed", range(max(1, NUM_OPERATIONS // 50_000)))
+def test_a_restored_pool_goes_on_as_the_saved_one(eviction: str, num_shards: int | None, seed: int) -> None:
+    pool = make_used(eviction, seed, num_shards).page_pool
+    restored = PagePool.restore(pool.snapshot())
+    restored.check()
+    assert restored.eviction == eviction
+    assert state_of(restored) == state_of(pool)
+    assert go_on(restored, seed, num_shards) == go_on(pool, seed, num_shards)
+    saved, again = pool.snapshot(), restored.snapshot()
+    assert saved.keys() == again.keys()
+    for name in saved.keys() - UNORDERED:
+        np.testing.assert_array_equal(saved[name], again[name], err_msg=name)
+    assert sorted(saved["cached_page_ids"]) == sorted(again["cached_page_ids"])
+
+
+@policies
+def test_without_caching_a_policy_has_nothing_to_save(eviction: str) -> None:
+    pool = PagePool(8, enable_caching=False, eviction=eviction)
+    pool.get_new_page_ids(3)
+    arrays = arrays_of(pool)
+    assert not any(arrays[name].size for name in POLICY_ARRAYS)
+    restored = restore(arrays)
+    assert (restored.eviction, restored.free_page_ids_in_order().tolist()) == (eviction, [4, 5, 6, 7])
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_snapshots_of_former_versions_are_of_pools_with_lru(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_used("lru").page_pool
+    arrays = {name: array for name, array in arrays_of(pool).items() if FIRST_VERSIONS.get(name, 1) <= version}
+    with monkeypatch.context() as former:
+        former.setattr("pagepool.page_pool.snapshot.VERSION", version)
+        snapshot = seal(arrays)
+    assert snapshot["version"].tolist() == [version]
+    restored = PagePool.restore(snapshot)
+    assert (restored.eviction, restored.store.ghost_size) == ("lru", None)
+    assert state_of(restored) == state_of(pool)
+    assert go_on(restored, 1, None) == go_on(pool, 1, None)
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+@learning
+@pytest.mark.parametrize("name", POLICY_ARRAYS)
+@pytest.mark.parametrize(
+    "change", [lambda array: array[:0], lambda array: array[:-1], lambda array: np.concatenate((array, array))]
+)
+def test_arrays_of_other_sizes_are_refused(eviction: str, name: str, change: Callable[[Any], Any]) -> None:
+    arrays = used_arrays(eviction)
+    arrays[name] = change(arrays[name])
+    with pytest.raises(SnapshotError, match=r"^(snapshot: )?the eviction policy: got \d+ bytes, allowed: \d+$"):
+        restore(arrays)
+
+
+@pytest.mark.parametrize(("eviction", "other"), [*permutations(POLICIES, 2)])
+def test_arrays_of_another_policy_are_refused(eviction: str, other: str) -> None:
+    arrays = used_arrays(eviction)
+    restore(arrays).check()
+    arrays["eviction"] = arrays_of(PagePool(64, True, eviction=other))["eviction"]
+    with pytest.raises(SnapshotError, match="the eviction policy: got "):
+        restore(arrays)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "null", "1", "[]", "{}", "[", "[" * 50_000, '"arc"', '["arc"]', '["arc", null, 1]', "\xff"),
+        *('["fifo", null]', '["ARC", null]', "[1, null]", "[null, null]", '[["arc"], null]', '[{"arc": 1}, null]'),
+        *('["arc", 0]', '["arc", -1]', '["arc", 65]', '["arc", NaN]', '["arc", Infinity]', '["arc", 1e999]', '["lru", 1]'),
+        *('["arc", "1"]', '["arc", true]', '["arc", [1]]', f'["arc", 1{"0" * 400}]', f'["arc", 1{"0" * 9000}]', '["arc", 2]'),
+    ],
+    ids=lambda text: ascii(text[:20]),
+)
+def test_what_names_no_policy_is_refused(text: str) -> None:
+    arrays = used_arrays("arc")
+    arrays["eviction"] = np.frombuffer(text.encode("latin-1"), np.uint8)
+    with pytest.raises(SnapshotError):
+        restore(arrays)
+
+
+def first_free(arrays: Arrays, part: int) -> int:
+    """Return the first free page of a part."""
+    free_ids = arrays["free_page_ids"]
+    page_id: int = free_ids[(arrays["policy_marks"][free_ids] & 3) == part][0]
+    return page_id
+
+
+def first_ghost(arrays: Arrays) -> int:
+    place: int = arrays["policy_ghosts"][:, 0].nonzero()[0][0]
+    return place
+
+
+def move_ghosts(arrays: Arrays) -> None:
+    arrays["policy_ghosts"] = np.roll(arrays["policy_ghosts"], 8, axis=0)
+
+
+def repeat_ghost(arrays: Arrays) -> None:
+    place = first_ghost(arrays)
+    arrays["policy_ghosts"][place // 8 * 8 : place // 8 * 8 + 8] = arrays["policy_ghosts"][place]
+
+
+DAMAGES: dict[str, tuple[Callable[[Arrays], None], str]] = {
+    "another part": (lambda a: a["policy_marks"].put(first_free(a, 1), 2), "policy_counts: got "),
+    "no part": (lambda a: a["policy_marks"].put(first_free(a, 1), 0), "policy_counts: got "),
+    "a blank page with a time": (lambda a: a["policy_marks"].put(first_free(a, 0), 64), "has the mark 64"),
+    "a held page with a time and no part": (lambda a: a["policy_marks"].put(a["ref_counts"].argmax(), 64), "has the mark 64"),
+    "the null page with a mark": (lambda a: a["policy_marks"].put(0, 64), "has the mark 64"),
+    "other sets": (move_ghosts, "the ghost has tags of other sets"),
+    "a key twice": (repeat_ghost, "the ghost has tags of other sets"),
+    "a ghost of no part": (lambda a: a["policy_ghosts"][first_ghost(a)].put(1, 64), "the ghost has tags of other sets, or of"),
+    "negative hits": (lambda a: a["policy_counts"].put(5, -1), "count 5 of the eviction policy is out of range"),
+    "requests without end": (lambda a: a["policy_counts"].put(4, 2**63 - 1), "count 4 of the eviction policy is out of range"),
+}
+
+
+@learning
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_cannot_be_is_refused(eviction: str, damage: str) -> None:
+    arrays = used_arrays(eviction)
+    change, message = DAMAGES[damage]
+    change(arrays)
+    with pytest.raises(SnapshotError, match=message):
+        restore(arrays)
+
+
+@pytest.mark.parametrize(("name", "columns"), [("policy_marks", ()), ("policy_ghosts", (1,))])
+def test_other_marks_of_arc_are_refused(name: str, columns: tuple[int, ...]) -> None:
+    """Those of pages are parts, by which ghosts are counted; those of ghosts number the evictions in the logs."""
+    arrays = used_arrays("arc")
+    for place in arrays[name][:, 0].nonzero()[0] if columns else range(len(arrays[name])):  # keys, or pages
+        damaged = {**arrays, name: arrays[name].copy()}
+        damaged[name][(place, *columns)] |= 0x7FFFFFF0
+        with pytest.raises(SnapshotError):
+            restore(damaged)
+
+
+def spoil(array: npt.NDArray[Any], rng: Random) -> npt.NDArray[Any]:
+    """Return an array with some bytes, a word of 8 bytes, or all bytes overwritten."""
+    values = np.frombuffer(bytearray(array.tobytes()), np.uint8)
+    kind = rng.randrange(3)
+    if kind == 0:
+        for _ in range(rng.randint(1, 4)):
+            values[rng.randrange(len(values))] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        start = rng.randrange(len(values) // 8) * 8
+        values[start : start + 8] = np.frombuffer(rng.randbytes(8), np.uint8)
+    else:
+        values[:] = np.frombuffer(rng.randbytes(len(values)), np.uint8)
+    return values.view(array.dtype).reshape(array.shape)
+
+
+@learning
+@pytest.mark.parametrize("name", POLICY_ARRAYS)
+def test_nonsense_is_refused_or_does_no_harm(eviction: str, name: str) -> None:
+    arrays, rng, num_refused = used_arrays(eviction), Random(3), 0
+    for seed in range(NUM_SPOILT):
+        try:
+            pool = restore({**arrays, name: spoil(arrays[name], rng)})
+        except SnapshotError:
+            num_refused += 1
+            continue
+        go_on(pool, seed, rng.choice((None, 4)))
+        pool.check()
+    assert num_refused > NUM_SPOILT // 12
+
+
+def test_logs_of_arc_that_would_end_are_refused() -> None:
+    """The numbers of evictions begin at any count, and stay countable."""
+    arrays = arrays_of(PagePool(64, True, eviction="arc"))
+    starts, stops = slice(6, 8), slice(10, 12)
+    for stop, is_right in ((0, True), (1 << 40, True), ((1 << 63) - 1, False)):
+        learned = arrays["policy_learned"].copy()
+        learned.view(np.int64)[starts] = learned.view(np.int64)[stops] = stop
+        with contextlib.nullcontext() if is_right else pytest.raises(SnapshotError, match="'arc' has counted cannot be"):
+            go_on(restore({**arrays, "policy_learned": learned}), 1, None)

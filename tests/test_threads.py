@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from settings import NUM_OPERATIONS
 from threads import num_threads, run_threads
 
 from pagepool import (
@@ -46,10 +47,11 @@ from pagepool.page_pool.prefix_index import list_kept_keys
 PAGE_SIZE = 4
 FULL = FullAttentionSpec(PAGE_SIZE, 1, 8, "float16", False)
 WINDOW = SlidingWindowSpec(PAGE_SIZE, 1, 8, "float16", False, 9)
+NUM_ROUNDS = min(NUM_OPERATIONS // 2500, 30)
 MANY_PAGES = 1100
 """Calls on that many pages release the GIL."""
 
-seeds = pytest.mark.parametrize("seed", range(3))
+seeds = pytest.mark.parametrize("seed", range(min(-(-NUM_OPERATIONS // 50_000), 3)))
 
 
 @pytest.fixture(autouse=True)
@@ -186,8 +188,10 @@ class PoolUser:
 
 @seeds
 @num_threads
-def test_a_pool(num_threads: int, seed: int) -> None:
-    pool = PagePool(2400, enable_caching=True)
+@pytest.mark.parametrize("enable_caching", [True, False], ids=["cached", "uncached"])
+def test_a_pool(num_threads: int, enable_caching: bool, seed: int) -> None:
+    """Often a thread finds the pool empty."""
+    pool = PagePool(2400, enable_caching)
     owners = Owners(pool.num_pages)
     run_threads(num_threads, seed, lambda rng, number: PoolUser(pool, owners, rng, number).run(800 // num_threads))
     assert owners.names == [None] * pool.num_pages
@@ -202,7 +206,7 @@ def test_pages_of_a_pool_that_are_shared(num_threads: int, seed: int) -> None:
     held: list[list[int]] = [[] for _ in range(num_threads)]
 
     def work(rng: Random, number: int) -> None:
-        for _ in range(300 // num_threads):
+        for _ in range(10 * NUM_ROUNDS // num_threads):
             page_ids = rng.sample(range(1, pool.num_pages), rng.choice((1, 8, MANY_PAGES)))
             pool.touch_page_ids(page_ids)
             held[number] += page_ids
@@ -219,29 +223,10 @@ def test_pages_of_a_pool_that_are_shared(num_threads: int, seed: int) -> None:
 
 
 @seeds
-def test_a_pool_without_caching_in_long_calls(seed: int) -> None:
-    """At any time two of three threads find the pool empty."""
-    pool = PagePool(3 * MANY_PAGES, enable_caching=False)
-    owners = Owners(pool.num_pages)
-
-    def work(rng: Random, number: int) -> None:
-        for _ in range(100):
-            with suppress(OutOfPagesError):
-                page_ids = pool.get_new_page_ids(MANY_PAGES + rng.randrange(99))
-                owners.take(number, page_ids.tolist())
-                rng.shuffle(page_ids)
-                owners.leave(number, page_ids.tolist())
-                pool.free_page_ids(page_ids)
-
-    run_threads(4, seed, work)
-    assert_all_free(pool)
-
-
-@seeds
 def test_a_page_is_freed_once_whoever_tries(seed: int) -> None:
     """All threads free all pages in long calls, each in a different order: one succeeds, and the others change nothing."""
     pool = PagePool(MANY_PAGES + 1, enable_caching=True)
-    for _ in range(20):
+    for _ in range(NUM_ROUNDS):
         page_ids = pool.get_new_page_ids(MANY_PAGES).tolist()
         freed: list[int] = []
 
@@ -339,29 +324,18 @@ def page_ids_of(manager: CacheManager, request_ids: Iterable[str]) -> list[int]:
     return [page_id for request_id in request_ids for ids in manager.get_page_ids(request_id) for page_id in ids]
 
 
-def run_clients(manager: CacheManager, num_threads: int, seed: int, num_requests: int) -> None:
-    """Run requests in that many threads at once. The requests left running hold their pages, and all other pages are free."""
+@seeds
+@pytest.mark.parametrize("options", [{}, {"keep_token_ids": True}, {"hash_algo": hash}, {"hash_algo": "sha256"}], ids=str)
+def test_a_manager_of_several_groups(options: dict[str, Any], seed: int) -> None:
+    """Pages that leave a window are freed while others hit them. Requests left running hold theirs; all others are free."""
+    manager = make_manager(6000, FULL, WINDOW, **options)
     left: list[str] = []
-    run_threads(num_threads, seed, lambda rng, number: left.extend(Client(manager, rng, str(number)).run(num_requests)))
+    run_threads(4, seed, lambda rng, number: left.extend(Client(manager, rng, str(number)).run(15)))
     assert left
     assert_held(manager.page_pool, page_ids_of(manager, left))
     for request_id in left:
         manager.free(EngineRequest(request_id, []))
     assert_all_free(manager.page_pool)
-
-
-@seeds
-@num_threads
-def test_a_manager(num_threads: int, seed: int) -> None:
-    """Each thread has its own requests; pages are shared if prompts have a common beginning."""
-    run_clients(make_manager(3000), num_threads, seed, 160 // num_threads)
-
-
-@seeds
-@pytest.mark.parametrize("options", [{}, {"keep_token_ids": True}, {"hash_algo": hash}, {"hash_algo": "sha256"}], ids=str)
-def test_a_manager_of_several_groups(options: dict[str, Any], seed: int) -> None:
-    """Pages that leave a window are freed while others hit them."""
-    run_clients(make_manager(6000, FULL, WINDOW, **options), 4, seed, 15)
 
 
 @seeds
@@ -412,6 +386,36 @@ def use_request(manager: CacheManager, request: EngineRequest, rng: Random) -> N
 
 
 @seeds
+def test_rows_of_all_groups_from_several_threads(seed: int) -> None:
+    """Both groups get the same ids in each call, so they are equal at the end, and rows consist of whole runs: a run is
+    appended, moved, swapped or cleared as a whole.
+    """
+    tables = MultiGroupPageTable(3, 1200, 64, [4, 4])
+
+    def work(rng: Random, number: int) -> None:
+        for i in range(300):
+            row, ids = rng.randrange(3), [1 + 1000 * number + i] * rng.randint(1, 4)
+            actions: list[Callable[[], object]] = [
+                lambda row=row, ids=ids: tables.append_row([ids, ids], row),
+                lambda row=row, ids=ids: tables.add_row([ids, ids], row),
+                lambda row=row: tables.move_row(row, (row + 1) % 3),
+                lambda row=row: tables.swap_row(row, (row + 1) % 3),
+                lambda row=row: tables.clear_row(row),
+                lambda: tables[0].slot_mapping([0, 1, 2], [5, 6, 7], 4),
+            ]
+            with suppress(RowOverflowError):
+                rng.choice(actions)()
+
+    run_threads(3, seed, work)
+    assert (tables[0].page_table_cpu == tables[1].page_table_cpu).all()
+    assert (tables[0].num_pages_per_row == tables[1].num_pages_per_row).all()
+    for row, n in zip(tables[0].page_table_cpu, tables[0].num_pages_per_row, strict=True):
+        assert not row[n:].any()
+        assert all(len(list(run)) <= 4 for _, run in itertools.groupby(row[:n].tolist()))
+        assert row[:n].all()
+
+
+@seeds
 @num_threads
 def test_rows_of_a_table(num_threads: int, seed: int) -> None:
     """Each thread has three rows; a model records their pages. Others change their rows, and the table is copied."""
@@ -456,52 +460,6 @@ def change_row(table: PageTable, model: list[list[int]], first: int, src: int, t
 
 
 @seeds
-@num_threads
-def test_the_same_rows_from_several_threads(num_threads: int, seed: int) -> None:
-    """Rows consist of whole runs: a run is appended, moved, swapped or cleared as a whole."""
-    table = PageTable(3, 300, 64)
-
-    def work(rng: Random, number: int) -> None:
-        for i in range(200):
-            change_row(table, [[], [], []], 0, rng.randrange(3), rng.randrange(3), rng, 1000 * (number + 1) + i)
-            with suppress(RowOverflowError):
-                page_id = 1000 * (number + 1) + 500 + i
-                table.append_rows_batch([[page_id] * 3, np.full(2, page_id, dtype=np.int32)], [i % 3, (i + 1) % 3])
-            table.slot_mapping([0, 1, 2], [5, 6, 7], 4)
-            assert (table.num_pages_per_row <= 300).all()
-
-    run_threads(num_threads, seed, work)
-    for row, n in zip(table.page_table_cpu, table.num_pages_per_row, strict=True):
-        assert row[:n].all()
-        assert not row[n:].any()
-        runs = [(page_id, len(list(run))) for page_id, run in itertools.groupby(row[:n].tolist())]
-        assert all(length <= 9 if page_id % 1000 < 500 else length in (2, 3, 5) for page_id, length in runs)
-
-
-@seeds
-def test_all_groups_of_a_table_change_at_once(seed: int) -> None:
-    """Both groups get the same ids in each call, so they are equal at the end."""
-    tables = MultiGroupPageTable(3, 1200, 64, [4, 4])
-
-    def work(rng: Random, number: int) -> None:
-        for i in range(300):
-            row, ids = rng.randrange(3), [1 + 1000 * number + i] * rng.randint(1, 4)
-            actions: list[Callable[[], None]] = [
-                lambda row=row, ids=ids: tables.append_row([ids, ids], row),
-                lambda row=row, ids=ids: tables.add_row([ids, ids], row),
-                lambda row=row: tables.move_row(row, (row + 1) % 3),
-                lambda row=row: tables.swap_row(row, (row + 1) % 3),
-                lambda row=row: tables.clear_row(row),
-            ]
-            with suppress(RowOverflowError):
-                rng.choice(actions)()
-
-    run_threads(3, seed, work)
-    assert (tables[0].page_table_cpu == tables[1].page_table_cpu).all()
-    assert (tables[0].num_pages_per_row == tables[1].num_pages_per_row).all()
-
-
-@seeds
 def test_a_table_is_committed_while_its_rows_change(seed: int) -> None:
     """One thread commits, as the contract requires; the last commit sends what it missed."""
     pytest.importorskip("jax")
@@ -533,17 +491,8 @@ class RowUser:
         self.lengths: dict[int, int] = {}
 
     def run(self, num_actions: int) -> None:
-        actions = [
-            self.admit,
-            self.admit,
-            self.step,
-            self.step,
-            self.append,
-            self.trim,
-            self.release,
-            self.exchange,
-            self.inspect,
-        ]
+        twice = [self.admit, self.step]
+        actions = [*twice, *twice, self.append, self.trim, self.release, self.exchange, self.inspect]
         for _ in range(num_actions):
             self.rng.choice(actions)()
             assert {row: int(self.batch.num_tokens[row]) for row in self.lengths} == self.lengths
@@ -610,20 +559,6 @@ class RowUser:
 
 @seeds
 @num_threads
-def test_rows_of_a_batch(num_threads: int, seed: int) -> None:
-    """Each thread has four rows; all share the pool and its prefixes."""
-    manager = make_manager(4000)
-    batch = RunningBatch(manager, PageTable(4 * num_threads, 1200, 64))
-    run_threads(
-        num_threads, seed, lambda rng, number: RowUser(batch, range(4 * number, 4 * number + 4), rng).run(600 // num_threads)
-    )
-    batch.check()
-    assert_held(manager.page_pool, page_ids_in(batch))
-    release_all(manager, batch)
-
-
-@seeds
-@num_threads
 def test_the_same_rows_of_a_batch_from_several_threads(num_threads: int, seed: int) -> None:
     """Each call succeeds or is refused as a whole, whatever the others did to the rows just before."""
     manager = make_manager(200, FULL, WINDOW)
@@ -670,19 +605,20 @@ def use_rows(batch: RunningBatch, rng: Random) -> None:
 
 
 @seeds
-def test_a_manager_and_a_batch_share_a_pool(seed: int) -> None:
-    """Requests of the manager and rows of the batch hit each other's pages."""
+@num_threads
+def test_a_manager_and_a_batch_share_a_pool(num_threads: int, seed: int) -> None:
+    """Half of the threads have requests of their own, half have four rows each; all hit each other's pages."""
     manager = make_manager(4000)
-    batch = RunningBatch(manager, PageTable(8, 1200, 64))
+    batch = RunningBatch(manager, PageTable(4 * num_threads, 1200, 64))
     left: list[str] = []
 
     def work(rng: Random, number: int) -> None:
         if number % 2:
-            left.extend(Client(manager, rng, str(number)).run(20))
+            left.extend(Client(manager, rng, str(number)).run(160 // num_threads))
         else:
-            RowUser(batch, range(2 * number, 2 * number + 4), rng).run(60)
+            RowUser(batch, range(4 * number, 4 * number + 4), rng).run(600 // num_threads)
 
-    run_threads(4, seed, work)
+    run_threads(num_threads, seed, work)
     batch.check()
     assert_held(manager.page_pool, page_ids_in(batch) + page_ids_of(manager, left))
     for request_id in left:
@@ -789,13 +725,16 @@ def test_a_page_that_is_dropped_during_a_look_up_is_no_hit(evicted: int, monkeyp
     assert 0 not in batch.get_page_ids(0)[0]
 
 
-# Small objects of the core.
+# A chain.
 
 
 @seeds
 @num_threads
 def test_a_hash_chain(num_threads: int, seed: int) -> None:
-    """Each call hashes its pages in one run after the previous ones: hashing the same tokens alone gives the same digests."""
+    """Each call hashes its pages in one run after the previous ones: hashing the same tokens alone gives the same digests.
+    Look-ups see the digests that existed when they began, in memory that moves.
+    """
+    store = make_manager(3000).page_pool.store
     chain = HashChain(PAGE_SIZE, bytes(16), True)
 
     def work(rng: Random, number: int) -> None:
@@ -805,43 +744,13 @@ def test_a_hash_chain(num_threads: int, seed: int) -> None:
             for i in rng.choices(range(len(chain)), k=20):
                 assert chain[i]
                 assert len(set(chain.page_token_ids(i))) == 1
+            assert PrefixQuery(store, chain).find_leading_hits(PageIds([0]), 1, 0, len(chain)) == 0
+            assert PrefixQuery(store, chain).find_last_run(PageIds([0]), 1, len(chain), 2) == 0
 
     run_threads(num_threads, seed, work)
     again = HashChain(PAGE_SIZE, bytes(16))
     again.extend([token for i in range(len(chain)) for token in chain.page_token_ids(i)])
     assert [again[i] for i in range(len(again))] == [chain[i] for i in range(len(chain))]
-
-
-@seeds
-def test_a_chain_is_read_while_it_grows(seed: int) -> None:
-    """Look-ups see the digests that existed when they began, in memory that moves."""
-    manager = make_manager(3000)
-    store = manager.page_pool.store
-    chain = HashChain(PAGE_SIZE, bytes(16))
-
-    def work(rng: Random, number: int) -> None:
-        for _ in range(30):
-            if number == 0:
-                chain.extend([rng.randrange(9)] * (PAGE_SIZE * rng.choice((1, 50, MANY_PAGES))))
-            else:
-                assert PrefixQuery(store, chain).find_leading_hits(PageIds([0]), 1, 0, len(chain)) == 0
-                assert PrefixQuery(store, chain).find_last_run(PageIds([0]), 1, len(chain), 2) == 0
-
-    run_threads(4, seed, work)
-
-
-@seeds
-def test_page_ids(seed: int) -> None:
-    """All threads read the ids."""
-    ids = PageIds(range(500))
-
-    def work(rng: Random, number: int) -> None:
-        for _ in range(100):
-            assert PageIds(ids).to_list() == list(range(500))
-            assert ids.to_array()[rng.randrange(500)] in ids
-            assert ids[len(ids) - 1] == 499
-
-    run_threads(4, seed, work)
 
 
 @pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python always has the GIL")
