@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from engine import WITH_LOGPROBS, Request
 from oracle import PREEMPTED, OracleManager, PagesByGroup
 from oracle_kinds import cdiv
 from oracle_pool import shard_of_hint
 from oracle_tier import Taken
 from settings import Setting
-from twins import Transferring, copies_of, levels_of, levels_of_twin, pins_of, transfers_of
-from workload import WITH_LOGPROBS, Request
+from twins import Side, copies_of, levels_of, levels_of_twin, pins_of, transfers_of
 
 import pagepool
 from pagepool._core import check_copies_taken, pack_dirty_windows
@@ -67,14 +67,6 @@ class BatchState(NamedTuple):
     levels: dict[int, int]  # of pages with any
     request_page_ids: list[PagesByGroup]  # of requests that share the manager, by queried request
 
-    def differences(self, other: BatchState) -> list[str]:
-        """Name the fields in which the other state differs, with both values."""
-        return [
-            f"{name}: {mine} against {theirs}"
-            for name, mine, theirs in zip(self._fields, self, other, strict=True)
-            if mine != theirs
-        ]
-
 
 class PoolState(NamedTuple):
     """The fields of `BatchState` that the pool has."""
@@ -115,11 +107,11 @@ def oracle_pool_state(manager: OracleManager) -> PoolState:
 # --- common parts -------------------------------------------------------------------------------------------
 
 
-class Rows(Transferring, ABC):
+class Rows(Side, ABC):
     """Rows beside requests of the same manager. Calls are those of `RunningBatch`; results are plain lists."""
 
     def __init__(self, manager: Any) -> None:
-        self.manager = manager
+        super().__init__(manager)
         self.neighbours: dict[str, Request] = {}
 
     @abstractmethod
@@ -148,17 +140,17 @@ class Rows(Transferring, ABC):
         request.num_computed_tokens = request.num_computed_tokens if num_tokens is None else num_tokens
         return num_tokens
 
-    def take_copies(self) -> list[tuple[int, int, int]]:
-        return copies_of(self.manager.take_copies())
-
     @abstractmethod
     def find_next_checkpoint(self, rows: list[int]) -> list[int]: ...
 
-    def reset_prefix_cache(self) -> bool:
-        return self.manager.reset_prefix_cache()
+    @abstractmethod
+    def list_external(self) -> list[int]: ...
 
-    def evict_pages(self, page_ids: list[int]) -> int:
-        return self.manager.page_pool.evict_pages(page_ids)
+    @abstractmethod
+    def commit_external(self, row: int, num_tokens: int) -> None: ...
+
+    @abstractmethod
+    def fail_external(self, row: int, num_valid_tokens: int) -> int: ...
 
     @abstractmethod
     def pin(self, row: int, *span: int | None) -> int: ...
@@ -175,9 +167,6 @@ class Rows(Transferring, ABC):
         num_pages = self.manager.unpin(request, *span)
         self.manager.free_page_hashes(request)
         return num_pages
-
-    def unpin_all(self) -> int:
-        return self.manager.page_pool.unpin_all()
 
     @abstractmethod
     def retain(self, row: int, *span: int | None, **options: Any) -> int: ...
@@ -276,6 +265,7 @@ class ModelRows(Rows):
         return num_hits
 
     def grow(self, rows: list[int], num_new_tokens: Amounts = 1, num_lookahead_tokens: Amounts = 0) -> Grown:
+        self.require_running(rows)
         self.require_no_copies(rows)
         grown = Grown(0, [], [], [])
         self.growths.append([])
@@ -287,6 +277,7 @@ class ModelRows(Rows):
         return grown
 
     def step(self, rows: list[int], token_ids: list[int]) -> Grown:
+        self.require_running(rows)
         self.require_no_copies(rows)
         grown = Grown(0, [], [], [])
         self.growths.append([])
@@ -351,6 +342,41 @@ class ModelRows(Rows):
         free = set(self.pool_state().free_page_ids)
         are_adopted = all(ids and ids[0] in free for ids in states)
         return num_missing + (0 if are_adopted else len(states)) > num_free
+
+    # tokens from elsewhere
+
+    def list_external(self) -> list[int]:
+        return list(self.nums_external)
+
+    def require_running(self, rows: list[int]) -> None:
+        """Refuse a call for rows that are pending."""
+        if any(self.nums_external[row] for row in rows):
+            raise ValueError("the row waits for tokens from elsewhere")
+
+    def require_waiting(self, row: int, num_tokens: int, needs_all: bool) -> None:
+        """Refuse to end what no row waits for."""
+        num_external = self.nums_external[row]
+        if num_external:
+            self.require_no_copies([row])
+        if not num_external or num_tokens > num_external or (needs_all and num_tokens < num_external):
+            raise ValueError("the row waits for none, or for others")
+
+    def commit_external(self, row: int, num_tokens: int) -> None:
+        self.require_waiting(row, num_tokens, any(group.kind == "mamba" for group in self.setting.groups))
+        self.manager.commit_external(self.requests[row], num_tokens)
+        self._run_on(row, self.requests[row].num_computed_tokens + num_tokens)
+
+    def fail_external(self, row: int, num_valid_tokens: int) -> int:
+        self.require_waiting(row, num_valid_tokens, False)
+        self._run_on(row, self.manager.fail_external(self.requests[row], num_valid_tokens))
+        return self.requests[row].num_computed_tokens
+
+    def _run_on(self, row: int, num_computed_tokens: int) -> None:
+        """Let a row that was pending run from there."""
+        self.requests[row].num_computed_tokens = num_computed_tokens
+        self.num_hits[row] = min(self.num_hits[row], num_computed_tokens)
+        self.nums_external[row] = 0
+        self._show(row)
 
     # pins
 
@@ -481,6 +507,7 @@ class OracleRows(ModelRows):
 
     def fork(self, row: int, targets: list[int]) -> None:
         """Let free rows go on where a row is."""
+        self.require_running([row])
         request = self.requests[row]
         if request is None or not targets:
             raise ValueError("a fork is of a row, to others")
@@ -502,6 +529,7 @@ class OracleRows(ModelRows):
 
     def trim(self, rows: list[int], num_tokens: Amounts) -> None:
         """Cut rows in order. All are checked first, each in its state before the call."""
+        self.require_running(rows)
         lengths = list(zip(rows, by_row(num_tokens, len(rows)), strict=True))
         for row, length in lengths:
             self.manager.check_trim(self.requests[row], length)
@@ -569,7 +597,8 @@ class ManagerRows(ModelRows):
     def require_no_copies(self, rows: list[int]) -> None:
         held = self.manager.coordinator.requests
         for row in rows:
-            check_copies_taken(held[self.requests[row].request_id])
+            if self.requests[row].request_id in held:
+                check_copies_taken(held[self.requests[row].request_id])
 
     def count_attached(self, num_hits: int, num_computed: int) -> int:
         """Something must be left to compute."""
@@ -618,6 +647,8 @@ class BatchRows(Rows):
 
     def admit(self, row: int, token_ids: list[int], **options: Any) -> int | None:
         self.named = {row}
+        if self.manager.host_tier is not None:  # the oracle remembers no refusals: with new features a request is looked up again
+            options = {"mm_features": [], **options}
         if self._tried[0] is not token_ids:
             self._tried = token_ids, self._formed(token_ids)
         return self.batch.admit(row, self._tried[1], **options)
@@ -649,6 +680,20 @@ class BatchRows(Rows):
     def release(self, rows: list[int], num_computed_tokens: Amounts | None = None) -> None:
         self.named = set(rows)
         self.batch.release(self._formed(rows), num_computed_tokens and self._formed(num_computed_tokens))
+
+    def list_external(self) -> list[int]:
+        return self.batch.num_external_tokens.tolist()
+
+    def commit_external(self, row: int, num_tokens: int) -> None:
+        self.named = {row}
+        self.batch.commit_external(row, num_tokens)
+
+    def fail_external(self, row: int, num_valid_tokens: int) -> int:
+        self.named = {row}
+        return self.batch.fail_external(row, num_valid_tokens)
+
+    def lease(self, page_ids: list[int]) -> None:
+        self.manager.lease(self._formed(page_ids))
 
     def pin(self, row: int, *span: int | None) -> int:
         return self.batch.pin(row, *span)
@@ -688,6 +733,8 @@ class BatchRows(Rows):
 
     def state(self, request_ids: Iterable[str]) -> BatchState:
         self.batch.check()
+        if self.manager.leases:
+            self.manager.check()
         self._commit()
         batch = self.batch
         pool = package_pool_state(self.manager.page_pool, self.with_hashes)
@@ -706,7 +753,7 @@ class BatchRows(Rows):
         for table, on_device in zip(self.tables, self.on_device, strict=True):
             dirty_rows = {row for row, _ in send(table, on_device)}
             assert dirty_rows <= self.named, f"rows {dirty_rows} are dirty, the call named {self.named}"
-            np.testing.assert_array_equal(on_device, table.page_table_cpu)
+            assert np.array_equal(on_device, table.page_table_cpu)
         self.named = set()
 
 

@@ -76,7 +76,7 @@ def describe_twin(policy: Policy | None) -> dict[str, Any]:
 def describe_policy(store: Any) -> dict[str, Any]:
     """Return what the policy of a store keeps."""
     records = copy_records(store, "marks ghosts policy_counts learned")
-    if not records["num_parts"]:
+    if not records["num_parts"] or store.eviction == "lru":
         return {}
     ghosts = [(tag, mark if tag else 0) for tag, mark in records["ghosts"].tolist()]
     dtype = ARC if store.eviction == "arc" else ADAPTIVE
