@@ -647,7 +647,9 @@ class BatchRows(Rows):
 
     def admit(self, row: int, token_ids: list[int], **options: Any) -> int | None:
         self.named = {row}
-        if self.manager.host_tier is not None:  # the oracle remembers no refusals: with new features a request is looked up again
+        if (
+            self.manager.host_tier is not None
+        ):  # the oracle remembers no refusals: with new features a request is looked up again
             options = {"mm_features": [], **options}
         if self._tried[0] is not token_ids:
             self._tried = token_ids, self._formed(token_ids)

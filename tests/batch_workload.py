@@ -28,8 +28,8 @@ Prompt = tuple[list[int], dict[str, Any]]
 
 
 class BatchWorkload(Workload):
-    """Drives rows at random. It reads their state from the model. Where `trims` is false, the model is a manager, and what it cannot
-    do in the place of a batch, such as growing states by nothing, is not done.
+    """Drives rows at random. It reads their state from the model. Where `trims` is false, the model is a manager, and what it
+    cannot do in the place of a batch, such as growing states by nothing, is not done.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from typing import Any
 from batch_model import HASH_SEED, BatchRows, ManagerRows, OracleRows
 from batch_workload import run_batch_workload
 from eviction_oracle import make_policy
-from features import PLAIN, Features
+from features import Features
 from oracle import OracleManager
 from oracle_kinds import cdiv
 from oracle_pool import NULL_PAGE
@@ -182,8 +182,8 @@ def run_twins(work: str, setting: Setting, features: Features, seed: int, num_ca
 
 
 def seeds_of(name: str, num_calls: int) -> Iterator[tuple[int, int]]:
-    """Share the calls of a case among seeds: a few long runs, so that each reaches much, or a short one. Returns seeds, each with
-    a number of calls.
+    """Share the calls of a case among seeds: a few long runs, so that each reaches much, or a short one. Returns seeds, each
+    with a number of calls.
     """
     num_seeds = max(1, num_calls // max(100, min(num_calls // 4, 1000)))
     first_seed = zlib.crc32(name.encode())

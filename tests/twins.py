@@ -246,7 +246,7 @@ class PackageTwin(Twin):
         return pages.get_page_ids()
 
     def look_up(self, request: Any, **options: Any) -> tuple[tuple[list[int], ...], int]:
-        """Look up, and probe first where the look-up is one that a probe can tell the result of: it finds room for what it loads."""
+        """Look up, and probe first where a probe can tell the result of the look-up, which has room for what it loads."""
         probe = None if options.get("dp_shard_hint") is not None else self.manager.probe(request)
         pages, num_tokens = super().look_up(request, **options)
         if probe is not None and probe.num_hit_tokens != num_tokens and not self.manager._lookups.is_short(request):

@@ -1,5 +1,5 @@
-"""Random work for twins, request by request. Prompts come from a few families over a tiny vocabulary, and pools are tiny, so that
-hits, duplicates, evictions and shortage are all frequent.
+"""Random work for twins, request by request. Prompts come from a few families over a tiny vocabulary, and pools are tiny, so
+that hits, duplicates, evictions and shortage are all frequent.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from engine import (  # noqa: F401: others import some of these from here
-    NUM_FAMILIES,
-    VOCABULARY,
-    WAITING,
+from engine import (
     WITH_LOGPROBS,
     WITHOUT_LOGPROBS,
     Engine,
