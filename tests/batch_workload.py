@@ -28,17 +28,14 @@ Prompt = tuple[list[int], dict[str, Any]]
 
 
 class BatchWorkload(Workload):
-    """Drives rows at random. It reads their state from the model. Where `trims` is false, the model is a manager, and what it
-    cannot do in the place of a batch, such as growing states by nothing, is not done.
-    """
+    """Drives rows at random. It reads their state from the model. Without `trims` rows are not cut, nor is growth undone."""
 
     def __init__(
         self, setting: Setting, twins: Twins, num_pages: int, rng: Random, trims: bool, features: Features = PLAIN
     ) -> None:
         self.max_tokens = setting.max_model_len
         super().__init__(setting, twins, num_pages, rng, features)
-        self.model: Any = twins.oracle  # ModelRows
-        self.is_whole = trims
+        self.model: Any = twins.oracle  # OracleRows
         self.attributes: dict[int, dict[str, Any]] = {}  # by row
         self.preempted: deque[Prompt] = deque(maxlen=4)
         self.refused: dict[int, tuple[list[int], dict[str, Any], bool]] = {}  # by row
@@ -66,7 +63,7 @@ class BatchWorkload(Workload):
             actions |= {self.trim: 2, self.draft: 3, self.fail_load: 1, self.undo: 3}
         if self.features.states:
             actions |= {self.chunk: 6, self.find_checkpoints: 0.3}
-        if self.features.forks and trims:
+        if self.features.forks:
             actions |= {self.fork: 2, self.misuse_fork: 0.2}
         if self.features.pins:
             actions |= {self.pin: 4, self.pin_neighbour: 1, self.unpin: 3}
@@ -156,9 +153,8 @@ class BatchWorkload(Workload):
     def _checkpoint_options(self, options: dict[str, Any], num_tokens: int) -> dict[str, Any]:
         """Let an admission often end at a checkpoint."""
         is_aligned = num_tokens > self.interval and self.rng.random() < 0.5
-        if is_aligned or not self.is_whole:
-            options.pop("num_tokens", None)
         if is_aligned:
+            options.pop("num_tokens", None)
             options["max_num_new_tokens"] = self.rng.randint(1, num_tokens // self.interval) * self.interval
         return {"ends_at_checkpoint": True} if self.rng.random() < 0.3 else {}
 
@@ -216,9 +212,6 @@ class BatchWorkload(Workload):
 
     def grow_all(self, rows: list[int], num_new: Any, num_ahead: Any) -> None:
         """Grow, and continue with the rest after a preemption."""
-        if self.features.states and not self.is_whole:
-            rows = [row for row in rows if self.num_uncomputed(row)]
-            num_new, num_ahead = [self.rng.randint(1, self.num_uncomputed(row)) for row in rows], 0
 
         def of(values: Any, rows: list[int]) -> Any:
             return values if isinstance(values, int) else [values[row] for row in rows]
@@ -329,7 +322,6 @@ class BatchWorkload(Workload):
     def release(self) -> None:
         """Release some rows, sometimes before all of their tokens are computed."""
         self._remember(self.rows())
-        self._prepare_release()
         rows = self.rng.sample(self.rows(), min(len(self.rows()), self.rng.randint(0, 2)))
         nums_computed = [self.model.requests[row].num_computed_tokens for row in rows]
         if self.rng.random() < 0.4:
@@ -344,11 +336,6 @@ class BatchWorkload(Workload):
         if token_ids:
             self.preempted.append((token_ids, self.attributes[row]))
         self.twins.call("release", [row])
-
-    def _prepare_release(self) -> None:
-        """Take copies where the model is a manager, which drops them row by row: a batch gives back all pages before."""
-        if self.features.states and not self.is_whole:
-            self.take_copies()
 
     def _remember(self, rows: list[int]) -> None:
         for row in rows if self.features.states else ():
@@ -390,7 +377,6 @@ class BatchWorkload(Workload):
     def drain(self) -> None:
         """Release all rows and end all requests, so that a reset succeeds."""
         self.let_go()
-        self._prepare_release()
         self.twins.call("release", self.pending())
         self.twins.call("release", self.some(self.rows()))
         self.twins.call("release", self.rows())
@@ -489,7 +475,7 @@ class BatchWorkload(Workload):
             if self.num_appendable(row):
                 self.twins.call("step", [row], [1])
             self.twins.call("commit_external", row, self.model.nums_external[row] + 1)
-            if self.is_whole and self.num_tokens(row):
+            if self.num_tokens(row):
                 self.twins.call("trim", [row], self.num_tokens(row) - 1)
         for row in self.rows()[:1]:
             self.twins.call(self.rng.choice(("commit_external", "fail_external")), row, self.rng.randint(0, 1))

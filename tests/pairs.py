@@ -5,11 +5,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from random import Random
 from typing import Any
 
-from batch_model import HASH_SEED, BatchRows, ManagerRows, OracleRows
+from batch_model import HASH_SEED, BatchRows, OracleRows
 from batch_workload import run_batch_workload
 from eviction_oracle import make_policy
 from features import Features
@@ -32,7 +31,6 @@ PERIODS = 1, 2, 7, 30  # calls between events that are told
 TIER_EVICTIONS = "lru", "arc", "adaptive"
 NATIVE_HASHING = [options for options in HASHING.values() if "hash_algo" not in options]  # which batches need
 NULL_KEY = bytes(16)
-WORKS = "requests", "rows", "rows of a manager"
 
 
 def oracle_and_package(**options: Any) -> Callable[[Setting, int], Twins]:
@@ -56,11 +54,6 @@ def oracle_and_batch(setting: Setting, num_pages: int, num_rows: int) -> Twins:
     oracle = setting.manager(OracleManager, setting.cache_groups(pagepool), num_pages)
     batch = BatchRows(make_manager(setting, num_pages), setting, num_rows, with_hashes=False)
     return Twins(OracleRows(oracle, setting, num_rows), batch)
-
-
-def manager_and_batch(setting: Setting, num_pages: int, num_rows: int, **options: Any) -> Twins:
-    batch = BatchRows(make_manager(setting, num_pages, **options), setting, num_rows, with_hashes=True)
-    return Twins(ManagerRows(make_manager(setting, num_pages, **options), setting, num_rows), batch)
 
 
 # --- with features --------------------------------------------------------------------------------------------------
@@ -156,7 +149,7 @@ def with_room(setting: Setting) -> Setting:
 
 
 def run_twins(work: str, setting: Setting, features: Features, seed: int, num_calls: int) -> Twins:
-    """Run a seed's workload to its end: requests or rows against the oracle, or rows against a manager."""
+    """Run a seed's workload to its end: requests or rows."""
     setting = with_room(setting) if features.tier else setting
 
     def make_requests(setting: Setting, num_pages: int) -> Twins:
@@ -169,10 +162,6 @@ def run_twins(work: str, setting: Setting, features: Features, seed: int, num_ca
         batch = BatchRows(manager, setting, num_rows, with_hashes=False, dedupe=features.dedupe)
         return FeaturedTwins(rows, batch, features, seed)
 
-    if work == "rows of a manager":
-        share = PINNED_SHARES[seed % len(PINNED_SHARES)]
-        make_pair = partial(manager_and_batch, max_pinned_share=share)
-        return run_batch_workload(setting, make_pair, seed, num_calls, False, features=features)
     if work == "rows":
         twins = run_batch_workload(setting, make_rows, seed, num_calls, True, features=features)
     else:

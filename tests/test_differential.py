@@ -1,4 +1,4 @@
-"""The package against the oracle on random work: requests, rows of a running batch, and rows against a manager.
+"""The package against the oracle on random work: requests of a manager, and rows of a running batch.
 
 A case makes its share of PAGEPOOL_TEST_OPERATIONS calls; half of it, where these are few.
 """
@@ -65,10 +65,6 @@ CASES = [
     Case("rows", TIER, CACHING, 0.05),
     Case("rows", EVERYTHING, CACHING, 0.1),
     Case("rows", None, CACHING, 0.1),
-    Case("rows of a manager", PLAIN, SETTINGS, 0.1),
-    Case("rows of a manager", Features(states=True), STATE_SETTINGS, 0.02),
-    Case("rows of a manager", Features(external=True), SETTINGS, 0.02),
-    Case("rows of a manager", Features(states=True, external=True, pins=True, retention=True), ALL, 0.05),
 ]
 
 
