@@ -1,28 +1,27 @@
-"""A common interface to a batch of rows: over the oracle, over `CacheManager`, and as a `RunningBatch`.
+"""A common interface to a batch of rows: over the oracle, and as a `RunningBatch`.
 
-The first two do row by row, in plain Python and with a plain NumPy table, what the batch does in one native call.
+The first does row by row, in plain Python and with a plain NumPy table, what the batch does in one native call.
 """
 
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from engine import WITH_LOGPROBS, Request
 from oracle import PREEMPTED, OracleManager, PagesByGroup
 from oracle_kinds import cdiv
 from oracle_pool import shard_of_hint
 from oracle_tier import Taken
 from settings import Setting
-from twins import Transferring, copies_of, levels_of, levels_of_twin, pins_of, transfers_of
-from workload import WITH_LOGPROBS, Request
+from twins import Side, copies_of, levels_of, levels_of_twin, pins_of, transfers_of
 
 import pagepool
-from pagepool._core import check_copies_taken, pack_dirty_windows
+from pagepool._core import pack_dirty_windows
 
 HASH_SEED = "rows"
 Amounts = int | Sequence[int]
@@ -67,14 +66,6 @@ class BatchState(NamedTuple):
     levels: dict[int, int]  # of pages with any
     request_page_ids: list[PagesByGroup]  # of requests that share the manager, by queried request
 
-    def differences(self, other: BatchState) -> list[str]:
-        """Name the fields in which the other state differs, with both values."""
-        return [
-            f"{name}: {mine} against {theirs}"
-            for name, mine, theirs in zip(self._fields, self, other, strict=True)
-            if mine != theirs
-        ]
-
 
 class PoolState(NamedTuple):
     """The fields of `BatchState` that the pool has."""
@@ -115,16 +106,12 @@ def oracle_pool_state(manager: OracleManager) -> PoolState:
 # --- common parts -------------------------------------------------------------------------------------------
 
 
-class Rows(Transferring, ABC):
+class Rows(Side):
     """Rows beside requests of the same manager. Calls are those of `RunningBatch`; results are plain lists."""
 
     def __init__(self, manager: Any) -> None:
-        self.manager = manager
+        super().__init__(manager)
         self.neighbours: dict[str, Request] = {}
-
-    @abstractmethod
-    def state(self, request_ids: Iterable[str]) -> BatchState:
-        """Return the observable state, including what the neighbouring requests hold."""
 
     def start_neighbour(self, request_id: str, token_ids: list[int], **attributes: Any) -> int | None:
         """Run a request through the manager; return the tokens that it hit, None if it does not fit."""
@@ -148,24 +135,6 @@ class Rows(Transferring, ABC):
         request.num_computed_tokens = request.num_computed_tokens if num_tokens is None else num_tokens
         return num_tokens
 
-    def take_copies(self) -> list[tuple[int, int, int]]:
-        return copies_of(self.manager.take_copies())
-
-    @abstractmethod
-    def find_next_checkpoint(self, rows: list[int]) -> list[int]: ...
-
-    def reset_prefix_cache(self) -> bool:
-        return self.manager.reset_prefix_cache()
-
-    def evict_pages(self, page_ids: list[int]) -> int:
-        return self.manager.page_pool.evict_pages(page_ids)
-
-    @abstractmethod
-    def pin(self, row: int, *span: int | None) -> int: ...
-
-    @abstractmethod
-    def unpin(self, row: int, *span: int | None) -> int: ...
-
     def pin_neighbour(self, request_id: str, *span: int | None) -> int:
         return self.manager.pin(self.neighbours[request_id], *span)
 
@@ -175,12 +144,6 @@ class Rows(Transferring, ABC):
         num_pages = self.manager.unpin(request, *span)
         self.manager.free_page_hashes(request)
         return num_pages
-
-    def unpin_all(self) -> int:
-        return self.manager.page_pool.unpin_all()
-
-    @abstractmethod
-    def retain(self, row: int, *span: int | None, **options: Any) -> int: ...
 
     def retain_neighbour(self, request_id: str, *span: int | None, **options: Any) -> int:
         return self.manager.retain(self.neighbours[request_id], *span, **options)
@@ -197,12 +160,15 @@ class Rows(Transferring, ABC):
 # --- row by row ---------------------------------------------------------------------------------------------
 
 
-class ModelRows(Rows):
-    """Each row is a request and a line of a table. Subclasses define the results of the manager."""
+class OracleRows(Rows):
+    """Rows over the oracle: each is a request and a line of a table. What a policy sees comes in the order of a batch."""
 
-    def __init__(self, manager: Any, setting: Setting, num_rows: int) -> None:
+    manager: OracleManager
+
+    def __init__(self, manager: OracleManager, setting: Setting, num_rows: int, dedupe: bool = False) -> None:
         super().__init__(manager)
         self.setting = setting
+        self.dedupe = dedupe
         self.requests: list[Any] = [None] * num_rows  # a Request, or None for a free row
         self.num_hits = [0] * num_rows
         self.nums_external = [0] * num_rows  # tokens that come from elsewhere
@@ -212,22 +178,7 @@ class ModelRows(Rows):
         widths = [cdiv(setting.max_model_len, group.page_size) for group in setting.groups]
         self.tables = [np.zeros((num_rows, width), dtype=np.int32) for width in widths]
         self._numbers = itertools.count()
-
-    @abstractmethod
-    def pool_state(self) -> PoolState:
-        """Return the observable state of the pool."""
-
-    @abstractmethod
-    def to_page_ids(self, pages: Any) -> PagesByGroup:
-        """Turn what the manager returns for pages into page ids by group."""
-
-    @abstractmethod
-    def require_no_copies(self, rows: list[int]) -> None:
-        """Refuse a call for rows whose pages are in a copy that is due."""
-
-    @abstractmethod
-    def count_attached(self, num_hits: int, num_computed: int) -> int:
-        """Return how many of the tokens that are hit an admission names, at most so many as it computes."""
+        manager.states.divide(shard_of_hint(manager.page_pool.num_pages, 0, setting.data_parallel_size))
 
     # admission and growth
 
@@ -259,13 +210,13 @@ class ModelRows(Rows):
             num_computed -= num_computed % interval
         num_external = min(num_external_tokens, len(token_ids) - 1 - num_hits)
         num_computed = num_hits + num_external if num_external else num_computed
-        if self._is_shard_short(self.to_page_ids(hits), num_computed, dp_shard):
+        if self._is_shard_short(hits, num_computed, dp_shard):
             return None
-        num_attached = self.count_attached(num_hits, num_computed)
         if num_external:
             options |= {"num_external_computed_tokens": num_external, "delay_cache_pages": True}
-        num_new = num_computed - num_attached - num_external
-        pages = self.manager.allocate_slots(request, num_new, num_attached, hits, **options)
+        with self.manager.adding_nothing():
+            num_new = num_computed - num_hits - num_external
+            pages = self.manager.allocate_slots(request, num_new, num_hits, hits, **options)
         if pages is None:
             return None
         request.num_computed_tokens = num_computed - num_external
@@ -276,28 +227,37 @@ class ModelRows(Rows):
         return num_hits
 
     def grow(self, rows: list[int], num_new_tokens: Amounts = 1, num_lookahead_tokens: Amounts = 0) -> Grown:
+        self.require_running(rows)
         self.require_no_copies(rows)
         grown = Grown(0, [], [], [])
         self.growths.append([])
         news, aheads = (by_row(amounts, len(rows)) for amounts in (num_new_tokens, num_lookahead_tokens))
-        for row, num_new, num_ahead in zip(rows, news, aheads, strict=True):
-            if not self._grow_row(row, num_new, num_ahead, grown):
-                break
-            grown = grown._replace(num_grown=grown.num_grown + 1)
+        with self.manager.entering_later():
+            for row, num_new, num_ahead in zip(rows, news, aheads, strict=True):
+                if not self._grow_row(row, num_new, num_ahead, grown):
+                    break
+                grown = grown._replace(num_grown=grown.num_grown + 1)
         return grown
 
     def step(self, rows: list[int], token_ids: list[int]) -> Grown:
+        self.require_running(rows)
         self.require_no_copies(rows)
         grown = Grown(0, [], [], [])
         self.growths.append([])
-        for row, token_id in zip(rows, token_ids, strict=True):
-            self.append([row], [token_id])
-            if not self._grow_row(row, 1, 0, grown):
-                self._forget_last_token(row)
-                break
-            self.growths[-1][-1] = self.growths[-1][-1]._replace(num_tokens=self.requests[row].num_tokens)
-            grown = grown._replace(num_grown=grown.num_grown + 1)
+        with self.manager.entering_later():
+            for row, token_id in zip(rows, token_ids, strict=True):
+                self.append([row], [token_id])
+                if not self._grow_row(row, 1, 0, grown):
+                    self._forget_last_token(row)
+                    break
+                self.growths[-1][-1] = self.growths[-1][-1]._replace(num_tokens=self.requests[row].num_tokens)
+                grown = grown._replace(num_grown=grown.num_grown + 1)
         return grown
+
+    def require_no_copies(self, rows: list[int]) -> None:
+        """Refuse a call for rows whose pages are in a copy that is due."""
+        for row in rows:
+            self.manager.states.copies.require_none(self.manager.held.get(self.requests[row].request_id, ()))
 
     def append(self, rows: list[int], token_ids: list[int]) -> None:
         for row, token_id in zip(rows, token_ids, strict=True):
@@ -310,7 +270,7 @@ class ModelRows(Rows):
         if new_pages is None:
             return False
         request.num_computed_tokens += num_new
-        num_computed, pages_by_group = request.num_computed_tokens, self._added_pages(held, self.to_page_ids(new_pages))
+        num_computed, pages_by_group = request.num_computed_tokens, self._added_pages(held, new_pages)
         self.growths[-1].append(Growth(row, self.admissions[row], num_new, num_computed, None, pages_by_group))
         for group_id, page_ids in enumerate(pages_by_group):
             grown.page_ids.extend(page_ids)
@@ -323,9 +283,17 @@ class ModelRows(Rows):
         groups = zip(self.setting.groups, held, new_pages, strict=True)
         return tuple([] if group.kind == "mamba" and pages else new for group, pages, new in groups)
 
-    @abstractmethod
-    def make_room(self, row: int, num_new: int, num_ahead: int) -> Any:
-        """Allocate for a row that grows. Returns what the manager returns."""
+    def make_room(self, row: int, num_new: int, num_ahead: int) -> PagesByGroup | None:
+        """Allocate for a row that grows."""
+        request = self.requests[row]
+        if self.dedupe:
+            self.manager.states.dedupe(request, self._shard_of(row))
+        with self.manager.adding_nothing():
+            placement = self._placement(self.shards[row])
+            return self.manager.allocate_slots(request, num_new, num_lookahead_tokens=num_ahead, **placement)
+
+    def _shard_of(self, row: int) -> range | None:
+        return shard_of_hint(self.manager.page_pool.num_pages, self.shards[row], self.setting.data_parallel_size)
 
     def _forget_last_token(self, row: int) -> None:
         """Remove a token that the manager may have hashed for a failed allocation."""
@@ -344,13 +312,48 @@ class ModelRows(Rows):
         if shard is None:
             return False
         held = {page for page_ids in hits for page in page_ids}
-        num_free = sum(page in shard and page not in held for page in self.pool_state().free_page_ids)
+        free = set(self.manager.page_pool.free_page_ids())
+        num_free = sum(page in shard and page not in held for page in free)
         groups = list(zip(self.setting.groups, hits, strict=True))
         num_missing = sum(cdiv(num_tokens, group.page_size) - len(ids) for group, ids in groups if group.kind != "mamba")
         states = [ids[-1:] for group, ids in groups if group.kind == "mamba"]
-        free = set(self.pool_state().free_page_ids)
         are_adopted = all(ids and ids[0] in free for ids in states)
         return num_missing + (0 if are_adopted else len(states)) > num_free
+
+    # tokens from elsewhere
+
+    def list_external(self) -> list[int]:
+        return list(self.nums_external)
+
+    def require_running(self, rows: list[int]) -> None:
+        """Refuse a call for rows that are pending."""
+        if any(self.nums_external[row] for row in rows):
+            raise ValueError("the row waits for tokens from elsewhere")
+
+    def require_waiting(self, row: int, num_tokens: int, needs_all: bool) -> None:
+        """Refuse to end what no row waits for."""
+        num_external = self.nums_external[row]
+        if num_external:
+            self.require_no_copies([row])
+        if not num_external or num_tokens > num_external or (needs_all and num_tokens < num_external):
+            raise ValueError("the row waits for none, or for others")
+
+    def commit_external(self, row: int, num_tokens: int) -> None:
+        self.require_waiting(row, num_tokens, any(group.kind == "mamba" for group in self.setting.groups))
+        self.manager.commit_external(self.requests[row], num_tokens)
+        self._run_on(row, self.requests[row].num_computed_tokens + num_tokens)
+
+    def fail_external(self, row: int, num_valid_tokens: int) -> int:
+        self.require_waiting(row, num_valid_tokens, False)
+        self._run_on(row, self.manager.fail_external(self.requests[row], num_valid_tokens))
+        return self.requests[row].num_computed_tokens
+
+    def _run_on(self, row: int, num_computed_tokens: int) -> None:
+        """Let a row that was pending run from there."""
+        self.requests[row].num_computed_tokens = num_computed_tokens
+        self.num_hits[row] = min(self.num_hits[row], num_computed_tokens)
+        self.nums_external[row] = 0
+        self._show(row)
 
     # pins
 
@@ -369,16 +372,12 @@ class ModelRows(Rows):
     # release and moves
 
     def release(self, rows: list[int], num_computed_tokens: Amounts | None = None) -> None:
-        self.free_all([self.requests[row] for row in rows], by_row(num_computed_tokens, len(rows)))
+        self.manager.free_all([self.requests[row] for row in rows], by_row(num_computed_tokens, len(rows)))
         for row in rows:
             self.manager.free_page_hashes(self.requests[row])
             self.requests[row], self.num_hits[row], self.shards[row] = None, 0, None
             self.nums_external[row] = 0
             self._show(row)
-
-    def free_all(self, requests: list[Request], nums_computed_tokens: Sequence[int | None]) -> None:
-        for request, num_computed in zip(requests, nums_computed_tokens, strict=True):
-            self.manager.free(request, num_computed_tokens=num_computed)
 
     def move_row(self, src: int, tgt: int) -> None:
         self.swap_row(src, tgt)
@@ -400,7 +399,7 @@ class ModelRows(Rows):
 
     def state(self, request_ids: Iterable[str]) -> BatchState:
         page_ids = [self.get_page_ids(row) for row in range(len(self.requests))]
-        pool = self.pool_state()
+        pool = oracle_pool_state(self.manager)
         return BatchState(
             [request is not None for request in self.requests],
             [request.num_tokens if request else 0 for request in self.requests],
@@ -419,68 +418,9 @@ class ModelRows(Rows):
             table[row] = 0
             table[row, : len(page_ids)] = page_ids
 
-
-def copy_of(request: Request, request_id: str) -> Request:
-    """Return a request with the same tokens."""
-    return replace(request, request_id=request_id, all_token_ids=list(request.all_token_ids))
-
-
-def by_row(amounts: Amounts | None, num_rows: int) -> Sequence[Any]:
-    """One number for each row, or None for each."""
-    return [amounts] * num_rows if amounts is None or isinstance(amounts, int) else amounts
-
-
-class OracleRows(ModelRows):
-    """Rows over the oracle, which can trim and undo, and do what a policy sees in the order of a batch."""
-
-    manager: OracleManager
-
-    def __init__(self, manager: OracleManager, setting: Setting, num_rows: int, dedupe: bool = False) -> None:
-        super().__init__(manager, setting, num_rows)
-        self.dedupe = dedupe
-        manager.states.divide(shard_of_hint(manager.page_pool.num_pages, 0, setting.data_parallel_size))
-
-    def admit(self, row: int, token_ids: list[int], **options: Any) -> int | None:
-        with self.manager.adding_nothing():
-            return super().admit(row, token_ids, **options)
-
-    def grow(self, rows: list[int], num_new_tokens: Amounts = 1, num_lookahead_tokens: Amounts = 0) -> Grown:
-        with self.manager.entering_later():
-            return super().grow(rows, num_new_tokens, num_lookahead_tokens)
-
-    def step(self, rows: list[int], token_ids: list[int]) -> Grown:
-        with self.manager.entering_later():
-            return super().step(rows, token_ids)
-
-    def require_no_copies(self, rows: list[int]) -> None:
-        for row in rows:
-            self.manager.states.copies.require_none(self.manager.held.get(self.requests[row].request_id, ()))
-
-    def count_attached(self, num_hits: int, num_computed: int) -> int:
-        return num_hits
-
-    def make_room(self, row: int, num_new: int, num_ahead: int) -> PagesByGroup | None:
-        request = self.requests[row]
-        if self.dedupe:
-            self.manager.states.dedupe(request, self._shard_of(row))
-        with self.manager.adding_nothing():
-            placement = self._placement(self.shards[row])
-            return self.manager.allocate_slots(request, num_new, num_lookahead_tokens=num_ahead, **placement)
-
-    def _shard_of(self, row: int) -> range | None:
-        return shard_of_hint(self.manager.page_pool.num_pages, self.shards[row], self.setting.data_parallel_size)
-
-    def pool_state(self) -> PoolState:
-        return oracle_pool_state(self.manager)
-
-    def to_page_ids(self, pages: PagesByGroup) -> PagesByGroup:
-        return pages
-
-    def free_all(self, requests: list[Request], nums_computed_tokens: Sequence[int | None]) -> None:
-        self.manager.free_all(requests, nums_computed_tokens)
-
     def fork(self, row: int, targets: list[int]) -> None:
         """Let free rows go on where a row is."""
+        self.require_running([row])
         request = self.requests[row]
         if request is None or not targets:
             raise ValueError("a fork is of a row, to others")
@@ -502,6 +442,7 @@ class OracleRows(ModelRows):
 
     def trim(self, rows: list[int], num_tokens: Amounts) -> None:
         """Cut rows in order. All are checked first, each in its state before the call."""
+        self.require_running(rows)
         lengths = list(zip(rows, by_row(num_tokens, len(rows)), strict=True))
         for row, length in lengths:
             self.manager.check_trim(self.requests[row], length)
@@ -555,36 +496,14 @@ class OracleRows(ModelRows):
             self._show(growth.row)
 
 
-class ManagerRows(ModelRows):
-    """Rows over the package's manager, request by request. It cannot trim."""
+def copy_of(request: Request, request_id: str) -> Request:
+    """Return a request with the same tokens."""
+    return replace(request, request_id=request_id, all_token_ids=list(request.all_token_ids))
 
-    manager: pagepool.CacheManager
 
-    def pool_state(self) -> PoolState:
-        return package_pool_state(self.manager.page_pool, with_hashes=True)
-
-    def to_page_ids(self, pages: pagepool.CachePages) -> PagesByGroup:
-        return pages.get_page_ids()
-
-    def require_no_copies(self, rows: list[int]) -> None:
-        held = self.manager.coordinator.requests
-        for row in rows:
-            check_copies_taken(held[self.requests[row].request_id])
-
-    def count_attached(self, num_hits: int, num_computed: int) -> int:
-        """Something must be left to compute."""
-        return min(num_hits, num_computed - 1)
-
-    def make_room(self, row: int, num_new: int, num_ahead: int) -> pagepool.CachePages | None:
-        """Allocate. Something must be new: if all is lookahead, that is new, and it is not entered."""
-        request, placement = self.requests[row], self._placement(self.shards[row])
-        if num_new:
-            return self.manager.allocate_slots(request, num_new, num_lookahead_tokens=num_ahead, **placement)
-        num_ahead = min(num_ahead, self.setting.max_model_len - request.num_computed_tokens)
-        if num_ahead:
-            return self.manager.allocate_slots(request, num_ahead, delay_cache_pages=True, **placement)
-        self.manager.coordinator.requests[request.request_id].skip(request.num_computed_tokens)
-        return self.manager.create_empty_page_list()
+def by_row(amounts: Amounts | None, num_rows: int) -> Sequence[Any]:
+    """One number for each row, or None for each."""
+    return [amounts] * num_rows if amounts is None or isinstance(amounts, int) else amounts
 
 
 # --- the batch ----------------------------------------------------------------------------------------------
@@ -618,6 +537,10 @@ class BatchRows(Rows):
 
     def admit(self, row: int, token_ids: list[int], **options: Any) -> int | None:
         self.named = {row}
+        if (
+            self.manager.host_tier is not None
+        ):  # the oracle remembers no refusals: with new features a request is looked up again
+            options = {"mm_features": [], **options}
         if self._tried[0] is not token_ids:
             self._tried = token_ids, self._formed(token_ids)
         return self.batch.admit(row, self._tried[1], **options)
@@ -649,6 +572,20 @@ class BatchRows(Rows):
     def release(self, rows: list[int], num_computed_tokens: Amounts | None = None) -> None:
         self.named = set(rows)
         self.batch.release(self._formed(rows), num_computed_tokens and self._formed(num_computed_tokens))
+
+    def list_external(self) -> list[int]:
+        return self.batch.num_external_tokens.tolist()
+
+    def commit_external(self, row: int, num_tokens: int) -> None:
+        self.named = {row}
+        self.batch.commit_external(row, num_tokens)
+
+    def fail_external(self, row: int, num_valid_tokens: int) -> int:
+        self.named = {row}
+        return self.batch.fail_external(row, num_valid_tokens)
+
+    def lease(self, page_ids: list[int]) -> None:
+        self.manager.lease(self._formed(page_ids))
 
     def pin(self, row: int, *span: int | None) -> int:
         return self.batch.pin(row, *span)
@@ -688,6 +625,8 @@ class BatchRows(Rows):
 
     def state(self, request_ids: Iterable[str]) -> BatchState:
         self.batch.check()
+        if self.manager.leases:
+            self.manager.check()
         self._commit()
         batch = self.batch
         pool = package_pool_state(self.manager.page_pool, self.with_hashes)
@@ -706,7 +645,7 @@ class BatchRows(Rows):
         for table, on_device in zip(self.tables, self.on_device, strict=True):
             dirty_rows = {row for row, _ in send(table, on_device)}
             assert dirty_rows <= self.named, f"rows {dirty_rows} are dirty, the call named {self.named}"
-            np.testing.assert_array_equal(on_device, table.page_table_cpu)
+            assert np.array_equal(on_device, table.page_table_cpu)
         self.named = set()
 
 

@@ -14,42 +14,38 @@ from types import SimpleNamespace
 from typing import Any
 
 from batch_model import Grown
+from engine import Feature
+from features import PLAIN, Actions, Features, Span, Workload, random_retention, random_span, run_to_end
 from oracle import NULL_PAGE
 from settings import Setting
-from twins import Mismatch, Twins
-from workload import NUM_FAMILIES, VOCABULARY, Feature
+from twins import Twins
 
 NUM_ROWS = 5
+NUM_REMEMBERED = 5
 MAX_NEIGHBOURS = 2
 
+Prompt = tuple[list[int], dict[str, Any]]
 
-class BatchWorkload:
-    """Drives rows at random. It reads their state from the model."""
 
-    def __init__(self, setting: Setting, twins: Twins, num_pages: int, rng: Random, trims: bool) -> None:
-        self.setting = setting
-        self.num_pages = num_pages
-        self.rng = rng
-        self.twins = twins
-        self.model: Any = twins.oracle  # ModelRows
+class BatchWorkload(Workload):
+    """Drives rows at random. It reads their state from the model. Without `trims` rows are not cut, nor is growth undone."""
+
+    def __init__(
+        self, setting: Setting, twins: Twins, num_pages: int, rng: Random, trims: bool, features: Features = PLAIN
+    ) -> None:
         self.max_tokens = setting.max_model_len
-        self.families = [self._tokens(self.max_tokens) for _ in range(NUM_FAMILIES)]
+        super().__init__(setting, twins, num_pages, rng, features)
+        self.model: Any = twins.oracle  # OracleRows
         self.attributes: dict[int, dict[str, Any]] = {}  # by row
-        self.preempted: deque[tuple[list[int], dict[str, Any]]] = deque(maxlen=4)
+        self.preempted: deque[Prompt] = deque(maxlen=4)
         self.refused: dict[int, tuple[list[int], dict[str, Any], bool]] = {}  # by row
+        self.histories: deque[Prompt] = deque(maxlen=NUM_REMEMBERED)
+        self.pinned: deque[tuple[list[int], dict[str, Any], Span]] = deque(maxlen=NUM_REMEMBERED)
         self._names = (f"neighbour{number}" for number in itertools.count())
-        self._actions = self._weighted_actions(trims)
+        self.actions = self._weighted_actions(trims)
 
-    def run(self, num_calls: int) -> None:
-        """Act until the number of calls is reached, then empty the pool and reset it."""
-        actions, weights = zip(*self._actions.items(), strict=True)
-        cumulated = list(itertools.accumulate(weights))
-        while self.twins.num_calls < num_calls:
-            self.rng.choices(actions, cum_weights=cumulated)[0]()
-        self.drain()
-
-    def _weighted_actions(self, trims: bool) -> dict[Callable[[], None], float]:
-        actions: dict[Callable[[], None], float] = {
+    def _weighted_actions(self, trims: bool) -> Actions:
+        actions: Actions = {
             self.admit: 6,
             self.grow: 6,
             self.step: 9,
@@ -63,12 +59,34 @@ class BatchWorkload:
             self.reset: 0.2,
             self.drain: 0.1,
         }
-        return actions | {self.trim: 2, self.draft: 3, self.fail_load: 1, self.undo: 3} if trims else actions
+        if trims:
+            actions |= {self.trim: 2, self.draft: 3, self.fail_load: 1, self.undo: 3}
+        if self.features.states:
+            actions |= {self.chunk: 6, self.find_checkpoints: 0.3}
+        if self.features.forks:
+            actions |= {self.fork: 2, self.misuse_fork: 0.2}
+        if self.features.pins:
+            actions |= {self.pin: 4, self.pin_neighbour: 1, self.unpin: 3}
+        if self.features.retention:
+            actions |= {self.retain: 4, self.retain_neighbour: 1, self.protect: 2}
+        if self.features.external:
+            actions |= {self.commit: 3, self.fail: 2, self.cancel: 0.5, self.misuse_pending: 0.5}
+        return self._common_actions(actions)
 
     # selection of rows
 
     def rows(self) -> list[int]:
-        return [row for row, request in enumerate(self.model.requests) if request is not None]
+        """Return the admitted rows that run."""
+        pending = self.model.nums_external
+        return [row for row, request in enumerate(self.model.requests) if request is not None and not pending[row]]
+
+    def pending(self) -> list[int]:
+        """Return the rows that wait for tokens from elsewhere."""
+        return [row for row, num_external in enumerate(self.model.nums_external) if num_external]
+
+    def held_by_any(self) -> list[int]:
+        row = self.rng.randrange(len(self.model.requests))
+        return [page_id for page_ids in self.model.get_page_ids(row) for page_id in page_ids]
 
     def free_rows(self) -> list[int]:
         return [row for row, request in enumerate(self.model.requests) if request is None]
@@ -102,6 +120,8 @@ class BatchWorkload:
             (token_ids, attributes), is_preempted = self._new_request(), False
         if not self.try_to_admit(row, token_ids, attributes, is_preempted) and rng.random() < 0.5 and self.rows():
             self.preempt(rng.choice(self.rows()))
+        if self.features.external:
+            self.twins.call("list_external")
 
     def try_to_admit(self, row: int, token_ids: list[int], attributes: dict[str, Any], is_preempted: bool) -> bool:
         """Admit, or keep a refused request: the same objects in the same row are recognised at the next try."""
@@ -124,10 +144,31 @@ class BatchWorkload:
             options["look_up"] = False
         if self.setting.data_parallel_size is not None:
             options["dp_shard"] = rng.choice((None, *range(2 * self.setting.data_parallel_size)))
+        if self.features.states:
+            options |= self._checkpoint_options(options, num_tokens)
+        if self.features.external and rng.random() < 0.4:
+            options["num_external_tokens"] = rng.choice((rng.randint(1, num_tokens), num_tokens, 1, 2**40))
         return options
 
-    def _new_request(self) -> tuple[list[int], dict[str, Any]]:
-        """Return a prompt of a family, or one that begins like a running row."""
+    def _checkpoint_options(self, options: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+        """Let an admission often end at a checkpoint."""
+        is_aligned = num_tokens > self.interval and self.rng.random() < 0.5
+        if is_aligned:
+            options.pop("num_tokens", None)
+            options["max_num_new_tokens"] = self.rng.randint(1, num_tokens // self.interval) * self.interval
+        return {"ends_at_checkpoint": True} if self.rng.random() < 0.3 else {}
+
+    @property
+    def interval(self) -> int:
+        return self.model.manager.checkpoint_interval or self.setting.page_size
+
+    def _new_request(self) -> Prompt:
+        """Return a prompt of a family, or one that begins like a running row or goes on with a conversation."""
+        if self.features.tier and self.rng.random() < 0.5:
+            return self._most_of(self.families, self.max_tokens), {}
+        if self.histories and self.rng.random() < 0.5:
+            token_ids, attributes = self.rng.choice(self.histories)
+            return (token_ids + self._tokens(self.rng.randint(1, self.interval)))[: self.max_tokens], attributes
         row = self.rng.choice(self.rows() or [None])
         if row is not None and self.rng.random() < 0.5:
             return self._prompt(self.model.requests[row].all_token_ids), self.attributes[row]
@@ -156,9 +197,6 @@ class BatchWorkload:
         chosen = sorted(self.rng.sample(places, self.rng.randint(0, 2)))
         features = [Feature(self.rng.choice(("cat", "dog")), "image", SimpleNamespace(offset=o, length=n)) for o, n in chosen]
         return (*features, Feature("cat", "image", None)) if self.rng.random() < 0.2 else tuple(features)
-
-    def _tokens(self, num_tokens: int) -> list[int]:
-        return self.rng.choices(VOCABULARY, k=num_tokens)
 
     # growth
 
@@ -192,12 +230,33 @@ class BatchWorkload:
     def _persist(self, rows: list[int], call: Callable[[list[int]], Grown]) -> None:
         """Call for the rows; if one does not fit, preempt any row and call again for the rest, or give up."""
         while True:
-            num_grown = call(rows).num_grown
+            self.take_in_time()
+            grown = call(rows)
+            if grown is None:
+                self.take_all()
+                grown = call(rows)
+            num_grown = grown.num_grown
             if num_grown == len(rows) or self.rng.random() < 0.2:
                 return
             victim = self.rng.choice(self.rows())
             rows = [row for row in rows[num_grown:] if row != victim]
             self.preempt(victim)
+
+    def chunk(self) -> None:
+        """Compute some rows up to the next checkpoint, with all the tokens that it takes, or without."""
+        rows = self.some(self.rows())
+        stops = self.twins.call("find_next_checkpoint", rows)
+        nums_new = []
+        for row, stop in zip(rows, stops, strict=True):
+            num_unknown = stop - self.num_tokens(row)
+            if num_unknown > 0 and self.rng.random() < 0.6:
+                self.twins.call("append", [row] * num_unknown, self._tokens(num_unknown))
+            nums_new.append(min(stop - self.model.requests[row].num_computed_tokens, self.num_uncomputed(row)))
+        some = [(row, num) for row, num in zip(rows, nums_new, strict=True) if num]
+        self._persist([row for row, _ in some], lambda rows: self.twins.call("grow", rows, [dict(some)[row] for row in rows]))
+
+    def find_checkpoints(self) -> None:
+        self.twins.call("find_next_checkpoint", self.some(self.rows()))
 
     def append(self) -> None:
         """Let rows know tokens that are not yet computed."""
@@ -262,6 +321,7 @@ class BatchWorkload:
 
     def release(self) -> None:
         """Release some rows, sometimes before all of their tokens are computed."""
+        self._remember(self.rows())
         rows = self.rng.sample(self.rows(), min(len(self.rows()), self.rng.randint(0, 2)))
         nums_computed = [self.model.requests[row].num_computed_tokens for row in rows]
         if self.rng.random() < 0.4:
@@ -271,10 +331,16 @@ class BatchWorkload:
 
     def preempt(self, row: int) -> None:
         """Release a row whose request returns with all its tokens."""
+        self._remember([row])
         token_ids = list(self.model.requests[row].all_token_ids)
         if token_ids:
             self.preempted.append((token_ids, self.attributes[row]))
         self.twins.call("release", [row])
+
+    def _remember(self, rows: list[int]) -> None:
+        for row in rows if self.features.states else ():
+            if self.num_tokens(row) and self.rng.random() < 0.3:
+                self.histories.append((list(self.model.requests[row].all_token_ids), self.attributes[row]))
 
     def move(self) -> None:
         if self.rows() and self.free_rows():
@@ -299,42 +365,143 @@ class BatchWorkload:
                 self.twins.live_request_ids[name] = None
 
     def finish_neighbour(self) -> None:
-        if self.twins.live_request_ids:
-            name = self.rng.choice(list(self.twins.live_request_ids))
+        name = self.neighbour()
+        if name is not None:
             del self.twins.live_request_ids[name]
             self.twins.call("finish_neighbour", name)
 
-    def evict(self) -> None:
-        """Drop the prefix entries of some pages, held ones too."""
-        self.twins.call("evict_pages", self.rng.sample(range(1, self.num_pages), self.rng.randint(1, 3)))
-
-    def reset(self) -> None:
-        """Reset the prefix cache, or be refused while it is in use."""
-        self.twins.call("reset_prefix_cache")
+    def neighbour(self) -> str | None:
+        """Choose a request beside the rows, if there are any."""
+        return self.rng.choice(list(self.twins.live_request_ids)) if self.twins.live_request_ids else None
 
     def drain(self) -> None:
         """Release all rows and end all requests, so that a reset succeeds."""
+        self.let_go()
+        self.twins.call("release", self.pending())
         self.twins.call("release", self.some(self.rows()))
         self.twins.call("release", self.rows())
         while self.twins.live_request_ids:
             self.finish_neighbour()
         self.reset()
 
+    # forks
+
+    def fork(self) -> None:
+        """Let free rows go on where a row is."""
+        free = self.free_rows()
+        if not self.rows() or not free:
+            return
+        row, targets = self.rng.choice(self.rows()), self.rng.sample(free, self.rng.randint(1, len(free)))
+        self.twins.call("fork", row, targets)
+        for target in targets:
+            if self.model.requests[target] is not None:
+                self.attributes[target] = self.attributes[row]
+                self.refused.pop(target, None)
+
+    def misuse_fork(self) -> None:
+        """Fork to rows that are taken, or none, or from a free row."""
+        rows, free = self.rows(), self.free_rows()
+        if rows and free:
+            row, target = self.rng.choice(rows), self.rng.choice(free)
+            wrong = ((row, [row]), (row, []), (row, [target, target]), (row, [self.rng.choice(rows)]), (target, [target]))
+            self.twins.call("fork", *self.rng.choice(wrong))
+
+    # pins and levels
+
+    def pin(self) -> None:
+        rows = self.rows() + self.pending()
+        if rows:
+            row = self.rng.choice(rows)
+            span = random_span(self.rng, self.num_tokens(row))
+            if self.twins.call("pin", row, *span):
+                self.pinned.append((list(self.model.requests[row].all_token_ids), self.attributes[row], span))
+
+    def pin_neighbour(self) -> None:
+        name = self.neighbour()
+        if name is not None:
+            self.twins.call("pin_neighbour", name, *random_span(self.rng, self.model.neighbours[name].num_tokens))
+
+    def unpin(self) -> None:
+        """Unpin by what was pinned, as it was then, or by any row."""
+        if self.pinned and self.rng.random() < 0.6:
+            token_ids, attributes, span = self.rng.choice(self.pinned)
+            self.twins.call("unpin_tokens", token_ids, attributes, *span)
+        elif self.rows():
+            row = self.rng.choice(self.rows())
+            self.twins.call("unpin", row, *random_span(self.rng, self.num_tokens(row)))
+
+    def retain(self) -> None:
+        rows = self.rows() + self.pending()
+        if rows:
+            row = self.rng.choice(rows)
+            self.twins.call("retain", row, *random_span(self.rng, self.num_tokens(row)), **random_retention(self.rng))
+
+    def retain_neighbour(self) -> None:
+        name = self.neighbour()
+        if name is not None:
+            span = random_span(self.rng, self.model.neighbours[name].num_tokens)
+            self.twins.call("retain_neighbour", name, *span, **random_retention(self.rng))
+
+    def protect(self) -> None:
+        self.twins.call("protect", [self._new_request() for _ in range(self.rng.choice((0, 1, 2, 4)))])
+
+    # tokens from elsewhere, and from the tier
+
+    def draw_arrived(self, row: int) -> int:
+        """Draw a number of tokens for which a row waits, all of them mostly."""
+        num_external = self.model.nums_external[row]
+        return self.rng.choice((num_external, num_external, self.rng.randint(0, num_external)))
+
+    def commit(self) -> None:
+        """End a transfer; where fewer tokens came than a state needs, or copies are due, it cannot."""
+        self.take_in_time()
+        for row in self.pending()[: self.rng.randint(1, 2)]:
+            self.twins.call("commit_external", row, self.draw_arrived(row))
+
+    def fail(self) -> None:
+        self.take_in_time()
+        if self.pending():
+            row = self.rng.choice(self.pending())
+            self.twins.call("fail_external", row, self.draw_arrived(row))
+
+    def cancel(self) -> None:
+        if self.pending():
+            self.twins.call("release", [self.rng.choice(self.pending())])
+
+    def misuse_pending(self) -> None:
+        """Make calls for a row that waits, or end what no row waits for."""
+        for row in self.pending()[:1]:
+            self.twins.call("grow", [row], self.rng.randint(0, 1), 0)
+            if self.num_appendable(row):
+                self.twins.call("step", [row], [1])
+            self.twins.call("commit_external", row, self.model.nums_external[row] + 1)
+            if self.num_tokens(row):
+                self.twins.call("trim", [row], self.num_tokens(row) - 1)
+        for row in self.rows()[:1]:
+            self.twins.call(self.rng.choice(("commit_external", "fail_external")), row, self.rng.randint(0, 1))
+
+    def go_back(self) -> None:
+        """Let rows compute wrong tokens again; end those that cannot, and the requests beside them."""
+        _, lost = self.twins.call("rewind")
+        self._remember(lost)
+        self.twins.call("release", lost, 0)
+        for name in list(self.twins.live_request_ids):
+            if self.twins.call("go_back", name) is not None:
+                del self.twins.live_request_ids[name]
+                self.twins.call("finish_neighbour", name)
+
 
 def run_batch_workload(
     setting: Setting,
-    make_twins: Callable[..., Twins],
+    make_twins: Callable[[Setting, int, int], Twins],
     seed: int,
     num_calls: int,
     trims: bool,
     workload_class: type[BatchWorkload] = BatchWorkload,
-) -> None:
-    """Run a seed's workload to its end; on a mismatch, print the command that repeats it."""
+    features: Features = PLAIN,
+) -> Twins:
+    """Run a seed's workload to its end and return the twins."""
     rng = Random(seed)
     num_pages = rng.choice(setting.num_pages)
-    workload = workload_class(setting, make_twins(setting, num_pages, NUM_ROWS), num_pages, rng, trims)
-    try:
-        workload.run(num_calls)
-    except Exception as error:
-        where = f"setting {setting.name!r}, seed {seed}, {num_pages} pages, operation {workload.twins.num_calls - 1}"
-        raise Mismatch(f"{where}\n{error}") from error
+    twins = make_twins(setting, num_pages, NUM_ROWS)
+    return run_to_end(workload_class(setting, twins, num_pages, rng, trims, features), seed, num_calls)

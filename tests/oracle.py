@@ -15,7 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from oracle_kinds import Full, HeldPages, Kind, Mamba, group_ids_by_kind, kind_of, leading_run
@@ -128,6 +128,18 @@ def is_kept(kind: Kind) -> bool:
     return isinstance(kind, Mamba) and kind.interval is not None
 
 
+@dataclass(eq=False)
+class OracleLease:
+    """References to pages of a manager."""
+
+    manager: OracleManager
+    page_ids: PageIds
+
+    def release(self) -> None:
+        self.manager.leases.remove(self)
+        self.manager.page_pool.free_pages(self.page_ids[::-1])
+
+
 class OracleManager:
     """The operations of `CacheManager`, with page ids in place of pages."""
 
@@ -157,6 +169,7 @@ class OracleManager:
         self.held: dict[str, list[HeldPages]] = {}
         self.queries: dict[str, dict[str, int]] = {}
         self.counted: set[str] = set()
+        self.leases: list[OracleLease] = []  # the oldest first
         self.short: set[str] = set()  # requests for whose loads too few pages were free when they were looked up last
         self.waiting: list[tuple[HeldPages, int, int, int]] = []  # pages to enter: holder, place, content, group
         self.enters_later = False
@@ -492,9 +505,61 @@ class OracleManager:
     def entering_later(self) -> Iterator[None]:
         """Let pages wait for others, which are entered with them: a policy is told of misses after the evictions meanwhile."""
         self.enters_later = True
-        yield
-        self.enters_later = False
+        try:
+            yield
+        finally:
+            self.enters_later = False
         self._enter_waiting()
+
+    # tokens from elsewhere, and leases
+
+    def commit_external(self, request: Any, num_tokens: int) -> None:
+        """Enter the pages of tokens that came, which the caller counts as computed, and free those that none attends to."""
+        self._check_external(request, num_tokens)
+        num_computed = request.num_computed_tokens + num_tokens
+        for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
+            stop = 0 if isinstance(kind, Mamba) else min(kind.first_useful_page(num_computed, 0), len(held.pages))
+            for place in range(stop - 1, -1, -1):
+                if held.pages[place] != NULL_PAGE:
+                    self.page_pool.skip_page(held.pages[place], self._is_needed_by_hits(kind, place))
+                held.pages[place] = NULL_PAGE
+            held.num_cached_pages = max(held.num_cached_pages, stop)
+        self._enter_full_pages(request, num_computed)
+
+    def fail_external(self, request: Any, num_valid_tokens: int) -> int:
+        """Commit the tokens that came, and free the pages behind them; all, if there are states. Returns what is computed."""
+        self._check_external(request, num_valid_tokens)
+        num_computed = 0
+        if not any(isinstance(kind, Mamba) for kind in self.kinds):
+            self.commit_external(request, num_valid_tokens)
+            num_computed = request.num_computed_tokens + num_valid_tokens
+        for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
+            while len(held.pages) > kind.num_required_pages(num_computed):
+                self.page_pool.free_pages([held.pages.pop()])
+            held.go_back(kind.num_places(num_computed))
+        return num_computed
+
+    def _check_external(self, request: Any, num_tokens: int) -> None:
+        held = self.held.get(request.request_id)
+        if held is None:
+            raise ValueError("a request without pages")
+        groups = zip(self.kinds, held, strict=True)
+        rooms = [len(group.pages) * kind.page_size for kind, group in groups if not isinstance(kind, Mamba)]
+        if request.num_computed_tokens + num_tokens > min([request.num_tokens, *rooms]):
+            raise ValueError("more tokens than have slots")
+        self.states.copies.require_none(held)
+
+    def lease(self, page_ids: PageIds) -> None:
+        """Hold pages that are held, or cached."""
+        pool = self.page_pool
+        if any(page == NULL_PAGE or (page in pool.free_queue and page not in pool.entry_of_page) for page in page_ids):
+            raise IndexError("a page is neither held nor cached")
+        for page in page_ids:
+            if page in pool.free_queue:
+                pool.touch([[page]])
+            else:
+                pool.ref_counts[page] += 1
+        self.leases.append(OracleLease(self, page_ids))
 
     # trimming
 

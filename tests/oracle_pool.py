@@ -82,8 +82,10 @@ class OraclePool:
 
     def pages_at(self, levels: range, shard: range | None) -> PageIds:
         """List the free pages (of a shard) with these levels, the lowest first."""
-        pages = [page for page in self.free_queue if self.level_of(page) in levels and (shard is None or page in shard)]
-        return sorted(pages, key=self.level_of)
+        pages = [page for page in self.free_queue if shard is None or page in shard]
+        if not self.priorities and not self.protected:
+            return pages if NORMAL in levels else []
+        return sorted([page for page in pages if self.level_of(page) in levels], key=self.level_of)
 
     def get_new_pages(
         self, num_pages: int, *, dp_shard_hint: int | None = None, data_parallel_size: int | None = None

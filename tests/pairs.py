@@ -1,18 +1,36 @@
-"""Managers and batches of the package beside the oracle, and the figures that both must show."""
+"""Managers and batches of the package beside the oracle, with the features that a workload has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from random import Random
 from typing import Any
 
 from batch_model import HASH_SEED, BatchRows, OracleRows
+from batch_workload import run_batch_workload
 from eviction_oracle import make_policy
+from features import Features
 from oracle import OracleManager
+from oracle_kinds import cdiv
+from oracle_pool import NULL_PAGE
+from oracle_tier import OracleTier
 from pool_workload import describe_policy, describe_twin
-from settings import Setting
+from router import Telling
+from settings import HASHING, Setting
 from twins import OracleTwin, PackageTwin, Twins, share_hashes
+from workload import run_workload
 
 import pagepool
+from pagepool._core import HashChain, PageIds, PrefixQuery
+
+POLICIES: list[tuple[str, float | None]] = [("lru", None), ("arc", None), ("arc", 4), ("adaptive", None)]
+PINNED_SHARES = 0.2, 0.6, 1.0
+PERIODS = 1, 2, 7, 30  # calls between events that are told
+TIER_EVICTIONS = "lru", "arc", "adaptive"
+NATIVE_HASHING = [options for options in HASHING.values() if "hash_algo" not in options]  # which batches need
+NULL_KEY = bytes(16)
 
 
 def oracle_and_package(**options: Any) -> Callable[[Setting, int], Twins]:
@@ -25,6 +43,46 @@ def oracle_and_package(**options: Any) -> Callable[[Setting, int], Twins]:
         return Twins(oracle, package)
 
     return make
+
+
+def make_manager(setting: Setting, num_pages: int, **options: Any) -> pagepool.CacheManager:
+    groups = setting.cache_groups(pagepool)
+    return setting.manager(pagepool.CacheManager, groups, num_pages, hash_seed=HASH_SEED, **options)
+
+
+def oracle_and_batch(setting: Setting, num_pages: int, num_rows: int) -> Twins:
+    oracle = setting.manager(OracleManager, setting.cache_groups(pagepool), num_pages)
+    batch = BatchRows(make_manager(setting, num_pages), setting, num_rows, with_hashes=False)
+    return Twins(OracleRows(oracle, setting, num_rows), batch)
+
+
+# --- with features --------------------------------------------------------------------------------------------------
+
+
+class FeaturedTwins(Twins):
+    """Twins over managers whose tiers are compared too, and whose second half is checked by events, every few calls."""
+
+    def __init__(self, oracle: Any, system: Any, features: Features, seed: int) -> None:
+        super().__init__(oracle, system)
+        self.tier = oracle.manager.page_pool.tier
+        self.telling = Telling(system.manager, oracle.manager, seed % 8 >= 4) if features.events else None
+        self.period = PERIODS[seed % len(PERIODS)]
+
+    def compare_states(self) -> None:
+        super().compare_states()
+        if self.tier is not None:
+            expected, manager = self.tier.stats(), self.system.manager
+            self.require_equal("tier", expected, {name: getattr(manager.host_tier.stats(), name) for name in expected})
+            self.require_equal("entries", sorted(self.tier.pool.index), find_entries(manager, self.oracle.manager))
+        if self.telling is not None and self.num_calls % self.period == 0:
+            self.telling.check()
+
+    def require_same_figures(self) -> None:
+        """Mismatch unless the counters and what the policies keep are the same in the end, too."""
+        oracle, manager = self.oracle.manager, self.system.manager
+        manager.check()
+        self.require_equal("stats", expected_stats(oracle), manager.page_pool.stats)
+        self.require_equal("policy", describe_twin(oracle.page_pool.policy), describe_policy(manager.page_pool.store))
 
 
 def expected_stats(oracle: OracleManager) -> pagepool.PagePoolStats:
@@ -40,33 +98,82 @@ def expected_stats(oracle: OracleManager) -> pagepool.PagePoolStats:
     )
 
 
-def make_manager(setting: Setting, num_pages: int, **options: Any) -> pagepool.CacheManager:
-    groups = setting.cache_groups(pagepool)
-    return setting.manager(pagepool.CacheManager, groups, num_pages, hash_seed=HASH_SEED, **options)
-
-
-def oracle_and_batch(setting: Setting, num_pages: int, num_rows: int) -> Twins:
-    oracle = setting.manager(OracleManager, setting.cache_groups(pagepool), num_pages)
-    batch = BatchRows(make_manager(setting, num_pages), setting, num_rows, with_hashes=False)
-    return Twins(OracleRows(oracle, setting, num_rows), batch)
-
-
-POLICIES: list[tuple[str, float | None]] = [("lru", None), ("arc", None), ("arc", 4), ("adaptive", None)]
+def find_entries(manager: Any, oracle: OracleManager) -> list[tuple[int, int]]:
+    """Return those entries of an oracle's tier that the package's tier has. All are looked up at once, mostly."""
+    found = []
+    for group in range(len(oracle.kinds)):
+        entries = [entry for entry in sorted(oracle.page_pool.tier.pool.index) if entry[1] == group]
+        chain = HashChain(1, NULL_KEY)
+        for content, _ in entries:
+            chain.append_key(oracle.keys.digests[content])
+        query, stop = PrefixQuery(manager.page_pool.store, chain, NULL_PAGE, NULL_PAGE + 1, True), 0
+        while stop < len(entries):
+            start, stop = stop, query.find_leading_hits(PageIds([group]), 1, stop, len(entries))
+            found += entries[start:stop]
+            stop += stop < len(entries)
+    return sorted(found)
 
 
 def make_managers(
-    setting: Setting, num_pages: int, seed: int, hashing: dict[str, Any]
+    setting: Setting, num_pages: int, features: Features, seed: int, hashings: list[dict[str, Any]]
 ) -> tuple[OracleManager, pagepool.CacheManager]:
-    """Make the oracle, and a manager whose hashes it knows, with the policy whose turn it is."""
-    eviction, ghost_size = POLICIES[seed % len(POLICIES)]
-    groups = setting.cache_groups(pagepool)
-    policy = make_policy(eviction, num_pages, ghost_size)
-    oracle = setting.manager(OracleManager, groups, num_pages, policy=policy)
-    options = {"hash_seed": seed, "eviction": eviction, "ghost_size": ghost_size} | hashing
+    """Make the oracle, and a manager whose hashes it knows. The seed chooses what the features leave open."""
+    eviction, ghost_size = POLICIES[seed % len(POLICIES)] if features.policies else POLICIES[0]
+    share = PINNED_SHARES[seed % len(PINNED_SHARES)] if features.pins else PINNED_SHARES[0]
+    knows_hashes = features.policies or features.tier
+    hashings = [options for options in hashings if options != HASHING["weak"] or not knows_hashes]
+    options: dict[str, Any] = {"hash_seed": seed} | hashings[seed // len(POLICIES) % len(hashings)]
+    if features.tier:
+        rng = Random(f"{setting.name} {seed}")
+        num_tier_pages, tier_eviction = rng.choice((4, 20, 60, 200)), rng.choice(TIER_EVICTIONS)
+        tier_policy, min_uses = rng.choice(("write_back", "write_through")), rng.choice((1, 1, 1, 1, 1, 1, 1, 2, 3))
+        options["host_tier"] = pagepool.HostTier(num_tier_pages, policy=tier_policy, min_uses=min_uses, eviction=tier_eviction)
+    groups, policy = setting.cache_groups(pagepool), make_policy(eviction, num_pages, ghost_size)
+    oracle = setting.manager(OracleManager, groups, num_pages, policy=policy, max_pinned_share=share)
+    options |= {"eviction": eviction, "ghost_size": ghost_size, "max_pinned_share": share}
     manager = setting.manager(pagepool.CacheManager, groups, num_pages, **options)
-    share_hashes(oracle, manager)
+    if knows_hashes:
+        share_hashes(oracle, manager)
+    if features.tier:
+        twin = make_policy(tier_eviction, num_tier_pages)
+        if twin is not None:
+            twin.key_of = oracle.keys.digests.__getitem__
+        OracleTier(oracle.page_pool, num_tier_pages, twin, tier_policy == "write_through", min_uses)
     return oracle, manager
 
 
-def require_same_policies(twins: Twins) -> None:
-    assert describe_twin(twins.oracle.manager.page_pool.policy) == describe_policy(twins.system.manager.page_pool.store)
+def with_room(setting: Setting) -> Setting:
+    """Return a setting with pools for some requests, so that these run for a while, and much is evicted meanwhile."""
+    num_pages = sum(cdiv(setting.max_model_len, group.page_size) for group in setting.groups)
+    return replace(setting, num_pages=tuple(cdiv(n * num_pages, 4) * 4 + setting.num_pages[0] % 2 for n in (2, 3)))
+
+
+def run_twins(work: str, setting: Setting, features: Features, seed: int, num_calls: int) -> Twins:
+    """Run a seed's workload to its end: requests or rows."""
+    setting = with_room(setting) if features.tier else setting
+
+    def make_requests(setting: Setting, num_pages: int) -> Twins:
+        oracle, manager = make_managers(setting, num_pages, features, seed, list(HASHING.values()))
+        return FeaturedTwins(OracleTwin(oracle), PackageTwin(manager), features, seed)
+
+    def make_rows(setting: Setting, num_pages: int, num_rows: int) -> Twins:
+        oracle, manager = make_managers(setting, num_pages, features, seed, NATIVE_HASHING)
+        rows = OracleRows(oracle, setting, num_rows, dedupe=features.dedupe)
+        batch = BatchRows(manager, setting, num_rows, with_hashes=False, dedupe=features.dedupe)
+        return FeaturedTwins(rows, batch, features, seed)
+
+    if work == "rows":
+        twins = run_batch_workload(setting, make_rows, seed, num_calls, True, features=features)
+    else:
+        twins = run_workload(setting, make_requests, seed, num_calls, features=features)
+    twins.require_same_figures()
+    return twins
+
+
+def seeds_of(name: str, num_calls: int) -> Iterator[tuple[int, int]]:
+    """Share the calls of a case among seeds: a few long runs, so that each reaches much, or a short one. Returns seeds, each
+    with a number of calls.
+    """
+    num_seeds = max(1, num_calls // max(100, min(num_calls // 4, 1000)))
+    first_seed = zlib.crc32(name.encode())
+    return ((seed, -(-num_calls // num_seeds)) for seed in range(first_seed, first_seed + num_seeds))

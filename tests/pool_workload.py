@@ -22,6 +22,7 @@ from pagepool._core import copy_records
 NUM_FAMILIES = 8
 GROUPS = 0, 1
 PAGE_SIZE = 1
+NOWHERE: dict[str, Any] = {}
 
 
 class PoolState(NamedTuple):
@@ -32,14 +33,6 @@ class PoolState(NamedTuple):
     entries: dict[int, tuple[int, int]]  # key and group, by page
     counters: list[int]
     policy: dict[str, Any]
-
-    def differences(self, other: PoolState) -> list[str]:
-        """Name the fields in which the other state differs, with both values."""
-        return [
-            f"{name}: {mine} against {theirs}"
-            for name, mine, theirs in zip(self._fields, self, other, strict=True)
-            if mine != theirs
-        ]
 
 
 ARC = np.dtype([("target", "f8"), ("num_ghosts", "i8", 4), ("log_start", "i8", 4), ("log_stop", "i8", 4)])
@@ -76,7 +69,7 @@ def describe_twin(policy: Policy | None) -> dict[str, Any]:
 def describe_policy(store: Any) -> dict[str, Any]:
     """Return what the policy of a store keeps."""
     records = copy_records(store, "marks ghosts policy_counts learned")
-    if not records["num_parts"]:
+    if not records["num_parts"] or store.eviction == "lru":
         return {}
     ghosts = [(tag, mark if tag else 0) for tag, mark in records["ghosts"].tolist()]
     dtype = ARC if store.eviction == "arc" else ADAPTIVE
@@ -85,13 +78,12 @@ def describe_policy(store: Any) -> dict[str, Any]:
     return {"marks": records["marks"].tolist(), "ghosts": ghosts, "counts": records["policy_counts"].tolist()[4:], **values}
 
 
-class OracleSide:
-    """The oracle's pool, whose contents are keys."""
+class OracleCalls:
+    """The calls of a pool on the oracle's."""
 
-    def __init__(self, num_pages: int, policy: Policy | None) -> None:
-        self.pool = OraclePool(num_pages, True, policy)
+    pool: OraclePool
 
-    def take(self, num_pages: int, placement: dict[str, Any]) -> PageIds:
+    def take(self, num_pages: int, placement: dict[str, Any] = NOWHERE) -> PageIds:
         return self.pool.get_new_pages(num_pages, **placement)
 
     def free(self, page_ids: PageIds) -> None:
@@ -99,6 +91,39 @@ class OracleSide:
 
     def touch(self, page_ids: PageIds) -> None:
         self.pool.touch([page_ids])
+
+
+class PackageCalls:
+    """The calls of a pool on the package's, alternately by page object and by id."""
+
+    pool: pagepool.PagePool
+
+    def pages(self, page_ids: PageIds) -> list[Any]:
+        return [self.pool.pages[page_id] for page_id in page_ids]
+
+    def take(self, num_pages: int, placement: dict[str, Any] = NOWHERE) -> PageIds:
+        if num_pages % 2:
+            return [page.page_id for page in self.pool.get_new_pages(num_pages, **placement)]
+        return self.pool.get_new_page_ids(num_pages, **placement).tolist()
+
+    def free(self, page_ids: PageIds) -> None:
+        if len(page_ids) % 2:
+            self.pool.free_pages(self.pages(page_ids))
+        else:
+            self.pool.free_page_ids(np.array(page_ids, dtype=np.int32))
+
+    def touch(self, page_ids: PageIds) -> None:
+        if len(page_ids) % 2:
+            self.pool.touch([self.pages(page_ids)])
+        else:
+            self.pool.touch_page_ids(page_ids)
+
+
+class OracleSide(OracleCalls):
+    """The oracle's pool, whose contents are keys."""
+
+    def __init__(self, num_pages: int, policy: Policy | None) -> None:
+        self.pool = OraclePool(num_pages, True, policy)
 
     def cache(self, page_ids: PageIds, keys: list[int], num_cached_pages: int, group_id: int) -> None:
         self.pool.cache_full_pages(page_ids, keys, num_cached_pages, len(page_ids), group_id)
@@ -131,27 +156,26 @@ class OracleSide:
         return PoolState(pool.ref_counts[1:], pool.free_page_ids(), entries, counters, describe_twin(pool.policy))
 
 
-class PackageSide:
+class PackageSide(PackageCalls):
     """The package's pool."""
 
     def __init__(self, num_pages: int, eviction: str, ghost_size: float | None) -> None:
         self.pool = pagepool.PagePool(num_pages, True, eviction=eviction, ghost_size=ghost_size)
 
-    def take(self, num_pages: int, placement: dict[str, Any]) -> PageIds:
-        return self.pool.get_new_page_ids(num_pages, **placement).tolist()
-
-    def free(self, page_ids: PageIds) -> None:
-        self.pool.free_page_ids(page_ids)
-
-    def touch(self, page_ids: PageIds) -> None:
-        self.pool.touch_page_ids(page_ids)
-
     def cache(self, page_ids: PageIds, keys: list[int], num_cached_pages: int, group_id: int) -> None:
         hashes = [pagepool.PageHash(key, ()) for key in keys]
-        self.pool.cache_full_page_ids(None, page_ids, hashes, num_cached_pages, len(page_ids), PAGE_SIZE, group_id)
+        places = num_cached_pages, len(page_ids), PAGE_SIZE, group_id
+        if len(page_ids) % 2:
+            self.pool.cache_full_pages(None, self.pages(page_ids), hashes, *places)
+        else:
+            self.pool.cache_full_page_ids(None, page_ids, hashes, *places)
 
     def find(self, key: int, placement: dict[str, Any]) -> PageIds | None:
-        found = self.pool.get_cached_page_ids(pagepool.PageHash(key, ()), GROUPS, **placement)
+        page_hash = pagepool.PageHash(key, ())
+        if key % 2:
+            found = self.pool.get_cached_page(page_hash, list(GROUPS), **placement)
+            return found and [page.page_id for page in found]
+        found = self.pool.get_cached_page_ids(page_hash, GROUPS, **placement)
         return None if found is None else found.tolist()
 
     def evict(self, page_ids: PageIds) -> int:
@@ -196,7 +220,7 @@ class PoolWorkload:
         self.twins = twins
         self.pool: OraclePool = twins.oracle.pool
         self.rng = rng
-        self.num_shards = rng.choice((None, None, *(n for n in (2, 4) if self.pool.num_pages % n == 0)))
+        self.num_shards = rng.choice((None, None, 1, 2, 4))
         self.max_length = max(2, self.pool.num_pages // 4)
         self.families = [self._keys(self.max_length) for _ in range(NUM_FAMILIES)]
         self.first_family = 0  # the most popular
@@ -299,7 +323,7 @@ class PoolWorkload:
     # single calls
 
     def _some_pages(self) -> PageIds:
-        return self.rng.sample(range(1, self.pool.num_pages), self.rng.randint(1, 3))
+        return self.rng.sample(range(1, self.pool.num_pages), min(self.pool.num_pages - 1, self.rng.randint(1, 3)))
 
     def cache_any(self) -> None:
         """Enter pages anywhere, free ones too; refused if one of them has an entry."""
@@ -375,7 +399,7 @@ class PoolWorkload:
         self.first_family += 1
         self.families[self.rng.randrange(NUM_FAMILIES)] = self._keys(self.max_length)
         if self.num_shards is not None and self.rng.random() < 0.2:
-            self.num_shards = self.rng.choice([n for n in (2, 4) if self.pool.num_pages % n == 0])
+            self.num_shards = self.rng.choice((1, 2, 4))
 
     def save(self) -> None:
         """Put back what is outside, since only a whole pool can be saved, and save the pool."""
@@ -396,7 +420,7 @@ class PoolWorkload:
 def run_pool_workload(options: tuple[str, float | None], seed: int, num_calls: int) -> Policy | None:
     """Run a seed's workload to its end and return the oracle's policy; on a mismatch, say what to repeat."""
     rng = Random(seed)
-    num_pages = rng.choice((8, 17, 24, 64, 128))
+    num_pages = rng.choice((1, 2, 4, 8, 8, 17, 17, 24, 24, 64, 64, 128, 128))
     eviction, ghost_size = options
     oracle = OracleSide(num_pages, make_policy(eviction, num_pages, ghost_size))
     workload = PoolWorkload(Twins(oracle, PackageSide(num_pages, eviction, ghost_size)), rng)

@@ -1,27 +1,110 @@
-"""The package against the oracle on random work. PAGEPOOL_TEST_OPERATIONS is the total number of calls."""
+"""The package against the oracle on random work: requests of a manager, and rows of a running batch.
+
+A case makes its share of PAGEPOOL_TEST_OPERATIONS calls; half of it, where these are few.
+"""
 
 from __future__ import annotations
 
-import itertools
-import zlib
+import importlib.util
+from collections import Counter
+from random import Random
+from typing import NamedTuple
 
 import pytest
-from pairs import expected_stats, oracle_and_package
-from settings import HASHING, NUM_OPERATIONS, SETTINGS, Setting
-from workload import run_workload
+from features import PLAIN, Features, draw_features
+from pairs import run_twins, seeds_of
+from settings import NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
 
-MAX_CALLS_PER_SEED = 3000
+HAS_EVENTS = importlib.util.find_spec("msgspec") is not None
+NUM_CALLS = NUM_OPERATIONS // (2 if NUM_OPERATIONS < 100_000 else 1)
+MIN_CALLS = 60  # with fewer, hardly anything comes again
+ALL = [*STATE_SETTINGS, *SETTINGS]
+CACHING = [setting for setting in ALL if setting.enable_caching and setting.page_size < 16]
+STATES = Features(states=True, forks=True)
+PINS = Features(states=True, forks=True, pins=True)
+LEVELS = Features(states=True, forks=True, pins=True, retention=True, policies=True)
+EXTERNAL = Features(states=True, forks=True, external=True)
+TIER = Features(states=True, forks=True, tier=True, policies=True)
+EVERYTHING = Features(
+    states=True, forks=True, pins=True, retention=True, external=True, tier=True, policies=True, dedupe=True, events=HAS_EVENTS
+)  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("same_nonces")
 
 
-CASES = list(itertools.product(SETTINGS, HASHING))
+class Case(NamedTuple):
+    """The features of a run, None for those that the seed draws, and the share of all calls that its settings get together."""
+
+    work: str
+    features: Features | None
+    settings: list[Setting]
+    share: float
 
 
-@pytest.mark.parametrize(("setting", "hashing"), CASES, ids=[f"{setting.name}-{hashing}" for setting, hashing in CASES])
-def test_same_as_oracle(setting: Setting, hashing: str) -> None:
-    make_twins = oracle_and_package(**HASHING[hashing])
-    num_calls_per_case = -(-NUM_OPERATIONS // len(CASES))
-    num_seeds = -(-num_calls_per_case // MAX_CALLS_PER_SEED)
-    first_seed = zlib.crc32(f"{setting.name} {hashing}".encode())
-    for seed in range(first_seed, first_seed + num_seeds):
-        twins = run_workload(setting, make_twins, seed, -(-num_calls_per_case // num_seeds))
-        assert twins.system.manager.page_pool.stats == expected_stats(twins.oracle.manager)
+CASES = [
+    Case("requests", PLAIN, SETTINGS, 0.4),
+    Case("requests", Features(images=True), SETTINGS, 0.05),
+    Case("requests", Features(policies=True), SETTINGS, 0.05),
+    Case("requests", Features(states=True, forks=True), ALL, 0.04),
+    Case("requests", Features(states=True, forks=True, policies=True), ALL, 0.04),
+    Case("requests", PINS, ALL, 0.15),
+    Case("requests", LEVELS, ALL, 0.2),
+    Case("requests", EXTERNAL, ALL, 0.04),
+    Case("requests", TIER, CACHING, 0.05),
+    Case("requests", EVERYTHING, CACHING, 0.1),
+    Case("requests", None, CACHING, 0.1),
+    Case("rows", PLAIN, SETTINGS, 0.1),
+    Case("rows", Features(policies=True), SETTINGS, 0.05),
+    Case("rows", Features(external=True), SETTINGS, 0.02),
+    Case("rows", STATES, ALL, 0.04),
+    Case("rows", Features(states=True, forks=True, dedupe=True), ALL, 0.04),
+    Case("rows", Features(states=True, forks=True, dedupe=True, policies=True), ALL, 0.04),
+    Case("rows", PINS, ALL, 0.15),
+    Case("rows", LEVELS, ALL, 0.2),
+    Case("rows", EXTERNAL, ALL, 0.04),
+    Case("rows", TIER, CACHING, 0.05),
+    Case("rows", EVERYTHING, CACHING, 0.1),
+    Case("rows", None, CACHING, 0.1),
+]
+
+
+def list_runs() -> list[tuple[str, Case, Setting, int]]:
+    """List the runs: each case on all of its settings, or, where they would get too few calls, on some, others in each case."""
+    runs = []
+    for turn, (work, features, settings, share) in enumerate(CASES):
+        num_calls = int(share * NUM_CALLS)
+        every = -(-MIN_CALLS * len(settings) // num_calls) if num_calls else len(settings)
+        chosen = settings[turn % every :: every]
+        name = f"{work}-{'drawn' if features is None else '+'.join(features.names) or 'plain'}"
+        num_calls = max(MIN_CALLS, num_calls // max(1, len(chosen)))
+        runs += [(f"{name}-{setting.name}", CASES[turn], setting, num_calls) for setting in chosen]
+    return runs
+
+
+RUNS = list_runs()
+
+
+@pytest.mark.parametrize(("name", "case", "setting", "num_calls"), RUNS, ids=[run[0] for run in RUNS])
+def test_same_as_oracle(name: str, case: Case, setting: Setting, num_calls: int) -> None:
+    for seed, num_calls_of_seed in seeds_of(name, num_calls):
+        features = draw_features(Random(seed)) if case.features is None else case.features
+        run_twins(case.work, setting, features, seed, num_calls_of_seed)
+
+
+def test_all_that_a_tier_does_happens() -> None:
+    """The random work reaches what a tier does, and what follows from a load that failed."""
+    [setting] = [setting for setting in CACHING if setting.name == "full and window"]
+    reached: Counter[str] = Counter()
+    for seed in (2, 7):
+        twins = run_twins("requests", setting, Features(states=True, tier=True, policies=True), seed, 300)
+        tier = twins.oracle.manager.page_pool.tier
+        reached += tier.counts + Counter({"evicted": tier.pool.counts["evicted"]})
+    assert {name for name, count in reached.items() if count} >= {
+        "saved", "loaded", "failed", "refused", "evicted", "wrong tokens found", "loads without room",
+    }  # fmt: skip
+
+
+def test_pages_that_no_hit_needs_are_freed() -> None:
+    setting = next(setting for setting in SETTINGS if setting.name == "full 8 and windows of 4")
+    twins = run_twins("requests", setting, Features(policies=True), 1, 200)
+    assert twins.oracle.manager.page_pool.policy.counts["useless pages"] > 10

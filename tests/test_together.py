@@ -1,13 +1,14 @@
-"""One pool under a running batch, requests of a manager, direct calls and page tables at once, driven by hypothesis.
+"""The random work driven by hypothesis, which shrinks its findings: requests; rows with requests beside them, direct calls and
+page tables, at once on one pool.
 
-The batch's random workload takes its decisions from hypothesis here, so that what is found is shrunk. Whatever is done, the
-oracle does it too; mistakes are made on the package alone, which must refuse them and be as before.
+Whatever is done, the oracle does it too; mistakes are made on the package alone, which must refuse them and be as before.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -15,17 +16,18 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from batch_model import BatchRows, OracleRows, package_pool_state
-from batch_workload import NUM_ROWS
+from batch_workload import NUM_ROWS, BatchWorkload
+from engine import Request
+from features import Features, Workload
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from oracle import NULL_PAGE, OracleManager
-from pairs import make_manager
-from router import Telling
-from settings import SETTINGS, STATE_SETTINGS
-from states_workload import StatesBatchWorkload
+from oracle import NULL_PAGE, OraclePool
+from pairs import NATIVE_HASHING, FeaturedTwins, make_managers, with_room
+from pool_workload import OracleCalls, PackageCalls
+from settings import HASHING, NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
 from table_model import make_grouped_work
-from twins import Twins
-from workload import Request
+from twins import OracleTwin, PackageTwin
+from workload import RandomWorkload
 
 import pagepool
 from pagepool.errors import PagePoolError
@@ -41,23 +43,17 @@ randoms = st.randoms(use_true_random=False)
 # --- actions beside rows and requests ---------------------------------------------------------------------------
 
 
-class OracleTogether(OracleRows):
+class OracleTogether(OracleCalls, OracleRows):
     """The oracle's rows, and its pool called directly."""
 
-    def take(self, num_pages: int) -> list[int]:
-        return self.manager.page_pool.get_new_pages(num_pages)
-
-    def free(self, page_ids: list[int]) -> None:
-        self.manager.page_pool.free_pages(page_ids)
-
-    def touch(self, page_ids: list[int]) -> None:
-        self.manager.page_pool.touch([page_ids])
+    @property
+    def pool(self) -> OraclePool:  # type: ignore[override]
+        return self.manager.page_pool
 
     def find_like(self, page_id: int) -> list[int] | None:
         """Return the page that a look-up of a cached page's content finds."""
-        pool = self.manager.page_pool
-        entry = pool.entry_of_page.get(page_id)
-        return None if entry is None else pool.get_cached_page(entry[0], [entry[1]])
+        entry = self.pool.entry_of_page.get(page_id)
+        return None if entry is None else self.pool.get_cached_page(entry[0], [entry[1]])
 
     def probe(self, token_ids: list[int]) -> int:
         """Make a look-up that is not counted."""
@@ -72,32 +68,12 @@ class OracleTogether(OracleRows):
         return extend(self, request_id, token_ids)
 
 
-class PackageTogether(BatchRows):
-    """The running batch, and its pool called directly, alternately by page object and by id."""
+class PackageTogether(PackageCalls, BatchRows):
+    """The running batch, and its pool called directly."""
 
     @property
-    def pool(self) -> pagepool.PagePool:
+    def pool(self) -> pagepool.PagePool:  # type: ignore[override]
         return self.manager.page_pool
-
-    def pages(self, page_ids: list[int]) -> list[Any]:
-        return [self.pool.pages[page_id] for page_id in page_ids]
-
-    def take(self, num_pages: int) -> list[int]:
-        if num_pages % 2:
-            return [page.page_id for page in self.pool.get_new_pages(num_pages)]
-        return self.pool.get_new_page_ids(num_pages).tolist()
-
-    def free(self, page_ids: list[int]) -> None:
-        if len(page_ids) % 2:
-            self.pool.free_pages(self.pages(page_ids))
-        else:
-            self.pool.free_page_ids(np.array(page_ids, dtype=np.int32))
-
-    def touch(self, page_ids: list[int]) -> None:
-        if len(page_ids) % 2:
-            self.pool.touch([self.pages(page_ids)])
-        else:
-            self.pool.touch_page_ids(page_ids)
 
     def find_like(self, page_id: int) -> list[int] | None:
         page_hash = self.pool.pages[page_id].page_hash
@@ -157,31 +133,63 @@ MISTAKES: dict[str, Callable[[PackageTogether], Any]] = {
 # --- the machine ------------------------------------------------------------------------------------------------
 
 
-def rule_of(action: str) -> Any:
-    """Make a rule from an action of the batch's workload."""
-
-    @rule(rng=randoms)
-    def act(machine: Together, rng: Random) -> None:
-        machine.workload.rng = rng
-        getattr(machine.workload, action)()
-
-    return act
+ALL = [*SETTINGS, *STATE_SETTINGS]
 
 
-class Together(RuleBasedStateMachine):
+def features_with(names: str) -> Any:
+    """Draw some of these features, beside states and forks; the simplest draw is none of them."""
+    drawn = {name: st.booleans() for name in names.split() if name != "events" or HAS_EVENTS}
+    return st.builds(Features, states=st.just(True), forks=st.just(True), **drawn)
+
+
+def fit(features: Features, setting: Setting) -> Features:
+    """Leave out what needs caching where there is none."""
+    return features if setting.enable_caching else replace(features, tier=False, events=False)
+
+
+class Acting(RuleBasedStateMachine):
+    """Any action of a random workload, in any order, with decisions that hypothesis takes."""
+
+    workload: Workload
+
+    @rule(data=st.data(), rng=randoms)
+    def act(self, data: st.DataObject, rng: Random) -> None:
+        actions = {action.__name__: action for action in self.workload.actions}
+        self.workload.rng = rng
+        actions[data.draw(st.sampled_from(sorted(actions)))]()
+
+
+class Requests(Acting):
+    """Requests that arrive, grow, are preempted and end."""
+
+    @initialize(
+        setting=st.sampled_from(ALL), features=features_with("pins retention external tier policies events"), rng=randoms
+    )
+    def start(self, setting: Setting, features: Features, rng: Random) -> None:
+        features = fit(features, setting)
+        setting = with_room(setting) if features.tier else setting
+        num_pages, seed = rng.choice(setting.num_pages), rng.randint(0, 2**16)
+        oracle, manager = make_managers(setting, num_pages, features, seed, list(HASHING.values()))
+        twins = FeaturedTwins(OracleTwin(oracle), PackageTwin(manager), features, seed)
+        self.workload = RandomWorkload(setting, twins, num_pages, rng, features)
+
+
+class Together(Acting):
     """Rows, requests, direct holders and tables on one pool, in any order, with wrong calls in between."""
 
-    @initialize(setting=st.sampled_from([*SETTINGS, *STATE_SETTINGS]), seed=st.integers(0, 2**16), rng=randoms)
-    def start(self, setting: Any, seed: int, rng: Random) -> None:
-        num_pages = rng.choice(setting.num_pages)
-        oracle = OracleTogether(setting.manager(OracleManager, setting.cache_groups(pagepool), num_pages), setting, NUM_ROWS)
-        self.package = PackageTogether(make_manager(setting, num_pages), setting, NUM_ROWS, with_hashes=False)
-        self.twins = Twins(oracle, self.package)
-        self.workload = StatesBatchWorkload(setting, self.twins, num_pages, rng, trims=True)
+    @initialize(
+        setting=st.sampled_from(ALL), features=features_with("pins retention external dedupe policies events"), rng=randoms
+    )
+    def start(self, setting: Setting, features: Features, rng: Random) -> None:
+        features = fit(features, setting)
+        num_pages, seed = rng.choice(setting.num_pages), rng.randint(0, 2**16)
+        oracle, manager = make_managers(setting, num_pages, features, seed, NATIVE_HASHING)
+        self.package = PackageTogether(manager, setting, NUM_ROWS, with_hashes=False, dedupe=features.dedupe)
+        rows = OracleTogether(oracle, setting, NUM_ROWS, dedupe=features.dedupe)
+        self.twins = FeaturedTwins(rows, self.package, features, seed)
+        self.workload = BatchWorkload(setting, self.twins, num_pages, rng, True, features)
         self.work = make_grouped_work(TABLE_ROWS, TABLE_TOKENS, TABLE_PAGE_SIZES, seed)
         self.mine: list[int] = []  # pages taken or touched directly, one entry for each reference
-        has_events = HAS_EVENTS and setting.enable_caching and rng.random() < 0.5
-        self.telling = Telling(self.package.manager, oracle.manager, False) if has_events else None
 
     @invariant()
     def is_as_the_oracle(self) -> None:
@@ -191,25 +199,6 @@ class Together(RuleBasedStateMachine):
             self.work.check()
             for table, _ in self.work.pairs:
                 table.check()
-
-    # rows and requests
-
-    admit = rule_of("admit")
-    grow = rule_of("grow")
-    step = rule_of("step")
-    append = rule_of("append")
-    draft = rule_of("draft")
-    trim = rule_of("trim")
-    release = rule_of("release")
-    move = rule_of("move")
-    swap = rule_of("swap")
-    start_neighbour = rule_of("start_neighbour")
-    take_copies = rule_of("take_copies")
-    chunk = rule_of("chunk")
-    fork = rule_of("fork")
-    finish_neighbour = rule_of("finish_neighbour")
-    evict = rule_of("evict")
-    reset = rule_of("reset")
 
     @precondition(lambda self: self.twins.live_request_ids)
     @rule(data=st.data(), token_ids=st.lists(st.integers(0, 2), min_size=1, max_size=6))
@@ -281,13 +270,6 @@ class Together(RuleBasedStateMachine):
         for array, (_, model) in zip(arrays, self.work.pairs, strict=True):
             np.testing.assert_array_equal(np.asarray(array), model.on_device)
 
-    # events
-
-    @precondition(lambda self: self.telling)
-    @rule()
-    def tell(self) -> None:
-        self.telling.check()
-
     # snapshots
 
     @rule()
@@ -316,7 +298,19 @@ class Together(RuleBasedStateMachine):
         restored.check()
 
 
+def settings_of(num_examples: int) -> Any:
+    """Return settings for so many examples where PAGEPOOL_TEST_OPERATIONS is 200,000; at least a quarter of these."""
+    num_examples = max(num_examples // 4, num_examples * NUM_OPERATIONS // 200_000)
+    return settings(
+        max_examples=num_examples,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
+
+
+TestRequests = Requests.TestCase
+TestRequests.settings = settings_of(60)
 TestTogether = Together.TestCase
-TestTogether.settings = settings(
-    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False
-)
+TestTogether.settings = settings_of(30)

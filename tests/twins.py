@@ -31,13 +31,11 @@ class State(NamedTuple):
     pins: dict[int, int]  # of pinned pages
     levels: dict[int, int]  # of pages with any
 
-    def differences(self, other: State) -> list[str]:
-        """Name the fields in which the other state differs, with both values."""
-        return [
-            f"{name}: {mine} against {theirs}"
-            for name, mine, theirs in zip(self._fields, self, other, strict=True)
-            if mine != theirs
-        ]
+
+def name_differences(mine: Any, theirs: Any) -> list[str]:
+    """Name the fields in which two states differ, with both values."""
+    fields = zip(mine._fields, mine, theirs, strict=True)
+    return [f"{name}: {value} against {other}" for name, value, other in fields if value != other]
 
 
 def oracle_state(pool: OraclePool, page_ids: list[tuple[list[int], ...]]) -> State:
@@ -74,20 +72,24 @@ def package_state(pool: Any, page_ids: list[tuple[list[int], ...]]) -> State:
 
 def pins_of(pool: Any) -> dict[int, int]:
     """Return how often each pinned page of the package's pool is pinned."""
-    pins = copy_records(pool.store, "pins")["pins"].tolist()
-    return {page_id: count for page_id, count in enumerate(pins) if count}
+    return of_some(copy_records(pool.store, "pins")["pins"])
 
 
 def levels_of(pool: Any) -> dict[int, int]:
     """Return the level of each page of the package's pool that has any: 1 + its priority, or 0, and 128 if it is protected."""
-    levels = copy_records(pool.store, "levels")["levels"].tolist()
-    return {page_id: level for page_id, level in enumerate(levels) if level}
+    return of_some(copy_records(pool.store, "levels")["levels"])
+
+
+def of_some(values: Any) -> dict[int, int]:
+    """Return the values that are not 0, by page."""
+    [page_ids] = values.nonzero()
+    return dict(zip(page_ids.tolist(), values[page_ids].tolist(), strict=True))
 
 
 def levels_of_twin(pool: OraclePool) -> dict[int, int]:
     """Return the same of the oracle's pool."""
-    levels = {page: pool.priorities.get(page, -1) + 1 + 128 * (page in pool.protected) for page in range(pool.num_pages)}
-    return {page: level for page, level in levels.items() if level}
+    pages = sorted({*pool.priorities, *pool.protected})
+    return {page: pool.priorities.get(page, -1) + 1 + 128 * (page in pool.protected) for page in pages}
 
 
 def copies_of(copies: Any) -> list[tuple[int, int, int]]:
@@ -114,11 +116,36 @@ def transfers_of(transfers: Any) -> Taken:
     return Taken(transfers.number, *moves)
 
 
-class Transferring:
-    """What a manager does with transfers. Failed loads stay inside, in the manager's own form."""
+class Side:
+    """What a manager does for requests and rows alike. Failed loads stay inside, in the manager's own form."""
 
-    manager: Any
-    failed: Any = None
+    def __init__(self, manager: Any) -> None:
+        self.manager = manager
+        self.failed: Any = None
+
+    def reset_prefix_cache(self) -> bool:
+        return self.manager.reset_prefix_cache()
+
+    def evict_pages(self, page_ids: list[int]) -> int:
+        return self.manager.page_pool.evict_pages(page_ids)
+
+    def unpin_all(self) -> int:
+        return self.manager.page_pool.unpin_all()
+
+    def lease(self, page_ids: list[int]) -> None:
+        self.manager.lease(page_ids)
+
+    def end_lease(self, i: int) -> None:
+        self.manager.leases[i].release()
+
+    def count_leases(self) -> int:
+        return len(self.manager.leases)
+
+    def take_copies(self) -> list[tuple[int, int, int]]:
+        return copies_of(self.manager.take_copies())
+
+    def end_step(self) -> None:
+        self.manager.end_step()
 
     def take_transfers(self) -> Taken:
         return transfers_of(self.manager.take_transfers())
@@ -136,12 +163,10 @@ class Transferring:
         return self.manager.find_wrong_token(request, self.failed)
 
 
-class Twin(Transferring, ABC):
+class Twin(Side, ABC):
     """A manager, called and seen as all the others are. Hits stay inside, in the manager's own form."""
 
-    def __init__(self, manager: Any) -> None:
-        self.manager = manager
-        self.hits: Any = None
+    hits: Any = None
 
     @abstractmethod
     def to_page_ids(self, pages: Any) -> tuple[list[int], ...]:
@@ -167,9 +192,6 @@ class Twin(Transferring, ABC):
     def free_page_hashes(self, request: Any) -> None:
         self.manager.free_page_hashes(request)
 
-    def take_copies(self) -> list[tuple[int, int, int]]:
-        return copies_of(self.manager.take_copies())
-
     def find_next_checkpoint(self, request: Any) -> int:
         return self.manager.find_next_checkpoint(request)
 
@@ -183,20 +205,19 @@ class Twin(Transferring, ABC):
     def get_num_common_prefix_pages(self, request: Any, num_scheduled_requests: int) -> list[int]:
         return list(self.manager.get_num_common_prefix_pages(request, num_scheduled_requests))
 
-    def reset_prefix_cache(self) -> bool:
-        return self.manager.reset_prefix_cache()
+    def commit_external(self, request: Any, num_tokens: int) -> int:
+        """Commit, and return the number of tokens that are computed then."""
+        self.manager.commit_external(request, num_tokens)
+        return request.num_computed_tokens + num_tokens
 
-    def evict_pages(self, page_ids: list[int]) -> int:
-        return self.manager.page_pool.evict_pages(page_ids)
+    def fail_external(self, request: Any, num_valid_tokens: int) -> int:
+        return self.manager.fail_external(request, num_valid_tokens)
 
     def pin(self, request: Any, *span: int | None) -> int:
         return self.manager.pin(request, *span)
 
     def unpin(self, request: Any, *span: int | None) -> int:
         return self.manager.unpin(request, *span)
-
-    def unpin_all(self) -> int:
-        return self.manager.page_pool.unpin_all()
 
     def retain(self, request: Any, *span: int | None, **options: Any) -> int:
         return self.manager.retain(request, *span, **options)
@@ -225,10 +246,10 @@ class PackageTwin(Twin):
         return pages.get_page_ids()
 
     def look_up(self, request: Any, **options: Any) -> tuple[tuple[list[int], ...], int]:
-        """Look up, and probe first where the look-up is one that a probe can tell the result of."""
+        """Look up, and probe first where a probe can tell the result of the look-up, which has room for what it loads."""
         probe = None if options.get("dp_shard_hint") is not None else self.manager.probe(request)
         pages, num_tokens = super().look_up(request, **options)
-        if probe is not None and probe.num_hit_tokens != num_tokens:
+        if probe is not None and probe.num_hit_tokens != num_tokens and not self.manager._lookups.is_short(request):
             raise Mismatch(f"{probe} before a look-up that hit {num_tokens} tokens")
         return pages, num_tokens
 
@@ -275,7 +296,12 @@ class Twins:
         expected = self.oracle.state(self.live_request_ids)
         state = self.system.state(self.live_request_ids)
         if state != expected:
-            raise Mismatch(self._report(expected.differences(state)))
+            raise Mismatch(self._report(name_differences(expected, state)))
+
+    def require_equal(self, name: str, expected: Any, value: Any) -> None:
+        """Mismatch unless two values are the same."""
+        if value != expected:
+            raise Mismatch(self._report([f"{name}: {expected} against {value}"]))
 
     def _report(self, differences: list[str]) -> str:
         first = self.num_calls - len(self._last_calls)

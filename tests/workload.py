@@ -1,9 +1,5 @@
-"""Random work for twins: a small engine that takes its decisions by a seed.
-
-`Engine` knows what a scheduler does with a request (submit, admit, grow, preempt, finish) and keeps its
-books. It decides nothing, so that a hypothesis machine can drive it as well; `RandomWorkload` decides. Prompts
-come from a few families over a tiny vocabulary, and pools are tiny, so that hits, duplicates, evictions and
-shortage are all frequent.
+"""Random work for twins, request by request. Prompts come from a few families over a tiny vocabulary, and pools are tiny, so
+that hits, duplicates, evictions and shortage are all frequent.
 """
 
 from __future__ import annotations
@@ -11,194 +7,46 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from oracle import NULL_PAGE, PREEMPTED, RUNNING
+from engine import (
+    WITH_LOGPROBS,
+    WITHOUT_LOGPROBS,
+    Engine,
+    Feature,
+    Request,
+)
+from features import PLAIN, Actions, Features, Span, Workload, random_retention, random_span, run_to_end
+from oracle import NULL_PAGE
+from oracle_kinds import Mamba
 from settings import Setting
-from twins import Mismatch, Twins
+from twins import Twins
 
-WAITING = 1
 MAX_WAITING = 4
-NUM_FAMILIES = 3
-NUM_FREE_IDS = 3
-VOCABULARY = range(3)
+NUM_REMEMBERED = 6
 PLACEHOLDER_TOKEN = 9
 FIRST_UNIQUE_TOKEN = 1000
-WITH_LOGPROBS = SimpleNamespace(prompt_logprobs=1)
-WITHOUT_LOGPROBS = SimpleNamespace(prompt_logprobs=None)
 
 
-# --- requests -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Feature:
-    """A multimodal feature and the tokens that stand for it."""
-
-    mm_hash: str
-    modality: str
-    placeholder_range: Any  # has offset and length, in tokens; None: not known
-
-
-@dataclass(eq=False, repr=False)
-class Request:
-    """What managers read of an engine's request."""
-
-    request_id: str
-    all_token_ids: list[int]
-    num_computed_tokens: int = 0
-    sampling_params: Any = None
-    status: int = WAITING
-    mm_features: tuple[Feature, ...] = ()
-    has_vision: bool = False
-    lora_id: int | None = None
-    cache_salt: str | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.all_token_ids)
-
-    def __repr__(self) -> str:
-        return f"{self.request_id}({self.num_computed_tokens} of {self.num_tokens})"
-
-
-# --- the engine ---------------------------------------------------------------------------------------------
-
-
-class Engine:
-    """Requests on their way through twins. A request that does not fit stays as it was."""
-
-    def __init__(self, twins: Twins) -> None:
-        self.twins = twins
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
-        self._numbers = itertools.count()
-        self._free_ids: deque[str] = deque()
-
-    def submit(self, token_ids: list[int], **attributes: Any) -> Request:
-        """Queue a new request. Ids come again, some time after their request was finished."""
-        has_enough = len(self._free_ids) > NUM_FREE_IDS
-        request_id = self._free_ids.popleft() if has_enough else f"r{next(self._numbers)}"
-        request = Request(request_id, token_ids, **attributes)
-        self.waiting.append(request)
-        return request
-
-    def look_up(self, request: Request, placement: dict[str, Any]) -> int:
-        """Return the number of cached tokens."""
-        return self.twins.call("look_up", request, **placement)[1]
-
-    def admit(
-        self,
-        request: Request,
-        num_hit_tokens: int,
-        num_new_tokens: int,
-        num_external_tokens: int = 0,
-        **options: Any,
-    ) -> bool:
-        """Start a waiting request that was looked up just now."""
-        if num_external_tokens:
-            options["num_external_computed_tokens"] = num_external_tokens
-        if self.twins.call("allocate", request, num_new_tokens, num_hit_tokens, **options) is None:
-            return False
-        self.waiting.remove(request)
-        self.running.append(request)
-        self.twins.live_request_ids[request.request_id] = None
-        request.status = RUNNING
-        request.num_computed_tokens = num_hit_tokens + num_external_tokens + num_new_tokens
-        return True
-
-    def grow(self, request: Request, num_new_tokens: int, num_drafts: int = 0, **options: Any) -> bool:
-        """Compute known tokens of a running request, with drafts behind them that are rejected."""
-        if self.twins.call("allocate", request, num_new_tokens + num_drafts, **options) is None:
-            return False
-        request.num_computed_tokens += num_new_tokens
-        return True
-
-    def accept(self, request: Request, token_ids: list[int]) -> None:
-        """Accept drafts after all: they are known and computed."""
-        request.all_token_ids.extend(token_ids)
-        request.num_computed_tokens += len(token_ids)
-
-    def fork(self, request: Request) -> bool:
-        """Run a new request from where a running one is; False if it does not fit."""
-        forked = self.submit(list(request.all_token_ids))
-        self.waiting.remove(forked)
-        forked = replace(request, request_id=forked.request_id, all_token_ids=forked.all_token_ids)
-        if self.twins.call("fork", request, forked) is None:
-            self._free_ids.append(forked.request_id)
-            return False
-        self.running.append(forked)
-        self.twins.live_request_ids[forked.request_id] = None
-        return True
-
-    def cache(self, request: Request) -> None:
-        """Enter what a delayed allocation left out."""
-        self.twins.call("cache_pages", request, request.num_computed_tokens)
-
-    def fail_load(self, request: Request, page_ids: list[int], num_computed_tokens: int) -> None:
-        """Drop the entries of pages that a transfer did not fill; the request is computed again from there on."""
-        self.twins.call("evict_pages", page_ids)
-        request.num_computed_tokens = num_computed_tokens
-
-    def preempt(self, request: Request, **options: Any) -> None:
-        """Give the pages back; the request waits to be computed again."""
-        self._leave(request, **options)
-        request.status = PREEMPTED
-        request.num_computed_tokens = 0
-        self.waiting.append(request)
-
-    def finish(self, request: Request) -> None:
-        """End a request, running or not."""
-        if request in self.running:
-            self._leave(request)
-        else:
-            self.waiting.remove(request)
-            self.twins.call("free", request)
-        self.twins.call("free_page_hashes", request)
-        self._free_ids.append(request.request_id)
-
-    def abort(self, request: Request, num_computed_tokens: int) -> None:
-        """Preempt a request that was scheduled, and of which fewer tokens were computed."""
-        self.preempt(request, num_computed_tokens=num_computed_tokens)
-
-    def _leave(self, request: Request, **options: Any) -> None:
-        self.running.remove(request)
-        self.twins.call("free", request, **options)
-        del self.twins.live_request_ids[request.request_id]
-
-
-# --- decisions ----------------------------------------------------------------------------------------------
-
-
-class RandomWorkload:
+class RandomWorkload(Workload):
     """Drives an engine at random."""
 
-    def __init__(self, setting: Setting, twins: Twins, num_pages: int, rng: Random) -> None:
-        self.setting = setting
-        self.habits = setting.habits
-        self.num_pages = num_pages
-        self.rng = rng
-        self.engine = Engine(twins)
-        self.twins = twins
+    def __init__(self, setting: Setting, twins: Twins, num_pages: int, rng: Random, features: Features = PLAIN) -> None:
         self.max_tokens = setting.max_model_len - 1
+        super().__init__(setting, twins, num_pages, rng, features)
+        self.habits = setting.habits
         self.page_size = setting.page_size
-        self.families = [self._tokens(self.max_tokens) for _ in range(NUM_FAMILIES)]
-        self.histories: deque[list[int]] = deque(maxlen=6)
+        self.engine = Engine(twins)
+        self.histories: deque[list[int]] = deque(maxlen=NUM_REMEMBERED)
+        self.pinned: deque[tuple[Request, Span]] = deque(maxlen=NUM_REMEMBERED)
         self._unique_tokens = itertools.count(FIRST_UNIQUE_TOKEN)
-        self._actions = self._weighted_actions()
+        self.actions = self._weighted_actions()
 
-    def run(self, num_calls: int) -> None:
-        """Act until so many calls are made."""
-        actions, weights = zip(*self._actions.items(), strict=True)
-        cumulated = list(itertools.accumulate(weights))
-        while self.twins.num_calls < num_calls:
-            self.rng.choices(actions, cum_weights=cumulated)[0]()
-
-    def _weighted_actions(self) -> dict[Callable[[], None], float]:
-        actions: dict[Callable[[], None], float] = {
+    def _weighted_actions(self) -> Actions:
+        actions: Actions = {
             self.submit: 4,
             self.admit: 6,
             self.grow: 14,
@@ -214,7 +62,25 @@ class RandomWorkload:
             actions |= {self.abort: 1}
         if self.habits.stray_calls:
             actions |= {self.look_up: 1, self.cache: 0.5, self.misuse: 0.3}
-        return actions
+        if self.features.forks:
+            actions |= {self.fork: 1.5, self.misuse_fork: 0.2}
+        if self.features.pins:
+            actions |= {self.pin: 3, self.unpin: 2}
+        if self.features.retention:
+            actions |= {self.retain: 4, self.protect: 2}
+        if self.features.external:
+            actions |= {self.commit: 3, self.fail: 2, self.cancel: 0.5}
+        return self._common_actions(actions)
+
+    def any_request(self) -> Request | None:
+        """Choose one of all requests, if there are any."""
+        requests = [*self.engine.running, *self.engine.waiting, *self.engine.pending]
+        return self.rng.choice(requests) if requests else None
+
+    def held_by_any(self) -> list[int]:
+        request = self.any_request()
+        held = self.twins.oracle.manager.get_page_ids(request.request_id) if request is not None else ()
+        return [page_id for page_ids in held for page_id in page_ids]
 
     # requests come
 
@@ -225,8 +91,14 @@ class RandomWorkload:
             self.engine.submit(token_ids, **self._attributes(token_ids))
 
     def _prompt(self) -> list[int]:
-        """Return the beginning of a family, or of what a finished request had, and some tokens more."""
+        """Return the beginning of a family, or of what a finished request had, and some tokens more; with a tier, often most of
+        it.
+        """
         rng = self.rng
+        if self.features.images:
+            return list(self.families[0][: rng.choice((2, 3, 4)) * self.page_size + 1][: self.max_tokens - 1])
+        if self.features.tier and rng.random() < 0.6:
+            return self._most_of([*self.histories, *self.families], self.max_tokens - 1)
         follow_up = self.habits.follow_ups and self.histories and rng.random() < 0.3
         base = rng.choice(self.histories if follow_up else self.families)
         num_pages = rng.randint(0, len(base) // self.page_size)
@@ -234,12 +106,13 @@ class RandomWorkload:
         tokens = base[:num_shared] + self._tokens(rng.randint(1, 2 * self.page_size))
         return tokens[: rng.randint(self.max_tokens // 2, self.max_tokens - 1)]
 
-    def _tokens(self, num_tokens: int) -> list[int]:
-        return self.rng.choices(VOCABULARY, k=num_tokens)
-
     def _attributes(self, token_ids: list[int]) -> dict[str, Any]:
         """Return what makes a request special, mostly nothing."""
         rng, attributes = self.rng, {}
+        if self.features.images:
+            return {"has_vision": rng.random() < 0.8}
+        if self.features.tier and rng.random() < 0.7:
+            return {}
         if self.habits.prompt_logprobs:
             attributes["sampling_params"] = rng.choice((None, None, WITHOUT_LOGPROBS, WITHOUT_LOGPROBS, WITH_LOGPROBS))
         if self.habits.extra_keys and rng.random() < 0.4:
@@ -273,6 +146,9 @@ class RandomWorkload:
         num_left = request.num_tokens - num_hit_tokens
         num_external = self._num_external_tokens(num_left)
         num_left -= num_external
+        if num_external and self.features.external and rng.random() < 0.7:
+            self.engine.admit(request, num_hit_tokens, 0, num_external, is_pending=True, **self._placement())
+            return
         num_new = self._num_admitted(num_hit_tokens + num_external, num_left, 0 if num_external else 1)
         options = self._options()
         if self.engine.admit(request, num_hit_tokens, num_new, num_external, **options):
@@ -281,16 +157,24 @@ class RandomWorkload:
             self.engine.preempt(rng.choice(self.engine.running))
 
     def _num_admitted(self, num_tokens: int, num_left: int, least: int) -> int:
-        """Return how many of the tokens behind the first `num_tokens` are computed at admission."""
+        """Return how many of the tokens behind the first `num_tokens` are computed at admission; with states, often up to the
+        last checkpoint.
+        """
+        if self.features.states:
+            interval = self.twins.oracle.manager.states.interval or self.page_size
+            num_aligned = (num_tokens + num_left) // interval * interval - num_tokens
+            if num_aligned >= max(1, least) and self.rng.random() < 0.5:
+                return num_aligned
         return num_left if self.rng.random() < 0.5 else self.rng.randint(least, num_left)
 
     def _num_external_tokens(self, num_left: int) -> int:
-        if self.habits.external_tokens and self.rng.random() < 0.15:
+        if self.habits.external_tokens and self.rng.random() < (0.4 if self.features.external else 0.15):
             return self.rng.randint(0, num_left - 1)
         return 0
 
     def grow(self) -> None:
         """Compute more of a running request; preempt where the pool is too short, end what is long enough."""
+        self.take_in_time()
         if not self.engine.running:
             return
         request = self.rng.choice(self.engine.running)
@@ -309,7 +193,11 @@ class RandomWorkload:
             self.engine.preempt(self.rng.choice(self.engine.running))
 
     def _num_grown(self, request: Request, num_left: int) -> int:
-        """Return how many of the known tokens of a running request are computed."""
+        """Return how many of the known tokens of a running request are computed; with states, often up to a checkpoint."""
+        if self.features.states and self.rng.random() < 0.5:
+            num_new = self.twins.call("find_next_checkpoint", request) - request.num_computed_tokens
+            if num_new <= num_left:
+                return num_new
         return num_left if self.rng.random() < 0.6 else self.rng.randint(1, num_left)
 
     def _append(self, request: Request) -> bool:
@@ -367,30 +255,115 @@ class RandomWorkload:
 
     def finish(self) -> None:
         """End any request."""
-        requests = self.engine.running + self.engine.waiting
-        if requests:
-            self._finish(self.rng.choice(requests))
+        request = self.any_request()
+        if request is not None:
+            self._finish(request)
 
     def _finish(self, request: Request) -> None:
         self.histories.append(list(request.all_token_ids))
         self.engine.finish(request)
 
     def drain(self) -> None:
-        """End all running requests, so that a reset succeeds."""
-        for request in list(self.engine.running):
+        self.let_go()
+        for request in [*self.engine.running, *self.engine.pending]:
             self.engine.finish(request)
         self.reset()
 
+    # forks
+
+    def fork(self) -> None:
+        """Let any running request go on twice."""
+        if self.engine.running:
+            for _ in range(self.rng.choice((1, 1, 2, 3))):
+                self.engine.fork(self.rng.choice(self.engine.running))
+
+    def misuse_fork(self) -> None:
+        """Fork to a request that has other tokens or pages, or from one without pages."""
+        if len(self.engine.running) < 2:
+            return
+        first, second = self.rng.sample(self.engine.running, 2)
+        self.twins.call("fork", first, second)
+        other = replace(first, request_id="other", num_computed_tokens=first.num_computed_tokens + 1)
+        self.twins.call("fork", first, other)
+        if first.num_computed_tokens >= self.page_size and self.setting.enable_caching:
+            tokens = [(token + 1) % 3 for token in first.all_token_ids]
+            self.twins.call("fork", first, replace(first, request_id="other", all_token_ids=tokens))
+        self.twins.call("free_page_hashes", other)
+        if self.engine.waiting:
+            waiting = self.rng.choice(self.engine.waiting)
+            self.twins.call("fork", waiting, replace(waiting, request_id="other"))
+            self.twins.call("free_page_hashes", other)
+
+    # pins and levels
+
+    def pin(self) -> None:
+        """Pin what a request holds, or would hit."""
+        request = self.any_request()
+        if request is not None:
+            span = random_span(self.rng, request.num_tokens)
+            if self.twins.call("pin", request, *span):
+                self.pinned.append((replace(request, all_token_ids=list(request.all_token_ids)), span))
+
+    def unpin(self) -> None:
+        """Unpin by the request that pinned, as it was then, or by any."""
+        request = self.any_request()
+        if self.pinned and self.rng.random() < 0.7:
+            request, span = self.rng.choice(self.pinned)
+            request = replace(request, request_id="unpins")
+            self.twins.call("unpin", request, *span)
+            self.twins.call("free_page_hashes", request)
+        elif request is not None:
+            self.twins.call("unpin", request, *random_span(self.rng, request.num_tokens))
+
+    def retain(self) -> None:
+        """Retain what a request holds, or would hit."""
+        request = self.any_request()
+        if request is not None:
+            self.twins.call("retain", request, *random_span(self.rng, request.num_tokens), **random_retention(self.rng))
+
+    def protect(self) -> None:
+        """Protect what waits, mostly, or nothing."""
+        waiting = self.engine.waiting if self.rng.random() < 0.8 else []
+        self.twins.call("protect", [*waiting, *self.engine.running] if self.rng.random() < 0.2 else waiting)
+
+    # tokens from elsewhere, and from the tier
+
+    def commit(self) -> None:
+        """End a transfer: all that a state needs came, or more or fewer tokens than a request waits for."""
+        self._arrive("commit_external")
+
+    def fail(self) -> None:
+        self._arrive("fail_external")
+
+    def _arrive(self, name: str) -> None:
+        self.take_in_time()
+        if not self.engine.pending:
+            return
+        request, num_external = self.rng.choice(list(self.engine.pending.items()))
+        has_state = any(group.kind == "mamba" for group in self.setting.groups)
+        nums = (num_external,) if has_state and name == "commit_external" else (*range(num_external), num_external, 10**6)
+        self.engine.arrive(request, name, self.rng.choice((num_external, self.rng.choice(nums))))
+
+    def cancel(self) -> None:
+        if self.engine.pending:
+            self.engine.preempt(self.rng.choice(list(self.engine.pending)))
+
+    def go_back(self) -> None:
+        """Let requests compute wrong tokens again: from the start, where a state or a window needs it."""
+        for request in [*self.engine.running, *self.engine.pending]:
+            num_tokens = self.twins.call("find_wrong_token", request)
+            if num_tokens is not None:
+                request.num_computed_tokens = min(request.num_computed_tokens, num_tokens)
+                if request in self.engine.pending or self._lacks_pages(request):
+                    self.engine.preempt(request)
+
+    def _lacks_pages(self, request: Request) -> bool:
+        """Whether a request cannot go on, since a state, or a page that a window has left, is not that of its tokens."""
+        manager = self.twins.oracle.manager
+        groups = zip(manager.kinds, manager.get_page_ids(request.request_id), strict=True)
+        return any(isinstance(kind, Mamba) or kind.lacks_page(pages, request.num_computed_tokens) for kind, pages in groups)
+
     # questions and interventions
-
-    def reset(self) -> None:
-        """Reset the prefix cache, or be told that it is in use."""
-        self.twins.call("reset_prefix_cache")
-
-    def evict(self) -> None:
-        """Drop the prefix entries of some pages."""
-        num_evicted = self.rng.randint(1, 3)
-        self.twins.call("evict_pages", self.rng.sample(range(1, self.num_pages), num_evicted))
 
     def fail_load(self) -> None:
         """Let a transfer fail: mostly all pages from the first bad one on lose their entries, else some of them."""
@@ -449,15 +422,9 @@ def run_workload(
     seed: int,
     num_calls: int,
     workload_class: type[RandomWorkload] = RandomWorkload,
+    features: Features = PLAIN,
 ) -> Twins:
-    """Run a seed's workload to its end and return the twins; on a mismatch, say how to run it again."""
+    """Run a seed's workload to its end and return the twins."""
     rng = Random(seed)
     num_pages = rng.choice(setting.num_pages)
-    workload = workload_class(setting, make_twins(setting, num_pages), num_pages, rng)
-    try:
-        workload.run(num_calls)
-        workload.drain()
-    except Mismatch as mismatch:
-        where = f"setting {setting.name!r}, seed {seed}, {num_pages} pages, call {workload.twins.num_calls - 1}"
-        raise Mismatch(f"{where}\n{mismatch}") from mismatch.__cause__
-    return workload.twins
+    return run_to_end(workload_class(setting, make_twins(setting, num_pages), num_pages, rng, features), seed, num_calls)

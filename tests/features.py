@@ -1,0 +1,246 @@
+"""What random work can do beside admitting, growing and ending, for workloads of requests and of rows alike.
+
+A workload is given its features, so that each can meet each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from random import Random
+from typing import Any
+
+from engine import NUM_FAMILIES, VOCABULARY, Request
+from oracle import NULL_PAGE
+from oracle_tier import Taken
+from settings import Setting
+from twins import Mismatch, Twins
+
+Actions = dict[Callable[[], None], float]
+Span = tuple[()] | tuple[int] | tuple[int, int | None]
+
+
+@dataclass(frozen=True, repr=False)
+class Features:
+    """What is done, and what the systems do. A seed chooses what is left open, such as the policy or the size of a tier."""
+
+    states: bool = False  # chunks end where checkpoints can be made, and conversations come back, so that these are hit
+    forks: bool = False
+    pins: bool = False
+    retention: bool = False  # pages have priorities, and those of prompts that wait are protected
+    external: bool = False  # requests wait for tokens from elsewhere, and there are leases of pages
+    tier: bool = False  # transfers are taken in time or not, end late, in any order, and fail
+    dedupe: bool = False  # rows come to share equal pages
+    policies: bool = False  # other orders of eviction than that of release
+    events: bool = False  # a router is told what is cached
+    images: bool = False  # most requests have images without a name, and share nothing
+
+    @property
+    def copies(self) -> bool:
+        """Whether copies are taken: in time or not."""
+        return self.states or self.forks or self.tier
+
+    @property
+    def names(self) -> list[str]:
+        return [field.name for field in fields(self) if getattr(self, field.name)]
+
+    def __repr__(self) -> str:
+        return f"Features({', '.join(f'{name}=True' for name in self.names)})"
+
+
+PLAIN = Features()
+
+
+def draw_features(rng: Random) -> Features:
+    """Return about half of all features; images, which take the prompts of others away, rarely."""
+    drawn = {field.name: rng.random() < (0.1 if field.name == "images" else 0.5) for field in fields(Features)}
+    return Features(**drawn | {"states": True})
+
+
+def random_span(rng: Random, num_tokens: int) -> Span:
+    """Return all tokens of a request, mostly, or some; sometimes what is refused."""
+    start = rng.choice((0, 0, rng.randint(0, num_tokens)))
+    stop = rng.choice((None, rng.randint(start, num_tokens + 3), rng.randint(start, num_tokens)))
+    return rng.choice(((), (), (start,), (start, stop), (start, stop), rng.choice(((-1,), (3, 2), (start, stop)))))
+
+
+def random_retention(rng: Random) -> dict[str, Any]:
+    """Return a priority, for good, for a moment or for long; sometimes what is refused."""
+    retention: dict[str, Any] = {"priority": rng.choice((0, 1, 49, 50, 51, 99, 100, rng.randint(0, 100)))}
+    if rng.random() < 0.6:
+        retention["seconds"] = rng.choice((1e-9, 1e-9, 1e6, 1e300))
+    if rng.random() < 0.05:
+        retention |= rng.choice(({"priority": -1}, {"priority": 101}, {"seconds": 0.0}, {"seconds": float("inf")}))
+    return retention
+
+
+class Workload(ABC):
+    """Drives twins at random: what requests and rows have in common. Its state is read from the oracle."""
+
+    max_tokens: int
+    actions: Actions  # what may be done next, with weights
+
+    def __init__(self, setting: Setting, twins: Twins, num_pages: int, rng: Random, features: Features) -> None:
+        self.setting = setting
+        self.twins = twins
+        self.num_pages = num_pages
+        self.rng = rng
+        self.features = features
+        num_families = NUM_FAMILIES * (1 + features.tier)  # so that more is evicted that is used again
+        self.families = [self._tokens(self.max_tokens) for _ in range(num_families)]
+        self.in_flight: list[Taken] = []  # transfers
+
+    def run(self, num_calls: int) -> None:
+        """Act until so many calls are made."""
+        actions, weights = zip(*self.actions.items(), strict=True)
+        cumulated = list(itertools.accumulate(weights))
+        while self.twins.num_calls < num_calls:
+            self.rng.choices(actions, cum_weights=cumulated)[0]()
+
+    def _common_actions(self, actions: Actions) -> Actions:
+        """Add the actions that requests and rows have in common; with a tier, what empties it is rare."""
+        if self.features.copies:
+            actions[self.take_copies] = 2
+        if self.features.pins:
+            actions[self.unpin_all] = 0.1
+        if self.features.external:
+            actions |= {self.lease: 1, self.end_lease: 1}
+        if self.features.tier:
+            rare = {"take_copies": 0.5, "misuse_fork": 0.05, "evict": 0.1, "fail_load": 0.1, "reset": 0.05, "drain": 0.02}
+            actions = {action: rare.get(action.__name__, weight) for action, weight in actions.items()}
+            actions |= {self.take_transfers: 1, self.end_transfers: self.rng.choice((2, 10)), self.end_step: 1}
+            actions[self.misuse_transfers] = 0.2
+        return actions
+
+    def _tokens(self, num_tokens: int) -> list[int]:
+        return self.rng.choices(VOCABULARY, k=num_tokens)
+
+    def _most_of(self, prompts: list[list[int]], max_tokens: int) -> list[int]:
+        """Return a prompt with most tokens of another, and one more: of some others that of which the tier has most."""
+        rng, manager = self.rng, self.twins.oracle.manager
+        some = [prompt[: rng.randint(len(prompt) // 2, max_tokens - 1)] for prompt in rng.sample(prompts, 4)]
+        asked = [Request("asked", [*prompt, rng.choice(VOCABULARY)]) for prompt in some]
+        nums_tokens = []
+        for request in asked:
+            nums_tokens.append(manager.count_loadable_tokens(request))
+            manager.keys.forget(request.request_id)
+        self.twins.system.manager.free_page_hashes(asked[-1])
+        return asked[nums_tokens.index(max(nums_tokens))].all_token_ids
+
+    # the pool
+
+    def evict(self) -> None:
+        """Drop the prefix entries of some pages, held ones too."""
+        self.twins.call("evict_pages", self.rng.sample(range(1, self.num_pages), self.rng.randint(1, 3)))
+
+    def reset(self) -> None:
+        """Reset the prefix cache, or be refused while it is in use."""
+        self.twins.call("reset_prefix_cache")
+
+    @abstractmethod
+    def drain(self) -> None:
+        """End all requests, so that a reset succeeds."""
+
+    def let_go(self) -> None:
+        """Mostly give up what holds pages beside requests, so that a reset succeeds."""
+        if self.features.tier and self.rng.random() < 0.7:
+            self.take_transfers()
+            while self.in_flight:
+                self.end_transfers()
+        if self.features.copies and self.rng.random() < 0.7:
+            self.take_copies()
+        if self.features.pins and self.rng.random() < 0.7:
+            self.unpin_all()
+        while self.features.external and self.twins.call("count_leases") and self.rng.random() < 0.95:
+            self.end_lease()
+
+    def unpin_all(self) -> None:
+        self.twins.call("unpin_all")
+
+    # leases
+
+    @abstractmethod
+    def held_by_any(self) -> list[int]:
+        """Return the pages of any request, without the null page."""
+
+    def lease(self) -> None:
+        """Lease some pages of a request, or any."""
+        held = [page_id for page_id in self.held_by_any() if page_id != NULL_PAGE]
+        page_ids = held if self.rng.random() < 0.7 else self.rng.choices(range(self.num_pages), k=2)
+        self.twins.call("lease", self.rng.sample(page_ids, self.rng.randint(0, len(page_ids))))
+        self.twins.call("count_leases")
+
+    def end_lease(self) -> None:
+        num_leases = self.twins.call("count_leases")
+        if num_leases:
+            self.twins.call("end_lease", self.rng.randrange(num_leases))
+
+    # copies and transfers
+
+    def take_copies(self) -> None:
+        self.twins.call("take_copies")
+
+    def take_transfers(self) -> None:
+        taken = self.twins.call("take_transfers")
+        if taken.number:
+            self.in_flight.append(taken)
+
+    def take_all(self) -> None:
+        """Take everything that is in the way of a step."""
+        if self.features.copies:
+            self.take_copies()
+        if self.features.tier:
+            self.take_transfers()
+
+    def take_in_time(self) -> None:
+        """Mostly take what is in the way of a step."""
+        if self.features.copies and self.rng.random() < 0.85:
+            self.take_copies()
+        if self.features.tier and self.rng.random() < 0.85:
+            self.take_transfers()
+
+    def end_step(self) -> None:
+        """End a step, as far as the tiers know."""
+        self.twins.call("end_step")
+
+    def end_transfers(self) -> None:
+        """End any transfers in flight: mostly all are done."""
+        if not self.in_flight:
+            return
+        number, saves, loads = self.in_flight.pop(self.rng.choice((0, self.rng.randrange(len(self.in_flight)))))
+        if self.rng.random() < 0.7:
+            self.twins.call("complete_transfers", number)
+        else:
+            bad_saves, bad_loads = (self.rng.sample(range(n), self.rng.randint(0, n)) for n in (len(saves), len(loads)))
+            self.twins.call("fail_transfers", number, bad_saves, bad_loads)
+            self.go_back()
+
+    @abstractmethod
+    def go_back(self) -> None:
+        """Let what has wrong pages now compute them again."""
+
+    def misuse_transfers(self) -> None:
+        """End what is not in flight, or more than there is."""
+        number = self.rng.choice((-1, 0, 1, 10**6))
+        if all(number != taken.number for taken in self.in_flight):
+            self.twins.call("complete_transfers", number)
+            self.twins.call("fail_transfers", number, [], [])
+        for number, saves, loads in self.in_flight[:1]:
+            self.twins.call("fail_transfers", number, [len(saves)], [])
+            self.twins.call("fail_transfers", number, [], [len(loads)])
+
+
+def run_to_end(workload: Workload, seed: int, num_calls: int) -> Twins:
+    """Run a seed's workload, empty the pool and reset it. On a mismatch, say what repeats it."""
+    try:
+        workload.run(num_calls)
+        workload.drain()
+    except Exception as error:
+        where = (
+            f"{type(workload).__name__} with {workload.features}, setting {workload.setting.name!r}, seed {seed}, "
+            f"{workload.num_pages} pages, call {workload.twins.num_calls - 1} of {num_calls}"
+        )
+        raise Mismatch(f"{where}\n{error}") from error
+    return workload.twins
