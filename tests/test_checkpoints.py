@@ -61,27 +61,6 @@ def test_a_row_leaves_checkpoints_too() -> None:
     batch.check()
 
 
-def test_decode_leaves_checkpoints() -> None:
-    manager = make_manager()
-    batch = make_batch(manager)
-    batch.admit(0, PROMPT[:6])
-    made = []
-    for token_id in PROMPT[6:26]:
-        batch.step([0], [token_id])
-        made += [(int(batch.num_computed_tokens[0]) - 1, copy) for copy in take(batch)]
-    assert made == [(8, (3, 5, 1)), (16, (5, 8, 1)), (24, (8, 11, 1))]
-    assert count_hits(manager) == 24
-
-
-def test_a_chunk_past_a_multiple_leaves_none() -> None:
-    manager, request = make_manager(), make_request("a")
-    assert run(manager, request, 12) == ([1, 2, 3], [4])
-    assert run(manager, request, 4) == ([5], [])
-    assert (take(manager), count_hits(manager)) == ([], 0)
-    assert run(manager, request, 1) == ([6], [7])  # 16 tokens are computed
-    assert (take(manager), count_hits(manager)) == ([(4, 7, 1)], 16)
-
-
 def test_a_state_past_a_multiple_is_not_that_of_the_multiple() -> None:
     """Not even when a failed load takes the request back there, and it ends."""
     manager, request = make_manager(), make_request("a", 9)
@@ -101,14 +80,6 @@ def test_without_a_free_page_for_the_next_state_none_is_made() -> None:
     assert manager.get_page_ids("a") == ([1, 2, 4, 5], [3])
     manager.free(request)
     assert count_hits(manager) == 16  # the end needs no page
-
-
-def test_a_row_goes_on_without_a_checkpoint_too() -> None:
-    batch = make_batch(make_manager(num_pages=6))
-    batch.admit(0, PROMPT[:24], num_tokens=8)
-    assert batch.grow([0], 8).num_grown == 1
-    assert (take(batch), batch.get_page_ids(0)) == ([], ([1, 2, 4, 5], [3]))
-    batch.check()
 
 
 def test_reserved_pages_are_not_taken_for_states() -> None:
@@ -145,38 +116,6 @@ def test_a_failed_load_lets_a_state_be_kept_again() -> None:
     manager.check()
 
 
-def test_delayed_pages_leave_no_checkpoint() -> None:
-    manager, request = make_manager(), make_request("a")
-    run(manager, request, 8)
-    assert run(manager, request, 8, delay_cache_pages=True) == ([4, 5], [])
-    assert take(manager) == []
-
-
-@pytest.mark.parametrize("num_lookahead_tokens", [1, 3, 20])
-def test_drafts_are_written_behind_a_checkpoint(num_lookahead_tokens: int) -> None:
-    batch = make_batch(make_manager())
-    batch.admit(0, PROMPT[:8])
-    batch.append([0], [1])
-    batch.grow([0], 1, num_lookahead_tokens=num_lookahead_tokens)
-    [(source, destination, group)] = take(batch)
-    assert (source, group) == (3, 1)
-    assert batch.get_page_ids(0)[1] == [destination]
-
-
-def test_without_caching_there_are_none() -> None:
-    manager, request = make_manager(enable_caching=False), make_request("a")
-    assert manager.checkpoint_interval is None
-    assert [run(manager, request, 8) for _ in range(2)] == [([1, 2], [3]), ([4, 5], [])]
-    assert take(manager) == []
-
-
-def test_without_an_interval_there_are_none() -> None:
-    manager = make_manager(FULL, keep_every(None))
-    assert manager.checkpoint_interval is None
-    fill(manager, 16)
-    assert count_hits(manager) == 0
-
-
 # --- how long intervals are -------------------------------------------------------------------------------------
 
 
@@ -208,21 +147,6 @@ def test_two_states_are_kept_where_both_can_hit() -> None:
     other = make_request("b")
     assert run(manager, other, 4) == ([12], [13], [14])
     assert (other.num_computed_tokens, take(manager)) == (28, [(3, 13, 1), (4, 14, 2)])
-
-
-def test_one_of_two_states_is_kept_where_one_page_is_free() -> None:
-    manager, request = make_manager(keep_every(8), keep_every(8), num_pages=4), make_request("a")
-    assert run(manager, request, 8) == ([1], [2])
-    assert run(manager, request, 8) == ([3], [])
-    assert (take(manager), count_hits(manager)) == ([(1, 3, 0)], 0)  # a hit needs both
-    manager.check()
-
-
-def test_a_model_of_states_only() -> None:
-    manager, request = make_manager(STATE), make_request("a")
-    assert run(manager, request, 8) == ([1],)
-    assert [(run(manager, request, 8), take(manager)) for _ in range(2)] == [(([2],), [(1, 2, 0)]), (([3],), [(2, 3, 0)])]
-    assert count_hits(manager) == 16
 
 
 @pytest.mark.parametrize(
@@ -257,16 +181,6 @@ def test_a_checkpoint_that_is_hit_is_copied() -> None:
     assert take(manager) == [(3, 8, 1)]
     assert manager.page_pool.ref_counts()[3] == 0
     assert count_hits(manager) == 8
-
-
-def test_a_row_copies_it_too() -> None:
-    manager = make_manager()
-    fill(manager, 16)
-    batch = make_batch(manager)
-    assert batch.admit(1, PROMPT[:12]) == 8
-    assert (batch.get_page_ids(1), take(batch)) == (([1, 2, 7], [8]), [(3, 8, 1)])
-    assert batch.num_cached_tokens.tolist() == [0, 8, 0, 0]
-    batch.check()
 
 
 def test_several_hit_one_checkpoint() -> None:
@@ -318,16 +232,6 @@ def test_with_eagle_states_drop_nothing() -> None:
     assert (hits.get_page_ids(), num_hit_tokens) == (([1, 2, 4, 5], [0, 6]), 16)
 
 
-def test_salts_keep_checkpoints_apart() -> None:
-    manager = make_manager()
-    request = make_request("a", cache_salt="mine")
-    for _ in range(2):
-        run(manager, request, 8)
-        manager.take_copies()
-    assert count_hits(manager, cache_salt="mine") == 8
-    assert [count_hits(manager), count_hits(manager, cache_salt="other")] == [0, 0]
-
-
 def test_rows_hit_checkpoints_of_their_shard() -> None:
     manager = make_manager()
     batch = make_batch(manager, data_parallel_size=2)
@@ -338,24 +242,6 @@ def test_rows_hit_checkpoints_of_their_shard() -> None:
     assert batch.admit(2, PROMPT[:10], dp_shard=1) == 8
     assert (batch.get_page_ids(2), take(batch)) == (([20, 21, 23], [24]), [(22, 24, 1)])
     batch.check()
-
-
-def test_each_shard_has_its_checkpoint() -> None:
-    manager = make_manager()
-    batch = make_batch(manager, data_parallel_size=2)
-    for shard in range(2):
-        batch.admit(shard, PROMPT[:12], num_tokens=8, dp_shard=shard)
-        batch.grow([shard], 4)
-    assert take(batch) == [(3, 5, 1), (22, 24, 1)]
-    batch.check()
-
-
-def test_a_full_shard_goes_on_without_a_checkpoint() -> None:
-    batch = make_batch(make_manager(num_pages=10), data_parallel_size=2)  # shards of 4 and 5 pages, null page aside
-    batch.admit(0, PROMPT[:12], num_tokens=8, dp_shard=0)
-    assert batch.get_page_ids(0) == ([1, 2], [3])
-    batch.grow([0], 4)
-    assert (take(batch), batch.get_page_ids(0)) == ([], ([1, 2, 4], [3]))
 
 
 # --- adoption ---------------------------------------------------------------------------------------------------
@@ -376,16 +262,6 @@ def test_in_a_full_pool_the_checkpoint_becomes_the_state() -> None:
     manager.free(request)
     assert count_hits(manager) == 0  # 12 tokens are no multiple of 8
     manager.check()
-
-
-def test_a_row_adopts_too() -> None:
-    manager = make_manager(num_pages=5)
-    batch = make_batch(manager)
-    batch.admit(0, PROMPT[:8])
-    batch.release([0])
-    assert batch.admit(1, PROMPT[:12]) == 8
-    assert (take(batch), batch.get_page_ids(1)) == ([], ([1, 2, 4], [3]))
-    batch.check()
 
 
 def test_a_checkpoint_in_use_is_not_adopted() -> None:
@@ -432,15 +308,6 @@ def test_a_row_adopts_in_a_full_shard() -> None:
     batch.check()
 
 
-def test_a_request_adopts_in_a_full_shard() -> None:
-    manager, request = make_manager(num_pages=10), make_request("b", 12)
-    manager.free(fill(manager, 8))
-    placement = {"dp_shard_hint": 0, "data_parallel_size": 2}
-    assert run(manager, request, 4, **placement) == ([4], [3])
-    assert take(manager) == []
-    manager.check()
-
-
 def test_a_refused_request_is_admitted_when_the_checkpoint_is_free() -> None:
     """Refused again at O(1) until then."""
     manager = make_manager(num_pages=7)
@@ -457,17 +324,6 @@ def test_a_refused_request_is_admitted_when_the_checkpoint_is_free() -> None:
     manager.free(request)
     assert batch.admit(1, tokens) is None  # the checkpoint is gone, and there are not so many pages for all tokens
     manager.check()
-
-
-def test_a_refused_row_is_admitted_when_the_checkpoint_is_free() -> None:
-    manager = make_manager(num_pages=7)
-    manager.free(fill(manager, 8))
-    batch, tokens = make_batch(manager), PROMPT[:10]
-    assert batch.admit(0, tokens) == 8
-    assert [batch.admit(1, tokens) for _ in range(2)] == [None, None]
-    assert take(batch) == [(3, 5, 1)]
-    assert batch.admit(1, tokens) == 8
-    assert (batch.get_page_ids(1), take(batch)) == (([1, 2, 6], [3]), [])
 
 
 @pytest.mark.parametrize("num_pages", range(4, 14))
@@ -504,18 +360,6 @@ def test_the_end_of_a_request_leaves_a_checkpoint(
     manager.check()
 
 
-@ends
-def test_the_end_of_a_row_leaves_a_checkpoint(num_tokens: int, num_computed_tokens: int | None, num_hit_tokens: int) -> None:
-    manager = make_manager()
-    batch = make_batch(manager)
-    batch.admit(0, PROMPT[:num_tokens], num_tokens=8)
-    batch.grow([0], num_tokens - 8)
-    take(batch)
-    batch.release([0], num_computed_tokens)
-    assert (take(batch), count_hits(manager)) == ([], num_hit_tokens)
-    batch.check()
-
-
 def test_checkpoints_of_tokens_that_were_not_computed_are_dropped() -> None:
     manager = make_manager()
     request = fill(manager, 30)
@@ -550,16 +394,6 @@ def test_a_row_that_ends_drops_the_copy_into_its_state() -> None:
     batch.check()
 
 
-def test_a_request_that_ends_drops_the_copy_into_its_state() -> None:
-    manager = make_manager()
-    manager.free(fill(manager, 8))
-    first, second = make_request("a", 10), make_request("b", 11)
-    run(manager, first, 2)
-    run(manager, second, 3)
-    manager.free(first)
-    assert take(manager) == [(3, 7, 1)]
-
-
 def test_a_state_that_was_not_copied_yet_is_not_kept() -> None:
     manager = make_manager()
     manager.free(fill(manager, 8))
@@ -573,22 +407,6 @@ def test_a_state_that_was_not_copied_yet_is_not_kept() -> None:
 # --- beside checkpoints -----------------------------------------------------------------------------------------
 
 
-def test_a_pinned_prefix_is_hit_after_everything_else_was_evicted() -> None:
-    manager = make_manager(num_pages=12, max_pinned_share=0.5)
-    manager.free(fill(manager, 8))
-    assert manager.pin(make_request("pin", 9)) == 3
-    other = EngineRequest("other", [1] * 28)
-    assert run(manager, other, 28) == ([4, 5, 6, 7, 8, 9, 10], [11])
-    manager.free(other)
-    request = make_request("b", 12)
-    assert (run(manager, request, 4), take(manager)) == (([10], [9]), [(3, 9, 1)])
-    assert manager.page_pool.ref_counts()[3] == 1  # the pin
-    manager.check()
-    manager.free(request)
-    assert manager.unpin(make_request("pin", 9)) == 3
-    assert manager.page_pool.get_num_free_pages() == 11
-
-
 def test_a_pinned_checkpoint_is_not_adopted() -> None:
     manager = make_manager(num_pages=5, max_pinned_share=1.0)
     manager.free(fill(manager, 8))
@@ -599,18 +417,6 @@ def test_a_pinned_checkpoint_is_not_adopted() -> None:
     assert manager_state(manager) == before
     assert manager.unpin(make_request("pin", 9)) == 3
     assert run(manager, request, 4) == ([4], [3])
-
-
-def test_a_retained_prefix_is_evicted_last() -> None:
-    manager = make_manager(num_pages=12)
-    manager.free(fill(manager, 8))
-    assert manager.page_pool.free_page_ids_in_order()[-3:].tolist() == [2, 1, 3]
-    assert manager.retain(make_request("b", 9), priority=90) == 3
-    other = EngineRequest("other", [1] * 28)
-    run(manager, other, 28)
-    manager.free(other)
-    assert manager.page_pool.free_page_ids_in_order()[-3:].tolist() == [3, 2, 1]
-    assert count_hits(manager) == 8
 
 
 def test_checkpoints_are_restored() -> None:
@@ -652,17 +458,6 @@ def test_events_of_states() -> None:
         0: attention.block_hashes.tolist()[::-1],
         1: list(state.block_hashes),
     }
-
-
-def test_a_reset_drops_checkpoints() -> None:
-    manager = make_manager()
-    request = fill(manager, 16)
-    assert not manager.reset_prefix_cache()
-    manager.free(request)
-    assert manager.reset_prefix_cache()
-    assert (count_hits(manager), manager.stats().num_cached_pages) == (0, 0)
-    fill(manager, 16, request_id="again")
-    assert count_hits(manager) == 8
 
 
 def test_stats_count_checkpoints() -> None:
