@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from batch_model import package_pool_state
@@ -21,6 +22,7 @@ MAX_MODEL_LEN = 64
 NUM_ROWS = 4
 FULL = FullAttentionSpec(PAGE_SIZE, 1, 8, "float16", False)
 PROMPT = list(range(100, 100 + MAX_MODEL_LEN))
+THREE_PAGES = PROMPT[: 3 * PAGE_SIZE]
 
 
 def keep_every(checkpoint_interval: Any) -> MambaSpec:
@@ -61,6 +63,13 @@ def run(manager: CacheManager, request: EngineRequest, num_new_tokens: int, **op
         return None
     request.num_computed_tokens += num_hit_tokens + num_new_tokens
     return pages.get_page_ids()
+
+
+def start(manager: CacheManager, request_id: str, token_ids: Sequence[int] = THREE_PAGES) -> EngineRequest:
+    """Run a request with all its tokens, and leave it running."""
+    request = EngineRequest(request_id, list(token_ids))
+    assert run(manager, request, len(token_ids)) is not None
+    return request
 
 
 def take(side: CacheManager | RunningBatch) -> list[tuple[int, int, int]]:

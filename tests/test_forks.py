@@ -23,7 +23,7 @@ from hybrids import (
 )
 from overwriting import overwrite
 
-from pagepool import CacheManager, EngineRequest, EngineRequestStatus, FullAttentionSpec, SlidingWindowSpec
+from pagepool import CacheManager, EngineRequest, SlidingWindowSpec
 from pagepool.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -35,7 +35,6 @@ from pagepool.errors import (
 )
 
 WINDOW = SlidingWindowSpec(4, 1, 8, "float16", False, 5)
-LARGE = FullAttentionSpec(8, 1, 8, "float16", False)
 
 # --- rows -------------------------------------------------------------------------------------------------------
 
@@ -53,118 +52,12 @@ def test_full_pages_are_shared_and_the_open_one_is_copied() -> None:
     batch.check()
 
 
-def test_at_the_end_of_a_page_nothing_is_copied() -> None:
-    manager = make_manager(FULL)
-    batch = make_batch(manager)
-    batch.admit(0, PROMPT[:8])
-    batch.fork(0, [1])
-    assert (batch.get_page_ids(1), take(batch)) == (([1, 2],), [])
-    assert batch.step([0, 1], [7, 8]).new_page_ids.tolist() == [3, 4]
-    batch.check()
-
-
-def test_forks_go_on_apart() -> None:
-    manager = make_manager(FULL)
-    batch = make_batch(manager)
-    batch.admit(0, PROMPT[:6])
-    batch.fork(0, [1])
-    take(batch)
-    for token_id in (1, 2):
-        batch.step([0, 1], [token_id, 10 + token_id])
-    batch.step([0, 1], [3, 3])
-    assert [batch.get_page_ids(row) for row in (0, 1)] == [([1, 2, 4],), ([1, 3, 5],)]
-    assert count_hits(manager, [*PROMPT[:6], 1, 2, 0]) == count_hits(manager, [*PROMPT[:6], 11, 12, 0]) == 8
-    assert count_hits(manager, [*PROMPT[:6], 1, 12, 0]) == 4
-    batch.check()
-
-
-def test_room_for_drafts_is_not_given_to_forks() -> None:
-    batch = make_batch(make_manager(FULL))
-    batch.admit(0, PROMPT[:6])
-    batch.grow([0], 0, num_lookahead_tokens=7)
-    assert batch.get_page_ids(0) == ([1, 2, 3, 4],)
-    batch.fork(0, [1])
-    assert (batch.get_page_ids(1), take(batch)) == (([1, 5],), [(2, 5, 0)])
-    batch.check()
-
-
-def test_known_tokens_are_those_of_the_row() -> None:
-    """Also those that are not computed yet."""
-    batch = make_batch(make_manager(FULL))
-    batch.admit(0, PROMPT[:12], num_tokens=5)
-    batch.fork(0, [2])
-    take(batch)
-    assert batch.num_tokens[2] == 12
-    assert batch.grow([2, 0], 7).new_page_ids.tolist() == [4, 5]
-    assert [batch.get_page_ids(row) for row in (0, 2)] == [([1, 2, 5],), ([1, 3, 4],)]
-    batch.check()
-
-
 def test_states_are_always_copied() -> None:
     batch = make_batch(make_manager())
     batch.admit(0, PROMPT[:8])
     batch.fork(0, [1, 2])
     assert [batch.get_page_ids(row) for row in range(3)] == [([1, 2], [3]), ([1, 2], [4]), ([1, 2], [5])]
     assert take(batch) == [(3, 4, 1), (3, 5, 1)]
-    batch.check()
-
-
-def test_the_first_of_some_forks_keeps_the_state() -> None:
-    """The others find its checkpoint."""
-    batch = make_batch(make_manager())
-    batch.admit(0, PROMPT[:8])
-    batch.fork(0, [1, 2])
-    take(batch)
-    batch.step([2, 0, 1], [5, 6, 7])
-    assert take(batch) == [(5, 7, 1)]
-    assert [batch.get_page_ids(row)[1] for row in range(3)] == [[3], [4], [7]]
-    batch.check()
-
-
-def test_windows_and_pages_of_several_sizes() -> None:
-    batch = make_batch(make_manager(LARGE, FULL, WINDOW))
-    batch.admit(0, PROMPT[:14])
-    batch.step([0], [1])
-    assert batch.get_page_ids(0) == ([1, 2], [3, 4, 5, 6], [0, 0, 9, 10])
-    batch.fork(0, [1])
-    assert batch.get_page_ids(1) == ([1, 11], [3, 4, 5, 12], [0, 0, 9, 13])
-    assert take(batch) == [(2, 11, 0), (6, 12, 1), (10, 13, 2)]
-    batch.check()
-    batch.release([0])
-    batch.step([1], [2])
-    batch.check()
-
-
-def test_cached_tokens_are_those_of_the_row() -> None:
-    manager = make_manager(FULL)
-    batch = make_batch(manager)
-    batch.admit(0, PROMPT[:9])
-    assert batch.admit(1, PROMPT[:10]) == 8
-    batch.fork(1, [2])
-    assert batch.num_cached_tokens.tolist() == [0, 8, 8, 0]
-    assert manager.stats().queries.num_requests == 2  # a fork looks nothing up
-
-
-def test_salts_go_with_the_tokens() -> None:
-    manager = make_manager(FULL)
-    batch = make_batch(manager)
-    batch.admit(0, PROMPT[:6], cache_salt="mine")
-    batch.fork(0, [1])
-    take(batch)
-    batch.release([0])
-    for token_id in PROMPT[6:9]:
-        batch.step([1], [token_id])
-    assert (count_hits(manager, cache_salt="mine"), count_hits(manager)) == (8, 0)
-    batch.check()
-
-
-def test_forks_stay_in_the_shard() -> None:
-    batch = make_batch(make_manager(FULL), data_parallel_size=2)
-    batch.admit(0, PROMPT[:6], dp_shard=1)
-    batch.fork(0, [1])
-    assert batch.get_page_ids(1) == ([20, 22],)
-    take(batch)
-    assert batch.grow([1], 0, num_lookahead_tokens=4).new_page_ids.tolist() == [23]
     batch.check()
 
 
@@ -179,34 +72,6 @@ def test_a_source_that_is_released_stays_until_it_is_copied() -> None:
     assert batch.get_page_ids(2) == ([4],)  # not page 2
     assert take(batch) == [(2, 3, 0)]
     assert manager.page_pool.ref_counts()[2] == 0
-    batch.check()
-
-
-def test_a_target_that_is_released_drops_its_copies() -> None:
-    manager = make_manager()
-    batch = make_batch(manager)
-    batch.admit(0, PROMPT[:6])
-    batch.fork(0, [1, 2])
-    batch.release([1])
-    assert take(batch) == [(2, 6, 0), (3, 7, 1)]
-    batch.check()
-    batch.fork(0, [1])
-    batch.release([1, 2])
-    assert take(batch) == []
-    assert batch.step([0], [1]).num_grown == 1  # nothing is due
-    batch.check()
-
-
-def test_a_fork_of_a_fork() -> None:
-    batch = make_batch(make_manager(FULL))
-    batch.admit(0, PROMPT[:6])
-    batch.fork(0, [1])
-    with pytest.raises(CopiesDueError, match=r"^row 1: copies to its pages are due"):
-        batch.fork(1, [2])
-    batch.fork(0, [2])  # the source may be read again
-    assert take(batch) == [(2, 3, 0), (2, 4, 0)]
-    batch.fork(1, [3])
-    assert (batch.get_page_ids(3), take(batch)) == (([1, 5],), [(3, 5, 0)])
     batch.check()
 
 
@@ -225,41 +90,12 @@ def test_a_row_that_moves_takes_its_copies_along() -> None:
     batch.check()
 
 
-def test_growth_before_a_fork_is_not_taken_back() -> None:
-    batch = make_batch(make_manager(FULL))
-    batch.admit(0, PROMPT[:3])
-    result = batch.step([0], [1])
-    batch.fork(0, [1])
-    before = batch_state(batch)
-    with pytest.raises(ArgumentError):
-        batch.undo(result)
-    assert batch_state(batch) == before
-
-
-def test_a_fork_in_a_batch_without_caching() -> None:
-    batch = make_batch(make_manager(enable_caching=False))
-    batch.admit(0, PROMPT[:6])
-    batch.fork(0, [1])
-    assert (batch.get_page_ids(1), take(batch)) == (([1, 4], [5]), [(2, 4, 0), (3, 5, 1)])
-    batch.check()
-
-
-def test_forks_that_fill_the_pool() -> None:
-    manager = make_manager(FULL, num_pages=6)
-    batch = make_batch(manager)
-    batch.admit(0, PROMPT[:6])
-    batch.fork(0, [1, 2, 3])
-    assert [copy[1] for copy in take(batch)] == [3, 4, 5]
-    batch.release([3, 2, 1, 0])
-    assert manager.page_pool.get_num_free_pages() == 5
-
-
 # --- requests ---------------------------------------------------------------------------------------------------
 
 
-def like(request: EngineRequest, request_id: str = "new", num_tokens: int | None = None, **options: Any) -> EngineRequest:
+def like(request: EngineRequest, request_id: str = "new", **options: Any) -> EngineRequest:
     """Return a request with the same tokens, as many of them computed."""
-    new = EngineRequest(request_id, list(request.all_token_ids)[:num_tokens], **options)
+    new = EngineRequest(request_id, list(request.all_token_ids), **options)
     new.num_computed_tokens = request.num_computed_tokens
     return new
 
@@ -273,7 +109,7 @@ def fork(manager: CacheManager, request: EngineRequest, new: EngineRequest) -> t
 def test_a_request_goes_on_twice() -> None:
     manager = make_manager()
     request = fill(manager, 6)
-    new = like(request, num_tokens=6)
+    new = like(request)
     assert fork(manager, request, new) == ([1, 4], [5])
     assert manager.get_page_ids("new") == ([1, 4], [5])
     assert manager.page_pool.ref_counts()[:6].tolist() == [0, 2, 2, 2, 1, 1]
@@ -283,19 +119,6 @@ def test_a_request_goes_on_twice() -> None:
     manager.free(request)
     manager.free(new)
     assert manager.page_pool.get_num_free_pages() == 39
-
-
-def test_a_request_forks_at_a_checkpoint() -> None:
-    manager = make_manager()
-    request = fill(manager, 16)
-    new = like(request)
-    assert fork(manager, request, new) == ([1, 2, 4, 5], [7])
-    assert take(manager) == [(6, 7, 1)]
-    assert run(manager, new, 4) == ([8], [9])
-    assert take(manager) == [(7, 9, 1)]
-    assert run(manager, request, 4) == ([10], [])  # there is such a checkpoint
-    assert count_hits(manager) == 16
-    manager.check()
 
 
 def test_a_request_that_was_cut_forks() -> None:
@@ -308,16 +131,6 @@ def test_a_request_that_was_cut_forks() -> None:
     assert take(manager) == [(2, 5, 0)]
     manager.check()
     assert run(manager, new, 10) == ([6, 7],)
-    manager.check()
-
-
-def test_requests_with_windows_fork() -> None:
-    manager = make_manager(FULL, WINDOW)
-    request = fill(manager, 14, step=5)
-    assert manager.get_page_ids("first")[1] == [0, 4, 6, 8]
-    new = like(request)
-    assert fork(manager, request, new) == ([1, 2, 5, 9], [0, 4, 6, 10])
-    assert take(manager) == [(7, 9, 0), (8, 10, 1)]
     manager.check()
 
 
@@ -335,17 +148,6 @@ def test_a_request_that_went_back_behind_its_window() -> None:
     assert manager_state(manager) == before
 
 
-def test_salted_requests_fork() -> None:
-    manager = make_manager()
-    request = make_request("a", cache_salt="mine")
-    run(manager, request, 8)
-    new = like(request, cache_salt="mine")
-    assert fork(manager, request, new) == ([1, 2], [4])
-    manager.take_copies()
-    run(manager, new, 4)
-    assert (count_hits(manager, cache_salt="mine"), count_hits(manager)) == (8, 0)
-
-
 def test_too_few_pages_for_a_request() -> None:
     manager = make_manager(num_pages=5)
     request = fill(manager, 6)
@@ -354,16 +156,6 @@ def test_too_few_pages_for_a_request() -> None:
     assert manager_state(manager) == before
     assert take(manager) == []
     assert run(manager, request, 4) == ([4], [])
-
-
-def test_a_copy_that_is_due_is_no_holder() -> None:
-    manager = make_manager(FULL)
-    request, other = make_request("a", 6), make_request("b", 6)
-    manager.allocate_slots(request, 6)
-    request.num_computed_tokens = other.num_computed_tokens = 6
-    manager.fork(request, other)
-    request.status = EngineRequestStatus.RUNNING
-    assert manager.get_num_common_prefix_pages(request, 2) == [1]
 
 
 def test_a_page_that_somebody_gave_back_is_not_shared() -> None:
@@ -436,14 +228,11 @@ BAD_FORKS: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "a float": (0, [1.0], ArgumentTypeError, "^targets: 'float'"),
     "floats": (0, np.array([1.0, 3.0]), ArgumentTypeError, "^targets: .*float64"),
     "flags": (0, np.array([True, False]), ArgumentTypeError, "^targets: .*bool"),
-    "strings": (0, ["1"], ArgumentTypeError, "^targets: 'str'"),
     "a number": (0, 1, ArgumentTypeError, "^targets: got int, allowed: a list or an array"),
-    "nothing said": (0, None, ArgumentTypeError, "^targets: got NoneType, allowed: a list or an array"),
     "of a free row": (1, [3], ArgumentError, "^row 1 is not admitted$"),
     "of a row outside": (4, [3], RowIndexError, "4.*allowed: 0 to 3"),
     "of a row below": (-1, [3], RowIndexError, "-1.*allowed: 0 to 3"),
     "of a float": (0.0, [3], ArgumentTypeError, "row.*float"),
-    "of a string": ("0", [3], ArgumentTypeError, "row.*str"),
 }
 
 
@@ -469,15 +258,6 @@ def test_too_few_pages_for_rows() -> None:
     assert take(batch) == []
     batch.fork(0, [1])
     assert take(batch) == [(2, 6, 0), (3, 7, 1)]
-
-
-def test_too_few_pages_in_the_shard() -> None:
-    batch = make_batch(make_manager(FULL, num_pages=10), data_parallel_size=2)
-    batch.admit(0, PROMPT[:14], dp_shard=0)
-    before = batch_state(batch)
-    with pytest.raises(OutOfPagesError, match=r"^row 0: its forks need 1 pages, 0 are free$"):
-        batch.fork(0, [1])
-    assert batch_state(batch) == before
 
 
 def test_rows_of_another_batch() -> None:
@@ -526,10 +306,6 @@ BAD_REQUESTS: dict[str, tuple[Callable[[EngineRequest], tuple[EngineRequest, Eng
     "with fewer computed tokens": (
         lambda old: (old, _with(like(old), num_computed_tokens=5)),
         "^num_computed_tokens: got 6 and 5, allowed: equal, and at most 8, for which there are slots$",
-    ),
-    "with more computed tokens": (
-        lambda old: (old, _with(like(old), num_computed_tokens=7)),
-        "^num_computed_tokens: got 6 and 7, allowed: equal",
     ),
     "with more than there are slots for": (
         lambda old: (_with(old, num_computed_tokens=9), _with(like(old), num_computed_tokens=9)),

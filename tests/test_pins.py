@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from batch_model import package_pool_state
+from hybrids import FULL, THREE_PAGES, count_hits, make_batch, manager_state, start
 from twins import pins_of
 from workload import Request
 
 import pagepool
-from pagepool import CacheManager, EngineRequest, PagePool, PageTable, RunningBatch
+from pagepool import CacheManager, EngineRequest, PagePool, RunningBatch
 from pagepool._core import copy_records
 from pagepool.errors import (
     ArgumentError,
@@ -26,14 +27,11 @@ from pagepool.errors import (
     RowIndexError,
     SnapshotError,
 )
-from pagepool.page_pool.snapshot import FIRST_VERSIONS, seal
+from pagepool.page_pool.snapshot import seal
 
 # --- requests -------------------------------------------------------------------------------------------------
 
-FULL = pagepool.FullAttentionSpec(4, 1, 8, "float16", False)
 WINDOW = pagepool.SlidingWindowSpec(4, 1, 8, "float16", False, 8)
-STATE = pagepool.MambaSpec(page_size=64, shapes=((2, 2),), dtype="float16")
-PROMPT = list(range(12))
 
 
 def make_manager(num_pages: int = 21, specs: Any = (FULL,), **options: Any) -> CacheManager:
@@ -41,28 +39,11 @@ def make_manager(num_pages: int = 21, specs: Any = (FULL,), **options: Any) -> C
     return CacheManager(num_pages, groups, 64, hash_seed="pins", **options)
 
 
-def start(manager: CacheManager, name: str, token_ids: list[int] = PROMPT) -> EngineRequest:
-    request = EngineRequest(name, list(token_ids))
-    hits, num_hit_tokens = manager.get_computed_pages(request)
-    assert manager.allocate_slots(request, len(token_ids) - num_hit_tokens, num_hit_tokens, hits) is not None
-    request.num_computed_tokens = len(token_ids)
-    return request
-
-
-def state_of(manager: CacheManager) -> Any:
-    manager.check()
-    return package_pool_state(manager.page_pool, with_hashes=True), manager.stats()
-
-
 def fill(manager: CacheManager) -> int:
     """Take and free all free pages, which evicts what is not held. Returns how many there were."""
     num_free = manager.page_pool.get_num_free_pages()
     manager.page_pool.free_page_ids(manager.page_pool.get_new_page_ids(num_free))
     return num_free
-
-
-def count_hits(manager: CacheManager, token_ids: list[int]) -> int:
-    return manager.probe(EngineRequest("probe", [*token_ids, 99])).num_hit_tokens
 
 
 def test_pinned_pages_stay_when_all_others_are_evicted() -> None:
@@ -73,27 +54,21 @@ def test_pinned_pages_stay_when_all_others_are_evicted() -> None:
     stats = manager.stats()
     assert (stats.num_pinned_pages, stats.num_unpinned_pages, stats.num_free_pages, stats.num_held_pages) == (3, 17, 17, 3)
     assert fill(manager) == 17
-    assert count_hits(manager, PROMPT) == 12
-    assert manager.unpin(EngineRequest("b", PROMPT)) == 3
+    assert count_hits(manager, [*THREE_PAGES, 99]) == 12
+    assert manager.unpin(EngineRequest("b", THREE_PAGES)) == 3
     assert manager.page_pool.free_page_ids_in_order()[-3:].tolist() == [3, 2, 1]
     assert fill(manager) == 20
-    assert count_hits(manager, PROMPT) == 0
+    assert count_hits(manager, [*THREE_PAGES, 99]) == 0
     assert manager.stats().num_pinned_pages == 0
 
 
 @pytest.mark.parametrize(
     ("span", "page_ids"),
     [
-        ((), [1, 2, 3]),
-        ((0, None), [1, 2, 3]),
         ((1,), [2, 3]),
         ((0, 11), [1, 2]),
-        ((0, 3), []),
-        ((4, 8), [2]),
         ((5, 11), []),
-        ((12, 12), []),
         ((0, 1 << 60), [1, 2, 3]),
-        ((1 << 60,), []),
         ((np.int64(4), np.int32(12)), [2, 3]),
     ],
     ids=str,
@@ -111,22 +86,18 @@ def test_a_span_of_tokens(span: Any, page_ids: list[int]) -> None:
     ("span", "error"),
     [
         ((-1,), ArgumentError),
-        ((0, -1), ArgumentError),
         ((4, 3), ArgumentError),
-        ((1 << 70,), ArgumentError),
         ((0, 1 << 70), ArgumentError),
         ((1.5,), ArgumentTypeError),
-        (("a",), ArgumentTypeError),
-        ((None,), ArgumentTypeError),
     ],
     ids=str,
 )
 def test_spans_that_are_refused(span: Any, error: type[Exception]) -> None:
     manager = make_manager()
     request = start(manager, "a")
-    batch = RunningBatch(manager, PageTable(1, 16, 64))
+    batch = make_batch(manager)
     batch.admit(0, [7] * 5)
-    before = state_of(manager)
+    before = manager_state(manager)
     for call in (
         lambda: manager.pin(request, *span),
         lambda: manager.unpin(request, *span),
@@ -135,58 +106,34 @@ def test_spans_that_are_refused(span: Any, error: type[Exception]) -> None:
     ):
         with pytest.raises(error, match=r"start|stop"):
             call()
-    assert state_of(manager) == before
-
-
-@pytest.mark.parametrize("request_like", [None, 5, "a", object(), SimpleNamespace(request_id="a")], ids=str)
-def test_what_is_no_request(request_like: Any) -> None:
-    manager = make_manager()
-    for call in (manager.pin, manager.unpin):
-        with pytest.raises(ArgumentTypeError, match="request: got"):
-            call(request_like)
+    assert manager_state(manager) == before
 
 
 def test_a_request_whose_tokens_are_missing() -> None:
     manager = make_manager()
     request = start(manager, "a")
     short = SimpleNamespace(
-        request_id="short", num_tokens=12, all_token_ids=PROMPT[:5], num_computed_tokens=0, sampling_params=None, status=1
+        request_id="short", num_tokens=12, all_token_ids=THREE_PAGES[:5], num_computed_tokens=0, sampling_params=None, status=1
     )
     manager.pin(request)
-    before = state_of(manager)
+    before = manager_state(manager)
     for call in (manager.pin, manager.unpin):
         with pytest.raises(ArgumentError, match="all_token_ids ends at 5"):
             call(short)
-    assert state_of(manager) == before
+    assert manager_state(manager) == before
 
 
 # --- the budget -----------------------------------------------------------------------------------------------
 
 
-SHARES_OF_20 = [(0, 0), (0.0, 0), (0.1, 2), (np.float32(0.5), 10), (0.29, 5), (1, 20), (1.0, 20)]
-
-
-@pytest.mark.parametrize(("share", "num_pages"), SHARES_OF_20)
+@pytest.mark.parametrize(("share", "num_pages"), [(0, 0), (np.float32(0.5), 10), (0.29, 5), (1, 20)])
 def test_the_budget(share: Any, num_pages: int) -> None:
     assert make_manager(max_pinned_share=share).stats().max_num_pinned_pages == num_pages
 
 
 @pytest.mark.parametrize(
     ("share", "error"),
-    [
-        (-0.1, ArgumentError),
-        (1.1, ArgumentError),
-        (float("nan"), ArgumentError),
-        (float("inf"), ArgumentError),
-        (np.float64("nan"), ArgumentError),
-        (1 << 70, ArgumentError),
-        (True, ArgumentTypeError),
-        (np.True_, ArgumentTypeError),
-        ("0.2", ArgumentTypeError),
-        (None, ArgumentTypeError),
-        (0.2j, ArgumentTypeError),
-        (np.array([0.2]), ArgumentTypeError),
-    ],
+    [(-0.1, ArgumentError), (1.1, ArgumentError), (float("nan"), ArgumentError), (True, ArgumentTypeError)],
 )
 def test_shares_that_are_refused(share: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="max_pinned_share: got"):
@@ -195,27 +142,18 @@ def test_shares_that_are_refused(share: Any, error: type[Exception]) -> None:
 
 def test_beyond_the_budget_nothing_is_pinned() -> None:
     manager = make_manager(max_pinned_share=0.2)
-    first, second = start(manager, "a"), start(manager, "b", [*PROMPT[:4], *range(50, 58)])
+    first, second = start(manager, "a"), start(manager, "b", [*THREE_PAGES[:4], *range(50, 58)])
     assert manager.pin(first) == 3
-    before = state_of(manager)
+    before = manager_state(manager)
     message = "^pages to pin: got 2 more, 3 are pinned, allowed: 4 in all$"
     with pytest.raises(PinBudgetError, match=message) as caught:
         manager.pin(second)
     assert isinstance(caught.value, ValueError)
-    assert state_of(manager) == before
+    assert manager_state(manager) == before
     assert manager.pin(second, stop=8) == 2
     assert pins_of(manager.page_pool) == {1: 2, 2: 1, 3: 1, 4: 1}
     assert manager.pin(first) == 3  # pages that are pinned cost nothing more
     assert manager.stats().num_pinned_pages == 4
-
-
-def test_with_a_share_of_0_nothing_can_be_pinned() -> None:
-    manager = make_manager(max_pinned_share=0)
-    request = start(manager, "a")
-    with pytest.raises(PinBudgetError, match="got 3 more, 0 are pinned, allowed: 0"):
-        manager.pin(request)
-    assert manager.pin(request, 0, 3) == 0
-    assert manager.unpin(request) == 0
 
 
 def test_a_smaller_budget_of_another_manager_keeps_what_is_pinned() -> None:
@@ -223,40 +161,12 @@ def test_a_smaller_budget_of_another_manager_keeps_what_is_pinned() -> None:
     request = start(manager, "a")
     manager.pin(request)
     other = make_manager(page_pool=manager.page_pool, max_pinned_share=0.05)
-    assert other.pin(EngineRequest("b", PROMPT)) == 2
+    assert other.pin(EngineRequest("b", THREE_PAGES)) == 2
     with pytest.raises(PinBudgetError, match="got 1 more, 3 are pinned, allowed: 1"):
         other.pin(start(other, "c", [9] * 4))
 
 
 # --- what is beside pins --------------------------------------------------------------------------------------
-
-
-def test_what_fits_beside_pins_is_admitted() -> None:
-    manager = make_manager(max_pinned_share=1.0)
-    pinned = start(manager, "pinned", list(range(48)))
-    assert manager.pin(pinned) == 12
-    manager.free(pinned)
-    hit = start(manager, "hit", list(range(48)) + [99] * 4)  # 12 pages that take nothing, and one
-    rest = start(manager, "rest", [98] * 28)
-    assert manager.page_pool.get_num_free_pages() == 0
-    manager.free(hit)
-    manager.free(rest)
-    manager.check()
-    assert manager.page_pool.get_num_free_pages() == 8
-
-
-def test_a_pool_full_of_pins_admits_what_hits_all() -> None:
-    manager = make_manager(5, max_pinned_share=1.0)
-    pinned = start(manager, "pinned", list(range(16)))
-    assert manager.pin(pinned) == 4
-    manager.free(pinned)
-    request = EngineRequest("hits", list(range(16)))
-    hits, num_hit_tokens = manager.get_computed_pages(request)
-    assert num_hit_tokens == 12
-    assert manager.allocate_slots(request, 4, num_hit_tokens, hits) is None
-    assert manager.unpin(pinned, 12) == 1
-    assert manager.allocate_slots(request, 4, num_hit_tokens, hits) is not None
-    assert manager.get_page_ids("hits") == ([1, 2, 3, 4],)
 
 
 def test_a_hopeless_request_is_told_of_pins(caplog: pytest.LogCaptureFixture) -> None:
@@ -283,68 +193,17 @@ def test_pins_are_no_look_ups() -> None:
     request = start(manager, "a")
     manager.free(request)
     before = manager.stats().queries, dict(manager.req_to_page_hashes)
-    other = EngineRequest("other", [*PROMPT, 99])
+    other = EngineRequest("other", [*THREE_PAGES, 99])
     assert (manager.pin(other), manager.unpin(other)) == (3, 3)
     assert (manager.stats().queries, dict(manager.req_to_page_hashes)) == before
-
-
-def test_a_pin_is_no_request_that_shares_a_prefix() -> None:
-    manager = make_manager()
-    request = start(manager, "a")
-    request.status = pagepool.EngineRequestStatus.RUNNING
-    manager.pin(request)
-    assert manager.get_num_common_prefix_pages(request, 1) == [3]
-    assert manager.get_num_common_prefix_pages(request, 2) == [0]
-
-
-@pytest.mark.parametrize("is_pinned_last", [False, True])
-def test_a_refusal_is_repeated_as_long_as_it_is_right(is_pinned_last: bool) -> None:
-    manager = make_manager(9, max_pinned_share=1.0)
-    cached = start(manager, "cached", list(range(8)))
-    manager.free(cached)
-    blocker = start(manager, "blocker", [99] * 16)
-    waiting = EngineRequest("waiting", list(range(20)))
-    hits, num_hit_tokens = manager.get_computed_pages(waiting)
-    assert manager.allocate_slots(waiting, 12, num_hit_tokens, hits) is None  # 5 pages, 4 are free
-    assert manager.pin(EngineRequest("pins", list(range(9)))) == 2
-    if not is_pinned_last:
-        assert manager.unpin(cached) == 2
-    hits, num_hit_tokens = manager.get_computed_pages(waiting)
-    assert manager.allocate_slots(waiting, 12, num_hit_tokens, hits) is None
-    assert manager.allocate_slots(waiting, 8, num_hit_tokens, hits) is not None
-    assert manager.get_page_ids("waiting") == ([1, 2, 7, 8],)
-    manager.free(blocker)
-    manager.check()
 
 
 # --- which pages ------------------------------------------------------------------------------------------------
 
 
-def test_without_prefix_caching_nothing_is_pinned() -> None:
-    manager = make_manager(enable_caching=False)
-    request = start(manager, "a")
-    assert (manager.pin(request), manager.unpin(request)) == (0, 0)
-    batch = RunningBatch(manager, PageTable(1, 16, 64))
-    batch.admit(0, PROMPT)
-    assert (batch.pin(0), batch.unpin(0)) == (0, 0)
-
-
-def test_a_request_that_takes_no_hits_pins_its_own_pages_alone() -> None:
-    manager = make_manager()
-    request = start(manager, "a")
-    apart = EngineRequest("b", PROMPT, sampling_params=SimpleNamespace(prompt_logprobs=1))
-    assert manager.pin(apart) == 0
-    manager.allocate_slots(apart, 12)
-    assert manager.pin(apart) == 3
-    assert pins_of(manager.page_pool) == {4: 1, 5: 1, 6: 1}
-    manager.free(apart)
-    assert manager.unpin(request) == 3
-    assert pins_of(manager.page_pool) == {}
-
-
 def test_twins_are_pinned_one_by_one() -> None:
     manager = make_manager(max_pinned_share=0.5)
-    requests = [EngineRequest(name, PROMPT) for name in "abc"]
+    requests = [EngineRequest(name, THREE_PAGES) for name in "abc"]
     for request in requests:
         manager.allocate_slots(request, 12)
     assert [manager.pin(request) for request in requests[1:]] == [3, 3]
@@ -368,18 +227,7 @@ def test_each_group_is_pinned_as_far_as_it_holds_its_pages() -> None:
     assert manager.pin(request) == sum(page_id != 0 for page_ids in held for page_id in page_ids) == 8
     manager.free(request)
     fill(manager)
-    assert count_hits(manager, list(range(20))) == 20
-    assert manager.pin(EngineRequest("b", list(range(20)))) == 4 + 2
-    assert manager.unpin(request) == 8
-    assert sum(pins_of(manager.page_pool).values()) == 6
-
-
-def test_a_state_is_not_pinned() -> None:
-    manager = make_manager(specs=(FULL, STATE))
-    request = start(manager, "a")
-    assert manager.pin(request) == 3
-    manager.free(request)
-    assert manager.unpin(request) == 3
+    assert count_hits(manager, list(range(21))) == 20
 
 
 @pytest.mark.parametrize(
@@ -395,32 +243,21 @@ def test_a_state_is_not_pinned() -> None:
 )
 def test_all_kinds_of_hashes(options: Any) -> None:
     manager = make_manager(**options)
-    request = start(manager, "a", [*PROMPT, 99])
+    request = start(manager, "a", [*THREE_PAGES, 99])
     assert manager.pin(request) == 3
     manager.free(request)
     manager.free_page_hashes(request)
     fill(manager)
     num_hits = manager.probe(request).num_hit_tokens // 4
     assert num_hits == (2 if "use_eagle" in options else 3)
-    assert manager.pin(EngineRequest("b", [*PROMPT, 98])) == num_hits
-    assert manager.unpin(EngineRequest("c", PROMPT)) == 3
+    assert manager.pin(EngineRequest("b", [*THREE_PAGES, 98])) == num_hits
+    assert manager.unpin(EngineRequest("c", THREE_PAGES)) == 3
     assert manager.stats().num_pinned_pages == num_hits
-
-
-def test_pins_have_extra_keys() -> None:
-    manager = make_manager()
-    request = EngineRequest("a", PROMPT, cache_salt="mine")
-    manager.allocate_slots(request, 12)
-    assert manager.pin(request) == 3
-    manager.free(request)
-    assert manager.pin(EngineRequest("b", PROMPT, cache_salt="yours")) == 0
-    assert manager.unpin(EngineRequest("b", PROMPT, cache_salt="yours")) == 0
-    assert manager.unpin(EngineRequest("b", PROMPT, cache_salt="mine")) == 3
 
 
 def test_pages_of_images_without_features_are_unpinned_by_their_request() -> None:
     manager = make_manager()
-    request, other = (Request(name, list(PROMPT), has_vision=True) for name in "ab")
+    request, other = (Request(name, list(THREE_PAGES), has_vision=True) for name in "ab")
     manager.allocate_slots(request, 12)
     assert manager.pin(request) == 3
     manager.free(request)
@@ -432,8 +269,8 @@ def test_a_running_request_is_not_disturbed_by_one_with_its_id() -> None:
     manager = make_manager()
     request = start(manager, "a")
     hashes = manager.req_to_page_hashes["a"]
-    assert manager.pin(EngineRequest("a", [*PROMPT[:4], *range(40, 48)])) == 1  # of what the request of that id holds
-    assert manager.unpin(EngineRequest("a", PROMPT)) == 1
+    assert manager.pin(EngineRequest("a", [*THREE_PAGES[:4], *range(40, 48)])) == 1  # of what the request of that id holds
+    assert manager.unpin(EngineRequest("a", THREE_PAGES)) == 1
     assert manager.req_to_page_hashes["a"] == hashes
     request.append_output_token_ids([1, 2, 3, 4])
     assert manager.allocate_slots(request, 4) is not None
@@ -456,16 +293,6 @@ def test_who_evicts_a_page_unpins_it() -> None:
     assert manager.page_pool.free_page_ids_in_order()[-3:].tolist() == [2, 3, 1]
     assert manager.stats().num_pinned_pages == manager.unpin(request) == 0
     manager.page_pool.pages[1].reset_hash()
-    manager.check()
-
-
-def test_tokens_that_were_not_computed_are_unpinned() -> None:
-    manager = make_manager()
-    request = start(manager, "a")
-    manager.pin(request)
-    manager.free(request, num_computed_tokens=5)
-    assert pins_of(manager.page_pool) == {1: 1}
-    assert manager.page_pool.get_num_free_pages() == 19
     manager.check()
 
 
@@ -492,7 +319,7 @@ def test_the_reference_of_a_pin_is_not_given_back_by_others() -> None:
     with pytest.raises(DoubleFreeError, match="page 2 "):
         pool.free_page_ids([1, 2, 2])
     manager.free(request)
-    before = state_of(manager)
+    before = manager_state(manager)
     for call in (
         lambda: pool.free_page_ids([1]),
         lambda: pool.free_pages([pool.pages[3]]),
@@ -500,10 +327,10 @@ def test_the_reference_of_a_pin_is_not_given_back_by_others() -> None:
     ):
         with pytest.raises(DoubleFreeError):
             call()
-    assert state_of(manager) == before
+    assert manager_state(manager) == before
     pool.touch_page_ids([1])
     pool.free_page_ids([1])
-    assert state_of(manager)[0] == before[0]._replace(stats=state_of(manager)[0].stats)
+    assert manager_state(manager)[0] == before[0]._replace(stats=manager_state(manager)[0].stats)
 
 
 def test_a_page_that_somebody_else_gave_back_is_noticed() -> None:
@@ -529,15 +356,15 @@ def test_a_page_that_cannot_be_held_is_not_pinned() -> None:
     pool = manager.page_pool
     request = start(manager, "a")
     pool.pages[2].ref_cnt = (1 << 31) - 2
-    before = state_of(manager)
+    before = manager_state(manager)
     with pytest.raises(PageIdError, match="page 2 cannot be touched"):
         manager.pin(request)
-    assert state_of(manager) == before
+    assert manager_state(manager) == before
     pool.pages[2].ref_cnt = 1
     manager.free(request)
     pool.pages[2].ref_cnt = 1
     with pytest.raises(IntegrityError, match="page 2 is in the free queue with ref count 1, allowed: 0"):
-        manager.pin(EngineRequest("b", [*PROMPT, 99]))
+        manager.pin(EngineRequest("b", [*THREE_PAGES, 99]))
     assert pins_of(pool) == {}
     pool.pages[2].ref_cnt = 0
     manager.check()
@@ -546,38 +373,17 @@ def test_a_page_that_cannot_be_held_is_not_pinned() -> None:
 # --- shards and rows --------------------------------------------------------------------------------------------
 
 
-def test_pins_in_shards() -> None:
-    manager = make_manager(20, max_pinned_share=0.5)
-    placed = {"data_parallel_size": 2}
-    requests = [EngineRequest(name, PROMPT) for name in "ab"]
-    for shard, request in enumerate(requests):
-        assert manager.allocate_slots(request, 12, dp_shard_hint=shard, **placed) is not None
-    assert [manager.pin(request) for request in requests] == [3, 3]
-    for request in requests:
-        manager.free(request)
-    assert manager.unpin(requests[1]) == 3
-    assert pins_of(manager.page_pool) == {1: 1, 2: 1, 3: 1} or pins_of(manager.page_pool) == {10: 1, 11: 1, 12: 1}
-    manager.check()
-    assert manager.unpin(requests[1]) == 3
-    manager.check()
-    assert manager.page_pool.get_num_free_pages() == 19
-
-
-def make_batch(manager: CacheManager, num_rows: int = 2) -> RunningBatch:
-    return RunningBatch(manager, PageTable(num_rows, 16, 64))
-
-
 def test_a_row_is_pinned_and_unpinned_by_a_request() -> None:
     manager = make_manager()
     batch = make_batch(manager)
-    batch.admit(0, PROMPT)
+    batch.admit(0, THREE_PAGES)
     assert (batch.pin(0), batch.pin(0, stop=4)) == (3, 1)
     batch.check()
     batch.release([0])
     fill(manager)
-    assert batch.admit(1, [*PROMPT, 99]) == 12
+    assert batch.admit(1, [*THREE_PAGES, 99]) == 12
     assert batch.unpin(1) == 3
-    assert manager.unpin(EngineRequest("a", PROMPT)) == 1
+    assert manager.unpin(EngineRequest("a", THREE_PAGES)) == 1
     batch.release([1])
     batch.check()
 
@@ -586,31 +392,15 @@ def test_a_row_is_pinned_and_unpinned_by_a_request() -> None:
 def test_rows_that_cannot_be_pinned(name: str) -> None:
     manager = make_manager()
     batch = make_batch(manager)
-    for row, error, message in (
-        (0, ArgumentError, "^row 0 is not admitted$"),
-        (2, RowIndexError, "row"),
-        (-1, RowIndexError, "row"),
-        ("0", ArgumentTypeError, "row"),
-        (None, ArgumentTypeError, "row"),
-    ):
+    for row, error, message in ((0, ArgumentError, "^row 0 is not admitted$"), (4, RowIndexError, "row")):
         with pytest.raises(error, match=message):
             getattr(batch, name)(row)
-
-
-def test_a_row_beyond_the_budget() -> None:
-    manager = make_manager(max_pinned_share=0.1)
-    batch = make_batch(manager)
-    batch.admit(0, PROMPT)
-    before = state_of(manager)
-    with pytest.raises(PinBudgetError, match="got 3 more, 0 are pinned, allowed: 2"):
-        batch.pin(0)
-    assert state_of(manager) == before
 
 
 def test_a_step_is_undone_and_unpinned() -> None:
     manager = make_manager()
     batch = make_batch(manager)
-    batch.admit(0, PROMPT[:11])
+    batch.admit(0, THREE_PAGES[:11])
     result = batch.step([0], [11])
     assert batch.pin(0) == 3
     batch.undo(result)
@@ -627,12 +417,12 @@ def test_a_cut_through_a_pinned_page_leaves_it_whole() -> None:
     """As if another row held it: the tokens before the cut are computed again."""
     manager = make_manager()
     batch = make_batch(manager)
-    batch.admit(0, PROMPT)
+    batch.admit(0, THREE_PAGES)
     batch.pin(0)
     batch.trim([0], 6)
     assert batch.num_computed_tokens[0] == 4
     assert pins_of(manager.page_pool) == {1: 1, 2: 1, 3: 1}
-    assert count_hits(manager, PROMPT) == 12
+    assert count_hits(manager, [*THREE_PAGES, 99]) == 12
     batch.append([0, 0], [90, 91])
     batch.grow([0], 4)
     batch.check()
@@ -659,7 +449,7 @@ def test_a_cut_row_that_ends_early_forgets_what_it_did_not_compute_again() -> No
 
 def make_pinned() -> tuple[CacheManager, EngineRequest]:
     manager = make_manager()
-    request = start(manager, "a", [*PROMPT, 99])
+    request = start(manager, "a", [*THREE_PAGES, 99])
     manager.pin(request)
     manager.pin(request, stop=4)
     return manager, request
@@ -680,33 +470,9 @@ def test_a_restored_pool_has_the_pins(tmp_path: Path) -> None:
     assert restored.reset_prefix_cache()
 
 
-def test_a_pool_that_was_pinned_since_is_not_released() -> None:
-    manager, _ = make_pinned()
-    manager.page_pool.unpin_all()
-    pool = PagePool.restore(manager.page_pool.snapshot())
-    restored = make_manager(page_pool=pool)
-    assert restored.pin(EngineRequest("b", [*PROMPT, 98])) == 3
-    with pytest.raises(ArgumentError, match="release_all_held: got a pool that was not restored, or was used since"):
-        pool.release_all_held()
-
-
 def arrays_of(manager: CacheManager) -> dict[str, Any]:
     saved = manager.page_pool.snapshot()
     return {name: array for name, array in saved.items() if name not in ("format", "version", "checksum")}
-
-
-def test_a_snapshot_of_version_2_has_no_pins(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager, _ = make_pinned()
-    manager.page_pool.unpin_all()
-    arrays = arrays_of(manager)
-    assert arrays["cached_pins"].tolist() == []
-    arrays = {name: array for name, array in arrays.items() if FIRST_VERSIONS.get(name, 1) < 3}
-    with monkeypatch.context() as patch:
-        patch.setattr("pagepool.page_pool.snapshot.VERSION", 2)
-        old = seal(arrays)
-    pool = PagePool.restore(old)
-    assert pool.configuration == manager.page_pool.configuration
-    assert package_pool_state(pool, True) == package_pool_state(manager.page_pool, True)
 
 
 @pytest.mark.parametrize(
@@ -733,11 +499,11 @@ def test_there_cannot_be_more_pins_than_are_counted() -> None:
     arrays["cached_pins"] = np.array([1, (1 << 31) - 1, 1], dtype=np.int32)
     pool = PagePool.restore(seal(arrays))
     restored = make_manager(page_pool=pool)
-    before = state_of(restored)
+    before = manager_state(restored)
     page_id = arrays["cached_page_ids"][1]
     with pytest.raises(PageIdError, match=f"page {page_id} cannot be pinned: it has 2147483647 pins"):
         restored.pin(request)
-    assert state_of(restored) == before
+    assert manager_state(restored) == before
 
 
 def test_a_pool_without_pins_has_no_memory_for_them() -> None:

@@ -7,31 +7,22 @@ from random import Random
 from typing import Any
 
 import pytest
-from batch_model import package_pool_state
+from hybrids import FULL, make_batch, manager_state, start
 from twins import levels_of
 
 import pagepool
-from pagepool import CacheManager, EngineRequest, PageTable, RunningBatch
+from pagepool import CacheManager, EngineRequest
 from pagepool._core import copy_records
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 POLICIES = ("lru", "arc", "adaptive")
 # --- the order of eviction --------------------------------------------------------------------------------------------
 
-FULL = pagepool.FullAttentionSpec(4, 1, 8, "float16", False)
 PROMPT = list(range(8))
 
 
 def make_manager(num_pages: int = 21, eviction: str = "lru", **options: Any) -> CacheManager:
     return CacheManager(num_pages, [pagepool.CacheGroupSpec(FULL)], 64, hash_seed="retention", eviction=eviction, **options)
-
-
-def start(manager: CacheManager, name: str, token_ids: list[int]) -> EngineRequest:
-    request = EngineRequest(name, list(token_ids))
-    hits, num_hit_tokens = manager.get_computed_pages(request)
-    assert manager.allocate_slots(request, len(token_ids) - num_hit_tokens, num_hit_tokens, hits) is not None
-    request.num_computed_tokens = len(token_ids)
-    return request
 
 
 def start_many(manager: CacheManager, names: str) -> dict[str, EngineRequest]:
@@ -60,9 +51,8 @@ def evict(manager: CacheManager, num_pages: int) -> None:
 
 
 def state_of(manager: CacheManager) -> Any:
-    manager.check()
     records = copy_records(manager.page_pool.store, "levels heap")
-    return package_pool_state(manager.page_pool, True), records["levels"].tolist(), records["heap"].tolist(), manager.stats()
+    return manager_state(manager), records["levels"].tolist(), records["heap"].tolist()
 
 
 @pytest.mark.parametrize("eviction", POLICIES)
@@ -84,27 +74,10 @@ def test_a_prefix_goes_behind_what_follows_it(eviction: str) -> None:
     manager = make_manager(eviction=eviction)
     request = start(manager, "a", list(range(16)))
     manager.free(request)
-    first, second, third, last = hashes_of(manager, request)
     for call in (lambda: manager.retain(request, priority=70), lambda: manager.protect([request]), lambda: manager.protect([])):
         call()
-        pages = [manager.page_pool.pages[page_id] for page_id in manager.page_pool.free_page_ids_in_order()]
-        found = [page.page_hash.page_hash.hash_value for page in pages if page.page_hash is not None]
-        assert [each for each in found if each != last] == [third, second, first]
-
-
-def test_a_page_keeps_its_level_while_it_is_used() -> None:
-    manager = make_manager(9)
-    request = start(manager, "a", PROMPT)
-    assert manager.retain(request, priority=90) == 2
-    manager.free(request)
-    evict(manager, 6)
-    again = start(manager, "again", [*PROMPT, 9])
-    assert again.num_tokens - 1 == manager.stats().queries.num_hit_tokens
-    manager.free(again)
-    evict(manager, 6)
-    assert manager.probe(again).num_hit_tokens == 8
-    assert manager.page_pool.evict_pages([1]) == 1  # and with it the level
-    assert levels_of(manager.page_pool) == {2: 91}
+        order = manager.page_pool.free_page_ids_in_order().tolist()
+        assert [page_id for page_id in order if page_id in (1, 2, 3)] == [3, 2, 1]  # no look-up hits the last of 4
 
 
 def test_protection_moves_only_what_changes() -> None:
@@ -141,20 +114,6 @@ def test_the_normal_priority_alone_divides_nothing(eviction: str) -> None:
     assert copy_records(manager.page_pool.store, "")["first_part"] == 0
 
 
-@pytest.mark.parametrize("eviction", POLICIES)
-def test_each_shard_has_its_levels(eviction: str) -> None:
-    manager = make_manager(24, eviction)
-    requests = start_many(manager, "abcd")
-    in_first_shard = {"dp_shard_hint": 0, "data_parallel_size": 4}  # pages 1 to 5
-    manager.page_pool.get_new_page_ids(0, **in_first_shard)
-    manager.retain(requests["a"], priority=100, seconds=1000)
-    manager.check()
-    order = [page_id for page_id in manager.page_pool.free_page_ids_in_order().tolist() if page_id < 6]
-    assert order[-2:] == [2, 1]
-    assert manager.page_pool.get_new_page_ids(5, **in_first_shard).tolist() == order
-    manager.check()
-
-
 # --- the end of a priority --------------------------------------------------------------------------------------------
 
 
@@ -162,57 +121,33 @@ def test_each_shard_has_its_levels(eviction: str) -> None:
 def test_a_priority_ends_in_time(eviction: str) -> None:
     manager = make_manager(9, eviction)
     requests = start_many(manager, "abcd")
-    manager.retain(requests["a"], priority=90, seconds=0.2)
     manager.retain(requests["b"], priority=10, seconds=1000)
     manager.retain(requests["c"], priority=80, seconds=1000)
+    manager.retain(requests["a"], priority=90, seconds=0.01)
     assert order_of(manager, requests) == "bbddccaa"
-    time.sleep(0.25)
+    time.sleep(0.02)
     assert order_of(manager, requests) == "bbddccaa"
     manager.retain(requests["c"], priority=81)
     assert order_of(manager, requests) == "bbddaacc"
     assert copy_records(manager.page_pool.store, "")["num_deadlines"] == 2
 
 
-def test_a_protected_page_keeps_its_place_when_its_priority_ends() -> None:
-    manager = make_manager(9)
-    requests = start_many(manager, "ab")
-    manager.retain(requests["a"], priority=1, seconds=1e-6)
-    manager.protect([EngineRequest("waits", [*requests["a"].all_token_ids, 1])])
-    time.sleep(0.01)
-    evict(manager, 6)
-    assert order_of(manager, requests) == "aa"
-    assert set(levels_of(manager.page_pool).values()) == {128}
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_deadlines_stay_in_order(seed: int) -> None:
     """Many pages get deadlines, other ones, and none; pages are evicted and dropped with theirs."""
     rng = Random(seed)
-    manager = make_manager(301)
-    for step in range(400):
+    manager = make_manager(101)
+    for step in range(max(NUM_OPERATIONS // 500, 150)):
         tokens = [rng.randrange(40)] * 4 * rng.randint(1, 12)
         request = start(manager, f"r{step}", tokens)
         manager.retain(request, priority=rng.choice((0, 40, 60, 100)), seconds=rng.choice((None, 1e-6, rng.uniform(1, 1e6))))
         manager.free(request)
         if rng.random() < 0.2:
-            manager.page_pool.evict_pages(rng.sample(range(1, 301), 20))
+            manager.page_pool.evict_pages(rng.sample(range(1, 101), 7))
         manager.check()
     assert manager.reset_prefix_cache()
     manager.check()
     assert copy_records(manager.page_pool.store, "")["num_deadlines"] == 0
-    assert levels_of(manager.page_pool) == {}
-
-
-@pytest.mark.parametrize("eviction", POLICIES)
-def test_a_reset_ends_all_levels(eviction: str) -> None:
-    manager = make_manager(9, eviction)
-    requests = start_many(manager, "abcd")
-    manager.retain(requests["a"], priority=90, seconds=1000)
-    manager.retain(requests["d"], priority=10)
-    order = manager.page_pool.free_page_ids_in_order().tolist()
-    assert manager.reset_prefix_cache()
-    manager.check()
-    assert manager.page_pool.free_page_ids_in_order().tolist() == order
     assert levels_of(manager.page_pool) == {}
 
 
@@ -237,20 +172,13 @@ def test_snapshots_have_no_levels(eviction: str) -> None:
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"priority": -1}, ArgumentError, "priority: got -1, allowed: 0 to 100"),
     ({"priority": 101}, ArgumentError, "priority: got 101, allowed: 0 to 100"),
-    ({"priority": 1 << 70}, ArgumentError, "priority: got"),
-    ({"priority": True}, ArgumentTypeError, "priority: got bool"),
     ({"priority": 50.0}, ArgumentTypeError, "priority: got float"),
-    ({"priority": None}, ArgumentTypeError, "priority: got NoneType"),
-    ({"seconds": 0}, ArgumentError, "seconds: got 0, allowed"),
     ({"seconds": -1.5}, ArgumentError, "seconds: got -1.5, allowed"),
     ({"seconds": float("nan")}, ArgumentError, "seconds: got nan"),
     ({"seconds": float("inf")}, ArgumentError, "seconds: got inf"),
-    ({"seconds": True}, ArgumentTypeError, "seconds: got bool"),
     ({"seconds": "1"}, ArgumentTypeError, "seconds: got str"),
-    ({"start": -1}, ArgumentError, "start: got -1"),
     ({"start": 5, "stop": 4}, ArgumentError, "stop: got 4"),
     ({"start": 9}, ArgumentError, "tokens 9 to 10: got no cached page"),
-    ({"stop": 3}, ArgumentError, "tokens 0 to 3: got no cached page"),
 ]
 
 
@@ -258,7 +186,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize("of_row", [False, True])
 def test_what_is_wrong_changes_nothing(of_row: bool, options: dict[str, Any], error: type[Exception], message: str) -> None:
     manager = make_manager()
-    batch = RunningBatch(manager, PageTable(1, 16, 64))
+    batch = make_batch(manager)
     request = EngineRequest("a", [*PROMPT, 8, 9])
     if of_row:
         batch.admit(0, request.all_token_ids)
@@ -273,7 +201,7 @@ def test_what_is_wrong_changes_nothing(of_row: bool, options: dict[str, Any], er
 
 def test_what_is_not_cached_is_refused() -> None:
     manager = make_manager()
-    batch = RunningBatch(manager, PageTable(1, 16, 64))
+    batch = make_batch(manager)
     with pytest.raises(ArgumentError, match="tokens 0 to 8: got no cached page"):
         manager.retain(EngineRequest("a", PROMPT), priority=60)
     with pytest.raises(ArgumentError, match="row 0 is not admitted"):
