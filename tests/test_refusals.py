@@ -76,7 +76,7 @@ def test_retries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     count(RunningBatch, "is_refused_still")
     count(PrefixLookups, "is_refused_still")
     run_batch_workload(SETTINGS[2], oracle_and_batch, 1, 1000, False, SaturatedRows)
-    run_workload(SETTINGS[2], oracle_and_package(), 1, 1000, SaturatedRequests)
+    run_workload(SETTINGS[2], oracle_and_package(), 1, 2000, SaturatedRequests)
     assert found[RunningBatch, True] > 50
     assert found[PrefixLookups, True] > 50
 
@@ -273,7 +273,7 @@ class TestRequests:
 
 
 def time_refusals(num_tokens: int, path: str) -> float:
-    """Return the minimum CPU time of a refused request of that many tokens whose pages are all cached and free, except the last."""
+    """Return the least CPU time of a refused request of that many tokens whose pages but the last are cached and free."""
     manager, batch = make_batch(num_tokens // 4 + 1)
     prompt = np.arange(num_tokens, dtype=np.int32)
     batch.admit(0, prompt[: num_tokens // 2])
