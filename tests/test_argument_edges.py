@@ -10,16 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from argument_cases import (
-    CASES,
-    HUGE,
-    REQUEST_METHODS,
-    SPEC,
-    AnyRequest,
-    InUse,
-    UsersOwn,
-    find_errors,
-)
+from argument_cases import CASES, HUGE, REQUEST_METHODS, SPEC, AnyRequest, InUse, UsersOwn, find_errors
 
 from pagepool import (
     CacheGroupSpec,

@@ -96,11 +96,7 @@ POOL_CASES: dict[str, Case] = {
     "free twice in one call": (lambda u: u.pool.free_pages([u.pool.pages[1]] * 2), DoubleFreeError, "page 1 "),
     "free twice by id in one call": (lambda u: u.pool.free_page_ids([2, 3, 2]), DoubleFreeError, "page 2 "),
     "free a free page": (lambda u: u.pool.free_pages([u.pool.pages[1], u.pool.pages[4]]), DoubleFreeError, "page 4 "),
-    "free a free page by id": (
-        lambda u: u.pool.free_page_ids(np.array([3, 9], dtype=np.int32)),
-        DoubleFreeError,
-        "page 9 ",
-    ),
+    "free a free page by id": (lambda u: u.pool.free_page_ids(np.array([3, 9], dtype=np.int32)), DoubleFreeError, "page 9 "),
     "free twice around the null page": (
         lambda u: u.pool.free_pages([u.pool.pages[1], u.pool.null_page, u.pool.pages[1]]),
         DoubleFreeError,
@@ -141,11 +137,7 @@ POOL_CASES: dict[str, Case] = {
     "queue a free page": (lambda u: u.pool.free_page_queue.append(u.pool.pages[9]), PageIdError, "page 9 "),
     "queue a held page": (lambda u: u.pool.free_page_queue.append(u.pool.pages[1]), PageIdError, "page 1 "),
     "queue a stray page": (lambda u: u.pool.free_page_queue.append(CachePage(3)), PageIdError, "page 3 "),
-    "queue another pool's page": (
-        lambda u: u.pool.free_page_queue.append(u.other_pool.pages[3]),
-        PageIdError,
-        "another pool",
-    ),
+    "queue another pool's page": (lambda u: u.pool.free_page_queue.append(u.other_pool.pages[3]), PageIdError, "another pool"),
     "remove a held page": (lambda u: u.pool.free_page_queue.remove(u.pool.pages[1]), PageIdError, "not in the free queue"),
     "pop too many": (lambda u: u.pool.free_page_queue.popleft_n(13), OutOfPagesError, "13"),
     "read a page outside": (lambda u: u.pool.pages[16], PageIdError, "16"),
@@ -228,11 +220,7 @@ MANAGER_CASES: dict[str, Case] = {
         ArgumentError,
         "allowed: 12",
     ),
-    "computed tokens without hits": (
-        lambda u: u.start(1, 4),
-        ArgumentError,
-        "num_new_computed_tokens 4, allowed: 0 together",
-    ),
+    "computed tokens without hits": (lambda u: u.start(1, 4), ArgumentError, "num_new_computed_tokens 4, allowed: 0 together"),
     "computed tokens with no hits": (
         lambda u: u.start(1, 1, u.manager.create_empty_page_list()),
         ArgumentError,
@@ -258,11 +246,7 @@ MANAGER_CASES: dict[str, Case] = {
         ArgumentError,
         "^new_computed_pages: got 2 groups, allowed: 1$",
     ),
-    "hits of another pool": (
-        lambda u: u.start_with(u.other_pool.pages[1]),
-        PageIdError,
-        "^page 1 belongs to another pool$",
-    ),
+    "hits of another pool": (lambda u: u.start_with(u.other_pool.pages[1]), PageIdError, "^page 1 belongs to another pool$"),
     "hits of another prefix": (
         lambda u: u.start_with(u.pool.pages[4], prompt=8),
         PageHashError,
@@ -440,11 +424,7 @@ def test_negative_tokens_are_refused_in_any_form(form: Callable[[list[int]], Any
     in_use = InUse(hash_algo=hash_algo)
     in_use.new.all_token_ids = form([1, 2, 3, 4, 5, -6, 7, 8, 9])
     message = r"^token_ids: got -6 \(at 5\), allowed: at least 0$"
-    for call in (
-        lambda u: u.manager.get_computed_pages(u.new),
-        lambda u: u.manager.probe(u.new),
-        lambda u: u.start(9),
-    ):
+    for call in (lambda u: u.manager.get_computed_pages(u.new), lambda u: u.manager.probe(u.new), lambda u: u.start(9)):
         refuse(in_use, (call, ArgumentError, message))
     assert in_use.manager.stats().queries.num_queried_tokens == 0
 

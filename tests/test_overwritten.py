@@ -593,8 +593,7 @@ def test_hidden_counts_that_cannot_be_are_found(place: int, value: int, message:
 
 
 @pytest.mark.parametrize(
-    ("page_id", "message"),
-    [(32, r"page 32 \(at 5\), allowed: 0 to 31"), (0, r"the null page stands behind page \d+ \(at 5\)")],
+    ("page_id", "message"), [(32, r"page 32 \(at 5\), allowed: 0 to 31"), (0, r"the null page stands behind page \d+ \(at 5\)")]
 )
 def test_pages_that_cannot_be_are_found(page_id: int, message: str) -> None:
     batch, held, page_ids = make_batch()
