@@ -6,7 +6,8 @@ import contextlib
 import operator
 import re
 import tempfile
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from settings import NUM_OPERATIONS
 
 from pagepool import (
     CacheGroupSpec,
@@ -95,12 +97,14 @@ SCALARS = tuple(
 OTHERS: tuple[Any, ...] = (
     *(True, np.True_, np.False_, np.float64(3), Decimal(3), Decimal("nan"), Fraction(3)),
     *(np.array(3), np.array(0, dtype=np.uint64), np.array(3.0), np.array([30]), np.array([1, 2])),
+    *(np.array([1.0]), np.array([[1]]), np.array([True]), np.array(["0"]), np.array([0], dtype=object)),
     *("1", "\ud800", "a\0b", b"1", None, int, (), [], {}, [1], (HUGE, HUGE), [HUGE]),
 )
 VALUES: tuple[Callable[[], Any], ...] = (
     *MAKERS,
-    *[lambda value=value: value for value in (*NUMBERS, *SCALARS, *OTHERS)],  # type: ignore[misc]
+    *[lambda value=value: value for value in (*NUMBERS, *OTHERS)],  # type: ignore[misc]
 )
+NUMPY_VALUES: tuple[Callable[[], Any], ...] = tuple([lambda value=value: value for value in SCALARS])  # type: ignore[misc]
 
 
 class AnyRequest:
@@ -155,6 +159,7 @@ class InUse:
 
 
 Call = Callable[[InUse, Any], Any]
+RESTORED = ("counters", "num_shards", "ref_counts", "free_page_ids", "enable_caching", "names", "version", "format")
 CASES: dict[str, tuple[Call, str]] = {}
 """The calls, and the kinds of values they accept besides ints, in words of `KINDS`."""
 
@@ -173,6 +178,22 @@ KINDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
+NAMED: dict[str, str] = {}
+"""The parameter that the errors of a call name."""
+
+OTHER_NAMES = {"cache_salt": "salt", "kv_cache_group_id": "group", "group_id": "group", "data_parallel_rank": "rank"}
+JUDGED_BY_VALUE = {
+    "feature",
+    "mask details mask_type",
+    "mask details size",
+    "restore",
+    *(f"restore {name}" for name in RESTORED),
+}
+JUDGED_BY_VALUE |= {"PagePool num_pages", "CacheManager num_pages", "CacheManager spec", "MambaSpec shapes"}
+JUDGED_BY_VALUE |= {f"PagePool {eviction} eviction" for eviction in ("lru", "arc", "adaptive")}
+"""The calls that refuse objects of another type as they refuse a wrong value."""
+
+
 def add(name: str, call: Call, kinds: str = "") -> None:
     CASES[name] = call, kinds
 
@@ -182,38 +203,68 @@ def add_parameters(name: str, function: Callable[..., Any], kinds: dict[str, str
     for parameter, kind in kinds.items():
         call = lambda use, value, parameter=parameter: function(use, **{**arguments, parameter: value})  # noqa: E731
         add(f"{name} {parameter}", call, kind)
+        NAMED[f"{name} {parameter}"] = OTHER_NAMES.get(parameter, parameter)
 
 
-def find_error(call: Call, kinds: str, make_value: Callable[[], Any]) -> str | None:
-    """Return what is wrong with the outcome of a call with a value, or None."""
-    use = InUse()
+def find_errors(name: str) -> Iterator[str]:
+    """Yield what is wrong with the outcomes of a call with each value, of NumPy's with a share that PAGEPOOL_TEST_OPERATIONS
+    makes whole.
+    """
+    call, _ = CASES[name]
+    share = max(1, 100_000 // NUM_OPERATIONS)
+    use = in_use_for(name)
     before = use.state()
-    value = make_value()
-    try:
-        result = call(use, value)
-    except (PagePoolError, UsersOwn) as error:
-        str(error)
-        return None if use.state() == before or use.batch else f"changed something and raised {error!r}"
-    except MemoryError:
+    for make_value in (*VALUES, *NUMPY_VALUES[zlib.crc32(name.encode()) % share :: share]):
+        value = make_value()
+        try:
+            result = call(use, value)
+        except (PagePoolError, UsersOwn, MemoryError) as error:
+            is_unchanged = use.state() == before
+            found = judge_refusal(name, make_value(), error) if is_unchanged else f"changed something and raised {error!r}"
+        except Exception as error:
+            found, is_unchanged = f"raised {type(error).__name__}: {error}", False
+        else:
+            found, is_unchanged = judge_result(name, use, result, make_value), False
+        if found:
+            yield f"{shown(value)}: {found}"
+        if not is_unchanged:
+            use = in_use_for(name)
+
+
+def in_use_for(name: str) -> InUse:
+    """Return objects for a call, with the batch if it is one of a batch."""
+    use = InUse()
+    if name.startswith(("admit ", "batch.")):
+        use.with_batch()
+    return use
+
+
+def judge_refusal(name: str, value: Any, error: Exception) -> str | None:
+    """Return what is wrong with the error for a value that is no int: its type, or that it does not name the parameter."""
+    if not isinstance(error, PagePoolError) or isinstance(value, RaisingIndex) or index_of(value) is not None:
         return None
-    except Exception as error:
-        return f"raised {type(error).__name__}: {error}"
+    kinds = CASES[name][1]
+    if not kinds and not isinstance(error, TypeError) and name not in JUDGED_BY_VALUE:
+        return f"is of a wrong type and raised {error!r}"
+    is_named = NAMED.get(name, "") in str(error)
+    return None if is_named or "list" in kinds or not isinstance(error, TypeError) else f"is not named: {error!r}"
+
+
+def judge_result(name: str, use: InUse, result: Any, make_value: Callable[[], Any]) -> str | None:
+    """Return why a value must not have been taken, or how the outcome differs from that of the equal Python int."""
+    kinds, value, number = CASES[name][1], make_value(), index_of(make_value())
     if "spoils" not in kinds:
         use.pool.check()
-    number = index_of(make_value())
     if isinstance(value, ChangingIndex):
         return None
     if number is None:
         allowed = any(KINDS[kind](value) for kind in kinds.split())
         return None if allowed else f"took it and returned {type(result)}"
-    return compare_with_int(call, use, result, number) if "any" not in kinds and "dtype" not in kinds else None
-
-
-def compare_with_int(call: Call, use: InUse, result: Any, number: int) -> str | None:
-    """Return how the outcome differs from that of the equal Python int, or None."""
-    other = InUse()
+    if "any" in kinds or "dtype" in kinds:
+        return None
+    other = in_use_for(name)
     try:
-        expected = call(other, number)
+        expected = CASES[name][0](other, number)
     except PagePoolError as error:
         return f"took it as a number, and {shown(number)} raises {error!r}"
     if plain(result) != plain(expected) or use.state() != other.state():
@@ -461,8 +512,9 @@ for hashes in ([PageHash(91, ()), PageHash(92, ())], []):
         **CACHED,
     )
 add("restore", lambda _, value: PagePool.restore(value))
-for array in ("counters", "num_shards", "ref_counts", "free_page_ids", "enable_caching", "names", "version", "format"):
-    add(f"restore {array}", lambda use, value, array=array: PagePool.restore(use.pool.snapshot() | {array: value}))  # type: ignore[misc]
+for array in RESTORED:
+    call = lambda use, value, array=array: PagePool.restore(use.pool.snapshot() | {array: value})  # noqa: E731
+    add(f"restore {array}", call, "list" if array == "enable_caching" else "")
 add("CachePage", lambda _, value: CachePage(value))
 add("CachePage ref_cnt", lambda _, value: CachePage(1, value))
 add("ref_cnt", lambda use, value: setattr(use.pool.pages[9], "ref_cnt", value) or setattr(use.pool.pages[9], "ref_cnt", 0))
@@ -539,6 +591,13 @@ for method, arguments in {
             use.with_batch(), method
         )(**whole | {one: [value]})
         add(f"batch.{method} {parameter}", call)
+    add_parameters(
+        f"batch.{method} all",
+        lambda use, method, **options: getattr(use.with_batch(), method)(**options),
+        dict.fromkeys(arguments, "list"),
+        method=method,
+        **arguments,
+    )
 for method in ("pin", "unpin"):
     add_parameters(
         f"batch.{method}",
@@ -579,10 +638,11 @@ for spec, sizes in ((FullAttentionSpec, {}), (SlidingWindowSpec, WINDOW), (Chunk
         made=spec(**SIZES, **sizes),
         **LIMITS,
     )
+del NAMED["FullAttentionSpec.max_memory_usage_bytes max_model_len"]  # `cdiv` refuses it, and names its own parameter
 add("FullAttentionSpec dtype", lambda _, value: FullAttentionSpec(**SIZES | {"dtype": value}), "type dtype")
 for limit in ("sliding_window", "attention_chunk_size"):
     add(f"FullAttentionSpec {limit}", lambda _, value, limit=limit: FullAttentionSpec(**SIZES, **{limit: value}), "None")  # type: ignore[misc]
-add("MambaSpec shapes", lambda _, value: MambaSpec(4, value, "float16"))
+add("MambaSpec shapes", lambda _, value: MambaSpec(4, value, "float16"), "list")
 add("MambaSpec shape", lambda _, value: MambaSpec(4, (value,), "float16"), "list")
 add("MambaSpec dimension", lambda _, value: (made := MambaSpec(4, ((value,),), "float16")).page_size_bytes and made.type_id)
 add("MambaSpec page_size_padded", lambda _, value: MambaSpec(4, ((1,),), "float16", value), "None")

@@ -107,15 +107,7 @@ class World:
         for value in (_core.CachePage(7), store.page(1), _core.GroupedRows(tables), _core.PageIds([1, 2, 0]), *arrays):
             self.keep(value)
         rules = self.rules(store, len(tables))
-        arguments = (
-            store,
-            tables,
-            rules,
-            32,
-            4 * store.enable_caching,
-            bytes(16),
-            source.pick((0, 0, 1)),
-        )
+        arguments = (store, tables, rules, 32, 4 * store.enable_caching, bytes(16), source.pick((0, 0, 1)))
         batch = _core.RunningRows(*arguments)
         self.note_batch(batch, arguments)
         self.keep(batch)

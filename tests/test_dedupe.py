@@ -1,10 +1,10 @@
-"""Rows with the same tokens that come to share pages (`dedupe=True`), by hand."""
+"""Rows with the same tokens that come to share pages (`dedupe=True`), by hand; for random rows see `test_states`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from hybrids import FULL, PROMPT, STATE, batch_state, count_hits, make_batch, make_manager, take
+from hybrids import FULL, PROMPT, STATE, count_hits, make_batch, make_manager, take
 
 from pagepool import FullAttentionSpec, MultiGroupPageTable, RunningBatch, SlidingWindowSpec
 
@@ -40,12 +40,6 @@ def test_a_page_is_shared_from_the_next_growth_on() -> None:
     assert count_hits(batch._manager) == 4
 
 
-def test_without_it_nothing_is_shared() -> None:
-    batch = make_rows(dedupe=False)
-    step(batch, 9)
-    assert [batch.get_page_ids(row) for row in range(2)] == [([1, 3, 5],), ([2, 4, 6],)]
-
-
 def test_the_table_shows_it() -> None:
     manager = make_manager(FULL)
     table = MultiGroupPageTable(2, 64, 64, [4])
@@ -79,12 +73,3 @@ def test_growth_that_shared_pages_is_taken_back() -> None:
     batch.undo(result)
     assert [batch.get_page_ids(row) for row in range(2)] == [([1],), ([1],)]
     batch.check()
-
-
-def test_dedupe_without_caching_shares_nothing() -> None:
-    batch = make_batch(make_manager(FULL, enable_caching=False), dedupe=True)
-    for row in range(2):
-        batch.admit(row, PROMPT[:4])
-    before = batch_state(batch)[1]
-    batch.step([0, 1], [1, 1])
-    assert [ids[0][:1] for ids in batch_state(batch)[1][:2]] == [ids[0] for ids in before[:2]]

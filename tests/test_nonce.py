@@ -104,11 +104,6 @@ def test_nonces_cannot_be_guessed() -> None:
     assert {len(bytes.fromhex(nonce)) for nonce in nonces} == {16}
 
 
-def test_ids_of_any_kind_are_taken() -> None:
-    """The nonce belongs to the request, not to its id."""
-    assert RequestExtraKeys.of(make_seen(None)) is not None
-
-
 @pytest.mark.parametrize("hash_algo", ["siphash128", "sha256", "sha256_cbor"])
 @pytest.mark.parametrize("hashes_as_bytes", [False, True])
 def test_events_tell_it(hash_algo: str, hashes_as_bytes: bool) -> None:

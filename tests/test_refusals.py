@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from time import perf_counter
+from time import thread_time
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,8 @@ from pagepool._core import Refusal
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.manager.lookups import PrefixLookups
 
-NUM_CALLS = max(NUM_OPERATIONS // (20 * len(SETTINGS)), 150)
+NUM_CALLS = max(NUM_OPERATIONS // (20 * len(SETTINGS)), 60)
+NUM_SEEDS = max(NUM_OPERATIONS // 100_000, 1)
 SPEC = pagepool.FullAttentionSpec(4, 1, 8, "float16", False)
 ids = lambda setting: setting.name  # noqa: E731
 
@@ -48,7 +49,8 @@ class SaturatedRequests(RandomWorkload):
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=ids)
 def test_rows_are_refused_as_if_they_were_looked_up_anew(setting: Setting) -> None:
-    for seed in range(zlib.crc32(setting.name.encode()), zlib.crc32(setting.name.encode()) + 2):
+    first_seed = zlib.crc32(setting.name.encode())
+    for seed in range(first_seed, first_seed + NUM_SEEDS):
         run_batch_workload(setting, oracle_and_batch, seed, NUM_CALLS, False, SaturatedRows)
 
 
@@ -73,9 +75,8 @@ def test_retries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
     count(RunningBatch, "is_refused_still")
     count(PrefixLookups, "is_refused_still")
-    for setting in SETTINGS[:4]:
-        run_batch_workload(setting, oracle_and_batch, 1, 1000, False, SaturatedRows)
-        run_workload(setting, oracle_and_package(), 1, 1000, SaturatedRequests)
+    run_batch_workload(SETTINGS[2], oracle_and_batch, 1, 1000, False, SaturatedRows)
+    run_workload(SETTINGS[2], oracle_and_package(), 1, 2000, SaturatedRequests)
     assert found[RunningBatch, True] > 50
     assert found[PrefixLookups, True] > 50
 
@@ -129,13 +130,9 @@ class TestRows:
         waiting = Waiting()
         assert waiting.retry(max_num_new_tokens=5) is None
         assert waiting.retry(num_tokens=25) is None
-        assert waiting.num_looked_up == 1
-        assert waiting.retry(max_num_new_tokens=4) == 20
-
-    def test_a_reserve(self) -> None:
-        waiting = Waiting()
         assert waiting.retry(max_num_new_tokens=4, num_reserved_pages=1) is None
         assert waiting.num_looked_up == 1
+        assert waiting.retry(max_num_new_tokens=4) == 20
 
     def test_hits_are_evicted_from_the_end_on(self) -> None:
         waiting = Waiting()
@@ -155,12 +152,6 @@ class TestRows:
         assert waiting.retry(max_num_new_tokens=8) == 4
         assert waiting.num_looked_up == 2
 
-    def test_a_page_is_given_back(self) -> None:
-        waiting = Waiting()
-        waiting.batch.trim([0], 12)
-        assert waiting.retry() == 20
-        assert waiting.num_looked_up == 2
-
     def test_too_few_pages_are_given_back(self) -> None:
         _, batch = make_batch(1 + 8)
         batch.admit(0, [99] * 32)
@@ -171,26 +162,6 @@ class TestRows:
         assert batch.admit(1, token_ids) is None
         batch.trim([0], 12)
         assert batch.admit(1, token_ids) == 0
-
-    def test_a_hit_finds_another_holder(self) -> None:
-        waiting = Waiting()
-        assert waiting.retry([*waiting.prompt[:8], 5], row=2) == 8
-        assert waiting.retry() is None
-        assert waiting.num_looked_up == 3
-
-    def test_another_page_of_it_is_cached(self) -> None:
-        waiting = Waiting()
-        assert waiting.retry(waiting.token_ids[:24], row=2, num_tokens=24) == 20
-        assert waiting.batch.get_page_ids(2)[0][:5] == [1, 2, 3, 4, 5]
-        assert waiting.retry(max_num_new_tokens=4) is None
-        waiting.batch.trim([0], 12)
-        assert waiting.retry(max_num_new_tokens=4) == 24
-
-    def test_the_cache_is_reset(self) -> None:
-        waiting = Waiting()
-        waiting.batch.release([0])
-        assert waiting.manager.reset_prefix_cache()
-        assert waiting.retry() == 0
 
     @pytest.mark.parametrize("form", [list, np.array])
     def test_tokens_are_another_request_s(self, form: Callable[[list[int]], Any]) -> None:
@@ -223,15 +194,10 @@ class TestRows:
         for _ in range(3):
             assert waiting.retry(form(waiting.token_ids)) is None
             assert waiting.retry() is None
+        memory = np.array([*waiting.token_ids, 7, 8], dtype=np.int32)
+        assert waiting.retry(memory[: len(waiting.token_ids)]) is None
         assert waiting.num_looked_up == 1
         assert waiting.retry(form([*waiting.token_ids[:5], 77, *waiting.token_ids[6:]]), max_num_new_tokens=20) == 4
-
-    def test_an_array_is_known_by_its_memory(self) -> None:
-        waiting = Waiting()
-        memory = np.array([*waiting.token_ids, 7, 8], dtype=np.int32)
-        for _ in range(3):
-            assert waiting.retry(memory[: len(waiting.token_ids)]) is None
-        assert waiting.num_looked_up == 1
 
     def test_tokens_that_are_iterated_once_are_not_used_up(self) -> None:
         waiting = Waiting()
@@ -249,31 +215,12 @@ class TestRows:
         with pytest.raises(ArgumentError, match="row 1 is admitted already"):
             waiting.retry()
 
-    def test_a_row_that_was_admitted_meanwhile(self) -> None:
+    def test_wrong_arguments_are_refused_all_the_same(self) -> None:
         waiting = Waiting()
-        assert waiting.retry([3], row=1) == 0
-        waiting.batch.release([1])
+        for name, value in (("num_tokens", 0), ("num_tokens", 29), ("max_num_new_tokens", 0), ("num_reserved_pages", -1)):
+            with pytest.raises(ArgumentError, match="got"):
+                waiting.retry(**{name: value})
         assert waiting.retry() is None
-        assert waiting.num_looked_up == 3
-
-    @pytest.mark.parametrize(
-        ("options", "error"),
-        [
-            ({"num_tokens": 0}, ArgumentError),
-            ({"num_tokens": 29}, ArgumentError),
-            ({"max_num_new_tokens": 0}, ArgumentError),
-            ({"num_reserved_pages": -1}, ArgumentError),
-            ({"num_tokens": 1.5}, ArgumentTypeError),
-        ],
-    )
-    def test_wrong_numbers_are_refused_all_the_same(self, options: dict[str, Any], error: type[Exception]) -> None:
-        waiting = Waiting()
-        with pytest.raises(error, match="got"):
-            waiting.retry(**options)
-        assert waiting.retry() is None
-
-    def test_a_list_that_holds_something_else_by_now(self) -> None:
-        waiting = Waiting()
         waiting.token_ids[-1] = "a"  # type: ignore[call-overload]
         with pytest.raises(ArgumentTypeError, match="token_ids"):
             waiting.retry()
@@ -326,7 +273,7 @@ class TestRequests:
 
 
 def time_refusals(num_tokens: int, path: str) -> float:
-    """Return the minimum time of a refused request of that many tokens whose pages are all cached and free, except the last."""
+    """Return the least CPU time of a refused request of that many tokens whose pages but the last are cached and free."""
     manager, batch = make_batch(num_tokens // 4 + 1)
     prompt = np.arange(num_tokens, dtype=np.int32)
     batch.admit(0, prompt[: num_tokens // 2])
@@ -345,9 +292,9 @@ def time_refusals(num_tokens: int, path: str) -> float:
     refuse()
     times = []
     for _ in range(200):
-        start = perf_counter()
+        start = thread_time()
         refuse()
-        times.append(perf_counter() - start)
+        times.append(thread_time() - start)
     return min(times)
 
 

@@ -10,11 +10,7 @@ from pagepool.request import EngineRequest, EngineRequestStatus, Request
 def test_tokens_are_appended_to_a_copy_of_the_prompt() -> None:
     prompt = [1, 2, 3]
     request = EngineRequest("a", prompt)
-    assert (request.num_tokens, request.num_computed_tokens, request.status) == (
-        3,
-        0,
-        EngineRequestStatus.WAITING,
-    )
+    assert (request.num_tokens, request.num_computed_tokens, request.status) == (3, 0, EngineRequestStatus.WAITING)
     request.append_output_token_ids(4)
     request.append_output_token_ids([5, 6])
     assert request.all_token_ids == [1, 2, 3, 4, 5, 6]
