@@ -213,16 +213,10 @@ def evict_to_host(manager: CacheManager) -> None:
     manager.page_pool.free_page_ids(ids)
 
 
-def summarise(events: list[Any]) -> list[tuple[str, Any, int]]:
+def take(manager: CacheManager) -> list[tuple[str, str, int]]:
     """Return the name, the medium and the number of pages of each event."""
-    decoded = decode(events)
-    return [
-        (type(event).__name__, getattr(event, "medium", None), len(getattr(event, "block_hashes", ()))) for event in decoded
-    ]
-
-
-def take(manager: CacheManager) -> list[tuple[str, Any, int]]:
-    return summarise(manager.take_events())
+    events = decode(manager.take_events())
+    return [(type(event).__name__, event.medium, len(event.block_hashes)) for event in events]
 
 
 def test_a_page_that_goes_to_the_host_and_comes_back() -> None:
