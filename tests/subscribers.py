@@ -23,8 +23,8 @@ END = (-1).to_bytes(8, "big", signed=True)
 START = 2**64 - 1
 TIMEOUT = 20_000  # milliseconds, after which a test fails
 HOUR = 3600.0
-NUM_LARGE = 400
-"""Batches of 100 kB, more than the sockets between publisher and subscriber hold."""
+NUM_LARGE = 200
+"""Batches of 100 kB, more than a publisher's queue and its socket to a subscriber hold."""
 
 
 class Keys(NamedTuple):
@@ -50,6 +50,7 @@ class Subscriber:
         set_keys(self.context, keys)
         self.live = self.context.socket(zmq.SUB)
         self.live.set_hwm(hwm)
+        self.live.rcvbuf = 1 << 16
         self.live.rcvtimeo = TIMEOUT
         self.live.connect(publisher.endpoint)
         self.live.subscribe(topic)

@@ -66,7 +66,7 @@ def test_subscriptions_take_little(topics: type[Iterator[bytes]]) -> None:
     with PublisherProcess() as process, Subscriber(process) as subscriber:
         subscriber.wait_until_subscribed()
         before = process.peak_bytes()
-        for seed in range(8):
+        for seed in range(3):
             with shake_hands(process.endpoint, "SUB") as raw:
                 for chunk in topics(Random(seed)):
                     if not send_until_closed(raw, [chunk]):
@@ -103,33 +103,22 @@ def test_a_subscriber_has_so_many_topics(keys: object) -> None:
         greedy.live.disable_monitor()
 
 
-def test_a_router_may_have_many_topics() -> None:
-    """Return the subscriptions that the publisher received."""
-    publisher = EventPublisher(None, LOOPBACK, topic="engine 999", heartbeat=None, max_subscription_bytes=200_000)
-    with publisher, Subscriber(publisher, topic="engine 0") as subscriber:
-        for i in range(1, 1000):
-            subscriber.live.subscribe(f"engine {i}")
-        subscriber.wait_until_subscribed()
-        publisher.publish([])
-        subscriber.receive()
-
-
 # --- replays ----------------------------------------------------------------------------------------------------
 
 
 @UNSANITIZED
 def test_routers_that_never_read_a_replay_take_little() -> None:
-    """Routers request 60 batches of 64 KiB 120 times, over plain sockets and DEALERs."""
+    """Routers request 60 batches of 64 KiB 60 times, over plain sockets and DEALERs."""
     with PublisherProcess(buffer_steps=60) as process:
         process.call("publish_large(publisher, 60, 1 << 16)")
         with Subscriber(process) as subscriber:
             subscriber.wait_until_subscribed()
         before = process.peak_bytes()
         with zmq.Context() as context, ExitStack() as stack:
-            for _ in range(20):
+            for _ in range(10):
                 raw = stack.enter_context(shake_hands(process.replay_endpoint, "DEALER"))
                 send_until_closed(raw, MAX_REPLAYS * [message(b"", bytes(8))])
-            for _ in range(100):
+            for _ in range(50):
                 dealer = stack.enter_context(context.socket(zmq.DEALER))
                 dealer.linger, dealer.rcvhwm = 0, 1
                 dealer.connect(process.replay_endpoint)
@@ -137,7 +126,7 @@ def test_routers_that_never_read_a_replay_take_little() -> None:
             peaks = [before]
             while process.peak_bytes() > peaks[-1]:
                 peaks.append(process.peak_bytes())
-                time.sleep(2)
+                time.sleep(0.5)
             assert peaks[-1] - before < LIMIT
         assert_serves(process)
 
@@ -145,22 +134,22 @@ def test_routers_that_never_read_a_replay_take_little() -> None:
 def test_a_router_that_never_reads_its_replay_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagepool.events.history.PATIENCE", 0.5)
     with EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=None) as publisher:
-        publish_some(publisher, 100, size=1 << 20)
+        publish_some(publisher, 50, size=1 << 20)
         with shake_hands(publisher.replay_endpoint, "DEALER") as raw, Subscriber(publisher) as subscriber:
             raw.sendall(message(b"", bytes(8)))
             peers = publisher._worker.sockets.replayed
             assert peers is not None
-            deadline = time.monotonic() + 20
             while not peers.by_descriptor:
                 time.sleep(0.01)
+            deadline = time.monotonic() + 20
             while peers.by_descriptor and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert not peers.by_descriptor
-            assert number_of(subscriber.replay(0)) == list(range(100))
+            assert number_of(subscriber.replay(0)) == list(range(50))
 
 
 def test_a_subscriber_that_never_reads_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagepool.events.publisher.SECONDS_UNREAD", 1.0)
+    monkeypatch.setattr("pagepool.events.publisher.SECONDS_UNREAD", 0.3)
     with EventPublisher(None, LOOPBACK, hwm=10, heartbeat=None) as publisher, shake_hands(publisher.endpoint, "SUB") as raw:
         raw.sendall(message(b"\1"))
         peers = publisher._worker.sockets.published
@@ -198,7 +187,7 @@ def test_a_router_that_reads_slowly_keeps_no_batches() -> None:
 
 def test_a_router_asks_for_so_many_replays_at_once(publisher: EventPublisher) -> None:
     """All permitted requests are answered; with one more the connection is closed."""
-    publish_some(publisher, 100, size=1 << 20)
+    publish_some(publisher, 40, size=1 << 20)
     with shake_hands(publisher.replay_endpoint, "DEALER") as raw:
         raw.sendall((MAX_REPLAYS + 1) * message(b"", bytes(8)))
         assert is_closed(raw, 20)
@@ -215,8 +204,8 @@ def test_a_router_asks_for_so_many_replays_at_once(publisher: EventPublisher) ->
 # --- connections ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("socket_type", [None, "SUB", "DEALER"], ids=["silent", "SUB", "DEALER"])
-def test_idle_connections_leave_the_engine_its_descriptors(socket_type: str | None) -> None:
+@pytest.mark.parametrize("socket_type", ["SUB", "DEALER"])
+def test_idle_connections_leave_the_engine_its_descriptors(socket_type: str) -> None:
     """An eighth of the 256 for each endpoint, and a few for ZeroMQ; a connected router stays connected."""
     with PublisherProcess(num_descriptors=256, max_connections=1000) as process, Subscriber(process) as subscriber:
         subscriber.wait_until_subscribed()
@@ -230,11 +219,10 @@ def test_idle_connections_leave_the_engine_its_descriptors(socket_type: str | No
                 idle.append(raw)
                 if len(idle) % 20 == 0:
                     assert process.call("open_files(100)") == 100
-            if socket_type is not None:
-                with ExitStack() as stack:
-                    for _ in range(40):
-                        with suppress(OSError):
-                            stack.enter_context(shake_hands(endpoint, socket_type, seconds=0.05))
+            with ExitStack() as stack:
+                for _ in range(10):
+                    with suppress(OSError):
+                        stack.enter_context(shake_hands(endpoint, socket_type, seconds=0.05))
             assert process.num_descriptors() < 128
             process.publish([])
             subscriber.receive()
@@ -286,9 +274,9 @@ def test_a_message_without_end_takes_little(socket_type: str) -> None:
         before = process.peak_bytes()
         endpoint = process.endpoint if socket_type == "SUB" else process.replay_endpoint
         frames = 20_000 * message(b"x", ends=False)
-        for _ in range(4):
+        for _ in range(2):
             with shake_hands(endpoint, socket_type) as raw:
-                raw.settimeout(1.0)
+                raw.settimeout(0.5)
                 num_sent = send_until_closed(raw, (frames for _ in range(2000)))
             assert MAX_UNREAD_BYTES < num_sent < 2000 * len(frames)
         assert process.peak_bytes() - before < 2 * LIMIT
@@ -310,10 +298,10 @@ def test_only_its_own_connections_are_closed(publisher: EventPublisher) -> None:
 
 def test_a_publisher_leaves_no_descriptors() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
+    for _ in range(5):
         with EventPublisher(None, LOOPBACK, LOOPBACK, **CURVE) as publisher, Subscriber(publisher, keys=ALLOWED) as subscriber:
             subscriber.wait_until_subscribed()
-    assert len(os.listdir("/proc/self/fd")) < before + 20
+    assert len(os.listdir("/proc/self/fd")) < before + 5
 
 
 def test_few_descriptors_allow_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,6 @@ from router import Router
 from subscribers import (
     ALLOWED,
     CURVE,
-    END,
     HOUR,
     LOOPBACK,
     NUM_LARGE,
@@ -94,21 +93,10 @@ def test_the_first_batch_has_all_that_is_cached_already(manager: pagepool.CacheM
 
 
 @pytest.mark.parametrize("interval", [0.001, HOUR])
-def test_a_router_follows(interval: float) -> None:
-    """Events are taken at intervals, or by flushing, while the engine continues."""
-    manager, rng = make_told(num_pages=32), Random(0)
-    with EventPublisher(manager, LOOPBACK, LOOPBACK, interval=interval) as publisher, Subscriber(publisher) as subscriber:
-        subscriber.wait_until_subscribed()
-        for _ in range(300):
-            work(manager, rng)
-            publisher.flush()
-        subscriber.follow(manager)
-
-
-def test_a_router_hears_of_the_host_tier() -> None:
-    """As it happens, and in the snapshot for one that starts late."""
+def test_a_router_follows_device_and_host_tier(interval: float) -> None:
+    """Events are taken at intervals, or by flushing, while the engine continues. A router that starts late gets the same."""
     manager, rng = make_told(num_pages=16, host_tier=pagepool.HostTier(40)), Random(0)
-    with EventPublisher(manager, LOOPBACK, LOOPBACK, interval=HOUR) as publisher, Subscriber(publisher) as subscriber:
+    with EventPublisher(manager, LOOPBACK, LOOPBACK, interval=interval) as publisher, Subscriber(publisher) as subscriber:
         subscriber.wait_until_subscribed()
         for _ in range(100):
             work(manager, rng)
@@ -156,24 +144,6 @@ def test_what_is_handed_over_is_sent_as_it_is(publisher: EventPublisher) -> None
 # --- what is sent again ---------------------------------------------------------------------------------------
 
 
-def test_a_gap_is_filled(publisher: EventPublisher, manager: pagepool.CacheManager) -> None:
-    """The router connects after two batches, and receives them before the third."""
-    publish_some(publisher, 1)
-    with Subscriber(publisher) as subscriber:
-        while len(batches := subscriber.replay(0)) < 2:
-            pass
-        assert number_of(batches) == [0, 1]
-        assert number_of(subscriber.replay(1)) == [1]
-        assert number_of(subscriber.replay(2)) == []
-        run_request(manager, list(range(9)))
-        publisher.flush()
-        while len(batches := subscriber.replay(2)) < 1:
-            pass
-        assert number_of(batches) == [2]
-        subscriber.router.apply(batches[0][1].events)
-        assert subscriber.router.pages.keys() == cached(manager)
-
-
 def test_a_router_that_starts_late_is_told_everything(publisher: EventPublisher, manager: pagepool.CacheManager) -> None:
     """Of 30 batches the last eight are kept."""
     rng = Random(1)
@@ -197,6 +167,7 @@ def test_a_router_that_starts_late_is_told_everything(publisher: EventPublisher,
         for wrong in (0, START, sequence + 2):
             assert number_of(subscriber.replay(wrong)) == [first[0], sequence]
         assert number_of(subscriber.replay(sequence)) == [sequence]
+        assert number_of(subscriber.replay(sequence + 1)) == []
 
 
 def test_a_snapshot_serves_many(publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +177,7 @@ def test_a_snapshot_serves_many(publisher: EventPublisher, monkeypatch: pytest.M
     take = source.take_with_snapshot
     monkeypatch.setattr(source, "take_with_snapshot", lambda: made.append(0) or take())
     with Subscriber(publisher) as subscriber:
-        for num_batches in range(1, 30):
+        for num_batches in range(1, 21):
             publish_some(publisher, 1)
             while (batches := subscriber.replay(START))[-1][0] < num_batches:
                 pass
@@ -235,7 +206,7 @@ def test_without_a_manager_there_is_what_is_kept() -> None:
 
 
 def test_a_slow_subscriber_misses_batches_and_asks_for_them() -> None:
-    """It delays neither the publisher nor another subscriber."""
+    """The slow one delays neither the publisher nor another subscriber."""
     # ZeroMQ learns only every millisecond how much was read, so with few messages allowed it drops some of the fast one's too.
     publisher = EventPublisher(None, LOOPBACK, LOOPBACK, hwm=100, heartbeat=None, buffer_steps=2 * NUM_LARGE)
     with publisher, Subscriber(publisher, hwm=1) as slow, Subscriber(publisher) as fast:
@@ -263,7 +234,7 @@ def test_a_slow_subscriber_misses_batches_and_asks_for_them() -> None:
 def test_routers_that_die_are_forgotten(publisher: EventPublisher, manager: pagepool.CacheManager) -> None:
     """Routers end while they receive or request batches: by closing, or as if their machine were gone."""
     publish_some(publisher, 8, size=1_000_000)
-    for _ in range(10):
+    for _ in range(5):
         with Subscriber(publisher) as subscriber:
             subscriber.ask(0)
     for endpoint in (publisher.endpoint, publisher.replay_endpoint):
@@ -309,7 +280,7 @@ def test_a_flood_of_requests_does_not_stop_publishing(publisher: EventPublisher,
         dealers = [flooding.context.socket(zmq.DEALER) for _ in range(40)]
         for dealer in dealers:
             dealer.connect(publisher.replay_endpoint)
-        for _ in range(2000):
+        for _ in range(200):
             for dealer in dealers:
                 dealer.send_multipart([b"", bytes(8)], zmq.DONTWAIT) if dealer.poll(0, zmq.POLLOUT) else None
         subscriber.wait_until_subscribed()
@@ -388,7 +359,7 @@ def test_a_router_that_listens_needs_a_key_too(keys: Keys | None) -> None:
         port = live.bind_to_random_port("tcp://127.0.0.1")
         live.subscribe("")
         with EventPublisher(None, f"tcp://127.0.0.1:{port}", is_connecting=True, **CURVE) as publisher:
-            for _ in range(100):
+            for _ in range(4000 if keys == ALLOWED else 40):
                 publisher.publish([])
                 if live.poll(5):
                     break
@@ -414,12 +385,7 @@ def test_a_publisher_with_keys_leaves_no_thread() -> None:
 
 
 WRONG_KEYS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (
-        {"curve_client_keys": None},
-        ArgumentError,
-        "curve_secretkey, curve_client_keys: got one of them, allowed: both or neither",
-    ),
-    ({"curve_secretkey": None}, ArgumentError, "curve_secretkey, curve_client_keys: got one of them, allowed: both or neither"),
+    *[({name: None}, ArgumentError, "curve_secretkey, curve_client_keys: got one of them, allowed: both") for name in CURVE],
     ({"curve_client_keys": []}, ArgumentError, "curve_client_keys: got none, allowed: at least one key"),
     ({"curve_client_keys": ROUTER_PUBLIC}, ArgumentTypeError, "curve_client_keys: got bytes, allowed: a list of keys"),
     ({"curve_client_keys": 3}, ArgumentTypeError, "curve_client_keys: got int, allowed: a list of keys"),
@@ -428,7 +394,6 @@ WRONG_KEYS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"curve_secretkey": 3}, ArgumentTypeError, "curve_secretkey: got int, allowed: 40 characters of Z85"),
     ({"curve_secretkey": SECRET[:-5]}, ArgumentError, "curve_secretkey: got 35 characters, allowed: 40 of Z85, as"),
     ({"curve_secretkey": SECRET[:-1] + b'"'}, ArgumentError, "curve_secretkey: got 40 characters, allowed: 40 of Z85, as"),
-    ({"curve_secretkey": 40 * "#"}, ArgumentError, "curve_secretkey: got 40 characters, allowed: 40 of Z85, as"),
     ({"curve_secretkey": 40 * "\xe4"}, ArgumentError, "curve_secretkey: got 40 characters, allowed: 40 of Z85, as"),
 ]
 
@@ -504,51 +469,29 @@ def test_a_publisher_that_is_dropped_ends() -> None:
         assert not thread.is_alive()
 
 
-ENDINGS = {
-    "exit": "",
-    "exit with an error": "raise SystemExit(3)",
-    "with a router that does not read": """
+UNREAD = """
 import socket
 router = socket.create_connection(("127.0.0.1", int(publisher.replay_endpoint.rpartition(":")[2])))
 publisher.publish([AllBlocksCleared()] * 100_000)
-""",
-    "fork": "child = os.fork(); sys.exit() if child == 0 else sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))",
-    "fork and use": """
-child = os.fork()
-if child:
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-try:
-    publisher.flush()
-except ArgumentError:
-    publisher.close()
-    del publisher
-else:
-    sys.exit(5)
-""",
-}
+"""
 
 
-@pytest.mark.parametrize("keys", ["", "**CURVE"], ids=["open", "with keys"])
-@pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
-def test_an_interpreter_ends_without_closing(ending: str, keys: str) -> None:
-    """The process does not hang, and prints nothing."""
-    if "fork" in ending and not hasattr(os, "fork"):
-        pytest.skip("there is no fork here")
+@pytest.mark.parametrize(("keys", "router"), [("", UNREAD), ("**CURVE", "")], ids=["a router does not read", "with keys"])
+def test_an_interpreter_ends_without_closing(keys: str, router: str) -> None:
+    """The process does not hang, prints nothing, and has its own exit code."""
     code = f"""
-import os, sys
-from pagepool.errors import ArgumentError
 from pagepool.event_publisher import EventPublisher
 from pagepool.events import AllBlocksCleared
 from subscribers import CURVE, LOOPBACK
 from event_managers import make_told
 manager = make_told()
 publisher = EventPublisher(manager, LOOPBACK, LOOPBACK, {keys})
-{ending}
+{router}
+raise SystemExit(3)
 """
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    quiet = "ignore::DeprecationWarning"  # of forks beside threads, from Python 3.12 on
-    process = subprocess.run([sys.executable, "-W", quiet, "-c", code], env=env, capture_output=True, text=True, timeout=60)
-    assert (process.returncode, process.stderr) == (3 if "SystemExit" in ending else 0, "")
+    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert (process.returncode, process.stderr) == (3, "")
 
 
 # --- what is refused ------------------------------------------------------------------------------------------
@@ -565,19 +508,25 @@ def test_a_port_that_is_in_use(publisher: EventPublisher) -> None:
         assert isinstance(caught.value, OSError)
 
 
-@pytest.mark.parametrize(
-    "endpoint", ["", "x", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "http://a:1", "tcp://no.such.host.:1", "\ud800"]
-)
+WRONG_ADDRESSES = {
+    "nothing": "",
+    "no transport": "x",
+    "no host": "tcp://",
+    "no port": "tcp://127.0.0.1",
+    "a port that is too high": "tcp://127.0.0.1:99999",
+    "a port of many digits": "tcp://127.0.0.1:" + 5000 * "0" + "99999",
+    "an unknown transport": "http://a:1",
+    "an unknown host": "tcp://no.such.host.:1",
+    "no Unicode": "\ud800",
+}
+
+
+@pytest.mark.parametrize("endpoint", WRONG_ADDRESSES.values(), ids=WRONG_ADDRESSES)
 def test_an_address_that_is_none(endpoint: str) -> None:
     num_threads = threading.active_count()
     with pytest.raises(EndpointError, match=r"^endpoint: got '.*': .+; allowed: a free one, such as 'tcp://127.0.0.1:5557'$"):
         EventPublisher(None, endpoint)
     assert threading.active_count() == num_threads
-
-
-def test_a_port_of_many_digits() -> None:
-    with pytest.raises(EndpointError):
-        EventPublisher(None, "tcp://127.0.0.1:" + 5000 * "0" + "99999")
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -587,13 +536,12 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"topic": b"x"}, ArgumentTypeError, "topic: got bytes, allowed: a string"),
     ({"interval": "1"}, ArgumentTypeError, "interval: got str, allowed: a number of seconds"),
     ({"interval": True}, ArgumentTypeError, "interval: got bool, allowed: a number of seconds"),
+    ({"interval": float("inf")}, ArgumentError, "interval: got inf, allowed: more than 0 seconds"),
     ({"interval": 0}, ArgumentError, "interval: got 0, allowed: more than 0 seconds"),
     ({"interval": float("nan")}, ArgumentError, "interval: got nan, allowed: more than 0 seconds"),
-    ({"interval": float("inf")}, ArgumentError, "interval: got inf, allowed: more than 0 seconds"),
     ({"buffer_steps": 0}, ArgumentError, "buffer_steps must be at least 1, got 0"),
     ({"hwm": 0}, ArgumentError, "hwm must be at least 1, got 0"),
     ({"heartbeat": 0}, ArgumentError, "heartbeat: got 0, allowed: more than 0 seconds"),
-    ({"heartbeat": "1"}, ArgumentTypeError, "heartbeat: got str, allowed: a number of seconds"),
     ({"max_connections": 0}, ArgumentError, "max_connections must be at least 1, got 0"),
     ({"max_subscription_bytes": 0}, ArgumentError, "max_subscription_bytes must be at least 1, got 0"),
     ({"data_parallel_rank": -1}, ArgumentError, "data_parallel_rank must be at least 0, got -1"),
@@ -631,36 +579,3 @@ def test_a_manager_has_one_publisher_and_events(publisher: EventPublisher, manag
     without = pagepool.CacheManager(8, [pagepool.CacheGroupSpec(FULL)], 64)
     with pytest.raises(ArgumentError, match=r"^events: call enable_events before the first request$"):
         EventPublisher(without, LOOPBACK)
-
-
-# --- compared with vLLM -----------------------------------------------------------------------------------------
-
-
-def test_a_client_cannot_tell_it_from_vllms() -> None:
-    """If vLLM can be imported: the same frames for the same requests."""
-    vllm = pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
-    endpoints = [f"tcp://*:{free_port()}" for _ in range(2)]
-    theirs = vllm.ZmqEventPublisher(0, endpoints[0], endpoints[1], buffer_steps=4, topic="kv")
-    with EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=None, buffer_steps=4, topic="kv") as ours:
-        for i in range(6):
-            theirs.publish(vllm.KVEventBatch(1.0, [vllm.BlockRemoved([i], "GPU", 0)]))
-            ours.publish([BlockRemoved([i], "GPU", 0)])
-        time.sleep(0.5)
-        for sequence in (0, 2, 4, 5, 6):
-            answers = [
-                replay_raw(endpoint, sequence) for endpoint in (endpoints[1].replace("*", "127.0.0.1"), ours.replay_endpoint)
-            ]
-            assert answers[0] == answers[1]
-    theirs.shutdown()
-
-
-def replay_raw(endpoint: str | None, sequence: int) -> list[tuple[Any, ...]]:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.rcvtimeo = TIMEOUT
-        dealer.connect(endpoint)
-        dealer.send_multipart([b"", sequence.to_bytes(8, "big")])
-        answers = []
-        while not answers or answers[-1][2] != END:
-            *frames, payload = dealer.recv_multipart()
-            answers.append((*frames, payload and decode_batch(payload).events))
-        return answers

@@ -6,7 +6,9 @@ import py_compile
 import re
 import subprocess
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_easydel import HOME, SHOW, run_python, without_easydel, write_engine
@@ -76,58 +78,37 @@ def check_as_python(folder: Path, *arguments: str, options: tuple[str, ...] = ()
     return process
 
 
-PROGRAMS = [
-    "describe.py",
-    "./describe.py",
-    "package/module.py",
-    "link.py",
-    "compiled.pyc",
-    "package",
-    "./package",
-    "packed.zip",
-]
-MODULES = [("-m", "describe"), ("-m", "package"), ("-m", "package.module")]
+def quick_first(cases: Iterable[Any], num_quick: int) -> list[Any]:
+    """Return cases as parameters, of which all but the first ones are slow."""
+    return [pytest.param(case, marks=pytest.mark.slow if i >= num_quick else ()) for i, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize("options", [(), ("-P",)], ids=str)
-@pytest.mark.parametrize("program", [*[(program,) for program in PROGRAMS], *MODULES], ids=" ".join)
-def test_a_program_sees_what_it_sees_under_python(folder: Path, program: tuple[str, ...], options: tuple[str, ...]) -> None:
+PROGRAMS = ["package", "-m package.module", "describe.py", "link.py", "packed.zip", "compiled.pyc", "package/module.py"]
+PROGRAMS += ["./package", "-m package", "-m describe", "-P describe.py", "-P -m describe", "-P package", "-P packed.zip"]
+
+
+@pytest.mark.parametrize("program", quick_first(PROGRAMS, 3))
+def test_a_program_sees_what_it_sees_under_python(folder: Path, program: str) -> None:
     """Modules, arguments, path, `__main__` and its classes, during the run and afterwards."""
-    process = check_as_python(folder, *program, "--help", "-m", "x", "--", "-h", options=options)
+    options = ("-P",) if program.startswith("-P ") else ()
+    words = program.removeprefix("-P ").split()
+    process = check_as_python(folder, *words, "--help", "-m", "x", "--", "-h", options=options)
     assert process.returncode == 0
     assert process.stdout.count("'--help', '-m', 'x', '--', '-h'") == 2
 
 
-def test_an_absolute_path(folder: Path) -> None:
-    assert check_as_python(folder, str(folder / "package" / "module.py")).returncode == 0
-
-
-def test_the_encoding_is_the_sources_own(folder: Path) -> None:
-    assert check_as_python(folder, "latin.py").stdout == "'\\xe9'\n"
-
-
-@pytest.mark.parametrize("form", [("fail.py",), ("-m", "fail")], ids=" ".join)
-@pytest.mark.parametrize(
-    ("what", "code"),
-    [
-        *[("exit 0", 0), ("exit 7", 7), ("message", 1), ("none", 0), ("error", 1), ("cause", 1), ("group", 1), ("hook", 1)],
-        ("interrupt", -2),
-    ],
+ENDINGS = {"fail.py exit 7": 7, "-m fail cause": 1, "-m fail interrupt": -2, "nowhere.py": 2, "broken.py": 1, "latin.py": 0}
+ENDINGS |= dict.fromkeys(
+    ["fail.py hook", "fail.py message", "fail.py error", "fail.py group", "empty", "-m empty", "-m broken"], 1
 )
-def test_a_program_ends_as_under_python(folder: Path, form: tuple[str, ...], what: str, code: int) -> None:
+ENDINGS |= {"fail.py exit 0": 0, "fail.py none": 0, "nowhere/": 2, "package/nowhere.py": 2, "-m nowhere": 1, "-m broken": 1}
+"""Command lines of programs that fail, end, or cannot run, with their exit codes."""
+
+
+@pytest.mark.parametrize("line", quick_first(ENDINGS, 6))
+def test_a_program_ends_as_under_python(folder: Path, line: str) -> None:
     """Exit codes, and tracebacks that begin with the program's own lines."""
-    assert check_as_python(folder, *form, *what.split()).returncode == code
-
-
-@pytest.mark.parametrize(
-    ("program", "code"),
-    [
-        *[("nowhere.py", 2), ("nowhere/", 2), ("package/nowhere.py", 2), ("empty", 1), ("broken.py", 1)],
-        *[("-m nowhere", 1), ("-m empty", 1), ("-m package.nowhere", 1), ("-m broken", 1)],
-    ],
-)
-def test_what_cannot_run_ends_as_under_python(folder: Path, program: str, code: int) -> None:
-    assert check_as_python(folder, *program.split()).returncode == code
+    assert check_as_python(folder, *line.split()).returncode == ENDINGS[line]
 
 
 @pytest.mark.parametrize(
@@ -140,20 +121,17 @@ def test_a_wrong_command_line(folder: Path, arguments: list[str], got: str) -> N
     assert got in process.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("option", ["-h", "--help"])
-def test_help(folder: Path, option: str) -> None:
-    process = run_python(folder, *LAUNCHER, option, "show.py")
+def test_help(folder: Path) -> None:
+    process = run_python(folder, *LAUNCHER, "--help", "show.py")
     assert (process.returncode, process.stderr) == (0, "")
     assert "python -m pagepool.compat.easydel -m MODULE [ARGUMENT ...]" in process.stdout
 
 
-@pytest.mark.parametrize("value", [None, "0", "1", "off"])
-@pytest.mark.parametrize("program", ["show.py", "-m show"])
+@pytest.mark.parametrize(("program", "value"), [("show.py", "0"), ("-m show", None)])
 def test_the_engine_has_pagepool(folder: Path, program: str, value: str | None) -> None:
     """The command line takes precedence over the variable."""
     process = run_python(folder, *LAUNCHER, *program.split(), value=value)
     assert (process.stdout, process.stderr, process.returncode) == ("pagepool.manager.cache_manager\n", "", 0)
-    assert run_python(folder, *program.split()).stdout == f"{HOME}\n"
 
 
 def test_the_program_runs_before_the_engine_is_imported(folder: Path) -> None:
@@ -191,17 +169,15 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("program", ["children.py", "-m children"])
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-def test_children_of_multiprocessing_have_it_too(folder: Path, method: str, program: str) -> None:
+@pytest.mark.parametrize("words", quick_first(["-m children spawn", "children.py fork", "children.py forkserver"], 1))
+def test_children_of_multiprocessing_have_it_too(folder: Path, words: str) -> None:
     """Child processes, and theirs, in a program that never names pagepool and sends objects of its own classes."""
     (folder / "children.py").write_text(CHILDREN)
-    process = run_python(folder, *LAUNCHER, *program.split(), method)
+    process = run_python(folder, *LAUNCHER, *words.split())
     assert (process.stdout, process.stderr, process.returncode) == (f"{['pagepool.manager.cache_manager'] * 2}\n", "", 0)
-    assert run_python(folder, *program.split(), method).stdout == f"{[HOME] * 2}\n"
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", quick_first(["spawn", "forkserver"], 1))
 def test_children_of_a_program_that_imports_pagepool_have_it_too(folder: Path, method: str) -> None:
     """With the variable alone, also in children that do not import pagepool themselves."""
     source = CHILDREN.replace('__main__":', '__main__":\n    import pagepool')

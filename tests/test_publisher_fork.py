@@ -45,8 +45,8 @@ def end():
 """
 
 PROGRAMS = {
-    "each call works or raises": """
-def work():
+    "children use it": """
+def call_each():
     for call in (publisher.flush, lambda: publisher.publish([])):
         try:
             call()
@@ -61,33 +61,20 @@ def work():
     router = Router()
     router.apply(manager.snapshot_events())
     assert router.pages.keys() == cached(manager)
-in_child(work)
-""",
-    "the child publishes for itself": """
-def work():
+def publish():
     with EventPublisher(manager, LOOPBACK, LOOPBACK, **options) as own, Subscriber(own, keys=keys) as subscriber:
         subscriber.wait_until_subscribed()
         run_request(manager, list(range(20, 29)))
         own.flush()
         subscriber.follow(manager)
-in_child(work)
-""",
-    "what the child has is collected": """
-def work():
+def collect():
     global publisher, manager
     del publisher, manager
     gc.collect()
-for _ in range(10):
+for work in (call_each, publish, collect, collect):
     in_child(work)
 """,
     "the child lives longer": """
-child = os.fork()
-if child == 0:
-    time.sleep(60)
-publisher.close()
-publisher = EventPublisher(manager, publisher.endpoint, publisher.replay_endpoint, **options)
-""",
-    "a router hears that the publisher is gone": """
 import zmq
 with Subscriber(publisher, keys=keys) as subscriber:
     monitor = subscriber.live.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -96,9 +83,9 @@ with Subscriber(publisher, keys=keys) as subscriber:
     if child == 0:
         time.sleep(60)
     publisher.close()
-    assert monitor.poll(20_000)
+    assert monitor.poll(20_000)  # the router hears that the publisher is gone
     subscriber.live.disable_monitor()
-publisher = EventPublisher(manager, LOOPBACK, LOOPBACK, **options)
+publisher = EventPublisher(manager, publisher.endpoint, publisher.replay_endpoint, **options)
 """,
     "its thread is taking events": """
 take, taking, go_on = EventSource._list_changes, threading.Event(), threading.Event()
@@ -129,10 +116,23 @@ KILL = """
 """
 
 
-@pytest.mark.parametrize("options", ["({}, None)", "(CURVE, ALLOWED)"], ids=["open", "with keys"])
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_process_that_forks(program: str, options: str) -> None:
-    code = PROGRAM.replace("{options}", options) + "try:\n" + indent(program + "end()\n", "    ") + "finally:\n" + KILL
+OPEN, WITH_KEYS = "({}, None)", "(CURVE, ALLOWED)"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("children use it", OPEN),
+        ("children use it", WITH_KEYS),
+        ("the child lives longer", WITH_KEYS),
+        ("its thread is taking events", OPEN),
+        pytest.param("the child lives longer", OPEN, marks=pytest.mark.slow),
+        pytest.param("its thread is taking events", WITH_KEYS, marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_forks(name: str, options: str) -> None:
+    body = indent(PROGRAMS[name] + "end()\n", "    ")
+    code = PROGRAM.replace("{options}", options) + "try:\n" + body + "finally:\n" + KILL
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert (process.returncode, process.stderr) == (0, "")

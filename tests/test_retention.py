@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from hybrids import FULL, make_batch, manager_state, start
+from settings import NUM_OPERATIONS
 from twins import levels_of
 
 import pagepool

@@ -9,7 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -52,18 +52,14 @@ EMPTY = ["", b"", np.str_(""), np.bytes_(b"")]
 
 @pytest.mark.parametrize("hash_seed", EMPTY, ids=repr)
 def test_an_empty_seed_is_refused(hash_algo: Any, hash_seed: Any) -> None:
-    message = r"hash_seed: got ''|hash_seed: got b''|hash_seed: got np\."
-    with pytest.raises(ArgumentError, match=message):
-        make_manager(hash_algo=hash_algo, hash_seed=hash_seed)
-    with pytest.raises(ArgumentError, match=message):
-        make_page_hasher(hash_algo, 4, hash_seed)
-
-
-@pytest.mark.parametrize("hash_seed", EMPTY, ids=repr)
-@pytest.mark.parametrize("function", [get_hash_seed, get_siphash_key])
-def test_an_empty_seed_makes_no_key(function: Callable[[Any], Any], hash_seed: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"hash_seed: got .*, allowed: .* not empty"):
-        function(hash_seed)
+    for call in (
+        lambda: make_manager(hash_algo=hash_algo, hash_seed=hash_seed),
+        lambda: make_page_hasher(hash_algo, 4, hash_seed),
+        lambda: get_hash_seed(hash_seed),
+        lambda: get_siphash_key(hash_seed),
+    ):
+        with pytest.raises(ArgumentError, match=r"hash_seed: got (''|b''|np\.).*, allowed: .* not empty"):
+            call()
 
 
 def test_an_empty_environment_names_no_seed(monkeypatch: pytest.MonkeyPatch) -> None:

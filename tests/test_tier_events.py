@@ -42,7 +42,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "write through": {"policy": "write_through"},
     "used twice": {"policy": "write_through", "min_uses": 2, "eviction": "adaptive"},
 }
-NUM_ROUNDS = max(NUM_OPERATIONS // (10 * len(MODELS) * len(ALGORITHMS) * len(POLICIES)), 300)
+NUM_ROUNDS = max(NUM_OPERATIONS // (10 * len(MODELS) * len(ALGORITHMS) * len(POLICIES)), 200)
 NUM_PROMPT_TOKENS = 56
 MASK = (1 << 64) - 1
 
@@ -171,6 +171,8 @@ def test_a_router_knows_what_is_in_both_places(model: str, algorithm: str, polic
         told.act()
         if i % 50 == 40:
             source.start_over()
+        if i % 3 == 0:
+            forget_names(told.manager.page_pool.store)  # those that nobody needs any more
         if told.rng.random() < 0.3:
             told.check()
     told.check()
@@ -178,6 +180,13 @@ def test_a_router_knows_what_is_in_both_places(model: str, algorithm: str, polic
     assert stats is not None
     assert stats.num_saved_pages > 0
     told.manager.check()
+    while told.running:
+        told.end(told.running[0])
+    while told.in_flight:
+        told.complete()
+    assert told.manager.reset_prefix_cache()
+    told.check()
+    assert len(told.manager.page_pool.store.names) == 0
 
 
 # --- what each event says ---------------------------------------------------------------------------------------
@@ -204,16 +213,10 @@ def evict_to_host(manager: CacheManager) -> None:
     manager.page_pool.free_page_ids(ids)
 
 
-def summarise(events: list[Any]) -> list[tuple[str, Any, int]]:
+def take(manager: CacheManager) -> list[tuple[str, str, int]]:
     """Return the name, the medium and the number of pages of each event."""
-    decoded = decode(events)
-    return [
-        (type(event).__name__, getattr(event, "medium", None), len(getattr(event, "block_hashes", ()))) for event in decoded
-    ]
-
-
-def take(manager: CacheManager) -> list[tuple[str, Any, int]]:
-    return summarise(manager.take_events())
+    events = decode(manager.take_events())
+    return [(type(event).__name__, event.medium, len(event.block_hashes)) for event in events]
 
 
 def test_a_page_that_goes_to_the_host_and_comes_back() -> None:
@@ -254,56 +257,6 @@ def test_pages_that_a_batch_loads_have_their_tokens_and_keys() -> None:
     assert decode(manager.take_events()) == [stored]
 
 
-def test_transfers_that_fail() -> None:
-    manager = make_told()
-    run_request(manager, 16)
-    ids = manager.page_pool.get_new_page_ids(5)
-    manager.fail_transfers(manager.take_transfers().number, saves=[0])
-    manager.page_pool.free_page_ids(ids)
-    assert take(manager) == [("BlockStored", "CPU", 3)]
-    manager.get_computed_pages(make_request("r", 40))
-    assert take(manager) == [("BlockStored", "GPU", 3)]
-    manager.fail_transfers(manager.take_transfers().number, loads=[0, 2])
-    assert take(manager) == [("BlockRemoved", "GPU", 2), ("BlockRemoved", "CPU", 2)]
-
-
-def test_a_reset_empties_both() -> None:
-    """Saves in flight are void, and what is saved afterwards is told after the reset."""
-    manager = make_told()
-    run_request(manager, 16)
-    evict_to_host(manager)
-    manager.take_events()
-    run_request(manager, 8, cache_salt="other")
-    ids = manager.page_pool.get_new_page_ids(5)
-    transfers = manager.take_transfers()
-    assert len(transfers.save_src) == 2
-    manager.page_pool.free_page_ids(ids)
-    assert manager.reset_prefix_cache()
-    manager.complete_transfers(transfers.number)
-    assert take(manager) == [("AllBlocksCleared", None, 0)]
-    run_request(manager, 8)
-    evict_to_host(manager)
-    assert manager.reset_prefix_cache()
-    run_request(manager, 12)
-    evict_to_host(manager)
-    assert take(manager) == [("AllBlocksCleared", None, 0), ("BlockStored", "CPU", 3)]
-
-
-def test_an_interrupted_call_starts_over_with_both() -> None:
-    manager = make_told()
-    run_request(manager, 16)
-    evict_to_host(manager)
-    run_request(manager, 8)
-    assert take(manager) == [("BlockStored", "GPU", 1), ("BlockStored", "CPU", 4)]
-    manager.require_event_source().start_over()
-    assert take(manager) == [("AllBlocksCleared", None, 0), ("BlockStored", "GPU", 1), ("BlockStored", "CPU", 4)]
-    assert summarise(manager.snapshot_events()) == [("BlockStored", "GPU", 1), ("BlockStored", "CPU", 4)]
-    manager.page_pool.evict_pages(range(1, 6))
-    events, snapshot = manager.require_event_source().take_with_snapshot()
-    assert summarise(events) == [("BlockRemoved", "GPU", 1), ("BlockRemoved", "CPU", 1)]
-    assert summarise(snapshot) == [("AllBlocksCleared", None, 0), ("BlockStored", "CPU", 3)]
-
-
 def test_events_begin_with_nothing_in_the_tier() -> None:
     manager = make_manager(FULL, num_pages=6, host_tier=HostTier(10))
     run_request(manager, 16)
@@ -314,56 +267,9 @@ def test_events_begin_with_nothing_in_the_tier() -> None:
     manager.complete_transfers(manager.take_transfers().number)
     with pytest.raises(ArgumentError, match=r"^0 pages are held and 4 prefixes cached already, allowed: none$"):
         manager.enable_events()
-    assert manager.reset_prefix_cache()
-    manager.enable_events()
-    run_request(manager, 8)
-    evict_to_host(manager)
-    assert take(manager) == [("BlockStored", "CPU", 2)]
 
 
-def test_names_are_kept_as_long_as_the_tier_needs_them() -> None:
-    """Hashes of 32 bytes need names: of pages being saved, of saved ones, and of those that went and were not told."""
-    manager = make_manager(FULL, num_pages=6, host_tier=HostTier(10), hash_algo="sha256")
-    manager.enable_events(hashes_as_bytes=True)
-    run_request(manager, 16)
-    [stored] = decode(manager.take_events())
-    ids = manager.page_pool.get_new_page_ids(5)
-    manager.take_events()
-    transfers = manager.take_transfers()
-    forget_names(manager.page_pool.store)
-    manager.complete_transfers(transfers.number)
-    forget_names(manager.page_pool.store)
-    [saved] = decode(manager.take_events())
-    assert sorted(saved.block_hashes) == sorted(stored.block_hashes)
-    manager.page_pool.free_page_ids(ids)
-    for salt in "abc":
-        run_request(manager, 16, cache_salt=salt)
-        evict_to_host(manager)
-    forget_names(manager.page_pool.store)
-    [removed, _] = decode(manager.take_events())
-    assert sorted(removed.block_hashes) == sorted(stored.block_hashes)
-    assert manager.reset_prefix_cache()
-    assert len(manager.page_pool.store.names) == 0
-
-
-def test_a_loaded_page_names_its_parent() -> None:
-    """Even one that is in neither place any more, because a window does not reach it."""
-    manager = make_manager(WINDOW, num_pages=12, host_tier=HostTier(20), hash_algo="sha256")
-    manager.enable_events(hashes_as_bytes=True)
-    run_request(manager, 40)
-    [stored] = decode(manager.take_events())
-    evict_to_host(manager)
-    hits, _ = manager.get_computed_pages(make_request("r", 29))
-    manager.complete_transfers(manager.take_transfers().number)
-    assert manager.page_pool.evict_pages(hits.get_page_ids()[0][-2:]) == 2
-    manager.take_events()
-    forget_names(manager.page_pool.store)
-    assert manager.get_computed_pages(make_request("r", 40))[1] == 36
-    [loaded] = decode(manager.take_events())
-    assert (loaded.parent_block_hash, loaded.block_hashes) == (stored.block_hashes[6], stored.block_hashes[7:9])
-
-
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(max(NUM_OPERATIONS // 60_000, 1)))
 def test_one_thread_is_told_what_the_others_save(seed: int) -> None:
     manager, router = make_manager(FULL, num_pages=24, host_tier=HostTier(16)), Router()
     manager.enable_events()

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from settings import NUM_OPERATIONS
 
 from pagepool.compat.vllm import hasher as native
 from pagepool.errors import ArgumentError, ArgumentTypeError, CompatError
@@ -55,26 +56,9 @@ def digest_of(request: pytest.FixtureRequest) -> Callable[[bytes], bytes]:
     return lambda data: native._sha256(data, with_instructions)
 
 
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        (b"", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"),
-        (b"abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"),
-        (
-            b"abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq",
-            "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1",
-        ),
-        (b"a" * 1_000_000, "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0"),
-    ],
-    ids=["nothing", "24 bits", "448 bits", "a million"],
-)
-def test_the_vectors_of_nist(digest_of: Callable[[bytes], bytes], data: bytes, expected: str) -> None:
-    assert digest_of(data).hex() == expected
-
-
 def test_data_of_all_lengths(digest_of: Callable[[bytes], bytes]) -> None:
     rng = Random(1)
-    for size in [*range(400), *(rng.randrange(1 << 17) for _ in range(40))]:
+    for size in [*range(400), 1_000_000, *(rng.randrange(1 << 17) for _ in range(40))]:
         data = rng.randbytes(size)
         assert digest_of(data) == hashlib.sha256(data).digest(), size
 
@@ -86,7 +70,7 @@ def test_data_of_all_lengths(digest_of: Callable[[bytes], bytes]) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 16, 23, 24, 255, 256, 1000, LAST_NATIVE])
 def test_a_block_is_encoded_as_by_the_library(name: str, num_tokens: int) -> None:
     rng = Random(num_tokens)
-    for size in (0, 1, 23, 24, 32, 255):
+    for size in (0, 1, 23, 24, 32, 255)[: 2 if num_tokens == LAST_NATIVE else 6]:
         parent = rng.randbytes(size)
         token_ids = [rng.choice((rng.choice(EDGES), rng.randrange(1 << rng.randint(1, 31)))) for _ in range(num_tokens)]
         expected = FUNCTIONS[name]((parent, tuple(token_ids), None))
@@ -279,7 +263,7 @@ def test_random_requests_are_hashed_as_by_vllm(engine: Engine, name: str, block_
         engine.utils.get_request_block_hasher(block_size, function),
         native.get_request_block_hasher(block_size, function),
     )
-    for case in range(150):
+    for case in range(max(NUM_OPERATIONS // 1300, 20)):
         engine.set_none_hash(rng.choice((rng.randbytes(32), b"", rng.randbytes(300), "text")))
         kind = rng.choice(("plain", "plain", "edges", "odd"))
         token_ids = [random_token(rng, kind) for _ in range(rng.randint(0, 4 * block_size))]
@@ -294,7 +278,7 @@ def test_random_requests_are_hashed_as_by_vllm(engine: Engine, name: str, block_
 
 
 @pytest.mark.parametrize("name", ["sha256", "sha256_cbor"])
-@pytest.mark.parametrize("block_size", [LAST_NATIVE, LAST_NATIVE + 1, 40_000])
+@pytest.mark.parametrize("block_size", [LAST_NATIVE, LAST_NATIVE + 1])
 def test_huge_blocks(engine: Engine, name: str, block_size: int) -> None:
     """Pickle frames of 64 KiB."""
     rng = Random(block_size)
@@ -304,29 +288,6 @@ def test_huge_blocks(engine: Engine, name: str, block_size: int) -> None:
         expected = engine.utils.get_request_block_hasher(block_size, function)(request)
         assert native.get_request_block_hasher(block_size, function)(request) == expected
         assert len(expected) == 2
-
-
-def test_decoding_token_by_token(engine: Engine) -> None:
-    for name in FUNCTIONS:
-        function = engine.functions[name]
-        own, find = (make(16, function) for make in (engine.utils.get_request_block_hasher, native.get_request_block_hasher))
-        first, second = (engine.make_request(list(range(100)), hasher) for hasher in (find, own))
-        for token_id in range(1000, 1200):
-            first.append_output_token_ids(token_id)
-            second.append_output_token_ids(token_id)
-            assert first.block_hashes == second.block_hashes
-        assert len(first.block_hashes) == 18
-
-
-def test_the_none_hash_is_read_when_it_is_needed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = native.get_request_block_hasher(2, engine.functions["sha256"])
-    request = engine.make_request([1, 2])
-    for value in (b"1" * 32, b"2" * 32):
-        engine.set_none_hash(value)
-        assert find(request) == [sha256((value, (1, 2), None))]
-    monkeypatch.delattr(engine.utils, "NONE_HASH")
-    with pytest.raises((NameError, AttributeError), match="NONE_HASH"):
-        find(request)
 
 
 @pytest.mark.parametrize("name", ["other", "sha256", "sha256_cbor"])
@@ -366,15 +327,10 @@ def test_pickled_hashers_go_on(engine: Engine, library: str) -> None:
         assert len(twin.block_hashes) == 5
 
 
-@pytest.mark.parametrize("size", [0, -1, -(2**70), 2**70])
-def test_sizes_out_of_range_are_refused(engine: Engine, size: int) -> None:
-    with pytest.raises(ArgumentError, match=r"hash_block_size: got .*, allowed: 1 to"):
-        native.get_request_block_hasher(size, engine.functions["sha256"])
-
-
-@pytest.mark.parametrize("size", [None, 16.0, "16", [16]])
-def test_sizes_of_other_types_are_refused(engine: Engine, size: Any) -> None:
-    with pytest.raises(ArgumentTypeError, match=r"hash_block_size: got .*, allowed: an int"):
+@pytest.mark.parametrize("size", [0, -1, -(2**70), 2**70, None, 16.0, "16", [16]], ids=repr)
+def test_wrong_sizes_are_refused(engine: Engine, size: Any) -> None:
+    error, allowed = (ArgumentError, "1 to") if isinstance(size, int) else (ArgumentTypeError, "an int")
+    with pytest.raises(error, match=rf"hash_block_size: got .*, allowed: {allowed}"):
         native.get_request_block_hasher(size, engine.functions["sha256"])
 
 

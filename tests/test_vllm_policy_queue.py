@@ -7,12 +7,13 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+from settings import NUM_OPERATIONS
 
 from pagepool import PagePool
 from pagepool.compat.vllm.blocks import Block
 from pagepool.compat.vllm.policy import EVICTION_VARIABLE, read_eviction
 from pagepool.compat.vllm.policy_queue import PolicyQueue
-from pagepool.errors import ArgumentError, CompatError, DoubleFreeError, IntegrityError, OutOfPagesError
+from pagepool.errors import ArgumentError, DoubleFreeError, IntegrityError, OutOfPagesError
 from pagepool.hashing import PageHash
 
 GROUP = (0).to_bytes(4, "big")
@@ -77,7 +78,7 @@ class Twin:
 
 
 @policies
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(max(NUM_OPERATIONS // 16_000, 2)))
 def test_same_blocks_as_a_pool(seed: int, eviction: str) -> None:
     rng = Random(seed)
     twin = Twin(rng.choice((4, 9, 33)), eviction)
@@ -207,8 +208,3 @@ def test_variable(monkeypatch: pytest.MonkeyPatch, value: str | None, policy: st
     if value is not None:
         monkeypatch.setenv(EVICTION_VARIABLE, value)
     assert read_eviction() == policy
-
-
-def test_wrong_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(EVICTION_VARIABLE, "fifo")
-    refused(CompatError, "PAGEPOOL_VLLM_EVICTION: got 'fifo', allowed: adaptive, arc; lru or nothing", read_eviction)

@@ -35,52 +35,38 @@ class Bug(NamedTuple):
         original = vars(self.owner)[self.name]
         is_class_method = isinstance(original, classmethod)
         wrong = self.make(original.__func__ if is_class_method else original)
+        wrong.__name__ = self.name
         with mock.patch.object(self.owner, self.name, classmethod(wrong) if is_class_method else wrong):
             yield
 
 
 def forget_lag(original: Any) -> Any:
     """Cache tokens that multi-token prediction may compute again."""
-
-    def get_num_cacheable_tokens(self: Any, num_computed_tokens: int, group_id: int) -> int:
-        return original(self, num_computed_tokens + self.num_reprefillable_tokens, group_id)
-
-    return get_num_cacheable_tokens
+    return lambda self, num_computed_tokens, group_id: original(
+        self, num_computed_tokens + self.num_reprefillable_tokens, group_id
+    )
 
 
 def lag_too_little(original: Any) -> Any:
-    def get_num_cacheable_tokens(self: Any, num_computed_tokens: int, group_id: int) -> int:
-        return original(self, num_computed_tokens + bool(self.num_reprefillable_tokens), group_id)
-
-    return get_num_cacheable_tokens
+    return lambda self, num_computed_tokens, group_id: original(
+        self, num_computed_tokens + bool(self.num_reprefillable_tokens), group_id
+    )
 
 
 def free_in_reverse(original: Any) -> Any:
-    def free_blocks(self: Any, ordered_blocks: Any) -> None:
-        original(self, reversed(list(ordered_blocks)))
-
-    return free_blocks
+    return lambda self, ordered_blocks: original(self, reversed(list(ordered_blocks)))
 
 
 def free_all_at_the_end(original: Any) -> Any:
-    def prepend_n(self: Any, blocks: list[Any]) -> None:
-        self.append_n(blocks)
-
-    return prepend_n
+    return lambda self, blocks: self.append_n(blocks)
 
 
 def prepend_in_reverse(original: Any) -> Any:
-    def prepend_n(self: Any, blocks: list[Any]) -> None:
-        original(self, blocks[::-1])
-
-    return prepend_n
+    return lambda self, blocks: original(self, blocks[::-1])
 
 
 def tell_no_removal(original: Any) -> Any:
-    def emit(self: Any, block_hashes: list[Any]) -> None:
-        original(self, block_hashes[1:])
-
-    return emit
+    return lambda self, block_hashes: original(self, block_hashes[1:])
 
 
 def tell_no_stored_of_others(original: Any) -> Any:
@@ -119,17 +105,11 @@ def count_no_touch(original: Any) -> Any:
 
 
 def widen_window(original: Any) -> Any:
-    def get_num_skipped_tokens(self: Any, num_computed_tokens: int) -> int:
-        return max(0, original(self, num_computed_tokens) - 1)
-
-    return get_num_skipped_tokens
+    return lambda self, num_computed_tokens: max(0, original(self, num_computed_tokens) - 1)
 
 
 def hit_short_of_window(original: Any) -> Any:
-    def contiguous(cls: Any, window_size: int, block_size: int, use_eagle: bool) -> int:
-        return max(1, original(cls, window_size + 1, block_size, use_eagle))
-
-    return contiguous
+    return lambda cls, window_size, block_size, use_eagle: max(1, original(cls, window_size + 1, block_size, use_eagle))
 
 
 def take_last_duplicate(original: Any) -> Any:
@@ -160,19 +140,13 @@ def forget_further_hashes(original: Any) -> Any:
 
 
 def watch_no_reuse(original: Any) -> Any:
-    def notify(self: Any, blocks: Any) -> None:
-        original(self, list(blocks)[1:])
-
-    return notify
+    return lambda self, blocks: original(self, list(blocks)[1:])
 
 
 def evict_no_held_blocks(original: Any) -> Any:
-    def evict_blocks(self: Any, block_ids: set[int]) -> None:
-        original(
-            self, {block_id for block_id in block_ids if block_id >= len(self.blocks) or not self.blocks[block_id].ref_cnt}
-        )
-
-    return evict_blocks
+    return lambda self, block_ids: original(
+        self, {block_id for block_id in block_ids if block_id >= len(self.blocks) or not self.blocks[block_id].ref_cnt}
+    )
 
 
 def keep_hashes_at_reset(original: Any) -> Any:
@@ -225,42 +199,27 @@ def quick_return(returns_quickly: Callable[..., bool], caches: bool = True) -> C
 
 
 def cache_what_is_in_flight(original: Any) -> Any:
-    def cache_blocks(self: Any, request: Request, num_computed_tokens: int) -> None:
-        original(self, request, min(request.num_tokens, num_computed_tokens + request.num_in_flight_tokens))
-
-    return cache_blocks
+    return lambda self, request, num_computed_tokens: original(
+        self, request, min(request.num_tokens, num_computed_tokens + request.num_in_flight_tokens)
+    )
 
 
 def cache_late(original: Any) -> Any:
     """Cache a block a token too late."""
-
-    def cache_blocks(self: Any, request: Any, num_tokens: int, *args: Any, **options: Any) -> None:
-        original(self, request, num_tokens - 1, *args, **options)
-
-    return cache_blocks
+    return lambda self, request, num_tokens, *args, **options: original(self, request, num_tokens - 1, *args, **options)
 
 
 def need_none_for_evictable(original: Any) -> Any:
-    def get_num_evictable_blocks(cls: Any, blocks: Any) -> int:
-        return 0
-
-    return get_num_evictable_blocks
+    return lambda cls, blocks: 0
 
 
 def give_empty_lists(original: Any) -> Any:
-    def get_block_ids(self: Any, allow_none: bool = False, *, group_ids: Any = None) -> Any:
-        return original(self, False, group_ids=group_ids)
-
-    return get_block_ids
+    return lambda self, allow_none=False, *, group_ids=None: original(self, False, group_ids=group_ids)
 
 
 def copy_empty_blocks(original: Any) -> Any:
     """Return new lists where vLLM returns its object without blocks."""
-
-    def create_kv_cache_blocks(self: Any, blocks: Any) -> Any:
-        return Blocks(blocks)
-
-    return create_kv_cache_blocks
+    return lambda self, blocks: Blocks(blocks)
 
 
 def hash_without(name: str) -> Callable[[Any], Any]:
@@ -297,17 +256,11 @@ def drop_eagle_twice(original: Any) -> Any:
 
 
 def keep_no_boundaries(original: Any) -> Any:
-    def mask(cls: Any, *args: Any, **options: Any) -> Any:
-        return original(cls, *args, **options | {"reachable_boundaries": ()})
-
-    return mask
+    return lambda cls, *args, **options: original(cls, *args, **options | {"reachable_boundaries": ()})
 
 
 def count_the_null_block(original: Any) -> Any:
-    def get_usage(self: Any) -> float:
-        return 1.0 - self.get_num_free_blocks() / self.num_gpu_blocks
-
-    return get_usage
+    return lambda self: 1.0 - self.get_num_free_blocks() / self.num_gpu_blocks
 
 
 def has_no_window(manager: Any, *_: Any) -> bool:
