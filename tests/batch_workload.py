@@ -10,7 +10,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 from batch_model import Grown
@@ -194,9 +193,9 @@ class BatchWorkload(Workload):
         """Return features at a few fixed places, the last of which most requests reach only late."""
         page_size = self.setting.page_size
         places = ((0, 2), (1, page_size), (page_size, 1), (2 * page_size - 1, page_size + 1), (self.max_tokens - 3, 9))
-        chosen = sorted(self.rng.sample(places, self.rng.randint(0, 2)))
-        features = [Feature(self.rng.choice(("cat", "dog")), "image", SimpleNamespace(offset=o, length=n)) for o, n in chosen]
-        return (*features, Feature("cat", "image", None)) if self.rng.random() < 0.2 else tuple(features)
+        chosen: list[Any] = sorted(self.rng.sample(places, self.rng.randint(0, 2)))
+        chosen += [None] if self.rng.random() < 0.2 else []
+        return tuple(self.draw_feature(place) for place in chosen)
 
     # growth
 

@@ -10,9 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
-from engine import NUM_FAMILIES, VOCABULARY, Request
+from engine import NUM_FAMILIES, VOCABULARY, Feature, Request
 from oracle import NULL_PAGE
 from oracle_tier import Taken
 from settings import Setting
@@ -128,6 +129,11 @@ class Workload(ABC):
             manager.keys.forget(request.request_id)
         self.twins.system.manager.free_page_hashes(asked[-1])
         return asked[nums_tokens.index(max(nums_tokens))].all_token_ids
+
+    def draw_feature(self, place: tuple[int, int] | None) -> Feature:
+        """Return an image at a place, its first token and length, or at none that is known."""
+        placeholder_range = SimpleNamespace(offset=place[0], length=place[1]) if place else None
+        return Feature(self.rng.choice(("cat", "dog")), "image", placeholder_range)
 
     # the pool
 

@@ -89,47 +89,18 @@ def test_ages_beyond_the_horizon() -> None:
 # --- single calls ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["arc", "adaptive"])
-def pool(request: pytest.FixtureRequest) -> pagepool.PagePool:
-    return pagepool.PagePool(16, True, eviction=request.param)
-
-
-def cache(pool: pagepool.PagePool, page_ids: list[int], keys: list[int]) -> None:
-    hashes = [pagepool.PageHash(key, ()) for key in keys]
-    pool.cache_full_page_ids(None, page_ids, hashes, 0, len(page_ids), 1, 0)
-
-
-def queue_of(pool: pagepool.PagePool) -> list[int]:
-    pool.check()
-    return pool.free_page_ids_in_order().tolist()
-
-
-def test_a_page_that_is_freed_twice_comes_at_its_last_place(pool: pagepool.PagePool) -> None:
-    """As without a policy: 1 and 2 are the beginning of two requests, whose last pages are 3 and 4."""
-    page_ids = pool.get_new_page_ids(4).tolist()
-    cache(pool, page_ids, [1, 2, 3, 4])
-    pool.touch_page_ids(page_ids)  # so that all are in the same part
-    pool.free_page_ids([3, 4])
-    pool.free_page_ids([3, 2, 1, 4, 2, 1])
-    assert queue_of(pool)[-4:] == [3, 4, 2, 1]
-
-
-def test_a_page_that_is_cached_outside_the_queue_is_not_blank(pool: pagepool.PagePool) -> None:
-    page = pool.free_page_queue.popleft()
-    cache(pool, [page.page_id, 5], [1, 2])
-    pool.free_page_queue.append(page)
-    assert queue_of(pool)[-1] == page.page_id
-
-
-def test_a_free_page_with_references_is_whole_once_it_is_touched(pool: pagepool.PagePool) -> None:
+@pytest.mark.parametrize("eviction", ["arc", "adaptive"])
+def test_a_free_page_with_references_is_whole_once_it_is_touched(eviction: str) -> None:
+    pool = pagepool.PagePool(16, True, eviction=eviction)
     pool.pages[3].incr_ref()
     with pytest.raises(IntegrityError):
         pool.get_new_page_ids(1)
     pool.touch_page_ids([3])
     assert pool.pages[3].ref_cnt == 2
-    assert queue_of(pool) == [1, 2, *range(4, 16)]
+    assert pool.free_page_ids_in_order().tolist() == [1, 2, *range(4, 16)]
     pool.free_page_ids([3, 3])
-    assert sorted(queue_of(pool)) == list(range(1, 16))
+    pool.check()
+    assert sorted(pool.free_page_ids_in_order().tolist()) == list(range(1, 16))
 
 
 def test_a_key_is_remembered_once() -> None:

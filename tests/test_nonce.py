@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from workload import Request
 
-import pagepool
 from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, hash_request_tokens
 from pagepool.hashing import RequestExtraKeys
 
@@ -64,24 +63,6 @@ def test_it_shares_with_no_other_request(manager: CacheManager, attributes: dict
         assert manager.probe(other).num_hit_tokens == 0
         assert compute(manager, other) == 0
     manager.check()
-
-
-def test_it_hits_its_own_pages_when_it_comes_back(manager: CacheManager) -> None:
-    """Looked up, refused, preempted, probed, in any order, and with its generated tokens."""
-    request = make_seen()
-    assert manager.probe(request).num_hit_tokens == 0
-    assert compute(manager, request) == 0
-    for _ in range(3):
-        assert manager.probe(request) == pagepool.PrefixProbe(8, 9, "all full pages hit")
-        assert compute(manager, request) == 8
-    request.all_token_ids += [8] * 4
-    assert manager.probe(request).num_hit_tokens == 8
-    manager.allocate_slots(request, 13)
-    request.num_computed_tokens = 13
-    manager.free(request)
-    request.num_computed_tokens = 0
-    request.all_token_ids.append(8)
-    assert manager.get_computed_pages(request)[1] == manager.probe(request).num_hit_tokens == 12
 
 
 def test_pages_that_are_hashed_by_hand_are_shared_with_nobody() -> None:

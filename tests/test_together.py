@@ -1,5 +1,5 @@
-"""The random work driven by hypothesis, which shrinks its findings: requests; rows with requests beside them, direct calls and
-page tables, at once on one pool.
+"""The random work driven by hypothesis, which shrinks its findings: requests; rows with requests and direct calls beside
+them, at once on one pool.
 
 Whatever is done, the oracle does it too; mistakes are made on the package alone, which must refuse them and be as before.
 """
@@ -13,9 +13,8 @@ from random import Random
 from typing import Any
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
-from batch_model import BatchRows, OracleRows, package_pool_state
+from batch_model import BatchRows, OracleRows
 from batch_workload import NUM_ROWS, BatchWorkload
 from engine import Request
 from features import Features, Workload
@@ -25,17 +24,13 @@ from oracle import NULL_PAGE, OraclePool
 from pairs import NATIVE_HASHING, FeaturedTwins, make_managers, with_room
 from pool_workload import OracleCalls, PackageCalls
 from settings import HASHING, NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
-from table_model import make_grouped_work
 from twins import OracleTwin, PackageTwin
 from workload import RandomWorkload
 
 import pagepool
 from pagepool.errors import PagePoolError
-from pagepool.page_pool.snapshot import seal
 
-HAS_JAX = importlib.util.find_spec("jax") is not None
 HAS_EVENTS = importlib.util.find_spec("msgspec") is not None
-TABLE_ROWS, TABLE_TOKENS, TABLE_PAGE_SIZES = 4, 520, [4, 8]
 
 randoms = st.randoms(use_true_random=False)
 
@@ -175,7 +170,7 @@ class Requests(Acting):
 
 
 class Together(Acting):
-    """Rows, requests, direct holders and tables on one pool, in any order, with wrong calls in between."""
+    """Rows, requests and direct holders on one pool, in any order, with wrong calls in between."""
 
     @initialize(
         setting=st.sampled_from(ALL), features=features_with("pins retention external dedupe policies events"), rng=randoms
@@ -188,7 +183,6 @@ class Together(Acting):
         rows = OracleTogether(oracle, setting, NUM_ROWS, dedupe=features.dedupe)
         self.twins = FeaturedTwins(rows, self.package, features, seed)
         self.workload = BatchWorkload(setting, self.twins, num_pages, rng, True, features)
-        self.work = make_grouped_work(TABLE_ROWS, TABLE_TOKENS, TABLE_PAGE_SIZES, seed)
         self.mine: list[int] = []  # pages taken or touched directly, one entry for each reference
 
     @invariant()
@@ -196,9 +190,6 @@ class Together(Acting):
         """Compare the observable state; this calls `batch.check()`, and with it the pool's."""
         if hasattr(self, "twins"):
             self.twins.compare_states()
-            self.work.check()
-            for table, _ in self.work.pairs:
-                table.check()
 
     @precondition(lambda self: self.twins.live_request_ids)
     @rule(data=st.data(), token_ids=st.lists(st.integers(0, 2), min_size=1, max_size=6))
@@ -247,55 +238,6 @@ class Together(Acting):
     def make_mistake(self, name: str) -> None:
         with pytest.raises(PagePoolError):
             MISTAKES[name](self.package)
-
-    # separate tables
-
-    @rule()
-    def change_tables(self) -> None:
-        self.work.do()
-
-    @precondition(lambda self: self.twins.live_request_ids)
-    @rule(data=st.data(), row=st.integers(0, TABLE_ROWS - 1))
-    def show_neighbour(self, data: st.DataObject, row: int) -> None:
-        """Write a request's pages in its first group into a row of both tables."""
-        request_id = data.draw(st.sampled_from(list(self.twins.live_request_ids)))
-        page_ids = self.package.manager.get_page_ids(request_id)[0]
-        self.work.both("add_row", [page_ids, page_ids[:-1]], row)
-
-    @precondition(lambda _: HAS_JAX)
-    @rule(num_rows=st.integers(0, TABLE_ROWS))
-    def commit(self, num_rows: int) -> None:
-        arrays = self.work.tables.commit(num_rows)
-        self.work.model.commit(num_rows)
-        for array, (_, model) in zip(arrays, self.work.pairs, strict=True):
-            np.testing.assert_array_equal(np.asarray(array), model.on_device)
-
-    # snapshots
-
-    @rule()
-    def restore(self) -> None:
-        """A restored pool is equal, and changes to it do not affect this one."""
-        restored = pagepool.PagePool.restore(self.package.pool.snapshot())
-        restored.check()
-        assert package_pool_state(restored, True) == package_pool_state(self.package.pool, True)
-        restored.get_new_pages(restored.get_num_free_pages())
-
-    @rule(rng=randoms, is_sealed=st.booleans())
-    def restore_damaged(self, rng: Random, is_sealed: bool) -> None:
-        """With one bit changed the snapshot is refused; with a matching checksum, it is refused or makes a sound pool."""
-        snapshot = self.package.pool.snapshot()
-        name = rng.choice([name for name, values in snapshot.items() if values.size])
-        snapshot[name] = snapshot[name].copy()
-        memory = snapshot[name].reshape(-1).view(np.uint8)
-        memory[rng.randrange(memory.size)] ^= 1 << rng.randrange(8)
-        if is_sealed:
-            snapshot = seal({key: values for key, values in snapshot.items() if key != "checksum"})
-        try:
-            restored = pagepool.PagePool.restore(snapshot)
-        except PagePoolError:
-            return
-        assert is_sealed
-        restored.check()
 
 
 def settings_of(num_examples: int) -> Any:

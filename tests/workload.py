@@ -9,14 +9,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 from engine import (
     WITH_LOGPROBS,
     WITHOUT_LOGPROBS,
     Engine,
-    Feature,
     Request,
 )
 from features import PLAIN, Actions, Features, Span, Workload, random_retention, random_span, run_to_end
@@ -126,14 +124,10 @@ class RandomWorkload(Workload):
     def _vision(self, token_ids: list[int]) -> dict[str, Any]:
         """Put features over the tokens, in one of a few ways so that some requests differ in nothing else."""
         places = self.rng.choice(((), (None,), ((0, 2),), ((1, self.page_size),), ((0, 1), (2, self.page_size))))
-        features = tuple(self._feature(place) for place in places)
+        features = tuple(self.draw_feature(place) for place in places)
         num_placeholders = min(self.page_size, len(token_ids))
         token_ids[:num_placeholders] = [PLACEHOLDER_TOKEN] * num_placeholders
         return {"has_vision": True, "mm_features": features}
-
-    def _feature(self, place: tuple[int, int] | None) -> Feature:
-        placeholder_range = SimpleNamespace(offset=place[0], length=place[1]) if place else None
-        return Feature(self.rng.choice(("cat", "dog")), "image", placeholder_range)
 
     # requests are computed
 
