@@ -17,13 +17,6 @@ def make_batch(num_pages: int = 64) -> RunningBatch:
 
 
 class TestBudget:
-    @pytest.mark.parametrize(("num_tokens", "num_computed"), [(5, 12), (12, 12), (14, 14), (22, 15)])
-    def test_the_lesser_of_both_limits_holds(self, num_tokens: int, num_computed: int) -> None:
-        batch = make_batch()
-        batch.admit(0, PROMPT[:13])
-        assert batch.admit(1, PROMPT, num_tokens=num_tokens, max_num_new_tokens=3) == 12
-        assert batch.num_computed_tokens[1] == num_computed
-
     def test_a_short_pool_has_room_for_the_budget(self) -> None:
         batch = make_batch(num_pages=1 + 3)
         assert batch.admit(0, PROMPT) is None

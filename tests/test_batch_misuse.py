@@ -130,14 +130,10 @@ BY_ROWS: dict[str, Callable[[RunningBatch, Any], Any]] = {
 BAD_ROWS: dict[str, tuple[Any, type[Exception], str]] = {
     "outside": ([0, 4], RowIndexError, r"got 4.*allowed: 0 to 3"),
     "outside, array": (np.array([4, 0], dtype=np.int32), RowIndexError, r"got 4.*allowed: 0 to 3"),
-    "far outside": ([0, 2**31 - 1], RowIndexError, r"got 2147483647.*allowed: 0 to 3"),
     "negative": ([0, -1], RowIndexError, r"got -1.*allowed: 0 to 3"),
-    "lowest": (np.array([-(2**31)], dtype=np.int32), RowIndexError, r"got -2147483648.*allowed: 0 to 3"),
     "not admitted": ([0, 3], ArgumentError, r"row 3.*not admitted"),
     "beyond int32": ([0, 2**40], ArgumentError, r"rows.*1099511627776.*int32"),
     "beyond int32, array": (np.array([0, 2**40]), ArgumentError, r"rows.*1099511627776.*int32"),
-    "beyond int64": ([0, 2**80], ArgumentError, r"rows.*int32"),
-    "uint64": (np.array([2**63], dtype=np.uint64), ArgumentError, r"rows.*9223372036854775808.*int32"),
     "floats": ([0, 2.0], ArgumentTypeError, r"rows.*float"),
     "float array": (np.array([0.0, 2.0]), ArgumentTypeError, r"rows.*float64.*ints"),
     "2-D": (np.array([[0, 2]]), ArgumentTypeError, r"rows.*2 dimensions.*1 dimension"),
@@ -177,9 +173,6 @@ BAD_CALLS: dict[str, tuple[Callable[[InUse], Any], type[Exception], str]] = {
     "grow by less than nothing": (lambda u: u.batch.grow([0], -1), ArgumentError, r"num_new_tokens.*-1"),
     "grow one by less than nothing": (lambda u: u.batch.grow([2, 0], [1, -1]), ArgumentError, r"row 0.*got -1.*at least 0"),
     "grow by the lowest": (lambda u: u.batch.grow([0], [-(2**31)]), ArgumentError, r"got -2147483648.*at least 0"),
-    "grow by the most": (lambda u: u.batch.grow([2], [2**31 - 1]), ArgumentError, r"got 2147483647.*up to the 3"),
-    "grow by too much for int32": (lambda u: u.batch.grow([0], 2**40), ArgumentError, r"num_new_tokens.*1099511627776"),
-    "grow one by too much for int32": (lambda u: u.batch.grow([0], [2**40]), ArgumentError, r"num_new_tokens.*int32"),
     "grow by a fraction": (lambda u: u.batch.grow([2], 1.5), ArgumentTypeError, r"num_new_tokens.*float"),
     "grow by what has no number": (lambda u: u.batch.grow([2], Unready()), ZeroDivisionError, "no number yet"),
     "grow by too many numbers": (lambda u: u.batch.grow([2], [1, 1]), ArgumentError, r"num_new_tokens: got 2.*rows, 1"),
@@ -204,7 +197,6 @@ BAD_CALLS: dict[str, tuple[Callable[[InUse], Any], type[Exception], str]] = {
     "trim to more than is known": (lambda u: u.batch.trim([0, 2], [1, 7]), ArgumentError, r"num_tokens: got 7.*0 to 6"),
     "trim to less than nothing": (lambda u: u.batch.trim([0], -1), ArgumentError, r"num_tokens.*-1"),
     "trim one to less than nothing": (lambda u: u.batch.trim([2, 0], [1, -1]), ArgumentError, r"num_tokens: got -1.*0 to 10"),
-    "trim to the most": (lambda u: u.batch.trim([0], [2**31 - 1]), ArgumentError, r"num_tokens: got 2147483647.*0 to 10"),
     "trim to a fraction": (lambda u: u.batch.trim([0], 1.5), ArgumentTypeError, r"num_tokens.*float"),
     "trim to too many numbers": (lambda u: u.batch.trim([0], [1, 2]), ArgumentError, r"num_tokens: got 2.*rows, 1"),
     "move a free row": (lambda u: u.batch.move_row(3, 3), ArgumentError, r"rows 3 and 3.*free.*allowed"),
@@ -215,7 +207,6 @@ BAD_CALLS: dict[str, tuple[Callable[[InUse], Any], type[Exception], str]] = {
     "swap with outside": (lambda u: u.batch.swap_row(0, 4), RowIndexError, r"got 4.*allowed: 0 to 3"),
     "swap beyond int32": (lambda u: u.batch.swap_row(2**40, 0), RowIndexError, r"got 1099511627776.*allowed: 0 to 3"),
     "read outside": (lambda u: u.batch.get_page_ids(4), RowIndexError, r"got 4.*allowed: 0 to 3"),
-    "read before": (lambda u: u.batch.get_page_ids(-1), RowIndexError, r"got -1.*allowed: 0 to 3"),
     "write a count": (lambda u: np.copyto(u.batch.num_tokens, 0), ValueError, r"read-only"),
     "write a flag": (lambda u: u.batch.is_admitted.fill(True), ValueError, r"read-only"),
 }
@@ -272,7 +263,6 @@ BAD_ADMISSIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception]
     "none of them": ((3, [1] * 6), {"num_tokens": 0}, ArgumentError, r"num_tokens: got 0.*1 to 6"),
     "more than all": ((3, [1] * 6), {"num_tokens": 7}, ArgumentError, r"num_tokens: got 7.*1 to 6"),
     "less than none": ((3, [1] * 6), {"num_tokens": -1}, ArgumentError, r"num_tokens: got -1.*1 to 6"),
-    "far more than all": ((3, [1] * 6), {"num_tokens": 2**40}, ArgumentError, r"num_tokens: got 1099511627776.*1 to 6"),
     "a shard of none": ((3, [1]), {"dp_shard": 0}, ArgumentError, r"dp_shard: got 0.*data_parallel_size"),
     "less than no reserve": ((3, [1]), {"num_reserved_pages": -1}, ArgumentError, r"num_reserved_pages: got -1"),
     "a feature without content": ((3, [1]), {"mm_features": [PLACED]}, ArgumentError, r"mm_features.*mm_hash"),
@@ -425,17 +415,6 @@ def test_arguments_are_not_written() -> None:
     in_use.batch.step(rows, token_ids)
     in_use.batch.release(rows)
     assert (rows.tolist(), token_ids.tolist()) == ([0, 2], [8, 9])
-
-
-def test_known_tokens_are_a_copy() -> None:
-    in_use, expected = InUse(), InUse()
-    token_ids = np.arange(50, 56, dtype=np.int32)
-    in_use.batch.admit(3, token_ids, num_tokens=1)
-    expected.batch.admit(3, token_ids.copy(), num_tokens=1)
-    token_ids[:] = 0
-    for batch in (in_use.batch, expected.batch):
-        batch.grow([3], 5)
-    assert in_use.state() == expected.state()
 
 
 # --- windows ------------------------------------------------------------------------------------------------

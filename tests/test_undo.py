@@ -82,26 +82,6 @@ def test_a_step(specs: tuple[Any, ...]) -> None:
     assert batch.step([0, 1], PROMPT[7:9]).num_grown == 2
 
 
-def test_several_calls_are_taken_back_last_first() -> None:
-    batch = make_batch()
-    batch.admit(0, PROMPT[:3])
-    states, results = [], []
-    for i, token_id in enumerate(PROMPT[3:12]):
-        states.append(state_of(batch))
-        if i % 2:
-            results.append(batch.step([0], [token_id]))
-        else:
-            batch.append([0], [token_id])
-            results.append(batch.grow([0]))
-    with pytest.raises(ArgumentError, match="the last call first"):
-        batch.undo(results[-2])
-    for i, (state, result) in enumerate(zip(reversed(states), reversed(results), strict=True)):
-        batch.undo(result)
-        if i % 2 == 0:  # the caller must cut what it appended outside the call
-            batch.trim([0], state[0][0][0])
-        assert state_of(batch) == state
-
-
 def test_events_tell_nothing_of_it() -> None:
     if importlib.util.find_spec("msgspec") is None:
         pytest.skip("events need msgspec")
