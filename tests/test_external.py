@@ -1,4 +1,4 @@
-"""Tokens that come from elsewhere, and leases: exact cases of rows and requests, and what is refused."""
+"""Tokens that come from elsewhere or fail to, and leases: exact cases of rows and requests, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from hybrids import FULL, PAGE_SIZE, PROMPT, STATE, batch_state, count_hits, mak
 from settings import NUM_OPERATIONS
 from threads import run_threads
 
-from pagepool import CacheManager, EngineRequest, HostTier, Lease, RunningBatch
+from pagepool import CacheManager, EngineRequest, HostTier, Lease, PageHash, PageHashWithGroupId, RunningBatch
 from pagepool.errors import (
     ArgumentError,
     ArgumentTypeError,
     CopiesDueError,
     DoubleFreeError,
     IntegrityError,
+    PageHashError,
     PageIdError,
     PagePoolError,
     RowIndexError,
@@ -42,9 +43,9 @@ def manager_of(batch: RunningBatch) -> CacheManager:
     return batch._manager
 
 
-def start_pending(manager: CacheManager, num_external: int = 20, num_tokens: int = 23) -> Any:
+def start_pending(manager: CacheManager, num_external: int = 20) -> Any:
     """Return a request that waits for tokens behind its hits."""
-    request = make_request("pending", num_tokens)
+    request = make_request("pending", 23)
     hits, num_hit_tokens = manager.get_computed_pages(request)
     options = {"num_external_computed_tokens": num_external, "delay_cache_pages": True}
     assert manager.allocate_slots(request, 0, num_hit_tokens, hits, **options) is not None
@@ -91,22 +92,14 @@ def test_a_refused_row_is_recognised_by_its_tokens_from_elsewhere() -> None:
 
 
 def test_a_state_is_of_all_tokens() -> None:
-    """After a multiple of the interval it becomes a checkpoint; with fewer tokens the row starts anew."""
     batch = make_pending(FULL, STATE, num_external=16)
     refused(batch, ArgumentError, r"^row 0: got 15 tokens, allowed with a state: all 16", lambda: batch.commit_external(0, 15))
     batch.commit_external(0, 16)
-    assert count_hits(manager_of(batch)) == 0
     batch.grow([0], 7)
     assert take(batch) == [(5, 8, 1)]
     assert count_hits(manager_of(batch)) == 16
     assert batch.admit(1, PROMPT[:30], num_external_tokens=3) == 16
     refused(batch, CopiesDueError, "^row 1: copies", lambda: batch.commit_external(1, 3))
-    take(batch)
-    assert batch.fail_external(1, 3) == 0
-    assert (batch.get_page_ids(1), batch.num_cached_tokens[1], batch.num_computed_tokens[1]) == (([], []), 0, 0)
-    batch.check()
-    assert batch.grow([1], 30).num_grown == 1
-    batch.check()
 
 
 def test_transfers_of_a_host_tier_come_first() -> None:
@@ -119,25 +112,6 @@ def test_transfers_of_a_host_tier_come_first() -> None:
     assert len(batch.take_transfers().save_src) == 4
     batch.commit_external(0, 22)
     batch.check()
-
-
-def test_a_row_that_waits_behind_loads_that_fail() -> None:
-    """It cannot go back, since it has no more pages to compute than those that a transfer fills."""
-    batch = make_pending(num_pages=8, host_tier=HostTier(20))
-    manager = manager_of(batch)
-    batch.commit_external(0, 22)
-    batch.release([0])
-    batch.admit(0, [token_id + 1 for token_id in PROMPT[:23]])
-    manager.complete_transfers(batch.take_transfers().number)
-    batch.release([0])
-    assert batch.admit(0, PROMPT[:23], num_external_tokens=2) > 0
-    due = batch.take_transfers()
-    refused(batch, ArgumentError, "^row 0 waits for tokens from elsewhere", lambda: batch.swap_out(0))
-    failed = manager.fail_transfers(due.number, loads=range(len(due.load_src)))
-    assert (len(failed) > 0, batch.num_external_tokens[0], batch.rewind(failed)) == (True, 2, ([], [0]))
-    batch.release([0], 0)
-    batch.check()
-    manager.check()
 
 
 WRONG: list[tuple[Callable[[RunningBatch], object], type[PagePoolError], str]] = [
@@ -229,6 +203,71 @@ def test_what_a_manager_refuses(name: str) -> None:
         call(make_request("other"), 1)
     assert (manager.get_page_ids("pending"), count_hits(manager)) == (([1, 2, 3, 4, 5],), 0)
     manager.check()
+
+
+# Pages that were not filled.
+
+
+def start_loaded(manager: CacheManager) -> EngineRequest:
+    """Return a request with six full pages, all of whose tokens but the last came."""
+    request = make_request("loaded", 25)
+    assert manager.allocate_slots(request, 1, num_external_computed_tokens=24) is not None
+    request.num_computed_tokens = 25
+    return request
+
+
+@pytest.mark.parametrize("hash_algo", ["siphash128", hash], ids=["siphash128", "hash"])
+def test_pages_that_are_computed_again_hit_again(hash_algo: Any) -> None:
+    manager = make_manager(FULL, hash_algo=hash_algo)
+    request = start_loaded(manager)
+    [page_ids] = manager.get_page_ids("loaded")
+    assert manager.page_pool.evict_pages(page_ids[2:5:2]) == 2
+    assert (count_hits(manager), manager.stats().num_cached_pages) == (8, 4)
+    request.num_computed_tokens = 8
+    assert manager.allocate_slots(request, 17) is not None
+    assert (count_hits(manager), manager.stats().num_cached_pages) == (24, 6)
+    assert manager.get_computed_pages(make_request("other"))[0].get_page_ids() == (page_ids[:6],)
+    manager.check()
+
+
+def test_a_page_that_got_another_entry_is_refused() -> None:
+    manager = make_manager(FULL)
+    request = start_loaded(manager)
+    bad = manager.get_page_ids("loaded")[0][3]
+    manager.page_pool.evict_pages([bad - 1, bad])
+    manager.page_pool.pages[bad].page_hash = PageHashWithGroupId(PageHash(5, ()), 0)
+    request.num_computed_tokens = 0
+    with pytest.raises(PageHashError, match=rf"page {bad} \(at 3 of 7\) has a hash already"):
+        manager.allocate_slots(request, 25)
+    assert count_hits(manager) == 8
+    manager.page_pool.check()
+
+
+def test_events_tell_of_pages_that_are_computed_again() -> None:
+    pytest.importorskip("msgspec")
+    manager = make_manager(FULL)
+    manager.enable_events()
+    request = start_loaded(manager)
+    manager.take_events()
+    manager.page_pool.evict_pages(manager.get_page_ids("loaded")[0][2:4])
+    request.num_computed_tokens = 8
+    assert manager.allocate_slots(request, 17) is not None
+    removed, stored = manager.take_events()
+    assert list(removed.block_hashes) == list(stored.block_hashes)
+    assert stored.token_ids.tolist() == PROMPT[8:16]
+
+
+def test_hits_that_are_computed_again_and_whose_step_fails_are_forgotten() -> None:
+    """The pages belong to the request by then, although it hit them at first."""
+    manager = make_manager(FULL)
+    loaded, other = start_loaded(manager), make_request("other", 25)
+    hits, num_hit_tokens = manager.get_computed_pages(other)
+    assert manager.allocate_slots(other, 1, num_hit_tokens, hits) is not None
+    manager.page_pool.evict_pages(manager.get_page_ids("loaded")[0])
+    manager.free(loaded, num_computed_tokens=0)
+    assert manager.allocate_slots(other, 25) is not None  # again from its first token on
+    manager.free(other, num_computed_tokens=0)
+    assert count_hits(manager) == manager.stats().num_cached_pages == 0
 
 
 # Leases.
@@ -374,16 +413,15 @@ def test_threads_that_lease_what_others_free() -> None:
 
 def test_threads_that_end_one_transfer() -> None:
     """One of them does; the others are refused."""
-    for fails in (False, True):
-        batch = make_pending()
-        end, refused_threads = batch.fail_external if fails else batch.commit_external, set()
+    batch = make_pending()
+    refused_threads = set()
 
-        def work(rng: Random, number: int, end: Any = end, refused_threads: Any = refused_threads) -> None:
-            try:
-                end(0, 9)
-            except ArgumentError:
-                refused_threads.add(number)
+    def work(rng: Random, number: int) -> None:
+        try:
+            (batch.fail_external if number % 2 else batch.commit_external)(0, 9)
+        except ArgumentError:
+            refused_threads.add(number)
 
-        run_threads(4, 0, work)
-        assert (len(refused_threads), batch.num_computed_tokens[0]) == (3, 9)
-        batch.check()
+    run_threads(4, 0, work)
+    assert (len(refused_threads), batch.num_computed_tokens[0]) == (3, 9)
+    batch.check()

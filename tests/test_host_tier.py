@@ -5,7 +5,8 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from threading import Thread
+from contextlib import suppress
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from hybrids import FULL, make_batch, make_manager
 from interrupts import call_in_thread, interrupted_everywhere
 from settings import NUM_OPERATIONS, Setting
+from threads import run_threads
 from tier_contents import TIER_SETTINGS, run_tier_round
 
 from pagepool import CacheManager, EngineRequest, FailedLoads, HostTier, RunningBatch, Transfers
@@ -205,17 +207,6 @@ def test_a_row_that_goes_on_otherwise_lets_go_of_the_tier(way: str) -> None:
     assert stats.num_free_pages == 19
 
 
-def test_a_row_whose_save_failed_is_computed_again() -> None:
-    manager = make_tiered(num_pages=14)
-    batch = make_batch(manager)
-    batch.admit(0, FIRST)
-    assert batch.swap_out(0)
-    manager.fail_transfers(batch.take_transfers().number, saves=[1])
-    assert batch.swap_in(0) == 0
-    assert batch.grow([0], 21).num_grown == 1
-    batch.check()
-
-
 def test_swapped_rows_change_places() -> None:
     manager = make_tiered(num_pages=14)
     batch = make_batch(manager)
@@ -265,16 +256,15 @@ def test_rows_that_cannot_be_swapped() -> None:
 # Wrong input.
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_pages": 1}, "num_pages must be at least 2, got 1"),
-        ({"num_pages": 9, "policy": "write"}, "policy: got 'write', allowed: write_back or write_through"),
-        ({"num_pages": 9, "min_uses": 0}, "min_uses must be at least 1, got 0"),
-        ({"num_pages": 9, "min_uses": 256}, "min_uses must be at most 255, got 256"),
-    ],
-    ids=str,
-)
+WRONG_OPTIONS = [
+    ({"num_pages": 1}, "num_pages must be at least 2, got 1"),
+    ({"num_pages": 9, "policy": "write"}, "policy: got 'write', allowed: write_back or write_through"),
+    ({"num_pages": 9, "min_uses": 0}, "min_uses must be at least 1, got 0"),
+    ({"num_pages": 9, "min_uses": 256}, "min_uses must be at most 255, got 256"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_OPTIONS, ids=str)
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         HostTier(**options)
@@ -447,36 +437,24 @@ def test_everything_happens() -> None:
 
 def test_threads_share_a_tier() -> None:
     manager = make_tiered(num_pages=64, num_host_pages=200)
-    errors: list[BaseException] = []
 
-    def work(number: int) -> None:
-        rng = np.random.default_rng(number)
+    def work(rng: Random, number: int) -> None:
         batch = make_batch(manager)
-        try:
-            for _ in range(min(NUM_OPERATIONS // 300, 300)):
-                token_ids = [number * 1000 * (rng.random() < 0.5), *range(int(rng.integers(1, 60)))]
-                if batch.admit(0, token_ids) is not None:
-                    complete(manager)
-                    if rng.random() < 0.3 and batch.num_computed_tokens[0]:
+        for _ in range(min(NUM_OPERATIONS // 300, 300)):
+            token_ids = [number * 1000 * (rng.random() < 0.5), *range(rng.randrange(1, 60))]
+            if batch.admit(0, token_ids) is not None:
+                complete(manager)
+                if rng.random() < 0.3 and batch.num_computed_tokens[0]:
+                    with suppress(CopiesDueError, ArgumentError):
                         swap(batch)
-                    batch.release([0])
-        except BaseException as error:
-            errors.append(error)
+                batch.release([0])
 
     def swap(batch: RunningBatch) -> None:
-        try:
-            if batch.swap_out(0):
-                complete(manager)
-                batch.swap_in(0)
-        except (CopiesDueError, ArgumentError):
-            pass
+        if batch.swap_out(0):
+            complete(manager)
+            batch.swap_in(0)
 
-    threads = [Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    run_threads(4, 0, work)
     complete(manager)
     manager.check()
 

@@ -18,7 +18,16 @@ import pytest
 from settings import NUM_OPERATIONS
 
 import pagepool
-from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, PagePool, hash_page_tokens
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    EngineRequest,
+    FullAttentionSpec,
+    PagePool,
+    PageTable,
+    RunningBatch,
+    hash_page_tokens,
+)
 from pagepool._core import HashChain
 from pagepool.errors import (
     ArgumentError,
@@ -334,6 +343,61 @@ def test_groups_that_differ_in_high_bits_alone_are_told_apart() -> None:
     pool.store.enter(2, 5, 1 << 24)
     pool.check()
     PagePool.restore(pool.snapshot()).check()
+
+
+# Pages that are held.
+
+
+def make_restored() -> CacheManager:
+    """Return a manager of a restored pool, whose pages 1 to 6 have two holders, and 7 and 8 one each."""
+    manager = make_manager()
+    for name in "first", "second":
+        request = EngineRequest(name, list(range(25)))
+        hits, num_hit_tokens = manager.get_computed_pages(request)
+        manager.allocate_slots(request, 25 - num_hit_tokens, num_hit_tokens, hits)
+    return make_manager(page_pool=PagePool.restore(manager.page_pool.snapshot()))
+
+
+def test_a_restored_pool_is_emptied() -> None:
+    """What takes no reference does not stand in the way."""
+    manager = make_restored()
+    pool = manager.page_pool
+    assert not manager.reset_prefix_cache()
+    assert pool.ref_counts().tolist()[:10] == [0, *[2] * 6, 1, 1, 0]
+    RunningBatch(manager, PageTable(2, 32, 64))
+    assert manager.get_computed_pages(EngineRequest("third", list(range(25))))[1] == 24
+    pool.free_page_ids([8])
+    pool.pages[1].decr_ref()
+    pool.get_new_page_ids(0)
+    before = pool.free_page_ids_in_order().tolist()
+    assert pool.release_all_held() == 7
+    assert pool.free_page_ids_in_order().tolist() == [*before, *range(1, 8)]
+    assert not pool.ref_counts().any()
+    manager.check()
+    assert manager.get_computed_pages(EngineRequest("fourth", list(range(25))))[1] == 24
+    assert pool.release_all_held() == 0
+    assert manager.reset_prefix_cache()
+
+
+USES: dict[str, Callable[[CacheManager], Any]] = {
+    "a request": lambda manager: manager.allocate_slots(EngineRequest("third", [1]), 1),
+    "a row": lambda manager: RunningBatch(manager, PageTable(2, 32, 64)).admit(0, list(range(25))),
+    "pages taken": lambda manager: manager.page_pool.get_new_page_ids(1),
+    "pages touched": lambda manager: manager.page_pool.touch_page_ids([1]),
+    "a reference more": lambda manager: manager.page_pool.pages[1].incr_ref(),
+    "a count overwritten": lambda manager: setattr(manager.page_pool.pages[9], "ref_cnt", 1),
+}
+
+
+@pytest.mark.parametrize("use", [*USES, "a pool that was not restored"])
+def test_a_pool_that_is_used_is_not_emptied(use: str) -> None:
+    manager = make_restored() if use in USES else make_manager()
+    USES.get(use, USES["a request"])(manager)
+    before = manager.page_pool.ref_counts().tolist()
+    message = r"^release_all_held: got a pool that was not restored, or was used since, allowed: a freshly restored pool"
+    with pytest.raises(ArgumentError, match=message):
+        manager.page_pool.release_all_held()
+    assert manager.page_pool.ref_counts().tolist() == before
 
 
 # Policies.
