@@ -25,8 +25,9 @@ from hybrids import (
     run,
     take,
 )
+from settings import NUM_OPERATIONS
 
-from pagepool import CacheManager, EngineRequest, PageHash, PageHashWithGroupId, PagePool, RunningBatch, SlidingWindowSpec
+from pagepool import EngineRequest, PageHash, PageHashWithGroupId, PagePool, SlidingWindowSpec
 from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError, RowIndexError
 
 WINDOW = SlidingWindowSpec(4, 1, 8, "float16", False, 5)
@@ -72,24 +73,15 @@ def test_a_state_past_a_multiple_is_not_that_of_the_multiple() -> None:
     assert count_hits(manager) == 0
 
 
-def test_without_a_free_page_for_the_next_state_none_is_made() -> None:
-    manager, request = make_manager(num_pages=6), make_request("a")
+@pytest.mark.parametrize(("num_pages", "num_reserved_pages"), [(6, 0), (8, 2)])
+def test_without_a_free_page_for_the_next_state_none_is_made(num_pages: int, num_reserved_pages: int) -> None:
+    manager, request = make_manager(num_pages=num_pages), make_request("a")
     assert run(manager, request, 8) == ([1, 2], [3])
-    assert run(manager, request, 8) == ([4, 5], [])
+    assert run(manager, request, 8, num_reserved_pages=num_reserved_pages) == ([4, 5], [])
     assert (take(manager), count_hits(manager)) == ([], 0)
     assert manager.get_page_ids("a") == ([1, 2, 4, 5], [3])
     manager.free(request)
     assert count_hits(manager) == 16  # the end needs no page
-
-
-def test_reserved_pages_are_not_taken_for_states() -> None:
-    manager, request = make_manager(num_pages=7), make_request("a")
-    run(manager, request, 8)
-    assert run(manager, request, 4, num_reserved_pages=2) == ([4], [])
-    assert (take(manager), count_hits(manager)) == ([], 0)
-    other_manager, other = make_manager(num_pages=7), make_request("a")
-    run(other_manager, other, 8)
-    assert run(other_manager, other, 4, num_reserved_pages=1) == ([4], [5])
 
 
 def test_an_equal_checkpoint_is_not_made_again() -> None:
@@ -122,18 +114,16 @@ def test_a_failed_load_lets_a_state_be_kept_again() -> None:
 @pytest.mark.parametrize(
     ("specs", "interval"),
     [
-        ((FULL, keep_every(8)), 8),
         ((FULL, keep_every(4)), 4),
         ((FULL, keep_every(8), keep_every(12)), 24),
-        ((keep_every(8),), 8),
-        ((keep_every(8), keep_every(12)), 24),
         ((keep_every(7),), 7),
         ((FULL, WINDOW, keep_every(np.int64(8))), 8),
-        ((FULL, WINDOW), None),
+        ((FULL, keep_every(None)), None),
     ],
 )
 def test_the_interval_is_that_of_all_groups(specs: tuple[Any, ...], interval: int | None) -> None:
     assert make_manager(*specs).checkpoint_interval == interval
+    assert make_manager(*specs, enable_caching=False).checkpoint_interval is None
 
 
 def test_two_states_are_kept_where_both_can_hit() -> None:
@@ -149,9 +139,7 @@ def test_two_states_are_kept_where_both_can_hit() -> None:
     assert (other.num_computed_tokens, take(manager)) == (28, [(3, 13, 1), (4, 14, 2)])
 
 
-@pytest.mark.parametrize(
-    ("num_computed_tokens", "next_checkpoint"), [(0, 8), (1, 8), (7, 8), (8, 16), (9, 16), (56, 64), (63, 64), (64, 64)]
-)
+@pytest.mark.parametrize(("num_computed_tokens", "next_checkpoint"), [(0, 8), (7, 8), (8, 16), (64, 64)])
 def test_the_next_checkpoint(num_computed_tokens: int, next_checkpoint: int) -> None:
     request = make_request("a", MAX_MODEL_LEN)
     request.num_computed_tokens = num_computed_tokens
@@ -193,43 +181,23 @@ def test_several_hit_one_checkpoint() -> None:
     assert manager.page_pool.ref_counts()[3] == 0
 
 
-def test_the_longest_checkpoint_is_hit() -> None:
+def test_the_longest_checkpoint_with_all_its_pages_is_hit() -> None:
     manager = make_manager()
-    fill(manager, 30)
+    manager.free(fill(manager, 30))
     hits, num_hit_tokens = manager.get_computed_pages(make_request("b", 25))
     assert (hits.get_page_ids(), num_hit_tokens) == (([1, 2, 4, 5, 7, 8], [0, 0, 9]), 24)
     assert manager.get_computed_pages(make_request("b", 24))[1] == 16  # a token is left to compute
-
-
-def test_a_shorter_checkpoint_is_hit_where_the_last_is_gone() -> None:
-    manager = make_manager()
-    fill(manager, 30)
     manager.page_pool.evict_pages([9])
     assert count_hits(manager) == 16
-    manager.page_pool.evict_pages([6])
+    manager.page_pool.evict_pages([4])  # an attention page
     assert count_hits(manager) == 8
 
 
-def test_a_checkpoint_without_its_attention_pages_does_not_hit() -> None:
-    manager = make_manager()
-    manager.free(fill(manager, 16))
-    manager.page_pool.evict_pages([4])
-    assert count_hits(manager) == 8
-
-
-@pytest.mark.parametrize(("use_eagle", "num_hit_tokens"), [(False, 16), (True, 8)])
-def test_with_eagle_attention_pages_drop_one(use_eagle: bool, num_hit_tokens: int) -> None:
-    manager = make_manager(use_eagle=use_eagle)
-    request = fill(manager, 16)
-    manager.free(request)
-    assert count_hits(manager) == num_hit_tokens
-
-
-def test_with_eagle_states_drop_nothing() -> None:
+@pytest.mark.parametrize(("num_tokens", "num_hit_tokens"), [(16, 8), (20, 16)])
+def test_with_eagle_attention_drops_a_page_and_a_state_nothing(num_tokens: int, num_hit_tokens: int) -> None:
     manager = make_manager(use_eagle=True)
-    fill(manager, 20)
-    hits, num_hit_tokens = manager.get_computed_pages(make_request("b"))
-    assert (hits.get_page_ids(), num_hit_tokens) == (([1, 2, 4, 5], [0, 6]), 16)
+    manager.free(fill(manager, num_tokens))
+    assert count_hits(manager) == num_hit_tokens
 
 
 def test_rows_hit_checkpoints_of_their_shard() -> None:
@@ -332,7 +300,7 @@ def test_what_fits_an_empty_pool_is_admitted_when_all_others_are_gone(num_pages:
     manager = make_manager(FULL, STATE, keep_every(4), num_pages=num_pages)
     random = Random(num_pages)
     longest = 4 * (num_pages - 3)
-    for i in range(60):
+    for i in range(max(NUM_OPERATIONS // 3_000, 10)):
         request = make_request(f"{i}", random.randint(1, longest))
         while request.num_computed_tokens < request.num_tokens:
             assert run(manager, request, random.choice([1, 4, 8, 12])) is not None
@@ -344,13 +312,11 @@ def test_what_fits_an_empty_pool_is_admitted_when_all_others_are_gone(num_pages:
 
 # --- the end of requests ----------------------------------------------------------------------------------------
 
-ends = pytest.mark.parametrize(
+
+@pytest.mark.parametrize(
     ("num_tokens", "num_computed_tokens", "num_hit_tokens"),
     [(16, None, 16), (16, 16, 16), (16, 12, 8), (16, 8, 8), (12, None, 8)],
 )
-
-
-@ends
 def test_the_end_of_a_request_leaves_a_checkpoint(
     num_tokens: int, num_computed_tokens: int | None, num_hit_tokens: int
 ) -> None:
@@ -479,42 +445,19 @@ def test_stats_count_checkpoints() -> None:
 # --- damage -----------------------------------------------------------------------------------------------------
 
 
-def make_holders() -> tuple[CacheManager, RunningBatch]:
-    """Return a manager with one request and a batch with one row, each of 16 tokens, whose working pages are 6 and 12."""
-    manager = make_manager()
-    fill(manager, 16)
-    batch = make_batch(manager)
-    batch.admit(0, [9, *PROMPT[:15]])
-    assert (manager.get_page_ids("first")[1], batch.get_page_ids(0)) == ([6], ([7, 8, 9, 10], [11]))
-    return manager, batch
-
-
 @pytest.mark.parametrize("page_id", [6, 11])
 def test_check_names_a_state_in_the_index(page_id: int) -> None:
-    manager, batch = make_holders()
+    manager = make_manager()
+    batch = make_batch(manager)
+    fill(manager, 16)
+    batch.admit(0, [9, *PROMPT[:15]])
+    assert (manager.get_page_ids("first")[1], batch.get_page_ids(0)[1]) == ([6], [11])
     manager.page_pool.pages[page_id].page_hash = PageHashWithGroupId(PageHash(5, ()), 1)
     side = batch if page_id == 11 else manager
     with pytest.raises(
         IntegrityError, match=f"page {page_id}, to which a state is written, has another holder or a prefix entry"
     ):
         side.check()
-
-
-@pytest.mark.parametrize("page_id", [6, 11])
-def test_check_names_a_state_that_was_given_back(page_id: int) -> None:
-    manager, batch = make_holders()
-    manager.page_pool.free_page_ids([page_id])
-    with pytest.raises(IntegrityError, match=f"page {page_id} stands in 1 rows and requests, its ref count is 0"):
-        batch.check()
-
-
-def test_check_names_a_source_that_was_given_back() -> None:
-    manager, _ = make_holders()
-    run(manager, make_request("b", 12), 4)
-    manager.check()
-    manager.page_pool.free_page_ids([3])
-    with pytest.raises(IntegrityError, match="page 3 stands in 1 rows and requests, its ref count is 0"):
-        manager.check()
 
 
 # --- misuse -----------------------------------------------------------------------------------------------------
@@ -524,13 +467,9 @@ def test_check_names_a_source_that_was_given_back() -> None:
     ("interval", "error", "message"),
     [
         (0, ArgumentError, "^checkpoint_interval must be at least 1, got 0$"),
-        (-8, ArgumentError, "^checkpoint_interval must be at least 1, got -8$"),
         (1 << 80, ArgumentError, "^checkpoint_interval must be at most .*, got 1208925819614629174706176$"),
         (8.0, ArgumentTypeError, "^checkpoint_interval must be an integer, got 8.0$"),
-        (np.float64(8), ArgumentTypeError, "^checkpoint_interval must be an integer, got "),
         (True, ArgumentTypeError, "^checkpoint_interval must be an integer, got True$"),
-        (np.True_, ArgumentTypeError, "^checkpoint_interval must be an integer, got "),
-        ("8", ArgumentTypeError, "^checkpoint_interval must be an integer, got '8'$"),
         ([8], ArgumentTypeError, r"^checkpoint_interval must be an integer, got \[8\]$"),
     ],
 )
@@ -539,15 +478,15 @@ def test_no_interval(interval: Any, error: type[Exception], message: str) -> Non
         keep_every(interval)
 
 
-@pytest.mark.parametrize(("specs", "hash_page_size"), [((FULL,), 4), ((FULL, STATE), 4), ((WINDOW, FULL), 4)])
-@pytest.mark.parametrize("interval", [1, 2, 6, 9])
-def test_an_interval_between_hashes(specs: tuple[Any, ...], hash_page_size: int, interval: int) -> None:
-    message = f"^checkpoint_interval: got {interval}, allowed: multiples of {hash_page_size}, the tokens of a hash$"
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, STATE), (WINDOW, FULL)])
+@pytest.mark.parametrize("interval", [2, 6])
+def test_an_interval_between_hashes(specs: tuple[Any, ...], interval: int) -> None:
+    message = f"^checkpoint_interval: got {interval}, allowed: multiples of 4, the tokens of a hash$"
     with pytest.raises(ArgumentError, match=message):
         make_manager(*specs, keep_every(interval))
 
 
-@pytest.mark.parametrize("num_new_computed_tokens", [0, 4, 8, 12, 15, 17])
+@pytest.mark.parametrize("num_new_computed_tokens", [0, 8, 15, 17])
 def test_hits_cut_short(num_new_computed_tokens: int) -> None:
     manager = make_manager()
     fill(manager, 20)
@@ -670,14 +609,11 @@ def test_copies_taken_by_another_thread() -> None:
     ("rows", "error", "message"),
     [
         ([4], RowIndexError, r"row.* got 4, allowed: 0 to 3"),
-        ([0, -1], RowIndexError, r"row.* got -1, allowed: 0 to 3"),
-        (np.array([0, 9]), RowIndexError, r"row.* got 9, allowed: 0 to 3"),
+        (np.array([0, -1]), RowIndexError, r"row.* got -1, allowed: 0 to 3"),
         ([1 << 40], ArgumentError, "got 1099511627776"),
         ([0.0], ArgumentTypeError, "float"),
         (np.zeros(1), ArgumentTypeError, "float64"),
-        (["0"], ArgumentTypeError, "str"),
         (0, ArgumentTypeError, "^rows: got int, allowed: a list or an array"),
-        (None, ArgumentTypeError, "^rows: got NoneType"),
     ],
 )
 def test_the_next_checkpoint_of_no_rows(rows: Any, error: type[Exception], message: str) -> None:
