@@ -370,7 +370,7 @@ def test_a_page_that_cannot_be_held_is_not_pinned() -> None:
     manager.check()
 
 
-# --- shards and rows --------------------------------------------------------------------------------------------
+# --- rows ---------------------------------------------------------------------------------------------------
 
 
 def test_a_row_is_pinned_and_unpinned_by_a_request() -> None:
