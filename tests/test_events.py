@@ -81,7 +81,13 @@ def test_a_router_knows_what_a_manager_has_cached(setting: Setting, algorithm: s
 
 
 @pytest.mark.parametrize("hashes_as_bytes", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("setting", [*CACHING, *STATES], ids=lambda setting: setting.name)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(setting, id=setting.name, marks=pytest.mark.slow if i % 2 else ())
+        for i, setting in enumerate([*CACHING, *STATES])
+    ],
+)
 def test_a_router_knows_what_a_batch_has_cached(setting: Setting, hashes_as_bytes: bool) -> None:
     seed = zlib.crc32(f"{setting.name} batch events".encode()) + hashes_as_bytes
 

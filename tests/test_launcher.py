@@ -87,7 +87,7 @@ PROGRAMS = ["package", "-m package.module", "describe.py", "link.py", "packed.zi
 PROGRAMS += ["./package", "-m package", "-m describe", "-P describe.py", "-P -m describe", "-P package", "-P packed.zip"]
 
 
-@pytest.mark.parametrize("program", quick_first(PROGRAMS, 3))
+@pytest.mark.parametrize("program", quick_first(PROGRAMS, 2))
 def test_a_program_sees_what_it_sees_under_python(folder: Path, program: str) -> None:
     """Modules, arguments, path, `__main__` and its classes, during the run and afterwards."""
     options = ("-P",) if program.startswith("-P ") else ()
@@ -105,7 +105,7 @@ ENDINGS |= {"fail.py exit 0": 0, "fail.py none": 0, "nowhere/": 2, "package/nowh
 """Command lines of programs that fail, end, or cannot run, with their exit codes."""
 
 
-@pytest.mark.parametrize("line", quick_first(ENDINGS, 6))
+@pytest.mark.parametrize("line", quick_first(ENDINGS, 5))
 def test_a_program_ends_as_under_python(folder: Path, line: str) -> None:
     """Exit codes, and tracebacks that begin with the program's own lines."""
     assert check_as_python(folder, *line.split()).returncode == ENDINGS[line]

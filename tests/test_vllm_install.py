@@ -247,7 +247,14 @@ def test_a_module_without_its_source(folder: Path, monkeypatch: pytest.MonkeyPat
     check_refused(rf"^{POOL}: got no source")
 
 
-@pytest.mark.parametrize(("home", "name"), [(home, name) for home, names in DIGESTS.items() for name in names])
+@pytest.mark.parametrize(
+    ("home", "name"),
+    [
+        pytest.param(home, name, marks=pytest.mark.slow if i else ())
+        for home, names in DIGESTS.items()
+        for i, name in enumerate(names)
+    ],
+)
 def test_another_source(folder: Path, home: str, name: str) -> None:
     """Of each definition, in its last line."""
     path = path_of(folder, home)
