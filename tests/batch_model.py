@@ -345,7 +345,7 @@ class OracleRows(Rows):
 
     def fail_external(self, row: int, num_valid_tokens: int) -> int:
         self.require_waiting(row, num_valid_tokens, False)
-        self._run_on(row, self.manager.fail_external(self.requests[row], num_valid_tokens))
+        self._run_on(row, self.manager.fail_external(self.requests[row], num_valid_tokens, is_row=True))
         return self.requests[row].num_computed_tokens
 
     def _run_on(self, row: int, num_computed_tokens: int) -> None:

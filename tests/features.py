@@ -243,6 +243,7 @@ def run_to_end(workload: Workload, seed: int, num_calls: int) -> Twins:
     try:
         workload.run(num_calls)
         workload.drain()
+        workload.twins.require_same_figures()
     except Exception as error:
         where = (
             f"{type(workload).__name__} with {workload.features}, setting {workload.setting.name!r}, seed {seed}, "

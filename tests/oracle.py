@@ -526,11 +526,16 @@ class OracleManager:
             held.num_cached_pages = max(held.num_cached_pages, stop)
         self._enter_full_pages(request, num_computed)
 
-    def fail_external(self, request: Any, num_valid_tokens: int) -> int:
-        """Commit the tokens that came, and free the pages behind them; all, if there are states. Returns what is computed."""
+    def fail_external(self, request: Any, num_valid_tokens: int, is_row: bool = False) -> int:
+        """Commit the tokens that came, and free the pages behind them; all, if there are states: those of a row one by one,
+        those of a request, which holds nothing then, in one call. Returns what is computed.
+        """
         self._check_external(request, num_valid_tokens)
-        num_computed = 0
-        if not any(isinstance(kind, Mamba) for kind in self.kinds):
+        num_computed, has_state = 0, any(isinstance(kind, Mamba) for kind in self.kinds)
+        if has_state and not is_row:
+            self.page_pool.free_pages([page for group in self.held.pop(request.request_id) for page in group.pages[::-1]])
+            return 0
+        if not has_state:
             self.commit_external(request, num_valid_tokens)
             num_computed = request.num_computed_tokens + num_valid_tokens
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
@@ -692,9 +697,10 @@ class OracleManager:
         ]
 
     def _num_requests(self, page: int) -> int:
-        """Count the references of a page besides those of pins, of copies that are due, and of loads that did not end."""
+        """Count the references of a page besides those of pins, leases, copies that are due, and loads that did not end."""
         tier = self.page_pool.tier
-        moved = [copy.src for copy in self.states.copies.due]
+        moved = [page for lease in self.leases for page in lease.page_ids]
+        moved += [copy.src for copy in self.states.copies.due]
         moved += [load.page for load in tier.transfers if load.is_load] if tier is not None else []
         return self.page_pool.num_holders(page) - moved.count(page)
 
@@ -782,7 +788,7 @@ class OracleManager:
     def _find_cached(self, request: Any, start: int, stop: int | None) -> PageIds:
         """List the cached pages within tokens [start, stop): those that the request holds, else those that it would hit."""
         found: PageIds = []
-        if not self.enable_caching or not (self._takes_hits(request) or any(self.get_page_ids(request.request_id))):
+        if not self.enable_caching or not (self._takes_hits(request) or request.request_id in self.held):
             return found
         pages_by_group = self.held_pages_or_hits(request)
         for group_id, place, key in self._places(request, start, stop):
@@ -794,8 +800,8 @@ class OracleManager:
         return found
 
     def held_pages_or_hits(self, request: Any) -> PagesByGroup:
-        """Return the pages of a request, else those of a look-up that is not counted."""
-        if any(self.get_page_ids(request.request_id)):
+        """Return the pages of a request or an admitted row, else those of a look-up that is not counted."""
+        if request.request_id in self.held:
             return self.get_page_ids(request.request_id)
         return self._peek_hits(request)
 
