@@ -21,7 +21,7 @@ from command_line import Page, figures_of, invoke, line_of
 
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans.command import choose_replays, choose_sizes
-from pagepool.replay.plans.report import describe
+from pagepool.replay.plans.report import describe, headline
 
 COMMANDS = ["fleet", "plan", "replay"]
 
@@ -108,6 +108,7 @@ class TestPlan:
         result = invoke("plan", path)
         assert result.exit_code == 0
         assert "no pool hits anything" in result.output
+        assert headline(Planner([TraceRecord(0, 1, 1, (0,))], 16).make_plan([3]), "chat") == "chat: no pool hits anything"
         assert choose_sizes(None, Planner([TraceRecord(0, 1, 1, (0,))], 16), ModelPages(16), 0) == [2, 3]
 
 
@@ -133,6 +134,7 @@ BAD_OPTIONS: dict[str, list[tuple[list[str], str]]] = {
         (["--bytes-per-token", "1", "--model-config", __file__], "--bytes-per-token and --model-config exclude each other"),
         (["--model-config", __file__], ": not valid JSON"),
         (["--model-config", "no-such-file.json"], "File 'no-such-file.json' does not exist"),
+        (["--bytes-per-token", str(10**18)], ": a page would take "),
         (["--plot", "plot.gif"], "'plot.gif' must end in .png or .svg"),
         (["--replays", "-1"], "-1 is not in the range x>=0"),
         (["--eviction", "fifo"], "'fifo' is not one of 'lru', 'arc', 'adaptive'"),

@@ -155,7 +155,7 @@ class TestJax:
     ) -> None:
         installed(jax="9.9")
         monkeypatch.setattr(engines, "LIST_DEVICES", code)
-        monkeypatch.setattr(engines, "SECONDS", 1)
+        monkeypatch.setattr(engines, "SECONDS", 1 if "sleep" in code else 120)
         assert inspect_jax(problems) == {"version": "9.9"}
         assert [problem.what for problem in problems] == [f"jax 9.9 does not start: {fault}"]
 
@@ -194,13 +194,21 @@ class TestEngines:
             "VLLM_PLUGINS=one,other leaves pagepool out",
         ]
 
+    def test_a_value_that_is_none(self, monkeypatch: pytest.MonkeyPatch, installed: Versions, problems: list[Problem]) -> None:
+        installed()
+        monkeypatch.setenv("PAGEPOOL_EASYDEL", "perhaps")
+        assert not inspect_engines(problems)["easydel"]["is_on"]
+        assert problems[0].what.startswith("PAGEPOOL_EASYDEL: got 'perhaps', allowed: 1, ")
+
     def test_an_engine_that_refuses(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problems: list[Problem]) -> None:
         """Another version is imported than the installed one."""
         (tmp_path / "vllm.py").write_text("__version__ = '0.1'")
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setattr(engines, "find_version", {"vllm": "0.33.0"}.get)
         monkeypatch.delenv("PAGEPOOL_VLLM", raising=False)
-        assert inspect_engines(problems, True)["vllm"]["is_replaced"] is False
+        found = inspect_engines(problems, True)["vllm"]
+        assert found["is_replaced"] is False
+        assert report._describe_engine(found) == "vLLM       0.33.0, supported; PAGEPOOL_VLLM is off; refuses pagepool"
         assert [problem.what for problem in problems] == [
             "vLLM refuses pagepool: pagepool.errors.CompatError: vLLM's version: got 0.1, expected 0.33.*"
         ]

@@ -148,7 +148,7 @@ def test_months_without_requests_are_jumped_over(months: tuple[float, ...], repo
 
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
 @pytest.mark.parametrize("report_seconds", [0.1, 0.7, 1.0])
-@pytest.mark.parametrize("seed", range(scale(3)))
+@pytest.mark.parametrize("seed", range(scale(3, 6)))
 def test_jumping_changes_no_figure(router: type[Router], report_seconds: float, seed: int) -> None:
     """Neither gaps between requests, nor steps longer than a round, nor deaths in the middle of either."""
     rng = Random(seed)

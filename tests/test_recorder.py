@@ -14,7 +14,7 @@ from replays import make_manager, run_alone, scale
 
 from pagepool.errors import ArgumentError
 from pagepool.manager import CacheManager
-from pagepool.page_table import PageTable
+from pagepool.page_table import MultiGroupPageTable
 from pagepool.replay import Recorder, Scheduler, make_requests, read_trace
 from pagepool.request import EngineRequest
 from pagepool.running_batch import RunningBatch
@@ -52,7 +52,8 @@ class Chats:
 
 def run_batch(manager: CacheManager, recorder: Recorder, chats: Chats, num_requests: int, num_rows: int = 1) -> list[int]:
     """Run as many requests at once as there are rows, which end in any order; return the hit tokens of each."""
-    batch = RunningBatch(manager, PageTable(num_rows, 2_000, 2_000))
+    page_sizes = [group.kv_cache_spec.page_size for group in manager.kv_cache_groups]
+    batch = RunningBatch(manager, MultiGroupPageTable(num_rows, 2_000, 2_000, page_sizes))
     running: dict[int, tuple[EngineRequest, int]] = {}
     num_hits: list[int] = []
     while len(num_hits) < num_requests or running:
@@ -119,6 +120,7 @@ class TestReplay:
         assert min(seen.values()) > 0
 
     def test_hybrids(self, tmp_path: Path) -> None:
+        """The blocks are as long as the smallest page."""
         groups = [
             CacheGroupSpec(FullAttentionSpec(8, 1, 1, "bfloat16", use_mla=False)),
             CacheGroupSpec(SlidingWindowSpec(4, 1, 1, "bfloat16", use_mla=False, sliding_window=10)),

@@ -123,13 +123,16 @@ class TestReplay:
 
 class TestPlan:
     @pytest.mark.parametrize(
-        ("model", "sizes"), [("more states", "40,400"), ("more attention", "40,400"), ("states only", "4,200")]
+        ("model", "sizes", "intervals"),
+        [("more states", "40,400", "544,2176"), ("more attention", "40,400", "1088"), ("states only", "4,200", "256,1024")],
     )
-    def test_hits_are_those_of_a_replay(self, model: str, sizes: str, config: Path, tmp_path: Path) -> None:
+    def test_hits_are_those_of_a_replay(self, model: str, sizes: str, intervals: str, config: Path, tmp_path: Path) -> None:
         config.write_text(json.dumps(MODELS[model]))
         seen: Counter[str] = Counter()
         common = [write_trace(tmp_path / "loop.jsonl", make_loop()), "--model-config", config, "--max-batched-tokens", 1100]
-        planned = figures_of("plan", *common, "--num-pages", sizes, "--replays", 0, "--eviction", "adaptive")
+        planned = figures_of(
+            "plan", *common, "--num-pages", sizes, "--replays", 0, "--eviction", "adaptive", "--checkpoint-interval", intervals
+        )
         for pool in planned["pools"]:
             assert {run["eviction"] for run in pool["checkpoints"]} == {"lru", "adaptive"}
             for run in pool["checkpoints"]:
@@ -181,7 +184,7 @@ class TestPlan:
         config.write_text(json.dumps(MODELS[model]))
         trace, files = write_trace(tmp_path / "loop.jsonl", make_loop()), (tmp_path / "plan.svg", tmp_path / "plan.html")
         sizes = "10,20" if model == "states only" else "100,150"
-        options = ["--num-pages", sizes, "--eviction", "adaptive", "--plot", files[0], "--html", files[1]]
+        options = ["--num-pages", sizes, "--replays", 0, "--eviction", "adaptive", "--plot", files[0], "--html", files[1]]
         result = invoke("plan", trace, "--model-config", config, *options)
         assert result.exit_code == 0, result.output
         for path in files:

@@ -12,7 +12,7 @@ from replays import scale
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.replay import WORKLOADS, SimulatedRequest, generate_chats, generate_workload
 from pagepool.replay.traces import arrivals, generator
-from pagepool.replay.traces.arrivals import Arrival
+from pagepool.replay.traces.arrivals import Arrival, in_order
 from pagepool.replay.traces.workloads import KINDS
 
 SEEDS = range(scale(4))
@@ -192,7 +192,12 @@ class TestRecency:
 
 
 def test_a_mix_has_chats_agents_and_questions() -> None:
-    for seed in range(20):
+    for seed in range(scale(20)):
         kinds = Counter(arrival.name.split()[0] for arrival in take("mix", 1000, seed))
         assert kinds.keys() == {"chat", "agent", "question"}
         assert min(kinds.values()) > 50
+
+
+def test_groups_are_merged_by_time() -> None:
+    groups = [[Arrival(time, str(time), (), 1) for time in times] for times in ([0, 5, 9], [2, 3], [4, 10])]
+    assert [arrival.time for arrival in in_order(groups)] == [0, 2, 3, 4, 5, 9, 10]
