@@ -1,7 +1,18 @@
-"""Every misuse: the named error, and an unchanged state. Each case makes one wrong call on a pool or manager in use."""
+"""Every misuse: the named error, and an unchanged state. Each case makes one wrong call on a pool or manager in use.
+
+Values of wrong types are in `argument_cases`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import itemgetter
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from batch_model import package_pool_state
 
 import pagepool
 from pagepool import (
@@ -14,9 +25,11 @@ from pagepool import (
     EngineRequestStatus,
     FreeCachePageQueue,
     FullAttentionSpec,
+    MambaSpec,
     PageHash,
     PageHashWithGroupId,
     PagePool,
+    SlidingWindowSpec,
 )
 from pagepool.errors import (
     ArgumentError,
@@ -31,312 +44,384 @@ from pagepool.errors import (
 )
 
 SPEC = FullAttentionSpec(4, 1, 8, "float16", False)
+WINDOW = SlidingWindowSpec(4, 1, 8, "float16", False, 9)
+CHUNK = ChunkedLocalAttentionSpec(4, 1, 8, "float16", False, 8)
+STATE = MambaSpec(4, ((1, 1),), "float16")
+HASH = PageHash(99, ())
+KEY = PageHashWithGroupId(HASH, 0)
+ALGORITHMS: list[Any] = ["siphash128", "sha256", hash]
 
 
 class InUse:
-    """A manager of 16 pages: `held` has pages 1 to 3, two of them cached; page 4 is free and cached."""
+    """A manager of 16 pages: `held` has pages 1 to 3, two of them cached; page 4 is free and cached, a hit of `new`.
 
-    def __init__(self, spec=SPEC, **options):
-        self.manager = CacheManager(16, [CacheGroupSpec(spec)], 64, **options)
+    With more groups, each has pages of its own.
+    """
+
+    def __init__(self, *specs: Any, num_pages: int = 16, **options: Any) -> None:
+        self.manager = CacheManager(num_pages, [CacheGroupSpec(spec) for spec in specs or (SPEC,)], 64, **options)
         self.pool = self.manager.page_pool
         self.held = EngineRequest("held", list(range(10)))
+        self.new = EngineRequest("new", [7] * 5)
         gone = EngineRequest("gone", [7] * 5)
         self.manager.allocate_slots(self.held, 10)
         self.held.num_computed_tokens = 10
         self.manager.allocate_slots(gone, 4)
         self.manager.free(gone)
-        self.other_pool = PagePool(16, True)
+        self.pages, self.queue = self.pool.pages, self.pool.free_page_queue
+        self.other_pages = PagePool(16, True).pages
+        self.cache_full_pages, self.cache_full_page_ids = self.pool.cache_full_pages, self.pool.cache_full_page_ids
 
-    def state(self):
-        return (
-            self.pool.ref_counts().tolist(),
-            self.pool.free_page_ids_in_order().tolist(),
-            {key: list(pages) for key, pages in self.pool.cached_page_hash_to_page.items()},
-            self.manager.get_page_ids("held"),
-            self.pool.get_usage(),
-        )
+    def allocate(self, *args: Any, **options: Any) -> Any:
+        return self.manager.allocate_slots(self.held, *args, **options)
+
+    def start(self, *args: Any, **options: Any) -> Any:
+        return self.manager.allocate_slots(self.new, *args, **options)
+
+    def start_with(self, *pages: Any, prompt: int = 7, num_computed_tokens: int = 4) -> Any:
+        """Start a request of five equal tokens with these pages for hits."""
+        request = EngineRequest("new", [prompt] * 5)
+        return self.manager.allocate_slots(request, 1, num_computed_tokens, CachePages((list(pages),)))
+
+    def enter(self, page: CachePage) -> None:
+        """Enter a page by hand."""
+        page.page_hash = KEY
+
+    def look_up(self) -> CachePages:
+        """Return the hit of `new`, whose first four tokens are cached."""
+        return self.manager.get_computed_pages(self.new)[0]
+
+    def state(self) -> list[Any]:
+        """Return the observable state."""
+        thresholds = [
+            (pages.num_room_tokens, pages.num_cached_hashes, [pages.needs_nothing(n, n, n) for n in range(64)])
+            for pages in self.manager.coordinator.requests.values()
+        ]
+        held = [self.manager.get_page_ids(request_id) for request_id in ("held", "new")]
+        pool = package_pool_state(self.pool, with_hashes=False)
+        return [pool.ref_counts, pool.free_page_ids, pool.prefix_entries, held, thresholds, self.manager.stats().queries]
 
 
-HASH = PageHash(99, ())
+Case = tuple[Callable[[InUse], Any], type[Exception], str]
 
-POOL_CASES = {
-    "free twice in one call": (lambda u: u.pool.free_pages([u.pool.pages[1]] * 2), DoubleFreeError),
-    "free twice by id in one call": (lambda u: u.pool.free_page_ids([2, 3, 2]), DoubleFreeError),
-    "free a free page": (lambda u: u.pool.free_pages([u.pool.pages[1], u.pool.pages[4]]), DoubleFreeError),
-    "free a free page by id": (lambda u: u.pool.free_page_ids(np.array([3, 9], dtype=np.int32)), DoubleFreeError),
-    "free twice around the null page": (
-        lambda u: u.pool.free_pages([u.pool.pages[1], u.pool.null_page, u.pool.pages[1]]),
-        DoubleFreeError,
-    ),
-    "free twice around the null page by id": (lambda u: u.pool.free_page_ids([0, 2, 0, 2]), DoubleFreeError),
-    "free another pool's page": (lambda u: u.pool.free_pages([u.pool.pages[1], u.other_pool.pages[1]]), PageIdError),
-    "free an id outside": (lambda u: u.pool.free_page_ids([1, 16]), PageIdError),
-    "free a negative id": (lambda u: u.pool.free_page_ids([1, -1]), PageIdError),
-    "free a float": (lambda u: u.pool.free_page_ids([1, 2.0]), ArgumentTypeError),
-    "free a float array": (lambda u: u.pool.free_page_ids(np.array([1.0])), ArgumentTypeError),
-    "free a table": (lambda u: u.pool.free_page_ids(np.ones((1, 1), dtype=np.int32)), ArgumentTypeError),
-    "free a huge id": (lambda u: u.pool.free_page_ids([1 << 40]), ArgumentError),
-    "free what is no page": (lambda u: u.pool.free_pages([u.pool.pages[1], 2]), ArgumentTypeError),
-    "touch another pool's page": (lambda u: u.pool.touch(([u.pool.pages[1], u.other_pool.pages[1]],)), PageIdError),
-    "touch an id outside": (lambda u: u.pool.touch_page_ids([1, 99]), PageIdError),
-    "take more than is free": (lambda u: u.pool.get_new_pages(13), OutOfPagesError),
-    "take more than is free by id": (lambda u: u.pool.get_new_page_ids(1000), OutOfPagesError),
-    "take more than a shard has": (
-        lambda u: u.pool.get_new_pages(8, dp_shard_hint=0, data_parallel_size=2),
-        OutOfPagesError,
-    ),
-    "take a negative number": (lambda u: u.pool.get_new_pages(-1), ArgumentError),
-    "take a fraction": (lambda u: u.pool.get_new_pages(1.5), ArgumentTypeError),
-    "take a string": (lambda u: u.pool.get_new_pages("3"), ArgumentTypeError),
-    "free no list": (lambda u: u.pool.free_page_ids(7), ArgumentTypeError),
-    "free no list of pages": (lambda u: u.pool.free_pages(u.pool.pages[1]), ArgumentTypeError),
-    "take nothing said": (lambda u: u.pool.get_new_page_ids(None), ArgumentTypeError),
-    "take the null page from the queue": (lambda u: u.pool.free_page_queue.remove(u.pool.null_page), PageIdError),
-    "queue the null page": (lambda u: u.pool.free_page_queue.append(u.pool.null_page), PageIdError),
-    "queue a free page": (lambda u: u.pool.free_page_queue.append(u.pool.pages[9]), PageIdError),
-    "queue a held page": (lambda u: u.pool.free_page_queue.append(u.pool.pages[1]), PageIdError),
-    "queue a stray page": (lambda u: u.pool.free_page_queue.append(CachePage(3)), PageIdError),
-    "queue another pool's page": (lambda u: u.pool.free_page_queue.append(u.other_pool.pages[3]), PageIdError),
-    "remove a held page": (lambda u: u.pool.free_page_queue.remove(u.pool.pages[1]), PageIdError),
-    "pop too many": (lambda u: u.pool.free_page_queue.popleft_n(13), OutOfPagesError),
-    "pop a negative number": (lambda u: u.pool.free_page_queue.popleft_n(-1), ArgumentError),
-    "read a page outside": (lambda u: u.pool.pages[16], PageIdError),
-    "read a page before the first": (lambda u: u.pool.pages[-17], PageIdError),
-    "a negative ref count": (lambda u: setattr(u.pool.pages[1], "ref_cnt", -1), ArgumentError),
-    "a fractional ref count": (lambda u: setattr(u.pool.pages[1], "ref_cnt", 1.5), ArgumentTypeError),
-    "decrement at zero": (lambda u: u.pool.pages[9].decr_ref(), DoubleFreeError),
-    "a second hash": (
-        lambda u: setattr(u.pool.pages[1], "page_hash", PageHashWithGroupId(HASH, 0)),
-        PageHashError,
-    ),
-    "a hash for the null page": (
-        lambda u: setattr(u.pool.null_page, "page_hash", PageHashWithGroupId(HASH, 0)),
-        PageIdError,
-    ),
-    "a hash that is none": (lambda u: setattr(u.pool.pages[3], "page_hash", HASH), ArgumentTypeError),
-    "a negative group": (
-        lambda u: setattr(u.pool.pages[3], "page_hash", PageHashWithGroupId(HASH, -1)),
+POOL_CASES: list[Case] = [
+    (lambda u: u.pool.free_pages([u.pages[1]] * 2), DoubleFreeError, "page 1 "),
+    (lambda u: u.pool.free_page_ids([2, 3, 2]), DoubleFreeError, "page 2 "),
+    (lambda u: u.pool.free_pages([u.pages[1], u.pages[4]]), DoubleFreeError, "page 4 "),
+    (lambda u: u.pool.free_page_ids(np.array([3, 9], dtype=np.int32)), DoubleFreeError, "page 9 "),
+    (lambda u: u.pool.free_pages([u.pages[1], u.pool.null_page, u.pages[1]]), DoubleFreeError, "page 1 "),
+    (lambda u: u.pool.free_pages([u.pages[1], u.other_pages[1]]), PageIdError, "page 1 belongs to another pool"),
+    (lambda u: u.pool.free_page_ids([1, 16]), PageIdError, "got 16, allowed: 0 to 15"),
+    (lambda u: u.pool.touch(([u.pages[1], u.other_pages[1]],)), PageIdError, "another pool"),
+    (lambda u: u.pool.get_new_pages(13), OutOfPagesError, "13"),
+    (lambda u: u.pool.get_new_pages(8, dp_shard_hint=0, data_parallel_size=2), OutOfPagesError, "8"),
+    (lambda u: u.queue.remove(u.pool.null_page), PageIdError, "page 0 is not in the free queue"),
+    (lambda u: u.queue.append(u.pool.null_page), PageIdError, "null page"),
+    (lambda u: u.queue.append(u.pages[9]), PageIdError, "page 9 "),
+    (lambda u: u.queue.append(u.pages[1]), PageIdError, "page 1 "),
+    (lambda u: u.queue.append(CachePage(3)), PageIdError, "page 3 "),
+    (lambda u: u.queue.remove(u.pages[1]), PageIdError, "not in the free queue"),
+    (lambda u: u.queue.popleft_n(13), OutOfPagesError, "13"),
+    (lambda u: u.pages[16], PageIdError, "16"),
+    (lambda u: setattr(u.pages[1], "ref_cnt", -1), ArgumentError, "ref_cnt: got -1"),
+    (lambda u: u.pages[9].decr_ref(), DoubleFreeError, "page 9 "),
+    (lambda u: u.enter(u.pages[1]), PageHashError, "page 1 has a hash already"),
+    (lambda u: u.enter(u.pool.null_page), PageIdError, "null page"),
+    (lambda u: setattr(u.pages[3], "page_hash", HASH), ArgumentTypeError, "page_hash"),
+    (lambda u: u.cache_full_pages(u.held, u.pages[3:0:-1], [HASH] * 2, 0, 2, 4, 0), PageHashError, "has a hash already"),
+    (lambda u: u.cache_full_page_ids(u.held, [3, 3], [HASH, PageHash(98, ())], 0, 2, 4, 0), PageHashError, "page 3 "),
+    (
+        lambda u: u.cache_full_page_ids(u.held, [1, 2], [], 1, 2, 4, 0),
         ArgumentError,
+        "^page_hashes: got 0, allowed: at least the 1 of the cached pages$",
     ),
-    "cache a page twice": (
-        lambda u: u.pool.cache_full_pages(u.held, u.pool.pages[3:0:-1], [HASH] * 2, 0, 2, 4, 0),
-        PageHashError,
-    ),
-    "cache one page as two": (
-        lambda u: u.pool.cache_full_page_ids(u.held, [3, 3], [HASH, PageHash(98, ())], 0, 2, 4, 0),
-        PageHashError,
-    ),
-    "cache without the hashes before": (
-        lambda u: u.pool.cache_full_pages(u.held, u.pool.pages[1:4], [], 2, 3, 4, 0),
+    (
+        lambda u: u.cache_full_page_ids(u.held, [3], [], 0, 2, 4, 0),
         ArgumentError,
+        "^num_full_pages: got 2, allowed: at most the number of pages$",
     ),
-    "cache more pages than there are": (
-        lambda u: u.pool.cache_full_pages(u.held, [u.pool.pages[3]], [HASH] * 2, 0, 2, 4, 0),
+    (
+        lambda u: u.cache_full_page_ids(u.held, [3, 5, 6], [], 0, 3, 4, 0),
         ArgumentError,
+        "^request 'held': no full page of 4 tokens from 8 on$",
     ),
-    "cache more tokens than there are": (
-        lambda u: u.pool.cache_full_page_ids(u.held, [3, 3, 3], [], 0, 3, 4, 0),
-        ArgumentError,
-    ),
-    "evict an id outside": (lambda u: u.pool.evict_pages([1, 16]), PageIdError),
-    "evict the null page": (lambda u: u.pool.evict_pages([1, 0]), PageIdError),
-}
+    (lambda u: u.pool.evict_pages([1, 16]), PageIdError, "got 16, allowed: 0 to 15"),
+    (lambda u: u.pool.evict_pages([1, 0]), PageIdError, "^page 0, the null page, is never cached$"),
+]
 
-MANAGER_CASES = {
-    "no new tokens": (lambda u: u.manager.allocate_slots(u.held, 0), ArgumentError),
-    "negative new tokens": (lambda u: u.manager.allocate_slots(u.held, -2), ArgumentError),
-    "half a token": (lambda u: u.manager.allocate_slots(u.held, 1.5), ArgumentTypeError),
-    "negative lookahead": (lambda u: u.manager.allocate_slots(u.held, 1, num_lookahead_tokens=-1), ArgumentError),
-    "half a lookahead": (lambda u: u.manager.allocate_slots(u.held, 1, num_lookahead_tokens=0.5), ArgumentTypeError),
-    "negative computed": (lambda u: u.manager.allocate_slots(u.held, 9, -1), ArgumentError),
-    "negative external": (
-        lambda u: u.manager.allocate_slots(u.held, 9, num_external_computed_tokens=-1),
+MANAGER_CASES: list[Case] = [
+    (lambda u: u.allocate(0), ArgumentError, "^num_new_tokens must be at least 1, got 0$"),
+    (lambda u: u.allocate(1, num_lookahead_tokens=-1), ArgumentError, "^num_lookahead_tokens must be at least 0, got -1$"),
+    (lambda u: u.allocate(9, -1), ArgumentError, "^num_new_computed_tokens must be at least 0, got -1$"),
+    (
+        lambda u: u.allocate(9, num_external_computed_tokens=-1),
         ArgumentError,
+        "^num_external_computed_tokens must be at least 0, got -1$",
     ),
-    "negative reserve": (lambda u: u.manager.allocate_slots(u.held, 9, num_reserved_pages=-1), ArgumentError),
-    "hits for a request that holds pages": (
-        lambda u: u.manager.allocate_slots(u.held, 1, 4, u.manager.get_computed_pages(u.held)[0]),
+    (lambda u: u.allocate(9, num_reserved_pages=-1), ArgumentError, "^num_reserved_pages must be at least 0, got -1$"),
+    (lambda u: u.start(65), ArgumentError, "allowed: 64"),
+    (lambda u: u.start(1, num_external_computed_tokens=64), ArgumentError, "allowed: 64"),
+    (
+        lambda u: u.allocate(1, 4, CachePages(([u.pages[4]],))),
         ArgumentError,
+        "^new_computed_pages: got pages for request 'held', which holds some already; allowed: none$",
     ),
-    "hits for a request that has room": (
-        lambda u: u.manager.allocate_slots(u.held, 1, 0, CachePages((u.pool.pages[4:5],))),
+    (lambda u: u.allocate(1, 1), ArgumentError, "allowed: 0 new ones"),
+    (lambda u: (setattr(u.held, "num_computed_tokens", 13), u.allocate(1)), ArgumentError, "allowed: 12"),
+    (
+        lambda u: (setattr(u.new, "num_computed_tokens", 4), u.start(1)),
         ArgumentError,
+        "num_computed_tokens 4 .*allowed: 0 together",
     ),
-    "hits for another number of groups": (
-        lambda u: u.manager.allocate_slots(EngineRequest("new", [1]), 1, 0, CachePages(([], []))),
-        ArgumentError,
-    ),
-    "hits of another pool": (
-        lambda u: u.manager.allocate_slots(EngineRequest("new", [7] * 5), 1, 4, CachePages(([u.other_pool.pages[1]],))),
-        PageIdError,
-    ),
-    "hits of another prefix": (
-        lambda u: u.manager.allocate_slots(EngineRequest("new", [8] * 5), 1, 4, CachePages(([u.pool.pages[4]],))),
+    (lambda u: (setattr(u.new, "num_computed_tokens", 4), u.start(1, 4, u.look_up())), ArgumentError, "allowed: 4"),
+    (lambda u: u.start(1, 5, u.look_up()), ArgumentError, "allowed: 4"),
+    (lambda u: u.start(1, 0, CachePages(([], []))), ArgumentError, "^new_computed_pages: got 2 groups, allowed: 1$"),
+    (lambda u: u.start_with(u.other_pages[1]), PageIdError, "^page 1 belongs to another pool$"),
+    (
+        lambda u: u.start_with(u.pages[4], prompt=8),
         PageHashError,
+        r"^page 4 \(at 0 of group 0\) does not hold this prefix: look it up again, right before allocate_slots$",
     ),
-    "more hits than the request has pages": (
-        lambda u: u.manager.allocate_slots(EngineRequest("new", [7] * 5), 1, 4, CachePages((u.pool.pages[4:6],))),
-        ArgumentError,
-    ),
-    "hits that are not cached": (
-        lambda u: u.manager.allocate_slots(EngineRequest("new", [8] * 5), 1, 4, CachePages(([u.pool.pages[9]],))),
-        PageHashError,
-    ),
-    "the common prefix of a waiting request": (
+    (lambda u: u.start_with(*u.pages[4:6]), ArgumentError, "pages"),
+    (lambda u: u.start_with(u.pages[9], prompt=8), PageHashError, "page 9 "),
+    (
         lambda u: u.manager.get_num_common_prefix_pages(u.held, 1),
         ArgumentError,
+        f"^request 'held': status is {EngineRequestStatus.WAITING}, allowed: RUNNING$",
     ),
-    "cache the pages of a request that has none": (
-        lambda u: u.manager.cache_pages(EngineRequest("new", [1] * 9), 8),
+    (lambda u: u.manager.cache_pages(u.new, 4), ArgumentError, "^request 'new' holds no pages$"),
+    (lambda u: u.manager.cache_pages(u.held, 13), ArgumentError, "^num_computed_tokens: got 13, allowed: at most 12$"),
+    (
+        lambda u: u.manager.require_capacity(61),
+        RequestTooLargeError,
+        "^a request of 61 tokens needs 16 pages, the pool has 15$",
+    ),
+    (lambda u: (shorten(u), u.allocate(4)), ArgumentError, "all_token_ids ends at 10"),
+    (
+        lambda u: (u.held.all_token_ids.append(-1), u.held.append_output_token_ids(5), u.allocate(2)),
         ArgumentError,
-    ),
-    "cache more than a request holds": (lambda u: u.manager.cache_pages(u.held, 13), ArgumentError),
-    "a request larger than the pool": (lambda u: u.manager.require_capacity(61), RequestTooLargeError),
-    "fewer tokens than said": (lambda u: u.manager.allocate_slots(ShortRequest(), 9), ArgumentError),
-    "unhashed ids of two groups": (lambda u: CachePages(([], [])).get_unhashed_page_ids(), ArgumentError),
-}
-
-
-class ShortRequest(EngineRequest):
-    """A request that reports more tokens than it has."""
-
-    def __init__(self):
-        super().__init__("short", [1, 2])
-
-    @property
-    def num_tokens(self):
-        return 9
-
-
-@pytest.mark.parametrize(("call", "error"), [*POOL_CASES.values(), *MANAGER_CASES.values()], ids=[*POOL_CASES, *MANAGER_CASES])
-def test_a_misuse_raises_and_changes_nothing(call, error):
-    in_use = InUse()
-    before = in_use.state()
-    with pytest.raises(error) as caught:
-        call(in_use)
-    assert isinstance(caught.value, PagePoolError)
-    assert str(caught.value) not in ("", "None")
-    assert in_use.state() == before
-    in_use.pool.check()
-
-
-MESSAGES = [
-    (lambda u: PagePool(0, True), "num_pages: got 0, allowed: a positive int"),
-    (lambda u: u.pool.evict_pages([0]), "page 0, the null page, is never cached"),
-    (
-        lambda u: u.pool.cache_full_page_ids(u.held, [1, 2], [], 1, 2, 4, 0),
-        "page_hashes: got 0, allowed: at least the 1 of the cached pages",
+        r"^token_ids: got -1 \(at 10\), allowed: at least 0$",
     ),
     (
-        lambda u: u.pool.cache_full_page_ids(u.held, [3], [], 0, 2, 4, 0),
-        "num_full_pages: got 2, allowed: at most the number of pages",
-    ),
-    (
-        lambda u: u.pool.cache_full_page_ids(u.held, [3, 5, 6], [], 0, 3, 4, 0),
-        "request 'held': no full page of 4 tokens from 8 on",
-    ),
-    (lambda u: CachePages(([], [])).get_unhashed_page_ids(), "get_unhashed_page_ids: got 2 groups, allowed: 1"),
-    (
-        lambda u: u.manager.allocate_slots(EngineRequest("new", [1]), 1, 0, CachePages(([], []))),
-        "new_computed_pages: got 2 groups, allowed: 1",
-    ),
-    (
-        lambda u: InUse(enable_caching=False).manager.allocate_slots(u.held, 1, 4, CachePages((u.other_pool.pages[1:2],))),
-        "page 1 belongs to another pool",
-    ),
-    (
-        lambda u: (uncached := InUse(enable_caching=False)).manager.allocate_slots(
-            EngineRequest("new", [7] * 5), 1, 4, CachePages((uncached.pool.pages[4:5],))
-        ),
-        "new_computed_pages: got pages, allowed without prefix caching: none",
-    ),
-    (lambda u: u.manager.allocate_slots(u.held, 0), "num_new_tokens must be at least 1, got 0"),
-    (
-        lambda u: u.manager.allocate_slots(u.held, 1, 4, u.manager.get_computed_pages(u.held)[0]),
-        "new_computed_pages: got pages for request 'held', which holds some already; allowed: none",
-    ),
-    (
-        lambda u: u.manager.allocate_slots(EngineRequest("new", [8] * 5), 1, 4, CachePages(([u.pool.pages[4]],))),
-        "page 4 (at 0 of group 0) does not hold this prefix: look it up again, right before allocate_slots",
-    ),
-    (lambda u: u.manager.require_capacity(61), "a request of 61 tokens needs 16 pages, the pool has 15"),
-    (lambda u: u.manager.cache_pages(EngineRequest("new", [1] * 9), 8), "request 'new' holds no pages"),
-    (lambda u: u.manager.cache_pages(u.held, 13), "num_computed_tokens: got 13, allowed: at most 12"),
-    (
-        lambda u: u.manager.get_num_common_prefix_pages(u.held, 1),
-        f"request 'held': status is {EngineRequestStatus.WAITING}, allowed: RUNNING",
-    ),
-    (
-        lambda u: InUse(spec=ChunkedLocalAttentionSpec(4, 1, 8, "float16", False, 8), use_eagle=True),
-        "use_eagle: got True, allowed with chunked local attention and caching: False",
-    ),
-    (
-        lambda u: CacheManager(16, [CacheGroupSpec(SPEC)], 64, page_pool=PagePool(8, False)),
-        "page_pool: got 8 pages, caching False; allowed: 16 pages, caching True",
-    ),
-    (
-        lambda u: InUse(spec=EngineRequest("no spec", [])),
-        "kv_cache_spec: got EngineRequest, allowed: FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec",
+        lambda u: CachePages(([], [])).get_unhashed_page_ids(),
+        ArgumentError,
+        "^get_unhashed_page_ids: got 2 groups, allowed: 1$",
     ),
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), MESSAGES, ids=[message for _, message in MESSAGES])
-def test_a_message_says_what_was_got_and_what_is_allowed(call, message):
-    with pytest.raises(PagePoolError) as caught:
-        call(InUse())
+def shorten(in_use: InUse) -> None:
+    """Let the request report more tokens than it has, like an engine's."""
+    known = {name: getattr(in_use.held, name) for name in ("request_id", "all_token_ids", "num_computed_tokens")}
+    in_use.held = SimpleNamespace(**known, num_tokens=14, sampling_params=None, status=4)  # type: ignore[assignment]
+
+
+def refuse(in_use: InUse, case: Case) -> None:
+    """Assert that a call raises what the case says, and changes nothing."""
+    call, error, message = case
+    before = in_use.state()
+    with pytest.raises(error, match=message) as caught:
+        call(in_use)
+    assert isinstance(caught.value, PagePoolError)
+    assert str(caught.value) not in ("", "None")
+    assert in_use.state() == before
+
+
+@pytest.mark.parametrize("case", POOL_CASES, ids=itemgetter(2))
+def test_a_misuse_of_a_pool_raises_and_changes_nothing(case: Case) -> None:
+    in_use = InUse()
+    refuse(in_use, case)
+    in_use.pool.check()
+
+
+@pytest.mark.parametrize("hash_algo", ALGORITHMS, ids=str)
+@pytest.mark.parametrize("case", MANAGER_CASES, ids=itemgetter(2))
+def test_a_misuse_of_a_manager_raises_and_changes_nothing(case: Case, hash_algo: Any) -> None:
+    in_use = InUse(hash_algo=hash_algo)
+    refuse(in_use, case)
+    in_use.manager.check()
+
+
+# What somebody else did to pages makes a call fail late, and not halfway.
+
+
+def enter_by_hand(in_use: InUse) -> None:
+    """Another caller gives the request's half-full page its own hash."""
+    in_use.enter(in_use.pages[in_use.manager.get_page_ids("held")[0][2]])
+
+
+def enter_before_caching(in_use: InUse) -> None:
+    """Another caller does so while the request's pages wait to be cached."""
+    in_use.allocate(4, delay_cache_pages=True)
+    enter_by_hand(in_use)
+
+
+def leave_reference(in_use: InUse) -> None:
+    """Another caller adds references to pages at the front of the free queue."""
+    for page in in_use.queue.get_all_free_pages()[:3]:
+        page.ref_cnt = 1
+
+
+def shorten_before_caching(in_use: InUse) -> None:
+    in_use.allocate(4, delay_cache_pages=True)
+    in_use.held.all_token_ids[10:] = []
+    shorten(in_use)
+
+
+SPOILT: list[tuple[Callable[[InUse], Any], Case]] = [
+    (enter_by_hand, (lambda u: u.allocate(4), PageHashError, "has a hash already")),
+    (leave_reference, (lambda u: u.allocate(4), IntegrityError, "page ")),
+    (leave_reference, (lambda u: u.start(1, *reversed(u.manager.get_computed_pages(u.new))), IntegrityError, "page ")),
+    (enter_before_caching, (lambda u: u.manager.cache_pages(u.held, 14), PageHashError, "has a hash already")),
+    (enter_before_caching, (lambda u: u.manager.commit_external(u.held, 4), PageHashError, "has a hash already")),
+    (enter_before_caching, (lambda u: u.manager.fail_external(u.held, 3), PageHashError, "has a hash already")),
+    (shorten_before_caching, (lambda u: u.manager.commit_external(u.held, 4), ArgumentError, "all_token_ids ends at 10")),
+]
+
+
+@pytest.mark.parametrize("hash_algo", ALGORITHMS, ids=str)
+@pytest.mark.parametrize(("spoil", "case"), SPOILT)
+def test_an_allocation_that_fails_late_has_changed_nothing(spoil: Callable[[InUse], None], case: Case, hash_algo: Any) -> None:
+    in_use = InUse(SPEC, WINDOW, num_pages=32, hash_algo=hash_algo)
+    in_use.held.append_output_token_ids([10, 11, 12, 13])
+    spoil(in_use)
+    refuse(in_use, case)
+
+
+@pytest.mark.parametrize("enable_caching", [True, False])
+@pytest.mark.parametrize("specs", [(SPEC,), (WINDOW,), (SPEC, WINDOW), (STATE,), (SPEC, STATE)])
+def test_computed_tokens_without_hits_are_refused_for_all_groups(specs: tuple[Any, ...], enable_caching: bool) -> None:
+    """No token of a contradictory call is read."""
+    in_use = InUse(*specs, num_pages=32, enable_caching=enable_caching)
+    for hits in (None, in_use.manager.create_empty_page_list()):
+        message = "num_new_computed_tokens 4, allowed: 0 together"
+        refuse(in_use, (lambda u, hits=hits: u.start(1, 4, hits), ArgumentError, message))
+    assert "new" not in in_use.manager.req_to_page_hashes
+
+
+class Slices:
+    """Token ids in an engine's own sequence type."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+
+    def __getitem__(self, where: slice) -> tuple[int, ...]:
+        return tuple(self.token_ids[where])
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@pytest.mark.parametrize("hash_algo", ["siphash128", "sha256", "sha256_cbor", hash], ids=str)
+@pytest.mark.parametrize("form", [list, Slices, lambda ids: np.array(ids, dtype=np.int32), np.array])
+def test_negative_tokens_are_refused_in_any_form(form: Callable[[list[int]], Any], hash_algo: Any) -> None:
+    if hash_algo == "sha256_cbor":
+        pytest.importorskip("cbor2")
+    in_use = InUse(hash_algo=hash_algo)
+    in_use.new.all_token_ids = form([1, 2, 3, 4, 5, -6, 7, 8, 9])
+    message = r"^token_ids: got -6 \(at 5\), allowed: at least 0$"
+    for call in (lambda u: u.manager.get_computed_pages(u.new), lambda u: u.manager.probe(u.new), lambda u: u.start(9)):
+        refuse(in_use, (call, ArgumentError, message))
+    assert in_use.manager.stats().queries.num_queried_tokens == 0
+
+
+def test_an_error_that_an_engine_raises_itself_comes_out() -> None:
+    """The request's own tokens raise at any read."""
+
+    class Tokens(list[int]):
+        def __getitem__(self, key: Any) -> Any:
+            raise LookupError("tokens are elsewhere")
+
+    in_use = InUse()
+    in_use.held.all_token_ids = Tokens(range(14))
+    before = in_use.state()
+    with pytest.raises(LookupError):
+        in_use.allocate(4)
+    assert in_use.state() == before
+
+
+# Objects that cannot be made.
+
+UNFIT: list[tuple[Callable[[], Any], type[PagePoolError], str]] = [
+    (lambda: PagePool(0, True), ArgumentError, "num_pages: got 0, allowed: a positive int"),
+    (
+        lambda: InUse(CHUNK, use_eagle=True),
+        ArgumentError,
+        "use_eagle: got True, allowed with chunked local attention and caching: False",
+    ),
+    (
+        lambda: InUse(page_pool=PagePool(8, False)),
+        ArgumentError,
+        "page_pool: got 8 pages, caching False; allowed: 16 pages, caching True",
+    ),
+    (
+        lambda: InUse(EngineRequest("no spec", [])),
+        ArgumentError,
+        "kv_cache_spec: got EngineRequest, allowed: FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec",
+    ),
+    (
+        lambda: CacheManager(16, [CacheGroupSpec(SPEC), SPEC], 64),
+        ArgumentTypeError,
+        "kv_cache_groups: got FullAttentionSpec (at 1), allowed: CacheGroupSpec",
+    ),
+    (
+        lambda: CacheManager(16, CacheGroupSpec(SPEC), 64, False),
+        ArgumentTypeError,
+        "kv_cache_groups: got CacheGroupSpec, allowed: a list of CacheGroupSpec",
+    ),
+    (
+        lambda: (u := InUse(enable_caching=False)).start_with(u.pages[4]),
+        ArgumentError,
+        "new_computed_pages: got pages, allowed without prefix caching: none",
+    ),
+    (lambda: EngineRequest("a", "hello"), ArgumentTypeError, "prompt_token_ids: got str, allowed: a sequence of ints"),
+    (lambda: EngineRequest("a", [1, 2.0]), ArgumentTypeError, "prompt_token_ids[1] must be an integer, got 2.0"),
+    (lambda: EngineRequest("a", np.array([1, -6])), ArgumentError, "prompt_token_ids[1] must be at least 0, got -6"),
+    (
+        lambda: EngineRequest("a", [1]).append_output_token_ids([3, -1]),
+        ArgumentError,
+        "token_ids[1] must be at least 0, got -1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "message"), UNFIT)
+def test_what_cannot_be_made_says_what_was_got_and_what_is_allowed(
+    make: Callable[[], Any], error: type[PagePoolError], message: str
+) -> None:
+    with pytest.raises(error) as caught:
+        make()
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(("value", "message"), [(-1, "{} must be at least "), (1.5, "{} must be an integer, got 1.5")])
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("max_model_len", lambda u, value: CacheManager(16, [CacheGroupSpec(SPEC)], value)),
-        ("num_new_tokens", lambda u, value: u.manager.allocate_slots(u.held, value)),
-        ("num_new_computed_tokens", lambda u, value: u.manager.allocate_slots(u.held, 1, value)),
-        ("num_lookahead_tokens", lambda u, value: u.manager.allocate_slots(u.held, 1, num_lookahead_tokens=value)),
-        (
-            "num_external_computed_tokens",
-            lambda u, value: u.manager.allocate_slots(u.held, 1, num_external_computed_tokens=value),
-        ),
-        ("num_reserved_pages", lambda u, value: u.manager.allocate_slots(u.held, 9, num_reserved_pages=value)),
-        ("num_tokens", lambda u, value: u.manager.require_capacity(value)),
-        ("num_computed_tokens", lambda u, value: u.manager.cache_pages(u.held, value)),
-    ],
-)
-def test_a_wrong_number_is_named(name, call, value, message):
-    with pytest.raises(PagePoolError, match=f"^{message.format(name)}"):
-        call(InUse(), value)
+def test_eagle_may_be_asked_for_with_chunks_that_are_not_cached() -> None:
+    assert InUse(CHUNK, use_eagle=True, enable_caching=False).manager.use_eagle
 
 
-@pytest.mark.parametrize(
-    ("error", "builtin"),
-    [
-        (OutOfPagesError, ValueError),
-        (RequestTooLargeError, ValueError),
-        (DoubleFreeError, RuntimeError),
-        (IntegrityError, RuntimeError),
-        (PageIdError, IndexError),
-        (PageHashError, RuntimeError),
-        (ArgumentError, ValueError),
-        (ArgumentTypeError, TypeError),
-        (pagepool.errors.RowIndexError, IndexError),
-        (pagepool.errors.RowOverflowError, ValueError),
-    ],
-)
-def test_errors_are_also_the_builtin_ones_that_engines_catch(error, builtin):
-    assert issubclass(error, builtin)
-    assert issubclass(error, PagePoolError)
+BUILTIN: dict[type[Exception], type[Exception]] = {
+    OutOfPagesError: ValueError,
+    RequestTooLargeError: ValueError,
+    DoubleFreeError: RuntimeError,
+    IntegrityError: RuntimeError,
+    PageIdError: IndexError,
+    PageHashError: RuntimeError,
+    ArgumentError: ValueError,
+    ArgumentTypeError: TypeError,
+    pagepool.errors.RowIndexError: IndexError,
+    pagepool.errors.RowOverflowError: ValueError,
+}
 
 
-@pytest.mark.parametrize("num_pages", [0, -1, 1.5, "8", None, [8]])
-def test_a_pool_needs_a_positive_number_of_pages(num_pages):
-    with pytest.raises(ValueError, match="num_pages"):
-        PagePool(num_pages, True)
+def test_errors_are_also_the_builtin_ones_that_engines_catch() -> None:
+    for error, builtin in BUILTIN.items():
+        assert issubclass(error, builtin)
+        assert issubclass(error, PagePoolError)
 
 
-def test_freeing_a_request_again_or_one_that_is_unknown_does_nothing():
+# What is no error, and what `check` finds.
+
+
+def test_freeing_a_request_again_or_one_that_is_unknown_does_nothing() -> None:
     in_use = InUse()
     in_use.manager.free(in_use.held)
     before = in_use.state()
@@ -347,45 +432,43 @@ def test_freeing_a_request_again_or_one_that_is_unknown_does_nothing():
     in_use.pool.check()
 
 
-def test_a_request_whose_pages_were_freed_behind_its_back_is_not_freed_twice():
+def test_hits_are_refused_once_their_pages_were_handed_out_again() -> None:
     in_use = InUse()
-    in_use.pool.free_page_ids([2])
-    before = in_use.state()
-    with pytest.raises(DoubleFreeError, match="page 2"):
-        in_use.manager.free(in_use.held)
-    assert in_use.state() == before
-
-
-def test_hits_are_refused_once_their_pages_were_handed_out_again():
-    in_use = InUse()
-    late = EngineRequest("late", [7] * 5)
-    hits, num_hit_tokens = in_use.manager.get_computed_pages(late)
+    hits, num_hit_tokens = in_use.manager.get_computed_pages(in_use.new)
     assert num_hit_tokens == 4
     assert 4 in in_use.pool.get_new_page_ids(12)
-    with pytest.raises(PageHashError, match="look it up again"):
-        in_use.manager.allocate_slots(late, 1, num_hit_tokens, hits)
+    refuse(in_use, (lambda u: u.start(1, num_hit_tokens, hits), PageHashError, "look it up again"))
     in_use.pool.check()
 
 
-def test_hits_without_caching_are_refused():
-    in_use = InUse(enable_caching=False)
-    with pytest.raises(ArgumentError, match="without prefix caching"):
-        in_use.manager.allocate_slots(EngineRequest("new", [7] * 5), 1, 4, CachePages(([in_use.pool.pages[4]],)))
+@pytest.mark.parametrize(("num_new_tokens", "num_computed_tokens"), [(1, 3), (4, 0), (5, 0)])
+def test_fewer_computed_tokens_than_the_hits_hold_are_allowed(num_new_tokens: int, num_computed_tokens: int) -> None:
+    in_use = InUse()
+    assert in_use.start(num_new_tokens, num_computed_tokens, in_use.look_up()) is not None
+    in_use.manager.check()
 
 
-def test_eagle_cannot_drop_a_page_of_chunked_local_attention():
-    groups = [CacheGroupSpec(ChunkedLocalAttentionSpec(4, 1, 8, "float16", False, 8))]
-    with pytest.raises(ArgumentError, match="use_eagle"):
-        CacheManager(16, groups, 64, use_eagle=True)
-    CacheManager(16, groups, 64, use_eagle=True, enable_caching=False)
+def test_hits_may_be_counted_by_the_request_instead() -> None:
+    in_use = InUse()
+    hits, in_use.new.num_computed_tokens = in_use.manager.get_computed_pages(in_use.new)
+    assert in_use.start(1, 0, hits).get_page_ids() == ([5],)
+    assert in_use.manager.get_page_ids("new") == ([4, 5],)
 
 
-def test_a_spec_of_unknown_kind_is_refused():
-    with pytest.raises(ArgumentError, match="kv_cache_spec"):
-        CacheManager(16, [CacheGroupSpec(object())], 64)
+@pytest.mark.parametrize("max_model_len", [16, 18])
+def test_drafts_get_the_slots_that_the_longest_request_leaves(max_model_len: int) -> None:
+    """If the length is not a multiple of the page size, the last page has slots that no token may take."""
+    manager, request = CacheManager(24, [CacheGroupSpec(SPEC)], max_model_len), EngineRequest("a", list(range(40)))
+    assert manager.allocate_slots(request, max_model_len) is not None
+    request.num_computed_tokens = max_model_len
+    with pytest.raises(ArgumentError, match=f"allowed: {max_model_len}"):
+        manager.allocate_slots(request, 1)
+    request.num_computed_tokens = max_model_len - 1
+    assert manager.allocate_slots(request, 1, num_lookahead_tokens=9) is not None
+    assert len(manager.get_page_ids("a")[0]) == -(-max_model_len // 4)
 
 
-def test_a_page_cannot_stand_in_two_queues():
+def test_a_page_cannot_stand_in_two_queues() -> None:
     page = CachePage(1)
     FreeCachePageQueue([page])
     with pytest.raises(PageIdError):
@@ -394,14 +477,8 @@ def test_a_page_cannot_stand_in_two_queues():
         FreeCachePageQueue(PagePool(4, True).pages[1:])
 
 
-def test_the_common_prefix_is_for_running_requests():
-    in_use = InUse()
-    in_use.held.status = EngineRequestStatus.RUNNING
-    assert in_use.manager.get_num_common_prefix_pages(in_use.held, 1) == [3]
-
-
 @pytest.mark.parametrize("page_id", [1, 9])
-def test_check_names_a_page_whose_count_was_overwritten(page_id):
+def test_check_names_a_page_whose_count_was_overwritten(page_id: int) -> None:
     """Page 1 is held and loses its count; page 9 is free and gets one. The pool refuses to hand out the latter."""
     in_use = InUse()
     page = in_use.pool.pages[page_id]
@@ -409,12 +486,10 @@ def test_check_names_a_page_whose_count_was_overwritten(page_id):
     with pytest.raises(IntegrityError, match=f"page {page_id} "):
         in_use.pool.check()
     if page_id == 9:
-        with pytest.raises(IntegrityError, match="page 9 "):
-            in_use.pool.get_new_pages(12)
-        assert in_use.pool.get_num_free_pages() == 12
+        refuse(in_use, (lambda u: u.pool.get_new_pages(12), IntegrityError, "page 9 "))
 
 
-def test_check_names_a_page_that_was_popped_and_never_given_a_holder():
+def test_check_names_a_page_that_was_popped_and_never_given_a_holder() -> None:
     in_use = InUse()
     page = in_use.pool.free_page_queue.popleft()
     with pytest.raises(IntegrityError, match=f"page {page.page_id} "):
