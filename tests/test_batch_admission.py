@@ -1,10 +1,9 @@
-"""Admission to a running batch under a step's budget, and again in the row of an earlier try."""
+"""Admission to a running batch, again in the row of an earlier try."""
 
 import numpy as np
 import pytest
 
 from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
-from pagepool.errors import ArgumentError, ArgumentTypeError
 
 PAGE_SIZE = 4
 PROMPT = np.arange(22, dtype=np.int32)
@@ -16,51 +15,8 @@ def make_batch(num_pages: int = 64) -> RunningBatch:
     return RunningBatch(manager, PageTable(4, 16, 64))
 
 
-class TestBudget:
-    @pytest.mark.parametrize(("budget", "num_computed"), [(1, 13), (4, 16), (9, 21), (10, 22), (99, 22), (None, 22)])
-    def test_counts_from_the_hits_on(self, budget: int | None, num_computed: int) -> None:
-        batch = make_batch()
-        batch.admit(0, PROMPT[:13])
-        assert batch.admit(1, PROMPT, max_num_new_tokens=budget) == 12
-        assert batch.num_tokens[1] == 22
-        assert batch.num_computed_tokens[1] == num_computed
-        assert len(batch.get_page_ids(1)[0]) == -(-num_computed // PAGE_SIZE)
-        batch.check()
-
-    @pytest.mark.parametrize(("num_tokens", "num_computed"), [(5, 12), (12, 12), (14, 14), (22, 15)])
-    def test_the_lesser_of_both_limits_holds(self, num_tokens: int, num_computed: int) -> None:
-        batch = make_batch()
-        batch.admit(0, PROMPT[:13])
-        assert batch.admit(1, PROMPT, num_tokens=num_tokens, max_num_new_tokens=3) == 12
-        assert batch.num_computed_tokens[1] == num_computed
-
-    def test_a_short_pool_has_room_for_the_budget(self) -> None:
-        batch = make_batch(num_pages=1 + 3)
-        assert batch.admit(0, PROMPT) is None
-        assert batch.admit(0, PROMPT, max_num_new_tokens=13) is None
-        assert batch.admit(0, PROMPT, max_num_new_tokens=12) == 0
-
-    @pytest.mark.parametrize(
-        ("value", "error"), [(0, ArgumentError), (-1, ArgumentError), (2.0, ArgumentTypeError), ("1", ArgumentTypeError)]
-    )
-    def test_wrong_budgets_change_nothing(self, value: object, error: type[Exception]) -> None:
-        batch = make_batch()
-        with pytest.raises(error, match="max_num_new_tokens: got"):
-            batch.admit(0, PROMPT, max_num_new_tokens=value)  # type: ignore[arg-type]
-        assert not batch.is_admitted.any()
-        assert batch.admit(0, PROMPT) == 0
-
-
 class TestTheSameRowAgain:
     """A free row keeps its hashes. A wrong one would hit too much or too little."""
-
-    def test_after_a_refusal(self) -> None:
-        batch = make_batch(num_pages=1 + 6)
-        batch.admit(0, PROMPT[:13])
-        assert batch.admit(1, PROMPT) is None
-        batch.release([0])
-        assert batch.admit(1, PROMPT) == 12
-        batch.check()
 
     def test_with_other_tokens(self) -> None:
         rng = np.random.default_rng(5)
@@ -72,29 +28,11 @@ class TestTheSameRowAgain:
             fresh.release(np.flatnonzero(fresh.is_admitted))
             batch.check()
 
-    def test_after_growing_and_trimming(self) -> None:
-        batch = make_batch()
-        batch.admit(0, PROMPT)
-        batch.trim([0], 9)
-        batch.append(np.zeros(13, dtype=np.int32), PROMPT[9:] + 1)
-        batch.grow([0], 13)
-        batch.release([0])
-        other = np.append(PROMPT[:9], PROMPT[9:] + 1)
-        assert batch.admit(0, other) == 20
-        assert batch.admit(1, PROMPT) == 8
-
     def test_with_keys_and_without(self) -> None:
         batch = make_batch()
         for salt, num_hits in ((None, 0), ("a", 0), ("b", 0), (None, 20), ("a", 20), ("a", 20)):
             assert batch.admit(0, PROMPT, cache_salt=salt) == num_hits
             batch.release([0])
-
-    def test_after_a_refusal_with_keys(self) -> None:
-        batch = make_batch(num_pages=1 + 6)
-        batch.admit(0, PROMPT[:13])
-        assert batch.admit(1, PROMPT, cache_salt="a") is None
-        batch.release([0])
-        assert batch.admit(1, PROMPT) == 12
 
     @pytest.mark.parametrize("admitted", [[], [0], [1], [0, 1]])
     def test_after_rows_changed_places(self, admitted: list[int]) -> None:

@@ -1,19 +1,19 @@
-"""A running batch under misuse and failures: the named error, an unchanged state, and a batch that still works."""
+"""A running batch under misuse and failures: the named error, an unchanged state, and a batch that still works.
+
+Values of wrong types are in `argument_cases`.
+"""
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from settings import NUM_OPERATIONS
 
 import pagepool
 from pagepool import (
@@ -26,7 +26,7 @@ from pagepool import (
     SlidingWindowSpec,
     StepResult,
 )
-from pagepool._core import PageIds, PageRules, RunningRows
+from pagepool._core import PageIds
 from pagepool.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -116,10 +116,6 @@ class Unready:
         raise ZeroDivisionError("no number yet")
 
 
-class Int(int):
-    """An int type that an engine may have for its ids."""
-
-
 def tokens_for(rows: Any) -> list[int]:
     return [1] * int(np.size(np.asarray(rows, dtype=object)))
 
@@ -134,26 +130,13 @@ BY_ROWS: dict[str, Callable[[RunningBatch, Any], Any]] = {
 BAD_ROWS: dict[str, tuple[Any, type[Exception], str]] = {
     "outside": ([0, 4], RowIndexError, r"got 4.*allowed: 0 to 3"),
     "outside, array": (np.array([4, 0], dtype=np.int32), RowIndexError, r"got 4.*allowed: 0 to 3"),
-    "far outside": ([0, 2**31 - 1], RowIndexError, r"got 2147483647.*allowed: 0 to 3"),
     "negative": ([0, -1], RowIndexError, r"got -1.*allowed: 0 to 3"),
-    "lowest": (np.array([-(2**31)], dtype=np.int32), RowIndexError, r"got -2147483648.*allowed: 0 to 3"),
     "not admitted": ([0, 3], ArgumentError, r"row 3.*not admitted"),
     "beyond int32": ([0, 2**40], ArgumentError, r"rows.*1099511627776.*int32"),
     "beyond int32, array": (np.array([0, 2**40]), ArgumentError, r"rows.*1099511627776.*int32"),
-    "beyond int64": ([0, 2**80], ArgumentError, r"rows.*int32"),
-    "uint64": (np.array([2**63], dtype=np.uint64), ArgumentError, r"rows.*9223372036854775808.*int32"),
     "floats": ([0, 2.0], ArgumentTypeError, r"rows.*float"),
     "float array": (np.array([0.0, 2.0]), ArgumentTypeError, r"rows.*float64.*ints"),
-    "bool array": (np.array([True, False]), ArgumentTypeError, r"rows.*bool.*ints"),
-    "object array": (np.array([0, 2], dtype=object), ArgumentTypeError, r"rows.*object.*ints"),
-    "string array": (np.array(["0"]), ArgumentTypeError, r"rows.*<U1.*ints"),
     "2-D": (np.array([[0, 2]]), ArgumentTypeError, r"rows.*2 dimensions.*1 dimension"),
-    "0-D": (np.array(0), ArgumentTypeError, r"rows.*0 dimensions.*1 dimension"),
-    "nested": ([[0], [2]], ArgumentTypeError, r"rows.*list"),
-    "strings": (["0"], ArgumentTypeError, r"rows.*str"),
-    "a string": ("02", ArgumentTypeError, r"rows.*str"),
-    "a number": (0, ArgumentTypeError, r"rows.*int.*a list or an array"),
-    "nothing": (None, ArgumentTypeError, r"rows.*NoneType.*a list or an array"),
     "an error of its own": ([0, Unready()], ZeroDivisionError, "no number yet"),
 }
 ONCE = [name for name in BY_ROWS if name != "append"]
@@ -170,16 +153,6 @@ def test_rows_do_not_repeat(name: str) -> None:
     assert_refused(lambda in_use: BY_ROWS[name](in_use.batch, [0, 2, 0]), ArgumentError, r"got 0 twice.*each once")
 
 
-@pytest.mark.parametrize("name", BY_ROWS)
-def test_a_released_row_is_refused(name: str) -> None:
-    in_use = InUse()
-    in_use.batch.release([1])
-    before = in_use.state()
-    with pytest.raises(ArgumentError, match=r"row 1.*not admitted"):
-        BY_ROWS[name](in_use.batch, [0, 1])
-    assert in_use.state() == before
-
-
 @pytest.mark.parametrize("empty", [[], (), np.array([], dtype=np.int32), np.array([], dtype=np.int64)], ids=repr)
 @pytest.mark.parametrize("name", BY_ROWS)
 def test_no_rows_are_nothing_to_do(name: str, empty: Any) -> None:
@@ -194,78 +167,50 @@ def test_no_rows_are_nothing_to_do(name: str, empty: Any) -> None:
 # --- amounts and tokens -------------------------------------------------------------------------------------
 
 
-BAD_CALLS: dict[str, tuple[Callable[[InUse], Any], type[Exception], str]] = {
-    "grow by more than is known": (lambda u: u.batch.grow([0, 2], [0, 4]), ArgumentError, r"row 2.*got 4.*up to the 3"),
-    "grow all by more than one knows": (lambda u: u.batch.grow([2, 0], 1), ArgumentError, r"row 0.*got 1.*up to the 0"),
-    "grow by less than nothing": (lambda u: u.batch.grow([0], -1), ArgumentError, r"num_new_tokens.*-1"),
-    "grow one by less than nothing": (lambda u: u.batch.grow([2, 0], [1, -1]), ArgumentError, r"row 0.*got -1.*at least 0"),
-    "grow by the lowest": (lambda u: u.batch.grow([0], [-(2**31)]), ArgumentError, r"got -2147483648.*at least 0"),
-    "grow by the most": (lambda u: u.batch.grow([2], [2**31 - 1]), ArgumentError, r"got 2147483647.*up to the 3"),
-    "grow by too much for int32": (lambda u: u.batch.grow([0], 2**40), ArgumentError, r"num_new_tokens.*1099511627776"),
-    "grow one by too much for int32": (lambda u: u.batch.grow([0], [2**40]), ArgumentError, r"num_new_tokens.*int32"),
-    "grow by a fraction": (lambda u: u.batch.grow([2], 1.5), ArgumentTypeError, r"num_new_tokens.*float"),
-    "grow one by a fraction": (lambda u: u.batch.grow([2], [1.5]), ArgumentTypeError, r"num_new_tokens.*float"),
-    "grow by floats": (lambda u: u.batch.grow([2], np.ones(1)), ArgumentTypeError, r"num_new_tokens.*float64"),
-    "grow by flags": (lambda u: u.batch.grow([2], np.ones(1, dtype=bool)), ArgumentTypeError, r"num_new_tokens.*bool"),
-    "grow by a table": (lambda u: u.batch.grow([2], np.ones((1, 1), dtype=np.int32)), ArgumentTypeError, r"2 dimensions"),
-    "grow by a string": (lambda u: u.batch.grow([2], "1"), ArgumentTypeError, r"num_new_tokens.*str"),
-    "grow by nothing said": (lambda u: u.batch.grow([2], None), ArgumentTypeError, r"num_new_tokens.*NoneType"),
-    "grow by what has no number": (lambda u: u.batch.grow([2], Unready()), ZeroDivisionError, "no number yet"),
-    "grow by too many numbers": (lambda u: u.batch.grow([2], [1, 1]), ArgumentError, r"num_new_tokens: got 2.*rows, 1"),
-    "grow by too few numbers": (lambda u: u.batch.grow([2, 0], [0]), ArgumentError, r"num_new_tokens: got 1.*rows, 2"),
-    "look ahead less than nothing": (lambda u: u.batch.grow([0], 0, -1), ArgumentError, r"num_lookahead_tokens.*-1"),
-    "one looks ahead less": (lambda u: u.batch.grow([2, 0], 0, [0, -1]), ArgumentError, r"row 0.*-1 lookahead.*at least 0"),
-    "look ahead a fraction": (lambda u: u.batch.grow([0], 0, 0.5), ArgumentTypeError, r"num_lookahead_tokens.*float"),
-    "look ahead too many numbers": (
-        lambda u: u.batch.grow([0], 0, [1, 1]),
-        ArgumentError,
-        r"num_lookahead_tokens: got 2.*rows, 1",
-    ),
-    "look ahead beyond int64": (lambda u: u.batch.grow([0], 0, 2**80), ArgumentError, r"num_lookahead_tokens"),
-    "step at the end": (lambda u: u.batch.step([0, 1], [1, 1]), RowOverflowError, r"row 1: got 33 tokens, allowed: 32"),
-    "step without tokens": (lambda u: u.batch.step([0], []), ArgumentError, r"token_ids: got 0.*rows, 1"),
-    "step with too many tokens": (lambda u: u.batch.step([0], [1, 2]), ArgumentError, r"token_ids: got 2.*rows, 1"),
-    "append at the end": (lambda u: u.batch.append([0, 1], [1, 1]), RowOverflowError, r"row 1: got 33 tokens, allowed: 32"),
-    "append past the end": (
-        lambda u: u.batch.append([0] * 23, [1] * 23),
-        RowOverflowError,
-        r"row 0: got 33 tokens, allowed: 32",
-    ),
-    "append too few tokens": (lambda u: u.batch.append([0, 2], [1]), ArgumentError, r"token_ids: got 1.*rows, 2"),
-    "trim to more than is known": (lambda u: u.batch.trim([0, 2], [1, 7]), ArgumentError, r"num_tokens: got 7.*0 to 6"),
-    "trim to less than nothing": (lambda u: u.batch.trim([0], -1), ArgumentError, r"num_tokens.*-1"),
-    "trim one to less than nothing": (lambda u: u.batch.trim([2, 0], [1, -1]), ArgumentError, r"num_tokens: got -1.*0 to 10"),
-    "trim to the most": (lambda u: u.batch.trim([0], [2**31 - 1]), ArgumentError, r"num_tokens: got 2147483647.*0 to 10"),
-    "trim to a fraction": (lambda u: u.batch.trim([0], 1.5), ArgumentTypeError, r"num_tokens.*float"),
-    "trim to floats": (lambda u: u.batch.trim([0], np.ones(1)), ArgumentTypeError, r"num_tokens.*float64"),
-    "trim to too many numbers": (lambda u: u.batch.trim([0], [1, 2]), ArgumentError, r"num_tokens: got 2.*rows, 1"),
-    "move a free row": (lambda u: u.batch.move_row(3, 3), ArgumentError, r"rows 3 and 3.*free.*allowed"),
-    "move to an admitted row": (lambda u: u.batch.move_row(0, 1), ArgumentError, r"rows 0 and 1.*admitted.*a free one"),
-    "move to itself": (lambda u: u.batch.move_row(0, 0), ArgumentError, r"rows 0 and 0.*a free one"),
-    "move from outside": (lambda u: u.batch.move_row(4, 3), RowIndexError, r"got 4.*allowed: 0 to 3"),
-    "move to outside": (lambda u: u.batch.move_row(0, -1), RowIndexError, r"got -1.*allowed: 0 to 3"),
-    "move half a row": (lambda u: u.batch.move_row(0.5, 3), ArgumentTypeError, r"row.*float"),
-    "swap with outside": (lambda u: u.batch.swap_row(0, 4), RowIndexError, r"got 4.*allowed: 0 to 3"),
-    "swap beyond int32": (lambda u: u.batch.swap_row(2**40, 0), RowIndexError, r"got 1099511627776.*allowed: 0 to 3"),
-    "swap a string": (lambda u: u.batch.swap_row(0, "1"), ArgumentTypeError, r"row.*str"),
-    "read outside": (lambda u: u.batch.get_page_ids(4), RowIndexError, r"got 4.*allowed: 0 to 3"),
-    "read before": (lambda u: u.batch.get_page_ids(-1), RowIndexError, r"got -1.*allowed: 0 to 3"),
-    "read half a row": (lambda u: u.batch.get_page_ids(0.5), ArgumentTypeError, r"row.*float"),
-    "write a count": (lambda u: np.copyto(u.batch.num_tokens, 0), ValueError, r"read-only"),
-    "write a flag": (lambda u: u.batch.is_admitted.fill(True), ValueError, r"read-only"),
-}
+BAD_CALLS: list[tuple[Callable[[InUse], Any], type[Exception], str]] = [
+    (lambda u: u.batch.grow([0, 2], [0, 4]), ArgumentError, r"row 2.*got 4.*up to the 3"),
+    (lambda u: u.batch.grow([2, 0], 1), ArgumentError, r"row 0.*got 1.*up to the 0"),
+    (lambda u: u.batch.grow([0], -1), ArgumentError, r"num_new_tokens.*-1"),
+    (lambda u: u.batch.grow([2, 0], [1, -1]), ArgumentError, r"row 0.*got -1.*at least 0"),
+    (lambda u: u.batch.grow([0], [-(2**31)]), ArgumentError, r"got -2147483648.*at least 0"),
+    (lambda u: u.batch.grow([2], 1.5), ArgumentTypeError, r"num_new_tokens.*float"),
+    (lambda u: u.batch.grow([2], Unready()), ZeroDivisionError, "no number yet"),
+    (lambda u: u.batch.grow([2], [1, 1]), ArgumentError, r"num_new_tokens: got 2.*rows, 1"),
+    (lambda u: u.batch.grow([2, 0], [0]), ArgumentError, r"num_new_tokens: got 1.*rows, 2"),
+    (lambda u: u.batch.grow([0], 0, -1), ArgumentError, r"num_lookahead_tokens.*-1"),
+    (lambda u: u.batch.grow([2, 0], 0, [0, -1]), ArgumentError, r"row 0.*-1 lookahead.*at least 0"),
+    (lambda u: u.batch.grow([0], 0, [1, 1]), ArgumentError, r"num_lookahead_tokens: got 2.*rows, 1"),
+    (lambda u: u.batch.step([0, 1], [1, 1]), RowOverflowError, r"row 1: got 33 tokens, allowed: 32"),
+    (lambda u: u.batch.step([0], []), ArgumentError, r"token_ids: got 0.*rows, 1"),
+    (lambda u: u.batch.step([0], [1, 2]), ArgumentError, r"token_ids: got 2.*rows, 1"),
+    (lambda u: u.batch.append([0, 1], [1, 1]), RowOverflowError, r"row 1: got 33 tokens, allowed: 32"),
+    (lambda u: u.batch.append([0] * 23, [1] * 23), RowOverflowError, r"row 0: got 33 tokens, allowed: 32"),
+    (lambda u: u.batch.append([0, 2], [1]), ArgumentError, r"token_ids: got 1.*rows, 2"),
+    (lambda u: u.batch.trim([0, 2], [1, 7]), ArgumentError, r"num_tokens: got 7.*0 to 6"),
+    (lambda u: u.batch.trim([0], -1), ArgumentError, r"num_tokens.*-1"),
+    (lambda u: u.batch.trim([2, 0], [1, -1]), ArgumentError, r"num_tokens: got -1.*0 to 10"),
+    (lambda u: u.batch.trim([0], 1.5), ArgumentTypeError, r"num_tokens.*float"),
+    (lambda u: u.batch.trim([0], [1, 2]), ArgumentError, r"num_tokens: got 2.*rows, 1"),
+    (lambda u: u.batch.move_row(3, 3), ArgumentError, r"rows 3 and 3.*free.*allowed"),
+    (lambda u: u.batch.move_row(0, 1), ArgumentError, r"rows 0 and 1.*admitted.*a free one"),
+    (lambda u: u.batch.move_row(0, 0), ArgumentError, r"rows 0 and 0.*a free one"),
+    (lambda u: u.batch.move_row(4, 3), RowIndexError, r"got 4.*allowed: 0 to 3"),
+    (lambda u: u.batch.move_row(0, -1), RowIndexError, r"got -1.*allowed: 0 to 3"),
+    (lambda u: u.batch.swap_row(0, 4), RowIndexError, r"got 4.*allowed: 0 to 3"),
+    (lambda u: u.batch.swap_row(2**40, 0), RowIndexError, r"got 1099511627776.*allowed: 0 to 3"),
+    (lambda u: u.batch.get_page_ids(4), RowIndexError, r"got 4.*allowed: 0 to 3"),
+    (lambda u: np.copyto(u.batch.num_tokens, 0), ValueError, r"read-only"),
+    (lambda u: u.batch.is_admitted.fill(True), ValueError, r"read-only"),
+]
 BAD_TOKENS: dict[str, tuple[Any, type[Exception], str]] = {
     "beyond int32": ([2**40], ArgumentError, r"token_ids.*1099511627776.*int32"),
     "beyond int32, array": (np.array([2**40]), ArgumentError, r"token_ids.*1099511627776.*int32"),
     "below int32": (np.array([-(2**31) - 1]), ArgumentError, r"token_ids.*-2147483649.*int32"),
     "uint32": (np.array([2**31], dtype=np.uint32), ArgumentError, r"token_ids.*2147483648.*int32"),
+    "negative": ([-6], ArgumentError, r"^token_ids: got -6 \(at 0\), allowed: at least 0$"),
+    "negative, array": (np.array([-6]), ArgumentError, r"^token_ids: got -6 \(at 0\), allowed: at least 0$"),
+    "negative, int32 array": (np.array([-6], dtype=np.int32), ArgumentError, r"^token_ids: got -6 \(at 0\), allowed: at"),
     "floats": ([1.0], ArgumentTypeError, r"token_ids.*float"),
-    "float array": (np.array([1.0]), ArgumentTypeError, r"token_ids.*float64.*ints"),
-    "bool array": (np.array([True]), ArgumentTypeError, r"token_ids.*bool.*ints"),
-    "2-D": (np.array([[1]]), ArgumentTypeError, r"token_ids.*2 dimensions.*1 dimension"),
-    "strings": (["a"], ArgumentTypeError, r"token_ids.*str"),
-    "a number": (1, ArgumentTypeError, r"token_ids.*int.*a list or an array"),
-    "nothing": (None, ArgumentTypeError, r"token_ids.*NoneType.*a list or an array"),
     "an error of its own": ([Unready()], ZeroDivisionError, "no number yet"),
 }
 BY_TOKENS: dict[str, Callable[[RunningBatch, Any], Any]] = {
@@ -275,7 +220,7 @@ BY_TOKENS: dict[str, Callable[[RunningBatch, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("call", "error", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
+@pytest.mark.parametrize(("call", "error", "message"), BAD_CALLS)
 def test_a_wrong_call(call: Callable[[InUse], Any], error: type[Exception], message: str) -> None:
     assert_refused(call, error, message)
 
@@ -302,27 +247,19 @@ BAD_ADMISSIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception]
     "outside": ((4, [1]), {}, RowIndexError, r"got 4.*allowed: 0 to 3"),
     "negative": ((-1, [1]), {}, RowIndexError, r"got -1.*allowed: 0 to 3"),
     "beyond int32": ((2**40, [1]), {}, RowIndexError, r"got 1099511627776.*allowed: 0 to 3"),
-    "half a row": ((3.0, [1]), {}, ArgumentTypeError, r"row.*float"),
-    "a string": (("3", [1]), {}, ArgumentTypeError, r"row.*str"),
-    "several rows": (([3], [1]), {}, ArgumentTypeError, r"row.*list"),
     "no number": ((Unready(), [1]), {}, ZeroDivisionError, "no number yet"),
     "twice": ((0, [1]), {}, ArgumentError, r"row 0 is admitted already"),
     "no tokens": ((3, []), {}, ArgumentError, r"token_ids: got none.*at least 1"),
     "an empty array": ((3, np.array([], dtype=np.int32)), {}, ArgumentError, r"token_ids: got none.*at least 1"),
     "too many tokens": ((3, [1] * 33), {}, RowOverflowError, r"row 3: got 33 tokens, allowed: 32"),
+    "a budget of none": ((3, [1]), {"max_num_new_tokens": 0}, ArgumentError, "max_num_new_tokens: got 0"),
+    "less than no budget": ((3, [1]), {"max_num_new_tokens": -1}, ArgumentError, "max_num_new_tokens: got -1"),
     "none of them": ((3, [1] * 6), {"num_tokens": 0}, ArgumentError, r"num_tokens: got 0.*1 to 6"),
     "more than all": ((3, [1] * 6), {"num_tokens": 7}, ArgumentError, r"num_tokens: got 7.*1 to 6"),
     "less than none": ((3, [1] * 6), {"num_tokens": -1}, ArgumentError, r"num_tokens: got -1.*1 to 6"),
-    "far more than all": ((3, [1] * 6), {"num_tokens": 2**40}, ArgumentError, r"num_tokens: got 1099511627776.*1 to 6"),
-    "half of one": ((3, [1] * 6), {"num_tokens": 0.5}, ArgumentTypeError, r"num_tokens.*float"),
-    "a string of them": ((3, [1] * 6), {"num_tokens": "3"}, ArgumentTypeError, r"num_tokens.*str"),
     "a shard of none": ((3, [1]), {"dp_shard": 0}, ArgumentError, r"dp_shard: got 0.*data_parallel_size"),
     "less than no reserve": ((3, [1]), {"num_reserved_pages": -1}, ArgumentError, r"num_reserved_pages: got -1"),
-    "half a reserve": ((3, [1]), {"num_reserved_pages": 0.5}, ArgumentTypeError, r"num_reserved_pages.*float"),
     "a feature without content": ((3, [1]), {"mm_features": [PLACED]}, ArgumentError, r"mm_features.*mm_hash"),
-    "an odd content": ((3, [1]), {"mm_features": [SimpleNamespace(mm_hash=1.5)]}, ArgumentTypeError, r"mm_hash.*float"),
-    "an odd salt": ((3, [1]), {"cache_salt": ["salt"]}, ArgumentTypeError, r"salt.*list"),
-    "an odd adapter": ((3, [1]), {"lora_id": 1.5}, ArgumentTypeError, r"lora.*float"),
 }
 
 
@@ -345,7 +282,7 @@ def test_a_table_may_have_less_room_than_the_model() -> None:
     batch.check()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(max(1, min(NUM_OPERATIONS // 5000, 40))))
 def test_a_row_ends_at_its_length_however_it_got_there(seed: int) -> None:
     """At a length at which no page ends, in a pool that sometimes has too few pages."""
     rng = Random(seed)
@@ -386,56 +323,16 @@ def test_a_row_that_could_not_grow_still_ends_at_its_length() -> None:
     batch.check()
 
 
-def test_what_does_not_fit_changes_nothing_and_is_not_counted() -> None:
-    in_use = InUse()
-    before = in_use.state()
-    assert in_use.batch.admit(3, list(range(9)), num_reserved_pages=13) is None
-    assert in_use.state() == before
-    assert in_use.batch.admit(3, list(range(9)), num_reserved_pages=12) == 8
-    assert in_use.pool.stats.num_queried_tokens - before[-1].num_queried_tokens == 9
-    assert in_use.pool.stats.num_hit_tokens - before[-1].num_hit_tokens == 8
+BAD_BATCHES: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: RunningBatch(make_manager(), PageTable(4, 8, 64)), ArgumentError, r"0 groups.*at least 1"),
+    (lambda: RunningBatch(make_manager(), MultiGroupPageTable(4, 32, 64, [])), ArgumentError, r"0 groups.*at least 1"),
+    (lambda: RunningBatch(make_manager(FULL, WINDOW_5), PageTable(4, 8, 64)), ArgumentError, r"got 1 tables for 2 groups"),
+    (lambda: RunningBatch(make_manager(FULL), MultiGroupPageTable(4, 32, 64, [4, 4])), ArgumentError, r"got .*\[4, 4\].*\[4\]"),
+    (lambda: RunningBatch(make_manager(FULL), MultiGroupPageTable(4, 32, 64, [8])), ArgumentError, r"page sizes \[8\].*\[4\]"),
+]
 
 
-BAD_BATCHES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no manager": (lambda: RunningBatch(None, PageTable(4, 8, 64)), ArgumentTypeError, r"manager.*NoneType.*CacheManager"),
-    "a pool": (lambda: RunningBatch(pagepool.PagePool(8, True), PageTable(4, 8, 64)), ArgumentTypeError, r"manager.*PagePool"),
-    "no table": (lambda: RunningBatch(make_manager(FULL), None), ArgumentTypeError, r"page_table.*NoneType.*PageTable"),
-    "tables in a list": (
-        lambda: RunningBatch(make_manager(FULL), [PageTable(4, 8, 64)]),
-        ArgumentTypeError,
-        r"page_table.*list",
-    ),
-    "an array": (lambda: RunningBatch(make_manager(FULL), np.zeros((4, 8))), ArgumentTypeError, r"page_table.*ndarray"),
-    "no groups": (lambda: RunningBatch(make_manager(), PageTable(4, 8, 64)), ArgumentError, r"0 groups.*at least 1"),
-    "no groups and no tables": (
-        lambda: RunningBatch(make_manager(), MultiGroupPageTable(4, 32, 64, [])),
-        ArgumentError,
-        r"0 groups.*at least 1",
-    ),
-    "one table for two groups": (
-        lambda: RunningBatch(make_manager(FULL, WINDOW_5), PageTable(4, 8, 64)),
-        ArgumentError,
-        r"got 1 tables for 2 groups",
-    ),
-    "two tables for one group": (
-        lambda: RunningBatch(make_manager(FULL), MultiGroupPageTable(4, 32, 64, [4, 4])),
-        ArgumentError,
-        r"got .*\[4, 4\].*\[4\]",
-    ),
-    "another page size": (
-        lambda: RunningBatch(make_manager(FULL), MultiGroupPageTable(4, 32, 64, [8])),
-        ArgumentError,
-        r"page sizes \[8\].*\[4\]",
-    ),
-    "page sizes in another order": (
-        lambda: RunningBatch(make_manager(FULL, FULL_8), MultiGroupPageTable(4, 32, 64, [8, 4])),
-        ArgumentError,
-        r"page sizes \[8, 4\].*\[4, 8\]",
-    ),
-}
-
-
-@pytest.mark.parametrize(("make", "error", "message"), BAD_BATCHES.values(), ids=BAD_BATCHES)
+@pytest.mark.parametrize(("make", "error", "message"), BAD_BATCHES)
 def test_what_does_not_fit_together(make: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
         make()
@@ -472,7 +369,6 @@ FORMS: dict[str, Callable[[list[int]], Any]] = {
     "a column": lambda values: np.array([values, values], dtype=np.int32).T[:, 1],
     "unaligned": lambda values: np.frombuffer(b"." + np.array(values, dtype=np.int32).tobytes(), dtype=np.int32, offset=1),
     "tuple": tuple,
-    "ints of a subclass": lambda values: [Int(value) for value in values],
     "NumPy's ints": lambda values: [np.int16(value) for value in values],
 }
 
@@ -491,70 +387,21 @@ def test_the_form_of_the_numbers_does_not_matter(form: Callable[[list[int]], Any
     in_use.batch.check()
 
 
-def test_single_numbers_may_be_any_int() -> None:
-    expected, in_use, third = InUse(), InUse(), InUse()
-    for batch, of in ((expected.batch, int), (in_use.batch, Int), (third.batch, np.int64)):
-        batch.admit(of(3), [5, 6, 7], num_tokens=of(2), num_reserved_pages=of(1))
-        batch.grow([3], of(1), of(8))
-        batch.trim([3], of(1))
-        batch.swap_row(of(2), of(3))
-        batch.release([of(1)])
-        batch.move_row(of(3), of(1))
-    assert in_use.state() == third.state() == expected.state()
-
-
-def test_arguments_are_not_written() -> None:
-    in_use = InUse()
-    rows, token_ids = np.array([0, 2], dtype=np.int32), np.array([8, 9], dtype=np.int32)
-    in_use.batch.step(rows, token_ids)
-    in_use.batch.release(rows)
-    assert (rows.tolist(), token_ids.tolist()) == ([0, 2], [8, 9])
-
-
-def test_known_tokens_are_a_copy() -> None:
-    in_use, expected = InUse(), InUse()
-    token_ids = np.arange(50, 56, dtype=np.int32)
-    in_use.batch.admit(3, token_ids, num_tokens=1)
-    expected.batch.admit(3, token_ids.copy(), num_tokens=1)
-    token_ids[:] = 0
-    for batch in (in_use.batch, expected.batch):
-        batch.grow([3], 5)
-    assert in_use.state() == expected.state()
-
-
 # --- windows ------------------------------------------------------------------------------------------------
-
-
-def make_window() -> tuple[CacheManager, PageTable, RunningBatch]:
-    """Make a row of 21 tokens in a window of 5: the first 4 of its 6 pages are freed."""
-    manager, table = make_manager(WINDOW_5), PageTable(2, 8, 64)
-    batch = RunningBatch(manager, table)
-    batch.admit(0, list(range(20)))
-    batch.step([0], [20])
-    assert batch.get_page_ids(0) == ([0, 0, 0, 0, 5, 6],)
-    return manager, table, batch
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 15, 17, 19])
 def test_a_cut_behind_the_window_is_refused(num_tokens: int) -> None:
-    manager, table, batch = make_window()
-    before = (batch.get_page_ids(0), batch.num_tokens.tolist(), table.cpu_version, manager.page_pool.ref_counts().tolist())
-    with pytest.raises(ArgumentError, match=rf"row 0.*cut to {num_tokens} tokens.*window"):
-        batch.trim([0], num_tokens)
-    after = (batch.get_page_ids(0), batch.num_tokens.tolist(), table.cpu_version, manager.page_pool.ref_counts().tolist())
-    assert after == before
-    batch.check()
-
-
-@pytest.mark.parametrize(("num_tokens", "page_ids"), [(20, [0, 0, 0, 0, 5]), (21, [0, 0, 0, 0, 5, 6]), (0, [])])
-def test_a_cut_within_the_window_and_one_to_nothing(num_tokens: int, page_ids: list[int]) -> None:
-    _, table, batch = make_window()
-    batch.trim([0], num_tokens)
-    assert batch.get_page_ids(0) == (page_ids,)
-    assert table.page_table_cpu[0].tolist() == page_ids + [0] * (8 - len(page_ids))
-    batch.append([0] * 4, [1] * 4)
-    batch.grow([0], 4)
-    batch.check()
+    """The first 4 of 6 pages left the window of 5 tokens."""
+    in_use = InUse(make_manager(WINDOW_5, num_pages=40))
+    in_use.batch.admit(3, list(range(200, 220)))
+    in_use.batch.step([3], [20])
+    assert in_use.batch.get_page_ids(3)[0][:4] == [0, 0, 0, 0]
+    before = in_use.state()
+    with pytest.raises(ArgumentError, match=rf"row 3.*cut to {num_tokens} tokens.*window"):
+        in_use.batch.trim([3], num_tokens)
+    assert in_use.state() == before
+    in_use.batch.check()
 
 
 def test_a_cut_that_begins_again_before_the_window_is_refused() -> None:
@@ -670,6 +517,10 @@ def test_check_names_a_place_of_the_table_that_was_overwritten() -> None:
 
 
 NEEDS_PAGES: dict[str, Callable[[RunningBatch], Any]] = {
+    "admit with tokens from elsewhere": lambda batch: (
+        batch.admit(3, [5] * 9, num_external_tokens=8),
+        batch.commit_external(3, 8),
+    ),
     "grow": lambda batch: batch.grow([2, 0], [3, 0], [0, 1]),
     "step": lambda batch: batch.step([2, 0], [1, 3]),
     "admit": lambda batch: batch.admit(3, [5] * 5),
@@ -700,17 +551,6 @@ def test_a_free_page_with_a_holder_is_not_handed_out(name: str) -> None:
     assert in_use.go_on()[0][:-1] == expected.go_on()[0][:-1]
 
 
-def test_what_needs_no_page_does_not_mind_a_free_page_with_a_holder() -> None:
-    in_use = InUse()
-    page = in_use.pool.pages[int(in_use.pool.free_page_ids_in_order()[0])]
-    page.ref_cnt = 1
-    assert in_use.batch.step([0], [1]).num_grown == 1
-    assert in_use.batch.grow([2], 1).num_grown == 1
-    in_use.batch.release([1])
-    page.ref_cnt = 0
-    in_use.batch.check()
-
-
 def fail(*_: Any, **__: Any) -> Any:
     raise MemoryError("injected")
 
@@ -724,29 +564,6 @@ def test_memory_that_arguments_lack(monkeypatch: pytest.MonkeyPatch, name: str) 
         patch.setattr(np, "ascontiguousarray", fail)
         with pytest.raises(MemoryError, match="injected"):
             BY_ROWS[name](in_use.batch, np.array([0, 2], dtype=np.int64))
-    assert in_use.state() == before
-    assert in_use.go_on() == InUse().go_on()
-
-
-def test_memory_that_a_result_lacks_can_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_use = InUse()
-    result = in_use.batch.grow([2, 0], [3, 0], 3)
-    with monkeypatch.context() as patch:
-        patch.setattr(np, "empty", fail)
-        with pytest.raises(MemoryError, match="injected"):
-            result.new_page_ids.tolist()
-    assert result.new_page_rows.tolist() == [2, 2, 0]
-    assert result.new_page_ids.tolist() == in_use.batch.get_page_ids(2)[0][1:] + in_use.batch.get_page_ids(0)[0][3:]
-
-
-def test_a_look_up_that_fails_leaves_the_row_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_use = InUse()
-    before = in_use.state()
-    with monkeypatch.context() as patch:
-        patch.setattr(in_use.manager.coordinator, "find_longest_cache_hit", fail)
-        for _ in range(2):
-            with pytest.raises(MemoryError, match="injected"):
-                in_use.batch.admit(3, list(range(9)), cache_salt="salt")
     assert in_use.state() == before
     assert in_use.go_on() == InUse().go_on()
 
@@ -775,32 +592,24 @@ def test_a_row_that_is_being_admitted_is_taken(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("hits", "message"),
+    ("find", "error", "message"),
     [
-        ((), "hits: got 0 groups, allowed: 1"),
-        ((PageIds([1, 2, 4]),), "hits: got 3 pages for 8 tokens"),
-        ((PageIds([1, 99]),), "page id"),
+        (lambda *_: ((), 8), PagePoolError, "hits: got 0 groups, allowed: 1"),
+        (lambda *_: ((PageIds([1, 2, 4]),), 8), PagePoolError, "hits: got 3 pages for 8 tokens"),
+        (lambda *_: ((PageIds([1, 99]),), 8), PagePoolError, "page id"),
+        (lambda chain, *_: chain.append_key(1), ArgumentError, "the chain is lent for a look-up and cannot grow"),
+        (fail, MemoryError, "injected"),
     ],
-    ids=["groups", "pages", "ids"],
 )
-def test_hits_that_a_coordinator_of_ones_own_gets_wrong(monkeypatch: pytest.MonkeyPatch, hits: Any, message: str) -> None:
+def test_look_ups_of_ones_own_that_go_wrong(
+    monkeypatch: pytest.MonkeyPatch, find: Callable[..., Any], error: type[Exception], message: str
+) -> None:
     in_use = InUse()
     before = in_use.state()
     with monkeypatch.context() as patch:
-        patch.setattr(in_use.manager.coordinator, "find_longest_cache_hit", lambda *_: (hits, 8))
-        with pytest.raises(PagePoolError, match=message):
-            in_use.batch.admit(3, list(range(9)))
-    assert in_use.state()[:-1] == before[:-1]  # a look-up was counted
-    assert in_use.go_on()[0][:-1] == InUse().go_on()[0][:-1]
-
-
-def test_the_digests_that_are_lent_for_a_look_up_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_use = InUse()
-    before = in_use.state()
-    with monkeypatch.context() as patch:
-        patch.setattr(in_use.manager.coordinator, "find_longest_cache_hit", lambda chain, *_: chain.append_key(1))
-        with pytest.raises(ArgumentError, match="the chain is lent for a look-up and cannot grow"):
-            in_use.batch.admit(3, list(range(9)))
+        patch.setattr(in_use.manager.coordinator, "find_longest_cache_hit", find)
+        with pytest.raises(error, match=message):
+            in_use.batch.admit(3, list(range(9)), cache_salt="salt")
     assert in_use.state()[:-1] == before[:-1]  # a look-up was counted
     assert in_use.go_on()[0][:-1] == InUse().go_on()[0][:-1]
 
@@ -821,43 +630,6 @@ def test_hits_that_are_gone_after_the_look_up_are_refused(monkeypatch: pytest.Mo
     assert not in_use.batch.is_admitted[3]
     assert in_use.batch.admit(3, list(range(9))) == 4
     in_use.batch.check()
-
-
-WITHOUT_MEMORY = """
-import resource
-import pagepool
-
-def limit(num_bytes):
-    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, resource.RLIM_INFINITY))
-
-spec = pagepool.FullAttentionSpec(4, 1, 8, "float16", False)
-manager = pagepool.CacheManager(24, [pagepool.CacheGroupSpec(spec)], 1 << 16)
-table = pagepool.PageTable(4096, 1 << 14, 64)
-with open("/proc/self/statm") as file:
-    num_bytes = int(file.read().split()[0]) * resource.getpagesize()
-limit(num_bytes + (64 << 20))
-try:
-    pagepool.RunningBatch(manager, table)
-except MemoryError:
-    print("MemoryError")
-small = pagepool.RunningBatch(manager, pagepool.PageTable(2, 8, 64))
-assert small.admit(0, [1] * 9) == 0
-limit(resource.RLIM_INFINITY)
-large = pagepool.RunningBatch(manager, table)
-assert large.admit(4095, [1] * 9) == 8
-for batch in (small, large):
-    batch.release([0 if batch is small else 4095])
-small.check()
-assert not manager.page_pool.ref_counts()[1:].any()
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer aborts where memory is short")
-def test_memory_that_a_batch_lacks() -> None:
-    command = [sys.executable, "-c", WITHOUT_MEMORY]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (0, "MemoryError\n"), done.stderr
 
 
 @pytest.mark.parametrize("take_away", ["decr_ref", "popleft"])
@@ -900,25 +672,6 @@ def test_a_batch_is_not_pickled_and_a_result_not_made() -> None:
     assert repr(batch.grow([2], 3)) == f"StepResult(num_grown=1, new_page_ids={batch.get_page_ids(2)[0][1:]})"
 
 
-def test_a_batch_that_was_not_made_is_refused() -> None:
-    batch = RunningBatch.__new__(RunningBatch)
-    for call in (lambda: batch.step([0], [1]), lambda: batch.release([0]), lambda: batch.trim([0], 0)):
-        with pytest.raises(ArgumentError, match="was not made"):
-            call()
-
-
-def test_a_batch_is_made_once_even_if_it_failed() -> None:
-    manager = make_manager(FULL, FULL)
-    batch = RunningBatch.__new__(RunningBatch)
-    alike, unlike = ((PageTable(2, 8, 64), PageTable(num_rows, 8, 64)) for num_rows in (2, 3))
-    groups = [(PageRules(4), group_id, 1) for group_id in range(2)]
-    for tables, message in ((unlike, "one number of rows"), (alike, "key: got 3 bytes"), (alike, "made once")):
-        with pytest.raises(ArgumentError, match=message):
-            RunningRows.__init__(batch, manager.page_pool.store, tables, groups, 8, 4, b"key", 0)
-    with pytest.raises(ArgumentError, match="made once"):
-        RunningBatch.__init__(batch, manager, MultiGroupPageTable(2, MAX_MODEL_LEN, 64, [4, 4]))
-
-
 def test_limits_of_the_core_are_not_limits_of_the_model() -> None:
     manager = CacheManager(24, [CacheGroupSpec(FULL)], 10**12)
     with pytest.raises(pagepool.errors.RequestTooLargeError):
@@ -926,37 +679,8 @@ def test_limits_of_the_core_are_not_limits_of_the_model() -> None:
     assert RunningBatch(manager, PageTable(2, 8, 64)).max_num_tokens == 32
 
 
-def test_threads_step_rows_of_their_own() -> None:
-    """Steps of 1,100 rows release the GIL. Each thread has its own rows; all share the pool."""
-    num_threads, num_rows, num_steps = 4, 1100, 12
-    manager = CacheManager(num_threads * num_rows * 4 + 1, [CacheGroupSpec(FULL)], 16)
-    batch = RunningBatch(manager, PageTable(num_threads * num_rows, 4, 64))
-    blocks = np.arange(num_threads * num_rows, dtype=np.int32).reshape(num_threads, num_rows)
-
-    def run(rows: Any) -> None:
-        for row in rows.tolist():
-            batch.admit(row, [row, row + 1, row + 2])
-        for step in range(num_steps):
-            assert batch.step(rows, rows + step).num_grown == num_rows
-
-    with ThreadPoolExecutor(num_threads) as threads:
-        list(threads.map(run, blocks))
-    batch.check()
-    assert batch.num_computed_tokens.tolist() == [3 + num_steps] * (num_threads * num_rows)
-    batch.release(blocks.ravel())
-    assert manager.page_pool.get_num_free_pages() == manager.num_pages - 1
-
-
-@pytest.mark.parametrize("features", [7, np.arange(3), np.array(3)], ids=["int", "array", "number"])
-@pytest.mark.parametrize("enable_caching", [True, False])
-def test_features_that_are_none_are_refused(features: Any, enable_caching: bool) -> None:
-    batch = RunningBatch(make_manager(FULL, enable_caching=enable_caching), PageTable(2, 8, 64))
+def test_features_that_are_none_are_refused_without_caching_too() -> None:
+    batch = RunningBatch(make_manager(FULL, enable_caching=False), PageTable(2, 8, 64))
     with pytest.raises((ArgumentError, ArgumentTypeError), match="mm_features"):
-        batch.admit(0, [1, 2, 3], mm_features=features)
+        batch.admit(0, [1, 2, 3], mm_features=7)  # type: ignore[arg-type]
     assert not batch.is_admitted.any()
-
-
-def test_an_array_is_no_shard() -> None:
-    batch = RunningBatch(make_manager(FULL), PageTable(2, 8, 64), data_parallel_size=2)
-    with pytest.raises(ArgumentTypeError, match="dp_shard must be an integer"):
-        batch.admit(0, [1, 2, 3], dp_shard=np.arange(2))  # type: ignore[arg-type]
