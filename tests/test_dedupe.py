@@ -1,36 +1,23 @@
-"""Rows with the same tokens that come to share pages (`dedupe=True`), by hand."""
+"""Rows with the same tokens that come to share pages (`dedupe=True`), by hand; for random rows see `test_states`."""
 
 from __future__ import annotations
 
-from typing import Any
+from hybrids import FULL, PROMPT, count_hits, make_batch, make_manager, take
 
-import pytest
-from hybrids import FULL, PROMPT, STATE, batch_state, count_hits, make_batch, make_manager, take
-
-from pagepool import FullAttentionSpec, MultiGroupPageTable, RunningBatch, SlidingWindowSpec
-
-WINDOW = SlidingWindowSpec(4, 1, 8, "float16", False, 5)
-LARGE = FullAttentionSpec(8, 1, 8, "float16", False)
+from pagepool import RunningBatch
 
 
-def make_rows(*specs: Any, dedupe: bool = True, **options: Any) -> RunningBatch:
-    """Return a batch with two rows of two tokens each."""
-    batch = make_batch(make_manager(*specs or (FULL,), **options), dedupe=dedupe)
-    for row in range(2):
-        batch.admit(row, PROMPT[:2])
-    return batch
-
-
-def step(batch: RunningBatch, num_tokens: int, rows: list[int] | None = None) -> None:
-    """Append the prompt's next tokens to rows, until they know `num_tokens`."""
-    rows = [0, 1] if rows is None else rows
-    while batch.num_tokens[rows[0]] < num_tokens:
-        batch.step(rows, [PROMPT[batch.num_tokens[rows[0]]]] * len(rows))
+def step(batch: RunningBatch, num_tokens: int) -> None:
+    """Append the prompt's next tokens to the first two rows, until they know `num_tokens`."""
+    while batch.num_tokens[0] < num_tokens:
+        batch.step([0, 1], [PROMPT[batch.num_tokens[0]]] * 2)
         batch.check()
 
 
 def test_a_page_is_shared_from_the_next_growth_on() -> None:
-    batch = make_rows()
+    batch = make_batch(make_manager(FULL), dedupe=True)
+    for row in range(2):
+        batch.admit(row, PROMPT[:2])
     step(batch, 4)
     assert [batch.get_page_ids(row) for row in range(2)] == [([1],), ([2],)]
     step(batch, 5)
@@ -41,80 +28,6 @@ def test_a_page_is_shared_from_the_next_growth_on() -> None:
     assert count_hits(batch._manager) == 4
 
 
-def test_without_it_nothing_is_shared() -> None:
-    batch = make_rows(dedupe=False)
-    step(batch, 9)
-    assert [batch.get_page_ids(row) for row in range(2)] == [([1, 3, 5],), ([2, 4, 6],)]
-
-
-def test_the_table_shows_it() -> None:
-    manager = make_manager(FULL)
-    table = MultiGroupPageTable(2, 64, 64, [4])
-    batch = RunningBatch(manager, table, dedupe=True)
-    for row in range(2):
-        batch.admit(row, PROMPT[:4])
-    [shown] = table.page_tables
-    version = shown.cpu_version
-    batch.step([0, 1], [1, 1])
-    assert shown.page_table_cpu[:, :2].tolist() == [[1, 3], [1, 4]]
-    assert shown.cpu_version > version
-
-
-def test_pages_given_back_serve_the_same_step() -> None:
-    batch = make_rows(num_pages=4)
-    step(batch, 4)
-    assert batch.step([0, 1], [7, 8]).num_grown == 2
-    assert [batch.get_page_ids(row) for row in range(2)] == [([1, 3],), ([1, 2],)]
-    batch.check()
-
-
-def test_the_page_cached_first_is_taken() -> None:
-    batch = make_rows()
-    step(batch, 4, [1])
-    step(batch, 4, [0])
-    step(batch, 5)
-    assert [batch.get_page_ids(row) for row in range(2)] == [([2, 3],), ([2, 4],)]
-
-
-def test_a_prompt_of_many_pages() -> None:
-    batch = make_batch(make_manager(FULL), dedupe=True)
-    batch.admit(0, PROMPT[:14], num_tokens=2)
-    batch.admit(1, PROMPT[:14], num_tokens=2)
-    batch.grow([0, 1], 11)
-    assert [batch.get_page_ids(row) for row in range(2)] == [([1, 3, 4, 5],), ([2, 6, 7, 8],)]
-    batch.grow([0, 1], 1)
-    assert [batch.get_page_ids(row) for row in range(2)] == [([1, 3, 4, 5],), ([1, 3, 4, 8],)]
-    assert batch._manager.page_pool.free_page_ids_in_order()[-3:].tolist() == [2, 6, 7]
-    batch.check()
-
-
-def test_other_tokens_are_not_shared() -> None:
-    batch = make_rows()
-    batch.step([0, 1], [1, 2])
-    step(batch, 6)
-    assert [batch.get_page_ids(row) for row in range(2)] == [([1, 3],), ([2, 4],)]
-
-
-def test_other_salts_are_not_shared() -> None:
-    batch = make_batch(make_manager(FULL), dedupe=True)
-    for row, salt in enumerate(["mine", "yours"]):
-        batch.admit(row, PROMPT[:3], cache_salt=salt)
-    step(batch, 5)
-    assert [batch.get_page_ids(row) for row in range(2)] == [([1, 3],), ([2, 4],)]
-
-
-def test_windows_and_states() -> None:
-    batch = make_rows(LARGE, WINDOW, STATE)
-    step(batch, 9)
-    take(batch)
-    step(batch, 10)
-    assert [batch.get_page_ids(row)[0][0] for row in range(2)] == [1, 1]
-    assert batch.get_page_ids(0)[1][:2] == batch.get_page_ids(1)[1][:2]
-    states = [batch.get_page_ids(row)[2] for row in range(2)]
-    assert states[0] != states[1]  # a state is written
-    batch.check()
-
-
 def test_forks_share_what_they_fill_alike() -> None:
     batch = make_batch(make_manager(FULL), dedupe=True)
     batch.admit(0, PROMPT[:6])
@@ -122,52 +35,3 @@ def test_forks_share_what_they_fill_alike() -> None:
     assert take(batch) == [(2, 3, 0)]
     step(batch, 9)
     assert [batch.get_page_ids(row) for row in range(2)] == [([1, 2, 4],), ([1, 2, 5],)]
-
-
-def test_rows_of_one_shard_share() -> None:
-    batch = make_batch(make_manager(FULL), dedupe=True, data_parallel_size=2)
-    for row, shard in enumerate([0, 1, 1]):
-        batch.admit(row, PROMPT[:3], dp_shard=shard)
-    step(batch, 5, [0, 1, 2])
-    assert [batch.get_page_ids(row) for row in range(3)] == [([1, 2],), ([20, 22],), ([20, 23],)]
-
-
-def test_a_shared_page_outlives_who_filled_it() -> None:
-    batch = make_rows()
-    step(batch, 5)
-    batch.release([0])
-    assert batch._manager.page_pool.ref_counts()[1] == 1
-    assert batch.admit(0, PROMPT[:6]) == 4
-    batch.check()
-    batch.release([1, 0])
-    assert batch._manager.page_pool.get_num_free_pages() == 39
-
-
-def test_growth_that_shared_pages_is_taken_back() -> None:
-    """What was shared stays so: it is the same content."""
-    batch = make_rows()
-    step(batch, 4)
-    result = batch.step([0, 1], [7, 8])
-    batch.undo(result)
-    assert [batch.get_page_ids(row) for row in range(2)] == [([1],), ([1],)]
-    batch.check()
-
-
-@pytest.mark.parametrize("num_tokens", [4, 3, 0])
-def test_shared_pages_are_cut(num_tokens: int) -> None:
-    batch = make_rows()
-    step(batch, 6)
-    batch.trim([1], num_tokens)
-    assert batch.get_page_ids(0) == ([1, 3],)
-    assert batch.get_page_ids(1) == (([1],) if num_tokens == 4 else ([],))
-    batch.check()
-    assert count_hits(batch._manager) == 4
-
-
-def test_dedupe_without_caching_shares_nothing() -> None:
-    batch = make_batch(make_manager(FULL, enable_caching=False), dedupe=True)
-    for row in range(2):
-        batch.admit(row, PROMPT[:4])
-    before = batch_state(batch)[1]
-    batch.step([0, 1], [1, 1])
-    assert [ids[0][:1] for ids in batch_state(batch)[1][:2]] == [ids[0] for ids in before[:2]]

@@ -4,17 +4,13 @@ import importlib.util
 
 import pytest
 
-from pagepool.request import EngineRequest, EngineRequestStatus, Request
+from pagepool.request import EngineRequest, EngineRequestStatus
 
 
 def test_tokens_are_appended_to_a_copy_of_the_prompt() -> None:
     prompt = [1, 2, 3]
     request = EngineRequest("a", prompt)
-    assert (request.num_tokens, request.num_computed_tokens, request.status) == (
-        3,
-        0,
-        EngineRequestStatus.WAITING,
-    )
+    assert (request.num_tokens, request.num_computed_tokens, request.status) == (3, 0, EngineRequestStatus.WAITING)
     request.append_output_token_ids(4)
     request.append_output_token_ids([5, 6])
     assert request.all_token_ids == [1, 2, 3, 4, 5, 6]
@@ -30,12 +26,6 @@ def test_options_are_named_and_unknown_attributes_refused() -> None:
         EngineRequest("a", [1], 5)
     with pytest.raises(AttributeError):
         request.computed = 1
-
-
-def test_it_is_what_managers_read() -> None:
-    request: Request = EngineRequest("a", [1, 2])
-    assert request.all_token_ids[:1] == [1]
-    assert request.sampling_params is None
 
 
 def test_ends_are_ends() -> None:

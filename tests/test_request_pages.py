@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,7 +29,6 @@ from pagepool.errors import (
     PageIdError,
     PagePoolError,
 )
-from pagepool.page_pool.integrity import check_store
 
 KEY = bytes(16)
 FULL = CacheGroups([(PageRules(4), 0, 1)])
@@ -94,13 +91,6 @@ def test_wrong_hits_change_nothing(hits: Any, error: type[Exception], message: s
     assert (lists(request), ref_counts(store)) == ([[], []], before)
 
 
-def test_hits_without_their_chain() -> None:
-    store = PageStore(9)
-    make_request(store, FULL, 8)
-    with pytest.raises(PageHashError):
-        RequestPages(store, FULL, 64).take(9, (find_hits(store, make_chain(), 2),))
-
-
 def test_hits_of_a_pool_that_is_gone() -> None:
     """A pool at the same address must not be taken for it."""
     chain = make_chain(8)
@@ -116,27 +106,6 @@ def test_hits_of_a_pool_that_is_gone() -> None:
             RequestPages(PageStore(9), FULL, 64).take(9, (hits,), chain)
 
 
-def test_hits_that_were_evicted_since() -> None:
-    store, chain = PageStore(9), make_chain(8)
-    request = make_request(store, FULL, 8)
-    hits = find_hits(store, chain, 2)
-    request.give_back()
-    store.take(8)
-    with pytest.raises(PageHashError):
-        RequestPages(store, FULL, 64).take(9, (hits,), chain)
-
-
-def test_hits_of_a_request_that_holds_pages() -> None:
-    store, chain = PageStore(9), make_chain(8)
-    make_request(store, FULL, 8)
-    request = make_request(store, FULL, 4)
-    for num_tokens in (4, 64):
-        with pytest.raises(ArgumentError, match="holds pages"):
-            request.take(num_tokens, (find_hits(store, chain, 1),), chain)
-    assert lists(request) == [[3]]
-    check_store(store)
-
-
 # --- pages taken --------------------------------------------------------------------------------------------
 
 
@@ -149,74 +118,6 @@ def test_tokens_without_end() -> None:
     assert (len(request), store.num_free_pages) == (0, 8)
 
 
-def test_pages_of_a_shard() -> None:
-    store = PageStore(8)
-    request = RequestPages(store, FULL, 64)
-    assert [ids.to_list() for ids in request.take(16, shard=1, num_shards=2) or ()] == [[4, 5, 6, 7]]
-    assert request.take(20, shard=1, num_shards=2) is None
-    assert [ids.to_list() for ids in request.take(20, shard=0, num_shards=2) or ()] == [[1]]
-    assert lists(request) == [[4, 5, 6, 7, 1]]
-
-
-def test_a_shard_without_room_behind_hits() -> None:
-    store, chain = PageStore(8), make_chain(8)
-    request = RequestPages(store, FULL, 64)
-    assert request.take(8, shard=1, num_shards=2)
-    request.enter(chain, 8)
-    request.give_back()
-    assert RequestPages(store, FULL, 64).take(20, (find_hits(store, chain, 2),), chain, 1, 2) is None
-    assert ref_counts(store) == [0] * 8
-    check_store(store)
-
-
-@pytest.mark.parametrize("shard", [-1, 2, 0.5, "1"], ids=repr)
-def test_shards_that_are_none(shard: Any) -> None:
-    with pytest.raises(PagePoolError, match="shard: got"):
-        RequestPages(PageStore(8), FULL, 64).take(4, shard=shard, num_shards=2)
-
-
-def test_reserved_pages() -> None:
-    request = RequestPages(PageStore(8), FULL, 64)
-    assert request.take(20, num_reserved=3) is None
-    assert request.take(16, num_reserved=3) is not None
-    assert request.take(16, num_reserved=7) is not None  # needs none
-
-
-# --- pages entered ------------------------------------------------------------------------------------------
-
-
-def test_a_chain_of_longer_pages_has_no_more_digests() -> None:
-    store, chain = PageStore(9), HashChain(1000, KEY)
-    chain.extend([0] * 2000)
-    request = RequestPages(store, FULL, 64)
-    request.take(32)
-    request.enter(chain, 32)
-    assert (store.num_keys, request.num_cached_hashes) == (2, 2)
-
-
-def test_pages_that_have_another_entry() -> None:
-    store, request = PageStore(9), RequestPages(PageStore(9), FULL, 64)
-    request = RequestPages(store, FULL, 64)
-    request.take(16)
-    store.enter(2, 7, 0)
-    store.enter(4, 8, 0)
-    assert request.check_enterable(make_chain(), 7)
-    with pytest.raises(PageHashError, match=r"page 2 \(at 1 of 4\) has a hash already"):
-        request.check_enterable(make_chain(), 16)
-    assert not request.check_enterable(make_chain(), 3)
-
-
-def test_hits_are_not_due() -> None:
-    store, chain = PageStore(9), make_chain()
-    make_request(store, FULL, 8)
-    request = RequestPages(store, FULL, 64)
-    hits = (find_hits(store, chain, 2),)
-    assert not request.check_enterable(chain, 11, hits)
-    assert request.check_enterable(chain, 12, hits)
-    with pytest.raises(ArgumentError, match="groups"):
-        request.check_enterable(chain, 12, hits * 2)
-
-
 def test_cached_groups_without_an_index() -> None:
     for group_id in (0, 3):
         with pytest.raises(ArgumentError, match=f"got id {group_id}, allowed without prefix caching: None"):
@@ -226,50 +127,7 @@ def test_cached_groups_without_an_index() -> None:
     request.enter(make_chain(), 16)
 
 
-def test_pages_are_entered_again_after_a_rewind() -> None:
-    store = PageStore(9)
-    request = make_request(store, FULL, 16)
-    store.drop([2, 3])
-    request.enter(make_chain(), 16)
-    assert (request.num_cached_hashes, store.num_keys) == (4, 2)
-    request.rewind(7)
-    assert request.is_due(16, 7)
-    assert request.num_cached_hashes == 1
-    request.rewind(16)  # forwards: nothing
-    request.enter(make_chain(), 12)
-    assert (request.num_cached_hashes, store.num_keys) == (3, 4)
-    assert request.is_due(16, 12)
-
-
 # --- pages given back ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("num_computed_tokens", "num_keys"), [(None, 4), (16, 4), (15, 3), (4, 1), (0, 0), (2**62, 4)])
-def test_tokens_that_were_not_computed(num_computed_tokens: int | None, num_keys: int) -> None:
-    store = PageStore(9)
-    request = make_request(store, FULL, 16)
-    request.give_back(num_computed_tokens, make_chain())
-    assert (store.num_keys, store.num_free_pages, len(request), request.num_room_tokens) == (num_keys, 8, 0, 0)
-
-
-def test_hits_keep_their_entries() -> None:
-    store, chain = PageStore(9), make_chain()
-    make_request(store, FULL, 8)
-    request = RequestPages(store, FULL, 64)
-    request.take(16, (find_hits(store, chain, 2),), chain)
-    request.enter(chain, 16)
-    request.give_back(0, chain)
-    assert store.num_keys == 2
-
-
-def test_skipped_pages_lose_their_entries_by_their_chain() -> None:
-    for chain, num_keys in ((None, 1), (make_chain(), 0)):
-        store = PageStore(9)
-        request = make_request(store, CacheGroups([(PageRules(4, 5), 0, 1)]), 8)
-        request.skip(8)
-        assert lists(request) == [[0, 2]]
-        request.give_back(0, chain)
-        assert store.num_keys == num_keys
 
 
 def test_pages_that_somebody_else_gave_back() -> None:
@@ -285,67 +143,7 @@ def test_pages_that_somebody_else_gave_back() -> None:
         check_holders(store, [request])
 
 
-def test_pages_go_back_once() -> None:
-    store = PageStore(9)
-    request = make_request(store, FULL, 16)
-    request.give_back()
-    request.give_back()
-    assert (len(request), store.num_free_pages) == (0, 8)
-    assert request.take(16) is not None
-
-
 # --- groups, tokens, holders --------------------------------------------------------------------------------
-
-
-BAD_GROUPS: dict[str, tuple[Any, str]] = {
-    "None": (None, "groups: got NoneType"),
-    "rules that are None": ([(None, 0, 1)], "groups: got None, allowed: PageRules"),
-    "a stride of 0": ([(PageRules(4), 0, 0)], "stride: got 0"),
-    "a group id below 0": ([(PageRules(4), -1, 1)], "group: got -1"),
-}
-
-
-@pytest.mark.parametrize(("groups", "message"), BAD_GROUPS.values(), ids=BAD_GROUPS)
-def test_groups_that_are_none(groups: Any, message: str) -> None:
-    with pytest.raises(PagePoolError, match=message):
-        CacheGroups(groups)
-
-
-NONE_GIVEN: list[Callable[[Any], object]] = [
-    lambda none: RequestPages(none, FULL, 64),
-    lambda none: RequestPages(PageStore(9), none, 64),
-    lambda none: RequestPages(PageStore(9), FULL, 64).enter(none, 4),
-    lambda none: RequestPages(PageStore(9), FULL, 64).check_enterable(none, 4),
-    lambda none: PrefixQuery(none, make_chain()),
-    lambda none: PrefixQuery(PageStore(9), none),
-    lambda none: PrefixQuery(PageStore(9), make_chain()).find_leading_hits(none, 1, 0, 4),
-    lambda none: PrefixQuery(PageStore(9), make_chain()).find_last_run(none, 1, 4, 1),
-    lambda none: RowRequest(none, 0, [1]),
-    lambda none: check_holders(none, []),
-    lambda none: check_rows(none, []),
-]
-
-
-@pytest.mark.parametrize("call", NONE_GIVEN)
-def test_none_is_refused(call: Callable[[Any], object]) -> None:
-    with pytest.raises(TypeError, match="NoneType"):
-        call(None)
-
-
-def test_questions_of_other_things_than_numbers() -> None:
-    request = make_request(PageStore(9), FULL, 6)
-    assert request.needs_nothing(4, 6, 8)
-    for values in ((4, 8, 8), (4, 6, 9), (3, 6, 8), (4, 6, 2**70), (None, 6, 8), ("4", 6, 8), (4, float("nan"), 8)):
-        assert not request.needs_nothing(*values)  # type: ignore[arg-type]
-
-
-def test_shared_pages() -> None:
-    store, chain = PageStore(9), make_chain()
-    request = make_request(store, FULL, 16)
-    RequestPages(store, FULL, 64).take(8, (find_hits(store, chain, 2),), chain)
-    assert [request.count_shared(0, num_holders) for num_holders in (0, 1, 2, 3)] == [4, 4, 2, 0]
-    with pytest.raises(ArgumentError, match="group: got 1, allowed: 0 to 0"):
-        request.count_shared(1, 1)
 
 
 def test_requests_of_another_pool() -> None:
@@ -360,66 +158,6 @@ def test_requests_of_another_pool() -> None:
             check([own, 1])
         with pytest.raises(IntegrityError, match="page 1 stands in 2"):
             check([own, own])
-
-
-UNPICKLABLE = [
-    RequestPages(PageStore(9), FULL, 64),
-    PrefixQuery(PageStore(9), make_chain()),
-    FULL,
-    PageRules(4),
-    PageStore(9),
-    RunningRows(PageStore(9), [TableRows(2, 8)], [(PageRules(4), 0, 1)], 32, 4, KEY, 0),
-]
-
-
-@pytest.mark.parametrize("value", UNPICKLABLE, ids=lambda value: type(value).__name__)
-def test_pickling_is_refused(value: object) -> None:
-    with pytest.raises(TypeError, match=r"cannot (be )?pickle"):
-        pickle.dumps(value)
-
-
-def test_hits_are_pickled_as_page_ids() -> None:
-    store = PageStore(9)
-    make_request(store, FULL, 8)
-    copied = pickle.loads(pickle.dumps(find_hits(store, make_chain(), 2)))
-    assert (type(copied), copied.to_list()) == (PageIds, [1, 2])
-
-
-# --- look-ups -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("bounds", "num_hits"), [((), 4), ((1, 5), 4), ((1, 4), 3), ((2,), 0), ((0, None), 4), ((0, 0), 0), ((5, 2), 0)]
-)
-def test_look_ups_in_a_range_of_page_ids(bounds: tuple[Any, ...], num_hits: int) -> None:
-    store, chain = PageStore(9), make_chain()
-    make_request(store, FULL, 16)
-    query = PrefixQuery(store, chain, *bounds)
-    assert query.find_leading_hits(PageIds([0]), 1, 0, 9) == num_hits
-    assert query.find_leading_hits(PageIds([0, 1]), 1, 0, 9) == 0
-    assert query.find_last_run(PageIds([0]), 1, 9, 2) == num_hits or bounds == (2,)
-    hits = query.get_hits(0, 1, 0, num_hits)
-    assert hits is not None
-    assert hits.to_list() == [1, 2, 3, 4][:num_hits]
-    if num_hits < 4:
-        assert query.get_hits(0, 1, 0, num_hits + 1) is None
-
-
-@pytest.mark.parametrize("bounds", [(-1,), (2**40,), (0, 2**40), ("1",), (0, 0.5)], ids=repr)
-def test_ranges_that_are_none(bounds: tuple[Any, ...]) -> None:
-    with pytest.raises(PagePoolError, match="got"):
-        PrefixQuery(PageStore(9), make_chain(), *bounds)
-
-
-def test_hits_behind_places_that_are_not_needed() -> None:
-    store, chain = PageStore(9), make_chain()
-    make_request(store, FULL, 16)
-    hits = PrefixQuery(store, chain).get_hits(0, 1, 3, 4)
-    assert hits is not None
-    assert hits.to_list() == [0, 0, 0, 4]
-    for start, stop in ((0, 5), (3, 2), (-1, 2)):
-        with pytest.raises(ArgumentError, match="got"):
-            PrefixQuery(store, chain).get_hits(0, 1, start, stop)
 
 
 # --- rows ---------------------------------------------------------------------------------------------------
@@ -445,12 +183,6 @@ def test_a_request_for_a_row_stays_what_it_is_while_it_is_admitted() -> None:
 BAD_ANSWERS: list[Any] = [None, 7, (), ((), 0), ([PageIds()], 0), ((PageIds(), PageIds()), 0)]
 BAD_ANSWERS += [((PageIds(),), num_tokens) for num_tokens in (-1, 9, 2**70, "4", None)]
 BAD_ANSWERS += [((PageIds(ids),), 4) for ids in ([1, 1], [7], [9])]
-
-
-def test_a_look_up_whose_hits_have_no_room_refuses() -> None:
-    batch = RunningRows(PageStore(9), [TableRows(2, 8)], [(PageRules(4), 0, 1)], 32, 4, KEY, 0)
-    assert RowRequest(batch, 0, [1] * 9).admit((), lambda *_: (None, 8)) is None
-    assert RowRequest(batch, 0, [1] * 9).admit() == 0
 
 
 @pytest.mark.parametrize("answer", BAD_ANSWERS, ids=repr)

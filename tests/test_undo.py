@@ -1,4 +1,7 @@
-"""Steps that were scheduled and did not run: their cached pages are forgotten, and rows go back."""
+"""Steps that were scheduled and did not run: their cached pages are forgotten, and rows go back.
+
+Random work against the oracle undoes steps too: see `BatchWorkload.undo`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import pytest
 from batch_model import package_pool_state
 
@@ -78,75 +80,6 @@ def test_a_step(specs: tuple[Any, ...]) -> None:
     batch.undo(result)
     assert state_of(batch) == before
     assert batch.step([0, 1], PROMPT[7:9]).num_grown == 2
-
-
-def test_what_a_step_cached_hits_no_more() -> None:
-    batch = make_batch()
-    batch.admit(0, PROMPT[:7])
-    result = batch.step([0], PROMPT[7:8])
-    assert count_hits(batch) == 8
-    batch.undo(result)
-    assert count_hits(batch) == 4
-
-
-@pytest.mark.parametrize("num_new_tokens", [13, [13]])
-def test_a_prompt_in_chunks_with_drafts(num_new_tokens: Any) -> None:
-    batch = make_batch(FULL, WINDOW)
-    batch.admit(0, PROMPT, num_tokens=3)
-    before = state_of(batch)
-    result = batch.grow([0], num_new_tokens, num_lookahead_tokens=6)
-    assert count_hits(batch) == 16
-    batch.undo(result)
-    assert state_of(batch) == before
-    assert batch.num_tokens[0] == len(PROMPT)  # known tokens stay known
-
-
-def test_several_calls_are_taken_back_last_first() -> None:
-    batch = make_batch()
-    batch.admit(0, PROMPT[:3])
-    states, results = [], []
-    for i, token_id in enumerate(PROMPT[3:12]):
-        states.append(state_of(batch))
-        if i % 2:
-            results.append(batch.step([0], [token_id]))
-        else:
-            batch.append([0], [token_id])
-            results.append(batch.grow([0]))
-    with pytest.raises(ArgumentError, match="the last call first"):
-        batch.undo(results[-2])
-    for i, (state, result) in enumerate(zip(reversed(states), reversed(results), strict=True)):
-        batch.undo(result)
-        if i % 2 == 0:  # the caller must cut what it appended outside the call
-            batch.trim([0], state[0][0][0])
-        assert state_of(batch) == state
-
-
-def test_only_rows_that_grew_go_back() -> None:
-    batch = make_batch(manager=CacheManager(6, [CacheGroupSpec(FULL)], 64))
-    batch.admit(0, PROMPT[:8])
-    batch.admit(1, PROMPT[8:16])
-    before = state_of(batch)
-    result = batch.step([0, 1], [1, 2])
-    assert result.num_grown == 1
-    batch.undo(result)
-    assert state_of(batch) == before
-
-
-def test_a_call_without_rows() -> None:
-    batch = make_batch()
-    batch.undo(batch.step([], []))
-    batch.undo(batch.grow([]))
-
-
-def test_pages_held_by_others_too_lose_the_entry() -> None:
-    """The other row hit them in the same step, and is undone as well."""
-    batch = make_batch()
-    batch.admit(0, PROMPT, num_tokens=4)
-    result = batch.grow([0], 16)
-    assert batch.admit(1, [*PROMPT, 1]) == 20
-    batch.release([1], num_computed_tokens=20)
-    batch.undo(result)
-    assert count_hits(batch) == 4
 
 
 def test_events_tell_nothing_of_it() -> None:
@@ -240,33 +173,6 @@ def test_pages_that_somebody_gave_back() -> None:
 # --- releasing uncomputed rows ----------------------------------------------------------------------------------
 
 
-def test_release_forgets_what_was_not_computed() -> None:
-    batch = make_batch()
-    batch.admit(0, PROMPT)
-    batch.release([0], num_computed_tokens=9)
-    assert count_hits(batch) == 8
-    batch.check()
-
-
-def test_release_keeps_hits() -> None:
-    """Others computed them before, or are undone themselves."""
-    batch = make_batch()
-    batch.admit(0, PROMPT[:9])
-    batch.release([0])
-    assert batch.admit(1, PROMPT) == 8
-    batch.release([1], num_computed_tokens=0)
-    assert count_hits(batch) == 8
-
-
-def test_release_with_a_number_for_each_row() -> None:
-    batch = make_batch()
-    others = [token_id + 100 for token_id in PROMPT]
-    batch.admit(0, PROMPT)
-    batch.admit(1, others)
-    batch.release([1, 0], np.array([4, 20]))
-    assert (count_hits(batch), count_hits(batch, others)) == (20, 4)
-
-
 @pytest.mark.parametrize("counts", [21, [20, 9], [20], [-1, 4], -1, 1 << 40])
 def test_wrong_numbers_are_refused(counts: Any) -> None:
     batch = make_batch()
@@ -291,47 +197,6 @@ def test_release_where_somebody_gave_a_page_back() -> None:
 
 
 # --- the manager ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("hash_algo", ["siphash128", "sha256", hash])
-def test_free_forgets_what_was_not_computed(hash_algo: Any) -> None:
-    manager, request = make_manager(hash_algo=hash_algo), EngineRequest("a", PROMPT)
-    manager.allocate_slots(request, 8)
-    request.num_computed_tokens = 8
-    manager.allocate_slots(request, 12)  # never runs
-    assert count_hits(manager) == 20
-    manager.free(request, num_computed_tokens=8)
-    assert count_hits(manager) == 8
-    manager.check()
-
-
-def test_free_keeps_hits_and_what_others_cached() -> None:
-    """A page of equal content, computed by another request, still hits."""
-    manager = make_manager()
-    first, second = EngineRequest("first", PROMPT), EngineRequest("second", PROMPT)
-    manager.allocate_slots(first, 20)
-    manager.allocate_slots(second, 20)  # without a look-up, so with new pages
-    manager.free(second, num_computed_tokens=0)
-    assert count_hits(manager) == 20
-    manager.free(first)
-    hits, num_hit_tokens = manager.get_computed_pages(second)
-    manager.allocate_slots(second, 20 - num_hit_tokens, num_hit_tokens, hits)
-    manager.free(second, num_computed_tokens=0)
-    assert count_hits(manager) == 20
-    manager.check()
-
-
-@pytest.mark.parametrize("spec", [WINDOW, CHUNK])
-def test_free_forgets_pages_that_left_the_window(spec: Any) -> None:
-    """They have no holder, and were entered by steps that did not run."""
-    manager, request = make_manager(spec), EngineRequest("a", PROMPT)
-    manager.allocate_slots(request, 16)
-    request.num_computed_tokens = 16
-    manager.allocate_slots(request, 4)
-    assert 0 in manager.get_page_ids("a")[0]
-    manager.free(request, num_computed_tokens=0)
-    assert manager.stats().num_cached_pages == 0
-    manager.check()
 
 
 def test_free_after_the_hashes_went() -> None:
