@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from time import perf_counter
+from time import thread_time
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +18,11 @@ from workload import RandomWorkload, run_workload
 
 import pagepool
 from pagepool import CacheManager, EngineRequest, PageTable, QueryCounts, RunningBatch
-from pagepool._core import Refusal
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.manager.lookups import PrefixLookups
 
-NUM_CALLS = max(NUM_OPERATIONS // (20 * len(SETTINGS)), 150)
+NUM_CALLS = max(NUM_OPERATIONS // (20 * len(SETTINGS)), 60)
+NUM_SEEDS = max(NUM_OPERATIONS // 100_000, 1)
 SPEC = pagepool.FullAttentionSpec(4, 1, 8, "float16", False)
 ids = lambda setting: setting.name  # noqa: E731
 
@@ -48,7 +48,8 @@ class SaturatedRequests(RandomWorkload):
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=ids)
 def test_rows_are_refused_as_if_they_were_looked_up_anew(setting: Setting) -> None:
-    for seed in range(zlib.crc32(setting.name.encode()), zlib.crc32(setting.name.encode()) + 2):
+    first_seed = zlib.crc32(setting.name.encode())
+    for seed in range(first_seed, first_seed + NUM_SEEDS):
         run_batch_workload(setting, oracle_and_batch, seed, NUM_CALLS, False, SaturatedRows)
 
 
@@ -73,9 +74,8 @@ def test_retries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
     count(RunningBatch, "is_refused_still")
     count(PrefixLookups, "is_refused_still")
-    for setting in SETTINGS[:4]:
-        run_batch_workload(setting, oracle_and_batch, 1, 1000, False, SaturatedRows)
-        run_workload(setting, oracle_and_package(), 1, 1000, SaturatedRequests)
+    run_batch_workload(SETTINGS[2], oracle_and_batch, 1, 1000, False, SaturatedRows)
+    run_workload(SETTINGS[2], oracle_and_package(), 1, 2000, SaturatedRequests)
     assert found[RunningBatch, True] > 50
     assert found[PrefixLookups, True] > 50
 
@@ -120,32 +120,14 @@ class Waiting:
 
 
 class TestRows:
-    def test_nothing_changed(self) -> None:
-        waiting = Waiting()
-        assert [waiting.retry() for _ in range(5)] == [None] * 5
-        assert waiting.num_looked_up == 1
-
     def test_a_smaller_budget_fits_without_a_change(self) -> None:
         waiting = Waiting()
+        assert [waiting.retry() for _ in range(5)] == [None] * 5
         assert waiting.retry(max_num_new_tokens=5) is None
         assert waiting.retry(num_tokens=25) is None
-        assert waiting.num_looked_up == 1
-        assert waiting.retry(max_num_new_tokens=4) == 20
-
-    def test_a_reserve(self) -> None:
-        waiting = Waiting()
         assert waiting.retry(max_num_new_tokens=4, num_reserved_pages=1) is None
         assert waiting.num_looked_up == 1
-
-    def test_hits_are_evicted_from_the_end_on(self) -> None:
-        waiting = Waiting()
-        waiting.batch.step([0], [99])  # the page that was never used
-        waiting.batch.grow([0], 0, 7)  # 24 tokens fit: the last page of the hits is evicted
-        assert waiting.manager.page_pool.stats.num_evicted_pages == 1
-        assert waiting.retry() is None
-        assert waiting.num_looked_up == 1
-        waiting.batch.release([0])
-        assert waiting.retry() == 16
+        assert waiting.retry(max_num_new_tokens=4) == 20
 
     def test_a_hit_is_dropped_in_the_middle(self) -> None:
         """With the budget of a step fewer hits need fewer pages."""
@@ -154,43 +136,6 @@ class TestRows:
         waiting.manager.page_pool.evict_pages([2])
         assert waiting.retry(max_num_new_tokens=8) == 4
         assert waiting.num_looked_up == 2
-
-    def test_a_page_is_given_back(self) -> None:
-        waiting = Waiting()
-        waiting.batch.trim([0], 12)
-        assert waiting.retry() == 20
-        assert waiting.num_looked_up == 2
-
-    def test_too_few_pages_are_given_back(self) -> None:
-        _, batch = make_batch(1 + 8)
-        batch.admit(0, [99] * 32)
-        token_ids = list(range(20))
-        assert batch.admit(1, token_ids) is None
-        batch.trim([0], 16)
-        assert batch.is_refused_still(1, token_ids, None, None, 0, (None, None, None, None, True, False, 0))
-        assert batch.admit(1, token_ids) is None
-        batch.trim([0], 12)
-        assert batch.admit(1, token_ids) == 0
-
-    def test_a_hit_finds_another_holder(self) -> None:
-        waiting = Waiting()
-        assert waiting.retry([*waiting.prompt[:8], 5], row=2) == 8
-        assert waiting.retry() is None
-        assert waiting.num_looked_up == 3
-
-    def test_another_page_of_it_is_cached(self) -> None:
-        waiting = Waiting()
-        assert waiting.retry(waiting.token_ids[:24], row=2, num_tokens=24) == 20
-        assert waiting.batch.get_page_ids(2)[0][:5] == [1, 2, 3, 4, 5]
-        assert waiting.retry(max_num_new_tokens=4) is None
-        waiting.batch.trim([0], 12)
-        assert waiting.retry(max_num_new_tokens=4) == 24
-
-    def test_the_cache_is_reset(self) -> None:
-        waiting = Waiting()
-        waiting.batch.release([0])
-        assert waiting.manager.reset_prefix_cache()
-        assert waiting.retry() == 0
 
     @pytest.mark.parametrize("form", [list, np.array])
     def test_tokens_are_another_request_s(self, form: Callable[[list[int]], Any]) -> None:
@@ -223,15 +168,10 @@ class TestRows:
         for _ in range(3):
             assert waiting.retry(form(waiting.token_ids)) is None
             assert waiting.retry() is None
+        memory = np.array([*waiting.token_ids, 7, 8], dtype=np.int32)
+        assert waiting.retry(memory[: len(waiting.token_ids)]) is None
         assert waiting.num_looked_up == 1
         assert waiting.retry(form([*waiting.token_ids[:5], 77, *waiting.token_ids[6:]]), max_num_new_tokens=20) == 4
-
-    def test_an_array_is_known_by_its_memory(self) -> None:
-        waiting = Waiting()
-        memory = np.array([*waiting.token_ids, 7, 8], dtype=np.int32)
-        for _ in range(3):
-            assert waiting.retry(memory[: len(waiting.token_ids)]) is None
-        assert waiting.num_looked_up == 1
 
     def test_tokens_that_are_iterated_once_are_not_used_up(self) -> None:
         waiting = Waiting()
@@ -249,31 +189,12 @@ class TestRows:
         with pytest.raises(ArgumentError, match="row 1 is admitted already"):
             waiting.retry()
 
-    def test_a_row_that_was_admitted_meanwhile(self) -> None:
+    def test_wrong_arguments_are_refused_all_the_same(self) -> None:
         waiting = Waiting()
-        assert waiting.retry([3], row=1) == 0
-        waiting.batch.release([1])
+        for name, value in (("num_tokens", 0), ("num_tokens", 29), ("max_num_new_tokens", 0), ("num_reserved_pages", -1)):
+            with pytest.raises(ArgumentError, match="got"):
+                waiting.retry(**{name: value})
         assert waiting.retry() is None
-        assert waiting.num_looked_up == 3
-
-    @pytest.mark.parametrize(
-        ("options", "error"),
-        [
-            ({"num_tokens": 0}, ArgumentError),
-            ({"num_tokens": 29}, ArgumentError),
-            ({"max_num_new_tokens": 0}, ArgumentError),
-            ({"num_reserved_pages": -1}, ArgumentError),
-            ({"num_tokens": 1.5}, ArgumentTypeError),
-        ],
-    )
-    def test_wrong_numbers_are_refused_all_the_same(self, options: dict[str, Any], error: type[Exception]) -> None:
-        waiting = Waiting()
-        with pytest.raises(error, match="got"):
-            waiting.retry(**options)
-        assert waiting.retry() is None
-
-    def test_a_list_that_holds_something_else_by_now(self) -> None:
-        waiting = Waiting()
         waiting.token_ids[-1] = "a"  # type: ignore[call-overload]
         with pytest.raises(ArgumentTypeError, match="token_ids"):
             waiting.retry()
@@ -307,26 +228,12 @@ class TestRequests:
         manager.check()
         assert manager.stats().queries == QueryCounts(1, 28, 16)
 
-    def test_of_a_refusal_itself(self) -> None:
-        manager = make_manager(8)
-        ids, chain = pagepool._core.PageIds([1]), pagepool._core.HashChain(4, bytes(16))
-        with pytest.raises(ArgumentTypeError, match="hits: got"):
-            Refusal((1,), 4, 4)  # type: ignore[arg-type]
-        with pytest.raises(ArgumentError, match="num_hit_tokens: got 5"):
-            Refusal((ids,), 4, 5)
-        refusal = Refusal((ids,), 8, 4)
-        assert not refusal.watch_hits(manager.page_pool.store, chain, 1, 0)  # nothing is cached
-        assert not refusal.has_same_hits()
-        assert not refusal.is_short(100)
-        with pytest.raises(TypeError, match="cannot be pickled"):
-            refusal.__reduce__()
-
 
 # --- cost -----------------------------------------------------------------------------------------------------
 
 
 def time_refusals(num_tokens: int, path: str) -> float:
-    """Return the minimum time of a refused request of that many tokens whose pages are all cached and free, except the last."""
+    """Return the least CPU time of a refused request of that many tokens whose pages but the last are cached and free."""
     manager, batch = make_batch(num_tokens // 4 + 1)
     prompt = np.arange(num_tokens, dtype=np.int32)
     batch.admit(0, prompt[: num_tokens // 2])
@@ -345,9 +252,9 @@ def time_refusals(num_tokens: int, path: str) -> float:
     refuse()
     times = []
     for _ in range(200):
-        start = perf_counter()
+        start = thread_time()
         refuse()
-        times.append(perf_counter() - start)
+        times.append(thread_time() - start)
     return min(times)
 
 
