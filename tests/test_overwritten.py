@@ -6,12 +6,13 @@ import ctypes
 import itertools
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from ctypes import POINTER, c_int32, c_int64, c_size_t, c_ssize_t, c_uint8, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 import pytest
 from overwriting import overwrite
+from settings import NUM_OPERATIONS
 
 from pagepool import (
     CacheGroupSpec,
@@ -262,6 +263,11 @@ def write(number: tuple[Any, Any], value: int) -> None:
         owner[name] = value
 
 
+def share_of(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield every fifth of the values, or all of them in long runs (PAGEPOOL_TEST_OPERATIONS)."""
+    return itertools.islice(values, 0, None, max(1, 100_000 // NUM_OPERATIONS))
+
+
 def can_be(number: tuple[Any, Any], value: int) -> bool:
     """Whether nothing contradicts that value: nobody but the holders knows how many they are, the second half of a digest
     stands only in its page, unless others are equal, any that is first in its shard may be first of all, and nobody but those
@@ -283,7 +289,7 @@ def can_be(number: tuple[Any, Any], value: int) -> bool:
 def test_each_number_that_is_overwritten_is_found(eviction: str) -> None:
     pool, memory = make_pool(eviction)
     values = [-(1 << 31), -2, -1, 0, 1, 2, 3, 7, 8, 9, NUM_PAGES - 1, NUM_PAGES, NUM_PAGES + 1, TWIN, TWIN + 1, (1 << 31) - 1]
-    for number, value in itertools.product(numbers_that_matter(memory), values):
+    for number, value in share_of(itertools.product(numbers_that_matter(memory), values)):
         if can_be(number, value):
             continue
         old = read(number)
@@ -372,7 +378,7 @@ def test_what_a_policy_cannot_have_learned_is_found(eviction: str) -> None:
     pool, memory = make_pool(eviction)
     learned = memory.policy.contents.learned
     for places, values in LEARNED[eviction].items():
-        for i, value in itertools.product(places, values):
+        for i, value in share_of(itertools.product(places, values)):
             old, learned[i] = learned[i], value
             with pytest.raises(IntegrityError, match=f"^what the eviction policy '{eviction}' has counted cannot be$"):
                 pool.check()
@@ -380,56 +386,71 @@ def test_what_a_policy_cannot_have_learned_is_found(eviction: str) -> None:
     pool.check()
 
 
-def test_a_page_is_named_with_all_its_numbers() -> None:
+POOL_DAMAGES = {
+    "pages[9].ref_cnt = 4": rf"^page 9 \(ref count 4, free-queue links 8 and 10, cached for group 0 under {8:#034x}\) is in",
+    "pages[9].key_lo, pages[9].group = 6, 0": "prefix index, which is not its own|a look-up of its hash finds page 4",
+    "page_tokens[4 * tokens_width] = 3": "^page 4 .* has 3 token ids, allowed: 0 to 2$",
+    "twins[1].prev = twins[1].next = 2; twins[2].prev = twins[2].next = 1; "
+    "twins[3].prev = twins[3].next = 8; twins[8].prev = twins[8].next = 3": (
+        r"^page 3 .*: look-ups of its hash find pages \[1, 2\], allowed: this one too$"
+    ),
+    "shard_firsts[1].prev = shard_firsts[1].next = 1; shard_firsts[8].prev = shard_firsts[8].next = 8": (
+        "^page 8 .* is linked to 8 and 8, allowed: the ring of pages of equal content that are first in their shard, or -1$"
+    ),
+    "shard_twins[1].next, shard_twins[3].next, shard_twins[2].next = 3, 2, 1; "
+    "shard_twins[1].prev, shard_twins[3].prev, shard_twins[2].prev = 2, 1, 3": (
+        "^page 3 .* is among the twins of its shard in the place of page 2$"
+    ),
+}
+JOURNAL_DAMAGES = {
+    "notes[3].place = -1": "^page 3 .* has place -1 and context 1, allowed: at least 0, and 0",
+    "notes[3].context = 2": "^page 3 .* has place 2 and context 2, .* 0 to 1$",
+    "contexts[1].num_holders = -1": "^context 1 has 6 users and -1 holders",
+    "contexts[1].num_users = 5": "^the contexts have 5 users, 6 pages are cached$",
+    "notes[8].new.prev = 9": "^page 8 follows page 7 .* in the journal, and does not link back$",
+    "notes[7].new.next = 6": "^page 6 follows page 7 .* in the journal, and does not link back$",
+    "notes[9].new.next, notes[6].new.prev, notes[6].new.next, notes[0].new.prev = 6, 9, 0, 6": (
+        "^page 6 .* is in the journal, and no look-up finds it$"
+    ),
+    "num_new = 2": "^3 keys are in the journal, up to page 9, the pool counts 2$",
+    "num_removed = -1": "^the journal counts -1 keys that went, allowed: fewer than pages, or none$",
+    "is_cleared = 1": "^the journal counts 2 keys that went",
+    "is_cleared, num_removed = 1, 0": "^3 keys of the prefix index are new since all went, the pool counts 6$",
+}
+"""Assignments to the fields of a struct, and what `check` says of them."""
+
+
+class FieldsOf(dict[str, Any]):
+    """The fields of a struct as names of a program, which read and write them."""
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self.memory, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.memory, name, value)
+
+
+def damage(memory: Any, assignments: str) -> None:
+    """Overwrite fields of a struct."""
+    exec(assignments, {}, FieldsOf(memory))
+
+
+@pytest.mark.parametrize("assignments", POOL_DAMAGES)
+def test_what_is_wrong_with_a_pool_is_named(assignments: str) -> None:
     pool, memory = make_pool()
-    memory.pages[9].ref_cnt = 4
-    key = f"{8:#034x}"
-    expected = rf"^page 9 \(ref count 4, free-queue links 8 and 10, cached for group 0 under {key}\)"
-    with pytest.raises(IntegrityError, match=expected + r" is in the free queue with ref count 4, allowed: 0$"):
+    damage(memory, assignments)
+    with pytest.raises(IntegrityError, match=POOL_DAMAGES[assignments]):
         pool.check()
 
 
-def test_a_number_of_kept_tokens_that_cannot_be_is_found() -> None:
-    pool, memory = make_pool()
-    for num_tokens in (-1, 3, 1 << 30):
-        memory.page_tokens[4 * memory.tokens_width] = num_tokens
-        with pytest.raises(IntegrityError, match=f"^page 4 .* has {num_tokens} token ids, allowed: 0 to 2$"):
-            pool.check()
-
-
-def test_a_ring_that_was_cut_in_two_is_found() -> None:
-    """The index leads to the first page."""
-    pool, memory = make_pool()
-    for first, second in (EQUAL_PAGES[:2], EQUAL_PAGES[2:]):
-        memory.twins[first].prev = memory.twins[first].next = second
-        memory.twins[second].prev = memory.twins[second].next = first
-    with pytest.raises(IntegrityError, match=r"^page 3 .*: look-ups of its hash find pages \[1, 2\], allowed: this one too$"):
-        pool.check()
-
-
-def test_twins_of_a_shard_that_no_ring_leads_to_are_found() -> None:
-    pool, memory = make_pool()
-    for page_id in FIRST_PAGES:
-        memory.shard_firsts[page_id].prev = memory.shard_firsts[page_id].next = page_id
-    message = (
-        r"^page 8 .* is linked to 8 and 8, allowed: the ring of pages of equal content that are first in their shard, or -1$"
-    )
-    with pytest.raises(IntegrityError, match=message):
-        pool.check()
-
-
-def test_twins_of_a_shard_in_another_order_are_found() -> None:
-    pool, memory = make_pool()
-    memory.shard_twins[1].next, memory.shard_twins[3].next, memory.shard_twins[2].next = 3, 2, 1
-    memory.shard_twins[1].prev, memory.shard_twins[3].prev, memory.shard_twins[2].prev = 2, 1, 3
-    with pytest.raises(IntegrityError, match=r"^page 3 .* is among the twins of its shard in the place of page 2$"):
-        pool.check()
-
-
-def test_two_pages_that_are_both_cached_alone_under_one_key_are_found() -> None:
-    pool, memory = make_pool()
-    memory.pages[9].key_lo, memory.pages[9].group = 6, 0
-    with pytest.raises(IntegrityError, match=r"prefix index, which is not its own|a look-up of its hash finds page 4"):
+@pytest.mark.parametrize("assignments", JOURNAL_DAMAGES)
+def test_what_is_wrong_with_a_journal_is_named(assignments: str) -> None:
+    pool, memory = make_journal()
+    damage(memory, assignments)
+    with pytest.raises(IntegrityError, match=JOURNAL_DAMAGES[assignments]):
         pool.check()
 
 
@@ -450,11 +471,9 @@ def test_a_slot_that_no_lookup_comes_to_is_found() -> None:
 def test_a_free_queue_that_ends_early_is_found() -> None:
     pool, memory = make_pool()
     first = memory.pages[0].next_free
-    memory.pages[first].next_free = 0
-    memory.pages[0].prev_free = first
-    with pytest.raises(
-        IntegrityError, match=f"^1 pages are in the free queue, up to page {first}, the pool counts {memory.num_free}$"
-    ):
+    memory.pages[first].next_free, memory.pages[0].prev_free = 0, first
+    message = f"^1 pages are in the free queue, up to page {first}, the pool counts {memory.num_free}$"
+    with pytest.raises(IntegrityError, match=message):
         pool.check()
 
 
@@ -509,56 +528,11 @@ def test_each_number_of_a_journal_that_is_overwritten_is_found() -> None:
         pool.check()
 
 
-@pytest.mark.parametrize(
-    ("find", "name", "value", "message"),
-    [
-        (lambda journal: journal.notes[3], "place", -1, r"^page 3 .* has place -1 and context 1, allowed: at least 0, and 0"),
-        (lambda journal: journal.notes[3], "context", 2, r"^page 3 .* has place 2 and context 2, .* 0 to 1$"),
-        (lambda journal: journal.contexts[1], "num_holders", -1, r"^context 1 has 6 users and -1 holders"),
-        (lambda journal: journal.contexts[1], "num_users", 5, r"^the contexts have 5 users, 6 pages are cached$"),
-        (lambda journal: journal.notes[8].new, "prev", 9, r"^page 8 follows page 7 .* in the journal, and does not link back$"),
-        (
-            lambda journal: journal.notes[7].new,
-            "next",
-            6,
-            r"^page 6 follows page 7 .* in the journal, and does not link back$",
-        ),
-        (lambda journal: journal, "num_new", 2, r"^3 keys are in the journal, up to page 9, the pool counts 2$"),
-        (
-            lambda journal: journal,
-            "num_removed",
-            -1,
-            r"^the journal counts -1 keys that went, allowed: fewer than pages, or none$",
-        ),
-        (lambda journal: journal, "is_cleared", 1, r"^the journal counts 2 keys that went"),
-    ],
-)
-def test_what_is_wrong_with_a_journal_is_named(find: Any, name: str, value: int, message: str) -> None:
-    pool, memory = make_journal()
-    setattr(find(memory), name, value)
-    with pytest.raises(IntegrityError, match=message):
-        pool.check()
-
-
 def test_a_key_that_is_told_as_gone_and_is_there_is_found() -> None:
     pool, memory = make_journal()
     key, _ = pool.store.key_of(3)
     memory.removed[0].key_lo, memory.removed[0].key_hi = key & ((1 << 64) - 1), key >> 64
     with pytest.raises(IntegrityError, match=r"^page 3 .* is in the journal as gone$"):
-        pool.check()
-
-
-def test_a_key_that_was_there_before_everything_went_is_found() -> None:
-    pool, memory = make_journal()
-    memory.is_cleared, memory.num_removed = 1, 0
-    with pytest.raises(IntegrityError, match=r"^3 keys of the prefix index are new since all went, the pool counts 6$"):
-        pool.check()
-
-
-def test_a_page_in_the_journal_that_no_look_up_finds_is_found() -> None:
-    pool, memory = make_journal()
-    memory.notes[9].new.next, memory.notes[6].new.prev, memory.notes[6].new.next, memory.notes[0].new.prev = 6, 9, 0, 6
-    with pytest.raises(IntegrityError, match=r"^page 6 .* is in the journal, and no look-up finds it$"):
         pool.check()
 
 
@@ -577,6 +551,11 @@ def make_batch() -> tuple[RunningBatch, Any, Any]:
     assert (memory.num_groups, memory.num_rows, memory.groups[0].window) == (1, 2, 5)
     batch.check()
     return batch, memory.held[0], memory.held[0].ids
+
+
+def hidden_count(batch: RunningBatch, place: int) -> Any:
+    """Return a count of row 0 that stands behind its number of tokens."""
+    return c_int32.from_address(batch.num_tokens.__array_interface__["data"][0] + 4 * place)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_computed"), [(65, 20), (20, 21), (20, -1), (-1, -1)])
@@ -598,35 +577,28 @@ def test_page_counts_that_cannot_be_are_found(field: int, value: int) -> None:
         batch.check()
 
 
-def test_an_event_that_is_not_due_is_found() -> None:
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (2, 25, "the next event is at 25 tokens, allowed: 1 to 24"),
+        (5, -1, "-1 pages are hashed, otherwise than its 21 tokens would be"),
+        (5, 6, "6 pages are hashed, otherwise than its 21 tokens would be"),
+    ],
+)
+def test_hidden_counts_that_cannot_be_are_found(place: int, value: int, message: str) -> None:
     batch, _, _ = make_batch()
-    events = c_int32.from_address(batch.num_tokens.__array_interface__["data"][0] + 8)
-    events.value += 1
-    with pytest.raises(
-        IntegrityError, match=f"^row 0: the next event is at {events.value} tokens, allowed: 1 to {events.value - 1}$"
-    ):
+    hidden_count(batch, place).value = value
+    with pytest.raises(IntegrityError, match=f"^row 0: {message}$"):
         batch.check()
 
 
-def test_a_page_outside_the_pool_is_found() -> None:
-    batch, _, page_ids = make_batch()
-    page_ids[5] = 32
-    with pytest.raises(IntegrityError, match=r"^row 0, group 0: page 32 \(at 5\), allowed: 0 to 31$"):
-        batch.check()
-
-
-@pytest.mark.parametrize("num_hashed", [-1, 6])
-def test_a_number_of_hashed_pages_that_cannot_be_is_found(num_hashed: int) -> None:
-    batch, _, _ = make_batch()
-    c_int32.from_address(batch.num_tokens.__array_interface__["data"][0] + 20).value = num_hashed
-    with pytest.raises(IntegrityError, match=rf"^row 0: {num_hashed} pages are hashed, otherwise than its 21 tokens would be$"):
-        batch.check()
-
-
-def test_a_null_page_behind_others_is_found() -> None:
+@pytest.mark.parametrize(
+    ("page_id", "message"), [(32, r"page 32 \(at 5\), allowed: 0 to 31"), (0, r"the null page stands behind page \d+ \(at 5\)")]
+)
+def test_pages_that_cannot_be_are_found(page_id: int, message: str) -> None:
     batch, held, page_ids = make_batch()
-    page_ids[held.num_pages - 1] = 0
-    with pytest.raises(IntegrityError, match=r"^row 0, group 0: the null page stands behind page \d+ \(at 5\)$"):
+    page_ids[held.num_pages - 1] = page_id
+    with pytest.raises(IntegrityError, match=f"^row 0, group 0: {message}$"):
         batch.check()
 
 
