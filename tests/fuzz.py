@@ -57,10 +57,11 @@ class Fuzzer:
         self.num_inputs += 1
         World(data, self.counts, self.successes).run()
 
-    def run_seeds(self, first_seed: int, num_inputs: int | None) -> None:
-        """Run inputs made by seeds, one seed each."""
+    def run_seeds(self, first_seed: int, num_inputs: int | None, require_all: bool) -> None:
+        """Run inputs made by seeds, one seed each; more of them if everything is required and something was missed."""
         for seed in itertools.count(first_seed):
-            if self.num_inputs == num_inputs or time.monotonic() > self.deadline:
+            is_enough = num_inputs is not None and self.num_inputs >= num_inputs
+            if (is_enough and not (require_all and self.missed())) or time.monotonic() > self.deadline:
                 return
             faulthandler.dump_traceback_later(MAX_INPUT_SECONDS, exit=True)
             try:
@@ -109,12 +110,12 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("inputs", nargs="*", type=Path, help="files to run as inputs, instead of new ones")
     parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--num-inputs", type=int, help="of seeds")
+    parser.add_argument("--num-inputs", type=int, help="of seeds, or more with --require-all")
     parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--corpus", type=Path, help="folder of inputs that coverage found worth keeping")
     parser.add_argument("--verbose", action="store_true", help="let libFuzzer tell the coverage that it finds")
     parser.add_argument("--note", type=Path, help="file for the input that runs")
-    parser.add_argument("--require-all", action="store_true", help="fail if something was not called with success")
+    parser.add_argument("--require-all", action="store_true", help="go on until everything was called with success, or fail")
     return parser.parse_args()
 
 
@@ -142,7 +143,7 @@ def run(fuzzer: Fuzzer, options: argparse.Namespace) -> None:
     elif is_instrumented():
         fuzz_with_coverage(fuzzer, options)
     else:
-        fuzzer.run_seeds(options.seed, options.num_inputs)
+        fuzzer.run_seeds(options.seed, options.num_inputs, options.require_all)
 
 
 def fuzz_with_coverage(fuzzer: Fuzzer, options: argparse.Namespace) -> None:

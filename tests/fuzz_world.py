@@ -107,15 +107,7 @@ class World:
         for value in (_core.CachePage(7), store.page(1), _core.GroupedRows(tables), _core.PageIds([1, 2, 0]), *arrays):
             self.keep(value)
         rules = self.rules(store, len(tables))
-        arguments = (
-            store,
-            tables,
-            rules,
-            32,
-            4 * store.enable_caching,
-            bytes(16),
-            source.pick((0, 0, 1)),
-        )
+        arguments = (store, tables, rules, 32, 4 * store.enable_caching, bytes(16), source.pick((0, 0, 1)))
         batch = _core.RunningRows(*arguments)
         self.note_batch(batch, arguments)
         self.keep(batch)
@@ -170,9 +162,8 @@ class World:
 
     # actions
 
-    def run(self) -> int:
-        """Act as the bytes say, then check what is left; return the number of calls."""
-        before = self.counts.total()
+    def run(self) -> None:
+        """Act as the bytes say, then check what is left."""
         threshold = gc.get_threshold()
         sys.unraisablehook = self.note_unraisable
         try:
@@ -189,7 +180,6 @@ class World:
         sys.unraisablehook = sys.__unraisablehook__
         if self.findings:
             raise Finding("\n".join([*self.findings, "the calls:", *self.log]))
-        return self.counts.total() - before
 
     def call(self) -> None:
         """Call something with fitting or arbitrary arguments."""
