@@ -8,9 +8,12 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from fuzz_world import World
 
 T = TypeVar("T")
 
@@ -50,22 +53,6 @@ class Source:
         """Return the next `n` bytes, with zeros after the end."""
         self.at += n
         return self.data[self.at - n : self.at].ljust(n, b"\0")
-
-
-class World(Protocol):
-    """The part of `fuzz_world.World` that makers and hostile arguments see."""
-
-    source: Source
-    live: dict[type, list[Any]]
-    lists: list[list[Any]]
-    recipes: dict[int, tuple[Any, Any]]
-    focus: Any
-    num_chosen: int
-
-    def any_live(self) -> Any: ...
-    def one(self, cls: type) -> Any: ...
-    def keep(self, value: Any) -> None: ...
-    def interfere(self) -> Any: ...
 
 
 class Raised(Exception):

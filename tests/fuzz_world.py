@@ -162,9 +162,8 @@ class World:
 
     # actions
 
-    def run(self) -> int:
-        """Act as the bytes say, then check what is left; return the number of calls."""
-        before = self.counts.total()
+    def run(self) -> None:
+        """Act as the bytes say, then check what is left."""
         threshold = gc.get_threshold()
         sys.unraisablehook = self.note_unraisable
         try:
@@ -181,7 +180,6 @@ class World:
         sys.unraisablehook = sys.__unraisablehook__
         if self.findings:
             raise Finding("\n".join([*self.findings, "the calls:", *self.log]))
-        return self.counts.total() - before
 
     def call(self) -> None:
         """Call something with fitting or arbitrary arguments."""

@@ -1,10 +1,9 @@
-"""Admission to a running batch under a step's budget, and again in the row of an earlier try."""
+"""Admission to a running batch, again in the row of an earlier try."""
 
 import numpy as np
 import pytest
 
 from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
-from pagepool.errors import ArgumentError
 
 PAGE_SIZE = 4
 PROMPT = np.arange(22, dtype=np.int32)
@@ -14,22 +13,6 @@ def make_batch(num_pages: int = 64) -> RunningBatch:
     spec = FullAttentionSpec(PAGE_SIZE, num_kv_heads=1, head_size=1, dtype="bfloat16", use_mla=False)
     manager = CacheManager(num_pages, [CacheGroupSpec(spec)], max_model_len=64)
     return RunningBatch(manager, PageTable(4, 16, 64))
-
-
-class TestBudget:
-    def test_a_short_pool_has_room_for_the_budget(self) -> None:
-        batch = make_batch(num_pages=1 + 3)
-        assert batch.admit(0, PROMPT) is None
-        assert batch.admit(0, PROMPT, max_num_new_tokens=13) is None
-        assert batch.admit(0, PROMPT, max_num_new_tokens=12) == 0
-
-    @pytest.mark.parametrize("value", [0, -1])
-    def test_wrong_budgets_change_nothing(self, value: int) -> None:
-        batch = make_batch()
-        with pytest.raises(ArgumentError, match="max_num_new_tokens: got"):
-            batch.admit(0, PROMPT, max_num_new_tokens=value)
-        assert not batch.is_admitted.any()
-        assert batch.admit(0, PROMPT) == 0
 
 
 class TestTheSameRowAgain:

@@ -167,49 +167,41 @@ def test_no_rows_are_nothing_to_do(name: str, empty: Any) -> None:
 # --- amounts and tokens -------------------------------------------------------------------------------------
 
 
-BAD_CALLS: dict[str, tuple[Callable[[InUse], Any], type[Exception], str]] = {
-    "grow by more than is known": (lambda u: u.batch.grow([0, 2], [0, 4]), ArgumentError, r"row 2.*got 4.*up to the 3"),
-    "grow all by more than one knows": (lambda u: u.batch.grow([2, 0], 1), ArgumentError, r"row 0.*got 1.*up to the 0"),
-    "grow by less than nothing": (lambda u: u.batch.grow([0], -1), ArgumentError, r"num_new_tokens.*-1"),
-    "grow one by less than nothing": (lambda u: u.batch.grow([2, 0], [1, -1]), ArgumentError, r"row 0.*got -1.*at least 0"),
-    "grow by the lowest": (lambda u: u.batch.grow([0], [-(2**31)]), ArgumentError, r"got -2147483648.*at least 0"),
-    "grow by a fraction": (lambda u: u.batch.grow([2], 1.5), ArgumentTypeError, r"num_new_tokens.*float"),
-    "grow by what has no number": (lambda u: u.batch.grow([2], Unready()), ZeroDivisionError, "no number yet"),
-    "grow by too many numbers": (lambda u: u.batch.grow([2], [1, 1]), ArgumentError, r"num_new_tokens: got 2.*rows, 1"),
-    "grow by too few numbers": (lambda u: u.batch.grow([2, 0], [0]), ArgumentError, r"num_new_tokens: got 1.*rows, 2"),
-    "look ahead less than nothing": (lambda u: u.batch.grow([0], 0, -1), ArgumentError, r"num_lookahead_tokens.*-1"),
-    "one looks ahead less": (lambda u: u.batch.grow([2, 0], 0, [0, -1]), ArgumentError, r"row 0.*-1 lookahead.*at least 0"),
-    "look ahead too many numbers": (
-        lambda u: u.batch.grow([0], 0, [1, 1]),
-        ArgumentError,
-        r"num_lookahead_tokens: got 2.*rows, 1",
-    ),
-    "step at the end": (lambda u: u.batch.step([0, 1], [1, 1]), RowOverflowError, r"row 1: got 33 tokens, allowed: 32"),
-    "step without tokens": (lambda u: u.batch.step([0], []), ArgumentError, r"token_ids: got 0.*rows, 1"),
-    "step with too many tokens": (lambda u: u.batch.step([0], [1, 2]), ArgumentError, r"token_ids: got 2.*rows, 1"),
-    "append at the end": (lambda u: u.batch.append([0, 1], [1, 1]), RowOverflowError, r"row 1: got 33 tokens, allowed: 32"),
-    "append past the end": (
-        lambda u: u.batch.append([0] * 23, [1] * 23),
-        RowOverflowError,
-        r"row 0: got 33 tokens, allowed: 32",
-    ),
-    "append too few tokens": (lambda u: u.batch.append([0, 2], [1]), ArgumentError, r"token_ids: got 1.*rows, 2"),
-    "trim to more than is known": (lambda u: u.batch.trim([0, 2], [1, 7]), ArgumentError, r"num_tokens: got 7.*0 to 6"),
-    "trim to less than nothing": (lambda u: u.batch.trim([0], -1), ArgumentError, r"num_tokens.*-1"),
-    "trim one to less than nothing": (lambda u: u.batch.trim([2, 0], [1, -1]), ArgumentError, r"num_tokens: got -1.*0 to 10"),
-    "trim to a fraction": (lambda u: u.batch.trim([0], 1.5), ArgumentTypeError, r"num_tokens.*float"),
-    "trim to too many numbers": (lambda u: u.batch.trim([0], [1, 2]), ArgumentError, r"num_tokens: got 2.*rows, 1"),
-    "move a free row": (lambda u: u.batch.move_row(3, 3), ArgumentError, r"rows 3 and 3.*free.*allowed"),
-    "move to an admitted row": (lambda u: u.batch.move_row(0, 1), ArgumentError, r"rows 0 and 1.*admitted.*a free one"),
-    "move to itself": (lambda u: u.batch.move_row(0, 0), ArgumentError, r"rows 0 and 0.*a free one"),
-    "move from outside": (lambda u: u.batch.move_row(4, 3), RowIndexError, r"got 4.*allowed: 0 to 3"),
-    "move to outside": (lambda u: u.batch.move_row(0, -1), RowIndexError, r"got -1.*allowed: 0 to 3"),
-    "swap with outside": (lambda u: u.batch.swap_row(0, 4), RowIndexError, r"got 4.*allowed: 0 to 3"),
-    "swap beyond int32": (lambda u: u.batch.swap_row(2**40, 0), RowIndexError, r"got 1099511627776.*allowed: 0 to 3"),
-    "read outside": (lambda u: u.batch.get_page_ids(4), RowIndexError, r"got 4.*allowed: 0 to 3"),
-    "write a count": (lambda u: np.copyto(u.batch.num_tokens, 0), ValueError, r"read-only"),
-    "write a flag": (lambda u: u.batch.is_admitted.fill(True), ValueError, r"read-only"),
-}
+BAD_CALLS: list[tuple[Callable[[InUse], Any], type[Exception], str]] = [
+    (lambda u: u.batch.grow([0, 2], [0, 4]), ArgumentError, r"row 2.*got 4.*up to the 3"),
+    (lambda u: u.batch.grow([2, 0], 1), ArgumentError, r"row 0.*got 1.*up to the 0"),
+    (lambda u: u.batch.grow([0], -1), ArgumentError, r"num_new_tokens.*-1"),
+    (lambda u: u.batch.grow([2, 0], [1, -1]), ArgumentError, r"row 0.*got -1.*at least 0"),
+    (lambda u: u.batch.grow([0], [-(2**31)]), ArgumentError, r"got -2147483648.*at least 0"),
+    (lambda u: u.batch.grow([2], 1.5), ArgumentTypeError, r"num_new_tokens.*float"),
+    (lambda u: u.batch.grow([2], Unready()), ZeroDivisionError, "no number yet"),
+    (lambda u: u.batch.grow([2], [1, 1]), ArgumentError, r"num_new_tokens: got 2.*rows, 1"),
+    (lambda u: u.batch.grow([2, 0], [0]), ArgumentError, r"num_new_tokens: got 1.*rows, 2"),
+    (lambda u: u.batch.grow([0], 0, -1), ArgumentError, r"num_lookahead_tokens.*-1"),
+    (lambda u: u.batch.grow([2, 0], 0, [0, -1]), ArgumentError, r"row 0.*-1 lookahead.*at least 0"),
+    (lambda u: u.batch.grow([0], 0, [1, 1]), ArgumentError, r"num_lookahead_tokens: got 2.*rows, 1"),
+    (lambda u: u.batch.step([0, 1], [1, 1]), RowOverflowError, r"row 1: got 33 tokens, allowed: 32"),
+    (lambda u: u.batch.step([0], []), ArgumentError, r"token_ids: got 0.*rows, 1"),
+    (lambda u: u.batch.step([0], [1, 2]), ArgumentError, r"token_ids: got 2.*rows, 1"),
+    (lambda u: u.batch.append([0, 1], [1, 1]), RowOverflowError, r"row 1: got 33 tokens, allowed: 32"),
+    (lambda u: u.batch.append([0] * 23, [1] * 23), RowOverflowError, r"row 0: got 33 tokens, allowed: 32"),
+    (lambda u: u.batch.append([0, 2], [1]), ArgumentError, r"token_ids: got 1.*rows, 2"),
+    (lambda u: u.batch.trim([0, 2], [1, 7]), ArgumentError, r"num_tokens: got 7.*0 to 6"),
+    (lambda u: u.batch.trim([0], -1), ArgumentError, r"num_tokens.*-1"),
+    (lambda u: u.batch.trim([2, 0], [1, -1]), ArgumentError, r"num_tokens: got -1.*0 to 10"),
+    (lambda u: u.batch.trim([0], 1.5), ArgumentTypeError, r"num_tokens.*float"),
+    (lambda u: u.batch.trim([0], [1, 2]), ArgumentError, r"num_tokens: got 2.*rows, 1"),
+    (lambda u: u.batch.move_row(3, 3), ArgumentError, r"rows 3 and 3.*free.*allowed"),
+    (lambda u: u.batch.move_row(0, 1), ArgumentError, r"rows 0 and 1.*admitted.*a free one"),
+    (lambda u: u.batch.move_row(0, 0), ArgumentError, r"rows 0 and 0.*a free one"),
+    (lambda u: u.batch.move_row(4, 3), RowIndexError, r"got 4.*allowed: 0 to 3"),
+    (lambda u: u.batch.move_row(0, -1), RowIndexError, r"got -1.*allowed: 0 to 3"),
+    (lambda u: u.batch.swap_row(0, 4), RowIndexError, r"got 4.*allowed: 0 to 3"),
+    (lambda u: u.batch.swap_row(2**40, 0), RowIndexError, r"got 1099511627776.*allowed: 0 to 3"),
+    (lambda u: u.batch.get_page_ids(4), RowIndexError, r"got 4.*allowed: 0 to 3"),
+    (lambda u: np.copyto(u.batch.num_tokens, 0), ValueError, r"read-only"),
+    (lambda u: u.batch.is_admitted.fill(True), ValueError, r"read-only"),
+]
 BAD_TOKENS: dict[str, tuple[Any, type[Exception], str]] = {
     "beyond int32": ([2**40], ArgumentError, r"token_ids.*1099511627776.*int32"),
     "beyond int32, array": (np.array([2**40]), ArgumentError, r"token_ids.*1099511627776.*int32"),
@@ -228,7 +220,7 @@ BY_TOKENS: dict[str, Callable[[RunningBatch, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("call", "error", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
+@pytest.mark.parametrize(("call", "error", "message"), BAD_CALLS)
 def test_a_wrong_call(call: Callable[[InUse], Any], error: type[Exception], message: str) -> None:
     assert_refused(call, error, message)
 
@@ -260,6 +252,8 @@ BAD_ADMISSIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception]
     "no tokens": ((3, []), {}, ArgumentError, r"token_ids: got none.*at least 1"),
     "an empty array": ((3, np.array([], dtype=np.int32)), {}, ArgumentError, r"token_ids: got none.*at least 1"),
     "too many tokens": ((3, [1] * 33), {}, RowOverflowError, r"row 3: got 33 tokens, allowed: 32"),
+    "a budget of none": ((3, [1]), {"max_num_new_tokens": 0}, ArgumentError, "max_num_new_tokens: got 0"),
+    "less than no budget": ((3, [1]), {"max_num_new_tokens": -1}, ArgumentError, "max_num_new_tokens: got -1"),
     "none of them": ((3, [1] * 6), {"num_tokens": 0}, ArgumentError, r"num_tokens: got 0.*1 to 6"),
     "more than all": ((3, [1] * 6), {"num_tokens": 7}, ArgumentError, r"num_tokens: got 7.*1 to 6"),
     "less than none": ((3, [1] * 6), {"num_tokens": -1}, ArgumentError, r"num_tokens: got -1.*1 to 6"),
@@ -288,7 +282,7 @@ def test_a_table_may_have_less_room_than_the_model() -> None:
     batch.check()
 
 
-@pytest.mark.parametrize("seed", range(min(NUM_OPERATIONS // 5000, 40)))
+@pytest.mark.parametrize("seed", range(max(1, min(NUM_OPERATIONS // 5000, 40))))
 def test_a_row_ends_at_its_length_however_it_got_there(seed: int) -> None:
     """At a length at which no page ends, in a pool that sometimes has too few pages."""
     rng = Random(seed)
@@ -329,32 +323,16 @@ def test_a_row_that_could_not_grow_still_ends_at_its_length() -> None:
     batch.check()
 
 
-BAD_BATCHES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no groups": (lambda: RunningBatch(make_manager(), PageTable(4, 8, 64)), ArgumentError, r"0 groups.*at least 1"),
-    "no groups and no tables": (
-        lambda: RunningBatch(make_manager(), MultiGroupPageTable(4, 32, 64, [])),
-        ArgumentError,
-        r"0 groups.*at least 1",
-    ),
-    "one table for two groups": (
-        lambda: RunningBatch(make_manager(FULL, WINDOW_5), PageTable(4, 8, 64)),
-        ArgumentError,
-        r"got 1 tables for 2 groups",
-    ),
-    "two tables for one group": (
-        lambda: RunningBatch(make_manager(FULL), MultiGroupPageTable(4, 32, 64, [4, 4])),
-        ArgumentError,
-        r"got .*\[4, 4\].*\[4\]",
-    ),
-    "another page size": (
-        lambda: RunningBatch(make_manager(FULL), MultiGroupPageTable(4, 32, 64, [8])),
-        ArgumentError,
-        r"page sizes \[8\].*\[4\]",
-    ),
-}
+BAD_BATCHES: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: RunningBatch(make_manager(), PageTable(4, 8, 64)), ArgumentError, r"0 groups.*at least 1"),
+    (lambda: RunningBatch(make_manager(), MultiGroupPageTable(4, 32, 64, [])), ArgumentError, r"0 groups.*at least 1"),
+    (lambda: RunningBatch(make_manager(FULL, WINDOW_5), PageTable(4, 8, 64)), ArgumentError, r"got 1 tables for 2 groups"),
+    (lambda: RunningBatch(make_manager(FULL), MultiGroupPageTable(4, 32, 64, [4, 4])), ArgumentError, r"got .*\[4, 4\].*\[4\]"),
+    (lambda: RunningBatch(make_manager(FULL), MultiGroupPageTable(4, 32, 64, [8])), ArgumentError, r"page sizes \[8\].*\[4\]"),
+]
 
 
-@pytest.mark.parametrize(("make", "error", "message"), BAD_BATCHES.values(), ids=BAD_BATCHES)
+@pytest.mark.parametrize(("make", "error", "message"), BAD_BATCHES)
 def test_what_does_not_fit_together(make: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
         make()
@@ -409,36 +387,21 @@ def test_the_form_of_the_numbers_does_not_matter(form: Callable[[list[int]], Any
     in_use.batch.check()
 
 
-def test_arguments_are_not_written() -> None:
-    in_use = InUse()
-    rows, token_ids = np.array([0, 2], dtype=np.int32), np.array([8, 9], dtype=np.int32)
-    in_use.batch.step(rows, token_ids)
-    in_use.batch.release(rows)
-    assert (rows.tolist(), token_ids.tolist()) == ([0, 2], [8, 9])
-
-
 # --- windows ------------------------------------------------------------------------------------------------
-
-
-def make_window() -> tuple[CacheManager, PageTable, RunningBatch]:
-    """Make a row of 21 tokens in a window of 5: the first 4 of its 6 pages are freed."""
-    manager, table = make_manager(WINDOW_5), PageTable(2, 8, 64)
-    batch = RunningBatch(manager, table)
-    batch.admit(0, list(range(20)))
-    batch.step([0], [20])
-    assert batch.get_page_ids(0) == ([0, 0, 0, 0, 5, 6],)
-    return manager, table, batch
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 15, 17, 19])
 def test_a_cut_behind_the_window_is_refused(num_tokens: int) -> None:
-    manager, table, batch = make_window()
-    before = (batch.get_page_ids(0), batch.num_tokens.tolist(), table.cpu_version, manager.page_pool.ref_counts().tolist())
-    with pytest.raises(ArgumentError, match=rf"row 0.*cut to {num_tokens} tokens.*window"):
-        batch.trim([0], num_tokens)
-    after = (batch.get_page_ids(0), batch.num_tokens.tolist(), table.cpu_version, manager.page_pool.ref_counts().tolist())
-    assert after == before
-    batch.check()
+    """The first 4 of 6 pages left the window of 5 tokens."""
+    in_use = InUse(make_manager(WINDOW_5, num_pages=40))
+    in_use.batch.admit(3, list(range(200, 220)))
+    in_use.batch.step([3], [20])
+    assert in_use.batch.get_page_ids(3)[0][:4] == [0, 0, 0, 0]
+    before = in_use.state()
+    with pytest.raises(ArgumentError, match=rf"row 3.*cut to {num_tokens} tokens.*window"):
+        in_use.batch.trim([3], num_tokens)
+    assert in_use.state() == before
+    in_use.batch.check()
 
 
 def test_a_cut_that_begins_again_before_the_window_is_refused() -> None:
@@ -588,17 +551,6 @@ def test_a_free_page_with_a_holder_is_not_handed_out(name: str) -> None:
     assert in_use.go_on()[0][:-1] == expected.go_on()[0][:-1]
 
 
-def test_what_needs_no_page_does_not_mind_a_free_page_with_a_holder() -> None:
-    in_use = InUse()
-    page = in_use.pool.pages[int(in_use.pool.free_page_ids_in_order()[0])]
-    page.ref_cnt = 1
-    assert in_use.batch.step([0], [1]).num_grown == 1
-    assert in_use.batch.grow([2], 1).num_grown == 1
-    in_use.batch.release([1])
-    page.ref_cnt = 0
-    in_use.batch.check()
-
-
 def fail(*_: Any, **__: Any) -> Any:
     raise MemoryError("injected")
 
@@ -612,18 +564,6 @@ def test_memory_that_arguments_lack(monkeypatch: pytest.MonkeyPatch, name: str) 
         patch.setattr(np, "ascontiguousarray", fail)
         with pytest.raises(MemoryError, match="injected"):
             BY_ROWS[name](in_use.batch, np.array([0, 2], dtype=np.int64))
-    assert in_use.state() == before
-    assert in_use.go_on() == InUse().go_on()
-
-
-def test_a_look_up_that_fails_leaves_the_row_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_use = InUse()
-    before = in_use.state()
-    with monkeypatch.context() as patch:
-        patch.setattr(in_use.manager.coordinator, "find_longest_cache_hit", fail)
-        for _ in range(2):
-            with pytest.raises(MemoryError, match="injected"):
-                in_use.batch.admit(3, list(range(9)), cache_salt="salt")
     assert in_use.state() == before
     assert in_use.go_on() == InUse().go_on()
 
@@ -652,32 +592,24 @@ def test_a_row_that_is_being_admitted_is_taken(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("hits", "message"),
+    ("find", "error", "message"),
     [
-        ((), "hits: got 0 groups, allowed: 1"),
-        ((PageIds([1, 2, 4]),), "hits: got 3 pages for 8 tokens"),
-        ((PageIds([1, 99]),), "page id"),
+        (lambda *_: ((), 8), PagePoolError, "hits: got 0 groups, allowed: 1"),
+        (lambda *_: ((PageIds([1, 2, 4]),), 8), PagePoolError, "hits: got 3 pages for 8 tokens"),
+        (lambda *_: ((PageIds([1, 99]),), 8), PagePoolError, "page id"),
+        (lambda chain, *_: chain.append_key(1), ArgumentError, "the chain is lent for a look-up and cannot grow"),
+        (fail, MemoryError, "injected"),
     ],
-    ids=["groups", "pages", "ids"],
 )
-def test_hits_that_a_coordinator_of_ones_own_gets_wrong(monkeypatch: pytest.MonkeyPatch, hits: Any, message: str) -> None:
+def test_look_ups_of_ones_own_that_go_wrong(
+    monkeypatch: pytest.MonkeyPatch, find: Callable[..., Any], error: type[Exception], message: str
+) -> None:
     in_use = InUse()
     before = in_use.state()
     with monkeypatch.context() as patch:
-        patch.setattr(in_use.manager.coordinator, "find_longest_cache_hit", lambda *_: (hits, 8))
-        with pytest.raises(PagePoolError, match=message):
-            in_use.batch.admit(3, list(range(9)))
-    assert in_use.state()[:-1] == before[:-1]  # a look-up was counted
-    assert in_use.go_on()[0][:-1] == InUse().go_on()[0][:-1]
-
-
-def test_the_digests_that_are_lent_for_a_look_up_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_use = InUse()
-    before = in_use.state()
-    with monkeypatch.context() as patch:
-        patch.setattr(in_use.manager.coordinator, "find_longest_cache_hit", lambda chain, *_: chain.append_key(1))
-        with pytest.raises(ArgumentError, match="the chain is lent for a look-up and cannot grow"):
-            in_use.batch.admit(3, list(range(9)))
+        patch.setattr(in_use.manager.coordinator, "find_longest_cache_hit", find)
+        with pytest.raises(error, match=message):
+            in_use.batch.admit(3, list(range(9)), cache_salt="salt")
     assert in_use.state()[:-1] == before[:-1]  # a look-up was counted
     assert in_use.go_on()[0][:-1] == InUse().go_on()[0][:-1]
 

@@ -14,7 +14,6 @@ from pagepool import (
     CachePages,
     ChunkedLocalAttentionSpec,
     EngineRequest,
-    EngineRequestStatus,
     FullAttentionSpec,
     HybridCacheCoordinator,
     MambaSpec,
@@ -24,7 +23,7 @@ from pagepool import (
     get_kv_cache_coordinator,
 )
 from pagepool._core import HashChain
-from pagepool.errors import ArgumentError, DoubleFreeError, IntegrityError, RequestTooLargeError
+from pagepool.errors import ArgumentError, DoubleFreeError, RequestTooLargeError
 
 
 def full(page_size=4):
@@ -180,21 +179,6 @@ def test_eagle_drops_one_page_of_each_kind_and_no_more():
     assert manager.get_computed_pages(EngineRequest("b", list(range(40))))[1] == 24
 
 
-# Common prefix.
-
-
-def test_common_prefix_counts_holders():
-    manager = make_manager(full(), sliding(50))
-    requests = [admit(manager, name, [*range(8), *[ord(name)] * 3])[0] for name in "abc"]
-    requests[0].status = EngineRequestStatus.RUNNING
-    assert manager.get_num_common_prefix_pages(requests[0], 3) == [2, 0]
-    assert manager.get_num_common_prefix_pages(requests[0], 1) == [3, 0]
-    off = make_manager(enable_caching=False)
-    request, _ = admit(off, "a", range(9))
-    request.status = EngineRequestStatus.RUNNING
-    assert off.get_num_common_prefix_pages(request, 1) == [0]
-
-
 # CachePages.
 
 
@@ -218,15 +202,6 @@ def test_cache_pages_are_lists_of_page_objects_when_read():
     assert manager.create_empty_page_list().get_page_ids() == manager.create_empty_page_list().pages == ([],)
     pages.pages[0].append(pool.pages[9])
     assert pages.get_page_ids() == ([1, 2, 3, 9],)
-
-
-def test_hits_may_be_passed_as_page_objects():
-    manager = make_manager()
-    admit(manager, "a", range(9))
-    request = EngineRequest("b", list(range(9)))
-    hits, num_hit_tokens = manager.get_computed_pages(request)
-    rebuilt = CachePages(tuple(list(group) for group in hits.pages))
-    assert manager.allocate_slots(request, 1, num_hit_tokens, rebuilt).get_page_ids() == ([4],)
 
 
 # The manager as a whole.
@@ -345,15 +320,6 @@ def test_a_request_id_that_is_used_again_brings_no_hashes_along():
     manager.free(request)
     assert admit(manager, "a", [50] * 9)[1] == 0
     assert admit(manager, "b", [50] * 9)[1] == 8
-
-
-def test_check_finds_a_page_that_somebody_else_gave_back():
-    manager = make_manager()
-    admit(manager, "a", range(9))
-    manager.page_pool.free_page_ids([2])
-    manager.page_pool.check()
-    with pytest.raises(IntegrityError, match="page 2 "):
-        manager.check()
 
 
 def test_engines_own_spec_classes_are_known_by_name():

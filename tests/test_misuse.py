@@ -6,6 +6,7 @@ Values of wrong types are in `argument_cases`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,7 @@ WINDOW = SlidingWindowSpec(4, 1, 8, "float16", False, 9)
 CHUNK = ChunkedLocalAttentionSpec(4, 1, 8, "float16", False, 8)
 STATE = MambaSpec(4, ((1, 1),), "float16")
 HASH = PageHash(99, ())
+KEY = PageHashWithGroupId(HASH, 0)
 ALGORITHMS: list[Any] = ["siphash128", "sha256", hash]
 
 
@@ -66,7 +68,9 @@ class InUse:
         self.held.num_computed_tokens = 10
         self.manager.allocate_slots(gone, 4)
         self.manager.free(gone)
-        self.other_pool = PagePool(16, True)
+        self.pages, self.queue = self.pool.pages, self.pool.free_page_queue
+        self.other_pages = PagePool(16, True).pages
+        self.cache_full_pages, self.cache_full_page_ids = self.pool.cache_full_pages, self.pool.cache_full_page_ids
 
     def allocate(self, *args: Any, **options: Any) -> Any:
         return self.manager.allocate_slots(self.held, *args, **options)
@@ -78,6 +82,14 @@ class InUse:
         """Start a request of five equal tokens with these pages for hits."""
         request = EngineRequest("new", [prompt] * 5)
         return self.manager.allocate_slots(request, 1, num_computed_tokens, CachePages((list(pages),)))
+
+    def enter(self, page: CachePage) -> None:
+        """Enter a page by hand."""
+        page.page_hash = KEY
+
+    def look_up(self) -> CachePages:
+        """Return the hit of `new`, whose first four tokens are cached."""
+        return self.manager.get_computed_pages(self.new)[0]
 
     def state(self) -> list[Any]:
         """Return the observable state."""
@@ -92,213 +104,116 @@ class InUse:
 
 Case = tuple[Callable[[InUse], Any], type[Exception], str]
 
-POOL_CASES: dict[str, Case] = {
-    "free twice in one call": (lambda u: u.pool.free_pages([u.pool.pages[1]] * 2), DoubleFreeError, "page 1 "),
-    "free twice by id in one call": (lambda u: u.pool.free_page_ids([2, 3, 2]), DoubleFreeError, "page 2 "),
-    "free a free page": (lambda u: u.pool.free_pages([u.pool.pages[1], u.pool.pages[4]]), DoubleFreeError, "page 4 "),
-    "free a free page by id": (lambda u: u.pool.free_page_ids(np.array([3, 9], dtype=np.int32)), DoubleFreeError, "page 9 "),
-    "free twice around the null page": (
-        lambda u: u.pool.free_pages([u.pool.pages[1], u.pool.null_page, u.pool.pages[1]]),
-        DoubleFreeError,
-        "page 1 ",
-    ),
-    "free twice around the null page by id": (lambda u: u.pool.free_page_ids([0, 2, 0, 2]), DoubleFreeError, "page 2 "),
-    "free another pool's page": (
-        lambda u: u.pool.free_pages([u.pool.pages[1], u.other_pool.pages[1]]),
-        PageIdError,
-        "page 1 belongs to another pool",
-    ),
-    "free an id outside": (lambda u: u.pool.free_page_ids([1, 16]), PageIdError, "got 16, allowed: 0 to 15"),
-    "free a negative id": (lambda u: u.pool.free_page_ids([1, -1]), PageIdError, "got -1, allowed: 0 to 15"),
-    "free one page and something else": (
-        lambda u: u.pool.free_pages([u.pool.pages[1], 2]),
-        ArgumentTypeError,
-        "pages: got int, allowed: CachePage",
-    ),
-    "touch another pool's page": (
-        lambda u: u.pool.touch(([u.pool.pages[1], u.other_pool.pages[1]],)),
-        PageIdError,
-        "another pool",
-    ),
-    "touch an id outside": (lambda u: u.pool.touch_page_ids([1, 99]), PageIdError, "got 99, allowed: 0 to 15"),
-    "take more than is free": (lambda u: u.pool.get_new_pages(13), OutOfPagesError, "13"),
-    "take more than is free by id": (lambda u: u.pool.get_new_page_ids(1000), OutOfPagesError, "1000"),
-    "take more than a shard has": (
-        lambda u: u.pool.get_new_pages(8, dp_shard_hint=0, data_parallel_size=2),
-        OutOfPagesError,
-        "8",
-    ),
-    "take the null page from the queue": (
-        lambda u: u.pool.free_page_queue.remove(u.pool.null_page),
-        PageIdError,
-        "page 0 is not in the free queue",
-    ),
-    "queue the null page": (lambda u: u.pool.free_page_queue.append(u.pool.null_page), PageIdError, "null page"),
-    "queue a free page": (lambda u: u.pool.free_page_queue.append(u.pool.pages[9]), PageIdError, "page 9 "),
-    "queue a held page": (lambda u: u.pool.free_page_queue.append(u.pool.pages[1]), PageIdError, "page 1 "),
-    "queue a stray page": (lambda u: u.pool.free_page_queue.append(CachePage(3)), PageIdError, "page 3 "),
-    "queue another pool's page": (lambda u: u.pool.free_page_queue.append(u.other_pool.pages[3]), PageIdError, "another pool"),
-    "remove a held page": (lambda u: u.pool.free_page_queue.remove(u.pool.pages[1]), PageIdError, "not in the free queue"),
-    "pop too many": (lambda u: u.pool.free_page_queue.popleft_n(13), OutOfPagesError, "13"),
-    "read a page outside": (lambda u: u.pool.pages[16], PageIdError, "16"),
-    "read a page before the first": (lambda u: u.pool.pages[-17], PageIdError, "allowed: 0 to 15"),
-    "a negative ref count": (lambda u: setattr(u.pool.pages[1], "ref_cnt", -1), ArgumentError, "ref_cnt: got -1"),
-    "decrement at zero": (lambda u: u.pool.pages[9].decr_ref(), DoubleFreeError, "page 9 "),
-    "a second hash": (
-        lambda u: setattr(u.pool.pages[1], "page_hash", PageHashWithGroupId(HASH, 0)),
-        PageHashError,
-        "page 1 has a hash already",
-    ),
-    "a hash for the null page": (
-        lambda u: setattr(u.pool.null_page, "page_hash", PageHashWithGroupId(HASH, 0)),
-        PageIdError,
-        "null page",
-    ),
-    "a hash that is none": (lambda u: setattr(u.pool.pages[3], "page_hash", HASH), ArgumentTypeError, "page_hash"),
-    "cache a page twice": (
-        lambda u: u.pool.cache_full_pages(u.held, u.pool.pages[3:0:-1], [HASH] * 2, 0, 2, 4, 0),
-        PageHashError,
-        "has a hash already",
-    ),
-    "cache one page as two": (
-        lambda u: u.pool.cache_full_page_ids(u.held, [3, 3], [HASH, PageHash(98, ())], 0, 2, 4, 0),
-        PageHashError,
-        "page 3 ",
-    ),
-    "cache without the hashes before": (
-        lambda u: u.pool.cache_full_page_ids(u.held, [1, 2], [], 1, 2, 4, 0),
+POOL_CASES: list[Case] = [
+    (lambda u: u.pool.free_pages([u.pages[1]] * 2), DoubleFreeError, "page 1 "),
+    (lambda u: u.pool.free_page_ids([2, 3, 2]), DoubleFreeError, "page 2 "),
+    (lambda u: u.pool.free_pages([u.pages[1], u.pages[4]]), DoubleFreeError, "page 4 "),
+    (lambda u: u.pool.free_page_ids(np.array([3, 9], dtype=np.int32)), DoubleFreeError, "page 9 "),
+    (lambda u: u.pool.free_pages([u.pages[1], u.pool.null_page, u.pages[1]]), DoubleFreeError, "page 1 "),
+    (lambda u: u.pool.free_pages([u.pages[1], u.other_pages[1]]), PageIdError, "page 1 belongs to another pool"),
+    (lambda u: u.pool.free_page_ids([1, 16]), PageIdError, "got 16, allowed: 0 to 15"),
+    (lambda u: u.pool.touch(([u.pages[1], u.other_pages[1]],)), PageIdError, "another pool"),
+    (lambda u: u.pool.get_new_pages(13), OutOfPagesError, "13"),
+    (lambda u: u.pool.get_new_pages(8, dp_shard_hint=0, data_parallel_size=2), OutOfPagesError, "8"),
+    (lambda u: u.queue.remove(u.pool.null_page), PageIdError, "page 0 is not in the free queue"),
+    (lambda u: u.queue.append(u.pool.null_page), PageIdError, "null page"),
+    (lambda u: u.queue.append(u.pages[9]), PageIdError, "page 9 "),
+    (lambda u: u.queue.append(u.pages[1]), PageIdError, "page 1 "),
+    (lambda u: u.queue.append(CachePage(3)), PageIdError, "page 3 "),
+    (lambda u: u.queue.remove(u.pages[1]), PageIdError, "not in the free queue"),
+    (lambda u: u.queue.popleft_n(13), OutOfPagesError, "13"),
+    (lambda u: u.pages[16], PageIdError, "16"),
+    (lambda u: setattr(u.pages[1], "ref_cnt", -1), ArgumentError, "ref_cnt: got -1"),
+    (lambda u: u.pages[9].decr_ref(), DoubleFreeError, "page 9 "),
+    (lambda u: u.enter(u.pages[1]), PageHashError, "page 1 has a hash already"),
+    (lambda u: u.enter(u.pool.null_page), PageIdError, "null page"),
+    (lambda u: setattr(u.pages[3], "page_hash", HASH), ArgumentTypeError, "page_hash"),
+    (lambda u: u.cache_full_pages(u.held, u.pages[3:0:-1], [HASH] * 2, 0, 2, 4, 0), PageHashError, "has a hash already"),
+    (lambda u: u.cache_full_page_ids(u.held, [3, 3], [HASH, PageHash(98, ())], 0, 2, 4, 0), PageHashError, "page 3 "),
+    (
+        lambda u: u.cache_full_page_ids(u.held, [1, 2], [], 1, 2, 4, 0),
         ArgumentError,
         "^page_hashes: got 0, allowed: at least the 1 of the cached pages$",
     ),
-    "cache more pages than there are": (
-        lambda u: u.pool.cache_full_page_ids(u.held, [3], [], 0, 2, 4, 0),
+    (
+        lambda u: u.cache_full_page_ids(u.held, [3], [], 0, 2, 4, 0),
         ArgumentError,
         "^num_full_pages: got 2, allowed: at most the number of pages$",
     ),
-    "cache more tokens than there are": (
-        lambda u: u.pool.cache_full_page_ids(u.held, [3, 5, 6], [], 0, 3, 4, 0),
+    (
+        lambda u: u.cache_full_page_ids(u.held, [3, 5, 6], [], 0, 3, 4, 0),
         ArgumentError,
         "^request 'held': no full page of 4 tokens from 8 on$",
     ),
-    "evict an id outside": (lambda u: u.pool.evict_pages([1, 16]), PageIdError, "got 16, allowed: 0 to 15"),
-    "evict the null page": (lambda u: u.pool.evict_pages([1, 0]), PageIdError, "^page 0, the null page, is never cached$"),
-}
+    (lambda u: u.pool.evict_pages([1, 16]), PageIdError, "got 16, allowed: 0 to 15"),
+    (lambda u: u.pool.evict_pages([1, 0]), PageIdError, "^page 0, the null page, is never cached$"),
+]
 
-MANAGER_CASES: dict[str, Case] = {
-    "no new tokens": (lambda u: u.allocate(0), ArgumentError, "^num_new_tokens must be at least 1, got 0$"),
-    "negative lookahead": (
-        lambda u: u.allocate(1, num_lookahead_tokens=-1),
-        ArgumentError,
-        "^num_lookahead_tokens must be at least 0, got -1$",
-    ),
-    "negative computed": (lambda u: u.allocate(9, -1), ArgumentError, "^num_new_computed_tokens must be at least 0, got -1$"),
-    "negative external": (
+MANAGER_CASES: list[Case] = [
+    (lambda u: u.allocate(0), ArgumentError, "^num_new_tokens must be at least 1, got 0$"),
+    (lambda u: u.allocate(1, num_lookahead_tokens=-1), ArgumentError, "^num_lookahead_tokens must be at least 0, got -1$"),
+    (lambda u: u.allocate(9, -1), ArgumentError, "^num_new_computed_tokens must be at least 0, got -1$"),
+    (
         lambda u: u.allocate(9, num_external_computed_tokens=-1),
         ArgumentError,
         "^num_external_computed_tokens must be at least 0, got -1$",
     ),
-    "negative reserve": (
-        lambda u: u.allocate(9, num_reserved_pages=-1),
-        ArgumentError,
-        "^num_reserved_pages must be at least 0, got -1$",
-    ),
-    "a fraction of a token": (lambda u: u.allocate(1.5), ArgumentTypeError, "^num_new_tokens must be an integer, got 1.5$"),
-    "longer than the model": (lambda u: u.start(65), ArgumentError, "allowed: 64"),
-    "longer than the model by external tokens": (
-        lambda u: u.start(1, num_external_computed_tokens=64),
-        ArgumentError,
-        "allowed: 64",
-    ),
-    "hits for a request that holds pages": (
-        lambda u: u.allocate(1, 4, CachePages(([u.pool.pages[4]],))),
+    (lambda u: u.allocate(9, num_reserved_pages=-1), ArgumentError, "^num_reserved_pages must be at least 0, got -1$"),
+    (lambda u: u.start(65), ArgumentError, "allowed: 64"),
+    (lambda u: u.start(1, num_external_computed_tokens=64), ArgumentError, "allowed: 64"),
+    (
+        lambda u: u.allocate(1, 4, CachePages(([u.pages[4]],))),
         ArgumentError,
         "^new_computed_pages: got pages for request 'held', which holds some already; allowed: none$",
     ),
-    "computed tokens for a request that holds pages": (lambda u: u.allocate(1, 1), ArgumentError, "allowed: 0 new ones"),
-    "more computed tokens than slots": (
-        lambda u: (setattr(u.held, "num_computed_tokens", 13), u.allocate(1)),
-        ArgumentError,
-        "allowed: 12",
-    ),
-    "computed tokens without hits": (lambda u: u.start(1, 4), ArgumentError, "num_new_computed_tokens 4, allowed: 0 together"),
-    "computed tokens with no hits": (
-        lambda u: u.start(1, 1, u.manager.create_empty_page_list()),
-        ArgumentError,
-        "num_new_computed_tokens 1, allowed: 0 together",
-    ),
-    "computed tokens from before a preemption": (
+    (lambda u: u.allocate(1, 1), ArgumentError, "allowed: 0 new ones"),
+    (lambda u: (setattr(u.held, "num_computed_tokens", 13), u.allocate(1)), ArgumentError, "allowed: 12"),
+    (
         lambda u: (setattr(u.new, "num_computed_tokens", 4), u.start(1)),
         ArgumentError,
         "num_computed_tokens 4 .*allowed: 0 together",
     ),
-    "hits that are counted twice": (
-        lambda u: (setattr(u.new, "num_computed_tokens", 4), u.start(1, 4, u.manager.get_computed_pages(u.new)[0])),
-        ArgumentError,
-        "allowed: 4",
-    ),
-    "more computed tokens than the hits hold": (
-        lambda u: u.start(1, 5, u.manager.get_computed_pages(u.new)[0]),
-        ArgumentError,
-        "allowed: 4",
-    ),
-    "hits for another number of groups": (
-        lambda u: u.start(1, 0, CachePages(([], []))),
-        ArgumentError,
-        "^new_computed_pages: got 2 groups, allowed: 1$",
-    ),
-    "hits of another pool": (lambda u: u.start_with(u.other_pool.pages[1]), PageIdError, "^page 1 belongs to another pool$"),
-    "hits of another prefix": (
-        lambda u: u.start_with(u.pool.pages[4], prompt=8),
+    (lambda u: (setattr(u.new, "num_computed_tokens", 4), u.start(1, 4, u.look_up())), ArgumentError, "allowed: 4"),
+    (lambda u: u.start(1, 5, u.look_up()), ArgumentError, "allowed: 4"),
+    (lambda u: u.start(1, 0, CachePages(([], []))), ArgumentError, "^new_computed_pages: got 2 groups, allowed: 1$"),
+    (lambda u: u.start_with(u.other_pages[1]), PageIdError, "^page 1 belongs to another pool$"),
+    (
+        lambda u: u.start_with(u.pages[4], prompt=8),
         PageHashError,
         r"^page 4 \(at 0 of group 0\) does not hold this prefix: look it up again, right before allocate_slots$",
     ),
-    "more hits than the request has pages": (lambda u: u.start_with(*u.pool.pages[4:6]), ArgumentError, "pages"),
-    "hits that are not cached": (lambda u: u.start_with(u.pool.pages[9], prompt=8), PageHashError, "page 9 "),
-    "the common prefix of a waiting request": (
+    (lambda u: u.start_with(*u.pages[4:6]), ArgumentError, "pages"),
+    (lambda u: u.start_with(u.pages[9], prompt=8), PageHashError, "page 9 "),
+    (
         lambda u: u.manager.get_num_common_prefix_pages(u.held, 1),
         ArgumentError,
         f"^request 'held': status is {EngineRequestStatus.WAITING}, allowed: RUNNING$",
     ),
-    "cache the pages of a request that has none": (
-        lambda u: u.manager.cache_pages(u.new, 4),
-        ArgumentError,
-        "^request 'new' holds no pages$",
-    ),
-    "cache more than a request holds": (
-        lambda u: u.manager.cache_pages(u.held, 13),
-        ArgumentError,
-        "^num_computed_tokens: got 13, allowed: at most 12$",
-    ),
-    "a request larger than the pool": (
+    (lambda u: u.manager.cache_pages(u.new, 4), ArgumentError, "^request 'new' holds no pages$"),
+    (lambda u: u.manager.cache_pages(u.held, 13), ArgumentError, "^num_computed_tokens: got 13, allowed: at most 12$"),
+    (
         lambda u: u.manager.require_capacity(61),
         RequestTooLargeError,
         "^a request of 61 tokens needs 16 pages, the pool has 15$",
     ),
-    "fewer tokens than said": (lambda u: (shorten(u), u.allocate(4)), ArgumentError, "all_token_ids ends at 10"),
-    "negative tokens": (
+    (lambda u: (shorten(u), u.allocate(4)), ArgumentError, "all_token_ids ends at 10"),
+    (
         lambda u: (u.held.all_token_ids.append(-1), u.held.append_output_token_ids(5), u.allocate(2)),
         ArgumentError,
         r"^token_ids: got -1 \(at 10\), allowed: at least 0$",
     ),
-    "unhashed ids of two groups": (
+    (
         lambda u: CachePages(([], [])).get_unhashed_page_ids(),
         ArgumentError,
         "^get_unhashed_page_ids: got 2 groups, allowed: 1$",
     ),
-}
+]
 
 
 def shorten(in_use: InUse) -> None:
     """Let the request report more tokens than it has, like an engine's."""
-    held = in_use.held
-    in_use.held = SimpleNamespace(  # type: ignore[assignment]
-        request_id="held",
-        all_token_ids=held.all_token_ids,
-        num_tokens=14,
-        num_computed_tokens=held.num_computed_tokens,
-        sampling_params=None,
-        status=4,
-    )
+    known = {name: getattr(in_use.held, name) for name in ("request_id", "all_token_ids", "num_computed_tokens")}
+    in_use.held = SimpleNamespace(**known, num_tokens=14, sampling_params=None, status=4)  # type: ignore[assignment]
 
 
 def refuse(in_use: InUse, case: Case) -> None:
@@ -312,18 +227,18 @@ def refuse(in_use: InUse, case: Case) -> None:
     assert in_use.state() == before
 
 
-@pytest.mark.parametrize("name", POOL_CASES)
-def test_a_misuse_of_a_pool_raises_and_changes_nothing(name: str) -> None:
+@pytest.mark.parametrize("case", POOL_CASES, ids=itemgetter(2))
+def test_a_misuse_of_a_pool_raises_and_changes_nothing(case: Case) -> None:
     in_use = InUse()
-    refuse(in_use, POOL_CASES[name])
+    refuse(in_use, case)
     in_use.pool.check()
 
 
 @pytest.mark.parametrize("hash_algo", ALGORITHMS, ids=str)
-@pytest.mark.parametrize("name", MANAGER_CASES)
-def test_a_misuse_of_a_manager_raises_and_changes_nothing(name: str, hash_algo: Any) -> None:
+@pytest.mark.parametrize("case", MANAGER_CASES, ids=itemgetter(2))
+def test_a_misuse_of_a_manager_raises_and_changes_nothing(case: Case, hash_algo: Any) -> None:
     in_use = InUse(hash_algo=hash_algo)
-    refuse(in_use, MANAGER_CASES[name])
+    refuse(in_use, case)
     in_use.manager.check()
 
 
@@ -332,63 +247,43 @@ def test_a_misuse_of_a_manager_raises_and_changes_nothing(name: str, hash_algo: 
 
 def enter_by_hand(in_use: InUse) -> None:
     """Another caller gives the request's half-full page its own hash."""
-    in_use.held.append_output_token_ids([10, 11, 12, 13])
-    page_id = in_use.manager.get_page_ids("held")[0][2]
-    in_use.pool.pages[page_id].page_hash = PageHashWithGroupId(PageHash(12345, ()), 0)
+    in_use.enter(in_use.pages[in_use.manager.get_page_ids("held")[0][2]])
 
 
 def enter_before_caching(in_use: InUse) -> None:
     """Another caller does so while the request's pages wait to be cached."""
-    in_use.held.append_output_token_ids([10, 11, 12, 13])
     in_use.allocate(4, delay_cache_pages=True)
-    page_id = in_use.manager.get_page_ids("held")[0][2]
-    in_use.pool.pages[page_id].page_hash = PageHashWithGroupId(PageHash(12345, ()), 0)
+    enter_by_hand(in_use)
 
 
 def leave_reference(in_use: InUse) -> None:
     """Another caller adds references to pages at the front of the free queue."""
-    in_use.held.append_output_token_ids([10, 11, 12, 13])
-    for page in in_use.pool.free_page_queue.get_all_free_pages()[:3]:
+    for page in in_use.queue.get_all_free_pages()[:3]:
         page.ref_cnt = 1
 
 
 def shorten_before_caching(in_use: InUse) -> None:
-    in_use.held.append_output_token_ids([10, 11, 12, 13])
     in_use.allocate(4, delay_cache_pages=True)
     in_use.held.all_token_ids[10:] = []
     shorten(in_use)
 
 
-SPOILT: dict[str, tuple[Callable[[InUse], Any], Case]] = {
-    "a page has another hash": (enter_by_hand, (lambda u: u.allocate(4), PageHashError, "has a hash already")),
-    "a free page is held": (leave_reference, (lambda u: u.allocate(4), IntegrityError, "page ")),
-    "a free page is held, behind hits": (
-        leave_reference,
-        (lambda u: u.start(1, *reversed(u.manager.get_computed_pages(u.new))), IntegrityError, "page "),
-    ),
-    "a page that is to be cached has another hash": (
-        enter_before_caching,
-        (lambda u: u.manager.cache_pages(u.held, 14), PageHashError, "has a hash already"),
-    ),
-    "a page of external tokens has another hash": (
-        enter_before_caching,
-        (lambda u: u.manager.commit_external(u.held, 4), PageHashError, "has a hash already"),
-    ),
-    "a page of fewer external tokens has another hash": (
-        enter_before_caching,
-        (lambda u: u.manager.fail_external(u.held, 3), PageHashError, "has a hash already"),
-    ),
-    "fewer tokens are known than came from elsewhere": (
-        shorten_before_caching,
-        (lambda u: u.manager.commit_external(u.held, 4), ArgumentError, "all_token_ids ends at 10"),
-    ),
-}
+SPOILT: list[tuple[Callable[[InUse], Any], Case]] = [
+    (enter_by_hand, (lambda u: u.allocate(4), PageHashError, "has a hash already")),
+    (leave_reference, (lambda u: u.allocate(4), IntegrityError, "page ")),
+    (leave_reference, (lambda u: u.start(1, *reversed(u.manager.get_computed_pages(u.new))), IntegrityError, "page ")),
+    (enter_before_caching, (lambda u: u.manager.cache_pages(u.held, 14), PageHashError, "has a hash already")),
+    (enter_before_caching, (lambda u: u.manager.commit_external(u.held, 4), PageHashError, "has a hash already")),
+    (enter_before_caching, (lambda u: u.manager.fail_external(u.held, 3), PageHashError, "has a hash already")),
+    (shorten_before_caching, (lambda u: u.manager.commit_external(u.held, 4), ArgumentError, "all_token_ids ends at 10")),
+]
 
 
 @pytest.mark.parametrize("hash_algo", ALGORITHMS, ids=str)
-@pytest.mark.parametrize("name", SPOILT)
-def test_an_allocation_that_fails_late_has_changed_nothing(name: str, hash_algo: Any) -> None:
-    in_use, (spoil, case) = InUse(SPEC, WINDOW, num_pages=32, hash_algo=hash_algo), SPOILT[name]
+@pytest.mark.parametrize(("spoil", "case"), SPOILT)
+def test_an_allocation_that_fails_late_has_changed_nothing(spoil: Callable[[InUse], None], case: Case, hash_algo: Any) -> None:
+    in_use = InUse(SPEC, WINDOW, num_pages=32, hash_algo=hash_algo)
+    in_use.held.append_output_token_ids([10, 11, 12, 13])
     spoil(in_use)
     refuse(in_use, case)
 
@@ -398,8 +293,9 @@ def test_an_allocation_that_fails_late_has_changed_nothing(name: str, hash_algo:
 def test_computed_tokens_without_hits_are_refused_for_all_groups(specs: tuple[Any, ...], enable_caching: bool) -> None:
     """No token of a contradictory call is read."""
     in_use = InUse(*specs, num_pages=32, enable_caching=enable_caching)
-    refuse(in_use, MANAGER_CASES["computed tokens without hits"])
-    refuse(in_use, MANAGER_CASES["computed tokens with no hits"])
+    for hits in (None, in_use.manager.create_empty_page_list()):
+        message = "num_new_computed_tokens 4, allowed: 0 together"
+        refuse(in_use, (lambda u, hits=hits: u.start(1, 4, hits), ArgumentError, message))
     assert "new" not in in_use.manager.req_to_page_hashes
 
 
@@ -446,59 +342,53 @@ def test_an_error_that_an_engine_raises_itself_comes_out() -> None:
 
 # Objects that cannot be made.
 
-UNFIT: dict[str, tuple[Callable[[], Any], type[PagePoolError], str]] = {
-    "a pool without pages": (lambda: PagePool(0, True), ArgumentError, "num_pages: got 0, allowed: a positive int"),
-    "eagle with chunks": (
+UNFIT: list[tuple[Callable[[], Any], type[PagePoolError], str]] = [
+    (lambda: PagePool(0, True), ArgumentError, "num_pages: got 0, allowed: a positive int"),
+    (
         lambda: InUse(CHUNK, use_eagle=True),
         ArgumentError,
         "use_eagle: got True, allowed with chunked local attention and caching: False",
     ),
-    "a pool of another size": (
+    (
         lambda: InUse(page_pool=PagePool(8, False)),
         ArgumentError,
         "page_pool: got 8 pages, caching False; allowed: 16 pages, caching True",
     ),
-    "a spec of unknown kind": (
+    (
         lambda: InUse(EngineRequest("no spec", [])),
         ArgumentError,
         "kv_cache_spec: got EngineRequest, allowed: FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec",
     ),
-    "a spec for a group": (
+    (
         lambda: CacheManager(16, [CacheGroupSpec(SPEC), SPEC], 64),
         ArgumentTypeError,
         "kv_cache_groups: got FullAttentionSpec (at 1), allowed: CacheGroupSpec",
     ),
-    "a group for a list": (
+    (
         lambda: CacheManager(16, CacheGroupSpec(SPEC), 64, False),
         ArgumentTypeError,
         "kv_cache_groups: got CacheGroupSpec, allowed: a list of CacheGroupSpec",
     ),
-    "hits without caching": (
-        lambda: (u := InUse(enable_caching=False)).start_with(u.pool.pages[4]),
+    (
+        lambda: (u := InUse(enable_caching=False)).start_with(u.pages[4]),
         ArgumentError,
         "new_computed_pages: got pages, allowed without prefix caching: none",
     ),
-    "text for tokens": (
-        lambda: EngineRequest("a", "hello"),
-        ArgumentTypeError,
-        "prompt_token_ids: got str, allowed: a sequence of ints",
-    ),
-    "a float among tokens": (
-        lambda: EngineRequest("a", [1, 2.0]),
-        ArgumentTypeError,
-        "prompt_token_ids[1] must be an integer, got 2.0",
-    ),
-    "a negative token": (
-        lambda: EngineRequest("a", np.array([1, -6])),
+    (lambda: EngineRequest("a", "hello"), ArgumentTypeError, "prompt_token_ids: got str, allowed: a sequence of ints"),
+    (lambda: EngineRequest("a", [1, 2.0]), ArgumentTypeError, "prompt_token_ids[1] must be an integer, got 2.0"),
+    (lambda: EngineRequest("a", np.array([1, -6])), ArgumentError, "prompt_token_ids[1] must be at least 0, got -6"),
+    (
+        lambda: EngineRequest("a", [1]).append_output_token_ids([3, -1]),
         ArgumentError,
-        "prompt_token_ids[1] must be at least 0, got -6",
+        "token_ids[1] must be at least 0, got -1",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", UNFIT)
-def test_what_cannot_be_made_says_what_was_got_and_what_is_allowed(name: str) -> None:
-    make, error, message = UNFIT[name]
+@pytest.mark.parametrize(("make", "error", "message"), UNFIT)
+def test_what_cannot_be_made_says_what_was_got_and_what_is_allowed(
+    make: Callable[[], Any], error: type[PagePoolError], message: str
+) -> None:
     with pytest.raises(error) as caught:
         make()
     assert str(caught.value) == message
@@ -508,24 +398,24 @@ def test_eagle_may_be_asked_for_with_chunks_that_are_not_cached() -> None:
     assert InUse(CHUNK, use_eagle=True, enable_caching=False).manager.use_eagle
 
 
-@pytest.mark.parametrize(
-    ("error", "builtin"),
-    [
-        (OutOfPagesError, ValueError),
-        (RequestTooLargeError, ValueError),
-        (DoubleFreeError, RuntimeError),
-        (IntegrityError, RuntimeError),
-        (PageIdError, IndexError),
-        (PageHashError, RuntimeError),
-        (ArgumentError, ValueError),
-        (ArgumentTypeError, TypeError),
-        (pagepool.errors.RowIndexError, IndexError),
-        (pagepool.errors.RowOverflowError, ValueError),
-    ],
-)
-def test_errors_are_also_the_builtin_ones_that_engines_catch(error: type[Exception], builtin: type[Exception]) -> None:
-    assert issubclass(error, builtin)
-    assert issubclass(error, PagePoolError)
+BUILTIN: dict[type[Exception], type[Exception]] = {
+    OutOfPagesError: ValueError,
+    RequestTooLargeError: ValueError,
+    DoubleFreeError: RuntimeError,
+    IntegrityError: RuntimeError,
+    PageIdError: IndexError,
+    PageHashError: RuntimeError,
+    ArgumentError: ValueError,
+    ArgumentTypeError: TypeError,
+    pagepool.errors.RowIndexError: IndexError,
+    pagepool.errors.RowOverflowError: ValueError,
+}
+
+
+def test_errors_are_also_the_builtin_ones_that_engines_catch() -> None:
+    for error, builtin in BUILTIN.items():
+        assert issubclass(error, builtin)
+        assert issubclass(error, PagePoolError)
 
 
 # What is no error, and what `check` finds.
@@ -542,12 +432,6 @@ def test_freeing_a_request_again_or_one_that_is_unknown_does_nothing() -> None:
     in_use.pool.check()
 
 
-def test_a_request_whose_pages_were_freed_behind_its_back_is_not_freed_twice() -> None:
-    in_use = InUse()
-    in_use.pool.free_page_ids([2])
-    refuse(in_use, (lambda u: u.manager.free(u.held), DoubleFreeError, "page 2"))
-
-
 def test_hits_are_refused_once_their_pages_were_handed_out_again() -> None:
     in_use = InUse()
     hits, num_hit_tokens = in_use.manager.get_computed_pages(in_use.new)
@@ -560,7 +444,7 @@ def test_hits_are_refused_once_their_pages_were_handed_out_again() -> None:
 @pytest.mark.parametrize(("num_new_tokens", "num_computed_tokens"), [(1, 3), (4, 0), (5, 0)])
 def test_fewer_computed_tokens_than_the_hits_hold_are_allowed(num_new_tokens: int, num_computed_tokens: int) -> None:
     in_use = InUse()
-    assert in_use.start(num_new_tokens, num_computed_tokens, in_use.manager.get_computed_pages(in_use.new)[0]) is not None
+    assert in_use.start(num_new_tokens, num_computed_tokens, in_use.look_up()) is not None
     in_use.manager.check()
 
 

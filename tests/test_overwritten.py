@@ -264,7 +264,7 @@ def write(number: tuple[Any, Any], value: int) -> None:
 
 
 def share_of(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield a share of the values, which PAGEPOOL_TEST_OPERATIONS makes whole, from both ends of lists alike."""
+    """Yield every fifth of the values, or all of them in long runs (PAGEPOOL_TEST_OPERATIONS)."""
     return itertools.islice(values, 0, None, max(1, 100_000 // NUM_OPERATIONS))
 
 

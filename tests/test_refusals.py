@@ -18,7 +18,6 @@ from workload import RandomWorkload, run_workload
 
 import pagepool
 from pagepool import CacheManager, EngineRequest, PageTable, QueryCounts, RunningBatch
-from pagepool._core import Refusal
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.manager.lookups import PrefixLookups
 
@@ -121,28 +120,14 @@ class Waiting:
 
 
 class TestRows:
-    def test_nothing_changed(self) -> None:
-        waiting = Waiting()
-        assert [waiting.retry() for _ in range(5)] == [None] * 5
-        assert waiting.num_looked_up == 1
-
     def test_a_smaller_budget_fits_without_a_change(self) -> None:
         waiting = Waiting()
+        assert [waiting.retry() for _ in range(5)] == [None] * 5
         assert waiting.retry(max_num_new_tokens=5) is None
         assert waiting.retry(num_tokens=25) is None
         assert waiting.retry(max_num_new_tokens=4, num_reserved_pages=1) is None
         assert waiting.num_looked_up == 1
         assert waiting.retry(max_num_new_tokens=4) == 20
-
-    def test_hits_are_evicted_from_the_end_on(self) -> None:
-        waiting = Waiting()
-        waiting.batch.step([0], [99])  # the page that was never used
-        waiting.batch.grow([0], 0, 7)  # 24 tokens fit: the last page of the hits is evicted
-        assert waiting.manager.page_pool.stats.num_evicted_pages == 1
-        assert waiting.retry() is None
-        assert waiting.num_looked_up == 1
-        waiting.batch.release([0])
-        assert waiting.retry() == 16
 
     def test_a_hit_is_dropped_in_the_middle(self) -> None:
         """With the budget of a step fewer hits need fewer pages."""
@@ -151,17 +136,6 @@ class TestRows:
         waiting.manager.page_pool.evict_pages([2])
         assert waiting.retry(max_num_new_tokens=8) == 4
         assert waiting.num_looked_up == 2
-
-    def test_too_few_pages_are_given_back(self) -> None:
-        _, batch = make_batch(1 + 8)
-        batch.admit(0, [99] * 32)
-        token_ids = list(range(20))
-        assert batch.admit(1, token_ids) is None
-        batch.trim([0], 16)
-        assert batch.is_refused_still(1, token_ids, None, None, 0, (None, None, None, None, True, False, 0))
-        assert batch.admit(1, token_ids) is None
-        batch.trim([0], 12)
-        assert batch.admit(1, token_ids) == 0
 
     @pytest.mark.parametrize("form", [list, np.array])
     def test_tokens_are_another_request_s(self, form: Callable[[list[int]], Any]) -> None:
@@ -253,20 +227,6 @@ class TestRequests:
         assert manager.allocate_slots(third, 12, num_hit_tokens, hits) is not None
         manager.check()
         assert manager.stats().queries == QueryCounts(1, 28, 16)
-
-    def test_of_a_refusal_itself(self) -> None:
-        manager = make_manager(8)
-        ids, chain = pagepool._core.PageIds([1]), pagepool._core.HashChain(4, bytes(16))
-        with pytest.raises(ArgumentTypeError, match="hits: got"):
-            Refusal((1,), 4, 4)  # type: ignore[arg-type]
-        with pytest.raises(ArgumentError, match="num_hit_tokens: got 5"):
-            Refusal((ids,), 4, 5)
-        refusal = Refusal((ids,), 8, 4)
-        assert not refusal.watch_hits(manager.page_pool.store, chain, 1, 0)  # nothing is cached
-        assert not refusal.has_same_hits()
-        assert not refusal.is_short(100)
-        with pytest.raises(TypeError, match="cannot be pickled"):
-            refusal.__reduce__()
 
 
 # --- cost -----------------------------------------------------------------------------------------------------

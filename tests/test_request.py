@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from pagepool.request import EngineRequest, EngineRequestStatus, Request
+from pagepool.request import EngineRequest, EngineRequestStatus
 
 
 def test_tokens_are_appended_to_a_copy_of_the_prompt() -> None:
@@ -26,12 +26,6 @@ def test_options_are_named_and_unknown_attributes_refused() -> None:
         EngineRequest("a", [1], 5)
     with pytest.raises(AttributeError):
         request.computed = 1
-
-
-def test_it_is_what_managers_read() -> None:
-    request: Request = EngineRequest("a", [1, 2])
-    assert request.all_token_ids[:1] == [1]
-    assert request.sampling_params is None
 
 
 def test_ends_are_ends() -> None:

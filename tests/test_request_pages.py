@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -119,9 +118,6 @@ def test_tokens_without_end() -> None:
     assert (len(request), store.num_free_pages) == (0, 8)
 
 
-# --- pages entered ------------------------------------------------------------------------------------------
-
-
 def test_cached_groups_without_an_index() -> None:
     for group_id in (0, 3):
         with pytest.raises(ArgumentError, match=f"got id {group_id}, allowed without prefix caching: None"):
@@ -162,22 +158,6 @@ def test_requests_of_another_pool() -> None:
             check([own, 1])
         with pytest.raises(IntegrityError, match="page 1 stands in 2"):
             check([own, own])
-
-
-UNPICKLABLE = [
-    RequestPages(PageStore(9), FULL, 64),
-    PrefixQuery(PageStore(9), make_chain()),
-    FULL,
-    PageRules(4),
-    PageStore(9),
-    RunningRows(PageStore(9), [TableRows(2, 8)], [(PageRules(4), 0, 1)], 32, 4, KEY, 0),
-]
-
-
-@pytest.mark.parametrize("value", UNPICKLABLE, ids=lambda value: type(value).__name__)
-def test_pickling_is_refused(value: object) -> None:
-    with pytest.raises(TypeError, match=r"cannot (be )?pickle"):
-        pickle.dumps(value)
 
 
 # --- rows ---------------------------------------------------------------------------------------------------
