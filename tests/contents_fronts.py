@@ -374,7 +374,7 @@ class ManagerFront(Front):
         work = self.note(job, num_hit_tokens, num_hit_tokens + num_transferred + num_new, num_ahead=num_ahead)
         work.hits = frozenset(page_id for pages in job.pages for page_id in pages if page_id != NULL_PAGE)
         work.num_transferred, work.is_delayed = num_transferred, "delay_cache_pages" in options
-        self.books.note_state_hits(job, added.get_page_ids(), num_hit_tokens)
+        self.books.note_state_hits(job, added.get_page_ids(), num_hit_tokens, self.books.find_shard(dp_shard))
         self.books.take(job, added.get_page_ids(), shard)
         self.tables.add_row(job.pages, row)
         job.num_computed_tokens = num_hit_tokens
@@ -550,7 +550,7 @@ class BatchFront(Front):
         job.num_known_tokens, job.num_computed_tokens, job.dp_shard = job.num_tokens, num_hit_tokens, dp_shard
         work = self.note(job, num_hit_tokens, stop)
         work.hits = frozenset(page_id for pages in job.pages for page_id in pages if page_id != NULL_PAGE)
-        self.books.note_state_hits(job, new_ids, num_hit_tokens)
+        self.books.note_state_hits(job, new_ids, num_hit_tokens, shard)
         self.books.take(job, new_ids, shard)
         work.is_delayed, work.num_transferred = num_external > 0, num_external
         self.finish(work, work.histories)

@@ -171,7 +171,7 @@ class Books:
         hits = [self.index.find(content, shard) for content in self.list_hits(job, length)]
         num_needed = sum(ref_counts[page_id] == 0 for page_id in hits)  # the null page stands for one that is loaded
         num_here = sum(shard is None or page_id in shard for page_id in free)
-        return bool(num_needed <= min(len(free) - num_reserved, num_here))
+        return num_needed == 0 or bool(num_needed <= min(len(free) - num_reserved, num_here))
 
     # Allocation and release.
 

@@ -39,12 +39,12 @@ class StateBooks(Books):
             attached.append([] if group.kind == "mamba" else list(page_ids))
         return attached
 
-    def note_state_hits(self, job: Job, new_ids: PagesByGroup, num_hit_tokens: int) -> None:
+    def note_state_hits(self, job: Job, new_ids: PagesByGroup, num_hit_tokens: int, shard: range | None) -> None:
         """Record whether the checkpoints that a job hits are copied, or become its working pages."""
         states = [(i, new_ids[i][0]) for i, group in enumerate(self.groups) if group.interval and num_hit_tokens]
-        entries = [self.index.entries.get(page_id) for _, page_id in states]
         contents = [(group_id, job.list_histories(num_hit_tokens)[-1]) for group_id, _ in states]
-        are_adopted = [entry is not None and entry.content == content for entry, content in zip(entries, contents, strict=True)]
+        found = [self.index.find(content, shard) for content in contents]
+        are_adopted = [page_id == hit_id for (_, page_id), hit_id in zip(states, found, strict=True)]
         require(all(are_adopted) or not any(are_adopted), "some checkpoints are copied, some not", job, states)
         if states and not all(are_adopted):
             self.note_copies(job)
@@ -141,6 +141,8 @@ class StateBooks(Books):
                 if held_id == NULL_PAGE and (self.is_cached(page_id) or self.index.pages.get(content, {}).keys() <= {page_id}):
                     continue
                 self.drop(page_id)
+                if held_id == NULL_PAGE and self.tier is not None:
+                    self.tier.note_save(page_id, content)  # perhaps it was evicted
                 if held_id != NULL_PAGE:
                     entry = self.index.entries.get(held_id)
                     is_equal = entry is not None and entry.content == content
@@ -161,7 +163,8 @@ class StateBooks(Books):
         for group, pages in zip(self.groups, job.pages, strict=True):
             kept.append(pages[: self.count_pages(group, job.num_computed_tokens)])
             entries = {page_id: self.index.entries.get(page_id) for page_id in kept[-1] if page_id != NULL_PAGE}
-            self.tier.noted |= {page_id: entry and entry.content for page_id, entry in entries.items()}
+            for page_id, entry in entries.items():
+                self.tier.note_save(page_id, entry and entry.content)
         job.swapped = Swapped(job.num_computed_tokens, kept, job.num_cached_pages, self.tier.last_number + 1)
         self.release(job)
         job.pages, job.num_cached_pages = [[] for _ in self.groups], [0 for _ in self.groups]
@@ -215,7 +218,7 @@ class StateBooks(Books):
             page_id, entry = int(one.taken.load_dst[place]), self.index.entries.get(int(one.taken.load_dst[place]))
             if entry is not None and entry.content == one.loaded[place]:
                 self.drop(page_id)
-        return self.tier.end(one)
+        return self.tier.end(one, self.store)
 
     def find_wrong_token(self, job: Job, number: int, wrong: set[int]) -> int | None:
         """Return the first token of a request in a wrong page. A state is wrong from the start."""

@@ -38,6 +38,7 @@ class InFlight:
     taken: Any
     contents: list[Content | None]  # of the entries that the saves make
     loaded: list[Content | None]
+    unsure: set[int]  # places of saves of pages with two reasons, of which one may have made no entry
     bad_saves: list[int] = field(default_factory=list)  # those that fail
     bad_loads: list[int] = field(default_factory=list)
     saved: Cells | None = None  # what the saves have read, once they are made
@@ -59,6 +60,7 @@ class TierBooks:
         self.keys: dict[Any, Content] = {}  # contents, by the keys under which pages of the device were cached
         self.in_flight: list[InFlight] = []
         self.noted: dict[int, Content | None] = {}  # pages that may be saved next; None: they make no entry
+        self.noted_twice: set[int] = set()
         self.wanted: set[Content] = set()  # to be saved next, as far as the tier has room
         self.fresh: dict[int, Content] = {}  # pages that were cached first with a content, since a step ended
         self.ready: dict[int, Content] = {}  # before that
@@ -87,9 +89,15 @@ class TierBooks:
         if is_first and page_id not in self.loading:
             self.fresh[page_id] = content
 
+    def note_save(self, page_id: int, content: Content | None) -> None:
+        """Record that a page may be saved next."""
+        if self.noted.get(page_id, content) != content:
+            self.noted_twice.add(page_id)
+        self.noted[page_id] = content
+
     def note_eviction(self, page_id: int, content: Content, is_last: bool) -> None:
         """Record that a page was handed out which had an entry."""
-        self.noted[page_id] = content
+        self.note_save(page_id, content)
         if is_last and content not in self.entries.values():
             self.wanted.add(content)
 
@@ -163,17 +171,21 @@ class TierBooks:
             if content is not None:
                 self.host.compare_page(content[0], tier_id, self.list_slots(content))
         kept, contents = set(self.entries.values()), self._note_saves(transfers, index)
+        self.wanted = {content for content in self.wanted if not index.has(content, None)}  # an equal page is saved later
         if self.tier.policy == "write_through":
             self.wanted |= {content for page_id, content in self.ready.items() if page_id in index.entries}
         num_refused = self.tier.stats().num_refused_pages
         if self.tier.min_uses == 1 and num_refused == self.num_refused:
-            require(self.wanted <= {*contents, *kept, *self.list_contents()}, "not saved", self.wanted)
+            saved = {content for one in self.in_flight for content in one.contents}
+            require(self.wanted <= {*contents, *kept, *saved}, "not saved", self.wanted)
         loaded = [self.due_loads[page_id] for _, page_id in loads]
-        self.num_refused, self.noted, self.wanted, self.ready, self.due_loads = num_refused, {}, set(), {}, {}
+        unsure = {place for place, page_id in enumerate(transfers.save_src.tolist()) if page_id in self.noted_twice}
+        self.num_refused, self.noted, self.noted_twice = num_refused, {}, set()
+        self.wanted, self.ready, self.due_loads = set(), {}, {}
         if not transfers.number:
             return None
         self.last_number = transfers.number
-        one = InFlight(transfers, contents, loaded)
+        one = InFlight(transfers, contents, loaded, unsure)
         if self.rng.random() < FAILING_SHARE:
             one.bad_saves, one.bad_loads = self._draw_places(len(contents)), self._draw_places(len(loads))
         self.in_flight.append(one)
@@ -214,14 +226,15 @@ class TierBooks:
         made = [one for one in self.in_flight if one.saved is not None]
         return self.rng.choice(made) if made else None
 
-    def end(self, one: InFlight) -> set[int]:
+    def end(self, one: InFlight, store: Any) -> set[int]:
         """Record that transfers have ended; return the pages of the device that have wrong contents now."""
+        found = self.read_entries(store) if one.unsure else {}
         self.in_flight.remove(one)
         assert one.saved is not None
         one.saved[one.bad_saves] = self.histories.make_garbage() * MAX_GROUPS
         self.host.cells[one.taken.save_dst] = one.saved
         for place, tier_id in reversed(list(enumerate(one.taken.save_dst.tolist()))):
-            content = one.contents[place]
+            content = found.get(tier_id) if place in one.unsure else one.contents[place]
             if place not in one.bad_saves and content is not None and content not in self.entries.values():
                 self.entries[tier_id] = content
         for place in one.bad_loads:
