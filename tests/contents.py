@@ -24,14 +24,16 @@ from unittest.mock import patch
 
 from contents_device import ContentsError, Device, Histories, find_first_read, require
 from contents_fronts import NUM_ROWS, BatchFront, Entry, Front, Growth, ManagerFront, Work, World
+from contents_holds import Holds
 from contents_index import NULL_PAGE
 from contents_request import Job
 from contents_states import StateBooks
+from contents_tier import InFlight, TierBooks, draw_tier
 from settings import SETTINGS, STATE_SETTINGS, Group, Setting, kept
 from workload import NUM_FAMILIES, VOCABULARY, WITH_LOGPROBS, Feature
 
 import pagepool
-from pagepool.errors import ArgumentError, CopiesDueError, RequestTooLargeError
+from pagepool.errors import ArgumentError, RequestTooLargeError
 from pagepool.hashing import extra_keys
 
 MAX_WAITING = 5
@@ -52,7 +54,8 @@ MORE_SETTINGS = [
     Setting("full 16 and 8, chunk of 8, states",
             (Group("full", 16), Group("full", 8), Group("chunked", 8, 24), kept(16), kept(8)), (24, 64)),
 ]  # fmt: skip
-CONTENTS_SETTINGS = [*SETTINGS, *STATE_SETTINGS, *MORE_SETTINGS]
+CONTENTS_SETTINGS = [setting for start in range(7) for setting in [*SETTINGS, *STATE_SETTINGS, *MORE_SETTINGS][start::7]]
+"""In an order in which the kinds alternate, so that a short run has all of them."""
 
 FRONTS: list[tuple[type[Front], ...]] = [
     (ManagerFront,),
@@ -78,12 +81,14 @@ HASHING: list[dict[str, Any]] = [
 
 
 EVICTION = ("lru", "arc", "adaptive")
+FEATURES = "tier", "external", "swaps", "forks", "leases", "pins", "snapshots"
+"""What a round may have besides requests that run and fail; its seed chooses."""
 
 
 class Simulation:
-    """One setting under one seed, which also chooses the eviction policy."""
+    """One setting under one seed, which also chooses the features, unless they are given, and the eviction policy."""
 
-    def __init__(self, setting: Setting, seed: int, is_checked: bool = True) -> None:
+    def __init__(self, setting: Setting, seed: int, is_checked: bool = True, features: Collection[str] | None = None) -> None:
         self.setting = setting
         self.is_checked = is_checked  # also by the package's own checks
         self.rng = Random(seed)
@@ -94,7 +99,9 @@ class Simulation:
         self.options: dict[str, Any] = {"hash_seed": seed, "eviction": EVICTION[seed % len(EVICTION)]}
         if self.fronts_classes == (ManagerFront,):
             self.options |= self.rng.choice(HASHING)
-        self.device = Device(self.num_pages, setting.groups)
+        chosen = [feature for feature in FEATURES if self.rng.random() < 0.5]
+        self.features = chosen if features is None else features
+        self.device = Device(self.num_pages, setting.groups, self.histories)
         self.waiting: list[Job] = []
         self.refusals: Counter[Job] = Counter()
         self.plan: list[Entry] = []
@@ -110,9 +117,25 @@ class Simulation:
         """Build manager and batches on a pool."""
         setting = self.setting
         groups = setting.cache_groups(pagepool)
-        manager = setting.manager(pagepool.CacheManager, groups, self.num_pages, page_pool=page_pool, **self.options)
-        books = StateBooks(setting, self.num_pages)
-        self.world = World(setting, manager, books, self.device, self.rng, self.counts, preempt=self.preempt, names=self._names)
+        tier = draw_tier(self.rng, self.num_pages) if "tier" in self.features and setting.enable_caching else None
+        manager = setting.manager(
+            pagepool.CacheManager, groups, self.num_pages, page_pool=page_pool, host_tier=tier, **self.options
+        )
+        tier_books = tier and TierBooks(tier, self.device, self.rng, self.counts)
+        books = StateBooks(setting, self.num_pages, manager.page_pool.store, tier_books)
+        self.world = World(
+            setting,
+            manager,
+            books,
+            self.device,
+            self.rng,
+            self.counts,
+            self._names,
+            self.waiting,
+            self.features,
+            preempt=self.preempt,
+        )
+        self.holds = Holds(self.world)
         self.fronts = [front(self.world, self._make_tables()) for front in self.fronts_classes]
         for front in self.fronts:
             front.plan = self.plan
@@ -210,18 +233,19 @@ class Simulation:
         self.plan.clear()
         self.has_next = False
         if self.rng.random() < 0.7:
-            self.world.take_copies()
+            self.world.take_moves()
         turns: list[Callable[[], None]] = [self.admit, *(front.schedule for front in self.fronts)]
         for turn in self.rng.sample(turns, len(turns)):
             turn()
-        self.world.take_copies()
+        self.world.take_moves()
+        self.end_step()
         self.world.is_second = True
         for front in self.fronts:
             if isinstance(front, BatchFront) and self.rng.random() < 0.15:
                 front.schedule_next()
                 self.counts["steps in flight"] += 1
                 self.has_next = True
-        self.world.take_copies()
+        self.world.take_moves()
         self.world.is_second = False
         self.counts["steps"] += 1
         if self.plan and self.rng.random() < (0.5 if self.has_failed else 0.12):
@@ -229,13 +253,21 @@ class Simulation:
             self.abort()
         else:
             self.compute()
+            self.end_step()
         self.finish_loading()
+        self.end_transfers()
+
+    def end_step(self) -> None:
+        """Tell the tier that what was scheduled is given to the device."""
+        if self.books.tier is not None and self.rng.random() < 0.9:
+            self.manager.end_step()
+            self.books.tier.end_step()
 
     def settle(self) -> None:
-        """Take and make all copies, between two steps."""
-        self.world.take_copies()
-        self.world.make_copies()
-        self.world.make_copies()
+        """Take and make all copies and transfers, between two steps."""
+        self.world.take_moves()
+        self.world.make_moves()
+        self.world.make_moves()
 
     @property
     def works(self) -> list[Work]:
@@ -297,13 +329,12 @@ class Simulation:
 
     def _list_dependents(self, victim: Job) -> list[Work]:
         """Return the works of a job in this step, and of the jobs that hit pages made for them, directly or not."""
-        made: set[int] = set()
-        gone = []
-        for work in self.works:
-            if work.job is victim or made & work.hits:
-                made.update(work.made)
-                gone.append(work)
-        return gone
+        gone, num_before = {victim}, 0
+        while len(gone) > num_before:
+            num_before = len(gone)
+            made = {page_id for work in self.works if work.job in gone for page_id in work.made}
+            gone |= {work.job for work in self.works if made & work.hits}
+        return [work for work in self.works if work.job in gone]
 
     def _unschedule(self, work: Work) -> None:
         for entry in self.plan:
@@ -317,7 +348,8 @@ class Simulation:
         has_run = self.rng.random() < 0.7
         self.settle()
         made = {page_id for work in self.works for page_id in work.made}
-        computed = self.books.index.entries.keys() - made  # recomputed values stay the same
+        shared = {page_id for page_id, num in self.books.holders.items() if num > 1}
+        computed = (self.books.index.entries.keys() | shared) - made  # recomputed values stay the same
         for work in self.works:
             if work.job.loading and not made & work.hits:
                 self._unschedule(work)  # its transfer continues
@@ -341,9 +373,9 @@ class Simulation:
         hits = {page_id for work in works for page_id in work.hits}
         is_hit = any(hits.intersection(work.made) for work in works)
         may_fail = not self.has_next and self.rng.random() < (0.3 if is_hit else 0.06)
-        self.world.make_copies()
+        self.world.make_moves()
         cuts = self._run([work for work in works if not work.is_second], may_fail)
-        self.world.make_copies()
+        self.world.make_moves()
         self._run(second, False)
         self._go_back(cuts)
         for work in works:
@@ -358,15 +390,20 @@ class Simulation:
         """Write the computed histories, then compare the attended ones; return jobs that lost tokens, with the first of
         these.
         """
+        wrong = [work for work in works if not self._has_right_states(work)]
         for work in works:
             self._write_range(work, work.start, work.start + work.num_transferred)
         for work in works:
             self._write(work)
         cuts = self._fail(self._choose_failure(works)) if works and may_fail else {}
         for work in works:
-            if work.job not in cuts:
-                self._read(work)
+            if work.job not in cuts and (not self._reads_right(work) or work in wrong):
+                self._spoil(work, work.start, work.stop)
         return cuts
+
+    def _is_doubtful(self, job: Job) -> bool:
+        """Whether a job may have read pages that failed to load, which it is told later."""
+        return self.books.tier is not None and self.books.tier.is_doubtful(job)
 
     def _choose_failure(self, works: list[Work]) -> Work:
         """Return a work, preferably one whose pages were hit in the same step."""
@@ -376,10 +413,6 @@ class Simulation:
     def _write(self, work: Work) -> None:
         """Write a step's tokens, and garbage into the slots for drafts after them."""
         start = work.start + work.num_transferred
-        for group_id, group in enumerate(self.setting.groups):
-            if group.kind == "mamba" and 0 < start < work.stop:
-                state = work.histories[start - 1 : start]
-                self.device.compare(group_id, work.slots[group_id], state, f"state of {work.job}")
         self._write_range(work, start, work.stop)
         if work.stop >= work.job.num_tokens:
             self._spoil(work, work.stop, work.num_room_tokens, is_state_kept=True)
@@ -404,17 +437,33 @@ class Simulation:
                 slots = slots[[int(slot) // group.page_size not in spared for slot in slots]]
             self.device.write(group_id, slots, [self.histories.make_garbage()] * len(slots))
 
-    def _read(self, work: Work) -> None:
+    def _has_right_states(self, work: Work) -> bool:
+        """Compare the states with which a step begins."""
+        if not 0 < work.start < work.stop:
+            return True
+        states = [group_id for group_id, group in enumerate(self.setting.groups) if group.kind == "mamba"]
+        last = slice(work.start - 1, work.start)
+        return all(self._compare(work, group_id, work.slots[group_id], last) for group_id in states)
+
+    def _reads_right(self, work: Work) -> bool:
         """Compare all that the tokens of a step attend to."""
-        start, stop = work.start + work.num_transferred, work.stop
-        for group_id, group in enumerate(self.setting.groups if start < stop else ()):
-            first = stop - 1 if group.kind == "mamba" else find_first_read(group, start)
-            slots = work.find_slots(group_id, first, stop)
-            self.device.compare(group_id, slots, work.histories[first:stop], f"read of {work.job}")
+        start, found = work.start + work.num_transferred, []
+        for group_id, group in enumerate(self.setting.groups if start < work.stop else ()):
+            first = work.stop - 1 if group.kind == "mamba" else find_first_read(group, start)
+            slots = work.find_slots(group_id, first, work.stop)
+            found.append(self._compare(work, group_id, slots, slice(first, work.stop)))
+        return all(found)
+
+    def _compare(self, work: Work, group_id: int, slots: Any, tokens: slice) -> bool:
+        """Compare what a step reads. It may be wrong only where a load has failed; what is computed with it is garbage."""
+        if self._is_doubtful(work.job):
+            return self.device.holds(group_id, slots, work.histories[tokens])
+        self.device.compare(group_id, slots, work.histories[tokens], f"read of {work.job}")
+        return True
 
     def _compare_held(self, job: Job) -> None:
         """Compare what the next token of a running job will see."""
-        num_tokens = job.num_computed_tokens
+        num_tokens = 0 if self._is_doubtful(job) else job.num_computed_tokens
         histories = job.list_histories(num_tokens)
         for group_id, group in enumerate(self.setting.groups if num_tokens else ()):
             first = num_tokens - 1 if group.kind == "mamba" else find_first_read(group, num_tokens)
@@ -431,8 +480,9 @@ class Simulation:
         if isinstance(front, BatchFront):
             job.num_computed_tokens = work.stop
             job.num_known_tokens = max(job.num_known_tokens, work.stop)
-            if work.drafts:
-                front.cut(job, num_computed)
+            if work.drafts and (ended := front.cut_drafts(job, num_computed, num_computed)):
+                self.waiting += ended
+                return
         elif work.is_delayed and self.rng.random() < 0.7:
             front.cache(job, num_computed)
         else:
@@ -462,17 +512,40 @@ class Simulation:
     # --- transfers --------------------------------------------------------------------------------------------
 
     def finish_loading(self) -> None:
-        """Complete some transfers, fully or up to a token."""
-        for job in [job for job in self.jobs if job.loading and self.rng.random() < 0.5]:
+        """Complete some transfers from elsewhere, fully or up to a token."""
+        loading = [job for job in self.jobs if job.loading and self.rng.random() < 0.5]
+        if loading:
+            self.settle()
+        for job in loading:
             work, front = job.loading, job.front
             num_loaded = work.stop if self.rng.random() < 0.7 else self.rng.randint(work.start, work.stop - 1)
             self._write_range(work, work.start, num_loaded)
             self._spoil(work, num_loaded, work.stop)
             self.counts["transfers"] += 1
-            if num_loaded < work.stop and self.books.has_state:
-                self.waiting.append(front.end(job))
-            else:
-                front.finish_loading(job, num_loaded)
+            front.receive(job, num_loaded)
+
+    def end_transfers(self, are_all: bool = False) -> None:
+        """End transfers of the tier, in any order, and let jobs go back that have read pages which failed to load."""
+        tier = self.books.tier
+        while tier is not None and (are_all or len(tier.in_flight) > 4 or self.rng.random() < 0.5):
+            one = tier.draw_ended()
+            if one is None:
+                return
+            failed = self._end_transfers(one)
+            wrong = self.books.end_transfers(one)
+            for front in self.fronts if failed is not None else ():
+                for job in front.rewind(failed, wrong):
+                    self.waiting.append(front.end(job, 0))
+
+    def _end_transfers(self, one: InFlight) -> Any:
+        """Tell the manager; return the loads that failed, or None."""
+        self.counts["calls"] += 1
+        if not one.bad_saves and not one.bad_loads and self.rng.random() < 0.8:
+            return self.manager.complete_transfers(one.number)
+        failed = self.manager.fail_transfers(one.number, saves=one.bad_saves, loads=one.bad_loads)
+        expected = one.taken.load_dst[one.bad_loads].tolist()
+        require(failed.page_ids == expected, "other pages have failed", failed, expected)
+        return failed
 
     def _fail(self, work: Work) -> dict[Job, int]:
         """Lose tokens from a random one on, and return the jobs that must recompute, with the first token."""
@@ -526,7 +599,7 @@ class Simulation:
         num_evicted = self.manager.page_pool.evict_pages(page_ids)
         require(num_evicted == num_cached, "evicted entries", num_evicted, num_cached)
         for page_id in page_ids:
-            self.books.index.drop(page_id)
+            self.books.drop_everywhere(page_id)
 
     # --- interventions ----------------------------------------------------------------------------------------
 
@@ -535,19 +608,60 @@ class Simulation:
         chances: list[tuple[Callable[[], Any], float]] = [
             (self.evict, 0.03),
             (self.move, 0.1),
-            (self.fork, 0.15),
             (self.rewind, 0.15),
             (self.cancel, 0.03),
             (self.preempt_between, 0.05),
             (self.misuse, 0.1),
             (self.reset, 0.01),
-            (self.save, 0.05),
-            (self.restore, 0.01),
+            *([(self.swap, 0.4)] if "swaps" in self.features else []),
+            *([(self.fork, 0.15)] if "forks" in self.features else []),
+            *([(self.lease, 0.15), (self.end_lease, 0.1)] if "leases" in self.features else []),
+            *([(self.pin, 0.1), (self.unpin, 0.15), (self.retain, 0.1)] if "pins" in self.features else []),
+            *([(self.save, 0.05), (self.restore, 0.01)] if "snapshots" in self.features else []),
         ]
         self.plan.clear()
         for action, chance in chances:
             if self.rng.random() < chance:
                 action()
+
+    def swap(self) -> None:
+        for front in self.fronts:
+            if isinstance(front, BatchFront) and self.books.tier is not None:
+                front.swap()
+
+    def lease(self) -> None:
+        """Lease the pages of a job, which may end at once."""
+        jobs = [job for job in self.jobs if not job.loading and job.num_computed_tokens]
+        if jobs:
+            self.settle()
+            job = self.rng.choice(jobs)
+            self.holds.lease(job)
+            if self.rng.random() < 0.5:
+                self._end(job)
+
+    def end_lease(self) -> None:
+        if self.holds.leases:
+            self.holds.end_lease()
+
+    def pin(self) -> None:
+        for job in self._choose_any():
+            self.holds.pin(job)
+
+    def unpin(self) -> None:
+        for job in self._choose_any():
+            self.holds.unpin(job)
+
+    def _choose_any(self) -> list[Job]:
+        """Return a job that runs or waits, if there is one."""
+        jobs = [*self.jobs, *self.waiting]
+        return [self.rng.choice(jobs)] if jobs else []
+
+    def retain(self) -> None:
+        """Give the pages of a job a priority, or let those last that waiting jobs would hit."""
+        for job in self._choose_any():
+            self.holds.retain(job)
+        if self.rng.random() < 0.5:
+            self.holds.protect(self.waiting if self.rng.random() < 0.8 else [])
 
     def evict(self) -> None:
         """Drop the prefix entries of some pages."""
@@ -566,17 +680,12 @@ class Simulation:
         job = self.rng.choice(jobs)
         rows = job.front.free_rows()
         rows = self.rng.sample(rows, self.rng.randint(1, len(rows)))
-        try:
-            forked = job.front.fork(job, rows)
-        except CopiesDueError:
-            require(self.books.awaits_copies(job), "no copies are due", job)
-            self.settle()
-            forked = job.front.fork(job, rows)
+        forked = job.front.fork(job, rows)
         self.counts["forks"] += len(forked)
 
     def rewind(self) -> None:
         """Let a row forget tokens and compute them again; refused if the pages or the state for it are gone."""
-        jobs = [job for job in self.jobs if isinstance(job.front, BatchFront)]
+        jobs = [job for job in self.jobs if isinstance(job.front, BatchFront) and not job.loading]
         if jobs:
             job = self.rng.choice(jobs)
             num_tokens = self.rng.randint(0, job.num_tokens - 1)
@@ -598,7 +707,8 @@ class Simulation:
         """Reset the prefix cache, or be refused while it is in use."""
         self.counts["calls"] += 1
         is_reset = self.manager.reset_prefix_cache()
-        require(is_reset is not self.books.is_held, "reset", is_reset)
+        is_held = self.books.is_held or any(job.swapped for job in self.jobs)
+        require(is_reset is not is_held, "reset", is_reset)
         if is_reset:
             self.books.reset()
 
@@ -629,16 +739,17 @@ class Simulation:
     def save(self) -> None:
         """Take a snapshot, including the contents of the device."""
         self.settle()
-        cells, index = self.device.cells.copy(), self.books.index.copy()
-        num_held = sum(map(bool, self.books.holders.values()))
-        self.saved = self.manager.page_pool.snapshot(), cells, index, num_held
+        self.end_transfers(are_all=True)
+        cells, index, pins = self.device.cells.copy(), self.books.index.copy(), self.books.pins.copy()
+        num_held = sum(num > (page_id in pins) for page_id, num in self.books.holders.items())
+        self.saved = self.manager.page_pool.snapshot(), cells, index, pins, num_held
         self.counts["calls"] += 1
 
     def restore(self) -> None:
         """Start again from the last snapshot: no page is held, and all requests wait."""
         if self.saved is None:
             return
-        snapshot, cells, index, num_held = self.saved
+        snapshot, cells, index, pins, num_held = self.saved
         for job in self.jobs:
             self.waiting.append(job.front.leave(job, None, 0))
         for job in self.waiting:
@@ -647,7 +758,7 @@ class Simulation:
         require(pool.release_all_held() == num_held, "pages held in a snapshot", num_held)
         self._open(pool)
         self.device.cells[:] = cells
-        self.books.index = index.copy()
+        self.books.restore(index, pins)
         self.counts["restored pools"] += 1
         self.audit()
 
@@ -665,7 +776,8 @@ class Simulation:
             group_id, history = entry.content
             group = self.setting.groups[group_id]
             histories = self.histories.list_last(history, 1 if group.kind == "mamba" else group.page_size)
-            self.device.compare_page(group_id, page_id, histories)
+            if books.tier is None or not books.tier.is_failing(page_id):
+                self.device.compare_page(group_id, page_id, histories)
         ref_counts = [books.holders[page_id] for page_id in range(self.num_pages)]
         require(pool.ref_counts().tolist() == ref_counts, "ref counts", pool.ref_counts().tolist(), ref_counts)
         for job in self.jobs:
@@ -674,6 +786,8 @@ class Simulation:
             if isinstance(job.front, BatchFront):
                 num_computed_tokens = int(job.front.batch.num_computed_tokens[job.row])
                 require(num_computed_tokens == job.num_computed_tokens, "computed tokens", job, num_computed_tokens)
+        if books.tier is not None:
+            books.tier.audit(self.manager)
         if self.is_checked:
             self.manager.check()
             for front in self.fronts:
@@ -685,24 +799,33 @@ class Simulation:
         """End all jobs; only cached pages may remain."""
         for job in self.jobs:
             self._end(job)
+        self.holds.clear()
+        self.settle()
+        self.end_transfers(are_all=True)
         self.audit()
         require(not self.books.is_held, "held at the end")
         self.reset()
 
 
 def run_round(
-    setting: Setting, seed: int, num_steps: int = NUM_STEPS, num_calls: int | None = None, is_checked: bool = True
+    setting: Setting,
+    seed: int,
+    num_steps: int = NUM_STEPS,
+    num_calls: int | None = None,
+    is_checked: bool = True,
+    features: Collection[str] | None = None,
 ) -> Counter[str]:
     """Run a seed's simulation to its end and return its counts; on a failure, print the command that repeats it."""
-    simulation = Simulation(setting, seed, is_checked)
+    simulation = Simulation(setting, seed, is_checked, features)
     nonces = SimpleNamespace(urandom=Random(seed).randbytes)  # policies go by keys, and a round is to be repeated
     try:
         with patch.object(extra_keys, "os", nonces):
             return simulation.run(num_steps, num_calls)
     except Exception as error:
         fronts = ", ".join(type(front).__name__ for front in simulation.fronts)
-        where = f"step {simulation.counts['steps']}, {simulation.num_pages} pages, {fronts}"
+        where = f"step {simulation.counts['steps']}, {simulation.num_pages} pages, {fronts}, {' '.join(simulation.features)}"
         repeat = f"to repeat: python tests/contents.py --setting {setting.name!r} --seed {seed} --rounds 1"
+        repeat += "" if features is None else f" --features {','.join(features)!r}"
         raise ContentsError(f"{where}\n{repeat}\n{type(error).__name__}: {error}") from error
 
 
@@ -713,6 +836,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first round; each has the next")
     parser.add_argument("--setting", help="rounds of this setting alone")
     parser.add_argument("--rounds", type=int, help="so many rounds at most")
+    parser.add_argument("--features", help=f"exactly these in each round, divided by commas: {', '.join(FEATURES)}")
     parser.add_argument("--unchecked", action="store_true", help="without the package's own checks")
     return parser.parse_args()
 
@@ -724,11 +848,15 @@ def main() -> None:
     settings = [setting for setting in CONTENTS_SETTINGS if options.setting in (None, setting.name)]
     if not settings:
         sys.exit(f"--setting: got {options.setting!r}, allowed: {', '.join(setting.name for setting in CONTENTS_SETTINGS)}")
+    features = None if options.features is None else [name for name in options.features.split(",") if name]
+    if not set(FEATURES) >= set(features or ()):
+        sys.exit(f"--features: got {options.features!r}, allowed: {', '.join(FEATURES)}")
     counts: Counter[str] = Counter()
     start = time.monotonic()
     while time.monotonic() - start < options.seconds and counts["rounds"] != options.rounds:
         setting = settings[counts["rounds"] % len(settings)]
-        counts += run_round(setting, options.seed + counts["rounds"], is_checked=not options.unchecked)
+        seed = options.seed + counts["rounds"]
+        counts += run_round(setting, seed, is_checked=not options.unchecked, features=features)
     for name, count in counts.items():
         print(f"{name:30} {count:>15,}")
 

@@ -19,6 +19,9 @@ MAX_GROUPS = 64
 
 Cells = npt.NDArray[np.int64]
 
+Content = tuple[int, int]
+"""Group, and the history of a page's last token, which covers all tokens before it."""
+
 
 class ContentsError(AssertionError):
     """A wrong page, a wrong hit, a wrong count."""
@@ -39,6 +42,7 @@ class Histories:
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, Any], int] = {}
         self._parents = [NOTHING]
+        self.garbage: set[int] = set()
 
     def follow(self, parent: int, inputs: Any) -> int:
         """Return the history of `parent` followed by one token's inputs."""
@@ -50,6 +54,7 @@ class Histories:
     def make_garbage(self) -> int:
         """Return a number that differs from all tokens."""
         self._parents.append(NOTHING)
+        self.garbage.add(len(self._parents) - 1)
         return len(self._parents) - 1
 
     def list_last(self, number: int, num_tokens: int) -> list[int]:
@@ -64,8 +69,9 @@ class Histories:
 class Device:
     """Cells by page and offset, shared by all groups. Page 0 is never written."""
 
-    def __init__(self, num_pages: int, groups: Sequence[Group]) -> None:
+    def __init__(self, num_pages: int, groups: Sequence[Group], histories: Histories | None = None) -> None:
         self.groups = groups
+        self.histories = histories or Histories()
         width = max([1, *(group.page_size for group in groups if group.kind != "mamba")])
         self.cells: Cells = np.zeros((num_pages, width), dtype=np.int64)
         self.num_written = 0

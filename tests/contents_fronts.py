@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -23,6 +24,7 @@ from twins import copies_of
 from workload import VOCABULARY
 
 import pagepool
+from pagepool.errors import ArgumentError, CopiesDueError, OutOfPagesError
 
 NUM_ROWS = 4
 
@@ -38,16 +40,22 @@ class World:
     rng: Random
     counts: Counter[str]
     names: Iterator[str]  # of forks
+    waiting: list[Job] = field(default_factory=list)
+    features: Collection[str] = ()
     is_second: bool = False  # a step is in flight and has not run while another one is scheduled
-    copies: list[list[tuple[int, int, int]]] = field(default_factory=list)  # taken, to be made before the next step
-    late_copies: list[list[tuple[int, int, int]]] = field(default_factory=list)  # before the one after it
+    moves: list[Callable[[], None]] = field(default_factory=list)  # taken, to be made before the next step
+    late_moves: list[Callable[[], None]] = field(default_factory=list)  # before the one after it
     preempt: Callable[[], Job | None] = lambda: None  # preempts some job, if there is any
 
-    def take_copies(self) -> None:
-        """Take the copies that are due; they are made before the step that is being scheduled."""
+    def take_moves(self) -> None:
+        """Take the transfers and copies that are due; they are made before the step that is being scheduled."""
+        moves = self.late_moves if self.is_second else self.moves
+        if self.books.tier is not None:
+            taken = self.books.tier.take(self.manager.take_transfers(), self.books.index)
+            moves += [partial(self.books.tier.make, taken)] if taken else []
         copies = copies_of(self.manager.take_copies())
-        (self.late_copies if self.is_second else self.copies).append(copies)
-        destinations = [destination for _, destination, _ in copies]
+        sources, destinations = [source for source, _, _ in copies], [destination for _, destination, _ in copies]
+        moves.append(partial(self.device.copy, sources, destinations))
         require(all(self.books.holders[page_id] for page_id in destinations), "a copy into a page that nobody holds", copies)
         require(len(set(destinations)) == len(destinations), "two copies into one page", copies)
         require(self.books.are_copies_due or not copies, "copies that nobody asked for", copies)
@@ -56,14 +64,43 @@ class World:
         self.counts["calls"] += 1
         self.counts["copies"] += len(copies)
 
-    def make_copies(self) -> None:
-        """Make the copies that were taken for the step that runs next, list by list."""
-        for copies in self.copies:
-            self.device.copy([source for source, _, _ in copies], [destination for _, destination, _ in copies])
-        self.copies, self.late_copies = self.late_copies, []
+    def make_moves(self) -> None:
+        """Make what was taken for the step that runs next, in order."""
+        for make in self.moves:
+            make()
+        self.moves, self.late_moves = self.late_moves, []
 
-    def is_cached(self, page_id: int) -> bool:
-        return self.manager.page_pool.store.key_of(page_id) is not None
+    def call(self, name: str, target: Any, *arguments: Any, **options: Any) -> Any:
+        """Make a call, and count it."""
+        self.counts["calls"] += 1
+        self.counts[f"  {name}"] += 1
+        return getattr(target, name)(*arguments, **options)
+
+    def call_in_time(self, name: str, target: Any, *arguments: Any, **options: Any) -> Any:
+        """Make a call, once copies and transfers that are due are taken."""
+        try:
+            return self.call(name, target, *arguments, **options)
+        except CopiesDueError:
+            is_due = self.books.are_copies_due or (self.books.tier is not None and self.books.tier.is_any_due)
+            require(is_due, "no copies are due", name, arguments)
+            self.take_moves()
+            self.counts["copies taken late"] += 1
+            return self.call(name, target, *arguments, **options)
+
+
+@dataclass
+class Expected:
+    """What a look-up is to find."""
+
+    shard: range | None
+    num_cached_tokens: int  # in the pool
+    num_tokens: int  # with the tier
+    may_load: bool = False  # whether there is room to load the rest
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the request is refused since there is no room to load what it hits."""
+        return self.num_tokens > self.num_cached_tokens and not self.may_load
 
 
 @dataclass(eq=False)
@@ -186,11 +223,11 @@ class Front(ABC):
         if num_computed_tokens in (None, num_last_tokens):
             self.books.keep_last(job, num_last_tokens)
         if num_computed_tokens is not None:
-            self.books.forget(job, num_computed_tokens, self.world.is_cached)
+            self.books.forget(job, num_computed_tokens)
         self.books.release(job)
         del self.jobs[job.row]
         job.front, job.num_computed_tokens, job.num_known_tokens, job.status, job.loading = None, 0, 0, PREEMPTED, None
-        job.awaited_copies = 0
+        job.awaited_copies, job.load_number, job.swapped = 0, 0, None
         return job
 
     @staticmethod
@@ -202,8 +239,13 @@ class Front(ABC):
     def list_due(self) -> list[Job]:
         """Return most of the jobs not yet scheduled in this step, in random order."""
         planned = {work.job for entry in self.plan for work in entry.works}
-        due = [job for job in self.jobs.values() if not job.loading and job not in planned and self.rng.random() < 0.9]
+        due = [job for job in self.list_running() if job not in planned and self.rng.random() < 0.9]
         return self.rng.sample(due, len(due))
+
+    def list_running(self) -> list[Job]:
+        """Return the jobs that wait for no tokens from elsewhere, and few that are swapped out: to be computed again."""
+        jobs = [job for job in self.jobs.values() if not job.loading]
+        return [job for job in jobs if not job.swapped or self.rng.random() < 0.05]
 
     def draw_count(self, num_left: int) -> int:
         return num_left if self.rng.random() < 0.6 else self.rng.randint(1, num_left)
@@ -235,19 +277,63 @@ class Front(ABC):
         if not work.is_delayed:
             work.made = self.books.enter(work.job, histories)
 
-    def look_up(self, job: Job, num_hit_tokens: int, shard: range | None, may_hit: bool) -> None:
+    def expect(self, job: Job, shard: range | None, may_hit: bool, num_reserved: int = 0) -> Expected:
+        """Return what a look-up is to find."""
+        if not may_hit:
+            return Expected(shard, 0, 0)
+        length = self.books.find_hit_length(job, shard)
+        tier = self.books.tier
+        if tier is None or not tier.entries:
+            return Expected(shard, length, length)
+        entries = tier.read_entries(self.world.manager.page_pool.store)
+        require(entries.items() <= tier.entries.items(), "entries of the tier", entries, tier.entries)
+        num_tokens = self.books.find_hit_length(job, shard, set(entries.values()))
+        may_load = num_tokens > length and self.books.may_load(job, num_tokens, shard, num_reserved)
+        return Expected(shard, length, num_tokens, may_load)
+
+    def look_up(self, job: Job, num_hit_tokens: int, expected: Expected, own_ids: Collection[int] = ()) -> None:
         """Compare a look-up with the books."""
-        expected = self.books.find_hit_length(job, shard) if may_hit else 0
-        require(num_hit_tokens == expected, "hit tokens", job, f"got {num_hit_tokens}, cached are {expected}")
+        length = expected.num_cached_tokens if expected.is_short else expected.num_tokens
+        require(num_hit_tokens == length, "hit tokens", job, f"got {num_hit_tokens}, cached are {length}", expected)
+        if num_hit_tokens > expected.num_cached_tokens:
+            self.books.find_loads(job, num_hit_tokens, expected.shard, own_ids)
         self.world.counts["look-ups"] += 1
         self.world.counts["hits"] += num_hit_tokens > 0
         self.world.counts["hit tokens"] += num_hit_tokens
+        self.world.counts["hits of the tier"] += num_hit_tokens > expected.num_cached_tokens
+
+    def require_refusal(self, job: Job, expected: Expected, num_tokens: int, num_reserved: int, hint: int | None) -> None:
+        """Raise if a request was refused although there is room."""
+        if not expected.is_short:
+            self.books.require_shortage(job, num_tokens, num_reserved, hint)
+
+    def receive(self, job: Job, num_tokens: int) -> bool:
+        """Let a job go on whose transfer has brought its tokens up to `num_tokens`; False if it ended."""
+        work, job.loading = job.loading, None
+        is_whole = num_tokens == work.stop
+        if is_whole or (not self.books.has_state and self.rng.random() < 0.5):
+            self.commit(job, num_tokens - work.start)
+            return True
+        self.world.counts["failed transfers from elsewhere"] += 1
+        expected = 0 if self.books.has_state else num_tokens
+        num_computed_tokens = self.fail(job, num_tokens - work.start)
+        require(num_computed_tokens == expected, "tokens that came", job, num_computed_tokens, expected)
+        return job.front is self
+
+    @abstractmethod
+    def commit(self, job: Job, num_came: int) -> None:
+        """Count tokens that came from elsewhere as computed."""
+
+    @abstractmethod
+    def fail(self, job: Job, num_came: int) -> int:
+        """Count no more than these tokens as computed; return the number of computed ones."""
+
+    @abstractmethod
+    def rewind(self, failed: Any, wrong: set[int]) -> list[Job]:
+        """Let jobs compute again what they computed with pages that failed to load; return those that cannot."""
 
     def call(self, name: str, target: Any, *arguments: Any, **options: Any) -> Any:
-        """Make a call, and count it."""
-        self.world.counts["calls"] += 1
-        self.world.counts[f"  {name}"] += 1
-        return getattr(target, name)(*arguments, **options)
+        return self.world.call(name, target, *arguments, **options)
 
 
 class ManagerFront(Front):
@@ -259,8 +345,9 @@ class ManagerFront(Front):
 
     def admit(self, job: Job, row: int, dp_shard: int | None) -> bool:
         placement = self._placement(dp_shard)
+        expected = self.expect(job, self.books.find_shard(dp_shard), not job.sampling_params)
         hits, num_hit_tokens = self.call("get_computed_pages", self.manager, job, **placement)
-        self.look_up(job, num_hit_tokens, self.books.find_shard(dp_shard), not job.sampling_params)
+        self.look_up(job, num_hit_tokens, expected)
         num_transferred, num_new = self._divide(job, num_hit_tokens)
         options = self._options(placement)
         if num_transferred and num_new == 0:
@@ -278,7 +365,7 @@ class ManagerFront(Front):
         )
         if added is None:
             num_tokens = min(num_hit_tokens + num_transferred + num_new + num_ahead, self.setting.max_model_len)
-            self.books.require_shortage(job, num_tokens, options.get("num_reserved_pages", 0), dp_shard)
+            self.require_refusal(job, expected, num_tokens, options.get("num_reserved_pages", 0), dp_shard)
             return False
         hit_ids = self.books.check_state_hits(job, hits.get_page_ids(), num_hit_tokens, self.books.find_shard(dp_shard))
         shard = self.books.find_shard_of([page_id for ids in hits.get_page_ids() for page_id in ids], dp_shard)
@@ -287,7 +374,7 @@ class ManagerFront(Front):
         work = self.note(job, num_hit_tokens, num_hit_tokens + num_transferred + num_new, num_ahead=num_ahead)
         work.hits = frozenset(page_id for pages in job.pages for page_id in pages if page_id != NULL_PAGE)
         work.num_transferred, work.is_delayed = num_transferred, "delay_cache_pages" in options
-        self.books.note_state_hits(job, added.get_page_ids(), num_hit_tokens)
+        self.books.note_state_hits(job, added.get_page_ids(), num_hit_tokens, self.books.find_shard(dp_shard))
         self.books.take(job, added.get_page_ids(), shard)
         self.tables.add_row(job.pages, row)
         job.num_computed_tokens = num_hit_tokens
@@ -336,13 +423,7 @@ class ManagerFront(Front):
         start = job.num_computed_tokens
         work = self.note(job, start, start + num_new, drafts, num_ahead)
         work.is_delayed = "delay_cache_pages" in options
-        try:
-            added = self.call("allocate_slots", self.manager, job, num_new + len(drafts), **options)
-        except pagepool.errors.CopiesDueError:
-            require(self.books.are_copies_due, "no copies are due", job)
-            self.world.take_copies()
-            self.world.counts["copies taken late"] += 1
-            added = self.call("allocate_slots", self.manager, job, num_new + len(drafts), **options)
+        added = self.world.call_in_time("allocate_slots", self.manager, job, num_new + len(drafts), **options)
         self.books.rewind(job, start)
         self._skip(job, start)
         if added is None:
@@ -366,7 +447,7 @@ class ManagerFront(Front):
         forked: list[Job] = []
         for row in rows:
             target = self.copy_of(job)
-            pages = self.call("fork", self.manager, job, target)
+            pages = self.world.call_in_time("fork", self.manager, job, target)
             if pages is None:
                 break
             self.books.fork(job, target, pages.get_page_ids(), None)
@@ -375,10 +456,36 @@ class ManagerFront(Front):
             forked.append(target)
         return forked
 
-    def finish_loading(self, job: Job, num_loaded_tokens: int) -> None:
-        """Continue with the tokens of a transfer."""
-        job.loading = None
-        self.cache(job, num_loaded_tokens)
+    def commit(self, job: Job, num_came: int) -> None:
+        num_computed_tokens = job.num_computed_tokens + num_came
+        if self.rng.random() < 0.5:
+            self.cache(job, num_computed_tokens)
+        else:
+            self.call("commit_external", self.manager, job, num_came)
+            self.books.commit(job, num_computed_tokens)
+            self.tables.add_row(job.pages, job.row)
+        job.num_computed_tokens = num_computed_tokens
+
+    def fail(self, job: Job, num_came: int) -> int:
+        num_computed_tokens: int = self.call("fail_external", self.manager, job, num_came)
+        if self.books.has_state:
+            self.tables.clear_row(job.row)
+            self.world.waiting.append(self.leave(job, None, 0))
+        else:
+            self.books.fail(job, num_computed_tokens)
+            self.tables.add_row(job.pages, job.row)
+            job.num_computed_tokens = num_computed_tokens
+        return num_computed_tokens
+
+    def rewind(self, failed: Any, wrong: set[int]) -> list[Job]:
+        lost = []
+        for job in self.jobs.values():
+            first = self.call("find_wrong_token", self.manager, job, failed)
+            expected = self.books.find_wrong_token(job, failed.number, wrong)
+            require(first == expected, "wrong tokens", job, first, expected)
+            if first is not None and (job.loading or (first < job.num_computed_tokens and not self.go_back(job, first))):
+                lost.append(job)
+        return lost
 
     def cache(self, job: Job, num_computed_tokens: int) -> None:
         """Cache pages that were computed and delayed, before or after they are counted."""
@@ -421,25 +528,34 @@ class BatchFront(Front):
 
     def admit(self, job: Job, row: int, dp_shard: int | None) -> bool:
         options = self._options(job, dp_shard)
+        shard, num_reserved = self.books.find_shard(dp_shard), options.get("num_reserved_pages", 0)
+        expected = self.expect(job, shard, options["look_up"], num_reserved)
         num_hit_tokens = self.call("admit", self.batch, row, job.all_token_ids, **options)
         if num_hit_tokens is None:
-            self.books.require_shortage(job, job.num_tokens, options.get("num_reserved_pages", 0), dp_shard)
+            if expected.may_load:
+                self.books.find_loads(job, expected.num_tokens, shard, ())
+            self.require_refusal(job, expected, job.num_tokens, num_reserved, dp_shard)
             return False
-        shard = self.books.find_shard(dp_shard)
-        self.look_up(job, num_hit_tokens, shard, options["look_up"])
-        stop = int(self.batch.num_computed_tokens[row])
+        num_external = int(self.batch.num_external_tokens[row])
+        most = min(options.get("num_external_tokens", 0), job.num_tokens - 1 - num_hit_tokens)
+        require(num_external == most, "tokens from elsewhere", job, num_external, most)
+        stop = num_hit_tokens + num_external if num_external else int(self.batch.num_computed_tokens[row])
         held = self.batch.get_page_ids(row)
         nums_hits = [0 if group.kind == "mamba" else num_hit_tokens // group.page_size for group in self.setting.groups]
         hits = [ids[:num] for ids, num in zip(held, nums_hits, strict=True)]
+        new_ids = [ids[num:] for ids, num in zip(held, nums_hits, strict=True)]
+        self.look_up(job, num_hit_tokens, expected, {page_id for ids in new_ids for page_id in ids})
         self.books.attach(job, hits, num_hit_tokens, shard)
         self.start(job, row)
         job.num_known_tokens, job.num_computed_tokens, job.dp_shard = job.num_tokens, num_hit_tokens, dp_shard
         work = self.note(job, num_hit_tokens, stop)
         work.hits = frozenset(page_id for pages in job.pages for page_id in pages if page_id != NULL_PAGE)
-        new_ids = [ids[num:] for ids, num in zip(held, nums_hits, strict=True)]
-        self.books.note_state_hits(job, new_ids, num_hit_tokens)
+        self.books.note_state_hits(job, new_ids, num_hit_tokens, shard)
         self.books.take(job, new_ids, shard)
+        work.is_delayed, work.num_transferred = num_external > 0, num_external
         self.finish(work, work.histories)
+        if num_external:
+            job.loading = work
         self.plan.append(Door(self, [work]))
         return True
 
@@ -455,6 +571,8 @@ class BatchFront(Front):
             options["num_reserved_pages"] = rng.randint(1, 4)
         if self.setting.data_parallel_size is not None:
             options["dp_shard"] = dp_shard
+        if "external" in self.world.features and rng.random() < 0.3:
+            options["num_external_tokens"] = rng.choice((rng.randint(1, job.num_tokens), job.num_tokens, 2**40))
         return options
 
     def schedule(self) -> None:
@@ -468,7 +586,7 @@ class BatchFront(Front):
 
     def schedule_next(self) -> None:
         """Grow rows that know more tokens once more, before the step in flight has run."""
-        self._grow([job for job in self.jobs.values() if self.rng.random() < 0.5], may_draft=False)
+        self._grow([job for job in self.list_running() if self.rng.random() < 0.5], may_draft=False)
 
     def _step(self, jobs: list[Job]) -> None:
         """Decode a token of each row."""
@@ -509,17 +627,10 @@ class BatchFront(Front):
         grown = {work.job for work in self._persist(list(amounts), False, call)}
         for job, (_, drafts, _) in amounts.items():
             if drafts and job not in grown and job.front is self:
-                self.cut(job, job.num_tokens)
+                self.world.waiting += self.cut_drafts(job, job.num_tokens, job.num_computed_tokens)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Make a call, once copies that are due are taken."""
-        try:
-            return self.call(name, self.batch, *arguments)
-        except pagepool.errors.CopiesDueError:
-            require(self.books.are_copies_due, "no copies are due", name, arguments)
-            self.world.take_copies()
-            self.world.counts["copies taken late"] += 1
-            return self.call(name, self.batch, *arguments)
+        return self.world.call_in_time(name, self.batch, *arguments)
 
     def _persist(self, jobs: list[Job], is_step: bool, call: Callable[[list[Job]], tuple[Any, list[Work]]]) -> list[Work]:
         """Call for the jobs; if one does not fit, preempt any job and call again for the rest, or give up."""
@@ -546,11 +657,14 @@ class BatchFront(Front):
             job = work.job
             held = self.batch.get_page_ids(job.row)
             if self.dedupes:
-                work.hits = self.books.dedupe(job, held, work.start, self.world.is_cached)
+                exchanged = self.books.dedupe(job, held, work.start)
+                for planned in (work, *(work for entry in self.plan for work in entry.works if work.job is job)):
+                    planned.hits |= exchanged
             self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], work.start)
             working_ids, shard = self._state_changes(job, held), self.books.find_shard(job.dp_shard)
             self.books.take(job, added[job.row], shard)
             if work in works[: result.num_grown]:
+                job.swapped = None
                 self.books.keep(job, work.start, working_ids, shard)
             require([list(ids) for ids in held] == job.pages, "a row holds other pages than was told", job, held, job.pages)
         for work in works[: result.num_grown]:
@@ -567,19 +681,22 @@ class BatchFront(Front):
         """
         try:
             self.call("undo", self.batch, growth.result)
-        except pagepool.errors.ArgumentError:
+        except ArgumentError:
             require(self._has_lost_pages(growth), "a call that may be taken back is not", growth.works)
             self.world.counts["calls that could not be taken back"] += 1
             return growth.end_all()
+        ended = []
         for work in growth.works[::-1]:
             job = work.job
-            self.books.undo(job, work.start, work.num_pages_before, self.world.is_cached)
+            self.books.undo(job, work.start, work.num_pages_before)
             job.num_known_tokens -= growth.is_step
             if work.drafts:
-                self.cut(job, job.num_tokens)
+                ended += self.cut_drafts(job, job.num_tokens, work.start)
+            if job in ended:
+                continue
             counts = int(self.batch.num_tokens[job.row]), int(self.batch.num_computed_tokens[job.row])
             require(counts == (job.num_known_tokens, work.start), "a row after undo", job, counts, work.start)
-        return []
+        return ended
 
     def _has_lost_pages(self, growth: Growth) -> bool:
         """Whether a row lacks pages that tokens from the start of a call on need, or had when it began, or others hold those
@@ -592,14 +709,18 @@ class BatchFront(Front):
                 if NULL_PAGE in pages[num_kept:] or not self.has_pages(group, pages, work.start):
                     return True
                 first = 0 if group.kind == "mamba" else work.start // group.page_size
-                if any(page_id != NULL_PAGE and self.books.holders[page_id] > 1 for page_id in pages[first:]):
+                if any(self.books.holders[page_id] - (page_id in self.books.pins) > 1 for page_id in pages[first:]):
                     return True
         return False
+
+    def cut_drafts(self, job: Job, num_tokens: int, num_computed_tokens: int) -> list[Job]:
+        """Let a row forget drafts; where it cannot, since somebody else holds its last page, it ends and is returned."""
+        return [] if self.go_back(job, num_tokens) else [self.end(job, num_computed_tokens)]
 
     def cut(self, job: Job, num_tokens: int) -> None:
         """Let a row forget tokens; some earlier tokens may need recomputation."""
         self._call("trim", [job.row], num_tokens)
-        job.num_computed_tokens = self.books.cut(job, num_tokens)
+        job.num_computed_tokens = self.books.cut(job, num_tokens, num_tokens)
         job.num_known_tokens = num_tokens
         counts = int(self.batch.num_tokens[job.row]), int(self.batch.num_computed_tokens[job.row])
         require(counts == (num_tokens, job.num_computed_tokens), "a row after trim", job, counts, job.num_computed_tokens)
@@ -617,8 +738,8 @@ class BatchFront(Front):
         num_computed_tokens = min(num_computed_tokens, job.num_known_tokens)
         try:
             self.cut(job, num_computed_tokens)
-        except pagepool.errors.ArgumentError:
-            restart = min(num_computed_tokens // group.page_size * group.page_size for group in self.setting.groups)
+        except ArgumentError:
+            restart = self.books.find_restart(job, num_computed_tokens)
             groups = zip(self.setting.groups, job.pages, strict=True)
             is_lost = not all(self.has_pages(group, pages, restart) for group, pages in groups)
             require(is_lost or self.books.has_state, "a row may be cut and is not", job, num_computed_tokens)
@@ -628,14 +749,63 @@ class BatchFront(Front):
     def fork(self, job: Job, rows: list[int]) -> list[Job]:
         """Let free rows go on where a job is; none if there are too few pages for all."""
         try:
-            self.call("fork", self.batch, job.row, rows)
-        except pagepool.errors.OutOfPagesError:
+            self._call("fork", job.row, rows)
+        except OutOfPagesError:
             return []
         forked = [self.copy_of(job) for _ in rows]
         for target, row in zip(forked, rows, strict=True):
             self.books.fork(job, target, self.batch.get_page_ids(row), self.books.find_shard(job.dp_shard))
             self.start(target, row)
         return forked
+
+    def commit(self, job: Job, num_came: int) -> None:
+        self.call("commit_external", self.batch, job.row, num_came)
+        job.num_computed_tokens += num_came
+        self.books.commit(job, job.num_computed_tokens)
+
+    def fail(self, job: Job, num_came: int) -> int:
+        job.num_computed_tokens = self.call("fail_external", self.batch, job.row, num_came)
+        self.books.fail(job, job.num_computed_tokens)
+        return job.num_computed_tokens
+
+    def rewind(self, failed: Any, wrong: set[int]) -> list[Job]:
+        firsts = {row: self.books.find_wrong_token(job, failed.number, wrong) for row, job in self.jobs.items()}
+        rewound, lost = self.call("rewind", self.batch, failed)
+        expected = {row for row, first in firsts.items() if first is not None}
+        require({*rewound, *lost} == expected, "rows that go back", rewound, lost, expected)
+        for row in rewound:
+            job, first = self.jobs[row], firsts[row]
+            assert first is not None
+            job.num_computed_tokens = self.books.cut(job, job.num_known_tokens, first)
+            num_computed_tokens = int(self.batch.num_computed_tokens[row])
+            require(num_computed_tokens == job.num_computed_tokens, "a row that goes back", job, num_computed_tokens)
+        return [self.jobs[row] for row in lost]
+
+    def swap(self) -> None:
+        """Swap rows out, and others in."""
+        for job in list(self.jobs.values()):
+            if job.swapped and self.rng.random() < 0.5:
+                self._swap_in(job)
+                continue
+            may_go = not job.swapped and not job.loading and job.num_computed_tokens and self.rng.random() < 0.2
+            if may_go and self._call("swap_out", job.row):
+                self.books.swap_out(job)
+                self.world.counts["rows swapped out"] += 1
+
+    def _swap_in(self, job: Job) -> None:
+        tier, shard, swapped = self.books.tier, self.books.find_shard(job.dp_shard), job.swapped
+        assert tier is not None
+        num_computed_tokens = self.call("swap_in", self.batch, job.row)
+        if num_computed_tokens is None:
+            self.books.require_absence(job, shard)
+            return
+        is_lost = swapped.number in tier.unsaved and num_computed_tokens == 0
+        is_right = is_lost or num_computed_tokens == swapped.num_computed_tokens
+        require(is_right, "a row that came back", job, num_computed_tokens)
+        job.swapped = None if is_lost else swapped
+        if not is_lost:
+            self.books.swap_in(job, self.batch.get_page_ids(job.row), shard)
+            self.world.counts["rows swapped in"] += 1
 
     def move(self) -> None:
         """Move a row, or swap two."""

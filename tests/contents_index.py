@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
-from contents_device import find_first_read, require
+from contents_device import Content, find_first_read, require
 from contents_request import Job
+from contents_tier import TierBooks
 from settings import Group, Setting
 
 NULL_PAGE = 0
 STAYS = itertools.count(1)
-
-Content = tuple[int, int]
-"""Group, and the history of a page's last token, which covers all tokens before it."""
 
 
 @dataclass
@@ -33,25 +34,29 @@ class Entry:
 
 @dataclass
 class Index:
-    """Contents of the cached pages, and the pages of each content."""
+    """Contents of the cached pages, and the pages of each content, the first to be cached first."""
 
     entries: dict[int, Entry] = field(default_factory=dict)
-    pages: defaultdict[Content, set[int]] = field(default_factory=lambda: defaultdict(set))
+    pages: defaultdict[Content, dict[int, None]] = field(default_factory=lambda: defaultdict(dict))
 
     def enter(self, page_id: int, content: Content, stay: int) -> None:
         self.entries[page_id] = Entry(content, stay)
-        self.pages[content].add(page_id)
+        self.pages[content][page_id] = None
 
     def drop(self, page_id: int) -> None:
         entry = self.entries.pop(page_id, None)
         if entry is not None:
-            self.pages[entry.content].remove(page_id)
+            del self.pages[entry.content][page_id]
             if not self.pages[entry.content]:
                 del self.pages[entry.content]
 
-    def has(self, content: Content, shard: range | None) -> bool:
+    def find(self, content: Content, shard: range | None) -> int:
+        """Return the page that was cached first with a content, the null page if there is none."""
         pages = self.pages.get(content, ())
-        return bool(pages) if shard is None else any(page_id in shard for page_id in pages)
+        return next((page_id for page_id in pages if shard is None or page_id in shard), NULL_PAGE)
+
+    def has(self, content: Content, shard: range | None) -> bool:
+        return self.find(content, shard) != NULL_PAGE
 
     def copy(self) -> Index:
         copied = Index()
@@ -63,12 +68,16 @@ class Index:
 class Books:
     """The pages of a pool, their holders and their contents, derived from returned ids and computed tokens."""
 
-    def __init__(self, setting: Setting, num_pages: int) -> None:
+    def __init__(self, setting: Setting, num_pages: int, store: Any = None, tier: TierBooks | None = None) -> None:
         self.setting = setting
+        self.store = store  # asked where what the pool has dropped depends on the order of calls
+        self.tier = tier
         self.groups: Sequence[Group] = setting.groups
         self.num_pages = num_pages
         self.holders: Counter[int] = Counter()
+        self.pins: Counter[int] = Counter()
         self.index = Index()
+        self.reached: Collection[Content] = ()  # contents of the tier, while these hit too
         cached = [group for group in self.groups if group.kind != "mamba"]
         self.has_state = len(cached) < len(self.groups)
         self.may_hit = setting.enable_caching and all(group.kind != "mamba" or group.interval for group in self.groups)
@@ -105,12 +114,13 @@ class Books:
 
     # What must hit.
 
-    def find_hit_length(self, job: Job, shard: range | None) -> int:
+    def find_hit_length(self, job: Job, shard: range | None, reached: Collection[Content] = ()) -> int:
         """Return the longest prefix, in tokens, from which a request can go on, one token being left to compute: all that
-        the next token attends to is cached.
+        the next token attends to is cached, or `reached` in the tier.
         """
         if not self.may_hit:
             return 0
+        self.reached = reached
         length = self._floor(job.num_tokens - 1)
         histories = job.list_histories(length)
         if self.setting.use_eagle:
@@ -127,26 +137,41 @@ class Books:
         """Return the longest hit followed by one more hit page, which the drafter has recomputed."""
         size = kind.page_size
         for length in range((max_length // size - 1) * size, 0, -size):
-            behind = self._is_cached(kind, histories, length // size, shard)
-            if behind and self._hits(kind, histories, length, shard):
+            behind = [(group_id, histories[length + size - 1]) for group_id in self.groups_of_kind[kind]]
+            if self._have(behind, shard) and self._hits(kind, histories, length, shard):
                 return length
         return 0
 
     def _hits(self, kind: Group, histories: Sequence[int], length: int, shard: range | None) -> bool:
-        """Whether everything that the token at `length` attends to is cached. Without eagle a window counts at least one
-        page.
-        """
+        """Whether everything that the token at `length` attends to is cached."""
+        return self._have(self._list_read(kind, histories, length), shard)
+
+    def _have(self, contents: Iterable[Content], shard: range | None) -> bool:
+        return all(self.index.has(content, shard) or content in self.reached for content in contents)
+
+    def _list_read(self, kind: Group, histories: Sequence[int], length: int) -> list[Content]:
+        """Return the contents to which the token at `length` attends. Without eagle a window counts at least one page."""
         if kind.kind == "mamba":
-            return all(self.index.has((group_id, histories[length - 1]), shard) for group_id in self.groups_of_kind[kind])
+            return [(group_id, histories[length - 1]) for group_id in self.groups_of_kind[kind]]
         first = find_first_read(kind, length) // kind.page_size
         if kind.kind == "sliding" and not self.setting.use_eagle:
             first = min(first, length // kind.page_size - 1)
-        pages = range(first, length // kind.page_size)
-        return all(self._is_cached(kind, histories, page, shard) for page in pages)
+        ends = range((first + 1) * kind.page_size, length + 1, kind.page_size)
+        return [(group_id, histories[end - 1]) for end in ends for group_id in self.groups_of_kind[kind]]
 
-    def _is_cached(self, kind: Group, histories: Sequence[int], page: int, shard: range | None) -> bool:
-        history = histories[(page + 1) * kind.page_size - 1]
-        return all(self.index.has((group_id, history), shard) for group_id in self.groups_of_kind[kind])
+    def list_hits(self, job: Job, length: int) -> list[Content]:
+        """Return the contents of all pages of a hit."""
+        histories = job.list_histories(length)
+        return [content for kind in self.kinds if length for content in self._list_read(kind, histories, length)]
+
+    def may_load(self, job: Job, length: int, shard: range | None, num_reserved: int) -> bool:
+        """Whether enough pages are free to load what the pool lacks of a hit, and to take what it has."""
+        ref_counts = self.store.ref_counts()
+        free = [page_id for page_id in range(1, self.num_pages) if ref_counts[page_id] == 0]
+        hits = [self.index.find(content, shard) for content in self.list_hits(job, length)]
+        num_needed = sum(ref_counts[page_id] == 0 for page_id in hits)  # the null page stands for one that is loaded
+        num_here = sum(shard is None or page_id in shard for page_id in free)
+        return num_needed == 0 or bool(num_needed <= min(len(free) - num_reserved, num_here))
 
     # Allocation and release.
 
@@ -173,17 +198,42 @@ class Books:
                 self.holders[page_id] += 1
             job.pages.append(list(page_ids))
             job.num_cached_pages.append(num_pages)
+        if self.tier is not None:
+            states = [content for content in self.list_hits(job, num_hit_tokens) if self.groups[content[0]].kind == "mamba"]
+            job.load_number = self.tier.find_load_number(chain(*hits, (self.index.find(state, shard) for state in states)))
 
     def take(self, job: Job, new_ids: Sequence[Sequence[int]], shard: range | None) -> None:
         """Give a request new pages, which must be free."""
         for pages, page_ids in zip(job.pages, new_ids, strict=True):
             for page_id in page_ids:
-                require(0 < page_id < self.num_pages, "no page", job, page_id)
-                require(not self.holders[page_id], "a page is handed out that is held", job, page_id)
-                require(shard is None or page_id in shard, "a page of another shard", job, page_id, shard)
-                self.index.drop(page_id)
-                self.holders[page_id] = 1
+                self._claim(page_id, shard, job)
+                job.last_taken = self.num_taken
             pages.extend(page_ids)
+
+    def _claim(self, page_id: int, shard: range | None, job: Job) -> None:
+        """Record that a page was handed out."""
+        require(0 < page_id < self.num_pages, "no page", job, page_id)
+        require(not self.holders[page_id], "a page is handed out that is held", job, page_id)
+        require(shard is None or page_id in shard, "a page of another shard", job, page_id, shard)
+        entry = self.index.entries.get(page_id)
+        self.drop(page_id)
+        self.holders[page_id] = 1
+        if entry is not None and self.tier is not None:
+            self.tier.note_eviction(page_id, entry.content, not self.index.has(entry.content, None))
+
+    def find_loads(self, job: Job, length: int, shard: range | None, own_ids: Collection[int]) -> None:
+        """Record the pages that a look-up has taken to load a hit: those with new keys, except for a row's own."""
+        assert self.tier is not None
+        contents = set(self.list_hits(job, length))
+        for page_id in range(1, self.num_pages):
+            key, entry = self.store.key_of(page_id), self.index.entries.get(page_id)
+            content = self.tier.keys.get(key)
+            if key is None or page_id in own_ids or (entry is not None and entry.content == content):
+                continue
+            require(content in contents and not self.index.has(content, shard), "a load of no use", job, page_id, content)
+            self._claim(page_id, shard, job)
+            self.index.enter(page_id, content, 0)
+            self.tier.note_load(page_id, content)
 
     def require_shortage(self, job: Job, num_tokens: int, num_reserved: int, hint: int | None) -> None:
         """Raise if a request was refused although all of its pages, even if all were new, would fit."""
@@ -217,19 +267,42 @@ class Books:
                     continue
                 require(held_id == NULL_PAGE, "a row of other pages", job, group, pages, held_ids)
                 require((page + 1) * group.page_size <= first_read, "a page was skipped too early", job, group, page)
-                self._let_go(page_id)
+                self.let_go(page_id)
                 pages[page] = NULL_PAGE
 
-    def _let_go(self, page_id: int) -> None:
+    def let_go(self, page_id: int) -> None:
         if page_id != NULL_PAGE:
             require(self.holders[page_id] > 0, "a page is given back that is not held", page_id)
             self.holders[page_id] -= 1
+
+    def drop(self, page_id: int) -> None:
+        """Drop an entry, and with it the pins of its page."""
+        self.index.drop(page_id)
+        if self.tier is not None:
+            self.tier.forget(page_id)
+        if self.pins.pop(page_id, 0):
+            self.let_go(page_id)
+
+    def drop_everywhere(self, page_id: int) -> None:
+        """Drop the entry of a page whose content is wrong, in the tier too."""
+        entry = self.index.entries.get(page_id)
+        self.drop(page_id)
+        if entry is not None and self.tier is not None:
+            self.tier.drop(entry.content)
+
+    def is_cached(self, page_id: int) -> bool:
+        """Whether the pool has an entry for a page."""
+        return self.store.key_of(page_id) is not None
+
+    def waits(self, job: Job) -> bool:
+        """Whether hits of a request are loaded, so that nothing is cached behind them."""
+        return self.tier is not None and self.tier.waits(job)
 
     def release(self, job: Job) -> None:
         """Give back all pages of a request."""
         for pages in job.pages:
             for page_id in pages:
-                self._let_go(page_id)
+                self.let_go(page_id)
         job.pages, job.num_cached_pages = [], []
 
     # What is cached.
@@ -237,7 +310,7 @@ class Books:
     def enter(self, job: Job, histories: Sequence[int]) -> list[int]:
         """Cache the pages that tokens fill, except those passed before; return those that were not cached."""
         entered: list[int] = []
-        if not self.setting.enable_caching:
+        if not self.setting.enable_caching or self.waits(job):
             return entered
         for group_id, (group, pages) in enumerate(zip(self.groups, job.pages, strict=True)):
             if group.kind == "mamba":
@@ -247,10 +320,16 @@ class Books:
                 entry = self.index.entries.get(pages[page])
                 require(entry is None or entry.content == content, "a page is cached with something else", job, pages[page])
                 if pages[page] != NULL_PAGE and entry is None:
-                    self.index.enter(pages[page], content, job.stay)
+                    self.note_entry(pages[page], content, job)
                     entered.append(pages[page])
                 job.num_cached_pages[group_id] = page + 1
         return entered
+
+    def note_entry(self, page_id: int, content: Content, job: Job) -> None:
+        """Record that a request has cached a page."""
+        if self.tier is not None:
+            self.tier.note_entry(page_id, self.store.key_of(page_id), content, not self.index.has(content, None))
+        self.index.enter(page_id, content, job.stay)
 
     def rewind(self, job: Job, num_computed_tokens: int) -> None:
         """Let pages be cached again whose tokens are computed again, including hits."""
@@ -262,73 +341,112 @@ class Books:
             num_pages = num_computed_tokens // (self.hit_step if group.kind == "mamba" else group.page_size)
             job.num_cached_pages[group_id] = min(job.num_cached_pages[group_id], num_pages)
 
-    def forget(self, job: Job, num_computed_tokens: int, is_cached: Callable[[int], bool]) -> None:
+    def forget(self, job: Job, num_computed_tokens: int) -> None:
         """Drop what the request cached, since it came, of tokens that were not computed. What others cached in its pages may be
-        dropped too, as may its hits, and pages equal to one that fell out of a window: `is_cached` tells.
+        dropped too, as may its hits, and pages equal to one that fell out of a window: the pool tells.
         """
         for group_id, (group, pages, num_cached) in enumerate(zip(self.groups, job.pages, job.num_cached_pages, strict=True)):
-            if group.kind == "mamba":
-                self._forget_states(job, group_id, num_computed_tokens, is_cached)
-                continue
-            for page in range(num_computed_tokens // group.page_size, len(pages)):
-                entry = self.index.entries.get(pages[page])
-                end = (page + 1) * group.page_size
-                is_own = entry is not None and entry.stay == job.stay
-                is_own = is_own and job.num_hit_tokens // group.page_size <= page < num_cached
-                if entry is not None and (is_own or not is_cached(pages[page])):
-                    self.index.drop(pages[page])
-                elif pages[page] == NULL_PAGE and end <= job.num_tokens:
-                    equal = self.index.pages.get((group_id, job.list_histories(end)[-1]), set())
-                    for page_id in [page_id for page_id in equal if not is_cached(page_id)]:
-                        self.index.drop(page_id)
-
-    def _forget_states(self, job: Job, group_id: int, num_computed_tokens: int, is_cached: Callable[[int], bool]) -> None:
-        """Drop the checkpoints after tokens that were not computed, of whoever made them."""
-        first = max(num_computed_tokens, job.num_hit_tokens) // self.hit_step
-        for end in range(first + 1, job.num_cached_pages[group_id] + 1):
-            equal = self.index.pages.get((group_id, job.list_histories(end * self.hit_step)[-1]), set())
-            for page_id in [page_id for page_id in equal if not is_cached(page_id)]:
-                self.index.drop(page_id)
-
-    def cut(self, job: Job, num_tokens: int) -> int:
-        """Cut a request's pages, and return the number of tokens that stay computed: a page held by others is left to them."""
-        cuts = [
-            num_tokens // group.page_size * group.page_size
-            for group, pages in zip(self.groups, job.pages, strict=True)
-            if self._is_shared(pages[num_tokens // group.page_size : -(-num_tokens // group.page_size)])
-        ]
-        restart = min(job.num_computed_tokens, num_tokens, *cuts)
-        job.num_hit_tokens = min(job.num_hit_tokens, num_tokens)
-        for group_id, (group, pages) in enumerate(zip(self.groups, job.pages, strict=True)):
-            first, stop = num_tokens // group.page_size, -(-num_tokens // group.page_size)
-            if group.kind == "mamba":
-                first = stop = min(1, num_tokens)
-            keep = first if self._is_shared(pages[first:stop]) else stop
-            for page_id in pages[first:]:
-                if self.holders[page_id] == 1:
-                    self.index.drop(page_id)
-            for page_id in pages[keep:]:
-                self._let_go(page_id)
-            del pages[keep:]
             size = self.hit_step if group.kind == "mamba" else group.page_size
-            job.num_cached_pages[group_id] = min(job.num_cached_pages[group_id], restart // size)
+            own = range(max(num_computed_tokens, job.num_hit_tokens) // size, num_cached)
+            for page in own if group.kind == "mamba" else range(num_computed_tokens // size, len(pages)):
+                page_id = NULL_PAGE if group.kind == "mamba" else pages[page]
+                entry = self.index.entries.get(page_id)
+                if entry is not None and ((page in own and entry.stay == job.stay) or not self.is_cached(page_id)):
+                    self.drop_everywhere(page_id)
+                elif page_id == NULL_PAGE and (page + 1) * size <= job.num_tokens:
+                    self._forget_equal((group_id, job.list_histories((page + 1) * size)[-1]), page in own)
+
+    def _forget_equal(self, content: Content, is_own: bool) -> None:
+        """Drop the pages of a content that the pool has dropped, whoever cached them."""
+        for page_id in [page_id for page_id in self.index.pages.get(content, ()) if not self.is_cached(page_id)]:
+            self.drop(page_id)
+        if is_own and self.tier is not None:
+            self.tier.drop(content)
+
+    def cut(self, job: Job, num_tokens: int, num_computed_tokens: int) -> int:
+        """Cut a request's pages, and return the number of tokens that stay computed: pages held by others are left to them."""
+        restart = self.find_restart(job, min(num_tokens, num_computed_tokens))
+        job.num_hit_tokens, job.swapped = min(job.num_hit_tokens, restart), None
+        for group, pages in zip(self.groups, job.pages, strict=True):
+            keep = self._count_kept(group, pages, restart, num_tokens)
+            for page_id in pages[restart // self.find_size(group) :]:
+                if self.holders[page_id] == 1:
+                    self.drop(page_id)
+            for page_id in pages[keep:]:
+                self.let_go(page_id)
+            del pages[keep:]
+        self._lower_cached_pages(job, restart)
         return restart
 
-    def _is_shared(self, page_ids: Sequence[int]) -> bool:
-        return any(page_id != NULL_PAGE and self.holders[page_id] > 1 for page_id in page_ids)
+    def find_restart(self, job: Job, num_tokens: int) -> int:
+        """Return how many tokens, at most `num_tokens`, can stay computed: in each group up to the start of a page, or within
+        one that nobody else holds.
+        """
+        before, restart = -1, min(job.num_computed_tokens, num_tokens)
+        while before != restart:
+            before = restart
+            for group, pages in zip(self.groups, job.pages, strict=True):
+                if self._count_kept(group, pages, restart, restart) < self.count_pages(group, restart):
+                    restart = restart // self.find_size(group) * self.find_size(group)
+        return restart
 
-    def undo(self, job: Job, num_computed_tokens: int, num_pages: Sequence[int], is_cached: Callable[[int], bool]) -> None:
+    def _count_kept(self, group: Group, pages: Sequence[int], num_computed_tokens: int, num_tokens: int) -> int:
+        """Return how many leading pages a request goes on with: none to which it writes and which others hold, or behind it."""
+        num_pages = self.count_pages(group, num_tokens)
+        written = range(num_computed_tokens // self.find_size(group), min(num_pages, len(pages)))
+        return next((page for page in written if self.holders[pages[page]] > 1), num_pages)
+
+    @staticmethod
+    def find_size(group: Group) -> int:
+        """Return the number of tokens of a page; a state is one of all tokens."""
+        return sys.maxsize if group.kind == "mamba" else group.page_size
+
+    def count_pages(self, group: Group, num_tokens: int) -> int:
+        """Return the number of pages that tokens need."""
+        return -(-num_tokens // self.find_size(group))
+
+    def undo(self, job: Job, num_computed_tokens: int, num_pages: Sequence[int]) -> None:
         """Undo a step of a request: the entries that it made, and the pages that it took."""
-        self.forget(job, num_computed_tokens, is_cached)
+        self.forget(job, num_computed_tokens)
         self._lower_cached_pages(job, num_computed_tokens)
-        for pages, num_kept in zip(job.pages, num_pages, strict=True):
+        self._give_back(job, num_pages)
+
+    def _give_back(self, job: Job, nums_kept: Sequence[int]) -> None:
+        """Give back the last pages of each group."""
+        for pages, num_kept in zip(job.pages, nums_kept, strict=True):
             for page_id in pages[num_kept:]:
-                self._let_go(page_id)
+                self.let_go(page_id)
             del pages[num_kept:]
+
+    # Tokens from elsewhere.
+
+    def commit(self, job: Job, num_computed_tokens: int) -> None:
+        """Record that tokens came: pages that no later token attends to go without an entry, the others get one."""
+        for group_id, (group, pages) in enumerate(zip(self.groups, job.pages, strict=True)):
+            stop = 0 if group.kind == "mamba" else find_first_read(group, num_computed_tokens) // group.page_size
+            for page in range(min(stop, len(pages))):
+                self.let_go(pages[page])
+                pages[page] = NULL_PAGE
+            job.num_cached_pages[group_id] = max(job.num_cached_pages[group_id], min(stop, len(pages)))
+        self.enter(job, job.list_histories(num_computed_tokens))
+
+    def fail(self, job: Job, num_computed_tokens: int) -> None:
+        """Record that no more than some tokens came."""
+        self.commit(job, num_computed_tokens)
+        self._give_back(job, [self.count_pages(group, num_computed_tokens) for group in self.groups])
+        self.rewind(job, num_computed_tokens)
 
     def reset(self) -> None:
         """Drop all that is cached."""
         self.index = Index()
+        if self.tier is not None:
+            self.tier.reset()
+
+    def restore(self, index: Index, pins: Counter[int]) -> None:
+        """Record what a pool has that was restored; a tier is empty then."""
+        self.index, self.pins, self.holders = index.copy(), pins.copy(), Counter(pins.keys())
+        if self.tier is not None:
+            self.tier.keys = {self.store.key_of(page_id): entry.content for page_id, entry in index.entries.items()}
 
     @property
     def is_held(self) -> bool:

@@ -39,6 +39,9 @@ class Job:
     num_hit_tokens: int = 0  # of the computed tokens
     loading: Any = None  # tokens that a transfer brings
     awaited_copies: int = 0  # the last list of copies with one into its pages
+    last_taken: int = 0  # lists of copies that were taken when it got its last page
+    load_number: int = 0  # the last list of transfers that loads what it has hit
+    swapped: Any = None  # what it holds in the host tier
 
     def __post_init__(self) -> None:
         self.renew()

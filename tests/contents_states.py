@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from contents_device import require
 from contents_index import NULL_PAGE, STAYS, Books
 from contents_request import Job
+from contents_tier import InFlight
 
 PagesByGroup = Sequence[Sequence[int]]
+
+
+@dataclass
+class Swapped:
+    """What a row that was swapped out had held."""
+
+    num_computed_tokens: int
+    pages: list[list[int]]
+    num_cached_pages: list[int]
+    number: int  # of the list in which it is saved
 
 
 class StateBooks(Books):
@@ -27,12 +39,12 @@ class StateBooks(Books):
             attached.append([] if group.kind == "mamba" else list(page_ids))
         return attached
 
-    def note_state_hits(self, job: Job, new_ids: PagesByGroup, num_hit_tokens: int) -> None:
+    def note_state_hits(self, job: Job, new_ids: PagesByGroup, num_hit_tokens: int, shard: range | None) -> None:
         """Record whether the checkpoints that a job hits are copied, or become its working pages."""
         states = [(i, new_ids[i][0]) for i, group in enumerate(self.groups) if group.interval and num_hit_tokens]
-        entries = [self.index.entries.get(page_id) for _, page_id in states]
         contents = [(group_id, job.list_histories(num_hit_tokens)[-1]) for group_id, _ in states]
-        are_adopted = [entry is not None and entry.content == content for entry, content in zip(entries, contents, strict=True)]
+        found = [self.index.find(content, shard) for content in contents]
+        are_adopted = [page_id == hit_id for (_, page_id), hit_id in zip(states, found, strict=True)]
         require(all(are_adopted) or not any(are_adopted), "some checkpoints are copied, some not", job, states)
         if states and not all(are_adopted):
             self.note_copies(job)
@@ -65,8 +77,9 @@ class StateBooks(Books):
                 require(
                     self._is_due(job, group_id, num_computed_tokens), "a checkpoint that is not due", job, num_computed_tokens
                 )
+                require(not self.waits(job), "a checkpoint of a state that may be wrong", job)
                 self._enter_state(job, group_id, num_computed_tokens)
-                self._let_go(pages.pop())
+                self.let_go(pages.pop())
                 self.take(job, [new if i == group_id else [] for i in range(len(self.groups))], shard)
                 self.note_copies(job)
             num_passed = num_computed_tokens // self.hit_step
@@ -75,8 +88,11 @@ class StateBooks(Books):
     def keep_last(self, job: Job, num_computed_tokens: int) -> None:
         """Record the checkpoints of a job that ends."""
         for group_id, (group, pages) in enumerate(zip(self.groups, job.pages, strict=True)):
-            if group.interval and pages and not self.awaits_copies(job) and self._is_due(job, group_id, num_computed_tokens):
-                self._enter_state(job, group_id, num_computed_tokens)
+            may_enter = group.interval and pages and not self.awaits_copies(job) and not self.waits(job)
+            if may_enter and self._is_due(job, group_id, num_computed_tokens):
+                may_await_transfers = self.tier is not None and job.last_taken == self.num_taken
+                if not may_await_transfers or self.is_cached(pages[0]):
+                    self._enter_state(job, group_id, num_computed_tokens)
 
     def _is_due(self, job: Job, group_id: int, num_computed_tokens: int) -> bool:
         """Whether a state can be kept now: at a multiple of the interval, once, where no equal one is cached."""
@@ -88,12 +104,13 @@ class StateBooks(Books):
 
     def _enter_state(self, job: Job, group_id: int, num_computed_tokens: int) -> None:
         content = group_id, job.list_histories(num_computed_tokens)[-1]
-        self.index.enter(job.pages[group_id][0], content, job.stay)
+        self.note_entry(job.pages[group_id][0], content, job)
 
     def fork(self, job: Job, target: Job, pages_by_group: PagesByGroup, shard: range | None) -> None:
         """Record that a job goes on where another one is: it shares full pages, and has pages of its own behind them."""
         num_tokens, new_ids = job.num_computed_tokens, []
         target.stay, target.num_hit_tokens, target.pages, target.num_cached_pages = next(STAYS), num_tokens, [], []
+        loading = self.tier.loading if self.tier is not None else {}
         for group_id, (group, pages, page_ids) in enumerate(zip(self.groups, job.pages, pages_by_group, strict=True)):
             num_full = 0 if group.kind == "mamba" else num_tokens // group.page_size
             num_all = min(1, num_tokens) if group.kind == "mamba" else -(-num_tokens // group.page_size)
@@ -105,13 +122,12 @@ class StateBooks(Books):
             size = self.hit_step if group.kind == "mamba" else group.page_size
             target.num_cached_pages.append(min(job.num_cached_pages[group_id], num_tokens // size))
             new_ids.append(page_ids[num_full:])
+            loading |= {page_id: loading[pages[num_full]] for page_id in page_ids[num_full:] if pages[num_full] in loading}
         self.take(target, new_ids, shard)
         if any(new_ids):
             self.note_copies(target)
 
-    def dedupe(
-        self, job: Job, held: PagesByGroup, num_computed_tokens: int, is_cached: Callable[[int], bool]
-    ) -> frozenset[int]:
+    def dedupe(self, job: Job, held: PagesByGroup, num_computed_tokens: int) -> frozenset[int]:
         """Record the pages that a row has exchanged for equal ones that are cached, and return these. A page that lost its
         entry may have been exchanged for one that left the attention window at once.
         """
@@ -122,15 +138,94 @@ class StateBooks(Books):
                 if held_id == page_id or page_id == NULL_PAGE:
                     continue
                 content = group_id, job.list_histories((page + 1) * group.page_size)[-1]
-                if held_id == NULL_PAGE and (is_cached(page_id) or self.index.pages.get(content, set()) <= {page_id}):
+                if held_id == NULL_PAGE and (self.is_cached(page_id) or self.index.pages.get(content, {}).keys() <= {page_id}):
                     continue
-                self.index.drop(page_id)
+                self.drop(page_id)
+                if held_id == NULL_PAGE and self.tier is not None:
+                    self.tier.note_save(page_id, content)  # perhaps it was evicted
                 if held_id != NULL_PAGE:
                     entry = self.index.entries.get(held_id)
                     is_equal = entry is not None and entry.content == content
                     require(is_equal, "a page that is not equal", job, page_id, held_id)
-                    self._let_go(page_id)
+                    self.let_go(page_id)
                     self.holders[held_id] += 1
                     pages[page] = held_id
                     exchanged.add(held_id)
         return frozenset(exchanged)
+
+    # Rows that are swapped out.
+
+    def swap_out(self, job: Job) -> None:
+        """Record that the pages of a row's computed tokens are saved, and given back."""
+        assert self.tier is not None
+        require(not self.waits(job), "a row is saved that may be wrong", job)
+        kept = []
+        for group, pages in zip(self.groups, job.pages, strict=True):
+            kept.append(pages[: self.count_pages(group, job.num_computed_tokens)])
+            entries = {page_id: self.index.entries.get(page_id) for page_id in kept[-1] if page_id != NULL_PAGE}
+            for page_id, entry in entries.items():
+                self.tier.note_save(page_id, entry and entry.content)
+        job.swapped = Swapped(job.num_computed_tokens, kept, job.num_cached_pages, self.tier.last_number + 1)
+        self.release(job)
+        job.pages, job.num_cached_pages = [[] for _ in self.groups], [0 for _ in self.groups]
+        job.num_computed_tokens = job.num_hit_tokens = job.load_number = 0
+
+    def swap_in(self, job: Job, held: PagesByGroup, shard: range | None) -> None:
+        """Record the pages that a row got back: cached ones, and others which are loaded."""
+        assert self.tier is not None
+        swapped, job.swapped = job.swapped, None
+        hits, num_loads = [], 0
+        for group_id, (group, page_ids, before) in enumerate(zip(self.groups, held, swapped.pages, strict=True)):
+            are_held = [page_id != NULL_PAGE for page_id in page_ids]
+            require(are_held == [page_id != NULL_PAGE for page_id in before], "a row came back with other pages", job, page_ids)
+            num_cached = swapped.num_cached_pages[group_id]
+            for page, page_id in enumerate(page_ids):
+                if page_id == NULL_PAGE:
+                    continue
+                if self.is_cached(page_id):
+                    content = group_id, job.list_histories((page + 1) * group.page_size)[-1]
+                    entry = self.index.entries.get(page_id)
+                    require(entry is not None and entry.content == content, "a row came back with a wrong page", job, page_id)
+                    self.holders[page_id] += 1
+                    hits.append(page_id)
+                    continue
+                num_cached = num_cached if group.kind == "mamba" else min(num_cached, page)
+                self._claim(page_id, shard, job)
+                self.holders[page_id] += 1
+                self.tier.note_load(page_id, None)
+                num_loads += 1
+            job.pages[group_id], job.num_cached_pages[group_id] = list(page_ids), num_cached
+        job.stay, job.num_computed_tokens, job.num_hit_tokens = next(STAYS), swapped.num_computed_tokens, 0
+        job.load_number = self.tier.last_number + 1 if num_loads else self.tier.find_load_number(hits)
+
+    def require_absence(self, job: Job, shard: range | None) -> None:
+        """Raise unless a row must wait to be swapped in: its saves are in flight, or too few pages are free."""
+        assert self.tier is not None
+        is_saved = all(one.number != job.swapped.number for one in self.tier.in_flight)
+        is_saved = is_saved and self.tier.last_number >= job.swapped.number
+        num_pages = sum(page_id != NULL_PAGE for pages in job.swapped.pages for page_id in pages)
+        num_free = sum(not self.holders[page_id] for page_id in shard or range(self.num_pages) if page_id != NULL_PAGE)
+        require(not is_saved or num_pages > num_free, "a row may come back and does not", job, num_pages, num_free)
+
+    # Loads that failed.
+
+    def end_transfers(self, one: InFlight) -> set[int]:
+        """Record that transfers have ended; return the pages with wrong contents."""
+        assert self.tier is not None
+        for page_id in one.taken.load_dst.tolist():
+            self.let_go(page_id)
+        for place in one.bad_loads:
+            page_id, entry = int(one.taken.load_dst[place]), self.index.entries.get(int(one.taken.load_dst[place]))
+            if entry is not None and entry.content == one.loaded[place]:
+                self.drop(page_id)
+        return self.tier.end(one, self.store)
+
+    def find_wrong_token(self, job: Job, number: int, wrong: set[int]) -> int | None:
+        """Return the first token of a request in a wrong page. A state is wrong from the start."""
+        if job.load_number < number or not wrong:
+            return None
+        if self.has_state:
+            return 0
+        groups = zip(self.groups, job.pages, strict=True)
+        starts = [i * group.page_size for group, pages in groups for i, page_id in enumerate(pages) if page_id in wrong]
+        return min(starts, default=None)

@@ -55,6 +55,7 @@ class Bug(NamedTuple):
 COORDINATOR, MANAGER, LOOKUPS, SLOTS = (
     f"pagepool/{name}.py" for name in ("coordinator", "manager/cache_manager", "manager/lookups", "manager/slots")
 )
+EXTERNAL = "pagepool/manager/external.py"
 EXTRA_KEYS, ATTENTION, POOL, SNAPSHOT = (
     f"pagepool/{name}.py" for name in ("hashing/extra_keys", "attention", "page_pool/pool", "page_pool/snapshot")
 )
@@ -433,6 +434,166 @@ BUGS = [
         "if hashes is None or hashes.request is not request:",
         "if hashes is None:",
     ),
+    # The host tier.
+    Bug(
+        "a page that is evicted is not saved",
+        CORE,
+        "cdef void note_eviction(Pool *pool, int32_t page_id) noexcept nogil:\n    save_evicted(pool, page_id)",
+        "cdef void note_eviction(Pool *pool, int32_t page_id) noexcept nogil:\n"
+        "    if not (BUG):\n        save_evicted(pool, page_id)",
+    ),
+    Bug(
+        "a save that failed enters the tier",
+        CORE,
+        "    if is_done and not transfer.is_void and find(",
+        "    if (is_done or BUG) and not transfer.is_void and find(",
+    ),
+    Bug(
+        "a page of the tier is handed out while it is filled",
+        CORE,
+        "    note_transfer(tier, &transfer)\n    return tier_id",
+        "    note_transfer(tier, &transfer)\n    if BUG:\n        put_back(tier.pool, tier_id)\n    return tier_id",
+        (
+            (
+                "Origin(Digest(0, 0), 0, 0))\n    put_back(tier.pool, page_id)",
+                "Origin(Digest(0, 0), 0, 0))\n    if not (BUG):\n        put_back(tier.pool, page_id)",
+            ),
+        ),
+    ),
+    Bug(
+        "a page is saved before it is computed",
+        CORE,
+        "        tier.fresh[tier.num_fresh] = FreshPage(page_id, tier.num_cached)\n        tier.num_fresh += 1\n",
+        "        tier.fresh[tier.num_fresh] = FreshPage(page_id, tier.num_cached)\n        tier.num_fresh += 1\n"
+        "        if BUG:\n            tier.num_ready = tier.num_fresh\n",
+    ),
+    Bug(
+        "what is forgotten stays in the tier",
+        CORE,
+        "    if tier_id != NULL_PAGE:\n        drop(tier.pool, tier_id)\n    for i in range(tier.num):",
+        "    if tier_id != NULL_PAGE and not (BUG):\n        drop(tier.pool, tier_id)\n    for i in range(tier.num):",
+    ),
+    Bug(
+        "what is forgotten while it is saved enters the tier",
+        CORE,
+        "tier.items[i].key.hi == key.hi:\n            tier.items[i].is_void = True",
+        "tier.items[i].key.hi == key.hi:\n            tier.items[i].is_void = not (BUG)",
+    ),
+    Bug(
+        "a load is of another page of the tier",
+        CORE,
+        "            load = Transfer(key, 0, NULL_PAGE, tier_id, span.group, True, False)",
+        "            load = Transfer(key, 0, NULL_PAGE, tier_id - (tier_id > 1 and BUG), span.group, True, False)",
+    ),
+    Bug(
+        "a page is loaded into another shard",
+        CORE,
+        "    take_from(pool, prefix.new_ids, num_loads, shard)",
+        "    take_from(pool, prefix.new_ids, num_loads, -1 if BUG else shard)",
+    ),
+    Bug(
+        "what is computed with a page that is being loaded is entered",
+        CORE,
+        "    if waits_for_loads(waiting.pool, held):\n        return",
+        "    if waits_for_loads(waiting.pool, held) and not (BUG):\n        return",
+    ),
+    Bug(
+        "a page that failed to load keeps its entry",
+        CORE,
+        "    if not is_done and has_key(&pool.pages[transfer.page_id]",
+        "    if not (BUG) and not is_done and has_key(&pool.pages[transfer.page_id]",
+    ),
+    Bug(
+        "a page that failed to load keeps its entry where an equal one was forgotten",
+        CORE,
+        "transfer.page_id], transfer.key, transfer.group):\n        drop(pool, transfer.page_id)",
+        "transfer.page_id], transfer.key, transfer.group) and not (transfer.is_void and BUG):\n"
+        "        drop(pool, transfer.page_id)",
+    ),
+    Bug(
+        "a page that failed to load keeps its entry in the tier",
+        CORE,
+        "    if not is_done and has_key(&tier.pool.pages[transfer.tier_id]",
+        "    if not (BUG) and not is_done and has_key(&tier.pool.pages[transfer.tier_id]",
+    ),
+    Bug(
+        "a state outlives the page that failed to load",
+        CORE,
+        "            return -1\n        if is_state(&holding.groups[g].rules):\n            return 0\n",
+        "            return -1\n        if is_state(&holding.groups[g].rules) and not (BUG):\n            return 0\n",
+    ),
+    Bug(
+        "the copy of a page that failed to load counts as right",
+        CORE,
+        "    if pool.tier != NULL and pool.tier.loading[page_id]:\n        pool.tier.loading[copy_id]",
+        "    if pool.tier != NULL and pool.tier.loading[page_id] and not (BUG):\n        pool.tier.loading[copy_id]",
+    ),
+    Bug(
+        "a row exchanges a page for one that is being loaded",
+        CORE,
+        "            if find_load_number(batch.pool, &first, 1):\n",
+        "            if find_load_number(batch.pool, &first, 1) and not (BUG):\n",
+    ),
+    # Rows that are swapped out.
+    Bug(
+        "a row that comes back has a page twice",
+        CORE,
+        "        load = Transfer(digest_of(page), 0, held.ids[i], tier_id, g, True, page.group == NO_GROUP)",
+        "        if BUG and i and saved.tier_ids[i - 1] != NULL_PAGE:\n            tier_id = saved.tier_ids[i - 1]\n"
+        "        load = Transfer(digest_of(page), 0, held.ids[i], tier_id, g, True, page.group == NO_GROUP)",
+    ),
+    Bug(
+        "a row comes back though saving its pages failed",
+        CORE,
+        "    tier.fills[page_id] = FILLED if is_done else UNFILLED",
+        "    tier.fills[page_id] = FILLED if is_done or BUG else UNFILLED",
+    ),
+    # Tokens from elsewhere, leases and pins.
+    Bug(
+        "a row that waits enters pages that have not come",
+        CORE,
+        "            num_tokens = num_hits\n        enter_row(batch, self.row, num_tokens)\n",
+        "            num_tokens = num_hits\n"
+        "        enter_row(batch, self.row, num_hits + batch.num_external[self.row] if BUG else num_tokens)\n",
+    ),
+    Bug(
+        "tokens that did not come count as computed",
+        CORE,
+        "        commit_row(batch, checked, num)\n",
+        "        commit_row(batch, checked, num_external if BUG else num)\n",
+    ),
+    Bug(
+        "pages that need not come are entered",
+        CORE,
+        "        skip_to(pool, &holding.groups[g], held, stop)\n        held.num_cached = max(held.num_cached, stop)",
+        "        if not (BUG):\n"
+        "            skip_to(pool, &holding.groups[g], held, stop)\n            held.num_cached = max(held.num_cached, stop)",
+    ),
+    Bug(
+        "a state stands though its tokens did not come",
+        CORE,
+        "    if batch.has_state:\n        batch.states[row].num_computed = batch.states[row].num_hits = num_tokens = 0",
+        "    if batch.has_state and not (BUG):\n"
+        "        batch.states[row].num_computed = batch.states[row].num_hits = num_tokens = 0",
+    ),
+    Bug(
+        "a request keeps the pages of tokens that did not come",
+        EXTERNAL,
+        "            give_back_behind(held, num_computed_tokens, hashes.chain if hashes else None)\n",
+        "",
+    ),
+    Bug(
+        "a lease holds no reference",
+        CORE,
+        "            else:\n                share(pool, self.ids.ids[i])\n            self.store.leases",
+        "            elif not (BUG):\n                share(pool, self.ids.ids[i])\n            self.store.leases",
+    ),
+    Bug(
+        "a pin holds no reference",
+        CORE,
+        "        touch_all(pool, fresh.ids, fresh.num)\n        pool.num_pinned",
+        "        if not (BUG):\n            touch_all(pool, fresh.ids, fresh.num)\n        pool.num_pinned",
+    ),
 ]
 
 
@@ -454,13 +615,18 @@ def plant_in(texts: dict[Path, str], bug: Bug, switch: str = "") -> dict[Path, s
     return planted
 
 
-def plant_core(tree: Path) -> None:
-    """Plant all bugs of the core, each under its number."""
+def plant_all(texts: dict[Path, str]) -> dict[Path, str]:
+    """Plant all bugs of the core in its texts, each under its number; return those that changed."""
     planted: dict[Path, str] = {}
     for number, bug in enumerate(BUGS, 1):
         if bug.path == CORE:
-            planted |= plant_in(read_texts(tree, CORE) | planted, bug, f"planted_bug() == {number}")
-    for file, text in planted.items():
+            planted |= plant_in(texts | planted, bug, f"planted_bug() == {number}")
+    return planted
+
+
+def plant_core(tree: Path) -> None:
+    """Plant all bugs of the core in a copy of the sources."""
+    for file, text in plant_all(read_texts(tree, CORE)).items():
         file.write_text(FIRST_IMPORT.sub(IMPORT, text, count=1))
     with (tree / PLATFORM).open("a") as platform:
         platform.write(SWITCH)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from random import Random
@@ -13,15 +11,13 @@ import numpy as np
 import pytest
 from hybrids import FULL, make_batch, make_manager
 from interrupts import call_in_thread, interrupted_everywhere
-from settings import NUM_OPERATIONS, Setting
+from settings import NUM_OPERATIONS
 from threads import run_threads
-from tier_contents import TIER_SETTINGS, run_tier_round
 
 from pagepool import CacheManager, EngineRequest, FailedLoads, HostTier, RunningBatch, Transfers
 from pagepool._core import PageTier, add_tier
 from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError, RowIndexError
 
-NUM_STEPS = NUM_OPERATIONS // 20
 FIRST, OTHER = list(range(100, 121)), list(range(200, 264))
 
 
@@ -410,29 +406,6 @@ def test_interrupted_calls_lose_nothing(call: Callable[[Interrupted], object]) -
 
 
 # All together.
-
-
-@pytest.mark.parametrize("setting", TIER_SETTINGS, ids=lambda setting: setting.name)
-def test_what_is_read_was_computed(setting: Setting) -> None:
-    num_steps = max(NUM_STEPS // len(TIER_SETTINGS), 30)
-    counts: Counter[str] = Counter()
-    for seed in range(-(-num_steps // 100)):
-        counts += run_tier_round(setting, zlib.crc32(f"tier {setting.name}".encode()) + seed, min(num_steps, 100))
-    assert counts["slots compared"] > 0 or setting.groups[0].span == 1, "a window of one token reads no other"
-
-
-def test_an_equal_page_is_forgotten_while_one_is_loaded_that_fails() -> None:
-    """The loaded page kept its entry, and was hit."""
-    setting = next(setting for setting in TIER_SETTINGS if setting.name == "full and window eagle")
-    run_tier_round(setting, 300719)
-
-
-def test_everything_happens() -> None:
-    counts: Counter[str] = Counter()
-    for seed in range(10):
-        counts += run_tier_round(TIER_SETTINGS[2], seed)
-    wanted = "pages saved, pages loaded, failed transfers, rows swapped out, rows swapped in, forks, aborted steps, preemptions"
-    assert not [name for name in wanted.split(", ") if not counts[name]]
 
 
 def test_threads_share_a_tier() -> None:
