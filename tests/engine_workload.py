@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections import deque
@@ -9,9 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import dense_model
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from devices import count_compilations
@@ -20,8 +23,10 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 pytest.importorskip("engine", reason="examples/ is not here")
 
+import command  # noqa: E402
+import runner  # noqa: E402
 from engine import Engine  # noqa: E402
-from model import Weights, make_weights  # noqa: E402
+from model import Attention, Weights, make_weights  # noqa: E402
 from request import Request, SamplingParams  # noqa: E402
 
 SEED = 5
@@ -33,20 +38,50 @@ LIMITS: dict[str, Any] = {
     "num_pages": 40,
     "page_size": 4,
     "checkpoint_interval": 8,
-    "max_num_reqs": 6,
+    "max_num_reqs": 9,
     "max_num_batched_tokens": 16,
     "max_model_len": 100,
 }
-WEIGHTS = make_weights(SEED)
-HYBRID_WEIGHTS = make_weights(SEED, is_hybrid=True)
+SIZES = {"vocab": VOCAB, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 8, "hidden": 64}
+WEIGHTS = make_weights(SEED, SIZES)
+HYBRID_WEIGHTS = make_weights(SEED, SIZES, is_hybrid=True)
+MODELS = pytest.mark.parametrize("weights", [WEIGHTS, HYBRID_WEIGHTS], ids=["attention", "hybrid"])
 Ask = tuple[list[int], SamplingParams]
+RUNNERS: dict[Any, runner.ModelRunner] = {}
+LOGITS: dict[Any, Any] = {}
 
 
-def make_engine(weights: Weights = WEIGHTS, **options: Any) -> Engine:
+def make_runner(
+    weights: Weights, num_pages: int, page_size: int, attend: Attention, num_devices: int, num_host_pages: int = 0
+) -> runner.ModelRunner:
+    """Make a runner, which shares its program with others of the same shapes: what one of them has compiled is there for all."""
+    num_pages = max(num_pages, LIMITS["num_pages"])
+    shapes = tuple((name, array.shape) for name, array in weights.items())
+    key = shapes, num_pages, page_size, attend, num_devices
+    if key not in RUNNERS:
+        RUNNERS[key] = runner.ModelRunner(weights, num_pages, page_size, attend, num_devices)
+    made = copy.copy(RUNNERS[key])
+    made.weights = {name: jax.device_put(weights[name], array.sharding) for name, array in made.weights.items()}
+    made.cache = jax.tree.map(jnp.copy, made.cache)
+    if num_host_pages:
+        made.host_pages = runner.HostPages(made.cache, num_host_pages, groups=(0, 1), page_axis=(1, 0))
+    return made
+
+
+def make_engine(weights: Weights = WEIGHTS, kind: type[Engine] = Engine, *args: Any, **options: Any) -> Any:
     """Return an engine that has compiled all its programs."""
-    engine = Engine(weights, **{**LIMITS, **options})
+    with patch("engine.ModelRunner", make_runner):
+        engine = kind(weights, *args, **{**LIMITS, **options})
     engine.warmup()
     return engine
+
+
+def run_command(weights: Weights, folder: Path, *options: str) -> None:
+    """Run the command of examples/ in this process, with saved weights."""
+    np.savez(path := folder / "weights.npz", **weights)
+    limits = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
+    with patch("engine.ModelRunner", make_runner):
+        command.main([f"--weights={path}", *limits, *options])
 
 
 def make_asks(num_asks: int) -> list[Ask]:
@@ -66,11 +101,19 @@ def make_noise(seed: Any, position: Any) -> Any:
     return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (VOCAB,))
 
 
+def compute_logits(weights: Weights, token_ids: list[int]) -> Any:
+    """Return the dense model's logits of the next token. They are kept, since tests ask for the same ones."""
+    key = id(weights), tuple(token_ids)
+    if key not in LOGITS:
+        LOGITS[key] = dense_model.compute_logits(weights, token_ids)
+    return LOGITS[key]
+
+
 def answer_densely(prompt: list[int], params: SamplingParams, weights: Weights = WEIGHTS) -> list[int]:
     """Return the answer of the dense model. Refuses choices so close that another summation order could change them."""
     token_ids = list(prompt)
     while len(token_ids) < len(prompt) + params.max_tokens and token_ids[len(prompt) :][-1:] != [params.stop_token_id]:
-        logits = dense_model.compute_logits(weights, token_ids)
+        logits = compute_logits(weights, token_ids)
         noisy = logits + params.temperature * np.asarray(make_noise(params.seed, len(token_ids) - 1))
         by_logit = np.argsort(-logits)
         allowed = by_logit[: params.top_k or VOCAB]
@@ -93,7 +136,7 @@ def search_densely(
             if len(answer) == params.max_tokens or answer[-1:] == [params.stop_token_id]:
                 options.append((score, answer))
             else:
-                logits = dense_model.compute_logits(weights, prompt + answer)
+                logits = compute_logits(weights, prompt + answer)
                 log_probabilities = logits - np.log(np.exp(logits).sum())
                 options += [(score + float(log_probabilities[token]), [*answer, token]) for token in range(VOCAB)]
         options.sort(reverse=True)
@@ -204,9 +247,16 @@ def check_variety(answers: list[list[int]]) -> None:
     assert len({token_id for answer in answers for token_id in answer}) > VOCAB // 2
 
 
+def main(attention: str) -> None:
+    """Check a hybrid on all devices, between which the heads are divided; unless its kernel is interpreted, with a host tier."""
+    num_devices = len(jax.devices())
+    weights = make_weights(SEED, SIZES | {"heads": 2 * num_devices, "kv_heads": num_devices}, is_hybrid=True)
+    options = {"num_host_pages": 300 if attention == "gather" else 0, "prefill_rate": math.inf}
+    check_answers(
+        make_engine(weights, attend=command.ATTENTIONS[attention], num_devices=num_devices, **options), make_asks(18), weights
+    )
+
+
 if __name__ == "__main__":
     with jax.default_matmul_precision("highest"):
-        num_devices = len(jax.devices())
-        check_answers(make_engine(num_devices=num_devices), make_asks(18))
-        hybrid = make_engine(HYBRID_WEIGHTS, num_devices=num_devices, num_host_pages=300, prefill_rate=math.inf)
-        check_answers(hybrid, make_asks(18), HYBRID_WEIGHTS)
+        main(sys.argv[1])

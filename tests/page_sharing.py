@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_workload import LIMITS, WEIGHTS, answer_by_engine, answer_densely, check_rest, make_asks
+from engine_workload import WEIGHTS, answer_by_engine, answer_densely, check_rest, make_asks, make_engine
 
 sharing = pytest.importorskip("sharing")
 
 
 def make_sharing(folder: Path, **options: Any) -> Any:
-    engine = sharing.SharingEngine(WEIGHTS, folder, **{**LIMITS, **options})
-    engine.warmup()
-    return engine
+    return make_engine(WEIGHTS, sharing.SharingEngine, folder, **options)
 
 
 def check_sharing(engine: Any, num_asks: int = 9) -> list[int]:

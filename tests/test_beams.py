@@ -13,7 +13,8 @@ import pytest
 jax = pytest.importorskip("jax", minversion="0.6.1")
 
 from engine_workload import (  # noqa: E402
-    HYBRID_WEIGHTS,
+    LIMITS,
+    MODELS,
     SEED,
     VOCAB,
     WEIGHTS,
@@ -32,8 +33,6 @@ from engine_workload import (  # noqa: E402
 
 from pagepool.errors import OutOfPagesError  # noqa: E402
 
-MODELS = pytest.mark.parametrize("weights", [WEIGHTS, HYBRID_WEIGHTS], ids=["attention", "hybrid"])
-
 
 @pytest.fixture(scope="module", autouse=True)
 def exact_float32() -> Iterator[None]:
@@ -50,7 +49,7 @@ def test_samples_and_beams_among_other_requests(weights: Weights) -> None:
     assert stats.queries.num_hit_tokens > 0
     assert stats.num_evicted_pages > 0
     assert engine.scheduler.num_preemptions > 0
-    assert engine.num_copied_pages > 50
+    assert engine.num_copied_pages > 30
 
 
 class ShortBatch:
@@ -119,8 +118,8 @@ def test_samples_compute_their_prompt_once_and_share_its_pages(weights: Weights)
 @MODELS
 @pytest.mark.parametrize("prompt", [[5], [5, 6], list(range(17))], ids=len)
 def test_more_samples_than_rows(prompt: list[int], weights: Weights) -> None:
-    engine = make_engine(weights, max_num_reqs=3)
-    requests = engine.add_samples(prompt, params := SamplingParams(5, temperature=0.8), 8)
+    engine = make_engine(weights)
+    requests = engine.add_samples(prompt, params := SamplingParams(5, temperature=0.8), 2 * LIMITS["max_num_reqs"])
     list(engine.stream())
     check_samples(requests, (prompt, params), weights)
     check_rest(engine)
@@ -128,7 +127,7 @@ def test_more_samples_than_rows(prompt: list[int], weights: Weights) -> None:
 
 def test_searches_that_wait_for_one_another_do_not_wait_for_ever() -> None:
     """Each alone just fits. Without forks their beams wait, and hold pages that the beams of others wait for."""
-    engine, rng = make_engine(num_pages=19, max_num_reqs=9), Random(SEED)
+    engine, rng = make_engine(num_pages=19), Random(SEED)
     engine.scheduler.batch = ShortBatch(engine.scheduler.batch, rng)
     for _ in range(10):
         asks = [(rng.choices(range(VOCAB), k=8), SamplingParams(29)) for _ in range(5)]
@@ -161,8 +160,8 @@ def test_a_single_beam_is_greedy() -> None:
     ("num_beams", "max_tokens", "message"),
     [
         (0, 5, "num_beams: got 0, allowed: at least 1"),
-        (7, 5, "num_beams: got 7, which take 7 rows and 21 pages, of 6 and 39"),
-        (4, 40, "num_beams: got 4, which take 4 rows and 44 pages, of 6 and 39"),
+        (10, 5, "num_beams: got 10, which take 10 rows and 30 pages, of 9 and 39"),
+        (4, 40, "num_beams: got 4, which take 4 rows and 44 pages, of 9 and 39"),
     ],
 )
 def test_searches_that_cannot_run_are_refused(num_beams: int, max_tokens: int, message: str) -> None:

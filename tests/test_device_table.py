@@ -1,4 +1,4 @@
-"""Commits: what reaches the device, what never does, and the number of compilations, on one device, on eight, in two
+"""Commits: what reaches the device, what never does, and the number of compilations, on one device, on several, in two
 processes.
 """
 
@@ -17,6 +17,7 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 from devices import (  # noqa: E402
+    NUM_DEVICES,
     Program,
     after_slow_work,
     await_programs,
@@ -27,6 +28,7 @@ from devices import (  # noqa: E402
     run_work,
 )
 from ports import free_port  # noqa: E402
+from settings import NUM_OPERATIONS  # noqa: E402
 from table_model import SHAPES, make_grouped_work, make_work, slots_in_numpy  # noqa: E402
 
 import pagepool  # noqa: E402
@@ -44,13 +46,13 @@ GROUPS = [[16], [16, 16], [16, 1, 7]]
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_commits_send_what_changed(shape: tuple[int, int], donate: bool) -> None:
-    run_work(make_work(shape, seed=1, donate=donate), 100)
+    run_work(make_work(shape, seed=1, donate=donate), 100 * NUM_OPERATIONS // 200_000 + 20)
 
 
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("page_sizes", GROUPS, ids=str)
 def test_commits_send_all_groups(page_sizes: list[int], donate: bool) -> None:
-    run_work(make_grouped_work(6, 300, page_sizes, seed=2, donate=donate), 60)
+    run_work(make_grouped_work(6, 300, page_sizes, seed=2, donate=donate), 60 * NUM_OPERATIONS // 200_000 + 15)
 
 
 def test_a_group_may_be_committed_alone() -> None:
@@ -69,12 +71,12 @@ def test_host_writes_never_reach_a_pending_commit(shape: tuple[int, int]) -> Non
     """The device array is still being computed when the host table, which jax could alias, is overwritten."""
     work = make_work(shape, seed=4)
     assert work.pairs[0][0].page_table_cpu.ctypes.data % 64 == 0
-    run_work(work, 12, is_pending=True)
-    run_work(make_grouped_work(6, 300, [16, 5], seed=4), 4, is_pending=True)
+    run_work(work, 5, is_pending=True)
+    run_work(make_grouped_work(6, 300, [16, 5], seed=4), 2, is_pending=True)
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-@pytest.mark.parametrize("shape", [(256, 2048), (1024, 8192)], ids=str)
+@pytest.mark.parametrize("shape", [(256, 2048), pytest.param((1024, 8192), marks=pytest.mark.slow)], ids=str)
 def test_host_writes_never_reach_a_large_commit(shape: tuple[int, int], is_full: bool) -> None:
     table = PageTable(*shape, 64)
     for value in range(1, 5):
@@ -500,8 +502,9 @@ def test_device_slots_are_those_of_numpy(page_size: int) -> None:
 # Many devices.
 
 
-def test_eight_devices() -> None:
-    await_programs([Program("many_devices.py", num_devices=8)], timeout=600)
+@NUM_DEVICES
+def test_several_devices(num_devices: int) -> None:
+    await_programs([Program("many_devices.py", num_devices=num_devices)], timeout=600)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 5), reason="collectives on CPU break in such old versions, with any program")

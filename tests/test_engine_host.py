@@ -16,6 +16,7 @@ jax = pytest.importorskip("jax", minversion="0.6.1")
 
 from engine_workload import (  # noqa: E402
     HYBRID_WEIGHTS,
+    MODELS,
     SEED,
     WEIGHTS,
     Engine,
@@ -28,15 +29,14 @@ from engine_workload import (  # noqa: E402
     make_asks,
     make_engine,
     run_all,
+    run_command,
 )
 from host_transfers import Transfers  # noqa: E402
 
 from pagepool.host_pages import FinishedTransfers  # noqa: E402
 
-command = pytest.importorskip("command")
 scheduler = pytest.importorskip("scheduler")
 
-MODELS = pytest.mark.parametrize("weights", [WEIGHTS, HYBRID_WEIGHTS], ids=["attention", "hybrid"])
 SMALL = {"num_pages": 30, "num_host_pages": 300}
 NEVER, ALWAYS = {"prefill_rate": math.inf}, {"host_bandwidth": math.inf}
 """Swap preempted requests never, or whenever it works."""
@@ -121,7 +121,7 @@ class LosingBatch:
 @CHOICES
 @MODELS
 def test_answers_with_a_pool_that_evicts_all_the_time(weights: Weights, choice: dict[str, float]) -> None:
-    engine, asks = make_engine(weights, **SMALL, **choice), make_asks(24)
+    engine, asks = make_engine(weights, **SMALL, **choice), make_asks(18)
     if choice is NEVER:
         check_answers(engine, asks, weights)
     else:
@@ -131,6 +131,7 @@ def test_answers_with_a_pool_that_evicts_all_the_time(weights: Weights, choice: 
     check_host(engine, choice)
 
 
+@pytest.mark.slow
 def test_samples_and_beams() -> None:
     engine = make_engine(HYBRID_WEIGHTS, num_host_pages=300, **ALWAYS)
     run_all(engine, make_asks(18), HYBRID_WEIGHTS)
@@ -223,14 +224,11 @@ def test_requests_that_take_longer_to_move_are_computed_again() -> None:
     assert engine.scheduler.num_swaps == 0
 
 
-def test_the_command_reports_the_host(capsys: pytest.CaptureFixture[str]) -> None:
-    command.main(["--num-pages", "24", "--num-host-pages", "100", "--max-tokens", "12"])
-    text = capsys.readouterr().out
-    assert "Pages saved to the host: " in text
-    command.main(["--num-pages", "24", "--max-tokens", "12"])
-    expected = capsys.readouterr().out
-
-    def find_answers(text: str) -> list[str]:
-        return [line.rpartition(" (")[0] for line in text.splitlines() if " -> '" in line]
-
-    assert find_answers(text) == find_answers(expected)
+def test_the_command_reports_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for options in ([], ["--num-host-pages=100"]):
+        run_command(WEIGHTS, tmp_path, "--num-pages=30", "--max-tokens=11", *options)
+        texts.append(capsys.readouterr().out)
+    assert ["Pages saved to the host: " in text for text in texts] == [False, True]
+    plain, other = ([line.rpartition(" (")[0] for line in text.splitlines() if " -> '" in line] for text in texts)
+    assert plain == other

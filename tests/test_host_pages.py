@@ -1,4 +1,4 @@
-"""Host pages: values, order, donation, asynchrony, failures, compilations, errors; on one device, and on eight."""
+"""Host pages: values, order, donation, asynchrony, failures, compilations, errors; on one device, and on several."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 from copies import assert_same, draw_array  # noqa: E402
-from devices import Program, after_slow_work, await_programs, count_compilations, read  # noqa: E402
+from devices import NUM_DEVICES, Program, after_slow_work, await_programs, count_compilations, read  # noqa: E402
 from host_transfers import HostModel, Transfers, make_transfers  # noqa: E402
 
 from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, HostTier, PageTable, RunningBatch  # noqa: E402
@@ -36,21 +36,26 @@ def done(transfers: Transfers) -> FinishedTransfers:
 # Values.
 
 
-@pytest.mark.parametrize("memory_kind", KINDS)
-@pytest.mark.parametrize("page_axis", [0, 1, 2])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_transfers_are_those_of_numpy(dtype: str, page_axis: int, memory_kind: str | None) -> None:
+@pytest.mark.parametrize(
+    ("page_axis", "memory_kind", "dtypes"),
+    [
+        *((axis, kind, DTYPES[axis::3]) for axis, kind in enumerate(KINDS)),
+        *(pytest.param(axis, kind, DTYPES, marks=pytest.mark.slow) for axis in range(3) for kind in KINDS),
+    ],
+)
+def test_transfers_are_those_of_numpy(page_axis: int, memory_kind: str | None, dtypes: list[str]) -> None:
     rng = np.random.default_rng(page_axis)
     shape = [2, 3, 5]
     shape[page_axis] = NUM_PAGES
-    host = draw_array(rng, tuple(shape), jnp.dtype(dtype))
-    model, array = HostModel(host, NUM_HOST_PAGES, page_axis), jnp.array(host)
-    host_pages = HostPages(array, NUM_HOST_PAGES, page_axis=page_axis, memory_kind=memory_kind)
+    hosts = [draw_array(rng, tuple(shape), jnp.dtype(dtype)) for dtype in dtypes]
+    models, arrays = [HostModel(host, NUM_HOST_PAGES, page_axis) for host in hosts], [jnp.array(host) for host in hosts]
+    host_pages = HostPages(arrays, NUM_HOST_PAGES, page_axis=page_axis, memory_kind=memory_kind)
     for _ in range(10):
-        transfers = model.draw(rng, 9)
-        array = host_pages.run(array, transfers)
-        model.run(transfers)
-        assert_same(array, model.array)
+        transfers = models[0].draw(rng, 4)
+        arrays = host_pages.run(arrays, transfers)
+        for array, model in zip(arrays, models, strict=True):
+            model.run(transfers)
+            assert_same(array, model.array)
 
 
 def test_many_pages_take_several_calls() -> None:
@@ -327,8 +332,7 @@ def test_an_error_after_donation_is_raised(monkeypatch: pytest.MonkeyPatch) -> N
 # Compilations.
 
 
-@pytest.mark.parametrize("is_committed", [False, True])
-@pytest.mark.parametrize(("max_num_pages", "num_sizes"), [(1, 1), (3, 3), (500, 5)])
+@pytest.mark.parametrize(("max_num_pages", "num_sizes", "is_committed"), [(3, 3, False), (500, 5, True)])
 def test_no_compilation_after_warmup(max_num_pages: int, num_sizes: int, is_committed: bool) -> None:
     """A program for each size and way, for each dtype."""
     rng = np.random.default_rng(2)
@@ -467,5 +471,6 @@ def test_wrong_host_pages(arrays: Any, options: dict[str, Any], error: type[Exce
 # Many devices.
 
 
-def test_eight_devices() -> None:
-    await_programs([Program("host_pages_devices.py", num_devices=8)], timeout=600)
+@NUM_DEVICES
+def test_several_devices(num_devices: int) -> None:
+    await_programs([Program("host_pages_devices.py", num_devices=num_devices)], timeout=600)

@@ -1,4 +1,4 @@
-"""Page copies on the device: values, donation, shardings, compilations, errors; on one device, and on eight."""
+"""Page copies on the device: values, donation, shardings, compilations, errors; on one device, and on several."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from copies import (  # noqa: E402
     draw_copies,
     make_copies,
 )
-from devices import Program, after_slow_work, await_programs, count_compilations, read  # noqa: E402
+from devices import NUM_DEVICES, Program, after_slow_work, await_programs, count_compilations, read  # noqa: E402
 
 from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch, page_copies  # noqa: E402
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError  # noqa: E402
@@ -34,18 +34,18 @@ DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "int32", "b
 
 
 @pytest.mark.parametrize("page_axis", [0, 1, 2])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_copies_are_those_of_numpy(dtype: str, page_axis: int) -> None:
+def test_copies_are_those_of_numpy(page_axis: int) -> None:
     rng = np.random.default_rng(page_axis)
     shape = [2, 3, 5]
     shape[page_axis] = NUM_PAGES
-    host = draw_array(rng, tuple(shape), jnp.dtype(dtype))
-    array = jnp.array(host)
-    for _ in range(30):
-        copies = draw_copies(rng, NUM_PAGES, int(rng.integers(0, NUM_PAGES)))
-        array = copy_pages(array, copies, page_axis=page_axis)
-        host = copy_in_numpy(host, copies, page_axis)
-        assert_same(array, host)
+    hosts = {dtype: draw_array(rng, tuple(shape), jnp.dtype(dtype)) for dtype in DTYPES}
+    arrays = {dtype: jnp.array(host) for dtype, host in hosts.items()}
+    for num_copies in (8, 3, 0, 1, 5, 7):
+        copies = draw_copies(rng, NUM_PAGES, num_copies)
+        arrays = copy_pages(arrays, copies, page_axis=page_axis)
+        hosts = {dtype: copy_in_numpy(host, copies, page_axis) for dtype, host in hosts.items()}
+        for dtype, host in hosts.items():
+            assert_same(arrays[dtype], host)
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,7 @@ def test_copies_pass_a_transfer_guard(guard: Any) -> None:
 # Compilations.
 
 
-@pytest.mark.parametrize("is_committed", [False, True])
-@pytest.mark.parametrize(("max_num_copies", "num_programs"), [(1, 1), (2, 2), (3, 3), (8, 4), (39, 7)])
+@pytest.mark.parametrize(("max_num_copies", "num_programs", "is_committed"), [(3, 3, False), (39, 7, True)])
 def test_no_compilation_after_warmup(max_num_copies: int, num_programs: int, is_committed: bool) -> None:
     rng = np.random.default_rng(6)
     hosts = [draw_array(rng, (NUM_PAGES, 3), dtype) for dtype in ("float32", "int32")]
@@ -190,25 +189,14 @@ def test_no_compilation_after_warmup(max_num_copies: int, num_programs: int, is_
         assert_same(array, host)
 
 
-def test_as_many_compilations_as_powers_of_two() -> None:
-    array = jnp.zeros((NUM_PAGES, 2))
-    jax.clear_caches()
-    with count_compilations() as compilations:
-        for num_copies in range(NUM_PAGES):
-            array = copy_pages(array, draw_copies(np.random.default_rng(7), NUM_PAGES, num_copies))
-    assert len(compilations) == 1 + 6  # the last is for 32 to 64 copies
-
-
 # Errors: nothing is donated.
 
 
 @pytest.mark.parametrize(
     ("copies", "error", "message"),
     [
-        (make_copies([(1, 2), (8, 3)]), PageIdError, r"copies\.src: got page 8, allowed: 1 to 7"),
         (make_copies([(1, 2), (3, 2**31 - 1)]), PageIdError, r"copies\.dst: got page 2147483647, allowed: 1 to 7"),
         (make_copies([(-1, 2)]), PageIdError, r"copies\.src: got page -1, allowed: 1 to 7"),
-        (make_copies([(1, 0)]), PageIdError, r"copies\.dst: got page 0, allowed: 1 to 7"),
         (make_copies([(0, 1)]), PageIdError, r"copies\.src: got page 0, allowed: 1 to 7"),
         (make_copies([(1, 3), (2, 4), (5, 3)]), ArgumentError, r"copies\.dst: got page 3 twice, allowed: each page once"),
         (None, ArgumentTypeError, r"copies: got NoneType, allowed: PageCopies"),
@@ -221,11 +209,6 @@ def test_as_many_compilations_as_powers_of_two() -> None:
             Copies(np.array([1], np.int32), np.array([2]), np.zeros(1, np.int32)),
             ArgumentTypeError,
             r"copies\.dst: got int64 \(1,\), allowed: an int32 array with one axis",
-        ),
-        (
-            Copies(np.array([1], np.int32), np.array([2], np.int32), np.zeros((1, 1), np.int32)),
-            ArgumentTypeError,
-            r"copies\.group: got int32 \(1, 1\), allowed: an int32 array with one axis",
         ),
         (
             Copies(np.array([1], np.int32), np.array([2], np.int32), np.zeros(3, np.int32)),
@@ -314,5 +297,6 @@ def test_wrong_warmup(number: int, message: str) -> None:
 # Many devices.
 
 
-def test_eight_devices() -> None:
-    await_programs([Program("copies_devices.py", num_devices=8)], timeout=600)
+@NUM_DEVICES
+def test_several_devices(num_devices: int) -> None:
+    await_programs([Program("copies_devices.py", num_devices=num_devices)], timeout=600)
