@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from engine import WITH_LOGPROBS, Request
 from oracle import PREEMPTED, OracleManager, PagesByGroup
 from oracle_kinds import cdiv
 from oracle_pool import shard_of_hint
 from oracle_tier import Taken
 from settings import Setting
+from twin_engine import WITH_LOGPROBS, Request
 from twins import Side, copies_of, levels_of, levels_of_twin, pins_of, transfers_of
 
 import pagepool

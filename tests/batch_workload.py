@@ -13,10 +13,10 @@ from random import Random
 from typing import Any
 
 from batch_model import Grown
-from engine import Feature
 from features import PLAIN, Actions, Features, Span, Workload, random_retention, random_span, run_to_end
 from oracle import NULL_PAGE
 from settings import Setting
+from twin_engine import Feature
 from twins import Twins
 
 NUM_ROWS = 5

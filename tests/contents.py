@@ -23,14 +23,14 @@ from typing import Any
 from unittest.mock import patch
 
 from contents_device import ContentsError, Device, Histories, find_first_read, require
-from contents_fronts import NUM_ROWS, BatchFront, Entry, Front, Growth, ManagerFront, Work, World
+from contents_fronts import NUM_ROWS, BatchFront, Entry, Front, ManagerFront, Work, World
 from contents_holds import Holds
 from contents_index import NULL_PAGE
 from contents_request import Job
 from contents_states import StateBooks
 from contents_tier import InFlight, TierBooks, draw_tier
-from settings import SETTINGS, STATE_SETTINGS, Group, Setting, kept
-from workload import NUM_FAMILIES, VOCABULARY, WITH_LOGPROBS, Feature
+from settings import HASHING, SETTINGS, STATE_SETTINGS, Group, Setting, kept
+from twin_engine import NUM_FAMILIES, VOCABULARY, WITH_LOGPROBS, Feature
 
 import pagepool
 from pagepool.errors import ArgumentError, RequestTooLargeError
@@ -66,20 +66,6 @@ FRONTS: list[tuple[type[Front], ...]] = [
 ]
 
 
-def weak_hash(content: Any) -> int:
-    """Return a hash that collides often."""
-    return hash(content) % 5
-
-
-HASHING: list[dict[str, Any]] = [
-    {},
-    {"keep_token_ids": True},
-    {"hash_algo": "sha256"},
-    {"hash_algo": hash},
-    {"hash_algo": weak_hash},
-]
-
-
 EVICTION = ("lru", "arc", "adaptive")
 FEATURES = "tier", "external", "swaps", "forks", "leases", "pins", "snapshots"
 """What a round may have besides requests that run and fail; its seed chooses."""
@@ -98,8 +84,9 @@ class Simulation:
         self.fronts_classes = self.rng.choice(FRONTS)
         self.options: dict[str, Any] = {"hash_seed": seed, "eviction": EVICTION[seed % len(EVICTION)]}
         if self.fronts_classes == (ManagerFront,):
-            self.options |= self.rng.choice(HASHING)
-        chosen = [feature for feature in FEATURES if self.rng.random() < 0.5]
+            self.options |= self.rng.choice(list(HASHING.values()))
+        share = self.rng.choice((0.5, 0.5, 1.0))
+        chosen = [feature for feature in FEATURES if self.rng.random() < share]
         self.features = chosen if features is None else features
         self.device = Device(self.num_pages, setting.groups, self.histories)
         self.waiting: list[Job] = []
@@ -136,7 +123,8 @@ class Simulation:
             preempt=self.preempt,
         )
         self.holds = Holds(self.world)
-        self.fronts = [front(self.world, self._make_tables()) for front in self.fronts_classes]
+        self.fronts: list[Front] = [front(self.world, self._make_tables()) for front in self.fronts_classes]
+        self.world.fronts = self.fronts
         for front in self.fronts:
             front.plan = self.plan
 
@@ -154,8 +142,11 @@ class Simulation:
 
     @property
     def jobs(self) -> list[Job]:
-        """Return the jobs that hold pages."""
-        return [job for front in self.fronts for job in front.jobs.values()]
+        return self.world.jobs
+
+    @property
+    def batches(self) -> list[BatchFront]:
+        return [front for front in self.fronts if isinstance(front, BatchFront)]
 
     def run(self, num_steps: int = NUM_STEPS, num_calls: int | None = None) -> Counter[str]:
         """Run `num_steps` steps, or `num_calls` calls if that is less, then end all jobs; return the counts."""
@@ -240,8 +231,8 @@ class Simulation:
         self.world.take_moves()
         self.end_step()
         self.world.is_second = True
-        for front in self.fronts:
-            if isinstance(front, BatchFront) and self.rng.random() < 0.15:
+        for front in self.batches:
+            if self.rng.random() < 0.15:
                 front.schedule_next()
                 self.counts["steps in flight"] += 1
                 self.has_next = True
@@ -262,12 +253,6 @@ class Simulation:
         if self.books.tier is not None and self.rng.random() < 0.9:
             self.manager.end_step()
             self.books.tier.end_step()
-
-    def settle(self) -> None:
-        """Take and make all copies and transfers, between two steps."""
-        self.world.take_moves()
-        self.world.make_moves()
-        self.world.make_moves()
 
     @property
     def works(self) -> list[Work]:
@@ -340,13 +325,12 @@ class Simulation:
         for entry in self.plan:
             if work in entry.works:
                 entry.works.remove(work)
-                if isinstance(entry, Growth):
-                    entry.is_whole = False
+                entry.is_whole = False
 
     def abort(self) -> None:
         """Undo the step, last call first. The model may have started, so the slots of the step may hold garbage."""
         has_run = self.rng.random() < 0.7
-        self.settle()
+        self.world.settle()
         made = {page_id for work in self.works for page_id in work.made}
         shared = {page_id for page_id, num in self.books.holders.items() if num > 1}
         computed = (self.books.index.entries.keys() | shared) - made  # recomputed values stay the same
@@ -356,7 +340,7 @@ class Simulation:
         for work in self._list_computed() if has_run else ():
             self._spoil(work, work.start, work.num_room_tokens, computed)
         for entry in self.plan[::-1]:
-            if isinstance(entry, Growth) and self.books.has_state and has_run:
+            if self.books.has_state and has_run:
                 entry.is_whole = False  # the states are lost
             self.waiting += entry.take_back()
         self.counts["aborted steps"] += 1
@@ -515,14 +499,25 @@ class Simulation:
         """Complete some transfers from elsewhere, fully or up to a token."""
         loading = [job for job in self.jobs if job.loading and self.rng.random() < 0.5]
         if loading:
-            self.settle()
+            self.world.settle()
         for job in loading:
             work, front = job.loading, job.front
             num_loaded = work.stop if self.rng.random() < 0.7 else self.rng.randint(work.start, work.stop - 1)
             self._write_range(work, work.start, num_loaded)
             self._spoil(work, num_loaded, work.stop)
             self.counts["transfers"] += 1
-            front.receive(job, num_loaded)
+            needs_all = isinstance(front, ManagerFront) and self.rng.random() < 0.5
+            if not needs_all:
+                self._spoil_unread(work, num_loaded)
+            front.receive(job, num_loaded, needs_all)
+
+    def _spoil_unread(self, work: Work, num_tokens: int) -> None:
+        """Write garbage into pages of a transfer to which no token from `num_tokens` on attends: they need not come."""
+        for group_id, group in enumerate(self.setting.groups):
+            stop = find_first_read(group, num_tokens) // group.page_size * group.page_size
+            if group.kind != "mamba" and work.start < stop:
+                slots = work.find_slots(group_id, work.start, stop)
+                self.device.write(group_id, slots, [self.histories.make_garbage()] * len(slots))
 
     def end_transfers(self, are_all: bool = False) -> None:
         """End transfers of the tier, in any order, and let jobs go back that have read pages which failed to load."""
@@ -605,83 +600,55 @@ class Simulation:
 
     def intervene(self) -> None:
         """Sometimes do something between two steps."""
+        holds = self.holds
+        of_features: dict[str, list[tuple[Callable[[], Any], float]]] = {
+            "swaps": [(self.swap, 0.4)],
+            "forks": [(self.fork, 0.25)],
+            "leases": [(holds.lease, 0.15), (holds.end_lease, 0.1)],
+            "pins": [(holds.pin, 0.1), (holds.unpin, 0.15), (holds.retain, 0.1), (holds.protect, 0.05)],
+            "snapshots": [(self.save, 0.05), (self.restore, 0.01)],
+        }
         chances: list[tuple[Callable[[], Any], float]] = [
-            (self.evict, 0.03),
+            (self.evict, 0.05),
             (self.move, 0.1),
             (self.rewind, 0.15),
             (self.cancel, 0.03),
-            (self.preempt_between, 0.05),
+            (self.preempt, 0.05),
             (self.misuse, 0.1),
             (self.reset, 0.01),
-            *([(self.swap, 0.4)] if "swaps" in self.features else []),
-            *([(self.fork, 0.15)] if "forks" in self.features else []),
-            *([(self.lease, 0.15), (self.end_lease, 0.1)] if "leases" in self.features else []),
-            *([(self.pin, 0.1), (self.unpin, 0.15), (self.retain, 0.1)] if "pins" in self.features else []),
-            *([(self.save, 0.05), (self.restore, 0.01)] if "snapshots" in self.features else []),
         ]
+        chances += [chance for feature in of_features if feature in self.features for chance in of_features[feature]]
         self.plan.clear()
         for action, chance in chances:
             if self.rng.random() < chance:
                 action()
 
     def swap(self) -> None:
-        for front in self.fronts:
-            if isinstance(front, BatchFront) and self.books.tier is not None:
-                front.swap()
-
-    def lease(self) -> None:
-        """Lease the pages of a job, which may end at once."""
-        jobs = [job for job in self.jobs if not job.loading and job.num_computed_tokens]
-        if jobs:
-            self.settle()
-            job = self.rng.choice(jobs)
-            self.holds.lease(job)
-            if self.rng.random() < 0.5:
-                self._end(job)
-
-    def end_lease(self) -> None:
-        if self.holds.leases:
-            self.holds.end_lease()
-
-    def pin(self) -> None:
-        for job in self._choose_any():
-            self.holds.pin(job)
-
-    def unpin(self) -> None:
-        for job in self._choose_any():
-            self.holds.unpin(job)
-
-    def _choose_any(self) -> list[Job]:
-        """Return a job that runs or waits, if there is one."""
-        jobs = [*self.jobs, *self.waiting]
-        return [self.rng.choice(jobs)] if jobs else []
-
-    def retain(self) -> None:
-        """Give the pages of a job a priority, or let those last that waiting jobs would hit."""
-        for job in self._choose_any():
-            self.holds.retain(job)
-        if self.rng.random() < 0.5:
-            self.holds.protect(self.waiting if self.rng.random() < 0.8 else [])
+        for front in self.batches:
+            front.swap()
 
     def evict(self) -> None:
-        """Drop the prefix entries of some pages."""
-        self._evict(self.rng.sample(range(1, self.num_pages), self.rng.randint(1, 3)))
+        """Drop the prefix entries of some pages, or of those that are equal to one that is being loaded."""
+        page_ids = self.rng.sample(range(1, self.num_pages), self.rng.randint(1, 3))
+        self._evict(self.books.list_loaded_twins() or page_ids)
 
     def move(self) -> None:
-        for front in self.fronts:
-            if isinstance(front, BatchFront):
-                front.move()
+        for front in self.batches:
+            front.move()
 
     def fork(self) -> None:
         """Let jobs go on where another one is, sometimes several times before their copies are taken."""
         jobs = [job for job in self.jobs if not job.loading and job.num_computed_tokens and job.front.free_rows()]
         if not jobs:
             return
-        job = self.rng.choice(jobs)
+        coming = [job for job in jobs if self.books.is_loading(job)]
+        job = self.rng.choice(coming if coming and self.rng.random() < 0.7 else jobs)
         rows = job.front.free_rows()
         rows = self.rng.sample(rows, self.rng.randint(1, len(rows)))
         forked = job.front.fork(job, rows)
         self.counts["forks"] += len(forked)
+        if forked and self.rng.random() < 0.2:
+            self._end(forked[0])
 
     def rewind(self) -> None:
         """Let a row forget tokens and compute them again; refused if the pages or the state for it are gone."""
@@ -699,9 +666,6 @@ class Simulation:
         """End a job early."""
         if self.jobs:
             self._end(self.rng.choice(self.jobs))
-
-    def preempt_between(self) -> None:
-        self.preempt()
 
     def reset(self) -> None:
         """Reset the prefix cache, or be refused while it is in use."""
@@ -738,7 +702,7 @@ class Simulation:
 
     def save(self) -> None:
         """Take a snapshot, including the contents of the device."""
-        self.settle()
+        self.world.settle()
         self.end_transfers(are_all=True)
         cells, index, pins = self.device.cells.copy(), self.books.index.copy(), self.books.pins.copy()
         num_held = sum(num > (page_id in pins) for page_id, num in self.books.holders.items())
@@ -766,7 +730,7 @@ class Simulation:
 
     def audit(self) -> None:
         """Compare the observable state: cached pages and their contents, holders, and what running jobs will read."""
-        self.settle()
+        self.world.settle()
         pool, store, books = self.manager.page_pool, self.manager.page_pool.store, self.books
         keys = {page_id: store.key_of(page_id) for page_id in range(self.num_pages)}
         cached = {page_id: key[1] for page_id, key in keys.items() if key is not None}
@@ -790,9 +754,8 @@ class Simulation:
             books.tier.audit(self.manager)
         if self.is_checked:
             self.manager.check()
-            for front in self.fronts:
-                if isinstance(front, BatchFront):
-                    front.batch.check()
+            for front in self.batches:
+                front.batch.check()
         self.counts["audits"] += 1
 
     def drain(self) -> None:
@@ -800,7 +763,7 @@ class Simulation:
         for job in self.jobs:
             self._end(job)
         self.holds.clear()
-        self.settle()
+        self.world.settle()
         self.end_transfers(are_all=True)
         self.audit()
         require(not self.books.is_held, "held at the end")

@@ -20,8 +20,8 @@ from contents_request import Job
 from contents_states import StateBooks
 from oracle import PREEMPTED, RUNNING
 from settings import Group, Setting
+from twin_engine import VOCABULARY
 from twins import copies_of
-from workload import VOCABULARY
 
 import pagepool
 from pagepool.errors import ArgumentError, CopiesDueError, OutOfPagesError
@@ -46,6 +46,12 @@ class World:
     moves: list[Callable[[], None]] = field(default_factory=list)  # taken, to be made before the next step
     late_moves: list[Callable[[], None]] = field(default_factory=list)  # before the one after it
     preempt: Callable[[], Job | None] = lambda: None  # preempts some job, if there is any
+    fronts: list[Any] = field(default_factory=list)
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Return the jobs that hold pages."""
+        return [job for front in self.fronts for job in front.jobs.values()]
 
     def take_moves(self) -> None:
         """Take the transfers and copies that are due; they are made before the step that is being scheduled."""
@@ -69,6 +75,12 @@ class World:
         for make in self.moves:
             make()
         self.moves, self.late_moves = self.late_moves, []
+
+    def settle(self) -> None:
+        """Take and make all copies and transfers, between two steps."""
+        self.take_moves()
+        self.make_moves()
+        self.make_moves()
 
     def call(self, name: str, target: Any, *arguments: Any, **options: Any) -> Any:
         """Make a call, and count it."""
@@ -133,42 +145,28 @@ class Work:
 
 
 @dataclass(eq=False)
-class Entry(ABC):
-    """A call of the schedule, with the works that it admitted."""
+class Entry:
+    """A call of the schedule, with the works that it admitted; if it grew rows of a batch, with its result."""
 
     front: Any
     works: list[Work]
+    result: Any = None
+    is_step: bool = False
+    is_whole: bool = True  # none of its rows was released since
 
-    @abstractmethod
     def take_back(self) -> list[Job]:
-        """Undo the call, and return the jobs that no longer run."""
+        """Undo the call, and return the jobs that no longer run: all of them if it has no result, or a row is gone since:
+        released, or ended because a later call could not be undone.
+        """
+        is_undone = self.result is not None and self.is_whole
+        if is_undone and all(work.job.front is self.front for work in self.works):
+            return self.front.undo(self)
+        return self.end_all()
 
     def end_all(self) -> list[Job]:
         """End the jobs that still run, last first."""
         works = [work for work in self.works[::-1] if work.job.front is self.front]
         return [self.front.end(work.job, work.num_before) for work in works]
-
-
-class Door(Entry):
-    """One scheduled request or admitted row, which releases all of its pages when undone."""
-
-    def take_back(self) -> list[Job]:
-        return self.end_all()
-
-
-@dataclass(eq=False)
-class Growth(Entry):
-    """Rows that a batch grew in one call."""
-
-    result: Any
-    is_step: bool
-    is_whole: bool = True  # none of its rows was released since
-
-    def take_back(self) -> list[Job]:
-        """Undo the whole call, unless a row is gone since: released, or ended because a later call could not be undone."""
-        if not self.is_whole or any(work.job.front is not self.front for work in self.works):
-            return self.end_all()
-        return self.front.undo(self)
 
 
 class Front(ABC):
@@ -307,21 +305,21 @@ class Front(ABC):
         if not expected.is_short:
             self.books.require_shortage(job, num_tokens, num_reserved, hint)
 
-    def receive(self, job: Job, num_tokens: int) -> bool:
-        """Let a job go on whose transfer has brought its tokens up to `num_tokens`; False if it ended."""
+    def receive(self, job: Job, num_tokens: int, needs_all: bool) -> None:
+        """Let a job go on whose transfer has brought its tokens up to `num_tokens`: unless it `needs_all`, only those to which
+        later tokens attend.
+        """
         work, job.loading = job.loading, None
-        is_whole = num_tokens == work.stop
-        if is_whole or (not self.books.has_state and self.rng.random() < 0.5):
-            self.commit(job, num_tokens - work.start)
-            return True
+        if num_tokens == work.stop or (not self.books.has_state and (needs_all or self.rng.random() < 0.5)):
+            self.commit(job, num_tokens - work.start, needs_all)
+            return
         self.world.counts["failed transfers from elsewhere"] += 1
         expected = 0 if self.books.has_state else num_tokens
         num_computed_tokens = self.fail(job, num_tokens - work.start)
         require(num_computed_tokens == expected, "tokens that came", job, num_computed_tokens, expected)
-        return job.front is self
 
     @abstractmethod
-    def commit(self, job: Job, num_came: int) -> None:
+    def commit(self, job: Job, num_came: int, needs_all: bool) -> None:
         """Count tokens that came from elsewhere as computed."""
 
     @abstractmethod
@@ -381,7 +379,7 @@ class ManagerFront(Front):
         self.finish(work, work.histories[: work.job.num_tokens])
         if num_transferred and num_new == 0:
             job.loading = work
-        self.plan.append(Door(self, [work]))
+        self.plan.append(Entry(self, [work]))
         return True
 
     def _divide(self, job: Job, num_hit_tokens: int) -> tuple[int, int]:
@@ -435,7 +433,7 @@ class ManagerFront(Front):
         self.books.keep(job, start, working_ids, shard, work.is_delayed)
         self.tables.add_row(job.pages, job.row)
         self.finish(work, work.histories[: work.job.num_tokens])
-        self.plan.append(Door(self, [work]))
+        self.plan.append(Entry(self, [work]))
         return True
 
     def _skip(self, job: Job, num_computed_tokens: int) -> None:
@@ -456,9 +454,9 @@ class ManagerFront(Front):
             forked.append(target)
         return forked
 
-    def commit(self, job: Job, num_came: int) -> None:
+    def commit(self, job: Job, num_came: int, needs_all: bool) -> None:
         num_computed_tokens = job.num_computed_tokens + num_came
-        if self.rng.random() < 0.5:
+        if needs_all:
             self.cache(job, num_computed_tokens)
         else:
             self.call("commit_external", self.manager, job, num_came)
@@ -556,7 +554,7 @@ class BatchFront(Front):
         self.finish(work, work.histories)
         if num_external:
             job.loading = work
-        self.plan.append(Door(self, [work]))
+        self.plan.append(Entry(self, [work]))
         return True
 
     def _options(self, job: Job, dp_shard: int | None) -> dict[str, Any]:
@@ -641,7 +639,7 @@ class BatchFront(Front):
             grown = works[: result.num_grown]
             done += grown
             if grown:
-                self.plan.append(Growth(self, grown, result, is_step))
+                self.plan.append(Entry(self, grown, result, is_step))
             jobs = jobs[result.num_grown :]
             if not jobs or self.rng.random() < 0.3 or self.world.preempt() is None:
                 break
@@ -675,7 +673,7 @@ class BatchFront(Front):
         groups = zip(self.setting.groups, job.pages, held, strict=True)
         return [list(ids) if group.kind == "mamba" and pages and pages != ids else [] for group, pages, ids in groups]
 
-    def undo(self, growth: Growth) -> list[Job]:
+    def undo(self, growth: Entry) -> list[Job]:
         """Take a call back; rows forget the tokens that it appended, and drafts that came before it. Where a row cannot go
         back, since a call that was taken back already gave pages back that had left a window, all of them end.
         """
@@ -698,7 +696,7 @@ class BatchFront(Front):
             require(counts == (job.num_known_tokens, work.start), "a row after undo", job, counts, work.start)
         return ended
 
-    def _has_lost_pages(self, growth: Growth) -> bool:
+    def _has_lost_pages(self, growth: Entry) -> bool:
         """Whether a row lacks pages that tokens from the start of a call on need, or had when it began, or others hold those
         that it would write again. Where equal pages are shared, it may have others.
         """
@@ -758,7 +756,7 @@ class BatchFront(Front):
             self.start(target, row)
         return forked
 
-    def commit(self, job: Job, num_came: int) -> None:
+    def commit(self, job: Job, num_came: int, needs_all: bool) -> None:
         self.call("commit_external", self.batch, job.row, num_came)
         job.num_computed_tokens += num_came
         self.books.commit(job, job.num_computed_tokens)
@@ -783,11 +781,11 @@ class BatchFront(Front):
 
     def swap(self) -> None:
         """Swap rows out, and others in."""
-        for job in list(self.jobs.values()):
-            if job.swapped and self.rng.random() < 0.5:
+        for job in list(self.jobs.values()) if self.books.tier is not None else ():
+            if job.swapped and self.rng.random() < 0.7:
                 self._swap_in(job)
                 continue
-            may_go = not job.swapped and not job.loading and job.num_computed_tokens and self.rng.random() < 0.2
+            may_go = not job.swapped and not job.loading and job.num_computed_tokens and self.rng.random() < 0.3
             if may_go and self._call("swap_out", job.row):
                 self.books.swap_out(job)
                 self.world.counts["rows swapped out"] += 1

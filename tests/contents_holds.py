@@ -39,8 +39,13 @@ class Holds:
 
     # Leases.
 
-    def lease(self, job: Job) -> None:
+    def lease(self) -> None:
         """Lease the pages of a job, but no working page of a state, whose content goes on."""
+        jobs = [job for job in self.world.jobs if not job.loading and job.num_computed_tokens]
+        if not jobs:
+            return
+        job = self.rng.choice(jobs)
+        self.world.settle()
         groups = [(i, group) for i, group in enumerate(self.world.setting.groups) if group.kind != "mamba"]
         places = [(group, i, page_id) for g, group in groups for i, page_id in enumerate(job.pages[g]) if page_id != NULL_PAGE]
         page_ids = [page_id for _, _, page_id in places]
@@ -58,6 +63,8 @@ class Holds:
 
     def end_lease(self) -> None:
         """Release a lease. What it found is there still, except where a step has failed."""
+        if not self.leases:
+            return
         leased = self.leases.pop(self.rng.randrange(len(self.leases)))
         page_ids = leased.lease.page_ids
         is_same = (self.device.cells[page_ids] == leased.cells) | self._is_garbage(page_ids)
@@ -74,8 +81,16 @@ class Holds:
         pins = copy_records(self.world.manager.page_pool.store, "pins")["pins"].tolist()
         return Counter({page_id: num for page_id, num in enumerate(pins) if num})
 
-    def pin(self, job: Job) -> None:
+    def _choose_job(self) -> Job | None:
+        """Return a job that runs or waits."""
+        jobs = [*self.world.jobs, *self.world.waiting]
+        return self.rng.choice(jobs) if jobs else None
+
+    def pin(self) -> None:
         """Pin what a job holds, or would hit."""
+        job = self._choose_job()
+        if job is None:
+            return
         span, cached = self._draw_span(job)
         own = self._list_own(job, cached)
         before = self.read_pins()
@@ -99,8 +114,11 @@ class Holds:
         require(set(own) <= gained.keys(), "a page is not pinned", job, own, gained)
         self.world.counts["pages pinned"] += num_pinned
 
-    def unpin(self, job: Job) -> None:
+    def unpin(self) -> None:
         """Take a pin back of each content of a job, which may not be the one that pinned."""
+        job = self._choose_job()
+        if job is None:
+            return
         span, cached = self._draw_span(job)
         before = self.books.pins.copy()
         num_unpinned = self._call("unpin", job, span)
@@ -145,8 +163,11 @@ class Holds:
 
     # Priorities.
 
-    def retain(self, job: Job) -> None:
+    def retain(self) -> None:
         """Give the cached pages of a job a priority, for a moment, for long or for good."""
+        job = self._choose_job()
+        if job is None:
+            return
         span, cached = self._draw_span(job)
         options = {"priority": self.rng.randint(0, 100), "seconds": self.rng.choice((None, 1e-9, 1e6))}
         try:
@@ -157,8 +178,9 @@ class Holds:
         require(num_pages >= num_own, "a page is not retained", job, num_pages, num_own)
         self.world.counts["pages retained"] += num_pages
 
-    def protect(self, jobs: list[Job]) -> None:
-        """Protect what jobs would hit."""
+    def protect(self) -> None:
+        """Protect what waiting jobs would hit, or nothing."""
+        jobs = self.world.waiting if self.rng.random() < 0.8 else []
         self.world.counts["pages protected"] += self.world.call("protect", self.world.manager, jobs)
 
     def clear(self) -> None:

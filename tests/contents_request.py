@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contents_device import NOTHING, Histories
-from workload import WAITING, Feature
+from twin_engine import WAITING, Feature
 
 _SERIALS = itertools.count()
 

@@ -147,6 +147,8 @@ class StateBooks(Books):
                     entry = self.index.entries.get(held_id)
                     is_equal = entry is not None and entry.content == content
                     require(is_equal, "a page that is not equal", job, page_id, held_id)
+                    is_loading = self.tier is not None and held_id in self.tier.loading
+                    require(not is_loading, "a page that is being loaded is shared", job, page_id, held_id)
                     self.let_go(page_id)
                     self.holders[held_id] += 1
                     pages[page] = held_id
@@ -208,6 +210,17 @@ class StateBooks(Books):
         require(not is_saved or num_pages > num_free, "a row may come back and does not", job, num_pages, num_free)
 
     # Loads that failed.
+
+    def list_loaded_twins(self) -> list[int]:
+        """Return the pages with the content of another one that is being loaded."""
+        loading = self.tier.loading if self.tier is not None else {}
+        contents = {self.index.entries[page_id].content for page_id in loading if page_id in self.index.entries}
+        return [page_id for content in contents for page_id in self.index.pages[content] if page_id not in loading]
+
+    def is_loading(self, job: Job) -> bool:
+        """Whether the page to which a request writes next is being loaded."""
+        last_ids = [pages[-1] for pages in job.pages if pages]
+        return self.tier is not None and self.tier.find_load_number(last_ids) > 0
 
     def end_transfers(self, one: InFlight) -> set[int]:
         """Record that transfers have ended; return the pages with wrong contents."""

@@ -21,7 +21,7 @@ from pagepool import HostTier
 from pagepool._core import copy_records
 
 GROUP_BITS = (1 << 29) - 1  # of the field of a page's record which has flags, too
-FAILING_SHARE = 0.15
+FAILING_SHARES = 0.1, 0.1, 0.5
 
 
 def draw_tier(rng: Random, num_pages: int) -> HostTier:
@@ -66,6 +66,7 @@ class TierBooks:
         self.ready: dict[int, Content] = {}  # before that
         self.due_loads: dict[int, Content | None] = {}  # by page of the device; None: of a row that was swapped out
         self.loading: dict[int, int] = {}  # lists by which pages, or those of which they are copies, are loaded
+        self.failing_share = rng.choice(FAILING_SHARES)  # of the transfers
         self.last_number = 0
         self.num_refused = 0
         self.unsaved: set[int] = set()  # lists of which a save failed
@@ -186,7 +187,7 @@ class TierBooks:
             return None
         self.last_number = transfers.number
         one = InFlight(transfers, contents, loaded, unsure)
-        if self.rng.random() < FAILING_SHARE:
+        if self.rng.random() < self.failing_share:
             one.bad_saves, one.bad_loads = self._draw_places(len(contents)), self._draw_places(len(loads))
         self.in_flight.append(one)
         self.counts["pages saved"] += len(contents)

@@ -54,7 +54,7 @@ LOGITS: dict[Any, Any] = {}
 def make_runner(
     weights: Weights, num_pages: int, page_size: int, attend: Attention, num_devices: int, num_host_pages: int = 0
 ) -> runner.ModelRunner:
-    """Make a runner, which shares its program with others of the same shapes: what one of them has compiled is there for all."""
+    """Make a runner. It shares its program with others of the same shapes: what one of them has compiled is there for all."""
     num_pages = max(num_pages, LIMITS["num_pages"])
     shapes = tuple((name, array.shape) for name, array in weights.items())
     key = shapes, num_pages, page_size, attend, num_devices
@@ -248,7 +248,7 @@ def check_variety(answers: list[list[int]]) -> None:
 
 
 def main(attention: str) -> None:
-    """Check a hybrid on all devices, between which the heads are divided; unless its kernel is interpreted, with a host tier."""
+    """Check a hybrid whose heads are divided between all devices; unless its kernel is interpreted, it has a host tier."""
     num_devices = len(jax.devices())
     weights = make_weights(SEED, SIZES | {"heads": 2 * num_devices, "kv_heads": num_devices}, is_hybrid=True)
     options = {"num_host_pages": 300 if attention == "gather" else 0, "prefill_rate": math.inf}

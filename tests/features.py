@@ -13,10 +13,10 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from engine import NUM_FAMILIES, VOCABULARY, Feature, Request
 from oracle import NULL_PAGE
 from oracle_tier import Taken
 from settings import Setting
+from twin_engine import NUM_FAMILIES, VOCABULARY, Feature, Request
 from twins import Mismatch, Twins
 
 Actions = dict[Callable[[], None], float]

@@ -1,4 +1,4 @@
-"""Small models whose layers keep states beside attention pages, and their requests, for tests with exact page ids."""
+"""Small models with attention, windows, chunks and states, and their requests, for tests with exact page ids."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from batch_model import package_pool_state
 from pagepool import (
     CacheGroupSpec,
     CacheManager,
+    CachePages,
+    ChunkedLocalAttentionSpec,
     EngineRequest,
     FullAttentionSpec,
     MambaSpec,
     MultiGroupPageTable,
     RunningBatch,
+    SlidingWindowSpec,
 )
 
 PAGE_SIZE = 4
 MAX_MODEL_LEN = 64
 NUM_ROWS = 4
 FULL = FullAttentionSpec(PAGE_SIZE, 1, 8, "float16", False)
+WINDOW = SlidingWindowSpec(PAGE_SIZE, 1, 8, "float16", False, 5)
+CHUNK = ChunkedLocalAttentionSpec(PAGE_SIZE, 1, 8, "float16", False, 8)
 PROMPT = list(range(100, 100 + MAX_MODEL_LEN))
 THREE_PAGES = PROMPT[: 3 * PAGE_SIZE]
 
@@ -33,10 +38,10 @@ def keep_every(checkpoint_interval: Any) -> MambaSpec:
 STATE = keep_every(8)
 
 
-def make_manager(*specs: Any, num_pages: int = 40, **options: Any) -> CacheManager:
+def make_manager(*specs: Any, num_pages: int = 40, max_model_len: int = MAX_MODEL_LEN, **options: Any) -> CacheManager:
     """Make a manager, by default of one attention group and one state group that is kept every 8 tokens."""
     groups = [CacheGroupSpec(spec) for spec in specs or (FULL, STATE)]
-    return CacheManager(num_pages, groups, MAX_MODEL_LEN, **{"hash_seed": "hybrids"} | options)
+    return CacheManager(num_pages, groups, max_model_len, **{"hash_seed": "hybrids"} | options)
 
 
 def make_batch(manager: CacheManager, **options: Any) -> RunningBatch:
@@ -48,6 +53,12 @@ def make_batch(manager: CacheManager, **options: Any) -> RunningBatch:
 def make_request(request_id: str, num_tokens: int = 40, **options: Any) -> EngineRequest:
     """Make a request that knows the first tokens of the prompt."""
     return EngineRequest(request_id, PROMPT[:num_tokens], **options)
+
+
+def allocate(manager: CacheManager, request: Any, **options: Any) -> CachePages | None:
+    """Look a request up, and allocate slots for all tokens behind its hits. Returns the new pages; None if too few are free."""
+    hits, num_hit_tokens = manager.get_computed_pages(request)
+    return manager.allocate_slots(request, request.num_tokens - num_hit_tokens, num_hit_tokens, hits, **options)
 
 
 def run(manager: CacheManager, request: EngineRequest, num_new_tokens: int, **options: Any) -> tuple[list[int], ...] | None:

@@ -26,10 +26,9 @@ from random import Random
 import contents
 import numpy as np
 from settings import SETTINGS, Group, Setting
-from soak_engine import BatchSide, Engine, ManagerSide
+from soak_engine import BatchSide, Engine, ManagerSide, SoakError, require_equal, require_same_pools
 from soak_faults import Faults
-from soak_states import SoakError, require_equal, require_same_pools
-from workload import NUM_FAMILIES, VOCABULARY
+from twin_engine import NUM_FAMILIES, VOCABULARY
 
 import pagepool
 from pagepool.replay import SimulatedRequest, TraceRecord, generate_chats, make_requests, read_trace

@@ -1,4 +1,6 @@
-"""An engine that can be disturbed: a replay's scheduler whose requests are aborted, moved, cut, and survive a restart."""
+"""Engines that can be disturbed: a replay's schedulers whose requests are aborted, moved, cut, and survive a restart. Pools of
+several stay equal.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +18,45 @@ from pagepool.replay.simulation.allocator import Allocator, BatchAllocator, Mana
 from pagepool.replay.traces.simulated_request import Int32Array
 
 PagesByGroup = tuple[list[int], ...]
+
+
+class SoakError(AssertionError):
+    """Engines differ, a wrong call was not refused, or something is left at the end."""
+
+
+def require_equal(what: str, values: list[Any]) -> None:
+    """Raise if the engines differ."""
+    if any(value != values[0] for value in values[1:]):
+        raise SoakError(f"{what}: " + " against ".join(f"{value!r:.500}" for value in values))
+
+
+def pool_state(pool: pagepool.PagePool) -> tuple[Any, ...]:
+    """Return the free order, the ref counts, the number of prefix entries and the counters."""
+    counts = pool.ref_counts()
+    counts[0] = 0  # the null page's count is not maintained
+    return pool.free_page_ids_in_order().tobytes(), counts.tobytes(), len(pool.cached_page_hash_to_page), pool.stats
+
+
+def require_same_pools(what: str, pools: list[pagepool.PagePool]) -> None:
+    """Raise if pools differ in their snapshots, including prefix entries and their order among equals."""
+    first, *others = map(sort_entries, pools)
+    differences = {name for other in others for name in first if not np.array_equal(first[name], other[name])}
+    if differences:
+        raise SoakError(f"{what}: they differ in {', '.join(sorted(differences))}")
+
+
+def sort_entries(pool: pagepool.PagePool) -> dict[str, Any]:
+    """Return a pool's snapshot with the prefix entries by key, since their order in the index is different in each pool."""
+    arrays = pool.snapshot()
+    del arrays["checksum"]
+    order = np.lexsort((*arrays["cached_keys"].T, arrays["cached_group_ids"]))
+    cached = {name: array[order] for name, array in arrays.items() if name.startswith("cached") and array.size}
+    return arrays | cached
+
+
+def held_page_ids(pool: pagepool.PagePool) -> Any:
+    """Return the ids of held pages, ``[held pages]``."""
+    return np.flatnonzero(pool.ref_counts()[1:]).astype(np.int32) + 1
 
 
 class CountingAllocator(Allocator):

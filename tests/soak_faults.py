@@ -10,8 +10,15 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from soak_engine import BatchSide, Engine
-from soak_states import SoakError, held_page_ids, list_references, pool_state, require_equal, require_same_pools
+from soak_engine import (
+    BatchSide,
+    Engine,
+    SoakError,
+    held_page_ids,
+    pool_state,
+    require_equal,
+    require_same_pools,
+)
 
 import pagepool
 from pagepool.errors import (
@@ -209,7 +216,7 @@ class Faults:
         """
         for engine in self.engines:
             pool = restore(engine.pool)
-            pool.free_page_ids(list_references(pool))
+            pool.release_all_held()
             engine.preempt_all()
             expected = probe_waiting(engine)
             engine.restart(pool)

@@ -14,24 +14,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hybrids import FULL, PAGE_SIZE, WINDOW
+from hybrids import make_manager as make_hybrid
 
 from pagepool import (
     CacheGroupSpec,
     CacheManager,
     EngineRequest,
-    FullAttentionSpec,
     PagePool,
     PageTable,
     RunningBatch,
-    SlidingWindowSpec,
     hash_request_tokens,
 )
 from pagepool._core import PageStore, copy_records
 from pagepool.page_pool.integrity import check_store
-
-PAGE_SIZE = 4
-FULL = FullAttentionSpec(PAGE_SIZE, 1, 8, "float16", False)
-WINDOW = SlidingWindowSpec(PAGE_SIZE, 1, 8, "float16", False, 5)
 
 WEAK: dict[str, Callable[[Any], int]] = {
     "constant": lambda content: 1,
@@ -62,7 +58,7 @@ HASH_ALGORITHM_IDS = ["siphash128", "sha256", "sha256_cbor", *WEAK]
 def make_manager(hash_algo: Any, *specs: Any, num_pages: int = 64) -> CacheManager:
     if hash_algo == "sha256_cbor":
         pytest.importorskip("cbor2")
-    return CacheManager(num_pages, [CacheGroupSpec(spec) for spec in specs or (FULL,)], 256, hash_algo=hash_algo)
+    return make_hybrid(*specs or (FULL,), num_pages=num_pages, max_model_len=256, hash_seed=None, hash_algo=hash_algo)
 
 
 def unchecked(prompt: list[int]) -> EngineRequest:

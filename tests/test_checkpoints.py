@@ -14,6 +14,7 @@ from hybrids import (
     MAX_MODEL_LEN,
     PROMPT,
     STATE,
+    WINDOW,
     batch_state,
     count_hits,
     fill,
@@ -27,10 +28,8 @@ from hybrids import (
 )
 from settings import NUM_OPERATIONS
 
-from pagepool import EngineRequest, PageHash, PageHashWithGroupId, PagePool, SlidingWindowSpec
+from pagepool import EngineRequest, PageHash, PageHashWithGroupId, PagePool
 from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError, RowIndexError
-
-WINDOW = SlidingWindowSpec(4, 1, 8, "float16", False, 5)
 
 # --- how checkpoints are made -----------------------------------------------------------------------------------
 

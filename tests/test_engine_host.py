@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -227,7 +228,7 @@ def test_requests_that_take_longer_to_move_are_computed_again() -> None:
 def test_the_command_reports_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for options in ([], ["--num-host-pages=100"]):
-        run_command(WEIGHTS, tmp_path, "--num-pages=30", "--max-tokens=11", *options)
+        run_command(WEIGHTS, tmp_path, "--max-model-len=128", "--max-tokens=8", *options)
         texts.append(capsys.readouterr().out)
     assert ["Pages saved to the host: " in text for text in texts] == [False, True]
     plain, other = ([line.rpartition(" (")[0] for line in text.splitlines() if " -> '" in line] for text in texts)

@@ -20,8 +20,9 @@ from oracle import OracleManager
 from pairs import make_manager
 from settings import HASHING, NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
 from threads import run_threads
+from twin_engine import Feature, Request
 from twins import OracleTwin, PackageTwin, Twins
-from workload import Feature, Request, run_workload
+from workload import run_workload
 
 import pagepool
 from pagepool.errors import ArgumentError, PageHashError

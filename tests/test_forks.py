@@ -11,6 +11,7 @@ from hybrids import (
     FULL,
     MAX_MODEL_LEN,
     PROMPT,
+    WINDOW,
     batch_state,
     count_hits,
     fill,
@@ -23,7 +24,7 @@ from hybrids import (
 )
 from overwriting import overwrite
 
-from pagepool import CacheManager, EngineRequest, SlidingWindowSpec
+from pagepool import CacheManager, EngineRequest
 from pagepool.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -33,8 +34,6 @@ from pagepool.errors import (
     PageIdError,
     RowIndexError,
 )
-
-WINDOW = SlidingWindowSpec(4, 1, 8, "float16", False, 5)
 
 # --- rows -------------------------------------------------------------------------------------------------------
 

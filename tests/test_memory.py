@@ -8,44 +8,36 @@ import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import numpy as np
 import pytest
+from hybrids import FULL, PAGE_SIZE, WINDOW, allocate
+from hybrids import make_manager as make_hybrid
 from router import Router
 from settings import NUM_OPERATIONS
 
 from pagepool import (
-    CacheGroupSpec,
     CacheManager,
     CachePage,
     EngineRequest,
     FreeCachePageQueue,
-    FullAttentionSpec,
     MultiGroupPageTable,
     PagePool,
     RunningBatch,
-    SlidingWindowSpec,
 )
 from pagepool._core import HashChain, PageIds, PageStore, siphash128
 
-PAGE_SIZE = 4
 NUM_USES = min(NUM_OPERATIONS // 2000, 25)
 NUM_SIZES = min(4 + NUM_OPERATIONS // 20_000, 12)
-GROUPS = [
-    CacheGroupSpec(FullAttentionSpec(PAGE_SIZE, 1, 8, "float16", False)),
-    CacheGroupSpec(SlidingWindowSpec(PAGE_SIZE, 1, 8, "float16", False, 9)),
-]
-
-
-def make_manager(**options: Any) -> CacheManager:
-    return CacheManager(64, GROUPS, 256, **options)
+make_manager = partial(make_hybrid, FULL, WINDOW, num_pages=64, max_model_len=256)
 
 
 def make_table(num_rows: int = 3) -> MultiGroupPageTable:
-    return MultiGroupPageTable(num_rows, 256, 64, [PAGE_SIZE] * len(GROUPS))
+    return MultiGroupPageTable(num_rows, 256, 64, [PAGE_SIZE] * 2)
 
 
 # No leaks.
@@ -77,8 +69,7 @@ def traced() -> Iterator[None]:
 def use_manager() -> None:
     manager = make_manager(keep_token_ids=True)
     request = EngineRequest("first", list(range(30)))
-    hits, num_hit_tokens = manager.get_computed_pages(request)
-    pages = manager.allocate_slots(request, 30 - num_hit_tokens, num_hit_tokens, hits)
+    pages = allocate(manager, request)
     assert pages is not None
     assert pages.pages[0][0].next_free_page is None
     manager.page_pool.get_new_pages(2, dp_shard_hint=1, data_parallel_size=2)
@@ -130,8 +121,7 @@ class LongUse:
     def serve(self, name: str, number: int) -> None:
         """Look a prompt up, compute it behind its hits, and free it."""
         request = EngineRequest(name, [number] * 30)
-        hits, num_hit_tokens = self.manager.get_computed_pages(request)
-        assert self.manager.allocate_slots(request, 30 - num_hit_tokens, num_hit_tokens, hits) is not None
+        assert allocate(self.manager, request) is not None
         self.manager.free(request)
         self.manager.free_page_hashes(request)
 

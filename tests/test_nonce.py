@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from workload import Request
+from twin_engine import Request
 
 from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, hash_request_tokens
 from pagepool.hashing import RequestExtraKeys

@@ -176,7 +176,7 @@ def test_samples_fork_where_files_have_the_whole_prompt(tmp_path: Path) -> None:
 
 def test_an_engine_short_of_pages(tmp_path: Path) -> None:
     for _ in range(2):
-        engine = make_sharing(tmp_path, num_pages=20)
+        engine = make_sharing(tmp_path, num_pages=24)
         check_sharing(engine, 12)
     assert engine.files.num_loaded > 20
     assert engine.manager.stats().num_evicted_pages > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from batch_model import package_pool_state
-from hybrids import FULL, THREE_PAGES, count_hits, make_batch, manager_state, start
+from hybrids import FULL, THREE_PAGES, WINDOW, count_hits, make_batch, manager_state, start
+from hybrids import make_manager as make_hybrid
+from twin_engine import Request
 from twins import pins_of
-from workload import Request
 
 import pagepool
 from pagepool import CacheManager, EngineRequest, PagePool, RunningBatch
@@ -31,12 +33,7 @@ from pagepool.page_pool.snapshot import seal
 
 # --- requests -------------------------------------------------------------------------------------------------
 
-WINDOW = pagepool.SlidingWindowSpec(4, 1, 8, "float16", False, 8)
-
-
-def make_manager(num_pages: int = 21, specs: Any = (FULL,), **options: Any) -> CacheManager:
-    groups = [pagepool.CacheGroupSpec(spec) for spec in specs]
-    return CacheManager(num_pages, groups, 64, hash_seed="pins", **options)
+make_manager = partial(make_hybrid, FULL, num_pages=21)
 
 
 def fill(manager: CacheManager) -> int:
@@ -217,7 +214,7 @@ def test_twins_are_pinned_one_by_one() -> None:
 
 
 def test_each_group_is_pinned_as_far_as_it_holds_its_pages() -> None:
-    manager = make_manager(specs=(FULL, WINDOW), max_pinned_share=1.0)
+    manager = make_hybrid(FULL, WINDOW, num_pages=21, max_pinned_share=1.0)
     request = EngineRequest("a", list(range(20)))
     manager.allocate_slots(request, 16)
     request.num_computed_tokens = 16
@@ -334,7 +331,7 @@ def test_the_reference_of_a_pin_is_not_given_back_by_others() -> None:
 
 
 def test_a_page_that_somebody_else_gave_back_is_noticed() -> None:
-    manager = make_manager(specs=(WINDOW,))
+    manager = make_hybrid(WINDOW, num_pages=21)
     request = EngineRequest("a", list(range(20)))
     manager.allocate_slots(request, 16)
     manager.pin(request, 0, 4)
@@ -432,7 +429,7 @@ def test_a_cut_through_a_pinned_page_leaves_it_whole() -> None:
 
 def test_a_cut_row_that_ends_early_forgets_what_it_did_not_compute_again() -> None:
     """The cut goes through a pinned page of 6, so tokens from 18 on, which fill pages of 4, are to be computed again."""
-    manager = make_manager(64, [FULL, replace(FULL, page_size=6)], max_pinned_share=1.0)
+    manager = make_hybrid(FULL, replace(FULL, page_size=6), num_pages=64, max_pinned_share=1.0)
     batch = RunningBatch(manager, pagepool.MultiGroupPageTable(2, 64, 64, [4, 6]))
     batch.admit(0, list(range(24)))
     batch.pin(0, 18)

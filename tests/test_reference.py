@@ -51,8 +51,9 @@ from settings import (
     Habits,
     Setting,
 )
+from twin_engine import Request
 from twins import OracleTwin, PackageTwin, State, Twin, Twins
-from workload import Request, run_workload
+from workload import run_workload
 
 reference_manager = pytest.importorskip("easydel.inference.esurge.core.manager")
 reference_coordinator = pytest.importorskip("easydel.inference.esurge.core.coordinator")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from random import Random
 from typing import Any
 
 import pytest
 from hybrids import FULL, make_batch, manager_state, start
+from hybrids import make_manager as make_hybrid
 from settings import NUM_OPERATIONS
 from twins import levels_of
 
@@ -22,8 +24,7 @@ POLICIES = ("lru", "arc", "adaptive")
 PROMPT = list(range(8))
 
 
-def make_manager(num_pages: int = 21, eviction: str = "lru", **options: Any) -> CacheManager:
-    return CacheManager(num_pages, [pagepool.CacheGroupSpec(FULL)], 64, hash_seed="retention", eviction=eviction, **options)
+make_manager = partial(make_hybrid, FULL, num_pages=21)
 
 
 def start_many(manager: CacheManager, names: str) -> dict[str, EngineRequest]:
@@ -58,7 +59,7 @@ def state_of(manager: CacheManager) -> Any:
 
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_pages_are_evicted_by_level(eviction: str) -> None:
-    manager = make_manager(15, eviction)
+    manager = make_manager(num_pages=15, eviction=eviction)
     requests = start_many(manager, "abcdefg")
     for name, priority in zip("abcde", (51, 49, 100, 0, 50), strict=True):
         assert manager.retain(requests[name], priority=priority) == 2
@@ -82,7 +83,7 @@ def test_a_prefix_goes_behind_what_follows_it(eviction: str) -> None:
 
 
 def test_protection_moves_only_what_changes() -> None:
-    manager = make_manager(15)
+    manager = make_manager(num_pages=15)
     requests = start_many(manager, "abcd")
     waiting = {name: EngineRequest(f"{name} waits", [*request.all_token_ids, 1]) for name, request in requests.items()}
     assert manager.protect([waiting["a"], waiting["b"]]) == 4
@@ -120,7 +121,7 @@ def test_the_normal_priority_alone_divides_nothing(eviction: str) -> None:
 
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_a_priority_ends_in_time(eviction: str) -> None:
-    manager = make_manager(9, eviction)
+    manager = make_manager(num_pages=9, eviction=eviction)
     requests = start_many(manager, "abcd")
     manager.retain(requests["b"], priority=10, seconds=1000)
     manager.retain(requests["c"], priority=80, seconds=1000)
@@ -137,7 +138,7 @@ def test_a_priority_ends_in_time(eviction: str) -> None:
 def test_deadlines_stay_in_order(seed: int) -> None:
     """Many pages get deadlines, other ones, and none; pages are evicted and dropped with theirs."""
     rng = Random(seed)
-    manager = make_manager(101)
+    manager = make_manager(num_pages=101)
     for step in range(max(NUM_OPERATIONS // 500, 150)):
         tokens = [rng.randrange(40)] * 4 * rng.randint(1, 12)
         request = start(manager, f"r{step}", tokens)
@@ -154,7 +155,7 @@ def test_deadlines_stay_in_order(seed: int) -> None:
 
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_snapshots_have_no_levels(eviction: str) -> None:
-    manager = make_manager(15, eviction)
+    manager = make_manager(num_pages=15, eviction=eviction)
     requests = start_many(manager, "abcd")
     manager.retain(requests["a"], priority=90, seconds=1000)
     manager.retain(requests["d"], priority=10)

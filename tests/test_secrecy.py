@@ -10,16 +10,17 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from hybrids import FULL
+from hybrids import make_manager as make_hybrid
 
 from pagepool import (
-    CacheGroupSpec,
     CacheManager,
     EngineRequest,
-    FullAttentionSpec,
     PagePool,
     PageTable,
     RunningBatch,
@@ -31,7 +32,6 @@ from pagepool.hashing.algorithms import Sha256Hasher, make_page_hasher
 from pagepool.hashing.request_hashes import PageHasher, RequestHashes, RequestPageHashes
 
 ALGORITHMS = ("siphash128", "sha256", "sha256_cbor", hash)
-FULL = FullAttentionSpec(4, 1, 8, "float16", False)
 
 
 @pytest.fixture(params=ALGORITHMS, ids=str)
@@ -41,8 +41,7 @@ def hash_algo(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-def make_manager(**options: Any) -> CacheManager:
-    return CacheManager(64, [CacheGroupSpec(FULL)], 256, **options)
+make_manager = partial(make_hybrid, FULL, num_pages=64, max_model_len=256, hash_seed=None)
 
 
 # Seeds.

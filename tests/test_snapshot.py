@@ -7,7 +7,8 @@ import io
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from itertools import permutations
 from random import Random
 from typing import Any
@@ -15,14 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hybrids import FULL, PAGE_SIZE, allocate, start
+from hybrids import make_manager as make_hybrid
 from settings import NUM_OPERATIONS
 
 import pagepool
 from pagepool import (
-    CacheGroupSpec,
     CacheManager,
     EngineRequest,
-    FullAttentionSpec,
     PagePool,
     PageTable,
     RunningBatch,
@@ -39,7 +40,6 @@ from pagepool.errors import (
 )
 from pagepool.page_pool.snapshot import FIELDS, FIRST_VERSIONS, seal
 
-PAGE_SIZE = 4
 SEALED = "format", "version", "checksum"
 NUM_SEEDS = -(-NUM_OPERATIONS // 40_000)
 NUM_DAMAGES = NUM_OPERATIONS // 1000
@@ -67,12 +67,7 @@ def state_of(pool: PagePool) -> dict[str, Any]:
     }
 
 
-def make_group(page_size: int = PAGE_SIZE) -> CacheGroupSpec:
-    return CacheGroupSpec(FullAttentionSpec(page_size, 1, 8, "float32", False))
-
-
-def make_manager(num_pages: int = 64, **options: Any) -> CacheManager:
-    return CacheManager(num_pages, [make_group()], max_model_len=256, hash_seed=3, **options)
+make_manager = partial(make_hybrid, FULL, num_pages=64, max_model_len=256, hash_seed=3)
 
 
 def run_requests(manager: CacheManager, rng: Random, num_requests: int) -> list[EngineRequest]:
@@ -80,8 +75,7 @@ def run_requests(manager: CacheManager, rng: Random, num_requests: int) -> list[
     running = []
     for i in range(num_requests):
         request = EngineRequest(f"{i}-{rng.random()}", [rng.randrange(2) for _ in range(rng.randrange(1, 24))])
-        hits, num_hit_tokens = manager.get_computed_pages(request)
-        if manager.allocate_slots(request, request.num_tokens - num_hit_tokens, num_hit_tokens, hits) is None:
+        if allocate(manager, request) is None:
             continue
         if rng.random() < 0.5:
             manager.free(request)
@@ -139,7 +133,7 @@ def test_another_process_restores_it(tmp_path):
     code = f"""
 import numpy, pagepool
 pool = pagepool.PagePool.restore(numpy.load({str(tmp_path / "pool.npz")!r}))
-spec = pagepool.FullAttentionSpec({PAGE_SIZE}, 1, 8, "float32", False)
+spec = pagepool.FullAttentionSpec({PAGE_SIZE}, 1, 8, "float16", False)
 manager = pagepool.CacheManager(64, [pagepool.CacheGroupSpec(spec)], 256, hash_seed=3, page_pool=pool)
 print(manager.get_computed_pages(pagepool.EngineRequest("again", list(range(20))))[1])
 """
@@ -326,7 +320,7 @@ def test_a_pool_that_kept_tokens_goes_on_keeping_them():
     chain.extend(list(range(8)))
     pool.store.enter_pages(pool.store.take(2), chain, 0, 0)
     restored = PagePool.restore(pool.snapshot())
-    wider = CacheManager(64, [make_group(8)], max_model_len=256, hash_seed=3, keep_token_ids=True, page_pool=restored)
+    wider = make_hybrid(replace(FULL, page_size=8), num_pages=64, keep_token_ids=True, page_pool=restored)
     wider.allocate_slots(EngineRequest("other", list(range(8))), 8)
     kept = [page.page_hash.page_hash.token_ids for page in restored.pages[1:4]]
     assert kept == [(0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3, 4, 5, 6, 7)]
@@ -352,9 +346,7 @@ def make_restored() -> CacheManager:
     """Return a manager of a restored pool, whose pages 1 to 6 have two holders, and 7 and 8 one each."""
     manager = make_manager()
     for name in "first", "second":
-        request = EngineRequest(name, list(range(25)))
-        hits, num_hit_tokens = manager.get_computed_pages(request)
-        manager.allocate_slots(request, 25 - num_hit_tokens, num_hit_tokens, hits)
+        start(manager, name, range(25))
     return make_manager(page_pool=PagePool.restore(manager.page_pool.snapshot()))
 
 

@@ -10,9 +10,8 @@ import pytest
 import soak
 from settings import NUM_OPERATIONS
 from soak import SHORT, Kind, Round, Soak, take_turns
-from soak_engine import BatchSide, CountingAllocator, Engine, ManagerSide
+from soak_engine import BatchSide, CountingAllocator, Engine, ManagerSide, SoakError
 from soak_faults import Faults
-from soak_states import SoakError
 
 import pagepool
 

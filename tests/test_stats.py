@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import FrozenInstanceError
+from functools import partial
 from random import Random
-from typing import Any
 
 import pytest
+from hybrids import FULL, allocate, start
+from hybrids import make_manager as make_hybrid
 from settings import NUM_OPERATIONS
 
 import pagepool
@@ -23,18 +25,7 @@ from pagepool import (
     RunningBatch,
 )
 
-SPEC = pagepool.FullAttentionSpec(4, 1, 8, "float16", False)
-
-
-def make_manager(num_pages: int = 12, **options: Any) -> CacheManager:
-    return CacheManager(num_pages, [CacheGroupSpec(SPEC)], 64, hash_seed="stats", **options)
-
-
-def start(manager: CacheManager, name: str, token_ids: list[int]) -> EngineRequest | None:
-    request = EngineRequest(name, token_ids)
-    hits, num_hit_tokens = manager.get_computed_pages(request)
-    is_started = manager.allocate_slots(request, len(token_ids) - num_hit_tokens, num_hit_tokens, hits) is not None
-    return request if is_started else None
+make_manager = partial(make_hybrid, FULL, num_pages=12)
 
 
 def assert_agrees(manager: CacheManager) -> CacheStats:
@@ -65,8 +56,8 @@ def test_agrees_with_the_records(seed: int) -> None:
             manager.reset_prefix_cache()
         else:
             token_ids = [rng.randint(0, 1) for _ in range(rng.randint(1, 24))]
-            request = start(manager, f"{seed}.{i}", token_ids)
-            if request is not None:
+            request = EngineRequest(f"{seed}.{i}", token_ids)
+            if allocate(manager, request) is not None:
                 num_queried_tokens, num_requests = num_queried_tokens + len(token_ids), num_requests + 1
                 running.append(request)
         stats = assert_agrees(manager)
@@ -78,16 +69,15 @@ def test_agrees_with_the_records(seed: int) -> None:
 
 
 def test_a_host_tier_is_counted_apart() -> None:
-    manager = make_manager(6, host_tier=HostTier(10))
+    manager = make_manager(num_pages=6, host_tier=HostTier(10))
     assert manager.stats().host_tier == HostTierStats(num_pages=9, num_free_pages=9)
     request = start(manager, "a", list(range(16)))
-    assert request is not None
     manager.free(request)
     ids = manager.page_pool.get_new_page_ids(5)
     assert manager.stats().host_tier == HostTierStats(9, 5, num_in_flight=4)
     manager.complete_transfers(manager.take_transfers().number)
     manager.page_pool.free_page_ids(ids)
-    assert start(manager, "b", list(range(16))) is not None
+    start(manager, "b", list(range(16)))
     manager.complete_transfers(manager.take_transfers().number)
     stats = manager.stats()
     assert stats.host_tier == HostTierStats(9, 9, num_cached_pages=4, num_saved_pages=4, num_loaded_pages=3)
@@ -98,11 +88,9 @@ def test_look_ups_after_a_preemption_are_counted_apart() -> None:
     manager = make_manager()
     batch = RunningBatch(manager, PageTable(2, 16, 64))
     request = start(manager, "a", [1, 2, 3, 4, 5])
-    assert request is not None
     manager.free(request)
-    request.status = EngineRequestStatus.PREEMPTED
-    hits, num_hit_tokens = manager.get_computed_pages(request)
-    assert manager.allocate_slots(request, 1, num_hit_tokens, hits) is not None
+    request.status, request.num_computed_tokens = EngineRequestStatus.PREEMPTED, 0
+    assert allocate(manager, request) is not None
     batch.admit(0, [1, 2, 3, 4, 5], is_preempted=True)
     batch.admit(1, [1, 2, 3, 4, 6])
     stats = manager.stats()
@@ -115,32 +103,28 @@ def test_a_request_that_comes_back_counts_apart_whatever_its_status() -> None:
     manager = make_manager()
     request = EngineRequest("a", [1, 2, 3, 4, 5])
     for _ in range(2):
-        hits, num_hit_tokens = manager.get_computed_pages(request)
-        assert manager.allocate_slots(request, 5 - num_hit_tokens, num_hit_tokens, hits) is not None
+        assert allocate(manager, request) is not None
         manager.free(request)
     stats = manager.stats()
     assert (stats.queries, stats.preempted_queries) == (pagepool.QueryCounts(1, 5, 0), pagepool.QueryCounts(1, 5, 4))
     manager.free_page_hashes(request)  # it has ended: a request with the same id is a new one
-    manager.get_computed_pages(request)
-    assert manager.allocate_slots(request, 5) is not None
-    assert manager.stats().queries == pagepool.QueryCounts(2, 10, 0)
+    assert allocate(manager, request) is not None
+    assert manager.stats().queries == pagepool.QueryCounts(2, 10, 4)
 
 
 def test_times_of_pages() -> None:
     manager = make_manager(num_pages=4)
     first = start(manager, "a", [1, 2, 3, 4, 5])
-    assert first is not None
     manager.free(first)
     time.sleep(0.03)
     again = start(manager, "b", [1, 2, 3, 4, 6])
-    assert again is not None
     manager.free(again)
     gap = manager.stats().reuse_gap
     assert gap.num_times == 1
     assert sum(gap.counts[:5]) == 0  # none below 16 ms
     assert gap.sum_seconds >= 0.03
     time.sleep(0.02)
-    assert start(manager, "c", [7] * 12) is not None
+    start(manager, "c", [7] * 12)
     stats = manager.stats()
     assert stats.num_evicted_pages == stats.lifetime.num_times == 1
     assert stats.lifetime.sum_seconds >= stats.idle_before_eviction.sum_seconds + 0.03
@@ -151,22 +135,19 @@ def test_times_of_pages() -> None:
 def test_times_of_a_restored_pool_begin_with_it() -> None:
     manager = make_manager()
     first = start(manager, "a", [1, 2, 3, 4, 5])
-    assert first is not None
     manager.free(first)
     pool = pagepool.PagePool.restore(manager.page_pool.snapshot())
-    restored = CacheManager(12, [CacheGroupSpec(SPEC)], 64, hash_seed="stats", page_pool=pool)
-    assert start(restored, "b", [1, 2, 3, 4, 6]) is not None
+    restored = make_manager(page_pool=pool)
+    start(restored, "b", [1, 2, 3, 4, 6])
     gap = restored.stats().reuse_gap
     assert gap.num_times == 1
     assert gap.sum_seconds < time.monotonic() / 2  # not since the start of the machine
 
 
 def test_of_large_pools_pages_are_sampled() -> None:
-    pool = pagepool.PagePool(100_000, enable_caching=True)
-    manager = CacheManager(100_000, [CacheGroupSpec(SPEC)], 2**20, hash_seed="stats", page_pool=pool)
+    manager = make_manager(num_pages=100_000, max_model_len=2**20)
     for i in range(2):
         request = start(manager, f"{i}", list(range(i * 400_000, i * 400_000 + 399_996)))
-        assert request is not None
         manager.free(request)
     stats = manager.stats()
     assert stats.num_evicted_pages > 90_000
@@ -179,14 +160,13 @@ def test_pages_that_lru_would_have_hit(eviction: str) -> None:
     manager = make_manager(eviction=eviction)
     requests = [start(manager, name, [*range(8), len(name)]) for name in ("a", "bb", "ccc")]
     for request in requests:
-        assert request is not None
         manager.free(request)
-    assert start(manager, "dddd", [*range(4), 9]) is not None
+    start(manager, "dddd", [*range(4), 9])
     stats = manager.stats()
     expected = (2 + 2 + 1,) * 2 if eviction == "adaptive" else (None, None)
     assert (stats.num_hit_pages, stats.num_lru_hit_pages) == expected
     pool = pagepool.PagePool.restore(manager.page_pool.snapshot())
-    restored = CacheManager(12, manager.kv_cache_groups, 64, hash_seed="stats", page_pool=pool).stats()
+    restored = make_manager(page_pool=pool).stats()
     assert (restored.num_hit_pages, restored.num_lru_hit_pages) == expected
 
 

@@ -17,22 +17,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hybrids import FULL, PAGE_SIZE, WINDOW, allocate
+from hybrids import make_manager as make_hybrid
 from settings import NUM_OPERATIONS
 from threads import num_threads, run_threads
 
 from pagepool import (
-    CacheGroupSpec,
     CacheManager,
     CachePage,
     EngineRequest,
     FreeCachePageQueue,
-    FullAttentionSpec,
     MultiGroupPageTable,
     PageHash,
     PagePool,
     PageTable,
     RunningBatch,
-    SlidingWindowSpec,
 )
 from pagepool._core import EntryJournal, HashChain, PageIds, PageStore, PrefixQuery, RowRequest
 from pagepool.errors import (
@@ -44,9 +43,6 @@ from pagepool.errors import (
 )
 from pagepool.page_pool.prefix_index import list_kept_keys
 
-PAGE_SIZE = 4
-FULL = FullAttentionSpec(PAGE_SIZE, 1, 8, "float16", False)
-WINDOW = SlidingWindowSpec(PAGE_SIZE, 1, 8, "float16", False, 9)
 NUM_ROUNDS = min(NUM_OPERATIONS // 2500, 30)
 MANY_PAGES = 1100
 """Calls on that many pages release the GIL."""
@@ -83,7 +79,7 @@ class Owners:
 
 
 def make_manager(num_pages: int, *specs: Any, **options: Any) -> CacheManager:
-    return CacheManager(num_pages, [CacheGroupSpec(spec) for spec in specs or (FULL,)], 8192, **options)
+    return make_hybrid(*specs or (FULL,), num_pages=num_pages, max_model_len=8192, **options)
 
 
 def assert_held(pool: PagePool, page_ids: Iterable[int]) -> None:
@@ -298,14 +294,11 @@ class Client:
         return is_left and is_running
 
     def start(self, request: EngineRequest) -> bool:
-        hits, num_hit_tokens = self.manager.get_computed_pages(request)
-        num_new_tokens = request.num_tokens - num_hit_tokens
         delay = self.rng.random() < 0.3
         try:
-            new = self.manager.allocate_slots(request, num_new_tokens, num_hit_tokens, hits, delay_cache_pages=delay)
+            if allocate(self.manager, request, delay_cache_pages=delay) is None:
+                return False
         except PageHashError:  # another thread took a page that was hit
-            return False
-        if new is None:
             return False
         request.num_computed_tokens = request.num_tokens
         if delay:

@@ -16,7 +16,6 @@ import hypothesis.strategies as st
 import pytest
 from batch_model import BatchRows, OracleRows
 from batch_workload import NUM_ROWS, BatchWorkload
-from engine import Request
 from features import Features, Workload
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -24,6 +23,7 @@ from oracle import NULL_PAGE, OraclePool
 from pairs import NATIVE_HASHING, FeaturedTwins, make_managers, with_room
 from pool_workload import OracleCalls, PackageCalls
 from settings import HASHING, NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
+from twin_engine import Request
 from twins import OracleTwin, PackageTwin
 from workload import RandomWorkload
 

@@ -11,16 +11,16 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from engine import (
+from features import PLAIN, Actions, Features, Span, Workload, random_retention, random_span, run_to_end
+from oracle import NULL_PAGE
+from oracle_kinds import Mamba
+from settings import Setting
+from twin_engine import (
     WITH_LOGPROBS,
     WITHOUT_LOGPROBS,
     Engine,
     Request,
 )
-from features import PLAIN, Actions, Features, Span, Workload, random_retention, random_span, run_to_end
-from oracle import NULL_PAGE
-from oracle_kinds import Mamba
-from settings import Setting
 from twins import Twins
 
 MAX_WAITING = 4
