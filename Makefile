@@ -16,6 +16,8 @@ RUN := PAGEPOOL_TEST_INSTALLED=1 PYTHONSAFEPATH=1
 LIBASAN = $(shell $(CC) -print-file-name=libasan.so)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start hundreds of processes, which would compile what they import, each anew.
+unexport PYTHONDONTWRITEBYTECODE
 # pip installs what the tests need while the wheel is built.
 MAKEFLAGS += --no-print-directory --jobs=2
 .DELETE_ON_ERROR:

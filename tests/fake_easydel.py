@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,10 @@ def run_python(folder: Path, *arguments: str, value: str | None = None, **variab
 
 
 def write_engine(folder: Path, version: str = VERSION) -> None:
-    """Write the package: each class in its defining module, imported in its other places."""
+    """Write the package: each class in its defining module, imported in its other places. What was written before is gone: its
+    bytecode, of the same second and length, would count as that of the new files.
+    """
+    shutil.rmtree(folder / "easydel", ignore_errors=True)
     engine = folder.joinpath(*ENGINE.split("."))
     for place in sorted({place for places in PLACES.values() for place in places}):
         path = engine.joinpath(*place.split("."))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterator
@@ -72,6 +73,7 @@ def path_of(folder: Path, module: str) -> Path:
 
 def write_engine(folder: Path, version: str = VERSION) -> None:
     """Write the package, with a module that binds the hasher as vLLM's engine core does."""
+    shutil.rmtree(folder / "vllm", ignore_errors=True)
     sources = {home: module_source(home) for home in DIGESTS}
     sources[ENGINE_CORE] = f"import {MANAGER}\nfrom {UTILS} import get_request_block_hasher\n"
     for module, source in sources.items():

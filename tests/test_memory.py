@@ -245,10 +245,10 @@ def test_a_constructor_that_runs_out_of_memory_leaves_nothing(construct: Callabl
     """For each failed allocation."""
     sizes = []
     with traced():
-        for _ in range(NUM_SIZES):
+        for _ in range(NUM_SIZES + 4):
             assert sum(1 for _ in Failure().each(lambda: None, lambda _: construct()))
             sizes.append(traced_bytes())
-    assert usual_growth(sizes) < 128
+    assert usual_growth(sizes[4:]) < 128  # CPython keeps the first errors
 
 
 @not_with_cython_3_3
