@@ -12,7 +12,9 @@ TEST_EXTRAS ?= events,jax,metrics,plan,replay
 
 SOURCES := $(wildcard *.py *.toml *.md LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name '*.pxd' -o -name py.typed)
 # The installed wheel, never the source tree: neither the tests nor the processes they start see the working directory.
-RUN := PAGEPOOL_TEST_INSTALLED=1 PYTHONSAFEPATH=1
+# jax keeps what it has compiled for other processes, and the next time.
+RUN = PAGEPOOL_TEST_INSTALLED=1 PYTHONSAFEPATH=1 JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/jax-cache \
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 LIBASAN = $(shell $(CC) -print-file-name=libasan.so)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -1,4 +1,4 @@
-"""Program: page copies on the simulated CPU devices of one process, with heads or pages divided between them."""
+"""Page copies on the simulated CPU devices of one process, with heads or pages divided between them."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def check_different_devices(mesh: Mesh) -> None:
     assert not any(array.is_deleted() for array in arrays)
 
 
-def main() -> None:
+def check_pages() -> None:
     for page_axis, sharding, dtypes in list_cases():
         check_copies(page_axis, sharding, dtypes)
         check_program(page_axis, sharding)
@@ -143,7 +143,3 @@ def main() -> None:
     *_, mesh = make_meshes()
     check_mixed(mesh)
     check_different_devices(mesh)
-
-
-if __name__ == "__main__":
-    main()

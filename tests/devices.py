@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from settings import NUM_OPERATIONS
 from table_model import Work
 
@@ -23,8 +22,6 @@ import pagepool
 
 if NUM_OPERATIONS < 200_000:  # XLA, which reads this at the first use of a device, takes half the time to compile
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false")
-NUM_DEVICES = pytest.mark.parametrize("num_devices", [4, pytest.param(8, marks=pytest.mark.slow)])
-"""How many devices a program gets."""
 
 TESTS = Path(__file__).parent
 COLLECTIVES = ("all-reduce", "all-gather", "collective-permute", "all-to-all", "reduce-scatter", "collective-broadcast")

@@ -1,4 +1,4 @@
-"""Program: host pages on the simulated CPU devices of one process, with heads or pages divided between them."""
+"""Host pages on the simulated CPU devices of one process, with heads or pages divided between them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def check_refusals(mesh: Mesh) -> None:
         host_pages.run(divided, make_transfers([(1, 1)]))
 
 
-def main() -> None:
+def check_pages() -> None:
     for i, (page_axis, sharding, dtypes) in enumerate(list_cases()):
         check_values(page_axis, sharding, None if i == 1 else "pinned_host", dtypes)
         check_programs(page_axis, sharding)
@@ -112,7 +112,3 @@ def main() -> None:
     first, second, *_ = make_meshes()
     check_mixed(first, second)
     check_refusals(first)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,9 @@
-"""Program: page tables on the simulated CPU devices of one process, replicated and sharded by rows."""
+"""Program: tables and pages on the simulated CPU devices of one process. Tables are replicated, and sharded by rows."""
 
 from __future__ import annotations
 
+import copies_devices
+import host_pages_devices
 import jax
 import numpy as np
 from devices import COLLECTIVES, count_compilations, read, read_shards, run_work
@@ -69,7 +71,7 @@ def check_donation(sharding: NamedSharding) -> None:
         assert read(new)[0, 0] == 1
 
 
-def main() -> None:
+def check_tables() -> None:
     for seed, sharding in enumerate(make_shardings()):
         check_program(pagepool.PageTable(64, 257, 64, sharding))
         check_shards(sharding)
@@ -88,4 +90,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    check_tables()
+    copies_devices.check_pages()
+    host_pages_devices.check_pages()

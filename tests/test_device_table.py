@@ -17,7 +17,6 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 from devices import (  # noqa: E402
-    NUM_DEVICES,
     Program,
     after_slow_work,
     await_programs,
@@ -502,11 +501,12 @@ def test_device_slots_are_those_of_numpy(page_size: int) -> None:
 # Many devices.
 
 
-@NUM_DEVICES
+@pytest.mark.parametrize("num_devices", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_several_devices(num_devices: int) -> None:
     await_programs([Program("many_devices.py", num_devices=num_devices)], timeout=600)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 5), reason="collectives on CPU break in such old versions, with any program")
 def test_two_processes() -> None:
     address = f"127.0.0.1:{free_port()}"

@@ -93,10 +93,8 @@ def test_chunks_end_at_checkpoints() -> None:
     check_rest(engine)
 
 
-@pytest.mark.parametrize(
-    ("attention", "num_devices"),
-    [("pallas", 2), *(pytest.param(name, 8, marks=pytest.mark.slow) for name in ("gather", "pallas"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("attention", "num_devices"), [("pallas", 2), ("gather", 8), ("pallas", 8)])
 def test_answers_on_several_devices(attention: str, num_devices: int) -> None:
     await_programs([Program("engine_workload.py", attention, num_devices=num_devices)], timeout=300)
 

@@ -45,7 +45,9 @@ def config(tmp_path: Path) -> Path:
 
 
 class TestSimulator:
-    @pytest.mark.parametrize(("policy", "min_uses"), [("write_back", 1), ("write_through", 1), ("write_back", 2)])
+    @pytest.mark.parametrize(
+        ("policy", "min_uses"), [("write_through", 1), pytest.param("write_back", 1, marks=pytest.mark.slow), ("write_back", 2)]
+    )
     def test_equal_to_the_scheduler(self, policy: Any, min_uses: int) -> None:
         """For any page size and length of a step, with tiers of a few pages, and with requests that are skipped."""
         seen = np.zeros(6, dtype=int)

@@ -13,7 +13,7 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 from copies import assert_same, draw_array  # noqa: E402
-from devices import NUM_DEVICES, Program, after_slow_work, await_programs, count_compilations, read  # noqa: E402
+from devices import after_slow_work, count_compilations, read  # noqa: E402
 from host_transfers import HostModel, Transfers, make_transfers  # noqa: E402
 
 from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, HostTier, PageTable, RunningBatch  # noqa: E402
@@ -469,8 +469,3 @@ def test_wrong_host_pages(arrays: Any, options: dict[str, Any], error: type[Exce
 
 
 # Many devices.
-
-
-@NUM_DEVICES
-def test_several_devices(num_devices: int) -> None:
-    await_programs([Program("host_pages_devices.py", num_devices=num_devices)], timeout=600)

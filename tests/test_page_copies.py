@@ -20,7 +20,7 @@ from copies import (  # noqa: E402
     draw_copies,
     make_copies,
 )
-from devices import NUM_DEVICES, Program, after_slow_work, await_programs, count_compilations, read  # noqa: E402
+from devices import after_slow_work, count_compilations, read  # noqa: E402
 
 from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch, page_copies  # noqa: E402
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError  # noqa: E402
@@ -295,8 +295,3 @@ def test_wrong_warmup(number: int, message: str) -> None:
 
 
 # Many devices.
-
-
-@NUM_DEVICES
-def test_several_devices(num_devices: int) -> None:
-    await_programs([Program("copies_devices.py", num_devices=num_devices)], timeout=600)

@@ -124,7 +124,11 @@ class TestReplay:
 class TestPlan:
     @pytest.mark.parametrize(
         ("model", "sizes", "intervals"),
-        [("more states", "40,400", "544,2176"), ("more attention", "40,400", "1088"), ("states only", "4,200", "256,1024")],
+        [
+            ("more states", "40,400", "544,2176"),
+            pytest.param("more attention", "40,400", "1088", marks=pytest.mark.slow),
+            ("states only", "4,200", "256,1024"),
+        ],
     )
     def test_hits_are_those_of_a_replay(self, model: str, sizes: str, intervals: str, config: Path, tmp_path: Path) -> None:
         config.write_text(json.dumps(MODELS[model]))
@@ -178,7 +182,7 @@ class TestPlan:
         ):
             assert text in output
 
-    @pytest.mark.parametrize("model", ["more attention", "states only"])
+    @pytest.mark.parametrize("model", ["more attention", pytest.param("states only", marks=pytest.mark.slow)])
     def test_pictures_of_policies(self, model: str, config: Path, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")
         config.write_text(json.dumps(MODELS[model]))
