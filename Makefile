@@ -54,8 +54,8 @@ debug:  ## make test on a build with bounds checks and asserts
 	PAGEPOOL_DEBUG=1 $(MAKE) test VENV=.venv-debug
 
 # What may read or write where it must not. jax is not installed: it aborts under AddressSanitizer as soon as it compiles something.
-CORE_TESTS ?= argument_edges batch_misuse contents device_table differential failed_load forks fuzz_regressions host_tier memory \
-    misuse overwritten page_table running_batch states
+CORE_TESTS ?= argument_edges batch_misuse checkpoints contents device_table differential external forks fuzz_regressions host_tier memory \
+    misuse overwritten page_table running_batch
 
 sanitize:  ## the tests of the core under AddressSanitizer and UndefinedBehaviorSanitizer: CORE_TESTS="contents memory"
 	PAGEPOOL_SANITIZE=1 $(MAKE) .venv-sanitize/with-test VENV=.venv-sanitize TEST_EXTRAS=
