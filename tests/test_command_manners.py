@@ -113,6 +113,31 @@ class TestNothingCanRun:
         assert invoke(*command, trace, *enough).exit_code == 0
 
 
+PREPARE_RUNS = """
+import os
+from pagepool.replay import *
+from pagepool.replay.models.pages import ModelPages
+from pagepool.replay.plans.policies import PolicySimulator
+from pagepool.replay.simulation.host import HostMemory
+from pagepool.replay.simulation.runs import make_manager, make_scheduler
+records = [TraceRecord(0, 512 * 100, 1, tuple(range(100 * i, 100 * i + 100))) for i in range(400)]
+rss = lambda: int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+"""
+RUN_POOL = """
+requests = make_requests(records)
+def run(n):
+    s = make_scheduler(make_manager(n, ModelPages(), requests), requests, max_batched_tokens=60_000, max_num_seqs=1)
+    return s, s.run()
+run(4000); before = rss(); s, figures = run(1_300_000); assert not figures.evicted_pages; print(rss() - before)
+"""
+RUN_TIER = """
+tiers = []; make = HostMemory.make_tier
+HostMemory.make_tier = lambda host: tiers.append(make(host)) or tiers[-1]
+run = PolicySimulator(make_requests(records[:300]), 16).run_with_host
+run(4000, HostMemory(4000)); before = rss(); run(4000, HostMemory(900_000)); print(rss() - before)
+"""
+
+
 class TestMemory:
     """Exit code 1, and a message with sizes."""
 
@@ -128,6 +153,7 @@ class TestMemory:
         [
             (["replay"], "1 pool of 4,000,000 pages of 16 tokens would take 244.1 MiB"),
             (["replay", "--compare"], "2 pools of 4,000,000 pages of 16 tokens would take 488.3 MiB"),
+            (["replay", "--compare-eviction"], "3 pools of 4,000,000 pages of 16 tokens would take 907.9 MiB"),
             (["fleet", "--replicas", "1k"], "1,000 replicas of 4,000,000 pages of 16 tokens would take 715.3 GiB"),
             (["plan", "--replays", "1"], "a replay in 4,000,000 pages of 16 tokens would take 244.1 MiB"),
             (["replay", "--limit", "1M"], "1,000,000 requests of synthetic chats would take 953.7 MiB"),
@@ -155,23 +181,16 @@ class TestMemory:
     @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux says what is resident")
     @UNSANITIZED
     @pytest.mark.slow
-    def test_a_pool_takes_about_what_is_counted(self) -> None:
-        """The pool has all of its pages cached."""
-        code = (
-            "import os; from pagepool.replay import *\n"
-            "from pagepool.replay.models.pages import ModelPages\n"
-            "from pagepool.replay.simulation.runs import make_manager, make_scheduler\n"
-            "records = [TraceRecord(0, 512 * 100, 1, tuple(range(100 * i, 100 * i + 100))) for i in range(400)]\n"
-            "requests = make_requests(records)\n"
-            "rss = lambda: int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE')\n"
-            "def run(n):\n"
-            "    manager = make_manager(n, ModelPages(), requests)\n"
-            "    s = make_scheduler(manager, requests, max_batched_tokens=60_000, max_num_seqs=1)\n"
-            "    return s, s.run()\n"
-            "run(4000); before = rss(); s, figures = run(1_300_000); assert not figures.evicted_pages; print(rss() - before)"
-        )
-        taken = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-        assert 0.4 * memory.count_pool_bytes(1_300_000) < taken < 1.2 * memory.count_pool_bytes(1_300_000)
+    @pytest.mark.parametrize(
+        ("code", "counted"),
+        [(RUN_POOL, memory.count_pool_bytes(1_300_000)), (RUN_TIER, memory.count_tier_bytes(900_000, 4000))],
+        ids=["pool", "tier"],
+    )
+    def test_a_pool_takes_about_what_is_counted(self, code: str, counted: int) -> None:
+        """The pool has all of its pages cached, the tier nearly all."""
+        command = [sys.executable, "-c", PREPARE_RUNS + code]
+        taken = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        assert 0.4 * counted < taken < 1.2 * counted
 
     @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits address space so")
     @UNSANITIZED
