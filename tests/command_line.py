@@ -16,6 +16,7 @@ pytest.importorskip("rich")
 from pagepool.replay import TraceRecord  # noqa: E402  only with the extra
 from pagepool.replay.command import pagepool  # noqa: E402
 
+COMMANDS = ["fleet", "plan", "replay"]
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 

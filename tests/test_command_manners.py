@@ -8,47 +8,43 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
 pytest.importorskip("msgspec")
-from command_line import invoke, line_of, read_terminal
+from command_line import COMMANDS, invoke, read_terminal, write_trace
 from sources import UNSANITIZED
 
 from pagepool.errors import ArgumentError, count_of
+from pagepool.replay import TraceRecord
 from pagepool.replay.shared import memory
 from pagepool.replay.shared.sizes import BYTE_UNITS, COUNT_UNITS, parse_number
 
-COMMANDS = ["fleet", "plan", "replay"]
 COMMON = ["num-pages", "page-size", "block-size", "max-batched-tokens", "max-num-seqs", "limit"]
 COUNTS = {"fleet": ["replicas", "prefill-rate", *COMMON], "plan": ["bytes-per-token", *COMMON], "replay": COMMON}
 OPTIONS = [(command, f"--{option}") for command, options in COUNTS.items() for option in options]
 
 
-def write_trace(path: Path, *lengths: tuple[int, int]) -> Path:
+def write_lengths(path: Path, *lengths: tuple[int, int]) -> Path:
     """Write a trace with a request for each pair of lengths; no two share tokens."""
-    with path.open("w") as file:
-        for i, (prompt, answer) in enumerate(lengths):
-            ids = [*range(1000 * i, 1000 * i + -(-prompt // 512))]
-            file.write(line_of(timestamp=i, input_length=prompt, output_length=answer, hash_ids=ids))
-    return path
+    ids = ((*range(1000 * i, 1000 * i + -(-prompt // 512)),) for i, (prompt, _) in enumerate(lengths))
+    return write_trace(path, [TraceRecord(i, *lengths[i], each) for i, each in enumerate(ids)])
 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    return write_trace(tmp_path / "trace.jsonl", (600, 3), (600, 3), (9600, 1))
+    return write_lengths(tmp_path / "trace.jsonl", (600, 3), (600, 3), (9600, 1))
 
 
 class TestSizes:
     @pytest.mark.parametrize(("command", "option"), OPTIONS)
     def test_units_are_taken_by_all_counts_and_neither_0_nor_bytes(self, command: str, option: str, trace: Path) -> None:
         base = [command, trace, *(["--replicas", 1] if command == "fleet" and option != "--replicas" else [])]
-        value = {"--page-size": "0.016k", "--block-size": "0.512k", "--replicas": "0.001K", "--bytes-per-token": "1.5kB"}.get(
-            option, "1.5k"
-        )
-        result = invoke(*base, option, value)
+        values = {"--page-size": "0.016k", "--block-size": "0.512k", "--replicas": "0.001K", "--bytes-per-token": "1.5kB"}
+        result = invoke(*base, option, values.get(option, "1.5k"))
         assert result.exit_code == 0, result.output
         result = invoke(command, trace, option, "0k")
         assert result.exit_code == 2
@@ -257,7 +253,7 @@ class TestNarrowTerminals:
 def test_one_and_many(tmp_path: Path) -> None:
     """Titles, messages and errors name one thing in the singular."""
     assert [count_of(number, "page") for number in (0, 1, 2, 1234567)] == ["0 pages", "1 page", "2 pages", "1,234,567 pages"]
-    one = write_trace(tmp_path / "one.jsonl", (1, 1))
+    one = write_lengths(tmp_path / "one.jsonl", (1, 1))
     options = ["--page-size", 1, "--num-pages", 2]
     for command in COMMANDS:
         assert not re.search(r"\b1 \w+s\b", invoke(command, one, *options).output)
@@ -317,13 +313,15 @@ class TestProgress:
         assert "\x1b" not in result.stderr
 
 
+PLOTS_NEED = "Error: plots need matplotlib: pip install 'pagepool[plan]'"
+INSTALL_REPLAY = "pip install 'pagepool[replay]'; `pagepool doctor` works without"
+
+
 class TestWithoutExtras:
-    def run(self, args: list[str], *missing: str) -> subprocess.CompletedProcess[str]:
-        hidden = f"sys.modules.update(dict.fromkeys({[*missing]}))"
-        code = (
-            f"import runpy, sys; {hidden}; sys.argv = ['pagepool', *{args}]; runpy.run_module('pagepool', run_name='__main__')"
-        )
-        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    def run(self, args: list[str], *missing: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        hidden = f"import runpy, sys; sys.modules.update(dict.fromkeys({[*missing]}))"
+        command = [sys.executable, "-c", f"{hidden}; runpy.run_module('pagepool', run_name='__main__')", *args]
+        return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
     def test_the_version_needs_none(self) -> None:
         with_extras = self.run(["--version"])
@@ -331,13 +329,23 @@ class TestWithoutExtras:
         assert (result.returncode, result.stdout, result.stderr) == (0, with_extras.stdout, "")
         assert re.fullmatch(r"pagepool, version \d+\.\d+\.\d+\S*\n", result.stdout)
 
-    @pytest.mark.parametrize(("args", "name"), [(["--help"], "click"), (["plan", "x"], "rich")])
-    def test_all_else_says_in_a_line_which_is_missing(self, args: list[str], name: str) -> None:
-        result = self.run(args, name)
-        assert (result.returncode, result.stdout) == (1, "")
-        hint = "`pagepool doctor` works without"
-        assert result.stderr == f"pagepool: the command needs {name}: pip install 'pagepool[replay]'; {hint}\n"
+    @pytest.mark.parametrize(
+        ("args", "name", "error"),
+        [
+            (["--help"], "click", f"pagepool: the command needs click: {INSTALL_REPLAY}"),
+            (["plan", "x"], "rich", f"pagepool: the command needs rich: {INSTALL_REPLAY}"),
+            (["fleet", "trace.jsonl"], "msgspec", "Error: the fleet needs msgspec: pip install 'pagepool[fleet]'"),
+            (["plan", "trace.jsonl", "--plot", "a.png"], "matplotlib", PLOTS_NEED),
+            (["plan", "trace.jsonl", "--html", "a"], "matplotlib", PLOTS_NEED),
+        ],
+    )
+    def test_all_else_says_in_a_line_which_is_missing(self, args: list[str], name: str, error: str, trace: Path) -> None:
+        result = self.run(args, name, cwd=trace.parent)
+        assert (result.returncode, result.stdout, result.stderr) == (1, "", f"{error}\n")
+        assert [*trace.parent.iterdir()] == [trace]
 
-    def test_the_fleet_has_an_extra_of_its_own(self, trace: Path) -> None:
-        result = self.run(["fleet", str(trace)], "msgspec")
-        assert (result.returncode, result.stderr) == (1, "Error: the fleet needs msgspec: pip install 'pagepool[fleet]'\n")
+    def test_what_is_missing_else_is_not_taken_for_an_extra(self) -> None:
+        result = self.run(["--help"], "pagepool.replay.simulation.report")
+        assert result.returncode == 1
+        assert "ModuleNotFoundError" in result.stderr
+        assert "pip install" not in result.stderr

@@ -3,27 +3,25 @@
 import gzip
 import json
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from model_configs import LLAMA
 from privileges import read_only_folder, without_privileges
+from replays import plan_of
 
-from pagepool.replay import Knee, Plan, Planner, PoolFigures, TraceRecord, make_requests
+from pagepool.replay import Knee, Planner, PoolFigures, TraceRecord, make_requests
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
-from command_line import Page, figures_of, invoke, line_of
+from command_line import COMMANDS, figures_of, invoke, line_of
 
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans.command import choose_replays, choose_sizes
 from pagepool.replay.plans.report import describe, headline
-
-COMMANDS = ["fleet", "plan", "replay"]
 
 
 @pytest.fixture
@@ -145,10 +143,7 @@ BAD_OPTIONS: dict[str, list[tuple[list[str], str]]] = {
         (["--host-bandwidth", "25GB"], "--host-bandwidth and --prefill-rate need each other"),
         (["--host-pages", "1k", "--prefill-rate", "10k"], "--host-bandwidth and --prefill-rate need each other"),
         (["--host-bandwidth", "25GB", "--prefill-rate", "1"], "--host-bandwidth needs --host-pages"),
-        (
-            ["--host-pages", "9", "--host-bandwidth", "25GB", "--prefill-rate", "1"],
-            "--host-bandwidth needs --bytes-per-token or ",
-        ),
+        (["--host-pages", "9", "--host-bandwidth", "25GB", "--prefill-rate", "1"], "--host-bandwidth needs --bytes-per-token"),
         (["--host-bandwidth", "25", "--prefill-rate", "1"], "'25' has no unit, units allowed: B, kB, "),
         (["--host-pages", "9", "--checkpoint-interval", "256"], "--host-pages: a model with states is planned without a tier"),
     ],
@@ -156,10 +151,8 @@ BAD_OPTIONS: dict[str, list[tuple[list[str], str]]] = {
         (["--num-pages", str(1 << 62)], f"{1 << 62} is not in the range x<={10**18}"),
         (["--page-size", str(1 << 40)], f"page_size: got {1 << 40}, allowed: 1 to {1 << 30}"),
         (["--seed", "-1"], "-1 is not in the range x>=0"),
-        (["--seed", "x"], "'x' is not a valid integer"),
         (["--workload", "lru"], "'lru' is not one of 'chats', "),
         (["--workload", "chats"], "TRACE and --workload exclude each other"),
-        (["--unknown"], "No such option '--unknown'"),
         (["--eviction", "fifo"], "'fifo' is not one of 'lru', 'arc', 'adaptive'"),
         (["--eviction", "arc", "--compare-eviction"], "--compare-eviction and --eviction exclude each other"),
         (["--compare", "--compare-eviction"], "--compare-eviction and --compare exclude each other"),
@@ -185,20 +178,15 @@ def test_options_that_make_no_sense(command: str, trace: Path, monkeypatch: pyte
         assert (result.exit_code, message in result.output) == (2, True), (options, result.output)
 
 
-class TestWording:
-    def plan(self, **changes: Any) -> Plan:
-        knees = (Knee(0.95, 12_800, 6_400),)
-        pools = (PoolFigures(10_000, 5, 0, 1_000, 250, 500),)
-        return Plan(**{"page_size": 16, "page_bytes": None, "requests": 5, "prompt_tokens": 1_000, "most_hit_tokens": 600,
-                       "min_num_pages": 9, "knees": knees, "pools": pools} | changes)  # fmt: skip
-
-    def test_the_knee_in_words(self) -> None:
-        knee, unlimited, largest = describe(self.plan())
-        assert knee.startswith("12,800 pages give 95% of all possible hits if ")
-        assert knee.endswith("the best eviction policy needs 6,400 pages.")
-        assert unlimited == "A pool that never evicts hits 600 of 1,000 prompt tokens (60.0%)."
-        assert largest == "The largest request needs a pool of 9 pages; smaller pools skip it."
-        assert describe(self.plan(page_bytes=1 << 20))[0].startswith("12,800 pages (12.5 GiB) give 95% of all possible hits")
+def test_the_knee_in_words() -> None:
+    pools = (PoolFigures(10_000, 5, 0, 1_000, 250, 500),)
+    plan = plan_of(most_hit_tokens=600, knees=(Knee(0.95, 12_800, 6_400),), pools=pools)
+    knee, unlimited, largest = describe(plan)
+    assert knee.startswith("12,800 pages give 95% of all possible hits if ")
+    assert knee.endswith("the best eviction policy needs 6,400 pages.")
+    assert unlimited == "A pool that never evicts hits 600 of 1,000 prompt tokens (60.0%)."
+    assert largest == "The largest request needs a pool of 9 pages; smaller pools skip it."
+    assert describe(replace(plan, page_bytes=1 << 20))[0].startswith("12,800 pages (12.5 GiB) give 95% of all possible hits")
 
 
 class TestPictures:
@@ -213,29 +201,15 @@ class TestPictures:
     def test_the_same_plan_gives_the_same_bytes(self, name: str, options: list[object], trace: Path, tmp_path: Path) -> None:
         contents = set()
         for _ in range(2):
-            assert invoke("plan", trace, "--plot", tmp_path / name, *options).exit_code == 0
-            contents.add((tmp_path / name).read_bytes())
-        [content] = contents
+            assert invoke("plan", trace, "--plot", tmp_path / name, "--html", tmp_path / "page", *options).exit_code == 0
+            contents.add(((tmp_path / name).read_bytes(), (tmp_path / "page").read_bytes()))
+        [(content, _)] = contents
         if name.endswith("png"):
             assert content.startswith(b"\x89PNG")
         else:
             text = "".join(ET.fromstring(content.decode()).itertext())
             for part in ("hit rate: share of all prompt tokens", "memory of the pool (GiB)", "preemptions"):
                 assert part in text
-
-    def test_the_page(self, trace: Path, tmp_path: Path) -> None:
-        path = tmp_path / "page.html"
-        assert invoke("plan", trace, "--html", path, "--bytes-per-token", 100_000).exit_code == 0
-        page = Page(path.read_text())
-        assert page.open == []
-        assert page.fetched == []
-        assert not {"script", "link", "img", "iframe", "b"} & {*page.seen}
-        assert page.seen.count("svg") == 1
-        assert page.texts["h1"][0].startswith(f"{trace.stem}: up to 49.3% of prompt tokens hit; beyond ")
-        assert len(page.texts["caption"]) == page.seen.count("table") == 3
-        assert {"hit rate, adaptive", "GiB", "preempted, together", "LRU pages for the hits of ARC"} <= {*page.texts["th"]}
-        assert "url(http" not in path.read_text()
-        assert str(tmp_path) not in path.read_text()
 
 
 class TestBadTraces:
@@ -249,11 +223,7 @@ class TestBadTraces:
             ("cut.jsonl.gz", gzip.compress(line_of().encode() * 3, mtime=0)[:-12], ": Compressed file ended before"),
             ("tail.jsonl.gz", gzip.compress(line_of().encode() * 3, mtime=0) + b"garbage", ":4: Not a gzipped file"),
             ("packed.jsonl", gzip.compress(line_of().encode(), mtime=0), ":1: not valid JSON"),
-            (
-                "mixed.jsonl",
-                (line_of() + line_of(block_size=300)).encode(),
-                ":2: block_size is 300, but 512 in the lines before",
-            ),
+            ("mix.jsonl", (line_of() + line_of(block_size=300)).encode(), ":2: block_size is 300, but 512 in the lines before"),
             ("order.jsonl", (line_of(timestamp=5) + line_of(timestamp=4)).encode(), ":2: timestamp 4 is below 5"),
             ("answer.jsonl", line_of(output_hash_ids=[7]).encode(), ":1: got 3 ids for 1 full block of 512 in 603 tokens"),
             ("answer.jsonl", line_of(output_hash_ids="7").encode(), ":1: output_hash_ids must be a list of integers"),
@@ -300,17 +270,3 @@ class TestBadResults:
             result = invoke("plan", folder / "trace", option, path)
             assert (result.exit_code, result.output) == (1, f"Error: {path} cannot be written: Permission denied\n")
             assert [path.name for path in folder.iterdir()] == ["trace"]
-
-
-class TestProcess:
-    def run(self, code: str, *args: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", f"import sys\n{code}", *map(str, args)]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    @pytest.mark.parametrize("option", ["--plot", "--html"])
-    def test_plots_need_an_extra(self, option: str, trace: Path) -> None:
-        code = "sys.modules['matplotlib'] = None\nfrom pagepool.replay.cli import main\nmain()"
-        result = self.run(code, "plan", trace, option, trace.parent / "plot.png")
-        assert result.returncode == 1
-        assert result.stderr == "Error: plots need matplotlib: pip install 'pagepool[plan]'\n"
-        assert [*trace.parent.iterdir()] == [trace]
