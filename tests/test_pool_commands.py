@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from model_configs import LLAMA
-from replays import make_loop, make_random_records, make_random_requests, plan_of, scale
+from replays import generators, make_loop, make_random_records, make_random_requests, plan_of, scale
 
 from pagepool import PagePool
 from pagepool.errors import ArgumentError
@@ -303,9 +303,8 @@ class TestReplay:
     def test_requests_together_in_tiny_pools(self) -> None:
         """Preempted requests come back from the tier; pool and tier stay sound."""
         num_preemptions = num_loaded_pages = 0
-        for seed in range(NUM_SEEDS):
-            print(f"seed {seed}")
-            requests = make_random_requests(np.random.default_rng(seed), 60)
+        for rng in generators(NUM_SEEDS):
+            requests = make_random_requests(rng, 60)
             smallest = 2 + max(-(-request.num_slots // 4) for request in requests)
             manager = make_manager(smallest + 8, ModelPages(4), requests, host=HostMemory(300))
             figures = Scheduler(manager, requests, max_num_batched_tokens=64, max_num_seqs=8).run()

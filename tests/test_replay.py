@@ -12,12 +12,11 @@ import command_line
 import numpy as np
 import pytest
 from command_line import line_of
-from replays import SHARED_TRACE, compare_paths, counts, make_manager, make_random_requests, request_of, scale, steps_of
+from replays import SHARED_TRACE, compare_paths, generators, make_manager, make_random_requests, request_of, scale, steps_of
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PagePoolError
 from pagepool.replay import (
     WORKLOADS,
-    Figures,
     Scheduler,
     SimulatedRequest,
     TraceError,
@@ -42,7 +41,7 @@ class TestDecisions:
         requests = [request_of("a", 10, 3), request_of("b", 25, 2)]
         scheduler = make_scheduler(64, requests, batched, max_num_batched_tokens=16)
         assert steps_of(scheduler) == [[("a", 10), ("b", 6)], [("a", 1), ("b", 15)], [("a", 1), ("b", 4)], [("b", 1)]]
-        assert counts(scheduler.figures).generated_tokens == 5
+        assert scheduler.figures.generated_tokens == 5
 
     def test_the_first_that_does_not_fit_blocks_those_behind_it(self, batched: bool) -> None:
         requests = [request_of("a", 3 * 16), request_of("b", 2 * 16), request_of("c", 16)]
@@ -106,26 +105,22 @@ def test_limits_must_be_positive(name: str) -> None:
 class TestEqualPaths:
     """A running batch and a manager give the same figures, and leave the same pages free in the same order."""
 
-    def compare(self, requests: list[SimulatedRequest], *args: Any, **limits: Any) -> Figures:
-        return compare_paths(requests, partial(make_manager, *args), **limits)
-
     def test_random_requests_in_tiny_pools(self) -> None:
         seen = Counter()
-        for seed in range(scale(150, 4)):  # seed 34 skips requests
-            rng = np.random.default_rng(seed)
+        for seed, rng in enumerate(generators(scale(150, 4))):  # seed 34 skips requests
             page_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
             num_pages = 2 + int(rng.integers(150, 500)) // page_size
             limits = {"max_num_batched_tokens": int(rng.integers(1, 100)), "max_num_seqs": int(rng.integers(1, 12))}
             requests = make_random_requests(rng, num_requests=30)
-            print(f"seed {seed}")
-            seen.update(self.compare(requests, num_pages, page_size, seed % 5 > 0, **limits).as_dict())
+            make = partial(make_manager, num_pages, page_size, seed % 5 > 0)
+            seen.update(compare_paths(requests, make, **limits).as_dict())
         for name in ("preemptions", "rehit_tokens", "hit_tokens", "evicted_pages", "skipped"):
             assert seen[name] > 0
 
     @pytest.mark.slow
     @pytest.mark.skipif(not SHARED_TRACE.exists(), reason="the trace is not here")
     def test_the_trace(self) -> None:
-        figures = self.compare(make_requests(read_trace(str(SHARED_TRACE))), 100_000)
+        figures = compare_paths(make_requests(read_trace(str(SHARED_TRACE))), partial(make_manager, 100_000))
         assert figures.requests == 12_031
         assert figures.preemptions > 0
         assert figures.evicted_pages > 0
