@@ -33,6 +33,13 @@ def figures_of(*args: object, **options: Any) -> dict[str, Any]:
     return figures
 
 
+def refuse(exit_code: int, message: str, *args: object, **options: Any) -> Any:
+    """Run a command that ends with this exit code, and with this in its output. Returns the result."""
+    result = invoke(*args, **options)
+    assert (result.exit_code, message in result.output) == (exit_code, True), result.output
+    return result
+
+
 def write_trace(path: Path, records: Iterable[TraceRecord]) -> Path:
     """Write records, without ids of answers, as a trace, and return its path."""
     lines = ({name: getattr(record, name) for name in FIELDS} for record in records)

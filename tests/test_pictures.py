@@ -61,10 +61,6 @@ def make_plan(
     return plan
 
 
-def make_empty_plan() -> Plan:
-    return Planner([record_of(1), record_of(2)], page_size=4).make_plan([3, 30])
-
-
 def draw(plan: Plan, heading: str | None = None) -> Figure:
     import matplotlib as mpl
 
@@ -72,12 +68,6 @@ def draw(plan: Plan, heading: str | None = None) -> Figure:
         figure = draw_plan(plan, heading)
         figure.draw_without_rendering()
     return figure
-
-
-def parse_svg(plan: Plan, name: str, **options: bool) -> ET.Element:
-    file = BytesIO()
-    save_plot(plan, name, file, "svg", **options)
-    return ET.fromstring(file.getvalue())
 
 
 class TestShares:
@@ -145,7 +135,7 @@ PLANS = {
     "one": lambda: make_plan([12_800]),
     "two": lambda: make_plan([7_909, 8_000], 1 << 21),
     "huge": lambda: make_plan([2, 10**12], 1 << 40),
-    "empty": make_empty_plan,
+    "empty": lambda: Planner([record_of(1), record_of(2)], page_size=4).make_plan([3, 30]),
 }
 
 
@@ -198,7 +188,8 @@ class TestTitles:
 
     @pytest.mark.parametrize("name", [ODD_NAME, "対話\N{REPLACEMENT CHARACTER}" * 40], ids=["markup", "long"])
     def test_any_name_can_be_drawn(self, name: str) -> None:
-        root = parse_svg(make_plan([50, 100]), name)
+        save_plot(make_plan([50, 100]), name, file := BytesIO(), "svg")
+        root = ET.fromstring(file.getvalue())
         assert (root.findtext(f"{SVG}title") or "").startswith(f"{name}: up to ")
 
 

@@ -64,18 +64,6 @@ def count_best_hits(records: list[TraceRecord], num_usable_pages: int, page_size
     return max(best_of.values())
 
 
-class TestReuse:
-    def test_each_page_is_last_used_by_somebody(self) -> None:
-        seen: list[int] = []
-        records = [record_of(1, 2, 3), record_of(1, 2, 4), record_of(1, 2, 3, 5), record_of(6)]
-        reuse = find_reuse(records, page_size=2, on_request=seen.append)
-        assert seen == [1, 2, 3, 4]
-        rows = zip(reuse.user.tolist(), reuse.source.tolist(), reuse.first_page.tolist(), reuse.num_pages.tolist(), strict=True)
-        assert [*rows] == [(1, 0, 0, 4), (2, 1, 0, 4), (2, 0, 4, 2)]
-        assert reuse.request_pages.tolist() == [6, 6, 8, 2]
-        assert reuse.num_hit_pages == 10
-
-
 class TestLru:
     def test_equal_to_the_manager(self) -> None:
         """For all sizes, pages of other sizes than blocks, and skipped requests."""

@@ -19,7 +19,7 @@ from pagepool.replay.simulation.allocator import HASH_SEED, end_at_checkpoints
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
-from command_line import figures_of, invoke, write_trace
+from command_line import figures_of, invoke, refuse, write_trace
 
 from pagepool.replay.shared.options import EVICTION_POLICIES
 
@@ -222,21 +222,15 @@ class TestBadInput:
         configs = {"hybrid": QWEN, "states": MAMBA, "llama": LLAMA, "unknown": {**LLAMA, "layer_types": ["mamba"] * 4}}
         for name, content in configs.items():
             (tmp_path / name).write_text(json.dumps(content))
-        result = invoke(command, trace, *(tmp_path / option if option in configs else option for option in options))
-        assert result.exit_code == 2
-        assert message in result.output
+        result = refuse(2, message, command, trace, *(tmp_path / option if option in configs else option for option in options))
         assert len(result.output.splitlines()) == (4 if "Usage: " in result.output else 1)
 
     def test_more_than_there_is_memory_for(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("pagepool.replay.shared.memory.count_available_bytes", lambda: 7_000_000)
         options = ["plan", trace, "--checkpoint-interval", 256, "--num-pages", "600,100k", "--replays", 0]
         assert invoke(*options).exit_code == 0
-        result = invoke(*options, "--eviction", "arc")
-        assert result.exit_code == 1
-        assert "out of memory: a simulation of 100,000 pages of 16 tokens would take 9.5 MiB" in result.output
+        refuse(1, "out of memory: a simulation of 100,000 pages of 16 tokens would take 9.5 MiB", *options, "--eviction", "arc")
 
     def test_a_pool_that_holds_no_request_with_its_states(self, trace: Path, config: Path) -> None:
         for name, sizes in (("plan", "5,6"), ("replay", "6")):
-            result = invoke(name, trace, "--model-config", config, "--num-pages", sizes)
-            assert result.exit_code == 1
-            assert "needs 7 pages, including the null page" in result.output
+            refuse(1, "needs 7 pages, including the null page", name, trace, "--model-config", config, "--num-pages", sizes)
