@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -45,18 +44,6 @@ def write_trace(path: Path, records: Iterable[TraceRecord]) -> Path:
     lines = ({name: getattr(record, name) for name in FIELDS} for record in records)
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return path
-
-
-def read_terminal(descriptor: int) -> bytes:
-    """Read our end of a terminal until the other one is closed, and close it."""
-    output = b""
-    try:
-        while chunk := os.read(descriptor, 4096):
-            output += chunk
-    except OSError:  # the other end is closed
-        pass
-    os.close(descriptor)
-    return output
 
 
 def line_of(**changes: Any) -> str:
