@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,6 +15,7 @@ pytest.importorskip("rich")
 from pagepool.replay import TraceRecord  # noqa: E402  only with the extra
 from pagepool.replay.command import pagepool  # noqa: E402
 
+COMMANDS = ["fleet", "plan", "replay"]
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
@@ -32,23 +32,18 @@ def figures_of(*args: object, **options: Any) -> dict[str, Any]:
     return figures
 
 
+def refuse(exit_code: int, message: str, *args: object, **options: Any) -> Any:
+    """Run a command that ends with this exit code, and with this in its output. Returns the result."""
+    result = invoke(*args, **options)
+    assert (result.exit_code, message in result.output) == (exit_code, True), result.output
+    return result
+
+
 def write_trace(path: Path, records: Iterable[TraceRecord]) -> Path:
     """Write records, without ids of answers, as a trace, and return its path."""
     lines = ({name: getattr(record, name) for name in FIELDS} for record in records)
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return path
-
-
-def read_terminal(descriptor: int) -> bytes:
-    """Read our end of a terminal until the other one is closed, and close it."""
-    output = b""
-    try:
-        while chunk := os.read(descriptor, 4096):
-            output += chunk
-    except OSError:  # the other end is closed
-        pass
-    os.close(descriptor)
-    return output
 
 
 def line_of(**changes: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,13 +13,7 @@ import pytest
 from settings import NUM_OPERATIONS
 
 from pagepool.manager import CacheManager
-from pagepool.replay import (
-    Figures,
-    Scheduler,
-    SimulatedRequest,
-    TraceRecord,
-    make_requests,
-)
+from pagepool.replay import Figures, Scheduler, SimulatedRequest, TraceRecord
 from pagepool.replay.simulation.allocator import Allocator, end_at_checkpoints
 from pagepool.replay.traces.simulated_request import Int32Array
 from pagepool.specs import CacheGroupSpec, FullAttentionSpec
@@ -31,7 +25,6 @@ pytest.importorskip("click")
 
 
 SHARED_TRACE = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
-PAGE_SIZE = 16
 
 
 def scale(most: int, part: int = 3) -> int:
@@ -40,13 +33,17 @@ def scale(most: int, part: int = 3) -> int:
 
 
 def make_manager(
-    num_pages: int, page_size: int = PAGE_SIZE, enable_caching: bool = True, groups: list[CacheGroupSpec] | None = None
+    num_pages: int, page_size: int = 16, enable_caching: bool = True, groups: list[CacheGroupSpec] | None = None
 ) -> CacheManager:
-    return CacheManager(num_pages, groups or groups_of(page_size), 1 << 20, enable_caching=enable_caching)
+    groups = groups or [CacheGroupSpec(FullAttentionSpec(page_size, 1, 1, "bfloat16", use_mla=False))]
+    return CacheManager(num_pages, groups, 1 << 20, enable_caching=enable_caching)
 
 
-def groups_of(page_size: int) -> list[CacheGroupSpec]:
-    return [CacheGroupSpec(FullAttentionSpec(page_size, 1, 1, "bfloat16", use_mla=False))]
+def generators(num_seeds: int) -> Iterator[np.random.Generator]:
+    """Yield a generator for each seed, which is printed."""
+    for seed in range(num_seeds):
+        print(f"seed {seed}")
+        yield np.random.default_rng(seed)
 
 
 class RecordedAllocator:
@@ -81,13 +78,8 @@ class RecordedAllocator:
 def request_of(name: str, num_prompt_tokens: int, num_output_tokens: int = 1) -> SimulatedRequest:
     """Make a request that shares no tokens with a request of another name."""
     start = 10_000 * sum(map(ord, name))
-    num_tokens = num_prompt_tokens + num_output_tokens
-    return SimulatedRequest(
-        name,
-        num_prompt_tokens,
-        num_output_tokens,
-        lambda: np.arange(start, start + num_tokens, dtype=np.int32),
-    )
+    tokens = partial(np.arange, start, start + num_prompt_tokens + num_output_tokens, dtype=np.int32)
+    return SimulatedRequest(name, num_prompt_tokens, num_output_tokens, tokens)
 
 
 def steps_of(scheduler: Scheduler) -> list[list[tuple[str, int | None]]]:
@@ -99,11 +91,6 @@ def steps_of(scheduler: Scheduler) -> list[list[tuple[str, int | None]]]:
         scheduler.step()
         steps.append(recorded.calls)
     return steps
-
-
-def counts(figures: Figures) -> Figures:
-    """Return the figures without those that differ between runs."""
-    return replace(figures, allocator_seconds=0.0, wall_seconds=0.0)
 
 
 def make_random_requests(rng: np.random.Generator, num_requests: int) -> list[SimulatedRequest]:
@@ -119,10 +106,6 @@ def make_random_requests(rng: np.random.Generator, num_requests: int) -> list[Si
     return requests
 
 
-def free_ids_of(manager: CacheManager) -> list[int]:
-    return [page.page_id for page in manager.page_pool.free_page_queue.get_all_free_pages()]
-
-
 def compare_paths(requests: list[SimulatedRequest], make: Callable[[], CacheManager], **limits: Any) -> Figures:
     """Run requests through a manager and a running batch. Returns the figures: they are equal, as are the free pages."""
     figures, free_ids = [], []
@@ -130,10 +113,11 @@ def compare_paths(requests: list[SimulatedRequest], make: Callable[[], CacheMana
         manager = make()
         scheduler = Scheduler(manager, [replace(request) for request in requests], batched=batched, **limits)
         figures.append(scheduler.run())
-        free_ids.append(free_ids_of(manager))
+        free_ids.append([page.page_id for page in manager.page_pool.free_page_queue.get_all_free_pages()])
         manager.page_pool.check()
     assert figures[0].list_differences(figures[1]) == []
-    assert counts(figures[0]) == counts(figures[1])
+    manager_figures, batch_figures = (replace(each, allocator_seconds=0.0, wall_seconds=0.0) for each in figures)
+    assert manager_figures == batch_figures
     assert free_ids[0] == free_ids[1]
     return figures[1]
 
@@ -155,12 +139,11 @@ def make_random_records(rng: np.random.Generator, num_requests: int = 60) -> lis
         num_blocks = int(rng.integers(1, len(path) + 1))
         input_length = num_blocks * block_size - int(rng.integers(block_size))
         if rng.integers(2):
-            records.append(TraceRecord(0, input_length, int(rng.integers(20)), path[:num_blocks], None, block_size))
+            output_length, answer_ids = int(rng.integers(20)), None
         else:
             output_length = len(path) * block_size - input_length + int(rng.integers(block_size))
-            records.append(
-                TraceRecord(0, input_length, output_length, path[:num_blocks], path[num_blocks:], block_size),
-            )
+            answer_ids = path[num_blocks:]
+        records.append(TraceRecord(0, input_length, output_length, path[:num_blocks], answer_ids, block_size))
     return records
 
 
@@ -174,18 +157,6 @@ def run_alone(manager: CacheManager, request: SimulatedRequest) -> list[int]:
     manager.free_page_hashes(request)
     request.drop_token_ids()
     return hit_ids
-
-
-def without_hits_on_twins(records: list[TraceRecord], page_size: int) -> list[TraceRecord]:
-    """Return the records without those that would hit a page that is in the pool twice."""
-    manager = make_manager(20_000, page_size)
-    others = []
-    for record, request in zip(records, make_requests(records), strict=True):
-        hits, _ = manager.get_computed_pages(request)
-        if all(len(manager.page_pool.store.twins(page_id)) == 1 for page_id in hits.get_page_ids()[0]):
-            run_alone(manager, request)
-            others.append(record)
-    return others
 
 
 def make_loop(num_requests: int = 240) -> list[TraceRecord]:

@@ -27,11 +27,6 @@ class Rows:
 """
 
 
-def git(root: Path, *arguments: str) -> None:
-    command = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", *arguments]
-    subprocess.run(command, cwd=root, check=True, capture_output=True)
-
-
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A repository with a released package, whose manager is compiled."""
@@ -41,11 +36,9 @@ def repository(tmp_path: Path) -> Path:
     (root / "pagepool" / "manager" / "__init__.py").write_text('from pagepool._core import Rows\n__all__ = ["Rows"]\n')
     (root / "pagepool" / "_core.pyi").write_text(OLD)
     (root / "CHANGELOG.md").write_text("## Unreleased\n\n## 0.1.0\n\n- `Rows.grow` and `Rows` came.\n")
-    git(root, "init", "--quiet")
-    git(root, "add", "--all")
-    git(root, "commit", "--quiet", "--message", "all")
-    git(root, "tag", "v0.1.0")
-    git(root, "tag", "nightly")
+    for command in ("init --quiet", "add --all", "commit --quiet --message all", "tag v0.1.0", "tag nightly"):
+        git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", *command.split()]
+        subprocess.run(git, cwd=root, check=True, capture_output=True)
     return root
 
 

@@ -14,11 +14,10 @@ import pytest
 pytest.importorskip("click")
 pytest.importorskip("rich")
 pytest.importorskip("msgspec")
-from command_line import invoke
+from command_line import COMMANDS, invoke, line_of, refuse
 from model_configs import LLAMA
 
-COMMANDS = ["fleet", "plan", "replay"]
-LINE = json.dumps({"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}) + "\n"
+LINE = line_of()
 
 
 @pytest.fixture(autouse=True)
@@ -79,9 +78,9 @@ class TestFilesApart:
         self.check(["plan", "trace.jsonl", "--plot", "a.svg", "--json", "folder/a.svg"], "--json folder/a.svg", "--plot a.svg")
         self.check(["plan", "trace.jsonl", "--html", "-", "--json", "-"], "--json -", "--html -")
         Path("b.svg").symlink_to("a.svg")  # which does not exist
-        self.check(["fleet", "trace.jsonl", "--plot", "b.svg", "--json", "a.svg"], "--json a.svg", "--plot b.svg")
-        Path("a.svg").touch()
-        self.check(["fleet", "trace.jsonl", "--plot", "b.svg", "--json", "a.svg"], "--json a.svg", "--plot b.svg")
+        for _ in range(2):
+            self.check(["fleet", "trace.jsonl", "--plot", "b.svg", "--json", "a.svg"], "--json a.svg", "--plot b.svg")
+            Path("a.svg").touch()
 
 
 class TestStandardStreams:
@@ -152,15 +151,12 @@ class TestStrangeTraces:
         }.items():
             if name == "/proc/self/mem" and not Path(name).exists():
                 continue
-            result = invoke(command, name, input=b"")
-            assert (result.exit_code, message in result.output) == (2, True), result.output
+            refuse(2, message, command, name, input=b"")
 
     @pytest.mark.parametrize("timestamp", ["1" + "0" * 400, "-1" + "0" * 400, "1e999", str(2**53)])
     def test_times_beyond_all_numbers(self, timestamp: str) -> None:
         Path("late.jsonl").write_text(LINE.replace('"timestamp": 0', f'"timestamp": {timestamp}'))
-        result = invoke("replay", "late.jsonl")
-        assert result.exit_code == 2
-        assert "Error: late.jsonl:1: timestamp must be below 2**53 ms, got " in result.output
+        result = refuse(2, "Error: late.jsonl:1: timestamp must be below 2**53 ms, got ", "replay", "late.jsonl")
         assert len(result.output) < 120
 
     def test_names_that_are_no_text(self, trace: Path) -> None:

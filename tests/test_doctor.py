@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -32,7 +33,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Versions:
     for name in ("PAGEPOOL_VLLM", "PAGEPOOL_EASYDEL", "VLLM_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
 
-    def install(**versions: str) -> None:
+    def install(**versions: str | None) -> None:
         for module in (engines, environment):
             monkeypatch.setattr(module, "find_version", versions.get)
 
@@ -78,8 +79,7 @@ def test_the_group_lists_the_command_and_passes_it_on() -> None:
     from command_line import invoke
 
     assert "doctor  Check the installation." in invoke("--help").output
-    result = invoke("doctor", "--no-such-option")
-    assert result.exit_code == 2
+    assert invoke("doctor", "--no-such-option").exit_code == 2
 
 
 def test_the_core_tells_how_it_was_built() -> None:
@@ -174,7 +174,7 @@ class TestEngines:
     def test_one_that_is_asked_for_and_not_supported(
         self, version: str | None, monkeypatch: pytest.MonkeyPatch, installed: Versions, problems: list[Problem]
     ) -> None:
-        installed(**({} if version is None else {"vllm": version}))
+        installed(vllm=version)
         monkeypatch.setenv("PAGEPOOL_VLLM", "strict")
         monkeypatch.setattr(engines, "entry_points", lambda group: [SimpleNamespace(name="pagepool")])
         assert not inspect_engines(problems)["vllm"]["is_supported"]
@@ -240,13 +240,9 @@ class TestSelfTest:
             twins.check()
 
     def test_a_failure_is_a_problem(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        def fail() -> int:
-            raise IntegrityError("page 3 is nobody's")
-
-        monkeypatch.setattr(command, "run_self_test", fail)
-        monkeypatch.setattr(command, "inspect_jax", lambda problems: {"version": "9.9"})
-        monkeypatch.setattr(command, "inspect_engines", lambda problems, tries_all: {})
-        monkeypatch.setattr(command, "inspect_extras", lambda problems: {})
+        monkeypatch.setattr(command, "run_self_test", Mock(side_effect=IntegrityError("page 3 is nobody's")))
+        for name, found in {"jax": {"version": "9.9"}, "engines": {}, "extras": {}}.items():
+            monkeypatch.setattr(command, f"inspect_{name}", Mock(return_value=found))
         assert doctor.main([]) == 1
         output = capsys.readouterr().out
         assert '\n1 problem:\n- the self-test failed: IntegrityError("page 3 is nobody\'s")\n' in output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import subprocess
@@ -16,9 +17,8 @@ import pytest
 pytest.importorskip("msgspec")
 
 from fleets import HAS_RAY, KEY, SETTINGS, make_fleet, make_records
-from replays import scale
+from replays import make_manager, scale
 
-from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
 from pagepool._core import HashChain
 from pagepool.errors import PagePoolError
 from pagepool.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode_batch
@@ -32,9 +32,7 @@ def test_one_replica_does_what_a_scheduler_does() -> None:
     records = [TraceRecord(0, each.input_length, each.output_length, each.hash_ids) for each in make_records(1)]
     figures = make_fleet(records, RoundRobinRouter, num_replicas=1).run()
     requests = make_requests(records)
-    spec = FullAttentionSpec(16, num_kv_heads=1, head_size=1, dtype="bfloat16", use_mla=False)
-    max_model_len = max(request.num_final_tokens for request in requests)
-    alone = Scheduler(CacheManager(600, [CacheGroupSpec(spec)], max_model_len), requests, max_num_seqs=8).run()
+    alone = Scheduler(make_manager(600), requests, max_num_seqs=8).run()
     assert figures.num_requests == alone.requests == len(figures.wait_seconds) == 60
     for name in ("prompt_tokens", "hit_tokens", "generated_tokens", "preemptions"):
         assert getattr(figures, name) == getattr(alone, name), name
@@ -105,7 +103,6 @@ def test_a_request_larger_than_the_pool_is_skipped() -> None:
 
 
 MONTH = 30 * 86_400
-MAX_ROUNDS = 2_000
 
 
 class WalkingFleet(Fleet):
@@ -115,32 +112,20 @@ class WalkingFleet(Fleet):
         return -math.inf
 
 
-def make_distant_records(*seconds: float) -> list[TraceRecord]:
-    return [TraceRecord(1000 * at, 700 + 40 * i, 5, (7, 100 + i)) for i, at in enumerate(seconds)]
-
-
-def run_few_rounds(fleet: Fleet) -> FleetFigures:
-    """Run the fleet, unless it takes more than `MAX_ROUNDS`."""
-    num_rounds = 0
-
-    def count(_: FleetFigures) -> None:
-        nonlocal num_rounds
-        num_rounds += 1
-        assert num_rounds <= MAX_ROUNDS
-
-    return fleet.run(count)
-
-
 @pytest.mark.parametrize("report_seconds", [0.1, 1e-6, 1e5])
 @pytest.mark.parametrize("months", [(0, 1, 2), (-3e6, 0, 3e6)], ids=str)
 def test_months_without_requests_are_jumped_over(months: tuple[float, ...], report_seconds: float) -> None:
-    settings = ReplicaSettings(num_pages=600)
-    records = make_distant_records(*(MONTH * month for month in months))
-    if report_seconds < 1e-3:
-        settings = ReplicaSettings(num_pages=600, decode_step_seconds=1e-6, prefill_tokens_per_second=1e9)
-    replicas = LocalReplicas(3, settings, records)
+    """Few rounds are run."""
+    records = [TraceRecord(1000 * MONTH * month, 700 + 40 * i, 5, (7, 100 + i)) for i, month in enumerate(months)]
+    speeds = {"decode_step_seconds": 1e-6, "prefill_tokens_per_second": 1e9} if report_seconds < 1e-3 else {}
+    replicas = LocalReplicas(3, ReplicaSettings(num_pages=600, **speeds), records)
     fleet = Fleet(replicas, RoundRobinRouter(3, 16, KEY), report_seconds=report_seconds, deaths=[(0.9 * MONTH, 1)])
-    figures = run_few_rounds(fleet)
+    num_rounds = itertools.count(1)
+
+    def count(_: FleetFigures) -> None:
+        assert next(num_rounds) <= 2_000
+
+    figures = fleet.run(count)
     assert (figures.num_requests, figures.num_deaths) == (3, 1)
     assert figures.end_seconds >= MONTH * (months[-1] - months[0])
     assert max(figures.wait_seconds) <= 1

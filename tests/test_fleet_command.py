@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("click")
 pytest.importorskip("rich")
 pytest.importorskip("msgspec")
-from command_line import invoke, write_trace
+from command_line import figures_of, invoke, line_of, write_trace
 from fleets import HAS_RAY, make_records
 
 
@@ -41,11 +41,8 @@ def test_figures_and_plot(trace: Path, tmp_path: Path) -> None:
 def test_a_trace_that_idles_for_months(trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     lines = [json.loads(line) for line in trace.read_text().splitlines()[:3]]
-    months = [line | {"timestamp": i * 30 * 86_400_000} for i, line in enumerate(lines)]
-    trace.write_text("".join(json.dumps(line) + "\n" for line in months))
-    result = invoke("fleet", trace, "--num-pages", 600, "--plot", tmp_path / "fleet.svg", "--json", "-")
-    assert result.exit_code == 0, result.output
-    figures = json.loads(result.stdout)
+    trace.write_text("".join(line_of(**line | {"timestamp": i * 30 * 86_400_000}) for i, line in enumerate(lines)))
+    figures = figures_of("fleet", trace, "--num-pages", 600, "--plot", tmp_path / "fleet.svg")
     assert all((each["requests"], each["end_seconds"] > 60 * 86_400) == (3, True) for each in figures.values())
     assert (tmp_path / "fleet.svg").stat().st_size < 1e6
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -133,15 +134,14 @@ def test_a_scrape_has_the_stats(manager: CacheManager, address: str) -> None:
     stats, values = manager.stats(), {sample.name + sample.labels.get("le", ""): sample.value for sample in samples}
     assert all(sample.labels["model_name"] == "tiny" and sample.labels["engine"] == "0" for sample in samples)
     assert values["pagepool_kv_cache_usage_perc"] == stats.usage == 7 / 8
-    assert values["pagepool_held_pages"] == 7
-    assert values["pagepool_free_pages"] == 1
+    assert (values["pagepool_held_pages"], values["pagepool_free_pages"]) == (7, 1)
     assert values["pagepool_cached_pages"] == stats.num_cached_pages
     assert values["pagepool_pinned_pages"] == stats.num_pinned_pages == 0
     assert values["pagepool_max_pinned_pages"] == stats.max_num_pinned_pages == 1
     assert values["pagepool_prefix_cache_queries_total"] == stats.queries.num_queried_tokens == 38
     assert values["pagepool_prefix_cache_hits_total"] == stats.queries.num_hit_tokens == 4
-    assert values["pagepool_prefix_cache_requests_total"] == 3
-    assert values["pagepool_preempted_prefix_cache_requests_total"] == 0
+    requests = values["pagepool_prefix_cache_requests_total"], values["pagepool_preempted_prefix_cache_requests_total"]
+    assert requests == (3, 0)
     assert values["pagepool_allocated_pages_total"] == stats.num_allocated_pages
     assert values["pagepool_evicted_pages_total"] == stats.num_evicted_pages
     assert values["pagepool_hit_pages_total"] == stats.num_hit_pages == 1
@@ -248,11 +248,9 @@ class Case(NamedTuple):
 
 def make_buckets(name: str, **counts_per_step: int) -> dict[str, str]:
     """A histogram's series: the keys are bounds in seconds behind an underscore."""
-    values, total = {}, 0
-    for bound, count in counts_per_step.items():
-        total += count
-        values[f'pagepool_kv_block_{name}_seconds_bucket{{le="{bound[1:]}"}}'] = f"0+{total}x1620"
-    return values | {f'pagepool_kv_block_{name}_seconds_bucket{{le="+Inf"}}': f"0+{total}x1620"}
+    bounds, totals = [bound[1:] for bound in counts_per_step], [*itertools.accumulate(counts_per_step.values())]
+    pairs = zip([*bounds, "+Inf"], [*totals, totals[-1]], strict=True)
+    return {f'pagepool_kv_block_{name}_seconds_bucket{{le="{bound}"}}': f"0+{total}x1620" for bound, total in pairs}
 
 
 PREEMPTED, NEW = "pagepool_preempted_prefix_cache_requests_total", "pagepool_prefix_cache_requests_total"
@@ -284,20 +282,13 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
     program = shutil.which("promtool")
     if program is None:
         pytest.skip("promtool is not installed")
-    tests = [
-        {
-            "interval": "1m",
-            "input_series": [{"series": name, "values": values} for name, values in case.series.items()],
-            "promql_expr_test": [
-                {
-                    "expr": f'count(ALERTS{{alertname="{case.alert}", alertstate="firing"}})',
-                    "eval_time": f"{case.hours}h",
-                    "exp_samples": [{"labels": "{}", "value": 1}] if case.is_firing else [],
-                }
-            ],
-        }
-        for case in CASES
-    ]
+    tests = []
+    for case in CASES:
+        expression = f'count(ALERTS{{alertname="{case.alert}", alertstate="firing"}})'
+        samples = [{"labels": "{}", "value": 1}] if case.is_firing else []
+        expected = {"expr": expression, "eval_time": f"{case.hours}h", "exp_samples": samples}
+        series = [{"series": name, "values": values} for name, values in case.series.items()]
+        tests.append({"interval": "1m", "input_series": series, "promql_expr_test": [expected]})
     (tmp_path / "tests.yml").write_text(json.dumps({"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": tests}))
     process = subprocess.run([program, "test", "rules", tmp_path / "tests.yml"], capture_output=True, text=True, timeout=120)
     assert process.returncode == 0, process.stdout + process.stderr

@@ -17,11 +17,7 @@ from replays import record_of
 
 for package in ("click", "rich", "matplotlib", "msgspec"):
     pytest.importorskip(package)
-from command_line import (  # noqa: E402
-    Page,
-    invoke,
-    line_of,
-)
+from command_line import Page, invoke, line_of  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from PIL import Image  # noqa: E402
 
@@ -65,10 +61,6 @@ def make_plan(
     return plan
 
 
-def make_empty_plan() -> Plan:
-    return Planner([record_of(1), record_of(2)], page_size=4).make_plan([3, 30])
-
-
 def draw(plan: Plan, heading: str | None = None) -> Figure:
     import matplotlib as mpl
 
@@ -76,12 +68,6 @@ def draw(plan: Plan, heading: str | None = None) -> Figure:
         figure = draw_plan(plan, heading)
         figure.draw_without_rendering()
     return figure
-
-
-def parse_svg(plan: Plan, name: str, **options: bool) -> ET.Element:
-    file = BytesIO()
-    save_plot(plan, name, file, "svg", **options)
-    return ET.fromstring(file.getvalue())
 
 
 class TestShares:
@@ -92,22 +78,16 @@ class TestShares:
         assert plan.pools[0].skipped == 2
         all_tokens = sum(record.input_length for record in make_records())
         lines = {line.get_label(): line for line in draw(plan).axes[0].get_lines()}
-        drawn = {
-            "hit rate, LRU": lines["LRU, one after another"],
-            "hit rate, best": lines["best, one after another"],
-            "hit rate, ARC": lines["ARC, one after another"],
-            "hit rate, adaptive": lines["adaptive, one after another"],
-            "hit rate, together": lines["LRU, together"],
-        }
+        drawn = {f"hit rate, {name}": lines[f"{name}, one after another"] for name in ("LRU", "best", "ARC", "adaptive")}
+        drawn["hit rate, together"] = lines["LRU, together"]
         columns = dict(list_columns(plan))
         for heading, line in drawn.items():
             assert [f"{rate:.1%}" for rate in line.get_ydata()] == [cell for cell in columns[heading] if cell]
         pools = plan.as_dict()["pools"]
-        assert [*drawn["hit rate, LRU"].get_ydata()] == [pool["lru_hit_rate"] for pool in pools]
-        assert [*drawn["hit rate, best"].get_ydata()] == [pool["best_hit_rate"] for pool in pools]
-        assert [*drawn["hit rate, together"].get_ydata()] == [
-            pool["replay"]["trace_hit_rate"] for pool in pools if pool["replay"]
-        ]
+        for name in ("LRU", "best"):
+            assert [*drawn[f"hit rate, {name}"].get_ydata()] == [pool[f"{name.lower()}_hit_rate"] for pool in pools]
+        together = [pool["replay"]["trace_hit_rate"] for pool in pools if pool["replay"]]
+        assert [*drawn["hit rate, together"].get_ydata()] == together
         assert [pool["lru_hit_rate"] for pool in pools] == [pool.lru_hit_tokens / all_tokens for pool in plan.pools]
         assert plan.replays[45].skipped == 1
         assert plan.replays[45].trace_hit_rate == plan.replays[45].hit_tokens / all_tokens > 0
@@ -155,7 +135,7 @@ PLANS = {
     "one": lambda: make_plan([12_800]),
     "two": lambda: make_plan([7_909, 8_000], 1 << 21),
     "huge": lambda: make_plan([2, 10**12], 1 << 40),
-    "empty": make_empty_plan,
+    "empty": lambda: Planner([record_of(1), record_of(2)], page_size=4).make_plan([3, 30]),
 }
 
 
@@ -201,16 +181,15 @@ class TestTitles:
     def test_a_fleet(self) -> None:
         none, some, most = (FleetFigures(prompt_tokens=8, hit_tokens=tokens) for tokens in (0, 1, 2))
         assert headline_fleet({"a": some, "b": most}, "chat") == "chat: router b hits most, 25.0% of prompt tokens (a 12.5%)"
-        assert (
-            headline_fleet({"a": most, "b": most, "c": none}, "x")
-            == "x: routers a and b hit most, 25.0% of prompt tokens (c 0.0%)"
-        )
+        several = headline_fleet({"a": most, "b": most, "c": none}, "x")
+        assert several == "x: routers a and b hit most, 25.0% of prompt tokens (c 0.0%)"
         assert headline_fleet({"a": most}, "chat") == "chat: router a hits 25.0% of prompt tokens"
         assert headline_fleet({"a": none, "b": none}, "chat") == "chat: no prompt token hits"
 
     @pytest.mark.parametrize("name", [ODD_NAME, "対話\N{REPLACEMENT CHARACTER}" * 40], ids=["markup", "long"])
     def test_any_name_can_be_drawn(self, name: str) -> None:
-        root = parse_svg(make_plan([50, 100]), name)
+        save_plot(make_plan([50, 100]), name, file := BytesIO(), "svg")
+        root = ET.fromstring(file.getvalue())
         assert (root.findtext(f"{SVG}title") or "").startswith(f"{name}: up to ")
 
 
@@ -256,17 +235,19 @@ class TestAlternatives:
             assert "Software" not in texts
 
     def test_a_page(self, trace: Path, tmp_path: Path) -> None:
-        assert invoke("plan", trace, "--html", tmp_path / "page.html").exit_code == 0
+        assert invoke("plan", trace, "--html", tmp_path / "page.html", "--bytes-per-token", 100_000).exit_code == 0
         text = (tmp_path / "page.html").read_text()
         page = Page(text)
-        assert page.texts["h1"][0].startswith(f"{ODD_NAME}: up to ")
+        assert page.open == page.fetched == []
+        assert not {"script", "link", "img", "iframe", "b"} & {*page.seen}
+        assert (page.seen.count("svg"), page.seen.count("table"), len(page.texts["caption"])) == (1, 3, 3)
+        assert page.texts["h1"][0].startswith(f"{ODD_NAME}: up to 32.9% of prompt tokens hit; beyond ")
         assert page.texts["title"][0] == page.texts["title"][1] == page.texts["h1"][0]
+        assert {"hit rate, adaptive", "GiB", "preempted, together", "LRU pages for the hits of ARC"} <= {*page.texts["th"]}
+        assert "32.9%" in page.texts["td"]
         assert escape(ODD_NAME) in text
-        assert ODD_NAME not in text
+        assert not [part for part in (ODD_NAME, "url(http", str(tmp_path)) if part in text]
         svg = text[text.index("<svg") : text.index("</svg>") + len("</svg>")]
         self.check_svg(ET.fromstring(svg), trace, "39 pages: LRU 32.9%, best 32.9%")
         assert '<html lang="en">' in text
-        assert "32.9%" in page.texts["td"]
-        assert len(re.findall(r'<div class="wide" role="region" aria-label="[^"]+" tabindex="0">', text)) == text.count(
-            "<table>"
-        )
+        assert len(re.findall(r'<div class="wide" role="region" aria-label="[^"]+" tabindex="0">', text)) == 3

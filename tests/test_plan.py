@@ -3,9 +3,8 @@
 import itertools
 from collections import Counter
 
-import numpy as np
 import pytest
-from replays import SHARED_TRACE, make_manager, make_random_records, record_of, run_alone, scale, without_hits_on_twins
+from replays import SHARED_TRACE, generators, make_manager, make_random_records, record_of, run_alone, scale
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.replay import Planner, TraceRecord, make_requests, read_trace
@@ -23,6 +22,18 @@ def count_hits(records: list[TraceRecord], num_pages: int, page_size: int) -> in
     manager = make_manager(num_pages, page_size)
     requests = [request for request in make_requests(records) if cdiv(request.num_slots, page_size) < num_pages]
     return page_size * sum(len(run_alone(manager, request)) for request in requests)
+
+
+def without_hits_on_twins(records: list[TraceRecord], page_size: int) -> list[TraceRecord]:
+    """Return the records without those that would hit a page that is in the pool twice."""
+    manager = make_manager(20_000, page_size)
+    others = []
+    for record, request in zip(records, make_requests(records), strict=True):
+        hits, _ = manager.get_computed_pages(request)
+        if all(len(manager.page_pool.store.twins(page_id)) == 1 for page_id in hits.get_page_ids()[0]):
+            run_alone(manager, request)
+            others.append(record)
+    return others
 
 
 def count_twins(records: list[TraceRecord], page_size: int) -> int:
@@ -53,25 +64,11 @@ def count_best_hits(records: list[TraceRecord], num_usable_pages: int, page_size
     return max(best_of.values())
 
 
-class TestReuse:
-    def test_each_page_is_last_used_by_somebody(self) -> None:
-        seen: list[int] = []
-        records = [record_of(1, 2, 3), record_of(1, 2, 4), record_of(1, 2, 3, 5), record_of(6)]
-        reuse = find_reuse(records, page_size=2, on_request=seen.append)
-        assert seen == [1, 2, 3, 4]
-        rows = zip(reuse.user.tolist(), reuse.source.tolist(), reuse.first_page.tolist(), reuse.num_pages.tolist(), strict=True)
-        assert [*rows] == [(1, 0, 0, 4), (2, 1, 0, 4), (2, 0, 4, 2)]
-        assert reuse.request_pages.tolist() == [6, 6, 8, 2]
-        assert reuse.num_hit_pages == 10
-
-
 class TestLru:
     def test_equal_to_the_manager(self) -> None:
         """For all sizes, pages of other sizes than blocks, and skipped requests."""
         seen: Counter[str] = Counter()
-        for seed in range(NUM_SEEDS):
-            print(f"seed {seed}")
-            rng = np.random.default_rng(seed)
+        for rng in generators(NUM_SEEDS):
             page_size = int(rng.integers(1, 9))
             records = without_hits_on_twins(make_random_records(rng), page_size)
             planner = Planner(records, page_size)
@@ -82,9 +79,7 @@ class TestLru:
 
     def test_hits_on_pages_that_are_there_twice_differ_by_so_many_pages(self) -> None:
         num_differences = 0
-        for seed in range(NUM_SEEDS):
-            print(f"seed {seed}")
-            rng = np.random.default_rng(seed)
+        for rng in generators(NUM_SEEDS):
             records, page_size = make_random_records(rng), int(rng.integers(1, 9))
             num_twins = count_twins(records, page_size)
             curve = LruCurve(find_reuse(records, page_size))
@@ -107,9 +102,7 @@ class TestLru:
 class TestBest:
     def test_equal_to_brute_force(self) -> None:
         num_better = 0
-        for seed in range(5 * NUM_SEEDS):
-            print(f"seed {seed}")
-            rng = np.random.default_rng(seed)
+        for rng in generators(5 * NUM_SEEDS):
             ids = [rng.integers(2, size=rng.integers(1, 5)).tolist() for _ in range(10)]
             records = [record_of(*path, output_length=int(rng.integers(3)), block_size=2) for path in ids]
             page_size = int(rng.integers(2, 4))
@@ -123,9 +116,7 @@ class TestBest:
 
 class TestPlan:
     def test_the_knee_is_the_smallest_pool_with_that_share(self) -> None:
-        for seed in range(NUM_SEEDS):
-            print(f"seed {seed}")
-            rng = np.random.default_rng(seed)
+        for rng in generators(NUM_SEEDS):
             planner = Planner(make_random_records(rng), page_size=int(rng.integers(1, 5)))
             plan = planner.make_plan([planner.max_num_pages])
             assert [knee.share for knee in plan.knees] == [0.5, 0.8, 0.95, 0.99]

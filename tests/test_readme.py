@@ -14,18 +14,11 @@ from sources import ROOT
 OUTPUT = re.findall(r"^print\(.*\)  # ([^:\n]*)", PROGRAM, re.MULTILINE)
 
 
-def run(arguments: list[str], cwd: Path, text: str | None = None) -> str:
-    command = [sys.executable, *arguments]
-    process = subprocess.run(command, cwd=cwd, input=text, check=True, capture_output=True, text=True, timeout=120)
-    assert "Traceback" not in process.stderr
-    return process.stdout
-
-
 @pytest.mark.parametrize("is_prompt", [False, True], ids=["file", "prompt"])
 def test_it_prints_what_it_says(tmp_path: Path, is_prompt: bool) -> None:
-    if is_prompt:
-        output = run(["-i", "-q"], tmp_path, PROGRAM)
-    else:
-        (tmp_path / "program.py").write_text(PROGRAM)
-        output = run(["program.py"], tmp_path)
-    assert output.splitlines() == OUTPUT
+    (tmp_path / "program.py").write_text(PROGRAM)
+    arguments, text = (["-i", "-q"], PROGRAM) if is_prompt else (["program.py"], None)
+    command = [sys.executable, *arguments]
+    process = subprocess.run(command, cwd=tmp_path, input=text, check=True, capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in process.stderr
+    assert process.stdout.splitlines() == OUTPUT

@@ -11,21 +11,12 @@ from typing import Any
 import command_line
 import numpy as np
 import pytest
-from replays import (
-    SHARED_TRACE,
-    compare_paths,
-    counts,
-    make_manager,
-    make_random_requests,
-    request_of,
-    scale,
-    steps_of,
-)
+from command_line import line_of, refuse
+from replays import SHARED_TRACE, compare_paths, generators, make_manager, make_random_requests, request_of, scale, steps_of
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PagePoolError
 from pagepool.replay import (
     WORKLOADS,
-    Figures,
     Scheduler,
     SimulatedRequest,
     TraceError,
@@ -38,8 +29,6 @@ from pagepool.replay import (
 from pagepool.replay.traces.reader import parse_record
 from pagepool.running_batch import RunningBatch
 
-GOOD = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}
-
 
 def make_scheduler(num_pages: int, requests: list[SimulatedRequest], batched: bool, **limits: Any) -> Scheduler:
     """Make a scheduler that allocates request by request, or with a running batch."""
@@ -51,20 +40,13 @@ class TestDecisions:
     def test_prompts_share_the_budget_and_decoding_goes_first(self, batched: bool) -> None:
         requests = [request_of("a", 10, 3), request_of("b", 25, 2)]
         scheduler = make_scheduler(64, requests, batched, max_num_batched_tokens=16)
-        assert steps_of(scheduler) == [
-            [("a", 10), ("b", 6)],
-            [("a", 1), ("b", 15)],
-            [("a", 1), ("b", 4)],
-            [("b", 1)],
-        ]
-        assert counts(scheduler.figures).generated_tokens == 5
+        assert steps_of(scheduler) == [[("a", 10), ("b", 6)], [("a", 1), ("b", 15)], [("a", 1), ("b", 4)], [("b", 1)]]
+        assert scheduler.figures.generated_tokens == 5
 
     def test_the_first_that_does_not_fit_blocks_those_behind_it(self, batched: bool) -> None:
         requests = [request_of("a", 3 * 16), request_of("b", 2 * 16), request_of("c", 16)]
-        assert steps_of(make_scheduler(1 + 4, requests, batched)) == [
-            [("a", 48), ("b", None)],
-            [("b", 32), ("c", 16)],
-        ]
+        steps = steps_of(make_scheduler(1 + 4, requests, batched))
+        assert steps == [[("a", 48), ("b", None)], [("b", 32), ("c", 16)]]
 
     def test_the_newest_is_preempted_and_comes_back_first(self, batched: bool) -> None:
         requests = [request_of("a", 16, 4), request_of("b", 16, 4), request_of("c", 16, 1)]
@@ -123,26 +105,22 @@ def test_limits_must_be_positive(name: str) -> None:
 class TestEqualPaths:
     """A running batch and a manager give the same figures, and leave the same pages free in the same order."""
 
-    def compare(self, requests: list[SimulatedRequest], *args: Any, **limits: Any) -> Figures:
-        return compare_paths(requests, partial(make_manager, *args), **limits)
-
     def test_random_requests_in_tiny_pools(self) -> None:
         seen = Counter()
-        for seed in range(scale(150, 4)):  # seed 34 skips requests
-            rng = np.random.default_rng(seed)
+        for seed, rng in enumerate(generators(scale(150, 4))):  # seed 34 skips requests
             page_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
             num_pages = 2 + int(rng.integers(150, 500)) // page_size
             limits = {"max_num_batched_tokens": int(rng.integers(1, 100)), "max_num_seqs": int(rng.integers(1, 12))}
             requests = make_random_requests(rng, num_requests=30)
-            print(f"seed {seed}")
-            seen.update(self.compare(requests, num_pages, page_size, seed % 5 > 0, **limits).as_dict())
+            make = partial(make_manager, num_pages, page_size, seed % 5 > 0)
+            seen.update(compare_paths(requests, make, **limits).as_dict())
         for name in ("preemptions", "rehit_tokens", "hit_tokens", "evicted_pages", "skipped"):
             assert seen[name] > 0
 
     @pytest.mark.slow
     @pytest.mark.skipif(not SHARED_TRACE.exists(), reason="the trace is not here")
     def test_the_trace(self) -> None:
-        figures = self.compare(make_requests(read_trace(str(SHARED_TRACE))), 100_000)
+        figures = compare_paths(make_requests(read_trace(str(SHARED_TRACE))), partial(make_manager, 100_000))
         assert figures.requests == 12_031
         assert figures.preemptions > 0
         assert figures.evicted_pages > 0
@@ -179,15 +157,6 @@ class TestTrace:
             (b"[" * 100_000, "not valid JSON"),
             (b"[1]", "a JSON object is expected, not list"),
             (b"{}", "lacks timestamp, input_length, output_length, hash_ids"),
-        ],
-    )
-    def test_lines_that_are_no_object(self, text: bytes, reason: str) -> None:
-        with pytest.raises(ArgumentError, match=reason):
-            parse_record(text)
-
-    @pytest.mark.parametrize(
-        ("changes", "reason"),
-        [
             ({"timestamp": "0"}, "timestamp must be a number, got '0'"),
             ({"timestamp": True}, "timestamp must be a number"),
             ({"input_length": 0}, "input_length must be at least 1, got 0"),
@@ -202,14 +171,14 @@ class TestTrace:
             ({"output_length": None}, "output_length must be an integer"),
         ],
     )
-    def test_fields_that_do_not_fit(self, changes: dict[str, Any], reason: str) -> None:
+    def test_lines_that_are_no_request(self, text: bytes | dict[str, Any], reason: str) -> None:
         """Other fields than these are ignored."""
         with pytest.raises((ArgumentError, ArgumentTypeError), match=reason):
-            parse_record(json.dumps(GOOD | {"more": [1]} | changes).encode())
+            parse_record(text if isinstance(text, bytes) else line_of(more=[1], **text).encode())
 
     def test_the_message_has_file_and_line(self, tmp_path: Path) -> None:
         path = tmp_path / "bad.jsonl"
-        path.write_text(f"{json.dumps(GOOD | {'more': [1]})}\n\n{json.dumps(GOOD)}\n")
+        path.write_text(f"{line_of(more=[1])}\n{line_of()}")
         with pytest.raises(TraceError, match=r"bad\.jsonl:2: not valid JSON"):
             read_trace(str(path))
         assert len(read_trace(str(path), limit=1)) == 1
@@ -225,18 +194,13 @@ class TestTrace:
 def trace(tmp_path: Path) -> Path:
     """Two requests that share their first 512 tokens, and one of 600 pages."""
     path = tmp_path / "trace.jsonl"
-    long = {"timestamp": 1, "input_length": 9600, "output_length": 1, "hash_ids": list(range(19))}
-    lines = [GOOD, GOOD | {"hash_ids": [0, 2]}, long]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    long = line_of(timestamp=1, input_length=9600, output_length=1, hash_ids=[*range(19)])
+    path.write_text(line_of() + line_of(hash_ids=[0, 2]) + long)
     return path
 
 
-def invoke(*args: object, **options: Any) -> Any:
-    return command_line.invoke("replay", *args, **options)
-
-
-def figures_of(*args: object, **options: Any) -> dict[str, Any]:
-    return command_line.figures_of("replay", *args, **options)
+invoke = partial(command_line.invoke, "replay")
+figures_of = partial(command_line.figures_of, "replay")
 
 
 class TestCommand:
@@ -265,9 +229,6 @@ class TestCommand:
         assert ["prompt", "tokens", "10,800", "10,800"] in lines
         manager, batched = ({**by_path[path], "allocator_seconds": 0, "wall_seconds": 0} for path in by_path)
         assert manager == batched
-        for option in ("--batched", "--no-batched"):
-            figures = figures_of(*options, option)
-            assert {**figures, "allocator_seconds": 0, "wall_seconds": 0} == batched
 
     @pytest.mark.parametrize("option", ["--batched", "--no-batched"])
     def test_the_way_that_was_chosen_allocates(self, trace: Path, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,25 +242,18 @@ class TestCommand:
     def test_paths_that_differ_are_told(self, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         admit = RunningBatch.admit
         monkeypatch.setattr(RunningBatch, "admit", lambda *args, **options: admit(*args, **options, look_up=False))
-        result = invoke(trace, "--max-num-seqs", 1, "--compare", "--json", tmp_path / "figures.json")
-        assert result.exit_code == 1
-        assert "Error: manager and batched differ in " in result.output
+        options = ("--max-num-seqs", 1, "--compare", "--json", tmp_path / "figures.json")
+        result = refuse(1, "Error: manager and batched differ in ", "replay", trace, *options)
         assert "hit_tokens" in result.output
         by_path = json.loads((tmp_path / "figures.json").read_text())
         assert by_path["manager"]["hit_tokens"] > by_path["batched"]["hit_tokens"] == 0
 
-    def test_requests_larger_than_the_pool_are_reported(self, trace: Path) -> None:
-        result = invoke(trace, "--num-pages", 200)
-        assert result.exit_code == 0
-        assert f"skipped {trace}:3: " in result.output
-
     def test_many_skipped_requests_are_summed_up(self, tmp_path: Path) -> None:
         path = tmp_path / "t.jsonl"
-        path.write_text(f"{json.dumps(GOOD)}\n" * 25)
+        path.write_text(line_of() * 25)
         result = invoke(path, "--num-pages", 2)
         lines = [line for line in result.output.splitlines() if line.startswith("skipped ")]
-        assert len(lines) == 10 + 1
-        assert lines[-1] == "skipped 15 more"
+        assert (len(lines), lines[-1]) == (10 + 1, "skipped 15 more")
 
     @pytest.mark.parametrize("name", WORKLOADS)
     def test_requests_are_made_up_by_name_and_seed(self, name: str) -> None:
@@ -311,29 +265,10 @@ class TestCommand:
         assert f"synthetic {name}, 32,768 pages of 16 tokens\n" in invoke(*options).output
 
 
-class TestProcess:
-    def run(self, code: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-    def test_the_public_names_need_no_extra(self) -> None:
-        """The package alone does not import them, either."""
-        code = (
-            "import sys, pagepool; assert 'pagepool.replay' not in sys.modules; "
-            "import pagepool.replay; assert not {'click', 'rich', 'matplotlib', 'msgspec', 'ray'} & set(sys.modules)"
-        )
-        assert self.run(code).returncode == 0
-
-    def test_what_is_missing_else_is_not_taken_for_an_extra(self) -> None:
-        code = (
-            "import sys; sys.modules['pagepool.replay.simulation.report'] = None; from pagepool.replay import cli; cli.main()"
-        )
-        result = self.run(code)
-        assert result.returncode == 1
-        assert "ModuleNotFoundError" in result.stderr
-        assert "pip install" not in result.stderr
-
-
-def run(*args: object, code: str | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
-    start = ["-m", "pagepool"] if code is None else ["-c", code]
-    command = [sys.executable, *start, *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+def test_the_public_names_need_no_extra() -> None:
+    """The package alone does not import them, either."""
+    code = (
+        "import sys, pagepool; assert 'pagepool.replay' not in sys.modules; "
+        "import pagepool.replay; assert not {'click', 'rich', 'matplotlib', 'msgspec', 'ray'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

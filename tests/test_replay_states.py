@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from model_configs import LLAMA, QWEN
-from replays import make_loop, make_random_requests, request_of, scale, steps_of
+from replays import generators, make_loop, make_random_requests, request_of, scale, steps_of
 
 from pagepool.manager import CacheManager
 from pagepool.replay import Planner, Scheduler, TraceRecord, read_trace
@@ -19,28 +19,16 @@ from pagepool.replay.simulation.allocator import HASH_SEED, end_at_checkpoints
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
-from command_line import figures_of, invoke, write_trace
+from command_line import figures_of, invoke, refuse, write_trace
 
 from pagepool.replay.shared.options import EVICTION_POLICIES
 
-NUM_SEEDS = scale(20)
-STATE_MODEL = {
-    "model_type": "mamba",
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "state_size": 16,
-    "conv_kernel": 4,
-    "expand": 2,
-}
+MAMBA = {"model_type": "mamba", "num_hidden_layers": 4, "hidden_size": 64, "state_size": 16, "conv_kernel": 4, "expand": 2}
 MODELS = {
     "more states": QWEN,
     "more attention": QWEN | {"layer_types": (["full_attention"] * 3 + ["linear_attention"]) * 12},
-    "states only": STATE_MODEL,
+    "states only": MAMBA,
 }
-
-
-def make_manager(num_pages: int, page_size: int = 16, interval: int = 32, num_states: int = 1) -> CacheManager:
-    return CacheManager(num_pages, ModelPages(page_size, num_state_groups=num_states).make_groups(interval), 1 << 16)
 
 
 class TestChunks:
@@ -52,15 +40,9 @@ class TestChunks:
     @pytest.mark.parametrize("batched", [False, True])
     def test_steps(self, batched: bool) -> None:
         requests = [request_of("a", 100, 3), replace(request_of("a", 100, 1), request_id="b")]
-        scheduler = Scheduler(make_manager(64), requests, max_num_batched_tokens=80, max_num_seqs=1, batched=batched)
-        assert steps_of(scheduler) == [
-            [("a", 64)],
-            [("a", 32)],
-            [("a", 4)],
-            [("a", 1)],
-            [("a", 1)],
-            [("b", 4)],
-        ]
+        manager = CacheManager(64, ModelPages(16, num_state_groups=1).make_groups(32), 1 << 16)
+        scheduler = Scheduler(manager, requests, max_num_batched_tokens=80, max_num_seqs=1, batched=batched)
+        assert steps_of(scheduler) == [[("a", 64)], [("a", 32)], [("a", 4)], [("a", 1)], [("a", 1)], [("b", 4)]]
         assert scheduler.figures.hit_tokens == 96
         assert scheduler.figures.copied_pages == 3  # checkpoints at 64 and 96, and one hit
 
@@ -70,9 +52,7 @@ class TestSimulator:
     @pytest.mark.parametrize("num_attention_groups", [0, 1, 3])
     def test_equal_to_the_scheduler_with_one_request_at_a_time(self, num_attention_groups: int, eviction: str) -> None:
         seen: Counter[str] = Counter()
-        for seed in range(NUM_SEEDS):
-            print(f"seed {seed}")
-            rng = np.random.default_rng(seed)
+        for rng in generators(scale(20)):
             page_size = int(rng.choice([1, 2, 4, 8])) if num_attention_groups else 1
             model = ModelPages(page_size, None, num_attention_groups, num_state_groups=int(rng.integers(1, 4)))
             interval, budget = page_size * int(rng.integers(1, 5)), int(rng.integers(5, 100))
@@ -117,7 +97,7 @@ class TestReplay:
         assert figures_of(*options, "--checkpoint-interval", 2176)["allocated_pages"] == 3 + 3
         assert figures_of(*options, "--page-size", 16)["allocated_pages"] == 76 + 2 * 3
         assert figures_of(*options, "--no-caching")["allocated_pages"] == 3 + 3
-        config.write_text(json.dumps(STATE_MODEL))
+        config.write_text(json.dumps(MAMBA))
         assert figures_of("replay", trace, "--model-config", config, "--max-num-seqs", 1)["hit_tokens"] == 8 * 1024
 
 
@@ -148,7 +128,7 @@ class TestPlan:
         assert min(seen[name] for name in ("hit_tokens", "evicted_pages", "copied_pages")) > 0
 
     def test_states_only(self, trace: Path, config: Path) -> None:
-        config.write_text(json.dumps(STATE_MODEL))
+        config.write_text(json.dumps(MAMBA))
         figures = figures_of("plan", trace, "--model-config", config)
         assert (figures["page_bytes"], figures["min_num_pages"]) == (4 * (3 + 16) * 128 * 2, 2)
         assert (figures["most_hit_tokens"], figures["knees"]) == (8 * 1199, [])
@@ -239,24 +219,18 @@ class TestBadInput:
         ],
     )
     def test_one_line(self, command: str, options: list[object], message: str, trace: Path, tmp_path: Path) -> None:
-        configs = {"hybrid": QWEN, "states": STATE_MODEL, "llama": LLAMA, "unknown": {**LLAMA, "layer_types": ["mamba"] * 4}}
+        configs = {"hybrid": QWEN, "states": MAMBA, "llama": LLAMA, "unknown": {**LLAMA, "layer_types": ["mamba"] * 4}}
         for name, content in configs.items():
             (tmp_path / name).write_text(json.dumps(content))
-        result = invoke(command, trace, *(tmp_path / option if option in configs else option for option in options))
-        assert result.exit_code == 2
-        assert message in result.output
+        result = refuse(2, message, command, trace, *(tmp_path / option if option in configs else option for option in options))
         assert len(result.output.splitlines()) == (4 if "Usage: " in result.output else 1)
 
     def test_more_than_there_is_memory_for(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("pagepool.replay.shared.memory.count_available_bytes", lambda: 7_000_000)
         options = ["plan", trace, "--checkpoint-interval", 256, "--num-pages", "600,100k", "--replays", 0]
         assert invoke(*options).exit_code == 0
-        result = invoke(*options, "--eviction", "arc")
-        assert result.exit_code == 1
-        assert "out of memory: a simulation of 100,000 pages of 16 tokens would take 9.5 MiB" in result.output
+        refuse(1, "out of memory: a simulation of 100,000 pages of 16 tokens would take 9.5 MiB", *options, "--eviction", "arc")
 
     def test_a_pool_that_holds_no_request_with_its_states(self, trace: Path, config: Path) -> None:
         for name, sizes in (("plan", "5,6"), ("replay", "6")):
-            result = invoke(name, trace, "--model-config", config, "--num-pages", sizes)
-            assert result.exit_code == 1
-            assert "needs 7 pages, including the null page" in result.output
+            refuse(1, "needs 7 pages, including the null page", name, trace, "--model-config", config, "--num-pages", sizes)

@@ -22,10 +22,6 @@ def load(name: str) -> dict[str, Any]:
     return workflow
 
 
-def steps_of(name: str) -> list[dict[str, Any]]:
-    return [step for job in load(name)["jobs"].values() for step in job.get("steps", [])]
-
-
 def targets_of(job: dict[str, Any]) -> set[str]:
     """Return the make targets that a job's steps name, and those of a matrix over `target`."""
     matrix = job.get("strategy", {}).get("matrix", {})
@@ -50,7 +46,8 @@ def test_every_job_ends_and_rights_are_least(name: str) -> None:
     jobs = load(name)["jobs"].items()
     assert [job_name for job_name, job in jobs if "uses" not in job and "timeout-minutes" not in job] == []
     assert load(name)["permissions"] == {"contents": "read"}
-    checkouts = [step for step in steps_of(name) if step.get("uses", "").startswith("actions/checkout@")]
+    steps = [step for _, job in jobs for step in job.get("steps", [])]
+    checkouts = [step for step in steps if step.get("uses", "").startswith("actions/checkout@")]
     assert all(step["with"]["persist-credentials"] is False for step in checkouts)
 
 
