@@ -171,33 +171,6 @@ def test_nothing_dirty_gives_the_same_arrays_of_all_groups() -> None:
     assert not any(same is array for same, array in zip(tables.commit(6), first, strict=True))
 
 
-def test_rows_that_are_not_committed_stay_dirty() -> None:
-    table = PageTable(8, 100, 64)
-    table.append_row([1] * 70, 2)
-    table.append_row([2] * 70, 6)
-    assert read(table.commit(0)).sum() == 0
-    assert read(table.commit(4)).sum() == 70
-    assert table.count_dirty_windows(0, 8) == 2
-    assert read(table.commit(8)).sum() == 210
-    assert table.count_dirty_windows(0, 8) == 0
-
-
-def test_a_commit_after_clear() -> None:
-    for donate in (True, False):
-        table = PageTable(8, 100, 64, donate=donate)
-        table.append_row([1] * 70, 2)
-        table.commit(8)
-        table.clear()
-        assert read(table.page_table).sum() == 0
-        assert table.count_dirty_windows(0, 8) == 0
-        table.append_row([3], 7)
-        assert read(table.commit(8)).sum() == 3
-        table.clear()
-        table.append_row([3], 7)
-        assert read(table.commit(7)).sum() == 0
-        assert read(table.commit(8)).sum() == 3
-
-
 def test_arrays_are_int32_in_64_bit_mode() -> None:
     with enable_x64(True):
         run_work(make_work((8, 100), seed=5), 20)
