@@ -6,7 +6,7 @@ import copy
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,13 @@ MODELS = pytest.mark.parametrize("weights", [WEIGHTS, HYBRID_WEIGHTS], ids=["att
 Ask = tuple[list[int], SamplingParams]
 RUNNERS: dict[Any, runner.ModelRunner] = {}
 LOGITS: dict[Any, Any] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_float32() -> Iterator[None]:
+    """CPUs use it anyway; other devices need the option. For the tests of files that import it."""
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
 def make_runner(
@@ -169,6 +176,14 @@ def answer_by_engine(engine: Engine, asks: list[Ask]) -> tuple[list[Request], se
     """Return the finished requests, half of which arrive while others run, and those that were preempted."""
     requests = [engine.add(*ask) for ask in asks[: len(asks) // 2]]
     preempted = run_to_end(engine, [lambda ask=ask: requests.append(engine.add(*ask)) for ask in asks[len(asks) // 2 :]])
+    return requests, preempted
+
+
+def check_outputs(engine: Engine, asks: list[Ask], weights: Weights = WEIGHTS) -> tuple[list[Request], set[Request]]:
+    """The engine's answers are the dense model's. Returns what `answer_by_engine` does."""
+    requests, preempted = answer_by_engine(engine, asks)
+    assert [request.output for request in requests] == [answer_densely(*ask, weights) for ask in asks]
+    check_rest(engine)
     return requests, preempted
 
 

@@ -121,6 +121,11 @@ class Work:
         getattr(self.tables, name)(*args)
         getattr(self.model, name)(*args)
 
+    def commit(self, num_reqs: int) -> list[Any]:
+        """Commit the real tables, and return the array of each."""
+        arrays = self.tables.commit(num_reqs)
+        return list(arrays) if isinstance(arrays, tuple) else [arrays]
+
     def row(self) -> int:
         return int(self.rng.integers(self.num_rows))
 

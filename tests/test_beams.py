@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
@@ -24,6 +23,7 @@ from engine_workload import (  # noqa: E402
     check_beams,
     check_rest,
     check_samples,
+    exact_float32,  # noqa: F401
     make_asks,
     make_engine,
     run_all,
@@ -32,13 +32,6 @@ from engine_workload import (  # noqa: E402
 )
 
 from pagepool.errors import OutOfPagesError  # noqa: E402
-
-
-@pytest.fixture(scope="module", autouse=True)
-def exact_float32() -> Iterator[None]:
-    """CPUs use it anyway; other devices need the option."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 @MODELS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -23,10 +23,11 @@ from engine_workload import (  # noqa: E402
     Engine,
     SamplingParams,
     Weights,
-    answer_by_engine,
     answer_densely,
     check_answers,
+    check_outputs,
     check_rest,
+    exact_float32,  # noqa: F401
     make_asks,
     make_engine,
     run_all,
@@ -42,13 +43,6 @@ SMALL = {"num_pages": 30, "num_host_pages": 300}
 NEVER, ALWAYS = {"prefill_rate": math.inf}, {"host_bandwidth": math.inf}
 """Swap preempted requests never, or whenever it works."""
 CHOICES = pytest.mark.parametrize("choice", [NEVER, ALWAYS], ids=["never", "always"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def exact_float32() -> Iterator[None]:
-    """CPUs use it anyway; other devices need the option."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def check_host(engine: Engine, choice: dict[str, float]) -> None:
@@ -126,17 +120,8 @@ def test_answers_with_a_pool_that_evicts_all_the_time(weights: Weights, choice: 
     if choice is NEVER:
         check_answers(engine, asks, weights)
     else:
-        requests, _ = answer_by_engine(engine, asks)
-        assert [request.output for request in requests] == [answer_densely(*ask, weights) for ask in asks]
-        check_rest(engine)
+        check_outputs(engine, asks, weights)
     check_host(engine, choice)
-
-
-@pytest.mark.slow
-def test_samples_and_beams() -> None:
-    engine = make_engine(HYBRID_WEIGHTS, num_host_pages=300, **ALWAYS)
-    run_all(engine, make_asks(18), HYBRID_WEIGHTS)
-    check_host(engine, ALWAYS)
 
 
 def test_transfers_and_steps_that_fail_at_random() -> None:
@@ -169,10 +154,8 @@ def test_requests_that_cannot_go_back_wait_again(weights: Weights) -> None:
     engine = make_engine(weights, **SMALL)
     engine.runner.host_pages = FailingHostPages(engine.runner.host_pages, 0.1)
     engine.scheduler.batch = batch = LosingBatch(engine.scheduler.batch)
-    requests, _ = answer_by_engine(engine, asks := make_asks(18))
-    assert [request.output for request in requests] == [answer_densely(*ask, weights) for ask in asks]
+    check_outputs(engine, make_asks(18), weights)
     assert batch.num_lost > 3
-    check_rest(engine)
 
 
 @MODELS
