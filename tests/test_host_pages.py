@@ -396,12 +396,6 @@ def test_a_number_in_flight_is_not_taken_again() -> None:
     assert host_pages.wait() == [done(transfers)]
 
 
-def deleted() -> Any:
-    array = jnp.arange(8)
-    array.delete()
-    return [jnp.arange(8), array]
-
-
 @pytest.mark.parametrize(
     "call", [HostPages.warmup, lambda host_pages, arrays: host_pages.run(arrays, make_transfers([(1, 1)]))]
 )
@@ -412,8 +406,6 @@ def deleted() -> Any:
         (lambda: [jnp.arange(8), np.arange(8)], ArgumentTypeError, "arrays: got ndarray, allowed: jax arrays, .*"),
         (lambda: [jnp.arange(8), jnp.arange(9)], ArgumentError, r"arrays: got int32 \(9,\) .*, allowed: as at first, .*"),
         (lambda: [jnp.arange(8), jnp.arange(8.0)], ArgumentError, r"arrays: got float32 \(8,\) .*, allowed: as at first, .*"),
-        (lambda: [jnp.arange(8)] * 2, ArgumentError, "arrays: got the same array twice, allowed: each array once"),
-        (deleted, ArgumentError, "arrays: got a deleted array .*"),
     ],
 )
 def test_wrong_arrays(call: Callable[..., Any], make: Callable[[], Any], error: type[Exception], message: str) -> None:
@@ -430,7 +422,6 @@ def test_wrong_arrays(call: Callable[..., Any], make: Callable[[], Any], error: 
         (np.arange(8), {}, ArgumentTypeError, "arrays: got ndarray, allowed: jax arrays, outside of traced functions"),
         (jnp.arange(8), {"num_pages": 1}, ArgumentError, "num_pages must be at least 2, got 1"),
         (jnp.arange(8), {"page_axis": 1}, ArgumentError, r"arrays: got shape \(8,\), allowed: more axes than page_axis, 1"),
-        (jnp.arange(8), {"page_axis": None}, ArgumentTypeError, "page_axis must be an integer, got None"),
         (
             jnp.arange(8),
             {"memory_kind": "pined_host"},
