@@ -188,14 +188,19 @@ def check_outputs(engine: Engine, asks: list[Ask], weights: Weights = WEIGHTS) -
 
 
 def check_answers(engine: Engine, asks: list[Ask], weights: Weights = WEIGHTS) -> None:
-    """The engine's answers are the dense model's, with hits, evictions, preemptions and chunks on the way."""
+    """The engine's answers are the dense model's, with hits, evictions, preemptions and chunks on the way. Nothing is left."""
     print(f"seed {SEED}")
     with count_compilations() as compilations:
         requests, preempted = answer_by_engine(engine, asks)
     assert not compilations
     expected = [answer_densely(*ask, weights) for ask in asks]
     assert [request.output for request in requests] == expected
-    check_that_all_happened(engine, preempted)
+    stats = engine.manager.stats()
+    assert stats.queries.num_hit_tokens > 0
+    assert stats.preempted_queries.num_requests >= len(preempted)
+    assert stats.num_evicted_pages > 0
+    assert {request.params.temperature > 0 for request in preempted} == {False, True}
+    check_rest(engine)
     check_variety(expected)
 
 
@@ -234,16 +239,6 @@ def run_all(engine: Engine, asks: list[Ask], weights: Weights) -> None:
         check_beams(search, ask, weights)
     for requests, ask in samples:
         check_samples(requests, ask, weights)
-    check_rest(engine)
-
-
-def check_that_all_happened(engine: Engine, preempted: set[Request]) -> None:
-    """Assert that there were hits, preemptions and evictions, and that nothing is left behind."""
-    stats = engine.manager.stats()
-    assert stats.queries.num_hit_tokens > 0
-    assert stats.preempted_queries.num_requests >= len(preempted)
-    assert stats.num_evicted_pages > 0
-    assert {request.params.temperature > 0 for request in preempted} == {False, True}
     check_rest(engine)
 
 

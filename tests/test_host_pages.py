@@ -16,7 +16,6 @@ from copies import assert_same, draw_array  # noqa: E402
 from devices import after_slow_work, count_compilations, read  # noqa: E402
 from host_transfers import HostModel, Transfers, make_transfers  # noqa: E402
 
-from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, HostTier, PageTable, RunningBatch  # noqa: E402
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError  # noqa: E402
 from pagepool.host_pages import FinishedTransfers, HostPages, Pack  # noqa: E402
 
@@ -56,19 +55,6 @@ def test_transfers_are_those_of_numpy(page_axis: int, memory_kind: str | None, d
         for array, model in zip(arrays, models, strict=True):
             model.run(transfers)
             assert_same(array, model.array)
-
-
-def test_many_pages_take_several_calls() -> None:
-    rng = np.random.default_rng(1)
-    host = draw_array(rng, (400, 3), np.int32)
-    model, array = HostModel(host, 400), jnp.array(host)
-    host_pages = HostPages(array, 400)
-    for num in (16, 17, 33, 300):
-        transfers = model.draw(rng, num)
-        array = host_pages.run(array, transfers)
-        model.run(transfers)
-        assert_same(array, model.array)
-        assert host_pages.wait() == [done(transfers)]
 
 
 def test_pytrees_of_several_dtypes() -> None:
@@ -113,30 +99,6 @@ def test_nothing_to_transfer_gives_the_same_arrays() -> None:
     host_pages = HostPages(arrays, 4)
     assert host_pages.run(arrays, make_transfers()._replace(number=0)) is arrays
     assert host_pages.poll() == []
-
-
-def test_a_tier_behind_a_pool_that_evicts_at_every_request() -> None:
-    """Each page of the device is written by its request; what hits is what was computed for those tokens."""
-    manager = CacheManager(
-        7, [CacheGroupSpec(FullAttentionSpec(4, 1, 8, "float16", False))], 32, host_tier=HostTier(NUM_HOST_PAGES)
-    )
-    batch = RunningBatch(manager, table := PageTable(1, 8, 32))
-    array = jnp.zeros((7, 4), dtype=jnp.int32)
-    host_pages = HostPages(array, NUM_HOST_PAGES)
-    num_hits = 0
-    for i in range(40):
-        tokens = np.arange(21) + 100 * (i % 4)
-        num_cached = batch.admit(0, tokens.tolist())
-        array = host_pages.run(array, manager.take_transfers())
-        pages = table.page_table_cpu[0, : len(tokens) // 4]
-        cached = read(array)[pages].ravel()[:num_cached]
-        np.testing.assert_array_equal(cached, tokens[:num_cached])
-        array = array.at[pages].set(tokens[:20].reshape(-1, 4))
-        num_hits += num_cached > 0
-        for finished in host_pages.wait():
-            manager.complete_transfers(finished.number)
-        batch.release([0])
-    assert num_hits > 20
 
 
 # Order, donation, and host arrays.
@@ -338,7 +300,8 @@ def test_no_compilation_after_warmup(max_num_pages: int, num_sizes: int, is_comm
             transfers = model.draw(rng, min(num, 399))
             arrays = jax.block_until_ready(host_pages.run(arrays, transfers))
             model.run(transfers)
-            host_pages.wait()
+            is_empty = len(transfers.save_src) + len(transfers.load_src) == 0
+            assert host_pages.wait() == ([] if is_empty else [done(transfers)])
     assert not later
     for array in arrays:
         assert_same(array, model.array.astype(array.dtype))

@@ -22,7 +22,7 @@ from copies import (  # noqa: E402
 )
 from devices import after_slow_work, assert_separate, count_compilations, read  # noqa: E402
 
-from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch, page_copies  # noqa: E402
+from pagepool import page_copies  # noqa: E402
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError  # noqa: E402
 from pagepool.page_copies import copy_pages, warmup  # noqa: E402
 
@@ -81,20 +81,6 @@ def test_nothing_to_copy_gives_the_same_arrays() -> None:
     assert copy_pages(arrays, make_copies([])) is arrays
     assert copy_pages(arrays, make_copies([(1, 2)]), group=1) is arrays
     assert not arrays["keys"].is_deleted()
-
-
-def test_forks_copy_their_open_page() -> None:
-    """With the copies of a running batch."""
-    manager = CacheManager(16, [CacheGroupSpec(FullAttentionSpec(4, 1, 8, "float16", False))], 64)
-    table = PageTable(4, 16, 64)
-    batch = RunningBatch(manager, table)
-    batch.admit(0, [5, 6, 7, 8, 9])
-    batch.step([0], [5])
-    batch.fork(0, [1, 2])
-    copies = batch.take_copies()
-    assert len(copies) == 2
-    keys = read(copy_pages(jnp.arange(16), copies))
-    assert keys[table.page_table_cpu[:3, 1]].tolist() == [int(copies.src[0])] * 3
 
 
 # Donation, and host arrays.
