@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copies_devices
-import host_pages_devices
 import jax
+import moved_pages_devices
 import numpy as np
 from devices import (
     COLLECTIVES,
@@ -92,5 +91,4 @@ def check_tables() -> None:
 
 if __name__ == "__main__":
     check_tables()
-    copies_devices.check_pages()
-    host_pages_devices.check_pages()
+    moved_pages_devices.check_pages()

@@ -12,15 +12,13 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
-from copies import assert_same, draw_array  # noqa: E402
 from devices import after_slow_work, count_compilations, read  # noqa: E402
-from host_transfers import HostModel, Transfers, make_transfers  # noqa: E402
+from moved_pages import TransferredPages, Transfers, draw_array, make_transfers  # noqa: E402
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError  # noqa: E402
 from pagepool.host_pages import FinishedTransfers, HostPages, Pack  # noqa: E402
 
 NUM_PAGES = 24
-NUM_HOST_PAGES = 100
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "int32", "bool", "complex64"]
 KINDS = ["pinned_host", "unpinned_host", None]
 on_new_jax = pytest.mark.skipif(
@@ -46,15 +44,11 @@ def test_transfers_are_those_of_numpy(page_axis: int, memory_kind: str | None, d
     rng = np.random.default_rng(page_axis)
     shape = [2, 3, 5]
     shape[page_axis] = NUM_PAGES
-    hosts = [draw_array(rng, tuple(shape), jnp.dtype(dtype)) for dtype in dtypes]
-    models, arrays = [HostModel(host, NUM_HOST_PAGES, page_axis) for host in hosts], [jnp.array(host) for host in hosts]
-    host_pages = HostPages(arrays, NUM_HOST_PAGES, page_axis=page_axis, memory_kind=memory_kind)
+    hosts = [draw_array(rng, tuple(shape), dtype) for dtype in dtypes]
+    pages = TransferredPages(hosts, page_axis=page_axis, memory_kind=memory_kind)
     for _ in range(10):
-        transfers = models[0].draw(rng, 4)
-        arrays = host_pages.run(arrays, transfers)
-        for array, model in zip(arrays, models, strict=True):
-            model.run(transfers)
-            assert_same(array, model.array)
+        pages.move(rng, 4)
+        pages.check()
 
 
 def test_pytrees_of_several_dtypes() -> None:
@@ -288,23 +282,20 @@ def test_an_error_after_donation_is_raised(monkeypatch: pytest.MonkeyPatch) -> N
 def test_no_compilation_after_warmup(max_num_pages: int, num_sizes: int, is_committed: bool) -> None:
     """A program for each size and way, for each dtype."""
     rng = np.random.default_rng(2)
-    host = draw_array(rng, (400, 3), np.int32)
-    arrays = jax.device_put([host, host.astype(np.int8)], jax.devices()[0] if is_committed else None)
-    model, host_pages = HostModel(host, 400), HostPages(arrays, 400)
+    hosts = [draw_array(rng, (400, 3), dtype) for dtype in ("int32", "int8")]
+    pages = TransferredPages(hosts, jax.devices()[0] if is_committed else None, num_host_pages=400)
     jax.clear_caches()
     with count_compilations() as in_warmup:
-        arrays = host_pages.warmup(arrays, max_num_pages)
+        pages.warmup(max_num_pages)
     assert len(in_warmup) == 2 * 2 * num_sizes
     with count_compilations() as later:
         for num in (*range(min(9, max_num_pages + 1)), max_num_pages // 2, max_num_pages):
-            transfers = model.draw(rng, min(num, 399))
-            arrays = jax.block_until_ready(host_pages.run(arrays, transfers))
-            model.run(transfers)
+            transfers = pages.move(rng, min(num, 399))
+            jax.block_until_ready(pages.arrays)
             is_empty = len(transfers.save_src) + len(transfers.load_src) == 0
-            assert host_pages.wait() == ([] if is_empty else [done(transfers)])
+            assert pages.host_pages.wait() == ([] if is_empty else [done(transfers)])
     assert not later
-    for array in arrays:
-        assert_same(array, model.array.astype(array.dtype))
+    pages.check()
 
 
 # Errors: nothing is done.

@@ -1,4 +1,4 @@
-"""Page copies on one device: values, donation, compilations, errors. Several devices are in `copies_devices`."""
+"""Page copies on one device: values, donation, compilations, errors. Several devices are in `moved_pages_devices`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
-from copies import (  # noqa: E402
+from devices import after_slow_work, assert_separate, count_compilations, read  # noqa: E402
+from moved_pages import (  # noqa: E402
+    CopiedPages,
     Copies,
     assert_same,
     compile_program,
@@ -20,7 +22,6 @@ from copies import (  # noqa: E402
     draw_copies,
     make_copies,
 )
-from devices import after_slow_work, assert_separate, count_compilations, read  # noqa: E402
 
 from pagepool import page_copies  # noqa: E402
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError  # noqa: E402
@@ -38,14 +39,10 @@ def test_copies_are_those_of_numpy(page_axis: int) -> None:
     rng = np.random.default_rng(page_axis)
     shape = [2, 3, 5]
     shape[page_axis] = NUM_PAGES
-    hosts = {dtype: draw_array(rng, tuple(shape), jnp.dtype(dtype)) for dtype in DTYPES}
-    arrays = {dtype: jnp.array(host) for dtype, host in hosts.items()}
+    pages = CopiedPages([draw_array(rng, tuple(shape), dtype) for dtype in DTYPES], page_axis=page_axis)
     for num_copies in (8, 3, 0, 1, 5, 7):
-        copies = draw_copies(rng, NUM_PAGES, num_copies)
-        arrays = copy_pages(arrays, copies, page_axis=page_axis)
-        hosts = {dtype: copy_in_numpy(host, copies, page_axis) for dtype, host in hosts.items()}
-        for dtype, host in hosts.items():
-            assert_same(arrays[dtype], host)
+        pages.move(rng, num_copies)
+        pages.check()
 
 
 def test_pytrees_keep_their_structure() -> None:
@@ -144,19 +141,17 @@ def test_copies_pass_a_transfer_guard(guard: Any) -> None:
 def test_no_compilation_after_warmup(max_num_copies: int, num_programs: int, is_committed: bool) -> None:
     rng = np.random.default_rng(6)
     hosts = [draw_array(rng, (NUM_PAGES, 3), dtype) for dtype in ("float32", "int32")]
-    arrays: Any = [jax.device_put(host, jax.devices()[0] if is_committed else None) for host in hosts]
+    pages = CopiedPages(hosts, jax.devices()[0] if is_committed else None)
     jax.clear_caches()
     with count_compilations() as in_warmup:
-        arrays = warmup(arrays, max_num_copies)
+        pages.warmup(max_num_copies)
     assert len(in_warmup) == num_programs
     with count_compilations() as later:
         for num_copies in range(max_num_copies + 1):
-            copies = draw_copies(rng, NUM_PAGES, num_copies)
-            arrays = jax.block_until_ready(copy_pages(arrays, copies))
-            hosts = [copy_in_numpy(host, copies) for host in hosts]
+            pages.move(rng, num_copies)
+            jax.block_until_ready(pages.arrays)
     assert not later
-    for array, host in zip(arrays, hosts, strict=True):
-        assert_same(array, host)
+    pages.check()
 
 
 # Errors: nothing is donated.
