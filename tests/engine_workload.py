@@ -7,8 +7,10 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -202,6 +204,42 @@ def check_answers(engine: Engine, asks: list[Ask], weights: Weights = WEIGHTS) -
     assert {request.params.temperature > 0 for request in preempted} == {False, True}
     check_rest(engine)
     check_variety(expected)
+
+
+class BatchInBetween:
+    """A batch whose methods a test replaces in a subclass."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.batch, name)
+
+
+def let_steps_fail(engine: Any, rng: Random, share: float) -> list[str]:
+    """Let the model fail with that probability before it runs, and as often afterwards, and repeat steps that fail. Returns the
+    list of the failures.
+    """
+    step, run, failures = engine.step, engine.runner.run, []
+
+    def fail_at_times(message: str) -> None:
+        if rng.random() < share:
+            failures.append(message)
+            raise FloatingPointError(message)
+
+    def run_at_times(*args: Any) -> Any:
+        fail_at_times("before the model ran")
+        next_tokens = run(*args)
+        fail_at_times("while the model ran")
+        return next_tokens
+
+    def step_again() -> Any:
+        while True:
+            with suppress(FloatingPointError):
+                return step()
+
+    engine.runner.run, engine.step = run_at_times, step_again
+    return failures
 
 
 def check_beams(search: Any, ask: Ask, weights: Weights) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from engine_workload import (  # noqa: E402
     MODELS,
     SEED,
     WEIGHTS,
+    BatchInBetween,
     Engine,
     SamplingParams,
     Weights,
@@ -28,6 +28,7 @@ from engine_workload import (  # noqa: E402
     check_outputs,
     check_rest,
     exact_float32,  # noqa: F401
+    let_steps_fail,
     make_asks,
     make_engine,
     run_all,
@@ -75,14 +76,10 @@ def fail_at_random(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return num_failed
 
 
-class LosingBatch:
+class LosingBatch(BatchInBetween):
     """A batch none of whose rows can go back."""
 
-    def __init__(self, batch: Any) -> None:
-        self.batch, self.num_lost = batch, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.batch, name)
+    num_lost = 0
 
     def rewind(self, failed: Any) -> tuple[list[int], list[int]]:
         rewound, lost = self.batch.rewind(failed)
@@ -104,21 +101,9 @@ def test_answers_with_a_pool_that_evicts_all_the_time(weights: Weights, choice: 
 def test_transfers_and_steps_that_fail_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page that failed to load has what was there before; a token that was computed from it is computed again."""
     weights = HYBRID_WEIGHTS
-    engine, rng = make_engine(weights, num_host_pages=300, **ALWAYS), Random(SEED)
+    engine = make_engine(weights, num_host_pages=300, **ALWAYS)
     num_failed = fail_at_random(monkeypatch)
-    step, run = engine.step, engine.runner.run
-
-    def run_at_times(*args: Any) -> Any:
-        if rng.random() < 0.1:
-            raise FloatingPointError("the model failed")
-        return run(*args)
-
-    def step_again() -> Any:
-        while True:
-            with suppress(FloatingPointError):
-                return step()
-
-    engine.runner.run, engine.step = run_at_times, step_again  # type: ignore[method-assign]
+    let_steps_fail(engine, Random(SEED), 0.05)
     run_all(engine, make_asks(18), weights)
     print(num_failed)
     assert min(num_failed["save"], num_failed["load"]) > 5
