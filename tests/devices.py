@@ -54,6 +54,25 @@ def after_slow_work(table: Any) -> Any:
     return table + (matrix[0, 0] > 2).astype(jnp.int32)
 
 
+def count_compilations_of_warmup(tables: Any) -> int:
+    """Return how many programs a page table, or one of several groups, compiles if there is none yet."""
+    jax.clear_caches()
+    with count_compilations() as compilations:
+        tables.warmup()
+    return len(compilations)
+
+
+def commit_in_all_ways(table: pagepool.PageTable) -> None:
+    """Send a window, send the whole table, and clear it."""
+    num_reqs = table.max_num_reqs
+    table.append_row([1], 0)
+    table.commit(num_reqs)
+    table.mark_dirty()
+    table.commit(num_reqs)
+    table.clear()
+    table.commit(num_reqs)
+
+
 def make_pending(table: pagepool.PageTable) -> None:
     """Replace the device array by one that is still being computed, so that a commit started now must wait, and reads late."""
     table._array = after_slow_work(table.page_table)
@@ -69,15 +88,19 @@ def read_shards(array: jax.Array) -> list[tuple[Any, Any]]:
     return [(shard.index, np.array(shard.data)) for shard in array.addressable_shards]
 
 
+def assert_separate(arrays: list[Any]) -> None:
+    """No two arrays of the host share memory."""
+    assert not [1 for i, one in enumerate(arrays) for other in arrays[:i] if np.shares_memory(one, other)]
+
+
 def commit_at_random(work: Work, is_pending: bool = False) -> list[jax.Array]:
     """Commit some rows, overwrite the host tables before the device can be done, and compare all with the models."""
     num_reqs = work.num_rows if work.coin() else int(work.rng.integers(0, work.num_rows + 1))
     if is_pending:
         for table, _ in work.pairs:
             make_pending(table)
-    committed = work.tables.commit(num_reqs)
+    arrays = work.commit(num_reqs)
     work.overwrite_host()
-    arrays = list(committed) if isinstance(committed, tuple) else [committed]
     for array, (table, model) in zip(arrays, work.pairs, strict=True):
         model.commit(num_reqs)
         np.testing.assert_array_equal(read(array), model.on_device)

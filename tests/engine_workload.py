@@ -6,9 +6,11 @@ import copy
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -49,6 +51,13 @@ MODELS = pytest.mark.parametrize("weights", [WEIGHTS, HYBRID_WEIGHTS], ids=["att
 Ask = tuple[list[int], SamplingParams]
 RUNNERS: dict[Any, runner.ModelRunner] = {}
 LOGITS: dict[Any, Any] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_float32() -> Iterator[None]:
+    """CPUs use it anyway; other devices need the option. For the tests of files that import it."""
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
 def make_runner(
@@ -172,16 +181,65 @@ def answer_by_engine(engine: Engine, asks: list[Ask]) -> tuple[list[Request], se
     return requests, preempted
 
 
+def check_outputs(engine: Engine, asks: list[Ask], weights: Weights = WEIGHTS) -> tuple[list[Request], set[Request]]:
+    """The engine's answers are the dense model's. Returns what `answer_by_engine` does."""
+    requests, preempted = answer_by_engine(engine, asks)
+    assert [request.output for request in requests] == [answer_densely(*ask, weights) for ask in asks]
+    check_rest(engine)
+    return requests, preempted
+
+
 def check_answers(engine: Engine, asks: list[Ask], weights: Weights = WEIGHTS) -> None:
-    """The engine's answers are the dense model's, with hits, evictions, preemptions and chunks on the way."""
+    """The engine's answers are the dense model's, with hits, evictions, preemptions and chunks on the way. Nothing is left."""
     print(f"seed {SEED}")
     with count_compilations() as compilations:
         requests, preempted = answer_by_engine(engine, asks)
     assert not compilations
     expected = [answer_densely(*ask, weights) for ask in asks]
     assert [request.output for request in requests] == expected
-    check_that_all_happened(engine, preempted)
+    stats = engine.manager.stats()
+    assert stats.queries.num_hit_tokens > 0
+    assert stats.preempted_queries.num_requests >= len(preempted)
+    assert stats.num_evicted_pages > 0
+    assert {request.params.temperature > 0 for request in preempted} == {False, True}
+    check_rest(engine)
     check_variety(expected)
+
+
+class BatchInBetween:
+    """A batch whose methods a test replaces in a subclass."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.batch, name)
+
+
+def let_steps_fail(engine: Any, rng: Random, share: float) -> list[str]:
+    """Let the model fail with that probability before it runs, and as often afterwards, and repeat steps that fail. Returns the
+    list of the failures.
+    """
+    step, run, failures = engine.step, engine.runner.run, []
+
+    def fail_at_times(message: str) -> None:
+        if rng.random() < share:
+            failures.append(message)
+            raise FloatingPointError(message)
+
+    def run_at_times(*args: Any) -> Any:
+        fail_at_times("before the model ran")
+        next_tokens = run(*args)
+        fail_at_times("while the model ran")
+        return next_tokens
+
+    def step_again() -> Any:
+        while True:
+            with suppress(FloatingPointError):
+                return step()
+
+    engine.runner.run, engine.step = run_at_times, step_again
+    return failures
 
 
 def check_beams(search: Any, ask: Ask, weights: Weights) -> None:
@@ -219,16 +277,6 @@ def run_all(engine: Engine, asks: list[Ask], weights: Weights) -> None:
         check_beams(search, ask, weights)
     for requests, ask in samples:
         check_samples(requests, ask, weights)
-    check_rest(engine)
-
-
-def check_that_all_happened(engine: Engine, preempted: set[Request]) -> None:
-    """Assert that there were hits, preemptions and evictions, and that nothing is left behind."""
-    stats = engine.manager.stats()
-    assert stats.queries.num_hit_tokens > 0
-    assert stats.preempted_queries.num_requests >= len(preempted)
-    assert stats.num_evicted_pages > 0
-    assert {request.params.temperature > 0 for request in preempted} == {False, True}
     check_rest(engine)
 
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import copies_devices
-import host_pages_devices
 import jax
+import moved_pages_devices
 import numpy as np
-from devices import COLLECTIVES, count_compilations, read, read_shards, run_work
+from devices import (
+    COLLECTIVES,
+    commit_in_all_ways,
+    count_compilations,
+    count_compilations_of_warmup,
+    read,
+    read_shards,
+    run_work,
+)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from table_model import make_grouped_work, make_work
 
@@ -37,10 +44,7 @@ def check_program(table: pagepool.PageTable) -> None:
 def check_compilations(sharding: NamedSharding) -> None:
     """As many programs as payload sizes, all compiled by `warmup`."""
     table = pagepool.PageTable(64, 640, 64, sharding)
-    jax.clear_caches()
-    with count_compilations() as in_warmup:
-        table.warmup()
-    assert len(in_warmup) == len(get_payload_sizes(table.page_table_cpu.size)), in_warmup
+    assert count_compilations_of_warmup(table) == len(get_payload_sizes(table.page_table_cpu.size))
     with count_compilations() as later:
         for num_reqs in range(65):
             table.append_row([num_reqs] * (10 if num_reqs % 2 else 1), num_reqs % 64)
@@ -82,14 +86,9 @@ def check_tables() -> None:
         run_work(make_work((8, 100), seed, sharding=sharding), 3, is_pending=True)
         run_work(make_grouped_work(8, 600, [16, 5], seed, sharding=sharding), 20)
         with jax.transfer_guard("disallow"):
-            table = pagepool.PageTable(8, 100, 64, sharding)
-            table.append_row([1], 0)
-            table.commit(8)
-            table.mark_dirty()
-            table.commit(8)
+            commit_in_all_ways(pagepool.PageTable(8, 100, 64, sharding))
 
 
 if __name__ == "__main__":
     check_tables()
-    copies_devices.check_pages()
-    host_pages_devices.check_pages()
+    moved_pages_devices.check_pages()

@@ -23,6 +23,10 @@ CYTHON_HEADER = re.compile(r"( *)(?:cdef|cpdef|def)\b(?! (?:class|struct|enum|ex
 HEADER_END = re.compile(r":\s*(#.*)?$")
 
 
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
 class Function(NamedTuple):
     """A function and its place: lines count from 1 and are half-open."""
 

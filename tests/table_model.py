@@ -13,6 +13,8 @@ SHAPES = [(5, 7), (8, 100), (64, 257), (3, 64), (4, 128), (1, 1), (2, 65)]
 """Rows and columns; most widths are not multiples of 64."""
 
 MAX_PAGE_ID = 2**31 - 1
+NUM_ROWS = {"clear_row": 1, "move_row": 2, "swap_row": 2, "clear": 0}
+"""Of operations that take rows and nothing else."""
 
 
 class TableModel:
@@ -65,20 +67,12 @@ class GroupedModel:
         for by_group, row in zip(page_ids_per_req, rows, strict=True):
             self.append_row(by_group, row)
 
-    def append_row(self, page_ids: Any, row: int) -> None:
-        for model, ids in zip(self.models, page_ids, strict=True):
-            model.append_row(ids, row)
-
-    def add_row(self, page_ids: Any, row: int) -> None:
-        for model, ids in zip(self.models, page_ids, strict=True):
-            model.add_row(ids, row)
-
     def __getattr__(self, name: str) -> Any:
-        """Clear, move, swap and commit: the same for every group."""
+        """Do the same in every group. A list, of the ids that are appended, has an item for each."""
 
-        def call_all(*args: int) -> None:
-            for model in self.models:
-                getattr(model, name)(*args)
+        def call_all(*args: Any) -> None:
+            for group, model in enumerate(self.models):
+                getattr(model, name)(*[arg[group] if isinstance(arg, list) else arg for arg in args])
 
         return call_all
 
@@ -97,7 +91,10 @@ class Work:
     def do(self) -> None:
         """Do one operation on both. Clearing the whole table is rare, or it would never fill."""
         name = self.rng.choice(self.OPERATIONS, p=[0.11] * 9 + [0.01])
-        getattr(self, name)()
+        if name in NUM_ROWS:
+            self.both(name, *(self.row() for _ in range(NUM_ROWS[name])))
+        else:
+            getattr(self, name)()
 
     def append(self) -> None:
         row = self.row()
@@ -111,18 +108,6 @@ class Work:
         rows = self.rng.permutation(self.num_rows)[: self.rng.integers(0, self.num_rows + 1)].astype(np.int32)
         self.both("append_rows_batch", [self.ids_for(row) for row in rows], rows if self.coin() else rows.tolist())
 
-    def clear_row(self) -> None:
-        self.both("clear_row", self.row())
-
-    def move_row(self) -> None:
-        self.both("move_row", self.row(), self.row())
-
-    def swap_row(self) -> None:
-        self.both("swap_row", self.row(), self.row())
-
-    def clear(self) -> None:
-        self.both("clear")
-
     def write(self) -> None:
         """Write a row directly, and mark it dirty."""
         row = self.row()
@@ -135,6 +120,11 @@ class Work:
     def both(self, name: str, *args: Any) -> None:
         getattr(self.tables, name)(*args)
         getattr(self.model, name)(*args)
+
+    def commit(self, num_reqs: int) -> list[Any]:
+        """Commit the real tables, and return the array of each."""
+        arrays = self.tables.commit(num_reqs)
+        return list(arrays) if isinstance(arrays, tuple) else [arrays]
 
     def row(self) -> int:
         return int(self.rng.integers(self.num_rows))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -18,12 +16,15 @@ from engine_workload import (  # noqa: E402
     SEED,
     VOCAB,
     WEIGHTS,
+    BatchInBetween,
     SamplingParams,
     Weights,
     answer_densely,
     check_beams,
     check_rest,
     check_samples,
+    exact_float32,  # noqa: F401
+    let_steps_fail,
     make_asks,
     make_engine,
     run_all,
@@ -32,13 +33,6 @@ from engine_workload import (  # noqa: E402
 )
 
 from pagepool.errors import OutOfPagesError  # noqa: E402
-
-
-@pytest.fixture(scope="module", autouse=True)
-def exact_float32() -> Iterator[None]:
-    """CPUs use it anyway; other devices need the option."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 @MODELS
@@ -52,14 +46,12 @@ def test_samples_and_beams_among_other_requests(weights: Weights) -> None:
     assert engine.num_copied_pages > 30
 
 
-class ShortBatch:
+class ShortBatch(BatchInBetween):
     """A batch that is out of pages at random when it shall fork."""
 
     def __init__(self, batch: Any, rng: Random) -> None:
-        self.batch, self.rng, self.num_refusals = batch, rng, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.batch, name)
+        super().__init__(batch)
+        self.rng, self.num_refusals = rng, 0
 
     def fork(self, row: int, targets: list[int]) -> None:
         if self.rng.random() < 0.5:
@@ -72,29 +64,10 @@ class ShortBatch:
 def test_forks_and_steps_that_fail_at_random(weights: Weights) -> None:
     """Children for which there are no pages wait, as if they were preempted."""
     engine, rng = make_engine(weights), Random(SEED)
-    step, run, num_failures = engine.step, engine.runner.run, 0
-
-    def fail_at_times(message: str) -> None:
-        nonlocal num_failures
-        if rng.random() < 0.25:
-            num_failures += 1
-            raise FloatingPointError(message)
-
-    def run_at_times(*args: Any) -> Any:
-        fail_at_times("before the model ran")
-        next_tokens = run(*args)
-        fail_at_times("while the model ran")
-        return next_tokens
-
-    def step_again() -> Any:
-        while True:
-            with suppress(FloatingPointError):
-                return step()
-
-    batch = ShortBatch(engine.scheduler.batch, rng)
-    engine.runner.run, engine.step, engine.scheduler.batch = run_at_times, step_again, batch  # type: ignore[method-assign]
+    failures = let_steps_fail(engine, rng, 0.25)
+    engine.scheduler.batch = batch = ShortBatch(engine.scheduler.batch, rng)
     run_all(engine, make_asks(9), weights)
-    assert num_failures > 20
+    assert len(failures) > 20
     assert batch.num_refusals > 5
 
 

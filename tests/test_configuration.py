@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -67,33 +68,39 @@ def first_token(content: Any) -> int:
     return token
 
 
-DIFFERENCES: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any], str]] = {
-    "seed": ((), {}, (), {"hash_seed": 4}, r"hash_seed: got 'digest \w+', allowed: 'digest \w+'"),
-    "algorithm": ((), {}, (), {"hash_algo": "sha256"}, "hash_algo: got 'sha256', allowed: 'siphash128'"),
+DIFFERENCES: dict[str, tuple[Callable[..., CacheManager], Callable[..., CacheManager], str]] = {
+    "seed": (make_manager, partial(make_manager, hash_seed=4), r"hash_seed: got 'digest \w+', allowed: 'digest \w+'"),
+    "algorithm": (make_manager, partial(make_manager, hash_algo="sha256"), "hash_algo: got 'sha256', allowed: 'siphash128'"),
     "callable": (
-        (),
-        {"hash_algo": hash},
-        (),
-        {"hash_algo": first_token},
+        partial(make_manager, hash_algo=hash),
+        partial(make_manager, hash_algo=first_token),
         r"hash_algo: got 'callable \S*test_configuration.first_token', allowed: 'callable builtins.hash'",
     ),
-    "page size": ((full(4),), {}, (full(8),), {}, r"kv_cache_groups\[0\].page_size: got 8, allowed: 4"),
+    "page size": (make_manager, partial(make_manager, full(8)), r"kv_cache_groups\[0\].page_size: got 8, allowed: 4"),
     "kind": (
-        (full(),),
-        {},
-        (window(),),
-        {},
+        make_manager,
+        partial(make_manager, window()),
         r"kv_cache_groups\[0\].kind: got 'SlidingWindow', allowed: 'FullAttention'",
     ),
-    "window": ((full(), window(9)), {}, (full(), window(8)), {}, r"kv_cache_groups\[1\].sliding_window: got 8, allowed: 9"),
-    "chunk": ((chunk(8),), {}, (chunk(16),), {}, r"kv_cache_groups\[0\].attention_chunk_size: got 16, allowed: 8"),
-    "number": ((full(), window()), {}, (full(),), {}, "num_kv_cache_groups: got 1, allowed: 2"),
-    "order": ((full(), STATE), {}, (STATE, full()), {}, r"kv_cache_groups\[0\].kind: got 'Mamba', allowed: 'FullAttention'"),
+    "window": (
+        partial(make_manager, full(), window(9)),
+        partial(make_manager, full(), window(8)),
+        r"kv_cache_groups\[1\].sliding_window: got 8, allowed: 9",
+    ),
+    "chunk": (
+        partial(make_manager, chunk(8)),
+        partial(make_manager, chunk(16)),
+        r"kv_cache_groups\[0\].attention_chunk_size: got 16, allowed: 8",
+    ),
+    "number": (partial(make_manager, full(), window()), make_manager, "num_kv_cache_groups: got 1, allowed: 2"),
+    "order": (
+        partial(make_manager, full(), STATE),
+        partial(make_manager, STATE, full()),
+        r"kv_cache_groups\[0\].kind: got 'Mamba', allowed: 'FullAttention'",
+    ),
     "stride": (
-        (full(8), window(9, 8)),
-        {},
-        (full(8), window(9, 4)),
-        {},
+        partial(make_manager, full(8), window(9, 8)),
+        partial(make_manager, full(8), window(9, 4)),
         r"kv_cache_groups\[0\].num_hashes_per_page: got 2, allowed: 1",
     ),
 }
@@ -102,14 +109,13 @@ DIFFERENCES: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], d
 @pytest.mark.parametrize("difference", DIFFERENCES)
 @pytest.mark.parametrize("go_on", [restore, lambda pool: pool], ids=["restored", "the same"])
 def test_a_pool_that_was_cached_otherwise_is_refused(difference: str, go_on: Callable[[PagePool], PagePool]) -> None:
-    specs, options, other_specs, other_options, message = DIFFERENCES[difference]
-    pool = go_on(cache(make_manager(*specs, **options)))
+    make, make_other, message = DIFFERENCES[difference]
+    pool = go_on(cache(make()))
     before = pool.snapshot()
     with pytest.raises(ArgumentError, match=f"^page_pool: {message}, with which its .* cached pages were cached"):
-        make_manager(*other_specs, **other_options, page_pool=pool)
+        make_other(page_pool=pool)
     assert all((array == before[name]).all() for name, array in pool.snapshot().items())
-    again = make_manager(*specs, **options, page_pool=pool)
-    hits, _ = again.get_computed_pages(EngineRequest("again", PROMPT))
+    hits, _ = make(page_pool=pool).get_computed_pages(EngineRequest("again", PROMPT))
     assert any(hits.get_page_ids()) or difference in ("order", "chunk")
     pool.check()
 
@@ -140,10 +146,14 @@ def test_a_pool_without_cached_pages_goes_to_anybody() -> None:
             make_manager(hash_seed=9, page_pool=restore(one))
 
 
+def unseal(pool: PagePool) -> dict[str, Any]:
+    """Return the arrays of a snapshot without those that seal it."""
+    return {name: array for name, array in pool.snapshot().items() if name not in ("format", "version", "checksum")}
+
+
 def make_old(pool: PagePool, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return a snapshot in the format of version 1."""
-    newer = {"format", "version", "checksum", *FIRST_VERSIONS}
-    arrays = {name: array for name, array in pool.snapshot().items() if name not in newer}
+    arrays = {name: array for name, array in unseal(pool).items() if name not in FIRST_VERSIONS}
     with monkeypatch.context() as patch:
         patch.setattr("pagepool.page_pool.snapshot.VERSION", 1)
         return seal(arrays)
@@ -164,9 +174,7 @@ def test_a_snapshot_of_version_1_is_bound_to_nothing(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("text", ["", "1", "[]", '{"a": [1]}', '{"a": true}', '{"a": 1.5}', "{", "[" * 50_000, "\xff", "nul"])
 def test_a_configuration_that_is_none_is_refused(text: str) -> None:
-    arrays = {
-        name: array for name, array in cache(make_manager()).snapshot().items() if name not in ("format", "version", "checksum")
-    }
+    arrays = unseal(cache(make_manager()))
     arrays["configuration"] = np.frombuffer(text.encode("latin-1"), dtype=np.uint8)
     with pytest.raises(SnapshotError, match="'configuration' is invalid"):
         PagePool.restore(seal(arrays))
@@ -200,9 +208,7 @@ def test_a_pool_that_keeps_too_few_tokens_is_refused_before_anything_is_taken() 
 
 def make_pool_with(count: int) -> PagePool:
     """Make a pool whose page 1, the first of a prompt, has that many holders."""
-    arrays = {
-        name: array for name, array in cache(make_manager()).snapshot().items() if name not in ("format", "version", "checksum")
-    }
+    arrays = unseal(cache(make_manager()))
     arrays["ref_counts"][1] = count
     arrays["free_page_ids"] = arrays["free_page_ids"][arrays["free_page_ids"] != 1]
     return PagePool.restore(seal(arrays))

@@ -19,9 +19,12 @@ import jax.numpy as jnp  # noqa: E402
 from devices import (  # noqa: E402
     Program,
     after_slow_work,
+    assert_separate,
     await_programs,
     commit_at_random,
+    commit_in_all_ways,
     count_compilations,
+    count_compilations_of_warmup,
     make_pending,
     read,
     run_work,
@@ -107,8 +110,7 @@ def test_full_uploads_take_a_copy_of_their_own(monkeypatch: pytest.MonkeyPatch) 
         table.commit(64)
     assert len(sent) == 3
     assert all(array.ctypes.data % 64 == 0 for array in sent)
-    arrays = [*sent, table.page_table_cpu]
-    assert not [1 for i, one in enumerate(arrays) for other in arrays[:i] if np.shares_memory(one, other)]
+    assert_separate([*sent, table.page_table_cpu])
 
 
 def test_payloads_are_never_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +127,7 @@ def test_payloads_are_never_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
         table.append_row([1], row)
         table.commit(64)
     assert len(sent) == 8
-    arrays = [*sent, table.page_table_cpu]
-    assert not [1 for i, one in enumerate(arrays) for other in arrays[:i] if np.shares_memory(one, other)]
+    assert_separate([*sent, table.page_table_cpu])
 
 
 # The choice between windows and full uploads.
@@ -155,47 +156,13 @@ def test_windows_or_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
         assert calls == expected
 
 
-def test_nothing_dirty_gives_the_same_array() -> None:
-    table = PageTable(8, 100, 64)
-    first = table.commit(8)
-    table.append_row([1], 5)
-    assert table.commit(5) is first
-    assert table.commit(6) is not first
-
-
-def test_nothing_dirty_gives_the_same_arrays_of_all_groups() -> None:
-    tables = MultiGroupPageTable(8, 100, 64, [1, 16])
-    first = tables.commit(8)
-    tables.append_row([[1], [2]], 5)
-    assert all(same is array for same, array in zip(tables.commit(5), first, strict=True))
-    assert not any(same is array for same, array in zip(tables.commit(6), first, strict=True))
-
-
-def test_rows_that_are_not_committed_stay_dirty() -> None:
-    table = PageTable(8, 100, 64)
-    table.append_row([1] * 70, 2)
-    table.append_row([2] * 70, 6)
-    assert read(table.commit(0)).sum() == 0
-    assert read(table.commit(4)).sum() == 70
-    assert table.count_dirty_windows(0, 8) == 2
-    assert read(table.commit(8)).sum() == 210
-    assert table.count_dirty_windows(0, 8) == 0
-
-
-def test_a_commit_after_clear() -> None:
-    for donate in (True, False):
-        table = PageTable(8, 100, 64, donate=donate)
-        table.append_row([1] * 70, 2)
-        table.commit(8)
-        table.clear()
-        assert read(table.page_table).sum() == 0
-        assert table.count_dirty_windows(0, 8) == 0
-        table.append_row([3], 7)
-        assert read(table.commit(8)).sum() == 3
-        table.clear()
-        table.append_row([3], 7)
-        assert read(table.commit(7)).sum() == 0
-        assert read(table.commit(8)).sum() == 3
+@pytest.mark.parametrize("page_sizes", [None, [1, 16]])
+def test_nothing_dirty_gives_the_same_arrays(page_sizes: list[int] | None) -> None:
+    work = make_grouped_work(8, 100, page_sizes, seed=1) if page_sizes else make_work((8, 100), seed=1)
+    first = work.commit(8)
+    work.tables.append_row([[1], [2]] if page_sizes else [1], 5)
+    assert all(same is array for same, array in zip(work.commit(5), first, strict=True))
+    assert not any(same is array for same, array in zip(work.commit(6), first, strict=True))
 
 
 def test_arrays_are_int32_in_64_bit_mode() -> None:
@@ -266,8 +233,8 @@ def test_a_view_that_is_alive_keeps_its_contents() -> None:
 # Failures.
 
 
-class BrokenError(Exception):
-    pass
+def interrupt(*_: Any) -> Any:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("takes_the_arrays", [False, True])
@@ -278,13 +245,13 @@ def test_after_a_failure_all_is_sent_again(takes_the_arrays: bool, monkeypatch: 
     def broken(arrays: Any, *_: Any) -> Any:
         for array in arrays if takes_the_arrays else ():
             array.delete()
-        raise BrokenError
+        interrupt()
 
     work.both("append_row", [[], []], 0)
     work.both("add_row", [[1], [2]], 3)
     with monkeypatch.context() as patch:
         patch.setattr(device_table, "get_scatter", lambda *_: broken)
-        with pytest.raises(BrokenError):
+        with pytest.raises(KeyboardInterrupt):
             work.tables.commit(6)
     for table, model in work.pairs:
         assert table.count_dirty_windows(0, 6) == 6 * -(-model.table.shape[1] // 64)
@@ -300,12 +267,8 @@ def test_after_a_failed_upload_all_is_sent_again(monkeypatch: pytest.MonkeyPatch
     array = table.commit(64)
     table.append_row([2], 0)
     table.mark_dirty()
-
-    def broken(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(device_table, "upload", broken)
+        patch.setattr(device_table, "upload", interrupt)
         with pytest.raises(KeyboardInterrupt):
             table.commit(64)
     assert table.page_table is array
@@ -316,12 +279,8 @@ def test_after_a_failed_clear_all_is_sent_again(monkeypatch: pytest.MonkeyPatch)
     table = PageTable(64, 640, 64)
     table.append_row([1], 0)
     table.commit(64)
-
-    def broken(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(PageTable, "clear_rows", broken)
+        patch.setattr(PageTable, "clear_rows", interrupt)
         with pytest.raises(KeyboardInterrupt):
             table.clear()
     assert table.count_dirty_windows(0, 64) == 64 * 10
@@ -395,11 +354,7 @@ def test_commits_leave_nothing_behind() -> None:
     ("shape", "num_sizes"), [((256, 2048), 4), ((1024, 8192), 6), ((1, 1), 1), ((5, 7), 1), ((64, 1000), 2)], ids=str
 )
 def test_as_many_compilations_as_payload_sizes(shape: tuple[int, int], num_sizes: int) -> None:
-    table = PageTable(*shape, 64)
-    jax.clear_caches()
-    with count_compilations() as in_warmup:
-        table.warmup()
-    assert len(in_warmup) == num_sizes
+    assert count_compilations_of_warmup(PageTable(*shape, 64)) == num_sizes
 
 
 def test_warmup_changes_nothing() -> None:
@@ -430,10 +385,7 @@ def test_no_compilation_after_warmup(donate: bool) -> None:
 
 def test_no_compilation_after_warmup_of_groups() -> None:
     tables = MultiGroupPageTable(16, 2000, 64, [16, 2])
-    jax.clear_caches()
-    with count_compilations() as in_warmup:
-        tables.warmup()
-    assert len(in_warmup) == 2
+    assert count_compilations_of_warmup(tables) == 2
     with count_compilations() as compilations:
         for num_reqs in range(17):
             tables.append_row([[1], [num_reqs]], num_reqs % 16)
@@ -470,12 +422,7 @@ def test_commits_pass_a_transfer_guard(guard: Any) -> None:
     with guard("disallow"):
         table = PageTable(64, 640, 64)
         table.warmup()
-        table.append_row([1], 0)
-        table.commit(64)
-        table.mark_dirty()
-        table.commit(64)
-        table.clear()
-        table.commit(64)
+        commit_in_all_ways(table)
         with pytest.raises(Exception, match="isallowed"):
             jax.jit(lambda x: x + 1)(np.ones(3))
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -21,7 +18,6 @@ from engine_workload import (  # noqa: E402
     LIMITS,
     MODELS,
     RUNNERS,
-    SEED,
     VOCAB,
     WEIGHTS,
     Engine,
@@ -30,6 +26,7 @@ from engine_workload import (  # noqa: E402
     answer_densely,
     check_answers,
     check_rest,
+    exact_float32,  # noqa: F401
     make_asks,
     make_engine,
     run_command,
@@ -41,11 +38,9 @@ command = pytest.importorskip("command")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def exact_float32() -> Iterator[None]:
-    """CPUs use it anyway; other devices need the option. Programs are compiled anew, not taken from tests in other files."""
+def compile_anew() -> None:
+    """Take no programs from tests in other files."""
     RUNNERS.clear()
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 @pytest.fixture
@@ -108,35 +103,6 @@ def test_a_prompt_hits_pages_that_are_computed_in_the_same_step(engine: Engine) 
     assert engine.manager.page_pool.stats.num_hit_tokens == num_hit_tokens + len(prompt)
     list(engine.stream())
     assert [request.output for request in requests] == [answer_densely(*ask) for ask in asks]
-
-
-@MODELS
-def test_steps_that_fail_at_random(weights: Weights) -> None:
-    """The model fails before it runs or after; the answers are the same, and no uncomputed page or spoilt state is hit."""
-    engine, rng, run = make_engine(weights), Random(SEED), None
-    num_failures = 0
-
-    def fail_at_times(*args: Any) -> Any:
-        nonlocal num_failures
-        fate = rng.random()
-        num_failures += fate < 0.5
-        if fate < 0.25:
-            raise FloatingPointError("before the model ran")
-        sampled = run(*args)
-        if fate < 0.5:
-            raise FloatingPointError("while the model ran")
-        return sampled
-
-    run, engine.runner.run = engine.runner.run, fail_at_times  # type: ignore[method-assign]
-    asks = make_asks(9)
-    requests = [engine.add(*ask) for ask in asks]
-    while not engine.is_idle:
-        with suppress(FloatingPointError):
-            engine.step()
-        engine.scheduler.batch.check()
-    assert num_failures > 20
-    assert [request.output for request in requests] == [answer_densely(*ask, weights) for ask in asks]
-    check_rest(engine)
 
 
 def test_a_long_prompt_is_computed_in_chunks(engine: Engine) -> None:

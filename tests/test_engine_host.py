@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -20,21 +19,23 @@ from engine_workload import (  # noqa: E402
     MODELS,
     SEED,
     WEIGHTS,
+    BatchInBetween,
     Engine,
     SamplingParams,
     Weights,
-    answer_by_engine,
     answer_densely,
     check_answers,
+    check_outputs,
     check_rest,
+    exact_float32,  # noqa: F401
+    let_steps_fail,
     make_asks,
     make_engine,
     run_all,
     run_command,
 )
-from host_transfers import Transfers  # noqa: E402
 
-from pagepool.host_pages import FinishedTransfers  # noqa: E402
+from pagepool.host_pages import Pack  # noqa: E402
 
 scheduler = pytest.importorskip("scheduler")
 
@@ -42,13 +43,6 @@ SMALL = {"num_pages": 30, "num_host_pages": 300}
 NEVER, ALWAYS = {"prefill_rate": math.inf}, {"host_bandwidth": math.inf}
 """Swap preempted requests never, or whenever it works."""
 CHOICES = pytest.mark.parametrize("choice", [NEVER, ALWAYS], ids=["never", "always"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def exact_float32() -> Iterator[None]:
-    """CPUs use it anyway; other devices need the option."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def check_host(engine: Engine, choice: dict[str, float]) -> None:
@@ -62,56 +56,30 @@ def check_host(engine: Engine, choice: dict[str, float]) -> None:
     assert (engine.scheduler.num_swaps > 0) == (choice is ALWAYS)
 
 
-class FailingHostPages:
-    """Host pages of which a share of saves and loads is not done."""
+def fail_at_random(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Let a tenth of the calls that save or load pages fail. Returns how many of each did."""
+    rng, num_failed = Random(SEED), Counter[str]()
 
-    def __init__(self, host_pages: Any, share: float) -> None:
-        self.host_pages, self.share, self.rng = host_pages, share, Random(SEED)
-        self.kept: dict[int, tuple[list[int], ...]] = {}
-        self.num_failed = [0, 0]
+    def make_failing(name: str) -> Callable[..., Any]:
+        call = getattr(Pack, name)
 
-    def draw(self, num: int) -> list[int]:
-        return [i for i in range(num) if self.rng.random() >= self.share]
+        def run_at_times(*args: Any) -> Any:
+            if rng.random() < 0.1:
+                num_failed[name] += 1
+                raise MemoryError("at random")
+            return call(*args)
 
-    def run(self, arrays: Any, transfers: Any) -> Any:
-        if len(transfers) == 0:
-            return arrays
-        sizes = len(transfers.save_src), len(transfers.load_src)
-        saves, loads = map(self.draw, sizes)
-        self.kept[transfers.number] = (saves, loads, *(list(range(size)) for size in sizes))
-        chosen = [transfers.save_src, transfers.save_dst, transfers.save_group]
-        others = [transfers.load_src, transfers.load_dst, transfers.load_group]
-        fields = [ids[saves] for ids in chosen] + [ids[loads] for ids in others]
-        return self.host_pages.run(arrays, Transfers(transfers.number, *fields))
+        return run_at_times
 
-    def end(self, done: Sequence[FinishedTransfers]) -> list[FinishedTransfers]:
-        assert not [finished for finished in done if finished.error]
-        numbers = {finished.number for finished in done} | {
-            n for n, (saves, loads, *_) in self.kept.items() if not saves + loads
-        }
-        return [self.fail(number) for number in sorted(numbers)]
-
-    def fail(self, number: int) -> FinishedTransfers:
-        saves, loads, *every = self.kept.pop(number)
-        failed = [sorted(set(places) - set(kept)) for places, kept in zip(every, (saves, loads), strict=True)]
-        self.num_failed = [num + len(places) for num, places in zip(self.num_failed, failed, strict=True)]
-        return FinishedTransfers(number, *failed, None)
-
-    def poll(self) -> list[FinishedTransfers]:
-        return self.end(self.host_pages.poll())
-
-    def wait(self) -> list[FinishedTransfers]:
-        return self.end(self.host_pages.wait())
+    for name in ("save", "load"):
+        monkeypatch.setattr(Pack, name, make_failing(name))
+    return num_failed
 
 
-class LosingBatch:
+class LosingBatch(BatchInBetween):
     """A batch none of whose rows can go back."""
 
-    def __init__(self, batch: Any) -> None:
-        self.batch, self.num_lost = batch, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.batch, name)
+    num_lost = 0
 
     def rewind(self, failed: Any) -> tuple[list[int], list[int]]:
         rewound, lost = self.batch.rewind(failed)
@@ -126,53 +94,29 @@ def test_answers_with_a_pool_that_evicts_all_the_time(weights: Weights, choice: 
     if choice is NEVER:
         check_answers(engine, asks, weights)
     else:
-        requests, _ = answer_by_engine(engine, asks)
-        assert [request.output for request in requests] == [answer_densely(*ask, weights) for ask in asks]
-        check_rest(engine)
+        check_outputs(engine, asks, weights)
     check_host(engine, choice)
 
 
-@pytest.mark.slow
-def test_samples_and_beams() -> None:
-    engine = make_engine(HYBRID_WEIGHTS, num_host_pages=300, **ALWAYS)
-    run_all(engine, make_asks(18), HYBRID_WEIGHTS)
-    check_host(engine, ALWAYS)
-
-
-def test_transfers_and_steps_that_fail_at_random() -> None:
+def test_transfers_and_steps_that_fail_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page that failed to load has what was there before; a token that was computed from it is computed again."""
     weights = HYBRID_WEIGHTS
-    engine, rng = make_engine(weights, num_host_pages=300, **ALWAYS), Random(SEED)
-    failing: Any = FailingHostPages(engine.runner.host_pages, 0.1)
-    engine.runner.host_pages = failing
-    step, run = engine.step, engine.runner.run
-
-    def run_at_times(*args: Any) -> Any:
-        if rng.random() < 0.1:
-            raise FloatingPointError("the model failed")
-        return run(*args)
-
-    def step_again() -> Any:
-        while True:
-            with suppress(FloatingPointError):
-                return step()
-
-    engine.runner.run, engine.step = run_at_times, step_again  # type: ignore[method-assign]
+    engine = make_engine(weights, num_host_pages=300, **ALWAYS)
+    num_failed = fail_at_random(monkeypatch)
+    let_steps_fail(engine, Random(SEED), 0.05)
     run_all(engine, make_asks(18), weights)
-    print(failing.num_failed)
-    assert min(failing.num_failed) > 5
+    print(num_failed)
+    assert min(num_failed["save"], num_failed["load"]) > 5
     check_host(engine, ALWAYS)
 
 
 @MODELS
-def test_requests_that_cannot_go_back_wait_again(weights: Weights) -> None:
+def test_requests_that_cannot_go_back_wait_again(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(weights, **SMALL)
-    engine.runner.host_pages = FailingHostPages(engine.runner.host_pages, 0.1)
+    fail_at_random(monkeypatch)
     engine.scheduler.batch = batch = LosingBatch(engine.scheduler.batch)
-    requests, _ = answer_by_engine(engine, asks := make_asks(18))
-    assert [request.output for request in requests] == [answer_densely(*ask, weights) for ask in asks]
+    check_outputs(engine, make_asks(18), weights)
     assert batch.num_lost > 3
-    check_rest(engine)
 
 
 @MODELS

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
 import pytest
+from hybrids import FULL, PAGE_SIZE, WINDOW
+from hybrids import make_manager as make_hybrid
 
-from pagepool import (
-    CacheGroupSpec,
-    CacheManager,
-    EngineRequest,
-    FullAttentionSpec,
-    PageTable,
-    RunningBatch,
-    SlidingWindowSpec,
-    hash_request_tokens,
-)
+from pagepool import CacheManager, EngineRequest, PageTable, RunningBatch, hash_request_tokens
 from pagepool.hashing import RequestExtraKeys, VllmExtraKeys, extra_keys
 
 Range = tuple[int, int]
@@ -128,12 +123,9 @@ def test_equal_features_make_equal_keys() -> None:
 
 # The cost of many features.
 
-PAGE_SIZE = 4
 
-
-def make_manager(num_pages: int = 64, **options: Any) -> CacheManager:
-    spec = FullAttentionSpec(PAGE_SIZE, 1, 8, "float16", False)
-    return CacheManager(num_pages, [CacheGroupSpec(spec)], 1 << 16, **options)
+def make_manager(*specs: Any, num_pages: int = 64) -> CacheManager:
+    return make_hybrid(*specs or (FULL,), num_pages=num_pages, max_model_len=1 << 16)
 
 
 class CountingInt(int):
@@ -241,11 +233,8 @@ def test_a_request_that_comes_back_reads_no_feature() -> None:
 class Rows:
     """A batch whose rows are admitted with ten images each. With a window, each retry looks the prefix up again."""
 
-    def __init__(self, *, num_pages: int = 64, window: int | None = None) -> None:
-        spec = FullAttentionSpec(PAGE_SIZE, 1, 8, "float16", False)
-        if window:
-            spec = SlidingWindowSpec(PAGE_SIZE, 1, 8, "float16", False, window)
-        self.manager = CacheManager(num_pages, [CacheGroupSpec(spec)], 256)
+    def __init__(self, *specs: Any, num_pages: int = 64) -> None:
+        self.manager = make_manager(*specs, num_pages=num_pages)
         self.batch = RunningBatch(self.manager, PageTable(4, 64, 64))
         self.images = make_images(10, "in order")
         self.token_ids = [7] * 41
@@ -254,9 +243,9 @@ class Rows:
         return self.batch.admit(row, self.token_ids, **{"mm_features": self.images} | options)
 
 
-@pytest.mark.parametrize("window", [None, 9])
-def test_a_row_that_is_tried_again_reads_no_feature(window: int | None) -> None:
-    rows = Rows(num_pages=14, window=window)
+@pytest.mark.parametrize("spec", [FULL, WINDOW])
+def test_a_row_that_is_tried_again_reads_no_feature(spec: Any) -> None:
+    rows = Rows(spec, num_pages=14)
     rows.batch.admit(0, [5] * 40)
     assert count_reads(rows.admit) == 10
     for i in range(20):  # something is cached and evicted all the time
@@ -301,9 +290,6 @@ def test_other_features_in_the_same_list_are_read(salt: str | None) -> None:
 
 def test_features_of_rows_that_left_are_not_kept() -> None:
     """Features may hold pixels."""
-    import gc
-    import weakref
-
     rows = Rows()
     first = weakref.ref(rows.images[0])
     rows.admit()

@@ -1,4 +1,4 @@
-"""Host pages: values, order, donation, asynchrony, failures, compilations, errors; on one device, and on several."""
+"""Host pages on one device: values, order, donation, asynchrony, failures, compilations, errors."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
-from copies import assert_same, draw_array  # noqa: E402
 from devices import after_slow_work, count_compilations, read  # noqa: E402
-from host_transfers import HostModel, Transfers, make_transfers  # noqa: E402
+from moved_pages import TransferredPages, Transfers, draw_array, make_transfers  # noqa: E402
 
-from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, HostTier, PageTable, RunningBatch  # noqa: E402
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError  # noqa: E402
 from pagepool.host_pages import FinishedTransfers, HostPages, Pack  # noqa: E402
 
 NUM_PAGES = 24
-NUM_HOST_PAGES = 100
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "int32", "bool", "complex64"]
 KINDS = ["pinned_host", "unpinned_host", None]
 on_new_jax = pytest.mark.skipif(
@@ -47,28 +44,11 @@ def test_transfers_are_those_of_numpy(page_axis: int, memory_kind: str | None, d
     rng = np.random.default_rng(page_axis)
     shape = [2, 3, 5]
     shape[page_axis] = NUM_PAGES
-    hosts = [draw_array(rng, tuple(shape), jnp.dtype(dtype)) for dtype in dtypes]
-    models, arrays = [HostModel(host, NUM_HOST_PAGES, page_axis) for host in hosts], [jnp.array(host) for host in hosts]
-    host_pages = HostPages(arrays, NUM_HOST_PAGES, page_axis=page_axis, memory_kind=memory_kind)
+    hosts = [draw_array(rng, tuple(shape), dtype) for dtype in dtypes]
+    pages = TransferredPages(hosts, page_axis=page_axis, memory_kind=memory_kind)
     for _ in range(10):
-        transfers = models[0].draw(rng, 4)
-        arrays = host_pages.run(arrays, transfers)
-        for array, model in zip(arrays, models, strict=True):
-            model.run(transfers)
-            assert_same(array, model.array)
-
-
-def test_many_pages_take_several_calls() -> None:
-    rng = np.random.default_rng(1)
-    host = draw_array(rng, (400, 3), np.int32)
-    model, array = HostModel(host, 400), jnp.array(host)
-    host_pages = HostPages(array, 400)
-    for num in (16, 17, 33, 300):
-        transfers = model.draw(rng, num)
-        array = host_pages.run(array, transfers)
-        model.run(transfers)
-        assert_same(array, model.array)
-        assert host_pages.wait() == [done(transfers)]
+        pages.move(rng, 4)
+        pages.check()
 
 
 def test_pytrees_of_several_dtypes() -> None:
@@ -115,41 +95,7 @@ def test_nothing_to_transfer_gives_the_same_arrays() -> None:
     assert host_pages.poll() == []
 
 
-def test_a_tier_behind_a_pool_that_evicts_at_every_request() -> None:
-    """Each page of the device is written by its request; what hits is what was computed for those tokens."""
-    manager = CacheManager(
-        7, [CacheGroupSpec(FullAttentionSpec(4, 1, 8, "float16", False))], 32, host_tier=HostTier(NUM_HOST_PAGES)
-    )
-    batch = RunningBatch(manager, table := PageTable(1, 8, 32))
-    array = jnp.zeros((7, 4), dtype=jnp.int32)
-    host_pages = HostPages(array, NUM_HOST_PAGES)
-    num_hits = 0
-    for i in range(40):
-        tokens = np.arange(21) + 100 * (i % 4)
-        num_cached = batch.admit(0, tokens.tolist())
-        array = host_pages.run(array, manager.take_transfers())
-        pages = table.page_table_cpu[0, : len(tokens) // 4]
-        cached = read(array)[pages].ravel()[:num_cached]
-        np.testing.assert_array_equal(cached, tokens[:num_cached])
-        array = array.at[pages].set(tokens[:20].reshape(-1, 4))
-        num_hits += num_cached > 0
-        for finished in host_pages.wait():
-            manager.complete_transfers(finished.number)
-        batch.release([0])
-    assert num_hits > 20
-
-
 # Order, donation, and host arrays.
-
-
-def test_all_saves_are_read_before_a_load_is_written() -> None:
-    array = jnp.arange(5)
-    host_pages = HostPages(array, 5)
-    array = host_pages.run(array, make_transfers([(1, 1), (2, 2)]))
-    array = host_pages.run(array, make_transfers([(3, 3), (4, 4)], [(1, 3), (2, 4)]))
-    assert array.tolist() == [0, 1, 2, 1, 2]
-    array = host_pages.run(array, make_transfers([], [(3, 1), (4, 2)]))
-    assert array.tolist() == [0, 3, 4, 1, 2]
 
 
 def test_saves_leave_the_arrays_and_loads_update_them_in_place() -> None:
@@ -336,22 +282,20 @@ def test_an_error_after_donation_is_raised(monkeypatch: pytest.MonkeyPatch) -> N
 def test_no_compilation_after_warmup(max_num_pages: int, num_sizes: int, is_committed: bool) -> None:
     """A program for each size and way, for each dtype."""
     rng = np.random.default_rng(2)
-    host = draw_array(rng, (400, 3), np.int32)
-    arrays = jax.device_put([host, host.astype(np.int8)], jax.devices()[0] if is_committed else None)
-    model, host_pages = HostModel(host, 400), HostPages(arrays, 400)
+    hosts = [draw_array(rng, (400, 3), dtype) for dtype in ("int32", "int8")]
+    pages = TransferredPages(hosts, jax.devices()[0] if is_committed else None, num_host_pages=400)
     jax.clear_caches()
     with count_compilations() as in_warmup:
-        arrays = host_pages.warmup(arrays, max_num_pages)
+        pages.warmup(max_num_pages)
     assert len(in_warmup) == 2 * 2 * num_sizes
     with count_compilations() as later:
         for num in (*range(min(9, max_num_pages + 1)), max_num_pages // 2, max_num_pages):
-            transfers = model.draw(rng, min(num, 399))
-            arrays = jax.block_until_ready(host_pages.run(arrays, transfers))
-            model.run(transfers)
-            host_pages.wait()
+            transfers = pages.move(rng, min(num, 399))
+            jax.block_until_ready(pages.arrays)
+            is_empty = len(transfers.save_src) + len(transfers.load_src) == 0
+            assert pages.host_pages.wait() == ([] if is_empty else [done(transfers)])
     assert not later
-    for array in arrays:
-        assert_same(array, model.array.astype(array.dtype))
+    pages.check()
 
 
 # Errors: nothing is done.
@@ -406,12 +350,6 @@ def test_a_number_in_flight_is_not_taken_again() -> None:
     assert host_pages.wait() == [done(transfers)]
 
 
-def deleted() -> Any:
-    array = jnp.arange(8)
-    array.delete()
-    return [jnp.arange(8), array]
-
-
 @pytest.mark.parametrize(
     "call", [HostPages.warmup, lambda host_pages, arrays: host_pages.run(arrays, make_transfers([(1, 1)]))]
 )
@@ -422,8 +360,6 @@ def deleted() -> Any:
         (lambda: [jnp.arange(8), np.arange(8)], ArgumentTypeError, "arrays: got ndarray, allowed: jax arrays, .*"),
         (lambda: [jnp.arange(8), jnp.arange(9)], ArgumentError, r"arrays: got int32 \(9,\) .*, allowed: as at first, .*"),
         (lambda: [jnp.arange(8), jnp.arange(8.0)], ArgumentError, r"arrays: got float32 \(8,\) .*, allowed: as at first, .*"),
-        (lambda: [jnp.arange(8)] * 2, ArgumentError, "arrays: got the same array twice, allowed: each array once"),
-        (deleted, ArgumentError, "arrays: got a deleted array .*"),
     ],
 )
 def test_wrong_arrays(call: Callable[..., Any], make: Callable[[], Any], error: type[Exception], message: str) -> None:
@@ -440,7 +376,6 @@ def test_wrong_arrays(call: Callable[..., Any], make: Callable[[], Any], error: 
         (np.arange(8), {}, ArgumentTypeError, "arrays: got ndarray, allowed: jax arrays, outside of traced functions"),
         (jnp.arange(8), {"num_pages": 1}, ArgumentError, "num_pages must be at least 2, got 1"),
         (jnp.arange(8), {"page_axis": 1}, ArgumentError, r"arrays: got shape \(8,\), allowed: more axes than page_axis, 1"),
-        (jnp.arange(8), {"page_axis": None}, ArgumentTypeError, "page_axis must be an integer, got None"),
         (
             jnp.arange(8),
             {"memory_kind": "pined_host"},
@@ -466,6 +401,3 @@ def test_wrong_arrays(call: Callable[..., Any], make: Callable[[], Any], error: 
 def test_wrong_host_pages(arrays: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{message}$"):
         HostPages(arrays, **{"num_pages": 10, **options})
-
-
-# Many devices.

@@ -12,7 +12,7 @@ from graphlib import TopologicalSorter
 from itertools import groupby
 from pathlib import Path
 
-from sources import DOORS, HEADERS, PYTHON_FILES, ROOT
+from sources import DOORS, HEADERS, PYTHON_FILES, ROOT, name_of
 
 import pagepool
 
@@ -55,10 +55,6 @@ EXTRAS = ("events", "event_publisher", "stats.prometheus", "metrics", "replay", 
 FILES = [*PYTHON_FILES, *DOORS, *HEADERS]
 CORE_FILES = [path for path in (*DOORS, *HEADERS) if path.parent.name == "core"]
 CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +\(?\s*(\w+)|c?import +([\w.]+))", re.MULTILINE)
-
-
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
 
 
 def module_of(path: Path) -> str:

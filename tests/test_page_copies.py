@@ -1,4 +1,4 @@
-"""Page copies on the device: values, donation, shardings, compilations, errors; on one device, and on several."""
+"""Page copies on one device: values, donation, compilations, errors. Several devices are in `moved_pages_devices`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
-from copies import (  # noqa: E402
+from devices import after_slow_work, assert_separate, count_compilations, read  # noqa: E402
+from moved_pages import (  # noqa: E402
+    CopiedPages,
     Copies,
     assert_same,
     compile_program,
@@ -20,9 +22,8 @@ from copies import (  # noqa: E402
     draw_copies,
     make_copies,
 )
-from devices import after_slow_work, count_compilations, read  # noqa: E402
 
-from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch, page_copies  # noqa: E402
+from pagepool import page_copies  # noqa: E402
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError  # noqa: E402
 from pagepool.page_copies import copy_pages, warmup  # noqa: E402
 
@@ -38,29 +39,10 @@ def test_copies_are_those_of_numpy(page_axis: int) -> None:
     rng = np.random.default_rng(page_axis)
     shape = [2, 3, 5]
     shape[page_axis] = NUM_PAGES
-    hosts = {dtype: draw_array(rng, tuple(shape), jnp.dtype(dtype)) for dtype in DTYPES}
-    arrays = {dtype: jnp.array(host) for dtype, host in hosts.items()}
+    pages = CopiedPages([draw_array(rng, tuple(shape), dtype) for dtype in DTYPES], page_axis=page_axis)
     for num_copies in (8, 3, 0, 1, 5, 7):
-        copies = draw_copies(rng, NUM_PAGES, num_copies)
-        arrays = copy_pages(arrays, copies, page_axis=page_axis)
-        hosts = {dtype: copy_in_numpy(host, copies, page_axis) for dtype, host in hosts.items()}
-        for dtype, host in hosts.items():
-            assert_same(arrays[dtype], host)
-
-
-@pytest.mark.parametrize(
-    ("pairs", "expected"),
-    [
-        ([(1, 2), (2, 3), (3, 4)], [0, 1, 1, 2, 3]),
-        ([(3, 4), (2, 3), (1, 2)], [0, 1, 1, 2, 3]),
-        ([(1, 2), (2, 1)], [0, 2, 1, 3, 4]),
-        ([(1, 1), (4, 3)], [0, 1, 2, 4, 4]),
-        ([(1, 2), (1, 3), (1, 4)], [0, 1, 1, 1, 1]),
-    ],
-    ids=str,
-)
-def test_all_sources_are_read_before_a_page_is_written(pairs: list[tuple[int, int]], expected: list[int]) -> None:
-    assert copy_pages(jnp.arange(5), make_copies(pairs)).tolist() == expected
+        pages.move(rng, num_copies)
+        pages.check()
 
 
 def test_pytrees_keep_their_structure() -> None:
@@ -96,20 +78,6 @@ def test_nothing_to_copy_gives_the_same_arrays() -> None:
     assert copy_pages(arrays, make_copies([])) is arrays
     assert copy_pages(arrays, make_copies([(1, 2)]), group=1) is arrays
     assert not arrays["keys"].is_deleted()
-
-
-def test_forks_copy_their_open_page() -> None:
-    """With the copies of a running batch."""
-    manager = CacheManager(16, [CacheGroupSpec(FullAttentionSpec(4, 1, 8, "float16", False))], 64)
-    table = PageTable(4, 16, 64)
-    batch = RunningBatch(manager, table)
-    batch.admit(0, [5, 6, 7, 8, 9])
-    batch.step([0], [5])
-    batch.fork(0, [1, 2])
-    copies = batch.take_copies()
-    assert len(copies) == 2
-    keys = read(copy_pages(jnp.arange(16), copies))
-    assert keys[table.page_table_cpu[:3, 1]].tolist() == [int(copies.src[0])] * 3
 
 
 # Donation, and host arrays.
@@ -155,8 +123,7 @@ def test_payloads_are_never_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(4):
         array = copy_pages(array, copies)
     assert len(sent) == 4
-    arrays = [*sent, *copies]
-    assert not [1 for i, one in enumerate(arrays) for other in arrays[:i] if np.shares_memory(one, other)]
+    assert_separate([*sent, *copies])
 
 
 @pytest.mark.parametrize("guard", [jax.transfer_guard, jax.transfer_guard_host_to_device])
@@ -174,19 +141,17 @@ def test_copies_pass_a_transfer_guard(guard: Any) -> None:
 def test_no_compilation_after_warmup(max_num_copies: int, num_programs: int, is_committed: bool) -> None:
     rng = np.random.default_rng(6)
     hosts = [draw_array(rng, (NUM_PAGES, 3), dtype) for dtype in ("float32", "int32")]
-    arrays: Any = [jax.device_put(host, jax.devices()[0] if is_committed else None) for host in hosts]
+    pages = CopiedPages(hosts, jax.devices()[0] if is_committed else None)
     jax.clear_caches()
     with count_compilations() as in_warmup:
-        arrays = warmup(arrays, max_num_copies)
+        pages.warmup(max_num_copies)
     assert len(in_warmup) == num_programs
     with count_compilations() as later:
         for num_copies in range(max_num_copies + 1):
-            copies = draw_copies(rng, NUM_PAGES, num_copies)
-            arrays = jax.block_until_ready(copy_pages(arrays, copies))
-            hosts = [copy_in_numpy(host, copies) for host in hosts]
+            pages.move(rng, num_copies)
+            jax.block_until_ready(pages.arrays)
     assert not later
-    for array, host in zip(arrays, hosts, strict=True):
-        assert_same(array, host)
+    pages.check()
 
 
 # Errors: nothing is donated.
@@ -292,6 +257,3 @@ def test_wrong_warmup(number: int, message: str) -> None:
     with pytest.raises(ArgumentError, match=f"^max_num_copies must be {message}$"):
         warmup(array, number)
     assert not array.is_deleted()
-
-
-# Many devices.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,20 +14,13 @@ jax = pytest.importorskip("jax", minversion="0.6.1")
 
 import numpy as np  # noqa: E402
 from devices import Program, await_programs  # noqa: E402
-from engine_workload import HYBRID_WEIGHTS, LIMITS, answer_densely, make_asks  # noqa: E402
-from page_sharing import check_sharing, make_sharing, sharing  # noqa: E402
+from engine_workload import HYBRID_WEIGHTS, LIMITS, answer_densely, exact_float32, make_asks  # noqa: E402, F401
+from page_files_process import check_sharing, make_sharing, sharing  # noqa: E402
 
 page_files = pytest.importorskip("page_files")
 
 SHAPE = (2, 2, 1, 4, 3)
 DIGESTS = [f"{i:064x}" for i in range(4)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def exact_float32() -> Iterator[None]:
-    """As in test_engine.py."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def make_files(folder: Path, model: bytes = b"model", shape: tuple[int, ...] = SHAPE) -> Any:

@@ -8,9 +8,8 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 import weakref
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -134,22 +133,6 @@ def test_the_buffers_are_the_arrays_themselves() -> None:
     assert table.page_table_cpu[0].tolist() == [5, 9, 0, 0, 0, 0, 0, 0]
 
 
-def test_what_rows_do() -> None:
-    table = make_table()
-    table.append_row([1, 2, 3], 0)
-    table.append_row(np.array([4], dtype=np.int32), 0)
-    table.move_row(0, 2)
-    assert table.page_table_cpu[2].tolist() == [1, 2, 3, 4, 0, 0, 0, 0]
-    assert table.num_pages_per_row.tolist() == [4, 0, 4, 0]
-    table.add_row([7], 2)
-    table.swap_row(0, 2)
-    assert table.page_table_cpu[[0, 2], :4].tolist() == [[7, 0, 0, 0], [1, 2, 3, 4]]
-    table.clear_row(2)
-    table.move_row(1, 0)
-    assert not table.page_table_cpu.any()
-    assert not table.num_pages_per_row.any()
-
-
 @pytest.mark.parametrize(
     "page_ids",
     [
@@ -161,33 +144,27 @@ def test_what_rows_do() -> None:
         *(np.array([3, 4], dtype=dtype) for dtype in ("int32", "int64", "uint8", "uint64", ">i4")),
         np.array([3, 0, 4, 0], dtype=np.int32)[::2],
         np.array([4, 3], dtype=np.int64)[::-1],
+        np.frombuffer(np.array([3, 4], dtype=np.int32).tobytes(), dtype=np.int32),  # read-only
         [np.int32(3), np.int64(4)],
     ],
     ids=lambda value: f"{type(value).__name__}-{getattr(value, 'dtype', '')}",
 )
 def test_ids_come_in_many_forms(page_ids: Any) -> None:
     table = make_table()
-    table.append_row(page_ids, 0)
-    assert table.page_table_cpu[0, :3].tolist() == [3, 4, 0]
-
-
-def test_read_only_arrays_are_taken() -> None:
-    ids = np.array([3, 4], dtype=np.int32)
-    ids.flags.writeable = False
-    table = make_table()
-    table.add_row(ids, np.int64(0))
+    table.append_row(page_ids, np.int64(0))
     assert table.page_table_cpu[0, :3].tolist() == [3, 4, 0]
 
 
 @pytest.mark.parametrize("page_ids", [[], np.empty(0, dtype=np.int32), ()], ids=type)
 def test_no_ids_change_nothing(page_ids: Any) -> None:
-    table = make_table()
-    before = state_of(table)
+    table, tables = filled_table(), filled_tables()
+    before = state_of(table), state_of(tables)
     table.append_row(page_ids, 0)
     table.append_rows_batch([page_ids, page_ids], [1, 2])
-    table.append_rows_batch([], [])
-    table.append_rows_batch([], [1, 99])  # as in an engine: no requests, no work
-    assert state_of(table) == before
+    for rows in ([], [3, 99], np.array([1, 2])):  # as in an engine: no requests, no work
+        table.append_rows_batch([], rows)
+        tables.append_rows_batch([], rows)
+    assert (state_of(table), state_of(tables)) == before
 
 
 def test_versions_move_with_each_change() -> None:
@@ -246,15 +223,6 @@ def test_groups_are_tables_by_number() -> None:
         tables[2]
 
 
-@pytest.mark.parametrize("rows", [[], [0], [3, 99], np.array([1, 2])])
-def test_without_requests_nothing_is_done_in_any_row(rows: Any) -> None:
-    tables = MultiGroupPageTable(4, 64, 64, [16, 32])
-    tables.append_rows_batch([[[1], [2]]], [0])
-    before = [(table.page_table_cpu.tolist(), table.cpu_version) for table in tables.page_tables]
-    tables.append_rows_batch([], rows)
-    assert [(table.page_table_cpu.tolist(), table.cpu_version) for table in tables.page_tables] == before
-
-
 def test_the_names_that_engines_import_beside_the_tables() -> None:
     assert pagepool.PAGE_TABLE_PADDING_VAL == pagepool.page_table.PAGE_TABLE_PADDING_VAL == 0
     assert pagepool.SLOT_MAPPING_PADDING_VAL == pagepool.page_table.SLOT_MAPPING_PADDING_VAL == 0
@@ -282,15 +250,12 @@ BAD_IDS = [
     ([1, 2, -(2**31)], PageIdError),
     ([2**31], ArgumentError),
     ([-(2**31) - 1], ArgumentError),
-    ([10**30], ArgumentError),
     ([1.0], ArgumentTypeError),
-    ([None], ArgumentTypeError),
     ([[1]], ArgumentTypeError),
     (["1"], ArgumentTypeError),
     ("12", ArgumentTypeError),
     (None, ArgumentTypeError),
     (5, ArgumentTypeError),
-    (1.5, ArgumentTypeError),
     ([1] * 9, RowOverflowError),
     (np.ones(9, dtype=np.int32), RowOverflowError),
     (np.array([1.0]), ArgumentTypeError),
@@ -302,18 +267,6 @@ BAD_IDS = [
     (np.array([2**64 - 1], dtype=np.uint64), ArgumentError),
     (np.array([3, -1], dtype=np.int32), PageIdError),
     (np.array([-1], dtype=np.int8), PageIdError),
-]
-BAD_ROWS = [
-    (-1, RowIndexError),
-    (4, RowIndexError),
-    (2**31, RowIndexError),
-    (10**30, RowIndexError),
-    (-(10**30), RowIndexError),
-    (1.0, ArgumentTypeError),
-    (np.float64(1), ArgumentTypeError),
-    (None, ArgumentTypeError),
-    ("1", ArgumentTypeError),
-    ([1], ArgumentTypeError),
 ]
 
 
@@ -351,52 +304,43 @@ def test_bad_ids_are_refused(page_ids: Any, error: type[Exception]) -> None:
     refuse(filled_tables(), error, "append_rows_batch", [[[1], [1]], [[1], page_ids]], [0, 1])
 
 
-@pytest.mark.parametrize(("row", "error"), BAD_ROWS, ids=repr)
-def test_bad_rows_are_refused(row: Any, error: type[Exception]) -> None:
+@pytest.mark.parametrize("row", [-1, 4, 2**31, 10**30])
+def test_rows_that_there_are_not_are_refused(row: int) -> None:
     for tables, page_ids in ((filled_table(), [1]), (filled_tables(), [[1], [1]])):
-        refuse(tables, error, "append_row", page_ids, row)
-        refuse(tables, error, "add_row", page_ids, row)
-        refuse(tables, error, "append_rows_batch", [page_ids, page_ids], [0, row])
-        refuse(tables, error, "clear_row", row)
-        refuse(tables, error, "move_row", 0, row)
-        refuse(tables, error, "move_row", row, 0)
-        refuse(tables, error, "swap_row", 0, row)
-        refuse(tables, error, "swap_row", row, 0)
-        refuse(tables, error, "mark_dirty", [0, row])
+        refuse(tables, RowIndexError, "append_row", page_ids, row)
+        refuse(tables, RowIndexError, "add_row", page_ids, row)
+        refuse(tables, RowIndexError, "append_rows_batch", [page_ids, page_ids], [0, row])
+        refuse(tables, RowIndexError, "clear_row", row)
+        refuse(tables, RowIndexError, "move_row", 0, row)
+        refuse(tables, RowIndexError, "move_row", row, 0)
+        refuse(tables, RowIndexError, "swap_row", 0, row)
+        refuse(tables, RowIndexError, "swap_row", row, 0)
+        refuse(tables, RowIndexError, "mark_dirty", [0, row])
 
 
 @pytest.mark.parametrize(
-    ("call", "args"),
+    ("call", "args", "error"),
     [
-        ("append_row", ([[1]], 0)),
-        ("append_row", ([[1], [2], [3]], 0)),
-        ("append_row", ([], 0)),
-        ("add_row", ([[1]], 0)),
-        ("append_rows_batch", ([[[1], [2]], [[1]]], [0, 1])),
-        ("append_rows_batch", ([[[1], [2]]], [0, 1])),
-        ("append_rows_batch", ([[[1], [2]], [[1], [2]]], [0])),
+        ("append_row", ([[1]], 0), ArgumentError),
+        ("append_row", ([[1], [2], [3]], 0), ArgumentError),
+        ("append_row", ([], 0), ArgumentError),
+        ("append_row", (5, 0), ArgumentTypeError),
+        ("append_row", (None, 0), ArgumentTypeError),
+        ("add_row", ([[1]], 0), ArgumentError),
+        ("append_rows_batch", ([[[1], [2]], [[1]]], [0, 1]), ArgumentError),
+        ("append_rows_batch", ([[[1], [2]]], [0, 1]), ArgumentError),
+        ("append_rows_batch", ([[[1], [2]], [[1], [2]]], [0]), ArgumentError),
+        ("append_rows_batch", ([[[1], [2]]], 0), ArgumentTypeError),
+        ("append_rows_batch", (None, [0]), ArgumentTypeError),
+        ("append_rows_batch", ([5], [0]), ArgumentTypeError),
+        ("mark_dirty", (3,), ArgumentTypeError),
+        ("mark_dirty", (1.5,), ArgumentTypeError),
     ],
 )
-def test_wrong_numbers_of_groups_and_rows_are_refused(call: str, args: Any) -> None:
-    refuse(filled_tables(), ArgumentError, call, *args)
-
-
-@pytest.mark.parametrize(
-    ("call", "args"),
-    [
-        ("append_row", (5, 0)),
-        ("append_row", (None, 0)),
-        ("append_rows_batch", (None, [0])),
-        ("append_rows_batch", ([[[1], [2]]], 0)),
-        ("append_rows_batch", ([5], [0])),
-        ("mark_dirty", (3,)),
-        ("mark_dirty", (1.5,)),
-    ],
-)
-def test_what_is_no_list_is_refused(call: str, args: Any) -> None:
-    refuse(filled_tables(), ArgumentTypeError, call, *args)
-    if call != "append_rows_batch" or args[0] != [[[1], [2]]]:
-        refuse(filled_table(), ArgumentTypeError, call, *args)
+def test_what_is_no_list_or_of_another_length_is_refused(call: str, args: Any, error: type[Exception]) -> None:
+    refuse(filled_tables(), error, call, *args)
+    if error is ArgumentTypeError and args[0] != [[[1], [2]]]:
+        refuse(filled_table(), error, call, *args)
 
 
 def test_an_id_whose_reading_fails_or_changes_the_table() -> None:
@@ -440,47 +384,26 @@ def test_a_move_is_refused_in_all_groups() -> None:
     refuse(tables, IntegrityError, "move_row", 0, 1)
 
 
-def test_a_row_written_by_hand_can_be_cleared() -> None:
-    table = make_table(2, 200)
-    table.page_table_cpu[1, :150] = 7
-    table.num_pages_per_row[1] = 150
-    table.mark_dirty([1])
-    table.append_row([8], 1)
-    table.swap_row(0, 1)
-    assert table.page_table_cpu[0, 148:152].tolist() == [7, 7, 8, 0]
-    table.add_row([1], 0)
-    assert table.page_table_cpu.sum() == 1
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.0, None, "3", 2**31, 10**30], ids=repr)
-def test_bad_sizes_are_refused(value: Any) -> None:
-    with pytest.raises(PagePoolError):
-        PageTable(value, 4, 64)
-    with pytest.raises(PagePoolError):
-        PageTable(4, value, 64)
-    with pytest.raises(PagePoolError):
-        MultiGroupPageTable(value, 64, 64, [16])
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.0, None, "3"], ids=repr)
-def test_bad_lengths_are_refused(value: Any) -> None:
-    with pytest.raises(PagePoolError):
-        MultiGroupPageTable(4, value, 64, [16])
-    with pytest.raises(PagePoolError):
-        MultiGroupPageTable(4, 64, 64, [16, value])
-    with pytest.raises(PagePoolError):
-        PageTable(4, 4, value or -1)
+@pytest.mark.parametrize(
+    ("make", "values"),
+    [
+        (lambda num_rows: PageTable(num_rows, 4, 64), (0, -1, 2**31, 10**30)),
+        (lambda num_columns: PageTable(4, num_columns, 64), (0, -1, 2**31, 10**30)),
+        (lambda num_tokens: PageTable(4, 4, num_tokens), (-1,)),
+        (lambda num_rows: MultiGroupPageTable(num_rows, 64, 64, [16]), (0, -1, 2**31, 10**30)),
+        (lambda length: MultiGroupPageTable(4, length, 64, [16]), (0, -1)),
+        (lambda page_size: MultiGroupPageTable(4, 64, 64, [16, page_size]), (0, -1)),
+    ],
+)
+def test_sizes_out_of_range_are_refused(make: Callable[[int], object], values: tuple[int, ...]) -> None:
+    for value in values:
+        with pytest.raises(PagePoolError):
+            make(value)
 
 
 def test_tables_that_are_too_large_are_refused() -> None:
     with pytest.raises(ArgumentError, match="allowed: 1073741824 ids in all"):
         PageTable(2**20, 2**11, 64)
-
-
-@pytest.mark.parametrize("sharding", ["rows", 1, object()])
-def test_what_is_no_sharding_is_refused(sharding: Any) -> None:
-    with pytest.raises(ArgumentTypeError, match="sharding"):
-        PageTable(4, 4, 64, sharding)
 
 
 def test_tables_are_made_once_and_not_copied() -> None:
@@ -554,31 +477,6 @@ def test_borrowed_arrays_are_given_back() -> None:
             table.append_row(ids, 9)
         table.slot_mapping(ids, ids, 16)
     assert sys.getrefcount(ids) == count
-
-
-def test_threads_do_not_overfill_a_row() -> None:
-    tables = MultiGroupPageTable(2, 512, 64, [1, 1])
-    errors: list[Exception] = []
-
-    def fill() -> None:
-        for _ in range(200):
-            try:
-                tables.append_rows_batch([[[1, 1], [2, 2]], [[3], [4]]], [0, 1])
-                tables[0].append_row([5], 1)
-            except RowOverflowError:
-                tables[0].copy_aligned()
-            except Exception as error:
-                errors.append(error)
-
-    threads = [threading.Thread(target=fill) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    counts = [table.num_pages_per_row[0] for table in tables]
-    assert counts[0] == counts[1] <= 512
-    assert (tables[0].page_table_cpu != 0).sum(axis=1).tolist() == tables[0].num_pages_per_row.tolist()
 
 
 def test_tables_and_their_copies_are_aligned() -> None:
@@ -687,15 +585,8 @@ assert table.count_dirty_windows(0, 4) > 0
 
 
 def run_python(code: str) -> None:
-    folders = [str(Path(pagepool.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False)
     assert process.returncode == 0, process.stderr
 
 

@@ -7,14 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from sources import DOORS, EXAMPLES, HEADERS, PYTHON_FILES, ROOT, Function, cython_functions
+from sources import DOORS, EXAMPLES, HEADERS, PYTHON_FILES, ROOT, Function, cython_functions, name_of
 
 CYTHON_FILES = [*DOORS, *HEADERS]
 ANNOTATED_LINE = re.compile(r'<pre class="cython line score-(\d+)"[^\n]*?<span class="">(\d+)</span>')
-
-
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
 
 
 def test_no_asserts() -> None:

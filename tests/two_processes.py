@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
-from devices import COLLECTIVES, count_compilations, read_shards
+import pytest
+from devices import COLLECTIVES, commit_in_all_ways, count_compilations, count_compilations_of_warmup, read_shards
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from settings import NUM_OPERATIONS
@@ -43,20 +43,15 @@ def make_shardings() -> dict[str, NamedSharding]:
     return shardings
 
 
-def check(work: Work, arrays: Any) -> None:
+def commit(work: Work, num_reqs: int) -> None:
     """What this process holds is what its model says."""
-    arrays = arrays if isinstance(arrays, tuple) else (arrays,)
+    arrays = work.commit(num_reqs)
+    work.overwrite_host()
+    work.model.commit(num_reqs)
     for array, (table, model) in zip(arrays, work.pairs, strict=True):
         assert array.sharding == table.sharding
         for index, part in read_shards(array):
             np.testing.assert_array_equal(part, model.on_device[index])
-
-
-def commit(work: Work, num_reqs: int) -> None:
-    arrays = work.tables.commit(num_reqs)
-    work.overwrite_host()
-    work.model.commit(num_reqs)
-    check(work, arrays)
     work.restore_host()
 
 
@@ -93,10 +88,7 @@ def check_program(sharding: NamedSharding) -> None:
 def check_compilations(sharding: NamedSharding, process: int) -> None:
     """As many as payload sizes, whatever the other process does."""
     table = pagepool.PageTable(NUM_ROWS, 2000, 64, sharding)
-    jax.clear_caches()
-    with count_compilations() as in_warmup:
-        table.warmup()
-    assert len(in_warmup) == len(get_payload_sizes(table.page_table_cpu.size)), in_warmup
+    assert count_compilations_of_warmup(table) == len(get_payload_sizes(table.page_table_cpu.size))
     with count_compilations() as later:
         for num_reqs in range(process, NUM_ROWS + 1):
             table.mark_dirty()
@@ -117,25 +109,13 @@ def check_donation(sharding: NamedSharding) -> None:
         assert int(jax.jit(lambda table: table.sum())(new)) == 5
 
 
-def check_guard(sharding: NamedSharding) -> None:
-    with jax.transfer_guard("disallow"):
-        table = pagepool.PageTable(NUM_ROWS, NUM_COLUMNS, 64, sharding)
-        table.append_row([1], 0)
-        table.commit(NUM_ROWS)
-        table.mark_dirty()
-        table.commit(NUM_ROWS)
-
-
 def check_columns() -> None:
     """Tables that span processes are not sharded by columns."""
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("columns",)), PartitionSpec(None, "columns"))
     table = pagepool.PageTable(NUM_ROWS, 256, 64, sharding)
     table.append_row([1], 0)
-    try:
+    with pytest.raises(ArgumentError):
         table.commit(NUM_ROWS)
-    except ArgumentError:
-        return
-    raise AssertionError("no error")
 
 
 def main(address: str, process: int) -> None:
@@ -148,7 +128,8 @@ def main(address: str, process: int) -> None:
         check_program(sharding)
         check_donation(sharding)
         check_compilations(sharding, process)
-        check_guard(sharding)
+        with jax.transfer_guard("disallow"):
+            commit_in_all_ways(pagepool.PageTable(NUM_ROWS, NUM_COLUMNS, 64, sharding))
         for make in (make_single, make_groups):
             commit_unlike(make(7, sharding=sharding), process)
             if name != "replicated":
