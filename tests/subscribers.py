@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from random import Random
 from typing import Any, NamedTuple
 
@@ -109,6 +111,13 @@ class Subscriber:
                     self.sequence = number
 
 
+def wait_until(is_done: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + TIMEOUT / 1000
+    while not is_done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def number_of(batches: list[tuple[int, WireBatch]]) -> list[int]:
     return [sequence for sequence, _ in batches]
 
@@ -145,10 +154,6 @@ def assert_serves(publisher: EventPublisher, manager: pagepool.CacheManager) -> 
 
 
 PUBLIC, SECRET = zmq.curve_keypair()
-
-
 ROUTER_PUBLIC, ROUTER_SECRET = zmq.curve_keypair()
-
-
 ALLOWED = Keys(PUBLIC, ROUTER_PUBLIC, ROUTER_SECRET)
 CURVE = {"curve_secretkey": SECRET, "curve_client_keys": [ROUTER_PUBLIC]}

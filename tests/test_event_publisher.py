@@ -22,6 +22,7 @@ pytest.importorskip("msgspec", reason="events are an extra: msgspec is not insta
 
 from event_managers import FULL, make_told, run_request
 from ports import free_port
+from raw_router import connect
 from router import Router
 from subscribers import (
     ALLOWED,
@@ -42,6 +43,7 @@ from subscribers import (
     number_of,
     publish_some,
     set_keys,
+    wait_until,
     work,
     zmq,
 )
@@ -127,18 +129,6 @@ def test_routers_may_listen_instead(manager: pagepool.CacheManager) -> None:
                 topics.add(live.recv_multipart()[0])
         for publisher in publishers:
             publisher.close()
-
-
-def test_what_is_handed_over_is_sent_as_it_is(publisher: EventPublisher) -> None:
-    with Subscriber(publisher) as subscriber:
-        subscriber.wait_until_subscribed()
-        publish_some(publisher, 3)
-        hashes = [subscriber.receive()[1].events[0].block_hashes for _ in range(3)]
-        assert hashes == [[i.to_bytes(8, "big") + bytes(16)] for i in range(3)]
-        with pytest.raises(ArgumentTypeError, match=r"^events: got object among them"):
-            publisher.publish([object()])  # type: ignore[list-item]
-        with pytest.raises(ArgumentTypeError, match=r"^events: got int, allowed: a list$"):
-            publisher.publish(5)  # type: ignore[arg-type]
 
 
 # --- what is sent again ---------------------------------------------------------------------------------------
@@ -243,10 +233,6 @@ def test_routers_that_die_are_forgotten(publisher: EventPublisher, manager: page
                 raw.sendall(data)
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # reset at the end
     assert_serves(publisher, manager)
-
-
-def connect(endpoint: str) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])))
 
 
 BAD_REQUESTS = [
@@ -375,15 +361,6 @@ def test_no_router_is_admitted_once_the_authenticator_is_gone() -> None:
                 assert not subscriber.live.poll(5)
 
 
-def test_a_publisher_with_keys_leaves_no_thread() -> None:
-    before = set(threading.enumerate())
-    for _ in range(3):
-        EventPublisher(None, LOOPBACK, **CURVE).close()
-        with pytest.raises(EndpointError):
-            EventPublisher(None, "tcp://", **CURVE)
-    assert set(threading.enumerate()) == before
-
-
 WRONG_KEYS: list[tuple[dict[str, Any], type[Exception], str]] = [
     *[({name: None}, ArgumentError, "curve_secretkey, curve_client_keys: got one of them, allowed: both") for name in CURVE],
     ({"curve_client_keys": []}, ArgumentError, "curve_client_keys: got none, allowed: at least one key"),
@@ -395,18 +372,11 @@ WRONG_KEYS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"curve_secretkey": SECRET[:-5]}, ArgumentError, "curve_secretkey: got 35 characters, allowed: 40 of Z85, as"),
     ({"curve_secretkey": SECRET[:-1] + b'"'}, ArgumentError, "curve_secretkey: got 40 characters, allowed: 40 of Z85, as"),
     ({"curve_secretkey": 40 * "\xe4"}, ArgumentError, "curve_secretkey: got 40 characters, allowed: 40 of Z85, as"),
+    *[
+        ({name: "inproc://x"}, EndpointError, f"{name}: got 'inproc://x' with keys, allowed: tcp or ipc, such as")
+        for name in ("endpoint", "replay_endpoint")
+    ],
 ]
-
-
-@pytest.mark.parametrize(("options", "error", "message"), WRONG_KEYS, ids=[message for _, _, message in WRONG_KEYS])
-def test_keys_that_are_none(
-    options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No address is bound, and no secret is in the message."""
-    monkeypatch.setattr(zmq.Context, "socket", lambda *_, **__: pytest.fail("a socket was made"))
-    with pytest.raises(error, match=f"^{message}") as caught:
-        EventPublisher(None, LOOPBACK, **(CURVE | options))
-    assert SECRET[:10].decode() not in str(caught.value)
 
 
 def test_a_libzmq_without_curve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,12 +385,6 @@ def test_a_libzmq_without_curve(monkeypatch: pytest.MonkeyPatch) -> None:
         ArgumentError, match=r"^curve_secretkey: got a key, allowed: None, since this libzmq was built without CURVE$"
     ):
         EventPublisher(None, LOOPBACK, **CURVE)
-
-
-def test_addresses_that_are_never_encrypted() -> None:
-    for name in ("endpoint", "replay_endpoint"):
-        with pytest.raises(EndpointError, match=rf"^{name}: got 'inproc://x' with keys, allowed: tcp or ipc, such as"):
-            EventPublisher(None, **({"endpoint": LOOPBACK, name: "inproc://x"} | CURVE))
 
 
 # --- what goes wrong in the engine ------------------------------------------------------------------------------
@@ -437,8 +401,7 @@ def test_events_that_could_not_be_sent_are_told_anew(
             run_request(manager, [7] * 9)
             manager.page_pool.evict_pages([1])
             publisher.flush()
-            while not caplog.records:
-                time.sleep(0.01)
+            wait_until(lambda: caplog.records)
         assert caplog.records[0].message == "events were not sent; a snapshot follows"
         publisher.flush()
         subscriber.router.apply(subscriber.receive()[1].events)
@@ -497,6 +460,13 @@ raise SystemExit(3)
 # --- what is refused ------------------------------------------------------------------------------------------
 
 
+def test_what_is_no_event(publisher: EventPublisher) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"^events: got object among them"):
+        publisher.publish([object()])  # type: ignore[list-item]
+    with pytest.raises(ArgumentTypeError, match=r"^events: got int, allowed: a list$"):
+        publisher.publish(5)  # type: ignore[arg-type]
+
+
 def test_a_port_that_is_in_use(publisher: EventPublisher) -> None:
     for name in ("endpoint", "replay_endpoint"):
         endpoints = {"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK, name: publisher.endpoint}
@@ -548,10 +518,19 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "message"), WRONG, ids=str)
-def test_options_that_are_wrong(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"^{message}"):
+WRONG += [(CURVE | options, error, message) for options, error, message in WRONG_KEYS]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), WRONG, ids=[message for _, _, message in WRONG])
+def test_options_that_are_wrong(
+    options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No socket is made, unless the address is wrong, and no secret is in the message."""
+    if not {"endpoint", "replay_endpoint"} & options.keys():
+        monkeypatch.setattr(zmq.Context, "socket", lambda *_, **__: pytest.fail("a socket was made"))
+    with pytest.raises(error, match=f"^{message}") as caught:
         EventPublisher(**{"endpoint": LOOPBACK} | options)
+    assert SECRET[:10].decode() not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["pagepool-events", "pagepool-connections"])

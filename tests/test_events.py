@@ -5,6 +5,7 @@ PAGEPOOL_TEST_OPERATIONS: a tenth of so many calls are made in all for each of t
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import zlib
 from random import Random
@@ -16,6 +17,7 @@ import pytest
 from batch_model import BatchRows, OracleRows
 from batch_workload import run_batch_workload
 from features import Features
+from hybrids import allocate
 from oracle import OracleManager
 from pairs import make_manager
 from settings import HASHING, NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
@@ -25,13 +27,13 @@ from twins import OracleTwin, PackageTwin, Twins
 from workload import run_workload
 
 import pagepool
-from pagepool.errors import ArgumentError, PageHashError
+from pagepool.errors import ArgumentError, CopiesDueError, PageHashError
 
 msgspec = pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
 
 from event_managers import FULL, make_told, run_request  # noqa: E402
 from router import Router, Telling  # noqa: E402
-from wire import decode_batch  # noqa: E402
+from wire import decode  # noqa: E402
 
 from pagepool.events import AllBlocksCleared, BlockRemoved, EventBatch, encode_batch  # noqa: E402
 
@@ -104,11 +106,6 @@ def test_a_router_knows_what_a_batch_has_cached(setting: Setting, hashes_as_byte
 # --- what each field says -------------------------------------------------------------------------------------
 
 
-def decode(events: list[Any]) -> list[Any]:
-    """Return what a router receives."""
-    return decode_batch(encode_batch(EventBatch(1.5, events, 3))).events
-
-
 def test_a_batch_on_the_wire() -> None:
     """Arrays and maps in vLLM's format, with its order of fields, without default values."""
     manager = make_told(hash_seed=1)
@@ -128,20 +125,6 @@ def test_a_batch_on_the_wire() -> None:
     assert batch == [2.0, [{"type": "BlockRemoved", "block_hashes": hashes[1:], "medium": "GPU", "group_idx": 0}], None]
     manager.reset_prefix_cache()
     assert msgspec.msgpack.decode(encode_batch(EventBatch(3.0, manager.take_events())))[1] == [{"type": "AllBlocksCleared"}]
-
-
-@pytest.mark.parametrize(("hash_algo", "num_bytes"), [("siphash128", 16), ("sha256", 32), (hash, 16)])
-def test_hashes_as_bytes_end_with_the_ints(hash_algo: Any, num_bytes: int) -> None:
-    both = [make_told(hash_algo=hash_algo, hash_seed=1, hashes_as_bytes=as_bytes) for as_bytes in (False, True)]
-    for manager in both:
-        run_request(manager, list(range(12)))
-        run_request(manager, [*range(8), 9, 9, 9, 9])
-        manager.page_pool.evict_pages([2])
-    as_ints, as_bytes = (decode(manager.take_events()) for manager in both)
-    for ints, raw in zip(as_ints, as_bytes, strict=True):
-        assert {len(value) for value in raw.block_hashes} == {num_bytes}
-        assert [int.from_bytes(value[-8:], "big") for value in raw.block_hashes] == ints.block_hashes
-    assert as_bytes[-1].parent_block_hash[-8:] == as_ints[-1].parent_block_hash.to_bytes(8, "big")
 
 
 def test_groups_say_what_they_are() -> None:
@@ -285,15 +268,6 @@ def test_many_pages_at_once() -> None:
     assert len(removed.block_hashes) == 4500
 
 
-def test_what_comes_and_goes_is_not_told() -> None:
-    """Also if it does so more often than the pool has pages."""
-    manager = make_told(num_pages=8)
-    for i in range(40):
-        manager.free(run_request(manager, [i, 1, 2, 3]))
-        manager.page_pool.evict_pages(range(1, 8))
-    assert manager.take_events() == []
-
-
 def test_groups_that_the_manager_does_not_have_are_not_told() -> None:
     """Another caller entered its own page."""
     manager = make_told()
@@ -353,29 +327,41 @@ def test_names_are_kept_as_long_as_somebody_needs_them() -> None:
 
 
 @pytest.mark.parametrize("seed", range(max(NUM_OPERATIONS // 60_000, 1)))
-def test_one_thread_is_told_what_the_others_cache(seed: int) -> None:
+@pytest.mark.parametrize(("num_pages", "num_host_pages"), [(1500, 0), (24, 16)], ids=["device", "device and host"])
+def test_one_thread_is_told_what_the_others_cache(num_pages: int, num_host_pages: int, seed: int) -> None:
     """Extra keys and names stay correct, whatever other threads forget meanwhile."""
-    manager, router = make_told(num_pages=1500, hash_algo="sha256", hashes_as_bytes=True), Router()
+    tier = pagepool.HostTier(num_host_pages) if num_host_pages else None
+    manager = make_told(num_pages=num_pages, hash_algo="sha256", hashes_as_bytes=True, host_tier=tier)
+    router = Router()
 
     def work(rng: Random, number: int) -> None:
         if number == 0:
             for _ in range(100):
                 router.apply(manager.take_events())
                 Router().apply(manager.snapshot_events())
-        else:
-            for i in range(150):
-                salt = f"{number} {i}"
-                request = Request(salt, [rng.randrange(3) for _ in range(rng.randint(1, 80))], cache_salt=salt)
-                if manager.allocate_slots(request, request.num_tokens) is not None:
-                    manager.free(request)
-                manager.free_page_hashes(request)
+            return
+        for i in range(150):
+            salt = rng.choice((None, f"{number} {i}"))
+            request = Request(f"{number} {i}", [rng.randrange(2) for _ in range(rng.randint(1, 60))], cache_salt=salt)
+            with contextlib.suppress(PageHashError, CopiesDueError):  # another thread took a hit, or has not taken its loads
+                allocate(manager, request)
+            manager.free(request)
+            manager.free_page_hashes(request)
+            transfers = manager.take_transfers()
+            if len(transfers):
+                manager.complete_transfers(transfers.number)
 
     run_threads(4, seed, work)
     router.apply(manager.take_events())
+    late = Router()
+    late.apply(manager.snapshot_events())
+    assert (late.pages, late.saved) == (router.pages, router.saved)
     manager.check()
     assert {key for _, key in router.pages} == {
         key.page_hash.hash_value.to_bytes(32, "big") for key in manager.page_pool.cached_page_hash_to_page
     }
+    stats = manager.stats().host_tier
+    assert len(router.saved) == (stats.num_cached_pages if stats else 0)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------

@@ -5,27 +5,26 @@ PAGEPOOL_TEST_OPERATIONS: a tenth of so many calls are made in all for the rando
 
 from __future__ import annotations
 
-import contextlib
 import zlib
 from random import Random
 from typing import Any
 
 import pytest
-from hybrids import FULL, PROMPT, STATE, make_batch, make_manager, make_request, run
+from hybrids import FULL, PROMPT, STATE, make_batch, make_manager, make_request
 from settings import NUM_OPERATIONS
-from threads import run_threads
 
 from pagepool import CacheManager, EngineRequest, HostTier, SlidingWindowSpec, Transfers
 from pagepool._core import PageIds, PrefixQuery
-from pagepool.errors import ArgumentError, CopiesDueError, PageHashError
+from pagepool.errors import ArgumentError
 from pagepool.hashing import PageHash
 from pagepool.hashing.algorithms import CallableHasher
 from pagepool.page_pool.prefix_index import forget_names
 
 msgspec = pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
 
+from event_managers import make_told, run_request  # noqa: E402
 from router import Key, Router, Stored  # noqa: E402
-from wire import decode_batch  # noqa: E402
+from wire import decode  # noqa: E402
 
 from pagepool.events import EventBatch, encode_batch  # noqa: E402
 
@@ -45,11 +44,6 @@ POLICIES: dict[str, dict[str, Any]] = {
 NUM_ROUNDS = max(NUM_OPERATIONS // (10 * len(MODELS) * len(ALGORITHMS) * len(POLICIES)), 200)
 NUM_PROMPT_TOKENS = 56
 MASK = (1 << 64) - 1
-
-
-def decode(events: list[Any]) -> list[Any]:
-    """Return what a router receives."""
-    return decode_batch(encode_batch(EventBatch(0.0, events))).events
 
 
 class Told:
@@ -192,16 +186,9 @@ def test_a_router_knows_what_is_in_both_places(model: str, algorithm: str, polic
 # --- what each event says ---------------------------------------------------------------------------------------
 
 
-def make_told(num_pages: int = 6, **options: Any) -> CacheManager:
-    manager = make_manager(FULL, num_pages=num_pages, host_tier=HostTier(10), **options)
-    manager.enable_events()
-    return manager
-
-
-def run_request(manager: CacheManager, num_tokens: int, **options: Any) -> None:
+def run_once(manager: CacheManager, num_tokens: int, **options: Any) -> None:
     """Compute a request and end it."""
-    request = make_request("r", num_tokens, **options)
-    assert run(manager, request, num_tokens) is not None
+    request = run_request(manager, PROMPT[:num_tokens], **options)
     manager.free(request)
     manager.free_page_hashes(request)
 
@@ -220,8 +207,8 @@ def take(manager: CacheManager) -> list[tuple[str, str, int]]:
 
 
 def test_a_page_that_goes_to_the_host_and_comes_back() -> None:
-    manager = make_told(hash_seed=1)
-    run_request(manager, 12, cache_salt="salt", lora_id="tuned")
+    manager = make_told(num_pages=6, host_tier=HostTier(10), hash_seed=1)
+    run_once(manager, 12, cache_salt="salt", lora_id="tuned")
     [stored] = decode(manager.take_events())
     ids = manager.page_pool.get_new_page_ids(5)
     assert take(manager) == [("BlockRemoved", "GPU", 3)]
@@ -246,7 +233,7 @@ def test_a_page_that_goes_to_the_host_and_comes_back() -> None:
 
 
 def test_pages_that_a_batch_loads_have_their_tokens_and_keys() -> None:
-    manager = make_told()
+    manager = make_told(num_pages=6, host_tier=HostTier(10))
     batch = make_batch(manager)
     batch.admit(0, PROMPT[:13], cache_salt="salt")
     [stored] = decode(manager.take_events())
@@ -259,7 +246,7 @@ def test_pages_that_a_batch_loads_have_their_tokens_and_keys() -> None:
 
 def test_events_begin_with_nothing_in_the_tier() -> None:
     manager = make_manager(FULL, num_pages=6, host_tier=HostTier(10))
-    run_request(manager, 16)
+    run_once(manager, 16)
     ids = manager.page_pool.get_new_page_ids(5)
     manager.page_pool.free_page_ids(ids)
     with pytest.raises(ArgumentError, match=r"^4 pages are held and 0 prefixes cached already, allowed: none$"):
@@ -267,33 +254,3 @@ def test_events_begin_with_nothing_in_the_tier() -> None:
     manager.complete_transfers(manager.take_transfers().number)
     with pytest.raises(ArgumentError, match=r"^0 pages are held and 4 prefixes cached already, allowed: none$"):
         manager.enable_events()
-
-
-@pytest.mark.parametrize("seed", range(max(NUM_OPERATIONS // 60_000, 1)))
-def test_one_thread_is_told_what_the_others_save(seed: int) -> None:
-    manager, router = make_manager(FULL, num_pages=24, host_tier=HostTier(16)), Router()
-    manager.enable_events()
-
-    def work(rng: Random, number: int) -> None:
-        if number == 0:
-            for _ in range(100):
-                router.apply(manager.take_events())
-                Router().apply(manager.snapshot_events())
-            return
-        for i in range(150):
-            request = EngineRequest(f"{number} {i}", [rng.randrange(2) for _ in range(rng.randint(1, 24))])
-            hits, num_hits = manager.get_computed_pages(request)
-            with contextlib.suppress(PageHashError, CopiesDueError):  # another thread took a hit, or has not taken its loads
-                manager.allocate_slots(request, request.num_tokens - num_hits, num_hits, hits)
-            manager.free(request)
-            manager.free_page_hashes(request)
-            transfers = manager.take_transfers()
-            if len(transfers):
-                manager.complete_transfers(transfers.number)
-
-    run_threads(4, seed, work)
-    router.apply(manager.take_events())
-    late = Router()
-    late.apply(manager.snapshot_events())
-    assert (late.pages, late.saved) == (router.pages, router.saved)
-    assert len(router.saved) == manager.stats().host_tier.num_cached_pages

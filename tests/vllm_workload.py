@@ -372,7 +372,7 @@ class Workload:
             self.settle: 8,
             self.preempt: 0.7,
             self.finish: 1,
-            self.free_deferred: 1.5,
+            self.requests.free_deferred: 1.5,
             self.new_step: 3,
             self.take_events: 3,
             self.skip_blocks: 0.5,
@@ -421,7 +421,7 @@ class Workload:
             self.calls(self.manager.record_prefix_cache_stats, request, num_hits)
             self.requests.start(request, num_new, start, loads)
         elif rng.random() < 0.3:
-            self._preempt_any()
+            self.preempt()
 
     def _look_up(self, request: Request) -> tuple[Any, int]:
         """Return the cached blocks of a request and their tokens, sometimes fewer than there are; None if it is refused."""
@@ -497,7 +497,7 @@ class Workload:
         lookahead = self.setting.num_drafts
         options = {"num_lookahead_tokens": lookahead} if lookahead else {}
         if self.calls(self.manager.allocate_slots, request, num_new, **options) is None:
-            self._preempt_any()
+            self.preempt()
             return
         self.requests.schedule(request, num_new)
         if not self.setting.asynchronous:
@@ -582,9 +582,6 @@ class Workload:
 
     def preempt(self) -> None:
         """Preempt any running request."""
-        self._preempt_any()
-
-    def _preempt_any(self) -> None:
         if self.requests.running:
             self.requests.preempt(self.rng.choice(self.requests.running), self._defers())
 
@@ -603,16 +600,13 @@ class Workload:
     def _defers(self) -> bool:
         return self.rng.random() < 0.3
 
-    def free_deferred(self) -> None:
-        self.requests.free_deferred()
-
     def drain(self) -> None:
         """End all requests and give all blocks back, so that a reset succeeds."""
         self.new_step()
         for request in list(self.calls.requests.values()):
             self._finish(request)
         while self.requests.deferred:
-            self.free_deferred()
+            self.requests.free_deferred()
         while self.pinned:
             self.unpin()
         self.reset()
