@@ -20,7 +20,7 @@ zmq = pytest.importorskip("zmq", reason="events are an extra: pyzmq is not insta
 
 from publisher_process import MEBIBYTE, PublisherProcess  # noqa: E402
 from raw_router import connect, is_closed, message, send_until_closed, shake_hands  # noqa: E402
-from subscribers import ALLOWED, CURVE, END, LOOPBACK, Subscriber, number_of, publish_some, wait_until  # noqa: E402
+from subscribers import ALLOWED, CURVE, END, LOOPBACK, Subscriber, number_of, publish_some, subscribed, wait_until  # noqa: E402
 
 from pagepool.errors import EndpointError  # noqa: E402
 from pagepool.events.connections import MAX_UNREAD_BYTES, Guard  # noqa: E402
@@ -42,8 +42,7 @@ def publisher() -> Iterator[EventPublisher]:
 
 def assert_serves(publisher: EventPublisher | PublisherProcess) -> None:
     """Assert that a router that connects now gets batches and replays."""
-    with Subscriber(publisher) as subscriber:
-        subscriber.wait_until_subscribed()
+    with subscribed(publisher) as subscriber:
         assert len(subscriber.replay(0)) >= 1
 
 
@@ -65,8 +64,7 @@ def branching_topics(_: Random) -> Iterator[bytes]:
 @pytest.mark.parametrize("topics", [long_topics, branching_topics])
 @UNSANITIZED
 def test_subscriptions_take_little(topics: type[Iterator[bytes]]) -> None:
-    with PublisherProcess() as process, Subscriber(process) as subscriber:
-        subscriber.wait_until_subscribed()
+    with PublisherProcess() as process, subscribed(process):
         before = process.peak_bytes()
         for seed in range(2):
             with shake_hands(process.endpoint, "SUB") as raw:
@@ -113,8 +111,8 @@ def test_routers_that_never_read_a_replay_take_little() -> None:
     """Routers request 60 batches of 64 KiB 60 times, over plain sockets and DEALERs."""
     with PublisherProcess(buffer_steps=60) as process:
         process.call("publish_large(publisher, 60, 1 << 16)")
-        with Subscriber(process) as subscriber:
-            subscriber.wait_until_subscribed()
+        with subscribed(process):
+            pass
         before = process.peak_bytes()
         with zmq.Context() as context, ExitStack() as stack:
             for _ in range(10):
@@ -197,8 +195,7 @@ def test_a_router_asks_for_so_many_replays_at_once(publisher: EventPublisher) ->
 @pytest.mark.parametrize("socket_type", ["SUB", "DEALER"])
 def test_idle_connections_leave_the_engine_its_descriptors(socket_type: str) -> None:
     """An eighth of the 256 for each endpoint, and a few for ZeroMQ; a connected router stays connected."""
-    with PublisherProcess(num_descriptors=256, max_connections=1000) as process, Subscriber(process) as subscriber:
-        subscriber.wait_until_subscribed()
+    with PublisherProcess(num_descriptors=256, max_connections=1000) as process, subscribed(process) as subscriber:
         endpoint = process.replay_endpoint if socket_type == "DEALER" else process.endpoint
         idle = []
         try:
@@ -289,8 +286,8 @@ def test_only_its_own_connections_are_closed(publisher: EventPublisher) -> None:
 def test_a_publisher_leaves_no_descriptors_and_no_thread() -> None:
     before, threads = len(os.listdir("/proc/self/fd")), set(threading.enumerate())
     for _ in range(5):
-        with EventPublisher(None, LOOPBACK, LOOPBACK, **CURVE) as publisher, Subscriber(publisher, keys=ALLOWED) as subscriber:
-            subscriber.wait_until_subscribed()
+        with EventPublisher(None, LOOPBACK, LOOPBACK, **CURVE) as publisher, subscribed(publisher, keys=ALLOWED):
+            pass
         with pytest.raises(EndpointError):
             EventPublisher(None, "tcp://", **CURVE)
     assert len(os.listdir("/proc/self/fd")) < before + 5

@@ -37,9 +37,6 @@ UNREAD = SamplingParams(max_tokens=1000, skip_reading_prefix_cache=True)
 REPORTED = SamplingParams(max_tokens=1000, extra_args={"kv_cache_report_mode": "full"})
 
 
-# --- the manager --------------------------------------------------------------------------------------------
-
-
 class Collector:
     """Notes what a pool reports of its blocks."""
 
@@ -111,9 +108,6 @@ def make_manager(setting: Setting, num_blocks: int, has_events: bool, collector:
     )
 
 
-# --- calls --------------------------------------------------------------------------------------------------
-
-
 def kind_of(error: Exception) -> str:
     """Return the built-in kind of an error: pagepool's errors say more, and have kinds of their own."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
@@ -148,9 +142,6 @@ class Calls:
             outcome = kind_of(error)
         self._observe(name, described, outcome, self.reader.read(self.requests.values(), self.extras))
         return result
-
-
-# --- requests -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -273,9 +264,6 @@ class Requests:
             self.calls(free_deferred_blocks)
 
 
-# --- prompts ------------------------------------------------------------------------------------------------
-
-
 class Prompts:
     """Makes requests that have much in common."""
 
@@ -332,9 +320,6 @@ class Prompts:
         """Give the prompt as embeddings besides its tokens."""
         start = self.rng.choice((0, 1))
         return {"prompt_embeds": torch.arange(start, start + 2 * len(token_ids), dtype=torch.float32).reshape(-1, 2)}
-
-
-# --- decisions ----------------------------------------------------------------------------------------------
 
 
 class Workload:
