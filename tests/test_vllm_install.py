@@ -124,17 +124,6 @@ def test_ours_are_called_as_the_methods_that_they_replace(folder: Path) -> None:
     assert classes["SlidingWindowManager"].find_longest_cache_hit() == "ours"
 
 
-def test_modules_that_are_imported_later_and_other_names_follow(folder: Path) -> None:
-    path_of(folder, "vllm.early").write_text(f"from {UTILS} import KVCacheBlock as Slot\n")
-    path_of(folder, "vllm.late").write_text(f"from {POOL} import BlockHashToBlockMap\n")
-    early = engine_module("vllm.early")
-    vllm.install()
-    late = engine_module("vllm.late")
-    assert (early.Slot, late.BlockHashToBlockMap) == (ours(NAMES[0]), ours(NAMES[2]))
-    vllm.uninstall()
-    assert (early.Slot, late.BlockHashToBlockMap) == (found(NAMES[0]), found(NAMES[2]))
-
-
 def test_twice_is_as_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "pagepool")  # other tests run programs that set a higher one
     before = state()
