@@ -110,7 +110,7 @@ def test_a_subscriber_has_so_many_topics(keys: object) -> None:
 def test_routers_that_never_read_a_replay_take_little() -> None:
     """Routers request 60 batches of 64 KiB 60 times, over plain sockets and DEALERs."""
     with PublisherProcess(buffer_steps=60) as process:
-        process.call("publish_large(publisher, 60, 1 << 16)")
+        process.call("[publisher.publish([BlockRemoved([bytes(1 << 16)], 'GPU')]) for _ in range(60)]")
         with subscribed(process):
             pass
         before = process.peak_bytes()
