@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,6 +31,11 @@ def run_python(folder: Path, *arguments: str, value: str | None = None, **variab
     env |= {"PYTHONPATH": path} | ({} if value is None else {VARIABLE: value}) | variables
     options: dict[str, Any] = {"env": env, "cwd": folder, "capture_output": True, "text": True, "timeout": 600}
     return subprocess.run([sys.executable, *arguments], **options)
+
+
+def pop_modules(package: str = "easydel") -> dict[str, ModuleType]:
+    """Remove the package's modules from sys.modules."""
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if f"{name}.".startswith(f"{package}.")}
 
 
 def write_engine(folder: Path, version: str = VERSION) -> None:

@@ -55,13 +55,6 @@ def peak_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def publish_large(publisher: Any, num_batches: int, size: int) -> None:
-    from pagepool.events import BlockRemoved
-
-    for i in range(num_batches):
-        publisher.publish([BlockRemoved([i.to_bytes(8, "big") + bytes(size)], "GPU")])
-
-
 def open_files(num_files: int) -> int:
     """Return the number of files that the engine can open."""
     opened = []
@@ -77,11 +70,12 @@ def open_files(num_files: int) -> int:
 
 def main() -> None:
     from pagepool.event_publisher import EventPublisher
+    from pagepool.events import BlockRemoved
 
     num_descriptors, options = int(sys.argv[1]), json.loads(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_NOFILE, (num_descriptors, num_descriptors))
     with EventPublisher(None, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", **options) as publisher:
-        names = globals() | {"publisher": publisher}
+        names = globals() | {"publisher": publisher, "BlockRemoved": BlockRemoved}
         for line in sys.stdin:
             print(json.dumps(eval(line, names)), flush=True)
 

@@ -16,6 +16,7 @@ from oracle_kinds import Mamba
 import pagepool
 from pagepool.hashing.algorithms import VllmHasher
 
+MASK = (1 << 64) - 1
 ORDER = ["AllBlocksCleared", "BlockRemoved", "BlockStored"]
 
 Key = tuple[int, Any]
@@ -101,14 +102,15 @@ class Router:
             parent = block_hash
         return is_known
 
-    def has(self, key: Key) -> bool:
-        """Whether a page can be hit, in either place."""
-        return key in self.pages or key in self.saved
-
 
 def hashes_of(event: Any) -> list[Any]:
     """Return the hashes as ints or bytes; arrays have NumPy ints."""
     return [block_hash if isinstance(block_hash, bytes) else int(block_hash) for block_hash in event.block_hashes]
+
+
+def as_int(block_hash: int | bytes) -> int:
+    """Return the int of a hash that is told as bytes."""
+    return int.from_bytes(block_hash[-8:], "big") if isinstance(block_hash, bytes) else block_hash
 
 
 class Telling:
@@ -140,9 +142,12 @@ class Telling:
             assert self._told.setdefault((content, group), told[page][1]) == told[page][1]
             assert parent is not None or stored.parent is None
             assert parent is None or self._told.setdefault((parent, group), stored.parent) == stored.parent
+        if pool.tier is not None:
+            saved = {(group, self.oracle.keys.digests[content] & MASK) for content, group in pool.tier.pool.index}
+            assert {(group, as_int(block_hash)) for group, block_hash in self.router.saved} == saved
         late = Router()
         late.apply(self.manager.snapshot_events())
-        assert late.pages == self.router.pages
+        assert (late.pages, late.saved) == (self.router.pages, self.router.saved)
 
     def _with_nonce(self, expected: Stored, stored: Stored) -> Stored:
         """Return the expected keys with the manager's nonce in place of the oracle's; a request always has the same."""
@@ -159,7 +164,7 @@ class Telling:
         page_hash = self.manager.page_pool.pages[page_id].page_hash
         key, _ = self.manager.page_pool.store.key_of(page_id)
         if not self.hashes_as_bytes:
-            return key & ((1 << 64) - 1)
+            return key & MASK
         if self.manager.hasher.num_digest_bytes == 32:
             return page_hash.page_hash.hash_value.to_bytes(32, "big")
         return key.to_bytes(16, "big")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from random import Random
 from typing import Any, NamedTuple
 
@@ -109,6 +112,21 @@ class Subscriber:
                     self.sequence = number
 
 
+@contextmanager
+def subscribed(publisher: EventPublisher, **options: Any) -> Iterator[Subscriber]:
+    """Yield a subscriber once published batches arrive."""
+    with Subscriber(publisher, **options) as subscriber:
+        subscriber.wait_until_subscribed()
+        yield subscriber
+
+
+def wait_until(is_done: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + TIMEOUT / 1000
+    while not is_done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def number_of(batches: list[tuple[int, WireBatch]]) -> list[int]:
     return [sequence for sequence, _ in batches]
 
@@ -133,8 +151,7 @@ def publish_some(publisher: EventPublisher, num_batches: int, size: int = 16) ->
 
 def assert_serves(publisher: EventPublisher, manager: pagepool.CacheManager) -> None:
     """Assert that the publisher still publishes and replays."""
-    with Subscriber(publisher) as subscriber:
-        subscriber.wait_until_subscribed()
+    with subscribed(publisher) as subscriber:
         subscriber.replay(START)
         work(manager, Random(2))
         publisher.flush()
@@ -145,10 +162,6 @@ def assert_serves(publisher: EventPublisher, manager: pagepool.CacheManager) -> 
 
 
 PUBLIC, SECRET = zmq.curve_keypair()
-
-
 ROUTER_PUBLIC, ROUTER_SECRET = zmq.curve_keypair()
-
-
 ALLOWED = Keys(PUBLIC, ROUTER_PUBLIC, ROUTER_SECRET)
 CURVE = {"curve_secretkey": SECRET, "curve_client_keys": [ROUTER_PUBLIC]}

@@ -12,24 +12,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from fake_easydel import (
-    HOME,
-    SHOW,
-    run_python,
-    without_easydel,
-    write_engine,
-)
+from fake_easydel import HOME, SHOW, pop_modules, run_python, without_easydel, write_engine
 
 import pagepool
 from pagepool.compat import easydel
 from pagepool.compat.easydel import ENGINE, PLACES, REPLACEMENTS, SIGNATURES
 from pagepool.compat.import_hook import AfterImport
 from pagepool.errors import CompatError
-
-
-def pop_modules() -> dict[str, ModuleType]:
-    """Remove the package's modules from sys.modules."""
-    return {name: sys.modules.pop(name) for name in list(sys.modules) if f"{name}.".startswith("easydel.")}
 
 
 @pytest.fixture
@@ -167,17 +156,14 @@ def test_another_signature(folder: Path) -> None:
     edit(folder, "core.manager", "data_parallel_size=None)", "data_parallel_size=None, sink_tokens=0)")
     edit(folder, "page_table", "num_reqs)", "num_requests)")
     edit(folder, "core.page_pool", "    def touch", "    def pin(self, pages): ...\n    def touched")
+    edit(folder, "core.manager", "    @property\n", "")
     check_refused(
         r"CacheManager\.allocate_slots: got .*sink_tokens=0\), expected .*; CacheManager\.get_computed_pages: .*"
+        r"CacheManager\.usage: got \(self\), expected property; .*"
         r"PagePool\.pin: got \(self, pages\), expected nothing; PagePool\.touch: got nothing, expected \(self, pages\); .*"
         r"PageTable\.commit: got \(self, num_requests\), expected \(self, num_reqs\)"
     )
     assert modules_of_classes() == {"easydel"}
-
-
-def test_a_property_that_became_a_method(folder: Path) -> None:
-    edit(folder, "core.manager", "    @property\n", "")
-    check_refused(r"CacheManager\.usage: got \(self\), expected property")
 
 
 @pytest.mark.parametrize(("name", "place"), places())
@@ -292,21 +278,18 @@ def test_modules_that_are_reloaded_together(folder: Path) -> None:
 # By the environment.
 
 
-@pytest.mark.parametrize("value", ["", " ", "0", "false", "no", "off", "OFF", " False\n"])
-def test_the_variable_off(folder: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv(easydel.VARIABLE, value)
-    easydel.install_if_asked()
-    assert modules_of_classes() == {"easydel"}
+VALUES = dict.fromkeys(["", " ", "0", "false", "no", "off", "OFF", " False\n"], "easydel")
+VALUES |= dict.fromkeys(["1", "true", "yes", "on", "Yes", " TRUE\t"], "pagepool")
 
 
-@pytest.mark.parametrize("value", ["1", "true", "yes", "on", "Yes", " TRUE\t"])
-def test_the_variable_on(folder: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+@pytest.mark.parametrize("value", VALUES)
+def test_the_variable(folder: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(easydel.VARIABLE, value)
     easydel.install_if_asked()
-    assert modules_of_classes() == {"pagepool"}
+    assert modules_of_classes() == {VALUES[value]}
     with easydel.installed():
         assert easydel.is_installed()
-    assert easydel.is_installed()  # since the variable asks for it
+    assert modules_of_classes() == {VALUES[value]}
 
 
 @pytest.mark.parametrize("value", ["2", "y", "enabled", "-1", "1,"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -19,8 +20,9 @@ zmq = pytest.importorskip("zmq", reason="events are an extra: pyzmq is not insta
 
 from publisher_process import MEBIBYTE, PublisherProcess  # noqa: E402
 from raw_router import connect, is_closed, message, send_until_closed, shake_hands  # noqa: E402
-from subscribers import ALLOWED, CURVE, END, LOOPBACK, Subscriber, number_of, publish_some  # noqa: E402
+from subscribers import ALLOWED, CURVE, END, LOOPBACK, Subscriber, number_of, publish_some, subscribed, wait_until  # noqa: E402
 
+from pagepool.errors import EndpointError  # noqa: E402
 from pagepool.events.connections import MAX_UNREAD_BYTES, Guard  # noqa: E402
 from pagepool.events.publisher import MAX_REPLAYS, EventPublisher  # noqa: E402
 
@@ -40,8 +42,7 @@ def publisher() -> Iterator[EventPublisher]:
 
 def assert_serves(publisher: EventPublisher | PublisherProcess) -> None:
     """Assert that a router that connects now gets batches and replays."""
-    with Subscriber(publisher) as subscriber:
-        subscriber.wait_until_subscribed()
+    with subscribed(publisher) as subscriber:
         assert len(subscriber.replay(0)) >= 1
 
 
@@ -63,8 +64,7 @@ def branching_topics(_: Random) -> Iterator[bytes]:
 @pytest.mark.parametrize("topics", [long_topics, branching_topics])
 @UNSANITIZED
 def test_subscriptions_take_little(topics: type[Iterator[bytes]]) -> None:
-    with PublisherProcess() as process, Subscriber(process) as subscriber:
-        subscriber.wait_until_subscribed()
+    with PublisherProcess() as process, subscribed(process):
         before = process.peak_bytes()
         for seed in range(2):
             with shake_hands(process.endpoint, "SUB") as raw:
@@ -110,9 +110,9 @@ def test_a_subscriber_has_so_many_topics(keys: object) -> None:
 def test_routers_that_never_read_a_replay_take_little() -> None:
     """Routers request 60 batches of 64 KiB 60 times, over plain sockets and DEALERs."""
     with PublisherProcess(buffer_steps=60) as process:
-        process.call("publish_large(publisher, 60, 1 << 16)")
-        with Subscriber(process) as subscriber:
-            subscriber.wait_until_subscribed()
+        process.call("[publisher.publish([BlockRemoved([bytes(1 << 16)], 'GPU')]) for _ in range(60)]")
+        with subscribed(process):
+            pass
         before = process.peak_bytes()
         with zmq.Context() as context, ExitStack() as stack:
             for _ in range(10):
@@ -139,12 +139,8 @@ def test_a_router_that_never_reads_its_replay_is_closed(monkeypatch: pytest.Monk
             raw.sendall(message(b"", bytes(8)))
             peers = publisher._worker.sockets.replayed
             assert peers is not None
-            while not peers.by_descriptor:
-                time.sleep(0.01)
-            deadline = time.monotonic() + 20
-            while peers.by_descriptor and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert not peers.by_descriptor
+            wait_until(lambda: peers.by_descriptor)
+            wait_until(lambda: not peers.by_descriptor)
             assert number_of(subscriber.replay(0)) == list(range(50))
 
 
@@ -153,13 +149,8 @@ def test_a_subscriber_that_never_reads_is_closed(monkeypatch: pytest.MonkeyPatch
     with EventPublisher(None, LOOPBACK, hwm=10, heartbeat=None) as publisher, shake_hands(publisher.endpoint, "SUB") as raw:
         raw.sendall(message(b"\1"))
         peers = publisher._worker.sockets.published
-        while not peers.by_descriptor:
-            time.sleep(0.01)
-        deadline = time.monotonic() + 20
-        while peers.by_descriptor and time.monotonic() < deadline:
-            publish_some(publisher, 1, size=1 << 20)
-            time.sleep(0.02)
-        assert not peers.by_descriptor
+        wait_until(lambda: peers.by_descriptor)
+        wait_until(lambda: publish_some(publisher, 1, size=1 << 20) or not peers.by_descriptor)
 
 
 def test_a_router_that_reads_slowly_keeps_no_batches() -> None:
@@ -167,16 +158,13 @@ def test_a_router_that_reads_slowly_keeps_no_batches() -> None:
     publisher = EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=None, buffer_steps=50)
     with publisher, Subscriber(publisher) as subscriber:
         publish_some(publisher, 50, size=1 << 20)
-        while len(publisher._worker._history._batches) < 50:
-            time.sleep(0.01)
+        wait_until(lambda: len(publisher._worker._history._batches) == 50)
         subscriber.context.rcvhwm = 1
         subscriber.ask(0)
-        while not publisher._worker._replays:
-            time.sleep(0.01)
+        wait_until(lambda: publisher._worker._replays)
         time.sleep(0.5)
         publish_some(publisher, 60)
-        while publisher._worker._history.next_sequence < 110:
-            time.sleep(0.01)
+        wait_until(lambda: publisher._worker._history.next_sequence == 110)
         numbers = []
         while (frames := subscriber.asking.recv_multipart())[2] != END:
             numbers.append(int.from_bytes(frames[2], "big"))
@@ -207,8 +195,7 @@ def test_a_router_asks_for_so_many_replays_at_once(publisher: EventPublisher) ->
 @pytest.mark.parametrize("socket_type", ["SUB", "DEALER"])
 def test_idle_connections_leave_the_engine_its_descriptors(socket_type: str) -> None:
     """An eighth of the 256 for each endpoint, and a few for ZeroMQ; a connected router stays connected."""
-    with PublisherProcess(num_descriptors=256, max_connections=1000) as process, Subscriber(process) as subscriber:
-        subscriber.wait_until_subscribed()
+    with PublisherProcess(num_descriptors=256, max_connections=1000) as process, subscribed(process) as subscriber:
         endpoint = process.replay_endpoint if socket_type == "DEALER" else process.endpoint
         idle = []
         try:
@@ -296,12 +283,15 @@ def test_only_its_own_connections_are_closed(publisher: EventPublisher) -> None:
     assert_serves(publisher)
 
 
-def test_a_publisher_leaves_no_descriptors() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+def test_a_publisher_leaves_no_descriptors_and_no_thread() -> None:
+    before, threads = len(os.listdir("/proc/self/fd")), set(threading.enumerate())
     for _ in range(5):
-        with EventPublisher(None, LOOPBACK, LOOPBACK, **CURVE) as publisher, Subscriber(publisher, keys=ALLOWED) as subscriber:
-            subscriber.wait_until_subscribed()
+        with EventPublisher(None, LOOPBACK, LOOPBACK, **CURVE) as publisher, subscribed(publisher, keys=ALLOWED):
+            pass
+        with pytest.raises(EndpointError):
+            EventPublisher(None, "tcp://", **CURVE)
     assert len(os.listdir("/proc/self/fd")) < before + 5
+    assert set(threading.enumerate()) == threads
 
 
 def test_few_descriptors_allow_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:

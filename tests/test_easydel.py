@@ -17,9 +17,7 @@ from typing import Any
 import pytest
 from sources import INSTALLED
 
-import pagepool
 from pagepool.compat import easydel
-from pagepool.errors import CompatError
 
 interface = pytest.importorskip("easydel.inference.esurge.core.interface")
 pytestmark = pytest.mark.filterwarnings("default")
@@ -68,20 +66,6 @@ def test_the_scheduler_decides_the_same(name: str, seed: int) -> None:
     if "short of pages" in name:
         assert manager.page_pool.stats.num_evicted_pages
         assert any(step.preempted for step in expected)
-
-
-def test_classes_are_found_in_the_engine_and_put_back() -> None:
-    places = [(f"{easydel.ENGINE}.{place}".rstrip("."), name) for name, places in easydel.PLACES.items() for place in places]
-    own = [getattr(sys.modules[module], name) for module, name in places]
-    with easydel.installed():
-        assert [getattr(sys.modules[module], name) for module, name in places] == [
-            getattr(pagepool, name) for _, name in places
-        ]
-    assert [getattr(sys.modules[module], name) for module, name in places] == own
-    manager = own[0](8, [], 64)
-    with pytest.raises(CompatError, match="got 1 CacheManager, 1 PagePool"):
-        easydel.install()
-    del manager
 
 
 def run_engine(folder: Path, launcher: tuple[str, ...], *pools: str) -> list[dict[str, Any]]:

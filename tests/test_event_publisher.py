@@ -22,6 +22,7 @@ pytest.importorskip("msgspec", reason="events are an extra: msgspec is not insta
 
 from event_managers import FULL, make_told, run_request
 from ports import free_port
+from raw_router import connect
 from router import Router
 from subscribers import (
     ALLOWED,
@@ -42,6 +43,8 @@ from subscribers import (
     number_of,
     publish_some,
     set_keys,
+    subscribed,
+    wait_until,
     work,
     zmq,
 )
@@ -96,8 +99,7 @@ def test_the_first_batch_has_all_that_is_cached_already(manager: pagepool.CacheM
 def test_a_router_follows_device_and_host_tier(interval: float) -> None:
     """Events are taken at intervals, or by flushing, while the engine continues. A router that starts late gets the same."""
     manager, rng = make_told(num_pages=16, host_tier=pagepool.HostTier(40)), Random(0)
-    with EventPublisher(manager, LOOPBACK, LOOPBACK, interval=interval) as publisher, Subscriber(publisher) as subscriber:
-        subscriber.wait_until_subscribed()
+    with EventPublisher(manager, LOOPBACK, LOOPBACK, interval=interval) as publisher, subscribed(publisher) as subscriber:
         for _ in range(100):
             work(manager, rng)
             transfers = manager.take_transfers()
@@ -129,18 +131,6 @@ def test_routers_may_listen_instead(manager: pagepool.CacheManager) -> None:
             publisher.close()
 
 
-def test_what_is_handed_over_is_sent_as_it_is(publisher: EventPublisher) -> None:
-    with Subscriber(publisher) as subscriber:
-        subscriber.wait_until_subscribed()
-        publish_some(publisher, 3)
-        hashes = [subscriber.receive()[1].events[0].block_hashes for _ in range(3)]
-        assert hashes == [[i.to_bytes(8, "big") + bytes(16)] for i in range(3)]
-        with pytest.raises(ArgumentTypeError, match=r"^events: got object among them"):
-            publisher.publish([object()])  # type: ignore[list-item]
-        with pytest.raises(ArgumentTypeError, match=r"^events: got int, allowed: a list$"):
-            publisher.publish(5)  # type: ignore[arg-type]
-
-
 # --- what is sent again ---------------------------------------------------------------------------------------
 
 
@@ -151,8 +141,7 @@ def test_a_router_that_starts_late_is_told_everything(publisher: EventPublisher,
         work(manager, rng)
     publish_some(publisher, 30)
     publisher.publish([])
-    with Subscriber(publisher) as subscriber:
-        subscriber.wait_until_subscribed()
+    with subscribed(publisher) as subscriber:
         first, *rest = subscriber.replay(0)
         subscriber.router.apply(first[1].events)
         assert subscriber.router.pages.keys() == cached(manager)
@@ -209,9 +198,7 @@ def test_a_slow_subscriber_misses_batches_and_asks_for_them() -> None:
     """The slow one delays neither the publisher nor another subscriber."""
     # ZeroMQ learns only every millisecond how much was read, so with few messages allowed it drops some of the fast one's too.
     publisher = EventPublisher(None, LOOPBACK, LOOPBACK, hwm=100, heartbeat=None, buffer_steps=2 * NUM_LARGE)
-    with publisher, Subscriber(publisher, hwm=1) as slow, Subscriber(publisher) as fast:
-        slow.wait_until_subscribed()
-        fast.wait_until_subscribed()
+    with publisher, subscribed(publisher, hwm=1) as slow, subscribed(publisher) as fast:
         while slow.live.poll(50):
             slow.receive()
         received = []
@@ -243,10 +230,6 @@ def test_routers_that_die_are_forgotten(publisher: EventPublisher, manager: page
                 raw.sendall(data)
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # reset at the end
     assert_serves(publisher, manager)
-
-
-def connect(endpoint: str) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])))
 
 
 BAD_REQUESTS = [
@@ -375,15 +358,6 @@ def test_no_router_is_admitted_once_the_authenticator_is_gone() -> None:
                 assert not subscriber.live.poll(5)
 
 
-def test_a_publisher_with_keys_leaves_no_thread() -> None:
-    before = set(threading.enumerate())
-    for _ in range(3):
-        EventPublisher(None, LOOPBACK, **CURVE).close()
-        with pytest.raises(EndpointError):
-            EventPublisher(None, "tcp://", **CURVE)
-    assert set(threading.enumerate()) == before
-
-
 WRONG_KEYS: list[tuple[dict[str, Any], type[Exception], str]] = [
     *[({name: None}, ArgumentError, "curve_secretkey, curve_client_keys: got one of them, allowed: both") for name in CURVE],
     ({"curve_client_keys": []}, ArgumentError, "curve_client_keys: got none, allowed: at least one key"),
@@ -395,18 +369,11 @@ WRONG_KEYS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"curve_secretkey": SECRET[:-5]}, ArgumentError, "curve_secretkey: got 35 characters, allowed: 40 of Z85, as"),
     ({"curve_secretkey": SECRET[:-1] + b'"'}, ArgumentError, "curve_secretkey: got 40 characters, allowed: 40 of Z85, as"),
     ({"curve_secretkey": 40 * "\xe4"}, ArgumentError, "curve_secretkey: got 40 characters, allowed: 40 of Z85, as"),
+    *[
+        ({name: "inproc://x"}, EndpointError, f"{name}: got 'inproc://x' with keys, allowed: tcp or ipc, such as")
+        for name in ("endpoint", "replay_endpoint")
+    ],
 ]
-
-
-@pytest.mark.parametrize(("options", "error", "message"), WRONG_KEYS, ids=[message for _, _, message in WRONG_KEYS])
-def test_keys_that_are_none(
-    options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No address is bound, and no secret is in the message."""
-    monkeypatch.setattr(zmq.Context, "socket", lambda *_, **__: pytest.fail("a socket was made"))
-    with pytest.raises(error, match=f"^{message}") as caught:
-        EventPublisher(None, LOOPBACK, **(CURVE | options))
-    assert SECRET[:10].decode() not in str(caught.value)
 
 
 def test_a_libzmq_without_curve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,10 +384,110 @@ def test_a_libzmq_without_curve(monkeypatch: pytest.MonkeyPatch) -> None:
         EventPublisher(None, LOOPBACK, **CURVE)
 
 
-def test_addresses_that_are_never_encrypted() -> None:
-    for name in ("endpoint", "replay_endpoint"):
-        with pytest.raises(EndpointError, match=rf"^{name}: got 'inproc://x' with keys, allowed: tcp or ipc, such as"):
-            EventPublisher(None, **({"endpoint": LOOPBACK, name: "inproc://x"} | CURVE))
+# --- heartbeats: a router that lost the end of a burst notices it while the engine is idle --------------------
+
+SOON = 0.05
+
+
+class VllmSubscriber:
+    """The behaviour of vLLM's example subscriber: consecutive numbers, and REQ for a gap."""
+
+    def __init__(self, publisher: EventPublisher) -> None:
+        self.context = zmq.Context()
+        self.asking = self.context.socket(zmq.REQ)
+        self.asking.rcvtimeo = TIMEOUT
+        self.asking.connect(publisher.replay_endpoint)
+        self.last_sequence = -1
+        self.num_asked = 0
+        self.events: list[object] = []
+
+    def process(self, frames: list[bytes]) -> None:
+        _, number, payload = frames
+        sequence = int.from_bytes(number, "big")
+        if self.last_sequence >= 0 and sequence > self.last_sequence + 1:
+            self.replay(sequence)
+        self.events += decode_batch(payload).events
+        self.last_sequence = sequence
+
+    def replay(self, sequence: int) -> None:
+        """Read the whole answer, and apply the batches before `sequence`."""
+        self.num_asked += 1
+        self.asking.send((self.last_sequence + 1).to_bytes(8, "big"))
+        _, number, payload = self.asking.recv_multipart()
+        if payload and self.last_sequence < int.from_bytes(number, "big") < sequence:
+            self.events += decode_batch(payload).events
+
+
+def test_a_heartbeat_is_a_batch_without_events() -> None:
+    """It has the next number and the topic of all batches, and no events."""
+    manager = make_told(num_pages=32)
+    publisher = EventPublisher(manager, LOOPBACK, LOOPBACK, topic="kv", heartbeat=SOON, data_parallel_rank=3)
+    with publisher, Subscriber(publisher, topic="kv") as subscriber:
+        topic, number, payload = subscriber.live.recv_multipart()
+        if decode_batch(payload).events:  # the publisher's first batch, which few subscribers are early enough for
+            topic, number, payload = subscriber.live.recv_multipart()
+        batch = decode_batch(payload)
+        assert (topic, len(number), batch.events, batch.data_parallel_rank) == (b"kv", 8, [], 3)
+        assert int.from_bytes(number, "big") > 0
+        assert abs(batch.ts - time.time()) < HOUR
+        assert int.from_bytes(number, "big") in number_of(subscriber.replay(0))
+
+
+def test_the_end_of_a_burst_that_was_lost_is_asked_for() -> None:
+    """A router whose queue is full loses the last batches, and no batch follows."""
+    publisher = EventPublisher(None, LOOPBACK, LOOPBACK, hwm=5, heartbeat=SOON, buffer_steps=2 * NUM_LARGE)
+    with publisher, subscribed(publisher, hwm=1) as slow:
+        hashes = [i.to_bytes(8, "big") + bytes(100_000) for i in range(NUM_LARGE)]
+        for block_hash in hashes:
+            publisher.publish([BlockRemoved([block_hash], "GPU")])
+        wait_until(lambda: publisher._worker._history.next_sequence >= NUM_LARGE)
+        known: list[bytes] = []
+        last = None
+        while known[-1:] != hashes[-1:]:
+            sequence, batch = slow.receive()
+            missed = slow.replay(last + 1) if last is not None and sequence > last + 1 else [(sequence, batch)]
+            known += [event.block_hashes[0] for _, replayed in missed for event in replayed.events]
+            last = max(sequence, missed[-1][0])
+        assert known == hashes[hashes.index(known[0]) :]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_vllms_subscribers_need_nothing_new(is_lost: bool) -> None:
+    """They ignore a heartbeat unless they lost something before it; then they send a request as usual."""
+    with EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=SOON) as publisher, subscribed(publisher) as subscriber:
+        theirs = VllmSubscriber(publisher)
+        theirs.process(subscriber.live.recv_multipart())
+        publisher.publish([BlockRemoved([b"lost?"], "GPU")])
+        while b"lost?" not in (frames := subscriber.live.recv_multipart())[2]:
+            theirs.process(frames)
+        if not is_lost:
+            theirs.process(frames)
+        for _ in range(3):
+            theirs.process(subscriber.live.recv_multipart())
+        assert [event.block_hashes for event in theirs.events] == [[b"lost?"]]
+        assert theirs.num_asked == is_lost
+        theirs.context.destroy(linger=0)
+
+
+def test_heartbeats_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats push batches out of the history, so their intervals double; a batch with events resets the interval."""
+    intervals: list[float] = []
+    with EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=0.01) as publisher:
+        worker = publisher._worker
+        beat = worker._beat
+        monkeypatch.setattr(worker, "_beat", lambda: (beat(), intervals.append(worker._silence)))
+        time.sleep(0.05)
+        assert worker._history.next_sequence == 0
+        publisher.publish([])
+        wait_until(lambda: len(intervals) >= 5)
+        assert intervals[:5] == [0.02, 0.04, 0.08, 0.16, 0.32]
+        publisher.publish([])
+        wait_until(lambda: 0.02 in intervals[5:])
+
+
+def test_without_a_heartbeat_nothing_is_sent() -> None:
+    with EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=None) as publisher, subscribed(publisher) as subscriber:
+        assert not subscriber.live.poll(200)
 
 
 # --- what goes wrong in the engine ------------------------------------------------------------------------------
@@ -429,16 +496,14 @@ def test_addresses_that_are_never_encrypted() -> None:
 def test_events_that_could_not_be_sent_are_told_anew(
     publisher: EventPublisher, manager: pagepool.CacheManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Subscriber(publisher) as subscriber:
-        subscriber.wait_until_subscribed()
+    with subscribed(publisher) as subscriber:
         run_request(manager, list(range(9)))
         with monkeypatch.context() as patch:
             patch.setattr(publisher._worker._source, "_hash_of", lambda key: 1 / 0)
             run_request(manager, [7] * 9)
             manager.page_pool.evict_pages([1])
             publisher.flush()
-            while not caplog.records:
-                time.sleep(0.01)
+            wait_until(lambda: caplog.records)
         assert caplog.records[0].message == "events were not sent; a snapshot follows"
         publisher.flush()
         subscriber.router.apply(subscriber.receive()[1].events)
@@ -446,8 +511,7 @@ def test_events_that_could_not_be_sent_are_told_anew(
 
 
 def test_a_publisher_is_closed_once(publisher: EventPublisher, manager: pagepool.CacheManager) -> None:
-    with Subscriber(publisher) as subscriber:
-        subscriber.wait_until_subscribed()
+    with subscribed(publisher) as subscriber:
         run_request(manager, list(range(9)))
         publisher.close()
         assert subscriber.receive()[1].events[0].token_ids == list(range(8))
@@ -495,6 +559,13 @@ raise SystemExit(3)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_event(publisher: EventPublisher) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"^events: got object among them"):
+        publisher.publish([object()])  # type: ignore[list-item]
+    with pytest.raises(ArgumentTypeError, match=r"^events: got int, allowed: a list$"):
+        publisher.publish(5)  # type: ignore[arg-type]
 
 
 def test_a_port_that_is_in_use(publisher: EventPublisher) -> None:
@@ -548,10 +619,19 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "message"), WRONG, ids=str)
-def test_options_that_are_wrong(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"^{message}"):
+WRONG += [(CURVE | options, error, message) for options, error, message in WRONG_KEYS]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), WRONG, ids=[message for _, _, message in WRONG])
+def test_options_that_are_wrong(
+    options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No socket is made, unless the address is wrong, and no secret is in the message."""
+    if not {"endpoint", "replay_endpoint"} & options.keys():
+        monkeypatch.setattr(zmq.Context, "socket", lambda *_, **__: pytest.fail("a socket was made"))
+    with pytest.raises(error, match=f"^{message}") as caught:
         EventPublisher(**{"endpoint": LOOPBACK} | options)
+    assert SECRET[:10].decode() not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["pagepool-events", "pagepool-connections"])

@@ -1,10 +1,11 @@
-"""Events against the oracle on random work, what each field says, and what is refused.
+"""Events of the device and of a host tier against the oracle on random work, what each field says, and what is refused.
 
-PAGEPOOL_TEST_OPERATIONS: a tenth of so many calls are made in all for each of the two random tests.
+PAGEPOOL_TEST_OPERATIONS: a tenth of so many calls are made in all for each of the two random tests without a tier.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import zlib
 from random import Random
@@ -13,11 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batch_model import BatchRows, OracleRows
-from batch_workload import run_batch_workload
 from features import Features
-from oracle import OracleManager
-from pairs import make_manager
+from hybrids import PROMPT, allocate, make_batch, make_manager, make_request
+from pairs import FeaturedTwins, make_managers, run_twins, with_room
 from settings import HASHING, NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
 from threads import run_threads
 from twin_engine import Feature, Request
@@ -25,13 +24,14 @@ from twins import OracleTwin, PackageTwin, Twins
 from workload import run_workload
 
 import pagepool
-from pagepool.errors import ArgumentError, PageHashError
+from pagepool.errors import ArgumentError, CopiesDueError, PageHashError
+from pagepool.page_pool.prefix_index import forget_names
 
 msgspec = pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
 
 from event_managers import FULL, make_told, run_request  # noqa: E402
-from router import Router, Telling  # noqa: E402
-from wire import decode_batch  # noqa: E402
+from router import Router  # noqa: E402
+from wire import decode  # noqa: E402
 
 from pagepool.events import AllBlocksCleared, BlockRemoved, EventBatch, encode_batch  # noqa: E402
 
@@ -41,7 +41,6 @@ STATES = [setting for setting in STATE_SETTINGS if setting.enable_caching]
 ALGORITHMS = {name: options for name, options in HASHING.items() if "keep_token_ids" not in options}
 ALGORITHMS["sha256_cbor"] = {"hash_algo": "sha256_cbor", "hash_seed": 7}
 NUM_CALLS = max(NUM_OPERATIONS // (10 * len(CACHING)), 50)
-PERIODS = (1, 2, 7, 30)
 PAIRS = [
     pytest.param(setting, algorithm, id=f"{setting.name}, {algorithm}", marks=() if (i + j) % 5 == 0 else pytest.mark.slow)
     for i, setting in enumerate([*CACHING, *STATES])
@@ -50,35 +49,43 @@ PAIRS = [
 """Each setting with each algorithm: all pairs are slow but one of each setting."""
 
 
-class ToldTwins(Twins):
-    """Twins of which the second half is checked by events, every few calls."""
-
-    def __init__(self, oracle: Any, system: Any, period: int, hashes_as_bytes: bool) -> None:
-        super().__init__(oracle, system)
-        self.telling = Telling(system.manager, oracle.manager, hashes_as_bytes)
-        self.period = period
+class ToldTwins(FeaturedTwins):
+    """Twins whose events begin anew now and then, and whose names are dropped as soon as nobody needs them."""
 
     def compare_states(self) -> None:
         super().compare_states()
-        if self.num_calls % self.period == 0:
-            self.telling.check()
+        manager = self.system.manager
+        if self.num_calls % 50 == 40:
+            manager.require_event_source().start_over()
+        if self.num_calls % 3 == 0:
+            forget_names(manager.page_pool.store)
+
+
+def run_told(setting: Setting, algorithm: str, num_calls: int, **options: bool) -> pagepool.CacheManager:
+    """Run requests, with forks where the setting has states, and return the manager."""
+    if algorithm == "sha256_cbor":
+        pytest.importorskip("cbor2")
+    seed = zlib.crc32(f"{setting.name} {algorithm} events".encode())
+    features = Features(events=True, states=setting in STATES, forks=setting in STATES, **options)
+
+    def make_twins(setting: Setting, num_pages: int) -> Twins:
+        oracle, manager = make_managers(setting, num_pages, features, seed, [ALGORITHMS[algorithm]])
+        oracle.keys.ignores_lengths = algorithm == "sha256_cbor"
+        return ToldTwins(OracleTwin(oracle), PackageTwin(manager), features, seed)
+
+    with_pages = with_room(setting) if features.tier else setting
+    return run_workload(with_pages, make_twins, seed, num_calls, features=features).system.manager
 
 
 @pytest.mark.parametrize(("setting", "algorithm"), PAIRS)
 def test_a_router_knows_what_a_manager_has_cached(setting: Setting, algorithm: str) -> None:
-    if algorithm == "sha256_cbor":
-        pytest.importorskip("cbor2")
-    seed = zlib.crc32(f"{setting.name} {algorithm} events".encode())
+    run_told(setting, algorithm, NUM_CALLS // 4 + 25)
 
-    def make_twins(setting: Setting, num_pages: int) -> Twins:
-        groups = setting.cache_groups(pagepool)
-        oracle = OracleTwin(setting.manager(OracleManager, groups, num_pages))
-        oracle.manager.keys.ignores_lengths = algorithm == "sha256_cbor"
-        package = PackageTwin(setting.manager(pagepool.CacheManager, groups, num_pages, **ALGORITHMS[algorithm]))
-        return ToldTwins(oracle, package, PERIODS[seed % 4], seed % 8 >= 4)
 
-    features = Features(states=setting in STATES, forks=setting in STATES)
-    run_workload(setting, make_twins, seed, NUM_CALLS // 4 + 25, features=features)
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "weak"])
+def test_a_router_knows_what_is_in_both_places(algorithm: str) -> None:
+    managers = [run_told(setting, algorithm, NUM_CALLS + 500, tier=True) for setting in [*CACHING, *STATES][5::8]]
+    assert sum(manager.stats().host_tier.num_saved_pages for manager in managers) > 0
 
 
 @pytest.mark.parametrize("hashes_as_bytes", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -90,23 +97,12 @@ def test_a_router_knows_what_a_manager_has_cached(setting: Setting, algorithm: s
     ],
 )
 def test_a_router_knows_what_a_batch_has_cached(setting: Setting, hashes_as_bytes: bool) -> None:
-    seed = zlib.crc32(f"{setting.name} batch events".encode()) + hashes_as_bytes
-
-    def make_twins(setting: Setting, num_pages: int, num_rows: int) -> Twins:
-        oracle = OracleRows(setting.manager(OracleManager, setting.cache_groups(pagepool), num_pages), setting, num_rows)
-        batch = BatchRows(make_manager(setting, num_pages), setting, num_rows, with_hashes=False)
-        return ToldTwins(oracle, batch, PERIODS[seed % 4], hashes_as_bytes)
-
-    features = Features(states=setting in STATES, forks=setting in STATES)
-    run_batch_workload(setting, make_twins, seed, NUM_CALLS // 2 + 25, True, features=features)
+    seed = zlib.crc32(f"{setting.name} batch events".encode()) // 8 * 8 + 4 * hashes_as_bytes
+    features = Features(events=True, states=setting in STATES, forks=setting in STATES)
+    run_twins("rows", setting, features, seed, NUM_CALLS // 2 + 25)
 
 
 # --- what each field says -------------------------------------------------------------------------------------
-
-
-def decode(events: list[Any]) -> list[Any]:
-    """Return what a router receives."""
-    return decode_batch(encode_batch(EventBatch(1.5, events, 3))).events
 
 
 def test_a_batch_on_the_wire() -> None:
@@ -128,20 +124,6 @@ def test_a_batch_on_the_wire() -> None:
     assert batch == [2.0, [{"type": "BlockRemoved", "block_hashes": hashes[1:], "medium": "GPU", "group_idx": 0}], None]
     manager.reset_prefix_cache()
     assert msgspec.msgpack.decode(encode_batch(EventBatch(3.0, manager.take_events())))[1] == [{"type": "AllBlocksCleared"}]
-
-
-@pytest.mark.parametrize(("hash_algo", "num_bytes"), [("siphash128", 16), ("sha256", 32), (hash, 16)])
-def test_hashes_as_bytes_end_with_the_ints(hash_algo: Any, num_bytes: int) -> None:
-    both = [make_told(hash_algo=hash_algo, hash_seed=1, hashes_as_bytes=as_bytes) for as_bytes in (False, True)]
-    for manager in both:
-        run_request(manager, list(range(12)))
-        run_request(manager, [*range(8), 9, 9, 9, 9])
-        manager.page_pool.evict_pages([2])
-    as_ints, as_bytes = (decode(manager.take_events()) for manager in both)
-    for ints, raw in zip(as_ints, as_bytes, strict=True):
-        assert {len(value) for value in raw.block_hashes} == {num_bytes}
-        assert [int.from_bytes(value[-8:], "big") for value in raw.block_hashes] == ints.block_hashes
-    assert as_bytes[-1].parent_block_hash[-8:] == as_ints[-1].parent_block_hash.to_bytes(8, "big")
 
 
 def test_groups_say_what_they_are() -> None:
@@ -285,15 +267,6 @@ def test_many_pages_at_once() -> None:
     assert len(removed.block_hashes) == 4500
 
 
-def test_what_comes_and_goes_is_not_told() -> None:
-    """Also if it does so more often than the pool has pages."""
-    manager = make_told(num_pages=8)
-    for i in range(40):
-        manager.free(run_request(manager, [i, 1, 2, 3]))
-        manager.page_pool.evict_pages(range(1, 8))
-    assert manager.take_events() == []
-
-
 def test_groups_that_the_manager_does_not_have_are_not_told() -> None:
     """Another caller entered its own page."""
     manager = make_told()
@@ -353,29 +326,109 @@ def test_names_are_kept_as_long_as_somebody_needs_them() -> None:
 
 
 @pytest.mark.parametrize("seed", range(max(NUM_OPERATIONS // 60_000, 1)))
-def test_one_thread_is_told_what_the_others_cache(seed: int) -> None:
+@pytest.mark.parametrize(("num_pages", "num_host_pages"), [(1500, 0), (24, 16)], ids=["device", "device and host"])
+def test_one_thread_is_told_what_the_others_cache(num_pages: int, num_host_pages: int, seed: int) -> None:
     """Extra keys and names stay correct, whatever other threads forget meanwhile."""
-    manager, router = make_told(num_pages=1500, hash_algo="sha256", hashes_as_bytes=True), Router()
+    tier = pagepool.HostTier(num_host_pages) if num_host_pages else None
+    manager = make_told(num_pages=num_pages, hash_algo="sha256", hashes_as_bytes=True, host_tier=tier)
+    router = Router()
 
     def work(rng: Random, number: int) -> None:
         if number == 0:
             for _ in range(100):
                 router.apply(manager.take_events())
                 Router().apply(manager.snapshot_events())
-        else:
-            for i in range(150):
-                salt = f"{number} {i}"
-                request = Request(salt, [rng.randrange(3) for _ in range(rng.randint(1, 80))], cache_salt=salt)
-                if manager.allocate_slots(request, request.num_tokens) is not None:
-                    manager.free(request)
-                manager.free_page_hashes(request)
+            return
+        for i in range(150):
+            salt = rng.choice((None, f"{number} {i}"))
+            request = Request(f"{number} {i}", [rng.randrange(2) for _ in range(rng.randint(1, 60))], cache_salt=salt)
+            with contextlib.suppress(PageHashError, CopiesDueError):  # another thread took a hit, or has not taken its loads
+                allocate(manager, request)
+            manager.free(request)
+            manager.free_page_hashes(request)
+            transfers = manager.take_transfers()
+            if len(transfers):
+                manager.complete_transfers(transfers.number)
 
     run_threads(4, seed, work)
     router.apply(manager.take_events())
+    late = Router()
+    late.apply(manager.snapshot_events())
+    assert (late.pages, late.saved) == (router.pages, router.saved)
     manager.check()
     assert {key for _, key in router.pages} == {
         key.page_hash.hash_value.to_bytes(32, "big") for key in manager.page_pool.cached_page_hash_to_page
     }
+    stats = manager.stats().host_tier
+    assert len(router.saved) == (stats.num_cached_pages if stats else 0)
+
+
+# --- the host tier -------------------------------------------------------------------------------------------
+
+
+def run_once(manager: pagepool.CacheManager, num_tokens: int, **options: Any) -> None:
+    """Compute a request and end it."""
+    request = run_request(manager, PROMPT[:num_tokens], **options)
+    manager.free(request)
+    manager.free_page_hashes(request)
+
+
+def take(manager: pagepool.CacheManager) -> list[tuple[str, str, int]]:
+    """Return the name, the medium and the number of pages of each event."""
+    events = decode(manager.take_events())
+    return [(type(event).__name__, event.medium, len(event.block_hashes)) for event in events]
+
+
+def test_a_page_that_goes_to_the_host_and_comes_back() -> None:
+    manager = make_told(num_pages=6, host_tier=pagepool.HostTier(10), hash_seed=1)
+    run_once(manager, 12, cache_salt="salt", lora_id="tuned")
+    [stored] = decode(manager.take_events())
+    ids = manager.page_pool.get_new_page_ids(5)
+    assert take(manager) == [("BlockRemoved", "GPU", 3)]
+    transfers = manager.take_transfers()
+    assert take(manager) == []
+    manager.complete_transfers(transfers.number)
+    [event] = manager.take_events()
+    assert event.token_ids.dtype == "int32"
+    [saved] = decode([event])
+    assert sorted(saved.block_hashes) == sorted(stored.block_hashes)
+    expected = {"type": "BlockStored", "block_hashes": saved.block_hashes, "parent_block_hash": None, "token_ids": []}
+    expected |= {"block_size": 4, "group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    expected |= {"lora_id": None, "medium": "CPU", "lora_name": None}
+    assert msgspec.msgpack.decode(encode_batch(EventBatch(0.0, [event])))[1] == [expected]
+    manager.page_pool.free_page_ids(ids)
+    assert manager.get_computed_pages(make_request("r", 16, cache_salt="salt", lora_id="tuned"))[1] == 12
+    assert decode(manager.take_events()) == [stored]
+    manager.complete_transfers(manager.take_transfers().number)
+    assert take(manager) == []
+    assert manager.page_pool.evict_pages([1, 2, 3, 4, 5]) == 3
+    assert take(manager) == [("BlockRemoved", "GPU", 3), ("BlockRemoved", "CPU", 3)]
+
+
+def test_pages_that_a_batch_loads_have_their_tokens_and_keys() -> None:
+    manager = make_told(num_pages=6, host_tier=pagepool.HostTier(10))
+    batch = make_batch(manager)
+    batch.admit(0, PROMPT[:13], cache_salt="salt")
+    [stored] = decode(manager.take_events())
+    batch.release([0])
+    ids = manager.page_pool.get_new_page_ids(5)  # all are evicted from the device and saved
+    manager.complete_transfers(manager.take_transfers().number)
+    manager.page_pool.free_page_ids(ids)
+    assert take(manager) == [("BlockRemoved", "GPU", 3), ("BlockStored", "CPU", 3)]
+    batch.admit(1, PROMPT[:13], cache_salt="salt")
+    assert decode(manager.take_events()) == [stored]
+
+
+def test_events_begin_with_nothing_in_the_tier() -> None:
+    manager = make_manager(FULL, num_pages=6, host_tier=pagepool.HostTier(10))
+    run_once(manager, 16)
+    ids = manager.page_pool.get_new_page_ids(5)
+    manager.page_pool.free_page_ids(ids)
+    with pytest.raises(ArgumentError, match=r"^4 pages are held and 0 prefixes cached already, allowed: none$"):
+        manager.enable_events()
+    manager.complete_transfers(manager.take_transfers().number)
+    with pytest.raises(ArgumentError, match=r"^0 pages are held and 4 prefixes cached already, allowed: none$"):
+        manager.enable_events()
 
 
 # --- what is refused ------------------------------------------------------------------------------------------

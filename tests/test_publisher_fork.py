@@ -19,7 +19,7 @@ warnings.simplefilter("ignore", DeprecationWarning)  # of fork in a process with
 from pagepool.errors import ArgumentError
 from pagepool.event_publisher import EventPublisher
 from pagepool.events import EventSource
-from subscribers import ALLOWED, CURVE, LOOPBACK, Subscriber, assert_serves, cached
+from subscribers import ALLOWED, CURVE, LOOPBACK, Subscriber, cached, subscribed
 from event_managers import make_told, run_request
 from router import Router
 
@@ -36,8 +36,7 @@ def in_child(work):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 def end():
-    with Subscriber(publisher, keys=keys) as subscriber:
-        subscriber.wait_until_subscribed()
+    with subscribed(publisher, keys=keys) as subscriber:
         run_request(manager, list(range(9)))
         publisher.flush()
         subscriber.follow(manager)
@@ -62,8 +61,7 @@ def call_each():
     router.apply(manager.snapshot_events())
     assert router.pages.keys() == cached(manager)
 def publish():
-    with EventPublisher(manager, LOOPBACK, LOOPBACK, **options) as own, Subscriber(own, keys=keys) as subscriber:
-        subscriber.wait_until_subscribed()
+    with EventPublisher(manager, LOOPBACK, LOOPBACK, **options) as own, subscribed(own, keys=keys) as subscriber:
         run_request(manager, list(range(20, 29)))
         own.flush()
         subscriber.follow(manager)
@@ -93,8 +91,8 @@ def wait(*args):
     taking.set()
     go_on.wait()
     return take(*args)
-with Subscriber(publisher, keys=keys) as subscriber:
-    subscriber.wait_until_subscribed()
+with subscribed(publisher, keys=keys):
+    pass
 EventSource._list_changes = wait
 publisher.flush()
 taking.wait()

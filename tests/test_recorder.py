@@ -42,13 +42,6 @@ class Chats:
         salt = base.cache_salt if base is not None else (None, None, "a", "b")[self.rng.integers(4)]
         return EngineRequest(str(self.num_requests), kept + new, cache_salt=salt)
 
-    def answer(self, request: EngineRequest) -> None:
-        """Append one token."""
-        request.append_output_token_ids(sum(request.all_token_ids) % 3)
-
-    def num_answer_tokens(self) -> int:
-        return int(self.rng.integers(20))
-
 
 def run_batch(manager: CacheManager, recorder: Recorder, chats: Chats, num_requests: int, num_rows: int = 1) -> list[int]:
     """Run as many requests at once as there are rows, which end in any order; return the hit tokens of each."""
@@ -64,10 +57,10 @@ def run_batch(manager: CacheManager, recorder: Recorder, chats: Chats, num_reque
             num_hit_tokens = batch.admit(free[0], request.all_token_ids, cache_salt=request.cache_salt)
             assert num_hit_tokens is not None
             num_hits.append(num_hit_tokens)
-            running[free[0]] = (request, request.num_tokens + chats.num_answer_tokens())
+            running[free[0]] = (request, request.num_tokens + int(chats.rng.integers(20)))
         for row, (request, num_final_tokens) in [*running.items()]:
             if request.num_tokens < num_final_tokens:
-                chats.answer(request)
+                request.append_output_token_ids(sum(request.all_token_ids) % 3)
             if request.num_tokens < num_final_tokens:
                 assert batch.step([row], request.all_token_ids[-1:]).num_grown == 1
             else:

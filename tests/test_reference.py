@@ -55,6 +55,8 @@ from twin_engine import Request
 from twins import OracleTwin, PackageTwin, State, Twin, Twins
 from workload import run_workload
 
+import pagepool
+
 reference_manager = pytest.importorskip("easydel.inference.esurge.core.manager")
 reference_coordinator = pytest.importorskip("easydel.inference.esurge.core.coordinator")
 reference_utils = pytest.importorskip("easydel.inference.esurge.core.utils")
@@ -148,7 +150,6 @@ def reference_twin(setting: Setting, num_pages: int) -> ReferenceTwin:
 
 def reference_over_our_pool(setting: Setting, num_pages: int) -> Twins:
     """The engine's own manager, coordinator and groups, on a pool of the package that hashes first pages like the engine."""
-    pagepool = pytest.importorskip("pagepool")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference_coordinator, "PagePool", pagepool.PagePool)
         system = reference_twin(setting, num_pages)
@@ -165,7 +166,6 @@ def oracle_against_reference(setting: Setting, num_pages: int) -> Twins:
 
 def package_against_reference(**options: Any) -> Callable[[Setting, int], Twins]:
     def make(setting: Setting, num_pages: int) -> Twins:
-        pagepool = pytest.importorskip("pagepool")
         groups = setting.cache_groups(pagepool)
         package = PackageTwin(setting.manager(pagepool.CacheManager, groups, num_pages, **options))
         return Twins(reference_twin(setting, num_pages), package)
@@ -176,8 +176,7 @@ def package_against_reference(**options: Any) -> Callable[[Setting, int], Twins]
 @pytest.fixture(autouse=True)
 def _own_none_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore the package's own hash before first pages at the end."""
-    hashing = pytest.importorskip("pagepool").hashing
-    monkeypatch.setattr(hashing, "NONE_HASH", hashing.NONE_HASH)
+    monkeypatch.setattr(pagepool.hashing, "NONE_HASH", pagepool.hashing.NONE_HASH)
 
 
 @pytest.fixture(autouse=True)
@@ -191,7 +190,6 @@ def _quiet() -> Iterator[None]:
 @pytest.mark.parametrize("spec", ["SlidingWindowSpec", "ChunkedLocalAttentionSpec"])
 def test_the_engines_coordinator_frees_skipped_pages_of_our_pool(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine puts the null page in their places, and frees it with the others."""
-    pagepool = pytest.importorskip("pagepool")
     monkeypatch.setattr(reference_coordinator, "PagePool", pagepool.PagePool)
     group = reference_specs.CacheGroupSpec(getattr(reference_specs, spec)(4, 1, 8, "float16", False, 8))
     manager = reference_manager.CacheManager(16, [group], 64)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,19 +28,15 @@ from pagepool.replay.simulation.allocator import HASH_SEED
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
 NUM_TRACED, MAX_DIFFERENCE = 3000, 0.003
 MAX_MODEL_LEN = 1 << 20
-policies = pytest.mark.parametrize("policy", QUEUES)
+policies = pytest.mark.parametrize("policy", QUEUES, indirect=True)
 
 
-@pytest.fixture
-def use_policy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Yield a function that makes vLLM's managers take blocks by a policy."""
-    with ExitStack() as stack:
-
-        def use(policy: str) -> None:
-            monkeypatch.setenv(compat.EVICTION_VARIABLE, policy)
-            stack.enter_context(compat.installed())
-
-        yield use
+@pytest.fixture(autouse=True)
+def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Let vLLM's managers take blocks by a policy: the adaptive one, unless a test names others."""
+    monkeypatch.setenv(compat.EVICTION_VARIABLE, getattr(request, "param", "adaptive"))
+    with compat.installed():
+        yield compat.report().eviction
 
 
 class Traced:
@@ -104,8 +99,7 @@ def count_hits(requests: list[SimulatedRequest], num_blocks: int, max_batched_to
 
 @policies
 @pytest.mark.parametrize(("name", "num_blocks"), [("mix", 2000), ("agents", 900), ("loop", 5000), ("drift", 2000)])
-def test_hits_of_a_replay(use_policy: Callable[[str], None], name: str, num_blocks: int, policy: str) -> None:
-    use_policy(policy)
+def test_hits_of_a_replay(name: str, num_blocks: int, policy: str) -> None:
     requests = generate_workload(name, 120, seed=3)
     num_hits = count_hits(requests, num_blocks)
     assert num_hits == PolicySimulator(requests, BLOCK_SIZE).count_hits(policy, num_blocks)
@@ -113,16 +107,14 @@ def test_hits_of_a_replay(use_policy: Callable[[str], None], name: str, num_bloc
 
 
 @pytest.mark.parametrize("max_batched_tokens", [48, 500])
-def test_hits_of_a_replay_in_steps(use_policy: Callable[[str], None], max_batched_tokens: int) -> None:
-    use_policy("adaptive")
+def test_hits_of_a_replay_in_steps(max_batched_tokens: int) -> None:
     requests = generate_workload("mix", 80, seed=5)
     expected = PolicySimulator(requests, BLOCK_SIZE, max_batched_tokens).count_hits("adaptive", 1500)
     assert count_hits(requests, 1500, max_batched_tokens) == expected
 
 
 @pytest.mark.skipif(not TRACE.exists(), reason="the trace is not available")
-def test_hit_rate_of_the_real_trace(use_policy: Callable[[str], None]) -> None:
-    use_policy("adaptive")
+def test_hit_rate_of_the_real_trace() -> None:
     requests = make_requests(read_trace(str(TRACE)), str(TRACE))[:NUM_TRACED]
     num_tokens = sum(request.num_prompt_tokens for request in requests)
     expected = PolicySimulator(requests, BLOCK_SIZE).count_hits("adaptive", 100_000)
@@ -217,8 +209,7 @@ class Load:
 
 @policies
 @pytest.mark.parametrize("seed", range(15))
-def test_blocks_and_pages_agree(use_policy: Callable[[str], None], seed: int, policy: str) -> None:
-    use_policy(policy)
+def test_blocks_and_pages_agree(seed: int, policy: str) -> None:
     load = Load(seed)
     actions = [load.start, load.grow, load.end, load.evict, load.pin, load.unpin, load.move, load.reset]
     for action in load.rng.choices(actions, (8, 20, 5, 1, 1, 1, 1, 0.2), k=400):
@@ -227,8 +218,7 @@ def test_blocks_and_pages_agree(use_policy: Callable[[str], None], seed: int, po
     load.reset()
 
 
-def test_uncached_pool(use_policy: Callable[[str], None]) -> None:
-    use_policy("adaptive")
+def test_uncached_pool() -> None:
     pool = make_manager(8, 1024, enable_caching=False).block_pool
     assert type(pool.free_block_queue) is BlockQueue
     taken = pool.get_new_blocks(3)
@@ -236,8 +226,7 @@ def test_uncached_pool(use_policy: Callable[[str], None]) -> None:
     assert [block.block_id for block in pool.get_new_blocks(2)] == [3, 2]
 
 
-def test_request_counts_once(use_policy: Callable[[str], None]) -> None:
-    use_policy("adaptive")
+def test_request_counts_once() -> None:
     manager = make_manager(8, 1024)
     noted: list[int] = []
     request = Traced("r", [bytes(32)], 3 * BLOCK_SIZE)
@@ -250,9 +239,8 @@ def test_request_counts_once(use_policy: Callable[[str], None]) -> None:
 
 
 @pytest.fixture
-def pool(use_policy: Callable[[str], None]) -> Iterator[Any]:
+def pool() -> Iterator[Any]:
     """Return a pool of six blocks, of which three are held, and check that it is in order at the end."""
-    use_policy("adaptive")
     pool = make_manager(6, 1024).block_pool
     pool.get_new_blocks(3)
     yield pool

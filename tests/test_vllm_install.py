@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from fake_easydel import pop_modules
 from fake_vllm import (
     ENGINE_CORE,
     SHOW,
@@ -39,15 +40,10 @@ METHODS = [item for item in REPLACEMENTS if "." in item.name]
 NAMES = [item for item in REPLACEMENTS if "." not in item.name]
 
 
-def pop_modules() -> dict[str, ModuleType]:
-    """Remove the package's modules from sys.modules."""
-    return {name: sys.modules.pop(name) for name in list(sys.modules) if f"{name}.".startswith("vllm.")}
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Make a folder with the package, first in the path, and replacements in Python. Real modules are restored afterwards."""
-    modules = pop_modules()
+    modules = pop_modules("vllm")
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setattr(vllm, "_homes", {})
     monkeypatch.setattr(children, "_actions", [])
@@ -61,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     write_engine(tmp_path)
     yield tmp_path
     vllm.uninstall()
-    pop_modules()
+    pop_modules("vllm")
     sys.modules.update(modules)
 
 
@@ -126,17 +122,6 @@ def test_ours_are_called_as_the_methods_that_they_replace(folder: Path) -> None:
     kinds = {item.name: type(vars(classes[item.name.split(".")[0]])["find_longest_cache_hit"]) for item in METHODS[-2:]}
     assert set(kinds.values()) == {classmethod}
     assert classes["SlidingWindowManager"].find_longest_cache_hit() == "ours"
-
-
-def test_modules_that_are_imported_later_and_other_names_follow(folder: Path) -> None:
-    path_of(folder, "vllm.early").write_text(f"from {UTILS} import KVCacheBlock as Slot\n")
-    path_of(folder, "vllm.late").write_text(f"from {POOL} import BlockHashToBlockMap\n")
-    early = engine_module("vllm.early")
-    vllm.install()
-    late = engine_module("vllm.late")
-    assert (early.Slot, late.BlockHashToBlockMap) == (ours(NAMES[0]), ours(NAMES[2]))
-    vllm.uninstall()
-    assert (early.Slot, late.BlockHashToBlockMap) == (found(NAMES[0]), found(NAMES[2]))
 
 
 def test_twice_is_as_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -388,7 +373,7 @@ def test_a_failure_leaves_nothing_installed(folder: Path, monkeypatch: pytest.Mo
 def test_a_vllm_that_is_imported_anew(folder: Path) -> None:
     """The compiled modules call what they have imported."""
     vllm.install()
-    pop_modules()
+    pop_modules("vllm")
     assert not vllm.is_installed()
     check_refused("got a module that was imported anew, expected the one that pagepool was imported for")
 

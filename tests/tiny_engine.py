@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +96,8 @@ def generate(engine: eSurge, prompts: list[str]) -> dict[str, Any]:
         return output
 
     engine.scheduler.schedule = count_preemptions
-    start = time.perf_counter()
     params = SamplingParams(max_tokens=NUM_NEW_TOKENS, temperature=0.0)
     outputs = engine.generate(prompts, sampling_params=params, use_tqdm=False)
-    seconds = time.perf_counter() - start
     manager = engine.scheduler.kv_cache_manager
     table = engine.runner.sequence_buffer.page_table
     stats = getattr(manager.page_pool, "stats", None)
@@ -112,10 +109,7 @@ def generate(engine: eSurge, prompts: list[str]) -> dict[str, Any]:
         "num_preemptions": num_preemptions,
         "num_evictions": stats and stats.num_evicted_pages,
         "num_hit_tokens": stats and stats.num_hit_tokens,
-        "usage": manager.usage,
-        "num_pages": manager.num_pages,
         "modules": [type(value).__module__ for value in (manager, manager.page_pool, table, table[0])],
-        "seconds": seconds,
     }
 
 

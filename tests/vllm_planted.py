@@ -23,11 +23,12 @@ Window = single_type_kv_cache_manager.SlidingWindowManager
 
 
 class Bug(NamedTuple):
-    """A function of vLLM, and what makes a wrong one of it."""
+    """A function of vLLM, what makes a wrong one of it, and a setting in which that must show."""
 
     owner: Any
     name: str
     make: Callable[[Any], Any]
+    setting: str = "full"
 
     @contextlib.contextmanager
     def planted(self) -> Iterator[None]:
@@ -51,22 +52,6 @@ def lag_too_little(original: Any) -> Any:
     return lambda self, num_computed_tokens, group_id: original(
         self, num_computed_tokens + bool(self.num_reprefillable_tokens), group_id
     )
-
-
-def free_in_reverse(original: Any) -> Any:
-    return lambda self, ordered_blocks: original(self, reversed(list(ordered_blocks)))
-
-
-def free_all_at_the_end(original: Any) -> Any:
-    return lambda self, blocks: self.append_n(blocks)
-
-
-def prepend_in_reverse(original: Any) -> Any:
-    return lambda self, blocks: original(self, blocks[::-1])
-
-
-def tell_no_removal(original: Any) -> Any:
-    return lambda self, block_hashes: original(self, block_hashes[1:])
 
 
 def tell_no_stored_of_others(original: Any) -> Any:
@@ -139,10 +124,6 @@ def forget_further_hashes(original: Any) -> Any:
     return remove
 
 
-def watch_no_reuse(original: Any) -> Any:
-    return lambda self, blocks: original(self, list(blocks)[1:])
-
-
 def evict_no_held_blocks(original: Any) -> Any:
     return lambda self, block_ids: original(
         self, {block_id for block_id in block_ids if block_id >= len(self.blocks) or not self.blocks[block_id].ref_cnt}
@@ -209,17 +190,8 @@ def cache_late(original: Any) -> Any:
     return lambda self, request, num_tokens, *args, **options: original(self, request, num_tokens - 1, *args, **options)
 
 
-def need_none_for_evictable(original: Any) -> Any:
-    return lambda cls, blocks: 0
-
-
 def give_empty_lists(original: Any) -> Any:
     return lambda self, allow_none=False, *, group_ids=None: original(self, False, group_ids=group_ids)
-
-
-def copy_empty_blocks(original: Any) -> Any:
-    """Return new lists where vLLM returns its object without blocks."""
-    return lambda self, blocks: Blocks(blocks)
 
 
 def hash_without(name: str) -> Callable[[Any], Any]:
@@ -259,49 +231,71 @@ def keep_no_boundaries(original: Any) -> Any:
     return lambda cls, *args, **options: original(cls, *args, **options | {"reachable_boundaries": ()})
 
 
-def count_the_null_block(original: Any) -> Any:
-    return lambda self: 1.0 - self.get_num_free_blocks() / self.num_gpu_blocks
-
-
 def has_no_window(manager: Any, *_: Any) -> bool:
     return not any(isinstance(one, Window) for one in manager.coordinator.single_type_managers)
 
 
 BUGS = {
-    "caches tokens that are computed again": Bug(Coordinator, "get_num_cacheable_tokens", forget_lag),
-    "lags by a token too little in several groups": Bug(Hybrid, "get_num_cacheable_tokens", lag_too_little),
-    "frees blocks in reverse": Bug(Pool, "free_blocks", free_in_reverse),
-    "frees blocks without a hash at the end": Bug(Queue, "prepend_n", free_all_at_the_end),
-    "frees blocks without a hash in reverse": Bug(Queue, "prepend_n", prepend_in_reverse),
-    "misses an event of a removal": Bug(Pool, "_emit_block_removed_events", tell_no_removal),
-    "misses events of the second group": Bug(Pool, "cache_full_blocks", tell_no_stored_of_others),
+    "caches tokens that are computed again": Bug(
+        Coordinator, "get_num_cacheable_tokens", forget_lag, "full, multi-token prediction"
+    ),
+    "lags by a token too little in several groups": Bug(
+        Hybrid, "get_num_cacheable_tokens", lag_too_little, "full and window, multi-token prediction"
+    ),
+    "frees blocks in reverse": Bug(
+        Pool, "free_blocks", lambda original: lambda self, ordered_blocks: original(self, reversed(list(ordered_blocks)))
+    ),
+    "frees blocks without a hash at the end": Bug(Queue, "prepend_n", lambda _: lambda self, blocks: self.append_n(blocks)),
+    "frees blocks without a hash in reverse": Bug(
+        Queue, "prepend_n", lambda original: lambda self, blocks: original(self, blocks[::-1]), "full, uncached"
+    ),
+    "misses an event of a removal": Bug(
+        Pool, "_emit_block_removed_events", lambda original: lambda self, block_hashes: original(self, block_hashes[1:])
+    ),
+    "misses events of the second group": Bug(Pool, "cache_full_blocks", tell_no_stored_of_others, "full and window"),
     "leaves a hit in the queue": Bug(Pool, "touch", touch_without_queue),
-    "reports no touch": Bug(Pool, "touch", count_no_touch),
-    "frees what is behind the window too late": Bug(Window, "get_num_skipped_tokens", widen_window),
-    "hits with too long a window": Bug(Window, "_contiguous_blocks_for_hit", hit_short_of_window),
+    "reports no touch": Bug(Pool, "touch", count_no_touch, "full, no events, metrics"),
+    "frees what is behind the window too late": Bug(Window, "get_num_skipped_tokens", widen_window, "full and window, async"),
+    "hits with too long a window": Bug(Window, "_contiguous_blocks_for_hit", hit_short_of_window, "window"),
     "hits the last duplicate": Bug(Map, "get_one_block", take_last_duplicate),
     "evicts all duplicates": Bug(Map, "pop", drop_all_duplicates),
-    "forgets further hashes of a block": Bug(Pool, "_remove_cached_block_hashes", forget_further_hashes),
-    "misses a reuse": Bug(Pool, "_notify_reuse", watch_no_reuse),
+    "forgets further hashes of a block": Bug(
+        Pool, "_remove_cached_block_hashes", forget_further_hashes, "full and mamba, hits within blocks"
+    ),
+    "misses a reuse": Bug(Pool, "_notify_reuse", lambda original: lambda self, blocks: original(self, list(blocks)[1:])),
     "evicts free blocks only": Bug(Pool, "evict_blocks", evict_no_held_blocks),
     "keeps numbers of hashed tokens at a reset": Bug(Pool, "reset_prefix_cache", keep_hashes_at_reset),
-    "caches what is being loaded": Bug(Manager, "allocate_slots", allocate_with(delay_cache_blocks=False)),
+    "caches what is being loaded": Bug(
+        Manager, "allocate_slots", allocate_with(delay_cache_blocks=False), "full, external tokens"
+    ),
     "ignores reserved blocks": Bug(Manager, "allocate_slots", allocate_with(reserved_blocks=0)),
-    "ignores the watermark": Bug(Manager, "allocate_slots", allocate_with(has_scheduled_reqs=False)),
+    "ignores the watermark": Bug(Manager, "allocate_slots", allocate_with(has_scheduled_reqs=False), "full and window"),
     "admits what does not fit": Bug(Manager, "allocate_slots", allocate_with(full_sequence_must_fit=False)),
-    "zeroes what is being loaded": Bug(Manager, "allocate_slots", allocate_with(skip_zeroing_group_ids=())),
-    "forgets slots for drafts": Bug(Manager, "allocate_slots", allocate_with(num_lookahead_tokens=0)),
-    "returns early without a look at the window": Bug(Manager, "allocate_slots", quick_return(lambda *_: True)),
-    "returns early without caching": Bug(Manager, "allocate_slots", quick_return(has_no_window, caches=False)),
-    "caches what is in flight": Bug(Manager, "cache_blocks", cache_what_is_in_flight),
+    "zeroes what is being loaded": Bug(
+        Manager, "allocate_slots", allocate_with(skip_zeroing_group_ids=()), "full and window, mixed precision"
+    ),
+    "forgets slots for drafts": Bug(Manager, "allocate_slots", allocate_with(num_lookahead_tokens=0), "full, async, drafts"),
+    "returns early without a look at the window": Bug(
+        Manager, "allocate_slots", quick_return(lambda *_: True), "full and window, async"
+    ),
+    "returns early without caching": Bug(Manager, "allocate_slots", quick_return(has_no_window, caches=False), "full, async"),
+    "caches what is in flight": Bug(Manager, "cache_blocks", cache_what_is_in_flight, "full, async, drafts"),
     "caches a token too late": Bug(Single, "cache_blocks", cache_late),
-    "takes hits for free blocks": Bug(Single, "_get_num_evictable_blocks", need_none_for_evictable),
+    "takes hits for free blocks": Bug(Single, "_get_num_evictable_blocks", lambda _: lambda cls, blocks: 0),
     "returns empty lists for None": Bug(Blocks, "get_block_ids", give_empty_lists),
-    "returns another object without blocks": Bug(Manager, "create_kv_cache_blocks", copy_empty_blocks),
+    "returns another object without blocks": Bug(
+        Manager, "create_kv_cache_blocks", lambda _: lambda self, blocks: Blocks(blocks)
+    ),
     "hashes without the salt": Bug(kv_cache_utils, "generate_block_hash_extra_keys", hash_without("cache_salt")),
-    "hashes without the adapter": Bug(kv_cache_utils, "generate_block_hash_extra_keys", hash_without("lora_request")),
+    "hashes without the adapter": Bug(
+        kv_cache_utils, "generate_block_hash_extra_keys", hash_without("lora_request"), "full in blocks of 16, sha256 over cbor"
+    ),
     "hashes one image a block": Bug(kv_cache_utils, "_gen_mm_extra_hash_keys", hash_first_image_only),
-    "drops two blocks for a draft model": Bug(Full, "find_longest_cache_hit", drop_eagle_twice),
-    "keeps nothing where a prompt ends": Bug(Window, "reachable_block_mask", keep_no_boundaries),
-    "counts the null block": Bug(Pool, "get_usage", count_the_null_block),
+    "drops two blocks for a draft model": Bug(Full, "find_longest_cache_hit", drop_eagle_twice, "full, eagle"),
+    "keeps nothing where a prompt ends": Bug(
+        Window, "reachable_block_mask", keep_no_boundaries, "full and window, keep the last"
+    ),
+    "counts the null block": Bug(
+        Pool, "get_usage", lambda _: lambda self: 1.0 - self.get_num_free_blocks() / self.num_gpu_blocks
+    ),
 }

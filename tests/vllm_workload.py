@@ -37,9 +37,6 @@ UNREAD = SamplingParams(max_tokens=1000, skip_reading_prefix_cache=True)
 REPORTED = SamplingParams(max_tokens=1000, extra_args={"kv_cache_report_mode": "full"})
 
 
-# --- the manager --------------------------------------------------------------------------------------------
-
-
 class Collector:
     """Notes what a pool reports of its blocks."""
 
@@ -111,9 +108,6 @@ def make_manager(setting: Setting, num_blocks: int, has_events: bool, collector:
     )
 
 
-# --- calls --------------------------------------------------------------------------------------------------
-
-
 def kind_of(error: Exception) -> str:
     """Return the built-in kind of an error: pagepool's errors say more, and have kinds of their own."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
@@ -148,9 +142,6 @@ class Calls:
             outcome = kind_of(error)
         self._observe(name, described, outcome, self.reader.read(self.requests.values(), self.extras))
         return result
-
-
-# --- requests -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -273,9 +264,6 @@ class Requests:
             self.calls(free_deferred_blocks)
 
 
-# --- prompts ------------------------------------------------------------------------------------------------
-
-
 class Prompts:
     """Makes requests that have much in common."""
 
@@ -334,9 +322,6 @@ class Prompts:
         return {"prompt_embeds": torch.arange(start, start + 2 * len(token_ids), dtype=torch.float32).reshape(-1, 2)}
 
 
-# --- decisions ----------------------------------------------------------------------------------------------
-
-
 class Workload:
     """Drives requests at random."""
 
@@ -372,7 +357,7 @@ class Workload:
             self.settle: 8,
             self.preempt: 0.7,
             self.finish: 1,
-            self.free_deferred: 1.5,
+            self.requests.free_deferred: 1.5,
             self.new_step: 3,
             self.take_events: 3,
             self.skip_blocks: 0.5,
@@ -421,7 +406,7 @@ class Workload:
             self.calls(self.manager.record_prefix_cache_stats, request, num_hits)
             self.requests.start(request, num_new, start, loads)
         elif rng.random() < 0.3:
-            self._preempt_any()
+            self.preempt()
 
     def _look_up(self, request: Request) -> tuple[Any, int]:
         """Return the cached blocks of a request and their tokens, sometimes fewer than there are; None if it is refused."""
@@ -497,7 +482,7 @@ class Workload:
         lookahead = self.setting.num_drafts
         options = {"num_lookahead_tokens": lookahead} if lookahead else {}
         if self.calls(self.manager.allocate_slots, request, num_new, **options) is None:
-            self._preempt_any()
+            self.preempt()
             return
         self.requests.schedule(request, num_new)
         if not self.setting.asynchronous:
@@ -582,9 +567,6 @@ class Workload:
 
     def preempt(self) -> None:
         """Preempt any running request."""
-        self._preempt_any()
-
-    def _preempt_any(self) -> None:
         if self.requests.running:
             self.requests.preempt(self.rng.choice(self.requests.running), self._defers())
 
@@ -603,16 +585,13 @@ class Workload:
     def _defers(self) -> bool:
         return self.rng.random() < 0.3
 
-    def free_deferred(self) -> None:
-        self.requests.free_deferred()
-
     def drain(self) -> None:
         """End all requests and give all blocks back, so that a reset succeeds."""
         self.new_step()
         for request in list(self.calls.requests.values()):
             self._finish(request)
         while self.requests.deferred:
-            self.free_deferred()
+            self.requests.free_deferred()
         while self.pinned:
             self.unpin()
         self.reset()

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from pagepool.events import EventBatch, encode_batch
+
 
 class WireEvent(msgspec.Struct, tag=True, omit_defaults=True):
     pass
@@ -43,3 +45,8 @@ class WireBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 
 def decode_batch(payload: bytes) -> WireBatch:
     return msgspec.msgpack.decode(payload, type=WireBatch)
+
+
+def decode(events: list[Any]) -> list[Any]:
+    """Return what a router receives of these events."""
+    return decode_batch(encode_batch(EventBatch(1.5, events, 3))).events
