@@ -55,6 +55,13 @@ def make_request(request_id: str, num_tokens: int = 40, **options: Any) -> Engin
     return EngineRequest(request_id, PROMPT[:num_tokens], **options)
 
 
+def like(request: EngineRequest, request_id: str = "new", **options: Any) -> EngineRequest:
+    """Return a request with the same tokens, as many of them computed."""
+    new = EngineRequest(request_id, list(request.all_token_ids), **options)
+    new.num_computed_tokens = request.num_computed_tokens
+    return new
+
+
 def allocate(manager: CacheManager, request: Any, **options: Any) -> CachePages | None:
     """Look a request up, and allocate slots for all tokens behind its hits. Returns the new pages; None if too few are free."""
     hits, num_hit_tokens = manager.get_computed_pages(request)

@@ -39,7 +39,6 @@ from pagepool.errors import (
 )
 
 FULL = FullAttentionSpec(4, 1, 8, "float16", False)
-FULL_8 = FullAttentionSpec(8, 1, 8, "float16", False)
 WINDOW_5 = SlidingWindowSpec(4, 1, 8, "float16", False, 5)
 MAX_MODEL_LEN = 32
 
@@ -402,21 +401,6 @@ def test_a_cut_behind_the_window_is_refused(num_tokens: int) -> None:
         in_use.batch.trim([3], num_tokens)
     assert in_use.state() == before
     in_use.batch.check()
-
-
-def test_a_cut_that_begins_again_before_the_window_is_refused() -> None:
-    """The cut goes through a page of 8 that both rows hold, so all would be computed again, into pages that were freed."""
-    manager, tables = make_manager(FULL_8, WINDOW_5), MultiGroupPageTable(2, MAX_MODEL_LEN, 64, [8, 4])
-    batch = RunningBatch(manager, tables)
-    batch.admit(0, list(range(16)))
-    assert batch.admit(1, list(range(9))) == 8
-    batch.step([0], [16])
-    before = (batch.get_page_ids(0), manager.page_pool.ref_counts().tolist())
-    assert before[0][1][:3] == [0, 0, 0]
-    with pytest.raises(ArgumentError, match=r"row 0.*cut to 6 tokens.*window"):
-        batch.trim([0], 6)
-    assert (batch.get_page_ids(0), manager.page_pool.ref_counts().tolist()) == before
-    batch.check()
 
 
 # --- other users of pages and tables --------------------------------------------------------------------------

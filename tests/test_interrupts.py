@@ -23,15 +23,7 @@ from interrupts import call_in_thread, interrupted_everywhere
 from router import Router
 from settings import NUM_OPERATIONS
 
-from pagepool import (
-    CacheGroupSpec,
-    CacheManager,
-    EngineRequest,
-    MultiGroupPageTable,
-    PagePool,
-    PageTable,
-    RunningBatch,
-)
+from pagepool import CacheGroupSpec, CacheManager, EngineRequest, MultiGroupPageTable, PagePool, PageTable, RunningBatch
 from pagepool._core import EntryJournal
 
 GROUPS = [CacheGroupSpec(spec) for spec in (FULL, WINDOW, CHUNK)]

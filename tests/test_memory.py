@@ -20,15 +20,7 @@ from hybrids import make_manager as make_hybrid
 from router import Router
 from settings import NUM_OPERATIONS
 
-from pagepool import (
-    CacheManager,
-    CachePage,
-    EngineRequest,
-    FreeCachePageQueue,
-    MultiGroupPageTable,
-    PagePool,
-    RunningBatch,
-)
+from pagepool import CacheManager, CachePage, EngineRequest, FreeCachePageQueue, MultiGroupPageTable, PagePool, RunningBatch
 from pagepool._core import HashChain, PageIds, PageStore, siphash128
 
 NUM_USES = min(NUM_OPERATIONS // 2000, 25)

@@ -37,155 +37,81 @@ FIRST_PAGES = (1, 8)
 """The pages cached first in their shards."""
 
 
-class Record(ctypes.Structure):
-    """One page, as in the core."""
-
-    _fields_ = [
-        ("key_lo", c_uint64),
-        ("key_hi", c_uint64),
-        *((name, c_int32) for name in ("ref_cnt", "prev_free", "next_free", "group")),
-    ]
+def make_struct(**fields: Any) -> Any:
+    """Return a struct of the core, or its beginning, by the names and types of its fields."""
+    return type("Memory", (ctypes.Structure,), {"_fields_": [*fields.items()]})
 
 
-class Slot(ctypes.Structure):
-    """One slot of the prefix index, as in the core."""
-
-    _fields_ = [("tag", c_uint32), ("page_id", c_int32)]
-
-
-class Links(ctypes.Structure):
-    """Places in a ring, as in the core."""
-
-    _fields_ = [("prev", c_int32), ("next", c_int32)]
+def of_type(field_type: Any, names: str) -> dict[str, Any]:
+    """Return fields of one type."""
+    return dict.fromkeys(names.split(), field_type)
 
 
-class NoteMemory(ctypes.Structure):
-    """The notes on a page, as in the core."""
-
-    _fields_ = [("parent", c_uint64 * 2), ("place", c_int32), ("context", c_int32), ("new", Links)]
-
-
-class RemovalMemory(ctypes.Structure):
-    """A removed key, as in the core."""
-
-    _fields_ = [("key_lo", c_uint64), ("key_hi", c_uint64), ("group", c_int32)]
-
-
-class ContextMemory(ctypes.Structure):
-    """The holders of a context, as in the core."""
-
-    _fields_ = [("num_users", c_int32), ("num_holders", c_int32)]
-
-
-class JournalMemory(ctypes.Structure):
-    """The journal of a pool, as in the core."""
-
-    _fields_ = [
-        ("notes", POINTER(NoteMemory)),
-        ("removed", POINTER(RemovalMemory)),
-        ("contexts", POINTER(ContextMemory)),
-        *((name, c_int32) for name in ("num_contexts", "num_new", "num_removed")),
-        ("is_cleared", c_uint8),
-    ]
-
-
-class GhostMemory(ctypes.Structure):
-    """An evicted page that a policy remembers, as in the core."""
-
-    _fields_ = [("tag", c_uint32), ("mark", c_uint32)]
-
-
-class PolicyMemory(ctypes.Structure):
-    """The beginning of what an eviction policy keeps, as in the core."""
-
-    _fields_ = [
-        ("marks", POINTER(c_uint32)),
-        ("ghosts", POINTER(GhostMemory)),
-        ("ghost_memory", c_void_p),
-        *((name, c_uint32) for name in ("num_sets", "sample_mask")),
-        ("counts", c_int64 * 8),
-        ("learned", POINTER(c_int64)),
-        ("num_learned_bytes", c_size_t),
-    ]
-
-
-class PoolMemory(ctypes.Structure):
-    """The pool itself, as in the core."""
-
-    _fields_ = [
-        ("pages", POINTER(Record)),
-        ("slots", POINTER(Slot)),
-        ("twins", POINTER(Links)),
-        ("shard_links", POINTER(Links)),
-        ("shard_num_free", POINTER(c_int32)),
-        ("policy", POINTER(PolicyMemory)),
-        *((name, c_int32) for name in ("num_parts", "is_divided")),
-        ("shard_newest", POINTER(c_int32)),
-        ("shard_twins", POINTER(Links)),
-        ("shard_firsts", POINTER(Links)),
-        ("page_tokens", POINTER(c_int32)),
-        ("tokens_width", c_ssize_t),
-        ("multiplier", c_uint64),
-        ("mask", c_uint32),
-        ("home_shift", c_uint32),
-        *((name, c_int32) for name in ("num_pages", "num_free", "num_shards", "pages_per_shard")),
-        *((name, c_int32) for name in ("num_keys", "num_entries", "sample_mask", "num_held_free")),
-        ("counters", c_int64 * 9),
-        ("journal", JournalMemory),
-        ("residency", c_void_p),
-        ("pins", POINTER(c_int32)),
-        ("num_pinned", c_int32),
-    ]
-
-
-class GroupMemory(ctypes.Structure):
-    """A cache group, as in the core."""
-
-    _fields_ = [(name, c_int32) for name in ("page_size", "window", "chunk", "id", "stride")]
-
-
-class HeldMemory(ctypes.Structure):
-    """What a request or a row holds in one cache group, as in the core."""
-
-    _fields_ = [
-        ("ids", POINTER(c_int32)),
-        *((name, c_int32) for name in ("num_pages", "num_cached", "num_skipped", "num_hits")),
-    ]
-
-
-class BatchMemory(ctypes.Structure):
-    """The beginning of a running batch, as in the core."""
-
-    _fields_ = [
-        ("pool", c_void_p),
-        ("groups", POINTER(GroupMemory)),
-        ("num_groups", c_ssize_t),
-        ("held", POINTER(HeldMemory)),
-        ("tables", c_void_p),
-        ("num_rows", c_ssize_t),
-        *((name, c_int32) for name in ("max_num_tokens", "hash_page_size")),
-        ("extra_key", c_uint64 * 2),
-        ("states", c_void_p),
-        ("stamp", c_uint32),
-    ]
-
-
-class RequestMemory(ctypes.Structure):
-    """The beginning of what a request holds, as in the core."""
-
-    _fields_ = [*((name, c_void_p) for name in ("store", "cache_groups", "groups")), ("held", POINTER(HeldMemory))]
-
-
-class TableMemory(ctypes.Structure):
-    """The beginning of a page table, as in the core."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("tables", "lock_order")),
-        ("num_tables", c_ssize_t),
-        *((name, POINTER(c_int32)) for name in ("table", "num_pages", "extent")),
-        *((name, POINTER(c_uint8)) for name in ("is_dirty", "is_row_dirty")),
-        *((name, c_ssize_t) for name in ("num_rows", "num_columns", "num_windows")),
-    ]
+Record = make_struct(key_lo=c_uint64, key_hi=c_uint64, **of_type(c_int32, "ref_cnt prev_free next_free group"))  # a page
+Slot = make_struct(tag=c_uint32, page_id=c_int32)  # of the prefix index
+Links = make_struct(prev=c_int32, next=c_int32)  # places in a ring
+NoteMemory = make_struct(parent=c_uint64 * 2, place=c_int32, context=c_int32, new=Links)
+RemovalMemory = make_struct(key_lo=c_uint64, key_hi=c_uint64, group=c_int32)
+ContextMemory = make_struct(num_users=c_int32, num_holders=c_int32)
+JournalMemory = make_struct(
+    notes=POINTER(NoteMemory),
+    removed=POINTER(RemovalMemory),
+    contexts=POINTER(ContextMemory),
+    **of_type(c_int32, "num_contexts num_new num_removed"),
+    is_cleared=c_uint8,
+)
+GhostMemory = make_struct(tag=c_uint32, mark=c_uint32)  # an evicted page that a policy remembers
+PolicyMemory = make_struct(
+    marks=POINTER(c_uint32),
+    ghosts=POINTER(GhostMemory),
+    ghost_memory=c_void_p,
+    **of_type(c_uint32, "num_sets sample_mask"),
+    counts=c_int64 * 8,
+    learned=POINTER(c_int64),
+    num_learned_bytes=c_size_t,
+)
+PoolMemory = make_struct(
+    pages=POINTER(Record),
+    slots=POINTER(Slot),
+    **of_type(POINTER(Links), "twins shard_links"),
+    shard_num_free=POINTER(c_int32),
+    policy=POINTER(PolicyMemory),
+    **of_type(c_int32, "num_parts is_divided"),
+    shard_newest=POINTER(c_int32),
+    **of_type(POINTER(Links), "shard_twins shard_firsts"),
+    page_tokens=POINTER(c_int32),
+    tokens_width=c_ssize_t,
+    multiplier=c_uint64,
+    **of_type(c_uint32, "mask home_shift"),
+    **of_type(c_int32, "num_pages num_free num_shards pages_per_shard num_keys num_entries sample_mask num_held_free"),
+    counters=c_int64 * 9,
+    journal=JournalMemory,
+    residency=c_void_p,
+    pins=POINTER(c_int32),
+    num_pinned=c_int32,
+)
+GroupMemory = make_struct(**of_type(c_int32, "page_size window chunk id stride"))
+HeldMemory = make_struct(ids=POINTER(c_int32), **of_type(c_int32, "num_pages num_cached num_skipped num_hits"))  # in one group
+BatchMemory = make_struct(
+    pool=c_void_p,
+    groups=POINTER(GroupMemory),
+    num_groups=c_ssize_t,
+    held=POINTER(HeldMemory),
+    tables=c_void_p,
+    num_rows=c_ssize_t,
+    **of_type(c_int32, "max_num_tokens hash_page_size"),
+    extra_key=c_uint64 * 2,
+    states=c_void_p,
+    stamp=c_uint32,
+)
+RequestMemory = make_struct(**of_type(c_void_p, "store cache_groups groups"), held=POINTER(HeldMemory))
+TableMemory = make_struct(
+    **of_type(c_void_p, "tables lock_order"),
+    num_tables=c_ssize_t,
+    **of_type(POINTER(c_int32), "table num_pages extent"),
+    **of_type(POINTER(c_uint8), "is_dirty is_row_dirty"),
+    **of_type(c_ssize_t, "num_rows num_columns num_windows"),
+)
 
 
 def memory_of(owner: object, struct: Any) -> Any:

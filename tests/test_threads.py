@@ -34,13 +34,7 @@ from pagepool import (
     RunningBatch,
 )
 from pagepool._core import EntryJournal, HashChain, PageIds, PageStore, PrefixQuery, RowRequest
-from pagepool.errors import (
-    OutOfPagesError,
-    PageHashError,
-    PageIdError,
-    PagePoolError,
-    RowOverflowError,
-)
+from pagepool.errors import OutOfPagesError, PageHashError, PageIdError, PagePoolError, RowOverflowError
 from pagepool.page_pool.prefix_index import list_kept_keys
 
 NUM_ROUNDS = min(NUM_OPERATIONS // 2500, 30)
