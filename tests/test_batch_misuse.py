@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hybrids import FULL, WINDOW
+from hybrids import make_manager as make_hybrid
 from settings import NUM_OPERATIONS
 
 import pagepool
-from pagepool import (
-    CacheGroupSpec,
-    CacheManager,
-    FullAttentionSpec,
-    MultiGroupPageTable,
-    PageTable,
-    RunningBatch,
-    SlidingWindowSpec,
-    StepResult,
-)
+from pagepool import CacheManager, MultiGroupPageTable, PageTable, RunningBatch, StepResult
 from pagepool._core import PageIds
 from pagepool.errors import (
     ArgumentError,
@@ -38,14 +33,8 @@ from pagepool.errors import (
     RowOverflowError,
 )
 
-FULL = FullAttentionSpec(4, 1, 8, "float16", False)
-WINDOW_5 = SlidingWindowSpec(4, 1, 8, "float16", False, 5)
 MAX_MODEL_LEN = 32
-
-
-def make_manager(*specs: Any, num_pages: int = 24, **options: Any) -> CacheManager:
-    groups = [CacheGroupSpec(spec) for spec in specs]
-    return CacheManager(num_pages, groups, MAX_MODEL_LEN, **{"hash_seed": "misuse"} | options)
+make_manager = partial(make_hybrid, num_pages=24, max_model_len=MAX_MODEL_LEN)
 
 
 class InUse:
@@ -285,7 +274,7 @@ def test_a_table_may_have_less_room_than_the_model() -> None:
 def test_a_row_ends_at_its_length_however_it_got_there(seed: int) -> None:
     """At a length at which no page ends, in a pool that sometimes has too few pages."""
     rng = Random(seed)
-    manager = CacheManager(9, [CacheGroupSpec(FULL)], 21, enable_caching=seed % 2 == 0, hash_seed="misuse")
+    manager = make_manager(FULL, num_pages=9, max_model_len=21, enable_caching=seed % 2 == 0)
     batch = RunningBatch(manager, PageTable(2, 6, 21))
     batch.admit(0, [1])
     for _ in range(60):
@@ -310,7 +299,7 @@ def test_a_row_ends_at_its_length_however_it_got_there(seed: int) -> None:
 
 
 def test_a_row_that_could_not_grow_still_ends_at_its_length() -> None:
-    batch = RunningBatch(CacheManager(4, [CacheGroupSpec(FULL)], 21), PageTable(2, 6, 21))
+    batch = RunningBatch(make_manager(FULL, num_pages=4, max_model_len=21), PageTable(2, 6, 21))
     batch.admit(0, [1] * 20, num_tokens=4)
     batch.grow([0], 0, 4)
     batch.admit(1, [2] * 4)
@@ -323,9 +312,13 @@ def test_a_row_that_could_not_grow_still_ends_at_its_length() -> None:
 
 
 BAD_BATCHES: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: RunningBatch(make_manager(), PageTable(4, 8, 64)), ArgumentError, r"0 groups.*at least 1"),
-    (lambda: RunningBatch(make_manager(), MultiGroupPageTable(4, 32, 64, [])), ArgumentError, r"0 groups.*at least 1"),
-    (lambda: RunningBatch(make_manager(FULL, WINDOW_5), PageTable(4, 8, 64)), ArgumentError, r"got 1 tables for 2 groups"),
+    (lambda: RunningBatch(CacheManager(24, [], 32), PageTable(4, 8, 64)), ArgumentError, r"0 groups.*at least 1"),
+    (
+        lambda: RunningBatch(CacheManager(24, [], 32), MultiGroupPageTable(4, 32, 64, [])),
+        ArgumentError,
+        r"0 groups.*at least 1",
+    ),
+    (lambda: RunningBatch(make_manager(FULL, WINDOW), PageTable(4, 8, 64)), ArgumentError, r"got 1 tables for 2 groups"),
     (lambda: RunningBatch(make_manager(FULL), MultiGroupPageTable(4, 32, 64, [4, 4])), ArgumentError, r"got .*\[4, 4\].*\[4\]"),
     (lambda: RunningBatch(make_manager(FULL), MultiGroupPageTable(4, 32, 64, [8])), ArgumentError, r"page sizes \[8\].*\[4\]"),
 ]
@@ -392,7 +385,7 @@ def test_the_form_of_the_numbers_does_not_matter(form: Callable[[list[int]], Any
 @pytest.mark.parametrize("num_tokens", [1, 4, 15, 17, 19])
 def test_a_cut_behind_the_window_is_refused(num_tokens: int) -> None:
     """The first 4 of 6 pages left the window of 5 tokens."""
-    in_use = InUse(make_manager(WINDOW_5, num_pages=40))
+    in_use = InUse(make_manager(WINDOW, num_pages=40))
     in_use.batch.admit(3, list(range(200, 220)))
     in_use.batch.step([3], [20])
     assert in_use.batch.get_page_ids(3)[0][:4] == [0, 0, 0, 0]
@@ -401,6 +394,21 @@ def test_a_cut_behind_the_window_is_refused(num_tokens: int) -> None:
         in_use.batch.trim([3], num_tokens)
     assert in_use.state() == before
     in_use.batch.check()
+
+
+def test_a_cut_that_begins_again_before_the_window_is_refused() -> None:
+    """The cut goes through a page of 8 that both rows hold, so all would be computed again, into pages that were freed."""
+    manager, tables = make_manager(replace(FULL, page_size=8), WINDOW), MultiGroupPageTable(2, MAX_MODEL_LEN, 64, [8, 4])
+    batch = RunningBatch(manager, tables)
+    batch.admit(0, list(range(16)))
+    assert batch.admit(1, list(range(9))) == 8
+    batch.step([0], [16])
+    before = (batch.get_page_ids(0), manager.page_pool.ref_counts().tolist())
+    assert before[0][1][:3] == [0, 0, 0]
+    with pytest.raises(ArgumentError, match=r"row 0.*cut to 6 tokens.*window"):
+        batch.trim([0], 6)
+    assert (batch.get_page_ids(0), manager.page_pool.ref_counts().tolist()) == before
+    batch.check()
 
 
 # --- other users of pages and tables --------------------------------------------------------------------------
@@ -421,7 +429,7 @@ def test_a_page_given_back_behind_our_back_is_not_given_back_twice() -> None:
 
 
 def test_a_page_that_leaves_the_window_or_is_cut_is_not_given_back_twice() -> None:
-    manager = make_manager(WINDOW_5)
+    manager = make_manager(WINDOW)
     batch = RunningBatch(manager, PageTable(2, 8, 64))
     batch.admit(0, list(range(8)))
     batch.admit(1, list(range(100, 110)))
@@ -657,7 +665,7 @@ def test_a_batch_is_not_pickled_and_a_result_not_made() -> None:
 
 
 def test_limits_of_the_core_are_not_limits_of_the_model() -> None:
-    manager = CacheManager(24, [CacheGroupSpec(FULL)], 10**12)
+    manager = make_manager(FULL, max_model_len=10**12)
     with pytest.raises(pagepool.errors.RequestTooLargeError):
         manager.require_capacity(10**11)
     assert RunningBatch(manager, PageTable(2, 8, 64)).max_num_tokens == 32

@@ -11,20 +11,11 @@ from ctypes import POINTER, c_int32, c_int64, c_size_t, c_ssize_t, c_uint8, c_ui
 from typing import Any
 
 import pytest
+from hybrids import WINDOW, make_manager
 from overwriting import overwrite
 from settings import NUM_OPERATIONS
 
-from pagepool import (
-    CacheGroupSpec,
-    CacheManager,
-    EngineRequest,
-    PageHash,
-    PageHashWithGroupId,
-    PagePool,
-    PageTable,
-    RunningBatch,
-    SlidingWindowSpec,
-)
+from pagepool import EngineRequest, PageHash, PageHashWithGroupId, PagePool, PageTable, RunningBatch
 from pagepool._core import CacheGroups, EntryJournal, HashChain, PageIds, PageRules, PinSpan
 from pagepool.errors import ArgumentError, IntegrityError
 
@@ -467,10 +458,7 @@ def test_a_key_that_is_told_as_gone_and_is_there_is_found() -> None:
 
 def make_batch() -> tuple[RunningBatch, Any, Any]:
     """Return a batch with a row of full attention and a window that has left pages, and its first group's pages."""
-    options = {"num_kv_heads": 1, "head_size": 8, "dtype": "float16", "use_mla": False}
-    spec = SlidingWindowSpec(4, **options, sliding_window=5)
-    manager = CacheManager(32, [CacheGroupSpec(spec)], 64)
-    batch = RunningBatch(manager, PageTable(2, 16, 64))
+    batch = RunningBatch(make_manager(WINDOW, num_pages=32), PageTable(2, 16, 64))
     batch.admit(0, list(range(20)))
     batch.step([0], [1])
     memory = memory_of(batch, BatchMemory)
@@ -541,8 +529,7 @@ def test_pages_that_cannot_be_are_found(page_id: int, message: str) -> None:
     ],
 )
 def test_what_a_request_cannot_hold_is_found(field: str, value: int, message: str) -> None:
-    spec = SlidingWindowSpec(4, num_kv_heads=1, head_size=8, dtype="float16", use_mla=False, sliding_window=5)
-    manager = CacheManager(32, [CacheGroupSpec(spec)], 64)
+    manager = make_manager(WINDOW, num_pages=32)
     request = EngineRequest("a", list(range(12)))
     for num_computed_tokens in (0, 8):
         request.num_computed_tokens = num_computed_tokens
