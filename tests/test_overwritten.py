@@ -303,71 +303,44 @@ def test_what_a_policy_cannot_have_learned_is_found(eviction: str) -> None:
     pool.check()
 
 
-POOL_DAMAGES = {
-    "pages[9].ref_cnt = 4": rf"^page 9 \(ref count 4, free-queue links 8 and 10, cached for group 0 under {8:#034x}\) is in",
-    "pages[9].key_lo, pages[9].group = 6, 0": "prefix index, which is not its own|a look-up of its hash finds page 4",
-    "page_tokens[4 * tokens_width] = 3": "^page 4 .* has 3 token ids, allowed: 0 to 2$",
-    "twins[1].prev = twins[1].next = 2; twins[2].prev = twins[2].next = 1; "
-    "twins[3].prev = twins[3].next = 8; twins[8].prev = twins[8].next = 3": (
+DAMAGES = {
+    "pool.pages[9].ref_cnt = 4": (
+        rf"^page 9 \(ref count 4, free-queue links 8 and 10, cached for group 0 under {8:#034x}\) is in"
+    ),
+    "pool.pages[9].key_lo, pool.pages[9].group = 6, 0": "prefix index, which is not its own|a look-up of its hash finds page 4",
+    "pool.page_tokens[4 * pool.tokens_width] = 3": "^page 4 .* has 3 token ids, allowed: 0 to 2$",
+    "one, two, three, other = [pool.twins[page_id] for page_id in (1, 2, 3, 8)];"
+    "one.prev = one.next = 2; two.prev = two.next = 1; three.prev = three.next = 8; other.prev = other.next = 3": (
         r"^page 3 .*: look-ups of its hash find pages \[1, 2\], allowed: this one too$"
     ),
-    "shard_firsts[1].prev = shard_firsts[1].next = 1; shard_firsts[8].prev = shard_firsts[8].next = 8": (
+    "one, other = pool.shard_firsts[1], pool.shard_firsts[8]; one.prev = one.next = 1; other.prev = other.next = 8": (
         "^page 8 .* is linked to 8 and 8, allowed: the ring of pages of equal content that are first in their shard, or -1$"
     ),
-    "shard_twins[1].next, shard_twins[3].next, shard_twins[2].next = 3, 2, 1; "
-    "shard_twins[1].prev, shard_twins[3].prev, shard_twins[2].prev = 2, 1, 3": (
+    "one, two, three = [pool.shard_twins[page_id] for page_id in (1, 2, 3)];"
+    "one.next, three.next, two.next = 3, 2, 1; one.prev, three.prev, two.prev = 2, 1, 3": (
         "^page 3 .* is among the twins of its shard in the place of page 2$"
     ),
+    "journal.notes[3].place = -1": "^page 3 .* has place -1 and context 1, allowed: at least 0, and 0",
+    "journal.notes[3].context = 2": "^page 3 .* has place 2 and context 2, .* 0 to 1$",
+    "journal.contexts[1].num_holders = -1": "^context 1 has 6 users and -1 holders",
+    "journal.contexts[1].num_users = 5": "^the contexts have 5 users, 6 pages are cached$",
+    "journal.notes[8].new.prev = 9": "^page 8 follows page 7 .* in the journal, and does not link back$",
+    "journal.notes[7].new.next = 6": "^page 6 follows page 7 .* in the journal, and does not link back$",
+    "first, last, new = [journal.notes[page_id].new for page_id in (0, 9, 6)]; last.next = first.prev = 6; "
+    "new.prev, new.next = 9, 0": "^page 6 .* is in the journal, and no look-up finds it$",
+    "journal.num_new = 2": "^3 keys are in the journal, up to page 9, the pool counts 2$",
+    "journal.num_removed = -1": "^the journal counts -1 keys that went, allowed: fewer than pages, or none$",
+    "journal.is_cleared = 1": "^the journal counts 2 keys that went",
+    "journal.is_cleared, journal.num_removed = 1, 0": "^3 keys of the prefix index are new since all went, the pool counts 6$",
 }
-JOURNAL_DAMAGES = {
-    "notes[3].place = -1": "^page 3 .* has place -1 and context 1, allowed: at least 0, and 0",
-    "notes[3].context = 2": "^page 3 .* has place 2 and context 2, .* 0 to 1$",
-    "contexts[1].num_holders = -1": "^context 1 has 6 users and -1 holders",
-    "contexts[1].num_users = 5": "^the contexts have 5 users, 6 pages are cached$",
-    "notes[8].new.prev = 9": "^page 8 follows page 7 .* in the journal, and does not link back$",
-    "notes[7].new.next = 6": "^page 6 follows page 7 .* in the journal, and does not link back$",
-    "notes[9].new.next, notes[6].new.prev, notes[6].new.next, notes[0].new.prev = 6, 9, 0, 6": (
-        "^page 6 .* is in the journal, and no look-up finds it$"
-    ),
-    "num_new = 2": "^3 keys are in the journal, up to page 9, the pool counts 2$",
-    "num_removed = -1": "^the journal counts -1 keys that went, allowed: fewer than pages, or none$",
-    "is_cleared = 1": "^the journal counts 2 keys that went",
-    "is_cleared, num_removed = 1, 0": "^3 keys of the prefix index are new since all went, the pool counts 6$",
-}
-"""Assignments to the fields of a struct, and what `check` says of them."""
+"""Assignments to fields, and what `check` says of them."""
 
 
-class FieldsOf(dict[str, Any]):
-    """The fields of a struct as names of a program, which read and write them."""
-
-    def __init__(self, memory: Any) -> None:
-        self.memory = memory
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self.memory, name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self.memory, name, value)
-
-
-def damage(memory: Any, assignments: str) -> None:
-    """Overwrite fields of a struct."""
-    exec(assignments, {}, FieldsOf(memory))
-
-
-@pytest.mark.parametrize("assignments", POOL_DAMAGES)
-def test_what_is_wrong_with_a_pool_is_named(assignments: str) -> None:
-    pool, memory = make_pool()
-    damage(memory, assignments)
-    with pytest.raises(IntegrityError, match=POOL_DAMAGES[assignments]):
-        pool.check()
-
-
-@pytest.mark.parametrize("assignments", JOURNAL_DAMAGES)
-def test_what_is_wrong_with_a_journal_is_named(assignments: str) -> None:
-    pool, memory = make_journal()
-    damage(memory, assignments)
-    with pytest.raises(IntegrityError, match=JOURNAL_DAMAGES[assignments]):
+@pytest.mark.parametrize("assignments", DAMAGES)
+def test_what_is_wrong_is_named(assignments: str) -> None:
+    pool, memory = make_journal() if "journal" in assignments else make_pool()
+    exec(assignments, {"pool": memory, "journal": memory})
+    with pytest.raises(IntegrityError, match=DAMAGES[assignments]):
         pool.check()
 
 
