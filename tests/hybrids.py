@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from batch_model import package_pool_state
 
 from pagepool import (
@@ -42,6 +43,16 @@ def make_manager(*specs: Any, num_pages: int = 40, max_model_len: int = MAX_MODE
     """Make a manager, by default of one attention group and one state group that is kept every 8 tokens."""
     groups = [CacheGroupSpec(spec) for spec in specs or (FULL, STATE)]
     return CacheManager(num_pages, groups, max_model_len, **{"hash_seed": "hybrids"} | options)
+
+
+def make_told() -> CacheManager:
+    """Return a manager with pending events."""
+    pytest.importorskip("msgspec", reason="events are an extra")
+    manager = make_manager(FULL, WINDOW, CHUNK, num_pages=64)
+    manager.enable_events()
+    manager.allocate_slots(EngineRequest("told", list(range(30)), cache_salt="salt"), 30)
+    manager.page_pool.evict_pages([2])
+    return manager
 
 
 def make_batch(manager: CacheManager, **options: Any) -> RunningBatch:

@@ -350,10 +350,8 @@ def read_only(values: list[int]) -> Any:
 
 
 FORMS: dict[str, Callable[[list[int]], Any]] = {
-    "int64": lambda values: np.array(values, dtype=np.int64),
     "uint8": lambda values: np.array(values, dtype=np.uint8),
     "uint64": lambda values: np.array(values, dtype=np.uint64),
-    "big-endian": lambda values: np.array(values, dtype=">i4"),
     "big-endian int64": lambda values: np.array(values, dtype=">i8"),
     "read-only": read_only,
     "every other": lambda values: np.repeat(np.array(values, dtype=np.int32), 2)[::2],

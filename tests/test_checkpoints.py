@@ -1,4 +1,4 @@
-"""States kept as checkpoints, by hand: which pages, when they are made, hit, adopted and dropped, and what is refused."""
+"""States kept as checkpoints, by hand: made, adopted, saved, and what is refused. `test_differential.py` has the rest."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ WHILE_DUE: dict[str, Callable[[Due], Any]] = {
 
 @pytest.mark.parametrize("name", WHILE_DUE)
 def test_while_copies_are_due(name: str) -> None:
-    due, expected = Due(), Due()
+    due = Due()
     before = due.state()
     with pytest.raises(
         CopiesDueError, match=r"^(row [013].*: )?copies .*are due, or transfers: call take_copies, .*and do them, before$"
@@ -354,10 +354,8 @@ def test_while_copies_are_due(name: str) -> None:
         WHILE_DUE[name](due)
     assert isinstance(caught.value, RuntimeError)
     assert due.state() == before
-    assert take(due.batch) == take(expected.manager) != []
+    assert take(due.batch) != []
     due.batch.step([0, 1, 2, 3], [1] * 4)
-    expected.batch.step([0, 1, 2, 3], [1] * 4)
-    assert due.state() == expected.state()
 
 
 def test_a_step_with_a_checkpoint_is_taken_back_when_its_copies_are_taken() -> None:

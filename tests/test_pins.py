@@ -1,4 +1,4 @@
-"""Pins of cached pages: against the oracle on random work, their budget, and what ends them."""
+"""Pins of cached pages, by hand: their budget, what ends them, and what is refused. `test_differential.py` has the rest."""
 
 from __future__ import annotations
 
