@@ -127,18 +127,12 @@ BAD_ROWS: dict[str, tuple[Any, type[Exception], str]] = {
     "2-D": (np.array([[0, 2]]), ArgumentTypeError, r"rows.*2 dimensions.*1 dimension"),
     "an error of its own": ([0, Unready()], ZeroDivisionError, "no number yet"),
 }
-ONCE = [name for name in BY_ROWS if name != "append"]
 
 
 @pytest.mark.parametrize(("rows", "error", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
 @pytest.mark.parametrize("name", BY_ROWS)
 def test_wrong_rows(name: str, rows: Any, error: type[Exception], message: str) -> None:
     assert_refused(lambda in_use: BY_ROWS[name](in_use.batch, rows), error, message)
-
-
-@pytest.mark.parametrize("name", ONCE)
-def test_rows_do_not_repeat(name: str) -> None:
-    assert_refused(lambda in_use: BY_ROWS[name](in_use.batch, [0, 2, 0]), ArgumentError, r"got 0 twice.*each once")
 
 
 @pytest.mark.parametrize("empty", [[], (), np.array([], dtype=np.int32), np.array([], dtype=np.int64)], ids=repr)
@@ -155,6 +149,7 @@ def test_no_rows_are_nothing_to_do(name: str, empty: Any) -> None:
 # --- amounts and tokens -------------------------------------------------------------------------------------
 
 
+PLACED = SimpleNamespace(offset=0, length=2)
 BAD_CALLS: list[tuple[Callable[[InUse], Any], type[Exception], str]] = [
     (lambda u: u.batch.grow([0, 2], [0, 4]), ArgumentError, r"row 2.*got 4.*up to the 3"),
     (lambda u: u.batch.grow([2, 0], 1), ArgumentError, r"row 0.*got 1.*up to the 0"),
@@ -187,6 +182,27 @@ BAD_CALLS: list[tuple[Callable[[InUse], Any], type[Exception], str]] = [
     (lambda u: u.batch.swap_row(0, 4), RowIndexError, r"got 4.*allowed: 0 to 3"),
     (lambda u: u.batch.swap_row(2**40, 0), RowIndexError, r"got 1099511627776.*allowed: 0 to 3"),
     (lambda u: u.batch.get_page_ids(4), RowIndexError, r"got 4.*allowed: 0 to 3"),
+    (lambda u: u.batch.admit(4, [1]), RowIndexError, r"got 4.*allowed: 0 to 3"),
+    (lambda u: u.batch.admit(-1, [1]), RowIndexError, r"got -1.*allowed: 0 to 3"),
+    (lambda u: u.batch.admit(2**40, [1]), RowIndexError, r"got 1099511627776.*allowed: 0 to 3"),
+    (lambda u: u.batch.admit(Unready(), [1]), ZeroDivisionError, "no number yet"),
+    (lambda u: u.batch.admit(0, [1]), ArgumentError, r"row 0 is admitted already"),
+    (lambda u: u.batch.admit(3, []), ArgumentError, r"token_ids: got none.*at least 1"),
+    (lambda u: u.batch.admit(3, np.array([], dtype=np.int32)), ArgumentError, r"token_ids: got none.*at least 1"),
+    (lambda u: u.batch.admit(3, [1] * 33), RowOverflowError, r"row 3: got 33 tokens, allowed: 32"),
+    (lambda u: u.batch.admit(3, [1], max_num_new_tokens=0), ArgumentError, "max_num_new_tokens: got 0"),
+    (lambda u: u.batch.admit(3, [1], max_num_new_tokens=-1), ArgumentError, "max_num_new_tokens: got -1"),
+    (lambda u: u.batch.admit(3, [1] * 6, num_tokens=0), ArgumentError, r"num_tokens: got 0.*1 to 6"),
+    (lambda u: u.batch.admit(3, [1] * 6, num_tokens=7), ArgumentError, r"num_tokens: got 7.*1 to 6"),
+    (lambda u: u.batch.admit(3, [1] * 6, num_tokens=-1), ArgumentError, r"num_tokens: got -1.*1 to 6"),
+    (lambda u: u.batch.admit(3, [1], dp_shard=0), ArgumentError, r"dp_shard: got 0.*data_parallel_size"),
+    (lambda u: u.batch.admit(3, [1], num_reserved_pages=-1), ArgumentError, r"num_reserved_pages: got -1"),
+    (lambda u: u.batch.admit(3, [1], mm_features=[PLACED]), ArgumentError, r"mm_features.*mm_hash"),
+    *(
+        (lambda u, call=call: call(u.batch, [0, 2, 0]), ArgumentError, r"got 0 twice.*each once")
+        for name, call in BY_ROWS.items()
+        if name != "append"
+    ),
     (lambda u: np.copyto(u.batch.num_tokens, 0), ValueError, r"read-only"),
     (lambda u: u.batch.is_admitted.fill(True), ValueError, r"read-only"),
 ]
@@ -228,32 +244,6 @@ def test_lookahead_ends_with_the_row_however_much_it_is(num_ahead: int) -> None:
 
 
 # --- admission ----------------------------------------------------------------------------------------------
-
-
-PLACED = SimpleNamespace(offset=0, length=2)
-BAD_ADMISSIONS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
-    "outside": ((4, [1]), {}, RowIndexError, r"got 4.*allowed: 0 to 3"),
-    "negative": ((-1, [1]), {}, RowIndexError, r"got -1.*allowed: 0 to 3"),
-    "beyond int32": ((2**40, [1]), {}, RowIndexError, r"got 1099511627776.*allowed: 0 to 3"),
-    "no number": ((Unready(), [1]), {}, ZeroDivisionError, "no number yet"),
-    "twice": ((0, [1]), {}, ArgumentError, r"row 0 is admitted already"),
-    "no tokens": ((3, []), {}, ArgumentError, r"token_ids: got none.*at least 1"),
-    "an empty array": ((3, np.array([], dtype=np.int32)), {}, ArgumentError, r"token_ids: got none.*at least 1"),
-    "too many tokens": ((3, [1] * 33), {}, RowOverflowError, r"row 3: got 33 tokens, allowed: 32"),
-    "a budget of none": ((3, [1]), {"max_num_new_tokens": 0}, ArgumentError, "max_num_new_tokens: got 0"),
-    "less than no budget": ((3, [1]), {"max_num_new_tokens": -1}, ArgumentError, "max_num_new_tokens: got -1"),
-    "none of them": ((3, [1] * 6), {"num_tokens": 0}, ArgumentError, r"num_tokens: got 0.*1 to 6"),
-    "more than all": ((3, [1] * 6), {"num_tokens": 7}, ArgumentError, r"num_tokens: got 7.*1 to 6"),
-    "less than none": ((3, [1] * 6), {"num_tokens": -1}, ArgumentError, r"num_tokens: got -1.*1 to 6"),
-    "a shard of none": ((3, [1]), {"dp_shard": 0}, ArgumentError, r"dp_shard: got 0.*data_parallel_size"),
-    "less than no reserve": ((3, [1]), {"num_reserved_pages": -1}, ArgumentError, r"num_reserved_pages: got -1"),
-    "a feature without content": ((3, [1]), {"mm_features": [PLACED]}, ArgumentError, r"mm_features.*mm_hash"),
-}
-
-
-@pytest.mark.parametrize(("arguments", "options", "error", "message"), BAD_ADMISSIONS.values(), ids=BAD_ADMISSIONS)
-def test_a_wrong_admission(arguments: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
-    assert_refused(lambda in_use: in_use.batch.admit(*arguments, **options), error, message)
 
 
 def test_a_table_may_have_less_room_than_the_model() -> None:

@@ -23,7 +23,7 @@ from hybrids import (
 )
 from overwriting import overwrite
 
-from pagepool import CacheManager, EngineRequest
+from pagepool import EngineRequest
 from pagepool.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -35,19 +35,6 @@ from pagepool.errors import (
 )
 
 # --- rows -------------------------------------------------------------------------------------------------------
-
-
-def test_full_pages_are_shared_and_the_open_one_is_copied() -> None:
-    manager = make_manager(FULL)
-    batch = make_batch(manager)
-    batch.admit(1, PROMPT[:6])
-    batch.fork(1, [3, 0])
-    assert [batch.get_page_ids(row) for row in (1, 3, 0)] == [([1, 2],), ([1, 3],), ([1, 4],)]
-    assert manager.page_pool.ref_counts()[:6].tolist() == [0, 3, 3, 1, 1, 0]  # two copies have page 2 as source
-    assert batch.num_tokens.tolist() == batch.num_computed_tokens.tolist() == [6, 6, 0, 6]
-    assert take(batch) == [(2, 3, 0), (2, 4, 0)]
-    assert manager.page_pool.ref_counts()[2] == 1
-    batch.check()
 
 
 def test_a_row_that_moves_takes_its_copies_along() -> None:
@@ -66,12 +53,6 @@ def test_a_row_that_moves_takes_its_copies_along() -> None:
 
 
 # --- requests ---------------------------------------------------------------------------------------------------
-
-
-def fork(manager: CacheManager, request: EngineRequest, new: EngineRequest) -> tuple[list[int], ...] | None:
-    """Return the pages of the new request; None if too few are free."""
-    pages = manager.fork(request, new)
-    return None if pages is None else pages.get_page_ids()
 
 
 def test_a_request_that_went_back_behind_its_window() -> None:
@@ -247,7 +228,9 @@ def test_no_fork_of_a_request(make: Callable[[EngineRequest], Any], message: str
     assert manager_state(manager) == before
     assert take(manager) == []
     request.num_computed_tokens = 6
-    assert fork(manager, request, like(request)) == ([1, 7], [8])
+    pages = manager.fork(request, like(request))
+    assert pages is not None
+    assert pages.get_page_ids() == ([1, 7], [8])
 
 
 @pytest.mark.parametrize("num_computed_tokens", [-1, 6.0, "6", None])
