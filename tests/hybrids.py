@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from batch_model import package_pool_state
 
 from pagepool import (
@@ -44,6 +45,16 @@ def make_manager(*specs: Any, num_pages: int = 40, max_model_len: int = MAX_MODE
     return CacheManager(num_pages, groups, max_model_len, **{"hash_seed": "hybrids"} | options)
 
 
+def make_told() -> CacheManager:
+    """Return a manager with pending events."""
+    pytest.importorskip("msgspec", reason="events are an extra")
+    manager = make_manager(FULL, WINDOW, CHUNK, num_pages=64)
+    manager.enable_events()
+    manager.allocate_slots(EngineRequest("told", list(range(30)), cache_salt="salt"), 30)
+    manager.page_pool.evict_pages([2])
+    return manager
+
+
 def make_batch(manager: CacheManager, **options: Any) -> RunningBatch:
     """Make a batch of four rows."""
     page_sizes = [group.kv_cache_spec.page_size for group in manager.kv_cache_groups]
@@ -53,6 +64,13 @@ def make_batch(manager: CacheManager, **options: Any) -> RunningBatch:
 def make_request(request_id: str, num_tokens: int = 40, **options: Any) -> EngineRequest:
     """Make a request that knows the first tokens of the prompt."""
     return EngineRequest(request_id, PROMPT[:num_tokens], **options)
+
+
+def like(request: EngineRequest, request_id: str = "new", **options: Any) -> EngineRequest:
+    """Return a request with the same tokens, as many of them computed."""
+    new = EngineRequest(request_id, list(request.all_token_ids), **options)
+    new.num_computed_tokens = request.num_computed_tokens
+    return new
 
 
 def allocate(manager: CacheManager, request: Any, **options: Any) -> CachePages | None:

@@ -10,15 +10,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from soak_engine import (
-    BatchSide,
-    Engine,
-    SoakError,
-    held_page_ids,
-    pool_state,
-    require_equal,
-    require_same_pools,
-)
+from soak_engine import BatchSide, Engine, SoakError, held_page_ids, pool_state, require_equal, require_same_pools
 
 import pagepool
 from pagepool.errors import (

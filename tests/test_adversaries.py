@@ -17,15 +17,7 @@ import pytest
 from hybrids import FULL, PAGE_SIZE, WINDOW
 from hybrids import make_manager as make_hybrid
 
-from pagepool import (
-    CacheGroupSpec,
-    CacheManager,
-    EngineRequest,
-    PagePool,
-    PageTable,
-    RunningBatch,
-    hash_request_tokens,
-)
+from pagepool import CacheGroupSpec, CacheManager, EngineRequest, PagePool, PageTable, RunningBatch, hash_request_tokens
 from pagepool._core import PageStore, copy_records
 from pagepool.page_pool.integrity import check_store
 

@@ -12,28 +12,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from random import Random
 from typing import Any
 
 import pytest
+from hybrids import FULL
+from hybrids import make_manager as make_hybrid
 from settings import NUM_OPERATIONS
 
-from pagepool import (
-    CacheGroupSpec,
-    CacheManager,
-    EngineRequest,
-    FullAttentionSpec,
-    PageHash,
-    PagePool,
-    PageTable,
-    RunningBatch,
-    device_table,
-)
+from pagepool import CacheManager, EngineRequest, PageHash, PagePool, PageTable, RunningBatch, device_table
 from pagepool._core import HashChain
 from pagepool.errors import ArgumentError, IntegrityError, OutOfPagesError, PageHashError, PagePoolError
 
-PAGE_SIZE = 4
-FULL = FullAttentionSpec(PAGE_SIZE, 1, 8, "float16", False)
 NUM_PAGES = 8000
 MANY_PAGES = 2000
 """Calls on that many pages release the GIL."""
@@ -50,8 +41,7 @@ Work = Callable[[Random], None]
 Call = Callable[[], object]
 
 
-def make_manager(**options: Any) -> CacheManager:
-    return CacheManager(NUM_PAGES, [CacheGroupSpec(FULL)], 1 << 16, **options)
+make_manager = partial(make_hybrid, FULL, num_pages=NUM_PAGES, max_model_len=1 << 16)
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from hybrids import (
     FULL,
-    MAX_MODEL_LEN,
     PROMPT,
     WINDOW,
     batch_state,
-    count_hits,
     fill,
+    like,
     make_batch,
     make_manager,
     make_request,
@@ -24,7 +23,7 @@ from hybrids import (
 )
 from overwriting import overwrite
 
-from pagepool import CacheManager, EngineRequest
+from pagepool import EngineRequest
 from pagepool.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -36,42 +35,6 @@ from pagepool.errors import (
 )
 
 # --- rows -------------------------------------------------------------------------------------------------------
-
-
-def test_full_pages_are_shared_and_the_open_one_is_copied() -> None:
-    manager = make_manager(FULL)
-    batch = make_batch(manager)
-    batch.admit(1, PROMPT[:6])
-    batch.fork(1, [3, 0])
-    assert [batch.get_page_ids(row) for row in (1, 3, 0)] == [([1, 2],), ([1, 3],), ([1, 4],)]
-    assert manager.page_pool.ref_counts()[:6].tolist() == [0, 3, 3, 1, 1, 0]  # two copies have page 2 as source
-    assert batch.num_tokens.tolist() == batch.num_computed_tokens.tolist() == [6, 6, 0, 6]
-    assert take(batch) == [(2, 3, 0), (2, 4, 0)]
-    assert manager.page_pool.ref_counts()[2] == 1
-    batch.check()
-
-
-def test_states_are_always_copied() -> None:
-    batch = make_batch(make_manager())
-    batch.admit(0, PROMPT[:8])
-    batch.fork(0, [1, 2])
-    assert [batch.get_page_ids(row) for row in range(3)] == [([1, 2], [3]), ([1, 2], [4]), ([1, 2], [5])]
-    assert take(batch) == [(3, 4, 1), (3, 5, 1)]
-    batch.check()
-
-
-def test_a_source_that_is_released_stays_until_it_is_copied() -> None:
-    manager = make_manager(FULL)
-    batch = make_batch(manager)
-    batch.admit(0, PROMPT[:6])
-    batch.fork(0, [1])
-    batch.release([0])
-    assert manager.page_pool.ref_counts()[:4].tolist() == [0, 1, 1, 1]
-    assert batch.admit(2, [9] * 4) == 0
-    assert batch.get_page_ids(2) == ([4],)  # not page 2
-    assert take(batch) == [(2, 3, 0)]
-    assert manager.page_pool.ref_counts()[2] == 0
-    batch.check()
 
 
 def test_a_row_that_moves_takes_its_copies_along() -> None:
@@ -92,47 +55,6 @@ def test_a_row_that_moves_takes_its_copies_along() -> None:
 # --- requests ---------------------------------------------------------------------------------------------------
 
 
-def like(request: EngineRequest, request_id: str = "new", **options: Any) -> EngineRequest:
-    """Return a request with the same tokens, as many of them computed."""
-    new = EngineRequest(request_id, list(request.all_token_ids), **options)
-    new.num_computed_tokens = request.num_computed_tokens
-    return new
-
-
-def fork(manager: CacheManager, request: EngineRequest, new: EngineRequest) -> tuple[list[int], ...] | None:
-    """Return the pages of the new request; None if too few are free."""
-    pages = manager.fork(request, new)
-    return None if pages is None else pages.get_page_ids()
-
-
-def test_a_request_goes_on_twice() -> None:
-    manager = make_manager()
-    request = fill(manager, 6)
-    new = like(request)
-    assert fork(manager, request, new) == ([1, 4], [5])
-    assert manager.get_page_ids("new") == ([1, 4], [5])
-    assert manager.page_pool.ref_counts()[:6].tolist() == [0, 2, 2, 2, 1, 1]
-    assert take(manager) == [(2, 4, 0), (3, 5, 1)]
-    assert run(manager, request, 8) == ([6, 7], [])
-    manager.check()
-    manager.free(request)
-    manager.free(new)
-    assert manager.page_pool.get_num_free_pages() == 39
-
-
-def test_a_request_that_was_cut_forks() -> None:
-    """num_computed_tokens is lowered after a failed load."""
-    manager = make_manager(FULL)
-    request = fill(manager, 16)
-    request.num_computed_tokens = 6
-    new = like(request)
-    assert fork(manager, request, new) == ([1, 5],)
-    assert take(manager) == [(2, 5, 0)]
-    manager.check()
-    assert run(manager, new, 10) == ([6, 7],)
-    manager.check()
-
-
 def test_a_request_that_went_back_behind_its_window() -> None:
     manager = make_manager(WINDOW)
     request = make_request("a", 24)
@@ -145,16 +67,6 @@ def test_a_request_that_went_back_behind_its_window() -> None:
     with pytest.raises(ArgumentError, match="num_computed_tokens: got 10, allowed: as many as the request had"):
         manager.fork(request, target)
     assert manager_state(manager) == before
-
-
-def test_too_few_pages_for_a_request() -> None:
-    manager = make_manager(num_pages=5)
-    request = fill(manager, 6)
-    before = manager_state(manager)
-    assert fork(manager, request, like(request)) is None
-    assert manager_state(manager) == before
-    assert take(manager) == []
-    assert run(manager, request, 4) == ([4], [])
 
 
 def test_a_page_that_somebody_gave_back_is_not_shared() -> None:
@@ -274,22 +186,6 @@ def test_rows_of_another_batch() -> None:
     other.check()
 
 
-def test_a_fork_onto_a_row_whose_memory_was_used() -> None:
-    """Nothing of the row's last request is left."""
-    manager = make_manager(FULL)
-    batch = make_batch(manager)
-    batch.admit(1, list(range(MAX_MODEL_LEN)), cache_salt="other")
-    batch.release([1])
-    batch.admit(0, PROMPT[:6])
-    batch.fork(0, [1])
-    take(batch)
-    batch.release([0])
-    for token_id in PROMPT[6:9]:
-        batch.step([1], [token_id])
-    assert count_hits(manager) == 8
-    batch.check()
-
-
 BAD_REQUESTS: dict[str, tuple[Callable[[EngineRequest], tuple[EngineRequest, EngineRequest]], str]] = {
     "unknown": (lambda old: (like(old, "nobody"), like(old)), "^request 'nobody' holds no pages$"),
     "onto itself": (lambda old: (old, old), "^request 'first' holds pages already$"),
@@ -332,7 +228,9 @@ def test_no_fork_of_a_request(make: Callable[[EngineRequest], Any], message: str
     assert manager_state(manager) == before
     assert take(manager) == []
     request.num_computed_tokens = 6
-    assert fork(manager, request, like(request)) == ([1, 7], [8])
+    pages = manager.fork(request, like(request))
+    assert pages is not None
+    assert pages.get_page_ids() == ([1, 7], [8])
 
 
 @pytest.mark.parametrize("num_computed_tokens", [-1, 6.0, "6", None])

@@ -262,9 +262,7 @@ def test_hits_without_an_index() -> None:
 
 WITH_FINALIZERS = """
 import gc
-from pagepool._core import (
-    CachePage, HashChain, PageIds, PageStore, PageRules, RowRequest, RunningRows, TableRows, check_rows
-)
+from pagepool._core import CachePage, HashChain, PageIds, PageStore, PageRules, RowRequest, RunningRows, TableRows, check_rows
 from pagepool.page_pool.integrity import check_store, save_store
 
 class Finalizer:

@@ -90,35 +90,13 @@ def test_evicted_pages_are_saved_and_hit() -> None:
     assert (stats.num_saved_pages, stats.num_loaded_pages, stats.num_in_flight, stats.num_cached_pages) == (11, 5, 0, 11)
 
 
-# Transfers in flight.
-
-
-def admit_loaded(manager: CacheManager) -> RunningBatch:
-    """Return a batch with a row whose hits are all loaded."""
+def test_failed_loads_rewind_rows_and_requests() -> None:
+    manager = make_tiered(num_pages=14)
     fill_tier(manager)
     pass_through(manager, OTHER[30:64])
     complete(manager)
     batch = make_batch(manager)
     assert batch.admit(0, FIRST) == 20
-    return batch
-
-
-def test_a_step_waits_until_transfers_are_taken() -> None:
-    manager = make_tiered()
-    fill_tier(manager)
-    batch = make_batch(manager)
-    batch.admit(0, FIRST)
-    with pytest.raises(CopiesDueError, match=r"row 0 \(at 0\): .*take_transfers"):
-        batch.step([0], [1])
-    request = run_request(manager, OTHER[:2])
-    complete(manager)
-    assert request is not None
-    batch.step([0], [1])
-
-
-def test_failed_loads_rewind_rows_and_requests() -> None:
-    manager = make_tiered(num_pages=14)
-    batch = admit_loaded(manager)
     request = run_request(manager, FIRST)
     assert request is not None
     transfers = manager.take_transfers()

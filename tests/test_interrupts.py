@@ -18,20 +18,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hybrids import CHUNK, FULL, PAGE_SIZE, WINDOW, allocate
+from hybrids import CHUNK, FULL, PAGE_SIZE, WINDOW, allocate, make_told
 from interrupts import call_in_thread, interrupted_everywhere
 from router import Router
 from settings import NUM_OPERATIONS
 
-from pagepool import (
-    CacheGroupSpec,
-    CacheManager,
-    EngineRequest,
-    MultiGroupPageTable,
-    PagePool,
-    PageTable,
-    RunningBatch,
-)
+from pagepool import CacheGroupSpec, CacheManager, EngineRequest, MultiGroupPageTable, PagePool, PageTable, RunningBatch
 from pagepool._core import EntryJournal
 
 GROUPS = [CacheGroupSpec(spec) for spec in (FULL, WINDOW, CHUNK)]
@@ -149,16 +141,6 @@ def test_a_reset() -> None:
         requests.manager.check()
         assert requests.manager.reset_prefix_cache()
         assert not requests.manager.page_pool.cached_page_hash_to_page
-
-
-def make_told() -> CacheManager:
-    """Return a manager with pending events."""
-    pytest.importorskip("msgspec", reason="events are an extra")
-    manager = CacheManager(NUM_PAGES, GROUPS, 256)
-    manager.enable_events()
-    manager.allocate_slots(EngineRequest("told", list(range(30)), cache_salt="salt"), 30)
-    manager.page_pool.evict_pages([2])
-    return manager
 
 
 def test_taking_events() -> None:

@@ -15,20 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hybrids import FULL, PAGE_SIZE, WINDOW, allocate
+from hybrids import FULL, PAGE_SIZE, WINDOW, allocate, make_told
 from hybrids import make_manager as make_hybrid
 from router import Router
 from settings import NUM_OPERATIONS
 
-from pagepool import (
-    CacheManager,
-    CachePage,
-    EngineRequest,
-    FreeCachePageQueue,
-    MultiGroupPageTable,
-    PagePool,
-    RunningBatch,
-)
+from pagepool import CachePage, EngineRequest, FreeCachePageQueue, MultiGroupPageTable, PagePool, RunningBatch
 from pagepool._core import HashChain, PageIds, PageStore, siphash128
 
 NUM_USES = min(NUM_OPERATIONS // 2000, 25)
@@ -358,15 +350,6 @@ def test_a_call_of_a_manager_that_runs_out_of_memory_loses_nothing(call: Callabl
         in_use.batch.check()
         in_use.manager.check()
         assert in_use.manager.usage == 1 / in_use.pool.num_pages
-
-
-def make_told() -> CacheManager:
-    """Return a manager with pending events."""
-    pytest.importorskip("msgspec", reason="events are an extra")
-    manager = make_manager()
-    manager.enable_events()
-    manager.allocate_slots(EngineRequest("told", list(range(3 * PAGE_SIZE)), cache_salt="salt"), 3 * PAGE_SIZE)
-    return manager
 
 
 @not_with_cython_3_3

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from batch_model import package_pool_state
+from hybrids import CHUNK, FULL, keep_every, make_manager
 
 import pagepool
 from pagepool import (
@@ -20,12 +21,9 @@ from pagepool import (
     CacheManager,
     CachePage,
     CachePages,
-    ChunkedLocalAttentionSpec,
     EngineRequest,
     EngineRequestStatus,
     FreeCachePageQueue,
-    FullAttentionSpec,
-    MambaSpec,
     PageHash,
     PageHashWithGroupId,
     PagePool,
@@ -43,10 +41,8 @@ from pagepool.errors import (
     RequestTooLargeError,
 )
 
-SPEC = FullAttentionSpec(4, 1, 8, "float16", False)
 WINDOW = SlidingWindowSpec(4, 1, 8, "float16", False, 9)
-CHUNK = ChunkedLocalAttentionSpec(4, 1, 8, "float16", False, 8)
-STATE = MambaSpec(4, ((1, 1),), "float16")
+STATE = keep_every(None)
 HASH = PageHash(99, ())
 KEY = PageHashWithGroupId(HASH, 0)
 ALGORITHMS: list[Any] = ["siphash128", "sha256", hash]
@@ -59,7 +55,7 @@ class InUse:
     """
 
     def __init__(self, *specs: Any, num_pages: int = 16, **options: Any) -> None:
-        self.manager = CacheManager(num_pages, [CacheGroupSpec(spec) for spec in specs or (SPEC,)], 64, **options)
+        self.manager = make_manager(*specs or (FULL,), num_pages=num_pages, **options)
         self.pool = self.manager.page_pool
         self.held = EngineRequest("held", list(range(10)))
         self.new = EngineRequest("new", [7] * 5)
@@ -282,14 +278,14 @@ SPOILT: list[tuple[Callable[[InUse], Any], Case]] = [
 @pytest.mark.parametrize("hash_algo", ALGORITHMS, ids=str)
 @pytest.mark.parametrize(("spoil", "case"), SPOILT)
 def test_an_allocation_that_fails_late_has_changed_nothing(spoil: Callable[[InUse], None], case: Case, hash_algo: Any) -> None:
-    in_use = InUse(SPEC, WINDOW, num_pages=32, hash_algo=hash_algo)
+    in_use = InUse(FULL, WINDOW, num_pages=32, hash_algo=hash_algo)
     in_use.held.append_output_token_ids([10, 11, 12, 13])
     spoil(in_use)
     refuse(in_use, case)
 
 
 @pytest.mark.parametrize("enable_caching", [True, False])
-@pytest.mark.parametrize("specs", [(SPEC,), (WINDOW,), (SPEC, WINDOW), (STATE,), (SPEC, STATE)])
+@pytest.mark.parametrize("specs", [(FULL,), (WINDOW,), (FULL, WINDOW), (STATE,), (FULL, STATE)])
 def test_computed_tokens_without_hits_are_refused_for_all_groups(specs: tuple[Any, ...], enable_caching: bool) -> None:
     """No token of a contradictory call is read."""
     in_use = InUse(*specs, num_pages=32, enable_caching=enable_caching)
@@ -360,12 +356,12 @@ UNFIT: list[tuple[Callable[[], Any], type[PagePoolError], str]] = [
         "kv_cache_spec: got EngineRequest, allowed: FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec",
     ),
     (
-        lambda: CacheManager(16, [CacheGroupSpec(SPEC), SPEC], 64),
+        lambda: CacheManager(16, [CacheGroupSpec(FULL), FULL], 64),
         ArgumentTypeError,
         "kv_cache_groups: got FullAttentionSpec (at 1), allowed: CacheGroupSpec",
     ),
     (
-        lambda: CacheManager(16, CacheGroupSpec(SPEC), 64, False),
+        lambda: CacheManager(16, CacheGroupSpec(FULL), 64, False),
         ArgumentTypeError,
         "kv_cache_groups: got CacheGroupSpec, allowed: a list of CacheGroupSpec",
     ),
@@ -458,7 +454,7 @@ def test_hits_may_be_counted_by_the_request_instead() -> None:
 @pytest.mark.parametrize("max_model_len", [16, 18])
 def test_drafts_get_the_slots_that_the_longest_request_leaves(max_model_len: int) -> None:
     """If the length is not a multiple of the page size, the last page has slots that no token may take."""
-    manager, request = CacheManager(24, [CacheGroupSpec(SPEC)], max_model_len), EngineRequest("a", list(range(40)))
+    manager, request = make_manager(FULL, max_model_len=max_model_len), EngineRequest("a", list(range(40)))
     assert manager.allocate_slots(request, max_model_len) is not None
     request.num_computed_tokens = max_model_len
     with pytest.raises(ArgumentError, match=f"allowed: {max_model_len}"):

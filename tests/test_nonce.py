@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 from copy import copy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hybrids import FULL
+from hybrids import make_manager as make_hybrid
 from twin_engine import Request
 
-from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, hash_request_tokens
+from pagepool import CacheManager, hash_request_tokens
 from pagepool.hashing import RequestExtraKeys
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -24,14 +27,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "a weak callable": {"hash_algo": lambda content: 0},
 }
 TOKENS = [7] * 9
-SPEC = FullAttentionSpec(4, 1, 8, "float16", False)
+make_manager = partial(make_hybrid, FULL, num_pages=32, hash_seed=None)
 
 
 @pytest.fixture(params=ALGORITHMS)
 def manager(request: pytest.FixtureRequest) -> CacheManager:
     if request.param == "sha256_cbor":
         pytest.importorskip("cbor2", reason="sha256_cbor is an extra: cbor2 is not installed")
-    return CacheManager(32, [CacheGroupSpec(SPEC)], 256, **ALGORITHMS[request.param])
+    return make_manager(**ALGORITHMS[request.param])
 
 
 def make_seen(request_id: str = "a", **attributes: Any) -> Request:
@@ -95,7 +98,7 @@ def test_events_tell_it(hash_algo: str, hashes_as_bytes: bool) -> None:
 
     from pagepool.events import EventBatch, encode_batch
 
-    manager = CacheManager(32, [CacheGroupSpec(SPEC)], 256, hash_algo=hash_algo)
+    manager = make_manager(hash_algo=hash_algo)
     manager.enable_events(hashes_as_bytes=hashes_as_bytes)
     requests = [make_seen(), make_seen()]
     for request in [*requests, requests[1]]:

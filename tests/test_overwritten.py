@@ -11,20 +11,11 @@ from ctypes import POINTER, c_int32, c_int64, c_size_t, c_ssize_t, c_uint8, c_ui
 from typing import Any
 
 import pytest
+from hybrids import WINDOW, make_manager
 from overwriting import overwrite
 from settings import NUM_OPERATIONS
 
-from pagepool import (
-    CacheGroupSpec,
-    CacheManager,
-    EngineRequest,
-    PageHash,
-    PageHashWithGroupId,
-    PagePool,
-    PageTable,
-    RunningBatch,
-    SlidingWindowSpec,
-)
+from pagepool import EngineRequest, PageHash, PageHashWithGroupId, PagePool, PageTable, RunningBatch
 from pagepool._core import CacheGroups, EntryJournal, HashChain, PageIds, PageRules, PinSpan
 from pagepool.errors import ArgumentError, IntegrityError
 
@@ -37,155 +28,81 @@ FIRST_PAGES = (1, 8)
 """The pages cached first in their shards."""
 
 
-class Record(ctypes.Structure):
-    """One page, as in the core."""
-
-    _fields_ = [
-        ("key_lo", c_uint64),
-        ("key_hi", c_uint64),
-        *((name, c_int32) for name in ("ref_cnt", "prev_free", "next_free", "group")),
-    ]
+def make_struct(**fields: Any) -> Any:
+    """Return a struct of the core, or its beginning, by the names and types of its fields."""
+    return type("Memory", (ctypes.Structure,), {"_fields_": [*fields.items()]})
 
 
-class Slot(ctypes.Structure):
-    """One slot of the prefix index, as in the core."""
-
-    _fields_ = [("tag", c_uint32), ("page_id", c_int32)]
-
-
-class Links(ctypes.Structure):
-    """Places in a ring, as in the core."""
-
-    _fields_ = [("prev", c_int32), ("next", c_int32)]
+def of_type(field_type: Any, names: str) -> dict[str, Any]:
+    """Return fields of one type."""
+    return dict.fromkeys(names.split(), field_type)
 
 
-class NoteMemory(ctypes.Structure):
-    """The notes on a page, as in the core."""
-
-    _fields_ = [("parent", c_uint64 * 2), ("place", c_int32), ("context", c_int32), ("new", Links)]
-
-
-class RemovalMemory(ctypes.Structure):
-    """A removed key, as in the core."""
-
-    _fields_ = [("key_lo", c_uint64), ("key_hi", c_uint64), ("group", c_int32)]
-
-
-class ContextMemory(ctypes.Structure):
-    """The holders of a context, as in the core."""
-
-    _fields_ = [("num_users", c_int32), ("num_holders", c_int32)]
-
-
-class JournalMemory(ctypes.Structure):
-    """The journal of a pool, as in the core."""
-
-    _fields_ = [
-        ("notes", POINTER(NoteMemory)),
-        ("removed", POINTER(RemovalMemory)),
-        ("contexts", POINTER(ContextMemory)),
-        *((name, c_int32) for name in ("num_contexts", "num_new", "num_removed")),
-        ("is_cleared", c_uint8),
-    ]
-
-
-class GhostMemory(ctypes.Structure):
-    """An evicted page that a policy remembers, as in the core."""
-
-    _fields_ = [("tag", c_uint32), ("mark", c_uint32)]
-
-
-class PolicyMemory(ctypes.Structure):
-    """The beginning of what an eviction policy keeps, as in the core."""
-
-    _fields_ = [
-        ("marks", POINTER(c_uint32)),
-        ("ghosts", POINTER(GhostMemory)),
-        ("ghost_memory", c_void_p),
-        *((name, c_uint32) for name in ("num_sets", "sample_mask")),
-        ("counts", c_int64 * 8),
-        ("learned", POINTER(c_int64)),
-        ("num_learned_bytes", c_size_t),
-    ]
-
-
-class PoolMemory(ctypes.Structure):
-    """The pool itself, as in the core."""
-
-    _fields_ = [
-        ("pages", POINTER(Record)),
-        ("slots", POINTER(Slot)),
-        ("twins", POINTER(Links)),
-        ("shard_links", POINTER(Links)),
-        ("shard_num_free", POINTER(c_int32)),
-        ("policy", POINTER(PolicyMemory)),
-        *((name, c_int32) for name in ("num_parts", "is_divided")),
-        ("shard_newest", POINTER(c_int32)),
-        ("shard_twins", POINTER(Links)),
-        ("shard_firsts", POINTER(Links)),
-        ("page_tokens", POINTER(c_int32)),
-        ("tokens_width", c_ssize_t),
-        ("multiplier", c_uint64),
-        ("mask", c_uint32),
-        ("home_shift", c_uint32),
-        *((name, c_int32) for name in ("num_pages", "num_free", "num_shards", "pages_per_shard")),
-        *((name, c_int32) for name in ("num_keys", "num_entries", "sample_mask", "num_held_free")),
-        ("counters", c_int64 * 9),
-        ("journal", JournalMemory),
-        ("residency", c_void_p),
-        ("pins", POINTER(c_int32)),
-        ("num_pinned", c_int32),
-    ]
-
-
-class GroupMemory(ctypes.Structure):
-    """A cache group, as in the core."""
-
-    _fields_ = [(name, c_int32) for name in ("page_size", "window", "chunk", "id", "stride")]
-
-
-class HeldMemory(ctypes.Structure):
-    """What a request or a row holds in one cache group, as in the core."""
-
-    _fields_ = [
-        ("ids", POINTER(c_int32)),
-        *((name, c_int32) for name in ("num_pages", "num_cached", "num_skipped", "num_hits")),
-    ]
-
-
-class BatchMemory(ctypes.Structure):
-    """The beginning of a running batch, as in the core."""
-
-    _fields_ = [
-        ("pool", c_void_p),
-        ("groups", POINTER(GroupMemory)),
-        ("num_groups", c_ssize_t),
-        ("held", POINTER(HeldMemory)),
-        ("tables", c_void_p),
-        ("num_rows", c_ssize_t),
-        *((name, c_int32) for name in ("max_num_tokens", "hash_page_size")),
-        ("extra_key", c_uint64 * 2),
-        ("states", c_void_p),
-        ("stamp", c_uint32),
-    ]
-
-
-class RequestMemory(ctypes.Structure):
-    """The beginning of what a request holds, as in the core."""
-
-    _fields_ = [*((name, c_void_p) for name in ("store", "cache_groups", "groups")), ("held", POINTER(HeldMemory))]
-
-
-class TableMemory(ctypes.Structure):
-    """The beginning of a page table, as in the core."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("tables", "lock_order")),
-        ("num_tables", c_ssize_t),
-        *((name, POINTER(c_int32)) for name in ("table", "num_pages", "extent")),
-        *((name, POINTER(c_uint8)) for name in ("is_dirty", "is_row_dirty")),
-        *((name, c_ssize_t) for name in ("num_rows", "num_columns", "num_windows")),
-    ]
+Record = make_struct(key_lo=c_uint64, key_hi=c_uint64, **of_type(c_int32, "ref_cnt prev_free next_free group"))  # a page
+Slot = make_struct(tag=c_uint32, page_id=c_int32)  # of the prefix index
+Links = make_struct(prev=c_int32, next=c_int32)  # places in a ring
+NoteMemory = make_struct(parent=c_uint64 * 2, place=c_int32, context=c_int32, new=Links)
+RemovalMemory = make_struct(key_lo=c_uint64, key_hi=c_uint64, group=c_int32)
+ContextMemory = make_struct(num_users=c_int32, num_holders=c_int32)
+JournalMemory = make_struct(
+    notes=POINTER(NoteMemory),
+    removed=POINTER(RemovalMemory),
+    contexts=POINTER(ContextMemory),
+    **of_type(c_int32, "num_contexts num_new num_removed"),
+    is_cleared=c_uint8,
+)
+GhostMemory = make_struct(tag=c_uint32, mark=c_uint32)  # an evicted page that a policy remembers
+PolicyMemory = make_struct(
+    marks=POINTER(c_uint32),
+    ghosts=POINTER(GhostMemory),
+    ghost_memory=c_void_p,
+    **of_type(c_uint32, "num_sets sample_mask"),
+    counts=c_int64 * 8,
+    learned=POINTER(c_int64),
+    num_learned_bytes=c_size_t,
+)
+PoolMemory = make_struct(
+    pages=POINTER(Record),
+    slots=POINTER(Slot),
+    **of_type(POINTER(Links), "twins shard_links"),
+    shard_num_free=POINTER(c_int32),
+    policy=POINTER(PolicyMemory),
+    **of_type(c_int32, "num_parts is_divided"),
+    shard_newest=POINTER(c_int32),
+    **of_type(POINTER(Links), "shard_twins shard_firsts"),
+    page_tokens=POINTER(c_int32),
+    tokens_width=c_ssize_t,
+    multiplier=c_uint64,
+    **of_type(c_uint32, "mask home_shift"),
+    **of_type(c_int32, "num_pages num_free num_shards pages_per_shard num_keys num_entries sample_mask num_held_free"),
+    counters=c_int64 * 9,
+    journal=JournalMemory,
+    residency=c_void_p,
+    pins=POINTER(c_int32),
+    num_pinned=c_int32,
+)
+GroupMemory = make_struct(**of_type(c_int32, "page_size window chunk id stride"))
+HeldMemory = make_struct(ids=POINTER(c_int32), **of_type(c_int32, "num_pages num_cached num_skipped num_hits"))  # in one group
+BatchMemory = make_struct(
+    pool=c_void_p,
+    groups=POINTER(GroupMemory),
+    num_groups=c_ssize_t,
+    held=POINTER(HeldMemory),
+    tables=c_void_p,
+    num_rows=c_ssize_t,
+    **of_type(c_int32, "max_num_tokens hash_page_size"),
+    extra_key=c_uint64 * 2,
+    states=c_void_p,
+    stamp=c_uint32,
+)
+RequestMemory = make_struct(**of_type(c_void_p, "store cache_groups groups"), held=POINTER(HeldMemory))
+TableMemory = make_struct(
+    **of_type(c_void_p, "tables lock_order"),
+    num_tables=c_ssize_t,
+    **of_type(POINTER(c_int32), "table num_pages extent"),
+    **of_type(POINTER(c_uint8), "is_dirty is_row_dirty"),
+    **of_type(c_ssize_t, "num_rows num_columns num_windows"),
+)
 
 
 def memory_of(owner: object, struct: Any) -> Any:
@@ -386,71 +303,44 @@ def test_what_a_policy_cannot_have_learned_is_found(eviction: str) -> None:
     pool.check()
 
 
-POOL_DAMAGES = {
-    "pages[9].ref_cnt = 4": rf"^page 9 \(ref count 4, free-queue links 8 and 10, cached for group 0 under {8:#034x}\) is in",
-    "pages[9].key_lo, pages[9].group = 6, 0": "prefix index, which is not its own|a look-up of its hash finds page 4",
-    "page_tokens[4 * tokens_width] = 3": "^page 4 .* has 3 token ids, allowed: 0 to 2$",
-    "twins[1].prev = twins[1].next = 2; twins[2].prev = twins[2].next = 1; "
-    "twins[3].prev = twins[3].next = 8; twins[8].prev = twins[8].next = 3": (
+DAMAGES = {
+    "pool.pages[9].ref_cnt = 4": (
+        rf"^page 9 \(ref count 4, free-queue links 8 and 10, cached for group 0 under {8:#034x}\) is in"
+    ),
+    "pool.pages[9].key_lo, pool.pages[9].group = 6, 0": "prefix index, which is not its own|a look-up of its hash finds page 4",
+    "pool.page_tokens[4 * pool.tokens_width] = 3": "^page 4 .* has 3 token ids, allowed: 0 to 2$",
+    "one, two, three, other = [pool.twins[page_id] for page_id in (1, 2, 3, 8)];"
+    "one.prev = one.next = 2; two.prev = two.next = 1; three.prev = three.next = 8; other.prev = other.next = 3": (
         r"^page 3 .*: look-ups of its hash find pages \[1, 2\], allowed: this one too$"
     ),
-    "shard_firsts[1].prev = shard_firsts[1].next = 1; shard_firsts[8].prev = shard_firsts[8].next = 8": (
+    "one, other = pool.shard_firsts[1], pool.shard_firsts[8]; one.prev = one.next = 1; other.prev = other.next = 8": (
         "^page 8 .* is linked to 8 and 8, allowed: the ring of pages of equal content that are first in their shard, or -1$"
     ),
-    "shard_twins[1].next, shard_twins[3].next, shard_twins[2].next = 3, 2, 1; "
-    "shard_twins[1].prev, shard_twins[3].prev, shard_twins[2].prev = 2, 1, 3": (
+    "one, two, three = [pool.shard_twins[page_id] for page_id in (1, 2, 3)];"
+    "one.next, three.next, two.next = 3, 2, 1; one.prev, three.prev, two.prev = 2, 1, 3": (
         "^page 3 .* is among the twins of its shard in the place of page 2$"
     ),
+    "journal.notes[3].place = -1": "^page 3 .* has place -1 and context 1, allowed: at least 0, and 0",
+    "journal.notes[3].context = 2": "^page 3 .* has place 2 and context 2, .* 0 to 1$",
+    "journal.contexts[1].num_holders = -1": "^context 1 has 6 users and -1 holders",
+    "journal.contexts[1].num_users = 5": "^the contexts have 5 users, 6 pages are cached$",
+    "journal.notes[8].new.prev = 9": "^page 8 follows page 7 .* in the journal, and does not link back$",
+    "journal.notes[7].new.next = 6": "^page 6 follows page 7 .* in the journal, and does not link back$",
+    "first, last, new = [journal.notes[page_id].new for page_id in (0, 9, 6)]; last.next = first.prev = 6; "
+    "new.prev, new.next = 9, 0": "^page 6 .* is in the journal, and no look-up finds it$",
+    "journal.num_new = 2": "^3 keys are in the journal, up to page 9, the pool counts 2$",
+    "journal.num_removed = -1": "^the journal counts -1 keys that went, allowed: fewer than pages, or none$",
+    "journal.is_cleared = 1": "^the journal counts 2 keys that went",
+    "journal.is_cleared, journal.num_removed = 1, 0": "^3 keys of the prefix index are new since all went, the pool counts 6$",
 }
-JOURNAL_DAMAGES = {
-    "notes[3].place = -1": "^page 3 .* has place -1 and context 1, allowed: at least 0, and 0",
-    "notes[3].context = 2": "^page 3 .* has place 2 and context 2, .* 0 to 1$",
-    "contexts[1].num_holders = -1": "^context 1 has 6 users and -1 holders",
-    "contexts[1].num_users = 5": "^the contexts have 5 users, 6 pages are cached$",
-    "notes[8].new.prev = 9": "^page 8 follows page 7 .* in the journal, and does not link back$",
-    "notes[7].new.next = 6": "^page 6 follows page 7 .* in the journal, and does not link back$",
-    "notes[9].new.next, notes[6].new.prev, notes[6].new.next, notes[0].new.prev = 6, 9, 0, 6": (
-        "^page 6 .* is in the journal, and no look-up finds it$"
-    ),
-    "num_new = 2": "^3 keys are in the journal, up to page 9, the pool counts 2$",
-    "num_removed = -1": "^the journal counts -1 keys that went, allowed: fewer than pages, or none$",
-    "is_cleared = 1": "^the journal counts 2 keys that went",
-    "is_cleared, num_removed = 1, 0": "^3 keys of the prefix index are new since all went, the pool counts 6$",
-}
-"""Assignments to the fields of a struct, and what `check` says of them."""
+"""Assignments to fields, and what `check` says of them."""
 
 
-class FieldsOf(dict[str, Any]):
-    """The fields of a struct as names of a program, which read and write them."""
-
-    def __init__(self, memory: Any) -> None:
-        self.memory = memory
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self.memory, name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self.memory, name, value)
-
-
-def damage(memory: Any, assignments: str) -> None:
-    """Overwrite fields of a struct."""
-    exec(assignments, {}, FieldsOf(memory))
-
-
-@pytest.mark.parametrize("assignments", POOL_DAMAGES)
-def test_what_is_wrong_with_a_pool_is_named(assignments: str) -> None:
-    pool, memory = make_pool()
-    damage(memory, assignments)
-    with pytest.raises(IntegrityError, match=POOL_DAMAGES[assignments]):
-        pool.check()
-
-
-@pytest.mark.parametrize("assignments", JOURNAL_DAMAGES)
-def test_what_is_wrong_with_a_journal_is_named(assignments: str) -> None:
-    pool, memory = make_journal()
-    damage(memory, assignments)
-    with pytest.raises(IntegrityError, match=JOURNAL_DAMAGES[assignments]):
+@pytest.mark.parametrize("assignments", DAMAGES)
+def test_what_is_wrong_is_named(assignments: str) -> None:
+    pool, memory = make_journal() if "journal" in assignments else make_pool()
+    exec(assignments, {"pool": memory, "journal": memory})
+    with pytest.raises(IntegrityError, match=DAMAGES[assignments]):
         pool.check()
 
 
@@ -541,10 +431,7 @@ def test_a_key_that_is_told_as_gone_and_is_there_is_found() -> None:
 
 def make_batch() -> tuple[RunningBatch, Any, Any]:
     """Return a batch with a row of full attention and a window that has left pages, and its first group's pages."""
-    options = {"num_kv_heads": 1, "head_size": 8, "dtype": "float16", "use_mla": False}
-    spec = SlidingWindowSpec(4, **options, sliding_window=5)
-    manager = CacheManager(32, [CacheGroupSpec(spec)], 64)
-    batch = RunningBatch(manager, PageTable(2, 16, 64))
+    batch = RunningBatch(make_manager(WINDOW, num_pages=32), PageTable(2, 16, 64))
     batch.admit(0, list(range(20)))
     batch.step([0], [1])
     memory = memory_of(batch, BatchMemory)
@@ -615,8 +502,7 @@ def test_pages_that_cannot_be_are_found(page_id: int, message: str) -> None:
     ],
 )
 def test_what_a_request_cannot_hold_is_found(field: str, value: int, message: str) -> None:
-    spec = SlidingWindowSpec(4, num_kv_heads=1, head_size=8, dtype="float16", use_mla=False, sliding_window=5)
-    manager = CacheManager(32, [CacheGroupSpec(spec)], 64)
+    manager = make_manager(WINDOW, num_pages=32)
     request = EngineRequest("a", list(range(12)))
     for num_computed_tokens in (0, 8):
         request.num_computed_tokens = num_computed_tokens

@@ -1,4 +1,4 @@
-"""Pins of cached pages: against the oracle on random work, their budget, and what ends them."""
+"""Pins of cached pages, by hand: their budget, what ends them, and what is refused. `test_differential.py` has the rest."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from hybrids import make_manager as make_hybrid
 from twin_engine import Request
 from twins import pins_of
 
-import pagepool
-from pagepool import CacheManager, EngineRequest, PagePool, RunningBatch
+from pagepool import CacheManager, EngineRequest, MultiGroupPageTable, PagePool, RunningBatch
 from pagepool._core import copy_records
 from pagepool.errors import (
     ArgumentError,
@@ -57,26 +56,6 @@ def test_pinned_pages_stay_when_all_others_are_evicted() -> None:
     assert fill(manager) == 20
     assert count_hits(manager, [*THREE_PAGES, 99]) == 0
     assert manager.stats().num_pinned_pages == 0
-
-
-@pytest.mark.parametrize(
-    ("span", "page_ids"),
-    [
-        ((1,), [2, 3]),
-        ((0, 11), [1, 2]),
-        ((5, 11), []),
-        ((0, 1 << 60), [1, 2, 3]),
-        ((np.int64(4), np.int32(12)), [2, 3]),
-    ],
-    ids=str,
-)
-def test_a_span_of_tokens(span: Any, page_ids: list[int]) -> None:
-    manager = make_manager()
-    request = start(manager, "a")
-    assert manager.pin(request, *span) == len(page_ids)
-    assert pins_of(manager.page_pool) == dict.fromkeys(page_ids, 1)
-    assert manager.unpin(request, *span) == len(page_ids)
-    assert pins_of(manager.page_pool) == {}
 
 
 @pytest.mark.parametrize(
@@ -185,6 +164,9 @@ def test_a_hopeless_request_is_told_of_pins(caplog: pytest.LogCaptureFixture) ->
     assert manager.allocate_slots(own, 20, num_hit_tokens, hits) is not None
 
 
+# --- which pages ------------------------------------------------------------------------------------------------
+
+
 def test_pins_are_no_look_ups() -> None:
     manager = make_manager()
     request = start(manager, "a")
@@ -193,63 +175,6 @@ def test_pins_are_no_look_ups() -> None:
     other = EngineRequest("other", [*THREE_PAGES, 99])
     assert (manager.pin(other), manager.unpin(other)) == (3, 3)
     assert (manager.stats().queries, dict(manager.req_to_page_hashes)) == before
-
-
-# --- which pages ------------------------------------------------------------------------------------------------
-
-
-def test_twins_are_pinned_one_by_one() -> None:
-    manager = make_manager(max_pinned_share=0.5)
-    requests = [EngineRequest(name, THREE_PAGES) for name in "abc"]
-    for request in requests:
-        manager.allocate_slots(request, 12)
-    assert [manager.pin(request) for request in requests[1:]] == [3, 3]
-    assert pins_of(manager.page_pool) == dict.fromkeys(range(4, 10), 1)
-    for request in requests:
-        manager.free(request)
-    assert manager.unpin(requests[0]) == 3
-    assert pins_of(manager.page_pool) == dict.fromkeys(range(7, 10), 1)
-    assert manager.unpin(requests[0]) == 3
-    assert manager.unpin(requests[0]) == 0
-
-
-def test_each_group_is_pinned_as_far_as_it_holds_its_pages() -> None:
-    manager = make_hybrid(FULL, WINDOW, num_pages=21, max_pinned_share=1.0)
-    request = EngineRequest("a", list(range(20)))
-    manager.allocate_slots(request, 16)
-    request.num_computed_tokens = 16
-    manager.allocate_slots(request, 4)
-    held = manager.get_page_ids("a")
-    assert held[1][:2] == [0, 0]
-    assert manager.pin(request) == sum(page_id != 0 for page_ids in held for page_id in page_ids) == 7
-    manager.free(request)
-    fill(manager)
-    assert count_hits(manager, list(range(21))) == 20
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"hash_algo": "sha256"},
-        {"hash_algo": hash},
-        {"hash_algo": lambda content: 7},
-        {"keep_token_ids": True},
-        {"use_eagle": True},
-    ],
-    ids=["sha256", "hash", "constant", "token ids", "eagle"],
-)
-def test_all_kinds_of_hashes(options: Any) -> None:
-    manager = make_manager(**options)
-    request = start(manager, "a", [*THREE_PAGES, 99])
-    assert manager.pin(request) == 3
-    manager.free(request)
-    manager.free_page_hashes(request)
-    fill(manager)
-    num_hits = manager.probe(request).num_hit_tokens // 4
-    assert num_hits == (2 if "use_eagle" in options else 3)
-    assert manager.pin(EngineRequest("b", [*THREE_PAGES, 98])) == num_hits
-    assert manager.unpin(EngineRequest("c", THREE_PAGES)) == 3
-    assert manager.stats().num_pinned_pages == num_hits
 
 
 def test_pages_of_images_without_features_are_unpinned_by_their_request() -> None:
@@ -275,22 +200,6 @@ def test_a_running_request_is_not_disturbed_by_one_with_its_id() -> None:
 
 
 # --- the end of a pin -------------------------------------------------------------------------------------------
-
-
-def test_who_evicts_a_page_unpins_it() -> None:
-    manager = make_manager()
-    request = start(manager, "a")
-    manager.pin(request)
-    manager.pin(request)
-    assert manager.page_pool.evict_pages([2]) == 1
-    assert pins_of(manager.page_pool) == {1: 2, 3: 2}
-    assert manager.page_pool.ref_counts()[1:4].tolist() == [2, 1, 2]
-    manager.free(request)
-    assert manager.page_pool.evict_pages([3, 1]) == 2
-    assert manager.page_pool.free_page_ids_in_order()[-3:].tolist() == [2, 3, 1]
-    assert manager.stats().num_pinned_pages == manager.unpin(request) == 0
-    manager.page_pool.pages[1].reset_hash()
-    manager.check()
 
 
 def test_a_reset_needs_the_pins_back(caplog: pytest.LogCaptureFixture) -> None:
@@ -370,21 +279,6 @@ def test_a_page_that_cannot_be_held_is_not_pinned() -> None:
 # --- rows ---------------------------------------------------------------------------------------------------
 
 
-def test_a_row_is_pinned_and_unpinned_by_a_request() -> None:
-    manager = make_manager()
-    batch = make_batch(manager)
-    batch.admit(0, THREE_PAGES)
-    assert (batch.pin(0), batch.pin(0, stop=4)) == (3, 1)
-    batch.check()
-    batch.release([0])
-    fill(manager)
-    assert batch.admit(1, [*THREE_PAGES, 99]) == 12
-    assert batch.unpin(1) == 3
-    assert manager.unpin(EngineRequest("a", THREE_PAGES)) == 1
-    batch.release([1])
-    batch.check()
-
-
 @pytest.mark.parametrize("name", ["pin", "unpin"])
 def test_rows_that_cannot_be_pinned(name: str) -> None:
     manager = make_manager()
@@ -392,22 +286,6 @@ def test_rows_that_cannot_be_pinned(name: str) -> None:
     for row, error, message in ((0, ArgumentError, "^row 0 is not admitted$"), (4, RowIndexError, "row")):
         with pytest.raises(error, match=message):
             getattr(batch, name)(row)
-
-
-def test_a_step_is_undone_and_unpinned() -> None:
-    manager = make_manager()
-    batch = make_batch(manager)
-    batch.admit(0, THREE_PAGES[:11])
-    result = batch.step([0], [11])
-    assert batch.pin(0) == 3
-    batch.undo(result)
-    assert pins_of(manager.page_pool) == {1: 1, 2: 1}
-    assert manager.page_pool.ref_counts()[1:4].tolist() == [2, 2, 1]
-    batch.check()
-    batch.release([0], 0)
-    assert pins_of(manager.page_pool) == {}
-    assert manager.page_pool.get_num_free_pages() == 20
-    batch.check()
 
 
 def test_a_cut_through_a_pinned_page_leaves_it_whole() -> None:
@@ -430,7 +308,7 @@ def test_a_cut_through_a_pinned_page_leaves_it_whole() -> None:
 def test_a_cut_row_that_ends_early_forgets_what_it_did_not_compute_again() -> None:
     """The cut goes through a pinned page of 6, so tokens from 18 on, which fill pages of 4, are to be computed again."""
     manager = make_hybrid(FULL, replace(FULL, page_size=6), num_pages=64, max_pinned_share=1.0)
-    batch = RunningBatch(manager, pagepool.MultiGroupPageTable(2, 64, 64, [4, 6]))
+    batch = RunningBatch(manager, MultiGroupPageTable(2, 64, 64, [4, 6]))
     batch.admit(0, list(range(24)))
     batch.pin(0, 18)
     batch.trim([0], 22)

@@ -12,18 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 from batch_workload import BatchWorkload, run_batch_workload
+from hybrids import FULL, make_manager
 from pairs import oracle_and_batch, oracle_and_package
 from settings import NUM_OPERATIONS, SETTINGS, Setting
 from workload import RandomWorkload, run_workload
 
-import pagepool
 from pagepool import CacheManager, EngineRequest, PageTable, QueryCounts, RunningBatch
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.manager.lookups import PrefixLookups
 
 NUM_CALLS = max(NUM_OPERATIONS // (20 * len(SETTINGS)), 60)
 NUM_SEEDS = max(NUM_OPERATIONS // 100_000, 1)
-SPEC = pagepool.FullAttentionSpec(4, 1, 8, "float16", False)
 ids = lambda setting: setting.name  # noqa: E731
 
 
@@ -83,13 +82,9 @@ def test_retries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- one at a time ------------------------------------------------------------------------------------------
 
 
-def make_manager(num_pages: int, **options: Any) -> CacheManager:
-    return CacheManager(num_pages, [pagepool.CacheGroupSpec(SPEC)], 1 << 18, hash_seed="refusals", **options)
-
-
-def make_batch(num_pages: int, num_rows: int = 4) -> tuple[CacheManager, RunningBatch]:
-    manager = make_manager(num_pages)
-    return manager, RunningBatch(manager, PageTable(num_rows, 1 << 16, 64))
+def make_batch(num_pages: int) -> tuple[CacheManager, RunningBatch]:
+    manager = make_manager(FULL, num_pages=num_pages, max_model_len=1 << 18)
+    return manager, RunningBatch(manager, PageTable(4, 1 << 16, 64))
 
 
 class Waiting:
@@ -202,7 +197,7 @@ class TestRows:
 
 class TestRequests:
     def test_hits_are_not_looked_up_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        manager = make_manager(1 + 10)
+        manager = make_manager(FULL, num_pages=1 + 10)
         first, second, third = (
             EngineRequest(name, tokens) for name, tokens in zip("abc", (range(20), [99] * 16, range(28)), strict=True)
         )

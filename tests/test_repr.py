@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from pagepool import (
-    CacheGroupSpec,
-    CacheManager,
-    EngineRequest,
-    FullAttentionSpec,
-    MultiGroupPageTable,
-    PageTable,
-    RunningBatch,
-)
+from hybrids import FULL, make_manager
+
+from pagepool import EngineRequest, MultiGroupPageTable, PageTable, RunningBatch
 
 
 def test_sizes_and_state_in_one_line() -> None:
-    spec = FullAttentionSpec(4, 1, 8, "float16", False)
-    manager = CacheManager(16, [CacheGroupSpec(spec)], 64, eviction="arc")
+    manager = make_manager(FULL, num_pages=16, eviction="arc")
     table = PageTable(3, 16, 64)
     batch = RunningBatch(manager, table)
     assert repr(batch) == "RunningBatch(num_rows=3, num_admitted=0, max_num_tokens=64, num_tokens=0, num_computed_tokens=0)"

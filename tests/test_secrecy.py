@@ -18,13 +18,7 @@ import pytest
 from hybrids import FULL
 from hybrids import make_manager as make_hybrid
 
-from pagepool import (
-    CacheManager,
-    EngineRequest,
-    PagePool,
-    PageTable,
-    RunningBatch,
-)
+from pagepool import CacheManager, EngineRequest, PagePool, PageTable, RunningBatch
 from pagepool._core import HashChain
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import get_hash_seed, get_siphash_key

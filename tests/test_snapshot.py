@@ -21,23 +21,9 @@ from hybrids import make_manager as make_hybrid
 from settings import NUM_OPERATIONS
 
 import pagepool
-from pagepool import (
-    CacheManager,
-    EngineRequest,
-    PagePool,
-    PageTable,
-    RunningBatch,
-    hash_page_tokens,
-)
+from pagepool import CacheManager, EngineRequest, PagePool, PageTable, RunningBatch, hash_page_tokens
 from pagepool._core import HashChain
-from pagepool.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    IntegrityError,
-    OutOfPagesError,
-    PageHashError,
-    SnapshotError,
-)
+from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, OutOfPagesError, PageHashError, SnapshotError
 from pagepool.page_pool.snapshot import FIELDS, FIRST_VERSIONS, seal
 
 SEALED = "format", "version", "checksum"

@@ -34,13 +34,7 @@ from pagepool import (
     RunningBatch,
 )
 from pagepool._core import EntryJournal, HashChain, PageIds, PageStore, PrefixQuery, RowRequest
-from pagepool.errors import (
-    OutOfPagesError,
-    PageHashError,
-    PageIdError,
-    PagePoolError,
-    RowOverflowError,
-)
+from pagepool.errors import OutOfPagesError, PageHashError, PageIdError, PagePoolError, RowOverflowError
 from pagepool.page_pool.prefix_index import list_kept_keys
 
 NUM_ROUNDS = min(NUM_OPERATIONS // 2500, 30)
@@ -245,21 +239,17 @@ def test_a_queue(num_threads: int, seed: int) -> None:
 
     def work(rng: Random, number: int) -> None:
         mine = [CachePage(next(numbers)) for _ in range(100)]
-        for page in mine:
-            queue.append(page)
-            if rng.random() < 0.3:
-                with suppress(PageIdError):
-                    queue.remove(rng.choice(mine))
-                    mine.append(CachePage(next(numbers)))
-            taken = queue.popleft_n(min(2, queue.num_free_pages)) if rng.random() < 0.2 else []
-            queue.append_n(taken)
-            assert page.page_id >= 0
-
-    def work_alone(rng: Random, number: int) -> None:
         with suppress(OutOfPagesError):  # others may take the last ones in between
-            work(rng, number)
+            for page in mine:
+                queue.append(page)
+                if rng.random() < 0.3:
+                    with suppress(PageIdError):
+                        queue.remove(rng.choice(mine))
+                        mine.append(CachePage(next(numbers)))
+                queue.append_n(queue.popleft_n(min(2, queue.num_free_pages)) if rng.random() < 0.2 else [])
+                assert page.page_id >= 0
 
-    run_threads(num_threads, seed, work_alone)
+    run_threads(num_threads, seed, work)
     page_ids = [page.page_id for page in queue.get_all_free_pages()]
     assert len(set(page_ids)) == len(page_ids) == queue.num_free_pages
 
