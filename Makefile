@@ -58,7 +58,7 @@ CORE_TESTS ?= argument_edges batch_misuse checkpoints contents device_table diff
     misuse overwritten page_table running_batch
 
 sanitize:  ## the tests of the core under AddressSanitizer and UndefinedBehaviorSanitizer: CORE_TESTS="contents memory"
-	PAGEPOOL_SANITIZE=1 $(MAKE) .venv-sanitize/with-test VENV=.venv-sanitize TEST_EXTRAS=
+	PAGEPOOL_SANITIZE=1 $(MAKE) .venv-sanitize/with-test VENV=.venv-sanitize TEST_EXTRAS=events
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(LIBASAN)" $(MAKE) test-core VENV=.venv-sanitize
 
 .PHONY: test-core
@@ -309,7 +309,7 @@ $(VENV)/extra-%: $(VENV)/installed
 
 # The same with the dependency group of that name; those of tests and linters with the extras that are tested.
 $(VENV)/with-%: $(VENV)/installed $(VENV)/needs-%
-	$(PIP_INSTALL) "$$(echo $(@D)/dist/*.whl)$(if $(filter test lint,$*),[$(TEST_EXTRAS)])" --group $*
+	$(PIP_INSTALL) "$$(echo $(@D)/dist/*.whl)$(if $(filter test lint,$*),$(TEST_EXTRAS:%=[%]))" --group $*
 	touch $@
 
 $(VENV)/with-test-all: $(VENV)/with-test
