@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from batch_model import package_pool_state
-from hybrids import FULL, THREE_PAGES, WINDOW, count_hits, make_batch, manager_state, start
+from hybrids import FULL, THREE_PAGES, WINDOW, count_hits, make_batch, manager_state, start, unseal
 from hybrids import make_manager as make_hybrid
 from refusing import refused
 from twin_engine import Request
@@ -328,11 +328,6 @@ def test_a_restored_pool_has_the_pins(tmp_path: Path) -> None:
     assert restored.reset_prefix_cache()
 
 
-def arrays_of(manager: CacheManager) -> dict[str, Any]:
-    saved = manager.page_pool.snapshot()
-    return {name: array for name, array in saved.items() if name not in ("format", "version", "checksum")}
-
-
 @pytest.mark.parametrize(
     ("pins", "message"),
     [
@@ -345,7 +340,7 @@ def test_pins_that_contradict_are_refused(pins: list[int], message: str) -> None
     manager, request = make_pinned()
     manager.page_pool.unpin_all()
     manager.free(request)
-    arrays = arrays_of(manager)
+    arrays = unseal(manager.page_pool)
     arrays["cached_pins"] = np.array(pins, dtype=np.int32)
     with pytest.raises(SnapshotError, match=message):
         PagePool.restore(seal(arrays))
@@ -353,7 +348,7 @@ def test_pins_that_contradict_are_refused(pins: list[int], message: str) -> None
 
 def test_there_cannot_be_more_pins_than_are_counted() -> None:
     manager, request = make_pinned()
-    arrays = arrays_of(manager)
+    arrays = unseal(manager.page_pool)
     arrays["cached_pins"] = np.array([1, (1 << 31) - 1, 1], dtype=np.int32)
     pool = PagePool.restore(seal(arrays))
     restored = make_manager(page_pool=pool)
