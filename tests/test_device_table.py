@@ -474,24 +474,3 @@ def test_shard_map_is_found_where_older_versions_have_it(monkeypatch: pytest.Mon
     monkeypatch.delattr(jax, "shard_map", raising=False)
     assert device_table.get_shard_map() is older.shard_map
     assert device_table.get_shard_map(is_checked=False).func is older.shard_map
-
-
-def test_what_a_running_batch_does_reaches_the_device() -> None:
-    specs = [
-        pagepool.FullAttentionSpec(4, 1, 8, "float16", False),
-        pagepool.SlidingWindowSpec(4, 1, 8, "float16", False, sliding_window=9),
-    ]
-    manager = pagepool.CacheManager(64, [pagepool.CacheGroupSpec(spec) for spec in specs], 64)
-    tables = MultiGroupPageTable(4, 64, 64, page_sizes=[4, 4])
-    batch = pagepool.RunningBatch(manager, tables)
-    for row in range(3):
-        batch.admit(row, list(range(20 + row)))
-    for step in range(20):
-        batch.step([0, 1, 2], [step] * 3)
-        arrays = tables.commit(3)
-    batch.trim([1], 40)
-    batch.release([0])
-    batch.move_row(2, 0)
-    for array, table in zip(tables.commit(4), tables.page_tables, strict=True):
-        np.testing.assert_array_equal(np.asarray(array), table.page_table_cpu)
-    assert [array.is_deleted() for array in arrays] == [True, True]
