@@ -397,11 +397,3 @@ def test_copies_taken_by_another_thread() -> None:
     assert len({dst for _, dst, _ in taken} | {src for src, _, _ in taken}) == 4 * 8
     batch.check()
     manager.check()
-
-
-@pytest.mark.parametrize("num_computed_tokens", [-1, 8.0, "8", None])
-def test_the_next_checkpoint_of_no_request(num_computed_tokens: Any) -> None:
-    request = make_request("a")
-    request.num_computed_tokens = num_computed_tokens
-    with pytest.raises((ArgumentError, ArgumentTypeError), match="num_computed_tokens"):
-        make_manager().find_next_checkpoint(request)

@@ -226,22 +226,3 @@ def test_no_fork_of_a_request(make: Callable[[EngineRequest], Any], message: str
     pages = manager.fork(request, like(request))
     assert pages is not None
     assert pages.get_page_ids() == ([1, 7], [8])
-
-
-@pytest.mark.parametrize("num_computed_tokens", [-1, 6.0, "6", None])
-def test_no_count_of_computed_tokens(num_computed_tokens: Any) -> None:
-    manager = make_manager()
-    request = fill(manager, 6)
-    new = like(request)
-    new.num_computed_tokens = num_computed_tokens
-    with pytest.raises((ArgumentError, ArgumentTypeError), match="num_computed_tokens"):
-        manager.fork(request, new)
-
-
-@pytest.mark.parametrize("other", [None, 5, "first"])
-def test_no_request(other: Any) -> None:
-    manager = make_manager()
-    request = fill(manager, 6)
-    for pair in ((request, other), (other, like(request))):
-        with pytest.raises(ArgumentTypeError):
-            manager.fork(*pair)
