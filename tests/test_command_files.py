@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,6 +15,7 @@ pytest.importorskip("rich")
 pytest.importorskip("msgspec")
 from command_line import COMMANDS, invoke, line_of, refuse
 from model_configs import LLAMA
+from sources import run_python
 
 LINE = line_of()
 
@@ -38,11 +38,6 @@ def _no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("work was begun")
 
     monkeypatch.setattr("pagepool.replay.traces.options.read_trace", fail)
-
-
-def run(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pagepool", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
 @pytest.mark.usefixtures("_no_work")
@@ -165,13 +160,13 @@ class TestStrangeTraces:
             Path(name).write_bytes(trace.read_bytes())
         except OSError:
             pytest.skip("the file system takes no such names")
-        result = run("replay", name)
+        result = run_python("-m", "pagepool", "replay", name)
         assert (result.returncode, result.stdout.splitlines()[0][:8]) == (0, "a\N{REPLACEMENT CHARACTER}.jsonl")
         pytest.importorskip("matplotlib")
         assert invoke("plan", name, "--html", "a.html").exit_code == 0
 
     def test_names_that_the_terminal_cannot_show(self, trace: Path) -> None:
         Path("ü:smile:[bold].jsonl").write_bytes(trace.read_bytes())
-        result = run("replay", "ü:smile:[bold].jsonl", env=os.environ | {"PYTHONIOENCODING": "ascii"})
+        result = run_python("-m", "pagepool", "replay", "ü:smile:[bold].jsonl", PYTHONIOENCODING="ascii")
         assert result.returncode == 0
         assert result.stdout.startswith("\\xfc:smile:[bold].jsonl, 32,768 pages of 16 tokens\n")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import pickle
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from refusing import refused
+from sources import run_python
 from table_model import MAX_PAGE_ID, SHAPES, make_grouped_work, make_work, slots_in_numpy
 
 import pagepool
@@ -581,15 +580,15 @@ assert table.count_dirty_windows(0, 4) > 0
 """
 
 
-def run_python(code: str) -> None:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False)
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"{HOST_WORK}\nassert not {{'jax', 'jaxlib'}} & set(sys.modules), 'jax was imported'",
+        f"import sys\nsys.modules['jax'] = None\n{HOST_WORK}{WITHOUT_JAX}",
+    ],
+    ids=["it is not imported", "it is missing"],
+)
+def test_the_host_side_needs_no_jax(code: str) -> None:
+    """Without jax a device copy is refused, and the rest works."""
+    process = run_python("-c", code)
     assert process.returncode == 0, process.stderr
-
-
-def test_the_host_side_imports_no_jax() -> None:
-    run_python(f"{HOST_WORK}\nassert not {{'jax', 'jaxlib'}} & set(sys.modules), 'jax was imported'")
-
-
-def test_without_jax_a_device_copy_is_refused_and_the_rest_works() -> None:
-    run_python(f"import sys\nsys.modules['jax'] = None\n{HOST_WORK}{WITHOUT_JAX}")
