@@ -314,19 +314,12 @@ def test_a_timestamp_has_a_limit(timestamp: Any) -> None:
         TraceRecord(timestamp, 1, 1, (1,))
 
 
-@pytest.mark.parametrize("timestamp", ["9" * 16, "9" * 400, "9" * 5000, "1e16", "1e999", "-1e999", "NaN", "true", '"0"', "[]"])
+TIMES = ["9" * 16, "9" * 400, "-1" + "0" * 400, "9" * 5000, "1e16", "1e999", "-1e999", "NaN", "true", '"0"', "[]"]
+
+
+@pytest.mark.parametrize("timestamp", TIMES, ids=lambda timestamp: timestamp[:20])
 def test_a_line_with_a_timestamp_that_is_none(timestamp: str) -> None:
     line = f'{{"timestamp": {timestamp}, "input_length": 1, "output_length": 1, "hash_ids": [1]}}'
-    with pytest.raises(ArgumentError):
+    with pytest.raises(ArgumentError) as caught:
         parse_record(line.encode())
-
-
-def test_events_beyond_64_bits() -> None:
-    pytest.importorskip("msgspec")
-    from pagepool.events import BlockRemoved, EventBatch, encode_batch
-
-    for batch in (EventBatch(2**64, []), EventBatch(HUGE, []), EventBatch(0.0, [], 2**64)):
-        with pytest.raises(ArgumentError):
-            encode_batch(batch)
-    with pytest.raises(ArgumentError):
-        encode_batch(EventBatch(0.0, [BlockRemoved([2**64], None)]))
+    assert len(str(caught.value)) < 200

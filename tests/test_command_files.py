@@ -148,12 +148,6 @@ class TestStrangeTraces:
                 continue
             refuse(2, message, command, name, input=b"")
 
-    @pytest.mark.parametrize("timestamp", ["1" + "0" * 400, "-1" + "0" * 400, "1e999", str(2**53)])
-    def test_times_beyond_all_numbers(self, timestamp: str) -> None:
-        Path("late.jsonl").write_text(LINE.replace('"timestamp": 0', f'"timestamp": {timestamp}'))
-        result = refuse(2, "Error: late.jsonl:1: timestamp must be below 2**53 ms, got ", "replay", "late.jsonl")
-        assert len(result.output) < 120
-
     def test_names_that_are_no_text(self, trace: Path) -> None:
         name = os.fsdecode(b"a\xff.jsonl")
         try:
