@@ -127,6 +127,10 @@ class TransferredPages(CopiedPages):
         sources = rng.choice(known, len(loads)) if known else loads
         return self.transfer(make_transfers(np.stack(saves, axis=1), np.stack([sources, loads], axis=1)))
 
+    def check(self) -> None:
+        super().check()
+        assert [finished for finished in self.host_pages.wait() if finished[1:] != ([], [], None)] == []
+
     def transfer(self, transfers: Transfers) -> Transfers:
         self.arrays = self.host_pages.run(self.arrays, transfers)
         for host, saved in zip(self.hosts, self.saved, strict=True):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,6 +23,13 @@ HEADERS = sorted((ROOT / "pagepool").rglob("[!_]*.pxd"))  # inline functions in 
 
 CYTHON_HEADER = re.compile(r"( *)(?:cdef|cpdef|def)\b(?! (?:class|struct|enum|extern)\b)[^=(]*?(\w+)\(")
 HEADER_END = re.compile(r":\s*(#.*)?$")
+
+
+def run_python(*arguments: object, timeout: float = 120, cwd: Path | None = None, **variables: str) -> Any:
+    """Run a new Python, which imports from where this one does, with environment variables. Returns the process that ended."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | variables
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False, cwd=cwd)
 
 
 def name_of(path: Path) -> str:

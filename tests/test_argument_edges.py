@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from argument_cases import CASES, HUGE, REQUEST_METHODS, SPEC, AnyRequest, InUse, UsersOwn, find_errors
+from refusing import refused
 
 from pagepool import (
     CacheGroupSpec,
@@ -185,12 +186,10 @@ def max_digits(request: pytest.FixtureRequest) -> Iterator[int]:
 def test_an_adapters_number_has_a_limit(lora_id: Any, max_digits: int) -> None:
     for algorithm in ("siphash128", "sha256"):
         use = InUse(hash_algo=algorithm)
-        before = use.state()
         use.new.lora_id = lora_id
         for method in ("get_computed_pages", "probe", "allocate_slots"):
-            with pytest.raises(ArgumentError, match=r"lora_id: got an int of \d+ bits, allowed: ints of at most 256 bits"):
+            with refused(use.state, ArgumentError, r"lora_id: got an int of \d+ bits, allowed: ints of at most 256 bits"):
                 REQUEST_METHODS[method](use.manager, use.new)
-        assert use.state() == before
 
 
 def test_the_largest_number_of_an_adapter_is_one(max_digits: int) -> None:
@@ -260,10 +259,8 @@ def test_what_a_property_raises_comes_out(method: str, name: str, error: Excepti
         whole = vars(AnyRequest())
         members = {key: value for key, value in whole.items() if key != name} | {name: property(fail)}
         use = InUse()
-        before = use.state()
-        with pytest.raises(type(error), match="own"):
+        with refused(use.state, type(error), "own"):
             REQUEST_METHODS[method](use.manager, type("Request", (), members)())
-        assert use.state() == before
 
 
 def test_an_attribute_that_a_property_misses_is_not_the_requests() -> None:
@@ -317,19 +314,12 @@ def test_a_timestamp_has_a_limit(timestamp: Any) -> None:
         TraceRecord(timestamp, 1, 1, (1,))
 
 
-@pytest.mark.parametrize("timestamp", ["9" * 16, "9" * 400, "9" * 5000, "1e16", "1e999", "-1e999", "NaN", "true", '"0"', "[]"])
+TIMES = ["9" * 16, "9" * 400, "-1" + "0" * 400, "9" * 5000, "1e16", "1e999", "-1e999", "NaN", "true", '"0"', "[]"]
+
+
+@pytest.mark.parametrize("timestamp", TIMES, ids=lambda timestamp: timestamp[:20])
 def test_a_line_with_a_timestamp_that_is_none(timestamp: str) -> None:
     line = f'{{"timestamp": {timestamp}, "input_length": 1, "output_length": 1, "hash_ids": [1]}}'
-    with pytest.raises(ArgumentError):
+    with pytest.raises(ArgumentError) as caught:
         parse_record(line.encode())
-
-
-def test_events_beyond_64_bits() -> None:
-    pytest.importorskip("msgspec")
-    from pagepool.events import BlockRemoved, EventBatch, encode_batch
-
-    for batch in (EventBatch(2**64, []), EventBatch(HUGE, []), EventBatch(0.0, [], 2**64)):
-        with pytest.raises(ArgumentError):
-            encode_batch(batch)
-    with pytest.raises(ArgumentError):
-        encode_batch(EventBatch(0.0, [BlockRemoved([2**64], None)]))
+    assert len(str(caught.value)) < 200

@@ -27,10 +27,11 @@ from hybrids import (
     run,
     take,
 )
+from refusing import refused
 from settings import NUM_OPERATIONS
 
 from pagepool import EngineRequest, PageHash, PageHashWithGroupId, PagePool
-from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError, RowIndexError
+from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError
 
 # --- how checkpoints are made -----------------------------------------------------------------------------------
 
@@ -299,11 +300,9 @@ def test_hits_cut_short(num_new_computed_tokens: int) -> None:
     request = make_request("b")
     hits, num_hit_tokens = manager.get_computed_pages(request)
     assert num_hit_tokens == 16
-    before = manager_state(manager)
     message = f"^request 'b': got {num_new_computed_tokens} computed tokens, and new_computed_pages of .16, 16. tokens"
-    with pytest.raises(ArgumentError, match=message):
+    with refused(lambda: manager_state(manager), ArgumentError, message):
         manager.allocate_slots(request, 4, num_new_computed_tokens, hits)
-    assert manager_state(manager) == before
     assert take(manager) == []
 
 
@@ -347,13 +346,11 @@ WHILE_DUE: dict[str, Callable[[Due], Any]] = {
 @pytest.mark.parametrize("name", WHILE_DUE)
 def test_while_copies_are_due(name: str) -> None:
     due = Due()
-    before = due.state()
-    with pytest.raises(
-        CopiesDueError, match=r"^(row [013].*: )?copies .*are due, or transfers: call take_copies, .*and do them, before$"
+    with refused(
+        due.state, CopiesDueError, r"^(row [013].*: )?copies .*are due, or transfers: call take_copies, .*and do them, before$"
     ) as caught:
         WHILE_DUE[name](due)
     assert isinstance(caught.value, RuntimeError)
-    assert due.state() == before
     assert take(due.batch) != []
     due.batch.step([0, 1, 2, 3], [1] * 4)
 
@@ -400,28 +397,3 @@ def test_copies_taken_by_another_thread() -> None:
     assert len({dst for _, dst, _ in taken} | {src for src, _, _ in taken}) == 4 * 8
     batch.check()
     manager.check()
-
-
-@pytest.mark.parametrize(
-    ("rows", "error", "message"),
-    [
-        ([4], RowIndexError, r"row.* got 4, allowed: 0 to 3"),
-        (np.array([0, -1]), RowIndexError, r"row.* got -1, allowed: 0 to 3"),
-        ([1 << 40], ArgumentError, "got 1099511627776"),
-        ([0.0], ArgumentTypeError, "float"),
-        (np.zeros(1), ArgumentTypeError, "float64"),
-        (0, ArgumentTypeError, "^rows: got int, allowed: a list or an array"),
-    ],
-)
-def test_the_next_checkpoint_of_no_rows(rows: Any, error: type[Exception], message: str) -> None:
-    batch = make_batch(make_manager())
-    with pytest.raises(error, match=message):
-        batch.find_next_checkpoint(rows)
-
-
-@pytest.mark.parametrize("num_computed_tokens", [-1, 8.0, "8", None])
-def test_the_next_checkpoint_of_no_request(num_computed_tokens: Any) -> None:
-    request = make_request("a")
-    request.num_computed_tokens = num_computed_tokens
-    with pytest.raises((ArgumentError, ArgumentTypeError), match="num_computed_tokens"):
-        make_manager().find_next_checkpoint(request)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from sources import run_python
 
 from pagepool import doctor
 from pagepool._core import build_flags
@@ -45,14 +45,10 @@ def problems() -> list[Problem]:
     return []
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-
-
 def test_the_json_is_the_diagnosis() -> None:
     """jax starts in another process, and so takes no device here."""
     code = "import sys; from pagepool.doctor import main; main(['--json']); sys.exit(int('jax' in sys.modules))"
-    process = run(code)
+    process = run_python("-c", code, timeout=300)
     assert process.returncode == 0, process.stderr
     diagnosis = json.loads(process.stdout)
     assert [*diagnosis] == ["versions", "core", "self_test", "extras", "jax", "engines", "problems"]
@@ -67,7 +63,7 @@ def test_without_click() -> None:
     """The other commands then name the extra, see test_command_manners."""
     no_jax = "from pagepool.doctor import engines; engines.find_version = lambda name: None"
     hidden = f"import sys; sys.modules['click'] = None; {no_jax}"
-    process = run(f"{hidden}; from pagepool.replay import cli; sys.argv[1:] = ['doctor']; cli.main()")
+    process = run_python("-c", f"{hidden}; from pagepool.replay import cli; sys.argv[1:] = ['doctor']; cli.main()")
     assert process.returncode == 1
     assert "\nself-test  passed in " in process.stdout
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ from event_managers import FULL, make_told, run_request
 from ports import free_port
 from raw_router import connect
 from router import Router
+from sources import run_python
 from subscribers import (
     ALLOWED,
     CURVE,
@@ -553,8 +552,7 @@ publisher = EventPublisher(manager, LOOPBACK, LOOPBACK, {keys})
 {router}
 raise SystemExit(3)
 """
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    process = run_python("-c", code)
     assert (process.returncode, process.stderr) == (3, "")
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,6 +15,7 @@ pytest.importorskip("msgspec")
 
 from fleets import HAS_RAY, KEY, SETTINGS, make_fleet, make_records
 from replays import make_manager, scale
+from sources import run_python
 
 from pagepool._core import HashChain
 from pagepool.errors import PagePoolError
@@ -185,7 +183,5 @@ def test_on_ray(check: str, tmp_path: Path) -> None:
     """In a process of its own: Ray forks, and other tests have started the threads of jax. Its actors import from the folder in
     which it starts, so not among the sources.
     """
-    command = [sys.executable, str(Path(__file__).with_name("ray_fleet.py")), check]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment, cwd=tmp_path)
+    process = run_python(Path(__file__).with_name("ray_fleet.py"), check, timeout=300, cwd=tmp_path)
     assert (process.returncode, process.stdout.splitlines()[-1:]) == (0, ["done"]), process.stderr

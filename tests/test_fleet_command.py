@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ pytest.importorskip("rich")
 pytest.importorskip("msgspec")
 from command_line import figures_of, invoke, line_of, write_trace
 from fleets import HAS_RAY, make_records
+from sources import run_python
 
 
 @pytest.fixture
@@ -53,8 +52,7 @@ def test_a_trace_that_idles_for_months(trace: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "no.such.host.invalid:1", "127.0.0.1:x"])
 def test_no_ray_at_the_address(trace: Path, address: str) -> None:
     code = "from pagepool.replay.command import pagepool; pagepool()"
-    command = [sys.executable, "-c", code, "fleet", str(trace), "--ray", address, "--limit", "3"]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    process = run_python("-c", code, "fleet", trace, "--ray", address, "--limit", 3, timeout=300)
     assert process.returncode == 1
     assert f"Error: Ray at {address}:" in process.stderr
     assert "Traceback" not in process.stderr.split("Error: Ray at")[1]

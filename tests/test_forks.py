@@ -22,6 +22,7 @@ from hybrids import (
     take,
 )
 from overwriting import overwrite
+from refusing import refused
 
 from pagepool import EngineRequest
 from pagepool.errors import (
@@ -63,10 +64,10 @@ def test_a_request_that_went_back_behind_its_window() -> None:
     assert manager.get_page_ids("a") == ([0, 0, 0, 4, 5, 6],)
     request.num_computed_tokens = 10
     target = make_request("b", 24, num_computed_tokens=10)
-    before = manager_state(manager)
-    with pytest.raises(ArgumentError, match="num_computed_tokens: got 10, allowed: as many as the request had"):
+    with refused(
+        lambda: manager_state(manager), ArgumentError, "num_computed_tokens: got 10, allowed: as many as the request had"
+    ):
         manager.fork(request, target)
-    assert manager_state(manager) == before
 
 
 def test_a_page_that_somebody_gave_back_is_not_shared() -> None:
@@ -150,10 +151,8 @@ BAD_FORKS: dict[str, tuple[Any, Any, type[Exception], str]] = {
 @pytest.mark.parametrize(("row", "targets", "error", "message"), BAD_FORKS.values(), ids=BAD_FORKS)
 def test_no_fork(row: Any, targets: Any, error: type[Exception], message: str) -> None:
     batch = make_forkable()
-    before = batch_state(batch)
-    with pytest.raises(error, match=message):
+    with refused(lambda: batch_state(batch), error, message):
         batch.fork(row, targets)
-    assert batch_state(batch) == before
     assert take(batch) == []
     batch.fork(0, [3, 1])
     assert batch.get_page_ids(1) == ([1, 8], [9])
@@ -161,11 +160,9 @@ def test_no_fork(row: Any, targets: Any, error: type[Exception], message: str) -
 
 def test_too_few_pages_for_rows() -> None:
     batch = make_forkable(num_pages=9)
-    before = batch_state(batch)
-    with pytest.raises(OutOfPagesError, match=r"^row 0: its forks need 4 pages, 3 are free$") as caught:
+    with refused(lambda: batch_state(batch), OutOfPagesError, r"^row 0: its forks need 4 pages, 3 are free$") as caught:
         batch.fork(0, [1, 3])
     assert isinstance(caught.value, ValueError)
-    assert batch_state(batch) == before
     assert take(batch) == []
     batch.fork(0, [1])
     assert take(batch) == [(2, 6, 0), (3, 7, 1)]
@@ -222,31 +219,10 @@ def test_no_fork_of_a_request(make: Callable[[EngineRequest], Any], message: str
     request = fill(manager, 6)
     held = EngineRequest("held", [5] * 6)
     run(manager, held, 6)
-    before = manager_state(manager)
-    with pytest.raises(ArgumentError, match=message):
+    with refused(lambda: manager_state(manager), ArgumentError, message):
         manager.fork(*make(request))
-    assert manager_state(manager) == before
     assert take(manager) == []
     request.num_computed_tokens = 6
     pages = manager.fork(request, like(request))
     assert pages is not None
     assert pages.get_page_ids() == ([1, 7], [8])
-
-
-@pytest.mark.parametrize("num_computed_tokens", [-1, 6.0, "6", None])
-def test_no_count_of_computed_tokens(num_computed_tokens: Any) -> None:
-    manager = make_manager()
-    request = fill(manager, 6)
-    new = like(request)
-    new.num_computed_tokens = num_computed_tokens
-    with pytest.raises((ArgumentError, ArgumentTypeError), match="num_computed_tokens"):
-        manager.fork(request, new)
-
-
-@pytest.mark.parametrize("other", [None, 5, "first"])
-def test_no_request(other: Any) -> None:
-    manager = make_manager()
-    request = fill(manager, 6)
-    for pair in ((request, other), (other, like(request))):
-        with pytest.raises(ArgumentTypeError):
-            manager.fork(*pair)

@@ -335,22 +335,6 @@ def test_an_image_enters_the_pages_it_overlaps_and_all_after(first, second, num_
     assert fill(manager, EngineRequest("b", list(tokens), mm_features=second)) == num_shared_tokens
 
 
-@pytest.mark.parametrize("hash_algo", ["siphash128", "sha256", hash])
-def test_decoded_pages_carry_the_keys_of_the_prompt(hash_algo):
-    """A follow-up to a conversation with an image hits the generated pages; other requests do not."""
-    manager = make_manager(hash_algo=hash_algo)
-    request = EngineRequest("a", [1] * 6, mm_features=[image("x", 1, 2)], cache_salt="s")
-    fill(manager, request)
-    for token in range(7):
-        request.append_output_token_ids(token)
-        manager.allocate_slots(request, 1)
-        request.num_computed_tokens += 1
-    follow_up = [*request.all_token_ids, 5]
-    same = EngineRequest("b", follow_up, mm_features=[image("x", 1, 2)], cache_salt="s")
-    assert manager.get_computed_pages(same)[1] == 12
-    assert manager.get_computed_pages(EngineRequest("c", follow_up, cache_salt="s"))[1] == 0
-
-
 @pytest.mark.parametrize(
     "request_keys",
     [

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hybrids import FULL, make_batch, make_manager
+from hybrids import FULL, make_batch, make_manager, start
 from interrupts import call_in_thread, interrupted_everywhere
 from settings import NUM_OPERATIONS
 from threads import run_threads
@@ -27,20 +27,9 @@ def make_tiered(*specs: Any, num_pages: int = 8, num_host_pages: int = 20, **opt
     return make_manager(*specs or (FULL,), num_pages=num_pages, host_tier=tier, **options)
 
 
-def run_request(manager: CacheManager, token_ids: list[int], name: str = "a") -> EngineRequest | None:
-    """Compute all tokens of a request behind its hits; None if too few pages are free."""
-    request = EngineRequest(name, token_ids)
-    hits, num_hits = manager.get_computed_pages(request)
-    if manager.allocate_slots(request, len(token_ids) - num_hits, num_hits, hits) is None:
-        return None
-    request.num_computed_tokens = len(token_ids)
-    return request
-
-
 def pass_through(manager: CacheManager, token_ids: list[int]) -> None:
     """Compute a request, and end it."""
-    request = run_request(manager, token_ids)
-    assert request is not None
+    request = start(manager, "a", token_ids)
     manager.take_copies()
     manager.free(request)
 
@@ -78,8 +67,7 @@ def test_evicted_pages_are_saved_and_hit() -> None:
     assert (transfers.save_group.tolist(), transfers.load_src.tolist(), transfers.number) == ([0] * 5, [], 1)
     assert count_hits(manager, FIRST) == 0  # in flight
     manager.complete_transfers(1)
-    request = run_request(manager, FIRST)
-    assert request is not None
+    start(manager, "a", FIRST)
     loads = manager.take_transfers()
     assert loads.load_src.tolist() == [5, 4, 3, 2, 1]
     assert list(loads.load_dst) == manager.get_page_ids("a")[0][:5]
@@ -97,8 +85,7 @@ def test_failed_loads_rewind_rows_and_requests() -> None:
     complete(manager)
     batch = make_batch(manager)
     assert batch.admit(0, FIRST) == 20
-    request = run_request(manager, FIRST)
-    assert request is not None
+    request = start(manager, "a", FIRST)
     transfers = manager.take_transfers()
     failed = manager.fail_transfers(transfers.number, loads=[2])
     assert (len(failed), failed.page_ids) == (1, [int(transfers.load_dst[2])])
@@ -289,7 +276,7 @@ def test_transfers_in_flight_are_listed() -> None:
     first = manager.take_transfers()
     pass_through(manager, OTHER[30:50])
     second = manager.take_transfers()
-    run_request(manager, FIRST[:5])
+    start(manager, "a", FIRST[:5])
     assert [repr(transfers) for transfers in manager.list_transfers_in_flight()] == [repr(first), repr(second)]
     assert first.load_src.size
     manager.complete_transfers(first.number)

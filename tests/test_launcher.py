@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_easydel import HOME, SHOW, run_python, without_easydel, write_engine
+from fake_easydel import HOME, SHOW, run_python, write_engine
 
 LAUNCHER = ("-m", "pagepool.compat.easydel")
 
@@ -137,21 +137,6 @@ def test_the_engine_has_pagepool(folder: Path, program: str, value: str | None) 
 def test_the_program_runs_before_the_engine_is_imported(folder: Path) -> None:
     (folder / "early.py").write_text("import sys; print('easydel' in sys.modules, 'jax' in sys.modules)")
     assert run_python(folder, *LAUNCHER, "early.py").stdout == "False False\n"
-
-
-def test_an_engine_of_another_version_is_not_run(folder: Path) -> None:
-    write_engine(folder, "0.4.0")
-    process = run_python(folder, *LAUNCHER, "show.py")
-    assert (process.returncode, process.stdout) == (1, "")
-    assert process.stderr.splitlines()[-1].endswith("CompatError: EasyDeL's version: got 0.4.0, expected 0.3.0")
-
-
-@without_easydel
-def test_a_program_without_the_engine(tmp_path: Path) -> None:
-    (tmp_path / "show.py").write_text(SHOW)
-    process = run_python(tmp_path, *LAUNCHER, "show.py")
-    assert process.returncode == 1
-    assert "CompatError: easydel: got no such module, expected that of easydel==0.3.0" in process.stderr
 
 
 CHILDREN = f"""

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import doctest
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from sources import ROOT
+from sources import ROOT, run_python
 
 for package in ("click", "rich", "msgspec", "matplotlib"):
     pytest.importorskip(package)
@@ -75,8 +72,8 @@ def run_apart(command: list[str]) -> None:
     if not HAS_RAY:
         pytest.skip("ray is not installed")
     code = "from pagepool.replay.cli import main; main()"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code, *command[1:]], check=True, capture_output=True, timeout=300, env=environment)
+    process = run_python("-c", code, *command[1:], timeout=300)
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Page copies on one device: values, donation, compilations, errors. Several devices are in `moved_pages_devices`."""
+"""Page copies on one device: values, donation, compilations, errors, and what host pages share with them. Several devices are
+in `moved_pages_devices`.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
-from devices import after_slow_work, assert_separate, count_compilations, read  # noqa: E402
+from devices import after_slow_work, assert_separate, count_compilations  # noqa: E402
 from moved_pages import (  # noqa: E402
     CopiedPages,
     Copies,
+    TransferredPages,
     assert_same,
     compile_program,
     copy_in_numpy,
@@ -25,9 +28,11 @@ from moved_pages import (  # noqa: E402
 
 from pagepool import page_copies  # noqa: E402
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError  # noqa: E402
+from pagepool.host_pages import HostPages  # noqa: E402
 from pagepool.page_copies import copy_pages, warmup  # noqa: E402
 
 NUM_PAGES = 40
+both_kinds = pytest.mark.parametrize("kind", [CopiedPages, TransferredPages])
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "int32", "bool", "complex64"]
 
 
@@ -94,13 +99,15 @@ def test_arrays_are_updated_in_place() -> None:
     assert "} copy(" not in text
 
 
-def test_a_step_that_still_reads_the_arrays_is_safe() -> None:
-    array = warmup(jnp.arange(64), 1)
-    for page in range(2, 8):
-        step = after_slow_work(array)
-        expected = read(array)
-        array = copy_pages(array, make_copies([(1, page)]))
+@both_kinds
+def test_a_step_that_still_reads_the_arrays_is_safe(kind: type[CopiedPages]) -> None:
+    rng, pages = np.random.default_rng(7), kind([np.arange(64, dtype=np.int32)])
+    pages.warmup(3)
+    for _ in range(6):
+        step, expected = after_slow_work(pages.arrays[0]), pages.hosts[0].copy()
+        pages.move(rng, 3)
         np.testing.assert_array_equal(step, expected)
+    pages.check()
 
 
 def test_host_writes_never_reach_a_pending_copy() -> None:
@@ -126,29 +133,43 @@ def test_payloads_are_never_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_separate([*sent, *copies])
 
 
+@both_kinds
 @pytest.mark.parametrize("guard", [jax.transfer_guard, jax.transfer_guard_host_to_device])
-def test_copies_pass_a_transfer_guard(guard: Any) -> None:
-    array = jnp.arange(8)
+def test_moves_pass_a_transfer_guard(guard: Any, kind: type[CopiedPages]) -> None:
+    rng, pages = np.random.default_rng(3), kind([np.arange(8, dtype=np.int32)])
     with guard("disallow"):
-        array = copy_pages(warmup(array, 2), make_copies([(1, 2), (3, 4)]))
-    assert array.tolist() == [0, 1, 1, 3, 3, 5, 6, 7]
+        pages.prepare()
+        pages.warmup(2)
+        for _ in range(4):
+            pages.move(rng, 2)
+    pages.check()
 
 
 # Compilations.
 
 
-@pytest.mark.parametrize(("max_num_copies", "num_programs", "is_committed"), [(3, 3, False), (39, 7, True)])
-def test_no_compilation_after_warmup(max_num_copies: int, num_programs: int, is_committed: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "num_pages", "max_num", "num_programs", "is_committed"),
+    [
+        (CopiedPages, 40, 3, 3, False),
+        (CopiedPages, 40, 39, 7, True),
+        (TransferredPages, 100, 3, 2 * 2 * 3, False),  # to save and to load, for each dtype
+        (TransferredPages, 100, 500, 2 * 2 * 5, True),
+    ],
+)
+def test_no_compilation_after_warmup(
+    kind: type[CopiedPages], num_pages: int, max_num: int, num_programs: int, is_committed: bool
+) -> None:
     rng = np.random.default_rng(6)
-    hosts = [draw_array(rng, (NUM_PAGES, 3), dtype) for dtype in ("float32", "int32")]
-    pages = CopiedPages(hosts, jax.devices()[0] if is_committed else None)
+    hosts = [draw_array(rng, (num_pages, 3), dtype) for dtype in ("int8", "int32")]
+    pages = kind(hosts, jax.devices()[0] if is_committed else None)
     jax.clear_caches()
     with count_compilations() as in_warmup:
-        pages.warmup(max_num_copies)
+        pages.warmup(max_num)
     assert len(in_warmup) == num_programs
     with count_compilations() as later:
-        for num_copies in range(max_num_copies + 1):
-            pages.move(rng, num_copies)
+        for num in (*range(min(40, max_num + 1)), max_num // 2, max_num):
+            pages.move(rng, min(num, num_pages - 1))
             jax.block_until_ready(pages.arrays)
     assert not later
     pages.check()
@@ -222,7 +243,11 @@ def warmup_one(arrays: Any, page_axis: Any) -> Any:
     return warmup(arrays, 1, page_axis=page_axis)
 
 
-@pytest.mark.parametrize("call", [copy_one, warmup_one])
+def keep_on_host(arrays: Any, page_axis: Any) -> Any:
+    return HostPages(arrays, 4, page_axis=page_axis)
+
+
+@pytest.mark.parametrize("call", [copy_one, warmup_one, keep_on_host])
 @pytest.mark.parametrize(
     ("make", "page_axis", "error", "message"),
     [

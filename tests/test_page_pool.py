@@ -21,7 +21,7 @@ from pagepool import (
     hash_request_tokens,
 )
 from pagepool._core import HashChain, PageIds
-from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, OutOfPagesError, PageHashError, PageIdError
+from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, PageHashError, PageIdError
 from pagepool.request import EngineRequest
 
 
@@ -264,18 +264,6 @@ def test_long_lists_take_the_road_without_the_gil(num_pages):
 # Shards.
 
 
-def test_a_hint_takes_from_its_shard_in_queue_order():
-    pool = PagePool(12, True)
-    pool.get_new_page_ids(11)
-    pool.free_page_ids([7, 5, 4, 2, 9, 1])
-    assert pool.get_new_page_ids(2, dp_shard_hint=1, data_parallel_size=3).tolist() == [7, 5]
-    assert ids(pool.get_new_pages(1, dp_shard_hint=3, data_parallel_size=3)) == [2]
-    with pytest.raises(OutOfPagesError, match="in shard 1"):
-        pool.get_new_pages(2, dp_shard_hint=1, data_parallel_size=3)
-    assert pool.get_new_page_ids(1, dp_shard_hint=1, data_parallel_size=5).tolist() == [4]
-    pool.check()
-
-
 def test_a_shard_hands_out_no_page_with_a_holder():
     pool = PagePool(12, True)
     pool.pages[7].ref_cnt = 1
@@ -385,15 +373,6 @@ def test_hashes_that_the_pool_completes_have_the_extra_keys():
     pool.cache_full_page_ids(request, pool.get_new_page_ids(3), hashes, 0, 3, 3, 0)
     assert hashes == hash_request_tokens(hash, 3, request)
     assert [page_hash.extra_keys is None for page_hash in hashes] == [False, False, True]
-
-
-def test_hashes_with_tokens_hit_equal_tokens_only():
-    pool = PagePool(8, True)
-    pool.pages[1].page_hash = PageHashWithGroupId(PageHash(5, (1, 2)), 0)
-    pool.pages[2].page_hash = PageHashWithGroupId(PageHash(5, (3, 4)), 0)
-    assert ids(pool.get_cached_page(PageHash(5, (3, 4)), [0])) == [2]
-    assert pool.get_cached_page(PageHash(5, (1, 4)), [0]) is None
-    assert pool.get_cached_page(PageHash(5, ()), [0]) is None
 
 
 def test_the_prefix_cache_is_reset_only_when_nothing_is_held(caplog):

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from batch_model import package_pool_state
-from hybrids import FULL, THREE_PAGES, WINDOW, count_hits, make_batch, manager_state, start
+from hybrids import FULL, THREE_PAGES, WINDOW, count_hits, make_batch, manager_state, start, unseal
 from hybrids import make_manager as make_hybrid
+from refusing import refused
 from twin_engine import Request
 from twins import pins_of
 
@@ -25,7 +26,6 @@ from pagepool.errors import (
     IntegrityError,
     PageIdError,
     PinBudgetError,
-    RowIndexError,
     SnapshotError,
 )
 from pagepool.page_pool.snapshot import seal
@@ -73,16 +73,14 @@ def test_spans_that_are_refused(span: Any, error: type[Exception]) -> None:
     request = start(manager, "a")
     batch = make_batch(manager)
     batch.admit(0, [7] * 5)
-    before = manager_state(manager)
     for call in (
         lambda: manager.pin(request, *span),
         lambda: manager.unpin(request, *span),
         lambda: batch.pin(0, *span),
         lambda: batch.unpin(0, *span),
     ):
-        with pytest.raises(error, match=r"start|stop"):
+        with refused(lambda: manager_state(manager), error, r"start|stop"):
             call()
-    assert manager_state(manager) == before
 
 
 def test_a_request_whose_tokens_are_missing() -> None:
@@ -92,11 +90,9 @@ def test_a_request_whose_tokens_are_missing() -> None:
         request_id="short", num_tokens=12, all_token_ids=THREE_PAGES[:5], num_computed_tokens=0, sampling_params=None, status=1
     )
     manager.pin(request)
-    before = manager_state(manager)
     for call in (manager.pin, manager.unpin):
-        with pytest.raises(ArgumentError, match="all_token_ids ends at 5"):
+        with refused(lambda: manager_state(manager), ArgumentError, "all_token_ids ends at 5"):
             call(short)
-    assert manager_state(manager) == before
 
 
 # --- the budget -----------------------------------------------------------------------------------------------
@@ -120,12 +116,10 @@ def test_beyond_the_budget_nothing_is_pinned() -> None:
     manager = make_manager(max_pinned_share=0.2)
     first, second = start(manager, "a"), start(manager, "b", [*THREE_PAGES[:4], *range(50, 58)])
     assert manager.pin(first) == 3
-    before = manager_state(manager)
     message = "^pages to pin: got 2 more, 3 are pinned, allowed: 4 in all$"
-    with pytest.raises(PinBudgetError, match=message) as caught:
+    with refused(lambda: manager_state(manager), PinBudgetError, message) as caught:
         manager.pin(second)
     assert isinstance(caught.value, ValueError)
-    assert manager_state(manager) == before
     assert manager.pin(second, stop=8) == 2
     assert pins_of(manager.page_pool) == {1: 2, 2: 1, 3: 1, 4: 1}
     assert manager.pin(first) == 3  # pages that are pinned cost nothing more
@@ -262,10 +256,8 @@ def test_a_page_that_cannot_be_held_is_not_pinned() -> None:
     pool = manager.page_pool
     request = start(manager, "a")
     pool.pages[2].ref_cnt = (1 << 31) - 2
-    before = manager_state(manager)
-    with pytest.raises(PageIdError, match="page 2 cannot be touched"):
+    with refused(lambda: manager_state(manager), PageIdError, "page 2 cannot be touched"):
         manager.pin(request)
-    assert manager_state(manager) == before
     pool.pages[2].ref_cnt = 1
     manager.free(request)
     pool.pages[2].ref_cnt = 1
@@ -277,15 +269,6 @@ def test_a_page_that_cannot_be_held_is_not_pinned() -> None:
 
 
 # --- rows ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["pin", "unpin"])
-def test_rows_that_cannot_be_pinned(name: str) -> None:
-    manager = make_manager()
-    batch = make_batch(manager)
-    for row, error, message in ((0, ArgumentError, "^row 0 is not admitted$"), (4, RowIndexError, "row")):
-        with pytest.raises(error, match=message):
-            getattr(batch, name)(row)
 
 
 def test_a_cut_through_a_pinned_page_leaves_it_whole() -> None:
@@ -345,11 +328,6 @@ def test_a_restored_pool_has_the_pins(tmp_path: Path) -> None:
     assert restored.reset_prefix_cache()
 
 
-def arrays_of(manager: CacheManager) -> dict[str, Any]:
-    saved = manager.page_pool.snapshot()
-    return {name: array for name, array in saved.items() if name not in ("format", "version", "checksum")}
-
-
 @pytest.mark.parametrize(
     ("pins", "message"),
     [
@@ -362,7 +340,7 @@ def test_pins_that_contradict_are_refused(pins: list[int], message: str) -> None
     manager, request = make_pinned()
     manager.page_pool.unpin_all()
     manager.free(request)
-    arrays = arrays_of(manager)
+    arrays = unseal(manager.page_pool)
     arrays["cached_pins"] = np.array(pins, dtype=np.int32)
     with pytest.raises(SnapshotError, match=message):
         PagePool.restore(seal(arrays))
@@ -370,15 +348,13 @@ def test_pins_that_contradict_are_refused(pins: list[int], message: str) -> None
 
 def test_there_cannot_be_more_pins_than_are_counted() -> None:
     manager, request = make_pinned()
-    arrays = arrays_of(manager)
+    arrays = unseal(manager.page_pool)
     arrays["cached_pins"] = np.array([1, (1 << 31) - 1, 1], dtype=np.int32)
     pool = PagePool.restore(seal(arrays))
     restored = make_manager(page_pool=pool)
-    before = manager_state(restored)
     page_id = arrays["cached_page_ids"][1]
-    with pytest.raises(PageIdError, match=f"page {page_id} cannot be pinned: it has 2147483647 pins"):
+    with refused(lambda: manager_state(restored), PageIdError, f"page {page_id} cannot be pinned: it has 2147483647 pins"):
         restored.pin(request)
-    assert manager_state(restored) == before
 
 
 def test_a_pool_without_pins_has_no_memory_for_them() -> None:

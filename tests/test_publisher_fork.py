@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from textwrap import indent
 
 import pytest
+from sources import run_python
 
 pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
 pytest.importorskip("zmq", reason="events are an extra: pyzmq is not installed")
@@ -131,6 +130,5 @@ OPEN, WITH_KEYS = "({}, None)", "(CURVE, ALLOWED)"
 def test_a_process_that_forks(name: str, options: str) -> None:
     body = indent(PROGRAMS[name] + "end()\n", "    ")
     code = PROGRAM.replace("{options}", options) + "try:\n" + body + "finally:\n" + KILL
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    process = run_python("-c", code)
     assert (process.returncode, process.stderr) == (0, "")

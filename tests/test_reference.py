@@ -34,23 +34,8 @@ from typing import Any
 
 import pytest
 from oracle import OracleManager
-from settings import (
-    CHUNK_8,
-    CHUNK_16,
-    FULL_1,
-    FULL_2,
-    FULL_4,
-    FULL_16,
-    LARGE,
-    SMALL,
-    STATE,
-    WINDOW_1,
-    WINDOW_3,
-    WINDOW_5,
-    WINDOW_9,
-    Habits,
-    Setting,
-)
+from settings import CHUNK_8, CHUNK_16, FULL_1, FULL_4, SMALL, STATE, WINDOW_3, WINDOW_9, Habits, Setting
+from settings import SETTINGS as ALL
 from twin_engine import Request
 from twins import OracleTwin, PackageTwin, State, Twin, Twins
 from workload import run_workload
@@ -82,38 +67,26 @@ CHAINED = replace(PLAIN, prompt_logprobs=True, follow_ups=True, repeated_tokens=
 BURSTING = replace(PLAIN, prompt_logprobs=True, follow_ups=True, bursts=True, delay_caching=True)
 UNSHARED = replace(BURSTING, repeated_tokens=True)
 
+NAMES = {
+    "full 4, full eagle, full 2 shards, full uneven shards, window 5, window 9, window 9 eagle": CHAINED,
+    "full and window, windows and full, full and window eagle, full and chunk": CHAINED,
+    "full 2, full 16, full 4 shards": BURSTING,
+    "window 1, window 3, window 1 eagle, chunk 8, chunk 16": PLAIN,
+    "full uncached, mamba, full and mamba": UNSHARED,
+}
+HABITS = {name: habits for names, habits in NAMES.items() for name in names.split(", ")}
 SETTINGS = [
+    *(replace(setting, habits=HABITS[setting.name]) for setting in ALL if setting.name in HABITS),
     Setting("full 1", (FULL_1,), habits=CHAINED),
-    Setting("full 2", (FULL_2,), habits=BURSTING),
-    Setting("full 4", (FULL_4,), habits=CHAINED),
     Setting("full 4 bursts", (FULL_4,), habits=BURSTING),
-    Setting("full 16", (FULL_16,), habits=BURSTING),
-    Setting("full eagle", (FULL_4,), use_eagle=True, habits=CHAINED),
-    Setting("full uncached", (FULL_4,), enable_caching=False, habits=UNSHARED),
-    Setting("full 2 shards", (FULL_4,), (8, 24), data_parallel_size=2, habits=CHAINED),
-    Setting("full 4 shards", (FULL_2,), (16, 48), data_parallel_size=4, habits=BURSTING),
-    Setting("full uneven shards", (FULL_4,), (9, 25), data_parallel_size=2, habits=CHAINED),
-    Setting("window 1", (WINDOW_1,), habits=PLAIN),
-    Setting("window 3", (WINDOW_3,), habits=PLAIN),
-    Setting("window 5", (WINDOW_5,), habits=CHAINED),
-    Setting("window 9", (WINDOW_9,), habits=CHAINED),
-    Setting("window 1 eagle", (WINDOW_1,), use_eagle=True, habits=PLAIN),
-    Setting("window 9 eagle", (WINDOW_9,), use_eagle=True, habits=CHAINED),
     Setting("window uncached", (WINDOW_9,), enable_caching=False, habits=UNSHARED),
-    Setting("chunk 8", (CHUNK_8,), habits=PLAIN),
-    Setting("chunk 16", (CHUNK_16,), habits=PLAIN),
     Setting("chunk 2 shards", (CHUNK_16,), (8, 24), data_parallel_size=2, habits=PLAIN),
     Setting("window 2 shards", (WINDOW_9,), (8, 24), data_parallel_size=2, habits=CHAINED),
-    Setting("mamba", (STATE,), habits=UNSHARED),
-    Setting("full and window", (FULL_4, WINDOW_9), SMALL, habits=CHAINED),
     Setting("full and short window", (FULL_4, WINDOW_3), SMALL, habits=PLAIN),
-    Setting("windows and full", (WINDOW_9, WINDOW_9, FULL_4), LARGE, habits=CHAINED),
-    Setting("full and window eagle", (FULL_4, WINDOW_9), SMALL, use_eagle=True, habits=CHAINED),
-    Setting("full and chunk", (FULL_4, FULL_4, CHUNK_16), LARGE, habits=CHAINED),
     Setting("chunk and full", (CHUNK_8, FULL_4), SMALL, habits=PLAIN),
-    Setting("full and mamba", (FULL_4, STATE), SMALL, habits=UNSHARED),
     Setting("mamba and full", (STATE, FULL_4), SMALL, habits=UNSHARED),
 ]
+assert len(SETTINGS) == len(HABITS) + 8
 
 
 class ReferenceTwin(Twin):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from refusing import refused
 
 from pagepool._core import (
     CacheGroups,
@@ -135,10 +136,8 @@ def test_pages_that_somebody_else_gave_back() -> None:
     request = make_request(store, CacheGroups([(PageRules(4, 5), 0, 1)]), 16)
     store.give_back([2])
     for call in (request.give_back, lambda: request.skip(16)):
-        before = lists(request), ref_counts(store)
-        with pytest.raises(DoubleFreeError, match="page 2"):
+        with refused(lambda: (lists(request), ref_counts(store)), DoubleFreeError, "page 2"):
             call()
-        assert (lists(request), ref_counts(store)) == before
     with pytest.raises(IntegrityError, match="page 2 stands in 1 rows and requests, its ref count is 0"):
         check_holders(store, [request])
 

@@ -91,27 +91,6 @@ VLLM_DIGESTS: dict[str, tuple[dict[str, Any], str]] = {
         eb9079a54ab82dd77ab4341a459f41a0c8cd066252c86652e842ef1712133bd6
         22cb286178bc7b7f7bb2f482b8b267b3d007cda8bee4eb464cb3b9d034695fdd""",
     ),
-    "salt": (
-        {"cache_salt": "pepper"},
-        """3e19384f21badfbc32cc056307d0235a161d92950a9ac07d8c05fadee277cce3
-        09e3e1d37902ae8ba4cddf2ba5cf697577e229e92f06b9870707b7d2a5bdedae
-        c5ea453a30526162c553cabd9b0505582f5e42148c90512215200e8d453ff67a
-        24ab5ff1d4e720f4ecd663a999cc198606402846d88e9c1e8502ed77b7791a19""",
-    ),
-    "LoRA": (
-        {"lora_id": TUNED},
-        """3e4c43263cd7501f99a5438accac4818dd7b507f7acc3748daf71f6662374b08
-        47acad3e6aff3811a5cf47b666b4cb8669ea38b62a7403fdd038a75332c05dbe
-        979643cfbec22a4633d33fede41c1c7bd3c24180f8f668fce0edda2f8323a046
-        803dd9b573b02fa7d5aec8d348528bb044e2109061385d5c91a118fa7ef5458c""",
-    ),
-    "images": (
-        {"mm_features": IMAGES},
-        """e54afe69ff69f87f7c0ba46ce2b9177b9055fcb20452bd7a4c87f5888460eda9
-        dbdb6b1146dc45c808f1b30e5af0cc7d2713c3ea0d0ce6a2ee53950219fbb7e6
-        ed4bfe08b0963febeae2810941ed0fb6cadc40b0ff3bb5d53b0dc37ed54533b3
-        a2abe0b189ac7bdc9b5a2c87ebb44fd852372800e9faec4f8f446b3bc9b3553a""",
-    ),
     "all": (
         ALL,
         """5ddf3a4dd7165f537b6dce27cbfe75a509baca15a710baa5e45679acbbd1bf3c
@@ -183,25 +162,6 @@ def test_pages_that_get_full_later_are_hashed_the_same() -> None:
         manager.allocate_slots(request, 1)
         request.num_computed_tokens += 1
     assert [digest.hex() for digest in digests_of(manager, "r")] == VLLM_DIGESTS["all"][1].split()
-
-
-def test_events_tell_extra_keys_as_vllm_does() -> None:
-    """Keys have no tags, and LoRA's name is in every page; the digests can be computed from them, except for the adapter's
-    path.
-    """
-    pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
-    manager = make_manager()
-    manager.enable_events(hashes_as_bytes=True)
-    manager.allocate_slots(EngineRequest("r", list(range(100, 118)), **ALL), 18)
-    [stored] = manager.take_events()
-    assert [digest.hex() for digest in stored.block_hashes] == VLLM_DIGESTS["all"][1].split()
-    assert (stored.lora_id, stored.lora_name) == (None, "tuned")
-    assert stored.extra_keys == [
-        ("tuned", ("cat", 1), "pepper"),
-        ("tuned", ("dog", 2)),
-        ("tuned", ("dog", -2)),
-        ("tuned", ("dog", -6)),
-    ]
 
 
 # Intended and unavoidable differences: docs/engines.md has the table.
