@@ -807,7 +807,6 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Simulate for the given time and print the counts."""
     options = parse_arguments()
-    logging.getLogger("pagepool").setLevel(logging.ERROR)
     settings = [setting for setting in CONTENTS_SETTINGS if options.setting in (None, setting.name)]
     if not settings:
         sys.exit(f"--setting: got {options.setting!r}, allowed: {', '.join(setting.name for setting in CONTENTS_SETTINGS)}")
@@ -825,4 +824,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    logging.getLogger("pagepool").setLevel(logging.ERROR)
     main()

@@ -321,7 +321,6 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Soak for the given time and print the results."""
     options = parse_arguments()
-    logging.getLogger("pagepool").setLevel(logging.ERROR)  # refused resets and hopeless requests are expected
     turns = [kind for kind in take_turns() if options.kind in (None, kind.name)]
     if not turns:
         sys.exit(f"--kind: got {options.kind!r}, allowed: {', '.join(kind.name for kind in take_turns())}")
@@ -340,4 +339,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    logging.getLogger("pagepool").setLevel(logging.ERROR)  # refused resets and hopeless requests are expected
     main()

@@ -14,7 +14,7 @@ from contents import CONTENTS_SETTINGS, FEATURES, Simulation, run_round
 from contents_device import ContentsError, Device, Histories, find_first_read
 from contents_index import Books
 from contents_request import Job
-from planted_bugs import BUGS, CORE, Bug, plant_all, plant_in, read_texts
+from planted_bugs import BUGS, Bug, plant_all, plant_in, read_texts
 from settings import NUM_OPERATIONS, Group, Setting
 from sources import ROOT
 
@@ -108,16 +108,15 @@ def test_caching_of_what_was_not_computed_is_seen(monkeypatch: pytest.MonkeyPatc
 
 def test_bugs_can_be_planted() -> None:
     """`make planted` builds and catches them."""
-    texts = read_texts(ROOT, CORE)
+    texts = read_texts(ROOT)
     assert all(text != texts[file] for file, text in plant_all(texts).items())
-    assert all(plant_in(read_texts(ROOT, bug.path), bug) for bug in BUGS if bug.path != CORE)
+    assert all(plant_in(texts, bug) for bug in BUGS)
 
 
-def test_a_bug_that_does_not_fit_is_reported() -> None:
+@pytest.mark.parametrize("texts", [{"a.py": "x = 1; x = 1"}, {"a.pyx": "x = 1", "b.pxd": "x = 1"}], ids=str)
+def test_a_bug_that_does_not_fit_is_reported(texts: dict[str, str]) -> None:
     with pytest.raises(LookupError, match="late: its text is 2 times"):
-        plant_in({Path("a.py"): "x = 1; x = 1"}, Bug("late", "a.py", "x = 1", "x = 2"))
-    with pytest.raises(LookupError, match="late: its text is 2 times"):
-        plant_in({Path("a.pyx"): "x = 1", Path("b.pxd"): "x = 1"}, Bug("late", CORE, "x = 1", "x = 2"))
+        plant_in({Path(name): text for name, text in texts.items()}, Bug("late", ["x = [-1-]{+2+}"]))
 
 
 # --- the parts ----------------------------------------------------------------------------------------------------
