@@ -605,7 +605,12 @@ class Simulation:
             "swaps": [(self.swap, 0.4)],
             "forks": [(self.fork, 0.25)],
             "leases": [(holds.lease, 0.15), (holds.end_lease, 0.1)],
-            "pins": [(holds.pin, 0.1), (holds.unpin, 0.15), (holds.retain, 0.1), (holds.protect, 0.05)],
+            "pins": [
+                (lambda: holds.with_any(holds.pin), 0.1),
+                (lambda: holds.with_any(holds.unpin), 0.15),
+                (lambda: holds.with_any(holds.retain), 0.1),
+                (holds.protect, 0.05),
+            ],
             "snapshots": [(self.save, 0.05), (self.restore, 0.01)],
         }
         chances: list[tuple[Callable[[], Any], float]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -81,17 +82,15 @@ class Holds:
         pins = copy_records(self.world.manager.page_pool.store, "pins")["pins"].tolist()
         return Counter({page_id: num for page_id, num in enumerate(pins) if num})
 
-    def _choose_job(self) -> Job | None:
-        """Return a job that runs or waits."""
+    def with_any(self, action: Callable[[Job, Span, set[Content]], None]) -> None:
+        """Do something with a span of a job that runs or waits."""
         jobs = [*self.world.jobs, *self.world.waiting]
-        return self.rng.choice(jobs) if jobs else None
+        if jobs:
+            job = self.rng.choice(jobs)
+            action(job, *self._draw_span(job))
 
-    def pin(self) -> None:
+    def pin(self, job: Job, span: Span, cached: set[Content]) -> None:
         """Pin what a job holds, or would hit."""
-        job = self._choose_job()
-        if job is None:
-            return
-        span, cached = self._draw_span(job)
         own = self._list_own(job, cached)
         before = self.read_pins()
         require(before == self.books.pins, "pins", before, self.books.pins)
@@ -108,22 +107,18 @@ class Holds:
         gained = self.books.pins - before
         require(gained.total() == num_pinned, "the number of pins", gained, num_pinned)
         for page_id in gained:
-            entry = self.books.index.entries.get(page_id)
-            require(entry is not None and entry.content in cached, "a page of others is pinned", job, page_id, entry)
+            content = self.books.index.content_of(page_id)
+            require(content in cached, "a page of others is pinned", job, page_id, content)
             self.books.holders[page_id] += page_id not in before
         require(set(own) <= gained.keys(), "a page is not pinned", job, own, gained)
         self.world.counts["pages pinned"] += num_pinned
 
-    def unpin(self) -> None:
+    def unpin(self, job: Job, span: Span, cached: set[Content]) -> None:
         """Take a pin back of each content of a job, which may not be the one that pinned."""
-        job = self._choose_job()
-        if job is None:
-            return
-        span, cached = self._draw_span(job)
         before = self.books.pins.copy()
         num_unpinned = self._call("unpin", job, span)
         self._lose_pins(before - self.read_pins())
-        pinned = {self.books.index.entries[page_id].content for page_id in before}
+        pinned = {self.books.index.content_of(page_id) for page_id in before}
         require(num_unpinned == len(pinned & cached), "the number of pins taken back", job, num_unpinned)
         self.world.counts["pages unpinned"] += num_unpinned
 
@@ -152,9 +147,7 @@ class Holds:
 
     def _list_own(self, job: Job, contents: set[Content]) -> list[int]:
         """Return the pages of a job that are cached with these contents."""
-        entries = self.books.index.entries
-        page_ids = [page_id for pages in job.pages for page_id in pages]
-        return [page_id for page_id in page_ids if page_id in entries and entries[page_id].content in contents]
+        return [page_id for pages in job.pages for page_id in pages if self.books.index.content_of(page_id) in contents]
 
     def _call(self, name: str, job: Job, span: Span, **options: Any) -> int:
         if isinstance(job.front, BatchFront):
@@ -163,12 +156,8 @@ class Holds:
 
     # Priorities.
 
-    def retain(self) -> None:
+    def retain(self, job: Job, span: Span, cached: set[Content]) -> None:
         """Give the cached pages of a job a priority, for a moment, for long or for good."""
-        job = self._choose_job()
-        if job is None:
-            return
-        span, cached = self._draw_span(job)
         options = {"priority": self.rng.randint(0, 100), "seconds": self.rng.choice((None, 1e-9, 1e6))}
         try:
             num_pages = self._call("retain", job, span, **options)

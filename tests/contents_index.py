@@ -58,6 +58,10 @@ class Index:
     def has(self, content: Content, shard: range | None) -> bool:
         return self.find(content, shard) != NULL_PAGE
 
+    def content_of(self, page_id: int) -> Content | None:
+        entry = self.entries.get(page_id)
+        return entry and entry.content
+
     def copy(self) -> Index:
         copied = Index()
         for page_id, entry in self.entries.items():
@@ -191,9 +195,8 @@ class Books:
                 if page_id == NULL_PAGE:
                     require((page + 1) * group.page_size <= first_read, "a hit lacks a page", job, group, page)
                     continue
-                entry = self.index.entries.get(page_id)
-                content = group_id, histories[(page + 1) * group.page_size - 1]
-                require(entry is not None and entry.content == content, "a wrong hit", job, group, page, page_id, entry)
+                found, content = self.index.content_of(page_id), (group_id, histories[(page + 1) * group.page_size - 1])
+                require(found == content, "a wrong hit", job, group, page, page_id, found)
                 require(shard is None or page_id in shard, "a hit in another shard", job, page_id, shard)
                 self.holders[page_id] += 1
             job.pages.append(list(page_ids))
@@ -215,20 +218,20 @@ class Books:
         require(0 < page_id < self.num_pages, "no page", job, page_id)
         require(not self.holders[page_id], "a page is handed out that is held", job, page_id)
         require(shard is None or page_id in shard, "a page of another shard", job, page_id, shard)
-        entry = self.index.entries.get(page_id)
+        content = self.index.content_of(page_id)
         self.drop(page_id)
         self.holders[page_id] = 1
-        if entry is not None and self.tier is not None:
-            self.tier.note_eviction(page_id, entry.content, not self.index.has(entry.content, None))
+        if content is not None and self.tier is not None:
+            self.tier.note_eviction(page_id, content, not self.index.has(content, None))
 
     def find_loads(self, job: Job, length: int, shard: range | None, own_ids: Collection[int]) -> None:
         """Record the pages that a look-up has taken to load a hit: those with new keys, except for a row's own."""
         assert self.tier is not None
         contents = set(self.list_hits(job, length))
         for page_id in range(1, self.num_pages):
-            key, entry = self.store.key_of(page_id), self.index.entries.get(page_id)
+            key = self.store.key_of(page_id)
             content = self.tier.keys.get(key)
-            if key is None or page_id in own_ids or (entry is not None and entry.content == content):
+            if key is None or page_id in own_ids or (content is not None and self.index.content_of(page_id) == content):
                 continue
             require(content in contents and not self.index.has(content, shard), "a load of no use", job, page_id, content)
             self._claim(page_id, shard, job)
@@ -285,10 +288,10 @@ class Books:
 
     def drop_everywhere(self, page_id: int) -> None:
         """Drop the entry of a page whose content is wrong, in the tier too."""
-        entry = self.index.entries.get(page_id)
+        content = self.index.content_of(page_id)
         self.drop(page_id)
-        if entry is not None and self.tier is not None:
-            self.tier.drop(entry.content)
+        if content is not None and self.tier is not None:
+            self.tier.drop(content)
 
     def is_cached(self, page_id: int) -> bool:
         """Whether the pool has an entry for a page."""
@@ -316,10 +319,9 @@ class Books:
             if group.kind == "mamba":
                 continue
             for page in range(job.num_cached_pages[group_id], len(histories) // group.page_size):
-                content = group_id, histories[(page + 1) * group.page_size - 1]
-                entry = self.index.entries.get(pages[page])
-                require(entry is None or entry.content == content, "a page is cached with something else", job, pages[page])
-                if pages[page] != NULL_PAGE and entry is None:
+                content, found = (group_id, histories[(page + 1) * group.page_size - 1]), self.index.content_of(pages[page])
+                require(found in (None, content), "a page is cached with something else", job, pages[page])
+                if pages[page] != NULL_PAGE and found is None:
                     self.note_entry(pages[page], content, job)
                     entered.append(pages[page])
                 job.num_cached_pages[group_id] = page + 1

@@ -31,10 +31,9 @@ class StateBooks(Books):
         attached = []
         for group_id, (group, page_ids) in enumerate(zip(self.groups, hits, strict=True)):
             if group.kind == "mamba" and page_ids:
-                content = group_id, job.list_histories(num_hit_tokens)[-1]
-                entry = self.index.entries.get(page_ids[-1])
+                content, found = (group_id, job.list_histories(num_hit_tokens)[-1]), self.index.content_of(page_ids[-1])
                 require(len(page_ids) * self.hit_step == num_hit_tokens, "a checkpoint at another place", job, page_ids)
-                require(entry is not None and entry.content == content, "a wrong checkpoint", job, page_ids, entry)
+                require(found == content, "a wrong checkpoint", job, page_ids, found)
                 require(shard is None or page_ids[-1] in shard, "a checkpoint in another shard", job, page_ids, shard)
             attached.append([] if group.kind == "mamba" else list(page_ids))
         return attached
@@ -144,9 +143,7 @@ class StateBooks(Books):
                 if held_id == NULL_PAGE and self.tier is not None:
                     self.tier.note_save(page_id, content)  # perhaps it was evicted
                 if held_id != NULL_PAGE:
-                    entry = self.index.entries.get(held_id)
-                    is_equal = entry is not None and entry.content == content
-                    require(is_equal, "a page that is not equal", job, page_id, held_id)
+                    require(self.index.content_of(held_id) == content, "a page that is not equal", job, page_id, held_id)
                     is_loading = self.tier is not None and held_id in self.tier.loading
                     require(not is_loading, "a page that is being loaded is shared", job, page_id, held_id)
                     self.let_go(page_id)
@@ -164,9 +161,9 @@ class StateBooks(Books):
         kept = []
         for group, pages in zip(self.groups, job.pages, strict=True):
             kept.append(pages[: self.count_pages(group, job.num_computed_tokens)])
-            entries = {page_id: self.index.entries.get(page_id) for page_id in kept[-1] if page_id != NULL_PAGE}
-            for page_id, entry in entries.items():
-                self.tier.note_save(page_id, entry and entry.content)
+            for page_id in kept[-1]:
+                if page_id != NULL_PAGE:
+                    self.tier.note_save(page_id, self.index.content_of(page_id))
         job.swapped = Swapped(job.num_computed_tokens, kept, job.num_cached_pages, self.tier.last_number + 1)
         self.release(job)
         job.pages, job.num_cached_pages = [[] for _ in self.groups], [0 for _ in self.groups]
@@ -186,8 +183,7 @@ class StateBooks(Books):
                     continue
                 if self.is_cached(page_id):
                     content = group_id, job.list_histories((page + 1) * group.page_size)[-1]
-                    entry = self.index.entries.get(page_id)
-                    require(entry is not None and entry.content == content, "a row came back with a wrong page", job, page_id)
+                    require(self.index.content_of(page_id) == content, "a row came back with a wrong page", job, page_id)
                     self.holders[page_id] += 1
                     hits.append(page_id)
                     continue
@@ -228,8 +224,8 @@ class StateBooks(Books):
         for page_id in one.taken.load_dst.tolist():
             self.let_go(page_id)
         for place in one.bad_loads:
-            page_id, entry = int(one.taken.load_dst[place]), self.index.entries.get(int(one.taken.load_dst[place]))
-            if entry is not None and entry.content == one.loaded[place]:
+            page_id, loaded = int(one.taken.load_dst[place]), one.loaded[place]
+            if loaded is not None and self.index.content_of(page_id) == loaded:
                 self.drop(page_id)
         return self.tier.end(one, self.store)
 

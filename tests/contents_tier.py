@@ -204,10 +204,10 @@ class TierBooks:
         busy.update(transfers.load_src.tolist())
         columns = transfers.save_src.tolist(), transfers.save_dst.tolist(), transfers.save_group.tolist()
         for page_id, tier_id, group_id in zip(*columns, strict=True):
-            entry = index.entries.get(page_id)
-            is_asked = page_id in self.noted or (entry is not None and self.tier.policy == "write_through")
+            cached = index.content_of(page_id)
+            is_asked = page_id in self.noted or (cached is not None and self.tier.policy == "write_through")
             require(is_asked, "a save that nobody asked for", transfers, page_id)
-            content = self.noted.get(page_id, entry and entry.content)
+            content = self.noted.get(page_id, cached)
             require(content is None or content[0] == group_id, "a save of another group", transfers, content)
             require(tier_id not in busy, "a page of the tier is taken that is in flight", transfers, tier_id)
             busy.add(tier_id)
