@@ -23,7 +23,6 @@ from twins import Side, copies_of, levels_of, levels_of_twin, pins_of, transfers
 import pagepool
 from pagepool._core import pack_dirty_windows
 
-HASH_SEED = "rows"
 Amounts = int | Sequence[int]
 
 
@@ -517,11 +516,8 @@ class BatchRows(Rows):
 
     manager: pagepool.CacheManager
 
-    def __init__(
-        self, manager: pagepool.CacheManager, setting: Setting, num_rows: int, with_hashes: bool, **options: Any
-    ) -> None:
+    def __init__(self, manager: pagepool.CacheManager, setting: Setting, num_rows: int, **options: Any) -> None:
         super().__init__(manager)
-        self.with_hashes = with_hashes
         tables = make_tables(setting, num_rows)
         self.batch = pagepool.RunningBatch(manager, tables, data_parallel_size=setting.data_parallel_size, **options)
         self.tables = getattr(tables, "page_tables", (tables,))
@@ -629,7 +625,7 @@ class BatchRows(Rows):
             self.manager.check()
         self._commit()
         batch = self.batch
-        pool = package_pool_state(self.manager.page_pool, self.with_hashes)
+        pool = package_pool_state(self.manager.page_pool, with_hashes=False)
         by_row = (batch.is_admitted, batch.num_tokens, batch.num_computed_tokens, batch.num_cached_tokens)
         return BatchState(
             *(values.tolist() for values in by_row),

@@ -13,8 +13,7 @@ from random import Random
 from typing import Any
 
 from batch_model import Grown
-from features import PLAIN, Actions, Features, Span, Workload, random_retention, random_span, run_to_end
-from oracle import NULL_PAGE
+from features import PLAIN, Actions, Features, Span, Workload, random_retention, random_span
 from settings import Setting
 from twin_engine import Feature
 from twins import Twins
@@ -27,11 +26,9 @@ Prompt = tuple[list[int], dict[str, Any]]
 
 
 class BatchWorkload(Workload):
-    """Drives rows at random. It reads their state from the model. Without `trims` rows are not cut, nor is growth undone."""
+    """Drives rows at random. It reads their state from the model."""
 
-    def __init__(
-        self, setting: Setting, twins: Twins, num_pages: int, rng: Random, trims: bool, features: Features = PLAIN
-    ) -> None:
+    def __init__(self, setting: Setting, twins: Twins, num_pages: int, rng: Random, features: Features = PLAIN) -> None:
         self.max_tokens = setting.max_model_len
         super().__init__(setting, twins, num_pages, rng, features)
         self.model: Any = twins.oracle  # OracleRows
@@ -41,9 +38,9 @@ class BatchWorkload(Workload):
         self.histories: deque[Prompt] = deque(maxlen=NUM_REMEMBERED)
         self.pinned: deque[tuple[list[int], dict[str, Any], Span]] = deque(maxlen=NUM_REMEMBERED)
         self._names = (f"neighbour{number}" for number in itertools.count())
-        self.actions = self._weighted_actions(trims)
+        self.actions = self._weighted_actions()
 
-    def _weighted_actions(self, trims: bool) -> Actions:
+    def _weighted_actions(self) -> Actions:
         actions: Actions = {
             self.admit: 6,
             self.grow: 6,
@@ -57,20 +54,12 @@ class BatchWorkload(Workload):
             self.evict: 0.4,
             self.reset: 0.2,
             self.drain: 0.1,
+            self.trim: 2,
+            self.draft: 3,
+            self.fail_load: 1,
+            self.undo: 3,
         }
-        if trims:
-            actions |= {self.trim: 2, self.draft: 3, self.fail_load: 1, self.undo: 3}
-        if self.features.states:
-            actions |= {self.chunk: 6, self.find_checkpoints: 0.3}
-        if self.features.forks:
-            actions |= {self.fork: 2, self.misuse_fork: 0.2}
-        if self.features.pins:
-            actions |= {self.pin: 4, self.pin_neighbour: 1, self.unpin: 3}
-        if self.features.retention:
-            actions |= {self.retain: 4, self.retain_neighbour: 1, self.protect: 2}
-        if self.features.external:
-            actions |= {self.commit: 3, self.fail: 2, self.cancel: 0.5, self.misuse_pending: 0.5}
-        return self._common_actions(actions)
+        return self._with_features(actions)
 
     # selection of rows
 
@@ -185,9 +174,7 @@ class BatchWorkload(Workload):
 
     def _attributes(self) -> dict[str, Any]:
         """Return the extra keys of a request."""
-        if self.rng.random() < 0.5:
-            return {"cache_salt": self.rng.choice((None, "salt", "pepper")), "lora_id": self.rng.choice((None, 1, "tuned"))}
-        return {"mm_features": self._features()}
+        return self._tenant() if self.rng.random() < 0.5 else {"mm_features": self._features()}
 
     def _features(self) -> tuple[Feature, ...]:
         """Return features at a few fixed places, the last of which most requests reach only late."""
@@ -294,9 +281,7 @@ class BatchWorkload(Workload):
         request = self.model.requests[row]
         cut = self.rng.randint(0, request.num_computed_tokens)
         token_ids = list(request.all_token_ids[cut:])
-        groups = zip(self.setting.groups, self.model.get_page_ids(row), strict=True)
-        bad = [page_id for group, page_ids in groups for page_id in page_ids[cut // group.page_size :] if page_id != NULL_PAGE]
-        self.twins.call("evict_pages", bad if self.rng.random() < 0.6 else self.rng.sample(bad, len(bad) // 2))
+        self._fail_load(self.model.get_page_ids(row), cut)
         self.twins.call("trim", [row], cut)
         if self.num_tokens(row) == cut:  # nothing prevented it
             self.twins.call("append", [row] * len(token_ids), token_ids)
@@ -488,19 +473,3 @@ class BatchWorkload(Workload):
             if self.twins.call("go_back", name) is not None:
                 del self.twins.live_request_ids[name]
                 self.twins.call("finish_neighbour", name)
-
-
-def run_batch_workload(
-    setting: Setting,
-    make_twins: Callable[[Setting, int, int], Twins],
-    seed: int,
-    num_calls: int,
-    trims: bool,
-    workload_class: type[BatchWorkload] = BatchWorkload,
-    features: Features = PLAIN,
-) -> Twins:
-    """Run a seed's workload to its end and return the twins."""
-    rng = Random(seed)
-    num_pages = rng.choice(setting.num_pages)
-    twins = make_twins(setting, num_pages, NUM_ROWS)
-    return run_to_end(workload_class(setting, twins, num_pages, rng, trims, features), seed, num_calls)

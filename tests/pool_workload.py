@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from eviction_oracle import NULL_PAGE, Adaptive, Arc, Policy, hash_key, make_policy
+from features import Driver, draw_placement
 from oracle_pool import OraclePool, PageIds, shard_of_hint
-from twins import Mismatch, Twins
+from twins import Twins
 
 import pagepool
 from pagepool._core import copy_records
@@ -213,23 +214,19 @@ class PackageSide(PackageCalls):
             self.pool.check()
 
 
-class PoolWorkload:
+class PoolWorkload(Driver):
     """Drives both pools at random. It reads their state from the oracle."""
 
     def __init__(self, twins: Twins, rng: Random) -> None:
-        self.twins = twins
+        super().__init__(twins, rng)
         self.pool: OraclePool = twins.oracle.pool
-        self.rng = rng
         self.num_shards = rng.choice((None, None, 1, 2, 4))
         self.max_length = max(2, self.pool.num_pages // 4)
         self.families = [self._keys(self.max_length) for _ in range(NUM_FAMILIES)]
         self.first_family = 0  # the most popular
         self.held: list[PageIds] = []
         self.outside: PageIds = []  # neither held nor in the queue
-
-    def run(self, num_calls: int) -> None:
-        """Act until so many calls are made, then free and reset all."""
-        actions = {
+        self.actions = {
             self.start: 10,
             self.end: 9,
             self.end_several: 1,
@@ -244,10 +241,6 @@ class PoolWorkload:
             self.save: 0.1,
             self.drain: 0.05,
         }
-        cumulated = list(itertools.accumulate(actions.values()))
-        while self.twins.num_calls < num_calls:
-            self.rng.choices(list(actions), cum_weights=cumulated)[0]()
-        self.drain()
 
     def _keys(self, num_keys: int) -> list[int]:
         """Return random keys, half of which an adaptive policy samples for some group."""
@@ -258,16 +251,11 @@ class PoolWorkload:
                 keys.append(key)
         return keys
 
-    def _placement(self) -> dict[str, Any]:
-        if self.num_shards is None:
-            return {}
-        return {"dp_shard_hint": self.rng.choice((None, *range(2 * self.num_shards))), "data_parallel_size": self.num_shards}
-
     # requests
 
     def start(self) -> None:
         """Take the pages of a request, with the leading ones that are cached, unless too few are free."""
-        rng, group_id, placement = self.rng, self.rng.choice((0, 0, 0, 1)), self._placement()
+        rng, group_id, placement = self.rng, self.rng.choice((0, 0, 0, 1)), draw_placement(self.rng, self.num_shards)
         family = self.families[(self.first_family + min(int(rng.expovariate(0.5)), NUM_FAMILIES - 1)) % NUM_FAMILIES]
         keys = family[: rng.randint(1, self.max_length)] + self._keys(rng.choice((0, 0, 1, 3)))
         shard = shard_of_hint(self.pool.num_pages, **placement) if placement else None
@@ -418,15 +406,11 @@ class PoolWorkload:
 
 
 def run_pool_workload(options: tuple[str, float | None], seed: int, num_calls: int) -> Policy | None:
-    """Run a seed's workload to its end and return the oracle's policy; on a mismatch, say what to repeat."""
+    """Run a seed's workload to its end and return the oracle's policy."""
     rng = Random(seed)
     num_pages = rng.choice((1, 2, 4, 8, 8, 17, 17, 24, 24, 64, 64, 128, 128))
     eviction, ghost_size = options
     oracle = OracleSide(num_pages, make_policy(eviction, num_pages, ghost_size))
     workload = PoolWorkload(Twins(oracle, PackageSide(num_pages, eviction, ghost_size)), rng)
-    try:
-        workload.run(num_calls)
-    except Mismatch as mismatch:
-        where = f"{eviction!r}, ghost size {ghost_size}, seed {seed}, {num_pages} pages, call {workload.twins.num_calls - 1}"
-        raise Mismatch(f"{where}\n{mismatch}") from mismatch.__cause__
+    workload.run(num_calls, f"{eviction!r}, ghost size {ghost_size}, seed {seed}, {num_pages} pages")
     return oracle.pool.policy

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from batch_model import send
 from batch_workload import BatchWorkload
-from pairs import oracle_and_batch
+from features import PLAIN
+from pairs import make_rows
 from settings import NUM_OPERATIONS, SETTINGS, Group, Setting
 
 import pagepool
@@ -26,8 +27,8 @@ SMALL_PAGES = [setting for setting in SETTINGS if setting.page_size <= 8]
 def test_many_rows_at_once(setting: Setting) -> None:
     """In one call more pages become full than wait to be hashed and entered together, and the pool runs short among them."""
     num_pages = 12 * max(setting.num_pages)
-    twins = oracle_and_batch(setting, num_pages, NUM_MANY_ROWS)
-    workload = BatchWorkload(setting, twins, num_pages, Random(zlib.crc32(setting.name.encode())), trims=False)
+    seed = zlib.crc32(setting.name.encode())
+    workload = BatchWorkload(setting, make_rows(setting, num_pages, PLAIN, seed, NUM_MANY_ROWS), num_pages, Random(seed))
     for _ in range(4):
         for action in (workload.admit,) * NUM_MANY_ROWS + (workload.step, workload.grow) * setting.page_size:
             action()

@@ -20,11 +20,10 @@ from features import Features, Workload
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from oracle import NULL_PAGE, OraclePool
-from pairs import NATIVE_HASHING, FeaturedTwins, make_managers, with_room
+from pairs import make_requests, make_rows, with_room
 from pool_workload import OracleCalls, PackageCalls
-from settings import HASHING, NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
+from settings import NUM_OPERATIONS, SETTINGS, STATE_SETTINGS, Setting
 from twin_engine import Request
-from twins import OracleTwin, PackageTwin
 from workload import RandomWorkload
 
 import pagepool
@@ -164,9 +163,7 @@ class Requests(Acting):
         features = fit(features, setting)
         setting = with_room(setting) if features.tier else setting
         num_pages, seed = rng.choice(setting.num_pages), rng.randint(0, 2**16)
-        oracle, manager = make_managers(setting, num_pages, features, seed, list(HASHING.values()))
-        twins = FeaturedTwins(OracleTwin(oracle), PackageTwin(manager), features, seed)
-        self.workload = RandomWorkload(setting, twins, num_pages, rng, features)
+        self.workload = RandomWorkload(setting, make_requests(setting, num_pages, features, seed), num_pages, rng, features)
 
 
 class Together(Acting):
@@ -178,11 +175,9 @@ class Together(Acting):
     def start(self, setting: Setting, features: Features, rng: Random) -> None:
         features = fit(features, setting)
         num_pages, seed = rng.choice(setting.num_pages), rng.randint(0, 2**16)
-        oracle, manager = make_managers(setting, num_pages, features, seed, NATIVE_HASHING)
-        self.package = PackageTogether(manager, setting, NUM_ROWS, with_hashes=False, dedupe=features.dedupe)
-        rows = OracleTogether(oracle, setting, NUM_ROWS, dedupe=features.dedupe)
-        self.twins = FeaturedTwins(rows, self.package, features, seed)
-        self.workload = BatchWorkload(setting, self.twins, num_pages, rng, True, features)
+        self.twins = make_rows(setting, num_pages, features, seed, kinds=(OracleTogether, PackageTogether))
+        self.package: PackageTogether = self.twins.system
+        self.workload = BatchWorkload(setting, self.twins, num_pages, rng, features)
         self.mine: list[int] = []  # pages taken or touched directly, one entry for each reference
 
     @invariant()
