@@ -13,11 +13,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from oracle_pool import NORMAL, NULL_PAGE
+
 if TYPE_CHECKING:
     from oracle_pool import OraclePool, PageIds, Ranking
 
-NULL_PAGE = 0
-NORMAL = 50
 BLANK, NEW, AGAIN, LATE = range(4)
 MAX_UNSEEN = 4
 SET_SIZE = 8

@@ -121,31 +121,19 @@ class PackageCalls:
 
 
 class OracleSide(OracleCalls):
-    """The oracle's pool, whose contents are keys."""
+    """The oracle's pool, whose contents are keys. What is not defined here is a call of the pool as it is."""
 
     def __init__(self, num_pages: int, policy: Policy | None) -> None:
         self.pool = OraclePool(num_pages, True, policy)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pool, name)
 
     def cache(self, page_ids: PageIds, keys: list[int], num_cached_pages: int, group_id: int) -> None:
         self.pool.cache_full_pages(page_ids, keys, num_cached_pages, len(page_ids), group_id)
 
     def find(self, key: int, placement: dict[str, Any]) -> PageIds | None:
         return self.pool.get_cached_page(key, GROUPS, **placement)
-
-    def evict(self, page_ids: PageIds) -> int:
-        return self.pool.evict_pages(page_ids)
-
-    def reset(self) -> bool:
-        return self.pool.reset_prefix_cache()
-
-    def popleft(self, num_pages: int) -> PageIds:
-        return self.pool.popleft_n(num_pages)
-
-    def remove(self, page_id: int) -> None:
-        self.pool.remove(page_id)
-
-    def append(self, page_ids: PageIds) -> None:
-        self.pool.append_n(page_ids)
 
     def save(self) -> None:
         """Do nothing: nothing is lost when a pool is saved."""
@@ -158,10 +146,13 @@ class OracleSide(OracleCalls):
 
 
 class PackageSide(PackageCalls):
-    """The package's pool."""
+    """The package's pool, called in the same way."""
 
     def __init__(self, num_pages: int, eviction: str, ghost_size: float | None) -> None:
         self.pool = pagepool.PagePool(num_pages, True, eviction=eviction, ghost_size=ghost_size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pool, name)
 
     def cache(self, page_ids: PageIds, keys: list[int], num_cached_pages: int, group_id: int) -> None:
         hashes = [pagepool.PageHash(key, ()) for key in keys]
@@ -179,19 +170,13 @@ class PackageSide(PackageCalls):
         found = self.pool.get_cached_page_ids(page_hash, GROUPS, **placement)
         return None if found is None else found.tolist()
 
-    def evict(self, page_ids: PageIds) -> int:
-        return self.pool.evict_pages(page_ids)
-
-    def reset(self) -> bool:
-        return self.pool.reset_prefix_cache()
-
-    def popleft(self, num_pages: int) -> PageIds:
+    def popleft_n(self, num_pages: int) -> PageIds:
         return [page.page_id for page in self.pool.free_page_queue.popleft_n(num_pages)]
 
     def remove(self, page_id: int) -> None:
         self.pool.free_page_queue.remove(self.pool.pages[page_id])
 
-    def append(self, page_ids: PageIds) -> None:
+    def append_n(self, page_ids: PageIds) -> None:
         self.pool.free_page_queue.append_n([self.pool.pages[page_id] for page_id in page_ids])
 
     def save(self) -> None:
@@ -330,7 +315,7 @@ class PoolWorkload(Driver):
 
     def evict(self) -> None:
         pages = self._some_pages()
-        self.twins.call("evict", pages + pages[:1])
+        self.twins.call("evict_pages", pages + pages[:1])
 
     def take_out(self) -> None:
         """Take pages out of the queue as they are, at its front or anywhere."""
@@ -338,7 +323,7 @@ class PoolWorkload(Driver):
             return
         if self.rng.random() < 0.5:
             num_pages = self.rng.randint(0, min(2, len(self.pool.free_queue)))
-            self.outside += self.twins.call("popleft", num_pages)
+            self.outside += self.twins.call("popleft_n", num_pages)
         else:
             page = self.rng.choice(list(self.pool.free_queue))
             self.twins.call("remove", page)
@@ -348,7 +333,7 @@ class PoolWorkload(Driver):
         """Put pages back that were taken out of the queue."""
         self.rng.shuffle(self.outside)
         middle = self.rng.randint(0, len(self.outside))
-        self.twins.call("append", self.outside[:middle])
+        self.twins.call("append_n", self.outside[:middle])
         del self.outside[:middle]
 
     def misuse(self) -> None:
@@ -363,10 +348,10 @@ class PoolWorkload(Driver):
         wrong: list[Callable[[], object]] = [
             lambda: self.twins.call("free", [*held, *(page for page in held[:1] for _ in range(self.pool.ref_counts[page]))]),
             lambda: self.twins.call("free", [*held[:-1], *(free or pages)[:1], *held[-1:]]) if free else None,
-            lambda: self.twins.call("append", [*self.outside, *free[:1], *self.outside]),
-            lambda: self.twins.call("append", [*self.outside, *self.outside[:1], NULL_PAGE]),
+            lambda: self.twins.call("append_n", [*self.outside, *free[:1], *self.outside]),
+            lambda: self.twins.call("append_n", [*self.outside, *self.outside[:1], NULL_PAGE]),
             lambda: self.twins.call("take", len(free) + 1, {}),
-            lambda: self.twins.call("popleft", len(free) + 1),
+            lambda: self.twins.call("popleft_n", len(free) + 1),
             lambda: self.twins.call("touch", [*held, *free[:2], *self.outside]) if self.outside else None,
             lambda: self._cache_wrongly(uncached, cached[:1]),
             lambda: self._cache_wrongly(uncached, uncached[-1:]),
@@ -391,18 +376,18 @@ class PoolWorkload(Driver):
 
     def save(self) -> None:
         """Put back what is outside, since only a whole pool can be saved, and save the pool."""
-        self.twins.call("append", self.outside)
+        self.twins.call("append_n", self.outside)
         self.outside = []
         self.twins.call("save")
 
     def drain(self) -> None:
         """Be refused a reset, free all, and reset."""
-        self.twins.call("reset")
+        self.twins.call("reset_prefix_cache")
         while self.held:
             self.twins.call("free", self._pop()[::-1])
-        self.twins.call("append", self.outside)
+        self.twins.call("append_n", self.outside)
         self.outside = []
-        assert self.twins.call("reset") is True
+        assert self.twins.call("reset_prefix_cache") is True
 
 
 def run_pool_workload(options: tuple[str, float | None], seed: int, num_calls: int) -> Policy | None:
